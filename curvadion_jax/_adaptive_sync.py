@@ -1,0 +1,317 @@
+"""One optimizer out of an inner one, a trigger and a synchronizer."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from curvadion_jax import _collectives, _partition
+from curvadion_jax._matrices import MatrixView
+from curvadion_jax.synchronizers import LocalStep, Synchronizer
+from curvadion_jax.triggers import Decision, Observation, Trigger
+from curvadion_jax.triggers._base import check_trigger
+
+_WORD = 2**30
+
+
+class SyncMetrics(NamedTuple):
+    """What happened so far; small, and a part of the state like any other.
+
+    Events are counted, never bytes: an int32 byte counter would overflow after one
+    sync of a model of 500 million parameters. `curvadion_jax.metrics.read` multiplies
+    on the host.
+
+    Attributes:
+      steps: int32[], steps taken.
+      syncs: int32[], synchronised steps among them.
+      quiet_steps: int32[], steps since the last sync, or since the start.
+      synced: bool[], whether the last step synchronised.
+      value: float32[], the trigger's value on this replica on the last step, NaN if
+        it has none. Replica-varying.
+      threshold: float32[], what the value was compared with.
+      layer: int32[], index of the parameter with the largest value on this replica,
+        -1 if none. Replica-varying.
+      sync_payload: int32[2], bytes that a sync averages over replicas, as
+        [high, low] in base 2^30.
+      gradient_payload: int32[2], bytes of all gradients in float32, likewise.
+    """
+
+    steps: jax.Array
+    syncs: jax.Array
+    quiet_steps: jax.Array
+    synced: jax.Array
+    value: jax.Array
+    threshold: jax.Array
+    layer: jax.Array
+    sync_payload: jax.Array
+    gradient_payload: jax.Array
+
+
+class AdaptiveSyncState(NamedTuple):
+    """State of `adaptive_sync`. Shared fields have equal values on all replicas.
+
+    Attributes:
+      inner_state: the inner optimizer's, as after a local step. Replica-varying.
+      trigger_state: what the trigger remembers.
+      local_state: state of `local_step`, empty without one. Replica-varying.
+      sync_state: what the synchronizer keeps; changes at syncs only.
+      metrics: `SyncMetrics`; changes on every step.
+    """
+
+    inner_state: optax.OptState
+    trigger_state: Any
+    local_state: optax.OptState
+    sync_state: Any
+    metrics: SyncMetrics
+
+
+def _words(number: int) -> jax.Array:
+    return jnp.array(divmod(number, _WORD), jnp.int32)
+
+
+def _initial_metrics(sync_payload: int, gradient_payload: int) -> SyncMetrics:
+    zero, nan = jnp.zeros([], jnp.int32), jnp.full([], jnp.nan, jnp.float32)
+    return SyncMetrics(
+        steps=zero,
+        syncs=zero,
+        quiet_steps=zero,
+        synced=jnp.zeros([], jnp.bool_),
+        value=nan,
+        threshold=nan,
+        layer=jnp.full([], -1, jnp.int32),
+        sync_payload=_words(sync_payload),
+        gradient_payload=_words(gradient_payload),
+    )
+
+
+def _next_metrics(old: SyncMetrics, decision: Decision, synced: jax.Array):
+    return old._replace(
+        steps=optax.safe_increment(old.steps),
+        syncs=jnp.where(synced, optax.safe_increment(old.syncs), old.syncs),
+        quiet_steps=jnp.where(synced, 0, optax.safe_increment(old.quiet_steps)),
+        synced=synced,
+        value=decision.value,
+        threshold=decision.threshold,
+        layer=decision.layer,
+    )
+
+
+def _checked_params(updates: Any, params: Any) -> Any:
+    if params is None:
+        raise ValueError(
+            "adaptive_sync needs the parameters: call update(gradients, state, params)"
+        )
+    if jax.tree.structure(updates) != jax.tree.structure(params):
+        raise ValueError(
+            "gradients and parameters must be trees of the same structure, got\n"
+            f"{jax.tree.structure(updates)}\nand\n{jax.tree.structure(params)}"
+        )
+    pairs = zip(
+        jax.tree.leaves_with_path(params), jax.tree.leaves(updates), strict=True
+    )
+    for (path, param), gradient in pairs:
+        name = _partition.path_name(path)
+        if param.shape != gradient.shape:
+            raise ValueError(
+                f"the gradient of {name!r} has shape {gradient.shape}, the parameter "
+                f"{param.shape}"
+            )
+        if not jnp.issubdtype(param.dtype, jnp.floating):
+            raise TypeError(
+                f"the parameter {name!r} has dtype {param.dtype}; only real "
+                "floating-point parameters can be trained. Keep others out of the "
+                "parameters, or freeze them with optax.masked around the whole"
+            )
+    return params
+
+
+def adaptive_sync(
+    inner: optax.GradientTransformation,
+    trigger: Trigger,
+    synchronizer: Synchronizer,
+    axis_name: str | None = None,
+    *,
+    local_step: optax.GradientTransformation | None = None,
+    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    allow_unchecked: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Lets replicas step alone, and synchronises them when the trigger says so.
+
+    On every step each replica's trigger is asked, and the answers are reduced to one
+    bit (a maximum over one int32). If any replica wants to, all take the
+    synchronizer's step; else all take a quiet step, which sends nothing. The two are
+    the branches of one `lax.cond`, so that a quiet step does not pay for the other.
+
+    Call it inside `curvadion_jax.replicas.step`, or your own `shard_map` in which
+    parameters and optimizer state have a leading replica axis (the body strips it) and
+    nobody averages the gradients. It returns finished parameter updates: nothing may
+    follow it in a chain. Wrappers that decide per replica (`optax.apply_if_finite`,
+    `optax.MultiSteps` with a skip function) belong inside, around `inner`; outside,
+    replicas would wait for each other for ever.
+
+    Args:
+      inner: optimizer of one replica, learning rate included. It must not communicate
+        over the axis itself (that is checked).
+      trigger: when to synchronise, see `curvadion_jax.triggers`.
+      synchronizer: what is sent, see `curvadion_jax.synchronizers`.
+      axis_name: name of the replica axis; None is one replica.
+      local_step: what a quiet step does instead of the inner optimizer's step, any
+        Optax transformation. The inner optimizer then only accumulates its momentum.
+        It advances (its schedules count) on every step.
+      dimension_numbers: how parameters are seen as matrices, by triggers that look at
+        layers and by `reconcile`; the same as given to the inner optimizer.
+      allow_unchecked: accept `shard_map(..., check_vma=False)`, under which it cannot
+        be seen whether the gradients were averaged already.
+
+    Returns:
+      A transformation with :class:`AdaptiveSyncState`. Updates have the parameters'
+      dtypes.
+
+    Raises:
+      TypeError: if an argument is of the wrong kind, or a parameter not a real
+        floating-point array.
+      ValueError: at `update`, if `params` is missing, trees or shapes do not match,
+        the axis is not bound, gradients were averaged before, or something that must
+        stay local communicates.
+
+    Example:
+      >>> from curvadion_jax import synchronizers, triggers
+      >>> local_sgd = adaptive_sync(
+      ...     optax.sgd(0.1), triggers.every_k(4), synchronizers.reconcile()
+      ... )
+      >>> params = {"w": jnp.ones(3)}
+      >>> state = local_sgd.init(params)
+      >>> updates, state = local_sgd.update(params, state, params)
+      >>> print(updates["w"], state.metrics.syncs)
+      [-0.1 -0.1 -0.1] 0
+    """
+    check_trigger(trigger)
+    _check_arguments(inner, synchronizer, axis_name, local_step)
+    inner = optax.with_extra_args_support(inner)
+    if local_step is not None:
+        local_step = optax.with_extra_args_support(local_step)
+
+    def init_fn(params):
+        views = _partition.matrix_views(params, dimension_numbers)
+        inner_state = inner.init(params)
+        return AdaptiveSyncState(
+            inner_state=inner_state,
+            trigger_state=trigger.init(params, inner_state),
+            local_state=() if local_step is None else local_step.init(params),
+            sync_state=synchronizer.init(params, inner_state),
+            metrics=_initial_metrics(
+                synchronizer.payload(params, inner_state, views),
+                4 * sum(leaf.size for leaf in jax.tree.leaves(params)),
+            ),
+        )
+
+    def update_fn(updates, state, params=None, **extra_args):
+        params = _checked_params(updates, params)
+        _collectives.require_local(updates, axis_name, allow_unchecked=allow_unchecked)
+        views = _partition.matrix_views(params, dimension_numbers)
+
+        def take(gradients, inner_state, params, **more):
+            result = inner.update(gradients, inner_state, params, **extra_args, **more)
+            return _like(result[0], params), _like(result[1], inner_state)
+
+        decide = _decide_with(trigger, take, views)
+        _collectives.refuse_collectives(
+            decide, updates, params, state, axis_name=axis_name
+        )
+        decision, trigger_state = decide(updates, params, state)
+        synced = _collectives.any_replica(decision.fire, axis_name)
+        local_updates, local_state = updates, state.local_state
+        if local_step is not None:
+            local_updates, local_state = local_step.update(
+                updates, state.local_state, params, **extra_args
+            )
+
+        def sync(gradients, local_updates, inner_state, sync_state, params):
+            del local_updates
+            local = LocalStep(
+                gradients,
+                inner_state,
+                params,
+                views,
+                lambda g, **more: take(g, inner_state, params, **more),
+            )
+            result, inner_state, sync_state = synchronizer.step(
+                local, sync_state, lambda tree: _collectives.mean(tree, axis_name)
+            )
+            return _like(result, params), inner_state, sync_state
+
+        def quiet(gradients, local_updates, inner_state, sync_state, params):
+            if local_step is None:
+                result, inner_state = take(gradients, inner_state, params)
+            else:
+                result = _like(local_updates, params)
+                _, inner_state = take(
+                    gradients, inner_state, params, momentum_only=True
+                )
+            return result, inner_state, sync_state
+
+        result, inner_state, sync_state = _collectives.cond(
+            synced,
+            sync,
+            quiet,
+            updates,
+            local_updates,
+            state.inner_state,
+            state.sync_state,
+            params,
+            axis_name=axis_name,
+        )
+        metrics = _next_metrics(state.metrics, decision, synced)
+        rest = AdaptiveSyncState(
+            inner_state, trigger_state, local_state, sync_state, metrics
+        )
+        return result, _collectives.vary(rest, axis_name)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_arguments(inner, synchronizer, axis_name, local_step) -> None:
+    for name, value in (("inner", inner), ("local_step", local_step)):
+        optional = name == "local_step" and value is None
+        if not optional and not isinstance(value, optax.GradientTransformation):
+            raise TypeError(
+                f"{name} must be an Optax transformation such as optax.adamw(1e-3), "
+                f"got {value!r}"
+            )
+    if not isinstance(synchronizer, Synchronizer):
+        raise TypeError(
+            "synchronizer must be a curvadion_jax.synchronizers.Synchronizer such as "
+            f"reconcile(), got {synchronizer!r}"
+        )
+    if axis_name is not None and not isinstance(axis_name, str):
+        raise TypeError(f"axis_name must be a string or None, got {axis_name!r}")
+
+
+def _decide_with(trigger: Trigger, take, views: Mapping[str, MatrixView | None]):
+    def decide(gradients, params, state: AdaptiveSyncState):
+        def next_inner_state():
+            return take(gradients, state.inner_state, params, momentum_only=True)[1]
+
+        metrics = state.metrics
+        observation = Observation(
+            gradients,
+            state.inner_state,
+            params,
+            views,
+            next_inner_state,
+            metrics.steps,
+            metrics.syncs,
+            metrics.quiet_steps,
+        )
+        return trigger.decide(observation, state.trigger_state)
+
+    return decide
+
+
+def _like(tree: Any, like: Any) -> Any:
+    """A tree with the dtypes of another, where the structures agree."""
+    if jax.tree.structure(tree) != jax.tree.structure(like):
+        return tree
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)

@@ -1,0 +1,243 @@
+"""The only file that talks across replicas.
+
+Everything here takes `axis_name: str | None`; None is one replica, for which every
+reduction is the identity. Besides the reductions it holds what keeps a program from
+hanging or from communicating unnoticed: the guarded conditional, the check that
+gradients are still each replica's own, and the check that a quiet step is quiet.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+_COMMUNICATING = (
+    "psum",
+    "pmax",
+    "pmin",
+    "all_gather",
+    "all_to_all",
+    "ppermute",
+    "pbroadcast",
+    "psum_scatter",
+    "reduce_scatter",
+    "ragged_all_to_all",
+)
+
+
+def axis_size(axis_name: str | None) -> int:
+    """Number of replicas.
+
+    Raises:
+      ValueError: if no such axis is bound where this is called.
+    """
+    if axis_name is None:
+        return 1
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"the axis {axis_name!r} is not bound here: call `update` inside "
+            f"curvadion_jax.replicas.step (or a shard_map or vmap with the axis "
+            f"{axis_name!r}), or pass axis_name=None for one replica"
+        ) from error
+
+
+def _varying(x: Any) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def is_checked(axis_name: str | None) -> bool:
+    """Whether JAX tracks here what differs over the axis (shard_map, check_vma on)."""
+    if axis_name is None or not is_manual(axis_name):
+        return False
+    return axis_name in _varying(lax.axis_index(axis_name))
+
+
+def is_manual(axis_name: str | None) -> bool:
+    """Whether the axis is one of an enclosing shard_map (and not of a vmap)."""
+    return axis_name in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def varying_manual_axes(x: Any) -> frozenset[str]:
+    """Axes of enclosing shard_maps, of more than one device, over which x differs."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return frozenset(axis for axis in _varying(x) if sizes.get(axis, 1) > 1)
+
+
+def is_varying(x: Any, axis_name: str) -> bool:
+    """Whether x may differ over the axis, as far as JAX tracks it."""
+    return axis_name in _varying(x)
+
+
+def vary(tree: Any, axis_name: str | None) -> Any:
+    """Marks every array as one that may differ over the axis; no communication."""
+    if axis_name is None or not is_checked(axis_name):
+        return tree
+
+    def cast(x):
+        if axis_name in _varying(x):
+            return x
+        return lax.pcast(x, (axis_name,), to="varying")
+
+    return jax.tree.map(cast, tree)
+
+
+def mean(tree: Any, axis_name: str | None) -> Any:
+    """Mean over replicas of every array, in at least float32, cast back."""
+    if axis_name is None:
+        return tree
+    tree = vary(tree, axis_name)  # psum takes varying operands only
+    wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x, jnp.float32)), tree)
+    reduced = lax.pmean(wide, axis_name)
+    return jax.tree.map(lambda r, x: r.astype(x.dtype), reduced, tree)
+
+
+def any_replica(flag: jax.Array, axis_name: str | None) -> jax.Array:
+    """Whether the flag, bool[], is set on any replica: one int32 scalar all-reduce.
+
+    An integer, because a float maximum drops NaN in shard_map on CPU.
+    """
+    if axis_name is None:
+        return flag
+    return lax.pmax(vary(flag, axis_name).astype(jnp.int32), axis_name) > 0
+
+
+def cond(
+    predicate: jax.Array,
+    sync: Callable[..., Any],
+    quiet: Callable[..., Any],
+    *operands: Any,
+    axis_name: str | None,
+) -> Any:
+    """`lax.cond` around collectives, that cannot hang and keeps quiet steps quiet.
+
+    Args:
+      predicate: bool[], the same on all replicas.
+      sync: branch that may communicate over the axis.
+      quiet: branch that may not.
+      *operands: trees of arrays, passed on.
+      axis_name: replica axis.
+
+    Returns:
+      What the chosen branch returns, marked as varying over the axis.
+
+    Raises:
+      ValueError: if the predicate may differ between replicas (the program would wait
+        for ever), if the quiet branch holds a collective over the axis, or if the
+        branches return different shapes or dtypes.
+    """
+    if axis_name is not None and axis_name in _varying(predicate):
+        raise ValueError(
+            f"the decision to synchronise differs between the replicas of axis "
+            f"{axis_name!r}; some would wait for ever for the others: reduce it over "
+            "the axis first"
+        )
+    refuse_collectives(quiet, *operands, axis_name=axis_name)
+    _require_same_result(sync, quiet, *operands)
+    return lax.cond(
+        predicate,
+        lambda *args: vary(sync(*args), axis_name),
+        lambda *args: vary(quiet(*args), axis_name),
+        *operands,
+    )
+
+
+def _require_same_result(sync: Callable, quiet: Callable, *operands: Any) -> None:
+    synced, still = jax.eval_shape(sync, *operands), jax.eval_shape(quiet, *operands)
+    if jax.tree.structure(synced) != jax.tree.structure(still):
+        raise ValueError(
+            "a synchronised and a quiet step return different trees:\n"
+            f"{jax.tree.structure(synced)}\n{jax.tree.structure(still)}"
+        )
+    pairs = zip(jax.tree.leaves_with_path(synced), jax.tree.leaves(still), strict=True)
+    for (path, a), b in pairs:
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise ValueError(
+                f"a synchronised step returns {a.dtype}{list(a.shape)} and a quiet "
+                f"step {b.dtype}{list(b.shape)} at {jax.tree_util.keystr(path)}: an "
+                "optimizer must keep the shapes and dtypes of its state and updates"
+            )
+
+
+def _collectives(jaxpr: Jaxpr, axis_name: str) -> list[str]:
+    """Names of the collectives over the axis in a program, nested ones included."""
+    found = []
+    for equation in jaxpr.eqns:
+        axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+        axes = axes if isinstance(axes, tuple | list) else (axes,)
+        name = equation.primitive.name
+        if axis_name in axes and name.startswith(_COMMUNICATING):
+            found.append(name)
+        for value in jax.tree.leaves(list(equation.params.values())):
+            if isinstance(value, ClosedJaxpr):
+                value = value.jaxpr
+            if isinstance(value, Jaxpr):
+                found.extend(_collectives(value, axis_name))
+    return found
+
+
+def refuse_collectives(
+    function: Callable[..., Any], *operands: Any, axis_name: str | None
+) -> None:
+    """Raises if a computation that must stay local would communicate over the axis."""
+    if axis_name is None:
+        return
+    found = _collectives(jax.make_jaxpr(function)(*operands).jaxpr, axis_name)
+    if found:
+        raise ValueError(
+            f"a quiet step would communicate over the axis {axis_name!r} ({found[0]}): "
+            "the inner optimizer, the local step and the trigger must not reduce over "
+            "the replica axis themselves; leave that to the synchronizer, and pass "
+            "the inner optimizer axis_name=None"
+        )
+
+
+def require_local(
+    gradients: Any, axis_name: str | None, *, allow_unchecked: bool = False
+) -> None:
+    """Refuses gradients that were averaged over the replicas before they came here.
+
+    Raises:
+      ValueError: if a gradient is the same on all replicas by its type, so that it was
+        reduced already; if nothing is tracked because of check_vma=False and that was
+        not allowed; or, for axis_name=None, if gradients differ between the devices
+        of an enclosing shard_map.
+    """
+    leaves = jax.tree.leaves_with_path(gradients)
+    if axis_name is None:
+        for path, leaf in leaves:
+            if axes := varying_manual_axes(leaf):
+                raise ValueError(
+                    f"axis_name is None, but the gradient "
+                    f"{jax.tree_util.keystr(path)} differs along the mesh axis "
+                    f"{', '.join(sorted(axes))}: replicas would drift apart and never "
+                    f"synchronise. Pass axis_name={min(axes)!r}"
+                )
+        return
+    axis_size(axis_name)
+    if not is_manual(axis_name):
+        return
+    if not is_checked(axis_name):
+        if allow_unchecked:
+            return
+        raise ValueError(
+            "shard_map was called with check_vma=False, so gradients that are "
+            f"averaged over {axis_name!r} already cannot be told from local ones. "
+            "Leave check_vma on, or pass allow_unchecked=True and make sure of it "
+            "yourself"
+        )
+    for path, leaf in leaves:
+        if axis_name not in _varying(leaf):
+            raise ValueError(
+                f"the gradient {jax.tree_util.keystr(path)} is the same on all "
+                f"replicas of {axis_name!r}: it has been reduced over the axis before "
+                "it got here, so every step communicates in full. Either the "
+                "parameters are not replica-varying (in_specs P(): use "
+                "curvadion_jax.replicas.replicate and replicas.step, which give them "
+                "a leading replica axis), or the gradients go through a pmean or "
+                "psum: remove it"
+            )

@@ -1,0 +1,174 @@
+"""Dion's arithmetic on one stack of matrices: factors, error feedback, next Q.
+
+Pure mathematics: no Optax, no axis names. Communication comes in as a function that
+the caller applies between the two products. Symbols as in Ahn et al. (arXiv
+2504.05295), with matrices seen as [*batch, rows, cols], rows >= cols:
+
+====== ======================== ====================================================
+symbol shape                    meaning
+====== ======================== ====================================================
+B      [*batch, rows, cols]     momentum plus gradient
+P      [*batch, rows, r]        orthonormal left factor
+R      [*batch, cols, r]        right factor with its lengths, R = B^T P
+Q      [*batch, cols, r]        R with unit columns; the next step starts from it
+====== ======================== ====================================================
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from curvadion_jax._matrices import MatrixView
+from curvadion_jax._orthonormalize import Orthonormalize
+
+ReduceFn = Callable[[list[jax.Array]], list[jax.Array]]
+"""Takes a list of arrays to their means over replicas."""
+
+# The paper's and microsoft/dion's epsilon in the column normalisation.
+_EPSILON = 1e-8
+
+
+def left_product(B: jax.Array, Q: jax.Array) -> jax.Array:
+    """B Q, the start of the power iteration, shape [*batch, rows, r]."""
+    return B @ Q.astype(B.dtype)
+
+
+def right_product(B: jax.Array, P: jax.Array) -> jax.Array:
+    """R = B^T P, shape [*batch, cols, r]."""
+    return B.mT @ P
+
+
+def unit_columns(R: jax.Array, Q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Next Q: R with unit columns, and which columns hold anything.
+
+    A column of R that is zero up to rounding, beside the others, says that the
+    momentum has nothing along that column of P. Its column of Q is kept, and it must
+    not move the parameters: P Q^T would turn rounding noise into a step of full
+    length. (microsoft/dion has this rule for an all-zero matrix.) Only R decides,
+    which all replicas share after a reduction.
+
+    Args:
+      R: [*batch, cols, r].
+      Q: [*batch, cols, r], the previous one.
+
+    Returns:
+      The next Q in the dtype of R, and a bool [*batch, 1, r] that is True where the
+      column holds something (NaN does).
+    """
+    length = jnp.linalg.norm(R, axis=-2, keepdims=True)
+    total = jnp.linalg.norm(length, axis=-1, keepdims=True)
+    present = ~(length <= 10 * jnp.finfo(R.dtype).eps * total)
+    return jnp.where(present, R / (length + _EPSILON), Q.astype(R.dtype)), present
+
+
+def subtract_product(B: jax.Array, P: jax.Array, R: jax.Array, factor) -> jax.Array:
+    """Error feedback B - (1 - mu) P R^T, with factor = 1 - mu."""
+    return B - factor * (P @ R.mT)
+
+
+def direction(P: jax.Array, Q: jax.Array, present: jax.Array) -> jax.Array:
+    """The update P Q^T, shape [*batch, rows, cols], without the absent columns."""
+    return jnp.where(present, P, 0) @ Q.mT
+
+
+def reduces_factors(view: MatrixView, r: int) -> bool:
+    """Whether P and R together are smaller than the matrix they stand for."""
+    return (view.rows + view.cols) * r < view.rows * view.cols
+
+
+def _orthonormalize_groups(
+    factors: list[jax.Array], orthonormalize: Orthonormalize
+) -> list[jax.Array]:
+    """Orthonormalises factors, those of equal shape as one stack.
+
+    One factorisation in the program for each shape, and not for each parameter. Only
+    the factors are stacked: the momenta would be copied and resharded by it.
+    """
+    groups = defaultdict(list)
+    for index, factor in enumerate(factors):
+        groups[factor.shape[-2:], factor.dtype].append(index)
+    result = list(factors)
+    for (shape, _), members in groups.items():
+        if len(members) == 1:
+            result[members[0]] = orthonormalize(factors[members[0]])
+            continue
+        stacks = [factors[index].reshape(-1, *shape) for index in members]
+        basis, start = orthonormalize(jnp.concatenate(stacks)), 0
+        for index, stack in zip(members, stacks, strict=True):
+            part = basis[start : start + stack.shape[0]]
+            result[index] = part.reshape(factors[index].shape)
+            start += stack.shape[0]
+    return result
+
+
+def power_iteration(
+    matrices: list[jax.Array],
+    qs: list[jax.Array],
+    orthonormalize: Orthonormalize,
+    reduce: Callable[[list[jax.Array]], list[jax.Array]] = lambda factors: factors,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """P = orth(reduce(B Q)) and R = reduce(B^T P) for a list of stacks of matrices."""
+    left = reduce([left_product(b, q) for b, q in zip(matrices, qs, strict=True)])
+    left = _orthonormalize_groups(left, orthonormalize)
+    right = [right_product(b, p) for b, p in zip(matrices, left, strict=True)]
+    return left, reduce(right)
+
+
+def _reduce_where(
+    arrays: list[jax.Array], wanted: list[bool], reduce_fn: ReduceFn | None
+) -> list[jax.Array]:
+    chosen = [array for array, want in zip(arrays, wanted, strict=True) if want]
+    if reduce_fn is None or not chosen:
+        return arrays
+    reduced = iter(reduce_fn(chosen))
+    return [
+        next(reduced) if want else array
+        for array, want in zip(arrays, wanted, strict=True)
+    ]
+
+
+def dion_step(
+    views: list[MatrixView],
+    total: list[jax.Array],
+    qs: list[jax.Array],
+    *,
+    factor: jax.typing.ArrayLike | None,
+    orthonormalize: Orthonormalize,
+    reduce_fn: ReduceFn | None,
+) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+    """One step of Dion for a list of parameters.
+
+    Args:
+      views: how each parameter is seen as matrices.
+      total: B = M + G of each, in the parameter's shape.
+      qs: Q of each, [*batch, cols, r].
+      factor: 1 - mu for error feedback, None to leave B as it is.
+      orthonormalize: see `_orthonormalize`.
+      reduce_fn: mean over replicas, applied to the factors or, where those are
+        larger, to B; None for one replica.
+
+    Returns:
+      For each parameter the direction sqrt(fan_out / fan_in) P Q^T and the momentum,
+      both in its shape, and the next Q.
+    """
+    compressed = [
+        reduces_factors(v, q.shape[-1]) for v, q in zip(views, qs, strict=True)
+    ]
+    total = _reduce_where(total, [not c for c in compressed], reduce_fn)
+    matrices = [view.to_matrix(b) for view, b in zip(views, total, strict=True)]
+    left, right = power_iteration(
+        matrices,
+        qs,
+        orthonormalize,
+        lambda factors: _reduce_where(factors, compressed, reduce_fn),
+    )
+    results = []
+    for view, b, p, r, q in zip(views, matrices, left, right, qs, strict=True):
+        new_q, present = unit_columns(r, q)
+        if factor is not None:
+            b = subtract_product(b, p, r, jnp.asarray(factor, b.dtype))
+        update = view.scale * direction(p, new_q, present)
+        results.append((view.from_matrix(update), view.from_matrix(b), new_q))
+    return results

@@ -1,0 +1,170 @@
+"""How a parameter is seen as a stack of matrices with at least as many rows as columns.
+
+A Flax kernel is (fan_in, fan_out). Dion wants the orthonormal factor P on the larger
+of the two sides (on fan_out when they are equal) and the right factor Q on the other.
+`MatrixView` holds which axes are which, and moves arrays there and back.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixView:
+    """A parameter of a given shape as a stack [*batch, rows, cols], rows >= cols.
+
+    Attributes:
+      shape: the parameter's shape.
+      batch_axes: axes over which the matrices are stacked, ascending.
+      fan_in_axes: axes that a matrix-vector product sums over.
+      fan_out_axes: axes that it produces.
+    """
+
+    shape: tuple[int, ...]
+    batch_axes: tuple[int, ...]
+    fan_in_axes: tuple[int, ...]
+    fan_out_axes: tuple[int, ...]
+
+    def _size(self, axes: tuple[int, ...]) -> int:
+        return math.prod(self.shape[axis] for axis in axes)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return tuple(self.shape[axis] for axis in self.batch_axes)
+
+    @property
+    def fan_in(self) -> int:
+        return self._size(self.fan_in_axes)
+
+    @property
+    def fan_out(self) -> int:
+        return self._size(self.fan_out_axes)
+
+    @property
+    def rows(self) -> int:
+        return max(self.fan_in, self.fan_out)
+
+    @property
+    def cols(self) -> int:
+        return min(self.fan_in, self.fan_out)
+
+    @property
+    def scale(self) -> float:
+        """sqrt(fan_out / fan_in), the length of an update per unit learning rate."""
+        return math.sqrt(self.fan_out / self.fan_in)
+
+    def _order(self) -> tuple[int, ...]:
+        rows, cols = self.fan_out_axes, self.fan_in_axes
+        if self.fan_out < self.fan_in:
+            rows, cols = cols, rows
+        return self.batch_axes + rows + cols
+
+    def to_matrix(self, x: jax.Array) -> jax.Array:
+        """[shape] -> [*batch, rows, cols]."""
+        return jnp.transpose(x, self._order()).reshape(
+            *self.batch, self.rows, self.cols
+        )
+
+    def from_matrix(self, matrix: jax.Array) -> jax.Array:
+        """[*batch, rows, cols] -> [shape]."""
+        order = self._order()
+        x = matrix.reshape([self.shape[axis] for axis in order])
+        return jnp.transpose(x, sorted(range(len(order)), key=order.__getitem__))
+
+    def norms(self, x: jax.Array) -> jax.Array:
+        """Frobenius norm of every matrix: [shape] -> [*batch], at least float32."""
+        x = x.astype(jnp.promote_types(jnp.float32, x.dtype))
+        return jnp.sqrt(jnp.sum(jnp.square(x), self.fan_in_axes + self.fan_out_axes))
+
+
+Axes = int | Sequence[int]
+
+
+def _axes(axes: Axes, ndim: int, what: str) -> tuple[int, ...]:
+    axes = (axes,) if isinstance(axes, int) else tuple(axes)
+    for axis in axes:
+        if not -ndim <= axis < ndim:
+            raise ValueError(f"{what} {axis} does not exist in {ndim} dimensions")
+    return tuple(axis % ndim for axis in axes)
+
+
+def make_view(
+    shape: tuple[int, ...],
+    fan_in_axes: Axes,
+    fan_out_axes: Axes,
+) -> MatrixView:
+    """View of a parameter whose other axes are batch axes.
+
+    Args:
+      shape: the parameter's shape.
+      fan_in_axes: axis or axes summed over; negative ones count from the end.
+      fan_out_axes: axis or axes produced.
+
+    Raises:
+      ValueError: if an axis does not exist, is named twice or none is named, or if
+        the matrix has no elements.
+
+    Example:
+      >>> view = make_view((12, 64, 256), 1, 2)
+      >>> view.batch, view.rows, view.cols, view.scale
+      ((12,), 256, 64, 2.0)
+    """
+    fan_in = _axes(fan_in_axes, len(shape), "fan-in (reduction) axis")
+    fan_out = _axes(fan_out_axes, len(shape), "fan-out (output) axis")
+    named = fan_in + fan_out
+    if not fan_in or not fan_out or len(set(named)) != len(named):
+        raise ValueError(
+            f"a matrix of shape {shape} needs at least one fan-in (reduction) and one "
+            f"fan-out (output) axis, none of them twice; got {fan_in} and {fan_out}"
+        )
+    batch = tuple(axis for axis in range(len(shape)) if axis not in named)
+    view = MatrixView(tuple(shape), batch, fan_in, fan_out)
+    if math.prod(shape) == 0:
+        raise ValueError(
+            f"a parameter of shape {shape} has no elements: give it the dimension "
+            "numbers None, which sends it to the other optimizer"
+        )
+    return view
+
+
+def rank_of(view: MatrixView, rank: int | float) -> int:
+    """The rank used for a matrix: `rank`, or that fraction of the smaller side.
+
+    Args:
+      view: the matrix.
+      rank: an int is a rank, clipped to the smaller side; a float in (0, 1] is a
+        fraction of the smaller side, rounded up.
+
+    Example:
+      >>> view = make_view((100, 30), 0, 1)
+      >>> rank_of(view, 0.25), rank_of(view, 4), rank_of(view, 64), rank_of(view, 1.0)
+      (8, 4, 30, 30)
+    """
+    if isinstance(rank, int):
+        return min(rank, view.cols)
+    return math.ceil(rank * view.cols)
+
+
+def check_rank(rank: int | float) -> None:
+    """Refuses a rank that is not a positive int or a fraction in (0, 1].
+
+    Raises:
+      TypeError: for anything that is not a plain Python number, a traced one included.
+      ValueError: for a number out of range.
+    """
+    if isinstance(rank, bool) or not isinstance(rank, int | float):
+        raise TypeError(
+            f"rank sets shapes and must be a plain int or float, got {rank!r}; with "
+            "optax.inject_hyperparams name it in static_args"
+        )
+    if isinstance(rank, int) and rank < 1:
+        raise ValueError(f"rank must be at least 1, got {rank}")
+    if isinstance(rank, float) and not 0 < rank <= 1:
+        raise ValueError(
+            f"a float rank is a fraction of the smaller side and must lie in (0, 1], "
+            f"got {rank}; for a fixed rank pass an int"
+        )

@@ -1,0 +1,222 @@
+"""Which parameters are matrices for Dion, and which go to the other optimizer.
+
+A rule gives every parameter dimension numbers in the manner of
+`optax.contrib.MuonDimensionNumbers` (axes not named are batch axes) or None for the
+other optimizer. The default rule reads shapes and paths: an embedding table and an
+output head have two axes like any matrix, train without an error under Dion, and
+train badly.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from curvadion_jax import _matrices
+
+DimensionNumbers = optax.contrib.MuonDimensionNumbers
+DimensionNumbersOrFn = Any | Callable[[optax.Params], Any] | None
+"""A tree (or prefix) of DimensionNumbers and None, a function of the parameters that
+returns one, or None for `default_dimension_numbers`."""
+
+_EMBEDDING = re.compile(r".*embed.*|wte|wpe|vocab.*")
+_HEAD = re.compile(r"(lm_?|output_?|logits?_?)?head|logits?(_dense)?|readout|unembed.*")
+_VECTOR = re.compile(r".*(bias|scale|norm|gamma|beta).*")
+_CONVOLUTION = re.compile(r".*conv.*")
+_ATTENTION_IN = re.compile(r"(q|k|v|query|key|value)(_?proj(ection)?)?")
+_ATTENTION_OUT = re.compile(r"(o|out)(_?proj(ection)?)?")
+
+
+def path_names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """Names along a key path, without the `value` that nnx puts at its end."""
+    entries = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
+    attribute = isinstance(path[-1], jax.tree_util.GetAttrKey) if path else False
+    if attribute and entries[-1] in ("value", "raw_value"):
+        entries = entries[:-1]
+    return tuple(entries)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A key path as 'layers/attention/kernel'."""
+    return "/".join(path_names(path))
+
+
+def _is_stacked(names: tuple[str, ...], shape: tuple[int, ...], scales) -> bool:
+    """Whether a three-dimensional attention kernel is a scan-over-layers stack.
+
+    [layers, D, H*Dh] and [D, H, Dh] look alike; the norm's scale nearest in the tree,
+    [layers, D] or [D], tells them apart.
+    """
+    for depth in range(len(names) - 1, -1, -1):
+        near = [s for other, s in scales if other[:depth] == names[:depth]]
+        if near:
+            return all(len(s) == 2 and s[0] == shape[0] for s in near)
+    raise ValueError(
+        f"the parameter {'/'.join(names)!r} of shape {shape} may be a stack of "
+        "matrices [layers, fan_in, fan_out] or one attention kernel [D, heads, "
+        "head_dim]: pass dimension_numbers to say which"
+    )
+
+
+def _default_numbers(
+    names: tuple[str, ...], shape: tuple[int, ...], scales
+) -> DimensionNumbers | None:
+    lower = tuple(name.lower() for name in names)
+    ndim = len(shape)
+    if ndim < 2 or 0 in shape or (lower and _VECTOR.fullmatch(lower[-1])):
+        return None
+    for other in (_EMBEDDING, _HEAD, _CONVOLUTION):
+        if any(other.fullmatch(name) for name in lower):
+            return None
+    into = any(_ATTENTION_IN.fullmatch(name) for name in lower[-2:])
+    out = any(_ATTENTION_OUT.fullmatch(name) for name in lower[-2:])
+    if ndim == 4 and (into or out):
+        heads = True
+    else:
+        heads = ndim == 3 and (into or out) and not _is_stacked(names, shape, scales)
+    if heads and into:
+        return DimensionNumbers(-3, (-2, -1))
+    if heads:
+        return DimensionNumbers((-3, -2), -1)
+    return DimensionNumbers(-2, -1)
+
+
+def default_dimension_numbers(params: optax.Params) -> Any:
+    """The default rule: which parameters Dion takes, and how it sees them.
+
+    * Fewer than two axes, no elements, or a last name with `bias`, `scale`, `norm`,
+      `gamma` or `beta` in it: the other optimizer.
+    * A path with an embedding (`embed`, `wte`, `wpe`, `vocab`), an output head
+      (`head`, `lm_head`, `logits`, `readout`, `unembed`) or a convolution in it: the
+      other optimizer.
+    * Attention projections with a head axis, [D, H, Dh] for `query`, `key` and
+      `value` and [H, Dh, D] for `out`: the two head axes count as one side.
+    * All else: the last two axes are (fan_in, fan_out), axes in front are a stack
+      (`nn.scan` over layers, experts).
+
+    Args:
+      params: any tree of arrays or abstract values, nnx state included.
+
+    Returns:
+      A tree of the same structure, with dimension numbers or None.
+
+    Raises:
+      ValueError: for a three-dimensional attention kernel that may be either a stack
+        of layers or split into heads, where no norm's scale nearby tells.
+
+    Example:
+      >>> params = {"embed": jax.numpy.ones((9, 4)), "mlp": jax.numpy.ones((3, 4, 8))}
+      >>> default_dimension_numbers(params)["mlp"]
+      MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+      >>> default_dimension_numbers(params)["embed"] is None
+      True
+    """
+    leaves = jax.tree.leaves_with_path(params)
+    scales = [
+        (path_names(path)[:-1], leaf.shape)
+        for path, leaf in leaves
+        if path and path_names(path)[-1].lower() == "scale"
+    ]
+    return jax.tree.map_with_path(
+        lambda path, leaf: _default_numbers(path_names(path), leaf.shape, scales),
+        params,
+    )
+
+
+def _is_numbers(x: Any) -> bool:
+    return x is None or isinstance(x, DimensionNumbers)
+
+
+def matrix_views(
+    params: optax.Params, dimension_numbers: DimensionNumbersOrFn = None
+) -> dict[str, _matrices.MatrixView | None]:
+    """Path -> how Dion sees that parameter, None for the other optimizer's.
+
+    Raises:
+      TypeError: if something in the tree of dimension numbers is neither those nor
+        None, or a parameter is not an array of real floating-point numbers.
+      ValueError: if dimension numbers do not fit a shape or the tree of parameters.
+    """
+    if dimension_numbers is None:
+        dimension_numbers = default_dimension_numbers
+    if callable(dimension_numbers):
+        dimension_numbers = dimension_numbers(params)
+    views: dict[str, _matrices.MatrixView | None] = {}
+
+    def add(prefix, numbers, subtree):
+        if not _is_numbers(numbers):
+            raise TypeError(
+                "dimension_numbers must hold optax.contrib.MuonDimensionNumbers or "
+                f"None, got {numbers!r}"
+            )
+        for path, leaf in jax.tree.leaves_with_path(subtree):
+            name = path_name((*prefix, *path))
+            views[name] = None if numbers is None else _view(name, leaf, numbers)
+
+    try:
+        jax.tree.map_with_path(add, dimension_numbers, params, is_leaf=_is_numbers)
+    except ValueError as error:
+        if "arity mismatch" in str(error) or "structure" in str(error):
+            raise ValueError(
+                "dimension_numbers must be a tree (or a prefix) of the parameters' "
+                f"structure; pass a function of the parameters instead: {error}"
+            ) from error
+        raise
+    return views
+
+
+def _view(name: str, leaf: jax.Array, numbers: DimensionNumbers):
+    try:
+        return _matrices.make_view(leaf.shape, *numbers)
+    except ValueError as error:
+        raise ValueError(
+            f"dimension numbers of the parameter {name!r}: {error}"
+        ) from error
+
+
+def labels(params: optax.Params, dimension_numbers: DimensionNumbersOrFn) -> Any:
+    """A tree of 'dion' and 'other' for `optax.partition`."""
+    views = matrix_views(params, dimension_numbers)
+    return jax.tree.map_with_path(
+        lambda path, _: "other" if views[path_name(path)] is None else "dion", params
+    )
+
+
+def describe_partition(
+    params: optax.Params,
+    dimension_numbers: DimensionNumbersOrFn = None,
+    rank: int | float = 0.25,
+) -> str:
+    """A table of what Dion will do with every parameter, to be printed and checked.
+
+    Args:
+      params: any tree of arrays or abstract values.
+      dimension_numbers: as for :func:`dion`; None is the default rule.
+      rank: as for :func:`dion`.
+
+    Example:
+      >>> params = {"embed": jax.numpy.ones((9, 4)), "mlp": jax.numpy.ones((3, 4, 8))}
+      >>> print(describe_partition(params))
+      parameter  shape      optimizer  matrices  fan_in  fan_out  rank
+      embed      (9, 4)     other
+      mlp        (3, 4, 8)  dion       3         4       8        1
+    """
+    _matrices.check_rank(rank)
+    views = matrix_views(params, dimension_numbers)
+    shapes = {path_name(p): x.shape for p, x in jax.tree.leaves_with_path(params)}
+    head = "parameter shape optimizer matrices fan_in fan_out rank"
+    rows: list[tuple[str, ...]] = [tuple(head.split())]
+    for name, view in views.items():
+        row = (name, str(shapes[name]))
+        if view is None:
+            rows.append((*row, "other", "", "", "", ""))
+        else:
+            number = math.prod(view.batch)
+            sizes = (number, view.fan_in, view.fan_out, _matrices.rank_of(view, rank))
+            rows.append((*row, "dion", *map(str, sizes)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)

@@ -1,0 +1,232 @@
+r"""What an all-reduce over N replicas sends, and how long it takes on one link.
+
+The usual model of a message: latency plus size over bandwidth, :math:`\alpha + B/\beta`
+(Hockney 1994; Thakur, Rabenseifner and Gropp 2005). Two algorithms matter here:
+
+* **ring**, for payloads of megabytes and more: every replica sends the least possible
+  number of bytes, 2(N-1)/N B, in 2(N-1) messages one after another;
+* **tree** (up and down again) or **recursive doubling**, for the flag's four bytes:
+  only the number of messages in a row counts, and it grows with log2 N.
+
+Links are taken to be equal between all pairs of replicas, not shared, and the same in
+both directions. Arithmetic on the received data costs no time.
+"""
+
+import math
+from dataclasses import dataclass
+
+from curvadion_jax.cost_model._checks import (
+    check_count,
+    check_not_negative,
+    check_positive,
+    check_rate,
+)
+from curvadion_jax.cost_model._size import (
+    FLAG_BYTES,
+    ModelSize,
+    gradient_payload,
+)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link from a replica to its neighbours.
+
+    Args:
+      bandwidth: What one replica can send, in bits per second. Note bits: a
+        100 Gb/s Ethernet port is `100e9`.
+      round_trip_time: Time for a small message there and back, in seconds.
+
+    Raises:
+      ValueError: If the bandwidth is not above 0 or the time is negative.
+
+    Examples:
+      >>> from curvadion_jax.cost_model import Link
+      >>> Link(bandwidth=5e9, round_trip_time=0.07).latency  # seconds, one way
+      0.035
+    """
+
+    bandwidth: float
+    round_trip_time: float
+
+    def __post_init__(self) -> None:
+        check_positive("Link.bandwidth", self.bandwidth, "bits per second")
+        check_not_negative("Link.round_trip_time", self.round_trip_time, "seconds")
+
+    @property
+    def latency(self) -> float:
+        """Latency of one message one way, in seconds: half of the round trip."""
+        return self.round_trip_time / 2
+
+    def message_time(self, payload: float) -> float:
+        """Time of one message of `payload` bytes one way, in seconds."""
+        return self.latency + 8 * payload / self.bandwidth
+
+
+def all_reduce_bytes(payload: float, replicas: int) -> float:
+    """Bytes that one replica sends in an all-reduce.
+
+    Args:
+      payload: Size of what is reduced, in bytes.
+      replicas: Number of replicas N.
+
+    Returns:
+      2(N-1)/N times `payload`, in bytes; 0 for one replica.
+
+    Raises:
+      ValueError: If `payload` is negative or `replicas` below 1.
+
+    Examples:
+      >>> from curvadion_jax.cost_model import all_reduce_bytes
+      >>> [all_reduce_bytes(8, replicas) for replicas in (1, 2, 4)]
+      [0.0, 8.0, 12.0]
+    """
+    replicas = check_count("replicas", replicas, 1)
+    check_not_negative("payload", payload, "bytes")
+    return 2 * (replicas - 1) * payload / replicas
+
+
+def bytes_per_step(
+    sync_payload: float, replicas: int, sync_rate: float = 1.0, flag: bool = True
+) -> float:
+    """Bytes that one replica sends in a step, on average.
+
+    Args:
+      sync_payload: Payload of one sync, in bytes.
+      replicas: Number of replicas N.
+      sync_rate: Share of the steps that sync, in [0, 1].
+      flag: Whether the 4-byte flag is reduced on every step.
+
+    Returns:
+      Bytes per step, by the all-reduce rule.
+
+    Raises:
+      ValueError: If an argument is out of range.
+
+    Examples:
+      >>> from curvadion_jax.cost_model import bytes_per_step
+      >>> bytes_per_step(1000, replicas=2, sync_rate=0.25)
+      254.0
+    """
+    check_rate("sync_rate", sync_rate)
+    sync = sync_rate * all_reduce_bytes(sync_payload, replicas)
+    return sync + (all_reduce_bytes(FLAG_BYTES, replicas) if flag else 0.0)
+
+
+def share_of_synchronous(
+    sync_payload: float, size: ModelSize, sync_rate: float = 1.0, flag: bool = True
+) -> float:
+    """Bytes per step over those of synchronous training (1.0 is 100%).
+
+    Both sides carry the factor 2(N-1)/N, so the share does not depend on N.
+
+    Args:
+      sync_payload: Payload of one sync, in bytes.
+      size: The model; 100% is its float32 gradient, all-reduced on every step.
+      sync_rate: Share of the steps that sync, in [0, 1].
+      flag: Whether the 4-byte flag is reduced on every step.
+
+    Returns:
+      The share, as a fraction of 1.
+
+    Raises:
+      ValueError: If an argument is out of range or the model has no parameters.
+
+    Examples:
+      >>> from curvadion_jax.cost_model import ModelSize, share_of_synchronous
+      >>> size = ModelSize(other_elements=1_000_000)
+      >>> round(share_of_synchronous(4_000_000, size, sync_rate=0.01), 6)
+      0.010001
+    """
+    check_rate("sync_rate", sync_rate)
+    check_not_negative("sync_payload", sync_payload, "bytes")
+    whole = check_positive("gradient_payload(size)", gradient_payload(size), "bytes")
+    return (sync_rate * sync_payload + (FLAG_BYTES if flag else 0)) / whole
+
+
+def ring_time(payload: float, replicas: int, link: Link) -> float:
+    r"""Time of a ring all-reduce.
+
+    .. math:: 2(N-1)\,\alpha + \frac{2(N-1)}{N}\,\frac{B}{\beta}
+
+    The algorithm for large payloads: a reduce-scatter and an all-gather of N-1
+    messages each. Used here for every sync.
+
+    Args:
+      payload: Size of what is reduced (B), in bytes.
+      replicas: Number of replicas N.
+      link: Latency (alpha) and bandwidth (beta).
+
+    Returns:
+      Seconds; 0 for one replica or an empty payload.
+
+    Raises:
+      ValueError: If `payload` is negative or `replicas` below 1.
+
+    Examples:
+      >>> from curvadion_jax.cost_model import Link, ring_time
+      >>> ring_time(1e9, replicas=2, link=Link(8e9, 0.1))  # 2 * 0.05 + 1.0
+      1.1
+    """
+    sent = all_reduce_bytes(payload, replicas)
+    if sent == 0:
+        return 0.0
+    return 2 * (replicas - 1) * link.latency + 8 * sent / link.bandwidth
+
+
+def tree_time(payload: float, replicas: int, link: Link) -> float:
+    r"""Time of an all-reduce up a binary tree and down again.
+
+    .. math:: 2 \lceil \log_2 N \rceil \left(\alpha + \frac{B}{\beta}\right)
+
+    For small payloads, where the number of messages in a row decides. Used here for
+    the flag: with two replicas it costs one round trip.
+
+    Args:
+      payload: Size of what is reduced (B), in bytes.
+      replicas: Number of replicas N.
+      link: Latency (alpha) and bandwidth (beta).
+
+    Returns:
+      Seconds; 0 for one replica or an empty payload.
+
+    Raises:
+      ValueError: If `payload` is negative or `replicas` below 1.
+
+    Examples:
+      >>> from curvadion_jax.cost_model import Link, tree_time
+      >>> round(tree_time(4, replicas=8, link=Link(32e9, 0.07)), 6)  # 6 * 0.035
+      0.21
+    """
+    return 2 * recursive_doubling_time(payload, replicas, link)
+
+
+def recursive_doubling_time(payload: float, replicas: int, link: Link) -> float:
+    r"""Time of an all-reduce in which partners exchange at doubling distances.
+
+    .. math:: \lceil \log_2 N \rceil \left(\alpha + \frac{B}{\beta}\right)
+
+    Half of the tree's messages, as both partners send at once: the least that a flag
+    can cost. N need not be a power of two for a maximum, since a value that is
+    counted twice does no harm.
+
+    Args:
+      payload: Size of what is reduced (B), in bytes.
+      replicas: Number of replicas N.
+      link: Latency (alpha) and bandwidth (beta).
+
+    Returns:
+      Seconds; 0 for one replica or an empty payload.
+
+    Raises:
+      ValueError: If `payload` is negative or `replicas` below 1.
+
+    Examples:
+      >>> from curvadion_jax.cost_model import Link, recursive_doubling_time
+      >>> round(recursive_doubling_time(4, replicas=8, link=Link(32e9, 0.07)), 6)
+      0.105
+    """
+    replicas = check_count("replicas", replicas, 1)
+    if check_not_negative("payload", payload, "bytes") == 0:
+        return 0.0
+    return math.ceil(math.log2(replicas)) * link.message_time(payload)

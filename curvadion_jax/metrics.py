@@ -1,0 +1,121 @@
+"""What was sent, when and why: the counters in the optimizer state, made readable."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from curvadion_jax._adaptive_sync import _WORD, SyncMetrics
+
+FLAG_BYTES = 4
+
+
+def observe(opt_state: Any) -> SyncMetrics:
+    """The counters in an optimizer state, for use inside a training step.
+
+    Return them among the step's metrics: a few scalars that are not donated with the
+    state, so that the host can read them while the next step runs.
+
+    Args:
+      opt_state: state of an optimizer made by `adaptive_sync`, `curvadion` or a
+        preset, in a chain, wrapped or inside nnx.
+
+    Raises:
+      ValueError: if there is none in it, or several.
+
+    Example:
+      >>> import curvadion_jax as cd, jax.numpy as jnp
+      >>> state = cd.curvadion(0.01).init({"w": jnp.ones((2, 2))})
+      >>> observe(state).steps.shape
+      ()
+    """
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, SyncMetrics))
+    found = [node for node in nodes if isinstance(node, SyncMetrics)]
+    if len(found) != 1:
+        raise ValueError(
+            f"expected the state of one adaptive_sync or curvadion, found {len(found)}"
+        )
+    # nnx wraps every array in a variable; its only leaf is the array.
+    return SyncMetrics(*(jax.tree.leaves(field)[0] for field in found[0]))
+
+
+def read(opt_state: Any, *, replicas: int | None = None) -> dict[str, Any]:
+    """The counters as Python numbers.
+
+    Waits for the step that computed them. To keep the device busy read what
+    :func:`observe` returned one step late.
+
+    Args:
+      opt_state: optimizer state, or anything that holds what `observe` returned,
+        with or without the leading replica axis.
+      replicas: number of replicas, for a state without that axis.
+
+    Returns:
+      A dict with
+
+      * `steps`, `syncs`, `sync_rate` (their ratio), `synced` (the last step),
+      * `value`: the trigger's last value, the largest over the replicas; `threshold`;
+        `layer`: index of the parameter it belongs to, in the order of the parameters'
+        leaves, or -1,
+      * `replicas`,
+      * `bytes`: what one replica has sent, an all-reduce of B bytes counted as
+        2 (N - 1) / N B; the 4 bytes a step of the decision are included,
+      * `synchronous_bytes`: what it would have sent with float32 gradients averaged
+        on every step.
+
+    Raises:
+      ValueError: if there are no counters, or the number of replicas is unknown.
+
+    Example:
+      >>> import curvadion_jax as cd, jax.numpy as jnp
+      >>> state = cd.curvadion(0.01).init({"w": jnp.ones((2, 2))})
+      >>> read(state, replicas=8)["steps"]
+      0
+    """
+    found = {
+        name: np.asarray(array)
+        for name, array in jax.device_get(observe(opt_state))._asdict().items()
+    }
+    if found["steps"].ndim:
+        replicas = found["steps"].size
+    elif replicas is None:
+        raise ValueError(
+            "the counters have no replica axis: pass replicas, the number of them"
+        )
+    steps, syncs = _common(found, "steps"), _common(found, "syncs")
+    values = found["value"].reshape(-1)
+    # NaN where nothing was compared; a NaN on one replica only is its own.
+    worst = int(np.argmax(np.where(np.isnan(values), -math.inf, values)))
+    sync, gradients = _bytes(found["sync_payload"]), _bytes(found["gradient_payload"])
+    return {
+        "steps": steps,
+        "syncs": syncs,
+        "sync_rate": syncs / steps if steps else 0.0,
+        "synced": bool(_common(found, "synced")),
+        "value": float(values[worst]),
+        "threshold": float(found["threshold"].reshape(-1)[0]),
+        "layer": int(found["layer"].reshape(-1)[worst]),
+        "replicas": replicas,
+        "bytes": _sent(syncs * sync + steps * FLAG_BYTES, replicas),
+        "synchronous_bytes": _sent(steps * gradients, replicas),
+    }
+
+
+def _common(found: dict[str, np.ndarray], what: str) -> int:
+    values = np.unique(found[what])
+    if len(values) != 1:
+        raise ValueError(
+            f"replicas disagree on {what}: {found[what].tolist()}. They did not run "
+            "the same program; the state cannot be trusted"
+        )
+    return int(values[0])
+
+
+def _bytes(words: np.ndarray) -> int:
+    high, low = words.reshape(-1, 2)[0]
+    return int(high) * _WORD + int(low)
+
+
+def _sent(payload: int, replicas: int) -> int:
+    return round(2 * (replicas - 1) * payload / replicas)

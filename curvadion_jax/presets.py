@@ -1,0 +1,273 @@
+"""Known methods as points in one space: inner optimizer, trigger, synchronizer.
+
+Each is a few lines of the public parts, to be read as much as called, and returns an
+optimizer like :func:`curvadion`. All learning rates may be schedules.
+"""
+
+from typing import Any
+
+import jax
+import optax
+
+from curvadion_jax import _momentum, _partition, synchronizers, triggers
+from curvadion_jax._adaptive_sync import adaptive_sync
+from curvadion_jax._dion import dion
+
+
+def synchronous_dion(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    axis_name: str | None = None,
+    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    **dion_arguments: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Dion that synchronises its factors on every step: the reference of all others.
+
+    Args:
+      learning_rate: a number or a schedule.
+      axis_name: name of the replica axis; None is one replica.
+      dimension_numbers: as for :func:`dion`.
+      **dion_arguments: other arguments of :func:`dion`.
+
+    Example:
+      >>> tx = synchronous_dion(0.01, rank=0.25, axis_name="replica")
+    """
+    return adaptive_sync(
+        dion(learning_rate, dimension_numbers=dimension_numbers, **dion_arguments),
+        triggers.always(),
+        synchronizers.average_factors(),
+        axis_name,
+        dimension_numbers=dimension_numbers,
+    )
+
+
+def paper(
+    learning_rate: optax.ScalarOrSchedule,
+    threshold: optax.ScalarOrSchedule = 0.3,
+    local_learning_rate: optax.ScalarOrSchedule | None = None,
+    *,
+    axis_name: str | None = None,
+    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    **dion_arguments: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """CurvaDion's published formula.
+
+    Momentum m <- mu m + g without error feedback; if the relative momentum change of
+    any layer exceeds the threshold, a Dion step with the mean gradient; otherwise a
+    plain local gradient step, theta - eta_local g, that leaves Q as it is.
+
+    Args:
+      learning_rate: a number or a schedule.
+      threshold: tau, a number or a schedule.
+      local_learning_rate: eta_local; None is `learning_rate`.
+      axis_name: name of the replica axis; None is one replica.
+      dimension_numbers: as for :func:`dion`.
+      **dion_arguments: other arguments of :func:`dion`.
+
+    Example:
+      >>> tx = paper(0.01, threshold=0.2, axis_name="replica")
+
+    References:
+      `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
+    """
+    inner = dion(
+        learning_rate,
+        dimension_numbers=dimension_numbers,
+        error_feedback=False,
+        **dion_arguments,
+    )
+    if local_learning_rate is None:
+        local_learning_rate = learning_rate
+    return adaptive_sync(
+        inner,
+        triggers.relative_momentum_change(threshold),
+        synchronizers.average_gradients(),
+        axis_name,
+        local_step=optax.sgd(local_learning_rate),
+        dimension_numbers=dimension_numbers,
+    )
+
+
+def _all_momenta(inner_state: optax.OptState) -> dict[str, jax.Array]:
+    """Dion's momenta and those of the other parameters' optimizer."""
+    return {
+        name: leaf
+        for field in ("mu", "momentum")
+        for name, leaf in _momentum.momentum_by_name(inner_state, field).items()
+    }
+
+
+def authors_code(
+    learning_rate: optax.ScalarOrSchedule,
+    threshold: optax.ScalarOrSchedule = 0.3,
+    *,
+    axis_name: str | None = None,
+    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    other_optimizer: optax.GradientTransformation | None = None,
+    **dion_arguments: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """The rules of the CurvaDion authors' published PyTorch code.
+
+    The change is taken over all parameters, those of the other optimizer (Lion)
+    included, with error feedback, leaving out momenta of a norm below 0.1, so that
+    the first step does not synchronise. A sync averages full gradients; a quiet step
+    is a full local Dion step. Here replicas do step alone on quiet steps.
+
+    Args:
+      learning_rate: a number or a schedule.
+      threshold: tau, a number or a schedule.
+      axis_name: name of the replica axis; None is one replica.
+      dimension_numbers: as for :func:`dion`.
+      other_optimizer: optimizer with a momentum `mu` for the other parameters; None
+        is `optax.lion` with the same learning rate and b1 = 0.95, b2 = 0.98.
+      **dion_arguments: other arguments of :func:`dion`.
+
+    Example:
+      >>> tx = authors_code(0.01, threshold=0.2, axis_name="replica")
+
+    References:
+      `Bhavkumar21/CurvaDion <https://github.com/Bhavkumar21/CurvaDion>`_,
+      optimizers/curvadion.py
+    """
+    if other_optimizer is None:
+        other_optimizer = optax.lion(learning_rate, b1=0.95, b2=0.98, weight_decay=0.0)
+    change = triggers.relative_momentum_change(
+        threshold, floor=0.1, momentum_fn=_all_momenta
+    )
+
+    def decide(observation, state):
+        decision, state = change.decide(observation, state)
+        return decision._replace(fire=decision.fire & (observation.steps > 0)), state
+
+    return adaptive_sync(
+        dion(
+            learning_rate,
+            dimension_numbers=dimension_numbers,
+            other_optimizer=other_optimizer,
+            **dion_arguments,
+        ),
+        triggers.Trigger(change.init, decide),
+        synchronizers.average_gradients(),
+        axis_name,
+        dimension_numbers=dimension_numbers,
+    )
+
+
+def local_sgd(
+    learning_rate: optax.ScalarOrSchedule,
+    k: int = 10,
+    momentum: float = 0.9,
+    *,
+    axis_name: str | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """SGD with momentum on every replica, parameters averaged every k steps.
+
+    Args:
+      learning_rate: a number or a schedule.
+      k: period in steps.
+      momentum: decay rate of the momentum, which stays local.
+      axis_name: name of the replica axis; None is one replica.
+
+    Example:
+      >>> tx = local_sgd(0.1, k=10, axis_name="replica")
+
+    References:
+      Stich, `Local SGD Converges Fast and Communicates Little
+      <https://arxiv.org/abs/1805.09767>`_, 2018
+    """
+    return adaptive_sync(
+        optax.sgd(learning_rate, momentum),
+        triggers.every_k(k),
+        synchronizers.reconcile(momentum=False),
+        axis_name,
+        dimension_numbers=_no_matrices,
+    )
+
+
+def diloco(
+    learning_rate: optax.ScalarOrSchedule,
+    k: int = 30,
+    outer_learning_rate: optax.ScalarOrSchedule = 0.7,
+    outer_momentum: float = 0.9,
+    *,
+    weight_decay: float = 0.0,
+    axis_name: str | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """DiLoCo: AdamW on every replica, a Nesterov step on the mean drift every k steps.
+
+    Args:
+      learning_rate: AdamW's, a number or a schedule.
+      k: period in steps (H).
+      outer_learning_rate: of the Nesterov step.
+      outer_momentum: of the Nesterov step.
+      weight_decay: AdamW's.
+      axis_name: name of the replica axis; None is one replica.
+
+    Example:
+      >>> tx = diloco(1e-3, k=30, axis_name="replica")
+
+    References:
+      Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023
+    """
+    outer = optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
+    return adaptive_sync(
+        optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay),
+        triggers.every_k(k),
+        synchronizers.reconcile(outer, momentum=False),
+        axis_name,
+        dimension_numbers=_no_matrices,
+    )
+
+
+def muloco(
+    learning_rate: optax.ScalarOrSchedule,
+    k: int = 30,
+    outer_learning_rate: optax.ScalarOrSchedule = 0.7,
+    outer_momentum: float = 0.6,
+    *,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    weight_decay: float = 0.0,
+    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    axis_name: str | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """MuLoCo: DiLoCo with Muon (`optax.contrib.muon`) as the inner optimizer.
+
+    Args:
+      learning_rate: Muon's, a number or a schedule.
+      k: period in steps (H).
+      outer_learning_rate: of the Nesterov step.
+      outer_momentum: of the Nesterov step.
+      adam_learning_rate: of the other parameters' AdamW; None is `learning_rate`.
+      weight_decay: Muon's.
+      dimension_numbers: which parameters are matrices, as for :func:`dion`.
+      axis_name: name of the replica axis; None is one replica.
+
+    Example:
+      >>> tx = muloco(0.01, k=30, axis_name="replica")
+
+    References:
+      Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
+    """
+    numbers = dimension_numbers
+    inner = optax.contrib.muon(
+        learning_rate,
+        weight_decay=weight_decay,
+        adam_b2=0.95,
+        adam_learning_rate=adam_learning_rate,
+        muon_weight_dimension_numbers=(
+            _partition.default_dimension_numbers if numbers is None else numbers
+        ),
+    )
+    outer = optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
+    return adaptive_sync(
+        inner,
+        triggers.every_k(k),
+        synchronizers.reconcile(outer, momentum=False),
+        axis_name,
+        dimension_numbers=dimension_numbers,
+    )
+
+
+def _no_matrices(params: optax.Params) -> Any:
+    """Dimension numbers for optimizers that know no matrices."""
+    return jax.tree.map(lambda _: None, params)

@@ -1,0 +1,336 @@
+"""Replicas on a mesh: state that differs between them, and the step that moves it.
+
+Everything that may differ between replicas has a leading replica axis: parameters,
+optimizer state, counters. A training step is written for one replica, without that
+axis; `step` runs it on all of them. There is always one well-defined model,
+`consensus`.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from curvadion_jax import _collectives
+from curvadion_jax.synchronizers import ReconcileState
+
+AXIS = "replica"
+
+
+def make_mesh(
+    replicas: int,
+    inner: Mapping[str, int] | None = None,
+    *,
+    axis_name: str = AXIS,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """A mesh whose first axis is the replicas, all axes automatic.
+
+    Args:
+      replicas: number of replicas.
+      inner: axes inside a replica and their sizes, such as {"fsdp": 4}; neighbouring
+        devices belong to one replica.
+      axis_name: name of the replica axis.
+      devices: devices to use; None is the first ones of `jax.devices()`.
+
+    Raises:
+      TypeError: if `replicas` is not an int.
+      ValueError: if there are too few devices, or a size is below 1.
+
+    Example:
+      >>> make_mesh(1).axis_names
+      ('replica',)
+    """
+    sizes = {axis_name: replicas, **(inner or {})}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(
+                f"the size of mesh axis {name!r} must be an int, got {size!r}"
+            )
+        if size < 1:
+            raise ValueError(
+                f"the size of mesh axis {name!r} must be at least 1, got {size}"
+            )
+    needed = math.prod(sizes.values())
+    devices = jax.devices() if devices is None else list(devices)
+    if len(devices) < needed:
+        raise ValueError(
+            f"a mesh of {sizes} needs {needed} devices, there are {len(devices)}. On "
+            f'CPU call jax.config.update("jax_num_cpu_devices", {needed}) before '
+            "anything else uses JAX"
+        )
+    grid = np.array(devices[:needed], dtype=object).reshape(list(sizes.values()))
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _check_axis(mesh: Mesh, axis_name: str) -> None:
+    if axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"the mesh has the axes {mesh.axis_names} and no {axis_name!r}: make it "
+            "with curvadion_jax.replicas.make_mesh, or pass axis_name"
+        )
+
+
+def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
+    """The same state on every replica: gives every array a leading replica axis.
+
+    Args:
+      tree: any tree of arrays and numbers, such as a whole Flax `TrainState`.
+      mesh: mesh with the replica axis.
+      axis_name: name of the replica axis.
+
+    Returns:
+      The tree with leaves [replicas, ...], sharded over the replica axis.
+
+    Raises:
+      ValueError: if the mesh has no such axis.
+
+    Example:
+      >>> replicate({"w": jnp.ones(3)}, make_mesh(1))["w"].shape
+      (1, 3)
+    """
+    _check_axis(mesh, axis_name)
+    number = mesh.shape[axis_name]
+    sharding = NamedSharding(mesh, P(axis_name))
+
+    def strong(x):
+        # A weakly typed number would change its type on the first step.
+        return x if isinstance(x, jax.Array) else jnp.asarray(x, jnp.result_type(x))
+
+    @functools.partial(jax.jit, out_shardings=sharding)
+    def broadcast(tree):
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *x.shape)), tree)
+
+    return broadcast(jax.tree.map(strong, tree))
+
+
+def step(
+    function: Callable[[Any, Any], tuple[Any, Any]],
+    mesh: Mesh,
+    *,
+    axis_name: str = AXIS,
+    donate: bool = True,
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Runs a training step, written for one replica, on all of them.
+
+    Args:
+      function: (state, batch) -> (state, metrics) of one replica, without a replica
+        axis. Gradients must stay local: no `pmean`, neither of gradients nor of the
+        loss. The optimizer inside does what has to be sent.
+      mesh: mesh with the replica axis.
+      axis_name: name of the replica axis.
+      donate: whether the state's buffers are reused; the state passed in is then gone.
+
+    Returns:
+      A compiled function (state, batch) -> (state, metrics). The state has a leading
+      replica axis (`replicate`). The batch has not: its arrays [global batch, ...] are
+      divided over the replicas. The metrics come back with a replica axis, one value
+      a replica, nothing averaged.
+
+    Raises:
+      ValueError: if the mesh has no such axis, or when called, if a leaf of the state
+        lacks the replica axis or a batch cannot be divided.
+
+    Example:
+      >>> def count(state, batch):
+      ...     return state + batch.sum(), {"sum": batch.sum()}
+      >>> mesh = make_mesh(1)
+      >>> state, metrics = step(count, mesh)(replicate(0.0, mesh), jnp.ones(4))
+      >>> metrics["sum"].tolist()
+      [4.0]
+    """
+    _check_axis(mesh, axis_name)
+    number = mesh.shape[axis_name]
+
+    def body(state, batch):
+        state = jax.tree.map(lambda x: x[0], state)  # [1, ...] -> [...]
+        result = _collectives.vary(function(state, batch), axis_name)
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], result)  # [...] -> [1, ...]
+
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(P(axis_name), P(axis_name)),
+        out_specs=P(axis_name),
+        axis_names={axis_name},
+    )
+    compiled = jax.jit(mapped, donate_argnums=(0,) if donate else ())
+
+    @functools.wraps(function)
+    def run(state, batch):
+        _check_leading(state, number, "state", "replicas; make it with replicate()")
+        for path, leaf in jax.tree.leaves_with_path(batch):
+            shape = np.shape(leaf)
+            if not shape or shape[0] % number:
+                raise ValueError(
+                    f"the batch{jax.tree_util.keystr(path)} of shape {shape} cannot be "
+                    f"divided over {number} replicas along its first axis"
+                )
+        return compiled(state, batch)
+
+    run.lower = compiled.lower  # type: ignore[attr-defined]
+    return run
+
+
+def _check_leading(tree: Any, number: int, what: str, need: str) -> None:
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        shape = np.shape(leaf)
+        if not shape or shape[0] != number:
+            raise ValueError(
+                f"the {what}{jax.tree_util.keystr(path)} has shape {shape}, and not a "
+                f"leading axis of {number} {need}"
+            )
+
+
+def value_and_grad(
+    function: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    axis_name: str = AXIS,
+    transform: Callable[..., Any] = jax.value_and_grad,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` that refuses a loss averaged over the replicas.
+
+    A `pmean` in the loss gives gradients that are merely divided by the number of
+    replicas, which no optimizer can see, and a message on every step. Inside
+    `replicas.step` the loss must be each replica's own.
+
+    Args:
+      function: the loss function.
+      argnums: as for `jax.value_and_grad`.
+      has_aux: as for `jax.value_and_grad`.
+      axis_name: name of the replica axis; outside a `shard_map` over it nothing is
+        checked.
+      transform: what differentiates, such as `flax.nnx.value_and_grad`.
+
+    Returns:
+      A function that returns (value, gradients), or ((value, aux), gradients).
+
+    Raises:
+      ValueError: when traced, if the loss is the same on all replicas by its type.
+
+    Example:
+      >>> loss, gradient = value_and_grad(lambda w: w**2)(3.0)
+      >>> float(loss), float(gradient)
+      (9.0, 6.0)
+    """
+    differentiate = transform(function, argnums=argnums, has_aux=has_aux)
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        value, gradients = differentiate(*args, **kwargs)
+        loss = value[0] if has_aux else value
+        if _collectives.is_checked(axis_name):
+            if not _collectives.is_varying(loss, axis_name):
+                raise ValueError(
+                    f"the loss is the same on all replicas of {axis_name!r}: it went "
+                    "through a pmean or psum, or depends on no replica's data. Remove "
+                    "the reduction; each replica trains on its own loss"
+                )
+        return value, gradients
+
+    return wrapped
+
+
+def _anchors(opt_state: Any) -> list[Any]:
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ReconcileState))
+    return [node.anchor for node in nodes if isinstance(node, ReconcileState)]
+
+
+def consensus(params: Any, opt_state: Any = None) -> Any:
+    """The one model: what to evaluate, export and keep.
+
+    Args:
+      params: parameters with a leading replica axis.
+      opt_state: the optimizer state with a leading replica axis, nnx's included. If
+        it holds the anchor of `reconcile`, that is the model: common to all replicas,
+        and free to read.
+
+    Returns:
+      The parameters without the replica axis: the anchor, or else the mean over the
+      replicas, which costs as much as a sync.
+
+    Raises:
+      ValueError: if leaves have no common leading axis, or the state has several
+        anchors or one of other parameters.
+
+    Example:
+      >>> consensus({"w": jnp.array([[1.0], [3.0]])})["w"].tolist()
+      [2.0]
+    """
+    _check_leading(params, _replicas_of(params), "parameters", "replicas")
+    anchors = _anchors(opt_state)
+    if not anchors:
+        return _mean(params)
+    leaves, structure = jax.tree.flatten(params)
+    anchor = jax.tree.leaves(anchors[0])
+    if len(anchors) > 1 or [a.shape for a in anchor] != [x.shape for x in leaves]:
+        raise ValueError(
+            f"the optimizer state holds {len(anchors)} anchor(s), and not one of these "
+            "parameters: pass the parameters that this optimizer was initialised with, "
+            "or no opt_state for the mean over the replicas"
+        )
+    return _first(jax.tree.unflatten(structure, anchor))
+
+
+def _replicas_of(params: Any) -> int:
+    leaves = jax.tree.leaves(params)
+    if not leaves or not np.shape(leaves[0]):
+        raise ValueError("expected parameters with a leading replica axis, got none")
+    return np.shape(leaves[0])[0]
+
+
+@jax.jit
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+@jax.jit
+def _mean(tree: Any) -> Any:
+    def mean(x):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x[0]
+        return jnp.mean(x, 0, dtype=jnp.promote_types(x, jnp.float32)).astype(x.dtype)
+
+    return jax.tree.map(mean, tree)
+
+
+@jax.jit
+def _divergence(params: Any) -> jax.Array:
+    leaves = [
+        x.astype(jnp.promote_types(x, jnp.float32))
+        for x in jax.tree.leaves(params)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    size = sum(jnp.sum(jnp.square(x)) for x in leaves)
+    apart = sum(jnp.sum(jnp.square(x - jnp.mean(x, 0, keepdims=True))) for x in leaves)
+    return jnp.sqrt(apart / size)
+
+
+def divergence(params: Any) -> jax.Array:
+    """How far apart the replicas are, relative to the size of the parameters.
+
+    Args:
+      params: parameters with a leading replica axis.
+
+    Returns:
+      A scalar: RMS distance of the replicas from their mean, over the RMS of the
+      parameters. 0 if all are equal.
+
+    Raises:
+      ValueError: if leaves have no common leading axis.
+
+    Example:
+      >>> apart = divergence({"w": jnp.array([[3.0], [5.0]])})
+      >>> print(f"{apart:.4f}")  # 1 / sqrt(17)
+      0.2425
+    """
+    _check_leading(params, _replicas_of(params), "parameters", "replicas")
+    return _divergence(params)

@@ -1,0 +1,80 @@
+"""What replicas send at a sync, and how they come together.
+
+A synchronizer takes one step in which replicas communicate, in place of the quiet
+step that they take otherwise. It decides neither when (the trigger) nor what a local
+step does (the inner optimizer), and knows the other replicas only through a function
+that averages.
+
+There are two kinds. *Within the step*, `average_gradients` and `average_factors`
+average what the inner optimizer works on; with `always` they equal training on one
+big batch. *After the step*, `reconcile` lets every replica take its own step and then
+brings the results together.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from curvadion_jax._dion import DionState
+from curvadion_jax._matrices import MatrixView
+
+Mean = Callable[[Any], Any]
+"""Takes a tree of arrays to their means over the replicas; communicates."""
+
+
+class LocalStep(NamedTuple):
+    """One replica's step, not yet taken.
+
+    Attributes:
+      gradients: this replica's gradients, tree of the parameters.
+      inner_state: state of the inner optimizer before the step.
+      params: this replica's parameters before the step.
+      views: path of a parameter -> how Dion sees it as matrices, or None.
+      take: (gradients, **extra_args) -> (updates, inner state after the step), the
+        inner optimizer's update; communicates nothing by itself.
+    """
+
+    gradients: optax.Updates
+    inner_state: optax.OptState
+    params: optax.Params
+    views: Mapping[str, MatrixView | None]
+    take: Callable[..., tuple[optax.Updates, optax.OptState]]
+
+
+class Synchronizer(NamedTuple):
+    """Three functions that say how replicas synchronise.
+
+    Attributes:
+      init: (params, inner_state) -> synchronizer state, a tree of arrays; called
+        once, outside `shard_map` and possibly on abstract values.
+      step: (local step, synchronizer state, mean) -> (updates, inner state,
+        synchronizer state); called in the branch of a sync only.
+      payload: (params, inner_state, views) -> bytes that one sync averages over the
+        replicas, a Python int, from shapes alone.
+    """
+
+    init: Callable[[optax.Params, optax.OptState], Any]
+    step: Callable[[LocalStep, Any, Mean], tuple[optax.Updates, optax.OptState, Any]]
+    payload: Callable[[optax.Params, optax.OptState, Mapping], int]
+
+
+def bytes_averaged(tree: Any) -> int:
+    """Bytes that averaging a tree puts into all-reduces: at least float32 each.
+
+    Example:
+      >>> bytes_averaged({"kernel": jnp.ones((2, 3), jnp.bfloat16)})
+      24
+    """
+    return sum(
+        leaf.size * jnp.promote_types(leaf.dtype, jnp.float32).itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def dion_states(inner_state: optax.OptState) -> list[DionState]:
+    """The states of Dion in the state of an optimizer."""
+    nodes = jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, DionState))
+    return [node for node in nodes if isinstance(node, DionState)]

@@ -1,0 +1,205 @@
+"""The sync that keeps replicas together: parameters, momentum and Q."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from curvadion_jax import _low_rank, _momentum, _orthonormalize, _partition
+from curvadion_jax._dion import DionState
+from curvadion_jax.synchronizers import _base
+
+
+class ReconcileState(NamedTuple):
+    """State of `reconcile`; all of it is the same on all replicas and moves at syncs.
+
+    Attributes:
+      anchor: the parameters after the last sync, tree of the parameters. This is "the
+        model": what to evaluate, export and keep.
+      q: Q of every state of Dion after the last sync, in order; from it Q is
+        recomputed at the next. Empty when momenta stay local.
+      outer_state: state of the outer optimizer.
+    """
+
+    anchor: optax.Params
+    q: Any
+    outer_state: optax.OptState
+
+
+def reconcile(
+    outer: optax.GradientTransformation | None = None,
+    *,
+    momentum: bool = True,
+    other_state: bool = False,
+) -> _base.Synchronizer:
+    r"""At a sync replicas take their own step and then come together.
+
+    With :math:`\theta_i` the parameters of replica i after its local step and
+    :math:`a` the anchor, the parameters all had after the last sync:
+
+    .. math::
+      d = \tfrac1N \textstyle\sum_i (\theta_i - a), \qquad
+      a \leftarrow a + \mathrm{outer}(d), \qquad \theta_i \leftarrow a
+
+    Afterwards the anchors of the replicas agree to the bit, and the parameters do but
+    for the rounding of `params + update`. Drift is always measured from the anchor, so
+    that rounding does not add up.
+
+    The momentum of the replicas is averaged too (each holds part of what the others
+    have not seen yet; in small runs sharing it mattered more than sharing
+    parameters). Q is not averaged, since columns of different signs would cancel: it
+    is recomputed by a step of power iteration on the common momentum, from the Q of
+    the last sync, and has unit columns.
+
+    Args:
+      outer: Optax transformation for the outer step. It is given the pseudo-gradient
+        -d with the anchor as parameters; for DiLoCo
+        ``optax.sgd(0.7, momentum=0.9, nesterov=True)``. None takes a + d, the plain
+        average.
+      momentum: whether momenta are averaged: the field `momentum` (Dion), else
+        `trace`, else `mu`, of the inner optimizer's state.
+      other_state: whether the rest of the inner optimizer's floating-point state is
+        averaged, such as AdamW's moments of embeddings. By default it stays local:
+        for embeddings it would double or triple what is sent.
+
+    Returns:
+      A synchronizer for any inner optimizer. Its state costs one copy of the
+      parameters, and what the outer optimizer keeps.
+
+    Raises:
+      TypeError: if `outer` is not an Optax transformation.
+
+    Example:
+      >>> plain = reconcile()
+      >>> diloco = reconcile(
+      ...     optax.sgd(0.7, momentum=0.9, nesterov=True), momentum=False
+      ... )
+
+    References:
+      Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023
+    """
+    if outer is not None and not isinstance(outer, optax.GradientTransformation):
+        raise TypeError(
+            f"outer must be an Optax transformation such as optax.sgd(0.7), or None "
+            f"for the plain average, got {outer!r}"
+        )
+    outer_step = optax.scale(-1) if outer is None else outer
+
+    def init(params, inner_state):
+        anchor = jax.tree.map(jnp.copy, params)  # so that both can be donated
+        states = _base.dion_states(inner_state) if momentum else []
+        q = [jax.tree.map(jnp.copy, state.q) for state in states]
+        return ReconcileState(anchor, q, outer_step.init(anchor))
+
+    def chosen(inner_state):
+        """Leaves of the inner state to average: index -> array."""
+        leaves = jax.tree.leaves_with_path(inner_state)
+        field = _momentum.find_field(inner_state)
+        return {
+            index: leaf
+            for index, (path, leaf) in enumerate(leaves)
+            if _is_sent(path, leaf, field, momentum, other_state)
+        }
+
+    def step(local: _base.LocalStep, state: ReconcileState, mean: _base.Mean):
+        updates, inner_state = local.take(local.gradients)
+        moved = optax.apply_updates(local.params, updates)
+        drift = jax.tree.map(_difference, moved, state.anchor)
+        drift, averaged = mean((drift, chosen(inner_state)))
+        anchor, outer_state = _outer_step(outer_step, drift, state)
+        leaves, structure = jax.tree.flatten(inner_state)
+        leaves = [averaged.get(index, leaf) for index, leaf in enumerate(leaves)]
+        inner_state = jax.tree.unflatten(structure, leaves)
+        q = state.q
+        if momentum:
+            inner_state, q = _recompute_q(inner_state, state.q, local.views)
+        return (
+            jax.tree.map(_move_to, anchor, local.params),
+            inner_state,
+            ReconcileState(anchor, q, outer_state),
+        )
+
+    def payload(params, inner_state, views):
+        sent = _base.bytes_averaged(chosen(inner_state))
+        return _base.bytes_averaged(params) + sent
+
+    return _base.Synchronizer(init, step, payload)
+
+
+def _is_sent(path, leaf, field, momentum: bool, other_state: bool) -> bool:
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return False
+    if _momentum.is_momentum(path, field):
+        return momentum
+    return other_state and not _momentum.is_momentum(path, "q")
+
+
+def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(new.dtype, jnp.float32)
+    return new.astype(wide) - old.astype(wide)
+
+
+def _outer_step(outer, drift, state: ReconcileState):
+    """Anchor after the sync, in the anchor's dtype, and the outer state."""
+    pseudo_gradient = jax.tree.map(jnp.negative, drift)
+    updates, outer_state = optax.with_extra_args_support(outer).update(
+        pseudo_gradient, state.outer_state, state.anchor
+    )
+    anchor = jax.tree.map(
+        lambda a, u: (a.astype(u.dtype) + u).astype(a.dtype), state.anchor, updates
+    )
+    same_dtype = jax.tree.map(
+        lambda new, old: new.astype(old.dtype), outer_state, state.outer_state
+    )
+    return anchor, same_dtype
+
+
+def _move_to(target: jax.Array, params: jax.Array) -> jax.Array:
+    """Update that takes the parameters to the target, to the last bit if it can.
+
+    `params + (target - params)` may miss the target by a rounding; what it misses by
+    is added to the update once.
+    """
+    update = target - params
+    missed = target - (params + update)
+    return update + missed
+
+
+def _recompute_q(inner_state, old_q, views):
+    """The inner state with a common Q for its common momentum, and that Q."""
+    remaining, new_q = iter(old_q), []
+
+    def recompute(node):
+        if not isinstance(node, DionState):
+            return node
+        q = _common_q(node, next(remaining), views)
+        new_q.append(q)
+        return node._replace(q=q)
+
+    is_dion = lambda x: isinstance(x, DionState)  # noqa: E731
+    inner_state = jax.tree.map(recompute, inner_state, is_leaf=is_dion)
+    return inner_state, new_q
+
+
+def _common_q(state: DionState, start: Any, views) -> Any:
+    matrices, starts = [], jax.tree.leaves(start)
+    for (path, momentum), q in zip(
+        jax.tree.leaves_with_path(state.momentum), starts, strict=True
+    ):
+        name = _partition.path_name(path)
+        view = views.get(name)
+        if view is None or (*view.batch, view.cols) != q.shape[:-1]:
+            raise ValueError(
+                f"Dion sees the parameter {name!r} otherwise than adaptive_sync does "
+                f"(Q of shape {q.shape}, {view}): pass adaptive_sync the same "
+                "dimension_numbers"
+            )
+        wide = momentum.astype(_orthonormalize.compute_dtype(momentum.dtype))
+        matrices.append(view.to_matrix(wide))
+    _, right = _low_rank.power_iteration(matrices, starts, _orthonormalize.cholesky_qr)
+    qs = [
+        _low_rank.unit_columns(r, q)[0].astype(q.dtype)
+        for r, q in zip(right, starts, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(start), qs)

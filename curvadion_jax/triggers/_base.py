@@ -1,0 +1,121 @@
+"""When replicas synchronise.
+
+A trigger looks at one replica's own quantities and says whether it wants a sync. It
+knows no axis and moves nothing: `adaptive_sync` asks every replica's trigger and
+synchronises all of them if one wants to. So a trigger decides *when*, and knows
+neither what is sent (the synchronizer) nor what a step does (the inner optimizer).
+
+`every_k(10)` looks at a counter; `relative_momentum_change(0.1)` at momenta;
+`at_least_every(relative_momentum_change(0.1), 50)` at both.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from curvadion_jax._matrices import MatrixView
+
+
+class Observation(NamedTuple):
+    """What a trigger sees on every step, all of it this replica's own.
+
+    Attributes:
+      gradients: this step's gradients, tree of the parameters.
+      inner_state: state of the inner optimizer before this step.
+      params: parameters before this step.
+      views: path of a parameter -> how Dion sees it as matrices, or None.
+      next_inner_state: function without arguments that returns the state that the
+        inner optimizer would have after this step if nobody communicated, with its
+        momentum before error feedback.
+      steps: int32[], steps taken before this one.
+      syncs: int32[], synchronised steps among them.
+      quiet_steps: int32[], steps taken since the last sync, or since the start.
+    """
+
+    gradients: optax.Updates
+    inner_state: optax.OptState
+    params: optax.Params
+    views: Mapping[str, MatrixView | None]
+    next_inner_state: Callable[[], optax.OptState]
+    steps: jax.Array
+    syncs: jax.Array
+    quiet_steps: jax.Array
+
+
+class Decision(NamedTuple):
+    """What a trigger answers.
+
+    Attributes:
+      fire: bool[], whether this replica wants to synchronise on this step.
+      value: float32[], what was compared with the threshold; NaN where nothing was.
+      threshold: float32[], what it was compared with; NaN where nothing was.
+      layer: int32[], index of the parameter, in the order of the parameters' leaves,
+        whose value was the largest; -1 where no parameter is meant.
+    """
+
+    fire: jax.Array
+    value: jax.Array
+    threshold: jax.Array
+    layer: jax.Array
+
+
+class Trigger(NamedTuple):
+    """A pair of functions that decide when to synchronise.
+
+    Attributes:
+      init: (params, inner_state) -> trigger state, a tree of arrays; called once,
+        outside `shard_map` and possibly on abstract values.
+      decide: (observation, trigger state) -> (Decision, trigger state); called on
+        every step on every replica, traced, before anything is sent. It must not
+        communicate (that is checked).
+    """
+
+    init: Callable[[optax.Params, optax.OptState], Any]
+    decide: Callable[[Observation, Any], tuple[Decision, Any]]
+
+
+def decision(
+    fire: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike = jnp.nan,
+    threshold: jax.typing.ArrayLike = jnp.nan,
+    layer: jax.typing.ArrayLike = -1,
+) -> Decision:
+    """A `Decision` of the right dtypes."""
+    return Decision(
+        jnp.asarray(fire, jnp.bool_),
+        jnp.asarray(value, jnp.float32),
+        jnp.asarray(threshold, jnp.float32),
+        jnp.asarray(layer, jnp.int32),
+    )
+
+
+def stateless(decide: Callable[[Observation], Decision]) -> Trigger:
+    """A trigger that remembers nothing.
+
+    Example:
+      >>> on_even_steps = stateless(lambda seen: decision(seen.steps % 2 == 0))
+    """
+    return Trigger(
+        init=lambda params, inner_state: (),
+        decide=lambda observation, state: (decide(observation), state),
+    )
+
+
+def check_steps(steps: Any, what: str, at_least: int = 1) -> None:
+    """Refuses a number of steps that is not a plain int, or too small."""
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"{what} must be an int, got {steps!r}")
+    if steps < at_least:
+        raise ValueError(f"{what} must be at least {at_least}, got {steps}")
+
+
+def check_trigger(trigger: Any, what: str = "trigger") -> None:
+    """Refuses what is not a `Trigger`."""
+    if not isinstance(trigger, Trigger):
+        raise TypeError(
+            f"{what} must be a curvadion_jax.triggers.Trigger such as every_k(10) or "
+            f"relative_momentum_change(0.1), got {trigger!r}"
+        )

@@ -1,0 +1,128 @@
+"""Triggers made of other triggers."""
+
+import jax.numpy as jnp
+
+from curvadion_jax.triggers import _base
+
+
+def any_of(*triggers: _base.Trigger) -> _base.Trigger:
+    """Synchronises when one of several triggers wants to.
+
+    Value, threshold and layer are those of the first trigger that fires, or of the
+    first one when none does.
+
+    Args:
+      *triggers: one or more.
+
+    Raises:
+      TypeError: if one is not a trigger.
+      ValueError: if there is none.
+
+    Example:
+      >>> from curvadion_jax import triggers
+      >>> change = triggers.relative_momentum_change(0.1)
+      >>> trigger = any_of(triggers.every_k(100), change)
+    """
+    if not triggers:
+        raise ValueError("any_of needs at least one trigger, got none")
+    for trigger in triggers:
+        _base.check_trigger(trigger)
+
+    def init(params, inner_state):
+        return tuple(trigger.init(params, inner_state) for trigger in triggers)
+
+    def decide(observation, states):
+        pairs = zip(triggers, states, strict=True)
+        results = [trigger.decide(observation, state) for trigger, state in pairs]
+        chosen, *rest = [decision for decision, _ in results]
+        for other in rest:
+            take = ~chosen.fire & other.fire
+            both = zip(other, chosen, strict=True)
+            chosen = _base.Decision(*(jnp.where(take, new, old) for new, old in both))
+        return chosen, tuple(state for _, state in results)
+
+    return _base.Trigger(init, decide)
+
+
+def at_least_every(trigger: _base.Trigger, k: int) -> _base.Trigger:
+    """Synchronises when the trigger says so, and in any case k steps after a sync.
+
+    Args:
+      trigger: any trigger.
+      k: largest number of steps from one sync to the next, at least 1.
+
+    Raises:
+      TypeError: if an argument is of the wrong type.
+      ValueError: if k is below 1.
+
+    Example:
+      >>> from curvadion_jax import triggers
+      >>> trigger = at_least_every(triggers.relative_momentum_change(0.1), 50)
+    """
+    _base.check_trigger(trigger)
+    _base.check_steps(k, "the largest interval k")
+
+    def decide(observation, state):
+        chosen, state = trigger.decide(observation, state)
+        due = observation.quiet_steps + 1 >= k
+        return chosen._replace(fire=chosen.fire | due), state
+
+    return _base.Trigger(trigger.init, decide)
+
+
+def at_most_every(trigger: _base.Trigger, k: int) -> _base.Trigger:
+    """Synchronises when the trigger says so, but no sooner than k steps after a sync.
+
+    What the trigger wants in between is dropped, a wish because of NaN included. The
+    first sync may come at any time.
+
+    Args:
+      trigger: any trigger.
+      k: smallest number of steps from one sync to the next, at least 1.
+
+    Raises:
+      TypeError: if an argument is of the wrong type.
+      ValueError: if k is below 1.
+
+    Example:
+      >>> from curvadion_jax import triggers
+      >>> trigger = at_most_every(triggers.relative_momentum_change(0.1), 5)
+    """
+    _base.check_trigger(trigger)
+    _base.check_steps(k, "the smallest interval k")
+
+    def decide(observation, state):
+        chosen, state = trigger.decide(observation, state)
+        allowed = (observation.quiet_steps + 1 >= k) | (observation.syncs == 0)
+        return chosen._replace(fire=chosen.fire & allowed), state
+
+    return _base.Trigger(trigger.init, decide)
+
+
+def after_steps(trigger: _base.Trigger, steps: int) -> _base.Trigger:
+    """Synchronises on every one of the first steps, and leaves it to the trigger then.
+
+    This is what makes local SGD post-local SGD (https://arxiv.org/abs/1808.07217).
+
+    Args:
+      trigger: any trigger; it is asked from the first step on, so that what it
+        remembers is up to date.
+      steps: number of synchronous steps at the start, 0 or more.
+
+    Raises:
+      TypeError: if an argument is of the wrong type.
+      ValueError: if steps is negative.
+
+    Example:
+      >>> from curvadion_jax import triggers
+      >>> trigger = after_steps(triggers.every_k(30), 1000)
+    """
+    _base.check_trigger(trigger)
+    _base.check_steps(steps, "the number of synchronous steps", at_least=0)
+
+    def decide(observation, state):
+        chosen, state = trigger.decide(observation, state)
+        early = observation.steps < steps
+        return chosen._replace(fire=chosen.fire | early), state
+
+    return _base.Trigger(trigger.init, decide)

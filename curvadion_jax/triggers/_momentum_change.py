@@ -1,0 +1,120 @@
+"""CurvaDion's trigger: how much the momentum's norm changes in one step."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from curvadion_jax import _momentum, _partition
+from curvadion_jax.triggers import _base
+
+MomentumFn = Callable[[optax.OptState], Any]
+
+
+def _norms(name: str, momentum: jax.Array, views) -> jax.Array:
+    """Norm of every matrix of a parameter, of shape [number of matrices]."""
+    view = views.get(name)
+    if view is not None and view.shape == momentum.shape:
+        return view.norms(momentum).reshape(-1)
+    wide = momentum.astype(jnp.promote_types(jnp.float32, momentum.dtype))
+    return jnp.sqrt(jnp.sum(jnp.square(wide))).reshape(1)
+
+
+def _relative_change(new: jax.Array, old: jax.Array, floor) -> jax.Array:
+    """|new - old| / old per matrix; 0 where old is under the floor or both are 0."""
+    ratio = jnp.abs(new - old) / jnp.where(old == 0, 1, old)
+    ratio = jnp.where(old == 0, jnp.where(new == 0, 0, jnp.inf), ratio)
+    ratio = jnp.where(jnp.isnan(ratio), jnp.inf, ratio)
+    return jnp.where(old < floor, 0, ratio)
+
+
+def _order(params: optax.Params) -> dict[str, int]:
+    leaves = jax.tree.leaves_with_path(params)
+    return {_partition.path_name(path): i for i, (path, _) in enumerate(leaves)}
+
+
+def relative_momentum_change(
+    threshold: optax.ScalarOrSchedule,
+    *,
+    floor: jax.typing.ArrayLike = 0.0,
+    momentum_fn: MomentumFn | None = None,
+) -> _base.Trigger:
+    r"""Synchronises when the momentum of any layer changes its norm fast.
+
+    The relative momentum change (RMMC) of a layer is
+
+    .. math::
+      \mathrm{RMMC} = \bigl|\, \|m_t\| - \|m_{t-1}\| \,\bigr| \,/\, \|m_{t-1}\|
+
+    with :math:`m_t` the momentum that this step would have if nobody communicated
+    (for Dion M + G) and :math:`m_{t-1}` the stored one (for Dion after error
+    feedback). Every matrix of a stack is a layer. The largest value over the layers
+    decides; `adaptive_sync` then synchronises if it exceeds `threshold` on any
+    replica. Without a stored momentum (the first step) and for NaN it is infinite, so
+    replicas start together and a poisoned one is noticed.
+
+    The inner optimizer's momentum is found by its field: `momentum` (Dion), else
+    `trace` (`optax.sgd`, `optax.trace`), else `mu` (Adam, Lion, Muon).
+
+    RMMC measures gradient noise as much as anything: with a thousand tokens on a
+    replica it lies at 0.2 to 0.6, with a million at 0.02 to 0.03. A threshold belongs
+    to a batch size.
+
+    Args:
+      threshold: number, or schedule of the number of steps taken. Under
+        `optax.inject_hyperparams` pass it through a factory of your own.
+      floor: layers whose stored momentum has a smaller norm are left out.
+      momentum_fn: function from the inner optimizer's state to a tree of momenta, for
+        optimizers that keep theirs elsewhere.
+
+    Returns:
+      The trigger. Its value is the largest change over the layers.
+
+    Raises:
+      ValueError: for a negative or NaN threshold, or a negative floor; when traced,
+        if the inner optimizer keeps no momentum.
+
+    Example:
+      >>> trigger = relative_momentum_change(0.1)
+      >>> trigger = relative_momentum_change(optax.linear_schedule(0.3, 0.1, 1000))
+
+    References:
+      `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
+    """
+    for name, value in (("threshold", threshold), ("floor", floor)):
+        if isinstance(value, int | float) and (value < 0 or math.isnan(value)):
+            raise ValueError(f"{name} must not be negative or NaN, got {value}")
+
+    def decide(observation: _base.Observation) -> _base.Decision:
+        old = _find(observation.inner_state, momentum_fn)
+        new = _find(observation.next_inner_state(), momentum_fn)
+        order = _order(observation.params)
+        changes, layers = [jnp.zeros(1)], [-1]
+        for name, momentum in old.items():
+            change = _relative_change(
+                _norms(name, new[name], observation.views),
+                _norms(name, momentum, observation.views),
+                floor,
+            )
+            changes.append(jnp.max(change, initial=0).astype(jnp.float32).reshape(1))
+            layers.append(order.get(name, -1))
+        change = jnp.concatenate(changes)
+        # The first step has nothing to compare with.
+        change = jnp.where(observation.steps == 0, jnp.inf, change)
+        limit = threshold(observation.steps) if callable(threshold) else threshold
+        value = jnp.max(change)
+        return _base.decision(
+            ~(value <= limit), value, limit, jnp.asarray(layers)[jnp.argmax(change)]
+        )
+
+    return _base.stateless(decide)
+
+
+def _find(state: optax.OptState, momentum_fn: MomentumFn | None):
+    if momentum_fn is None:
+        return _momentum.momentum_by_name(state)
+    leaves = jax.tree.leaves_with_path(momentum_fn(state))
+    return {_partition.path_name(path): leaf for path, leaf in leaves}

@@ -1,0 +1,40 @@
+"""Triggers that look at nothing but the number of steps."""
+
+from curvadion_jax.triggers import _base
+
+
+def always() -> _base.Trigger:
+    """Every step synchronises.
+
+    Example:
+      >>> trigger = always()
+    """
+    return _base.stateless(lambda observation: _base.decision(True))
+
+
+def never() -> _base.Trigger:
+    """No step synchronises; replicas train alone.
+
+    Example:
+      >>> trigger = never()
+    """
+    return _base.stateless(lambda observation: _base.decision(False))
+
+
+def every_k(k: int) -> _base.Trigger:
+    """Synchronises after steps k, 2k, 3k, ...
+
+    Args:
+      k: period in steps, at least 1; `every_k(1)` is `always()`.
+
+    Raises:
+      TypeError: if k is not an int.
+      ValueError: if k is below 1.
+
+    Example:
+      >>> trigger = every_k(30)
+    """
+    _base.check_steps(k, "the period k")
+    return _base.stateless(
+        lambda observation: _base.decision((observation.steps + 1) % k == 0)
+    )

@@ -1,0 +1,436 @@
+"""Checkpoints of replicated states: exact round trips, and what is refused."""
+
+import asyncio
+import importlib.util
+import re
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from curvadion_jax import checkpoint
+
+REPLICAS = 8
+THREAD_END_SECONDS = 30.0  # how long a thread that was told to end may take
+
+
+class SyncState(NamedTuple):
+    """In the manner of the library's own states: counters, a factor, holes."""
+
+    syncs: jax.Array
+    q: Any
+    inner: Any
+
+
+def sharding(devices: int = REPLICAS) -> NamedSharding:
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("replica",), (AxisType.Auto,))
+    return NamedSharding(mesh, PartitionSpec("replica"))
+
+
+def differ(tree: Any, replicas: int = REPLICAS) -> Any:
+    """Leading replica axis on every leaf, another value on every replica."""
+
+    def leaf(x):
+        if jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key):
+            return jax.device_put(jax.random.split(x, replicas), sharding(replicas))
+        x = np.asarray(jnp.asarray(x))
+        stacked = np.stack([x + np.asarray(i).astype(x.dtype) for i in range(replicas)])
+        return jax.device_put(stacked.astype(x.dtype), sharding(replicas))
+
+    return jax.tree.map(leaf, tree)
+
+
+def train_state() -> dict[str, Any]:
+    """A flax TrainState with a partitioned optimizer, and a key, on one replica."""
+    model = linen.Dense(8)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 16)))["params"]
+    params["kernel"] = params["kernel"].astype(jnp.bfloat16)
+    inner = {"matrix": optax.sgd(0.1, momentum=0.9), "other": optax.adamw(1e-3)}
+    labels = {"kernel": "matrix", "bias": "other"}
+    tx = optax.chain(optax.clip(1.0), optax.partition(inner, labels))
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    sync = SyncState(
+        jnp.int32(3), {"a": jnp.full((4, 2), 0.1), "b": optax.MaskedNode()}, None
+    )
+    return {"train": state, "sync": sync, "rng": jax.random.key(7), "on": jnp.bool_(1)}
+
+
+def blank(tree: Any) -> Any:
+    """The abstract target of a state."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+    )
+
+
+def raw(x: jax.Array) -> bytes:
+    key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if key else x).tobytes()
+
+
+def assert_same(got: Any, want: Any) -> None:
+    """Equal structure, dtypes, shardings and bits."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
+        name = jax.tree_util.keystr(path)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), name
+        assert a.sharding == b.sharding, name
+        assert raw(a) == raw(b), name
+
+
+@pytest.fixture
+def simple() -> dict[str, Any]:
+    return differ({"b": jnp.zeros(3), "w": {"kernel": jnp.ones((4, 2), jnp.bfloat16)}})
+
+
+@pytest.mark.parametrize("target", [lambda x: x, blank], ids=["arrays", "abstract"])
+def test_round_trip_is_bitwise(tmp_path, target):
+    state = differ(train_state())
+    kernel = state["train"].params["kernel"]
+    assert kernel.dtype == jnp.bfloat16
+    checkpoint.save(tmp_path, 12, state)
+    restored = checkpoint.restore(tmp_path, target(state))
+    assert_same(restored, state)
+    assert restored["train"].apply_fn is state["train"].apply_fn
+    assert restored["train"].tx is state["train"].tx
+    shards = restored["train"].params["kernel"].addressable_shards
+    assert [s.data.shape for s in shards] == [(1, 16, 8)] * REPLICAS
+
+
+def test_odd_values_and_dtypes_keep_their_bits(tmp_path):
+    quiet_nan = np.array([0x7FC00001, 0xFFC12345], np.uint32).view(np.float32)
+    tree = {
+        "float32": jnp.array([-0.0, np.inf, 1e-45, *quiet_nan]),
+        "float16": jnp.array([-0.0, 6e-8], jnp.float16),
+        "float8": jnp.array([0.5, -2], jnp.float8_e4m3fn),
+        "uint8": jnp.array([0, 255], jnp.uint8),
+        "int32": jnp.array([-(2**31), 2**31 - 1]),
+        "complex64": jnp.array([1 - 2j], jnp.complex64),
+        "rbg": jax.random.key(5, impl="rbg"),
+    }
+    state = jax.jit(
+        lambda: jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), tree),
+        out_shardings=sharding(),
+    )()
+    checkpoint.save(tmp_path, 0, state)
+    assert_same(checkpoint.restore(tmp_path, blank(state)), state)
+
+
+def test_nnx_state_and_modules(tmp_path):
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    graph, split = nnx.split((model, optimizer))
+    state = differ(split)
+    checkpoint.save(tmp_path / "state", 1, state)
+    restored = checkpoint.restore(tmp_path / "state", blank(state))
+    assert_same(restored, state)
+    merged, _ = nnx.merge(graph, restored)
+    assert merged.layers[1].kernel.shape == (REPLICAS, 4, 4)
+    # Modules are pytrees too, with string and integer keys in one node.
+    modules = differ((model, optimizer))
+    checkpoint.save(tmp_path / "modules", 1, modules)
+    assert_same(checkpoint.restore(tmp_path / "modules", modules), modules)
+
+
+def test_training_goes_on_as_if_it_had_not_stopped(tmp_path):
+    def replica_step(state, batch):
+        def loss(params):
+            prediction = state.apply_fn({"params": params}, batch)
+            return jnp.mean(prediction.astype(jnp.float32) ** 2)
+
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    step = jax.jit(jax.vmap(replica_step), donate_argnums=0)
+    batch = differ(jnp.ones((2, 16)))
+    state = step(differ(train_state()["train"]), batch)
+    checkpoint.save(tmp_path, 1, state)
+    target = blank(state)
+    uninterrupted = step(step(state, batch), batch)
+    restored = checkpoint.restore(tmp_path, target)
+    resumed = step(restored, batch)
+    assert all(x.is_deleted() for x in jax.tree.leaves(restored)), "not donated"
+    chex.assert_trees_all_equal(step(resumed, batch), uninterrupted)
+    # The donated arrays still describe where to restore to, and the file is intact.
+    assert checkpoint.restore(tmp_path, restored).step.tolist() == [
+        int(i) + 1 for i in range(REPLICAS)
+    ]
+
+
+def test_target_decides_the_devices(tmp_path, simple):
+    checkpoint.save(tmp_path, 1, simple)
+    for place in (sharding(4), jax.sharding.SingleDeviceSharding(jax.devices()[2])):
+        target = jax.tree.map(
+            lambda x, s=place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            simple,
+        )
+        restored = checkpoint.restore(tmp_path, target)
+        assert restored["w"]["kernel"].sharding == place
+        chex.assert_trees_all_equal(restored, jax.device_put(simple, place))
+
+
+def test_names_with_dots_and_slashes_stay_apart(tmp_path):
+    state = differ({"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}, "c/d": jnp.ones(3)})
+    checkpoint.save(tmp_path, 1, state)
+    assert_same(checkpoint.restore(tmp_path, blank(state)), state)
+    with pytest.raises(ValueError, match="two leaves of the state are named 'a/b'"):
+        checkpoint.save(tmp_path, 2, differ({"a/b": 1.0, "a": {"b": 2.0}}))
+
+
+def test_extra_and_relative_directory(tmp_path, simple, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    extra = {"position": 2**40, "config": {"rank": 0.25, "shape": (2, 3)}}
+    checkpoint.save("runs/first", 10, simple, extra=extra)
+    checkpoint.save(Path("runs/first"), 20, simple)
+    assert (tmp_path / "runs/first/20").is_dir()
+    assert checkpoint.read_extra("runs/first") == {}
+    want = {"position": 2**40, "config": {"rank": 0.25, "shape": [2, 3]}}
+    assert checkpoint.read_extra("runs/first", 10) == want
+    assert_same(checkpoint.restore("runs/first", simple, 10), simple)
+
+
+def test_metadata(tmp_path, simple):
+    checkpoint.save(tmp_path, 10, simple, extra={"x": 1})
+    with ocp.CheckpointManager(tmp_path) as manager:
+        items = ocp.args.Composite(info=ocp.args.JsonRestore())
+        info = manager.restore(10, args=items).info
+    assert isinstance(info.pop("version"), str)
+    leaves = {"b": "float32[8,3]", "w/kernel": "bfloat16[8,4,2]"}
+    rest = {"format": 1, "step": 10, "replicas": 8, "leaves": leaves, "extra": {"x": 1}}
+    assert info == rest
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"), [(None, [1, 2, 10]), (2, [2, 10]), (1, [10])], ids=str
+)
+def test_keep(tmp_path, simple, keep, left):
+    for step in (1, 2, 10):
+        checkpoint.save(tmp_path, step, simple, keep=keep)
+    assert sorted(int(p.name) for p in tmp_path.iterdir()) == left
+    assert checkpoint.latest_step(tmp_path) == 10
+
+
+def test_saved_steps_are_not_overwritten(tmp_path, simple):
+    checkpoint.save(tmp_path, 5, simple, extra={"first": True})
+    with pytest.raises(ValueError, match=r"step 5 exists already .* steps: \[5\]"):
+        checkpoint.save(tmp_path, 5, simple, keep=1)
+    with pytest.raises(ValueError, match="step 4 lies below 5"):
+        checkpoint.save(tmp_path, 4, simple, keep=1)
+    assert checkpoint.read_extra(tmp_path) == {"first": True}
+
+
+@pytest.mark.parametrize("missing", [False, True], ids=["empty", "missing"])
+def test_no_checkpoint(tmp_path, simple, missing):
+    folder = tmp_path / "runs" if missing else tmp_path
+    assert checkpoint.latest_step(folder) is None
+    for read in (
+        lambda: checkpoint.restore(folder, simple),
+        lambda: checkpoint.restore(folder, simple, 3),
+        lambda: checkpoint.read_extra(folder),
+    ):
+        with pytest.raises(FileNotFoundError, match="no checkpoint in " + str(folder)):
+            read()
+    assert folder.exists() is not missing
+
+
+def test_unknown_step_lists_the_steps(tmp_path, simple):
+    checkpoint.save(tmp_path, 9, simple)
+    checkpoint.save(tmp_path, 10, simple)
+    for read in (
+        lambda: checkpoint.restore(tmp_path, simple, 3),
+        lambda: checkpoint.read_extra(tmp_path, 3),
+    ):
+        with pytest.raises(FileNotFoundError, match=r"no step 3 in .*steps: \[9, 10\]"):
+            read()
+
+
+def cast(tree):
+    kernel = tree["w"]["kernel"].astype(jnp.float32)
+    return {**tree, "w": {"kernel": kernel}}
+
+
+MISMATCHES = {
+    "replicas": (
+        lambda tree: jax.tree.map(lambda x: x[:4], tree),
+        "step 3 in .* was saved with 8 replicas, target has 4; restore into",
+    ),
+    "shape": (
+        lambda tree: {**tree, "b": tree["b"][:, :2]},
+        r"leaf 'b' is float32\[8,3\] at step 3 in .* float32\[8,2\] in the target",
+    ),
+    "dtype": (
+        cast,
+        r"leaf 'w/kernel' is bfloat16\[8,4,2\] at .* and float32\[8,4,2\] in the",
+    ),
+    "leaf missing in the file": (
+        lambda tree: {**tree, "momentum": tree["b"]},
+        r"leaf 'momentum' is missing at .* and float32\[8,3\] in the target",
+    ),
+    "leaf missing in the target": (
+        lambda tree: {"b": tree["b"]},
+        r"leaf 'w/kernel' is bfloat16\[8,4,2\] at .* and missing in the target",
+    ),
+    "key": (
+        lambda tree: {**tree, "b": jax.random.split(jax.random.key(0), 8)},
+        r"leaf 'b' is float32\[8,3\] at .* and key<fry>\[8\] in the target",
+    ),
+    "target without sharding": (
+        lambda tree: jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree
+        ),
+        "leaf 'b' of the target has no sharding",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISMATCHES.values(), ids=MISMATCHES.keys())
+def test_restore_refuses_a_target_that_does_not_fit(tmp_path, simple, case):
+    change, message = case
+    checkpoint.save(tmp_path, 3, simple)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.restore(tmp_path, change(simple))
+
+
+def test_restore_refuses_another_format(tmp_path, simple, monkeypatch):
+    with monkeypatch.context() as future:
+        future.setattr(checkpoint, "_FORMAT", 2)
+        checkpoint.save(tmp_path, 3, simple)
+    message = "step 3 in .* has format 2, written by .* reads format 1"
+    with pytest.raises(ValueError, match=message):
+        checkpoint.restore(tmp_path, simple)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.read_extra(tmp_path)
+
+
+def test_restore_refuses_a_checkpoint_of_somebody_else(tmp_path, simple):
+    with ocp.CheckpointManager(tmp_path) as manager:
+        items = ocp.args.Composite(params=ocp.args.StandardSave(simple))
+        manager.save(3, args=items)
+    with pytest.raises(ValueError, match=r"not written by curvadion_jax\.checkpoint"):
+        checkpoint.restore(tmp_path, simple)
+
+
+REFUSED_STATES = {
+    "other size": (
+        lambda tree: {**tree, "z": jnp.ones((4, 2))},
+        ValueError,
+        r"leaf 'z' is float32\[4,2\], where 'b' is float32\[8,3\]",
+    ),
+    "scalar": (
+        lambda tree: {"a": jnp.ones(())},
+        ValueError,
+        r"leaf 'a' is float32\[\]",
+    ),
+    "size 0": (
+        lambda tree: {**tree, "e": jnp.ones((8, 0))},
+        ValueError,
+        r"leaf 'e' is float32\[8,0\].* no axis has size 0",
+    ),
+    "no arrays": (lambda tree: {"a": None}, ValueError, "the state has no arrays"),
+    "number": (lambda tree: {**tree, "step": 3}, TypeError, "leaf 'step' is a int"),
+    "abstract": (blank, TypeError, r"leaf 'b' is a ShapeDtypeStruct, not a jax.Array"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_STATES.values(), ids=REFUSED_STATES.keys())
+def test_save_refuses_states(tmp_path, simple, case):
+    change, error, message = case
+    with pytest.raises(error, match=message):
+        checkpoint.save(tmp_path / "run", 1, change(simple))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"step": -1}, ValueError, "step must be 0 or more, got -1"),
+        ({"keep": 0}, ValueError, "keep must be None .* got 0"),
+        ({"extra": {"x": jnp.ones(2)}}, TypeError, "extra must be what JSON can hold"),
+        ({"extra": [1]}, TypeError, "extra must be a dictionary, got a list"),
+    ],
+    ids=["negative step", "keep", "array in extra", "list as extra"],
+)
+def test_save_refuses_arguments(tmp_path, simple, arguments, error, message):
+    with pytest.raises(error, match=message):
+        checkpoint.save(tmp_path, **{"step": 1, "state": simple, **arguments})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("stamp", ["", "-1700000000"], ids=["plain", "with time"])
+def test_partial_step_of_a_crash_is_ignored(tmp_path, simple, stamp):
+    checkpoint.save(tmp_path, 1, simple)
+    partial = tmp_path / f"2.orbax-checkpoint-tmp{stamp}"
+    shutil.copytree(tmp_path / "1", partial)
+    shutil.rmtree(partial / "info")
+    assert checkpoint.latest_step(tmp_path) == 1
+    assert_same(checkpoint.restore(tmp_path, simple), simple)
+    assert partial.exists()
+    checkpoint.save(tmp_path, 2, simple)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
+    assert_same(checkpoint.restore(tmp_path, simple, 2), simple)
+
+
+def test_failed_save_leaves_the_former_one(tmp_path, simple):
+    checkpoint.save(tmp_path, 1, simple)
+    gone = {**simple, "b": simple["b"] + 0}
+    gone["b"].delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        checkpoint.save(tmp_path, 2, gone, keep=1)
+    assert checkpoint.latest_step(tmp_path) == 1
+    checkpoint.save(tmp_path, 2, simple, keep=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2"]
+
+
+def test_inside_an_event_loop(tmp_path, simple):
+    """As in a notebook cell, which runs in a loop already."""
+
+    async def cell():
+        checkpoint.save(tmp_path, 1, simple)
+        return checkpoint.restore(tmp_path, simple)
+
+    assert_same(asyncio.run(cell()), simple)
+
+
+def test_no_thread_is_left(tmp_path, simple):
+    before = set(threading.enumerate())
+    checkpoint.save(tmp_path, 1, simple)
+    checkpoint.restore(tmp_path, simple)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(THREAD_END_SECONDS)
+        assert not thread.is_alive(), thread.name
+
+
+def test_without_orbax(tmp_path, simple, monkeypatch):
+    for name in [n for n in sys.modules if n.partition(".")[0] == "orbax"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "orbax", None)
+    spec = importlib.util.spec_from_file_location("fresh", checkpoint.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    hint = re.escape("pip install 'curvadion-jax[checkpoint]'")
+    for call in (
+        lambda: module.save(tmp_path, 1, simple),
+        lambda: module.restore(tmp_path, simple),
+        lambda: module.latest_step(tmp_path),
+        lambda: module.read_extra(tmp_path),
+    ):
+        with pytest.raises(ImportError, match=hint):
+            call()
