@@ -372,21 +372,25 @@ def dion(
         )
     if axis_name is not None:
         other_optimizer = optax.chain(_mean_gradients(axis_name), other_optimizer)
-    matrices = optax.chain(
-        scale_by_dion(
+    decay = optax.add_decayed_weights(weight_decay, weight_decay_mask)
+    rate = optax.scale_by_learning_rate(learning_rate)
+
+    def build(numbers):
+        scale = scale_by_dion(
             rank,
             momentum,
             mu_dtype,
-            dimension_numbers=dimension_numbers,
+            dimension_numbers=numbers,
             orthonormalize=orthonormalize,
             error_feedback=error_feedback,
             seed=seed,
             axis_name=axis_name,
-        ),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-    return optax.partition(
-        {"dion": matrices, "other": other_optimizer},
-        lambda params: _partition.labels(params, dimension_numbers),
-    )
+        )
+        return optax.partition(
+            {"dion": optax.chain(scale, decay, rate), "other": other_optimizer},
+            lambda params: _partition.labels(params, numbers),
+        )
+
+    _matrices.check_rank(rank)
+    check_momentum(momentum)
+    return _partition.resolved(dimension_numbers, build)

@@ -177,6 +177,41 @@ def _view(name: str, leaf: jax.Array, numbers: DimensionNumbers):
         ) from error
 
 
+def resolved(
+    dimension_numbers: DimensionNumbersOrFn,
+    build: Callable[[Callable[[Any], Any]], optax.GradientTransformation],
+) -> optax.GradientTransformationExtraArgs:
+    """A partitioned optimizer whose rule sees the whole tree of parameters.
+
+    Inside `optax.partition` each part sees its own leaves only, and a rule that looks
+    at a parameter's neighbours would decide otherwise there than outside.
+
+    Args:
+      dimension_numbers: what the user gave.
+      build: takes a function from any masked tree of the parameters to the dimension
+        numbers of its leaves, as decided for the whole; returns the optimizer.
+    """
+
+    def make(tree):
+        views = matrix_views(tree, dimension_numbers)
+
+        def numbers(path, _):
+            view = views[path_name(path)]
+            if view is None:
+                return None
+            return DimensionNumbers(view.fan_in_axes, view.fan_out_axes)
+
+        tx = build(lambda masked: jax.tree.map_with_path(numbers, masked))
+        return optax.with_extra_args_support(tx)
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: make(params).init(params),
+        lambda updates, state, params=None, **extra_args: make(updates).update(
+            updates, state, params, **extra_args
+        ),
+    )
+
+
 def labels(params: optax.Params, dimension_numbers: DimensionNumbersOrFn) -> Any:
     """A tree of 'dion' and 'other' for `optax.partition`."""
     views = matrix_views(params, dimension_numbers)

@@ -248,14 +248,14 @@ def muloco(
     References:
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
     """
-    numbers = dimension_numbers
-    inner = optax.contrib.muon(
-        learning_rate,
-        weight_decay=weight_decay,
-        adam_b2=0.95,
-        adam_learning_rate=adam_learning_rate,
-        muon_weight_dimension_numbers=(
-            _partition.default_dimension_numbers if numbers is None else numbers
+    inner = _partition.resolved(
+        dimension_numbers,
+        lambda numbers: optax.contrib.muon(
+            learning_rate,
+            weight_decay=weight_decay,
+            adam_b2=0.95,
+            adam_learning_rate=adam_learning_rate,
+            muon_weight_dimension_numbers=numbers,
         ),
     )
     outer = optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from curvadion_jax import _partition
 from curvadion_jax.cost_model._checks import check_count
 
 FLAG_BYTES = 4
@@ -130,7 +131,23 @@ class ModelSize:
         return self.matrix_elements + self.other_elements
 
 
-def model_size(params: Any, matrices: Iterable[MatrixShape] = ()) -> ModelSize:
+def _matrix_shapes(
+    params: Any, dimension_numbers: _partition.DimensionNumbersOrFn
+) -> list[MatrixShape]:
+    views = _partition.matrix_views(params, dimension_numbers)
+    return [
+        MatrixShape(math.prod(view.batch), view.rows, view.cols)
+        for view in views.values()
+        if view is not None
+    ]
+
+
+def model_size(
+    params: Any,
+    matrices: Iterable[MatrixShape] | None = None,
+    *,
+    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+) -> ModelSize:
     """Size of a model from its parameters, or from their plain number.
 
     Only shapes are read, so abstract parameters will do.
@@ -139,7 +156,9 @@ def model_size(params: Any, matrices: Iterable[MatrixShape] = ()) -> ModelSize:
       params: A pytree whose leaves have a `shape` (arrays, `jax.ShapeDtypeStruct`), or
         an int: the number of parameters.
       matrices: Which of the parameters are matrices, and as what they are viewed. All
-        other elements count as `other_elements`.
+        other elements count as `other_elements`. None takes what
+        `curvadion_jax.dion` would take from a pytree, and nothing from a number.
+      dimension_numbers: As for `curvadion_jax.dion`, where `matrices` is None.
 
     Returns:
       The size, with `parameters` equal to the number of elements of `params`.
@@ -150,22 +169,25 @@ def model_size(params: Any, matrices: Iterable[MatrixShape] = ()) -> ModelSize:
 
     Examples:
       >>> import jax, jax.numpy as jnp
-      >>> from curvadion_jax.cost_model import MatrixShape, model_size
+      >>> from curvadion_jax.cost_model import model_size
       >>> params = {
       ...     "kernel": jax.ShapeDtypeStruct((8, 4), jnp.float32),
       ...     "bias": jax.ShapeDtypeStruct((4,), jnp.float32),
       ... }
-      >>> model_size(params, [MatrixShape(1, 8, 4)]).other_elements
-      4
+      >>> model_size(params)
+      ModelSize(matrices=(MatrixShape(batch=1, rows=8, cols=4),), other_elements=4)
       >>> model_size(162_201_600).parameters
       162201600
     """
-    matrices = tuple(matrices)
     # A NumPy integer has a shape, (), and would count as a tree of one element.
     if isinstance(params, numbers.Integral):
         total = check_count("the number of parameters", int(params), 0)
+        matrices = () if matrices is None else tuple(matrices)
     else:
         total = sum(_elements(leaf) for leaf in jax.tree.leaves(params))
+        if matrices is None:
+            matrices = _matrix_shapes(params, dimension_numbers)
+        matrices = tuple(matrices)
     other = total - sum(matrix.elements for matrix in matrices)
     if other < 0:
         raise ValueError(
