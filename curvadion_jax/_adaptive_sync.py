@@ -217,9 +217,10 @@ def adaptive_sync(
             return _like(result[0], params), _like(result[1], inner_state)
 
         decide = _decide_with(trigger, take, views)
-        _collectives.refuse_collectives(
-            decide, updates, params, state, axis_name=axis_name
-        )
+        if axis_name is not None:
+            _collectives.refuse_collectives(
+                decide, updates, params, state, axis_name=axis_name
+            )
         decision, trigger_state = decide(updates, params, state)
         synced = _collectives.any_replica(decision.fire, axis_name)
         local_updates, local_state = updates, state.local_state

@@ -136,8 +136,8 @@ def cond(
             f"{axis_name!r}; some would wait for ever for the others: reduce it over "
             "the axis first"
         )
-    refuse_collectives(quiet, *operands, axis_name=axis_name)
-    _require_same_result(sync, quiet, *operands)
+    still = refuse_collectives(quiet, *operands, axis_name=axis_name)
+    _require_same_result(jax.eval_shape(sync, *operands), still)
     return lax.cond(
         predicate,
         lambda *args: vary(sync(*args), axis_name),
@@ -146,8 +146,7 @@ def cond(
     )
 
 
-def _require_same_result(sync: Callable, quiet: Callable, *operands: Any) -> None:
-    synced, still = jax.eval_shape(sync, *operands), jax.eval_shape(quiet, *operands)
+def _require_same_result(synced: Any, still: Any) -> None:
     if jax.tree.structure(synced) != jax.tree.structure(still):
         raise ValueError(
             "a synchronised and a quiet step return different trees:\n"
@@ -182,11 +181,14 @@ def _collectives(jaxpr: Jaxpr, axis_name: str) -> list[str]:
 
 def refuse_collectives(
     function: Callable[..., Any], *operands: Any, axis_name: str | None
-) -> None:
-    """Raises if a computation that must stay local would communicate over the axis."""
-    if axis_name is None:
-        return
-    found = _collectives(jax.make_jaxpr(function)(*operands).jaxpr, axis_name)
+) -> Any:
+    """Shapes and dtypes of the result of a computation that must stay local.
+
+    Raises:
+      ValueError: if it would communicate over the axis.
+    """
+    program, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
+    found = [] if axis_name is None else _collectives(program.jaxpr, axis_name)
     if found:
         raise ValueError(
             f"a quiet step would communicate over the axis {axis_name!r} ({found[0]}): "
@@ -194,6 +196,7 @@ def refuse_collectives(
             "the replica axis themselves; leave that to the synchronizer, and pass "
             "the inner optimizer axis_name=None"
         )
+    return shapes
 
 
 def require_local(

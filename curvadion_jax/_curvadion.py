@@ -58,7 +58,7 @@ def curvadion(
       seed: as for :func:`dion`.
       axis_name: name of the replica axis; None is one replica, which never sends.
       trigger: when to synchronise; None is
-        ``at_least_every(relative_momentum_change(0.3), 20)``.
+        ``at_least_every(relative_momentum_change(0.5), 20)``.
       synchronizer: how replicas come together; None is ``reconcile()``.
       local_step: what a quiet step does; None is a local Dion step.
       allow_unchecked: as for :func:`adaptive_sync`.
@@ -87,7 +87,7 @@ def curvadion(
       <https://arxiv.org/abs/2504.05295>`_, 2025
     """
     if trigger is None:
-        change = triggers.relative_momentum_change(0.3)
+        change = triggers.relative_momentum_change(0.5)
         trigger = triggers.at_least_every(change, 20)
     inner = dion(
         learning_rate,

@@ -1,16 +1,16 @@
 r"""Dion: distributed orthonormalised updates, as Optax transformations.
 
 The symbols of the paper, where they live and their shapes, for a parameter seen as
-[*batch, rows, cols] with rows >= cols (`_matrices`):
+``[*batch, rows, cols]`` with rows >= cols (`_matrices`):
 
 ====== ====================== ========================= ===========================
 symbol here                   shape                     on the replicas
 ====== ====================== ========================= ===========================
 G      ``updates``            the parameter's           differs
 M      ``momentum``           the parameter's           differs ("decoupled")
-Q      ``q``                  [*batch, cols, r]         the same after a reduction
-P      local in `_low_rank`   [*batch, rows, r]         the same after a reduction
-R      local in `_low_rank`   [*batch, cols, r]         the same after a reduction
+Q      ``q``                  ``[*batch, cols, r]``     the same after a reduction
+P      local in `_low_rank`   ``[*batch, rows, r]``     the same after a reduction
+R      local in `_low_rank`   ``[*batch, cols, r]``     the same after a reduction
 ====== ====================== ========================= ===========================
 """
 
@@ -38,8 +38,8 @@ class DionState(NamedTuple):
     Attributes:
       momentum: tree of the parameters' structure and shapes, in `mu_dtype` or the
         parameter's dtype, after error feedback. Replica-varying.
-      q: tree of the parameters' structure; [*batch, smaller side, r] per matrix, unit
-        columns, same dtype as the momentum. Shared while every step reduces the
+      q: tree of the parameters' structure; ``[*batch, smaller side, r]`` per matrix,
+        unit columns, same dtype as the momentum. Shared while every step reduces the
         factors, replica-varying otherwise. Not parameter-shaped.
     """
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class MatrixView:
-    """A parameter of a given shape as a stack [*batch, rows, cols], rows >= cols.
+    """A parameter of a given shape as a stack ``[*batch, rows, cols]``, rows >= cols.
 
     Attributes:
       shape: the parameter's shape.
@@ -64,19 +64,19 @@ class MatrixView:
         return self.batch_axes + rows + cols
 
     def to_matrix(self, x: jax.Array) -> jax.Array:
-        """[shape] -> [*batch, rows, cols]."""
+        """``[shape] -> [*batch, rows, cols]``."""
         return jnp.transpose(x, self._order()).reshape(
             *self.batch, self.rows, self.cols
         )
 
     def from_matrix(self, matrix: jax.Array) -> jax.Array:
-        """[*batch, rows, cols] -> [shape]."""
+        """``[*batch, rows, cols] -> [shape]``."""
         order = self._order()
         x = matrix.reshape([self.shape[axis] for axis in order])
         return jnp.transpose(x, sorted(range(len(order)), key=order.__getitem__))
 
     def norms(self, x: jax.Array) -> jax.Array:
-        """Frobenius norm of every matrix: [shape] -> [*batch], at least float32."""
+        """Frobenius norm of every matrix, ``[shape] -> [*batch]``, at least float32."""
         x = x.astype(jnp.promote_types(jnp.float32, x.dtype))
         return jnp.sqrt(jnp.sum(jnp.square(x), self.fan_in_axes + self.fan_out_axes))
 

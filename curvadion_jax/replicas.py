@@ -160,7 +160,6 @@ def step(
         out_specs=P(axis_name),
         axis_names={axis_name},
     )
-    compiled = jax.jit(mapped, donate_argnums=(0,) if donate else ())
 
     @functools.wraps(function)
     def run(state, batch):
@@ -172,10 +171,9 @@ def step(
                     f"the batch{jax.tree_util.keystr(path)} of shape {shape} cannot be "
                     f"divided over {number} replicas along its first axis"
                 )
-        return compiled(state, batch)
+        return mapped(state, batch)
 
-    run.lower = compiled.lower  # type: ignore[attr-defined]
-    return run
+    return jax.jit(run, donate_argnums=(0,) if donate else ())
 
 
 def _check_leading(tree: Any, number: int, what: str, need: str) -> None:
@@ -254,7 +252,7 @@ def consensus(params: Any, opt_state: Any = None) -> Any:
         and free to read.
 
     Returns:
-      The parameters without the replica axis: the anchor, or else the mean over the
+      The parameters without the replica axis, the anchor or else the mean over the
       replicas, which costs as much as a sync.
 
     Raises:
@@ -321,7 +319,7 @@ def divergence(params: Any) -> jax.Array:
       params: parameters with a leading replica axis.
 
     Returns:
-      A scalar: RMS distance of the replicas from their mean, over the RMS of the
+      A scalar, the RMS distance of the replicas from their mean, over the RMS of the
       parameters. 0 if all are equal.
 
     Raises:

@@ -55,7 +55,7 @@ class Link:
 
     @property
     def latency(self) -> float:
-        """Latency of one message one way, in seconds: half of the round trip."""
+        """Latency of one message one way, half of the round trip, in seconds."""
         return self.round_trip_time / 2
 
     def message_time(self, payload: float) -> float:

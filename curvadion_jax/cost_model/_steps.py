@@ -54,12 +54,12 @@ class Method:
 
     @property
     def step_time(self) -> float:
-        """Seconds a step if nothing overlaps: computation plus communication."""
+        """Seconds a step if nothing overlaps, computation plus communication."""
         return self.compute_time + self.communication_time
 
     @property
     def overlapped_step_time(self) -> float:
-        """Seconds a step if all communication overlaps: the larger of the two.
+        """Seconds a step if all communication overlaps, the larger of the two.
 
         A bound: no schedule is faster. It lets a sync spread over the steps around it,
         which a method that uses the result at once cannot do.

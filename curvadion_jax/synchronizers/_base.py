@@ -33,8 +33,8 @@ class LocalStep(NamedTuple):
       inner_state: state of the inner optimizer before the step.
       params: this replica's parameters before the step.
       views: path of a parameter -> how Dion sees it as matrices, or None.
-      take: (gradients, **extra_args) -> (updates, inner state after the step), the
-        inner optimizer's update; communicates nothing by itself.
+      take: ``(gradients, **extra_args)`` -> (updates, inner state after the step),
+        the inner optimizer's update; communicates nothing by itself.
     """
 
     gradients: optax.Updates
