@@ -36,6 +36,15 @@ class SyncMetrics(NamedTuple):
       sync_payload: int32[2], bytes that a sync averages over replicas, as
         [high, low] in base 2^30.
       gradient_payload: int32[2], bytes of all gradients in float32, likewise.
+
+    Example:
+      >>> from curvadion_jax import synchronizers, triggers
+      >>> tx = adaptive_sync(
+      ...     optax.sgd(0.1), triggers.always(), synchronizers.average_gradients()
+      ... )
+      >>> state = tx.init({"w": jnp.ones(3)})
+      >>> int(state.metrics.syncs), state.metrics.sync_payload.tolist()
+      (0, [0, 12])
     """
 
     steps: jax.Array
@@ -58,6 +67,15 @@ class AdaptiveSyncState(NamedTuple):
       local_state: state of `local_step`, empty without one. Replica-varying.
       sync_state: what the synchronizer keeps; changes at syncs only.
       metrics: `SyncMetrics`; changes on every step.
+
+    Example:
+      >>> from curvadion_jax import synchronizers, triggers
+      >>> tx = adaptive_sync(
+      ...     optax.sgd(0.1), triggers.every_k(4), synchronizers.reconcile()
+      ... )
+      >>> state = tx.init({"w": jnp.ones(3)})
+      >>> state.sync_state.anchor["w"].tolist()
+      [1.0, 1.0, 1.0]
     """
 
     inner_state: optax.OptState

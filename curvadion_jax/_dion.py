@@ -41,6 +41,11 @@ class DionState(NamedTuple):
       q: tree of the parameters' structure; ``[*batch, smaller side, r]`` per matrix,
         unit columns, same dtype as the momentum. Shared while every step reduces the
         factors, replica-varying otherwise. Not parameter-shaped.
+
+    Example:
+      >>> state = scale_by_dion(rank=2).init({"kernel": jnp.zeros((3, 4, 8))})
+      >>> state.momentum["kernel"].shape, state.q["kernel"].shape
+      ((3, 4, 8), (3, 4, 2))
     """
 
     momentum: optax.Updates

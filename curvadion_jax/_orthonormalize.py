@@ -135,8 +135,14 @@ def householder_qr(a: jax.Array) -> jax.Array:
     """Orthonormal basis of the columns, by Householder QR (LAPACK or cuSOLVER).
 
     The reference: as accurate as float arithmetic allows for every input, and slow on
-    accelerators, where a stack of matrices is a loop. Same arguments and result as
-    :func:`cholesky_qr`, except that dependent columns give arbitrary ones.
+    accelerators, where a stack of matrices is a loop. Unlike :func:`cholesky_qr` it
+    gives arbitrary columns where those of the input are dependent.
+
+    Args:
+      a: [..., rows, cols] with rows >= cols, float32 or float64.
+
+    Returns:
+      [..., rows, cols] of the same dtype, with orthonormal columns.
 
     Example:
       >>> basis = householder_qr(jnp.array([[3.0], [4.0]]))

@@ -232,6 +232,9 @@ def describe_partition(
       dimension_numbers: as for :func:`dion`; None is the default rule.
       rank: as for :func:`dion`.
 
+    Returns:
+      The table, one parameter a line under a heading, without a newline at its end.
+
     Example:
       >>> params = {"embed": jax.numpy.ones((9, 4)), "mlp": jax.numpy.ones((3, 4, 8))}
       >>> print(describe_partition(params))

@@ -21,14 +21,14 @@ from typing import Any
 
 import jax
 
-_Directory = str | os.PathLike[str]
+Directory = str | os.PathLike[str]
 
 _FORMAT = 1
 _DISTRIBUTION = "curvadion-jax"
 
 
 def save(
-    directory: _Directory,
+    directory: Directory,
     step: int,
     state: Any,
     *,
@@ -93,7 +93,7 @@ def save(
         manager.save(step, args=items, force=True)
 
 
-def restore(directory: _Directory, target: Any, step: int | None = None) -> Any:
+def restore(directory: Directory, target: Any, step: int | None = None) -> Any:
     """Reads a state, bit for bit, into the structure and shardings of a target.
 
     What is static in the target, such as the functions of a flax ``TrainState``, stays
@@ -137,7 +137,7 @@ def restore(directory: _Directory, target: Any, step: int | None = None) -> Any:
     return jax.tree.unflatten(jax.tree.structure(target), [arrays[n] for n in leaves])
 
 
-def latest_step(directory: _Directory) -> int | None:
+def latest_step(directory: Directory) -> int | None:
     """The highest step that has a complete checkpoint; ``None`` if there is none.
 
     Only lists the directory, so one process may call it alone.
@@ -159,7 +159,7 @@ def latest_step(directory: _Directory) -> int | None:
     return max(_steps(_orbax(), _absolute(directory)), default=None)
 
 
-def read_extra(directory: _Directory, step: int | None = None) -> dict[str, Any]:
+def read_extra(directory: Directory, step: int | None = None) -> dict[str, Any]:
     """The dictionary that was given to `save` as ``extra``, without reading arrays.
 
     Args:
@@ -205,7 +205,7 @@ def _manager(ocp: ModuleType, path: str, **options: Any) -> Any:
     return ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(**options))
 
 
-def _absolute(directory: _Directory) -> str:
+def _absolute(directory: Directory) -> str:
     text = os.fspath(directory)
     return text if "://" in text else os.path.abspath(text)
 

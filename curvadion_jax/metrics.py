@@ -21,6 +21,9 @@ def observe(opt_state: Any) -> SyncMetrics:
       opt_state: state of an optimizer made by `adaptive_sync`, `curvadion` or a
         preset, in a chain, wrapped or inside nnx.
 
+    Returns:
+      The counters, with a leading replica axis if the state has one.
+
     Raises:
       ValueError: if there is none in it, or several.
 

@@ -29,6 +29,9 @@ def synchronous_dion(
       dimension_numbers: as for :func:`dion`.
       **dion_arguments: other arguments of :func:`dion`.
 
+    Returns:
+      The optimizer, with :class:`AdaptiveSyncState`.
+
     Example:
       >>> tx = synchronous_dion(0.01, rank=0.25, axis_name="replica")
     """
@@ -63,6 +66,9 @@ def paper(
       axis_name: name of the replica axis; None is one replica.
       dimension_numbers: as for :func:`dion`.
       **dion_arguments: other arguments of :func:`dion`.
+
+    Returns:
+      The optimizer, with :class:`AdaptiveSyncState`.
 
     Example:
       >>> tx = paper(0.01, threshold=0.2, axis_name="replica")
@@ -122,6 +128,9 @@ def authors_code(
         is `optax.lion` with the same learning rate and b1 = 0.95, b2 = 0.98.
       **dion_arguments: other arguments of :func:`dion`.
 
+    Returns:
+      The optimizer, with :class:`AdaptiveSyncState`.
+
     Example:
       >>> tx = authors_code(0.01, threshold=0.2, axis_name="replica")
 
@@ -168,6 +177,9 @@ def local_sgd(
       momentum: decay rate of the momentum, which stays local.
       axis_name: name of the replica axis; None is one replica.
 
+    Returns:
+      The optimizer, with :class:`AdaptiveSyncState`.
+
     Example:
       >>> tx = local_sgd(0.1, k=10, axis_name="replica")
 
@@ -202,6 +214,9 @@ def diloco(
       outer_momentum: of the Nesterov step.
       weight_decay: AdamW's.
       axis_name: name of the replica axis; None is one replica.
+
+    Returns:
+      The optimizer, with :class:`AdaptiveSyncState`.
 
     Example:
       >>> tx = diloco(1e-3, k=30, axis_name="replica")
@@ -241,6 +256,9 @@ def muloco(
       weight_decay: Muon's.
       dimension_numbers: which parameters are matrices, as for :func:`dion`.
       axis_name: name of the replica axis; None is one replica.
+
+    Returns:
+      The optimizer, with :class:`AdaptiveSyncState`.
 
     Example:
       >>> tx = muloco(0.01, k=30, axis_name="replica")

@@ -39,6 +39,9 @@ def make_mesh(
       axis_name: name of the replica axis.
       devices: devices to use; None is the first ones of `jax.devices()`.
 
+    Returns:
+      The mesh, the replica axis first and then those of `inner`.
+
     Raises:
       TypeError: if `replicas` is not an int.
       ValueError: if there are too few devices, or a size is below 1.

@@ -95,6 +95,12 @@ class Projection:
       paper: The paper's projected speedup; None where we know of none.
       ours: The cost model's speedup if nothing overlaps.
       ours_overlapped: The cost model's speedup if all communication overlaps.
+
+    Examples:
+      >>> from curvadion_jax.cost_model import Link, Projection
+      >>> row = Projection("slow", Link(5e9, 0.07), 4.0, ours=4.1, ours_overlapped=6.0)
+      >>> row.comes_out, row.comes_out_overlapped
+      (True, False)
     """
 
     name: str
@@ -150,6 +156,12 @@ class Sensitivity:
       values: Its values, as text.
       fast: Speedup on InfiniBand NDR for each value.
       slow: Speedup between regions on the east and west coast of the USA for each.
+
+    Examples:
+      >>> from curvadion_jax.cost_model import Sensitivity
+      >>> row = Sensitivity("replicas", ("2", "8"), fast=(1.0, 1.1), slow=(3.7, 4.9))
+      >>> dict(zip(row.values, row.slow, strict=True))
+      {'2': 3.7, '8': 4.9}
     """
 
     name: str

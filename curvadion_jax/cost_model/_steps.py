@@ -109,6 +109,11 @@ class BreakEven:
     Args:
       sync_rate: The rate that makes both step times equal; below 0 means never, 1 and
         above always. Infinite if syncs take no time.
+
+    Examples:
+      >>> from curvadion_jax.cost_model import BreakEven
+      >>> print(BreakEven(0.25), BreakEven(-0.1), BreakEven(1.5))
+      25.00% never always
     """
 
     sync_rate: float

@@ -35,6 +35,14 @@ class LocalStep(NamedTuple):
       views: path of a parameter -> how Dion sees it as matrices, or None.
       take: ``(gradients, **extra_args)`` -> (updates, inner state after the step),
         the inner optimizer's update; communicates nothing by itself.
+
+    Example:
+      >>> inner, params = optax.sgd(0.5), {"w": jnp.ones(2)}
+      >>> state = inner.init(params)
+      >>> take = lambda gradients: inner.update(gradients, state, params)
+      >>> local = LocalStep(params, state, params, views={}, take=take)
+      >>> local.take(local.gradients)[0]["w"].tolist()
+      [-0.5, -0.5]
     """
 
     gradients: optax.Updates
@@ -54,6 +62,17 @@ class Synchronizer(NamedTuple):
         synchronizer state); called in the branch of a sync only.
       payload: (params, inner_state, views) -> bytes that one sync averages over the
         replicas, a Python int, from shapes alone.
+
+    Example:
+      >>> def step(local, state, mean):
+      ...     signs = jax.tree.map(jnp.sign, local.gradients)
+      ...     updates, inner_state = local.take(mean(signs))
+      ...     return updates, inner_state, state
+      >>> average_signs = Synchronizer(
+      ...     init=lambda params, inner_state: (),
+      ...     step=step,
+      ...     payload=lambda params, inner_state, views: bytes_averaged(params),
+      ... )
     """
 
     init: Callable[[optax.Params, optax.OptState], Any]

@@ -20,6 +20,11 @@ class ReconcileState(NamedTuple):
       q: Q of every state of Dion after the last sync, in order; from it Q is
         recomputed at the next. Empty when momenta stay local.
       outer_state: state of the outer optimizer.
+
+    Example:
+      >>> state = reconcile().init({"w": jnp.ones(2)}, inner_state=())
+      >>> state.anchor["w"].tolist()
+      [1.0, 1.0]
     """
 
     anchor: optax.Params

@@ -33,6 +33,12 @@ class Observation(NamedTuple):
       steps: int32[], steps taken before this one.
       syncs: int32[], synchronised steps among them.
       quiet_steps: int32[], steps taken since the last sync, or since the start.
+
+    Example:
+      >>> def decide(seen: Observation) -> Decision:
+      ...     norm = optax.tree.norm(seen.gradients)
+      ...     return decision(norm > 10, value=norm, threshold=10)
+      >>> on_large_gradients = stateless(decide)
     """
 
     gradients: optax.Updates
@@ -54,6 +60,11 @@ class Decision(NamedTuple):
       threshold: float32[], what it was compared with; NaN where nothing was.
       layer: int32[], index of the parameter, in the order of the parameters' leaves,
         whose value was the largest; -1 where no parameter is meant.
+
+    Example:
+      >>> answer = decision(True, value=0.5, threshold=0.25)
+      >>> bool(answer.fire), float(answer.value), int(answer.layer)
+      (True, 0.5, -1)
     """
 
     fire: jax.Array
@@ -71,6 +82,12 @@ class Trigger(NamedTuple):
       decide: (observation, trigger state) -> (Decision, trigger state); called on
         every step on every replica, traced, before anything is sent. It must not
         communicate (that is checked).
+
+    Example:
+      >>> def decide(observation, last):  # after steps 3, 7, 15, 31, ...
+      ...     fire = observation.steps >= 2 * last + 2
+      ...     return decision(fire), jnp.where(fire, observation.steps + 1, last)
+      >>> doubling = Trigger(lambda params, inner_state: jnp.zeros([], int), decide)
     """
 
     init: Callable[[optax.Params, optax.OptState], Any]
@@ -83,7 +100,21 @@ def decision(
     threshold: jax.typing.ArrayLike = jnp.nan,
     layer: jax.typing.ArrayLike = -1,
 ) -> Decision:
-    """A `Decision` of the right dtypes."""
+    """A `Decision` of the right dtypes.
+
+    Args:
+      fire: whether this replica wants to synchronise.
+      value: what was compared with the threshold.
+      threshold: what it was compared with.
+      layer: index of the parameter with the largest value, -1 for none.
+
+    Returns:
+      The decision, all of it scalar arrays.
+
+    Example:
+      >>> decision(True).layer.dtype
+      dtype('int32')
+    """
     return Decision(
         jnp.asarray(fire, jnp.bool_),
         jnp.asarray(value, jnp.float32),
@@ -94,6 +125,12 @@ def decision(
 
 def stateless(decide: Callable[[Observation], Decision]) -> Trigger:
     """A trigger that remembers nothing.
+
+    Args:
+      decide: observation -> `Decision`, as the trigger's `decide` without a state.
+
+    Returns:
+      The trigger.
 
     Example:
       >>> on_even_steps = stateless(lambda seen: decision(seen.steps % 2 == 0))

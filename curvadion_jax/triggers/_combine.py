@@ -14,6 +14,9 @@ def any_of(*triggers: _base.Trigger) -> _base.Trigger:
     Args:
       *triggers: one or more.
 
+    Returns:
+      The trigger. It asks all of them on every step.
+
     Raises:
       TypeError: if one is not a trigger.
       ValueError: if there is none.
@@ -51,6 +54,9 @@ def at_least_every(trigger: _base.Trigger, k: int) -> _base.Trigger:
       trigger: any trigger.
       k: largest number of steps from one sync to the next, at least 1.
 
+    Returns:
+      The trigger, with the value, threshold and layer of the one that was given.
+
     Raises:
       TypeError: if an argument is of the wrong type.
       ValueError: if k is below 1.
@@ -80,6 +86,9 @@ def at_most_every(trigger: _base.Trigger, k: int) -> _base.Trigger:
       trigger: any trigger.
       k: smallest number of steps from one sync to the next, at least 1.
 
+    Returns:
+      The trigger, with the value, threshold and layer of the one that was given.
+
     Raises:
       TypeError: if an argument is of the wrong type.
       ValueError: if k is below 1.
@@ -108,6 +117,9 @@ def after_steps(trigger: _base.Trigger, steps: int) -> _base.Trigger:
       trigger: any trigger; it is asked from the first step on, so that what it
         remembers is up to date.
       steps: number of synchronous steps at the start, 0 or more.
+
+    Returns:
+      The trigger, with the value, threshold and layer of the one that was given.
 
     Raises:
       TypeError: if an argument is of the wrong type.

@@ -6,6 +6,9 @@ from curvadion_jax.triggers import _base
 def always() -> _base.Trigger:
     """Every step synchronises.
 
+    Returns:
+      The trigger.
+
     Example:
       >>> trigger = always()
     """
@@ -14,6 +17,9 @@ def always() -> _base.Trigger:
 
 def never() -> _base.Trigger:
     """No step synchronises; replicas train alone.
+
+    Returns:
+      The trigger.
 
     Example:
       >>> trigger = never()
@@ -26,6 +32,9 @@ def every_k(k: int) -> _base.Trigger:
 
     Args:
       k: period in steps, at least 1; `every_k(1)` is `always()`.
+
+    Returns:
+      The trigger.
 
     Raises:
       TypeError: if k is not an int.
