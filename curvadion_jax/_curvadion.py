@@ -37,11 +37,11 @@ def curvadion(
     layer exceeds a threshold on any replica, all replicas synchronise.
 
     .. warning::
-      Two defaults depart from the paper, because gradients alone cannot bring
-      replicas back together that have stepped alone. The synchronizer is
+      Two defaults depart from the paper. Gradients alone cannot bring replicas back
+      together that have stepped alone, so the synchronizer is
       `reconcile`, which averages parameters and momenta, where the paper averages
-      gradients; and the trigger has an upper bound on the interval. For the paper's
-      formula and for what its authors' code does, see `curvadion_jax.presets`.
+      gradients; and the interval between syncs has bounds. For the paper's formula
+      and for what its authors' code does, see `curvadion_jax.presets`.
 
     Args:
       learning_rate: a number or a schedule.
@@ -57,8 +57,8 @@ def curvadion(
       error_feedback: as for :func:`dion`.
       seed: as for :func:`dion`.
       axis_name: name of the replica axis; None is one replica, which never sends.
-      trigger: when to synchronise; None is
-        ``at_least_every(relative_momentum_change(0.5), 20)``.
+      trigger: when to synchronise; None is a relative momentum change of 0.5, but no
+        sooner than 5 and no later than 20 steps after the last sync.
       synchronizer: how replicas come together; None is ``reconcile()``.
       local_step: what a quiet step does; None is a local Dion step.
       allow_unchecked: as for :func:`adaptive_sync`.
@@ -87,8 +87,10 @@ def curvadion(
       <https://arxiv.org/abs/2504.05295>`_, 2025
     """
     if trigger is None:
+        # Averaged momenta are shorter than local ones, so that the steps after a sync
+        # see large changes and would synchronise again; with large batches, none does.
         change = triggers.relative_momentum_change(0.5)
-        trigger = triggers.at_least_every(change, 20)
+        trigger = triggers.at_least_every(triggers.at_most_every(change, 5), 20)
     inner = dion(
         learning_rate,
         rank,
