@@ -83,6 +83,9 @@ def _check_axis(mesh: Mesh, axis_name: str) -> None:
 def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
     """The same state on every replica: gives every array a leading replica axis.
 
+    A PRNG key is the same on every replica as well. For noise of its own a replica
+    folds its number in: ``jax.random.fold_in(key, jax.lax.axis_index("replica"))``.
+
     Args:
       tree: any tree of arrays and numbers, such as a whole Flax `TrainState`.
       mesh: mesh with the replica axis.
@@ -311,7 +314,10 @@ def _divergence(params: Any) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.floating)
     ]
     size = sum(jnp.sum(jnp.square(x)) for x in leaves)
-    apart = sum(jnp.sum(jnp.square(x - jnp.mean(x, 0, keepdims=True))) for x in leaves)
+    # From the first replica, so that equal replicas give exactly zero: the mean of
+    # equal numbers may be rounded.
+    apart = [x - x[:1] for x in leaves]
+    apart = sum(jnp.sum(jnp.square(x - jnp.mean(x, 0, keepdims=True))) for x in apart)
     return jnp.sqrt(apart / size)
 
 
