@@ -22,9 +22,8 @@ from jax.scipy.linalg import solve_triangular
 Orthonormalize = Callable[[jax.Array], jax.Array]
 """Takes [..., rows, cols] with rows >= cols, float32 or float64; returns the same."""
 
-# After two passes a column that is really there keeps over a tenth of its squared
-# length in the third, up to condition numbers of 1e7 in float32; a copy keeps less
-# than this.
+# After three passes a column that is really there keeps nearly all of its squared
+# length beside the others; a copy keeps less than this.
 _COPY = 1e-3
 
 
@@ -77,11 +76,15 @@ def _inverse_factors(gram: jax.Array) -> jax.Array:
     return inverse.reshape(gram.shape)
 
 
+def _identities(gram: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
+
+
 def _shifted_pass(a: jax.Array, shift: float) -> jax.Array:
     """A -> A U^{-1} with U^T U = A^T A + shift I, for the column-scaled A."""
     a = _unit_columns(a)
-    eye = jnp.eye(a.shape[-1], dtype=a.dtype)
-    return _matmul(a, _inverse_factors(_matmul(a.mT, a) + shift * eye))
+    gram = _matmul(a.mT, a)
+    return _matmul(a, _inverse_factors(gram + shift * _identities(gram)))
 
 
 def _final_pass(a: jax.Array, shift: float) -> jax.Array:
@@ -91,24 +94,30 @@ def _final_pass(a: jax.Array, shift: float) -> jax.Array:
     the squared distance of column j to the columns before it.
     """
     a = _unit_columns(a)
-    eye = jnp.eye(a.shape[-1], dtype=a.dtype)
     gram = _matmul(a.mT, a)
-    inverse = _inverse_factors(gram + shift * eye)
-    distance = 1 / jnp.square(jnp.diagonal(inverse, axis1=-2, axis2=-1)) - shift
+    eye = _identities(gram)
+    shifted = _inverse_factors(gram + shift * eye)
+    distance = 1 / jnp.square(jnp.diagonal(shifted, axis1=-2, axis2=-1)) - shift
     copy = distance < _COPY  # False for NaN, which goes on
     either = copy[..., :, None] | copy[..., None, :]
-    gram = jnp.where(either, eye, gram)
-    a = jnp.where(copy[..., None, :], 0, a)
-    return _matmul(a, _inverse_factors(gram))
+    rounding = 2 * jnp.finfo(a.dtype).eps
+    exact = _inverse_factors(jnp.where(either, eye, gram + rounding * eye))
+    # A matrix can be singular without a column that depends on those before it (Kahan's
+    # is): then the exact factorisation may fail, and the shifted one is finite.
+    failed = ~jnp.all(jnp.isfinite(exact), axis=(-2, -1), keepdims=True)
+    dropped = copy[..., None, :]
+    a = jnp.where(dropped & ~failed, 0, a)
+    return jnp.where(dropped, 0, _matmul(a, jnp.where(failed, shifted, exact)))
 
 
 def cholesky_qr(a: jax.Array) -> jax.Array:
     r"""Orthonormal basis of the columns, by repeated Cholesky QR.
 
-    Three passes of :math:`A \leftarrow A U^{-1}, U^\top U = A^\top A + s I`. Each
-    scales the columns first; the shift s of the first two keeps the factorisation
-    from failing on an ill-conditioned A, and every pass shrinks the condition number
-    by about :math:`\sqrt{s}`.
+    Four passes of :math:`A \leftarrow A U^{-1}, U^\top U = A^\top A + s I`. Each
+    scales the columns first; the shift s of the first three keeps the factorisation
+    from failing on an ill-conditioned A, and every one shrinks the condition number by
+    about :math:`\sqrt{s}`. (Two would do up to condition numbers of 1e6 in float32;
+    momenta seen at full rank have 1e9.)
 
     Args:
       a: [..., rows, cols] with rows >= cols, float32 or float64.
@@ -128,7 +137,9 @@ def cholesky_qr(a: jax.Array) -> jax.Array:
     """
     # Above the rounding error of a Gram matrix of unit columns and its factorisation.
     shift = max(20, 2 * a.shape[-1]) * float(jnp.finfo(a.dtype).eps)
-    return _final_pass(_shifted_pass(_shifted_pass(a, shift), shift), shift)
+    for _ in range(3):
+        a = _shifted_pass(a, shift)
+    return _final_pass(a, shift)
 
 
 def householder_qr(a: jax.Array) -> jax.Array:
