@@ -1,5 +1,6 @@
 """One optimizer out of an inner one, a trigger and a synchronizer."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -243,9 +244,13 @@ def adaptive_sync(
         synced = _collectives.any_replica(decision.fire, axis_name)
         local_updates, local_state = updates, state.local_state
         if local_step is not None:
-            local_updates, local_state = local_step.update(
-                updates, state.local_state, params, **extra_args
-            )
+            step_alone = functools.partial(local_step.update, **extra_args)
+            operands = updates, state.local_state, params
+            if axis_name is not None:
+                _collectives.refuse_collectives(
+                    step_alone, *operands, axis_name=axis_name
+                )
+            local_updates, local_state = step_alone(*operands)
 
         def sync(gradients, local_updates, inner_state, sync_state, params):
             del local_updates
@@ -255,9 +260,10 @@ def adaptive_sync(
                 params,
                 views,
                 lambda g, **more: take(g, inner_state, params, **more),
+                _collectives.axis_size(axis_name),
             )
             result, inner_state, sync_state = synchronizer.step(
-                local, sync_state, lambda tree: _collectives.mean(tree, axis_name)
+                local, sync_state, lambda tree: _collectives.vary_mean(tree, axis_name)
             )
             return _like(result, params), inner_state, sync_state
 
@@ -304,8 +310,7 @@ def _check_arguments(inner, synchronizer, axis_name, local_step) -> None:
             "synchronizer must be a curvadion_jax.synchronizers.Synchronizer such as "
             f"reconcile(), got {synchronizer!r}"
         )
-    if axis_name is not None and not isinstance(axis_name, str):
-        raise TypeError(f"axis_name must be a string or None, got {axis_name!r}")
+    _collectives.check_axis_name(axis_name)
 
 
 def _decide_with(trigger: Trigger, take, views: Mapping[str, MatrixView | None]):

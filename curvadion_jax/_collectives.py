@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 _COMMUNICATING = (
     "psum",
@@ -26,6 +26,12 @@ _COMMUNICATING = (
     "reduce_scatter",
     "ragged_all_to_all",
 )
+
+
+def check_axis_name(axis_name: Any) -> None:
+    """Refuses what is not one name: a tuple of them would blind the guards."""
+    if axis_name is not None and not isinstance(axis_name, str):
+        raise TypeError(f"axis_name must be a string or None, got {axis_name!r}")
 
 
 def axis_size(axis_name: str | None) -> int:
@@ -47,7 +53,11 @@ def axis_size(axis_name: str | None) -> int:
 
 
 def _varying(x: Any) -> frozenset[str]:
-    return jax.typeof(x).manual_axis_type.varying
+    return _varying_aval(jax.typeof(x))
+
+
+def _varying_aval(aval: Any) -> frozenset[str]:
+    return aval.manual_axis_type.varying
 
 
 def is_checked(axis_name: str | None) -> bool:
@@ -96,6 +106,11 @@ def mean(tree: Any, axis_name: str | None) -> Any:
     return jax.tree.map(lambda r, x: r.astype(x.dtype), reduced, tree)
 
 
+def vary_mean(tree: Any, axis_name: str | None) -> Any:
+    """`mean`, marked as varying: for code whose conditions mix it with local state."""
+    return vary(mean(tree, axis_name), axis_name)
+
+
 def any_replica(flag: jax.Array, axis_name: str | None) -> jax.Array:
     """Whether the flag, bool[], is set on any replica: one int32 scalar all-reduce.
 
@@ -137,7 +152,16 @@ def cond(
             "the axis first"
         )
     still = refuse_collectives(quiet, *operands, axis_name=axis_name)
-    _require_same_result(jax.eval_shape(sync, *operands), still)
+    program, synced = jax.make_jaxpr(sync, return_shape=True)(*operands)
+    if axis_name is not None and _hangs(program.jaxpr, axis_name):
+        raise ValueError(
+            "a synchronised step communicates inside a condition that differs between "
+            f"the replicas of axis {axis_name!r}; some would wait for ever for the "
+            "others. Wrappers that decide by a replica's own values, such as "
+            "optax.apply_if_finite, do not go around an optimizer whose factors are "
+            "averaged: use another synchronizer, or leave the wrapper out"
+        )
+    _require_same_result(synced, still)
     return lax.cond(
         predicate,
         lambda *args: vary(sync(*args), axis_name),
@@ -162,6 +186,26 @@ def _require_same_result(synced: Any, still: Any) -> None:
             )
 
 
+def _inner_programs(equation: JaxprEqn) -> list[Jaxpr]:
+    values = jax.tree.leaves(list(equation.params.values()))
+    values = [v.jaxpr if isinstance(v, ClosedJaxpr) else v for v in values]
+    return [value for value in values if isinstance(value, Jaxpr)]
+
+
+def _hangs(jaxpr: Jaxpr, axis_name: str) -> bool:
+    """Whether a collective stands in a branch that replicas may not take together."""
+    for equation in jaxpr.eqns:
+        inner = _inner_programs(equation)
+        if equation.primitive.name == "cond":
+            if axis_name in _varying_aval(equation.invars[0].aval) and any(
+                _collectives(p, axis_name) for p in inner
+            ):
+                return True
+        if any(_hangs(program, axis_name) for program in inner):
+            return True
+    return False
+
+
 def _collectives(jaxpr: Jaxpr, axis_name: str) -> list[str]:
     """Names of the collectives over the axis in a program, nested ones included."""
     found = []
@@ -171,11 +215,8 @@ def _collectives(jaxpr: Jaxpr, axis_name: str) -> list[str]:
         name = equation.primitive.name
         if axis_name in axes and name.startswith(_COMMUNICATING):
             found.append(name)
-        for value in jax.tree.leaves(list(equation.params.values())):
-            if isinstance(value, ClosedJaxpr):
-                value = value.jaxpr
-            if isinstance(value, Jaxpr):
-                found.extend(_collectives(value, axis_name))
+        for program in _inner_programs(equation):
+            found.extend(_collectives(program, axis_name))
     return found
 
 

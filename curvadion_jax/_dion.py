@@ -62,8 +62,10 @@ def _initial_q(name: str, view: MatrixView, r: int, seed, dtype) -> jax.Array:
 
 def _is_placeholder(params: Any) -> bool:
     """Whether `optax.tree.map_params` asks what of the state is parameter-like."""
-    known = Mapping | list | tuple | None | jax.Array
-    return not jax.tree.leaves(params) and not isinstance(params, known)
+    structure = jax.tree.structure(params)
+    known = Mapping | list | tuple | None
+    empty = structure.num_leaves == 0 and structure.num_nodes == 1
+    return empty and not isinstance(params, known)
 
 
 def _matrix_leaves(
@@ -183,6 +185,7 @@ def scale_by_dion(
     """
     _matrices.check_rank(rank)
     check_momentum(momentum)
+    _collectives.check_axis_name(axis_name)
     orthonormalize = orthonormalize or _orthonormalize.cholesky_qr
 
     def init_fn(params):
@@ -219,9 +222,15 @@ def scale_by_dion(
         if reduce_fn is None and axis_name is not None:
             _collectives.require_local(updates, axis_name)
             reduce_fn = lambda arrays: _collectives.mean(arrays, axis_name)  # noqa: E731
+        if jax.tree.structure(updates) != jax.tree.structure(state.momentum):
+            raise ValueError(
+                "the gradients have another structure than the parameters that the "
+                f"state was initialised with:\n{jax.tree.structure(updates)}\nand\n"
+                f"{jax.tree.structure(state.momentum)}"
+            )
         leaves = _matrix_leaves(updates, dimension_numbers)
         decay = None if error_feedback else momentum
-        momenta = _aligned(state.momentum, updates, "momentum")
+        momenta = jax.tree.leaves(state.momentum)
         total = [
             _accumulate(m, g, decay)
             for m, (_, g, _) in zip(momenta, leaves, strict=True)
@@ -230,7 +239,7 @@ def scale_by_dion(
             return optax.tree.zeros_like(updates), state._replace(
                 momentum=_like(state.momentum, total)
             )
-        qs = _aligned(state.q, updates, "q")
+        qs = jax.tree.leaves(state.q)
         results = _low_rank.dion_step(
             [view for _, _, view in leaves],
             total,
@@ -255,17 +264,6 @@ def _accumulate(momentum: jax.Array, gradient: jax.Array, decay) -> jax.Array:
     if decay is not None:
         decayed = decayed * jnp.asarray(decay, dtype)
     return decayed + gradient.astype(dtype)
-
-
-def _aligned(tree: Any, updates: Any, what: str) -> list[jax.Array]:
-    leaves = jax.tree.leaves(tree)
-    number = len(jax.tree.leaves(updates))
-    if len(leaves) != number:
-        raise ValueError(
-            f"the gradients have {number} matrices and the {what} of the optimizer "
-            f"state {len(leaves)}: initialise the optimizer with these parameters"
-        )
-    return leaves
 
 
 def _like(tree: Any, leaves: Any) -> Any:
@@ -375,6 +373,7 @@ def dion(
             "other_learning_rate belongs to the default other optimizer: give it to "
             f"other_optimizer itself, got both, {other_learning_rate!r} among them"
         )
+    _collectives.check_axis_name(axis_name)
     if axis_name is not None:
         other_optimizer = optax.chain(_mean_gradients(axis_name), other_optimizer)
     decay = optax.add_decayed_weights(weight_decay, weight_decay_mask)

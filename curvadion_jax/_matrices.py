@@ -146,7 +146,8 @@ def rank_of(view: MatrixView, rank: int | float) -> int:
     """
     if isinstance(rank, int):
         return min(rank, view.cols)
-    return math.ceil(rank * view.cols)
+    # 0.07 * 100 is 7.000000000000001 in floating point, and means 7.
+    return max(1, math.ceil(rank * view.cols - 1e-9))
 
 
 def check_rank(rank: int | float) -> None:

@@ -27,8 +27,8 @@ def find_field(state: optax.OptState) -> str | None:
     return None
 
 
-def is_momentum(path: tuple[Any, ...], field: str | None) -> bool:
-    """Whether the leaf at this path of an optimizer state is momentum."""
+def is_in_field(path: tuple[Any, ...], field: str | None) -> bool:
+    """Whether the leaf at this path of an optimizer state lies in that field."""
     return field is not None and _field(path, field) is not None
 
 

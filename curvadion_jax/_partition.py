@@ -22,7 +22,7 @@ DimensionNumbersOrFn = Any | Callable[[optax.Params], Any] | None
 """A tree (or prefix) of DimensionNumbers and None, a function of the parameters that
 returns one, or None for `default_dimension_numbers`."""
 
-_EMBEDDING = re.compile(r".*embed.*|wte|wpe|vocab.*")
+_EMBEDDING = re.compile(r".*embed.*|(.*_)?emb|wte|wpe|vocab.*")
 _HEAD = re.compile(r"(lm_?|output_?|logits?_?)?head|logits?(_dense)?|readout|unembed.*")
 _VECTOR = re.compile(r".*(bias|scale|norm|gamma|beta).*")
 _CONVOLUTION = re.compile(r".*conv.*")
@@ -34,7 +34,7 @@ def path_names(path: tuple[Any, ...]) -> tuple[str, ...]:
     """Names along a key path, without the `value` that nnx puts at its end."""
     entries = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
     attribute = isinstance(path[-1], jax.tree_util.GetAttrKey) if path else False
-    if attribute and entries[-1] in ("value", "raw_value"):
+    if attribute and len(entries) > 1 and entries[-1] in ("value", "raw_value"):
         entries = entries[:-1]
     return tuple(entries)
 
@@ -89,7 +89,7 @@ def default_dimension_numbers(params: optax.Params) -> Any:
 
     * Fewer than two axes, no elements, or a last name with `bias`, `scale`, `norm`,
       `gamma` or `beta` in it: the other optimizer.
-    * A path with an embedding (`embed`, `wte`, `wpe`, `vocab`), an output head
+    * A path with an embedding (`embed`, `emb`, `wte`, `wpe`, `vocab`), an output head
       (`head`, `lm_head`, `logits`, `readout`, `unembed`) or a convolution in it: the
       other optimizer.
     * Attention projections with a head axis, [D, H, Dh] for `query`, `key` and
@@ -154,6 +154,11 @@ def matrix_views(
             )
         for path, leaf in jax.tree.leaves_with_path(subtree):
             name = path_name((*prefix, *path))
+            if name in views:
+                raise ValueError(
+                    f"two parameters have the path {name!r}: rename one, without "
+                    "slashes in its name"
+                )
             views[name] = None if numbers is None else _view(name, leaf, numbers)
 
     try:

@@ -1,11 +1,13 @@
 """What was sent, when and why: the counters in the optimizer state, made readable."""
 
+import collections
 import math
 from typing import Any
 
 import jax
 import numpy as np
 
+from curvadion_jax import _partition
 from curvadion_jax._adaptive_sync import _WORD, SyncMetrics
 
 FLAG_BYTES = 4
@@ -33,14 +35,19 @@ def observe(opt_state: Any) -> SyncMetrics:
       >>> observe(state).steps.shape
       ()
     """
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, SyncMetrics))
-    found = [node for node in nodes if isinstance(node, SyncMetrics)]
+    # By name and not by type: `flax.nnx.split` makes dictionaries of named tuples.
+    groups: dict[tuple[str, ...], dict[str, Any]] = collections.defaultdict(dict)
+    for path, leaf in jax.tree.leaves_with_path(opt_state):
+        names = _partition.path_names(path)
+        if names:
+            groups[names[:-1]][names[-1]] = leaf
+    fields = set(SyncMetrics._fields)
+    found = [group for group in groups.values() if fields <= group.keys()]
     if len(found) != 1:
         raise ValueError(
             f"expected the state of one adaptive_sync or curvadion, found {len(found)}"
         )
-    # nnx wraps every array in a variable; its only leaf is the array.
-    return SyncMetrics(*(jax.tree.leaves(field)[0] for field in found[0]))
+    return SyncMetrics(**{field: found[0][field] for field in SyncMetrics._fields})
 
 
 def read(opt_state: Any, *, replicas: int | None = None) -> dict[str, Any]:

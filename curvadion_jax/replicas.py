@@ -6,6 +6,7 @@ axis; `step` runs it on all of them. There is always one well-defined model,
 `consensus`.
 """
 
+import collections
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _collectives
-from curvadion_jax.synchronizers import ReconcileState
+from curvadion_jax import _collectives, _partition
 
 AXIS = "replica"
 
@@ -44,12 +45,18 @@ def make_mesh(
 
     Raises:
       TypeError: if `replicas` is not an int.
-      ValueError: if there are too few devices, or a size is below 1.
+      ValueError: if there are too few devices, a size is below 1, or an inner axis
+        has the replica axis's name.
 
     Example:
       >>> make_mesh(1).axis_names
       ('replica',)
     """
+    if axis_name in (inner or {}):
+        raise ValueError(
+            f"the replica axis and an inner axis are both named {axis_name!r}: rename "
+            "the inner one"
+        )
     sizes = {axis_name: replicas, **(inner or {})}
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int):
@@ -107,7 +114,9 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
 
     def strong(x):
         # A weakly typed number would change its type on the first step.
-        return x if isinstance(x, jax.Array) else jnp.asarray(x, jnp.result_type(x))
+        if not isinstance(x, jax.Array):
+            return jnp.asarray(x, jnp.result_type(x))
+        return lax.convert_element_type(x, x.dtype) if x.weak_type else x
 
     @functools.partial(jax.jit, out_shardings=sharding)
     def broadcast(tree):
@@ -243,9 +252,18 @@ def value_and_grad(
     return wrapped
 
 
-def _anchors(opt_state: Any) -> list[Any]:
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ReconcileState))
-    return [node.anchor for node in nodes if isinstance(node, ReconcileState)]
+def _anchors(opt_state: Any) -> list[list[jax.Array]]:
+    """Leaves of every anchor of `reconcile` in an optimizer state.
+
+    By name and not by type: `flax.nnx.split` makes dictionaries of named tuples.
+    """
+    found: dict[tuple[str, ...], list[jax.Array]] = collections.defaultdict(list)
+    for path, leaf in jax.tree.leaves_with_path(opt_state):
+        names = _partition.path_names(path)
+        for index in range(1, len(names)):
+            if names[index - 1 : index + 1] == ("sync_state", "anchor"):
+                found[names[: index + 1]].append(leaf)
+    return list(found.values())
 
 
 def consensus(params: Any, opt_state: Any = None) -> Any:
@@ -274,7 +292,7 @@ def consensus(params: Any, opt_state: Any = None) -> Any:
     if not anchors:
         return _mean(params)
     leaves, structure = jax.tree.flatten(params)
-    anchor = jax.tree.leaves(anchors[0])
+    anchor = anchors[0]
     if len(anchors) > 1 or [a.shape for a in anchor] != [x.shape for x in leaves]:
         raise ValueError(
             f"the optimizer state holds {len(anchors)} anchor(s), and not one of these "
@@ -301,7 +319,9 @@ def _mean(tree: Any) -> Any:
     def mean(x):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x[0]
-        return jnp.mean(x, 0, dtype=jnp.promote_types(x, jnp.float32)).astype(x.dtype)
+        # From the first replica, so that equal replicas give their own value.
+        wide = x.astype(jnp.promote_types(x, jnp.float32))
+        return (wide[0] + jnp.mean(wide - wide[:1], 0)).astype(x.dtype)
 
     return jax.tree.map(mean, tree)
 
@@ -318,7 +338,7 @@ def _divergence(params: Any) -> jax.Array:
     # equal numbers may be rounded.
     apart = [x - x[:1] for x in leaves]
     apart = sum(jnp.sum(jnp.square(x - jnp.mean(x, 0, keepdims=True))) for x in apart)
-    return jnp.sqrt(apart / size)
+    return jnp.sqrt(apart / jnp.where(size == 0, 1, size))
 
 
 def divergence(params: Any) -> jax.Array:

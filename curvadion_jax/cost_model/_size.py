@@ -77,7 +77,7 @@ class MatrixShape:
                     f"rank is {rank!r}; give a float in (0, 1] for a fraction of the "
                     "smaller side, or an int >= 1 for the rank itself."
                 )
-            return math.ceil(rank * smaller)
+            return max(1, math.ceil(rank * smaller - 1e-9))
         return min(check_count("rank", rank, 1), smaller)
 
     def factor_elements(self, rank: int | float) -> int:

@@ -35,12 +35,13 @@ class LocalStep(NamedTuple):
       views: path of a parameter -> how Dion sees it as matrices, or None.
       take: ``(gradients, **extra_args)`` -> (updates, inner state after the step),
         the inner optimizer's update; communicates nothing by itself.
+      replicas: number of replicas, an int.
 
     Example:
       >>> inner, params = optax.sgd(0.5), {"w": jnp.ones(2)}
       >>> state = inner.init(params)
       >>> take = lambda gradients: inner.update(gradients, state, params)
-      >>> local = LocalStep(params, state, params, views={}, take=take)
+      >>> local = LocalStep(params, state, params, {}, take, replicas=8)
       >>> local.take(local.gradients)[0]["w"].tolist()
       [-0.5, -0.5]
     """
@@ -50,6 +51,7 @@ class LocalStep(NamedTuple):
     params: optax.Params
     views: Mapping[str, MatrixView | None]
     take: Callable[..., tuple[optax.Updates, optax.OptState]]
+    replicas: int
 
 
 class Synchronizer(NamedTuple):

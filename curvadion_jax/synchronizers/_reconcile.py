@@ -117,7 +117,7 @@ def reconcile(
         leaves = [averaged.get(index, leaf) for index, leaf in enumerate(leaves)]
         inner_state = jax.tree.unflatten(structure, leaves)
         q = state.q
-        if momentum:
+        if momentum and local.replicas > 1:  # one replica is plain Dion
             inner_state, q = _recompute_q(inner_state, state.q, local.views)
         return (
             jax.tree.map(_move_to, anchor, local.params),
@@ -135,9 +135,11 @@ def reconcile(
 def _is_sent(path, leaf, field, momentum: bool, other_state: bool) -> bool:
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return False
-    if _momentum.is_momentum(path, field):
+    if _momentum.is_in_field(path, "hyperparams"):  # of optax.inject_hyperparams
+        return False
+    if _momentum.is_in_field(path, field):
         return momentum
-    return other_state and not _momentum.is_momentum(path, "q")
+    return other_state and not _momentum.is_in_field(path, "q")
 
 
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -89,6 +89,8 @@ def relative_momentum_change(
             raise ValueError(f"{name} must not be negative or NaN, got {value}")
 
     def decide(observation: _base.Observation) -> _base.Decision:
+        if not jax.tree.leaves(observation.params):
+            return _base.decision(observation.steps == 0)
         old = _find(observation.inner_state, momentum_fn)
         new = _find(observation.next_inner_state(), momentum_fn)
         order = _order(observation.params)

@@ -1,0 +1,121 @@
+"""Train a small GPT with 8 replicas, once with CurvaDion and once synchronously.
+
+    python examples/char_lm/main.py
+
+This file reads the flags; `train.py` does everything else.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# Before anything imports NumPy: OpenBLAS's own threads would compete with the replicas
+# for the cores, which makes small factorisations many times slower.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import jax
+import journal
+import methods
+import train
+from config import PRESETS, UserError, flag
+
+_HELP = {
+    "layers": "blocks",
+    "width": "width of the residual stream",
+    "heads": "attention heads",
+    "dtype": "type of the matrix products, float32 or bfloat16",
+    "batch": "sequences a replica and step",
+    "sequence_length": "tokens a sequence",
+    "replicas": "copies of the model, one a device",
+    "steps": "steps of each method",
+    "learning_rate": "peak learning rate of the matrices",
+    "rank": "rank of Dion's factors: 16 is a rank, 0.25 a share of the smaller side",
+    "threshold": "relative momentum change above which to sync",
+    "sync_every": "steps between syncs of the periodic methods",
+    "seed": "of parameters and data order",
+    "data": "text (file or directory) or directory of .bin token shards",
+    "evaluate_every": "steps between evaluations",
+    "evaluation_batches": "held-out batches in an evaluation",
+    "checkpoint_every": "steps between checkpoints",
+}
+
+
+def _rank(text: str) -> int | float:
+    return float(text) if "." in text else int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="main.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--preset", choices=PRESETS, default="tiny", help="size")
+    parser.add_argument(
+        "--method",
+        default="curvadion,synchronous_dion",
+        metavar="NAME[,NAME...]",
+        help=f"what to train, in this order: {', '.join(methods.METHODS)}",
+    )
+    types = {"rank": _rank, "data": str, "dtype": str}
+    types |= dict.fromkeys(("learning_rate", "threshold"), float)
+    for name, text in _HELP.items():
+        default = getattr(PRESETS["tiny"], name)
+        known = all(getattr(p, name) == default for p in PRESETS.values())
+        if known and default is not None:
+            text += f" (default: {default})"
+        parser.add_argument(
+            flag(name),
+            type=types.get(name, int),
+            default=argparse.SUPPRESS,
+            choices=("float32", "bfloat16") if name == "dtype" else None,
+            help=text,
+        )
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/char_lm"), help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--restart", action="store_true", help="discard what --out holds"
+    )
+    return parser
+
+
+def _make_devices(replicas: int) -> None:
+    """As many CPU devices as replicas; accelerators stay as they are."""
+    forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    option = "jax_num_cpu_devices"
+    if not forced and getattr(jax.config, option) < replicas:
+        jax.config.update(option, replicas)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program.
+
+    Args:
+        arguments: Command line; None is that of the process.
+
+    Returns:
+        Exit status: 0, or 130 after Ctrl-C.
+    """
+    parser = _parser()
+    flags = vars(parser.parse_args(arguments))
+    preset, names = flags.pop("preset"), flags.pop("method").split(",")
+    out, restart = flags.pop("out"), flags.pop("restart")
+    try:
+        config = dataclasses.replace(PRESETS[preset], **flags)
+        methods.check(names, flags)
+        _make_devices(config.replicas)
+        train.run(config, names, out, restart=restart)
+    except UserError as error:
+        parser.error(str(error))
+    except (journal.Interrupted, KeyboardInterrupt) as stop:
+        print(stop or "stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""What a run leaves in its directory: configuration, a line a step, summary, table.
+
+Everything is read back from the files, so that a resumed run, and one that trained
+only a further method, reports on all methods alike.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from config import UserError, flag
+
+_COLUMNS = (
+    "method",
+    "validation loss",
+    "syncs",
+    "bytes",
+    "% of synchronous",
+    "drift",
+    "seconds",
+)
+
+
+def open_directory(
+    out: Path, settings: dict[str, Any], names: Iterable[str], restart: bool
+) -> None:
+    """Make the directory of a run, or check that it holds the same run.
+
+    Args:
+        out: The directory.
+        settings: All that changes a run's results; kept as `config.json`.
+        names: Every method there is, for `restart`.
+        restart: Remove the files of the run in it first, and no others.
+
+    Raises:
+        ValueError: it holds a run with other settings.
+    """
+    file = out / "config.json"
+    if restart:
+        for name in names:
+            (out / f"{name}.jsonl").unlink(missing_ok=True)
+            shutil.rmtree(out / "checkpoints" / name, ignore_errors=True)
+        for old in ("summary.json", "picture.png", "config.json"):
+            (out / old).unlink(missing_ok=True)
+    held = read_json(file, settings)
+    if held != settings:
+        differences = "; ".join(
+            f"{flag(key)} was {held.get(key)!r} and is now {settings.get(key)!r}"
+            for key in sorted(settings.keys() | held.keys())
+            if held.get(key) != settings.get(key)
+        )
+        raise UserError(
+            f"{out} holds a run of another configuration: {differences}. Give another "
+            "--out, or --restart to discard that run"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(file, settings)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written: {error}") from error
+
+
+def finite(value: float | None) -> float | None:
+    """None in place of a number that JSON cannot hold.
+
+    Examples:
+        >>> print(finite(0.5), finite(math.inf))
+        0.5 None
+    """
+    return value if value is not None and math.isfinite(value) else None
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write all of the file or, when interrupted, nothing."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    os.replace(partial, file)
+
+
+def read_json(file: Path, default: Any) -> Any:
+    """The content of a file that `write_json` wrote, or the default without it."""
+    return json.loads(file.read_text()) if file.exists() else default
+
+
+def human_bytes(count: float) -> str:
+    """Bytes with a decimal unit.
+
+    Examples:
+        >>> print(human_bytes(12), human_bytes(1234567))
+        12 B 1.23 MB
+    """
+    units = ("B", "kB", "MB", "GB", "TB", "PB")
+    power = 0
+    while count >= 999.5 and power < len(units) - 1:
+        count, power = count / 1000, power + 1
+    return f"{count:.3g} {units[power]}"
+
+
+def table(summary: list[dict[str, Any]]) -> str:
+    """The summary as aligned text.
+
+    Examples:
+        >>> row = dict(method="paper", validation_loss=1.5, syncs=3, bytes=1e6)
+        >>> row |= dict(synchronous_bytes=4e6, drift=0.01, seconds=60.0)
+        >>> print(table([row]))
+        method  validation loss  syncs  bytes  % of synchronous  drift  seconds
+        paper            1.5000      3   1 MB            25.00%   0.01       60
+    """
+    rows = [_COLUMNS, *map(_cells, summary)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [row[0].ljust(widths[0])]
+            + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)]
+        )
+        for row in rows
+    )
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    # One replica sends nothing, whatever the method.
+    share = row["bytes"] / row["synchronous_bytes"] if row["synchronous_bytes"] else 0.0
+    loss, drift = row["validation_loss"], row["drift"]
+    return (
+        row["method"],
+        "not finite" if loss is None else f"{loss:.4f}",
+        str(row["syncs"]),
+        human_bytes(row["bytes"]),
+        f"{100 * share:.2f}%",
+        "not finite" if drift is None else f"{drift:.2g}",
+        f"{row['seconds']:.0f}",
+    )

@@ -1,0 +1,178 @@
+"""The training loop: several methods in a row, on the same data in the same order.
+
+`train_step` is written for one replica and has no collective in it; what is sent, and
+when, is the optimizer's business.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import journal
+import methods
+import model
+import numpy as np
+import picture
+import report
+from config import Config, UserError
+from data import Corpus, load
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import curvadion_jax as cd
+
+
+def run(
+    config: Config, names: Sequence[str], out: Path, *, restart: bool = False
+) -> list[dict[str, Any]]:
+    """Train the named methods, or what is left of them, and report on all in `out`.
+
+    Args:
+        config: The comparison.
+        names: Methods to train, in this order; see `methods.METHODS`.
+        out: Directory of the results; a run in it that was stopped is continued.
+        restart: Discard the run in `out` first.
+
+    Returns:
+        The summary, one dictionary a method, as in `summary.json`.
+
+    Raises:
+        ValueError: `out` holds a run of another configuration, there are fewer
+            devices than replicas, or the data cannot be used.
+        Interrupted: Ctrl-C; the same call continues.
+    """
+    corpus = load(config.data)
+    devices = jax.devices()
+    if len(devices) < config.replicas:
+        raise UserError(
+            f"--replicas {config.replicas} needs as many devices, and there are "
+            f"{len(devices)} ({devices[0].platform}); use fewer, or set "
+            "JAX_PLATFORMS=cpu, where devices are made as needed"
+        )
+    settings = dataclasses.asdict(config) | {"data": corpus.fingerprint}
+    # How often a run is saved changes nothing in it.
+    del settings["checkpoint_every"]
+    report.open_directory(out, settings, methods.METHODS, restart)
+    mesh = cd.replicas.make_mesh(config.replicas)
+    summary = report.read_json(out / "summary.json", [])
+    with journal.stop_on_signal() as stop:
+        for name in names:
+            if any(row["method"] == name for row in summary):
+                print(f"{name}: finished before, not trained again")
+                continue
+            summary.append(_train(name, config, corpus, mesh, out, stop))
+            report.write_json(out / "summary.json", summary)
+    lines = {
+        row["method"]: journal.read_journal(out / f"{row['method']}.jsonl")
+        for row in summary
+    }
+    picture.draw(lines, out / "picture.png")
+    print(report.table(summary))
+    return summary
+
+
+def _train(
+    name: str,
+    config: Config,
+    corpus: Corpus,
+    mesh: Mesh,
+    out: Path,
+    stop: threading.Event,
+) -> dict[str, Any]:
+    """Train one method to the end and return its row of the summary."""
+    gpt = make_model(config, corpus)
+    state = cd.replicas.replicate(initial_state(gpt, name, config), mesh)
+    step_fn = cd.replicas.step(make_train_step(gpt), mesh)
+    evaluate = make_evaluation(gpt, config, corpus, mesh)
+    checkpoints = out / "checkpoints" / name
+    start, seconds = cd.checkpoint.latest_step(checkpoints) or 0, 0.0
+    if start:
+        state = cd.checkpoint.restore(checkpoints, state)
+        seconds = cd.checkpoint.read_extra(checkpoints)["seconds"]
+    sequences = config.replicas * config.batch
+    with journal.Progress(name, config.steps, out, start, seconds) as progress:
+        for step in range(start + 1, config.steps + 1):
+            seed = (config.seed, step)
+            batch = corpus.training_batch(seed, sequences, config.sequence_length)
+            state, metrics = step_fn(state, batch)
+            last = step == config.steps
+            evaluated = last or step % config.evaluate_every == 0
+            progress.add(step, metrics, evaluate(state) if evaluated else None)
+            if last or stop.is_set() or step % config.checkpoint_every == 0:
+                progress.flush()
+                extra = {"seconds": progress.seconds()}
+                cd.checkpoint.save(checkpoints, step, state, keep=2, extra=extra)
+            if stop.is_set():
+                raise journal.Interrupted(
+                    f"{name} is saved at step {step} of {config.steps}; the same "
+                    "command goes on from there"
+                )
+    sent = cd.metrics.read(state.opt_state)
+    return {
+        "method": name,
+        "replicas": config.replicas,
+        "steps": config.steps,
+        **{key: sent[key] for key in ("syncs", "bytes", "synchronous_bytes")},
+        "validation_loss": report.finite(evaluate(state)),
+        "drift": report.finite(float(cd.replicas.divergence(state.params))),
+        "seconds": round(progress.seconds(), 1),
+    }
+
+
+def make_model(config: Config, corpus: Corpus) -> model.GPT:
+    """The model of the configuration, over the tokens of the corpus."""
+    return model.GPT(
+        vocabulary=corpus.vocabulary,
+        layers=config.layers,
+        width=config.width,
+        heads=config.heads,
+        dtype=jnp.dtype(config.dtype),
+    )
+
+
+def initial_state(gpt: model.GPT, name: str, config: Config) -> TrainState:
+    """The state of one replica before the first step; equal parameters for all."""
+    tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
+    params = jax.jit(gpt.init)(jax.random.key(config.seed), tokens)["params"]
+    tx = methods.METHODS[name].build(config, cd.replicas.AXIS)
+    return TrainState.create(apply_fn=gpt.apply, params=params, tx=tx)
+
+
+def make_train_step(gpt: model.GPT) -> Callable[[TrainState, jax.Array], Any]:
+    """The step of one replica, on its own part of the batch."""
+
+    def loss_fn(params: dict, tokens_BxT: jax.Array) -> jax.Array:
+        return model.next_token_loss(gpt, params, tokens_BxT)
+
+    def train_step(state: TrainState, tokens_BxT: jax.Array):
+        loss, grads = cd.replicas.value_and_grad(loss_fn)(state.params, tokens_BxT)
+        state = state.apply_gradients(grads=grads)
+        return state, {"loss": loss, "sync": cd.metrics.observe(state.opt_state)}
+
+    return train_step
+
+
+def make_evaluation(
+    gpt: model.GPT, config: Config, corpus: Corpus, mesh: Mesh
+) -> Callable[[TrainState], float]:
+    """The loss of the one model, the consensus, on the fixed held-out batches."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    divided = NamedSharding(mesh, PartitionSpec(cd.replicas.AXIS))
+    loss_fn = jax.jit(lambda params, batch: model.next_token_loss(gpt, params, batch))
+    count, sequences = config.evaluation_batches, config.replicas * config.batch
+    batches = [
+        corpus.validation_batch(index, count, sequences, config.sequence_length)
+        for index in range(count)
+    ]
+    batches = [jax.device_put(batch, divided) for batch in batches]
+
+    def evaluate(state: TrainState) -> float:
+        params = cd.replicas.consensus(state.params, state.opt_state)
+        params = jax.device_put(params, everywhere)
+        return float(np.mean([loss_fn(params, batch) for batch in batches]))
+
+    return evaluate

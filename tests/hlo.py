@@ -1,0 +1,148 @@
+"""Reads compiled HLO text as far as tests need: who calls whom, and what is sent."""
+
+import math
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+_HEAD = re.compile(r"(ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)$")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|"
+    r"branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
+_COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "collective-",
+    "ragged-all-to-all",
+    "reduce-scatter",
+    "send",
+    "recv",
+)
+
+
+class Instruction(NamedTuple):
+    """One line: `%name = shape opcode(operands), attributes`."""
+
+    name: str
+    shape: str
+    opcode: str
+    called: tuple[str, ...]
+    attributes: str
+
+    @property
+    def communicates(self) -> bool:
+        return self.opcode.startswith(_COLLECTIVES)
+
+    @property
+    def bytes(self) -> int:
+        """Of the result, a tuple's parts together."""
+        return sum(
+            math.prod(map(int, sizes.split(","))) * bits // 8 if sizes else bits // 8
+            for bits, sizes in (
+                (8 if kind == "pred" else int(width), sizes)
+                for kind, width, sizes in _ARRAY.findall(self.shape)
+            )
+        )
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """Devices that talk to each other, `{{0,1},{2,3}}` or `[2,2]<=[2,2]T(1,0)`."""
+        listed = re.search(r"replica_groups=\{(\{[^=]*\})\}", self.attributes)
+        if listed:
+            parts = re.findall(r"\{([\d,]+)\}", listed[1])
+            return [[int(x) for x in part.split(",")] for part in parts]
+        iota = _IOTA.search(self.attributes)
+        if iota is None:
+            raise ValueError(f"no replica groups in {self.attributes!r}")
+        shape, sizes, order = (
+            [int(x) for x in (part or "").split(",") if x] for part in iota.groups()
+        )
+        devices = np.arange(math.prod(sizes)).reshape(sizes)
+        return devices.transpose(order or range(len(sizes))).reshape(shape).tolist()
+
+
+class Program(NamedTuple):
+    """Computations by name, and the entry's name."""
+
+    computations: dict[str, list[Instruction]]
+    entry: str
+
+    def reachable(self, names: Iterable[str], branches: bool = True) -> list[str]:
+        """These computations and all they call, branches of conditionals or not."""
+        found: list[str] = []
+        waiting = list(names)
+        while waiting:
+            name = waiting.pop()
+            if name in found:
+                continue
+            found.append(name)
+            for instruction in self.computations[name]:
+                if branches or instruction.opcode != "conditional":
+                    waiting.extend(instruction.called)
+        return found
+
+    def instructions(
+        self, names: Iterable[str], branches: bool = True
+    ) -> list[Instruction]:
+        """Of these computations and all they call."""
+        reached = self.reachable(names, branches)
+        return [each for name in reached for each in self.computations[name]]
+
+    def collectives(
+        self, names: Iterable[str], branches: bool = True
+    ) -> list[Instruction]:
+        """What these computations and all they call communicate."""
+        return [x for x in self.instructions(names, branches) if x.communicates]
+
+
+def parse(text: str) -> Program:
+    """The program that `compiled.as_text()` prints.
+
+    Raises:
+      ValueError: if there is no entry, or a computation is called that is not there.
+    """
+    computations: dict[str, list[Instruction]] = {}
+    entry, current = None, None
+    for line in text.splitlines():
+        head = _HEAD.match(line)
+        if head:
+            current = computations.setdefault(head["name"], [])
+            entry = head["name"] if head[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None:
+            match = _INSTRUCTION.match(line)
+            if match:
+                current.append(_instruction(match["name"], match["rest"]))
+    if entry is None:
+        raise ValueError("no ENTRY computation in this text")
+    for instructions in computations.values():
+        for instruction in instructions:
+            if missing := set(instruction.called) - set(computations):
+                raise ValueError(f"{instruction.name} calls unknown {missing}")
+    return Program(computations, entry)
+
+
+def _instruction(name: str, rest: str) -> Instruction:
+    shape = rest[: _end_of_shape(rest)]
+    rest = rest[len(shape) :].lstrip()
+    called = re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(rest)))
+    opcode, _, attributes = rest.partition("(")
+    return Instruction(name, shape, opcode, tuple(called), attributes)
+
+
+def _end_of_shape(rest: str) -> int:
+    """Where `f32[2]{0}` or a tuple of those ends; tuples nest."""
+    depth = 0
+    for index, letter in enumerate(rest):
+        depth += (letter == "(") - (letter == ")")
+        if letter == " " and depth == 0:
+            return index
+    raise ValueError(f"no shape in {rest!r}")

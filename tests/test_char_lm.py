@@ -1,0 +1,448 @@
+"""The example examples/char_lm: its data, its model, and whole runs of a few steps."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import config
+import data
+import jax
+import jax.numpy as jnp
+import journal
+import main
+import methods
+import model
+import numpy as np
+import pytest
+import report
+import train
+
+# Float32 products of sines and cosines; measured below 1e-6.
+ROTARY_TOLERANCE = 1e-5
+
+MICRO = (
+    "--layers 2 --width 16 --heads 2 --batch 2 --sequence-length 16 --replicas 2 "
+    "--evaluation-batches 1 --evaluate-every 2 --checkpoint-every 2"
+).split()
+
+
+@pytest.fixture(scope="module")
+def micro() -> tuple[model.GPT, dict]:
+    """A model, and parameters in which no kernel is zero."""
+    gpt = model.GPT(vocabulary=11, layers=2, width=16, heads=2)
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    params = jax.jit(gpt.init)(jax.random.key(0), tokens)["params"]
+    leaves, structure = jax.tree.flatten(params)
+    random = np.random.default_rng(0)
+    leaves = [leaf + 0.1 * random.normal(size=leaf.shape) for leaf in leaves]
+    leaves = [jnp.asarray(leaf, jnp.float32) for leaf in leaves]
+    return gpt, jax.tree.unflatten(structure, leaves)
+
+
+def write_shard(file: Path, tokens, magic=20240520, version=1, count=None) -> Path:
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    file.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
+    return file
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """A directory of small files, some of which are held out."""
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        words = " ".join(str(number * word) for word in range(60))
+        (folder / f"file{number}.txt").write_text(words)
+    return folder
+
+
+def test_library_corpus_is_real_text_and_the_same_every_time():
+    first, second = data.load(None), data.load(None)
+    assert first.fingerprint == second.fingerprint
+    assert first.vocabulary == 256
+    sizes = sum(map(len, first.training)), sum(map(len, first.validation))
+    assert sizes[0] > 5_000_000
+    assert 0.01 < sizes[1] / sum(sizes) < 0.25
+    names = [file.as_posix() for file in data.library_files()]
+    assert names == sorted(names)
+    assert not [name for name in names if "/test/" in name or "-packages" in name]
+
+
+def test_split_is_disjoint_complete_and_stable():
+    names = [f"package/module{number}.py" for number in range(1000)]
+    training, validation = data.split(names)
+    assert not set(training) & set(validation)
+    assert sorted(training + validation) == sorted(names)
+    assert 30 <= len(validation) <= 70  # 5% of 1000, +- 3 standard deviations
+    assert data.split(names[::-1])[1] == validation[::-1]
+    kept = [name for name in names if name != training[0]]
+    assert data.split(kept)[1] == validation
+
+
+def test_split_of_two_files_has_both_sides():
+    for names in (["a", "b"], ["c", "d"], ["e", "f"]):
+        training, validation = data.split(names)
+        assert len(training) == len(validation) == 1
+
+
+def test_no_held_out_file_is_trained_on(text):
+    corpus = data.load(str(text))
+    (training,), (validation,) = corpus.training, corpus.validation
+    names = [file.name for file in text.iterdir()]
+    for name in names:
+        content = (text / name).read_bytes()
+        where = content in training.tobytes(), content in validation.tobytes()
+        assert where in {(True, False), (False, True)}
+        assert where[1] == (name in data.split(names)[1])
+
+
+def test_single_file_holds_out_its_end(tmp_path):
+    file = tmp_path / "one.txt"
+    file.write_bytes(bytes(range(32, 127)) * 20)
+    corpus = data.load(str(file))
+    whole = np.concatenate([*corpus.training, *corpus.validation])
+    assert whole.tobytes() == file.read_bytes()
+    assert corpus.validation[0].size == 95
+
+
+def test_batches_depend_on_seed_and_step_alone(text):
+    corpus = data.load(str(text))
+    batch = corpus.training_batch((7, 3), sequences=4, length=16)
+    assert batch.shape == (4, 17)
+    assert batch.dtype == np.int32
+    np.testing.assert_array_equal(batch, corpus.training_batch((7, 3), 4, 16))
+    for other in ((7, 4), (8, 3)):
+        assert (batch != corpus.training_batch(other, 4, 16)).any()
+    whole = corpus.training[0].tobytes()
+    assert all(row.astype(np.uint8).tobytes() in whole for row in batch)
+
+
+def test_validation_batches_are_spread_over_the_held_out_text():
+    pieces = [np.arange(100, dtype=np.uint16), np.arange(100, 110, dtype=np.uint16)]
+    corpus = data.Corpus([], pieces, vocabulary=110, fingerprint="")
+    batches = [corpus.validation_batch(i, 2, sequences=4, length=5) for i in (0, 1)]
+    starts = sorted(row[0] for batch in batches for row in batch)
+    # 95 + 5 places to start in, divided by 8; no crop reaches into the next piece.
+    assert starts == [0, 12, 25, 37, 50, 62, 75, 87]
+    assert all((np.diff(batch) == 1).all() for batch in batches)
+
+
+def test_crop_may_start_at_the_last_place_of_a_piece():
+    pieces = [np.array([1, 2]), np.array([3]), np.array([4, 5, 6])]
+    corpus = data.Corpus(pieces, [], vocabulary=7, fingerprint="")
+    rows = corpus._crops(pieces, np.array([0.0, 0.34, 0.99]), length=1)
+    assert rows.tolist() == [[1, 2], [4, 5], [5, 6]]
+
+
+def test_shard_reader_reads_what_was_written(tmp_path):
+    tokens = [0, 1, 50256, 7]
+    read = data.read_shard(write_shard(tmp_path / "train_0.bin", tokens))
+    assert read.dtype == np.uint16
+    assert read.tolist() == tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"magic": 20240521}, "no token shard", id="bad-magic"),
+        pytest.param({"version": 2}, "no token shard", id="bad-version"),
+        pytest.param({"count": 5}, "cut off", id="truncated"),
+        pytest.param({"count": -1}, "promises -1", id="negative"),
+    ],
+)
+def test_shard_reader_refuses(tmp_path, change, message):
+    file = write_shard(tmp_path / "train_0.bin", [1, 2, 3], **change)
+    with pytest.raises(ValueError, match=message):
+        data.read_shard(file)
+
+
+def test_shard_reader_refuses_a_file_shorter_than_a_header(tmp_path):
+    file = tmp_path / "train_0.bin"
+    file.write_bytes(b"12345")
+    with pytest.raises(ValueError, match="5 bytes"):
+        data.read_shard(file)
+
+
+def test_shards_are_divided_by_name(tmp_path):
+    write_shard(tmp_path / "fineweb_train_000001.bin", [1] * 9)
+    write_shard(tmp_path / "fineweb_train_000002.bin", [2] * 9)
+    write_shard(tmp_path / "fineweb_val_000000.bin", [3] * 9)
+    corpus = data.load(str(tmp_path))
+    assert [piece[0] for piece in corpus.training] == [1, 2]
+    assert [piece[0] for piece in corpus.validation] == [3]
+    assert corpus.vocabulary == 50_304
+
+
+def test_shards_without_validation_are_refused(tmp_path):
+    write_shard(tmp_path / "train_0.bin", [1, 2, 3])
+    with pytest.raises(ValueError, match="0 validation shards"):
+        data.load(str(tmp_path))
+
+
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path):
+    write_shard(tmp_path / "train_0.bin", [60_000] * 9)
+    write_shard(tmp_path / "val_0.bin", [1] * 9)
+    corpus = data.load(str(tmp_path))
+    with pytest.raises(ValueError, match="60000 is outside"):
+        corpus.training_batch((0, 0), 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        pytest.param({}, "no text", id="empty-directory"),
+        pytest.param({"a.txt": b" \n"}, "no text", id="blank"),
+        pytest.param({"a.txt": b"a\0b"}, "NUL", id="binary"),
+        pytest.param({"a.txt": b"a", "b.bin": b"b"}, "mixes", id="mixed"),
+    ],
+)
+def test_unusable_directories_are_refused(tmp_path, files, message):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        data.load(str(tmp_path))
+
+
+def test_missing_path_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no such file"):
+        data.load(str(tmp_path / "nothing"))
+
+
+def test_text_shorter_than_a_sequence_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(ValueError, match="--sequence-length"):
+        data.load(str(tmp_path)).training_batch((0, 0), 1, 16)
+
+
+def test_parameters_are_stacked_over_layers_and_logits_are_float32(micro):
+    _, params = micro
+    assert params["blocks"]["attention"]["query"]["kernel"].shape == (2, 16, 16)
+    assert params["blocks"]["up"]["kernel"].shape == (2, 16, 64)
+    assert params["lm_head"]["kernel"].shape == (16, 11)
+    half = model.GPT(11, layers=2, width=16, heads=2, dtype=jnp.dtype("bfloat16"))
+    tokens = jnp.zeros((3, 8), jnp.int32)
+    logits = jax.eval_shape(lambda: half.apply({"params": params}, tokens))
+    assert logits.shape == (3, 8, 11)
+    assert logits.dtype == jnp.float32
+
+
+def test_first_loss_is_that_of_a_uniform_guess():
+    gpt = model.GPT(vocabulary=11, layers=1, width=16, heads=2)
+    tokens = jnp.arange(8)[None] % 11
+    params = jax.jit(gpt.init)(jax.random.key(0), tokens)["params"]
+    loss = jax.jit(model.next_token_loss, static_argnums=0)(gpt, params, tokens)
+    np.testing.assert_allclose(loss, np.log(11), rtol=1e-6)
+
+
+def test_later_tokens_do_not_change_earlier_logits(micro):
+    gpt, params = micro
+    tokens = jnp.arange(8)[None]
+    changed = tokens.at[0, 5].set(9)
+    apply = jax.jit(gpt.apply)
+    before, after = (apply({"params": params}, x)[0] for x in (tokens, changed))
+    np.testing.assert_array_equal(before[:5], after[:5])
+    assert (np.abs(before[5:] - after[5:]).max(axis=-1) > 1e-4).all()
+
+
+def test_rotary_products_depend_on_distance_alone():
+    query, key = jax.random.normal(jax.random.key(0), (2, 8))
+    length = 12
+    everywhere = jnp.broadcast_to(query, (1, length, 1, 8))
+    queries = model.rotary(everywhere)[0, :, 0]
+    keys = model.rotary(jnp.broadcast_to(key, everywhere.shape))[0, :, 0]
+    products = np.asarray(queries @ keys.T)
+    for distance in range(-4, 5):
+        diagonal = np.diagonal(products, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], atol=ROTARY_TOLERANCE)
+    assert np.ptp(products[0]) > 0.1
+    norms = jnp.linalg.norm(queries, axis=-1)
+    np.testing.assert_allclose(norms, norms[0], rtol=ROTARY_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", methods.METHODS)
+def test_every_method_builds_a_state(name):
+    sizes = config.PRESETS["tiny"]
+    gpt = model.GPT(11, layers=2, width=16, heads=2)
+    state = jax.eval_shape(lambda: train.initial_state(gpt, name, sizes))
+    assert state.params["blocks"]["up"]["kernel"].shape == (2, 16, 64)
+
+
+@pytest.mark.slow
+def test_run_leaves_the_promised_files(tmp_path, text):
+    out = tmp_path / "out"
+    methods_flag = ["--method", "synchronous_dion,diloco"]
+    arguments = [*MICRO, *methods_flag, "--steps", "3", "--sync-every", "2"]
+    arguments += ["--data", str(text), "--out", str(out)]
+    assert main.main(arguments) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert [row["method"] for row in summary] == ["synchronous_dion", "diloco"]
+    for row in summary:
+        assert (row["replicas"], row["steps"]) == (2, 3)
+        assert 0 < row["validation_loss"] < 6
+        assert row["seconds"] > 0
+        lines = journal.read_journal(out / f"{row['method']}.jsonl")
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        assert lines[-1]["bytes"] == row["bytes"]
+        assert lines[-1]["validation_loss"] == row["validation_loss"]
+        assert (out / "checkpoints" / row["method"]).is_dir()
+    synchronous, diloco = summary
+    assert synchronous["syncs"] == 3
+    assert synchronous["drift"] < 1e-6
+    assert diloco["syncs"] == 1
+    assert diloco["drift"] > 1e-4
+    assert diloco["synchronous_bytes"] == synchronous["synchronous_bytes"]
+    assert (out / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def run_micro(text: Path, out: Path, *more: str) -> int:
+    arguments = ["--method", "curvadion", "--steps", "6", "--threshold", "0.5"]
+    return main.main(
+        [*MICRO, *arguments, "--data", str(text), "--out", str(out), *more]
+    )
+
+
+def results(out: Path) -> tuple[list, list]:
+    """Summary and journal without the seconds."""
+    summary = json.loads((out / "summary.json").read_text())
+    lines = journal.read_journal(out / "curvadion.jsonl")
+    for row in (*summary, *lines):
+        row.pop("seconds")
+    return summary, lines
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory) -> Path:
+    """A run that nothing disturbed."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    assert run_micro(text, out) == 0
+    return out
+
+
+def disturb(monkeypatch, step: int, action) -> None:
+    """Call `action` when the batch of a step is made."""
+    original = data.Corpus.training_batch
+
+    def training_batch(self, seed, *arguments, **keywords):
+        if seed[1] == step:
+            action()
+        return original(self, seed, *arguments, **keywords)
+
+    monkeypatch.setattr(data.Corpus, "training_batch", training_batch)
+
+
+@pytest.mark.slow
+def test_run_after_ctrl_c_goes_on_to_the_same_result(
+    text, tmp_path, finished, monkeypatch, capsys
+):
+    out = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        disturb(patch, 3, lambda: signal.raise_signal(signal.SIGINT))
+        assert run_micro(text, out) == 130
+    assert "saved at step 3 of 6" in capsys.readouterr().err
+    assert not (out / "summary.json").exists()
+    assert run_micro(text, out) == 0
+    assert results(out) == results(finished)
+
+
+@pytest.mark.slow
+def test_killed_run_repeats_the_steps_after_its_last_checkpoint(
+    text, tmp_path, finished, monkeypatch
+):
+    out = tmp_path / "killed"
+
+    def die():
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        disturb(patch, 6, die)
+        with pytest.raises(RuntimeError, match="killed"):
+            run_micro(text, out)
+    # Step 5 was dispatched and not yet reported; half a line of it may be there.
+    assert [line["step"] for line in results_so_far(out)] == [1, 2, 3, 4]
+    with (out / "curvadion.jsonl").open("a") as stream:
+        stream.write('{"step": 5, "loss": 99.0}\n{"step": 6, "lo')
+    assert run_micro(text, out) == 0
+    assert results(out) == results(finished)
+
+
+def results_so_far(out: Path) -> list[dict]:
+    return journal.read_journal(out / "curvadion.jsonl")
+
+
+@pytest.mark.slow
+def test_finished_method_is_kept_until_restart(
+    text, tmp_path, finished, monkeypatch, capsys
+):
+    out = tmp_path / "copy"
+    shutil.copytree(finished, out)
+
+    def refuse():
+        raise RuntimeError("trained again")
+
+    disturb(monkeypatch, 1, refuse)
+    assert run_micro(text, out) == 0
+    assert "finished before" in capsys.readouterr().out
+    assert results(out) == results(finished)
+    with pytest.raises(RuntimeError, match="trained again"):
+        run_micro(text, out, "--restart")
+    assert not (out / "summary.json").exists()
+    assert not (out / "checkpoints" / "curvadion").exists()
+
+
+def test_other_configuration_is_refused_and_named(text, tmp_path, capsys):
+    settings = {"seed": 0, "width": 16}
+    report.open_directory(tmp_path / "out", settings, methods.METHODS, False)
+    other = {"seed": 1, "width": 16}
+    with pytest.raises(ValueError, match="--seed was 0 and is now 1") as error:
+        report.open_directory(tmp_path / "out", other, methods.METHODS, False)
+    assert "width" not in str(error.value)
+    report.open_directory(tmp_path / "out", other, methods.METHODS, True)
+    assert report.read_json(tmp_path / "out" / "config.json", None) == other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param("--method sgd", "'sgd' is unknown", id="unknown-method"),
+        pytest.param("--method paper,paper", "names paper twice", id="twice"),
+        pytest.param(
+            "--method diloco --threshold 0.1",
+            "--threshold has no effect on diloco",
+            id="flag-without-effect",
+        ),
+        pytest.param("--sync-every 5", "no effect on curvadion", id="no-period"),
+        pytest.param("--width 30 --heads 4", "multiple of 2 x --heads", id="heads"),
+        pytest.param("--rank 1.5", "--rank must be", id="rank"),
+        pytest.param("--rank 0", "--rank must be", id="rank-zero"),
+        pytest.param("--steps 0", "--steps must be at least 1", id="steps"),
+        pytest.param("--seed -1", "--seed must be at least 0", id="seed"),
+        pytest.param("--learning-rate -1", "must be positive", id="learning-rate"),
+        pytest.param("--threshold nan", "must be positive", id="nan"),
+        pytest.param("--dtype float16", "invalid choice", id="dtype"),
+        pytest.param("--preset huge", "invalid choice", id="preset"),
+        pytest.param("--data /no/such/path", "no such file", id="data"),
+    ],
+)
+def test_wrong_flags_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main.main(arguments.split())
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_too_many_replicas_are_refused(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(main, "_make_devices", lambda replicas: None)
+    arguments = ["--replicas", "9", "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit):
+        main.main(arguments)
+    assert "needs as many devices" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_that_json_cannot_hold_become_null(tmp_path):
+    file = tmp_path / "m.jsonl"
+    lines = journal.Journal(file, 0)
+    lines.write({"step": 1, "value": float("inf"), "synced": True})
+    lines.close()
+    assert file.read_text() == '{"step": 1, "value": null, "synced": true}\n'

@@ -1,0 +1,159 @@
+"""Dion's state: initial Q, dtypes, accumulation alone, parameter-like leaves."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference as ref
+from dion_runs import MU, SHAPES, close, normal, random_state, same_columns, zeros
+
+import curvadion_jax as cd
+
+# One step in float32, numbers of order one: measured 6e-7.
+FLOAT32_ATOL = 3e-6
+# A unit column rounded to these dtypes, of at most nine entries.
+UNIT_ATOL = {"float32": 2e-7, "bfloat16": 4e-3, "float64": 2e-7}
+# Half a unit in the last place, relative to the largest number.
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+EPS = float(np.finfo(np.float32).eps)
+
+Q_SHAPES = {"wide": (5, 3), "tall": (5, 3), "square": (9, 3)}
+
+
+def gradients_at(seed, dtype=np.float32):
+    return jax.tree.map(lambda g: g[0], normal(SHAPES, 1, seed, dtype))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", "bfloat16", pytest.param("float64", marks=pytest.mark.slow)],
+)
+def test_initial_state(dtype):
+    shapes = {"kernel": (9, 5), "stack": (2, 5, 9)}
+    with jax.enable_x64(dtype == "float64"):
+        params = jax.tree.map(lambda x: jnp.asarray(x, dtype), zeros(shapes))
+        state: Any = jax.jit(cd.scale_by_dion(rank=3).init)(params)
+    for name, shape in {"kernel": (5, 3), "stack": (2, 5, 3)}.items():
+        momentum, q = state.momentum[name], np.asarray(state.q[name], np.float64)
+        assert momentum.shape == shapes[name]
+        assert not momentum.any()
+        assert q.shape == shape
+        assert momentum.dtype == state.q[name].dtype == jnp.dtype(dtype)
+        close(np.linalg.norm(q, axis=-2), np.ones((*shape[:-2], 3)), UNIT_ATOL[dtype])
+    stack = np.asarray(state.q["stack"], np.float64)
+    assert np.abs(stack[0] - stack[1]).max() > 0.1
+
+
+def test_initial_q_depends_on_path_and_seed_only():
+    def init(tree, **settings) -> Any:
+        return optax.tree.get(cd.scale_by_dion(3, **settings).init(tree), "q")
+
+    params = {"a": jnp.ones((9, 5)), "b": jnp.ones((5, 9))}
+    q = init(params)
+    same = [
+        init(params),
+        init({name: x + 1 for name, x in params.items()}),
+        init(params | {"another": jnp.ones((9, 5))}),
+        init({"a": params["a"]}) | {"b": q["b"]},
+        optax.tree.get(cd.dion(0.1, 3).init(params | {"bias": jnp.ones(3)}), "q"),
+    ]
+    for other in same:
+        for name in params:
+            np.testing.assert_array_equal(other[name], q[name])
+    for name, jitted in jax.jit(init)(params).items():
+        close(jitted, q[name], EPS, name)  # a compiled norm may round otherwise
+    assert np.abs(np.asarray(init(params, seed=1)["a"] - q["a"])).max() > 0.1
+    assert np.abs(np.asarray(q["a"] - q["b"])).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mu_dtype"),
+    [
+        ("bfloat16", None),
+        pytest.param("float16", None, marks=pytest.mark.slow),
+        ("float32", "bfloat16"),
+    ],
+)
+def test_low_precision_is_storage_only(dtype, mu_dtype):
+    """All algebra in float32: a step from the stored state rounds at its end only."""
+    stored = mu_dtype or dtype
+    tx = cd.scale_by_dion(3, MU, mu_dtype, orthonormalize=cd.householder_qr)
+    update, state = jax.jit(tx.update), random_state(gradients_at(0), Q_SHAPES)
+    state = jax.tree.map(lambda x: jnp.asarray(x, stored), state)
+    for t in range(3):
+        gradients = jax.tree.map(lambda g: jnp.asarray(g, dtype), gradients_at(t))
+        updates, new_state = update(gradients, state)
+        for name in SHAPES:
+            assert updates[name].dtype == jnp.dtype(dtype)
+            assert new_state.momentum[name].dtype == jnp.dtype(stored)
+            assert new_state.q[name].dtype == jnp.dtype(stored)
+            direction, momentum, q = ref.dion_step(
+                *(np.asarray(x[name], np.float64) for x in (gradients, *state)), mu=MU
+            )
+            for got, expected, kind in (
+                (updates[name], direction, dtype),
+                (new_state.momentum[name], momentum, stored),
+            ):
+                limit = FLOAT32_ATOL + ROUNDING[kind] * np.abs(expected).max()
+                close(got, expected, limit, (name, t))
+            same_columns(new_state.q[name], q, FLOAT32_ATOL + ROUNDING[stored], name)
+        state = new_state
+
+
+def products(jaxpr):
+    """Precisions of all matrix products in a program, nested ones included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation.params["precision"]
+        for value in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from products(inner)
+
+
+def test_all_products_are_in_full_precision():
+    """By default TPUs round the factors of a float32 product to bfloat16.
+
+    Then R is never zero where the momentum has nothing, and noise takes full steps.
+    """
+    params = zeros(SHAPES, np.float32)
+    state = random_state(params, Q_SHAPES)
+    jaxpr = jax.make_jaxpr(cd.scale_by_dion(3).update)(params, state).jaxpr
+    precisions = list(products(jaxpr))
+    assert len(precisions) >= 4 * len(SHAPES)  # B Q, B^T P, P R^T, P Q^T
+    highest = jax.lax.Precision.HIGHEST
+    assert all(p == highest or p == (highest, highest) for p in precisions)
+
+
+@pytest.mark.parametrize("error_feedback", [True, False])
+def test_momentum_only(error_feedback):
+    tx = cd.scale_by_dion(3, MU, error_feedback=error_feedback)
+    update = jax.jit(functools.partial(tx.update, momentum_only=True))
+    state = random_state(zeros(SHAPES, np.float32), Q_SHAPES)
+    state = state._replace(momentum=gradients_at(1))
+    updates, new_state = update(gradients_at(2), state)
+    for name in SHAPES:
+        assert not np.asarray(updates[name]).any()
+        np.testing.assert_array_equal(new_state.q[name], state.q[name])
+        decay = 1 if error_feedback else MU
+        expected = decay * state.momentum[name] + gradients_at(2)[name]
+        close(new_state.momentum[name], expected, 8 * EPS, name)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["scale_by_dion", "dion"])
+def test_map_params_touches_the_momentum_and_not_q(wrapped):
+    params = {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(3)}
+    if not wrapped:
+        del params["bias"]
+    tx = cd.dion(0.1, 3) if wrapped else cd.scale_by_dion(3)
+    state = tx.init(params)
+    mapped = optax.tree.map_params(tx, lambda x: x + 7, state)
+    momentum = optax.tree.get(mapped, "momentum")["kernel"]
+    np.testing.assert_array_equal(momentum, np.full((4, 8), 7.0))
+    q = [optax.tree.get(tree, "q")["kernel"] for tree in (mapped, state)]
+    np.testing.assert_array_equal(*q)
+    assert jax.tree.structure(mapped) == jax.tree.structure(state)

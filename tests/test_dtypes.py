@@ -1,0 +1,86 @@
+"""Shapes and dtypes: updates have the parameters', states keep their own."""
+
+import contextlib
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import curvadion_jax as cd
+from curvadion_jax import synchronizers
+
+DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64]
+OPTIMIZERS: dict[str, Any] = {
+    "reconcile": cd.curvadion(0.1),
+    "nesterov": cd.curvadion(
+        0.1,
+        synchronizer=synchronizers.reconcile(
+            optax.sgd(0.7, 0.9, nesterov=True), other_state=True
+        ),
+    ),
+    "average_factors": cd.presets.synchronous_dion(0.1),
+    "local_step": cd.presets.paper(0.1),
+    "authors_code": cd.presets.authors_code(0.1),
+    "diloco": cd.presets.diloco(0.1),
+    "muloco": cd.presets.muloco(0.1),
+    "mu_dtype": cd.curvadion(0.1, mu_dtype=jnp.bfloat16),
+}
+QUICK = ("nesterov", "diloco")
+
+
+def described(tree):
+    """Structure, shapes, dtypes, and which are weakly typed."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(x.shape, x.dtype, x.weak_type) for x in leaves]
+
+
+def wide(dtype):
+    """Float64 where it is asked for."""
+    on = jnp.dtype(dtype).itemsize == 8
+    return jax.enable_x64(True) if on else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "f16", "f32", "f64"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in OPTIMIZERS],
+)
+def test_dtypes_and_shapes_are_kept(name, dtype):
+    tx = OPTIMIZERS[name]
+    with wide(dtype):
+        params = helpers.make_params(dtype=dtype)
+        state = jax.eval_shape(tx.init, params)
+        updates, after = jax.eval_shape(tx.update, params, state, params)
+    assert described(after) == described(state)
+    assert described(updates) == described(jax.eval_shape(lambda: params))
+
+
+@pytest.mark.parametrize("name", ["average_factors", "local_step"])
+def test_gradients_of_another_dtype(name):
+    tx, params = OPTIMIZERS[name], helpers.make_params(dtype=jnp.bfloat16)
+    gradients = helpers.make_params()
+    state = jax.eval_shape(tx.init, params)
+    updates, after = jax.eval_shape(tx.update, gradients, state, params)
+    assert described(after) == described(state)
+    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_init_of_abstract_parameters_is_init():
+    tx, params = OPTIMIZERS["nesterov"], helpers.make_params()
+    abstract = jax.eval_shape(lambda: params)
+    assert described(jax.eval_shape(tx.init, abstract)) == described(tx.init(params))
+
+
+# Not float16: the default AdamW's epsilon, 1e-8, is zero there.
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
+def test_an_embedding_that_saw_nothing_does_not_move(dtype):
+    # Most rows of an embedding have no gradient on a step; epsilon must not vanish.
+    params = {"embed": jnp.ones((3, 2), dtype)}
+    gradients = {"embed": jnp.zeros((3, 2), dtype).at[0].set(1e-3)}
+    tx: Any = cd.dion(0.1)
+    updates, _ = jax.jit(tx.update)(gradients, tx.init(params), params)
+    assert (updates["embed"][1:] == 0).all()
+    assert (updates["embed"][0] < 0).all()

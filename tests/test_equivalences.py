@@ -1,0 +1,151 @@
+"""shard_map = vmap = NumPy reference; always = one big batch; no axis = no library."""
+
+from typing import Any
+
+import helpers
+import numpy as np
+import optax
+import pytest
+import reference
+
+import curvadion_jax as cd
+from curvadion_jax import synchronizers, triggers
+
+STEPS, LEARNING_RATE, MU, RANK = 12, 0.1, 0.9, 2
+# float32 against float64 over 12 steps of size 0.1: one step rounds parameters of
+# order 1 to 6e-8, and errors of P and Q, 1e-7 times the condition number of B Q (up
+# to 10 here), enter every step. Measured: parameters 2e-6, momenta (of elements up to
+# 100) 4e-5, Q 2e-5.
+ATOL = {"params": 1e-5, "momenta": 1e-4, "qs": 1e-4}
+# Steps with large gradients change the momentum's norm fast.
+SCALES = [1.0, 1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0, 40.0, 1.0, 1.0, 1.0]
+THRESHOLD = 0.6
+
+SYNCHRONIZERS = {
+    "average_gradients": (synchronizers.average_gradients(), {}),
+    "average_factors": (synchronizers.average_factors(), {}),
+    "reconcile": (synchronizers.reconcile(), {}),
+    "reconcile-nesterov": (
+        synchronizers.reconcile(optax.sgd(0.7, momentum=0.9, nesterov=True)),
+        {"outer": reference.nesterov(0.7, 0.9)},
+    ),
+    "reconcile-local-momentum": (
+        synchronizers.reconcile(momentum=False),
+        {"average_momentum": False},
+    ),
+}
+TRIGGERS = {
+    "every_k": (triggers.every_k(3), lambda local: reference.every_k(local.step, 3)),
+    "rmmc": (
+        triggers.relative_momentum_change(THRESHOLD),
+        reference.relative_momentum_change_trigger(THRESHOLD),
+    ),
+}
+QUICK = [
+    ("average_factors", "rmmc", "mesh", 8),
+    ("reconcile-nesterov", "every_k", "mesh", 8),
+    ("reconcile", "rmmc", "vmap", 8),
+]
+RUNS = {"mesh": helpers.run_mesh, "vmap": helpers.run_vmap}
+
+
+def optimizer(trigger, synchronizer, orthonormalize) -> Any:
+    return cd.curvadion(
+        LEARNING_RATE,
+        RANK,
+        MU,
+        orthonormalize=orthonormalize,
+        other_optimizer=optax.sgd(LEARNING_RATE),
+        axis_name=helpers.AXIS,
+        trigger=trigger,
+        synchronizer=synchronizer,
+    )
+
+
+def simulate(params, q, gradients, trigger, name, options):
+    simulation = reference.ReplicaSimulation(
+        params,
+        q,
+        helpers.replicas_of(gradients),
+        learning_rate=LEARNING_RATE,
+        mu=MU,
+        trigger=trigger,
+        synchronizer=name.split("-")[0],
+        **options,
+    )
+    for tree in gradients:
+        simulation.step(
+            [
+                {k: np.asarray(g[i], float) for k, g in tree.items()}
+                for i in range_of(tree)
+            ]
+        )
+        yield simulation
+
+
+def range_of(tree):
+    return range(len(tree["bias"]))
+
+
+def same_signs(q, like):
+    """Q with the column signs of another: power iteration leaves them open."""
+    signs = np.sign((q * like).sum(-2, keepdims=True))
+    return q * np.where(signs == 0, 1, signs)
+
+
+def compare(trajectory, simulations):
+    """Every step's parameters, momenta and Q; the decisions of the library."""
+    steps = []
+    for (params, state), simulation in zip(trajectory, simulations, strict=True):
+        steps.append((params, state))
+        momenta, qs = helpers.dion_state(state)
+        for i in range(len(simulation.params)):
+            for name, expected in simulation.params[i].items():
+                close(params[name][i], expected, "params")
+            for name, expected in simulation.momenta[i].items():
+                close(momenta[name][i], expected, "momenta")
+            for name, expected in simulation.qs[i].items():
+                close(same_signs(qs[name][i], expected), expected, "qs")
+    return helpers.decisions(steps)
+
+
+def close(actual, expected, what):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=ATOL[what], err_msg=what)
+
+
+def cases():
+    """All of them, of which a few are not slow."""
+    for name in SYNCHRONIZERS:
+        for trigger in TRIGGERS:
+            for run, replicas in (("mesh", 8), ("mesh", 2), ("vmap", 8)):
+                quick = (name, trigger, run, replicas) in QUICK
+                yield pytest.param(
+                    *(name, trigger, run, replicas),
+                    id=f"{name}-{trigger}-{run}-{replicas}",
+                    marks=() if quick else pytest.mark.slow,
+                )
+
+
+@pytest.mark.parametrize(("name", "trigger", "run", "replicas"), list(cases()))
+def test_the_library_is_the_reference(name, trigger, run, replicas):
+    synchronizer, options = SYNCHRONIZERS[name]
+    # Householder QR compiles in half the time.
+    quick = (name, trigger, run, replicas) in QUICK
+    orthonormalize = cd.householder_qr if quick else cd.cholesky_qr
+    tx = optimizer(TRIGGERS[trigger][0], synchronizer, orthonormalize)
+    params = helpers.make_params()
+    gradients = helpers.make_gradients(STEPS, replicas, scales=SCALES)
+    _, q = helpers.dion_state(tx.init(params))
+    q = {k: np.asarray(q[k]) for k in helpers.MATRICES}
+    simulations = simulate(params, q, gradients, TRIGGERS[trigger][1], name, options)
+    history = []
+
+    def remembered():
+        for simulation in simulations:
+            history.append(simulation.synced[-1])
+            yield simulation
+
+    decided = compare(RUNS[run](tx, params, gradients), remembered())
+    assert decided == history
+    assert True in decided
+    assert False in decided

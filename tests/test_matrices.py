@@ -1,0 +1,187 @@
+"""Parameters seen as stacks of matrices: there and back, scale, rank, messages."""
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from curvadion_jax import _matrices
+from curvadion_jax._matrices import check_rank, make_view, rank_of
+
+# name: shape, fan-in axes, fan-out axes, (batch, rows, cols), whether rows are fan-out
+VIEWS = {
+    "wide": ((3, 5), 0, 1, (), 5, 3, True),
+    "tall": ((5, 3), 0, 1, (), 5, 3, False),
+    "square": ((4, 4), 0, 1, (), 4, 4, True),
+    "torch": ((5, 3), 1, 0, (), 5, 3, True),
+    "row": ((1, 6), 0, 1, (), 6, 1, True),
+    "column": ((6, 1), 0, 1, (), 6, 1, False),
+    "single": ((1, 1), 0, 1, (), 1, 1, True),
+    "batch-front": ((2, 3, 5), 1, 2, (2,), 5, 3, True),
+    "batch-middle": ((3, 2, 5), 0, 2, (2,), 5, 3, True),
+    "batch-back": ((5, 3, 2), 0, 1, (2,), 5, 3, False),
+    "batch-around": ((2, 3, 4, 5), 1, 3, (2, 4), 5, 3, True),
+    "query": ((6, 2, 4), 0, (1, 2), (), 8, 6, True),
+    "query-narrow": ((9, 2, 4), 0, (1, 2), (), 9, 8, False),
+    "query-square": ((8, 2, 4), 0, (1, 2), (), 8, 8, True),
+    "out": ((2, 4, 6), (0, 1), 2, (), 8, 6, False),
+    "query-stack": ((3, 6, 2, 4), 1, (2, 3), (3,), 8, 6, True),
+    "out-stack": ((3, 2, 4, 6), (1, 2), 3, (3,), 8, 6, False),
+    "batch-splits-fan-out": ((2, 6, 4), 1, (0, 2), (), 8, 6, True),
+    "negative-axes": ((2, 3, 5), -2, -1, (2,), 5, 3, True),
+    "no-layers-in-the-stack-but-one": ((1, 3, 5), 1, 2, (1,), 5, 3, True),
+}
+
+
+def cases(*columns):
+    chosen = [tuple(case[c] for c in columns) for case in VIEWS.values()]
+    return [pytest.param(*c, id=name) for name, c in zip(VIEWS, chosen, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "fan_in", "fan_out", "batch", "rows", "cols"), cases(0, 1, 2, 3, 4, 5)
+)
+def test_there_and_back(shape, fan_in, fan_out, batch, rows, cols):
+    view = make_view(shape, fan_in, fan_out)
+    assert (view.batch, view.rows, view.cols) == (batch, rows, cols)
+    x = jnp.arange(math.prod(shape)).reshape(shape)
+    matrix = view.to_matrix(x)
+    assert matrix.shape == (*batch, rows, cols)
+    np.testing.assert_array_equal(view.from_matrix(matrix), x)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fan_in", "fan_out", "rows_are_fan_out"), cases(0, 1, 2, 6)
+)
+def test_every_element_lands_in_its_row_and_column(
+    shape, fan_in, fan_out, rows_are_fan_out
+):
+    view = make_view(shape, fan_in, fan_out)
+    matrix = np.asarray(view.to_matrix(jnp.arange(math.prod(shape)).reshape(shape)))
+
+    def flat(index, axes):
+        axes = [a % len(shape) for a in (axes if isinstance(axes, tuple) else (axes,))]
+        sizes = [shape[a] for a in axes]
+        return int(np.ravel_multi_index([index[a] for a in axes], sizes))
+
+    for value, index in enumerate(itertools.product(*map(range, shape))):
+        place = flat(index, fan_out), flat(index, fan_in)
+        batch = tuple(index[a] for a in view.batch_axes)
+        assert matrix[(*batch, *(place if rows_are_fan_out else place[::-1]))] == value
+
+
+@pytest.mark.parametrize("name", ["tall", "batch-around", "query", "out-stack"])
+def test_norms_are_those_of_each_matrix(name):
+    shape, fan_in, fan_out, *_ = VIEWS[name]
+    view = make_view(shape, fan_in, fan_out)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.bfloat16)
+    norms = view.norms(x)
+    assert norms.dtype == jnp.float32
+    exact = np.asarray(view.to_matrix(x), np.float64)
+    # Sums of at most 72 float32 squares.
+    np.testing.assert_allclose(norms, np.linalg.norm(exact, axis=(-2, -1)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fan_in", "fan_out", "scale"),
+    [
+        pytest.param((2, 8), 0, 1, 2.0, id="wide"),
+        pytest.param((8, 2), 0, 1, 0.5, id="tall"),
+        pytest.param((8, 2), 1, 0, 2.0, id="torch"),
+        pytest.param((7, 3, 3), 1, 2, 1.0, id="stack-does-not-count"),
+        pytest.param((2, 4, 8), 0, (1, 2), 4.0, id="query"),
+        pytest.param((4, 8, 2), (0, 1), 2, 0.25, id="out"),
+    ],
+)
+def test_scale(shape, fan_in, fan_out, scale):
+    assert make_view(shape, fan_in, fan_out).scale == scale
+
+
+def test_lists_of_axes_and_numpy_integers():
+    axes: list[Any] = [np.int64(0)]
+    view = make_view((6, 2, 4), axes, [1, 2])
+    assert view == make_view((6, 2, 4), 0, (1, 2))
+    assert hash(view) == hash(make_view((6, 2, 4), 0, (1, 2)))
+
+
+def test_view_works_on_abstract_values():
+    view = make_view((2, 3, 5), 1, 2)
+    abstract = jax.ShapeDtypeStruct((2, 3, 5), jnp.float32)
+    assert jax.eval_shape(view.to_matrix, abstract).shape == (2, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fan_in", "fan_out", "message"),
+    [
+        pytest.param((3, 4), 0, 2, r"fan-out \(output\) axis 2 .* 2 dim", id="high"),
+        pytest.param((3, 4), -3, 1, r"fan-in \(reduction\) axis -3", id="low"),
+        pytest.param((3,), 0, 1, "axis 1 does not exist in 1 dim", id="vector"),
+        pytest.param((), 0, 1, "axis 0 does not exist in 0 dim", id="scalar"),
+        pytest.param((3, 4), 1, 1, "none of them twice", id="same"),
+        pytest.param((3, 4), 1, -1, r"twice; got \(1,\) and \(1,\)", id="same-sign"),
+        pytest.param((3, 4, 5), (0, 0), 1, "twice", id="twice-in-one"),
+        pytest.param((3, 4), (), 1, "at least one fan-in", id="no-fan-in"),
+        pytest.param((3, 4), 0, [], "one fan-out", id="no-fan-out"),
+        pytest.param((0, 4), 0, 1, r"\(0, 4\) has no elements", id="empty"),
+        pytest.param((0, 3, 4), 1, 2, "numbers None", id="empty-stack"),
+    ],
+)
+def test_axes_that_do_not_fit(shape, fan_in, fan_out, message):
+    with pytest.raises(ValueError, match=message):
+        make_view(shape, fan_in, fan_out)
+
+
+@pytest.mark.parametrize(
+    ("rank", "shape", "expected"),
+    [
+        pytest.param(1, (100, 30), 1, id="one-is-rank-one"),
+        pytest.param(1.0, (100, 30), 30, id="one-point-zero-is-full"),
+        pytest.param(4, (100, 30), 4, id="int"),
+        pytest.param(30, (100, 30), 30, id="int-full"),
+        pytest.param(31, (100, 30), 30, id="clipped"),
+        pytest.param(0.25, (100, 30), 8, id="rounded-up"),
+        pytest.param(0.5, (30, 100), 15, id="of-the-smaller-side"),
+        pytest.param(1e-9, (100, 30), 1, id="at-least-one"),
+        pytest.param(0.25, (7, 1), 1, id="column"),
+        pytest.param(0.07, (100, 100), 7, id="seven-percent-is-seven"),
+        pytest.param(7 / 25, (25, 40), 7, id="quotient"),
+    ],
+)
+def test_rank_of(rank, shape, expected):
+    assert rank_of(make_view(shape, 0, 1), rank) == expected
+
+
+@pytest.mark.parametrize("rank", [1, 7, 10**6, 0.001, 0.5, 1.0, np.float64(0.5)])
+def test_good_ranks_pass(rank):
+    check_rank(rank)
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "message"),
+    [
+        pytest.param(0, ValueError, "at least 1, got 0", id="zero"),
+        pytest.param(-1, ValueError, "at least 1, got -1", id="negative"),
+        pytest.param(1.5, ValueError, r"lie in \(0, 1\], got 1.5; .* int", id="1.5"),
+        pytest.param(0.0, ValueError, "got 0.0", id="zero-fraction"),
+        pytest.param(-0.5, ValueError, "got -0.5", id="negative-fraction"),
+        pytest.param(float("nan"), ValueError, "got nan", id="nan"),
+        pytest.param(float("inf"), ValueError, "got inf", id="inf"),
+        pytest.param(True, TypeError, "plain int or float, got True", id="bool"),
+        pytest.param("a", TypeError, "got 'a'", id="string"),
+        pytest.param(None, TypeError, "got None", id="none"),
+        pytest.param((1, 2), TypeError, r"got \(1, 2\)", id="tuple"),
+        pytest.param(np.ones(1), TypeError, "plain int or float", id="array"),
+    ],
+)
+def test_bad_ranks(rank, error, message):
+    with pytest.raises(error, match=message):
+        check_rank(rank)
+
+
+def test_traced_rank_names_static_args():
+    with pytest.raises(TypeError, match="name it in static_args"):
+        jax.jit(_matrices.check_rank)(4)

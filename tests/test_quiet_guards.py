@@ -1,0 +1,162 @@
+"""Parts that must stay local may not communicate, however deep they hide it."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import curvadion_jax as cd
+from curvadion_jax import _collectives, synchronizers, triggers
+
+AXIS = helpers.AXIS
+# Each takes and returns float32[2], and sends something.
+COLLECTIVES = {
+    "psum": lambda x: lax.psum(x, AXIS),
+    "pmean": lambda x: lax.pmean(x, AXIS),
+    "pmax": lambda x: lax.pmax(x, AXIS),
+    "pmin": lambda x: lax.pmin(x, AXIS),
+    "all_gather": lambda x: lax.all_gather(x, AXIS).sum(0),
+    "all_to_all": lambda x: lax.all_to_all(x, AXIS, 0, 0),
+    "ppermute": lambda x: lax.ppermute(x, AXIS, [(0, 1), (1, 0)]),
+    "psum_scatter": lambda x: lax.psum_scatter(x, AXIS, tiled=True).repeat(2),
+}
+
+
+def vary(x):
+    return _collectives.vary(x, AXIS)
+
+
+def with_rule(function, define, *rules):
+    getattr(function, define)(*rules)
+    return function
+
+
+NESTINGS = {
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "custom_jvp": lambda f: with_rule(jax.custom_jvp(f), "defjvp", f),
+    "custom_vjp": lambda f: with_rule(jax.custom_vjp(f), "defvjp", f, f),
+    "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
+    "cond": lambda f: lambda x: lax.cond(True, lambda x: vary(f(x)), vary, x),
+    "scan": lambda f: lambda x: lax.scan(lambda c, _: (vary(f(c)), ()), x, length=1)[0],
+    "while": lambda f: (
+        lambda x: lax.while_loop(lambda c: c[0] > 0, lambda c: vary(f(c)), x)
+    ),
+    "deep": lambda f: jax.jit(jax.checkpoint(jax.jit(f))),
+}
+
+
+def communicating(function):
+    """An optimizer that reduces gradients itself."""
+
+    def update(updates, state, params=None):
+        del params
+        sent = function(updates["bias"][:2])
+        return {**updates, "bias": updates["bias"].at[:2].set(sent)}, state
+
+    return optax.GradientTransformation(optax.identity().init, update)
+
+
+def refused(tx):
+    with pytest.raises(ValueError, match="leave that to the synchronizer, and pass"):
+        helpers.trace(lambda p, o, g: tx.update(g, o, p), tx)
+
+
+def with_inner(inner, synchronizer=None) -> Any:
+    return cd.adaptive_sync(
+        inner, triggers.every_k(2), synchronizer or synchronizers.reconcile(), AXIS
+    )
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_an_inner_optimizer_that_communicates_is_refused(name):
+    refused(with_inner(communicating(COLLECTIVES[name])))
+
+
+@pytest.mark.parametrize("name", NESTINGS)
+def test_a_hidden_collective_is_found(name):
+    refused(with_inner(communicating(NESTINGS[name](COLLECTIVES["psum"]))))
+
+
+@pytest.mark.parametrize(
+    "synchronizer",
+    [
+        pytest.param(synchronizers.average_gradients(), id="average_gradients"),
+        pytest.param(synchronizers.average_factors(), id="average_factors"),
+        pytest.param(synchronizers.reconcile(), id="reconcile"),
+    ],
+)
+def test_dion_with_an_axis_of_its_own_is_refused(synchronizer):
+    refused(with_inner(cd.dion(0.1, axis_name=AXIS), synchronizer))
+
+
+def test_a_local_step_that_communicates_is_refused():
+    refused(
+        cd.curvadion(
+            0.1, axis_name=AXIS, local_step=communicating(COLLECTIVES["pmean"])
+        )
+    )
+
+
+def test_a_trigger_that_communicates_is_refused():
+    def decide(seen):
+        norm = lax.pmax(optax.tree.norm(seen.gradients), AXIS)
+        return triggers.decision(norm > 1, norm)
+
+    refused(cd.curvadion(0.1, axis_name=AXIS, trigger=triggers.stateless(decide)))
+
+
+def test_collectives_within_a_replica_pass():
+    mesh = cd.replicas.make_mesh(2, {"part": 2})
+    tx = with_inner(communicating(lambda x: lax.pmean(x, "part")))
+    params = {"bias": jnp.ones(5)}
+
+    def body(*stacked):
+        state, params, gradients = jax.tree.map(lambda x: x[0, 0], stacked)
+        updates, _ = tx.update(gradients, state, params)
+        return updates["bias"][None, None]
+
+    stacked = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (2, 2, *x.shape)), (tx.init(params), params)
+    )
+    specs = P(AXIS, "part")
+    both = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs)
+    jax.eval_shape(both, *stacked, stacked[1])
+
+
+@pytest.mark.parametrize(
+    ("quiet", "message"),
+    [
+        pytest.param(lambda x: x.astype(jnp.float16), "float32.*float16", id="dtype"),
+        pytest.param(lambda x: x[:2], r"\[5\].*\[2\]", id="shape"),
+        pytest.param(lambda x: (x,), "return different trees", id="tree"),
+    ],
+)
+def test_branches_that_return_different_things_are_refused(quiet, message):
+    def step(params, opt_state, gradients):
+        x = gradients["bias"]
+        decision = _collectives.any_replica(x.sum() > 0, AXIS)
+        return _collectives.cond(decision, lambda x: x, quiet, x, axis_name=AXIS), ()
+
+    with pytest.raises(ValueError, match=message):
+        helpers.trace(step, with_inner(optax.sgd(0.1)))
+
+
+def test_a_synchronizer_that_changes_its_states_dtype_is_refused():
+    def step(local, state, mean):
+        updates, inner_state = local.take(mean(local.gradients))
+        return updates, inner_state, state.astype(jnp.bfloat16)
+
+    synchronizer = synchronizers.Synchronizer(
+        lambda params, inner_state: jnp.zeros(2),
+        step,
+        lambda params, inner_state, views: 0,
+    )
+    tx = with_inner(optax.sgd(0.1), synchronizer)
+    with pytest.raises(ValueError, match="must keep the shapes and dtypes"):
+        helpers.trace(lambda p, o, g: tx.update(g, o, p), tx)
