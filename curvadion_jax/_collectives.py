@@ -196,11 +196,14 @@ def _hangs(jaxpr: Jaxpr, axis_name: str) -> bool:
     """Whether a collective stands in a branch that replicas may not take together."""
     for equation in jaxpr.eqns:
         inner = _inner_programs(equation)
+        decided_by = []
         if equation.primitive.name == "cond":
-            if axis_name in _varying_aval(equation.invars[0].aval) and any(
-                _collectives(p, axis_name) for p in inner
-            ):
-                return True
+            decided_by = [equation.invars[0].aval]
+        elif equation.primitive.name == "while":
+            decided_by = equation.params["cond_jaxpr"].out_avals
+        local = any(axis_name in _varying_aval(aval) for aval in decided_by)
+        if local and any(_collectives(program, axis_name) for program in inner):
+            return True
         if any(_hangs(program, axis_name) for program in inner):
             return True
     return False

@@ -4,11 +4,11 @@ The default is Cholesky QR, column-scaled, shifted and repeated: matrix products
 one small (r, r) factorisation, so that it runs in float32 on accelerators, shards
 along the rows and batches. Householder QR is the reference.
 
-Both give an orthonormal basis of the columns, in the order of the columns, up to
-signs. Where the columns are dependent, QR has to invent directions: Householder QR
-always does, Cholesky QR takes them from the rounding noise or, where there is none
-(zero columns, exact copies), returns zero columns. Whether an invented direction
-matters is for the caller to say, who knows the matrix (`_low_rank`). NaN or infinity
+Both give an orthonormal basis of the columns, in the order of the columns, with the
+signs of a QR whose triangle has a positive diagonal. Where the columns are dependent,
+QR has to invent directions: Householder QR always does, Cholesky QR takes them from
+the rounding noise or, where there is none (zero columns, exact copies), returns zero
+columns. Whether an invented direction matters is for the caller to say, who knows the matrix (`_low_rank`). NaN or infinity
 in the input gives NaN in the output: a poisoned input is never silently repaired.
 """
 
@@ -161,7 +161,13 @@ def householder_qr(a: jax.Array) -> jax.Array:
       [0.6, 0.8]
     """
     if a.ndim == 2:
-        return jnp.linalg.qr(a)[0]
+        return _positive_qr(a)
     stack = a.reshape(-1, *a.shape[-2:])
-    basis = lax.map(lambda matrix: jnp.linalg.qr(matrix)[0], stack)
-    return basis.reshape(a.shape)
+    return lax.map(_positive_qr, stack).reshape(a.shape)
+
+
+def _positive_qr(a: jax.Array) -> jax.Array:
+    # With a positive diagonal of the triangle, as Cholesky QR has it, replicas with
+    # similar matrices get similar bases, and not some of opposite sign.
+    basis, triangle = jnp.linalg.qr(a)
+    return basis * jnp.where(jnp.diagonal(triangle) < 0, -1, 1)[None, :]

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from curvadion_jax import _partition
 from curvadion_jax._adaptive_sync import _WORD, SyncMetrics
 
 FLAG_BYTES = 4
@@ -36,12 +35,14 @@ def observe(opt_state: Any) -> SyncMetrics:
       ()
     """
     # By name and not by type: `flax.nnx.split` makes dictionaries of named tuples.
+    fields = set(SyncMetrics._fields)
     groups: dict[tuple[str, ...], dict[str, Any]] = collections.defaultdict(dict)
     for path, leaf in jax.tree.leaves_with_path(opt_state):
-        names = _partition.path_names(path)
+        names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+        if len(names) > 1 and names[-1] == "value" and names[-2] in fields:
+            names = names[:-1]  # nnx wraps every array in a variable with a `value`
         if names:
             groups[names[:-1]][names[-1]] = leaf
-    fields = set(SyncMetrics._fields)
     found = [group for group in groups.values() if fields <= group.keys()]
     if len(found) != 1:
         raise ValueError(

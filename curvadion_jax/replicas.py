@@ -116,7 +116,8 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
         # A weakly typed number would change its type on the first step.
         if not isinstance(x, jax.Array):
             return jnp.asarray(x, jnp.result_type(x))
-        return lax.convert_element_type(x, x.dtype) if x.weak_type else x
+        weak = getattr(jax.typeof(x), "weak_type", False)  # a key has no such type
+        return lax.convert_element_type(x, x.dtype) if weak else x
 
     @functools.partial(jax.jit, out_shardings=sharding)
     def broadcast(tree):

@@ -3,7 +3,6 @@
 import helpers
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax import lax
@@ -198,11 +197,31 @@ def test_a_local_decision_around_a_collective_is_refused(name):
     inner = optax.apply_if_finite(cd.dion(0.1), 3)
     tx = cd.adaptive_sync(inner, triggers.every_k(2), SYNCHRONIZERS[name](), AXIS)
     matrices = {k: helpers.make_params()[k] for k in helpers.MATRICES}
-    state = cd.replicas.replicate((matrices, tx.init(matrices)), MESH)
-    gradients = {k: np.ones((REPLICAS, *v.shape)) for k, v in matrices.items()}
-    step = helpers.replica_step(tx, MESH)
     if name != "average_factors":
-        jax.eval_shape(step, state, gradients)
+        helpers.trace(lambda p, o, g: tx.update(g, o, p), tx, matrices)
         return
     with pytest.raises(ValueError, match="differs between the replicas"):
-        jax.eval_shape(step, state, gradients)
+        helpers.trace(lambda p, o, g: tx.update(g, o, p), tx, matrices)
+
+
+def test_a_local_loop_around_a_collective_is_refused():
+    # As many Dion steps as the replica's own gradients ask for.
+    dion = cd.scale_by_dion()
+
+    def update(updates, state, params=None, **extra_args):
+        times = (updates["tall"][0, 0] > 0).astype(jnp.int32)
+        nothing = jax.tree.map(lambda g: 0 * g, updates)
+
+        def again(_, carry):
+            result = dion.update(updates, carry[1], params, **extra_args)
+            return _collectives.vary(result, AXIS)
+
+        return lax.fori_loop(0, times, again, (nothing, state))
+
+    inner = optax.GradientTransformationExtraArgs(dion.init, update)
+    tx = cd.adaptive_sync(
+        inner, triggers.every_k(2), synchronizers.average_factors(), AXIS
+    )
+    matrices = {k: helpers.make_params()[k] for k in helpers.MATRICES}
+    with pytest.raises(ValueError, match="differs between the replicas"):
+        helpers.trace(lambda p, o, g: tx.update(g, o, p), tx, matrices)

@@ -116,21 +116,6 @@ class Attention(NamedTuple):
     mu: Any
 
 
-def test_parameters_named_like_states_are_averaged_like_others():
-    params = Attention(jnp.zeros(2), jnp.zeros(3))
-    gradients = Attention(np.arange(4.0).reshape(2, 2), np.arange(6.0).reshape(2, 3))
-    gradients = jax.tree.map(np.float32, gradients)
-    tx = optimizer(optax.adam(0.1, b1=0.5, b2=0.75), k=1, other_state=True)
-    state = helpers.start(tx, params, cd.replicas.make_mesh(2))
-    step = helpers.replica_step(tx, cd.replicas.make_mesh(2))
-    (_, opt_state), _ = helpers.quick(step, state, gradients)(state, gradients)
-    adam = opt_state.inner_state[0]
-    for name, gradient in gradients._asdict().items():
-        for moment, power in ((adam.mu, gradient / 2), (adam.nu, gradient**2 / 4)):
-            expected = np.broadcast_to(power.mean(0), power.shape)
-            np.testing.assert_array_equal(getattr(moment, name), expected)
-
-
 def test_averaging_leaves_hyperparameters_alone():
     # 0.1 summed over 3 replicas and divided by 3 need not be 0.1 again.
     inner = optax.inject_hyperparams(optax.adam)(0.1)

@@ -44,15 +44,18 @@ def small(
     )
 
 
-def alone(tx, gradients, params=None):
-    params = helpers.make_params() if params is None else params
+NAMES = ("bias", "embed")
+
+
+def alone(tx, gradients):
+    params = {name: helpers.make_params()[name] for name in gradients[0]}
     return list(helpers.run_alone(tx, params, gradients))
 
 
-def one_replica(steps, seed=1, scale=1.0):
+def one_replica(steps, scale=1.0, names=NAMES):
     return [
-        jax.tree.map(lambda g: scale * g[0], tree)
-        for tree in helpers.make_gradients(steps, 1, seed)
+        {name: scale * tree[name][0] for name in names}
+        for tree in helpers.make_gradients(steps, 1)
     ]
 
 
@@ -88,8 +91,9 @@ def test_multi_steps_around():
     micro = alone(optax.MultiSteps(tx, 2), gradients)
     whole = alone(tx, means)
     for index in range(6):
-        before = whole[(index + 1) // 2 - 1][0] if index else helpers.make_params()
-        close(micro[index][0], before)
+        params, start = micro[index][0], helpers.make_params()
+        before = whole[(index + 1) // 2 - 1][0] if index else start
+        close(params, {name: before[name] for name in NAMES})
     assert int(micro[-1][1].inner_opt_state.metrics.steps) == 3
 
 
@@ -190,7 +194,7 @@ def test_injected_threshold():
         return small(trigger, synchronizers.average_gradients(), inner=inner)
 
     tx: Any = optax.inject_hyperparams(factory)(0.1, threshold=1e6)
-    params = helpers.make_params()
+    params = {name: helpers.make_params()[name] for name in NAMES}
     state, traces = tx.init(params), []
 
     @jax.jit
@@ -213,8 +217,9 @@ def test_injected_curvadion():
         cd.curvadion, static_args=("rank", "error_feedback", "seed")
     )
     rate = optax.linear_schedule(0.1, 0.0, 5)
-    injected = alone(tx(rate, rank=2, momentum=0.9), one_replica(3))
-    plain = alone(cd.curvadion(rate, rank=2, momentum=0.9), one_replica(3))
+    gradients = one_replica(3, names=helpers.SHAPES)
+    injected = alone(tx(rate, rank=2, momentum=0.9), gradients)
+    plain = alone(cd.curvadion(rate, rank=2, momentum=0.9), gradients)
     for (params, _), (expected, _) in zip(injected, plain, strict=True):
         close(params, expected)
     assert injected[-1][1].hyperparams["momentum"] == np.float32(0.9)
