@@ -8,8 +8,9 @@ Both give an orthonormal basis of the columns, in the order of the columns, with
 signs of a QR whose triangle has a positive diagonal. Where the columns are dependent,
 QR has to invent directions: Householder QR always does, Cholesky QR takes them from
 the rounding noise or, where there is none (zero columns, exact copies), returns zero
-columns. Whether an invented direction matters is for the caller to say, who knows the matrix (`_low_rank`). NaN or infinity
-in the input gives NaN in the output: a poisoned input is never silently repaired.
+columns. Whether an invented direction matters is for the caller to say, who knows the
+matrix (`_low_rank`). NaN or infinity in the input gives NaN in the output: a poisoned
+input is never silently repaired.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """After a sync of `reconcile` replicas are together: anchor, parameters, momentum."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import helpers
 import jax
@@ -107,13 +107,6 @@ def test_other_state_is_averaged_or_stays(other_state, momentum):
     np.testing.assert_array_equal(adam.mu["w"], mu)
     np.testing.assert_array_equal(adam.nu["w"], nu)
     np.testing.assert_array_equal(adam.count, [1, 1])
-
-
-class Attention(NamedTuple):
-    """Parameters whose names are those of optimizer states."""
-
-    q: Any
-    mu: Any
 
 
 def test_averaging_leaves_hyperparameters_alone():
