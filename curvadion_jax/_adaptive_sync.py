@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _collectives, _partition
+from curvadion_jax import _collectives, _partition, _paths
 from curvadion_jax._matrices import MatrixView
 from curvadion_jax.synchronizers import LocalStep, Synchronizer
+from curvadion_jax.synchronizers._base import dion_states
 from curvadion_jax.triggers import Decision, Observation, Trigger
 from curvadion_jax.triggers._base import check_trigger
 
@@ -111,9 +112,9 @@ def _next_metrics(old: SyncMetrics, decision: Decision, synced: jax.Array):
         syncs=jnp.where(synced, optax.safe_increment(old.syncs), old.syncs),
         quiet_steps=jnp.where(synced, 0, optax.safe_increment(old.quiet_steps)),
         synced=synced,
-        value=decision.value,
-        threshold=decision.threshold,
-        layer=decision.layer,
+        value=jnp.asarray(decision.value, jnp.float32),
+        threshold=jnp.asarray(decision.threshold, jnp.float32),
+        layer=jnp.asarray(decision.layer, jnp.int32),
     )
 
 
@@ -127,11 +128,8 @@ def _checked_params(updates: Any, params: Any) -> Any:
             "gradients and parameters must be trees of the same structure, got\n"
             f"{jax.tree.structure(updates)}\nand\n{jax.tree.structure(params)}"
         )
-    pairs = zip(
-        jax.tree.leaves_with_path(params), jax.tree.leaves(updates), strict=True
-    )
-    for (path, param), gradient in pairs:
-        name = _partition.path_name(path)
+    pairs = zip(_paths.leaves_with_path(params), jax.tree.leaves(updates), strict=True)
+    for (name, param), gradient in pairs:
         if param.shape != gradient.shape:
             raise ValueError(
                 f"the gradient of {name!r} has shape {gradient.shape}, the parameter "
@@ -235,21 +233,29 @@ def adaptive_sync(
             result = inner.update(gradients, inner_state, params, **extra_args, **more)
             return _like(result[0], params), _like(result[1], inner_state)
 
-        decide = _decide_with(trigger, take, views)
-        if axis_name is not None:
-            _collectives.refuse_collectives(
-                decide, updates, params, state, axis_name=axis_name
-            )
+        def accumulate(gradients, inner_state, params):
+            asked = _Asked()
+            _, result = take(gradients, inner_state, params, momentum_only=asked)
+            if dion_states(inner_state) and not asked.seen:
+                raise ValueError(
+                    "a transformation around Dion does not pass on the extra argument "
+                    "momentum_only. Build it as an "
+                    "optax.GradientTransformationExtraArgs that forwards extra "
+                    "arguments"
+                )
+            return result
+
+        decide = _decide_with(trigger, accumulate, views)
+        _collectives.refuse_collectives(
+            decide, updates, params, state, axis_name=axis_name
+        )
         decision, trigger_state = decide(updates, params, state)
         synced = _collectives.any_replica(decision.fire, axis_name)
         local_updates, local_state = updates, state.local_state
         if local_step is not None:
             step_alone = functools.partial(local_step.update, **extra_args)
             operands = updates, state.local_state, params
-            if axis_name is not None:
-                _collectives.refuse_collectives(
-                    step_alone, *operands, axis_name=axis_name
-                )
+            _collectives.refuse_collectives(step_alone, *operands, axis_name=axis_name)
             local_updates, local_state = step_alone(*operands)
 
         def sync(gradients, local_updates, inner_state, sync_state, params):
@@ -259,7 +265,7 @@ def adaptive_sync(
                 inner_state,
                 params,
                 views,
-                lambda g, **more: take(g, inner_state, params, **more),
+                lambda g, state, **more: take(g, state, params, **more),
                 _collectives.axis_size(axis_name),
             )
             result, inner_state, sync_state = synchronizer.step(
@@ -272,9 +278,7 @@ def adaptive_sync(
                 result, inner_state = take(gradients, inner_state, params)
             else:
                 result = _like(local_updates, params)
-                _, inner_state = take(
-                    gradients, inner_state, params, momentum_only=True
-                )
+                inner_state = accumulate(gradients, inner_state, params)
             return result, inner_state, sync_state
 
         result, inner_state, sync_state = _collectives.cond(
@@ -313,10 +317,20 @@ def _check_arguments(inner, synchronizer, axis_name, local_step) -> None:
     _collectives.check_axis_name(axis_name)
 
 
-def _decide_with(trigger: Trigger, take, views: Mapping[str, MatrixView | None]):
+class _Asked:
+    """A true value that knows whether anyone has looked at it."""
+
+    seen = False
+
+    def __bool__(self) -> bool:
+        self.seen = True
+        return True
+
+
+def _decide_with(trigger: Trigger, accumulate, views: Mapping[str, MatrixView | None]):
     def decide(gradients, params, state: AdaptiveSyncState):
         def next_inner_state():
-            return take(gradients, state.inner_state, params, momentum_only=True)[1]
+            return accumulate(gradients, state.inner_state, params)
 
         metrics = state.metrics
         observation = Observation(

@@ -14,18 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-_COMMUNICATING = (
-    "psum",
-    "pmax",
-    "pmin",
-    "all_gather",
-    "all_to_all",
-    "ppermute",
-    "pbroadcast",
-    "psum_scatter",
-    "reduce_scatter",
-    "ragged_all_to_all",
-)
+# What may name an axis without sending anything over it; all else counts as
+# communication, so that a collective new to JAX is not overlooked.
+_SILENT = ("axis_index", "pvary")
 
 
 def check_axis_name(axis_name: Any) -> None:
@@ -70,6 +61,12 @@ def is_checked(axis_name: str | None) -> bool:
 def is_manual(axis_name: str | None) -> bool:
     """Whether the axis is one of an enclosing shard_map (and not of a vmap)."""
     return axis_name in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def checked_axes() -> list[str]:
+    """Axes of enclosing shard_maps over which JAX tracks what differs."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return [axis for axis in manual if is_checked(axis)]
 
 
 def varying_manual_axes(x: Any) -> frozenset[str]:
@@ -209,14 +206,20 @@ def _hangs(jaxpr: Jaxpr, axis_name: str) -> bool:
     return False
 
 
+def _named_axes(equation: JaxprEqn) -> set[Any]:
+    named = set()
+    for key in ("axes", "axis_name"):
+        axes = equation.params.get(key, ())
+        named.update(axes if isinstance(axes, tuple | list) else (axes,))
+    return named
+
+
 def _collectives(jaxpr: Jaxpr, axis_name: str) -> list[str]:
     """Names of the collectives over the axis in a program, nested ones included."""
     found = []
     for equation in jaxpr.eqns:
-        axes = equation.params.get("axes", equation.params.get("axis_name", ()))
-        axes = axes if isinstance(axes, tuple | list) else (axes,)
         name = equation.primitive.name
-        if axis_name in axes and name.startswith(_COMMUNICATING):
+        if name not in _SILENT and axis_name in _named_axes(equation):
             found.append(name)
         for program in _inner_programs(equation):
             found.extend(_collectives(program, axis_name))
@@ -274,8 +277,8 @@ def require_local(
         raise ValueError(
             "shard_map was called with check_vma=False, so gradients that are "
             f"averaged over {axis_name!r} already cannot be told from local ones. "
-            "Leave check_vma on, or pass allow_unchecked=True and make sure of it "
-            "yourself"
+            "Leave check_vma on, or use curvadion or adaptive_sync with "
+            "allow_unchecked=True and make sure of it yourself"
         )
     for path, leaf in leaves:
         if axis_name not in _varying(leaf):

@@ -28,6 +28,7 @@ from curvadion_jax import (
     _matrices,
     _orthonormalize,
     _partition,
+    _paths,
 )
 from curvadion_jax._matrices import MatrixView
 
@@ -73,8 +74,7 @@ def _matrix_leaves(
 ) -> list[tuple[str, jax.Array, MatrixView]]:
     views = _partition.matrix_views(tree, dimension_numbers)
     leaves = []
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        name = _partition.path_name(path)
+    for name, leaf in _paths.leaves_with_path(tree):
         view = views[name]
         if view is None:
             raise ValueError(
@@ -127,7 +127,8 @@ def scale_by_dion(
     With `axis_name`, B Q and then B^T P are averaged over the replicas. The momentum
     stays on its replica, and the update equals that of Dion on the mean gradient, for
     (rows + cols) r elements instead of rows x cols. Where the factors would be larger
-    than the matrix, B is averaged instead, to the same effect.
+    than the matrix, B is averaged instead, to the same effect. Both hold while Q is
+    the same on all replicas: as long as every step reduces.
 
     Args:
       rank: an int is a rank, clipped to each matrix; a float in (0, 1] is a fraction
@@ -201,7 +202,11 @@ def scale_by_dion(
             return DionState(state_momentum, q=jnp.zeros([]))
         qs = [
             _initial_q(
-                name, view, _matrices.rank_of(view, rank), seed, mu_dtype or x.dtype
+                name,
+                view,
+                _matrices.resolve_rank(view.cols, rank),
+                seed,
+                mu_dtype or x.dtype,
             )
             for name, x, view in leaves
         ]
@@ -311,10 +316,11 @@ def dion(
     widths and depths.
 
     The other parameters (embeddings, output heads, norms, biases) go to
-    `other_optimizer`. The default is AdamW with b1 = 0.9, b2 = 0.95 and no weight
-    decay: their gradients are sparse or of very unequal size, for which a step of its
-    own size per element is the tried choice, the decay rates are those of published
-    language-model runs, and norms and embeddings are usually not decayed.
+    `other_optimizer`. The default is AdamW with b1 = 0.9, b2 = 0.95, eps = 1e-7 and
+    no weight decay: their gradients are sparse or of very unequal size, for which a
+    step of its own size per element is the tried choice, the decay rates are those of
+    published language-model runs, norms and embeddings are usually not decayed, and
+    a smaller epsilon is zero in float16.
 
     With `axis_name` this is synchronous data-parallel Dion: factors of matrices are
     averaged in compressed form, other gradients in full. For steps that communicate
@@ -366,7 +372,12 @@ def dion(
         if other_learning_rate is None:
             other_learning_rate = learning_rate
         other_optimizer = optax.adamw(
-            other_learning_rate, b1=0.9, b2=0.95, weight_decay=0.0, mu_dtype=mu_dtype
+            other_learning_rate,
+            b1=0.9,
+            b2=0.95,
+            eps=1e-7,  # 1e-8 is zero in float16
+            weight_decay=0.0,
+            mu_dtype=mu_dtype,
         )
     elif other_learning_rate is not None:
         raise ValueError(

@@ -19,9 +19,8 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from curvadion_jax._matrices import MatrixView
+from curvadion_jax._matrices import MatrixView, matmul
 from curvadion_jax._orthonormalize import Orthonormalize
 
 ReduceFn = Callable[[list[jax.Array]], list[jax.Array]]
@@ -31,20 +30,14 @@ ReduceFn = Callable[[list[jax.Array]], list[jax.Array]]
 _EPSILON = 1e-8
 
 
-def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    # Products of bfloat16 passes, the default on TPU, leave noise in R where the
-    # momentum has nothing, and noise in R becomes a step of full length.
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
-
-
 def left_product(B: jax.Array, Q: jax.Array) -> jax.Array:
     """B Q, the start of the power iteration, shape [*batch, rows, r]."""
-    return _matmul(B, Q.astype(B.dtype))
+    return matmul(B, Q.astype(B.dtype))
 
 
 def right_product(B: jax.Array, P: jax.Array) -> jax.Array:
     """R = B^T P, shape [*batch, cols, r]."""
-    return _matmul(B.mT, P)
+    return matmul(B.mT, P)
 
 
 def unit_columns(R: jax.Array, Q: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -77,12 +70,12 @@ def unit_columns(R: jax.Array, Q: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def subtract_product(B: jax.Array, P: jax.Array, R: jax.Array, factor) -> jax.Array:
     """Error feedback B - (1 - mu) P R^T, with factor = 1 - mu."""
-    return B - factor * _matmul(P, R.mT)
+    return B - factor * matmul(P, R.mT)
 
 
 def direction(P: jax.Array, Q: jax.Array, present: jax.Array) -> jax.Array:
     """The update P Q^T, shape [*batch, rows, cols], without the absent columns."""
-    return _matmul(jnp.where(present, P, 0), Q.mT)
+    return matmul(jnp.where(present, P, 0), Q.mT)
 
 
 def reduces_factors(view: MatrixView, r: int) -> bool:
@@ -121,11 +114,10 @@ def power_iteration(
     orthonormalize: Orthonormalize,
     reduce: Callable[[list[jax.Array]], list[jax.Array]] = lambda factors: factors,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """P = orth(reduce(B Q)) and R = reduce(B^T P) for a list of stacks of matrices."""
+    """P = orth(reduce(B Q)) and this replica's R = B^T P, for stacks of matrices."""
     left = reduce([left_product(b, q) for b, q in zip(matrices, qs, strict=True)])
     left = _orthonormalize_groups(left, orthonormalize)
-    right = [right_product(b, p) for b, p in zip(matrices, left, strict=True)]
-    return left, reduce(right)
+    return left, [right_product(b, p) for b, p in zip(matrices, left, strict=True)]
 
 
 def _reduce_where(
@@ -170,16 +162,20 @@ def dion_step(
     ]
     total = _reduce_where(total, [not c for c in compressed], reduce_fn)
     matrices = [view.to_matrix(b) for view, b in zip(views, total, strict=True)]
-    left, right = power_iteration(
-        matrices,
-        qs,
-        orthonormalize,
-        lambda factors: _reduce_where(factors, compressed, reduce_fn),
-    )
+
+    def reduce(factors):
+        return _reduce_where(factors, compressed, reduce_fn)
+
+    left, own = power_iteration(matrices, qs, orthonormalize, reduce)
+    common = reduce(own)
     results = []
-    for view, b, p, r, q in zip(views, matrices, left, right, qs, strict=True):
-        new_q, present = unit_columns(r, q)
+    for view, b, p, r, mean_r, q in zip(
+        views, matrices, left, own, common, qs, strict=True
+    ):
+        new_q, present = unit_columns(mean_r, q)
         if factor is not None:
+            # Each replica takes away what it gave. With the mean of R the update would
+            # be the same, but replicas' differences would add up in momenta for ever.
             b = subtract_product(b, p, r, jnp.asarray(factor, b.dtype))
         update = view.scale * direction(p, new_q, present)
         results.append((view.from_matrix(update), view.from_matrix(b), new_q))

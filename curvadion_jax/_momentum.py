@@ -1,35 +1,59 @@
 """Where an optimizer's state keeps its momentum, and which leaves those are."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import optax
 
-from curvadion_jax import _partition
+from curvadion_jax import _paths
 
 _FIELDS = ("momentum", "trace", "mu")
 
 
-def _field(path: tuple[Any, ...], field: str) -> int | None:
-    """Where along a key path a named tuple's field of that name is."""
-    for index, entry in enumerate(path):
-        if isinstance(entry, jax.tree_util.GetAttrKey) and entry.name == field:
-            return index
-    return None
+def _names(node: Any) -> tuple[str, ...]:
+    """Fields of a state: those of a named tuple or of a dataclass."""
+    if isinstance(node, tuple):
+        return getattr(node, "_fields", ())
+    if dataclasses.is_dataclass(node):
+        return tuple(field.name for field in dataclasses.fields(node))
+    return ()
+
+
+def _outermost(state: optax.OptState, *fields: str | None) -> list[Any]:
+    """Leaves, and the outermost nodes that have one of these fields.
+
+    Not what lies below them: parameters may have fields of these names too.
+    """
+    return jax.tree.leaves(
+        state, is_leaf=lambda node: not set(fields).isdisjoint(_names(node))
+    )
 
 
 def find_field(state: optax.OptState) -> str | None:
     """Name of the field that holds the momentum: Dion's, else `trace`, else `mu`."""
-    paths = [path for path, _ in jax.tree.leaves_with_path(state)]
+    nodes = _outermost(state, *_FIELDS)
     for field in _FIELDS:
-        if any(_field(path, field) is not None for path in paths):
+        if any(field in _names(node) for node in nodes):
             return field
     return None
 
 
-def is_in_field(path: tuple[Any, ...], field: str | None) -> bool:
-    """Whether the leaf at this path of an optimizer state lies in that field."""
-    return field is not None and _field(path, field) is not None
+def in_field(
+    state: optax.OptState, field: str | None, beside: tuple[str, ...] = _FIELDS
+) -> list[bool]:
+    """For every leaf of an optimizer's state whether it lies in that field.
+
+    Args:
+      state: the optimizer's state.
+      field: the field's name; None is in no state.
+      beside: fields that tell a state; what lies below one of them is no state.
+    """
+    found = []
+    for node in _outermost(state, *beside, field):
+        for path, _ in jax.tree.leaves_with_path(node):
+            found.append(bool(path) and getattr(path[0], "name", None) == field)
+    return found
 
 
 def momentum_by_name(
@@ -48,9 +72,9 @@ def momentum_by_name(
             f"{', '.join(map(repr, _FIELDS))}. Use an inner optimizer with momentum, a "
             "trigger that needs none (every_k, always), or pass momentum_fn"
         )
-    found = {}
-    for path, leaf in jax.tree.leaves_with_path(state):
-        index = _field(path, field)
-        if index is not None:
-            found[_partition.path_name(path[index + 1 :])] = leaf
-    return found
+    return {
+        name: leaf
+        for node in _outermost(state, *_FIELDS, field)
+        if field in _names(node)
+        for name, leaf in _paths.leaves_with_path(getattr(node, field))
+    }

@@ -7,10 +7,10 @@ along the rows and batches. Householder QR is the reference.
 Both give an orthonormal basis of the columns, in the order of the columns, with the
 signs of a QR whose triangle has a positive diagonal. Where the columns are dependent,
 QR has to invent directions: Householder QR always does, Cholesky QR takes them from
-the rounding noise or, where there is none (zero columns, exact copies), returns zero
-columns. Whether an invented direction matters is for the caller to say, who knows the
-matrix (`_low_rank`). NaN or infinity in the input gives NaN in the output: a poisoned
-input is never silently repaired.
+the rounding noise or, where there is too little of it (always for zero columns),
+returns zero columns. Whether an invented direction matters is for the caller to say,
+who knows the matrix (`_low_rank`). NaN or infinity in the input gives NaN in the
+output: a poisoned input is never silently repaired.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.scipy.linalg import solve_triangular
+
+from curvadion_jax._matrices import matmul
 
 Orthonormalize = Callable[[jax.Array], jax.Array]
 """Takes [..., rows, cols] with rows >= cols, float32 or float64; returns the same."""
@@ -45,11 +47,6 @@ def _unit_columns(a: jax.Array) -> jax.Array:
     a = a / jnp.where(largest == 0, 1, largest)
     norm = jnp.linalg.norm(a, axis=-2, keepdims=True)
     return a / jnp.where(norm == 0, 1, norm)
-
-
-def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    # A Gram matrix of bfloat16 passes (the default on TPU) has no digits to factorise.
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
 def _inverse_factor(gram: jax.Array) -> jax.Array:
@@ -84,8 +81,8 @@ def _identities(gram: jax.Array) -> jax.Array:
 def _shifted_pass(a: jax.Array, shift: float) -> jax.Array:
     """A -> A U^{-1} with U^T U = A^T A + shift I, for the column-scaled A."""
     a = _unit_columns(a)
-    gram = _matmul(a.mT, a)
-    return _matmul(a, _inverse_factors(gram + shift * _identities(gram)))
+    gram = matmul(a.mT, a)
+    return matmul(a, _inverse_factors(gram + shift * _identities(gram)))
 
 
 def _final_pass(a: jax.Array, shift: float) -> jax.Array:
@@ -95,7 +92,7 @@ def _final_pass(a: jax.Array, shift: float) -> jax.Array:
     the squared distance of column j to the columns before it.
     """
     a = _unit_columns(a)
-    gram = _matmul(a.mT, a)
+    gram = matmul(a.mT, a)
     eye = _identities(gram)
     shifted = _inverse_factors(gram + shift * eye)
     distance = 1 / jnp.square(jnp.diagonal(shifted, axis1=-2, axis2=-1)) - shift
@@ -108,7 +105,7 @@ def _final_pass(a: jax.Array, shift: float) -> jax.Array:
     failed = ~jnp.all(jnp.isfinite(exact), axis=(-2, -1), keepdims=True)
     dropped = copy[..., None, :]
     a = jnp.where(dropped & ~failed, 0, a)
-    return jnp.where(dropped, 0, _matmul(a, jnp.where(failed, shifted, exact)))
+    return jnp.where(dropped, 0, matmul(a, jnp.where(failed, shifted, exact)))
 
 
 def cholesky_qr(a: jax.Array) -> jax.Array:

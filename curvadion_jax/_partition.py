@@ -9,13 +9,13 @@ train badly.
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import optax
 
-from curvadion_jax import _matrices
+from curvadion_jax import _matrices, _paths
 
 DimensionNumbers = optax.contrib.MuonDimensionNumbers
 DimensionNumbersOrFn = Any | Callable[[optax.Params], Any] | None
@@ -26,32 +26,24 @@ _EMBEDDING = re.compile(r".*embed.*|(.*_)?emb|wte|wpe|vocab.*")
 _HEAD = re.compile(r"(lm_?|output_?|logits?_?)?head|logits?(_dense)?|readout|unembed.*")
 _VECTOR = re.compile(r".*(bias|scale|norm|gamma|beta).*")
 _CONVOLUTION = re.compile(r".*conv.*")
+_QUERY = re.compile(r"(q|query)(_?proj(ection)?)?")
 _ATTENTION_IN = re.compile(r"(q|k|v|query|key|value)(_?proj(ection)?)?")
 _ATTENTION_OUT = re.compile(r"(o|out)(_?proj(ection)?)?")
 
-
-def path_names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """Names along a key path, without the `value` that nnx puts at its end."""
-    entries = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
-    attribute = isinstance(path[-1], jax.tree_util.GetAttrKey) if path else False
-    if attribute and len(entries) > 1 and entries[-1] in ("value", "raw_value"):
-        entries = entries[:-1]
-    return tuple(entries)
+Shapes = Mapping[tuple[str, ...], tuple[int, ...]]
+"""Names along the path of a parameter -> its shape."""
 
 
-def path_name(path: tuple[Any, ...]) -> str:
-    """A key path as 'layers/attention/kernel'."""
-    return "/".join(path_names(path))
-
-
-def _is_stacked(names: tuple[str, ...], shape: tuple[int, ...], scales) -> bool:
+def _is_stacked(names: tuple[str, ...], shapes: Shapes) -> bool:
     """Whether a three-dimensional attention kernel is a scan-over-layers stack.
 
     [layers, D, H*Dh] and [D, H, Dh] look alike; the norm's scale nearest in the tree,
     [layers, D] or [D], tells them apart.
     """
+    shape = shapes[names]
+    scales = {o[:-1]: s for o, s in shapes.items() if o and o[-1].lower() == "scale"}
     for depth in range(len(names) - 1, -1, -1):
-        near = [s for other, s in scales if other[:depth] == names[:depth]]
+        near = [s for other, s in scales.items() if other[:depth] == names[:depth]]
         if near:
             return all(len(s) == 2 and s[0] == shape[0] for s in near)
     raise ValueError(
@@ -61,27 +53,36 @@ def _is_stacked(names: tuple[str, ...], shape: tuple[int, ...], scales) -> bool:
     )
 
 
-def _default_numbers(
-    names: tuple[str, ...], shape: tuple[int, ...], scales
-) -> DimensionNumbers | None:
-    lower = tuple(name.lower() for name in names)
+def _attention_side(names: tuple[str, ...], shapes: Shapes) -> str | None:
+    """'in' for a query, key or value projection, 'out' for what follows attention.
+
+    Only beside a query projection: elsewhere `out` and `v` are names like others.
+    """
+    for depth in (len(names) - 1, len(names) - 2):
+        if depth < 0:
+            continue
+        beside = {other[depth] for other in shapes if other[:depth] == names[:depth]}
+        if any(_QUERY.fullmatch(name.lower()) for name in beside):
+            for side, pattern in (("in", _ATTENTION_IN), ("out", _ATTENTION_OUT)):
+                if pattern.fullmatch(names[depth].lower()):
+                    return side
+    return None
+
+
+def _default_numbers(names: tuple[str, ...], shapes: Shapes) -> DimensionNumbers | None:
+    shape, lower = shapes[names], tuple(name.lower() for name in names)
     ndim = len(shape)
     if ndim < 2 or 0 in shape or (lower and _VECTOR.fullmatch(lower[-1])):
         return None
     for other in (_EMBEDDING, _HEAD, _CONVOLUTION):
         if any(other.fullmatch(name) for name in lower):
             return None
-    into = any(_ATTENTION_IN.fullmatch(name) for name in lower[-2:])
-    out = any(_ATTENTION_OUT.fullmatch(name) for name in lower[-2:])
-    if ndim == 4 and (into or out):
-        heads = True
-    else:
-        heads = ndim == 3 and (into or out) and not _is_stacked(names, shape, scales)
-    if heads and into:
+    side = _attention_side(names, shapes) if ndim in (3, 4) else None
+    if side is None or (ndim == 3 and _is_stacked(names, shapes)):
+        return DimensionNumbers(-2, -1)
+    if side == "in":
         return DimensionNumbers(-3, (-2, -1))
-    if heads:
-        return DimensionNumbers((-3, -2), -1)
-    return DimensionNumbers(-2, -1)
+    return DimensionNumbers((-3, -2), -1)
 
 
 def default_dimension_numbers(params: optax.Params) -> Any:
@@ -93,7 +94,8 @@ def default_dimension_numbers(params: optax.Params) -> Any:
       (`head`, `lm_head`, `logits`, `readout`, `unembed`) or a convolution in it: the
       other optimizer.
     * Attention projections with a head axis, [D, H, Dh] for `query`, `key` and
-      `value` and [H, Dh, D] for `out`: the two head axes count as one side.
+      `value` and [H, Dh, D] for `out`, beside a `query`: the two head axes count as
+      one side.
     * All else: the last two axes are (fan_in, fan_out), axes in front are a stack
       (`nn.scan` over layers, experts).
 
@@ -114,16 +116,10 @@ def default_dimension_numbers(params: optax.Params) -> Any:
       >>> default_dimension_numbers(params)["embed"] is None
       True
     """
-    leaves = jax.tree.leaves_with_path(params)
-    scales = [
-        (path_names(path)[:-1], leaf.shape)
-        for path, leaf in leaves
-        if path and path_names(path)[-1].lower() == "scale"
-    ]
-    return jax.tree.map_with_path(
-        lambda path, leaf: _default_numbers(path_names(path), leaf.shape, scales),
-        params,
-    )
+    leaves = _paths.leaves_with_names(params)
+    shapes = {names: leaf.shape for names, leaf in leaves}
+    numbers = [_default_numbers(names, shapes) for names, _ in leaves]
+    return jax.tree.unflatten(jax.tree.structure(params), numbers)
 
 
 def _is_numbers(x: Any) -> bool:
@@ -145,32 +141,39 @@ def matrix_views(
     if callable(dimension_numbers):
         dimension_numbers = dimension_numbers(params)
     views: dict[str, _matrices.MatrixView | None] = {}
+    spread = _spread(dimension_numbers, params)
+    for (name, leaf), numbers in zip(
+        _paths.leaves_with_path(params), spread, strict=True
+    ):
+        if name in views:
+            raise ValueError(
+                f"two parameters have the path {name!r}: rename one, without "
+                "slashes in its name"
+            )
+        views[name] = None if numbers is None else _view(name, leaf, numbers)
+    return views
 
-    def add(prefix, numbers, subtree):
+
+def _spread(dimension_numbers: Any, params: optax.Params) -> list[Any]:
+    """Dimension numbers of every leaf, from a tree or a prefix of the parameters'."""
+    spread = []
+
+    def add(numbers, subtree):
         if not _is_numbers(numbers):
             raise TypeError(
                 "dimension_numbers must hold optax.contrib.MuonDimensionNumbers or "
                 f"None, got {numbers!r}"
             )
-        for path, leaf in jax.tree.leaves_with_path(subtree):
-            name = path_name((*prefix, *path))
-            if name in views:
-                raise ValueError(
-                    f"two parameters have the path {name!r}: rename one, without "
-                    "slashes in its name"
-                )
-            views[name] = None if numbers is None else _view(name, leaf, numbers)
+        spread.extend([numbers] * len(jax.tree.leaves(subtree)))
 
     try:
-        jax.tree.map_with_path(add, dimension_numbers, params, is_leaf=_is_numbers)
+        jax.tree.map(add, dimension_numbers, params, is_leaf=_is_numbers)
     except ValueError as error:
-        if "arity mismatch" in str(error) or "structure" in str(error):
-            raise ValueError(
-                "dimension_numbers must be a tree (or a prefix) of the parameters' "
-                f"structure; pass a function of the parameters instead: {error}"
-            ) from error
-        raise
-    return views
+        raise ValueError(
+            "dimension_numbers must be a tree (or a prefix) of the parameters' "
+            f"structure; pass a function of the parameters instead: {error}"
+        ) from error
+    return spread
 
 
 def _view(name: str, leaf: jax.Array, numbers: DimensionNumbers):
@@ -201,12 +204,12 @@ def resolved(
         views = matrix_views(tree, dimension_numbers)
 
         def numbers(path, _):
-            view = views[path_name(path)]
+            view = views[path]
             if view is None:
                 return None
             return DimensionNumbers(view.fan_in_axes, view.fan_out_axes)
 
-        tx = build(lambda masked: jax.tree.map_with_path(numbers, masked))
+        tx = build(lambda masked: _paths.map_with_path(numbers, masked))
         return optax.with_extra_args_support(tx)
 
     return optax.GradientTransformationExtraArgs(
@@ -220,8 +223,8 @@ def resolved(
 def labels(params: optax.Params, dimension_numbers: DimensionNumbersOrFn) -> Any:
     """A tree of 'dion' and 'other' for `optax.partition`."""
     views = matrix_views(params, dimension_numbers)
-    return jax.tree.map_with_path(
-        lambda path, _: "other" if views[path_name(path)] is None else "dion", params
+    return _paths.map_with_path(
+        lambda path, _: "other" if views[path] is None else "dion", params
     )
 
 
@@ -249,7 +252,7 @@ def describe_partition(
     """
     _matrices.check_rank(rank)
     views = matrix_views(params, dimension_numbers)
-    shapes = {path_name(p): x.shape for p, x in jax.tree.leaves_with_path(params)}
+    shapes = {path: leaf.shape for path, leaf in _paths.leaves_with_path(params)}
     head = "parameter shape optimizer matrices fan_in fan_out rank"
     rows: list[tuple[str, ...]] = [tuple(head.split())]
     for name, view in views.items():
@@ -258,7 +261,8 @@ def describe_partition(
             rows.append((*row, "other", "", "", "", ""))
         else:
             number = math.prod(view.batch)
-            sizes = (number, view.fan_in, view.fan_out, _matrices.rank_of(view, rank))
+            r = _matrices.resolve_rank(view.cols, rank)
+            sizes = (number, view.fan_in, view.fan_out, r)
             rows.append((*row, "dion", *map(str, sizes)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

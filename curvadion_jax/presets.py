@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import optax
 
-from curvadion_jax import _momentum, _partition, synchronizers, triggers
+from curvadion_jax import _momentum, _partition, _paths, synchronizers, triggers
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import dion
 
@@ -114,10 +114,10 @@ def authors_code(
 ) -> optax.GradientTransformationExtraArgs:
     """The rules of the CurvaDion authors' published PyTorch code.
 
-    The change is taken over all parameters, those of the other optimizer (Lion)
-    included, with error feedback, leaving out momenta of a norm below 0.1, so that
-    the first step does not synchronise. A sync averages full gradients; a quiet step
-    is a full local Dion step. Here replicas do step alone on quiet steps.
+    The change compares |M + G| with |M|, M after error feedback, over all parameters,
+    those of the other optimizer (Lion) included. Momenta of a norm up to 0.1 are left
+    out, so that the first step does not synchronise. A sync averages full gradients; a
+    quiet step is a full local Dion step. Here replicas do step alone on quiet steps.
 
     Args:
       learning_rate: a number or a schedule.
@@ -125,7 +125,8 @@ def authors_code(
       axis_name: name of the replica axis; None is one replica.
       dimension_numbers: as for :func:`dion`.
       other_optimizer: optimizer with a momentum `mu` for the other parameters; None
-        is `optax.lion` with the same learning rate and b1 = 0.95, b2 = 0.98.
+        is `optax.lion` with the same learning rate, b1 = 0.95, b2 = 0.98 and no weight
+        decay. (The authors divide the output head's rate by the root of the width.)
       **dion_arguments: other arguments of :func:`dion`.
 
     Returns:
@@ -136,16 +137,24 @@ def authors_code(
 
     References:
       `Bhavkumar21/CurvaDion <https://github.com/Bhavkumar21/CurvaDion>`_,
-      optimizers/curvadion.py
+      optimizers/curvadion.py and train.py
     """
     if other_optimizer is None:
         other_optimizer = optax.lion(learning_rate, b1=0.95, b2=0.98, weight_decay=0.0)
     change = triggers.relative_momentum_change(
-        threshold, floor=0.1, momentum_fn=_all_momenta
+        threshold, floor=0.1, momentum_fn=lambda momenta: momenta
     )
 
     def decide(observation, state):
-        decision, state = change.decide(observation, state)
+        momenta = _all_momenta(observation.inner_state)
+        gradients = dict(_paths.leaves_with_path(observation.gradients))
+        plus_gradients = {name: m + gradients[name] for name, m in momenta.items()}
+        decision, state = change.decide(
+            observation._replace(
+                inner_state=momenta, next_inner_state=lambda: plus_gradients
+            ),
+            state,
+        )
         return decision._replace(fire=decision.fire & (observation.steps > 0)), state
 
     return adaptive_sync(

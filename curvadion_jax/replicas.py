@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _collectives, _partition
+from curvadion_jax import _collectives, _paths
 
 AXIS = "replica"
 
@@ -85,6 +85,14 @@ def _check_axis(mesh: Mesh, axis_name: str) -> None:
             f"the mesh has the axes {mesh.axis_names} and no {axis_name!r}: make it "
             "with curvadion_jax.replicas.make_mesh, or pass axis_name"
         )
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if others := [name for name in types if types[name] != AxisType.Auto]:
+        raise ValueError(
+            f"the mesh axes {others} are of type {types[others[0]]}, as jax.make_mesh "
+            "makes them by default, and a training step of plain array code needs "
+            "Auto: make the mesh with curvadion_jax.replicas.make_mesh, or with "
+            f"axis_types=(jax.sharding.AxisType.Auto,) * {len(types)}"
+        )
 
 
 def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
@@ -99,7 +107,8 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
       axis_name: name of the replica axis.
 
     Returns:
-      The tree with leaves [replicas, ...], sharded over the replica axis.
+      The tree with leaves [replicas, ...], sharded over the replica axis; an array that
+      is sharded over other axes of this mesh stays so within each replica.
 
     Raises:
       ValueError: if the mesh has no such axis.
@@ -110,7 +119,6 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
     """
     _check_axis(mesh, axis_name)
     number = mesh.shape[axis_name]
-    sharding = NamedSharding(mesh, P(axis_name))
 
     def strong(x):
         # A weakly typed number would change its type on the first step.
@@ -119,11 +127,16 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
         weak = getattr(jax.typeof(x), "weak_type", False)  # a key has no such type
         return lax.convert_element_type(x, x.dtype) if weak else x
 
-    @functools.partial(jax.jit, out_shardings=sharding)
+    def sharding(x):
+        within = getattr(x, "sharding", None)
+        same_mesh = isinstance(within, NamedSharding) and within.mesh == mesh
+        return NamedSharding(mesh, P(axis_name, *(within.spec if same_mesh else ())))
+
     def broadcast(tree):
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *x.shape)), tree)
 
-    return broadcast(jax.tree.map(strong, tree))
+    tree = jax.tree.map(strong, tree)
+    return jax.jit(broadcast, out_shardings=jax.tree.map(sharding, tree))(tree)
 
 
 def step(
@@ -207,7 +220,7 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    axis_name: str = AXIS,
+    axis_name: str | None = None,
     transform: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` that refuses a loss averaged over the replicas.
@@ -220,8 +233,8 @@ def value_and_grad(
       function: the loss function.
       argnums: as for `jax.value_and_grad`.
       has_aux: as for `jax.value_and_grad`.
-      axis_name: name of the replica axis; outside a `shard_map` over it nothing is
-        checked.
+      axis_name: name of the replica axis; None is every axis of the `shard_map` around.
+        Outside of one nothing is checked.
       transform: what differentiates, such as `flax.nnx.value_and_grad`.
 
     Returns:
@@ -241,30 +254,50 @@ def value_and_grad(
     def wrapped(*args, **kwargs):
         value, gradients = differentiate(*args, **kwargs)
         loss = value[0] if has_aux else value
-        if _collectives.is_checked(axis_name):
-            if not _collectives.is_varying(loss, axis_name):
+        for axis in _collectives.checked_axes() if axis_name is None else [axis_name]:
+            if _collectives.is_checked(axis) and not _collectives.is_varying(
+                loss, axis
+            ):
                 raise ValueError(
-                    f"the loss is the same on all replicas of {axis_name!r}: it went "
+                    f"the loss is the same on all replicas of {axis!r}: it went "
                     "through a pmean or psum, or depends on no replica's data. Remove "
-                    "the reduction; each replica trains on its own loss"
+                    "the reduction; each replica trains on its own loss. (If this is "
+                    "no axis of replicas, pass axis_name.)"
                 )
         return value, gradients
 
     return wrapped
 
 
-def _anchors(opt_state: Any) -> list[list[jax.Array]]:
-    """Leaves of every anchor of `reconcile` in an optimizer state.
+def _anchors(opt_state: Any) -> list[dict[tuple[str, ...], jax.Array]]:
+    """Every anchor of `reconcile` in an optimizer state: path -> array.
 
     By name and not by type: `flax.nnx.split` makes dictionaries of named tuples.
     """
-    found: dict[tuple[str, ...], list[jax.Array]] = collections.defaultdict(list)
-    for path, leaf in jax.tree.leaves_with_path(opt_state):
-        names = _partition.path_names(path)
-        for index in range(1, len(names)):
-            if names[index - 1 : index + 1] == ("sync_state", "anchor"):
-                found[names[: index + 1]].append(leaf)
+    found: dict[tuple[str, ...], Any] = collections.defaultdict(dict)
+    for names, leaf in _paths.leaves_with_names(opt_state):
+        for index in range(2, len(names) + 1):
+            if names[index - 2 : index] == ("sync_state", "anchor"):
+                found[names[:index]][names[index:]] = leaf
     return list(found.values())
+
+
+def _anchor_of(params: Any, opt_state: Any) -> list[jax.Array | None]:
+    """The anchor of every parameter, None for one that has none."""
+    leaves = _paths.leaves_with_names(params)
+    _check_leading(params, _replicas_of(params), "parameters", "replicas")
+    anchors = _anchors(opt_state)
+    anchor = anchors[0] if anchors else {}
+    shapes = {names: leaf.shape for names, leaf in leaves}
+    if len(anchors) > 1 or any(
+        shapes.get(names) != leaf.shape for names, leaf in anchor.items()
+    ):
+        raise ValueError(
+            f"the optimizer state holds {len(anchors)} anchor(s), and not one of these "
+            "parameters: pass the parameters that this optimizer was initialised with, "
+            "or no opt_state for the mean over the replicas"
+        )
+    return [anchor.get(names) for names, _ in leaves]
 
 
 def consensus(params: Any, opt_state: Any = None) -> Any:
@@ -278,7 +311,7 @@ def consensus(params: Any, opt_state: Any = None) -> Any:
 
     Returns:
       The parameters without the replica axis, the anchor or else the mean over the
-      replicas, which costs as much as a sync.
+      replicas, which costs what :func:`consensus_bytes` says.
 
     Raises:
       ValueError: if leaves have no common leading axis, or the state has several
@@ -288,19 +321,35 @@ def consensus(params: Any, opt_state: Any = None) -> Any:
       >>> consensus({"w": jnp.array([[1.0], [3.0]])})["w"].tolist()
       [2.0]
     """
-    _check_leading(params, _replicas_of(params), "parameters", "replicas")
-    anchors = _anchors(opt_state)
-    if not anchors:
-        return _mean(params)
-    leaves, structure = jax.tree.flatten(params)
-    anchor = anchors[0]
-    if len(anchors) > 1 or [a.shape for a in anchor] != [x.shape for x in leaves]:
-        raise ValueError(
-            f"the optimizer state holds {len(anchors)} anchor(s), and not one of these "
-            "parameters: pass the parameters that this optimizer was initialised with, "
-            "or no opt_state for the mean over the replicas"
+    return _consensus(params, _anchor_of(params, opt_state))
+
+
+def consensus_bytes(params: Any, opt_state: Any = None) -> int:
+    """Bytes that one replica sends when the consensus is asked for.
+
+    Args:
+      params: as for :func:`consensus`.
+      opt_state: as for :func:`consensus`.
+
+    Returns:
+      0 where there is an anchor, else those of an all-reduce in float32.
+
+    Raises:
+      ValueError: as for :func:`consensus`.
+
+    Example:
+      >>> consensus_bytes({"w": jnp.ones((8, 100))})  # 2 * 7 / 8 * 400
+      700
+    """
+    replicas = _replicas_of(params)
+    size = sum(
+        leaf[0].size * jnp.promote_types(leaf.dtype, jnp.float32).itemsize
+        for leaf, anchor in zip(
+            jax.tree.leaves(params), _anchor_of(params, opt_state), strict=True
         )
-    return _first(jax.tree.unflatten(structure, anchor))
+        if anchor is None and jnp.issubdtype(leaf.dtype, jnp.floating)
+    )
+    return round(2 * (replicas - 1) * size / replicas)
 
 
 def _replicas_of(params: Any) -> int:
@@ -311,20 +360,23 @@ def _replicas_of(params: Any) -> int:
 
 
 @jax.jit
-def _first(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x[0], tree)
+def _consensus(params: Any, anchor: list[jax.Array | None]) -> Any:
+    leaves, structure = jax.tree.flatten(params)
+    return jax.tree.unflatten(
+        structure,
+        [
+            _mean(x) if common is None else common[0]
+            for x, common in zip(leaves, anchor, strict=True)
+        ],
+    )
 
 
-@jax.jit
-def _mean(tree: Any) -> Any:
-    def mean(x):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return x[0]
-        # From the first replica, so that equal replicas give their own value.
-        wide = x.astype(jnp.promote_types(x, jnp.float32))
-        return (wide[0] + jnp.mean(wide - wide[:1], 0)).astype(x.dtype)
-
-    return jax.tree.map(mean, tree)
+def _mean(x: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x[0]
+    # From the first replica, so that equal replicas give their own value.
+    wide = x.astype(jnp.promote_types(x, jnp.float32))
+    return (wide[0] + jnp.mean(wide - wide[:1], 0)).astype(x.dtype)
 
 
 @jax.jit

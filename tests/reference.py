@@ -137,9 +137,13 @@ def dion_step_average_factors(
     p = orthonormal_factor(
         np.mean([b @ q for b, q in zip(views, qs, strict=True)], axis=0)
     )
-    r = np.mean([b.T @ p for b in views], axis=0)  # (4)  R = mean_k B_k^T P
-    # (6) with the common R: M'_k = B_k - (1 - mu) P R^T
-    new_momenta = [b - (1 - mu) * kernel_layout(p @ r.T, shape) for b in bs]
+    rs = [b.T @ p for b in views]  # (4)  R_k = B_k^T P
+    # (6) with each one's own: M'_k = B_k - (1 - mu) P R_k^T
+    new_momenta = [
+        b - (1 - mu) * kernel_layout(p @ r.T, shape)
+        for b, r in zip(bs, rs, strict=True)
+    ]
+    r = np.mean(rs, axis=0)
     new_qs = [column_normalize(r, q) for q in qs]  # (7)
     return [scaled_direction(p, q, shape) for q in new_qs], new_momenta, new_qs
 
@@ -321,12 +325,13 @@ class ReplicaSimulation:
             directions = [np.mean(local, axis=0)] * len(self.params)
             if name in self.qs[0]:
                 momenta = [tree[name] for tree in self.momenta]
-                qs = [tree[name] for tree in self.qs]
+                qs = [self.anchor_q[name]] * len(self.params)
                 directions, momenta, qs = dion_step_average_factors(
                     local, momenta, qs, mu=self.mu
                 )
                 for k in replicas:
                     self.momenta[k][name], self.qs[k][name] = momenta[k], qs[k]
+                self.anchor_q[name] = qs[0]
             for k in replicas:
                 self._subtract(k, name, directions[k])
 

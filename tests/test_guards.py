@@ -126,7 +126,7 @@ def unchecked_run(tx, gradients):
 
 def test_unchecked_shard_map_needs_a_word():
     gradients = helpers.make_gradients(1, REPLICAS)
-    with pytest.raises(ValueError, match="or pass allow_unchecked=True"):
+    with pytest.raises(ValueError, match="with allow_unchecked=True"):
         unchecked_run(sgd(), gradients)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from curvadion_jax import _matrices
-from curvadion_jax._matrices import check_rank, make_view, rank_of
+from curvadion_jax._matrices import check_rank, make_view, resolve_rank
 
 # name: shape, fan-in axes, fan-out axes, (batch, rows, cols), whether rows are fan-out
 VIEWS = {
@@ -151,8 +151,8 @@ def test_axes_that_do_not_fit(shape, fan_in, fan_out, message):
         pytest.param(7 / 25, (25, 40), 7, id="quotient"),
     ],
 )
-def test_rank_of(rank, shape, expected):
-    assert rank_of(make_view(shape, 0, 1), rank) == expected
+def test_resolve_rank(rank, shape, expected):
+    assert resolve_rank(min(shape), rank) == expected
 
 
 @pytest.mark.parametrize("rank", [1, 7, 10**6, 0.001, 0.5, 1.0, np.float64(0.5)])

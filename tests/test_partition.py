@@ -86,16 +86,23 @@ def test_not_a_matrix(name, shape):
 )
 def test_attention_names(name, expected):
     split, stacked = (8, 2, 4) if expected == QUERY else (2, 4, 8), (3, 8, 8)
-    near_1 = {"attention": {name: {"kernel": split}}, "norm": NORM_1}
-    assert numbers_at(near_1, "attention", name, "kernel") == expected
-    near_2 = {"attention": {name: {"kernel": stacked}}, "norm": NORM_2}
-    assert numbers_at(near_2, "attention", name, "kernel") == DENSE
-    four = {"attention": {name: {"kernel": (3, *split)}}}
-    assert numbers_at(four, "attention", name, "kernel") == expected
-    two = {"attention": {name: {"kernel": (8, 8)}}}
-    assert numbers_at(two, "attention", name, "kernel") == DENSE
-    bare = {"attention": {name: split}, "norm": NORM_1}
-    assert numbers_at(bare, "attention", name) == expected
+
+    def seen(attention, *path, norm=NORM_1):
+        beside = {"q": {"kernel": (8, 2, 4)}, **attention}
+        return numbers_at({"attention": beside, "norm": norm}, "attention", *path)
+
+    assert seen({name: {"kernel": split}}, name, "kernel") == expected
+    assert seen({name: {"kernel": stacked}}, name, "kernel", norm=NORM_2) == DENSE
+    assert seen({name: {"kernel": (3, *split)}}, name, "kernel") == expected
+    assert seen({name: {"kernel": (8, 8)}}, name, "kernel") == DENSE
+    assert seen({name: split}, name) == expected
+
+
+@pytest.mark.parametrize("name", ["out", "o", "v", "value"])
+def test_attention_names_mean_nothing_without_a_query(name):
+    stack = {"experts": {name: (3, 2, 4, 8)}, "attention": {"q": (8, 2, 4)}}
+    assert numbers_at({**stack, "norm": NORM_1}, "experts", name) == DENSE
+    assert numbers_at({name: {"kernel": (3, 4, 8)}}, name, "kernel") == DENSE
 
 
 def test_the_nearest_norm_decides():

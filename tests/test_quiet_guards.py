@@ -149,7 +149,7 @@ def test_branches_that_return_different_things_are_refused(quiet, message):
 
 def test_a_synchronizer_that_changes_its_states_dtype_is_refused():
     def step(local, state, mean):
-        updates, inner_state = local.take(mean(local.gradients))
+        updates, inner_state = local.take(mean(local.gradients), local.inner_state)
         return updates, inner_state, state.astype(jnp.bfloat16)
 
     synchronizer = synchronizers.Synchronizer(

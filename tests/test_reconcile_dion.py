@@ -64,11 +64,11 @@ def test_momentum_and_q_are_common_after_a_sync(reconciled):
     momenta, qs = helpers.dion_state(state)
     for name in helpers.MATRICES:
         assert len({row.tobytes() for row in np.asarray(before.q[name])}) == 4
-        for after in (momenta[name], qs[name], state.sync_state.q[0][name]):
+        for after in (momenta[name], qs[name], state.sync_state.common_q[0][name]):
             assert len({row.tobytes() for row in after}) == 1
         lengths = np.linalg.norm(qs[name], axis=-2)
         np.testing.assert_allclose(lengths, 1, atol=UNIT_ATOL)
-        helpers.assert_bitwise(state.sync_state.q[0][name], qs[name])
+        helpers.assert_bitwise(state.sync_state.common_q[0][name], qs[name])
 
 
 def test_opposite_columns_do_not_cancel(reconciled):
@@ -91,7 +91,7 @@ def test_q_stays_local_with_the_momentum():
     _, state = helpers.last(helpers.run_mesh(tx, helpers.make_params(), gradients))
     momenta, qs = helpers.dion_state(state)
     assert state.metrics.synced.all()
-    assert state.sync_state.q == []
+    assert state.sync_state.common_q == []
     for name in helpers.MATRICES:
         assert len({row.tobytes() for row in momenta[name]}) == 3
         assert len({row.tobytes() for row in qs[name]}) == 3

@@ -193,9 +193,9 @@ def test_average_gradients_by_hand():
 
 def test_average_factors_by_hand():
     # Replica 0: K = [[0, 6], [4, 1]], K^T (1, 0) = (0, 6).
-    # Replica 1: K = [[0, 2], [0, 5]], K^T (.8, -.6) = (0, -1.4).
-    # Mean (0, 2.3): p = (0, 1). R = mean((6, 1), (2, 5)) = (4, 3), q' = (.8, .6).
-    # M' = K - [[0, 4], [0, 3]] / 2 with each one's K; direction [[0, .8], [0, .6]].
+    # Replica 1: K = [[0, 2], [0, 5]], K^T (1, 0) = (0, 2), with the Q of the start.
+    # Mean (0, 4): p = (0, 1). R = mean((6, 1), (2, 5)) = (4, 3), q' = (.8, .6).
+    # M' = K - R_k p^T / 2 with each one's K and R; direction [[0, .8], [0, .6]].
     simulation = after_quiet_step("average_factors")
     simulation.step(
         [
@@ -208,7 +208,7 @@ def test_average_factors_by_hand():
         simulation,
         w=[[[1, 1.1], [3, 3.7]], [[1, 2], [3, 3.4]]],
         b=[[-0.5, 0.5], [0.5, -1.5]],
-        m=[[[0, 4], [4, -0.5]], [[0, 0], [0, 3.5]]],
+        m=[[[0, 3], [4, 0.5]], [[0, 1], [0, 2.5]]],
         q=[[0.8, 0.6], [0.8, 0.6]],
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from curvadion_jax import _partition
+from curvadion_jax import _matrices, _partition
 from curvadion_jax.cost_model._checks import check_count
 
 FLAG_BYTES = 4
@@ -68,17 +68,11 @@ class MatrixShape:
           The rank, between 1 and the smaller side.
 
         Raises:
+          TypeError: If the rank is neither an int nor a float.
           ValueError: If an int is below 1 or a float lies outside (0, 1].
         """
-        smaller = min(self.rows, self.cols)
-        if isinstance(rank, float):
-            if not 0 < rank <= 1:
-                raise ValueError(
-                    f"rank is {rank!r}; give a float in (0, 1] for a fraction of the "
-                    "smaller side, or an int >= 1 for the rank itself."
-                )
-            return max(1, math.ceil(rank * smaller - 1e-9))
-        return min(check_count("rank", rank, 1), smaller)
+        _matrices.check_rank(rank)
+        return _matrices.resolve_rank(min(self.rows, self.cols), rank)
 
     def factor_elements(self, rank: int | float) -> int:
         """Elements of the two factors, or of the matrices where that is not more.

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from curvadion_jax import _paths
 from curvadion_jax._dion import DionState
 from curvadion_jax._matrices import MatrixView
 
@@ -33,16 +34,16 @@ class LocalStep(NamedTuple):
       inner_state: state of the inner optimizer before the step.
       params: this replica's parameters before the step.
       views: path of a parameter -> how Dion sees it as matrices, or None.
-      take: ``(gradients, **extra_args)`` -> (updates, inner state after the step),
-        the inner optimizer's update; communicates nothing by itself.
+      take: ``(gradients, inner_state, **extra_args)`` -> (updates, inner state after
+        the step), the inner optimizer's update; communicates nothing by itself.
       replicas: number of replicas, an int.
 
     Example:
       >>> inner, params = optax.sgd(0.5), {"w": jnp.ones(2)}
       >>> state = inner.init(params)
-      >>> take = lambda gradients: inner.update(gradients, state, params)
+      >>> take = lambda gradients, state: inner.update(gradients, state, params)
       >>> local = LocalStep(params, state, params, {}, take, replicas=8)
-      >>> local.take(local.gradients)[0]["w"].tolist()
+      >>> local.take(local.gradients, local.inner_state)[0]["w"].tolist()
       [-0.5, -0.5]
     """
 
@@ -68,7 +69,7 @@ class Synchronizer(NamedTuple):
     Example:
       >>> def step(local, state, mean):
       ...     signs = jax.tree.map(jnp.sign, local.gradients)
-      ...     updates, inner_state = local.take(mean(signs))
+      ...     updates, inner_state = local.take(mean(signs), local.inner_state)
       ...     return updates, inner_state, state
       >>> average_signs = Synchronizer(
       ...     init=lambda params, inner_state: (),
@@ -95,7 +96,41 @@ def bytes_averaged(tree: Any) -> int:
     )
 
 
+def _is_dion(node: Any) -> bool:
+    return isinstance(node, DionState)
+
+
 def dion_states(inner_state: optax.OptState) -> list[DionState]:
     """The states of Dion in the state of an optimizer."""
-    nodes = jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, DionState))
-    return [node for node in nodes if isinstance(node, DionState)]
+    return [x for x in jax.tree.leaves(inner_state, is_leaf=_is_dion) if _is_dion(x)]
+
+
+def with_q(inner_state: optax.OptState, qs: list[Any]) -> optax.OptState:
+    """The state of an optimizer with these Q in its states of Dion, in order."""
+    following = iter(qs)
+    return jax.tree.map(
+        lambda x: x._replace(q=next(following)) if _is_dion(x) else x,
+        inner_state,
+        is_leaf=_is_dion,
+    )
+
+
+def matrices(
+    state: DionState, views: Mapping[str, MatrixView | None]
+) -> list[tuple[str, MatrixView, int]]:
+    """Path, view and rank of every matrix of a Dion, in the order of its leaves.
+
+    Raises:
+      ValueError: if that Dion sees a parameter otherwise than the views say.
+    """
+    found = []
+    for name, q in _paths.leaves_with_path(state.q):
+        view = views.get(name)
+        if view is None or (*view.batch, view.cols) != q.shape[:-1]:
+            raise ValueError(
+                f"Dion sees the parameter {name!r} otherwise than adaptive_sync does "
+                f"(Q of shape {q.shape}, {view}): pass adaptive_sync the same "
+                "dimension_numbers"
+            )
+        found.append((name, view, q.shape[-1]))
+    return found

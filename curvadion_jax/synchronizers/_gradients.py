@@ -22,7 +22,7 @@ def average_gradients() -> _base.Synchronizer:
     """
 
     def step(local: _base.LocalStep, state, mean: _base.Mean):
-        updates, inner_state = local.take(mean(local.gradients))
+        updates, inner_state = local.take(mean(local.gradients), local.inner_state)
         return updates, inner_state, state
 
     return _base.Synchronizer(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _low_rank, _momentum, _orthonormalize, _partition
+from curvadion_jax import _low_rank, _momentum, _orthonormalize
 from curvadion_jax._dion import DionState
 from curvadion_jax.synchronizers import _base
 
@@ -17,7 +17,7 @@ class ReconcileState(NamedTuple):
     Attributes:
       anchor: the parameters after the last sync, tree of the parameters. This is "the
         model": what to evaluate, export and keep.
-      q: Q of every state of Dion after the last sync, in order; from it Q is
+      common_q: Q of every state of Dion after the last sync, in order; from it Q is
         recomputed at the next. Empty when momenta stay local.
       outer_state: state of the outer optimizer.
 
@@ -28,7 +28,7 @@ class ReconcileState(NamedTuple):
     """
 
     anchor: optax.Params
-    q: Any
+    common_q: Any
     outer_state: optax.OptState
 
 
@@ -99,16 +99,12 @@ def reconcile(
 
     def chosen(inner_state):
         """Leaves of the inner state to average: index -> array."""
-        leaves = jax.tree.leaves_with_path(inner_state)
-        field = _momentum.find_field(inner_state)
-        return {
-            index: leaf
-            for index, (path, leaf) in enumerate(leaves)
-            if _is_sent(path, leaf, field, momentum, other_state)
-        }
+        leaves = enumerate(jax.tree.leaves(inner_state))
+        sent = _sent(inner_state, momentum, other_state)
+        return {index: leaf for index, leaf in leaves if sent[index]}
 
     def step(local: _base.LocalStep, state: ReconcileState, mean: _base.Mean):
-        updates, inner_state = local.take(local.gradients)
+        updates, inner_state = local.take(local.gradients, local.inner_state)
         moved = optax.apply_updates(local.params, updates)
         drift = jax.tree.map(_difference, moved, state.anchor)
         drift, averaged = mean((drift, chosen(inner_state)))
@@ -116,9 +112,13 @@ def reconcile(
         leaves, structure = jax.tree.flatten(inner_state)
         leaves = [averaged.get(index, leaf) for index, leaf in enumerate(leaves)]
         inner_state = jax.tree.unflatten(structure, leaves)
-        q = state.q
+        q = state.common_q
         if momentum and local.replicas > 1:  # one replica is plain Dion
-            inner_state, q = _recompute_q(inner_state, state.q, local.views)
+            q = [
+                _common_q(dion, start, local.views)
+                for dion, start in zip(_base.dion_states(inner_state), q, strict=True)
+            ]
+            inner_state = _base.with_q(inner_state, q)
         return (
             jax.tree.map(_move_to, anchor, local.params),
             inner_state,
@@ -132,14 +132,22 @@ def reconcile(
     return _base.Synchronizer(init, step, payload)
 
 
-def _is_sent(path, leaf, field, momentum: bool, other_state: bool) -> bool:
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return False
-    if _momentum.is_in_field(path, "hyperparams"):  # of optax.inject_hyperparams
-        return False
-    if _momentum.is_in_field(path, field):
-        return momentum
-    return other_state and not _momentum.is_in_field(path, "q")
+def _sent(inner_state, momentum: bool, other_state: bool) -> list[bool]:
+    """For every leaf of the inner state whether it is averaged."""
+    field = _momentum.find_field(inner_state)
+    momenta = _momentum.in_field(inner_state, field)
+    q = _momentum.in_field(inner_state, "q")
+    # The values of optax.inject_hyperparams, in which other states lie.
+    settings = _momentum.in_field(inner_state, "hyperparams", beside=())
+    leaves = jax.tree.leaves(inner_state)
+    return [
+        jnp.issubdtype(leaf.dtype, jnp.floating)
+        and not is_setting
+        and (momentum if is_momentum else other_state and not is_q)
+        for leaf, is_momentum, is_q, is_setting in zip(
+            leaves, momenta, q, settings, strict=True
+        )
+    ]
 
 
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -173,38 +181,15 @@ def _move_to(target: jax.Array, params: jax.Array) -> jax.Array:
     return update + missed
 
 
-def _recompute_q(inner_state, old_q, views):
-    """The inner state with a common Q for its common momentum, and that Q."""
-    remaining, new_q = iter(old_q), []
-
-    def recompute(node):
-        if not isinstance(node, DionState):
-            return node
-        q = _common_q(node, next(remaining), views)
-        new_q.append(q)
-        return node._replace(q=q)
-
-    is_dion = lambda x: isinstance(x, DionState)  # noqa: E731
-    inner_state = jax.tree.map(recompute, inner_state, is_leaf=is_dion)
-    return inner_state, new_q
-
-
 def _common_q(state: DionState, start: Any, views) -> Any:
-    matrices, starts = [], jax.tree.leaves(start)
-    for (path, momentum), q in zip(
-        jax.tree.leaves_with_path(state.momentum), starts, strict=True
+    """Q for a common momentum: a step of power iteration from a common start."""
+    starts, momenta = jax.tree.leaves(start), []
+    for (_, view, _), momentum in zip(
+        _base.matrices(state, views), jax.tree.leaves(state.momentum), strict=True
     ):
-        name = _partition.path_name(path)
-        view = views.get(name)
-        if view is None or (*view.batch, view.cols) != q.shape[:-1]:
-            raise ValueError(
-                f"Dion sees the parameter {name!r} otherwise than adaptive_sync does "
-                f"(Q of shape {q.shape}, {view}): pass adaptive_sync the same "
-                "dimension_numbers"
-            )
         wide = momentum.astype(_orthonormalize.compute_dtype(momentum.dtype))
-        matrices.append(view.to_matrix(wide))
-    _, right = _low_rank.power_iteration(matrices, starts, _orthonormalize.cholesky_qr)
+        momenta.append(view.to_matrix(wide))
+    _, right = _low_rank.power_iteration(momenta, starts, _orthonormalize.cholesky_qr)
     qs = [
         _low_rank.unit_columns(r, q)[0].astype(q.dtype)
         for r, q in zip(right, starts, strict=True)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _momentum, _partition
+from curvadion_jax import _momentum, _paths
 from curvadion_jax.triggers import _base
 
 MomentumFn = Callable[[optax.OptState], Any]
@@ -24,16 +24,16 @@ def _norms(name: str, momentum: jax.Array, views) -> jax.Array:
 
 
 def _relative_change(new: jax.Array, old: jax.Array, floor) -> jax.Array:
-    """|new - old| / old per matrix; 0 where old is under the floor or both are 0."""
+    """|new - old| / old; 0 where old is under the floor or both are 0; NaN is inf."""
     ratio = jnp.abs(new - old) / jnp.where(old == 0, 1, old)
     ratio = jnp.where(old == 0, jnp.where(new == 0, 0, jnp.inf), ratio)
     ratio = jnp.where(jnp.isnan(ratio), jnp.inf, ratio)
-    return jnp.where(old < floor, 0, ratio)
+    return jnp.where((old < floor) & ~jnp.isnan(new), 0, ratio)
 
 
 def _order(params: optax.Params) -> dict[str, int]:
-    leaves = jax.tree.leaves_with_path(params)
-    return {_partition.path_name(path): i for i, (path, _) in enumerate(leaves)}
+    leaves = _paths.leaves_with_path(params)
+    return {name: index for index, (name, _) in enumerate(leaves)}
 
 
 def relative_momentum_change(
@@ -118,5 +118,4 @@ def relative_momentum_change(
 def _find(state: optax.OptState, momentum_fn: MomentumFn | None):
     if momentum_fn is None:
         return _momentum.momentum_by_name(state)
-    leaves = jax.tree.leaves_with_path(momentum_fn(state))
-    return {_partition.path_name(path): leaf for path, leaf in leaves}
+    return dict(_paths.leaves_with_path(momentum_fn(state)))

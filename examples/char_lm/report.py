@@ -112,13 +112,20 @@ def table(summary: list[dict[str, Any]]) -> str:
     """
     rows = [_COLUMNS, *map(_cells, summary)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
+    lines = [
         "  ".join(
             [row[0].ljust(widths[0])]
             + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)]
         )
         for row in rows
-    )
+    ]
+    for row in summary:
+        if sent := row.get("evaluation_bytes"):
+            lines.append(
+                f"{row['method']} keeps no common model: averaging the replicas for "
+                f"its evaluations sent {human_bytes(sent)} more"
+            )
+    return "\n".join(lines)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

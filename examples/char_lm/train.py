@@ -5,6 +5,7 @@ when, is the optimizer's business.
 """
 
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -118,6 +119,8 @@ def _train(
         "steps": config.steps,
         **{key: sent[key] for key in ("syncs", "bytes", "synchronous_bytes")},
         "validation_loss": report.finite(evaluate(state)),
+        "evaluation_bytes": math.ceil(config.steps / config.evaluate_every)
+        * cd.replicas.consensus_bytes(state.params, state.opt_state),
         "drift": report.finite(float(cd.replicas.divergence(state.params))),
         "seconds": round(progress.seconds(), 1),
     }

@@ -1,0 +1,42 @@
+"""Names of parameters: their paths in a tree, joined by slashes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def _is_variable(node: Any) -> bool:
+    """Whether a node is nnx's box around one array, whose `value` is no name.
+
+    By the names of its classes, since Flax is no dependency. By the path alone it
+    could not be told from a field `value` beside `query` and `key`.
+    """
+    return any(
+        base.__name__ in ("Variable", "VariableState")
+        and base.__module__.partition(".")[0] == "flax"
+        for base in type(node).__mro__
+    )
+
+
+def leaves_with_names(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """Names along the path, and the leaf, in the order of `jax.tree.leaves`."""
+    found = []
+    nodes = jax.tree.leaves_with_path(tree, is_leaf=_is_variable)
+    for path, node in nodes:
+        for inner, leaf in jax.tree.leaves_with_path(node):
+            keys = (*path, *inner[1:])  # without the `value` of a variable
+            names = (jax.tree_util.keystr((key,), simple=True) for key in keys)
+            found.append((tuple(names), leaf))
+    return found
+
+
+def leaves_with_path(tree: Any) -> list[tuple[str, Any]]:
+    """Path, as 'layers/attention/kernel', and leaf, in the order of the leaves."""
+    return [("/".join(names), leaf) for names, leaf in leaves_with_names(tree)]
+
+
+def map_with_path(function: Callable[[str, Any], Any], tree: Any) -> Any:
+    """`jax.tree.map` of a function of the path and the leaf."""
+    results = [function(path, leaf) for path, leaf in leaves_with_path(tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree), results)
