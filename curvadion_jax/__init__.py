@@ -15,7 +15,8 @@ from curvadion_jax import (
     synchronizers,
     triggers,
 )
-from curvadion_jax._adaptive_sync import AdaptiveSyncState, SyncMetrics, adaptive_sync
+from curvadion_jax._adaptive_sync import AdaptiveSyncState, adaptive_sync
+from curvadion_jax._counters import SyncMetrics
 from curvadion_jax._curvadion import curvadion
 from curvadion_jax._dion import DionState, dion, scale_by_dion
 from curvadion_jax._orthonormalize import cholesky_qr, householder_qr

@@ -1,5 +1,6 @@
 """One optimizer out of an inner one, a trigger and a synchronizer."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -8,56 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _collectives, _partition, _paths
+from curvadion_jax import _collectives, _counters, _partition, _paths
+from curvadion_jax._counters import SyncMetrics
 from curvadion_jax._matrices import MatrixView
 from curvadion_jax.synchronizers import LocalStep, Synchronizer
 from curvadion_jax.synchronizers._base import dion_states
-from curvadion_jax.triggers import Decision, Observation, Trigger
+from curvadion_jax.triggers import Observation, Trigger
 from curvadion_jax.triggers._base import check_trigger
-
-_WORD = 2**30
-
-
-class SyncMetrics(NamedTuple):
-    """What happened so far; small, and a part of the state like any other.
-
-    Events are counted, never bytes: an int32 byte counter would overflow after one
-    sync of a model of 500 million parameters. `curvadion_jax.metrics.read` multiplies
-    on the host.
-
-    Attributes:
-      steps: int32[], steps taken.
-      syncs: int32[], synchronised steps among them.
-      quiet_steps: int32[], steps since the last sync, or since the start.
-      synced: bool[], whether the last step synchronised.
-      value: float32[], the trigger's value on this replica on the last step, NaN if
-        it has none. Replica-varying.
-      threshold: float32[], what the value was compared with.
-      layer: int32[], index of the parameter with the largest value on this replica,
-        -1 if none. Replica-varying.
-      sync_payload: int32[2], bytes that a sync averages over replicas, as
-        [high, low] in base 2^30.
-      gradient_payload: int32[2], bytes of all gradients in float32, likewise.
-
-    Example:
-      >>> from curvadion_jax import synchronizers, triggers
-      >>> tx = adaptive_sync(
-      ...     optax.sgd(0.1), triggers.always(), synchronizers.average_gradients()
-      ... )
-      >>> state = tx.init({"w": jnp.ones(3)})
-      >>> int(state.metrics.syncs), state.metrics.sync_payload.tolist()
-      (0, [0, 12])
-    """
-
-    steps: jax.Array
-    syncs: jax.Array
-    quiet_steps: jax.Array
-    synced: jax.Array
-    value: jax.Array
-    threshold: jax.Array
-    layer: jax.Array
-    sync_payload: jax.Array
-    gradient_payload: jax.Array
 
 
 class AdaptiveSyncState(NamedTuple):
@@ -87,38 +45,7 @@ class AdaptiveSyncState(NamedTuple):
     metrics: SyncMetrics
 
 
-def _words(number: int) -> jax.Array:
-    return jnp.array(divmod(number, _WORD), jnp.int32)
-
-
-def _initial_metrics(sync_payload: int, gradient_payload: int) -> SyncMetrics:
-    zero, nan = jnp.zeros([], jnp.int32), jnp.full([], jnp.nan, jnp.float32)
-    return SyncMetrics(
-        steps=zero,
-        syncs=zero,
-        quiet_steps=zero,
-        synced=jnp.zeros([], jnp.bool_),
-        value=nan,
-        threshold=nan,
-        layer=jnp.full([], -1, jnp.int32),
-        sync_payload=_words(sync_payload),
-        gradient_payload=_words(gradient_payload),
-    )
-
-
-def _next_metrics(old: SyncMetrics, decision: Decision, synced: jax.Array):
-    return old._replace(
-        steps=optax.safe_increment(old.steps),
-        syncs=jnp.where(synced, optax.safe_increment(old.syncs), old.syncs),
-        quiet_steps=jnp.where(synced, 0, optax.safe_increment(old.quiet_steps)),
-        synced=synced,
-        value=jnp.asarray(decision.value, jnp.float32),
-        threshold=jnp.asarray(decision.threshold, jnp.float32),
-        layer=jnp.asarray(decision.layer, jnp.int32),
-    )
-
-
-def _checked_params(updates: Any, params: Any) -> Any:
+def _check_trees(updates: Any, params: Any) -> None:
     if params is None:
         raise ValueError(
             "adaptive_sync needs the parameters: call update(gradients, state, params)"
@@ -141,7 +68,6 @@ def _checked_params(updates: Any, params: Any) -> Any:
                 "floating-point parameters can be trained. Keep others out of the "
                 "parameters, or freeze them with optax.masked around the whole"
             )
-    return params
 
 
 def adaptive_sync(
@@ -166,7 +92,9 @@ def adaptive_sync(
     nobody averages the gradients. It returns finished parameter updates: nothing may
     follow it in a chain. Wrappers that decide per replica (`optax.apply_if_finite`,
     `optax.MultiSteps` with a skip function) belong inside, around `inner`; outside,
-    replicas would wait for each other for ever.
+    replicas would wait for each other for ever. To accumulate gradients over
+    micro-batches add them up before `update`: `optax.MultiSteps` around the whole runs
+    it on every micro-step, syncs included, and throws away what it counted.
 
     Args:
       inner: optimizer of one replica, learning rate included. It must not communicate
@@ -218,87 +146,116 @@ def adaptive_sync(
             trigger_state=trigger.init(params, inner_state),
             local_state=() if local_step is None else local_step.init(params),
             sync_state=synchronizer.init(params, inner_state),
-            metrics=_initial_metrics(
+            metrics=_counters.initial(
                 synchronizer.payload(params, inner_state, views),
                 4 * sum(leaf.size for leaf in jax.tree.leaves(params)),
             ),
         )
 
     def update_fn(updates, state, params=None, **extra_args):
-        params = _checked_params(updates, params)
+        _check_trees(updates, params)
         _collectives.require_local(updates, axis_name, allow_unchecked=allow_unchecked)
         views = _partition.matrix_views(params, dimension_numbers)
-
-        def take(gradients, inner_state, params, **more):
-            result = inner.update(gradients, inner_state, params, **extra_args, **more)
-            return _like(result[0], params), _like(result[1], inner_state)
-
-        def accumulate(gradients, inner_state, params):
-            asked = _Asked()
-            _, result = take(gradients, inner_state, params, momentum_only=asked)
-            if dion_states(inner_state) and not asked.seen:
-                raise ValueError(
-                    "a transformation around Dion does not pass on the extra argument "
-                    "momentum_only. Build it as an "
-                    "optax.GradientTransformationExtraArgs that forwards extra "
-                    "arguments"
-                )
-            return result
-
-        decide = _decide_with(trigger, accumulate, views)
-        _collectives.refuse_collectives(
-            decide, updates, params, state, axis_name=axis_name
+        step = _Step(
+            inner, trigger, synchronizer, axis_name, local_step, views, extra_args
         )
-        decision, trigger_state = decide(updates, params, state)
-        synced = _collectives.any_replica(decision.fire, axis_name)
-        local_updates, local_state = updates, state.local_state
-        if local_step is not None:
-            step_alone = functools.partial(local_step.update, **extra_args)
-            operands = updates, state.local_state, params
-            _collectives.refuse_collectives(step_alone, *operands, axis_name=axis_name)
-            local_updates, local_state = step_alone(*operands)
-
-        def sync(gradients, local_updates, inner_state, sync_state, params):
-            del local_updates
-            local = LocalStep(
-                gradients,
-                inner_state,
-                params,
-                views,
-                lambda g, state, **more: take(g, state, params, **more),
-                _collectives.axis_size(axis_name),
-            )
-            result, inner_state, sync_state = synchronizer.step(
-                local, sync_state, lambda tree: _collectives.vary_mean(tree, axis_name)
-            )
-            return _like(result, params), inner_state, sync_state
-
-        def quiet(gradients, local_updates, inner_state, sync_state, params):
-            if local_step is None:
-                result, inner_state = take(gradients, inner_state, params)
-            else:
-                result = _like(local_updates, params)
-                inner_state = accumulate(gradients, inner_state, params)
-            return result, inner_state, sync_state
-
-        result, inner_state, sync_state = _collectives.cond(
-            synced,
-            sync,
-            quiet,
-            updates,
-            local_updates,
-            state.inner_state,
-            state.sync_state,
-            params,
-            axis_name=axis_name,
-        )
-        metrics = _next_metrics(state.metrics, decision, synced)
-        rest = AdaptiveSyncState(
-            inner_state, trigger_state, local_state, sync_state, metrics
-        )
-        return result, _collectives.vary(rest, axis_name)
+        return step.take(updates, state, params)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """One step of one replica: the parts of the optimizer, and what they need."""
+
+    inner: optax.GradientTransformationExtraArgs
+    trigger: Trigger
+    synchronizer: Synchronizer
+    axis_name: str | None
+    local_step: optax.GradientTransformationExtraArgs | None
+    views: Mapping[str, MatrixView | None]
+    extra_args: Mapping[str, Any]
+
+    def take(self, gradients, state: AdaptiveSyncState, params):
+        """The updates and the state after the step, quiet or synchronised."""
+        axis_name = self.axis_name
+        decision, trigger_state = _collectives.run_locally(
+            self._decide, gradients, params, state, axis_name=axis_name
+        )
+        synced = _collectives.any_replica(decision.fire, axis_name)
+        local_updates, local_state = gradients, state.local_state
+        if self.local_step is not None:
+            local_updates, local_state = _collectives.run_locally(
+                functools.partial(self.local_step.update, **self.extra_args),
+                *(gradients, state.local_state, params),
+                axis_name=axis_name,
+            )
+        updates, inner_state, sync_state = _collectives.cond(
+            synced,
+            self._sync,
+            self._quiet,
+            *(gradients, local_updates, state.inner_state, state.sync_state, params),
+            axis_name=axis_name,
+        )
+        metrics = _counters.following(state.metrics, decision, synced)
+        after = AdaptiveSyncState(
+            inner_state, trigger_state, local_state, sync_state, metrics
+        )
+        return updates, _collectives.vary(after, axis_name)
+
+    def _inner_step(self, gradients, inner_state, params, **more):
+        updates, after = self.inner.update(
+            gradients, inner_state, params, **self.extra_args, **more
+        )
+        return _like(updates, params), _like(after, inner_state)
+
+    def _accumulate(self, gradients, inner_state, params):
+        """The inner state with this step's momentum, and no step taken."""
+        asked = _Asked()
+        _, after = self._inner_step(gradients, inner_state, params, momentum_only=asked)
+        if dion_states(inner_state) and not asked.seen:
+            raise ValueError(
+                "a transformation around Dion does not pass on the extra argument "
+                "momentum_only. Build it as an optax.GradientTransformationExtraArgs "
+                "that forwards extra arguments"
+            )
+        return after
+
+    def _decide(self, gradients, params, state: AdaptiveSyncState):
+        observation = Observation(
+            gradients,
+            state.inner_state,
+            params,
+            self.views,
+            lambda: self._accumulate(gradients, state.inner_state, params),
+            state.metrics.steps,
+            state.metrics.syncs,
+            state.metrics.quiet_steps,
+        )
+        return self.trigger.decide(observation, state.trigger_state)
+
+    def _sync(self, gradients, local_updates, inner_state, sync_state, params):
+        del local_updates
+        local = LocalStep(
+            gradients,
+            inner_state,
+            params,
+            self.views,
+            lambda g, state, **more: self._inner_step(g, state, params, **more),
+            _collectives.axis_size(self.axis_name),
+        )
+        updates, inner_state, sync_state = self.synchronizer.step(
+            local, sync_state, lambda tree: _collectives.vary_mean(tree, self.axis_name)
+        )
+        return _like(updates, params), inner_state, sync_state
+
+    def _quiet(self, gradients, local_updates, inner_state, sync_state, params):
+        if self.local_step is None:
+            updates, inner_state = self._inner_step(gradients, inner_state, params)
+        else:
+            updates = _like(local_updates, params)
+            inner_state = self._accumulate(gradients, inner_state, params)
+        return updates, inner_state, sync_state
 
 
 def _check_arguments(inner, synchronizer, axis_name, local_step) -> None:
@@ -325,27 +282,6 @@ class _Asked:
     def __bool__(self) -> bool:
         self.seen = True
         return True
-
-
-def _decide_with(trigger: Trigger, accumulate, views: Mapping[str, MatrixView | None]):
-    def decide(gradients, params, state: AdaptiveSyncState):
-        def next_inner_state():
-            return accumulate(gradients, state.inner_state, params)
-
-        metrics = state.metrics
-        observation = Observation(
-            gradients,
-            state.inner_state,
-            params,
-            views,
-            next_inner_state,
-            metrics.steps,
-            metrics.syncs,
-            metrics.quiet_steps,
-        )
-        return trigger.decide(observation, state.trigger_state)
-
-    return decide
 
 
 def _like(tree: Any, like: Any) -> Any:

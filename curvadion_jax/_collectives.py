@@ -7,12 +7,12 @@ gradients are still each replica's own, and the check that a quiet step is quiet
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 # What may name an axis without sending anything over it; all else counts as
 # communication, so that a collective new to JAX is not overlooked.
@@ -148,9 +148,10 @@ def cond(
             f"{axis_name!r}; some would wait for ever for the others: reduce it over "
             "the axis first"
         )
-    still = refuse_collectives(quiet, *operands, axis_name=axis_name)
-    program, synced = jax.make_jaxpr(sync, return_shape=True)(*operands)
-    if axis_name is not None and _hangs(program.jaxpr, axis_name):
+    silent = _trace(quiet, *operands)
+    _refuse_collectives(silent, axis_name)
+    loud = _trace(sync, *operands)
+    if axis_name is not None and _hangs(loud.program.jaxpr, axis_name):
         raise ValueError(
             "a synchronised step communicates inside a condition that differs between "
             f"the replicas of axis {axis_name!r}; some would wait for ever for the "
@@ -158,13 +159,28 @@ def cond(
             "optax.apply_if_finite, do not go around an optimizer whose factors are "
             "averaged: use another synchronizer, or leave the wrapper out"
         )
-    _require_same_result(synced, still)
+    _require_same_result(loud.result, silent.result)
     return lax.cond(
         predicate,
-        lambda *args: vary(sync(*args), axis_name),
-        lambda *args: vary(quiet(*args), axis_name),
+        lambda *args: vary(loud(*args), axis_name),
+        lambda *args: vary(silent(*args), axis_name),
         *operands,
     )
+
+
+class _Traced(NamedTuple):
+    """A function as a program: looked at once, and run without tracing it again."""
+
+    program: ClosedJaxpr
+    result: Any
+
+    def __call__(self, *operands: Any) -> Any:
+        leaves = jaxpr_as_fun(self.program)(*jax.tree.leaves(operands))
+        return jax.tree.unflatten(jax.tree.structure(self.result), leaves)
+
+
+def _trace(function: Callable[..., Any], *operands: Any) -> _Traced:
+    return _Traced(*jax.make_jaxpr(function, return_shape=True)(*operands))
 
 
 def _require_same_result(synced: Any, still: Any) -> None:
@@ -226,16 +242,8 @@ def _collectives(jaxpr: Jaxpr, axis_name: str) -> list[str]:
     return found
 
 
-def refuse_collectives(
-    function: Callable[..., Any], *operands: Any, axis_name: str | None
-) -> Any:
-    """Shapes and dtypes of the result of a computation that must stay local.
-
-    Raises:
-      ValueError: if it would communicate over the axis.
-    """
-    program, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
-    found = [] if axis_name is None else _collectives(program.jaxpr, axis_name)
+def _refuse_collectives(traced: _Traced, axis_name: str | None) -> None:
+    found = [] if axis_name is None else _collectives(traced.program.jaxpr, axis_name)
     if found:
         raise ValueError(
             f"a quiet step would communicate over the axis {axis_name!r} ({found[0]}): "
@@ -243,7 +251,21 @@ def refuse_collectives(
             "the replica axis themselves; leave that to the synchronizer, and pass "
             "the inner optimizer axis_name=None"
         )
-    return shapes
+
+
+def run_locally(
+    function: Callable[..., Any], *operands: Any, axis_name: str | None
+) -> Any:
+    """Result of a computation that must stay on its replica.
+
+    Raises:
+      ValueError: if it would communicate over the axis.
+    """
+    if axis_name is None:
+        return function(*operands)
+    traced = _trace(function, *operands)
+    _refuse_collectives(traced, axis_name)
+    return traced(*operands)
 
 
 def require_local(

@@ -108,7 +108,7 @@ def curvadion(
     return adaptive_sync(
         inner,
         trigger,
-        synchronizers.reconcile() if synchronizer is None else synchronizer,
+        synchronizer or synchronizers.reconcile(orthonormalize=orthonormalize),
         axis_name,
         local_step=local_step,
         dimension_numbers=dimension_numbers,

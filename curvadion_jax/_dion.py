@@ -139,7 +139,8 @@ def scale_by_dion(
         under `optax.inject_hyperparams`.
       dimension_numbers: tree (or prefix) of `optax.contrib.MuonDimensionNumbers`, or a
         function of the parameters that returns one; axes not named are batch axes.
-        None is :func:`default_dimension_numbers`.
+        None is :func:`default_dimension_numbers`. Static under
+        `optax.inject_hyperparams`, which takes every function for a schedule.
       orthonormalize: function from [..., rows, r] to an orthonormal basis of the same
         shape; None is repeated Cholesky QR. Static under `optax.inject_hyperparams`.
       error_feedback: False gives the momentum of CurvaDion's formula instead,

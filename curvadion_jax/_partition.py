@@ -23,7 +23,7 @@ DimensionNumbersOrFn = Any | Callable[[optax.Params], Any] | None
 returns one, or None for `default_dimension_numbers`."""
 
 _EMBEDDING = re.compile(r".*embed.*|(.*_)?emb|wte|wpe|vocab.*")
-_HEAD = re.compile(r"(lm_?|output_?|logits?_?)?head|logits?(_dense)?|readout|unembed.*")
+_HEAD = re.compile(r"(.*_|lm|output)?(head|classifier|readout)|.*logit.*|unembed.*")
 _VECTOR = re.compile(r".*(bias|scale|norm|gamma|beta).*")
 _CONVOLUTION = re.compile(r".*conv.*")
 _QUERY = re.compile(r"(q|query)(_?proj(ection)?)?")
@@ -91,13 +91,15 @@ def default_dimension_numbers(params: optax.Params) -> Any:
     * Fewer than two axes, no elements, or a last name with `bias`, `scale`, `norm`,
       `gamma` or `beta` in it: the other optimizer.
     * A path with an embedding (`embed`, `emb`, `wte`, `wpe`, `vocab`), an output head
-      (`head`, `lm_head`, `logits`, `readout`, `unembed`) or a convolution in it: the
-      other optimizer.
+      (`head`, `lm_head`, `logits`, `logitdense`, `classifier`, `readout`, `unembed`) or
+      a convolution in it: the other optimizer. (`output` alone is no head: BERT's MLPs
+      have that name.)
     * Attention projections with a head axis, [D, H, Dh] for `query`, `key` and
       `value` and [H, Dh, D] for `out`, beside a `query`: the two head axes count as
       one side.
     * All else: the last two axes are (fan_in, fan_out), axes in front are a stack
-      (`nn.scan` over layers, experts).
+      (`nn.scan` over layers, experts). A model scanned over another axis than the
+      first needs `dimension_numbers`.
 
     Args:
       params: any tree of arrays or abstract values, nnx state included.

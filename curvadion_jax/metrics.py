@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from curvadion_jax._adaptive_sync import _WORD, SyncMetrics
+from curvadion_jax._counters import WORD, SyncMetrics
 
 FLAG_BYTES = 4
 
@@ -66,9 +66,9 @@ def read(opt_state: Any, *, replicas: int | None = None) -> dict[str, Any]:
       A dict with
 
       * `steps`, `syncs`, `sync_rate` (their ratio), `synced` (the last step),
-      * `value`: the trigger's last value, the largest over the replicas; `threshold`;
-        `layer`: index of the parameter it belongs to, in the order of the parameters'
-        leaves, or -1,
+      * `value`: the trigger's last value, the largest over the replicas of this
+        process; `threshold`; `layer`: index of the parameter it belongs to, in the
+        order of the parameters' leaves, or -1,
       * `replicas`,
       * `bytes`: what one replica has sent, an all-reduce of B bytes counted as
         2 (N - 1) / N B; the 4 bytes a step of the decision are included,
@@ -84,12 +84,10 @@ def read(opt_state: Any, *, replicas: int | None = None) -> dict[str, Any]:
       >>> read(state, replicas=8)["steps"]
       0
     """
-    found = {
-        name: np.asarray(array)
-        for name, array in jax.device_get(observe(opt_state))._asdict().items()
-    }
-    if found["steps"].ndim:
-        replicas = found["steps"].size
+    counters = observe(opt_state)
+    found = {name: _local(array) for name, array in counters._asdict().items()}
+    if np.ndim(counters.steps):
+        replicas = np.size(counters.steps)
     elif replicas is None:
         raise ValueError(
             "the counters have no replica axis: pass replicas, the number of them"
@@ -113,6 +111,13 @@ def read(opt_state: Any, *, replicas: int | None = None) -> dict[str, Any]:
     }
 
 
+def _local(array: Any) -> np.ndarray:
+    """The part of an array that this process holds."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return np.concatenate([shard.data for shard in array.addressable_shards])
+    return np.asarray(array)
+
+
 def _common(found: dict[str, np.ndarray], what: str) -> int:
     values = np.unique(found[what])
     if len(values) != 1:
@@ -125,7 +130,7 @@ def _common(found: dict[str, np.ndarray], what: str) -> int:
 
 def _bytes(words: np.ndarray) -> int:
     high, low = words.reshape(-1, 2)[0]
-    return int(high) * _WORD + int(low)
+    return int(high) * WORD + int(low)
 
 
 def _sent(payload: int, replicas: int) -> int:

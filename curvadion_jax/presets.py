@@ -18,6 +18,7 @@ def synchronous_dion(
     learning_rate: optax.ScalarOrSchedule,
     *,
     axis_name: str | None = None,
+    allow_unchecked: bool = False,
     dimension_numbers: _partition.DimensionNumbersOrFn = None,
     **dion_arguments: Any,
 ) -> optax.GradientTransformationExtraArgs:
@@ -26,6 +27,7 @@ def synchronous_dion(
     Args:
       learning_rate: a number or a schedule.
       axis_name: name of the replica axis; None is one replica.
+      allow_unchecked: as for :func:`adaptive_sync`.
       dimension_numbers: as for :func:`dion`.
       **dion_arguments: other arguments of :func:`dion`.
 
@@ -41,6 +43,7 @@ def synchronous_dion(
         synchronizers.average_factors(),
         axis_name,
         dimension_numbers=dimension_numbers,
+        allow_unchecked=allow_unchecked,
     )
 
 
@@ -50,6 +53,7 @@ def paper(
     local_learning_rate: optax.ScalarOrSchedule | None = None,
     *,
     axis_name: str | None = None,
+    allow_unchecked: bool = False,
     dimension_numbers: _partition.DimensionNumbersOrFn = None,
     **dion_arguments: Any,
 ) -> optax.GradientTransformationExtraArgs:
@@ -64,6 +68,7 @@ def paper(
       threshold: tau, a number or a schedule.
       local_learning_rate: eta_local; None is `learning_rate`.
       axis_name: name of the replica axis; None is one replica.
+      allow_unchecked: as for :func:`adaptive_sync`.
       dimension_numbers: as for :func:`dion`.
       **dion_arguments: other arguments of :func:`dion`.
 
@@ -91,6 +96,7 @@ def paper(
         axis_name,
         local_step=optax.sgd(local_learning_rate),
         dimension_numbers=dimension_numbers,
+        allow_unchecked=allow_unchecked,
     )
 
 
@@ -108,6 +114,7 @@ def authors_code(
     threshold: optax.ScalarOrSchedule = 0.3,
     *,
     axis_name: str | None = None,
+    allow_unchecked: bool = False,
     dimension_numbers: _partition.DimensionNumbersOrFn = None,
     other_optimizer: optax.GradientTransformation | None = None,
     **dion_arguments: Any,
@@ -123,6 +130,7 @@ def authors_code(
       learning_rate: a number or a schedule.
       threshold: tau, a number or a schedule.
       axis_name: name of the replica axis; None is one replica.
+      allow_unchecked: as for :func:`adaptive_sync`.
       dimension_numbers: as for :func:`dion`.
       other_optimizer: optimizer with a momentum `mu` for the other parameters; None
         is `optax.lion` with the same learning rate, b1 = 0.95, b2 = 0.98 and no weight
@@ -168,6 +176,7 @@ def authors_code(
         synchronizers.average_gradients(),
         axis_name,
         dimension_numbers=dimension_numbers,
+        allow_unchecked=allow_unchecked,
     )
 
 
@@ -177,6 +186,7 @@ def local_sgd(
     momentum: float = 0.9,
     *,
     axis_name: str | None = None,
+    allow_unchecked: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum on every replica, parameters averaged every k steps.
 
@@ -185,6 +195,7 @@ def local_sgd(
       k: period in steps.
       momentum: decay rate of the momentum, which stays local.
       axis_name: name of the replica axis; None is one replica.
+      allow_unchecked: as for :func:`adaptive_sync`.
 
     Returns:
       The optimizer, with :class:`AdaptiveSyncState`.
@@ -202,6 +213,7 @@ def local_sgd(
         synchronizers.reconcile(momentum=False),
         axis_name,
         dimension_numbers=_no_matrices,
+        allow_unchecked=allow_unchecked,
     )
 
 
@@ -213,6 +225,7 @@ def diloco(
     *,
     weight_decay: float = 0.0,
     axis_name: str | None = None,
+    allow_unchecked: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """DiLoCo: AdamW on every replica, a Nesterov step on the mean drift every k steps.
 
@@ -223,6 +236,7 @@ def diloco(
       outer_momentum: of the Nesterov step.
       weight_decay: AdamW's.
       axis_name: name of the replica axis; None is one replica.
+      allow_unchecked: as for :func:`adaptive_sync`.
 
     Returns:
       The optimizer, with :class:`AdaptiveSyncState`.
@@ -240,6 +254,7 @@ def diloco(
         synchronizers.reconcile(outer, momentum=False),
         axis_name,
         dimension_numbers=_no_matrices,
+        allow_unchecked=allow_unchecked,
     )
 
 
@@ -253,6 +268,7 @@ def muloco(
     weight_decay: float = 0.0,
     dimension_numbers: _partition.DimensionNumbersOrFn = None,
     axis_name: str | None = None,
+    allow_unchecked: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """MuLoCo: DiLoCo with Muon (`optax.contrib.muon`) as the inner optimizer.
 
@@ -265,6 +281,7 @@ def muloco(
       weight_decay: Muon's.
       dimension_numbers: which parameters are matrices, as for :func:`dion`.
       axis_name: name of the replica axis; None is one replica.
+      allow_unchecked: as for :func:`adaptive_sync`.
 
     Returns:
       The optimizer, with :class:`AdaptiveSyncState`.
@@ -292,6 +309,7 @@ def muloco(
         synchronizers.reconcile(outer, momentum=False),
         axis_name,
         dimension_numbers=dimension_numbers,
+        allow_unchecked=allow_unchecked,
     )
 
 

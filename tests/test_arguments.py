@@ -111,9 +111,25 @@ def factors(inner):
     )
 
 
-def test_average_factors_needs_its_argument_to_reach_dion():
-    tx = factors(swallowing(cd.dion(0.1)))
+@pytest.mark.parametrize("wide", [swallowing, lambda tx: tx], ids=["all", "one"])
+def test_average_factors_needs_its_argument_to_reach_every_dion(wide):
+    # Two Dions; of the second case only one is shut off.
+    inner = optax.partition(
+        {"a": swallowing(cd.dion(0.1)), "b": wide(cd.dion(0.1))},
+        lambda params: {name: "b" if name == "wide" else "a" for name in params},
+    )
+    tx = factors(inner)
     with pytest.raises(ValueError, match="does not pass on the extra argument reduce"):
+        helpers.trace(lambda p, o, g: tx.update(g, o, p), tx)
+
+
+def test_a_local_step_needs_its_argument_to_reach_dion():
+    tx = build(
+        inner=swallowing(cd.dion(0.1)),
+        axis_name=helpers.AXIS,
+        local_step=optax.sgd(0.1),
+    )
+    with pytest.raises(ValueError, match="does not pass on the extra argument moment"):
         helpers.trace(lambda p, o, g: tx.update(g, o, p), tx)
 
 

@@ -30,6 +30,11 @@ def test_the_mean_over_replicas():
     assert model["count"].tolist() == 5
 
 
+def test_bytes_of_the_mean_are_those_of_an_all_reduce():
+    params = {"w": jnp.ones((4, 10), jnp.bfloat16), "n": jnp.ones(4, jnp.int32)}
+    assert replicas.consensus_bytes(params) == 2 * 3 / 4 * 40
+
+
 @pytest.mark.parametrize("number", [1, 2, 3, 5, 7, 8])
 def test_equal_replicas(number):
     one = np.random.default_rng(0).normal(size=(400,)).astype(np.float32)
@@ -98,6 +103,20 @@ def test_without_an_anchor_the_mean_is_the_model(drifted):
     ):
         for name, value in model.items():
             np.testing.assert_allclose(value, params[name].mean(0), rtol=RTOL)
+
+
+def test_the_anchor_is_found_by_name(drifted):
+    params, state = drifted
+    assert replicas.consensus_bytes(params, state) == 0
+    # A parameter that the optimizer does not train is averaged.
+    more = {"a_frozen": jnp.array([[1.0], [3], [5], [7]]), **params}
+    model = replicas.consensus(more, state)
+    assert model["a_frozen"].tolist() == [4]
+    helpers.assert_bitwise(model["tall"], replicas.consensus(params, state)["tall"])
+    assert replicas.consensus_bytes(more, state) == 2 * 3 / 4 * 4
+    renamed = {f"new_{name}": leaf for name, leaf in params.items()}
+    with pytest.raises(ValueError, match="not one of these parameters"):
+        replicas.consensus(renamed, state)
 
 
 def test_a_wrong_state_is_an_error(drifted):

@@ -74,8 +74,7 @@ def test_init_of_abstract_parameters_is_init():
     assert described(jax.eval_shape(tx.init, abstract)) == described(tx.init(params))
 
 
-# Not float16: the default AdamW's epsilon, 1e-8, is zero there.
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_an_embedding_that_saw_nothing_does_not_move(dtype):
     # Most rows of an embedding have no gradient on a step; epsilon must not vanish.
     params = {"embed": jnp.ones((3, 2), dtype)}

@@ -96,6 +96,20 @@ def test_an_averaged_loss_is_refused(has_aux):
         helpers.trace(step, tx)
 
 
+def test_an_averaged_loss_is_refused_whatever_the_axis_is_called():
+    mesh = cd.replicas.make_mesh(2, axis_name="pod")
+
+    def step(params, batch):
+        def loss(p):
+            return lax.pmean(jnp.vdot(p, batch), "pod")
+
+        return params, cd.replicas.value_and_grad(loss)(params)
+
+    step = cd.replicas.step(step, mesh, axis_name="pod")
+    with pytest.raises(ValueError, match="the same on all replicas of 'pod'"):
+        jax.eval_shape(step, jnp.ones((2, 3)), jnp.ones(6))
+
+
 @pytest.mark.parametrize("has_aux", [False, True], ids=["value", "aux"])
 def test_each_replicas_own_loss_passes(has_aux):
     helpers.trace(loss_step(lambda x: x, has_aux)[0], sgd())
@@ -225,3 +239,22 @@ def test_a_local_loop_around_a_collective_is_refused():
     matrices = {k: helpers.make_params()[k] for k in helpers.MATRICES}
     with pytest.raises(ValueError, match="differs between the replicas"):
         helpers.trace(lambda p, o, g: tx.update(g, o, p), tx, matrices)
+
+
+PRESETS = ("synchronous_dion", "paper", "authors_code", "local_sgd", "diloco", "muloco")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_take_the_word_for_an_unchecked_shard_map(name):
+    tx = getattr(cd.presets, name)(0.1, axis_name=AXIS, allow_unchecked=True)
+    params, opt_state = helpers.start(tx, helpers.make_params(), MESH)
+
+    def body(*stacked):
+        params, opt_state, gradients = jax.tree.map(lambda x: x[0], stacked)
+        result = tx.update(gradients, opt_state, params)
+        return jax.tree.map(lambda x: x[None], result)
+
+    mapped = jax.shard_map(
+        body, mesh=MESH, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
+    )
+    jax.eval_shape(mapped, params, opt_state, helpers.make_gradients(1, REPLICAS)[0])

@@ -126,6 +126,12 @@ def test_floor(floor, values, layers):
     assert metrics.layer[1:].tolist() == layers
 
 
+def test_nan_is_seen_below_the_floor():
+    metrics = run(change(0.1, floor=1e6), {"a": [[4.0], [3], [float("nan")]]})
+    assert metrics.synced.tolist() == [True, False, True]
+    assert metrics.value[-1] == INF
+
+
 def test_from_zero_is_infinite_and_zero_to_zero_is_nothing():
     gradients = {"a": [[4.0], [2], [2]], "b": [[0.0], [0], [1]]}
     metrics = run(change(0.5), gradients)
@@ -211,15 +217,15 @@ def test_momentum_fn():
 
 @pytest.mark.slow
 def test_the_authors_rule_looks_at_every_momentum_but_not_at_the_first_step():
-    # Lion keeps mu = 0.98 mu + 0.02 g of the bias: 0.2, then 0.196 + 0.8 = 0.996,
-    # then 0.97608 + 0.02 = 0.99608. The matrix stays below the floor of 0.1.
+    # Lion keeps M = 0.98 M + 0.02 G of the bias: 0.2, then 0.196 + 0.8 = 0.996. What is
+    # compared is M + G: 0.2 + 40, then 0.996 + 0.1. The matrix stays below the floor.
     gradients = {
-        "bias": [[10.0, 0], [40, 0], [1, 0]],
+        "bias": [[10.0, 0], [40, 0], [0.1, 0]],
         "w": [[[0.05, 0], [0, 0]], [[0.05, 0], [0, 0]], [[0.0, 0], [0, 0]]],
     }
     metrics = run_optimizer(cd.presets.authors_code(0.1, 0.3, momentum=0.5), gradients)
     assert metrics.synced.tolist() == [False, True, False]
-    changes = [INF, 0.796 / 0.2, 0.00008 / 0.996]
+    changes = [INF, 40 / 0.2, 0.1 / 0.996]
     np.testing.assert_allclose(metrics.value, changes, rtol=RTOL, atol=ATOL)
     assert metrics.layer.tolist() == [-1, 0, 0]
 

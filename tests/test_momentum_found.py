@@ -68,7 +68,7 @@ class Encoder(NamedTuple):
     trace: jax.Array
 
 
-@pytest.mark.parametrize("inner", [optax.sgd(0.1, 0.9)])
+@pytest.mark.parametrize("inner", [optax.sgd(0.1, 0.9), optax.adam(0.1), optax.lion(1)])
 def test_parameters_named_like_states_are_no_momentum(inner):
     params = Encoder(jnp.ones((2, 2)), jnp.ones((3, 2)), jnp.ones(4))
     found = momentum_by_name(inner.init(params))

@@ -38,6 +38,7 @@ def numbers_at(tree, *keys):
         *("embedding", "embed", "tok_embeddings", "wte", "wpe", "vocab", "vocab_table"),
         *("head", "lm_head", "lmhead", "output_head", "logits", "logits_dense"),
         *("readout", "unembed", "unembedding", "LM_Head", "Embed_0"),
+        *("logitdense", "decoder_logits", "classifier", "cls_head", "mlm_head"),
         *("conv", "Conv_0", "patch_conv"),
         *("tok_emb", "pos_emb", "emb"),
     ],
@@ -142,6 +143,19 @@ class AttentionModule:
     query: jax.Array
     value: jax.Array
     scale: jax.Array
+
+
+@pytest.mark.parametrize("kind", [Attention, AttentionModule])
+@pytest.mark.parametrize("place", ["top", "below"])
+def test_a_field_called_value_is_a_name_like_others(kind, place):
+    shapes = ((8, 2, 4), (8, 2, 4), (8,))
+    module = kind(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+    tree = module if place == "top" else {"attention": module}
+    prefix = "" if place == "top" else "attention/"
+    views = _partition.matrix_views(tree)
+    assert list(views) == [f"{prefix}{name}" for name in ("query", "value", "scale")]
+    value: Any = views[f"{prefix}value"]
+    assert (value.fan_in, value.fan_out) == (8, 8)
 
 
 @pytest.mark.parametrize("wrap", [dict, freeze], ids=["dict", "frozen"])

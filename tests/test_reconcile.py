@@ -120,6 +120,47 @@ def test_averaging_leaves_hyperparameters_alone():
     np.testing.assert_array_equal(rates["b2"], np.full(3, 0.999, np.float32))
 
 
+def test_averaging_leaves_constants_alone():
+    # As for the rates: Muon keeps the coefficients of its iteration in its state.
+    inner = optax.contrib.muon(0.1)
+    tx = optimizer(inner, k=1, momentum=False, other_state=True)
+    gradients = [{"w": np.ones((3, 4, 2), np.float32)}] * 20
+    params = {"w": jnp.zeros((4, 2))}
+    _, state = run(tx, params, gradients)[-1]
+    before, after = (
+        optax.tree.get(tree, "ns_coeffs") for tree in (inner.init(params), state)
+    )
+    helpers.assert_bitwise(after, np.broadcast_to(before, (3, *np.shape(before))))
+
+
+@pytest.mark.parametrize(
+    "inner", [optax.contrib.ademamix(0.1), optax.ema(0.9)], ids=["ademamix", "ema"]
+)
+def test_a_momentum_of_another_name_is_not_overlooked(inner):
+    with pytest.raises(ValueError, match=r"of a parameter's shape: pass momentum=Fal"):
+        optimizer(inner).init(helpers.make_params())
+    optimizer(inner, momentum=False).init(helpers.make_params())
+
+
+def test_q_is_recomputed_by_the_users_own_orthonormalisation():
+    seen = []
+
+    def spy(a):
+        seen.append(a.shape)
+        return cd.cholesky_qr(a)
+
+    tx: Any = cd.curvadion(
+        0.1, orthonormalize=spy, axis_name=AXIS, trigger=triggers.always()
+    )
+    inner: Any = cd.dion(0.1, orthonormalize=spy)
+    params = {"w": jnp.ones((6, 4))}
+    jax.eval_shape(inner.update, params, inner.init(params), params)
+    once = len(seen)
+    helpers.trace(lambda p, o, g: tx.update(g, o, p), tx, params)
+    # One Dion in each of the branches, and one power iteration at the sync.
+    assert len(seen) == once + 3 * once
+
+
 def test_an_outer_schedule_advances_at_syncs_only():
     # Each replica drifts by -2 x 0.5 x 1 between syncs; the outer rates are 1, 1/2,
     # 1/4, so the anchor moves by -1, -1/2, -1/4.

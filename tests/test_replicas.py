@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
 from curvadion_jax import replicas, synchronizers, triggers
@@ -60,6 +60,26 @@ def test_a_mesh_without_the_axis_is_refused():
         replicas.step(lambda state, batch: (state, batch), mesh)
     renamed = replicas.replicate({"w": jnp.ones(2)}, mesh, axis_name="data")
     assert renamed["w"].shape == (2, 2)
+
+
+def test_a_mesh_with_explicit_axes_is_refused():
+    mesh = jax.make_mesh((2, 2), ("replica", "fsdp"))
+    message = r"\['replica', 'fsdp'\] are of type .*Explicit.*AxisType.Auto,\) \* 2"
+    with pytest.raises(ValueError, match=message):
+        replicas.step(lambda state, batch: (state, batch), mesh)
+    with pytest.raises(ValueError, match=message):
+        replicas.replicate({"w": jnp.ones(2)}, mesh)
+
+
+def test_replicate_keeps_the_sharding_within_a_replica():
+    mesh = replicas.make_mesh(2, {"fsdp": 4})
+    within = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    w = jax.device_put(jnp.arange(32.0).reshape(4, 8), within)
+    copies = replicas.replicate({"w": w, "b": jnp.ones(4)}, mesh)
+    assert copies["w"].sharding.spec == PartitionSpec("replica", None, "fsdp")
+    assert copies["w"].addressable_shards[0].data.shape == (1, 4, 2)
+    assert copies["b"].sharding.spec == PartitionSpec("replica")
+    np.testing.assert_array_equal(copies["w"], np.stack([w, w]))
 
 
 def train_state():

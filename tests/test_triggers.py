@@ -109,6 +109,14 @@ def reporting(fire, number):
     )
 
 
+def test_a_decision_of_python_numbers_becomes_arrays():
+    decision = triggers.Decision(jnp.array(True), 0.5, 0.25, 3)  # type: ignore
+    metrics = run(triggers.stateless(lambda seen: decision), 2)
+    assert metrics.value.dtype == np.float32
+    assert metrics.value.tolist() == [0.5, 0.5]
+    assert metrics.layer.dtype == np.int32
+
+
 def test_any_of_reports_the_first_that_fires():
     metrics = run(any_of(*map(reporting, ("0010", "0110", "1000"), (1, 2, 3))), 4)
     assert as_text(metrics.synced) == "1110"

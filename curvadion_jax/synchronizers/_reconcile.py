@@ -37,6 +37,7 @@ def reconcile(
     *,
     momentum: bool = True,
     other_state: bool = False,
+    orthonormalize: _orthonormalize.Orthonormalize | None = None,
 ) -> _base.Synchronizer:
     r"""At a sync replicas take their own step and then come together.
 
@@ -65,15 +66,23 @@ def reconcile(
       momentum: whether momenta are averaged: the field `momentum` (Dion), else
         `trace`, else `mu`, of the inner optimizer's state.
       other_state: whether the rest of the inner optimizer's floating-point state is
-        averaged, such as AdamW's moments of embeddings. By default it stays local:
-        for embeddings it would double or triple what is sent.
+        averaged, such as AdamW's moments of embeddings: arrays of a parameter's shape.
+        By default it stays local: for embeddings it would double or triple what is
+        sent.
+      orthonormalize: as for :func:`scale_by_dion`, for Q.
 
     Returns:
       A synchronizer for any inner optimizer. Its state costs one copy of the
-      parameters, and what the outer optimizer keeps.
+      parameters and of Q, and what the outer optimizer keeps.
 
     Raises:
       TypeError: if `outer` is not an Optax transformation.
+      ValueError: at `init`, if momenta are to be averaged and the inner optimizer keeps
+        arrays of parameters' shapes, but under none of these names.
+
+    .. warning::
+      The average holds the NaN of any replica. Put `optax.apply_if_finite` around the
+      inner optimizer, and a replica whose gradients are not finite sits the step out.
 
     Example:
       >>> plain = reconcile()
@@ -90,24 +99,27 @@ def reconcile(
             f"for the plain average, got {outer!r}"
         )
     outer_step = optax.scale(-1) if outer is None else outer
+    orthonormalize = orthonormalize or _orthonormalize.cholesky_qr
 
     def init(params, inner_state):
+        if momentum:
+            _check_momentum_known(params, inner_state)
         anchor = jax.tree.map(jnp.copy, params)  # so that both can be donated
         states = _base.dion_states(inner_state) if momentum else []
         q = [jax.tree.map(jnp.copy, state.q) for state in states]
         return ReconcileState(anchor, q, outer_step.init(anchor))
 
-    def chosen(inner_state):
+    def chosen(params, inner_state):
         """Leaves of the inner state to average: index -> array."""
         leaves = enumerate(jax.tree.leaves(inner_state))
-        sent = _sent(inner_state, momentum, other_state)
+        sent = _sent(params, inner_state, momentum, other_state)
         return {index: leaf for index, leaf in leaves if sent[index]}
 
     def step(local: _base.LocalStep, state: ReconcileState, mean: _base.Mean):
         updates, inner_state = local.take(local.gradients, local.inner_state)
         moved = optax.apply_updates(local.params, updates)
         drift = jax.tree.map(_difference, moved, state.anchor)
-        drift, averaged = mean((drift, chosen(inner_state)))
+        drift, averaged = mean((drift, chosen(local.params, inner_state)))
         anchor, outer_state = _outer_step(outer_step, drift, state)
         leaves, structure = jax.tree.flatten(inner_state)
         leaves = [averaged.get(index, leaf) for index, leaf in enumerate(leaves)]
@@ -115,7 +127,7 @@ def reconcile(
         q = state.common_q
         if momentum and local.replicas > 1:  # one replica is plain Dion
             q = [
-                _common_q(dion, start, local.views)
+                _common_q(dion, start, local.views, orthonormalize)
                 for dion, start in zip(_base.dion_states(inner_state), q, strict=True)
             ]
             inner_state = _base.with_q(inner_state, q)
@@ -126,26 +138,44 @@ def reconcile(
         )
 
     def payload(params, inner_state, views):
-        sent = _base.bytes_averaged(chosen(inner_state))
+        sent = _base.bytes_averaged(chosen(params, inner_state))
         return _base.bytes_averaged(params) + sent
 
     return _base.Synchronizer(init, step, payload)
 
 
-def _sent(inner_state, momentum: bool, other_state: bool) -> list[bool]:
+def _parameter_shapes(params) -> set[tuple[int, ...]]:
+    return {leaf.shape for leaf in jax.tree.leaves(params) if leaf.ndim}
+
+
+def _check_momentum_known(params, inner_state) -> None:
+    shapes = _parameter_shapes(params)
+    if _momentum.find_field(inner_state) is None:
+        for path, leaf in jax.tree.leaves_with_path(inner_state):
+            if leaf.shape in shapes and jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise ValueError(
+                    "reconcile is to average the momentum and finds none by its name "
+                    "(momentum, trace, mu), but the inner optimizer keeps "
+                    f"{jax.tree_util.keystr(path)} of a parameter's shape: pass "
+                    "momentum=False to leave it local, or other_state=True as well to "
+                    "average all such arrays"
+                )
+
+
+def _sent(params, inner_state, momentum: bool, other_state: bool) -> list[bool]:
     """For every leaf of the inner state whether it is averaged."""
+    shapes = _parameter_shapes(params)
     field = _momentum.find_field(inner_state)
     momenta = _momentum.in_field(inner_state, field)
     q = _momentum.in_field(inner_state, "q")
     # The values of optax.inject_hyperparams, in which other states lie.
     settings = _momentum.in_field(inner_state, "hyperparams", beside=())
-    leaves = jax.tree.leaves(inner_state)
     return [
         jnp.issubdtype(leaf.dtype, jnp.floating)
-        and not is_setting
-        and (momentum if is_momentum else other_state and not is_q)
+        and (momentum if is_momentum else other_state and leaf.shape in shapes)
+        and not (is_q or is_setting)
         for leaf, is_momentum, is_q, is_setting in zip(
-            leaves, momenta, q, settings, strict=True
+            jax.tree.leaves(inner_state), momenta, q, settings, strict=True
         )
     ]
 
@@ -181,7 +211,7 @@ def _move_to(target: jax.Array, params: jax.Array) -> jax.Array:
     return update + missed
 
 
-def _common_q(state: DionState, start: Any, views) -> Any:
+def _common_q(state: DionState, start: Any, views, orthonormalize) -> Any:
     """Q for a common momentum: a step of power iteration from a common start."""
     starts, momenta = jax.tree.leaves(start), []
     for (_, view, _), momentum in zip(
@@ -189,7 +219,7 @@ def _common_q(state: DionState, start: Any, views) -> Any:
     ):
         wide = momentum.astype(_orthonormalize.compute_dtype(momentum.dtype))
         momenta.append(view.to_matrix(wide))
-    _, right = _low_rank.power_iteration(momenta, starts, _orthonormalize.cholesky_qr)
+    _, right = _low_rank.power_iteration(momenta, starts, orthonormalize)
     qs = [
         _low_rank.unit_columns(r, q)[0].astype(q.dtype)
         for r, q in zip(right, starts, strict=True)

@@ -144,7 +144,10 @@ def stateless(decide: Callable[[Observation], Decision]) -> Trigger:
 def check_steps(steps: Any, what: str, at_least: int = 1) -> None:
     """Refuses a number of steps that is not a plain int, or too small."""
     if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(f"{what} must be an int, got {steps!r}")
+        raise TypeError(
+            f"{what} must be an int, got {steps!r}; with "
+            "optax.inject_hyperparams name it in static_args"
+        )
     if steps < at_least:
         raise ValueError(f"{what} must be at least {at_least}, got {steps}")
 

@@ -82,7 +82,7 @@ def dion_arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def _threshold(config: Config) -> dict[str, float]:
+def _threshold(config: Config) -> dict[str, Any]:
     return {} if config.threshold is None else {"threshold": config.threshold}
 
 
