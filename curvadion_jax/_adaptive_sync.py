@@ -46,10 +46,6 @@ class AdaptiveSyncState(NamedTuple):
 
 
 def _check_trees(updates: Any, params: Any) -> None:
-    if params is None:
-        raise ValueError(
-            "adaptive_sync needs the parameters: call update(gradients, state, params)"
-        )
     if jax.tree.structure(updates) != jax.tree.structure(params):
         raise ValueError(
             "gradients and parameters must be trees of the same structure, got\n"
@@ -153,6 +149,11 @@ def adaptive_sync(
         )
 
     def update_fn(updates, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError(
+                "adaptive_sync needs the parameters: call update(gradients, state, "
+                "params)"
+            )
         _check_trees(updates, params)
         _collectives.require_local(updates, axis_name, allow_unchecked=allow_unchecked)
         views = _partition.matrix_views(params, dimension_numbers)

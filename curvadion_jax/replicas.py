@@ -129,8 +129,9 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
 
     def sharding(x):
         within = getattr(x, "sharding", None)
-        same_mesh = isinstance(within, NamedSharding) and within.mesh == mesh
-        return NamedSharding(mesh, P(axis_name, *(within.spec if same_mesh else ())))
+        if isinstance(within, NamedSharding) and within.mesh == mesh:
+            return NamedSharding(mesh, P(axis_name, *within.spec))
+        return NamedSharding(mesh, P(axis_name))
 
     def broadcast(tree):
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *x.shape)), tree)

@@ -57,6 +57,7 @@ def text(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_library_corpus_is_real_text_and_the_same_every_time():
     first, second = data.load(None), data.load(None)
     assert first.fingerprint == second.fingerprint
@@ -215,6 +216,7 @@ def test_text_shorter_than_a_sequence_is_refused(tmp_path):
         data.load(str(tmp_path)).training_batch((0, 0), 1, 16)
 
 
+@pytest.mark.slow
 def test_parameters_are_stacked_over_layers_and_logits_are_float32(micro):
     _, params = micro
     assert params["blocks"]["attention"]["query"]["kernel"].shape == (2, 16, 16)
@@ -227,6 +229,7 @@ def test_parameters_are_stacked_over_layers_and_logits_are_float32(micro):
     assert logits.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_first_loss_is_that_of_a_uniform_guess():
     gpt = model.GPT(vocabulary=11, layers=1, width=16, heads=2)
     tokens = jnp.arange(8)[None] % 11
@@ -235,6 +238,7 @@ def test_first_loss_is_that_of_a_uniform_guess():
     np.testing.assert_allclose(loss, np.log(11), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_later_tokens_do_not_change_earlier_logits(micro):
     gpt, params = micro
     tokens = jnp.arange(8)[None]
@@ -245,6 +249,7 @@ def test_later_tokens_do_not_change_earlier_logits(micro):
     assert (np.abs(before[5:] - after[5:]).max(axis=-1) > 1e-4).all()
 
 
+@pytest.mark.slow
 def test_rotary_products_depend_on_distance_alone():
     query, key = jax.random.normal(jax.random.key(0), (2, 8))
     length = 12
@@ -431,6 +436,7 @@ def test_wrong_flags_are_refused(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_too_many_replicas_are_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(main, "_make_devices", lambda replicas: None)
     arguments = ["--replicas", "9", "--out", str(tmp_path / "out")]

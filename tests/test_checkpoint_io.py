@@ -110,6 +110,7 @@ def test_round_trip_is_bitwise(tmp_path, target):
     assert [s.data.shape for s in shards] == [(1, 16, 8)] * REPLICAS
 
 
+@pytest.mark.slow
 def test_odd_values_and_dtypes_keep_their_bits(tmp_path):
     quiet_nan = np.array([0x7FC00001, 0xFFC12345], np.uint32).view(np.float32)
     tree = {
@@ -129,6 +130,7 @@ def test_odd_values_and_dtypes_keep_their_bits(tmp_path):
     assert_same(checkpoint.restore(tmp_path, blank(state)), state)
 
 
+@pytest.mark.slow
 def test_nnx_state_and_modules(tmp_path):
     class Model(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):

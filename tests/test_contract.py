@@ -86,7 +86,7 @@ def label(name):
 def case(name):
     """One setting is quick, but for what trains long or compiles several times."""
     words = label(name)
-    slow = r"_can_be_wrapped|_learning_rate_schedule|test_optimizers-"
+    slow = r"_can_be_wrapped|_schedule|test_optimizers-|float64|bfloat16"
     quick = "-dion-learning_rate-0.01-rank-1" in words and not re.search(slow, words)
     return pytest.param(name, id=words, marks=[] if quick else [pytest.mark.slow])
 

@@ -122,6 +122,7 @@ def plain_updates():
     return run_updates(rank_one(0.1), *params_and_gradients())
 
 
+@pytest.mark.slow
 def test_other_leaves_follow_adamw_by_default():
     params, gradients = params_and_gradients()
     adamw = optax.adamw(0.1, b1=0.9, b2=0.95, weight_decay=0.0)
@@ -177,7 +178,7 @@ def test_other_optimizer_and_its_learning_rate_exclude_each_other():
 @pytest.mark.parametrize(
     ("mask", "decayed"),
     [
-        pytest.param(None, MATRICES, id="none"),
+        pytest.param(None, MATRICES, id="none", marks=pytest.mark.slow),
         pytest.param(
             {"embed": True, "kernel": True, "bias": True, "mlp": False},
             ("kernel",),
@@ -203,6 +204,7 @@ def test_weight_decay_and_its_mask(mask, decayed):
         close(updates[name], plain_updates()[name] - decay, FLOAT32_ATOL, name)
 
 
+@pytest.mark.slow
 def test_chosen_dimension_numbers_turn_the_kernel():
     """A torch kernel (fan_out, fan_in) is the transpose of ours."""
     params, gradients = params_and_gradients()

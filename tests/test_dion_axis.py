@@ -90,7 +90,7 @@ CASES = [
     pytest.param(1, "shard_map", marks=pytest.mark.slow),
     (0.25, "shard_map"),
     pytest.param(0.5, "shard_map", marks=pytest.mark.slow),
-    (1.0, "shard_map"),
+    pytest.param(1.0, "shard_map", marks=pytest.mark.slow),
     pytest.param(0.25, "vmap", marks=pytest.mark.slow),
     pytest.param(1.0, "vmap", marks=pytest.mark.slow),
 ]
@@ -211,6 +211,7 @@ def test_reduce_fn_takes_the_place_of_the_axis():
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
+@pytest.mark.slow
 def test_other_leaves_take_the_mean_gradient():
     params = {"kernel": np.ones((5, 9), np.float32), "bias": np.ones(9, np.float32)}
     tx = cd.dion(0.1, 1, axis_name="replica", other_optimizer=optax.sgd(1.0))

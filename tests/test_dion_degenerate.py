@@ -16,6 +16,7 @@ def gradients_at(seed):
     return jax.tree.map(lambda g: g[0], normal(SHAPES, 1, seed, np.float32))
 
 
+@pytest.mark.slow
 def test_zero_gradients_do_nothing():
     params = zeros(SHAPES, np.float32)
     state = random_state(params, Q_SHAPES)
@@ -53,6 +54,7 @@ def test_low_rank_momentum_moves_nothing_else(rank):
 LEAKS = 0.04
 
 
+@pytest.mark.slow
 def test_low_rank_momentum_from_random_starts():
     rng, starts, rank = np.random.default_rng(0), 400, 4
     u, v = (rng.normal(size=(starts, 64, rank)) for _ in range(2))
@@ -65,6 +67,7 @@ def test_low_rank_momentum_from_random_starts():
     assert np.mean(outside > 0.5) < LEAKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_rank_one_momentum_of_a_square_matrix_at_full_rank(seed):
     """Almost all of P is invented; nothing of that may be NaN or move a parameter."""

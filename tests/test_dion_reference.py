@@ -50,7 +50,7 @@ def q_shapes(rank):
         pytest.param(1, True, id="rank1", marks=pytest.mark.slow),
         pytest.param(3, True, id="rank3", marks=pytest.mark.slow),
         pytest.param(0.3, True, id="fraction"),
-        pytest.param(1.0, True, id="full"),
+        pytest.param(1.0, True, id="full", marks=pytest.mark.slow),
         pytest.param(0.3, False, id="paper-momentum", marks=pytest.mark.slow),
     ],
 )
@@ -120,6 +120,7 @@ def kernel(x, part):
     return x.reshape(6, 8) if x.ndim == 3 else x
 
 
+@pytest.mark.slow
 def test_layouts_equal_the_plain_kernel():
     """Stacks, batch axes anywhere, heads, and leaves of one shape, as if alone."""
     shapes = {name: layout[0] for name, layout in LAYOUTS.items()}
@@ -156,6 +157,7 @@ def test_update_does_not_depend_on_the_size_of_the_gradients():
             assert np.isfinite(new_state.momentum[name]).all()
 
 
+@pytest.mark.slow
 def test_momentum_schedule():
     """A traced momentum, through optax.inject_hyperparams."""
     schedule, shapes = optax.linear_schedule(0.5, 0.95, STEPS), {"w": (5, 9)}

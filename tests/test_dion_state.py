@@ -30,7 +30,10 @@ def gradients_at(seed, dtype=np.float32):
 
 @pytest.mark.parametrize(
     "dtype",
-    ["float32", "bfloat16", pytest.param("float64", marks=pytest.mark.slow)],
+    [
+        "float32",
+        *(pytest.param(t, marks=pytest.mark.slow) for t in ("bfloat16", "float64")),
+    ],
 )
 def test_initial_state(dtype):
     shapes = {"kernel": (9, 5), "stack": (2, 5, 9)}
@@ -48,6 +51,7 @@ def test_initial_state(dtype):
     assert np.abs(stack[0] - stack[1]).max() > 0.1
 
 
+@pytest.mark.slow
 def test_initial_q_depends_on_path_and_seed_only():
     def init(tree, **settings) -> Any:
         return optax.tree.get(cd.scale_by_dion(3, **settings).init(tree), "q")
@@ -70,6 +74,7 @@ def test_initial_q_depends_on_path_and_seed_only():
     assert np.abs(np.asarray(q["a"] - q["b"])).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "mu_dtype"),
     [
@@ -144,6 +149,7 @@ def test_momentum_only(error_feedback):
         close(new_state.momentum[name], expected, 8 * EPS, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [False, True], ids=["scale_by_dion", "dion"])
 def test_map_params_touches_the_momentum_and_not_q(wrapped):
     params = {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(3)}

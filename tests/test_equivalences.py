@@ -44,7 +44,6 @@ TRIGGERS = {
 QUICK = [
     ("average_factors", "rmmc", "mesh", 8),
     ("reconcile-nesterov", "every_k", "mesh", 8),
-    ("reconcile", "rmmc", "vmap", 8),
 ]
 RUNS = {"mesh": helpers.run_mesh, "vmap": helpers.run_vmap}
 

@@ -144,6 +144,7 @@ def test_unchecked_shard_map_needs_a_word():
         unchecked_run(sgd(), gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reducing", ["reconcile"])
 def test_unchecked_shard_map_with_the_word_is_the_same(reducing):
     gradients = helpers.make_gradients(3, REPLICAS)

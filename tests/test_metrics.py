@@ -70,6 +70,7 @@ def test_small_numbers_are_averaged_in_float32(dtype):
     assert state.metrics.sync_payload.tolist() == [0, GRADIENTS + 4 * 48]
 
 
+@pytest.mark.slow
 def test_a_run_on_two_replicas():
     tx = cd.adaptive_sync(
         optax.sgd(0.1, 0.9),

@@ -119,6 +119,7 @@ def test_every_step_is_always(name):
         helpers.assert_bitwise(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -69,6 +69,7 @@ def test_basis_against_float64_householder(method, shape, condition):
     assert turn < TURN_ATOL["float32"] + TURN * eps * condition
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("condition", [1e0, 1e3, 1e6, 1e12])
 def test_float64_stays_float64(method, condition):
@@ -98,6 +99,7 @@ def test_basis_follows_the_order_of_the_columns(order):
         assert np.abs(outside).max() < 1e-6, k
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_stack_equals_one_by_one(method):
     conditions = [[1e0, 1e2, 1e4], [1e6, 1e1, 1e3]]

@@ -123,6 +123,7 @@ def test_nnx_state():
     assert "lm_head/kernel" in names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

@@ -101,6 +101,7 @@ LOCAL_RATE, MU = 0.25, 0.9
 paper = functools.partial(cd.presets.paper, orthonormalize=cd.householder_qr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "decay"),
     [

@@ -168,6 +168,7 @@ def test_quiet_step_by_hand(synchronizer):
     close(simulation.anchor["W"], START["W"], 0)
 
 
+@pytest.mark.slow
 def test_average_gradients_by_hand():
     # Mean gradient [[0, 2], [2, -3]] and (1, 1).
     # Replica 0: K = [[0, 4], [4, -3]], K^T q = (0, 4), p = (0, 1), R = (4, -3),

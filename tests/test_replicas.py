@@ -207,6 +207,7 @@ def test_the_step_keeps_the_functions_name():
     assert (step.__name__, step.__doc__) == ("my_step", "Words.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "synchronizer",
     [

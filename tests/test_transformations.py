@@ -67,6 +67,7 @@ def close(actual, expected):
     )
 
 
+@pytest.mark.slow
 def test_clipping_in_front():
     gradients = one_replica(3, scale=5.0)
     norms = [optax.tree.norm(tree) for tree in gradients]
@@ -247,6 +248,7 @@ def test_optax_finds_what_is_parameter_like():
     helpers.assert_bitwise(more.metrics, state.metrics)
 
 
+@pytest.mark.slow
 def test_scan_on_replicas_is_step_after_step():
     tx, mesh = small(axis_name=AXIS), cd.replicas.make_mesh(2)
     gradients = helpers.make_gradients(4, 2)

@@ -151,8 +151,11 @@ def _parameter_shapes(params) -> set[tuple[int, ...]]:
 def _check_momentum_known(params, inner_state) -> None:
     shapes = _parameter_shapes(params)
     if _momentum.find_field(inner_state) is None:
-        for path, leaf in jax.tree.leaves_with_path(inner_state):
-            if leaf.shape in shapes and jnp.issubdtype(leaf.dtype, jnp.floating):
+        leaves = jax.tree.leaves_with_path(inner_state)
+        sums = _momentum.in_field(inner_state, "acc_grads")  # of optax.MultiSteps
+        for (path, leaf), is_sum in zip(leaves, sums, strict=True):
+            floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+            if leaf.shape in shapes and floating and not is_sum:
                 raise ValueError(
                     "reconcile is to average the momentum and finds none by its name "
                     "(momentum, trace, mu), but the inner optimizer keeps "

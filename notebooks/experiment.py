@@ -1,0 +1,74 @@
+"""What the three notebooks share: the example's program, other triggers, one run."""
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+# Eight CPU devices stand for eight replicas; before JAX starts.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "char_lm"))
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+import methods
+import numpy as np
+import train
+from config import PRESETS, Config
+from journal import read_journal
+
+import curvadion_jax as cd
+
+# Fewer steps than the example's default, so that all three notebooks take half an hour.
+config = dataclasses.replace(PRESETS["tiny"], steps=120, evaluate_every=120)
+if _steps := os.environ.get("CURVADION_NOTEBOOK_STEPS"):  # a small size for CI
+    config = dataclasses.replace(
+        config,
+        steps=int(_steps),
+        layers=1,
+        width=32,
+        heads=1,
+        batch=1,
+        sequence_length=32,
+        evaluate_every=int(_steps),
+        evaluation_batches=1,
+    )
+_results = Path(os.environ.get("CURVADION_NOTEBOOK_RESULTS", "results"))
+change = cd.triggers.relative_momentum_change
+
+
+def at_steps(steps: Any) -> cd.triggers.Trigger:
+    """A trigger that synchronises at given steps, counted from 0."""
+    table = np.zeros(config.steps, bool)
+    table[list(steps)] = True
+
+    def decide(seen):
+        return cd.triggers.decision(jax.numpy.asarray(table)[seen.steps])
+
+    return cd.triggers.stateless(decide)
+
+
+def dion_with(*wanted: cd.triggers.Trigger) -> methods.Method:
+    """The example's CurvaDion with other triggers; and a sync at the last step."""
+    trigger = cd.triggers.any_of(*wanted, at_steps([config.steps - 1]))
+
+    def build(config, axis):
+        arguments = methods.dion_arguments(config)
+        return cd.curvadion(**arguments, trigger=trigger, axis_name=axis)
+
+    return methods.Method(build, frozenset())
+
+
+def run(name: str, method: methods.Method, config: Config = config):
+    """Trains, or reads what was trained before: (summary row, journal by column)."""
+    methods.METHODS[name] = method
+    out = _results / f"{name}_seed{config.seed}_batch{config.batch}"
+    row = train.run(config, [name], out)[0]
+    lines = read_journal(out / f"{name}.jsonl")
+    columns = {key: [line.get(key) for line in lines] for key in lines[0]}
+    value = [np.nan if v is None else v for v in columns["value"]]
+    return row, columns | {"value": np.array(value, float)}
