@@ -1,0 +1,55 @@
+"""One of two processes with a replica each: trains, and prints what it can read.
+
+    python tests/two_processes.py PROCESS PORT
+"""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import curvadion_jax as cd
+
+STEPS = 4
+
+
+def train() -> dict:
+    """Four steps on two replicas; what a training loop would log."""
+    mesh = cd.replicas.make_mesh(2)
+    params = {"w": jnp.ones((4, 8)), "b": jnp.ones((1, 8))}
+    tx = cd.presets.local_sgd(0.1, k=2, axis_name="replica")
+    state = cd.replicas.replicate((params, tx.init(params)), mesh)
+
+    def train_step(state, x):
+        params, opt_state = state
+
+        def loss_fn(params):
+            return jnp.mean((x @ params["w"] + params["b"]) ** 2)
+
+        loss, grads = cd.replicas.value_and_grad(loss_fn)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, opt_state), cd.metrics.observe(opt_state)
+
+    step = cd.replicas.step(train_step, mesh)
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    for _ in range(STEPS):
+        state, observed = step(state, x)
+    model = cd.replicas.consensus(*state)
+    return {
+        "state": cd.metrics.read(state[1]),
+        "observed": cd.metrics.read(observed),
+        "divergence": float(cd.replicas.divergence(state[0])),
+        "model": float(jnp.sum(model["w"])),
+    }
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[1]))
+    print(json.dumps(train()))
