@@ -36,6 +36,9 @@ def synchronous_dion(
 
     Example:
       >>> tx = synchronous_dion(0.01, rank=0.25, axis_name="replica")
+      >>> state = tx.init({"kernel": jax.numpy.ones((4, 8))})
+      >>> int(state.metrics.sync_payload[1])  # bytes; its gradients have 128
+      48
     """
     return adaptive_sync(
         dion(learning_rate, dimension_numbers=dimension_numbers, **dion_arguments),
@@ -77,6 +80,9 @@ def paper(
 
     Example:
       >>> tx = paper(0.01, threshold=0.2, axis_name="replica")
+      >>> state = tx.init({"kernel": jax.numpy.ones((4, 8))})
+      >>> int(state.metrics.sync_payload[1])  # bytes; its gradients have 128
+      128
 
     References:
       `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
@@ -121,10 +127,11 @@ def authors_code(
 ) -> optax.GradientTransformationExtraArgs:
     """The rules of the CurvaDion authors' published PyTorch code.
 
-    The change compares |M + G| with |M|, M after error feedback, over all parameters,
-    those of the other optimizer (Lion) included. Momenta of a norm up to 0.1 are left
-    out, so that the first step does not synchronise. A sync averages full gradients; a
-    quiet step is a full local Dion step. Here replicas do step alone on quiet steps.
+    The change compares the norm of M + G with that of M after error feedback, over all
+    parameters, those of the other optimizer (Lion) included. Momenta of a norm up to
+    0.1 are left out, so that the first step does not synchronise. A sync averages full
+    gradients; a quiet step is a full local Dion step. Here replicas do step alone on
+    quiet steps.
 
     Args:
       learning_rate: a number or a schedule.
@@ -142,6 +149,9 @@ def authors_code(
 
     Example:
       >>> tx = authors_code(0.01, threshold=0.2, axis_name="replica")
+      >>> state = tx.init({"kernel": jax.numpy.ones((4, 8))})
+      >>> int(state.metrics.sync_payload[1])  # bytes; its gradients have 128
+      128
 
     References:
       `Bhavkumar21/CurvaDion <https://github.com/Bhavkumar21/CurvaDion>`_,
@@ -202,6 +212,9 @@ def local_sgd(
 
     Example:
       >>> tx = local_sgd(0.1, k=10, axis_name="replica")
+      >>> state = tx.init({"kernel": jax.numpy.ones((4, 8))})
+      >>> int(state.metrics.sync_payload[1])  # bytes; its gradients have 128
+      128
 
     References:
       Stich, `Local SGD Converges Fast and Communicates Little
@@ -243,6 +256,9 @@ def diloco(
 
     Example:
       >>> tx = diloco(1e-3, k=30, axis_name="replica")
+      >>> state = tx.init({"kernel": jax.numpy.ones((4, 8))})
+      >>> int(state.metrics.sync_payload[1])  # bytes; its gradients have 128
+      128
 
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023
@@ -288,6 +304,9 @@ def muloco(
 
     Example:
       >>> tx = muloco(0.01, k=30, axis_name="replica")
+      >>> state = tx.init({"kernel": jax.numpy.ones((4, 8))})
+      >>> int(state.metrics.sync_payload[1])  # bytes; its gradients have 128
+      128
 
     References:
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025

@@ -1,6 +1,6 @@
 """One of two processes with a replica each: trains, and prints what it can read.
 
-    python tests/two_processes.py PROCESS PORT
+python tests/two_processes.py PROCESS PORT
 """
 
 import json
@@ -29,7 +29,7 @@ def train() -> dict:
         def loss_fn(params):
             return jnp.mean((x @ params["w"] + params["b"]) ** 2)
 
-        loss, grads = cd.replicas.value_and_grad(loss_fn)(params)
+        _, grads = cd.replicas.value_and_grad(loss_fn)(params)
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         return (params, opt_state), cd.metrics.observe(opt_state)

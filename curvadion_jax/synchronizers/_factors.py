@@ -49,7 +49,12 @@ def average_factors() -> _base.Synchronizer:
         when traced if something between swallows the extra argument `reduce_fn`.
 
     Example:
-      >>> synchronizer = average_factors()
+      >>> from curvadion_jax import dion
+      >>> from curvadion_jax._partition import matrix_views
+      >>> params = {"kernel": jnp.ones((4, 8))}
+      >>> inner_state = dion(0.01, rank=1).init(params)
+      >>> average_factors().payload(params, inner_state, matrix_views(params))
+      48
 
     References:
       Ahn et al., `Dion <https://arxiv.org/abs/2504.05295>`_, section on compressed

@@ -15,7 +15,10 @@ def average_gradients() -> _base.Synchronizer:
       A synchronizer that averages all gradients, in at least float32.
 
     Example:
-      >>> synchronizer = average_gradients()
+      >>> import jax
+      >>> params = {"kernel": jax.numpy.ones((4, 8))}
+      >>> average_gradients().payload(params, inner_state=(), views={})
+      128
 
     References:
       `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025

@@ -89,6 +89,10 @@ def reconcile(
       >>> diloco = reconcile(
       ...     optax.sgd(0.7, momentum=0.9, nesterov=True), momentum=False
       ... )
+      >>> params = {"kernel": jnp.ones((4, 8))}
+      >>> inner_state = optax.sgd(0.1, momentum=0.9).init(params)
+      >>> [each.payload(params, inner_state, {}) for each in (plain, diloco)]
+      [256, 128]
 
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023

@@ -10,6 +10,7 @@ neither what is sent (the synchronizer) nor what a step does (the inner optimize
 """
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,8 @@ from curvadion_jax._matrices import MatrixView
 
 class Observation(NamedTuple):
     """What a trigger sees on every step, all of it this replica's own.
+
+    The fields have defaults so that a trigger can be asked by hand, as in its tests.
 
     Attributes:
       gradients: this step's gradients, tree of the parameters.
@@ -39,16 +42,19 @@ class Observation(NamedTuple):
       ...     norm = optax.tree.norm(seen.gradients)
       ...     return decision(norm > 10, value=norm, threshold=10)
       >>> on_large_gradients = stateless(decide)
+      >>> seen = Observation(gradients={"w": jnp.array([12.0, 16.0])})
+      >>> float(on_large_gradients.decide(seen, ())[0].value)
+      20.0
     """
 
-    gradients: optax.Updates
-    inner_state: optax.OptState
-    params: optax.Params
-    views: Mapping[str, MatrixView | None]
-    next_inner_state: Callable[[], optax.OptState]
-    steps: jax.Array
-    syncs: jax.Array
-    quiet_steps: jax.Array
+    gradients: optax.Updates = ()
+    inner_state: optax.OptState = ()
+    params: optax.Params = ()
+    views: Mapping[str, MatrixView | None] = MappingProxyType({})
+    next_inner_state: Callable[[], optax.OptState] = tuple
+    steps: jax.Array | int = 0
+    syncs: jax.Array | int = 0
+    quiet_steps: jax.Array | int = 0
 
 
 class Decision(NamedTuple):
@@ -85,9 +91,15 @@ class Trigger(NamedTuple):
 
     Example:
       >>> def decide(observation, last):  # after steps 3, 7, 15, 31, ...
-      ...     fire = observation.steps >= 2 * last + 2
+      ...     fire = observation.steps >= 2 * last
       ...     return decision(fire), jnp.where(fire, observation.steps + 1, last)
-      >>> doubling = Trigger(lambda params, inner_state: jnp.zeros([], int), decide)
+      >>> doubling = Trigger(lambda params, inner_state: jnp.ones([], int), decide)
+      >>> last, fired = jnp.ones([], int), []
+      >>> for step in range(8):
+      ...     answer, last = doubling.decide(Observation(steps=step), last)
+      ...     fired.append(int(answer.fire))
+      >>> fired
+      [0, 0, 1, 0, 0, 0, 1, 0]
     """
 
     init: Callable[[optax.Params, optax.OptState], Any]
@@ -134,6 +146,8 @@ def stateless(decide: Callable[[Observation], Decision]) -> Trigger:
 
     Example:
       >>> on_even_steps = stateless(lambda seen: decision(seen.steps % 2 == 0))
+      >>> bool(on_even_steps.decide(Observation(steps=4), ())[0].fire)
+      True
     """
     return Trigger(
         init=lambda params, inner_state: (),

@@ -23,8 +23,10 @@ def any_of(*triggers: _base.Trigger) -> _base.Trigger:
 
     Example:
       >>> from curvadion_jax import triggers
-      >>> change = triggers.relative_momentum_change(0.1)
-      >>> trigger = any_of(triggers.every_k(100), change)
+      >>> trigger = any_of(triggers.every_k(100), triggers.every_k(30))
+      >>> decision, _ = trigger.decide(triggers.Observation(steps=89), ((), ()))
+      >>> bool(decision.fire)
+      True
     """
     if not triggers:
         raise ValueError("any_of needs at least one trigger, got none")
@@ -63,7 +65,10 @@ def at_least_every(trigger: _base.Trigger, k: int) -> _base.Trigger:
 
     Example:
       >>> from curvadion_jax import triggers
-      >>> trigger = at_least_every(triggers.relative_momentum_change(0.1), 50)
+      >>> trigger = at_least_every(triggers.never(), 50)
+      >>> decision, _ = trigger.decide(triggers.Observation(quiet_steps=49), ())
+      >>> bool(decision.fire)
+      True
     """
     _base.check_trigger(trigger)
     _base.check_steps(k, "the largest interval k")
@@ -95,7 +100,10 @@ def at_most_every(trigger: _base.Trigger, k: int) -> _base.Trigger:
 
     Example:
       >>> from curvadion_jax import triggers
-      >>> trigger = at_most_every(triggers.relative_momentum_change(0.1), 5)
+      >>> trigger = at_most_every(triggers.always(), 5)
+      >>> seen = triggers.Observation(syncs=1, quiet_steps=3)
+      >>> bool(trigger.decide(seen, ())[0].fire)
+      False
     """
     _base.check_trigger(trigger)
     _base.check_steps(k, "the smallest interval k")
@@ -128,6 +136,9 @@ def after_steps(trigger: _base.Trigger, steps: int) -> _base.Trigger:
     Example:
       >>> from curvadion_jax import triggers
       >>> trigger = after_steps(triggers.every_k(30), 1000)
+      >>> seen = [triggers.Observation(steps=steps) for steps in (999, 1000)]
+      >>> [bool(trigger.decide(each, ())[0].fire) for each in seen]
+      [True, False]
     """
     _base.check_trigger(trigger)
     _base.check_steps(steps, "the number of synchronous steps", at_least=0)

@@ -78,8 +78,18 @@ def relative_momentum_change(
         if the inner optimizer keeps no momentum.
 
     Example:
-      >>> trigger = relative_momentum_change(0.1)
+      >>> from curvadion_jax.triggers import Observation
       >>> trigger = relative_momentum_change(optax.linear_schedule(0.3, 0.1, 1000))
+      >>> old, new = {"w": jnp.array([3.0, 4.0])}, {"w": jnp.array([6.0, 8.0])}
+      >>> seen = Observation(
+      ...     inner_state=optax.TraceState(old),
+      ...     params=old,
+      ...     next_inner_state=lambda: optax.TraceState(new),
+      ...     steps=jnp.array(500),
+      ... )
+      >>> decision, _ = trigger.decide(seen, ())
+      >>> print(f"{decision.value:.2f} {decision.threshold:.2f} {decision.fire}")
+      1.00 0.20 True
 
     References:
       `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025

@@ -10,7 +10,10 @@ def always() -> _base.Trigger:
       The trigger.
 
     Example:
-      >>> trigger = always()
+      >>> from curvadion_jax.triggers import Observation
+      >>> decision, _ = always().decide(Observation(), ())
+      >>> bool(decision.fire)
+      True
     """
     return _base.stateless(lambda observation: _base.decision(True))
 
@@ -22,7 +25,10 @@ def never() -> _base.Trigger:
       The trigger.
 
     Example:
-      >>> trigger = never()
+      >>> from curvadion_jax.triggers import Observation
+      >>> decision, _ = never().decide(Observation(), ())
+      >>> bool(decision.fire)
+      False
     """
     return _base.stateless(lambda observation: _base.decision(False))
 
@@ -41,7 +47,13 @@ def every_k(k: int) -> _base.Trigger:
       ValueError: if k is below 1.
 
     Example:
+      >>> from curvadion_jax.triggers import Observation
       >>> trigger = every_k(30)
+      >>> decisions = [
+      ...     trigger.decide(Observation(steps=steps), ())[0] for steps in range(60)
+      ... ]
+      >>> [1 + step for step, decision in enumerate(decisions) if decision.fire]
+      [30, 60]
     """
     _base.check_steps(k, "the period k")
     return _base.stateless(
