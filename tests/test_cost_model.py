@@ -63,8 +63,8 @@ def test_a_matrix_is_sent_whole_where_factors_are_not_smaller():
 
 @pytest.mark.parametrize(
     ("rank", "resolved"),
-    [(1, 1), (4, 4), (9, 5), (1.0, 5), (0.5, 3), (0.01, 1), (np.int32(2), 2)],
-    ids=["one", "int", "clipped", "full", "rounded up", "at least one", "numpy"],
+    [(1, 1), (4, 4), (9, 5), (1.0, 5), (0.5, 3), (0.01, 1)],
+    ids=["one", "int", "clipped", "full", "rounded up", "at least one"],
 )
 def test_rank_of_a_matrix_whose_smaller_side_is_5(rank, resolved):
     assert cm.MatrixShape(1, 7, 5).resolve_rank(rank) == resolved
@@ -240,8 +240,8 @@ def test_break_even_against_factors_is_lower_than_against_gradients():
         (lambda: cm.Method(-1.0, 1.0), ValueError, "compute_time is -1.0"),
         (lambda: cm.Method(1.0, 1.0, 0.1, -2.0), ValueError, "flag_time is -2.0"),
         (lambda: cm.MatrixShape(1, 0, 4), ValueError, "rows is 0"),
-        (lambda: cm.MatrixShape(1, 4, 4).resolve_rank(0), ValueError, "rank is 0"),
-        (lambda: cm.MatrixShape(1, 4, 4).resolve_rank(1.5), ValueError, "rank is 1.5"),
+        (lambda: cm.MatrixShape(1, 4, 4).resolve_rank(0), ValueError, "got 0"),
+        (lambda: cm.MatrixShape(1, 4, 4).resolve_rank(1.5), ValueError, "got 1.5"),
         (lambda: cm.ModelSize((), -1), ValueError, "other_elements is -1"),
         (lambda: cm.gradient_payload(small_model(), 0), ValueError, "itemsize is 0"),
         (lambda: cm.model_size({"w": 1.5}), TypeError, "leaf .* is 1.5"),
