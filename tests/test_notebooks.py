@@ -29,3 +29,16 @@ def test_there_is_one_for_each_question():
         "rmmc_over_training",
         "threshold_sweep",
     ]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_is_kept_with_its_results(path):
+    cells = nbformat.read(path, as_version=4).cells
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    counts = [cell.execution_count for cell in code]
+    assert counts == list(range(1, len(code) + 1))  # from top to bottom, in one go
+    outputs = [output for cell in code for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert any(output.get("name") == "stdout" for output in outputs)
+    assert cells[-1].source.startswith("## What came out")
