@@ -55,7 +55,7 @@ def save(
 
     Raises:
       ValueError: the step exists already or lies below the latest one; ``keep`` is
-        below 1; the leaves do not share one leading replica axis.
+        below 1; the leaves do not share one leading replica axis; a leaf was donated.
       TypeError: a leaf is not a ``jax.Array``, or JSON cannot hold ``extra``.
       ImportError: orbax-checkpoint is not installed.
 
@@ -75,6 +75,12 @@ def save(
     if keep is not None and keep < 1:
         raise ValueError(f"keep must be None (all) or at least 1, got {keep}.")
     leaves = _named_leaves(state, jax.Array)
+    for name, leaf in leaves.items():
+        if leaf.is_deleted():
+            raise ValueError(
+                f"leaf {name!r} was deleted: the step that it was passed to reused its"
+                " buffer. Save the state that the step returned."
+            )
     info = {
         "format": _FORMAT,
         "version": importlib.metadata.version(_DISTRIBUTION),

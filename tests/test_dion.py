@@ -222,7 +222,9 @@ def test_all_leaves_for_the_other_optimizer():
     params, gradients = params_and_gradients()
     tx = rank_one(0.1, dimension_numbers=lambda params: None)
     expected = run_updates(
-        optax.adamw(0.1, b1=0.9, b2=0.95, weight_decay=0.0), params, gradients
+        optax.adamw(0.1, b1=0.9, b2=0.95, eps=1e-7, weight_decay=0.0),
+        params,
+        gradients,
     )
     updates = run_updates(tx, params, gradients)
     jax.tree.map(lambda x, y: close(x, y, FLOAT32_ATOL), updates, expected)

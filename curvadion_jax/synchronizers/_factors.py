@@ -96,11 +96,12 @@ def _step(local: _base.LocalStep, state: FactorsState, mean: _base.Mean):
         reduced.extend(arrays)
         return mean(arrays)
 
-    # On quiet steps every replica moves its own Q: products with them could cancel.
+    inner_state = local.inner_state
+    if local.replicas > 1:  # one replica is plain Dion
+        # On quiet steps every replica moves its own Q: products with them could cancel.
+        inner_state = _base.with_q(inner_state, state.common_q)
     updates, inner_state = local.take(
-        jax.tree.unflatten(structure, gradients),
-        _base.with_q(local.inner_state, state.common_q),
-        reduce_fn=reduce_fn,
+        jax.tree.unflatten(structure, gradients), inner_state, reduce_fn=reduce_fn
     )
     expected = sum(2 if reduces_factors(*pair) else 1 for pair in ranks.values())
     if len(reduced) < expected:
