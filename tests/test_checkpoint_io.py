@@ -394,7 +394,7 @@ def test_a_donated_state_is_refused_and_the_former_one_stays(tmp_path, simple):
     checkpoint.save(tmp_path, 1, simple)
     gone = {**simple, "b": simple["b"] + 0}
     gone["b"].delete()
-    with pytest.raises(ValueError, match="'b' was deleted: .* the step returned"):
+    with pytest.raises(ValueError, match=r"'b' was deleted: .* the step returned"):
         checkpoint.save(tmp_path, 2, gone, keep=1)
     assert checkpoint.latest_step(tmp_path) == 1
     checkpoint.save(tmp_path, 2, simple, keep=1)
