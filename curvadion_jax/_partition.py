@@ -22,8 +22,8 @@ DimensionNumbersOrFn = Any | Callable[[optax.Params], Any] | None
 """A tree (or prefix) of DimensionNumbers and None, a function of the parameters that
 returns one, or None for `default_dimension_numbers`."""
 
-_EMBEDDING = re.compile(r".*embed.*|(.*_)?emb|wte|wpe|vocab.*")
-_HEAD = re.compile(r"(.*_|lm|output)?(head|classifier|readout)|.*logit.*|unembed.*")
+_EMBEDDING = re.compile(r".*embed.*|(.*_)?emb|wte|wpe|vocab.*|pos(_.*)?|.*_token")
+_HEAD = re.compile(r"(.*_|lm|output)?(heads?|classifier|readout)|.*logit.*|unembed.*")
 _VECTOR = re.compile(r".*(bias|scale|norm|gamma|beta).*")
 _CONVOLUTION = re.compile(r".*conv.*")
 _QUERY = re.compile(r"(q|query)(_?proj(ection)?)?")
@@ -90,7 +90,8 @@ def default_dimension_numbers(params: optax.Params) -> Any:
 
     * Fewer than two axes, no elements, or a last name with `bias`, `scale`, `norm`,
       `gamma` or `beta` in it: the other optimizer.
-    * A path with an embedding (`embed`, `emb`, `wte`, `wpe`, `vocab`), an output head
+    * A path with an embedding (`embed`, `emb`, `wte`, `wpe`, `vocab`, `pos`,
+      `cls_token`), an output head
       (`head`, `lm_head`, `logits`, `logitdense`, `classifier`, `readout`, `unembed`) or
       a convolution in it: the other optimizer. (`output` alone is no head: BERT's MLPs
       have that name.)

@@ -130,6 +130,11 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
     def sharding(x):
         within = getattr(x, "sharding", None)
         if isinstance(within, NamedSharding) and within.mesh == mesh:
+            if axis_name in jax.tree.leaves(tuple(within.spec)):
+                raise ValueError(
+                    f"an array of shape {x.shape} is divided over {axis_name!r} "
+                    "already: replicate takes the state of one replica, once"
+                )
             return NamedSharding(mesh, P(axis_name, *within.spec))
         return NamedSharding(mesh, P(axis_name))
 
@@ -155,7 +160,8 @@ def step(
         loss. The optimizer inside does what has to be sent.
       mesh: mesh with the replica axis.
       axis_name: name of the replica axis.
-      donate: whether the state's buffers are reused; the state passed in is then gone.
+      donate: whether the state's buffers are reused; the state passed in is then gone,
+        and only what the step returned may be used.
 
     Returns:
       A compiled function (state, batch) -> (state, metrics). The state has a leading
@@ -214,6 +220,11 @@ def _check_leading(tree: Any, number: int, what: str, need: str) -> None:
                 f"the {what}{jax.tree_util.keystr(path)} has shape {shape}, and not a "
                 f"leading axis of {number} {need}"
             )
+
+
+def _check_replicas(params: Any) -> None:
+    need = "replicas, as other leaves have; replicate() gives all of them one"
+    _check_leading(params, _replicas_of(params), "parameters", need)
 
 
 def value_and_grad(
@@ -285,8 +296,8 @@ def _anchors(opt_state: Any) -> list[dict[tuple[str, ...], jax.Array]]:
 
 def _anchor_of(params: Any, opt_state: Any) -> list[jax.Array | None]:
     """The anchor of every parameter, None for one that has none."""
+    _check_replicas(params)
     leaves = _paths.leaves_with_names(params)
-    _check_leading(params, _replicas_of(params), "parameters", "replicas")
     anchors = _anchors(opt_state)
     anchor = anchors[0] if anchors else {}
     shapes = {names: leaf.shape for names, leaf in leaves}
@@ -308,7 +319,8 @@ def consensus(params: Any, opt_state: Any = None) -> Any:
       params: parameters with a leading replica axis.
       opt_state: the optimizer state with a leading replica axis, nnx's included. If
         it holds the anchor of `reconcile`, that is the model: common to all replicas,
-        and free to read.
+        and free to read. It is the model of the last sync: for that of this step,
+        after the last one of a run say, leave out `opt_state`.
 
     Returns:
       The parameters without the replica axis, the anchor or else the mean over the
@@ -413,5 +425,5 @@ def divergence(params: Any) -> jax.Array:
       >>> print(f"{apart:.4f}")  # 1 / sqrt(17)
       0.2425
     """
-    _check_leading(params, _replicas_of(params), "parameters", "replicas")
+    _check_replicas(params)
     return _divergence(params)

@@ -250,3 +250,9 @@ def test_no_momentum_is_an_error(inner):
 def test_wrong_arguments(arguments):
     with pytest.raises(ValueError, match="must not be negative or NaN, got"):
         change(**arguments)
+
+
+@pytest.mark.parametrize("threshold", ["0.1", None, True])
+def test_a_threshold_is_a_number_or_a_schedule(threshold):
+    with pytest.raises(TypeError, match="threshold must be a number or a schedule"):
+        change(threshold)

@@ -40,7 +40,7 @@ def numbers_at(tree, *keys):
         *("readout", "unembed", "unembedding", "LM_Head", "Embed_0"),
         *("logitdense", "decoder_logits", "classifier", "cls_head", "mlm_head"),
         *("conv", "Conv_0", "patch_conv"),
-        *("tok_emb", "pos_emb", "emb"),
+        *("tok_emb", "pos_emb", "emb", "pos", "pos_table", "cls_token", "heads"),
     ],
 )
 @pytest.mark.parametrize("place", ["itself", "above-kernel"])

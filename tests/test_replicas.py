@@ -71,6 +71,13 @@ def test_a_mesh_with_explicit_axes_is_refused():
         replicas.replicate({"w": jnp.ones(2)}, mesh)
 
 
+def test_what_is_replicated_already_is_refused():
+    mesh = replicas.make_mesh(2)
+    copies = replicas.replicate({"w": jnp.ones(4)}, mesh)
+    with pytest.raises(ValueError, match="divided over 'replica' already"):
+        replicas.replicate(copies, mesh)
+
+
 def test_replicate_keeps_the_sharding_within_a_replica():
     mesh = replicas.make_mesh(2, {"fsdp": 4})
     within = NamedSharding(mesh, PartitionSpec(None, "fsdp"))

@@ -49,11 +49,10 @@ def average_factors() -> _base.Synchronizer:
         when traced if something between swallows the extra argument `reduce_fn`.
 
     Example:
-      >>> from curvadion_jax import dion
-      >>> from curvadion_jax._partition import matrix_views
-      >>> params = {"kernel": jnp.ones((4, 8))}
-      >>> inner_state = dion(0.01, rank=1).init(params)
-      >>> average_factors().payload(params, inner_state, matrix_views(params))
+      >>> from curvadion_jax import curvadion
+      >>> tx = curvadion(0.01, rank=1, synchronizer=average_factors())
+      >>> state = tx.init({"kernel": jnp.ones((4, 8))})
+      >>> int(state.metrics.sync_payload[1])  # bytes; its gradients have 128
       48
 
     References:

@@ -74,6 +74,7 @@ def relative_momentum_change(
       The trigger. Its value is the largest change over the layers.
 
     Raises:
+      TypeError: for a threshold that is neither a number nor a schedule.
       ValueError: for a negative or NaN threshold, or a negative floor; when traced,
         if the inner optimizer keeps no momentum.
 
@@ -95,6 +96,9 @@ def relative_momentum_change(
       `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
     """
     for name, value in (("threshold", threshold), ("floor", floor)):
+        if not callable(value) and not hasattr(value, "dtype"):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name} must be a number or a schedule, got {value!r}")
         if isinstance(value, int | float) and (value < 0 or math.isnan(value)):
             raise ValueError(f"{name} must not be negative or NaN, got {value}")
 

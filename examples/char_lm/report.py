@@ -122,8 +122,8 @@ def table(summary: list[dict[str, Any]]) -> str:
     for row in summary:
         if sent := row.get("evaluation_bytes"):
             lines.append(
-                f"{row['method']} keeps no common model: averaging the replicas for "
-                f"its evaluations sent {human_bytes(sent)} more"
+                f"{row['method']}: averaging the replicas for evaluations sent "
+                f"{human_bytes(sent)} more"
             )
     return "\n".join(lines)
 

@@ -73,6 +73,7 @@ def run(
     }
     picture.draw(lines, out / "picture.png")
     print(report.table(summary))
+    print(f"{out / 'summary.json'}, {out / 'picture.png'}")
     return summary
 
 
@@ -102,7 +103,8 @@ def _train(
             state, metrics = step_fn(state, batch)
             last = step == config.steps
             evaluated = last or step % config.evaluate_every == 0
-            progress.add(step, metrics, evaluate(state) if evaluated else None)
+            loss = evaluate(state, last) if evaluated else None
+            progress.add(step, metrics, loss)
             if last or stop.is_set() or step % config.checkpoint_every == 0:
                 progress.flush()
                 extra = {"seconds": progress.seconds()}
@@ -113,14 +115,17 @@ def _train(
                     "command goes on from there"
                 )
     sent = cd.metrics.read(state.opt_state)
+    # Every evaluation, and the average of the replicas at the end, unless it is there.
+    each = cd.replicas.consensus_bytes(state.params, state.opt_state)
+    final = 0 if sent["synced"] else cd.replicas.consensus_bytes(state.params)
+    before = math.ceil(config.steps / config.evaluate_every) - 1
     return {
         "method": name,
         "replicas": config.replicas,
         "steps": config.steps,
         **{key: sent[key] for key in ("syncs", "bytes", "synchronous_bytes")},
-        "validation_loss": report.finite(evaluate(state)),
-        "evaluation_bytes": math.ceil(config.steps / config.evaluate_every)
-        * cd.replicas.consensus_bytes(state.params, state.opt_state),
+        "validation_loss": report.finite(evaluate(state, True)),
+        "evaluation_bytes": before * each + (each or final),
         "drift": report.finite(float(cd.replicas.divergence(state.params))),
         "seconds": round(progress.seconds(), 1),
     }
@@ -161,8 +166,12 @@ def make_train_step(gpt: model.GPT) -> Callable[[TrainState, jax.Array], Any]:
 
 def make_evaluation(
     gpt: model.GPT, config: Config, corpus: Corpus, mesh: Mesh
-) -> Callable[[TrainState], float]:
-    """The loss of the one model, the consensus, on the fixed held-out batches."""
+) -> Callable[[TrainState, bool], float]:
+    """The loss of the one model on the fixed held-out batches.
+
+    Before the last step that is the consensus, at the end the mean of the replicas:
+    the steps since the last sync count too.
+    """
     everywhere = NamedSharding(mesh, PartitionSpec())
     divided = NamedSharding(mesh, PartitionSpec(cd.replicas.AXIS))
     loss_fn = jax.jit(lambda params, batch: model.next_token_loss(gpt, params, batch))
@@ -173,8 +182,9 @@ def make_evaluation(
     ]
     batches = [jax.device_put(batch, divided) for batch in batches]
 
-    def evaluate(state: TrainState) -> float:
-        params = cd.replicas.consensus(state.params, state.opt_state)
+    def evaluate(state: TrainState, last: bool) -> float:
+        opt_state = None if last else state.opt_state
+        params = cd.replicas.consensus(state.params, opt_state)
         params = jax.device_put(params, everywhere)
         return float(np.mean([loss_fn(params, batch) for batch in batches]))
 
