@@ -8,6 +8,7 @@ import importlib.metadata
 
 from curvadion_jax import (
     checkpoint,
+    compressors,
     cost_model,
     metrics,
     presets,
@@ -34,6 +35,7 @@ __all__ = [
     "adaptive_sync",
     "checkpoint",
     "cholesky_qr",
+    "compressors",
     "cost_model",
     "curvadion",
     "default_dimension_numbers",

@@ -141,7 +141,7 @@ def adaptive_sync(
             inner_state=inner_state,
             trigger_state=trigger.init(params, inner_state),
             local_state=() if local_step is None else local_step.init(params),
-            sync_state=synchronizer.init(params, inner_state),
+            sync_state=synchronizer.init(params, inner_state, views),
             metrics=_counters.initial(
                 synchronizer.payload(params, inner_state, views),
                 4 * sum(leaf.size for leaf in jax.tree.leaves(params)),
@@ -243,10 +243,9 @@ class _Step:
             params,
             self.views,
             lambda g, state, **more: self._inner_step(g, state, params, **more),
-            _collectives.axis_size(self.axis_name),
         )
         updates, inner_state, sync_state = self.synchronizer.step(
-            local, sync_state, lambda tree: _collectives.vary_mean(tree, self.axis_name)
+            local, sync_state, _collectives.group(self.axis_name)
         )
         return _like(updates, params), inner_state, sync_state
 

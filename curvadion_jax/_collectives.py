@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
+from curvadion_jax._group import Group, single
+
 # What may name an axis without sending anything over it; all else counts as
 # communication, so that a collective new to JAX is not overlooked.
 _SILENT = ("axis_index", "pvary")
@@ -103,9 +105,28 @@ def mean(tree: Any, axis_name: str | None) -> Any:
     return jax.tree.map(lambda r, x: r.astype(x.dtype), reduced, tree)
 
 
-def vary_mean(tree: Any, axis_name: str | None) -> Any:
-    """`mean`, marked as varying: for code whose conditions mix it with local state."""
-    return vary(mean(tree, axis_name), axis_name)
+def group(axis_name: str | None) -> Group:
+    """What a synchronizer may do over the axis.
+
+    Results are marked as varying, for code whose conditions mix them with local state.
+    """
+    if axis_name is None:
+        return single()
+
+    def over(collective):
+        def apply(tree):
+            tree = vary(tree, axis_name)
+            return vary(jax.tree.map(collective, tree), axis_name)
+
+        return apply
+
+    return Group(
+        size=axis_size(axis_name),
+        index=lax.axis_index(axis_name),
+        mean=lambda tree: vary(mean(tree, axis_name), axis_name),
+        all_to_all=over(lambda x: lax.all_to_all(x, axis_name, 0, 0)),
+        all_gather=over(lambda x: lax.all_gather(x, axis_name)),
+    )
 
 
 def any_replica(flag: jax.Array, axis_name: str | None) -> jax.Array:

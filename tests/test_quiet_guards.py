@@ -148,12 +148,14 @@ def test_branches_that_return_different_things_are_refused(quiet, message):
 
 
 def test_a_synchronizer_that_changes_its_states_dtype_is_refused():
-    def step(local, state, mean):
-        updates, inner_state = local.take(mean(local.gradients), local.inner_state)
+    def step(local, state, group):
+        updates, inner_state = local.take(
+            group.mean(local.gradients), local.inner_state
+        )
         return updates, inner_state, state.astype(jnp.bfloat16)
 
     synchronizer = synchronizers.Synchronizer(
-        lambda params, inner_state: jnp.zeros(2),
+        lambda params, inner_state, views: jnp.zeros(2),
         step,
         lambda params, inner_state, views: 0,
     )

@@ -2,8 +2,8 @@
 
 A synchronizer takes one step in which replicas communicate, in place of the quiet
 step that they take otherwise. It decides neither when (the trigger) nor what a local
-step does (the inner optimizer), and knows the other replicas only through a function
-that averages.
+step does (the inner optimizer), and knows the other replicas only through a
+:class:`Group`.
 
 There are two kinds. *Within the step*, `average_gradients` and `average_factors`
 average what the inner optimizer works on; with `always` they equal training on one
@@ -20,10 +20,8 @@ import optax
 
 from curvadion_jax import _paths
 from curvadion_jax._dion import DionState
+from curvadion_jax._group import Group
 from curvadion_jax._matrices import MatrixView
-
-Mean = Callable[[Any], Any]
-"""Takes a tree of arrays to their means over the replicas; communicates."""
 
 
 class LocalStep(NamedTuple):
@@ -36,13 +34,12 @@ class LocalStep(NamedTuple):
       views: path of a parameter -> how Dion sees it as matrices, or None.
       take: ``(gradients, inner_state, **extra_args)`` -> (updates, inner state after
         the step), the inner optimizer's update; communicates nothing by itself.
-      replicas: number of replicas, an int.
 
     Example:
       >>> inner, params = optax.sgd(0.5), {"w": jnp.ones(2)}
       >>> state = inner.init(params)
       >>> take = lambda gradients, state: inner.update(gradients, state, params)
-      >>> local = LocalStep(params, state, params, {}, take, replicas=8)
+      >>> local = LocalStep(params, state, params, {}, take)
       >>> local.take(local.gradients, local.inner_state)[0]["w"].tolist()
       [-0.5, -0.5]
     """
@@ -52,35 +49,41 @@ class LocalStep(NamedTuple):
     params: optax.Params
     views: Mapping[str, MatrixView | None]
     take: Callable[..., tuple[optax.Updates, optax.OptState]]
-    replicas: int
 
 
 class Synchronizer(NamedTuple):
     """Three functions that say how replicas synchronise.
 
     Attributes:
-      init: (params, inner_state) -> synchronizer state, a tree of arrays; called
-        once, outside `shard_map` and possibly on abstract values.
-      step: (local step, synchronizer state, mean) -> (updates, inner state,
+      init: (params, inner_state, views) -> synchronizer state, a tree of arrays;
+        called once, outside `shard_map` and possibly on abstract values.
+      step: (local step, synchronizer state, group) -> (updates, inner state,
         synchronizer state); called in the branch of a sync only.
       payload: (params, inner_state, views) -> bytes that one sync averages over the
         replicas, a Python int, from shapes alone.
 
     Example:
-      >>> def step(local, state, mean):
+      >>> def step(local, state, group):
       ...     signs = jax.tree.map(jnp.sign, local.gradients)
-      ...     updates, inner_state = local.take(mean(signs), local.inner_state)
+      ...     updates, inner_state = local.take(group.mean(signs), local.inner_state)
       ...     return updates, inner_state, state
       >>> average_signs = Synchronizer(
-      ...     init=lambda params, inner_state: (),
+      ...     init=lambda params, inner_state, views: (),
       ...     step=step,
       ...     payload=lambda params, inner_state, views: bytes_averaged(params),
       ... )
     """
 
-    init: Callable[[optax.Params, optax.OptState], Any]
-    step: Callable[[LocalStep, Any, Mean], tuple[optax.Updates, optax.OptState, Any]]
+    init: Callable[[optax.Params, optax.OptState, Mapping], Any]
+    step: Callable[[LocalStep, Any, Group], tuple[optax.Updates, optax.OptState, Any]]
     payload: Callable[[optax.Params, optax.OptState, Mapping], int]
+
+
+def zero_error(params: optax.Params) -> Any:
+    """Nothing held back yet: zeros like the parameters, at least float32."""
+    return jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params
+    )
 
 
 def bytes_averaged(tree: Any) -> int:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import _paths
+from curvadion_jax._group import Group
 from curvadion_jax._low_rank import reduces_factors
 from curvadion_jax.synchronizers import _base
 
@@ -21,7 +22,7 @@ class FactorsState(NamedTuple):
     Example:
       >>> from curvadion_jax import scale_by_dion
       >>> params = {"kernel": jnp.ones((4, 8))}
-      >>> state = average_factors().init(params, scale_by_dion(2).init(params))
+      >>> state = average_factors().init(params, scale_by_dion(2).init(params), {})
       >>> state.common_q[0]["kernel"].shape
       (4, 2)
     """
@@ -71,7 +72,8 @@ def _ranks(inner_state: optax.OptState, views) -> dict[str, tuple[Any, int]]:
     }
 
 
-def _init(params, inner_state):
+def _init(params, inner_state, views):
+    del views
     states = _base.dion_states(inner_state)
     if not states:
         raise ValueError(
@@ -83,17 +85,17 @@ def _init(params, inner_state):
     return FactorsState([jax.tree.map(jnp.copy, state.q) for state in states])
 
 
-def _step(local: _base.LocalStep, state: FactorsState, mean: _base.Mean):
+def _step(local: _base.LocalStep, state: FactorsState, group: Group):
     ranks = _ranks(local.inner_state, local.views)
     leaves = enumerate(_paths.leaves_with_path(local.gradients))
-    averaged = mean({i: leaf for i, (name, leaf) in leaves if name not in ranks})
+    averaged = group.mean({i: leaf for i, (name, leaf) in leaves if name not in ranks})
     gradients, structure = jax.tree.flatten(local.gradients)
     gradients = [averaged.get(i, leaf) for i, leaf in enumerate(gradients)]
     reduced = []
 
     def reduce_fn(arrays):
         reduced.extend(arrays)
-        return mean(arrays)
+        return group.mean(arrays)
 
     inner_state = local.inner_state
     if local.replicas > 1:  # one replica is plain Dion

@@ -1,9 +1,39 @@
 """The paper's sync: all replicas step with the mean gradient."""
 
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from curvadion_jax import compressors
+from curvadion_jax._group import Group
+from curvadion_jax.compressors._base import check_compressor
 from curvadion_jax.synchronizers import _base
 
 
-def average_gradients() -> _base.Synchronizer:
+class GradientsState(NamedTuple):
+    """State of `average_gradients` with a compressor; it moves at syncs.
+
+    Attributes:
+      error: what of earlier gradients this replica has not sent yet, tree of the
+        parameters, at least float32. Replica-varying.
+      compressor_state: state of the compressor, the same on all replicas.
+
+    Example:
+      >>> state = average_gradients(compressors.quantize(8)).init(
+      ...     {"w": jax.numpy.ones(2)}, inner_state=(), views={}
+      ... )
+      >>> state.error["w"].tolist()
+      [0.0, 0.0]
+    """
+
+    error: optax.Updates
+    compressor_state: Any
+
+
+def average_gradients(
+    compressor: compressors.Compressor | None = None,
+) -> _base.Synchronizer:
     """At a sync every replica takes its step with the mean gradient.
 
     This is what CurvaDion's formula and code send. It does not bring replicas back
@@ -11,25 +41,57 @@ def average_gradients() -> _base.Synchronizer:
     apart (`reconcile` mends that). With `always` it equals training on one big batch,
     whatever the inner optimizer.
 
+    Args:
+      compressor: form in which gradients are sent, with error feedback: what a
+        replica's gradient holds and was not sent is added to its next one. With
+        `low_rank` and `always` this is PowerSGD. None sends them as they are, in at
+        least float32.
+
     Returns:
-      A synchronizer that averages all gradients, in at least float32.
+      A synchronizer for any inner optimizer.
+
+    Raises:
+      TypeError: if `compressor` is none.
 
     Example:
-      >>> import jax
-      >>> params = {"kernel": jax.numpy.ones((4, 8))}
+      >>> params = {"kernel": jax.numpy.ones((16, 32))}
       >>> average_gradients().payload(params, inner_state=(), views={})
-      128
+      2048
+      >>> eight_bits = average_gradients(compressors.quantize(8))
+      >>> eight_bits.payload(params, inner_state=(), views={})
+      520
 
     References:
       `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
-    """
 
-    def step(local: _base.LocalStep, state, mean: _base.Mean):
-        updates, inner_state = local.take(mean(local.gradients), local.inner_state)
+      Vogels et al., `PowerSGD <https://arxiv.org/abs/1905.13727>`_, 2019
+    """
+    if compressor is not None:
+        check_compressor(compressor)
+    form = compressors.exact() if compressor is None else compressor
+
+    def init(params, inner_state, views):
+        if compressor is None:
+            return ()
+        return GradientsState(_base.zero_error(params), form.init(params, views))
+
+    def step(local: _base.LocalStep, state, group: Group):
+        gradients, error, form_state = local.gradients, (), ()
+        if compressor is not None:
+            gradients = jax.tree.map(lambda e, g: e + g, state.error, gradients)
+            form_state = state.compressor_state
+        result = form.average(gradients, form_state, group, local.views)
+        if compressor is not None:
+            error = jax.tree.map(
+                lambda whole, part: whole - part, gradients, result.sent
+            )
+            state = GradientsState(error, result.state)
+        mean = jax.tree.map(
+            lambda m, g: m.astype(g.dtype), result.mean, local.gradients
+        )
+        updates, inner_state = local.take(mean, local.inner_state)
         return updates, inner_state, state
 
     return _base.Synchronizer(
-        init=lambda params, inner_state: (),
-        step=step,
-        payload=lambda params, inner_state, views: _base.bytes_averaged(params),
+        init, step, lambda params, inner_state, views: form.payload(params, views)
     )

@@ -6,13 +6,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _low_rank, _momentum, _orthonormalize
+from curvadion_jax import _low_rank, _momentum, _orthonormalize, compressors
 from curvadion_jax._dion import DionState
+from curvadion_jax._group import Group
+from curvadion_jax.compressors._base import check_compressor
 from curvadion_jax.synchronizers import _base
 
 
 class ReconcileState(NamedTuple):
-    """State of `reconcile`; all of it is the same on all replicas and moves at syncs.
+    """State of `reconcile`; it moves at syncs.
+
+    All but `error` is the same on all replicas.
 
     Attributes:
       anchor: the parameters after the last sync, tree of the parameters. This is "the
@@ -20,9 +24,12 @@ class ReconcileState(NamedTuple):
       common_q: Q of every state of Dion after the last sync, in order; from it Q is
         recomputed at the next. Empty when momenta stay local.
       outer_state: state of the outer optimizer.
+      error: what of its drift this replica has not sent yet, tree of the parameters,
+        at least float32; empty without a compressor. Replica-varying.
+      compressor_state: states of the compressors of parameters and momentum.
 
     Example:
-      >>> state = reconcile().init({"w": jnp.ones(2)}, inner_state=())
+      >>> state = reconcile().init({"w": jnp.ones(2)}, inner_state=(), views={})
       >>> state.anchor["w"].tolist()
       [1.0, 1.0]
     """
@@ -30,12 +37,15 @@ class ReconcileState(NamedTuple):
     anchor: optax.Params
     common_q: Any
     outer_state: optax.OptState
+    error: Any
+    compressor_state: Any
 
 
 def reconcile(
     outer: optax.GradientTransformation | None = None,
     *,
-    momentum: bool = True,
+    compressor: compressors.Compressor | None = None,
+    momentum: bool | compressors.Compressor = True,
     other_state: bool = False,
     orthonormalize: _orthonormalize.Orthonormalize | None = None,
 ) -> _base.Synchronizer:
@@ -63,8 +73,13 @@ def reconcile(
         -d with the anchor as parameters; for DiLoCo
         ``optax.sgd(0.7, momentum=0.9, nesterov=True)``. None takes a + d, the plain
         average.
+      compressor: form in which the drift is sent, with error feedback: what a
+        replica has drifted and not sent is added to its next drift. None sends it as
+        it is, in at least float32.
       momentum: whether momenta are averaged: the field `momentum` (Dion), else
-        `trace`, else `mu`, of the inner optimizer's state.
+        `trace`, else `mu`, of the inner optimizer's state. A compressor sends them in
+        its form, and what was not sent stays in the replica's own momentum; Q then
+        stays its own too.
       other_state: whether the rest of the inner optimizer's floating-point state is
         averaged, such as AdamW's moments of embeddings: arrays of a parameter's shape.
         By default it stays local: for embeddings it would double or triple what is
@@ -73,10 +88,11 @@ def reconcile(
 
     Returns:
       A synchronizer for any inner optimizer. Its state costs one copy of the
-      parameters and of Q, and what the outer optimizer keeps.
+      parameters and of Q, another of the parameters with a compressor, and what the
+      outer optimizer keeps.
 
     Raises:
-      TypeError: if `outer` is not an Optax transformation.
+      TypeError: if `outer` is not an Optax transformation, or a compressor is none.
       ValueError: at `init`, if momenta are to be averaged and the inner optimizer keeps
         arrays of parameters' shapes, but under none of these names.
 
@@ -102,34 +118,64 @@ def reconcile(
             f"outer must be an Optax transformation such as optax.sgd(0.7), or None "
             f"for the plain average, got {outer!r}"
         )
+    for what, given in (("compressor", compressor), ("momentum", momentum)):
+        if given is not None and not isinstance(given, bool):
+            check_compressor(given, what)
     outer_step = optax.scale(-1) if outer is None else outer
     orthonormalize = orthonormalize or _orthonormalize.cholesky_qr
+    form = compressors.exact() if compressor is None else compressor
+    # What is averaged exactly beside the drift, and what by a compressor of its own.
+    whole = momentum is True
+    momentum_form = momentum if isinstance(momentum, compressors.Compressor) else None
 
-    def init(params, inner_state):
-        if momentum:
-            _check_momentum_known(params, inner_state)
-        anchor = jax.tree.map(jnp.copy, params)  # so that both can be donated
-        states = _base.dion_states(inner_state) if momentum else []
-        q = [jax.tree.map(jnp.copy, state.q) for state in states]
-        return ReconcileState(anchor, q, outer_step.init(anchor))
+    def own_form(inner_state):
+        """Path -> momentum, of those that a compressor sends."""
+        return _momentum.momentum_by_name(inner_state) if momentum_form else {}
 
     def chosen(params, inner_state):
-        """Leaves of the inner state to average: index -> array."""
+        """Leaves of the inner state to average as they are: index -> array."""
         leaves = enumerate(jax.tree.leaves(inner_state))
-        sent = _sent(params, inner_state, momentum, other_state)
+        sent = _sent(params, inner_state, whole, other_state)
         return {index: leaf for index, leaf in leaves if sent[index]}
 
-    def step(local: _base.LocalStep, state: ReconcileState, mean: _base.Mean):
+    def init(params, inner_state, views):
+        if whole:
+            _check_momentum_known(params, inner_state)
+        anchor = jax.tree.map(jnp.copy, params)  # so that both can be donated
+        states = _base.dion_states(inner_state) if whole else []
+        q = [jax.tree.map(jnp.copy, state.q) for state in states]
+        error = () if compressor is None else _base.zero_error(params)
+        momentum_state = ()
+        if momentum_form:
+            momentum_state = momentum_form.init(own_form(inner_state), views)
+        return ReconcileState(
+            anchor,
+            q,
+            outer_step.init(anchor),
+            error,
+            (form.init(params, views), momentum_state),
+        )
+
+    def step(local: _base.LocalStep, state: ReconcileState, group: Group):
         updates, inner_state = local.take(local.gradients, local.inner_state)
         moved = optax.apply_updates(local.params, updates)
         drift = jax.tree.map(_difference, moved, state.anchor)
-        drift, averaged = mean((drift, chosen(local.params, inner_state)))
-        anchor, outer_state = _outer_step(outer_step, drift, state)
-        leaves, structure = jax.tree.flatten(inner_state)
-        leaves = [averaged.get(index, leaf) for index, leaf in enumerate(leaves)]
-        inner_state = jax.tree.unflatten(structure, leaves)
+        error, (drift_state, momentum_state) = state.error, state.compressor_state
+        if compressor is not None:
+            drift = jax.tree.map(jnp.add, drift, error)
+        result = form.average(drift, drift_state, group, local.views)
+        if compressor is not None:
+            error = jax.tree.map(jnp.subtract, drift, result.sent)
+        anchor, outer_state = _outer_step(outer_step, result.mean, state)
+        inner_state = _replaced(
+            inner_state, group.mean(chosen(local.params, inner_state))
+        )
+        if momentum_form:
+            inner_state, momentum_state = _average_momentum(
+                inner_state, momentum_form, momentum_state, group, local.views
+            )
         q = state.common_q
-        if momentum and local.replicas > 1:  # one replica is plain Dion
+        if whole and group.size > 1:  # one replica is plain Dion
             q = [
                 _common_q(dion, start, local.views, orthonormalize)
                 for dion, start in zip(_base.dion_states(inner_state), q, strict=True)
@@ -138,14 +184,39 @@ def reconcile(
         return (
             jax.tree.map(_move_to, anchor, local.params),
             inner_state,
-            ReconcileState(anchor, q, outer_state),
+            ReconcileState(
+                anchor, q, outer_state, error, (result.state, momentum_state)
+            ),
         )
 
     def payload(params, inner_state, views):
-        sent = _base.bytes_averaged(chosen(params, inner_state))
-        return _base.bytes_averaged(params) + sent
+        total = form.payload(params, views)
+        total += _base.bytes_averaged(chosen(params, inner_state))
+        if momentum_form:
+            total += momentum_form.payload(own_form(inner_state), views)
+        return total
 
     return _base.Synchronizer(init, step, payload)
+
+
+def _replaced(inner_state, averaged):
+    """The inner state with some of its leaves, by index, replaced."""
+    leaves, structure = jax.tree.flatten(inner_state)
+    leaves = [averaged.get(index, leaf) for index, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _average_momentum(inner_state, form, form_state, group, views):
+    """Momenta M - sent + mean: what was not sent stays with the replica."""
+    momenta = _momentum.momentum_by_name(inner_state)
+    result = form.average(momenta, form_state, group, views)
+    new = iter(
+        (m + result.mean[name] - result.sent[name]).astype(m.dtype)
+        for name, m in momenta.items()
+    )
+    inside = _momentum.in_field(inner_state, _momentum.find_field(inner_state))
+    moved = {index: next(new) for index, is_in in enumerate(inside) if is_in}
+    return _replaced(inner_state, moved), result.state
 
 
 def _parameter_shapes(params) -> set[tuple[int, ...]]:

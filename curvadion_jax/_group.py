@@ -1,0 +1,42 @@
+"""What may be done across replicas, for parts that know no axis."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Group(NamedTuple):
+    """The replicas of a sync, as one of them sees them. All functions communicate.
+
+    Attributes:
+      size: number of replicas N, an int.
+      index: which of them this one is, int32[]. Replica-varying.
+      mean: tree of arrays -> tree of their means over the replicas, computed in at
+        least float32; an all-reduce.
+      all_to_all: tree of arrays [N, ...] -> the same shapes: part k goes to replica k,
+        and part k of the result came from replica k.
+      all_gather: tree of arrays [...] -> tree of [N, ...], part k is replica k's.
+
+    Example:
+      >>> alone = single()
+      >>> alone.mean({"w": jax.numpy.ones(2)})["w"].tolist(), alone.size
+      ([1.0, 1.0], 1)
+    """
+
+    size: int
+    index: jax.Array | int
+    mean: Callable[[Any], Any]
+    all_to_all: Callable[[Any], Any]
+    all_gather: Callable[[Any], Any]
+
+
+def single() -> Group:
+    """One replica, which sends nothing."""
+    return Group(
+        size=1,
+        index=0,
+        mean=lambda tree: tree,
+        all_to_all=lambda tree: tree,
+        all_gather=lambda tree: jax.tree.map(lambda x: x[None], tree),
+    )

@@ -1,0 +1,7 @@
+"""Compressors decide in what form something is sent."""
+
+from curvadion_jax.compressors._base import Averaged, Compressor, exact
+from curvadion_jax.compressors._low_rank import low_rank
+from curvadion_jax.compressors._quantize import quantize
+
+__all__ = ["Averaged", "Compressor", "exact", "low_rank", "quantize"]

@@ -1,0 +1,105 @@
+"""The form in which replicas send something whose mean they want.
+
+A compressor replaces a mean by an approximate one that costs fewer bytes, and says
+what of its own array each replica really put in. The two agree: the mean over the
+replicas of what they put in *is* the mean that all get. So a caller that keeps the
+rest, `array - sent`, and adds it next time loses nothing (error feedback), whatever the
+compressor, and whether it rounds, drops or projects.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from curvadion_jax._group import Group
+from curvadion_jax._matrices import MatrixView
+
+
+class Averaged(NamedTuple):
+    """What a compressed mean gives.
+
+    Attributes:
+      mean: tree of the approximate means, the same on all replicas.
+      sent: tree of what this replica put in; its mean over the replicas is `mean`.
+        Replica-varying.
+      state: state of the compressor; the same on all replicas.
+
+    Example:
+      >>> Averaged(mean=2.0, sent=1.0, state=()).mean
+      2.0
+    """
+
+    mean: Any
+    sent: Any
+    state: Any
+
+
+class Compressor(NamedTuple):
+    """Three functions that say in what form a tree of arrays is averaged.
+
+    Attributes:
+      init: (tree of the parameters, views) -> compressor state, a tree of arrays the
+        same on all replicas; called once, possibly on abstract values.
+      average: (tree, state, group, views) -> :class:`Averaged`.
+      payload: (tree, views) -> bytes of an all-reduce that costs as much, from shapes
+        alone: 2 (N - 1) / N times as many are sent.
+
+    `views` says for every path how Dion sees the parameter as matrices, or None.
+
+    Example:
+      >>> from curvadion_jax import compressors
+      >>> params = {"w": jnp.ones((32, 16))}
+      >>> compressors.exact().payload(params, {})
+      2048
+    """
+
+    init: Callable[[optax.Params, Mapping[str, MatrixView | None]], Any]
+    average: Callable[[Any, Any, Group, Mapping[str, MatrixView | None]], Averaged]
+    payload: Callable[[Any, Mapping[str, MatrixView | None]], int]
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """The array in the dtype of the algebra, at least float32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def wide_bytes(size: int, dtype: Any = jnp.float32) -> int:
+    """Bytes of so many elements in at least float32."""
+    return size * jnp.promote_types(dtype, jnp.float32).itemsize
+
+
+def check_compressor(compressor: Any, what: str = "compressor") -> None:
+    """Refuses what is not a `Compressor`."""
+    if not isinstance(compressor, Compressor):
+        raise TypeError(
+            f"{what} must be a curvadion_jax.compressors.Compressor such as "
+            f"quantize(8) or low_rank(0.25), got {compressor!r}"
+        )
+
+
+def exact() -> Compressor:
+    """Everything is sent, in at least float32.
+
+    Returns:
+      The compressor.
+
+    Example:
+      >>> from curvadion_jax._group import single
+      >>> result = exact().average({"w": jnp.ones(2)}, (), single(), {})
+      >>> result.mean["w"].tolist()
+      [1.0, 1.0]
+    """
+
+    def average(tree, state, group, views):
+        del views
+        tree = jax.tree.map(wide, tree)
+        return Averaged(group.mean(tree), tree, state)
+
+    def payload(tree, views):
+        del views
+        return sum(wide_bytes(x.size, x.dtype) for x in jax.tree.leaves(tree))
+
+    return Compressor(lambda params, views: (), average, payload)

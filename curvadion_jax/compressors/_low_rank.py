@@ -1,0 +1,165 @@
+"""Two thin factors in place of a matrix."""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+
+from curvadion_jax import _low_rank, _matrices, _orthonormalize, _paths
+from curvadion_jax.compressors import _base
+
+
+def low_rank(
+    rank: int | float = 0.25,
+    *,
+    power_iterations: int = 1,
+    orthonormalize: _orthonormalize.Orthonormalize | None = None,
+    then: _base.Compressor | None = None,
+) -> _base.Compressor:
+    r"""Sends the factors of a low-rank approximation of the mean.
+
+    For every matrix B (momentum, drift, gradient), with Q from the last time:
+
+    .. math::
+      P = \mathrm{orth}(\mathrm{mean}(B Q)), \quad R = \mathrm{mean}(B^\top P), \quad
+      \text{mean} = P R^\top
+
+    in two messages, one after the other. A replica put in :math:`P P^\top B`; under
+    error feedback it keeps the rest. Matrices are those that Dion sees, and of other
+    parameters with two axes or more (embeddings, heads) the last two. What has fewer
+    axes, or would not be smaller as factors, is sent whole.
+
+    Args:
+      rank: an int is a rank, clipped to each matrix; a float in (0, 1] is a fraction of
+        the smaller side, rounded up.
+      power_iterations: how often P and R are computed in turn; each costs the factors
+        once more.
+      orthonormalize: as for :func:`scale_by_dion`.
+      then: compressor for the factors and for what is sent whole; None is `exact`. It
+        may have no state of its own.
+
+    Returns:
+      The compressor. Its state is Q.
+
+    Raises:
+      TypeError: if an argument is of the wrong type.
+      ValueError: for a rank out of range, fewer than one iteration, or a `then` with a
+        state.
+
+    Example:
+      >>> low_rank(2).payload({"w": jnp.ones((32, 16))}, {})  # 2 (32 + 16) float32
+      384
+
+    References:
+      Vogels et al., `PowerSGD <https://arxiv.org/abs/1905.13727>`_, 2019
+    """
+    _matrices.check_rank(rank)
+    if isinstance(power_iterations, bool) or not isinstance(power_iterations, int):
+        raise TypeError(f"power_iterations must be an int, got {power_iterations!r}")
+    if power_iterations < 1:
+        raise ValueError(f"power_iterations must be at least 1, got {power_iterations}")
+    channel = _base.exact() if then is None else then
+    _base.check_compressor(channel, "then")
+    if jax.tree.leaves(channel.init({"w": jnp.zeros((4, 4))}, {})):
+        raise ValueError(
+            "then must be a compressor without a state, such as quantize()"
+        )
+    orthonormalize = orthonormalize or _orthonormalize.cholesky_qr
+
+    def init(params, views):
+        return {
+            name: _initial_q(name, view, r)
+            for name, (view, r) in _factored(params, views, rank).items()
+        }
+
+    def average(tree, state, group, views):
+        if group.size == 1:  # nothing is sent, and nothing lost
+            return _base.Averaged(tree, tree, state)
+        factored = _factored(tree, views, rank)
+        leaves = [(name, _base.wide(x)) for name, x in _paths.leaves_with_path(tree)]
+        matrices = {
+            name: factored[name][0].to_matrix(x)
+            for name, x in leaves
+            if name in factored
+        }
+
+        def send(arrays):
+            result = channel.average(arrays, (), group, {})
+            return result.mean, result.sent
+
+        q = {name: state[name].astype(matrices[name].dtype) for name in matrices}
+        for _ in range(power_iterations):
+            p, own, common = _iterate(matrices, q, send, orthonormalize)
+            q = {name: _low_rank.unit_columns(common[name], q[name])[0] for name in q}
+        whole_mean, whole_sent = send({n: x for n, x in leaves if n not in factored})
+
+        def rebuild(whole, factors):
+            parts = [
+                factored[name][0].from_matrix(
+                    _matrices.matmul(p[name], factors[name].mT)
+                )
+                if name in factored
+                else whole[name]
+                for name, _ in leaves
+            ]
+            return jax.tree.unflatten(jax.tree.structure(tree), parts)
+
+        state = {name: q[name].astype(state[name].dtype) for name in state}
+        return _base.Averaged(
+            rebuild(whole_mean, common), rebuild(whole_sent, own), state
+        )
+
+    def payload(tree, views):
+        factored = _factored(tree, views, rank)
+        whole, total = {}, 0
+        for name, x in _paths.leaves_with_path(tree):
+            if name not in factored:
+                whole[name] = jax.ShapeDtypeStruct(x.shape, x.dtype)
+                continue
+            view, r = factored[name]
+            for side in (view.rows, view.cols):
+                shape = jax.ShapeDtypeStruct((*view.batch, side, r), jnp.float32)
+                total += channel.payload({name: shape}, {})
+        return total * power_iterations + channel.payload(whole, {})
+
+    return _base.Compressor(init, average, payload)
+
+
+def _iterate(matrices, q, send, orthonormalize):
+    """P, this replica's R, and the common R, for matrices and Q by name."""
+    names = list(matrices)
+
+    def reduce(products):
+        mean, _ = send(dict(zip(names, products, strict=True)))
+        return [mean[name] for name in names]
+
+    left, right = _low_rank.power_iteration(
+        [matrices[name] for name in names],
+        [q[name] for name in names],
+        orthonormalize,
+        reduce,
+    )
+    common, own = send(dict(zip(names, right, strict=True)))
+    return dict(zip(names, left, strict=True)), own, common
+
+
+def _factored(tree, views, rank) -> dict[str, tuple[_matrices.MatrixView, int]]:
+    """Path -> view and rank of the arrays whose factors are smaller than they are."""
+    found = {}
+    for name, x in _paths.leaves_with_path(tree):
+        view = views.get(name)
+        if view is None and x.ndim >= 2 and x.size:
+            view = _matrices.make_view(x.shape, -2, -1)
+        if view is None:
+            continue
+        r = _matrices.resolve_rank(view.cols, rank)
+        if _low_rank.reduces_factors(view, r):
+            found[name] = (view, r)
+    return found
+
+
+def _initial_q(name: str, view: _matrices.MatrixView, r: int) -> jax.Array:
+    # By the path alone: the same on every replica.
+    key = jax.random.key(zlib.crc32(name.encode()))
+    q = jax.random.normal(key, (*view.batch, view.cols, r), jnp.float32)
+    return q / jnp.linalg.norm(q, axis=-2, keepdims=True)

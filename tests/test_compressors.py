@@ -1,0 +1,256 @@
+"""Compressed means: against NumPy over a list of replicas, and what they conserve."""
+
+import functools
+
+import helpers
+import jax
+import numpy as np
+import pytest
+import reference
+
+from curvadion_jax import _collectives, _partition, compressors
+
+REPLICAS = 4
+# float32 sums and products of some hundreds of numbers of order one. Measured: 4e-6.
+ATOL = 2e-5
+SHAPES = {"bias": (5,), "embed": (40, 12), "stack": (3, 16, 24), "tall": (30, 10)}
+# All of these rows make factors of rank 2 smaller than the matrix.
+FACTORED = ("embed", "stack", "tall")
+
+
+def trees(seed=0, replicas=REPLICAS):
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.normal(size=(replicas, *shape)).astype(np.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+def views_of(tree):
+    return _partition.matrix_views(tree)
+
+
+def average(compressor, stacked, state=None, run="vmap"):
+    """`Averaged` of every replica, with a leading replica axis."""
+    one = jax.tree.map(lambda x: x[0], stacked)
+    views = views_of(one)
+    state = compressor.init(one, views) if state is None else state
+
+    def body(tree, state):
+        group = _collectives.group(helpers.AXIS)
+        return compressor.average(tree, state, group, views)
+
+    if run == "vmap":
+        mapped = jax.vmap(body, in_axes=(0, None), axis_name=helpers.AXIS)
+        return jax.device_get(jax.jit(mapped)(stacked, state))
+    mapped = on_mesh(body, len(stacked["bias"]))
+    return jax.device_get(mapped(stacked, state))
+
+
+def on_mesh(body, replicas):
+    from jax.sharding import PartitionSpec as P
+
+    import curvadion_jax as cd
+
+    def strip(tree, state):
+        tree = jax.tree.map(lambda x: x[0], tree)
+        state = _collectives.vary(state, helpers.AXIS)
+        return jax.tree.map(lambda x: x[None], body(tree, state))
+
+    return jax.jit(
+        jax.shard_map(
+            strip,
+            mesh=cd.replicas.make_mesh(replicas),
+            in_specs=(P(helpers.AXIS), P()),
+            out_specs=P(helpers.AXIS),
+        )
+    )
+
+
+ALL = {
+    "exact": compressors.exact(),
+    "int8": compressors.quantize(8, block=16),
+    "int4": compressors.quantize(4, block=16),
+    "rank2": compressors.low_rank(2),
+    "rank2-twice": compressors.low_rank(2, power_iterations=2),
+    "rank2-int8": compressors.low_rank(2, then=compressors.quantize(8, block=16)),
+}
+every = pytest.mark.parametrize("name", ALL)
+
+
+@every
+@pytest.mark.parametrize("run", ["vmap", pytest.param("mesh", marks=pytest.mark.slow)])
+def test_what_is_sent_has_the_mean_that_all_get(name, run):
+    stacked = trees()
+    result = average(ALL[name], stacked, run=run)
+    for key in SHAPES:
+        for replica in range(1, REPLICAS):
+            helpers.assert_bitwise(result.mean[key][replica], result.mean[key][0])
+        np.testing.assert_allclose(
+            result.sent[key].mean(0), result.mean[key][0], rtol=0, atol=ATOL
+        )
+    for leaf in jax.tree.leaves(result.state):
+        assert len({row.tobytes() for row in leaf}) == 1
+
+
+@every
+def test_error_feedback_conserves(name):
+    """Sent plus held is what there was, over several rounds, in float64 to rounding."""
+    compressor, held, total, sent = ALL[name], None, 0, 0
+    state = None
+    for seed in range(3):
+        fresh = trees(seed)
+        tree = fresh if held is None else {k: fresh[k] + held[k] for k in fresh}
+        result = average(compressor, tree, state)
+        held = {k: tree[k] - result.sent[k] for k in tree}
+        state = jax.tree.map(lambda x: x[0], result.state)
+        total = total + fresh["tall"].astype(float).mean(0)
+        sent = sent + result.mean["tall"][0].astype(float)
+    np.testing.assert_allclose(
+        sent + held["tall"].astype(float).mean(0), total, rtol=0, atol=ATOL
+    )
+
+
+def encoded(x, bits, block):
+    """What the codes of a flat float32 array stand for, padded to blocks."""
+    levels = 2 ** (bits - 1) - 1
+    blocks = x.reshape(-1, block)
+    scale = np.abs(blocks).max(1, keepdims=True) / np.float32(levels)
+    return (np.round(blocks / np.where(scale == 0, 1, scale)) * scale).reshape(-1)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_means_are_the_references(bits):
+    block, stacked = 16, trees(3)
+    result = average(compressors.quantize(bits, block), stacked)
+    for name, values in stacked.items():
+        size = values[0].size
+        padded = np.zeros((REPLICAS, size + -size % (REPLICAS * block)), np.float32)
+        padded[:, :size] = values.reshape(REPLICAS, -1)
+        first = np.stack([encoded(row, bits, block) for row in padded])
+        mean = encoded(first.mean(0, dtype=np.float32), bits, block)[:size]
+        np.testing.assert_allclose(result.mean[name][0].reshape(-1), mean, atol=ATOL)
+
+
+@pytest.mark.parametrize(("bits", "levels"), [(8, 127), (4, 7)])
+def test_every_code_keeps_its_number(bits, levels):
+    # Multiples of one level, the largest among them: nothing is rounded.
+    numbers = np.arange(-levels, levels + 1, dtype=np.float32)
+    row = np.resize(numbers, 256) / 8
+    stacked = {"bias": np.stack([row] * REPLICAS)}
+    result = average(compressors.quantize(bits, 256), stacked)
+    np.testing.assert_array_equal(result.mean["bias"][0], row)
+    np.testing.assert_array_equal(result.sent["bias"], stacked["bias"])
+
+
+def test_zeros_stay_zeros_and_nan_is_not_hidden():
+    stacked = {"bias": np.zeros((REPLICAS, 64), np.float32)}
+    assert not average(compressors.quantize(), stacked).mean["bias"].any()
+    stacked["bias"][1, 3] = np.nan
+    assert np.isnan(average(compressors.quantize(), stacked).mean["bias"][:, 3]).all()
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_low_rank_means_are_the_references(iterations):
+    stacked = {"tall": trees(5)["tall"]}
+    compressor = compressors.low_rank(2, power_iterations=iterations)
+    q = np.asarray(compressor.init({"tall": stacked["tall"][0]}, {})["tall"], float)
+    result = average(compressor, stacked)
+    wide = stacked["tall"].astype(float)
+    for _ in range(iterations):
+        p = reference.orthonormal_factor(np.mean([b @ q for b in wide], axis=0))
+        own = [b.T @ p for b in wide]
+        r = np.mean(own, axis=0)
+        q = reference.column_normalize(r, q)
+    np.testing.assert_allclose(result.mean["tall"][0], p @ r.T, atol=ATOL)
+    for replica in range(REPLICAS):
+        sent = result.sent["tall"][replica]
+        np.testing.assert_allclose(sent, p @ own[replica].T, atol=ATOL)
+    np.testing.assert_allclose(result.state["tall"][0], q, atol=ATOL)
+
+
+def test_a_low_rank_mean_is_kept_exactly():
+    rng = np.random.default_rng(7)
+    left, right = rng.normal(size=(REPLICAS, 30, 2)), rng.normal(size=(2, 10))
+    stacked = {"tall": (left @ right).astype(np.float32)}
+    result = average(compressors.low_rank(2), stacked)
+    np.testing.assert_allclose(
+        result.mean["tall"][0], stacked["tall"].mean(0), atol=ATOL
+    )
+
+
+@pytest.mark.parametrize(
+    ("compressor", "expected"),
+    [
+        # 5 + 480 + 1152 + 300 elements.
+        pytest.param(compressors.exact(), 4 * 1937, id="exact"),
+        # Blocks of 16: 1 + 30 + 72 + 19, of 16 or 8 bytes and a scale.
+        pytest.param(compressors.quantize(8, 16), 122 * 20, id="int8"),
+        pytest.param(compressors.quantize(4, 16), 122 * 12, id="int4"),
+        # 2 (40 + 12), 3 x 2 (16 + 24), 2 (30 + 10) elements, and the bias.
+        pytest.param(compressors.low_rank(2), 4 * (104 + 240 + 80 + 5), id="rank2"),
+        # Factors of 80, 24, 96, 144, 60 and 20 elements in blocks of 16; the bias in 1.
+        pytest.param(
+            ALL["rank2-int8"], (5 + 2 + 6 + 9 + 4 + 2 + 1) * 20, id="rank2-int8"
+        ),
+    ],
+)
+def test_payload_by_hand(compressor, expected):
+    one = jax.tree.map(lambda x: x[0], trees())
+    assert compressor.payload(one, views_of(one)) == expected
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_small_numbers_are_what_crosses_the_link(bits):
+    import re
+
+    stacked = trees()
+    one = jax.tree.map(lambda x: x[0], stacked)
+    compressor = compressors.quantize(bits, 16)
+    body = functools.partial(_body, compressor, views_of(one))
+    text = on_mesh(body, REPLICAS).lower(stacked, ()).compile().as_text()
+    moved = re.findall(r"= \(?(\w+)\[([\d,]*)\].* (all-\S+?|reduce-\S+?)\(", text)
+    assert moved
+    assert {kind.split("-start")[0] for _, _, kind in moved} <= {
+        "all-to-all",
+        "all-gather",
+    }
+    codes = {"s8", "u8"}
+    assert {dtype for dtype, _, _ in moved} <= {*codes, "f32"}
+    sizes = {"codes": 0, "scales": 0}
+    for dtype, shape, _ in moved:
+        count = int(np.prod([int(n) for n in shape.split(",") if n]))
+        sizes["codes" if dtype in codes else "scales"] += count
+    # A scale of 4 bytes for each block of 16 elements, in codes of a byte or a half.
+    assert sizes["scales"] <= sizes["codes"] / (16 if bits == 8 else 8)
+
+
+def _body(compressor, views, tree, state):
+    return compressor.average(tree, state, _collectives.group(helpers.AXIS), views)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: compressors.quantize(5), ValueError, "bits must be 4 or 8, got 5"),
+        (lambda: compressors.quantize(8.0), TypeError, "bits must be an int"),
+        (lambda: compressors.quantize(8, 3), ValueError, "block must be even .* got 3"),
+        (lambda: compressors.quantize(8, 0), ValueError, "at least 2, got 0"),
+        (lambda: compressors.low_rank(0), ValueError, "rank must be at least 1"),
+        (lambda: compressors.low_rank(1.5), ValueError, r"must lie in \(0, 1\]"),
+        (
+            lambda: compressors.low_rank(1, power_iterations=0),
+            ValueError,
+            "power_iterations must be at least 1, got 0",
+        ),
+        (
+            lambda: compressors.low_rank(1, then=compressors.low_rank(1)),
+            ValueError,
+            "a compressor without a state",
+        ),
+        (lambda: compressors.low_rank(1, then=8), TypeError, r"such as quantize\(8\)"),
+    ],
+)
+def test_wrong_arguments(build, error, message):
+    with pytest.raises(error, match=message):
+        build()
