@@ -122,7 +122,7 @@ def group(axis_name: str | None) -> Group:
 
     return Group(
         size=axis_size(axis_name),
-        index=lax.axis_index(axis_name),
+        replica=lax.axis_index(axis_name),
         mean=lambda tree: vary(mean(tree, axis_name), axis_name),
         all_to_all=over(lambda x: lax.all_to_all(x, axis_name, 0, 0)),
         all_gather=over(lambda x: lax.all_gather(x, axis_name)),

@@ -11,7 +11,7 @@ class Group(NamedTuple):
 
     Attributes:
       size: number of replicas N, an int.
-      index: which of them this one is, int32[]. Replica-varying.
+      replica: which of them this one is, int32[]. Replica-varying.
       mean: tree of arrays -> tree of their means over the replicas, computed in at
         least float32; an all-reduce.
       all_to_all: tree of arrays [N, ...] -> the same shapes: part k goes to replica k,
@@ -25,7 +25,7 @@ class Group(NamedTuple):
     """
 
     size: int
-    index: jax.Array | int
+    replica: jax.Array | int
     mean: Callable[[Any], Any]
     all_to_all: Callable[[Any], Any]
     all_gather: Callable[[Any], Any]
@@ -35,7 +35,7 @@ def single() -> Group:
     """One replica, which sends nothing."""
     return Group(
         size=1,
-        index=0,
+        replica=0,
         mean=lambda tree: tree,
         all_to_all=lambda tree: tree,
         all_gather=lambda tree: jax.tree.map(lambda x: x[None], tree),

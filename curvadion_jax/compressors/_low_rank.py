@@ -88,9 +88,11 @@ def low_rank(
             return result.mean, result.sent
 
         q = {name: state[name].astype(matrices[name].dtype) for name in matrices}
-        for _ in range(power_iterations):
+        p, own, common = _iterate(matrices, q, send, orthonormalize)
+        for _ in range(power_iterations - 1):
+            q = _next_q(common, q)
             p, own, common = _iterate(matrices, q, send, orthonormalize)
-            q = {name: _low_rank.unit_columns(common[name], q[name])[0] for name in q}
+        q = _next_q(common, q)
         whole_mean, whole_sent = send({n: x for n, x in leaves if n not in factored})
 
         def rebuild(whole, factors):
@@ -141,6 +143,10 @@ def _iterate(matrices, q, send, orthonormalize):
     )
     common, own = send(dict(zip(names, right, strict=True)))
     return dict(zip(names, left, strict=True)), own, common
+
+
+def _next_q(common, q):
+    return {name: _low_rank.unit_columns(common[name], q[name])[0] for name in q}
 
 
 def _factored(tree, views, rank) -> dict[str, tuple[_matrices.MatrixView, int]]:

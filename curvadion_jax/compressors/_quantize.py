@@ -71,14 +71,15 @@ def _average(x: jax.Array, bits: int, block: int, group):
     parts = jnp.pad(x.reshape(-1), (0, pad)).reshape(number, -1, block)
     codes, scales = _encode(parts, bits)
     sent = _decode(codes, scales, bits)
-    received = _decode(*group.all_to_all((codes, scales)), bits)
-    mine = jnp.mean(received, axis=0)
+    codes, scales = group.all_to_all((codes, scales))
+    mine = jnp.mean(_decode(codes, scales, bits), axis=0)
     codes, scales = _encode(mine, bits)
     rounded = _decode(codes, scales, bits)
     lost = number * (mine - rounded)
-    own = (jnp.arange(number) == group.index)[:, None, None]
+    own = (jnp.arange(number) == group.replica)[:, None, None]
     sent = sent - jnp.where(own, lost[None], 0)
-    mean = _decode(*group.all_gather((codes, scales)), bits)
+    codes, scales = group.all_gather((codes, scales))
+    mean = _decode(codes, scales, bits)
     shape = lambda parts: parts.reshape(-1)[: x.size].reshape(x.shape)  # noqa: E731
     return shape(mean), shape(sent)
 
