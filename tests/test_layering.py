@@ -53,11 +53,15 @@ def own_modules(source: str) -> set[str]:
 
 
 def collectives(source: str) -> set[str]:
-    """Collectives that a file uses, as `lax.psum` or imported by name."""
+    """Collectives that a file uses, as `lax.psum` or imported by name.
+
+    What it does through the `Group` that it was given is not its own doing.
+    """
     used = {
         node.attr
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "_collectives"
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node.value) not in ("_collectives", "group")
     }
     used |= {name.rpartition(".")[2] for name in imported(source)}
     return used & COLLECTIVES
