@@ -98,7 +98,7 @@ def _step(local: _base.LocalStep, state: FactorsState, group: Group):
         return group.mean(arrays)
 
     inner_state = local.inner_state
-    if local.replicas > 1:  # one replica is plain Dion
+    if group.size > 1:  # one replica is plain Dion
         # On quiet steps every replica moves its own Q: products with them could cancel.
         inner_state = _base.with_q(inner_state, state.common_q)
     updates, inner_state = local.take(
