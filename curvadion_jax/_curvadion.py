@@ -76,7 +76,7 @@ def curvadion(
       >>> params = {"kernel": jnp.ones((4, 8))}
       >>> tx = curvadion(0.01)
       >>> state = tx.init(params)
-      >>> updates, state = tx.update(params, state, params)
+      >>> updates, state = jax.jit(tx.update)(params, state, params)
       >>> bool(state.metrics.synced)  # the first step synchronises
       True
 

@@ -167,7 +167,7 @@ def scale_by_dion(
       >>> params = {"kernel": jnp.zeros((2, 2))}
       >>> state = tx.init(params)
       >>> gradients = {"kernel": jnp.array([[3.0, 0.0], [0.0, 0.0]])}
-      >>> updates, state = tx.update(gradients, state, params)
+      >>> updates, state = jax.jit(tx.update)(gradients, state, params)
       >>> print(f"{abs(updates['kernel'][0, 0]):.3f}")
       1.000
       >>> print(f"{state.momentum['kernel'][0, 0]:.3f}")  # 3 - 0.05 * 3
@@ -361,7 +361,7 @@ def dion(
       >>> params = {"embed": jnp.ones((9, 4)), "kernel": jnp.ones((4, 8))}
       >>> tx = dion(0.01)
       >>> state = tx.init(params)
-      >>> updates, state = tx.update(params, state, params)
+      >>> updates, state = jax.jit(tx.update)(params, state, params)
       >>> print(f"{optax.tree.norm(updates['kernel']):.4f}")  # 0.01 sqrt(8 / 4)
       0.0141
 

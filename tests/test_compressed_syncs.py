@@ -21,7 +21,11 @@ FORMS = {
     "rank1": compressors.low_rank(1),
     "rank1-int8": compressors.low_rank(1, then=compressors.quantize(8, 4)),
 }
-LOSSY = [name for name in FORMS if name != "exact"]
+LOSSY = [
+    pytest.param(name, marks=() if name == "int4" else pytest.mark.slow)
+    for name in FORMS
+    if name != "exact"
+]
 
 
 def optimizer(synchronizer, inner=None, k=2) -> Any:
@@ -121,6 +125,7 @@ def test_bytes_are_those_of_the_compressed_form():
     assert payload.tolist() == [0, 8 * blocks + 6 * blocks]
 
 
+@pytest.mark.slow
 def test_dion_with_everything_compressed_trains():
     synchronizer = synchronizers.reconcile(
         optax.sgd(0.7, momentum=0.6, nesterov=True),

@@ -1,13 +1,16 @@
 """Compressed means: against NumPy over a list of replicas, and what they conserve."""
 
 import functools
+import re
 
 import helpers
 import jax
 import numpy as np
 import pytest
 import reference
+from jax.sharding import PartitionSpec as P
 
+import curvadion_jax as cd
 from curvadion_jax import _collectives, _partition, compressors
 
 REPLICAS = 4
@@ -30,28 +33,30 @@ def views_of(tree):
     return _partition.matrix_views(tree)
 
 
-def average(compressor, stacked, state=None, run="vmap"):
-    """`Averaged` of every replica, with a leading replica axis."""
+def averaging(compressor, stacked, run="vmap"):
+    """Compiled (stacked tree, state) -> `Averaged` of every replica, and a state."""
     one = jax.tree.map(lambda x: x[0], stacked)
     views = views_of(one)
-    state = compressor.init(one, views) if state is None else state
 
     def body(tree, state):
         group = _collectives.group(helpers.AXIS)
         return compressor.average(tree, state, group, views)
 
-    if run == "vmap":
-        mapped = jax.vmap(body, in_axes=(0, None), axis_name=helpers.AXIS)
-        return jax.device_get(jax.jit(mapped)(stacked, state))
-    mapped = on_mesh(body, len(stacked["bias"]))
+    if run == "mesh":
+        mapped = on_mesh(body, REPLICAS)
+    else:
+        mapped = jax.jit(jax.vmap(body, in_axes=(0, None), axis_name=helpers.AXIS))
+    state = compressor.init(one, views)
+    return helpers.quick(mapped, stacked, state), state
+
+
+def average(compressor, stacked, run="vmap"):
+    """`Averaged` of every replica, with a leading replica axis."""
+    mapped, state = averaging(compressor, stacked, run)
     return jax.device_get(mapped(stacked, state))
 
 
 def on_mesh(body, replicas):
-    from jax.sharding import PartitionSpec as P
-
-    import curvadion_jax as cd
-
     def strip(tree, state):
         tree = jax.tree.map(lambda x: x[0], tree)
         state = _collectives.vary(state, helpers.AXIS)
@@ -75,14 +80,19 @@ ALL = {
     "rank2-twice": compressors.low_rank(2, power_iterations=2),
     "rank2-int8": compressors.low_rank(2, then=compressors.quantize(8, block=16)),
 }
-every = pytest.mark.parametrize("name", ALL)
+
+
+QUICK = ("int4", "rank2-int8")
+every = pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ALL],
+)
 
 
 @every
 @pytest.mark.parametrize("run", ["vmap", pytest.param("mesh", marks=pytest.mark.slow)])
 def test_what_is_sent_has_the_mean_that_all_get(name, run):
-    stacked = trees()
-    result = average(ALL[name], stacked, run=run)
+    result = average(ALL[name], trees(), run)
     for key in SHAPES:
         for replica in range(1, REPLICAS):
             helpers.assert_bitwise(result.mean[key][replica], result.mean[key][0])
@@ -95,14 +105,15 @@ def test_what_is_sent_has_the_mean_that_all_get(name, run):
 
 @every
 def test_error_feedback_conserves(name):
-    """Sent plus held is what there was, over several rounds, in float64 to rounding."""
-    compressor, held, total, sent = ALL[name], None, 0, 0
-    state = None
+    """Sent plus held is what there was, over several rounds."""
+    mapped, state = averaging(ALL[name], trees())
+    held = {key: np.zeros_like(x) for key, x in trees().items()}
+    total, sent = 0, 0
     for seed in range(3):
         fresh = trees(seed)
-        tree = fresh if held is None else {k: fresh[k] + held[k] for k in fresh}
-        result = average(compressor, tree, state)
-        held = {k: tree[k] - result.sent[k] for k in tree}
+        tree = {key: fresh[key] + held[key] for key in fresh}
+        result = jax.device_get(mapped(tree, state))
+        held = {key: tree[key] - result.sent[key] for key in tree}
         state = jax.tree.map(lambda x: x[0], result.state)
         total = total + fresh["tall"].astype(float).mean(0)
         sent = sent + result.mean["tall"][0].astype(float)
@@ -150,7 +161,7 @@ def test_zeros_stay_zeros_and_nan_is_not_hidden():
     assert np.isnan(average(compressors.quantize(), stacked).mean["bias"][:, 3]).all()
 
 
-@pytest.mark.parametrize("iterations", [1, 2])
+@pytest.mark.parametrize("iterations", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_low_rank_means_are_the_references(iterations):
     stacked = {"tall": trees(5)["tall"]}
     compressor = compressors.low_rank(2, power_iterations=iterations)
@@ -202,8 +213,6 @@ def test_payload_by_hand(compressor, expected):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_small_numbers_are_what_crosses_the_link(bits):
-    import re
-
     stacked = trees()
     one = jax.tree.map(lambda x: x[0], stacked)
     compressor = compressors.quantize(bits, 16)
