@@ -153,6 +153,7 @@ def test_nnx_state_and_modules(tmp_path):
     assert_same(checkpoint.restore(tmp_path / "modules", modules), modules)
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_if_it_had_not_stopped(tmp_path):
     def replica_step(state, batch):
         def loss(params):

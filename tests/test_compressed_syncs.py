@@ -54,6 +54,7 @@ def test_what_was_not_sent_is_held(name):
     assert np.abs(lossy[-1][1].sync_state.error["tall"]).max() > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["int8", pytest.param("rank1", marks=pytest.mark.slow)]
 )

@@ -82,7 +82,7 @@ ALL = {
 }
 
 
-QUICK = ("int4", "rank2-int8")
+QUICK = ("rank2-int8",)
 every = pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ALL],
@@ -211,7 +211,7 @@ def test_payload_by_hand(compressor, expected):
     assert compressor.payload(one, views_of(one)) == expected
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_small_numbers_are_what_crosses_the_link(bits):
     stacked = trees()
     one = jax.tree.map(lambda x: x[0], stacked)

@@ -131,6 +131,7 @@ def test_other_leaves_follow_adamw_by_default():
         close(plain_updates()[name], expected[name], FLOAT32_ATOL, name)
 
 
+@pytest.mark.slow
 def test_matrices_follow_scale_by_dion():
     params, gradients = params_and_gradients()
     take = lambda tree: {name: tree[name] for name in MATRICES}  # noqa: E731
@@ -140,6 +141,7 @@ def test_matrices_follow_scale_by_dion():
         close(plain_updates()[name], -0.1 * expected[name], FLOAT32_ATOL, name)
 
 
+@pytest.mark.slow
 def test_learning_rate_schedules():
     schedule = lambda count: 0.1 * (1 + count)  # noqa: E731
     tx = rank_one(schedule, other_learning_rate=lambda count: 0.3)
@@ -175,6 +177,7 @@ def test_other_optimizer_and_its_learning_rate_exclude_each_other():
         cd.dion(0.1, other_optimizer=optax.sgd(0.5), other_learning_rate=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mask", "decayed"),
     [

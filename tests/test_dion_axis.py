@@ -175,6 +175,7 @@ def all_reduces(hlo):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", RANKS)
 def test_what_is_sent(rank):
     """(rows + cols) r elements a matrix in two rounds, or the matrix itself."""

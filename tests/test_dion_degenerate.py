@@ -33,6 +33,7 @@ def low_rank(shape, rank, seed=0):
     return (u @ v.T).astype(np.float32), [b @ b.T for b in bases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 2])
 def test_low_rank_momentum_moves_nothing_else(rank):
     cases = {name: low_rank(shape, rank) for name, shape in SHAPES.items()}

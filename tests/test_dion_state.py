@@ -28,6 +28,7 @@ def gradients_at(seed, dtype=np.float32):
     return jax.tree.map(lambda g: g[0], normal(SHAPES, 1, seed, dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",
     [

@@ -141,6 +141,7 @@ def test_more_bytes_than_an_int32_holds():
     assert read["synchronous_bytes"] == 1000 * 4 * elements
 
 
+@pytest.mark.slow
 def test_observe_inside_of_a_step_and_read_later():
     tx = cd.presets.local_sgd(0.1, 2, axis_name=helpers.AXIS)
     mesh = cd.replicas.make_mesh(2)

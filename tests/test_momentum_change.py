@@ -67,6 +67,7 @@ def test_values_and_decisions(threshold, synced):
     assert metrics.synced.tolist() == [bool(x) for x in synced]
 
 
+@pytest.mark.slow
 def test_dion_compares_momentum_plus_gradient_with_what_feedback_left():
     # Gradients c I at full rank: M becomes (M + G) / 2. c = 4, .5, 1, 0 gives
     # M + G = 4, 2.5, 2.25, 1.125 and M = 2, 1.25, 1.125.

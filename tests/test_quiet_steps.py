@@ -198,6 +198,7 @@ def differs(one, other):
     return all((params[name] != others[name]).all() for name in helpers.MATRICES)
 
 
+@pytest.mark.slow
 def test_a_sync_lets_the_change_through():
     # What the test above would see if quiet steps leaked.
     inner, trigger = optax.sgd(0.1, 0.9), triggers.always()

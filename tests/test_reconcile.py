@@ -183,6 +183,7 @@ def test_the_outer_optimizer_gets_the_anchor_as_parameters():
     assert state.sync_state.anchor["w"].tolist() == [[2.5], [2.5]]
 
 
+@pytest.mark.slow
 def test_a_donated_state_is_gone_and_the_result_is_right():
     tx, params = optimizer(optax.sgd(0.1, 0.9)), {"w": jnp.arange(3.0)}
     gradients = [{"w": np.full((2, 3), x, np.float32)} for x in (1, 2, 5, 3)]

@@ -83,6 +83,7 @@ def test_clipping_in_front():
         close(params, expected)
 
 
+@pytest.mark.slow
 def test_multi_steps_around():
     gradients = one_replica(6)
     means = [
@@ -100,6 +101,7 @@ def test_multi_steps_around():
     assert int(micro[-1][1].inner_opt_state.metrics.steps) == 3
 
 
+@pytest.mark.slow
 def test_multi_steps_inside():
     # Three replicas, each accumulating two micro-batches between syncs.
     inner = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
@@ -177,6 +179,7 @@ def test_apply_if_finite_inside_traces_on_replicas(name, inner):
     helpers.trace(lambda p, o, g: tx.update(g, o, p), tx)
 
 
+@pytest.mark.slow
 def test_a_replica_without_finite_gradients_sits_the_step_out():
     inner = optax.apply_if_finite(optax.sgd(0.5), 3)
     tx = small(inner=inner, axis_name=AXIS)
