@@ -91,6 +91,8 @@ def curvadion(
         # see large changes and would synchronise again; with large batches, none does.
         change = triggers.relative_momentum_change(0.5)
         trigger = triggers.at_least_every(triggers.at_most_every(change, 5), 20)
+    if synchronizer is None:
+        synchronizer = synchronizers.reconcile(orthonormalize=orthonormalize)
     inner = dion(
         learning_rate,
         rank,
@@ -108,7 +110,7 @@ def curvadion(
     return adaptive_sync(
         inner,
         trigger,
-        synchronizer or synchronizers.reconcile(orthonormalize=orthonormalize),
+        synchronizer,
         axis_name,
         local_step=local_step,
         dimension_numbers=dimension_numbers,

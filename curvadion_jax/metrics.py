@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from curvadion_jax import _paths
 from curvadion_jax._counters import WORD, SyncMetrics
-
-FLAG_BYTES = 4
+from curvadion_jax.cost_model import FLAG_BYTES, all_reduce_bytes
 
 
 def observe(opt_state: Any) -> SyncMetrics:
@@ -37,10 +37,7 @@ def observe(opt_state: Any) -> SyncMetrics:
     # By name and not by type: `flax.nnx.split` makes dictionaries of named tuples.
     fields = set(SyncMetrics._fields)
     groups: dict[tuple[str, ...], dict[str, Any]] = collections.defaultdict(dict)
-    for path, leaf in jax.tree.leaves_with_path(opt_state):
-        names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-        if len(names) > 1 and names[-1] == "value" and names[-2] in fields:
-            names = names[:-1]  # nnx wraps every array in a variable with a `value`
+    for names, leaf in _paths.leaves_with_names(opt_state):
         if names:
             groups[names[:-1]][names[-1]] = leaf
     found = [group for group in groups.values() if fields <= group.keys()]
@@ -85,7 +82,9 @@ def read(opt_state: Any, *, replicas: int | None = None) -> dict[str, Any]:
       0
     """
     counters = observe(opt_state)
-    found = {name: _local(array) for name, array in counters._asdict().items()}
+    # One transfer for all of them.
+    parts = jax.device_get({k: _local(x) for k, x in counters._asdict().items()})
+    found = {k: x[0] if len(x) == 1 else np.concatenate(x) for k, x in parts.items()}
     if np.ndim(counters.steps):
         replicas = np.size(counters.steps)
     elif replicas is None:
@@ -111,11 +110,11 @@ def read(opt_state: Any, *, replicas: int | None = None) -> dict[str, Any]:
     }
 
 
-def _local(array: Any) -> np.ndarray:
-    """The part of an array that this process holds."""
+def _local(array: Any) -> list[Any]:
+    """The parts of an array that this process holds."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        return np.concatenate([shard.data for shard in array.addressable_shards])
-    return np.asarray(array)
+        return [shard.data for shard in array.addressable_shards]
+    return [array]
 
 
 def _common(found: dict[str, np.ndarray], what: str) -> int:
@@ -134,4 +133,4 @@ def _bytes(words: np.ndarray) -> int:
 
 
 def _sent(payload: int, replicas: int) -> int:
-    return round(2 * (replicas - 1) * payload / replicas)
+    return round(all_reduce_bytes(payload, replicas))

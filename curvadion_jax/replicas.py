@@ -19,7 +19,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _collectives, _paths
+from curvadion_jax import _collectives, _paths, compressors
+from curvadion_jax.cost_model import all_reduce_bytes
 
 AXIS = "replica"
 
@@ -266,10 +267,9 @@ def value_and_grad(
     def wrapped(*args, **kwargs):
         value, gradients = differentiate(*args, **kwargs)
         loss = value[0] if has_aux else value
-        for axis in _collectives.checked_axes() if axis_name is None else [axis_name]:
-            if _collectives.is_checked(axis) and not _collectives.is_varying(
-                loss, axis
-            ):
+        for axis in _collectives.checked_axes():
+            watched = axis_name is None or axis == axis_name
+            if watched and not _collectives.is_varying(loss, axis):
                 raise ValueError(
                     f"the loss is the same on all replicas of {axis!r}: it went "
                     "through a pmean or psum, or depends on no replica's data. Remove "
@@ -355,14 +355,15 @@ def consensus_bytes(params: Any, opt_state: Any = None) -> int:
       700
     """
     replicas = _replicas_of(params)
-    size = sum(
-        leaf[0].size * jnp.promote_types(leaf.dtype, jnp.float32).itemsize
+    sent = [
+        leaf
         for leaf, anchor in zip(
             jax.tree.leaves(params), _anchor_of(params, opt_state), strict=True
         )
         if anchor is None and jnp.issubdtype(leaf.dtype, jnp.floating)
-    )
-    return round(2 * (replicas - 1) * size / replicas)
+    ]
+    payload = compressors.exact().payload(sent, {}) // replicas
+    return round(all_reduce_bytes(payload, replicas))
 
 
 def _replicas_of(params: Any) -> int:
