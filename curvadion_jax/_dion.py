@@ -14,7 +14,6 @@ R      local in `_low_rank`   ``[*batch, cols, r]``     the same after a reducti
 ====== ====================== ========================= ===========================
 """
 
-import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -51,14 +50,6 @@ class DionState(NamedTuple):
 
     momentum: optax.Updates
     q: Any
-
-
-def _initial_q(name: str, view: MatrixView, r: int, seed, dtype) -> jax.Array:
-    # The key depends on the path alone: the same on every replica, whatever else is
-    # in the tree.
-    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
-    q = jax.random.normal(key, (*view.batch, view.cols, r), jnp.float32)
-    return (q / jnp.linalg.norm(q, axis=-2, keepdims=True)).astype(dtype)
 
 
 def _is_placeholder(params: Any) -> bool:
@@ -202,7 +193,7 @@ def scale_by_dion(
         if _is_placeholder(params):
             return DionState(state_momentum, q=jnp.zeros([]))
         qs = [
-            _initial_q(
+            _low_rank.initial_q(
                 name,
                 view,
                 _matrices.resolve_rank(view.cols, rank),

@@ -14,6 +14,7 @@ Q      [*batch, cols, r]        R with unit columns; the next step starts from i
 ====== ======================== ====================================================
 """
 
+import zlib
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -28,6 +29,19 @@ ReduceFn = Callable[[list[jax.Array]], list[jax.Array]]
 
 # The paper's and microsoft/dion's epsilon in the column normalisation.
 _EPSILON = 1e-8
+
+
+def initial_q(
+    name: str, view: MatrixView, r: int, seed: jax.typing.ArrayLike, dtype
+) -> jax.Array:
+    """Random unit columns [*batch, cols, r] to start from.
+
+    The key depends on the path alone: the same on every replica, whatever else is in
+    the tree.
+    """
+    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
+    q = jax.random.normal(key, (*view.batch, view.cols, r), jnp.float32)
+    return (q / jnp.linalg.norm(q, axis=-2, keepdims=True)).astype(dtype)
 
 
 def left_product(B: jax.Array, Q: jax.Array) -> jax.Array:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from curvadion_jax._group import Group
 from curvadion_jax._matrices import MatrixView
+from curvadion_jax._orthonormalize import compute_dtype
 
 
 class Averaged(NamedTuple):
@@ -51,7 +51,7 @@ class Compressor(NamedTuple):
 
     Example:
       >>> from curvadion_jax import compressors
-      >>> params = {"w": jnp.ones((32, 16))}
+      >>> params = {"w": jax.numpy.ones((32, 16))}
       >>> compressors.exact().payload(params, {})
       2048
     """
@@ -63,12 +63,7 @@ class Compressor(NamedTuple):
 
 def wide(x: jax.Array) -> jax.Array:
     """The array in the dtype of the algebra, at least float32."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def wide_bytes(size: int, dtype: Any = jnp.float32) -> int:
-    """Bytes of so many elements in at least float32."""
-    return size * jnp.promote_types(dtype, jnp.float32).itemsize
+    return x.astype(compute_dtype(x.dtype))
 
 
 def check_compressor(compressor: Any, what: str = "compressor") -> None:
@@ -88,9 +83,11 @@ def exact() -> Compressor:
 
     Example:
       >>> from curvadion_jax._group import single
-      >>> result = exact().average({"w": jnp.ones(2)}, (), single(), {})
+      >>> result = exact().average({"w": jax.numpy.ones(2)}, (), single(), {})
       >>> result.mean["w"].tolist()
       [1.0, 1.0]
+      >>> exact().payload({"kernel": jax.numpy.ones((2, 3), jax.numpy.bfloat16)}, {})
+      24
     """
 
     def average(tree, state, group, views):
@@ -100,6 +97,9 @@ def exact() -> Compressor:
 
     def payload(tree, views):
         del views
-        return sum(wide_bytes(x.size, x.dtype) for x in jax.tree.leaves(tree))
+        return sum(
+            leaf.size * compute_dtype(leaf.dtype).itemsize
+            for leaf in jax.tree.leaves(tree)
+        )
 
     return Compressor(lambda params, views: (), average, payload)

@@ -1,7 +1,5 @@
 """Two thin factors in place of a matrix."""
 
-import zlib
-
 import jax
 import jax.numpy as jnp
 
@@ -68,7 +66,7 @@ def low_rank(
 
     def init(params, views):
         return {
-            name: _initial_q(name, view, r)
+            name: _low_rank.initial_q(name, view, r, seed=0, dtype=jnp.float32)
             for name, (view, r) in _factored(params, views, rank).items()
         }
 
@@ -162,10 +160,3 @@ def _factored(tree, views, rank) -> dict[str, tuple[_matrices.MatrixView, int]]:
         if _low_rank.reduces_factors(view, r):
             found[name] = (view, r)
     return found
-
-
-def _initial_q(name: str, view: _matrices.MatrixView, r: int) -> jax.Array:
-    # By the path alone: the same on every replica.
-    key = jax.random.key(zlib.crc32(name.encode()))
-    q = jax.random.normal(key, (*view.batch, view.cols, r), jnp.float32)
-    return q / jnp.linalg.norm(q, axis=-2, keepdims=True)

@@ -22,6 +22,8 @@ from curvadion_jax import _paths
 from curvadion_jax._dion import DionState
 from curvadion_jax._group import Group
 from curvadion_jax._matrices import MatrixView
+from curvadion_jax._orthonormalize import compute_dtype
+from curvadion_jax.compressors import Compressor
 
 
 class LocalStep(NamedTuple):
@@ -63,6 +65,7 @@ class Synchronizer(NamedTuple):
         replicas, a Python int, from shapes alone.
 
     Example:
+      >>> from curvadion_jax.compressors import exact
       >>> def step(local, state, group):
       ...     signs = jax.tree.map(jnp.sign, local.gradients)
       ...     updates, inner_state = local.take(group.mean(signs), local.inner_state)
@@ -70,7 +73,7 @@ class Synchronizer(NamedTuple):
       >>> average_signs = Synchronizer(
       ...     init=lambda params, inner_state, views: (),
       ...     step=step,
-      ...     payload=lambda params, inner_state, views: bytes_averaged(params),
+      ...     payload=lambda params, inner_state, views: exact().payload(params, views),
       ... )
     """
 
@@ -81,22 +84,28 @@ class Synchronizer(NamedTuple):
 
 def zero_error(params: optax.Params) -> Any:
     """Nothing held back yet: zeros like the parameters, at least float32."""
-    return jax.tree.map(
-        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params
-    )
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, compute_dtype(x.dtype)), params)
 
 
-def bytes_averaged(tree: Any) -> int:
-    """Bytes that averaging a tree puts into all-reduces: at least float32 each.
+def mean_with_feedback(
+    compressor: Compressor | None,
+    tree: Any,
+    error: Any,
+    state: Any,
+    group: Group,
+    views,
+) -> tuple[Any, Any, Any]:
+    """Mean in a compressor's form of what there is and what was held back.
 
-    Example:
-      >>> bytes_averaged({"kernel": jnp.ones((2, 3), jnp.bfloat16)})
-      24
+    Returns:
+      The mean, what is held back now, and the compressor's state. Without a compressor
+      the mean is exact, and the other two are as they were.
     """
-    return sum(
-        leaf.size * jnp.promote_types(leaf.dtype, jnp.float32).itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
+    if compressor is None:
+        return group.mean(tree), error, state
+    whole = jax.tree.map(jnp.add, error, tree)
+    result = compressor.average(whole, state, group, views)
+    return result.mean, jax.tree.map(jnp.subtract, whole, result.sent), result.state
 
 
 def _is_dion(node: Any) -> bool:

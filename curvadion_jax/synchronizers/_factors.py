@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _paths
+from curvadion_jax import _paths, compressors
 from curvadion_jax._group import Group
 from curvadion_jax._low_rank import reduces_factors
 from curvadion_jax.synchronizers import _base
@@ -119,7 +119,7 @@ def _step(local: _base.LocalStep, state: FactorsState, group: Group):
 def _payload(params, inner_state, views) -> int:
     ranks, total = _ranks(inner_state, views), 0
     for name, leaf in _paths.leaves_with_path(params):
-        whole = _base.bytes_averaged(leaf)
+        whole = compressors.exact().payload(leaf, views)
         if name in ranks and reduces_factors(*ranks[name]):
             view, r = ranks[name]
             whole = whole * (view.rows + view.cols) * r // (view.rows * view.cols)

@@ -76,19 +76,13 @@ def average_gradients(
         return GradientsState(_base.zero_error(params), form.init(params, views))
 
     def step(local: _base.LocalStep, state, group: Group):
-        gradients, error, form_state = local.gradients, (), ()
-        if compressor is not None:
-            gradients = jax.tree.map(lambda e, g: e + g, state.error, gradients)
-            form_state = state.compressor_state
-        result = form.average(gradients, form_state, group, local.views)
-        if compressor is not None:
-            error = jax.tree.map(
-                lambda whole, part: whole - part, gradients, result.sent
-            )
-            state = GradientsState(error, result.state)
-        mean = jax.tree.map(
-            lambda m, g: m.astype(g.dtype), result.mean, local.gradients
+        error, form_state = ((), ()) if compressor is None else state
+        mean, error, form_state = _base.mean_with_feedback(
+            compressor, local.gradients, error, form_state, group, local.views
         )
+        if compressor is not None:
+            state = GradientsState(error, form_state)
+        mean = jax.tree.map(lambda m, g: m.astype(g.dtype), mean, local.gradients)
         updates, inner_state = local.take(mean, local.inner_state)
         return updates, inner_state, state
 

@@ -160,13 +160,11 @@ def reconcile(
         updates, inner_state = local.take(local.gradients, local.inner_state)
         moved = optax.apply_updates(local.params, updates)
         drift = jax.tree.map(_difference, moved, state.anchor)
-        error, (drift_state, momentum_state) = state.error, state.compressor_state
-        if compressor is not None:
-            drift = jax.tree.map(jnp.add, drift, error)
-        result = form.average(drift, drift_state, group, local.views)
-        if compressor is not None:
-            error = jax.tree.map(jnp.subtract, drift, result.sent)
-        anchor, outer_state = _outer_step(outer_step, result.mean, state)
+        drift_state, momentum_state = state.compressor_state
+        mean_drift, error, drift_state = _base.mean_with_feedback(
+            compressor, drift, state.error, drift_state, group, local.views
+        )
+        anchor, outer_state = _outer_step(outer_step, mean_drift, state)
         inner_state = _replaced(
             inner_state, group.mean(chosen(local.params, inner_state))
         )
@@ -185,13 +183,13 @@ def reconcile(
             jax.tree.map(_move_to, anchor, local.params),
             inner_state,
             ReconcileState(
-                anchor, q, outer_state, error, (result.state, momentum_state)
+                anchor, q, outer_state, error, (drift_state, momentum_state)
             ),
         )
 
     def payload(params, inner_state, views):
         total = form.payload(params, views)
-        total += _base.bytes_averaged(chosen(params, inner_state))
+        total += compressors.exact().payload(chosen(params, inner_state), views)
         if momentum_form:
             total += momentum_form.payload(own_form(inner_state), views)
         return total
