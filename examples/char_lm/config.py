@@ -100,29 +100,20 @@ def flag(field: str) -> str:
 # time: about 19 000 tokens/s on 2 cores. `medium` is the same model with four times the
 # batch: less gradient noise, on which local steps and triggers depend. `small` and
 # `160m` are for accelerators, and have not been timed.
+_TINY = Config(
+    layers=3,
+    width=96,
+    heads=2,
+    batch=8,
+    sequence_length=128,
+    steps=300,
+    evaluate_every=50,
+    evaluation_batches=4,
+    checkpoint_every=50,
+)
 PRESETS = {
-    "tiny": Config(
-        layers=3,
-        width=96,
-        heads=2,
-        batch=8,
-        sequence_length=128,
-        steps=300,
-        evaluate_every=50,
-        evaluation_batches=4,
-        checkpoint_every=50,
-    ),
-    "medium": Config(
-        layers=3,
-        width=96,
-        heads=2,
-        batch=32,
-        sequence_length=128,
-        steps=300,
-        evaluate_every=50,
-        evaluation_batches=4,
-        checkpoint_every=25,
-    ),
+    "tiny": _TINY,
+    "medium": dataclasses.replace(_TINY, batch=32, checkpoint_every=25),
     "small": Config(
         layers=8,
         width=384,

@@ -96,6 +96,7 @@ def _train(
         state = cd.checkpoint.restore(checkpoints, state)
         seconds = cd.checkpoint.read_extra(checkpoints)["seconds"]
     sequences = config.replicas * config.batch
+    loss = None
     with journal.Progress(name, config.steps, out, start, seconds) as progress:
         for step in range(start + 1, config.steps + 1):
             seed = (config.seed, step)
@@ -114,6 +115,8 @@ def _train(
                     f"{name} is saved at step {step} of {config.steps}; the same "
                     "command goes on from there"
                 )
+    if loss is None:  # an earlier run took the last step
+        loss = evaluate(state, True)
     sent = cd.metrics.read(state.opt_state)
     # Every evaluation, and the average of the replicas at the end, unless it is there.
     each = cd.replicas.consensus_bytes(state.params, state.opt_state)
@@ -124,7 +127,7 @@ def _train(
         "replicas": config.replicas,
         "steps": config.steps,
         **{key: sent[key] for key in ("syncs", "bytes", "synchronous_bytes")},
-        "validation_loss": report.finite(evaluate(state, True)),
+        "validation_loss": report.finite(loss),
         "evaluation_bytes": before * each + (each or final),
         "drift": report.finite(float(cd.replicas.divergence(state.params))),
         "seconds": round(progress.seconds(), 1),
