@@ -117,6 +117,37 @@ def test_compressed_gradients_with_error_feedback(name):
         close(params[key][0], start - 0.1 * (total - held))
 
 
+@pytest.mark.parametrize("name", LOSSY)
+def test_what_is_not_finite_is_gone_after_its_step(name):
+    """Two replicas whose inner optimizer sits such a step out, and then goes on."""
+    tx = optimizer(
+        synchronizers.average_gradients(FORMS[name]),
+        optax.apply_if_finite(optax.sgd(0.1), 5),
+        k=1,
+    )
+    gradients = helpers.make_gradients(3, 2)
+    poisoned = [{key: x.copy() for key, x in tree.items()} for tree in gradients]
+    for x in poisoned[0].values():
+        x[1] = np.nan
+    first, *_, (params, _) = helpers.run_vmap(tx, helpers.make_params(), poisoned)
+    for key, start in helpers.make_params().items():
+        np.testing.assert_array_equal(first[0][key][0], start)
+        assert np.isfinite(params[key]).all()
+        assert np.abs(params[key][0] - start).max() > 0.01
+
+
+def test_the_anchor_keeps_the_precision_of_its_parameters():
+    third = np.full((8,), 1 / 3)
+    sync = synchronizers.reconcile(compressor=FORMS["int8"])
+    with jax.enable_x64():
+        tx, params = optimizer(sync, k=1), {"w": third}
+        zeros = [{"w": np.zeros((2, 8))}]
+        ((moved, state),) = helpers.run_vmap(tx, params, zeros)
+    assert state.sync_state.anchor["w"].dtype == np.float64
+    np.testing.assert_array_equal(state.sync_state.anchor["w"][0], third)
+    np.testing.assert_array_equal(moved["w"][0], third)
+
+
 def test_bytes_are_those_of_the_compressed_form():
     # Elements: bias 5, embed 21, tall 24, wide 24, in blocks of 4 of 4 + 4 bytes.
     params = helpers.make_params()

@@ -5,6 +5,7 @@ tuned values from the earlier ones: `rates`, then `outers`, then the rest.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,7 +40,13 @@ _LOCAL = _SYNCHRONOUS.but(trigger=f"evenly {BUDGET}", sync="reconcile")
 _CURVADION = _LOCAL.but(inner="curvadion", compressor="int 2", outer="nesterov 0.7 0.6")
 _MULOCO = _LOCAL.but(inner="muon", compressor="int 4", outer="nesterov 0.7 0.6")
 _ADAMW = Run("adamw", 0.01)
-_RATES, _MOMENTA, _ADAM_RATES = (0.04, 0.08, 0.16), (0.8, 0.95), (0.005, 0.01, 0.02)
+_RATES, _MOMENTA = (0.04, 0.08, 0.16), (0.7, 0.8, 0.95)
+_ADAM_RATES = (0.005, 0.01, 0.02, 0.04, 0.08)
+
+_OUTERS = (
+    *("nesterov 0.5 0.6", "nesterov 1.0 0.6", "nesterov 1.4 0.6"),
+    *("nesterov 0.7 0.8", "nesterov 1.0 0.4"),
+)
 
 METHODS = {
     "dion": Method("Dion, synchronous", _SYNCHRONOUS, (0.02, *_RATES), _MOMENTA),
@@ -52,14 +59,14 @@ METHODS = {
         _CURVADION,
         _RATES,
         _MOMENTA,
-        ("nesterov 0.5 0.6", "nesterov 1.0 0.6", "nesterov 0.7 0.8"),
+        _OUTERS,
     ),
     "muloco": Method(
         "MuLoCo, 4 bits",
         _MULOCO,
         _RATES,
         _MOMENTA,
-        ("nesterov 0.5 0.6", "nesterov 1.0 0.6", "nesterov 0.7 0.8"),
+        _OUTERS,
     ),
     "diloco": Method(
         "DiLoCo, 4 bits",
@@ -76,6 +83,11 @@ METHODS = {
         _ADAM_RATES,
         (),
         ("nesterov 0.6 0.0", "nesterov 1.6 0.0"),
+    ),
+    "sparseloco_muon": Method(
+        "top 1/32 in 2 bits, Muon inside",
+        _MULOCO.but(compressor="top_k 0.03125 2", outer="mean"),
+        _RATES,
     ),
     "muloco_2_bits": Method("MuLoCo, 2 bits", _MULOCO.but(compressor="int 2"), _RATES),
     "orthonormal": Method(
@@ -152,8 +164,12 @@ def tried(name: str, results: Results) -> list[Run]:
 
 def tuned(name: str, results: Results) -> Run | None:
     """The best run of a method's tuning so far, None before the first."""
-    runs = tried(name, results)
-    return min(runs, key=lambda run: results[run.key()]["loss"], default=None)
+
+    def loss(run: Run) -> float:
+        value = results[run.key()]["loss"]
+        return value if math.isfinite(value) else math.inf
+
+    return min(tried(name, results), key=loss, default=None)
 
 
 def _best(name: str, results: Results) -> Run:
@@ -186,6 +202,12 @@ def rates(results: Results) -> list[Run]:
     """The references, the winner and its rivals with each learning rate."""
     del results
     return _rates(_CORE)
+
+
+def leaders(results: Results) -> list[Run]:
+    """Of these the reference, the winner and its closest rival, for other sizes."""
+    del results
+    return _rates(("dion", "curvadion", "muloco"))
 
 
 def momenta(results: Results) -> list[Run]:
@@ -224,6 +246,8 @@ def ideas(results: Results) -> list[Run]:
     return [
         # Frequent while the learning rate is high; as many syncs as `evenly 0.01`.
         base.but(trigger="quadratic 0.131"),
+        # Fewer scales, more syncs.
+        base.but(compressor="int 2 2 1024"),
         # What compression costs at the same times.
         base.but(compressor="exact", trigger="every 7"),
     ]
@@ -241,15 +265,18 @@ def budgets(results: Results) -> list[Run]:
 
 
 def replicas(results: Results) -> list[Run]:
-    """The winner and its closest rival with 2 and 4 replicas, on the same batches."""
+    """The winner and its rivals with 2 and 4 replicas, on the same batches."""
     return [
         _best(name, results).but(replicas=number)
-        for name in ("curvadion", "muloco")
+        for name in _AT_BUDGETS
         for number in (2, 4)
     ]
 
 
-_ALL = (rates, momenta, outers, ideas, seeds, timing, budgets, others, replicas)
+_ALL = (
+    *(rates, leaders, momenta, outers),
+    *(ideas, seeds, timing, budgets, others, replicas),
+)
 PLANS: dict[str, Callable[[Results], list[Run]]] = {
     plan.__name__: plan for plan in _ALL
 }

@@ -17,12 +17,14 @@ class Run:
         learning_rate: Peak of the inner optimizer's schedule, for all parameters.
         momentum: Decay rate of the momentum of Dion and Muon.
         trigger: 'always', 'every K', 'evenly SHARE' (of the bytes of synchronous
-            training), 'budget SHARE' (the same share, spent where the relative
-            momentum change is large), 'drift THRESHOLD', 'rmmc THRESHOLD',
-            'quadratic ALPHA' (syncs as frequent as the learning rate is high).
+            training, the last sync among them), 'budget SHARE' (the same share, spent
+            where the relative momentum change is large), 'drift THRESHOLD', 'rmmc
+            THRESHOLD', 'quadratic ALPHA' (syncs as frequent as the learning rate is
+            high).
         sync: 'gradients', 'factors' or 'reconcile'.
         compressor: Form in which that is sent: 'exact', 'int 8',
-            'int 2 4' (the mean in 4 bits), 'low_rank FRACTION',
+            'int 2 4' (the mean in 4 bits), 'int 2 2 1024' (in blocks of 1024),
+            'low_rank FRACTION',
             'low_rank FRACTION 4' (factors in 4 bits), 'top_k FRACTION 2' (values in 2
             bits).
         outer: Outer step of `reconcile`: 'mean', 'nesterov RATE MOMENTUM',

@@ -51,9 +51,11 @@ def missing(runs: Sequence[Run], file: Path) -> list[Run]:
 def train(run: Run, size: Size) -> dict[str, Any]:
     """One run, in a process of its own: JAX starts there."""
     import data
+    import jax
     import simulate
 
     result = simulate.simulate(run, size, data.load(size.data))
+    jax.clear_caches()  # else every run's programs would stay in memory
     date = datetime.date.today().isoformat()
     return {"run": dataclasses.asdict(run), **result, "date": date}
 
@@ -79,13 +81,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     file.write_text("".join(_whole_lines(file)))  # without a line that was cut off
     with _workers(options.workers) as pool, file.open("a") as stream:
         waiting = {pool.submit(train, run, size): run for run in left}
+        failed = 0
         for future in concurrent.futures.as_completed(waiting):
             run = waiting[future]
+            if error := future.exception():
+                failed += 1
+                print(f"{run.key()}: {error!r}", file=sys.stderr, flush=True)
+                continue
             result = future.result()
             stream.write(json.dumps(result) + "\n")
             stream.flush()
             share = 100 * result["bytes"] / result["synchronous_bytes"]
             print(f"{result['loss']:.4f} {share:.3f}% {run.key()}", flush=True)
+    if failed:
+        sys.exit(f"{failed} of {len(left)} runs failed; the same command tries again")
 
 
 def _workers(number: int) -> concurrent.futures.Executor:
@@ -93,9 +102,7 @@ def _workers(number: int) -> concurrent.futures.Executor:
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     return concurrent.futures.ProcessPoolExecutor(
-        number,
-        mp_context=multiprocessing.get_context("spawn"),
-        max_tasks_per_child=8,  # compiled programs stay in memory
+        number, mp_context=multiprocessing.get_context("spawn")
     )
 
 

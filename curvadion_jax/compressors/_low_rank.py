@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from curvadion_jax import _low_rank, _matrices, _orthonormalize, _paths, _payload
+from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax.compressors import _base
 
 
@@ -119,7 +120,8 @@ def _through(
                 continue
             view, r = factored[name]
             for side in (view.rows, view.cols):
-                shape = jax.ShapeDtypeStruct((*view.batch, side, r), jnp.float32)
+                dtype = compute_dtype(x.dtype)
+                shape = jax.ShapeDtypeStruct((*view.batch, side, r), dtype)
                 factors.append(channel.payload({name: shape}, {}))
         return _payload.total([*factors * power_iterations, channel.payload(whole, {})])
 
@@ -150,7 +152,13 @@ def _iterate(matrices, q, send, orthonormalize):
 
 
 def _next_q(common, q):
-    return {name: _low_rank.unit_columns(common[name], q[name])[0] for name in q}
+    """Unit columns of R; of a matrix that is not finite its Q stays, else for ever."""
+    following = {}
+    for name, old in q.items():
+        new, _ = _low_rank.unit_columns(common[name], old)
+        finite = jnp.all(jnp.isfinite(new), axis=(-2, -1), keepdims=True)
+        following[name] = jnp.where(finite, new, old)
+    return following
 
 
 def _factored(tree, views, rank) -> dict[str, tuple[_matrices.MatrixView, int]]:

@@ -1,5 +1,6 @@
 """A few bits an element, so that small numbers are what crosses the link."""
 
+import itertools
 import math
 
 import jax
@@ -14,14 +15,14 @@ def quantize(
 ) -> _base.Compressor:
     r"""Sends codes of 8, 4, 2 or 1 bits with one or two float32 scales a block.
 
-    Every block of `block` consecutive elements is divided by its largest absolute value
-    and rounded to :math:`\{-L, \dots, L\}`, L = 127 or 7. With two bits an element
-    becomes its sign times one of two magnitudes, the means of the magnitudes above and
-    below the block's mean: two scales a block. With one bit it becomes its sign times
-    the block's mean magnitude. The mean is taken in two
-    stages, in each of which codes cross the link and nothing else: each replica gets
-    its N-th part of all others' codes (all-to-all), averages them in float32, and sends
-    the codes of the result to all (all-gather). What the second rounding loses is
+    Every block of `block` consecutive elements of an array is divided by its largest
+    absolute value and rounded to :math:`\{-L, \dots, L\}`, L = 127 or 7. With two bits
+    an element becomes its sign times one of two magnitudes, the means of the magnitudes
+    above and below the block's mean: two scales a block. With one bit it becomes its
+    sign times the block's mean magnitude. The mean is taken in two stages, in each of
+    which codes and scales of all arrays cross the link in one message: each replica
+    gets its N-th part of all others' blocks (all-to-all), averages them in float32, and
+    sends the codes of the result to all (all-gather). What the second rounding loses is
     charged to the replica that did it, N-fold, so that nothing is lost under error
     feedback.
 
@@ -34,7 +35,8 @@ def quantize(
 
     Returns:
       The compressor. It costs bits / 8 + 4 / block bytes an element (8 / block with two
-      bits), of elements padded to a multiple of N blocks; half of that for each stage.
+      bits) of arrays padded to whole blocks; half of that for each stage. Not counted
+      are the up to N - 1 blocks that make the number of all blocks a multiple of N.
 
     Raises:
       TypeError: if an argument is not an int.
@@ -65,35 +67,78 @@ def quantize(
         if group.size == 1:  # nothing is sent, and nothing lost
             return _base.Averaged(tree, tree, state)
         leaves, structure = jax.tree.flatten(jax.tree.map(_base.wide, tree))
-        pairs = [_average(leaf, (bits, mean_bits), block, group) for leaf in leaves]
+        given = [leaf for leaf in leaves if leaf.size]
+        found = iter(_average(given, (bits, mean_bits), block, group) if given else ())
+        pairs = [next(found) if leaf.size else (leaf, leaf) for leaf in leaves]
         mean, sent = _base.unzip(structure, pairs)
         return _base.Averaged(mean, sent, state)
 
     def payload(tree, views):
         del views
-        blocks = sum(math.ceil(x.size / block) for x in jax.tree.leaves(tree))
+        blocks = sum(_blocks(x, block) for x in jax.tree.leaves(tree))
         stages = [_codes.encoded_bytes(blocks, block, b) for b in (bits, mean_bits)]
         return Payload(averaged=sum(stages) // 2)
 
     return _base.Compressor(lambda params, views: (), average, payload)
 
 
-def _average(x: jax.Array, stages: tuple[int, int], block: int, group):
-    """The mean over replicas, and what this one put in, both of the array's shape."""
+def _blocks(x, block: int) -> int:
+    return math.ceil(x.size / block)
+
+
+def _average(leaves: list[jax.Array], stages: tuple[int, int], block: int, group):
+    """For every array the mean over replicas, and what this one put in."""
     number, (bits, mean_bits) = group.size, stages
-    pad = -x.size % (number * block)
-    parts = jnp.pad(x.reshape(-1), (0, pad))
-    parts = parts.reshape(number, parts.size // (number * block), block)
-    codes, scales = _codes.encode(parts, bits)
-    sent = _codes.decode(codes, scales, block, bits)
-    codes, scales = group.all_to_all((codes, scales))
-    mine = jnp.mean(_codes.decode(codes, scales, block, bits), axis=0)
-    codes, scales = _codes.encode(mine, mean_bits)
-    rounded = _codes.decode(codes, scales, block, mean_bits)
-    lost = number * (mine - rounded)
+    ends = list(itertools.accumulate(_blocks(leaf, block) for leaf in leaves))
+    pad = -ends[-1] % number
+
+    def restored(rows, bits):
+        """The arrays that rows of bytes stand for; the last rows are padding."""
+        parts = [_from_rows(part, block, bits) for part in jnp.split(rows, ends)[:-1]]
+        return [_like(x, leaf) for x, leaf in zip(parts, leaves, strict=True)]
+
+    rows = [_to_rows(_in_blocks(leaf, block), bits) for leaf in leaves]
+    rows = jnp.pad(jnp.concatenate(rows), [(0, pad), (0, 0)])
+    received = group.all_to_all(rows.reshape(number, -1, rows.shape[-1]))
+    mine = jnp.mean(_from_rows(received, block, bits), axis=0)
+    mean_rows = _to_rows(mine, mean_bits)
+    lost = number * (mine - _from_rows(mean_rows, block, mean_bits))
     own = (jnp.arange(number) == group.replica)[:, None, None]
-    sent = sent - jnp.where(own, lost[None], 0)
-    codes, scales = group.all_gather((codes, scales))
-    mean = _codes.decode(codes, scales, block, mean_bits)
-    shape = lambda parts: parts.reshape(-1)[: x.size].reshape(x.shape)  # noqa: E731
-    return shape(mean), shape(sent)
+    charged = jnp.where(own, lost[None], 0).reshape(-1, block)
+    charged = [
+        _like(part, leaf)
+        for part, leaf in zip(jnp.split(charged, ends)[:-1], leaves, strict=True)
+    ]
+    sent = [x - y for x, y in zip(restored(rows, bits), charged, strict=True)]
+    gathered = group.all_gather(mean_rows)
+    mean = restored(gathered.reshape(-1, gathered.shape[-1]), mean_bits)
+    return list(zip(mean, sent, strict=True))
+
+
+def _in_blocks(x: jax.Array, block: int) -> jax.Array:
+    """The elements of an array [blocks, block], the last ones zero."""
+    return jnp.pad(x.reshape(-1), (0, -x.size % block)).reshape(-1, block)
+
+
+def _like(blocks: jax.Array, leaf: jax.Array) -> jax.Array:
+    return blocks.reshape(-1)[: leaf.size].reshape(leaf.shape)
+
+
+def _to_rows(blocks: jax.Array, bits: int) -> jax.Array:
+    """Codes and, behind them, scales of blocks [..., block]: uint8[..., bytes]."""
+    codes, scales = _codes.encode(blocks, bits)
+    as_bytes = jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    as_bytes = as_bytes.reshape(*scales.shape[:-1], -1)
+    codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+    return jnp.concatenate([codes, as_bytes], axis=-1)
+
+
+def _from_rows(rows: jax.Array, block: int, bits: int) -> jax.Array:
+    """What the rows of `_to_rows` stand for, float32[..., block]."""
+    end = _codes.packed_bytes(block, bits)
+    scales = rows[..., end:].reshape(*rows.shape[:-1], -1, 4)
+    scales = jax.lax.bitcast_convert_type(scales, jnp.float32)
+    codes = rows[..., :end]
+    if bits == 8:
+        codes = jax.lax.bitcast_convert_type(codes, jnp.int8)
+    return _codes.decode(codes, scales, block, bits)

@@ -144,14 +144,22 @@ def mean_with_feedback(
     """Mean in a compressor's form of what there is and what was held back.
 
     Returns:
-      The mean, what is held back now, and the compressor's state. Without a compressor
-      the mean is exact, and the other two are as they were.
+      The mean, what is held back now (zero where it would not be finite), and the
+      compressor's state. Without a compressor the mean is exact, and the other two are
+      as they were.
     """
     if compressor is None:
         return group.mean(tree), error, state
     whole = jax.tree.map(jnp.add, error, tree)
     result = compressor.average(whole, state, group, views)
-    return result.mean, jax.tree.map(jnp.subtract, whole, result.sent), result.state
+    held = jax.tree.map(_rest, whole, result.sent)
+    return result.mean, held, result.state
+
+
+def _rest(whole: jax.Array, sent: jax.Array) -> jax.Array:
+    """What was not sent, where it is finite: NaN held back would never go away."""
+    rest = whole - sent
+    return jnp.where(jnp.isfinite(rest), rest, 0)
 
 
 def _is_dion(node: Any) -> bool:

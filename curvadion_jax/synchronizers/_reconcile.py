@@ -310,9 +310,8 @@ def _outer_step(outer, drift, anchor, state):
     """Anchor after the sync, in the anchor's dtype, and the outer state."""
     pseudo_gradient = jax.tree.map(jnp.negative, drift)
     updates, new_state = outer.update(pseudo_gradient, state, anchor)
-    anchor = jax.tree.map(
-        lambda a, u: (a.astype(u.dtype) + u).astype(a.dtype), anchor, updates
-    )
+    # `optax.apply_updates` would add in the anchor's dtype.
+    anchor = jax.tree.map(lambda a, u: (a + u).astype(a.dtype), anchor, updates)
     same_dtype = jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state)
     return anchor, same_dtype
 

@@ -1,0 +1,252 @@
+"""What a quiet step costs over a step of the local optimizer, in time and in memory.
+
+    python benchmarks/overhead.py
+
+A step takes given gradients to new parameters: no forward and backward pass, beside
+which all of this is small. Replicas are simulated on one device by `vmap`, so that the
+program is that of a run, syncs and their collectives included; nothing synchronises
+while time is taken. State is donated.
+
+Programs take turns in random order, and start every round from new arrays: where these
+lie moves a time by some percent. A round's ratio is that of medians; given are the
+median over the rounds and the quartiles. On CPU time is that of the processor, which
+other work on the machine disturbs least (give the program one core, as by
+`taskset -c 0`, so that no threads wait for each other); elsewhere it is a clock's.
+Memory is what the compiler says: temporary arrays, and what of the state is not
+overwritten in place.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import curvadion_jax as cd
+from curvadion_jax import compressors, synchronizers, triggers
+
+AXIS = cd.replicas.AXIS
+RATE = 0.01
+# More than any value; a budget for less than one sync in all steps.
+NEVER, LITTLE = 1e9, 1e-9
+LARGE_STATE: dict[str, Any] = {
+    "outer": optax.sgd(0.7, 0.9, nesterov=True),
+    "compressor": compressors.quantize(4),
+}
+
+
+class Case(NamedTuple):
+    """An optimizer, and the name of the local one that it is compared with."""
+
+    optimizer: optax.GradientTransformation
+    local: str
+
+
+def parameters(layers: int, width: int, vocabulary: int) -> dict:
+    """A GPT's, with the layers in one stack."""
+
+    def kernel(*shape: int) -> dict:
+        return {"kernel": jnp.zeros(shape)}
+
+    attention = {
+        name: kernel(layers, width, width) for name in ("query", "key", "value", "out")
+    }
+    return {
+        "embed": {"embedding": jnp.zeros((vocabulary, width))},
+        "blocks": {
+            "attention": attention,
+            "norm": {"scale": jnp.ones((layers, width))},
+            "up": kernel(layers, width, 4 * width),
+            "down": kernel(layers, 4 * width, width),
+        },
+        "lm_head": kernel(width, vocabulary),
+    }
+
+
+def local_optimizers(params: dict) -> dict[str, optax.GradientTransformation]:
+    """The bare ones, by name."""
+    numbers = cd.default_dimension_numbers(params)
+    return {
+        "`dion`": cd.dion(RATE),
+        # What `curvadion` runs by default.
+        "Muon": optax.contrib.muon(RATE, muon_weight_dimension_numbers=numbers),
+    }
+
+
+def cases(local: dict[str, optax.GradientTransformation]) -> dict[str, Case]:
+    """What the table has a row for: name -> optimizer."""
+    change = triggers.relative_momentum_change(NEVER)
+    asked = {
+        "`every_k`": triggers.every_k(10**6),
+        "`evenly`": triggers.evenly(LITTLE),
+        "`relative_momentum_change`": change,
+        "`budget(relative_momentum_change)`": triggers.budget(LITTLE, change),
+        "`delayed(relative_momentum_change)`": triggers.delayed(change),
+        "`drift`": triggers.drift(NEVER),
+    }
+
+    def of_dion(trigger, **options):
+        plain = synchronizers.reconcile(**options)
+        return Case(cd.adaptive_sync(local["`dion`"], trigger, plain, AXIS), "`dion`")
+
+    rows = {name: of_dion(trigger) for name, trigger in asked.items()}
+    large = "`every_k`, error feedback and outer momentum"
+    rows[large] = of_dion(asked["`every_k`"], **LARGE_STATE)
+    rows["`curvadion`"] = Case(
+        cd.curvadion(RATE, axis_name=AXIS, budget=LITTLE), "Muon"
+    )
+    return rows
+
+
+class Program(NamedTuple):
+    """A compiled step, and what it starts from."""
+
+    step: Callable[[Any, Any], Any]
+    start: Callable[[], Any]
+    temporary: float
+    copied: float
+
+
+def program(
+    tx: Any, params: dict, gradients: Any, replicas: int, mesh: bool
+) -> Program:
+    """(state, gradients) -> state for all replicas, compiled; memory in MiB."""
+
+    def train(state, gradients):
+        params, opt_state = state
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), ()
+
+    def start():
+        each = lambda x: jnp.broadcast_to(x, (replicas, *jnp.shape(x)))  # noqa: E731
+        return jax.jit(lambda p: jax.tree.map(each, (p, tx.init(p))))(params)
+
+    step = jax.jit(jax.vmap(train, axis_name=AXIS), donate_argnums=0)
+    if mesh:
+        devices = cd.replicas.make_mesh(replicas)
+        first = lambda tree: jax.tree.map(lambda x: x[0], tree)  # noqa: E731
+        step = cd.replicas.step(lambda state, g: train(state, first(g)), devices)
+
+        def start():
+            return cd.replicas.replicate((params, tx.init(params)), devices)
+
+    compiled = step.lower(start(), gradients).compile()
+    memory = compiled.memory_analysis()
+    kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Program(
+        lambda state, gradients: compiled(state, gradients)[0],
+        start,
+        memory.temp_size_in_bytes / 2**20,
+        kept / 2**20,
+    )
+
+
+def syncs(state: Any) -> int:
+    """Syncs so far; a bare optimizer has none."""
+    opt_state = state[1]
+    found = isinstance(opt_state, cd.AdaptiveSyncState)
+    return int(opt_state.metrics.syncs.max()) if found else 0
+
+
+def seconds(
+    programs: dict[str, Program], gradients: Any, steps: int, order: random.Random
+) -> dict[str, float]:
+    """Median time of a quiet step of each, from new arrays on.
+
+    Raises:
+      RuntimeError: if one of the steps was none.
+    """
+    clock = time.perf_counter
+    if jax.default_backend() == "cpu":
+        clock = time.process_time
+    states, before = {}, {}
+    for name in order.sample(list(programs), len(programs)):
+        # Without a momentum to compare with the first step synchronises.
+        states[name] = programs[name].step(programs[name].start(), gradients)
+        before[name] = syncs(states[name])
+    taken: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(steps):
+        for name in order.sample(list(programs), len(programs)):
+            jax.block_until_ready(states[name])
+            start = clock()
+            states[name] = programs[name].step(states[name], gradients)
+            jax.block_until_ready(states[name])
+            taken[name].append(clock() - start)
+    for name, state in states.items():
+        if syncs(state) != before[name]:
+            raise RuntimeError(f"{name} synchronised while time was taken")
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def table(options: argparse.Namespace) -> list[str]:
+    """The lines of a Markdown table."""
+    params = parameters(options.layers, options.width, options.vocabulary)
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    gradients = jax.tree.unflatten(
+        structure,
+        [
+            jax.random.normal(key, (options.replicas, *x.shape))
+            for key, x in zip(keys, leaves, strict=True)
+        ],
+    )
+    local = local_optimizers(params)
+    rows = {name: case for name, case in cases(local).items() if options.only in name}
+    everything = {name: tx for name, tx in local.items()}
+    everything |= {name: case.optimizer for name, case in rows.items()}
+    where = (params, gradients, options.replicas, options.mesh)
+    programs = {name: program(tx, *where) for name, tx in everything.items()}
+    order = random.Random(0)
+    rounds = [
+        seconds(programs, gradients, options.steps, order)
+        for _ in range(options.rounds)
+    ]
+
+    def line(name: str, against: str) -> str:
+        ratios = [each[name] / each[against] - 1 for each in rounds]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        more = programs[name].temporary - programs[against].temporary
+        return (
+            f"| {name} | {against} | {middle:+.1%} ({low:+.1%} to {high:+.1%}) | "
+            f"{more:+.0f} | {programs[name].copied:.0f} |"
+        )
+
+    bare = ", ".join(
+        f"{name} {statistics.median([each[name] for each in rounds]):.3f} s, "
+        f"{programs[name].temporary:.0f} MiB"
+        for name in local
+    )
+    return [
+        "| trigger or optimizer | over | time (quartiles) | temporary MiB more | "
+        "MiB not in place |",
+        "|---|---|---|---|---|",
+        *(line(name, case.local) for name, case in rows.items()),
+        "",
+        f"A step of the bare optimizers: {bare}.",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=8, help="each from new arrays")
+    parser.add_argument("--steps", type=int, default=5, help="of each in a round")
+    parser.add_argument("--only", default="", help="rows with this in their name")
+    parser.add_argument("--mesh", action="store_true", help="a device for each replica")
+    options = parser.parse_args()
+    if options.mesh and jax.config.jax_platforms == "cpu":
+        jax.config.update("jax_num_cpu_devices", options.replicas)
+    print("\n".join(table(options)))
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, {vars(options)}")
+
+
+if __name__ == "__main__":
+    main()
