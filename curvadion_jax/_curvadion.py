@@ -94,8 +94,8 @@ def curvadion(
 
     Raises:
       TypeError: as for :func:`dion` and :func:`adaptive_sync`.
-      ValueError: as for :func:`dion` and :func:`adaptive_sync`, and for a budget that
-        is not above 0.
+      ValueError: as for :func:`dion` and :func:`adaptive_sync`, for a budget that is
+        not above 0, and for what only Dion's local steps read, without a rank.
 
     Example:
       >>> import jax.numpy as jnp
@@ -119,6 +119,11 @@ def curvadion(
     """
     if trigger is None:
         trigger = triggers.evenly(budget)
+    if rank is None and (orthonormalize is not None or not error_feedback):
+        raise ValueError(
+            "orthonormalize and error_feedback belong to local steps of Dion: give a "
+            "rank with them, such as rank=0.25"
+        )
     if synchronizer is None:
         synchronizer = synchronizers.reconcile(
             optax.sgd(OUTER_LEARNING_RATE, OUTER_MOMENTUM, nesterov=True),

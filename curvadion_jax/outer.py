@@ -72,7 +72,8 @@ def orthonormal(
 
     Raises:
       TypeError: for a rank that is not a plain number.
-      ValueError: for a rank or momentum out of range; at `update`, without parameters.
+      ValueError: for a rank or momentum out of range; at `init`, for a part of the
+        parameters (``reconcile(fragments=n)``); at `update`, without parameters.
 
     Example:
       >>> tx = orthonormal()
@@ -108,6 +109,12 @@ def _alike(rank, dimension_numbers, orthonormalize) -> optax.GradientTransformat
     orthonormalize = orthonormalize or _orthonormalize.cholesky_qr
 
     def matrices(params):
+        is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+        if any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
+            raise ValueError(
+                "the orthonormal outer step must see all parameters at once to tell "
+                "which axes of them are matrices: use it with reconcile(fragments=1)"
+            )
         views = _partition.matrix_views(params, dimension_numbers)
         return {name: view for name, view in views.items() if view is not None}
 

@@ -23,6 +23,15 @@ def build(**changed) -> Any:
 
 
 @pytest.mark.parametrize(
+    "argument", [{"orthonormalize": cd.householder_qr}, {"error_feedback": False}]
+)
+def test_what_only_dion_reads_needs_a_rank(argument):
+    cd.curvadion(0.1, rank=2, **argument)
+    with pytest.raises(ValueError, match=r"such as rank=0\.25"):
+        cd.curvadion(0.1, **argument)
+
+
+@pytest.mark.parametrize(
     ("changed", "message"),
     [
         pytest.param({"inner": 0.1}, "inner must be an Optax trans", id="inner-number"),
@@ -135,7 +144,7 @@ def test_a_local_step_needs_its_argument_to_reach_dion():
 
 @pytest.mark.parametrize("inner", [optax.adamw(0.1), SGD, optax.contrib.muon(0.1)])
 def test_average_factors_needs_dion(inner):
-    with pytest.raises(ValueError, match=r"use curvadion_jax\.dion, or the"):
+    with pytest.raises(ValueError, match=r"curvadion_jax\.dion, or curvadion with a"):
         factors(inner).init(helpers.make_params())
 
 

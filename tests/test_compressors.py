@@ -311,6 +311,7 @@ def test_small_numbers_are_what_crosses_the_link(bits, mean_bits):
                 compressors.exact(),
                 compressors.quantize(),
                 compressors.top_k(0.1),
+                compressors.chain(compressors.low_rank(1), compressors.quantize()),
             )
         ),
     ],

@@ -150,3 +150,14 @@ def test_replicas_move_to_one_point_as_far_away_as_their_mean():
         np.testing.assert_allclose(*lengths, rtol=1e-5)  # float32
         alike = np.allclose(*steps, atol=1e-5)
         assert alike == (name not in helpers.MATRICES)
+
+
+def test_a_part_of_the_parameters_is_refused():
+    # The rule for matrices looks at neighbours, which a fragment does not have.
+    tx = cd.adaptive_sync(
+        optax.sgd(0.1),
+        triggers.always(),
+        synchronizers.reconcile(outer.orthonormal(), momentum=False, fragments=2),
+    )
+    with pytest.raises(ValueError, match=r"use it with reconcile\(fragments=1\)"):
+        tx.init(helpers.make_params())

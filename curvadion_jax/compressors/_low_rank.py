@@ -54,8 +54,9 @@ def low_rank(
         raise TypeError(f"power_iterations must be an int, got {power_iterations!r}")
     if power_iterations < 1:
         raise ValueError(f"power_iterations must be at least 1, got {power_iterations}")
-    orthonormalize = orthonormalize or _orthonormalize.cholesky_qr
-    return _through(_base.exact(), rank, power_iterations, orthonormalize)
+    settings = (rank, power_iterations, orthonormalize or _orthonormalize.cholesky_qr)
+    plain = _through(_base.exact(), *settings)
+    return plain._replace(through=lambda form: _through(form, *settings))
 
 
 def _through(
@@ -125,12 +126,7 @@ def _through(
                 factors.append(channel.payload({name: shape}, {}))
         return _payload.total([*factors * power_iterations, channel.payload(whole, {})])
 
-    return _base.Compressor(
-        init,
-        average,
-        payload,
-        lambda form: _through(form, rank, power_iterations, orthonormalize),
-    )
+    return _base.Compressor(init, average, payload)
 
 
 def _iterate(matrices, q, send, orthonormalize):

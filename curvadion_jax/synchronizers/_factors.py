@@ -103,8 +103,8 @@ def average_factors(
         if not states:
             raise ValueError(
                 "average_factors needs Dion as the inner optimizer, and there is no "
-                "DionState in its state: use curvadion_jax.dion, or the synchronizer "
-                "average_gradients or reconcile"
+                "DionState in its state: use curvadion_jax.dion, or curvadion with a "
+                "rank, or the synchronizer average_gradients or reconcile"
             )
         taken = {name for s in states for name, _ in _paths.leaves_with_path(s.q)}
         # Copies, so that both can be donated.

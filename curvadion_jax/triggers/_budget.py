@@ -69,6 +69,11 @@ def evenly(
     Returns:
       The trigger. A rate that pays for more synchronises on every step.
 
+    .. warning::
+      It counts all syncs, those of other triggers too: after a dense start, as of
+      ``after_steps(evenly(0.01), 100)``, it is silent until the share is met again.
+      ``budget(rate, of, warmup=100)`` does not count the start.
+
     Raises:
       TypeError: if an argument is not a number.
       ValueError: if the rate is not above 0 and finite, or the cost negative.
