@@ -45,7 +45,7 @@ _ADAM_RATES = (0.005, 0.01, 0.02, 0.04, 0.08)
 
 _OUTERS = (
     *("nesterov 0.5 0.6", "nesterov 1.0 0.6", "nesterov 1.4 0.6"),
-    *("nesterov 0.7 0.8", "nesterov 1.0 0.4"),
+    *("nesterov 0.7 0.8", "nesterov 1.0 0.4", "nesterov 1.0 0.2"),
 )
 
 METHODS = {
@@ -73,7 +73,10 @@ METHODS = {
         _MULOCO.but(inner="adamw", momentum=0.95),
         _ADAM_RATES,
         (),
-        ("nesterov 0.5 0.6", "nesterov 1.0 0.6", "nesterov 0.7 0.9"),
+        (
+            *("nesterov 0.3 0.6", "nesterov 0.5 0.6", "nesterov 1.0 0.6"),
+            *("nesterov 0.7 0.9", "nesterov 0.5 0.3"),
+        ),
     ),
     "sparseloco": Method(
         "SparseLoCo-style, top 1/32 in 2 bits",
@@ -140,7 +143,7 @@ METHODS = {
     ),
 }
 # The reference, the winner and its closest rivals; and what is run at all budgets.
-COMPARED = ("dion", "curvadion", "orthonormal", "muloco", "diloco", "sparseloco")
+COMPARED = ("dion", "curvadion", "muloco", "diloco", "sparseloco")
 _AT_BUDGETS = ("curvadion", "muloco", "diloco", "sparseloco")
 _CORE = (*COMPARED, "muon", "adamw")
 
@@ -229,8 +232,9 @@ def outers(results: Results) -> list[Run]:
 
 
 def seeds(results: Results) -> list[Run]:
-    """The reference, the winner and its rivals with two more seeds."""
-    return [_best(name, results).but(seed=seed) for seed in (1, 2) for name in COMPARED]
+    """The references, the winner and its rivals with two more seeds."""
+    names = (*COMPARED, "muon")
+    return [_best(name, results).but(seed=seed) for seed in (1, 2) for name in names]
 
 
 def timing(results: Results) -> list[Run]:
@@ -248,6 +252,11 @@ def ideas(results: Results) -> list[Run]:
         base.but(trigger="quadratic 0.131"),
         # Fewer scales, more syncs.
         base.but(compressor="int 2 2 1024"),
+        # What the local steps lose when nothing keeps the replicas apart.
+        *(
+            base.but(trigger="always", compressor="exact", outer=outer, momentum=0.8)
+            for outer in ("mean", base.outer)
+        ),
         # What compression costs at the same times.
         base.but(compressor="exact", trigger="every 7"),
     ]

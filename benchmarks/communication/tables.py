@@ -23,10 +23,10 @@ from sizes import SIZES
 Row = dict[str, Any]
 
 
-def gap(row: Row, results: plans.Results) -> float | None:
-    """Percent by which a loss lies above that of tuned synchronous Dion, same seed."""
+def gap(row: Row, results: plans.Results, to: str = "dion") -> float | None:
+    """Percent by which a loss lies above that of a tuned method with the same seed."""
     run = Run(**row["run"])
-    reference = plans.tuned("dion", results)
+    reference = plans.tuned(to, results)
     if reference is None:
         return None
     twin = reference.but(seed=run.seed, steps=run.steps)
@@ -60,16 +60,19 @@ def spread(numbers: Sequence[float]) -> str:
 
 
 def line(label: str, run: Run, results: plans.Results) -> list[str]:
-    """One method at one budget: label, bytes, syncs, loss, gap, seeds, tuned values."""
+    """One method at one budget: label, bytes, syncs, loss, gaps, seeds, tuning."""
     rows = seeds_of(run, results)
     losses = [row["loss"] for row in rows]
-    gaps = [value for row in rows if (value := gap(row, results)) is not None]
+    gaps = [
+        [value for row in rows if (value := gap(row, results, to)) is not None]
+        for to in REFERENCES
+    ]
     return [
         label,
         f"{statistics.fmean(map(share, rows)):.2f}%",
         f"{statistics.fmean(row['syncs'] for row in rows):.0f}",
         f"{statistics.fmean(losses):.4f}",
-        spread(gaps) + "%" if gaps else "",
+        *(spread(values) + "%" if values else "" for values in gaps),
         str(len(rows)),
         *_tuned_values(run),
     ]
@@ -85,7 +88,9 @@ def _tuned_values(run: Run) -> list[str]:
 
 
 TUNED = ["rate", "momentum", "outer step"]
-HEADER = ["method", "bytes", "syncs", "loss", "gap", "seeds", *TUNED]
+# Synchronous training with the local optimizer of the published CurvaDion, and ours.
+REFERENCES = {"dion": "above Dion", "muon": "above Muon"}
+HEADER = ["method", "bytes", "syncs", "loss", *REFERENCES.values(), "seeds", *TUNED]
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -147,9 +152,9 @@ def others(results: plans.Results) -> str:
             if field not in ("seed",) and value != getattr(standard, field)
         )
         cells = line(text, run, results)
-        rows.append([cells[0], *cells[1:6]])
+        rows.append(cells[:7])
     rows.sort(key=lambda row: float(row[3]))
-    return markdown(["run", *HEADER[1:6]], rows)
+    return markdown(["run", *HEADER[1:7]], rows)
 
 
 def draw(results: plans.Results, file: Path) -> None:
