@@ -136,7 +136,7 @@ def test_later_plans_take_the_tuned_values():
         tuned = plans.tuned(name, results)
         assert tuned.learning_rate == method.rates[1]
         assert tuned.outer == (method.outers or (method.run.outer,))[-1]
-    assert {run.seed for run in plans.seeds(results)} == {1, 2}
+    assert {run.seed for run in plans.seeds(results)} == {1, 2, 3, 4}
     with pytest.raises(ValueError, match="train the plan 'rates' first"):
         plans.seeds({})
 

@@ -287,7 +287,7 @@ def test_the_default_is_made_of_public_parts():
         muon,
         triggers.evenly(0.5),
         synchronizers.reconcile(
-            optax.sgd(0.7, 0.6, nesterov=True),
+            optax.sgd(1.0, 0.4, nesterov=True),
             compressor=cd.compressors.quantize(2),
             momentum=False,
         ),

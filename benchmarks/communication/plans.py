@@ -102,6 +102,7 @@ METHODS = {
         "Muon, gradients in 2 and their mean in 4 bits",
         _SYNCHRONOUS.but(inner="muon", compressor="int 2 4"),
         _RATES,
+        _MOMENTA,
     ),
     "curvadion_dion": Method(
         "CurvaDion, local steps of Dion", _CURVADION.but(inner="curvadion 1.0"), _RATES
@@ -142,10 +143,10 @@ METHODS = {
         (0.02, 0.04, 0.08),
     ),
 }
-# The reference, the winner and its closest rivals; and what is run at all budgets.
-COMPARED = ("dion", "curvadion", "muloco", "diloco", "sparseloco")
+# The winner and its rivals, which are run at all budgets; its rival at a tenth of the
+# bytes; and the references.
 _AT_BUDGETS = ("curvadion", "muloco", "diloco", "sparseloco")
-_CORE = (*COMPARED, "muon", "adamw")
+_CORE = (*_AT_BUDGETS, "quantised", "dion", "muon", "adamw")
 
 
 def _tunings(name: str) -> list[Run]:
@@ -232,9 +233,11 @@ def outers(results: Results) -> list[Run]:
 
 
 def seeds(results: Results) -> list[Run]:
-    """The references, the winner and its rivals with two more seeds."""
-    names = (*COMPARED, "muon")
-    return [_best(name, results).but(seed=seed) for seed in (1, 2) for name in names]
+    """The references and the winner with more seeds, its closest rival among them."""
+    close, far = ("dion", "muon", "curvadion", "muloco"), ("diloco", "sparseloco")
+    wanted = [(name, seed) for name in close for seed in (1, 2, 3, 4)]
+    wanted += [(name, seed) for name in far for seed in (1, 2)]
+    return [_best(name, results).but(seed=seed) for name, seed in wanted]
 
 
 def timing(results: Results) -> list[Run]:
