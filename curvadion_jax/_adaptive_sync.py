@@ -179,6 +179,8 @@ def adaptive_sync(
         _collectives.require_local(updates, axis_name, allow_unchecked=allow_unchecked)
         views = _partition.matrix_views(params, dimension_numbers)
         asked = None if ask_every is None else _is_asked(step, ask_every)
+        if ask_every is None and step is not None:  # then it is the inner optimizer's
+            extra_args["step"] = step
         one_step = _Step(
             *(inner, trigger, synchronizer, axis_name, local_step),
             *(views, extra_args, asked),
@@ -282,10 +284,8 @@ class _Step:
             self.synchronizer, params, inner_state, self.views
         )
         sent = _payload.total(variants[variant] for variant in cycle)
-        # A gathered byte is sent N - 1 times, one of an all-reduce 2 (N - 1) / N times.
-        number = _collectives.axis_size(self.axis_name)
-        averaged = (sent.averaged + sent.gathered * number / 2) / len(cycle)
-        return averaged / max(_gradient_payload(params), 1)
+        averaged = sent.as_averaged(_collectives.axis_size(self.axis_name))
+        return averaged / len(cycle) / max(_gradient_payload(params), 1)
 
     def _sync(self, step, gradients, local_updates, inner_state, sync_state, params):
         del local_updates

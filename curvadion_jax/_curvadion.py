@@ -34,7 +34,7 @@ def curvadion(
     error_feedback: bool = True,
     seed: jax.typing.ArrayLike = 0,
     axis_name: str | None = None,
-    budget: jax.typing.ArrayLike = 0.01,
+    budget: jax.typing.ArrayLike | None = None,
     trigger: triggers.Trigger | None = None,
     synchronizer: synchronizers.Synchronizer | None = None,
     local_step: optax.GradientTransformation | None = None,
@@ -80,11 +80,11 @@ def curvadion(
       axis_name: name of the replica axis; None is one replica, which sends nothing, and
         takes the outer steps all the same.
       budget: share of the bytes of synchronous training, an all-reduce of all gradients
-        in float32 on every step. 0.01 is one percent: a sync about every 7 steps. The
-        decision's 4 bytes a step are not counted in. It is what the default trigger
-        spends.
+        in float32 on every step. None is 0.01, one percent: a sync about every 7 steps.
+        The decision's 4 bytes a step are not counted in.
       trigger: when to synchronise, in place of the budget; None is
-        ``triggers.evenly(budget)``.
+        ``triggers.evenly(budget)``. (`triggers.budget` is another trigger, which spends
+        a share where a signal says so.)
       synchronizer: how replicas come together; None is ``reconcile`` with the outer
         step and the compressor above, which leaves momenta local.
       local_step: as for :func:`adaptive_sync`; None is the local optimizer's step.
@@ -98,7 +98,8 @@ def curvadion(
     Raises:
       TypeError: as for :func:`dion` and :func:`adaptive_sync`.
       ValueError: as for :func:`dion` and :func:`adaptive_sync`, for a budget that is
-        not above 0, and for what only Dion's local steps read, without a rank.
+        not above 0, or beside a trigger, and for what only Dion's local steps read,
+        without a rank.
 
     Example:
       >>> import jax.numpy as jnp
@@ -121,7 +122,12 @@ def curvadion(
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
     """
     if trigger is None:
-        trigger = triggers.evenly(budget)
+        trigger = triggers.evenly(0.01 if budget is None else budget)
+    elif budget is not None:
+        raise ValueError(
+            "give a budget or a trigger: a trigger keeps to a budget of its own, such "
+            "as triggers.evenly(0.01) or triggers.budget(0.01)"
+        )
     if rank is None and (orthonormalize is not None or not error_feedback):
         raise ValueError(
             "orthonormalize and error_feedback belong to local steps of Dion: give a "

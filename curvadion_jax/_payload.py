@@ -28,6 +28,17 @@ class Payload(NamedTuple):
     def __add__(self, other: "Payload") -> "Payload":  # pyright: ignore[reportIncompatibleMethodOverride]
         return Payload(self.averaged + other.averaged, self.gathered + other.gathered)
 
+    def as_averaged(self, replicas: int) -> float:
+        """Bytes of the all-reduce for which as much is sent, with so many replicas.
+
+        A gathered byte is sent N - 1 times, one of an all-reduce 2 (N - 1) / N times.
+
+        Example:
+          >>> Payload(averaged=20, gathered=3).as_averaged(replicas=8)
+          32.0
+        """
+        return self.averaged + self.gathered * replicas / 2
+
 
 def total(payloads: Iterable[Payload]) -> Payload:
     """The sum of payloads, nothing for none."""

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import curvadion_jax as cd
-from curvadion_jax import synchronizers
+from curvadion_jax import compressors, synchronizers
 
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64]
 OPTIMIZERS: dict[str, Any] = {
@@ -30,6 +30,23 @@ OPTIMIZERS: dict[str, Any] = {
     "mu_dtype": cd.curvadion(0.1, mu_dtype=jnp.bfloat16),
 }
 QUICK = ("nesterov", "diloco")
+
+
+# Compressors that send something: one replica alone sends nothing.
+REPLICATED: dict[str, Any] = {
+    "curvadion": cd.curvadion(0.1, axis_name=helpers.AXIS),
+    "low_rank": compressors.low_rank(1),
+    "low_rank-int8": compressors.chain(
+        compressors.low_rank(1), compressors.quantize(8)
+    ),
+    "top_k-int2": compressors.top_k(0.3, 2),
+    "factors-int4": cd.curvadion(
+        0.1,
+        2,
+        synchronizer=synchronizers.average_factors(compressors.quantize(4)),
+        axis_name=helpers.AXIS,
+    ),
+}
 
 
 def described(tree):
@@ -84,3 +101,20 @@ def test_an_embedding_that_saw_nothing_does_not_move(dtype):
     updates, _ = jax.jit(tx.update)(gradients, tx.init(params), params)
     assert (updates["embed"][1:] == 0).all()
     assert (updates["embed"][0] < 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "f16", "f32", "f64"])
+@pytest.mark.parametrize("name", REPLICATED)
+def test_dtypes_and_shapes_are_kept_on_two_replicas(name, dtype):
+    given = REPLICATED[name]
+    if isinstance(given, compressors.Compressor):
+        sync = synchronizers.reconcile(compressor=given, momentum=given)
+        given = cd.curvadion(0.1, synchronizer=sync, axis_name=helpers.AXIS)
+    with wide(dtype):
+        one = helpers.make_params(dtype=dtype)
+        params = jax.tree.map(lambda x: jnp.stack([x, x]), one)
+        state = jax.eval_shape(jax.vmap(given.init), params)
+        update = jax.vmap(given.update, axis_name=helpers.AXIS)
+        updates, after = jax.eval_shape(update, params, state, params)
+    assert described(after) == described(state)
+    assert described(updates) == described(jax.eval_shape(lambda: params))

@@ -86,9 +86,7 @@ def _less_last(run: Run, params: optax.Params) -> str:
     if name not in ("evenly", "budget"):
         return run.trigger
     form = _choose(run.compressor, _COMPRESSORS) or compressors.exact()
-    sent = form.payload(params, {})
-    # An all-gather of a byte costs as much as an all-reduce of N / 2.
-    sync = sent.averaged + sent.gathered * run.replicas / 2
+    sync = form.payload(params, {}).as_averaged(run.replicas)
     every_step = compressors.exact().payload(params, {}).averaged * run.steps
     return f"{name} {numbers[0] - sync / every_step:.8f}"
 
