@@ -66,7 +66,7 @@ def curvadion(
         number gives the steps of :func:`dion` at that rank, which cost less
         arithmetic; static under `optax.inject_hyperparams`.
       momentum: decay rate of the local momentum. In runs of 300 steps 0.8 and 0.9 lost
-        less than the usual 0.95, in synchronous runs too.
+        less than the usual 0.95 (:func:`dion`'s own), in synchronous runs too.
       weight_decay: as for :func:`dion`.
       weight_decay_mask: as for :func:`dion`.
       mu_dtype: as for :func:`dion`.

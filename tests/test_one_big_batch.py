@@ -18,7 +18,7 @@ from curvadion_jax import synchronizers, triggers
 SAME_ATOL = 5e-6
 # One replica compiles to other fusions than plain Dion. Measured: 2e-8.
 ALONE_ATOL = 1e-6
-STEPS, LEARNING_RATE = 6, 0.1
+STEPS, LEARNING_RATE, MOMENTUM = 6, 0.1, 0.95
 WITHIN = {
     "average_gradients": synchronizers.average_gradients(),
     "average_factors": synchronizers.average_factors(),
@@ -34,6 +34,7 @@ def optimizer(trigger, synchronizer, rank=0.5, axis_name: Any = helpers.AXIS) ->
     return cd.curvadion(
         LEARNING_RATE,
         rank,
+        MOMENTUM,
         orthonormalize=cd.householder_qr,  # compiles in half the time
         other_optimizer=optax.adamw(LEARNING_RATE),
         axis_name=axis_name,
@@ -46,6 +47,7 @@ def plain(rank=0.5) -> Any:
     return cd.dion(
         LEARNING_RATE,
         rank,
+        MOMENTUM,
         other_optimizer=optax.adamw(LEARNING_RATE),
         orthonormalize=cd.householder_qr,
     )

@@ -202,7 +202,8 @@ def test_one_replica_is_plain_dion():
     ],
 )
 def test_codes_and_scales_are_all_that_a_sync_sends(bits, rank):
-    # Multiples of 2 replicas x 4 elements: no padding. At rank 4 matrices go whole.
+    # An even number of blocks of 4 in every message: no padding. At rank 4 matrices go
+    # whole.
     shapes = {"bias": (8,), "embed": (4, 8), "tall": (8, 4), "wide": (4, 12)}
     params: Any = {key: np.ones(shape, np.float32) for key, shape in shapes.items()}
     tx = optimizer(compressors.quantize(bits, BLOCK), rank, triggers.every_k(2))
@@ -217,13 +218,11 @@ def test_codes_and_scales_are_all_that_a_sync_sends(bits, rank):
     sync = [each for each in moved if each not in flag]
     assert {each.opcode for each in sync} == {"all-to-all", "all-gather"}
     kinds = {kind for x in sync for kind in re.findall(r"([a-z]+\d+)\[", x.shape)}
-    assert kinds == {"s8" if bits == 8 else "u8", "f32"}
-    scales = sum(x.bytes for x in sync if "f32[" in x.shape) / 2
+    assert kinds == {"u8"}
     payload = int(tx.init(params).metrics.sync_payload[1])
     # 2 (8 + 4) and 2 (4 + 12) elements of factors, or 32 + 48; 40 others.
     elements = 40 + (2 * (12 + 16) if rank == 2 else 80)
     assert payload == elements // BLOCK * (8 if bits == 2 else 4) + elements * bits / 8
-    assert scales == elements // BLOCK * (8 if bits == 2 else 4)
     assert sent_bytes(sync, 2) == payload
 
 
