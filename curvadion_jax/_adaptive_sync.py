@@ -179,8 +179,6 @@ def adaptive_sync(
         _collectives.require_local(updates, axis_name, allow_unchecked=allow_unchecked)
         views = _partition.matrix_views(params, dimension_numbers)
         asked = None if ask_every is None else _is_asked(step, ask_every)
-        if ask_every is None and step is not None:  # then it is the inner optimizer's
-            extra_args["step"] = step
         one_step = _Step(
             *(inner, trigger, synchronizer, axis_name, local_step),
             *(views, extra_args, asked),

@@ -3,9 +3,7 @@
 from typing import Any
 
 import helpers
-import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -27,17 +25,6 @@ def build(**changed) -> Any:
 def test_a_budget_beside_a_trigger_is_refused():
     with pytest.raises(ValueError, match="give a budget or a trigger"):
         cd.curvadion(0.1, budget=0.1, trigger=triggers.always())
-
-
-def test_the_inner_optimizer_gets_the_step_that_nobody_else_reads():
-    def update(updates, state, params=None, *, step, **extra_args):
-        del params, extra_args
-        return jax.tree.map(lambda g: step * g, updates), state
-
-    by_step = optax.GradientTransformationExtraArgs(optax.identity().init, update)
-    tx, params = build(inner=by_step), {"w": jnp.ones(2)}
-    updates, _ = tx.update(params, tx.init(params), params, step=jnp.array(3.0))
-    np.testing.assert_array_equal(updates["w"], 3.0)
 
 
 @pytest.mark.parametrize(

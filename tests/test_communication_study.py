@@ -59,6 +59,7 @@ def test_unknown_words_are_named(changes, message):
         optimizer(run, PARAMS)
 
 
+@pytest.mark.slow
 def test_a_simulated_run(corpus):
     found = simulate(QUICK, SIZES["test"], corpus)
     again = simulate(QUICK, SIZES["test"], corpus)
@@ -72,6 +73,7 @@ def test_a_simulated_run(corpus):
     assert found["divergence"] < 1e-6
 
 
+@pytest.mark.slow
 def test_the_budget_pays_for_the_last_sync(corpus):
     # A sync sends what an all-reduce of the gradients does; the last step takes one.
     found = simulate(QUICK.but(trigger="evenly 0.45", steps=8), SIZES["test"], corpus)
@@ -79,6 +81,7 @@ def test_the_budget_pays_for_the_last_sync(corpus):
     assert found["divergence"] < 1e-6
 
 
+@pytest.mark.slow
 def test_replicas_see_the_same_tokens_however_many_they_are(corpus):
     synchronous = QUICK.but(trigger="always", sync="gradients")
     losses = [

@@ -271,6 +271,7 @@ def test_scan_on_replicas_is_step_after_step():
     assert state[1].metrics.syncs.tolist() == [2, 2]
 
 
+@pytest.mark.slow
 def test_the_default_is_made_of_public_parts():
     """Muon's local steps, evenly spaced Nesterov steps, two bits."""
     muon = optax.contrib.muon(
