@@ -101,7 +101,7 @@ def reference_step(gradients, momenta, q, bits, whole):
 def test_steps_are_the_references(rank, bits):
     gradients = helpers.make_gradients(3, REPLICAS)
     for name in helpers.MATRICES:
-        # One at a time: small arrays are sent as one, with common blocks.
+        # One at a time: who rounds the mean of a block depends on all arrays sent.
         tx, given = optimizer(FORMS[f"int{bits}"], rank), helpers.make_params()[name]
         start = helpers.dion_state(tx.init({name: given}))
         own = [{name: tree[name]} for tree in gradients]

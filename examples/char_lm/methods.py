@@ -83,14 +83,9 @@ def _threshold(config: Config) -> dict[str, Any]:
     return {} if config.threshold is None else {"threshold": config.threshold}
 
 
-def curvadion_arguments(config: Config) -> dict[str, Any]:
-    """What CurvaDion is given beside its budget or trigger."""
-    return {"learning_rate": _schedule(config, _MUON), "momentum": _MOMENTUM}
-
-
 def _curvadion(config: Config, axis: str) -> optax.GradientTransformation:
-    arguments = curvadion_arguments(config)
-    return cd.curvadion(**arguments, budget=config.budget, axis_name=axis)
+    rate = _schedule(config, _MUON)
+    return cd.curvadion(rate, momentum=_MOMENTUM, budget=config.budget, axis_name=axis)
 
 
 def _synchronous_dion(config: Config, axis: str) -> optax.GradientTransformation:
