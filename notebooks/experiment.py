@@ -24,7 +24,7 @@ from journal import read_journal
 import curvadion_jax as cd
 
 # Fewer steps than the example's default, so that all three notebooks take half an hour.
-config = dataclasses.replace(PRESETS["tiny"], steps=120, evaluate_every=120, rank=0.25)
+config = dataclasses.replace(PRESETS["tiny"], steps=120, evaluate_every=120)
 if _steps := os.environ.get("CURVADION_NOTEBOOK_STEPS"):  # a small size for CI
     config = dataclasses.replace(
         config,
@@ -52,18 +52,13 @@ def at_steps(steps: Any) -> cd.triggers.Trigger:
     return cd.triggers.stateless(decide)
 
 
-def dion_with(*wanted: cd.triggers.Trigger) -> methods.Method:
-    """Local Dion steps, averaged parameters and momenta; a sync at the last step."""
+def curvadion_with(*wanted: cd.triggers.Trigger) -> methods.Method:
+    """`curvadion` with a trigger of its own, and a sync at the last step."""
     trigger = cd.triggers.any_of(*wanted, at_steps([config.steps - 1]))
 
     def build(config, axis):
-        arguments = methods.dion_arguments(config)
-        return cd.curvadion(
-            **arguments,
-            trigger=trigger,
-            synchronizer=cd.synchronizers.reconcile(),
-            axis_name=axis,
-        )
+        arguments = methods.curvadion_arguments(config)
+        return cd.curvadion(**arguments, trigger=trigger, axis_name=axis)
 
     return methods.Method(build, frozenset())
 

@@ -209,9 +209,19 @@ def rates(results: Results) -> list[Run]:
 
 
 def leaders(results: Results) -> list[Run]:
-    """Of these the reference, the winner and its closest rival, for other sizes."""
+    """The references, the winner and its closest rival, for the other sizes.
+
+    Each with every learning rate, and with the momentum and the outer step that won
+    at size `cpu`.
+    """
     del results
-    return _rates(("dion", "curvadion", "muloco"))
+    won = {
+        "dion": {},
+        "muon": {"momentum": 0.8},
+        "curvadion": {"momentum": 0.8, "outer": "nesterov 1.0 0.4"},
+        "muloco": {"momentum": 0.8, "outer": "nesterov 1.0 0.6"},
+    }
+    return [run.but(**values) for name, values in won.items() for run in _rates([name])]
 
 
 def momenta(results: Results) -> list[Run]:

@@ -70,7 +70,7 @@ def _schedule(config: Config, default: float) -> optax.Schedule:
     )
 
 
-def dion_arguments(config: Config) -> dict[str, Any]:
+def _dion_arguments(config: Config) -> dict[str, Any]:
     """What every Dion method is given."""
     return {
         "learning_rate": _schedule(config, _DION),
@@ -83,18 +83,23 @@ def _threshold(config: Config) -> dict[str, Any]:
     return {} if config.threshold is None else {"threshold": config.threshold}
 
 
+def curvadion_arguments(config: Config) -> dict[str, Any]:
+    """What `curvadion` is given beside its budget or trigger."""
+    return {"learning_rate": _schedule(config, _MUON), "momentum": _MOMENTUM}
+
+
 def _curvadion(config: Config, axis: str) -> optax.GradientTransformation:
-    rate = _schedule(config, _MUON)
-    return cd.curvadion(rate, momentum=_MOMENTUM, budget=config.budget, axis_name=axis)
+    arguments = curvadion_arguments(config)
+    return cd.curvadion(**arguments, budget=config.budget, axis_name=axis)
 
 
 def _synchronous_dion(config: Config, axis: str) -> optax.GradientTransformation:
-    return cd.presets.synchronous_dion(**dion_arguments(config), axis_name=axis)
+    return cd.presets.synchronous_dion(**_dion_arguments(config), axis_name=axis)
 
 
 def _paper(config: Config, axis: str) -> optax.GradientTransformation:
     return cd.presets.paper(
-        **dion_arguments(config), **_threshold(config), axis_name=axis
+        **_dion_arguments(config), **_threshold(config), axis_name=axis
     )
 
 
@@ -109,7 +114,7 @@ def _authors_code(config: Config, axis: str) -> optax.GradientTransformation:
         weight_decay=0.0,
     )
     return cd.presets.authors_code(
-        **dion_arguments(config),
+        **_dion_arguments(config),
         **_threshold(config),
         other_optimizer=lion,
         axis_name=axis,
