@@ -175,3 +175,13 @@ def assert_bitwise(actual: Any, expected: Any) -> None:
     for one, other in pairs:
         assert np.asarray(one).dtype == np.asarray(other).dtype
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def equations(jaxpr):
+    """All equations of a program, nested ones included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)

@@ -1,5 +1,8 @@
 """Numbers in few bits, against NumPy's."""
 
+import math
+
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +12,14 @@ from curvadion_jax.compressors import _codes
 
 
 def packed_by_numpy(values, width):
-    bits = (values[..., None] >> np.arange(width)) & 1
-    flat = bits.reshape(*values.shape[:-1], -1).astype(np.uint8)
-    return np.packbits(flat, axis=-1, bitorder="little")
+    """Groups that fill whole bytes, of one integer from each of equally long runs."""
+    group = math.lcm(width, 8) // width
+    pad = [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % group)]
+    groups = np.pad(values, pad).reshape(*values.shape[:-1], group, -1).swapaxes(-1, -2)
+    bits = (groups[..., None] >> np.arange(width)) & 1
+    flat = bits.reshape(*groups.shape[:-1], -1).astype(np.uint8)
+    packed = np.packbits(flat, axis=-1, bitorder="little").swapaxes(-1, -2)
+    return packed.reshape(*values.shape[:-1], -1)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 7, 8, 12, 13, 16, 24, 31])
@@ -81,3 +89,19 @@ def test_what_is_not_finite_is_not_hidden(bits, bad):
 def test_bytes_of_codes_and_scales(bits):
     codes, scales = _codes.encode(jnp.ones((3, 13)), bits)
     assert codes.nbytes + scales.nbytes == _codes.encoded_bytes(3, 13, bits)
+
+
+@pytest.mark.parametrize("bits", _codes.BITS)
+def test_no_array_has_a_short_last_axis(bits):
+    """TPUs pad the last axis to 128: [..., 4] would take 32 times its memory."""
+    blocks, block = 1024, 256
+
+    def there_and_back(x):
+        return _codes.decode(*_codes.encode(x, bits), block, bits)
+
+    program = jax.make_jaxpr(there_and_back)(jnp.ones((blocks, block))).jaxpr
+    shapes = [out.aval.shape for x in helpers.equations(program) for out in x.outvars]
+    short = [shape for shape in shapes if len(shape) > 1 and shape[-1] < 32]
+    # Codes of one bit fill 32 bytes; what is shorter holds a number or two a block.
+    assert {math.prod(shape) for shape in short} <= {blocks, 2 * blocks}
+    assert len(shapes) > len(short)

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,13 +113,9 @@ def test_low_precision_is_storage_only(dtype, mu_dtype):
 
 def products(jaxpr):
     """Precisions of all matrix products in a program, nested ones included."""
-    for equation in jaxpr.eqns:
+    for equation in helpers.equations(jaxpr):
         if equation.primitive.name == "dot_general":
             yield equation.params["precision"]
-        for value in jax.tree.leaves(list(equation.params.values())):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from products(inner)
 
 
 def test_all_products_are_in_full_precision():

@@ -92,66 +92,76 @@ def decode(codes: jax.Array, scales: jax.Array, block: int, bits: int) -> jax.Ar
 
 
 def packed_bytes(count: int, width: int) -> int:
-    """Bytes of `count` integers of `width` bits."""
-    return math.ceil(count * width / 8)
+    """Bytes of `count` integers of `width` bits, as `pack` packs them."""
+    group = _group(width)
+    return math.ceil(count / group) * (group * width // 8)
 
 
 def pack(values: jax.Array, width: int) -> jax.Array:
     """Integers without the bits between them.
+
+    Those that share bytes stand far from each other, as many runs of integers as there
+    are in a group that fills whole bytes: the last axis of all arrays is long. TPUs pad
+    it to 128, and one of 2 or 4 would take 64 or 32 times the memory.
 
     Args:
       values: integers [..., n] from 0 to 2^width - 1.
       width: bits of each, 1 to 31.
 
     Returns:
-      uint8[..., ceil(n width / 8)], lowest bits first.
+      uint8[..., packed_bytes(n, width)], lowest bits first.
 
     Example:
       >>> pack(jnp.array([0xABC, 0x123]), 12).tolist() == [0xBC, 0x3A, 0x12]
       True
+      >>> [hex(x) for x in pack(jnp.array([0xA, 0xB, 0xC, 0xD]), 4).tolist()]
+      ['0xca', '0xdb']
     """
-    count, group = values.shape[-1], _group(width)
-    values = _padded(values.astype(jnp.uint32), group)
-    values = values.reshape(*values.shape[:-1], -1, group)
-    packed = []
-    for start in range(0, group * width, 8):
-        byte = jnp.zeros(values.shape[:-1], jnp.uint32)
-        for i in range(group):
-            shift = start - i * width
-            if -8 < shift < width:
-                byte |= _shifted(values[..., i], -shift)
-        packed.append((byte & 0xFF).astype(jnp.uint8))
-    flat = jnp.stack(packed, axis=-1).reshape(*values.shape[:-2], -1)
-    return flat[..., : packed_bytes(count, width)]
+    group, bytes_ = _group(width), _group(width) * width // 8
+    runs = _runs(values.astype(_dtype(width)), group)
+    packed = [
+        _combined(runs, [8 * j - i * width for i in range(group)], width)
+        for j in range(bytes_)
+    ]
+    return jnp.concatenate(packed, axis=-1).astype(jnp.uint8)
 
 
 def unpack(packed: jax.Array, width: int, count: int) -> jax.Array:
-    """The uint32[..., count] that `pack` was given."""
-    group = _group(width)
-    bytes_ = group * width // 8
-    packed = _padded(packed.astype(jnp.uint32), bytes_)
-    packed = packed.reshape(*packed.shape[:-1], -1, bytes_)
-    values = []
-    for i in range(group):
-        value = jnp.zeros(packed.shape[:-1], jnp.uint32)
-        for j in range(bytes_):
-            shift = 8 * j - i * width
-            if -8 < shift < width:
-                value |= _shifted(packed[..., j], shift)
-        values.append(value & jnp.uint32(2**width - 1))
-    flat = jnp.stack(values, axis=-1).reshape(*packed.shape[:-2], -1)
-    return flat[..., :count]
+    """The integers [..., count] that `pack` was given, uint8 or, above 8 bits, uint32.
+
+    Example:
+      >>> unpack(pack(jnp.array([0xABC, 0x123]), 12), 12, 2).tolist() == [0xABC, 0x123]
+      True
+    """
+    group, bytes_ = _group(width), _group(width) * width // 8
+    runs = _runs(packed.astype(_dtype(width)), bytes_)
+    values = [
+        _combined(runs, [i * width - 8 * j for j in range(bytes_)], 8)
+        & _dtype(width)(2**width - 1)
+        for i in range(group)
+    ]
+    return jnp.concatenate(values, axis=-1)[..., :count]
+
+
+def _combined(runs: list[jax.Array], shifts: list[int], width: int) -> jax.Array:
+    """The runs' numbers of so many bits, each moved to the right by its shift."""
+    total = jnp.zeros_like(runs[0])
+    for run, right in zip(runs, shifts, strict=True):
+        if -8 * total.itemsize < right < width:
+            total |= run >> right if right >= 0 else run << -right
+    return total
+
+
+def _runs(x: jax.Array, number: int) -> list[jax.Array]:
+    """Equally long parts of the last axis, the last ones padded with zeros."""
+    pad = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % number)]
+    return jnp.split(jnp.pad(x, pad), number, axis=-1)
+
+
+def _dtype(width: int):
+    return jnp.uint8 if width <= 8 else jnp.uint32
 
 
 def _group(width: int) -> int:
     """The least number of integers that fill whole bytes."""
     return 8 // math.gcd(width, 8)
-
-
-def _padded(x: jax.Array, multiple: int) -> jax.Array:
-    """With zeros, to a multiple of the last axis."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % multiple)])
-
-
-def _shifted(x: jax.Array, left: int) -> jax.Array:
-    return x << left if left >= 0 else x >> -left
