@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -91,7 +92,9 @@ def adaptive_sync(
     number (a maximum over one int32). If any replica wants to, all take the
     synchronizer's step; else all take a quiet step, which sends nothing. The two are
     the branches of one `lax.cond`, so that a quiet step does not pay for the other
-    (of one `lax.switch` for a synchronizer with several variants of a sync).
+    (of one `lax.switch` for a synchronizer with several variants of a sync). Where a
+    sync begins with a quiet step (`reconcile`), that is taken in front, and only what
+    follows it stands in the condition.
 
     Call it inside `curvadion_jax.replicas.step`, or your own `shard_map` in which
     parameters and optimizer state have a leading replica axis (the body strips it) and
@@ -217,15 +220,8 @@ class _Step:
                 *(gradients, state.local_state, params),
                 axis_name=axis_name,
             )
-        updates, inner_state, sync_state = _collectives.switch(
-            which,
-            self._quiet,
-            [
-                functools.partial(self._sync, step)
-                for step in _synchronizers.steps(self.synchronizer)
-            ],
-            *(gradients, local_updates, state.inner_state, state.sync_state, params),
-            axis_name=axis_name,
+        updates, inner_state, sync_state = self._quiet_or_sync(
+            which, gradients, local_updates, state, params
         )
         asked = True if self.asked is None else self.asked
         metrics = _counters.following(state.metrics, decision, asked, which)
@@ -233,6 +229,30 @@ class _Step:
             inner_state, trigger_state, local_state, sync_state, metrics
         )
         return updates, _collectives.vary(after, axis_name)
+
+    def _quiet_or_sync(self, which, gradients, local_updates, state, params):
+        """Updates, inner state and state of the synchronizer after the step."""
+        axis_name = self.axis_name
+        before = (gradients, state.inner_state, params)
+        steps = _synchronizers.steps(self.synchronizer)
+        if self.synchronizer.after_local_step and self.local_step is None:
+            taken = _collectives.run_locally(
+                self._inner_step, *before, axis_name=axis_name
+            )
+            return _collectives.then_sync(
+                which,
+                [functools.partial(self._sync_after, step) for step in steps],
+                (*taken, state.sync_state),
+                *before,
+                axis_name=axis_name,
+            )
+        return _collectives.switch(
+            which,
+            self._quiet,
+            [functools.partial(self._sync, step) for step in steps],
+            *(local_updates, state.sync_state, *before),
+            axis_name=axis_name,
+        )
 
     def _wish(self, fire, syncs):
         """0 for a quiet step, else 1 + the variant of the sync that is due, int32[]."""
@@ -285,15 +305,33 @@ class _Step:
         averaged = sent.as_averaged(_collectives.axis_size(self.axis_name))
         return averaged / len(cycle) / max(_gradient_payload(params), 1)
 
-    def _sync(self, step, gradients, local_updates, inner_state, sync_state, params):
+    def _sync_after(self, step, done, gradients, inner_state, params):
+        updates, after, sync_state = done
+
+        def taken(own_gradients, own_state, **more):
+            given = jax.tree.leaves((own_gradients, own_state))
+            own = jax.tree.leaves((gradients, inner_state))
+            same = len(given) == len(own) and all(map(operator.is_, given, own))
+            if more or not same:
+                raise ValueError(
+                    "a synchronizer with after_local_step=True takes the local step as "
+                    "it is: call local.take(local.gradients, local.inner_state), or "
+                    "leave after_local_step out"
+                )
+            return updates, after
+
+        return self._synced(step, taken, sync_state, gradients, inner_state, params)
+
+    def _sync(self, step, local_updates, sync_state, gradients, inner_state, params):
         del local_updates
-        local = LocalStep(
-            gradients,
-            inner_state,
-            params,
-            self.views,
-            lambda g, state, **more: self._inner_step(g, state, params, **more),
-        )
+
+        def take(own_gradients, own_state, **more):
+            return self._inner_step(own_gradients, own_state, params, **more)
+
+        return self._synced(step, take, sync_state, gradients, inner_state, params)
+
+    def _synced(self, step, take, sync_state, gradients, inner_state, params):
+        local = LocalStep(gradients, inner_state, params, self.views, take)
         kept = _memory.to_device(sync_state)
         updates, inner_state, new = step(
             local, kept, _collectives.group(self.axis_name)
@@ -301,7 +339,7 @@ class _Step:
         sync_state = _memory.put_back(new, kept, sync_state)
         return _like(updates, params), inner_state, sync_state
 
-    def _quiet(self, gradients, local_updates, inner_state, sync_state, params):
+    def _quiet(self, local_updates, sync_state, gradients, inner_state, params):
         if self.local_step is None:
             updates, inner_state = self._inner_step(gradients, inner_state, params)
         else:

@@ -188,15 +188,66 @@ def switch(
         for ever), if the quiet branch holds a collective over the axis, or if the
         branches return different shapes or dtypes.
     """
+    _require_shared(which, axis_name)
+    silent = _trace(quiet, *operands)
+    _refuse_collectives(silent, axis_name)
+    loud = _trace_syncs(syncs, silent.result, *operands, axis_name=axis_name)
+    return _branch(which, [silent, *loud], *operands, axis_name=axis_name)
+
+
+def then_sync(
+    which: jax.Array,
+    syncs: Sequence[Callable[..., Any]],
+    done: Any,
+    *operands: Any,
+    axis_name: str | None,
+) -> Any:
+    """What a quiet step has done, or what a sync makes of it; cannot hang.
+
+    A loop of one pass or none. XLA copies much of what a conditional hands through
+    (https://github.com/jax-ml/jax/issues/39449); what goes through a loop that does not
+    run stays where it is. The conditional inside keeps XLA from computing in front of
+    the loop what a sync needs and no pass changes.
+
+    Args:
+      which: int32[], the same on all replicas: 0 is quiet, v the v-th of the syncs.
+      syncs: functions of `done` and the operands that may communicate over the axis.
+      done: tree of arrays.
+      *operands: trees of arrays, passed on.
+      axis_name: replica axis.
+
+    Returns:
+      A tree like `done`, marked as varying over the axis.
+
+    Raises:
+      ValueError: as :func:`switch`.
+    """
+    _require_shared(which, axis_name)
+    silent = _trace(lambda done, *_: done, done, *operands)
+    loud = _trace_syncs(syncs, silent.result, done, *operands, axis_name=axis_name)
+
+    def once(_, done):
+        branches = [silent, *loud]
+        return _branch(which, branches, done, *operands, axis_name=axis_name)
+
+    passes = jnp.minimum(which, 1)
+    return lax.fori_loop(0, passes, once, vary(done, axis_name))
+
+
+def _require_shared(which: jax.Array, axis_name: str | None) -> None:
     if axis_name is not None and axis_name in _varying(which):
         raise ValueError(
             f"the decision to synchronise differs between the replicas of axis "
             f"{axis_name!r}; some would wait for ever for the others: reduce it over "
             "the axis first"
         )
-    silent = _trace(quiet, *operands)
-    _refuse_collectives(silent, axis_name)
-    branches = [silent]
+
+
+def _trace_syncs(
+    syncs: Sequence[Callable[..., Any]], quiet: Any, *operands: Any, axis_name
+) -> list["_Traced"]:
+    """The syncs as programs that cannot hang and return what a quiet step does."""
+    branches = []
     for sync in syncs:
         loud = _trace(sync, *operands)
         if axis_name is not None and _hangs(loud.program.jaxpr, axis_name):
@@ -207,16 +258,21 @@ def switch(
                 "as optax.apply_if_finite, do not go around an optimizer whose factors "
                 "are averaged: use another synchronizer, or leave the wrapper out"
             )
-        _require_same_result(loud.result, silent.result)
+        _require_same_result(loud.result, quiet)
         branches.append(loud)
+    return branches
 
+
+def _branch(
+    which: jax.Array, branches: Sequence["_Traced"], *operands: Any, axis_name
+) -> Any:
     def marked(traced):
         return lambda *args: vary(traced(*args), axis_name)
 
-    marked_branches = [marked(traced) for traced in branches]
-    if len(syncs) == 1:
-        return lax.cond(which > 0, *reversed(marked_branches), *operands)
-    return lax.switch(which, marked_branches, *operands)
+    functions = [marked(traced) for traced in branches]
+    if len(functions) == 2:
+        return lax.cond(which > 0, *reversed(functions), *operands)
+    return lax.switch(which, functions, *operands)
 
 
 class _Traced(NamedTuple):

@@ -149,18 +149,75 @@ def test_branches_that_return_different_things_are_refused(quiet, message, numbe
         helpers.trace(step, with_inner(optax.sgd(0.1)))
 
 
-def test_a_synchronizer_that_changes_its_states_dtype_is_refused():
-    def step(local, state, group):
-        updates, inner_state = local.take(
-            group.mean(local.gradients), local.inner_state
-        )
-        return updates, inner_state, state.astype(jnp.bfloat16)
-
+def traced_with(step, after_local_step):
+    """Traces `adaptive_sync` with a synchronizer of this step and a state of zeros."""
     synchronizer = synchronizers.Synchronizer(
         lambda params, inner_state, views: jnp.zeros(2),
         step,
         lambda params, inner_state, views: cd.compressors.Payload(),
+        after_local_step=after_local_step,
     )
-    tx = with_inner(optax.sgd(0.1), synchronizer)
+    tx = with_inner(optax.sgd(0.1, 0.9), synchronizer)
+    helpers.trace(lambda p, o, g: tx.update(g, o, p), tx)
+
+
+@pytest.mark.parametrize("after_local_step", [False, True])
+def test_a_synchronizer_that_changes_its_states_dtype_is_refused(after_local_step):
+    def step(local, state, group):
+        updates, inner_state = local.take(local.gradients, local.inner_state)
+        return updates, inner_state, state.astype(jnp.bfloat16)
+
     with pytest.raises(ValueError, match="must keep the shapes and dtypes"):
-        helpers.trace(lambda p, o, g: tx.update(g, o, p), tx)
+        traced_with(step, after_local_step)
+
+
+@pytest.mark.parametrize("after_local_step", [False, True])
+def test_a_synchronizer_that_waits_for_some_replicas_is_refused(after_local_step):
+    def step(local, state, group):
+        updates, inner_state = local.take(local.gradients, local.inner_state)
+        large = updates["bias"][0] > 0
+        state = lax.cond(large, lambda x: group.mean(x), vary, vary(state))
+        return updates, inner_state, state
+
+    with pytest.raises(ValueError, match="inside a condition that differs"):
+        traced_with(step, after_local_step)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        pytest.param(
+            lambda local, group: local.take(
+                group.mean(local.gradients), local.inner_state
+            ),
+            id="other-gradients",
+        ),
+        pytest.param(
+            lambda local, group: local.take(
+                local.gradients, jax.tree.map(jnp.negative, local.inner_state)
+            ),
+            id="other-state",
+        ),
+        pytest.param(
+            lambda local, group: local.take(
+                local.gradients, local.inner_state, reduce_fn=group.mean
+            ),
+            id="extra-argument",
+        ),
+    ],
+)
+def test_after_the_local_step_there_is_no_other(take):
+    step = lambda local, state, group: (*take(local, group), state)  # noqa: E731
+    with pytest.raises(ValueError, match="takes the local step as it is"):
+        traced_with(step, True)
+
+
+@pytest.mark.parametrize("syncs", [1, 2])
+def test_a_decision_that_differs_is_refused(syncs):
+    def step(params, opt_state, gradients):
+        x = gradients["bias"]
+        which, branches = jnp.argmax(x), [lambda x: x] * syncs
+        return _collectives.then_sync(which, branches, x, axis_name=AXIS), ()
+
+    with pytest.raises(ValueError, match="some would wait for ever for the others"):
+        helpers.trace(step, with_inner(optax.sgd(0.1)))

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import synchronizers, triggers
+from curvadion_jax import compressors, synchronizers, triggers
 
 REPLICAS = 8
 AXIS = helpers.AXIS
@@ -39,6 +39,8 @@ OPTIMIZERS = {
     "muloco": lambda: cd.presets.muloco(0.1, axis_name=AXIS),
     "every-part": with_every_part,
 }
+# Those with `reconcile` and no other local step: one step, and a sync after it.
+AFTER_THE_STEP = ("curvadion", "averaging_dion", "local_sgd", "diloco", "muloco")
 QUICKLY_COMPILED = ("curvadion",)
 
 
@@ -93,10 +95,11 @@ def test_one_scalar_is_sent_outside_of_the_sync_branch(compiled):
 
 
 def test_the_quiet_branch_sends_nothing(compiled):
-    program, _, _ = compiled
+    program, _, name = compiled
     (conditional,) = communicating_conditionals(program)
     quiet, _ = conditional.called
-    assert len(program.reachable([quiet])) > 1  # it does call fusions
+    # After the local step there is nothing to do; else the step is in the branch.
+    assert (len(program.reachable([quiet])) > 1) == (name not in AFTER_THE_STEP)
     assert program.collectives([quiet]) == []
 
 
@@ -109,6 +112,35 @@ def test_a_sync_sends_the_bytes_that_metrics_count(compiled):
         # one for each replica.
         sent *= len(helpers.SHAPES) / REPLICAS / 2
     assert opt_state.metrics.sync_payload.tolist() == [[0, sent]] * REPLICAS
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="anchor"),
+        pytest.param(
+            {
+                "outer": optax.sgd(0.7, 0.9, nesterov=True),
+                "compressor": compressors.quantize(4),
+            },
+            id="anchor-error-momentum",
+        ),
+    ],
+)
+def test_a_quiet_step_copies_no_state(options):
+    synchronizer = synchronizers.reconcile(momentum=False, **options)
+    tx = cd.adaptive_sync(optax.sgd(0.1, 0.9), triggers.every_k(5), synchronizer, AXIS)
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    state = helpers.start(tx, helpers.make_params(), mesh)
+    (batch,) = helpers.make_gradients(1, REPLICAS)
+    step = helpers.replica_step(tx, mesh, donate=True)
+    program = hlo.parse(step.lower(state, batch).compile().as_text())
+    entry = program.computations[program.entry]
+    copied = sum(x.bytes for x in entry if x.opcode == "copy")
+    # The CPU compiler copies the new parameters out of `params + updates`, with or
+    # without syncs; and there are 8 counters of 4 bytes.
+    parameters = sum(x.nbytes for x in helpers.make_params().values())
+    assert copied <= parameters + 8 * 4
 
 
 @pytest.mark.slow

@@ -71,6 +71,10 @@ class Synchronizer(NamedTuple):
       cycle: which variant each sync is, in turn, and from the start again after the
         last. (0, 0, 1) makes every third sync one of variant 1; (0,) is for syncs that
         are all alike.
+      after_local_step: whether `step` takes the local step as a quiet step does,
+        ``local.take(local.gradients, local.inner_state)``, and no other. It is then
+        taken before anyone knows whether replicas synchronise; a quiet step ends there,
+        and neither reads nor copies the synchronizer state.
 
     Example:
       >>> from curvadion_jax.compressors import exact
@@ -89,6 +93,7 @@ class Synchronizer(NamedTuple):
     step: Callable[..., tuple[optax.Updates, optax.OptState, Any]]
     payload: Callable[..., Payload]
     cycle: tuple[int, ...] = (0,)
+    after_local_step: bool = False
 
 
 def check_cycle(cycle: Any) -> None:

@@ -161,7 +161,9 @@ def reconcile(
         fragments=fragments,
         momentum_every=momentum_every,
     )
-    return _base.Synchronizer(parts.init, parts.step, parts.payload, parts.cycle())
+    return _base.Synchronizer(
+        parts.init, parts.step, parts.payload, parts.cycle(), after_local_step=True
+    )
 
 
 @dataclasses.dataclass(frozen=True)
