@@ -1,11 +1,12 @@
 """What a quiet step costs over a step of the local optimizer, in time and in memory.
 
-    python benchmarks/overhead.py
+    python benchmarks/overhead.py                 # of the optimizer's step
+    python benchmarks/overhead.py --tokens 1024   # of a training step
 
-A step takes given gradients to new parameters: no forward and backward pass, beside
-which all of this is small. Replicas are simulated on one device by `vmap`, so that the
-program is that of a run, syncs and their collectives included; nothing synchronises
-while time is taken. State is donated.
+A step of the optimizer takes given gradients to new parameters; with `--tokens`
+those of the example's model are computed in front. Replicas are simulated on one
+device by `vmap`, so that the program is that of a run, syncs and their collectives
+included; nothing synchronises while time is taken. State is donated.
 
 Programs take turns in random order, and start every round from new arrays: where these
 lie moves a time by some percent. A round's ratio is that of medians; given are the
@@ -19,13 +20,19 @@ overwritten in place.
 import argparse
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+# The example's model.
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "char_lm"))
+import model
 
 import curvadion_jax as cd
 from curvadion_jax import compressors, synchronizers, triggers
@@ -45,27 +52,6 @@ class Case(NamedTuple):
 
     optimizer: optax.GradientTransformation
     local: str
-
-
-def parameters(layers: int, width: int, vocabulary: int) -> dict:
-    """A GPT's, with the layers in one stack."""
-
-    def kernel(*shape: int) -> dict:
-        return {"kernel": jnp.zeros(shape)}
-
-    attention = {
-        name: kernel(layers, width, width) for name in ("query", "key", "value", "out")
-    }
-    return {
-        "embed": {"embedding": jnp.zeros((vocabulary, width))},
-        "blocks": {
-            "attention": attention,
-            "norm": {"scale": jnp.ones((layers, width))},
-            "up": kernel(layers, width, 4 * width),
-            "down": kernel(layers, 4 * width, width),
-        },
-        "lm_head": kernel(width, vocabulary),
-    }
 
 
 def local_optimizers(params: dict) -> dict[str, optax.GradientTransformation]:
@@ -113,12 +99,13 @@ class Program(NamedTuple):
 
 
 def program(
-    tx: Any, params: dict, gradients: Any, replicas: int, mesh: bool
+    tx: Any, params: dict, differentiate: Any, batch: Any, replicas: int, mesh: bool
 ) -> Program:
-    """(state, gradients) -> state for all replicas, compiled; memory in MiB."""
+    """(state, batch) -> state for all replicas, compiled; memory in MiB."""
 
-    def train(state, gradients):
+    def train(state, batch):
         params, opt_state = state
+        gradients = differentiate(params, batch)
         updates, opt_state = tx.update(gradients, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), ()
 
@@ -130,16 +117,18 @@ def program(
     if mesh:
         devices = cd.replicas.make_mesh(replicas)
         first = lambda tree: jax.tree.map(lambda x: x[0], tree)  # noqa: E731
-        step = cd.replicas.step(lambda state, g: train(state, first(g)), devices)
+        step = cd.replicas.step(
+            lambda state, batch: train(state, first(batch)), devices
+        )
 
         def start():
             return cd.replicas.replicate((params, tx.init(params)), devices)
 
-    compiled = step.lower(start(), gradients).compile()
+    compiled = step.lower(start(), batch).compile()
     memory = compiled.memory_analysis()
     kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Program(
-        lambda state, gradients: compiled(state, gradients)[0],
+        lambda state, batch: compiled(state, batch)[0],
         start,
         memory.temp_size_in_bytes / 2**20,
         kept / 2**20,
@@ -154,7 +143,7 @@ def syncs(state: Any) -> int:
 
 
 def seconds(
-    programs: dict[str, Program], gradients: Any, steps: int, order: random.Random
+    programs: dict[str, Program], batch: Any, steps: int, order: random.Random
 ) -> dict[str, float]:
     """Median time of a quiet step of each, from new arrays on.
 
@@ -166,15 +155,18 @@ def seconds(
         clock = time.process_time
     states, before = {}, {}
     for name in order.sample(list(programs), len(programs)):
-        # Without a momentum to compare with the first step synchronises.
-        states[name] = programs[name].step(programs[name].start(), gradients)
+        states[name] = programs[name].start()
+        # Momenta that were zero change by an infinite factor, which synchronises: on
+        # the first step, and behind kernels that start at zero on the second and third.
+        for _ in range(3):
+            states[name] = programs[name].step(states[name], batch)
         before[name] = syncs(states[name])
     taken: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(steps):
         for name in order.sample(list(programs), len(programs)):
             jax.block_until_ready(states[name])
             start = clock()
-            states[name] = programs[name].step(states[name], gradients)
+            states[name] = programs[name].step(states[name], batch)
             jax.block_until_ready(states[name])
             taken[name].append(clock() - start)
     for name, state in states.items():
@@ -183,28 +175,41 @@ def seconds(
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
+def gradients(gpt: Any, params: dict, options: argparse.Namespace):
+    """How a replica gets its gradients from its part of a batch, and the batch."""
+    key = jax.random.key(1)
+    if options.tokens:
+        rows, rest = divmod(options.tokens, options.length)
+        if rest:
+            raise ValueError(f"--tokens must be a multiple of {options.length}")
+        shape = (options.replicas, rows, options.length + 1)
+        batch = jax.random.randint(key, shape, 0, options.vocabulary)
+        loss = lambda params, batch: model.next_token_loss(gpt, params, batch)  # noqa: E731
+        return jax.grad(loss), batch
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(key, len(leaves))
+    pairs = zip(keys, leaves, strict=True)
+    given = [jax.random.normal(k, (options.replicas, *x.shape)) for k, x in pairs]
+    return lambda params, batch: batch, jax.tree.unflatten(structure, given)
+
+
 def table(options: argparse.Namespace) -> list[str]:
     """The lines of a Markdown table."""
-    params = parameters(options.layers, options.width, options.vocabulary)
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    gradients = jax.tree.unflatten(
-        structure,
-        [
-            jax.random.normal(key, (options.replicas, *x.shape))
-            for key, x in zip(keys, leaves, strict=True)
-        ],
-    )
+    gpt = model.GPT(options.vocabulary, options.layers, options.width, 8)
+    key = jax.random.key(0)
+    params = gpt.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+    differentiate, batch = gradients(gpt, params, options)
     local = local_optimizers(params)
     rows = {name: case for name, case in cases(local).items() if options.only in name}
-    everything = {name: tx for name, tx in local.items()}
+    compared = {case.local for case in rows.values()}
+    local = {name: tx for name, tx in local.items() if name in compared}
+    everything = dict(local)
     everything |= {name: case.optimizer for name, case in rows.items()}
-    where = (params, gradients, options.replicas, options.mesh)
+    where = (params, differentiate, batch, options.replicas, options.mesh)
     programs = {name: program(tx, *where) for name, tx in everything.items()}
     order = random.Random(0)
     rounds = [
-        seconds(programs, gradients, options.steps, order)
-        for _ in range(options.rounds)
+        seconds(programs, batch, options.steps, order) for _ in range(options.rounds)
     ]
 
     def line(name: str, against: str) -> str:
@@ -237,11 +242,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=0, help="a replica; 0: none")
+    parser.add_argument("--length", type=int, default=256, help="of a sequence")
     parser.add_argument("--rounds", type=int, default=8, help="each from new arrays")
     parser.add_argument("--steps", type=int, default=5, help="of each in a round")
     parser.add_argument("--only", default="", help="rows with this in their name")
     parser.add_argument("--mesh", action="store_true", help="a device for each replica")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds must be at least 2, for quartiles")
     if options.mesh and jax.config.jax_platforms == "cpu":
         jax.config.update("jax_num_cpu_devices", options.replicas)
     print("\n".join(table(options)))

@@ -35,6 +35,7 @@ class Method:
 
 BUDGET = 0.01
 BUDGETS = (0.1, BUDGET, 0.001)
+REPLICAS = (2, 4, 8)
 _SYNCHRONOUS = Run("dion 1.0", 0.08, momentum=0.9)
 _LOCAL = _SYNCHRONOUS.but(trigger=f"evenly {BUDGET}", sync="reconcile")
 _CURVADION = _LOCAL.but(inner="curvadion", compressor="int 2", outer="nesterov 0.7 0.6")
@@ -145,8 +146,8 @@ METHODS = {
 }
 # The winner and its rivals, which are run at all budgets; its rival at a tenth of the
 # bytes; and the references.
-_AT_BUDGETS = ("curvadion", "muloco", "diloco", "sparseloco")
-_CORE = (*_AT_BUDGETS, "quantised", "dion", "muon", "adamw")
+AT_BUDGETS = ("curvadion", "muloco", "diloco", "sparseloco")
+_CORE = (*AT_BUDGETS, "quantised", "dion", "muon", "adamw")
 
 
 def _tunings(name: str) -> list[Run]:
@@ -283,16 +284,19 @@ def others(results: Results) -> list[Run]:
 
 def budgets(results: Results) -> list[Run]:
     """The winner and its rivals at all budgets."""
-    return [run for name in _AT_BUDGETS for run in at_all_budgets(name, results)]
+    return [run for name in AT_BUDGETS for run in at_all_budgets(name, results)]
+
+
+def with_replicas(name: str, results: Results) -> list[Run]:
+    """The tuned run of a method, with fewer replicas too, on the same batches."""
+    return [_best(name, results).but(replicas=number) for number in REPLICAS]
 
 
 def replicas(results: Results) -> list[Run]:
-    """The winner and its rivals with 2 and 4 replicas, on the same batches."""
-    return [
-        _best(name, results).but(replicas=number)
-        for name in _AT_BUDGETS
-        for number in (2, 4)
-    ]
+    """The winner and its rivals with any number of replicas, the closest on 3 seeds."""
+    runs = [run for name in AT_BUDGETS for run in with_replicas(name, results)]
+    close = [*with_replicas("curvadion", results), *with_replicas("muloco", results)]
+    return runs + [run.but(seed=seed) for run in close for seed in (1, 2)]
 
 
 _ALL = (

@@ -46,6 +46,12 @@ def seeds_of(run: Run, results: plans.Results) -> list[Row]:
     return [row for key, row in results.items() if key in keys]
 
 
+def gaps(run: Run, results: plans.Results, to: str = "dion") -> list[float]:
+    """Those of all seeds that have a result, as has the other method."""
+    found = [gap(row, results, to) for row in seeds_of(run, results)]
+    return [value for value in found if value is not None]
+
+
 def spread(numbers: Sequence[float]) -> str:
     """Mean, and the standard deviation where there are several.
 
@@ -63,16 +69,13 @@ def line(label: str, run: Run, results: plans.Results) -> list[str]:
     """One method at one budget: label, bytes, syncs, loss, gaps, seeds, tuning."""
     rows = seeds_of(run, results)
     losses = [row["loss"] for row in rows]
-    gaps = [
-        [value for row in rows if (value := gap(row, results, to)) is not None]
-        for to in REFERENCES
-    ]
+    above = [gaps(run, results, to) for to in REFERENCES]
     return [
         label,
         f"{statistics.fmean(map(share, rows)):.2f}%",
         f"{statistics.fmean(row['syncs'] for row in rows):.0f}",
         f"{statistics.fmean(losses):.4f}",
-        *(spread(values) + "%" if values else "" for values in gaps),
+        *(spread(values) + "%" if values else "" for values in above),
         str(len(rows)),
         *_tuned_values(run),
     ]
@@ -131,12 +134,29 @@ def sweeps(results: plans.Results) -> str:
     return markdown(["method", *TUNED, "loss"], rows)
 
 
+def by_replicas(results: plans.Results) -> str:
+    """Loss above synchronous Dion with fewer replicas on the same batches."""
+    rows = []
+    for name in plans.AT_BUDGETS:
+        if plans.tuned(name, results) is None:
+            continue
+        runs = plans.with_replicas(name, results)
+        found = [gaps(run, results) for run in runs]
+        cells = [f"{spread(above)}% ({len(above)})" if above else "" for above in found]
+        rows.append([plans.METHODS[name].label, *cells])
+    numbers = [f"{number} replicas (seeds)" for number in plans.REPLICAS]
+    return markdown(["method", *numbers], rows)
+
+
 def others(results: plans.Results) -> str:
     """Every other run: what was tried on the way, replicas, timing."""
+    names = [name for name in plans.METHODS if plans.tuned(name, results)]
+    tables = plans.tried, plans.at_all_budgets, plans.with_replicas
     shown = {
         run.but(seed=seed).key()
-        for name in plans.METHODS
-        for run in [*plans.tried(name, results), *plans.at_all_budgets(name, results)]
+        for name in names
+        for table in tables
+        for run in table(name, results)
         for seed in range(10)
     }
     standard = Run("dion 1.0", 0.04)
@@ -163,11 +183,10 @@ def draw(results: plans.Results, file: Path) -> None:
     for name, method in plans.METHODS.items():
         points = []
         for run in plans.at_all_budgets(name, results):
-            rows = seeds_of(run, results)
-            gaps = [value for row in rows if (value := gap(row, results)) is not None]
-            if gaps:
-                error = statistics.stdev(gaps) if len(gaps) > 1 else 0.0
-                points.append((share(rows[0]), statistics.fmean(gaps), error))
+            if above := gaps(run, results):
+                error = statistics.stdev(above) if len(above) > 1 else 0.0
+                rows = seeds_of(run, results)
+                points.append((share(rows[0]), statistics.fmean(above), error))
         if points:
             x, y, error = zip(*sorted(points), strict=True)
             axes.errorbar(x, y, error, marker="o", capsize=3, label=method.label)
@@ -185,6 +204,7 @@ def document(results: plans.Results) -> str:
     """All tables, each under its heading."""
     parts = {
         "Methods": comparison(results),
+        "Replicas": by_replicas(results),
         "Tuning, on seed 0": sweeps(results),
         "All other runs": others(results),
     }
