@@ -13,6 +13,7 @@ who knows the matrix (`_low_rank`). NaN or infinity in the input gives NaN in th
 output: a poisoned input is never silently repaired.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -56,22 +57,26 @@ def _inverse_factor(gram: jax.Array) -> jax.Array:
     return solve_triangular(lower, identity, lower=True).mT
 
 
-def _inverse_factors(gram: jax.Array) -> jax.Array:
-    """`_inverse_factor` of one matrix or of a stack.
+# A batched LAPACK call divides its batch over the thread pool that also runs other
+# parts of the program, on CPU, and waits for it: two such calls at a time, or several
+# devices, can wait for ever. Also under the caller's own vmap, as over replicas.
+_one_at_a_time = jax.custom_batching.sequential_vmap
 
-    On CPU the stack is a loop: a batched LAPACK call divides its batch over the thread
-    pool that also runs the programs of the other devices, and from a certain size on
-    it waits for ever.
-    """
-    if gram.ndim == 2:
-        return _inverse_factor(gram)
-    stack = gram.reshape(-1, *gram.shape[-2:])
-    inverse = lax.platform_dependent(
-        stack,
-        cpu=lambda stack: lax.map(_inverse_factor, stack),
-        default=jax.vmap(_inverse_factor),
+
+def _over_stack(function: Callable[[jax.Array], jax.Array], a: jax.Array) -> jax.Array:
+    """A function of one matrix, of [..., rows, cols]."""
+    for _ in range(a.ndim - 2):
+        function = jax.vmap(function)
+    return function(a)
+
+
+def _inverse_factors(gram: jax.Array) -> jax.Array:
+    """`_inverse_factor` of one matrix or of a stack."""
+    return lax.platform_dependent(
+        gram,
+        cpu=functools.partial(_over_stack, _one_at_a_time(_inverse_factor)),
+        default=functools.partial(_over_stack, _inverse_factor),
     )
-    return inverse.reshape(gram.shape)
 
 
 def _identities(gram: jax.Array) -> jax.Array:
@@ -158,12 +163,10 @@ def householder_qr(a: jax.Array) -> jax.Array:
       >>> [round(abs(float(x)), 3) for x in basis[:, 0]]
       [0.6, 0.8]
     """
-    if a.ndim == 2:
-        return _positive_qr(a)
-    stack = a.reshape(-1, *a.shape[-2:])
-    return lax.map(_positive_qr, stack).reshape(a.shape)
+    return _over_stack(_positive_qr, a)
 
 
+@_one_at_a_time
 def _positive_qr(a: jax.Array) -> jax.Array:
     # With a positive diagonal of the triangle, as Cholesky QR has it, replicas with
     # similar matrices get similar bases, and not some of opposite sign.

@@ -174,3 +174,13 @@ def test_stacks_on_eight_devices_end(method):
 
     for _ in range(2):
         assert np.asarray(worst_error(stacks)).max() < ORTHONORMAL_ATOL["float32"]
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_lapack_is_given_one_matrix_at_a_time(method):
+    """It divides a batch over threads that may all be waiting for it."""
+    over_replicas = jax.jit(jax.vmap(method))
+    text = over_replicas.lower(jnp.ones((3, 2, 8, 4))).as_text()
+    calls = [line for line in text.splitlines() if "@lapack_" in line]
+    assert len(calls) >= 2
+    assert all('num_batch_dims = "0"' in call for call in calls)

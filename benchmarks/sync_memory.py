@@ -1,0 +1,90 @@
+"""Temporary memory that a step with a sync takes on a TPU, which need not be there.
+
+    python -m pip install libtpu && python benchmarks/sync_memory.py
+
+Compiles the optimizer's step ahead of time for the four chips of a TPU v5e host, one
+replica on each, and prints what the compiler reserves beside arguments and results.
+"""
+
+import argparse
+import os
+
+# Without it libtpu asks a cloud's metadata server where it is.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+import curvadion_jax as cd
+from curvadion_jax import compressors, synchronizers
+
+AXIS = cd.replicas.AXIS
+
+
+def cases() -> dict[str, optax.GradientTransformation]:
+    """Name -> optimizer: Muon's steps, and syncs in different forms."""
+
+    def with_sync(**options):
+        synchronizer = synchronizers.reconcile(momentum=False, **options)
+        return cd.curvadion(0.01, axis_name=AXIS, synchronizer=synchronizer)
+
+    forms = {
+        "in float32": {},
+        "in 8 bits": {"compressor": compressors.quantize(8)},
+        "in 4 bits": {"compressor": compressors.quantize(4)},
+        "in 2 bits": {"compressor": compressors.quantize(2)},
+        "in 2 bits, 4 fragments": {
+            "compressor": compressors.quantize(2),
+            "fragments": 4,
+        },
+    }
+    rows = {f"plain average {form}": with_sync(**o) for form, o in forms.items()}
+    return rows | {"`curvadion`": cd.curvadion(0.01, axis_name=AXIS)}
+
+
+def mebibytes(tx, params, mesh) -> tuple[float, float]:
+    """Of arguments and of temporary arrays on a device."""
+
+    def train(state, gradients):
+        params, opt_state = state
+        gradients = jax.tree.map(lambda x: x[0], gradients)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), ()
+
+    each = NamedSharding(mesh, PartitionSpec(AXIS))
+
+    def stacked(x):
+        shape = (mesh.size, *x.shape)
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=each)
+
+    state = jax.tree.map(stacked, (params, jax.eval_shape(tx.init, params)))
+    lowered = cd.replicas.step(train, mesh).lower(state, jax.tree.map(stacked, params))
+    memory = lowered.compile().memory_analysis()
+    sizes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    return sizes[0] / 2**20, sizes[1] / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--matrices", type=int, default=4)
+    options = parser.parse_args()
+    topology = topologies.get_topology_desc("v5e:2x2", platform="tpu")
+    mesh = cd.replicas.make_mesh(len(topology.devices), devices=topology.devices)
+    matrix = jax.ShapeDtypeStruct((options.width, options.width), jnp.float32)
+    params = {f"w{number}": matrix for number in range(options.matrices)}
+    size = options.matrices * matrix.size * 4 / 2**20
+    print(f"MiB of {size:.0f} MiB of parameters a replica, JAX {jax.__version__}")
+    print("| optimizer | parameters, gradients and state | temporary |\n|---|---|---|")
+    for name, tx in cases().items():
+        arguments, temporary = mebibytes(tx, params, mesh)
+        print(f"| {name} | {arguments:.0f} | {temporary:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
