@@ -93,8 +93,9 @@ def adaptive_sync(
     synchronizer's step; else all take a quiet step, which sends nothing. The two are
     the branches of one `lax.cond`, so that a quiet step does not pay for the other
     (of one `lax.switch` for a synchronizer with several variants of a sync). Where a
-    sync begins with a quiet step (`reconcile`), that is taken in front, and only what
-    follows it stands in the condition.
+    sync begins with a quiet step (`reconcile`, without `local_step`), that is taken in
+    front, and what follows it stands in a loop of one pass or none; such an optimizer
+    cannot be differentiated in reverse under `jit`.
 
     Call it inside `curvadion_jax.replicas.step`, or your own `shard_map` in which
     parameters and optimizer state have a leading replica axis (the body strips it) and
@@ -308,8 +309,8 @@ class _Step:
     def _sync_after(self, step, done, gradients, inner_state, params):
         updates, after, sync_state = done
 
-        def taken(own_gradients, own_state, **more):
-            given = jax.tree.leaves((own_gradients, own_state))
+        def taken(given_gradients, given_state, **more):
+            given = jax.tree.leaves((given_gradients, given_state))
             own = jax.tree.leaves((gradients, inner_state))
             same = len(given) == len(own) and all(map(operator.is_, given, own))
             if more or not same:
@@ -325,8 +326,8 @@ class _Step:
     def _sync(self, step, local_updates, sync_state, gradients, inner_state, params):
         del local_updates
 
-        def take(own_gradients, own_state, **more):
-            return self._inner_step(own_gradients, own_state, params, **more)
+        def take(given_gradients, given_state, **more):
+            return self._inner_step(given_gradients, given_state, params, **more)
 
         return self._synced(step, take, sync_state, gradients, inner_state, params)
 
@@ -385,6 +386,11 @@ def _check_arguments(inner, synchronizer, axis_name, local_step) -> None:
             f"reconcile(), got {synchronizer!r}"
         )
     _synchronizers.check_cycle(synchronizer.cycle)
+    if not isinstance(synchronizer.after_local_step, bool):
+        raise TypeError(
+            "a synchronizer's after_local_step must be True or False, got "
+            f"{synchronizer.after_local_step!r}"
+        )
     _collectives.check_axis_name(axis_name)
 
 

@@ -223,6 +223,7 @@ def then_sync(
       ValueError: as :func:`switch`.
     """
     _require_shared(which, axis_name)
+    done = vary(done, axis_name)
     silent = _trace(lambda done, *_: done, done, *operands)
     loud = _trace_syncs(syncs, silent.result, done, *operands, axis_name=axis_name)
 
@@ -231,7 +232,7 @@ def then_sync(
         return _branch(which, branches, done, *operands, axis_name=axis_name)
 
     passes = jnp.minimum(which, 1)
-    return lax.fori_loop(0, passes, once, vary(done, axis_name))
+    return lax.fori_loop(0, passes, once, done)
 
 
 def _require_shared(which: jax.Array, axis_name: str | None) -> None:

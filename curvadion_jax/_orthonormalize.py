@@ -50,13 +50,6 @@ def _unit_columns(a: jax.Array) -> jax.Array:
     return a / jnp.where(norm == 0, 1, norm)
 
 
-def _inverse_factor(gram: jax.Array) -> jax.Array:
-    """U^{-1} of the Cholesky factorisation gram = U^T U, for one (r, r) matrix."""
-    lower = jnp.linalg.cholesky(gram, symmetrize_input=False)
-    identity = jnp.eye(gram.shape[-1], dtype=gram.dtype)
-    return solve_triangular(lower, identity, lower=True).mT
-
-
 # A batched LAPACK call divides its batch over the thread pool that also runs other
 # parts of the program, on CPU, and waits for it: two such calls at a time, or several
 # devices, can wait for ever. Also under the caller's own vmap, as over replicas.
@@ -70,11 +63,30 @@ def _over_stack(function: Callable[[jax.Array], jax.Array], a: jax.Array) -> jax
     return function(a)
 
 
+def _inverse_factor(gram: jax.Array) -> jax.Array:
+    """U^{-1} of the Cholesky factorisation gram = U^T U, for one (r, r) matrix."""
+    lower = jnp.linalg.cholesky(gram, symmetrize_input=False)
+    identity = jnp.eye(gram.shape[-1], dtype=gram.dtype)
+    return solve_triangular(lower, identity, lower=True).mT
+
+
+_inverse_factor_alone = jax.custom_jvp(_one_at_a_time(_inverse_factor))
+
+
+@_inverse_factor_alone.defjvp
+def _(primals, tangents):
+    """With X = U^{-1} and M = X^T dG X: dX = -X (half of M's diagonal, all above)."""
+    inverse = _inverse_factor_alone(*primals)
+    inner = matmul(matmul(inverse.mT, tangents[0]), inverse)
+    half = jnp.triu(inner, 1) + jnp.diag(jnp.diagonal(inner)) / 2
+    return inverse, -matmul(inverse, half)
+
+
 def _inverse_factors(gram: jax.Array) -> jax.Array:
     """`_inverse_factor` of one matrix or of a stack."""
     return lax.platform_dependent(
         gram,
-        cpu=functools.partial(_over_stack, _one_at_a_time(_inverse_factor)),
+        cpu=functools.partial(_over_stack, _inverse_factor_alone),
         default=functools.partial(_over_stack, _inverse_factor),
     )
 
@@ -166,9 +178,29 @@ def householder_qr(a: jax.Array) -> jax.Array:
     return _over_stack(_positive_qr, a)
 
 
+@jax.custom_jvp
 @_one_at_a_time
 def _positive_qr(a: jax.Array) -> jax.Array:
     # With a positive diagonal of the triangle, as Cholesky QR has it, replicas with
     # similar matrices get similar bases, and not some of opposite sign.
     basis, triangle = jnp.linalg.qr(a)
     return basis * jnp.where(jnp.diagonal(triangle) < 0, -1, 1)[None, :]
+
+
+@_positive_qr.defjvp
+def _(primals, tangents):
+    """With M = dA R^{-1} and K the part of Q^T M below the diagonal:
+
+    dQ = M - Q Q^T M + Q (K - K^T).
+    """
+    basis = _positive_qr(*primals)
+    inverse = _inverse_triangle(matmul(basis.mT, primals[0]))
+    moved = matmul(tangents[0], inverse)
+    inner = matmul(basis.mT, moved)
+    below = jnp.tril(inner, -1)
+    return basis, moved + matmul(basis, below - below.mT - inner)
+
+
+@_one_at_a_time
+def _inverse_triangle(triangle: jax.Array) -> jax.Array:
+    return solve_triangular(triangle, jnp.eye(len(triangle), dtype=triangle.dtype))

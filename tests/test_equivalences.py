@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import helpers
 import numpy as np
 import optax
@@ -167,3 +168,19 @@ def test_the_library_is_the_reference(name, trigger, run, replicas):
     assert decided == history
     assert True in decided
     assert False in decided
+
+
+@pytest.mark.parametrize(
+    "name", ["reconcile", "reconcile-nesterov", "reconcile-fragments-momentum_every"]
+)
+def test_a_sync_behind_the_local_step_is_one_in_its_place(name):
+    behind, _ = SYNCHRONIZERS[name]
+    params, gradients = helpers.make_params(), helpers.make_gradients(7, 2)
+    results = []
+    for synchronizer in (behind, behind._replace(after_local_step=False)):
+        tx = cd.adaptive_sync(
+            optax.adamw(0.1), triggers.every_k(2), synchronizer, helpers.AXIS
+        )
+        results.append(helpers.last(helpers.run_mesh(tx, params, gradients)))
+    # Another program may round otherwise; seven steps of size 0.1 from order 1.
+    chex.assert_trees_all_close(*results, rtol=0, atol=1e-6)

@@ -184,3 +184,15 @@ def test_lapack_is_given_one_matrix_at_a_time(method):
     calls = [line for line in text.splitlines() if "@lapack_" in line]
     assert len(calls) >= 2
     assert all('num_batch_dims = "0"' in call for call in calls)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_derivatives_are_those_of_differences(method):
+    with jax.enable_x64(True):
+        a, direction, weight = np.random.default_rng(0).normal(size=(3, 2, 6, 3))
+        loss = lambda a: jnp.sum(method(a) * weight)  # noqa: E731
+        slope = jnp.sum(jax.grad(loss)(a) * direction)
+        step = 1e-5
+        difference = loss(a + step * direction) - loss(a - step * direction)
+        # The error of a central difference is of order step^2 = 1e-10.
+        np.testing.assert_allclose(slope, difference / (2 * step), rtol=1e-7)

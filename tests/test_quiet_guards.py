@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
-from curvadion_jax import _collectives, synchronizers, triggers
+from curvadion_jax import _collectives, compressors, synchronizers, triggers
 
 AXIS = helpers.AXIS
 # Each takes and returns float32[2], and sends something.
@@ -212,12 +212,33 @@ def test_after_the_local_step_there_is_no_other(take):
         traced_with(step, True)
 
 
-@pytest.mark.parametrize("syncs", [1, 2])
-def test_a_decision_that_differs_is_refused(syncs):
+def test_a_decision_that_differs_is_refused():
     def step(params, opt_state, gradients):
         x = gradients["bias"]
-        which, branches = jnp.argmax(x), [lambda x: x] * syncs
-        return _collectives.then_sync(which, branches, x, axis_name=AXIS), ()
+        then_sync = _collectives.then_sync
+        return then_sync(jnp.argmax(x), [lambda x: x], x, axis_name=AXIS), ()
 
     with pytest.raises(ValueError, match="some would wait for ever for the others"):
         helpers.trace(step, with_inner(optax.sgd(0.1)))
+
+
+def test_updates_and_states_may_be_the_same_on_all_replicas():
+    """As of a parameter that is frozen by hand, or of a state made in the step."""
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
+    frozen = optax.stateless(lambda updates, params: jax.tree.map(zeros, updates))
+    eight_bits = synchronizers.reconcile(compressor=compressors.quantize(8))
+
+    def step(params, opt_state, gradients):
+        del opt_state
+        return tx.update(gradients, tx.init(params), params)
+
+    for inner in (frozen, optax.sgd(0.1, 0.9)):
+        tx = with_inner(inner, eight_bits)
+        helpers.trace(step, tx)
+
+
+@pytest.mark.parametrize("after_local_step", [0, None])
+def test_whether_the_local_step_comes_first_is_a_bool(after_local_step):
+    synchronizer = synchronizers.reconcile()._replace(after_local_step=after_local_step)
+    with pytest.raises(TypeError, match="after_local_step must be True or False"):
+        with_inner(optax.sgd(0.1), synchronizer)

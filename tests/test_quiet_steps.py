@@ -127,7 +127,7 @@ def test_a_sync_sends_the_bytes_that_metrics_count(compiled):
         ),
     ],
 )
-def test_a_quiet_step_copies_no_state(options):
+def test_a_quiet_step_copies_nothing_of_the_synchronizers(options):
     synchronizer = synchronizers.reconcile(momentum=False, **options)
     tx = cd.adaptive_sync(optax.sgd(0.1, 0.9), triggers.every_k(5), synchronizer, AXIS)
     mesh = cd.replicas.make_mesh(REPLICAS)

@@ -198,3 +198,16 @@ def test_a_donated_state_is_gone_and_the_result_is_right():
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(large))
     helpers.assert_bitwise(state, run(tx, params, gradients)[-1])
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
+def test_a_synchronizer_in_the_steps_place_has_a_reverse_mode():
+    in_place = synchronizers.reconcile()._replace(after_local_step=False)
+    tx = cd.adaptive_sync(optax.sgd(0.5), triggers.every_k(1), in_place)
+
+    def loss(gradient):
+        params = {"w": jnp.ones(3)}
+        updates, _ = tx.update({"w": gradient}, tx.init(params), params)
+        return jnp.sum(updates["w"])
+
+    slope = jax.jit(jax.grad(loss))(jnp.ones(3))
+    assert slope.tolist() == [-0.5] * 3

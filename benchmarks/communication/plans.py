@@ -126,17 +126,17 @@ METHODS = {
     "powersgd": Method(
         "PowerSGD-style: Muon, gradients at rank 2 in 4 bits",
         _SYNCHRONOUS.but(inner="muon", compressor="low_rank 2 4"),
-        _RATES,
+        (0.02, *_RATES),
     ),
     "local_sgd": Method(
         "local SGD, 4 bits",
         _MULOCO.but(inner="sgd", momentum=0.95, outer="mean"),
-        (0.1, 0.2, 0.4),
+        (0.1, 0.2, 0.4, 0.8, 1.6),
     ),
     "paper": Method(
         "the paper's formula, threshold 0.3",
         Run("paper 1.0 0.3", 0.04),
-        (0.02, 0.04, 0.08),
+        (0.02, 0.04, 0.08, 0.16, 0.32),
     ),
     "authors_code": Method(
         "the rules of the authors' code, threshold 0.3",

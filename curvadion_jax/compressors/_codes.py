@@ -100,16 +100,18 @@ def packed_bytes(count: int, width: int) -> int:
 def pack(values: jax.Array, width: int) -> jax.Array:
     """Integers without the bits between them.
 
-    Those that share bytes stand far from each other, as many runs of integers as there
-    are in a group that fills whole bytes: the last axis of all arrays is long. TPUs pad
-    it to 128, and one of 2 or 4 would take 64 or 32 times the memory.
+    They are cut into as many equal runs as there are integers in a group that fills
+    whole bytes; the first bytes of the result hold bits of the first integer of every
+    run. So no axis is as short as a group: TPUs pad the last axis to 128, and one of 2
+    or 4 would take 64 or 32 times the memory.
 
     Args:
       values: integers [..., n] from 0 to 2^width - 1.
       width: bits of each, 1 to 31.
 
     Returns:
-      uint8[..., packed_bytes(n, width)], lowest bits first.
+      uint8[..., packed_bytes(n, width)]: the lowest bytes of all groups, the next, ...,
+      with the first run's integer in the lowest bits.
 
     Example:
       >>> pack(jnp.array([0xABC, 0x123]), 12).tolist() == [0xBC, 0x3A, 0x12]
@@ -120,7 +122,7 @@ def pack(values: jax.Array, width: int) -> jax.Array:
     group, bytes_ = _group(width), _group(width) * width // 8
     runs = _runs(values.astype(_dtype(width)), group)
     packed = [
-        _combined(runs, [8 * j - i * width for i in range(group)], width)
+        _combined(runs, [8 * j - i * width for i in range(group)], width, 8)
         for j in range(bytes_)
     ]
     return jnp.concatenate(packed, axis=-1).astype(jnp.uint8)
@@ -136,18 +138,27 @@ def unpack(packed: jax.Array, width: int, count: int) -> jax.Array:
     group, bytes_ = _group(width), _group(width) * width // 8
     runs = _runs(packed.astype(_dtype(width)), bytes_)
     values = [
-        _combined(runs, [i * width - 8 * j for j in range(bytes_)], 8)
+        _combined(runs, [i * width - 8 * j for j in range(bytes_)], 8, width)
         & _dtype(width)(2**width - 1)
         for i in range(group)
     ]
     return jnp.concatenate(values, axis=-1)[..., :count]
 
 
-def _combined(runs: list[jax.Array], shifts: list[int], width: int) -> jax.Array:
-    """The runs' numbers of so many bits, each moved to the right by its shift."""
+def _combined(
+    runs: list[jax.Array], shifts: list[int], given: int, wanted: int
+) -> jax.Array:
+    """The lowest bits of runs of numbers, each moved to the right by its shift.
+
+    Args:
+      runs: unsigned integers of so many bits as `given`.
+      shifts: one for each run; a negative one moves to the left.
+      given: bits of the numbers.
+      wanted: bits of the result; those above them may be set.
+    """
     total = jnp.zeros_like(runs[0])
     for run, right in zip(runs, shifts, strict=True):
-        if -8 * total.itemsize < right < width:
+        if -wanted < right < given:
             total |= run >> right if right >= 0 else run << -right
     return total
 

@@ -1,9 +1,9 @@
 """What replicas send at a sync, and how they come together.
 
 A synchronizer takes one step in which replicas communicate, in place of the quiet
-step that they take otherwise. It decides neither when (the trigger) nor what a local
-step does (the inner optimizer), and knows the other replicas only through a
-:class:`Group`.
+step that they take otherwise, or after it. It decides neither when (the trigger) nor
+what a local step does (the inner optimizer), and knows the other replicas only through
+a :class:`Group`.
 
 There are two kinds. *Within the step*, `average_gradients` and `average_factors`
 average what the inner optimizer works on; with `always` they equal training on one
@@ -28,7 +28,7 @@ from curvadion_jax.compressors import Compressor
 
 
 class LocalStep(NamedTuple):
-    """One replica's step, not yet taken.
+    """One replica's step, for a synchronizer to take.
 
     Attributes:
       gradients: this replica's gradients, tree of the parameters.
@@ -36,7 +36,8 @@ class LocalStep(NamedTuple):
       params: this replica's parameters before the step.
       views: path of a parameter -> how Dion sees it as matrices, or None.
       take: ``(gradients, inner_state, **extra_args)`` -> (updates, inner state after
-        the step), the inner optimizer's update; communicates nothing by itself.
+        the step), the inner optimizer's update; communicates nothing by itself. With
+        `Synchronizer.after_local_step` it returns what was computed before.
 
     Example:
       >>> inner, params = optax.sgd(0.5), {"w": jnp.ones(2)}
@@ -71,10 +72,13 @@ class Synchronizer(NamedTuple):
       cycle: which variant each sync is, in turn, and from the start again after the
         last. (0, 0, 1) makes every third sync one of variant 1; (0,) is for syncs that
         are all alike.
-      after_local_step: whether `step` takes the local step as a quiet step does,
-        ``local.take(local.gradients, local.inner_state)``, and no other. It is then
-        taken before anyone knows whether replicas synchronise; a quiet step ends there,
-        and neither reads nor copies the synchronizer state.
+      after_local_step: whether `step` begins with the plain local step: it calls
+        ``local.take(local.gradients, local.inner_state)`` with these very trees, and
+        `take` refuses others. The step is then taken before anyone knows whether
+        replicas synchronise, and a quiet step leaves the synchronizer state where it
+        is. Not used where `adaptive_sync` has a `local_step`. What follows stands in a
+        loop, which has no reverse-mode derivative under `jit`;
+        ``synchronizer._replace(after_local_step=False)`` has one.
 
     Example:
       >>> from curvadion_jax.compressors import exact

@@ -93,7 +93,7 @@ def reconcile(
         is 1/n, and for as many bytes it is to come n times as often, say
         ``every_k(h // n)``. Fragments are of whole parameters (a stack of layers is
         one), of about equal size; :func:`fragment_paths` lists them. The program holds
-        a local step for each.
+        a sync for each.
       other_state: whether the rest of the inner optimizer's floating-point state is
         averaged, such as AdamW's moments of embeddings: arrays of a parameter's shape.
         By default it stays local: for embeddings it would double or triple what is
