@@ -141,7 +141,7 @@ METHODS = {
     "authors_code": Method(
         "the rules of the authors' code, threshold 0.3",
         Run("authors_code 1.0 0.3", 0.04),
-        (0.02, 0.04, 0.08),
+        (0.005, 0.01, 0.02, 0.04, 0.08),
     ),
 }
 # The winner and its rivals, which are run at all budgets; its rival at a tenth of the
