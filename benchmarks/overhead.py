@@ -179,9 +179,7 @@ def gradients(gpt: Any, params: dict, options: argparse.Namespace):
     """How a replica gets its gradients from its part of a batch, and the batch."""
     key = jax.random.key(1)
     if options.tokens:
-        rows, rest = divmod(options.tokens, options.length)
-        if rest:
-            raise ValueError(f"--tokens must be a multiple of {options.length}")
+        rows = options.tokens // options.length
         shape = (options.replicas, rows, options.length + 1)
         batch = jax.random.randint(key, shape, 0, options.vocabulary)
         loss = lambda params, batch: model.next_token_loss(gpt, params, batch)  # noqa: E731
@@ -251,6 +249,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.rounds < 2:
         parser.error("--rounds must be at least 2, for quartiles")
+    if options.tokens % options.length:
+        parser.error(f"--tokens must be a multiple of --length, {options.length}")
     if options.mesh and jax.config.jax_platforms == "cpu":
         jax.config.update("jax_num_cpu_devices", options.replicas)
     print("\n".join(table(options)))
