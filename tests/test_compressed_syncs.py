@@ -158,11 +158,12 @@ def test_bytes_are_those_of_the_compressed_form():
     both = synchronizers.reconcile(compressor=FORMS["int8"], momentum=FORMS["int4"])
     payload = optimizer(both, inner).init(params).metrics.sync_payload
     assert payload.tolist() == [0, 8 * blocks + 6 * blocks]
-    # 2, 7 and twice 8 elements of 2 bits, positions of 3 and 5 bits, and two scales.
+    # 2, 7 and twice 8 elements of 2 bits, two scales, and positions of 3 and 5 bits, of
+    # which eight fill whole bytes.
     top = synchronizers.reconcile(compressor=FORMS["top-int2"], momentum=FORMS["int4"])
     metrics = optimizer(top, inner).init(params).metrics
     assert metrics.sync_payload.tolist() == [0, 6 * blocks]
-    gathered = (1 + 1 + 8) + (2 + 5 + 8) + 2 * (2 + 5 + 8)
+    gathered = (1 + 3 + 8) + (2 + 5 + 8) + 2 * (2 + 5 + 8)
     assert metrics.gathered_payload.tolist() == [0, gathered]
 
 

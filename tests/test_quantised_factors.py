@@ -230,9 +230,9 @@ def test_gathered_factors_are_counted():
     tx = optimizer(compressors.top_k(0.5))
     metrics = tx.init(helpers.make_params()).metrics
     # Factors of 12 and 8 of either matrix, embed 21 and bias 5: half of each, rounded
-    # up, with 4, 3, 5 and 3 bits of position.
-    factors = 2 * (6 * 4 + 3) + 2 * (4 * 4 + 2)
-    others = 11 * 4 + 7 + 3 * 4 + 2
+    # up, with 4, 3, 5 and 3 bits of position, of which two or eight fill whole bytes.
+    factors = 2 * (6 * 4 + 3) + 2 * (4 * 4 + 3)
+    others = 11 * 4 + 10 + 3 * 4 + 3
     assert metrics.sync_payload.tolist() == [0, 0]
     assert metrics.gathered_payload.tolist() == [0, factors + others]
 
