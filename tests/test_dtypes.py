@@ -12,6 +12,8 @@ import pytest
 import curvadion_jax as cd
 from curvadion_jax import compressors, synchronizers
 
+pytestmark = pytest.mark.slow
+
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64]
 OPTIMIZERS: dict[str, Any] = {
     "curvadion": cd.curvadion(0.1),

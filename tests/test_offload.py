@@ -13,6 +13,8 @@ from flax import nnx
 import curvadion_jax as cd
 from curvadion_jax import _memory, compressors, synchronizers, triggers
 
+pytestmark = pytest.mark.slow
+
 HOST, DEVICE = {"pinned_host"}, {"device"}
 
 

@@ -12,6 +12,8 @@ import reference
 import curvadion_jax as cd
 from curvadion_jax import outer, synchronizers, triggers
 
+pytestmark = pytest.mark.slow
+
 SHAPES = {"tall": (6, 4), "wide": (3, 7), "square": (5, 5), "bias": (5,)}
 # One step rounds factors to about 1e-7, times the condition number of D Q (up to 1e2
 # for these), and Q goes on from step to step.

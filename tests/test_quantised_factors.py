@@ -15,6 +15,8 @@ from compressor_runs import sent_bytes
 import curvadion_jax as cd
 from curvadion_jax import compressors, synchronizers, triggers
 
+pytestmark = pytest.mark.slow
+
 MU, RATE, BLOCK, REPLICAS = 0.9, 0.1, 4, 3
 # float32 sums, products and factorisations of some dozens of numbers of order one.
 # Measured: 2e-6; a step of the roughest codes here is 0.1 and more.
@@ -177,7 +179,6 @@ def test_exact_is_no_compressor():
     assert plain[1].sync_state.error == {}
 
 
-@pytest.mark.slow
 def test_one_replica_is_plain_dion():
     gradients = [
         {key: x[0] for key, x in tree.items()} for tree in helpers.make_gradients(3, 1)

@@ -16,6 +16,8 @@ from flax import nnx
 import curvadion_jax as cd
 from curvadion_jax import compressors, metrics, synchronizers, triggers
 
+pytestmark = pytest.mark.slow
+
 AXIS = helpers.AXIS
 # Sums of some dozens of float32 numbers of order one. Measured: 2e-6.
 ATOL = 2e-5

@@ -11,6 +11,8 @@ from compressor_runs import ATOL, REPLICAS, average, collectives, sent_bytes, tr
 
 from curvadion_jax import _group, compressors
 
+pytestmark = pytest.mark.slow
+
 top_k = compressors.top_k
 Payload = compressors.Payload
 
