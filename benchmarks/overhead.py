@@ -201,8 +201,7 @@ def table(options: argparse.Namespace) -> list[str]:
     rows = {name: case for name, case in cases(local).items() if options.only in name}
     compared = {case.local for case in rows.values()}
     local = {name: tx for name, tx in local.items() if name in compared}
-    everything = dict(local)
-    everything |= {name: case.optimizer for name, case in rows.items()}
+    everything = local | {name: case.optimizer for name, case in rows.items()}
     where = (params, differentiate, batch, options.replicas, options.mesh)
     programs = {name: program(tx, *where) for name, tx in everything.items()}
     order = random.Random(0)

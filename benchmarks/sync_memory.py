@@ -1,4 +1,4 @@
-"""Temporary memory that a step with a sync takes on a TPU, which need not be there.
+"""Temporary memory that a step with a sync takes on a TPU, without one.
 
     python -m pip install libtpu && python benchmarks/sync_memory.py
 

@@ -22,7 +22,7 @@ def packed_by_numpy(values, width):
     return packed.reshape(*values.shape[:-1], -1)
 
 
-@pytest.mark.parametrize("width", [1, 2, 4, 7, 8, 12, 13, 16, 24, 31])
+@pytest.mark.parametrize("width", [1, 2, 4, 7, 8, 12, 13, 16, 24, 31, 32])
 @pytest.mark.parametrize("count", [1, 9, 16])
 def test_packed_bits_are_numpys_and_come_back(width, count):
     rng = np.random.default_rng(width)

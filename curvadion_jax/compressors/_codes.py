@@ -107,7 +107,7 @@ def pack(values: jax.Array, width: int) -> jax.Array:
 
     Args:
       values: integers [..., n] from 0 to 2^width - 1.
-      width: bits of each, 1 to 31.
+      width: bits of each, 1 to 32.
 
     Returns:
       uint8[..., packed_bytes(n, width)]: the lowest bytes of all groups, the next, ...,

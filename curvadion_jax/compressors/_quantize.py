@@ -1,6 +1,5 @@
 """A few bits an element, so that small numbers are what crosses the link."""
 
-import functools
 import itertools
 import math
 
@@ -129,20 +128,15 @@ def _to_rows(blocks: jax.Array, bits: int) -> jax.Array:
     """Codes and, behind them, scales of blocks [..., block]: uint8[..., bytes]."""
     codes, scales = _codes.encode(blocks, bits)
     codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
-    # All first bytes, all second ones, ...: without an axis of 4 bytes.
     words = jax.lax.bitcast_convert_type(scales, jnp.uint32)
-    as_bytes = [(words >> shift).astype(jnp.uint8) for shift in (0, 8, 16, 24)]
-    return jnp.concatenate([codes, *as_bytes], axis=-1)
+    return jnp.concatenate([codes, _codes.pack(words, 32)], axis=-1)
 
 
 def _from_rows(rows: jax.Array, block: int, bits: int) -> jax.Array:
     """What the rows of `_to_rows` stand for, float32[..., block]."""
     end = _codes.packed_bytes(block, bits)
-    as_bytes = jnp.split(rows[..., end:].astype(jnp.uint32), 4, axis=-1)
-    shifted = [
-        part << shift for part, shift in zip(as_bytes, (0, 8, 16, 24), strict=True)
-    ]
-    words = functools.reduce(jnp.bitwise_or, shifted)
+    packed = rows[..., end:]
+    words = _codes.unpack(packed, 32, packed.shape[-1] // 4)
     scales = jax.lax.bitcast_convert_type(words, jnp.float32)
     codes = rows[..., :end]
     if bits == 8:
