@@ -6,6 +6,8 @@ hanging or from communicating unnoticed: the guarded conditional, the check that
 gradients are still each replica's own, and the check that a quiet step is quiet.
 """
 
+import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
+from curvadion_jax import _matrices, _sharding
 from curvadion_jax._group import Group, single
 
 # What may name an axis without sending anything over it; all else counts as
@@ -126,7 +129,34 @@ def group(axis_name: str | None) -> Group:
         mean=lambda tree: vary(mean(tree, axis_name), axis_name),
         all_to_all=over(lambda x: lax.all_to_all(x, axis_name, 0, 0)),
         all_gather=over(lambda x: lax.all_gather(x, axis_name)),
+        by_device=functools.partial(_by_device, axis_name),
     )
+
+
+def _by_device(
+    axis_name: str, function: Callable[[Group, list], list], tree: Any
+) -> list:
+    """See `Group.by_device`."""
+    leaves, axes = jax.tree.leaves(tree), _matrices.inner_axes()
+    if not axes:
+        return function(group(axis_name), leaves)
+    specs = _sharding.specs(tree)
+    together = defaultdict(list)
+    for index, spec in enumerate(specs):
+        together[_sharding.named_axes(spec)].append(index)
+    results: list[Any] = [None] * len(leaves)
+    for members in together.values():
+        divided = [specs[index] for index in members]
+        mapped = jax.shard_map(
+            lambda parts: function(group(axis_name), parts),
+            in_specs=(divided,),
+            out_specs=[(spec, spec) for spec in divided],
+            axis_names=set(axes),
+        )
+        found = mapped([leaves[index] for index in members])
+        for index, pair in zip(members, found, strict=True):
+            results[index] = pair
+    return results
 
 
 def largest(

@@ -28,6 +28,7 @@ from curvadion_jax import (
     _orthonormalize,
     _partition,
     _paths,
+    _sharding,
 )
 from curvadion_jax._matrices import MatrixView
 
@@ -203,9 +204,8 @@ def scale_by_dion(
             )
             for name, x, view in leaves
         ]
-        return DionState(
-            state_momentum, jax.tree.unflatten(jax.tree.structure(params), qs)
-        )
+        axes = [view.q_axes for _, _, view in leaves]
+        return DionState(state_momentum, _sharding.like_tree(params, qs, axes))
 
     def update_fn(
         updates,

@@ -17,6 +17,11 @@ class Group(NamedTuple):
       all_to_all: tree of arrays [N, ...] -> the same shapes: part k goes to replica k,
         and part k of the result came from replica k.
       all_gather: tree of arrays [...] -> tree of [N, ...], part k is replica k's.
+      by_device: (function, tree) -> what ``function(group, leaves)`` returns: for every
+        leaf of the tree a pair of arrays like it. Where a replica has several devices,
+        each of them calls it with its own parts of the leaves, one list for those that
+        are divided over the same axes, and the group to use there. So taking an array
+        apart moves nothing inside the replica.
 
     Example:
       >>> alone = single()
@@ -29,6 +34,7 @@ class Group(NamedTuple):
     mean: Callable[[Any], Any]
     all_to_all: Callable[[Any], Any]
     all_gather: Callable[[Any], Any]
+    by_device: Callable[[Callable[[Any, list], list], Any], list]
 
 
 def single() -> Group:
@@ -39,4 +45,5 @@ def single() -> Group:
         mean=lambda tree: tree,
         all_to_all=lambda tree: tree,
         all_gather=lambda tree: jax.tree.map(lambda x: x[None], tree),
+        by_device=lambda function, tree: function(single(), jax.tree.leaves(tree)),
     )

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax._matrices import MatrixView, matmul
+from curvadion_jax._matrices import MatrixView, keep_whole, matmul
 from curvadion_jax._orthonormalize import Orthonormalize
 
 ReduceFn = Callable[[list[jax.Array]], tuple[list[jax.Array], list[jax.Array] | None]]
@@ -80,7 +80,7 @@ def unit_columns(R: jax.Array, Q: jax.Array) -> tuple[jax.Array, jax.Array]:
     total = jnp.linalg.norm(length, axis=-1, keepdims=True)
     present = ~(length <= 100 * jnp.finfo(R.dtype).eps * total)
     unit = R / (length + _EPSILON / largest)
-    return jnp.where(present, unit, Q.astype(R.dtype)), present
+    return keep_whole(jnp.where(present, unit, Q.astype(R.dtype))), present
 
 
 def subtract_product(B: jax.Array, P: jax.Array, R: jax.Array, factor) -> jax.Array:
@@ -130,8 +130,9 @@ def power_iteration(
     reduce: Callable[[list[jax.Array]], list[jax.Array]] = lambda factors: factors,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """P = orth(reduce(B Q)) and this replica's R = B^T P, for stacks of matrices."""
+    qs = [keep_whole(q) for q in qs]
     left = reduce([left_product(b, q) for b, q in zip(matrices, qs, strict=True)])
-    left = _orthonormalize_groups(left, orthonormalize)
+    left = [keep_whole(p) for p in _orthonormalize_groups(left, orthonormalize)]
     return left, [right_product(b, p) for b, p in zip(matrices, left, strict=True)]
 
 

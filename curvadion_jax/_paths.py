@@ -6,14 +6,15 @@ from typing import Any
 import jax
 
 
-def _is_variable(node: Any) -> bool:
-    """Whether a node is nnx's box around one array, whose `value` is no name.
+def is_box(node: Any) -> bool:
+    """Whether a node is Flax's box around one array, whose `value` is no name.
 
-    By the names of its classes, since Flax is no dependency. By the path alone it
-    could not be told from a field `value` beside `query` and `key`.
+    A variable of nnx, or an array of linen with the names of its axes. By the names of
+    its classes, since Flax is no dependency. By the path alone it could not be told
+    from a field `value` beside `query` and `key`.
     """
     return any(
-        base.__name__ in ("Variable", "VariableState")
+        base.__name__ in ("Variable", "VariableState", "AxisMetadata")
         and base.__module__.partition(".")[0] == "flax"
         for base in type(node).__mro__
     )
@@ -22,10 +23,10 @@ def _is_variable(node: Any) -> bool:
 def leaves_with_names(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
     """Names along the path, and the leaf, in the order of `jax.tree.leaves`."""
     found = []
-    nodes = jax.tree.leaves_with_path(tree, is_leaf=_is_variable)
+    nodes = jax.tree.leaves_with_path(tree, is_leaf=is_box)
     for path, node in nodes:
         for inner, leaf in jax.tree.leaves_with_path(node):
-            keys = (*path, *inner[1:])  # without the `value` of a variable
+            keys = (*path, *inner[1:])  # without the `value` of a box
             names = (jax.tree_util.keystr((key,), simple=True) for key in keys)
             found.append((tuple(names), leaf))
     return found

@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _low_rank, _matrices, _orthonormalize, _partition, _paths
+from curvadion_jax import (
+    _low_rank,
+    _matrices,
+    _orthonormalize,
+    _partition,
+    _paths,
+    _sharding,
+)
 from curvadion_jax._dion import check_momentum
 from curvadion_jax._orthonormalize import compute_dtype
 
@@ -123,7 +130,8 @@ def _alike(rank, dimension_numbers, orthonormalize) -> optax.GradientTransformat
         for name, view in matrices(params).items():
             r = _matrices.resolve_rank(view.cols, rank)
             dtype = compute_dtype(leaves[name].dtype)
-            q[name] = _low_rank.initial_q(name, view, r, seed=0, dtype=dtype)
+            start = _low_rank.initial_q(name, view, r, seed=0, dtype=dtype)
+            q[name] = _sharding.place_like(start, leaves[name], view.q_axes)
         return OrthonormalState(q)
 
     def update(updates, state, params=None):

@@ -14,6 +14,7 @@ _CALLED = re.compile(
     r"branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _COLLECTIVES = (
     "all-reduce",
@@ -58,23 +59,48 @@ class Instruction(NamedTuple):
         return found[1].replace("\\", "")
 
     @property
+    def arrays(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Bits of an element and shape, of the result or of each of a tuple's parts."""
+        return [
+            (
+                8 if kind == "pred" else int(width),
+                tuple(map(int, re.findall(r"\d+", x))),
+            )
+            for kind, width, x in _ARRAY.findall(self.shape)
+        ]
+
+    @property
     def bytes(self) -> int:
         """Of the result, a tuple's parts together."""
-        return sum(
-            math.prod(map(int, sizes.split(","))) * bits // 8 if sizes else bits // 8
-            for bits, sizes in (
-                (8 if kind == "pred" else int(width), sizes)
-                for kind, width, sizes in _ARRAY.findall(self.shape)
-            )
+        return sum(math.prod(shape) * bits // 8 for bits, shape in self.arrays)
+
+    def stays_within(self, devices: int) -> bool:
+        """Whether it talks only among so many neighbouring devices."""
+        return all(
+            len({each // devices for each in group}) == 1 for group in self.groups
         )
 
     @property
     def groups(self) -> list[list[int]]:
-        """Devices that talk to each other, `{{0,1},{2,3}}` or `[2,2]<=[2,2]T(1,0)`."""
-        listed = re.search(r"replica_groups=\{(\{[^=]*\})\}", self.attributes)
+        """Devices that talk to each other.
+
+        `{{0,1},{2,3}}`, or `[2,2]<=[2,2]T(1,0)`, or `mesh['a'=2,'b'=2] {'a'}`; of a
+        permutation its pairs of a sender and a receiver.
+        """
+        kinds = "replica_groups|source_target_pairs"
+        listed = re.search(rf"(?:{kinds})=\{{(\{{[^=]*\}})\}}", self.attributes)
         if listed:
             parts = re.findall(r"\{([\d,]+)\}", listed[1])
             return [[int(x) for x in part.split(",")] for part in parts]
+        named = _NAMED.search(self.attributes)
+        if named:
+            sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+            axes = [[*sizes].index(name) for name in re.findall(r"'(\w+)'", named[2])]
+            devices = np.arange(math.prod(map(int, sizes.values())))
+            devices = devices.reshape([*map(int, sizes.values())])
+            together = math.prod(devices.shape[axis] for axis in axes)
+            last = range(-len(axes), 0)
+            return np.moveaxis(devices, axes, last).reshape(-1, together).tolist()
         iota = _IOTA.search(self.attributes)
         if iota is None:
             raise ValueError(f"no replica groups in {self.attributes!r}")

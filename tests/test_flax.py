@@ -1,5 +1,6 @@
 """Training loops of Flax, linen's TrainState and nnx's Optimizer, on 8 replicas."""
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec
 
 import curvadion_jax as cd
 from curvadion_jax import triggers
@@ -205,3 +207,40 @@ def test_q_starts_alike_with_and_without_nnx():
         for params in (variables, pure)
     ]
     helpers.assert_bitwise(*states)
+
+
+class NamedAxes(linen.Module):
+    """Kernels whose axes have names, as in models that are divided over devices."""
+
+    @linen.compact
+    def __call__(self, x):
+        init = linen.initializers.lecun_normal()
+        heads = linen.with_partitioning(init, ("embed", "heads", "kv"))
+        x = linen.LayerNorm()(x)
+        attention = linen.MultiHeadDotProductAttention(
+            4, kernel_init=heads, out_kernel_init=init, name="attention"
+        )
+        x = attention(x, x)
+        up = linen.with_partitioning(init, ("embed", "mlp"))
+        return linen.Dense(64, kernel_init=up, name="up")(x)
+
+
+def test_boxes_with_names_of_axes_are_seen_through():
+    boxed = NamedAxes().init(jax.random.key(0), jnp.ones((1, 3, 16)))["params"]
+    assert cd.describe_partition(boxed) == cd.describe_partition(
+        linen.meta.unbox(boxed)
+    )
+    tx = cd.curvadion(0.01, rank=0.25)
+    state = tx.init(boxed)
+    spec = linen.get_partition_spec(state)
+    dion = spec.inner_state.inner_states["dion"].inner_state[0]
+    assert dion.momentum["up"]["kernel"] == PartitionSpec("embed", "mlp")
+    assert dion.q["up"]["kernel"] == PartitionSpec("embed", None)
+    # The smaller side of a query is (heads, kv), as large as the other, hence fan_in.
+    assert dion.q["attention"]["query"]["kernel"] == PartitionSpec("embed", None)
+    gradients = jax.tree.map(jnp.ones_like, boxed)
+    updates, after = jax.jit(tx.update)(gradients, state, boxed)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    plain = linen.meta.unbox(boxed)
+    expected, _ = jax.jit(tx.update)(linen.meta.unbox(gradients), tx.init(plain), plain)
+    chex.assert_trees_all_equal(linen.meta.unbox(updates), expected)

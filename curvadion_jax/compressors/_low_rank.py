@@ -3,7 +3,14 @@
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _low_rank, _matrices, _orthonormalize, _paths, _payload
+from curvadion_jax import (
+    _low_rank,
+    _matrices,
+    _orthonormalize,
+    _paths,
+    _payload,
+    _sharding,
+)
 from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax.compressors import _base
 
@@ -68,8 +75,13 @@ def _through(
     """Factors, and what is sent whole, in the form of the channel."""
 
     def init(params, views):
+        leaves = dict(_paths.leaves_with_path(params))
         return {
-            name: _low_rank.initial_q(name, view, r, seed=0, dtype=jnp.float32)
+            name: _sharding.place_like(
+                _low_rank.initial_q(name, view, r, seed=0, dtype=jnp.float32),
+                leaves[name],
+                view.q_axes,
+            )
             for name, (view, r) in _factored(params, views, rank).items()
         }
 

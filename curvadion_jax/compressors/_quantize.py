@@ -66,11 +66,11 @@ def quantize(
         del views
         if group.size == 1:  # nothing is sent, and nothing lost
             return _base.Averaged(tree, tree, state)
-        leaves, structure = jax.tree.flatten(jax.tree.map(_base.wide, tree))
-        given = [leaf for leaf in leaves if leaf.size]
-        found = iter(_average(given, (bits, mean_bits), block, group) if given else ())
-        pairs = [next(found) if leaf.size else (leaf, leaf) for leaf in leaves]
-        mean, sent = _base.unzip(structure, pairs)
+        tree = jax.tree.map(_base.wide, tree)
+        pairs = group.by_device(
+            lambda group, parts: _average(parts, (bits, mean_bits), block, group), tree
+        )
+        mean, sent = _base.unzip(jax.tree.structure(tree), pairs)
         return _base.Averaged(mean, sent, state)
 
     def payload(tree, views):
@@ -88,6 +88,12 @@ def _blocks(x, block: int) -> int:
 
 def _average(leaves: list[jax.Array], stages: tuple[int, int], block: int, group):
     """For every array the mean over replicas, and what this one put in."""
+    filled = [leaf for leaf in leaves if leaf.size]
+    found = iter(_average_filled(filled, stages, block, group) if filled else ())
+    return [next(found) if leaf.size else (leaf, leaf) for leaf in leaves]
+
+
+def _average_filled(leaves, stages, block, group):
     number, (bits, mean_bits) = group.size, stages
     ends = list(itertools.accumulate(_blocks(leaf, block) for leaf in leaves))
     pad = -ends[-1] % number

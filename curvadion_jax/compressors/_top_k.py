@@ -64,18 +64,23 @@ def top_k(
         del views
         if group.size == 1:  # nothing is sent, and nothing lost
             return _base.Averaged(tree, tree, state)
-        leaves, structure = jax.tree.flatten(jax.tree.map(_base.wide, tree))
-        cuts = [_cut(leaf.size, fraction, block) for leaf in leaves]
-        messages = [
-            _message(leaf, cut, bits) for leaf, cut in zip(leaves, cuts, strict=True)
-        ]
-        pairs = [
-            (_mean(all_, cut, bits, x), _placed(own, cut, bits, x))
-            for all_, own, cut, x in zip(
-                group.all_gather(messages), messages, cuts, leaves, strict=True
-            )
-        ]
-        mean, sent = _base.unzip(structure, pairs)
+        tree = jax.tree.map(_base.wide, tree)
+
+        def of_parts(group, leaves):
+            cuts = [_cut(leaf.size, fraction, block) for leaf in leaves]
+            messages = [
+                _message(x, cut, bits) for x, cut in zip(leaves, cuts, strict=True)
+            ]
+            gathered = group.all_gather(messages)
+            return [
+                (_mean(all_, cut, bits, x), _placed(own, cut, bits, x))
+                for all_, own, cut, x in zip(
+                    gathered, messages, cuts, leaves, strict=True
+                )
+            ]
+
+        pairs = group.by_device(of_parts, tree)
+        mean, sent = _base.unzip(jax.tree.structure(tree), pairs)
         return _base.Averaged(mean, sent, state)
 
     def payload(tree, views):

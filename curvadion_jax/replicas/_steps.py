@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _collectives
+from curvadion_jax.replicas._compiled import CompiledStep
 from curvadion_jax.replicas._mesh import AXIS, check_axis
 from curvadion_jax.replicas._state import check_leading
 
@@ -21,7 +22,7 @@ def step(
     *,
     axis_name: str = AXIS,
     donate: bool = True,
-) -> Callable[..., tuple[Any, Any]]:
+) -> CompiledStep:
     """Runs a training step, written for one replica, on all of them.
 
     Args:
@@ -39,10 +40,13 @@ def step(
       batch, ...] are divided over the replicas. What follows is given to all replicas
       alike, such as the number of the step; it is the same on all of them by its type.
       The metrics come back with a replica axis, one value a replica, nothing averaged.
+      Inside a replica the compiler divides the work as state and batch are divided over
+      the inner axes of the mesh; the state comes back as it came. `lower` gives the
+      program.
 
     Raises:
       ValueError: if the mesh has no such axis, or when called, if a leaf of the state
-        lacks the replica axis or a batch cannot be divided.
+        lacks the replica axis or was donated before, or a batch cannot be divided.
 
     Example:
       >>> from curvadion_jax.replicas import make_mesh, replicate
@@ -70,7 +74,6 @@ def step(
         axis_names={axis_name},
     )
 
-    @functools.wraps(function)
     def run(state, batch, *shared):
         check_leading(state, number, "state", "replicas; make it with replicate()")
         for path, leaf in jax.tree.leaves_with_path(batch):
@@ -82,7 +85,7 @@ def step(
                 )
         return mapped(state, batch, shared)
 
-    return jax.jit(run, donate_argnums=(0,) if donate else ())
+    return CompiledStep(function, run, mesh, donate)
 
 
 def value_and_grad(

@@ -139,7 +139,7 @@ def payloads(
 
 def zero_error(params: optax.Params) -> Any:
     """Nothing held back yet: zeros like the parameters, at least float32."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, compute_dtype(x.dtype)), params)
+    return jax.tree.map(lambda x: jnp.zeros_like(x, compute_dtype(x.dtype)), params)
 
 
 def mean_with_feedback(

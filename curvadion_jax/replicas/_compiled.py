@@ -1,0 +1,111 @@
+"""A training step as a program, which leaves the state where it was."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from curvadion_jax import _memory, _paths, _sharding
+
+
+class CompiledStep:
+    """A training step on all replicas, compiled when it is called.
+
+    Once for every way in which a state lies on the devices: a step leaves each array of
+    the state divided, within its replica, as it was. Made by
+    `curvadion_jax.replicas.step`.
+
+    Example:
+      >>> from curvadion_jax import replicas
+      >>> mesh = replicas.make_mesh(1)
+      >>> step = replicas.step(lambda state, batch: (state + 1, {}), mesh)
+      >>> state = replicas.replicate(jax.numpy.zeros(2), mesh)
+      >>> step.lower(state, jax.numpy.ones(1)).compile().memory_analysis() is None
+      False
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], run: Any, mesh: Mesh, donate: bool
+    ):
+        functools.update_wrapper(self, function)
+        self._function, self._run, self._mesh = function, run, mesh
+        self._donate = (0,) if donate else ()
+        self._programs: dict[Any, Any] = {}
+
+    def __call__(self, state: Any, batch: Any, *shared: Any) -> tuple[Any, Any]:
+        """The state after the step, and the metrics."""
+        for path, leaf in jax.tree.leaves_with_path(state):
+            if _is_array(leaf) and leaf.is_deleted():
+                raise ValueError(
+                    f"the state{jax.tree_util.keystr(path)} was used in an earlier "
+                    "step, which reused its memory: use the state that that step "
+                    "returned, or make the step with donate=False"
+                )
+        return self._program(state)(state, batch, *shared)
+
+    def lower(self, state: Any, batch: Any, *shared: Any) -> jax.stages.Lowered:
+        """The program before it is compiled, for arrays or `jax.ShapeDtypeStruct`s."""
+        return self._program(state).lower(state, batch, *shared)
+
+    def _program(self, state: Any) -> Any:
+        leaves, structure = jax.tree.flatten(state)
+        key = structure, tuple(_placement(leaf, self._mesh) for leaf in leaves)
+        if key not in self._programs:
+            self._programs[key] = self._compiled(*key)
+        return self._programs[key]
+
+    def _compiled(self, structure, placements: tuple[NamedSharding | None, ...]) -> Any:
+        def run(state, batch, *shared):
+            with _sharding.noting(_divided(state, placements)):
+                new, metrics = self._run(state, batch, *shared)
+            if jax.tree.structure(new) == structure:
+                kept = map(_keep, jax.tree.leaves(new), placements)
+                new = jax.tree.unflatten(structure, kept)
+            return new, metrics
+
+        functools.update_wrapper(run, self._function)
+        return jax.jit(run, donate_argnums=self._donate)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+
+def _placement(leaf: Any, mesh: Mesh) -> NamedSharding | None:
+    """How an array lies on the mesh; None where that is not known."""
+    if not _is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
+        return None
+    placement = leaf.sharding
+    if not isinstance(placement, NamedSharding) or placement.mesh != mesh:
+        return None
+    return _canonical(placement)
+
+
+@functools.lru_cache(maxsize=4096)  # looked up for every array on every step
+def _canonical(placement: NamedSharding) -> NamedSharding:
+    """P("replica", None) is P("replica")."""
+    spec = [*placement.spec]
+    while spec and spec[-1] is None:
+        spec.pop()
+    return placement.update(spec=P(*spec))
+
+
+def _divided(state: Any, placements) -> list[_sharding.Divided]:
+    """How the arrays of the state lie within a replica."""
+    leaves = _paths.leaves_with_path(state)
+    return [
+        _sharding.Divided(name, leaf.shape[1:], P(*placement.spec[1:]))
+        for (name, leaf), placement in zip(leaves, placements, strict=True)
+        if placement is not None
+    ]
+
+
+def _keep(x: jax.Array, placement: NamedSharding | None) -> jax.Array:
+    if placement is None or placement.memory_kind == _memory.HOST_KIND:
+        return x  # an array in host memory stays by its type
+    return lax.with_sharding_constraint(x, placement)

@@ -1,0 +1,408 @@
+"""Replicas of several devices: nothing is rebuilt, nothing moves that need not."""
+
+import functools
+import math
+from typing import Any
+
+import chex
+import helpers
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import curvadion_jax as cd
+from curvadion_jax import _collectives, _sharding, compressors, synchronizers, triggers
+
+AXIS = cd.replicas.AXIS
+RANK = 2
+SHAPES = {
+    "down": (192, 128),
+    "embed": (256, 128),
+    "scale": (128,),
+    "square": (128, 128),
+    "stack": (4, 128, 192),
+    "up": (128, 192),
+}
+# Replicas, and axes inside each.
+MESHES = {
+    "2x2x2": (2, {"fsdp": 2, "tensor": 2}),
+    "4x2": (4, {"fsdp": 2}),
+    "2x4": (2, {"tensor": 4}),
+}
+# Sums in another order, over some steps: far below any wrong step, of length 0.01.
+ATOL = 2e-5
+
+
+def divided(name: str, inner: Any) -> PartitionSpec:
+    """Rows over fsdp and columns over tensor, as far as there are such axes."""
+    rows, columns = (axis if axis in inner else None for axis in ("fsdp", "tensor"))
+    if name == "down":  # as in Megatron: what is split by columns goes in by rows
+        rows, columns = columns, rows
+    return {
+        "scale": PartitionSpec(columns),
+        "stack": PartitionSpec(None, rows, columns),
+    }.get(name, PartitionSpec(rows, columns))
+
+
+def reconciling(synchronizer, rank=RANK):
+    return cd.adaptive_sync(
+        cd.dion(0.01, rank), triggers.every_k(2), synchronizer, AXIS
+    )
+
+
+reconcile = synchronizers.reconcile
+OPTIMIZERS = {
+    "dion": lambda: cd.dion(0.01, RANK, axis_name=AXIS),
+    "synchronous_dion": lambda: cd.presets.synchronous_dion(
+        0.01, rank=RANK, axis_name=AXIS
+    ),
+    "curvadion": lambda: cd.curvadion(0.01, RANK, budget=0.05, axis_name=AXIS),
+    "paper": lambda: cd.presets.paper(0.01, rank=RANK, axis_name=AXIS),
+    "authors_code": lambda: cd.presets.authors_code(0.01, rank=RANK, axis_name=AXIS),
+    "everything": lambda: reconciling(reconcile()),
+    "low_rank": lambda: reconciling(reconcile(compressor=compressors.low_rank(RANK))),
+    "low_rank_in_8_bits": lambda: reconciling(
+        reconcile(
+            compressor=compressors.chain(
+                compressors.low_rank(RANK), compressors.quantize(8)
+            )
+        )
+    ),
+    "top_k": lambda: reconciling(
+        reconcile(compressor=compressors.top_k(1 / 16, 2), momentum=False)
+    ),
+    "momenta_in_4_bits": lambda: reconciling(
+        reconcile(momentum=compressors.quantize(4))
+    ),
+    "fragments": lambda: reconciling(
+        reconcile(compressor=compressors.quantize(2), momentum=False, fragments=2)
+    ),
+    "orthonormal": lambda: reconciling(
+        reconcile(cd.outer.orthonormal(1.0, 0.5, rank=RANK))
+    ),
+    "factors_in_8_bits": lambda: cd.curvadion(
+        0.01,
+        RANK,
+        trigger=triggers.every_k(2),
+        synchronizer=synchronizers.average_factors(compressors.quantize(8)),
+        axis_name=AXIS,
+    ),
+    "diloco": lambda: cd.presets.diloco(0.01, k=2, axis_name=AXIS),
+    "local_sgd": lambda: cd.presets.local_sgd(0.01, k=2, axis_name=AXIS),
+}
+ON_ALL_MESHES = ("curvadion", "dion", "everything", "low_rank")
+MUON = {
+    "muloco": lambda: cd.presets.muloco(0.01, k=2, axis_name=AXIS),
+    "curvadion_muon": lambda: cd.curvadion(0.01, budget=0.05, axis_name=AXIS),
+}
+# Blocks of a device's own part are other blocks: equal up to what rounding loses.
+BLOCKS = {
+    *("curvadion", "curvadion_muon", "factors_in_8_bits", "fragments"),
+    *("low_rank_in_8_bits", "momenta_in_4_bits", "top_k"),
+}
+
+
+def mesh_of(name: str):
+    number, inner = MESHES[name]
+    return cd.replicas.make_mesh(number, inner)
+
+
+def make_state(tx, mesh, dtype=np.float32):
+    """(Parameters, optimizer state) of all replicas, parameters as `divided`."""
+    rng = np.random.default_rng(0)
+    inner = set(mesh.axis_names) - {AXIS}
+    params = {
+        name: jax.device_put(
+            rng.normal(size=shape).astype(dtype),
+            NamedSharding(mesh, divided(name, inner)),
+        )
+        for name, shape in SHAPES.items()
+    }
+    return cd.replicas.replicate((params, tx.init(params)), mesh)
+
+
+def make_gradients(mesh, seed=1):
+    rng = np.random.default_rng(seed)
+    number, inner = mesh.shape[AXIS], set(mesh.axis_names) - {AXIS}
+    return {
+        name: jax.device_put(
+            rng.normal(size=(number, *shape)).astype(np.float32),
+            NamedSharding(mesh, PartitionSpec(AXIS, *divided(name, inner))),
+        )
+        for name, shape in SHAPES.items()
+    }
+
+
+def make_step(tx, mesh, **options):
+    def train(state, gradients):
+        params, opt_state = state
+        gradients = jax.tree.map(lambda g: g[0], gradients)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {}
+
+    return cd.replicas.step(train, mesh, **options)
+
+
+def moved_inside(program: hlo.Program, mesh) -> list[hlo.Instruction]:
+    """Collectives among the devices of a replica, of syncs and of quiet steps."""
+    devices = mesh.size // mesh.shape[AXIS]
+    found = program.collectives([*program.computations])
+    return [each for each in found if each.stays_within(devices)]
+
+
+def largest(instructions) -> int:
+    """Elements of the largest array that they send or receive."""
+    shapes = [shape for each in instructions for _, shape in each.arrays]
+    return max(map(math.prod, shapes), default=0)
+
+
+def least_part(mesh) -> int:
+    """Elements of the smallest part of a matrix that a device holds."""
+    devices = mesh.size // mesh.shape[AXIS]
+    sizes = [math.prod(shape) for shape in SHAPES.values() if len(shape) > 1]
+    return min(sizes) // devices
+
+
+CASES = [(name, "2x2x2") for name in OPTIMIZERS] + [
+    (name, mesh) for name in ON_ALL_MESHES for mesh in ("4x2", "2x4")
+]
+
+
+@functools.cache
+def prepare(name: str, mesh):
+    """A compiled step, and a state to start from."""
+    tx = (OPTIMIZERS | MUON)[name]()
+    state = make_state(tx, mesh)
+    step = make_step(tx, mesh, donate=False)
+    return helpers.quick(step, state, make_gradients(mesh)), state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_no_matrix_moves_inside_a_replica(name, mesh):
+    mesh = mesh_of(mesh)
+    compiled, _ = prepare(name, mesh)
+    inside = moved_inside(hlo.parse(compiled.as_text()), mesh)
+    # Factors have RANK columns, and Gram matrices of them RANK x RANK elements.
+    assert largest(inside) < least_part(mesh)
+    if name not in ("diloco", "local_sgd"):
+        assert inside  # the products are divided, and not done by every device
+
+
+def test_what_gathers_a_matrix_is_seen():
+    mesh = mesh_of("2x2x2")
+
+    def train(state, gradients):
+        return state + jnp.cumsum(state.reshape(-1)).reshape(state.shape), {}
+
+    spec = PartitionSpec(AXIS, "fsdp", "tensor")
+    state = jax.device_put(np.ones((2, 128, 128)), NamedSharding(mesh, spec))
+    compiled = cd.replicas.step(train, mesh).lower(state, np.ones(2)).compile()
+    inside = moved_inside(hlo.parse(compiled.as_text()), mesh)
+    assert largest(inside) >= 128 * 128 // 4
+
+
+def assert_as_before(state, before):
+    """Shapes, dtypes, and where every array lies."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, before)
+    pairs = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(before), strict=True)
+    for (path, x), old in pairs:
+        name = jax.tree_util.keystr(path)
+        assert x.sharding.is_equivalent_to(old.sharding, x.ndim), name
+
+
+@functools.cache
+def run(name: str, mesh, steps: int = 4):
+    """Parameters after some steps, the state staying divided as it was."""
+    step, state = prepare(name, mesh)
+    before = state
+    for index in range(steps):
+        state, _ = step(state, make_gradients(mesh, seed=index))
+    assert_as_before(state, before)
+    return jax.tree.map(np.asarray, state[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "mesh"), [*CASES, *[(name, "2x2x2") for name in MUON]]
+)
+def test_divided_is_whole(name, mesh):
+    mesh = mesh_of(mesh)
+    found = run(name, mesh)
+    expected = run(name, cd.replicas.make_mesh(mesh.shape[AXIS]))
+    for path, wanted in expected.items():
+        if name not in BLOCKS:
+            np.testing.assert_allclose(found[path], wanted, atol=ATOL, err_msg=path)
+            continue
+        # What a sync moves is a step or two of 0.01 times the square root of 1.5.
+        np.testing.assert_allclose(found[path], wanted, atol=0.05, err_msg=path)
+        assert np.sqrt(np.mean((found[path] - wanted) ** 2)) < 0.01
+
+
+def test_state_is_divided_as_parameters_are():
+    mesh = mesh_of("2x2x2")
+    tx = reconciling(
+        reconcile(optax.sgd(0.7, 0.9), compressor=compressors.low_rank(RANK))
+    )
+    params, state = make_state(tx, mesh)
+    leaves = {
+        jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(state)
+    }
+    checked = 0
+    for name, x in params.items():
+        for path, leaf in leaves.items():
+            if path.endswith(f"['{name}']") and leaf.shape == x.shape:
+                assert leaf.sharding == x.sharding, path
+                checked += 1
+    # Momenta of five kinds, the anchor, its outer momentum, and the error.
+    assert checked >= 4 * len(SHAPES)
+    sync_state = state.sync_state
+    (q,), (form, _) = sync_state.common_q, sync_state.compressor_state
+    for each in (q, form):
+        specs = {name: each[name].sharding.spec for name in ("down", "stack", "up")}
+        assert specs["up"] == PartitionSpec(AXIS, "fsdp", None)
+        assert specs["down"] == PartitionSpec(AXIS, "fsdp", None)
+        assert specs["stack"] == PartitionSpec(AXIS, None, "fsdp", None)
+
+
+def test_attention_kernels_follow_their_heads():
+    mesh = mesh_of("2x2x2")
+    shapes = {"query": (96, 4, 8), "key": (96, 4, 8), "out": (4, 8, 96)}
+    specs = {"query": ("fsdp", "tensor"), "key": (None, None, "tensor"), "out": ()}
+    params = {
+        name: jax.device_put(
+            np.ones(shape), NamedSharding(mesh, PartitionSpec(*specs[name]))
+        )
+        for name, shape in shapes.items()
+    }
+    numbers = {
+        name: optax.contrib.MuonDimensionNumbers(*axes)
+        for name, axes in (("query", (0, (1, 2))), ("key", (0, (1, 2))))
+    }
+    numbers["out"] = optax.contrib.MuonDimensionNumbers((0, 1), 2)
+    state = cd.scale_by_dion(RANK, dimension_numbers=numbers).init(params)
+    spec = {name: q.sharding.spec for name, q in state.q.items()}
+    assert spec["query"] == PartitionSpec("tensor", None)  # (heads, width) merged
+    assert spec["key"] == PartitionSpec(None, None)  # heads before what is divided
+    assert spec["out"] == PartitionSpec(None, None)
+
+
+@pytest.mark.slow
+def test_q_divided_along_the_rank_gathers_no_momentum():
+    mesh = mesh_of("2x2x2")
+    tx = cd.dion(0.01, 4, axis_name=AXIS)
+
+    def along_rank(path, x):
+        if ".q" not in jax.tree_util.keystr(path) or x.shape[-1] != 4:
+            return x
+        spec = PartitionSpec(AXIS, *[None] * (x.ndim - 2), "fsdp")
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    state = jax.tree.map_with_path(along_rank, make_state(tx, mesh))
+    specs = [str(x.sharding.spec) for x in jax.tree.leaves(state[1])]
+    assert "P('replica', None, 'fsdp')" in specs
+    compiled = helpers.quick(make_step(tx, mesh), state, make_gradients(mesh))
+    inside = moved_inside(hlo.parse(compiled.as_text()), mesh)
+    assert largest(inside) < least_part(mesh)
+
+
+def test_without_notes_arrays_are_taken_as_whole():
+    params = {"a": jnp.ones((2, 4)), "b": {"c": jnp.ones((3,))}}
+    assert _sharding.specs(params) == [PartitionSpec(), PartitionSpec()]
+
+
+def test_arrays_are_found_by_path_and_then_by_shape():
+    rows, columns = PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")
+    notes = [
+        _sharding.Divided("0/params/layer/b", (4, 4), columns),
+        _sharding.Divided("0/params/layer/a", (4, 4), rows),
+        _sharding.Divided("1/count", (), PartitionSpec()),
+    ]
+    shapes = {"a": (4, 4), "b": (4, 4), "er/a": (4, 4), "other": (2,)}
+    tree = {"layer": {name: jnp.ones(shape) for name, shape in shapes.items()}}
+    with _sharding.noting(notes):
+        found = dict(zip(sorted(shapes), _sharding.specs(tree), strict=True))
+    assert found["a"] == rows
+    assert found["b"] == columns
+    assert found["er/a"] == columns  # no such path: the first of the shape
+    assert found["other"] == PartitionSpec()
+    assert _sharding.specs(tree) == [PartitionSpec()] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["2x4", None])
+def test_checkpoint_moves_to_another_mesh(tmp_path, other):
+    name, mesh = "curvadion", mesh_of("2x2x2")
+    elsewhere = mesh_of(other) if other else cd.replicas.make_mesh(2)
+    step, state = prepare(name, mesh)
+    for index in range(2):
+        state, _ = step(state, make_gradients(mesh, seed=index))
+    cd.checkpoint.save(tmp_path, 2, state)
+    step, target = prepare(name, elsewhere)
+    restored = cd.checkpoint.restore(tmp_path, target)
+    assert_as_before(restored, target)
+    helpers.assert_bitwise(jax.device_get(restored), jax.device_get(state))
+    after, _ = step(restored, make_gradients(elsewhere, seed=2))
+    assert_as_before(after, target)
+
+
+def test_the_one_model_is_divided_as_a_replica_is():
+    mesh = mesh_of("2x2x2")
+    params, opt_state = make_state(OPTIMIZERS["curvadion"](), mesh)
+    for model in (
+        cd.replicas.consensus(params),
+        cd.replicas.consensus(params, opt_state),
+    ):
+        for name, x in model.items():
+            place = NamedSharding(mesh, divided(name, {"fsdp", "tensor"}))
+            assert x.sharding.is_equivalent_to(place, x.ndim), name
+    assert float(cd.replicas.divergence(params)) == 0
+
+
+def test_a_step_compiles_once_and_refuses_what_it_was_given_before():
+    mesh = cd.replicas.make_mesh(2, {"fsdp": 2})
+    tx = optax.sgd(0.1, momentum=0.9)
+    state, step = make_state(tx, mesh), make_step(tx, mesh)
+    first = state
+    for index in range(3):
+        state, _ = step(state, make_gradients(mesh, seed=index))
+    assert len(step._programs) == 1
+    with pytest.raises(ValueError, match=r"state\[0\]\['down'\].*donate=False"):
+        step(first, make_gradients(mesh))
+
+
+@pytest.mark.parametrize(
+    ("form", "rounding"),
+    [
+        (compressors.quantize(8, 64), 2 / 127),  # two roundings to half a step
+        (compressors.top_k(1.0, block=64), 1e-6),
+        (compressors.top_k(1.0, 8, block=64), 1 / 127),
+    ],
+)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_compressed_means_of_divided_arrays(form, rounding, mesh):
+    mesh = mesh_of(mesh)
+    group = lambda: _collectives.group(AXIS)  # noqa: E731
+
+    def train(state, batch):
+        del batch
+        result = form.average(state, (), group(), {})
+        return result.mean, {"sent": result.sent}
+
+    given = make_gradients(mesh)
+    step = cd.replicas.step(train, mesh, donate=False)
+    compiled = helpers.quick(step, given, np.ones(4))
+    mean, metrics = compiled(given, np.ones(4))
+    assert not moved_inside(hlo.parse(compiled.as_text()), mesh)
+    for name, x in jax.device_get(given).items():
+        bound = rounding * np.max(np.abs(x))
+        np.testing.assert_array_equal(
+            mean[name], np.broadcast_to(mean[name][0], x.shape)
+        )
+        np.testing.assert_allclose(mean[name][0], x.mean(axis=0), rtol=0, atol=bound)
+        sent = np.asarray(metrics["sent"][name])
+        np.testing.assert_allclose(sent.mean(axis=0), mean[name][0], rtol=0, atol=1e-6)
