@@ -83,11 +83,6 @@ def unit_columns(R: jax.Array, Q: jax.Array) -> tuple[jax.Array, jax.Array]:
     return keep_whole(jnp.where(present, unit, Q.astype(R.dtype))), present
 
 
-def subtract_product(B: jax.Array, P: jax.Array, R: jax.Array, factor) -> jax.Array:
-    """Error feedback B - (1 - mu) P R^T, with factor = 1 - mu."""
-    return B - factor * matmul(P, R.mT)
-
-
 def direction(P: jax.Array, Q: jax.Array, present: jax.Array) -> jax.Array:
     """The update P Q^T, shape [*batch, rows, cols], without the absent columns."""
     return matmul(jnp.where(present, P, 0), Q.mT)
@@ -193,17 +188,16 @@ def dion_step(
     left, own = power_iteration(matrices, qs, orthonormalize, reduce)
     common, own = _reduce_where(own, compressed, reduce_fn)
     results = []
-    for view, b, p, r, mean_r, q, all_, sent in zip(
-        views, matrices, left, own, common, qs, given, put_in, strict=True
+    for view, momentum, p, r, mean_r, q, all_, sent in zip(
+        views, total, left, own, common, qs, given, put_in, strict=True
     ):
         new_q, present = unit_columns(mean_r, q)
         if factor is not None:
             # Each replica takes away what it gave. With the mean of R the update would
             # be the same, but replicas' differences would add up in momenta for ever.
-            b = subtract_product(b, p, r, jnp.asarray(factor, b.dtype))
-        update = view.scale * direction(p, new_q, present)
-        momentum = view.from_matrix(b)
+            momentum -= jnp.asarray(factor, p.dtype) * view.product(p, r)
         if sent is not all_:
             momentum += all_ - sent
-        results.append((view.from_matrix(update), momentum, new_q))
+        update = view.product(jnp.where(present, view.scale * p, 0), new_q)
+        results.append((update, momentum, new_q))
     return results

@@ -72,19 +72,39 @@ class MatrixView:
         """For every axis of Q the axes of the parameter that it is made of."""
         return [*[(axis,) for axis in self.batch_axes], self.col_axes, ()]
 
+    @property
+    def _rows_first(self) -> bool:
+        return self.row_axes < self.col_axes
+
     def _order(self) -> tuple[int, ...]:
-        return self.batch_axes + self.row_axes + self.col_axes
+        """Batch axes, and those of both sides as they follow in the parameter."""
+        sides = (self.row_axes, self.col_axes)
+        return self.batch_axes + sum(sides if self._rows_first else sides[::-1], ())
 
     def to_matrix(self, x: jax.Array) -> jax.Array:
         """``[shape] -> [*batch, rows, cols]``."""
-        return jnp.transpose(x, self._order()).reshape(
-            *self.batch, self.rows, self.cols
-        )
+        sides = (self.rows, self.cols)
+        sides = sides if self._rows_first else sides[::-1]
+        stack = jnp.transpose(x, self._order()).reshape(*self.batch, *sides)
+        # Behind all else, where a matrix product takes it in.
+        return stack if self._rows_first else stack.mT
 
     def from_matrix(self, matrix: jax.Array) -> jax.Array:
         """``[*batch, rows, cols] -> [shape]``."""
+        return self._from_sides(matrix if self._rows_first else matrix.mT)
+
+    def product(self, left: jax.Array, right: jax.Array) -> jax.Array:
+        """L R^T of ``[*batch, rows, r]`` and ``[*batch, cols, r]``: ``[shape]``.
+
+        Written as the parameter is: a product transposed afterwards, or joined with
+        what is not transposed, costs as much again.
+        """
+        first, second = (left, right) if self._rows_first else (right, left)
+        return self._from_sides(matmul(first, second.mT))
+
+    def _from_sides(self, stack: jax.Array) -> jax.Array:
         order = self._order()
-        x = matrix.reshape([self.shape[axis] for axis in order])
+        x = stack.reshape([self.shape[axis] for axis in order])
         return jnp.transpose(x, sorted(range(len(order)), key=order.__getitem__))
 
     def norms(self, x: jax.Array) -> jax.Array:

@@ -110,9 +110,7 @@ def _through(
 
         def rebuild(whole, factors):
             parts = [
-                factored[name][0].from_matrix(
-                    _matrices.matmul(p[name], factors[name].mT)
-                )
+                factored[name][0].product(p[name], factors[name])
                 if name in factored
                 else whole[name]
                 for name, _ in leaves
