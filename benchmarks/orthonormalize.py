@@ -98,8 +98,9 @@ def errors(a: np.ndarray, basis: jax.Array) -> tuple[float, float]:
     if not np.isfinite(p).all():
         return math.nan, math.nan
     error = np.abs(p.T @ p - np.eye(p.shape[1])).max()
-    # The columns of P need not be orthonormal to span the right space.
-    outside = a - p @ np.linalg.lstsq(p, a, rcond=None)[0]
+    # The columns of P need not be orthonormal to span the right space; zeros span none.
+    space = np.linalg.qr(p[:, p.any(axis=0)])[0]
+    outside = a - space @ (space.T @ a)
     span = np.linalg.norm(outside, axis=0) / np.linalg.norm(a, axis=0)
     return float(error), float(span.max())
 
