@@ -2,13 +2,14 @@
 
     taskset -c 0 python benchmarks/optimizer_speed.py                # GPT 160M
     taskset -c 0 python benchmarks/optimizer_speed.py --model 1b     # one layer
-    taskset -c 0 python benchmarks/optimizer_speed.py --model 8b     # part of a layer
+    taskset -c 0 python benchmarks/optimizer_speed.py --model 8b     # of a layer
 
 A step takes given gradients to new parameters, with weight decay, and its state is
 donated. The parameters are the matrices of the model, float32; `--embeddings` adds an
 embedding and a head, which all but AdamW give to AdamW. Dion and Muon have the same
-dimension numbers. `8b` is each distinct shape of a layer once (a step of Muon on all of
-it takes minutes on one core), so its seconds are not those of a layer.
+dimension numbers. `8b` is three shapes of a layer, each once, so its seconds are not
+those of a layer: a step of Muon on all of that takes minutes on one core, and on these
+a minute (`--rounds 2 --ranks 0.5 0.25 0.125 0.0625` makes it short).
 
 Beside them runs the authors' PyTorch code, with torch installed and a clone given:
 
@@ -50,7 +51,8 @@ import curvadion_jax as cd
 
 RATE, DECAY, MOMENTUM = 0.01, 0.01, 0.95
 MUON, ADAMW = "Muon", "AdamW"
-VOCABULARY = {"160m": 50304, "1b": 50304, "8b": 128256}
+VOCABULARY = 50304
+WIDTH = {"160m": 768, "1b": 2048, "8b": 4096}
 
 Turn = Callable[[], Callable[[], None]]
 """Makes new arrays, and returns a function that takes one step and waits for it."""
@@ -58,10 +60,9 @@ Turn = Callable[[], Callable[[], None]]
 
 def matrices(model: str, layers: int) -> dict[str, tuple[int, ...]]:
     """Shapes by name, (fan_in, fan_out) behind the axis of the layers."""
+    width = WIDTH[model]
     if model == "8b":
-        width, mlp = 4096, 14336
-        return {"query": (width, width), "key": (width, 1024), "up": (width, mlp)}
-    width = {"160m": 768, "1b": 2048}[model]
+        return {"query": (width, width), "key": (width, 1024), "up": (width, 14336)}
     stack = (layers,) if model == "160m" else ()
     square = dict.fromkeys(("query", "key", "value", "out"), (*stack, width, width))
     return square | {
@@ -72,8 +73,8 @@ def matrices(model: str, layers: int) -> dict[str, tuple[int, ...]]:
 
 def vectors(model: str) -> dict[str, tuple[int, ...]]:
     """Shapes of the embedding and the head."""
-    width = {"160m": 768, "1b": 2048, "8b": 4096}[model]
-    return {"embed": (VOCABULARY[model], width), "head": (width, VOCABULARY[model])}
+    width = WIDTH[model]
+    return {"embed": (VOCABULARY, width), "head": (width, VOCABULARY)}
 
 
 def normal(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, jax.Array]:
