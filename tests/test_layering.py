@@ -99,7 +99,7 @@ def test_one_file_alone_uses_collectives(name):
     assert collectives(NAMES[name].read_text()) == set()
 
 
-@pytest.mark.parametrize("name", MATHS)
+@pytest.mark.parametrize("name", sorted(MATHS))
 def test_pure_mathematics_knows_no_optimizer(name):
     source = NAMES[name].read_text()
     assert own_modules(source) <= MATHS

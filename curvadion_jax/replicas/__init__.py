@@ -6,6 +6,7 @@ axis; `step` runs it on all of them. There is always one well-defined model,
 `consensus`.
 """
 
+from curvadion_jax.replicas._compiled import CompiledStep
 from curvadion_jax.replicas._consensus import consensus, consensus_bytes, divergence
 from curvadion_jax.replicas._mesh import AXIS, make_mesh
 from curvadion_jax.replicas._state import offload, replicate
@@ -13,6 +14,7 @@ from curvadion_jax.replicas._steps import step, value_and_grad
 
 __all__ = [
     "AXIS",
+    "CompiledStep",
     "consensus",
     "consensus_bytes",
     "divergence",
