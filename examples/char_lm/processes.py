@@ -87,7 +87,9 @@ def _check(given: dict[str, Any], replicas: int, detect: bool) -> None:
             f"--coordinator {coordinator} must be HOST:PORT: a host of process 0 that "
             "the others reach, and a free port on it"
         )
-    if number < 1 or not 0 <= index < number:
+    if number < 1:
+        raise UserError(f"--num-processes {number} must be at least 1")
+    if not 0 <= index < number:
         raise UserError(
             f"--process-id {index} must be one of 0 to --num-processes - 1 = "
             f"{number - 1}, a different one in every process"
