@@ -17,6 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
 
+# A few starts of several programs, each of which compiles, one after the other.
+pytestmark = pytest.mark.timeout(4 * launch.SECONDS)
 # Float32 means over replicas: gloo adds them up in another order than the all-reduce
 # within a process. Measured after 7 steps: 1e-6 of the loss. The drift is the RMS of
 # differences of parameters, relative to theirs.

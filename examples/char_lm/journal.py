@@ -149,6 +149,9 @@ class Progress:
 
     def add(self, step: int, metrics: Any, validation_loss: float | None) -> None:
         """Report the steps before this one, and keep this one for later."""
+        if self._pending:
+            # Not more than a step ahead of the device, so that a signal is seen soon.
+            jax.block_until_ready(self._pending[-1][1])
         if len(self._pending) == self._group:
             self.flush()
         self._pending.append((step, metrics, validation_loss))
