@@ -14,6 +14,7 @@ import main
 import methods
 import model
 import numpy as np
+import processes
 import pytest
 import report
 import train
@@ -438,7 +439,7 @@ def test_wrong_flags_are_refused(arguments, message, capsys):
 
 @pytest.mark.slow
 def test_too_many_replicas_are_refused(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(main, "_make_devices", lambda replicas: None)
+    monkeypatch.setattr(processes, "_make_devices", lambda number: None)
     arguments = ["--replicas", "9", "--out", str(tmp_path / "out")]
     with pytest.raises(SystemExit):
         main.main(arguments)

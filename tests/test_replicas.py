@@ -1,5 +1,7 @@
 """Meshes, replicated state and the step that runs on all replicas."""
 
+import dataclasses
+import itertools
 import re
 
 import helpers
@@ -26,6 +28,55 @@ def test_mesh():
     assert mesh.axis_types == (AxisType.Auto,) * 2
     ids = [[device.id for device in row] for row in mesh.devices]
     assert ids == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    """What a mesh looks at in a device of a larger machine."""
+
+    id: int
+    slice_index: int
+    process_index: int
+
+
+def fake_devices(slices: int, processes: int, chips: int) -> list[FakeDevice]:
+    """Chips of every process of every slice, in an order that mixes all of them."""
+    numbers = itertools.product(range(chips), range(processes), range(slices))
+    return [
+        FakeDevice(number, where, where * processes + process)
+        for number, (_, process, where) in enumerate(numbers)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("machine", "number", "inner", "slices"),
+    [
+        pytest.param((2, 2, 4), 2, 8, [{0}, {1}], id="a-slice-each"),
+        pytest.param((2, 2, 4), 4, 4, [{0}, {0}, {1}, {1}], id="two-in-a-slice"),
+        pytest.param((2, 1, 8), 2, 4, [{0}, {1}], id="half-of-each-slice"),
+        pytest.param((4, 1, 2), 2, 4, [{0, 1}, {2, 3}], id="two-slices-each"),
+    ],
+)
+def test_a_replica_is_made_of_a_slice(monkeypatch, machine, number, inner, slices):
+    devices = fake_devices(*machine)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(jax, "process_count", lambda: machine[0] * machine[1])
+    mesh = replicas.make_mesh(number, {"fsdp": inner})
+    assert [{device.slice_index for device in row} for row in mesh.devices] == slices
+    for row in mesh.devices:
+        places = [(device.slice_index, device.process_index) for device in row]
+        assert places == sorted(places)
+
+
+def test_replicas_are_divided_over_processes_of_one_slice(monkeypatch):
+    devices = fake_devices(1, 4, 8)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    mesh = replicas.make_mesh(8)
+    hosts = [device.process_index for device in mesh.devices]
+    assert hosts == [0, 0, 1, 1, 2, 2, 3, 3]
+    with pytest.raises(ValueError, match="leaves process 2 of 4 without a device"):
+        replicas.make_mesh(10)
 
 
 def test_mesh_of_given_devices_and_name():

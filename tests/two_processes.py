@@ -1,10 +1,11 @@
 """One of two processes with a replica each: trains, and prints what it can read.
 
-python tests/two_processes.py PROCESS PORT
+python tests/two_processes.py PROCESS PORT FOLDER
 """
 
 import json
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,13 @@ import curvadion_jax as cd
 STEPS = 4
 
 
-def train() -> dict:
-    """Four steps on two replicas; what a training loop would log."""
+def train(folder: Path) -> dict:
+    """Four steps on two replicas, saved and restored; what a loop would log."""
     mesh = cd.replicas.make_mesh(2)
     params = {"w": jnp.ones((4, 8)), "b": jnp.ones((1, 8))}
     tx = cd.presets.local_sgd(0.1, k=2, axis_name="replica")
-    state = cd.replicas.replicate((params, tx.init(params)), mesh)
+    first = (params, tx.init(params))
+    state = cd.replicas.replicate(first, mesh)
 
     def train_step(state, x):
         params, opt_state = state
@@ -38,8 +40,13 @@ def train() -> dict:
     x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
     for _ in range(STEPS):
         state, observed = step(state, x)
+    extra = {"process": jax.process_index()}
+    cd.checkpoint.save(folder, STEPS, state, extra=extra)
+    restored = cd.checkpoint.restore(folder, cd.replicas.replicate(first, mesh))
     model = cd.replicas.consensus(*state)
     return {
+        "restored": equal(restored, state),
+        "extra": cd.checkpoint.read_extra(folder),
         "state": cd.metrics.read(state[1]),
         "observed": cd.metrics.read(observed),
         "divergence": float(cd.replicas.divergence(state[0])),
@@ -47,9 +54,20 @@ def train() -> dict:
     }
 
 
+def equal(state, other) -> bool:
+    """Whether what this process holds of two states is equal to the bit."""
+    return all(
+        np.asarray(part.data).tobytes() == np.asarray(another.data).tobytes()
+        for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True)
+        for part, another in zip(
+            x.addressable_shards, y.addressable_shards, strict=True
+        )
+    )
+
+
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[1]))
-    print(json.dumps(train()))
+    print(json.dumps(train(Path(sys.argv[3]))))

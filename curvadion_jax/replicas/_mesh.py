@@ -1,5 +1,6 @@
 """The mesh whose first axis is the replicas."""
 
+import collections
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,15 +26,17 @@ def make_mesh(
       inner: axes inside a replica and their sizes, such as {"fsdp": 4}; neighbouring
         devices belong to one replica.
       axis_name: name of the replica axis.
-      devices: devices to use; None is the first ones of `jax.devices()`.
+      devices: devices to use, in this order. None is those of `jax.devices()`, slice by
+        slice and process by process, so that a replica of a slice's size is a slice; of
+        more devices than needed, as many of each slice or process.
 
     Returns:
       The mesh, the replica axis first and then those of `inner`.
 
     Raises:
       TypeError: if `replicas` is not an int.
-      ValueError: if there are too few devices, a size is below 1, or an inner axis
-        has the replica axis's name.
+      ValueError: if there are too few devices, a size is below 1, an inner axis has
+        the replica axis's name, or a process would have no device in the mesh.
 
     Example:
       >>> make_mesh(1).axis_names
@@ -55,15 +58,46 @@ def make_mesh(
                 f"the size of mesh axis {name!r} must be at least 1, got {size}"
             )
     needed = math.prod(sizes.values())
-    devices = jax.devices() if devices is None else list(devices)
-    if len(devices) < needed:
+    every = jax.devices() if devices is None else list(devices)
+    if len(every) < needed:
         raise ValueError(
-            f"a mesh of {sizes} needs {needed} devices, there are {len(devices)}. On "
+            f"a mesh of {sizes} needs {needed} devices, there are {len(every)}. On "
             f'CPU call jax.config.update("jax_num_cpu_devices", {needed}) before '
             "anything else uses JAX"
         )
-    grid = np.array(devices[:needed], dtype=object).reshape(list(sizes.values()))
+    if devices is None:
+        every = _side_by_side(every, replicas, needed)
+        _check_processes(every[:needed], sizes)
+    grid = np.array(every[:needed], dtype=object).reshape(list(sizes.values()))
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _side_by_side(devices: Sequence[Any], replicas: int, needed: int) -> list[Any]:
+    """The devices that a mesh takes, those joined by fast links next to each other."""
+
+    def slice_of(device):
+        return getattr(device, "slice_index", 0)  # not every platform has slices
+
+    devices = sorted(devices, key=lambda d: (slice_of(d), d.process_index))
+    for unit in (slice_of, lambda device: device.process_index):
+        units = collections.defaultdict(list)
+        for device in devices:
+            units[unit(device)].append(device)
+        share, rest = divmod(needed, len(units))
+        fits = replicas % len(units) == 0 and min(map(len, units.values())) >= share
+        if len(units) > 1 and not rest and fits:
+            return [device for some in units.values() for device in some[:share]]
+    return devices
+
+
+def _check_processes(devices: Sequence[Any], sizes: Mapping[str, int]) -> None:
+    taking_part = {device.process_index for device in devices}
+    if missing := set(range(jax.process_count())) - taking_part:
+        raise ValueError(
+            f"a mesh of {sizes} leaves process {min(missing)} of {jax.process_count()} "
+            "without a device, and every process must have one: give more replicas, or "
+            "start fewer processes"
+        )
 
 
 def check_axis(mesh: Mesh, axis_name: str) -> None:

@@ -47,7 +47,11 @@ class Corpus:
     fingerprint: str
 
     def training_batch(
-        self, seed: tuple[int, int], sequences: int, length: int
+        self,
+        seed: tuple[int, int],
+        sequences: int,
+        length: int,
+        rows: slice = slice(None),
     ) -> np.ndarray:
         """Crops at random places, the same for the same seed.
 
@@ -55,18 +59,24 @@ class Corpus:
             seed: Seed of the run and number of the step.
             sequences: Number of crops.
             length: Tokens that the model is to see of each.
+            rows: Which of the crops to make, and look at the text for.
 
         Returns:
-            int32 [sequences, length + 1]; the last token is only ever a target.
+            int32 [rows, length + 1]; the last token is only ever a target.
 
         Raises:
             ValueError: no piece is long enough, or a token is out of range.
         """
         places = np.random.default_rng(seed).random(sequences)
-        return self._crops(self.training, places, length)
+        return self._crops(self.training, places[rows], length)
 
     def validation_batch(
-        self, index: int, batches: int, sequences: int, length: int
+        self,
+        index: int,
+        batches: int,
+        sequences: int,
+        length: int,
+        rows: slice = slice(None),
     ) -> np.ndarray:
         """Batch `index` of `batches`, which are spread evenly over the held-out tokens.
 
@@ -74,7 +84,7 @@ class Corpus:
         and errors are those of `training_batch`.
         """
         places = (index + np.arange(sequences) * batches) / (batches * sequences)
-        return self._crops(self.validation, places, length)
+        return self._crops(self.validation, places[rows], length)
 
     def _crops(
         self, pieces: Sequence[np.ndarray], places: np.ndarray, length: int

@@ -10,25 +10,56 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+import processes
 import report
+from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 import curvadion_jax as cd
+
+# Losses of so many steps go in one message between processes.
+_GROUP = 10
 
 
 class Interrupted(Exception):
     """The user asked to stop; everything up to here is saved."""
 
 
+class Stop:
+    """Whether to stop, which all processes are told at the same step.
+
+    Several processes agree through JAX's preemption service, which SIGTERM starts in
+    any of them, the way schedulers announce the end of a job. It sends nothing until
+    then; a step looks at a local number.
+    """
+
+    def __init__(self):
+        self._asked = threading.Event()
+        self._steps = 0
+
+    def ask(self) -> None:
+        """Stop soon: after this step, or with several processes a second later."""
+        if jax.distributed.is_initialized():
+            signal.raise_signal(signal.SIGTERM)
+        else:
+            self._asked.set()
+
+    def after_step(self) -> bool:
+        """Whether this step is the last. Every process asks once a step."""
+        self._steps += 1  # of all methods: the service must never see it fall
+        if jax.distributed.is_initialized():
+            return multihost_utils.reached_preemption_sync_point(self._steps)
+        return self._asked.is_set()
+
+
 @contextlib.contextmanager
-def stop_on_signal() -> Iterator[threading.Event]:
-    """An event that Ctrl-C sets; a second Ctrl-C stops at once.
+def stop_on_signal() -> Iterator[Stop]:
+    """Ctrl-C asks for a stop; a second Ctrl-C stops at once.
 
     A KeyboardInterrupt may strike while the old state is donated and the new one not
     yet there. A flag that is looked at between two steps cannot.
     """
-    stop = threading.Event()
+    stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # Only the main thread may handle signals.
         return
@@ -36,7 +67,7 @@ def stop_on_signal() -> Iterator[threading.Event]:
     def handle(number, frame):
         del number, frame
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        stop.set()
+        stop.ask()
 
     previous = signal.signal(signal.SIGINT, handle)
     try:
@@ -83,7 +114,8 @@ class Progress:
     """The bar and the journal, one step late.
 
     A step's metrics are read once the next step has been dispatched, so that the
-    device has work while the host waits for them.
+    device has work while the host waits for them. With several processes they are read
+    in groups, one message each for the losses, and the first process writes.
 
     Args:
         name: The method.
@@ -94,43 +126,59 @@ class Progress:
     """
 
     def __init__(self, name: str, steps: int, out: Path, start: int, seconds: float):
-        self._journal = Journal(out / f"{name}.jsonl", start)
-        self._bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True)
+        first = processes.is_first()
+        self._journal = Journal(out / f"{name}.jsonl", start) if first else None
+        self._bar = tqdm(
+            total=steps, initial=start, desc=name, dynamic_ncols=True, disable=not first
+        )
         self._began = time.perf_counter() - seconds
-        self._pending: tuple[int, Any, float | None] | None = None
+        self._pending: list[tuple[int, Any, float | None]] = []
+        self._group = _GROUP if jax.process_count() > 1 else 1
 
     def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, *error: object) -> None:
         self._bar.close()
-        self._journal.close()
+        if self._journal:
+            self._journal.close()
 
     def seconds(self) -> float:
         """Seconds spent on this method, those of earlier, stopped runs included."""
         return time.perf_counter() - self._began
 
     def add(self, step: int, metrics: Any, validation_loss: float | None) -> None:
-        """Report the step before this one, and keep this one for later."""
-        self.flush()
-        self._pending = (step, metrics, validation_loss)
+        """Report the steps before this one, and keep this one for later."""
+        if self._pending:
+            # Not more than a step ahead of the device, so that a signal is seen soon.
+            jax.block_until_ready(self._pending[-1][1])
+        if len(self._pending) == self._group:
+            self.flush()
+        self._pending.append((step, metrics, validation_loss))
 
     def flush(self) -> None:
         """Report what is kept. A checkpoint comes after the lines of its steps."""
-        if self._pending is None:
+        kept, self._pending = self._pending, []
+        if not kept:
             return
-        step, metrics, validation_loss = self._pending
-        self._pending = None
-        sync = cd.metrics.read(metrics["sync"])
-        loss = float(np.mean(jax.device_get(metrics["loss"])))
-        line = {"step": step, "loss": loss, "seconds": round(self.seconds(), 2)}
+        losses = processes.mean_over_replicas([row[1]["loss"] for row in kept])
+        if self._journal is None:
+            return
+        for (step, metrics, validation_loss), loss in zip(kept, losses, strict=True):
+            line = {"step": step, "loss": loss, "seconds": round(self.seconds(), 2)}
+            self._report(line, cd.metrics.read(metrics["sync"]), validation_loss)
+
+    def _report(
+        self, line: dict[str, Any], sync: dict[str, Any], validation_loss: float | None
+    ) -> None:
         for key in ("syncs", "synced", "value", "threshold", "layer", "bytes"):
             line[key] = sync[key]
         if validation_loss is not None:
             line["validation_loss"] = validation_loss
-        self._journal.write(line)
+        if self._journal:
+            self._journal.write(line)
         self._bar.set_postfix(
-            loss=f"{loss:.3f}",
+            loss=f"{line['loss']:.3f}",
             sync=f"{100 * sync['sync_rate']:.1f}%",
             sent=report.human_bytes(sync["bytes"]),
             refresh=False,

@@ -16,9 +16,9 @@ from pathlib import Path
 # for the cores, which makes small factorisations many times slower.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import jax
 import journal
 import methods
+import processes
 import train
 from config import PRESETS, UserError, flag
 
@@ -81,15 +81,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--restart", action="store_true", help="discard what --out holds"
     )
+    _add_processes(parser)
     return parser
 
 
-def _make_devices(replicas: int) -> None:
-    """As many CPU devices as replicas; accelerators stay as they are."""
-    forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    option = "jax_num_cpu_devices"
-    if not forced and getattr(jax.config, option) < replicas:
-        jax.config.update(option, replicas)
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "several processes", "replicas, batch and the rest stay those of all together"
+    )
+    group.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="where process 0 listens"
+    )
+    group.add_argument("--num-processes", type=int, help="number of processes")
+    group.add_argument("--process-id", type=int, help="which one this is, from 0")
+    group.add_argument(
+        "--distributed",
+        action="store_true",
+        help="find these in the environment: SLURM, Open MPI, Kubernetes, Cloud TPU",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,15 +114,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = vars(parser.parse_args(arguments))
     preset, names = flags.pop("preset"), flags.pop("method").split(",")
     out, restart = flags.pop("out"), flags.pop("restart")
+    names_of = ("coordinator", "num_processes", "process_id", "distributed")
+    place = [flags.pop(name) for name in names_of]
     try:
         config = dataclasses.replace(PRESETS[preset], **flags)
         methods.check(names, flags)
-        _make_devices(config.replicas)
+        processes.start(config.replicas, *place)
         train.run(config, names, out, restart=restart)
     except UserError as error:
         parser.error(str(error))
     except (journal.Interrupted, KeyboardInterrupt) as stop:
-        print(stop or "stopped", file=sys.stderr)
+        if not isinstance(stop, journal.Interrupted) or processes.is_first():
+            print(stop or "stopped", file=sys.stderr)
         return 130
     return 0
 

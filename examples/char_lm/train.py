@@ -6,7 +6,6 @@ when, is the optimizer's business.
 
 import dataclasses
 import math
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import methods
 import model
 import numpy as np
 import picture
+import processes
 import report
 from config import Config, UserError
 from data import Corpus, load
@@ -46,27 +46,50 @@ def run(
             devices than replicas, or the data cannot be used.
         Interrupted: Ctrl-C; the same call continues.
     """
-    corpus = load(config.data)
-    devices = jax.devices()
-    if len(devices) < config.replicas:
-        raise UserError(
-            f"--replicas {config.replicas} needs as many devices, and there are "
-            f"{len(devices)} ({devices[0].platform}); use fewer, or set "
-            "JAX_PLATFORMS=cpu, where devices are made as needed"
-        )
+    corpus = processes.together(lambda: load(config.data))
+    processes.check_devices(config.replicas)
     settings = dataclasses.asdict(config) | {"data": corpus.fingerprint}
+    processes.check_same(settings | {"method": list(names), "restart": restart})
     # How often a run is saved changes nothing in it.
     del settings["checkpoint_every"]
-    report.open_directory(out, settings, methods.METHODS, restart)
+    _open(out, settings, restart)
     mesh = cd.replicas.make_mesh(config.replicas)
     summary = report.read_json(out / "summary.json", [])
+    finished = [any(row["method"] == name for row in summary) for name in names]
+    finished = processes.from_first(np.array(finished))
     with journal.stop_on_signal() as stop:
-        for name in names:
-            if any(row["method"] == name for row in summary):
+        for name, done in zip(names, finished, strict=True):
+            if not done:
+                summary.append(_train(name, config, corpus, mesh, out, stop))
+                if processes.is_first():
+                    report.write_json(out / "summary.json", summary)
+            elif processes.is_first():
                 print(f"{name}: finished before, not trained again")
-                continue
-            summary.append(_train(name, config, corpus, mesh, out, stop))
-            report.write_json(out / "summary.json", summary)
+    if processes.is_first():
+        _show(summary, out)
+    return summary
+
+
+def _open(out: Path, settings: dict[str, Any], restart: bool) -> None:
+    """Let the first process make the directory, and the others look for it."""
+
+    def make():
+        if processes.is_first():
+            report.open_directory(out, settings, methods.METHODS, restart)
+
+    def look():
+        if not (out / "config.json").exists():
+            raise UserError(
+                f"--out {out} of process 0 is not there in process "
+                f"{jax.process_index()}: give a directory that all processes share"
+            )
+
+    processes.together(make)
+    processes.together(look)
+
+
+def _show(summary: list[dict[str, Any]], out: Path) -> None:
+    """The picture and the table."""
     lines = {
         row["method"]: journal.read_journal(out / f"{row['method']}.jsonl")
         for row in summary
@@ -74,7 +97,6 @@ def run(
     picture.draw(lines, out / "picture.png")
     print(report.table(summary))
     print(f"{out / 'summary.json'}, {out / 'picture.png'}")
-    return summary
 
 
 def _train(
@@ -83,7 +105,7 @@ def _train(
     corpus: Corpus,
     mesh: Mesh,
     out: Path,
-    stop: threading.Event,
+    stop: journal.Stop,
 ) -> dict[str, Any]:
     """Train one method to the end and return its row of the summary."""
     gpt = make_model(config, corpus)
@@ -92,25 +114,30 @@ def _train(
     evaluate = make_evaluation(gpt, config, corpus, mesh)
     checkpoints = out / "checkpoints" / name
     start, seconds = cd.checkpoint.latest_step(checkpoints) or 0, 0.0
+    start = int(processes.from_first(np.array(start)))
     if start:
-        state = cd.checkpoint.restore(checkpoints, state)
-        seconds = cd.checkpoint.read_extra(checkpoints)["seconds"]
+        state = cd.checkpoint.restore(checkpoints, state, start)
+        seconds = cd.checkpoint.read_extra(checkpoints, start)["seconds"]
     sequences = config.replicas * config.batch
+    divided = NamedSharding(mesh, PartitionSpec(cd.replicas.AXIS))
+    rows = processes.rows(divided, sequences)
     loss = None
     with journal.Progress(name, config.steps, out, start, seconds) as progress:
         for step in range(start + 1, config.steps + 1):
             seed = (config.seed, step)
-            batch = corpus.training_batch(seed, sequences, config.sequence_length)
+            local = corpus.training_batch(seed, sequences, config.sequence_length, rows)
+            batch = processes.divided(local, divided, sequences)
             state, metrics = step_fn(state, batch)
             last = step == config.steps
             evaluated = last or step % config.evaluate_every == 0
             loss = evaluate(state, last) if evaluated else None
             progress.add(step, metrics, loss)
-            if last or stop.is_set() or step % config.checkpoint_every == 0:
+            stopping = stop.after_step()
+            if last or stopping or step % config.checkpoint_every == 0:
                 progress.flush()
                 extra = {"seconds": progress.seconds()}
                 cd.checkpoint.save(checkpoints, step, state, keep=2, extra=extra)
-            if stop.is_set():
+            if stopping:
                 raise journal.Interrupted(
                     f"{name} is saved at step {step} of {config.steps}; the same "
                     "command goes on from there"
@@ -179,11 +206,12 @@ def make_evaluation(
     divided = NamedSharding(mesh, PartitionSpec(cd.replicas.AXIS))
     loss_fn = jax.jit(lambda params, batch: model.next_token_loss(gpt, params, batch))
     count, sequences = config.evaluation_batches, config.replicas * config.batch
+    length, rows = config.sequence_length, processes.rows(divided, sequences)
     batches = [
-        corpus.validation_batch(index, count, sequences, config.sequence_length)
+        corpus.validation_batch(index, count, sequences, length, rows)
         for index in range(count)
     ]
-    batches = [jax.device_put(batch, divided) for batch in batches]
+    batches = [processes.divided(batch, divided, sequences) for batch in batches]
 
     def evaluate(state: TrainState, last: bool) -> float:
         opt_state = None if last else state.opt_state

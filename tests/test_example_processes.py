@@ -1,0 +1,221 @@
+"""The example's main job in several processes is the one in one process."""
+
+import json
+import re
+from pathlib import Path
+
+import data
+import interrupted_main
+import jax
+import journal
+import launch
+import main
+import numpy as np
+import processes
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import curvadion_jax as cd
+
+# A few starts of several programs, each of which compiles, one after the other.
+pytestmark = pytest.mark.timeout(4 * launch.SECONDS)
+# Float32 means over replicas: gloo adds them up in another order than the all-reduce
+# within a process. Measured after 7 steps: 1e-6 of the loss. The drift is the RMS of
+# differences of parameters, relative to theirs.
+RTOL, ATOL = 1e-5, 1e-6
+
+MICRO = (
+    "--layers 1 --width 16 --heads 1 --sequence-length 16 --batch 1 --replicas 4 "
+    "--steps 7 --evaluation-batches 1 --evaluate-every 3 --checkpoint-every 3 "
+    "--method diloco --sync-every 2"
+).split()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """A directory of small files, some of which are held out."""
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        words = " ".join(str(number * word) for word in range(60))
+        (folder / f"file{number}.txt").write_text(words)
+    return folder
+
+
+def run(text: Path, out: Path, number: int, *more: str, script=(), own=()) -> list:
+    """Exit status and output of each process; `own` is for the last one alone."""
+    port = launch.free_port()
+    place = ["--coordinator", f"localhost:{port}", "--num-processes", str(number)]
+    files = ["--data", str(text), "--out", str(out)]
+    same = [*(script or [main.__file__]), *MICRO, *files, *more, *place]
+    commands = [[*same, "--process-id", str(index)] for index in range(number)]
+    commands[-1] += own
+    return launch.together(commands)
+
+
+def results(out: Path) -> tuple[list, list]:
+    """Summary and journal without the seconds."""
+    summary = json.loads((out / "summary.json").read_text())
+    lines = journal.read_journal(out / "diloco.jsonl")
+    for row in (*summary, *lines):
+        row.pop("seconds")
+    return summary, lines
+
+
+def assert_same(found: tuple[list, list], expected: tuple[list, list]) -> None:
+    for some, others in zip(found, expected, strict=True):
+        assert len(some) == len(others)
+        for row, other in zip(some, others, strict=True):
+            # What was sent and when is equal; approx takes only numbers and None.
+            exact = {k: v for k, v in other.items() if not isinstance(v, float)}
+            assert {k: row[k] for k in exact} == exact
+            close = {k: v for k, v in other.items() if isinstance(v, float)}
+            assert {k: row[k] for k in close} == pytest.approx(
+                close, rel=RTOL, abs=ATOL
+            )
+
+
+@pytest.fixture(scope="module")
+def alone(text, tmp_path_factory) -> tuple[list, list]:
+    out = tmp_path_factory.mktemp("alone")
+    assert main.main([*MICRO, "--data", str(text), "--out", str(out)]) == 0
+    summary, lines = results(out)
+    # Neither is every step a sync, nor are the replicas equal at the end.
+    assert summary[0]["syncs"] == 3
+    assert summary[0]["drift"] > 1e-4
+    return summary, lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [2, 4])
+def test_losses_syncs_and_bytes_are_those_of_one_process(text, tmp_path, alone, number):
+    out = tmp_path / "out"
+    ended = run(text, out, number)
+    assert [status for status, _ in ended] == [0] * number, ended
+    assert_same(results(out), alone)
+    assert (out / "picture.png").exists()
+    assert "validation loss" in ended[0][1]
+    assert not any("diloco" in output for _, output in ended[1:])
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_one_process_stops_all_and_the_same_command_goes_on(
+    text, tmp_path, alone
+):
+    out = tmp_path / "out"
+    ended = run(text, out, 2, script=[interrupted_main.__file__, "3"])
+    assert [status for status, _ in ended] == [130, 130], ended
+    (step,) = re.findall(r"saved at step (\d) of 7", ended[0][1])
+    # The service takes the step after the furthest that a process has finished.
+    assert int(step) in (3, 4, 5)
+    assert [line["step"] for line in journal.read_journal(out / "diloco.jsonl")] == [
+        *range(1, int(step) + 1)
+    ]
+    assert cd.checkpoint.latest_step(out / "checkpoints/diloco") == int(step)
+    assert [status for status, _ in run(text, out, 2)] == [0, 0]
+    assert_same(results(out), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("own", "says", "first_says"),
+    [
+        pytest.param(
+            ["--seed", "5"], "other flags or", "process 1 has other", id="flags"
+        ),
+        pytest.param(
+            ["--data", "/no/such"], "no such file", "process 1 stopped", id="data"
+        ),
+    ],
+)
+def test_what_one_process_is_refused_stops_all(text, tmp_path, own, says, first_says):
+    ended = run(text, tmp_path / "out", 2, own=own)
+    assert [status for status, _ in ended] == [2, 2], ended
+    assert says in ended[1][1]
+    assert first_says in ended[0][1]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(
+            "--num-processes 2 --process-id 0",
+            "--num-processes, --process-id without --coordinator",
+            id="no-coordinator",
+        ),
+        pytest.param(
+            "--coordinator h:1 --num-processes 2", "without --process-id", id="no-id"
+        ),
+        pytest.param(
+            "--coordinator h:1 --num-processes 2 --process-id 2",
+            "must be one of 0 to --num-processes - 1 = 1",
+            id="id-out-of-range",
+        ),
+        pytest.param(
+            "--coordinator h:1 --num-processes 2 --process-id -1",
+            "--process-id -1 must be",
+            id="negative-id",
+        ),
+        pytest.param(
+            "--coordinator h:1 --num-processes 0 --process-id 0",
+            "--num-processes 0 must be at least 1",
+            id="no-processes",
+        ),
+        pytest.param(
+            "--coordinator h:1 --num-processes 3 --process-id 0",
+            "--replicas 8, the number in all processes together, cannot be divided by "
+            "3 processes",
+            id="not-divisible",
+        ),
+        pytest.param(
+            "--coordinator host --num-processes 2 --process-id 0",
+            "must be HOST:PORT",
+            id="no-port",
+        ),
+        pytest.param(
+            "--distributed --process-id 0",
+            "--distributed finds by itself",
+            id="distributed-and-more",
+        ),
+    ],
+)
+def test_wrong_flags_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main.main(arguments.split())
+    assert stop.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_distributed_outside_of_a_cluster_says_what_to_give(text, tmp_path):
+    files = ["--data", text, "--out", tmp_path / "out"]
+    ((status, output),) = launch.together([[main.__file__, "--distributed", *files]])
+    assert status == 2
+    assert "JAX recognises no cluster" in output
+    assert "--coordinator" in output
+
+
+def test_a_process_makes_its_own_rows_of_the_same_batch(text):
+    corpus = data.load(str(text))
+    whole = corpus.training_batch((7, 3), 4, 16)
+    np.testing.assert_array_equal(
+        corpus.training_batch((7, 3), 4, 16, slice(1, 3)), whole[1:3]
+    )
+    whole = corpus.validation_batch(1, 2, 4, 16)
+    np.testing.assert_array_equal(
+        corpus.validation_batch(1, 2, 4, 16, slice(2, 4)), whole[2:]
+    )
+
+
+def test_rows_of_one_process_are_all_of_them():
+    mesh = cd.replicas.make_mesh(2)
+    sharding = NamedSharding(mesh, PartitionSpec(cd.replicas.AXIS))
+    assert processes.rows(sharding, 6) == slice(0, 6)
+    batch = processes.divided(np.arange(12).reshape(6, 2), sharding, 6)
+    assert batch.shape == (6, 2)
+    assert [shard.data.shape for shard in batch.addressable_shards] == [(3, 2)] * 2
+
+
+def test_losses_of_one_process_are_means_over_its_replicas():
+    found = processes.mean_over_replicas([jax.numpy.array([1.0, 2.0])])
+    assert found == [1.5]
