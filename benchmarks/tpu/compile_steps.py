@@ -10,6 +10,7 @@ say what the compiler has planned, and none of it has been on a TPU.
 """
 
 import argparse
+import collections
 import dataclasses
 import datetime
 import importlib.metadata
@@ -143,18 +144,24 @@ def _moved(state: Any, shardings: Any) -> list[str]:
 
 def _read(reader: traffic.Reader) -> dict[str, Any]:
     """Bytes that a chip sends, the largest transfers and arrays, and the flag."""
-    transfers, sent, largest = reader.transfers(), {}, {}
+    transfers = reader.transfers()
+    sent, by_file, largest = {}, {}, {}
     for across in (True, False):
         for at_sync in (False, True):
             part = [x for x in transfers if (x.across, x.at_sync) == (across, at_sync)]
             name = f"{'across' if across else 'inside'}, "
             name += "at syncs" if at_sync else "always"
             sent[name] = sum(x.sent for x in part)
+            files = collections.Counter()
+            for each in part:
+                files[each.source.partition(":")[0]] += each.sent
+            by_file[name] = dict(files.most_common(SHOWN))
             part.sort(key=lambda x: -x.whole)
             largest[name] = [x._asdict() for x in part[:SHOWN]]
     flag = reader.flag()
     return {
         "sent": sent,
+        "sent_by_file": by_file,
         "largest": largest,
         "arrays": reader.largest_arrays(2 * SHOWN),
         "flag": flag and flag._asdict(),

@@ -38,7 +38,7 @@ class Transfer(NamedTuple):
       size: chips that talk to each other, of one replica; or replicas.
       sharers: chips of each replica in it, if it joins replicas; 1 if not.
       given: bytes that go in on one chip, once.
-      whole: bytes of the array that the chips have or get together, once.
+      whole: bytes of the largest array that the chips have or get together, once.
       shape: of the result.
       origin: name of the operation in the traced program.
       source: file and line of it.
@@ -163,7 +163,8 @@ class Reader:
 
     def _transfer(self, name, each: hlo.Instruction, at_sync, times) -> Transfer:
         operands = [self._named[name].get(x) for x in each.operands]
-        given = sum(x.bytes for x in operands if x and x.shape != "token[]")
+        sizes = [x.bytes for x in operands if x and x.shape != "token[]"]
+        given = sum(sizes)
         attributes = each.attributes
         kind = re.sub("-start$", "", each.opcode)
         if kind == "send":
@@ -180,7 +181,7 @@ class Reader:
             across, size, sharers = replicas > 1, len(group), 1
             if across:
                 size, sharers = replicas, len(group) // replicas
-        whole = given * (size * sharers if kind == "all-gather" else 1)
+        whole = max(sizes, default=0) * (size * sharers if kind == "all-gather" else 1)
         frame = re.search(r"stack_frame_id=(\d+)", attributes)
         origin = re.search(r'op_name="([^"]*)"', attributes)
         return Transfer(
