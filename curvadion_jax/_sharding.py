@@ -63,7 +63,7 @@ def named_axes(spec: PartitionSpec) -> frozenset[str]:
     return frozenset(jax.tree.leaves(tuple(spec)))
 
 
-def _of_axes(by_axis: Sequence[Any], axes: Sequence[tuple[int, ...]]) -> list[Any]:
+def of_axes(by_axis: Sequence[Any], axes: Sequence[tuple[int, ...]]) -> list[Any]:
     """What holds for the parameter's axes, for axes that are made of those.
 
     Of several axes the first may be divided, and none behind it.
@@ -91,7 +91,7 @@ def place_like(
         return x
     mesh, spec = parameter.sharding.mesh, parameter.sharding.spec
     by_axis = (*spec, *[None] * (parameter.ndim - len(spec)))
-    placed = PartitionSpec(*_of_axes(by_axis, axes))
+    placed = PartitionSpec(*of_axes(by_axis, axes))
     return jax.device_put(x, NamedSharding(mesh, placed))
 
 
@@ -115,6 +115,6 @@ def like_tree(
         names = getattr(box, "names", None) if _paths.is_box(node) else None
         if names is None or len(names) != leaves[0].ndim:
             return box
-        return box.replace(names=tuple(_of_axes(names, of)))
+        return box.replace(names=tuple(of_axes(names, of)))
 
     return structure.unflatten([named(node) for node in nodes])

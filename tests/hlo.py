@@ -14,7 +14,8 @@ _CALLED = re.compile(
     r"branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
+# Axes of a mesh over all devices, in the order of their numbers, and those that talk.
+_MESH = re.compile(r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\] \{((?:'\w+',?)+)\}")
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _COLLECTIVES = (
     "all-reduce",
@@ -84,7 +85,7 @@ class Instruction(NamedTuple):
     def groups(self) -> list[list[int]]:
         """Devices that talk to each other.
 
-        `{{0,1},{2,3}}`, or `[2,2]<=[2,2]T(1,0)`, or `mesh['a'=2,'b'=2] {'a'}`; of a
+        Written `{{0,1},{2,3}}`, `[2,2]<=[2,2]T(1,0)` or `mesh['a'=2,'b'=2] {'a'}`; of a
         permutation its pairs of a sender and a receiver.
         """
         kinds = "replica_groups|source_target_pairs"
@@ -92,15 +93,8 @@ class Instruction(NamedTuple):
         if listed:
             parts = re.findall(r"\{([\d,]+)\}", listed[1])
             return [[int(x) for x in part.split(",")] for part in parts]
-        named = _NAMED.search(self.attributes)
-        if named:
-            sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
-            axes = [[*sizes].index(name) for name in re.findall(r"'(\w+)'", named[2])]
-            devices = np.arange(math.prod(map(int, sizes.values())))
-            devices = devices.reshape([*map(int, sizes.values())])
-            together = math.prod(devices.shape[axis] for axis in axes)
-            last = range(-len(axes), 0)
-            return np.moveaxis(devices, axes, last).reshape(-1, together).tolist()
+        if mesh := _MESH.search(self.attributes):
+            return _groups_of_mesh(mesh[1], mesh[2])
         iota = _IOTA.search(self.attributes)
         if iota is None:
             raise ValueError(f"no replica groups in {self.attributes!r}")
@@ -109,6 +103,15 @@ class Instruction(NamedTuple):
         )
         devices = np.arange(math.prod(sizes)).reshape(sizes)
         return devices.transpose(order or range(len(sizes))).reshape(shape).tolist()
+
+
+def _groups_of_mesh(mesh: str, talking: str) -> list[list[int]]:
+    axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
+    inside = re.findall(r"'(\w+)'", talking)
+    order = [name for name in axes if name not in inside] + inside
+    devices = np.arange(math.prod(axes.values())).reshape(list(axes.values()))
+    devices = devices.transpose([list(axes).index(name) for name in order])
+    return devices.reshape(-1, math.prod(axes[name] for name in inside)).tolist()
 
 
 class Program(NamedTuple):

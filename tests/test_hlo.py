@@ -98,6 +98,14 @@ def test_collectives_inside_and_outside_of_branches(program):
         pytest.param(
             "replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]], id="transposed"
         ),
+        pytest.param(
+            "replica_groups=mesh['a'=2,'b'=2] {'b'}", [[0, 1], [2, 3]], id="mesh"
+        ),
+        pytest.param(
+            "replica_groups=mesh['a'=2,'b'=2,'c'=1] {'c','a'}",
+            [[0, 2], [1, 3]],
+            id="axes of a mesh",
+        ),
     ],
 )
 def test_groups(attribute, groups):
