@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from curvadion_jax import checkpoint
@@ -437,3 +438,12 @@ def test_without_orbax(tmp_path, simple, monkeypatch):
     ):
         with pytest.raises(ImportError, match=hint):
             call()
+
+
+def test_saving_does_not_count_a_step_for_the_preemption_service(tmp_path, monkeypatch):
+    # A training loop counts its own; what JAX's service sees must not fall.
+    asked = []
+    name = "reached_preemption_sync_point"
+    monkeypatch.setattr(multihost_utils, name, lambda step: asked.append(step))
+    checkpoint.save(tmp_path, 1, {"w": jnp.ones((2, 3))})
+    assert asked == []
