@@ -140,7 +140,7 @@ def _by_device(
     leaves, axes = jax.tree.leaves(tree), _matrices.inner_axes()
     if not axes:
         return function(group(axis_name), leaves)
-    specs = _sharding.specs(tree)
+    specs = _sharding.specs(tree, axes)
     together = defaultdict(list)
     for index, spec in enumerate(specs):
         together[_sharding.named_axes(spec)].append(index)

@@ -143,9 +143,10 @@ def scale_by_dion(
 
     Returns:
       A transformation with :class:`DionState`. Its `update` takes two optional extra
-      arguments: `reduce_fn`, which replaces `axis_name` for that step: it takes a list
-      of arrays to their means over replicas and to what of them this replica put in
-      (None for all; the rest stays in the momentum), and `momentum_only=True`, which
+      arguments: `reduce_fn`, which replaces `axis_name` for that step: it takes a
+      dictionary, path of the parameter -> array, to one of their means over replicas
+      and to one of what this replica put in (None for all; the rest stays in the
+      momentum), and `momentum_only=True`, which
       accumulates B into the momentum, keeps Q and returns zero updates.
 
     Raises:
@@ -239,6 +240,7 @@ def scale_by_dion(
             )
         qs = jax.tree.leaves(state.q)
         results = _low_rank.dion_step(
+            [name for name, _, _ in leaves],
             [view for _, _, view in leaves],
             total,
             qs,

@@ -19,9 +19,10 @@ class Group(NamedTuple):
       all_gather: tree of arrays [...] -> tree of [N, ...], part k is replica k's.
       by_device: (function, tree) -> what ``function(group, leaves)`` returns: for every
         leaf of the tree a pair of arrays like it. Where a replica has several devices,
-        each of them calls it with its own parts of the leaves, one list for those that
-        are divided over the same axes, and the group to use there. So taking an array
-        apart moves nothing inside the replica.
+        each of them calls it with its own parts of the leaves, and the group to use
+        there; once for all leaves that are divided over the same axes. So taking an
+        array apart moves nothing inside the replica. Results must have the shapes of
+        the leaves, and differ between devices only where the leaves do.
 
     Example:
       >>> alone = single()

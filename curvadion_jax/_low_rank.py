@@ -24,9 +24,10 @@ import jax.numpy as jnp
 from curvadion_jax._matrices import MatrixView, keep_whole, matmul
 from curvadion_jax._orthonormalize import Orthonormalize
 
-ReduceFn = Callable[[list[jax.Array]], tuple[list[jax.Array], list[jax.Array] | None]]
-"""Takes a list of arrays to their means over replicas, and to what of its own arrays
-this replica put into them; None says all of them."""
+Named = dict[str, jax.Array]
+ReduceFn = Callable[[Named], tuple[Named, Named | None]]
+"""Takes arrays by the paths of their parameters to their means over replicas, and to what
+of its own arrays this replica put into them; None says all of them."""
 
 # The paper's and microsoft/dion's epsilon in the column normalisation.
 _EPSILON = 1e-8
@@ -132,25 +133,26 @@ def power_iteration(
 
 
 def _reduce_where(
-    arrays: list[jax.Array], wanted: list[bool], reduce_fn: ReduceFn | None
+    names: list[str],
+    arrays: list[jax.Array],
+    wanted: list[bool],
+    reduce_fn: ReduceFn | None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The arrays with means in place of those wanted, and with what was put in."""
-    chosen = [array for array, want in zip(arrays, wanted, strict=True) if want]
+    by_name = dict(zip(names, arrays, strict=True))
+    chosen = {
+        name: by_name[name] for name, want in zip(names, wanted, strict=True) if want
+    }
     if reduce_fn is None or not chosen:
         return arrays, arrays
     means, sent = reduce_fn(chosen)
-
-    def put(new):
-        following = iter(new)
-        return [
-            next(following) if want else array
-            for array, want in zip(arrays, wanted, strict=True)
-        ]
-
-    return put(means), arrays if sent is None else put(sent)
+    if sent is None:
+        sent = {}
+    return [*(by_name | means).values()], [*(by_name | sent).values()]
 
 
 def dion_step(
+    names: list[str],
     views: list[MatrixView],
     total: list[jax.Array],
     qs: list[jax.Array],
@@ -162,6 +164,7 @@ def dion_step(
     """One step of Dion for a list of parameters.
 
     Args:
+      names: path of each parameter, all different.
       views: how each parameter is seen as matrices.
       total: B = M + G of each, in the parameter's shape.
       qs: Q of each, [*batch, cols, r].
@@ -179,14 +182,14 @@ def dion_step(
         reduces_factors(v, q.shape[-1]) for v, q in zip(views, qs, strict=True)
     ]
     given = total
-    total, put_in = _reduce_where(total, [not c for c in compressed], reduce_fn)
+    total, put_in = _reduce_where(names, total, [not c for c in compressed], reduce_fn)
     matrices = [view.to_matrix(b) for view, b in zip(views, total, strict=True)]
 
     def reduce(factors):
-        return _reduce_where(factors, compressed, reduce_fn)[0]
+        return _reduce_where(names, factors, compressed, reduce_fn)[0]
 
     left, own = power_iteration(matrices, qs, orthonormalize, reduce)
-    common, own = _reduce_where(own, compressed, reduce_fn)
+    common, own = _reduce_where(names, own, compressed, reduce_fn)
     results = []
     for view, momentum, p, r, mean_r, q, all_, sent in zip(
         views, total, left, own, common, qs, given, put_in, strict=True

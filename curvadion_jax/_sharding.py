@@ -9,6 +9,7 @@ while the step is traced.
 
 import contextlib
 import contextvars
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from curvadion_jax import _paths
 
 
-class Divided(NamedTuple):
+class Placed(NamedTuple):
     """An array of the state: its path, its shape in one replica, and how it lies."""
 
     path: str
@@ -27,13 +28,21 @@ class Divided(NamedTuple):
     spec: PartitionSpec
 
 
-_noted: contextvars.ContextVar[tuple[Divided, ...]] = contextvars.ContextVar(
+_NOTHING_NOTED = (
+    "a sync of replicas of several devices cannot see how the state is divided between "
+    "them: every device gathers whole arrays and sends all of them. Call the function "
+    "that curvadion_jax.replicas.step returns with arrays on its mesh (or "
+    "jax.ShapeDtypeStruct with a sharding), before any other trace of the same jitted "
+    "functions in it"
+)
+
+_noted: contextvars.ContextVar[tuple[Placed, ...]] = contextvars.ContextVar(
     "noted", default=()
 )
 
 
 @contextlib.contextmanager
-def noting(arrays: Sequence[Divided]) -> Iterator[None]:
+def noting(arrays: Sequence[Placed]) -> Iterator[None]:
     """Lets `specs` know these arrays."""
     token = _noted.set(tuple(arrays))
     try:
@@ -42,20 +51,31 @@ def noting(arrays: Sequence[Divided]) -> Iterator[None]:
         _noted.reset(token)
 
 
-def specs(tree: Any) -> list[PartitionSpec]:
-    """How the arrays of a tree like the parameters are divided, leaf by leaf.
+def specs(tree: Any, axes: Sequence[str]) -> list[PartitionSpec]:
+    """How the arrays of a tree like the parameters are divided over axes, leaf by leaf.
 
     As an array of the state whose path ends with the leaf's, of the same shape; else as
     any of that shape; what is not known is whole on every device.
     """
-    noted = _noted.get()
-    found = []
+    noted, found = _noted.get(), []
+    if not noted:
+        warnings.warn(_NOTHING_NOTED, stacklevel=2)
     for path, leaf in _paths.leaves_with_path(tree):
         alike = [each for each in noted if each.shape == leaf.shape]
         named = [each for each in alike if f"/{each.path}".endswith(f"/{path}")]
         best = next(iter(named or alike), None)
-        found.append(PartitionSpec() if best is None else best.spec)
+        found.append(PartitionSpec() if best is None else _over(best.spec, axes))
     return found
+
+
+def _over(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """What of a division is over these axes."""
+
+    def kept(entry):
+        names = tuple(name for name in jax.tree.leaves(entry) if name in axes)
+        return (names[0] if len(names) == 1 else names) or None
+
+    return PartitionSpec(*map(kept, spec))
 
 
 def named_axes(spec: PartitionSpec) -> frozenset[str]:
@@ -91,8 +111,11 @@ def place_like(
         return x
     mesh, spec = parameter.sharding.mesh, parameter.sharding.spec
     by_axis = (*spec, *[None] * (parameter.ndim - len(spec)))
-    placed = PartitionSpec(*of_axes(by_axis, axes))
-    return jax.device_put(x, NamedSharding(mesh, placed))
+    placement = NamedSharding(mesh, PartitionSpec(*of_axes(by_axis, axes)))
+    if placement.is_fully_addressable:
+        return jax.device_put(x, placement)
+    # For `device_put` all processes would compare their arrays, one message for each.
+    return jax.jit(lambda x: x, out_shardings=placement)(x)
 
 
 def like_tree(
@@ -106,15 +129,30 @@ def like_tree(
     nodes, structure = jax.tree.flatten(params, is_leaf=_paths.is_box)
     following = zip(arrays, axes, strict=True)
 
-    def named(node):
-        leaves, inside = jax.tree.flatten(node)
-        if not leaves:  # of a parameter that another optimizer takes
-            return node
-        x, of = next(following)
-        box = jax.tree.unflatten(inside, [place_like(x, leaves[0], of)])
-        names = getattr(box, "names", None) if _paths.is_box(node) else None
-        if names is None or len(names) != leaves[0].ndim:
+    def placed(node):
+        leaves, inside = jax.tree.flatten(node)  # none where another optimizer takes it
+        pairs = [(leaf, *next(following)) for leaf in leaves]
+        new = [place_like(x, leaf, of) for leaf, x, of in pairs]
+        box = jax.tree.unflatten(inside, new)
+        if not _paths.is_box(node) or len(pairs) != 1:
             return box
-        return box.replace(names=tuple(of_axes(names, of)))
+        return _with_names(box, len(leaves[0].shape), pairs[0][-1])
 
-    return structure.unflatten([named(node) for node in nodes])
+    return structure.unflatten([placed(node) for node in nodes])
+
+
+def _with_names(box: Any, ndim: int, axes: Sequence[tuple[int, ...]]) -> Any:
+    """Flax's box of an array made of a parameter's axes, which it has the names of."""
+
+    def renamed(names):
+        known = isinstance(names, tuple | list) and len(names) == ndim
+        return tuple(of_axes(names, axes)) if known else names
+
+    if hasattr(box, "set_metadata"):  # a variable of nnx
+        metadata = box.get_metadata()
+        for key in {"out_sharding", "sharding_names", "sharding"} & set(metadata):
+            box.set_metadata(key, renamed(metadata[key]))
+        return box
+    if getattr(box, "names", None) is None:
+        return box
+    return box.replace(names=renamed(box.names))

@@ -75,10 +75,11 @@ class Instruction(NamedTuple):
         """Of the result, a tuple's parts together."""
         return sum(math.prod(shape) * bits // 8 for bits, shape in self.arrays)
 
-    def stays_within(self, devices: int) -> bool:
-        """Whether it talks only among so many neighbouring devices."""
-        return all(
-            len({each // devices for each in group}) == 1 for group in self.groups
+    def joins(self, devices: int) -> bool:
+        """Whether it joins different ones of so many neighbouring devices."""
+        return any(
+            len({each // devices for each in group}) < len(set(group))
+            for group in self.groups
         )
 
     @property

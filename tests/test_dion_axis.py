@@ -204,7 +204,7 @@ def test_reduce_fn_takes_the_place_of_the_axis():
 
     def with_function(gradient):
         def mean(arrays):
-            return [lax.pmean(a, "anything") for a in arrays], None
+            return jax.tree.map(lambda a: lax.pmean(a, "anything"), arrays), None
 
         return scale().update(gradient, state, reduce_fn=mean)
 

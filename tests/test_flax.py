@@ -244,3 +244,23 @@ def test_boxes_with_names_of_axes_are_seen_through():
     plain = linen.meta.unbox(boxed)
     expected, _ = jax.jit(tx.update)(linen.meta.unbox(gradients), tx.init(plain), plain)
     chex.assert_trees_all_equal(linen.meta.unbox(updates), expected)
+
+
+class NamedAxesOfNNX(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.initializers.lecun_normal()
+        up = nnx.with_partitioning(init, ("fsdp", "tensor"))
+        self.up = nnx.Linear(16, 64, use_bias=False, kernel_init=up, rngs=rngs)
+
+
+def test_variables_with_names_of_axes_place_their_state():
+    mesh = cd.replicas.make_mesh(2, {"fsdp": 2, "tensor": 2})
+    tx = cd.curvadion(0.01, rank=3)  # which no axis divides
+    with jax.set_mesh(mesh):
+        model = NamedAxesOfNNX(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    dion = optimizer.opt_state.inner_state.inner_states["dion"].inner_state[0]
+    momentum, q = dion.momentum["up"]["kernel"], dion.q["up"]["kernel"]
+    assert momentum.get_metadata()["out_sharding"] == ("fsdp", "tensor")
+    assert q.get_metadata()["out_sharding"] == ("fsdp", None)
+    assert q.get_value().sharding.spec == PartitionSpec("fsdp", None)

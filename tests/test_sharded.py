@@ -33,8 +33,8 @@ MESHES = {
     "4x2": (4, {"fsdp": 2}),
     "2x4": (2, {"tensor": 4}),
 }
-# Sums in another order, over some steps: far below any wrong step, of length 0.01.
-ATOL = 2e-5
+# Sums in another order, over some steps: of how far the parameters have moved.
+CLOSE = 2e-3
 
 
 def divided(name: str, inner: Any) -> PartitionSpec:
@@ -99,10 +99,15 @@ MUON = {
     "muloco": lambda: cd.presets.muloco(0.01, k=2, axis_name=AXIS),
     "curvadion_muon": lambda: cd.curvadion(0.01, budget=0.05, axis_name=AXIS),
 }
-# Blocks of a device's own part are other blocks: equal up to what rounding loses.
+# Blocks of a device's own part are other blocks, which lose something else.
 BLOCKS = {
-    *("curvadion", "curvadion_muon", "factors_in_8_bits", "fragments"),
-    *("low_rank_in_8_bits", "momenta_in_4_bits", "top_k"),
+    "curvadion": 0.5,
+    "curvadion_muon": 0.5,
+    "factors_in_8_bits": 0.1,
+    "fragments": 0.7,
+    "low_rank_in_8_bits": 0.1,
+    "momenta_in_4_bits": 0.2,
+    "top_k": 0.9,
 }
 
 
@@ -148,16 +153,23 @@ def make_step(tx, mesh, **options):
 
 
 def moved_inside(program: hlo.Program, mesh) -> list[hlo.Instruction]:
-    """Collectives among the devices of a replica, of syncs and of quiet steps."""
+    """Collectives in which several devices of a replica take part, of all steps."""
     devices = mesh.size // mesh.shape[AXIS]
     found = program.collectives([*program.computations])
-    return [each for each in found if each.stays_within(devices)]
+    return [each for each in found if each.joins(devices)]
 
 
 def largest(instructions) -> int:
-    """Elements of the largest array that they send or receive."""
-    shapes = [shape for each in instructions for _, shape in each.arrays]
-    return max(map(math.prod, shapes), default=0)
+    """Elements of the largest array that they send or receive.
+
+    An all-to-all or a permutation has an array in several parts.
+    """
+    sizes = [0]
+    for each in instructions:
+        parts = [math.prod(shape) for _, shape in each.arrays]
+        whole = each.opcode.startswith(("all-to-all", "collective-permute"))
+        sizes.append(sum(parts) if whole else max(parts))
+    return max(sizes)
 
 
 def least_part(mesh) -> int:
@@ -217,13 +229,13 @@ def assert_as_before(state, before):
 
 @functools.cache
 def run(name: str, mesh, steps: int = 4):
-    """Parameters after some steps, the state staying divided as it was."""
+    """Parameters after some steps, and before; the state stays divided as it was."""
     step, state = prepare(name, mesh)
     before = state
     for index in range(steps):
         state, _ = step(state, make_gradients(mesh, seed=index))
     assert_as_before(state, before)
-    return jax.tree.map(np.asarray, state[0])
+    return jax.device_get((state[0], before[0]))
 
 
 @pytest.mark.slow
@@ -232,15 +244,13 @@ def run(name: str, mesh, steps: int = 4):
 )
 def test_divided_is_whole(name, mesh):
     mesh = mesh_of(mesh)
-    found = run(name, mesh)
-    expected = run(name, cd.replicas.make_mesh(mesh.shape[AXIS]))
+    found, start = run(name, mesh)
+    expected, _ = run(name, cd.replicas.make_mesh(mesh.shape[AXIS]))
     for path, wanted in expected.items():
-        if name not in BLOCKS:
-            np.testing.assert_allclose(found[path], wanted, atol=ATOL, err_msg=path)
-            continue
-        # What a sync moves is a step or two of 0.01 times the square root of 1.5.
-        np.testing.assert_allclose(found[path], wanted, atol=0.05, err_msg=path)
-        assert np.sqrt(np.mean((found[path] - wanted) ** 2)) < 0.01
+        apart = np.linalg.norm(found[path] - wanted)
+        moved = np.linalg.norm(wanted - start[path])
+        assert moved > 0
+        assert apart / moved < BLOCKS.get(name, CLOSE), path
 
 
 def test_state_is_divided_as_parameters_are():
@@ -312,25 +322,41 @@ def test_q_divided_along_the_rank_gathers_no_momentum():
 
 def test_without_notes_arrays_are_taken_as_whole():
     params = {"a": jnp.ones((2, 4)), "b": {"c": jnp.ones((3,))}}
-    assert _sharding.specs(params) == [PartitionSpec(), PartitionSpec()]
+    with pytest.warns(UserWarning, match="gathers whole arrays"):
+        found = _sharding.specs(params, ["fsdp"])
+    assert found == [PartitionSpec(), PartitionSpec()]
 
 
 def test_arrays_are_found_by_path_and_then_by_shape():
     rows, columns = PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")
     notes = [
-        _sharding.Divided("0/params/layer/b", (4, 4), columns),
-        _sharding.Divided("0/params/layer/a", (4, 4), rows),
-        _sharding.Divided("1/count", (), PartitionSpec()),
+        _sharding.Placed("0/params/layer/b", (4, 4), columns),
+        _sharding.Placed("0/params/layer/a", (4, 4), rows),
+        _sharding.Placed("1/count", (), PartitionSpec()),
     ]
     shapes = {"a": (4, 4), "b": (4, 4), "er/a": (4, 4), "other": (2,)}
     tree = {"layer": {name: jnp.ones(shape) for name, shape in shapes.items()}}
     with _sharding.noting(notes):
-        found = dict(zip(sorted(shapes), _sharding.specs(tree), strict=True))
+        found = dict(zip(sorted(shapes), _sharding.specs(tree, ["fsdp"]), strict=True))
     assert found["a"] == rows
     assert found["b"] == columns
     assert found["er/a"] == columns  # no such path: the first of the shape
     assert found["other"] == PartitionSpec()
-    assert _sharding.specs(tree) == [PartitionSpec()] * 4
+
+
+@pytest.mark.parametrize(
+    ("spec", "kept"),
+    [
+        (("fsdp", "tensor"), ("fsdp", None)),
+        ((("fsdp", "tensor"), None), ("fsdp", None)),
+        ((("tensor",), ("expert", "fsdp")), (None, ("expert", "fsdp"))),
+    ],
+)
+def test_of_a_division_that_over_inner_axes_counts(spec, kept):
+    notes = [_sharding.Placed("a", (4, 4), PartitionSpec(*spec))]
+    with _sharding.noting(notes):
+        found = _sharding.specs({"a": jnp.ones((4, 4))}, ["expert", "fsdp"])
+    assert found == [PartitionSpec(*kept)]
 
 
 @pytest.mark.slow
@@ -406,3 +432,78 @@ def test_compressed_means_of_divided_arrays(form, rounding, mesh):
         np.testing.assert_allclose(mean[name][0], x.mean(axis=0), rtol=0, atol=bound)
         sent = np.asarray(metrics["sent"][name])
         np.testing.assert_allclose(sent.mean(axis=0), mean[name][0], rtol=0, atol=1e-6)
+
+
+def test_an_axis_of_one_device_is_no_axis():
+    mesh = cd.replicas.make_mesh(2, {"fsdp": 1, "tensor": 2})
+    group = lambda: _collectives.group(AXIS)  # noqa: E731
+
+    def train(state, batch):
+        del batch
+        result = compressors.quantize(8, 64).average(state, (), group(), {})
+        return result.mean, {}
+
+    spec = PartitionSpec(AXIS, "fsdp", "tensor")
+    state = jax.device_put(np.ones((2, 64, 64), np.float32), NamedSharding(mesh, spec))
+    mean, _ = cd.replicas.step(train, mesh)(state, np.ones(2))
+    np.testing.assert_allclose(mean, 1)
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec(None, "fsdp")])
+def test_a_state_that_lies_elsewhere_is_divided_over_the_replicas(spec):
+    mesh = cd.replicas.make_mesh(2, {"fsdp": 2})
+    step = cd.replicas.step(lambda state, batch: (2 * state, {}), mesh, donate=False)
+    state = jax.device_put(np.ones((2, 64)), NamedSharding(mesh, spec))
+    program = hlo.parse(step.lower(state, np.ones(2)).compile().as_text())
+    assert not program.collectives([program.entry])
+    after, _ = step(state, np.ones(2))
+    wanted = NamedSharding(mesh, PartitionSpec(AXIS, *spec[1:]))
+    assert after.sharding.is_equivalent_to(wanted, 2)
+
+
+def test_a_state_may_change_its_shape():
+    mesh = cd.replicas.make_mesh(2, {"fsdp": 2})
+    spec = NamedSharding(mesh, PartitionSpec(AXIS, None, "fsdp"))
+    state = jax.device_put(np.ones((2, 4, 2)), spec)
+    step = cd.replicas.step(lambda state, batch: (state.sum(1), {}), mesh)
+    assert step(state, np.ones(2))[0].shape == (2, 4)
+
+
+def test_what_lies_in_host_memory_stays_divided():
+    mesh = mesh_of("4x2")
+    tx = cd.presets.local_sgd(0.01, k=2, axis_name=AXIS)
+    state = cd.replicas.offload(make_state(tx, mesh))
+    compiled = helpers.quick(make_step(tx, mesh), state, make_gradients(mesh))
+    after, _ = compiled(state, make_gradients(mesh))
+    anchors = after[1].sync_state.anchor
+    for name, x in anchors.items():
+        place = NamedSharding(mesh, PartitionSpec(AXIS, *divided(name, {"fsdp"})))
+        place = place.with_memory_kind("pinned_host")
+        assert x.sharding.is_equivalent_to(place, x.ndim), name
+
+
+@pytest.mark.slow
+def test_momenta_sent_whole_are_known_by_their_names():
+    # Alike in shape, and divided otherwise: by shape alone one would be resharded.
+    mesh = mesh_of("2x2x2")
+    specs = {"out": ("tensor", "fsdp"), "query": ("fsdp", "tensor")}
+    tx = cd.curvadion(
+        0.01,
+        rank=0.75,
+        synchronizer=synchronizers.average_factors(compressors.quantize(8)),
+        trigger=triggers.always(),
+        axis_name=AXIS,
+    )
+    params = {
+        name: jax.device_put(
+            np.random.default_rng(0).normal(size=(128, 128)).astype(np.float32),
+            NamedSharding(mesh, PartitionSpec(*spec)),
+        )
+        for name, spec in specs.items()
+    }
+    state = cd.replicas.replicate((params, tx.init(params)), mesh)
+    gradients = jax.tree.map(lambda x: x, state[0])
+    compiled = helpers.quick(make_step(tx, mesh), state, gradients)
+    inside = moved_inside(hlo.parse(compiled.as_text()), mesh)
+    shapes = {shape[-2:] for each in inside for _, shape in each.arrays}
+    assert (64, 64) not in shapes  # a device's part of a matrix; of a factor (64, 96)

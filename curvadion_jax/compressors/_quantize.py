@@ -20,7 +20,8 @@ def quantize(
     an element becomes its sign times one of two magnitudes, the means of the magnitudes
     above and below the block's mean: two scales a block. With one bit it becomes its
     sign times the block's mean magnitude. The mean is taken in two stages, in each of
-    which codes and scales of all arrays cross the link in one message: each replica
+    which codes and scales of all arrays cross the link in one message (of all arrays
+    that are divided alike, where a replica has several devices): each replica
     gets its N-th part of all others' blocks (all-to-all), averages them in float32, and
     sends the codes of the result to all (all-gather). What the second rounding loses is
     charged to the replica that did it, N-fold, so that nothing is lost under error

@@ -20,6 +20,13 @@ class CompiledStep:
     the state divided, within its replica, as it was. Made by
     `curvadion_jax.replicas.step`.
 
+    Args:
+      function: the training step of one replica.
+      run: the same for the state of all replicas.
+      mesh: mesh with the replica axis.
+      axis_name: name of the replica axis.
+      donate: whether the state's buffers are reused.
+
     Example:
       >>> from curvadion_jax import replicas
       >>> mesh = replicas.make_mesh(1)
@@ -30,31 +37,49 @@ class CompiledStep:
     """
 
     def __init__(
-        self, function: Callable[..., Any], run: Any, mesh: Mesh, donate: bool
+        self,
+        function: Callable[..., Any],
+        run: Callable[..., Any],
+        mesh: Mesh,
+        axis_name: str,
+        donate: bool,
     ):
-        functools.update_wrapper(self, function)
-        self._function, self._run, self._mesh = function, run, mesh
+        functools.update_wrapper(self, function, updated=())
+        self._function, self._run = function, run
+        self._mesh, self._axis_name = mesh, axis_name
         self._donate = (0,) if donate else ()
         self._programs: dict[Any, Any] = {}
 
     def __call__(self, state: Any, batch: Any, *shared: Any) -> tuple[Any, Any]:
-        """The state after the step, and the metrics."""
-        for path, leaf in jax.tree.leaves_with_path(state):
-            if _is_array(leaf) and leaf.is_deleted():
-                raise ValueError(
-                    f"the state{jax.tree_util.keystr(path)} was used in an earlier "
-                    "step, which reused its memory: use the state that that step "
-                    "returned, or make the step with donate=False"
-                )
+        """The state after the step, and the metrics.
+
+        Raises:
+          ValueError: as :func:`step` says.
+        """
+        if any(map(_is_deleted, jax.tree.leaves(state))):
+            paths = jax.tree.leaves_with_path(state)
+            path = next(path for path, leaf in paths if _is_deleted(leaf))
+            raise ValueError(
+                f"the state{jax.tree_util.keystr(path)} was used in an earlier step, "
+                "which reused its memory: use the state that that step returned, or "
+                "make the step with donate=False"
+            )
         return self._program(state)(state, batch, *shared)
 
     def lower(self, state: Any, batch: Any, *shared: Any) -> jax.stages.Lowered:
-        """The program before it is compiled, for arrays or `jax.ShapeDtypeStruct`s."""
+        """The program before it is compiled.
+
+        Args:
+          state: arrays, or `jax.ShapeDtypeStruct` with the sharding of the arrays;
+            without it this is another program.
+          batch: as for a call.
+          *shared: as for a call.
+        """
         return self._program(state).lower(state, batch, *shared)
 
     def _program(self, state: Any) -> Any:
         leaves, structure = jax.tree.flatten(state)
-        key = structure, tuple(_placement(leaf, self._mesh) for leaf in leaves)
+        key = structure, tuple(map(self._placement, leaves))
         if key not in self._programs:
             self._programs[key] = self._compiled(*key)
         return self._programs[key]
@@ -64,42 +89,51 @@ class CompiledStep:
             with _sharding.noting(_divided(state, placements)):
                 new, metrics = self._run(state, batch, *shared)
             if jax.tree.structure(new) == structure:
-                kept = map(_keep, jax.tree.leaves(new), placements)
+                leaves = zip(
+                    jax.tree.leaves(new),
+                    jax.tree.leaves(state),
+                    placements,
+                    strict=True,
+                )
+                kept = [x if x.shape != y.shape else _keep(x, p) for x, y, p in leaves]
                 new = jax.tree.unflatten(structure, kept)
             return new, metrics
 
         functools.update_wrapper(run, self._function)
         return jax.jit(run, donate_argnums=self._donate)
 
+    def _placement(self, leaf: Any) -> NamedSharding | None:
+        """How an array lies on the mesh; None where that is not known."""
+        if not _is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
+            return None
+        placement = leaf.sharding
+        if not isinstance(placement, NamedSharding) or placement.mesh != self._mesh:
+            return None
+        return _over_replicas(placement, self._axis_name)
+
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def _placement(leaf: Any, mesh: Mesh) -> NamedSharding | None:
-    """How an array lies on the mesh; None where that is not known."""
-    if not _is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
-        return None
-    placement = leaf.sharding
-    if not isinstance(placement, NamedSharding) or placement.mesh != mesh:
-        return None
-    return _canonical(placement)
+def _is_deleted(x: Any) -> bool:
+    return _is_array(x) and x.is_deleted()
 
 
 @functools.lru_cache(maxsize=4096)  # looked up for every array on every step
-def _canonical(placement: NamedSharding) -> NamedSharding:
-    """P("replica", None) is P("replica")."""
-    spec = [*placement.spec]
-    while spec and spec[-1] is None:
+def _over_replicas(placement: NamedSharding, axis_name: str) -> NamedSharding:
+    """Divided over the replicas, whether it is yet or not, and within as it is."""
+    spec = [axis_name, *placement.spec[1:]]
+    while spec[-1] is None:  # P("replica", None) is P("replica")
         spec.pop()
     return placement.update(spec=P(*spec))
 
 
-def _divided(state: Any, placements) -> list[_sharding.Divided]:
+def _divided(state: Any, placements) -> list[_sharding.Placed]:
     """How the arrays of the state lie within a replica."""
     leaves = _paths.leaves_with_path(state)
     return [
-        _sharding.Divided(name, leaf.shape[1:], P(*placement.spec[1:]))
+        _sharding.Placed(name, leaf.shape[1:], P(*placement.spec[1:]))
         for (name, leaf), placement in zip(leaves, placements, strict=True)
         if placement is not None
     ]

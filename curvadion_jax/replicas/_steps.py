@@ -85,7 +85,7 @@ def step(
                 )
         return mapped(state, batch, shared)
 
-    return CompiledStep(function, run, mesh, donate)
+    return CompiledStep(function, run, mesh, axis_name, donate)
 
 
 def value_and_grad(

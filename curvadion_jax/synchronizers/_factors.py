@@ -183,4 +183,4 @@ def _step(compressor, local: _base.LocalStep, state: FactorsState, group: Group)
 
 
 def _like(arrays, others):
-    return [x.astype(y.dtype) for x, y in zip(arrays, others, strict=True)]
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), arrays, others)
