@@ -26,8 +26,8 @@ from curvadion_jax._orthonormalize import Orthonormalize
 
 Named = dict[str, jax.Array]
 ReduceFn = Callable[[Named], tuple[Named, Named | None]]
-"""Takes arrays by the paths of their parameters to their means over replicas, and to what
-of its own arrays this replica put into them; None says all of them."""
+"""Takes arrays by the paths of their parameters to their means over replicas, and to
+what of its own arrays this replica put into them; None says all of them."""
 
 # The paper's and microsoft/dion's epsilon in the column normalisation.
 _EPSILON = 1e-8
