@@ -15,8 +15,10 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -168,6 +170,28 @@ def _read(reader: traffic.Reader) -> dict[str, Any]:
     }
 
 
+def in_a_process(case: Case, keep: Path | None) -> dict[str, Any]:
+    """`examine` in a process of its own, since the compiler may abort it."""
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    child = context.Process(target=_answer, args=(theirs, case, keep))
+    child.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        child.join()
+        if child.exitcode == -signal.SIGABRT:
+            return {"error": "the compiler aborted the process"}
+        raise RuntimeError(f"{case} ended with exit code {child.exitcode}") from None
+    finally:
+        child.join()
+
+
+def _answer(pipe: Any, case: Case, keep: Path | None) -> None:
+    pipe.send(examine(case, keep))
+
+
 def read_results(path: Path) -> list[dict[str, Any]]:
     """All records of a file that may not exist."""
     if not path.exists():
@@ -204,7 +228,7 @@ def main() -> None:
         print(case, flush=True)
         day = datetime.datetime.now(datetime.UTC).date().isoformat()
         record = {"case": case.key(), "date": day, "versions": versions}
-        record |= examine(case, options.keep)
+        record |= in_a_process(case, options.keep)
         with options.results.open("a") as file:
             file.write(json.dumps(record) + "\n")
 

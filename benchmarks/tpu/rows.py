@@ -48,6 +48,8 @@ def _mebi(*path: str):
 
 
 def _replicas(record: dict[str, Any]) -> str:
+    if "inner" not in record:
+        return ""
     inner = " x ".join(f"{size} {name}" for name, size in record["inner"].items())
     return f"{record['replicas']} of {inner}"
 
