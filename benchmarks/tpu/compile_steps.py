@@ -15,8 +15,12 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import re
+import shutil
+import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -106,27 +110,34 @@ def examine(case: Case, keep: Path | None) -> dict[str, Any]:
     lowered = built.step.lower(built.state, built.batch)
     found["lower_seconds"] = round(time.perf_counter() - clock, 1)
     clock = time.perf_counter()
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        return found | {"error": str(error)[:4000]}
-    found["compile_seconds"] = round(time.perf_counter() - clock, 1)
-    memory = compiled.memory_analysis()
-    found["memory"] = {
-        kind: getattr(memory, f"{kind}_size_in_bytes")
-        for kind in ("argument", "output", "alias", "temp", "generated_code")
-    }
-    found["moved"] = _moved(built.state, compiled.output_shardings[0])
-    chips = mesh.size // place.replicas
-    text = compiled.as_text()
-    if keep:
-        keep.mkdir(parents=True, exist_ok=True)
-        name = re.sub(r"[^\w]+", "-", " ".join(case.key().values()))
-        (keep / f"{name}.txt").write_text(text)
-    found |= _read(traffic.Reader(text, chips, place.slices))
-    across = found["sent"]["across, at syncs"] + found["sent"]["across, always"]
-    found["across_bytes"] = across * chips
-    found["counted_bytes"] = counted(size, case.optimizer, mesh.shape[AXIS])
+    with tempfile.TemporaryDirectory() as folder:
+        # `compiled.as_text()` fails on some of these programs; the compiler's own files
+        # hold the same text.
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        compiled = None
+        try:
+            compiled = lowered.compile(compiler_options=dump)
+        except jax.errors.JaxRuntimeError as error:
+            # Mostly too little memory, which shows at the end: the files are there.
+            found["error"] = str(error)[:4000]
+        found["compile_seconds"] = round(time.perf_counter() - clock, 1)
+        texts = [x.read_text() for x in Path(folder).glob("*.after_optimizations.txt")]
+        if keep:
+            name = re.sub(r"[^\w]+", "-", " ".join(case.key().values()))
+            shutil.copytree(folder, keep / name, dirs_exist_ok=True)
+    if compiled is not None:
+        memory = compiled.memory_analysis()
+        found["memory"] = {
+            kind: getattr(memory, f"{kind}_size_in_bytes")
+            for kind in ("argument", "output", "alias", "temp", "generated_code")
+        }
+        found["moved"] = _moved(built.state, compiled.output_shardings[0])
+    if texts:
+        chips = mesh.size // place.replicas
+        found |= _read(traffic.Reader(texts[0], chips, place.slices))
+        across = found["sent"]["across, at syncs"] + found["sent"]["across, always"]
+        found["across_bytes"] = across * chips
+        found["counted_bytes"] = counted(size, case.optimizer, mesh.shape[AXIS])
     return found
 
 
@@ -168,6 +179,28 @@ def _read(reader: traffic.Reader) -> dict[str, Any]:
     }
 
 
+def in_a_process(case: Case, keep: Path | None) -> dict[str, Any]:
+    """`examine` in a process of its own, since the compiler may abort it."""
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    child = context.Process(target=_answer, args=(theirs, case, keep))
+    child.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        child.join()
+        if child.exitcode == -signal.SIGABRT:
+            return {"error": "the compiler aborted the process"}
+        raise RuntimeError(f"{case} ended with exit code {child.exitcode}") from None
+    finally:
+        child.join()
+
+
+def _answer(pipe: Any, case: Case, keep: Path | None) -> None:
+    pipe.send(examine(case, keep))
+
+
 def read_results(path: Path) -> list[dict[str, Any]]:
     """All records of a file that may not exist."""
     if not path.exists():
@@ -183,7 +216,7 @@ def main() -> None:
     parser.add_argument("--places", nargs="*", help="all of a size by default")
     parser.add_argument("--optimizers", nargs="*", default=list(programs.OPTIMIZERS))
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--keep", type=Path, help="folder for the programs' text")
+    parser.add_argument("--keep", type=Path, help="folder for the compiler's files")
     parser.add_argument("--table", action="store_true", help="print what is there")
     options = parser.parse_args()
     if options.table:
@@ -204,7 +237,7 @@ def main() -> None:
         print(case, flush=True)
         day = datetime.datetime.now(datetime.UTC).date().isoformat()
         record = {"case": case.key(), "date": day, "versions": versions}
-        record |= examine(case, options.keep)
+        record |= in_a_process(case, options.keep)
         with options.results.open("a") as file:
             file.write(json.dumps(record) + "\n")
 

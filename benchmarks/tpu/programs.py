@@ -2,7 +2,8 @@
 
 Nothing is computed and nothing allocated: parameters, state and batch are shapes with a
 sharding. Inside a replica parameters are divided as is usual: the width of the residual
-stream over "fsdp", the other side of a matrix over "tensor", the batch over "fsdp".
+stream over "fsdp", the other side of a matrix over "tensor", the batch over "fsdp";
+embedding and head only along the width, over both axes.
 Activations are held to the batch between blocks: left to itself the compiler divides
 them like the parameters, and every chip computes the whole batch of its replica.
 Optimizer state of a parameter's shape lies as that parameter does, and Dion's right
@@ -109,7 +110,15 @@ def spec(names: tuple[str, ...], rank: int, mesh: Mesh) -> P:
     tensor = "tensor" if "tensor" in mesh.axis_names else None
     if names[-1] not in ("kernel", "embedding"):
         return P()
-    to_width = names[-2] in ("embed", "out", "down")
+    # What has the vocabulary on a side is divided along its width alone, over both
+    # axes: else XLA's partitioner aborts inside of a shard_map with two inner axes,
+    # with any optimizer, on the lookup of tokens or labels.
+    width = ("fsdp", "tensor") if tensor else "fsdp"
+    if names[-1] == "embedding":
+        return P(None, width)
+    if names[-2] == "lm_head":
+        return P(width, None)
+    to_width = names[-2] in ("out", "down")
     sides = (tensor, "fsdp") if to_width else ("fsdp", tensor)
     return P(*[None] * (rank - 2), *sides)
 

@@ -11,8 +11,9 @@ def lines(records: list[dict[str, Any]]) -> list[str]:
 
 
 def _table(columns: dict[str, Any], records: list[dict[str, Any]]) -> list[str]:
-    compiled = [x for x in records if "error" not in x]
-    failed = [x for x in records if "error" in x]
+    needed = "sent" if columns is _SENT else "memory"
+    compiled = [x for x in records if needed in x]
+    failed = [x for x in records if needed not in x]
     return [
         f"| {' | '.join(columns)} |",
         f"|{'---|' * len(columns)}",
@@ -30,7 +31,7 @@ def _row(columns: dict[str, Any], record: dict[str, Any]) -> str:
 
 
 def _reason(error: str) -> str:
-    return error.splitlines()[0][:160].replace("|", "/")
+    return error.splitlines()[0].partition(" HLO module")[0][:160].replace("|", "/")
 
 
 def _number(value: float) -> str:
@@ -48,6 +49,8 @@ def _mebi(*path: str):
 
 
 def _replicas(record: dict[str, Any]) -> str:
+    if "inner" not in record:
+        return ""
     inner = " x ".join(f"{size} {name}" for name, size in record["inner"].items())
     return f"{record['replicas']} of {inner}"
 
