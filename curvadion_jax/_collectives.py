@@ -41,8 +41,10 @@ def axis_size(axis_name: str | None) -> int:
     try:
         return lax.axis_size(axis_name)
     except NameError as error:
+        bound = list(jax.sharding.get_abstract_mesh().manual_axes)
+        here = f" (bound here: {', '.join(map(repr, bound))})" if bound else ""
         raise ValueError(
-            f"the axis {axis_name!r} is not bound here: call `update` inside "
+            f"the axis {axis_name!r} is not bound here{here}: call `update` inside "
             f"curvadion_jax.replicas.step (or a shard_map or vmap with the axis "
             f"{axis_name!r}), or pass axis_name=None for one replica"
         ) from error

@@ -98,8 +98,8 @@ def curvadion(
     Raises:
       TypeError: as for :func:`dion` and :func:`adaptive_sync`.
       ValueError: as for :func:`dion` and :func:`adaptive_sync`, for a budget that is
-        not above 0, or beside a trigger, and for what only Dion's local steps read,
-        without a rank.
+        not above 0, or above 1, or beside a trigger, and for what only Dion's local
+        steps read, without a rank.
 
     Example:
       >>> import jax.numpy as jnp
@@ -121,6 +121,11 @@ def curvadion(
 
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
     """
+    if isinstance(budget, int | float) and budget > 1:
+        raise ValueError(
+            f"budget is a share of the bytes of synchronous training, got {budget}; "
+            "ten percent is 0.1"
+        )
     if trigger is None:
         trigger = triggers.evenly(0.01 if budget is None else budget)
     elif budget is not None:

@@ -27,6 +27,12 @@ def test_a_budget_beside_a_trigger_is_refused():
         cd.curvadion(0.1, budget=0.1, trigger=triggers.always())
 
 
+def test_a_budget_is_a_share():
+    with pytest.raises(ValueError, match=r"got 10; ten percent is 0\.1"):
+        cd.curvadion(0.1, budget=10)
+    cd.curvadion(0.1, budget=1.0)
+
+
 @pytest.mark.parametrize(
     "argument", [{"orthonormalize": cd.householder_qr}, {"error_feedback": False}]
 )

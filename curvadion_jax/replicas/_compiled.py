@@ -54,7 +54,7 @@ class CompiledStep:
         """The state after the step, and the metrics.
 
         Raises:
-          ValueError: as :func:`step` says.
+          ValueError: as :func:`step` says, or if the state lies on other devices.
         """
         if any(map(_is_deleted, jax.tree.leaves(state))):
             paths = jax.tree.leaves_with_path(state)
@@ -81,8 +81,23 @@ class CompiledStep:
         leaves, structure = jax.tree.flatten(state)
         key = structure, tuple(map(self._placement, leaves))
         if key not in self._programs:
+            self._check_devices(state)
             self._programs[key] = self._compiled(*key)
         return self._programs[key]
+
+    def _check_devices(self, state: Any) -> None:
+        wanted = set(self._mesh.devices.flat)
+        for path, leaf in jax.tree.leaves_with_path(state):
+            placement = leaf.sharding if _is_array(leaf) else None
+            if not isinstance(placement, NamedSharding) or placement.mesh == self._mesh:
+                continue
+            if placement.device_set != wanted:
+                raise ValueError(
+                    f"the state{jax.tree_util.keystr(path)} lies on the mesh "
+                    f"{dict(placement.mesh.shape)} and the step is for "
+                    f"{dict(self._mesh.shape)}, of other devices: replicate or restore "
+                    "the state onto the mesh of the step"
+                )
 
     def _compiled(self, structure, placements: tuple[NamedSharding | None, ...]) -> Any:
         def run(state, batch, *shared):
