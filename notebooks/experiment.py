@@ -37,6 +37,13 @@ if _steps := os.environ.get("CURVADION_NOTEBOOK_STEPS"):  # a small size for CI
         evaluate_every=int(_steps),
         evaluation_batches=1,
     )
+
+
+def few(settings: list) -> list:
+    """All of these settings; the first two at the small size."""
+    return settings[:2] if _steps else settings
+
+
 _results = Path(os.environ.get("CURVADION_NOTEBOOK_RESULTS", "results"))
 change = cd.triggers.relative_momentum_change
 

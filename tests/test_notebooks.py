@@ -10,6 +10,7 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # several programs, of which each compiles
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 # Jupyter's client warns of its own defaults; what the notebooks do runs elsewhere.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -20,7 +21,7 @@ def test_runs_at_a_small_size(path, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
     notebook = nbformat.read(path, as_version=4)
     client = nbclient.NotebookClient(
-        notebook, timeout=240, resources={"metadata": {"path": str(path.parent)}}
+        notebook, timeout=600, resources={"metadata": {"path": str(path.parent)}}
     )
     client.execute()
 
