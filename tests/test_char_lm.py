@@ -48,16 +48,6 @@ def write_shard(file: Path, tokens, magic=20240520, version=1, count=None) -> Pa
     return file
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    """A directory of small files, some of which are held out."""
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(40):
-        words = " ".join(str(number * word) for word in range(60))
-        (folder / f"file{number}.txt").write_text(words)
-    return folder
-
-
 @pytest.mark.slow
 def test_library_corpus_is_real_text_and_the_same_every_time():
     first, second = data.load(None), data.load(None)

@@ -31,16 +31,6 @@ MICRO = (
 ).split()
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    """A directory of small files, some of which are held out."""
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(40):
-        words = " ".join(str(number * word) for word in range(60))
-        (folder / f"file{number}.txt").write_text(words)
-    return folder
-
-
 def run(text: Path, out: Path, number: int, *more: str, script=(), own=()) -> list:
     """Exit status and output of each process; `own` is for the last one alone."""
     port = launch.free_port()

@@ -142,14 +142,15 @@ def make_gradients(mesh, seed=1):
     }
 
 
-def make_step(tx, mesh, **options):
-    def train(state, gradients):
-        params, opt_state = state
-        gradients = jax.tree.map(lambda g: g[0], gradients)
-        updates, opt_state = tx.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), {}
+def mean_of(form, mesh):
+    """A step that takes a tree to its compressed mean, and what was put in."""
 
-    return cd.replicas.step(train, mesh, **options)
+    def train(state, batch):
+        del batch
+        result = form.average(state, (), _collectives.group(AXIS), {})
+        return result.mean, {"sent": result.sent}
+
+    return cd.replicas.step(train, mesh, donate=False)
 
 
 def moved_inside(program: hlo.Program, mesh) -> list[hlo.Instruction]:
@@ -189,7 +190,7 @@ def prepare(name: str, mesh):
     """A compiled step, and a state to start from."""
     tx = (OPTIMIZERS | MUON)[name]()
     state = make_state(tx, mesh)
-    step = make_step(tx, mesh, donate=False)
+    step = helpers.replica_step(tx, mesh)
     return helpers.quick(step, state, make_gradients(mesh)), state
 
 
@@ -315,7 +316,9 @@ def test_q_divided_along_the_rank_gathers_no_momentum():
     state = jax.tree.map_with_path(along_rank, make_state(tx, mesh))
     specs = [str(x.sharding.spec) for x in jax.tree.leaves(state[1])]
     assert "P('replica', None, 'fsdp')" in specs
-    compiled = helpers.quick(make_step(tx, mesh), state, make_gradients(mesh))
+    compiled = helpers.quick(
+        helpers.replica_step(tx, mesh), state, make_gradients(mesh)
+    )
     inside = moved_inside(hlo.parse(compiled.as_text()), mesh)
     assert largest(inside) < least_part(mesh)
 
@@ -392,7 +395,7 @@ def test_the_one_model_is_divided_as_a_replica_is():
 def test_a_step_compiles_once_and_refuses_what_it_was_given_before():
     mesh = cd.replicas.make_mesh(2, {"fsdp": 2})
     tx = optax.sgd(0.1, momentum=0.9)
-    state, step = make_state(tx, mesh), make_step(tx, mesh)
+    state, step = make_state(tx, mesh), helpers.replica_step(tx, mesh, donate=True)
     first = state
     for index in range(3):
         state, _ = step(state, make_gradients(mesh, seed=index))
@@ -412,16 +415,8 @@ def test_a_step_compiles_once_and_refuses_what_it_was_given_before():
 @pytest.mark.parametrize("mesh", MESHES)
 def test_compressed_means_of_divided_arrays(form, rounding, mesh):
     mesh = mesh_of(mesh)
-    group = lambda: _collectives.group(AXIS)  # noqa: E731
-
-    def train(state, batch):
-        del batch
-        result = form.average(state, (), group(), {})
-        return result.mean, {"sent": result.sent}
-
     given = make_gradients(mesh)
-    step = cd.replicas.step(train, mesh, donate=False)
-    compiled = helpers.quick(step, given, np.ones(4))
+    compiled = helpers.quick(mean_of(form, mesh), given, np.ones(4))
     mean, metrics = compiled(given, np.ones(4))
     assert not moved_inside(hlo.parse(compiled.as_text()), mesh)
     for name, x in jax.device_get(given).items():
@@ -436,16 +431,9 @@ def test_compressed_means_of_divided_arrays(form, rounding, mesh):
 
 def test_an_axis_of_one_device_is_no_axis():
     mesh = cd.replicas.make_mesh(2, {"fsdp": 1, "tensor": 2})
-    group = lambda: _collectives.group(AXIS)  # noqa: E731
-
-    def train(state, batch):
-        del batch
-        result = compressors.quantize(8, 64).average(state, (), group(), {})
-        return result.mean, {}
-
     spec = PartitionSpec(AXIS, "fsdp", "tensor")
     state = jax.device_put(np.ones((2, 64, 64), np.float32), NamedSharding(mesh, spec))
-    mean, _ = cd.replicas.step(train, mesh)(state, np.ones(2))
+    mean, _ = mean_of(compressors.quantize(8, 64), mesh)(state, np.ones(2))
     np.testing.assert_allclose(mean, 1)
 
 
@@ -473,7 +461,9 @@ def test_what_lies_in_host_memory_stays_divided():
     mesh = mesh_of("4x2")
     tx = cd.presets.local_sgd(0.01, k=2, axis_name=AXIS)
     state = cd.replicas.offload(make_state(tx, mesh))
-    compiled = helpers.quick(make_step(tx, mesh), state, make_gradients(mesh))
+    compiled = helpers.quick(
+        helpers.replica_step(tx, mesh), state, make_gradients(mesh)
+    )
     after, _ = compiled(state, make_gradients(mesh))
     anchors = after[1].sync_state.anchor
     for name, x in anchors.items():
@@ -503,7 +493,7 @@ def test_momenta_sent_whole_are_known_by_their_names():
     }
     state = cd.replicas.replicate((params, tx.init(params)), mesh)
     gradients = jax.tree.map(lambda x: x, state[0])
-    compiled = helpers.quick(make_step(tx, mesh), state, gradients)
+    compiled = helpers.quick(helpers.replica_step(tx, mesh), state, gradients)
     inside = moved_inside(hlo.parse(compiled.as_text()), mesh)
     shapes = {shape[-2:] for each in inside for _, shape in each.arrays}
     assert (64, 64) not in shapes  # a device's part of a matrix; of a factor (64, 96)
