@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import (
+    _branches,
     _collectives,
     _counters,
     _memory,
@@ -208,7 +209,7 @@ class _Step:
     def take(self, gradients, state: AdaptiveSyncState, params):
         """The updates and the state after the step, quiet or synchronised."""
         axis_name = self.axis_name
-        decision, trigger_state = _collectives.run_locally(
+        decision, trigger_state = _branches.run_locally(
             self._decide, gradients, params, state, axis_name=axis_name
         )
         which = _collectives.largest(
@@ -216,7 +217,7 @@ class _Step:
         )
         local_updates, local_state = gradients, state.local_state
         if self.local_step is not None:
-            local_updates, local_state = _collectives.run_locally(
+            local_updates, local_state = _branches.run_locally(
                 functools.partial(self.local_step.update, **self.extra_args),
                 *(gradients, state.local_state, params),
                 axis_name=axis_name,
@@ -237,17 +238,17 @@ class _Step:
         before = (gradients, state.inner_state, params)
         steps = _synchronizers.steps(self.synchronizer)
         if self.synchronizer.after_local_step and self.local_step is None:
-            taken = _collectives.run_locally(
+            taken = _branches.run_locally(
                 self._inner_step, *before, axis_name=axis_name
             )
-            return _collectives.then_sync(
+            return _branches.then_sync(
                 which,
                 [functools.partial(self._sync_after, step) for step in steps],
                 (*taken, state.sync_state),
                 *before,
                 axis_name=axis_name,
             )
-        return _collectives.switch(
+        return _branches.switch(
             which,
             self._quiet,
             [functools.partial(self._sync, step) for step in steps],

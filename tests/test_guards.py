@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
-from curvadion_jax import _collectives, synchronizers, triggers
+from curvadion_jax import _branches, _collectives, synchronizers, triggers
 
 AXIS = helpers.AXIS
 REPLICAS = 2
@@ -198,7 +198,7 @@ def test_the_guarded_cond_refuses_a_decision_of_one_replica(predicate, number):
             decision = _collectives.largest(decision, AXIS)
         mean, same = lambda x: lax.pmean(x, AXIS), lambda x: x
         syncs = [mean] * number
-        return _collectives.switch(decision, same, syncs, x, axis_name=AXIS), ()
+        return _branches.switch(decision, same, syncs, x, axis_name=AXIS), ()
 
     if predicate == "reduced":
         helpers.trace(step, sgd())

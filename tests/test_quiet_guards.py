@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
-from curvadion_jax import _collectives, compressors, synchronizers, triggers
+from curvadion_jax import _branches, _collectives, compressors, synchronizers, triggers
 
 AXIS = helpers.AXIS
 # Each takes and returns float32[2], and sends something.
@@ -143,7 +143,7 @@ def test_branches_that_return_different_things_are_refused(quiet, message, numbe
         x = gradients["bias"]
         decision = _collectives.largest(jnp.argmax(x), AXIS)
         syncs = [lambda x: x] * number
-        return _collectives.switch(decision, quiet, syncs, x, axis_name=AXIS), ()
+        return _branches.switch(decision, quiet, syncs, x, axis_name=AXIS), ()
 
     with pytest.raises(ValueError, match=message):
         helpers.trace(step, with_inner(optax.sgd(0.1)))
@@ -215,7 +215,7 @@ def test_after_the_local_step_there_is_no_other(take):
 def test_a_decision_that_differs_is_refused():
     def step(params, opt_state, gradients):
         x = gradients["bias"]
-        then_sync = _collectives.then_sync
+        then_sync = _branches.then_sync
         return then_sync(jnp.argmax(x), [lambda x: x], x, axis_name=AXIS), ()
 
     with pytest.raises(ValueError, match="some would wait for ever for the others"):
