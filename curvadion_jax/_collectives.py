@@ -6,15 +6,17 @@ what, and the check that gradients are still each replica's own.
 """
 
 import functools
+import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from curvadion_jax import _matrices, _sharding
+from curvadion_jax import _sharding
 from curvadion_jax._group import Group, single
 
 
@@ -98,10 +100,32 @@ def mean(tree: Any, axis_name: str | None) -> Any:
     """Mean over replicas of every array, in at least float32, cast back."""
     if axis_name is None:
         return tree
-    tree = vary(tree, axis_name)  # psum takes varying operands only
-    wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x, jnp.float32)), tree)
-    reduced = lax.pmean(wide, axis_name)
-    return jax.tree.map(lambda r, x: r.astype(x.dtype), reduced, tree)
+    leaves, structure = jax.tree.flatten(vary(tree, axis_name))
+    wide = [x.astype(jnp.promote_types(x, jnp.float32)) for x in leaves]
+    means = _means(jax.tree.unflatten(structure, wide), axis_name)
+    cast = [new.astype(x.dtype) for new, x in zip(means, leaves, strict=True)]
+    return jax.tree.unflatten(structure, cast)
+
+
+def _means(tree: Any, axis_name: str) -> list[jax.Array]:
+    """Means of varying arrays, each element sent once where it can be seen how."""
+    leaves, axes = jax.tree.leaves(tree), _sharding.inner_axes()
+    specs = _sharding.specs(tree, axes, by_shape=False) if axes else []
+    cut = {
+        index: (leaves[index], spec)
+        for index, spec in enumerate(specs)
+        if spec is not None and _shared_by(leaves[index], spec, axes)
+    }
+    rest = {index: x for index, x in enumerate(leaves) if index not in cut}
+    means = lax.pmean(rest, axis_name)
+    if cut:
+
+        def each(_, parts):
+            return [(x,) for x in lax.pmean(parts, axis_name)]
+
+        pairs = _divided(axis_name, each, *map(list, zip(*cut.values(), strict=True)))
+        means |= {index: x for index, (x,) in zip(cut, pairs, strict=True)}
+    return [means[index] for index in range(len(leaves))]
 
 
 def group(axis_name: str | None) -> Group:
@@ -133,26 +157,70 @@ def _by_device(
     axis_name: str, function: Callable[[Group, list], list], tree: Any
 ) -> list:
     """See `Group.by_device`."""
-    leaves, axes = jax.tree.leaves(tree), _matrices.inner_axes()
+    leaves, axes = jax.tree.leaves(tree), _sharding.inner_axes()
     if not axes:
         return function(group(axis_name), leaves)
-    specs = _sharding.specs(tree, axes)
+    _sharding.check_noted()
+    specs = [spec or PartitionSpec() for spec in _sharding.specs(tree, axes)]
+    return _divided(axis_name, function, leaves, specs)
+
+
+def _divided(
+    axis_name: str,
+    function: Callable[[Group, list], list],
+    leaves: list[jax.Array],
+    specs: list[PartitionSpec],
+) -> list:
+    """What the function returns for the devices' own parts of arrays, put together."""
+    axes = _sharding.inner_axes()
     together = defaultdict(list)
-    for index, spec in enumerate(specs):
-        together[_sharding.named_axes(spec)].append(index)
+    for index, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
+        shared = _shared_by(leaf, spec, axes)
+        together[_sharding.named_axes(spec), shared].append(index)
     results: list[Any] = [None] * len(leaves)
-    for members in together.values():
+    for (_, shared), members in together.items():
         divided = [specs[index] for index in members]
         mapped = jax.shard_map(
-            lambda parts: function(group(axis_name), parts),
+            functools.partial(_of_parts, axis_name, function, shared),
             in_specs=(divided,),
-            out_specs=[(spec, spec) for spec in divided],
+            out_specs=divided,
             axis_names=set(axes),
         )
         found = mapped([leaves[index] for index in members])
         for index, pair in zip(members, found, strict=True):
             results[index] = pair
     return results
+
+
+# An array of fewer elements a device is sent whole by each: putting it together again
+# is another message inside the replica.
+_LEAST_PIECE = 256
+
+
+def _shared_by(x: Any, spec: PartitionSpec, axes: Mapping[str, int]) -> tuple[str, ...]:
+    """Inner axes whose devices hold the same part, of which each sends a piece."""
+    named = _sharding.named_axes(spec)
+    enough = x.size >= math.prod(axes.values()) * _LEAST_PIECE
+    return tuple(axis for axis in axes if enough and axis not in named)
+
+
+def _of_parts(axis_name, function, shared: tuple[str, ...], parts: list) -> list:
+    """The function of this device's piece of each part, in one dimension if cut."""
+    if not shared:
+        return function(group(axis_name), parts)
+    number = lax.axis_size(shared)
+
+    def piece(x):
+        pieces = jnp.pad(x.reshape(-1), (0, -x.size % number)).reshape(number, -1)
+        return lax.dynamic_index_in_dim(pieces, lax.axis_index(shared), keepdims=False)
+
+    def joined(found, x):
+        whole = lax.all_gather(found, shared, tiled=True, to="invarying")
+        return whole[: x.size].reshape(x.shape)
+
+    results = function(group(axis_name), [piece(x) for x in parts])
+    pairs = zip(results, parts, strict=True)
+    return [tuple(joined(found, x) for found in result) for result, x in pairs]
 
 
 def largest(

@@ -18,11 +18,13 @@ class Group(NamedTuple):
         and part k of the result came from replica k.
       all_gather: tree of arrays [...] -> tree of [N, ...], part k is replica k's.
       by_device: (function, tree) -> what ``function(group, leaves)`` returns: for every
-        leaf of the tree a pair of arrays like it. Where a replica has several devices,
+        leaf of the tree a tuple of arrays like it. Where a replica has several devices,
         each of them calls it with its own parts of the leaves, and the group to use
         there; once for all leaves that are divided over the same axes. So taking an
-        array apart moves nothing inside the replica. Results must have the shapes of
-        the leaves, and differ between devices only where the leaves do.
+        array apart moves nothing inside the replica. Of a part that several devices
+        hold, each gets a piece, in one dimension, and the results are put together
+        inside the replica: nothing crosses between replicas twice. Results must have
+        the shapes of what the function was given.
 
     Example:
       >>> alone = single()

@@ -21,8 +21,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax._matrices import MatrixView, keep_whole, matmul
+from curvadion_jax import _sharding
+from curvadion_jax._matrices import MatrixView, matmul
 from curvadion_jax._orthonormalize import Orthonormalize
+from curvadion_jax._sharding import keep_whole
 
 Named = dict[str, jax.Array]
 ReduceFn = Callable[[Named], tuple[Named, Named | None]]
@@ -185,11 +187,18 @@ def dion_step(
     total, put_in = _reduce_where(names, total, [not c for c in compressed], reduce_fn)
     matrices = [view.to_matrix(b) for view, b in zip(views, total, strict=True)]
 
-    def reduce(factors):
-        return _reduce_where(names, factors, compressed, reduce_fn)[0]
+    def reduce(factors, axes):
+        made_of = [(v.shape, of) for v, of in zip(views, axes, strict=True)]
+        with _sharding.noting_made_of(names, factors, made_of):
+            return _reduce_where(names, factors, compressed, reduce_fn)
 
-    left, own = power_iteration(matrices, qs, orthonormalize, reduce)
-    common, own = _reduce_where(names, own, compressed, reduce_fn)
+    left, own = power_iteration(
+        matrices,
+        qs,
+        orthonormalize,
+        lambda factors: reduce(factors, [view.p_axes for view in views])[0],
+    )
+    common, own = reduce(own, [view.q_axes for view in views])
     results = []
     for view, momentum, p, r, mean_r, q, all_, sent in zip(
         views, total, left, own, common, qs, given, put_in, strict=True

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +67,13 @@ class MatrixView:
         return self.fan_out_axes if self.fan_out < self.fan_in else self.fan_in_axes
 
     @property
+    def p_axes(self) -> list[tuple[int, ...]]:
+        """For every axis of P the axes of the parameter that it is made of."""
+        return [*[(axis,) for axis in self.batch_axes], self.row_axes, ()]
+
+    @property
     def q_axes(self) -> list[tuple[int, ...]]:
-        """For every axis of Q the axes of the parameter that it is made of."""
+        """For every axis of Q, or R, the axes of the parameter that it is made of."""
         return [*[(axis,) for axis in self.batch_axes], self.col_axes, ()]
 
     @property
@@ -186,31 +190,6 @@ def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     # Products of bfloat16 passes, the default on TPU, leave noise in R where the
     # momentum has nothing, and noise in R becomes a step of full length.
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
-
-
-def inner_axes() -> tuple[str, ...]:
-    """Axes inside a replica, where this is traced: automatic, of several devices."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.manual_axes:
-        return ()
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return tuple(
-        axis
-        for axis in mesh.axis_names
-        if types[axis] == AxisType.Auto and mesh.shape[axis] > 1
-    )
-
-
-def keep_whole(factor: jax.Array) -> jax.Array:
-    """A factor [..., r] with r whole on every device, inside a replica.
-
-    With factors divided along r, by an axis that divides the matrix, the compiler
-    gathers the matrix for their product, or adds up products of its size.
-    """
-    if not inner_axes():
-        return factor
-    others = [PartitionSpec.UNCONSTRAINED] * (factor.ndim - 1)
-    return lax.with_sharding_constraint(factor, PartitionSpec(*others, None))
 
 
 def check_rank(rank: int | float) -> None:

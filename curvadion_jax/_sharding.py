@@ -10,12 +10,13 @@ while the step is traced.
 import contextlib
 import contextvars
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from curvadion_jax import _paths
 
@@ -41,6 +42,31 @@ _noted: contextvars.ContextVar[tuple[Placed, ...]] = contextvars.ContextVar(
 )
 
 
+def inner_axes() -> dict[str, int]:
+    """Axes inside a replica, where this is traced, and their sizes.
+
+    Automatic ones of several devices.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes:
+        return {}
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    auto = [axis for axis, kind in types if kind == AxisType.Auto]
+    return {axis: mesh.shape[axis] for axis in auto if mesh.shape[axis] > 1}
+
+
+def keep_whole(factor: jax.Array) -> jax.Array:
+    """A factor [..., r] with r whole on every device, inside a replica.
+
+    With factors divided along r, by an axis that divides the matrix, the compiler
+    gathers the matrix for their product, or adds up products of its size.
+    """
+    if not inner_axes():
+        return factor
+    others = [PartitionSpec.UNCONSTRAINED] * (factor.ndim - 1)
+    return lax.with_sharding_constraint(factor, PartitionSpec(*others, None))
+
+
 @contextlib.contextmanager
 def noting(arrays: Sequence[Placed]) -> Iterator[None]:
     """Lets `specs` know these arrays."""
@@ -51,24 +77,61 @@ def noting(arrays: Sequence[Placed]) -> Iterator[None]:
         _noted.reset(token)
 
 
-def specs(tree: Any, axes: Sequence[str]) -> list[PartitionSpec]:
+@contextlib.contextmanager
+def noting_made_of(
+    paths: Sequence[str],
+    arrays: Sequence[jax.Array],
+    made_of: Sequence[tuple[tuple[int, ...], Sequence[tuple[int, ...]]]],
+) -> Iterator[None]:
+    """Lets `specs` know arrays that are made of parameters, such as factors.
+
+    Args:
+      paths: those of the parameters.
+      arrays: one for each.
+      made_of: for each the shape of the parameter, and for every axis of the array the
+        axes of the parameter that it is made of.
+    """
+    known = []
+    for path, x, (shape, axes) in zip(paths, arrays, made_of, strict=True):
+        if (spec := _by_path(path, shape)) is not None:
+            by_axis = (*spec, *[None] * (len(shape) - len(spec)))
+            known.append(Placed(path, x.shape, PartitionSpec(*of_axes(by_axis, axes))))
+    with noting([*known, *_noted.get()]):
+        yield
+
+
+def check_noted() -> None:
+    """Warns where `specs` knows no arrays at all."""
+    if not _noted.get():
+        warnings.warn(_NOTHING_NOTED, stacklevel=2)
+
+
+def specs(
+    tree: Any, axes: Iterable[str], *, by_shape: bool = True
+) -> list[PartitionSpec | None]:
     """How the arrays of a tree like the parameters are divided over axes, leaf by leaf.
 
-    As an array of the state whose path ends with the leaf's, of the same shape; else as
-    any of that shape; what is not known is whole on every device.
+    As an array of the state whose path ends with the leaf's, of the same shape; else
+    by_shape as any of that shape; None where that is not known.
     """
-    noted, found = _noted.get(), []
-    if not noted:
-        warnings.warn(_NOTHING_NOTED, stacklevel=2)
+    found = []
     for path, leaf in _paths.leaves_with_path(tree):
-        alike = [each for each in noted if each.shape == leaf.shape]
-        named = [each for each in alike if f"/{each.path}".endswith(f"/{path}")]
-        best = next(iter(named or alike), None)
-        found.append(PartitionSpec() if best is None else _over(best.spec, axes))
+        spec = _by_path(path, leaf.shape)
+        if spec is None and by_shape:
+            alike = (x.spec for x in _noted.get() if x.shape == leaf.shape)
+            spec = next(alike, None)
+        found.append(None if spec is None else _over(spec, axes))
     return found
 
 
-def _over(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+def _by_path(path: str, shape: tuple[int, ...]) -> PartitionSpec | None:
+    for each in _noted.get():
+        if each.shape == shape and f"/{each.path}".endswith(f"/{path}"):
+            return each.spec
+    return None
+
+
+def _over(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
     """What of a division is over these axes."""
 
     def kept(entry):

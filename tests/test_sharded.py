@@ -15,7 +15,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import _collectives, _sharding, compressors, synchronizers, triggers
+from curvadion_jax import (
+    _collectives,
+    _matrices,
+    _sharding,
+    compressors,
+    synchronizers,
+    triggers,
+)
 
 AXIS = cd.replicas.AXIS
 RANK = 2
@@ -323,11 +330,11 @@ def test_q_divided_along_the_rank_gathers_no_momentum():
     assert largest(inside) < least_part(mesh)
 
 
-def test_without_notes_arrays_are_taken_as_whole():
+def test_without_notes_nothing_is_known():
     params = {"a": jnp.ones((2, 4)), "b": {"c": jnp.ones((3,))}}
     with pytest.warns(UserWarning, match="gathers whole arrays"):
-        found = _sharding.specs(params, ["fsdp"])
-    assert found == [PartitionSpec(), PartitionSpec()]
+        _sharding.check_noted()
+    assert _sharding.specs(params, ["fsdp"]) == [None, None]
 
 
 def test_arrays_are_found_by_path_and_then_by_shape():
@@ -341,10 +348,28 @@ def test_arrays_are_found_by_path_and_then_by_shape():
     tree = {"layer": {name: jnp.ones(shape) for name, shape in shapes.items()}}
     with _sharding.noting(notes):
         found = dict(zip(sorted(shapes), _sharding.specs(tree, ["fsdp"]), strict=True))
+        surely = _sharding.specs(tree, ["fsdp"], by_shape=False)
+    assert surely == [rows, columns, None, None]
     assert found["a"] == rows
     assert found["b"] == columns
     assert found["er/a"] == columns  # no such path: the first of the shape
-    assert found["other"] == PartitionSpec()
+    assert found["other"] is None
+
+
+def test_factors_follow_the_axes_that_they_are_made_of():
+    view = _matrices.make_view((3, 8, 8), 1, 2)
+    notes = [_sharding.Placed("0/params/a", (3, 8, 8), PartitionSpec(None, "x", "y"))]
+    factor = jnp.ones((3, 8, 2))  # P and R of a square matrix are alike in shape
+
+    def found(axes):
+        with _sharding.noting_made_of(["a"], [factor], [(view.shape, axes)]):
+            (spec,) = _sharding.specs({"a": factor}, ["x", "y"], by_shape=False)
+        return spec
+
+    with _sharding.noting(notes):
+        assert found(view.p_axes) == PartitionSpec(None, "y", None)
+        assert found(view.q_axes) == PartitionSpec(None, "x", None)
+        assert _sharding.specs({"a": factor}, ["x", "y"], by_shape=False) == [None]
 
 
 @pytest.mark.parametrize(

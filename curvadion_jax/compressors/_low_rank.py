@@ -100,11 +100,17 @@ def _through(
             result = channel.average(arrays, (), group, {})
             return result.mean, result.sent
 
+        def send_factors(factors, axes):
+            views = [factored[name][0] for name in factors]
+            made_of = [(view.shape, axes(view)) for view in views]
+            with _sharding.noting_made_of([*factors], [*factors.values()], made_of):
+                return send(factors)
+
         q = {name: state[name].astype(matrices[name].dtype) for name in matrices}
-        p, own, common = _iterate(matrices, q, send, orthonormalize)
+        p, own, common = _iterate(matrices, q, send_factors, orthonormalize)
         for _ in range(power_iterations - 1):
             q = _next_q(common, q)
-            p, own, common = _iterate(matrices, q, send, orthonormalize)
+            p, own, common = _iterate(matrices, q, send_factors, orthonormalize)
         q = _next_q(common, q)
         whole_mean, whole_sent = send({n: x for n, x in leaves if n not in factored})
 
@@ -144,7 +150,8 @@ def _iterate(matrices, q, send, orthonormalize):
     names = list(matrices)
 
     def reduce(products):
-        mean, _ = send(dict(zip(names, products, strict=True)))
+        products = dict(zip(names, products, strict=True))
+        mean, _ = send(products, lambda view: view.p_axes)
         return [mean[name] for name in names]
 
     left, right = _low_rank.power_iteration(
@@ -153,7 +160,8 @@ def _iterate(matrices, q, send, orthonormalize):
         orthonormalize,
         reduce,
     )
-    common, own = send(dict(zip(names, right, strict=True)))
+    right = dict(zip(names, right, strict=True))
+    common, own = send(right, lambda view: view.q_axes)
     return dict(zip(names, left, strict=True)), own, common
 
 

@@ -13,10 +13,8 @@ from curvadion_jax.synchronizers._fragments import Fragment
 
 
 def replaced(inner_state, averaged):
-    """The inner state with some of its leaves, by index, replaced."""
-    leaves, structure = jax.tree.flatten(inner_state)
-    leaves = [averaged.get(index, leaf) for index, leaf in enumerate(leaves)]
-    return jax.tree.unflatten(structure, leaves)
+    """The inner state with some of its leaves, by path, replaced."""
+    return _paths.map_with_path(averaged.get, inner_state)
 
 
 def momenta(inner_state: optax.OptState, fragment: Fragment) -> dict[str, jax.Array]:
@@ -34,12 +32,11 @@ def average_momentum(inner_state, form, form_state, group, views, fragment):
         for name, m in found.items()
     }
     inside = _momentum.in_field(inner_state, _momentum.find_field(inner_state))
-    places = [index for index, is_in in enumerate(inside) if is_in]
+    leaves = zip(_paths.leaves_with_path(inner_state), inside, strict=True)
+    paths = [path for (path, _), is_in in leaves if is_in]
     names = _momentum.momentum_by_name(inner_state)
     moved = {
-        index: new[name]
-        for index, name in zip(places, names, strict=True)
-        if name in new
+        path: new[name] for path, name in zip(paths, names, strict=True) if name in new
     }
     return replaced(inner_state, moved), result.state
 
@@ -67,14 +64,18 @@ def check_momentum_known(params, inner_state) -> None:
 
 def exact(
     params, inner_state, momentum: bool, other_state: bool, fragment: Fragment
-) -> dict[int, jax.Array]:
-    """Leaves of the inner state that are averaged as they are: index -> array."""
-    sent = _sent(params, inner_state, momentum, other_state)
-    owners = _owners(params, inner_state)
+) -> dict[str, jax.Array]:
+    """Leaves of the inner state that are averaged as they are: path -> array."""
+    leaves = zip(
+        _paths.leaves_with_path(inner_state),
+        _sent(params, inner_state, momentum, other_state),
+        _owners(params, inner_state),
+        strict=True,
+    )
     return {
-        index: leaf
-        for index, leaf in enumerate(jax.tree.leaves(inner_state))
-        if sent[index] and _fragments.holds(fragment, owners[index])
+        path: leaf
+        for (path, leaf), sent, owner in leaves
+        if sent and _fragments.holds(fragment, owner)
     }
 
 

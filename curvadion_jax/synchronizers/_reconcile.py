@@ -203,7 +203,7 @@ class _Reconcile:
         return compressors.exact() if self.compressor is None else self.compressor
 
     def _exact(self, params, inner_state, fragment: Fragment):
-        """Leaves of the inner state to average as they are: index -> array."""
+        """Leaves of the inner state to average as they are: path -> array."""
         return _inner_state.exact(
             params, inner_state, self.whole, self.other_state, fragment
         )
