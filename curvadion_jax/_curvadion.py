@@ -14,9 +14,11 @@ from curvadion_jax import (
 )
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import check_momentum, check_one_rate, dion
+from curvadion_jax._muon import muon, muon_adamw
 
 # What lost least in benchmarks/communication; MuLoCo has 0.7 and 0.6.
 _OUTER_LEARNING_RATE, _OUTER_MOMENTUM = 1.0, 0.4
+_EPSILON = 1e-7  # 1e-8 is zero in float16
 
 
 def curvadion(
@@ -147,28 +149,24 @@ def curvadion(
     if rank is None:
         check_momentum(momentum)
 
-        def muon(numbers, **adam):
-            return optax.contrib.muon(
-                learning_rate,
-                beta=momentum,
-                eps=1e-7,  # 1e-8 is zero in float16
-                # Passed on to add_decayed_weights, which takes schedules.
-                weight_decay=weight_decay,  # pyright: ignore[reportArgumentType]
-                weight_decay_mask=weight_decay_mask,
-                mu_dtype=mu_dtype,
-                muon_weight_dimension_numbers=numbers,
-                **adam,
-            )
-
         if other_optimizer is None:
-            rate = other_learning_rate
-            inner = _partition.resolved(
-                dimension_numbers,
-                lambda numbers: muon(numbers, adam_b2=0.95, adam_learning_rate=rate),
-            )
+            rate = learning_rate if other_learning_rate is None else other_learning_rate
+            other_optimizer = muon_adamw(rate, _EPSILON, mu_dtype)
         else:
             check_one_rate(other_learning_rate)
-            inner = _partition.optimizer(muon, other_optimizer, dimension_numbers)
+
+        def matrices(numbers):
+            return muon(
+                learning_rate,
+                numbers,
+                beta=momentum,
+                eps=_EPSILON,
+                weight_decay=weight_decay,
+                weight_decay_mask=weight_decay_mask,
+                mu_dtype=mu_dtype,
+            )
+
+        inner = _partition.optimizer(matrices, other_optimizer, dimension_numbers)
     else:
         inner = dion(
             learning_rate,

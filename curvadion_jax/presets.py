@@ -12,6 +12,7 @@ import optax
 from curvadion_jax import _momentum, _partition, _paths, synchronizers, triggers
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import dion
+from curvadion_jax._muon import muon, muon_adamw
 
 
 def synchronous_dion(
@@ -311,15 +312,11 @@ def muloco(
     References:
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
     """
-    inner = _partition.resolved(
+    rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    inner = _partition.optimizer(
+        lambda numbers: muon(learning_rate, numbers, weight_decay=weight_decay),
+        muon_adamw(rate),
         dimension_numbers,
-        lambda numbers: optax.contrib.muon(
-            learning_rate,
-            weight_decay=weight_decay,
-            adam_b2=0.95,
-            adam_learning_rate=adam_learning_rate,
-            muon_weight_dimension_numbers=numbers,
-        ),
     )
     outer = optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
     return adaptive_sync(

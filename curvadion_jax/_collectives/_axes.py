@@ -1,0 +1,129 @@
+"""What JAX knows of an axis: whether it is there, and what differs over it."""
+
+from typing import Any
+
+import jax
+from jax import lax
+
+
+def check_axis_name(axis_name: Any) -> None:
+    """Refuses what is not one name: a tuple of them would blind the guards."""
+    if axis_name is not None and not isinstance(axis_name, str):
+        raise TypeError(f"axis_name must be a string or None, got {axis_name!r}")
+
+
+def axis_size(axis_name: str | None) -> int:
+    """Number of replicas.
+
+    Raises:
+      ValueError: if no such axis is bound where this is called.
+    """
+    if axis_name is None:
+        return 1
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        bound = list(jax.sharding.get_abstract_mesh().manual_axes)
+        here = f" (bound here: {', '.join(map(repr, bound))})" if bound else ""
+        raise ValueError(
+            f"the axis {axis_name!r} is not bound here{here}: call `update` inside "
+            f"curvadion_jax.replicas.step (or a shard_map or vmap with the axis "
+            f"{axis_name!r}), or pass axis_name=None for one replica"
+        ) from error
+
+
+def _varying(x: Any) -> frozenset[str]:
+    return varying_aval(jax.typeof(x))
+
+
+def varying_aval(aval: Any) -> frozenset[str]:
+    return aval.manual_axis_type.varying
+
+
+def is_checked(axis_name: str | None) -> bool:
+    """Whether JAX tracks here what differs over the axis (shard_map, check_vma on)."""
+    if axis_name is None or not is_manual(axis_name):
+        return False
+    return axis_name in _varying(lax.axis_index(axis_name))
+
+
+def is_manual(axis_name: str | None) -> bool:
+    """Whether the axis is one of an enclosing shard_map (and not of a vmap)."""
+    return axis_name in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def checked_axes() -> list[str]:
+    """Axes of enclosing shard_maps over which JAX tracks what differs."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return [axis for axis in manual if is_checked(axis)]
+
+
+def varying_manual_axes(x: Any) -> frozenset[str]:
+    """Axes of enclosing shard_maps, of more than one device, over which x differs."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return frozenset(axis for axis in _varying(x) if sizes.get(axis, 1) > 1)
+
+
+def is_varying(x: Any, axis_name: str) -> bool:
+    """Whether x may differ over the axis, as far as JAX tracks it."""
+    return axis_name in _varying(x)
+
+
+def vary(tree: Any, axis_name: str | None) -> Any:
+    """Marks every array as one that may differ over the axis; no communication."""
+    if axis_name is None or not is_checked(axis_name):
+        return tree
+
+    def cast(x):
+        if axis_name in _varying(x):
+            return x
+        return lax.pcast(x, (axis_name,), to="varying")
+
+    return jax.tree.map(cast, tree)
+
+
+def require_local(
+    gradients: Any, axis_name: str | None, *, allow_unchecked: bool = False
+) -> None:
+    """Refuses gradients that were averaged over the replicas before they came here.
+
+    Raises:
+      ValueError: if a gradient is the same on all replicas by its type, so that it was
+        reduced already; if nothing is tracked because of check_vma=False and that was
+        not allowed; or, for axis_name=None, if gradients differ between the devices
+        of an enclosing shard_map.
+    """
+    leaves = jax.tree.leaves_with_path(gradients)
+    if axis_name is None:
+        for path, leaf in leaves:
+            if axes := varying_manual_axes(leaf):
+                raise ValueError(
+                    f"axis_name is None, but the gradient "
+                    f"{jax.tree_util.keystr(path)} differs along the mesh axis "
+                    f"{', '.join(sorted(axes))}: replicas would drift apart and never "
+                    f"synchronise. Pass axis_name={min(axes)!r}"
+                )
+        return
+    axis_size(axis_name)
+    if not is_manual(axis_name):
+        return
+    if not is_checked(axis_name):
+        if allow_unchecked:
+            return
+        raise ValueError(
+            "shard_map was called with check_vma=False, so gradients that are "
+            f"averaged over {axis_name!r} already cannot be told from local ones. "
+            "Leave check_vma on, or use curvadion or adaptive_sync with "
+            "allow_unchecked=True and make sure of it yourself"
+        )
+    for path, leaf in leaves:
+        if axis_name not in _varying(leaf):
+            raise ValueError(
+                f"the gradient {jax.tree_util.keystr(path)} is the same on all "
+                f"replicas of {axis_name!r}: it has been reduced over the axis before "
+                "it got here, so every step communicates in full. Either the "
+                "parameters are not replica-varying (in_specs P(): use "
+                "curvadion_jax.replicas.replicate and replicas.step, which give them "
+                "a leading replica axis), or the gradients go through a pmean or "
+                "psum: remove it"
+            )

@@ -1,0 +1,161 @@
+"""Gives every device of a replica some whole matrices of a stack to work on."""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from curvadion_jax import _sharding
+from curvadion_jax._matrices import MatrixView
+
+Function = Callable[[jax.Array, tuple[int, ...], tuple[int, ...]], jax.Array]
+
+
+class _Kind(NamedTuple):
+    """What arrays have in common whose matrices are worked on in one stack.
+
+    Attributes:
+      shape: axes of a matrix, in the order of the parameter.
+      fan_in_axes: of a stack ``[number, *shape]``.
+      fan_out_axes: of the same.
+      divided: for every axis of a matrix the mesh axes that divide it.
+      stacked: mesh axes that divide the stack itself.
+      dtype: of the elements.
+    """
+
+    shape: tuple[int, ...]
+    fan_in_axes: tuple[int, ...]
+    fan_out_axes: tuple[int, ...]
+    divided: tuple[tuple[str, ...], ...]
+    stacked: frozenset[str]
+    dtype: Any
+
+    @property
+    def moves(self) -> list[tuple[int, str]]:
+        """Axes of a stack and the mesh axes along which to put them together."""
+        pairs = enumerate(self.divided, start=1)
+        return [(axis, name) for axis, names in pairs for name in reversed(names)]
+
+    def shared(self, axes: Mapping[str, int]) -> tuple[str, ...]:
+        """Mesh axes whose devices hold the same matrices."""
+        named = self.stacked.union(*self.divided)
+        return tuple(axis for axis in axes if axis not in named)
+
+
+def _rest(view: MatrixView) -> list[int]:
+    return [axis for axis in range(len(view.shape)) if axis not in view.batch_axes]
+
+
+def _kind(view: MatrixView, spec: PartitionSpec, dtype: Any) -> _Kind:
+    rest = _rest(view)
+    by_axis = [*spec, *[None] * (len(view.shape) - len(spec))]
+    names = [tuple(jax.tree.leaves(entry)) for entry in by_axis]
+    return _Kind(
+        tuple(view.shape[axis] for axis in rest),
+        tuple(1 + rest.index(axis) for axis in view.fan_in_axes),
+        tuple(1 + rest.index(axis) for axis in view.fan_out_axes),
+        tuple(names[axis] for axis in rest),
+        frozenset(name for axis in view.batch_axes for name in names[axis]),
+        dtype,
+    )
+
+
+def _stack(x: jax.Array, view: MatrixView) -> jax.Array:
+    """``[number, *matrix]`` of an array or of a device's part of it."""
+    x = jnp.transpose(x, (*view.batch_axes, *_rest(view)))
+    return x.reshape(-1, *x.shape[len(view.batch_axes) :])
+
+
+def _unstack(stack: jax.Array, view: MatrixView, like: jax.Array) -> jax.Array:
+    order = (*view.batch_axes, *_rest(view))
+    x = stack.reshape([like.shape[axis] for axis in order])
+    return jnp.transpose(x, sorted(range(len(order)), key=order.__getitem__))
+
+
+def by_matrix(
+    function: Function,
+    arrays: Mapping[str, jax.Array],
+    views: Mapping[str, MatrixView],
+) -> dict[str, jax.Array]:
+    """What a function makes of stacks of matrices, by the path of the parameter.
+
+    Inside a replica of several devices each of them gets some of the matrices, whole,
+    and the results go back to where the matrices were: two all-to-alls for an axis that
+    divides matrices, whatever the function does. Where a parameter's placement is not
+    known, or there is less than one matrix for two devices, the compiler divides the
+    function's work.
+
+    Args:
+      function: takes a stack ``[number, *matrix]``, and its axes of fan-in and fan-out;
+        returns the same shape. Matrices do not depend on each other.
+      arrays: in the shapes of the parameters.
+      views: how each is seen as matrices.
+    """
+    axes = _sharding.inner_axes()
+    known = {}
+    if axes:
+        specs = _sharding.specs(arrays, axes, by_shape=False)
+        known = dict(zip(sorted(arrays), specs, strict=True))  # in JAX's order
+    kinds = defaultdict(list)
+    for path, x in arrays.items():
+        if (spec := known.get(path)) is not None:
+            kinds[_kind(views[path], spec, x.dtype)].append(path)
+    moved: dict[_Kind, list[str]] = {}
+    for kind, paths in kinds.items():
+        number = sum(math.prod(views[path].batch) for path in paths)
+        if 2 * number >= math.prod(axes.values()):
+            moved[kind] = paths
+    results = _moved(function, moved, arrays, views, known) if moved else {}
+    for path, x in arrays.items():
+        if path not in results:
+            view = views[path]
+            kind = _kind(view, PartitionSpec(), x.dtype)
+            stack = function(_stack(x, view), kind.fan_in_axes, kind.fan_out_axes)
+            results[path] = _unstack(stack, view, x)
+    return results
+
+
+def _moved(function, kinds: Mapping[_Kind, list[str]], arrays, views, specs):
+    axes = _sharding.inner_axes()
+    divided = {path: specs[path] for paths in kinds.values() for path in paths}
+
+    def of_parts(parts):
+        results = {}
+        for kind, paths in kinds.items():
+            stacks = [_stack(parts[path], views[path]) for path in paths]
+            stack = _on_whole(function, jnp.concatenate(stacks), kind, axes)
+            ends = itertools.accumulate(len(each) for each in stacks)
+            split = jnp.split(stack, list(ends)[:-1])
+            for path, each in zip(paths, split, strict=True):
+                results[path] = _unstack(each, views[path], parts[path])
+        return results
+
+    mapped = jax.shard_map(
+        of_parts, in_specs=(divided,), out_specs=divided, axis_names=set(axes)
+    )
+    return mapped({path: arrays[path] for path in divided})
+
+
+def _on_whole(function, stack: jax.Array, kind: _Kind, axes: Mapping[str, int]):
+    """The function of a stack of parts of matrices, which are put together for it."""
+    shared, moves, number = kind.shared(axes), kind.moves, len(stack)
+    pieces = math.prod(axes[name] for name in (*shared, *(name for _, name in moves)))
+    stack = jnp.pad(stack, [(0, -number % pieces), *[(0, 0)] * (stack.ndim - 1)])
+    for axis, name in moves:
+        stack = lax.all_to_all(stack, name, split_axis=0, concat_axis=axis, tiled=True)
+    if shared:
+        count = len(stack) // lax.axis_size(shared)
+        start = count * lax.axis_index(shared)
+        stack = lax.dynamic_slice_in_dim(stack, start, count)
+    stack = function(stack, kind.fan_in_axes, kind.fan_out_axes)
+    if shared:
+        stack = lax.all_gather(stack, shared, tiled=True, to="invarying")
+    for axis, name in reversed(moves):
+        stack = lax.all_to_all(stack, name, split_axis=axis, concat_axis=0, tiled=True)
+    return stack[:number]

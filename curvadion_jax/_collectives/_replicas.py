@@ -1,0 +1,121 @@
+"""Talks over the replica axis."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from curvadion_jax import _sharding
+from curvadion_jax._collectives import _devices
+from curvadion_jax._collectives._axes import axis_size, is_varying, vary
+from curvadion_jax._group import Group, single
+
+
+def mean(tree: Any, axis_name: str | None) -> Any:
+    """Mean over replicas of every array, in at least float32, cast back."""
+    if axis_name is None:
+        return tree
+    leaves, structure = jax.tree.flatten(vary(tree, axis_name))
+    wide = [x.astype(jnp.promote_types(x, jnp.float32)) for x in leaves]
+    means = _means(jax.tree.unflatten(structure, wide), axis_name)
+    cast = [new.astype(x.dtype) for new, x in zip(means, leaves, strict=True)]
+    return jax.tree.unflatten(structure, cast)
+
+
+def _means(tree: Any, axis_name: str) -> list[jax.Array]:
+    """Means of varying arrays, each element sent once where it can be seen how."""
+    leaves, axes = jax.tree.leaves(tree), _sharding.inner_axes()
+    specs = _sharding.specs(tree, axes, by_shape=False) if axes else []
+    cut = {
+        index: (leaves[index], spec)
+        for index, spec in enumerate(specs)
+        if spec is not None and _devices.shared_by(leaves[index], spec, axes)
+    }
+    rest = {index: x for index, x in enumerate(leaves) if index not in cut}
+    means = lax.pmean(rest, axis_name)
+    if cut:
+        arrays, divisions = zip(*cut.values(), strict=True)
+        found = _devices.by_device(
+            lambda parts: [(x,) for x in lax.pmean(parts, axis_name)], arrays, divisions
+        )
+        means |= {index: x for index, (x,) in zip(cut, found, strict=True)}
+    return [means[index] for index in range(len(leaves))]
+
+
+def group(axis_name: str | None) -> Group:
+    """What a synchronizer may do over the axis.
+
+    Results are marked as varying, for code whose conditions mix them with local state.
+    """
+    if axis_name is None:
+        return single()
+
+    def over(collective):
+        def apply(tree):
+            tree = vary(tree, axis_name)
+            return vary(jax.tree.map(collective, tree), axis_name)
+
+        return apply
+
+    return Group(
+        size=axis_size(axis_name),
+        replica=lax.axis_index(axis_name),
+        mean=lambda tree: vary(mean(tree, axis_name), axis_name),
+        all_to_all=over(lambda x: lax.all_to_all(x, axis_name, 0, 0)),
+        all_gather=over(lambda x: lax.all_gather(x, axis_name)),
+        by_device=functools.partial(_by_device, axis_name),
+    )
+
+
+def _by_device(
+    axis_name: str, function: Callable[[Group, list], list], tree: Any
+) -> list:
+    """See `Group.by_device`."""
+    leaves, axes = jax.tree.leaves(tree), _sharding.inner_axes()
+    if not axes:
+        return function(group(axis_name), leaves)
+    _sharding.check_noted()
+    specs = [spec or PartitionSpec() for spec in _sharding.specs(tree, axes)]
+    # The group is made where it is used: its arrays belong to that place.
+    return _devices.by_device(
+        lambda parts: function(group(axis_name), parts), leaves, specs
+    )
+
+
+def largest(
+    number: jax.Array, axis_name: str | None, asked: jax.Array | None = None
+) -> jax.Array:
+    """The largest of the replicas' numbers, int32[]: one int32 scalar all-reduce.
+
+    Integers, because a float maximum drops NaN in shard_map on CPU.
+
+    Args:
+      number: that of one replica.
+      axis_name: replica axis.
+      asked: bool[], the same on all replicas; where it is false nothing is reduced, and
+        the answer is 0. None always asks.
+
+    Raises:
+      ValueError: if `asked` may differ between replicas.
+    """
+    if axis_name is not None and asked is not None and is_varying(asked, axis_name):
+        raise ValueError(
+            f"the step differs between the replicas of axis {axis_name!r}; some would "
+            "wait for ever for the others. A counter in the state cannot be seen to be "
+            "the same on all of them: give them the number of the step from outside, "
+            "as a further argument of the function that replicas.step returns, "
+            "train(state, batch, step)"
+        )
+
+    def reduce(number):
+        if axis_name is None:
+            return number
+        return lax.pmax(vary(number, axis_name), axis_name)
+
+    if asked is None:
+        return reduce(number)
+    return lax.cond(asked, reduce, lambda _: jnp.zeros([], jnp.int32), number)
