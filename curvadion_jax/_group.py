@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 
 class Group(NamedTuple):
@@ -12,8 +13,12 @@ class Group(NamedTuple):
     Attributes:
       size: number of replicas N, an int.
       replica: which of them this one is, int32[]. Replica-varying.
-      mean: tree of arrays -> tree of their means over the replicas, computed in at
-        least float32; an all-reduce.
+      weights: float32[N], how much each replica counts in this sync; 0 is one that
+        takes no part, and what it has may be anything, NaN included. The same on all
+        replicas. All zero if none takes part: then means are 0.
+      healthy: bool[], whether what this replica has is finite. Replica-varying.
+      mean: tree of arrays -> tree of their means over the replicas, weighted, computed
+        in at least float32; an all-reduce.
       all_to_all: tree of arrays [N, ...] -> the same shapes: part k goes to replica k,
         and part k of the result came from replica k.
       all_gather: tree of arrays [...] -> tree of [N, ...], part k is replica k's.
@@ -34,19 +39,46 @@ class Group(NamedTuple):
 
     size: int
     replica: jax.Array | int
+    weights: jax.Array
+    healthy: jax.Array
     mean: Callable[[Any], Any]
     all_to_all: Callable[[Any], Any]
     all_gather: Callable[[Any], Any]
     by_device: Callable[[Callable[[Any, list], list], Any], list]
 
+    @property
+    def present(self) -> jax.Array:
+        """Whether this replica takes part, bool[]. Replica-varying."""
+        return self.weights[self.replica] > 0
 
-def single() -> Group:
+    @property
+    def total(self) -> jax.Array:
+        """Sum of the weights, 1 if none takes part, float32[]; to divide by."""
+        total = jnp.sum(self.weights)
+        return jnp.where(total > 0, total, 1)
+
+    def finite(self, tree: Any) -> Any:
+        """What this replica has, zeros where that is not finite."""
+        return jax.tree.map(lambda x: jnp.where(self.healthy, x, 0), tree)
+
+    def offered(self, tree: Any) -> Any:
+        """What this replica brings, zeros if it takes no part."""
+        return jax.tree.map(lambda x: jnp.where(self.present, x, 0), tree)
+
+
+def single(
+    weight: jax.typing.ArrayLike = 1.0, healthy: jax.typing.ArrayLike = True
+) -> Group:
     """One replica, which sends nothing."""
     return Group(
         size=1,
         replica=0,
+        weights=jnp.asarray(weight, jnp.float32).reshape(1),
+        healthy=jnp.asarray(healthy),
         mean=lambda tree: tree,
         all_to_all=lambda tree: tree,
         all_gather=lambda tree: jax.tree.map(lambda x: x[None], tree),
-        by_device=lambda function, tree: function(single(), jax.tree.leaves(tree)),
+        by_device=lambda function, tree: function(
+            single(weight, healthy), jax.tree.leaves(tree)
+        ),
     )

@@ -26,18 +26,20 @@ def shared_by(x: Any, spec: PartitionSpec, axes: Mapping[str, int]) -> tuple[str
 
 
 def by_device(
-    function: Callable[[list[jax.Array]], list[tuple[jax.Array, ...]]],
+    function: Callable[[list[jax.Array], Any], list[tuple[jax.Array, ...]]],
     leaves: Sequence[jax.Array],
     specs: Sequence[PartitionSpec],
+    known: Any = None,
 ) -> list[tuple[jax.Array, ...]]:
     """What the function returns for the devices' own parts of arrays, put together.
 
     Args:
       function: takes parts to a tuple of arrays like each. Called once for all arrays
         that are divided over the same axes. Of a part that several devices hold, it
-        gets the device's piece, in one dimension.
+        gets the device's piece, in one dimension. Its last argument is `known`.
       leaves: arrays.
       specs: how each is divided over inner axes.
+      known: tree of arrays that all devices of the replica have.
     """
     axes = _sharding.inner_axes()
     together = defaultdict(list)
@@ -49,17 +51,17 @@ def by_device(
         divided = [specs[index] for index in members]
         mapped = jax.shard_map(
             functools.partial(_of_pieces, function, shared) if shared else function,
-            in_specs=(divided,),
+            in_specs=(divided, PartitionSpec()),
             out_specs=divided,
             axis_names=set(axes),
         )
-        found = mapped([leaves[index] for index in members])
+        found = mapped([leaves[index] for index in members], known)
         for index, each in zip(members, found, strict=True):
             results[index] = each
     return results
 
 
-def _of_pieces(function, shared: tuple[str, ...], parts: list) -> list:
+def _of_pieces(function, shared: tuple[str, ...], parts: list, known: Any) -> list:
     number = lax.axis_size(shared)
 
     def piece(x):
@@ -70,5 +72,5 @@ def _of_pieces(function, shared: tuple[str, ...], parts: list) -> list:
         whole = lax.all_gather(found, shared, tiled=True, to="invarying")
         return whole[: x.size].reshape(x.shape)
 
-    results = zip(function([piece(x) for x in parts]), parts, strict=True)
+    results = zip(function([piece(x) for x in parts], known), parts, strict=True)
     return [tuple(joined(found, x) for found in result) for result, x in results]

@@ -11,22 +11,34 @@ from jax.sharding import PartitionSpec
 
 from curvadion_jax import _sharding
 from curvadion_jax._collectives import _devices
-from curvadion_jax._collectives._axes import axis_size, is_varying, vary
+from curvadion_jax._collectives._axes import (
+    axis_size,
+    is_checked,
+    is_varying,
+    vary,
+)
 from curvadion_jax._group import Group, single
 
 
-def mean(tree: Any, axis_name: str | None) -> Any:
-    """Mean over replicas of every array, in at least float32, cast back."""
+def mean(tree: Any, axis_name: str | None, weights: jax.Array | None = None) -> Any:
+    """Mean over replicas of every array, in at least float32, cast back.
+
+    Args:
+      tree: arrays.
+      axis_name: replica axis.
+      weights: float32[N], one for each replica; what one of weight 0 has does not
+        matter, NaN included. All zero gives 0. None weighs all alike.
+    """
     if axis_name is None:
         return tree
     leaves, structure = jax.tree.flatten(vary(tree, axis_name))
     wide = [x.astype(jnp.promote_types(x, jnp.float32)) for x in leaves]
-    means = _means(jax.tree.unflatten(structure, wide), axis_name)
+    means = _means(jax.tree.unflatten(structure, wide), axis_name, weights)
     cast = [new.astype(x.dtype) for new, x in zip(means, leaves, strict=True)]
     return jax.tree.unflatten(structure, cast)
 
 
-def _means(tree: Any, axis_name: str) -> list[jax.Array]:
+def _means(tree: Any, axis_name: str, weights: jax.Array | None) -> list[jax.Array]:
     """Means of varying arrays, each element sent once where it can be seen how."""
     leaves, axes = jax.tree.leaves(tree), _sharding.inner_axes()
     specs = _sharding.specs(tree, axes, by_shape=False) if axes else []
@@ -36,24 +48,61 @@ def _means(tree: Any, axis_name: str) -> list[jax.Array]:
         if spec is not None and _devices.shared_by(leaves[index], spec, axes)
     }
     rest = {index: x for index, x in enumerate(leaves) if index not in cut}
-    means = lax.pmean(rest, axis_name)
+    means = _weighted(rest, axis_name, weights)
     if cut:
         arrays, divisions = zip(*cut.values(), strict=True)
         found = _devices.by_device(
-            lambda parts: [(x,) for x in lax.pmean(parts, axis_name)], arrays, divisions
+            lambda parts, weights: [(x,) for x in _weighted(parts, axis_name, weights)],
+            arrays,
+            divisions,
+            weights,
         )
         means |= {index: x for index, (x,) in zip(cut, found, strict=True)}
     return [means[index] for index in range(len(leaves))]
 
 
-def group(axis_name: str | None) -> Group:
+def _weighted(tree: Any, axis_name: str, weights: jax.Array | None) -> Any:
+    if weights is None:
+        return lax.pmean(tree, axis_name)
+    own, total = weights[lax.axis_index(axis_name)], jnp.sum(weights)
+    total = jnp.where(total > 0, total, 1)
+    brought = jax.tree.map(
+        lambda x: jnp.where(own > 0, own.astype(x.dtype) * x, 0), tree
+    )
+    summed = lax.psum(brought, axis_name)
+    return jax.tree.map(lambda x: x / total.astype(x.dtype), summed)
+
+
+def group(
+    axis_name: str | None,
+    weight: jax.typing.ArrayLike = 1.0,
+    healthy: jax.typing.ArrayLike = True,
+) -> Group:
     """What a synchronizer may do over the axis.
 
     Results are marked as varying, for code whose conditions mix them with local state.
+
+    Args:
+      axis_name: replica axis.
+      weight: how much this replica counts, float32[]; a Python number is that of all.
+      healthy: see `Group`.
     """
     if axis_name is None:
-        return single()
+        return single(weight, healthy)
+    if isinstance(weight, int | float):
+        weights = jnp.full(axis_size(axis_name), weight, jnp.float32)
+    else:
+        weights = _gathered(jnp.asarray(weight, jnp.float32), axis_name)
+    return _group(axis_name, weights, vary(jnp.asarray(healthy), axis_name))
 
+
+def _gathered(x: jax.Array, axis_name: str) -> jax.Array:
+    """One number of each replica, the same on all by its type."""
+    to = "invarying" if is_checked(axis_name) else "varying"
+    return lax.all_gather(vary(x, axis_name), axis_name, to=to)
+
+
+def _group(axis_name: str, weights: jax.Array, healthy: jax.Array) -> Group:
     def over(collective):
         def apply(tree):
             tree = vary(tree, axis_name)
@@ -64,25 +113,30 @@ def group(axis_name: str | None) -> Group:
     return Group(
         size=axis_size(axis_name),
         replica=lax.axis_index(axis_name),
-        mean=lambda tree: vary(mean(tree, axis_name), axis_name),
+        weights=weights,
+        healthy=healthy,
+        mean=lambda tree: vary(mean(tree, axis_name, weights), axis_name),
         all_to_all=over(lambda x: lax.all_to_all(x, axis_name, 0, 0)),
         all_gather=over(lambda x: lax.all_gather(x, axis_name)),
-        by_device=functools.partial(_by_device, axis_name),
+        by_device=functools.partial(_by_device, axis_name, (weights, healthy)),
     )
 
 
 def _by_device(
-    axis_name: str, function: Callable[[Group, list], list], tree: Any
+    axis_name: str, known: Any, function: Callable[[Group, list], list], tree: Any
 ) -> list:
     """See `Group.by_device`."""
     leaves, axes = jax.tree.leaves(tree), _sharding.inner_axes()
     if not axes:
-        return function(group(axis_name), leaves)
+        return function(_group(axis_name, *known), leaves)
     _sharding.check_noted()
     specs = [spec or PartitionSpec() for spec in _sharding.specs(tree, axes)]
     # The group is made where it is used: its arrays belong to that place.
     return _devices.by_device(
-        lambda parts: function(group(axis_name), parts), leaves, specs
+        lambda parts, known: function(_group(axis_name, *known), parts),
+        leaves,
+        specs,
+        known,
     )
 
 

@@ -71,6 +71,13 @@ def wide(x: jax.Array) -> jax.Array:
     return x.astype(compute_dtype(x.dtype))
 
 
+def own_weight(group: Group) -> jax.Array:
+    """The weight of this replica, or a mean one if it takes no part, float32[]."""
+    weights = group.weights
+    number = jnp.maximum(jnp.sum(weights > 0), 1)
+    return jnp.where(group.present, weights[group.replica], group.total / number)
+
+
 def unzip(structure: Any, pairs: list[tuple[Any, Any]]) -> tuple[Any, Any]:
     """Two trees of pairs' first and second parts."""
     first, second = zip(*pairs, strict=True) if pairs else ((), ())

@@ -107,9 +107,12 @@ def _average_filled(leaves, stages, block, group):
     rows = [_to_rows(_in_blocks(leaf, block), bits) for leaf in leaves]
     rows = jnp.pad(jnp.concatenate(rows), [(0, pad), (0, 0)])
     received = group.all_to_all(rows.reshape(number, -1, rows.shape[-1]))
-    mine = jnp.mean(_from_rows(received, block, bits), axis=0)
+    weights = group.weights[:, None, None]
+    mine = jnp.sum(weights * _from_rows(received, block, bits), 0) / group.total
     mean_rows = _to_rows(mine, mean_bits)
-    lost = number * (mine - _from_rows(mean_rows, block, mean_bits))
+    # What rounding the mean loses, in what this replica would have to put in for it.
+    share = _base.own_weight(group) / group.total
+    lost = (mine - _from_rows(mean_rows, block, mean_bits)) / share
     own = (jnp.arange(number) == group.replica)[:, None, None]
     charged = jnp.where(own, lost[None], 0).reshape(-1, block)
     charged = [

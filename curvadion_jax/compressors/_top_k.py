@@ -73,7 +73,7 @@ def top_k(
             ]
             gathered = group.all_gather(messages)
             return [
-                (_mean(all_, cut, bits, x), _placed(own, cut, bits, x))
+                (_mean(all_, cut, bits, x, group), _placed(own, cut, bits, x))
                 for all_, own, cut, x in zip(
                     gathered, messages, cuts, leaves, strict=True
                 )
@@ -151,13 +151,19 @@ def _message_bytes(x, cut: _Cut, bits: int | None) -> int:
     return positions + _codes.encoded_bytes(cut.blocks, cut.kept, bits)
 
 
-def _add(total: jax.Array, message, cut: _Cut, bits: int | None) -> jax.Array:
-    """The blocks with what one replica sent added at its positions."""
+def _add(
+    total: jax.Array,
+    message,
+    cut: _Cut,
+    bits: int | None,
+    weight: jax.typing.ArrayLike = 1.0,
+) -> jax.Array:
+    """The blocks with what one replica sent added at its positions, times a weight."""
     if bits is None or "values" in message:
         values = message["values"]
     else:
         values = _codes.decode(message["codes"], message["scales"], cut.kept, bits)
-    values = values.astype(total.dtype)
+    values = values.astype(total.dtype) * jnp.asarray(weight, total.dtype)
     if "positions" not in message:
         return total + values
     positions = _codes.unpack(
@@ -173,23 +179,22 @@ def _placed(message, cut: _Cut, bits: int | None, like: jax.Array) -> jax.Array:
     return _uncut(_add(total, message, cut, bits), like)
 
 
-def _mean(messages, cut: _Cut, bits: int | None, like: jax.Array) -> jax.Array:
+def _mean(messages, cut: _Cut, bits: int | None, like: jax.Array, group) -> jax.Array:
     """The mean of what all replicas sent, in the shape of the array."""
-    number = len(jax.tree.leaves(messages)[0])
-    first = _add(
-        jnp.zeros((cut.blocks, cut.size), like.dtype),
-        jax.tree.map(lambda x: x[0], messages),
-        cut,
-        bits,
-    )
+
+    def add(total, message):
+        sent, weight = message
+        return _add(total, sent, cut, bits, weight), None
+
     # One replica after the other: positions of one are distinct, so that the order of
     # the additions is fixed, and their bits are the same on all replicas.
-    total, _ = lax.scan(
-        lambda total, message: (_add(total, message, cut, bits), None),
-        first,
-        jax.tree.map(lambda x: x[1:], messages),
+    everything = (messages, group.weights)
+    first, _ = add(
+        jnp.zeros((cut.blocks, cut.size), like.dtype),
+        jax.tree.map(lambda x: x[0], everything),
     )
-    return _uncut(total / number, like)
+    total, _ = lax.scan(add, first, jax.tree.map(lambda x: x[1:], everything))
+    return _uncut(total / group.total.astype(total.dtype), like)
 
 
 def _uncut(blocks: jax.Array, like: jax.Array) -> jax.Array:
