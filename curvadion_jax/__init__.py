@@ -17,7 +17,7 @@ from curvadion_jax import (
     synchronizers,
     triggers,
 )
-from curvadion_jax._adaptive_sync import AdaptiveSyncState, adaptive_sync
+from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._counters import SyncMetrics
 from curvadion_jax._curvadion import curvadion
 from curvadion_jax._dion import DionState, dion, scale_by_dion
@@ -27,6 +27,7 @@ from curvadion_jax._partition import (
     default_dimension_numbers,
     describe_partition,
 )
+from curvadion_jax._step import AdaptiveSyncState
 
 __all__ = [
     "AdaptiveSyncState",

@@ -1,58 +1,24 @@
 """One optimizer out of an inner one, a trigger and a synchronizer."""
 
-import dataclasses
-import functools
-import operator
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from curvadion_jax import (
-    _branches,
     _collectives,
     _counters,
-    _memory,
+    _health,
     _partition,
     _paths,
-    _payload,
 )
-from curvadion_jax._counters import SyncMetrics
-from curvadion_jax._matrices import MatrixView
-from curvadion_jax.synchronizers import LocalStep, Synchronizer
+from curvadion_jax._step import AdaptiveSyncState, Step, gradient_payload
+from curvadion_jax.synchronizers import Synchronizer
 from curvadion_jax.synchronizers import _base as _synchronizers
-from curvadion_jax.synchronizers._base import dion_states
-from curvadion_jax.triggers import Observation, Trigger, remembered
+from curvadion_jax.triggers import Trigger, remembered
 from curvadion_jax.triggers._base import check_steps, check_trigger
-
-
-class AdaptiveSyncState(NamedTuple):
-    """State of `adaptive_sync`. Shared fields have equal values on all replicas.
-
-    Attributes:
-      inner_state: the inner optimizer's, as after a local step. Replica-varying.
-      trigger_state: what the trigger remembers.
-      local_state: state of `local_step`, empty without one. Replica-varying.
-      sync_state: what the synchronizer keeps; changes at syncs only.
-      metrics: `SyncMetrics`; changes on every step.
-
-    Example:
-      >>> from curvadion_jax import synchronizers, triggers
-      >>> tx = adaptive_sync(
-      ...     optax.sgd(0.1), triggers.every_k(4), synchronizers.reconcile()
-      ... )
-      >>> state = tx.init({"w": jnp.ones(3)})
-      >>> state.sync_state.anchor["w"].tolist()
-      [1.0, 1.0, 1.0]
-    """
-
-    inner_state: optax.OptState
-    trigger_state: Any
-    local_state: optax.OptState
-    sync_state: Any
-    metrics: SyncMetrics
 
 
 def _check_trees(updates: Any, params: Any) -> None:
@@ -170,11 +136,11 @@ def adaptive_sync(
             sync_state=synchronizer.init(params, inner_state, views),
             metrics=_counters.initial(
                 _synchronizers.payloads(synchronizer, params, inner_state, views),
-                _gradient_payload(params),
+                gradient_payload(params),
             ),
         )
 
-    def update_fn(updates, state, params=None, *, step=None, **extra_args):
+    def update_fn(updates, state, params=None, *, step=None, weight=None, **extra_args):
         if params is None:
             raise ValueError(
                 "adaptive_sync needs the parameters: call update(gradients, state, "
@@ -184,170 +150,14 @@ def adaptive_sync(
         _collectives.require_local(updates, axis_name, allow_unchecked=allow_unchecked)
         views = _partition.matrix_views(params, dimension_numbers)
         asked = None if ask_every is None else _is_asked(step, ask_every)
-        one_step = _Step(
+        one_step = Step(
             *(inner, trigger, synchronizer, axis_name, local_step),
-            *(views, extra_args, asked),
+            *(views, extra_args, asked, _checked_weight(weight)),
+            usable=_health.all_finite(updates),
         )
         return one_step.take(updates, state, params)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """One step of one replica: the parts of the optimizer, and what they need."""
-
-    inner: optax.GradientTransformationExtraArgs
-    trigger: Trigger
-    synchronizer: Synchronizer
-    axis_name: str | None
-    local_step: optax.GradientTransformationExtraArgs | None
-    views: Mapping[str, MatrixView | None]
-    extra_args: Mapping[str, Any]
-    asked: jax.Array | None
-
-    def take(self, gradients, state: AdaptiveSyncState, params):
-        """The updates and the state after the step, quiet or synchronised."""
-        axis_name = self.axis_name
-        decision, trigger_state = _branches.run_locally(
-            self._decide, gradients, params, state, axis_name=axis_name
-        )
-        which = _collectives.largest(
-            self._wish(decision.fire, state.metrics.syncs), axis_name, self.asked
-        )
-        local_updates, local_state = gradients, state.local_state
-        if self.local_step is not None:
-            local_updates, local_state = _branches.run_locally(
-                functools.partial(self.local_step.update, **self.extra_args),
-                *(gradients, state.local_state, params),
-                axis_name=axis_name,
-            )
-        updates, inner_state, sync_state = self._quiet_or_sync(
-            which, gradients, local_updates, state, params
-        )
-        asked = True if self.asked is None else self.asked
-        metrics = _counters.following(state.metrics, decision, asked, which)
-        after = AdaptiveSyncState(
-            inner_state, trigger_state, local_state, sync_state, metrics
-        )
-        return updates, _collectives.vary(after, axis_name)
-
-    def _quiet_or_sync(self, which, gradients, local_updates, state, params):
-        """Updates, inner state and state of the synchronizer after the step."""
-        axis_name = self.axis_name
-        before = (gradients, state.inner_state, params)
-        steps = _synchronizers.steps(self.synchronizer)
-        if self.synchronizer.after_local_step and self.local_step is None:
-            taken = _branches.run_locally(
-                self._inner_step, *before, axis_name=axis_name
-            )
-            return _branches.then_sync(
-                which,
-                [functools.partial(self._sync_after, step) for step in steps],
-                (*taken, state.sync_state),
-                *before,
-                axis_name=axis_name,
-            )
-        return _branches.switch(
-            which,
-            self._quiet,
-            [functools.partial(self._sync, step) for step in steps],
-            *(local_updates, state.sync_state, *before),
-            axis_name=axis_name,
-        )
-
-    def _wish(self, fire, syncs):
-        """0 for a quiet step, else 1 + the variant of the sync that is due, int32[]."""
-        cycle = self.synchronizer.cycle
-        if len(set(cycle)) == 1:
-            return fire.astype(jnp.int32)
-        due = jnp.array(cycle, jnp.int32)[syncs % len(cycle)]
-        return jnp.where(fire, 1 + due, 0)
-
-    def _inner_step(self, gradients, inner_state, params, **more):
-        updates, after = self.inner.update(
-            gradients, inner_state, params, **self.extra_args, **more
-        )
-        return _like(updates, params), _like(after, inner_state)
-
-    def _accumulate(self, gradients, inner_state, params):
-        """The inner state with this step's momentum, and no step taken."""
-        asked = _Asked()
-        _, after = self._inner_step(gradients, inner_state, params, momentum_only=asked)
-        if dion_states(inner_state) and not asked.seen:
-            raise ValueError(
-                "a transformation around Dion does not pass on the extra argument "
-                "momentum_only. Build it as an optax.GradientTransformationExtraArgs "
-                "that forwards extra arguments"
-            )
-        return after
-
-    def _decide(self, gradients, params, state: AdaptiveSyncState):
-        observation = Observation(
-            gradients,
-            state.inner_state,
-            params,
-            self.views,
-            lambda: self._accumulate(gradients, state.inner_state, params),
-            state.metrics.steps,
-            state.metrics.syncs,
-            state.metrics.quiet_steps,
-            getattr(state.sync_state, "anchor", None),
-            self._sync_cost(params, state.inner_state),
-        )
-        return self.trigger.decide(observation, state.trigger_state)
-
-    def _sync_cost(self, params, inner_state) -> float:
-        """Bytes of a sync over those of an all-reduce of all gradients in float32."""
-        cycle = self.synchronizer.cycle
-        variants = _synchronizers.payloads(
-            self.synchronizer, params, inner_state, self.views
-        )
-        sent = _payload.total(variants[variant] for variant in cycle)
-        averaged = sent.as_averaged(_collectives.axis_size(self.axis_name))
-        return averaged / len(cycle) / max(_gradient_payload(params), 1)
-
-    def _sync_after(self, step, done, gradients, inner_state, params):
-        updates, after, sync_state = done
-
-        def taken(given_gradients, given_state, **more):
-            given = jax.tree.leaves((given_gradients, given_state))
-            own = jax.tree.leaves((gradients, inner_state))
-            same = len(given) == len(own) and all(map(operator.is_, given, own))
-            if more or not same:
-                raise ValueError(
-                    "a synchronizer with after_local_step=True takes the local step as "
-                    "it is: call local.take(local.gradients, local.inner_state), or "
-                    "leave after_local_step out"
-                )
-            return updates, after
-
-        return self._synced(step, taken, sync_state, gradients, inner_state, params)
-
-    def _sync(self, step, local_updates, sync_state, gradients, inner_state, params):
-        del local_updates
-
-        def take(given_gradients, given_state, **more):
-            return self._inner_step(given_gradients, given_state, params, **more)
-
-        return self._synced(step, take, sync_state, gradients, inner_state, params)
-
-    def _synced(self, step, take, sync_state, gradients, inner_state, params):
-        local = LocalStep(gradients, inner_state, params, self.views, take)
-        kept = _memory.to_device(sync_state)
-        updates, inner_state, new = step(
-            local, kept, _collectives.group(self.axis_name)
-        )
-        sync_state = _memory.put_back(new, kept, sync_state)
-        return _like(updates, params), inner_state, sync_state
-
-    def _quiet(self, local_updates, sync_state, gradients, inner_state, params):
-        if self.local_step is None:
-            updates, inner_state = self._inner_step(gradients, inner_state, params)
-        else:
-            updates = _like(local_updates, params)
-            inner_state = self._accumulate(gradients, inner_state, params)
-        return updates, inner_state, sync_state
 
 
 def _is_asked(step: Any, ask_every: int) -> jax.Array:
@@ -368,9 +178,19 @@ def _is_asked(step: Any, ask_every: int) -> jax.Array:
     return step % ask_every == 0
 
 
-def _gradient_payload(params) -> int:
-    """Bytes of all gradients in float32."""
-    return 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
+def _checked_weight(weight: Any) -> jax.Array | None:
+    if weight is None:
+        return None
+    if isinstance(weight, int | float) and not (0 <= weight < math.inf):
+        raise ValueError(f"weight must be finite and not negative, got {weight}")
+    weight = jnp.asarray(weight)
+    if weight.shape or not jnp.issubdtype(weight.dtype, jnp.number):
+        raise TypeError(
+            "weight must be one number, how much this replica counts in a sync, got "
+            f"{weight.dtype}{list(weight.shape)}"
+        )
+    # What is not a weight takes no part.
+    return jnp.where(jnp.isfinite(weight) & (weight > 0), weight, 0)
 
 
 def _check_arguments(inner, synchronizer, axis_name, local_step) -> None:
@@ -393,20 +213,3 @@ def _check_arguments(inner, synchronizer, axis_name, local_step) -> None:
             f"{synchronizer.after_local_step!r}"
         )
     _collectives.check_axis_name(axis_name)
-
-
-class _Asked:
-    """A true value that knows whether anyone has looked at it."""
-
-    seen = False
-
-    def __bool__(self) -> bool:
-        self.seen = True
-        return True
-
-
-def _like(tree: Any, like: Any) -> Any:
-    """A tree with the dtypes of another, where the structures agree."""
-    if jax.tree.structure(tree) != jax.tree.structure(like):
-        return tree
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)

@@ -81,6 +81,11 @@ def then_sync(
     done = _collectives.vary(done, axis_name)
     silent = _trace(lambda done, *_: done, done, *operands)
     loud = _trace_syncs(syncs, silent.result, done, *operands, axis_name=axis_name)
+    axes = _axes_of_results([silent, *loud])
+    if axes != _axes_of_results([silent]):  # a loop hands on what it began with
+        done = _collectives.vary_over(done, axes)
+        silent = _trace(lambda done, *_: done, done, *operands)
+        loud = _trace_syncs(syncs, silent.result, done, *operands, axis_name=axis_name)
 
     def once(_, done):
         branches = [silent, *loud]
@@ -122,13 +127,25 @@ def _trace_syncs(
 def _branch(
     which: jax.Array, branches: Sequence["_Traced"], *operands: Any, axis_name
 ) -> Any:
+    axes = _axes_of_results(branches)
+
     def marked(traced):
-        return lambda *args: _collectives.vary(traced(*args), axis_name)
+        return lambda *args: _collectives.vary(
+            _collectives.vary_over(traced(*args), axes), axis_name
+        )
 
     functions = [marked(traced) for traced in branches]
     if len(functions) == 2:
         return lax.cond(which > 0, *reversed(functions), *operands)
     return lax.switch(which, functions, *operands)
+
+
+def _axes_of_results(branches: Sequence["_Traced"]) -> list[frozenset[str]]:
+    """For every result the axes over which that of any branch differs."""
+    avals = zip(*(traced.program.out_avals for traced in branches), strict=True)
+    return [
+        frozenset().union(*map(_collectives.varying_aval, results)) for results in avals
+    ]
 
 
 class _Traced(NamedTuple):

@@ -13,6 +13,26 @@ from curvadion_jax.triggers import Decision
 WORD = 2**30
 
 
+class Presence(NamedTuple):
+    """Who did not take part in a sync, and why.
+
+    Attributes:
+      left_out: bool[], this replica, which had nothing finite to bring.
+      absent: bool[], this replica, which was given no weight.
+      empty: bool[], all.
+    """
+
+    left_out: jax.Array
+    absent: jax.Array
+    empty: jax.Array
+
+
+def nobody_missing() -> Presence:
+    """That of a step without a sync."""
+    no = jnp.zeros([], jnp.bool_)
+    return Presence(no, no, no)
+
+
 class SyncMetrics(NamedTuple):
     """What happened so far; small, and a part of the state like any other.
 
@@ -33,6 +53,16 @@ class SyncMetrics(NamedTuple):
       threshold: float32[], what the value was compared with.
       layer: int32[], index of the parameter with the largest value on this replica,
         -1 if none. Replica-varying.
+      skipped: int32[], steps that this replica did not take, because its gradients
+        were not finite. Replica-varying.
+      skipped_in_a_row: int32[], how many of them were the last ones. Replica-varying.
+      skipped_at: int32[], number of the last of them, -1 if none. Replica-varying.
+      left_out: int32[], syncs that this replica was left out of, because what it had
+        was not finite, or it had nothing. Replica-varying.
+      left_out_at: int32[], number of the step of the last of them, -1 if none.
+        Replica-varying.
+      absent: int32[], syncs that it was given no weight in. Replica-varying.
+      empty: int32[], syncs that nobody took part in; they changed nothing.
       sync_payload: int32[2], bytes that a sync averages over replicas, as
         [high, low] in base 2^30; int32[V, 2] for V > 1 variants.
       gathered_payload: int32[2], bytes that a replica sends to each of the others at
@@ -54,6 +84,13 @@ class SyncMetrics(NamedTuple):
     value: jax.Array
     threshold: jax.Array
     layer: jax.Array
+    skipped: jax.Array
+    skipped_in_a_row: jax.Array
+    skipped_at: jax.Array
+    left_out: jax.Array
+    left_out_at: jax.Array
+    absent: jax.Array
+    empty: jax.Array
     sync_payload: jax.Array
     gathered_payload: jax.Array
     gradient_payload: jax.Array
@@ -83,6 +120,13 @@ def initial(payloads: Sequence[Payload], gradient_payload: int) -> SyncMetrics:
         value=nan,
         threshold=nan,
         layer=jnp.full([], -1, jnp.int32),
+        skipped=zero,
+        skipped_in_a_row=zero,
+        skipped_at=jnp.full([], -1, jnp.int32),
+        left_out=zero,
+        left_out_at=jnp.full([], -1, jnp.int32),
+        absent=zero,
+        empty=zero,
         sync_payload=_words(*(payload.averaged for payload in payloads)),
         gathered_payload=_words(*(payload.gathered for payload in payloads)),
         gradient_payload=_words(gradient_payload),
@@ -90,23 +134,46 @@ def initial(payloads: Sequence[Payload], gradient_payload: int) -> SyncMetrics:
 
 
 def following(
-    old: SyncMetrics, decision: Decision, asked: jax.Array | bool, which: jax.Array
+    old: SyncMetrics,
+    decision: Decision,
+    asked: jax.Array | bool,
+    which: jax.Array,
+    usable: jax.Array,
+    presence: Presence,
 ) -> SyncMetrics:
-    """The counters after a step; `which` is 0 if it was quiet, else 1 + the variant."""
+    """The counters after a step.
+
+    Args:
+      old: those before it.
+      decision: of this replica's trigger.
+      asked: whether replicas reduced their answers.
+      which: 0 if the step was quiet, else 1 + the variant of the sync.
+      usable: whether this replica's gradients were finite.
+      presence: who did not take part in the sync.
+    """
     synced = which > 0
     variants = 1 + jnp.arange(old.variant_syncs.size, dtype=jnp.int32)
+
+    def counted(count, event):
+        return jnp.where(event, optax.safe_increment(count), count)
+
     return old._replace(
         steps=optax.safe_increment(old.steps),
-        syncs=jnp.where(synced, optax.safe_increment(old.syncs), old.syncs),
-        variant_syncs=jnp.where(
-            variants == which,
-            optax.safe_increment(old.variant_syncs),
-            old.variant_syncs,
-        ),
+        syncs=counted(old.syncs, synced),
+        variant_syncs=counted(old.variant_syncs, variants == which),
         quiet_steps=jnp.where(synced, 0, optax.safe_increment(old.quiet_steps)),
-        asked=jnp.where(asked, optax.safe_increment(old.asked), old.asked),
+        asked=counted(old.asked, asked),
         synced=synced,
         value=jnp.asarray(decision.value, jnp.float32),
         threshold=jnp.asarray(decision.threshold, jnp.float32),
         layer=jnp.asarray(decision.layer, jnp.int32),
+        skipped=counted(old.skipped, ~usable),
+        skipped_in_a_row=jnp.where(
+            usable, 0, optax.safe_increment(old.skipped_in_a_row)
+        ),
+        skipped_at=jnp.where(usable, old.skipped_at, old.steps),
+        left_out=counted(old.left_out, presence.left_out),
+        left_out_at=jnp.where(presence.left_out, old.steps, old.left_out_at),
+        absent=counted(old.absent, presence.absent),
+        empty=counted(old.empty, presence.empty),
     )

@@ -52,6 +52,14 @@ class Group(NamedTuple):
         return self.weights[self.replica] > 0
 
     @property
+    def joins(self) -> jax.Array:
+        """Whether this replica takes over what the others have, bool[].
+
+        If it takes part, or has nothing of its own that is worth keeping.
+        """
+        return self.present | ~self.healthy
+
+    @property
     def total(self) -> jax.Array:
         """Sum of the weights, 1 if none takes part, float32[]; to divide by."""
         total = jnp.sum(self.weights)

@@ -10,7 +10,7 @@ import numpy as np
 from curvadion_jax import _paths
 from curvadion_jax._counters import WORD, SyncMetrics
 from curvadion_jax._payload import Payload, total
-from curvadion_jax.cost_model import FLAG_BYTES, sync_bytes
+from curvadion_jax.cost_model import FLAG_BYTES, WEIGHT_BYTES, sync_bytes
 
 
 def observe(opt_state: Any) -> SyncMetrics:
@@ -71,7 +71,7 @@ def read(opt_state: Any, *, replicas: int | None = None) -> dict[str, Any]:
       * `replicas`,
       * `bytes`: what one replica has sent, an all-reduce of B bytes counted as
         2 (N - 1) / N B, an all-gather of k bytes each as (N - 1) k; the 4 bytes of
-        each decision are included,
+        each decision and of a replica's weight at each sync are included,
       * `synchronous_bytes`: what it would have sent with float32 gradients averaged
         on every step.
 
@@ -146,7 +146,8 @@ def _sent(found: dict[str, np.ndarray], asked: int) -> Payload:
         Payload(averaged=count * one, gathered=count * other)
         for count, one, other in zip(counts, averaged, gathered, strict=True)
     ]
-    return total([*parts, Payload(averaged=asked * FLAG_BYTES)])
+    beside = Payload(averaged=asked * FLAG_BYTES, gathered=sum(counts) * WEIGHT_BYTES)
+    return total([*parts, beside])
 
 
 def _bytes(words: np.ndarray, variants: int = 1) -> list[int]:

@@ -57,12 +57,14 @@ PAYLOADS = [
 @pytest.mark.parametrize(("synchronizer", "rank", "payload"), PAYLOADS)
 def test_bytes_by_hand(synchronizer, rank, payload):
     # 12 steps, 5 syncs; an all-reduce of B bytes sends 2 (N - 1) / N B: B for two
-    # replicas, 7/4 B for eight. Every step sends 4 bytes to decide.
+    # replicas, 7/4 B for eight. Every step sends 4 bytes to decide, and every sync 4 of
+    # a weight to each of the others.
     state = optimizer(synchronizer, rank).init(helpers.make_params())
     state = counted(state, steps=jnp.array(12), syncs=jnp.array(5), asked=jnp.array(12))
     for replicas, factor in ((2, 1), (8, 7 / 4)):
         read = metrics.read(state, replicas=replicas)
-        assert read["bytes"] == factor * (5 * payload + 12 * 4)
+        weights = 5 * 4 * (replicas - 1)
+        assert read["bytes"] == factor * (5 * payload + 12 * 4) + weights
         assert read["synchronous_bytes"] == factor * 12 * GRADIENTS
 
 
@@ -141,12 +143,12 @@ def test_more_bytes_than_an_int32_holds():
     steps = jnp.array(1000)
     state = counted(tx.init(params), steps=steps, syncs=steps - 1, asked=steps)
     read = metrics.read(state, replicas=2)
-    assert read["bytes"] == 999 * sum(payload) + 4000
+    assert read["bytes"] == 999 * (sum(payload) + 4) + 4000
     assert read["synchronous_bytes"] == 1000 * 4 * elements
 
 
 def test_gathered_bytes_are_sent_to_every_other_replica():
-    # 5 syncs; each of 3 others is sent 10 bytes, and means cost 2 x 3/4 of 100 or 4.
+    # 5 syncs; each of 3 others gets 10 + 4 bytes, and means cost 2 x 3/4 of 100 or 4.
     payload = compressors.Payload(averaged=100, gathered=10)
     both = synchronizers.average_gradients()._replace(payload=lambda *_: payload)
     tx = cd.adaptive_sync(optax.sgd(0.1), triggers.always(), both)
@@ -157,7 +159,7 @@ def test_gathered_bytes_are_sent_to_every_other_replica():
         asked=jnp.array(12),
     )
     read = metrics.read(state, replicas=4)
-    assert read["bytes"] == 5 * 3 * 10 + 1.5 * (5 * 100 + 12 * 4)
+    assert read["bytes"] == 5 * 3 * (10 + 4) + 1.5 * (5 * 100 + 12 * 4)
 
 
 def test_a_payload_that_is_a_number_is_refused():

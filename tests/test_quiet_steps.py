@@ -89,8 +89,7 @@ def test_one_scalar_is_sent_outside_of_the_sync_branch(compiled):
     _, sync = conditional.called
     inside = program.collectives([sync])
     assert len(program.collectives([program.entry])) == 1 + len(inside)
-    codes = {"all-to-all", "all-gather"}
-    kinds = codes if name == "curvadion" else {"all-reduce"}
+    kinds = {"all-to-all" if name == "curvadion" else "all-reduce", "all-gather"}
     assert {instruction.opcode for instruction in inside} == kinds
 
 
@@ -106,7 +105,10 @@ def test_the_quiet_branch_sends_nothing(compiled):
 def test_a_sync_sends_the_bytes_that_metrics_count(compiled):
     program, (_, opt_state), name = compiled
     (conditional,) = communicating_conditionals(program)
-    sent = sum(x.bytes for x in program.collectives(conditional.called))
+    inside = program.collectives(conditional.called)
+    (weights,) = [x for x in inside if x.shape.startswith(f"f32[{REPLICAS}]")]
+    assert weights.opcode == "all-gather"
+    sent = sum(x.bytes for x in inside) - weights.bytes
     if name == "curvadion":
         # Two stages of codes. Every array is a block, and these four are padded to
         # one for each replica.
@@ -138,9 +140,10 @@ def test_a_quiet_step_copies_nothing_of_the_synchronizers(options):
     entry = program.computations[program.entry]
     copied = sum(x.bytes for x in entry if x.opcode == "copy")
     # The CPU compiler copies the new parameters out of `params + updates`, with or
-    # without syncs; and there are 8 counters of 4 bytes.
+    # without syncs, and the momentum, which stays where the gradients are not finite;
+    # and there are 20 counters of at most 4 bytes.
     parameters = sum(x.nbytes for x in helpers.make_params().values())
-    assert copied <= parameters + 8 * 4
+    assert copied <= 2 * parameters + 20 * 4
 
 
 @pytest.mark.slow
@@ -213,7 +216,7 @@ SLOW = ("curvadion", "averaging_dion", "paper", "authors_code", "factors-every_k
 def test_another_replicas_gradient_changes_nothing_until_the_sync(name):
     """Three replicas, four steps, of which 1 and 2 are quiet; one gradient differs."""
     gradients = helpers.make_gradients(4, 3)
-    gradients[3]["tall"][:, 0, 0] = np.nan  # the last step synchronises
+    gradients[3]["tall"] *= 1e9  # the last step synchronises
     changed = [jax.tree.map(np.copy, tree) for tree in gradients]
     for array in changed[1].values():
         array[CHANGED] *= -3

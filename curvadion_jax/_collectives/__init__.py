@@ -15,6 +15,7 @@ from curvadion_jax._collectives._axes import (
     is_varying,
     require_local,
     vary,
+    vary_over,
     varying_aval,
     varying_manual_axes,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "mean",
     "require_local",
     "vary",
+    "vary_over",
     "varying_aval",
     "varying_manual_axes",
 ]

@@ -1,5 +1,6 @@
 """What JAX knows of an axis: whether it is there, and what differs over it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -80,6 +81,17 @@ def vary(tree: Any, axis_name: str | None) -> Any:
         return lax.pcast(x, (axis_name,), to="varying")
 
     return jax.tree.map(cast, tree)
+
+
+def vary_over(tree: Any, axes: Sequence[frozenset[str]]) -> Any:
+    """Marks every array as one that may differ over these axes; no communication."""
+    leaves, structure = jax.tree.flatten(tree)
+    missing = [tuple(a - _varying(x)) for x, a in zip(leaves, axes, strict=True)]
+    cast = [
+        lax.pcast(x, names, to="varying") if names else x
+        for x, names in zip(leaves, missing, strict=True)
+    ]
+    return jax.tree.unflatten(structure, cast)
 
 
 def require_local(

@@ -62,6 +62,7 @@ from curvadion_jax.cost_model._sent import (
 )
 from curvadion_jax.cost_model._size import (
     FLAG_BYTES,
+    WEIGHT_BYTES,
     MatrixShape,
     ModelSize,
     factor_payload,
@@ -74,6 +75,7 @@ from curvadion_jax.cost_model._tables import projections_table, sensitivity_tabl
 
 __all__ = [
     "FLAG_BYTES",
+    "WEIGHT_BYTES",
     "BreakEven",
     "Link",
     "MatrixShape",

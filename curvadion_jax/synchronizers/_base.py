@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _paths
+from curvadion_jax import _health, _paths
 from curvadion_jax._dion import DionState
 from curvadion_jax._group import Group
 from curvadion_jax._matrices import MatrixView
@@ -153,14 +153,14 @@ def mean_with_feedback(
     """Mean in a compressor's form of what there is and what was held back.
 
     Returns:
-      The mean, what is held back now (zero where it would not be finite), and the
-      compressor's state. Without a compressor the mean is exact, and the other two are
-      as they were.
+      The mean, what is held back now (zero where it would not be finite; all of it by
+      a replica that takes no part), and the compressor's state. Without a compressor
+      the mean is exact, and the other two are as they were.
     """
     if compressor is None:
         return group.mean(tree), error, state
-    whole = jax.tree.map(jnp.add, error, tree)
-    result = compressor.average(whole, state, group, views)
+    whole = group.finite(jax.tree.map(jnp.add, error, tree))
+    result = compressor.average(group.offered(whole), state, group, views)
     held = jax.tree.map(_rest, whole, result.sent)
     return result.mean, held, result.state
 
@@ -188,6 +188,21 @@ def with_q(inner_state: optax.OptState, qs: list[Any]) -> optax.OptState:
         inner_state,
         is_leaf=_is_dion,
     )
+
+
+def with_momenta(
+    inner_state: optax.OptState, other: optax.OptState, keep: jax.Array
+) -> optax.OptState:
+    """The state of an optimizer with another's momenta of Dion unless bool[] `keep`."""
+    others = iter(dion_states(other))
+
+    def chosen(x):
+        if not _is_dion(x):
+            return x
+        momentum = _health.where(keep, x.momentum, next(others).momentum)
+        return x._replace(momentum=momentum)
+
+    return jax.tree.map(chosen, inner_state, is_leaf=_is_dion)
 
 
 def matrices(

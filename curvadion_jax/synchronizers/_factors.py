@@ -162,10 +162,10 @@ def _step(compressor, local: _base.LocalStep, state: FactorsState, group: Group)
         reduced.extend(arrays)
         if compressor is None:
             return group.mean(arrays), None
-        result = compressor.average(arrays, (), group, {})
+        result = compressor.average(group.offered(arrays), (), group, {})
         return _like(result.mean, arrays), _like(result.sent, arrays)
 
-    inner_state = local.inner_state
+    inner_state = before = local.inner_state
     if group.size > 1:  # one replica is plain Dion
         # On quiet steps every replica moves its own Q: products with them could cancel.
         inner_state = _base.with_q(inner_state, state.common_q)
@@ -178,6 +178,10 @@ def _step(compressor, local: _base.LocalStep, state: FactorsState, group: Group)
             "Build it as an optax.GradientTransformationExtraArgs that forwards extra "
             "arguments"
         )
+    if group.size > 1:
+        # One that sent nothing of its momentum and gradient has all of them still.
+        _, kept = local.take(gradients, before, momentum_only=True)
+        inner_state = _base.with_momenta(inner_state, kept, group.present)
     q = [dion.q for dion in _base.dion_states(inner_state)]
     return updates, inner_state, FactorsState(q, error)
 

@@ -24,13 +24,17 @@ def momenta(inner_state: optax.OptState, fragment: Fragment) -> dict[str, jax.Ar
 
 
 def average_momentum(inner_state, form, form_state, group, views, fragment):
-    """Momenta M - sent + mean: what was not sent stays with the replica."""
+    """Momenta M - sent + mean: what was not sent stays with the replica.
+
+    One that took no part, and has a momentum, does without the mean.
+    """
     found = momenta(inner_state, fragment)
-    result = form.average(found, form_state, group, views)
+    result = form.average(group.offered(found), form_state, group, views)
     new = {
-        name: (m + result.mean[name] - result.sent[name]).astype(m.dtype)
+        name: (m + jnp.where(group.joins, result.mean[name], 0) - result.sent[name])
         for name, m in found.items()
     }
+    new = {name: x.astype(found[name].dtype) for name, x in new.items()}
     inside = _momentum.in_field(inner_state, _momentum.find_field(inner_state))
     leaves = zip(_paths.leaves_with_path(inner_state), inside, strict=True)
     paths = [path for (path, _), is_in in leaves if is_in]

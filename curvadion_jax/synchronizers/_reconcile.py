@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _orthonormalize, compressors
+from curvadion_jax import _health, _orthonormalize, compressors
 from curvadion_jax.compressors._base import check_compressor
 from curvadion_jax.synchronizers import _base, _fragments, _inner_state
 from curvadion_jax.synchronizers._fragments import Fragment
@@ -260,7 +260,10 @@ class _Reconcile:
         with_state = functools.partial(
             _fragments.with_state, index=index, fragment=fragment
         )
-        updates = put(updates, jax.tree.map(_move_to, anchor, pick(local.params)))
+        target = anchor
+        if self.compressor is None:  # with one, what was not sent is held back
+            target = _with_rest(anchor, drift, group.joins)
+        updates = put(updates, jax.tree.map(_move_to, target, pick(local.params)))
         state = ReconcileState(
             put(state.anchor, anchor),
             common_q,
@@ -274,7 +277,8 @@ class _Reconcile:
         self, local, inner_state, momentum_state, common_q, group, fragment
     ):
         """Inner state, state of the momentum's compressor and common Q afterwards."""
-        averaged = group.mean(self._exact(local.params, inner_state, fragment))
+        own = self._exact(local.params, inner_state, fragment)
+        averaged = _health.where(group.joins, group.mean(own), own)
         inner_state = _inner_state.replaced(inner_state, averaged)
         if self.momentum_form:
             inner_state, momentum_state = _inner_state.average_momentum(
@@ -306,6 +310,13 @@ class _Reconcile:
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
     wide = jnp.promote_types(new.dtype, jnp.float32)
     return new.astype(wide) - old.astype(wide)
+
+
+def _with_rest(anchor: Any, drift: Any, joins: jax.Array) -> Any:
+    """Where a replica goes on: the anchor, and its own drift where nobody got that."""
+    return jax.tree.map(
+        lambda a, d: (a + jnp.where(joins, 0, d)).astype(a.dtype), anchor, drift
+    )
 
 
 def _outer_step(outer, drift, anchor, state):

@@ -1,0 +1,338 @@
+"""One step of one replica, quiet or synchronised."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from curvadion_jax import (
+    _branches,
+    _collectives,
+    _counters,
+    _health,
+    _memory,
+    _payload,
+)
+from curvadion_jax._counters import Presence, SyncMetrics, nobody_missing
+from curvadion_jax._group import Group
+from curvadion_jax._matrices import MatrixView
+from curvadion_jax.synchronizers import LocalStep, Synchronizer
+from curvadion_jax.synchronizers import _base as _synchronizers
+from curvadion_jax.synchronizers._base import dion_states
+from curvadion_jax.triggers import Observation, Trigger
+
+# A replica that was left out of a sync asks for no other one for so many steps.
+_REST = 10
+
+
+class AdaptiveSyncState(NamedTuple):
+    """State of `adaptive_sync`. Shared fields have equal values on all replicas.
+
+    Attributes:
+      inner_state: the inner optimizer's, as after a local step. Replica-varying.
+      trigger_state: what the trigger remembers.
+      local_state: state of `local_step`, empty without one. Replica-varying.
+      sync_state: what the synchronizer keeps; changes at syncs only.
+      metrics: `SyncMetrics`; changes on every step.
+
+    Example:
+      >>> from curvadion_jax import adaptive_sync, synchronizers, triggers
+      >>> tx = adaptive_sync(
+      ...     optax.sgd(0.1), triggers.every_k(4), synchronizers.reconcile()
+      ... )
+      >>> state = tx.init({"w": jnp.ones(3)})
+      >>> state.sync_state.anchor["w"].tolist()
+      [1.0, 1.0, 1.0]
+    """
+
+    inner_state: optax.OptState
+    trigger_state: Any
+    local_state: optax.OptState
+    sync_state: Any
+    metrics: SyncMetrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step of one replica: the parts of the optimizer, and what they need.
+
+    Attributes:
+      inner: see `adaptive_sync`, as `trigger`, `synchronizer`, `axis_name` and
+        `local_step`.
+      views: path of a parameter -> how Dion sees it as matrices, or None.
+      extra_args: for the inner optimizer.
+      asked: bool[], whether replicas reduce their answers on this step; None is yes.
+      weight: float32[], how much this replica counts in a sync; None is 1.
+      usable: bool[], whether its gradients are finite.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    trigger: Trigger
+    synchronizer: Synchronizer
+    axis_name: str | None
+    local_step: optax.GradientTransformationExtraArgs | None
+    views: Mapping[str, MatrixView | None]
+    extra_args: Mapping[str, Any]
+    asked: jax.Array | None
+    weight: jax.Array | None
+    usable: jax.Array
+
+    def take(self, gradients, state: AdaptiveSyncState, params):
+        """The updates and the state after the step, quiet or synchronised."""
+        axis_name = self.axis_name
+        decision, trigger_state = _branches.run_locally(
+            self._decide, gradients, params, state, axis_name=axis_name
+        )
+        trigger_state = _health.where(self.usable, trigger_state, state.trigger_state)
+        fire = decision.fire & self.usable & ~_rests(state.metrics)
+        which = _collectives.largest(
+            self._wish(fire, state.metrics.syncs), axis_name, self.asked
+        )
+        local_updates, local_state = gradients, state.local_state
+        if self.local_step is not None:
+            updates, after = _branches.run_locally(
+                functools.partial(self.local_step.update, **self.extra_args),
+                *(gradients, state.local_state, params),
+                axis_name=axis_name,
+            )
+            local_updates, local_state = self._if_usable(
+                updates, after, state.local_state
+            )
+        updates, inner_state, sync_state, presence = self._quiet_or_sync(
+            which, gradients, local_updates, state, params
+        )
+        metrics = _counters.following(
+            state.metrics,
+            decision,
+            True if self.asked is None else self.asked,
+            which,
+            self.usable,
+            presence,
+        )
+        after = AdaptiveSyncState(
+            inner_state, trigger_state, local_state, sync_state, metrics
+        )
+        return updates, _collectives.vary(after, axis_name)
+
+    def _if_usable(self, updates, after, before):
+        """No step where the gradients are not finite, and finite updates in any case.
+
+        An update that is not finite would make the parameters so for ever.
+        """
+        updates = jax.tree.map(lambda x: jnp.where(self.usable, x, 0), updates)
+        after = _health.where(self.usable, after, before)
+        return _health.finite_elements(updates), after
+
+    def _quiet_or_sync(self, which, gradients, local_updates, state, params):
+        """Updates, inner state, state of the synchronizer, and who took part."""
+        axis_name = self.axis_name
+        before = (gradients, state.inner_state, params)
+        steps = _synchronizers.steps(self.synchronizer)
+        nothing = nobody_missing()
+        if self.synchronizer.after_local_step and self.local_step is None:
+            taken = _branches.run_locally(
+                self._local_step, *before, axis_name=axis_name
+            )
+            return _branches.then_sync(
+                which,
+                [functools.partial(self._sync_after, step) for step in steps],
+                (*taken, state.sync_state, nothing),
+                *(state.metrics, *before),
+                axis_name=axis_name,
+            )
+        return _branches.switch(
+            which,
+            self._quiet,
+            [functools.partial(self._sync, step) for step in steps],
+            *(local_updates, state.sync_state, state.metrics, *before),
+            axis_name=axis_name,
+        )
+
+    def _wish(self, fire, syncs):
+        """0 for a quiet step, else 1 + the variant of the sync that is due, int32[]."""
+        cycle = self.synchronizer.cycle
+        if len(set(cycle)) == 1:
+            return fire.astype(jnp.int32)
+        due = jnp.array(cycle, jnp.int32)[syncs % len(cycle)]
+        return jnp.where(fire, 1 + due, 0)
+
+    def _inner_step(self, gradients, inner_state, params, **more):
+        updates, after = self.inner.update(
+            gradients, inner_state, params, **self.extra_args, **more
+        )
+        return _like(updates, params), _like(after, inner_state)
+
+    def _accumulate(self, gradients, inner_state, params):
+        """The inner state with this step's momentum, and no step taken."""
+        asked = _Asked()
+        _, after = self._inner_step(gradients, inner_state, params, momentum_only=asked)
+        if dion_states(inner_state) and not asked.seen:
+            raise ValueError(
+                "a transformation around Dion does not pass on the extra argument "
+                "momentum_only. Build it as an optax.GradientTransformationExtraArgs "
+                "that forwards extra arguments"
+            )
+        return after
+
+    def _decide(self, gradients, params, state: AdaptiveSyncState):
+        observation = Observation(
+            gradients,
+            state.inner_state,
+            params,
+            self.views,
+            lambda: self._accumulate(gradients, state.inner_state, params),
+            state.metrics.steps,
+            state.metrics.syncs,
+            state.metrics.quiet_steps,
+            getattr(state.sync_state, "anchor", None),
+            self._sync_cost(params, state.inner_state),
+        )
+        return self.trigger.decide(observation, state.trigger_state)
+
+    def _sync_cost(self, params, inner_state) -> float:
+        """Bytes of a sync over those of an all-reduce of all gradients in float32."""
+        cycle = self.synchronizer.cycle
+        variants = _synchronizers.payloads(
+            self.synchronizer, params, inner_state, self.views
+        )
+        sent = _payload.total(variants[variant] for variant in cycle)
+        averaged = sent.as_averaged(_collectives.axis_size(self.axis_name))
+        return averaged / len(cycle) / max(gradient_payload(params), 1)
+
+    def _local_step(self, gradients, inner_state, params):
+        taken = self._inner_step(gradients, inner_state, params)
+        return self._if_usable(*taken, inner_state)
+
+    def _sync_after(self, step, done, metrics, gradients, inner_state, params):
+        updates, after, sync_state, _ = done
+        kept = _memory.to_device(sync_state)
+        sound = _health.all_finite(after)
+        after = self._clean(after, sound, params)
+        healthy = sound & _health.all_finite((params, kept))
+        # No step since the last sync, with this one, had gradients to go by.
+        idle = ~self.usable & (metrics.skipped_in_a_row >= metrics.quiet_steps)
+        group = self._group(healthy, ~idle)
+
+        def taken(given_gradients, given_state, **more):
+            given = jax.tree.leaves((given_gradients, given_state))
+            own = jax.tree.leaves((gradients, inner_state))
+            same = len(given) == len(own) and all(map(operator.is_, given, own))
+            if more or not same:
+                raise ValueError(
+                    "a synchronizer with after_local_step=True takes the local step as "
+                    "it is: call local.take(local.gradients, local.inner_state), or "
+                    "leave after_local_step out"
+                )
+            return updates, after
+
+        local = LocalStep(gradients, inner_state, params, self.views, taken)
+        before = (updates, after, kept)
+        return self._synced(step(local, kept, group), before, sync_state, group, ~idle)
+
+    def _sync(
+        self, step, local_updates, sync_state, metrics, gradients, inner_state, params
+    ):
+        del local_updates, metrics
+        kept = _memory.to_device(sync_state)
+        sound = _health.all_finite(inner_state)
+        inner_state = self._clean(inner_state, sound, params)
+        gradients = jax.tree.map(lambda x: jnp.where(self.usable, x, 0), gradients)
+        healthy = sound & _health.all_finite((params, kept))
+        group = self._group(healthy, self.usable)
+
+        def take(given_gradients, given_state, **more):
+            return self._inner_step(given_gradients, given_state, params, **more)
+
+        local = LocalStep(gradients, inner_state, params, self.views, take)
+        before = (optax.tree.zeros_like(params), inner_state, kept)
+        return self._synced(
+            step(local, kept, group), before, sync_state, group, self.usable
+        )
+
+    def _clean(self, inner_state, sound, params):
+        """The state, its floating-point arrays as at the start unless it is sound."""
+        return _health.floats_where(sound, inner_state, self.inner.init(params))
+
+    def _weight(self) -> jax.Array:
+        return jnp.asarray(1 if self.weight is None else self.weight, jnp.float32)
+
+    def _group(self, healthy, brings) -> Group:
+        """The replicas, of which those with nothing sound to bring count nothing."""
+        weight = jnp.where(healthy & brings, self._weight(), 0)
+        return _collectives.group(self.axis_name, weight, healthy)
+
+    def _synced(self, after, before, sync_state, group: Group, brings):
+        """What follows a sync, and who took part; nobody leaves all as it was.
+
+        Args:
+          after: updates, inner state and synchronizer state after the sync.
+          before: the same without it; the last from the device's memory.
+          sync_state: where `before` has it from.
+          group: the replicas.
+          brings: whether this replica had anything to bring.
+        """
+        anybody = jnp.any(group.weights > 0)
+
+        def chosen(new, old):
+            # What has another type is refused behind this.
+            alike = jnp.shape(new) == jnp.shape(old) and new.dtype == old.dtype
+            return jnp.where(anybody, new, old) if new is not old and alike else new
+
+        def one_of(new, old):
+            if jax.tree.structure(new) != jax.tree.structure(old):
+                return new
+            return jax.tree.map(chosen, new, old)
+
+        updates, inner_state, sync = after
+        after = (_like(updates, before[0]), inner_state, sync)
+        updates, inner_state, new = map(one_of, after, before)
+        left_out = ~(group.healthy & brings)
+        presence = Presence(left_out, ~left_out & ~group.present, ~anybody)
+        kept = before[-1]
+        return updates, inner_state, _memory.put_back(new, kept, sync_state), presence
+
+    def _quiet(
+        self, local_updates, sync_state, metrics, gradients, inner_state, params
+    ):
+        del metrics
+        if self.local_step is None:
+            updates, inner_state = self._local_step(gradients, inner_state, params)
+        else:
+            updates = _like(local_updates, params)
+            after = self._accumulate(gradients, inner_state, params)
+            inner_state = _health.where(self.usable, after, inner_state)
+        return updates, inner_state, sync_state, nobody_missing()
+
+
+def _rests(metrics: SyncMetrics) -> jax.Array:
+    """Whether this replica was left out of the last sync, and that was just now."""
+    last = metrics.steps - metrics.quiet_steps - 1
+    was_left_out = (metrics.left_out > 0) & (metrics.left_out_at == last)
+    return was_left_out & (metrics.quiet_steps < _REST)
+
+
+def gradient_payload(params) -> int:
+    """Bytes of all gradients in float32."""
+    return 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+class _Asked:
+    """A true value that knows whether anyone has looked at it."""
+
+    seen = False
+
+    def __bool__(self) -> bool:
+        self.seen = True
+        return True
+
+
+def _like(tree: Any, like: Any) -> Any:
+    """A tree with the dtypes of another, where the structures agree."""
+    if jax.tree.structure(tree) != jax.tree.structure(like):
+        return tree
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
