@@ -16,6 +16,14 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.all(jnp.stack(finite)) if finite else jnp.array(True)
 
 
+def sound(state: Any) -> jax.Array:
+    """Whether no array in a state has a NaN or an infinity, bool[].
+
+    Scalars are not looked at: they may be meant so, as the best loss so far is.
+    """
+    return all_finite([x for x in jax.tree.leaves(state) if jnp.ndim(x)])
+
+
 def finite_elements(tree: Any) -> Any:
     """The tree with zeros in place of NaN and infinities."""
     return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), tree)
@@ -26,8 +34,18 @@ def where(condition: jax.Array, tree: Any, other: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), tree, other)
 
 
-def floats_where(condition: jax.Array, tree: Any, other: Any) -> Any:
-    """As `where` for floating-point leaves; all else is that of the first tree."""
-    return jax.tree.map(
-        lambda x, y: jnp.where(condition, x, y) if _is_float(x) else x, tree, other
-    )
+def restarted(state: Any, fresh: Any, is_sound: jax.Array) -> Any:
+    """A state that is not sound as at the start.
+
+    Floating-point arrays, and of scalars those that are not finite: learning rates that
+    were set, and counts, stay.
+    """
+
+    def leaf(x, new):
+        if not _is_float(x):
+            return x
+        return jnp.where(
+            is_sound | (jnp.isfinite(x) if not jnp.ndim(x) else False), x, new
+        )
+
+    return jax.tree.map(leaf, state, fresh)

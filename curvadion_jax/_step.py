@@ -211,9 +211,9 @@ class Step:
     def _sync_after(self, step, done, metrics, gradients, inner_state, params):
         updates, after, sync_state, _ = done
         kept = _memory.to_device(sync_state)
-        sound = _health.all_finite(after)
+        sound = _health.sound(after)
         after = self._clean(after, sound, params)
-        healthy = sound & _health.all_finite((params, kept))
+        healthy = sound & _health.all_finite(params) & _health.sound(kept)
         # No step since the last sync, with this one, had gradients to go by.
         idle = ~self.usable & (metrics.skipped_in_a_row >= metrics.quiet_steps)
         group = self._group(healthy, ~idle)
@@ -239,10 +239,10 @@ class Step:
     ):
         del local_updates, metrics
         kept = _memory.to_device(sync_state)
-        sound = _health.all_finite(inner_state)
+        sound = _health.sound(inner_state)
         inner_state = self._clean(inner_state, sound, params)
         gradients = jax.tree.map(lambda x: jnp.where(self.usable, x, 0), gradients)
-        healthy = sound & _health.all_finite((params, kept))
+        healthy = sound & _health.all_finite(params) & _health.sound(kept)
         group = self._group(healthy, self.usable)
 
         def take(given_gradients, given_state, **more):
@@ -255,8 +255,7 @@ class Step:
         )
 
     def _clean(self, inner_state, sound, params):
-        """The state, its floating-point arrays as at the start unless it is sound."""
-        return _health.floats_where(sound, inner_state, self.inner.init(params))
+        return _health.restarted(inner_state, self.inner.init(params), sound)
 
     def _weight(self) -> jax.Array:
         return jnp.asarray(1 if self.weight is None else self.weight, jnp.float32)

@@ -2,6 +2,7 @@
 
 import collections
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -49,7 +50,9 @@ def observe(opt_state: Any) -> SyncMetrics:
     return SyncMetrics(**{field: found[0][field] for field in SyncMetrics._fields})
 
 
-def read(opt_state: Any, *, replicas: int | None = None) -> dict[str, Any]:
+def read(
+    opt_state: Any, *, replicas: int | None = None, patience: int = 10
+) -> dict[str, Any]:
     """The counters as Python numbers.
 
     Waits for the step that computed them. To keep the device busy read what
@@ -59,6 +62,7 @@ def read(opt_state: Any, *, replicas: int | None = None) -> dict[str, Any]:
       opt_state: optimizer state, or anything that holds what `observe` returned,
         with or without the leading replica axis.
       replicas: number of replicas, for a state without that axis.
+      patience: steps in a row that a replica may skip before a warning says so.
 
     Returns:
       A dict with
@@ -73,7 +77,16 @@ def read(opt_state: Any, *, replicas: int | None = None) -> dict[str, Any]:
         2 (N - 1) / N B, an all-gather of k bytes each as (N - 1) k; the 4 bytes of
         each decision and of a replica's weight at each sync are included,
       * `synchronous_bytes`: what it would have sent with float32 gradients averaged
-        on every step.
+        on every step,
+      * `skipped`: steps not taken because gradients were not finite, and `left_out`:
+        syncs that a replica was left out of for what it had, both over all replicas of
+        this process; `absent`: syncs without weight, likewise; `empty_syncs`: syncs
+        that nobody took part in,
+      * `troubled`: number of a replica -> dict of its own `skipped`, `left_out` and
+        `last`, the number of the step of the last of them; of those that had any.
+
+    Warns:
+      RuntimeWarning: if a replica has skipped `patience` steps in a row.
 
     Raises:
       ValueError: if there are no counters, or the number of replicas is unknown.
@@ -112,6 +125,47 @@ def read(opt_state: Any, *, replicas: int | None = None) -> dict[str, Any]:
         "replicas": replicas,
         "bytes": round(sync_bytes(_sent(found, asked), replicas)),
         "synchronous_bytes": round(sync_bytes(steps * gradients, replicas)),
+        "empty_syncs": _common(found, "empty"),
+        **_trouble(found, _numbers(counters.steps), patience),
+    }
+
+
+def _numbers(array: Any) -> list[int]:
+    """The replicas whose parts `_local` returns, in that order."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        starts = [shard.index[0].start or 0 for shard in array.addressable_shards]
+        sizes = [len(shard.data) for shard in array.addressable_shards]
+        spans = zip(starts, sizes, strict=True)
+        return [start + each for start, size in spans for each in range(size)]
+    return list(range(np.size(array)))
+
+
+def _trouble(
+    found: dict[str, np.ndarray], numbers: list[int], patience: int
+) -> dict[str, Any]:
+    """What replicas did not do; those with several devices are listed once."""
+    names = ("skipped", "left_out", "absent", "skipped_in_a_row")
+    names += ("skipped_at", "left_out_at")
+    columns = [found[name].reshape(-1).tolist() for name in names]
+    rows = dict(zip(numbers, zip(*columns, strict=True), strict=True))
+    for number, (*_, in_a_row, _, _) in rows.items():
+        if in_a_row >= patience:
+            warnings.warn(
+                f"replica {number} has skipped its last {in_a_row} steps, whose "
+                "gradients were not finite: look at its data and its parameters. "
+                "curvadion_jax.replicas.mend gives it another replica's state",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    return {
+        "skipped": sum(row[0] for row in rows.values()),
+        "left_out": sum(row[1] for row in rows.values()),
+        "absent": sum(row[2] for row in rows.values()),
+        "troubled": {
+            number: {"skipped": skipped, "left_out": left_out, "last": max(last)}
+            for number, (skipped, left_out, _, _, *last) in rows.items()
+            if skipped or left_out
+        },
     }
 
 

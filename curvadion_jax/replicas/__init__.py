@@ -8,6 +8,7 @@ axis; `step` runs it on all of them. There is always one well-defined model,
 
 from curvadion_jax.replicas._compiled import CompiledStep
 from curvadion_jax.replicas._consensus import consensus, consensus_bytes, divergence
+from curvadion_jax.replicas._mend import mend
 from curvadion_jax.replicas._mesh import AXIS, make_mesh
 from curvadion_jax.replicas._state import offload, replicate
 from curvadion_jax.replicas._steps import step, value_and_grad
@@ -19,6 +20,7 @@ __all__ = [
     "consensus_bytes",
     "divergence",
     "make_mesh",
+    "mend",
     "offload",
     "replicate",
     "step",
