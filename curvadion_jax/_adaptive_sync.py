@@ -179,18 +179,19 @@ def _is_asked(step: Any, ask_every: int) -> jax.Array:
 
 
 def _checked_weight(weight: Any) -> jax.Array | None:
+    """What is not a weight, such as NaN, is none: the replica takes no part."""
     if weight is None:
         return None
-    if isinstance(weight, int | float) and not (0 <= weight < math.inf):
+    if isinstance(weight, int | float) and not 0 <= weight < math.inf:
         raise ValueError(f"weight must be finite and not negative, got {weight}")
-    weight = jnp.asarray(weight)
-    if weight.shape or not jnp.issubdtype(weight.dtype, jnp.number):
+    number = isinstance(weight, int | float) or hasattr(weight, "dtype")
+    given = jnp.asarray(weight) if number else None
+    if given is None or given.shape or not jnp.issubdtype(given.dtype, jnp.number):
         raise TypeError(
             "weight must be one number, how much this replica counts in a sync, got "
-            f"{weight.dtype}{list(weight.shape)}"
+            f"{weight!r}"
         )
-    # What is not a weight takes no part.
-    return jnp.where(jnp.isfinite(weight) & (weight > 0), weight, 0)
+    return jnp.where(jnp.isfinite(given) & (given > 0), given, 0)
 
 
 def _check_arguments(inner, synchronizer, axis_name, local_step) -> None:

@@ -52,6 +52,11 @@ class Group(NamedTuple):
         return self.weights[self.replica] > 0
 
     @property
+    def anybody(self) -> jax.Array:
+        """Whether any replica takes part, bool[]."""
+        return jnp.any(self.weights > 0)
+
+    @property
     def joins(self) -> jax.Array:
         """Whether this replica takes over what the others have, bool[].
 

@@ -31,7 +31,9 @@ def finite_elements(tree: Any) -> Any:
 
 def where(condition: jax.Array, tree: Any, other: Any) -> Any:
     """The leaves of one tree or of another, as one bool[] says."""
-    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), tree, other)
+    return jax.tree.map(
+        lambda x, y: x if x is y else jnp.where(condition, x, y), tree, other
+    )
 
 
 def restarted(state: Any, fresh: Any, is_sound: jax.Array) -> Any:

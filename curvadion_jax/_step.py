@@ -231,8 +231,8 @@ class Step:
             return updates, after
 
         local = LocalStep(gradients, inner_state, params, self.views, taken)
-        before = (updates, after, kept)
-        return self._synced(step(local, kept, group), before, sync_state, group, ~idle)
+        done = step(local, kept, group)
+        return self._synced(done, params, kept, sync_state, group, ~idle)
 
     def _sync(
         self, step, local_updates, sync_state, metrics, gradients, inner_state, params
@@ -249,10 +249,8 @@ class Step:
             return self._inner_step(given_gradients, given_state, params, **more)
 
         local = LocalStep(gradients, inner_state, params, self.views, take)
-        before = (optax.tree.zeros_like(params), inner_state, kept)
-        return self._synced(
-            step(local, kept, group), before, sync_state, group, self.usable
-        )
+        done = step(local, kept, group)
+        return self._synced(done, params, kept, sync_state, group, self.usable)
 
     def _clean(self, inner_state, sound, params):
         return _health.restarted(inner_state, self.inner.init(params), sound)
@@ -265,35 +263,22 @@ class Step:
         weight = jnp.where(healthy & brings, self._weight(), 0)
         return _collectives.group(self.axis_name, weight, healthy)
 
-    def _synced(self, after, before, sync_state, group: Group, brings):
-        """What follows a sync, and who took part; nobody leaves all as it was.
+    def _synced(self, after, params, kept, sync_state, group: Group, brings):
+        """What follows a sync, and who took part in it.
 
         Args:
           after: updates, inner state and synchronizer state after the sync.
-          before: the same without it; the last from the device's memory.
-          sync_state: where `before` has it from.
+          params: those before it.
+          kept: the synchronizer state before it, in the device's memory.
+          sync_state: where that came from.
           group: the replicas.
           brings: whether this replica had anything to bring.
         """
-        anybody = jnp.any(group.weights > 0)
-
-        def chosen(new, old):
-            # What has another type is refused behind this.
-            alike = jnp.shape(new) == jnp.shape(old) and new.dtype == old.dtype
-            return jnp.where(anybody, new, old) if new is not old and alike else new
-
-        def one_of(new, old):
-            if jax.tree.structure(new) != jax.tree.structure(old):
-                return new
-            return jax.tree.map(chosen, new, old)
-
-        updates, inner_state, sync = after
-        after = (_like(updates, before[0]), inner_state, sync)
-        updates, inner_state, new = map(one_of, after, before)
+        updates, inner_state, new = after
         left_out = ~(group.healthy & brings)
-        presence = Presence(left_out, ~left_out & ~group.present, ~anybody)
-        kept = before[-1]
-        return updates, inner_state, _memory.put_back(new, kept, sync_state), presence
+        presence = Presence(left_out, ~left_out & ~group.present, ~group.anybody)
+        sync_state = _memory.put_back(new, kept, sync_state)
+        return _like(updates, params), inner_state, sync_state, presence
 
     def _quiet(
         self, local_updates, sync_state, metrics, gradients, inner_state, params

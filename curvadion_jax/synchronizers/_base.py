@@ -165,6 +165,11 @@ def mean_with_feedback(
     return result.mean, held, result.state
 
 
+def unless_nobody(group: Group, updates: Any) -> Any:
+    """The updates, zeros where no replica takes part."""
+    return jax.tree.map(lambda x: jnp.where(group.anybody, x, 0), updates)
+
+
 def _rest(whole: jax.Array, sent: jax.Array) -> jax.Array:
     """What was not sent, where it is finite: NaN held back would never go away."""
     rest = whole - sent

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _paths, compressors
+from curvadion_jax import _health, _paths, compressors
 from curvadion_jax._group import Group
 from curvadion_jax._low_rank import reduces_factors
 from curvadion_jax._orthonormalize import compute_dtype
@@ -178,11 +178,15 @@ def _step(compressor, local: _base.LocalStep, state: FactorsState, group: Group)
             "Build it as an optax.GradientTransformationExtraArgs that forwards extra "
             "arguments"
         )
+    q = [dion.q for dion in _base.dion_states(inner_state)]
     if group.size > 1:
         # One that sent nothing of its momentum and gradient has all of them still.
-        _, kept = local.take(gradients, before, momentum_only=True)
-        inner_state = _base.with_momenta(inner_state, kept, group.present)
-    q = [dion.q for dion in _base.dion_states(inner_state)]
+        _, unsent = local.take(gradients, before, momentum_only=True)
+        inner_state = _base.with_momenta(inner_state, unsent, group.present)
+        waiting = _base.with_momenta(before, unsent, group.anybody)
+        inner_state = _health.where(group.anybody, inner_state, waiting)
+        q = _health.where(group.anybody, q, state.common_q)
+    updates = _base.unless_nobody(group, updates)
     return updates, inner_state, FactorsState(q, error)
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from curvadion_jax import compressors
+from curvadion_jax import _health, compressors
 from curvadion_jax._group import Group
 from curvadion_jax.compressors._base import check_compressor
 from curvadion_jax.synchronizers import _base
@@ -84,6 +84,8 @@ def average_gradients(
             state = GradientsState(error, form_state)
         mean = jax.tree.map(lambda m, g: m.astype(g.dtype), mean, local.gradients)
         updates, inner_state = local.take(mean, local.inner_state)
+        updates = _base.unless_nobody(group, updates)
+        inner_state = _health.where(group.anybody, inner_state, local.inner_state)
         return updates, inner_state, state
 
     return _base.Synchronizer(

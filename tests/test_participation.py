@@ -1,0 +1,294 @@
+"""Weights of replicas in a sync: means by hand, and nothing lost of who is away."""
+
+import functools
+
+import compressor_runs
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import curvadion_jax as cd
+from curvadion_jax import _collectives, compressors, metrics, synchronizers, triggers
+
+AXIS = cd.replicas.AXIS
+REPLICAS = 4
+FORMS = {
+    "exact": compressors.exact(),
+    "int8": compressors.quantize(8, block=8),
+    "int2-mean4": compressors.quantize(2, block=8, mean_bits=4),
+    "sign": compressors.quantize(1, block=8),
+    "top_k": compressors.top_k(0.25, block=16),
+    "top_k-int4": compressors.top_k(0.5, 4, block=16),
+    "low_rank": compressors.low_rank(2),
+    "chain": compressors.chain(compressors.low_rank(2), compressors.quantize(8)),
+}
+THERE = {
+    "all": (1, 1, 1, 1),
+    "three": (1, 0, 1, 1),
+    "one": (0, 0, 1, 0),
+    "nobody": (0, 0, 0, 0),
+}
+# Sums of a few float32 of size one.
+ATOL = 3e-6
+
+
+def tree(seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = {"tall": (24, 8), "wide": (6, 20), "vector": (37,)}
+    return {
+        name: rng.normal(size=(REPLICAS, *shape)).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+@functools.cache
+def averaged(name):
+    """(tree, weights) -> mean and what was put in, and where."""
+    form = FORMS[name]
+    one = jax.tree.map(lambda x: x[0], tree())
+    views = compressor_runs.views_of(one)
+
+    def body(tree, weight):
+        group = _collectives.group(AXIS, weight)
+        state = form.init(one, views)
+        result = form.average(group.offered(tree), state, group, views)
+        return result.mean, result.sent
+
+    mapped = jax.jit(jax.vmap(body, axis_name=AXIS))
+    return lambda *given: jax.device_get(mapped(*given))
+
+
+@pytest.mark.parametrize("weights", THERE.values(), ids=THERE)
+@pytest.mark.parametrize("name", FORMS)
+def test_what_was_put_in_adds_up_to_the_mean(name, weights):
+    """Over all replicas, so that what each keeps, its own less this, loses nothing."""
+    given, number = tree(), sum(weights)
+    mean, sent = averaged(name)(given, np.float32(weights))
+    for key in given:
+        np.testing.assert_array_equal(mean[key], np.stack([mean[key][0]] * REPLICAS))
+        total = np.sum(sent[key], 0, np.float64)
+        np.testing.assert_allclose(total, number * mean[key][0], atol=ATOL)
+        if not number:
+            assert not np.any(mean[key])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_others_have_does_not_matter(name):
+    given, weights = tree(), np.float32([1, 0, 1, 1])
+    spoilt = {key: x.copy() for key, x in given.items()}
+    for x in spoilt.values():
+        x[1] = np.nan
+    for one, other in zip(
+        jax.tree.leaves(averaged(name)(given, weights)),
+        jax.tree.leaves(averaged(name)(spoilt, weights)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["exact", "int8", "top_k"])
+def test_weighted_means_by_hand(name):
+    """As a mean over batches of unequal size weighs them."""
+    given, weights = tree(), np.float32([100, 0, 50, 250])
+    form = {"top_k": compressors.top_k(1.0)}.get(name, FORMS[name])
+    mean = jax.vmap(
+        lambda t, w: (
+            form.average(
+                _collectives.group(AXIS, w).offered(t),
+                (),
+                _collectives.group(AXIS, w),
+                {},
+            ).mean
+        ),
+        axis_name=AXIS,
+    )(given, weights)
+    for key, x in given.items():
+        wanted = np.einsum("n,n...->...", weights / 400.0, x.astype(np.float64))
+        rounding = 2 * np.abs(x).max() / 127 if name == "int8" else ATOL
+        np.testing.assert_allclose(mean[key][0], wanted, rtol=0, atol=rounding)
+
+
+def train_on(tx):
+    def train(state, gradients, weight):
+        params, opt_state = state
+        updates, opt_state = tx.update(gradients, opt_state, params, weight=weight)
+        return optax.apply_updates(params, updates), opt_state
+
+    return jax.jit(jax.vmap(train, axis_name=AXIS))
+
+
+def start(tx):
+    params = helpers.make_params()
+    return jax.tree.map(
+        lambda x: np.broadcast_to(x, (REPLICAS, *np.shape(x))),
+        (params, tx.init(params)),
+    )
+
+
+@pytest.mark.parametrize("name", ["exact", "int8", "sign", "top_k-int4"])
+def test_error_feedback_keeps_what_an_absent_replica_has(name):
+    """Gradients of six steps of which some were not there: all arrive or are held."""
+    tx = cd.adaptive_sync(
+        optax.sgd(1.0),
+        triggers.always(),
+        synchronizers.average_gradients(FORMS[name]),
+        AXIS,
+    )
+    step, state = train_on(tx), start(tx)
+    rng = np.random.default_rng(3)
+    arrived = {key: 0.0 for key in helpers.SHAPES}
+    gradients = helpers.make_gradients(6, REPLICAS)
+    for each in gradients:
+        weights = rng.integers(0, 2, REPLICAS).astype(np.float32)
+        before = jax.device_get(state[0])
+        state = step(state, each, weights)
+        for key in arrived:
+            moved = before[key][0] - np.asarray(state[0][key][0], np.float64)
+            arrived[key] += weights.sum() * moved
+    for key, found in arrived.items():
+        given = sum(each[key].sum(0, np.float64) for each in gradients)
+        held = np.asarray(state[1].sync_state.error[key], np.float64).sum(0)
+        np.testing.assert_allclose(found + held, given, rtol=0, atol=4 * ATOL)
+
+
+@pytest.mark.parametrize("compressor", [None, FORMS["exact"]], ids=["plain", "error"])
+def test_reconcile_by_hand(compressor):
+    """Two syncs after two steps each; replica 1 is away at the first."""
+    tx = cd.adaptive_sync(
+        optax.sgd(0.1),
+        triggers.every_k(2),
+        synchronizers.reconcile(compressor=compressor, momentum=False),
+        AXIS,
+    )
+    step, state = train_on(tx), start(tx)
+    gradients = helpers.make_gradients(4, REPLICAS)
+    key, away = "tall", np.float32([1, 0, 1, 1])
+    first = np.asarray(helpers.make_params()[key], np.float64)
+    drift = -0.1 * (gradients[0][key] + gradients[1][key]).astype(np.float64)
+    anchor = first + drift[[0, 2, 3]].mean(0)
+    for index in (0, 1):
+        state = step(state, gradients[index], away)
+    kept = np.where(np.arange(REPLICAS)[:, None, None] == 1, drift, 0)
+    found = jax.device_get(state)
+    np.testing.assert_allclose(found[1].sync_state.anchor[key][0], anchor, atol=ATOL)
+    here = kept if compressor is None else 0 * kept
+    np.testing.assert_allclose(found[0][key], anchor + here, atol=ATOL)
+    if compressor is not None:
+        np.testing.assert_allclose(found[1].sync_state.error[key], kept, atol=ATOL)
+    assert found[1].metrics.absent.tolist() == [0, 1, 0, 0]
+    assert found[1].metrics.left_out.tolist() == [0] * REPLICAS
+    for index in (2, 3):
+        state = step(state, gradients[index], np.ones(REPLICAS, np.float32))
+    drift = kept - 0.1 * (gradients[2][key] + gradients[3][key]).astype(np.float64)
+    wanted = anchor + drift.mean(0)
+    for x in jax.device_get(state[0][key]):
+        np.testing.assert_allclose(x, wanted, atol=ATOL)
+
+
+@pytest.mark.parametrize("momentum", [True, FORMS["int8"]], ids=["exact", "int8"])
+def test_an_absent_replica_keeps_its_momentum(momentum):
+    tx = cd.adaptive_sync(
+        optax.sgd(0.1, 0.5),
+        triggers.always(),
+        synchronizers.reconcile(momentum=momentum),
+        AXIS,
+    )
+    (gradients,) = helpers.make_gradients(1, REPLICAS)
+    _, state = train_on(tx)(start(tx), gradients, np.float32([1, 1, 0, 1]))
+    found = state.inner_state[0].trace["wide"]
+    own = gradients["wide"]
+    mean = own[[0, 1, 3]].mean(0)
+    close = 1e-6 if momentum is True else 2 * np.abs(own).max() / 127
+    np.testing.assert_allclose(found[2], own[2], atol=close)
+    if momentum is True:
+        np.testing.assert_allclose(found[0], mean, atol=close)
+    else:  # and nothing of all momenta is lost
+        np.testing.assert_allclose(found.sum(0), own.sum(0), atol=ATOL)
+
+
+@pytest.mark.parametrize("form", [None, FORMS["int8"]], ids=["exact", "int8"])
+def test_an_absent_dion_keeps_its_momentum(form):
+    """Its B = M + G waits whole; the step is the one of those who are there."""
+    tx = cd.adaptive_sync(
+        cd.dion(0.1, 2),
+        triggers.always(),
+        synchronizers.average_factors(form),
+        AXIS,
+    )
+    (gradients,) = helpers.make_gradients(1, REPLICAS)
+    params, state = train_on(tx)(start(tx), gradients, np.float32([1, 0, 0, 1]))
+    (dion,) = synchronizers._base.dion_states(state.inner_state)
+    for key in helpers.MATRICES:
+        np.testing.assert_allclose(dion.momentum[key][1:3], gradients[key][1:3])
+        assert not np.allclose(dion.momentum[key][0], gradients[key][0])
+        np.testing.assert_array_equal(params[key][1], params[key][0])
+    few = {key: x[[0, 3]] for key, x in gradients.items()}
+    pair, _ = helpers.last(helpers.run_vmap(tx, helpers.make_params(), [few]))
+    for key in helpers.SHAPES:
+        close = 1e-6 if form is None else 2e-2
+        np.testing.assert_allclose(params[key][0], pair[key][0], atol=close)
+
+
+def test_nobody_changes_nothing():
+    tx = cd.curvadion(0.1, axis_name=AXIS, trigger=triggers.every_k(2))
+    step, state = train_on(tx), start(tx)
+    gradients = helpers.make_gradients(2, REPLICAS)
+    weights = np.zeros(REPLICAS, np.float32)
+    for each in gradients:
+        state = step(state, each, weights)
+    params, found = jax.device_get(state)
+    alone, quiet = start(tx), train_on(cd.curvadion(0.1, axis_name=AXIS, budget=1e-6))
+    for each in gradients:
+        alone = quiet(alone, each, weights)
+    helpers.assert_bitwise(params, jax.device_get(alone[0]))
+    read = metrics.read(found)
+    assert (read["syncs"], read["empty_syncs"], read["absent"]) == (1, 1, REPLICAS)
+
+
+def test_equal_weights_change_nothing():
+    tx = cd.curvadion(0.1, axis_name=AXIS, trigger=triggers.every_k(2))
+    gradients = helpers.make_gradients(4, REPLICAS)
+    *_, expected = helpers.run_vmap(tx, helpers.make_params(), gradients)
+    step, state = train_on(tx), start(tx)
+    for each in gradients:
+        state = step(state, each, np.full(REPLICAS, 8192, np.float32))
+    for x, y in zip(
+        jax.tree.leaves(state[0]), jax.tree.leaves(expected[0]), strict=True
+    ):
+        np.testing.assert_allclose(x, y, rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
+def test_what_is_no_weight_is_none(weight):
+    tx = cd.adaptive_sync(
+        optax.sgd(1.0), triggers.always(), synchronizers.average_gradients(), AXIS
+    )
+    (gradients,) = helpers.make_gradients(1, REPLICAS)
+    weights = np.float32([1, weight, 1, 1])
+    params, state = train_on(tx)(start(tx), gradients, weights)
+    wanted = helpers.make_params()["wide"] - gradients["wide"][[0, 2, 3]].mean(0)
+    np.testing.assert_allclose(params["wide"][1], wanted, atol=ATOL)
+    assert state.metrics.absent.tolist() == [0, 1, 0, 0]
+    if not np.isnan(weight):
+        alone = cd.adaptive_sync(
+            optax.sgd(1.0), triggers.always(), synchronizers.average_gradients()
+        )
+        params = helpers.make_params()
+        with pytest.raises(ValueError, match="weight must be finite and not negative"):
+            alone.update(params, alone.init(params), params, weight=weight)
+
+
+@pytest.mark.parametrize("weight", ["1", jnp.ones(2), True, None])
+def test_weights_are_numbers(weight):
+    tx = cd.adaptive_sync(
+        optax.sgd(1.0), triggers.always(), synchronizers.average_gradients()
+    )
+    params = helpers.make_params()
+    if weight is None:
+        tx.update(params, tx.init(params), params, weight=None)
+        return
+    with pytest.raises(TypeError, match="weight must be one number"):
+        tx.update(params, tx.init(params), params, weight=weight)
