@@ -16,6 +16,8 @@ class Group(NamedTuple):
       weights: float32[N], how much each replica counts in this sync; 0 is one that
         takes no part, and what it has may be anything, NaN included. The same on all
         replicas. All zero if none takes part: then means are 0.
+      expected: bool[N], which replicas take part or hold back what they have for a
+        later sync; of the others it is lost. The same on all replicas.
       healthy: bool[], whether what this replica has is finite. Replica-varying.
       mean: tree of arrays -> tree of their means over the replicas, weighted, computed
         in at least float32; an all-reduce.
@@ -40,6 +42,7 @@ class Group(NamedTuple):
     size: int
     replica: jax.Array | int
     weights: jax.Array
+    expected: jax.Array
     healthy: jax.Array
     mean: Callable[[Any], Any]
     all_to_all: Callable[[Any], Any]
@@ -50,6 +53,17 @@ class Group(NamedTuple):
     def present(self) -> jax.Array:
         """Whether this replica takes part, bool[]. Replica-varying."""
         return self.weights[self.replica] > 0
+
+    @property
+    def share(self) -> jax.Array:
+        """Of those who are expected how many take part, float32[].
+
+        What comes later from the others is as much as what came from these now: a mean
+        that they are going to add to counts them already.
+        """
+        number = jnp.maximum(jnp.sum(self.expected), 1)
+        there = jnp.sum(self.expected & (self.weights > 0))
+        return there / number
 
     @property
     def anybody(self) -> jax.Array:
@@ -83,10 +97,12 @@ def single(
     weight: jax.typing.ArrayLike = 1.0, healthy: jax.typing.ArrayLike = True
 ) -> Group:
     """One replica, which sends nothing."""
+    given = jnp.asarray(weight, jnp.float32).reshape(1)
     return Group(
         size=1,
         replica=0,
-        weights=jnp.asarray(weight, jnp.float32).reshape(1),
+        weights=jnp.maximum(given, 0),
+        expected=given >= 0,
         healthy=jnp.asarray(healthy),
         mean=lambda tree: tree,
         all_to_all=lambda tree: tree,

@@ -260,7 +260,7 @@ class Step:
 
     def _group(self, healthy, brings) -> Group:
         """The replicas, of which those with nothing sound to bring count nothing."""
-        weight = jnp.where(healthy & brings, self._weight(), 0)
+        weight = jnp.where(healthy & brings, self._weight(), -1)
         return _collectives.group(self.axis_name, weight, healthy)
 
     def _synced(self, after, params, kept, sync_state, group: Group, brings):

@@ -21,6 +21,8 @@ from typing import Any
 
 import jax
 
+from curvadion_jax.replicas import _resize
+
 Directory = str | os.PathLike[str]
 
 _FORMAT = 1
@@ -102,7 +104,13 @@ def save(
         manager.save(step, args=items, force=True)
 
 
-def restore(directory: Directory, target: Any, step: int | None = None) -> Any:
+def restore(
+    directory: Directory,
+    target: Any,
+    step: int | None = None,
+    *,
+    replicas: int | None = None,
+) -> Any:
     """Reads a state, bit for bit, into the structure and shardings of a target.
 
     What is static in the target, such as the functions of a flax ``TrainState``, stays
@@ -115,6 +123,9 @@ def restore(directory: Directory, target: Any, step: int | None = None) -> Any:
         leaves are ``jax.Array`` or ``jax.ShapeDtypeStruct`` with a ``sharding``.
         The devices need not be those of the saved run.
       step: the step to read; ``None`` is the latest.
+      replicas: the number of replicas of the target, where the saved state may have
+        another one: it is then changed as by `curvadion_jax.replicas.resize`.
+        ``None`` refuses a checkpoint of another number.
 
     Returns:
       The restored state, with the target's structure, shapes, dtypes and shardings.
@@ -122,7 +133,8 @@ def restore(directory: Directory, target: Any, step: int | None = None) -> Any:
     Raises:
       FileNotFoundError: there is no checkpoint, or none of this step.
       ValueError: the number of replicas, a leaf's path, shape or dtype, or the format
-        of the checkpoint differs; or a leaf of the target has no sharding.
+        of the checkpoint differs; a leaf of the target has no sharding; or the target
+        has another number of replicas than `replicas` says.
       TypeError: a leaf of the target is neither of the two kinds above.
       ImportError: orbax-checkpoint is not installed.
 
@@ -139,11 +151,35 @@ def restore(directory: Directory, target: Any, step: int | None = None) -> Any:
     leaves = _named_leaves(target, jax.Array, jax.ShapeDtypeStruct)
     abstract = {name: _abstract(name, leaf) for name, leaf in leaves.items()}
     step = _existing_step(step, _steps(ocp, path), path)
+    _check_replicas(_count_replicas(leaves), replicas)
     with _manager(ocp, path, create=False) as manager:
-        _check_fit(_read_info(ocp, manager, step), leaves, f"step {step} in {path}")
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        arrays = manager.restore(step, args=items).state
+        info = _read_info(ocp, manager, step)
+        saved = info["replicas"]
+        _check_fit(info, leaves, f"step {step} in {path}", replicas is not None)
+        if replicas is None or saved == replicas:
+            items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+            arrays = manager.restore(step, args=items).state
+        else:
+            averaged = dict(zip(leaves, _resize.is_averaged(target), strict=True))
+            arrays = {}
+            for name, leaf in abstract.items():  # one at a time: all would be large
+                before = _resize.before(leaf, saved)
+                place = ocp.ArrayRestoreArgs(sharding=before.sharding)
+                item = ocp.args.PyTreeRestore(
+                    {name: before}, {name: place}, partial_restore=True
+                )
+                items = ocp.args.Composite(state=item)
+                array = manager.restore(step, args=items).state[name]
+                arrays[name] = _resize.onto(leaf, array, averaged[name])
     return jax.tree.unflatten(jax.tree.structure(target), [arrays[n] for n in leaves])
+
+
+def _check_replicas(found: int, wanted: int | None) -> None:
+    if wanted is not None and wanted != found:
+        raise ValueError(
+            f"replicas={wanted}, and the target has {found}: make the target for"
+            f" {wanted} with replicas.replicate and replicas.make_mesh({wanted})."
+        )
 
 
 def latest_step(directory: Directory) -> int | None:
@@ -286,8 +322,9 @@ def _count_replicas(leaves: Mapping[str, Any]) -> int:
     return sizes[0]
 
 
-def _describe(leaf: Any) -> str:
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+def _describe(leaf: Any, replicas: int | None = None) -> str:
+    shape = leaf.shape if replicas is None else (replicas, *leaf.shape[1:])
+    return f"{leaf.dtype}[{','.join(map(str, shape))}]"
 
 
 def _json_dict(extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -329,16 +366,18 @@ def _read_info(ocp: ModuleType, manager: Any, step: int) -> dict[str, Any]:
     return info
 
 
-def _check_fit(info: Mapping[str, Any], leaves: Mapping[str, Any], where: str) -> None:
-    replicas = _count_replicas(leaves)
-    if info["replicas"] != replicas:
+def _check_fit(
+    info: Mapping[str, Any], leaves: Mapping[str, Any], where: str, any_number: bool
+) -> None:
+    replicas, before = _count_replicas(leaves), info["replicas"]
+    if before != replicas and not any_number:
         raise ValueError(
-            f"{where} was saved with {info['replicas']} replicas, target has"
-            f" {replicas}; restore into a target of {info['replicas']}, then"
-            f" replicas.consensus and replicas.replicate make {replicas} of one model."
+            f"{where} was saved with {before} replicas, target has {replicas}: pass"
+            f" replicas={replicas} to change their number (see replicas.resize), or"
+            f" make a target of {before}."
         )
     saved = info["leaves"]
-    wanted = {name: _describe(leaf) for name, leaf in leaves.items()}
+    wanted = {name: _describe(leaf, before) for name, leaf in leaves.items()}
     for name in [*wanted, *saved]:
         if saved.get(name) != wanted.get(name):
             raise ValueError(

@@ -147,7 +147,7 @@ def test_error_feedback_keeps_what_an_absent_replica_has(name):
         state = step(state, each, weights)
         for key in arrived:
             moved = before[key][0] - np.asarray(state[0][key][0], np.float64)
-            arrived[key] += weights.sum() * moved
+            arrived[key] += REPLICAS * moved
     for key, found in arrived.items():
         given = sum(each[key].sum(0, np.float64) for each in gradients)
         held = np.asarray(state[1].sync_state.error[key], np.float64).sum(0)
@@ -168,7 +168,7 @@ def test_reconcile_by_hand(compressor):
     key, away = "tall", np.float32([1, 0, 1, 1])
     first = np.asarray(helpers.make_params()[key], np.float64)
     drift = -0.1 * (gradients[0][key] + gradients[1][key]).astype(np.float64)
-    anchor = first + drift[[0, 2, 3]].mean(0)
+    anchor = first + drift[[0, 2, 3]].sum(0) / REPLICAS  # what is kept comes later
     for index in (0, 1):
         state = step(state, gradients[index], away)
     kept = np.where(np.arange(REPLICAS)[:, None, None] == 1, drift, 0)
@@ -186,6 +186,8 @@ def test_reconcile_by_hand(compressor):
     wanted = anchor + drift.mean(0)
     for x in jax.device_get(state[0][key]):
         np.testing.assert_allclose(x, wanted, atol=ATOL)
+    everything = -0.1 * sum(each[key].astype(np.float64) for each in gradients)
+    np.testing.assert_allclose(wanted, first + everything.mean(0), atol=ATOL)
 
 
 @pytest.mark.parametrize("momentum", [True, FORMS["int8"]], ids=["exact", "int8"])

@@ -190,11 +190,10 @@ def spoil(state, where, index, number=np.nan):
     return bool(leaves)
 
 
-@pytest.mark.parametrize("where", ["momentum", "error", "parameters", "anchor"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_spoilt_replica_is_as_if_it_were_not_there(name, where):
-    """In front of a step that synchronises: others do what they do without it."""
-    index, gradients = 2, helpers.make_gradients(4, REPLICAS)
+@functools.cache
+def spoilt(name, where, index=2):
+    """States of three steps, one replica of which is spoilt in front of the last one,
+    which synchronises; None if it has no such part."""
     there = []
 
     def change(step, state):
@@ -202,13 +201,19 @@ def test_a_spoilt_replica_is_as_if_it_were_not_there(name, where):
             there.append(spoil(state, where, index, -np.inf))
         return state
 
-    history = run(name, gradients[:3], change=change)
-    if not there[0]:
+    history = run(name, helpers.make_gradients(4, REPLICAS)[:3], change=change)
+    return history if there[0] else None
+
+
+@pytest.mark.parametrize("where", ["momentum", "error", "parameters", "anchor"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_spoilt_replica_is_left_out(name, where):
+    """Whatever of it is spoilt, the others do the same."""
+    index, history = 2, spoilt(name, where)
+    if history is None:
         pytest.skip("there is no such part")
-    weights = np.ones((3, REPLICAS))
-    weights[2, index] = 0
-    expected = run(name, gradients[:3], weights)
-    others = without(index)
+    others, expected = without(index), spoilt(name, "parameters")
+    assert expected is not None
     helpers.assert_bitwise(
         arrays(rows(history[-1], others)), arrays(rows(expected[-1], others))
     )
@@ -222,6 +227,23 @@ def test_a_spoilt_replica_is_as_if_it_were_not_there(name, where):
                 np.testing.assert_allclose(
                     x[index], x[others[0]], rtol=0, atol=ROUNDING
                 )
+
+
+@pytest.mark.parametrize("name", ["everything", "outer", "gradients"])
+def test_the_others_do_as_if_it_did_not_exist(name):
+    found, others = spoilt(name, "parameters"), without(2)
+    assert found is not None
+    gradients = [
+        {key: x[others] for key, x in tree.items()}
+        for tree in helpers.make_gradients(4, REPLICAS)[:3]
+    ]
+    *_, wanted = helpers.run_vmap(OPTIMIZERS[name](), helpers.make_params(), gradients)
+    for x, y in zip(
+        jax.tree.leaves(arrays(rows(found[-1], others))),
+        jax.tree.leaves(arrays(wanted)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(x, y, rtol=0, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("name", QUICK)

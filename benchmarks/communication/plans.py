@@ -36,6 +36,7 @@ class Method:
 BUDGET = 0.01
 BUDGETS = (0.1, BUDGET, 0.001)
 REPLICAS = (2, 4, 8)
+DROPPED = (0.0, 0.1, 0.3, 0.5)
 _SYNCHRONOUS = Run("dion 1.0", 0.08, momentum=0.9)
 _LOCAL = _SYNCHRONOUS.but(trigger=f"evenly {BUDGET}", sync="reconcile")
 _CURVADION = _LOCAL.but(inner="curvadion", compressor="int 2", outer="nesterov 0.7 0.6")
@@ -299,9 +300,20 @@ def replicas(results: Results) -> list[Run]:
     return runs + [run.but(seed=seed) for run in close for seed in (1, 2)]
 
 
+def with_dropped(results: Results) -> list[Run]:
+    """The winner with shares of all participations in syncs left out."""
+    return [_best("curvadion", results).but(dropped=share) for share in DROPPED]
+
+
+def participation(results: Results) -> list[Run]:
+    """The same with more seeds."""
+    runs = with_dropped(results)
+    return [run.but(seed=seed) for run in runs for seed in (0, 1, 2)]
+
+
 _ALL = (
     *(rates, leaders, momenta, outers),
-    *(ideas, seeds, timing, budgets, others, replicas),
+    *(ideas, seeds, timing, budgets, others, replicas, participation),
 )
 PLANS: dict[str, Callable[[Results], list[Run]]] = {
     plan.__name__: plan for plan in _ALL

@@ -34,6 +34,7 @@ class Run:
         replicas: Number of replicas.
         seed: Of the parameters and the order of the data.
         steps: Steps; the last one synchronises wherever the trigger allows any.
+        dropped: Share of the participations in syncs that are left out at random.
     """
 
     inner: str
@@ -47,6 +48,7 @@ class Run:
     replicas: int = 8
     seed: int = 0
     steps: int = 300
+    dropped: float = 0.0
 
     def key(self) -> str:
         """The run as canonical JSON; equal for equal runs.

@@ -44,7 +44,9 @@ def simulate(run: Run, size: Size, corpus: data.Corpus) -> dict[str, Any]:
     for number in range(1, run.steps + 1):
         batch = corpus.training_batch((run.seed, number), sequences, size.length)
         batch = batch.reshape(run.replicas, -1, size.length + 1)
-        params, state = step(params, state, batch)
+        # Who takes part if this step synchronises.
+        there = np.random.default_rng((run.seed, number, 1)).random(run.replicas)
+        params, state = step(params, state, batch, np.float32(there >= run.dropped))
         if number % size.every == 0 or number == run.steps:
             curve[number] = evaluate(params)
     sent = cd.metrics.read(state)
@@ -57,14 +59,19 @@ def simulate(run: Run, size: Size, corpus: data.Corpus) -> dict[str, Any]:
     }
 
 
-def _train_step(gpt: model.GPT, tx: optax.GradientTransformation) -> Callable:
+def _train_step(gpt: model.GPT, tx: optax.GradientTransformationExtraArgs) -> Callable:
     def gradient(replica):
         params, batch = replica
         return jax.grad(lambda p: model.next_token_loss(gpt, p, batch))(params)
 
-    def step(params, state, batch):
+    def update(gradients, state, params, weight):
+        return tx.update(gradients, state, params, weight=weight)
+
+    def step(params, state, batch, weights):
         gradients = jax.lax.map(gradient, (params, batch))
-        updates, state = jax.vmap(tx.update, axis_name=AXIS)(gradients, state, params)
+        updates, state = jax.vmap(update, axis_name=AXIS)(
+            gradients, state, params, weights
+        )
         return optax.apply_updates(params, updates), state
 
     return jax.jit(step, donate_argnums=(0, 1))

@@ -84,16 +84,18 @@ def group(
 
     Args:
       axis_name: replica axis.
-      weight: how much this replica counts, float32[]; a Python number is that of all.
+      weight: how much this replica counts, float32[], 0 if it does later, and below 0
+        if what it has is lost; a Python number is that of all.
       healthy: see `Group`.
     """
     if axis_name is None:
         return single(weight, healthy)
     if isinstance(weight, int | float):
-        weights = jnp.full(axis_size(axis_name), weight, jnp.float32)
+        given = jnp.full(axis_size(axis_name), weight, jnp.float32)
     else:
-        weights = _gathered(jnp.asarray(weight, jnp.float32), axis_name)
-    return _group(axis_name, weights, vary(jnp.asarray(healthy), axis_name))
+        given = _gathered(jnp.asarray(weight, jnp.float32), axis_name)
+    known = (jnp.maximum(given, 0), given >= 0)
+    return _group(axis_name, *known, vary(jnp.asarray(healthy), axis_name))
 
 
 def _gathered(x: jax.Array, axis_name: str) -> jax.Array:
@@ -102,7 +104,9 @@ def _gathered(x: jax.Array, axis_name: str) -> jax.Array:
     return lax.all_gather(vary(x, axis_name), axis_name, to=to)
 
 
-def _group(axis_name: str, weights: jax.Array, healthy: jax.Array) -> Group:
+def _group(
+    axis_name: str, weights: jax.Array, expected: jax.Array, healthy: jax.Array
+) -> Group:
     def over(collective):
         def apply(tree):
             tree = vary(tree, axis_name)
@@ -114,11 +118,14 @@ def _group(axis_name: str, weights: jax.Array, healthy: jax.Array) -> Group:
         size=axis_size(axis_name),
         replica=lax.axis_index(axis_name),
         weights=weights,
+        expected=expected,
         healthy=healthy,
         mean=lambda tree: vary(mean(tree, axis_name, weights), axis_name),
         all_to_all=over(lambda x: lax.all_to_all(x, axis_name, 0, 0)),
         all_gather=over(lambda x: lax.all_gather(x, axis_name)),
-        by_device=functools.partial(_by_device, axis_name, (weights, healthy)),
+        by_device=functools.partial(
+            _by_device, axis_name, (weights, expected, healthy)
+        ),
     )
 
 

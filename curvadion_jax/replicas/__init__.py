@@ -10,6 +10,7 @@ from curvadion_jax.replicas._compiled import CompiledStep
 from curvadion_jax.replicas._consensus import consensus, consensus_bytes, divergence
 from curvadion_jax.replicas._mend import mend
 from curvadion_jax.replicas._mesh import AXIS, make_mesh
+from curvadion_jax.replicas._resize import resize
 from curvadion_jax.replicas._state import offload, replicate
 from curvadion_jax.replicas._steps import step, value_and_grad
 
@@ -23,6 +24,7 @@ __all__ = [
     "mend",
     "offload",
     "replicate",
+    "resize",
     "step",
     "value_and_grad",
 ]

@@ -162,7 +162,16 @@ def mean_with_feedback(
     whole = group.finite(jax.tree.map(jnp.add, error, tree))
     result = compressor.average(group.offered(whole), state, group, views)
     held = jax.tree.map(_rest, whole, result.sent)
-    return result.mean, held, result.state
+    return later_as_well(group, result.mean), held, result.state
+
+
+def later_as_well(group: Group, mean: Any) -> Any:
+    """A mean to which those who hold back will add, next time, what they have now.
+
+    Over all who are expected, and not over those who are there: else the drift of a
+    replica that comes every second time, with two at once, would count twice.
+    """
+    return jax.tree.map(lambda x: x * group.share.astype(x.dtype), mean)
 
 
 def unless_nobody(group: Group, updates: Any) -> Any:

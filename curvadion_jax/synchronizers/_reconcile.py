@@ -251,6 +251,8 @@ class _Reconcile:
         mean_drift, error, drift_state = _base.mean_with_feedback(
             self.compressor, drift, pick(state.error), drift_state, group, local.views
         )
+        if self.compressor is None:
+            mean_drift = _base.later_as_well(group, mean_drift)
         outer_state = _fragments.state_of(state.outer_state, index, fragment)
         anchor, outer_state = _outer_step(self.outer, mean_drift, anchor, outer_state)
         common_q = state.common_q

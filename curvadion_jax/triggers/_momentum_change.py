@@ -53,7 +53,8 @@ def relative_momentum_change(
     feedback). Every matrix of a stack is a layer. The largest value over the layers
     decides; `adaptive_sync` then synchronises if it exceeds `threshold` on any
     replica. Without a stored momentum (the first step) and for NaN it is infinite, so
-    replicas start together and a poisoned one is noticed.
+    replicas start together, and one whose momentum is spoilt comes to a sync, which
+    mends it. (One whose gradients are not finite takes no step and asks for nothing.)
 
     The inner optimizer's momentum is found by its field: `momentum` (Dion), else
     `trace` (`optax.sgd`, `optax.trace`), else `mu` (Adam, Lion, Muon).

@@ -1,0 +1,188 @@
+"""The state of N replicas for another number of them."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from curvadion_jax import _paths
+from curvadion_jax._counters import SyncMetrics
+from curvadion_jax._dion import DionState
+from curvadion_jax.replicas._mesh import AXIS
+from curvadion_jax.replicas._state import check_leading
+
+# Fields of the states of `adaptive_sync` and its synchronizers that all replicas have
+# alike, or that are no numbers to take a mean of.
+_TAKEN = {
+    "sync_state": {"anchor", "common_q", "compressor_state", "outer_state"},
+    "metrics": set(SyncMetrics._fields),
+}
+
+
+def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
+    """Gives a state to another number of replicas.
+
+    New replica i of n stands where old replicas i N / n to (i + 1) N / n stood. It gets
+
+    * the mean of their floating-point arrays (parameters, momenta, what is held back),
+      weighted with the overlap, so that the mean over all replicas stays what it was:
+      with half as many the mean of two, with twice as many two copies of one;
+    * of all else (integers, keys, scalars, Dion's Q, the trigger's state, and what all
+      have alike: anchor, outer state, counters) that of the first of them. Copies of a
+      random key are folded with the number of the replica.
+
+    Nothing else changes: between two syncs replicas stay as far apart as they were.
+    Counters count on, and bytes are then told for the new number of replicas.
+
+    Args:
+      state: parameters and optimizer state, in any tree, with a leading replica axis.
+      mesh: mesh with the new number of replicas. Within a replica arrays are divided as
+        they were, as far as its axes have the same names.
+      axis_name: name of the replica axis.
+
+    Returns:
+      The state on the mesh.
+
+    Raises:
+      ValueError: if leaves have no common leading axis.
+
+    Example:
+      >>> from curvadion_jax import replicas
+      >>> state = {"w": jnp.array([[1.0], [2.0]]), "count": jnp.array([5, 5])}
+      >>> state = replicas.resize(state, replicas.make_mesh(1))
+      >>> state["w"].tolist(), state["count"].tolist()
+      ([[1.5]], [5])
+    """
+    number = mesh.shape[axis_name]
+    leaves, structure = jax.tree.flatten(state)
+    if not leaves:
+        return state
+    check_leading(
+        state, np.shape(leaves[0])[0], "state", "replicas; see replicas.replicate"
+    )
+    averaged = is_averaged(state)
+    resized = [
+        jax.device_put(
+            _resized(leaf, number=number, average=average),
+            NamedSharding(mesh, _spec(leaf, mesh, axis_name)),
+        )
+        for leaf, average in zip(leaves, averaged, strict=True)
+    ]
+    return jax.tree.unflatten(structure, resized)
+
+
+def _spec(leaf: jax.Array, mesh: Mesh, axis_name: str) -> P:
+    placement = getattr(leaf, "sharding", None)
+    if not isinstance(placement, NamedSharding):
+        return P(axis_name)
+
+    def known(entry):
+        names = tuple(name for name in jax.tree.leaves(entry) if name in mesh.shape)
+        return (names[0] if len(names) == 1 else names) or None
+
+    return P(axis_name, *map(known, placement.spec[1:]))
+
+
+def is_averaged(state: Any) -> list[bool]:
+    """For every leaf of a state whether replicas' values have a mean that means it."""
+    leaves = _paths.leaves_with_names(state)
+    below: dict[tuple[str, ...], dict[str, set]] = defaultdict(lambda: defaultdict(set))
+    for names, _ in leaves:
+        for index, name in enumerate(names):
+            below[names[:index]][name].add(names[index + 1 :])
+
+    def is_q(names: tuple[str, ...], index: int) -> bool:
+        # By name: `flax.nnx.split` makes dictionaries of named tuples.
+        beside = below[names[:index]]
+        is_dion = beside.keys() == set(DionState._fields)
+        return names[index] == "q" and is_dion and beside["q"] == beside["momentum"]
+
+    def taken(names: tuple[str, ...]) -> bool:
+        pairs = itertools.pairwise(names)
+        return (
+            "trigger_state" in names
+            or any(name in _TAKEN.get(field, ()) for field, name in pairs)
+            or any(is_q(names, index) for index in range(len(names)))
+        )
+
+    return [
+        jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.ndim > 1 and not taken(names)
+        for names, leaf in leaves
+    ]
+
+
+def sources(old: int, new: int) -> np.ndarray:
+    """The first old replica in whose place each new one stands."""
+    return np.arange(new) * old // new
+
+
+def resized(x: jax.Array, number: int, average: bool) -> jax.Array:
+    """One array of a state for another number of replicas."""
+    old = x.shape[0]
+    if old == number:
+        return x
+    first = sources(old, number)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return _distinct(x, first)
+    if not average or number % old == 0:
+        return x[first]
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    # From the first of them, so that equal replicas give their own value.
+    base = wide[first]
+    parts = [
+        sum(share * (wide[source] - base[index]) for source, share in row)
+        for index, row in enumerate(_overlaps(old, number))
+    ]
+    return (base + jnp.stack(parts)).astype(x.dtype)
+
+
+_resized = jax.jit(resized, static_argnames=("number", "average"))
+
+
+def before(leaf: jax.ShapeDtypeStruct, replicas: int) -> jax.ShapeDtypeStruct:
+    """Where to read an array of another number of replicas that is to become this one.
+
+    Divided over the replicas where their number divides, else whole on each.
+    """
+    placement, shape = leaf.sharding, (replicas, *leaf.shape[1:])
+    if isinstance(placement, NamedSharding) and replicas % leaf.shape[0]:
+        placement = placement.update(spec=P(None, *placement.spec[1:]))
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=placement)
+
+
+def onto(leaf: jax.ShapeDtypeStruct, x: jax.Array, average: bool) -> jax.Array:
+    """The array for the replicas of a target's leaf, in its place."""
+    resize_leaf = jax.jit(
+        resized, static_argnames=("number", "average"), out_shardings=leaf.sharding
+    )
+    return resize_leaf(x, number=leaf.shape[0], average=average)
+
+
+def _overlaps(old: int, new: int) -> list[Sequence[tuple[int, float]]]:
+    """For each new replica the old ones in its place, and their shares of it."""
+    rows = []
+    for index in range(new):
+        begin, end = index * old / new, (index + 1) * old / new
+        shares = [
+            (source, (min(end, source + 1) - max(begin, source)) * new / old)
+            for source in range(old)
+        ]
+        rows.append([(source, share) for source, share in shares if share > 1e-9])
+    return rows
+
+
+def _distinct(keys: jax.Array, first: np.ndarray) -> jax.Array:
+    """Random keys of which no two are copies."""
+    copies = np.append(False, first[1:] == first[:-1])
+    flat = keys[first].reshape(len(first), -1)
+    folded = jax.vmap(lambda row, i: jax.vmap(jax.random.fold_in, (0, None))(row, i))(
+        flat, jnp.arange(len(first))
+    )
+    chosen = jnp.where(jnp.asarray(copies)[:, None], folded, flat)
+    return chosen.reshape(len(first), *keys.shape[1:])
