@@ -66,6 +66,7 @@ def run(tx, params, gradients):
     return params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, "bfloat16"])
 @pytest.mark.parametrize(
     "options",
@@ -107,7 +108,10 @@ def check_steps(step, state, mesh, divided, params, gradients):
         np.testing.assert_allclose(x[0], expected[path], rtol=0, atol=CLOSE)
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x == "both" else pytest.mark.slow) for x in PLACES],
+)
 def test_divided_matrices_move_there_and_back(name):
     inner, divided = PLACES[name]
     mesh = cd.replicas.make_mesh(2, inner)
@@ -124,6 +128,7 @@ def test_divided_matrices_move_there_and_back(name):
     check_steps(step, state, mesh, divided, params, gradients)
 
 
+@pytest.mark.slow
 def test_a_matrix_alone_is_left_to_the_compiler():
     inner, divided = PLACES["both"]
     mesh = cd.replicas.make_mesh(2, inner)

@@ -58,11 +58,19 @@ def averaged(name):
         return result.mean, result.sent
 
     mapped = jax.jit(jax.vmap(body, axis_name=AXIS))
-    return lambda *given: jax.device_get(mapped(*given))
+    compiled = helpers.quick(mapped, tree(), np.ones(REPLICAS, np.float32))
+    return lambda *given: jax.device_get(compiled(*given))
+
+
+QUICK = ("exact", "int8")
+NAMES = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name in FORMS
+]
 
 
 @pytest.mark.parametrize("weights", THERE.values(), ids=THERE)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_was_put_in_adds_up_to_the_mean(name, weights):
     """Over all replicas, so that what each keeps, its own less this, loses nothing."""
     given, number = tree(), sum(weights)
@@ -75,7 +83,7 @@ def test_what_was_put_in_adds_up_to_the_mean(name, weights):
             assert not np.any(mean[key])
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_others_have_does_not_matter(name):
     given, weights = tree(), np.float32([1, 0, 1, 1])
     spoilt = {key: x.copy() for key, x in given.items()}
@@ -117,7 +125,9 @@ def train_on(tx):
         updates, opt_state = tx.update(gradients, opt_state, params, weight=weight)
         return optax.apply_updates(params, updates), opt_state
 
-    return jax.jit(jax.vmap(train, axis_name=AXIS))
+    (gradients,) = helpers.make_gradients(1, REPLICAS)
+    given = (start(tx), gradients, np.ones(REPLICAS, np.float32))
+    return helpers.quick(jax.jit(jax.vmap(train, axis_name=AXIS)), *given)
 
 
 def start(tx):
@@ -128,6 +138,7 @@ def start(tx):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["exact", "int8", "sign", "top_k-int4"])
 def test_error_feedback_keeps_what_an_absent_replica_has(name):
     """Gradients of six steps of which some were not there: all arrive or are held."""
@@ -190,6 +201,7 @@ def test_reconcile_by_hand(compressor):
     np.testing.assert_allclose(wanted, first + everything.mean(0), atol=ATOL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [True, FORMS["int8"]], ids=["exact", "int8"])
 def test_an_absent_replica_keeps_its_momentum(momentum):
     tx = cd.adaptive_sync(
@@ -211,6 +223,7 @@ def test_an_absent_replica_keeps_its_momentum(momentum):
         np.testing.assert_allclose(found.sum(0), own.sum(0), atol=ATOL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [None, FORMS["int8"]], ids=["exact", "int8"])
 def test_an_absent_dion_keeps_its_momentum(form):
     """Its B = M + G waits whole; the step is the one of those who are there."""
@@ -234,6 +247,7 @@ def test_an_absent_dion_keeps_its_momentum(form):
         np.testing.assert_allclose(params[key][0], pair[key][0], atol=close)
 
 
+@pytest.mark.slow
 def test_nobody_changes_nothing():
     tx = cd.curvadion(0.1, axis_name=AXIS, trigger=triggers.every_k(2))
     step, state = train_on(tx), start(tx)
@@ -250,6 +264,7 @@ def test_nobody_changes_nothing():
     assert (read["syncs"], read["empty_syncs"], read["absent"]) == (1, 1, REPLICAS)
 
 
+@pytest.mark.slow
 def test_equal_weights_change_nothing():
     tx = cd.curvadion(0.1, axis_name=AXIS, trigger=triggers.every_k(2))
     gradients = helpers.make_gradients(4, REPLICAS)

@@ -68,7 +68,7 @@ OPTIMIZERS = {
         for name, form in FORMS.items()
     },
 }
-QUICK = ("gradients", "everything", "reconcile-quantize")
+QUICK = ("gradients", "reconcile-quantize")
 NAMES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name in OPTIMIZERS
@@ -229,6 +229,7 @@ def test_a_spoilt_replica_is_left_out(name, where):
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["everything", "outer", "gradients"])
 def test_the_others_do_as_if_it_did_not_exist(name):
     found, others = spoilt(name, "parameters"), without(2)

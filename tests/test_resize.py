@@ -53,7 +53,13 @@ def make_state(number, name="curvadion", seed=0):
     return {"train": jax.device_put(state, place), "key": jax.device_put(keys, place)}
 
 
-@pytest.mark.parametrize(("old", "new"), NUMBERS)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param(*x, marks=() if x in NUMBERS[:2] else pytest.mark.slow)
+        for x in NUMBERS
+    ],
+)
 def test_the_mean_over_the_replicas_stays(old, new):
     state = make_state(old, "dion")
     found = cd.replicas.resize(state, cd.replicas.make_mesh(new))
@@ -141,6 +147,7 @@ def test_arrays_stay_divided_within_a_replica():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), [(8, 4), (4, 8), (8, 1), (1, 8), (6, 4)])
 def test_a_checkpoint_of_another_number(tmp_path, old, new):
     state = make_state(old)
@@ -219,12 +226,8 @@ def trained(state, tx, number, first, steps):
 
 @functools.cache
 def trained_by_eight(steps):
-    # A trigger that does not depend on the number of replicas.
-    tx = cd.curvadion(
-        optax.linear_schedule(0.1, 0.0, 200),
-        axis_name=AXIS,
-        trigger=cd.triggers.every_k(5),
-    )
+    rate = optax.linear_schedule(0.1, 0.0, 200)
+    tx = cd.presets.muloco(rate, k=5, axis_name=AXIS)
     params = {"w": jnp.zeros((16, 24))}
     state = cd.replicas.replicate((params, tx.init(params)), cd.replicas.make_mesh(8))
     return tx, trained(state, tx, 8, 0, steps)

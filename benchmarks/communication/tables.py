@@ -148,10 +148,28 @@ def by_replicas(results: plans.Results) -> str:
     return markdown(["method", *numbers], rows)
 
 
+def by_participation(results: plans.Results) -> str:
+    """The winner's loss with participations in syncs left out at random."""
+    if plans.tuned("curvadion", results) is None:
+        return ""
+    runs = plans.with_dropped(results)
+    rows = []
+    for run in runs:
+        found = {row["run"]["seed"]: row["loss"] for row in seeds_of(run, results)}
+        base = {r["run"]["seed"]: r["loss"] for r in seeds_of(runs[0], results)}
+        above = [100 * (found[seed] / base[seed] - 1) for seed in found if seed in base]
+        if above:
+            mean = f"{statistics.fmean(found.values()):.4f}"
+            rows.append(
+                [f"{run.dropped:.0%}", mean, spread(above) + "%", str(len(above))]
+            )
+    return markdown(["dropped", "loss", "above none dropped", "seeds"], rows)
+
+
 def others(results: plans.Results) -> str:
     """Every other run: what was tried on the way, replicas, timing."""
     names = [name for name in plans.METHODS if plans.tuned(name, results)]
-    tables = plans.tried, plans.at_all_budgets, plans.with_replicas
+    tables = [plans.tried, plans.at_all_budgets, plans.with_replicas]
     shown = {
         run.but(seed=seed).key()
         for name in names
@@ -159,6 +177,9 @@ def others(results: plans.Results) -> str:
         for run in table(name, results)
         for seed in range(10)
     }
+    if "curvadion" in names:
+        dropped = plans.with_dropped(results)
+        shown |= {run.but(seed=seed).key() for run in dropped for seed in range(10)}
     standard = Run("dion 1.0", 0.04)
     rows, done = [], set()
     for key, row in results.items():
@@ -205,6 +226,7 @@ def document(results: plans.Results) -> str:
     parts = {
         "Methods": comparison(results),
         "Replicas": by_replicas(results),
+        "Participation": by_participation(results),
         "Tuning, on seed 0": sweeps(results),
         "All other runs": others(results),
     }

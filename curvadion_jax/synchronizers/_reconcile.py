@@ -113,10 +113,6 @@ def reconcile(
         are to be averaged and the inner optimizer keeps arrays of parameters' shapes,
         but under none of these names.
 
-    .. warning::
-      The average holds the NaN of any replica. Put `optax.apply_if_finite` around the
-      inner optimizer, and a replica whose gradients are not finite sits the step out.
-
     Example:
       >>> plain = reconcile()
       >>> diloco = reconcile(
