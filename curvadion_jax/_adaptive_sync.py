@@ -75,19 +75,24 @@ def adaptive_sync(
 
     *What is not finite.* A replica whose gradients hold a NaN or an infinity does not
     take the step: its updates are zero, its state stays as it is, and it asks for no
-    sync. At a sync a replica is left out of all means, and asks for no other sync for
-    10 steps, if its parameters, its inner state or what the synchronizer keeps hold
-    one, or if it has taken no step since the last sync (where syncs average gradients:
-    if it takes none now). An inner state that is not finite starts afresh, and what was
-    held back by error feedback is dropped. Scalars of the state are not looked at. The
-    counters say who and when (`curvadion_jax.metrics.read`); parameters that are not
-    finite stay so, since updates are added to them: `curvadion_jax.replicas.mend`.
+    sync; where syncs average gradients it is left out of the mean, whose step it takes.
+    At a sync a replica is left out of all means, and asks for no other sync for 10
+    steps, if its parameters, its inner state or what the synchronizer keeps hold one.
+    An inner state that is not finite starts afresh, and what was held back by error
+    feedback is dropped. (`reconcile` then gives the replica the common model. Where
+    syncs average gradients or factors its momentum is now another one than the others',
+    and its parameters will be: see `curvadion_jax.replicas.mend`.) Scalars of the state
+    are not looked at. The counters say who and when (`curvadion_jax.metrics.read`);
+    parameters that are not finite stay so, since updates are added to them, until
+    `mend` replaces them.
 
     *Who is not there.* A replica of weight 0 puts nothing into the means, and loses
     nothing: what it would have sent is held back for the next time if the synchronizer
     has a compressor; else it keeps its own momentum, and stays as far from the common
-    model as it has drifted. (`average_gradients` without a compressor drops its
-    gradient.) Where nobody takes part a sync changes nothing.
+    model as it has drifted. (Gradients are dropped where `average_gradients` or
+    `average_factors` has no compressor.) Means to which it will add are over all who
+    are expected, each of them counted as one. Where nobody takes part a sync changes
+    nothing.
 
     Args:
       inner: optimizer of one replica, learning rate included. It must not communicate
@@ -115,7 +120,7 @@ def adaptive_sync(
       dtypes, and are finite. `update` takes ``weight=w``, float32[], replica-varying:
       how much this replica counts in means over the replicas, such as the number of
       tokens in its batch; 0 is one that takes no part in a sync on this step. None
-      is 1.
+      is 1. (It is not passed on to `inner`.)
 
     Raises:
       TypeError: if an argument is of the wrong kind, or a parameter not a real

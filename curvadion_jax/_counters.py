@@ -59,8 +59,8 @@ class SyncMetrics(NamedTuple):
       skipped_at: int32[], number of the last of them, -1 if none. Replica-varying.
       left_out: int32[], syncs that this replica was left out of, because what it had
         was not finite, or it had nothing. Replica-varying.
-      left_out_at: int32[], number of the step of the last of them, -1 if none.
-        Replica-varying.
+      left_out_at: int32[], number of the step of the last of them that others took
+        part in, -1 if none. Replica-varying.
       absent: int32[], syncs that it was given no weight in. Replica-varying.
       empty: int32[], syncs that nobody took part in; they changed nothing.
       sync_payload: int32[2], bytes that a sync averages over replicas, as
@@ -173,7 +173,9 @@ def following(
         ),
         skipped_at=jnp.where(usable, old.skipped_at, old.steps),
         left_out=counted(old.left_out, presence.left_out),
-        left_out_at=jnp.where(presence.left_out, old.steps, old.left_out_at),
+        left_out_at=jnp.where(
+            presence.left_out & ~presence.empty, old.steps, old.left_out_at
+        ),
         absent=counted(old.absent, presence.absent),
         empty=counted(old.empty, presence.empty),
     )

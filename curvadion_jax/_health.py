@@ -39,15 +39,33 @@ def where(condition: jax.Array, tree: Any, other: Any) -> Any:
 def restarted(state: Any, fresh: Any, is_sound: jax.Array) -> Any:
     """A state that is not sound as at the start.
 
-    Floating-point arrays, and of scalars those that are not finite: learning rates that
-    were set, and counts, stay.
+    Named tuples with arrays in them start afresh as a whole: Adam's count corrects the
+    bias of its moments. Of all else floating-point arrays do, and scalars that are not
+    finite: learning rates that were set, and the counts of schedules, stay.
     """
 
-    def leaf(x, new):
+    def leaf(x, new, alone=True):
+        new = jnp.asarray(new, x.dtype) if _is_float(x) else new
+        if not alone:
+            return jnp.where(is_sound, x, new)
         if not _is_float(x):
             return x
-        return jnp.where(
-            is_sound | (jnp.isfinite(x) if not jnp.ndim(x) else False), x, new
-        )
+        return jnp.where(is_sound | (jnp.isfinite(x) & (jnp.ndim(x) == 0)), x, new)
 
-    return jax.tree.map(leaf, state, fresh)
+    def node(x, new):
+        whole = _is_innermost(x) and any(map(jnp.ndim, jax.tree.leaves(x)))
+        return jax.tree.map(lambda a, b: leaf(a, b, alone=not whole), x, new)
+
+    return jax.tree.map(node, state, fresh, is_leaf=_is_innermost)
+
+
+def _is_named(x: Any) -> bool:
+    return isinstance(x, tuple) and hasattr(x, "_fields")
+
+
+def _is_innermost(x: Any) -> bool:
+    """Whether a node is a named tuple without others in it."""
+    if not _is_named(x):
+        return False
+    inside = jax.tree.leaves(tuple(x), is_leaf=_is_named)
+    return not any(map(_is_named, inside))

@@ -101,11 +101,15 @@ class Step:
                 axis_name=axis_name,
             )
             local_updates, local_state = self._if_usable(
-                updates, after, state.local_state
+                _like(updates, params), after, state.local_state
             )
         updates, inner_state, sync_state, presence = self._quiet_or_sync(
             which, gradients, local_updates, state, params
         )
+        if self.local_step is not None:
+            sound = (which == 0) | _health.sound(local_state)
+            fresh = self.local_step.init(params)
+            local_state = _health.restarted(local_state, fresh, sound)
         metrics = _counters.following(
             state.metrics,
             decision,
@@ -142,14 +146,14 @@ class Step:
                 which,
                 [functools.partial(self._sync_after, step) for step in steps],
                 (*taken, state.sync_state, nothing),
-                *(state.metrics, *before),
+                *before,
                 axis_name=axis_name,
             )
         return _branches.switch(
             which,
             self._quiet,
             [functools.partial(self._sync, step) for step in steps],
-            *(local_updates, state.sync_state, state.metrics, *before),
+            *(local_updates, state.sync_state, *before),
             axis_name=axis_name,
         )
 
@@ -208,15 +212,14 @@ class Step:
         taken = self._inner_step(gradients, inner_state, params)
         return self._if_usable(*taken, inner_state)
 
-    def _sync_after(self, step, done, metrics, gradients, inner_state, params):
+    def _sync_after(self, step, done, gradients, inner_state, params):
         updates, after, sync_state, _ = done
         kept = _memory.to_device(sync_state)
         sound = _health.sound(after)
         after = self._clean(after, sound, params)
         healthy = sound & _health.all_finite(params) & _health.sound(kept)
-        # No step since the last sync, with this one, had gradients to go by.
-        idle = ~self.usable & (metrics.skipped_in_a_row >= metrics.quiet_steps)
-        group = self._group(healthy, ~idle)
+        brings = jnp.array(True)  # if only that it has not moved
+        group = self._group(healthy, brings)
 
         def taken(given_gradients, given_state, **more):
             given = jax.tree.leaves((given_gradients, given_state))
@@ -232,12 +235,10 @@ class Step:
 
         local = LocalStep(gradients, inner_state, params, self.views, taken)
         done = step(local, kept, group)
-        return self._synced(done, params, kept, sync_state, group, ~idle)
+        return self._synced(done, params, kept, sync_state, group, brings)
 
-    def _sync(
-        self, step, local_updates, sync_state, metrics, gradients, inner_state, params
-    ):
-        del local_updates, metrics
+    def _sync(self, step, local_updates, sync_state, gradients, inner_state, params):
+        del local_updates
         kept = _memory.to_device(sync_state)
         sound = _health.sound(inner_state)
         inner_state = self._clean(inner_state, sound, params)
@@ -253,7 +254,18 @@ class Step:
         return self._synced(done, params, kept, sync_state, group, self.usable)
 
     def _clean(self, inner_state, sound, params):
-        return _health.restarted(inner_state, self.inner.init(params), sound)
+        fresh, own = self.inner.init(params), dion_states(inner_state)
+        if own:  # Q is drawn at random, which takes longer than the rest of a sync
+            qs = [state.q for state in own]
+            axes = [_collectives.axes_of(x) for x in jax.tree.leaves(qs)]
+
+            def drawn():
+                drawn = [state.q for state in dion_states(self.inner.init(params))]
+                like = jax.tree.map(lambda x, q: x.astype(q.dtype), drawn, qs)
+                return _collectives.vary_over(like, axes)
+
+            fresh = _synchronizers.with_q(fresh, jax.lax.cond(sound, lambda: qs, drawn))
+        return _health.restarted(inner_state, fresh, sound)
 
     def _weight(self) -> jax.Array:
         return jnp.asarray(1 if self.weight is None else self.weight, jnp.float32)
@@ -278,12 +290,11 @@ class Step:
         left_out = ~(group.healthy & brings)
         presence = Presence(left_out, ~left_out & ~group.present, ~group.anybody)
         sync_state = _memory.put_back(new, kept, sync_state)
-        return _like(updates, params), inner_state, sync_state, presence
+        # At a sync too: NaN added to the parameters would never go away.
+        updates = _health.finite_elements(_like(updates, params))
+        return updates, inner_state, sync_state, presence
 
-    def _quiet(
-        self, local_updates, sync_state, metrics, gradients, inner_state, params
-    ):
-        del metrics
+    def _quiet(self, local_updates, sync_state, gradients, inner_state, params):
         if self.local_step is None:
             updates, inner_state = self._local_step(gradients, inner_state, params)
         else:

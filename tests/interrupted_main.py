@@ -1,6 +1,9 @@
-"""The example's main job, whose process 1 gets Ctrl-C while it makes a batch.
+"""The example's main job, whose process 1 gets a signal while it makes a batch.
 
 python tests/interrupted_main.py STEP ARGUMENTS...
+python tests/interrupted_main.py STEP:SIGKILL ARGUMENTS...
+
+Ctrl-C if none is named; for that the other processes wait until JAX knows of it.
 """
 
 import signal
@@ -23,8 +26,9 @@ original = data.Corpus.training_batch
 
 def training_batch(self, seed, *arguments):
     """The batch; at this step nothing goes on until the service knows of the signal."""
-    if seed[1] == int(sys.argv[1]) and jax.process_index() == 1:
-        signal.raise_signal(signal.SIGINT)
+    step, _, name = sys.argv[1].partition(":")
+    if seed[1] == int(step) and jax.process_index() == 1:
+        signal.raise_signal(signal.Signals[name or "SIGINT"])
         distributed.global_state.client.blocking_key_value_get(NOTICE, MILLISECONDS)
     return original(self, seed, *arguments)
 

@@ -7,6 +7,7 @@ axis, `_devices` and `_by_matrix` inside a replica.
 """
 
 from curvadion_jax._collectives._axes import (
+    axes_of,
     axis_size,
     check_axis_name,
     checked_axes,
@@ -23,6 +24,7 @@ from curvadion_jax._collectives._by_matrix import by_matrix
 from curvadion_jax._collectives._replicas import group, largest, mean
 
 __all__ = [
+    "axes_of",
     "axis_size",
     "by_matrix",
     "check_axis_name",

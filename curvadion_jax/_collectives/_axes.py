@@ -41,6 +41,11 @@ def varying_aval(aval: Any) -> frozenset[str]:
     return aval.manual_axis_type.varying
 
 
+def axes_of(x: Any) -> frozenset[str]:
+    """Axes of enclosing shard_maps over which x may differ, as far as JAX tracks it."""
+    return _varying(x)
+
+
 def is_checked(axis_name: str | None) -> bool:
     """Whether JAX tracks here what differs over the axis (shard_map, check_vma on)."""
     if axis_name is None or not is_manual(axis_name):

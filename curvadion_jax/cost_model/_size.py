@@ -17,9 +17,10 @@ from curvadion_jax import _matrices, _partition
 from curvadion_jax.cost_model._checks import check_count
 
 FLAG_BYTES = 4
-# The weight of a replica, which each gathers from all at a sync.
-WEIGHT_BYTES = 4
 """Payload of the flag: one int32, in bytes."""
+
+WEIGHT_BYTES = 4
+"""The weight of a replica, which each gathers from all at a sync, in bytes."""
 
 FLOAT32_BYTES = 4
 """Bytes of one float32 element."""

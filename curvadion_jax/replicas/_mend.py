@@ -1,11 +1,15 @@
 """Gives a replica whose numbers are spoilt another one's."""
 
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
+from curvadion_jax import _memory, _paths
+from curvadion_jax.replicas._resize import distinct
 from curvadion_jax.replicas._state import check_leading
 
 
@@ -16,11 +20,16 @@ def mend(state: Any) -> tuple[Any, list[int]]:
     optimizer adds to the parameters, and NaN plus anything is NaN: parameters that were
     spoilt, by memory or by a step that went past the optimizer, stay so until they are
     replaced. That costs what one state costs to send, and waits for the devices; call
-    it when `curvadion_jax.metrics.read` shows a replica as left out again and again.
+    it, in all processes, when `curvadion_jax.metrics.read` shows a replica as left out
+    again and again.
+
+    A copy holds nothing back (errors of `adaptive_sync` are zero in it), its random
+    keys are folded with its number, and its counters stay its own.
 
     Args:
       state: parameters and optimizer state, in any tree, with a leading replica axis.
-        What is a scalar on one replica is not looked at.
+        Of what is a scalar on one replica NaN alone is looked at, and not in triggers
+        and counters.
 
     Returns:
       The state, and the numbers of the replicas that were replaced. Without any it is
@@ -35,13 +44,12 @@ def mend(state: Any) -> tuple[Any, list[int]]:
       >>> state["w"].ravel().tolist(), replaced
       ([1.0, 1.0, 3.0], [1])
     """
-    # Of one replica a scalar: it may be meant so, as a trigger's value is.
-    leaves = [leaf for leaf in jax.tree.leaves(state) if jnp.ndim(leaf) > 1]
+    leaves = jax.tree.leaves(state)
     if not leaves:
         return state, []
-    number = leaves[0].shape[0]
+    number = leaves[0].shape[0] if leaves[0].ndim else 0
     check_leading(state, number, "state", "replicas; see replicas.replicate")
-    finite = np.asarray(jax.device_get(_finite(leaves)))
+    finite = np.asarray(jax.device_get(_finite(state)))
     spoilt = [int(index) for index in np.flatnonzero(~finite)]
     if not spoilt:
         return state, []
@@ -50,25 +58,57 @@ def mend(state: Any) -> tuple[Any, list[int]]:
             f"none of the {number} replicas is finite: restore a checkpoint"
         )
     healthy = int(np.flatnonzero(finite)[0])
-    source = np.where(finite, np.arange(number), healthy)
-    return _taken(state, jnp.asarray(source)), spoilt
+    return _replaced(state, np.where(finite, np.arange(number), healthy)), spoilt
 
 
-@jax.jit
-def _finite(leaves: list[jax.Array]) -> jax.Array:
-    """Which replicas have finite numbers alone, bool[N]."""
-    found = jnp.ones(leaves[0].shape[0], jnp.bool_)
-    for leaf in leaves:
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            found &= jnp.all(jnp.isfinite(leaf), axis=tuple(range(1, leaf.ndim)))
-    return found
+def _looked_at(state: Any) -> list[jax.Array]:
+    def own(names):
+        return not {"metrics", "trigger_state"} & set(names)
+
+    leaves = _paths.leaves_with_names(state)
+    floats = [(n, x) for n, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return [x for names, x in floats if x.ndim > 1 or own(names)]
 
 
-def _taken(state: Any, source: jax.Array) -> Any:
+def _finite(state: Any) -> jax.Array:
+    """Which replicas have finite numbers alone, bool[N], in every process."""
+
+    def check(leaves):
+        found = jnp.array(True)
+        for leaf in _memory.to_device(leaves):
+            # A scalar may be meant to be infinite, as the best loss so far.
+            spoilt = ~jnp.isfinite(leaf) if leaf.ndim > 1 else jnp.isnan(leaf)
+            found &= ~jnp.any(spoilt, axis=tuple(range(1, leaf.ndim)))
+        return jnp.broadcast_to(found, jax.tree.leaves(state)[0].shape[:1])
+
+    leaves = _looked_at(state)
+    meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
+    everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
+    return jax.jit(check, out_shardings=everywhere)(leaves)
+
+
+def _replaced(state: Any, source: np.ndarray) -> Any:
     """The state with every replica's row taken from another's, placed as it was."""
+    copied = source != np.arange(len(source))
+    names = [names for names, _ in _paths.leaves_with_names(state)]
 
-    def take(tree):
-        return jax.tree.map(lambda x: x[source], tree)
+    def take(leaves):
+        return [
+            row(x, n) for x, n in zip(_memory.to_device(leaves), names, strict=True)
+        ]
 
-    placements = jax.tree.map(lambda x: getattr(x, "sharding", None), state)
-    return jax.jit(take, out_shardings=placements)(state)
+    def row(x, names):
+        pairs = set(itertools.pairwise(names))
+        if any(field == "metrics" for field, _ in pairs):
+            return x
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return distinct(x, source, copied)
+        taken = x[source]
+        if ("sync_state", "error") in pairs:
+            mask = copied.reshape(-1, *[1] * (x.ndim - 1))
+            return jnp.where(mask, 0, taken)
+        return taken
+
+    leaves, structure = jax.tree.flatten(state)
+    placements = [x.sharding for x in leaves]
+    return structure.unflatten(jax.jit(take, out_shardings=placements)(leaves))

@@ -11,10 +11,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _paths
+from curvadion_jax import _memory, _paths
 from curvadion_jax._counters import SyncMetrics
 from curvadion_jax._dion import DionState
-from curvadion_jax.replicas._mesh import AXIS
+from curvadion_jax.replicas._mesh import AXIS, check_axis
 from curvadion_jax.replicas._state import check_leading
 
 # Fields of the states of `adaptive_sync` and its synchronizers that all replicas have
@@ -33,12 +33,15 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
     * the mean of their floating-point arrays (parameters, momenta, what is held back),
       weighted with the overlap, so that the mean over all replicas stays what it was:
       with half as many the mean of two, with twice as many two copies of one;
-    * of all else (integers, keys, scalars, Dion's Q, the trigger's state, and what all
+    * of all else (integers, keys, Dion's Q, the trigger's state, and what all
       have alike: anchor, outer state, counters) that of the first of them. Copies of a
       random key are folded with the number of the replica.
 
     Nothing else changes: between two syncs replicas stay as far apart as they were.
     Counters count on, and bytes are then told for the new number of replicas.
+
+    With several processes save and restore a checkpoint instead,
+    ``checkpoint.restore(directory, target, replicas=n)``.
 
     Args:
       state: parameters and optimizer state, in any tree, with a leading replica axis.
@@ -50,7 +53,8 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
       The state on the mesh.
 
     Raises:
-      ValueError: if leaves have no common leading axis.
+      ValueError: if leaves have no common leading axis, or the mesh has no axis of the
+        name.
 
     Example:
       >>> from curvadion_jax import replicas
@@ -59,6 +63,7 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
       >>> state["w"].tolist(), state["count"].tolist()
       ([[1.5]], [5])
     """
+    check_axis(mesh, axis_name)
     number = mesh.shape[axis_name]
     leaves, structure = jax.tree.flatten(state)
     if not leaves:
@@ -70,7 +75,9 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
     resized = [
         jax.device_put(
             _resized(leaf, number=number, average=average),
-            NamedSharding(mesh, _spec(leaf, mesh, axis_name)),
+            NamedSharding(
+                mesh, _spec(leaf, mesh, axis_name), memory_kind=_memory_kind(leaf)
+            ),
         )
         for leaf, average in zip(leaves, averaged, strict=True)
     ]
@@ -87,6 +94,10 @@ def _spec(leaf: jax.Array, mesh: Mesh, axis_name: str) -> P:
         return (names[0] if len(names) == 1 else names) or None
 
     return P(axis_name, *map(known, placement.spec[1:]))
+
+
+def _memory_kind(leaf: jax.Array) -> str | None:
+    return leaf.sharding.memory_kind if isinstance(leaf, jax.Array) else None
 
 
 def is_averaged(state: Any) -> list[bool]:
@@ -112,7 +123,7 @@ def is_averaged(state: Any) -> list[bool]:
         )
 
     return [
-        jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.ndim > 1 and not taken(names)
+        jnp.issubdtype(leaf.dtype, jnp.floating) and not taken(names)
         for names, leaf in leaves
     ]
 
@@ -127,9 +138,9 @@ def resized(x: jax.Array, number: int, average: bool) -> jax.Array:
     old = x.shape[0]
     if old == number:
         return x
-    first = sources(old, number)
+    x, first = _memory.to_device(x), sources(old, number)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return _distinct(x, first)
+        return distinct(x, first, np.append(False, first[1:] == first[:-1]))
     if not average or number % old == 0:
         return x[first]
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -139,7 +150,9 @@ def resized(x: jax.Array, number: int, average: bool) -> jax.Array:
         sum(share * (wide[source] - base[index]) for source, share in row)
         for index, row in enumerate(_overlaps(old, number))
     ]
-    return (base + jnp.stack(parts)).astype(x.dtype)
+    mean = base + jnp.stack(parts)
+    # The best loss so far may be infinite, and infinity less infinity is NaN.
+    return jnp.where(jnp.isfinite(base), mean, base).astype(x.dtype)
 
 
 _resized = jax.jit(resized, static_argnames=("number", "average"))
@@ -151,8 +164,10 @@ def before(leaf: jax.ShapeDtypeStruct, replicas: int) -> jax.ShapeDtypeStruct:
     Divided over the replicas where their number divides, else whole on each.
     """
     placement, shape = leaf.sharding, (replicas, *leaf.shape[1:])
-    if isinstance(placement, NamedSharding) and replicas % leaf.shape[0]:
-        placement = placement.update(spec=P(None, *placement.spec[1:]))
+    if isinstance(placement, NamedSharding):
+        placement = placement.update(memory_kind=None)
+        if replicas % leaf.shape[0]:
+            placement = placement.update(spec=P(None, *placement.spec[1:]))
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=placement)
 
 
@@ -177,12 +192,11 @@ def _overlaps(old: int, new: int) -> list[Sequence[tuple[int, float]]]:
     return rows
 
 
-def _distinct(keys: jax.Array, first: np.ndarray) -> jax.Array:
-    """Random keys of which no two are copies."""
-    copies = np.append(False, first[1:] == first[:-1])
-    flat = keys[first].reshape(len(first), -1)
+def distinct(keys: jax.Array, source: np.ndarray, copied: np.ndarray) -> jax.Array:
+    """Random keys of other replicas, the copies folded with their own number."""
+    flat = keys[source].reshape(len(source), -1)
     folded = jax.vmap(lambda row, i: jax.vmap(jax.random.fold_in, (0, None))(row, i))(
-        flat, jnp.arange(len(first))
+        flat, jnp.arange(len(source))
     )
-    chosen = jnp.where(jnp.asarray(copies)[:, None], folded, flat)
-    return chosen.reshape(len(first), *keys.shape[1:])
+    chosen = jnp.where(copied[:, None], folded, flat)
+    return chosen.reshape(len(source), *keys.shape[1:])

@@ -99,6 +99,13 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="find these in the environment: SLURM, Open MPI, Kubernetes, Cloud TPU",
     )
+    group.add_argument(
+        "--heartbeat-timeout",
+        type=int,
+        default=100,
+        metavar="SECONDS",
+        help="how long a process may be silent before all others end",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,11 +122,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     preset, names = flags.pop("preset"), flags.pop("method").split(",")
     out, restart = flags.pop("out"), flags.pop("restart")
     names_of = ("coordinator", "num_processes", "process_id", "distributed")
+    heartbeat = flags.pop("heartbeat_timeout")
     place = [flags.pop(name) for name in names_of]
     try:
         config = dataclasses.replace(PRESETS[preset], **flags)
         methods.check(names, flags)
-        processes.start(config.replicas, *place)
+        processes.start(config.replicas, *place, heartbeat=heartbeat)
         train.run(config, names, out, restart=restart)
     except UserError as error:
         parser.error(str(error))

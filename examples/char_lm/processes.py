@@ -27,6 +27,8 @@ def start(
     number: int | None = None,
     index: int | None = None,
     detect: bool = False,
+    *,
+    heartbeat: int = 100,
 ) -> None:
     """Join the other processes, if any, and make CPU devices for the replicas.
 
@@ -39,6 +41,8 @@ def start(
         number: Number of processes.
         index: Which one this is.
         detect: Let JAX find these three in the cluster's environment.
+        heartbeat: Seconds of silence after which a process counts as dead, and JAX ends
+            all others.
 
     Raises:
         ValueError: the flags do not fit together, or there is nothing to find.
@@ -46,6 +50,8 @@ def start(
     given = {"--coordinator": coordinator, "--num-processes": number}
     given["--process-id"] = index
     _check(given, replicas, detect)
+    if heartbeat < 1:
+        raise UserError(f"--heartbeat-timeout {heartbeat} must be at least 1 second")
     # How many processes JAX will find is not known before it has started.
     _make_devices(1 if detect else replicas // (number or 1))
     if not detect and number is None:
@@ -55,7 +61,11 @@ def start(
         # recognises would still choose the devices.
         method = None if detect else "deactivate"
         jax.distributed.initialize(
-            coordinator, number, index, cluster_detection_method=method
+            coordinator,
+            number,
+            index,
+            cluster_detection_method=method,
+            heartbeat_timeout_seconds=heartbeat,
         )
     except ValueError as error:
         raise UserError(
