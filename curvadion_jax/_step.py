@@ -85,10 +85,11 @@ class Step:
     def take(self, gradients, state: AdaptiveSyncState, params):
         """The updates and the state after the step, quiet or synchronised."""
         axis_name = self.axis_name
+        # What a trigger remembers goes on: it would take an answered wish for a new one.
+        seen = jax.tree.map(lambda x: jnp.where(self.usable, x, 0), gradients)
         decision, trigger_state = _branches.run_locally(
-            self._decide, gradients, params, state, axis_name=axis_name
+            self._decide, seen, params, state, axis_name=axis_name
         )
-        trigger_state = _health.where(self.usable, trigger_state, state.trigger_state)
         fire = decision.fire & self.usable & ~_rests(state.metrics)
         which = _collectives.largest(
             self._wish(fire, state.metrics.syncs), axis_name, self.asked

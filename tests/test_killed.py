@@ -1,0 +1,88 @@
+"""One of four processes dies or stands still: the others end, and the run goes on."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import interrupted_main
+import launch
+import main
+import pytest
+
+import curvadion_jax as cd
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * launch.SECONDS)]
+PROCESSES, VICTIM, HEARTBEAT = 4, 1, 10
+# Seconds from the first process that ended to the last: JAX looks every few.
+BOUND = 60
+
+MICRO = (
+    "--layers 1 --width 16 --heads 1 --sequence-length 16 --batch 1 --replicas 4 "
+    "--steps 9 --evaluation-batches 1 --evaluate-every 3 --checkpoint-every 3 "
+    f"--method diloco --sync-every 2 --heartbeat-timeout {HEARTBEAT}"
+).split()
+
+
+def commands(text: Path, out: Path, script: list) -> list[list[str]]:
+    place = ["--coordinator", f"localhost:{launch.free_port()}"]
+    same = [*script, *MICRO, "--data", text, "--out", out, *place]
+    same += ["--num-processes", PROCESSES]
+    return [[*map(str, same), "--process-id", str(i)] for i in range(PROCESSES)]
+
+
+def ended(all_commands, folder: Path) -> list[tuple[int | None, str]]:
+    """Exit status and output of each; of the victim None if it stands still."""
+    files = [folder / f"{index}.txt" for index in range(len(all_commands))]
+    with contextlib.ExitStack() as stack:
+        workers = [
+            subprocess.Popen(
+                [sys.executable, *command],
+                stdout=stack.enter_context(file.open("w")),
+                stderr=subprocess.STDOUT,
+            )
+            for command, file in zip(all_commands, files, strict=True)
+        ]
+    try:
+        others = [w for index, w in enumerate(workers) if index != VICTIM]
+        others[0].wait(launch.SECONDS)
+        until = time.monotonic() + BOUND
+        for worker in others[1:]:
+            worker.wait(max(0.0, until - time.monotonic()))
+        codes = [worker.poll() for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    return [(code, file.read_text()) for code, file in zip(codes, files, strict=True)]
+
+
+def results(out: Path) -> list:
+    rows = json.loads((out / "summary.json").read_text())
+    lines = (out / "diloco.jsonl").read_text().splitlines()
+    found = [*rows, *map(json.loads, lines)]
+    for row in found:
+        row.pop("seconds")
+    return found
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_the_others_end_and_the_run_goes_on(text, tmp_path, name):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    killed = ended(
+        commands(text, out, [interrupted_main.__file__, f"5:{name}"]), tmp_path
+    )
+    codes = [code for code, _ in killed]
+    assert codes[VICTIM] == (-9 if name == "SIGKILL" else None)
+    assert all(code not in (0, None) for code in codes[:VICTIM] + codes[VICTIM + 1 :])
+    # JAX's own words, in the output of process 0.
+    assert f"stopped sending heartbeats):\n{VICTIM}\n" in killed[0][1]
+    assert cd.checkpoint.latest_step(out / "checkpoints/diloco") == 3
+    for folder in (out, whole):
+        statuses = [
+            s for s, _ in launch.together(commands(text, folder, [main.__file__]))
+        ]
+        assert statuses == [0] * PROCESSES
+    assert results(out) == results(whole)
