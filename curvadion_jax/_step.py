@@ -85,7 +85,7 @@ class Step:
     def take(self, gradients, state: AdaptiveSyncState, params):
         """The updates and the state after the step, quiet or synchronised."""
         axis_name = self.axis_name
-        # What a trigger remembers goes on: it would take an answered wish for a new one.
+        # What a trigger remembers goes on, or an answered wish would be a new one.
         seen = jax.tree.map(lambda x: jnp.where(self.usable, x, 0), gradients)
         decision, trigger_state = _branches.run_locally(
             self._decide, seen, params, state, axis_name=axis_name
