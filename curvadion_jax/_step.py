@@ -331,4 +331,7 @@ def _like(tree: Any, like: Any) -> Any:
     """A tree with the dtypes of another, where the structures agree."""
     if jax.tree.structure(tree) != jax.tree.structure(like):
         return tree
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
+    # A random key has no cast, not even to its own type.
+    return jax.tree.map(
+        lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype), tree, like
+    )

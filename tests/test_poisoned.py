@@ -358,3 +358,15 @@ def test_a_scalar_that_is_meant_to_be_infinite_is_no_poison():
     assert np.isinf(state.inner_state[0].best_value).all()
     _, state = update(gradients[0], state, params)
     assert state.metrics.left_out.tolist() == [0, 0]
+
+
+def test_a_random_key_in_the_state_is_left_alone():
+    noise = optax.add_noise(0.1, 0.5, key=jax.random.key(3))
+    inner = optax.chain(noise, optax.sgd(0.1, 0.9))
+    tx = cd.adaptive_sync(inner, triggers.every_k(2), reconcile())
+    params = helpers.make_params()
+    state = tx.init(params)
+    for _ in range(2):
+        updates, state = tx.update(params, state, params)
+    chex.assert_tree_all_finite(updates)
+    assert int(state.metrics.left_out) == 0
