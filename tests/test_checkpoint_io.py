@@ -274,7 +274,7 @@ def cast(tree):
 MISMATCHES = {
     "replicas": (
         lambda tree: jax.tree.map(lambda x: x[:4], tree),
-        "step 3 in .* was saved with 8 replicas, target has 4; restore into",
+        "step 3 in .* was saved with 8 replicas, target has 4: pass replicas=4",
     ),
     "shape": (
         lambda tree: {**tree, "b": tree["b"][:, :2]},

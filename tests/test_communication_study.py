@@ -67,9 +67,9 @@ def test_a_simulated_run(corpus):
     assert list(found["curve"]) == [2, 3]
     assert found["loss"] == found["curve"][3] == again["loss"] != other["loss"]
     # Steps 2 and 3: the last one always synchronises. Two replicas send each payload
-    # once; the flag's 4 bytes come on every step.
+    # once; the flag's 4 bytes come on every step, and those of a weight at every sync.
     assert found["syncs"] == 2
-    assert 3 * (found["bytes"] - 3 * 4) == 2 * found["synchronous_bytes"]
+    assert 3 * (found["bytes"] - 3 * 4 - 2 * 4) == 2 * found["synchronous_bytes"]
     assert found["divergence"] < 1e-6
 
 

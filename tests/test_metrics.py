@@ -91,7 +91,7 @@ def test_a_run_on_two_replicas():
         assert read["sync_rate"] == 1 / steps
         assert read["synced"] is (steps == 1)
         assert read["replicas"] == 2
-        assert read["bytes"] == payload + 4 * steps
+        assert read["bytes"] == payload + 4 * steps + 4  # of a weight
         assert read["synchronous_bytes"] == GRADIENTS * steps
         assert read["threshold"] == 1e6
         value = state.metrics.value
