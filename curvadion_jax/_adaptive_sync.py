@@ -74,9 +74,9 @@ def adaptive_sync(
     it on every micro-step, syncs included, and throws away what it counted.
 
     *What is not finite.* A replica whose gradients hold a NaN or an infinity does not
-    take the step: its updates are zero, its state stays as it is, and it asks for no
-    sync; where syncs average gradients it is left out of the mean, whose step it takes.
-    At a sync a replica is left out of all means, and asks for no other sync for 10
+    take the step: its updates are zero, its state stays as it is, and its trigger sees
+    zeros; where syncs average gradients it is left out of the mean, and takes that
+    step. At a sync a replica is left out of all means, and asks for no other for 10
     steps, if its parameters, its inner state or what the synchronizer keeps hold one.
     An inner state that is not finite starts afresh, and what was held back by error
     feedback is dropped. (`reconcile` then gives the replica the common model. Where

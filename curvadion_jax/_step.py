@@ -85,12 +85,13 @@ class Step:
     def take(self, gradients, state: AdaptiveSyncState, params):
         """The updates and the state after the step, quiet or synchronised."""
         axis_name = self.axis_name
-        # What a trigger remembers goes on, or an answered wish would be a new one.
+        # What a trigger remembers goes on, or an answered wish would be a new one. And
+        # one that is not to wait for the gradients must not wait for a look at them.
         seen = jax.tree.map(lambda x: jnp.where(self.usable, x, 0), gradients)
         decision, trigger_state = _branches.run_locally(
             self._decide, seen, params, state, axis_name=axis_name
         )
-        fire = decision.fire & self.usable & ~_rests(state.metrics)
+        fire = decision.fire & ~_rests(state.metrics)
         which = _collectives.largest(
             self._wish(fire, state.metrics.syncs), axis_name, self.asked
         )

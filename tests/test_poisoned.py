@@ -157,15 +157,19 @@ def test_gradients_that_are_not_finite_are_not_used(name, number):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_happens_where_all_are_poisoned(name):
+    """On a quiet step, and where a sync has nothing but gradients to average."""
     gradients = helpers.make_gradients(4, REPLICAS)
     bad = poisoned(gradients, 1, range(REPLICAS))
     bad = poisoned(bad, 2, range(REPLICAS))
     first, second, third, last = run(name, bad)
-    for state in (second, third):
-        helpers.assert_bitwise(arrays(first), arrays(state))
+    if name != "fragments":  # which synchronises there
+        helpers.assert_bitwise(arrays(first), arrays(second))
+    if name.startswith(("gradients", "factors")):
+        helpers.assert_bitwise(arrays(first), arrays(third))
+        assert third[1].metrics.empty.tolist() == [1] * REPLICAS
     assert third[1].metrics.skipped_in_a_row.tolist() == [2] * REPLICAS
-    assert third[1].metrics.syncs.tolist() == first[1].metrics.syncs.tolist()
     assert last[1].metrics.skipped_in_a_row.tolist() == [0] * REPLICAS
+    assert_finite(third)
     assert_finite(last)
 
 

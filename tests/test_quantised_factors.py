@@ -216,7 +216,9 @@ def test_codes_and_scales_are_all_that_a_sync_sends(bits, rank):
     moved = program.collectives([program.entry])
     flag = [each for each in moved if each.opcode == "all-reduce"]
     assert [each.bytes for each in flag] == [4]
-    sync = [each for each in moved if each not in flag]
+    weights = [each for each in moved if each.shape.startswith("f32[2]")]
+    assert [each.bytes for each in weights] == [8]
+    sync = [each for each in moved if each not in flag + weights]
     assert {each.opcode for each in sync} == {"all-to-all", "all-gather"}
     kinds = {kind for x in sync for kind in re.findall(r"([a-z]+\d+)\[", x.shape)}
     assert kinds == {"u8"}
