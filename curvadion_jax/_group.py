@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from curvadion_jax import _health
+
 
 class Group(NamedTuple):
     """The replicas of a sync, as one of them sees them. All functions communicate.
@@ -86,11 +88,11 @@ class Group(NamedTuple):
 
     def finite(self, tree: Any) -> Any:
         """What this replica has, zeros where that is not finite."""
-        return jax.tree.map(lambda x: jnp.where(self.healthy, x, 0), tree)
+        return _health.or_zeros(self.healthy, tree)
 
     def offered(self, tree: Any) -> Any:
         """What this replica brings, zeros if it takes no part."""
-        return jax.tree.map(lambda x: jnp.where(self.present, x, 0), tree)
+        return _health.or_zeros(self.present, tree)
 
 
 def single(

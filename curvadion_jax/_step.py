@@ -87,7 +87,7 @@ class Step:
         axis_name = self.axis_name
         # What a trigger remembers goes on, or an answered wish would be a new one. And
         # one that is not to wait for the gradients must not wait for a look at them.
-        seen = jax.tree.map(lambda x: jnp.where(self.usable, x, 0), gradients)
+        seen = _health.or_zeros(self.usable, gradients)
         decision, trigger_state = _branches.run_locally(
             self._decide, seen, params, state, axis_name=axis_name
         )
@@ -130,7 +130,7 @@ class Step:
 
         An update that is not finite would make the parameters so for ever.
         """
-        updates = jax.tree.map(lambda x: jnp.where(self.usable, x, 0), updates)
+        updates = _health.or_zeros(self.usable, updates)
         after = _health.where(self.usable, after, before)
         return _health.finite_elements(updates), after
 
@@ -220,8 +220,7 @@ class Step:
         sound = _health.sound(after)
         after = self._clean(after, sound, params)
         healthy = sound & _health.all_finite(params) & _health.sound(kept)
-        brings = jnp.array(True)  # if only that it has not moved
-        group = self._group(healthy, brings)
+        group = self._group(healthy, healthy)
 
         def taken(given_gradients, given_state, **more):
             given = jax.tree.leaves((given_gradients, given_state))
@@ -237,23 +236,24 @@ class Step:
 
         local = LocalStep(gradients, inner_state, params, self.views, taken)
         done = step(local, kept, group)
-        return self._synced(done, params, kept, sync_state, group, brings)
+        return self._synced(done, params, kept, sync_state, group, healthy)
 
     def _sync(self, step, local_updates, sync_state, gradients, inner_state, params):
         del local_updates
         kept = _memory.to_device(sync_state)
         sound = _health.sound(inner_state)
         inner_state = self._clean(inner_state, sound, params)
-        gradients = jax.tree.map(lambda x: jnp.where(self.usable, x, 0), gradients)
+        gradients = _health.or_zeros(self.usable, gradients)
         healthy = sound & _health.all_finite(params) & _health.sound(kept)
-        group = self._group(healthy, self.usable)
+        brings = healthy & self.usable
+        group = self._group(healthy, brings)
 
         def take(given_gradients, given_state, **more):
             return self._inner_step(given_gradients, given_state, params, **more)
 
         local = LocalStep(gradients, inner_state, params, self.views, take)
         done = step(local, kept, group)
-        return self._synced(done, params, kept, sync_state, group, self.usable)
+        return self._synced(done, params, kept, sync_state, group, brings)
 
     def _clean(self, inner_state, sound, params):
         fresh, own = self.inner.init(params), dion_states(inner_state)
@@ -269,12 +269,10 @@ class Step:
             fresh = _synchronizers.with_q(fresh, jax.lax.cond(sound, lambda: qs, drawn))
         return _health.restarted(inner_state, fresh, sound)
 
-    def _weight(self) -> jax.Array:
-        return jnp.asarray(1 if self.weight is None else self.weight, jnp.float32)
-
     def _group(self, healthy, brings) -> Group:
         """The replicas, of which those with nothing sound to bring count nothing."""
-        weight = jnp.where(healthy & brings, self._weight(), -1)
+        weight = jnp.asarray(1 if self.weight is None else self.weight, jnp.float32)
+        weight = jnp.where(brings, weight, -1)
         return _collectives.group(self.axis_name, weight, healthy)
 
     def _synced(self, after, params, kept, sync_state, group: Group, brings):
@@ -286,11 +284,10 @@ class Step:
           kept: the synchronizer state before it, in the device's memory.
           sync_state: where that came from.
           group: the replicas.
-          brings: whether this replica had anything to bring.
+          brings: whether this replica had anything sound to bring.
         """
         updates, inner_state, new = after
-        left_out = ~(group.healthy & brings)
-        presence = Presence(left_out, ~left_out & ~group.present, ~group.anybody)
+        presence = Presence(~brings, brings & ~group.present, ~group.anybody)
         sync_state = _memory.put_back(new, kept, sync_state)
         # At a sync too: NaN added to the parameters would never go away.
         updates = _health.finite_elements(_like(updates, params))

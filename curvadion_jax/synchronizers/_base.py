@@ -174,11 +174,6 @@ def later_as_well(group: Group, mean: Any) -> Any:
     return jax.tree.map(lambda x: x * group.share.astype(x.dtype), mean)
 
 
-def unless_nobody(group: Group, updates: Any) -> Any:
-    """The updates, zeros where no replica takes part."""
-    return jax.tree.map(lambda x: jnp.where(group.anybody, x, 0), updates)
-
-
 def _rest(whole: jax.Array, sent: jax.Array) -> jax.Array:
     """What was not sent, where it is finite: NaN held back would never go away."""
     rest = whole - sent

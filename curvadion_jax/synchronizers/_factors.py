@@ -186,7 +186,7 @@ def _step(compressor, local: _base.LocalStep, state: FactorsState, group: Group)
         waiting = _base.with_momenta(before, unsent, group.anybody)
         inner_state = _health.where(group.anybody, inner_state, waiting)
         q = _health.where(group.anybody, q, state.common_q)
-    updates = _base.unless_nobody(group, updates)
+    updates = _health.or_zeros(group.anybody, updates)
     return updates, inner_state, FactorsState(q, error)
 
 

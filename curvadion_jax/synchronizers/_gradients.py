@@ -84,7 +84,7 @@ def average_gradients(
             state = GradientsState(error, form_state)
         mean = jax.tree.map(lambda m, g: m.astype(g.dtype), mean, local.gradients)
         updates, inner_state = local.take(mean, local.inner_state)
-        updates = _base.unless_nobody(group, updates)
+        updates = _health.or_zeros(group.anybody, updates)
         inner_state = _health.where(group.anybody, inner_state, local.inner_state)
         return updates, inner_state, state
 
