@@ -87,12 +87,12 @@ def adaptive_sync(
     `mend` replaces them.
 
     *Who is not there.* A replica of weight 0 puts nothing into the means, and loses
-    nothing: what it would have sent is held back for the next time if the synchronizer
-    has a compressor; else it keeps its own momentum, and stays as far from the common
-    model as it has drifted. (Gradients are dropped where `average_gradients` or
-    `average_factors` has no compressor.) Means to which it will add are over all who
-    are expected, each of them counted as one. Where nobody takes part a sync changes
-    nothing.
+    nothing: with `reconcile` it keeps its own momentum, and stays as far from the
+    common model as it has drifted; where gradients or factors are averaged it holds
+    them back for the next time if there is a compressor. (Else they are dropped.) Means
+    to which it will add are over all who are expected, each of them counted as one.
+    Where nobody takes part a sync changes nothing. Its trigger is asked like any other:
+    put `triggers.at_most_every` around one that looks at the drift.
 
     Args:
       inner: optimizer of one replica, learning rate included. It must not communicate

@@ -20,8 +20,7 @@ import curvadion_jax as cd
 OURS = {"dion": cd.dion, "curvadion": cd.curvadion}
 SETTINGS = [
     {"learning_rate": 1e-2},
-    {"learning_rate": 1e-2, "weight_decay": 1e-3},
-    {"learning_rate": 1e-2, "rank": 1},
+    {"learning_rate": 1e-2, "weight_decay": 1e-3, "rank": 1},
 ]
 REGISTRIES = {
     "_MAIN_OPTIMIZERS_UNDER_TEST": [
@@ -87,7 +86,9 @@ def case(name):
     """One setting is quick, but for what trains long or compiles several times."""
     words = label(name)
     slow = r"_can_be_wrapped|_schedule|test_optimizers-|float64|bfloat16"
-    quick = "-dion-learning_rate-0.01-rank-1" in words and not re.search(slow, words)
+    quick = "-dion-learning_rate-0.01-weight_decay" in words and not re.search(
+        slow, words
+    )
     return pytest.param(name, id=words, marks=[] if quick else [pytest.mark.slow])
 
 

@@ -105,7 +105,7 @@ def test_an_embedding_that_saw_nothing_does_not_move(dtype):
     assert (updates["embed"][0] < 0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "f16", "f32", "f64"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float64], ids=["bf16", "f64"])
 @pytest.mark.parametrize("name", REPLICATED)
 def test_dtypes_and_shapes_are_kept_on_two_replicas(name, dtype):
     given = REPLICATED[name]

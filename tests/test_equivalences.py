@@ -61,7 +61,7 @@ TRIGGERS = {
     ),
 }
 QUICK = [
-    ("average_factors", "rmmc", "mesh", 8),
+    ("average_factors", "every_k", "mesh", 8),
     ("reconcile-nesterov", "every_k", "mesh", 8),
     ("reconcile-fragments-momentum_every", "every_k", "mesh", 8),
 ]
@@ -133,16 +133,15 @@ def close(actual, expected, what):
 
 
 def cases():
-    """All of them, of which a few are not slow."""
+    """Every synchronizer with both triggers and in every way; a few are not slow."""
+    ways = (("every_k", "mesh", 8), ("rmmc", "mesh", 2), ("rmmc", "vmap", 8))
     for name in SYNCHRONIZERS:
-        for trigger in TRIGGERS:
-            for run, replicas in (("mesh", 8), ("mesh", 2), ("vmap", 8)):
-                quick = (name, trigger, run, replicas) in QUICK
-                yield pytest.param(
-                    *(name, trigger, run, replicas),
-                    id=f"{name}-{trigger}-{run}-{replicas}",
-                    marks=() if quick else pytest.mark.slow,
-                )
+        for way in ways:
+            yield pytest.param(
+                *(name, *way),
+                id="-".join(map(str, (name, *way))),
+                marks=() if (name, *way) in QUICK else pytest.mark.slow,
+            )
 
 
 @pytest.mark.parametrize(("name", "trigger", "run", "replicas"), list(cases()))

@@ -133,12 +133,12 @@ def without(index):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_gradients_that_are_not_finite_are_not_used(name, number):
+def test_gradients_that_are_not_finite_are_not_used(name):
     """On a quiet step (1), and on one that synchronises (2), on one and on several."""
     gradients = helpers.make_gradients(6, REPLICAS)
-    gradients = poisoned(gradients, 1, [5], number)
-    gradients = poisoned(gradients, 2, [0, 3, 7], number)
+    gradients = poisoned(gradients, 1, [5], np.inf)
+    gradients = poisoned(gradients, 2, [0, 7], np.nan)
+    gradients = poisoned(gradients, 2, [3], -np.inf)
     history = run(name, gradients)
     for state in history:
         assert_finite(state)

@@ -153,6 +153,8 @@ def by_participation(results: plans.Results) -> str:
     if plans.tuned("curvadion", results) is None:
         return ""
     runs = plans.with_dropped(results)
+    if not any(seeds_of(run, results) for run in runs[1:]):
+        return ""
     rows = []
     for run in runs:
         found = {row["run"]["seed"]: row["loss"] for row in seeds_of(run, results)}
@@ -222,7 +224,7 @@ def draw(results: plans.Results, file: Path) -> None:
 
 
 def document(results: plans.Results) -> str:
-    """All tables, each under its heading."""
+    """All tables that have rows, each under its heading."""
     parts = {
         "Methods": comparison(results),
         "Replicas": by_replicas(results),
@@ -230,7 +232,12 @@ def document(results: plans.Results) -> str:
         "Tuning, on seed 0": sweeps(results),
         "All other runs": others(results),
     }
-    text = "\n\n".join(f"## {title}\n\n{table}" for title, table in parts.items())
+    heading = 2  # lines
+    text = "\n\n".join(
+        f"## {title}\n\n{table}"
+        for title, table in parts.items()
+        if len(table.splitlines()) > heading
+    )
     return f"# Results\n\n{text}\n"
 
 

@@ -247,6 +247,9 @@ class _Reconcile:
         mean_drift, error, drift_state = _base.mean_with_feedback(
             self.compressor, drift, pick(state.error), drift_state, group, local.views
         )
+        rest = _health.or_zeros(~group.joins, drift)  # stays in the parameters
+        if self.compressor is not None:
+            error = jax.tree.map(jnp.subtract, error, rest)
         if self.compressor is None:
             mean_drift = _base.later_as_well(group, mean_drift)
         outer_state = _fragments.state_of(state.outer_state, index, fragment)
@@ -259,9 +262,7 @@ class _Reconcile:
         with_state = functools.partial(
             _fragments.with_state, index=index, fragment=fragment
         )
-        target = anchor
-        if self.compressor is None:  # with one, what was not sent is held back
-            target = _with_rest(anchor, drift, group.joins)
+        target = jax.tree.map(lambda a, r: (a + r).astype(a.dtype), anchor, rest)
         updates = put(updates, jax.tree.map(_move_to, target, pick(local.params)))
         state = ReconcileState(
             put(state.anchor, anchor),
@@ -309,13 +310,6 @@ class _Reconcile:
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
     wide = jnp.promote_types(new.dtype, jnp.float32)
     return new.astype(wide) - old.astype(wide)
-
-
-def _with_rest(anchor: Any, drift: Any, joins: jax.Array) -> Any:
-    """Where a replica goes on: the anchor, and its own drift where nobody got that."""
-    return jax.tree.map(
-        lambda a, d: (a + jnp.where(joins, 0, d)).astype(a.dtype), anchor, drift
-    )
 
 
 def _outer_step(outer, drift, anchor, state):
