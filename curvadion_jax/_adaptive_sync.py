@@ -8,38 +8,18 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import (
+    _arguments,
     _collectives,
     _counters,
     _health,
     _partition,
-    _paths,
+    _trees,
 )
 from curvadion_jax._step import AdaptiveSyncState, Step, gradient_payload
 from curvadion_jax.synchronizers import Synchronizer
 from curvadion_jax.synchronizers import _base as _synchronizers
 from curvadion_jax.triggers import Trigger, remembered
-from curvadion_jax.triggers._base import check_steps, check_trigger
-
-
-def _check_trees(updates: Any, params: Any) -> None:
-    if jax.tree.structure(updates) != jax.tree.structure(params):
-        raise ValueError(
-            "gradients and parameters must be trees of the same structure, got\n"
-            f"{jax.tree.structure(updates)}\nand\n{jax.tree.structure(params)}"
-        )
-    pairs = zip(_paths.leaves_with_path(params), jax.tree.leaves(updates), strict=True)
-    for (name, param), gradient in pairs:
-        if param.shape != gradient.shape:
-            raise ValueError(
-                f"the gradient of {name!r} has shape {gradient.shape}, the parameter "
-                f"{param.shape}"
-            )
-        if not jnp.issubdtype(param.dtype, jnp.floating):
-            raise TypeError(
-                f"the parameter {name!r} has dtype {param.dtype}; only real "
-                "floating-point parameters can be trained. Keep others out of the "
-                "parameters, or freeze them with optax.masked around the whole"
-            )
+from curvadion_jax.triggers._base import check_trigger
 
 
 def adaptive_sync(
@@ -143,8 +123,9 @@ def adaptive_sync(
     """
     check_trigger(trigger)
     if ask_every is not None:
-        check_steps(ask_every, "ask_every")
+        _arguments.check_steps(ask_every, "ask_every")
         trigger = remembered(trigger)
+    _arguments.check_switch(allow_unchecked, "allow_unchecked")
     _check_arguments(inner, synchronizer, axis_name, local_step)
     inner = optax.with_extra_args_support(inner)
     if local_step is not None:
@@ -167,11 +148,13 @@ def adaptive_sync(
     def update_fn(updates, state, params=None, *, step=None, weight=None, **extra_args):
         if params is None:
             raise ValueError(
-                "adaptive_sync needs the parameters: call update(gradients, state, "
-                "params)"
+                "adaptive_sync needs the parameters, got params=None: call "
+                "update(gradients, state, params)"
             )
-        _check_trees(updates, params)
+        _trees.check_state_type(state, AdaptiveSyncState)
+        _trees.check_gradients(updates, params)
         _collectives.require_local(updates, axis_name, allow_unchecked=allow_unchecked)
+        _trees.check_state(state, jax.eval_shape(init_fn, params))
         views = _partition.matrix_views(params, dimension_numbers)
         asked = None if ask_every is None else _is_asked(step, ask_every)
         one_step = Step(
@@ -219,22 +202,15 @@ def _checked_weight(weight: Any) -> jax.Array | None:
 
 
 def _check_arguments(inner, synchronizer, axis_name, local_step) -> None:
-    for name, value in (("inner", inner), ("local_step", local_step)):
-        optional = name == "local_step" and value is None
-        if not optional and not isinstance(value, optax.GradientTransformation):
-            raise TypeError(
-                f"{name} must be an Optax transformation such as optax.adamw(1e-3), "
-                f"got {value!r}"
-            )
+    _arguments.check_transformation(inner, "inner", "optax.adamw(1e-3)")
+    if local_step is not None:
+        _arguments.check_transformation(local_step, "local_step", "optax.sgd(0.1)")
     if not isinstance(synchronizer, Synchronizer):
         raise TypeError(
             "synchronizer must be a curvadion_jax.synchronizers.Synchronizer such as "
             f"reconcile(), got {synchronizer!r}"
         )
     _synchronizers.check_cycle(synchronizer.cycle)
-    if not isinstance(synchronizer.after_local_step, bool):
-        raise TypeError(
-            "a synchronizer's after_local_step must be True or False, got "
-            f"{synchronizer.after_local_step!r}"
-        )
+    what = "a synchronizer's after_local_step"
+    _arguments.check_switch(synchronizer.after_local_step, what)
     _collectives.check_axis_name(axis_name)

@@ -6,6 +6,7 @@ import jax
 import optax
 
 from curvadion_jax import (
+    _arguments,
     _orthonormalize,
     _partition,
     compressors,
@@ -13,7 +14,7 @@ from curvadion_jax import (
     triggers,
 )
 from curvadion_jax._adaptive_sync import adaptive_sync
-from curvadion_jax._dion import check_momentum, check_one_rate, dion
+from curvadion_jax._dion import check_other_optimizer, check_rates, dion
 from curvadion_jax._muon import muon, muon_adamw
 
 # What lost least in benchmarks/communication; MuLoCo has 0.7 and 0.6.
@@ -123,6 +124,8 @@ def curvadion(
 
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
     """
+    if budget is not None:
+        _arguments.check_positive(budget, "budget")
     if isinstance(budget, int | float) and budget > 1:
         raise ValueError(
             f"budget is a share of the bytes of synchronous training, got {budget}; "
@@ -133,12 +136,13 @@ def curvadion(
     elif budget is not None:
         raise ValueError(
             "give a budget or a trigger: a trigger keeps to a budget of its own, such "
-            "as triggers.evenly(0.01) or triggers.budget(0.01)"
+            f"as triggers.evenly({budget}) or triggers.budget({budget}); got both"
         )
     if rank is None and (orthonormalize is not None or not error_feedback):
         raise ValueError(
             "orthonormalize and error_feedback belong to local steps of Dion: give a "
-            "rank with them, such as rank=0.25"
+            f"rank with them, such as rank=0.25; got {orthonormalize=} and "
+            f"{error_feedback=}"
         )
     if synchronizer is None:
         synchronizer = synchronizers.reconcile(
@@ -147,13 +151,16 @@ def curvadion(
             momentum=False,
         )
     if rank is None:
-        check_momentum(momentum)
-
+        check_rates(learning_rate, weight_decay, other_learning_rate)
+        _arguments.check_momentum(momentum)
+        _arguments.check_dtype(mu_dtype, "mu_dtype")
+        _arguments.check_switch(error_feedback, "error_feedback")
+        _arguments.check_seed(seed)
         if other_optimizer is None:
             rate = learning_rate if other_learning_rate is None else other_learning_rate
             other_optimizer = muon_adamw(rate, _EPSILON, mu_dtype)
         else:
-            check_one_rate(other_learning_rate)
+            check_other_optimizer(other_optimizer, other_learning_rate)
 
         def matrices(numbers):
             return muon(

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import (
+    _arguments,
     _collectives,
     _low_rank,
     _matrices,
@@ -29,6 +30,7 @@ from curvadion_jax import (
     _partition,
     _paths,
     _sharding,
+    _trees,
 )
 from curvadion_jax._matrices import MatrixView
 
@@ -82,10 +84,16 @@ def _matrix_leaves(
     return leaves
 
 
-def check_momentum(momentum: Any) -> None:
-    """Refuses a plain number outside [0, 1); a traced one cannot be looked at."""
-    if isinstance(momentum, int | float) and not 0 <= momentum < 1:
-        raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
+def _check_arguments(
+    rank, momentum, mu_dtype, orthonormalize, error_feedback, seed, axis_name
+) -> None:
+    _matrices.check_rank(rank)
+    _arguments.check_momentum(momentum)
+    _arguments.check_dtype(mu_dtype, "mu_dtype")
+    _arguments.check_orthonormalize(orthonormalize)
+    _arguments.check_switch(error_feedback, "error_feedback")
+    _arguments.check_seed(seed)
+    _collectives.check_axis_name(axis_name)
 
 
 def scale_by_dion(
@@ -150,8 +158,8 @@ def scale_by_dion(
       accumulates B into the momentum, keeps Q and returns zero updates.
 
     Raises:
-      TypeError: for a rank that is not a plain number, or arrays that are not real
-        floating-point numbers.
+      TypeError: for an argument of the wrong kind, such as a rank that is not a plain
+        number, or arrays that are not real floating-point numbers.
       ValueError: for a rank or momentum out of range, an int rank above every
         matrix, a parameter that is not a matrix, or gradients that were averaged
         before they came here.
@@ -179,9 +187,9 @@ def scale_by_dion(
       has this rule for an all-zero momentum only, and otherwise steps along
       directions of rounding noise.
     """
-    _matrices.check_rank(rank)
-    check_momentum(momentum)
-    _collectives.check_axis_name(axis_name)
+    _check_arguments(
+        *(rank, momentum, mu_dtype, orthonormalize, error_feedback, seed, axis_name)
+    )
     orthonormalize = orthonormalize or _orthonormalize.cholesky_qr
 
     def init_fn(params):
@@ -217,16 +225,14 @@ def scale_by_dion(
         momentum_only=False,
         **extra_args,
     ):
-        del params, extra_args
+        del extra_args
+        _trees.check_state_type(state, DionState)
+        if params is not None:
+            _trees.check_gradients(updates, params)
+        _trees.check_state(state.momentum, updates)
         if reduce_fn is None and axis_name is not None:
             _collectives.require_local(updates, axis_name)
             reduce_fn = lambda arrays: (_collectives.mean(arrays, axis_name), None)  # noqa: E731
-        if jax.tree.structure(updates) != jax.tree.structure(state.momentum):
-            raise ValueError(
-                "the gradients have another structure than the parameters that the "
-                f"state was initialised with:\n{jax.tree.structure(updates)}\nand\n"
-                f"{jax.tree.structure(state.momentum)}"
-            )
         leaves = _matrix_leaves(updates, dimension_numbers)
         decay = None if error_feedback else momentum
         momenta = jax.tree.leaves(state.momentum)
@@ -287,8 +293,19 @@ def _mean_gradients(axis_name: str) -> optax.GradientTransformation:
     return optax.GradientTransformationExtraArgs(init, update_fn)
 
 
-def check_one_rate(other_learning_rate: Any) -> None:
-    """Refuses a rate for the default other optimizer beside one that was given."""
+def check_rates(learning_rate, weight_decay, other_learning_rate) -> None:
+    """Refuses rates that are neither finite numbers of at least 0 nor schedules."""
+    _arguments.check_rate(learning_rate)
+    _arguments.check_rate(weight_decay, "weight_decay")
+    if other_learning_rate is not None:
+        _arguments.check_rate(other_learning_rate, "other_learning_rate")
+
+
+def check_other_optimizer(other_optimizer: Any, other_learning_rate: Any) -> None:
+    """Refuses what is none, and a rate for the default one beside one that is given."""
+    _arguments.check_transformation(
+        other_optimizer, "other_optimizer", "optax.adamw(1e-3)"
+    )
     if other_learning_rate is not None:
         raise ValueError(
             "other_learning_rate belongs to the default other optimizer: give it to "
@@ -356,9 +373,11 @@ def dion(
       The optimizer, an `optax.partition` of the two.
 
     Raises:
-      TypeError: as for :func:`scale_by_dion`.
-      ValueError: as for :func:`scale_by_dion`, and if both `other_optimizer` and
-        `other_learning_rate` are given.
+      TypeError: as for :func:`scale_by_dion`, and for rates that are neither numbers
+        nor schedules.
+      ValueError: as for :func:`scale_by_dion`, for a rate or weight decay that is
+        negative or not finite, and if both `other_optimizer` and `other_learning_rate`
+        are given.
 
     Example:
       >>> params = {"embed": jnp.ones((9, 4)), "kernel": jnp.ones((4, 8))}
@@ -372,9 +391,10 @@ def dion(
       Ahn et al., `Dion: Distributed Orthonormalized Updates
       <https://arxiv.org/abs/2504.05295>`_, 2025
     """
-    _collectives.check_axis_name(axis_name)
-    _matrices.check_rank(rank)
-    check_momentum(momentum)
+    check_rates(learning_rate, weight_decay, other_learning_rate)
+    _check_arguments(
+        *(rank, momentum, mu_dtype, orthonormalize, error_feedback, seed, axis_name)
+    )
 
     def matrices(numbers):
         return optax.chain(
@@ -393,7 +413,7 @@ def dion(
         )
 
     if other_optimizer is not None:
-        check_one_rate(other_learning_rate)
+        check_other_optimizer(other_optimizer, other_learning_rate)
     else:
         other_optimizer = optax.adamw(
             learning_rate if other_learning_rate is None else other_learning_rate,

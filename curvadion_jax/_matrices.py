@@ -124,7 +124,10 @@ def _axes(axes: Axes, ndim: int, what: str) -> tuple[int, ...]:
     axes = (axes,) if isinstance(axes, int) else tuple(axes)
     for axis in axes:
         if not -ndim <= axis < ndim:
-            raise ValueError(f"{what} {axis} does not exist in {ndim} dimensions")
+            raise ValueError(
+                f"{what} {axis} does not exist in {ndim} dimensions: name axes that "
+                "do, or give the parameter None, which sends it to the other optimizer"
+            )
     return tuple(axis % ndim for axis in axes)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import optax
 
-from curvadion_jax import _matrices, _paths
+from curvadion_jax import _matrices, _paths, _trees
 
 DimensionNumbers = optax.contrib.MuonDimensionNumbers
 DimensionNumbersOrFn = Any | Callable[[optax.Params], Any] | None
@@ -139,6 +139,7 @@ def matrix_views(
         None, or a parameter is not an array of real floating-point numbers.
       ValueError: if dimension numbers do not fit a shape or the tree of parameters.
     """
+    _trees.check_arrays(params)
     if dimension_numbers is None:
         dimension_numbers = default_dimension_numbers
     if callable(dimension_numbers):
@@ -215,12 +216,21 @@ def resolved(
         tx = build(lambda masked: _paths.map_with_path(numbers, masked))
         return optax.with_extra_args_support(tx)
 
-    return optax.GradientTransformationExtraArgs(
-        lambda params: make(params).init(params),
-        lambda updates, state, params=None, **extra_args: make(updates).update(
-            updates, state, params, **extra_args
-        ),
-    )
+    def init(params):
+        return make(params).init(params)
+
+    def update(updates, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError(
+                "this optimizer needs the parameters, got params=None: call "
+                "update(gradients, state, params)"
+            )
+        _trees.check_state_type(state, optax.transforms.PartitionState)
+        _trees.check_gradients(updates, params)
+        _trees.check_state(state, jax.eval_shape(init, params))
+        return make(updates).update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def labels(params: optax.Params, dimension_numbers: DimensionNumbersOrFn) -> Any:

@@ -25,6 +25,7 @@ from curvadion_jax.synchronizers import LocalStep, Synchronizer
 from curvadion_jax.synchronizers import _base as _synchronizers
 from curvadion_jax.synchronizers._base import dion_states
 from curvadion_jax.triggers import Observation, Trigger
+from curvadion_jax.triggers._base import check_answer
 
 # A replica that was left out of a sync asks for no other one for so many steps.
 _REST = 10
@@ -198,7 +199,8 @@ class Step:
             getattr(state.sync_state, "anchor", None),
             self._sync_cost(params, state.inner_state),
         )
-        return self.trigger.decide(observation, state.trigger_state)
+        answer = self.trigger.decide(observation, state.trigger_state)
+        return check_answer(answer, state.trigger_state)
 
     def _sync_cost(self, params, inner_state) -> float:
         """Bytes of a sync over those of an all-reduce of all gradients in float32."""

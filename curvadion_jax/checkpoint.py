@@ -7,15 +7,23 @@ and when one does not fit; it does not know what the state means. The work is do
 orbax-checkpoint, which comes with the extra ``curvadion-jax[checkpoint]`` and is
 imported only when a function is called.
 
+Nothing that is read is run. A checkpoint is JSON (our ``info``, and what orbax notes
+about arrays, read with Python's `json`) and arrays in TensorStore's formats (zarr in
+OCDBT), read into numbers of the dtypes that the target asks for; orbax also looks at a
+file ``checkpoint`` of its old format, msgpack, which `save` does not write. No part is
+unpickled, and no name in it is imported.
+
 With several processes, all of them call `save`, `restore` and `read_extra`, with a
 directory that all of them see. One job at a time writes to a directory.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -58,7 +66,9 @@ def save(
     Raises:
       ValueError: the step exists already or lies below the latest one; ``keep`` is
         below 1; the leaves do not share one leading replica axis; a leaf was donated.
-      TypeError: a leaf is not a ``jax.Array``, or JSON cannot hold ``extra``.
+      TypeError: a leaf is not a ``jax.Array``, JSON cannot hold ``extra``, or an
+        argument is of the wrong kind.
+      NotADirectoryError: the directory is a file, or lies below one.
       ImportError: orbax-checkpoint is not installed.
 
     Examples:
@@ -73,8 +83,9 @@ def save(
       >>> checkpoint.latest_step(folder), checkpoint.read_extra(folder)
       (100, {'tokens': 4096})
     """
-    ocp, path, step = _orbax(), _absolute(directory), operator.index(step)
-    if keep is not None and keep < 1:
+    ocp, path = _orbax(), _absolute(directory)
+    step = _whole(step, "step", "the number of this checkpoint")
+    if keep is not None and _whole(keep, "keep", "None (all) or a number") < 1:
         raise ValueError(f"keep must be None (all) or at least 1, got {keep}.")
     leaves = _named_leaves(state, jax.Array)
     for name, leaf in leaves.items():
@@ -91,6 +102,7 @@ def save(
         "leaves": {name: _describe(leaf) for name, leaf in leaves.items()},
         "extra": _json_dict(extra),
     }
+    _check_folder(path)
     _check_new_step(step, _steps(ocp, path), path)
     items = ocp.args.Composite(
         state=ocp.args.StandardSave(leaves), info=ocp.args.JsonSave(info)
@@ -133,9 +145,11 @@ def restore(
     Raises:
       FileNotFoundError: there is no checkpoint, or none of this step.
       ValueError: the number of replicas, a leaf's path, shape or dtype, or the format
-        of the checkpoint differs; a leaf of the target has no sharding; or the target
-        has another number of replicas than `replicas` says.
-      TypeError: a leaf of the target is neither of the two kinds above.
+        of the checkpoint differs; its files cannot be read; a leaf of the target has no
+        sharding; or the target has another number of replicas than `replicas` says.
+      TypeError: a leaf of the target is neither of the two kinds above, or an argument
+        is of the wrong kind.
+      NotADirectoryError: the directory is a file, or lies below one.
       ImportError: orbax-checkpoint is not installed.
 
     Examples:
@@ -150,28 +164,36 @@ def restore(
     ocp, path = _orbax(), _absolute(directory)
     leaves = _named_leaves(target, jax.Array, jax.ShapeDtypeStruct)
     abstract = {name: _abstract(name, leaf) for name, leaf in leaves.items()}
-    step = _existing_step(step, _steps(ocp, path), path)
+    if replicas is not None:
+        replicas = _whole(replicas, "replicas", "None or the target's number of them")
+    _check_folder(path)
+    steps = _steps(ocp, path)
+    step = _existing_step(step, steps, path)
     _check_replicas(_count_replicas(leaves), replicas)
     with _manager(ocp, path, create=False) as manager:
-        info = _read_info(ocp, manager, step)
+        info = _read_info(ocp, manager, step, steps)
         saved = info["replicas"]
         _check_fit(info, leaves, f"step {step} in {path}", replicas is not None)
-        if replicas is None or saved == replicas:
-            items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-            arrays = manager.restore(step, args=items).state
-        else:
-            averaged = dict(zip(leaves, _resize.is_averaged(target), strict=True))
-            arrays = {}
-            for name, leaf in abstract.items():  # one at a time: all would be large
-                before = _resize.before(leaf, saved)
-                place = ocp.ArrayRestoreArgs(sharding=before.sharding)
-                item = ocp.args.PyTreeRestore(
-                    {name: before}, {name: place}, partial_restore=True
-                )
-                items = ocp.args.Composite(state=item)
-                array = manager.restore(step, args=items).state[name]
-                arrays[name] = _resize.onto(leaf, array, averaged[name])
+        with _explained(path, step, steps):
+            if replicas is None or saved == replicas:
+                items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+                arrays = manager.restore(step, args=items).state
+            else:
+                averaged = dict(zip(leaves, _resize.is_averaged(target), strict=True))
+                arrays = {}
+                for name, leaf in abstract.items():  # one at a time: all would be large
+                    array = _read_one(ocp, manager, step, name, leaf, saved)
+                    arrays[name] = _resize.onto(leaf, array, averaged[name])
     return jax.tree.unflatten(jax.tree.structure(target), [arrays[n] for n in leaves])
+
+
+def _read_one(ocp: ModuleType, manager: Any, step: int, name: str, leaf, saved: int):
+    """One array as it was saved, for another number of replicas."""
+    before = _resize.before(leaf, saved)
+    place = ocp.ArrayRestoreArgs(sharding=before.sharding)
+    item = ocp.args.PyTreeRestore({name: before}, {name: place}, partial_restore=True)
+    items = ocp.args.Composite(state=item)
+    return manager.restore(step, args=items).state[name]
 
 
 def _check_replicas(found: int, wanted: int | None) -> None:
@@ -216,7 +238,7 @@ def read_extra(directory: Directory, step: int | None = None) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: there is no checkpoint, or none of this step.
-      ValueError: the checkpoint has another format.
+      ValueError: the checkpoint has another format, or its files cannot be read.
       ImportError: orbax-checkpoint is not installed.
 
     Examples:
@@ -229,9 +251,11 @@ def read_extra(directory: Directory, step: int | None = None) -> dict[str, Any]:
       {'epoch': 4}
     """
     ocp, path = _orbax(), _absolute(directory)
-    step = _existing_step(step, _steps(ocp, path), path)
+    _check_folder(path)
+    steps = _steps(ocp, path)
+    step = _existing_step(step, steps, path)
     with _manager(ocp, path, create=False) as manager:
-        return _read_info(ocp, manager, step)["extra"]
+        return _read_info(ocp, manager, step, steps)["extra"]
 
 
 def _orbax() -> ModuleType:
@@ -251,8 +275,34 @@ def _manager(ocp: ModuleType, path: str, **options: Any) -> Any:
 
 
 def _absolute(directory: Directory) -> str:
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(
+            f"directory must be a path, got a {type(directory).__name__}: the order is"
+            " save(directory, step, state) and restore(directory, target)."
+        )
     text = os.fspath(directory)
     return text if "://" in text else os.path.abspath(text)
+
+
+def _whole(value: Any, what: str, meaning: str) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{what} must be an int, {meaning}, got {value!r}.")
+
+
+def _check_folder(path: str) -> None:
+    if "://" in path:
+        return
+    folder = Path(path)
+    for place in (folder, *folder.parents):
+        if place.is_file():
+            raise NotADirectoryError(
+                f"{place} is a file, and {path} must be a folder, which holds one"
+                " folder a step: give the directory of the run."
+            )
 
 
 def _steps(ocp: ModuleType, path: str) -> list[int]:
@@ -282,7 +332,8 @@ def _existing_step(step: int | None, steps: list[int], path: str) -> int:
             f"no checkpoint in {path}. Give the directory that save was given: it"
             " holds one folder a step."
         )
-    step = steps[-1] if step is None else operator.index(step)
+    what = "None (the latest) or the number of a checkpoint"
+    step = steps[-1] if step is None else _whole(step, "step", what)
     if step not in steps:
         raise FileNotFoundError(
             f"no step {step} in {path}; its steps: {steps}. None takes the latest."
@@ -310,7 +361,9 @@ def _named_leaves(state: Any, *kinds: type) -> dict[str, Any]:
 
 def _count_replicas(leaves: Mapping[str, Any]) -> int:
     if not leaves:
-        raise ValueError("the state has no arrays; give the whole training state.")
+        raise ValueError(
+            "the state has no arrays, got an empty tree; give the whole training state."
+        )
     first, sizes = next((name, leaf.shape[:1]) for name, leaf in leaves.items())
     for name, leaf in leaves.items():
         if leaf.shape[:1] != sizes or 0 in leaf.shape or not sizes:
@@ -347,21 +400,47 @@ def _abstract(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
-def _read_info(ocp: ModuleType, manager: Any, step: int) -> dict[str, Any]:
-    where = f"step {step} in {manager.directory}"
+@contextlib.contextmanager
+def _explained(path: str, step: int, steps: list[int]) -> Iterator[None]:
+    """What orbax and TensorStore say of files that are damaged, and what to do."""
     try:
-        items = ocp.args.Composite(info=ocp.args.JsonRestore())
-        info = manager.restore(step, args=items).info
-    except KeyError as error:
+        yield
+    except (ValueError, KeyError, OSError) as error:
+        # TensorStore appends all of its settings, which fill a page.
+        reason = str(error).partition(" [tensorstore_spec")[0][:400]
+        others = [other for other in steps if other != step]
         raise ValueError(
-            f"{where} was not written by curvadion_jax.checkpoint: {error.args[0]}"
+            f"step {step} in {path} cannot be read ({type(error).__name__}: {reason})."
+            f" If its files are damaged, restore another step; there are {others}."
         ) from error
+
+
+def _read_info(
+    ocp: ModuleType, manager: Any, step: int, steps: list[int]
+) -> dict[str, Any]:
+    where = f"step {step} in {manager.directory}"
+    with _explained(str(manager.directory), step, steps):
+        try:
+            items = ocp.args.Composite(info=ocp.args.JsonRestore())
+            info = manager.restore(step, args=items).info
+        except KeyError:
+            info = None
+    if not isinstance(info, dict) or "format" not in info:
+        raise ValueError(
+            f"{where} was not written by curvadion_jax.checkpoint, which leaves its"
+            " format in info/metadata: restore it with what wrote it."
+        )
     if info.get("format") != _FORMAT:
         here = importlib.metadata.version(_DISTRIBUTION)
         raise ValueError(
             f"{where} has format {info.get('format')}, written by {_DISTRIBUTION}"
             f" {info.get('version')}; this is {here} and reads format {_FORMAT}. Use"
             " the version that wrote it."
+        )
+    if missing := {"replicas", "leaves", "extra"} - info.keys():
+        raise ValueError(
+            f"{where} has no {sorted(missing)} in info/metadata, so that it is damaged:"
+            f" restore another step; there are {[s for s in steps if s != step]}."
         )
     return info
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from curvadion_jax import _paths
+from curvadion_jax import _arguments, _paths
 from curvadion_jax._counters import WORD, SyncMetrics
 from curvadion_jax._payload import Payload, total
 from curvadion_jax.cost_model import FLAG_BYTES, WEIGHT_BYTES, sync_bytes
@@ -45,7 +45,9 @@ def observe(opt_state: Any) -> SyncMetrics:
     found = [group for group in groups.values() if fields <= group.keys()]
     if len(found) != 1:
         raise ValueError(
-            f"expected the state of one adaptive_sync or curvadion, found {len(found)}"
+            f"expected the state of one adaptive_sync or curvadion, found {len(found)} "
+            f"in what is of type {type(opt_state).__name__}: give the optimizer state "
+            "of one, or what observe returned"
         )
     return SyncMetrics(**{field: found[0][field] for field in SyncMetrics._fields})
 
@@ -89,7 +91,9 @@ def read(
       RuntimeWarning: if a replica has skipped `patience` steps in a row.
 
     Raises:
-      ValueError: if there are no counters, or the number of replicas is unknown.
+      TypeError: if a number is not an int.
+      ValueError: if there are no counters, the number of replicas is unknown or another
+        one than they have, or a number is below 1.
 
     Example:
       >>> import curvadion_jax as cd, jax.numpy as jnp
@@ -97,15 +101,22 @@ def read(
       >>> read(state, replicas=8)["steps"]
       0
     """
+    _arguments.check_steps(patience, "patience")
     counters = observe(opt_state)
     # One transfer for all of them.
     parts = jax.device_get({k: _local(x) for k, x in counters._asdict().items()})
     found = {k: x[0] if len(x) == 1 else np.concatenate(x) for k, x in parts.items()}
     if np.ndim(counters.steps):
-        replicas = np.size(counters.steps)
+        number = np.size(counters.steps)
+        if replicas not in (None, number):
+            raise ValueError(
+                f"replicas={replicas}, and the counters are of {number}: leave it out"
+            )
+        replicas = number
     elif replicas is None:
         raise ValueError(
-            "the counters have no replica axis: pass replicas, the number of them"
+            "the counters have no replica axis, and replicas is None: pass replicas, "
+            "the number of them"
         )
     steps, syncs = _common(found, "steps"), _common(found, "syncs")
     asked = _common(found, "asked")
@@ -185,7 +196,7 @@ def _common_row(found: dict[str, np.ndarray], what: str, length: int) -> list[in
     if len(rows) != 1:
         raise ValueError(
             f"replicas disagree on {what}: {found[what].tolist()}. They did not run "
-            "the same program; the state cannot be trusted"
+            "the same program, and the state cannot be trusted: restore a checkpoint"
         )
     return [int(value) for value in rows[0]]
 

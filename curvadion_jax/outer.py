@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import (
+    _arguments,
     _low_rank,
     _matrices,
     _orthonormalize,
@@ -19,7 +20,6 @@ from curvadion_jax import (
     _paths,
     _sharding,
 )
-from curvadion_jax._dion import check_momentum
 from curvadion_jax._orthonormalize import compute_dtype
 
 
@@ -78,9 +78,9 @@ def orthonormal(
       (the anchor).
 
     Raises:
-      TypeError: for a rank that is not a plain number.
-      ValueError: for a rank or momentum out of range; at `init`, for a part of the
-        parameters (``reconcile(fragments=n)``); at `update`, without parameters.
+      TypeError: for an argument of the wrong kind.
+      ValueError: for a rate, rank or momentum out of range; at `init`, for a part of
+        the parameters (``reconcile(fragments=n)``); at `update`, without parameters.
 
     Example:
       >>> tx = orthonormal()
@@ -97,10 +97,12 @@ def orthonormal(
       Ahn et al., `Dion <https://arxiv.org/abs/2504.05295>`_, for the update
     """
     _matrices.check_rank(rank)
+    _arguments.check_rate(learning_rate)
+    _arguments.check_orthonormalize(orthonormalize)
     if momentum is None:
         accumulate = optax.identity()
     else:
-        check_momentum(momentum)
+        _arguments.check_momentum(momentum)
         accumulate = optax.trace(momentum, nesterov=True)  # pyright: ignore[reportArgumentType]
     return optax.with_extra_args_support(
         optax.chain(
@@ -138,7 +140,7 @@ def _alike(rank, dimension_numbers, orthonormalize) -> optax.GradientTransformat
         if params is None:
             raise ValueError(
                 "the orthonormal outer step needs the parameters, by which it knows "
-                "matrices: call update(updates, state, params)"
+                "matrices, got params=None: call update(updates, state, params)"
             )
         views = matrices(params)
         leaves = dict(_paths.leaves_with_path(updates))

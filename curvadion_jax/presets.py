@@ -1,7 +1,8 @@
 """Known methods as points in one space: inner optimizer, trigger, synchronizer.
 
 Each is a few lines of the public parts, to be read as much as called, and returns an
-optimizer like :func:`curvadion`. All learning rates may be schedules.
+optimizer like :func:`curvadion`. All learning rates may be schedules. What is out of
+range or of the wrong kind is refused, with what must be in its place.
 """
 
 from typing import Any
@@ -9,7 +10,14 @@ from typing import Any
 import jax
 import optax
 
-from curvadion_jax import _momentum, _partition, _paths, synchronizers, triggers
+from curvadion_jax import (
+    _arguments,
+    _momentum,
+    _partition,
+    _paths,
+    synchronizers,
+    triggers,
+)
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import dion
 from curvadion_jax._muon import muon, muon_adamw
@@ -96,6 +104,7 @@ def paper(
     )
     if local_learning_rate is None:
         local_learning_rate = learning_rate
+    _arguments.check_rate(local_learning_rate, "local_learning_rate")
     return adaptive_sync(
         inner,
         triggers.relative_momentum_change(threshold),
@@ -221,6 +230,8 @@ def local_sgd(
       Stich, `Local SGD Converges Fast and Communicates Little
       <https://arxiv.org/abs/1805.09767>`_, 2018
     """
+    _arguments.check_rate(learning_rate)
+    _arguments.check_momentum(momentum)
     return adaptive_sync(
         optax.sgd(learning_rate, momentum),
         triggers.every_k(k),
@@ -264,7 +275,9 @@ def diloco(
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023
     """
-    outer = optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
+    _arguments.check_rate(learning_rate)
+    _arguments.check_rate(weight_decay, "weight_decay")
+    outer = _nesterov(outer_learning_rate, outer_momentum)
     return adaptive_sync(
         optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay),
         triggers.every_k(k),
@@ -313,12 +326,15 @@ def muloco(
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
     """
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    _arguments.check_rate(learning_rate)
+    _arguments.check_rate(rate, "adam_learning_rate")
+    _arguments.check_rate(weight_decay, "weight_decay")
     inner = _partition.optimizer(
         lambda numbers: muon(learning_rate, numbers, weight_decay=weight_decay),
         muon_adamw(rate),
         dimension_numbers,
     )
-    outer = optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
+    outer = _nesterov(outer_learning_rate, outer_momentum)
     return adaptive_sync(
         inner,
         triggers.every_k(k),
@@ -327,6 +343,13 @@ def muloco(
         dimension_numbers=dimension_numbers,
         allow_unchecked=allow_unchecked,
     )
+
+
+def _nesterov(learning_rate: Any, momentum: Any) -> optax.GradientTransformation:
+    """The outer step of DiLoCo and MuLoCo."""
+    _arguments.check_rate(learning_rate, "outer_learning_rate")
+    _arguments.check_momentum(momentum, "outer_momentum")
+    return optax.sgd(learning_rate, momentum, nesterov=True)
 
 
 def _no_matrices(params: optax.Params) -> Any:

@@ -185,32 +185,11 @@ def test_a_counter_of_the_state_is_refused(name):
     traced(tx, lambda state: 3)  # the same on all replicas
 
 
-@pytest.mark.parametrize(
-    ("step", "error", "message"),
-    [
-        pytest.param(None, ValueError, r"ask_every=2\) needs the number", id="none"),
-        pytest.param(1.0, TypeError, r"one integer, .* float32\[\]", id="float"),
-        pytest.param(np.arange(2), TypeError, r"got int32\[2\]", id="array"),
-    ],
-)
-def test_wrong_steps(step, error, message):
-    with pytest.raises(error, match=message):
-        traced(optimizer(triggers.always(), 2), lambda state: step)
-
-
 def test_one_replica_needs_the_step_too():
     tx, params = optimizer(triggers.always(), 2, None), helpers.make_params()
     state = tx.init(params)
     with pytest.raises(ValueError, match="needs the number of the step"):
         tx.update(params, state, params)
-
-
-@pytest.mark.parametrize(
-    ("ask_every", "error"), [(0, ValueError), (2.0, TypeError), (True, TypeError)]
-)
-def test_wrong_numbers_of_steps(ask_every, error):
-    with pytest.raises(error, match="ask_every must be"):
-        cd.curvadion(0.1, ask_every=ask_every)
 
 
 def test_the_step_is_not_passed_on():

@@ -195,8 +195,6 @@ def test_names_with_dots_and_slashes_stay_apart(tmp_path):
     state = differ({"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}, "c/d": jnp.ones(3)})
     checkpoint.save(tmp_path, 1, state)
     assert_same(checkpoint.restore(tmp_path, blank(state)), state)
-    with pytest.raises(ValueError, match="two leaves of the state are named 'a/b'"):
-        checkpoint.save(tmp_path, 2, differ({"a/b": 1.0, "a": {"b": 2.0}}))
 
 
 def test_extra_and_relative_directory(tmp_path, simple, monkeypatch):
@@ -255,127 +253,16 @@ def test_no_checkpoint(tmp_path, simple, missing):
     assert folder.exists() is not missing
 
 
-def test_unknown_step_lists_the_steps(tmp_path, simple):
-    checkpoint.save(tmp_path, 9, simple)
-    checkpoint.save(tmp_path, 10, simple)
-    for read in (
-        lambda: checkpoint.restore(tmp_path, simple, 3),
-        lambda: checkpoint.read_extra(tmp_path, 3),
-    ):
-        with pytest.raises(FileNotFoundError, match=r"no step 3 in .*steps: \[9, 10\]"):
-            read()
-
-
-def cast(tree):
-    kernel = tree["w"]["kernel"].astype(jnp.float32)
-    return {**tree, "w": {"kernel": kernel}}
-
-
-MISMATCHES = {
-    "replicas": (
-        lambda tree: jax.tree.map(lambda x: x[:4], tree),
-        "step 3 in .* was saved with 8 replicas, target has 4: pass replicas=4",
-    ),
-    "shape": (
-        lambda tree: {**tree, "b": tree["b"][:, :2]},
-        r"leaf 'b' is float32\[8,3\] at step 3 in .* float32\[8,2\] in the target",
-    ),
-    "dtype": (
-        cast,
-        r"leaf 'w/kernel' is bfloat16\[8,4,2\] at .* and float32\[8,4,2\] in the",
-    ),
-    "leaf missing in the file": (
-        lambda tree: {**tree, "momentum": tree["b"]},
-        r"leaf 'momentum' is missing at .* and float32\[8,3\] in the target",
-    ),
-    "leaf missing in the target": (
-        lambda tree: {"b": tree["b"]},
-        r"leaf 'w/kernel' is bfloat16\[8,4,2\] at .* and missing in the target",
-    ),
-    "key": (
-        lambda tree: {**tree, "b": jax.random.split(jax.random.key(0), 8)},
-        r"leaf 'b' is float32\[8,3\] at .* and key<fry>\[8\] in the target",
-    ),
-    "target without sharding": (
-        lambda tree: jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree
-        ),
-        "leaf 'b' of the target has no sharding",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", MISMATCHES.values(), ids=MISMATCHES.keys())
-def test_restore_refuses_a_target_that_does_not_fit(tmp_path, simple, case):
-    change, message = case
-    checkpoint.save(tmp_path, 3, simple)
-    with pytest.raises(ValueError, match=message):
-        checkpoint.restore(tmp_path, change(simple))
-
-
-def test_restore_refuses_another_format(tmp_path, simple, monkeypatch):
-    with monkeypatch.context() as future:
-        future.setattr(checkpoint, "_FORMAT", 2)
-        checkpoint.save(tmp_path, 3, simple)
-    message = "step 3 in .* has format 2, written by .* reads format 1"
-    with pytest.raises(ValueError, match=message):
-        checkpoint.restore(tmp_path, simple)
-    with pytest.raises(ValueError, match=message):
-        checkpoint.read_extra(tmp_path)
-
-
-def test_restore_refuses_a_checkpoint_of_somebody_else(tmp_path, simple):
-    with ocp.CheckpointManager(tmp_path) as manager:
-        items = ocp.args.Composite(params=ocp.args.StandardSave(simple))
-        manager.save(3, args=items)
-    with pytest.raises(ValueError, match=r"not written by curvadion_jax\.checkpoint"):
-        checkpoint.restore(tmp_path, simple)
-
-
-REFUSED_STATES = {
-    "other size": (
-        lambda tree: {**tree, "z": jnp.ones((4, 2))},
-        ValueError,
-        r"leaf 'z' is float32\[4,2\], where 'b' is float32\[8,3\]",
-    ),
-    "scalar": (
-        lambda tree: {"a": jnp.ones(())},
-        ValueError,
-        r"leaf 'a' is float32\[\]",
-    ),
-    "size 0": (
-        lambda tree: {**tree, "e": jnp.ones((8, 0))},
-        ValueError,
-        r"leaf 'e' is float32\[8,0\].* no axis has size 0",
-    ),
-    "no arrays": (lambda tree: {"a": None}, ValueError, "the state has no arrays"),
-    "number": (lambda tree: {**tree, "step": 3}, TypeError, "leaf 'step' is a int"),
-    "abstract": (blank, TypeError, r"leaf 'b' is a ShapeDtypeStruct, not a jax.Array"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED_STATES.values(), ids=REFUSED_STATES.keys())
-def test_save_refuses_states(tmp_path, simple, case):
-    change, error, message = case
-    with pytest.raises(error, match=message):
-        checkpoint.save(tmp_path / "run", 1, change(simple))
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"step": -1}, ValueError, "step must be 0 or more, got -1"),
-        ({"keep": 0}, ValueError, "keep must be None .* got 0"),
-        ({"extra": {"x": jnp.ones(2)}}, TypeError, "extra must be what JSON can hold"),
-        ({"extra": [1]}, TypeError, "extra must be a dictionary, got a list"),
-    ],
-    ids=["negative step", "keep", "array in extra", "list as extra"],
+    "changed",
+    [{"step": -1}, {"keep": 0}, {"extra": [1]}, {"state": {"step": 3}}],
+    ids=lambda changed: next(iter(changed)),
 )
-def test_save_refuses_arguments(tmp_path, simple, arguments, error, message):
-    with pytest.raises(error, match=message):
-        checkpoint.save(tmp_path, **{"step": 1, "state": simple, **arguments})
-    assert not list(tmp_path.iterdir())
+def test_what_save_refuses_leaves_nothing_behind(tmp_path, simple, changed):
+    arguments = {"step": 1, "state": simple, **changed}
+    with pytest.raises((ValueError, TypeError)):
+        checkpoint.save(tmp_path / "run", **arguments)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("stamp", ["", "-1700000000"], ids=["plain", "with time"])

@@ -180,13 +180,6 @@ def test_dion_with_everything_compressed_trains():
             assert np.isfinite(leaf).all() or leaf.ndim == 1  # the trigger's value
 
 
-@pytest.mark.parametrize("argument", ["compressor", "momentum"])
-def test_what_is_no_compressor_is_refused(argument):
-    given: Any = {argument: 8}
-    with pytest.raises(TypeError, match=rf"{argument} must be a .*quantize\(8\)"):
-        synchronizers.reconcile(**given)
-
-
 @pytest.mark.parametrize("name", LOSSY)
 def test_one_replica_loses_nothing(name):
     gradients = [

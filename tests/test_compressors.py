@@ -1,7 +1,6 @@
 """Compressed means: against NumPy over a list of replicas, and what they conserve."""
 
 import re
-from typing import Any
 
 import helpers
 import jax
@@ -43,7 +42,6 @@ ALL = {
 }
 
 
-WRONG: Any = 8
 KINDS = re.compile(r"\b([a-z]+\d+)\[")
 QUICK = ("rank2-int8", "top-int2")
 every = pytest.mark.parametrize(
@@ -262,63 +260,19 @@ def test_small_numbers_are_what_crosses_the_link(bits, mean_bits):
 
 
 @pytest.mark.parametrize(
-    ("build", "error", "message"),
+    "first",
     [
-        (
-            lambda: compressors.quantize(5),
-            ValueError,
-            "bits must be 8, 4, 2 or 1, got 5",
-        ),
-        (lambda: compressors.quantize(8.0), TypeError, "bits must be an int"),
-        (lambda: compressors.quantize(8, 3), ValueError, "block must be even .* got 3"),
-        (lambda: compressors.quantize(8, 0), ValueError, "at least 2, got 0"),
-        (
-            lambda: compressors.quantize(4, mean_bits=3),
-            ValueError,
-            "mean_bits must be 8, 4, 2 or 1, got 3",
-        ),
-        (
-            lambda: compressors.quantize(4, mean_bits=True),
-            TypeError,
-            "mean_bits must be an int, got True",
-        ),
-        (lambda: compressors.quantize(2, 6), ValueError, "multiple of 4, got 6"),
-        (lambda: compressors.quantize(1, 12), ValueError, "multiple of 8, got 12"),
-        (lambda: compressors.low_rank(0), ValueError, "rank must be at least 1"),
-        (lambda: compressors.low_rank(1.5), ValueError, r"must lie in \(0, 1\]"),
-        (
-            lambda: compressors.low_rank(1, power_iterations=0),
-            ValueError,
-            "power_iterations must be at least 1, got 0",
-        ),
-        (
-            lambda: compressors.chain(compressors.low_rank(1), compressors.low_rank(1)),
-            ValueError,
-            "argument 1 of chain must be a compressor without a state",
-        ),
-        (
-            lambda: compressors.chain(compressors.low_rank(1), WRONG),
-            TypeError,
-            r"argument 1 of chain must be a .* such as quantize\(8\).* got 8",
-        ),
-        *(
-            (
-                lambda first=first: compressors.chain(first, compressors.quantize()),
-                ValueError,
-                "argument 0 of chain has no parts",
-            )
-            for first in (
-                compressors.exact(),
-                compressors.quantize(),
-                compressors.top_k(0.1),
-                compressors.chain(compressors.low_rank(1), compressors.quantize()),
-            )
+        pytest.param(compressors.exact(), id="exact"),
+        pytest.param(compressors.top_k(0.1), id="top_k"),
+        pytest.param(
+            compressors.chain(compressors.low_rank(1), compressors.quantize()),
+            id="a-chain",
         ),
     ],
 )
-def test_wrong_arguments(build, error, message):
-    with pytest.raises(error, match=message):
-        build()
+def test_what_has_no_parts_is_no_first_of_a_chain(first):
+    with pytest.raises(ValueError, match="argument 0 of chain has no parts"):
+        compressors.chain(first, compressors.quantize())
 
 
 def test_a_chain_of_one_is_that_one():

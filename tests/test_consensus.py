@@ -117,30 +117,3 @@ def test_the_anchor_is_found_by_name(drifted):
     renamed = {f"new_{name}": leaf for name, leaf in params.items()}
     with pytest.raises(ValueError, match="not one of these parameters"):
         replicas.consensus(renamed, state)
-
-
-def test_a_wrong_state_is_an_error(drifted):
-    params, state = drifted
-    fewer = {name: params[name] for name in ("tall", "wide")}
-    with pytest.raises(ValueError, match=r"holds 1 anchor.*or no opt_state for the"):
-        replicas.consensus(fewer, state)
-    with pytest.raises(ValueError, match=r"holds 2 anchor.*parameters that this opt"):
-        replicas.consensus(params, (state, state))
-
-
-@pytest.mark.parametrize("function", [replicas.consensus, replicas.divergence])
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        pytest.param({}, "expected parameters with a leading", id="empty"),
-        pytest.param({"w": jnp.ones(())}, "got none", id="scalar"),
-        pytest.param(
-            {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))},
-            r"\['b'\] has shape \(3, 3\), and not a leading axis of 2",
-            id="two-numbers",
-        ),
-    ],
-)
-def test_parameters_without_replicas_are_refused(function, params, message):
-    with pytest.raises(ValueError, match=message):
-        function(params)

@@ -172,11 +172,6 @@ def test_other_optimizer():
         close(updates[name], expected, FLOAT32_ATOL, name)
 
 
-def test_other_optimizer_and_its_learning_rate_exclude_each_other():
-    with pytest.raises(ValueError, match=r"give it to\s+other_optimizer .* 0\.3"):
-        cd.dion(0.1, other_optimizer=optax.sgd(0.5), other_learning_rate=0.3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mask", "decayed"),

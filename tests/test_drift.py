@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import curvadion_jax as cd
-from curvadion_jax import synchronizers, triggers
+from curvadion_jax import synchronizers
 from curvadion_jax.triggers import Observation, drift
 
 # Sums of squares of 74 numbers in float32, and their root.
@@ -129,23 +129,3 @@ def test_the_variance_of_the_replicas_is_bounded_while_they_step_alone(history):
         )
         shares.append(spread / (LIMIT * size) ** 2)
     assert 0.1 < max(shares) <= 1  # and the bound is not a trivial one
-
-
-def test_a_synchronizer_without_an_anchor_is_an_error():
-    tx = cd.adaptive_sync(
-        optax.sgd(0.1),
-        drift(0.1),
-        synchronizers.average_gradients(),
-        helpers.AXIS,
-    )
-    with pytest.raises(ValueError, match=r"no such anchor: use .*reconcile\(\)"):
-        helpers.trace(lambda p, s, g: tx.update(g, s, p), tx)
-
-
-@pytest.mark.parametrize(
-    ("threshold", "error"),
-    [(-0.1, ValueError), (float("nan"), ValueError), ("0.1", TypeError)],
-)
-def test_wrong_arguments(threshold, error):
-    with pytest.raises(error, match="threshold must"):
-        triggers.drift(threshold)

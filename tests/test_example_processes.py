@@ -125,57 +125,6 @@ def test_what_one_process_is_refused_stops_all(text, tmp_path, own, says, first_
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        pytest.param(
-            "--num-processes 2 --process-id 0",
-            "--num-processes, --process-id without --coordinator",
-            id="no-coordinator",
-        ),
-        pytest.param(
-            "--coordinator h:1 --num-processes 2", "without --process-id", id="no-id"
-        ),
-        pytest.param(
-            "--coordinator h:1 --num-processes 2 --process-id 2",
-            "must be one of 0 to --num-processes - 1 = 1",
-            id="id-out-of-range",
-        ),
-        pytest.param(
-            "--coordinator h:1 --num-processes 2 --process-id -1",
-            "--process-id -1 must be",
-            id="negative-id",
-        ),
-        pytest.param(
-            "--coordinator h:1 --num-processes 0 --process-id 0",
-            "--num-processes 0 must be at least 1",
-            id="no-processes",
-        ),
-        pytest.param(
-            "--coordinator h:1 --num-processes 3 --process-id 0",
-            "--replicas 8, the number in all processes together, cannot be divided by "
-            "3 processes",
-            id="not-divisible",
-        ),
-        pytest.param(
-            "--coordinator host --num-processes 2 --process-id 0",
-            "must be HOST:PORT",
-            id="no-port",
-        ),
-        pytest.param(
-            "--distributed --process-id 0",
-            "--distributed finds by itself",
-            id="distributed-and-more",
-        ),
-    ],
-)
-def test_wrong_flags_are_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main.main(arguments.split())
-    assert stop.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
 @pytest.mark.slow
 def test_distributed_outside_of_a_cluster_says_what_to_give(text, tmp_path):
     files = ["--data", text, "--out", tmp_path / "out"]

@@ -138,12 +138,6 @@ def unchecked_run(tx, gradients):
     return jax.device_get(state)
 
 
-def test_unchecked_shard_map_needs_a_word():
-    gradients = helpers.make_gradients(1, REPLICAS)
-    with pytest.raises(ValueError, match="with allow_unchecked=True"):
-        unchecked_run(sgd(), gradients)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("reducing", ["reconcile"])
 def test_unchecked_shard_map_with_the_word_is_the_same(reducing):
@@ -151,41 +145,6 @@ def test_unchecked_shard_map_with_the_word_is_the_same(reducing):
     tx = sgd(SYNCHRONIZERS[reducing](), allow_unchecked=True)
     expected = helpers.last(helpers.run_mesh(tx, helpers.make_params(), gradients))
     helpers.assert_bitwise(unchecked_run(tx, gradients), expected)
-
-
-@pytest.mark.parametrize(
-    "tx",
-    [
-        pytest.param(cd.curvadion(0.1), id="curvadion"),
-        pytest.param(cd.presets.local_sgd(0.1), id="local_sgd"),
-    ],
-)
-def test_no_axis_name_among_replicas_is_refused(tx):
-    def step(params, opt_state, gradients):
-        return tx.update(gradients, opt_state, params)
-
-    with pytest.raises(ValueError, match="Pass axis_name='replica'"):
-        helpers.trace(step, tx)
-
-
-@pytest.mark.parametrize(
-    "tx",
-    [
-        pytest.param(sgd(), id="adaptive_sync"),
-        pytest.param(cd.curvadion(0.1, axis_name=AXIS), id="curvadion"),
-        pytest.param(cd.dion(0.1, axis_name=AXIS), id="dion"),
-    ],
-)
-def test_an_unbound_axis_is_an_error(tx):
-    params = helpers.make_params()
-    with pytest.raises(ValueError, match=r"call `update` inside .*replicas\.step"):
-        tx.update(params, tx.init(params), params)
-
-
-def test_an_axis_of_another_name_is_an_error():
-    tx = cd.curvadion(0.1, axis_name="pod")
-    with pytest.raises(ValueError, match="the axis 'pod' is not bound"):
-        helpers.trace(lambda p, o, g: tx.update(g, o, p), tx)
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -194,20 +194,9 @@ def test_observe_inside_of_a_step_and_read_later():
     np.testing.assert_equal(metrics.read(late[2]), metrics.read(state))
 
 
-def test_a_state_without_replica_axis_needs_their_number():
+def test_a_state_without_replica_axis_is_read_with_their_number():
     state = optimizer().init(helpers.make_params())
-    with pytest.raises(ValueError, match="pass replicas, the number of them"):
-        metrics.read(state)
     assert metrics.read(state, replicas=1)["bytes"] == 0
-
-
-@pytest.mark.parametrize("function", [metrics.read, metrics.observe])
-def test_no_state_or_several_are_refused(function):
-    state = optimizer().init(helpers.make_params())
-    with pytest.raises(ValueError, match="one adaptive_sync or curvadion, found 0"):
-        function(state.inner_state)
-    with pytest.raises(ValueError, match="one adaptive_sync or curvadion, found 2"):
-        function({"a": state, "b": state})
 
 
 @pytest.mark.parametrize("name", ["steps", "syncs", "asked", "synced"])

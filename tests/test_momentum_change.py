@@ -243,23 +243,3 @@ def test_no_momentum_is_an_error(inner):
         ValueError, match=r"trigger that needs none .* pass momentum_fn"
     ):
         run(change(0.1), GRADIENTS, inner)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param({"threshold": -0.1}, id="negative"),
-        pytest.param({"threshold": float("nan")}, id="nan"),
-        pytest.param({"threshold": 0.1, "floor": -1}, id="floor"),
-        pytest.param({"threshold": 0.1, "floor": float("nan")}, id="nan-floor"),
-    ],
-)
-def test_wrong_arguments(arguments):
-    with pytest.raises(ValueError, match="must not be negative or NaN, got"):
-        change(**arguments)
-
-
-@pytest.mark.parametrize("threshold", ["0.1", None, True])
-def test_a_threshold_is_a_number_or_a_schedule(threshold):
-    with pytest.raises(TypeError, match="threshold must be a number or a schedule"):
-        change(threshold)

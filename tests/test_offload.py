@@ -169,12 +169,3 @@ def test_where_there_is_no_such_memory(monkeypatch):
     state = optimizer().init(helpers.make_params())
     with pytest.raises(ValueError, match=r"no memory of the kind 'tape', only \['dev"):
         cd.replicas.offload(state)
-
-
-def test_what_cannot_be_moved():
-    state = cd.presets.paper(0.1).init(helpers.make_params())
-    with pytest.raises(ValueError, match="nothing to keep in host memory"):
-        cd.replicas.offload(state)
-    state = jax.eval_shape(optimizer().init, helpers.make_params())
-    with pytest.raises(TypeError, match="sync_state/anchor/bias' is a ShapeDtypeStr"):
-        cd.replicas.offload(state)

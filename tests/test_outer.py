@@ -111,26 +111,6 @@ def test_half_precision_keeps_its_dtype():
     assert {q.dtype for q in state[1].q.values()} == {jnp.dtype(jnp.float32)}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"rank": 0}, ValueError, "rank"),
-        ({"rank": "full"}, TypeError, "rank"),
-        ({"momentum": 1.0}, ValueError, r"momentum must lie in \[0, 1\), got 1.0"),
-    ],
-)
-def test_wrong_arguments(arguments, error, message):
-    with pytest.raises(error, match=message):
-        outer.orthonormal(**arguments)
-
-
-def test_parameters_are_needed():
-    params = narrow(tree(0))
-    tx = outer.orthonormal()
-    with pytest.raises(ValueError, match="needs the parameters"):
-        tx.update(params, tx.init(params))
-
-
 def test_replicas_move_to_one_point_as_far_away_as_their_mean():
     params, gradients = helpers.make_params(), helpers.make_gradients(2, replicas=8)
     anchors = []
@@ -152,14 +132,3 @@ def test_replicas_move_to_one_point_as_far_away_as_their_mean():
         np.testing.assert_allclose(*lengths, rtol=1e-5)  # float32
         alike = np.allclose(*steps, atol=1e-5)
         assert alike == (name not in helpers.MATRICES)
-
-
-def test_a_part_of_the_parameters_is_refused():
-    # The rule for matrices looks at neighbours, which a fragment does not have.
-    tx = cd.adaptive_sync(
-        optax.sgd(0.1),
-        triggers.always(),
-        synchronizers.reconcile(outer.orthonormal(), momentum=False, fragments=2),
-    )
-    with pytest.raises(ValueError, match=r"use it with reconcile\(fragments=1\)"):
-        tx.init(helpers.make_params())

@@ -5,7 +5,6 @@ import functools
 import compressor_runs
 import helpers
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -295,16 +294,3 @@ def test_what_is_no_weight_is_none(weight):
         params = helpers.make_params()
         with pytest.raises(ValueError, match="weight must be finite and not negative"):
             alone.update(params, alone.init(params), params, weight=weight)
-
-
-@pytest.mark.parametrize("weight", ["1", jnp.ones(2), True, None])
-def test_weights_are_numbers(weight):
-    tx = cd.adaptive_sync(
-        optax.sgd(1.0), triggers.always(), synchronizers.average_gradients()
-    )
-    params = helpers.make_params()
-    if weight is None:
-        tx.update(params, tx.init(params), params, weight=None)
-        return
-    with pytest.raises(TypeError, match="weight must be one number"):
-        tx.update(params, tx.init(params), params, weight=weight)

@@ -253,17 +253,8 @@ def test_description():
     assert lines[2].split()[-5:] == ["dion", "3", "8", "4", "4"]
 
 
-def test_description_of_nothing_and_of_a_bad_rank():
+def test_description_of_nothing():
     assert len(cd.describe_partition({}).splitlines()) == 1
-    with pytest.raises(ValueError, match="rank must be at least 1"):
-        cd.describe_partition({}, rank=0)
-
-
-def test_names_that_meet_in_one_path():
-    """'a/b' as one key and as two: one would get the other's numbers."""
-    params = {"a/b": jnp.ones(3), "a": {"b": jnp.ones((2, 3))}}
-    with pytest.raises(ValueError, match="two parameters have the path 'a/b': rename"):
-        _partition.labels(params, None)
 
 
 def test_numpy_arrays_are_parameters_too():

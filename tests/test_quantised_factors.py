@@ -229,16 +229,7 @@ def test_gathered_factors_are_counted():
     assert metrics.gathered_payload.tolist() == [0, factors + others]
 
 
-@pytest.mark.parametrize(
-    ("compressor", "error", "message"),
-    [
-        (8, TypeError, r"compressor must be a .* such as quantize\(8\).* got 8"),
-        *(
-            (compressors.low_rank(rank), ValueError, "compressor without a state")
-            for rank in (1, 300, 0.1, 0.9)
-        ),
-    ],
-)
-def test_wrong_compressors(compressor, error, message):
-    with pytest.raises(error, match=message):
-        synchronizers.average_factors(compressor)
+@pytest.mark.parametrize("rank", [1, 300, 0.1, 0.9])
+def test_low_rank_keeps_a_state_at_any_rank(rank):
+    with pytest.raises(ValueError, match="compressor without a state"):
+        synchronizers.average_factors(compressors.low_rank(rank))

@@ -235,10 +235,3 @@ def test_updates_and_states_may_be_the_same_on_all_replicas():
     for inner in (frozen, optax.sgd(0.1, 0.9)):
         tx = with_inner(inner, eight_bits)
         helpers.trace(step, tx)
-
-
-@pytest.mark.parametrize("after_local_step", [0, None])
-def test_whether_the_local_step_comes_first_is_a_bool(after_local_step):
-    synchronizer = synchronizers.reconcile()._replace(after_local_step=after_local_step)
-    with pytest.raises(TypeError, match="after_local_step must be True or False"):
-        with_inner(optax.sgd(0.1), synchronizer)

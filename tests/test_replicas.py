@@ -85,48 +85,10 @@ def test_mesh_of_given_devices_and_name():
     assert [device.id for device in mesh.devices] == [5, 6]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        pytest.param((9,), ValueError, r'"jax_num_cpu_devices", 9\)', id="too-few"),
-        pytest.param((3, {"tp": 3}), ValueError, "needs 9 devices", id="inner-too-few"),
-        pytest.param((0,), ValueError, "'replica' must be at least 1", id="zero"),
-        pytest.param((2, {"tp": -1}), ValueError, "'tp' must be at least", id="inner"),
-        pytest.param((2.0,), TypeError, "must be an int, got 2.0", id="float"),
-        pytest.param((True,), TypeError, "must be an int, got True", id="bool"),
-        pytest.param((2, {"tp": "2"}), TypeError, "'tp' must be an int", id="text"),
-        pytest.param((2, {"replica": 4}), ValueError, "'replica'", id="same-name"),
-    ],
-)
-def test_wrong_meshes(arguments, error, message):
-    with pytest.raises(error, match=message):
-        replicas.make_mesh(*arguments)
-
-
-def test_a_mesh_without_the_axis_is_refused():
+def test_the_replica_axis_may_have_another_name():
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    with pytest.raises(ValueError, match=r"no 'replica': make it with .*make_mesh, or"):
-        replicas.replicate({"w": jnp.ones(2)}, mesh)
-    with pytest.raises(ValueError, match=r"no 'replica': make it with .*make_mesh, or"):
-        replicas.step(lambda state, batch: (state, batch), mesh)
     renamed = replicas.replicate({"w": jnp.ones(2)}, mesh, axis_name="data")
     assert renamed["w"].shape == (2, 2)
-
-
-def test_a_mesh_with_explicit_axes_is_refused():
-    mesh = jax.make_mesh((2, 2), ("replica", "fsdp"))
-    message = r"\['replica', 'fsdp'\] are of type .*Explicit.*AxisType.Auto,\) \* 2"
-    with pytest.raises(ValueError, match=message):
-        replicas.step(lambda state, batch: (state, batch), mesh)
-    with pytest.raises(ValueError, match=message):
-        replicas.replicate({"w": jnp.ones(2)}, mesh)
-
-
-def test_what_is_replicated_already_is_refused():
-    mesh = replicas.make_mesh(2)
-    copies = replicas.replicate({"w": jnp.ones(4)}, mesh)
-    with pytest.raises(ValueError, match="divided over 'replica' already"):
-        replicas.replicate(copies, mesh)
 
 
 def test_replicate_keeps_the_sharding_within_a_replica():
@@ -222,38 +184,6 @@ def test_metrics_keep_every_replicas_value():
     assert metrics["rows"].shape == (4, 2, 2)
     assert metrics["number"].tolist() == [1.5] * 4
     assert metrics["sum"].sharding.spec == PartitionSpec("replica")
-
-
-@pytest.mark.parametrize(
-    ("state", "batch", "message"),
-    [
-        pytest.param(
-            jnp.ones((3, 2)), jnp.ones(4), "axis of 4 replicas; make it", id="state"
-        ),
-        pytest.param(
-            {"w": jnp.ones(())},
-            jnp.ones(4),
-            r"state\['w'\] has shape \(\)",
-            id="scalar",
-        ),
-        pytest.param(
-            jnp.ones(4),
-            {"x": jnp.ones((6, 4))},
-            r"\['x'\] of shape \(6, 4\)",
-            id="batch",
-        ),
-        pytest.param(
-            jnp.ones(4),
-            jnp.ones(()),
-            "divided over 4 replicas along",
-            id="no-batch-axis",
-        ),
-    ],
-)
-def test_wrong_shapes_of_state_and_batch(state, batch, message):
-    step = replicas.step(lambda state, batch: (state, batch), replicas.make_mesh(4))
-    with pytest.raises(ValueError, match=message):
-        step(state, batch)
 
 
 def test_what_all_replicas_share_is_the_same_by_its_type():

@@ -320,33 +320,6 @@ def test_fragments_are_whole_disjoint_and_balanced(number):
     assert max(sizes) - min(sizes) <= max(np.prod(shape) for shape in shapes.values())
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        pytest.param(
-            {"fragments": 0}, ValueError, "fragments must be at least 1", id="0"
-        ),
-        pytest.param(
-            {"fragments": 2.0}, TypeError, "fragments must be an int", id="2.0"
-        ),
-        pytest.param(
-            {"momentum_every": True}, TypeError, "momentum_every must be", id="True"
-        ),
-        pytest.param(
-            {"momentum_every": 2, "momentum": False},
-            ValueError,
-            "momentum=False that they never are",
-            id="nothing",
-        ),
-    ],
-)
-def test_numbers_out_of_range_are_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        synchronizers.reconcile(**options)
-
-
-def test_more_fragments_than_parameters_are_refused():
-    with pytest.raises(ValueError, match=r"5 fragments need as many parameters.*bias"):
-        optimizer(fragments=5).init(helpers.make_params())
+def test_parameters_of_one_path_are_one_fragment():
     with pytest.raises(ValueError, match="of different paths"):
         synchronizers.fragment_paths({"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(1)}, 2)

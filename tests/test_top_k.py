@@ -137,22 +137,3 @@ def test_what_crosses_the_link_is_what_the_payload_says(bits, block, dtypes):
 def test_payload_by_hand(compressor, shape, expected):
     tree = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
     assert compressor.payload(tree, {}) == Payload(gathered=expected)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((0.0,), ValueError, r"fraction must lie in \(0, 1\], got 0.0"),
-        ((1.5,), ValueError, r"fraction must lie in \(0, 1\], got 1.5"),
-        ((math.nan,), ValueError, r"fraction must lie in \(0, 1\], got nan"),
-        (("0.1",), TypeError, r"fraction must be a number in \(0, 1\], got '0.1'"),
-        ((True,), TypeError, "fraction must be a number"),
-        ((0.1, 3), ValueError, "bits must be 8, 4, 2, 1 or None, got 3"),
-        ((0.1, 8.0), TypeError, "bits must be an int or None, got 8.0"),
-        ((0.1, None, 0), ValueError, "block must be at least 1, got 0"),
-        ((0.1, None, 2.0), TypeError, "block must be an int or None, got 2.0"),
-    ],
-)
-def test_wrong_arguments(arguments, error, message):
-    with pytest.raises(error, match=message):
-        top_k(*arguments)

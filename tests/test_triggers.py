@@ -162,35 +162,3 @@ def test_one_replica_decides_for_all_and_values_stay_its_own():
     assert helpers.decisions(history) == [True, False, True]
     for (_, state), first in zip(history, firsts, strict=True):
         np.testing.assert_array_equal(state.metrics.value, first)
-
-
-@pytest.mark.parametrize(
-    ("build", "arguments", "error", "message"),
-    [
-        pytest.param(every_k, (0,), ValueError, "at least 1, got 0", id="k-0"),
-        pytest.param(every_k, (2.0,), TypeError, "must be an int", id="k-float"),
-        pytest.param(every_k, (True,), TypeError, "must be an int", id="k-bool"),
-        pytest.param(
-            at_least_every, (never(), 0), ValueError, "largest interval", id="least"
-        ),
-        pytest.param(
-            at_most_every, (never(), -1), ValueError, "smallest interval", id="most"
-        ),
-        pytest.param(after_steps, (never(), -1), ValueError, "least 0", id="after"),
-        pytest.param(after_steps, (never(), "3"), TypeError, "be an int", id="text"),
-        pytest.param(any_of, (), ValueError, "at least one trigger", id="any-of-none"),
-        pytest.param(
-            any_of, (always(), every_k), TypeError, r"every_k\(10\)", id="any-of"
-        ),
-        pytest.param(
-            at_least_every, (always, 3), TypeError, "such as every", id="function"
-        ),
-        pytest.param(at_most_every, (5, 3), TypeError, "must be a curva", id="number"),
-        pytest.param(after_steps, (None, 3), TypeError, "must be a curva", id="none"),
-        pytest.param(delayed, (3,), TypeError, "must be a curva", id="delayed"),
-        pytest.param(remembered, (never,), TypeError, "a curva", id="remembered"),
-    ],
-)
-def test_wrong_arguments(build, arguments, error, message):
-    with pytest.raises(error, match=message):
-        build(*arguments)

@@ -100,8 +100,8 @@ def check_stateless(compressor: Compressor, what: str) -> None:
     params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
     if jax.tree.leaves(jax.eval_shape(lambda p: compressor.init(p, {}), params)):
         raise ValueError(
-            f"{what} must be a compressor without a state, such as quantize(8); "
-            "low_rank keeps its Q"
+            f"{what} must be a compressor without a state, such as quantize(8), got "
+            "one with a state, as low_rank keeps its Q"
         )
 
 

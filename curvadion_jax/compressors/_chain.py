@@ -39,9 +39,9 @@ def chain(first: _base.Compressor, *rest: _base.Compressor) -> _base.Compressor:
         if form.through is None:
             raise ValueError(
                 f"argument {index} of chain has no parts to be sent in another form: "
-                "low_rank has (its factors); exact, quantize and top_k have none, nor "
-                "has a chain that says already how its factors are sent. For "
-                "values of top_k in few bits give it bits"
+                "give low_rank there, which has (its factors); exact, quantize and "
+                "top_k have none, nor has a chain that says already how its factors "
+                "are sent. For values of top_k in few bits give it bits"
             )
         _base.check_stateless(result, f"argument {index + 1} of chain")
         result = form.through(result)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from curvadion_jax import (
+    _arguments,
     _low_rank,
     _matrices,
     _orthonormalize,
@@ -61,6 +62,7 @@ def low_rank(
         raise TypeError(f"power_iterations must be an int, got {power_iterations!r}")
     if power_iterations < 1:
         raise ValueError(f"power_iterations must be at least 1, got {power_iterations}")
+    _arguments.check_orthonormalize(orthonormalize)
     settings = (rank, power_iterations, orthonormalize or _orthonormalize.cholesky_qr)
     plain = _through(_base.exact(), *settings)
     return plain._replace(through=lambda form: _through(form, *settings))

@@ -5,7 +5,9 @@ give instead. The comparisons are spelled so that NaN fails them.
 """
 
 import math
+import numbers
 import operator
+from typing import Any
 
 
 def check_positive(name: str, value: float, unit: str) -> float:
@@ -21,8 +23,9 @@ def check_positive(name: str, value: float, unit: str) -> float:
 
     Raises:
       ValueError: If `value` is zero, negative or NaN.
+      TypeError: If `value` is no number.
     """
-    if not value > 0:
+    if not _number(name, value) > 0:
         raise ValueError(f"{name} is {value!r}; give a number above 0, in {unit}.")
     return value
 
@@ -40,8 +43,9 @@ def check_not_negative(name: str, value: float, unit: str) -> float:
 
     Raises:
       ValueError: If `value` is negative, infinite or NaN.
+      TypeError: If `value` is no number.
     """
-    if not (value >= 0 and math.isfinite(value)):
+    if not (_number(name, value) >= 0 and math.isfinite(value)):
         raise ValueError(
             f"{name} is {value!r}; give a finite number of at least 0, in {unit}."
         )
@@ -60,8 +64,9 @@ def check_rate(name: str, value: float) -> float:
 
     Raises:
       ValueError: If `value` lies outside [0, 1] or is NaN.
+      TypeError: If `value` is no number.
     """
-    if not 0 <= value <= 1:
+    if not 0 <= _number(name, value) <= 1:
         raise ValueError(
             f"{name} is {value!r}; give a share of the steps between 0 and 1 "
             "(3% is 0.03)."
@@ -91,3 +96,25 @@ def check_count(name: str, value: int, least: int) -> int:
     if count < least:
         raise ValueError(f"{name} is {value!r}; give a whole number >= {least}.")
     return count
+
+
+def check_type(name: str, value: Any, kind: type, example: str) -> None:
+    """Raises `TypeError` unless `value` is of the kind.
+
+    Args:
+      name: The argument's name, for the message.
+      value: The value to check.
+      kind: What it has to be.
+      example: What to give instead, for the message.
+
+    Raises:
+      TypeError: If it is not.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r}; give a {kind.__name__}: {example}.")
+
+
+def _number(name: str, value: float) -> float:
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r}; give a number.")
+    return value

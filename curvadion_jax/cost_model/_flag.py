@@ -33,7 +33,8 @@ def flag_time(
 
     Raises:
       ValueError: If an argument is out of range.
-      TypeError: If `replicas` or `ask_every` is not an integer.
+      TypeError: If `replicas` or `ask_every` is not an integer, or another argument of
+        the wrong kind.
 
     Examples:
       >>> from curvadion_jax.cost_model import Link, flag_time
@@ -47,6 +48,11 @@ def flag_time(
       >>> [round(seconds, 3) for seconds in times]
       [0.3, 0.03, 0.1, 0.0]
     """
+    if not callable(algorithm):
+        raise TypeError(
+            f"algorithm is {algorithm!r}; give a function such as tree_time or "
+            "recursive_doubling_time."
+        )
     ask_every = check_count("ask_every", ask_every, 1)
     check_not_negative("hidden_behind", hidden_behind, "seconds")
     return max(0.0, algorithm(FLAG_BYTES, replicas, link) - hidden_behind) / ask_every

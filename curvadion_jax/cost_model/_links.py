@@ -22,6 +22,7 @@ from curvadion_jax.cost_model._checks import (
     check_count,
     check_not_negative,
     check_positive,
+    check_type,
 )
 from curvadion_jax.cost_model._sent import all_gather_bytes, all_reduce_bytes, by_kind
 
@@ -61,6 +62,10 @@ class Link:
         return self.latency + 8 * payload / self.bandwidth
 
 
+def _check_link(link: Link) -> None:
+    check_type("link", link, Link, "Link(bandwidth=5e9, round_trip_time=0.07)")
+
+
 def ring_time(payload: float | Payload, replicas: int, link: Link) -> float:
     r"""Time of a ring all-reduce, and of an all-gather after it.
 
@@ -87,6 +92,7 @@ def ring_time(payload: float | Payload, replicas: int, link: Link) -> float:
       >>> ring_time(1e9, replicas=2, link=Link(8e9, 0.1))  # 2 * 0.05 + 1.0
       1.1
     """
+    _check_link(link)
     averaged, gathered = by_kind(payload)
     reduced = all_reduce_bytes(averaged, replicas)
     passed_on = all_gather_bytes(gathered, replicas)
@@ -146,6 +152,7 @@ def recursive_doubling_time(payload: float, replicas: int, link: Link) -> float:
       >>> round(recursive_doubling_time(4, replicas=8, link=Link(32e9, 0.07)), 6)
       0.105
     """
+    _check_link(link)
     replicas = check_count("replicas", replicas, 1)
     if check_not_negative("payload", payload, "bytes") == 0:
         return 0.0

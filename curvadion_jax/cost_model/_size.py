@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from curvadion_jax import _matrices, _partition
-from curvadion_jax.cost_model._checks import check_count
+from curvadion_jax.cost_model._checks import check_count, check_type
 
 FLAG_BYTES = 4
 """Payload of the flag: one int32, in bytes."""
@@ -115,6 +115,9 @@ class ModelSize:
     other_elements: int = 0
 
     def __post_init__(self) -> None:
+        for matrix in self.matrices:
+            what = "MatrixShape(batch=1, rows=768, cols=768)"
+            check_type("a matrix of ModelSize", matrix, MatrixShape, what)
         check_count("ModelSize.other_elements", self.other_elements, 0)
 
     @property
@@ -185,7 +188,7 @@ def model_size(
         if matrices is None:
             matrices = _matrix_shapes(params, dimension_numbers)
         matrices = tuple(matrices)
-    other = total - sum(matrix.elements for matrix in matrices)
+    other = total - ModelSize(matrices).matrix_elements
     if other < 0:
         raise ValueError(
             f"the matrices have {total - other} elements but the parameters only "
@@ -193,6 +196,11 @@ def model_size(
             "elements of its parameter."
         )
     return ModelSize(matrices, other)
+
+
+def _check_size(size: ModelSize) -> None:
+    what = "curvadion_jax.cost_model.model_size makes one"
+    check_type("size", size, ModelSize, what)
 
 
 def _elements(leaf: Any) -> int:
@@ -223,6 +231,7 @@ def gradient_payload(size: ModelSize, itemsize: int = FLOAT32_BYTES) -> int:
       >>> gradient_payload(ModelSize(other_elements=162_201_600))
       648806400
     """
+    _check_size(size)
     return check_count("itemsize", itemsize, 1) * size.parameters
 
 
@@ -251,6 +260,8 @@ def factor_payload(
       >>> factor_payload(size, rank=2)  # 4 * ((100 + 50) * 2 + 7)
       1228
     """
+    _check_size(size)
+    _matrices.check_rank(rank)
     elements = sum(matrix.factor_elements(rank) for matrix in size.matrices)
     return check_count("itemsize", itemsize, 1) * (elements + size.other_elements)
 
@@ -278,5 +289,6 @@ def reconcile_payload(
       >>> reconcile_payload(size), reconcile_payload(size, average_momentum=False)
       (40028, 20028)
     """
+    _check_size(size)
     momentum = size.matrix_elements if average_momentum else 0
     return check_count("itemsize", itemsize, 1) * (size.parameters + momentum)

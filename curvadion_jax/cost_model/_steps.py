@@ -7,7 +7,11 @@ a guess) is the caller's business.
 import math
 from dataclasses import dataclass
 
-from curvadion_jax.cost_model._checks import check_not_negative, check_rate
+from curvadion_jax.cost_model._checks import (
+    check_not_negative,
+    check_rate,
+    check_type,
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,11 @@ class Method:
         return max(self.compute_time, self.communication_time)
 
 
+def _check_methods(method: Method, baseline: Method) -> None:
+    for name, value in (("method", method), ("baseline", baseline)):
+        check_type(name, value, Method, "Method(compute_time=0.3, sync_time=0.9)")
+
+
 def speedup(method: Method, baseline: Method, overlap: bool = False) -> float:
     """How many times faster a step of `method` is than one of `baseline`.
 
@@ -88,6 +97,7 @@ def speedup(method: Method, baseline: Method, overlap: bool = False) -> float:
       >>> round(speedup(rare, synchronous, overlap=True), 6)  # 0.9 / max(0.3, 0.09)
       3.0
     """
+    _check_methods(method, baseline)
     if overlap:
         ours, theirs = method.overlapped_step_time, baseline.overlapped_step_time
     else:
@@ -156,6 +166,7 @@ def break_even(method: Method, baseline: Method) -> BreakEven:
       10.00%
       always
     """
+    _check_methods(method, baseline)
     spare = baseline.step_time - method.compute_time - method.flag_time
     if method.sync_time == 0:
         return BreakEven(math.copysign(math.inf, spare) if spare else math.inf)

@@ -5,11 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from curvadion_jax import _memory, _paths, compressors
 from curvadion_jax.cost_model import all_reduce_bytes
-from curvadion_jax.replicas._state import check_leading
+from curvadion_jax.replicas._state import check_leading, count_leading
 
 
 def _anchors(opt_state: Any) -> list[dict[tuple[str, ...], jax.Array]]:
@@ -86,7 +85,7 @@ def consensus_bytes(params: Any, opt_state: Any = None) -> int:
       >>> consensus_bytes({"w": jnp.ones((8, 100))})  # 2 * 7 / 8 * 400
       700
     """
-    replicas = _replicas_of(params)
+    replicas = count_leading(params, "parameters")
     sent = [
         leaf
         for leaf, anchor in zip(
@@ -96,13 +95,6 @@ def consensus_bytes(params: Any, opt_state: Any = None) -> int:
     ]
     payload = compressors.exact().payload(sent, {}).averaged // replicas
     return round(all_reduce_bytes(payload, replicas))
-
-
-def _replicas_of(params: Any) -> int:
-    leaves = jax.tree.leaves(params)
-    if not leaves or not np.shape(leaves[0]):
-        raise ValueError("expected parameters with a leading replica axis, got none")
-    return np.shape(leaves[0])[0]
 
 
 @jax.jit
@@ -164,4 +156,4 @@ def divergence(params: Any) -> jax.Array:
 
 def _check_replicas(params: Any) -> None:
     need = "replicas, as other leaves have; replicate() gives all of them one"
-    check_leading(params, _replicas_of(params), "parameters", need)
+    check_leading(params, count_leading(params, "parameters"), "parameters", need)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from curvadion_jax import _memory, _paths
 from curvadion_jax.replicas._resize import distinct
-from curvadion_jax.replicas._state import check_leading
+from curvadion_jax.replicas._state import check_leading, count_leading
 
 
 def mend(state: Any) -> tuple[Any, list[int]]:
@@ -36,6 +36,7 @@ def mend(state: Any) -> tuple[Any, list[int]]:
       the state as it was.
 
     Raises:
+      TypeError: if a leaf is not on devices.
       ValueError: if leaves have no common leading axis, or no replica is finite.
 
     Example:
@@ -47,8 +48,14 @@ def mend(state: Any) -> tuple[Any, list[int]]:
     leaves = jax.tree.leaves(state)
     if not leaves:
         return state, []
-    number = leaves[0].shape[0] if leaves[0].ndim else 0
+    number = count_leading(state, "state")
     check_leading(state, number, "state", "replicas; see replicas.replicate")
+    for name, leaf in _paths.leaves_with_path(state):
+        if not isinstance(leaf, jax.Array):
+            raise TypeError(
+                f"{name!r} is a {type(leaf).__name__}, not a jax.Array on devices: "
+                "mend what replicas.replicate or a step returned"
+            )
     finite = np.asarray(jax.device_get(_finite(state)))
     spoilt = [int(index) for index in np.flatnonzero(~finite)]
     if not spoilt:

@@ -34,7 +34,8 @@ def make_mesh(
       The mesh, the replica axis first and then those of `inner`.
 
     Raises:
-      TypeError: if `replicas` is not an int.
+      TypeError: if `replicas` or a size is not an int, or another argument of the wrong
+        kind.
       ValueError: if there are too few devices, a size is below 1, an inner axis has
         the replica axis's name, or a process would have no device in the mesh.
 
@@ -42,6 +43,17 @@ def make_mesh(
       >>> make_mesh(1).axis_names
       ('replica',)
     """
+    if not isinstance(axis_name, str):
+        raise TypeError(f"axis_name must be a string, got {axis_name!r}")
+    if not isinstance(inner, Mapping | None):
+        raise TypeError(
+            'inner must map names of axes to their sizes, such as {"fsdp": 4}, got '
+            f"{inner!r}"
+        )
+    if isinstance(devices, str):
+        raise TypeError(
+            f"devices must be devices such as jax.devices({devices!r}), got {devices!r}"
+        )
     if axis_name in (inner or {}):
         raise ValueError(
             f"the replica axis and an inner axis are both named {axis_name!r}: rename "
@@ -100,8 +112,13 @@ def _check_processes(devices: Sequence[Any], sizes: Mapping[str, int]) -> None:
         )
 
 
-def check_axis(mesh: Mesh, axis_name: str) -> None:
+def check_axis(mesh: Any, axis_name: str) -> None:
     """Refuses a mesh without the replica axis, or with axes that are not automatic."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            "mesh must be a jax.sharding.Mesh, as curvadion_jax.replicas.make_mesh(8) "
+            f"makes one, got {mesh!r}"
+        )
     if axis_name not in mesh.axis_names:
         raise ValueError(
             f"the mesh has the axes {mesh.axis_names} and no {axis_name!r}: make it "

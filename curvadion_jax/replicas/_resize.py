@@ -15,7 +15,7 @@ from curvadion_jax import _memory, _paths
 from curvadion_jax._counters import SyncMetrics
 from curvadion_jax._dion import DionState
 from curvadion_jax.replicas._mesh import AXIS, check_axis
-from curvadion_jax.replicas._state import check_leading
+from curvadion_jax.replicas._state import check_leading, count_leading
 
 # Fields of the states of `adaptive_sync` and its synchronizers that all replicas have
 # alike, or that are no numbers to take a mean of.
@@ -68,9 +68,8 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
     leaves, structure = jax.tree.flatten(state)
     if not leaves:
         return state
-    check_leading(
-        state, np.shape(leaves[0])[0], "state", "replicas; see replicas.replicate"
-    )
+    old = count_leading(state, "state")
+    check_leading(state, old, "state", "replicas; see replicas.replicate")
     averaged = is_averaged(state)
     resized = [
         jax.device_put(

@@ -29,7 +29,8 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
       is sharded over other axes of this mesh stays so within each replica.
 
     Raises:
-      ValueError: if the mesh has no such axis.
+      TypeError: if a leaf is neither an array nor a number, or the mesh is none.
+      ValueError: if the mesh has no such axis, or an array is divided over it already.
 
     Example:
       >>> from curvadion_jax.replicas import make_mesh
@@ -39,9 +40,14 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
     check_axis(mesh, axis_name)
     number = mesh.shape[axis_name]
 
-    def strong(x):
+    def strong(path, x):
         # A weakly typed number would change its type on the first step.
         if not isinstance(x, jax.Array):
+            if not isinstance(x, np.ndarray | np.generic | int | float | complex):
+                raise TypeError(
+                    f"the state{jax.tree_util.keystr(path)} is {x!r}, and a state is "
+                    "made of arrays and numbers: keep all else out of it"
+                )
             return jnp.asarray(x, jnp.result_type(x))
         weak = getattr(jax.typeof(x), "weak_type", False)  # a key has no such type
         return lax.convert_element_type(x, x.dtype) if weak else x
@@ -52,7 +58,7 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
             if axis_name in jax.tree.leaves(tuple(within.spec)):
                 raise ValueError(
                     f"an array of shape {x.shape} is divided over {axis_name!r} "
-                    "already: replicate takes the state of one replica, once"
+                    "already: give replicate the state of one replica, once"
                 )
             return NamedSharding(mesh, P(axis_name, *within.spec))
         return NamedSharding(mesh, P(axis_name))
@@ -60,7 +66,7 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
     def broadcast(tree):
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *x.shape)), tree)
 
-    tree = jax.tree.map(strong, tree)
+    tree = jax.tree.map_with_path(strong, tree)
     return jax.jit(broadcast, out_shardings=jax.tree.map(sharding, tree))(tree)
 
 
@@ -111,6 +117,19 @@ def offload(state: Any) -> Any:
 def _at_syncs_only(names: tuple[str, ...]) -> bool:
     """By name and not by type: `flax.nnx.split` makes dictionaries of named tuples."""
     return "sync_state" in names[:-1]
+
+
+def count_leading(tree: Any, what: str) -> int:
+    """Length of the leading axis of the first leaf."""
+    leaves = jax.tree.leaves_with_path(tree)
+    path, leaf = leaves[0] if leaves else ((), None)
+    if leaf is None or not np.shape(leaf):
+        found = "a tree without arrays" if leaf is None else f"{leaf!r}"
+        raise ValueError(
+            f"the {what}{jax.tree_util.keystr(path)} must have a leading replica axis, "
+            f"got {found}: give what replicas.replicate or a step returned"
+        )
+    return np.shape(leaf)[0]
 
 
 def check_leading(tree: Any, number: int, what: str, need: str) -> None:

@@ -31,7 +31,8 @@ def split(params: optax.Params, number: int) -> list[Fragment]:
     if len(sizes) < number or len({name for name, _ in sizes}) < len(sizes):
         raise ValueError(
             f"{number} fragments need as many parameters, of different paths, got "
-            f"{[name for name, _ in sizes]}. A stack of layers is one parameter"
+            f"{[name for name, _ in sizes]}: give fewer fragments. A stack of layers "
+            "is one parameter"
         )
     fragments: list[set[str]] = [set() for _ in range(number)]
     filled = [0] * number

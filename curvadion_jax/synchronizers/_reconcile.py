@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _health, _orthonormalize, compressors
+from curvadion_jax import _arguments, _health, _orthonormalize, compressors
 from curvadion_jax.compressors._base import check_compressor
 from curvadion_jax.synchronizers import _base, _fragments, _inner_state
 from curvadion_jax.synchronizers._fragments import Fragment
@@ -106,8 +106,8 @@ def reconcile(
       outer optimizer keeps.
 
     Raises:
-      TypeError: if `outer` is not an Optax transformation, a compressor is none, or a
-        number is no int.
+      TypeError: if `outer` is not an Optax transformation, a compressor is none, a
+        number is no int, or another argument of the wrong kind.
       ValueError: if a number is below 1, or `momentum_every` is given and nothing is
         averaged; at `init`, if there are more fragments than parameters, or momenta
         are to be averaged and the inner optimizer keeps arrays of parameters' shapes,
@@ -129,14 +129,15 @@ def reconcile(
       Douillard et al., `Streaming DiLoCo with overlapping communication
       <https://arxiv.org/abs/2501.18512>`_, 2025
     """
-    if outer is not None and not isinstance(outer, optax.GradientTransformation):
-        raise TypeError(
-            f"outer must be an Optax transformation such as optax.sgd(0.7), or None "
-            f"for the plain average, got {outer!r}"
-        )
-    for what, given in (("compressor", compressor), ("momentum", momentum)):
-        if given is not None and not isinstance(given, bool):
-            check_compressor(given, what)
+    if outer is not None:
+        what = "optax.sgd(0.7), or None for the plain average"
+        _arguments.check_transformation(outer, "outer", what)
+    if compressor is not None:
+        check_compressor(compressor)
+    if not isinstance(momentum, bool):
+        check_compressor(momentum, "momentum that is neither True nor False")
+    _arguments.check_switch(other_state, "other_state")
+    _arguments.check_orthonormalize(orthonormalize)
     for what, number in (("fragments", fragments), ("momentum_every", momentum_every)):
         _fragments.check_number(what, number)
     if momentum_every > 1 and not momentum and not other_state:

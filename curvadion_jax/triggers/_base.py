@@ -9,7 +9,6 @@ neither what is sent (the synchronizer) nor what a step does (the inner optimize
 `at_least_every(relative_momentum_change(0.1), 50)` at both.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from curvadion_jax import _arguments
 from curvadion_jax._matrices import MatrixView
 
 
@@ -151,38 +151,47 @@ def stateless(decide: Callable[[Observation], Decision]) -> Trigger:
     Returns:
       The trigger.
 
+    Raises:
+      TypeError: if it is not a function.
+
     Example:
       >>> on_even_steps = stateless(lambda seen: decision(seen.steps % 2 == 0))
       >>> bool(on_even_steps.decide(Observation(steps=4), ())[0].fire)
       True
     """
+    _arguments.check_function(decide, "decide", "lambda seen: decision(True)", False)
     return Trigger(
         init=lambda params, inner_state: (),
         decide=lambda observation, state: (decide(observation), state),
     )
 
 
-def check_steps(steps: Any, what: str, at_least: int = 1) -> None:
-    """Refuses a number of steps that is not a plain int, or too small."""
-    if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(
-            f"{what} must be an int, got {steps!r}; with "
-            "optax.inject_hyperparams name it in static_args"
-        )
-    if steps < at_least:
-        raise ValueError(f"{what} must be at least {at_least}, got {steps}")
+def check_answer(answer: Any, before: Any) -> tuple[Decision, Any]:
+    """Returns what a trigger's `decide` returned, or refuses it.
 
-
-def check_number(value: Any, what: str, or_schedule: str = "") -> None:
-    """Refuses what is not a number (or a schedule), and a negative or NaN one.
-
-    A traced number, as `optax.inject_hyperparams` makes it, is accepted as it is.
+    Args:
+      answer: what it returned.
+      before: the trigger's state before it.
     """
-    if not hasattr(value, "dtype") and not (or_schedule and callable(value)):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{what} must be a number{or_schedule}, got {value!r}")
-    if isinstance(value, int | float) and (value < 0 or math.isnan(value)):
-        raise ValueError(f"{what} must not be negative or NaN, got {value}")
+    pair = isinstance(answer, tuple) and len(answer) == 2
+    if not pair or not isinstance(answer[0], Decision):
+        raise TypeError(
+            "a trigger's decide must return (triggers.decision(...), state), and the "
+            f"function of triggers.stateless triggers.decision(...) alone; got {answer}"
+        )
+    for field, value in answer[0]._asdict().items():
+        if jnp.shape(value):
+            raise ValueError(
+                f"{field} of a trigger's decision has shape {jnp.shape(value)} and "
+                "must be a scalar: reduce it, as by jax.numpy.any or jax.numpy.max"
+            )
+    shapes = [jax.tree.map(jnp.shape, state) for state in (before, answer[1])]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            "a trigger's decide must return a state of the structure and shapes of the "
+            f"one it was given, {shapes[0]}, got {shapes[1]}"
+        )
+    return answer
 
 
 def check_trigger(trigger: Any, what: str = "trigger") -> None:

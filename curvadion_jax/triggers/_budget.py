@@ -1,11 +1,11 @@
 """Triggers that spend a stated share of the bytes of synchronous training."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from curvadion_jax import _arguments
 from curvadion_jax.triggers import _base
 from curvadion_jax.triggers._momentum_change import relative_momentum_change
 
@@ -41,12 +41,6 @@ def _share(rate, cost, observation: _base.Observation) -> jax.Array:
     cost = jnp.asarray(observation.sync_cost if cost is None else cost, jnp.float32)
     cost = jnp.maximum(cost, jnp.finfo(jnp.float32).tiny)
     return jnp.minimum(jnp.asarray(rate, jnp.float32) / cost, 1)
-
-
-def _check_positive(value, what: str) -> None:
-    _base.check_number(value, what)
-    if isinstance(value, int | float) and not 0 < value < math.inf:
-        raise ValueError(f"{what} must be above 0 and finite, got {value}")
 
 
 def evenly(
@@ -88,9 +82,9 @@ def evenly(
       >>> fired
       [0, 0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 0]
     """
-    _check_positive(rate, "rate")
+    _arguments.check_positive(rate, "rate")
     if cost is not None:
-        _base.check_number(cost, "cost")
+        _arguments.check_number(cost, "cost")
 
     def decide(observation: _base.Observation) -> _base.Decision:
         share = _share(rate, cost, observation) * (1 + _ROUNDING)
@@ -181,11 +175,11 @@ def budget(
     """
     of = relative_momentum_change(0.1) if of is None else of
     _base.check_trigger(of, "of")
-    _base.check_steps(warmup, "warmup", at_least=0)
-    _check_positive(rate, "rate")
+    _arguments.check_steps(warmup, "warmup", at_least=0)
+    _arguments.check_positive(rate, "rate")
     numbers = {"ahead": ahead, "behind": behind, "gain": gain, "reach": reach}
     for what, number in {**numbers, "cost": 0.0 if cost is None else cost}.items():
-        _base.check_number(number, what)
+        _arguments.check_number(number, what)
     for what in ("ahead", "reach"):
         number = numbers[what]
         if isinstance(number, int | float) and number < 1:

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from curvadion_jax import _arguments
 from curvadion_jax.triggers import _base
 
 
@@ -71,7 +72,7 @@ def at_least_every(trigger: _base.Trigger, k: int) -> _base.Trigger:
       True
     """
     _base.check_trigger(trigger)
-    _base.check_steps(k, "the largest interval k")
+    _arguments.check_steps(k, "the largest interval k")
 
     def decide(observation, state):
         chosen, state = trigger.decide(observation, state)
@@ -106,7 +107,7 @@ def at_most_every(trigger: _base.Trigger, k: int) -> _base.Trigger:
       False
     """
     _base.check_trigger(trigger)
-    _base.check_steps(k, "the smallest interval k")
+    _arguments.check_steps(k, "the smallest interval k")
 
     def decide(observation, state):
         chosen, state = trigger.decide(observation, state)
@@ -141,7 +142,7 @@ def after_steps(trigger: _base.Trigger, steps: int) -> _base.Trigger:
       [True, False]
     """
     _base.check_trigger(trigger)
-    _base.check_steps(steps, "the number of synchronous steps", at_least=0)
+    _arguments.check_steps(steps, "the number of synchronous steps", at_least=0)
 
     def decide(observation, state):
         chosen, state = trigger.decide(observation, state)

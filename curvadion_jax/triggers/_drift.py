@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _memory
+from curvadion_jax import _arguments, _memory
 from curvadion_jax.triggers import _base
 
 
@@ -82,7 +82,7 @@ def drift(threshold: optax.ScalarOrSchedule) -> _base.Trigger:
       Theologitis et al., `Federated Dynamic Averaging
       <https://arxiv.org/abs/2405.20988>`_, 2024
     """
-    _base.check_number(threshold, "threshold", " or a schedule")
+    _arguments.check_number(threshold, "threshold", _arguments.SCHEDULE)
 
     def decide(observation: _base.Observation) -> _base.Decision:
         if observation.anchor is None:

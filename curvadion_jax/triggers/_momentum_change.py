@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _momentum, _paths
+from curvadion_jax import _arguments, _momentum, _paths
 from curvadion_jax.triggers import _base
 
 MomentumFn = Callable[[optax.OptState], Any]
@@ -75,7 +75,8 @@ def relative_momentum_change(
       The trigger. Its value is the largest change over the layers.
 
     Raises:
-      TypeError: for a threshold that is neither a number nor a schedule.
+      TypeError: for a threshold that is neither a number nor a schedule, or a
+        `momentum_fn` that is no function.
       ValueError: for a negative or NaN threshold, or a negative floor; when traced,
         if the inner optimizer keeps no momentum.
 
@@ -96,8 +97,9 @@ def relative_momentum_change(
     References:
       `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
     """
-    _base.check_number(threshold, "threshold", " or a schedule")
-    _base.check_number(floor, "floor")
+    _arguments.check_number(threshold, "threshold", _arguments.SCHEDULE)
+    _arguments.check_number(floor, "floor")
+    _arguments.check_function(momentum_fn, "momentum_fn", "lambda state: state.mu")
 
     def decide(observation: _base.Observation) -> _base.Decision:
         if not jax.tree.leaves(observation.params):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from curvadion_jax import _arguments
 from curvadion_jax.triggers import _base
 
 # Longer than any run, and short enough to be an int32.
@@ -64,7 +65,7 @@ def every_k(k: int) -> _base.Trigger:
       >>> [1 + step for step, decision in enumerate(decisions) if decision.fire]
       [30, 60]
     """
-    _base.check_steps(k, "the period k")
+    _arguments.check_steps(k, "the period k")
     return _base.stateless(
         lambda observation: _base.decision((observation.steps + 1) % k == 0)
     )
@@ -127,10 +128,10 @@ def quadratic_period(
 
       `The authors' code <https://github.com/hmgxr128/QSR>`_, `adjust_h` in localopt.py
     """
-    _base.check_number(learning_rate, "learning_rate", " or a schedule")
-    _base.check_number(alpha, "alpha")
-    _base.check_steps(k, "the smallest period k")
-    _base.check_steps(warmup, "warmup", at_least=0)
+    _arguments.check_number(learning_rate, "learning_rate", _arguments.SCHEDULE)
+    _arguments.check_number(alpha, "alpha")
+    _arguments.check_steps(k, "the smallest period k")
+    _arguments.check_steps(warmup, "warmup", at_least=0)
 
     def init(params, inner_state) -> Any:
         del params, inner_state

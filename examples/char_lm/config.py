@@ -72,7 +72,9 @@ class Config:
         for name in ("learning_rate", "budget", "threshold"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise UserError(f"{flag(name)} must be positive, got {value}")
+                raise UserError(
+                    f"{flag(name)} must be positive and finite, got {value}"
+                )
         if not (self.rank >= 1 if isinstance(self.rank, int) else 0 < self.rank <= 1.0):
             raise UserError(
                 "--rank must be a whole number from 1 (a rank) or a number with a "

@@ -1,4 +1,7 @@
-"""Tokens for the example: bytes of text, or token shards; files are only read.
+"""Tokens for the example: bytes of text, or token shards.
+
+Files are only read, as bytes and as numbers (`numpy.frombuffer`, `numpy.memmap`); none
+of them is unpickled or run.
 
 Three sources give the same `Corpus`:
 
@@ -103,7 +106,8 @@ class Corpus:
             crops[row] = pieces[piece][start : start + length + 1]
         if crops.max() >= self.vocabulary:
             raise UserError(
-                f"token {crops.max()} is outside the vocabulary of {self.vocabulary}"
+                f"token {crops.max()} is outside the vocabulary of {self.vocabulary}: "
+                "give shards of GPT-2 tokens"
             )
         return crops
 
@@ -126,7 +130,10 @@ def load(path: str | None) -> Corpus:
         return _text(library_files(), Path(sysconfig.get_path("stdlib")))
     root = Path(path)
     if not root.exists():
-        raise UserError(f"--data {path}: there is no such file or directory")
+        raise UserError(
+            f"--data {path}: there is no such file or directory; give one, or leave "
+            "--data out for the source of Python's standard library"
+        )
     if root.is_file():
         if root.suffix == ".bin":
             raise UserError(
@@ -142,7 +149,10 @@ def load(path: str | None) -> Corpus:
     shards = [file for file in files if file.suffix == ".bin"]
     if shards and len(shards) < len(files):
         other = next(file for file in files if file.suffix != ".bin")
-        raise UserError(f"--data {path} mixes token shards with other files ({other})")
+        raise UserError(
+            f"--data {path} mixes token shards with other files ({other}): give a "
+            "directory of one kind"
+        )
     return _token_shards(shards, path) if shards else _text(files, root)
 
 
@@ -197,16 +207,24 @@ def split(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _text(files: Sequence[Path], root: Path) -> Corpus:
-    texts = {file.relative_to(root).as_posix(): file.read_bytes() for file in files}
+    try:
+        texts = {file.relative_to(root).as_posix(): file.read_bytes() for file in files}
+    except OSError as error:
+        raise UserError(
+            f"--data: {error.filename} cannot be read ({error.strerror}): make it "
+            "readable, or take it out of the directory"
+        ) from error
     for name, text in texts.items():
         if _SEPARATOR in text:
             raise UserError(
-                f"{root / name} has NUL bytes, so it is not text; token shards are "
-                "recognised by the ending .bin"
+                f"{root / name} has NUL bytes, so it is not text: take it out (token "
+                "shards are recognised by the ending .bin)"
             )
     texts = {name: text for name, text in texts.items() if text.strip()}
     if not texts:
-        raise UserError(f"--data {root}: no text in it")
+        raise UserError(
+            f"--data {root}: no text in it; give a text file, or a directory with some"
+        )
     if len(texts) == 1:
         (text,) = texts.values()
         cut = len(text) - int(_HELD_OUT * len(text))
@@ -230,7 +248,7 @@ def _token_shards(files: Sequence[Path], path: str) -> Corpus:
     if not training or not validation:
         raise UserError(
             f"--data {path}: {len(training)} training shards and {len(validation)} "
-            "validation shards ('val' in the name); both are needed"
+            "validation shards ('val' in the name): give a directory with both"
         )
     names = [f"{file.name}:{file.stat().st_size}" for file in files]
     return Corpus(
@@ -262,18 +280,20 @@ def read_shard(file: Path) -> np.ndarray:
     size = file.stat().st_size
     if size < _HEADER_BYTES:
         raise UserError(
-            f"{file} has {size} bytes, and a token shard a header of {_HEADER_BYTES}"
+            f"{file} has {size} bytes, and a token shard a header of {_HEADER_BYTES}: "
+            "it may be cut off; copy it again, or take it out"
         )
     with file.open("rb") as stream:
         magic, version, count = np.frombuffer(stream.read(12), "<i4").tolist()
     if (magic, version) != (_MAGIC, _VERSION):
         raise UserError(
             f"{file} is no token shard: its header starts with {magic}, {version} and "
-            f"not with {_MAGIC}, {_VERSION}"
+            f"not with {_MAGIC}, {_VERSION}; give shards as modded-nanogpt writes them"
         )
     if count < 1 or size != _HEADER_BYTES + 2 * count:
         raise UserError(
             f"{file} has {size} bytes, but its header promises {count} tokens, which "
-            f"take {_HEADER_BYTES + 2 * count} bytes; it may be cut off"
+            f"take {_HEADER_BYTES + 2 * count} bytes (2 each, uint16); it may be cut "
+            "off: copy it again"
         )
     return np.memmap(file, "<u2", mode="r", offset=_HEADER_BYTES, shape=(count,))

@@ -104,10 +104,17 @@ class Journal:
 
 
 def read_journal(file: Path) -> list[dict[str, Any]]:
-    """The lines of a journal; one that a kill cut off in the middle is left out."""
-    text = file.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    return [json.loads(line) for line in whole.splitlines()]
+    """The lines of a journal; one that a kill cut off in the middle is left out.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        text = file.read_text()
+        whole = text[: text.rfind("\n") + 1]
+        return [json.loads(line) for line in whole.splitlines()]
+    except ValueError as error:
+        raise report.unreadable(file, error) from error
 
 
 class Progress:

@@ -46,16 +46,16 @@ def check(names: Sequence[str], given: Collection[str]) -> None:
     for name in names:
         if name not in METHODS:
             raise UserError(
-                f"--method: {name!r} is unknown; there are {', '.join(METHODS)}"
+                f"--method: {name!r} is unknown; give some of {', '.join(METHODS)}"
             )
         if names.count(name) > 1:
-            raise UserError(f"--method names {name} twice")
+            raise UserError(f"--method names {name} twice: name it once")
     for field in ("rank", "budget", "threshold", "sync_every"):
         readers = [name for name, method in METHODS.items() if field in method.reads]
         if field in given and not set(readers) & set(names):
             raise UserError(
                 f"{flag(field)} has no effect on {', '.join(names)}; it belongs to "
-                f"{', '.join(readers)}"
+                f"{', '.join(readers)}: leave it out, or train one of these"
             )
 
 

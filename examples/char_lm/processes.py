@@ -88,8 +88,8 @@ def _check(given: dict[str, Any], replicas: int, detect: bool) -> None:
         return
     if missing := [flag for flag, value in given.items() if value is None]:
         raise UserError(
-            f"{', '.join(present)} without {', '.join(missing)}: every process is "
-            "given all three, and with none of them there is one process"
+            f"{', '.join(present)} without {', '.join(missing)}: give every process "
+            "all three (with none of them there is one process)"
         )
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdigit():

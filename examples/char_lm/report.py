@@ -61,7 +61,10 @@ def open_directory(
         out.mkdir(parents=True, exist_ok=True)
         write_json(file, settings)
     except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error}") from error
+        raise UserError(
+            f"--out {out} cannot be written ({error.strerror}): give a directory that "
+            "can be made"
+        ) from error
 
 
 def finite(value: float | None) -> float | None:
@@ -82,8 +85,23 @@ def write_json(file: Path, content: Any) -> None:
 
 
 def read_json(file: Path, default: Any) -> Any:
-    """The content of a file that `write_json` wrote, or the default without it."""
-    return json.loads(file.read_text()) if file.exists() else default
+    """The content of a file that `write_json` wrote, or the default without it.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        return json.loads(file.read_text()) if file.exists() else default
+    except (OSError, ValueError) as error:
+        raise unreadable(file, error) from error
+
+
+def unreadable(file: Path, error: Exception) -> UserError:
+    """What to say of a damaged file of a run."""
+    return UserError(
+        f"{file} cannot be read ({error}): give another --out, or --restart to discard "
+        "that run"
+    )
 
 
 def human_bytes(count: float) -> str:

@@ -1,0 +1,109 @@
+"""Checks of arguments that several parts take, with one wording.
+
+A message names the argument, says what it must be and what it got. A traced number, as
+`optax.inject_hyperparams` makes it, cannot be looked at and is accepted as it is.
+"""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+SCHEDULE = " or a schedule"
+
+
+def check_steps(steps: Any, what: str, at_least: int = 1) -> None:
+    """Refuses a number of steps that is not a plain int, or too small."""
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(
+            f"{what} must be an int, got {steps!r}; with "
+            "optax.inject_hyperparams name it in static_args"
+        )
+    if steps < at_least:
+        raise ValueError(f"{what} must be at least {at_least}, got {steps}")
+
+
+def check_number(value: Any, what: str, or_schedule: str = "") -> None:
+    """Refuses what is not a number (or a schedule), and a negative or NaN one."""
+    if not hasattr(value, "dtype") and not (or_schedule and callable(value)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{what} must be a number{or_schedule}, got {value!r}")
+    if isinstance(value, int | float) and (value < 0 or math.isnan(value)):
+        raise ValueError(f"{what} must not be negative or NaN, got {value}")
+
+
+def check_positive(value: Any, what: str) -> None:
+    """Refuses what is not a number above 0, and an infinite one."""
+    check_number(value, what)
+    if isinstance(value, int | float) and not 0 < value < math.inf:
+        raise ValueError(f"{what} must be above 0 and finite, got {value}")
+
+
+def check_rate(value: Any, what: str = "learning_rate") -> None:
+    """Refuses what is neither a schedule nor a finite number of at least 0."""
+    check_number(value, what, SCHEDULE)
+    if isinstance(value, int | float) and math.isinf(value):
+        raise ValueError(f"{what} must be finite, got {value}")
+
+
+def check_momentum(momentum: Any, what: str = "momentum") -> None:
+    """Refuses what is not a number, and a plain number outside [0, 1)."""
+    number = isinstance(momentum, int | float) or hasattr(momentum, "dtype")
+    if isinstance(momentum, bool) or not number:
+        raise TypeError(f"{what} must be a number in [0, 1), got {momentum!r}")
+    if isinstance(momentum, int | float) and not 0 <= momentum < 1:
+        raise ValueError(f"{what} must lie in [0, 1), got {momentum}")
+
+
+def check_seed(seed: Any) -> None:
+    """Refuses what is not an int."""
+    if not hasattr(seed, "dtype"):
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"seed must be an int, got {seed!r}")
+
+
+def check_dtype(dtype: Any, what: str) -> None:
+    """Refuses what is not a floating-point dtype; None is that of the parameters."""
+    if dtype is None:
+        return
+    try:
+        floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        raise TypeError(
+            f"{what} must be a floating-point dtype such as jax.numpy.bfloat16, or "
+            f"None for that of the parameters, got {dtype!r}"
+        )
+
+
+def check_switch(value: Any, what: str) -> None:
+    """Refuses what is not True or False: a text such as 'no' would count as True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{what} must be True or False, got {value!r}")
+
+
+def check_function(value: Any, what: str, example: str, optional: bool = True) -> None:
+    """Refuses what cannot be called, but for a None that is the default."""
+    if not callable(value) and not (optional and value is None):
+        raise TypeError(f"{what} must be a function such as {example}, got {value!r}")
+
+
+def check_orthonormalize(value: Any) -> None:
+    """Refuses what is no way to make columns orthonormal."""
+    check_function(value, "orthonormalize", "curvadion_jax.cholesky_qr")
+
+
+def check_transformation(value: Any, what: str, example: str) -> None:
+    """Refuses what is not an Optax transformation, such as the function that makes one.
+
+    Args:
+      value: what was given.
+      what: name of the argument.
+      example: what to give.
+    """
+    if not isinstance(value, optax.GradientTransformation):
+        raise TypeError(
+            f"{what} must be an Optax transformation such as {example}, got {value!r}"
+        )
