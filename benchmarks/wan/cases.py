@@ -5,14 +5,13 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import grid
 import launching
 import probe
 from grid import LINKS, Case, Record
 from job import MESSAGES, Job, Part
-from launching import Ended, Rows
+from launching import Ended, Rows, Running
 from link import Link
 
 # A run that takes longer hangs.
@@ -102,11 +101,10 @@ def _partition(case: Case) -> Record:
     part = Part("curvadion", _PARTITION_STEPS, method.learning_rate)
     cut: dict[str, float] = {}
 
-    def meanwhile(link: Link, files: list[Path]) -> None:
-        until = time.monotonic() + _LIMIT
-        while len(launching.read(files[0])) <= _STEP_OF_PARTITION:
-            if time.monotonic() > until:
-                raise RuntimeError("the run did not get to the step of the partition")
+    def meanwhile(link: Link, running: Running) -> None:
+        while len(launching.read(running.files[0])) <= _STEP_OF_PARTITION:
+            if not running.all():
+                return
             time.sleep(0.01)
         link.cut()
         cut["from"] = time.monotonic()
@@ -116,6 +114,8 @@ def _partition(case: Case) -> Record:
 
     job = Job((part,), heartbeat=int(case.value))
     ended = launching.train_over(LINKS[case.name], job, _LIMIT, meanwhile)
+    if not cut:
+        _check(ended)
     times = [row["time"] for row in ended[0].rows]
     return {
         **_became(ended),

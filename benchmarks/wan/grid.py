@@ -29,16 +29,16 @@ class Method:
 
 METHODS = {
     "adamw": Method(
-        "synchronous AdamW", 0.02, (0.005, 0.01, 0.02, 0.04), 12, own=False
+        "synchronous AdamW", 0.02, (0.005, 0.01, 0.02, 0.04), 11, own=False
     ),
-    "dion": Method("synchronous Dion, rank 1/4", 0.08, (0.02, 0.04, 0.08, 0.16), 10),
+    "dion": Method("synchronous Dion, rank 1/4", 0.08, (0.02, 0.04, 0.08, 0.16), 9),
     "diloco": Method("DiLoCo, every 30 steps", 0.01, (0.005, 0.01, 0.02), 62),
     "curvadion": Method("CurvaDion, 1% of the bytes", 0.08, (0.04, 0.08, 0.16), 32),
 }
 # The same AdamW as the compiler makes it of a `jit`: an all-reduce for each array.
 BY_COMPILER = "adamw_jit"
-_BY_COMPILER_STEPS = 10
-_MESSAGES = 6
+_BY_COMPILER_STEPS = 8
+_MESSAGES = 5
 # Steps at the start that are not counted: compilation, and a connection's first.
 WARM_UP = 2
 

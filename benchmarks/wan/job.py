@@ -1,6 +1,7 @@
 """What one training process is told to do, and what all of them share."""
 
 import dataclasses
+from typing import Any
 
 REPLICAS = 2
 # Of the learning rate's schedule, and of the runs that are evaluated.
@@ -57,7 +58,7 @@ class Job:
     core: int | None = None
 
     @classmethod
-    def from_dict(cls, fields: dict) -> "Job":
+    def from_dict(cls, fields: dict[str, Any]) -> "Job":
         """The inverse of `dataclasses.asdict`, after JSON."""
-        parts = tuple(Part(**part) for part in fields["parts"])
-        return cls(**(fields | {"parts": parts}))
+        others = {key: value for key, value in fields.items() if key != "parts"}
+        return cls(tuple(Part(**part) for part in fields["parts"]), **others)

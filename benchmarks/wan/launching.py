@@ -38,6 +38,22 @@ class Ended(NamedTuple):
     time: float
 
 
+class Running(NamedTuple):
+    """Processes at work.
+
+    Attributes:
+        workers: They.
+        files: Of their lines.
+    """
+
+    workers: list[subprocess.Popen]
+    files: list[Path]
+
+    def all(self) -> bool:
+        """Whether none has ended."""
+        return all(worker.poll() is None for worker in self.workers)
+
+
 def train(job: Job, limit: float) -> Ended:
     """A run of one process without a link."""
     (ended,) = _together([job], limit)
@@ -59,7 +75,7 @@ def train_over(
     conditions: Conditions,
     job: Job,
     limit: float,
-    meanwhile: Callable[[Link, list[Path]], None] | None = None,
+    meanwhile: Callable[[Link, Running], None] | None = None,
 ) -> list[Ended]:
     """A replica at each end of a link.
 
@@ -67,8 +83,7 @@ def train_over(
         conditions: The link.
         job: What both do.
         limit: Seconds after which they are killed.
-        meanwhile: Called with the link and the files of the lines, once the processes
-            have started.
+        meanwhile: Called with the link once the processes have started.
     """
     with open_link(conditions) as link:
         jobs = [
@@ -84,7 +99,7 @@ def train_over(
             for index in range(REPLICAS)
         ]
         return _together(
-            jobs, limit, meanwhile and (lambda files: meanwhile(link, files))
+            jobs, limit, meanwhile and (lambda running: meanwhile(link, running))
         )
 
 
@@ -97,7 +112,7 @@ def _core(index: int) -> int:
 def _together(
     jobs: list[Job],
     limit: float,
-    meanwhile: Callable[[list[Path]], None] | None = None,
+    meanwhile: Callable[[Running], None] | None = None,
 ) -> list[Ended]:
     with tempfile.TemporaryDirectory(prefix="wan-") as folder:
         files = [Path(folder) / f"{index}.jsonl" for index in range(len(jobs))]
@@ -109,7 +124,7 @@ def _together(
         with _started(named, outputs) as workers:
             began = time.monotonic()
             if meanwhile:
-                meanwhile(files)
+                meanwhile(Running(workers, files))
             ends = _wait(workers, began + limit)
         return [
             Ended(status, read(file), output.read_text(errors="replace"), end)

@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 import time
@@ -72,11 +73,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [x for plan in options.plans or grid.DEFAULT for x in grid.PLANS[plan]]
     if options.links is not None:
         wanted = [x for x in wanted if x.kind != "link" or x.name in options.links]
+    # Being told to stop cleans up, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="wan-") as folder:
         # The same programs over every link.
         os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
-        _measure(wanted, options.results)
+        try:
+            _measure(wanted, options.results)
+        except KeyboardInterrupt:
+            print("stopped; the same command goes on from there", file=sys.stderr)
+            return 130
     return 0
 
 

@@ -30,7 +30,8 @@ def serve(seconds: float) -> None:
     for _ in range(_MESSAGES):
         connection.sendall(connection.recv(1))
     # The second half: slow start has ended by then.
-    began, received, halfway = time.monotonic(), 0, None
+    began = now = time.monotonic()
+    received, halfway = 0, None
     while data := connection.recv(1 << 20):
         received += len(data)
         now = time.monotonic()

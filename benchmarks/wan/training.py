@@ -18,6 +18,7 @@ import processes
 import train
 from config import PRESETS, Config
 from flax.training.train_state import TrainState
+from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from job import EVALUATE_EVERY, MESSAGES, STEPS, Job, Part
@@ -35,6 +36,10 @@ def run(job: Job, write: Callable[..., None]) -> None:
     processes.start(
         job.replicas, job.coordinator, number, index, heartbeat=job.heartbeat
     )
+    if job.coordinator:
+        # gloo waits for others 30 seconds at its first message, and one may compile
+        # that much longer than another.
+        multihost_utils.sync_global_devices("started")
     mesh = cd.replicas.make_mesh(job.replicas)
     for part in job.parts:
         if part.method == MESSAGES:
