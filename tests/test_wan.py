@@ -8,7 +8,7 @@ import measure
 import pytest
 import wan_tables
 from compare import Times, mean, message_time, sent, speedup, time_to
-from grid import METHODS, Case
+from grid import METHODS, PLANS, Case
 from line import Conditions, Line, TokenBucket
 from messages import in_program
 
@@ -170,7 +170,6 @@ def test_tables_have_a_row_for_what_was_measured(results):
     text = wan_tables.document(results)
     assert f"| {LINK} | 10,000 | 10,000 (1.00) | 5,500 (1.82) | 10,000 (1.00) |" in text
     assert "| DiLoCo, every 30 steps | 10 Mbit/s, 0 ms | 2,000 | +10.0% |" in text
-    # One message more than the model has: what a step computes was measured alone.
     assert "| within 20% | of 4 |" in text
     assert "100 Mbit/s" not in text
 
@@ -220,3 +219,15 @@ def test_lines_of_two_processes_become_one_record():
     assert (record["synced"], record["bytes"]) == ([True], [8])
     assert record["link"][1]["retransmitted"] == [0, 2]
     assert cases.message_times(rows[0]) == {"4": pytest.approx(0.15)}
+
+
+def test_a_partition_is_told_with_the_words_of_the_processes(results):
+    failed = "F1122 client.h:80] Ended. absl::Status: DEADLINE_EXCEEDED: late:\nmore"
+    (case, *_) = PLANS["partition"]
+    record = {
+        **{"status": [-6, 0], "output": [failed, ""], "steps": [10, 11]},
+        **{"next_step_after_join": None, "ended_after_cut": [12.3, 45.6]},
+    }
+    text = wan_tables.partitions(results | {case.key(): record})
+    assert "| -6, 0 | 10, 11 | none | 12 s, 46 s |" in text
+    assert "| DEADLINE_EXCEEDED: late / nothing |" in text

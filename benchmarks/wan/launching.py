@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,7 +84,8 @@ def train_over(
         conditions: The link.
         job: What both do.
         limit: Seconds after which they are killed.
-        meanwhile: Called with the link once the processes have started.
+        meanwhile: Called with the link, in a thread, once the processes have started;
+            it returns when they have ended.
     """
     with open_link(conditions) as link:
         jobs = [
@@ -122,10 +124,14 @@ def _together(
             for job, file in zip(jobs, files, strict=True)
         ]
         with _started(named, outputs) as workers:
-            began = time.monotonic()
-            if meanwhile:
-                meanwhile(Running(workers, files))
-            ends = _wait(workers, began + limit)
+            until = time.monotonic() + limit
+            running = Running(workers, files)
+            beside = threading.Thread(
+                target=meanwhile or (lambda _: None), args=(running,), daemon=True
+            )
+            beside.start()
+            ends = _wait(workers, until)
+            beside.join()
         return [
             Ended(status, read(file), output.read_text(errors="replace"), end)
             for (status, end), file, output in zip(ends, files, outputs, strict=True)

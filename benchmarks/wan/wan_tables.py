@@ -187,11 +187,19 @@ def partitions(results: Results) -> str:
                 ", ".join(str(number) for number in record["steps"]),
                 "none" if after is None else f"{after:.1f} s",
                 ended,
+                " / ".join(_said(text) for text in record.get("output", ())) or "-",
             ]
         )
     head = ["link", "heartbeat timeout", "exit statuses", "steps done"]
     head += ["next step after the link is back", "processes ended after the cut"]
+    head.append("they say")
     return markdown(head, rows)
+
+
+def _said(output: str) -> str:
+    """The reason in what a process printed at its end."""
+    _, found, after = output.rpartition("absl::Status: ")
+    return after.partition("\n")[0].rstrip(":") if found else "nothing"
 
 
 def learning_rates(results: Results) -> str:
