@@ -126,10 +126,10 @@ def results() -> dict:
     found = {}
     for name, method in METHODS.items():
         methods = {name: run(1.0, 10.0, other if name == "diloco" else every)}
-        case = Case("loss", name, method.learning_rate)
+        case = Case("loss", name, method.rates[0])
         found[case.key()] = {"methods": methods}
     methods = {
-        name: found[Case("loss", name, method.learning_rate).key()]["methods"][name]
+        name: found[Case("loss", name, method.rates[0]).key()]["methods"][name]
         for name, method in METHODS.items()
     }
     found[Case("link", LINK).key()] = {
@@ -154,6 +154,13 @@ def test_time_to_a_loss_counts_the_steps_that_it_takes(results):
     assert time_to(1.0, LINK, "adamw", results) is None
 
 
+def test_the_best_learning_rate_counts(results):
+    better = run(1.0, 10.0, [True] * 4) | {"validation_loss": [2.0, 1.5, 1.5, 1.0]}
+    case = Case("loss", "diloco", METHODS["diloco"].rates[1])
+    results[case.key()] = {"methods": {"diloco": better}}
+    assert time_to(1.5, LINK, "diloco", results) == pytest.approx(20.0)
+
+
 def test_messages_between_measured_sizes_lie_on_a_line():
     measured = {"100": 2.0, "200": 3.0, "4": 1.0}
     sizes = [1, 100, 150, 300]
@@ -172,6 +179,7 @@ def test_tables_have_a_row_for_what_was_measured(results):
     assert "| DiLoCo, every 30 steps | 10 Mbit/s, 0 ms | 2,000 | +10.0% |" in text
     assert "| within 20% | of 4 |" in text
     assert "100 Mbit/s" not in text
+    assert "the 4 runs over links differ between links by 0.0e+00" in text
 
 
 @pytest.mark.parametrize(

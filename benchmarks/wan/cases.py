@@ -98,7 +98,7 @@ def _loss(case: Case) -> Record:
 
 def _partition(case: Case) -> Record:
     method = grid.METHODS["curvadion"]
-    part = Part("curvadion", _PARTITION_STEPS, method.learning_rate)
+    part = Part("curvadion", _PARTITION_STEPS, method.rates[0])
     cut: dict[str, float] = {}
 
     def meanwhile(link: Link, running: Running) -> None:

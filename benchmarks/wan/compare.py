@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import grid
 from grid import METHODS, WARM_UP, Case, Record
-from job import REPLICAS, STEPS
+from job import REPLICAS
 
 from curvadion_jax import cost_model
 from curvadion_jax.compressors import Payload
@@ -50,14 +50,18 @@ class Whole(NamedTuple):
         return sum(self.synced) / len(self.synced)
 
 
-def whole(name: str, results: Results) -> Whole | None:
-    """The run that was evaluated, at the method's learning rate."""
-    rate = METHODS[name if name in METHODS else "adamw"].learning_rate
-    record = results.get(Case("loss", name, rate).key())
-    if record is None:
+def whole(name: str, results: Results, rate: float | None = None) -> Whole | None:
+    """The run of a method that ended lowest, or that with a learning rate."""
+    rates = METHODS[name if name in METHODS else "adamw"].rates
+    cases = [Case("loss", name, x) for x in (rates if rate is None else (rate,))]
+    records = [results[case.key()] for case in cases if case.key() in results]
+    if not records:
         return None
-    found = record["methods"][name]
-    own = name in METHODS and METHODS[name].own
+    found = min(
+        (record["methods"][name] for record in records),
+        key=lambda run: run["validation_loss"][-1] or 0.0,
+    )
+    own = _own(name)
     validation = enumerate(found["validation_loss"], 1)
     return Whole(
         [bool(x) if own else True for x in found["synced"]],
@@ -249,20 +253,38 @@ def sent(link: str, name: str, results: Results) -> Bytes | None:
     )
 
 
-def loss_difference(results: Results) -> tuple[int, float]:
-    """How far losses over links are from those without, in runs and at the most.
+class Differences(NamedTuple):
+    """How far losses of runs over links lie apart, in relation to them.
 
-    Returns:
-        The number of runs, and the largest relative difference of a step's loss.
+    Attributes:
+        runs: Number of runs over links.
+        between: Largest difference of a step's loss between two links.
+        without: Largest difference of one of the first ten steps' from that without a
+            link, in one process.
     """
-    count, largest = 0, 0.0
+
+    runs: int
+    between: float
+    without: float
+
+
+def loss_differences(results: Results) -> Differences:
+    """Whether losses depend on the link."""
+    first: dict[str, list[float]] = {}
+    count, between, without = 0, 0.0, 0.0
     for link in grid.LINKS:
         record = results.get(Case("link", link).key())
         for name, run in record["methods"].items() if record else ():
-            reference = whole("adamw" if name == grid.BY_COMPILER else name, results)
-            if reference is None:
-                continue
             count += 1
-            pairs = zip(run["loss"], reference.loss[:STEPS], strict=False)
-            largest = max(largest, *(abs(a / b - 1) for a, b in pairs))
-    return count, largest
+            between = max(
+                between, _apart(run["loss"], first.setdefault(name, run["loss"]))
+            )
+            if name in METHODS:
+                reference = whole(name, results, METHODS[name].rates[0])
+                if reference is not None:
+                    without = max(without, _apart(run["loss"][:10], reference.loss))
+    return Differences(count, between, without)
+
+
+def _apart(losses: Sequence[float], others: Sequence[float]) -> float:
+    return max(abs(a / b - 1) for a, b in zip(losses, others, strict=False))

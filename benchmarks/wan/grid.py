@@ -14,26 +14,23 @@ class Method:
 
     Attributes:
         label: In tables.
-        learning_rate: Peak; the best of `tried`.
-        tried: Learning rates that plan 'rates' trains with.
+        rates: Peak learning rates that whole runs are made with, of which the best
+            counts; over links, where they change nothing, the first is taken.
         steps: Steps over a link: enough for two syncs or more.
         own: Whether it is this library's, and asks for a flag on every step.
     """
 
     label: str
-    learning_rate: float
-    tried: tuple[float, ...]
+    rates: tuple[float, ...]
     steps: int
     own: bool = True
 
 
 METHODS = {
-    "adamw": Method(
-        "synchronous AdamW", 0.02, (0.005, 0.01, 0.02, 0.04), 11, own=False
-    ),
-    "dion": Method("synchronous Dion, rank 1/4", 0.08, (0.02, 0.04, 0.08, 0.16), 9),
-    "diloco": Method("DiLoCo, every 30 steps", 0.01, (0.005, 0.01, 0.02), 62),
-    "curvadion": Method("CurvaDion, 1% of the bytes", 0.08, (0.04, 0.08, 0.16), 32),
+    "adamw": Method("synchronous AdamW", (0.01, 0.02, 0.04), 11, own=False),
+    "dion": Method("synchronous Dion, rank 1/4", (0.04, 0.02, 0.08), 9),
+    "diloco": Method("DiLoCo, every 30 steps", (0.01, 0.005, 0.02), 62),
+    "curvadion": Method("CurvaDion, 1% of the bytes", (0.04, 0.02, 0.08), 32),
 }
 # The same AdamW as the compiler makes it of a `jit`: an all-reduce for each array.
 BY_COMPILER = "adamw_jit"
@@ -97,17 +94,17 @@ def parts(link: str) -> tuple[Part, ...]:
     """What is done over a link."""
     names = dict.fromkeys(METHODS)
     found = [Part(MESSAGES, _MESSAGES)]
-    found += [Part(x, METHODS[x].steps, METHODS[x].learning_rate) for x in names]
+    found += [Part(x, METHODS[x].steps, METHODS[x].rates[0]) for x in names]
     if link in ("10 Mbit/s, 20 ms", "100 Mbit/s, 20 ms", "1 Gbit/s, 20 ms"):
-        rate = METHODS["adamw"].learning_rate
+        rate = METHODS["adamw"].rates[0]
         found.append(Part(BY_COMPILER, _BY_COMPILER_STEPS, rate))
     return tuple(found)
 
 
 def alone() -> tuple[Part, ...]:
     """The same steps without a link."""
-    rate = METHODS["adamw"].learning_rate
-    own = [Part(x, method.steps, method.learning_rate) for x, method in METHODS.items()]
+    rate = METHODS["adamw"].rates[0]
+    own = [Part(x, method.steps, method.rates[0]) for x, method in METHODS.items()]
     return (*own, Part(BY_COMPILER, _BY_COMPILER_STEPS, rate))
 
 
@@ -117,25 +114,18 @@ def evaluated(case: Case) -> tuple[Part, ...]:
 
 
 def _losses() -> list[Case]:
-    found = [Case("loss", x, method.learning_rate) for x, method in METHODS.items()]
-    return [*found, Case("loss", BY_COMPILER, METHODS["adamw"].learning_rate)]
-
-
-def _rates() -> list[Case]:
-    return [
+    found = [
         Case("loss", name, rate)
         for name, method in METHODS.items()
-        for rate in method.tried
+        for rate in method.rates
     ]
+    return [*found, Case("loss", BY_COMPILER, METHODS["adamw"].rates[0])]
 
 
 PLANS = {
-    "losses": _losses(),
     "alone": [Case("alone")],
     "links": [Case("link", name) for name in LINKS],
     "partition": [Case("partition", PARTITIONED, beat) for beat in HEARTBEATS],
-    "rates": _rates(),
+    "losses": _losses(),
 }
-# Without a name of a plan; 'rates' chose the learning rates once.
-DEFAULT = ("losses", "alone", "links", "partition")
 Record = dict[str, Any]

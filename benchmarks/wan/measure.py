@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if refusal := namespaces.refusal():
         print(refusal, file=sys.stderr)
         return 1
-    wanted = [x for plan in options.plans or grid.DEFAULT for x in grid.PLANS[plan]]
+    wanted = [x for plan in options.plans or grid.PLANS for x in grid.PLANS[plan]]
     if options.links is not None:
         wanted = [x for x in wanted if x.kind != "link" or x.name in options.links]
     # Being told to stop cleans up, as Ctrl-C does.

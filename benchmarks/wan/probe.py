@@ -76,7 +76,7 @@ def send() -> None:
         pass
 
 
-def calibrate(conditions: Conditions, seconds: float = 4.0) -> dict[str, Any]:
+def calibrate(conditions: Conditions, seconds: float = 6.0) -> dict[str, Any]:
     """Measure a link with these conditions.
 
     Returns:
