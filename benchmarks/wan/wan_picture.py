@@ -13,6 +13,7 @@ from matplotlib import pyplot
 # What the paper projects, from fast InfiniBand to sites far apart.
 _PROJECTED = (1.02, 4.36)
 _MARKERS = ("o", "s", "^")
+_APART = 0.15
 
 
 def draw(results: Results, file: Path) -> None:
@@ -22,23 +23,25 @@ def draw(results: Results, file: Path) -> None:
     figure, panels = pyplot.subplots(
         2, 1, figsize=(9, 7.5), sharex=True, layout="constrained"
     )
-    for name, marker in zip(list(METHODS)[1:], _MARKERS, strict=True):
+    for index, name in enumerate(list(METHODS)[1:]):
         label = METHODS[name].label
+        places = [number + _APART * (index - 1) for number in range(len(links))]
         by_step = [compare.speedup(link, name, results) for link in links]
-        panels[0].plot(links, _known(by_step), marker, label=label)
+        panels[0].plot(places, _known(by_step), _MARKERS[index], label=label)
         if loss is not None:
             to_loss = [_to_loss(loss, link, name, results) for link in links]
-            panels[1].plot(links, _known(to_loss), marker, label=label)
+            panels[1].plot(places, _known(to_loss), _MARKERS[index])
     for axes, title in zip(panels, ("time of a step", "time to a loss"), strict=True):
         axes.axhspan(*_PROJECTED, alpha=0.15, color="grey")
         axes.axhline(1, color="black", linewidth=0.8)
-        axes.set_yscale("log")
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.set_ylabel(f"speedup over synchronous AdamW,\n{title}")
         axes.grid(alpha=0.3, axis="y")
-    panels[0].legend(
-        fontsize=8, title="grey: what the paper projects, 1.02x to 4.36x", ncols=3
-    )
-    panels[1].tick_params(axis="x", rotation=60)
+    title = "grey: what the paper projects for CurvaDion, 1.02x to 4.36x"
+    figure.legend(fontsize=8, title=title, ncols=3, loc="outside upper center")
+    names = [link.replace(", ", "\n") for link in links]
+    panels[1].set_xticks(range(len(links)), names, fontsize=8)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
 
