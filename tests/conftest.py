@@ -23,3 +23,8 @@ def text(tmp_path_factory) -> Path:
         words = " ".join(str(number * word) for word in range(60))
         (folder / f"file{number}.txt").write_text(words)
     return folder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How often test_killed_saves.py kills; CI has no time for many."""
+    parser.addoption("--kills", type=int, default=5, help="SIGKILLs during saves")

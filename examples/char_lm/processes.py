@@ -164,6 +164,11 @@ def together(action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def in_any(flag: bool) -> bool:
+    """Whether it is so in any process. All of them ask."""
+    return bool(_gathered(np.array(flag)).any())
+
+
 def check_same(content: dict[str, Any]) -> None:
     """Refuse processes that were not given the same flags and data."""
     text = json.dumps(content, sort_keys=True)
