@@ -64,7 +64,8 @@ def save(
       TypeError: a leaf is not a ``jax.Array``, or JSON cannot hold ``extra``.
       OSError: the system refused a write: the disk is full, the directory read-only.
         Its ``errno`` is the system's. The checkpoints there are stay as they were, and
-        the next save removes what this one left behind.
+        the next save removes what this one left behind. With several processes the
+        others wait for this one: end it (``os._exit``), and JAX ends them.
       ImportError: orbax-checkpoint is not installed.
 
     Examples:

@@ -153,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _BY_USER
     except OSError as error:
         print(f"stopped: {error}", file=sys.stderr)
+        processes.leave(_NOT_WRITTEN)
         return _NOT_WRITTEN
     return 0
 
