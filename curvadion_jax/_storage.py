@@ -99,16 +99,17 @@ def _message(
 def _advice(number: int, path: str, size: int) -> str:
     if number in _ROOM:
         return (
-            f"The arrays have {size / 1e6:.1f} MB before compression{_free(path)}: make"
-            " room, or save to another directory. The next save removes what this one"
-            " left behind."
+            f"The arrays have {size / 1e6:.1f} MB{_free(number, path)}: make room, or"
+            " save to another directory. The next save removes what this one left."
         )
     if number in _ACCESS:
         return "Give a directory that this process may write to."
     return "See what the system says, then save again, or to another directory."
 
 
-def _free(path: str) -> str:
+def _free(number: int, path: str) -> str:
+    if number != errno.ENOSPC:  # a quota or a limit: the disk may have room
+        return ""
     try:
         return f", and {shutil.disk_usage(path).free / 1e6:.1f} MB are free"
     except OSError:
