@@ -1,13 +1,16 @@
-"""The example's main job, whose process 1 gets a signal while it makes a batch.
+"""The example's main job, whose process 1 gets signals while it makes a batch.
 
+python tests/interrupted_main.py never ARGUMENTS...
 python tests/interrupted_main.py STEP ARGUMENTS...
 python tests/interrupted_main.py STEP:SIGKILL ARGUMENTS...
 
-Ctrl-C if none is named; for that the other processes wait until JAX knows of it.
+Ctrl-C if no signal is named; for that, and for SIGTERM, the other processes wait until
+JAX knows of it. SIGTERM comes twice.
 """
 
 import signal
 import sys
+import types
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples/char_lm"))
@@ -15,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples/char_lm"))
 import data
 import jax
 import main
-from jax._src import distributed
+from jax._src import compiler, distributed
 
 # The key under which JAX's preemption service tells all processes (jaxlib 0.10).
 NOTICE = "RECEIVED_PREEMPTION_NOTICE"
@@ -27,12 +30,21 @@ original = data.Corpus.training_batch
 def training_batch(self, seed, *arguments):
     """The batch; at this step nothing goes on until the service knows of the signal."""
     step, _, name = sys.argv[1].partition(":")
-    if seed[1] == int(step) and jax.process_index() == 1:
+    if str(seed[1]) == step and jax.process_index() == 1:
         signal.raise_signal(signal.Signals[name or "SIGINT"])
         distributed.global_state.client.blocking_key_value_get(NOTICE, MILLISECONDS)
+        if name:
+            signal.raise_signal(signal.Signals[name])
     return original(self, seed, *arguments)
 
 
+def keep_programs_of_all_processes() -> None:
+    """Not only those of process 0, which others cannot use on CPU (JAX 0.10)."""
+    state = types.SimpleNamespace(process_id=0, client=None)
+    compiler.distributed = types.SimpleNamespace(global_state=state)
+
+
 if __name__ == "__main__":
+    keep_programs_of_all_processes()
     data.Corpus.training_batch = training_batch
     sys.exit(main.main(sys.argv[2:]))
