@@ -79,8 +79,14 @@ def test_the_job_asks_for_a_task_a_replica_and_to_be_told_in_time():
 
 @pytest.mark.parametrize(
     ("status", "restarts", "requeued"),
-    [(0, 0, False), (2, 0, False), (74, 0, False), (75, 99, True)]
-    + [(134, 9, True), (134, 10, False)],
+    [
+        (0, 0, False),
+        (2, 0, False),
+        (74, 0, False),
+        (75, 99, True),
+        (134, 9, True),
+        (134, 10, False),
+    ],
 )
 def test_the_script_requeues_what_is_not_at_its_end(
     tmp_path, status, restarts, requeued
@@ -110,9 +116,10 @@ def test_a_preempted_pod_restarts_all_of_them():
     processes = spec["completions"]
     assert spec["parallelism"] == processes
     flags = main._parser().parse_args(jobset_arguments())
-    assert flags.replicas == processes * container()["resources"]["limits"][
-        "nvidia.com/gpu"
-    ]
+    assert (
+        flags.replicas
+        == processes * container()["resources"]["limits"]["nvidia.com/gpu"]
+    )
     on_exit, on_condition = spec["podFailurePolicy"]["rules"]
     assert on_exit["action"] == on_condition["action"] == "FailJob"
     assert on_exit["onExitCodes"]["values"] == [flags.stopped_status]

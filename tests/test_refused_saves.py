@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import journal
 import launch
-import main
 import numpy as np
 import pytest
 import refused_main
@@ -86,7 +85,7 @@ def test_old_steps_that_stay_are_named(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint._storage.shutil, "rmtree", refuse)
-        with pytest.raises(OSError, match="step 3 is complete in .* not be removed"):
+        with pytest.raises(OSError, match=r"step 3 is complete in .* not be removed"):
             checkpoint.save(tmp_path, 3, state(3), keep=2)
     # The one that is half removed counts no more.
     for step in (2, 3):
