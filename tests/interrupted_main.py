@@ -3,11 +3,14 @@
 python tests/interrupted_main.py never ARGUMENTS...
 python tests/interrupted_main.py STEP ARGUMENTS...
 python tests/interrupted_main.py STEP:SIGKILL ARGUMENTS...
+python tests/interrupted_main.py STEP:full ARGUMENTS...
 
-Ctrl-C if no signal is named; for that, and for SIGTERM, the other processes wait until
-JAX knows of it. SIGTERM comes twice.
+With `full` it gets none, and can write no array from that step on. Otherwise, Ctrl-C if
+none is named; for that, and for SIGTERM, which comes twice, the other processes wait until
+JAX knows of it.
 """
 
+import resource
 import signal
 import sys
 import types
@@ -20,6 +23,12 @@ import jax
 import main
 from jax._src import compiler, distributed
 
+# A run small enough for tests. Those with equal flags share what they compile.
+MICRO = (
+    "--layers 1 --width 16 --heads 1 --sequence-length 16 --batch 1 --replicas 4 "
+    "--steps 9 --evaluation-batches 1 --evaluate-every 3 --checkpoint-every 3 "
+    "--method diloco --sync-every 2 --heartbeat-timeout 10"
+).split()
 # The key under which JAX's preemption service tells all processes (jaxlib 0.10).
 NOTICE = "RECEIVED_PREEMPTION_NOTICE"
 MILLISECONDS = 60_000
@@ -30,7 +39,11 @@ original = data.Corpus.training_batch
 def training_batch(self, seed, *arguments):
     """The batch; at this step nothing goes on until the service knows of the signal."""
     step, _, name = sys.argv[1].partition(":")
-    if str(seed[1]) == step and jax.process_index() == 1:
+    if str(seed[1]) != step or jax.process_index() != 1:
+        return original(self, seed, *arguments)
+    if name == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    else:
         signal.raise_signal(signal.Signals[name or "SIGINT"])
         distributed.global_state.client.blocking_key_value_get(NOTICE, MILLISECONDS)
         if name:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import data
@@ -24,12 +25,6 @@ pytestmark = pytest.mark.timeout(4 * launch.SECONDS)
 # differences of parameters, relative to theirs.
 RTOL, ATOL = 1e-5, 1e-6
 
-MICRO = (
-    "--layers 1 --width 16 --heads 1 --sequence-length 16 --batch 1 --replicas 4 "
-    "--steps 9 --evaluation-batches 1 --evaluate-every 3 --checkpoint-every 3 "
-    "--method diloco --sync-every 2"
-).split()
-
 
 class Run:
     """Starts the example in several processes, which compile what is new to them.
@@ -47,7 +42,13 @@ class Run:
         place = ["--coordinator", f"localhost:{launch.free_port()}"]
         place += ["--num-processes", str(number)]
         files = ["--data", str(self._text), "--out", str(out)]
-        same = [interrupted_main.__file__, signals, *MICRO, *files, *place]
+        same = [
+            interrupted_main.__file__,
+            signals,
+            *interrupted_main.MICRO,
+            *files,
+            *place,
+        ]
         commands = [[*same, "--process-id", str(index)] for index in range(number)]
         commands[-1] += own
         return launch.together(commands, self._environment)
@@ -83,7 +84,10 @@ def assert_same(found: tuple[list, list], expected: tuple[list, list]) -> None:
 @pytest.fixture(scope="module")
 def alone(text, tmp_path_factory) -> tuple[list, list]:
     out = tmp_path_factory.mktemp("alone")
-    assert main.main([*MICRO, "--data", str(text), "--out", str(out)]) == 0
+    assert (
+        main.main([*interrupted_main.MICRO, "--data", str(text), "--out", str(out)])
+        == 0
+    )
     summary, lines = results(out)
     # Neither is every step a sync, nor are the replicas equal at the end.
     assert summary[0]["syncs"] == 4
@@ -120,6 +124,18 @@ def test_a_signal_in_one_process_stops_all_and_the_same_command_goes_on(
         assert not (out / "summary.json").exists()
     assert [status for status, _ in run(out, 2)] == [0, 0]
     assert_same(results(out), alone)
+
+
+@pytest.mark.slow
+def test_a_process_that_cannot_write_says_so_and_no_other_waits_for_it(run, tmp_path):
+    checkpoints = tmp_path / "out/checkpoints/diloco"
+    (first, _), (status, said) = run(tmp_path / "out", 2, "5:full")
+    assert status == 74
+    assert f"stopped: [Errno 27] step 6 was not saved in {checkpoints}: File" in said
+    assert "Its steps [3] are as they were" in said
+    assert "Traceback" not in said
+    assert first == -signal.SIGABRT  # JAX ends it
+    assert cd.checkpoint.latest_step(checkpoints) == 3
 
 
 @pytest.mark.slow

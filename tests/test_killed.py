@@ -14,20 +14,22 @@ import pytest
 import curvadion_jax as cd
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * launch.SECONDS)]
-PROCESSES, VICTIM, HEARTBEAT = 4, 1, 10
+PROCESSES, VICTIM = 4, 1
 # Seconds from the first process that ended to the last: JAX looks every few.
 BOUND = 60
-
-MICRO = (
-    "--layers 1 --width 16 --heads 1 --sequence-length 16 --batch 1 --replicas 4 "
-    "--steps 9 --evaluation-batches 1 --evaluate-every 3 --checkpoint-every 3 "
-    f"--method diloco --sync-every 2 --heartbeat-timeout {HEARTBEAT}"
-).split()
 
 
 def commands(text: Path, out: Path, signals: str = "never") -> list[list[str]]:
     place = ["--coordinator", f"localhost:{launch.free_port()}"]
-    same = [interrupted_main.__file__, signals, *MICRO, "--data", text, "--out", out]
+    same = [
+        interrupted_main.__file__,
+        signals,
+        *interrupted_main.MICRO,
+        "--data",
+        text,
+        "--out",
+        out,
+    ]
     same += [*place, "--num-processes", PROCESSES]
     return [[*map(str, same), "--process-id", str(i)] for i in range(PROCESSES)]
 

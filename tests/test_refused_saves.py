@@ -48,7 +48,7 @@ def assert_same(found: dict[str, jax.Array], expected: dict[str, jax.Array]) -> 
 
 # The first file of a checkpoint is refused, or one of its arrays.
 @pytest.mark.parametrize("size", [0, 100_000])
-def test_refused_save_is_one_error_and_leaves_the_others(tmp_path, capfd, size):
+def test_refused_save_is_one_error_and_leaves_the_others(tmp_path, capfd, caplog, size):
     for step in (1, 2):
         checkpoint.save(tmp_path, step, state(step), keep=2)
     with limited(size), pytest.raises(OSError, match="step 3 was not saved") as error:
@@ -59,6 +59,7 @@ def test_refused_save_is_one_error_and_leaves_the_others(tmp_path, capfd, size):
     assert "The arrays have 4.3 MB: make room, or save to another" in str(error.value)
     assert str(errno.EFBIG) in repr(error.value.__cause__)
     assert capfd.readouterr() == ("", "")
+    assert [line for line in caplog.records if line.levelname == "ERROR"] == []
     assert checkpoint.latest_step(tmp_path) == 2
     assert_same(checkpoint.restore(tmp_path, state(0)), state(2))
     checkpoint.save(tmp_path, 3, state(3), keep=2)
