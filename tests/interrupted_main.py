@@ -5,9 +5,9 @@ python tests/interrupted_main.py STEP ARGUMENTS...
 python tests/interrupted_main.py STEP:SIGKILL ARGUMENTS...
 python tests/interrupted_main.py STEP:full ARGUMENTS...
 
-With `full` it gets none, and can write no array from that step on. Otherwise, Ctrl-C if
-none is named; for that, and for SIGTERM, which comes twice, the other processes wait until
-JAX knows of it.
+With `full` it gets none, and can write no array from that step on. Otherwise, Ctrl-C
+if none is named; for that, and for SIGTERM, which comes twice, the other processes wait
+until JAX knows of it.
 """
 
 import resource
