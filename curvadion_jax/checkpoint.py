@@ -29,11 +29,14 @@ from typing import Any
 
 import jax
 
+from curvadion_jax import _storage
 from curvadion_jax.replicas import _resize
 
 Directory = str | os.PathLike[str]
 
 _FORMAT = 1
+# Orbax takes a folder of such a name for what a crash left, and clears it away.
+_REMOVED = "removed.orbax-checkpoint-tmp"
 _DISTRIBUTION = "curvadion-jax"
 
 
@@ -68,6 +71,10 @@ def save(
         below 1; the leaves do not share one leading replica axis; a leaf was donated.
       TypeError: a leaf is not a ``jax.Array``, JSON cannot hold ``extra``, or an
         argument is of the wrong kind.
+      OSError: the system refused a write: the disk is full, the directory read-only.
+        Its ``errno`` is the system's. The checkpoints there are stay as they were, and
+        the next save removes what this one left behind. With several processes the
+        others wait for this one: end it (``os._exit``), and JAX ends them.
       NotADirectoryError: the directory is a file, or lies below one.
       ImportError: orbax-checkpoint is not installed.
 
@@ -107,13 +114,19 @@ def save(
     items = ocp.args.Composite(
         state=ocp.args.StandardSave(leaves), info=ocp.args.JsonSave(info)
     )
-    with _manager(
-        ocp, path, create=True, max_to_keep=keep, cleanup_tmp_directories=True
-    ) as manager:
-        # It would tell JAX's preemption service this step, to write it in a log, and
-        # spoil the count of a loop that asks the service with numbers of its own.
-        manager.reached_preemption = lambda step: False
-        manager.save(step, args=items, force=True)
+    size = sum(leaf.nbytes for leaf in leaves.values())
+    options = {"create": True, "max_to_keep": keep, "cleanup_tmp_directories": True}
+    # Old steps are moved as a whole and then removed: one that a crash left half
+    # removed under its own name would be taken for a checkpoint.
+    options["todelete_subdir"] = None if "://" in path else _REMOVED
+    with _storage.explained(path, step, size, lambda: _steps(ocp, path)):
+        with _manager(ocp, path, **options) as manager:
+            # It would tell JAX's preemption service this step, to write it in a log,
+            # and spoil the count of a loop that asks with numbers of its own.
+            manager.reached_preemption = lambda step: False
+            manager.save(step, args=items, force=True)
+        if jax.process_index() == 0:
+            _storage.remove(path, _REMOVED)
 
 
 def restore(

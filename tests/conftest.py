@@ -1,6 +1,7 @@
 """Eight CPU devices, before JAX touches one; fixed numerics for every test."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Small factorisations are many times faster without OpenBLAS's own threads, which
@@ -10,9 +11,29 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory) -> Path:
+    """Where runs of one program that are compared keep what they have compiled."""
+    base = tmp_path_factory.getbasetemp()
+    # Under xdist it lies in a folder of all workers, which share this one.
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    (shared / "compiled").mkdir(exist_ok=True)
+    return shared / "compiled"
+
+
+@pytest.fixture(scope="module")
+def compiled_once(compiled) -> Iterator[None]:
+    """Programs that are built anew in this process are compiled once."""
+    compilation_cache.set_cache_dir(str(compiled))
+    yield
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", None)
 
 
 @pytest.fixture(scope="module")
@@ -23,3 +44,8 @@ def text(tmp_path_factory) -> Path:
         words = " ".join(str(number * word) for word in range(60))
         (folder / f"file{number}.txt").write_text(words)
     return folder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How often test_killed_saves.py kills; CI has no time for many."""
+    parser.addoption("--kills", type=int, default=5, help="SIGKILLs during saves")

@@ -1,6 +1,7 @@
 """The example examples/char_lm: its data, its model, and whole runs of a few steps."""
 
 import json
+import resource
 import shutil
 import signal
 from pathlib import Path
@@ -19,9 +20,12 @@ import pytest
 import report
 import train
 
+from curvadion_jax import _storage
+
 # Float32 products of sines and cosines; measured below 1e-6.
 ROTARY_TOLERANCE = 1e-5
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 MICRO = (
     "--layers 2 --width 16 --heads 2 --batch 2 --sequence-length 16 --replicas 2 "
     "--evaluation-batches 1 --evaluate-every 2 --checkpoint-every 2"
@@ -274,6 +278,51 @@ def test_run_after_ctrl_c_goes_on_to_the_same_result(
         assert run_micro(text, out) == 130
     assert "saved at step 3 of 6" in capsys.readouterr().err
     assert not (out / "summary.json").exists()
+    assert run_micro(text, out) == 0
+    assert results(out) == results(finished)
+
+
+@pytest.mark.slow
+def test_sigterm_twice_in_a_save_stops_after_the_next_step(
+    text, tmp_path, finished, monkeypatch, capsys
+):
+    out, remove = tmp_path / "stopped", _storage.remove
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        remove(*arguments)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    for status, step in ((0, 3), (75, 5)):
+        with monkeypatch.context() as patch:
+            patch.setattr(_storage, "remove", interrupted)
+            assert run_micro(text, out, "--stopped-status", str(status)) == status
+        assert f"saved at step {step} of 6" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert run_micro(text, out) == 0
+    assert results(out) == results(finished)
+
+
+@pytest.mark.slow
+def test_run_without_room_says_so_and_goes_on_when_there_is_some(
+    text, tmp_path, finished, monkeypatch, capsys
+):
+    out = tmp_path / "full"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    small = (10_000, hard)  # more than the journal, less than a checkpoint's arrays
+    with monkeypatch.context() as patch:
+        disturb(patch, 3, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, small))
+        try:
+            assert run_micro(text, out) == 74
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capsys.readouterr().err
+    checkpoints = out / "checkpoints/curvadion"
+    assert f"stopped: [Errno 27] step 4 was not saved in {checkpoints}: File" in said
+    assert "Its steps [2] are as they were" in said
+    assert "Traceback" not in said
+    assert [line["step"] for line in results_so_far(out)] == [1, 2, 3, 4]
     assert run_micro(text, out) == 0
     assert results(out) == results(finished)
 

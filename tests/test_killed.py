@@ -9,31 +9,32 @@ from pathlib import Path
 
 import interrupted_main
 import launch
-import main
 import pytest
 
 import curvadion_jax as cd
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * launch.SECONDS)]
-PROCESSES, VICTIM, HEARTBEAT = 4, 1, 10
+PROCESSES, VICTIM = 4, 1
 # Seconds from the first process that ended to the last: JAX looks every few.
 BOUND = 60
 
-MICRO = (
-    "--layers 1 --width 16 --heads 1 --sequence-length 16 --batch 1 --replicas 4 "
-    "--steps 9 --evaluation-batches 1 --evaluate-every 3 --checkpoint-every 3 "
-    f"--method diloco --sync-every 2 --heartbeat-timeout {HEARTBEAT}"
-).split()
 
-
-def commands(text: Path, out: Path, script: list) -> list[list[str]]:
+def commands(text: Path, out: Path, signals: str = "never") -> list[list[str]]:
     place = ["--coordinator", f"localhost:{launch.free_port()}"]
-    same = [*script, *MICRO, "--data", text, "--out", out, *place]
-    same += ["--num-processes", PROCESSES]
+    same = [
+        interrupted_main.__file__,
+        signals,
+        *interrupted_main.MICRO,
+        "--data",
+        text,
+        "--out",
+        out,
+    ]
+    same += [*place, "--num-processes", PROCESSES]
     return [[*map(str, same), "--process-id", str(i)] for i in range(PROCESSES)]
 
 
-def ended(all_commands, folder: Path) -> list[tuple[int | None, str]]:
+def ended(all_commands, folder: Path, environment) -> list[tuple[int | None, str]]:
     """Exit status and output of each; of the victim None if it stands still."""
     files = [folder / f"{index}.txt" for index in range(len(all_commands))]
     with contextlib.ExitStack() as stack:
@@ -42,6 +43,7 @@ def ended(all_commands, folder: Path) -> list[tuple[int | None, str]]:
                 [sys.executable, *command],
                 stdout=stack.enter_context(file.open("w")),
                 stderr=subprocess.STDOUT,
+                env=environment,
             )
             for command, file in zip(all_commands, files, strict=True)
         ]
@@ -59,7 +61,10 @@ def ended(all_commands, folder: Path) -> list[tuple[int | None, str]]:
     return [(code, file.read_text()) for code, file in zip(codes, files, strict=True)]
 
 
-def results(out: Path) -> list:
+def finished(text: Path, out: Path, environment: dict[str, str]) -> list:
+    """What a run of all processes to the end leaves, without the seconds."""
+    done = launch.together(commands(text, out), environment)
+    assert [status for status, _ in done] == [0] * PROCESSES, done
     rows = json.loads((out / "summary.json").read_text())
     lines = (out / "diloco.jsonl").read_text().splitlines()
     found = [*rows, *map(json.loads, lines)]
@@ -68,27 +73,16 @@ def results(out: Path) -> list:
     return found
 
 
-def finish(text: Path, out: Path) -> list:
-    ended = launch.together(commands(text, out, [main.__file__]))
-    assert [status for status, _ in ended] == [0] * PROCESSES, ended
-    return results(out)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(text, tmp_path_factory) -> list:
-    return finish(text, tmp_path_factory.mktemp("undisturbed") / "out")
-
-
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
-def test_the_others_end_and_the_run_goes_on(text, tmp_path, undisturbed, name):
+def test_the_others_end_and_the_run_goes_on(text, tmp_path, compiled):
+    environment = launch.caching(compiled)
+    undisturbed = finished(text, tmp_path / "undisturbed", environment)
     out = tmp_path / "out"
-    killed = ended(
-        commands(text, out, [interrupted_main.__file__, f"5:{name}"]), tmp_path
-    )
-    codes = [code for code, _ in killed]
-    assert codes[VICTIM] == (-9 if name == "SIGKILL" else None)
-    assert all(code not in (0, None) for code in codes[:VICTIM] + codes[VICTIM + 1 :])
-    # JAX's own words, in the output of process 0.
-    assert f"stopped sending heartbeats):\n{VICTIM}\n" in killed[0][1]
-    assert cd.checkpoint.latest_step(out / "checkpoints/diloco") == 3
-    assert finish(text, out) == undisturbed
+    for signals, status, saved in (("5:SIGKILL", -9, 3), ("8:SIGSTOP", None, 6)):
+        left = ended(commands(text, out, signals), tmp_path, environment)
+        codes = [code for code, _ in left]
+        assert codes.pop(VICTIM) == status
+        assert all(code not in (0, None) for code in codes)
+        # JAX's own words, in the output of process 0.
+        assert f"stopped sending heartbeats):\n{VICTIM}\n" in left[0][1]
+        assert cd.checkpoint.latest_step(out / "checkpoints/diloco") == saved
+    assert finished(text, out, environment) == undisturbed

@@ -22,7 +22,15 @@ _GROUP = 10
 
 
 class Interrupted(Exception):
-    """The user asked to stop; everything up to here is saved."""
+    """Somebody asked to stop; everything up to here is saved.
+
+    Attributes:
+        by_user: Whether that was Ctrl-C, in any process, and not SIGTERM.
+    """
+
+    def __init__(self, message: str, by_user: bool):
+        super().__init__(message)
+        self.by_user = by_user
 
 
 class Stop:
@@ -35,14 +43,20 @@ class Stop:
 
     def __init__(self):
         self._asked = threading.Event()
+        self._by_user = False
         self._steps = 0
 
-    def ask(self) -> None:
+    def ask(self, *, by_user: bool) -> None:
         """Stop soon: after this step, or with several processes a second later."""
+        self._by_user |= by_user
         if jax.distributed.is_initialized():
             signal.raise_signal(signal.SIGTERM)
         else:
             self._asked.set()
+
+    def interrupted(self, message: str) -> Interrupted:
+        """What to raise once all is saved. Every process calls it."""
+        return Interrupted(message, processes.in_any(self._by_user))
 
     def after_step(self) -> bool:
         """Whether this step is the last. Every process asks once a step."""
@@ -54,10 +68,11 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[Stop]:
-    """Ctrl-C asks for a stop; a second Ctrl-C stops at once.
+    """Ctrl-C and SIGTERM ask for a stop; a second Ctrl-C stops at once.
 
     A KeyboardInterrupt may strike while the old state is donated and the new one not
-    yet there. A flag that is looked at between two steps cannot.
+    yet there. A flag that is looked at between two steps cannot. A second SIGTERM
+    changes nothing: schedulers send several.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
@@ -65,15 +80,20 @@ def stop_on_signal() -> Iterator[Stop]:
         return
 
     def handle(number, frame):
-        del number, frame
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        stop.ask()
+        del frame
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        stop.ask(by_user=number == signal.SIGINT)
 
-    previous = signal.signal(signal.SIGINT, handle)
+    numbers = [signal.SIGINT]
+    if not jax.distributed.is_initialized():  # else it is the preemption service's
+        numbers.append(signal.SIGTERM)
+    previous = [(number, signal.signal(number, handle)) for number in numbers]
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous:
+            signal.signal(number, handler)
 
 
 class Journal:
@@ -88,19 +108,22 @@ class Journal:
     def __init__(self, file: Path, step: int):
         lines = read_journal(file) if file.exists() else []
         kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
-        file.write_text("".join(kept))
-        self._stream = file.open("a")
+        report.write_text(file, "".join(kept))
+        self._file, self._stream = file, file.open("a")
 
     def write(self, line: dict[str, Any]) -> None:
         clean = {
             key: report.finite(value) if isinstance(value, float) else value
             for key, value in line.items()
         }
-        self._stream.write(json.dumps(clean, allow_nan=False) + "\n")
-        self._stream.flush()
+        with report.naming(self._file):
+            self._stream.write(json.dumps(clean, allow_nan=False) + "\n")
+            self._stream.flush()
 
     def close(self) -> None:
-        self._stream.close()
+        # What could not be written is tried once more, and has been reported.
+        with contextlib.suppress(OSError):
+            self._stream.close()
 
 
 def read_journal(file: Path) -> list[dict[str, Any]]:

@@ -22,6 +22,9 @@ import processes
 import train
 from config import PRESETS, UserError, flag
 
+# What shells give after Ctrl-C, and EX_IOERR of BSD's sysexits.
+_BY_USER, _NOT_WRITTEN = 130, 74
+
 _HELP = {
     "layers": "blocks",
     "width": "width of the residual stream",
@@ -81,6 +84,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--restart", action="store_true", help="discard what --out holds"
     )
+    parser.add_argument(
+        "--stopped-status",
+        type=int,
+        default=0,
+        metavar="STATUS",
+        help="exit status after SIGTERM, once all is saved: one other than 0 tells a"
+        " scheduler that the run is not at its end (default: %(default)s)",
+    )
     _add_processes(parser)
     return parser
 
@@ -115,12 +126,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Command line; None is that of the process.
 
     Returns:
-        Exit status: 0, or 130 after Ctrl-C.
+        Exit status: 0, 74 if a file cannot be written, 130 after Ctrl-C, and
+        `--stopped-status` after SIGTERM.
     """
     parser = _parser()
     flags = vars(parser.parse_args(arguments))
     preset, names = flags.pop("preset"), flags.pop("method").split(",")
     out, restart = flags.pop("out"), flags.pop("restart")
+    stopped = flags.pop("stopped_status")
     names_of = ("coordinator", "num_processes", "process_id", "distributed")
     heartbeat = flags.pop("heartbeat_timeout")
     place = [flags.pop(name) for name in names_of]
@@ -131,10 +144,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         train.run(config, names, out, restart=restart)
     except UserError as error:
         parser.error(str(error))
-    except (journal.Interrupted, KeyboardInterrupt) as stop:
-        if not isinstance(stop, journal.Interrupted) or processes.is_first():
-            print(stop or "stopped", file=sys.stderr)
-        return 130
+    except journal.Interrupted as stop:
+        if processes.is_first():
+            print(stop, file=sys.stderr)
+        return _BY_USER if stop.by_user else stopped
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return _BY_USER
+    except OSError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        processes.leave(_NOT_WRITTEN)
+        return _NOT_WRITTEN
     return 0
 
 

@@ -9,6 +9,7 @@ With one process nothing here sends anything.
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -145,6 +146,18 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def leave(status: int) -> None:
+    """End this process if there are others, which JAX then ends.
+
+    At a usual end JAX waits for all of them, minutes long, and they wait in the
+    middle of something for this one.
+    """
+    if jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
 def together(action: Callable[[], T]) -> T:
     """What the action returns here, unless it was refused in any process.
 
@@ -162,6 +175,11 @@ def together(action: Callable[[], T]) -> T:
     if refused.any():
         raise UserError(f"process {int(np.argmax(refused))} stopped; it says why")
     return result  # type: ignore[return-value]
+
+
+def in_any(flag: bool) -> bool:
+    """Whether it is so in any process. All of them ask."""
+    return bool(_gathered(np.array(flag)).any())
 
 
 def check_same(content: dict[str, Any]) -> None:

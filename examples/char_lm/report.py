@@ -4,11 +4,12 @@ Everything is read back from the files, so that a resumed run, and one that trai
 only a further method, reports on all methods alike.
 """
 
+import contextlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def open_directory(
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_json(file, settings)
+        if not file.exists():
+            write_json(file, settings)
     except OSError as error:
         raise UserError(
             f"--out {out} cannot be written ({error.strerror}): give a directory that "
@@ -79,9 +81,29 @@ def finite(value: float | None) -> float | None:
 
 def write_json(file: Path, content: Any) -> None:
     """Write all of the file or, when interrupted, nothing."""
+    write_text(file, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write all of the file or, when interrupted or out of room, nothing."""
     partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
-    os.replace(partial, file)
+    with naming(file):
+        partial.write_text(text)
+        os.replace(partial, file)
+
+
+@contextlib.contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Say which file it was that the system refused to write.
+
+    Raises:
+        OSError: the same, with the file in its message.
+    """
+    try:
+        yield
+    except OSError as error:
+        message = f"{file} cannot be written: {error.strerror}"
+        raise OSError(error.errno, message) from error
 
 
 def read_json(file: Path, default: Any) -> Any:

@@ -44,7 +44,8 @@ def run(
     Raises:
         ValueError: `out` holds a run of another configuration, there are fewer
             devices than replicas, or the data cannot be used.
-        Interrupted: Ctrl-C; the same call continues.
+        Interrupted: Ctrl-C or SIGTERM; the same call continues.
+        OSError: a file cannot be written; what was saved before stays.
     """
     corpus = processes.together(lambda: load(config.data))
     processes.check_devices(config.replicas)
@@ -94,7 +95,8 @@ def _show(summary: list[dict[str, Any]], out: Path) -> None:
         row["method"]: journal.read_journal(out / f"{row['method']}.jsonl")
         for row in summary
     }
-    picture.draw(lines, out / "picture.png")
+    with report.naming(out / "picture.png"):
+        picture.draw(lines, out / "picture.png")
     print(report.table(summary))
     print(f"{out / 'summary.json'}, {out / 'picture.png'}")
 
@@ -138,7 +140,7 @@ def _train(
                 extra = {"seconds": progress.seconds()}
                 cd.checkpoint.save(checkpoints, step, state, keep=2, extra=extra)
             if stopping:
-                raise journal.Interrupted(
+                raise stop.interrupted(
                     f"{name} is saved at step {step} of {config.steps}; the same "
                     "command goes on from there"
                 )
