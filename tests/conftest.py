@@ -8,6 +8,8 @@ from pathlib import Path
 # would compete with the eight devices of this process.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Compiling takes longer than running here, in the processes that tests start too.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 
 import jax
 import pytest
