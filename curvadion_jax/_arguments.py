@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 SCHEDULE = " or a schedule"
@@ -24,8 +25,14 @@ def check_steps(steps: Any, what: str, at_least: int = 1) -> None:
         raise ValueError(f"{what} must be at least {at_least}, got {steps}")
 
 
+def _plain(value: Any) -> Any:
+    """A number of NumPy, as sweeps make them, as one of Python."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def check_number(value: Any, what: str, or_schedule: str = "") -> None:
     """Refuses what is not a number (or a schedule), and a negative or NaN one."""
+    value = _plain(value)
     if not hasattr(value, "dtype") and not (or_schedule and callable(value)):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{what} must be a number{or_schedule}, got {value!r}")
@@ -36,6 +43,7 @@ def check_number(value: Any, what: str, or_schedule: str = "") -> None:
 def check_positive(value: Any, what: str) -> None:
     """Refuses what is not a number above 0, and an infinite one."""
     check_number(value, what)
+    value = _plain(value)
     if isinstance(value, int | float) and not 0 < value < math.inf:
         raise ValueError(f"{what} must be above 0 and finite, got {value}")
 
@@ -43,12 +51,14 @@ def check_positive(value: Any, what: str) -> None:
 def check_rate(value: Any, what: str = "learning_rate") -> None:
     """Refuses what is neither a schedule nor a finite number of at least 0."""
     check_number(value, what, SCHEDULE)
+    value = _plain(value)
     if isinstance(value, int | float) and math.isinf(value):
         raise ValueError(f"{what} must be finite, got {value}")
 
 
 def check_momentum(momentum: Any, what: str = "momentum") -> None:
     """Refuses what is not a number, and a plain number outside [0, 1)."""
+    momentum = _plain(momentum)
     number = isinstance(momentum, int | float) or hasattr(momentum, "dtype")
     if isinstance(momentum, bool) or not number:
         raise TypeError(f"{what} must be a number in [0, 1), got {momentum!r}")
@@ -58,6 +68,7 @@ def check_momentum(momentum: Any, what: str = "momentum") -> None:
 
 def check_seed(seed: Any) -> None:
     """Refuses what is not an int."""
+    seed = _plain(seed)
     if not hasattr(seed, "dtype"):
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed must be an int, got {seed!r}")
@@ -98,12 +109,16 @@ def check_orthonormalize(value: Any) -> None:
 def check_transformation(value: Any, what: str, example: str) -> None:
     """Refuses what is not an Optax transformation, such as the function that makes one.
 
+    An `optax.MultiSteps` has one, `gradient_transformation()`.
+
     Args:
       value: what was given.
       what: name of the argument.
       example: what to give.
     """
     if not isinstance(value, optax.GradientTransformation):
+        if hasattr(value, "gradient_transformation"):
+            example = "its gradient_transformation()"
         raise TypeError(
             f"{what} must be an Optax transformation such as {example}, got {value!r}"
         )

@@ -175,7 +175,8 @@ def _spread(dimension_numbers: Any, params: optax.Params) -> list[Any]:
     except ValueError as error:
         raise ValueError(
             "dimension_numbers must be a tree (or a prefix) of the parameters' "
-            f"structure; pass a function of the parameters instead: {error}"
+            f"structure, got a {type(dimension_numbers).__name__}; pass a function of "
+            f"the parameters instead: {error}"
         ) from error
     return spread
 
@@ -227,8 +228,11 @@ def resolved(
             )
         _trees.check_state_type(state, optax.transforms.PartitionState)
         _trees.check_gradients(updates, params)
-        _trees.check_state(state, jax.eval_shape(init, params))
-        return make(updates).update(updates, state, params, **extra_args)
+        try:
+            return make(updates).update(updates, state, params, **extra_args)
+        except (TypeError, ValueError):  # of a state of other parameters, perhaps
+            _trees.check_state(state, jax.eval_shape(init, params))
+            raise
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -39,20 +39,45 @@ def explained(
     """
     filters = _Reported()
     logging.getLogger("absl").addFilter(filters)
-    hook = sys.unraisablehook
-    sys.unraisablehook = _without_late_callbacks(hook)
+    refused = False
     try:
-        yield
+        with no_late_callbacks():
+            yield
     except Exception as error:
         number = _number(error)
         if number is None:
             raise
-        # The hook stays: other writes of this save may still be on their way.
+        refused = True
         raise OSError(number, _message(number, path, step, size, steps)) from error
-    else:
-        sys.unraisablehook = hook
     finally:
         logging.getLogger("absl").removeFilter(filters)
+        if not refused:
+            for record in filters.dropped:
+                logging.getLogger("absl").handle(record)
+
+
+@contextlib.contextmanager
+def no_late_callbacks() -> Iterator[None]:
+    """Drops what TensorStore's threads say when the first failure has ended the rest.
+
+    The first read or write that fails ends orbax's event loop. The others then find it
+    closed when they are done, where nobody can catch it, and print a trace each. So
+    after an error, and only then, these are dropped from here on.
+
+    Yields:
+      Nothing.
+    """
+    hook = sys.unraisablehook
+    sys.unraisablehook = _without_late_callbacks(hook)
+    failed = False
+    try:
+        yield
+    except Exception:
+        failed = True
+        raise
+    finally:
+        if not failed:
+            sys.unraisablehook = hook
 
 
 def remove(path: str, name: str) -> None:
@@ -117,15 +142,20 @@ def _free(number: int, path: str) -> str:
 
 
 class _Reported(logging.Filter):
-    """Drops log lines, with their traces, of errors that are raised as well."""
+    """Keeps back log lines, with their traces, of errors that may be raised as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped: list[logging.LogRecord] = []
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not record.exc_info or _number(record.exc_info[1]) is None
+        kept = bool(record.exc_info) and _number(record.exc_info[1]) is not None
+        if kept:
+            self.dropped.append(record)
+        return not kept
 
 
 def _without_late_callbacks(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    # The first write that fails ends the event loop. The others then find it closed
-    # when they are done, in threads where nobody can catch it, and print a trace each.
     if getattr(hook, "drops_late_callbacks", False):
         return hook
 

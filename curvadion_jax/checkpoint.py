@@ -18,6 +18,7 @@ directory that all of them see. One job at a time writes to a directory.
 """
 
 import contextlib
+import errno
 import importlib.metadata
 import json
 import operator
@@ -187,16 +188,17 @@ def restore(
         info = _read_info(ocp, manager, step, steps)
         saved = info["replicas"]
         _check_fit(info, leaves, f"step {step} in {path}", replicas is not None)
-        with _explained(path, step, steps):
-            if replicas is None or saved == replicas:
-                items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        if replicas is None or saved == replicas:
+            items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+            with _explained(path, step, steps):
                 arrays = manager.restore(step, args=items).state
-            else:
-                averaged = dict(zip(leaves, _resize.is_averaged(target), strict=True))
-                arrays = {}
-                for name, leaf in abstract.items():  # one at a time: all would be large
+        else:
+            averaged = dict(zip(leaves, _resize.is_averaged(target), strict=True))
+            arrays = {}
+            for name, leaf in abstract.items():  # one at a time: all would be large
+                with _explained(path, step, steps):
                     array = _read_one(ocp, manager, step, name, leaf, saved)
-                    arrays[name] = _resize.onto(leaf, array, averaged[name])
+                arrays[name] = _resize.onto(leaf, array, averaged[name])
     return jax.tree.unflatten(jax.tree.structure(target), [arrays[n] for n in leaves])
 
 
@@ -313,8 +315,9 @@ def _check_folder(path: str) -> None:
     for place in (folder, *folder.parents):
         if place.is_file():
             raise NotADirectoryError(
+                errno.ENOTDIR,
                 f"{place} is a file, and {path} must be a folder, which holds one"
-                " folder a step: give the directory of the run."
+                " folder a step: give the directory of the run.",
             )
 
 
@@ -415,16 +418,20 @@ def _abstract(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
 
 @contextlib.contextmanager
 def _explained(path: str, step: int, steps: list[int]) -> Iterator[None]:
-    """What orbax and TensorStore say of files that are damaged, and what to do."""
+    """What orbax and TensorStore say of files that are damaged, and what to do.
+
+    What the system refuses passes: the file may be there, and readable later.
+    """
     try:
-        yield
-    except (ValueError, KeyError, OSError) as error:
+        with _storage.no_late_callbacks():
+            yield
+    except (ValueError, KeyError, FileNotFoundError) as error:
         # TensorStore appends all of its settings, which fill a page.
         reason = str(error).partition(" [tensorstore_spec")[0][:400]
         others = [other for other in steps if other != step]
         raise ValueError(
             f"step {step} in {path} cannot be read ({type(error).__name__}: {reason})."
-            f" If its files are damaged, restore another step; there are {others}."
+            f" If its files are damaged, restore another step; the others: {others}."
         ) from error
 
 
@@ -453,7 +460,7 @@ def _read_info(
     if missing := {"replicas", "leaves", "extra"} - info.keys():
         raise ValueError(
             f"{where} has no {sorted(missing)} in info/metadata, so that it is damaged:"
-            f" restore another step; there are {[s for s in steps if s != step]}."
+            f" restore another step; the others: {[s for s in steps if s != step]}."
         )
     return info
 

@@ -231,7 +231,8 @@ def local_sgd(
       <https://arxiv.org/abs/1805.09767>`_, 2018
     """
     _arguments.check_rate(learning_rate)
-    _arguments.check_momentum(momentum)
+    if momentum is not None:
+        _arguments.check_momentum(momentum)
     return adaptive_sync(
         optax.sgd(learning_rate, momentum),
         triggers.every_k(k),
@@ -348,7 +349,8 @@ def muloco(
 def _nesterov(learning_rate: Any, momentum: Any) -> optax.GradientTransformation:
     """The outer step of DiLoCo and MuLoCo."""
     _arguments.check_rate(learning_rate, "outer_learning_rate")
-    _arguments.check_momentum(momentum, "outer_momentum")
+    if momentum is not None:
+        _arguments.check_momentum(momentum, "outer_momentum")
     return optax.sgd(learning_rate, momentum, nesterov=True)
 
 

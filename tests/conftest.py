@@ -8,8 +8,6 @@ from pathlib import Path
 # would compete with the eight devices of this process.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Compiling takes longer than running here, in the processes that tests start too.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 
 import jax
 import pytest
@@ -17,6 +15,20 @@ from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Compiling takes longer than running here. Processes that tests start run as users' do.
+jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs(request):
+    """Each takes some of the 65,530 memory maps that Linux gives a process."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_text().count("\n") > 20_000:
+        for value in vars(request.module).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,8 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 def test_runs_at_a_small_size(path, tmp_path, monkeypatch):
     monkeypatch.setenv("CURVADION_NOTEBOOK_STEPS", "12")
     monkeypatch.setenv("CURVADION_NOTEBOOK_RESULTS", str(tmp_path))
+    # Compiling takes longer than running here.
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
     notebook = nbformat.read(path, as_version=4)
     client = nbclient.NotebookClient(
         notebook, timeout=600, resources={"metadata": {"path": str(path.parent)}}

@@ -200,6 +200,31 @@ def test_reconcile_by_hand(compressor):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["int2-mean4", "top_k"])
+def test_drift_arrives_or_is_kept(name):
+    """Of all gradients: in the anchor, on top of it, or left by the compressor."""
+    tx = cd.adaptive_sync(
+        optax.sgd(0.1),
+        triggers.every_k(2),
+        synchronizers.reconcile(compressor=FORMS[name], momentum=False),
+        AXIS,
+    )
+    step, state = train_on(tx), start(tx)
+    rng, gradients = np.random.default_rng(5), helpers.make_gradients(8, REPLICAS)
+    for each in gradients:
+        state = step(state, each, rng.integers(0, 2, REPLICAS).astype(np.float32))
+    params, (*_, kept, counted) = jax.device_get(state)
+    assert counted.absent.sum() > REPLICAS
+    for key, first in helpers.make_params().items():
+        anchor = np.asarray(kept.anchor[key], np.float64)
+        held = np.asarray(kept.error[key], np.float64)
+        assert np.abs(held).max() > 1e-3
+        moved = (anchor - np.asarray(first)) + (params[key] - anchor) + held
+        given = -0.1 * sum(each[key].sum(0, np.float64) for each in gradients)
+        np.testing.assert_allclose(moved.sum(0), given, rtol=0, atol=8 * ATOL)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [True, FORMS["int8"]], ids=["exact", "int8"])
 def test_an_absent_replica_keeps_its_momentum(momentum):
     tx = cd.adaptive_sync(

@@ -131,6 +131,8 @@ def _together(
             )
             beside.start()
             ends = _wait(workers, until)
+            for worker in workers:  # `meanwhile` goes on for as long as they run
+                worker.kill()
             beside.join()
         return [
             Ended(status, read(file), output.read_text(errors="replace"), end)

@@ -26,7 +26,7 @@ class ReconcileState(NamedTuple):
         recomputed at the next. Empty when momenta stay local.
       outer_state: state of the outer optimizer; a list with that of every fragment,
         if there are several.
-      error: what of its drift this replica has not sent yet, tree of the parameters,
+      error: what the compressor left of its drift so far, tree of the parameters,
         at least float32; empty without a compressor. Replica-varying.
       compressor_state: states of the compressors of parameters and momentum; a list
         of these for several fragments.
@@ -79,7 +79,7 @@ def reconcile(
         ``optax.sgd(0.7, momentum=0.9, nesterov=True)``. None takes a + d, the plain
         average.
       compressor: form in which the drift is sent, with error feedback: what a
-        replica has drifted and not sent is added to its next drift. None sends it as
+        replica sent less than it had is added to its next drift. None sends it as
         it is, in at least float32.
       momentum: whether momenta are averaged: the field `momentum` (Dion), else
         `trace`, else `mu`, of the inner optimizer's state. A compressor sends them in
@@ -245,12 +245,12 @@ class _Reconcile:
         )
         anchor = pick(state.anchor)
         drift = jax.tree.map(_difference, pick(moved), anchor)
-        mean_drift, error, drift_state = _base.mean_with_feedback(
-            self.compressor, drift, pick(state.error), drift_state, group, local.views
-        )
+        brought = _health.or_zeros(group.joins, drift)
         rest = _health.or_zeros(~group.joins, drift)  # stays in the parameters
-        if self.compressor is not None:
-            error = jax.tree.map(jnp.subtract, error, rest)
+        mean_drift, error, drift_state = _base.mean_with_feedback(
+            *(self.compressor, brought, pick(state.error)),
+            *(drift_state, group, local.views),
+        )
         if self.compressor is None:
             mean_drift = _base.later_as_well(group, mean_drift)
         outer_state = _fragments.state_of(state.outer_state, index, fragment)

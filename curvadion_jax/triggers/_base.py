@@ -185,8 +185,14 @@ def check_answer(answer: Any, before: Any) -> tuple[Decision, Any]:
                 f"{field} of a trigger's decision has shape {jnp.shape(value)} and "
                 "must be a scalar: reduce it, as by jax.numpy.any or jax.numpy.max"
             )
-    shapes = [jax.tree.map(jnp.shape, state) for state in (before, answer[1])]
-    if shapes[0] != shapes[1]:
+    states = (before, answer[1])
+    shapes = [jax.tree.map(jnp.shape, state) for state in states]
+    # A user's own class of state need not know what is equal.
+    known = [
+        (jax.tree.structure(state), [jnp.shape(x) for x in jax.tree.leaves(state)])
+        for state in states
+    ]
+    if known[0] != known[1]:
         raise ValueError(
             "a trigger's decide must return a state of the structure and shapes of the "
             f"one it was given, {shapes[0]}, got {shapes[1]}"

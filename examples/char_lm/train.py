@@ -124,7 +124,9 @@ def _train(
     divided = NamedSharding(mesh, PartitionSpec(cd.replicas.AXIS))
     rows = processes.rows(divided, sequences)
     loss = None
-    with journal.Progress(name, config.steps, out, start, seconds) as progress:
+    with processes.together(
+        lambda: journal.Progress(name, config.steps, out, start, seconds)
+    ) as progress:
         for step in range(start + 1, config.steps + 1):
             seed = (config.seed, step)
             local = corpus.training_batch(seed, sequences, config.sequence_length, rows)
