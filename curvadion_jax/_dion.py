@@ -78,7 +78,9 @@ def _matrix_leaves(
             )
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
-                f"Dion needs real floating-point arrays, got {leaf.dtype} for {name!r}"
+                f"Dion needs real floating-point arrays, got {leaf.dtype} for {name!r}:"
+                " keep others out of the parameters, or freeze them with optax.masked "
+                "around the whole"
             )
         leaves.append((name, leaf, view))
     return leaves

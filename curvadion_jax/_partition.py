@@ -175,7 +175,8 @@ def _spread(dimension_numbers: Any, params: optax.Params) -> list[Any]:
     except ValueError as error:
         raise ValueError(
             "dimension_numbers must be a tree (or a prefix) of the parameters' "
-            f"structure; pass a function of the parameters instead: {error}"
+            f"structure, got a {type(dimension_numbers).__name__}; pass a function of "
+            f"the parameters instead: {error}"
         ) from error
     return spread
 

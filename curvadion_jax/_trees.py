@@ -40,7 +40,7 @@ def check_gradients(gradients: Any, params: Any) -> None:
             raise ValueError(
                 f"the gradient of {name!r} has shape {np.shape(gradient)}, the "
                 f"parameter {param.shape}: differentiate with respect to the "
-                "parameters that update is given"
+                "parameters that update is given, both without a replica axis"
             )
         if not jnp.issubdtype(param.dtype, jnp.floating):
             raise TypeError(

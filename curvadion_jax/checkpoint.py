@@ -405,13 +405,17 @@ def _explained(path: str, step: int, steps: list[int]) -> Iterator[None]:
     """What orbax and TensorStore say of files that are damaged, and what to do."""
     try:
         yield
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:
+        bare = type(error) is Exception  # orbax's, for the elements of an array
+        if not bare and not isinstance(error, ValueError | KeyError | OSError):
+            raise
         # TensorStore appends all of its settings, which fill a page.
-        reason = str(error).partition(" [tensorstore_spec")[0][:400]
+        text = str(error.__cause__ if bare else error)
+        reason = text.partition(" [tensorstore_spec")[0][:400]
         others = [other for other in steps if other != step]
         raise ValueError(
             f"step {step} in {path} cannot be read ({type(error).__name__}: {reason})."
-            f" If its files are damaged, restore another step; there are {others}."
+            f" If its files are damaged, restore another step; the others: {others}."
         ) from error
 
 
@@ -440,7 +444,7 @@ def _read_info(
     if missing := {"replicas", "leaves", "extra"} - info.keys():
         raise ValueError(
             f"{where} has no {sorted(missing)} in info/metadata, so that it is damaged:"
-            f" restore another step; there are {[s for s in steps if s != step]}."
+            f" restore another step; the others: {[s for s in steps if s != step]}."
         )
     return info
 
