@@ -416,6 +416,9 @@ def _abstract(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
+_DAMAGE = (ValueError, KeyError, FileNotFoundError)
+
+
 @contextlib.contextmanager
 def _explained(path: str, step: int, steps: list[int]) -> Iterator[None]:
     """What orbax and TensorStore say of files that are damaged, and what to do.
@@ -425,9 +428,13 @@ def _explained(path: str, step: int, steps: list[int]) -> Iterator[None]:
     try:
         with _storage.no_late_callbacks():
             yield
-    except (ValueError, KeyError, FileNotFoundError) as error:
+    except Exception as error:
+        bare = type(error) is Exception  # orbax's, for the elements of an array
+        if not bare and not isinstance(error, _DAMAGE):
+            raise
         # TensorStore appends all of its settings, which fill a page.
-        reason = str(error).partition(" [tensorstore_spec")[0][:400]
+        text = str(error.__cause__ if bare else error)
+        reason = text.partition(" [tensorstore_spec")[0][:400]
         others = [other for other in steps if other != step]
         raise ValueError(
             f"step {step} in {path} cannot be read ({type(error).__name__}: {reason})."
