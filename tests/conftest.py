@@ -24,7 +24,7 @@ def _forget_programs(request):
     """Each takes some of the 65,530 memory maps that Linux gives a process."""
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_text().count("\n") > 20_000:
+    if maps.exists() and maps.read_text().count("\n") > 5_000:
         for value in vars(request.module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
