@@ -143,12 +143,23 @@ def syncs(state: Any) -> int:
 
 
 def seconds(
-    programs: dict[str, Program], batch: Any, steps: int, order: random.Random
+    programs: dict[str, Program],
+    batch: Any,
+    steps: int,
+    order: random.Random,
+    synced: bool = False,
 ) -> dict[str, float]:
-    """Median time of a quiet step of each, from new arrays on.
+    """Median time of a step of each, from new arrays on.
+
+    Args:
+      programs: of bare optimizers, and of others that are to do the same on every step.
+      batch: for all of them.
+      steps: number of steps of each.
+      order: in which they take turns.
+      synced: whether others synchronise on every step, else on none.
 
     Raises:
-      RuntimeError: if one of the steps was none.
+      RuntimeError: if one of the steps was another than that.
     """
     clock = time.perf_counter
     if jax.default_backend() == "cpu":
@@ -170,9 +181,17 @@ def seconds(
             jax.block_until_ready(states[name])
             taken[name].append(clock() - start)
     for name, state in states.items():
-        if syncs(state) != before[name]:
-            raise RuntimeError(f"{name} synchronised while time was taken")
+        found = syncs(state) - before[name]
+        if found != (steps if synced and before[name] else 0):
+            raise RuntimeError(f"{name} synchronised {found} times in {steps} steps")
     return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def longer(rounds: list[dict[str, float]], name: str, against: str) -> str:
+    """How much longer one takes than another, with quartiles over the rounds."""
+    ratios = [each[name] / each[against] - 1 for each in rounds]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return f"{middle:+.1%} ({low:+.1%} to {high:+.1%})"
 
 
 def gradients(gpt: Any, params: dict, options: argparse.Namespace):
@@ -210,11 +229,9 @@ def table(options: argparse.Namespace) -> list[str]:
     ]
 
     def line(name: str, against: str) -> str:
-        ratios = [each[name] / each[against] - 1 for each in rounds]
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
         more = programs[name].temporary - programs[against].temporary
         return (
-            f"| {name} | {against} | {middle:+.1%} ({low:+.1%} to {high:+.1%}) | "
+            f"| {name} | {against} | {longer(rounds, name, against)} | "
             f"{more:+.0f} | {programs[name].copied:.0f} |"
         )
 
@@ -233,8 +250,9 @@ def table(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(description: str) -> argparse.Namespace:
+    """The options of this program, and of `health.py`."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=4096)
@@ -252,6 +270,11 @@ def main() -> None:
         parser.error(f"--tokens must be a multiple of --length, {options.length}")
     if options.mesh and jax.config.jax_platforms == "cpu":
         jax.config.update("jax_num_cpu_devices", options.replicas)
+    return options
+
+
+def main() -> None:
+    options = parse(__doc__.splitlines()[0])
     print("\n".join(table(options)))
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, {vars(options)}")
 

@@ -61,18 +61,18 @@ def adaptive_sync(
     An inner state that is not finite starts afresh, and what was held back by error
     feedback is dropped. (`reconcile` then gives the replica the common model. Where
     syncs average gradients or factors its momentum is now another one than the others',
-    and its parameters will be: see `curvadion_jax.replicas.mend`.) Scalars of the state
-    are not looked at. The counters say who and when (`curvadion_jax.metrics.read`);
-    parameters that are not finite stay so, since updates are added to them, until
-    `mend` replaces them.
+    and its parameters will be: name it to `curvadion_jax.replicas.mend`.) Scalars of
+    the state are not looked at. The counters say who and when
+    (`curvadion_jax.metrics.read`); parameters that are not finite stay so, since
+    updates are added to them, until `mend` replaces them.
 
     *Who is not there.* A replica of weight 0 puts nothing into the means, and loses
     nothing: with `reconcile` it keeps its own momentum, and stays as far from the
     common model as it has drifted; where gradients or factors are averaged it holds
     them back for the next time if there is a compressor. (Else they are dropped.) Means
     to which it will add are over all who are expected, each of them counted as one.
-    Where nobody takes part a sync changes nothing. Its trigger is asked like any other:
-    put `triggers.at_most_every` around one that looks at the drift.
+    Where nobody takes part a sync changes nothing. A replica that was not there for the
+    last sync, where others were, asks for no other until it has a weight again.
 
     Args:
       inner: optimizer of one replica, learning rate included. It must not communicate

@@ -59,9 +59,11 @@ class SyncMetrics(NamedTuple):
       skipped_at: int32[], number of the last of them, -1 if none. Replica-varying.
       left_out: int32[], syncs that this replica was left out of, because what it had
         was not finite, or it had nothing. Replica-varying.
+      left_out_in_a_row: int32[], how many of them were the last ones. Replica-varying.
       left_out_at: int32[], number of the step of the last of them that others took
         part in, -1 if none. Replica-varying.
       absent: int32[], syncs that it was given no weight in. Replica-varying.
+      absent_at: int32[], as `left_out_at`. Replica-varying.
       empty: int32[], syncs that nobody took part in; they changed nothing.
       sync_payload: int32[2], bytes that a sync averages over replicas, as
         [high, low] in base 2^30; int32[V, 2] for V > 1 variants.
@@ -88,8 +90,10 @@ class SyncMetrics(NamedTuple):
     skipped_in_a_row: jax.Array
     skipped_at: jax.Array
     left_out: jax.Array
+    left_out_in_a_row: jax.Array
     left_out_at: jax.Array
     absent: jax.Array
+    absent_at: jax.Array
     empty: jax.Array
     sync_payload: jax.Array
     gathered_payload: jax.Array
@@ -124,8 +128,10 @@ def initial(payloads: Sequence[Payload], gradient_payload: int) -> SyncMetrics:
         skipped_in_a_row=zero,
         skipped_at=jnp.full([], -1, jnp.int32),
         left_out=zero,
+        left_out_in_a_row=zero,
         left_out_at=jnp.full([], -1, jnp.int32),
         absent=zero,
+        absent_at=jnp.full([], -1, jnp.int32),
         empty=zero,
         sync_payload=_words(*(payload.averaged for payload in payloads)),
         gathered_payload=_words(*(payload.gathered for payload in payloads)),
@@ -157,6 +163,9 @@ def following(
     def counted(count, event):
         return jnp.where(event, optax.safe_increment(count), count)
 
+    def at(before, missing):
+        return jnp.where(missing & ~presence.empty, old.steps, before)
+
     return old._replace(
         steps=optax.safe_increment(old.steps),
         syncs=counted(old.syncs, synced),
@@ -173,9 +182,13 @@ def following(
         ),
         skipped_at=jnp.where(usable, old.skipped_at, old.steps),
         left_out=counted(old.left_out, presence.left_out),
-        left_out_at=jnp.where(
-            presence.left_out & ~presence.empty, old.steps, old.left_out_at
+        left_out_in_a_row=jnp.where(
+            synced & ~presence.left_out,
+            0,
+            counted(old.left_out_in_a_row, presence.left_out),
         ),
+        left_out_at=at(old.left_out_at, presence.left_out),
         absent=counted(old.absent, presence.absent),
+        absent_at=at(old.absent_at, presence.absent),
         empty=counted(old.empty, presence.empty),
     )

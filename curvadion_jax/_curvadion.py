@@ -44,10 +44,10 @@ def curvadion(
     ask_every: int | None = None,
     allow_unchecked: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """CurvaDion: replicas step alone, and come together within a budget of bytes.
+    """Replicas step alone, and come together within a budget of bytes.
 
-    An :func:`adaptive_sync` whose defaults are what lost least in
-    `benchmarks/communication` for the bytes that it sent. Every replica takes
+    An :func:`adaptive_sync` whose defaults are, but for the momentum, what lost least
+    in `benchmarks/communication` for the bytes that it sent. Every replica takes
     orthonormalised momentum steps on its own gradients. At a sync the drifts of the
     replicas are averaged, in 2 bits and with error feedback, and the common point
     takes a Nesterov step along the mean drift. Syncs are spaced so that they send

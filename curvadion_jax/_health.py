@@ -11,9 +11,14 @@ def _is_float(x: Any) -> bool:
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Whether no floating-point array of the tree has a NaN or an infinity, bool[]."""
-    finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if _is_float(x)]
-    return jnp.all(jnp.stack(finite)) if finite else jnp.array(True)
+    """Whether no floating-point array of the tree has a NaN or an infinity, bool[].
+
+    Zero times what is not finite is NaN, and so is a sum with one. On CPU that takes a
+    third of the time of `all(isfinite(x))`, whose reduction is not vectorised. (That of
+    `max(abs(x))` is, but drops NaN.)
+    """
+    sums = [jnp.sum(x * 0) for x in jax.tree.leaves(tree) if _is_float(x)]
+    return jnp.all(jnp.stack([x == 0 for x in sums])) if sums else jnp.array(True)
 
 
 def sound(state: Any) -> jax.Array:

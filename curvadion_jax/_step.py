@@ -92,7 +92,7 @@ class Step:
         decision, trigger_state = _branches.run_locally(
             self._decide, seen, params, state, axis_name=axis_name
         )
-        fire = decision.fire & ~_rests(state.metrics)
+        fire = decision.fire & ~self._rests(state.metrics)
         which = _collectives.largest(
             self._wish(fire, state.metrics.syncs), axis_name, self.asked
         )
@@ -159,6 +159,21 @@ class Step:
             *(local_updates, state.sync_state, *before),
             axis_name=axis_name,
         )
+
+    def _rests(self, metrics: SyncMetrics) -> jax.Array:
+        """Whether it missed the last sync, others did not, and it would miss this one.
+
+        That is of one which was left out for some steps, and of one without weight for
+        as long as it has none: its drift stays, so that a trigger which looks at that
+        would ask on every step.
+        """
+        last = metrics.steps - metrics.quiet_steps - 1
+        left_out = (metrics.left_out > 0) & (metrics.left_out_at == last)
+        rests = left_out & (metrics.quiet_steps < _REST)
+        if self.weight is None:
+            return rests
+        absent = (metrics.absent > 0) & (metrics.absent_at == last)
+        return rests | (absent & (self.weight == 0))
 
     def _wish(self, fire, syncs):
         """0 for a quiet step, else 1 + the variant of the sync that is due, int32[]."""
@@ -303,13 +318,6 @@ class Step:
             after = self._accumulate(gradients, inner_state, params)
             inner_state = _health.where(self.usable, after, inner_state)
         return updates, inner_state, sync_state, nobody_missing()
-
-
-def _rests(metrics: SyncMetrics) -> jax.Array:
-    """Whether this replica was left out of the last sync, and that was just now."""
-    last = metrics.steps - metrics.quiet_steps - 1
-    was_left_out = (metrics.left_out > 0) & (metrics.left_out_at == last)
-    return was_left_out & (metrics.quiet_steps < _REST)
 
 
 def gradient_payload(params) -> int:

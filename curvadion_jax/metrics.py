@@ -64,7 +64,8 @@ def read(
       opt_state: optimizer state, or anything that holds what `observe` returned,
         with or without the leading replica axis.
       replicas: number of replicas, for a state without that axis.
-      patience: steps in a row that a replica may skip before a warning says so.
+      patience: steps in a row that a replica may skip, or syncs in a row that it may be
+        left out of, before a warning says so.
 
     Returns:
       A dict with
@@ -88,7 +89,8 @@ def read(
         `last`, the number of the step of the last of them; of those that had any.
 
     Warns:
-      RuntimeWarning: if a replica has skipped `patience` steps in a row.
+      RuntimeWarning: if a replica has skipped `patience` steps in a row, or was left
+        out of as many syncs.
 
     Raises:
       TypeError: if a number is not an int.
@@ -155,26 +157,31 @@ def _trouble(
     found: dict[str, np.ndarray], numbers: list[int], patience: int
 ) -> dict[str, Any]:
     """What replicas did not do; those with several devices are listed once."""
-    names = ("skipped", "left_out", "absent", "skipped_in_a_row")
-    names += ("skipped_at", "left_out_at")
+    names = ("skipped", "left_out", "absent", "skipped_at", "left_out_at")
+    names += ("skipped_in_a_row", "left_out_in_a_row")
     columns = [found[name].reshape(-1).tolist() for name in names]
     rows = dict(zip(numbers, zip(*columns, strict=True), strict=True))
-    for number, (*_, in_a_row, _, _) in rows.items():
-        if in_a_row >= patience:
-            warnings.warn(
-                f"replica {number} has skipped its last {in_a_row} steps, whose "
-                "gradients were not finite: look at its data and its parameters. "
-                "curvadion_jax.replicas.mend gives it another replica's state",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+    for number, (*_, skipped, left_out) in rows.items():
+        if max(skipped, left_out) < patience:
+            continue
+        what = (
+            f"has skipped its last {skipped} steps, whose gradients were not finite"
+            if skipped >= patience
+            else f"was left out of the last {left_out} syncs for what it had"
+        )
+        warnings.warn(
+            f"replica {number} {what}: look at its data and its parameters. "
+            "curvadion_jax.replicas.mend gives it another replica's state",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     return {
         "skipped": sum(row[0] for row in rows.values()),
         "left_out": sum(row[1] for row in rows.values()),
         "absent": sum(row[2] for row in rows.values()),
         "troubled": {
             number: {"skipped": skipped, "left_out": left_out, "last": max(last)}
-            for number, (skipped, left_out, _, _, *last) in rows.items()
+            for number, (skipped, left_out, _, *last, _, _) in rows.items()
             if skipped or left_out
         },
     }

@@ -116,6 +116,32 @@ def test_what_a_synchronizer_leaves_alone_is_not_copied_back():
     assert np.asarray(result["a"]).tolist() == [2, 2]
 
 
+def test_a_mended_state_stays_in_host_memory(run):
+    params, opt_state = run[0][-1][1]
+    anchor = opt_state.sync_state.anchor
+
+    def spoil(x):
+        numbers = np.array(x)
+        numbers[2] = np.nan
+        return jax.device_put(numbers, x.sharding)
+
+    spoilt = jax.tree.map(spoil, anchor)
+    state = (
+        params,
+        opt_state._replace(sync_state=opt_state.sync_state._replace(anchor=spoilt)),
+    )
+    mended, replaced = cd.replicas.mend(state)
+    assert replaced == [2]
+    at_syncs, rest = split(mended)
+    assert (kinds(at_syncs), kinds(rest)) == (HOST, DEVICE)
+    for x, y in zip(
+        jax.tree.leaves(mended[1].sync_state.anchor),
+        jax.tree.leaves(anchor),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(x)[2], np.asarray(y)[0])
+
+
 def test_a_checkpoint_comes_back_into_host_memory(run, tmp_path):
     history, _ = run
     _, host = history[-1]

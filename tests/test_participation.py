@@ -270,6 +270,38 @@ def test_an_absent_dion_keeps_its_momentum(form):
         np.testing.assert_allclose(params[key][0], pair[key][0], atol=close)
 
 
+@pytest.mark.parametrize("away", [(1,), (1, 3), (0, 1, 2, 3)], ids=str)
+def test_who_stays_away_asks_once(away):
+    """Its drift stays, and is beyond the threshold on every later step.
+
+    Others do not drift. Where nobody comes nobody rests: a sync costs nothing then, and
+    the first who is there again asks.
+    """
+    tx = cd.adaptive_sync(
+        optax.sgd(1.0),
+        triggers.drift(0.1),
+        synchronizers.reconcile(momentum=False),
+        AXIS,
+    )
+    step, state = train_on(tx), start(tx)
+    weights = np.ones(REPLICAS, np.float32)
+    weights[list(away)] = 0
+    (moving,) = helpers.make_gradients(1, REPLICAS)
+    for x in moving.values():
+        x[[index not in away for index in range(REPLICAS)]] = 0
+    still, found = jax.tree.map(np.zeros_like, moving), []
+    for gradients in (moving, *[still] * 15):
+        state = step(state, gradients, weights)
+        found.append(bool(state[1].metrics.synced[0]))
+    everybody = len(away) == REPLICAS
+    assert found == [False, True, *[everybody] * 14]
+    state = step(state, still, np.ones(REPLICAS, np.float32))
+    assert state[1].metrics.synced.all()
+    params, anchor = state[0]["wide"], state[1].sync_state.anchor["wide"]
+    np.testing.assert_allclose(params, anchor, rtol=0, atol=ATOL)
+    assert not step(state, still, weights)[1].metrics.synced.any()
+
+
 @pytest.mark.slow
 def test_nobody_changes_nothing():
     tx = cd.curvadion(0.1, axis_name=AXIS, trigger=triggers.every_k(2))

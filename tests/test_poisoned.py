@@ -275,6 +275,20 @@ def test_parameters_that_are_spoilt_are_mended(name):
     assert again is mended
 
 
+def test_a_replica_that_is_finite_but_another_one_is_mended_by_name():
+    """Where gradients are averaged, one whose momentum started afresh."""
+    spoilt_run = spoilt("gradients", "momentum")
+    assert spoilt_run is not None
+    state = jax.tree.map(jnp.asarray, spoilt_run[-1])
+    assert cd.replicas.mend(state) == (state, [])
+    assert float(cd.replicas.divergence(state[1].inner_state)) > 0
+    found = metrics.read(state)["troubled"]
+    mended, replaced = cd.replicas.mend(state, found)
+    assert replaced == [2]
+    for x in jax.tree.leaves(arrays(mended)):
+        np.testing.assert_array_equal(x[2], x[0])
+
+
 def test_mending_without_anybody_is_refused():
     with pytest.raises(ValueError, match="none of the 3 replicas is finite"):
         cd.replicas.mend({"w": jnp.full((3, 2), jnp.nan)})
@@ -351,6 +365,29 @@ def test_a_long_run_of_skipped_steps_is_reported():
         read = metrics.read(state, replicas=1)
     assert read["troubled"][0]["skipped"] == 10
     assert metrics.read(state, replicas=1, patience=11)["skipped"] == 10
+
+
+def test_a_replica_that_no_sync_takes_is_reported():
+    """Its gradients are sound, so that it skips no step."""
+
+    def change(step, state):
+        if step == 0:
+            spoil(state, "anchor", 3)
+        return state
+
+    gradients = helpers.make_gradients(7, REPLICAS)
+    state = run("reconcile-quantize", gradients, change=change)[-1]
+    report = "replica 3 was left out of the last 2 syncs"
+    with pytest.warns(RuntimeWarning, match=report):
+        read = metrics.read(state, patience=2)
+    assert read["troubled"] == {3: {"skipped": 0, "left_out": 2, "last": 5}}
+    assert metrics.read(state, patience=3)["left_out"] == 2
+    state, replaced = cd.replicas.mend(jax.tree.map(jnp.asarray, state))
+    assert replaced == [3]
+    step, _ = prepare("reconcile-quantize")
+    for each in gradients[:EVERY]:
+        state = step(state, each, np.ones(REPLICAS, np.float32))
+    assert metrics.read(state, patience=1)["left_out"] == 2
 
 
 def test_a_scalar_that_is_meant_to_be_infinite_is_no_poison():

@@ -25,6 +25,9 @@ def test_what_every_process_reads(tmp_path):
         assert found["restored"]
         assert found["extra"] == {"process": 0}
         assert found["model"] == pytest.approx(alone["model"], rel=RTOL)
+        assert found["replaced"] == alone["replaced"] == [1]
+        assert found["divergence of mended"] == alone["divergence of mended"] == 0
+        assert found["mended"] == pytest.approx(found["model"], rel=RTOL)
         assert found["divergence"] == pytest.approx(alone["divergence"], abs=RTOL)
         for what in ("state", "observed"):
             # No trigger value here: every_k compares nothing.

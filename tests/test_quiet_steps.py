@@ -1,5 +1,8 @@
 """A quiet step sends one scalar: seen in the values, and in the compiled program."""
 
+import math
+import re
+
 import helpers
 import hlo
 import jax
@@ -10,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
 from curvadion_jax import compressors, synchronizers, triggers
+from curvadion_jax._collectives import _replicas
 
 REPLICAS = 8
 AXIS = helpers.AXIS
@@ -106,14 +110,52 @@ def test_a_sync_sends_the_bytes_that_metrics_count(compiled):
     program, (_, opt_state), name = compiled
     (conditional,) = communicating_conditionals(program)
     inside = program.collectives(conditional.called)
-    (weights,) = [x for x in inside if x.shape.startswith(f"f32[{REPLICAS}]")]
-    assert weights.opcode == "all-gather"
+    (weights,) = [
+        x
+        for x in inside
+        if x.opcode == "all-gather" and x.shape.startswith(f"f32[{REPLICAS}]")
+    ]
     sent = sum(x.bytes for x in inside) - weights.bytes
     if name == "curvadion":
         # Two stages of codes. Every array is a block, and these four are padded to
         # one for each replica.
         sent *= len(helpers.SHAPES) / REPLICAS / 2
     assert opt_state.metrics.sync_payload.tolist() == [[0, sent]] * REPLICAS
+
+
+# Dion's other gradients, P and R; drift and momenta; `curvadion` sends codes; else one.
+AVERAGED = {"synchronous_dion": 3, "averaging_dion": 2, "every-part": 2, "curvadion": 0}
+
+
+def averaged_arrays(program) -> list[int]:
+    """Elements of every float32 array that is averaged over the replicas."""
+    all_reduces = [
+        x for x in program.collectives([program.entry]) if x.opcode == "all-reduce"
+    ]
+    shapes = [s for x in all_reduces for s in re.findall(r"f32\[([\d,]*)\]", x.shape)]
+    return [math.prod(map(int, shape.split(","))) for shape in shapes]
+
+
+def test_a_sync_averages_few_arrays(compiled):
+    """On a CPU they are sent one after another, which on a long link takes its time."""
+    program, _, name = compiled
+    assert len(averaged_arrays(program)) == AVERAGED.get(name, 1)
+
+
+@pytest.mark.parametrize("limit", [0, 21, 100])
+def test_large_arrays_are_sent_by_themselves(limit, monkeypatch):
+    monkeypatch.setattr(_replicas, "_SMALL", 4 * limit)
+    tx = cd.presets.local_sgd(0.1, k=1, axis_name=AXIS)
+    mesh = cd.replicas.make_mesh(2)
+    state = helpers.start(tx, helpers.make_params(), mesh)
+    (batch,) = helpers.make_gradients(1, 2)
+    step = helpers.replica_step(tx, mesh)
+    program = hlo.parse(step.lower(state, batch).compile().as_text())
+    sizes = [math.prod(shape) for shape in helpers.SHAPES.values()]
+    expected = [size for size in sizes if size > limit]
+    if limit:
+        expected.append(sum(sizes) - sum(expected))
+    assert sorted(averaged_arrays(program)) == sorted(expected)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +183,10 @@ def test_a_quiet_step_copies_nothing_of_the_synchronizers(options):
     copied = sum(x.bytes for x in entry if x.opcode == "copy")
     # The CPU compiler copies the new parameters out of `params + updates`, with or
     # without syncs, and the momentum, which stays where the gradients are not finite;
-    # and there are 20 counters of at most 4 bytes.
+    # and there are counters, and conditions beside them.
     parameters = sum(x.nbytes for x in helpers.make_params().values())
-    assert copied <= 2 * parameters + 20 * 4
+    counters = sum(x.nbytes for x in state[1].metrics) // REPLICAS
+    assert copied <= 2 * parameters + 2 * counters < 3 * parameters
 
 
 @pytest.mark.slow

@@ -208,6 +208,12 @@ def test_messages_of_a_program_count_loops_and_branches():
     ]
 
 
+def test_the_committed_tables_are_those_of_the_committed_results():
+    found = measure.read_results(measure.RESULTS)
+    written = measure.RESULTS.with_suffix(".md").read_text()
+    assert written == wan_tables.document(found)
+
+
 def test_lines_of_two_processes_become_one_record():
     def lines(loss: float) -> list[dict]:
         link = {"payload": 0, "bytes": 0}

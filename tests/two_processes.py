@@ -44,7 +44,11 @@ def train(folder: Path) -> dict:
     cd.checkpoint.save(folder, STEPS, state, extra=extra)
     restored = cd.checkpoint.restore(folder, cd.replicas.replicate(first, mesh))
     model = cd.replicas.consensus(*state)
+    mended, replaced = cd.replicas.mend((spoilt(state[0], 1), state[1]))
     return {
+        "replaced": replaced,
+        "divergence of mended": float(cd.replicas.divergence(mended[0])),
+        "mended": float(jnp.sum(cd.replicas.consensus(*mended)["w"])),
         "restored": equal(restored, state),
         "extra": cd.checkpoint.read_extra(folder),
         "state": cd.metrics.read(state[1]),
@@ -52,6 +56,16 @@ def train(folder: Path) -> dict:
         "divergence": float(cd.replicas.divergence(state[0])),
         "model": float(jnp.sum(model["w"])),
     }
+
+
+def spoilt(params, replica: int):
+    """Parameters with a NaN in every array of a replica."""
+    placements = jax.tree.map(lambda x: x.sharding, params)
+
+    def spoil(params):
+        return jax.tree.map(lambda x: x.at[replica, 0].set(jnp.nan), params)
+
+    return jax.jit(spoil, out_shardings=placements)(params)
 
 
 def equal(state, other) -> bool:

@@ -1,13 +1,14 @@
 """Low-communication training over slow and lossy links, in network namespaces.
 
-    sudo python benchmarks/wan/measure.py              # what is missing
-    sudo python benchmarks/wan/measure.py links        # one plan of it
-    python benchmarks/wan/measure.py --table           # Markdown and the picture
+    sudo "$(which python)" benchmarks/wan/measure.py         # what is missing
+    sudo "$(which python)" benchmarks/wan/measure.py links   # one plan of it
+    python benchmarks/wan/measure.py --table                 # Markdown and the picture
 
 Two processes, each with one replica on a core of its own, each in a network namespace,
 train the example's model over a link that is made for them and removed again. Results
 go to `results.jsonl` beside this file, a line a case; what is in it is not measured
-again. README.md in the folder above says what is measured, and how.
+again. Tables and picture go to `results.md` and `results.png`. README.md in the folder
+above says what is measured, and how.
 """
 
 import argparse
@@ -58,13 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("plans", nargs="*", help=f"of {', '.join(grid.PLANS)}")
     parser.add_argument("--links", nargs="*", help="names of links, as in the tables")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--table", action="store_true", help="print what is there")
+    parser.add_argument("--table", action="store_true", help="write tables and picture")
     options = parser.parse_args(arguments)
     if unknown := set(options.plans) - set(grid.PLANS):
         parser.error(f"unknown plans: {unknown}; there are {', '.join(grid.PLANS)}")
     if options.table:
         results = read_results(options.results)
-        print(wan_tables.document(results))
+        text = wan_tables.document(results)
+        options.results.with_suffix(".md").write_text(text)
+        print(text)
         wan_picture.draw(results, options.results.with_suffix(".png"))
         return 0
     if refusal := namespaces.refusal():

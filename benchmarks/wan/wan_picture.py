@@ -24,7 +24,7 @@ def draw(results: Results, file: Path) -> None:
         2, 1, figsize=(9, 7.5), sharex=True, layout="constrained"
     )
     for index, name in enumerate(list(METHODS)[1:]):
-        label = METHODS[name].label
+        label = METHODS[name].label.replace("`", "")
         places = [number + _APART * (index - 1) for number in range(len(links))]
         by_step = [compare.speedup(link, name, results) for link in links]
         panels[0].plot(places, _known(by_step), _MARKERS[index], label=label)

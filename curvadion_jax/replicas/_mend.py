@@ -1,6 +1,7 @@
 """Gives a replica whose numbers are spoilt another one's."""
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from curvadion_jax.replicas._resize import distinct
 from curvadion_jax.replicas._state import check_leading, count_leading
 
 
-def mend(state: Any) -> tuple[Any, list[int]]:
+def mend(state: Any, replicas: Iterable[int] = ()) -> tuple[Any, list[int]]:
     """Replaces replicas that are not finite by copies of the first one that is.
 
     A sync leaves such a replica out, and starts its momenta and errors afresh. But an
@@ -23,6 +24,10 @@ def mend(state: Any) -> tuple[Any, list[int]]:
     it, in all processes, when `curvadion_jax.metrics.read` shows a replica as left out
     again and again.
 
+    Where syncs average gradients or factors, a replica whose momentum was spoilt is
+    finite again after the next sync, and from then on another one than the others: name
+    it in `replicas`. What a named replica has alone, such as its drift, is lost.
+
     A copy holds nothing back (errors of `adaptive_sync` are zero in it), its random
     keys are folded with its number, and its counters stay its own.
 
@@ -30,14 +35,18 @@ def mend(state: Any) -> tuple[Any, list[int]]:
       state: parameters and optimizer state, in any tree, with a leading replica axis.
         Of what is a scalar on one replica NaN alone is looked at, and not in triggers
         and counters.
+      replicas: numbers of replicas to replace, whether they are finite or not, such as
+        ``curvadion_jax.metrics.read(state)["troubled"]``; the same in all processes
+        (that one lists the replicas of its own process).
 
     Returns:
       The state, and the numbers of the replicas that were replaced. Without any it is
       the state as it was.
 
     Raises:
-      TypeError: if a leaf is not on devices.
-      ValueError: if leaves have no common leading axis, or no replica is finite.
+      TypeError: if a leaf is not on devices, or a number of a replica not an int.
+      ValueError: if leaves have no common leading axis, there is no replica of a given
+        number, or none that is finite is left to copy.
 
     Example:
       >>> state = {"w": jnp.array([[1.0], [jnp.nan], [3.0]])}
@@ -56,16 +65,42 @@ def mend(state: Any) -> tuple[Any, list[int]]:
                 f"{name!r} is a {type(leaf).__name__}, not a jax.Array on devices: "
                 "mend what replicas.replicate or a step returned"
             )
-    finite = np.asarray(jax.device_get(_finite(state)))
-    spoilt = [int(index) for index in np.flatnonzero(~finite)]
-    if not spoilt:
-        return state, []
-    if len(spoilt) == number:
+    named = _checked(replicas, number)
+    stays = np.array(jax.device_get(_finite(state)))
+    if not stays.any():
         raise ValueError(
             f"none of the {number} replicas is finite: restore a checkpoint"
         )
-    healthy = int(np.flatnonzero(finite)[0])
-    return _replaced(state, np.where(finite, np.arange(number), healthy)), spoilt
+    stays[named] = False
+    if not stays.any():
+        raise ValueError(
+            f"replicas={named} leaves none of the {number} that is finite, to copy: "
+            "leave one of them out, or restore a checkpoint"
+        )
+    if stays.all():
+        return state, []
+    source = np.where(stays, np.arange(number), np.flatnonzero(stays)[0])
+    return _replaced(state, source), np.flatnonzero(~stays).tolist()
+
+
+def _checked(replicas: Any, number: int) -> list[int]:
+    """The numbers of replicas that were given, in order."""
+    if isinstance(replicas, str) or not isinstance(replicas, Iterable):
+        raise TypeError(
+            f"replicas must hold numbers of replicas such as [3], got {replicas!r}"
+        )
+    found = []
+    for each in replicas:
+        if isinstance(each, bool) or not isinstance(each, int | np.integer):
+            raise TypeError(
+                f"replicas must hold numbers of replicas such as [3], got {each!r}"
+            )
+        if not 0 <= each < number:
+            raise ValueError(
+                f"there is no replica {each}: the state has {number}, from 0 on"
+            )
+        found.append(int(each))
+    return sorted(set(found))
 
 
 def _looked_at(state: Any) -> list[jax.Array]:

@@ -159,6 +159,22 @@ _CALLS = [
         *(ValueError, "none of the 3 replicas is finite", "restore a checkpoint"),
     ),
     (
+        "mend(two_replicas, 1)",
+        *(TypeError, "got 1", "numbers of replicas such as [3]"),
+    ),
+    (
+        "mend(two_replicas, [0.5])",
+        *(TypeError, "got 0.5", "numbers of replicas such as [3]"),
+    ),
+    (
+        "mend(two_replicas, [2])",
+        *(ValueError, "there is no replica 2", "the state has 2, from 0 on"),
+    ),
+    (
+        "mend(two_replicas, [0, 1])",
+        *(ValueError, "leaves none of the 2", "leave one of them out"),
+    ),
+    (
         "offload(params)",
         *(
             ValueError,
