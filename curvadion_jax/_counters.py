@@ -20,17 +20,20 @@ class Presence(NamedTuple):
       left_out: bool[], this replica, which had nothing finite to bring.
       absent: bool[], this replica, which was given no weight.
       empty: bool[], all.
+      over: bool[], whether it was a sync all the same, after which those who missed it
+        need not ask for another.
     """
 
     left_out: jax.Array
     absent: jax.Array
     empty: jax.Array
+    over: jax.Array
 
 
 def nobody_missing() -> Presence:
     """That of a step without a sync."""
     no = jnp.zeros([], jnp.bool_)
-    return Presence(no, no, no)
+    return Presence(no, no, no, no)
 
 
 class SyncMetrics(NamedTuple):
@@ -60,9 +63,11 @@ class SyncMetrics(NamedTuple):
       left_out: int32[], syncs that this replica was left out of, because what it had
         was not finite, or it had nothing. Replica-varying.
       left_out_in_a_row: int32[], how many of them were the last ones. Replica-varying.
-      left_out_at: int32[], number of the step of the last of them that others took
-        part in, -1 if none. Replica-varying.
-      absent: int32[], syncs that it was given no weight in. Replica-varying.
+      left_out_at: int32[], number of the step of the last of them, -1 if none. Where
+        syncs average gradients or factors, of the last that others took part in.
+        Replica-varying.
+      absent: int32[], syncs in which it had something sound, and no weight.
+        Replica-varying.
       absent_at: int32[], as `left_out_at`. Replica-varying.
       empty: int32[], syncs that nobody took part in; they changed nothing.
       sync_payload: int32[2], bytes that a sync averages over replicas, as
@@ -164,7 +169,7 @@ def following(
         return jnp.where(event, optax.safe_increment(count), count)
 
     def at(before, missing):
-        return jnp.where(missing & ~presence.empty, old.steps, before)
+        return jnp.where(missing & presence.over, old.steps, before)
 
     return old._replace(
         steps=optax.safe_increment(old.steps),

@@ -13,12 +13,13 @@ def _is_float(x: Any) -> bool:
 def all_finite(tree: Any) -> jax.Array:
     """Whether no floating-point array of the tree has a NaN or an infinity, bool[].
 
-    Zero times what is not finite is NaN, and so is a sum with one. On CPU that takes a
+    What is not finite less itself is NaN, and so is a sum with one. On CPU that takes a
     third of the time of `all(isfinite(x))`, whose reduction is not vectorised. (That of
-    `max(abs(x))` is, but drops NaN.)
+    `max(abs(x))` is, but drops NaN; and XLA multiplies the constants in `x * 2 * 0`.)
     """
-    sums = [jnp.sum(x * 0) for x in jax.tree.leaves(tree) if _is_float(x)]
-    return jnp.all(jnp.stack([x == 0 for x in sums])) if sums else jnp.array(True)
+    floats = [jnp.asarray(x) for x in jax.tree.leaves(tree) if _is_float(x)]
+    nothing = [jnp.sum(x - x) == 0 for x in floats]
+    return jnp.all(jnp.stack(nothing)) if nothing else jnp.array(True)
 
 
 def sound(state: Any) -> jax.Array:

@@ -161,19 +161,20 @@ class Step:
         )
 
     def _rests(self, metrics: SyncMetrics) -> jax.Array:
-        """Whether it missed the last sync, others did not, and it would miss this one.
+        """Whether it missed the last sync, and would miss this one.
 
-        That is of one which was left out for some steps, and of one without weight for
-        as long as it has none: its drift stays, so that a trigger which looks at that
-        would ask on every step.
+        One that was left out rests for some steps, and one without weight for as long
+        as it has none: its drift stays, so that a trigger which looks at that would ask
+        on every step.
         """
         last = metrics.steps - metrics.quiet_steps - 1
-        left_out = (metrics.left_out > 0) & (metrics.left_out_at == last)
+        left_out, absent = (
+            at == last for at in (metrics.left_out_at, metrics.absent_at)
+        )
         rests = left_out & (metrics.quiet_steps < _REST)
-        if self.weight is None:
-            return rests
-        absent = (metrics.absent > 0) & (metrics.absent_at == last)
-        return rests | (absent & (self.weight == 0))
+        if self.weight is not None:
+            rests |= (left_out | absent) & (self.weight == 0)
+        return rests & (metrics.syncs > 0)
 
     def _wish(self, fire, syncs):
         """0 for a quiet step, else 1 + the variant of the sync that is due, int32[]."""
@@ -304,7 +305,13 @@ class Step:
           brings: whether this replica had anything sound to bring.
         """
         updates, inner_state, new = after
-        presence = Presence(~brings, brings & ~group.present, ~group.anybody)
+        presence = Presence(
+            left_out=~brings,
+            absent=brings & ~group.present,
+            empty=~group.anybody,
+            # Without a sync a replica with averaged gradients would step alone.
+            over=group.anybody | self.synchronizer.after_local_step,
+        )
         sync_state = _memory.put_back(new, kept, sync_state)
         # At a sync too: NaN added to the parameters would never go away.
         updates = _health.finite_elements(_like(updates, params))

@@ -52,10 +52,10 @@ def test_the_flag_is_reduced_before_the_forward_pass():
     opcodes, arguments = needed_for_the_flag(delayed(change(0.1)))
     assert "dot" not in opcodes
     assert sorted(arguments) == [
-        "state[1].metrics.left_out",
         "state[1].metrics.left_out_at",
         "state[1].metrics.quiet_steps",
         "state[1].metrics.steps",
+        "state[1].metrics.syncs",
         "state[1].trigger_state.decision.fire",
     ]
 

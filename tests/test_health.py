@@ -9,24 +9,49 @@ from curvadion_jax import _health
 
 # More than a vector of the processor holds, and a rest.
 SIZE = 131
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+
+@pytest.fixture(scope="module", params=[0, 3], ids="O{}".format)
+def all_finite(request):
+    """Of every row."""
+
+    def compiled(rows):
+        lowered = jax.jit(jax.vmap(_health.all_finite)).lower(rows)
+        options = {"xla_backend_optimization_level": request.param}
+        return lowered.compile(options)(rows)
+
+    return compiled
 
 
 @pytest.mark.parametrize("number", [np.nan, -np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("optimized", [False, True])
-def test_a_number_that_is_not_finite_is_found_everywhere(dtype, number, optimized):
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_a_number_that_is_not_finite_is_found_everywhere(all_finite, dtype, number):
     spoilt = np.full((SIZE, SIZE), jnp.finfo(dtype).max, np.float32)
     np.fill_diagonal(spoilt, number)
-    rows = jnp.asarray(spoilt, dtype)
-    found = jax.jit(jax.vmap(_health.all_finite)).lower(rows)
-    found = found.compile({"xla_backend_optimization_level": 3 * optimized})(rows)
-    assert not np.any(found)
+    assert not np.any(all_finite(jnp.asarray(spoilt, dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_extreme_numbers_are_finite(all_finite, dtype):
+    """The largest of one sign, whose sum is infinite, and the smallest."""
+    limits = jnp.finfo(dtype)
+    numbers = [limits.max, limits.min, limits.smallest_subnormal, -0.0]
+    rows = np.repeat(np.array(numbers, np.float32)[:, None], SIZE, axis=1)
+    assert np.all(all_finite(jnp.asarray(rows, dtype)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_what_overflows_on_the_way_is_seen(dtype):
+    """The compiler must not put the constants of both together."""
+    x = jnp.full((2, SIZE), jnp.finfo(dtype).max / 2, dtype)
+    assert not jax.jit(lambda x: _health.all_finite(x * 1024.0))(x)
+    assert not jax.jit(lambda x: _health.all_finite(x / 1e-3))(x)
 
 
 def test_what_there_is_not_is_finite():
-    """Integers, arrays without elements, the largest numbers, and nothing at all."""
-    largest = jnp.finfo(jnp.float32)
-    tree = [jnp.arange(3), jnp.zeros((0, 3)), jnp.array([largest.max, largest.min])]
+    """Integers, arrays without elements, and nothing at all."""
+    tree = [jnp.arange(3), jnp.zeros((0, 3)), jnp.ones(2), 1.0, np.ones(2)]
     assert _health.all_finite(tree)
     assert _health.all_finite(())
     assert not _health.all_finite([*tree, jnp.array(jnp.nan)])

@@ -26,6 +26,8 @@ def test_what_every_process_reads(tmp_path):
         assert found["extra"] == {"process": 0}
         assert found["model"] == pytest.approx(alone["model"], rel=RTOL)
         assert found["replaced"] == alone["replaced"] == [1]
+        assert found["named"] == alone["named"] == [1]
+        assert found["divergence of copied"] == alone["divergence of copied"] == 0
         assert found["divergence of mended"] == alone["divergence of mended"] == 0
         assert found["mended"] == pytest.approx(found["model"], rel=RTOL)
         assert found["divergence"] == pytest.approx(alone["divergence"], abs=RTOL)

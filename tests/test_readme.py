@@ -14,7 +14,8 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_python_blocks_run_in_order(capsys):
+def test_python_blocks_run_in_order(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "readme"}
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), namespace)

@@ -270,17 +270,22 @@ class Script(NamedTuple):
     Attributes:
       numbers: float32[3, replicas, steps], what the triggers see.
       spoilt: float32[replicas, steps], what is added to an element of the gradient.
+      weights: float32[replicas, steps], how much each counts in a sync.
     """
 
     numbers: np.ndarray
     spoilt: np.ndarray
+    weights: np.ndarray
 
     def __repr__(self) -> str:
         rows = {"first": 0, "second": 0, "limit": 1}
         pairs = [*zip(self.numbers, rows.values(), strict=True), (self.spoilt, 0)]
+        pairs.append((self.weights, 1))
         unusual = [
             f"{name}[{index}, {step}] = {float(array[index, step])!r}"
-            for name, (array, usual) in zip([*rows, "spoilt"], pairs, strict=True)
+            for name, (array, usual) in zip(
+                [*rows, "spoilt", "weights"], pairs, strict=True
+            )
             for index, step in np.argwhere(array != usual)
         ]
         return f"usual numbers but for {', '.join(unusual) or 'nothing'}"
@@ -306,7 +311,8 @@ def usual_script() -> Script:
     """No signal is above the limit."""
     numbers = np.zeros((3, REPLICAS, STEPS), np.float32)
     numbers[LIMIT] = 1
-    return Script(numbers, np.zeros((REPLICAS, STEPS), np.float32))
+    shape = REPLICAS, STEPS
+    return Script(numbers, np.zeros(shape, np.float32), np.ones(shape, np.float32))
 
 
 def one_by_one() -> Script:
@@ -326,12 +332,15 @@ LARGE = 1e6
 
 
 @st.composite
-def scripts(draw, spoilt=()):
-    """Mostly 0 for the signals and 1 for the limit; the rest are special numbers."""
+def scripts(draw, spoilt=(), absent=False):
+    """Mostly 0 for the signals and 1 for the limit; the rest are special numbers.
+
+    Replicas that may be absent go and come again.
+    """
     palette = np.float32([*SPECIAL, *draw(st.lists(NUMBERS, max_size=8))])
     often = draw(st.sampled_from([0.02, 0.1, 0.003, 1.0, 0.0]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    numbers, spoilt_numbers = usual_script()
+    numbers, spoilt_numbers, weights = usual_script()
     chosen = rng.choice(palette, numbers.shape)
     numbers = np.where(rng.random(numbers.shape) < often, chosen, numbers)
     for place, number in draw(st.lists(st.tuples(PLACES, NUMBERS), max_size=12)):
@@ -341,7 +350,10 @@ def scripts(draw, spoilt=()):
         chosen = rng.choice(np.float32(spoilt), spoilt_numbers.shape)
         is_spoilt = rng.random(chosen.shape) < share
         spoilt_numbers = np.where(is_spoilt, chosen, spoilt_numbers)
-    return Script(numbers, spoilt_numbers)
+    if absent:
+        often = draw(st.sampled_from([0.05, 0.3, 0.9]))
+        weights = np.logical_xor.accumulate(rng.random(weights.shape) < often, axis=1)
+    return Script(numbers, spoilt_numbers, np.float32(weights))
 
 
 def params_of_replicas():
@@ -359,64 +371,79 @@ def program(name: str):
     state = helpers.start(tx, params_of_replicas(), mesh)
 
     def one(state, of_step):
-        gradients, number = of_step
+        (gradients, weight), number = of_step
         params, opt_state = state
-        updates, opt_state = tx.update(gradients, opt_state, params, step=number)
+        updates, opt_state = tx.update(
+            gradients, opt_state, params, step=number, weight=weight
+        )
         params = optax.apply_updates(params, updates)
         anchor = getattr(opt_state.sync_state, "anchor", None)
         return (params, opt_state), (opt_state.metrics, params, anchor)
 
     def local(state, batch):
-        gradients = jax.tree.map(lambda g: g[0], batch)
-        return lax.scan(one, state, (gradients, case.first + jnp.arange(STEPS)))
+        batch = jax.tree.map(lambda x: x[0], batch)
+        return lax.scan(one, state, (batch, case.first + jnp.arange(STEPS)))
 
     step = cd.replicas.step(local, mesh, donate=False)
-    run = helpers.quick(step, state, gradients_of(usual_script()))
+    run = helpers.quick(step, state, batch_of(usual_script()))
     return lambda batch: jax.device_get(run(state, batch))
 
 
-def gradients_of(script: Script):
-    """[replicas, steps, ...]: the numbers in code, and what every replica learns."""
+def batch_of(script: Script):
+    """[replicas, steps, ...]: numbers in code, what replicas learn, and weights."""
     rng = np.random.default_rng(0)
     weights = rng.normal(size=(REPLICAS, STEPS, 4)).astype(np.float32)
     weights[..., 0] += script.spoilt
-    return {"codes": encoded(np.moveaxis(script.numbers, 0, -1)), "weights": weights}
+    codes = encoded(np.moveaxis(script.numbers, 0, -1))
+    return {"codes": codes, "weights": weights}, script.weights
 
 
-def expected(case: Case, numbers, metrics) -> list[bool]:
+def expected(case: Case, numbers, weights, metrics) -> list[bool]:
     """Whether each step synchronises: whether any replica wants it.
 
-    The trigger of one whose gradients are not finite sees zeros, and one that was left
-    out of the last sync rests.
+    The trigger of one whose gradients are not finite sees zeros. One that was left out
+    of the last sync rests, and one that missed it does while it has no weight.
     """
     models = [case.model() for _ in range(REPLICAS)]
     if case.ask_every is not None:
         models = [remembered_model(model) for model in models]
     numbers, reported = flushed(numbers), flushed(metrics.threshold)
     syncs, quiet, found, rest = 0, 0, [], np.zeros(REPLICAS, int)
+    missed = np.zeros(REPLICAS, bool)
     for step in range(STEPS):
         wishes = []
         for index in range(REPLICAS):
             row, limit = numbers[:, index, step], reported[index, step]
             wish = models[index](Seen(row, step, syncs, quiet, limit))
-            wishes.append(wish and rest[index] == 0)
+            away = missed[index] and weights[index, step] == 0
+            wishes.append(wish and rest[index] == 0 and not away)
         asked = (case.first + step) % (case.ask_every or 1) == 0
         synced = asked and any(wishes)
         found.append(synced)
         left_out = metrics.left_out_at[:, step] == step
         rest = REST * left_out if synced else np.maximum(rest - 1, 0)
+        if synced:
+            missed = left_out | (metrics.absent_at[:, step] == step)
         syncs, quiet = syncs + synced, 0 if synced else quiet + 1
     return found
 
 
-def assert_left_out(case: Case, usable, metrics):
+def assert_missing(case: Case, script: Script, metrics):
     """Where gradients are averaged, those are left out that have none.
 
-    Else nobody is: parameters and states are finite here.
+    Else nobody is: parameters and states are finite here. Absent are others, those
+    without weight.
     """
-    left_out = np.diff(metrics.left_out, axis=1, prepend=0)
+    usable = np.isfinite(script.spoilt)
     without = np.zeros_like(usable) if case.synchronizer.after_local_step else ~usable
-    np.testing.assert_array_equal(left_out, without & metrics.synced)
+    away = ~without & (script.weights == 0)
+    for name, missing in (("left_out", without), ("absent", away)):
+        counted = np.diff(getattr(metrics, name), axis=1, prepend=0)
+        np.testing.assert_array_equal(counted, missing & metrics.synced)
+    in_a_row, count = metrics.left_out_in_a_row, np.zeros(REPLICAS, int)
+    for step, synced in enumerate(metrics.synced[0]):
+        count = np.where(without[:, step], count + 1, 0) if synced else count
+        np.testing.assert_array_equal(in_a_row[:, step], count)
 
 
 def assert_agreed(metrics) -> np.ndarray:
@@ -445,7 +472,7 @@ def assert_together(synced, params, anchor):
 def check(name: str, script: Script):
     """Runs a script; the last state and the metrics of all steps."""
     case = CASES[name]
-    (_, last), (metrics, params, anchor) = program(name)(gradients_of(script))
+    (_, last), (metrics, params, anchor) = program(name)(batch_of(script))
     synced = assert_agreed(metrics)
     numbers, usable = script.numbers, np.isfinite(script.spoilt)
     if name in MEASURED:
@@ -453,10 +480,11 @@ def check(name: str, script: Script):
         numbers = np.stack([metrics.value, nothing, metrics.threshold])
     else:
         numbers = np.where(usable, numbers, 0)
-        assert_left_out(case, usable, metrics)
-        if case.synchronizer.after_local_step and name != "fragments":
+        assert_missing(case, script, metrics)
+        everybody = np.all(script.weights)
+        if case.synchronizer.after_local_step and name != "fragments" and everybody:
             assert_together(synced, params, anchor)
-    assert synced.tolist() == expected(case, numbers, metrics)
+    assert synced.tolist() == expected(case, numbers, script.weights, metrics)
     return last, metrics
 
 
@@ -504,11 +532,38 @@ def test_gradients_that_are_not_finite(name, script):
 @settings(max_examples=15, **PROPERTIES)
 @given(script=scripts(spoilt=POISON))
 def test_replicas_that_remember_agree_about_gradients_that_are_not_finite(name, script):
-    _, (metrics, params, anchor) = program(name)(gradients_of(script))
+    _, (metrics, params, anchor) = program(name)(batch_of(script))
     synced = assert_agreed(metrics)
-    assert_left_out(CASES[name], np.isfinite(script.spoilt), metrics)
+    assert_missing(CASES[name], script, metrics)
     if CASES[name].synchronizer.after_local_step:
         assert_together(synced, params, anchor)
+
+
+def staying_away() -> Script:
+    """Replica 5 misses a sync, and wants others ever after; then nobody is there."""
+    script = usual_script()
+    script.numbers[FIRST, 2, 4] = 2
+    script.weights[5, 3:40] = 0
+    script.numbers[FIRST, 5, 5:] = 2
+    script.weights[:, 20:30] = 0
+    return script
+
+
+@pytest.mark.parametrize("name", some(x for x in CASES if x not in REMEMBERING))
+@settings(max_examples=15, **PROPERTIES)
+@example(script=staying_away())
+@given(script=scripts(spoilt=POISON, absent=True))
+def test_replicas_that_come_and_go(name, script):
+    check(name, script)
+
+
+@pytest.mark.parametrize("name", some(REMEMBERING))
+@settings(max_examples=15, **PROPERTIES)
+@given(script=scripts(spoilt=POISON, absent=True))
+def test_replicas_that_remember_agree_about_who_is_there(name, script):
+    _, (metrics, _, _) = program(name)(batch_of(script))
+    assert_agreed(metrics)
+    assert_missing(CASES[name], script, metrics)
 
 
 @pytest.mark.parametrize("name", some(REMEMBERING))

@@ -45,8 +45,13 @@ def train(folder: Path) -> dict:
     restored = cd.checkpoint.restore(folder, cd.replicas.replicate(first, mesh))
     model = cd.replicas.consensus(*state)
     mended, replaced = cd.replicas.mend((spoilt(state[0], 1), state[1]))
+    # One of the processes names it.
+    last = jax.process_index() == jax.process_count() - 1
+    copied, named = cd.replicas.mend(state, also=[1] if last else ())
     return {
         "replaced": replaced,
+        "named": named,
+        "divergence of copied": float(cd.replicas.divergence(copied[0])),
         "divergence of mended": float(cd.replicas.divergence(mended[0])),
         "mended": float(jnp.sum(cd.replicas.consensus(*mended)["w"])),
         "restored": equal(restored, state),

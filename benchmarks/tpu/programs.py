@@ -123,33 +123,18 @@ def spec(names: tuple[str, ...], rank: int, mesh: Mesh) -> P:
     return P(*[None] * (rank - 2), *sides)
 
 
-def _held_to_batch(
-    network: nn.Module, divided: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`network.apply` with activations divided over the batch.
+def _held_to_batch(network: nn.Module, axes: Any) -> Callable[..., Any]:
+    """`network.apply` with activations between blocks divided over the batch."""
 
-    Between blocks over nothing else; behind the products inside of them the compiler is
-    free in the other dimensions.
-
-    Args:
-      network: the model.
-      divided: from how the other dimensions are divided to what says all.
-    """
-
-    def hold(x, *others):
-        if x.ndim < 3:
-            return x
-        return jax.lax.with_sharding_constraint(x, divided(others))
+    def hold(x):
+        return jax.lax.with_sharding_constraint(x, axes) if x.ndim == 3 else x
 
     def interceptor(call, args, kwargs, context):
         result = call(*args, **kwargs)
-        if context.method_name != "__call__":
+        held = isinstance(context.module, nn.Embed | model.Block)
+        if not held or context.method_name != "__call__":
             return result
-        if isinstance(context.module, nn.Embed | model.Block):
-            return jax.tree.map(hold, result)
-        if isinstance(context.module, nn.Dense):
-            return hold(result, *[P.UNCONSTRAINED] * (result.ndim - 1))
-        return result
+        return jax.tree.map(hold, result)
 
     def apply(*args, **kwargs):
         with nn.intercept_methods(interceptor):
@@ -222,13 +207,9 @@ def build(size: Size, optimizer: str, mesh: Mesh) -> Step:
         return TrainState.create(apply_fn=network.apply, params=params, tx=tx)
 
     synchronous = optimizer in SYNCHRONOUS
-
-    def divided(others):
-        if synchronous:
-            return NamedSharding(mesh, P((AXIS, "fsdp"), *others))
-        return P("fsdp", *others)  # inside a step the replica axis is not to be seen
-
-    held = _Held(_held_to_batch(network, divided))
+    # Inside a step the replica axis is not to be seen.
+    axes = NamedSharding(mesh, P((AXIS, "fsdp"))) if synchronous else P("fsdp")
+    held = _Held(_held_to_batch(network, axes))
 
     def loss_fn(params, tokens_BxT):
         return model.next_token_loss(held, params, tokens_BxT)

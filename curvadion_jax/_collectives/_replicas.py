@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from curvadion_jax import _sharding
 from curvadion_jax._collectives import _devices
 from curvadion_jax._collectives._axes import (
+    axes_of,
     axis_size,
     is_checked,
     is_varying,
@@ -21,8 +22,10 @@ from curvadion_jax._collectives._axes import (
 )
 from curvadion_jax._group import Group, single
 
-# Bytes: over 1 Gbit/s they take less time than a message from one site to another.
+# Bytes: over 1 Gbit/s an array takes less time than a message from one site to another.
 _SMALL = 2**20
+# Of arrays that travel together, but for the last of them.
+_MESSAGE = 2**24
 
 
 def mean(tree: Any, axis_name: str | None, weights: jax.Array | None = None) -> Any:
@@ -87,11 +90,7 @@ def _summed(tree: Any, axis_name: str) -> Any:
     it would gather them.
     """
     leaves, structure = jax.tree.flatten(tree)
-    together = defaultdict(list)
-    for index, x in enumerate(leaves):
-        small = x.size * x.dtype.itemsize <= _SMALL and not _sharding.inner_axes()
-        together[x.dtype if small else index].append(index)
-    for indices in together.values():
+    for indices in _messages(leaves):
         parts = [leaves[index] for index in indices]
         if len(parts) == 1:
             sums = [lax.psum(parts[0], axis_name)]
@@ -102,6 +101,20 @@ def _summed(tree: Any, axis_name: str) -> Any:
         for index, x, total in zip(indices, parts, sums, strict=True):
             leaves[index] = total.reshape(x.shape)
     return jax.tree.unflatten(structure, leaves)
+
+
+def _messages(leaves: list[jax.Array]) -> Iterable[list[int]]:
+    """Which arrays travel together: those of a dtype that vary over the same axes."""
+    if _sharding.inner_axes():
+        return [[index] for index in range(len(leaves))]
+    messages, sizes = defaultdict(list), defaultdict(int)
+    for index, x in enumerate(leaves):
+        size, kind = x.size * x.dtype.itemsize, (x.dtype, axes_of(x))
+        if size > _SMALL:
+            kind = index
+        messages[kind, sizes[kind] // _MESSAGE].append(index)
+        sizes[kind] += size
+    return messages.values()
 
 
 def group(

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from curvadion_jax import _memory, _paths
@@ -14,7 +15,7 @@ from curvadion_jax.replicas._resize import distinct
 from curvadion_jax.replicas._state import check_leading, count_leading
 
 
-def mend(state: Any, replicas: Iterable[int] = ()) -> tuple[Any, list[int]]:
+def mend(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
     """Replaces replicas that are not finite by copies of the first one that is.
 
     A sync leaves such a replica out, and starts its momenta and errors afresh. But an
@@ -26,18 +27,18 @@ def mend(state: Any, replicas: Iterable[int] = ()) -> tuple[Any, list[int]]:
 
     Where syncs average gradients or factors, a replica whose momentum was spoilt is
     finite again after the next sync, and from then on another one than the others: name
-    it in `replicas`. What a named replica has alone, such as its drift, is lost.
+    it in `also`. What a named replica has alone, such as its drift, is lost.
 
     A copy holds nothing back (errors of `adaptive_sync` are zero in it), its random
-    keys are folded with its number, and its counters stay its own.
+    keys are folded with its number, and its counters stay its own; what they count in
+    a row starts again.
 
     Args:
       state: parameters and optimizer state, in any tree, with a leading replica axis.
         Of what is a scalar on one replica NaN alone is looked at, and not in triggers
         and counters.
-      replicas: numbers of replicas to replace, whether they are finite or not, such as
-        ``curvadion_jax.metrics.read(state)["troubled"]``; the same in all processes
-        (that one lists the replicas of its own process).
+      also: numbers of replicas to replace, whether they are finite or not. Of several
+        processes each may give others.
 
     Returns:
       The state, and the numbers of the replicas that were replaced. Without any it is
@@ -65,17 +66,18 @@ def mend(state: Any, replicas: Iterable[int] = ()) -> tuple[Any, list[int]]:
                 f"{name!r} is a {type(leaf).__name__}, not a jax.Array on devices: "
                 "mend what replicas.replicate or a step returned"
             )
-    named = _checked(replicas, number)
+    named = _checked(also, number)
     stays = np.array(jax.device_get(_finite(state)))
     if not stays.any():
         raise ValueError(
             f"none of the {number} replicas is finite: restore a checkpoint"
         )
-    stays[named] = False
+    stays &= ~named
     if not stays.any():
         raise ValueError(
-            f"replicas={named} leaves none of the {number} that is finite, to copy: "
-            "leave one of them out, or restore a checkpoint"
+            f"also={np.flatnonzero(named).tolist()} leaves none of the {number} "
+            "replicas that is finite, to copy: leave one of them out, or restore a "
+            "checkpoint"
         )
     if stays.all():
         return state, []
@@ -83,24 +85,24 @@ def mend(state: Any, replicas: Iterable[int] = ()) -> tuple[Any, list[int]]:
     return _replaced(state, source), np.flatnonzero(~stays).tolist()
 
 
-def _checked(replicas: Any, number: int) -> list[int]:
-    """The numbers of replicas that were given, in order."""
-    if isinstance(replicas, str) or not isinstance(replicas, Iterable):
-        raise TypeError(
-            f"replicas must hold numbers of replicas such as [3], got {replicas!r}"
-        )
-    found = []
-    for each in replicas:
+def _checked(also: Any, number: int) -> np.ndarray:
+    """Which replicas any process names, bool[N]."""
+    if isinstance(also, str) or not isinstance(also, Iterable):
+        also = [also]
+    named = np.zeros(number, bool)
+    for each in also:
         if isinstance(each, bool) or not isinstance(each, int | np.integer):
             raise TypeError(
-                f"replicas must hold numbers of replicas such as [3], got {each!r}"
+                f"also must hold numbers of replicas such as [3], got {each!r}"
             )
         if not 0 <= each < number:
             raise ValueError(
                 f"there is no replica {each}: the state has {number}, from 0 on"
             )
-        found.append(int(each))
-    return sorted(set(found))
+        named[each] = True
+    if jax.process_count() == 1:
+        return named
+    return np.any(multihost_utils.process_allgather(named), axis=0)
 
 
 def _looked_at(state: Any) -> list[jax.Array]:
@@ -142,7 +144,8 @@ def _replaced(state: Any, source: np.ndarray) -> Any:
     def row(x, names):
         pairs = set(itertools.pairwise(names))
         if any(field == "metrics" for field, _ in pairs):
-            return x
+            in_a_row = names[-1].endswith("_in_a_row")
+            return jnp.where(copied, 0, x) if in_a_row else x
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return distinct(x, source, copied)
         taken = x[source]

@@ -159,8 +159,8 @@ _CALLS = [
         *(ValueError, "none of the 3 replicas is finite", "restore a checkpoint"),
     ),
     (
-        "mend(two_replicas, 1)",
-        *(TypeError, "got 1", "numbers of replicas such as [3]"),
+        "mend(two_replicas, 'all')",
+        *(TypeError, "got 'all'", "numbers of replicas such as [3]"),
     ),
     (
         "mend(two_replicas, [0.5])",
@@ -172,7 +172,7 @@ _CALLS = [
     ),
     (
         "mend(two_replicas, [0, 1])",
-        *(ValueError, "leaves none of the 2", "leave one of them out"),
+        *(ValueError, "leaves none of the 2 replicas", "leave one of them out"),
     ),
     (
         "offload(params)",
