@@ -71,8 +71,8 @@ def adaptive_sync(
     common model as it has drifted; where gradients or factors are averaged it holds
     them back for the next time if there is a compressor. (Else they are dropped.) Means
     to which it will add are over all who are expected, each of them counted as one.
-    Where nobody takes part a sync changes nothing. A replica that was not there for the
-    last sync, where others were, asks for no other until it has a weight again.
+    Where nobody takes part a sync changes nothing. A replica that missed the last
+    sync asks for no other until it has a weight again.
 
     Args:
       inner: optimizer of one replica, learning rate included. It must not communicate

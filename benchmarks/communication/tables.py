@@ -135,17 +135,19 @@ def sweeps(results: plans.Results) -> str:
 
 
 def by_replicas(results: plans.Results) -> str:
-    """Loss above synchronous Dion with fewer replicas on the same batches."""
+    """Loss above each reference with fewer replicas on the same batches."""
     rows = []
     for name in plans.AT_BUDGETS:
         if plans.tuned(name, results) is None:
             continue
-        runs = plans.with_replicas(name, results)
-        found = [gaps(run, results) for run in runs]
-        cells = [f"{spread(above)}% ({len(above)})" if above else "" for above in found]
-        rows.append([plans.METHODS[name].label, *cells])
+        for to, against in REFERENCES.items():
+            found = [
+                gaps(run, results, to) for run in plans.with_replicas(name, results)
+            ]
+            cells = [f"{spread(each)}% ({len(each)})" if each else "" for each in found]
+            rows.append([plans.METHODS[name].label, against, *cells])
     numbers = [f"{number} replicas (seeds)" for number in plans.REPLICAS]
-    return markdown(["method", *numbers], rows)
+    return markdown(["method", "", *numbers], rows)
 
 
 def by_participation(results: plans.Results) -> str:
@@ -212,7 +214,9 @@ def draw(results: plans.Results, file: Path) -> None:
                 points.append((share(rows[0]), statistics.fmean(above), error))
         if points:
             x, y, error = zip(*sorted(points), strict=True)
-            axes.errorbar(x, y, error, marker="o", capsize=3, label=method.label)
+            axes.errorbar(
+                x, y, error, marker="o", capsize=3, label=method.label.replace("`", "")
+            )
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=1)
     axes.set_xlabel("bytes, percent of synchronous float32 gradients")
