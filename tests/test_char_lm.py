@@ -225,9 +225,9 @@ def test_run_leaves_the_promised_files(tmp_path, text):
         assert (out / "checkpoints" / row["method"]).is_dir()
     synchronous, diloco = summary
     assert synchronous["syncs"] == 3
-    assert synchronous["drift"] < 1e-6
+    assert synchronous["divergence"] < 1e-6
     assert diloco["syncs"] == 1
-    assert diloco["drift"] > 1e-4
+    assert diloco["divergence"] > 1e-4
     assert diloco["synchronous_bytes"] == synchronous["synchronous_bytes"]
     assert (out / "picture.png").read_bytes().startswith(b"\x89PNG")
 

@@ -91,7 +91,7 @@ def alone(text, tmp_path_factory) -> tuple[list, list]:
     summary, lines = results(out)
     # Neither is every step a sync, nor are the replicas equal at the end.
     assert summary[0]["syncs"] == 4
-    assert summary[0]["drift"] > 1e-5
+    assert summary[0]["divergence"] > 1e-5
     return summary, lines
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _memory, _paths, _sharding
+from curvadion_jax.replicas._state import check_alive, is_array
 
 
 class CompiledStep:
@@ -56,14 +56,7 @@ class CompiledStep:
         Raises:
           ValueError: as :func:`step` says, or if the state lies on other devices.
         """
-        if any(map(_is_deleted, jax.tree.leaves(state))):
-            paths = jax.tree.leaves_with_path(state)
-            path = next(path for path, leaf in paths if _is_deleted(leaf))
-            raise ValueError(
-                f"the state{jax.tree_util.keystr(path)} was used in an earlier step, "
-                "which reused its memory: use the state that that step returned, or "
-                "make the step with donate=False"
-            )
+        check_alive(state, "state")
         return self._program(state)(state, batch, *shared)
 
     def lower(self, state: Any, batch: Any, *shared: Any) -> jax.stages.Lowered:
@@ -88,7 +81,7 @@ class CompiledStep:
     def _check_devices(self, state: Any) -> None:
         wanted = set(self._mesh.devices.flat)
         for path, leaf in jax.tree.leaves_with_path(state):
-            placement = leaf.sharding if _is_array(leaf) else None
+            placement = leaf.sharding if is_array(leaf) else None
             if not isinstance(placement, NamedSharding) or placement.mesh == self._mesh:
                 continue
             if placement.device_set != wanted:
@@ -119,20 +112,12 @@ class CompiledStep:
 
     def _placement(self, leaf: Any) -> NamedSharding | None:
         """How an array lies on the mesh; None where that is not known."""
-        if not _is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
+        if not is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
             return None
         placement = leaf.sharding
         if not isinstance(placement, NamedSharding) or placement.mesh != self._mesh:
             return None
         return _over_replicas(placement, self._axis_name)
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
-
-
-def _is_deleted(x: Any) -> bool:
-    return _is_array(x) and x.is_deleted()
 
 
 @functools.lru_cache(maxsize=4096)  # looked up for every array on every step

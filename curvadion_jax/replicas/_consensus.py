@@ -8,7 +8,11 @@ import jax.numpy as jnp
 
 from curvadion_jax import _memory, _paths, compressors
 from curvadion_jax.cost_model import all_reduce_bytes
-from curvadion_jax.replicas._state import check_leading, count_leading
+from curvadion_jax.replicas._state import (
+    check_alive,
+    check_leading,
+    count_leading,
+)
 
 
 def _anchors(opt_state: Any) -> list[dict[tuple[str, ...], jax.Array]]:
@@ -27,6 +31,7 @@ def _anchors(opt_state: Any) -> list[dict[tuple[str, ...], jax.Array]]:
 def _anchor_of(params: Any, opt_state: Any) -> list[jax.Array | None]:
     """The anchor of every parameter, None for one that has none."""
     _check_replicas(params)
+    check_alive(opt_state, "optimizer state")
     leaves = _paths.leaves_with_names(params)
     anchors = _anchors(opt_state)
     anchor = anchors[0] if anchors else {}

@@ -97,7 +97,7 @@ def _checked(also: Any, number: int) -> np.ndarray:
             )
         if not 0 <= each < number:
             raise ValueError(
-                f"there is no replica {each}: the state has {number}, from 0 on"
+                f"there is no replica {each}: give numbers from 0 to {number - 1}"
             )
         named[each] = True
     if jax.process_count() == 1:

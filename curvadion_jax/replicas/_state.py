@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -119,8 +120,30 @@ def _at_syncs_only(names: tuple[str, ...]) -> bool:
     return "sync_state" in names[:-1]
 
 
+def is_array(x: Any) -> bool:
+    """Whether it is an array on devices."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+
+def _is_deleted(x: Any) -> bool:
+    return is_array(x) and x.is_deleted()
+
+
+def check_alive(tree: Any, what: str) -> None:
+    """Refuses arrays that were donated to a step."""
+    if any(map(_is_deleted, jax.tree.leaves(tree))):
+        paths = jax.tree.leaves_with_path(tree)
+        path = next(path for path, leaf in paths if _is_deleted(leaf))
+        raise ValueError(
+            f"the {what}{jax.tree_util.keystr(path)} was used in an earlier step, "
+            "which reused its memory: use the state that that step returned, or "
+            "make the step with donate=False"
+        )
+
+
 def count_leading(tree: Any, what: str) -> int:
-    """Length of the leading axis of the first leaf."""
+    """Length of the leading axis of the first leaf, where no array was donated."""
+    check_alive(tree, what)
     leaves = jax.tree.leaves_with_path(tree)
     path, leaf = leaves[0] if leaves else ((), None)
     if leaf is None or not np.shape(leaf):

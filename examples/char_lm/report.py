@@ -21,7 +21,7 @@ _COLUMNS = (
     "syncs",
     "bytes",
     "% of synchronous",
-    "drift",
+    "divergence",
     "seconds",
 )
 
@@ -145,10 +145,10 @@ def table(summary: list[dict[str, Any]]) -> str:
 
     Examples:
         >>> row = dict(method="paper", validation_loss=1.5, syncs=3, bytes=1e6)
-        >>> row |= dict(synchronous_bytes=4e6, drift=0.01, seconds=60.0)
+        >>> row |= dict(synchronous_bytes=4e6, divergence=0.01, seconds=60.0)
         >>> print(table([row]))
-        method  validation loss  syncs  bytes  % of synchronous  drift  seconds
-        paper            1.5000      3   1 MB            25.00%   0.01       60
+        method  validation loss  syncs  bytes  % of synchronous  divergence  seconds
+        paper            1.5000      3   1 MB            25.00%        0.01       60
     """
     rows = [_COLUMNS, *map(_cells, summary)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -171,13 +171,13 @@ def table(summary: list[dict[str, Any]]) -> str:
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     # One replica sends nothing, whatever the method.
     share = row["bytes"] / row["synchronous_bytes"] if row["synchronous_bytes"] else 0.0
-    loss, drift = row["validation_loss"], row["drift"]
+    loss, divergence = row["validation_loss"], row["divergence"]
     return (
         row["method"],
         "not finite" if loss is None else f"{loss:.4f}",
         str(row["syncs"]),
         human_bytes(row["bytes"]),
         f"{100 * share:.2f}%",
-        "not finite" if drift is None else f"{drift:.2g}",
+        "not finite" if divergence is None else f"{divergence:.2g}",
         f"{row['seconds']:.0f}",
     )

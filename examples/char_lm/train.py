@@ -160,7 +160,7 @@ def _train(
         **{key: sent[key] for key in ("syncs", "bytes", "synchronous_bytes")},
         "validation_loss": report.finite(loss),
         "evaluation_bytes": before * each + (each or final),
-        "drift": report.finite(float(cd.replicas.divergence(state.params))),
+        "divergence": report.finite(float(cd.replicas.divergence(state.params))),
         "seconds": round(progress.seconds(), 1),
     }
 

@@ -41,10 +41,10 @@ def anchored(number: int = 2) -> Any:
     )
 
 
-def donated() -> None:
+def donated() -> Any:
     state = replicas.replicate({"w": jnp.ones(3)}, TWO)
     state["w"].delete()
-    replicas.step(train, TWO)(state, jnp.ones(2))
+    return state
 
 
 def elsewhere() -> None:
@@ -168,7 +168,7 @@ _CALLS = [
     ),
     (
         "mend(two_replicas, [2])",
-        *(ValueError, "there is no replica 2", "the state has 2, from 0 on"),
+        *(ValueError, "there is no replica 2", "give numbers from 0 to 1"),
     ),
     (
         "mend(two_replicas, [0, 1])",
@@ -265,8 +265,13 @@ _STEPS = [
     ),
     wrong(
         "a state that an earlier step reused",
-        donated,
+        lambda: replicas.step(train, TWO)(donated(), jnp.ones(2)),
         *(ValueError, "the state['w'] was used in an earlier step", "use the state t"),
+    ),
+    wrong(
+        "the consensus of a state that an earlier step reused",
+        lambda: replicas.consensus(donated()),
+        *(ValueError, "parameters['w'] was used in an earlier", "use the state that"),
     ),
     wrong(
         "a state on other devices than the step's",
