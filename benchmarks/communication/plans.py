@@ -98,7 +98,6 @@ METHODS = {
         "Muon, gradients in 2 and their mean in 4 bits",
         _SYNCHRONOUS.but(inner="muon", compressor="int 2 4"),
         _RATES,
-        _MOMENTA,
     ),
     "curvadion_dion": Method(
         "`curvadion`, local steps of Dion",
@@ -218,9 +217,12 @@ def leaders(results: Results) -> list[Run]:
 
 
 def momenta(results: Results) -> list[Run]:
-    """The same with other decay rates, at the best learning rate."""
+    """The same with other decay rates, at the best learning rate.
+
+    With the outer step from which the tuning starts: run again, it trains nothing more.
+    """
     return [
-        _best(name, results).but(momentum=momentum)
+        _best(name, results).but(momentum=momentum, outer=METHODS[name].run.outer)
         for name in _CORE
         for momentum in METHODS[name].momenta
     ]
