@@ -174,7 +174,7 @@ class Step:
         rests = left_out & (metrics.quiet_steps < _REST)
         if self.weight is not None:
             rests |= (left_out | absent) & (self.weight == 0)
-        return rests & (metrics.syncs > 0)
+        return rests & (last >= 0)
 
     def _wish(self, fire, syncs):
         """0 for a quiet step, else 1 + the variant of the sync that is due, int32[]."""

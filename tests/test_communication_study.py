@@ -120,13 +120,16 @@ def test_a_study_writes_and_resumes(tmp_path, monkeypatch, capsys):
 
 
 def tuned_results() -> dict:
-    """All sweeps, with the smallest loss at the second rate and its last outer step."""
+    """All sweeps, with the smallest loss at the second rate and its last outer step.
+
+    Or at the only one.
+    """
     results = {}
     for base, method in enumerate(plans.METHODS.values(), start=1):
         for rate, loss in zip(method.rates, (1.2, 1.0, 1.1, 1.3), strict=False):
             run = method.run.but(learning_rate=rate)
             results[run.key()] = result(run, base * loss)
-        best = method.run.but(learning_rate=method.rates[1])
+        best = method.run.but(learning_rate=method.rates[:2][-1])
         for number, outer in enumerate(method.outers, start=1):
             run = best.but(outer=outer)
             results[run.key()] = result(run, base * (1 - number / 100))
@@ -137,7 +140,7 @@ def test_later_plans_take_the_tuned_values():
     results = tuned_results()
     for name, method in plans.METHODS.items():
         tuned = plans.tuned(name, results)
-        assert tuned.learning_rate == method.rates[1]
+        assert tuned.learning_rate == method.rates[:2][-1]
         assert tuned.outer == (method.outers or (method.run.outer,))[-1]
     assert {run.seed for run in plans.seeds(results)} == {1, 2, 3, 4}
     with pytest.raises(ValueError, match="train the plan 'rates' first"):

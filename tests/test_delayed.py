@@ -55,7 +55,6 @@ def test_the_flag_is_reduced_before_the_forward_pass():
         "state[1].metrics.left_out_at",
         "state[1].metrics.quiet_steps",
         "state[1].metrics.steps",
-        "state[1].metrics.syncs",
         "state[1].trigger_state.decision.fire",
     ]
 
