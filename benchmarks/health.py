@@ -61,11 +61,8 @@ def without_a_look():
 
 def main() -> None:
     options = overhead.parse(__doc__.splitlines()[0])
-    gpt = overhead.model.GPT(options.vocabulary, options.layers, options.width, 8)
-    key = jax.random.key(0)
-    params = gpt.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-    differentiate, batch = overhead.gradients(gpt, params, options)
-    where = (params, differentiate, batch, options.replicas, options.mesh)
+    where = overhead.setting(options)
+    _, _, batch, *_ = where
     print("| optimizer, a sync on every step | seconds without | with a look |")
     print("|---|---|---|")
     order = random.Random(0)

@@ -212,18 +212,24 @@ def gradients(gpt: Any, params: dict, options: argparse.Namespace):
     return lambda params, batch: batch, jax.tree.unflatten(structure, given)
 
 
-def table(options: argparse.Namespace) -> list[str]:
-    """The lines of a Markdown table."""
+def setting(options: argparse.Namespace) -> tuple[dict, Any, Any, int, bool]:
+    """What `program` is given beside the optimizer; the third is the batch."""
     gpt = model.GPT(options.vocabulary, options.layers, options.width, 8)
     key = jax.random.key(0)
     params = gpt.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
     differentiate, batch = gradients(gpt, params, options)
+    return params, differentiate, batch, options.replicas, options.mesh
+
+
+def table(options: argparse.Namespace) -> list[str]:
+    """The lines of a Markdown table."""
+    where = setting(options)
+    params, _, batch, *_ = where
     local = local_optimizers(params)
     rows = {name: case for name, case in cases(local).items() if options.only in name}
     compared = {case.local for case in rows.values()}
     local = {name: tx for name, tx in local.items() if name in compared}
     everything = local | {name: case.optimizer for name, case in rows.items()}
-    where = (params, differentiate, batch, options.replicas, options.mesh)
     programs = {name: program(tx, *where) for name, tx in everything.items()}
     order = random.Random(0)
     rounds = [
