@@ -3,8 +3,9 @@
 import pytest
 import traffic
 
-# Two replicas of two chips. What every step does, what a loop does three times, and
-# what stands in a loop of as many passes as the flag says.
+# Two replicas of two chips. What every step does, what a loop does three times (its
+# counter goes up by two, to five), and what stands in a loop of as many passes as the
+# flag says.
 PROGRAM = """HloModule jit_train, is_scheduled=true, num_partitions=4
 
 FileNames
@@ -20,13 +21,16 @@ StackFrames
   %s = (s32[], f32[8]{0}) parameter(0)
   %part = f32[8]{0} get-tuple-element(%s), index=1
   %whole = f32[16]{0} all-gather(%part), channel_id=2, replica_groups=[2,2]<=[4], dimensions={0}, metadata={op_name="x/dot" stack_frame_id=1}
-  ROOT %t = (s32[], f32[8]{0}) tuple(%s, %s)
+  %counter = s32[] get-tuple-element(%s), index=0
+  %two = s32[] constant(2)
+  %next = s32[] add(%counter, %two)
+  ROOT %t = (s32[], f32[8]{0}) tuple(%next, %part)
 }
 
 %three (s: (s32[], f32[8])) -> pred[] {
   %s.1 = (s32[], f32[8]{0}) parameter(0)
   %count = s32[] get-tuple-element(%s.1), index=0
-  %limit = s32[] constant(3)
+  %limit = s32[] constant(5)
   ROOT %less = pred[] compare(%count, %limit), direction=LT
 }
 
@@ -116,3 +120,9 @@ def test_transfers_between_slices():
     flag = reader.flag()
     assert (flag.form, flag.loops_between) == ("send and recv", 1)
     assert (flag.starts, flag.ends, flag.used) == (0.25, 0.75, 0.875)
+
+
+def test_a_counter_that_is_not_understood():
+    program = PROGRAM.replace("add(%counter, %two)", "multiply(%counter, %two)")
+    with pytest.raises(ValueError, match="moves its counter by multiply"):
+        traffic.Reader(program, chips=2, slices=1).transfers()

@@ -151,15 +151,40 @@ class Reader:
                 waiting.extend((called, inside, often) for called in each.called)
 
     def _passes(self, loop: hlo.Instruction) -> int | None:
-        """How often a loop over a counter runs, None if that is not in the program."""
+        """How often a loop over a counter from 0 runs; None if it has no known limit.
+
+        The counter need not go up by 1: loops that gather an operand of a product
+        while they multiply are unrolled, and take two steps in a pass.
+        """
         (condition,) = re.findall(r"condition=%?([\w.\-]+)", loop.attributes)
         names = self._named[condition]
-        compared = [x for x in names.values() if x.opcode == "compare"]
-        for each in compared:
-            for operand in each.operands:
-                if operand in names and names[operand].opcode == "constant":
-                    return int(names[operand].attributes.partition(")")[0])
+        for compare in [x for x in names.values() if x.opcode == "compare"]:
+            operands = [names[x] for x in compare.operands]
+            limits = [_constant(x) for x in operands if x.opcode == "constant"]
+            counters = [x for x in operands if x.opcode == "get-tuple-element"]
+            if limits:
+                return math.ceil(limits[0] / self._step(loop, counters[0]))
         return None
+
+    def _step(self, loop: hlo.Instruction, counter: hlo.Instruction) -> int:
+        """By how much a pass of a loop moves its counter.
+
+        Raises:
+          ValueError: if the body adds no constant to it.
+        """
+        (body,) = re.findall(r"body=%?([\w.\-]+)", loop.attributes)
+        names = self._named[body]
+        (index,) = re.findall(r"index=(\d+)", counter.attributes)
+        returned = list(names.values())[-1]
+        after = names[returned.operands[int(index)]]
+        added = [names[x] for x in after.operands if x in names]
+        steps = [_constant(x) for x in added if x.opcode == "constant"]
+        if after.opcode != "add" or len(steps) != 1:
+            raise ValueError(
+                f"{loop.name} moves its counter by {after.opcode}({after.attributes}; "
+                "read how often it runs off the text, and teach this function."
+            )
+        return steps[0]
 
     def _transfer(self, name, each: hlo.Instruction, at_sync, times) -> Transfer:
         operands = [self._named[name].get(x) for x in each.operands]
@@ -269,6 +294,10 @@ class Reader:
                     return index
                 reached.add(each.name)
         return len(entry)
+
+
+def _constant(instruction: hlo.Instruction) -> int:
+    return int(instruction.attributes.partition(")")[0])
 
 
 def _sources(text: str) -> dict[str, str]:
