@@ -95,6 +95,23 @@ def then_sync(
     return lax.fori_loop(0, passes, once, done)
 
 
+def local_switch(
+    which: jax.Array,
+    branches: Sequence[Callable[..., Any]],
+    *operands: Any,
+    axis_name: str | None,
+) -> Any:
+    """`lax.switch` of which no branch communicates, so that replicas may choose apart.
+
+    Raises:
+      ValueError: if a branch would communicate over the axis.
+    """
+    traced = [_trace(branch, *operands) for branch in branches]
+    for each in traced:
+        _refuse_collectives(each, axis_name)
+    return _branch(which, traced, *operands, axis_name=axis_name)
+
+
 def _require_shared(which: jax.Array, axis_name: str | None) -> None:
     if axis_name is not None and _collectives.is_varying(which, axis_name):
         raise ValueError(

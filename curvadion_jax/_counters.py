@@ -70,6 +70,8 @@ class SyncMetrics(NamedTuple):
         Replica-varying.
       absent_at: int32[], as `left_out_at`. Replica-varying.
       empty: int32[], syncs that nobody took part in; they changed nothing.
+      moved: int32[], steps after a sync on which this replica's parameters were not
+        where the sync had left them. Replica-varying.
       sync_payload: int32[2], bytes that a sync averages over replicas, as
         [high, low] in base 2^30; int32[V, 2] for V > 1 variants.
       gathered_payload: int32[2], bytes that a replica sends to each of the others at
@@ -100,6 +102,7 @@ class SyncMetrics(NamedTuple):
     absent: jax.Array
     absent_at: jax.Array
     empty: jax.Array
+    moved: jax.Array
     sync_payload: jax.Array
     gathered_payload: jax.Array
     gradient_payload: jax.Array
@@ -138,6 +141,7 @@ def initial(payloads: Sequence[Payload], gradient_payload: int) -> SyncMetrics:
         absent=zero,
         absent_at=jnp.full([], -1, jnp.int32),
         empty=zero,
+        moved=zero,
         sync_payload=_words(*(payload.averaged for payload in payloads)),
         gathered_payload=_words(*(payload.gathered for payload in payloads)),
         gradient_payload=_words(gradient_payload),
@@ -151,6 +155,7 @@ def following(
     which: jax.Array,
     usable: jax.Array,
     presence: Presence,
+    was_moved: jax.Array,
 ) -> SyncMetrics:
     """The counters after a step.
 
@@ -161,6 +166,8 @@ def following(
       which: 0 if the step was quiet, else 1 + the variant of the sync.
       usable: whether this replica's gradients were finite.
       presence: who did not take part in the sync.
+      was_moved: whether this replica's parameters were not where the sync of the step
+        before left them.
     """
     synced = which > 0
     variants = 1 + jnp.arange(old.variant_syncs.size, dtype=jnp.int32)
@@ -196,4 +203,5 @@ def following(
         absent=counted(old.absent, presence.absent),
         absent_at=at(old.absent_at, presence.absent),
         empty=counted(old.empty, presence.empty),
+        moved=counted(old.moved, was_moved),
     )

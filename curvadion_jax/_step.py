@@ -85,6 +85,14 @@ class Step:
 
     def take(self, gradients, state: AdaptiveSyncState, params):
         """The updates and the state after the step, quiet or synchronised."""
+        moved = self._moved(params, state)
+        # The parameters are written over where they are, so what is written must wait
+        # for the look at them; else the compiler keeps a copy of them for it.
+        usable = self.usable & (moved <= 1)
+        step = dataclasses.replace(self, usable=usable)
+        return step._take(gradients, state, params, moved == 1)
+
+    def _take(self, gradients, state: AdaptiveSyncState, params, was_moved):
         axis_name = self.axis_name
         # What a trigger remembers goes on, or an answered wish would be a new one. And
         # one that is not to wait for the gradients must not wait for a look at them.
@@ -120,6 +128,7 @@ class Step:
             which,
             self.usable,
             presence,
+            was_moved,
         )
         after = AdaptiveSyncState(
             inner_state, trigger_state, local_state, sync_state, metrics
@@ -160,6 +169,33 @@ class Step:
             axis_name=axis_name,
         )
 
+    def _moved(self, params, state: AdaptiveSyncState) -> jax.Array:
+        """1 if its parameters are not where the last step's sync left them, else 0.
+
+        An int32[], of which the compiler does not know how large it can be.
+        """
+        settled = _synchronizers.settled(self.synchronizer)
+        if not settled:
+            return jnp.zeros([], jnp.int32)
+
+        def look(is_settled, params, kept):
+            return jnp.where(is_settled(params, kept), 0, 1)
+
+        metrics, last = state.metrics, state.metrics.steps - 1
+        variant = self._variant(metrics.syncs - 1)
+        found = _branches.local_switch(
+            jnp.where(metrics.synced, 1 + variant, 0),
+            [
+                lambda *_: jnp.zeros([], jnp.int32),
+                *(functools.partial(look, each) for each in settled),
+            ],
+            *(params, state.sync_state),
+            axis_name=self.axis_name,
+        )
+        # What one that missed it has of its own drift is in its parameters.
+        missed = (metrics.left_out_at == last) | (metrics.absent_at == last)
+        return jnp.where(missed, 0, found)
+
     def _rests(self, metrics: SyncMetrics) -> jax.Array:
         """Whether it missed the last sync, and would miss this one.
 
@@ -178,11 +214,14 @@ class Step:
 
     def _wish(self, fire, syncs):
         """0 for a quiet step, else 1 + the variant of the sync that is due, int32[]."""
+        return jnp.where(fire, 1 + self._variant(syncs), 0)
+
+    def _variant(self, number):
+        """The variant of the sync of this number, from 0, int32[]."""
         cycle = self.synchronizer.cycle
         if len(set(cycle)) == 1:
-            return fire.astype(jnp.int32)
-        due = jnp.array(cycle, jnp.int32)[syncs % len(cycle)]
-        return jnp.where(fire, 1 + due, 0)
+            return jnp.zeros([], jnp.int32)
+        return jnp.array(cycle, jnp.int32)[number % len(cycle)]
 
     def _inner_step(self, gradients, inner_state, params, **more):
         updates, after = self.inner.update(

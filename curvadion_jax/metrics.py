@@ -85,12 +85,15 @@ def read(
         syncs that a replica was left out of for what it had, both over all replicas of
         this process; `absent`: syncs without weight, likewise; `empty_syncs`: syncs
         that nobody took part in,
+      * `moved`: steps after a sync on which a replica's parameters were not where the
+        sync had left them, over all replicas of this process; 0 where the optimizer is
+        the last to change them,
       * `troubled`: number of a replica -> dict of its own `skipped`, `left_out` and
         `last`, the number of the step of the last of them; of those that had any.
 
     Warns:
       RuntimeWarning: if a replica has skipped `patience` steps in a row, or was left
-        out of as many syncs.
+        out of as many syncs, or if parameters were moved after a sync.
 
     Raises:
       TypeError: if a number is not an int.
@@ -139,6 +142,7 @@ def read(
         "bytes": round(sync_bytes(_sent(found, asked), replicas)),
         "synchronous_bytes": round(sync_bytes(steps * gradients, replicas)),
         "empty_syncs": _common(found, "empty"),
+        "moved": _moved(found, syncs),
         **_trouble(found, _numbers(counters.steps), patience),
     }
 
@@ -185,6 +189,20 @@ def _trouble(
             if skipped or left_out
         },
     }
+
+
+def _moved(found: dict[str, np.ndarray], syncs: int) -> int:
+    moved = found["moved"].reshape(-1)
+    if moved.any():
+        warnings.warn(
+            f"after {moved.max()} of {syncs} syncs a replica's parameters were not "
+            "where the sync had left them, so that replicas need not agree: something "
+            "behind the optimizer changes its updates, or the parameters. In "
+            "optax.chain the optimizer must be the last",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return int(moved.sum())
 
 
 def _local(array: Any) -> list[Any]:

@@ -101,7 +101,7 @@ def test_a_run_on_two_replicas():
 
 KINDS = {
     **dict.fromkeys(("steps", "syncs", "asked", "layer", "replicas"), int),
-    **dict.fromkeys(("skipped", "left_out", "absent", "empty_syncs"), int),
+    **dict.fromkeys(("skipped", "left_out", "absent", "empty_syncs", "moved"), int),
     "troubled": dict,
     **dict.fromkeys(("bytes", "synchronous_bytes"), int),
     **dict.fromkeys(("sync_rate", "value", "threshold"), float),

@@ -86,17 +86,19 @@ def transfers(jaxpr) -> tuple[int, list]:
     return count, branches
 
 
-def test_arrays_are_copied_in_the_branch_of_a_sync_alone():
+def test_arrays_are_copied_at_a_sync_and_right_after_one():
     tx, mesh = optimizer(), cd.replicas.make_mesh(3)
     host = cd.replicas.offload(helpers.start(tx, helpers.make_params(), mesh))
     step = helpers.replica_step(tx, mesh)
     (gradients,) = helpers.make_gradients(1, 3)
     outside, branches = transfers(jax.make_jaxpr(step)(host, gradients).jaxpr)
     assert outside == 0
-    (quiet, sync), *others = sorted(branches, key=lambda pair: -transfers(pair[1])[0])
-    assert transfers(quiet)[0] == 0
-    leaves = len(jax.tree.leaves(host[1].sync_state))
-    assert transfers(sync)[0] == 2 * leaves  # there and back
+    branches.sort(key=lambda pair: -transfers(pair[1])[0])
+    (quiet, sync), (not_after_one, after_one), *others = branches
+    assert transfers(quiet)[0] == transfers(not_after_one)[0] == 0
+    kept = host[1].sync_state
+    assert transfers(sync)[0] == 2 * len(jax.tree.leaves(kept))  # there and back
+    assert transfers(after_one)[0] == len(jax.tree.leaves(kept.anchor))  # to look at
     assert all(transfers(branch)[0] == 0 for pair in others for branch in pair)
 
 

@@ -79,6 +79,10 @@ class Synchronizer(NamedTuple):
         is. Not used where `adaptive_sync` has a `local_step`. What follows stands in a
         loop, which has no reverse-mode derivative under `jit`;
         ``synchronizer._replace(after_local_step=False)`` has one.
+      settled: (params, synchronizer state) -> bool[], whether a replica's parameters
+        are where the last sync left them, but for rounding; also given its variant. It
+        is asked on the step after a sync, and the state may lie in host memory. None
+        where a sync leaves them nowhere in particular.
 
     Example:
       >>> from curvadion_jax.compressors import exact
@@ -98,6 +102,7 @@ class Synchronizer(NamedTuple):
     payload: Callable[..., Payload]
     cycle: tuple[int, ...] = (0,)
     after_local_step: bool = False
+    settled: Callable[..., jax.Array] | None = None
 
 
 def check_cycle(cycle: Any) -> None:
@@ -123,6 +128,18 @@ def steps(synchronizer: Synchronizer) -> list[Callable[[LocalStep, Any, Group], 
         return lambda local, state, group: synchronizer.step(
             local, state, group, *variant
         )
+
+    return [of(variant) for variant in _variants(synchronizer)]
+
+
+def settled(synchronizer: Synchronizer) -> list[Callable[[Any, Any], jax.Array]]:
+    """Whether parameters are where a sync of each variant left them; [] if unknown."""
+    where = synchronizer.settled
+    if where is None:
+        return []
+
+    def of(variant):
+        return lambda params, state: where(params, state, *variant)
 
     return [of(variant) for variant in _variants(synchronizer)]
 

@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _health, _orthonormalize, compressors
+from curvadion_jax import (
+    _arguments,
+    _health,
+    _memory,
+    _orthonormalize,
+    compressors,
+)
 from curvadion_jax.compressors._base import check_compressor
 from curvadion_jax.synchronizers import _base, _fragments, _inner_state
 from curvadion_jax.synchronizers._fragments import Fragment
@@ -159,7 +165,9 @@ def reconcile(
         momentum_every=momentum_every,
     )
     return _base.Synchronizer(
-        parts.init, parts.step, parts.payload, parts.cycle(), after_local_step=True
+        *(parts.init, parts.step, parts.payload, parts.cycle()),
+        after_local_step=True,
+        settled=parts.settled,
     )
 
 
@@ -306,6 +314,26 @@ class _Reconcile:
                 own = _inner_state.momenta(inner_state, fragment)
                 total += self.momentum_form.payload(own, views)
         return total
+
+    def settled(self, params, state: ReconcileState, variant: int = 0):
+        _, fragment = self._part(params, variant)
+        pick = functools.partial(_fragments.pick, fragment=fragment)
+        anchor = _memory.to_device(pick(state.anchor))
+        near = jax.tree.map(_is_near, pick(params), anchor)
+        return jnp.all(jnp.stack(jax.tree.leaves(near)))
+
+
+# Of the distance between parameters and anchor after a sync to the anchor's norm, in
+# units of rounding: `_move_to` misses by one at most.
+_NEAR = 8
+
+
+def _is_near(params: jax.Array, anchor: jax.Array) -> jax.Array:
+    """Whether they are the same but for rounding; what is not finite is."""
+    squares = jnp.sum(jnp.square(_difference(params, anchor)))
+    wide = jnp.sum(jnp.square(anchor.astype(squares.dtype)))
+    tolerance = _NEAR * float(jnp.finfo(params.dtype).eps)
+    return ~(squares > tolerance**2 * wide)
 
 
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
