@@ -47,11 +47,13 @@ def adaptive_sync(
     Call it inside `curvadion_jax.replicas.step`, or your own `shard_map` in which
     parameters and optimizer state have a leading replica axis (the body strips it) and
     nobody averages the gradients. It returns finished parameter updates: nothing may
-    follow it in a chain. Wrappers that decide per replica (`optax.apply_if_finite`,
-    `optax.MultiSteps` with a skip function) belong inside, around `inner`; outside,
-    replicas would wait for each other for ever. To accumulate gradients over
-    micro-batches add them up before `update`: `optax.MultiSteps` around the whole runs
-    it on every micro-step, syncs included, and throws away what it counted.
+    follow it in a chain (`curvadion_jax.metrics.read` warns of what moved parameters
+    after a sync of `reconcile`). Wrappers that decide per replica
+    (`optax.apply_if_finite`, `optax.MultiSteps` with a skip function) belong inside,
+    around `inner`; outside, replicas would wait for each other for ever. To accumulate
+    gradients over micro-batches add them up before `update`: `optax.MultiSteps` around
+    the whole runs it on every micro-step, syncs included, and throws away what it
+    counted.
 
     *What is not finite.* A replica whose gradients hold a NaN or an infinity does not
     take the step: its updates are zero, its state stays as it is, and its trigger sees

@@ -74,10 +74,11 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
 def offload(state: Any) -> Any:
     """Keeps what only syncs touch in the hosts' memory: anchor, error, outer momentum.
 
-    A sync copies it to the device and back; a quiet step does not touch it, and the
-    device has that much memory less to hold in between. Every step keeps it where it
-    is, and so do `curvadion_jax.checkpoint.save` and `restore`, given a target that
-    was offloaded. The numbers are the same. (On CPU the two kinds are one memory.)
+    A sync copies it to the device and back, and the step after one looks at the anchor;
+    other steps do not touch it, and the device has that much less to hold in between.
+    Every step keeps it where it is, and so do `curvadion_jax.checkpoint.save` and
+    `restore`, given a target that was offloaded. The numbers are the same. (On CPU the
+    two kinds are one memory.)
 
     Args:
       state: what :func:`replicate` returned: a training state with an optimizer state
