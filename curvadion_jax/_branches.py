@@ -101,7 +101,10 @@ def local_switch(
     *operands: Any,
     axis_name: str | None,
 ) -> Any:
-    """`lax.switch` of which no branch communicates, so that replicas may choose apart.
+    """`lax.switch` of which no branch communicates over the axis.
+
+    Where a replica has several devices `which` is to be the same on all replicas: the
+    compiler may let these devices talk to each other inside a branch.
 
     Raises:
       ValueError: if a branch would communicate over the axis.
@@ -246,9 +249,9 @@ def _refuse_collectives(traced: _Traced, axis_name: str | None) -> None:
     if found:
         raise ValueError(
             f"a quiet step would communicate over the axis {axis_name!r} ({found[0]}): "
-            "the inner optimizer, the local step and the trigger must not reduce over "
-            "the replica axis themselves; leave that to the synchronizer, and pass "
-            "the inner optimizer axis_name=None"
+            "the inner optimizer, the local step, the trigger and the synchronizer's "
+            "settled must not reduce over the replica axis themselves; leave that to "
+            "the synchronizer's step, and pass the inner optimizer axis_name=None"
         )
 
 

@@ -70,8 +70,15 @@ class SyncMetrics(NamedTuple):
         Replica-varying.
       absent_at: int32[], as `left_out_at`. Replica-varying.
       empty: int32[], syncs that nobody took part in; they changed nothing.
-      moved: int32[], steps after a sync on which this replica's parameters were not
-        where the sync had left them. Replica-varying.
+      joined: float32[], 1 if the last step synchronised and this replica took part,
+        else 0; of replicas that `replicas.resize` made one of, the mean.
+        Replica-varying.
+      moved: int32[], syncs after which this replica's parameters were not where they
+        had been left, on the next step. A distance of two roundings of all parameters
+        is not seen: of their norm 2.4e-7 in float32, 0.2% in float16, 1.6% in bfloat16.
+        Nor is any after a sync that the replica missed, or one of gradients or factors,
+        which leaves parameters nowhere in particular. Replica-varying.
+      moved_in_a_row: int32[], how many of them were the last ones. Replica-varying.
       sync_payload: int32[2], bytes that a sync averages over replicas, as
         [high, low] in base 2^30; int32[V, 2] for V > 1 variants.
       gathered_payload: int32[2], bytes that a replica sends to each of the others at
@@ -102,7 +109,9 @@ class SyncMetrics(NamedTuple):
     absent: jax.Array
     absent_at: jax.Array
     empty: jax.Array
+    joined: jax.Array
     moved: jax.Array
+    moved_in_a_row: jax.Array
     sync_payload: jax.Array
     gathered_payload: jax.Array
     gradient_payload: jax.Array
@@ -141,7 +150,9 @@ def initial(payloads: Sequence[Payload], gradient_payload: int) -> SyncMetrics:
         absent=zero,
         absent_at=jnp.full([], -1, jnp.int32),
         empty=zero,
+        joined=jnp.zeros([], jnp.float32),
         moved=zero,
+        moved_in_a_row=zero,
         sync_payload=_words(*(payload.averaged for payload in payloads)),
         gathered_payload=_words(*(payload.gathered for payload in payloads)),
         gradient_payload=_words(gradient_payload),
@@ -167,9 +178,10 @@ def following(
       usable: whether this replica's gradients were finite.
       presence: who did not take part in the sync.
       was_moved: whether this replica's parameters were not where the sync of the step
-        before left them.
+        before had left them.
     """
     synced = which > 0
+    missed = presence.left_out | presence.absent | presence.empty
     variants = 1 + jnp.arange(old.variant_syncs.size, dtype=jnp.int32)
 
     def counted(count, event):
@@ -203,5 +215,9 @@ def following(
         absent=counted(old.absent, presence.absent),
         absent_at=at(old.absent_at, presence.absent),
         empty=counted(old.empty, presence.empty),
+        joined=(synced & ~missed).astype(jnp.float32),
         moved=counted(old.moved, was_moved),
+        moved_in_a_row=jnp.where(
+            (old.joined == 1) & ~was_moved, 0, counted(old.moved_in_a_row, was_moved)
+        ),
     )

@@ -69,7 +69,8 @@ class Step:
       extra_args: for the inner optimizer.
       asked: bool[], whether replicas reduce their answers on this step; None is yes.
       weight: float32[], how much this replica counts in a sync; None is 1.
-      usable: bool[], whether its gradients are finite.
+      usable: bool[], whether its gradients are finite. All that is written in place of
+        old parameters and state depends on it.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -174,27 +175,27 @@ class Step:
 
         An int32[], of which the compiler does not know how large it can be.
         """
-        settled = _synchronizers.settled(self.synchronizer)
-        if not settled:
+        looks = _synchronizers.looks(self.synchronizer)
+        if not looks:
             return jnp.zeros([], jnp.int32)
 
-        def look(is_settled, params, kept):
-            return jnp.where(is_settled(params, kept), 0, 1)
+        def found(look, params, kept):
+            return jnp.where(look(params, kept), 0, 1)
 
-        metrics, last = state.metrics, state.metrics.steps - 1
+        metrics = state.metrics
         variant = self._variant(metrics.syncs - 1)
-        found = _branches.local_switch(
+        moved = _branches.local_switch(
+            # As all replicas do: in one of several devices these talk to each other.
             jnp.where(metrics.synced, 1 + variant, 0),
             [
                 lambda *_: jnp.zeros([], jnp.int32),
-                *(functools.partial(look, each) for each in settled),
+                *(functools.partial(found, look) for look in looks),
             ],
             *(params, state.sync_state),
             axis_name=self.axis_name,
         )
-        # What one that missed it has of its own drift is in its parameters.
-        missed = (metrics.left_out_at == last) | (metrics.absent_at == last)
-        return jnp.where(missed, 0, found)
+        # One that missed it has its own drift in its parameters.
+        return jnp.where(metrics.joined == 1, moved, 0)
 
     def _rests(self, metrics: SyncMetrics) -> jax.Array:
         """Whether it missed the last sync, and would miss this one.

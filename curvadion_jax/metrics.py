@@ -85,15 +85,15 @@ def read(
         syncs that a replica was left out of for what it had, both over all replicas of
         this process; `absent`: syncs without weight, likewise; `empty_syncs`: syncs
         that nobody took part in,
-      * `moved`: steps after a sync on which a replica's parameters were not where the
-        sync had left them, over all replicas of this process; 0 where the optimizer is
-        the last to change them,
+      * `moved`: syncs after which a replica's parameters were not where they had been
+        left, over all replicas of this process; what can be seen is in
+        `curvadion_jax.SyncMetrics`,
       * `troubled`: number of a replica -> dict of its own `skipped`, `left_out` and
         `last`, the number of the step of the last of them; of those that had any.
 
     Warns:
       RuntimeWarning: if a replica has skipped `patience` steps in a row, or was left
-        out of as many syncs, or if parameters were moved after a sync.
+        out of as many syncs, or if parameters were moved after the last sync.
 
     Raises:
       TypeError: if a number is not an int.
@@ -142,7 +142,7 @@ def read(
         "bytes": round(sync_bytes(_sent(found, asked), replicas)),
         "synchronous_bytes": round(sync_bytes(steps * gradients, replicas)),
         "empty_syncs": _common(found, "empty"),
-        "moved": _moved(found, syncs),
+        "moved": _moved(found),
         **_trouble(found, _numbers(counters.steps), patience),
     }
 
@@ -191,18 +191,18 @@ def _trouble(
     }
 
 
-def _moved(found: dict[str, np.ndarray], syncs: int) -> int:
-    moved = found["moved"].reshape(-1)
-    if moved.any():
+def _moved(found: dict[str, np.ndarray]) -> int:
+    if found["moved_in_a_row"].any():
         warnings.warn(
-            f"after {moved.max()} of {syncs} syncs a replica's parameters were not "
-            "where the sync had left them, so that replicas need not agree: something "
-            "behind the optimizer changes its updates, or the parameters. In "
-            "optax.chain the optimizer must be the last",
+            "on the step after the last sync parameters were not where the sync had "
+            "left them, so that replicas need not agree: something behind the "
+            "optimizer changes its updates, or the parameters. In optax.chain the "
+            "optimizer must be the last. (If it is meant so, and is the same on all "
+            "replicas, synchronizer._replace(settled=None) looks no more.)",
             RuntimeWarning,
             stacklevel=3,
         )
-    return int(moved.sum())
+    return int(found["moved"].sum())
 
 
 def _local(array: Any) -> list[Any]:

@@ -122,7 +122,18 @@ def test_transfers_between_slices():
     assert (flag.starts, flag.ends, flag.used) == (0.25, 0.75, 0.875)
 
 
-def test_a_counter_that_is_not_understood():
-    program = PROGRAM.replace("add(%counter, %two)", "multiply(%counter, %two)")
-    with pytest.raises(ValueError, match="moves its counter by multiply"):
-        traffic.Reader(program, chips=2, slices=1).transfers()
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("add(%counter, %two)", "multiply(%counter, %two)", "its counter by multiply"),
+        ("add(%counter, %two)", "add(%counter, %counter)", "its counter by add"),
+        ("tuple(%next, %part)", "fusion(%next, %part)", "its counter by fusion"),
+        ("(%count, %limit), direction=LT", "(%count, %limit), direction=GE", "GE"),
+        ("%count = s32[] get-tuple-element", "%count = s32[] copy", "goes on by"),
+    ],
+)
+def test_a_loop_that_is_not_understood(old, new, message):
+    assert old in PROGRAM
+    reader = traffic.Reader(PROGRAM.replace(old, new), chips=2, slices=1)
+    with pytest.raises(ValueError, match=message):
+        reader.transfers()

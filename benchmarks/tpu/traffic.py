@@ -22,6 +22,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 import hlo
 
+_UNKNOWN = "read how often it runs off the text, and teach this function."
 # The second half of a pair, and what repeats its first half's operands.
 _SECOND = ("-done", "-update")
 _TILED = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]\{([\d,]*)(?::T\(([\d,]+)\))?")
@@ -158,31 +159,41 @@ class Reader:
         """
         (condition,) = re.findall(r"condition=%?([\w.\-]+)", loop.attributes)
         names = self._named[condition]
-        for compare in [x for x in names.values() if x.opcode == "compare"]:
-            operands = [names[x] for x in compare.operands]
-            limits = [_constant(x) for x in operands if x.opcode == "constant"]
-            counters = [x for x in operands if x.opcode == "get-tuple-element"]
-            if limits:
-                return math.ceil(limits[0] / self._step(loop, counters[0]))
-        return None
+        compares = [x for x in names.values() if x.opcode == "compare"]
+        limits = {
+            x.name: [_constant(names[y]) for y in x.operands if _is_constant(names[y])]
+            for x in compares
+        }
+        if not any(limits.values()):
+            return None
+        (compare,) = compares
+        counter = names[compare.operands[0]]
+        if counter.opcode != "get-tuple-element" or "LT" not in compare.attributes:
+            raise ValueError(
+                f"{loop.name} goes on by {compare.opcode}({compare.attributes}; "
+                + _UNKNOWN
+            )
+        return math.ceil(limits[compare.name][0] / self._step(loop, counter))
 
     def _step(self, loop: hlo.Instruction, counter: hlo.Instruction) -> int:
         """By how much a pass of a loop moves its counter.
 
         Raises:
-          ValueError: if the body adds no constant to it.
+          ValueError: if the body does not add a constant to it.
         """
         (body,) = re.findall(r"body=%?([\w.\-]+)", loop.attributes)
         names = self._named[body]
         (index,) = re.findall(r"index=(\d+)", counter.attributes)
-        returned = list(names.values())[-1]
-        after = names[returned.operands[int(index)]]
+        returned = list(names.values())[-1]  # as XLA writes it, the root is the last
+        after = returned
+        if returned.opcode == "tuple":
+            after = names[returned.operands[int(index)]]
         added = [names[x] for x in after.operands if x in names]
-        steps = [_constant(x) for x in added if x.opcode == "constant"]
+        steps = [_constant(x) for x in added if _is_constant(x)]
         if after.opcode != "add" or len(steps) != 1:
             raise ValueError(
                 f"{loop.name} moves its counter by {after.opcode}({after.attributes}; "
-                "read how often it runs off the text, and teach this function."
+                + _UNKNOWN
             )
         return steps[0]
 
@@ -294,6 +305,10 @@ class Reader:
                     return index
                 reached.add(each.name)
         return len(entry)
+
+
+def _is_constant(instruction: hlo.Instruction) -> bool:
+    return instruction.opcode == "constant"
 
 
 def _constant(instruction: hlo.Instruction) -> int:

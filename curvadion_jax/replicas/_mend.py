@@ -144,8 +144,8 @@ def _replaced(state: Any, source: np.ndarray) -> Any:
     def row(x, names):
         pairs = set(itertools.pairwise(names))
         if any(field == "metrics" for field, _ in pairs):
-            in_a_row = names[-1].endswith("_in_a_row")
-            return jnp.where(copied, 0, x) if in_a_row else x
+            afresh = names[-1].endswith("_in_a_row") or names[-1] == "joined"
+            return jnp.where(copied, 0, x) if afresh else x
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return distinct(x, source, copied)
         taken = x[source]

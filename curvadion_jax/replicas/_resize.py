@@ -21,7 +21,7 @@ from curvadion_jax.replicas._state import check_leading, count_leading
 # alike, or that are no numbers to take a mean of.
 _TAKEN = {
     "sync_state": {"anchor", "common_q", "compressor_state", "outer_state"},
-    "metrics": set(SyncMetrics._fields),
+    "metrics": set(SyncMetrics._fields) - {"joined"},
 }
 
 

@@ -56,11 +56,11 @@ class LocalStep(NamedTuple):
 
 
 class Synchronizer(NamedTuple):
-    """Three functions that say how replicas synchronise.
+    """Functions that say how replicas synchronise.
 
     Syncs may be of several variants that take turns: one may bring half of the
-    parameters together and the next the other half. Then `step` and `payload` are
-    given the variant, an int, as a last argument.
+    parameters together and the next the other half. Then `step`, `payload` and
+    `settled` are given the variant, an int, as a last argument.
 
     Attributes:
       init: (params, inner_state, views) -> synchronizer state, a tree of arrays;
@@ -80,9 +80,11 @@ class Synchronizer(NamedTuple):
         loop, which has no reverse-mode derivative under `jit`;
         ``synchronizer._replace(after_local_step=False)`` has one.
       settled: (params, synchronizer state) -> bool[], whether a replica's parameters
-        are where the last sync left them, but for rounding; also given its variant. It
-        is asked on the step after a sync, and the state may lie in host memory. None
-        where a sync leaves them nowhere in particular.
+        are where the last sync left them, but for rounding. It is asked on the step
+        after a sync, must not communicate, and may find the state in host memory. None
+        where a sync leaves them nowhere in particular, or where it is known that
+        something moves them, such as a projection that is the same on all replicas:
+        ``synchronizer._replace(settled=None)`` looks at nothing.
 
     Example:
       >>> from curvadion_jax.compressors import exact
@@ -116,7 +118,7 @@ def check_cycle(cycle: Any) -> None:
 
 
 def _variants(synchronizer: Synchronizer) -> list[tuple[int, ...]]:
-    """The last arguments of `step` and `payload` for each variant."""
+    """The last arguments of `step`, `payload` and `settled` for each variant."""
     number = max(synchronizer.cycle) + 1
     return [()] if number == 1 else [(variant,) for variant in range(number)]
 
@@ -132,14 +134,14 @@ def steps(synchronizer: Synchronizer) -> list[Callable[[LocalStep, Any, Group], 
     return [of(variant) for variant in _variants(synchronizer)]
 
 
-def settled(synchronizer: Synchronizer) -> list[Callable[[Any, Any], jax.Array]]:
-    """Whether parameters are where a sync of each variant left them; [] if unknown."""
-    where = synchronizer.settled
-    if where is None:
+def looks(synchronizer: Synchronizer) -> list[Callable[[Any, Any], jax.Array]]:
+    """What `settled` says after a sync of each variant; [] where it is None."""
+    settled = synchronizer.settled
+    if settled is None:
         return []
 
     def of(variant):
-        return lambda params, state: where(params, state, *variant)
+        return lambda params, state: settled(params, state, *variant)
 
     return [of(variant) for variant in _variants(synchronizer)]
 

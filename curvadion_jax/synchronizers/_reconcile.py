@@ -319,21 +319,24 @@ class _Reconcile:
         _, fragment = self._part(params, variant)
         pick = functools.partial(_fragments.pick, fragment=fragment)
         anchor = _memory.to_device(pick(state.anchor))
-        near = jax.tree.map(_is_near, pick(params), anchor)
-        return jnp.all(jnp.stack(jax.tree.leaves(near)))
+        return _are_near(pick(params), anchor)
 
 
-# Of the distance between parameters and anchor after a sync to the anchor's norm, in
-# units of rounding: `_move_to` misses by one at most.
-_NEAR = 8
+# `_move_to` misses by a rounding of each parameter, before or after the sync, at most.
+_ROUNDINGS = 2
 
 
-def _is_near(params: jax.Array, anchor: jax.Array) -> jax.Array:
-    """Whether they are the same but for rounding; what is not finite is."""
-    squares = jnp.sum(jnp.square(_difference(params, anchor)))
-    wide = jnp.sum(jnp.square(anchor.astype(squares.dtype)))
-    tolerance = _NEAR * float(jnp.finfo(params.dtype).eps)
-    return ~(squares > tolerance**2 * wide)
+def _are_near(params: Any, anchor: Any) -> jax.Array:
+    """Whether all together are the same but for roundings; bool[].
+
+    Yes where anything is not finite: that is not for this look.
+    """
+    distance = size = jnp.zeros([], jnp.float32)
+    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(anchor), strict=True):
+        difference, unit = _difference(x, y), float(jnp.finfo(x.dtype).eps)
+        distance += jnp.sum(jnp.square(difference / unit))
+        size += jnp.sum(jnp.square(y.astype(difference.dtype)))
+    return ~(distance > _ROUNDINGS**2 * size)
 
 
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
