@@ -6,7 +6,8 @@
 A step of the optimizer takes given gradients to new parameters; with `--tokens`
 those of the example's model are computed in front. Replicas are simulated on one
 device by `vmap`, so that the program is that of a run, syncs and their collectives
-included; nothing synchronises while time is taken. State is donated.
+included, or with `--mesh` are devices each; nothing synchronises while time is taken.
+(Under `vmap` a step looks at the parameters as after a sync.) State is donated.
 
 Programs take turns in random order, and start every round from new arrays: where these
 lie moves a time by some percent. A round's ratio is that of medians; given are the
@@ -276,7 +277,7 @@ def parse(description: str) -> argparse.Namespace:
         parser.error("--rounds must be at least 2, for quartiles")
     if options.tokens % options.length:
         parser.error(f"--tokens must be a multiple of --length, {options.length}")
-    if options.mesh and jax.config.jax_platforms == "cpu":
+    if options.mesh:
         jax.config.update("jax_num_cpu_devices", options.replicas)
     return options
 
