@@ -129,7 +129,8 @@ def test_what_is_averaged_and_what_is_taken():
         factors = [path for path in inner if ".q" + name in path]
         assert factors
         assert not any(averaged[path] for path in factors)
-    assert not any(averaged[path] for path in paths if ".metrics" in path)
+    counters = [path for path in paths if ".metrics" in path and averaged[path]]
+    assert counters == ["[1].metrics.joined"]
     assert not any(averaged[path] for path in paths if "outer_state" in path)
 
 

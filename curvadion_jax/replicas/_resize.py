@@ -71,16 +71,18 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
     old = count_leading(state, "state")
     check_leading(state, old, "state", "replicas; see replicas.replicate")
     averaged = is_averaged(state)
-    resized = [
-        jax.device_put(
-            _resized(leaf, number=number, average=average),
-            NamedSharding(
-                mesh, _spec(leaf, mesh, axis_name), memory_kind=_memory_kind(leaf)
-            ),
+
+    def placed(leaf, average):
+        placement = NamedSharding(
+            mesh, _spec(leaf, mesh, axis_name), memory_kind=_memory_kind(leaf)
         )
-        for leaf, average in zip(leaves, averaged, strict=True)
-    ]
-    return jax.tree.unflatten(structure, resized)
+        x = _resized(leaf, number=number, average=average)
+        # One at a time: many small programs that communicate, at once on a CPU of few
+        # cores, were seen to end in XLA's abort after waiting for each other.
+        return jax.block_until_ready(jax.device_put(x, placement))
+
+    new = [placed(x, mean) for x, mean in zip(leaves, averaged, strict=True)]
+    return jax.tree.unflatten(structure, new)
 
 
 def _spec(leaf: jax.Array, mesh: Mesh, axis_name: str) -> P:
