@@ -180,7 +180,7 @@ class Step:
             return jnp.zeros([], jnp.int32)
 
         def found(look, params, kept):
-            return jnp.where(look(params, kept), 0, 1)
+            return (~look(params, kept)).astype(jnp.int32)
 
         metrics = state.metrics
         variant = self._variant(metrics.syncs - 1)
