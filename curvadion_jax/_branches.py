@@ -249,8 +249,8 @@ def _refuse_collectives(traced: _Traced, axis_name: str | None) -> None:
     if found:
         raise ValueError(
             f"a quiet step would communicate over the axis {axis_name!r} ({found[0]}): "
-            "the inner optimizer, the local step, the trigger and a settled of your own "
-            "must not reduce over the replica axis themselves; leave that to the "
+            "the inner optimizer, the local step, the trigger and a settled of your "
+            "own must not reduce over the replica axis themselves; leave that to the "
             "synchronizer, and pass the inner optimizer axis_name=None"
         )
 

@@ -183,10 +183,11 @@ def test_a_quiet_step_copies_nothing_of_the_synchronizers(options):
     copied = sum(x.bytes for x in entry if x.opcode == "copy")
     # The CPU compiler copies the new parameters out of `params + updates`, with or
     # without syncs, and the momentum, which stays where the gradients are not finite;
-    # and there are counters of at most 4 bytes a number.
+    # and there are counters of at most 4 bytes a number, a few of which are copied
+    # twice. (The smallest parameter has 20 bytes.)
     parameters = sum(x.nbytes for x in helpers.make_params().values())
     numbers = sum(x.size for x in state[1].metrics) // REPLICAS
-    assert copied <= 2 * parameters + 4 * numbers
+    assert copied <= 2 * parameters + 4 * (numbers + 4)
 
 
 @pytest.mark.slow
