@@ -142,7 +142,7 @@ def read(
         "bytes": round(sync_bytes(_sent(found, asked), replicas)),
         "synchronous_bytes": round(sync_bytes(steps * gradients, replicas)),
         "empty_syncs": _common(found, "empty"),
-        "moved": _moved(found),
+        "moved": _moved(found, _numbers(counters.steps)),
         **_trouble(found, _numbers(counters.steps), patience),
     }
 
@@ -191,14 +191,16 @@ def _trouble(
     }
 
 
-def _moved(found: dict[str, np.ndarray]) -> int:
-    if found["moved_in_a_row"].any():
+def _moved(found: dict[str, np.ndarray], numbers: list[int]) -> int:
+    last = found["moved_in_a_row"].reshape(-1).tolist()
+    who = sorted({number for number, x in zip(numbers, last, strict=True) if x})
+    if who:
         warnings.warn(
-            "on the step after the last sync parameters were not where the sync had "
-            "left them, so that replicas need not agree: something behind the "
-            "optimizer changes its updates, or the parameters. In optax.chain the "
-            "optimizer must be the last. (If it is meant so, and is the same on all "
-            "replicas, synchronizer._replace(settled=None) looks no more.)",
+            f"the parameters of replicas {who} were not where the last sync had left "
+            "them: something behind the optimizer changes its updates, or the "
+            "parameters. In optax.chain the optimizer must be the last (for weight "
+            "decay it has weight_decay). Until the next sync, which takes the change "
+            "into its mean, replicas need not be as near as they should",
             RuntimeWarning,
             stacklevel=3,
         )

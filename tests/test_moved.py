@@ -212,7 +212,7 @@ def test_parameters_moved_by_hand_on_one_replica():
             state[0]["bias"] = jax.device_put(bias, state[0]["bias"].sharding)
         state, _ = step(state, each)
         if number == EVERY:
-            what = "after the last sync parameters were not where"
+            what = r"parameters of replicas \[1\] were not where the last sync"
             with pytest.warns(RuntimeWarning, match=what):
                 assert metrics.read(state)["moved"] == 1
     assert metrics.observe(state).moved.tolist() == [0, 1]

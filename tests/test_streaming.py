@@ -234,10 +234,14 @@ def test_an_offloaded_fragment_goes_back_alone():
     host = cd.replicas.offload(device)
     step = helpers.replica_step(tx, mesh)
     program = jax.make_jaxpr(step)(host, device[0]).jaxpr
-    outside, (branches,) = test_offload.transfers(program)
-    counts = [test_offload.transfers(branch)[0] for branch in branches]
-    # Two anchors and two traces come, of which one each goes back.
-    assert (outside, counts) == (0, [0, 4 + 2, 4 + 2])
+    outside, conditionals = test_offload.transfers(program)
+    counts = [
+        [test_offload.transfers(branch)[0] for branch in branches]
+        for branches in conditionals
+    ]
+    # After a sync its fragment's anchor is looked at. At one two anchors and two traces
+    # come, of which one each goes back.
+    assert (outside, counts) == (0, [[0, 1, 1], [0, 4 + 2, 4 + 2]])
     gradients = jax.tree.map(lambda x: np.ones((2, *x.shape), np.float32), params)
     for _ in range(3):
         device, host = step(device, gradients)[0], step(host, gradients)[0]

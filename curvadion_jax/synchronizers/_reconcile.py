@@ -322,8 +322,9 @@ class _Reconcile:
         return _are_near(pick(params), anchor)
 
 
-# `_move_to` misses by a rounding of each parameter, before or after the sync, at most.
-_ROUNDINGS = 2
+# `_move_to` misses a parameter by a rounding at most, and where the sync at most halves
+# or doubles it by none (Sterbenz' lemma); so by less than half of one of all together.
+_ROUNDINGS = 0.5
 
 
 def _are_near(params: Any, anchor: Any) -> jax.Array:
