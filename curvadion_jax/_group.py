@@ -90,10 +90,6 @@ class Group(NamedTuple):
         """What this replica has, zeros where that is not finite."""
         return _health.or_zeros(self.healthy, tree)
 
-    def offered(self, tree: Any) -> Any:
-        """What this replica brings, zeros if it takes no part."""
-        return _health.or_zeros(self.present, tree)
-
 
 def single(
     weight: jax.typing.ArrayLike = 1.0, healthy: jax.typing.ArrayLike = True

@@ -280,20 +280,31 @@ class Step:
         healthy = sound & _health.all_finite(params) & _health.sound(kept)
         group = self._group(healthy, healthy)
 
-        def taken(given_gradients, given_state, **more):
-            given = jax.tree.leaves((given_gradients, given_state))
-            own = jax.tree.leaves((gradients, inner_state))
-            same = len(given) == len(own) and all(map(operator.is_, given, own))
-            if more or not same:
-                raise ValueError(
-                    "a synchronizer with after_local_step=True takes the local step as "
-                    "it is: call local.take(local.gradients, local.inner_state), or "
-                    "leave after_local_step out"
-                )
-            return updates, after
+        def synced(updates, after, kept):
+            def taken(given_gradients, given_state, **more):
+                given = jax.tree.leaves((given_gradients, given_state))
+                own = jax.tree.leaves((gradients, inner_state))
+                same = len(given) == len(own) and all(map(operator.is_, given, own))
+                if more or not same:
+                    raise ValueError(
+                        "a synchronizer with after_local_step=True takes the local "
+                        "step as it is: call local.take(local.gradients, "
+                        "local.inner_state), or leave after_local_step out"
+                    )
+                return updates, after
 
-        local = LocalStep(gradients, inner_state, params, self.views, taken)
-        done = step(local, kept, group)
+            local = LocalStep(gradients, inner_state, params, self.views, taken)
+            return step(local, kept, group)
+
+        # A conditional, since with a choice between old and new for every array all old
+        # ones would stay in memory until the new ones are there.
+        done = _branches.switch(
+            group.anybody.astype(jnp.int32),
+            lambda *before: before,
+            [synced],
+            *(updates, after, kept),
+            axis_name=self.axis_name,
+        )
         return self._synced(done, params, kept, sync_state, group, healthy)
 
     def _sync(self, step, local_updates, sync_state, gradients, inner_state, params):

@@ -148,6 +148,14 @@ class Program(NamedTuple):
         """What these computations and all they call communicate."""
         return [x for x in self.instructions(names, branches) if x.communicates]
 
+    def conditionals(self) -> list[Instruction]:
+        """The outermost conditionals that communicate in one of their branches."""
+        return [
+            each
+            for each in self.instructions([self.entry], branches=False)
+            if each.opcode == "conditional" and self.collectives(each.called)
+        ]
+
     def ancestors(self, instruction: Instruction) -> list[Instruction]:
         """All that it depends on in its own computation, and what those call."""
         (home,) = [x for x in self.computations.values() if instruction in x]

@@ -161,8 +161,7 @@ def test_nothing_at_all_is_sent_on_a_step_that_is_not_asked(program):
     assert program.collectives([program.entry], branches=False) == []
     branches = [
         [program.collectives([branch]) for branch in x.called]
-        for x in program.instructions([program.entry])
-        if x.opcode == "conditional" and program.collectives(x.called)
+        for x in program.conditionals()
     ]
     flag, sync = sorted(branches, key=lambda pair: sum(x.bytes for x in pair[1]))
     assert [(x.opcode, x.shape) for x in flag[1]] == [("all-reduce", "s32[]")]

@@ -45,7 +45,7 @@ def tree(seed=0):
 
 @functools.cache
 def averaged(name):
-    """(tree, weights) -> mean and what was put in, and where."""
+    """(tree, weights) -> mean, and what was not put in, on every replica."""
     form = FORMS[name]
     one = jax.tree.map(lambda x: x[0], tree())
     views = compressor_runs.views_of(one)
@@ -53,8 +53,8 @@ def averaged(name):
     def body(tree, weight):
         group = _collectives.group(AXIS, weight)
         state = form.init(one, views)
-        result = form.average(group.offered(tree), state, group, views)
-        return result.mean, result.sent
+        result = form.average(tree, state, group, views)
+        return result.mean, result.unsent
 
     mapped = jax.jit(jax.vmap(body, axis_name=AXIS))
     compiled = helpers.quick(mapped, tree(), np.ones(REPLICAS, np.float32))
@@ -73,10 +73,10 @@ NAMES = [
 def test_what_was_put_in_adds_up_to_the_mean(name, weights):
     """Over all replicas, so that what each keeps, its own less this, loses nothing."""
     given, number = tree(), sum(weights)
-    mean, sent = averaged(name)(given, np.float32(weights))
+    mean, unsent = averaged(name)(given, np.float32(weights))
     for key in given:
         np.testing.assert_array_equal(mean[key], np.stack([mean[key][0]] * REPLICAS))
-        total = np.sum(sent[key], 0, np.float64)
+        total = np.sum(given[key] - unsent[key], 0, np.float64)
         np.testing.assert_allclose(total, number * mean[key][0], atol=ATOL)
         if not number:
             assert not np.any(mean[key])
@@ -88,12 +88,14 @@ def test_what_others_have_does_not_matter(name):
     spoilt = {key: x.copy() for key, x in given.items()}
     for x in spoilt.values():
         x[1] = np.nan
-    for one, other in zip(
-        jax.tree.leaves(averaged(name)(given, weights)),
-        jax.tree.leaves(averaged(name)(spoilt, weights)),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(one, other)
+    mean, unsent = averaged(name)(given, weights)
+    mean_beside, unsent_beside = averaged(name)(spoilt, weights)
+    present = weights > 0
+    for key in given:
+        np.testing.assert_array_equal(mean[key], mean_beside[key])
+        others = unsent[key][present], unsent_beside[key][present]
+        np.testing.assert_array_equal(*others)
+        assert np.isnan(unsent_beside[key][1]).all()
 
 
 @pytest.mark.parametrize("name", ["exact", "int8", "top_k"])
@@ -102,14 +104,7 @@ def test_weighted_means_by_hand(name):
     given, weights = tree(), np.float32([100, 0, 50, 250])
     form = {"top_k": compressors.top_k(1.0)}.get(name, FORMS[name])
     mean = jax.vmap(
-        lambda t, w: (
-            form.average(
-                _collectives.group(AXIS, w).offered(t),
-                (),
-                _collectives.group(AXIS, w),
-                {},
-            ).mean
-        ),
+        lambda t, w: form.average(t, (), _collectives.group(AXIS, w), {}).mean,
         axis_name=AXIS,
     )(given, weights)
     for key, x in given.items():

@@ -76,20 +76,11 @@ def compiled(request):
     return program, state, request.param
 
 
-def communicating_conditionals(program):
-    return [
-        instruction
-        for instruction in program.instructions([program.entry])
-        if instruction.opcode == "conditional"
-        and program.collectives(instruction.called)
-    ]
-
-
 def test_one_scalar_is_sent_outside_of_the_sync_branch(compiled):
     program, _, name = compiled
     (flag,) = program.collectives([program.entry], branches=False)
     assert (flag.opcode, flag.shape) == ("all-reduce", "s32[]")
-    (conditional,) = communicating_conditionals(program)
+    (conditional,) = program.conditionals()
     _, sync = conditional.called
     inside = program.collectives([sync])
     assert len(program.collectives([program.entry])) == 1 + len(inside)
@@ -99,7 +90,7 @@ def test_one_scalar_is_sent_outside_of_the_sync_branch(compiled):
 
 def test_the_quiet_branch_sends_nothing(compiled):
     program, _, name = compiled
-    (conditional,) = communicating_conditionals(program)
+    (conditional,) = program.conditionals()
     quiet, _ = conditional.called
     # After the local step there is nothing to do; else the step is in the branch.
     assert (len(program.reachable([quiet])) > 1) == (name not in AFTER_THE_STEP)
@@ -108,7 +99,7 @@ def test_the_quiet_branch_sends_nothing(compiled):
 
 def test_a_sync_sends_the_bytes_that_metrics_count(compiled):
     program, (_, opt_state), name = compiled
-    (conditional,) = communicating_conditionals(program)
+    (conditional,) = program.conditionals()
     inside = program.collectives(conditional.called)
     (weights,) = [
         x
@@ -215,9 +206,7 @@ def test_a_sharded_replica_talks_to_others_through_the_flag_alone():
     (flag,) = across([program.entry], branches=False)
     assert (flag.opcode, flag.shape) == ("all-reduce", "s32[]")
     # Another one draws Q for a replica whose state starts afresh, within the replica.
-    (conditional,) = [
-        x for x in communicating_conditionals(program) if any(map(across, [x.called]))
-    ]
+    (conditional,) = [x for x in program.conditionals() if any(map(across, [x.called]))]
     quiet, sync = conditional.called
     assert across([quiet]) == []
     # Within the replica the local step in front does communicate.

@@ -150,12 +150,12 @@ def make_gradients(mesh, seed=1):
 
 
 def mean_of(form, mesh):
-    """A step that takes a tree to its compressed mean, and what was put in."""
+    """A step that takes a tree to its compressed mean, and what was not put in."""
 
     def train(state, batch):
         del batch
         result = form.average(state, (), _collectives.group(AXIS), {})
-        return result.mean, {"sent": result.sent}
+        return result.mean, {"unsent": result.unsent}
 
     return cd.replicas.step(train, mesh, donate=False)
 
@@ -450,7 +450,7 @@ def test_compressed_means_of_divided_arrays(form, rounding, mesh):
             mean[name], np.broadcast_to(mean[name][0], x.shape)
         )
         np.testing.assert_allclose(mean[name][0], x.mean(axis=0), rtol=0, atol=bound)
-        sent = np.asarray(metrics["sent"][name])
+        sent = x - np.asarray(metrics["unsent"][name])
         np.testing.assert_allclose(sent.mean(axis=0), mean[name][0], rtol=0, atol=1e-6)
 
 

@@ -118,11 +118,7 @@ def test_a_sync_sends_its_own_part_alone(options, elements):
     program, (_, state) = program_of(tx, helpers.make_params())
     (flag,) = program.collectives([program.entry], branches=False)
     assert (flag.opcode, flag.shape) == ("all-reduce", "s32[]")
-    (conditional,) = [
-        x
-        for x in program.instructions([program.entry])
-        if x.opcode == "conditional" and program.collectives(x.called)
-    ]
+    (conditional,) = program.conditionals()
     sent = [
         sum(x.bytes for x in program.collectives([branch]) if x.shape[:6] != "f32[8]")
         for branch in conditional.called

@@ -102,11 +102,7 @@ def test_each_branch_sends_what_its_payload_says():
     program = hlo.parse(step.lower(state, batch).compile().as_text())
     (flag,) = program.collectives([program.entry], branches=False)
     assert (flag.opcode, flag.shape) == ("all-reduce", "s32[]")
-    (conditional,) = [
-        x
-        for x in program.instructions([program.entry])
-        if x.opcode == "conditional" and program.collectives(x.called)
-    ]
+    (conditional,) = program.conditionals()
     sent = [
         sum(x.bytes for x in program.collectives([branch]) if x.shape[:6] != "f32[8]")
         for branch in conditional.called

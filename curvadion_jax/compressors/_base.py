@@ -1,10 +1,10 @@
 """The form in which replicas send something whose mean they want.
 
 A compressor replaces a mean by an approximate one that costs fewer bytes, and says
-what of its own array each replica really put in. The two agree: the mean over the
-replicas of what they put in *is* the mean that all get. So a caller that keeps the
-rest, `array - sent`, and adds it next time loses nothing (error feedback), whatever the
-compressor, and whether it rounds, drops or projects.
+what of its own array each replica did not put in. The two agree: the mean over the
+replicas of what they put in *is* the mean that all get. So a caller that keeps what was
+not and adds it next time loses nothing (error feedback), whatever the compressor, and
+whether it rounds, drops or projects.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from curvadion_jax import _health
 from curvadion_jax._group import Group
 from curvadion_jax._matrices import MatrixView
 from curvadion_jax._orthonormalize import compute_dtype
@@ -25,17 +26,18 @@ class Averaged(NamedTuple):
 
     Attributes:
       mean: tree of the approximate means, the same on all replicas.
-      sent: tree of what this replica put in; its mean over the replicas is `mean`.
-        Replica-varying.
+      unsent: tree of what this replica has and did not put in, all of it if it takes
+        no part. What it put in, the given array less this, has the mean `mean` over the
+        replicas. Replica-varying.
       state: state of the compressor; the same on all replicas.
 
     Example:
-      >>> Averaged(mean=2.0, sent=1.0, state=()).mean
+      >>> Averaged(mean=2.0, unsent=1.0, state=()).mean
       2.0
     """
 
     mean: Any
-    sent: Any
+    unsent: Any
     state: Any
 
 
@@ -45,7 +47,8 @@ class Compressor(NamedTuple):
     Attributes:
       init: (tree of the parameters, views) -> compressor state, a tree of arrays the
         same on all replicas; called once, possibly on abstract values.
-      average: (tree, state, group, views) -> :class:`Averaged`.
+      average: (tree, state, group, views) -> :class:`Averaged`. A replica that takes
+        no part, ``~group.present``, puts nothing in, whatever the tree holds.
       payload: (tree, views) -> :class:`Payload`, the bytes of one mean, from shapes
         alone.
       through: for :func:`chain`, a compressor without a state -> this compressor with
@@ -69,6 +72,17 @@ class Compressor(NamedTuple):
 def wide(x: jax.Array) -> jax.Array:
     """The array in the dtype of the algebra, at least float32."""
     return x.astype(compute_dtype(x.dtype))
+
+
+def all_if_absent(group: Group, tree: Any) -> Any:
+    """What is unsent where nothing is lost: all of it by one that takes no part."""
+    return _health.or_zeros(~group.present, tree)
+
+
+def alone(group: Group, tree: Any, state: Any) -> Averaged:
+    """The mean of one replica, which sends nothing and loses nothing."""
+    mean = _health.or_zeros(group.present, tree)
+    return Averaged(mean, all_if_absent(group, tree), state)
 
 
 def own_weight(group: Group) -> jax.Array:
@@ -123,7 +137,7 @@ def exact() -> Compressor:
     def average(tree, state, group, views):
         del views
         tree = jax.tree.map(wide, tree)
-        return Averaged(group.mean(tree), tree, state)
+        return Averaged(group.mean(tree), all_if_absent(group, tree), state)
 
     def payload(tree, views):
         del views

@@ -88,8 +88,8 @@ def _through(
         }
 
     def average(tree, state, group, views):
-        if group.size == 1:  # nothing is sent, and nothing lost
-            return _base.Averaged(tree, tree, state)
+        if group.size == 1:
+            return _base.alone(group, tree, state)
         factored = _factored(tree, views, rank)
         leaves = [(name, _base.wide(x)) for name, x in _paths.leaves_with_path(tree)]
         matrices = {
@@ -100,7 +100,7 @@ def _through(
 
         def send(arrays):
             result = channel.average(arrays, (), group, {})
-            return result.mean, result.sent
+            return result.mean, result.unsent
 
         def send_factors(factors, axes):
             views = [factored[name][0] for name in factors]
@@ -114,21 +114,20 @@ def _through(
             q = _next_q(common, q)
             p, own, common = _iterate(matrices, q, send_factors, orthonormalize)
         q = _next_q(common, q)
-        whole_mean, whole_sent = send({n: x for n, x in leaves if n not in factored})
+        whole_mean, unsent = send({n: x for n, x in leaves if n not in factored})
 
-        def rebuild(whole, factors):
-            parts = [
-                factored[name][0].product(p[name], factors[name])
-                if name in factored
-                else whole[name]
-                for name, _ in leaves
-            ]
-            return jax.tree.unflatten(jax.tree.structure(tree), parts)
+        def product(name, factors):
+            return factored[name][0].product(p[name], factors[name])
+
+        mean = {name: product(name, common) for name in factored} | whole_mean
+        unsent |= {n: x - product(n, own) for n, x in leaves if n in factored}
+
+        def rebuild(parts):
+            leaves_ = [parts[name] for name, _ in leaves]
+            return jax.tree.unflatten(jax.tree.structure(tree), leaves_)
 
         state = {name: q[name].astype(state[name].dtype) for name in state}
-        return _base.Averaged(
-            rebuild(whole_mean, common), rebuild(whole_sent, own), state
-        )
+        return _base.Averaged(rebuild(mean), rebuild(unsent), state)
 
     def payload(tree, views):
         factored = _factored(tree, views, rank)
@@ -148,7 +147,7 @@ def _through(
 
 
 def _iterate(matrices, q, send, orthonormalize):
-    """P, this replica's R, and the common R, for matrices and Q by name."""
+    """P, what this replica put into R, and R, for matrices and Q by name."""
     names = list(matrices)
 
     def reduce(products):
@@ -163,7 +162,8 @@ def _iterate(matrices, q, send, orthonormalize):
         reduce,
     )
     right = dict(zip(names, right, strict=True))
-    common, own = send(right, lambda view: view.q_axes)
+    common, unsent = send(right, lambda view: view.q_axes)
+    own = {name: right[name] - unsent[name] for name in names}
     return dict(zip(names, left, strict=True)), own, common
 
 

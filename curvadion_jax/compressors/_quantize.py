@@ -2,12 +2,19 @@
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from curvadion_jax import _health
 from curvadion_jax._payload import Payload
 from curvadion_jax.compressors import _base, _codes
+
+# Elements of an array whose codes are made at once. In between arrays are taken apart
+# into blocks, which on TPUs is a copy of what is at work and at times two.
+_PIECE = 2**22
 
 
 def quantize(
@@ -65,14 +72,14 @@ def quantize(
 
     def average(tree, state, group, views):
         del views
-        if group.size == 1:  # nothing is sent, and nothing lost
-            return _base.Averaged(tree, tree, state)
+        if group.size == 1:
+            return _base.alone(group, tree, state)
         tree = jax.tree.map(_base.wide, tree)
         pairs = group.by_device(
             lambda group, parts: _average(parts, (bits, mean_bits), block, group), tree
         )
-        mean, sent = _base.unzip(jax.tree.structure(tree), pairs)
-        return _base.Averaged(mean, sent, state)
+        mean, unsent = _base.unzip(jax.tree.structure(tree), pairs)
+        return _base.Averaged(mean, unsent, state)
 
     def payload(tree, views):
         del views
@@ -88,50 +95,132 @@ def _blocks(x, block: int) -> int:
 
 
 def _average(leaves: list[jax.Array], stages: tuple[int, int], block: int, group):
-    """For every array the mean over replicas, and what this one put in."""
-    filled = [leaf for leaf in leaves if leaf.size]
+    """For every array the mean over replicas, and what this one did not put in."""
+    filled = [_Pieces(leaf, block) for leaf in leaves if leaf.size]
     found = iter(_average_filled(filled, stages, block, group) if filled else ())
     return [next(found) if leaf.size else (leaf, leaf) for leaf in leaves]
 
 
-def _average_filled(leaves, stages, block, group):
+def _average_filled(arrays: list["_Pieces"], stages, block, group):
     number, (bits, mean_bits) = group.size, stages
-    ends = list(itertools.accumulate(_blocks(leaf, block) for leaf in leaves))
-    pad = -ends[-1] % number
-
-    def restored(rows, bits):
-        """The arrays that rows of bytes stand for; the last rows are padding."""
-        parts = [_from_rows(part, block, bits) for part in jnp.split(rows, ends)[:-1]]
-        return [_like(x, leaf) for x, leaf in zip(parts, leaves, strict=True)]
-
-    rows = [_to_rows(_in_blocks(leaf, block), bits) for leaf in leaves]
-    rows = jnp.pad(jnp.concatenate(rows), [(0, pad), (0, 0)])
-    received = group.all_to_all(rows.reshape(number, -1, rows.shape[-1]))
+    ends = list(itertools.accumulate(_blocks(x.array, block) for x in arrays))
+    rows = [x.to_rows(lambda blocks: _to_rows(blocks, bits)) for x in arrays]
+    padded = jnp.pad(jnp.concatenate(rows), [(0, -ends[-1] % number), (0, 0)])
+    received = group.all_to_all(padded.reshape(number, -1, padded.shape[-1]))
     weights = group.weights[:, None, None]
-    mine = jnp.sum(weights * _from_rows(received, block, bits), 0) / group.total
+    weighted = weights * _from_rows(received, block, bits)
+    mine = jnp.sum(jnp.where(weights > 0, weighted, 0), 0) / group.total
     mean_rows = _to_rows(mine, mean_bits)
     # What rounding the mean loses, in what this replica would have to put in for it.
     share = _base.own_weight(group) / group.total
     lost = (mine - _from_rows(mean_rows, block, mean_bits)) / share
-    own = (jnp.arange(number) == group.replica)[:, None, None]
-    charged = jnp.where(own, lost[None], 0).reshape(-1, block)
-    charged = [
-        _like(part, leaf)
-        for part, leaf in zip(jnp.split(charged, ends)[:-1], leaves, strict=True)
-    ]
-    sent = [x - y for x, y in zip(restored(rows, bits), charged, strict=True)]
     gathered = group.all_gather(mean_rows)
-    mean = restored(gathered.reshape(-1, gathered.shape[-1]), mean_bits)
-    return list(zip(mean, sent, strict=True))
+    mean = jnp.split(gathered.reshape(-1, gathered.shape[-1]), ends)[:-1]
+
+    def put_in(rows, first):
+        """The blocks that rows of this replica stand for, less what it is charged."""
+        blocks = _health.or_zeros(group.present, _from_rows(rows, block, bits))
+        return blocks - _window(lost, first - group.replica * len(lost), len(rows))
+
+    starts = [0, *ends[:-1]]
+    return [
+        (
+            x.from_rows(of_mean, lambda rows: _from_rows(rows, block, mean_bits)),
+            x.less(own, start, put_in),
+        )
+        for x, of_mean, own, start in zip(arrays, mean, rows, starts, strict=True)
+    ]
+
+
+def _window(rows: jax.Array, first: jax.Array, number: int) -> jax.Array:
+    """Rows from the first on, zeros where there are none."""
+    padded = jnp.pad(rows, [(number, number), (0, 0)])
+    start = jnp.clip(first + number, 0, len(rows) + number)
+    return jax.lax.dynamic_slice_in_dim(padded, start, number)
+
+
+class _Pieces:
+    """An array in equal pieces, of whole rows and blocks, one after the other.
+
+    So that what is computed on the way is as large as a piece, not as the array; in one
+    piece if it is small, or does not divide.
+
+    Attributes:
+      array: the array, not empty.
+      block: elements of a block.
+      number: number of pieces.
+      shape: shape of a piece.
+    """
+
+    def __init__(self, array: jax.Array, block: int) -> None:
+        self.array, self.block = array, block
+        self.number, self.shape = 1, array.shape
+        wanted = math.ceil(array.size / _PIECE)
+        if array.ndim < 2 or wanted == 1:
+            return
+        columns = array.shape[-1]
+        rows = array.size // columns
+        # TPUs keep eight rows together.
+        for number in range(wanted, rows // 8 + 1):
+            if rows % (8 * number) == 0 and array.size // number % block == 0:
+                self.number, self.shape = number, (rows // number, columns)
+                return
+
+    def to_rows(self, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Rows of bytes, of blocks [blocks, block] that the array is made of."""
+
+        def of(piece):
+            return function(_in_blocks(piece, self.block))
+
+        if self.number == 1:
+            return of(self.array)
+        rows = jax.lax.map(of, self._cut(self.array))
+        return rows.reshape(-1, rows.shape[-1])
+
+    def from_rows(
+        self, rows: jax.Array, function: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """An array like this one, of the blocks that rows of bytes stand for."""
+
+        def of(rows):
+            return self._piece(function(rows))
+
+        if self.number == 1:
+            return of(rows)
+        pieces = jax.lax.map(of, rows.reshape(self.number, -1, rows.shape[-1]))
+        return pieces.reshape(self.array.shape)
+
+    def less(
+        self,
+        rows: jax.Array,
+        start: int,
+        function: Callable[[jax.Array, Any], jax.Array],
+    ) -> jax.Array:
+        """The array less the blocks of (rows, number of the first of them).
+
+        Written over the array where nothing else needs it.
+        """
+        if self.number == 1:
+            return self.array - self._piece(function(rows, start))
+        rows = rows.reshape(self.number, -1, rows.shape[-1])
+
+        def one(index, pieces):
+            blocks = function(rows[index], start + index * rows.shape[1])
+            return pieces.at[index].add(-self._piece(blocks))
+
+        pieces = jax.lax.fori_loop(0, self.number, one, self._cut(self.array))
+        return pieces.reshape(self.array.shape)
+
+    def _cut(self, array: jax.Array) -> jax.Array:
+        return array.reshape(self.number, *self.shape)
+
+    def _piece(self, blocks: jax.Array) -> jax.Array:
+        return blocks.reshape(-1)[: math.prod(self.shape)].reshape(self.shape)
 
 
 def _in_blocks(x: jax.Array, block: int) -> jax.Array:
     """The elements of an array [blocks, block], the last ones zero."""
     return jnp.pad(x.reshape(-1), (0, -x.size % block)).reshape(-1, block)
-
-
-def _like(blocks: jax.Array, leaf: jax.Array) -> jax.Array:
-    return blocks.reshape(-1)[: leaf.size].reshape(leaf.shape)
 
 
 def _to_rows(blocks: jax.Array, bits: int) -> jax.Array:

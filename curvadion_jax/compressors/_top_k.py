@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from curvadion_jax import _health
 from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax._payload import Payload
 from curvadion_jax.compressors import _base, _codes
@@ -62,8 +63,8 @@ def top_k(
 
     def average(tree, state, group, views):
         del views
-        if group.size == 1:  # nothing is sent, and nothing lost
-            return _base.Averaged(tree, tree, state)
+        if group.size == 1:
+            return _base.alone(group, tree, state)
         tree = jax.tree.map(_base.wide, tree)
 
         def of_parts(group, leaves):
@@ -73,15 +74,15 @@ def top_k(
             ]
             gathered = group.all_gather(messages)
             return [
-                (_mean(all_, cut, bits, x, group), _placed(own, cut, bits, x))
+                (_mean(all_, cut, bits, x, group), _unsent(own, cut, bits, x, group))
                 for all_, own, cut, x in zip(
                     gathered, messages, cuts, leaves, strict=True
                 )
             ]
 
         pairs = group.by_device(of_parts, tree)
-        mean, sent = _base.unzip(jax.tree.structure(tree), pairs)
-        return _base.Averaged(mean, sent, state)
+        mean, unsent = _base.unzip(jax.tree.structure(tree), pairs)
+        return _base.Averaged(mean, unsent, state)
 
     def payload(tree, views):
         del views
@@ -163,7 +164,8 @@ def _add(
         values = message["values"]
     else:
         values = _codes.decode(message["codes"], message["scales"], cut.kept, bits)
-    values = values.astype(total.dtype) * jnp.asarray(weight, total.dtype)
+    weight = jnp.asarray(weight, total.dtype)
+    values = jnp.where(weight > 0, values.astype(total.dtype) * weight, 0)
     if "positions" not in message:
         return total + values
     positions = _codes.unpack(
@@ -173,10 +175,11 @@ def _add(
     return total.at[rows, positions].add(values, unique_indices=True)
 
 
-def _placed(message, cut: _Cut, bits: int | None, like: jax.Array) -> jax.Array:
-    """What one replica sent, in the shape of the array."""
-    total = jnp.zeros((cut.blocks, cut.size), like.dtype)
-    return _uncut(_add(total, message, cut, bits), like)
+def _unsent(message, cut: _Cut, bits: int | None, x: jax.Array, group) -> jax.Array:
+    """What is left of the array of which one replica sent this."""
+    nothing = jnp.zeros((cut.blocks, cut.size), x.dtype)
+    sent = _uncut(_add(nothing, message, cut, bits), x)
+    return x - _health.or_zeros(group.present, sent)
 
 
 def _mean(messages, cut: _Cut, bits: int | None, like: jax.Array, group) -> jax.Array:

@@ -172,15 +172,16 @@ def mean_with_feedback(
     """Mean in a compressor's form of what there is and what was held back.
 
     Returns:
-      The mean, what is held back now (zero where it would not be finite; all of it by
-      a replica that takes no part), and the compressor's state. Without a compressor
-      the mean is exact, and the other two are as they were.
+      The mean, what is held back now (zero where it would not be finite, or NaN held
+      back would never go away; all of it by a replica that takes no part), and the
+      compressor's state. Without a compressor the mean is exact, and the other two are
+      as they were.
     """
     if compressor is None:
         return group.mean(tree), error, state
     whole = group.finite(jax.tree.map(jnp.add, error, tree))
-    result = compressor.average(group.offered(whole), state, group, views)
-    held = jax.tree.map(_rest, whole, result.sent)
+    result = compressor.average(whole, state, group, views)
+    held = _health.finite_elements(result.unsent)
     return later_as_well(group, result.mean), held, result.state
 
 
@@ -191,12 +192,6 @@ def later_as_well(group: Group, mean: Any) -> Any:
     replica that comes every second time, with two at once, would count twice.
     """
     return jax.tree.map(lambda x: x * group.share.astype(x.dtype), mean)
-
-
-def _rest(whole: jax.Array, sent: jax.Array) -> jax.Array:
-    """What was not sent, where it is finite: NaN held back would never go away."""
-    rest = whole - sent
-    return jnp.where(jnp.isfinite(rest), rest, 0)
 
 
 def _is_dion(node: Any) -> bool:

@@ -162,8 +162,9 @@ def _step(compressor, local: _base.LocalStep, state: FactorsState, group: Group)
         reduced.extend(arrays)
         if compressor is None:
             return group.mean(arrays), None
-        result = compressor.average(group.offered(arrays), (), group, {})
-        return _like(result.mean, arrays), _like(result.sent, arrays)
+        result = compressor.average(arrays, (), group, {})
+        sent = jax.tree.map(jnp.subtract, arrays, result.unsent)
+        return _like(result.mean, arrays), _like(sent, arrays)
 
     inner_state = before = local.inner_state
     if group.size > 1:  # one replica is plain Dion

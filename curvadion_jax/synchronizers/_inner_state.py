@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _low_rank, _momentum, _orthonormalize, _paths
+from curvadion_jax import _health, _low_rank, _momentum, _orthonormalize, _paths
 from curvadion_jax._dion import DionState
 from curvadion_jax.synchronizers import _base, _fragments
 from curvadion_jax.synchronizers._fragments import Fragment
@@ -24,17 +24,17 @@ def momenta(inner_state: optax.OptState, fragment: Fragment) -> dict[str, jax.Ar
 
 
 def average_momentum(inner_state, form, form_state, group, views, fragment):
-    """Momenta M - sent + mean: what was not sent stays with the replica.
+    """What replicas did not send of their momenta stays with them; and the mean.
 
     One that took no part, and has a momentum, does without the mean.
     """
     found = momenta(inner_state, fragment)
-    result = form.average(group.offered(found), form_state, group, views)
+    result = form.average(found, form_state, group, views)
+    taken = _health.or_zeros(group.joins, result.mean)
     new = {
-        name: (m + jnp.where(group.joins, result.mean[name], 0) - result.sent[name])
+        name: (result.unsent[name] + taken[name]).astype(m.dtype)
         for name, m in found.items()
     }
-    new = {name: x.astype(found[name].dtype) for name, x in new.items()}
     inside = _momentum.in_field(inner_state, _momentum.find_field(inner_state))
     leaves = zip(_paths.leaves_with_path(inner_state), inside, strict=True)
     paths = [path for (path, _), is_in in leaves if is_in]

@@ -243,7 +243,6 @@ class _Reconcile:
         self, local: _base.LocalStep, state: ReconcileState, group, variant: int = 0
     ):
         updates, inner_state = local.take(local.gradients, local.inner_state)
-        before = (updates, inner_state, state)
         moved = optax.apply_updates(local.params, updates)
         index, fragment = self._part(local.params, variant)
         pick = functools.partial(_fragments.pick, fragment=fragment)
@@ -280,7 +279,7 @@ class _Reconcile:
             put(state.error, error),
             with_state(state.compressor_state, new=(drift_state, momentum_state)),
         )
-        return _health.where(group.anybody, (updates, inner_state, state), before)
+        return updates, inner_state, state
 
     def _average_state(
         self, local, inner_state, momentum_state, common_q, group, fragment
