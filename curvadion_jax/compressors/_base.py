@@ -28,7 +28,8 @@ class Averaged(NamedTuple):
       mean: tree of the approximate means, the same on all replicas.
       unsent: tree of what this replica has and did not put in, all of it if it takes
         no part. What it put in, the given array less this, has the mean `mean` over the
-        replicas. Replica-varying.
+        replicas. Zero where it would not be finite, since NaN that is held back would
+        spoil what comes next. Replica-varying.
       state: state of the compressor; the same on all replicas.
 
     Example:
@@ -76,7 +77,7 @@ def wide(x: jax.Array) -> jax.Array:
 
 def all_if_absent(group: Group, tree: Any) -> Any:
     """What is unsent where nothing is lost: all of it by one that takes no part."""
-    return _health.or_zeros(~group.present, tree)
+    return _health.or_zeros(~group.present, _health.finite_elements(tree))
 
 
 def alone(group: Group, tree: Any, state: Any) -> Averaged:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from curvadion_jax import (
     _arguments,
+    _health,
     _low_rank,
     _matrices,
     _orthonormalize,
@@ -123,10 +124,11 @@ def _through(
         unsent |= {n: x - product(n, own) for n, x in leaves if n in factored}
 
         def rebuild(parts):
-            leaves_ = [parts[name] for name, _ in leaves]
-            return jax.tree.unflatten(jax.tree.structure(tree), leaves_)
+            in_order = [parts[name] for name, _ in leaves]
+            return jax.tree.unflatten(jax.tree.structure(tree), in_order)
 
         state = {name: q[name].astype(state[name].dtype) for name in state}
+        unsent = _health.finite_elements(unsent)
         return _base.Averaged(rebuild(mean), rebuild(unsent), state)
 
     def payload(tree, views):

@@ -196,17 +196,21 @@ class _Pieces:
         start: int,
         function: Callable[[jax.Array, Any], jax.Array],
     ) -> jax.Array:
-        """The array less the blocks of (rows, number of the first of them).
+        """The array less the blocks of (rows, number of the first of them), or zero.
 
-        Written over the array where nothing else needs it.
+        It is written over the array where nothing else needs that.
         """
+
+        def of(piece, rows, first):
+            return _health.finite_elements(piece - self._piece(function(rows, first)))
+
         if self.number == 1:
-            return self.array - self._piece(function(rows, start))
+            return of(self.array, rows, start)
         rows = rows.reshape(self.number, -1, rows.shape[-1])
 
         def one(index, pieces):
-            blocks = function(rows[index], start + index * rows.shape[1])
-            return pieces.at[index].add(-self._piece(blocks))
+            first = start + index * rows.shape[1]
+            return pieces.at[index].set(of(pieces[index], rows[index], first))
 
         pieces = jax.lax.fori_loop(0, self.number, one, self._cut(self.array))
         return pieces.reshape(self.array.shape)

@@ -179,7 +179,7 @@ def _unsent(message, cut: _Cut, bits: int | None, x: jax.Array, group) -> jax.Ar
     """What is left of the array of which one replica sent this."""
     nothing = jnp.zeros((cut.blocks, cut.size), x.dtype)
     sent = _uncut(_add(nothing, message, cut, bits), x)
-    return x - _health.or_zeros(group.present, sent)
+    return _health.finite_elements(x - _health.or_zeros(group.present, sent))
 
 
 def _mean(messages, cut: _Cut, bits: int | None, like: jax.Array, group) -> jax.Array:

@@ -172,17 +172,15 @@ def mean_with_feedback(
     """Mean in a compressor's form of what there is and what was held back.
 
     Returns:
-      The mean, what is held back now (zero where it would not be finite, or NaN held
-      back would never go away; all of it by a replica that takes no part), and the
-      compressor's state. Without a compressor the mean is exact, and the other two are
-      as they were.
+      The mean, what is held back now (all of it by a replica that takes no part), and
+      the compressor's state. Without a compressor the mean is exact, and the other two
+      are as they were.
     """
     if compressor is None:
         return group.mean(tree), error, state
     whole = group.finite(jax.tree.map(jnp.add, error, tree))
     result = compressor.average(whole, state, group, views)
-    held = _health.finite_elements(result.unsent)
-    return later_as_well(group, result.mean), held, result.state
+    return later_as_well(group, result.mean), result.unsent, result.state
 
 
 def later_as_well(group: Group, mean: Any) -> Any:
