@@ -1,5 +1,6 @@
 """A few bits an element, so that small numbers are what crosses the link."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -117,16 +118,17 @@ def _average_filled(arrays: list["_Pieces"], stages, block, group):
     gathered = group.all_gather(mean_rows)
     mean = jnp.split(gathered.reshape(-1, gathered.shape[-1]), ends)[:-1]
 
-    def put_in(rows, first):
+    def put_in(start, rows, first):
         """The blocks that rows of this replica stand for, less what it is charged."""
         blocks = _health.or_zeros(group.present, _from_rows(rows, block, bits))
-        return blocks - _window(lost, first - group.replica * len(lost), len(rows))
+        first = start + first - group.replica * len(lost)
+        return blocks - _window(lost, first, len(rows))
 
     starts = [0, *ends[:-1]]
     return [
         (
             x.from_rows(of_mean, lambda rows: _from_rows(rows, block, mean_bits)),
-            x.less(own, start, put_in),
+            x.less(own, functools.partial(put_in, start)),
         )
         for x, of_mean, own, start in zip(arrays, mean, rows, starts, strict=True)
     ]
@@ -140,91 +142,101 @@ def _window(rows: jax.Array, first: jax.Array, number: int) -> jax.Array:
 
 
 class _Pieces:
-    """An array in equal pieces, of whole rows and blocks, one after the other.
+    """An array as pieces of whole rows and blocks, of which only the last is shorter.
 
-    So that what is computed on the way is as large as a piece, not as the array; in one
-    piece if it is small, or does not divide.
+    They are worked on one after the other, so that what is computed on the way is as
+    large as a piece, not as the array. A small one is a single piece.
 
     Attributes:
       array: the array, not empty.
       block: elements of a block.
-      number: number of pieces.
-      shape: shape of a piece.
+      table: the array as [rows, columns].
+      height: rows of a piece.
+      number: number of pieces that have so many.
+      rest: rows of the piece after them, or 0.
     """
 
     def __init__(self, array: jax.Array, block: int) -> None:
         self.array, self.block = array, block
-        self.number, self.shape = 1, array.shape
-        wanted = math.ceil(array.size / _PIECE)
-        if array.ndim < 2 or wanted == 1:
-            return
-        columns = array.shape[-1]
-        rows = array.size // columns
-        # TPUs keep eight rows together.
-        for number in range(wanted, rows // 8 + 1):
-            if rows % (8 * number) == 0 and array.size // number % block == 0:
-                self.number, self.shape = number, (rows // number, columns)
-                return
+        self.table = array.reshape(-1, array.shape[-1] if array.ndim else 1)
+        rows, columns = self.table.shape
+        # Rows that fill blocks, eight together as TPUs keep them.
+        unit = math.lcm(8, block // math.gcd(block, columns))
+        self.height = max(_PIECE // (columns * unit), 1) * unit
+        self.number = rows // self.height if array.size > _PIECE else 0
+        self.rest = rows - self.number * self.height
 
     def to_rows(self, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Rows of bytes, of blocks [blocks, block] that the array is made of."""
-
-        def of(piece):
-            return function(_in_blocks(piece, self.block))
-
-        if self.number == 1:
-            return of(self.array)
-        rows = jax.lax.map(of, self._cut(self.array))
-        return rows.reshape(-1, rows.shape[-1])
+        return self._each(
+            lambda index, height: function(
+                _in_blocks(self._piece(self.table, index, height), self.block)
+            )
+        )
 
     def from_rows(
         self, rows: jax.Array, function: Callable[[jax.Array], jax.Array]
     ) -> jax.Array:
         """An array like this one, of the blocks that rows of bytes stand for."""
 
-        def of(rows):
-            return self._piece(function(rows))
+        def piece(index, height):
+            given, _ = self._rows(rows, index, height)
+            return _like(function(given), self.table[:height])
 
-        if self.number == 1:
-            return of(rows)
-        pieces = jax.lax.map(of, rows.reshape(self.number, -1, rows.shape[-1]))
-        return pieces.reshape(self.array.shape)
+        return self._each(piece).reshape(self.array.shape)
 
     def less(
-        self,
-        rows: jax.Array,
-        start: int,
-        function: Callable[[jax.Array, Any], jax.Array],
+        self, rows: jax.Array, function: Callable[[jax.Array, Any], jax.Array]
     ) -> jax.Array:
-        """The array less the blocks of (rows, number of the first of them), or zero.
+        """The array less the blocks of (rows, number of the first), zero if not finite.
 
         It is written over the array where nothing else needs that.
         """
 
-        def of(piece, rows, first):
-            return _health.finite_elements(piece - self._piece(function(rows, first)))
+        def write(index, table, height):
+            piece = self._piece(table, index, height)
+            new = piece - _like(function(*self._rows(rows, index, height)), piece)
+            return jax.lax.dynamic_update_slice_in_dim(
+                table, _health.finite_elements(new), index * self.height, 0
+            )
 
-        if self.number == 1:
-            return of(self.array, rows, start)
-        rows = rows.reshape(self.number, -1, rows.shape[-1])
+        table = self.table
+        if self.number:
+            one = functools.partial(write, height=self.height)
+            table = jax.lax.fori_loop(0, self.number, one, table)
+        if self.rest:
+            table = write(self.number, table, self.rest)
+        return table.reshape(self.array.shape)
 
-        def one(index, pieces):
-            first = start + index * rows.shape[1]
-            return pieces.at[index].set(of(pieces[index], rows[index], first))
+    def _each(self, function: Callable[[Any, int], jax.Array]) -> jax.Array:
+        """What function(number of the piece, its height) gives, in one array."""
+        parts = []
+        if self.number:
+            numbers = jnp.arange(self.number)
+            found = jax.lax.map(lambda index: function(index, self.height), numbers)
+            parts.append(found.reshape(-1, found.shape[-1]))
+        if self.rest:
+            parts.append(function(self.number, self.rest))
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
-        pieces = jax.lax.fori_loop(0, self.number, one, self._cut(self.array))
-        return pieces.reshape(self.array.shape)
+    def _piece(self, table: jax.Array, index: Any, height: int) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(table, index * self.height, height)
 
-    def _cut(self, array: jax.Array) -> jax.Array:
-        return array.reshape(self.number, *self.shape)
-
-    def _piece(self, blocks: jax.Array) -> jax.Array:
-        return blocks.reshape(-1)[: math.prod(self.shape)].reshape(self.shape)
+    def _rows(self, rows: jax.Array, index: Any, height: int) -> tuple[jax.Array, Any]:
+        """A piece's rows of bytes, and the number of the first of them."""
+        columns = self.table.shape[1]
+        first = index * (self.height * columns // self.block)
+        number = math.ceil(height * columns / self.block)
+        return jax.lax.dynamic_slice_in_dim(rows, first, number), first
 
 
 def _in_blocks(x: jax.Array, block: int) -> jax.Array:
     """The elements of an array [blocks, block], the last ones zero."""
     return jnp.pad(x.reshape(-1), (0, -x.size % block)).reshape(-1, block)
+
+
+def _like(blocks: jax.Array, piece: jax.Array) -> jax.Array:
+    return blocks.reshape(-1)[: piece.size].reshape(piece.shape)
 
 
 def _to_rows(blocks: jax.Array, bits: int) -> jax.Array:
