@@ -25,6 +25,8 @@ import os
 
 # Without it libtpu asks a cloud's metadata server where it is.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+# And refuses a second process, or one after another that was killed.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
 import jax.numpy as jnp

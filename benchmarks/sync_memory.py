@@ -13,6 +13,8 @@ import os
 
 # Without it libtpu asks a cloud's metadata server where it is.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+# And refuses a second process, or one after another that was killed.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,7 @@ AXIS = cd.replicas.AXIS
 
 
 def cases() -> dict[str, optax.GradientTransformation]:
-    """Name -> optimizer: Muon's steps, and syncs in different forms."""
+    """Name -> optimizer: Muon's steps alone, and syncs in different forms."""
 
     def with_sync(**options):
         synchronizer = synchronizers.reconcile(momentum=False, **options)
@@ -44,7 +46,8 @@ def cases() -> dict[str, optax.GradientTransformation]:
         },
     }
     rows = {f"plain average {form}": with_sync(**o) for form, o in forms.items()}
-    return rows | {"`curvadion`": cd.curvadion(0.01, axis_name=AXIS)}
+    alone = {"`optax.contrib.muon`, no sync": optax.contrib.muon(0.01)}
+    return alone | rows | {"`curvadion`": cd.curvadion(0.01, axis_name=AXIS)}
 
 
 def mebibytes(tx, params, mesh) -> tuple[float, float]:
@@ -84,10 +87,12 @@ def main() -> None:
     params = {f"w{number}": stack for number in range(options.stacks)}
     size = options.stacks * stack.size * 4 / 2**20
     print(f"of {size:.0f} MiB of parameters a replica, JAX {jax.__version__}")
-    print("| optimizer | parameters, gradients and state | temporary |\n|---|---|---|")
+    columns = ("optimizer", "parameters, gradients and state", "temporary", "together")
+    print(f"| {' | '.join(columns)} |\n|---|---|---|---|")
     for name, tx in cases().items():
         arguments, temporary = mebibytes(tx, params, mesh)
-        parts = [f"{x:.0f} MiB ({x / size:.2f})" for x in (arguments, temporary)]
+        shown = (arguments, temporary, arguments + temporary)
+        parts = [f"{x:.0f} MiB ({x / size:.2f})" for x in shown]
         print(f"| {name} | {' | '.join(parts)} |", flush=True)
 
 

@@ -1,5 +1,6 @@
 """What may be done across replicas, for parts that know no axis."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,6 +35,9 @@ class Group(NamedTuple):
         hold, each gets a piece, in one dimension, and the results are put together
         inside the replica: nothing crosses between replicas twice. Results must have
         the shapes of what the function was given.
+      if_anybody: (function, *trees) -> what ``function(*trees)`` returns, a tuple of
+        as many trees of the same shapes and dtypes, or the trees as they are where no
+        replica takes part in the sync.
 
     Example:
       >>> alone = single()
@@ -50,6 +54,7 @@ class Group(NamedTuple):
     all_to_all: Callable[[Any], Any]
     all_gather: Callable[[Any], Any]
     by_device: Callable[[Callable[[Any, list], list], Any], list]
+    if_anybody: Callable[..., tuple[Any, ...]]
 
     @property
     def present(self) -> jax.Array:
@@ -102,10 +107,18 @@ def single(
         weights=jnp.maximum(given, 0),
         expected=given >= 0,
         healthy=jnp.asarray(healthy),
-        mean=lambda tree: tree,
+        mean=lambda tree: _health.or_zeros(given[0] > 0, tree),
         all_to_all=lambda tree: tree,
         all_gather=lambda tree: jax.tree.map(lambda x: x[None], tree),
         by_device=lambda function, tree: function(
             single(weight, healthy), jax.tree.leaves(tree)
         ),
+        if_anybody=functools.partial(chosen, jnp.any(given > 0)),
     )
+
+
+def chosen(
+    anybody: jax.Array, function: Callable[..., tuple[Any, ...]], *before: Any
+) -> tuple[Any, ...]:
+    """`Group.if_anybody` without a conditional."""
+    return _health.where(anybody, function(*before), before)

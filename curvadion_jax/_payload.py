@@ -46,7 +46,7 @@ def total(payloads: Iterable[Payload]) -> Payload:
 
 
 def check_payload(payload: Any) -> Payload:
-    """Returns what a synchronizer said that it sends, or refuses it."""
+    """Returns what somebody said that is sent, or refuses it."""
     if not isinstance(payload, Payload):
         raise TypeError(
             "payload must return a curvadion_jax.compressors.Payload, such as "

@@ -280,31 +280,20 @@ class Step:
         healthy = sound & _health.all_finite(params) & _health.sound(kept)
         group = self._group(healthy, healthy)
 
-        def synced(updates, after, kept):
-            def taken(given_gradients, given_state, **more):
-                given = jax.tree.leaves((given_gradients, given_state))
-                own = jax.tree.leaves((gradients, inner_state))
-                same = len(given) == len(own) and all(map(operator.is_, given, own))
-                if more or not same:
-                    raise ValueError(
-                        "a synchronizer with after_local_step=True takes the local "
-                        "step as it is: call local.take(local.gradients, "
-                        "local.inner_state), or leave after_local_step out"
-                    )
-                return updates, after
+        def taken(given_gradients, given_state, **more):
+            given = jax.tree.leaves((given_gradients, given_state))
+            own = jax.tree.leaves((gradients, inner_state))
+            same = len(given) == len(own) and all(map(operator.is_, given, own))
+            if more or not same:
+                raise ValueError(
+                    "a synchronizer with after_local_step=True takes the local step as "
+                    "it is: call local.take(local.gradients, local.inner_state), or "
+                    "leave after_local_step out"
+                )
+            return updates, after
 
-            local = LocalStep(gradients, inner_state, params, self.views, taken)
-            return step(local, kept, group)
-
-        # A conditional, since with a choice between old and new for every array all old
-        # ones would stay in memory until the new ones are there.
-        done = _branches.switch(
-            group.anybody.astype(jnp.int32),
-            lambda *before: before,
-            [synced],
-            *(updates, after, kept),
-            axis_name=self.axis_name,
-        )
+        local = LocalStep(gradients, inner_state, params, self.views, taken)
+        done = step(local, kept, group)
         return self._synced(done, params, kept, sync_state, group, healthy)
 
     def _sync(self, step, local_updates, sync_state, gradients, inner_state, params):
@@ -342,7 +331,20 @@ class Step:
         """The replicas, of which those with nothing sound to bring count nothing."""
         weight = jnp.asarray(1 if self.weight is None else self.weight, jnp.float32)
         weight = jnp.where(brings, weight, -1)
-        return _collectives.group(self.axis_name, weight, healthy)
+        group = _collectives.group(self.axis_name, weight, healthy)
+
+        def if_anybody(function, *before):
+            # With a choice between old and new for every array all old ones would stay
+            # in memory until the new ones are there.
+            return _branches.switch(
+                group.anybody.astype(jnp.int32),
+                lambda *before: before,
+                [function],
+                *before,
+                axis_name=self.axis_name,
+            )
+
+        return group._replace(if_anybody=if_anybody)
 
     def _synced(self, after, params, kept, sync_state, group: Group, brings):
         """What follows a sync, and who took part in it.

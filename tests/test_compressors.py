@@ -19,8 +19,9 @@ from compressor_runs import (
     trees,
     views_of,
 )
+from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import compressors
+from curvadion_jax import _collectives, _group, compressors
 from curvadion_jax.compressors import _quantize
 
 ALL = {
@@ -153,7 +154,8 @@ def test_quantised_means_are_the_references(bits, mean_bits):
         ((32, 24), [8, 8, 8, 8]),
         ((2, 42, 16), [16, 16, 16, 16, 16, 4]),
         ((43, 10), [24, 19]),  # the last ends within a block
-        ((768,), [1]),
+        ((768,), [256, 256, 256]),
+        ((770,), [256, 256, 256, 2]),
     ],
 )
 def test_large_arrays_in_pieces_are_the_same_to_the_bit(
@@ -167,10 +169,40 @@ def test_large_arrays_in_pieces_are_the_same_to_the_bit(
     }
     form = compressors.quantize(4, block=16, mean_bits=mean_bits)
     whole = average(form, stacked)
-    monkeypatch.setattr(_quantize, "_PIECE", 256 if len(shape) > 1 else 100)
+    monkeypatch.setattr(_quantize, "_PIECE", 256)
     cut = _quantize._Pieces(stacked["large"][0], 16)
-    assert [cut.height] * cut.number + [cut.rest] * bool(cut.rest) == pieces
+    assert [cut.height] * cut.count + [cut.rest] * bool(cut.rest) == pieces
     helpers.assert_bitwise(average(form, stacked), whole)
+
+
+def test_pieces_of_an_array_that_all_replicas_hold_alike(monkeypatch):
+    """Under `shard_map`, whose types say that it does not vary, as a result does."""
+    array = trees(9)["embed"][0]
+    form = compressors.quantize(8, block=16)
+
+    def body(x):
+        result = form.average({"w": x}, (), _collectives.group(helpers.AXIS), {})
+        return result.mean["w"][None], result.unsent["w"][None]
+
+    def run():
+        mesh = jax.make_mesh((REPLICAS,), (helpers.AXIS,))
+        out = P(helpers.AXIS)
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=(out, out))
+        return jax.device_get(jax.jit(mapped)(array))
+
+    whole = run()
+    monkeypatch.setattr(_quantize, "_PIECE", 100)
+    assert _quantize._Pieces(array, 16).count > 1
+    helpers.assert_bitwise(run(), whole)
+    np.testing.assert_allclose(whole[0][0], array, atol=np.abs(array).max() / 127)
+
+
+def test_one_replica_without_weight_keeps_all():
+    tree = {"w": np.float32([1, np.nan, 3])}
+    for form in (compressors.exact(), *ALL.values()):
+        result = form.average(tree, (), _group.single(0.0), {})
+        np.testing.assert_array_equal(result.mean["w"], [0, 0, 0])
+        np.testing.assert_array_equal(result.unsent["w"], [1, 0, 3])
 
 
 @pytest.mark.parametrize(("bits", "levels"), [(8, 127), (4, 7)])

@@ -80,6 +80,9 @@ def test_what_was_put_in_adds_up_to_the_mean(name, weights):
         np.testing.assert_allclose(total, number * mean[key][0], atol=ATOL)
         if not number:
             assert not np.any(mean[key])
+        if name in ("exact", "top_k", "low_rank"):  # no rounding to be charged for
+            absent = np.float32(weights) == 0
+            np.testing.assert_array_equal(unsent[key][absent], given[key][absent])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -310,6 +313,31 @@ def test_nobody_changes_nothing():
     helpers.assert_bitwise(params, jax.device_get(alone[0]))
     read = metrics.read(found)
     assert (read["syncs"], read["empty_syncs"], read["absent"]) == (1, 1, REPLICAS)
+
+
+@pytest.mark.parametrize("path", ["after", "within", "local_step"])
+def test_an_empty_sync_leaves_what_syncs_keep(path):
+    """The outer momentum would move the anchor also where the mean drift is zero."""
+    form = synchronizers.reconcile(
+        optax.sgd(0.7, momentum=0.9, nesterov=True),
+        compressor=compressors.quantize(4, 4),
+    )
+    if path == "within":
+        form = form._replace(after_local_step=False)
+    tx = cd.adaptive_sync(
+        *(optax.sgd(0.1, 0.9), triggers.always(), form, AXIS),
+        local_step=optax.sgd(0.2) if path == "local_step" else None,
+    )
+    step, state = train_on(tx), start(tx)
+    *first, last = helpers.make_gradients(3, REPLICAS)
+    for each in first:
+        state = step(state, each, np.ones(REPLICAS, np.float32))
+    before = jax.device_get(state)
+    after = jax.device_get(step(state, last, np.zeros(REPLICAS, np.float32)))
+    assert after[1].metrics.empty.tolist() == [1] * REPLICAS
+    helpers.assert_bitwise(after[1].sync_state, before[1].sync_state)
+    moved = jax.tree.map(lambda x, y: np.any(x != y), after[0], before[0])
+    assert all(jax.tree.leaves(moved))  # by the local step
 
 
 @pytest.mark.slow

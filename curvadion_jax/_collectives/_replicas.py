@@ -20,7 +20,7 @@ from curvadion_jax._collectives._axes import (
     is_varying,
     vary,
 )
-from curvadion_jax._group import Group, single
+from curvadion_jax._group import Group, chosen, single
 
 # Bytes: over 1 Gbit/s an array takes less time than a message from one site to another.
 _SMALL = 2**20
@@ -170,6 +170,7 @@ def _group(
         by_device=functools.partial(
             _by_device, axis_name, (weights, expected, healthy)
         ),
+        if_anybody=functools.partial(chosen, jnp.any(weights > 0)),
     )
 
 
@@ -177,7 +178,7 @@ def _by_device(
     axis_name: str, known: Any, function: Callable[[Group, list], list], tree: Any
 ) -> list:
     """See `Group.by_device`."""
-    leaves, axes = jax.tree.leaves(tree), _sharding.inner_axes()
+    leaves, axes = jax.tree.leaves(vary(tree, axis_name)), _sharding.inner_axes()
     if not axes:
         return function(_group(axis_name, *known), leaves)
     _sharding.check_noted()

@@ -18,17 +18,19 @@ from curvadion_jax import _health
 from curvadion_jax._group import Group
 from curvadion_jax._matrices import MatrixView
 from curvadion_jax._orthonormalize import compute_dtype
-from curvadion_jax._payload import Payload
+from curvadion_jax._payload import Payload, check_payload
 
 
 class Averaged(NamedTuple):
     """What a compressed mean gives.
 
     Attributes:
-      mean: tree of the approximate means, the same on all replicas.
+      mean: tree of the approximate means, like the given tree and at least float32; the
+        same on all replicas.
       unsent: tree of what this replica has and did not put in, all of it if it takes
-        no part. What it put in, the given array less this, has the mean `mean` over the
-        replicas. Zero where it would not be finite, since NaN that is held back would
+        no part; of the same shapes and dtypes. What it put in, the given array less
+        this, has the mean `mean` over the replicas, weighted by ``group.weights``. Zero
+        in every element that would not be finite, since NaN that is held back would
         spoil what comes next. Replica-varying.
       state: state of the compressor; the same on all replicas.
 
@@ -49,7 +51,8 @@ class Compressor(NamedTuple):
       init: (tree of the parameters, views) -> compressor state, a tree of arrays the
         same on all replicas; called once, possibly on abstract values.
       average: (tree, state, group, views) -> :class:`Averaged`. A replica that takes
-        no part, ``~group.present``, puts nothing in, whatever the tree holds.
+        no part, ``~group.present``, puts nothing in, whatever its tree holds, NaN
+        included. `group` is a :class:`curvadion_jax.synchronizers.Group`.
       payload: (tree, views) -> :class:`Payload`, the bytes of one mean, from shapes
         alone.
       through: for :func:`chain`, a compressor without a state -> this compressor with
@@ -57,11 +60,35 @@ class Compressor(NamedTuple):
 
     `views` says for every path how Dion sees the parameter as matrices, or None.
 
+    .. warning::
+      Types and shapes of what the functions return are checked. That all replicas get
+      the same mean, that it is the mean of what they put in, and that so many bytes are
+      sent is not.
+
     Example:
-      >>> from curvadion_jax import compressors
-      >>> params = {"w": jax.numpy.ones((32, 16))}
-      >>> compressors.exact().payload(params, {})
-      Payload(averaged=2048, gathered=0)
+      Signs, a byte each, with the mean magnitude of the array:
+
+      >>> def average_of(x, group):
+      ...     own = (x > 0).astype(jnp.int8), jnp.mean(jnp.abs(x))
+      ...     stand_for = lambda positive, size: size * (2.0 * positive - 1)
+      ...     values = jax.vmap(stand_for)(*group.all_gather(own))  # [N, ...]
+      ...     weights = group.weights.reshape(-1, *[1] * x.ndim)
+      ...     brought = jnp.where(weights > 0, weights * values, 0)
+      ...     put_in = jnp.where(group.present, stand_for(*own), 0)
+      ...     unsent = jnp.where(jnp.isfinite(x - put_in), x - put_in, 0)
+      ...     return jnp.sum(brought, axis=0) / group.total, unsent
+      >>> def average(tree, state, group, views):
+      ...     leaves, structure = jax.tree.flatten(tree)
+      ...     found = zip(*[average_of(x, group) for x in leaves], strict=True)
+      ...     return Averaged(*map(structure.unflatten, found), state)
+      >>> def payload(tree, views):
+      ...     return Payload(gathered=sum(x.size + 4 for x in jax.tree.leaves(tree)))
+      >>> signs = Compressor(lambda params, views: (), average, payload)
+      >>> from curvadion_jax import synchronizers
+      >>> synchronizer = synchronizers.reconcile(compressor=signs)
+      >>> params = {"w": jnp.ones((32, 16))}
+      >>> synchronizer.payload(params, (), {})
+      Payload(averaged=0, gathered=516)
     """
 
     init: Callable[[optax.Params, Mapping[str, MatrixView | None]], Any]
@@ -99,13 +126,38 @@ def unzip(structure: Any, pairs: list[tuple[Any, Any]]) -> tuple[Any, Any]:
     return jax.tree.unflatten(structure, first), jax.tree.unflatten(structure, second)
 
 
-def check_compressor(compressor: Any, what: str = "compressor") -> None:
-    """Refuses what is not a `Compressor`."""
+def check_compressor(compressor: Any, what: str = "compressor") -> Compressor:
+    """The compressor with a look at what it returns; refuses what is none."""
     if not isinstance(compressor, Compressor):
         raise TypeError(
             f"{what} must be a curvadion_jax.compressors.Compressor such as "
             f"quantize(8) or low_rank(0.25), got {compressor!r}"
         )
+
+    def average(tree, state, group, views):
+        return _check_averaged(compressor.average(tree, state, group, views), tree)
+
+    def payload(tree, views):
+        return check_payload(compressor.payload(tree, views))
+
+    return compressor._replace(average=average, payload=payload)
+
+
+def _check_averaged(result: Any, tree: Any) -> Averaged:
+    if not isinstance(result, Averaged):
+        raise TypeError(
+            "average of a compressor must return a curvadion_jax.compressors."
+            f"Averaged(mean, unsent, state), got a {type(result).__name__}"
+        )
+    wanted = jax.tree.map(jnp.shape, tree)
+    for name in ("mean", "unsent"):
+        given = jax.tree.map(jnp.shape, getattr(result, name))
+        if given != wanted:
+            raise ValueError(
+                f"{name} in what average of a compressor returns must be a tree like "
+                f"the one that it is given, with shapes {wanted}, got {given}"
+            )
+    return result
 
 
 def check_stateless(compressor: Compressor, what: str) -> None:

@@ -32,9 +32,11 @@ def chain(first: _base.Compressor, *rest: _base.Compressor) -> _base.Compressor:
       Payload(averaged=1560, gathered=0)
     """
     forms = (first, *rest)
-    for index, form in enumerate(forms):
+    checked = [
         _base.check_compressor(form, f"argument {index} of chain")
-    result = forms[-1]
+        for index, form in enumerate(forms)
+    ]
+    result = forms[-1] if len(forms) == 1 else checked[-1]
     for index, form in reversed(list(enumerate(forms[:-1]))):
         if form.through is None:
             raise ValueError(

@@ -121,14 +121,14 @@ def _through(
             return factored[name][0].product(p[name], factors[name])
 
         mean = {name: product(name, common) for name in factored} | whole_mean
-        unsent |= {n: x - product(n, own) for n, x in leaves if n in factored}
+        left = {n: x - product(n, own) for n, x in leaves if n in factored}
 
         def rebuild(parts):
             in_order = [parts[name] for name, _ in leaves]
             return jax.tree.unflatten(jax.tree.structure(tree), in_order)
 
         state = {name: q[name].astype(state[name].dtype) for name in state}
-        unsent = _health.finite_elements(unsent)
+        unsent = _health.finite_elements(left | unsent)
         return _base.Averaged(rebuild(mean), rebuild(unsent), state)
 
     def payload(tree, views):

@@ -145,26 +145,28 @@ class _Pieces:
     """An array as pieces of whole rows and blocks, of which only the last is shorter.
 
     They are worked on one after the other, so that what is computed on the way is as
-    large as a piece, not as the array. A small one is a single piece.
+    large as a piece, not as the array. A small one is a single piece. Eight rows, or
+    rows that fill whole blocks, are never taken apart, however long they are.
 
     Attributes:
       array: the array, not empty.
       block: elements of a block.
-      table: the array as [rows, columns].
+      table: the array as [rows, columns], or [rows] if it has one dimension.
       height: rows of a piece.
-      number: number of pieces that have so many.
+      columns: elements of a row.
+      count: number of pieces that have so many.
       rest: rows of the piece after them, or 0.
     """
 
     def __init__(self, array: jax.Array, block: int) -> None:
         self.array, self.block = array, block
-        self.table = array.reshape(-1, array.shape[-1] if array.ndim else 1)
-        rows, columns = self.table.shape
+        self.table = array.reshape(-1, *array.shape[1:][-1:])
+        rows, self.columns = len(self.table), math.prod(self.table.shape[1:])
         # Rows that fill blocks, eight together as TPUs keep them.
-        unit = math.lcm(8, block // math.gcd(block, columns))
-        self.height = max(_PIECE // (columns * unit), 1) * unit
-        self.number = rows // self.height if array.size > _PIECE else 0
-        self.rest = rows - self.number * self.height
+        unit = math.lcm(8, block // math.gcd(block, self.columns))
+        self.height = max(_PIECE // (self.columns * unit), 1) * unit
+        self.count = rows // self.height if array.size > _PIECE else 0
+        self.rest = rows - self.count * self.height
 
     def to_rows(self, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Rows of bytes, of blocks [blocks, block] that the array is made of."""
@@ -201,22 +203,22 @@ class _Pieces:
             )
 
         table = self.table
-        if self.number:
+        if self.count:
             one = functools.partial(write, height=self.height)
-            table = jax.lax.fori_loop(0, self.number, one, table)
+            table = jax.lax.fori_loop(0, self.count, one, table)
         if self.rest:
-            table = write(self.number, table, self.rest)
+            table = write(self.count, table, self.rest)
         return table.reshape(self.array.shape)
 
     def _each(self, function: Callable[[Any, int], jax.Array]) -> jax.Array:
         """What function(number of the piece, its height) gives, in one array."""
         parts = []
-        if self.number:
-            numbers = jnp.arange(self.number)
+        if self.count:
+            numbers = jnp.arange(self.count)
             found = jax.lax.map(lambda index: function(index, self.height), numbers)
-            parts.append(found.reshape(-1, found.shape[-1]))
+            parts.append(found.reshape(-1, *found.shape[2:]))
         if self.rest:
-            parts.append(function(self.number, self.rest))
+            parts.append(function(self.count, self.rest))
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
     def _piece(self, table: jax.Array, index: Any, height: int) -> jax.Array:
@@ -224,9 +226,8 @@ class _Pieces:
 
     def _rows(self, rows: jax.Array, index: Any, height: int) -> tuple[jax.Array, Any]:
         """A piece's rows of bytes, and the number of the first of them."""
-        columns = self.table.shape[1]
-        first = index * (self.height * columns // self.block)
-        number = math.ceil(height * columns / self.block)
+        first = index * (self.height * self.columns // self.block)
+        number = math.ceil(height * self.columns / self.block)
         return jax.lax.dynamic_slice_in_dim(rows, first, number), first
 
 

@@ -180,7 +180,8 @@ def mean_with_feedback(
         return group.mean(tree), error, state
     whole = group.finite(jax.tree.map(jnp.add, error, tree))
     result = compressor.average(whole, state, group, views)
-    return later_as_well(group, result.mean), result.unsent, result.state
+    held = jax.tree.map(lambda x, old: x.astype(old.dtype), result.unsent, error)
+    return later_as_well(group, result.mean), held, result.state
 
 
 def later_as_well(group: Group, mean: Any) -> Any:

@@ -93,7 +93,7 @@ def average_factors(
       data-parallel synchronisation
     """
     if compressor is not None:
-        check_compressor(compressor)
+        compressor = check_compressor(compressor)
         check_stateless(compressor, "compressor")
     form = compressors.exact() if compressor is None else compressor
 

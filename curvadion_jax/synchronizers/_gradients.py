@@ -67,7 +67,7 @@ def average_gradients(
       Vogels et al., `PowerSGD <https://arxiv.org/abs/1905.13727>`_, 2019
     """
     if compressor is not None:
-        check_compressor(compressor)
+        compressor = check_compressor(compressor)
     form = compressors.exact() if compressor is None else compressor
 
     def init(params, inner_state, views):

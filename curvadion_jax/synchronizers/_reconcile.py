@@ -139,9 +139,10 @@ def reconcile(
         what = "optax.sgd(0.7), or None for the plain average"
         _arguments.check_transformation(outer, "outer", what)
     if compressor is not None:
-        check_compressor(compressor)
+        compressor = check_compressor(compressor)
     if not isinstance(momentum, bool):
-        check_compressor(momentum, "momentum that is neither True nor False")
+        what = "momentum that is neither True nor False"
+        momentum = check_compressor(momentum, what)
     _arguments.check_switch(other_state, "other_state")
     _arguments.check_orthonormalize(orthonormalize)
     for what, number in (("fragments", fragments), ("momentum_every", momentum_every)):
@@ -242,7 +243,12 @@ class _Reconcile:
     def step(
         self, local: _base.LocalStep, state: ReconcileState, group, variant: int = 0
     ):
-        updates, inner_state = local.take(local.gradients, local.inner_state)
+        taken = local.take(local.gradients, local.inner_state)
+        together = functools.partial(self._together, local, group, variant)
+        return group.if_anybody(together, *taken, state)
+
+    def _together(self, local, group, variant, updates, inner_state, state):
+        """What follows the local step."""
         moved = optax.apply_updates(local.params, updates)
         index, fragment = self._part(local.params, variant)
         pick = functools.partial(_fragments.pick, fragment=fragment)

@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from curvadion_jax import compressors, outer, synchronizers
-from wrong_uses.build import initialised, parts
+from wrong_uses.build import initialised, parts, updated
 from wrong_uses.case import calls, wrong
 
 COMPRESSOR = "such as quantize(8) or low_rank(0.25)"
@@ -16,6 +16,12 @@ KNOWN |= {"nan": float("nan")}
 def sending(synchronizer: Any, inner: Any = None) -> Any:
     tx = parts(synchronizer=synchronizer, **({} if inner is None else {"inner": inner}))
     return initialised(tx)
+
+
+def compressed(**functions: Any) -> Any:
+    """`reconcile` with a compressor of one's own."""
+    form = compressors.exact()._replace(**functions)
+    return parts(synchronizer=synchronizers.reconcile(compressor=form))
 
 
 _SYNCHRONIZERS = [
@@ -107,6 +113,25 @@ _SYNCHRONIZERS = [
             synchronizers.reconcile()._replace(payload=lambda *arguments: 100)
         ),
         *(TypeError, "got 100", "such as Payload(averaged=bytes)"),
+    ),
+    wrong(
+        "Compressor whose payload returns 100",
+        lambda: initialised(compressed(payload=lambda *arguments: 100)),
+        *(TypeError, "got 100", "such as Payload(averaged=bytes)"),
+    ),
+    wrong(
+        "Compressor whose average returns a pair",
+        lambda: updated(compressed(average=lambda tree, *_: (tree, tree))),
+        *(TypeError, "got a tuple", "return a curvadion_jax.compressors.Averaged("),
+    ),
+    wrong(
+        "Compressor whose average returns unsent=()",
+        lambda: updated(
+            compressed(
+                average=lambda tree, state, *_: compressors.Averaged(tree, (), state)
+            )
+        ),
+        *(ValueError, "got ()", "must be a tree like the one that it is given"),
     ),
 ]
 _COMPRESSORS = [
