@@ -8,6 +8,11 @@ from pathlib import Path
 # would compete with the eight devices of this process.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# XLA ends the process when devices have waited 40 seconds for each other, which eight
+# of them do on a busy machine. A deadlock is what pytest's time limit is for.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=280"
+)
 
 import jax
 import pytest

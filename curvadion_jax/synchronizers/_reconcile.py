@@ -340,7 +340,7 @@ def _are_near(params: Any, anchor: Any) -> jax.Array:
     distance = size = jnp.zeros([], jnp.float32)
     for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(anchor), strict=True):
         difference, unit = _difference(x, y), float(jnp.finfo(x.dtype).eps)
-        distance += jnp.sum(jnp.square(difference / unit))
+        distance += jnp.sum(jnp.square(difference)) / unit**2
         size += jnp.sum(jnp.square(y.astype(difference.dtype)))
     return ~(distance > _ROUNDINGS**2 * size)
 
