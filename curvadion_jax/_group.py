@@ -35,7 +35,7 @@ class Group(NamedTuple):
         hold, each gets a piece, in one dimension, and the results are put together
         inside the replica: nothing crosses between replicas twice. Results must have
         the shapes of what the function was given.
-      if_anybody: (function, *trees) -> what ``function(*trees)`` returns, a tuple of
+      if_anybody: (function, trees...) -> what ``function(*trees)`` returns, a tuple of
         as many trees of the same shapes and dtypes, or the trees as they are where no
         replica takes part in the sync.
 
