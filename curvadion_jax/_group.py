@@ -96,6 +96,11 @@ class Group(NamedTuple):
         return _health.or_zeros(self.healthy, tree)
 
 
+def brought(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """What goes into a sum over replicas: x times its weight, 0 where that is 0."""
+    return jnp.where(weight > 0, weight.astype(x.dtype) * x, 0)
+
+
 def single(
     weight: jax.typing.ArrayLike = 1.0, healthy: jax.typing.ArrayLike = True
 ) -> Group:

@@ -1,6 +1,6 @@
 """Dion's arithmetic on one stack of matrices: factors, error feedback, next Q.
 
-Pure mathematics: no Optax, no axis names. Communication comes in as a function that
+No Optax and no axis names. What replicas tell each other comes in as a function that
 the caller applies between the two products. Symbols as in Ahn et al. (arXiv
 2504.05295), with matrices seen as [*batch, rows, cols], rows >= cols:
 
@@ -21,8 +21,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _sharding
-from curvadion_jax._matrices import MatrixView, matmul
+from curvadion_jax import _collectives, _sharding
+from curvadion_jax._matrices import MatrixView, make_view, matmul
 from curvadion_jax._orthonormalize import Orthonormalize
 from curvadion_jax._sharding import keep_whole
 
@@ -96,7 +96,7 @@ def reduces_factors(view: MatrixView, r: int) -> bool:
     return (view.rows + view.cols) * r < view.rows * view.cols
 
 
-def _orthonormalize_groups(
+def _orthonormalize_stacks(
     factors: list[jax.Array], orthonormalize: Orthonormalize
 ) -> list[jax.Array]:
     """Orthonormalises factors, those of equal shape as one stack.
@@ -121,16 +121,47 @@ def _orthonormalize_groups(
     return result
 
 
+def _orthonormalize(
+    names: list[str],
+    views: list[MatrixView],
+    factors: list[jax.Array],
+    orthonormalize: Orthonormalize,
+) -> list[jax.Array]:
+    """Bases of the left factors; inside a replica every device makes some of them.
+
+    Left to itself the compiler has each device do all, where the axis divides the
+    matrix along its other side: more work than the products of a divided matrix.
+    """
+    if not _sharding.inner_axes():
+        return _orthonormalize_stacks(factors, orthonormalize)
+    made_of = [(view.shape, view.p_axes) for view in views]
+    with _sharding.noting_made_of(names, factors, made_of):
+        bases = _collectives.by_matrix(
+            lambda stack, *_: orthonormalize(stack),
+            dict(zip(names, factors, strict=True)),
+            {
+                name: make_view(factor.shape, -2, -1)
+                for name, factor in zip(names, factors, strict=True)
+            },
+        )
+    return [keep_whole(bases[name]) for name in names]
+
+
 def power_iteration(
+    names: list[str],
+    views: list[MatrixView],
     matrices: list[jax.Array],
     qs: list[jax.Array],
     orthonormalize: Orthonormalize,
     reduce: Callable[[list[jax.Array]], list[jax.Array]] = lambda factors: factors,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """P = orth(reduce(B Q)) and this replica's R = B^T P, for stacks of matrices."""
+    """P = orth(reduce(B Q)) and this replica's R = B^T P, for stacks of matrices.
+
+    Names are paths of parameters, and views how those are seen as the matrices.
+    """
     qs = [keep_whole(q) for q in qs]
     left = reduce([left_product(b, q) for b, q in zip(matrices, qs, strict=True)])
-    left = [keep_whole(p) for p in _orthonormalize_groups(left, orthonormalize)]
+    left = _orthonormalize(names, views, left, orthonormalize)
     return left, [right_product(b, p) for b, p in zip(matrices, left, strict=True)]
 
 
@@ -193,6 +224,8 @@ def dion_step(
             return _reduce_where(names, factors, compressed, reduce_fn)
 
     left, own = power_iteration(
+        names,
+        views,
         matrices,
         qs,
         orthonormalize,

@@ -149,7 +149,11 @@ def _alike(rank, dimension_numbers, orthonormalize) -> optax.GradientTransformat
             for name, q in state.q.items()
         }
         left, right = _low_rank.power_iteration(
-            [*drifts.values()], [*state.q.values()], orthonormalize
+            [*drifts],
+            [views[name] for name in drifts],
+            [*drifts.values()],
+            [*state.q.values()],
+            orthonormalize,
         )
         new = {}
         for (name, drift), p, r in zip(drifts.items(), left, right, strict=True):

@@ -213,6 +213,24 @@ def test_no_matrix_moves_inside_a_replica(name, mesh):
         assert inside  # the products are divided, and not done by every device
 
 
+@pytest.mark.parametrize("mesh", ["1x1", *MESHES])
+def test_devices_of_a_replica_share_the_bases(mesh):
+    mesh = cd.replicas.make_mesh(1) if mesh == "1x1" else mesh_of(mesh)
+    seen = []
+
+    def orthonormalize(factors):
+        seen.append(factors.shape)
+        return cd.cholesky_qr(factors)
+
+    tx = cd.dion(0.01, RANK, axis_name=AXIS, orthonormalize=orthonormalize)
+    state = make_state(tx, mesh)
+    helpers.replica_step(tx, mesh).lower(state, make_gradients(mesh))
+    devices = mesh.size // mesh.shape[AXIS]
+    # Six matrices have 192 rows; the square one is alone.
+    each = {shape for shape in seen if shape[-2] == 192}
+    assert each == {(math.ceil(6 / devices), 192, RANK)}
+
+
 def test_what_gathers_a_matrix_is_seen():
     mesh = mesh_of("2x2x2")
 

@@ -20,7 +20,7 @@ from curvadion_jax._collectives._axes import (
     is_varying,
     vary,
 )
-from curvadion_jax._group import Group, chosen, single
+from curvadion_jax._group import Group, brought, chosen, single
 
 # Bytes: over 1 Gbit/s an array takes less time than a message from one site to another.
 _SMALL = 2**20
@@ -75,10 +75,8 @@ def _weighted(tree: Any, axis_name: str, weights: jax.Array | None) -> Any:
         return jax.tree.map(lambda x: x / number, _summed(tree, axis_name))
     own, total = weights[lax.axis_index(axis_name)], jnp.sum(weights)
     total = jnp.where(total > 0, total, 1)
-    brought = jax.tree.map(
-        lambda x: jnp.where(own > 0, own.astype(x.dtype) * x, 0), tree
-    )
-    summed = _summed(brought, axis_name)
+    weighted = jax.tree.map(functools.partial(brought, own), tree)
+    summed = _summed(weighted, axis_name)
     return jax.tree.map(lambda x: x / total.astype(x.dtype), summed)
 
 

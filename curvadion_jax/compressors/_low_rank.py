@@ -1,5 +1,7 @@
 """Two thin factors in place of a matrix."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -110,10 +112,12 @@ def _through(
                 return send(factors)
 
         q = {name: state[name].astype(matrices[name].dtype) for name in matrices}
-        p, own, common = _iterate(matrices, q, send_factors, orthonormalize)
+        seen = [factored[name][0] for name in matrices]
+        iterate = functools.partial(_iterate, matrices, seen)
+        p, own, common = iterate(q, send_factors, orthonormalize)
         for _ in range(power_iterations - 1):
             q = _next_q(common, q)
-            p, own, common = _iterate(matrices, q, send_factors, orthonormalize)
+            p, own, common = iterate(q, send_factors, orthonormalize)
         q = _next_q(common, q)
         whole_mean, unsent = send({n: x for n, x in leaves if n not in factored})
 
@@ -148,7 +152,7 @@ def _through(
     return _base.Compressor(init, average, payload)
 
 
-def _iterate(matrices, q, send, orthonormalize):
+def _iterate(matrices, views, q, send, orthonormalize):
     """P, what this replica put into R, and R, for matrices and Q by name."""
     names = list(matrices)
 
@@ -158,6 +162,8 @@ def _iterate(matrices, q, send, orthonormalize):
         return [mean[name] for name in names]
 
     left, right = _low_rank.power_iteration(
+        names,
+        views,
         [matrices[name] for name in names],
         [q[name] for name in names],
         orthonormalize,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from curvadion_jax import _health
+from curvadion_jax._group import brought
 from curvadion_jax._payload import Payload
 from curvadion_jax.compressors import _base, _codes
 
@@ -109,8 +110,8 @@ def _average_filled(arrays: list["_Pieces"], stages, block, group):
     padded = jnp.pad(jnp.concatenate(rows), [(0, -ends[-1] % number), (0, 0)])
     received = group.all_to_all(padded.reshape(number, -1, padded.shape[-1]))
     weights = group.weights[:, None, None]
-    weighted = weights * _from_rows(received, block, bits)
-    mine = jnp.sum(jnp.where(weights > 0, weighted, 0), 0) / group.total
+    weighted = brought(weights, _from_rows(received, block, bits))
+    mine = jnp.sum(weighted, 0) / group.total
     mean_rows = _to_rows(mine, mean_bits)
     # What rounding the mean loses, in what this replica would have to put in for it.
     share = _base.own_weight(group) / group.total

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from curvadion_jax import _health
+from curvadion_jax._group import brought
 from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax._payload import Payload
 from curvadion_jax.compressors import _base, _codes
@@ -164,8 +165,7 @@ def _add(
         values = message["values"]
     else:
         values = _codes.decode(message["codes"], message["scales"], cut.kept, bits)
-    weight = jnp.asarray(weight, total.dtype)
-    values = jnp.where(weight > 0, values.astype(total.dtype) * weight, 0)
+    values = brought(jnp.asarray(weight), values.astype(total.dtype))
     if "positions" not in message:
         return total + values
     positions = _codes.unpack(

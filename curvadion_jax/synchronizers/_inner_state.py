@@ -145,14 +145,15 @@ def _iterated(
         jax.tree.leaves(start),
         strict=True,
     )
-    names, momenta, starts = [], [], []
+    names, seen, momenta, starts = [], [], [], []
     for (name, view, _), momentum, q in matrices:
         if _fragments.holds(fragment, name):
             wide = momentum.astype(_orthonormalize.compute_dtype(momentum.dtype))
             names.append(name)
+            seen.append(view)
             momenta.append(view.to_matrix(wide))
             starts.append(q)
-    _, right = _low_rank.power_iteration(momenta, starts, orthonormalize)
+    _, right = _low_rank.power_iteration(names, seen, momenta, starts, orthonormalize)
     return {
         name: _low_rank.unit_columns(r, q)[0].astype(q.dtype)
         for name, r, q in zip(names, right, starts, strict=True)
