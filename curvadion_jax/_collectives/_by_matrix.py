@@ -94,7 +94,7 @@ def by_matrix(
     Args:
       function: takes a stack ``[number, *matrix]``, and its axes of fan-in and fan-out;
         returns the same shape. Matrices do not depend on each other.
-      arrays: in the shapes of the parameters.
+      arrays: parameters, or what `_sharding` has noted to be made of them, by path.
       views: how each is seen as matrices.
     """
     axes = _sharding.inner_axes()
@@ -126,13 +126,16 @@ def _moved(function, kinds: Mapping[_Kind, list[str]], arrays, views, specs):
     divided = {path: specs[path] for paths in kinds.values() for path in paths}
 
     def of_parts(parts):
-        results = {}
+        whole, results = {}, {}
         for kind, paths in kinds.items():
             stacks = [_stack(parts[path], views[path]) for path in paths]
-            stack = _on_whole(function, jnp.concatenate(stacks), kind, axes)
-            ends = itertools.accumulate(len(each) for each in stacks)
-            split = jnp.split(stack, list(ends)[:-1])
-            for path, each in zip(paths, split, strict=True):
+            whole[kind] = _together(jnp.concatenate(stacks), kind, axes)
+        for kind, stack in _of_alike(function, whole).items():
+            stack = _apart(stack, kind, axes)
+            for path in kinds[kind]:
+                batch = views[path].batch_axes
+                number = math.prod(parts[path].shape[axis] for axis in batch)
+                each, stack = stack[:number], stack[number:]
                 results[path] = _unstack(each, views[path], parts[path])
         return results
 
@@ -142,20 +145,40 @@ def _moved(function, kinds: Mapping[_Kind, list[str]], arrays, views, specs):
     return mapped({path: arrays[path] for path in divided})
 
 
-def _on_whole(function, stack: jax.Array, kind: _Kind, axes: Mapping[str, int]):
-    """The function of a stack of parts of matrices, which are put together for it."""
-    shared, moves, number = kind.shared(axes), kind.moves, len(stack)
+def _of_alike(function: Function, stacks: Mapping[_Kind, jax.Array]):
+    """The function of whole matrices, called once for all that are alike."""
+    alike = defaultdict(list)
+    for kind in stacks:
+        shape = (kind.shape, kind.fan_in_axes, kind.fan_out_axes, kind.dtype)
+        alike[shape].append(kind)
+    results = {}
+    for (_, fan_in_axes, fan_out_axes, _), kinds in alike.items():
+        stack = jnp.concatenate([stacks[kind] for kind in kinds])
+        ends = itertools.accumulate(len(stacks[kind]) for kind in kinds)
+        found = jnp.split(function(stack, fan_in_axes, fan_out_axes), list(ends)[:-1])
+        results |= dict(zip(kinds, found, strict=True))
+    return results
+
+
+def _together(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
+    """Some whole matrices, of a stack of parts of all; zeros for a remainder."""
+    shared, moves = kind.shared(axes), kind.moves
     pieces = math.prod(axes[name] for name in (*shared, *(name for _, name in moves)))
-    stack = jnp.pad(stack, [(0, -number % pieces), *[(0, 0)] * (stack.ndim - 1)])
-    for axis, name in moves:
-        stack = lax.all_to_all(stack, name, split_axis=0, concat_axis=axis, tiled=True)
+    padding = [(0, -len(stack) % pieces), *[(0, 0)] * (stack.ndim - 1)]
+    stack = jnp.pad(stack, padding)
     if shared:
         count = len(stack) // lax.axis_size(shared)
         start = count * lax.axis_index(shared)
         stack = lax.dynamic_slice_in_dim(stack, start, count)
-    stack = function(stack, kind.fan_in_axes, kind.fan_out_axes)
-    if shared:
-        stack = lax.all_gather(stack, shared, tiled=True, to="invarying")
-    for axis, name in reversed(moves):
+    for axis, name in moves:
+        stack = lax.all_to_all(stack, name, split_axis=0, concat_axis=axis, tiled=True)
+    return stack
+
+
+def _apart(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
+    """`_together` backwards, with the remainder."""
+    for axis, name in reversed(kind.moves):
         stack = lax.all_to_all(stack, name, split_axis=axis, concat_axis=0, tiled=True)
-    return stack[:number]
+    if shared := kind.shared(axes):
+        stack = lax.all_gather(stack, shared, tiled=True, to="invarying")
+    return stack
