@@ -67,7 +67,8 @@ def make_mesh(
             )
         if size < 1:
             raise ValueError(
-                f"the size of mesh axis {name!r} must be at least 1, got {size}"
+                f"the size of mesh axis {name!r} must be at least 1, got {size}; if it "
+                "is a share of jax.device_count(), there are too few devices"
             )
     needed = math.prod(sizes.values())
     every = jax.devices() if devices is None else list(devices)
