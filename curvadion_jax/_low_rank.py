@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from curvadion_jax import _collectives, _sharding
 from curvadion_jax._matrices import MatrixView, make_view, matmul
-from curvadion_jax._orthonormalize import Orthonormalize
+from curvadion_jax._orthonormalize import OWN, Orthonormalize
 from curvadion_jax._sharding import keep_whole
 
 Named = dict[str, jax.Array]
@@ -121,7 +121,7 @@ def _orthonormalize_stacks(
     return result
 
 
-def _orthonormalize(
+def _bases(
     names: list[str],
     views: list[MatrixView],
     factors: list[jax.Array],
@@ -130,21 +130,24 @@ def _orthonormalize(
     """Bases of the left factors; inside a replica every device makes some of them.
 
     Left to itself the compiler has each device do all, where the axis divides the
-    matrix along its other side: more work than the products of a divided matrix.
+    matrix along its other side: more work than the products of a divided matrix. What
+    a function of the user's needs is not known: constraints by inner axes, say.
     """
-    if not _sharding.inner_axes():
+    if not _sharding.inner_axes() or orthonormalize not in OWN:
         return _orthonormalize_stacks(factors, orthonormalize)
     made_of = [(view.shape, view.p_axes) for view in views]
     with _sharding.noting_made_of(names, factors, made_of):
         bases = _collectives.by_matrix(
-            lambda stack, *_: orthonormalize(stack),
+            lambda stacks: _orthonormalize_stacks(
+                [stack.array for stack in stacks], orthonormalize
+            ),
             dict(zip(names, factors, strict=True)),
             {
                 name: make_view(factor.shape, -2, -1)
                 for name, factor in zip(names, factors, strict=True)
             },
         )
-    return [keep_whole(bases[name]) for name in names]
+    return [bases[name] for name in names]
 
 
 def power_iteration(
@@ -161,7 +164,7 @@ def power_iteration(
     """
     qs = [keep_whole(q) for q in qs]
     left = reduce([left_product(b, q) for b, q in zip(matrices, qs, strict=True)])
-    left = _orthonormalize(names, views, left, orthonormalize)
+    left = [keep_whole(p) for p in _bases(names, views, left, orthonormalize)]
     return left, [right_product(b, p) for b, p in zip(matrices, left, strict=True)]
 
 

@@ -73,13 +73,15 @@ def _orthogonalized(
 ) -> optax.GradientTransformation:
     """Newton-Schulz iterations, and Muon's scale by width."""
 
-    def function(stack, fan_in_axes, fan_out_axes):
-        numbers = optax.contrib.MuonDimensionNumbers(fan_in_axes, fan_out_axes)
+    def orthogonalized(stack):
+        numbers = optax.contrib.MuonDimensionNumbers(
+            stack.fan_in_axes, stack.fan_out_axes
+        )
         # Without momentum: of an average of one.
         once = optax.contrib.scale_by_muon(
             beta=0.0, eps=eps, nesterov=False, weight_dimension_numbers=numbers
         )
-        result, _ = once.update(stack, once.init(stack))
+        result, _ = once.update(stack.array, once.init(stack.array))
         return jnp.asarray(result)
 
     def update_fn(updates, state, params=None):
@@ -92,7 +94,12 @@ def _orthogonalized(
             if view is not None
         }
         found = _collectives.by_matrix(
-            function, dict(_paths.leaves_with_path(updates)), views
+            # Each alone: momenta are as large as the model, and joined they are copied.
+            lambda stacks: [orthogonalized(stack) for stack in stacks],
+            dict(_paths.leaves_with_path(updates)),
+            views,
+            # The compiler gathers all matrices in each iteration.
+            fewest=0.5,
         )
 
         def scaled(path, _):

@@ -178,6 +178,10 @@ def householder_qr(a: jax.Array) -> jax.Array:
     return _over_stack(_positive_qr, a)
 
 
+OWN: tuple[Orthonormalize, ...] = (cholesky_qr, householder_qr)
+"""Those of which each matrix of a stack is worked on by itself, wherever it lies."""
+
+
 @jax.custom_jvp
 @_one_at_a_time
 def _positive_qr(a: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ import curvadion_jax as cd
 from curvadion_jax import (
     _collectives,
     _matrices,
+    _orthonormalize,
     _sharding,
     compressors,
     synchronizers,
@@ -213,22 +214,86 @@ def test_no_matrix_moves_inside_a_replica(name, mesh):
         assert inside  # the products are divided, and not done by every device
 
 
-@pytest.mark.parametrize("mesh", ["1x1", *MESHES])
-def test_devices_of_a_replica_share_the_bases(mesh):
-    mesh = cd.replicas.make_mesh(1) if mesh == "1x1" else mesh_of(mesh)
-    seen = []
+def stacks_seen(monkeypatch, mesh, orthonormalize) -> set[tuple[int, ...]]:
+    """Shapes of the stacks of factors with 192 rows that a device orthonormalises."""
+    seen, first = set(), _orthonormalize._shifted_pass
 
-    def orthonormalize(factors):
-        seen.append(factors.shape)
-        return cd.cholesky_qr(factors)
+    def recorded(factors, shift):
+        seen.add(factors.shape)
+        return first(factors, shift)
 
+    monkeypatch.setattr(_orthonormalize, "_shifted_pass", recorded)
     tx = cd.dion(0.01, RANK, axis_name=AXIS, orthonormalize=orthonormalize)
     state = make_state(tx, mesh)
     helpers.replica_step(tx, mesh).lower(state, make_gradients(mesh))
+    return {shape for shape in seen if shape[-2] == 192}
+
+
+@pytest.mark.parametrize("mesh", ["1x1", *MESHES])
+def test_devices_of_a_replica_share_the_bases(monkeypatch, mesh):
+    mesh = cd.replicas.make_mesh(1) if mesh == "1x1" else mesh_of(mesh)
     devices = mesh.size // mesh.shape[AXIS]
-    # Six matrices have 192 rows; the square one is alone.
-    each = {shape for shape in seen if shape[-2] == 192}
-    assert each == {(math.ceil(6 / devices), 192, RANK)}
+    # The stack of four, "up" and "down" have 192 rows.
+    expected = {(math.ceil(6 / devices), 192, RANK)}
+    assert stacks_seen(monkeypatch, mesh, None) == expected
+
+
+def test_a_function_of_the_users_is_left_to_the_compiler(monkeypatch):
+    def own(factors):
+        spec = PartitionSpec(*[None] * (factors.ndim - 2), "fsdp", None)
+        factors = jax.lax.with_sharding_constraint(factors, spec)
+        return cd.cholesky_qr(factors)
+
+    seen = stacks_seen(monkeypatch, mesh_of("2x2x2"), own)
+    assert seen == {(6, 192, RANK)}
+
+
+@pytest.mark.slow
+def test_divided_is_whole_however_matrices_lie():
+    """Experts, sides of several axes, equal shapes that lie otherwise, one spoilt."""
+    shapes = {
+        "experts": ((8, 64, 96), ("fsdp", None, "tensor"), (1,), (2,)),
+        "heads": ((6, 64, 8, 12), (None, "fsdp", "tensor", None), (1,), (2, 3)),
+        "merged": ((6, 8, 12, 64), (None, None, "tensor", "fsdp"), (1, 2), (3,)),
+        "rows": ((5, 96, 64), (None, ("fsdp", "tensor"), None), (1,), (2,)),
+        "columns": ((5, 96, 64), (None, None, ("fsdp", "tensor")), (1,), (2,)),
+        "whole": ((5, 96, 64), (None, None, None), (1,), (2,)),
+        "few": ((96, 64), ("fsdp", None), (0,), (1,)),
+    }
+    numbers = {
+        name: optax.contrib.MuonDimensionNumbers(fan_in, fan_out)
+        for name, (*_, fan_in, fan_out) in shapes.items()
+    }
+    rng = np.random.default_rng(0)
+    given = {
+        name: rng.normal(size=x[0]).astype(np.float32) for name, x in shapes.items()
+    }
+    drift = {name: rng.normal(size=(2, *x.shape)) for name, x in given.items()}
+    drift["rows"][:, 3] = np.nan  # one matrix, which shares its stack with others
+    tx = cd.scale_by_dion(3, dimension_numbers=numbers, axis_name=AXIS)
+
+    def train(params, gradients):
+        gradients = jax.tree.map(lambda x: x[0].astype(jnp.float32), gradients)
+        updates, state = tx.update(gradients, tx.init(params))
+        return params, (updates, state.q)
+
+    results = {}
+    for mesh in (mesh_of("2x2x2"), cd.replicas.make_mesh(2)):
+        inner = set(mesh.axis_names) - {AXIS}
+        params = {
+            name: jax.device_put(
+                x, NamedSharding(mesh, PartitionSpec(*shapes[name][1] if inner else ()))
+            )
+            for name, x in given.items()
+        }
+        state = cd.replicas.replicate(params, mesh)
+        _, found = cd.replicas.step(train, mesh)(state, drift)
+        results[bool(inner)] = jax.device_get(found)
+    updates, _ = results[True]
+    spoilt = np.isnan(updates["rows"]).any(axis=(-2, -1))
+    assert spoilt[..., 3].all()
+    assert spoilt.sum() == spoilt.size // 5
+    chex.assert_trees_all_close(results[True], results[False], atol=CLOSE, rtol=CLOSE)
 
 
 def test_what_gathers_a_matrix_is_seen():

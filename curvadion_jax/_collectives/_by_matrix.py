@@ -1,9 +1,8 @@
 """Gives every device of a replica some whole matrices of a stack to work on."""
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,22 @@ from jax.sharding import PartitionSpec
 from curvadion_jax import _sharding
 from curvadion_jax._matrices import MatrixView
 
-Function = Callable[[jax.Array, tuple[int, ...], tuple[int, ...]], jax.Array]
+
+class Stack(NamedTuple):
+    """Matrices of one shape.
+
+    Attributes:
+      array: ``[number, *matrix]``.
+      fan_in_axes: of the array.
+      fan_out_axes: of the array.
+    """
+
+    array: jax.Array
+    fan_in_axes: tuple[int, ...]
+    fan_out_axes: tuple[int, ...]
+
+
+Function = Callable[[list[Stack]], list[jax.Array]]
 
 
 class _Kind(NamedTuple):
@@ -82,20 +96,22 @@ def by_matrix(
     function: Function,
     arrays: Mapping[str, jax.Array],
     views: Mapping[str, MatrixView],
+    fewest: float = 1.0,
 ) -> dict[str, jax.Array]:
     """What a function makes of stacks of matrices, by the path of the parameter.
 
     Inside a replica of several devices each of them gets some of the matrices, whole,
     and the results go back to where the matrices were: two all-to-alls for an axis that
     divides matrices, whatever the function does. Where a parameter's placement is not
-    known, or there is less than one matrix for two devices, the compiler divides the
+    known, or there are too few matrices that lie alike, the compiler divides the
     function's work.
 
     Args:
-      function: takes a stack ``[number, *matrix]``, and its axes of fan-in and fan-out;
-        returns the same shape. Matrices do not depend on each other.
+      function: takes stacks to arrays of their shapes. Matrices do not depend on each
+        other, and there may be more of them than there are.
       arrays: parameters, or what `_sharding` has noted to be made of them, by path.
       views: how each is seen as matrices.
+      fewest: matrices for each device below which they are too few.
     """
     axes = _sharding.inner_axes()
     known = {}
@@ -109,16 +125,21 @@ def by_matrix(
     moved: dict[_Kind, list[str]] = {}
     for kind, paths in kinds.items():
         number = sum(math.prod(views[path].batch) for path in paths)
-        if 2 * number >= math.prod(axes.values()):
+        if number >= fewest * math.prod(axes.values()):
             moved[kind] = paths
     results = _moved(function, moved, arrays, views, known) if moved else {}
-    for path, x in arrays.items():
-        if path not in results:
-            view = views[path]
-            kind = _kind(view, PartitionSpec(), x.dtype)
-            stack = function(_stack(x, view), kind.fan_in_axes, kind.fan_out_axes)
-            results[path] = _unstack(stack, view, x)
+    rest = [path for path in arrays if path not in results]
+    stacks = [_stack(arrays[path], views[path]) for path in rest]
+    whole = [_kind(views[path], PartitionSpec(), arrays[path].dtype) for path in rest]
+    found = _applied(function, whole, stacks)
+    for path, each in zip(rest, found, strict=True):
+        results[path] = _unstack(each, views[path], arrays[path])
     return results
+
+
+def _applied(function: Function, kinds: Iterable[_Kind], stacks: Iterable[jax.Array]):
+    pairs = zip(kinds, stacks, strict=True)
+    return function([Stack(x, k.fan_in_axes, k.fan_out_axes) for k, x in pairs])
 
 
 def _moved(function, kinds: Mapping[_Kind, list[str]], arrays, views, specs):
@@ -126,13 +147,14 @@ def _moved(function, kinds: Mapping[_Kind, list[str]], arrays, views, specs):
     divided = {path: specs[path] for paths in kinds.values() for path in paths}
 
     def of_parts(parts):
-        whole, results = {}, {}
+        whole, results = [], {}
         for kind, paths in kinds.items():
             stacks = [_stack(parts[path], views[path]) for path in paths]
-            whole[kind] = _together(jnp.concatenate(stacks), kind, axes)
-        for kind, stack in _of_alike(function, whole).items():
+            whole.append(_together(jnp.concatenate(stacks), kind, axes))
+        found = _applied(function, kinds, whole)
+        for (kind, paths), stack in zip(kinds.items(), found, strict=True):
             stack = _apart(stack, kind, axes)
-            for path in kinds[kind]:
+            for path in paths:
                 batch = views[path].batch_axes
                 number = math.prod(parts[path].shape[axis] for axis in batch)
                 each, stack = stack[:number], stack[number:]
@@ -145,27 +167,12 @@ def _moved(function, kinds: Mapping[_Kind, list[str]], arrays, views, specs):
     return mapped({path: arrays[path] for path in divided})
 
 
-def _of_alike(function: Function, stacks: Mapping[_Kind, jax.Array]):
-    """The function of whole matrices, called once for all that are alike."""
-    alike = defaultdict(list)
-    for kind in stacks:
-        shape = (kind.shape, kind.fan_in_axes, kind.fan_out_axes, kind.dtype)
-        alike[shape].append(kind)
-    results = {}
-    for (_, fan_in_axes, fan_out_axes, _), kinds in alike.items():
-        stack = jnp.concatenate([stacks[kind] for kind in kinds])
-        ends = itertools.accumulate(len(stacks[kind]) for kind in kinds)
-        found = jnp.split(function(stack, fan_in_axes, fan_out_axes), list(ends)[:-1])
-        results |= dict(zip(kinds, found, strict=True))
-    return results
-
-
 def _together(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
-    """Some whole matrices, of a stack of parts of all; zeros for a remainder."""
+    """Some whole matrices, of a stack of parts of all; the last again for the rest."""
     shared, moves = kind.shared(axes), kind.moves
     pieces = math.prod(axes[name] for name in (*shared, *(name for _, name in moves)))
     padding = [(0, -len(stack) % pieces), *[(0, 0)] * (stack.ndim - 1)]
-    stack = jnp.pad(stack, padding)
+    stack = jnp.pad(stack, padding, mode="edge")
     if shared:
         count = len(stack) // lax.axis_size(shared)
         start = count * lax.axis_index(shared)
@@ -176,7 +183,7 @@ def _together(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Arr
 
 
 def _apart(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
-    """`_together` backwards, with the remainder."""
+    """`_together` backwards, with what it repeated at the end."""
     for axis, name in reversed(kind.moves):
         stack = lax.all_to_all(stack, name, split_axis=axis, concat_axis=0, tiled=True)
     if shared := kind.shared(axes):
