@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
-from curvadion_jax import _collectives
+from curvadion_jax import _collectives, _sharding
 
 # What may name an axis without sending anything over it; all else counts as
 # communication, so that a collective new to JAX is not overlooked.
@@ -46,6 +46,7 @@ def switch(
     _require_shared(which, axis_name)
     silent = _trace(quiet, *operands)
     _refuse_collectives(silent, axis_name)
+    _refuse_own_conditions(silent, axis_name)
     loud = _trace_syncs(syncs, silent.result, *operands, axis_name=axis_name)
     return _branch(which, [silent, *loud], *operands, axis_name=axis_name)
 
@@ -205,16 +206,29 @@ def _inner_programs(equation: JaxprEqn) -> list[Jaxpr]:
     return [value for value in values if isinstance(value, Jaxpr)]
 
 
+def _decides_alone(equation: JaxprEqn, axis_name: str) -> bool:
+    """Whether replicas may not take a branch, or go on with a loop, together."""
+    decided_by = []
+    if equation.primitive.name == "cond":
+        decided_by = [equation.invars[0].aval]
+    elif equation.primitive.name == "while":
+        decided_by = equation.params["cond_jaxpr"].out_avals
+    return any(axis_name in _collectives.varying_aval(aval) for aval in decided_by)
+
+
+def _has_own_condition(jaxpr: Jaxpr, axis_name: str) -> bool:
+    return any(
+        _decides_alone(equation, axis_name)
+        or any(_has_own_condition(x, axis_name) for x in _inner_programs(equation))
+        for equation in jaxpr.eqns
+    )
+
+
 def _hangs(jaxpr: Jaxpr, axis_name: str) -> bool:
     """Whether a collective stands in a branch that replicas may not take together."""
     for equation in jaxpr.eqns:
         inner = _inner_programs(equation)
-        decided_by = []
-        if equation.primitive.name == "cond":
-            decided_by = [equation.invars[0].aval]
-        elif equation.primitive.name == "while":
-            decided_by = equation.params["cond_jaxpr"].out_avals
-        local = any(axis_name in _collectives.varying_aval(aval) for aval in decided_by)
+        local = _decides_alone(equation, axis_name)
         if local and any(_collectives_in(program, axis_name) for program in inner):
             return True
         if any(_hangs(program, axis_name) for program in inner):
@@ -255,16 +269,32 @@ def _refuse_collectives(traced: _Traced, axis_name: str | None) -> None:
         )
 
 
+def _refuse_own_conditions(traced: _Traced, axis_name: str | None) -> None:
+    if axis_name is None or not _sharding.inner_axes():
+        return
+    if _has_own_condition(traced.program.jaxpr, axis_name):
+        raise ValueError(
+            "the inner optimizer, the local step or the trigger has a condition that "
+            f"may differ between the replicas of axis {axis_name!r} (lax.cond or a "
+            "while loop, as in optax.apply_if_finite), and a replica has several "
+            "devices: the compiler may move arrays between them inside it, in a "
+            "message that waits for the devices of all replicas. Use jnp.where; steps "
+            "with gradients that are not finite adaptive_sync leaves out by itself"
+        )
+
+
 def run_locally(
     function: Callable[..., Any], *operands: Any, axis_name: str | None
 ) -> Any:
     """Result of a computation that must stay on its replica.
 
     Raises:
-      ValueError: if it would communicate over the axis.
+      ValueError: if it would communicate over the axis, or decide by what differs
+        between replicas of several devices.
     """
     if axis_name is None:
         return function(*operands)
     traced = _trace(function, *operands)
     _refuse_collectives(traced, axis_name)
+    _refuse_own_conditions(traced, axis_name)
     return traced(*operands)

@@ -296,6 +296,39 @@ def test_divided_is_whole_however_matrices_lie():
     chex.assert_trees_all_close(results[True], results[False], atol=CLOSE, rtol=CLOSE)
 
 
+def test_a_condition_of_a_replicas_own_is_refused():
+    mesh = mesh_of("2x2x2")
+    inner = optax.apply_if_finite(optax.adam(0.01), 3)
+    tx = cd.adaptive_sync(inner, triggers.every_k(2), reconcile(), AXIS)
+    step, state = helpers.replica_step(tx, mesh), make_state(tx, mesh)
+    with pytest.raises(ValueError, match="waits for the devices of all replicas"):
+        step.lower(state, make_gradients(mesh))
+
+
+def all_finite(tree) -> bool:
+    return all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(tree)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_spoilt_replica_of_several_devices_comes_back(mesh):
+    """Its Q is drawn anew, in a condition that the others do not enter."""
+    mesh = mesh_of(mesh)
+    step, (params, opt_state) = prepare("everything", mesh)
+    inner = opt_state.inner_state
+    spoilt = jax.tree.map(
+        lambda x: x.at[1].set(jnp.nan) if x.ndim > 2 and x.dtype == jnp.float32 else x,
+        inner,
+    )
+    assert not all_finite(spoilt)
+    spoilt = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), spoilt, inner)
+    state = (params, opt_state._replace(inner_state=spoilt))
+    for seed in range(3):
+        state, _ = step(state, make_gradients(mesh, seed))
+    params, opt_state = state
+    assert all_finite((params, opt_state.inner_state, opt_state.sync_state))
+
+
 def test_what_gathers_a_matrix_is_seen():
     mesh = mesh_of("2x2x2")
 
