@@ -14,6 +14,7 @@ R      local in `_low_rank`   ``[*batch, cols, r]``     the same after a reducti
 ====== ====================== ========================= ===========================
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ import optax
 
 from curvadion_jax import (
     _arguments,
+    _bases,
     _collectives,
     _low_rank,
     _matrices,
@@ -247,13 +249,15 @@ def scale_by_dion(
                 momentum=_like(state.momentum, total)
             )
         qs = jax.tree.leaves(state.q)
+        names = [name for name, _, _ in leaves]
+        views = [view for _, _, view in leaves]
         results = _low_rank.dion_step(
-            [name for name, _, _ in leaves],
-            [view for _, _, view in leaves],
+            names,
+            views,
             total,
             qs,
             factor=(1 - momentum) if error_feedback else None,
-            orthonormalize=orthonormalize,
+            bases=functools.partial(_bases.of_factors, names, views, orthonormalize),
             reduce_fn=reduce_fn,
         )
         directions, total, qs = zip(*results, strict=True) if results else ((), (), ())

@@ -1,7 +1,7 @@
 """Dion's arithmetic on one stack of matrices: factors, error feedback, next Q.
 
-No Optax and no axis names. What replicas tell each other comes in as a function that
-the caller applies between the two products. Symbols as in Ahn et al. (arXiv
+Pure mathematics: no Optax, no axis names. Communication comes in as functions that
+are applied between the two products. Symbols as in Ahn et al. (arXiv
 2504.05295), with matrices seen as [*batch, rows, cols], rows >= cols:
 
 ====== ======================== ====================================================
@@ -15,21 +15,21 @@ Q      [*batch, cols, r]        R with unit columns; the next step starts from i
 """
 
 import zlib
-from collections import defaultdict
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _collectives, _sharding
-from curvadion_jax._matrices import MatrixView, make_view, matmul
-from curvadion_jax._orthonormalize import OWN, Orthonormalize
+from curvadion_jax import _sharding
+from curvadion_jax._matrices import MatrixView, matmul
 from curvadion_jax._sharding import keep_whole
 
 Named = dict[str, jax.Array]
 ReduceFn = Callable[[Named], tuple[Named, Named | None]]
 """Takes arrays by the paths of their parameters to their means over replicas, and to
 what of its own arrays this replica put into them; None says all of them."""
+OfFactors = Callable[[list[jax.Array]], list[jax.Array]]
+"""Takes factors, one for each parameter, to as many of the same shapes."""
 
 # The paper's and microsoft/dion's epsilon in the column normalisation.
 _EPSILON = 1e-8
@@ -96,75 +96,16 @@ def reduces_factors(view: MatrixView, r: int) -> bool:
     return (view.rows + view.cols) * r < view.rows * view.cols
 
 
-def _orthonormalize_stacks(
-    factors: list[jax.Array], orthonormalize: Orthonormalize
-) -> list[jax.Array]:
-    """Orthonormalises factors, those of equal shape as one stack.
-
-    One factorisation in the program for each shape, and not for each parameter. Only
-    the factors are stacked: the momenta would be copied and resharded by it.
-    """
-    groups = defaultdict(list)
-    for index, factor in enumerate(factors):
-        groups[factor.shape[-2:], factor.dtype].append(index)
-    result = list(factors)
-    for (shape, _), members in groups.items():
-        if len(members) == 1:
-            result[members[0]] = orthonormalize(factors[members[0]])
-            continue
-        stacks = [factors[index].reshape(-1, *shape) for index in members]
-        basis, start = orthonormalize(jnp.concatenate(stacks)), 0
-        for index, stack in zip(members, stacks, strict=True):
-            part = basis[start : start + stack.shape[0]]
-            result[index] = part.reshape(factors[index].shape)
-            start += stack.shape[0]
-    return result
-
-
-def _bases(
-    names: list[str],
-    views: list[MatrixView],
-    factors: list[jax.Array],
-    orthonormalize: Orthonormalize,
-) -> list[jax.Array]:
-    """Bases of the left factors; inside a replica every device makes some of them.
-
-    Left to itself the compiler has each device do all, where the axis divides the
-    matrix along its other side: more work than the products of a divided matrix. What
-    a function of the user's needs is not known: constraints by inner axes, say.
-    """
-    if not _sharding.inner_axes() or orthonormalize not in OWN:
-        return _orthonormalize_stacks(factors, orthonormalize)
-    made_of = [(view.shape, view.p_axes) for view in views]
-    with _sharding.noting_made_of(names, factors, made_of):
-        bases = _collectives.by_matrix(
-            lambda stacks: _orthonormalize_stacks(
-                [stack.array for stack in stacks], orthonormalize
-            ),
-            dict(zip(names, factors, strict=True)),
-            {
-                name: make_view(factor.shape, -2, -1)
-                for name, factor in zip(names, factors, strict=True)
-            },
-        )
-    return [bases[name] for name in names]
-
-
 def power_iteration(
-    names: list[str],
-    views: list[MatrixView],
     matrices: list[jax.Array],
     qs: list[jax.Array],
-    orthonormalize: Orthonormalize,
-    reduce: Callable[[list[jax.Array]], list[jax.Array]] = lambda factors: factors,
+    bases: OfFactors,
+    reduce: OfFactors = lambda factors: factors,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """P = orth(reduce(B Q)) and this replica's R = B^T P, for stacks of matrices.
-
-    Names are paths of parameters, and views how those are seen as the matrices.
-    """
+    """P = bases(reduce(B Q)) and this replica's R = B^T P, for stacks of matrices."""
     qs = [keep_whole(q) for q in qs]
     left = reduce([left_product(b, q) for b, q in zip(matrices, qs, strict=True)])
-    left = [keep_whole(p) for p in _bases(names, views, left, orthonormalize)]
+    left = [keep_whole(p) for p in bases(left)]
     return left, [right_product(b, p) for b, p in zip(matrices, left, strict=True)]
 
 
@@ -194,7 +135,7 @@ def dion_step(
     qs: list[jax.Array],
     *,
     factor: jax.typing.ArrayLike | None,
-    orthonormalize: Orthonormalize,
+    bases: OfFactors,
     reduce_fn: ReduceFn | None,
 ) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
     """One step of Dion for a list of parameters.
@@ -205,7 +146,7 @@ def dion_step(
       total: B = M + G of each, in the parameter's shape.
       qs: Q of each, [*batch, cols, r].
       factor: 1 - mu for error feedback, None to leave B as it is.
-      orthonormalize: see `_orthonormalize`.
+      bases: takes factors [*batch, rows, r] to their orthonormal bases; see `_bases`.
       reduce_fn: mean over replicas, applied to the factors or, where those are
         larger, to B; None for one replica. What it does not send of R or B stays in
         the momentum of the replica.
@@ -227,11 +168,9 @@ def dion_step(
             return _reduce_where(names, factors, compressed, reduce_fn)
 
     left, own = power_iteration(
-        names,
-        views,
         matrices,
         qs,
-        orthonormalize,
+        bases,
         lambda factors: reduce(factors, [view.p_axes for view in views])[0],
     )
     common, own = reduce(own, [view.q_axes for view in views])

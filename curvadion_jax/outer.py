@@ -5,6 +5,7 @@ Any Optax transformation can be the outer step of `synchronizers.reconcile`;
 does not have.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import optax
 
 from curvadion_jax import (
     _arguments,
+    _bases,
     _low_rank,
     _matrices,
     _orthonormalize,
@@ -148,12 +150,10 @@ def _alike(rank, dimension_numbers, orthonormalize) -> optax.GradientTransformat
             name: views[name].to_matrix(leaves[name].astype(q.dtype))
             for name, q in state.q.items()
         }
+        seen = [views[name] for name in drifts]
+        bases = functools.partial(_bases.of_factors, [*drifts], seen, orthonormalize)
         left, right = _low_rank.power_iteration(
-            [*drifts],
-            [views[name] for name in drifts],
-            [*drifts.values()],
-            [*state.q.values()],
-            orthonormalize,
+            [*drifts.values()], [*state.q.values()], bases
         )
         new = {}
         for (name, drift), p, r in zip(drifts.items(), left, right, strict=True):

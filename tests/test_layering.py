@@ -16,8 +16,6 @@ COLLECTIVES = {
 }
 MATHS = {"_orthonormalize", "_low_rank", "_matrices"}
 PLACES = {"_paths", "_sharding"}  # what the mathematics knows of devices
-# Inside a replica every device makes the bases of some matrices.
-SHARES_OUT = {"_low_rank": {"_collectives"}}
 # What users call around training; nothing that computes a step knows of it.
 OUTER = {"replicas", "checkpoint", "metrics", "presets", "cost_model"}
 
@@ -107,7 +105,7 @@ def test_one_part_alone_uses_collectives(name):
 @pytest.mark.parametrize("name", sorted(MATHS | PLACES))
 def test_pure_mathematics_knows_no_optimizer(name):
     source = NAMES[name].read_text()
-    assert own_modules(source) <= MATHS | PLACES | SHARES_OUT.get(name, set())
+    assert own_modules(source) <= MATHS | PLACES
     assert not any(module.startswith("optax") for module in imported(source))
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from curvadion_jax import (
     _arguments,
+    _bases,
     _health,
     _low_rank,
     _matrices,
@@ -113,11 +114,11 @@ def _through(
 
         q = {name: state[name].astype(matrices[name].dtype) for name in matrices}
         seen = [factored[name][0] for name in matrices]
-        iterate = functools.partial(_iterate, matrices, seen)
-        p, own, common = iterate(q, send_factors, orthonormalize)
+        bases = functools.partial(_bases.of_factors, [*matrices], seen, orthonormalize)
+        p, own, common = _iterate(matrices, q, send_factors, bases)
         for _ in range(power_iterations - 1):
             q = _next_q(common, q)
-            p, own, common = iterate(q, send_factors, orthonormalize)
+            p, own, common = _iterate(matrices, q, send_factors, bases)
         q = _next_q(common, q)
         whole_mean, unsent = send({n: x for n, x in leaves if n not in factored})
 
@@ -152,7 +153,7 @@ def _through(
     return _base.Compressor(init, average, payload)
 
 
-def _iterate(matrices, views, q, send, orthonormalize):
+def _iterate(matrices, q, send, bases):
     """P, what this replica put into R, and R, for matrices and Q by name."""
     names = list(matrices)
 
@@ -162,11 +163,9 @@ def _iterate(matrices, views, q, send, orthonormalize):
         return [mean[name] for name in names]
 
     left, right = _low_rank.power_iteration(
-        names,
-        views,
         [matrices[name] for name in names],
         [q[name] for name in names],
-        orthonormalize,
+        bases,
         reduce,
     )
     right = dict(zip(names, right, strict=True))

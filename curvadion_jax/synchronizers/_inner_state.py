@@ -1,12 +1,13 @@
 """What a sync of `reconcile` averages of the inner optimizer's state."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _health, _low_rank, _momentum, _orthonormalize, _paths
+from curvadion_jax import _bases, _health, _low_rank, _momentum, _orthonormalize, _paths
 from curvadion_jax._dion import DionState
 from curvadion_jax.synchronizers import _base, _fragments
 from curvadion_jax.synchronizers._fragments import Fragment
@@ -153,7 +154,8 @@ def _iterated(
             seen.append(view)
             momenta.append(view.to_matrix(wide))
             starts.append(q)
-    _, right = _low_rank.power_iteration(names, seen, momenta, starts, orthonormalize)
+    bases = functools.partial(_bases.of_factors, names, seen, orthonormalize)
+    _, right = _low_rank.power_iteration(momenta, starts, bases)
     return {
         name: _low_rank.unit_columns(r, q)[0].astype(q.dtype)
         for name, r, q in zip(names, right, starts, strict=True)
