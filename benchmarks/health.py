@@ -4,7 +4,7 @@
 
 Steps of the optimizer that synchronise every time, with and without the passes over
 gradients, parameters and state that find a poisoned replica. (Without them the program
-is the same, but looks at one number of each only: the function of `_health` that looks
+is the same, but looks at one number of each only: the function of `_finite` that looks
 is replaced while it is compiled.) The rest is as in `overhead.py`, whose options it
 takes.
 """
@@ -20,7 +20,7 @@ import optax
 import overhead
 
 import curvadion_jax as cd
-from curvadion_jax import _health, compressors, synchronizers, triggers
+from curvadion_jax import _finite, compressors, synchronizers, triggers
 
 AXIS = cd.replicas.AXIS
 RATE = overhead.RATE
@@ -31,7 +31,7 @@ def cases() -> dict[str, optax.GradientTransformation]:
     always = {"trigger": triggers.always(), "axis_name": AXIS}
     average = synchronizers.average_gradients
     return {
-        "`curvadion`": cd.curvadion(RATE, **always),
+        "`local_muon`": cd.local_muon(RATE, **always),
         "`dion`, `reconcile`": cd.adaptive_sync(
             cd.dion(RATE), synchronizer=synchronizers.reconcile(), **always
         ),
@@ -55,7 +55,7 @@ def without_a_look():
         arrays = [x for x in jax.tree.leaves(tree) if jnp.size(x)]
         return jnp.isfinite(arrays[0].reshape(-1)[0]) if arrays else jnp.array(True)
 
-    with mock.patch.object(_health, "all_finite", glance):
+    with mock.patch.object(_finite, "all_finite", glance):
         yield
 
 

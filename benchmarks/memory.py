@@ -51,7 +51,7 @@ def parameters() -> dict:
 
 
 def _reconciling(**arguments) -> optax.GradientTransformation:
-    return cd.curvadion(RATE, synchronizer=synchronizers.reconcile(**arguments))
+    return cd.local_muon(RATE, synchronizer=synchronizers.reconcile(**arguments))
 
 
 def optimizers() -> dict[str, optax.GradientTransformation]:
@@ -74,14 +74,15 @@ def optimizers() -> dict[str, optax.GradientTransformation]:
         "`dion`, full rank": cd.dion(RATE, 1.0),
         "`dion`, rank 1/4, bfloat16 state": cd.dion(RATE, 0.25, mu_dtype=half),
         "`curvadion`": cd.curvadion(RATE),
-        "`curvadion`, local steps of Dion, rank 1/4": cd.curvadion(RATE, 0.25),
-        "`curvadion`, bfloat16 momenta": cd.curvadion(RATE, mu_dtype=half),
-        "`curvadion`, plain average": _reconciling(momentum=False),
-        "`curvadion`, plain average of momenta too": _reconciling(),
-        "`curvadion`, orthonormal outer step": _reconciling(
+        "`curvadion`, rank 1/4": cd.curvadion(RATE, rank=0.25),
+        "`local_muon`": cd.local_muon(RATE),
+        "`local_muon`, bfloat16 momenta": cd.local_muon(RATE, mu_dtype=half),
+        "`local_muon`, plain average": _reconciling(momentum=False),
+        "`local_muon`, plain average of momenta too": _reconciling(),
+        "`local_muon`, orthonormal outer step": _reconciling(
             outer=cd.outer.orthonormal(), momentum=False
         ),
-        "`curvadion`, plain average in 8 bits": _reconciling(
+        "`local_muon`, plain average in 8 bits": _reconciling(
             compressor=int8, momentum=False
         ),
         "`presets.synchronous_dion`": presets.synchronous_dion(RATE),

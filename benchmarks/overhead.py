@@ -1,4 +1,4 @@
-"""What a quiet step costs over a step of the local optimizer, in time and in memory.
+"""What a local step costs over a step of the inner optimizer, in time and in memory.
 
     python benchmarks/overhead.py                 # of the optimizer's step
     python benchmarks/overhead.py --tokens 1024   # of a training step
@@ -7,7 +7,7 @@ A step of the optimizer takes given gradients to new parameters; with `--tokens`
 those of the example's model are computed in front. Replicas are simulated on one
 device by `vmap`, so that the program is that of a run, syncs and their collectives
 included, or with `--mesh` are devices each; nothing synchronises while time is taken.
-(Under `vmap` a step looks at the parameters as after a sync.) State is donated.
+State is donated.
 
 Programs take turns in random order, and start every round from new arrays: where these
 lie moves a time by some percent. A round's ratio is that of medians; given are the
@@ -60,7 +60,7 @@ def local_optimizers(params: dict) -> dict[str, optax.GradientTransformation]:
     numbers = cd.default_dimension_numbers(params)
     return {
         "`dion`": cd.dion(RATE),
-        # What `curvadion` runs by default.
+        # What `local_muon` runs.
         "Muon": optax.contrib.muon(RATE, muon_weight_dimension_numbers=numbers),
     }
 
@@ -84,8 +84,8 @@ def cases(local: dict[str, optax.GradientTransformation]) -> dict[str, Case]:
     rows = {name: of_dion(trigger) for name, trigger in asked.items()}
     large = "`every_k`, error feedback and outer momentum"
     rows[large] = of_dion(asked["`every_k`"], **LARGE_STATE)
-    rows["`curvadion`"] = Case(
-        cd.curvadion(RATE, axis_name=AXIS, budget=LITTLE), "Muon"
+    rows["`local_muon`"] = Case(
+        cd.local_muon(RATE, axis_name=AXIS, budget=LITTLE), "Muon"
     )
     return rows
 

@@ -6,7 +6,7 @@
 The model is that of `memory.py`, a GPT of 160 million float32 parameters with embedding
 and head; `--matrices` leaves out embedding, head and norms, which all but AdamW give to
 AdamW. A step takes given gradients, parameters and state to new parameters and state,
-and overwrites the latter two (they are donated). `curvadion` and the like run under
+and overwrites the latter two (they are donated). `local_muon` and the like run under
 `replicas.step`, one replica on each of four devices: what their conditionals and loops
 copy is counted, and so is what a sync needs, which stands in the same program.
 
@@ -44,9 +44,7 @@ ADAMW = "`optax.adamw`"
 def optimizers(numbers) -> dict[str, optax.GradientTransformation]:
     """Name in the table -> optimizer; those that synchronise come last."""
     muon, dion = optax.contrib.muon, functools.partial(cd.dion, RATE)
-    replicated = functools.partial(
-        cd.curvadion, RATE, axis_name=AXIS, dimension_numbers=numbers
-    )
+    ours = {"axis_name": AXIS, "dimension_numbers": numbers}
     plain = cd.synchronizers.reconcile(momentum=False)
     half = {"dimension_numbers": numbers, "mu_dtype": jnp.bfloat16}
     return {
@@ -56,9 +54,12 @@ def optimizers(numbers) -> dict[str, optax.GradientTransformation]:
         "`dion`, rank 1/4, bfloat16 momentum": dion(0.25, **half),
         "`dion`, rank 1/16": dion(1 / 16, dimension_numbers=numbers),
         "`dion`, full rank": dion(1.0, dimension_numbers=numbers),
-        "plain average by `reconcile`, Muon's steps": replicated(synchronizer=plain),
-        "`curvadion`": replicated(),
-        "`curvadion`, rank 1/4": replicated(0.25),
+        "plain average by `reconcile`, Muon's steps": cd.local_muon(
+            RATE, synchronizer=plain, **ours
+        ),
+        "`local_muon`": cd.local_muon(RATE, **ours),
+        "`curvadion`": cd.curvadion(RATE, **ours),
+        "`curvadion`, rank 1/4": cd.curvadion(RATE, rank=0.25, **ours),
     }
 
 

@@ -33,7 +33,7 @@ def cases() -> dict[str, optax.GradientTransformation]:
 
     def with_sync(**options):
         synchronizer = synchronizers.reconcile(momentum=False, **options)
-        return cd.curvadion(0.01, axis_name=AXIS, synchronizer=synchronizer)
+        return cd.local_muon(0.01, axis_name=AXIS, synchronizer=synchronizer)
 
     forms = {
         "in float32": {},
@@ -47,7 +47,7 @@ def cases() -> dict[str, optax.GradientTransformation]:
     }
     rows = {f"plain average {form}": with_sync(**o) for form, o in forms.items()}
     alone = {"`optax.contrib.muon`, no sync": optax.contrib.muon(0.01)}
-    return alone | rows | {"`curvadion`": cd.curvadion(0.01, axis_name=AXIS)}
+    return alone | rows | {"`local_muon`": cd.local_muon(0.01, axis_name=AXIS)}
 
 
 def mebibytes(tx, params, mesh) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """Dion and CurvaDion for JAX and Optax: pretraining across slow links.
 
 Replicas of a model step alone and synchronise only when it matters. Start with
-:func:`curvadion` and `curvadion_jax.replicas`.
+:func:`local_muon` or :func:`curvadion`, and `curvadion_jax.replicas`.
 """
 
 import importlib.metadata
@@ -17,23 +17,21 @@ from curvadion_jax import (
     synchronizers,
     triggers,
 )
-from curvadion_jax._adaptive_sync import adaptive_sync
-from curvadion_jax._counters import SyncMetrics
+from curvadion_jax._adaptive_sync import AdaptiveSyncState, adaptive_sync
+from curvadion_jax._counters import SyncMetrics, Tally
 from curvadion_jax._curvadion import curvadion
+from curvadion_jax._default_rule import DimensionNumbers, default_dimension_numbers
 from curvadion_jax._dion import DionState, dion, scale_by_dion
+from curvadion_jax._local_muon import local_muon
 from curvadion_jax._orthonormalize import cholesky_qr, householder_qr
-from curvadion_jax._partition import (
-    DimensionNumbers,
-    default_dimension_numbers,
-    describe_partition,
-)
-from curvadion_jax._step import AdaptiveSyncState
+from curvadion_jax._partition import describe_partition
 
 __all__ = [
     "AdaptiveSyncState",
     "DimensionNumbers",
     "DionState",
     "SyncMetrics",
+    "Tally",
     "adaptive_sync",
     "checkpoint",
     "cholesky_qr",
@@ -44,6 +42,7 @@ __all__ = [
     "describe_partition",
     "dion",
     "householder_qr",
+    "local_muon",
     "metrics",
     "outer",
     "presets",

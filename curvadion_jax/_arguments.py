@@ -15,7 +15,7 @@ SCHEDULE = " or a schedule"
 
 
 def check_steps(steps: Any, what: str, at_least: int = 1) -> None:
-    """Refuses a number of steps that is not a plain int, or too small."""
+    """Rejects a number of steps that is not a plain int, or too small."""
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise TypeError(
             f"{what} must be an int, got {steps!r}; with "
@@ -31,7 +31,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_number(value: Any, what: str, or_schedule: str = "") -> None:
-    """Refuses what is not a number (or a schedule), and a negative or NaN one."""
+    """Rejects what is not a number (or a schedule), and a negative or NaN one."""
     value = _plain(value)
     if not hasattr(value, "dtype") and not (or_schedule and callable(value)):
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -41,7 +41,7 @@ def check_number(value: Any, what: str, or_schedule: str = "") -> None:
 
 
 def check_positive(value: Any, what: str) -> None:
-    """Refuses what is not a number above 0, and an infinite one."""
+    """Rejects what is not a number above 0, and an infinite one."""
     check_number(value, what)
     value = _plain(value)
     if isinstance(value, int | float) and not 0 < value < math.inf:
@@ -49,7 +49,7 @@ def check_positive(value: Any, what: str) -> None:
 
 
 def check_rate(value: Any, what: str = "learning_rate") -> None:
-    """Refuses what is neither a schedule nor a finite number of at least 0."""
+    """Rejects what is neither a schedule nor a finite number of at least 0."""
     check_number(value, what, SCHEDULE)
     value = _plain(value)
     if isinstance(value, int | float) and math.isinf(value):
@@ -57,7 +57,7 @@ def check_rate(value: Any, what: str = "learning_rate") -> None:
 
 
 def check_momentum(momentum: Any, what: str = "momentum") -> None:
-    """Refuses what is not a number, and a plain number outside [0, 1)."""
+    """Rejects what is not a number, and a plain number outside [0, 1)."""
     momentum = _plain(momentum)
     number = isinstance(momentum, int | float) or hasattr(momentum, "dtype")
     if isinstance(momentum, bool) or not number:
@@ -67,7 +67,7 @@ def check_momentum(momentum: Any, what: str = "momentum") -> None:
 
 
 def check_seed(seed: Any) -> None:
-    """Refuses what is not an int."""
+    """Rejects what is not an int."""
     seed = _plain(seed)
     if not hasattr(seed, "dtype"):
         if isinstance(seed, bool) or not isinstance(seed, int):
@@ -75,7 +75,7 @@ def check_seed(seed: Any) -> None:
 
 
 def check_dtype(dtype: Any, what: str) -> None:
-    """Refuses what is not a floating-point dtype; None is that of the parameters."""
+    """Rejects what is not a floating-point dtype; None is that of the parameters."""
     if dtype is None:
         return
     try:
@@ -90,24 +90,24 @@ def check_dtype(dtype: Any, what: str) -> None:
 
 
 def check_switch(value: Any, what: str) -> None:
-    """Refuses what is not True or False: a text such as 'no' would count as True."""
+    """Rejects what is not True or False: a text such as 'no' would count as True."""
     if not isinstance(value, bool):
         raise TypeError(f"{what} must be True or False, got {value!r}")
 
 
 def check_function(value: Any, what: str, example: str, optional: bool = True) -> None:
-    """Refuses what cannot be called, but for a None that is the default."""
+    """Rejects what cannot be called, but for a None that is the default."""
     if not callable(value) and not (optional and value is None):
         raise TypeError(f"{what} must be a function such as {example}, got {value!r}")
 
 
 def check_orthonormalize(value: Any) -> None:
-    """Refuses what is no way to make columns orthonormal."""
+    """Rejects what is no way to make columns orthonormal."""
     check_function(value, "orthonormalize", "curvadion_jax.cholesky_qr")
 
 
 def check_transformation(value: Any, what: str, example: str) -> None:
-    """Refuses what is not an Optax transformation, such as the function that makes one.
+    """Rejects what is not an Optax transformation, such as the function that makes one.
 
     An `optax.MultiSteps` has one, `gradient_transformation()`.
 
@@ -122,3 +122,41 @@ def check_transformation(value: Any, what: str, example: str) -> None:
         raise TypeError(
             f"{what} must be an Optax transformation such as {example}, got {value!r}"
         )
+
+
+def check_rates(learning_rate: Any, weight_decay: Any, adam_learning_rate: Any) -> None:
+    """Rejects rates that are neither finite numbers of at least 0 nor schedules."""
+    check_rate(learning_rate)
+    check_rate(weight_decay, "weight_decay")
+    if adam_learning_rate is not None:
+        check_rate(adam_learning_rate, "adam_learning_rate")
+
+
+def check_other_optimizer(other_optimizer: Any, adam_learning_rate: Any) -> None:
+    """Rejects non-transformations, and `adam_learning_rate` with `other_optimizer`."""
+    check_transformation(other_optimizer, "other_optimizer", "optax.adamw(1e-3)")
+    if adam_learning_rate is not None:
+        raise ValueError(
+            "adam_learning_rate belongs to the default other optimizer: give it to "
+            f"other_optimizer itself, got both, {adam_learning_rate!r} among them"
+        )
+
+
+def checked_budget(budget: Any, default: float) -> Any:
+    """The share of the bytes, or the default; rejects what is no share."""
+    if budget is None:
+        return default
+    check_positive(budget, "budget")
+    if isinstance(budget, int | float) and budget > 1:
+        raise ValueError(
+            f"budget is a share of the bytes of synchronous training, got {budget}; "
+            "ten percent is 0.1"
+        )
+    return budget
+
+
+def reject_both(what: str, beside: str, there: str) -> None:
+    """Rejects an argument beside another one, in which it would be something else."""
+    raise ValueError(
+        f"give {what} or {beside}, got both: {beside} says it itself, as in {there}"
+    )

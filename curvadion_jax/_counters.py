@@ -7,155 +7,136 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax._payload import Payload
-from curvadion_jax.triggers import Decision
+from curvadion_jax._payload import FLAG, WEIGHT, Payload
+from curvadion_jax._protocols import Decision
 
 WORD = 2**30
 
 
-class Presence(NamedTuple):
-    """Who did not take part in a sync, and why.
+class Faults(NamedTuple):
+    """What kept this replica from a step, or from a sync; see `_faults`.
 
     Attributes:
-      left_out: bool[], this replica, which had nothing finite to bring.
-      absent: bool[], this replica, which was given no weight.
-      empty: bool[], all.
-      over: bool[], whether it was a sync all the same, after which those who missed it
-        need not ask for another.
+      skipped: bool[], its gradients were not finite.
+      contained: bool[], of finite gradients the inner optimizer made updates that are
+        not.
+      excluded: bool[], it had nothing finite to bring to a sync.
+      absent: bool[], it was given no weight.
+      empty: bool[], nobody took part.
+      closed: bool[], whether it was a sync all the same, after which those who missed
+        it need not request another.
     """
 
-    left_out: jax.Array
+    skipped: jax.Array
+    contained: jax.Array
+    excluded: jax.Array
     absent: jax.Array
     empty: jax.Array
-    over: jax.Array
+    closed: jax.Array
 
 
-def nobody_missing() -> Presence:
-    """That of a step without a sync."""
-    no = jnp.zeros([], jnp.bool_)
-    return Presence(no, no, no, no)
+def no_faults() -> Faults:
+    """Those of a local step in which all is well."""
+    return Faults(*[jnp.zeros([], jnp.bool_)] * len(Faults._fields))
+
+
+class Tally(NamedTuple):
+    """How often something happened to this replica. Replica-varying.
+
+    Attributes:
+      total: int32[], how often.
+      in_a_row: int32[], how many of the last times it could have happened it did.
+      last: int32[], number of the step of the last time, -1 if never. Of syncs that
+        average gradients or factors, the last that others took part in.
+
+    Example:
+      >>> zero_tally().last.tolist()
+      -1
+    """
+
+    total: jax.Array
+    in_a_row: jax.Array
+    last: jax.Array
+
+
+def zero_tally() -> Tally:
+    zero = jnp.zeros([], jnp.int32)
+    return Tally(zero, zero, jnp.full([], -1, jnp.int32))
 
 
 class SyncMetrics(NamedTuple):
     """What happened so far; small, and a part of the state like any other.
 
-    Events are counted, never bytes: an int32 byte counter would overflow after one
-    sync of a model of 500 million parameters. `curvadion_jax.metrics.read` multiplies
-    on the host.
+    `curvadion_jax.metrics.read` makes it readable. Bytes are added up as they are sent,
+    in two words each, since an int32 would overflow after one sync of a model of 500
+    million parameters.
 
     Attributes:
       steps: int32[], steps taken.
-      syncs: int32[], synchronised steps among them.
-      variant_syncs: int32[V], how many of the syncs were of each variant of the
-        synchronizer; most have one.
-      quiet_steps: int32[], steps since the last sync, or since the start.
-      asked: int32[], steps on which replicas reduced their flag to decide.
+      syncs: int32[], sync steps among them.
+      local_steps: int32[], steps since the last sync, or since the start.
+      asked: int32[], steps on which replicas reduced their requests to one decision.
       synced: bool[], whether the last step synchronised.
       value: float32[], the trigger's value on this replica on the last step, NaN if
         it has none. Replica-varying.
       threshold: float32[], what the value was compared with.
       layer: int32[], index of the parameter with the largest value on this replica,
         -1 if none. Replica-varying.
-      skipped: int32[], steps that this replica did not take, because its gradients
-        were not finite. Replica-varying.
-      skipped_in_a_row: int32[], how many of them were the last ones. Replica-varying.
-      skipped_at: int32[], number of the last of them, -1 if none. Replica-varying.
-      left_out: int32[], syncs that this replica was left out of, because what it had
-        was not finite, or it had nothing. Replica-varying.
-      left_out_in_a_row: int32[], how many of them were the last ones. Replica-varying.
-      left_out_at: int32[], number of the step of the last of them, -1 if none. Where
-        syncs average gradients or factors, of the last that others took part in.
-        Replica-varying.
-      absent: int32[], syncs in which it had something sound, and no weight.
-        Replica-varying.
-      absent_at: int32[], as `left_out_at`. Replica-varying.
+      skipped: steps that this replica did not take, because its gradients were not
+        finite.
+      contained: steps on which the inner optimizer returned updates that were not
+        finite, of finite gradients; their bad elements were set to zero.
+      excluded: syncs from which this replica was excluded, because what it had was not
+        finite.
+      absent: syncs in which it had something finite, and no weight.
       empty: int32[], syncs that nobody took part in; they changed nothing.
-      joined: float32[], 1 if the last step synchronised and this replica took part,
-        else 0; of replicas that `replicas.resize` made one of, the mean.
-        Replica-varying.
-      moved: int32[], syncs after which this replica's parameters were not where they
-        had been left, on the next step. A distance of half a rounding of all parameters
-        is not seen: of their norm 6e-8 in float32, 0.05% in float16, 0.4% in bfloat16.
-        Nor is any after a sync that the replica missed, or one of gradients or factors,
-        which leaves parameters nowhere in particular. Replica-varying.
-      moved_in_a_row: int32[], how many of them were the last ones. Replica-varying.
-      sync_payload: int32[2], bytes that a sync averages over replicas, as
-        [high, low] in base 2^30; int32[V, 2] for V > 1 variants.
-      gathered_payload: int32[2], bytes that a replica sends to each of the others at
-        a sync, likewise.
-      gradient_payload: int32[2], bytes of all gradients in float32, likewise.
+      sent: int32[2, 2], bytes sent so far as [[high, low], [high, low]] in base 2^30:
+        those that were averaged, and those put into all-gathers (see
+        `curvadion_jax.compressors.Payload`).
+      synchronous: int32[2], bytes of float32 gradients of all steps, likewise.
 
     Example:
-      >>> state = initial([Payload(averaged=12)], gradient_payload=2**31 + 4)
-      >>> int(state.syncs), state.gradient_payload.tolist()
-      (0, [2, 4])
+      >>> counters = initial()
+      >>> int(counters.syncs), counters.sent.tolist()
+      (0, [[0, 0], [0, 0]])
     """
 
     steps: jax.Array
     syncs: jax.Array
-    variant_syncs: jax.Array
-    quiet_steps: jax.Array
+    local_steps: jax.Array
     asked: jax.Array
     synced: jax.Array
     value: jax.Array
     threshold: jax.Array
     layer: jax.Array
-    skipped: jax.Array
-    skipped_in_a_row: jax.Array
-    skipped_at: jax.Array
-    left_out: jax.Array
-    left_out_in_a_row: jax.Array
-    left_out_at: jax.Array
-    absent: jax.Array
-    absent_at: jax.Array
+    skipped: Tally
+    contained: Tally
+    excluded: Tally
+    absent: Tally
     empty: jax.Array
-    joined: jax.Array
-    moved: jax.Array
-    moved_in_a_row: jax.Array
-    sync_payload: jax.Array
-    gathered_payload: jax.Array
-    gradient_payload: jax.Array
+    sent: jax.Array
+    synchronous: jax.Array
 
 
-def _words(*numbers: int) -> jax.Array:
-    """[high, low] of one number, a row each of several."""
-    rows = jnp.array([divmod(number, WORD) for number in numbers], jnp.int32)
-    return rows[0] if len(numbers) == 1 else rows
-
-
-def initial(payloads: Sequence[Payload], gradient_payload: int) -> SyncMetrics:
-    """The counters before the first step.
-
-    Args:
-      payloads: of a sync of each variant.
-      gradient_payload: bytes of all gradients.
-    """
+def initial() -> SyncMetrics:
+    """The counters before the first step."""
     zero, nan = jnp.zeros([], jnp.int32), jnp.full([], jnp.nan, jnp.float32)
     return SyncMetrics(
         steps=zero,
         syncs=zero,
-        variant_syncs=jnp.zeros(len(payloads), jnp.int32),
-        quiet_steps=zero,
+        local_steps=zero,
         asked=zero,
         synced=jnp.zeros([], jnp.bool_),
         value=nan,
         threshold=nan,
         layer=jnp.full([], -1, jnp.int32),
-        skipped=zero,
-        skipped_in_a_row=zero,
-        skipped_at=jnp.full([], -1, jnp.int32),
-        left_out=zero,
-        left_out_in_a_row=zero,
-        left_out_at=jnp.full([], -1, jnp.int32),
-        absent=zero,
-        absent_at=jnp.full([], -1, jnp.int32),
+        skipped=zero_tally(),
+        contained=zero_tally(),
+        excluded=zero_tally(),
+        absent=zero_tally(),
         empty=zero,
-        joined=jnp.zeros([], jnp.float32),
-        moved=zero,
-        moved_in_a_row=zero,
-        sync_payload=_words(*(payload.averaged for payload in payloads)),
-        gathered_payload=_words(*(payload.gathered for payload in payloads)),
-        gradient_payload=_words(gradient_payload),
+        sent=jnp.zeros((2, 2), jnp.int32),
+        synchronous=jnp.zeros(2, jnp.int32),
     )
 
 
@@ -164,60 +145,65 @@ def following(
     decision: Decision,
     asked: jax.Array | bool,
     which: jax.Array,
-    usable: jax.Array,
-    presence: Presence,
-    was_moved: jax.Array,
+    faults: Faults,
+    payloads: Sequence[Payload],
+    gradient_bytes: int,
 ) -> SyncMetrics:
     """The counters after a step.
 
     Args:
       old: those before it.
       decision: of this replica's trigger.
-      asked: whether replicas reduced their answers.
-      which: 0 if the step was quiet, else 1 + the variant of the sync.
-      usable: whether this replica's gradients were finite.
-      presence: who did not take part in the sync.
-      was_moved: whether this replica's parameters were not where the sync of the step
-        before had left them.
+      asked: whether replicas reduced their requests.
+      which: 0 for a local step, else 1 + the variant of the sync.
+      faults: what kept this replica from the step, or from the sync.
+      payloads: of a sync of each variant.
+      gradient_bytes: those of all gradients in float32.
     """
-    synced = which > 0
-    missed = presence.left_out | presence.absent | presence.empty
-    variants = 1 + jnp.arange(old.variant_syncs.size, dtype=jnp.int32)
-
-    def counted(count, event):
-        return jnp.where(event, optax.safe_increment(count), count)
-
-    def at(before, missing):
-        return jnp.where(missing & presence.over, old.steps, before)
-
-    return old._replace(
+    synced, closed = which > 0, jnp.where(faults.closed, old.steps, -1)
+    sizes = [Payload(), *(payload + WEIGHT for payload in payloads)]
+    sent = _plus(old.sent, _words(sizes)[which])
+    sent = jnp.where(asked, _plus(sent, _words([FLAG])[0]), sent)
+    return SyncMetrics(
         steps=optax.safe_increment(old.steps),
-        syncs=counted(old.syncs, synced),
-        variant_syncs=counted(old.variant_syncs, variants == which),
-        quiet_steps=jnp.where(synced, 0, optax.safe_increment(old.quiet_steps)),
-        asked=counted(old.asked, asked),
+        syncs=_counted(old.syncs, synced),
+        local_steps=jnp.where(synced, 0, optax.safe_increment(old.local_steps)),
+        asked=_counted(old.asked, asked),
         synced=synced,
         value=jnp.asarray(decision.value, jnp.float32),
         threshold=jnp.asarray(decision.threshold, jnp.float32),
         layer=jnp.asarray(decision.layer, jnp.int32),
-        skipped=counted(old.skipped, ~usable),
-        skipped_in_a_row=jnp.where(
-            usable, 0, optax.safe_increment(old.skipped_in_a_row)
-        ),
-        skipped_at=jnp.where(usable, old.skipped_at, old.steps),
-        left_out=counted(old.left_out, presence.left_out),
-        left_out_in_a_row=jnp.where(
-            synced & ~presence.left_out,
-            0,
-            counted(old.left_out_in_a_row, presence.left_out),
-        ),
-        left_out_at=at(old.left_out_at, presence.left_out),
-        absent=counted(old.absent, presence.absent),
-        absent_at=at(old.absent_at, presence.absent),
-        empty=counted(old.empty, presence.empty),
-        joined=(synced & ~missed).astype(jnp.float32),
-        moved=counted(old.moved, was_moved),
-        moved_in_a_row=jnp.where(
-            (old.joined == 1) & ~was_moved, 0, counted(old.moved_in_a_row, was_moved)
-        ),
+        skipped=_tallied(old.skipped, faults.skipped, True, old.steps),
+        contained=_tallied(old.contained, faults.contained, True, old.steps),
+        excluded=_tallied(old.excluded, faults.excluded, synced, closed),
+        absent=_tallied(old.absent, faults.absent, synced, closed),
+        empty=_counted(old.empty, faults.empty),
+        sent=sent,
+        synchronous=_plus(old.synchronous, jnp.array(divmod(gradient_bytes, WORD))),
     )
+
+
+def _counted(count: jax.Array, event: jax.Array | bool) -> jax.Array:
+    return jnp.where(event, optax.safe_increment(count), count)
+
+
+def _tallied(old: Tally, event, possible, step: jax.Array) -> Tally:
+    in_a_row = jnp.where(event, optax.safe_increment(old.in_a_row), 0)
+    return Tally(
+        _counted(old.total, event),
+        jnp.where(possible, in_a_row, old.in_a_row),
+        jnp.where(event & (step >= 0), step, old.last),
+    )
+
+
+def _words(payloads: Sequence[Payload]) -> jax.Array:
+    """Bytes as [high, low] in base 2^30: int32[payloads, 2, 2]."""
+    pairs = [[divmod(number, WORD) for number in payload] for payload in payloads]
+    return jnp.array(pairs, jnp.int32)
+
+
+def _plus(words: jax.Array, more: jax.Array) -> jax.Array:
+    """The sum of numbers [..., 2] in base 2^30."""
+    low = words[..., 1] + more[..., 1].astype(jnp.int32)
+    high = words[..., 0] + more[..., 0].astype(jnp.int32) + low // WORD
+    return jnp.stack([high, low % WORD], axis=-1)

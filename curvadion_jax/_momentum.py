@@ -1,12 +1,14 @@
 """Where an optimizer's state keeps its momentum, and which leaves those are."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
 from curvadion_jax import _paths
+from curvadion_jax._dion import DionState
 
 _FIELDS = ("momentum", "trace", "mu")
 
@@ -78,3 +80,50 @@ def momentum_by_name(
         if field in _names(node)
         for name, leaf in _paths.leaves_with_path(getattr(node, field))
     }
+
+
+def after_local_step(
+    update: Callable[..., tuple[Any, Any]], gradients: Any, state: Any, params: Any
+) -> optax.OptState:
+    """The state with the momentum that a local step would give, and no step taken.
+
+    Dion's before error feedback (`momentum_only`); other optimizers run their update,
+    of which the compiler keeps what is used.
+    """
+    asked = _Asked()
+    _, after = update(gradients, state, params, momentum_only=asked)
+    if dion_states(state) and not asked.seen:
+        raise ValueError(
+            "a transformation around Dion does not pass on the extra argument "
+            "momentum_only. Build it as an optax.GradientTransformationExtraArgs "
+            "that forwards extra arguments"
+        )
+    return after
+
+
+class _Asked:
+    """A true value that knows whether anyone has looked at it."""
+
+    seen = False
+
+    def __bool__(self) -> bool:
+        self.seen = True
+        return True
+
+
+def _is_dion(node: Any) -> bool:
+    return isinstance(node, DionState)
+
+
+def dion_states(state: optax.OptState) -> list[DionState]:
+    """The states of Dion in the state of an optimizer."""
+    return [x for x in jax.tree.leaves(state, is_leaf=_is_dion) if _is_dion(x)]
+
+
+def with_dion(
+    state: optax.OptState, function: Callable[[DionState], DionState]
+) -> optax.OptState:
+    """The state of an optimizer with its states of Dion replaced, in order."""
+    return jax.tree.map(
+        lambda x: function(x) if _is_dion(x) else x, state, is_leaf=_is_dion
+    )

@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _collectives, _partition, _paths
+from curvadion_jax import _partition, _paths
+from curvadion_jax._within_replica import Devices
+
+EPSILON = 1e-7  # 1e-8 is zero in float16
 
 
 def muon(
@@ -18,7 +21,7 @@ def muon(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """What `optax.contrib.muon` does with matrices.
 
     The compiler divides its Newton-Schulz iterations within each product: inside a
@@ -70,7 +73,7 @@ def muon_adamw(
 
 def _orthogonalized(
     dimension_numbers: Any, eps: jax.typing.ArrayLike
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Newton-Schulz iterations, and Muon's scale by width."""
 
     def orthogonalized(stack):
@@ -84,8 +87,9 @@ def _orthogonalized(
         result, _ = once.update(stack.array, once.init(stack.array))
         return jnp.asarray(result)
 
-    def update_fn(updates, state, params=None):
-        del params
+    def update_fn(updates, state, params=None, *, devices=None, **extra_args):
+        del params, extra_args
+        devices = Devices() if devices is None else devices
         views = {
             path: view
             for path, view in _partition.matrix_views(
@@ -93,7 +97,7 @@ def _orthogonalized(
             ).items()
             if view is not None
         }
-        found = _collectives.by_matrix(
+        found = devices.by_matrix(
             # Each alone: momenta are as large as the model, and joined they are copied.
             lambda stacks: [orthogonalized(stack) for stack in stacks],
             dict(_paths.leaves_with_path(updates)),
@@ -108,4 +112,4 @@ def _orthogonalized(
 
         return _paths.map_with_path(scaled, updates), state
 
-    return optax.GradientTransformation(optax.identity().init, update_fn)
+    return optax.GradientTransformationExtraArgs(optax.identity().init, update_fn)

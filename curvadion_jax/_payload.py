@@ -31,13 +31,17 @@ class Payload(NamedTuple):
     def as_averaged(self, replicas: int) -> float:
         """Bytes of the all-reduce for which as much is sent, with so many replicas.
 
-        A gathered byte is sent N - 1 times, one of an all-reduce 2 (N - 1) / N times.
-
         Example:
           >>> Payload(averaged=20, gathered=3).as_averaged(replicas=8)
           32.0
         """
         return self.averaged + self.gathered * replicas / 2
+
+
+# Of the decision, an int32 all-reduce, and of a replica's weight at a sync, a float32
+# all-gather.
+FLAG = Payload(averaged=4)
+WEIGHT = Payload(gathered=4)
 
 
 def total(payloads: Iterable[Payload]) -> Payload:
@@ -46,7 +50,7 @@ def total(payloads: Iterable[Payload]) -> Payload:
 
 
 def check_payload(payload: Any) -> Payload:
-    """Returns what somebody said that is sent, or refuses it."""
+    """Returns what a `payload` function returned, or rejects it."""
     if not isinstance(payload, Payload):
         raise TypeError(
             "payload must return a curvadion_jax.compressors.Payload, such as "

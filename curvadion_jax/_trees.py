@@ -1,8 +1,9 @@
-"""Refuses trees that do not belong together, by the name of the first leaf that tells.
+"""Rejects trees that do not belong together, by the name of the first leaf that tells.
 
 Shapes and dtypes alone are looked at, when a program is traced.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from curvadion_jax import _paths
 
 
 def check_arrays(params: Any) -> None:
-    """Refuses parameters of which a leaf is no array."""
+    """Rejects parameters of which a leaf is no array."""
     for name, leaf in _paths.leaves_with_path(params):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise TypeError(
@@ -24,7 +25,7 @@ def check_arrays(params: Any) -> None:
 
 
 def check_gradients(gradients: Any, params: Any) -> None:
-    """Refuses gradients of another tree, shape or kind than the parameters."""
+    """Rejects gradients of another tree, shape or kind than the parameters."""
     check_arrays(params)
     if jax.tree.structure(gradients) != jax.tree.structure(params):
         raise ValueError(
@@ -56,7 +57,7 @@ def check_gradients(gradients: Any, params: Any) -> None:
 
 
 def check_state_type(state: Any, kind: type) -> None:
-    """Refuses what is not the state of this optimizer, such as swapped arguments."""
+    """Rejects what is not the state of this optimizer, such as swapped arguments."""
     if not isinstance(state, kind):
         raise TypeError(
             f"the state must be of type {kind.__name__}, got a {type(state).__name__}: "
@@ -79,7 +80,7 @@ def _difference(given: Any, known: Any) -> str:
 
 
 def check_state(state: Any, expected: Any) -> None:
-    """Refuses a state whose arrays are others than `init` makes for the parameters.
+    """Rejects a state whose arrays are others than `init` makes for the parameters.
 
     Args:
       state: what `update` was given.
@@ -101,3 +102,26 @@ def _shapes(tree: Any) -> dict[str, str]:
     return {
         name: f"of shape {np.shape(x)}" for name, x in _paths.leaves_with_path(tree)
     }
+
+
+def like(tree: Any, other: Any) -> Any:
+    """A tree with the dtypes of another, where the structures agree."""
+    if jax.tree.structure(tree) != jax.tree.structure(other):
+        return tree
+    # A random key has no cast, not even to its own type.
+    return jax.tree.map(
+        lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype), tree, other
+    )
+
+
+def float32_bytes(tree: Any) -> int:
+    """Bytes of all arrays if they were float32, as gradients are sent."""
+    return 4 * sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def is_placeholder(params: Any) -> bool:
+    """Whether `optax.tree.map_params` asks what of the state is parameter-like."""
+    structure = jax.tree.structure(params)
+    known = Mapping | list | tuple | None
+    empty = structure.num_leaves == 0 and structure.num_nodes == 1
+    return empty and not isinstance(params, known)

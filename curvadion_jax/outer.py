@@ -1,4 +1,4 @@
-"""Outer optimizers: what the mean drift of the replicas becomes at a sync.
+"""Outer optimizers: what the mean pseudo-gradient of the replicas becomes at a sync.
 
 Any Optax transformation can be the outer step of `synchronizers.reconcile`;
 ``optax.sgd(0.7, momentum=0.9, nesterov=True)`` is DiLoCo's. Here is the one that Optax
@@ -14,15 +14,16 @@ import optax
 
 from curvadion_jax import (
     _arguments,
-    _bases,
-    _low_rank,
     _matrices,
     _orthonormalize,
     _partition,
     _paths,
-    _sharding,
+    _placement,
+    _power_iteration,
 )
+from curvadion_jax._layout import ONE_DEVICE
 from curvadion_jax._orthonormalize import compute_dtype
+from curvadion_jax._within_replica import Devices
 
 
 class OrthonormalState(NamedTuple):
@@ -49,7 +50,7 @@ def orthonormal(
     dimension_numbers: _partition.DimensionNumbersOrFn = None,
     orthonormalize: _orthonormalize.Orthonormalize | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""A Dion update of the mean drift, as long as the drift.
+    r"""A Dion update along the mean pseudo-gradient, and as long as that.
 
     The mean of orthonormalised local steps is not orthonormal: it is shorter along
     directions on which replicas agree less. This gives it singular values of one size
@@ -115,7 +116,9 @@ def orthonormal(
     )
 
 
-def _alike(rank, dimension_numbers, orthonormalize) -> optax.GradientTransformation:
+def _alike(
+    rank, dimension_numbers, orthonormalize
+) -> optax.GradientTransformationExtraArgs:
     """Singular values of one size, the Frobenius norm as it was."""
     orthonormalize = orthonormalize or _orthonormalize.cholesky_qr
 
@@ -134,37 +137,42 @@ def _alike(rank, dimension_numbers, orthonormalize) -> optax.GradientTransformat
         for name, view in matrices(params).items():
             r = _matrices.resolve_rank(view.cols, rank)
             dtype = compute_dtype(leaves[name].dtype)
-            start = _low_rank.initial_q(name, view, r, seed=0, dtype=dtype)
-            q[name] = _sharding.place_like(start, leaves[name], view.q_axes)
+            start = _power_iteration.initial_q(name, view, r, seed=0, dtype=dtype)
+            q[name] = _placement.place_like(start, leaves[name], view.q_axes)
         return OrthonormalState(q)
 
-    def update(updates, state, params=None):
+    def update(updates, state, params=None, *, layout=ONE_DEVICE, **extra_args):
+        del extra_args
         if params is None:
             raise ValueError(
                 "the orthonormal outer step needs the parameters, by which it knows "
                 "matrices, got params=None: call update(updates, state, params)"
             )
-        views = matrices(params)
+        views, devices = matrices(params), Devices(layout)
         leaves = dict(_paths.leaves_with_path(updates))
         drifts = {
-            name: views[name].to_matrix(leaves[name].astype(q.dtype))
-            for name, q in state.q.items()
+            name: view.to_matrix(leaves[name].astype(state.q[name].dtype))
+            for name, view in views.items()
         }
-        seen = [views[name] for name in drifts]
-        bases = functools.partial(_bases.of_factors, [*drifts], seen, orthonormalize)
-        left, right = _low_rank.power_iteration(
-            [*drifts.values()], [*state.q.values()], bases
+        left, right = _power_iteration.power_iteration(
+            drifts,
+            {name: devices.whole(q) for name, q in state.q.items()},
+            functools.partial(
+                devices.bases, views=views, orthonormalize=orthonormalize
+            ),
         )
         new = {}
-        for (name, drift), p, r in zip(drifts.items(), left, right, strict=True):
-            new[name], present = _low_rank.unit_columns(r, state.q[name])
-            step = _low_rank.direction(p, new[name], present)
-            leaf = views[name].from_matrix(step * _ratio(drift, step))
+        for name, view in views.items():
+            q, present = _power_iteration.unit_columns(right[name], state.q[name])
+            new[name] = devices.whole(q)
+            p = jnp.where(present, left[name], 0)
+            step = _matrices.matmul(p, new[name].mT)
+            leaf = view.from_matrix(step * _ratio(drifts[name], step))
             leaves[name] = leaf.astype(leaves[name].dtype)
         tree = jax.tree.unflatten(jax.tree.structure(updates), leaves.values())
         return tree, OrthonormalState(new)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _ratio(drift: jax.Array, step: jax.Array) -> Any:

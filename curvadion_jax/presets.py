@@ -1,23 +1,18 @@
-"""Known methods as points in one space: inner optimizer, trigger, synchronizer.
+"""Published methods as points in one space: inner optimizer, trigger, synchronizer.
 
 Each is a few lines of the public parts, to be read as much as called, and returns an
 optimizer like :func:`curvadion`. All learning rates may be schedules. What is out of
-range or of the wrong kind is refused, with what must be in its place.
+range or of the wrong kind is rejected, with what must be in its place.
 """
 
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from curvadion_jax import (
-    _arguments,
-    _momentum,
-    _partition,
-    _paths,
-    synchronizers,
-    triggers,
-)
+from curvadion_jax import _arguments, _partition, synchronizers, triggers
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import dion
 from curvadion_jax._muon import muon, muon_adamw
@@ -46,8 +41,8 @@ def synchronous_dion(
     Example:
       >>> tx = synchronous_dion(0.01, rank=0.25, axis_name="replica")
       >>> state = tx.init({"kernel": jax.numpy.ones((4, 8))})
-      >>> int(state.metrics.sync_payload[1])  # bytes; its gradients have 128
-      48
+      >>> state.sync_state.common[0]["kernel"].shape  # Q
+      (4, 1)
     """
     return adaptive_sync(
         dion(learning_rate, dimension_numbers=dimension_numbers, **dion_arguments),
@@ -71,6 +66,10 @@ def paper(
 ) -> optax.GradientTransformationExtraArgs:
     """CurvaDion's published formula.
 
+    Of the paper we could read the abstract and the beginning of the introduction; the
+    rest is known at second hand. :func:`curvadion` has the same parts with a sync that
+    brings replicas together.
+
     Momentum m <- mu m + g without error feedback; if the relative momentum change of
     any layer exceeds the threshold, a Dion step with the mean gradient; otherwise a
     plain local gradient step, theta - eta_local g, that leaves Q as it is.
@@ -90,39 +89,77 @@ def paper(
     Example:
       >>> tx = paper(0.01, threshold=0.2, axis_name="replica")
       >>> state = tx.init({"kernel": jax.numpy.ones((4, 8))})
-      >>> int(state.metrics.sync_payload[1])  # bytes; its gradients have 128
-      128
+      >>> int(state.metrics.steps)
+      0
 
     References:
       `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
     """
-    inner = dion(
+    if local_learning_rate is None:
+        local_learning_rate = learning_rate
+    _arguments.check_rate(local_learning_rate, "local_learning_rate")
+    at_syncs = dion(
         learning_rate,
         dimension_numbers=dimension_numbers,
         error_feedback=False,
         **dion_arguments,
     )
-    if local_learning_rate is None:
-        local_learning_rate = learning_rate
-    _arguments.check_rate(local_learning_rate, "local_learning_rate")
     return adaptive_sync(
-        inner,
+        _alternating(at_syncs, optax.sgd(local_learning_rate)),
         triggers.relative_momentum_change(threshold),
-        synchronizers.average_gradients(),
+        _with_mean_gradients(),
         axis_name,
-        local_step=optax.sgd(local_learning_rate),
         dimension_numbers=dimension_numbers,
         allow_unchecked=allow_unchecked,
     )
 
 
-def _all_momenta(inner_state: optax.OptState) -> dict[str, jax.Array]:
-    """Dion's momenta and those of the other parameters' optimizer."""
-    return {
-        name: leaf
-        for field in ("mu", "momentum")
-        for name, leaf in _momentum.momentum_by_name(inner_state, field).items()
-    }
+def _alternating(
+    at_syncs: optax.GradientTransformationExtraArgs,
+    between: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """One optimizer for sync steps, which accumulates its momentum on all others."""
+
+    def init(params):
+        return at_syncs.init(params), between.init(params)
+
+    def update(updates, state, params=None, *, synchronised=False, **extra_args):
+        of_syncs, of_others = state
+        others, of_others = between.update(updates, of_others, params)
+        if not synchronised:
+            extra_args.setdefault("momentum_only", True)
+        updates, of_syncs = at_syncs.update(updates, of_syncs, params, **extra_args)
+        return updates if synchronised else others, (of_syncs, of_others)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _with_mean_gradients() -> synchronizers.Synchronizer:
+    """`average_gradients`, which tells the inner optimizer that it is a sync."""
+    plain = synchronizers.average_gradients()
+
+    def sync(local, state, group):
+        take = functools.partial(local.take, synchronised=True)
+        return plain.sync(local._replace(take=take), state, group)
+
+    return plain._replace(sync=sync)
+
+
+def _all_momenta(inner_state: optax.OptState) -> optax.Params:
+    """Dion's momenta, and those of the other parameters' optimizer in their place."""
+    others = optax.tree.get(inner_state, "mu")
+    if others is None:
+        raise ValueError(
+            "the rules of the authors' code look at the momenta of all parameters: "
+            "other_optimizer must keep its own as `mu`, such as optax.lion"
+        )
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    return jax.tree.map(
+        lambda momentum, mu: mu if is_masked(momentum) else momentum,
+        optax.tree.get(inner_state, "momentum"),
+        others,
+        is_leaf=is_masked,
+    )
 
 
 def authors_code(
@@ -140,8 +177,7 @@ def authors_code(
     The change compares the norm of M + G with that of M after error feedback, over all
     parameters, those of the other optimizer (Lion) included. Momenta of a norm up to
     0.1 are left out, so that the first step does not synchronise. A sync averages full
-    gradients; a quiet step is a full local Dion step. Here replicas do step alone on
-    quiet steps.
+    gradients; a local step is a full Dion step. Here replicas do step alone on those.
 
     Args:
       learning_rate: a number or a schedule.
@@ -160,8 +196,8 @@ def authors_code(
     Example:
       >>> tx = authors_code(0.01, threshold=0.2, axis_name="replica")
       >>> state = tx.init({"kernel": jax.numpy.ones((4, 8))})
-      >>> int(state.metrics.sync_payload[1])  # bytes; its gradients have 128
-      128
+      >>> int(state.metrics.steps)
+      0
 
     References:
       `Bhavkumar21/CurvaDion <https://github.com/Bhavkumar21/CurvaDion>`_,
@@ -170,19 +206,16 @@ def authors_code(
     if other_optimizer is None:
         other_optimizer = optax.lion(learning_rate, b1=0.95, b2=0.98, weight_decay=0.0)
     change = triggers.relative_momentum_change(
-        threshold, floor=0.1, momentum_fn=lambda momenta: momenta
+        threshold, floor=0.1, momentum_fn=lambda momenta: momenta, remember=False
     )
 
     def decide(observation, state):
         momenta = _all_momenta(observation.inner_state)
-        gradients = dict(_paths.leaves_with_path(observation.gradients))
-        plus_gradients = {name: m + gradients[name] for name, m in momenta.items()}
-        decision, state = change.decide(
-            observation._replace(
-                inner_state=momenta, next_inner_state=lambda: plus_gradients
-            ),
-            state,
+        plus_gradients = jax.tree.map(jnp.add, momenta, observation.gradients)
+        seen = observation._replace(
+            inner_state=momenta, next_inner_state=lambda: plus_gradients
         )
+        decision, state = change.decide(seen, state)
         return decision._replace(fire=decision.fire & (observation.steps > 0)), state
 
     return adaptive_sync(
@@ -223,8 +256,8 @@ def local_sgd(
     Example:
       >>> tx = local_sgd(0.1, k=10, axis_name="replica")
       >>> state = tx.init({"kernel": jax.numpy.ones((4, 8))})
-      >>> int(state.metrics.sync_payload[1])  # bytes; its gradients have 128
-      128
+      >>> int(state.metrics.steps)
+      0
 
     References:
       Stich, `Local SGD Converges Fast and Communicates Little
@@ -253,7 +286,7 @@ def diloco(
     axis_name: str | None = None,
     allow_unchecked: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """DiLoCo: AdamW on every replica, a Nesterov step on the mean drift every k steps.
+    """DiLoCo: AdamW on every replica, a Nesterov outer step every k steps.
 
     Args:
       learning_rate: AdamW's, a number or a schedule.
@@ -270,8 +303,8 @@ def diloco(
     Example:
       >>> tx = diloco(1e-3, k=30, axis_name="replica")
       >>> state = tx.init({"kernel": jax.numpy.ones((4, 8))})
-      >>> int(state.metrics.sync_payload[1])  # bytes; its gradients have 128
-      128
+      >>> int(state.metrics.steps)
+      0
 
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023
@@ -320,8 +353,8 @@ def muloco(
     Example:
       >>> tx = muloco(0.01, k=30, axis_name="replica")
       >>> state = tx.init({"kernel": jax.numpy.ones((4, 8))})
-      >>> int(state.metrics.sync_payload[1])  # bytes; its gradients have 128
-      128
+      >>> int(state.metrics.steps)
+      0
 
     References:
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025

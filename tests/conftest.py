@@ -1,5 +1,6 @@
 """Eight CPU devices, before JAX touches one; fixed numerics for every test."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,10 +9,14 @@ from pathlib import Path
 # would compete with the eight devices of this process.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# XLA ends the process when devices have waited 40 seconds for each other, which eight
-# of them do on a busy machine. A deadlock is what pytest's time limit is for.
+# Compiled programs are run a few times here and need not be fast: without XLA's fusion
+# emitters, and in one piece each, they compile in a third of the time. XLA ends the
+# process when devices have waited 40 seconds for each other, which eight of them do on
+# a busy machine. A deadlock is what pytest's time limit is for.
 os.environ.setdefault(
-    "XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=280"
+    "XLA_FLAGS",
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=280",
 )
 
 import jax
@@ -20,8 +25,15 @@ from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Compiling takes longer than running here. Processes that tests start run as users' do.
+# Compiling takes longer than running here.
 jax.config.update("jax_disable_most_optimizations", True)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: the collector need not look at it while JAX traces."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="module", autouse=True)

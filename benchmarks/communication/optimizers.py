@@ -39,10 +39,10 @@ def optimizer(run: Run, params: optax.Params) -> optax.GradientTransformationExt
     )
     trigger = triggers.any_of(_choose(_less_last(run, params), known), last)
     synchronizer = _synchronizer(run)
-    if name == "curvadion":
-        return cd.curvadion(
+    # What stored results call 'curvadion' is `local_muon`, its default then.
+    if name in ("local_muon", "curvadion") and not numbers:
+        return cd.local_muon(
             rate,
-            *numbers,
             momentum=run.momentum,
             axis_name=AXIS,
             trigger=trigger,
@@ -64,7 +64,7 @@ def _inner(
     run: Run, rate: optax.Schedule, params: optax.Params
 ) -> optax.GradientTransformation:
     name, numbers = words(run.inner)
-    if name == "dion":
+    if name in ("dion", "curvadion"):
         return cd.dion(rate, *numbers, momentum=run.momentum)
     if name == "muon":
         return optax.contrib.muon(

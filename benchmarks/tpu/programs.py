@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
 import model
 
 import curvadion_jax as cd
-from curvadion_jax import _partition, _sharding
+from curvadion_jax import _layout, _partition, compressors, synchronizers
 
 AXIS = cd.replicas.AXIS
 # Rates change no shape.
@@ -80,12 +80,21 @@ class Place(NamedTuple):
 
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "curvadion": lambda: cd.curvadion(RATE, axis_name=AXIS),
-    "curvadion rank 1/4": lambda: cd.curvadion(RATE, RANK, axis_name=AXIS),
+    "local_muon": lambda: cd.local_muon(RATE, axis_name=AXIS),
+    "curvadion rank 1/4": lambda: cd.curvadion(RATE, rank=RANK, axis_name=AXIS),
     "synchronous_dion rank 1/4": lambda: cd.presets.synchronous_dion(
         RATE, rank=RANK, axis_name=AXIS
     ),
     "adamw": lambda: optax.adamw(RATE),
+}
+# What these synchronise with; the first two have it by default.
+_IN_TWO_BITS = synchronizers.reconcile(
+    compressor=compressors.quantize(2), momentum=False
+)
+SYNCHRONIZERS = {
+    "local_muon": _IN_TWO_BITS,
+    "curvadion rank 1/4": _IN_TWO_BITS,
+    "synchronous_dion rank 1/4": synchronizers.average_factors(),
 }
 # Whose gradients the compiler averages, as in a program without replicas.
 SYNCHRONOUS = ("adamw",)
@@ -161,7 +170,7 @@ def _laid_out(tree: Any, params: Any, mesh: Mesh, leading: int) -> Any:
     }
     views = _partition.matrix_views(params, None)
     factors = {
-        names: _sharding.of_axes(found, views["/".join(names)].q_axes)
+        names: _layout.of_axes(found, views["/".join(names)].q_axes)
         for names, (_, found) in known.items()
         if views["/".join(names)]
     }
@@ -173,7 +182,7 @@ def _laid_out(tree: Any, params: Any, mesh: Mesh, leading: int) -> Any:
             if shape == x.shape:
                 inner = found
                 break
-            if names[start:] in factors and "q" in names:
+            if names[start:] in factors and {"q", "common"} & set(names):
                 inner = P(*factors[names[start:]])
                 break
         if not leading:

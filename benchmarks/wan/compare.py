@@ -23,7 +23,7 @@ HEADERS = 52
 class Times(NamedTuple):
     """Mean seconds of a step without and with a sync; NaN where there was none."""
 
-    quiet: float
+    local: float
     synced: float
 
 
@@ -35,7 +35,7 @@ class Whole(NamedTuple):
         loss: Training loss of every step.
         validation: Step and loss of every evaluation.
         messages: Bytes that a replica sends in each message of a step with a sync.
-        flags: How many of them there are in a quiet step too.
+        flags: How many of them there are in a local step too.
     """
 
     synced: list[bool]
@@ -114,7 +114,7 @@ def over(link: str, name: str, results: Results) -> Times | None:
 def mean(found: Times, rate: float) -> float:
     """Seconds a step at a rate of syncs."""
     return (
-        found.synced if rate == 1 else found.quiet + rate * (found.synced - found.quiet)
+        found.synced if rate == 1 else found.local + rate * (found.synced - found.local)
     )
 
 
@@ -143,13 +143,13 @@ def steps_to(loss: float, run: Whole) -> int | None:
 
 
 def time_to(loss: float, link: str, name: str, results: Results) -> float | None:
-    """Seconds to that step over a link, from its mean quiet and synced steps."""
+    """Seconds to that step over a link, from its mean local and synced steps."""
     found, run = over(link, name, results), whole(name, results)
     if found is None or run is None or (steps := steps_to(loss, run)) is None:
         return None
     syncs = sum(run.synced[:steps])
-    quiet = (steps - syncs) * found.quiet if steps > syncs else 0.0
-    return quiet + syncs * found.synced
+    local = (steps - syncs) * found.local if steps > syncs else 0.0
+    return local + syncs * found.synced
 
 
 class Predicted(NamedTuple):
@@ -198,9 +198,9 @@ def predicted(link: str, name: str, results: Results) -> Predicted | None:
 
 def _step(compute: Times, rate: float, sync: float, flag: float) -> float:
     """Seconds a step by `cost_model.Method`; a sync computes too."""
-    quiet = compute.synced if rate == 1 else compute.quiet
-    sync += compute.synced - quiet
-    return cost_model.Method(quiet, max(0.0, sync), rate, flag).step_time
+    local = compute.synced if rate == 1 else compute.local
+    sync += compute.synced - local
+    return cost_model.Method(local, max(0.0, sync), rate, flag).step_time
 
 
 def message_time(size: float, measured: Mapping[str, float]) -> float:

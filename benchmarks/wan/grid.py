@@ -30,7 +30,7 @@ METHODS = {
     "adamw": Method("synchronous AdamW", (0.01, 0.02, 0.04), 11, own=False),
     "dion": Method("synchronous Dion, rank 1/4", (0.04, 0.02, 0.08), 9),
     "diloco": Method("DiLoCo, every 30 steps", (0.01, 0.005, 0.02), 62),
-    "curvadion": Method("`curvadion`, 1% of the bytes", (0.04, 0.02, 0.08), 32),
+    "curvadion": Method("`local_muon`, 1% of the bytes", (0.04, 0.02, 0.08), 32),
 }
 # The same AdamW as the compiler makes it of a `jit`: an all-reduce for each array.
 BY_COMPILER = "adamw_jit"

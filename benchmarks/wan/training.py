@@ -24,10 +24,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from job import EVALUATE_EVERY, MESSAGES, STEPS, Job, Part
 
 import curvadion_jax as cd
+from curvadion_jax import _partition, compressors, synchronizers
 
 AXIS = cd.replicas.AXIS
-# The example's names of this library's methods.
-LIBRARY = {"dion": "synchronous_dion", "diloco": "diloco", "curvadion": "curvadion"}
+# The example's names of this library's methods. What stored results call 'curvadion' is
+# `local_muon`.
+LIBRARY = {"dion": "synchronous_dion", "diloco": "diloco", "curvadion": "local_muon"}
+# What these synchronise with.
+_SYNCHRONIZERS = {
+    "dion": synchronizers.average_factors(),
+    "diloco": synchronizers.reconcile(momentum=False),
+    "curvadion": synchronizers.reconcile(
+        compressor=compressors.quantize(2), momentum=False
+    ),
+}
 
 
 def run(job: Job, write: Callable[..., None]) -> None:
@@ -148,13 +158,13 @@ def payload(name: str, state: TrainState) -> dict[str, int]:
     if name not in LIBRARY:
         size = cd.cost_model.model_size(state.params)
         return {"averaged": cd.cost_model.gradient_payload(size), "gathered": 0}
-    counters = cd.metrics.observe(state.opt_state)
-    fields = {"averaged": counters.sync_payload, "gathered": counters.gathered_payload}
-    # The lower of two words; the upper is 0 for a model of megabytes.
-    return {
-        name: int(np.ravel(array.addressable_shards[0].data)[-1])
-        for name, array in fields.items()
-    }
+    params, inner_state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),  # of one replica
+        (state.params, state.opt_state.inner_state),
+    )
+    views = _partition.matrix_views(params)
+    found = _SYNCHRONIZERS[name].payload(params, inner_state, views)
+    return {"averaged": found.averaged, "gathered": found.gathered}
 
 
 def _observed(metrics: dict[str, Any]) -> dict[str, Any]:

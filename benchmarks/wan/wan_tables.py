@@ -92,10 +92,10 @@ def kinds_of_steps(results: Results) -> str:
         for found in by_name.values():
             if found is None:
                 cells.append("-")
-            elif found.quiet != found.quiet:
+            elif found.local != found.local:
                 cells.append(_ms(found.synced))
             else:
-                cells.append(f"{_ms(found.quiet)} / {_ms(found.synced)}")
+                cells.append(f"{_ms(found.local)} / {_ms(found.synced)}")
         rows.append(cells)
     labels = [method.label for method in METHODS.values()]
     labels.append("synchronous AdamW, an all-reduce for each array")
@@ -222,7 +222,7 @@ def document(results: Results) -> str:
         "Time of a step, ms (speedup over synchronous AdamW)": steps(results),
         "Seconds to a loss (speedup over synchronous AdamW)": times_to_loss(results),
         "Links, and one all-reduce, ms (by `cost_model`)": links(results),
-        "Steps, quiet / with a sync, ms": kinds_of_steps(results),
+        "Steps, local / with a sync, ms": kinds_of_steps(results),
         "Step times and models (measured over predicted)": predictions(results),
         "Bytes on the wire, over those counted": bytes_sent(results),
         "A partition of 30 s": partitions(results),

@@ -1,9 +1,8 @@
-"""The only part that talks between devices.
+"""The only part that talks between replicas.
 
-Across replicas everything takes `axis_name: str | None`; None is one replica, for which
-every reduction is the identity. `_axes` is what JAX knows of who holds what, and the
-check that gradients are still each replica's own; `_replicas` talks over the replica
-axis, `_devices` and `_by_matrix` inside a replica.
+Everything takes `axis_name: str | None`; None is one replica, for which every reduction
+is the identity. `_axes` is what JAX knows of who holds what; `_replicas` communicates.
+What moves between the devices of one replica is in `_within_replica`.
 """
 
 from curvadion_jax._collectives._axes import (
@@ -14,28 +13,24 @@ from curvadion_jax._collectives._axes import (
     is_checked,
     is_manual,
     is_varying,
-    require_local,
     vary,
     vary_over,
     varying_aval,
     varying_manual_axes,
 )
-from curvadion_jax._collectives._by_matrix import by_matrix
-from curvadion_jax._collectives._replicas import group, largest, mean
+from curvadion_jax._collectives._replicas import Replicas, gathered, largest
 
 __all__ = [
+    "Replicas",
     "axes_of",
     "axis_size",
-    "by_matrix",
     "check_axis_name",
     "checked_axes",
-    "group",
+    "gathered",
     "is_checked",
     "is_manual",
     "is_varying",
     "largest",
-    "mean",
-    "require_local",
     "vary",
     "vary_over",
     "varying_aval",

@@ -8,7 +8,7 @@ from jax import lax
 
 
 def check_axis_name(axis_name: Any) -> None:
-    """Refuses what is not one name: a tuple of them would blind the guards."""
+    """Rejects what is not one name: a tuple of them would blind the guards."""
     if axis_name is not None and not isinstance(axis_name, str):
         raise TypeError(f"axis_name must be a string or None, got {axis_name!r}")
 
@@ -97,50 +97,3 @@ def vary_over(tree: Any, axes: Sequence[frozenset[str]]) -> Any:
         for x, names in zip(leaves, missing, strict=True)
     ]
     return jax.tree.unflatten(structure, cast)
-
-
-def require_local(
-    gradients: Any, axis_name: str | None, *, allow_unchecked: bool = False
-) -> None:
-    """Refuses gradients that were averaged over the replicas before they came here.
-
-    Raises:
-      ValueError: if a gradient is the same on all replicas by its type, so that it was
-        reduced already; if nothing is tracked because of check_vma=False and that was
-        not allowed; or, for axis_name=None, if gradients differ between the devices
-        of an enclosing shard_map.
-    """
-    leaves = jax.tree.leaves_with_path(gradients)
-    if axis_name is None:
-        for path, leaf in leaves:
-            if axes := varying_manual_axes(leaf):
-                raise ValueError(
-                    f"axis_name is None, but the gradient "
-                    f"{jax.tree_util.keystr(path)} differs along the mesh axis "
-                    f"{', '.join(sorted(axes))}: replicas would drift apart and never "
-                    f"synchronise. Pass axis_name={min(axes)!r}"
-                )
-        return
-    axis_size(axis_name)
-    if not is_manual(axis_name):
-        return
-    if not is_checked(axis_name):
-        if allow_unchecked:
-            return
-        raise ValueError(
-            "shard_map was called with check_vma=False, so gradients that are "
-            f"averaged over {axis_name!r} already cannot be told from local ones. "
-            "Leave check_vma on, or use curvadion or adaptive_sync with "
-            "allow_unchecked=True and make sure of it yourself"
-        )
-    for path, leaf in leaves:
-        if axis_name not in _varying(leaf):
-            raise ValueError(
-                f"the gradient {jax.tree_util.keystr(path)} is the same on all "
-                f"replicas of {axis_name!r}: it has been reduced over the axis before "
-                "it got here, so every step communicates in full. Either the "
-                "parameters are not replica-varying (in_specs P(): use "
-                "curvadion_jax.replicas.replicate and replicas.step, which give them "
-                "a leading replica axis), or the gradients go through a pmean or "
-                "psum: remove it"
-            )

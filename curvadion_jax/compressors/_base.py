@@ -5,20 +5,21 @@ what of its own array each replica did not put in. The two agree: the mean over 
 replicas of what they put in *is* the mean that all get. So a caller that keeps what was
 not and adds it next time loses nothing (error feedback), whatever the compressor, and
 whether it rounds, drops or projects.
+
+Compressors know no weights: a synchronizer gives them arrays times their weight, and
+zeros of a replica that takes no part.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _health
-from curvadion_jax._group import Group
-from curvadion_jax._matrices import MatrixView
 from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax._payload import Payload, check_payload
+from curvadion_jax._protocols import Group, Views
 
 
 class Averaged(NamedTuple):
@@ -27,11 +28,10 @@ class Averaged(NamedTuple):
     Attributes:
       mean: tree of the approximate means, like the given tree and at least float32; the
         same on all replicas.
-      unsent: tree of what this replica has and did not put in, all of it if it takes
-        no part; of the same shapes and dtypes. What it put in, the given array less
-        this, has the mean `mean` over the replicas, weighted by ``group.weights``. Zero
-        in every element that would not be finite, since NaN that is held back would
-        spoil what comes next. Replica-varying.
+      unsent: tree of what this replica did not put in, of the same shapes and dtypes.
+        What it put in, the given array less this, has the mean `mean` over the
+        replicas. Zero in every element that would not be finite, since NaN that is held
+        back would spoil what comes next. Replica-varying.
       state: state of the compressor; the same on all replicas.
 
     Example:
@@ -50,9 +50,8 @@ class Compressor(NamedTuple):
     Attributes:
       init: (tree of the parameters, views) -> compressor state, a tree of arrays the
         same on all replicas; called once, possibly on abstract values.
-      average: (tree, state, group, views) -> :class:`Averaged`. A replica that takes
-        no part, ``~group.present``, puts nothing in, whatever its tree holds, NaN
-        included. `group` is a :class:`curvadion_jax.synchronizers.Group`.
+      average: (tree, state, group, views) -> :class:`Averaged`. `group` is a
+        :class:`curvadion_jax.synchronizers.Group`.
       payload: (tree, views) -> :class:`Payload`, the bytes of one mean, from shapes
         alone.
       through: for :func:`chain`, a compressor without a state -> this compressor with
@@ -72,11 +71,9 @@ class Compressor(NamedTuple):
       ...     own = (x > 0).astype(jnp.int8), jnp.mean(jnp.abs(x))
       ...     stand_for = lambda positive, size: size * (2.0 * positive - 1)
       ...     values = jax.vmap(stand_for)(*group.all_gather(own))  # [N, ...]
-      ...     weights = group.weights.reshape(-1, *[1] * x.ndim)
-      ...     brought = jnp.where(weights > 0, weights * values, 0)
-      ...     put_in = jnp.where(group.present, stand_for(*own), 0)
-      ...     unsent = jnp.where(jnp.isfinite(x - put_in), x - put_in, 0)
-      ...     return jnp.sum(brought, axis=0) / group.total, unsent
+      ...     unsent = x - stand_for(*own)
+      ...     unsent = jnp.where(jnp.isfinite(unsent), unsent, 0)
+      ...     return jnp.mean(values, axis=0), unsent
       >>> def average(tree, state, group, views):
       ...     leaves, structure = jax.tree.flatten(tree)
       ...     found = zip(*[average_of(x, group) for x in leaves], strict=True)
@@ -91,9 +88,9 @@ class Compressor(NamedTuple):
       Payload(averaged=0, gathered=516)
     """
 
-    init: Callable[[optax.Params, Mapping[str, MatrixView | None]], Any]
-    average: Callable[[Any, Any, Group, Mapping[str, MatrixView | None]], Averaged]
-    payload: Callable[[Any, Mapping[str, MatrixView | None]], Payload]
+    init: Callable[[optax.Params, Views], Any]
+    average: Callable[[Any, Any, Group, Views], Averaged]
+    payload: Callable[[Any, Views], Payload]
     through: Callable[["Compressor"], "Compressor"] | None = None
 
 
@@ -102,22 +99,9 @@ def wide(x: jax.Array) -> jax.Array:
     return x.astype(compute_dtype(x.dtype))
 
 
-def all_if_absent(group: Group, tree: Any) -> Any:
-    """What is unsent where nothing is lost: all of it by one that takes no part."""
-    return _health.or_zeros(~group.present, _health.finite_elements(tree))
-
-
-def alone(group: Group, tree: Any, state: Any) -> Averaged:
-    """The mean of one replica, which sends nothing and loses nothing."""
-    mean = _health.or_zeros(group.present, tree)
-    return Averaged(mean, all_if_absent(group, tree), state)
-
-
-def own_weight(group: Group) -> jax.Array:
-    """The weight of this replica, or a mean one if it takes no part, float32[]."""
-    weights = group.weights
-    number = jnp.maximum(jnp.sum(weights > 0), 1)
-    return jnp.where(group.present, weights[group.replica], group.total / number)
+def nothing(tree: Any) -> Any:
+    """What is unsent where nothing is lost."""
+    return jax.tree.map(jnp.zeros_like, tree)
 
 
 def unzip(structure: Any, pairs: list[tuple[Any, Any]]) -> tuple[Any, Any]:
@@ -127,7 +111,7 @@ def unzip(structure: Any, pairs: list[tuple[Any, Any]]) -> tuple[Any, Any]:
 
 
 def check_compressor(compressor: Any, what: str = "compressor") -> Compressor:
-    """The compressor with a look at what it returns; refuses what is none."""
+    """The compressor with checks of what it returns; rejects non-Compressors."""
     if not isinstance(compressor, Compressor):
         raise TypeError(
             f"{what} must be a curvadion_jax.compressors.Compressor such as "
@@ -161,7 +145,7 @@ def _check_averaged(result: Any, tree: Any) -> Averaged:
 
 
 def check_stateless(compressor: Compressor, what: str) -> None:
-    """Refuses a compressor that remembers something of what it sent."""
+    """Rejects a compressor that remembers something of what it sent."""
     # So large that any rank and fraction leave factors to remember.
     shapes = {"square": (2**15, 2**15), "tall": (2**22, 2**8)}
     params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
@@ -179,8 +163,8 @@ def exact() -> Compressor:
       The compressor.
 
     Example:
-      >>> from curvadion_jax._group import single
-      >>> result = exact().average({"w": jax.numpy.ones(2)}, (), single(), {})
+      >>> from curvadion_jax._collectives import Replicas
+      >>> result = exact().average({"w": jax.numpy.ones(2)}, (), Replicas(), {})
       >>> result.mean["w"].tolist()
       [1.0, 1.0]
       >>> exact().payload({"kernel": jax.numpy.ones((2, 3), jax.numpy.bfloat16)}, {})
@@ -190,7 +174,7 @@ def exact() -> Compressor:
     def average(tree, state, group, views):
         del views
         tree = jax.tree.map(wide, tree)
-        return Averaged(group.mean(tree), all_if_absent(group, tree), state)
+        return Averaged(group.mean(tree), nothing(tree), state)
 
     def payload(tree, views):
         del views

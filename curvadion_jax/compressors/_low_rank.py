@@ -7,16 +7,16 @@ import jax.numpy as jnp
 
 from curvadion_jax import (
     _arguments,
-    _bases,
-    _health,
-    _low_rank,
+    _finite,
     _matrices,
     _orthonormalize,
     _paths,
     _payload,
-    _sharding,
+    _placement,
+    _power_iteration,
 )
 from curvadion_jax._orthonormalize import compute_dtype
+from curvadion_jax._within_replica import Devices
 from curvadion_jax.compressors import _base
 
 
@@ -83,8 +83,8 @@ def _through(
     def init(params, views):
         leaves = dict(_paths.leaves_with_path(params))
         return {
-            name: _sharding.place_like(
-                _low_rank.initial_q(name, view, r, seed=0, dtype=jnp.float32),
+            name: _placement.place_like(
+                _power_iteration.initial_q(name, view, r, seed=0, dtype=jnp.float32),
                 leaves[name],
                 view.q_axes,
             )
@@ -93,47 +93,29 @@ def _through(
 
     def average(tree, state, group, views):
         if group.size == 1:
-            return _base.alone(group, tree, state)
-        factored = _factored(tree, views, rank)
-        leaves = [(name, _base.wide(x)) for name, x in _paths.leaves_with_path(tree)]
-        matrices = {
-            name: factored[name][0].to_matrix(x)
-            for name, x in leaves
-            if name in factored
-        }
-
-        def send(arrays):
-            result = channel.average(arrays, (), group, {})
-            return result.mean, result.unsent
-
-        def send_factors(factors, axes):
-            views = [factored[name][0] for name in factors]
-            made_of = [(view.shape, axes(view)) for view in views]
-            with _sharding.noting_made_of([*factors], [*factors.values()], made_of):
-                return send(factors)
-
-        q = {name: state[name].astype(matrices[name].dtype) for name in matrices}
-        seen = [factored[name][0] for name in matrices]
-        bases = functools.partial(_bases.of_factors, [*matrices], seen, orthonormalize)
-        p, own, common = _iterate(matrices, q, send_factors, bases)
-        for _ in range(power_iterations - 1):
+            return _base.Averaged(tree, _base.nothing(tree), state)
+        seen = {n: view for n, (view, _) in _factored(tree, views, rank).items()}
+        leaves = {name: _base.wide(x) for name, x in _paths.leaves_with_path(tree)}
+        matrices = {name: view.to_matrix(leaves[name]) for name, view in seen.items()}
+        q = {name: state[name].astype(x.dtype) for name, x in matrices.items()}
+        for _ in range(power_iterations):
+            p, own, common = _iterate(matrices, q, seen, channel, group, orthonormalize)
             q = _next_q(common, q)
-            p, own, common = _iterate(matrices, q, send_factors, bases)
-        q = _next_q(common, q)
-        whole_mean, unsent = send({n: x for n, x in leaves if n not in factored})
+        rest = {name: x for name, x in leaves.items() if name not in seen}
+        sent = channel.average(rest, (), group, {})
 
         def product(name, factors):
-            return factored[name][0].product(p[name], factors[name])
+            return seen[name].product(p[name], factors[name])
 
-        mean = {name: product(name, common) for name in factored} | whole_mean
-        left = {n: x - product(n, own) for n, x in leaves if n in factored}
+        mean = {name: product(name, common) for name in seen} | sent.mean
+        unsent = {name: leaves[name] - product(name, own) for name in seen}
+        unsent = _finite.finite_elements(unsent | sent.unsent)
 
         def rebuild(parts):
-            in_order = [parts[name] for name, _ in leaves]
+            in_order = [parts[name] for name in leaves]
             return jax.tree.unflatten(jax.tree.structure(tree), in_order)
 
         state = {name: q[name].astype(state[name].dtype) for name in state}
-        unsent = _health.finite_elements(left | unsent)
         return _base.Averaged(rebuild(mean), rebuild(unsent), state)
 
     def payload(tree, views):
@@ -153,32 +135,31 @@ def _through(
     return _base.Compressor(init, average, payload)
 
 
-def _iterate(matrices, q, send, bases):
+def _iterate(matrices, q, views, channel, group, orthonormalize):
     """P, what this replica put into R, and R, for matrices and Q by name."""
-    names = list(matrices)
 
-    def reduce(products):
-        products = dict(zip(names, products, strict=True))
-        mean, _ = send(products, lambda view: view.p_axes)
-        return [mean[name] for name in names]
+    def send(factors, axes):
+        made_of = {name: (view.shape, axes(view)) for name, view in views.items()}
+        there = group.laid_out(group.layout.of_factors(factors, made_of))
+        return channel.average(factors, (), there, {})
 
-    left, right = _low_rank.power_iteration(
-        [matrices[name] for name in names],
-        [q[name] for name in names],
-        bases,
-        reduce,
+    devices = Devices(group.layout)
+    left, right = _power_iteration.power_iteration(
+        matrices,
+        {name: devices.whole(x) for name, x in q.items()},
+        functools.partial(devices.bases, views=views, orthonormalize=orthonormalize),
+        lambda factors: send(factors, lambda view: view.p_axes).mean,
     )
-    right = dict(zip(names, right, strict=True))
-    common, unsent = send(right, lambda view: view.q_axes)
-    own = {name: right[name] - unsent[name] for name in names}
-    return dict(zip(names, left, strict=True)), own, common
+    sent = send(right, lambda view: view.q_axes)
+    own = {name: x - sent.unsent[name] for name, x in right.items()}
+    return left, own, sent.mean
 
 
 def _next_q(common, q):
     """Unit columns of R; of a matrix that is not finite its Q stays, else for ever."""
     following = {}
     for name, old in q.items():
-        new, _ = _low_rank.unit_columns(common[name], old)
+        new, _ = _power_iteration.unit_columns(common[name], old)
         finite = jnp.all(jnp.isfinite(new), axis=(-2, -1), keepdims=True)
         following[name] = jnp.where(finite, new, old)
     return following
@@ -194,6 +175,6 @@ def _factored(tree, views, rank) -> dict[str, tuple[_matrices.MatrixView, int]]:
         if view is None:
             continue
         r = _matrices.resolve_rank(view.cols, rank)
-        if _low_rank.reduces_factors(view, r):
+        if _power_iteration.reduces_factors(view, r):
             found[name] = (view, r)
     return found

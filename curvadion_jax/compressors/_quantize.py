@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _health
-from curvadion_jax._group import brought
+from curvadion_jax import _finite
 from curvadion_jax._payload import Payload
 from curvadion_jax.compressors import _base, _codes
 
@@ -34,7 +33,7 @@ def quantize(
     gets its N-th part of all others' blocks (all-to-all), averages them in float32, and
     sends the codes of the result to all (all-gather). What the second rounding loses is
     charged to the replica that did it, N-fold, so that nothing is lost under error
-    feedback.
+    feedback, whatever the replicas' weights are at the next sync.
 
     Args:
       bits: 8, 4, 2 or 1.
@@ -75,7 +74,7 @@ def quantize(
     def average(tree, state, group, views):
         del views
         if group.size == 1:
-            return _base.alone(group, tree, state)
+            return _base.Averaged(tree, _base.nothing(tree), state)
         tree = jax.tree.map(_base.wide, tree)
         pairs = group.by_device(
             lambda group, parts: _average(parts, (bits, mean_bits), block, group), tree
@@ -109,21 +108,17 @@ def _average_filled(arrays: list["_Pieces"], stages, block, group):
     rows = [x.to_rows(lambda blocks: _to_rows(blocks, bits)) for x in arrays]
     padded = jnp.pad(jnp.concatenate(rows), [(0, -ends[-1] % number), (0, 0)])
     received = group.all_to_all(padded.reshape(number, -1, padded.shape[-1]))
-    weights = group.weights[:, None, None]
-    weighted = brought(weights, _from_rows(received, block, bits))
-    mine = jnp.sum(weighted, 0) / group.total
+    mine = jnp.sum(_from_rows(received, block, bits), 0) / number
     mean_rows = _to_rows(mine, mean_bits)
-    # What rounding the mean loses, in what this replica would have to put in for it.
-    share = _base.own_weight(group) / group.total
-    lost = (mine - _from_rows(mean_rows, block, mean_bits)) / share
+    # What rounding the mean loses, in what one replica would have to put in for it.
+    lost = (mine - _from_rows(mean_rows, block, mean_bits)) * number
     gathered = group.all_gather(mean_rows)
     mean = jnp.split(gathered.reshape(-1, gathered.shape[-1]), ends)[:-1]
 
     def put_in(start, rows, first):
         """The blocks that rows of this replica stand for, less what it is charged."""
-        blocks = _health.or_zeros(group.present, _from_rows(rows, block, bits))
         first = start + first - group.replica * len(lost)
-        return blocks - _window(lost, first, len(rows))
+        return _from_rows(rows, block, bits) - _window(lost, first, len(rows))
 
     starts = [0, *ends[:-1]]
     return [
@@ -200,7 +195,7 @@ class _Pieces:
             piece = self._piece(table, index, height)
             new = piece - _like(function(*self._rows(rows, index, height)), piece)
             return jax.lax.dynamic_update_slice_in_dim(
-                table, _health.finite_elements(new), index * self.height, 0
+                table, _finite.finite_elements(new), index * self.height, 0
             )
 
         table = self.table

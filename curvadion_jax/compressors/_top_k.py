@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from curvadion_jax import _health
-from curvadion_jax._group import brought
+from curvadion_jax import _finite
 from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax._payload import Payload
 from curvadion_jax.compressors import _base, _codes
@@ -65,7 +64,7 @@ def top_k(
     def average(tree, state, group, views):
         del views
         if group.size == 1:
-            return _base.alone(group, tree, state)
+            return _base.Averaged(tree, _base.nothing(tree), state)
         tree = jax.tree.map(_base.wide, tree)
 
         def of_parts(group, leaves):
@@ -75,7 +74,7 @@ def top_k(
             ]
             gathered = group.all_gather(messages)
             return [
-                (_mean(all_, cut, bits, x, group), _unsent(own, cut, bits, x, group))
+                (_mean(all_, cut, bits, x), _unsent(own, cut, bits, x))
                 for all_, own, cut, x in zip(
                     gathered, messages, cuts, leaves, strict=True
                 )
@@ -153,19 +152,13 @@ def _message_bytes(x, cut: _Cut, bits: int | None) -> int:
     return positions + _codes.encoded_bytes(cut.blocks, cut.kept, bits)
 
 
-def _add(
-    total: jax.Array,
-    message,
-    cut: _Cut,
-    bits: int | None,
-    weight: jax.typing.ArrayLike = 1.0,
-) -> jax.Array:
-    """The blocks with what one replica sent added at its positions, times a weight."""
+def _add(total: jax.Array, message, cut: _Cut, bits: int | None) -> jax.Array:
+    """The blocks with what one replica sent added at its positions."""
     if bits is None or "values" in message:
         values = message["values"]
     else:
         values = _codes.decode(message["codes"], message["scales"], cut.kept, bits)
-    values = brought(jnp.asarray(weight), values.astype(total.dtype))
+    values = values.astype(total.dtype)
     if "positions" not in message:
         return total + values
     positions = _codes.unpack(
@@ -175,29 +168,27 @@ def _add(
     return total.at[rows, positions].add(values, unique_indices=True)
 
 
-def _unsent(message, cut: _Cut, bits: int | None, x: jax.Array, group) -> jax.Array:
+def _unsent(message, cut: _Cut, bits: int | None, x: jax.Array) -> jax.Array:
     """What is left of the array of which one replica sent this."""
     nothing = jnp.zeros((cut.blocks, cut.size), x.dtype)
-    sent = _uncut(_add(nothing, message, cut, bits), x)
-    return _health.finite_elements(x - _health.or_zeros(group.present, sent))
+    return _finite.finite_elements(x - _uncut(_add(nothing, message, cut, bits), x))
 
 
-def _mean(messages, cut: _Cut, bits: int | None, like: jax.Array, group) -> jax.Array:
+def _mean(messages, cut: _Cut, bits: int | None, like: jax.Array) -> jax.Array:
     """The mean of what all replicas sent, in the shape of the array."""
+    number = len(jax.tree.leaves(messages)[0])
 
     def add(total, message):
-        sent, weight = message
-        return _add(total, sent, cut, bits, weight), None
+        return _add(total, message, cut, bits), None
 
     # One replica after the other: positions of one are distinct, so that the order of
     # the additions is fixed, and their bits are the same on all replicas.
-    everything = (messages, group.weights)
     first, _ = add(
         jnp.zeros((cut.blocks, cut.size), like.dtype),
-        jax.tree.map(lambda x: x[0], everything),
+        jax.tree.map(lambda x: x[0], messages),
     )
-    total, _ = lax.scan(add, first, jax.tree.map(lambda x: x[1:], everything))
-    return _uncut(total / group.total.astype(total.dtype), like)
+    total, _ = lax.scan(add, first, jax.tree.map(lambda x: x[1:], messages))
+    return _uncut(total / number, like)
 
 
 def _uncut(blocks: jax.Array, like: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ axis; `step` runs it on all of them. There is always one well-defined model,
 `consensus`.
 """
 
+from curvadion_jax.replicas._anchor import drift, reanchor
 from curvadion_jax.replicas._compiled import CompiledStep
 from curvadion_jax.replicas._consensus import consensus, consensus_bytes, divergence
 from curvadion_jax.replicas._mend import mend
@@ -20,9 +21,11 @@ __all__ = [
     "consensus",
     "consensus_bytes",
     "divergence",
+    "drift",
     "make_mesh",
     "mend",
     "offload",
+    "reanchor",
     "replicate",
     "resize",
     "step",

@@ -1,6 +1,7 @@
 """A training step as a program, which leaves the state where it was."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _memory, _paths, _sharding
-from curvadion_jax.replicas._state import check_alive, is_array
+from curvadion_jax import _guards, _layout, _memory, _paths
+from curvadion_jax.replicas._anchor import check_start
+from curvadion_jax.replicas._checks import check_alive, is_array
 
 
 class CompiledStep:
@@ -19,6 +21,10 @@ class CompiledStep:
     Once for every way in which a state lies on the devices: a step leaves each array of
     the state divided, within its replica, as it was. Made by
     `curvadion_jax.replicas.step`.
+
+    Attributes:
+      sent_outside: bytes that the step itself sends over the replica axis beside the
+        optimizer, of which a warning was given; known when it was first called.
 
     Args:
       function: the training step of one replica.
@@ -49,6 +55,8 @@ class CompiledStep:
         self._mesh, self._axis_name = mesh, axis_name
         self._donate = (0,) if donate else ()
         self._programs: dict[Any, Any] = {}
+        self._started = False
+        self.sent_outside = 0
 
     def __call__(self, state: Any, batch: Any, *shared: Any) -> tuple[Any, Any]:
         """The state after the step, and the metrics.
@@ -57,7 +65,11 @@ class CompiledStep:
           ValueError: as :func:`step` says, or if the state lies on other devices.
         """
         check_alive(state, "state")
-        return self._program(state)(state, batch, *shared)
+        if not self._started:
+            check_start(state, has_axis=True)
+        program = self._program(state, batch, *shared)
+        self._started = True
+        return program(state, batch, *shared)
 
     def lower(self, state: Any, batch: Any, *shared: Any) -> jax.stages.Lowered:
         """The program before it is compiled.
@@ -68,15 +80,38 @@ class CompiledStep:
           batch: as for a call.
           *shared: as for a call.
         """
-        return self._program(state).lower(state, batch, *shared)
+        return self._program(state, batch, *shared).lower(state, batch, *shared)
 
-    def _program(self, state: Any) -> Any:
+    def _program(self, state: Any, *arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(state)
         key = structure, tuple(map(self._placement, leaves))
         if key not in self._programs:
             self._check_devices(state)
-            self._programs[key] = self._compiled(*key)
+            program = self._compiled(*key)
+            # The trace is kept for the first call.
+            self._inspect(program.trace(state, *arguments).jaxpr.jaxpr)
+            self._programs[key] = program
         return self._programs[key]
+
+    def _inspect(self, jaxpr: Any) -> None:
+        """Rejects what would hang, and names what is sent beside the optimizer."""
+        _guards.require_no_deadlock(jaxpr, self._axis_name)
+        axis = self._axis_name
+        found = _guards.collectives_in(jaxpr, axis, outside=_guards.SCOPE)
+        self.sent_outside = sum(
+            x.aval.size * x.aval.dtype.itemsize for e in found for x in e.invars
+        )
+        if found:
+            what = ", ".join(
+                f"{e.primitive.name} of {e.invars[0].aval.str_short()}" for e in found
+            )
+            warnings.warn(
+                f"the training step itself communicates over {axis!r}, besides the "
+                f"optimizer: {what}, {self.sent_outside} bytes a replica and step. "
+                "Gradients, losses and norms must stay each replica's own; what is "
+                "meant so, as in a contrastive loss, is not counted by metrics.read",
+                stacklevel=4,
+            )
 
     def _check_devices(self, state: Any) -> None:
         wanted = set(self._mesh.devices.flat)
@@ -94,7 +129,7 @@ class CompiledStep:
 
     def _compiled(self, structure, placements: tuple[NamedSharding | None, ...]) -> Any:
         def run(state, batch, *shared):
-            with _sharding.noting(_divided(state, placements)):
+            with _layout.noting(_divided(state, placements)):
                 new, metrics = self._run(state, batch, *shared)
             if jax.tree.structure(new) == structure:
                 leaves = zip(
@@ -129,11 +164,11 @@ def _over_replicas(placement: NamedSharding, axis_name: str) -> NamedSharding:
     return placement.update(spec=P(*spec))
 
 
-def _divided(state: Any, placements) -> list[_sharding.Placed]:
+def _divided(state: Any, placements) -> list[_layout.Placed]:
     """How the arrays of the state lie within a replica."""
     leaves = _paths.leaves_with_path(state)
     return [
-        _sharding.Placed(name, leaf.shape[1:], P(*placement.spec[1:]))
+        _layout.Placed(name, leaf.shape[1:], P(*placement.spec[1:]))
         for (name, leaf), placement in zip(leaves, placements, strict=True)
         if placement is not None
     ]

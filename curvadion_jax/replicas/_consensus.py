@@ -1,50 +1,14 @@
 """The one model of all replicas, what it costs to ask for it, and their divergence."""
 
-import collections
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _memory, _paths, compressors
+from curvadion_jax import _memory, compressors
 from curvadion_jax.cost_model import all_reduce_bytes
-from curvadion_jax.replicas._state import (
-    check_alive,
-    check_leading,
-    count_leading,
-)
-
-
-def _anchors(opt_state: Any) -> list[dict[tuple[str, ...], jax.Array]]:
-    """Every anchor of `reconcile` in an optimizer state: path -> array.
-
-    By name and not by type: `flax.nnx.split` makes dictionaries of named tuples.
-    """
-    found: dict[tuple[str, ...], Any] = collections.defaultdict(dict)
-    for names, leaf in _paths.leaves_with_names(opt_state):
-        for index in range(2, len(names) + 1):
-            if names[index - 2 : index] == ("sync_state", "anchor"):
-                found[names[:index]][names[index:]] = leaf
-    return list(found.values())
-
-
-def _anchor_of(params: Any, opt_state: Any) -> list[jax.Array | None]:
-    """The anchor of every parameter, None for one that has none."""
-    _check_replicas(params)
-    check_alive(opt_state, "optimizer state")
-    leaves = _paths.leaves_with_names(params)
-    anchors = _anchors(opt_state)
-    anchor = anchors[0] if anchors else {}
-    shapes = {names: leaf.shape for names, leaf in leaves}
-    if len(anchors) > 1 or any(
-        shapes.get(names) != leaf.shape for names, leaf in anchor.items()
-    ):
-        raise ValueError(
-            f"the optimizer state holds {len(anchors)} anchor(s), and not one of these "
-            "parameters: pass the parameters that this optimizer was initialised with, "
-            "or no opt_state for the mean over the replicas"
-        )
-    return [anchor.get(names) for names, _ in leaves]
+from curvadion_jax.replicas._anchor import anchor_of, check_replicas
+from curvadion_jax.replicas._checks import count_leading
 
 
 def consensus(params: Any, opt_state: Any = None) -> Any:
@@ -70,7 +34,7 @@ def consensus(params: Any, opt_state: Any = None) -> Any:
       >>> consensus({"w": jnp.array([[1.0], [3.0]])})["w"].tolist()
       [2.0]
     """
-    return _consensus(params, _anchor_of(params, opt_state))
+    return _consensus(params, anchor_of(params, opt_state))
 
 
 def consensus_bytes(params: Any, opt_state: Any = None) -> int:
@@ -94,7 +58,7 @@ def consensus_bytes(params: Any, opt_state: Any = None) -> int:
     sent = [
         leaf
         for leaf, anchor in zip(
-            jax.tree.leaves(params), _anchor_of(params, opt_state), strict=True
+            jax.tree.leaves(params), anchor_of(params, opt_state), strict=True
         )
         if anchor is None and jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
@@ -155,10 +119,5 @@ def divergence(params: Any) -> jax.Array:
       >>> print(f"{apart:.4f}")  # 1 / sqrt(17)
       0.2425
     """
-    _check_replicas(params)
+    check_replicas(params)
     return _divergence(params)
-
-
-def _check_replicas(params: Any) -> None:
-    need = "replicas, as other leaves have; replicate() gives all of them one"
-    check_leading(params, count_leading(params, "parameters"), "parameters", need)

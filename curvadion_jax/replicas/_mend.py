@@ -11,25 +11,25 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from curvadion_jax import _memory, _paths
+from curvadion_jax.replicas._checks import check_leading, count_leading
 from curvadion_jax.replicas._resize import distinct
-from curvadion_jax.replicas._state import check_leading, count_leading
 
 
 def mend(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
     """Replaces replicas that are not finite by copies of the first one that is.
 
-    A sync leaves such a replica out, and starts its momenta and errors afresh. But an
+    A sync excludes such a replica, and starts its momenta and residual afresh. But an
     optimizer adds to the parameters, and NaN plus anything is NaN: parameters that were
     spoilt, by memory or by a step that went past the optimizer, stay so until they are
     replaced. That costs what one state costs to send, and waits for the devices; call
-    it, in all processes, when `curvadion_jax.metrics.read` shows a replica as left out
+    it, in all processes, when `curvadion_jax.metrics.read` shows a replica as excluded
     again and again.
 
     Where syncs average gradients or factors, a replica whose momentum was spoilt is
     finite again after the next sync, and from then on another one than the others: name
     it in `also`. What a named replica has alone, such as its drift, is lost.
 
-    A copy holds nothing back (errors of `adaptive_sync` are zero in it), its random
+    A copy owes nothing (its `SyncState.residual` is zero), its random
     keys are folded with its number, and its counters stay its own; what they count in
     a row starts again.
 
@@ -144,12 +144,11 @@ def _replaced(state: Any, source: np.ndarray) -> Any:
     def row(x, names):
         pairs = set(itertools.pairwise(names))
         if any(field == "metrics" for field, _ in pairs):
-            afresh = names[-1].endswith("_in_a_row") or names[-1] == "joined"
-            return jnp.where(copied, 0, x) if afresh else x
+            return jnp.where(copied, 0, x) if names[-1] == "in_a_row" else x
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return distinct(x, source, copied)
         taken = x[source]
-        if ("sync_state", "error") in pairs:
+        if ("sync_state", "residual") in pairs:
             mask = copied.reshape(-1, *[1] * (x.ndim - 1))
             return jnp.where(mask, 0, taken)
         return taken

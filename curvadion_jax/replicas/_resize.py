@@ -12,17 +12,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _memory, _paths
-from curvadion_jax._counters import SyncMetrics
 from curvadion_jax._dion import DionState
+from curvadion_jax.replicas._checks import check_leading, count_leading
 from curvadion_jax.replicas._mesh import AXIS, check_axis
-from curvadion_jax.replicas._state import check_leading, count_leading
 
-# Fields of the states of `adaptive_sync` and its synchronizers that all replicas have
-# alike, or that are no numbers to take a mean of.
-_TAKEN = {
-    "sync_state": {"anchor", "common_q", "compressor_state", "outer_state"},
-    "metrics": set(SyncMetrics._fields) - {"joined"},
-}
+# What all replicas have alike, or what is no number to take a mean of.
+_TAKEN = {("sync_state", "anchor"), ("sync_state", "common")}
 
 
 def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
@@ -30,12 +25,12 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
 
     New replica i of n stands where old replicas i N / n to (i + 1) N / n stood. It gets
 
-    * the mean of their floating-point arrays (parameters, momenta, what is held back),
+    * the mean of their floating-point arrays (parameters, momenta, residuals),
       weighted with the overlap, so that the mean over all replicas stays what it was:
       with half as many the mean of two, with twice as many two copies of one;
     * of all else (integers, keys, Dion's Q, the trigger's state, and what all
-      have alike: anchor, outer state, counters) that of the first of them. Copies of a
-      random key are folded with the number of the replica.
+      have alike: anchor, what is common, counters) that of the first of them. Copies of
+      a random key are folded with the number of the replica.
 
     Nothing else changes: between two syncs replicas stay as far apart as they were.
     Counters count on, and bytes are then told for the new number of replicas.
@@ -116,10 +111,9 @@ def is_averaged(state: Any) -> list[bool]:
         return names[index] == "q" and is_dion and beside["q"] == beside["momentum"]
 
     def taken(names: tuple[str, ...]) -> bool:
-        pairs = itertools.pairwise(names)
         return (
-            "trigger_state" in names
-            or any(name in _TAKEN.get(field, ()) for field, name in pairs)
+            not {"trigger_state", "metrics"}.isdisjoint(names)
+            or not _TAKEN.isdisjoint(itertools.pairwise(names))
             or any(is_q(names, index) for index in range(len(names)))
         )
 

@@ -1,4 +1,4 @@
-"""State with a leading replica axis: made, checked, and kept in the hosts' memory."""
+"""State with a leading replica axis: made, and kept in the hosts' memory."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _memory, _paths
+from curvadion_jax.replicas._anchor import check_start
 from curvadion_jax.replicas._mesh import AXIS, check_axis
 
 
@@ -31,7 +31,9 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
 
     Raises:
       TypeError: if a leaf is neither an array nor a number, or the mesh is none.
-      ValueError: if the mesh has no such axis, or an array is divided over it already.
+      ValueError: if the mesh has no such axis, an array is divided over it already, or
+        the parameters in the tree are not those that the optimizer in it was
+        initialised with (see :func:`reanchor`).
 
     Example:
       >>> from curvadion_jax.replicas import make_mesh
@@ -68,22 +70,23 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *x.shape)), tree)
 
     tree = jax.tree.map_with_path(strong, tree)
+    check_start(tree, has_axis=False)
     return jax.jit(broadcast, out_shardings=jax.tree.map(sharding, tree))(tree)
 
 
 def offload(state: Any) -> Any:
-    """Keeps what only syncs touch in the hosts' memory: anchor, error, outer momentum.
+    """Keeps what only syncs touch in the hosts' memory, such as the anchor.
 
-    A sync copies it to the device and back, and the step after one looks at the anchor;
-    other steps do not touch it, and the device has that much less to hold in between.
+    A sync copies it to the device and back; local steps do not touch it, and the device
+    has that much less to hold in between.
     Every step keeps it where it is, and so do `curvadion_jax.checkpoint.save` and
     `restore`, given a target that was offloaded. The numbers are the same. (On CPU the
     two kinds are one memory.)
 
     Args:
       state: what :func:`replicate` returned: a training state with an optimizer state
-        of `adaptive_sync`, `curvadion` or a preset in it, nnx's included. It is left as
-        it is: drop it to free the device's memory.
+        of `adaptive_sync`, `curvadion` or another optimizer made of it, nnx's included.
+        It is left as it is: drop it to free the device's memory.
 
     Returns:
       The state with the arrays of `sync_state` in memory of the kind `pinned_host`,
@@ -119,49 +122,3 @@ def offload(state: Any) -> Any:
 def _at_syncs_only(names: tuple[str, ...]) -> bool:
     """By name and not by type: `flax.nnx.split` makes dictionaries of named tuples."""
     return "sync_state" in names[:-1]
-
-
-def is_array(x: Any) -> bool:
-    """Whether it is an array on devices."""
-    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
-
-
-def _is_deleted(x: Any) -> bool:
-    return is_array(x) and x.is_deleted()
-
-
-def check_alive(tree: Any, what: str) -> None:
-    """Refuses arrays that were donated to a step."""
-    if any(map(_is_deleted, jax.tree.leaves(tree))):
-        paths = jax.tree.leaves_with_path(tree)
-        path = next(path for path, leaf in paths if _is_deleted(leaf))
-        raise ValueError(
-            f"the {what}{jax.tree_util.keystr(path)} was used in an earlier step, "
-            "which reused its memory: use the state that that step returned, or "
-            "make the step with donate=False"
-        )
-
-
-def count_leading(tree: Any, what: str) -> int:
-    """Length of the leading axis of the first leaf, where no array was donated."""
-    check_alive(tree, what)
-    leaves = jax.tree.leaves_with_path(tree)
-    path, leaf = leaves[0] if leaves else ((), None)
-    if leaf is None or not np.shape(leaf):
-        found = "a tree without arrays" if leaf is None else f"{leaf!r}"
-        raise ValueError(
-            f"the {what}{jax.tree_util.keystr(path)} must have a leading replica axis, "
-            f"got {found}: give what replicas.replicate or a step returned"
-        )
-    return np.shape(leaf)[0]
-
-
-def check_leading(tree: Any, number: int, what: str, need: str) -> None:
-    """Refuses a tree of which a leaf lacks the replica axis."""
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        shape = np.shape(leaf)
-        if not shape or shape[0] != number:
-            raise ValueError(
-                f"the {what}{jax.tree_util.keystr(path)} has shape {shape}, and not a "
-                f"leading axis of {number} {need}"
-            )

@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _arguments, _collectives
+from curvadion_jax.replicas._checks import check_leading
 from curvadion_jax.replicas._compiled import CompiledStep
 from curvadion_jax.replicas._mesh import AXIS, check_axis
-from curvadion_jax.replicas._state import check_leading
 
 
 def step(

@@ -1,9 +1,4 @@
-"""What replicas send at a sync, and how they come together.
-
-A synchronizer takes one step in which replicas communicate, in place of the quiet
-step that they take otherwise, or after it. It decides neither when (the trigger) nor
-what a local step does (the inner optimizer), and knows the other replicas only through
-a :class:`Group`.
+"""What synchronizers share.
 
 There are two kinds. *Within the step*, `average_gradients` and `average_factors`
 average what the inner optimizer works on; with `always` they equal training on one
@@ -11,231 +6,116 @@ big batch. *After the step*, `reconcile` lets every replica take its own step an
 brings the results together.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _health, _paths
+from curvadion_jax import _arguments, _paths
 from curvadion_jax._dion import DionState
-from curvadion_jax._group import Group
 from curvadion_jax._matrices import MatrixView
 from curvadion_jax._orthonormalize import compute_dtype
-from curvadion_jax._payload import Payload, check_payload
+from curvadion_jax._protocols import Group, LocalStep, Synchronizer, Views
 from curvadion_jax.compressors import Compressor
 
 
-class LocalStep(NamedTuple):
-    """One replica's step, for a synchronizer to take.
-
-    Attributes:
-      gradients: this replica's gradients, tree of the parameters.
-      inner_state: state of the inner optimizer before the step.
-      params: this replica's parameters before the step.
-      views: path of a parameter -> how Dion sees it as matrices, or None.
-      take: ``(gradients, inner_state, **extra_args)`` -> (updates, inner state after
-        the step), the inner optimizer's update; communicates nothing by itself. With
-        `Synchronizer.after_local_step` it returns what was computed before.
-
-    Example:
-      >>> inner, params = optax.sgd(0.5), {"w": jnp.ones(2)}
-      >>> state = inner.init(params)
-      >>> take = lambda gradients, state: inner.update(gradients, state, params)
-      >>> local = LocalStep(params, state, params, {}, take)
-      >>> local.take(local.gradients, local.inner_state)[0]["w"].tolist()
-      [-0.5, -0.5]
-    """
-
-    gradients: optax.Updates
-    inner_state: optax.OptState
-    params: optax.Params
-    views: Mapping[str, MatrixView | None]
-    take: Callable[..., tuple[optax.Updates, optax.OptState]]
-
-
-class Synchronizer(NamedTuple):
-    """Functions that say how replicas synchronise.
-
-    Syncs may be of several variants that take turns: one may bring half of the
-    parameters together and the next the other half. Then `step`, `payload` and
-    `settled` are given the variant, an int, as a last argument.
-
-    Attributes:
-      init: (params, inner_state, views) -> synchronizer state, a tree of arrays;
-        called once, outside `shard_map` and possibly on abstract values.
-      step: (local step, synchronizer state, group) -> (updates, inner state,
-        synchronizer state); called in the branch of a sync only.
-      payload: (params, inner_state, views) -> the `Payload` of one sync (see
-        `curvadion_jax.compressors`), from shapes alone.
-      cycle: which variant each sync is, in turn, and from the start again after the
-        last. (0, 0, 1) makes every third sync one of variant 1; (0,) is for syncs that
-        are all alike.
-      after_local_step: whether `step` begins with the plain local step: it calls
-        ``local.take(local.gradients, local.inner_state)`` with these very trees, and
-        `take` refuses others. The step is then taken before anyone knows whether
-        replicas synchronise, and a quiet step leaves the synchronizer state where it
-        is. Not used where `adaptive_sync` has a `local_step`. What follows stands in a
-        loop, which has no reverse-mode derivative under `jit`;
-        ``synchronizer._replace(after_local_step=False)`` has one.
-      settled: (params, synchronizer state) -> bool[], whether a replica's parameters
-        are where the last sync left them, but for rounding. It is asked on the step
-        after a sync, must not communicate, and may find the state in host memory. None
-        where a sync leaves them nowhere in particular, or where it is known that
-        something moves them, such as a projection that is the same on all replicas:
-        ``synchronizer._replace(settled=None)`` looks at nothing.
-
-    Example:
-      >>> from curvadion_jax.compressors import exact
-      >>> def step(local, state, group):
-      ...     signs = jax.tree.map(jnp.sign, local.gradients)
-      ...     updates, inner_state = local.take(group.mean(signs), local.inner_state)
-      ...     return updates, inner_state, state
-      >>> average_signs = Synchronizer(
-      ...     init=lambda params, inner_state, views: (),
-      ...     step=step,
-      ...     payload=lambda params, inner_state, views: exact().payload(params, views),
-      ... )
-    """
-
-    init: Callable[[optax.Params, optax.OptState, Mapping], Any]
-    step: Callable[..., tuple[optax.Updates, optax.OptState, Any]]
-    payload: Callable[..., Payload]
-    cycle: tuple[int, ...] = (0,)
-    after_local_step: bool = False
-    settled: Callable[..., jax.Array] | None = None
-
-
-def check_cycle(cycle: Any) -> None:
-    """Refuses what does not number the variants 0, 1, 2, ... without a gap."""
+def check_synchronizer(synchronizer: Any) -> None:
+    """Rejects what is not a Synchronizer, and a cycle with a gap in its variants."""
+    if not isinstance(synchronizer, Synchronizer):
+        raise TypeError(
+            "synchronizer must be a curvadion_jax.synchronizers.Synchronizer such as "
+            f"reconcile(), got {synchronizer!r}"
+        )
+    cycle = synchronizer.cycle
     ints = isinstance(cycle, tuple) and all(type(variant) is int for variant in cycle)
     if not ints or set(cycle) != set(range(max(cycle, default=0) + 1)):
         raise ValueError(
             "cycle must be a tuple of ints that names every variant from 0 on, such as "
             f"(0, 0, 1), got {cycle!r}"
         )
+    what = "a synchronizer's after_local_step"
+    _arguments.check_switch(synchronizer.after_local_step, what)
 
 
-def _variants(synchronizer: Synchronizer) -> list[tuple[int, ...]]:
-    """The last arguments of `step`, `payload` and `settled` for each variant."""
+def variants(
+    synchronizer: Synchronizer,
+) -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
+    """`sync` and `payload` of every variant, without the variant as an argument."""
     number = max(synchronizer.cycle) + 1
-    return [()] if number == 1 else [(variant,) for variant in range(number)]
+    last = [()] if number == 1 else [(variant,) for variant in range(number)]
+
+    def of(function, variant):
+        return lambda *arguments: function(*arguments, *variant)
+
+    return [(of(synchronizer.sync, v), of(synchronizer.payload, v)) for v in last]
 
 
-def steps(synchronizer: Synchronizer) -> list[Callable[[LocalStep, Any, Group], Any]]:
-    """The step of every variant."""
-
-    def of(variant):
-        return lambda local, state, group: synchronizer.step(
-            local, state, group, *variant
-        )
-
-    return [of(variant) for variant in _variants(synchronizer)]
-
-
-def looks(synchronizer: Synchronizer) -> list[Callable[[Any, Any], jax.Array]]:
-    """What `settled` says after a sync of each variant; [] where it is None."""
-    settled = synchronizer.settled
-    if settled is None:
-        return []
-
-    def of(variant):
-        return lambda params, state: settled(params, state, *variant)
-
-    return [of(variant) for variant in _variants(synchronizer)]
-
-
-def payloads(
-    synchronizer: Synchronizer, params: Any, inner_state: Any, views: Mapping
-) -> list[Payload]:
-    """The payload of every variant."""
-    return [
-        check_payload(synchronizer.payload(params, inner_state, views, *variant))
-        for variant in _variants(synchronizer)
-    ]
-
-
-def zero_error(params: optax.Params) -> Any:
-    """Nothing held back yet: zeros like the parameters, at least float32."""
+def zero_residual(params: optax.Params) -> Any:
+    """Nothing owed yet: zeros like the parameters, at least float32."""
     return jax.tree.map(lambda x: jnp.zeros_like(x, compute_dtype(x.dtype)), params)
 
 
 def mean_with_feedback(
-    compressor: Compressor | None,
+    compressor: Compressor,
     tree: Any,
-    error: Any,
+    residual: Any,
     state: Any,
+    local: LocalStep,
     group: Group,
-    views,
 ) -> tuple[Any, Any, Any]:
-    """Mean in a compressor's form of what there is and what was held back.
+    """Mean in a compressor's form of what replicas have and of what they owe.
+
+    Residuals are of arrays times their weight: what a replica owed at one weight it
+    pays in full at any other. One that takes no part keeps what it owes. The mean is
+    over all who are expected, and not over those who are there: else the drift of a
+    replica that comes every second time, with two at once, would count twice.
+
+    Args:
+      compressor: see `Compressor`.
+      tree: arrays of this replica.
+      residual: what it owes.
+      state: of the compressor.
+      local: its part in the sync.
+      group: the replicas.
 
     Returns:
-      The mean, what is held back now (all of it by a replica that takes no part), and
-      the compressor's state. Without a compressor the mean is exact, and the other two
-      are as they were.
+      The mean, the residual and the compressor's state.
     """
-    if compressor is None:
-        return group.mean(tree), error, state
-    whole = group.finite(jax.tree.map(jnp.add, error, tree))
-    result = compressor.average(whole, state, group, views)
-    held = jax.tree.map(lambda x, old: x.astype(old.dtype), result.unsent, error)
-    return later_as_well(group, result.mean), held, result.state
+    owed, there = local.finite(residual), local.present
 
+    def brought(x, r):
+        return jnp.where(there, x * jnp.asarray(local.expected, x.dtype) + r, 0)
 
-def later_as_well(group: Group, mean: Any) -> Any:
-    """A mean to which those who hold back will add, next time, what they have now.
-
-    Over all who are expected, and not over those who are there: else the drift of a
-    replica that comes every second time, with two at once, would count twice.
-    """
-    return jax.tree.map(lambda x: x * group.share.astype(x.dtype), mean)
-
-
-def _is_dion(node: Any) -> bool:
-    return isinstance(node, DionState)
-
-
-def dion_states(inner_state: optax.OptState) -> list[DionState]:
-    """The states of Dion in the state of an optimizer."""
-    return [x for x in jax.tree.leaves(inner_state, is_leaf=_is_dion) if _is_dion(x)]
-
-
-def with_q(inner_state: optax.OptState, qs: list[Any]) -> optax.OptState:
-    """The state of an optimizer with these Q in its states of Dion, in order."""
-    following = iter(qs)
-    return jax.tree.map(
-        lambda x: x._replace(q=next(following)) if _is_dion(x) else x,
-        inner_state,
-        is_leaf=_is_dion,
+    whole = jax.tree.map(brought, local.weighted(tree), owed)
+    result = compressor.average(whole, state, group, local.views)
+    residual = jax.tree.map(
+        lambda new, old: (new + jnp.where(there, 0, old)).astype(old.dtype),
+        result.unsent,
+        owed,
     )
+    return result.mean, residual, result.state
 
 
-def with_momenta(
-    inner_state: optax.OptState, other: optax.OptState, keep: jax.Array
-) -> optax.OptState:
-    """The state of an optimizer with another's momenta of Dion unless bool[] `keep`."""
-    others = iter(dion_states(other))
+def own_unsent(local: LocalStep, unsent: Any) -> Any:
+    """What a replica did not send of its own arrays, for those that keep it themselves.
 
-    def chosen(x):
-        if not _is_dion(x):
-            return x
-        momentum = _health.where(keep, x.momentum, next(others).momentum)
-        return x._replace(momentum=momentum)
-
-    return jax.tree.map(chosen, inner_state, is_leaf=_is_dion)
+    `unsent` is of arrays times their weight. A replica that counts little, or nothing,
+    gets it back as one that counts like the others: it holds what rounding has lost of
+    the mean, too, which must not come back many times.
+    """
+    weight = jnp.maximum(jnp.asarray(local.weight), 1 / jnp.asarray(local.expected))
+    return jax.tree.map(lambda x: x / weight.astype(x.dtype), unsent)
 
 
-def matrices(
-    state: DionState, views: Mapping[str, MatrixView | None]
-) -> list[tuple[str, MatrixView, int]]:
-    """Path, view and rank of every matrix of a Dion, in the order of its leaves.
+def matrices(state: DionState, views: Views) -> dict[str, tuple[MatrixView, int]]:
+    """Path -> view and rank of every matrix of a Dion, in the order of its leaves.
 
     Raises:
       ValueError: if that Dion sees a parameter otherwise than the views say.
     """
-    found = []
+    found = {}
     for name, q in _paths.leaves_with_path(state.q):
         view = views.get(name)
         if view is None or (*view.batch, view.cols) != q.shape[:-1]:
@@ -244,5 +124,5 @@ def matrices(
                 f"(Q of shape {q.shape}, {view}): pass adaptive_sync the same "
                 "dimension_numbers"
             )
-        found.append((name, view, q.shape[-1]))
+        found[name] = (view, q.shape[-1])
     return found

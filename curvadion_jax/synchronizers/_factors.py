@@ -1,46 +1,20 @@
 """Dion's compressed sync: the low-rank factors are averaged, not the gradients."""
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
-import optax
 
-from curvadion_jax import _health, _paths, compressors
-from curvadion_jax._group import Group
-from curvadion_jax._low_rank import reduces_factors
+from curvadion_jax import _finite, _momentum, _paths, compressors
 from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax._payload import total
+from curvadion_jax._power_iteration import reduces_factors
+from curvadion_jax._protocols import Group, LocalStep, Synchronizer, SyncState
 from curvadion_jax.compressors._base import check_compressor, check_stateless
 from curvadion_jax.synchronizers import _base
 
 
-class FactorsState(NamedTuple):
-    """State of `average_factors`; it moves at syncs.
-
-    Attributes:
-      common_q: Q of every state of Dion after the last sync, in order: the power
-        iteration of the next sync starts from it on every replica. The same on all
-        replicas.
-      error: what of their gradients this replica has not sent yet, path -> array, at
-        least float32, of the parameters that Dion does not take; empty without a
-        compressor. Replica-varying.
-
-    Example:
-      >>> from curvadion_jax import scale_by_dion
-      >>> params = {"kernel": jnp.ones((4, 8))}
-      >>> state = average_factors().init(params, scale_by_dion(2).init(params), {})
-      >>> state.common_q[0]["kernel"].shape
-      (4, 2)
-    """
-
-    common_q: list[Any]
-    error: dict[str, jax.Array]
-
-
 def average_factors(
     compressor: compressors.Compressor | None = None,
-) -> _base.Synchronizer:
+) -> Synchronizer:
     r"""At a sync the factors P and R of Dion are averaged while the step is taken.
 
     Matrices send (rows + cols) r elements instead of rows x cols, in two messages one
@@ -65,11 +39,13 @@ def average_factors(
 
     Returns:
       A synchronizer for inner optimizers made of :func:`dion` or
-      :func:`scale_by_dion`. Its state costs one copy of Q, and with a compressor one of
-      the parameters that Dion does not take.
+      :func:`scale_by_dion`. `common` holds Q of every state of Dion after the last
+      sync, in order: the power iteration of the next starts from it on every replica.
+      With a compressor `residual` holds what of their gradients a replica has not sent,
+      path -> array, of the parameters that Dion does not take.
 
     Raises:
-      TypeError: if `compressor` is none.
+      TypeError: if `compressor` is not a Compressor.
       ValueError: if the compressor has a state; at `init` if the inner optimizer's
         state holds none of Dion's, and when traced if something between swallows the
         extra argument `reduce_fn`.
@@ -79,12 +55,13 @@ def average_factors(
       is lost.
 
     Example:
-      >>> from curvadion_jax import curvadion
-      >>> params = {"kernel": jnp.ones((32, 64))}
+      >>> from curvadion_jax import dion
+      >>> from curvadion_jax._matrices import make_view
+      >>> params = {"kernel": jnp.ones((32, 64))}  # its gradients have 8192 bytes
+      >>> views = {"kernel": make_view((32, 64), 0, 1)}
+      >>> state = dion(0.01, rank=8).init(params)
       >>> for form in (None, compressors.quantize(8)):
-      ...     tx = curvadion(0.01, rank=8, synchronizer=average_factors(form))
-      ...     sent = tx.init(params).metrics.sync_payload
-      ...     print(int(sent[1]))  # bytes; its gradients have 8192
+      ...     average_factors(form).payload(params, state, views).averaged
       3072
       780
 
@@ -99,22 +76,21 @@ def average_factors(
 
     def init(params, inner_state, views):
         del views
-        states = _base.dion_states(inner_state)
+        states = _momentum.dion_states(inner_state)
         if not states:
             raise ValueError(
                 "average_factors needs Dion as the inner optimizer, and there is no "
-                "DionState in its state: use curvadion_jax.dion, or curvadion with a "
-                "rank, or the synchronizer average_gradients or reconcile"
+                "DionState in its state: use curvadion_jax.dion, or the synchronizer "
+                "average_gradients or reconcile"
             )
         taken = {name for s in states for name, _ in _paths.leaves_with_path(s.q)}
         # Copies, so that both can be donated.
         q = [jax.tree.map(jnp.copy, state.q) for state in states]
-        if compressor is None:
-            return FactorsState(q, {})
-        return FactorsState(q, _base.zero_error(_without(params, taken)))
+        residual = () if compressor is None else _without(params, taken)
+        return SyncState(common=q, residual=_base.zero_residual(residual))
 
-    def step(local: _base.LocalStep, state: FactorsState, group: Group):
-        return _step(compressor, local, state, group)
+    def sync(local: LocalStep, state: SyncState, group: Group):
+        return _sync(compressor, local, state, group)
 
     def payload(params, inner_state, views):
         ranks, parts = _ranks(inner_state, views), []
@@ -128,7 +104,7 @@ def average_factors(
             parts.append(form.payload(sent, {}))
         return total(parts)
 
-    return _base.Synchronizer(init, step, payload)
+    return Synchronizer(init, sync, payload)
 
 
 def _without(tree, taken) -> dict[str, jax.Array]:
@@ -137,39 +113,32 @@ def _without(tree, taken) -> dict[str, jax.Array]:
     return {name: leaf for name, leaf in leaves if name not in taken}
 
 
-def _ranks(inner_state: optax.OptState, views) -> dict[str, tuple[Any, int]]:
+def _ranks(inner_state, views):
     """Path -> view and rank, for the parameters that Dion takes."""
-    return {
-        name: (view, r)
-        for state in _base.dion_states(inner_state)
-        for name, view, r in _base.matrices(state, views)
-    }
+    states = _momentum.dion_states(inner_state)
+    return {n: pair for s in states for n, pair in _base.matrices(s, views).items()}
 
 
-def _step(compressor, local: _base.LocalStep, state: FactorsState, group: Group):
-    ranks = _ranks(local.inner_state, local.views)
-    averaged, error, _ = _base.mean_with_feedback(
-        compressor, _without(local.gradients, ranks), state.error, (), group, {}
-    )
-    gradients = [
-        averaged.get(name, leaf).astype(leaf.dtype)
-        for name, leaf in _paths.leaves_with_path(local.gradients)
-    ]
-    gradients = jax.tree.unflatten(jax.tree.structure(local.gradients), gradients)
+def _sync(compressor, local: LocalStep, state: SyncState, group: Group):
+    ranks, before = _ranks(local.inner_state, local.views), local.inner_state
+    gradients, residual = _mean_of_others(compressor, local, state, group, ranks)
     reduced = []
 
-    def reduce_fn(arrays):
+    def reduce_fn(arrays, made_of):
         reduced.extend(arrays)
+        there = group.laid_out(group.layout.of_factors(arrays, made_of))
         if compressor is None:
-            return group.mean(arrays), None
-        result = compressor.average(arrays, (), group, {})
-        sent = jax.tree.map(jnp.subtract, arrays, result.unsent)
-        return _like(result.mean, arrays), _like(sent, arrays)
+            return local.mean(arrays, there), None
+        result = compressor.average(local.weighted(arrays), (), there, {})
+        unsent = _base.own_unsent(local, result.unsent)
+        put_in = jax.tree.map(jnp.subtract, arrays, unsent)
+        return _like(result.mean, arrays), _like(put_in, arrays)
 
-    inner_state = before = local.inner_state
+    inner_state = before
     if group.size > 1:  # one replica is plain Dion
-        # On quiet steps every replica moves its own Q: products with them could cancel.
-        inner_state = _base.with_q(inner_state, state.common_q)
+        # On local steps every replica moves its own Q: products with them could cancel.
+        common = iter(state.common)
+        inner_state = _momentum.with_dion(before, lambda x: x._replace(q=next(common)))
     updates, inner_state = local.take(gradients, inner_state, reduce_fn=reduce_fn)
     expected = sum(2 if reduces_factors(*pair) else 1 for pair in ranks.values())
     if len(reduced) < expected:
@@ -179,16 +148,47 @@ def _step(compressor, local: _base.LocalStep, state: FactorsState, group: Group)
             "Build it as an optax.GradientTransformationExtraArgs that forwards extra "
             "arguments"
         )
-    q = [dion.q for dion in _base.dion_states(inner_state)]
+    q = [dion.q for dion in _momentum.dion_states(inner_state)]
     if group.size > 1:
         # One that sent nothing of its momentum and gradient has all of them still.
-        _, unsent = local.take(gradients, before, momentum_only=True)
-        inner_state = _base.with_momenta(inner_state, unsent, group.present)
-        waiting = _base.with_momenta(before, unsent, group.anybody)
-        inner_state = _health.where(group.anybody, inner_state, waiting)
-        q = _health.where(group.anybody, q, state.common_q)
-    updates = _health.or_zeros(group.anybody, updates)
-    return updates, inner_state, FactorsState(q, error)
+        _, kept = local.take(gradients, before, momentum_only=True)
+        inner_state = _with_momenta(inner_state, kept, local.present)
+        waiting = _with_momenta(before, kept, local.anybody)
+        inner_state = _finite.where(local.anybody, inner_state, waiting)
+        q = _finite.where(local.anybody, q, state.common)
+    updates = _finite.or_zeros(local.anybody, updates)
+    return updates, inner_state, SyncState(common=q, residual=residual)
+
+
+def _mean_of_others(compressor, local: LocalStep, state: SyncState, group, ranks):
+    """Gradients, of which those that Dion does not take are averaged, and the residual.
+
+    What an absent replica has of these it sends later, if there is a compressor.
+    """
+    others, residual = _without(local.gradients, ranks), state.residual
+    if compressor is None:
+        mean = local.mean(others, group)
+    else:
+        mean, residual, _ = _base.mean_with_feedback(
+            compressor, others, residual, (), local, group
+        )
+        later = _finite.or_zeros(~local.present, others)
+        residual = {n: r + later[n].astype(r.dtype) for n, r in residual.items()}
+    leaves = _paths.leaves_with_path(local.gradients)
+    found = [mean.get(name, leaf).astype(leaf.dtype) for name, leaf in leaves]
+    structure = jax.tree.structure(local.gradients)
+    return jax.tree.unflatten(structure, found), residual
+
+
+def _with_momenta(inner_state, other, keep: jax.Array):
+    """The state of an optimizer with another's momenta of Dion unless bool[] `keep`."""
+    others = iter(_momentum.dion_states(other))
+
+    def chosen(x):
+        momentum = _finite.where(keep, x.momentum, next(others).momentum)
+        return x._replace(momentum=momentum)
+
+    return _momentum.with_dion(inner_state, chosen)
 
 
 def _like(arrays, others):

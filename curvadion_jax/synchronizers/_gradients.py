@@ -1,43 +1,20 @@
 """The paper's sync: all replicas step with the mean gradient."""
 
-from typing import Any, NamedTuple
-
 import jax
-import optax
 
-from curvadion_jax import _health, compressors
-from curvadion_jax._group import Group
+from curvadion_jax import _finite, compressors
+from curvadion_jax._protocols import Group, LocalStep, Synchronizer, SyncState
 from curvadion_jax.compressors._base import check_compressor
 from curvadion_jax.synchronizers import _base
 
 
-class GradientsState(NamedTuple):
-    """State of `average_gradients` with a compressor; it moves at syncs.
-
-    Attributes:
-      error: what of earlier gradients this replica has not sent yet, tree of the
-        parameters, at least float32. Replica-varying.
-      compressor_state: state of the compressor, the same on all replicas.
-
-    Example:
-      >>> state = average_gradients(compressors.quantize(8)).init(
-      ...     {"w": jax.numpy.ones(2)}, inner_state=(), views={}
-      ... )
-      >>> state.error["w"].tolist()
-      [0.0, 0.0]
-    """
-
-    error: optax.Updates
-    compressor_state: Any
-
-
 def average_gradients(
     compressor: compressors.Compressor | None = None,
-) -> _base.Synchronizer:
+) -> Synchronizer:
     """At a sync every replica takes its step with the mean gradient.
 
     This is what CurvaDion's formula and code send. It does not bring replicas back
-    together: what parameters and momenta have drifted apart on quiet steps stays
+    together: what parameters and momenta have drifted apart on local steps stays
     apart (`reconcile` mends that). With `always` it equals training on one big batch,
     whatever the inner optimizer.
 
@@ -48,10 +25,12 @@ def average_gradients(
         least float32.
 
     Returns:
-      A synchronizer for any inner optimizer.
+      A synchronizer for any inner optimizer. With a compressor `residual` holds what of
+      earlier gradients a replica has not sent yet, at least float32, and `common` the
+      compressor's state. A replica that is absent then sends its gradient later.
 
     Raises:
-      TypeError: if `compressor` is none.
+      TypeError: if `compressor` is not a Compressor.
 
     Example:
       >>> params = {"kernel": jax.numpy.ones((16, 32))}
@@ -72,22 +51,34 @@ def average_gradients(
 
     def init(params, inner_state, views):
         if compressor is None:
-            return ()
-        return GradientsState(_base.zero_error(params), form.init(params, views))
-
-    def step(local: _base.LocalStep, state, group: Group):
-        error, form_state = ((), ()) if compressor is None else state
-        mean, error, form_state = _base.mean_with_feedback(
-            compressor, local.gradients, error, form_state, group, local.views
+            return SyncState()
+        return SyncState(
+            residual=_base.zero_residual(params), common=form.init(params, views)
         )
-        if compressor is not None:
-            state = GradientsState(error, form_state)
-        mean = jax.tree.map(lambda m, g: m.astype(g.dtype), mean, local.gradients)
+
+    def sync(local: LocalStep, state: SyncState, group: Group):
+        gradients = local.gradients
+        if compressor is None:
+            mean = local.mean(gradients, group)
+        else:
+            mean, state = _feedback_mean(compressor, local, state, group)
         updates, inner_state = local.take(mean, local.inner_state)
-        updates = _health.or_zeros(group.anybody, updates)
-        inner_state = _health.where(group.anybody, inner_state, local.inner_state)
+        updates = _finite.or_zeros(local.anybody, updates)
+        inner_state = _finite.where(local.anybody, inner_state, local.inner_state)
         return updates, inner_state, state
 
-    return _base.Synchronizer(
-        init, step, lambda params, inner_state, views: form.payload(params, views)
+    return Synchronizer(
+        init, sync, lambda params, inner_state, views: form.payload(params, views)
     )
+
+
+def _feedback_mean(compressor, local: LocalStep, state: SyncState, group: Group):
+    """The mean gradient, in the gradients' dtypes, and the sync state."""
+    gradients = local.gradients
+    mean, residual, common = _base.mean_with_feedback(
+        compressor, gradients, state.residual, state.common, local, group
+    )
+    mean = jax.tree.map(lambda m, g: m.astype(g.dtype), mean, gradients)
+    later = _finite.or_zeros(~local.present, gradients)
+    residual = jax.tree.map(lambda r, g: r + g.astype(r.dtype), residual, later)
+    return mean, SyncState(residual=residual, common=common)

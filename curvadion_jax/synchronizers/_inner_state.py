@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _bases, _health, _low_rank, _momentum, _orthonormalize, _paths
+from curvadion_jax import _finite, _momentum, _orthonormalize, _paths, _power_iteration
 from curvadion_jax._dion import DionState
+from curvadion_jax._within_replica import Devices
 from curvadion_jax.synchronizers import _base, _fragments
 from curvadion_jax.synchronizers._fragments import Fragment
 
@@ -24,16 +25,18 @@ def momenta(inner_state: optax.OptState, fragment: Fragment) -> dict[str, jax.Ar
     return {name: m for name, m in found.items() if _fragments.holds(fragment, name)}
 
 
-def average_momentum(inner_state, form, form_state, group, views, fragment):
-    """What replicas did not send of their momenta stays with them; and the mean.
+def average_momentum(inner_state, form, form_state, local, group, fragment):
+    """Mean momenta, with what each replica did not send of its own on top.
 
     One that took no part, and has a momentum, does without the mean.
     """
     found = momenta(inner_state, fragment)
-    result = form.average(found, form_state, group, views)
-    taken = _health.or_zeros(group.joins, result.mean)
+    result = form.average(local.weighted(found), form_state, group, local.views)
+    unsent = _base.own_unsent(local, result.unsent)
+    kept = _finite.or_zeros(~local.joins, found)
+    common = _finite.or_zeros(local.joins, result.mean)
     new = {
-        name: (result.unsent[name] + taken[name]).astype(m.dtype)
+        name: (unsent[name] + common[name] + kept[name]).astype(m.dtype)
         for name, m in found.items()
     }
     inside = _momentum.in_field(inner_state, _momentum.find_field(inner_state))
@@ -118,18 +121,21 @@ def _sent(params, inner_state, momentum: bool, other_state: bool) -> list[bool]:
     ]
 
 
-def common_q(inner_state, starts, views, orthonormalize, fragment):
+def common_q(inner_state, starts, views, orthonormalize, layout, fragment):
     """Q for common momenta, by a step of power iteration from common starts.
 
     Returns:
       The inner state and the starts, with the Q of the fragment's matrices replaced.
     """
-    states, own, common = _base.dion_states(inner_state), [], []
-    for state, start in zip(states, starts, strict=True):
-        new = _iterated(state, start, views, orthonormalize, fragment)
-        own.append(_with_leaves(state.q, new))
+    common, following = [], iter(starts)
+
+    def with_new_q(state: DionState) -> DionState:
+        start = next(following)
+        new = _iterated(state, start, views, orthonormalize, layout, fragment)
         common.append(_with_leaves(start, new))
-    return _base.with_q(inner_state, own), common
+        return state._replace(q=_with_leaves(state.q, new))
+
+    return _momentum.with_dion(inner_state, with_new_q), common
 
 
 def _with_leaves(tree: Any, new: dict[str, jax.Array]) -> Any:
@@ -137,26 +143,29 @@ def _with_leaves(tree: Any, new: dict[str, jax.Array]) -> Any:
 
 
 def _iterated(
-    state: DionState, start: Any, views, orthonormalize, fragment: Fragment
+    state: DionState, start: Any, views, orthonormalize, layout, fragment: Fragment
 ) -> dict[str, jax.Array]:
     """Path -> Q after one step, of a fragment's matrices."""
     matrices = zip(
-        _base.matrices(state, views),
+        _base.matrices(state, views).items(),
         jax.tree.leaves(state.momentum),
         jax.tree.leaves(start),
         strict=True,
     )
-    names, seen, momenta, starts = [], [], [], []
-    for (name, view, _), momentum, q in matrices:
+    seen, momenta, qs = {}, {}, {}
+    for (name, (view, _)), momentum, q in matrices:
         if _fragments.holds(fragment, name):
             wide = momentum.astype(_orthonormalize.compute_dtype(momentum.dtype))
-            names.append(name)
-            seen.append(view)
-            momenta.append(view.to_matrix(wide))
-            starts.append(q)
-    bases = functools.partial(_bases.of_factors, names, seen, orthonormalize)
-    _, right = _low_rank.power_iteration(momenta, starts, bases)
+            seen[name], momenta[name], qs[name] = view, view.to_matrix(wide), q
+    devices = Devices(layout)
+    _, right = _power_iteration.power_iteration(
+        momenta,
+        {name: devices.whole(q) for name, q in qs.items()},
+        functools.partial(devices.bases, views=seen, orthonormalize=orthonormalize),
+    )
     return {
-        name: _low_rank.unit_columns(r, q)[0].astype(q.dtype)
-        for name, r, q in zip(names, right, starts, strict=True)
+        name: devices.whole(_power_iteration.unit_columns(r, qs[name])[0]).astype(
+            qs[name].dtype
+        )
+        for name, r in right.items()
     }

@@ -8,45 +8,32 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import (
-    _arguments,
-    _health,
-    _memory,
-    _orthonormalize,
-    compressors,
-)
+from curvadion_jax import _arguments, _finite, _momentum, _orthonormalize, compressors
+from curvadion_jax._protocols import Group, LocalStep, Synchronizer, SyncState
 from curvadion_jax.compressors._base import check_compressor
 from curvadion_jax.synchronizers import _base, _fragments, _inner_state
 from curvadion_jax.synchronizers._fragments import Fragment
 
 
-class ReconcileState(NamedTuple):
-    """State of `reconcile`; it moves at syncs.
-
-    All but `error` is the same on all replicas.
+class ReconcileCommon(NamedTuple):
+    """What `reconcile` keeps beside the anchor, the same on all replicas.
 
     Attributes:
-      anchor: the parameters after the last sync (of each fragment, its own last one),
-        tree of the parameters. This is "the model": what to evaluate, export and keep.
-      common_q: Q of every state of Dion after the last sync, in order; from it Q is
-        recomputed at the next. Empty when momenta stay local.
+      q: Q of every state of Dion after the last sync, in order; from it Q is recomputed
+        at the next. Empty when momenta stay local.
       outer_state: state of the outer optimizer; a list with that of every fragment,
         if there are several.
-      error: what the compressor left of its drift so far, tree of the parameters,
-        at least float32; empty without a compressor. Replica-varying.
-      compressor_state: states of the compressors of parameters and momentum; a list
-        of these for several fragments.
+      compressor_state: states of the compressors of pseudo-gradients and momenta; a
+        list of these for several fragments.
 
     Example:
       >>> state = reconcile().init({"w": jnp.ones(2)}, inner_state=(), views={})
-      >>> state.anchor["w"].tolist()
-      [1.0, 1.0]
+      >>> state.anchor["w"].tolist(), state.common.q
+      ([1.0, 1.0], [])
     """
 
-    anchor: optax.Params
-    common_q: Any
+    q: Any
     outer_state: optax.OptState
-    error: Any
     compressor_state: Any
 
 
@@ -59,19 +46,20 @@ def reconcile(
     fragments: int = 1,
     other_state: bool = False,
     orthonormalize: _orthonormalize.Orthonormalize | None = None,
-) -> _base.Synchronizer:
+) -> Synchronizer:
     r"""At a sync replicas take their own step and then come together.
 
     With :math:`\theta_i` the parameters of replica i after its local step and
-    :math:`a` the anchor, the parameters all had after the last sync:
+    :math:`a` the anchor, the parameters all had after the last sync, the outer
+    optimizer is given the mean pseudo-gradient:
 
     .. math::
-      d = \tfrac1N \textstyle\sum_i (\theta_i - a), \qquad
+      d = \tfrac1N \textstyle\sum_i (a - \theta_i), \qquad
       a \leftarrow a + \mathrm{outer}(d), \qquad \theta_i \leftarrow a
 
     Afterwards the anchors of the replicas agree to the bit, and the parameters do but
-    for the rounding of `params + update`. Drift is always measured from the anchor, so
-    that rounding does not add up.
+    for the rounding of `params + update`. Pseudo-gradients are
+    always measured from the anchor, so that rounding does not add up.
 
     The momentum of the replicas is averaged too (each holds part of what the others
     have not seen yet; in small runs sharing it mattered more than sharing
@@ -81,12 +69,12 @@ def reconcile(
 
     Args:
       outer: Optax transformation for the outer step. It is given the pseudo-gradient
-        -d with the anchor as parameters; for DiLoCo
-        ``optax.sgd(0.7, momentum=0.9, nesterov=True)``. None takes a + d, the plain
+        with the anchor as parameters; for DiLoCo
+        ``optax.sgd(0.7, momentum=0.9, nesterov=True)``. None takes a - d, the plain
         average.
-      compressor: form in which the drift is sent, with error feedback: what a
-        replica sent less than it had is added to its next drift. None sends it as
-        it is, in at least float32.
+      compressor: form in which pseudo-gradients are sent, with error feedback: what a
+        replica sent less than it had is added to its next one. None sends them as they
+        are, in at least float32.
       momentum: whether momenta are averaged: the field `momentum` (Dion), else
         `trace`, else `mu`, of the inner optimizer's state. A compressor sends them in
         its form, and what was not sent stays in the replica's own momentum; Q then
@@ -94,9 +82,9 @@ def reconcile(
       momentum_every: k, for momenta (and the other state) to be averaged at every k-th
         sync only, or of every fragment at its own every k-th.
       fragments: n, for a sync to bring one n-th of the parameters together, in turn:
-        drift, error, outer step, anchor, momentum and Q of these alone, and the others
-        stay as the local step left them. This is streaming: what a sync sends at once
-        is 1/n, and for as many bytes it is to come n times as often, say
+        pseudo-gradient, residual, outer step, anchor, momentum and Q of these alone,
+        and the others stay as the local step left them. This is streaming: what a sync
+        sends at once is 1/n, and for as many bytes it is to come n times as often, say
         ``every_k(h // n)``. Fragments are of whole parameters (a stack of layers is
         one), of about equal size; :func:`fragment_paths` lists them. The program holds
         a sync for each.
@@ -112,8 +100,8 @@ def reconcile(
       outer optimizer keeps.
 
     Raises:
-      TypeError: if `outer` is not an Optax transformation, a compressor is none, a
-        number is no int, or another argument of the wrong kind.
+      TypeError: if `outer` is not an Optax transformation, a compressor is not a
+        Compressor, a number is not an int, or another argument of the wrong kind.
       ValueError: if a number is below 1, or `momentum_every` is given and nothing is
         averaged; at `init`, if there are more fragments than parameters, or momenta
         are to be averaged and the inner optimizer keeps arrays of parameters' shapes,
@@ -157,7 +145,7 @@ def reconcile(
             optax.scale(-1) if outer is None else outer
         ),
         compressor=compressor,
-        # What is averaged exactly beside the drift, and what by a form of its own.
+        # What is averaged exactly beside the parameters, and what by a compressor.
         whole=momentum is True,
         momentum_form=None if isinstance(momentum, bool) else momentum,
         other_state=other_state,
@@ -165,10 +153,8 @@ def reconcile(
         fragments=fragments,
         momentum_every=momentum_every,
     )
-    return _base.Synchronizer(
-        *(parts.init, parts.step, parts.payload, parts.cycle()),
-        after_local_step=True,
-        settled=parts.settled,
+    return Synchronizer(
+        *(parts.init, parts.sync, parts.payload, parts.cycle()), after_local_step=True
     )
 
 
@@ -192,9 +178,9 @@ class _Reconcile:
     def cycle(self) -> tuple[int, ...]:
         """Rounds through all fragments, the last of which averages momenta."""
         number, rounds = self.fragments, self.momentum_every
-        quiet = tuple(range(number)) * (rounds - 1)
+        first = tuple(range(number)) * (rounds - 1)
         last = tuple(range(number)) if rounds == 1 else range(number, 2 * number)
-        return (*quiet, *last)
+        return (*first, *last)
 
     def _averages_state(self, variant: int) -> bool:
         return self.momentum_every == 1 or variant >= self.fragments
@@ -214,11 +200,11 @@ class _Reconcile:
             params, inner_state, self.whole, self.other_state, fragment
         )
 
-    def init(self, params, inner_state, views):
+    def init(self, params, inner_state, views) -> SyncState:
         if self.whole:
             _inner_state.check_momentum_known(params, inner_state)
         anchor = jax.tree.map(jnp.copy, params)  # so that both can be donated
-        states = _base.dion_states(inner_state) if self.whole else []
+        states = _momentum.dion_states(inner_state) if self.whole else []
         fragments = _fragments.split(params, self.fragments)
         form, momentum_form = self._form, self.momentum_form
         compressor_states = [
@@ -230,84 +216,75 @@ class _Reconcile:
             )
             for each in fragments
         ]
-        return ReconcileState(
-            anchor,
+        common = ReconcileCommon(
             [jax.tree.map(jnp.copy, state.q) for state in states],
             _fragments.of_each(
                 self.outer.init(_fragments.pick(anchor, each)) for each in fragments
             ),
-            () if self.compressor is None else _base.zero_error(params),
             _fragments.of_each(compressor_states),
         )
+        residual = () if self.compressor is None else _base.zero_residual(params)
+        return SyncState(anchor=anchor, common=common, residual=residual)
 
-    def step(
-        self, local: _base.LocalStep, state: ReconcileState, group, variant: int = 0
-    ):
-        taken = local.take(local.gradients, local.inner_state)
-        together = functools.partial(self._together, local, group, variant)
-        return group.if_anybody(together, *taken, state)
-
-    def _together(self, local, group, variant, updates, inner_state, state):
-        """What follows the local step."""
-        moved = optax.apply_updates(local.params, updates)
+    def sync(self, local: LocalStep, state: SyncState, group: Group, variant: int = 0):
+        updates, inner_state = local.take()
         index, fragment = self._part(local.params, variant)
         pick = functools.partial(_fragments.pick, fragment=fragment)
         put = functools.partial(_fragments.put, fragment=fragment)
-        drift_state, momentum_state = _fragments.state_of(
-            state.compressor_state, index, fragment
+        of_fragment = functools.partial(
+            _fragments.state_of, index=index, fragment=fragment
         )
-        anchor = pick(state.anchor)
-        drift = jax.tree.map(_difference, pick(moved), anchor)
-        brought = _health.or_zeros(group.joins, drift)
-        rest = _health.or_zeros(~group.joins, drift)  # stays in the parameters
-        mean_drift, error, drift_state = _base.mean_with_feedback(
-            *(self.compressor, brought, pick(state.error)),
-            *(drift_state, group, local.views),
+        common: ReconcileCommon = state.common
+        form_state, momentum_state = of_fragment(common.compressor_state)
+        anchor, params = pick(state.anchor), pick(local.params)
+        moved = optax.apply_updates(params, pick(updates))
+        drift = jax.tree.map(_difference, moved, anchor)
+        mean, residual, form_state = _mean_drift(
+            self.compressor, drift, pick(state.residual), form_state, local, group
         )
-        if self.compressor is None:
-            mean_drift = _base.later_as_well(group, mean_drift)
-        outer_state = _fragments.state_of(state.outer_state, index, fragment)
-        anchor, outer_state = _outer_step(self.outer, mean_drift, anchor, outer_state)
-        common_q = state.common_q
+        anchor, outer_state = _outer_step(
+            self.outer, mean, anchor, of_fragment(common.outer_state), group.layout
+        )
+        q = common.q
         if self._averages_state(variant):
-            inner_state, momentum_state, common_q = self._average_state(
-                local, inner_state, momentum_state, common_q, group, fragment
+            inner_state, momentum_state, q = self._average_state(
+                local, inner_state, momentum_state, q, group, fragment
             )
-        with_state = functools.partial(
+        # An absent replica keeps its drift, on top of the common model.
+        kept = _finite.or_zeros(~local.joins, drift)
+        target = jax.tree.map(lambda a, d: (a + d).astype(a.dtype), anchor, kept)
+        updates = put(updates, jax.tree.map(_move_to, target, params))
+        replace = functools.partial(
             _fragments.with_state, index=index, fragment=fragment
         )
-        target = jax.tree.map(lambda a, r: (a + r).astype(a.dtype), anchor, rest)
-        updates = put(updates, jax.tree.map(_move_to, target, pick(local.params)))
-        state = ReconcileState(
-            put(state.anchor, anchor),
-            common_q,
-            with_state(state.outer_state, new=outer_state),
-            put(state.error, error),
-            with_state(state.compressor_state, new=(drift_state, momentum_state)),
+        common = ReconcileCommon(
+            q,
+            replace(common.outer_state, new=outer_state),
+            replace(common.compressor_state, new=(form_state, momentum_state)),
+        )
+        state = SyncState(
+            anchor=put(state.anchor, anchor),
+            common=common,
+            residual=put(state.residual, residual),
         )
         return updates, inner_state, state
 
     def _average_state(
-        self, local, inner_state, momentum_state, common_q, group, fragment
+        self, local: LocalStep, inner_state, momentum_state, q, group, fragment
     ):
         """Inner state, state of the momentum's compressor and common Q afterwards."""
         own = self._exact(local.params, inner_state, fragment)
-        averaged = _health.where(group.joins, group.mean(own), own)
+        averaged = _finite.where(local.joins, local.mean(own, group), own)
         inner_state = _inner_state.replaced(inner_state, averaged)
         if self.momentum_form:
             inner_state, momentum_state = _inner_state.average_momentum(
-                inner_state,
-                self.momentum_form,
-                momentum_state,
-                group,
-                local.views,
-                fragment,
+                inner_state, self.momentum_form, momentum_state, local, group, fragment
             )
         if self.whole and group.size > 1:  # one replica is plain Dion
-            inner_state, common_q = _inner_state.common_q(
-                inner_state, common_q, local.views, self.orthonormalize, fragment
+            inner_state, q = _inner_state.common_q(
+                inner_state, q, local.views, self.orthonormalize, group.layout, fragment
             )
-        return inner_state, momentum_state, common_q
+        return inner_state, momentum_state, q
 
     def payload(self, params, inner_state, views, variant: int = 0):
         _, fragment = self._part(params, variant)
@@ -320,40 +297,31 @@ class _Reconcile:
                 total += self.momentum_form.payload(own, views)
         return total
 
-    def settled(self, params, state: ReconcileState, variant: int = 0):
-        _, fragment = self._part(params, variant)
-        pick = functools.partial(_fragments.pick, fragment=fragment)
-        anchor = _memory.to_device(pick(state.anchor))
-        return _are_near(pick(params), anchor)
-
-
-# `_move_to` misses a parameter by a rounding at most, and where the sync at most halves
-# or doubles it by none (Sterbenz' lemma); so by less than half of one of all together.
-_ROUNDINGS = 0.5
-
-
-def _are_near(params: Any, anchor: Any) -> jax.Array:
-    """Whether all together are the same but for roundings; bool[].
-
-    Yes where anything is not finite: that is not for this look.
-    """
-    distance = size = jnp.zeros([], jnp.float32)
-    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(anchor), strict=True):
-        difference, unit = _difference(x, y), float(jnp.finfo(x.dtype).eps)
-        distance += jnp.sum(jnp.square(difference)) / unit**2
-        size += jnp.sum(jnp.square(y.astype(difference.dtype)))
-    return ~(distance > _ROUNDINGS**2 * size)
-
 
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
     wide = jnp.promote_types(new.dtype, jnp.float32)
     return new.astype(wide) - old.astype(wide)
 
 
-def _outer_step(outer, drift, anchor, state):
+def _mean_drift(compressor, drift, residual, form_state, local: LocalStep, group):
+    """How far replicas are from the anchor on average, what they owe, and its state."""
+    if compressor is not None:
+        return _base.mean_with_feedback(
+            compressor, drift, residual, form_state, local, group
+        )
+    mean = jax.tree.map(
+        # An absent replica brings its drift later.
+        lambda x: x * jnp.asarray(local.expected, x.dtype),
+        local.mean(drift, group),
+    )
+    return mean, residual, form_state
+
+
+def _outer_step(outer, drift, anchor, state, layout):
     """Anchor after the sync, in the anchor's dtype, and the outer state."""
     pseudo_gradient = jax.tree.map(jnp.negative, drift)
-    updates, new_state = outer.update(pseudo_gradient, state, anchor)
+    more = {"layout": layout} if layout.axes else {}
+    updates, new_state = outer.update(pseudo_gradient, state, anchor, **more)
     # `optax.apply_updates` would add in the anchor's dtype.
     anchor = jax.tree.map(lambda a, u: (a + u).astype(a.dtype), anchor, updates)
     same_dtype = jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state)

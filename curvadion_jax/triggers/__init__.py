@@ -1,13 +1,8 @@
 """Triggers decide when replicas synchronise; see `Trigger`."""
 
-from curvadion_jax.triggers._base import (
-    Decision,
-    Observation,
-    Trigger,
-    decision,
-    stateless,
-)
-from curvadion_jax.triggers._budget import BudgetState, budget, evenly
+from curvadion_jax._protocols import Decision, Observation, Trigger
+from curvadion_jax.triggers._base import decision, stateless
+from curvadion_jax.triggers._budget import BudgetState, SpendingState, budget, evenly
 from curvadion_jax.triggers._combine import (
     after_steps,
     any_of,
@@ -37,6 +32,7 @@ __all__ = [
     "DelayedState",
     "Observation",
     "RememberedState",
+    "SpendingState",
     "Trigger",
     "after_steps",
     "always",

@@ -9,108 +9,14 @@ neither what is sent (the synchronizer) nor what a step does (the inner optimize
 `at_least_every(relative_momentum_change(0.1), 50)` at both.
 """
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from curvadion_jax import _arguments
-from curvadion_jax._matrices import MatrixView
-
-
-class Observation(NamedTuple):
-    """What a trigger sees on every step, all of it this replica's own.
-
-    The fields have defaults so that a trigger can be asked by hand, as in its tests.
-
-    Attributes:
-      gradients: this step's gradients, tree of the parameters.
-      inner_state: state of the inner optimizer before this step.
-      params: parameters before this step.
-      views: path of a parameter -> how Dion sees it as matrices, or None.
-      next_inner_state: function without arguments that returns the state that the
-        inner optimizer would have after this step if nobody communicated, with its
-        momentum before error feedback.
-      steps: int32[], steps taken before this one.
-      syncs: int32[], synchronised steps among them.
-      quiet_steps: int32[], steps taken since the last sync, or since the start.
-      anchor: the parameters that all replicas had after the last sync, tree of the
-        parameters; None where the synchronizer keeps none.
-      sync_cost: Python float, the bytes of one sync over those of an all-reduce of
-        all gradients in float32.
-
-    Example:
-      >>> def decide(seen: Observation) -> Decision:
-      ...     norm = optax.tree.norm(seen.gradients)
-      ...     return decision(norm > 10, value=norm, threshold=10)
-      >>> on_large_gradients = stateless(decide)
-      >>> seen = Observation(gradients={"w": jnp.array([12.0, 16.0])})
-      >>> float(on_large_gradients.decide(seen, ())[0].value)
-      20.0
-    """
-
-    gradients: optax.Updates = ()
-    inner_state: optax.OptState = ()
-    params: optax.Params = ()
-    views: Mapping[str, MatrixView | None] = MappingProxyType({})
-    next_inner_state: Callable[[], optax.OptState] = tuple
-    steps: jax.Array | int = 0
-    syncs: jax.Array | int = 0
-    quiet_steps: jax.Array | int = 0
-    anchor: optax.Params | None = None
-    sync_cost: float = 1.0
-
-
-class Decision(NamedTuple):
-    """What a trigger answers.
-
-    Attributes:
-      fire: bool[], whether this replica wants to synchronise on this step.
-      value: float32[], what was compared with the threshold; NaN where nothing was.
-      threshold: float32[], what it was compared with; NaN where nothing was.
-      layer: int32[], index of the parameter, in the order of the parameters' leaves,
-        whose value was the largest; -1 where no parameter is meant.
-
-    Example:
-      >>> answer = decision(True, value=0.5, threshold=0.25)
-      >>> bool(answer.fire), float(answer.value), int(answer.layer)
-      (True, 0.5, -1)
-    """
-
-    fire: jax.Array
-    value: jax.Array
-    threshold: jax.Array
-    layer: jax.Array
-
-
-class Trigger(NamedTuple):
-    """A pair of functions that decide when to synchronise.
-
-    Attributes:
-      init: (params, inner_state) -> trigger state, a tree of arrays; called once,
-        outside `shard_map` and possibly on abstract values.
-      decide: (observation, trigger state) -> (Decision, trigger state); called on
-        every step on every replica, traced, before anything is sent. It must not
-        communicate (that is checked).
-
-    Example:
-      >>> def decide(observation, last):  # after steps 3, 7, 15, 31, ...
-      ...     fire = observation.steps >= 2 * last
-      ...     return decision(fire), jnp.where(fire, observation.steps + 1, last)
-      >>> doubling = Trigger(lambda params, inner_state: jnp.ones([], int), decide)
-      >>> last, fired = jnp.ones([], int), []
-      >>> for step in range(8):
-      ...     answer, last = doubling.decide(Observation(steps=step), last)
-      ...     fired.append(int(answer.fire))
-      >>> fired
-      [0, 0, 1, 0, 0, 0, 1, 0]
-    """
-
-    init: Callable[[optax.Params, optax.OptState], Any]
-    decide: Callable[[Observation, Any], tuple[Decision, Any]]
+from curvadion_jax._protocols import Decision, Observation, Trigger
 
 
 def decision(
@@ -161,13 +67,13 @@ def stateless(decide: Callable[[Observation], Decision]) -> Trigger:
     """
     _arguments.check_function(decide, "decide", "lambda seen: decision(True)", False)
     return Trigger(
-        init=lambda params, inner_state: (),
+        init=lambda *_: (),
         decide=lambda observation, state: (decide(observation), state),
     )
 
 
 def check_answer(answer: Any, before: Any) -> tuple[Decision, Any]:
-    """Returns what a trigger's `decide` returned, or refuses it.
+    """Returns what a trigger's `decide` returned, or rejects it.
 
     Args:
       answer: what it returned.
@@ -201,7 +107,7 @@ def check_answer(answer: Any, before: Any) -> tuple[Decision, Any]:
 
 
 def check_trigger(trigger: Any, what: str = "trigger") -> None:
-    """Refuses what is not a `Trigger`."""
+    """Rejects what is not a `Trigger`."""
     if not isinstance(trigger, Trigger):
         raise TypeError(
             f"{what} must be a curvadion_jax.triggers.Trigger such as every_k(10) or "

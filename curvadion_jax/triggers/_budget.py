@@ -5,12 +5,34 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _arguments
+from curvadion_jax import _arguments, _finite
+from curvadion_jax._protocols import Observation, Trigger
 from curvadion_jax.triggers import _base
 from curvadion_jax.triggers._momentum_change import relative_momentum_change
 
 # Three roundings to float32 stand between a rate and the steps that it pays for.
 _ROUNDING = 2.0**-22
+
+
+class SpendingState(NamedTuple):
+    """State of `evenly`: since when its rate is what it is. The same on all replicas.
+
+    Attributes:
+      share: float32[], syncs a step that the rate pays for; NaN before the first step.
+      steps: int32[], steps taken before that.
+      syncs: int32[], sync steps among them.
+      credit: float32[], syncs that were paid for then and not made, in [0, 1].
+
+    Example:
+      >>> state = evenly(0.01).init({"w": jnp.ones(2)}, (), {})
+      >>> int(state.steps), float(state.credit)
+      (0, 0.0)
+    """
+
+    share: jax.Array
+    steps: jax.Array
+    syncs: jax.Array
+    credit: jax.Array
 
 
 class BudgetState(NamedTuple):
@@ -22,21 +44,29 @@ class BudgetState(NamedTuple):
         Replica-varying: its own values move it at the bounds.
       peak: float32[], largest value since the last sync, in units of the threshold of
         the other trigger. Replica-varying.
-      before: int32[], syncs of the warm-up; the same on all replicas.
+      spending: since when the rate is what it is, or since the end of the warm-up.
 
     Example:
-      >>> state = budget(0.01).init({"w": jnp.ones(2)}, inner_state=())
-      >>> float(state.integral), int(state.before)
+      >>> from curvadion_jax import triggers
+      >>> state = budget(0.01, triggers.always()).init({}, (), {})
+      >>> float(state.integral), int(state.spending.steps)
       (0.0, 0)
     """
 
     of_state: Any
     integral: jax.Array
     peak: jax.Array
-    before: jax.Array
+    spending: SpendingState
 
 
-def _share(rate, cost, observation: _base.Observation) -> jax.Array:
+def _not_spent() -> SpendingState:
+    zero = jnp.zeros([], jnp.int32)
+    return SpendingState(
+        jnp.full([], jnp.nan, jnp.float32), zero, zero, jnp.zeros([], jnp.float32)
+    )
+
+
+def _share(rate, cost, observation: Observation) -> jax.Array:
     """Syncs a step that the rate pays for, at most one."""
     cost = jnp.asarray(observation.sync_cost if cost is None else cost, jnp.float32)
     cost = jnp.maximum(cost, jnp.finfo(jnp.float32).tiny)
@@ -45,7 +75,7 @@ def _share(rate, cost, observation: _base.Observation) -> jax.Array:
 
 def evenly(
     rate: jax.typing.ArrayLike, *, cost: jax.typing.ArrayLike | None = None
-) -> _base.Trigger:
+) -> Trigger:
     r"""Spends a share of the bytes of synchronous training at even distances.
 
     The fixed period of a byte budget, which need not be a whole number of steps:
@@ -54,6 +84,9 @@ def evenly(
     .. math::
       (s + 1) \, \mathrm{cost} \le \mathrm{rate} \cdot n
 
+    Where the rate or the cost changes, as after a restart with another budget, counting
+    starts anew: what was spent or saved before is neither paid back nor made up for.
+
     Args:
       rate: share of the bytes of synchronous training, an all-reduce of all gradients
         in float32 on every step; 0.01 is one percent.
@@ -61,7 +94,8 @@ def evenly(
         what the synchronizer sends; with 1.0 the rate is a share of the steps.
 
     Returns:
-      The trigger. A rate that pays for more synchronises on every step.
+      The trigger. A rate that pays for more synchronises on every step. Its state is
+      :class:`SpendingState`.
 
     .. warning::
       It counts all syncs, those of other triggers too: after a dense start, as of
@@ -75,9 +109,11 @@ def evenly(
     Example:
       >>> from curvadion_jax.triggers import Observation
       >>> trigger, syncs, fired = evenly(0.8), 0, []
+      >>> state = trigger.init((), (), {})
       >>> for steps in range(12):  # a sync sends twice the gradients: 2 / 0.8 steps
       ...     seen = Observation(steps=steps, syncs=syncs, sync_cost=2.0)
-      ...     fired.append(int(trigger.decide(seen, ())[0].fire))
+      ...     answer, state = trigger.decide(seen, state)
+      ...     fired.append(int(answer.fire))
       ...     syncs += fired[-1]
       >>> fired
       [0, 0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 0]
@@ -86,16 +122,45 @@ def evenly(
     if cost is not None:
         _arguments.check_number(cost, "cost")
 
-    def decide(observation: _base.Observation) -> _base.Decision:
-        share = _share(rate, cost, observation) * (1 + _ROUNDING)
-        return _base.decision(observation.syncs + 1 <= share * (observation.steps + 1))
+    def decide(observation: Observation, state: SpendingState):
+        share = _share(rate, cost, observation)
+        state = _anew_if_changed(state, share, observation)
+        paid, spent = _balance(state, observation, ahead=1)
+        return _base.decision(spent + 1 <= paid * (1 + _ROUNDING)), state
 
-    return _base.stateless(decide)
+    return Trigger(lambda *_: _not_spent(), decide)
+
+
+def _balance(
+    state: SpendingState, observation: Observation, ahead: int = 0
+) -> tuple[jax.Array, jax.Array]:
+    """Syncs paid for since the state's step, so many steps from now, and those made."""
+    steps = observation.steps - state.steps + ahead
+    return state.credit + state.share * steps, observation.syncs - state.syncs
+
+
+def _anew_if_changed(
+    state: SpendingState, share: jax.Array, observation: Observation
+) -> SpendingState:
+    """Counts from this step on where another share is paid for than before."""
+    paid, spent = _balance(state, observation)
+    credit = jnp.where(jnp.isnan(paid), 0, jnp.clip(paid - spent, 0, 1))
+    new = _counting_from(observation, share)._replace(credit=credit)
+    changed = ~(share == state.share)  # True for the NaN of the first step
+    return jax.tree.map(lambda a, b: jnp.where(changed, a, b), new, state)
+
+
+def _counting_from(observation: Observation, share: jax.Array) -> SpendingState:
+    steps, syncs = observation.steps, observation.syncs
+    as_int = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
+    return SpendingState(
+        share, as_int(steps), as_int(syncs), jnp.zeros([], jnp.float32)
+    )
 
 
 def budget(
     rate: jax.typing.ArrayLike,
-    of: _base.Trigger | None = None,
+    of: Trigger | None = None,
     *,
     cost: jax.typing.ArrayLike | None = None,
     warmup: int = 0,
@@ -103,7 +168,7 @@ def budget(
     behind: jax.typing.ArrayLike = 3.0,
     gain: jax.typing.ArrayLike = 0.3,
     reach: jax.typing.ArrayLike = 1000.0,
-) -> _base.Trigger:
+) -> Trigger:
     r"""Spends a share of the bytes of synchronous training when a signal says so.
 
     Moves the threshold :math:`\tau` of another trigger, so that its value x decides
@@ -132,7 +197,8 @@ def budget(
 
     The first `warmup` steps stand outside of the budget: the other trigger decides
     alone on them, at its own threshold, and counting starts after them, with c = 0.
-    What they spend is not paid back later by silence, but is added to the share.
+    What they spend is not paid back later by silence, but is added to the share. Where
+    the rate or the cost changes, counting starts anew.
 
     Args:
       rate: share of the bytes of synchronous training, an all-reduce of all gradients
@@ -165,7 +231,7 @@ def budget(
       >>> from curvadion_jax import triggers
       >>> constant = triggers.stateless(lambda seen: triggers.decision(0, 0.3, 2.0))
       >>> trigger, syncs, fired = budget(0.5, constant, cost=1.0), 0, []
-      >>> state = trigger.init(None, None)
+      >>> state = trigger.init(None, None, {})
       >>> for steps in range(100):
       ...     seen = triggers.Observation(steps=steps, syncs=syncs)
       ...     decision, state = trigger.decide(seen, state)
@@ -185,21 +251,24 @@ def budget(
         if isinstance(number, int | float) and number < 1:
             raise ValueError(f"{what} must be at least 1, got {number}")
 
-    def init(params, inner_state):
+    def init(params, inner_state, views):
         return BudgetState(
-            of_state=of.init(params, inner_state),
+            of_state=of.init(params, inner_state, views),
             integral=jnp.zeros([], jnp.float32),
             peak=jnp.zeros([], jnp.float32),
-            before=jnp.zeros([], jnp.int32),
+            spending=_not_spent(),
         )
 
     def decide(observation, state: BudgetState):
         chosen, of_state = of.decide(observation, state.of_state)
-        steps, syncs = observation.steps, observation.syncs
-        warm = steps < warmup
-        before = jnp.where(steps <= warmup, syncs, state.before)
+        warm = observation.steps < warmup
         share = _share(rate, cost, observation)
-        paid, spent = share * jnp.maximum(steps - warmup, 0), syncs - before
+        spending = _finite.where(
+            observation.steps <= warmup,
+            _counting_from(observation, share),
+            _anew_if_changed(state.spending, share, observation),
+        )
+        paid, spent = _balance(spending, observation)
 
         strength = jnp.where(warm, 0, jnp.asarray(gain, jnp.float32))
         largest = jnp.log(jnp.asarray(reach, jnp.float32))
@@ -214,8 +283,8 @@ def budget(
 
         ratio = chosen.value / chosen.threshold
         finite = jnp.isfinite(ratio)
-        quiet = (observation.quiet_steps > 0) & ~warm
-        peak = jnp.where(quiet, state.peak, 0)
+        since = (observation.local_steps > 0) & ~warm
+        peak = jnp.where(since, state.peak, 0)
         peak = jnp.maximum(peak, jnp.where(finite, ratio, 0))
         integral = state.integral + strength / 2 * share * proportional
         integral += jnp.where(wanted & ~allowed, strength, 0)
@@ -226,6 +295,6 @@ def budget(
 
         fire = jnp.where(warm, chosen.fire, (wanted & allowed) | required)
         chosen = chosen._replace(fire=fire, threshold=threshold)
-        return chosen, BudgetState(of_state, integral, peak, before)
+        return chosen, BudgetState(of_state, integral, peak, spending)
 
-    return _base.Trigger(init, decide)
+    return Trigger(init, decide)

@@ -3,10 +3,11 @@
 import jax.numpy as jnp
 
 from curvadion_jax import _arguments
+from curvadion_jax._protocols import Decision, Trigger
 from curvadion_jax.triggers import _base
 
 
-def any_of(*triggers: _base.Trigger) -> _base.Trigger:
+def any_of(*triggers: Trigger) -> Trigger:
     """Synchronises when one of several triggers wants to.
 
     Value, threshold and layer are those of the first trigger that fires, or of the
@@ -34,8 +35,8 @@ def any_of(*triggers: _base.Trigger) -> _base.Trigger:
     for trigger in triggers:
         _base.check_trigger(trigger)
 
-    def init(params, inner_state):
-        return tuple(trigger.init(params, inner_state) for trigger in triggers)
+    def init(params, inner_state, views):
+        return tuple(trigger.init(params, inner_state, views) for trigger in triggers)
 
     def decide(observation, states):
         pairs = zip(triggers, states, strict=True)
@@ -44,13 +45,13 @@ def any_of(*triggers: _base.Trigger) -> _base.Trigger:
         for other in rest:
             take = ~chosen.fire & other.fire
             both = zip(other, chosen, strict=True)
-            chosen = _base.Decision(*(jnp.where(take, new, old) for new, old in both))
+            chosen = Decision(*(jnp.where(take, new, old) for new, old in both))
         return chosen, tuple(state for _, state in results)
 
-    return _base.Trigger(init, decide)
+    return Trigger(init, decide)
 
 
-def at_least_every(trigger: _base.Trigger, k: int) -> _base.Trigger:
+def at_least_every(trigger: Trigger, k: int) -> Trigger:
     """Synchronises when the trigger says so, and in any case k steps after a sync.
 
     Args:
@@ -67,7 +68,7 @@ def at_least_every(trigger: _base.Trigger, k: int) -> _base.Trigger:
     Example:
       >>> from curvadion_jax import triggers
       >>> trigger = at_least_every(triggers.never(), 50)
-      >>> decision, _ = trigger.decide(triggers.Observation(quiet_steps=49), ())
+      >>> decision, _ = trigger.decide(triggers.Observation(local_steps=49), ())
       >>> bool(decision.fire)
       True
     """
@@ -76,16 +77,16 @@ def at_least_every(trigger: _base.Trigger, k: int) -> _base.Trigger:
 
     def decide(observation, state):
         chosen, state = trigger.decide(observation, state)
-        due = observation.quiet_steps + 1 >= k
+        due = observation.local_steps + 1 >= k
         return chosen._replace(fire=chosen.fire | due), state
 
-    return _base.Trigger(trigger.init, decide)
+    return Trigger(trigger.init, decide)
 
 
-def at_most_every(trigger: _base.Trigger, k: int) -> _base.Trigger:
+def at_most_every(trigger: Trigger, k: int) -> Trigger:
     """Synchronises when the trigger says so, but no sooner than k steps after a sync.
 
-    What the trigger wants in between is dropped, a wish because of NaN included. The
+    Requests in between are dropped, one because of NaN included. The
     first sync may come at any time.
 
     Args:
@@ -102,7 +103,7 @@ def at_most_every(trigger: _base.Trigger, k: int) -> _base.Trigger:
     Example:
       >>> from curvadion_jax import triggers
       >>> trigger = at_most_every(triggers.always(), 5)
-      >>> seen = triggers.Observation(syncs=1, quiet_steps=3)
+      >>> seen = triggers.Observation(syncs=1, local_steps=3)
       >>> bool(trigger.decide(seen, ())[0].fire)
       False
     """
@@ -111,13 +112,13 @@ def at_most_every(trigger: _base.Trigger, k: int) -> _base.Trigger:
 
     def decide(observation, state):
         chosen, state = trigger.decide(observation, state)
-        allowed = (observation.quiet_steps + 1 >= k) | (observation.syncs == 0)
+        allowed = (observation.local_steps + 1 >= k) | (observation.syncs == 0)
         return chosen._replace(fire=chosen.fire & allowed), state
 
-    return _base.Trigger(trigger.init, decide)
+    return Trigger(trigger.init, decide)
 
 
-def after_steps(trigger: _base.Trigger, steps: int) -> _base.Trigger:
+def after_steps(trigger: Trigger, steps: int) -> Trigger:
     """Synchronises on every one of the first steps, and leaves it to the trigger then.
 
     This is what makes local SGD post-local SGD (https://arxiv.org/abs/1808.07217).
@@ -149,4 +150,4 @@ def after_steps(trigger: _base.Trigger, steps: int) -> _base.Trigger:
         early = observation.steps < steps
         return chosen._replace(fire=chosen.fire | early), state
 
-    return _base.Trigger(trigger.init, decide)
+    return Trigger(trigger.init, decide)

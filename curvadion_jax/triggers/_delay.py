@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from curvadion_jax._protocols import Decision, Trigger
 from curvadion_jax.triggers import _base
 
 
@@ -17,16 +18,16 @@ class DelayedState(NamedTuple):
 
     Example:
       >>> from curvadion_jax import triggers
-      >>> state = delayed(triggers.never()).init({"w": jnp.ones(2)}, inner_state=())
+      >>> state = delayed(triggers.never()).init({"w": jnp.ones(2)}, (), {})
       >>> bool(state.decision.fire), float(state.decision.value)  # before any step
       (True, inf)
     """
 
     trigger_state: Any
-    decision: _base.Decision
+    decision: Decision
 
 
-def delayed(trigger: _base.Trigger) -> _base.Trigger:
+def delayed(trigger: Trigger) -> Trigger:
     """Decides with what a trigger said on the step before.
 
     The flag is then known before a step begins, and depends on none of its gradients:
@@ -36,7 +37,7 @@ def delayed(trigger: _base.Trigger) -> _base.Trigger:
 
     The first step synchronises: without a decision the value counts as infinite. What
     the trigger says on a step that synchronises is dropped, for that sync answers it.
-    So there is a quiet step at least between two syncs, and ``delayed(always())``
+    So there is at least a local step between two syncs, and ``delayed(always())``
     synchronises on every second step.
 
     `at_least_every`, `every_k` and what else looks at counters alone needs no delay:
@@ -57,28 +58,28 @@ def delayed(trigger: _base.Trigger) -> _base.Trigger:
     Example:
       >>> from curvadion_jax import triggers
       >>> trigger = delayed(triggers.every_k(3))
-      >>> state, quiet, fired = trigger.init(None, None), 0, []
+      >>> state, since, fired = trigger.init(None, None, {}), 0, []
       >>> for steps in range(9):
-      ...     seen = triggers.Observation(steps=steps, quiet_steps=quiet)
+      ...     seen = triggers.Observation(steps=steps, local_steps=since)
       ...     decision, state = trigger.decide(seen, state)
-      ...     quiet = 0 if decision.fire else quiet + 1
+      ...     since = 0 if decision.fire else since + 1
       ...     fired.append(int(decision.fire))
       >>> fired
       [1, 0, 0, 1, 0, 0, 1, 0, 0]
     """
     _base.check_trigger(trigger)
 
-    def init(params, inner_state):
+    def init(params, inner_state, views):
         before = _base.decision(True, jnp.inf)
-        return DelayedState(trigger.init(params, inner_state), before)
+        return DelayedState(trigger.init(params, inner_state, views), before)
 
     def decide(observation, state: DelayedState):
         now, trigger_state = trigger.decide(observation, state.trigger_state)
-        open_ = (observation.quiet_steps > 0) | (observation.steps == 0)
+        open_ = (observation.local_steps > 0) | (observation.steps == 0)
         before = state.decision._replace(fire=state.decision.fire & open_)
         return before, DelayedState(trigger_state, _base.decision(*now))
 
-    return _base.Trigger(init, decide)
+    return Trigger(init, decide)
 
 
 class RememberedState(NamedTuple):
@@ -86,25 +87,25 @@ class RememberedState(NamedTuple):
 
     Attributes:
       trigger_state: what the trigger remembers.
-      wish: bool[], whether it has wanted a sync since the last one.
+      requested: bool[], whether it has requested a sync since the last one.
 
     Example:
       >>> from curvadion_jax import triggers
-      >>> state = remembered(triggers.always()).init({"w": jnp.ones(2)}, ())
-      >>> bool(state.wish)
+      >>> state = remembered(triggers.always()).init({"w": jnp.ones(2)}, (), {})
+      >>> bool(state.requested)
       False
     """
 
     trigger_state: Any
-    wish: jax.Array
+    requested: jax.Array
 
 
-def remembered(trigger: _base.Trigger) -> _base.Trigger:
-    """Keeps a trigger's wish until the next sync.
+def remembered(trigger: Trigger) -> Trigger:
+    """Keeps a trigger's request until the next sync.
 
-    For steps on which nobody is asked or a sync is not possible: what was wanted on
-    them is done as soon as it can be, and not lost. `adaptive_sync` wraps its trigger
-    in this where it asks only on every k-th step.
+    For steps on which requests are not reduced or a sync is not possible: what was
+    requested on them is done as soon as it can be, and not lost. `adaptive_sync` wraps
+    its trigger in this where it asks only on every k-th step.
 
     Args:
       trigger: any trigger; it is asked on every step.
@@ -119,25 +120,25 @@ def remembered(trigger: _base.Trigger) -> _base.Trigger:
     Example:
       >>> from curvadion_jax import triggers
       >>> trigger = triggers.at_most_every(remembered(triggers.every_k(4)), 6)
-      >>> state, syncs, quiet, fired = trigger.init(None, None), 0, 0, []
+      >>> state, syncs, since, fired = trigger.init(None, None, {}), 0, 0, []
       >>> for steps in range(16):
-      ...     seen = triggers.Observation(steps=steps, syncs=syncs, quiet_steps=quiet)
+      ...     seen = triggers.Observation(steps=steps, syncs=syncs, local_steps=since)
       ...     decision, state = trigger.decide(seen, state)
       ...     syncs += int(decision.fire)
-      ...     quiet = 0 if decision.fire else quiet + 1
+      ...     since = 0 if decision.fire else since + 1
       ...     fired += [1 + steps] if decision.fire else []
-      >>> fired  # what was wanted at 8 is done at 10, and what was at 12, at 16
+      >>> fired  # requested at 8, done at 10; requested at 12, done at 16
       [4, 10, 16]
     """
     _base.check_trigger(trigger)
 
-    def init(params, inner_state):
+    def init(params, inner_state, views):
         no = jnp.zeros([], jnp.bool_)
-        return RememberedState(trigger.init(params, inner_state), no)
+        return RememberedState(trigger.init(params, inner_state, views), no)
 
     def decide(observation, state: RememberedState):
         now, trigger_state = trigger.decide(observation, state.trigger_state)
-        wish = (state.wish & (observation.quiet_steps > 0)) | now.fire
-        return now._replace(fire=wish), RememberedState(trigger_state, wish)
+        requested = (state.requested & (observation.local_steps > 0)) | now.fire
+        return now._replace(fire=requested), RememberedState(trigger_state, requested)
 
-    return _base.Trigger(init, decide)
+    return Trigger(init, decide)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import _arguments, _memory
+from curvadion_jax._protocols import Decision, Observation, Trigger
 from curvadion_jax.triggers import _base
 
 
@@ -27,7 +28,7 @@ def _relative_drift(params: optax.Params, anchor: optax.Params) -> jax.Array:
     return jnp.where(jnp.isnan(ratio), jnp.inf, ratio)
 
 
-def drift(threshold: optax.ScalarOrSchedule) -> _base.Trigger:
+def drift(threshold: optax.ScalarOrSchedule) -> Trigger:
     r"""Synchronises when a replica has moved far from the anchor.
 
     With :math:`\theta_i` the parameters of replica i before this step and :math:`a` the
@@ -84,8 +85,8 @@ def drift(threshold: optax.ScalarOrSchedule) -> _base.Trigger:
     """
     _arguments.check_number(threshold, "threshold", _arguments.SCHEDULE)
 
-    def decide(observation: _base.Observation) -> _base.Decision:
-        if observation.anchor is None:
+    def decide(observation: Observation) -> Decision:
+        if not jax.tree.leaves(observation.anchor):
             raise ValueError(
                 "drift is measured from the parameters after the last sync, and this "
                 "synchronizer keeps no such anchor: use synchronizers.reconcile(), or "

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _momentum, _paths
+from curvadion_jax import _arguments, _momentum, _paths, _trees
+from curvadion_jax._protocols import Observation, Trigger
 from curvadion_jax.triggers import _base
 
 MomentumFn = Callable[[optax.OptState], Any]
@@ -40,7 +41,8 @@ def relative_momentum_change(
     *,
     floor: jax.typing.ArrayLike = 0.0,
     momentum_fn: MomentumFn | None = None,
-) -> _base.Trigger:
+    remember: bool = True,
+) -> Trigger:
     r"""Synchronises when the momentum of any layer changes its norm fast.
 
     The relative momentum change (RMMC) of a layer is
@@ -48,13 +50,15 @@ def relative_momentum_change(
     .. math::
       \mathrm{RMMC} = \bigl|\, \|m_t\| - \|m_{t-1}\| \,\bigr| \,/\, \|m_{t-1}\|
 
-    with :math:`m_t` the momentum that this step would have if nobody communicated
-    (for Dion M + G) and :math:`m_{t-1}` the stored one (for Dion after error
-    feedback). Every matrix of a stack is a layer. The largest value over the layers
-    decides; `adaptive_sync` then synchronises if it exceeds `threshold` on any
-    replica. Without a stored momentum (the first step) and for NaN it is infinite, so
-    replicas start together, and one whose momentum is spoilt comes to a sync, which
-    mends it. (One whose gradients are not finite takes no step and asks for nothing.)
+    with :math:`m_t` the momentum that this step would have if nobody communicated: for
+    Dion M + G, before error feedback. Its norms are remembered, a number a matrix: what
+    error feedback leaves in the state is smaller, and would read as a change that never
+    ends. With constant gradients the change goes to 0, whatever the optimizer. Every
+    matrix of a stack is a layer. The largest value over the layers decides;
+    `adaptive_sync` then synchronises if it exceeds `threshold` on any replica. Without
+    a momentum to compare with (the first step) and for NaN it is infinite, so replicas
+    start together, and one whose momentum is spoilt comes to a sync, which mends it.
+    (One whose gradients are not finite takes no step and asks for nothing.)
 
     The inner optimizer's momentum is found by its field: `momentum` (Dion), else
     `trace` (`optax.sgd`, `optax.trace`), else `mu` (Adam, Lion, Muon).
@@ -67,12 +71,17 @@ def relative_momentum_change(
       threshold: number, or schedule of the number of steps taken, such as one value a
         stage of training by `optax.join_schedules`. Under `optax.inject_hyperparams`
         pass it through a factory of your own.
-      floor: layers whose stored momentum has a smaller norm are left out.
+      floor: layers of which the momentum to compare with has a smaller norm are left
+        out.
       momentum_fn: function from the inner optimizer's state to a tree of momenta, for
         optimizers that keep theirs elsewhere.
+      remember: False compares with the momentum in the state instead of the remembered
+        norms, as the published code does; under error feedback it has a floor (0.11 at
+        full rank with momentum 0.9 and constant gradients).
 
     Returns:
-      The trigger. Its value is the largest change over the layers.
+      The trigger. Its value is the largest change over the layers, its state the norms
+      that it remembers, path of the parameter -> float32[matrices] (at least float32).
 
     Raises:
       TypeError: for a threshold that is neither a number nor a schedule, or a
@@ -84,13 +93,14 @@ def relative_momentum_change(
       >>> from curvadion_jax.triggers import Observation
       >>> trigger = relative_momentum_change(optax.linear_schedule(0.3, 0.1, 1000))
       >>> old, new = {"w": jnp.array([3.0, 4.0])}, {"w": jnp.array([6.0, 8.0])}
-      >>> seen = Observation(
-      ...     inner_state=optax.TraceState(old),
-      ...     params=old,
-      ...     next_inner_state=lambda: optax.TraceState(new),
-      ...     steps=jnp.array(500),
-      ... )
-      >>> decision, _ = trigger.decide(seen, ())
+      >>> norms = trigger.init(old, optax.TraceState(old), {})
+      >>> for step, momentum in ((499, old), (500, new)):
+      ...     seen = Observation(
+      ...         params=old,
+      ...         next_inner_state=lambda: optax.TraceState(momentum),
+      ...         steps=jnp.array(step),
+      ...     )
+      ...     decision, norms = trigger.decide(seen, norms)
       >>> print(f"{decision.value:.2f} {decision.threshold:.2f} {decision.fire}")
       1.00 0.20 True
 
@@ -101,19 +111,28 @@ def relative_momentum_change(
     _arguments.check_number(floor, "floor")
     _arguments.check_function(momentum_fn, "momentum_fn", "lambda state: state.mu")
 
-    def decide(observation: _base.Observation) -> _base.Decision:
+    _arguments.check_switch(remember, "remember")
+
+    def norms(state: optax.OptState, views) -> dict[str, jax.Array]:
+        momenta = _find(state, momentum_fn)
+        return {name: _norms(name, m, views) for name, m in momenta.items()}
+
+    def init(params, inner_state, views):
+        if _trees.is_placeholder(params):
+            return jnp.zeros([])
+        if not remember or not jax.tree.leaves(params):
+            return {}
+        return jax.tree.map(jnp.zeros_like, norms(inner_state, views))
+
+    def decide(observation: Observation, last: dict[str, jax.Array]):
         if not jax.tree.leaves(observation.params):
-            return _base.decision(observation.steps == 0)
-        old = _find(observation.inner_state, momentum_fn)
-        new = _find(observation.next_inner_state(), momentum_fn)
+            return _base.decision(observation.steps == 0), last
+        new = norms(observation.next_inner_state(), observation.views)
+        old = last if remember else norms(observation.inner_state, observation.views)
         order = _order(observation.params)
         changes, layers = [jnp.zeros(1)], [-1]
-        for name, momentum in old.items():
-            change = _relative_change(
-                _norms(name, new[name], observation.views),
-                _norms(name, momentum, observation.views),
-                floor,
-            )
+        for name, norm in old.items():
+            change = _relative_change(new[name], norm, floor)
             changes.append(jnp.max(change, initial=0).astype(jnp.float32).reshape(1))
             layers.append(order.get(name, -1))
         change = jnp.concatenate(changes)
@@ -121,11 +140,11 @@ def relative_momentum_change(
         change = jnp.where(observation.steps == 0, jnp.inf, change)
         limit = threshold(observation.steps) if callable(threshold) else threshold
         value = jnp.max(change)
-        return _base.decision(
-            ~(value <= limit), value, limit, jnp.asarray(layers)[jnp.argmax(change)]
-        )
+        layer = jnp.asarray(layers)[jnp.argmax(change)]
+        answer = _base.decision(~(value <= limit), value, limit, layer)
+        return answer, new if remember else last
 
-    return _base.stateless(decide)
+    return Trigger(init, decide)
 
 
 def _find(state: optax.OptState, momentum_fn: MomentumFn | None):

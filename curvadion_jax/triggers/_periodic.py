@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import _arguments
+from curvadion_jax._protocols import Observation, Trigger
 from curvadion_jax.triggers import _base
 
 # Longer than any run, and short enough to be an int32.
 _LONGEST = 2**30
 
 
-def always() -> _base.Trigger:
+def always() -> Trigger:
     """Every step synchronises.
 
     Returns:
@@ -28,7 +29,7 @@ def always() -> _base.Trigger:
     return _base.stateless(lambda observation: _base.decision(True))
 
 
-def never() -> _base.Trigger:
+def never() -> Trigger:
     """No step synchronises; replicas train alone.
 
     Returns:
@@ -43,7 +44,7 @@ def never() -> _base.Trigger:
     return _base.stateless(lambda observation: _base.decision(False))
 
 
-def every_k(k: int) -> _base.Trigger:
+def every_k(k: int) -> Trigger:
     """Synchronises after steps k, 2k, 3k, ...
 
     Args:
@@ -77,7 +78,7 @@ def quadratic_period(
     k: int = 1,
     *,
     warmup: int = 0,
-) -> _base.Trigger:
+) -> Trigger:
     r"""Synchronises the more rarely, the smaller the learning rate.
 
     The quadratic synchronization rule (QSR): a round that begins at step t, with
@@ -113,9 +114,9 @@ def quadratic_period(
       >>> from curvadion_jax.triggers import Observation
       >>> decay = optax.piecewise_constant_schedule(0.1, {6: 0.5})  # 0.05 from 6 on
       >>> trigger = quadratic_period(decay, alpha=0.15, k=2)
-      >>> period, quiet, fired = trigger.init(None, None), 0, []
+      >>> period, quiet, fired = trigger.init(None, None, {}), 0, []
       >>> for steps in range(24):
-      ...     seen = Observation(steps=steps, quiet_steps=quiet)
+      ...     seen = Observation(steps=steps, local_steps=quiet)
       ...     decision, period = trigger.decide(seen, period)
       ...     quiet = 0 if decision.fire else quiet + 1
       ...     fired += [1 + steps] if decision.fire else []
@@ -133,11 +134,11 @@ def quadratic_period(
     _arguments.check_steps(k, "the smallest period k")
     _arguments.check_steps(warmup, "warmup", at_least=0)
 
-    def init(params, inner_state) -> Any:
-        del params, inner_state
+    def init(params, inner_state, views) -> Any:
+        del params, inner_state, views
         return jnp.full([], k, jnp.int32)
 
-    def decide(observation: _base.Observation, period: jax.Array):
+    def decide(observation: Observation, period: jax.Array):
         rate = learning_rate
         if callable(rate):
             rate = rate(jnp.maximum(observation.steps, warmup))
@@ -146,7 +147,7 @@ def quadratic_period(
         steps = jnp.nan_to_num(jnp.square(ratio) * (1 + 2.0**-20), nan=0.0)
         steps = jnp.minimum(steps, _LONGEST).astype(jnp.int32)
         following = jnp.maximum(steps, k)
-        period = jnp.where(observation.quiet_steps == 0, following, period)
-        return _base.decision(observation.quiet_steps + 1 >= period), period
+        period = jnp.where(observation.local_steps == 0, following, period)
+        return _base.decision(observation.local_steps + 1 >= period), period
 
-    return _base.Trigger(init, decide)
+    return Trigger(init, decide)

@@ -25,9 +25,10 @@ class Config:
         learning_rate: Peak learning rate of the matrices; None is each method's own.
         rank: Rank of Dion's factors; an int, or a float for a fraction of the smaller
             side.
-        budget: Share of the bytes of synchronous training that CurvaDion sends.
-        threshold: Relative momentum change above which the paper's methods sync; None
-            is each method's own.
+        budget: Share of the bytes of synchronous training that `curvadion` and
+            `local_muon` send.
+        threshold: Relative momentum change above which `curvadion` syncs, in place of
+            its budget, and the paper's methods; None is each method's own.
         sync_every: Steps between syncs of the periodic methods.
         seed: Of the parameters and of the order of the data.
         data: Path of text or of token shards; None is the standard library's source.
@@ -117,6 +118,8 @@ _TINY = Config(
     checkpoint_every=50,
     rank=1.0,
 )
+# What `--short` changes.
+SHORT = {"batch": 2, "steps": 50, "evaluate_every": 25, "checkpoint_every": 25}
 PRESETS = {
     "tiny": _TINY,
     "medium": dataclasses.replace(_TINY, batch=32, checkpoint_every=25),

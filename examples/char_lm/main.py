@@ -1,6 +1,7 @@
-"""Train a small GPT with 8 replicas, once with CurvaDion and once synchronously.
+"""Train a small GPT with 8 replicas: CurvaDion, local Muon, and synchronously Dion.
 
     python examples/char_lm/main.py
+    python examples/char_lm/main.py --short
 
 This file reads the flags; `train.py` does everything else.
 """
@@ -20,7 +21,7 @@ import journal
 import methods
 import processes
 import train
-from config import PRESETS, UserError, flag
+from config import PRESETS, SHORT, UserError, flag
 
 # What shells give after Ctrl-C, and EX_IOERR of BSD's sysexits.
 _BY_USER, _NOT_WRITTEN = 130, 74
@@ -36,8 +37,10 @@ _HELP = {
     "steps": "steps of each method",
     "learning_rate": "peak learning rate of the matrices",
     "rank": "rank of Dion's factors: 16 is a rank, 0.25 a share of the smaller side",
-    "budget": "share of the bytes of synchronous training that CurvaDion sends",
-    "threshold": "relative momentum change above which the paper's methods sync",
+    "budget": "share of the bytes of synchronous training that curvadion and"
+    " local_muon send",
+    "threshold": "relative momentum change above which curvadion syncs, in place of its"
+    " budget, and the paper's methods",
     "sync_every": "steps between syncs of the periodic methods",
     "seed": "of parameters and data order",
     "data": "text (file or directory) or directory of .bin token shards",
@@ -60,9 +63,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--preset", choices=PRESETS, default="tiny", help="size")
     parser.add_argument(
         "--method",
-        default="curvadion,synchronous_dion",
+        default="curvadion,local_muon,synchronous_dion",
         metavar="NAME[,NAME...]",
-        help=f"what to train, in this order: {', '.join(methods.METHODS)}",
+        help=f"what to train, in this order: {', '.join(methods.METHODS)} (default: "
+        "%(default)s)",
+    )
+    shorter = ", ".join(f"{flag(name)} {value}" for name, value in SHORT.items())
+    parser.add_argument(
+        "--short",
+        action="store_true",
+        help=f"a first look, at most 90 seconds on two cores: {shorter}",
     )
     types = {"rank": _rank, "data": str, "dtype": str}
     types |= dict.fromkeys(("learning_rate", "budget", "threshold"), float)
@@ -79,7 +89,9 @@ def _parser() -> argparse.ArgumentParser:
             help=text,
         )
     parser.add_argument(
-        "--out", type=Path, default=Path("out/char_lm"), help="default: %(default)s"
+        "--out",
+        type=Path,
+        help="default: out/char_lm, with --short out/char_lm_short",
     )
     parser.add_argument(
         "--restart", action="store_true", help="discard what --out holds"
@@ -132,13 +144,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     flags = vars(parser.parse_args(arguments))
     preset, names = flags.pop("preset"), flags.pop("method").split(",")
-    out, restart = flags.pop("out"), flags.pop("restart")
+    short, restart = flags.pop("short"), flags.pop("restart")
+    out = flags.pop("out") or Path("out/char_lm_short" if short else "out/char_lm")
     stopped = flags.pop("stopped_status")
     names_of = ("coordinator", "num_processes", "process_id", "distributed")
     heartbeat = flags.pop("heartbeat_timeout")
     place = [flags.pop(name) for name in names_of]
     try:
-        config = dataclasses.replace(PRESETS[preset], **flags)
+        changed = (SHORT if short else {}) | flags
+        config = dataclasses.replace(PRESETS[preset], **changed)
         methods.check(names, flags)
         processes.start(config.replicas, *place, heartbeat=heartbeat)
         train.run(config, names, out, restart=restart)

@@ -12,10 +12,10 @@ from config import Config, UserError, flag
 
 import curvadion_jax as cd
 
-# Peaks. Those of synchronous Dion and of local Muon steps, and their momentum, were
-# the best in benchmarks/communication, whose model is a little smaller. The others are
-# usual values and were not tuned.
-_DION, _MUON, _LION, _ADAM, _SGD = 0.04, 0.08, 0.001, 0.005, 0.1
+# Peaks. Those of synchronous Dion and of local steps of Dion and of Muon, and their
+# momentum, were the best in benchmarks/communication, whose model is a little smaller.
+# The others are usual values and were not tuned.
+_DION, _LOCAL_DION, _MUON, _LION, _ADAM, _SGD = 0.04, 0.08, 0.08, 0.001, 0.005, 0.1
 _MOMENTUM = 0.9
 _WARMUP, _FINAL = 0.05, 0.05
 
@@ -34,7 +34,7 @@ class Method:
 
 
 def check(names: Sequence[str], given: Collection[str]) -> None:
-    """Refuse an unknown method, and a flag that none of the methods would read.
+    """Reject an unknown method, and a flag that none of the methods would read.
 
     Args:
         names: Methods to train.
@@ -57,6 +57,11 @@ def check(names: Sequence[str], given: Collection[str]) -> None:
                 f"{flag(field)} has no effect on {', '.join(names)}; it belongs to "
                 f"{', '.join(readers)}: leave it out, or train one of these"
             )
+    if "curvadion" in names and {"budget", "threshold"} <= set(given):
+        raise UserError(
+            "--threshold takes the place of curvadion's --budget, and both are given: "
+            "leave one of them out"
+        )
 
 
 def _schedule(config: Config, default: float) -> optax.Schedule:
@@ -83,14 +88,26 @@ def _threshold(config: Config) -> dict[str, Any]:
     return {} if config.threshold is None else {"threshold": config.threshold}
 
 
-def curvadion_arguments(config: Config) -> dict[str, Any]:
-    """What `curvadion` is given beside its budget or trigger."""
+def _curvadion(config: Config, axis: str) -> optax.GradientTransformation:
+    # At full rank, its default: a low one is there to send little, and what it sends
+    # are not factors.
+    return cd.curvadion(
+        _schedule(config, _LOCAL_DION),
+        threshold=config.threshold,
+        budget=config.budget if config.threshold is None else None,
+        momentum=_MOMENTUM,
+        axis_name=axis,
+    )
+
+
+def local_muon_arguments(config: Config) -> dict[str, Any]:
+    """What `local_muon` is given beside its budget or trigger."""
     return {"learning_rate": _schedule(config, _MUON), "momentum": _MOMENTUM}
 
 
-def _curvadion(config: Config, axis: str) -> optax.GradientTransformation:
-    arguments = curvadion_arguments(config)
-    return cd.curvadion(**arguments, budget=config.budget, axis_name=axis)
+def _local_muon(config: Config, axis: str) -> optax.GradientTransformation:
+    arguments = local_muon_arguments(config)
+    return cd.local_muon(**arguments, budget=config.budget, axis_name=axis)
 
 
 def _synchronous_dion(config: Config, axis: str) -> optax.GradientTransformation:
@@ -137,7 +154,8 @@ def _muloco(config: Config, axis: str) -> optax.GradientTransformation:
 
 
 METHODS = {
-    "curvadion": Method(_curvadion, frozenset({"budget"})),
+    "curvadion": Method(_curvadion, frozenset({"budget", "threshold"})),
+    "local_muon": Method(_local_muon, frozenset({"budget"})),
     "synchronous_dion": Method(_synchronous_dion, frozenset({"rank"})),
     "paper": Method(_paper, frozenset({"rank", "threshold"})),
     "authors_code": Method(_authors_code, frozenset({"rank", "threshold"})),

@@ -1,4 +1,4 @@
-"""The picture of a comparison: loss over steps and bytes, and each method's trigger."""
+"""The picture of a comparison: loss over steps and bytes, and each method's syncs."""
 
 import math
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 Lines = list[dict[str, Any]]
 
@@ -16,7 +16,8 @@ def draw(journals: dict[str, Lines], file: Path) -> None:
     """Draw the journals of several methods into one PNG.
 
     Above: the loss over steps and over the bytes that a replica has sent. Below, a
-    panel a method: the trigger's value, its threshold, and when it synchronised.
+    panel a method: the trigger's value, its threshold, and when it synchronised; of a
+    trigger that looks at nothing, the number of syncs.
 
     Args:
         journals: Method name to its lines, see `report.Journal`.
@@ -52,19 +53,28 @@ def _loss(axes: Axes, lines: Lines, key: str, color: str, method: str) -> None:
 
 def _trigger(axes: Axes, lines: Lines, color: str, method: str) -> None:
     steps, values = _column(lines, "step"), _column(lines, "value")
-    axes.plot(steps, values, color=color, linewidth=1)
-    axes.plot(steps, _column(lines, "threshold"), "--", color="black", linewidth=0.8)
     synced = [line["step"] for line in lines if line["synced"]]
+    ticks = f"{len(synced)} {'sync' if len(synced) == 1 else 'syncs'} (ticks)"
     # In units of the panel's height, whatever the scale of the values.
     height = axes.get_xaxis_transform()
     axes.vlines(synced, 0.0, 0.08, color=color, transform=height, linewidth=0.8)
     if any(value > 0 for value in values):
+        axes.plot(steps, values, color=color, linewidth=1)
+        threshold = _column(lines, "threshold")
+        axes.plot(steps, threshold, "--", color="black", linewidth=0.8)
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(NullFormatter())
-    else:
-        axes.set_yticks([])  # A trigger that looks at nothing has no value.
-    axes.set(xlabel="step", ylabel="trigger")
-    title = f"{method}: value, threshold (dashed), {len(synced)} syncs (ticks)"
+        axes.set(ylabel="trigger")
+        title = f"{method}: value, threshold (dashed), {ticks}"
+    else:  # A trigger that looks at nothing has no value.
+        count = _column(lines, "syncs")
+        axes.plot(steps, count, color=color, linewidth=1, drawstyle="steps-post")
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+        axes.set_ylim(bottom=0, top=1.1 * max(1, *count))
+        axes.set(ylabel="syncs so far")
+        title = f"{method}: {ticks}"
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(xlabel="step")
     axes.set_title(title, fontsize="medium")
 
 

@@ -1,0 +1,39 @@
+"""Whether numbers are finite, and choices between trees by one bool."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Whether no floating-point array of the tree has a NaN or an infinity, bool[].
+
+    What is not finite less itself is NaN, and so is a sum with one. On CPU that takes a
+    third of the time of `all(isfinite(x))`, whose reduction is not vectorised. (That of
+    `max(abs(x))` is, but drops NaN; and XLA multiplies the constants in `x * 2 * 0`.)
+    """
+    floats = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_float(x)]
+    nothing = [jnp.sum(x - x) == 0 for x in floats]
+    return jnp.all(jnp.stack(nothing)) if nothing else jnp.array(True)
+
+
+def finite_elements(tree: Any) -> Any:
+    """The tree with zeros in place of NaN and infinities."""
+    return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), tree)
+
+
+def or_zeros(condition: jax.Array, tree: Any) -> Any:
+    """The tree where one bool[] says so, zeros else, whatever is in the tree."""
+    return jax.tree.map(lambda x: jnp.where(condition, x, 0), tree)
+
+
+def where(condition: jax.Array, tree: Any, other: Any) -> Any:
+    """The leaves of one tree or of another, as one bool[] says."""
+    return jax.tree.map(
+        lambda x, y: x if x is y else jnp.where(condition, x, y), tree, other
+    )

@@ -1,0 +1,246 @@
+"""One step of power iteration from a right factor, and Dion's step made of it.
+
+Pure mathematics: no Optax, no axis, no layout. Communication comes in as functions that
+are applied between the two products. Symbols as in Ahn et al. (arXiv 2504.05295), for
+parameters seen as stacks [*batch, rows, cols] with rows >= cols:
+
+====== ==================== ==================== ===================================
+symbol shape                in Dion's state      on the replicas
+====== ==================== ==================== ===================================
+G      the parameter's      the gradient         differs
+M      the parameter's      ``momentum``         differs ("decoupled")
+B      the parameter's      M + G                differs
+P      [*batch, rows, r]    orthonormal          the same after a reduction
+R      [*batch, cols, r]    B^T P                the same after a reduction
+Q      [*batch, cols, r]    ``q``, R with unit   the same after a reduction
+                            columns
+====== ==================== ==================== ===================================
+"""
+
+import functools
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from curvadion_jax._matrices import MatrixView, matmul
+from curvadion_jax._orthonormalize import Orthonormalize
+
+Named = dict[str, jax.Array]
+"""Arrays by the paths of their parameters."""
+OfFactors = Callable[[Named], Named]
+"""Takes factors to as many of the same shapes."""
+MadeOf = tuple[tuple[int, ...], Sequence[tuple[int, ...]]]
+"""Shape of a parameter, and for every axis of an array made of it the parameter's axes
+that it is made of."""
+ReduceFn = Callable[[Named, Mapping[str, MadeOf]], tuple[Named, Named | None]]
+"""Takes arrays to their means over replicas, and to what of its own arrays this replica
+put into them; None is all of them."""
+
+# The paper's and microsoft/dion's epsilon in the column normalisation.
+_EPSILON = 1e-8
+
+
+def initial_q(
+    name: str, view: MatrixView, r: int, seed: jax.typing.ArrayLike, dtype
+) -> jax.Array:
+    """Random unit columns [*batch, cols, r] to start from.
+
+    The key depends on the path alone: the same on every replica, whatever else is in
+    the tree.
+    """
+    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
+    q = jax.random.normal(key, (*view.batch, view.cols, r), jnp.float32)
+    return (q / jnp.linalg.norm(q, axis=-2, keepdims=True)).astype(dtype)
+
+
+def cosines(q: jax.Array) -> jax.Array:
+    """Orthonormal columns like Q that cost little: those of a cosine transform.
+
+    All of their elements count, so that no column is lost where the matrix has a zero
+    column, as from an input that is never active.
+    """
+    cols, r = q.shape[-2:]
+    frequency = jnp.arange(r)[None]
+    angles = jnp.arange(0.5, cols)[:, None] * frequency * (jnp.pi / cols)
+    waves = jnp.cos(angles) * jnp.where(frequency == 0, 1, 2**0.5) / cols**0.5
+    return jnp.broadcast_to(waves, q.shape).astype(q.dtype)
+
+
+def reduces_factors(view: MatrixView, r: int) -> bool:
+    """Whether P and R together are smaller than the matrix they stand for."""
+    return (view.rows + view.cols) * r < view.rows * view.cols
+
+
+def power_iteration(
+    matrices: Named,
+    qs: Named,
+    bases: OfFactors,
+    reduce: OfFactors = lambda factors: factors,
+) -> tuple[Named, Named]:
+    """P = bases(reduce(B Q)) and this replica's R = B^T P.
+
+    Args:
+      matrices: B of each parameter.
+      qs: Q of each.
+      bases: takes B Q to orthonormal bases of its columns.
+      reduce: mean over replicas of B Q; nothing for one.
+    """
+    products = {n: matmul(B, qs[n].astype(B.dtype)) for n, B in matrices.items()}
+    left = bases(reduce(products))
+    return left, {name: matmul(B.mT, left[name]) for name, B in matrices.items()}
+
+
+def unit_columns(R: jax.Array, Q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Next Q: R with unit columns, and which columns hold anything.
+
+    A column of R that is zero up to rounding, beside the others, says that the
+    matrix has nothing along that column of P. Its column of Q is kept, and it must
+    not move the parameters: P Q^T would turn rounding noise into a step of full
+    length. (microsoft/dion has this rule for an all-zero matrix.) Only R decides,
+    which all replicas share after a reduction.
+
+    Args:
+      R: [*batch, cols, r].
+      Q: [*batch, cols, r], the previous one.
+
+    Returns:
+      The next Q in the dtype of R, and a bool [*batch, 1, r] that is True where the
+      column holds something (NaN does).
+    """
+    # In units of the largest element, so that squares neither overflow nor vanish.
+    largest = jnp.max(jnp.abs(R), axis=(-2, -1), keepdims=True)
+    largest = jnp.where(largest == 0, 1, largest)
+    R = R / largest
+    length = jnp.linalg.norm(R, axis=-2, keepdims=True)
+    total = jnp.linalg.norm(length, axis=-1, keepdims=True)
+    present = ~(length <= 100 * jnp.finfo(R.dtype).eps * total)
+    unit = R / (length + _EPSILON / largest)
+    return jnp.where(present, unit, Q.astype(R.dtype)), present
+
+
+def bases(factors: Named, orthonormalize: Orthonormalize) -> Named:
+    """Orthonormal bases of left factors."""
+    found = bases_of_stacks([*factors.values()], orthonormalize)
+    return dict(zip(factors, found, strict=True))
+
+
+def bases_of_stacks(
+    factors: list[jax.Array], orthonormalize: Orthonormalize
+) -> list[jax.Array]:
+    """Orthonormalises factors, those of equal shape as one stack.
+
+    One factorisation in the program for each shape, and not for each parameter. Only
+    the factors are stacked: the momenta would be copied and resharded by it.
+    """
+    groups = defaultdict(list)
+    for index, factor in enumerate(factors):
+        groups[factor.shape[-2:], factor.dtype].append(index)
+    result = list(factors)
+    for (shape, _), members in groups.items():
+        if len(members) == 1:
+            result[members[0]] = orthonormalize(factors[members[0]])
+            continue
+        stacks = [factors[index].reshape(-1, *shape) for index in members]
+        basis, start = orthonormalize(jnp.concatenate(stacks)), 0
+        for index, stack in zip(members, stacks, strict=True):
+            part = basis[start : start + stack.shape[0]]
+            result[index] = part.reshape(factors[index].shape)
+            start += stack.shape[0]
+    return result
+
+
+class Devices(Protocol):
+    """How the devices of a replica share Dion's work; an extra argument of `update`."""
+
+    def whole(self, factor: jax.Array) -> jax.Array:
+        """A factor [..., r], with r whole on every device."""
+        ...
+
+    def bases(
+        self,
+        factors: Named,
+        views: dict[str, MatrixView],
+        orthonormalize: Orthonormalize,
+    ) -> Named:
+        """Orthonormal bases of left factors."""
+        ...
+
+
+class _OneDevice:
+    def whole(self, factor):
+        return factor
+
+    def bases(self, factors, views, orthonormalize):
+        del views
+        return bases(factors, orthonormalize)
+
+
+def dion_step(
+    views: dict[str, MatrixView],
+    total: Named,
+    qs: Named,
+    *,
+    feedback: jax.typing.ArrayLike | None,
+    orthonormalize: Orthonormalize,
+    reduce_fn: ReduceFn | None,
+    devices: Devices | None,
+) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """One step of Dion for all parameters.
+
+    Args:
+      views: how each parameter is seen as matrices.
+      total: B = M + G of each, in the parameter's shape.
+      qs: Q of each, [*batch, cols, r].
+      feedback: 1 - mu for error feedback, None to leave B as it is.
+      orthonormalize: see `_orthonormalize`.
+      reduce_fn: means over replicas of B Q, then of B^T P; of B where the factors are
+        no smaller; None for one replica.
+      devices: those of this replica; None is one.
+
+    Returns:
+      The directions sqrt(fan_out / fan_in) P Q^T, the momenta, both in the parameters'
+      shapes, and the next Qs, a list each.
+    """
+    devices = _OneDevice() if devices is None else devices
+    qs = {name: devices.whole(q) for name, q in qs.items()}
+    compressed = {n for n, q in qs.items() if reduces_factors(views[n], q.shape[-1])}
+
+    def reduced(arrays, axes, which):
+        """Means of some of the arrays, and what this replica put in."""
+        some = {name: x for name, x in arrays.items() if name in which}
+        if reduce_fn is None or not some:
+            return arrays, arrays
+        made_of = {name: (views[name].shape, axes(views[name])) for name in some}
+        means, put_in = reduce_fn(some, made_of)
+        return arrays | means, arrays | (put_in or {})
+
+    def itself(view):
+        return [(axis,) for axis in range(len(view.shape))]
+
+    common, put_in = reduced(total, itself, total.keys() - compressed)
+    left, own = power_iteration(
+        {name: views[name].to_matrix(b) for name, b in common.items()},
+        qs,
+        functools.partial(devices.bases, views=views, orthonormalize=orthonormalize),
+        lambda factors: reduced(factors, lambda view: view.p_axes, compressed)[0],
+    )
+    mean_right, own = reduced(own, lambda view: view.q_axes, compressed)
+    directions, momenta, new_qs = [], [], []
+    for name, view in views.items():
+        P, momentum = left[name], common[name]
+        Q, present = unit_columns(mean_right[name], qs[name])
+        Q = devices.whole(Q)
+        if feedback is not None:
+            # Each replica takes away what it gave. With the mean of R the update would
+            # be the same, but replicas' differences would add up in momenta for ever.
+            momentum -= jnp.asarray(feedback, P.dtype) * view.product(P, own[name])
+        if put_in[name] is not total[name]:
+            momentum += total[name] - put_in[name]
+        directions.append(view.product(jnp.where(present, view.scale * P, 0), Q))
+        momenta.append(momentum)
+        new_qs.append(Q)
+    return directions, momenta, new_qs

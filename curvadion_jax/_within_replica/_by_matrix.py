@@ -1,0 +1,192 @@
+"""Lets every device of a replica work on some whole matrices of a stack."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from curvadion_jax._layout import Layout
+from curvadion_jax._matrices import MatrixView
+
+
+class Stack(NamedTuple):
+    """Matrices of one shape.
+
+    Attributes:
+      array: ``[number, *matrix]``.
+      fan_in_axes: of the array.
+      fan_out_axes: of the array.
+    """
+
+    array: jax.Array
+    fan_in_axes: tuple[int, ...]
+    fan_out_axes: tuple[int, ...]
+
+
+Function = Callable[[list[Stack]], list[jax.Array]]
+
+
+class _Kind(NamedTuple):
+    """What arrays have in common whose matrices are worked on in one stack.
+
+    Attributes:
+      shape: axes of a matrix, in the order of the parameter.
+      fan_in_axes: of a stack ``[number, *shape]``.
+      fan_out_axes: of the same.
+      divided: for every axis of a matrix the mesh axes that divide it.
+      stacked: mesh axes that divide the stack itself.
+      dtype: of the elements.
+    """
+
+    shape: tuple[int, ...]
+    fan_in_axes: tuple[int, ...]
+    fan_out_axes: tuple[int, ...]
+    divided: tuple[tuple[str, ...], ...]
+    stacked: frozenset[str]
+    dtype: Any
+
+    @property
+    def moves(self) -> list[tuple[int, str]]:
+        """Axes of a stack and the mesh axes along which to put them together."""
+        pairs = enumerate(self.divided, start=1)
+        return [(axis, name) for axis, names in pairs for name in reversed(names)]
+
+    def shared(self, axes: Mapping[str, int]) -> tuple[str, ...]:
+        """Mesh axes whose devices hold the same matrices."""
+        named = self.stacked.union(*self.divided)
+        return tuple(axis for axis in axes if axis not in named)
+
+
+def _rest(view: MatrixView) -> list[int]:
+    return [axis for axis in range(len(view.shape)) if axis not in view.batch_axes]
+
+
+def _kind(view: MatrixView, spec: PartitionSpec, dtype: Any) -> _Kind:
+    rest = _rest(view)
+    by_axis = [*spec, *[None] * (len(view.shape) - len(spec))]
+    names = [tuple(jax.tree.leaves(entry)) for entry in by_axis]
+    return _Kind(
+        tuple(view.shape[axis] for axis in rest),
+        tuple(1 + rest.index(axis) for axis in view.fan_in_axes),
+        tuple(1 + rest.index(axis) for axis in view.fan_out_axes),
+        tuple(names[axis] for axis in rest),
+        frozenset(name for axis in view.batch_axes for name in names[axis]),
+        dtype,
+    )
+
+
+def _stack(x: jax.Array, view: MatrixView) -> jax.Array:
+    """``[number, *matrix]`` of an array or of a device's part of it."""
+    x = jnp.transpose(x, (*view.batch_axes, *_rest(view)))
+    return x.reshape(-1, *x.shape[len(view.batch_axes) :])
+
+
+def _unstack(stack: jax.Array, view: MatrixView, like: jax.Array) -> jax.Array:
+    order = (*view.batch_axes, *_rest(view))
+    x = stack.reshape([like.shape[axis] for axis in order])
+    return jnp.transpose(x, sorted(range(len(order)), key=order.__getitem__))
+
+
+def by_matrix(
+    function: Function,
+    arrays: Mapping[str, jax.Array],
+    views: Mapping[str, MatrixView],
+    layout: Layout,
+    fewest: float = 1.0,
+) -> dict[str, jax.Array]:
+    """What a function makes of stacks of matrices, by the path of the parameter.
+
+    Inside a replica of several devices each of them gets some of the matrices, whole,
+    and the results go back to where the matrices were: two all-to-alls for an axis that
+    divides matrices, whatever the function does. Where a parameter's placement is not
+    known, or there are too few matrices that lie alike, the compiler divides the
+    function's work.
+
+    Args:
+      function: takes stacks to arrays of their shapes. Matrices do not depend on each
+        other, and there may be more of them than there are.
+      arrays: by path.
+      views: how each is seen as matrices.
+      layout: where they lie.
+      fewest: matrices for each device below which they are too few.
+    """
+    known = {}
+    if layout.axes:
+        specs = layout.specs(arrays, by_shape=False)
+        known = dict(zip(sorted(arrays), specs, strict=True))  # in JAX's order
+    kinds = defaultdict(list)
+    for path, x in arrays.items():
+        if (spec := known.get(path)) is not None:
+            kinds[_kind(views[path], spec, x.dtype)].append(path)
+    moved: dict[_Kind, list[str]] = {}
+    for kind, paths in kinds.items():
+        number = sum(math.prod(views[path].batch) for path in paths)
+        if number >= fewest * math.prod(layout.axes.values()):
+            moved[kind] = paths
+    results = _moved(function, moved, arrays, views, known, layout) if moved else {}
+    rest = [path for path in arrays if path not in results]
+    stacks = [_stack(arrays[path], views[path]) for path in rest]
+    whole = [_kind(views[path], PartitionSpec(), arrays[path].dtype) for path in rest]
+    found = _applied(function, whole, stacks)
+    for path, each in zip(rest, found, strict=True):
+        results[path] = _unstack(each, views[path], arrays[path])
+    return results
+
+
+def _applied(function: Function, kinds: Iterable[_Kind], stacks: Iterable[jax.Array]):
+    pairs = zip(kinds, stacks, strict=True)
+    return function([Stack(x, k.fan_in_axes, k.fan_out_axes) for k, x in pairs])
+
+
+def _moved(function, kinds: Mapping[_Kind, list[str]], arrays, views, specs, layout):
+    axes = layout.axes
+    divided = {path: specs[path] for paths in kinds.values() for path in paths}
+
+    def of_parts(parts):
+        whole, results = [], {}
+        for kind, paths in kinds.items():
+            stacks = [_stack(parts[path], views[path]) for path in paths]
+            whole.append(_together(jnp.concatenate(stacks), kind, axes))
+        found = _applied(function, kinds, whole)
+        for (kind, paths), stack in zip(kinds.items(), found, strict=True):
+            stack = _apart(stack, kind, axes)
+            for path in paths:
+                batch = views[path].batch_axes
+                number = math.prod(parts[path].shape[axis] for axis in batch)
+                each, stack = stack[:number], stack[number:]
+                results[path] = _unstack(each, views[path], parts[path])
+        return results
+
+    mapped = jax.shard_map(
+        of_parts, in_specs=(divided,), out_specs=divided, axis_names=set(axes)
+    )
+    return mapped({path: arrays[path] for path in divided})
+
+
+def _together(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
+    """All-to-all from shards of every matrix to whole matrices; pads by repetition."""
+    shared, moves = kind.shared(axes), kind.moves
+    pieces = math.prod(axes[name] for name in (*shared, *(name for _, name in moves)))
+    padding = [(0, -len(stack) % pieces), *[(0, 0)] * (stack.ndim - 1)]
+    stack = jnp.pad(stack, padding, mode="edge")
+    if shared:
+        count = len(stack) // lax.axis_size(shared)
+        start = count * lax.axis_index(shared)
+        stack = lax.dynamic_slice_in_dim(stack, start, count)
+    for axis, name in moves:
+        stack = lax.all_to_all(stack, name, split_axis=0, concat_axis=axis, tiled=True)
+    return stack
+
+
+def _apart(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
+    """The inverse of `_together`, with its padding at the end."""
+    for axis, name in reversed(kind.moves):
+        stack = lax.all_to_all(stack, name, split_axis=axis, concat_axis=0, tiled=True)
+    if shared := kind.shared(axes):
+        stack = lax.all_gather(stack, shared, tiled=True, to="invarying")
+    return stack

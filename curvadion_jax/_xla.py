@@ -1,0 +1,81 @@
+"""What is done for XLA's sake alone.
+
+A conditional in which a branch hands arrays through copies much of them, donated or not
+(https://github.com/jax-ml/jax/issues/39449). A loop that does not run leaves what goes
+through it where it is: with `run_once` in place of a `lax.cond` a local step of
+`reconcile` over 2 replicas of 10.5 million parameters copies no anchor, error or outer
+momentum (`benchmarks/overhead.py --mesh`; `tests/` assert it on the compiled program).
+
+With `where(anybody, new, old)` all old parameters, errors and momenta stay in memory
+until the new ones are there: `if_any` is a conditional (`benchmarks/sync_memory.py`:
+temporary memory of a sync 6.0 to 2.25 times the parameters, this and the pieces of
+`quantize`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from curvadion_jax import _collectives, _guards
+
+
+def run_once(
+    which: jax.Array,
+    syncs: Sequence[Callable[..., Any]],
+    done: Any,
+    *operands: Any,
+    axis_name: str | None,
+) -> Any:
+    """What a local step has done, or what a sync makes of it; cannot hang.
+
+    A loop of one pass or none. The conditional inside keeps XLA from computing in front
+    of the loop what a sync needs and no pass changes.
+
+    Args:
+      which: int32[], the same on all replicas: 0 is a local step, v the v-th sync.
+      syncs: functions of `done` and the operands that may communicate over the axis.
+      done: tree of arrays.
+      *operands: trees of arrays, passed on.
+      axis_name: replica axis.
+
+    Returns:
+      A tree like `done`, marked as varying over the axis.
+
+    Raises:
+      ValueError: as `_guards.switch`.
+    """
+    _guards.require_shared(which, axis_name)
+    done = _collectives.vary(done, axis_name)
+    keep = lambda done, *_: done  # noqa: E731
+    branches = [_guards.trace(each, done, *operands) for each in (keep, *syncs)]
+    axes = _guards.axes_of_results(branches)
+    if axes != _guards.axes_of_results(branches[:1]):
+        # A loop hands on what it began with, and marked as what it ends with.
+        done = _collectives.vary_over(done, axes)
+        branches = [_guards.trace(each, done, *operands) for each in (keep, *syncs)]
+
+    def once(_, done):
+        return _guards.switch(
+            which, branches[0], branches[1:], done, *operands, axis_name=axis_name
+        )
+
+    return lax.fori_loop(0, jnp.minimum(which, 1), once, done)
+
+
+def if_any(
+    anybody: jax.Array,
+    function: Callable[..., tuple[Any, ...]],
+    *before: Any,
+    axis_name: str | None,
+) -> tuple[Any, ...]:
+    """What a function makes of trees, or the trees as they are if nobody takes part."""
+    return _guards.switch(
+        anybody.astype(jnp.int32),
+        lambda *before: before,
+        [function],
+        *before,
+        axis_name=axis_name,
+    )

@@ -1,0 +1,172 @@
+"""Means of few bits: against NumPy over a list of replicas, pieces, bytes."""
+
+import re
+
+import helpers
+import jax
+import numpy as np
+import pytest
+from compressor_runs import (
+    ATOL,
+    REPLICAS,
+    average,
+    collectives,
+    one_of,
+    sent_bytes,
+    trees,
+)
+from jax.sharding import PartitionSpec as P
+
+from curvadion_jax import _collectives, compressors
+from curvadion_jax.compressors import _quantize
+
+KINDS = re.compile(r"\b([a-z]+\d+)\[")
+
+
+def encoded(x, bits, block):
+    """What the codes of a flat float32 array stand for, padded to blocks."""
+    if bits == 1:
+        means = [np.abs(row).mean() for row in x.reshape(-1, block)]
+        return np.where(x < 0, -1, 1) * np.repeat(means, block)
+    if bits == 2:
+        return np.concatenate([two_magnitudes(row) for row in x.reshape(-1, block)])
+    levels = 2 ** (bits - 1) - 1
+    blocks = x.reshape(-1, block)
+    scale = np.abs(blocks).max(1, keepdims=True) / np.float32(levels)
+    return (np.round(blocks / np.where(scale == 0, 1, scale)) * scale).reshape(-1)
+
+
+def two_magnitudes(row):
+    size = np.abs(row)
+    large = size > size.mean()
+    level = [size[m].mean() if m.any() else 0 for m in (~large, large)]
+    return np.where(row < 0, -1, 1) * np.where(large, level[1], level[0])
+
+
+@pytest.mark.parametrize(
+    ("bits", "mean_bits"), [(1, 1), (2, 2), (4, 4), (8, 8), (2, 4)]
+)
+def test_quantised_means_are_the_references(bits, mean_bits):
+    block, stacked = 16, trees(3)
+    form = compressors.quantize(bits, block, mean_bits=mean_bits)
+    result = average(form, stacked)
+    for name, values in stacked.items():
+        size = values[0].size
+        padded = np.zeros((REPLICAS, size + -size % block), np.float32)
+        padded[:, :size] = values.reshape(REPLICAS, -1)
+        first = np.stack([encoded(row, bits, block) for row in padded])
+        mean = encoded(first.mean(0, dtype=np.float32), mean_bits, block)[:size]
+        np.testing.assert_allclose(result.mean[name][0].reshape(-1), mean, atol=ATOL)
+
+
+@pytest.mark.parametrize("mean_bits", [8, 1])
+@pytest.mark.parametrize(
+    ("shape", "pieces"),
+    [
+        ((32, 24), [8, 8, 8, 8]),
+        ((2, 42, 16), [16, 16, 16, 16, 16, 4]),
+        ((43, 10), [24, 19]),  # the last ends within a block
+        ((768,), [256, 256, 256]),
+        ((770,), [256, 256, 256, 2]),
+    ],
+)
+def test_large_arrays_in_pieces_are_the_same_to_the_bit(
+    monkeypatch, shape, pieces, mean_bits
+):
+    """One of several in a message, so that a replica's part ends within a piece."""
+    rng = np.random.default_rng(8)
+    stacked = {
+        name: rng.normal(size=(REPLICAS, *size)).astype(np.float32)
+        for name, size in {"a": (7,), "large": shape, "z": (5, 9)}.items()
+    }
+    form = compressors.quantize(4, block=16, mean_bits=mean_bits)
+    whole = average(form, stacked)
+    monkeypatch.setattr(_quantize, "_PIECE", 256)
+    cut = _quantize._Pieces(stacked["large"][0], 16)
+    assert [cut.height] * cut.count + [cut.rest] * bool(cut.rest) == pieces
+    helpers.assert_bitwise(average(form, stacked), whole)
+
+
+def test_pieces_of_an_array_that_all_replicas_hold_alike(monkeypatch):
+    """Under `shard_map`, whose types say that it does not vary, as a result does."""
+    array = trees(9)["embed"][0]
+    form = compressors.quantize(8, block=16)
+
+    def body(x):
+        result = form.average({"w": x}, (), _collectives.Replicas(helpers.AXIS), {})
+        return result.mean["w"][None], result.unsent["w"][None]
+
+    def run():
+        mesh = jax.make_mesh((REPLICAS,), (helpers.AXIS,))
+        out = P(helpers.AXIS)
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=(out, out))
+        return jax.device_get(jax.jit(mapped)(array))
+
+    whole = run()
+    monkeypatch.setattr(_quantize, "_PIECE", 100)
+    assert _quantize._Pieces(array, 16).count > 1
+    helpers.assert_bitwise(run(), whole)
+    np.testing.assert_allclose(whole[0][0], array, atol=np.abs(array).max() / 127)
+
+
+@pytest.mark.parametrize(("bits", "levels"), [(8, 127), (4, 7)])
+def test_every_code_keeps_its_number(bits, levels):
+    # Multiples of one level, the largest among them: nothing is rounded.
+    numbers = np.arange(-levels, levels + 1, dtype=np.float32)
+    row = np.resize(numbers, 256) / 8
+    stacked = {"bias": np.stack([row] * REPLICAS)}
+    result = average(compressors.quantize(bits, 256), stacked)
+    np.testing.assert_array_equal(result.mean["bias"][0], row)
+    assert not result.unsent["bias"].any()
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+def test_arrays_share_no_scale(bits):
+    # Neither fills a block of 64, and one would vanish beside the other.
+    stacked = {
+        "large": np.full((REPLICAS, 40), 1e6, np.float32),
+        "small": np.full((REPLICAS, 40), 1e-6, np.float32),
+    }
+    mean = average(compressors.quantize(bits, 64), stacked).mean
+    held = 40 / 64 if bits == 1 else 1  # the padding is a part of the block's mean
+    for name, values in stacked.items():
+        np.testing.assert_allclose(mean[name], held * values, rtol=1e-6)
+
+
+def test_no_elements_are_no_blocks():
+    stacked = {"bias": np.zeros((REPLICAS, 0), np.float32)}
+    form = compressors.quantize(2)
+    assert average(form, stacked).mean["bias"].shape == (REPLICAS, 0)
+    assert form.payload(one_of(stacked), {}).averaged == 0
+    stacked["scale"] = np.ones((REPLICAS, 3), np.float32)
+    np.testing.assert_array_equal(
+        average(form, stacked).mean["scale"], stacked["scale"]
+    )
+
+
+def test_zeros_stay_zeros_and_nan_is_not_hidden():
+    stacked = {"bias": np.zeros((REPLICAS, 64), np.float32)}
+    assert not average(compressors.quantize(), stacked).mean["bias"].any()
+    stacked["bias"][1, 3] = np.nan
+    assert np.isnan(average(compressors.quantize(), stacked).mean["bias"][:, 3]).all()
+
+
+@pytest.mark.parametrize(
+    ("bits", "mean_bits"),
+    [(2, 2), *(pytest.param(b, 8, marks=pytest.mark.slow) for b in (4, 8))],
+)
+def test_small_numbers_are_what_crosses_the_link(bits, mean_bits):
+    # 4, 12 and 8 blocks, which four replicas share unpadded, in one message a stage.
+    shapes = {"bias": (64,), "embed": (16, 12), "tall": (32, 4)}
+    stacked = {key: np.ones((REPLICAS, *s), np.float32) for key, s in shapes.items()}
+    compressor = compressors.quantize(bits, 16, mean_bits=mean_bits)
+    moved = collectives(compressor, stacked)
+    assert [each.opcode for each in moved] == ["all-to-all", "all-gather"]
+    assert {kind for each in moved for kind in KINDS.findall(each.shape)} == {"u8"}
+    elements = sum(np.prod(shape) for shape in shapes.values())
+    scales = sum(8 if b == 2 else 4 for b in (bits, mean_bits))
+    expected = elements * (bits + mean_bits) / 8 + elements / 16 * scales
+    assert sum(each.bytes for each in moved) == expected
+    payload = compressor.payload(one_of(stacked), {})
+    assert sent_bytes(moved) == sum(each.bytes for each in moved) * 3 / 4
+    assert sent_bytes(moved) == 2 * payload.averaged * 3 / 4

@@ -1,0 +1,75 @@
+"""What is finite."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from curvadion_jax import _faults, _finite
+
+# More than a vector of the processor holds, and some more.
+SIZE = 131
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+
+@pytest.fixture(scope="module", params=[0, 3], ids="O{}".format)
+def all_finite(request):
+    """Of every row."""
+
+    def compiled(rows):
+        lowered = jax.jit(jax.vmap(_finite.all_finite)).lower(rows)
+        options = {"xla_backend_optimization_level": request.param}
+        return lowered.compile(options)(rows)
+
+    return compiled
+
+
+@pytest.mark.parametrize("number", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_a_number_that_is_not_finite_is_found_everywhere(all_finite, dtype, number):
+    spoilt = np.full((SIZE, SIZE), jnp.finfo(dtype).max, np.float32)
+    np.fill_diagonal(spoilt, number)
+    assert not np.any(all_finite(jnp.asarray(spoilt, dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_extreme_numbers_are_finite(all_finite, dtype):
+    """The largest of one sign, whose sum is infinite, and the smallest."""
+    limits = jnp.finfo(dtype)
+    numbers = [limits.max, limits.min, limits.smallest_subnormal, -0.0]
+    rows = np.repeat(np.array(numbers, np.float32)[:, None], SIZE, axis=1)
+    assert np.all(all_finite(jnp.asarray(rows, dtype)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_what_overflows_on_the_way_is_seen(dtype):
+    """The compiler must not put the constants of both together."""
+    x = jnp.full((2, SIZE), jnp.finfo(dtype).max / 2, dtype)
+    assert not jax.jit(lambda x: _finite.all_finite(x * 1024.0))(x)
+    assert not jax.jit(lambda x: _finite.all_finite(x / 1e-3))(x)
+
+
+def test_what_there_is_not_is_finite():
+    """Integers, arrays without elements, and nothing at all."""
+    tree = [jnp.arange(3), jnp.zeros((0, 3)), jnp.ones(2), 1.0, np.ones(2)]
+    assert _finite.all_finite(tree)
+    assert _finite.all_finite(())
+    assert not _finite.all_finite([*tree, jnp.array(jnp.nan)])
+    assert _faults.is_finite([*tree, jnp.array(jnp.inf)], params={})
+
+
+@pytest.mark.parametrize("name", ["scale", "gain"])
+def test_scalars_of_a_state_count_where_they_belong_to_a_scalar_parameter(name):
+    layer = {"bias": jnp.ones(2), "gain": jnp.ones([])}
+    params = {"layer": layer, "scale": jnp.ones([])}
+    tx = optax.chain(optax.scale_by_adam(), optax.contrib.reduce_on_plateau())
+    adam, plateau = tx.init(params)
+    assert np.isinf(plateau.best_value)  # of no parameter
+    assert _faults.is_finite((adam, plateau), params)
+
+    def spoilt(path, x):
+        return jnp.full_like(x, jnp.inf) if path[-1].key == name else x
+
+    adam = adam._replace(nu=jax.tree.map_with_path(spoilt, adam.nu))
+    assert not _faults.is_finite((adam, plateau), params)

@@ -1,0 +1,126 @@
+"""Means over replicas: small arrays travel together, and come back as they were."""
+
+import functools
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import curvadion_jax as cd
+from curvadion_jax import _collectives, _faults, _layout
+from curvadion_jax._collectives import _replicas
+from curvadion_jax.synchronizers import LocalStep, SyncState
+
+AXIS = cd.replicas.AXIS
+REPLICAS = 4
+# Sums of four float32 of size one; their mean in bfloat16.
+RTOL, RTOL_BF16 = 1e-6, 1e-2
+
+
+def tree():
+    rng = np.random.default_rng(0)
+    shapes = {
+        "matrix": (5, 3),
+        "nothing": (0, 3),
+        "scalar": (),
+        "vector": (7,),
+        "wide": (2, 40),
+    }
+    found = {
+        name: jnp.asarray(rng.normal(size=(REPLICAS, *shape)), jnp.float32)
+        for name, shape in shapes.items()
+    }
+    half = jnp.asarray(rng.normal(size=(REPLICAS, 3, 2)), jnp.bfloat16)
+    return found | {"half": half, "other_half": half[:, 0]}
+
+
+def means(given, weights, mesh, inner=()):
+    """A function that compiles, and its arguments."""
+
+    def body(tree, weights):
+        one, weight = jax.tree.map(lambda x: x[0], (tree, weights))
+        group = _collectives.Replicas(AXIS, _layout.current())
+        if weight is None:
+            mean = group.mean(one)
+        else:
+            local, _ = _faults.taking_part(
+                LocalStep((), (), one, {}, tuple), SyncState(), (), weight, True, AXIS
+            )
+            mean = local.mean(one, group)
+        return jax.tree.map(lambda x: x[None], mean)
+
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=P(AXIS),
+        out_specs=P(AXIS),
+        axis_names={AXIS},
+    )
+    place = NamedSharding(mesh, P(AXIS, *inner))
+    return jax.jit(mapped), (jax.device_put(given, place), weights)
+
+
+@pytest.mark.parametrize("message", [2**24, 64], ids=["one message", "several"])
+@pytest.mark.parametrize("small", [2**20, 100, 0])
+@pytest.mark.parametrize("weights", [None, (1, 1, 1, 1), (3, 0, 0.5, 2)], ids=str)
+def test_every_array_comes_back(weights, small, message, monkeypatch):
+    monkeypatch.setattr(_replicas, "_SMALL", small)
+    monkeypatch.setattr(_replicas, "_MESSAGE", message)
+    given = tree()
+    weighted = None if weights is None else jnp.float32(weights)
+    function, arguments = means(given, weighted, cd.replicas.make_mesh(REPLICAS))
+    found = function(*arguments)
+    for name, x in given.items():
+        shares = np.ones(REPLICAS) if weights is None else np.float64(weights)
+        shares /= shares.sum()
+        expected = np.einsum("n,n...->...", shares, np.asarray(x, np.float64))
+        assert (found[name].shape, found[name].dtype) == (x.shape, x.dtype)
+        rtol = RTOL_BF16 if x.dtype == jnp.bfloat16 else RTOL
+        for one in np.asarray(found[name], np.float64):
+            np.testing.assert_allclose(one, expected, rtol=rtol, atol=rtol)
+
+
+def all_reduces(function, arguments):
+    program = hlo.parse(function.lower(*arguments).compile().as_text())
+    kinds = [x.opcode for x in program.instructions([program.entry])]
+    return kinds, sum(x.shape.count("[") for x in program.collectives([program.entry]))
+
+
+def test_one_dtype_is_one_message():
+    """What is averaged in float32 travels in it."""
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    _, arrays = all_reduces(*means(tree(), None, mesh))
+    assert arrays == 1
+
+
+def test_what_is_divided_inside_a_replica_is_not_gathered():
+    mesh = cd.replicas.make_mesh(REPLICAS, {"fsdp": 2})
+    given = {name: jnp.ones((REPLICAS, 4, 6)) for name in "abc"}
+    kinds, arrays = all_reduces(*means(given, None, mesh, inner=("fsdp",)))
+    assert arrays == len(given)
+    assert not {"all-gather", "all-to-all", "collective-permute"} & set(kinds)
+
+
+def test_an_array_stays_the_same_over_another_axis():
+    """One that devices of a second manual axis have alike, beside one that differs."""
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), (AXIS, "model"), axis_types=auto)
+    whole, divided = P(AXIS), P(AXIS, "model")
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=((whole, divided),),
+        out_specs=(whole, divided),
+    )
+    def mean(tree):
+        return _collectives.Replicas(AXIS).mean(tree)
+
+    given = jnp.arange(8.0).reshape(2, 4), jnp.arange(8.0).reshape(2, 4)
+    for x in mean(given):
+        np.testing.assert_array_equal(x, [[2, 3, 4, 5]] * 2)

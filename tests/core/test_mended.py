@@ -1,0 +1,76 @@
+"""A replica that is spoilt gets another one's numbers."""
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from spoilt_runs import QUICK, REPLICAS, arrays, rows, run, spoil, spoilt, without
+
+import curvadion_jax as cd
+
+AXIS = helpers.AXIS
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_parameters_that_are_spoilt_are_mended(name):
+    gradients = helpers.make_gradients(3, REPLICAS)
+
+    def change(step, state):
+        if step == 1:
+            spoil(state, "parameters", 4)
+        return state
+
+    state = run(name, gradients, change=change)[-1]
+    assert not np.isfinite(state[0]["bias"][4]).all()
+    assert np.isfinite(np.delete(state[0]["bias"], 4, 0)).all()
+    mended, replaced = cd.replicas.mend(jax.tree.map(jnp.asarray, state))
+    assert replaced == [4]
+    helpers.assert_bitwise(rows(mended[0], 4), rows(state[0], 0))
+    inner = mended[1].inner_state, state[1].inner_state
+    helpers.assert_bitwise(rows(inner[0], 4), rows(inner[1], 0))
+    for x in jax.tree.leaves(mended[1].sync_state.residual):
+        assert not np.any(x[4])  # what the other holds back comes once
+    counters = state[1].metrics
+    for name in ("skipped", "contained", "excluded", "absent"):
+        tally = getattr(counters, name)
+        in_a_row = tally.in_a_row.copy()
+        in_a_row[4] = 0  # and so no warning goes on
+        tally = tally._replace(in_a_row=in_a_row)
+        counters = counters._replace(**{name: tally})
+    assert state[1].metrics.excluded.in_a_row[4] == 1
+    helpers.assert_bitwise(mended[1].metrics, counters)
+    helpers.assert_bitwise(rows(mended, without(4)), rows(state, without(4)))
+    again, replaced = cd.replicas.mend(mended)
+    assert replaced == []
+    assert again is mended
+
+
+def test_a_replica_that_is_finite_but_another_one_is_mended_by_name():
+    """Where gradients are averaged, one whose momentum started afresh."""
+    spoilt_run = spoilt("gradients", "momentum")
+    assert spoilt_run is not None
+    state = jax.tree.map(jnp.asarray, spoilt_run[-1])
+    assert cd.replicas.mend(state) == (state, [])
+    assert float(cd.replicas.divergence(state[1].inner_state)) > 0
+    mended, replaced = cd.replicas.mend(state, also=[2])
+    assert replaced == [2]
+    for x in jax.tree.leaves(arrays(mended)):
+        np.testing.assert_array_equal(x[2], x[0])
+
+
+def test_mending_without_anybody_is_rejected():
+    with pytest.raises(ValueError, match="none of the 3 replicas is finite"):
+        cd.replicas.mend({"w": jnp.full((3, 2), jnp.nan)})
+
+
+def test_mending_leaves_arrays_where_they_are():
+    mesh = cd.replicas.make_mesh(4, {"fsdp": 2})
+    spec = jax.sharding.PartitionSpec(AXIS, "fsdp")
+    place = jax.sharding.NamedSharding(mesh, spec)
+    x = np.arange(16, dtype=np.float32).reshape(4, 4)
+    x[1, 2] = np.nan
+    mended, replaced = cd.replicas.mend({"w": jax.device_put(x, place)})
+    assert replaced == [1]
+    assert mended["w"].sharding == place
+    np.testing.assert_array_equal(mended["w"][1], x[0])

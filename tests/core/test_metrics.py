@@ -1,0 +1,132 @@
+"""The counters, read as Python numbers."""
+
+from typing import Any
+
+import helpers
+import jax
+import numpy as np
+import optax
+import pytest
+
+import curvadion_jax as cd
+from curvadion_jax import (
+    metrics,
+    synchronizers,
+    triggers,
+)
+
+
+def optimizer() -> Any:
+    change = triggers.relative_momentum_change(0.5)
+    return helpers.synced_dion(
+        0.1, 2, change, synchronizers.reconcile(), axis_name=helpers.AXIS
+    )
+
+
+def changed(opt_state, **counters):
+    """The state with other counters, replicated where they are lists."""
+    return opt_state._replace(metrics=opt_state.metrics._replace(**counters))
+
+
+KINDS = {
+    **dict.fromkeys(("steps", "syncs", "asked", "layer", "replicas"), int),
+    **dict.fromkeys(("skipped", "contained", "excluded"), int),
+    **dict.fromkeys(("absent", "empty_syncs"), int),
+    "troubled": dict,
+    **dict.fromkeys(("bytes", "synchronous_bytes"), int),
+    **dict.fromkeys(("sync_rate", "value", "threshold"), float),
+    "synced": bool,
+}
+
+
+def test_before_the_first_step():
+    read = metrics.read(optimizer().init(helpers.make_params()), replicas=8)
+    assert {name: type(value) for name, value in read.items()} == KINDS
+    assert (read["steps"], read["bytes"], read["sync_rate"]) == (0, 0, 0)
+    assert np.isnan(read["value"])
+    assert read["layer"] == -1
+
+
+@pytest.mark.parametrize(
+    ("values", "worst"),
+    [
+        pytest.param([0.1, 0.5, 0.2], 1, id="largest"),
+        pytest.param([0.1, np.nan, 0.2], 2, id="beside-nan"),
+        pytest.param([0.1, 3.0, np.inf], 2, id="infinite"),
+        pytest.param([np.nan] * 3, 0, id="none"),
+    ],
+)
+def test_the_largest_value_and_its_layer(values, worst):
+    state = optimizer().init(helpers.make_params())
+    state = cd.replicas.replicate(state, cd.replicas.make_mesh(3))
+    state = changed(state, value=np.float32(values), layer=np.array([7, 8, 9]))
+    read = metrics.read(state)
+    np.testing.assert_equal(np.float32(read["value"]), np.float32(values[worst]))
+    assert read["layer"] == [7, 8, 9][worst]
+
+
+@pytest.mark.slow
+def test_observe_inside_of_a_step_and_read_later():
+    tx = cd.presets.local_sgd(0.1, 2, axis_name=helpers.AXIS)
+    mesh = cd.replicas.make_mesh(2)
+
+    def train(state, gradients):
+        params, opt_state = state
+        local = jax.tree.map(lambda g: g[0], gradients)
+        updates, opt_state = tx.update(local, opt_state, params)
+        state = (optax.apply_updates(params, updates), opt_state)
+        return state, {"loss": 0.0, "sync": metrics.observe(opt_state)}
+
+    state, late = helpers.start(tx, helpers.make_params(), mesh), []
+    gradients = helpers.make_gradients(3, 2)
+    step = helpers.quick(cd.replicas.step(train, mesh), state, gradients[0])
+    for tree in gradients:
+        state, out = step(state, tree)
+        late.append(out)
+    assert [metrics.read(out)["synced"] for out in late] == [False, True, False]
+    assert metrics.read(late[1])["steps"] == 2
+    np.testing.assert_equal(metrics.read(late[2]), metrics.read(state))
+
+
+def test_a_state_without_replica_axis_is_read_with_their_number():
+    state = optimizer().init(helpers.make_params())
+    assert metrics.read(state, replicas=1)["bytes"] == 0
+
+
+@pytest.mark.parametrize("name", ["steps", "syncs", "asked", "synced", "empty"])
+def test_replicas_that_disagree_are_not_averaged(name):
+    state = optimizer().init(helpers.make_params())
+    state = cd.replicas.replicate(state, cd.replicas.make_mesh(2))
+    with pytest.raises(ValueError, match=rf"disagree on {name}: .*cannot be trusted"):
+        metrics.read(changed(state, **{name: np.array([0, 1])}))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(lambda tx: optax.chain(optax.clip(1.0), tx), id="chain"),
+        pytest.param(lambda tx: optax.MultiSteps(tx, 2), id="MultiSteps"),
+        pytest.param(
+            lambda tx: optax.inject_hyperparams(lambda rate: tx)(rate=0.1),
+            id="inject_hyperparams",
+        ),
+    ],
+)
+def test_wrapped_states_are_found(wrap):
+    tx = optimizer()
+    params = helpers.make_params()
+    wrapped = metrics.observe(wrap(tx).init(params))
+    helpers.assert_bitwise(wrapped, tx.init(params).metrics)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("steps", "syncs", "local_steps", "asked"),
+        *("synced", "value", "threshold", "layer"),
+        *("skipped", "contained", "excluded", "absent", "empty", "sent"),
+    ],
+)
+def test_optax_finds_metrics_by_name(name):
+    state = optimizer().init(helpers.make_params())
+    assert optax.tree.get(state, name) is getattr(state.metrics, name)

@@ -1,0 +1,104 @@
+"""A replica that is not finite spoils nobody else, and comes back where it can."""
+
+import helpers
+import jax
+import numpy as np
+import pytest
+from spoilt_runs import (
+    EVERY,
+    NAMES,
+    OPTIMIZERS,
+    REPLICAS,
+    ROUNDING,
+    arrays,
+    assert_finite,
+    poisoned,
+    rows,
+    run,
+    spoilt,
+    without,
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_that_are_not_finite_are_not_used(name):
+    """On a local step (1) and on a sync step (2), of one replica and of several."""
+    gradients = helpers.make_gradients(6, REPLICAS)
+    gradients = poisoned(gradients, 1, [5], np.inf)
+    gradients = poisoned(gradients, 2, [0, 7], np.nan)
+    gradients = poisoned(gradients, 2, [3], -np.inf)
+    history = run(name, gradients)
+    for state in history:
+        assert_finite(state)
+    before, after = rows(history[0], 5), rows(history[1], 5)
+    if name != "fragments":  # which synchronises there
+        helpers.assert_bitwise(arrays(before), arrays(after))  # no step at all
+    found = history[-1][1].metrics
+    assert found.skipped.total.tolist() == [1, 0, 0, 1, 0, 1, 0, 1]
+    assert found.skipped.last.tolist() == [2, -1, -1, 2, -1, 1, -1, 2]
+    assert found.synced[0] == (name == "fragments" or EVERY == 3)
+    # Where a sync averages gradients, these three had none to bring.
+    bring_gradients = name.startswith(("gradients", "factors"))
+    expected = [1, 0, 0, 1, 0, 0, 0, 1] if bring_gradients else [0] * REPLICAS
+    assert found.excluded.total.tolist() == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_happens_where_all_are_poisoned(name):
+    """On a local step, and where a sync has nothing but gradients to average."""
+    gradients = helpers.make_gradients(4, REPLICAS)
+    bad = poisoned(gradients, 1, range(REPLICAS))
+    bad = poisoned(bad, 2, range(REPLICAS))
+    first, second, third, last = run(name, bad)
+    if name != "fragments":  # which synchronises there
+        helpers.assert_bitwise(arrays(first), arrays(second))
+    if name.startswith(("gradients", "factors")):
+        helpers.assert_bitwise(arrays(first), arrays(third))
+        assert third[1].metrics.empty.tolist() == [1] * REPLICAS
+    assert third[1].metrics.skipped.in_a_row.tolist() == [2] * REPLICAS
+    assert last[1].metrics.skipped.in_a_row.tolist() == [0] * REPLICAS
+    assert_finite(third)
+    assert_finite(last)
+
+
+@pytest.mark.parametrize("where", ["momentum", "residual", "parameters", "anchor"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_spoilt_replica_is_excluded(name, where):
+    """Whatever of it is spoilt, the others do the same."""
+    index, history = 2, spoilt(name, where)
+    if history is None:
+        pytest.skip("there is no such part")
+    others, wanted = without(index), spoilt(name, "parameters")
+    assert wanted is not None
+    helpers.assert_bitwise(
+        arrays(rows(history[-1], others)), arrays(rows(wanted[-1], others))
+    )
+    found = history[-1][1].metrics
+    expected = [int(each == index) for each in range(REPLICAS)]
+    assert found.excluded.total.tolist() == expected
+    assert found.excluded.last[index] == 2
+    if where in ("momentum", "residual"):
+        assert_finite(history[-1])
+        if name.startswith(("everything", "outer", "local_muon", "reconcile")):
+            for x in history[-1][0].values():
+                np.testing.assert_allclose(
+                    x[index], x[others[0]], rtol=0, atol=ROUNDING
+                )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["everything", "outer", "gradients"])
+def test_the_others_do_as_if_it_did_not_exist(name):
+    found, others = spoilt(name, "parameters"), without(2)
+    assert found is not None
+    gradients = [
+        {key: x[others] for key, x in tree.items()}
+        for tree in helpers.make_gradients(4, REPLICAS)[:3]
+    ]
+    *_, wanted = helpers.run_vmap(OPTIMIZERS[name](), helpers.make_params(), gradients)
+    for x, y in zip(
+        jax.tree.leaves(arrays(rows(found[-1], others))),
+        jax.tree.leaves(arrays(wanted)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(x, y, rtol=0, atol=ROUNDING)

@@ -1,0 +1,124 @@
+"""A spoilt replica starts afresh without a condition of its own, which could hang."""
+
+import chex
+import helpers
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import curvadion_jax as cd
+from curvadion_jax import _guards, _momentum, compressors, synchronizers, triggers
+
+AXIS = helpers.AXIS
+REPLICAS = 2
+# Columns of a cosine transform, or R / (||R|| + 1e-8), in float32.
+UNIT = 1e-6
+
+
+def dion(synchronizer):
+    return helpers.synced_dion(
+        0.1, 2, triggers.every_k(2), synchronizer, axis_name=AXIS
+    )
+
+
+OPTIMIZERS = {
+    "curvadion": lambda: cd.curvadion(0.1, 0.3, axis_name=AXIS),
+    "local_muon": lambda: cd.local_muon(0.1, axis_name=AXIS),
+    "reconcile": lambda: dion(synchronizers.reconcile()),
+    "low_rank": lambda: dion(
+        synchronizers.reconcile(compressor=compressors.low_rank(1), momentum=False)
+    ),
+    "factors": lambda: dion(synchronizers.average_factors()),
+    "gradients": lambda: dion(
+        synchronizers.average_gradients(compressors.quantize(8, 8))
+    ),
+    "paper": lambda: cd.presets.paper(0.1, axis_name=AXIS),
+}
+
+
+def some(names):
+    quick = ("curvadion", "factors")
+    return [
+        pytest.param(x, marks=() if x in quick else pytest.mark.slow) for x in names
+    ]
+
+
+def placed(tx, inner):
+    """The mesh, and a state of matrices that lie on all devices of a replica."""
+    mesh = cd.replicas.make_mesh(REPLICAS, inner)
+
+    def place(x):
+        split = x.shape in {(REPLICAS, *helpers.SHAPES[n]) for n in helpers.MATRICES}
+        spec = PartitionSpec(AXIS, *inner) if split else PartitionSpec(AXIS)
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    return mesh, jax.tree.map(place, helpers.start(tx, helpers.make_params(), mesh))
+
+
+def conditions(tx, inner):
+    """All that decides, in the program of a step."""
+    mesh, state = placed(tx, inner)
+    (gradients,) = helpers.make_gradients(1, REPLICAS)
+    step = helpers.replica_step(tx, mesh)
+    traced = step._program(state, gradients).trace(state, gradients)
+    equations = helpers.equations(traced.jaxpr.jaxpr)
+    return [x for x in equations if x.primitive.name in ("cond", "while")]
+
+
+@pytest.mark.parametrize("inner", [{}, {"fsdp": 2}], ids=["one", "two"])
+@pytest.mark.parametrize("name", some(OPTIMIZERS))
+def test_no_condition_differs_between_replicas(name, inner):
+    """Neither where several devices of a replica move arrays, nor anywhere else."""
+    found = conditions(OPTIMIZERS[name](), inner)
+    assert found  # whether to synchronise, at least
+    for equation in found:
+        assert not _guards._decides_alone(equation, AXIS), str(equation)
+
+
+def test_a_condition_of_a_replica_would_be_seen():
+    inner = optax.apply_if_finite(optax.sgd(0.1), 3)
+    tx = cd.adaptive_sync(
+        inner, triggers.every_k(2), synchronizers.reconcile(momentum=False), AXIS
+    )
+    found = conditions(tx, {})
+    assert any(_guards._decides_alone(equation, AXIS) for equation in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", [{}, {"fsdp": 2}], ids=["one", "two"])
+@pytest.mark.parametrize("name", ["reconcile", "factors"])
+def test_q_of_a_spoilt_replica_restarts(name, inner):
+    """Momentum and Q of replica 1 are NaN in front of a sync, which excludes it."""
+    tx = OPTIMIZERS[name]()
+    mesh, state = placed(tx, inner)
+    first, second, third = helpers.make_gradients(3, REPLICAS)
+    step = helpers.quick(helpers.replica_step(tx, mesh), state, first)
+    state, _ = step(state, first)
+
+    def spoil(x):
+        numbers = np.array(x)
+        numbers[1] = np.nan
+        return jax.device_put(numbers, x.sharding)
+
+    params, opt_state = state
+    opt_state = opt_state._replace(
+        inner_state=_momentum.with_dion(
+            opt_state.inner_state, lambda x: jax.tree.map(spoil, x)
+        )
+    )
+    state, _ = step((params, opt_state), second)
+    found = state[1].metrics
+    assert found.synced.all()
+    assert found.excluded.total.tolist() == [0, 1]
+    for _ in range(2):
+        chex.assert_tree_all_finite((state[0], state[1].inner_state))
+        for name in helpers.MATRICES:
+            lengths = np.linalg.norm(helpers.dion_state(state[1]).q[name], axis=-2)
+            np.testing.assert_allclose(lengths, 1, atol=UNIT)
+        state, _ = step(state, third)
+    assert state[1].metrics.excluded.total.tolist() == [0, 1]
+    momenta = helpers.dion_state(state[1]).momentum
+    for name in helpers.MATRICES:
+        assert np.abs(momenta[name][1]).max() > 0.1  # it takes part again

@@ -1,0 +1,117 @@
+"""Means in which replicas count unequally, or not at all, in every form."""
+
+import functools
+
+import compressor_runs
+import helpers
+import jax
+import numpy as np
+import pytest
+import weighted_runs
+from weighted_runs import FORMS
+
+import curvadion_jax as cd
+from curvadion_jax import _collectives, compressors
+
+AXIS = cd.replicas.AXIS
+REPLICAS = 4
+TOP_ALL = compressors.top_k(1.0, block=16)
+WEIGHTS = {
+    "all": (1, 1, 1, 1),
+    "three": (1, 0, 1, 1),
+    "one": (0, 0, 1, 0),
+    "nobody": (0, 0, 0, 0),
+    "unequal": (512, 0.1, 30, 0),
+}
+# Sums of a few float32 of size one.
+ATOL = 3e-6
+
+
+def tree(seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = {"tall": (24, 8), "wide": (6, 20), "vector": (37,)}
+    return {
+        name: rng.normal(size=(REPLICAS, *shape)).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+@functools.cache
+def averaged(name):
+    """(tree, weights) -> what replicas bring, its mean, and what was not put in."""
+    form = TOP_ALL if name == "top_all" else FORMS[name]
+    one = jax.tree.map(lambda x: x[0], tree())
+    views = compressor_runs.views_of(one)
+
+    def body(tree, weight):
+        brought = weighted_runs.part_in_sync(tree, views, weight).weighted(tree)
+        group, state = _collectives.Replicas(AXIS), form.init(one, views)
+        result = form.average(brought, state, group, views)
+        return brought, result.mean, result.unsent
+
+    mapped = jax.jit(jax.vmap(body, axis_name=AXIS))
+    compiled = helpers.quick(mapped, tree(), np.ones(REPLICAS, np.float32))
+    return lambda *given: jax.device_get(compiled(*given))
+
+
+QUICK = ("exact", "int8")
+NAMES = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name in FORMS
+]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_put_in_adds_up_to_the_mean(name, weights):
+    """Over all replicas, so that what each keeps, its own less this, loses nothing."""
+    given = tree()
+    brought, mean, unsent = averaged(name)(given, np.float32(weights))
+    shares = np.float64(weights) / max(np.mean(weights), 1e-30)
+    for key in given:
+        np.testing.assert_array_equal(mean[key], np.stack([mean[key][0]] * REPLICAS))
+        own = np.einsum("n,n...->n...", shares, given[key])
+        np.testing.assert_allclose(brought[key], own, rtol=1e-6)
+        total = np.sum(brought[key] - unsent[key], 0, np.float64)
+        np.testing.assert_allclose(total, REPLICAS * mean[key][0], atol=ATOL)
+        if not any(weights):
+            assert not np.any(mean[key])
+        if name in ("exact", "top_k", "low_rank"):  # no rounding to be charged for
+            assert not np.any(unsent[key][np.float32(weights) == 0])
+
+
+@pytest.mark.parametrize("weight", [0, 1], ids=["absent", "excluded"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_others_have_does_not_matter(name, weight):
+    """Of one without weight, or that is not finite; it owes nothing but rounding."""
+    given, weights = tree(), np.float32([1, weight, 1, 1])
+    spoilt = {key: x.copy() for key, x in given.items()}
+    for x in spoilt.values():
+        x[1] = np.nan
+    _, mean, unsent = averaged(name)(given, np.float32([1, 0, 1, 1]))
+    _, mean_beside, unsent_beside = averaged(name)(spoilt, weights)
+    for key in given:
+        np.testing.assert_array_equal(mean[key], mean_beside[key])
+        np.testing.assert_array_equal(unsent[key], unsent_beside[key])
+        assert np.isfinite(unsent[key]).all()
+
+
+@pytest.mark.parametrize("name", ["exact", "int8", "top_all"])
+def test_weighted_means_by_hand(name):
+    """As a mean over batches of unequal size weighs them."""
+    given, weights = tree(), np.float32([100, 0, 50, 250])
+    _, mean, _ = averaged(name)(given, weights)
+    for key, x in given.items():
+        wanted = np.einsum("n,n...->...", weights / 400.0, x.astype(np.float64))
+        rounding = 2 * np.abs(x).max() / 127 if name == "int8" else ATOL
+        np.testing.assert_allclose(mean[key][0], wanted, rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30, 1e38])
+def test_weights_of_any_size(size):
+    """Such as 3e38, the sum of two of which float32 does not hold."""
+    given, shares = tree(), np.float32([3, 0, 1, 2])
+    brought, mean, _ = averaged("exact")(given, shares)
+    for key, x in averaged("exact")(given, shares * np.float32(size))[1].items():
+        np.testing.assert_allclose(x, mean[key], rtol=0, atol=ATOL)
+        assert np.any(brought[key][3] != 0)

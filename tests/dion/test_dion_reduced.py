@@ -1,0 +1,137 @@
+"""What Dion sends over replicas, and what it tells and asks of a `reduce_fn`."""
+
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from dion_replicas import (
+    REPLICAS,
+    SHAPES,
+    compiled,
+    local_gradients,
+    reduced,
+    sends_factors,
+    shard_map,
+    state_of,
+    synchronous,
+)
+from dion_runs import MU, close, rank_of, zeros
+from jax.sharding import PartitionSpec as P
+
+import curvadion_jax as cd
+
+# Ranks 1, 2, 3 and 5 of 5; (9 + 5) r < 45 up to r = 3.
+RANKS = [
+    pytest.param(1, marks=pytest.mark.slow),
+    0.25,
+    pytest.param(0.5, marks=pytest.mark.slow),
+    1.0,
+]
+
+
+def all_reduces(hlo):
+    """Elements of each all-reduce in compiled HLO, those of a tuple together."""
+    found = re.findall(r"= (.*?) all-reduce(?:-start)?\(", hlo)
+    sizes = [re.findall(r"[a-z0-9]+\[([\d,]*)\]", shapes) for shapes in found]
+    return [
+        sum(int(np.prod([int(n) for n in s.split(",") if n])) for s in shapes)
+        for shapes in sizes
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["sync", "reduce_fn"])
+@pytest.mark.parametrize("rank", RANKS)
+def test_what_is_sent(rank, by):
+    """(rows + cols) r elements a matrix in two rounds, or the matrix itself."""
+    with jax.enable_x64(True):
+        _, state = state_of(rank, by)
+        state = jax.tree.map(lambda x: np.stack([x] * REPLICAS), state)
+        step = compiled(rank, "shard_map", by)
+        hlo = step.lower(state, local_gradients()).compile().as_text()
+    matrices, r = 4, rank_of((5, 9), rank)
+    sizes = [9 * r, 5 * r] if sends_factors(rank) else [9 * 5]
+    sent = all_reduces(hlo)
+    if by == "sync":
+        sent.remove(1)  # the decision
+    assert sent == [matrices * size for size in sizes]
+
+
+def unit(a):
+    """An orthonormal basis of one column, and quick to compile."""
+    return a / jnp.linalg.norm(a, axis=-2, keepdims=True)
+
+
+@pytest.mark.slow
+def test_reduce_fn_does_what_a_sync_does():
+    gradients = jax.tree.map(lambda g: g[:, 0], local_gradients(dtype=np.float32))
+    first = state_of(1, "sync", np.float32)
+    tx, params = cd.scale_by_dion(1, MU, orthonormalize=unit), first[0].momentum
+
+    def with_sync(gradient):
+        updates, state = synchronous(tx).update(gradient, first[1], params)
+        return updates, state.inner_state
+
+    def with_function(gradient):
+        return reduced(tx, "vmap").update(gradient, first[0])
+
+    # Operation by operation: a compiled sync may add and multiply in one rounding.
+    with jax.disable_jit():
+        results = [
+            jax.vmap(function, axis_name="replica")(gradients)
+            for function in (with_sync, with_function)
+        ]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+@pytest.mark.parametrize("rank", [2, 1.0])
+def test_reduce_fn_is_told_what_arrays_are_made_of(rank):
+    """The axes of an array have the sizes of the parameter's, or the rank's."""
+    numbers = {"wide": (0, 1), "tall": (0, 1), "stack": (2, 1)}
+    numbers = {name: cd.DimensionNumbers(*pair) for name, pair in numbers.items()}
+    tx, given = cd.scale_by_dion(rank, dimension_numbers=numbers), []
+
+    def mean(arrays, made_of):
+        for name, x in arrays.items():
+            shape, axes = made_of[name]
+            assert shape == SHAPES[name]
+            sizes = [math.prod(shape[axis] for axis in of) if of else r for of in axes]
+            assert x.shape == tuple(sizes)
+        given.append(sorted(arrays))
+        return arrays, None
+
+    params, r = zeros(SHAPES, np.float32), rank_of((5, 9), rank)
+    jax.eval_shape(lambda p: tx.update(p, tx.init(p), p, reduce_fn=mean), params)
+    assert given == [sorted(SHAPES)] * (2 if sends_factors(rank) else 1)
+
+
+@pytest.mark.slow
+def test_other_leaves_take_the_mean_gradient():
+    params = {"kernel": np.ones((5, 9), np.float32), "bias": np.ones(9, np.float32)}
+    tx: Any = cd.presets.synchronous_dion(
+        0.1, rank=1, axis_name="replica", other_optimizer=optax.sgd(1.0)
+    )
+    state = tx.init(params)
+    rng = np.random.default_rng(0)
+    gradients = {
+        "kernel": rng.normal(size=(REPLICAS, 5, 9)).astype(np.float32),
+        "bias": rng.normal(size=(REPLICAS, 9)).astype(np.float32),
+    }
+
+    @jax.jit
+    @functools.partial(shard_map, in_specs=(P(), P("replica")))
+    def update(params, gradients):
+        gradients = jax.tree.map(lambda x: x[0], gradients)
+        updates, _ = tx.update(gradients, state, params)
+        return jax.tree.map(lambda x: x[None], updates)
+
+    updates = update(params, gradients)
+    mean = -gradients["bias"].mean(axis=0)
+    # A mean of eight float32 numbers of order one.
+    close(updates["bias"], np.stack([mean] * REPLICAS), 1e-6)

@@ -1,0 +1,174 @@
+"""Muon's steps: Optax's own, wherever the matrices lie."""
+
+import collections
+
+import chex
+import helpers
+import hlo
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import curvadion_jax as cd
+from curvadion_jax import _layout, _muon
+from curvadion_jax._within_replica import Devices
+
+AXIS = cd.replicas.AXIS
+SHAPES = {
+    "down": (5, 48, 32),
+    "lone": (32, 48),
+    "one": (32, 32),
+    "query": (2, 32, 4, 8),
+    "two": (32, 32),
+}
+LONE = "lone"
+QUERY = optax.contrib.MuonDimensionNumbers(1, (2, 3))
+# Axes inside a replica, and how the last axes of an array are divided.
+PLACES = {
+    "rows": ({"fsdp": 4}, ("fsdp", None)),
+    "columns": ({"fsdp": 4}, (None, "fsdp")),
+    "both": ({"fsdp": 2, "tensor": 2}, ("fsdp", "tensor")),
+    "both_along_one": ({"fsdp": 2, "tensor": 2}, (("fsdp", "tensor"), None)),
+    "one_of_two": ({"fsdp": 2, "data": 2}, ("fsdp", None)),
+    "whole": ({"data": 4}, (None, None)),
+}
+# Sums in another order, through five iterations that multiply errors.
+CLOSE = 5e-5
+
+
+def numbers(params):
+    return {
+        name: QUERY
+        if name == "query"
+        else optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1)
+        for name, x in params.items()
+    }
+
+
+def trees(steps, dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        {name: rng.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()}
+        for _ in range(steps)
+    ]
+
+
+def optaxs(rate=0.1, **options):
+    return optax.contrib.muon(rate, muon_weight_dimension_numbers=numbers, **options)
+
+
+def run(tx, params, gradients):
+    update, state = jax.jit(tx.update), tx.init(params)
+    for each in gradients:
+        updates, state = update(each, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.float32, "bfloat16"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"beta": 0.8, "eps": 1e-3, "weight_decay": 0.1, "mu_dtype": "bfloat16"}],
+)
+def test_one_device_takes_optaxs_steps(options, dtype):
+    params, *gradients = trees(4, jax.numpy.dtype(dtype))
+    rate = optax.linear_schedule(0.1, 0.0, 5)
+    found = run(_muon.muon(rate, numbers, **options), params, gradients)
+    chex.assert_trees_all_equal(found, run(optaxs(rate, **options), params, gradients))
+
+
+def place(mesh, divided, tree):
+    """On the mesh, with the last axes divided; of a query the width and the heads."""
+
+    def put(name, x):
+        spec = [None] * x.ndim
+        first = 1 if name == "query" else x.ndim - 2
+        spec[first : first + 2] = divided
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    return {name: put(name, x) for name, x in tree.items()}
+
+
+def muon_of_devices():
+    """Muon that is told of the devices of its replica, as `adaptive_sync` does."""
+    tx = _muon.muon(0.1, numbers)
+
+    def update(gradients, state, params):
+        devices = Devices(_layout.current())
+        return tx.update(gradients, state, params, devices=devices)
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+def prepare(mesh, divided, params):
+    tx = muon_of_devices()
+    params = place(mesh, divided, params)
+    state = cd.replicas.replicate((params, tx.init(params)), mesh)
+    batch = cd.replicas.replicate(params, mesh)
+    return helpers.quick(helpers.replica_step(tx, mesh), state, batch), state
+
+
+def check_steps(step, state, mesh, divided, params, gradients):
+    for each in gradients:
+        state, _ = step(state, cd.replicas.replicate(place(mesh, divided, each), mesh))
+    expected = run(optaxs(), params, gradients)
+    for path, x in jax.device_get(state[0]).items():
+        np.testing.assert_array_equal(x[0], x[1])
+        np.testing.assert_allclose(x[0], expected[path], rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x == "both" else pytest.mark.slow) for x in PLACES],
+)
+def test_divided_matrices_move_there_and_back(name):
+    inner, divided = PLACES[name]
+    mesh = cd.replicas.make_mesh(2, inner)
+    params, *gradients = ({k: x for k, x in t.items() if k != LONE} for t in trees(3))
+    step, state = prepare(mesh, divided, params)
+    program = hlo.parse(step.as_text())
+    inside = program.collectives([program.entry])
+    sent = collections.Counter(each.opcode for each in inside)
+    kinds = 3  # of matrices: two leaves are worked on in one stack
+    along = len(jax.tree.leaves(divided))
+    shared = along < len(inner)
+    expected = {"all-to-all": 2 * along * kinds, "all-gather": shared * kinds}
+    assert sent == collections.Counter(expected)
+    check_steps(step, state, mesh, divided, params, gradients)
+
+
+@pytest.mark.slow
+def test_a_matrix_alone_is_left_to_the_compiler():
+    inner, divided = PLACES["both"]
+    mesh = cd.replicas.make_mesh(2, inner)
+    params, *gradients = ({LONE: tree[LONE]} for tree in trees(3))
+    step, state = prepare(mesh, divided, params)
+    program = hlo.parse(step.as_text())
+    assert not any(
+        each.opcode.startswith("all-to-all")
+        for each in program.collectives([program.entry])
+    )
+    check_steps(step, state, mesh, divided, params, gradients)
+
+
+def test_a_stack_that_is_divided_itself_stays():
+    mesh = cd.replicas.make_mesh(2, {"fsdp": 2, "tensor": 2})
+    tx = muon_of_devices()
+    spec = PartitionSpec("fsdp", None, "tensor")
+    x = np.random.default_rng(0).normal(size=(6, 32, 48)).astype(np.float32)
+    params = {"down": jax.device_put(x, NamedSharding(mesh, spec))}
+    state = cd.replicas.replicate((params, tx.init(params)), mesh)
+    batch = cd.replicas.replicate(params, mesh)
+    step = helpers.quick(helpers.replica_step(tx, mesh), state, batch)
+    program = hlo.parse(step.as_text())
+    inside = program.collectives([program.entry])
+    assert {each.opcode for each in inside} == {"all-to-all"}
+    # Three matrices are four with one of zeros, of which each device has two halves.
+    assert sum(each.bytes for each in inside) == 2 * 4 * 4 * 32 * 24
+    (params, _), _ = step(state, batch)
+    expected = run(optaxs(), {"down": x}, [{"down": x}])
+    found = jax.device_get(params["down"])[0]
+    np.testing.assert_allclose(found, expected["down"], rtol=0, atol=CLOSE)

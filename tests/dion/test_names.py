@@ -1,0 +1,105 @@
+"""Each optimizer is what it is called, whatever its arguments."""
+
+import math
+from typing import Any
+
+import helpers
+import jax
+import numpy as np
+import optax
+import pytest
+
+import curvadion_jax as cd
+from curvadion_jax import synchronizers, triggers
+
+RATE = 0.05
+# An orthonormal basis of four columns in float32.
+NORM_RTOL = 1e-5
+KERNEL = {"kernel": np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)}
+
+
+def named(x) -> str:
+    return "-".join(x) if isinstance(x, dict) else str(x)
+
+
+def inside(state, kind) -> list[Any]:
+    """The states of this kind in that of an optimizer."""
+    is_kind = lambda x: isinstance(x, kind)  # noqa: E731
+    return [x for x in jax.tree.leaves(state, is_leaf=is_kind) if is_kind(x)]
+
+
+def one_update(tx: Any):
+    state = tx.init(KERNEL)
+    updates, state = jax.jit(tx.update)(KERNEL, state, KERNEL)
+    return updates, state
+
+
+@pytest.mark.parametrize(
+    ("options", "rank"),
+    [
+        ({}, 4),
+        ({"rank": 1.0}, 4),
+        ({"rank": 0.5}, 2),
+        ({"rank": 1}, 1),
+        ({"threshold": 0.3}, 4),
+        ({"budget": 0.5}, 4),
+        ({"bits": 8}, 4),
+        ({"momentum": 0.5}, 4),
+        ({"error_feedback": False}, 4),
+        ({"orthonormalize": cd.householder_qr}, 4),
+        ({"seed": 1}, 4),
+        ({"adam_learning_rate": 0.1}, 4),
+        ({"other_optimizer": optax.sgd(0.1)}, 4),
+        ({"synchronizer": synchronizers.reconcile()}, 4),
+        ({"synchronizer": synchronizers.average_factors()}, 4),
+    ],
+    ids=named,
+)
+def test_no_argument_swaps_the_optimizer(options, rank):
+    updates, state = one_update(cd.curvadion(RATE, **options))
+    (dion,) = inside(state.inner_state, cd.DionState)
+    assert dion.momentum["kernel"].shape == (4, 8)
+    assert dion.q["kernel"].shape == (4, rank)
+    # r singular values of one, and by default the first Nesterov step of the anchor.
+    outer = 1.0 if "synchronizer" in options else 1 + 0.4
+    expected = outer * RATE * math.sqrt(8 / 4) * math.sqrt(rank)
+    norm = np.linalg.norm(updates["kernel"])
+    np.testing.assert_allclose(norm, expected, rtol=NORM_RTOL)
+
+
+def test_no_rank_is_full_rank():
+    results = [one_update(cd.curvadion(RATE, rank=rank)) for rank in (None, 1.0)]
+    helpers.assert_bitwise(*results)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"budget": 0.5}, {"bits": 8}, {"trigger": triggers.never()}],
+    ids=named,
+)
+def test_local_muon_is_muon(options):
+    updates, state = one_update(cd.local_muon(RATE, **options))
+    assert len(inside(state.inner_state, optax.contrib.MuonState)) == 1
+    assert not inside(state, cd.DionState)
+    expected, _ = one_update(optax.contrib.muon(RATE, beta=0.9, eps=1e-7))
+    assert not state.metrics.synced
+    np.testing.assert_allclose(updates["kernel"], expected["kernel"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (cd.local_muon, {"rank": 0.25}),
+        (cd.local_muon, {"rank": None}),
+        (cd.local_muon, {"threshold": 0.3}),
+        (cd.local_muon, {"seed": 0}),
+        (cd.local_muon, {"error_feedback": True}),
+        (cd.local_muon, {"orthonormalize": cd.cholesky_qr}),
+        (cd.curvadion, {"trigger": triggers.always()}),
+        (cd.curvadion, {"rank": 0.25, "trigger": triggers.always()}),
+        (cd.dion, {"threshold": 0.3}),
+    ],
+)
+def test_arguments_of_another_method_are_rejected(build: Any, options):
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        build(RATE, **options)

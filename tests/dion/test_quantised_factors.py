@@ -1,0 +1,241 @@
+"""Dion's factors in few bits: against NumPy, what is conserved, and what is sent."""
+
+import re
+from typing import Any
+
+import helpers
+import hlo
+import jax
+import numpy as np
+import optax
+import pytest
+import reference as ref
+from compressor_runs import sent_bytes
+
+import curvadion_jax as cd
+from curvadion_jax import _partition, compressors, synchronizers, triggers
+
+pytestmark = pytest.mark.slow
+
+MU, RATE, BLOCK, REPLICAS = 0.9, 0.1, 4, 3
+# float32 sums, products and factorisations of some dozens of numbers of order one.
+# Measured: 2e-6; a step of the roughest codes here is 0.1 and more.
+ATOL = 2e-5
+FORMS = {
+    "int8": compressors.quantize(8, BLOCK),
+    "int4": compressors.quantize(4, BLOCK),
+    "int2": compressors.quantize(2, BLOCK),
+    "top": compressors.top_k(0.5),
+}
+
+
+def optimizer(compressor, rank=2, trigger=None, inner=None) -> Any:
+    if inner is None:
+        inner = cd.dion(RATE, rank, MU, other_optimizer=optax.sgd(RATE))
+    return cd.adaptive_sync(
+        inner,
+        triggers.always() if trigger is None else trigger,
+        synchronizers.average_factors(compressor),
+        helpers.AXIS,
+    )
+
+
+def payload(compressor, params, rank=2):
+    """Of one sync."""
+    inner_state = cd.dion(RATE, rank).init(params)
+    views = _partition.matrix_views(params)
+    return synchronizers.average_factors(compressor).payload(params, inner_state, views)
+
+
+def run(tx, steps=3, run_on=helpers.run_vmap):
+    gradients = helpers.make_gradients(steps, REPLICAS)
+    return list(run_on(tx, helpers.make_params(), gradients)), gradients
+
+
+def encoded(flat, bits):
+    """What the codes of a float64 array of whole blocks stand for."""
+    levels, blocks = 2 ** (bits - 1) - 1, flat.reshape(-1, BLOCK)
+    step = np.abs(blocks).max(1, keepdims=True) / levels
+    step = np.where(step == 0, 1, step)
+    return (np.round(blocks / step) * step).reshape(flat.shape)
+
+
+def quantised_mean(arrays, bits):
+    """The mean in two stages, and a list of what each replica put in."""
+    number, size = len(arrays), arrays[0].size
+    pad = -size % (number * BLOCK)
+    sent = [encoded(np.pad(a.reshape(-1), (0, pad)), bits) for a in arrays]
+    mean = np.mean(sent, axis=0)
+    for k, part in enumerate(np.split(np.arange(size + pad), number)):
+        rounded = encoded(mean[part], bits)
+        sent[k][part] -= number * (mean[part] - rounded)
+        mean[part] = rounded
+    shaped = [x[:size].reshape(arrays[0].shape) for x in (mean, *sent)]
+    return shaped[0], shaped[1:]
+
+
+def reference_step(gradients, momenta, q, bits, whole):
+    """Direction, momenta of the replicas and Q, after a step with quantised means."""
+    shape = gradients[0].shape
+    bs = [m + g for m, g in zip(momenta, gradients, strict=True)]
+    kept = [np.zeros(shape)] * len(bs)
+    if whole:
+        mean, sent = quantised_mean(bs, bits)
+        kept = [b - s for b, s in zip(bs, sent, strict=True)]
+        bs = [mean] * len(bs)
+    views = [ref.rows_view(b) for b in bs]
+    products = [b @ q for b in views]
+    p = ref.orthonormal_factor(
+        products[0] if whole else quantised_mean(products, bits)[0]
+    )
+    rs = [b.T @ p for b in views]
+    r, sent = (rs[0], rs) if whole else quantised_mean(rs, bits)
+    momenta = [
+        b - (1 - MU) * ref.kernel_layout(p @ s.T, shape) + k
+        for b, s, k in zip(bs, sent, kept, strict=True)
+    ]
+    q = ref.column_normalize(r, q)
+    return ref.scaled_direction(p, q, shape), momenta, q
+
+
+@pytest.mark.parametrize(
+    ("rank", "bits"),
+    [pytest.param(2, 4, id="factors-4"), pytest.param(1.0, 8, id="whole-8")],
+)
+def test_steps_are_the_references(rank, bits):
+    gradients = helpers.make_gradients(3, REPLICAS)
+    for name in helpers.MATRICES:
+        # One at a time: who rounds the mean of a block depends on all arrays sent.
+        tx, given = optimizer(FORMS[f"int{bits}"], rank), helpers.make_params()[name]
+        start = helpers.dion_state(tx.init({name: given}))
+        own = [{name: tree[name]} for tree in gradients]
+        trajectory = list(helpers.run_vmap(tx, {name: given}, own))
+        momenta = [np.zeros(helpers.SHAPES[name])] * REPLICAS
+        q = np.asarray(start.q[name], float)
+        params = np.asarray(given, float)
+        for tree, (actual, opt_state) in zip(gradients, trajectory, strict=True):
+            direction, momenta, q = reference_step(
+                list(tree[name].astype(float)), momenta, q, bits, whole=rank == 1.0
+            )
+            params = params - RATE * direction
+            state = helpers.dion_state(opt_state)
+            for replica in range(REPLICAS):
+                close(state.momentum[name][replica], momenta[replica])
+                close(state.q[name][replica], q)
+                close(actual[name][replica], params)
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("name", ["int2", "top"])
+def test_what_is_not_sent_stays_in_the_momenta(name):
+    """mean(M) = mean(B) - (1 - mu) P R^T: what leaves is of rank r, with Q's rows.
+
+    Were what a replica has taken away, and not what it sent, the mean would lose its
+    own R^T, whose rows are not those of the common one.
+    """
+    trajectory, gradients = run(optimizer(FORMS[name]), steps=2)
+    before = {key: 0.0 for key in helpers.MATRICES}
+    for tree, (_, opt_state) in zip(gradients, trajectory, strict=True):
+        state = helpers.dion_state(opt_state)
+        for key in helpers.MATRICES:
+            after = state.momentum[key].astype(float)
+            left = ((before[key] + tree[key] - after) / (1 - MU)).mean(0)
+            rows, q = ref.rows_view(left), state.q[key][0].astype(float)
+            close(rows @ q @ np.linalg.pinv(q), rows)
+            assert np.linalg.matrix_rank(left, tol=1e-2) == q.shape[1]
+            before[key] = after
+
+
+def test_replicas_stay_equal_to_the_bit():
+    tx = optimizer(FORMS["int4"])
+    (*_, (params, opt_state)), _ = run(tx, run_on=helpers.run_mesh)
+    q = helpers.dion_state(opt_state).q
+    for leaf in jax.tree.leaves((params, q, opt_state.sync_state.common)):
+        assert len({row.tobytes() for row in leaf}) == 1
+
+
+@pytest.mark.parametrize("name", ["int4", "top"])
+def test_other_gradients_come_in_the_end(name):
+    trajectory, gradients = run(optimizer(FORMS[name]), steps=5)
+    params, opt_state = trajectory[-1]
+    residual = opt_state.sync_state.residual
+    assert sorted(residual) == ["bias", "embed"]
+    for key, held in residual.items():
+        total = sum(tree[key].mean(0) for tree in gradients)
+        start = helpers.make_params()[key]
+        close(params[key][0], start - RATE * (total - held.mean(0)))
+        assert np.abs(held).max() > 1e-3
+
+
+def test_exact_is_no_compressor():
+    (*_, exact), _ = run(optimizer(compressors.exact()))
+    (*_, plain), _ = run(optimizer(None))
+    for key, value in plain[0].items():
+        close(exact[0][key], value)
+    assert plain[1].sync_state.residual == ()
+
+
+def test_one_replica_is_plain_dion():
+    gradients = [
+        {key: x[0] for key, x in tree.items()} for tree in helpers.make_gradients(3, 1)
+    ]
+    inner = cd.dion(RATE, 2, MU, other_optimizer=optax.sgd(RATE))
+    alone = cd.adaptive_sync(
+        inner, triggers.always(), synchronizers.average_factors(FORMS["int2"])
+    )
+    params = helpers.make_params()
+    expected, _ = helpers.last(helpers.run_alone(inner, params, gradients))
+    actual, state = helpers.last(helpers.run_alone(alone, params, gradients))
+    for key, value in expected.items():
+        close(actual[key], value)
+    assert not any(held.any() for held in state.sync_state.residual.values())
+
+
+@pytest.mark.parametrize(
+    ("bits", "rank"),
+    [(8, 2), (2, 4)],
+)
+def test_codes_and_scales_are_all_that_a_sync_sends(bits, rank):
+    # An even number of blocks of 4 in every message: no padding. At rank 4 matrices go
+    # whole.
+    shapes = {"bias": (8,), "embed": (4, 8), "tall": (8, 4), "wide": (4, 12)}
+    params: Any = {key: np.ones(shape, np.float32) for key, shape in shapes.items()}
+    tx = optimizer(compressors.quantize(bits, BLOCK), rank, triggers.every_k(2))
+    mesh = cd.replicas.make_mesh(2)
+    gradients = {key: np.ones((2, *shape)) for key, shape in shapes.items()}
+    step = helpers.replica_step(tx, mesh)
+    text = step.lower(helpers.start(tx, params, mesh), gradients).compile().as_text()
+    program = hlo.parse(text)
+    moved = program.collectives([program.entry])
+    flag = [each for each in moved if each.opcode == "all-reduce"]
+    assert [each.bytes for each in flag] == [4]
+    weights = [each for each in moved if each.shape.startswith("f32[2]")]
+    assert [each.bytes for each in weights] == [8]
+    sync = [each for each in moved if each not in flag + weights]
+    assert {each.opcode for each in sync} == {"all-to-all", "all-gather"}
+    kinds = {kind for x in sync for kind in re.findall(r"([a-z]+\d+)\[", x.shape)}
+    assert kinds == {"u8"}
+    expected = payload(compressors.quantize(bits, BLOCK), params, rank)
+    # 2 (8 + 4) and 2 (4 + 12) elements of factors, or 32 + 48; 40 others.
+    elements = 40 + (2 * (12 + 16) if rank == 2 else 80)
+    scales = elements // BLOCK * (8 if bits == 2 else 4)
+    assert expected == compressors.Payload(averaged=scales + elements * bits // 8)
+    assert sent_bytes(sync, 2) == expected.averaged
+
+
+def test_gathered_factors_are_counted():
+    found = payload(compressors.top_k(0.5), helpers.make_params())
+    # Factors of 12 and 8 of either matrix, embed 21 and bias 5: half of each, rounded
+    # up, with 4, 3, 5 and 3 bits of position, of which two or eight fill whole bytes.
+    factors = 2 * (6 * 4 + 3) + 2 * (4 * 4 + 3)
+    others = 11 * 4 + 10 + 3 * 4 + 3
+    assert found == compressors.Payload(gathered=factors + others)
+
+
+@pytest.mark.parametrize("rank", [1, 300, 0.1, 0.9])
+def test_low_rank_keeps_a_state_at_any_rank(rank):
+    with pytest.raises(ValueError, match="compressor without a state"):
+        synchronizers.average_factors(compressors.low_rank(rank))

@@ -1,0 +1,185 @@
+"""shard_map = vmap = NumPy reference; always = one big batch; no axis = no library."""
+
+from typing import Any
+
+import chex
+import helpers
+import numpy as np
+import optax
+import pytest
+import reference_replicas as reference
+
+import curvadion_jax as cd
+from curvadion_jax import synchronizers, triggers
+
+STEPS, LEARNING_RATE, MU, RANK = 12, 0.1, 0.9, 2
+# float32 against float64 over 12 steps of size 0.1: one step rounds parameters of
+# order 1 to 6e-8, and errors of P and Q, 1e-7 times the condition number of B Q (up
+# to 10 here), enter every step. Measured: parameters 2e-6, momenta (of elements up to
+# 100) 4e-5, Q 2e-5.
+ATOL = {"params": 1e-5, "momenta": 1e-4, "qs": 1e-4}
+# Steps with large gradients change the momentum's norm fast.
+SCALES = [1.0, 1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0, 40.0, 1.0, 1.0, 1.0]
+THRESHOLD = 0.6
+
+SYNCHRONIZERS = {
+    "average_gradients": (synchronizers.average_gradients(), {}),
+    "average_factors": (synchronizers.average_factors(), {}),
+    "reconcile": (synchronizers.reconcile(), {}),
+    "reconcile-nesterov": (
+        synchronizers.reconcile(optax.sgd(0.7, momentum=0.9, nesterov=True)),
+        {"outer": reference.nesterov(0.7, 0.9)},
+    ),
+    "reconcile-local-momentum": (
+        synchronizers.reconcile(momentum=False),
+        {"average_momentum": False},
+    ),
+    "reconcile-momentum_every": (
+        synchronizers.reconcile(momentum_every=2),
+        {"momentum_every": 2},
+    ),
+    # By size: tall 24, wide 24, embed 21, bias 5.
+    "reconcile-fragments": (
+        synchronizers.reconcile(
+            optax.sgd(0.7, momentum=0.9, nesterov=True), fragments=3
+        ),
+        {
+            "fragments": [["tall"], ["wide"], ["embed", "bias"]],
+            "outer": reference.nesterov(0.7, 0.9),
+        },
+    ),
+    "reconcile-fragments-momentum_every": (
+        synchronizers.reconcile(fragments=2, momentum_every=2),
+        {"fragments": [["tall", "embed"], ["wide", "bias"]], "momentum_every": 2},
+    ),
+}
+TRIGGERS = {
+    "every_k": (triggers.every_k(3), lambda local: reference.every_k(local.step, 3)),
+    "rmmc": (
+        triggers.relative_momentum_change(THRESHOLD),
+        reference.relative_momentum_change_trigger(THRESHOLD),
+    ),
+}
+QUICK = [
+    ("average_factors", "every_k", "mesh", 8),
+    ("reconcile-nesterov", "every_k", "mesh", 8),
+    ("reconcile-fragments-momentum_every", "every_k", "mesh", 8),
+]
+RUNS = {"mesh": helpers.run_mesh, "vmap": helpers.run_vmap}
+
+
+def optimizer(trigger, synchronizer, orthonormalize) -> Any:
+    return helpers.synced_dion(
+        LEARNING_RATE,
+        RANK,
+        trigger,
+        synchronizer,
+        momentum=MU,
+        orthonormalize=orthonormalize,
+        other_optimizer=optax.sgd(LEARNING_RATE),
+        axis_name=helpers.AXIS,
+    )
+
+
+def simulate(params, q, gradients, trigger, name, options):
+    simulation = reference.ReplicaSimulation(
+        params,
+        q,
+        helpers.replicas_of(gradients),
+        learning_rate=LEARNING_RATE,
+        mu=MU,
+        trigger=trigger,
+        synchronizer=name.split("-")[0],
+        **options,
+    )
+    for tree in gradients:
+        simulation.step(
+            [
+                {k: np.asarray(g[i], float) for k, g in tree.items()}
+                for i in range_of(tree)
+            ]
+        )
+        yield simulation
+
+
+def range_of(tree):
+    return range(len(tree["bias"]))
+
+
+def same_signs(q, like):
+    """Q with the column signs of another: power iteration leaves them open."""
+    signs = np.sign((q * like).sum(-2, keepdims=True))
+    return q * np.where(signs == 0, 1, signs)
+
+
+def compare(trajectory, simulations):
+    """Every step's parameters, momenta and Q; the decisions of the library."""
+    steps = []
+    for (params, state), simulation in zip(trajectory, simulations, strict=True):
+        steps.append((params, state))
+        momenta, qs = helpers.dion_state(state)
+        for i in range(len(simulation.params)):
+            for name, expected in simulation.params[i].items():
+                close(params[name][i], expected, "params")
+            for name, expected in simulation.momenta[i].items():
+                close(momenta[name][i], expected, "momenta")
+            for name, expected in simulation.qs[i].items():
+                close(same_signs(qs[name][i], expected), expected, "qs")
+    return helpers.decisions(steps)
+
+
+def close(actual, expected, what):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=ATOL[what], err_msg=what)
+
+
+def cases():
+    """Every synchronizer with both triggers and in every way; a few are not slow."""
+    ways = (("every_k", "mesh", 8), ("rmmc", "mesh", 2), ("rmmc", "vmap", 8))
+    for name in SYNCHRONIZERS:
+        for way in ways:
+            yield pytest.param(
+                *(name, *way),
+                id="-".join(map(str, (name, *way))),
+                marks=() if (name, *way) in QUICK else pytest.mark.slow,
+            )
+
+
+@pytest.mark.parametrize(("name", "trigger", "run", "replicas"), list(cases()))
+def test_the_library_is_the_reference(name, trigger, run, replicas):
+    synchronizer, options = SYNCHRONIZERS[name]
+    # Householder QR compiles in half the time.
+    quick = (name, trigger, run, replicas) in QUICK
+    orthonormalize = cd.householder_qr if quick else cd.cholesky_qr
+    tx = optimizer(TRIGGERS[trigger][0], synchronizer, orthonormalize)
+    params = helpers.make_params()
+    gradients = helpers.make_gradients(STEPS, replicas, scales=SCALES)
+    _, q = helpers.dion_state(tx.init(params))
+    q = {k: np.asarray(q[k]) for k in helpers.MATRICES}
+    simulations = simulate(params, q, gradients, TRIGGERS[trigger][1], name, options)
+    history = []
+
+    def remembered():
+        for simulation in simulations:
+            history.append(simulation.synced[-1])
+            yield simulation
+
+    decided = compare(RUNS[run](tx, params, gradients), remembered())
+    assert decided == history
+    assert True in decided
+    assert False in decided
+
+
+@pytest.mark.parametrize(
+    "name", ["reconcile", "reconcile-nesterov", "reconcile-fragments-momentum_every"]
+)
+def test_a_sync_behind_the_local_step_is_one_in_its_place(name):
+    behind, _ = SYNCHRONIZERS[name]
+    params, gradients = helpers.make_params(), helpers.make_gradients(7, 2)
+    results = []
+    for synchronizer in (behind, behind._replace(after_local_step=False)):
+        tx = cd.adaptive_sync(
+            optax.adamw(0.1), triggers.every_k(2), synchronizer, helpers.AXIS
+        )
+        results.append(helpers.last(helpers.run_mesh(tx, params, gradients)))
+    # Another program may round otherwise; seven steps of size 0.1 from order 1.
+    chex.assert_trees_all_close(*results, rtol=0, atol=1e-6)

@@ -1,0 +1,144 @@
+"""`always` is one big batch, `every_k(1)` is `always`, one replica is plain Dion."""
+
+import functools
+import json
+from typing import Any
+
+import helpers
+import jax
+import numpy as np
+import optax
+import pytest
+
+import curvadion_jax as cd
+from curvadion_jax import synchronizers, triggers
+
+# Two float32 programs of the same mathematics, which sum in another order, over 6
+# steps of size 0.1 on numbers of order 1. Measured: 9e-7.
+SAME_ATOL = 5e-6
+# One replica compiles to other fusions than plain Dion. Measured: 2e-8.
+ALONE_ATOL = 1e-6
+STEPS, LEARNING_RATE, MOMENTUM = 6, 0.1, 0.95
+WITHIN = {
+    "average_gradients": synchronizers.average_gradients(),
+    "average_factors": synchronizers.average_factors(),
+}
+ALL = {**WITHIN, "reconcile": synchronizers.reconcile()}
+
+
+def close(actual, expected, atol):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
+
+
+def optimizer(trigger, synchronizer, rank=0.5, axis_name: Any = helpers.AXIS) -> Any:
+    return helpers.synced_dion(
+        LEARNING_RATE,
+        rank,
+        trigger,
+        synchronizer,
+        momentum=MOMENTUM,
+        orthonormalize=cd.householder_qr,  # compiles in half the time
+        other_optimizer=optax.adamw(LEARNING_RATE),
+        axis_name=axis_name,
+    )
+
+
+def plain(rank=0.5) -> Any:
+    return cd.dion(
+        LEARNING_RATE,
+        rank,
+        MOMENTUM,
+        other_optimizer=optax.adamw(LEARNING_RATE),
+        orthonormalize=cd.householder_qr,
+    )
+
+
+@functools.cache
+def one_batch(rank: str):
+    """Plain Dion's trajectory on the mean gradients; 1 is rank one, 1.0 full."""
+    means = [
+        jax.tree.map(lambda g: g.mean(0), tree)
+        for tree in helpers.make_gradients(STEPS, 8)
+    ]
+    tx = plain(json.loads(rank))
+    return list(helpers.run_alone(tx, helpers.make_params(), means))
+
+
+@functools.cache
+def alone():
+    """One replica's gradients of 9 steps, and plain Dion's trajectory on them."""
+    gradients = [
+        jax.tree.map(lambda g: g[0], tree)
+        for tree in helpers.make_gradients(9, 1, seed=3)
+    ]
+    return gradients, list(helpers.run_alone(plain(), helpers.make_params(), gradients))
+
+
+@pytest.mark.parametrize(
+    ("rank", "name"),
+    [
+        pytest.param(1, "average_factors", id="factors-1"),
+        pytest.param(
+            1.0, "average_gradients", id="gradients-full", marks=pytest.mark.slow
+        ),
+        pytest.param(1.0, "average_factors", id="factors-full", marks=pytest.mark.slow),
+        pytest.param(0.25, "average_factors", id="factors-1/4", marks=pytest.mark.slow),
+        pytest.param(1, "average_gradients", id="gradients-1", marks=pytest.mark.slow),
+        pytest.param(
+            0.25, "average_gradients", id="gradients-1/4", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_always_within_the_step_is_one_big_batch(rank, name):
+    tx = optimizer(triggers.always(), WITHIN[name], rank)
+    params, gradients = helpers.make_params(), helpers.make_gradients(STEPS, 8)
+    run = list(helpers.run_mesh(tx, params, gradients))
+    assert helpers.decisions(run) == [True] * STEPS
+    for (params, state), (expected, one) in zip(
+        run, one_batch(json.dumps(rank)), strict=True
+    ):
+        momenta, qs = helpers.dion_state(state)
+        one = helpers.dion_state(one)
+        for name, value in expected.items():
+            close(params[name], np.broadcast_to(value, params[name].shape), SAME_ATOL)
+        for name in helpers.MATRICES:
+            close(momenta[name].mean(0), one.momentum[name], SAME_ATOL)
+            close(qs[name], np.broadcast_to(one.q[name], qs[name].shape), SAME_ATOL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_every_step_is_always(name):
+    runs = [
+        helpers.run_mesh(
+            optimizer(trigger, ALL[name]),
+            helpers.make_params(),
+            helpers.make_gradients(4, 2),
+        )
+        for trigger in (triggers.every_k(1), triggers.always())
+    ]
+    for one, other in zip(*runs, strict=True):
+        helpers.assert_bitwise(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("average_gradients", marks=pytest.mark.slow),
+        pytest.param("average_factors", marks=pytest.mark.slow),
+        "reconcile",
+    ],
+)
+def test_one_replica_is_plain_dion(name):
+    # Two syncs with local steps between them, from which the momentum goes on.
+    tx = optimizer(triggers.every_k(3), ALL[name], axis_name=None)
+    gradients, dion = alone()
+    run = helpers.run_alone(tx, helpers.make_params(), gradients)
+    for (params, state), (expected, dion_state) in zip(run, dion, strict=True):
+        one, other = helpers.dion_state(state), helpers.dion_state(dion_state)
+        for name in helpers.SHAPES:
+            close(params[name], expected[name], ALONE_ATOL)
+        for name in helpers.MATRICES:
+            close(one.momentum[name], other.momentum[name], 10 * ALONE_ATOL)
+            close(one.q[name], other.q[name], 10 * ALONE_ATOL)

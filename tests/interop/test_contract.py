@@ -1,0 +1,113 @@
+"""Optax's own contract tests for contributed optimizers, run on ours.
+
+The wheel holds them: optax/contrib/_common_test.py. Its source is executed here under
+another name, with its registries of optimizers replaced by ours; nothing else of it is
+changed, and no case may be skipped.
+"""
+
+import ast
+import re
+import sys
+import types
+import unittest
+from pathlib import Path
+
+import optax
+import pytest
+
+import curvadion_jax as cd
+
+OURS = {"dion": cd.dion, "curvadion": cd.curvadion, "local_muon": cd.local_muon}
+SETTINGS = [
+    {"learning_rate": 1e-2},
+    {"learning_rate": 1e-2, "weight_decay": 1e-3, "rank": 1},
+]
+REGISTRIES = {
+    "_MAIN_OPTIMIZERS_UNDER_TEST": [
+        {"opt_name": name, "opt_kwargs": settings}
+        for name in OURS
+        for settings in SETTINGS
+        if name != "local_muon" or "rank" not in settings
+    ],
+    # These are wrapped in optax.contrib.mechanize, which finds the learning rate.
+    "_BASE_OPTIMIZERS": [
+        {"opt_name": name, "opt_kwargs": {"learning_rate": 1.0}} for name in OURS
+    ],
+}
+
+
+def replace_registries(tree):
+    """Puts our optimizers for Optax's, and leaves out Optax's wrappers of SGD."""
+    body, replaced = [], set()
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.List()):
+                if name in REGISTRIES:
+                    node.value = ast.parse(repr(REGISTRIES[name]), mode="eval").body
+                    replaced.add(name)
+            case ast.AugAssign(target=ast.Name(id="_MAIN_OPTIMIZERS_UNDER_TEST")):
+                continue
+        body.append(node)
+    assert replaced == set(REGISTRIES)
+    tree.body = body
+    return ast.fix_missing_locations(tree)
+
+
+def load_contract():
+    """Optax's module for our optimizers, as (test class, names of its test methods).
+
+    In a tuple, because pytest would collect a class of this module by itself.
+    """
+    path = Path(optax.contrib.__file__).with_name("_common_test.py")
+    tree = replace_registries(ast.parse(path.read_text(), str(path)))
+    module = types.ModuleType("optax_contract_of_dion")
+    sys.modules[module.__name__] = module
+    exec(compile(tree, str(path), "exec"), module.__dict__)
+    # _get_opt_factory looks here first; mechanize is found here too.
+    module.__dict__["contrib"] = types.SimpleNamespace(**vars(optax.contrib), **OURS)
+    [test_class] = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    functions = [n.name for n in test_class.body if isinstance(n, ast.FunctionDef)]
+    methods = [name for name in functions if name.startswith("test")]
+    return getattr(module, test_class.name), methods
+
+
+CONTRACT = load_contract()
+NAMES = unittest.defaultTestLoader.getTestCaseNames(CONTRACT[0])
+
+
+def label(name):
+    """test_optimizers3 -> test_optimizers-dion-learning_rate-0.01-_setup_parabola."""
+    text = getattr(CONTRACT[0], name).__x_params_repr__
+    noise = r"opt_name|opt_kwargs|wrapper_(name|kwargs)(=None)?|<function|at 0x\w+"
+    words = re.findall(r"[\w.]+", re.sub(noise, "", text))
+    return "-".join([re.sub(r"\d+$", "", name), *words])
+
+
+def case(name):
+    """One setting is quick, but for what trains long or compiles several times."""
+    words = label(name)
+    slow = r"_can_be_wrapped|_schedule|test_optimizers-|float64|bfloat16"
+    quick = "-dion-learning_rate-0.01-weight_decay" in words and not re.search(
+        slow, words
+    )
+    return pytest.param(name, id=words, marks=[] if quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("name", [case(name) for name in NAMES])
+def test_contract(name):
+    try:
+        CONTRACT[0](name).debug()  # raises where run() would collect
+    except unittest.SkipTest as skipped:
+        pytest.fail(f"the contract skipped a case: {skipped}")
+
+
+@pytest.mark.parametrize("method", CONTRACT[1])
+def test_every_part_of_the_contract_has_cases(method):
+    cases = [name for name in NAMES if re.fullmatch(rf"{method}\d+", name)]
+    assert len(cases) >= len(REGISTRIES["_MAIN_OPTIMIZERS_UNDER_TEST"])
+
+
+def test_no_case_is_left_out():
+    known = [n for n in NAMES for m in CONTRACT[1] if re.fullmatch(rf"{m}\d+", n)]
+    assert sorted(known) == sorted(NAMES)
+    assert len(CONTRACT[1]) >= 7

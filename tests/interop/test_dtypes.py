@@ -1,0 +1,125 @@
+"""Shapes and dtypes: updates have the parameters', states keep their own."""
+
+import contextlib
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import curvadion_jax as cd
+from curvadion_jax import compressors, synchronizers, triggers
+
+pytestmark = pytest.mark.slow
+
+DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64]
+OPTIMIZERS: dict[str, Any] = {
+    "curvadion": cd.curvadion(0.1),
+    "local_muon": cd.local_muon(0.1),
+    "reconcile": helpers.averaging_dion(),
+    "nesterov": cd.local_muon(
+        0.1,
+        synchronizer=synchronizers.reconcile(
+            optax.sgd(0.7, 0.9, nesterov=True), other_state=True
+        ),
+    ),
+    "average_factors": cd.presets.synchronous_dion(0.1),
+    "paper": cd.presets.paper(0.1),
+    "authors_code": cd.presets.authors_code(0.1),
+    "diloco": cd.presets.diloco(0.1),
+    "muloco": cd.presets.muloco(0.1),
+    "mu_dtype": cd.local_muon(0.1, mu_dtype=jnp.bfloat16),
+}
+QUICK = ("nesterov", "diloco")
+
+
+# Compressors that send something: one replica alone sends nothing.
+REPLICATED: dict[str, Any] = {
+    "curvadion": cd.curvadion(0.1, axis_name=helpers.AXIS),
+    "local_muon": cd.local_muon(0.1, axis_name=helpers.AXIS),
+    "low_rank": compressors.low_rank(1),
+    "low_rank-int8": compressors.chain(
+        compressors.low_rank(1), compressors.quantize(8)
+    ),
+    "top_k-int2": compressors.top_k(0.3, 2),
+    "factors-int4": helpers.synced_dion(
+        0.1,
+        2,
+        triggers.evenly(0.01),
+        synchronizers.average_factors(compressors.quantize(4)),
+        axis_name=helpers.AXIS,
+    ),
+}
+
+
+def described(tree):
+    """Structure, shapes, dtypes, and which are weakly typed."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(x.shape, x.dtype, x.weak_type) for x in leaves]
+
+
+def wide(dtype):
+    """Float64 where it is asked for."""
+    on = jnp.dtype(dtype).itemsize == 8
+    return jax.enable_x64(True) if on else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "f16", "f32", "f64"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in OPTIMIZERS],
+)
+def test_dtypes_and_shapes_are_kept(name, dtype):
+    tx = OPTIMIZERS[name]
+    with wide(dtype):
+        params = helpers.make_params(dtype=dtype)
+        state = jax.eval_shape(tx.init, params)
+        updates, after = jax.eval_shape(tx.update, params, state, params)
+    assert described(after) == described(state)
+    assert described(updates) == described(jax.eval_shape(lambda: params))
+
+
+@pytest.mark.parametrize("name", ["average_factors", "paper"])
+def test_gradients_of_another_dtype(name):
+    tx, params = OPTIMIZERS[name], helpers.make_params(dtype=jnp.bfloat16)
+    gradients = helpers.make_params()
+    state = jax.eval_shape(tx.init, params)
+    updates, after = jax.eval_shape(tx.update, gradients, state, params)
+    assert described(after) == described(state)
+    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_init_of_abstract_parameters_is_init():
+    tx, params = OPTIMIZERS["nesterov"], helpers.make_params()
+    abstract = jax.eval_shape(lambda: params)
+    assert described(jax.eval_shape(tx.init, abstract)) == described(tx.init(params))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_an_embedding_that_saw_nothing_does_not_move(dtype):
+    # Most rows of an embedding have no gradient on a step; epsilon must not vanish.
+    params = {"embed": jnp.ones((3, 2), dtype)}
+    gradients = {"embed": jnp.zeros((3, 2), dtype).at[0].set(1e-3)}
+    tx: Any = cd.dion(0.1)
+    updates, _ = jax.jit(tx.update)(gradients, tx.init(params), params)
+    assert (updates["embed"][1:] == 0).all()
+    assert (updates["embed"][0] < 0).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float64], ids=["bf16", "f64"])
+@pytest.mark.parametrize("name", REPLICATED)
+def test_dtypes_and_shapes_are_kept_on_two_replicas(name, dtype):
+    given = REPLICATED[name]
+    if isinstance(given, compressors.Compressor):
+        sync = synchronizers.reconcile(compressor=given, momentum=given)
+        given = cd.local_muon(0.1, synchronizer=sync, axis_name=helpers.AXIS)
+    with wide(dtype):
+        one = helpers.make_params(dtype=dtype)
+        params = jax.tree.map(lambda x: jnp.stack([x, x]), one)
+        state = jax.eval_shape(jax.vmap(given.init), params)
+        update = jax.vmap(given.update, axis_name=helpers.AXIS)
+        updates, after = jax.eval_shape(update, params, state, params)
+    assert described(after) == described(state)
+    assert described(updates) == described(jax.eval_shape(lambda: params))

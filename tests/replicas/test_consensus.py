@@ -1,0 +1,119 @@
+"""The one model, and how far the replicas are from each other."""
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+
+import curvadion_jax as cd
+from curvadion_jax import replicas, synchronizers, triggers
+
+# One float32 sum of some dozens of squares.
+RTOL = 1e-5
+# A distance of one bit, 2^-23 of the numbers, is seen to a tenth of a per cent.
+ONE_BIT_RTOL = 1e-3
+
+
+def test_the_mean_over_replicas():
+    params = {
+        "w": jnp.array([[1.0, 2], [3, 6]]),
+        "half": jnp.array([[256.0], [257], [258], [259]], jnp.float16)[:2],
+        "count": jnp.array([5, 5]),
+    }
+    model = replicas.consensus(params)
+    assert model["w"].tolist() == [2, 4]
+    assert model["half"].dtype == jnp.float16
+    assert model["half"].tolist() == [256.5]
+    assert model["count"].tolist() == 5
+
+
+def test_bytes_of_the_mean_are_those_of_an_all_reduce():
+    params = {"w": jnp.ones((4, 10), jnp.bfloat16), "n": jnp.ones(4, jnp.int32)}
+    assert replicas.consensus_bytes(params) == 2 * 3 / 4 * 40
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 7, 8])
+def test_equal_replicas(number):
+    one = np.random.default_rng(0).normal(size=(400,)).astype(np.float32)
+    params = {"w": jnp.asarray(np.stack([one] * number))}
+    assert float(replicas.divergence(params)) == 0
+    helpers.assert_bitwise(replicas.consensus(params)["w"], one)
+
+
+def test_equal_zeros_do_not_diverge():
+    assert float(replicas.divergence({"w": jnp.zeros((4, 3))})) == 0
+
+
+def test_divergence_by_hand():
+    # Leaves together: (1, 2) and (1, 4); mean (1, 3); distances 1 and 1, mean of the
+    # squares (5 + 17) / 2 = 11. Integers do not count.
+    params = {
+        "w": jnp.ones((2, 1, 1)),
+        "b": jnp.array([[2.0], [4.0]]),
+        "n": jnp.array([0, 9]),
+    }
+    np.testing.assert_allclose(replicas.divergence(params), 1 / np.sqrt(11), rtol=RTOL)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_divergence_is_the_references(dtype):
+    trees = [helpers.make_params(seed, dtype) for seed in range(5)]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+    expected = reference.divergence([jax.tree.map(np.float64, tree) for tree in trees])
+    np.testing.assert_allclose(replicas.divergence(stacked), expected, rtol=RTOL)
+
+
+def test_small_distances_are_seen_beside_large_parameters():
+    # 1024 +- 2^-13, a single bit: 2^-23 of the parameters.
+    params = {"w": jnp.array([[1024.0 - 2.0**-13], [1024.0], [1024.0 + 2.0**-13]])}
+    expected = reference.divergence([{"w": np.asarray(x, float)} for x in params["w"]])
+    np.testing.assert_allclose(replicas.divergence(params), expected, rtol=ONE_BIT_RTOL)
+
+
+@pytest.fixture(scope="module")
+def drifted():
+    """Parameters and state after a sync and a local step, and the common start."""
+    tx = cd.adaptive_sync(
+        optax.chain(optax.sgd(0.1, 0.9)),
+        triggers.every_k(2),
+        synchronizers.reconcile(),
+        helpers.AXIS,
+    )
+    params = helpers.make_params()
+    return helpers.last(helpers.run_mesh(tx, params, helpers.make_gradients(3, 4)))
+
+
+def test_the_anchor_is_the_model(drifted):
+    params, state = drifted
+    model = replicas.consensus(params, state)
+    for name, value in model.items():
+        helpers.assert_bitwise(value, state.sync_state.anchor[name][2])
+        assert np.abs(value - params[name].mean(0)).max() > 0.01
+    assert float(replicas.divergence(params)) > 0.01
+
+
+def test_without_an_anchor_the_mean_is_the_model(drifted):
+    params, state = drifted
+    for model in (
+        replicas.consensus(params),
+        replicas.consensus(params, state.inner_state),
+    ):
+        for name, value in model.items():
+            np.testing.assert_allclose(value, params[name].mean(0), rtol=RTOL)
+
+
+def test_the_anchor_is_found_by_name(drifted):
+    params, state = drifted
+    assert replicas.consensus_bytes(params, state) == 0
+    # A parameter that the optimizer does not train is averaged.
+    more = {"a_frozen": jnp.array([[1.0], [3], [5], [7]]), **params}
+    model = replicas.consensus(more, state)
+    assert model["a_frozen"].tolist() == [4]
+    helpers.assert_bitwise(model["tall"], replicas.consensus(params, state)["tall"])
+    assert replicas.consensus_bytes(more, state) == 2 * 3 / 4 * 4
+    renamed = {f"new_{name}": leaf for name, leaf in params.items()}
+    with pytest.raises(ValueError, match="not one of these parameters"):
+        replicas.consensus(renamed, state)

@@ -1,0 +1,183 @@
+"""What a training step sends beside the optimizer is named, and what hangs rejected."""
+
+import warnings
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import curvadion_jax as cd
+
+REPLICAS = 4
+AXIS = helpers.AXIS
+ELEMENTS = sum(int(np.prod(shape)) for shape in helpers.SHAPES.values())
+TX = cd.local_muon(0.1, budget=0.5, axis_name=AXIS)
+
+
+def averaged(gradients):
+    return jax.tree.map(lambda g: lax.pmean(g, AXIS), gradients)
+
+
+def with_decay(gradients, params):
+    return jax.tree.map(lambda g, p: g + 0.1 * p, averaged(gradients), params)
+
+
+def with_noise(gradients, params):
+    del params
+    key = jax.random.fold_in(jax.random.key(0), lax.axis_index(AXIS))
+    return jax.tree.map(
+        lambda g: g + 1e-3 * jax.random.normal(key, g.shape), averaged(gradients)
+    )
+
+
+def recast(gradients, params):
+    del params
+    return jax.tree.map(lambda g: lax.pcast(g, AXIS, to="varying"), averaged(gradients))
+
+
+def gathered(gradients, params):
+    del params
+    return jax.tree.map(lambda g: lax.all_gather(g, AXIS).mean(0), gradients)
+
+
+def clipped(gradients, params):
+    del params
+    norm = lax.pmean(optax.tree.norm(gradients), AXIS)
+    return jax.tree.map(lambda g: g / jnp.maximum(norm, 1), gradients)
+
+
+def permuted(gradients, params):
+    del params
+    ring = [(i, (i + 1) % REPLICAS) for i in range(REPLICAS)]
+    return jax.tree.map(lambda g: g + lax.ppermute(g, AXIS, ring), gradients)
+
+
+def in_a_loop(gradients, params):
+    del params
+
+    def body(total, gradient):
+        return total + lax.psum(gradient, AXIS), ()
+
+    def accumulated(g):
+        start = lax.pcast(jnp.zeros(g.shape), AXIS, to="varying")
+        return lax.scan(lambda t, x: (body(t, x)[0] + 0 * x, ()), start, g[None])[0]
+
+    return jax.tree.map(accumulated, gradients)
+
+
+CASES = {
+    "decay": (with_decay, "psum", 4 * ELEMENTS),
+    "noise": (with_noise, "psum", 4 * ELEMENTS),
+    "pcast": (recast, "psum", 4 * ELEMENTS),
+    "gather": (gathered, "all_gather", 4 * ELEMENTS),
+    "norm": (clipped, "psum", 4),
+    "ring": (permuted, "ppermute", 4 * ELEMENTS),
+    "loop": (in_a_loop, "psum", 4 * ELEMENTS),
+}
+
+
+def step_of(function, tx=TX):
+    """A training step whose gradients go through the function first."""
+
+    def train(state, gradients):
+        params, opt_state = state
+        gradients = jax.tree.map(lambda g: g[0], gradients)
+        given = function(gradients, params)
+        updates, opt_state = tx.update(given, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {}
+
+    return cd.replicas.step(train, cd.replicas.make_mesh(REPLICAS), donate=False)
+
+
+def arguments(tx=TX):
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    (gradients,) = helpers.make_gradients(1, REPLICAS)
+    return helpers.start(tx, helpers.make_params(), mesh), gradients
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_counted_and_named_once(name):
+    function, primitive, sent = CASES[name]
+    step = step_of(function)
+    with pytest.warns(UserWarning, match=f"{primitive}.* {sent} bytes") as found:
+        step.lower(*arguments())
+    assert len(found) == 1
+    assert step.sent_outside == sent
+    with warnings.catch_warnings(action="error"):
+        step.lower(*arguments())
+
+
+def test_the_optimizers_own_is_not_named():
+    for tx in (
+        TX,
+        cd.curvadion(0.1, axis_name=AXIS),
+        cd.presets.diloco(0.1, 2, axis_name=AXIS),
+    ):
+        step = step_of(lambda gradients, params: gradients, tx)
+        step.lower(*arguments(tx))
+        assert step.sent_outside == 0
+
+
+def test_a_condition_around_the_optimizer_is_rejected():
+    """As where a step is skipped on a spike of the replica's own loss."""
+
+    def train(state, gradients):
+        params, opt_state = state
+        gradients = jax.tree.map(lambda g: g[0], gradients)
+
+        def update(opt_state):
+            return TX.update(gradients, opt_state, params)
+
+        def skip(opt_state):
+            return optax.tree.zeros_like(gradients), opt_state
+
+        spike = optax.tree.norm(gradients) > 1e3
+        updates, opt_state = lax.cond(spike, skip, update, opt_state)
+        return (optax.apply_updates(params, updates), opt_state), {}
+
+    step = cd.replicas.step(train, cd.replicas.make_mesh(REPLICAS))
+    with pytest.raises(ValueError, match=r"adaptive_sync\(apply_if_finite\(inner\)"):
+        step(*arguments())
+
+
+def test_the_same_around_the_inner_optimizer_is_fine():
+    inner = optax.apply_if_finite(optax.sgd(0.1), max_consecutive_errors=3)
+    tx = cd.adaptive_sync(
+        inner, cd.triggers.every_k(2), cd.synchronizers.reconcile(), AXIS
+    )
+    step = step_of(lambda gradients, params: gradients, tx)
+    step.lower(*arguments(tx))
+
+
+def test_models_under_vmap_are_rejected():
+    """Several decisions at once run both branches: each step would send all."""
+
+    def train(state, gradients):
+        params, opt_state = state
+        gradients = jax.tree.map(lambda g: g[0], gradients)
+        updates, opt_state = jax.vmap(TX.update)(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {}
+
+    models = 3
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    params = helpers.make_params()
+    stack = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * models), tree)  # noqa: E731
+    state = cd.replicas.replicate(stack((params, TX.init(params))), mesh)
+    (gradients,) = helpers.make_gradients(1, REPLICAS)
+    batch = jax.tree.map(lambda g: np.stack([g] * models, 1), gradients)
+    step = cd.replicas.step(train, mesh)
+    with pytest.raises(ValueError, match="for 3 models: a condition with several"):
+        step(state, batch)
+
+
+def test_one_replica_under_vmap_is_an_ensemble():
+    """Nothing is sent, and nothing is wrong."""
+    tx = cd.local_muon(0.1, budget=0.5)
+    params = jax.tree.map(lambda x: jnp.stack([x] * 2), helpers.make_params())
+    state = jax.vmap(tx.init)(params)
+    _, state = jax.jit(jax.vmap(tx.update))(params, state, params)
+    assert cd.metrics.observe(state).steps.tolist() == [1, 1]

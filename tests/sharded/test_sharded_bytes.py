@@ -1,0 +1,176 @@
+"""Replicas of several devices send what is counted, and each element once."""
+
+import functools
+
+import helpers
+import hlo
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import curvadion_jax as cd
+from curvadion_jax import _collectives, _layout, compressors, synchronizers, triggers
+
+AXIS = cd.replicas.AXIS
+REPLICAS = 2
+SHAPES = {
+    "down": (512, 256),
+    "norm": (1024,),
+    "square": (256, 256),
+    "stack": (2, 256, 384),
+}
+# Axes inside a replica, and how a matrix is divided: as with one or two kinds of
+# sharding, and as with data parallelism alone, where every device has all of it.
+PLACES = {
+    "rows": ({"fsdp": 4}, ("fsdp", None)),
+    "columns": ({"fsdp": 4}, (None, "fsdp")),
+    "both": ({"fsdp": 2, "tensor": 2}, ("fsdp", "tensor")),
+    "one_of_two": ({"fsdp": 2, "data": 2}, ("fsdp", None)),
+    "whole": ({"data": 4}, (None, None)),
+}
+RANK = 32
+# Of all bytes: rows of zeros that fill the last blocks, and scales.
+FILLED = 0.02
+
+
+def every_second(synchronizer, rank=RANK):
+    return cd.adaptive_sync(
+        cd.dion(0.01, rank), triggers.every_k(2), synchronizer, AXIS
+    )
+
+
+FORMS = {
+    "low_rank": compressors.low_rank(RANK),
+    "quantize": compressors.quantize(4),
+    "top_k": compressors.top_k(1 / 16, 4),
+    "low_rank_in_8_bits": compressors.chain(
+        compressors.low_rank(RANK), compressors.quantize(8)
+    ),
+}
+OPTIMIZERS = {
+    "synchronous_dion": lambda: cd.presets.synchronous_dion(
+        0.01, rank=RANK, axis_name=AXIS
+    ),
+    "paper": lambda: cd.presets.paper(0.01, rank=RANK, axis_name=AXIS),
+    "everything": lambda: every_second(synchronizers.reconcile()),
+    "factors_in_8_bits": lambda: every_second(
+        synchronizers.average_factors(compressors.quantize(8))
+    ),
+    **{
+        name: functools.partial(
+            lambda form: every_second(
+                synchronizers.reconcile(compressor=form, momentum=False)
+            ),
+            form,
+        )
+        for name, form in FORMS.items()
+    },
+}
+ON_ALL = ("synchronous_dion", "low_rank_in_8_bits")
+CASES = [(name, place) for name in ON_ALL for place in PLACES] + [
+    (name, "whole") for name in OPTIMIZERS if name not in ON_ALL
+]
+
+
+def placed(place: str):
+    """A mesh, and a random tree divided on it, without the replica axis."""
+    inner, divided = PLACES[place]
+    mesh, rng = cd.replicas.make_mesh(REPLICAS, inner), np.random.default_rng(0)
+
+    def put(shape):
+        spec = PartitionSpec(*[None] * (len(shape) - 2), *divided[-len(shape) :])
+        values = rng.normal(size=shape).astype(np.float32)
+        return jax.device_put(values, NamedSharding(mesh, spec))
+
+    return mesh, {name: put(shape) for name, shape in SHAPES.items()}
+
+
+@functools.cache
+def prepare(name: str, place: str):
+    """A compiled step, its state, its gradients, and the bytes counted for a sync."""
+    mesh, params = placed(place)
+    tx = OPTIMIZERS[name]()
+    state = cd.replicas.replicate((params, tx.init(params)), mesh)
+    gradients = cd.replicas.replicate(placed(place)[1], mesh)
+    step = helpers.quick(helpers.replica_step(tx, mesh), state, gradients)
+    return step, state, gradients, counted(step, state, gradients)
+
+
+def counted(step, state, gradients) -> float:
+    """Bytes of a sync, without those of the decision and of weights."""
+    for _ in range(2):
+        state, _ = step(state, gradients)
+    metrics = jax.tree.map(lambda x: np.asarray(x)[0], state[1].metrics)
+    averaged, gathered = metrics.sent[:, 1]
+    assert metrics.syncs > 0
+    payload = compressors.Payload(
+        averaged=int(averaged - 4 * metrics.asked), gathered=int(gathered)
+    )
+    return payload.as_averaged(REPLICAS) / metrics.syncs - 4
+
+
+def sent_by_a_replica(program: hlo.Program, devices: int) -> float:
+    """As bytes of an all-reduce, whose two halves are what else codes cross in."""
+    total = 0.0
+    for each in program.collectives([*program.computations]):
+        crosses = any(len({x // devices for x in group}) > 1 for group in each.groups)
+        if crosses and each.shape != "s32[]":  # the flag
+            assert not each.joins(devices)
+            total += each.bytes / (1 if each.opcode == "all-reduce" else 2)
+    return total * devices
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "place"), CASES)
+def test_what_devices_hold_alike_crosses_once(name, place):
+    step, _, _, wanted = prepare(name, place)
+    sent = sent_by_a_replica(hlo.parse(step.as_text()), 8 // REPLICAS)
+    np.testing.assert_allclose(sent, wanted, rtol=FILLED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "both"])
+@pytest.mark.parametrize("name", ON_ALL)
+def test_what_is_put_together_of_pieces_is_whole(name, place):
+    step, state, gradients, _ = prepare(name, place)
+    for _ in range(2):
+        state, _ = step(state, gradients)
+    found = jax.device_get(state[0])
+    step, state, gradients, _ = prepare(name, "both")
+    for _ in range(2):
+        state, _ = step(state, gradients)
+    for path, wanted in jax.device_get(state[0]).items():
+        np.testing.assert_allclose(found[path], wanted, rtol=0, atol=1e-4)
+
+
+def test_means_in_pieces_are_means():
+    # 3 * 683 elements are no multiple of the four devices.
+    mesh, sizes = cd.replicas.make_mesh(REPLICAS, {"data": 4}), (3 * 683, 5)
+    given = {
+        str(size): np.random.default_rng(size).normal(size=(REPLICAS, size))
+        for size in sizes
+    }
+    given = jax.device_put(
+        jax.tree.map(np.float32, given), NamedSharding(mesh, PartitionSpec(AXIS))
+    )
+
+    def train(state, batch):
+        del batch
+        return _collectives.Replicas(AXIS, _layout.current()).mean(state), {}
+
+    step = cd.replicas.step(train, mesh, donate=False)
+    with pytest.warns(UserWarning, match="step itself communicates"):
+        compiled = step.lower(given, np.ones(2)).compile()
+    program = hlo.parse(compiled.as_text())
+    shapes = {
+        shape
+        for each in program.collectives([program.entry])
+        for _, shape in each.arrays
+        if not each.joins(4)
+    }
+    assert shapes == {(513,), (1, 5)} or shapes == {(513,), (5,)}
+    mean, _ = compiled(given, np.ones(2))
+    for name, x in given.items():
+        np.testing.assert_array_equal(mean[name][0], mean[name][1])
+        np.testing.assert_allclose(mean[name][0], np.mean(x, 0), rtol=1e-6, atol=1e-7)

@@ -1,0 +1,204 @@
+"""A tiny problem on replicas, and ways to run an optimizer on it.
+
+Most tests give the gradients instead of a loss: the batch of a training step is a
+tree of gradients with a leading replica axis.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import curvadion_jax as cd
+
+AXIS = cd.replicas.AXIS
+# Two matrices of either orientation, a vector, and an embedding that is no matrix.
+SHAPES = {"bias": (5,), "embed": (7, 3), "tall": (6, 4), "wide": (4, 6)}
+MATRICES = ("tall", "wide")
+# Compiling takes longer than running here. Only for tests with a tolerance.
+QUICK: Any = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
+
+def make_params(seed: int = 0, dtype: Any = np.float32) -> Any:
+    """The parameters of one replica."""
+    rng = np.random.default_rng(seed)
+    return {k: jnp.asarray(rng.normal(size=s), dtype) for k, s in SHAPES.items()}
+
+
+def make_gradients(
+    steps: int, replicas: int, seed: int = 1, scales: Any = None
+) -> list[dict[str, np.ndarray]]:
+    """One tree a step, of [replicas, ...] standard normal times the step's scale."""
+    rng = np.random.default_rng(seed)
+    scales = np.ones(steps) if scales is None else scales
+    return [
+        {
+            name: (scale * rng.normal(size=(replicas, *shape))).astype(np.float32)
+            for name, shape in SHAPES.items()
+        }
+        for scale in scales[:steps]
+    ]
+
+
+# Arguments of `adaptive_sync`; all others of `synced_dion` are those of `dion`.
+OF_SYNC = ("axis_name", "ask_every", "allow_unchecked")
+
+
+def synced_dion(
+    learning_rate: Any, rank: Any, trigger: Any, synchronizer: Any, **options: Any
+) -> Any:
+    """Dion inside `adaptive_sync`."""
+    outside = {name: options.pop(name) for name in OF_SYNC if name in options}
+    numbers = options.get("dimension_numbers")
+    inner = cd.dion(learning_rate, rank, **options)
+    return cd.adaptive_sync(
+        inner, trigger, synchronizer, dimension_numbers=numbers, **outside
+    )
+
+
+def averaging_dion(learning_rate: Any = 0.1, rank: Any = 0.25, **options: Any) -> Any:
+    """Local Dion steps; parameters, momenta and Q come together on large changes."""
+    change = cd.triggers.relative_momentum_change(0.5)
+    change = cd.triggers.at_most_every(change, 5)
+    defaults = {
+        "trigger": cd.triggers.at_least_every(change, 20),
+        "synchronizer": cd.synchronizers.reconcile(
+            orthonormalize=options.get("orthonormalize")
+        ),
+        "momentum": 0.9,
+    }
+    return synced_dion(learning_rate, rank, **{**defaults, **options})
+
+
+def train_step(tx: Any):
+    """A step of one replica whose batch is its gradients."""
+
+    def train(state, gradients):
+        params, opt_state = state
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        metrics = {"updates": updates}
+        return (optax.apply_updates(params, updates), opt_state), metrics
+
+    return train
+
+
+def replica_step(tx: Any, mesh: Any, **options: Any) -> Any:
+    """`train_step` under `replicas.step`; the batch is [replicas, ...] gradients."""
+    train = train_step(tx)
+
+    def local(state, gradients):
+        return train(state, jax.tree.map(lambda g: g[0], gradients))
+
+    return cd.replicas.step(local, mesh, **{"donate": False, **options})
+
+
+def start(tx: Any, params: Any, mesh: Any) -> Any:
+    """(Parameters, optimizer state) as `replicas.replicate`, without compiling."""
+    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+    number = mesh.shape[AXIS]
+    stacked = jax.tree.map(
+        lambda x: np.broadcast_to(x, (number, *np.shape(x))), (params, tx.init(params))
+    )
+    return jax.device_put(stacked, sharding)
+
+
+def quick(step: Any, *arguments: Any) -> Any:
+    """A jitted function compiled in less time, for arguments like these."""
+    return step.lower(*arguments).compile(compiler_options=QUICK)
+
+
+def trace(step: Any, tx: Any, params: Any = None) -> None:
+    """Traces (params, opt_state, gradients) -> (updates, _) of one replica of two."""
+    params = make_params() if params is None else params
+    state = jax.eval_shape(lambda p: (p, tx.init(p)), params)
+    stacked = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), state
+    )
+
+    def body(state, batch):
+        return state, step(*state, jax.tree.map(lambda g: g[0], batch))[0]
+
+    mapped = cd.replicas.step(body, cd.replicas.make_mesh(2), donate=False)
+    jax.eval_shape(mapped, stacked, stacked[0])
+
+
+def run_mesh(tx: Any, params: Any, gradients: list) -> Iterator:
+    """(params, optimizer state) after each step, on as many devices as replicas."""
+    mesh = cd.replicas.make_mesh(replicas_of(gradients))
+    state = start(tx, params, mesh)
+    step = quick(replica_step(tx, mesh), state, gradients[0])
+    for tree in gradients:
+        state, _ = step(state, tree)
+        yield jax.device_get(state)
+
+
+def run_vmap(tx: Any, params: Any, gradients: list) -> Iterator:
+    """The same on one device, by `jax.vmap(axis_name=...)`."""
+    number = replicas_of(gradients)
+    state = jax.tree.map(
+        lambda x: np.broadcast_to(x, (number, *np.shape(x))), (params, tx.init(params))
+    )
+    mapped = jax.jit(jax.vmap(train_step(tx), axis_name=AXIS))
+    step = quick(mapped, state, gradients[0])
+    for tree in gradients:
+        state, _ = step(state, tree)
+        state = jax.device_get(state)
+        yield state
+
+
+def run_alone(tx: Any, params: Any, gradients: list) -> Iterator:
+    """The same for one replica, without any axis: gradients without a replica axis."""
+    state = (params, tx.init(params))
+    step = quick(jax.jit(train_step(tx)), state, gradients[0])
+    for tree in gradients:
+        state, _ = step(state, tree)
+        yield jax.device_get(state)
+
+
+def replicas_of(gradients: list) -> int:
+    return len(next(iter(gradients[0].values())))
+
+
+def last(trajectory: Iterator) -> Any:
+    """The final (params, optimizer state)."""
+    return list(trajectory)[-1]
+
+
+def dion_state(opt_state: Any) -> Any:
+    """The one state of Dion in the inner optimizer's."""
+    inner = opt_state.inner_state if hasattr(opt_state, "inner_state") else opt_state
+    nodes = jax.tree.leaves(inner, is_leaf=lambda x: isinstance(x, cd.DionState))
+    (found,) = [node for node in nodes if isinstance(node, cd.DionState)]
+    return found
+
+
+def decisions(trajectory: list) -> list[bool]:
+    """Whether each step synchronised, on which all replicas must agree."""
+    synced = [np.asarray(state.metrics.synced) for _, state in trajectory]
+    assert all((s == s.flat[0]).all() for s in synced)
+    return [bool(s.flat[0]) for s in synced]
+
+
+def assert_bitwise(actual: Any, expected: Any) -> None:
+    """Every leaf of two trees has the same dtype and the same bits."""
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for one, other in pairs:
+        assert np.asarray(one).dtype == np.asarray(other).dtype
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def equations(jaxpr):
+    """All equations of a program, nested ones included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)

@@ -1,0 +1,140 @@
+"""Make ``tests/support/golden/*.json``: what every preset does in 20 steps.
+
+    python tests/support/make_golden.py [PRESET ...]
+
+Run it where numerics were changed on purpose, and say in CHANGELOG.md what changed and
+why. Each file holds the versions it was made with, the syncs, the mean loss of the
+replicas before every step, and of their last parameters the norms and a few elements.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import curvadion_jax as cd
+
+FOLDER = Path(__file__).parent / "golden"
+REPLICAS, STEPS = 4, 20
+AXIS = helpers.AXIS
+
+
+def dion_evenly() -> Any:
+    """Dion's local steps between even syncs, which come together as `curvadion`'s."""
+    return helpers.synced_dion(
+        0.1,
+        0.5,
+        cd.triggers.evenly(0.25),
+        cd.synchronizers.reconcile(
+            optax.sgd(1.0, 0.4, nesterov=True),
+            compressor=cd.compressors.quantize(2),
+            momentum=False,
+        ),
+        momentum=0.9,
+        axis_name=AXIS,
+    )
+
+
+# Several syncs each, and local steps; no momentum's change is within 3% of a threshold.
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "curvadion": lambda: cd.curvadion(
+        0.1, optax.linear_schedule(0.25, 0.0, 20), axis_name=AXIS
+    ),
+    "curvadion-budget": lambda: cd.curvadion(0.1, rank=0.5, budget=0.5, axis_name=AXIS),
+    "dion-evenly": dion_evenly,
+    "local_muon": lambda: cd.local_muon(0.1, budget=0.25, axis_name=AXIS),
+    "synchronous_dion": lambda: cd.presets.synchronous_dion(
+        0.1, rank=0.5, axis_name=AXIS
+    ),
+    "paper": lambda: cd.presets.paper(0.1, 0.1, rank=0.5, axis_name=AXIS),
+    "authors_code": lambda: cd.presets.authors_code(
+        0.05, 7.5, rank=0.5, axis_name=AXIS
+    ),
+    "local_sgd": lambda: cd.presets.local_sgd(0.05, 3, axis_name=AXIS),
+    "diloco": lambda: cd.presets.diloco(0.1, 6, weight_decay=0.1, axis_name=AXIS),
+    "muloco": lambda: cd.presets.muloco(0.1, 6, weight_decay=0.1, axis_name=AXIS),
+}
+
+
+def versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("jax", "jaxlib", "optax")}
+
+
+def quadratic(seed: int = 3):
+    """(Curvatures, targets): every replica pulls to its own point, with noise."""
+    rng = np.random.default_rng(seed)
+    shapes = helpers.SHAPES
+    curvatures = {
+        k: rng.uniform(0.1, 2, s).astype(np.float32) for k, s in shapes.items()
+    }
+    targets = {}
+    for name, shape in shapes.items():
+        own = rng.normal(size=(REPLICAS, 1, *shape))
+        noise = rng.normal(size=(REPLICAS, STEPS, *shape))
+        targets[name] = (2 + own + noise).astype(np.float32)
+    return curvatures, targets
+
+
+def run(name: str) -> dict[str, Any]:
+    """What the optimizer does, on replicas by `jax.vmap`."""
+    tx, start = OPTIMIZERS[name](), helpers.make_params()
+    curvatures, targets = quadratic()
+
+    def loss(params, target):
+        def one(x, curvature, target):
+            return 0.5 * jnp.sum(curvature * jnp.square(x - target))
+
+        return sum(jax.tree.leaves(jax.tree.map(one, params, curvatures, target)))
+
+    def train(state, target):
+        params, opt_state = state
+        value, gradients = jax.value_and_grad(loss)(params, target)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        synced = opt_state.metrics.synced
+        return (optax.apply_updates(params, updates), opt_state), (value, synced)
+
+    def replica(targets):
+        (params, _), history = lax.scan(train, (start, tx.init(start)), targets)
+        return params, history
+
+    mapped = jax.jit(jax.vmap(replica, axis_name=AXIS))
+    params, (losses, synced) = jax.device_get(helpers.quick(mapped, targets)(targets))
+    rows = {key: x.reshape(REPLICAS, -1) for key, x in params.items()}
+    return {
+        "synced": synced[0].astype(int).tolist(),
+        "losses": losses.mean(0).tolist(),
+        "norms": {key: np.linalg.norm(x, axis=1).tolist() for key, x in rows.items()},
+        "elements": {key: x[:, :3].tolist() for key, x in rows.items()},
+    }
+
+
+def written(golden: dict[str, Any]) -> str:
+    """JSON with one line for each entry; floats as `repr` has them."""
+    lines = [f" {json.dumps(key)}: {json.dumps(x)}" for key, x in golden.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def main() -> None:
+    """Run every preset and write its file."""
+    parser = argparse.ArgumentParser(description="Make the files of test_golden.py.")
+    parser.add_argument("presets", nargs="*", help="all if none is given")
+    names = parser.parse_args().presets or list(OPTIMIZERS)
+    FOLDER.mkdir(exist_ok=True)
+    for name in names:
+        golden = {"versions": versions(), **run(name)}
+        path = FOLDER / f"{name}.json"
+        path.write_text(written(golden))
+        print(f"{path.name}: {sum(golden['synced'])} syncs in {STEPS} steps")
+
+
+if __name__ == "__main__":
+    main()

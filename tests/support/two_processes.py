@@ -1,0 +1,92 @@
+"""One of two processes with a replica each: trains, and prints what it can read.
+
+python tests/support/two_processes.py PROCESS PORT FOLDER
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import curvadion_jax as cd
+
+STEPS = 4
+
+
+def train(folder: Path) -> dict:
+    """Four steps on two replicas, saved and restored; what a loop would log."""
+    mesh = cd.replicas.make_mesh(2)
+    params = {"w": jnp.ones((4, 8)), "b": jnp.ones((1, 8))}
+    tx = cd.presets.local_sgd(0.1, k=2, axis_name="replica")
+    first = (params, tx.init(params))
+    state = cd.replicas.replicate(first, mesh)
+
+    def train_step(state, x):
+        params, opt_state = state
+
+        def loss_fn(params):
+            return jnp.mean((x @ params["w"] + params["b"]) ** 2)
+
+        _, grads = cd.replicas.value_and_grad(loss_fn)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, opt_state), cd.metrics.observe(opt_state)
+
+    step = cd.replicas.step(train_step, mesh)
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    for _ in range(STEPS):
+        state, observed = step(state, x)
+    extra = {"process": jax.process_index()}
+    cd.checkpoint.save(folder, STEPS, state, extra=extra)
+    restored = cd.checkpoint.restore(folder, cd.replicas.replicate(first, mesh))
+    model = cd.replicas.consensus(*state)
+    mended, replaced = cd.replicas.mend((spoilt(state[0], 1), state[1]))
+    # One of the processes names it.
+    last = jax.process_index() == jax.process_count() - 1
+    copied, named = cd.replicas.mend(state, also=[1] if last else ())
+    return {
+        "replaced": replaced,
+        "named": named,
+        "divergence of copied": float(cd.replicas.divergence(copied[0])),
+        "divergence of mended": float(cd.replicas.divergence(mended[0])),
+        "mended": float(jnp.sum(cd.replicas.consensus(*mended)["w"])),
+        "restored": equal(restored, state),
+        "extra": cd.checkpoint.read_extra(folder),
+        "state": cd.metrics.read(state[1]),
+        "observed": cd.metrics.read(observed),
+        "divergence": float(cd.replicas.divergence(state[0])),
+        "model": float(jnp.sum(model["w"])),
+    }
+
+
+def spoilt(params, replica: int):
+    """Parameters with a NaN in every array of a replica."""
+    placements = jax.tree.map(lambda x: x.sharding, params)
+
+    def spoil(params):
+        return jax.tree.map(lambda x: x.at[replica, 0].set(jnp.nan), params)
+
+    return jax.jit(spoil, out_shardings=placements)(params)
+
+
+def equal(state, other) -> bool:
+    """Whether what this process holds of two states is equal to the bit."""
+    return all(
+        np.asarray(part.data).tobytes() == np.asarray(another.data).tobytes()
+        for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True)
+        for part, another in zip(
+            x.addressable_shards, y.addressable_shards, strict=True
+        )
+    )
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[1]))
+    print(json.dumps(train(Path(sys.argv[3]))))

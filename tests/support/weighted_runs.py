@@ -1,0 +1,52 @@
+"""What the tests of weights share: forms, and replicas that count unequally."""
+
+from typing import Any
+
+import helpers
+import jax
+import numpy as np
+import optax
+
+from curvadion_jax import _faults, compressors
+from curvadion_jax.synchronizers import LocalStep, SyncState
+
+FORMS = {
+    "exact": compressors.exact(),
+    "int8": compressors.quantize(8, block=8),
+    "int2-mean4": compressors.quantize(2, block=8, mean_bits=4),
+    "sign": compressors.quantize(1, block=8),
+    "top_k": compressors.top_k(0.25, block=16),
+    "top_k-int4": compressors.top_k(0.5, 4, block=16),
+    "low_rank": compressors.low_rank(2),
+    "chain": compressors.chain(compressors.low_rank(2), compressors.quantize(8)),
+}
+
+
+def part_in_sync(params: Any, views: Any, weight: Any) -> LocalStep:
+    """A replica's part in a sync that everybody expects it to take, inside a `vmap`."""
+    local = LocalStep((), (), params, views, tuple)
+    local, _ = _faults.taking_part(local, SyncState(), (), weight, True, helpers.AXIS)
+    return local
+
+
+def start(tx: Any, replicas: int, params: Any = None) -> Any:
+    """(Parameters, optimizer state) of all replicas."""
+    params = helpers.make_params() if params is None else params
+    return jax.tree.map(
+        lambda x: np.broadcast_to(x, (replicas, *np.shape(x))),
+        (params, tx.init(params)),
+    )
+
+
+def train_on(tx: Any, replicas: int, params: Any = None) -> Any:
+    """Compiled (state, gradients, weights) -> state, for gradients that are given."""
+
+    def train(state, gradients, weight):
+        params, opt_state = state
+        updates, opt_state = tx.update(gradients, opt_state, params, weight=weight)
+        return optax.apply_updates(params, updates), opt_state
+
+    state = start(tx, replicas, params)
+    gradients = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state[0])
+    given = (state, gradients, np.ones(replicas, np.float32))
+    return helpers.quick(jax.jit(jax.vmap(train, axis_name=helpers.AXIS)), *given)

@@ -1,0 +1,212 @@
+"""After a sync of `reconcile` replicas are together: anchor, parameters, momentum."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import curvadion_jax as cd
+from curvadion_jax import synchronizers, triggers
+
+AXIS = helpers.AXIS
+# `params + update` rounds: where a parameter is smaller than its update, no update
+# leads to it exactly. Measured with steps of 1% of the parameters' size: 0.2% of the
+# elements of float32, 0.4% of bfloat16; they miss by a rounding of the update.
+UNEQUAL_SHARE = 0.01
+
+
+def optimizer(inner, k=2, outer=None, **options) -> Any:
+    return cd.adaptive_sync(
+        inner,
+        triggers.every_k(k),
+        synchronizers.reconcile(outer, **options),
+        AXIS,
+    )
+
+
+def run(tx, params, gradients):
+    """(params, opt_state) on the host after every step."""
+    return list(helpers.run_mesh(tx, params, gradients))
+
+
+def equal_rows(array):
+    """Whether all replicas hold the same bits."""
+    return len({row.tobytes() for row in np.asarray(array)}) == 1
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_replicas_come_together(dtype):
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=4000), dtype)}
+    gradients = [{"w": jnp.asarray(rng.normal(size=(8, 4000)), dtype)} for _ in "1234"]
+    tx, mesh = optimizer(optax.sgd(0.01, 0.9)), cd.replicas.make_mesh(8)
+    state, step = helpers.start(tx, params, mesh), helpers.replica_step(tx, mesh)
+    history = []
+    for tree in gradients:  # compiled as users do, with all optimisations
+        state, _ = step(state, tree)
+        history.append(jax.device_get(state))
+    (apart, _), (together, state) = history[-2:]
+    anchor = state.sync_state.anchor["w"]
+    assert anchor.dtype == dtype
+    assert equal_rows(anchor)
+    assert equal_rows(state.inner_state[0].trace["w"])
+    assert not equal_rows(apart["w"])
+    wide = np.float64(together["w"])
+    unequal = wide != np.float64(anchor)
+    assert unequal.mean() < UNEQUAL_SHARE
+    update = np.abs(wide - np.float64(apart["w"]))
+    assert (
+        np.abs(wide - np.float64(anchor)) <= 2 * jnp.finfo(dtype).eps * update
+    ).all()
+
+
+def test_drift_is_measured_from_the_anchor():
+    # Constant gradients g_i: after 2 steps replica i has drifted by -2 lr g_i.
+    params = {"w": jnp.array([1.0, -2.0])}
+    gradients = {"w": np.array([[1.0, 2], [5, -1]], np.float32)}
+    history = run(optimizer(optax.sgd(0.125)), params, [gradients] * 4)
+    anchors = [state.sync_state.anchor["w"][0] for _, state in history]
+    mean_drift = np.array([-0.75, -0.125])
+    start = np.asarray(params["w"])
+    expected = [start, start + mean_drift, start + mean_drift, start + 2 * mean_drift]
+    np.testing.assert_array_equal(anchors, expected)
+    drifted = start + mean_drift - 0.125 * gradients["w"]
+    np.testing.assert_array_equal(history[2][0]["w"], drifted)
+
+
+@pytest.mark.parametrize("momentum", [True, False], ids=["average", "local"])
+def test_momentum_is_averaged_or_stays(momentum):
+    params = {"w": jnp.zeros(2)}
+    gradients = {"w": np.array([[1.0, 2], [3, -2]], np.float32)}
+    tx = optimizer(optax.sgd(0.1, 0.5), k=1, momentum=momentum)
+    ((_, state),) = run(tx, params, [gradients])
+    expected = [[2, 0]] * 2 if momentum else gradients["w"]
+    np.testing.assert_array_equal(state.inner_state[0].trace["w"], expected)
+
+
+@pytest.mark.parametrize("other_state", [False, True], ids=["local", "average"])
+@pytest.mark.parametrize("momentum", [False, True], ids=["local-mu", "average-mu"])
+def test_other_state_is_averaged_or_stays(other_state, momentum):
+    # After one step of Adam mu = g / 2 and nu = g^2 / 4.
+    params = {"w": jnp.zeros(2)}
+    g = np.array([[1.0, 2], [3, -2]], np.float32)
+    inner = optax.adam(0.1, b1=0.5, b2=0.75)
+    tx = optimizer(inner, k=1, momentum=momentum, other_state=other_state)
+    ((_, state),) = run(tx, params, [{"w": g}])
+    adam = state.inner_state[0]
+    mu, nu = g / 2, g**2 / 4
+    if momentum:
+        mu = np.broadcast_to(mu.mean(0), mu.shape)
+    if other_state:
+        nu = np.broadcast_to(nu.mean(0), nu.shape)
+    np.testing.assert_array_equal(adam.mu["w"], mu)
+    np.testing.assert_array_equal(adam.nu["w"], nu)
+    np.testing.assert_array_equal(adam.count, [1, 1])
+
+
+def test_averaging_leaves_hyperparameters_alone():
+    # 0.1 summed over 3 replicas and divided by 3 need not be 0.1 again.
+    inner = optax.inject_hyperparams(optax.adam)(0.1)
+    tx = optimizer(inner, k=1, other_state=True)
+    gradients = [{"w": np.ones((3, 2), np.float32)}] * 20
+    _, state = run(tx, {"w": jnp.zeros(2)}, gradients)[-1]
+    rates = state.inner_state.hyperparams
+    np.testing.assert_array_equal(rates["learning_rate"], np.full(3, 0.1, np.float32))
+    np.testing.assert_array_equal(rates["b2"], np.full(3, 0.999, np.float32))
+
+
+def test_averaging_leaves_constants_alone():
+    # As for the rates: Muon keeps the coefficients of its iteration in its state.
+    inner = optax.contrib.muon(0.1)
+    tx = optimizer(inner, k=1, momentum=False, other_state=True)
+    gradients = [{"w": np.ones((3, 4, 2), np.float32)}] * 20
+    params = {"w": jnp.zeros((4, 2))}
+    _, state = run(tx, params, gradients)[-1]
+    before, after = (
+        optax.tree.get(tree, "ns_coeffs") for tree in (inner.init(params), state)
+    )
+    helpers.assert_bitwise(after, np.broadcast_to(before, (3, *np.shape(before))))
+
+
+@pytest.mark.parametrize(
+    "inner", [optax.contrib.ademamix(0.1), optax.ema(0.9)], ids=["ademamix", "ema"]
+)
+def test_a_momentum_of_another_name_is_not_overlooked(inner):
+    with pytest.raises(ValueError, match=r"of a parameter's shape: pass momentum=Fal"):
+        optimizer(inner).init(helpers.make_params())
+    optimizer(inner, momentum=False).init(helpers.make_params())
+
+
+def test_q_is_recomputed_by_the_users_own_orthonormalisation():
+    seen = []
+
+    def spy(a):
+        seen.append(a.shape)
+        return cd.cholesky_qr(a)
+
+    tx = helpers.averaging_dion(
+        orthonormalize=spy, axis_name=AXIS, trigger=triggers.always()
+    )
+    inner: Any = cd.dion(0.1, orthonormalize=spy)
+    params = {"w": jnp.ones((6, 4))}
+    jax.eval_shape(inner.update, params, inner.init(params), params)
+    once = len(seen)
+    helpers.trace(lambda p, o, g: tx.update(g, o, p), tx, params)
+    # One local step for all steps, and one power iteration at the sync.
+    assert len(seen) == once + 2 * once
+
+
+def test_an_outer_schedule_advances_at_syncs_only():
+    # Each replica drifts by -2 x 0.5 x 1 between syncs; the outer rates are 1, 1/2,
+    # 1/4, so the anchor moves by -1, -1/2, -1/4.
+    outer = optax.sgd(optax.exponential_decay(1.0, 1, 0.5))
+    tx = optimizer(optax.sgd(0.5), outer=outer)
+    gradients = [{"w": np.ones((2, 1), np.float32)}] * 7
+    history = run(tx, {"w": jnp.zeros(1)}, gradients)
+    anchors = [float(state.sync_state.anchor["w"][0, 0]) for _, state in history]
+    assert anchors == [0, -1, -1, -1.5, -1.5, -1.75, -1.75]
+    outer_state = history[-1][1].sync_state.common.outer_state
+    assert [int(x) for x in jax.tree.leaves(outer_state)[0]] == [3, 3]
+
+
+def test_the_outer_optimizer_gets_the_anchor_as_parameters():
+    # Outer weight decay: anchor <- anchor + drift - 1/4 anchor.
+    outer = optax.chain(optax.add_decayed_weights(0.25), optax.sgd(1.0))
+    tx = optimizer(optax.sgd(0.5), k=1, outer=outer)
+    params = {"w": jnp.array([4.0])}
+    ((_, state),) = run(tx, params, [{"w": np.ones((2, 1), np.float32)}])
+    assert state.sync_state.anchor["w"].tolist() == [[2.5], [2.5]]
+
+
+@pytest.mark.slow
+def test_a_donated_state_is_gone_and_the_result_is_right():
+    tx, params = optimizer(optax.sgd(0.1, 0.9)), {"w": jnp.arange(3.0)}
+    gradients = [{"w": np.full((2, 3), x, np.float32)} for x in (1, 2, 5, 3)]
+    mesh = cd.replicas.make_mesh(2)
+    state = helpers.start(tx, params, mesh)
+    step = helpers.replica_step(tx, mesh, donate=True)
+    step = helpers.quick(step, state, gradients[0])
+    for tree in gradients:
+        given = state
+        state, _ = step(given, tree)
+        large = (given[0], given[1].inner_state, given[1].sync_state)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(large))
+    helpers.assert_bitwise(state, run(tx, params, gradients)[-1])
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
+def test_a_synchronizer_in_the_steps_place_has_a_reverse_mode():
+    in_place = synchronizers.reconcile()._replace(after_local_step=False)
+    tx = cd.adaptive_sync(optax.sgd(0.5), triggers.every_k(1), in_place)
+
+    def loss(gradient):
+        params = {"w": jnp.ones(3)}
+        updates, _ = tx.update({"w": gradient}, tx.init(params), params)
+        return jnp.sum(updates["w"])
+
+    slope = jax.jit(jax.grad(loss))(jnp.ones(3))
+    assert slope.tolist() == [-0.5] * 3

@@ -1,0 +1,284 @@
+"""The relative momentum change: its values by hand, and what it looks at."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import curvadion_jax as cd
+from curvadion_jax import synchronizers, triggers
+
+change = triggers.relative_momentum_change
+# Dion's momentum of a diagonal matrix goes through an orthonormalisation in float32.
+ATOL = 1e-6
+# A few float32 roundings.
+RTOL = 1e-6
+# The difference of two norms that agree to 1.5e-4 has four digits left in float32.
+CANCELLED_RTOL = 1e-2
+INF = np.inf
+
+
+def run(trigger, gradients, inner=None):
+    """Metrics of every step of one replica; gradients is a tree of [steps, ...]."""
+    inner = optax.sgd(0.1, momentum=0.5) if inner is None else inner
+    tx = cd.adaptive_sync(inner, trigger, synchronizers.average_gradients())
+    return run_optimizer(tx, gradients)
+
+
+def run_optimizer(tx: Any, gradients):
+    gradients = jax.tree.map(jnp.float32, gradients, is_leaf=lambda x: type(x) is list)
+    params = jax.tree.map(lambda g: jnp.zeros(g.shape[1:]), gradients)
+
+    def body(state, gradient):
+        state = tx.update(gradient, state, params)[1]
+        return state, state.metrics
+
+    scan = jax.jit(lambda state, xs: lax.scan(body, state, xs)[1])
+    state = tx.init(params)
+    return jax.device_get(helpers.quick(scan, state, gradients)(state, gradients))
+
+
+# The trace of sgd(momentum=1/2) is g + trace / 2: the sizes 4, 5, 5, 8, 2, of which
+# the changes are inf on the first step, then 1/4, 0, 3/5, 3/4.
+GRADIENTS = {"w": [[4.0, 0], [3, 0], [2.5, 0], [5.5, 0], [-2, 0]]}
+CHANGES = [INF, 0.25, 0, 0.6, 0.75]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "synced"),
+    [
+        pytest.param(0.65, [1, 0, 0, 0, 1], id="large"),
+        pytest.param(0.5, [1, 0, 0, 1, 1], id="small"),
+        pytest.param(0.25, [1, 0, 0, 1, 1], id="equal-does-not-fire"),
+        pytest.param(np.nextafter(np.float32(0.25), 0), [1, 1, 0, 1, 1], id="below"),
+        pytest.param(0, [1, 1, 0, 1, 1], id="zero"),
+        pytest.param(INF, [0, 0, 0, 0, 0], id="never"),
+    ],
+)
+def test_values_and_decisions(threshold, synced):
+    metrics = run(change(threshold), GRADIENTS)
+    np.testing.assert_allclose(metrics.value, CHANGES, rtol=RTOL)
+    np.testing.assert_array_equal(metrics.threshold, np.float32(threshold))
+    assert metrics.synced.tolist() == [bool(x) for x in synced]
+
+
+@pytest.mark.slow
+def test_dion_compares_momentum_plus_gradient_with_that_of_the_last_step():
+    # Gradients c I at full rank: M becomes (M + G) / 2. c = 4, .5, 1, 0 gives
+    # M + G = 4, 2.5, 2.25, 1.125.
+    gradients = {"w": np.array([4.0, 0.5, 1, 0])[:, None, None] * np.eye(2)}
+    inner = cd.dion(0.1, 1.0, 0.5, orthonormalize=cd.householder_qr)
+    metrics = run(change(0.4), gradients, inner)
+    np.testing.assert_allclose(metrics.value, [INF, 0.375, 0.1, 0.5], atol=ATOL)
+    assert metrics.synced.tolist() == [True, False, False, True]
+    stored = run(change(0.6, remember=False), gradients, inner)
+    np.testing.assert_allclose(stored.value, [INF, 0.25, 0.8, 0], atol=ATOL)
+
+
+# After 80 steps a momentum of 0.9 lacks 2e-4 of its limit, and changes by 2e-5 a step.
+SETTLED = 1e-4
+# Below the rank of the gradient Dion takes some directions at a time, and the others
+# wait in the momentum: its norm goes up and down, by 0.7% at most (of 800 steps).
+IN_TURN = 1e-2
+
+
+@pytest.mark.parametrize(
+    ("inner", "limit"),
+    [
+        pytest.param(cd.dion(0.0, 1.0, 0.9), SETTLED, id="dion-full"),
+        pytest.param(cd.dion(0.0, 2, 0.9), IN_TURN, id="dion-rank-2"),
+        pytest.param(
+            cd.dion(0.0, 2, 0.9, error_feedback=False), SETTLED, id="no-feedback"
+        ),
+        pytest.param(optax.contrib.muon(0.0, beta=0.9), SETTLED, id="muon"),
+        pytest.param(optax.sgd(0.0, 0.9), SETTLED, id="sgd"),
+        pytest.param(optax.adamw(0.0), SETTLED, id="adamw"),
+    ],
+)
+def test_constant_gradients_change_nothing_in_the_end(inner, limit):
+    gradient = np.random.default_rng(0).normal(size=(6, 4))
+    gradients = {"w": np.broadcast_to(gradient, (80, 6, 4))}
+    metrics = run(change(0.1), gradients, inner)
+    assert metrics.value[-1] < limit
+    assert not metrics.synced[40:].any()
+
+
+def test_the_stored_momentum_of_dion_has_a_floor():
+    # M = mu B at full rank, and B / M - 1 = 1 / 0.9 - 1 for ever.
+    gradients = {"w": np.broadcast_to(np.eye(2), (90, 2, 2))}
+    inner = cd.dion(0.0, 1.0, 0.9)
+    metrics = run(change(0.1, remember=False), gradients, inner)
+    np.testing.assert_allclose(metrics.value[-1], 1 / 0.9 - 1, rtol=1e-3)
+    assert metrics.synced.all()
+
+
+@pytest.mark.slow
+def test_the_papers_momentum_decays_before_the_gradient_is_added():
+    # m = m / 2 + g: 4, then 2.5, then 2.25.
+    gradients = {"w": np.array([4.0, 0.5, 1])[:, None, None] * np.eye(2)}
+    orthonormalize = cd.householder_qr
+    inner = cd.dion(0.1, 1.0, 0.5, error_feedback=False, orthonormalize=orthonormalize)
+    metrics = run(change(0.6), gradients, inner)
+    np.testing.assert_allclose(metrics.value, [INF, 0.375, 0.1], atol=ATOL)
+
+
+def test_threshold_schedule_counts_steps():
+    schedule = optax.piecewise_constant_schedule(0.7, {3: 0.1})  # 0.07 from step 3 on
+    metrics = run(change(schedule), GRADIENTS)
+    np.testing.assert_allclose(metrics.threshold, [0.7] * 3 + [0.07] * 2, rtol=RTOL)
+    assert metrics.synced.tolist() == [True, False, False, True, True]
+    # One value a stage of training: 0.7 for two steps, then from 0 up to 0.8.
+    stages = optax.join_schedules(
+        [optax.constant_schedule(0.7), optax.linear_schedule(0.0, 0.8, 2)], [2]
+    )
+    metrics = run(change(stages), GRADIENTS)
+    np.testing.assert_allclose(metrics.threshold, [0.7, 0.7, 0, 0.4, 0.8], rtol=RTOL)
+    assert metrics.synced.tolist() == [True, False, False, True, False]
+    small = change(lambda step: jnp.where(step == 1, 0.2, 0.7))
+    assert run(small, GRADIENTS).synced.tolist() == [True, True, False, False, True]
+
+
+def test_the_layer_with_the_largest_change_is_named():
+    # Sizes 4, 4, 4 and 4, 8, 8 and 4, 5, 2.5: the changes of step 1 are 0, 1, 1/4,
+    # of step 2 they are 0, 0, 1/2.
+    gradients = {
+        "a": [[4.0], [2], [2]],
+        "b": {"bias": [[4.0], [6], [4]]},
+        "c": [[4.0], [3], [0]],
+    }
+    metrics = run(change(0.4), gradients)
+    assert metrics.layer.tolist() == [-1, 1, 2]
+    np.testing.assert_allclose(metrics.value, [INF, 1, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("floor", "values", "layers"),
+    [
+        pytest.param(0.0, [1, 1], [1, 1], id="none"),
+        # The small layer holds 1, then 2, when it is compared.
+        pytest.param(1.0, [1, 1], [1, 1], id="at-the-floor"),
+        pytest.param(1.5, [0.25, 1], [0, 1], id="above-the-first"),
+        pytest.param(9.0, [0, 0], [-1, -1], id="above-all"),
+    ],
+)
+def test_floor(floor, values, layers):
+    gradients = {"a": [[4.0], [3], [2.5]], "b": [[1.0], [1.5], [3]]}
+    metrics = run(change(0.1, floor=floor), gradients)
+    np.testing.assert_allclose(metrics.value[1:], values)
+    assert metrics.layer[1:].tolist() == layers
+
+
+def test_nan_asks_for_nothing():
+    metrics = run(change(0.1, floor=1e6), {"a": [[4.0], [3], [float("nan")]]})
+    assert metrics.synced.tolist() == [True, False, False]
+    assert metrics.skipped.last[-1] == 2
+
+
+def test_from_zero_is_infinite_and_zero_to_zero_is_nothing():
+    gradients = {"a": [[4.0], [2], [2]], "b": [[0.0], [0], [1]]}
+    metrics = run(change(0.5), gradients)
+    np.testing.assert_array_equal(metrics.value, [INF, 0, INF])
+    assert metrics.layer.tolist() == [-1, -1, 1]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("mlp", id="stack"), pytest.param("scale", id="no-matrix")]
+)
+def test_every_matrix_of_a_stack_is_a_layer(name):
+    # Matrix 0 stays at 100 while matrix 1 goes from 1 to 2. As one vector of 8
+    # elements the change would be (sqrt(10004) - sqrt(10001)) / sqrt(10001).
+    stack = np.zeros((2, 2, 2, 2))
+    stack[0, :, 0, 0] = [100, 1]
+    stack[1, :, 0, 0] = [50, 1.5]
+    metrics = run(change(0.5), {name: stack})
+    whole = np.sqrt(10004) / np.sqrt(10001) - 1
+    expected = 1 if name == "mlp" else whole
+    np.testing.assert_allclose(metrics.value[1], expected, rtol=CANCELLED_RTOL)
+    assert metrics.synced.tolist() == [True, name == "mlp"]
+
+
+REPLICAS = 8
+
+
+@pytest.fixture(scope="module")
+def poisoned():
+    """Runs three steps on 8 devices, with a bad number on replica k in the third."""
+    tx = cd.adaptive_sync(
+        optax.sgd(0.1, 0.9), change(1e6), synchronizers.average_gradients(), "replica"
+    )
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    first = helpers.start(tx, helpers.make_params(), mesh)
+    (batch,) = helpers.make_gradients(1, REPLICAS)
+    step = helpers.quick(helpers.replica_step(tx, mesh), first, batch)
+
+    def run(replica, number):
+        state = first
+        gradients = helpers.make_gradients(3, REPLICAS)
+        gradients[2]["wide"][replica, 1, 1] = number
+        history = []
+        for tree in gradients:
+            state, _ = step(state, tree)
+            history.append(jax.device_get(state))
+        return history
+
+    return run
+
+
+@pytest.mark.parametrize("replica", [0, 3, 7])
+@pytest.mark.parametrize("number", [np.nan, INF, -INF])
+def test_a_bad_number_on_one_replica_asks_for_nothing(poisoned, replica, number):
+    history = poisoned(replica, number)
+    assert helpers.decisions(history) == [True, False, False]
+    metrics = history[-1][1].metrics
+    assert np.isfinite(metrics.value).all()
+    assert np.flatnonzero(metrics.skipped.total).tolist() == [replica]
+
+
+def heavy_ball():
+    """An optimizer that keeps its momentum where nobody looks."""
+
+    def update(updates, state, params=None):
+        del params
+        state = jax.tree.map(lambda v, g: v / 2 + g, state, {"velocity": updates})
+        return state["velocity"], state
+
+    init = lambda params: {"velocity": jax.tree.map(jnp.zeros_like, params)}  # noqa: E731
+    return optax.GradientTransformation(init, update)
+
+
+def test_momentum_fn():
+    def velocity(state: Any):
+        return state["velocity"]
+
+    trigger = change(0.5, momentum_fn=velocity)
+    metrics = run(trigger, GRADIENTS, heavy_ball())
+    np.testing.assert_allclose(metrics.value, CHANGES, rtol=RTOL)
+    assert metrics.layer.tolist() == [-1, 0, -1, 0, 0]
+
+
+@pytest.mark.slow
+def test_the_authors_rule_looks_at_every_momentum_but_not_at_the_first_step():
+    # Lion keeps M = 0.98 M + 0.02 G of the bias: 0.2, then 0.196 + 0.8 = 0.996. What is
+    # compared is M + G: 0.2 + 40, then 0.996 + 0.1. The matrix stays below the floor.
+    gradients = {
+        "bias": [[10.0, 0], [40, 0], [0.1, 0]],
+        "w": [[[0.05, 0], [0, 0]], [[0.05, 0], [0, 0]], [[0.0, 0], [0, 0]]],
+    }
+    metrics = run_optimizer(cd.presets.authors_code(0.1, 0.3, momentum=0.5), gradients)
+    assert metrics.synced.tolist() == [False, True, False]
+    changes = [INF, 40 / 0.2, 0.1 / 0.996]
+    np.testing.assert_allclose(metrics.value, changes, rtol=RTOL, atol=ATOL)
+    assert metrics.layer.tolist() == [-1, 0, 0]
+
+
+@pytest.mark.parametrize("inner", [optax.sgd(0.1), heavy_ball()])
+def test_no_momentum_is_an_error(inner):
+    with pytest.raises(
+        ValueError, match=r"trigger that needs none .* pass momentum_fn"
+    ):
+        run(change(0.1), GRADIENTS, inner)
