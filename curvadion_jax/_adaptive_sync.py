@@ -15,6 +15,7 @@ from curvadion_jax import (
     _finite,
     _guards,
     _layout,
+    _mapped,
     _partition,
     _trees,
     _xla,
@@ -142,9 +143,7 @@ def adaptive_sync(
             metrics=_counters.initial(),
         )
 
-    @jax.named_scope(_guards.SCOPE)
-    def update_fn(updates, state, params=None, *, step=None, weight=None, **extra_args):
-        _check_update(updates, state, params, init_fn)
+    def update_of_replica(updates, state, params, step=None, weight=None, **extra_args):
         _guards.require_local_gradients(
             updates, axis_name, allow_unchecked=allow_unchecked
         )
@@ -200,6 +199,13 @@ def adaptive_sync(
         )
         state = AdaptiveSyncState(inner_state, trigger_state, sync_state, metrics)
         return updates, _collectives.vary(state, axis_name)
+
+    @jax.named_scope(_guards.SCOPE)
+    def update_fn(updates, state, params: Any = None, **extra_args):
+        _check_update(updates, state, params, init_fn)
+        return _mapped.update(
+            update_of_replica, axis_name, updates, state, params, **extra_args
+        )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -165,7 +165,7 @@ def following(
     sent = _plus(old.sent, _words(sizes)[which])
     sent = jnp.where(asked, _plus(sent, _words([FLAG])[0]), sent)
     return SyncMetrics(
-        steps=optax.safe_increment(old.steps),
+        steps=jnp.asarray(optax.safe_increment(old.steps)),
         syncs=_counted(old.syncs, synced),
         local_steps=jnp.where(synced, 0, optax.safe_increment(old.local_steps)),
         asked=_counted(old.asked, asked),

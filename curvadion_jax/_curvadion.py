@@ -18,6 +18,8 @@ from curvadion_jax._dion import dion
 
 _OUTER_LEARNING_RATE, _OUTER_MOMENTUM = 1.0, 0.4
 _BUDGET, _BITS, _RANK = 0.01, 2, 1.0
+# Syncs by which the budget may be ahead of its share, or behind.
+_BOUNDS = 1.0
 
 
 def curvadion(
@@ -84,9 +86,9 @@ def curvadion(
         send little, and a local step sends nothing.
       momentum, weight_decay, weight_decay_mask, mu_dtype: as for :func:`dion`.
       budget: share of the bytes of synchronous training, an all-reduce of all gradients
-        in float32 on every step, in place of a threshold: ``triggers.budget(budget)``
-        moves the threshold so that it is spent. None is 0.01, one percent, without a
-        threshold. The 4 bytes of each decision are not counted in.
+        in float32 on every step, in place of a threshold: ``triggers.budget(budget,
+        ahead=1, behind=1)`` moves the threshold so that it is spent. None is 0.01, one
+        percent, without a threshold. The 4 bytes of each decision are not counted in.
       bits: 8, 4, 2 or 1 for pseudo-gradients in so many bits; None is 2.
       adam_learning_rate, other_optimizer, dimension_numbers: as for :func:`dion`.
       orthonormalize, error_feedback, seed: as for :func:`dion`.
@@ -123,7 +125,8 @@ def curvadion(
       <https://arxiv.org/abs/2504.05295>`_, 2025
     """
     if threshold is None:
-        trigger = triggers.budget(_arguments.checked_budget(budget, _BUDGET))
+        share = _arguments.checked_budget(budget, _BUDGET)
+        trigger = triggers.budget(share, ahead=_BOUNDS, behind=_BOUNDS)
     else:
         trigger = triggers.relative_momentum_change(threshold)
         if budget is not None:

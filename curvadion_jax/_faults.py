@@ -157,8 +157,8 @@ def after_sync(
         contained=contained,
         excluded=excluded,
         absent=~excluded & ~local.present,
-        empty=~local.anybody,
-        closed=local.anybody | closes,
+        empty=~jnp.asarray(local.anybody),
+        closed=jnp.asarray(local.anybody | closes),
     )
     return _finite.finite_elements(updates), faults
 

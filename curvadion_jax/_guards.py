@@ -4,6 +4,7 @@ Inspects each branch's jaxpr before it is used, and rejects collectives over the
 axis where there may be none, or where replicas may not come together.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,12 @@ from curvadion_jax import _collectives
 
 # Around the optimizer's own communication, in the names of a program's equations.
 SCOPE = "curvadion_jax.update"
+SEVERAL_MODELS = (
+    "update runs under vmap, for {} models: a condition with several decisions runs "
+    "both of its branches, so that every step would send all that a sync sends. Give "
+    "one update the parameters of all models, stacked: leading axes are stacks of "
+    "matrices"
+)
 # What may name an axis without sending anything over it; all else counts as
 # communication, so that a collective new to JAX is not overlooked.
 _SILENT = ("axis_index", "pvary")
@@ -243,6 +250,12 @@ def collectives_in(
     return found
 
 
+def bytes_given(equation: JaxprEqn) -> int:
+    """Bytes of the arrays that an equation is given."""
+    avals: list[Any] = [x.aval for x in equation.invars]
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
+
+
 @jax.custom_batching.custom_vmap
 def one_decision(which: jax.Array) -> jax.Array:
     """The decision to synchronise as it is; rejects several at once, under `vmap`."""
@@ -252,12 +265,7 @@ def one_decision(which: jax.Array) -> jax.Array:
 @one_decision.def_vmap
 def _(size, batched, which):
     if batched[0]:
-        raise ValueError(
-            f"update runs under vmap, for {size} models: a condition with several "
-            "decisions runs both of its branches, so that every step would send all "
-            "that a sync sends. Give one update the parameters of all models, stacked: "
-            "leading axes are stacks of matrices"
-        )
+        raise ValueError(SEVERAL_MODELS.format(size))
     return which, batched[0]
 
 

@@ -98,6 +98,7 @@ def _through(
         leaves = {name: _base.wide(x) for name, x in _paths.leaves_with_path(tree)}
         matrices = {name: view.to_matrix(leaves[name]) for name, view in seen.items()}
         q = {name: state[name].astype(x.dtype) for name, x in matrices.items()}
+        p = own = common = q
         for _ in range(power_iterations):
             p, own, common = _iterate(matrices, q, seen, channel, group, orthonormalize)
             q = _next_q(common, q)

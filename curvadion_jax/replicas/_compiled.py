@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _guards, _layout, _memory, _paths
+from curvadion_jax import _layout, _mapped, _memory, _paths
+from curvadion_jax.replicas import _traffic
 from curvadion_jax.replicas._anchor import check_start
 from curvadion_jax.replicas._checks import check_alive, is_array
 
@@ -55,8 +58,12 @@ class CompiledStep:
         self._mesh, self._axis_name = mesh, axis_name
         self._donate = (0,) if donate else ()
         self._programs: dict[Any, Any] = {}
-        self._started = False
-        self.sent_outside = 0
+        self._checked: set[Any] = set()
+        self._mapped = _mapped.Mapped(mesh, axis_name)
+
+    @property
+    def sent_outside(self) -> int:
+        return self._mapped.sent_outside
 
     def __call__(self, state: Any, batch: Any, *shared: Any) -> tuple[Any, Any]:
         """The state after the step, and the metrics.
@@ -64,11 +71,20 @@ class CompiledStep:
         Raises:
           ValueError: as :func:`step` says, or if the state lies on other devices.
         """
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
+            return self._program(self._key(state), state)(state, batch, *shared)
         check_alive(state, "state")
-        if not self._started:
+        state = jax.tree.map(self._without_empty_axes, state)
+        batch = jax.tree.map(self._divided, batch)
+        key = self._key(state)
+        if not self._checked:
             check_start(state, has_axis=True)
-        program = self._program(state, batch, *shared)
-        self._started = True
+        program = self._program(key, state)
+        if key not in self._checked:
+            # The executable is kept for the call.
+            compiled = program.lower(state, batch, *shared).compile()
+            self._check_traffic(compiled.as_text() or "")
+            self._checked.add(key)
         return program(state, batch, *shared)
 
     def lower(self, state: Any, batch: Any, *shared: Any) -> jax.stages.Lowered:
@@ -80,38 +96,30 @@ class CompiledStep:
           batch: as for a call.
           *shared: as for a call.
         """
-        return self._program(state, batch, *shared).lower(state, batch, *shared)
+        return self._program(self._key(state), state).lower(state, batch, *shared)
 
-    def _program(self, state: Any, *arguments: Any) -> Any:
-        leaves, structure = jax.tree.flatten(state)
-        key = structure, tuple(map(self._placement, leaves))
+    def _program(self, key, state: Any) -> Any:
         if key not in self._programs:
             self._check_devices(state)
-            program = self._compiled(*key)
-            # The trace is kept for the first call.
-            self._inspect(program.trace(state, *arguments).jaxpr.jaxpr)
-            self._programs[key] = program
+            self._programs[key] = self._jitted(*key)
         return self._programs[key]
 
-    def _inspect(self, jaxpr: Any) -> None:
-        """Rejects what would hang, and names what is sent beside the optimizer."""
-        _guards.require_no_deadlock(jaxpr, self._axis_name)
-        axis = self._axis_name
-        found = _guards.collectives_in(jaxpr, axis, outside=_guards.SCOPE)
-        self.sent_outside = sum(
-            x.aval.size * x.aval.dtype.itemsize for e in found for x in e.invars
-        )
-        if found:
-            what = ", ".join(
-                f"{e.primitive.name} of {e.invars[0].aval.str_short()}" for e in found
-            )
+    def _check_traffic(self, text: str) -> None:
+        """Warns where replicas wait for each other outside of the optimizer."""
+        if self._mesh.shape[self._axis_name] == 1 or self.sent_outside:
+            return
+        if sent := _traffic.between_replicas(text, self._mesh, self._axis_name):
             warnings.warn(
-                f"the training step itself communicates over {axis!r}, besides the "
-                f"optimizer: {what}, {self.sent_outside} bytes a replica and step. "
-                "Gradients, losses and norms must stay each replica's own; what is "
-                "meant so, as in a contrastive loss, is not counted by metrics.read",
-                stacklevel=4,
+                "the compiler has replicas wait for each other on every step, in the "
+                f"training step and not in the optimizer: {'; '.join(sent[:4])}"
+                f"{' ...' if len(sent) > 4 else ''}. A sharding constraint on the "
+                "array that it comes from, over the axes inside a replica, mends most",
+                stacklevel=3,
             )
+
+    def _key(self, state: Any) -> Any:
+        leaves, structure = jax.tree.flatten(state)
+        return structure, tuple(map(self._placement, leaves))
 
     def _check_devices(self, state: Any) -> None:
         wanted = set(self._mesh.devices.flat)
@@ -127,23 +135,47 @@ class CompiledStep:
                     "the state onto the mesh of the step"
                 )
 
-    def _compiled(self, structure, placements: tuple[NamedSharding | None, ...]) -> Any:
+    def _jitted(self, structure, placements: tuple[NamedSharding | None, ...]) -> Any:
         def run(state, batch, *shared):
-            with _layout.noting(_divided(state, placements)):
+            leaves = jax.tree.leaves(state)
+            leaves = [_keep(x, p) for x, p in zip(leaves, placements, strict=True)]
+            state = jax.tree.unflatten(structure, leaves)
+            with (
+                # Also for jitted functions in the step: a trace of theirs is of a mesh.
+                jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh),
+                _layout.noting(_divided(state, placements)),
+                _mapped.mapping(self._mapped),
+            ):
                 new, metrics = self._run(state, batch, *shared)
             if jax.tree.structure(new) == structure:
-                leaves = zip(
-                    jax.tree.leaves(new),
-                    jax.tree.leaves(state),
-                    placements,
-                    strict=True,
-                )
-                kept = [x if x.shape != y.shape else _keep(x, p) for x, y, p in leaves]
+                triples = zip(jax.tree.leaves(new), leaves, placements, strict=True)
+                kept = [x if x.shape != y.shape else _keep(x, p) for x, y, p in triples]
                 new = jax.tree.unflatten(structure, kept)
             return new, metrics
 
         functools.update_wrapper(run, self._function)
         return jax.jit(run, donate_argnums=self._donate)
+
+    def _divided(self, leaf: Any) -> Any:
+        """What has no place yet, divided over the replicas.
+
+        Else the compiler chooses one, and may have replicas exchange rows.
+        """
+        if (is_array(leaf) and leaf.committed) or jax.process_count() > 1:
+            return leaf
+        rows = np.shape(leaf)[:1]
+        if not rows or rows[0] % self._mesh.shape[self._axis_name]:
+            return leaf  # rejected when traced
+        return jax.device_put(leaf, NamedSharding(self._mesh, P(self._axis_name)))
+
+    def _without_empty_axes(self, leaf: Any) -> Any:
+        """The array, placed as after a step: without mesh axes of one device."""
+        placement = self._placement(leaf)
+        if placement is None or not is_array(leaf) or placement == leaf.sharding:
+            return leaf
+        if leaf.sharding.is_equivalent_to(placement, leaf.ndim):
+            return jax.device_put(leaf, placement)
+        return leaf
 
     def _placement(self, leaf: Any) -> NamedSharding | None:
         """How an array lies on the mesh; None where that is not known."""
@@ -158,7 +190,13 @@ class CompiledStep:
 @functools.lru_cache(maxsize=4096)  # looked up for every array on every step
 def _over_replicas(placement: NamedSharding, axis_name: str) -> NamedSharding:
     """Divided over the replicas, whether it is yet or not, and within as it is."""
-    spec = [axis_name, *placement.spec[1:]]
+    sizes = placement.mesh.shape
+
+    def used(entry):
+        names = tuple(name for name in jax.tree.leaves(entry) if sizes[name] > 1)
+        return (names[0] if len(names) == 1 else names) or None
+
+    spec = [axis_name, *map(used, placement.spec[1:])]
     while spec[-1] is None:  # P("replica", None) is P("replica")
         spec.pop()
     return placement.update(spec=P(*spec))

@@ -5,14 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _arguments, _collectives
-from curvadion_jax.replicas._checks import check_leading
 from curvadion_jax.replicas._compiled import CompiledStep
+from curvadion_jax.replicas._map import map_over_replicas
 from curvadion_jax.replicas._mesh import AXIS, check_axis
 
 
@@ -51,6 +48,7 @@ def step(
         lacks the replica axis or was donated before, or a batch cannot be divided.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from curvadion_jax.replicas import make_mesh, replicate
       >>> def count(state, batch):
       ...     return state + batch.sum(), {"sum": batch.sum()}
@@ -66,51 +64,8 @@ def step(
         )
     check_axis(mesh, axis_name)
     _arguments.check_switch(donate, "donate")
-    number = mesh.shape[axis_name]
-
-    def body(state, batch, shared):
-        # Not x[0]: what lies in host memory is not to be indexed.
-        state = jax.tree.map(lambda x: jnp.squeeze(x, 0), state)  # [1, ...] -> [...]
-        result = function(state, batch, *shared)
-        _check_result(result, state)
-        result = _collectives.vary(result, axis_name)
-        return jax.tree.map(lambda x: jnp.expand_dims(x, 0), result)  # -> [1, ...]
-
-    mapped = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(P(axis_name), P(axis_name), P()),
-        out_specs=P(axis_name),
-        axis_names={axis_name},
-    )
-
-    def run(state, batch, *shared):
-        check_leading(state, number, "state", "replicas; make it with replicate()")
-        for path, leaf in jax.tree.leaves_with_path(batch):
-            shape = np.shape(leaf)
-            if not shape or not shape[0] or shape[0] % number:
-                raise ValueError(
-                    f"the batch{jax.tree_util.keystr(path)} of shape {shape} cannot be "
-                    f"divided over {number} replicas along its first axis: give the "
-                    f"global batch, of a multiple of {number} rows (what all replicas "
-                    "share comes after the batch: step(state, batch, shared))"
-                )
-        return mapped(state, batch, shared)
-
+    run = map_over_replicas(function, mesh, axis_name)
     return CompiledStep(function, run, mesh, axis_name, donate)
-
-
-def _check_result(result: Any, state: Any) -> None:
-    pair = isinstance(result, tuple | list) and len(result) == 2
-    # (state, metrics) never has the structure of the state alone, which is in it.
-    if not pair or jax.tree.structure(result) == jax.tree.structure(state):
-        what = "the state alone" if pair else f"a {type(result).__name__}"
-        if isinstance(result, tuple | list) and not pair:
-            what += f" of {len(result)}"
-        raise TypeError(
-            f"the training step must return (state, metrics), got {what}: return {{}} "
-            "as the metrics if there are none"
-        )
 
 
 def value_and_grad(

@@ -180,7 +180,7 @@ def _mean_of_others(compressor, local: LocalStep, state: SyncState, group, ranks
     return jax.tree.unflatten(structure, found), residual
 
 
-def _with_momenta(inner_state, other, keep: jax.Array):
+def _with_momenta(inner_state, other, keep: jax.Array | bool):
     """The state of an optimizer with another's momenta of Dion unless bool[] `keep`."""
     others = iter(_momentum.dion_states(other))
 

@@ -24,7 +24,7 @@ LEVELS = [
     {"_default_rule", "_partition", "_protocols", "_within_replica"},
     {"_collectives", "_dion", "_muon"},
     {"_guards", "_momentum", "_counters", "_xla", "compressors", "triggers"},
-    {"_faults", "outer", "synchronizers"},
+    {"_faults", "_mapped", "outer", "synchronizers"},
     {"_branches"},
     {"_adaptive_sync"},
     {"_curvadion", "_local_muon", "cost_model", "presets"},

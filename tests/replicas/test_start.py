@@ -62,7 +62,7 @@ def test_parameters_loaded_after_replicate_are_noticed_by_the_first_step():
 
 
 def test_reanchor():
-    """The first sync brings replicas to the mean of where they are, not to the old one."""
+    """The first sync goes to the mean of where the replicas are now."""
     mesh = cd.replicas.make_mesh(REPLICAS)
     state = cd.replicas.reanchor(loaded())
     helpers.assert_bitwise(state.opt_state.sync_state.anchor, state.params)

@@ -106,6 +106,11 @@ def test_collectives_inside_and_outside_of_branches(program):
             [[0, 2], [1, 3]],
             id="axes of a mesh",
         ),
+        pytest.param(
+            "replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}",
+            [[0, 2], [1, 3]],
+            id="devices of a mesh",
+        ),
     ],
 )
 def test_groups(attribute, groups):

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
+from curvadion_jax import _collectives, _layout, _paths
 
 AXIS = cd.replicas.AXIS
 # Two matrices of either orientation, a vector, and an embedding that is no matrix.
@@ -97,6 +98,40 @@ def replica_step(tx: Any, mesh: Any, **options: Any) -> Any:
         return train(state, jax.tree.map(lambda g: g[0], gradients))
 
     return cd.replicas.step(local, mesh, **{"donate": False, **options})
+
+
+def manual(function: Any, mesh: Any, state: Any) -> Any:
+    """(state, batch) -> (state, metrics) of one replica, jitted under `shard_map`.
+
+    As the optimizer's update is run in a step: how the state lies is known, and the
+    function may communicate.
+    """
+    like = state
+    placed = [
+        _layout.Placed(name, x.shape[1:], PartitionSpec(*x.sharding.spec[1:]))
+        for name, x in _paths.leaves_with_path(state)
+    ]
+
+    def body(state, batch):
+        state = jax.tree.map(lambda x: x[0], state)
+        result = _collectives.vary(function(state, batch), AXIS)
+        return jax.tree.map(lambda x: x[None], result)
+
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=PartitionSpec(AXIS),
+        out_specs=PartitionSpec(AXIS),
+        axis_names={AXIS},
+    )
+
+    def run(state, batch):
+        with _layout.noting(placed):
+            new, metrics = mapped(state, batch)
+        keep = lambda x, y: jax.lax.with_sharding_constraint(x, y.sharding)  # noqa: E731
+        return jax.tree.map(keep, new, like), metrics
+
+    return jax.jit(run)
 
 
 def start(tx: Any, params: Any, mesh: Any) -> Any:

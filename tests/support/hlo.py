@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
+from curvadion_jax.replicas import _traffic
 
 _HEAD = re.compile(r"(ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)$")
@@ -13,9 +13,6 @@ _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|"
     r"branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-# Axes of a mesh over all devices, in the order of their numbers, and those that talk.
-_MESH = re.compile(r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\] \{((?:'\w+',?)+)\}")
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _COLLECTIVES = (
     "all-reduce",
@@ -89,30 +86,10 @@ class Instruction(NamedTuple):
         Written `{{0,1},{2,3}}`, `[2,2]<=[2,2]T(1,0)` or `mesh['a'=2,'b'=2] {'a'}`; of a
         permutation its pairs of a sender and a receiver.
         """
-        kinds = "replica_groups|source_target_pairs"
-        listed = re.search(rf"(?:{kinds})=\{{(\{{[^=]*\}})\}}", self.attributes)
-        if listed:
-            parts = re.findall(r"\{([\d,]+)\}", listed[1])
-            return [[int(x) for x in part.split(",")] for part in parts]
-        if mesh := _MESH.search(self.attributes):
-            return _groups_of_mesh(mesh[1], mesh[2])
-        iota = _IOTA.search(self.attributes)
-        if iota is None:
+        found = _traffic.groups(self.attributes)
+        if not found:
             raise ValueError(f"no replica groups in {self.attributes!r}")
-        shape, sizes, order = (
-            [int(x) for x in (part or "").split(",") if x] for part in iota.groups()
-        )
-        devices = np.arange(math.prod(sizes)).reshape(sizes)
-        return devices.transpose(order or range(len(sizes))).reshape(shape).tolist()
-
-
-def _groups_of_mesh(mesh: str, talking: str) -> list[list[int]]:
-    axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
-    inside = re.findall(r"'(\w+)'", talking)
-    order = [name for name in axes if name not in inside] + inside
-    devices = np.arange(math.prod(axes.values())).reshape(list(axes.values()))
-    devices = devices.transpose([list(axes).index(name) for name in order])
-    return devices.reshape(-1, math.prod(axes[name] for name in inside)).tolist()
+        return found
 
 
 class Program(NamedTuple):

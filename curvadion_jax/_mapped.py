@@ -1,0 +1,161 @@
+"""The optimizer's update in a training step that is mapped over the replicas.
+
+`replicas.step` maps the user's step by `vmap` over the leading replica axis, so that it
+runs unchanged and its gradients are each replica's own. The update alone enters a
+`shard_map` over the replica axis: there `lax.cond` stays a condition, and collectives
+send what they are given. (Under `vmap` alone both branches would run on every step.)
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from curvadion_jax import _collectives, _guards
+
+
+@dataclasses.dataclass
+class Mapped:
+    """The training step that is being traced.
+
+    Attributes:
+      mesh: mesh with the replica axis.
+      axis_name: name of the replica axis.
+      sent_outside: bytes that the step itself sends over the axis, beside the
+        optimizer.
+    """
+
+    mesh: Mesh
+    axis_name: str
+    sent_outside: int = 0
+
+
+# Whether the step is a program already, and mapped: what is mapped before is not it.
+_is_program: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "is_program", default=False
+)
+_step: contextvars.ContextVar[Mapped | None] = contextvars.ContextVar(
+    "step", default=None
+)
+
+
+@contextlib.contextmanager
+def mapping(mapped: Mapped) -> Iterator[None]:
+    """Lets `update` know the step around it."""
+    token = _step.set(mapped)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+@contextlib.contextmanager
+def mapping_program() -> Iterator[None]:
+    """Lets `update` know that the step is a program, which is mapped over replicas."""
+    token = _is_program.set(True)
+    try:
+        yield
+    finally:
+        _is_program.reset(token)
+
+
+def note(sent_outside: int) -> None:
+    """What the step that is being traced sends beside the optimizer, in bytes."""
+    mapped = _step.get()
+    if mapped is not None:
+        mapped.sent_outside = sent_outside
+
+
+def update(
+    function: Callable[..., tuple[Any, Any]],
+    axis_name: str | None,
+    gradients: Any,
+    state: Any,
+    params: Any,
+    **arguments: Any,
+) -> tuple[Any, Any]:
+    """``function(gradients, state, params, **arguments)`` of one replica.
+
+    Inside `replicas.step` under `shard_map`; elsewhere where it is called.
+
+    Returns:
+      Updates, in the shapes and dtypes of the parameters, and a state like the one that
+      was given.
+
+    Raises:
+      TypeError: inside `replicas.step`, if an argument is a function.
+      ValueError: inside `replicas.step`, for another axis than that of the step.
+    """
+    traced_in = _step.get()
+    if traced_in is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return function(gradients, state, params, **arguments)
+    _check(traced_in, axis_name, arguments)
+
+    @custom_vmap
+    def one(gradients, state, params, arguments):
+        del gradients, arguments  # for the types of the results; never run
+        return jax.tree.map(jnp.zeros_like, params), state
+
+    @one.def_vmap
+    def _(size, batched, *operands):
+        if not _is_program.get():
+            raise ValueError(_guards.SEVERAL_MODELS.format(size))
+        # A trace may have been kept from another step.
+        mapped, flags = _step.get() or traced_in, list(batched)
+        if not mapped.sent_outside:
+            # A gradient of nothing is zeros on all replicas, and was not averaged.
+            flags[0] = jax.tree.map(lambda _: True, flags[0])
+            operands = (_stacked(operands[0], batched[0], size), *operands[1:])
+        results = _in_shard_map(function, mapped, flags, operands)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return one(gradients, state, params, arguments)
+
+
+def _in_shard_map(function, mapped: Mapped, batched, operands):
+    """The update with stacked results, of operands some of which are stacked."""
+    axis = mapped.axis_name
+
+    def body(*operands):
+        operands = jax.tree.map(
+            lambda b, x: jnp.squeeze(x, 0) if b else x, batched, list(operands)
+        )
+        gradients, state, params, arguments = operands
+        state, params = _collectives.vary((state, params), axis)
+        result = function(gradients, state, params, **arguments)
+        result = _collectives.vary(result, axis)
+        return jax.tree.map(lambda x: jnp.expand_dims(x, 0), result)
+
+    specs = jax.tree.map(lambda b: P(axis) if b else P(), tuple(batched))
+    return jax.shard_map(
+        body, mesh=mapped.mesh, in_specs=specs, out_specs=P(axis), axis_names={axis}
+    )(*operands)
+
+
+def _stacked(tree, batched, size: int):
+    return jax.tree.map(
+        lambda b, x: x if b else jnp.broadcast_to(x, (size, *x.shape)), batched, tree
+    )
+
+
+def _check(mapped: Mapped, axis_name: str | None, arguments: Any) -> None:
+    alone = axis_name is None and mapped.mesh.shape[mapped.axis_name] == 1
+    if axis_name != mapped.axis_name and not alone:
+        raise ValueError(
+            f"the optimizer has axis_name={axis_name!r} and replicas.step maps over "
+            f"{mapped.axis_name!r}: replicas would drift apart and never synchronise. "
+            f"Build the optimizer with axis_name={mapped.axis_name!r}"
+        )
+    for path, x in jax.tree.leaves_with_path(arguments):
+        if callable(x):
+            raise TypeError(
+                f"update{jax.tree_util.keystr(path)} is a function, which cannot be "
+                "mapped over replicas: call update in a shard_map of your own"
+            )

@@ -1,0 +1,141 @@
+"""What a training step does with the optimizer, read from its program.
+
+The program is that of one replica. Every value in it is followed for two questions:
+may it differ between replicas, and did it go through an update that synchronises?
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from curvadion_jax import _guards
+
+# What a call with these names runs, it runs once, with the values that it is given.
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint")
+_CALLS += ("custom_jvp_call", "custom_vjp_call", "custom_lin")
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """What is known of a value.
+
+    Attributes:
+      varies: whether it may differ between replicas.
+      synced: whether it depends on what an update of the optimizer returned.
+    """
+
+    varies: bool = False
+    synced: bool = False
+
+    def __or__(self, other: "Value") -> "Value":
+        return Value(self.varies or other.varies, self.synced or other.synced)
+
+
+def follow(jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
+    """What is known of the results of a program.
+
+    Raises:
+      ValueError: if an update stands in a condition that a replica decides alone, or
+        in a while loop.
+    """
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def look(x) -> Value:
+        return Value() if isinstance(x, Literal) else known.get(x, Value())
+
+    for equation in jaxpr.eqns:
+        given = [look(x) for x in equation.invars]
+        known.update(zip(equation.outvars, _results(equation, given), strict=True))
+    return [look(x) for x in jaxpr.outvars]
+
+
+def has_update(jaxpr: Jaxpr) -> bool:
+    """Whether a program holds an update of an optimizer that synchronises."""
+    return any(
+        _is_update(equation) or any(map(has_update, _guards.inner_jaxprs(equation)))
+        for equation in jaxpr.eqns
+    )
+
+
+def _is_update(equation: JaxprEqn) -> bool:
+    scope = str(equation.source_info.name_stack)
+    return equation.primitive.name == "custom_vmap_call" and _guards.SCOPE in scope
+
+
+def _results(equation: JaxprEqn, given: list[Value]) -> list[Value]:
+    name, number = equation.primitive.name, len(equation.outvars)
+    programs = _guards.inner_jaxprs(equation)
+    every = _any(given)
+    if _is_update(equation):
+        return [Value(varies=True, synced=True)] * number
+    if name == "cond":
+        _check_condition(programs, given[0])
+        branches = [follow(program, given[1:]) for program in programs]
+        return [_any([*each, given[0]]) for each in zip(*branches, strict=True)]
+    if name == "while":
+        _check_condition(programs, Value(varies=True))
+    if name == "scan":
+        (program,) = programs
+        return _scan(equation, program, given)
+    if name in _CALLS and len(programs) == 1:
+        (program,) = programs
+        if len(program.invars) == len(given) and len(program.outvars) == number:
+            return follow(program, given)
+    return [every] * number
+
+
+def _scan(equation: JaxprEqn, program: Jaxpr, given: list[Value]) -> list[Value]:
+    fixed, carried = equation.params["num_consts"], equation.params["num_carry"]
+    constants, carry = given[:fixed], given[fixed : fixed + carried]
+    rows = given[fixed + carried :]
+    results = follow(program, [*constants, *carry, *rows])
+    # What is carried goes round again, until nothing new is learnt of it.
+    while (after := [a | b for a, b in zip(carry, results[:carried], strict=True)]) != (
+        carry
+    ):
+        carry = after
+        results = follow(program, [*constants, *carry, *rows])
+    return [*carry, *results[carried:]]
+
+
+def _any(values: Sequence[Value]) -> Value:
+    found = Value()
+    for value in values:
+        found = found | value
+    return found
+
+
+def _check_condition(programs: Sequence[Jaxpr], decided_by: Value) -> None:
+    if decided_by.varies and any(map(has_update, programs)):
+        raise ValueError(
+            "the optimizer's update stands inside a condition or a while loop that a "
+            "replica decides alone: under replicas.step every step would run it, and "
+            "send what a sync sends. What decides by a replica's own values, such as "
+            "optax.apply_if_finite or lax.cond on a loss, goes around the inner "
+            "optimizer, adaptive_sync(apply_if_finite(inner), ...), and not around the "
+            "optimizer that synchronises"
+        )
+
+
+def moved_alone(jaxpr: Jaxpr, number: int, names: Sequence[str]) -> list[str]:
+    """Floating-point arrays of the state that the step changes and no sync reaches.
+
+    Args:
+      jaxpr: the step's program. The state comes first in what it is given, and in what
+        it returns.
+      number: how many of the arrays that it is given belong to state and batch, and may
+        differ between replicas; the others are shared.
+      names: of the state's arrays.
+    """
+    varies = [Value(varies=index < number) for index in range(len(jaxpr.invars))]
+    results = follow(jaxpr, varies)
+    found = []
+    for index, name in enumerate(names):
+        before, after = jaxpr.invars[index], jaxpr.outvars[index]
+        kind: Any = after.aval
+        moving = after is not before and "float" in str(kind.dtype)
+        if moving and not results[index].synced and results[index].varies:
+            found.append(name)
+    return found

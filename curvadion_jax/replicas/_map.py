@@ -1,0 +1,119 @@
+"""A training step of one replica, mapped over the leading axis of state and batch."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from curvadion_jax import _guards, _mapped, _paths
+from curvadion_jax.replicas import _inspect
+from curvadion_jax.replicas._checks import check_leading
+
+
+def map_over_replicas(
+    function: Callable[..., tuple[Any, Any]], mesh: Mesh, axis_name: str
+) -> Callable[..., tuple[Any, Any]]:
+    """The step for stacked state [replicas, ...] and the global batch.
+
+    By `vmap`: what the step does stays as it is written, sharding constraints over the
+    axes inside a replica included, and gradients are a replica's own. The optimizer in
+    it enters a `shard_map` (`_mapped`).
+    """
+    number = mesh.shape[axis_name]
+
+    def of_replica(state, batch, *shared):
+        result = function(state, batch, *shared)
+        _check_result(result, state)
+        return result
+
+    def inspected(state, batch, *shared):
+        traced = _guards.trace(of_replica, state, batch, *shared)
+        own = len(jax.tree.leaves((state, batch)))
+        _inspect_step(traced.program.jaxpr, axis_name, number, own, state)
+        with _mapped.mapping_program():
+            return traced(state, batch, *shared)
+
+    def divided(x):
+        spec = P(axis_name, *[P.UNCONSTRAINED] * (x.ndim - 1))
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def rows(x):
+        """[global batch, ...] -> [replicas, batch, ...]."""
+        x = jnp.asarray(x)
+        return divided(x.reshape(number, x.shape[0] // number, *x.shape[1:]))
+
+    def run(state, batch, *shared):
+        check_leading(state, number, "state", "replicas; make it with replicate()")
+        _check_batch(batch, number)
+        axes = (0, 0, *[None] * len(shared))
+        mapped = jax.vmap(
+            inspected, axes, axis_name=axis_name, spmd_axis_name=axis_name
+        )
+        new, metrics = mapped(state, jax.tree.map(rows, batch), *shared)
+        return new, jax.tree.map(divided, metrics)
+
+    return run
+
+
+def _inspect_step(
+    jaxpr: Any, axis_name: str, number: int, own: int, state: Any
+) -> None:
+    """Names what the step sends itself, and what no sync brings together."""
+    _guards.require_no_deadlock(jaxpr, axis_name)
+    names = [name for name, _ in _paths.leaves_with_path(state)]
+    alone = _inspect.moved_alone(jaxpr, own, names)
+    found = _guards.collectives_in(jaxpr, axis_name, outside=_guards.SCOPE)
+    sent = sum(_guards.bytes_given(equation) for equation in found)
+    _mapped.note(sent)
+    if found:
+        what = ", ".join(
+            f"{e.primitive.name} of {e.invars[0].aval.str_short()}" for e in found
+        )
+        warnings.warn(
+            f"the training step itself communicates over {axis_name!r}, besides the "
+            f"optimizer: {what}, {sent} bytes a replica and step. "
+            "Gradients, losses and norms must stay each replica's own; what is "
+            "meant so, as in a contrastive loss, is not counted by metrics.read",
+            stacklevel=4,
+        )
+    elif alone and number > 1:
+        some = ", ".join(alone[:4]) + (" ..." if len(alone) > 4 else "")
+        warnings.warn(
+            f"of the state {len(alone)} arrays change on every replica alone, and no "
+            f"sync brings them together: {some}. Replicas drift apart in them. All "
+            "trainable parameters belong to one optimizer that synchronises "
+            "(curvadion, local_muon, adaptive_sync; other_optimizer takes what is not "
+            "a matrix)",
+            stacklevel=4,
+        )
+
+
+def _check_batch(batch: Any, number: int) -> None:
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        shape = np.shape(leaf)
+        if not shape or not shape[0] or shape[0] % number:
+            raise ValueError(
+                f"the batch{jax.tree_util.keystr(path)} of shape {shape} cannot be "
+                f"divided over {number} replicas along its first axis: give the "
+                f"global batch, of a multiple of {number} rows (what all replicas "
+                "share comes after the batch: step(state, batch, shared))"
+            )
+
+
+def _check_result(result: Any, state: Any) -> None:
+    pair = isinstance(result, tuple | list) and len(result) == 2
+    # (state, metrics) never has the structure of the state alone, which is in it.
+    if not pair or jax.tree.structure(result) == jax.tree.structure(state):
+        what = "the state alone" if pair else f"a {type(result).__name__}"
+        if isinstance(result, tuple | list) and not pair:
+            what += f" of {len(result)}"
+        raise TypeError(
+            f"the training step must return (state, metrics), got {what}: return {{}} "
+            "as the metrics if there are none"
+        )
