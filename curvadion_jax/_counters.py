@@ -183,6 +183,11 @@ def following(
     )
 
 
+def charged(sent: jax.Array, payload: Payload) -> jax.Array:
+    """`SyncMetrics.sent` with the bytes of one more payload."""
+    return _plus(sent, _words([payload])[0])
+
+
 def _counted(count: jax.Array, event: jax.Array | bool) -> jax.Array:
     return jnp.where(event, optax.safe_increment(count), count)
 

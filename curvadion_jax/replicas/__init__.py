@@ -9,11 +9,12 @@ axis; `step` runs it on all of them. There is always one well-defined model,
 from curvadion_jax.replicas._anchor import drift, reanchor
 from curvadion_jax.replicas._compiled import CompiledStep
 from curvadion_jax.replicas._consensus import consensus, consensus_bytes, divergence
+from curvadion_jax.replicas._gradients import value_and_grad
 from curvadion_jax.replicas._mend import mend
 from curvadion_jax.replicas._mesh import AXIS, make_mesh
 from curvadion_jax.replicas._resize import resize
 from curvadion_jax.replicas._state import offload, replicate
-from curvadion_jax.replicas._steps import step, value_and_grad
+from curvadion_jax.replicas._steps import step
 
 __all__ = [
     "AXIS",

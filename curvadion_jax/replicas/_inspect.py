@@ -119,7 +119,7 @@ def _check_condition(programs: Sequence[Jaxpr], decided_by: Value) -> None:
         )
 
 
-def moved_alone(jaxpr: Jaxpr, number: int, names: Sequence[str]) -> list[str]:
+def moved_alone(jaxpr: Jaxpr, number: int, names: Sequence[str | None]) -> list[str]:
     """Floating-point arrays of the state that the step changes and no sync reaches.
 
     Args:
@@ -127,7 +127,7 @@ def moved_alone(jaxpr: Jaxpr, number: int, names: Sequence[str]) -> list[str]:
         it returns.
       number: how many of the arrays that it is given belong to state and batch, and may
         differ between replicas; the others are shared.
-      names: of the state's arrays.
+      names: of the state's arrays, None for those that are not looked at.
     """
     varies = [Value(varies=index < number) for index in range(len(jaxpr.invars))]
     results = follow(jaxpr, varies)
@@ -136,6 +136,11 @@ def moved_alone(jaxpr: Jaxpr, number: int, names: Sequence[str]) -> list[str]:
         before, after = jaxpr.invars[index], jaxpr.outvars[index]
         kind: Any = after.aval
         moving = after is not before and "float" in str(kind.dtype)
-        if moving and not results[index].synced and results[index].varies:
+        if (
+            name is not None
+            and moving
+            and not results[index].synced
+            and results[index].varies
+        ):
             found.append(name)
     return found

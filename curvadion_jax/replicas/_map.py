@@ -1,7 +1,7 @@
 """A training step of one replica, mapped over the leading axis of state and batch."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,17 +13,22 @@ from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _guards, _mapped, _paths
 from curvadion_jax.replicas import _inspect
+from curvadion_jax.replicas._average import average_where_synced
 from curvadion_jax.replicas._checks import check_leading
 
 
 def map_over_replicas(
-    function: Callable[..., tuple[Any, Any]], mesh: Mesh, axis_name: str
+    function: Callable[..., tuple[Any, Any]],
+    mesh: Mesh,
+    axis_name: str,
+    average: Sequence[str] = (),
 ) -> Callable[..., tuple[Any, Any]]:
     """The step for stacked state [replicas, ...] and the global batch.
 
     By `vmap`: what the step does stays as it is written, sharding constraints over the
     axes inside a replica included, and gradients are a replica's own. The optimizer in
-    it enters a `shard_map` (`_mapped`).
+    it enters a `shard_map` (`_mapped`). Arrays of the state with a name of `average` in
+    their path are averaged at syncs.
     """
     number = mesh.shape[axis_name]
 
@@ -32,10 +37,18 @@ def map_over_replicas(
         _check_result(result, state)
         return result
 
+    def watched(state):
+        if number == 1:
+            return []
+        paths = _paths.leaves_with_names(state)
+        return [
+            None if set(average) & set(names) else "/".join(names) for names, _ in paths
+        ]
+
     def inspected(state, batch, *shared):
         traced = _guards.trace(of_replica, state, batch, *shared)
         own = len(jax.tree.leaves((state, batch)))
-        _inspect_step(traced.program.jaxpr, axis_name, number, own, state)
+        _inspect_step(traced.program.jaxpr, axis_name, own, watched(state))
         with _mapped.mapping_program():
             return traced(state, batch, *shared)
 
@@ -50,23 +63,25 @@ def map_over_replicas(
 
     def run(state, batch, *shared):
         check_leading(state, number, "state", "replicas; make it with replicate()")
+        _check_accumulation(state)
         _check_batch(batch, number)
         axes = (0, 0, *[None] * len(shared))
         mapped = jax.vmap(
             inspected, axes, axis_name=axis_name, spmd_axis_name=axis_name
         )
         new, metrics = mapped(state, jax.tree.map(rows, batch), *shared)
+        if average:
+            new = average_where_synced(new, average, mesh, axis_name)
         return new, jax.tree.map(divided, metrics)
 
     return run
 
 
 def _inspect_step(
-    jaxpr: Any, axis_name: str, number: int, own: int, state: Any
+    jaxpr: Any, axis_name: str, own: int, names: list[str | None]
 ) -> None:
     """Names what the step sends itself, and what no sync brings together."""
     _guards.require_no_deadlock(jaxpr, axis_name)
-    names = [name for name, _ in _paths.leaves_with_path(state)]
     alone = _inspect.moved_alone(jaxpr, own, names)
     found = _guards.collectives_in(jaxpr, axis_name, outside=_guards.SCOPE)
     sent = sum(_guards.bytes_given(equation) for equation in found)
@@ -82,16 +97,33 @@ def _inspect_step(
             "meant so, as in a contrastive loss, is not counted by metrics.read",
             stacklevel=4,
         )
-    elif alone and number > 1:
+    elif alone:
         some = ", ".join(alone[:4]) + (" ..." if len(alone) > 4 else "")
         warnings.warn(
             f"of the state {len(alone)} arrays change on every replica alone, and no "
             f"sync brings them together: {some}. Replicas drift apart in them. All "
             "trainable parameters belong to one optimizer that synchronises "
             "(curvadion, local_muon, adaptive_sync; other_optimizer takes what is not "
-            "a matrix)",
+            "a matrix); other state, such as batch statistics, is averaged at syncs by "
+            "replicas.step(..., average=('batch_stats',))",
             stacklevel=4,
         )
+
+
+def _check_accumulation(state: Any) -> None:
+    """Rejects `optax.MultiSteps` around an optimizer that synchronises.
+
+    It runs what it wraps on every micro-step, and keeps the last result alone: each
+    micro-step would be a step, with a decision of its own.
+    """
+    for names, _ in _paths.leaves_with_names(state):
+        if "inner_opt_state" in names and names[-2:] == ("metrics", "synced"):
+            raise ValueError(
+                "optax.MultiSteps stands around an optimizer that synchronises: it "
+                "would decide, and send, on every micro-step. Accumulate in the "
+                "gradient: curvadion_jax.replicas.value_and_grad(loss_fn, "
+                "microbatches=k)"
+            )
 
 
 def _check_batch(batch: Any, number: int) -> None:

@@ -1,13 +1,12 @@
 """A training step, written for one replica, and the gradient in it."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
-from curvadion_jax import _arguments, _collectives
+from curvadion_jax import _arguments
+from curvadion_jax.replicas._average import check_names
 from curvadion_jax.replicas._compiled import CompiledStep
 from curvadion_jax.replicas._map import map_over_replicas
 from curvadion_jax.replicas._mesh import AXIS, check_axis
@@ -19,17 +18,32 @@ def step(
     *,
     axis_name: str = AXIS,
     donate: bool = True,
+    average: Sequence[str] = (),
 ) -> CompiledStep:
-    """Runs a training step, written for one replica, on all of them.
+    """Runs the training step that you have on every replica.
+
+    A step written for a data-parallel `jit` runs unchanged, with its sharding
+    constraints over the axes inside a replica: it is mapped by `jax.vmap` over the
+    leading axis of the state, and sees one replica's state and rows. Its gradients are
+    therefore a replica's own; the optimizer inside, built with `axis_name`, does what
+    has to be sent. ``jax.lax.axis_index(axis_name)`` is the replica's number, for keys
+    of its own.
+
+    Warns once, with names, if state changes that no sync reaches (a part of the
+    parameters under another optimizer, batch statistics), if the step itself
+    communicates over the replica axis, or if the compiler has replicas wait for each
+    other outside of the optimizer.
 
     Args:
       function: ``(state, batch, *shared)`` -> (state, metrics) of one replica, without
-        a replica axis. Gradients must stay local: no `pmean`, neither of gradients nor
-        of the loss. The optimizer inside does what has to be sent.
+        a replica axis. No `pmean`, neither of gradients nor of the loss.
       mesh: mesh with the replica axis.
       axis_name: name of the replica axis.
       donate: whether the state's buffers are reused; the state passed in is then gone,
         and only what the step returned may be used.
+      average: names in the paths of the state, such as ("batch_stats",): floating-point
+        arrays below them are averaged over the replicas at every sync, in float32, over
+        those whose arrays are finite. Their bytes are counted.
 
     Returns:
       A compiled function ``(state, batch, *shared)`` -> (state, metrics). The state
@@ -45,7 +59,10 @@ def step(
       TypeError: if an argument is of the wrong kind, or when called, if the function
         does not return a pair.
       ValueError: if the mesh has no such axis, or when called, if a leaf of the state
-        lacks the replica axis or was donated before, or a batch cannot be divided.
+        lacks the replica axis or was donated before, a batch cannot be divided,
+        gradients were averaged over the replicas, the optimizer has another `axis_name`
+        or stands inside a condition of a replica's own or `optax.MultiSteps`, or
+        `average` names nothing.
 
     Example:
       >>> import jax.numpy as jnp
@@ -64,58 +81,5 @@ def step(
         )
     check_axis(mesh, axis_name)
     _arguments.check_switch(donate, "donate")
-    run = map_over_replicas(function, mesh, axis_name)
+    run = map_over_replicas(function, mesh, axis_name, check_names(average))
     return CompiledStep(function, run, mesh, axis_name, donate)
-
-
-def value_and_grad(
-    function: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    *,
-    axis_name: str | None = None,
-    transform: Callable[..., Any] = jax.value_and_grad,
-) -> Callable[..., Any]:
-    """`jax.value_and_grad` that refuses a loss averaged over the replicas.
-
-    A `pmean` in the loss gives gradients that are merely divided by the number of
-    replicas, which no optimizer can see, and a message on every step. Inside
-    `replicas.step` the loss must be each replica's own.
-
-    Args:
-      function: the loss function.
-      argnums: as for `jax.value_and_grad`.
-      has_aux: as for `jax.value_and_grad`.
-      axis_name: name of the replica axis; None is every axis of the `shard_map` around.
-        Outside of one nothing is checked.
-      transform: what differentiates, such as `flax.nnx.value_and_grad`.
-
-    Returns:
-      A function that returns (value, gradients), or ((value, aux), gradients).
-
-    Raises:
-      ValueError: when traced, if the loss is the same on all replicas by its type.
-
-    Example:
-      >>> loss, gradient = value_and_grad(lambda w: w**2)(3.0)
-      >>> float(loss), float(gradient)
-      (9.0, 6.0)
-    """
-    differentiate = transform(function, argnums=argnums, has_aux=has_aux)
-
-    @functools.wraps(function)
-    def wrapped(*args, **kwargs):
-        value, gradients = differentiate(*args, **kwargs)
-        loss = value[0] if has_aux else value
-        for axis in _collectives.checked_axes():
-            watched = axis_name is None or axis == axis_name
-            if watched and not _collectives.is_varying(loss, axis):
-                raise ValueError(
-                    f"the loss is the same on all replicas of {axis!r}: it went "
-                    "through a pmean or psum, or depends on no replica's data. Remove "
-                    "the reduction; each replica trains on its own loss. (If this is "
-                    "no axis of replicas, pass axis_name.)"
-                )
-        return value, gradients
-
-    return wrapped
