@@ -183,7 +183,7 @@ CASES = [
     ),
     saving(
         "a state without arrays",
-        *(ValueError, "got an empty tree", "give the whole training state"),
+        *(ValueError, "is an empty tree", "give the whole training state"),
         state={"a": None},
     ),
     saving(
