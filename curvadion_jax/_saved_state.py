@@ -10,12 +10,11 @@ import jax
 _FORMAT = 1
 _VERSION = importlib.metadata.version("curvadion-jax")
 
-Leaves = dict[str, Any]
-"""Arrays, abstract or not, by their path in the state."""
+Leaves = dict[str, Any]  # arrays, abstract or not, by their path in the state
 
 
 def named_leaves(state: Any, *kinds: type) -> Leaves:
-    """The leaves by name, all of a kind and with one leading replica axis."""
+    """The leaves by path, all of a kind and with one leading replica axis."""
     # Orbax joins the keys of a nested tree with dots, so that {"a.b": x} and
     # {"a": {"b": y}} share a name, and sorts the keys of a node, which fails for the
     # mixed keys of nnx modules. A flat dictionary has neither trouble.
@@ -49,12 +48,11 @@ def count(leaves: Leaves) -> int:
 
 def abstract(leaves: Leaves) -> dict[str, jax.ShapeDtypeStruct]:
     """Where the leaves are to be, each with a sharding."""
-    for name, leaf in leaves.items():
-        if leaf.sharding is None:
-            raise ValueError(
-                f"leaf {name!r} of the target has no sharding, so no place to be"
-                " restored to; give jax.ShapeDtypeStruct(..., sharding=...)."
-            )
+    if placeless := [name for name, leaf in leaves.items() if leaf.sharding is None]:
+        raise ValueError(
+            f"leaf {placeless[0]!r} of the target has no sharding, so no place to be"
+            " restored to; give jax.ShapeDtypeStruct(..., sharding=...)."
+        )
     kept = jax.ShapeDtypeStruct
     return {n: kept(x.shape, x.dtype, sharding=x.sharding) for n, x in leaves.items()}
 
@@ -70,16 +68,15 @@ def note(step: int, leaves: Leaves, extra: Mapping[str, Any] | None) -> dict[str
             f"extra must be what JSON can hold: {error}. Arrays belong in the state."
         ) from error
     described = {name: _describe(leaf) for name, leaf in leaves.items()}
-    known = {"format": _FORMAT, "version": _VERSION, "step": step, "extra": extra}
-    return {**known, "replicas": count(leaves), "leaves": described}
+    held = {"replicas": count(leaves), "leaves": described, "extra": extra}
+    return {"format": _FORMAT, "version": _VERSION, "step": step, **held}
 
 
 def check_notes(info: Any, where: str) -> None:
     """Rejects notes that are not those of `note`, or of another version."""
     if not isinstance(info, dict) or "format" not in info:
         raise ValueError(
-            f"{where} has no notes of curvadion_jax.checkpoint in info/metadata:"
-            " restore it with what wrote it."
+            f"{where} has no notes of ours; restore it with what wrote it."
         )
     if info["format"] != _FORMAT:
         raise ValueError(
@@ -88,10 +85,8 @@ def check_notes(info: Any, where: str) -> None:
             " Use the version that wrote it."
         )
     if missing := {"replicas", "leaves", "extra"} - info.keys():
-        raise ValueError(
-            f"{where} is damaged, with no {sorted(missing)} in info/metadata: restore"
-            " another step."
-        )
+        lacks = f"no {sorted(missing)} in info/metadata"
+        raise ValueError(f"{where} is damaged, {lacks}: restore another step.")
 
 
 def check_fit(info: dict[str, Any], leaves: Leaves, where: str) -> None:

@@ -1,8 +1,7 @@
 """A folder of checkpoints, which orbax writes and reads, and what is refused there.
 
-Orbax writes a step whole or not at all. Here are the folder's own rules, what a crash
-left behind and how many steps are kept, and one error for what a file system refuses or
-damaged files give.
+Orbax writes a step whole or not at all. Here is what a crash left behind, how many
+steps are kept, and one error for what a file system refuses or damaged files give.
 """
 
 import contextlib
@@ -11,11 +10,13 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import jax
+
+from curvadion_jax._saved_state import Leaves
 
 # Orbax takes a folder of such a name for what a crash left.
 _REMOVED = "removed.orbax-checkpoint-tmp"
@@ -44,13 +45,7 @@ def steps(path: str) -> list[int]:
     return sorted(metadata.step for metadata in found)
 
 
-def write(
-    path: str,
-    step: int,
-    arrays: Mapping[str, jax.Array],
-    info: Mapping[str, Any],
-    keep: int | None,
-) -> None:
+def write(path: str, step: int, arrays: Leaves, info: Any, keep: int | None) -> None:
     """Writes a step, after what crashes left was removed, and then removes old ones."""
     ocp, first = _orbax(), jax.process_index() == 0
     items = ocp.args.Composite(
@@ -61,7 +56,8 @@ def write(
         if first:  # the others wait for it where orbax begins
             for left in ocp.utils.tmp_checkpoints(path):
                 left.get().rmtree()
-            _ask_for_room(path, size)
+        if "://" not in path:
+            _ask_for_room(path, size, first)
         # Not by a CheckpointManager: it would tell JAX's preemption service this step,
         # and spoil the count of a loop that asks with numbers of its own.
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
@@ -71,11 +67,7 @@ def write(
 
 
 def remove(path: str, old: list[int]) -> None:
-    """Removes steps, which count no more from the first moment on.
-
-    Moved as a whole before: one that a crash left half removed under its own name would
-    be taken for a checkpoint.
-    """
+    """Removes steps, and what of such was left."""
     if "://" in path:  # where no folder can be moved
         for step in old:
             _orbax().path.step.standard_name_format().find_step(
@@ -83,6 +75,7 @@ def remove(path: str, old: list[int]) -> None:
             ).path.rmtree()
         return
     removed = os.path.join(path, _REMOVED)
+    # One that a crash left half removed under its name would be taken for a checkpoint.
     for step in old:
         os.makedirs(removed, exist_ok=True)
         os.rename(os.path.join(path, str(step)), os.path.join(removed, str(step)))
@@ -100,13 +93,11 @@ def read_info(path: str, step: int) -> Any:
         raise
 
 
-def read_arrays(
-    path: str, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, jax.Array]:
-    """Some of the arrays of a step, or all, onto the devices of their shardings."""
+def read_arrays(path: str, step: int, wanted: Leaves) -> Leaves:
+    """Some of the arrays of a step, or all, onto the devices of abstract ones."""
     ocp = _orbax()
     places = {n: ocp.ArrayRestoreArgs(sharding=x.sharding) for n, x in wanted.items()}
-    item = ocp.args.PyTreeRestore(dict(wanted), places, partial_restore=True)
+    item = ocp.args.PyTreeRestore(wanted, places, partial_restore=True)
     return _read(path, step, state=item).state
 
 
@@ -131,17 +122,13 @@ def _read(path: str, step: int, **items: Any) -> Any:
         ) from error
 
 
-def _ask_for_room(path: str, size: int) -> None:
-    """Asks the system for what it would refuse in the middle of a save.
-
-    When a write fails orbax leaves the others alone, whose threads print a trace each.
-    """
-    if "://" in path:
-        return
+def _ask_for_room(path: str, size: int, first: bool) -> None:
+    # What is refused in the middle of a save leaves writes behind, which print traces.
     os.makedirs(path, exist_ok=True)
     with tempfile.TemporaryFile(dir=path) as file:
         file.truncate(min(size, _FILE_BYTES))
-    if shutil.disk_usage(path).free < size:
+    # The disk is one for all processes, and the first has cleared away what was left.
+    if first and shutil.disk_usage(path).free < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -169,12 +156,9 @@ def _message(number: int, path: str, step: int, size: int) -> str:
     if number in _ACCESS:
         advice = "Give a directory that this process may write to."
     if number in _ROOM:
-        free = ""
+        advice = f"The arrays have {size / 1e6:.1f} MB"
         if number == errno.ENOSPC:  # under a quota or a limit the disk may have room
-            free = f", and {shutil.disk_usage(path).free / 1e6:.1f} MB are free"
-        advice = (
-            f"The arrays have {size / 1e6:.1f} MB{free}: make room, or save to another"
-            " directory. The next save removes what this one left."
-        )
+            advice += f", and {shutil.disk_usage(path).free / 1e6:.1f} MB are free"
+        advice += ": make room, or save to another directory."
     kept = f"Its steps {found} are as they were" if found else "It has no checkpoint"
     return f"step {step} was not saved in {path}: {reason}. {kept}. {advice}"

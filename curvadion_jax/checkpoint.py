@@ -3,17 +3,12 @@
 Between two syncs the replicas differ, so a checkpoint holds all of them: every leaf
 has a leading replica axis ``[N, ...]``, is written from the devices it lives on, and
 is read back onto those of a target state. The work is done by orbax-checkpoint, which
-comes with the extra ``curvadion-jax[checkpoint]`` and is imported when a function is
-called: without it they raise `ImportError`. A directory that is a file, or lies below
-one, is a `NotADirectoryError`.
+comes with the extra ``curvadion-jax[checkpoint]``; without it all raise `ImportError`.
 
-Nothing that is read is run. A checkpoint is JSON (our ``info``, and what orbax notes
-about arrays) and arrays in TensorStore's formats (zarr in OCDBT), read into numbers of
-the dtypes that the target asks for; orbax also looks at a file ``checkpoint`` of its
-old format, msgpack, which `save` does not write. No part is unpickled.
-
-With several processes, all of them call `save`, `restore` and `read_extra`, with a
-directory that all of them see. One job at a time writes to a directory.
+Nothing that is read is run: a checkpoint is JSON and arrays in TensorStore's formats,
+and orbax also looks for a file ``checkpoint`` of its old one, msgpack. No part is
+unpickled. With several processes, all of them call `save`, `restore` and `read_extra`,
+with a directory that all of them see. One job at a time writes to a directory.
 """
 
 import errno
@@ -42,26 +37,24 @@ def save(
     """Writes the state of all replicas to disk and waits until it is there.
 
     A checkpoint appears under its step complete or not at all. What a crash leaves
-    behind is not taken for a checkpoint, and the next save removes it. Arrays are
-    stored under their path in the state, such as ``params/dense/kernel``.
+    behind is not taken for a checkpoint, and the next save removes it.
 
     Args:
-      directory: the folder of the run, made if it is missing; each step becomes a
-        folder in it.
+      directory: the folder of the run, made if it is missing, with one a step in it.
       step: the number of this checkpoint, above those of the checkpoints there are.
       state: any pytree of ``jax.Array`` leaves, each of shape ``[N, ...]`` with N the
         number of replicas; any dtype, typed PRNG keys ``key[N, ...]`` included.
       keep: how many checkpoints to keep, this one included; older ones are removed
         once this one is complete. ``None`` keeps all.
       extra: a small dictionary that JSON can hold, such as a data position, for
-        `read_extra`. Comes back as JSON has it: tuples as lists, keys as strings.
-        With several processes, that of the first is stored.
+        `read_extra`. With several processes, that of the first is stored.
 
     Raises:
       ValueError: the step exists already or lies below the latest one; ``keep`` is
         below 1; the leaves do not share one leading replica axis; a leaf was donated.
       TypeError: a leaf is not a ``jax.Array``, JSON cannot hold ``extra``, or an
         argument is of the wrong kind.
+      NotADirectoryError: the directory is a file, or lies below one.
       OSError: the system refused a write (its ``errno`` says why), or the disk has
         less room than the arrays have bytes. The checkpoints there are stay as they
         were, and the next save removes what this one left behind. With several
@@ -85,12 +78,11 @@ def save(
     if keep is not None and _whole(keep, "keep", "None (all) or a number") < 1:
         raise ValueError(f"keep must be None (all) or at least 1, got {keep}.")
     leaves = _saved_state.named_leaves(state, jax.Array)
-    for name, leaf in leaves.items():
-        if leaf.is_deleted():
-            raise ValueError(
-                f"leaf {name!r} was deleted: the step that it was passed to reused its"
-                " buffer. Save the state that the step returned."
-            )
+    if gone := [name for name, leaf in leaves.items() if leaf.is_deleted()]:
+        raise ValueError(
+            f"leaf {gone[0]!r} was deleted: the step that it was passed to reused its"
+            " buffer. Save the state that the step returned."
+        )
     notes = _saved_state.note(step, leaves, extra)
     _check_new_step(step, _storage.steps(path), path)
     _storage.write(path, step, leaves, notes, keep)
@@ -124,6 +116,7 @@ def restore(
 
     Raises:
       FileNotFoundError: there is no checkpoint, or none of this step.
+      NotADirectoryError: the directory is a file, or lies below one.
       ValueError: the number of replicas, a leaf's path, shape or dtype, or the format
         of the checkpoint differs; its files cannot be read; a leaf of the target has no
         sharding; or the target has another number of replicas than `replicas` says.
@@ -177,8 +170,8 @@ def latest_step(directory: Directory) -> int | None:
     Args:
       directory: the folder given to `save`; it need not exist.
 
-    Returns:
-      The step, or ``None``.
+    Raises:
+      NotADirectoryError: the directory is a file, or lies below one.
 
     Examples:
       >>> from curvadion_jax import checkpoint
@@ -226,9 +219,8 @@ def _folder(directory: Directory) -> str:
     path = os.path.abspath(path)
     for place in (Path(path), *Path(path).parents):
         if place.is_file():
-            said = f"{place} is a file, and {path} must be a folder, which holds one"
-            said += " folder a step: give the directory of the run."
-            raise NotADirectoryError(errno.ENOTDIR, said)
+            said = f"{place} is a file, and {path} no folder: give the directory of the"
+            raise NotADirectoryError(errno.ENOTDIR, f"{said} run.")
     return path
 
 
@@ -244,16 +236,12 @@ def _whole(value: Any, what: str, meaning: str) -> int:
 def _check_new_step(step: int, steps: list[int], path: str) -> None:
     if step < 0:
         raise ValueError(f"step must be 0 or more, got {step}.")
-    if step in steps:
+    # Below the latest: `restore` and `keep` would take the other one for the latest.
+    if steps and step <= steps[-1]:
+        wrong = "exists already" if step in steps else f"lies below {steps[-1]}"
         raise ValueError(
-            f"step {step} exists already in {path}; its steps: {steps}. A checkpoint"
-            " is never overwritten: remove it, or save to another directory."
-        )
-    if steps and step < steps[-1]:
-        # `restore` would take the other one for the latest, and `keep` would too.
-        raise ValueError(
-            f"step {step} lies below {steps[-1]}, the latest step in {path}. Save a"
-            " run that went back to another directory, or remove the later steps."
+            f"step {step} {wrong} in {path}; its steps: {steps}. Save to another"
+            " directory, or remove those that the run went back from."
         )
 
 
@@ -263,10 +251,8 @@ def _read_info(path: str, step: int | None) -> tuple[int, dict[str, Any]]:
     wanted = None if step is None else _whole(step, "step", what)
     steps = _storage.steps(path)
     if not steps:
-        raise FileNotFoundError(
-            f"no checkpoint in {path}. Give the directory that save was given: it"
-            " holds one folder a step."
-        )
+        said = f"no checkpoint in {path}. Give the directory that save was given."
+        raise FileNotFoundError(said)
     if wanted is not None and wanted not in steps:
         raise FileNotFoundError(
             f"no step {wanted} in {path}; its steps: {steps}. None takes the latest."
