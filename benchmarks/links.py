@@ -74,15 +74,9 @@ LINKS = {
 }
 
 
-def waiting(method: Method) -> float:
-    """Share of the step time that is spent on communication."""
-    return method.communication_time / method.step_time
-
-
 def synchronous(training: Training, link: Link) -> Method:
     """Float32 gradients on every step."""
-    payload = cost_model.gradient_payload(cost_model.model_size(training.parameters))
-    sync_time = cost_model.ring_time(payload, REPLICAS, link)
+    sync_time = cost_model.ring_time(_gradients(training), REPLICAS, link)
     return Method(training.compute_time, sync_time)
 
 
@@ -112,14 +106,14 @@ def _sync_payload(training: Training) -> compressors.Payload:
     return compressors.quantize(2).payload(parameters, {})
 
 
+def _gradients(training: Training) -> int:
+    return cost_model.gradient_payload(cost_model.model_size(training.parameters))
+
+
 def _sync_share(training: Training) -> float:
     """Bytes of a sync over those of a synchronous step."""
-    return cost_model.share_of_synchronous(
-        _sync_payload(training),
-        cost_model.model_size(training.parameters),
-        flag=False,
-        replicas=REPLICAS,
-    )
+    sent = cost_model.sync_bytes(_sync_payload(training), REPLICAS)
+    return sent / cost_model.sync_bytes(_gradients(training), REPLICAS)
 
 
 def largest_budget(training: Training, link: Link) -> float:
@@ -134,7 +128,7 @@ def largest_budget(training: Training, link: Link) -> float:
     rate = cost_model.break_even(
         budgeted(training, link, share)["hidden"],
         Method(training.compute_time, tolerated),
-    ).sync_rate
+    )
     return share * min(max(rate, 0.0), 1.0)
 
 
@@ -174,7 +168,7 @@ def rows(measured: Mapping[float, float]) -> Iterator[tuple[str, ...]]:
                 training.name,
                 f"{training.compute_time:.2f} s",
                 name,
-                _percent(waiting(synchronous(training, link))),
+                _percent(synchronous(training, link).communication_share),
                 *(_flags(budgeted(training, link, share)) for share in BUDGETS),
                 f"{100 * budget:.2g}%" if budget else "none",
                 f"{math.ceil(_sync_share(training) / budget):,}" if budget else "-",
@@ -183,7 +177,7 @@ def rows(measured: Mapping[float, float]) -> Iterator[tuple[str, ...]]:
 
 
 def _flags(methods: Mapping[str, Method]) -> str:
-    shares = [_percent(waiting(method)) for method in methods.values()]
+    shares = [_percent(method.communication_share) for method in methods.values()]
     return shares[0] if len(set(shares)) == 1 else " / ".join(shares)
 
 

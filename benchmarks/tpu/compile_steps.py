@@ -36,7 +36,7 @@ import traffic
 from programs import AXIS, Place
 
 import curvadion_jax as cd
-from curvadion_jax import _partition, compressors
+from curvadion_jax import _partition, _payload
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 FSDP_4, FSDP_16 = (("fsdp", 4),), (("fsdp", 16),)
@@ -78,12 +78,12 @@ def counted(size: programs.Size, optimizer: str, replicas: int) -> float:
     params = programs.parameters(programs.gpt(size))
     if optimizer in programs.SYNCHRONOUS:
         payload = cd.cost_model.gradient_payload(cd.cost_model.model_size(params))
-        return cd.cost_model.all_reduce_bytes(payload, replicas)
+        return cd.cost_model.sync_bytes(payload, replicas)
     state = jax.eval_shape(programs.OPTIMIZERS[optimizer]().init, params)
     views = _partition.matrix_views(params, None)
     sync = programs.SYNCHRONIZERS[optimizer]
     payload = sync.payload(params, state.inner_state, views)
-    payload += compressors.Payload(gathered=4)  # a replica's weight
+    payload += _payload.WEIGHT
     return round(cd.cost_model.sync_bytes(payload, replicas))
 
 

@@ -13,6 +13,7 @@ from grid import METHODS, WARM_UP, Case, Record
 from job import REPLICAS
 
 from curvadion_jax import cost_model
+from curvadion_jax._payload import FLAG
 from curvadion_jax.compressors import Payload
 
 Results = Mapping[str, Record]
@@ -191,7 +192,7 @@ def predicted(link: str, name: str, results: Results) -> Predicted | None:
         for each in links
     ]
     took = [message_time(size, record["messages"]) for size in run.messages]
-    flag = message_time(cost_model.FLAG_BYTES, record["messages"]) if run.flags else 0.0
+    flag = message_time(FLAG.averaged, record["messages"]) if run.flags else 0.0
     found.append(_step(compute, run.rate, sum(took) - flag, flag))
     return Predicted(*found)
 

@@ -1,8 +1,4 @@
-"""Checks of arguments, shared by the parts of the cost model.
-
-Every message names the argument, prints the value that was got, and says what to
-give instead. The comparisons are spelled so that NaN fails them.
-"""
+"""Checks of arguments: comparisons are spelled so that NaN fails them."""
 
 import math
 import numbers
@@ -11,40 +7,14 @@ from typing import Any
 
 
 def check_positive(name: str, value: float, unit: str) -> float:
-    """Returns `value`, or raises `ValueError` unless it is above zero.
-
-    Args:
-      name: The argument's name, for the message.
-      value: The value to check; infinity is allowed.
-      unit: The unit that the argument has, for the message.
-
-    Returns:
-      `value`.
-
-    Raises:
-      ValueError: If `value` is zero, negative or NaN.
-      TypeError: If `value` is no number.
-    """
+    """Returns what is above zero, infinity included."""
     if not _number(name, value) > 0:
         raise ValueError(f"{name} is {value!r}; give a number above 0, in {unit}.")
     return value
 
 
 def check_not_negative(name: str, value: float, unit: str) -> float:
-    """Returns `value`, or raises `ValueError` unless it is finite and not negative.
-
-    Args:
-      name: The argument's name, for the message.
-      value: The value to check.
-      unit: The unit that the argument has, for the message.
-
-    Returns:
-      `value`.
-
-    Raises:
-      ValueError: If `value` is negative, infinite or NaN.
-      TypeError: If `value` is no number.
-    """
+    """Returns what is finite and not negative."""
     if not (_number(name, value) >= 0 and math.isfinite(value)):
         raise ValueError(
             f"{name} is {value!r}; give a finite number of at least 0, in {unit}."
@@ -53,19 +23,7 @@ def check_not_negative(name: str, value: float, unit: str) -> float:
 
 
 def check_rate(name: str, value: float) -> float:
-    """Returns `value`, or raises `ValueError` unless it lies in [0, 1].
-
-    Args:
-      name: The argument's name, for the message.
-      value: The share to check.
-
-    Returns:
-      `value`.
-
-    Raises:
-      ValueError: If `value` lies outside [0, 1] or is NaN.
-      TypeError: If `value` is no number.
-    """
+    """Returns what lies in [0, 1]."""
     if not 0 <= _number(name, value) <= 1:
         raise ValueError(
             f"{name} is {value!r}; give a share of the steps between 0 and 1 "
@@ -75,20 +33,7 @@ def check_rate(name: str, value: float) -> float:
 
 
 def check_count(name: str, value: int, least: int) -> int:
-    """Returns `value` as an int, or raises unless it is a whole number >= `least`.
-
-    Args:
-      name: The argument's name, for the message.
-      value: The count to check.
-      least: The smallest count allowed.
-
-    Returns:
-      `value` as a Python int.
-
-    Raises:
-      ValueError: If `value` is below `least`.
-      TypeError: If `value` is not an integer.
-    """
+    """Returns a whole number of at least `least`, NumPy's too, as Python's int."""
     try:
         count = operator.index(value)
     except TypeError:
@@ -99,17 +44,7 @@ def check_count(name: str, value: int, least: int) -> int:
 
 
 def check_type(name: str, value: Any, kind: type, example: str) -> None:
-    """Raises `TypeError` unless `value` is of the kind.
-
-    Args:
-      name: The argument's name, for the message.
-      value: The value to check.
-      kind: What it has to be.
-      example: What to give instead, for the message.
-
-    Raises:
-      TypeError: If it is not.
-    """
+    """Rejects what is not of the kind."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} is {value!r}; give a {kind.__name__}: {example}.")
 

@@ -7,38 +7,32 @@ a guess) is the caller's business.
 import math
 from dataclasses import dataclass
 
-from curvadion_jax.cost_model._checks import (
-    check_not_negative,
-    check_rate,
-    check_type,
-)
+from curvadion_jax.cost_model._checks import check_not_negative, check_rate, check_type
 
 
 @dataclass(frozen=True)
 class Method:
     """What a training method spends in a step.
 
-    Synchronous training is a method that syncs on every step and needs no flag. For one
-    that is reduced only on every k-th step, or hidden behind the computation, see
-    `curvadion_jax.cost_model.flag_time`.
+    Synchronous training is a method that syncs on every step and needs no flag.
 
     Args:
       compute_time: Forward and backward pass and optimizer, in seconds a step.
       sync_time: Time of one sync, in seconds.
       sync_rate: Share of the steps that sync, in [0, 1].
-      flag_time: Time of the flag, in seconds a step; 0 where there is none.
+      flag_time: As `curvadion_jax.cost_model.flag_time`; 0 where there is none.
 
     Raises:
       ValueError: If a time is negative or the rate lies outside [0, 1].
+      TypeError: If one of them is not a number.
 
     Examples:
-      >>> from curvadion_jax.cost_model import Method, speedup
-      >>> synchronous = Method(compute_time=0.3, sync_time=0.9)
+      >>> from curvadion_jax.cost_model import Method
       >>> triggered = Method(0.3, sync_time=0.9, sync_rate=0.05, flag_time=0.055)
       >>> round(triggered.step_time, 6)  # 0.3 + 0.05 * 0.9 + 0.055
       0.4
-      >>> round(speedup(triggered, synchronous), 6)
-      3.0
+      >>> round(triggered.communication_share, 6)  # 0.1 of 0.4 s
+      0.25
     """
 
     compute_time: float
@@ -62,12 +56,13 @@ class Method:
         return self.compute_time + self.communication_time
 
     @property
-    def overlapped_step_time(self) -> float:
-        """Seconds a step if all communication overlaps, the larger of the two.
+    def communication_share(self) -> float:
+        """Share of the step time that waits for the link, if nothing overlaps."""
+        return self.communication_time / self.step_time if self.step_time else 0.0
 
-        A bound: no schedule is faster. It lets a sync spread over the steps around it,
-        which a method that uses the result at once cannot do.
-        """
+    @property
+    def overlapped_step_time(self) -> float:
+        """Seconds a step if all communication overlaps; no schedule is faster."""
         return max(self.compute_time, self.communication_time)
 
 
@@ -90,6 +85,7 @@ def speedup(method: Method, baseline: Method, overlap: bool = False) -> float:
 
     Raises:
       ValueError: If a step of the method takes no time.
+      TypeError: If an argument is not a `Method`.
 
     Examples:
       >>> from curvadion_jax.cost_model import Method, speedup
@@ -98,10 +94,10 @@ def speedup(method: Method, baseline: Method, overlap: bool = False) -> float:
       3.0
     """
     _check_methods(method, baseline)
-    if overlap:
-        ours, theirs = method.overlapped_step_time, baseline.overlapped_step_time
-    else:
-        ours, theirs = method.step_time, baseline.step_time
+    ours, theirs = (
+        each.overlapped_step_time if overlap else each.step_time
+        for each in (method, baseline)
+    )
     if ours == 0:
         raise ValueError(
             f"a step of {method!r} takes 0 s; give a compute_time above 0."
@@ -109,42 +105,7 @@ def speedup(method: Method, baseline: Method, overlap: bool = False) -> float:
     return theirs / ours
 
 
-@dataclass(frozen=True)
-class BreakEven:
-    """The largest sync rate at which a method is no slower than its baseline.
-
-    Printed as "never" if the method is slower even without a single sync, as "always"
-    if it is no slower with a sync on every step, and as a percentage otherwise.
-
-    Args:
-      sync_rate: The rate that makes both step times equal; below 0 means never, 1 and
-        above always. Infinite if syncs take no time.
-
-    Examples:
-      >>> from curvadion_jax.cost_model import BreakEven
-      >>> print(BreakEven(0.25), BreakEven(-0.1), BreakEven(1.5))
-      25.00% never always
-    """
-
-    sync_rate: float
-
-    @property
-    def never(self) -> bool:
-        """Whether the method is slower at every sync rate."""
-        return self.sync_rate < 0
-
-    @property
-    def always(self) -> bool:
-        """Whether the method is no slower at any sync rate."""
-        return self.sync_rate >= 1
-
-    def __str__(self) -> str:
-        if self.never:
-            return "never"
-        return "always" if self.always else f"{self.sync_rate:.2%}"
-
-
-def break_even(method: Method, baseline: Method) -> BreakEven:
+def break_even(method: Method, baseline: Method) -> float:
     r"""Largest sync rate at which `method` is no slower than `baseline`, no overlap.
 
     .. math:: s^* = (t_\text{baseline} - t_\text{compute} - t_\text{flag}) /
@@ -155,19 +116,23 @@ def break_even(method: Method, baseline: Method) -> BreakEven:
       baseline: For instance synchronous gradients or synchronous factors.
 
     Returns:
-      The rate, and whether it means never or always.
+      The rate that makes both step times equal. Below 0 the method is slower without a
+      single sync; from 1 on it is no slower with a sync on every step. Infinite, of
+      either sign, where syncs take no time.
+
+    Raises:
+      TypeError: If an argument is not a `Method`.
 
     Examples:
       >>> from curvadion_jax.cost_model import Method, break_even
       >>> triggered = Method(compute_time=0.3, sync_time=2.0, flag_time=0.1)
-      >>> for sync_time in (0.05, 0.3, 4.0):
-      ...     print(break_even(triggered, Method(0.3, sync_time)))
-      never
-      10.00%
-      always
+      >>> round(break_even(triggered, Method(0.3, sync_time=0.3)), 6)
+      0.1
+      >>> break_even(triggered, Method(0.3, sync_time=0.05)) < 0
+      True
     """
     _check_methods(method, baseline)
     spare = baseline.step_time - method.compute_time - method.flag_time
     if method.sync_time == 0:
-        return BreakEven(math.copysign(math.inf, spare) if spare else math.inf)
-    return BreakEven(spare / method.sync_time)
+        return math.copysign(math.inf, spare) if spare else math.inf
+    return spare / method.sync_time

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from curvadion_jax import _memory, compressors
-from curvadion_jax.cost_model import all_reduce_bytes
+from curvadion_jax.cost_model import sync_bytes
 from curvadion_jax.replicas._anchor import anchor_of, check_replicas
 from curvadion_jax.replicas._checks import count_leading
 
@@ -63,7 +63,7 @@ def consensus_bytes(params: Any, opt_state: Any = None) -> int:
         if anchor is None and jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
     payload = compressors.exact().payload(sent, {}).averaged // replicas
-    return round(all_reduce_bytes(payload, replicas))
+    return round(sync_bytes(payload, replicas))
 
 
 @jax.jit

@@ -29,7 +29,7 @@ LEVELS = [
     {"_adaptive_sync"},
     {"_curvadion", "_local_muon", "cost_model", "presets"},
     {"metrics", "replicas"},
-    {"checkpoint", "_storage"},
+    {"checkpoint", "_saved_state", "_storage"},
 ]
 # What users call around training; nothing that computes a step knows of it.
 OUTER = {"replicas", "checkpoint", "metrics", "presets", "cost_model"}

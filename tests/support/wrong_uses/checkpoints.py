@@ -148,12 +148,12 @@ CASES = [
     Case(
         "a step that exists",
         twice,
-        *(ValueError, "step 5 exists already in FOLDER", "remove it, or save to anoth"),
+        *(ValueError, "step 5 exists already in FOLDER", "Save to another directory"),
     ),
     Case(
         "a step below the latest",
         backwards,
-        *(ValueError, "step 4 lies below 5", "or remove the later steps"),
+        *(ValueError, "step 4 lies below 5", "remove those that the run went"),
     ),
     saving("step=-1", ValueError, "got -1", "step must be 0 or more", step=-1),
     saving("step='1'", TypeError, "got '1'", "step must be an int", step="1"),
@@ -183,7 +183,7 @@ CASES = [
     ),
     saving(
         "a state without arrays",
-        *(ValueError, "got an empty tree", "give the whole training state"),
+        *(ValueError, "is an empty tree", "give the whole training state"),
         state={"a": None},
     ),
     saving(
