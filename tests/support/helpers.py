@@ -104,7 +104,7 @@ def manual(function: Any, mesh: Any, state: Any) -> Any:
     """(state, batch) -> (state, metrics) of one replica, jitted under `shard_map`.
 
     As the optimizer's update is run in a step: how the state lies is known, and the
-    function may communicate.
+    function may communicate. With () as the state nothing is known of it.
     """
     like = state
     placed = [
@@ -128,8 +128,10 @@ def manual(function: Any, mesh: Any, state: Any) -> Any:
     def run(state, batch):
         with _layout.noting(placed):
             new, metrics = mapped(state, batch)
-        keep = lambda x, y: jax.lax.with_sharding_constraint(x, y.sharding)  # noqa: E731
-        return jax.tree.map(keep, new, like), metrics
+        if jax.tree.leaves(like):
+            keep = lambda x, y: jax.lax.with_sharding_constraint(x, y.sharding)  # noqa: E731
+            new = jax.tree.map(keep, new, like)
+        return new, metrics
 
     return jax.jit(run)
 
@@ -149,8 +151,11 @@ def quick(step: Any, *arguments: Any) -> Any:
     return step.lower(*arguments).compile(compiler_options=QUICK)
 
 
-def trace(step: Any, tx: Any, params: Any = None) -> None:
-    """Traces (params, opt_state, gradients) -> (updates, _) of one replica of two."""
+def trace(step: Any, tx: Any, params: Any = None, *, in_shard_map=False) -> None:
+    """Traces (params, opt_state, gradients) -> (updates, _) of one replica of two.
+
+    In `replicas.step`, or in a `shard_map` of one's own.
+    """
     params = make_params() if params is None else params
     state = jax.eval_shape(lambda p: (p, tx.init(p)), params)
     stacked = jax.tree.map(
@@ -160,7 +165,11 @@ def trace(step: Any, tx: Any, params: Any = None) -> None:
     def body(state, batch):
         return state, step(*state, jax.tree.map(lambda g: g[0], batch))[0]
 
-    mapped = cd.replicas.step(body, cd.replicas.make_mesh(2), donate=False)
+    mesh = cd.replicas.make_mesh(2)
+    if in_shard_map:
+        mapped = manual(body, mesh, ())
+    else:
+        mapped = cd.replicas.step(body, mesh, donate=False)
     jax.eval_shape(mapped, stacked, stacked[0])
 
 

@@ -42,7 +42,7 @@ def averaged_loss() -> None:
         _, found = cd.replicas.value_and_grad(loss)(params)
         return tx.update(found, state, params)
 
-    helpers.trace(step, tx)
+    helpers.trace(step, tx, in_shard_map=True)
 
 
 def own_shard_map(**settings: Any) -> None:
@@ -134,19 +134,19 @@ CASES = [
         lambda: on_replicas(cd.curvadion(0.1, axis_name="pod")),
         *(
             ValueError,
-            "'pod' is not bound here (bound here: 'replica')",
-            "call `update` inside",
+            "axis_name='pod' and replicas.step maps over 'replica'",
+            "Build the optimizer with axis_name='replica'",
         ),
     ),
     wrong(
         "curvadion(0.1) without axis_name in replicas.step",
         lambda: on_replicas(cd.curvadion(0.1)),
-        *(ValueError, "differs along the mesh axis replica", "Pass axis_name='replica"),
+        *(ValueError, "has axis_name=None", "Build the optimizer with axis_name"),
     ),
     wrong(
         "presets.local_sgd(0.1) without axis_name in replicas.step",
         lambda: on_replicas(cd.presets.local_sgd(0.1)),
-        *(ValueError, "differs along the mesh axis replica", "Pass axis_name='replica"),
+        *(ValueError, "has axis_name=None", "Build the optimizer with axis_name"),
     ),
     wrong(
         "gradients through jax.lax.pmean",
@@ -163,7 +163,7 @@ CASES = [
         *(ValueError, "the gradient ['tall'] is the same on all", "psum: remove it"),
     ),
     wrong(
-        "a loss through jax.lax.pmean",
+        "a loss through jax.lax.pmean, in a shard_map of one's own",
         averaged_loss,
         *(ValueError, "on all replicas of 'replica'", "Remove the reduction; each"),
     ),
@@ -259,7 +259,7 @@ CASES = [
         skipping_spikes,
         *(
             ValueError,
-            "differs between the replicas of axis 'replica'",
+            "a condition or a while loop that a replica decides alone",
             "such as optax.apply_if_finite or lax.cond on a loss, goes around the",
         ),
     ),
