@@ -135,7 +135,11 @@ def _in_shard_map(function, mapped: Mapped, batched, operands):
 
     specs = jax.tree.map(lambda b: P(axis) if b else P(), tuple(batched))
     return jax.shard_map(
-        body, mesh=mapped.mesh, in_specs=specs, out_specs=P(axis), axis_names={axis}
+        body,
+        mesh=mapped.mesh.abstract_mesh,  # JAX may keep this trace for other devices
+        in_specs=specs,
+        out_specs=P(axis),
+        axis_names={axis},
     )(*operands)
 
 

@@ -9,8 +9,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _counters, _finite, _paths
+from curvadion_jax import _collectives, _counters, _finite, _guards, _layout, _paths
 from curvadion_jax._payload import Payload
+
+_SYNCED, _SENT = ("metrics", "synced"), ("metrics", "sent")
 
 
 def check_names(average: Any) -> tuple[str, ...]:
@@ -24,29 +26,37 @@ def check_names(average: Any) -> tuple[str, ...]:
     return names
 
 
+def check_average(state: Any, average: Sequence[str]) -> None:
+    """Rejects names of nothing, and a state without counters of syncs.
+
+    Raises:
+      ValueError: if a name is of no floating-point array, or the state holds no
+        optimizer that synchronises.
+    """
+    leaves = _paths.leaves_with_names(state)
+    _chosen(leaves, average)
+    if not any(names[-2:] == _SYNCED for names, _ in leaves):
+        raise ValueError(
+            f"average={tuple(average)} is averaged at syncs, and the state holds no "
+            "optimizer that synchronises: return its state from the step as a part of "
+            "the state"
+        )
+
+
+@jax.named_scope(_guards.SCOPE)
 def average_where_synced(
     state: Any, average: Sequence[str], mesh: Mesh, axis_name: str
 ) -> Any:
     """The state [replicas, ...] with some arrays averaged if the step synchronised.
 
     Their bytes are added to those that the optimizer counts.
-
-    Raises:
-      ValueError: when traced, if a name is of no floating-point array, or the state
-        holds no counters of an optimizer that synchronises.
     """
     leaves = _paths.leaves_with_names(state)
     chosen = _chosen(leaves, average)
-    counters = [i for i, (names, _) in enumerate(leaves) if _is_sent(names)]
-    flags = [i for i, (names, _) in enumerate(leaves) if names[-2:] == _SYNCED]
-    if not flags:
-        raise ValueError(
-            f"average={tuple(average)} is averaged at syncs, and the state holds no "
-            "optimizer that synchronises: return its state from the step as a part of "
-            "the state"
-        )
+    (sent, *_) = (i for i, (names, _) in enumerate(leaves) if names[-2:] == _SENT)
+    (flag, *_) = (i for i, (names, _) in enumerate(leaves) if names[-2:] == _SYNCED)
     arrays = [leaf for _, leaf in leaves]
-    moving = [*chosen, counters[0]]
+    moving = [*chosen, sent]
     size = sum(arrays[i][0].size * arrays[i].dtype.itemsize for i in chosen)
 
     def body(synced, *moving):
@@ -66,17 +76,10 @@ def average_where_synced(
         in_specs=P(axis_name),
         out_specs=P(axis_name),
         axis_names={axis_name},
-    )(arrays[flags[0]], *(arrays[i] for i in moving))
+    )(arrays[flag], *(arrays[i] for i in moving))
     for index, x in zip(moving, new, strict=True):
         arrays[index] = x
     return jax.tree.unflatten(jax.tree.structure(state), arrays)
-
-
-_SYNCED = ("metrics", "synced")
-
-
-def _is_sent(names: tuple[str, ...]) -> bool:
-    return names[-2:] == ("metrics", "sent")
 
 
 def _chosen(leaves: Sequence[Any], average: Sequence[str]) -> list[int]:
@@ -100,11 +103,10 @@ def _chosen(leaves: Sequence[Any], average: Sequence[str]) -> list[int]:
 def _mean_of_finite(arrays: list[jax.Array], axis_name: str) -> list[jax.Array]:
     """Means over the replicas whose arrays are finite; as they are if none has such."""
     finite = _finite.all_finite(arrays)
-    number = lax.psum(finite.astype(jnp.float32), axis_name)
-
-    def mean(x):
-        wide = jnp.where(finite, x.astype(jnp.float32), 0)
-        total = lax.psum(wide, axis_name) / jnp.maximum(number, 1)
-        return jnp.where(number > 0, total.astype(x.dtype), x)
-
-    return [mean(x) for x in arrays]
+    given = [jnp.where(finite, x.astype(jnp.float32), 0) for x in arrays]
+    group = _collectives.Replicas(axis_name, _layout.current())
+    *means, present = group.mean([*given, finite.astype(jnp.float32)])
+    return [
+        jnp.where(present > 0, mean / present, x).astype(x.dtype)
+        for mean, x in zip(means, arrays, strict=True)
+    ]

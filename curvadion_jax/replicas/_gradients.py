@@ -1,4 +1,4 @@
-"""The gradient of one replica's loss, of all of its rows at once or of some at a time."""
+"""The gradient of one replica's loss, of all of its rows or of some at a time."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from curvadion_jax import _arguments, _collectives, _matrices
+from curvadion_jax import _arguments, _collectives, _guards, _orthonormalize
 
 
 def value_and_grad(
@@ -99,31 +99,30 @@ def _accumulated(differentiate, args, argnums, number: int):
         )
 
     def add(total, rows):
-        return jax.tree.map(_sum, total, take(rows)), None
+        return jax.tree.map(_sum, total, traced(rows)), None
 
     parts = jax.tree.map_with_path(part, rows)
-    first = take(jax.tree.map(lambda x: x[0], parts))
-    rest = jax.tree.map(lambda x: x[1:], parts)
-    start = jax.tree.map(lambda x: jnp.asarray(x).astype(_wide(x)), first)
-    total, _ = lax.scan(add, start, rest)
+    traced = _guards.trace(take, jax.tree.map(lambda x: x[0], parts))
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x)), traced.result)
+    axes = _guards.axes_of_results([traced])
+    total, _ = lax.scan(add, _collectives.vary_over(start, axes), parts)
     return jax.tree.map(
-        lambda t, x: (t / number).astype(jnp.result_type(x)) if _is_float(x) else t,
+        lambda t, x: (t / number).astype(x.dtype) if _is_float(x) else t,
         total,
-        first,
+        traced.result,
     )
 
 
 def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _wide(x: Any) -> Any:
-    dtype = jnp.result_type(x)
-    return _matrices.compute_dtype(dtype) if _is_float(x) else dtype
+    return _orthonormalize.compute_dtype(x.dtype) if _is_float(x) else x.dtype
 
 
-def _sum(total: Any, x: Any) -> Any:
-    return total + jnp.asarray(x).astype(total.dtype) if _is_float(x) else x
+def _sum(total: jax.Array, x: jax.Array) -> jax.Array:
+    return total + x.astype(total.dtype) if _is_float(x) else x
 
 
 def _check_loss(loss: jax.Array, axis_name: str | None) -> None:

@@ -136,11 +136,7 @@ def moved_alone(jaxpr: Jaxpr, number: int, names: Sequence[str | None]) -> list[
         before, after = jaxpr.invars[index], jaxpr.outvars[index]
         kind: Any = after.aval
         moving = after is not before and "float" in str(kind.dtype)
-        if (
-            name is not None
-            and moving
-            and not results[index].synced
-            and results[index].varies
-        ):
+        alone = results[index].varies and not results[index].synced
+        if name is not None and moving and alone:
             found.append(name)
     return found

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _guards, _mapped, _paths
 from curvadion_jax.replicas import _inspect
-from curvadion_jax.replicas._average import average_where_synced
+from curvadion_jax.replicas._average import average_where_synced, check_average
 from curvadion_jax.replicas._checks import check_leading
 
 
@@ -64,6 +64,8 @@ def map_over_replicas(
     def run(state, batch, *shared):
         check_leading(state, number, "state", "replicas; make it with replicate()")
         _check_accumulation(state)
+        if average:
+            check_average(state, average)
         _check_batch(batch, number)
         axes = (0, 0, *[None] * len(shared))
         mapped = jax.vmap(

@@ -1,0 +1,325 @@
+"""A step written for a data-parallel `jit` runs as it is, or says what is wrong."""
+
+import warnings
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import curvadion_jax as cd
+
+AXIS, REPLICAS, ROWS = helpers.AXIS, 4, 16
+# Sums of rows in another order.
+ROUNDING = 1e-6
+X = np.random.default_rng(0).normal(size=(ROWS, 6)).astype(np.float32)
+BATCH = {"x": X, "y": X[:, :1]}
+
+
+class Network(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False)(nn.Dense(8)(x))
+        return nn.Dense(1)(nn.relu(x))
+
+
+MODEL = Network()
+VARIABLES = MODEL.init(jax.random.key(0), X)
+
+
+def local_muon():
+    return cd.local_muon(0.02, trigger=cd.triggers.every_k(2), axis_name=AXIS)
+
+
+def start(tx):
+    params = VARIABLES["params"]
+    return {"params": params, "opt_state": tx.init(params)} | {
+        "batch_stats": VARIABLES["batch_stats"]
+    }
+
+
+def train_step(tx):
+    """As for a data-parallel `jit`; nothing in it knows of replicas."""
+
+    def train(state, batch):
+        def loss_fn(params):
+            variables = {"params": params, "batch_stats": state["batch_stats"]}
+            out, new = MODEL.apply(variables, batch["x"], mutable=["batch_stats"])
+            return jnp.mean((out - batch["y"]) ** 2), new["batch_stats"]
+
+        differentiate = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, stats), gradients = differentiate(state["params"])
+        updates, opt_state = tx.update(gradients, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        new = {"params": params, "opt_state": opt_state, "batch_stats": stats}
+        return new, {"loss": loss}
+
+    return train
+
+
+def on_mesh(tx, steps=4, **options):
+    """The state after some steps, and the losses [steps, replicas]."""
+    mesh, losses = cd.replicas.make_mesh(REPLICAS), []
+    step = cd.replicas.step(train_step(tx), mesh, **options)
+    state = cd.replicas.replicate(start(tx), mesh)
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+        losses.append(metrics["loss"])
+    return state, np.array(losses)
+
+
+def test_batch_statistics_are_named_or_averaged():
+    with pytest.warns(UserWarning, match="of the state 2 arrays .*batch_stats/Batch"):
+        drifted, losses = on_mesh(local_muon())
+    state, again = on_mesh(local_muon(), average=("batch_stats",))
+    np.testing.assert_array_equal(losses, again)  # in training it does not matter
+    assert drifted["opt_state"].metrics.syncs.tolist() == [2] * REPLICAS
+    assert state["opt_state"].metrics.synced.all()
+    for name in ("mean", "var"):
+        own = drifted["batch_stats"]["BatchNorm_0"][name]
+        mean = state["batch_stats"]["BatchNorm_0"][name]
+        assert np.std(own, axis=0).max() > 1e-3
+        for replica in range(REPLICAS):
+            np.testing.assert_array_equal(mean[replica], mean[0])
+    # Two syncs of a mean and a variance of eight.
+    more = cd.metrics.read(state["opt_state"], replicas=REPLICAS)["bytes"]
+    less = cd.metrics.read(drifted["opt_state"], replicas=REPLICAS)["bytes"]
+    assert more - less == 2 * 2 * 8 * 4 * 2 * (REPLICAS - 1) / REPLICAS
+
+
+def test_statistics_that_are_not_finite_spoil_no_others():
+    tx = local_muon()
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    step = cd.replicas.step(train_step(tx), mesh, average=["batch_stats"])
+    state = cd.replicas.replicate(start(tx), mesh)
+    stats = state["batch_stats"]["BatchNorm_0"]
+    stats["mean"] = stats["mean"].at[1].set(jnp.nan)
+    for _ in range(2):
+        state, _ = step(state, BATCH)
+    assert np.isfinite(state["batch_stats"]["BatchNorm_0"]["mean"]).all()
+
+
+@pytest.mark.parametrize(
+    ("average", "error", "message"),
+    [
+        ("batch_stats", TypeError, "a sequence of names"),
+        ((1,), TypeError, "a sequence of names"),
+        (("statistics",), ValueError, "no floating-point array of the state"),
+    ],
+)
+def test_names_of_what_is_averaged(average, error, message):
+    with pytest.raises(error, match=message):
+        on_mesh(local_muon(), average=average)
+
+
+def test_what_is_averaged_needs_syncs():
+    with pytest.raises(ValueError, match="no optimizer that synchronises"):
+        on_mesh(optax.sgd(0.1), average=("batch_stats",))
+
+
+@pytest.mark.parametrize("name", ["adamw", "partition"])
+def test_what_nothing_brings_together_is_named(name):
+    def label(path, _):
+        return "muon" if "Dense_0" in jax.tree_util.keystr(path) else "adamw"
+
+    tx = optax.adamw(1e-3)
+    if name == "partition":
+        parts = {"muon": local_muon(), "adamw": tx}
+        labels = jax.tree.map_with_path(label, VARIABLES["params"])
+        tx = optax.partition(parts, labels)
+    with pytest.warns(UserWarning, match="no sync brings them together") as found:
+        state, _ = on_mesh(tx, average=() if name == "adamw" else ("batch_stats",))
+    assert len(found) == 1
+    number = 6 + 12 + 2 if name == "adamw" else 4 + 8  # AdamW's moments with them
+    assert f"of the state {number} arrays" in str(found[0].message)
+    moved = {k: np.std(v["kernel"], axis=0).max() for k, v in params_of(state)}
+    assert (moved["Dense_0"] > 0) == (name == "adamw")
+    assert moved["Dense_1"] > 0
+
+
+def params_of(state):
+    return [(k, v) for k, v in state["params"].items() if "kernel" in v]
+
+
+@pytest.mark.parametrize("axis_name", [None, "data"])
+def test_another_axis_is_rejected(axis_name):
+    tx = cd.local_muon(0.1, axis_name=axis_name)
+    with pytest.raises(ValueError, match="with axis_name='replica'"):
+        on_mesh(tx)
+
+
+def test_multi_steps_is_rejected():
+    tx = optax.MultiSteps(local_muon(), 2)
+    with pytest.raises(ValueError, match="microbatches=k"):
+        on_mesh(tx)
+
+
+def test_a_loop_around_the_update_is_rejected():
+    tx = local_muon()
+
+    def train(params, batch):
+        def body(carry):
+            params, state, count = carry
+            updates, state = tx.update(batch, state, params)
+            return optax.apply_updates(params, updates), state, count + 1
+
+        carry = (params, tx.init(params), 0)
+        params, _, _ = lax.while_loop(lambda carry: carry[2] < 3, body, carry)
+        return params, {}
+
+    mesh = cd.replicas.make_mesh(2)
+    state = cd.replicas.replicate(jnp.ones((8, 8)), mesh)
+    step = cd.replicas.step(train, mesh)
+    with pytest.raises(ValueError, match="inside a condition or a while loop"):
+        step.lower(state, np.ones((16, 8)))
+
+
+def test_several_steps_in_a_scan():
+    tx = local_muon()
+
+    def train(state, batch):
+        def body(state, gradient):
+            params, opt_state = state
+            updates, opt_state = tx.update(gradient, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), ()
+
+        return lax.scan(body, state, batch)
+
+    mesh = cd.replicas.make_mesh(2)
+    params = jnp.ones((8, 8))
+    state = cd.replicas.replicate((params, tx.init(params)), mesh)
+    gradients = np.random.default_rng(0).normal(size=(8, 8, 8)).astype(np.float32)
+    _, opt_state = cd.replicas.step(train, mesh)(state, gradients)[0]
+    assert opt_state.metrics.steps.tolist() == [4, 4]
+    assert opt_state.metrics.syncs.tolist() == [2, 2]
+
+
+def test_a_jitted_step_on_one_mesh_and_then_another():
+    """A trace of it is kept by JAX; which mesh it runs on is not."""
+    tx = local_muon()
+    train = jax.jit(train_step(tx))
+    with jax.default_device(jax.devices()[0]):
+        simulated = jax.vmap(train, axis_name=AXIS)
+        stack = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * 2), tree)  # noqa: E731
+        rows = jax.tree.map(lambda x: x[:8].reshape(2, 4, -1), BATCH)
+        expected, _ = simulated(stack(start(tx)), rows)
+    half = jax.tree.map(lambda x: x[:8], BATCH)
+    for devices in (jax.devices()[:2], jax.devices()[2:4]):
+        mesh = cd.replicas.make_mesh(2, devices=devices)
+        step = cd.replicas.step(train, mesh, average=["batch_stats"])
+        state, _ = step(cd.replicas.replicate(start(tx), mesh), half)
+        for name, value in params_of(state):
+            np.testing.assert_allclose(
+                value["kernel"], expected["params"][name]["kernel"], atol=ROUNDING
+            )
+        assert state["params"]["Dense_0"]["kernel"].devices() == set(devices)
+
+
+def test_a_replica_has_a_number():
+    def train(state, batch):
+        del batch
+        return state, {"number": lax.axis_index(AXIS)}
+
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    step = cd.replicas.step(train, mesh)
+    _, metrics = step(cd.replicas.replicate(0.0, mesh), X)
+    assert metrics["number"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("layout", ["whole", "sharded"])
+def test_constraints_within_a_replica_and_messages_of_the_compiler(layout):
+    """Labels looked up in divided logits: found in the compiled program, and named."""
+    mesh = cd.replicas.make_mesh(2, {"fsdp": 2})
+    tx = local_muon()
+    labels = np.arange(16) % 8
+
+    def train(state, batch):
+        params, opt_state = state
+
+        def loss_fn(w):
+            logits = batch["x"] @ w
+            spec = PartitionSpec(None, "fsdp" if layout == "sharded" else None)
+            logits = lax.with_sharding_constraint(logits, NamedSharding(mesh, spec))
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+            return losses.mean()
+
+        loss, gradients = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    params = jnp.asarray(np.random.default_rng(0).normal(size=(6, 8)), jnp.float32)
+    state = cd.replicas.replicate((params, tx.init(params)), mesh)
+    step = cd.replicas.step(train, mesh)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        state, metrics = step(state, {"x": X, "y": labels})
+    print([str(w.message) for w in found])
+    assert metrics["loss"].shape == (2,)
+    expected = [
+        optax.softmax_cross_entropy_with_integer_labels(x @ params, y).mean()
+        for x, y in zip(np.split(X, 2), np.split(labels, 2), strict=True)
+    ]
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_microbatches_are_the_whole_batch(has_aux):
+    params = {"w": jnp.asarray(X[:6, :1]), "b": jnp.zeros(1)}
+
+    def loss_fn(params, batch, scale, power=2):
+        error = batch["x"] @ params["w"] + params["b"][None] - batch["y"]
+        loss = jnp.mean(scale * jnp.abs(error) ** power)
+        aux = {"norm": jnp.mean(error), "rows": jnp.int32(len(error))}
+        return (loss, aux) if has_aux else loss
+
+    scale = np.linspace(1, 2, ROWS, dtype=np.float32)[:, None]
+    whole = jax.value_and_grad(loss_fn, has_aux=has_aux)
+    parts = cd.replicas.value_and_grad(loss_fn, has_aux=has_aux, microbatches=4)
+    expected = whole(params, BATCH, scale, power=3)
+    found = jax.jit(lambda p: parts(p, BATCH, scale, power=3))(params)
+    if has_aux:
+        assert found[0][1]["rows"] == 4
+        expected[0][1]["rows"] = 4
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=ROUNDING),
+        found,
+        expected,
+    )
+
+
+def test_microbatches_inside_a_step():
+    """And under `shard_map`, where types tell replicas apart."""
+    mesh = cd.replicas.make_mesh(2)
+    loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)  # noqa: E731
+    differentiate = cd.replicas.value_and_grad(loss_fn, microbatches=2)
+
+    def train(w, x):
+        value, gradient = differentiate(w, x)
+        return w, {"value": value, "gradient": gradient}
+
+    w = jnp.ones((6, 2))
+    state = cd.replicas.replicate(w, mesh)
+    expected = [jax.value_and_grad(loss_fn)(w, x) for x in np.split(X, 2)]
+    for run in (cd.replicas.step(train, mesh), helpers.manual(train, mesh, state)):
+        _, found = run(state, X)
+        for replica, (value, gradient) in enumerate(expected):
+            np.testing.assert_allclose(found["value"][replica], value, rtol=1e-5)
+            np.testing.assert_allclose(
+                found["gradient"][replica], gradient, rtol=1e-5, atol=ROUNDING
+            )
+        state = cd.replicas.replicate(w, mesh)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "message"), [(0, "microbatches"), (3, "into 3 micro-batches")]
+)
+def test_microbatches_that_do_not_fit(microbatches, message):
+    with pytest.raises(ValueError, match=message):
+        cd.replicas.value_and_grad(
+            lambda w, x: jnp.mean(w * x), microbatches=microbatches
+        )(1.0, X)
