@@ -121,7 +121,6 @@ def test_multi_steps_inside():
 @pytest.mark.parametrize(
     "wrap",
     [
-        pytest.param(lambda tx: optax.MultiSteps(tx, 2), id="MultiSteps"),
         pytest.param(
             lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx), id="chain"
         ),

@@ -150,8 +150,12 @@ def quick(step: Any, *arguments: Any) -> Any:
     return step.lower(*arguments).compile(compiler_options=QUICK)
 
 
-def trace(step: Any, tx: Any, params: Any = None) -> None:
-    """Traces (params, opt_state, gradients) -> (updates, _) of one replica of two."""
+def trace(step: Any, tx: Any, params: Any = None, *, manual: bool = False) -> None:
+    """Traces (params, opt_state, gradients) -> (updates, _) of one replica of two.
+
+    In `replicas.step`, or with `manual` where the optimizer's update runs in it: under
+    `shard_map`, whose types say what differs between replicas.
+    """
     params = make_params() if params is None else params
     state = jax.eval_shape(lambda p: (p, tx.init(p)), params)
     stacked = jax.tree.map(
@@ -161,7 +165,16 @@ def trace(step: Any, tx: Any, params: Any = None) -> None:
     def body(state, batch):
         return state, step(*state, jax.tree.map(lambda g: g[0], batch))[0]
 
-    mapped = cd.replicas.step(body, cd.replicas.make_mesh(2), donate=False)
+    def alone(state, batch):
+        state = jax.tree.map(lambda x: x[0], state)
+        results = _collectives.vary(body(state, batch)[1], AXIS)
+        return jax.tree.map(lambda x: x[None], results)
+
+    mesh, spec = cd.replicas.make_mesh(2), PartitionSpec(AXIS)
+    if manual:
+        mapped = jax.shard_map(alone, mesh=mesh, in_specs=spec, out_specs=spec)
+    else:
+        mapped = cd.replicas.step(body, mesh, donate=False)
     jax.eval_shape(mapped, stacked, stacked[0])
 
 
