@@ -2,7 +2,8 @@
 
 import gc
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
 from pathlib import Path
 
 # Small factorisations are many times faster without OpenBLAS's own threads, which
@@ -19,14 +20,53 @@ os.environ.setdefault(
     "--xla_cpu_collective_call_terminate_timeout_seconds=280",
 )
 
+# Programs are kept (`pytest_configure`), for the processes of the tests too. A program
+# is known by all of it, the names in it included, and not by the lines of its source,
+# so that what is edited compiles anew and what has moved within its file does not.
+os.environ |= {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY": "true",
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+}
+
+# Processes that tests start run this package, and no other that is installed.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
+)
+
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Compiling takes longer than running here.
 jax.config.update("jax_disable_most_optimizations", True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where compiled programs are kept: with pytest's cache, from run to run.
+
+    Without that (`-p no:cacheprovider`) for this run, whose workers share them.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        if cache := getattr(config, "cache", None):
+            folder = _of_bounded_size(cache.mkdir("programs"))
+        else:
+            folder = Path(tempfile.mkdtemp(prefix="programs"))
+            config.add_cleanup(lambda: shutil.rmtree(folder))
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    jax.config.update(
+        "jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"]
+    )
+
+
+def _of_bounded_size(folder: Path) -> Path:
+    """The folder, made empty when it holds far more than the programs of one run."""
+    if sum(file.stat().st_size for file in folder.iterdir()) > 2**30:
+        shutil.rmtree(folder)
+        folder.mkdir()
+    return folder
 
 
 def pytest_collection_finish() -> None:
@@ -46,25 +86,6 @@ def _forget_programs(request):
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
         jax.clear_caches()
-
-
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory) -> Path:
-    """Where runs of one program that are compared keep what they have compiled."""
-    base = tmp_path_factory.getbasetemp()
-    # Under xdist it lies in a folder of all workers, which share this one.
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    (shared / "compiled").mkdir(exist_ok=True)
-    return shared / "compiled"
-
-
-@pytest.fixture(scope="module")
-def compiled_once(compiled) -> Iterator[None]:
-    """Programs that are built anew in this process are compiled once."""
-    compilation_cache.set_cache_dir(str(compiled))
-    yield
-    compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", None)
 
 
 @pytest.fixture(scope="module")

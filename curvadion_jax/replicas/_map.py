@@ -87,10 +87,11 @@ def _inspect_step(
 ) -> str:
     """What is to be said of a step that sends itself, or leaves state apart."""
     _guards.require_no_deadlock(jaxpr, axis_name)
-    alone = _inspect.moved_alone(jaxpr, own, names)
+    alone, averaged = _inspect.moved_alone(jaxpr, own, names)
     found = _guards.collectives_in(jaxpr, axis_name, outside=_guards.SCOPE)
     sent = sum(_guards.bytes_given(equation) for equation in found)
-    _mapped.note(sent)
+    if step := _mapped.current():
+        step.sent_outside, step.averaged = sent, averaged
     if found:
         what = ", ".join(
             f"{e.primitive.name} of {e.invars[0].aval.str_short()}" for e in found

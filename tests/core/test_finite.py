@@ -1,5 +1,7 @@
 """What is finite."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +19,13 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_
 def all_finite(request):
     """Of every row."""
 
-    def compiled(rows):
+    @functools.cache
+    def compiled(shape, dtype):
+        rows = jax.ShapeDtypeStruct(shape, dtype)
         lowered = jax.jit(jax.vmap(_finite.all_finite)).lower(rows)
-        options = {"xla_backend_optimization_level": request.param}
-        return lowered.compile(options)(rows)
+        return lowered.compile({"xla_backend_optimization_level": request.param})
 
-    return compiled
+    return lambda rows: compiled(rows.shape, rows.dtype)(rows)
 
 
 @pytest.mark.parametrize("number", [np.nan, -np.nan, np.inf, -np.inf])

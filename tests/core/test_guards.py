@@ -43,6 +43,7 @@ def sgd(synchronizer=None, trigger=None, **options):
     ],
 )
 @pytest.mark.parametrize("leaf", ["every", "tall", "bias"])
+@pytest.mark.filterwarnings("ignore:the training step itself communicates")
 def test_averaged_gradients_are_rejected(tx, leaf):
     def step(params, opt_state, gradients):
         reduced = {
@@ -96,9 +97,14 @@ def loss_step(reduce, has_aux=False):
 def test_an_averaged_loss_is_rejected(has_aux):
     step, tx = loss_step(lambda x: lax.pmean(x, AXIS), has_aux)
     with pytest.raises(ValueError, match="Remove the reduction; each replica"):
-        helpers.trace(step, tx, in_shard_map=True)
-    # Not known inside of `replicas.step`, where each has its own gradient all the same.
-    with pytest.warns(UserWarning, match="psum of float32.* 8 bytes"):
+        helpers.trace(step, tx, manual=True)
+
+
+@pytest.mark.parametrize("has_aux", [False, True], ids=["value", "aux"])
+def test_an_averaged_loss_in_a_step_is_named(has_aux):
+    """Gradients there are a replica's own by construction."""
+    step, tx = loss_step(lambda x: lax.pmean(x, AXIS), has_aux)
+    with pytest.warns(UserWarning, match=r"communicates .*psum of float32\[\].*losses"):
         helpers.trace(step, tx)
 
 
@@ -109,11 +115,11 @@ def test_an_averaged_loss_is_rejected_whatever_the_axis_is_called():
         def loss(p):
             return lax.pmean(jnp.vdot(p, batch), "pod")
 
-        return params, cd.replicas.value_and_grad(loss)(params)
+        return cd.replicas.value_and_grad(loss)(params)[1]
 
-    step = jax.shard_map(step, mesh=mesh, in_specs=P("pod"), out_specs=P("pod"))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P("pod"), out_specs=P("pod"))
     with pytest.raises(ValueError, match="the same on all replicas of 'pod'"):
-        jax.eval_shape(step, jnp.ones(6), jnp.ones(6))
+        jax.eval_shape(mapped, jnp.ones((2, 3)), jnp.ones((2, 3)))
 
 
 @pytest.mark.parametrize("has_aux", [False, True], ids=["value", "aux"])
@@ -166,10 +172,13 @@ def test_the_guarded_cond_rejects_a_decision_of_one_replica(predicate, number):
         return _guards.switch(decision, same, syncs, x, axis_name=AXIS), ()
 
     if predicate == "reduced":
-        helpers.trace(step, sgd(), in_shard_map=True)
+        helpers.trace(step, sgd(), manual=True)
+        # It is no optimizer that sends this.
+        with pytest.warns(UserWarning, match="pmax of int32.*psum of float32"):
+            helpers.trace(step, sgd())
         return
     with pytest.raises(ValueError, match="Reduce it over the axis first"):
-        helpers.trace(step, sgd(), in_shard_map=True)
+        helpers.trace(step, sgd(), manual=True)
 
 
 @pytest.mark.parametrize("name", SYNCHRONIZERS)

@@ -226,7 +226,7 @@ def test_a_decision_that_differs_is_rejected():
         return _xla.run_once(jnp.argmax(x), [lambda x: x], x, axis_name=AXIS), ()
 
     with pytest.raises(ValueError, match="some would wait for ever for the others"):
-        helpers.trace(step, with_inner(optax.sgd(0.1)), in_shard_map=True)
+        helpers.trace(step, with_inner(optax.sgd(0.1)), manual=True)
 
 
 def test_updates_and_states_may_be_the_same_on_all_replicas():

@@ -167,7 +167,7 @@ def cooling_down() -> Script:
 
 
 @pytest.mark.parametrize("name", some(x for x in CASES if x not in REMEMBERING))
-@settings(max_examples=15, **PROPERTIES)
+@settings(max_examples=8, **PROPERTIES)
 @example(script=cooling_down())
 @given(script=scripts(spoilt=POISON))
 def test_gradients_that_are_not_finite(name, script):
@@ -175,7 +175,7 @@ def test_gradients_that_are_not_finite(name, script):
 
 
 @pytest.mark.parametrize("name", some(REMEMBERING))
-@settings(max_examples=15, **PROPERTIES)
+@settings(max_examples=8, **PROPERTIES)
 @given(script=scripts(spoilt=POISON))
 def test_replicas_that_remember_agree_about_gradients_that_are_not_finite(name, script):
     _, (metrics, params, anchor) = program(name)(batch_of(script))
@@ -196,7 +196,7 @@ def staying_away() -> Script:
 
 
 @pytest.mark.parametrize("name", some(x for x in CASES if x not in REMEMBERING))
-@settings(max_examples=15, **PROPERTIES)
+@settings(max_examples=8, **PROPERTIES)
 @example(script=staying_away())
 @given(script=scripts(spoilt=POISON, absent=True))
 def test_replicas_that_come_and_go(name, script):
@@ -204,7 +204,7 @@ def test_replicas_that_come_and_go(name, script):
 
 
 @pytest.mark.parametrize("name", some(REMEMBERING))
-@settings(max_examples=15, **PROPERTIES)
+@settings(max_examples=8, **PROPERTIES)
 @given(script=scripts(spoilt=POISON, absent=True))
 def test_replicas_that_remember_agree_about_who_is_there(name, script):
     _, (metrics, _, _) = program(name)(batch_of(script))

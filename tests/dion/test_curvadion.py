@@ -69,7 +69,9 @@ def reference_changes(states):
 MODES = [("threshold", 0.6), ("budget", 0.1)]
 
 
-@pytest.mark.parametrize(("mode", "number"), MODES)
+@pytest.mark.parametrize(
+    ("mode", "number"), [pytest.param(*MODES[0], marks=pytest.mark.slow), MODES[1]]
+)
 def test_the_value_is_the_change_of_m_plus_g(mode, number):
     states = history(mode, number)
     values = np.stack([state.metrics.value for _, state in states])

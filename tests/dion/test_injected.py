@@ -23,8 +23,15 @@ ONE_REPLICA = [
 ]
 # Two syncs and more in so few steps.
 REPLICAS = [
-    pytest.param(cd.curvadion, {"budget": 0.1}, id="curvadion-budget"),
-    pytest.param(cd.curvadion, {"threshold": 0.4}, id="curvadion-threshold"),
+    pytest.param(
+        cd.curvadion, {"budget": 0.1}, id="curvadion-budget", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        cd.curvadion,
+        {"threshold": 0.4},
+        id="curvadion-threshold",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(cd.local_muon, {"budget": 0.5}, id="local_muon-budget"),
 ]
 

@@ -62,7 +62,6 @@ TRIGGERS = {
 }
 QUICK = [
     ("average_factors", "every_k", "mesh", 8),
-    ("reconcile-nesterov", "every_k", "mesh", 8),
     ("reconcile-fragments-momentum_every", "every_k", "mesh", 8),
 ]
 RUNS = {"mesh": helpers.run_mesh, "vmap": helpers.run_vmap}
@@ -170,7 +169,12 @@ def test_the_library_is_the_reference(name, trigger, run, replicas):
 
 
 @pytest.mark.parametrize(
-    "name", ["reconcile", "reconcile-nesterov", "reconcile-fragments-momentum_every"]
+    "name",
+    [
+        "reconcile",
+        pytest.param("reconcile-nesterov", marks=pytest.mark.slow),
+        pytest.param("reconcile-fragments-momentum_every", marks=pytest.mark.slow),
+    ],
 )
 def test_a_sync_behind_the_local_step_is_one_in_its_place(name):
     behind, _ = SYNCHRONIZERS[name]

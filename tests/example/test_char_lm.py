@@ -28,7 +28,6 @@ from curvadion_jax import _storage, triggers
 # Float32 products of sines and cosines; measured below 1e-6.
 ROTARY_TOLERANCE = 1e-5
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
 MICRO = (
     "--layers 2 --width 16 --heads 2 --batch 2 --sequence-length 16 --replicas 2 "
     "--evaluation-batches 1 --evaluate-every 2 --checkpoint-every 2"

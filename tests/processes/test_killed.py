@@ -34,7 +34,7 @@ def commands(text: Path, out: Path, signals: str = "never") -> list[list[str]]:
     return [[*map(str, same), "--process-id", str(i)] for i in range(PROCESSES)]
 
 
-def ended(all_commands, folder: Path, environment) -> list[tuple[int | None, str]]:
+def ended(all_commands, folder: Path) -> list[tuple[int | None, str]]:
     """Exit status and output of each; of the victim None if it stands still."""
     files = [folder / f"{index}.txt" for index in range(len(all_commands))]
     with contextlib.ExitStack() as stack:
@@ -43,7 +43,6 @@ def ended(all_commands, folder: Path, environment) -> list[tuple[int | None, str
                 [sys.executable, *command],
                 stdout=stack.enter_context(file.open("w")),
                 stderr=subprocess.STDOUT,
-                env=environment,
             )
             for command, file in zip(all_commands, files, strict=True)
         ]
@@ -61,9 +60,9 @@ def ended(all_commands, folder: Path, environment) -> list[tuple[int | None, str
     return [(code, file.read_text()) for code, file in zip(codes, files, strict=True)]
 
 
-def finished(text: Path, out: Path, environment: dict[str, str]) -> list:
+def finished(text: Path, out: Path) -> list:
     """What a run of all processes to the end leaves, without the seconds."""
-    done = launch.together(commands(text, out), environment)
+    done = launch.together(commands(text, out))
     assert [status for status, _ in done] == [0] * PROCESSES, done
     rows = json.loads((out / "summary.json").read_text())
     lines = (out / "diloco.jsonl").read_text().splitlines()
@@ -73,16 +72,15 @@ def finished(text: Path, out: Path, environment: dict[str, str]) -> list:
     return found
 
 
-def test_the_others_end_and_the_run_goes_on(text, tmp_path, compiled):
-    environment = launch.caching(compiled)
-    undisturbed = finished(text, tmp_path / "undisturbed", environment)
+def test_the_others_end_and_the_run_goes_on(text, tmp_path):
+    undisturbed = finished(text, tmp_path / "undisturbed")
     out = tmp_path / "out"
     for signals, status, saved in (("5:SIGKILL", -9, 3), ("8:SIGSTOP", None, 6)):
-        left = ended(commands(text, out, signals), tmp_path, environment)
+        left = ended(commands(text, out, signals), tmp_path)
         codes = [code for code, _ in left]
         assert codes.pop(VICTIM) == status
         assert all(code not in (0, None) for code in codes)
         # JAX's own words, in the output of process 0.
         assert f"stopped sending heartbeats):\n{VICTIM}\n" in left[0][1]
         assert cd.checkpoint.latest_step(out / "checkpoints/diloco") == saved
-    assert finished(text, out, environment) == undisturbed
+    assert finished(text, out) == undisturbed

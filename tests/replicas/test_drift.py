@@ -57,14 +57,25 @@ def test_a_transformation_behind_it(behind):
     assert (drift_after_a_sync(tx) > ROUNDINGS).all()
 
 
-@pytest.mark.parametrize("name", SYNCHRONIZERS)
+@pytest.mark.parametrize(
+    "name",
+    # `test_rounding_is_no_move` is of two bits too.
+    ["average", "outer", pytest.param("2 bits", marks=pytest.mark.slow)],
+)
 def test_every_sync(name):
     tx = optimizer(SYNCHRONIZERS[name])
     assert (drift_after_a_sync(tx) <= ROUNDINGS).all()
     assert (drift_after_a_sync(optax.chain(tx, BEHIND["scale"])) > ROUNDINGS).all()
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        jnp.bfloat16,
+        pytest.param(jnp.float16, marks=pytest.mark.slow),
+        pytest.param(jnp.float32, marks=pytest.mark.slow),
+    ],
+)
 def test_rounding_is_no_move(dtype):
     """Updates that are smaller than the parameters' rounding, and larger."""
     params = helpers.make_params(dtype=dtype)

@@ -1,5 +1,6 @@
 """What the tests of compressors share: trees on replicas, and their compiled means."""
 
+import functools
 from typing import Any
 
 import helpers
@@ -10,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
 from curvadion_jax import _collectives, _partition
+from curvadion_jax.compressors import _quantize
 
 REPLICAS = 4
 # float32 sums and products of some hundreds of numbers of order one. Measured: 4e-6.
@@ -35,6 +37,15 @@ def views_of(tree):
 
 def averaging(compressor, stacked, run="vmap") -> tuple[Any, Any]:
     """Compiled (stacked tree, state) -> `Averaged` of every replica, and a state."""
+    shapes = tuple((name, x.shape, x.dtype) for name, x in stacked.items())
+    return _averaging(compressor, shapes, run, _quantize._PIECE)
+
+
+@functools.lru_cache(maxsize=32)
+def _averaging(compressor, shapes, run, piece) -> tuple[Any, Any]:
+    """Once for all tests of a compressor; some of them cut arrays in other pieces."""
+    del piece
+    stacked = {name: np.zeros(shape, dtype) for name, shape, dtype in shapes}
     one = one_of(stacked)
     views = views_of(one)
     state = compressor.init(one, views)

@@ -4,6 +4,7 @@ Most tests give the gradients instead of a loss: the batch of a training step is
 tree of gradients with a leading replica axis.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,7 +105,7 @@ def manual(function: Any, mesh: Any, state: Any) -> Any:
     """(state, batch) -> (state, metrics) of one replica, jitted under `shard_map`.
 
     As the optimizer's update is run in a step: how the state lies is known, and the
-    function may communicate. With () as the state nothing is known of it.
+    function may communicate.
     """
     like = state
     placed = [
@@ -128,10 +129,8 @@ def manual(function: Any, mesh: Any, state: Any) -> Any:
     def run(state, batch):
         with _layout.noting(placed):
             new, metrics = mapped(state, batch)
-        if jax.tree.leaves(like):
-            keep = lambda x, y: jax.lax.with_sharding_constraint(x, y.sharding)  # noqa: E731
-            new = jax.tree.map(keep, new, like)
-        return new, metrics
+        keep = lambda x, y: jax.lax.with_sharding_constraint(x, y.sharding)  # noqa: E731
+        return jax.tree.map(keep, new, like), metrics
 
     return jax.jit(run)
 
@@ -151,10 +150,11 @@ def quick(step: Any, *arguments: Any) -> Any:
     return step.lower(*arguments).compile(compiler_options=QUICK)
 
 
-def trace(step: Any, tx: Any, params: Any = None, *, in_shard_map=False) -> None:
+def trace(step: Any, tx: Any, params: Any = None, *, manual: bool = False) -> None:
     """Traces (params, opt_state, gradients) -> (updates, _) of one replica of two.
 
-    In `replicas.step`, or in a `shard_map` of one's own.
+    In `replicas.step`, or with `manual` where the optimizer's update runs in it: under
+    `shard_map`, whose types say what differs between replicas.
     """
     params = make_params() if params is None else params
     state = jax.eval_shape(lambda p: (p, tx.init(p)), params)
@@ -165,9 +165,14 @@ def trace(step: Any, tx: Any, params: Any = None, *, in_shard_map=False) -> None
     def body(state, batch):
         return state, step(*state, jax.tree.map(lambda g: g[0], batch))[0]
 
-    mesh = cd.replicas.make_mesh(2)
-    if in_shard_map:
-        mapped = manual(body, mesh, ())
+    def alone(state, batch):
+        state = jax.tree.map(lambda x: x[0], state)
+        results = _collectives.vary(body(state, batch)[1], AXIS)
+        return jax.tree.map(lambda x: x[None], results)
+
+    mesh, spec = cd.replicas.make_mesh(2), PartitionSpec(AXIS)
+    if manual:
+        mapped = jax.shard_map(alone, mesh=mesh, in_specs=spec, out_specs=spec)
     else:
         mapped = cd.replicas.step(body, mesh, donate=False)
     jax.eval_shape(mapped, stacked, stacked[0])
@@ -189,12 +194,17 @@ def run_vmap(tx: Any, params: Any, gradients: list) -> Iterator:
     state = jax.tree.map(
         lambda x: np.broadcast_to(x, (number, *np.shape(x))), (params, tx.init(params))
     )
-    mapped = jax.jit(jax.vmap(train_step(tx), axis_name=AXIS))
-    step = quick(mapped, state, gradients[0])
+    step = _vmapped(tx)
     for tree in gradients:
         state, _ = step(state, tree)
         state = jax.device_get(state)
         yield state
+
+
+@functools.lru_cache(maxsize=8)
+def _vmapped(tx: Any) -> Any:
+    """Compiled once where a test runs one optimizer from several starts."""
+    return jax.jit(jax.vmap(train_step(tx), axis_name=AXIS))
 
 
 def run_alone(tx: Any, params: Any, gradients: list) -> Iterator:

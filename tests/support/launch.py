@@ -1,6 +1,5 @@
 """Several processes of one program on this machine, which cannot hang a test."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -17,17 +16,8 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def caching(folder: Path) -> dict[str, str]:
-    """An environment in which JAX keeps there whatever it compiles."""
-    return os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(folder),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-
-
 def together(
-    commands: Sequence[Sequence[str | Path]], environment: dict[str, str] | None = None
+    commands: Sequence[Sequence[str | Path]],
 ) -> list[tuple[int, str]]:
     """Exit status and output of Python programs that run at the same time."""
     workers = [
@@ -36,7 +26,6 @@ def together(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment,
         )
         for command in commands
     ]

@@ -1,5 +1,6 @@
 """Synchronizers with compressors: nothing is lost, and replicas stay together."""
 
+import functools
 from typing import Any
 
 import helpers
@@ -41,6 +42,11 @@ def run(tx, steps=6, replicas=3, run_on=helpers.run_vmap):
     return list(run_on(tx, helpers.make_params(), gradients))
 
 
+@functools.cache
+def uncompressed():
+    return run(optimizer(synchronizers.reconcile()))
+
+
 def close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=ATOL)
 
@@ -48,7 +54,7 @@ def close(actual, expected):
 @pytest.mark.parametrize("name", LOSSY)
 def test_what_was_not_sent_is_held(name):
     """The gradients are given, so the sum of all drifts is known."""
-    exact = run(optimizer(synchronizers.reconcile()))
+    exact = uncompressed()
     lossy = run(optimizer(synchronizers.reconcile(compressor=FORMS[name])))
     for (_, expected), (_, state) in zip(exact, lossy, strict=True):
         for key, anchor in state.sync_state.anchor.items():
@@ -70,7 +76,7 @@ def test_replicas_agree_after_a_compressed_sync(name):
 
 
 def test_exact_is_no_compressor():
-    plain = run(optimizer(synchronizers.reconcile()))[-1]
+    plain = uncompressed()[-1]
     exact = run(optimizer(synchronizers.reconcile(compressor=FORMS["exact"])))[-1]
     for key, anchor in plain[1].sync_state.anchor.items():
         close(exact[1].sync_state.anchor[key], anchor)

@@ -106,7 +106,13 @@ def test_bytes_are_those_of_the_steps_that_were_asked():
     assert read["bytes"] == 3 * 4
 
 
-@pytest.mark.parametrize("trigger", [triggers.every_k(6), triggers.budget(0.5)])
+@pytest.mark.parametrize(
+    "trigger",
+    [
+        triggers.every_k(6),
+        pytest.param(triggers.budget(0.5), marks=pytest.mark.slow),
+    ],
+)
 def test_asking_on_every_step_is_asking_always(trigger):
     gradients = helpers.make_gradients(8, 2)
     tx = optimizer(trigger)

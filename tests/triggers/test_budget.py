@@ -1,5 +1,6 @@
 """The budget is kept whatever the signal does, and the signal decides within it."""
 
+import functools
 import math
 from typing import Any
 
@@ -22,27 +23,35 @@ ATOL = 1e-3
 CONTROLLED_ATOL = 1e-3
 
 
+@functools.cache
+def program(build, **options):
+    """Values -> (decisions, states) of every step of budget(of=these, threshold 1)."""
+
+    def run(values):
+        def look(seen: Any):
+            value = values[seen.steps]
+            return triggers.decision(~(value <= 1), value, 1.0)
+
+        trigger = build(of=triggers.stateless(look), **options)
+
+        def body(carry, steps):
+            syncs, since, state = carry
+            seen = triggers.Observation(steps=steps, syncs=syncs, local_steps=since)
+            decision, state = trigger.decide(seen, state)
+            fire = decision.fire
+            carry = (syncs + fire.astype(int), jnp.where(fire, 0, since + 1), state)
+            return carry, (decision, state)
+
+        nothing = jnp.zeros([], int)
+        start = (nothing, nothing, trigger.init(None, None, {}))
+        return lax.scan(body, start, jnp.arange(len(values)))[1]
+
+    return jax.jit(run)
+
+
 def follow(build, values, **options):
-    """(Decisions of every step, last state) of budget(of=a signal, threshold 1)."""
-    values = jnp.asarray(values, jnp.float32)
-
-    def look(seen: Any):
-        value = values[seen.steps]
-        return triggers.decision(~(value <= 1), value, 1.0)
-
-    trigger = build(of=triggers.stateless(look), **options)
-
-    def body(carry, steps):
-        syncs, since, state = carry
-        seen = triggers.Observation(steps=steps, syncs=syncs, local_steps=since)
-        decision, state = trigger.decide(seen, state)
-        fire = decision.fire
-        carry = (syncs + fire.astype(int), jnp.where(fire, 0, since + 1), state)
-        return carry, (decision, state)
-
-    start = (jnp.zeros([], int), jnp.zeros([], int), trigger.init(None, None, {}))
-    scan = jax.jit(lambda start: lax.scan(body, start, jnp.arange(len(values))))
-    return jax.device_get(scan(start))[1]
+    """(Decisions, states) of every step, of a trigger built around this signal."""
+    return jax.device_get(program(build, **options)(np.float32(values)))
 
 
 def signals():
@@ -86,13 +95,14 @@ def test_the_share_is_kept_for_any_signal(name, rate, options):
     assert excess.min() >= -options.get("behind", 3) - ATOL
 
 
+def one_step_later(**options):
+    return triggers.delayed(budget(**options))
+
+
 @pytest.mark.parametrize("name", signals())
 @pytest.mark.parametrize("rate", [0.01, 0.4])
 def test_one_step_later_the_share_is_kept_to_within_one_sync_more(name, rate):
-    def build(**options):
-        return triggers.delayed(budget(**options))
-
-    decisions, _ = follow(build, signals()[name], rate=rate)
+    decisions, _ = follow(one_step_later, signals()[name], rate=rate)
     excess = np.cumsum(decisions.fire) - rate * np.arange(1, STEPS + 1)
     assert excess.max() <= 3 + ATOL
     assert excess.min() >= -4 - ATOL

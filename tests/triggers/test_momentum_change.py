@@ -31,16 +31,15 @@ def run(trigger, gradients, inner=None):
 
 
 def run_optimizer(tx: Any, gradients):
-    gradients = jax.tree.map(jnp.float32, gradients, is_leaf=lambda x: type(x) is list)
-    params = jax.tree.map(lambda g: jnp.zeros(g.shape[1:]), gradients)
+    gradients = jax.tree.map(np.float32, gradients, is_leaf=lambda x: type(x) is list)
+    params = jax.tree.map(lambda g: np.zeros(g.shape[1:], np.float32), gradients)
 
     def body(state, gradient):
         state = tx.update(gradient, state, params)[1]
         return state, state.metrics
 
-    scan = jax.jit(lambda state, xs: lax.scan(body, state, xs)[1])
-    state = tx.init(params)
-    return jax.device_get(helpers.quick(scan, state, gradients)(state, gradients))
+    scan = jax.jit(lambda xs: lax.scan(body, tx.init(params), xs)[1])
+    return jax.device_get(scan(gradients))
 
 
 # The trace of sgd(momentum=1/2) is g + trace / 2: the sizes 4, 5, 5, 8, 2, of which

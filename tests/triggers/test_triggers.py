@@ -45,9 +45,8 @@ def run(trigger, steps):
         state = tx.update(params, state, params)[1]
         return state, state.metrics
 
-    scan = jax.jit(lambda state: lax.scan(body, state, length=steps)[1])
-    state = tx.init(params)
-    return jax.device_get(helpers.quick(scan, state)(state))
+    scan = jax.jit(lambda: lax.scan(body, tx.init(params), length=steps)[1])
+    return jax.device_get(scan())
 
 
 def as_text(synced):

@@ -42,7 +42,7 @@ def averaged_loss() -> None:
         _, found = cd.replicas.value_and_grad(loss)(params)
         return tx.update(found, state, params)
 
-    helpers.trace(step, tx, in_shard_map=True)
+    helpers.trace(step, tx, manual=True)
 
 
 def own_shard_map(**settings: Any) -> None:
@@ -141,12 +141,20 @@ CASES = [
     wrong(
         "curvadion(0.1) without axis_name in replicas.step",
         lambda: on_replicas(cd.curvadion(0.1)),
-        *(ValueError, "has axis_name=None", "Build the optimizer with axis_name"),
+        *(
+            ValueError,
+            "axis_name=None and replicas.step maps over 'replica'",
+            "Build the optimizer with axis_name='replica'",
+        ),
     ),
     wrong(
         "presets.local_sgd(0.1) without axis_name in replicas.step",
         lambda: on_replicas(cd.presets.local_sgd(0.1)),
-        *(ValueError, "has axis_name=None", "Build the optimizer with axis_name"),
+        *(
+            ValueError,
+            "axis_name=None and replicas.step maps over 'replica'",
+            "Build the optimizer with axis_name='replica'",
+        ),
     ),
     wrong(
         "gradients through jax.lax.pmean",
@@ -259,7 +267,7 @@ CASES = [
         skipping_spikes,
         *(
             ValueError,
-            "a condition or a while loop that a replica decides alone",
+            "stands inside a condition or a while loop that a replica decides alone",
             "such as optax.apply_if_finite or lax.cond on a loss, goes around the",
         ),
     ),

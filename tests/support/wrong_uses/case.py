@@ -5,6 +5,7 @@ import dataclasses
 import io
 import re
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,13 @@ def calls(namespace: dict[str, Any], rows: list[tuple | Case]) -> list[Case]:
 def outcome(case: Case) -> tuple[type[BaseException] | None, str]:
     """The type of what is raised, and its message in one line; None if it passes."""
     said = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(said):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stderr(said),
+        warnings.catch_warnings(),
+    ):
+        # Comes before the error, and names the same.
+        warnings.filterwarnings("ignore", "the training step itself communicates")
         place = Path(folder).resolve()
         try:
             case.do(place)
