@@ -16,10 +16,10 @@ from curvadion_jax import (
     _guards,
     _xla,
     compressors,
-    presets,
     synchronizers,
     triggers,
 )
+from curvadion_jax.presets import _published_curvadion
 from curvadion_jax.synchronizers import SyncState
 
 AXIS = helpers.AXIS
@@ -108,8 +108,10 @@ def test_an_inner_optimizer_that_synchronises_itself_is_rejected(synchronizer):
 
 
 def test_an_optimizer_for_local_steps_that_communicates_is_rejected():
-    inner = presets._alternating(cd.dion(0.1), communicating(COLLECTIVES["pmean"]))
-    rejected(with_inner(inner, presets._with_mean_gradients()))
+    inner = _published_curvadion._alternating(
+        cd.dion(0.1), communicating(COLLECTIVES["pmean"])
+    )
+    rejected(with_inner(inner, _published_curvadion._with_mean_gradients()))
 
 
 def test_a_trigger_that_communicates_is_rejected():

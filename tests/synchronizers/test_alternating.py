@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import curvadion_jax as cd
-from curvadion_jax import presets, triggers
+from curvadion_jax import triggers
+from curvadion_jax.presets import _published_curvadion
 
 AXIS = helpers.AXIS
 # One float32 operation more or less (a fused multiply-add) on numbers of order 1.
@@ -21,9 +22,9 @@ paper = functools.partial(cd.presets.paper, orthonormalize=cd.householder_qr)
 def with_error_feedback():
     inner = cd.dion(0.1, 0.25, MU, orthonormalize=cd.householder_qr)
     return cd.adaptive_sync(
-        presets._alternating(inner, optax.sgd(LOCAL_RATE)),
+        _published_curvadion._alternating(inner, optax.sgd(LOCAL_RATE)),
         triggers.at_most_every(triggers.always(), 9),
-        presets._with_mean_gradients(),
+        _published_curvadion._with_mean_gradients(),
         AXIS,
     )
 
@@ -71,9 +72,9 @@ def test_a_local_steps_schedule_counts_every_step():
     between = optax.sgd(optax.exponential_decay(1.0, 1, 0.5))
     at_syncs = optax.with_extra_args_support(optax.sgd(0.0))
     tx = cd.adaptive_sync(
-        presets._alternating(at_syncs, between),
+        _published_curvadion._alternating(at_syncs, between),
         triggers.every_k(2),
-        presets._with_mean_gradients(),
+        _published_curvadion._with_mean_gradients(),
     )
     gradients = [{"w": np.ones(1, np.float32)}] * 5
     history = helpers.run_alone(tx, {"w": np.zeros(1, np.float32)}, gradients)
