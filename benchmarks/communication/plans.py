@@ -352,7 +352,7 @@ def scaling(results: Results, size: str, steps: int) -> list[Run]:
     return [
         run.but(seed=seed, steps=steps)
         for seed in (0, 1, 2)
-        for run in (muon, dion, *both, won)
+        for run in (muon, won, *both, dion)
     ]
 
 
