@@ -88,7 +88,8 @@ def _less_last(run: Run, params: optax.Params) -> str:
     form = _choose(run.compressor, _COMPRESSORS) or compressors.exact()
     sync = form.payload(params, {}).as_averaged(run.replicas)
     every_step = compressors.exact().payload(params, {}).averaged * run.steps
-    return f"{name} {numbers[0] - sync / every_step:.8f}"
+    left = numbers[0] - sync / every_step
+    return " ".join([name, f"{left:.8f}", *map(str, numbers[1:])])
 
 
 def _choose(text: str, known: dict[str, Callable[..., Any]]) -> Any:
@@ -124,8 +125,11 @@ _TRIGGERS = {
     "always": triggers.always,
     "every": triggers.every_k,
     "evenly": triggers.evenly,
-    "budget": lambda share: triggers.budget(
-        share, triggers.relative_momentum_change(_CHANGE)
+    "budget": lambda share, ahead=3, behind=3: triggers.budget(
+        share,
+        triggers.relative_momentum_change(_CHANGE),
+        ahead=ahead,
+        behind=behind,
     ),
     "drift": triggers.drift,
     "rmmc": triggers.relative_momentum_change,

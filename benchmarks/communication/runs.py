@@ -18,9 +18,9 @@ class Run:
         momentum: Decay rate of the momentum of Dion and Muon.
         trigger: 'always', 'every K', 'evenly SHARE' (of the bytes of synchronous
             training, the last sync among them), 'budget SHARE' (the same share, spent
-            where the relative momentum change is large), 'drift THRESHOLD', 'rmmc
-            THRESHOLD', 'quadratic ALPHA' (syncs as frequent as the learning rate is
-            high).
+            where the relative momentum change is large), 'budget SHARE AHEAD BEHIND'
+            (with these bounds), 'drift THRESHOLD', 'rmmc THRESHOLD', 'quadratic ALPHA'
+            (syncs as frequent as the learning rate is high).
         sync: 'gradients', 'factors' or 'reconcile'.
         compressor: Form in which that is sent: 'exact', 'int 8',
             'int 2 4' (the mean in 4 bits), 'int 2 2 1024' (in blocks of 1024),

@@ -1,10 +1,13 @@
 """Train the runs of a plan, and write each result as soon as it is there.
 
     python benchmarks/communication/study.py PLAN [PLAN...]
+    python benchmarks/communication/study.py scaling --size cpu-32k --steps 1200
 
 Results go to `results/cpu.jsonl` beside this file (or to another size's), a line a run;
 what is in it is not trained again, so a study that was stopped goes on with the same
 command. Plans are listed in `plans.py`; `tables.py` makes the tables and the picture.
+The plan `scaling` stands alone: all its sizes and lengths go to one file,
+`results/scaling.jsonl`, of which `scaling.py` makes the table.
 """
 
 import argparse
@@ -33,7 +36,7 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
     Each has the fields of the run under 'run' and those of `simulate` beside it.
     """
     rows = [json.loads(line) for line in _whole_lines(file)]
-    return {Run(**row["run"]).key(): row for row in rows}
+    return {row.get("size", "") + Run(**row["run"]).key(): row for row in rows}
 
 
 def _whole_lines(file: Path) -> list[str]:
@@ -41,10 +44,13 @@ def _whole_lines(file: Path) -> list[str]:
     return text[: text.rfind("\n") + 1].splitlines(keepends=True)
 
 
-def missing(runs: Sequence[Run], file: Path) -> list[Run]:
-    """Those of the runs that have no result yet, each once."""
+def missing(runs: Sequence[Run], file: Path, size: str = "") -> list[Run]:
+    """Those of the runs that have no result yet, each once.
+
+    The size is to be named where the results of several are in one file.
+    """
     done = read(file)
-    wanted = {run.key(): run for run in runs}
+    wanted = {size + run.key(): run for run in runs}
     return [run for key, run in wanted.items() if key not in done]
 
 
@@ -67,16 +73,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("plan", nargs="+", choices=plans.PLANS)
+    parser.add_argument("plan", nargs="+", choices=[*plans.PLANS, "scaling"])
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--size", choices=SIZES, default="cpu")
+    parser.add_argument("--steps", type=int, default=300, help="of 'scaling' only")
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory")
     options = parser.parse_args(arguments)
     options.results.mkdir(parents=True, exist_ok=True)
-    file, size = options.results / f"{options.size}.jsonl", SIZES[options.size]
+    size, together = SIZES[options.size], options.plan == ["scaling"]
+    if "scaling" in options.plan and not together:
+        parser.error("'scaling' goes to a file of its own: train it alone")
+    name = "scaling" if together else options.size
+    file = options.results / f"{name}.jsonl"
     results = read(file)
-    runs = [run for name in options.plan for run in plans.PLANS[name](results)]
-    left = missing(runs, file)
+    if together:
+        runs = plans.scaling(results, options.size, options.steps)
+    else:
+        runs = [run for name in options.plan for run in plans.PLANS[name](results)]
+    left = missing(runs, file, options.size if together else "")
     print(f"{len(runs)} runs, {len(left)} of them to train", flush=True)
     file.write_text("".join(_whole_lines(file)))  # without a line that was cut off
     with _workers(options.workers) as pool, file.open("a") as stream:
@@ -89,12 +103,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"{run.key()}: {error!r}", file=sys.stderr, flush=True)
                 continue
             result = future.result()
+            if together:
+                result = _described(waiting[future], options.size) | result
             stream.write(json.dumps(result) + "\n")
             stream.flush()
             share = 100 * result["bytes"] / result["synchronous_bytes"]
             print(f"{result['loss']:.4f} {share:.3f}% {run.key()}", flush=True)
     if failed:
         sys.exit(f"{failed} of {len(left)} runs failed; the same command tries again")
+
+
+def _described(run: Run, size: str) -> dict[str, Any]:
+    """What tells runs of several sizes in one file apart."""
+    import plans
+
+    tokens = SIZES[size].tokens // run.replicas
+    return {"method": plans.SCALED[run.inner], "size": size, "tokens": tokens}
 
 
 def _workers(number: int) -> concurrent.futures.Executor:

@@ -229,6 +229,10 @@ def draw(results: plans.Results, file: Path) -> None:
 
 def document(results: plans.Results) -> str:
     """All tables that have rows, each under its heading."""
+    if any("tokens" in row for row in results.values()):  # of several sizes
+        import scaling
+
+        return scaling.document(results)
     parts = {
         "Methods": comparison(results),
         "Replicas": by_replicas(results),
