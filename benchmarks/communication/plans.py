@@ -56,7 +56,7 @@ METHODS = {
         "Muon, synchronous", _SYNCHRONOUS.but(inner="muon"), _RATES, _MOMENTA
     ),
     "adamw": Method("AdamW, synchronous", _ADAMW, _ADAM_RATES),
-    "curvadion": Method("`curvadion`, tuned", _CURVADION, _RATES, _MOMENTA, _OUTERS),
+    "local_muon": Method("`local_muon`, tuned", _CURVADION, _RATES, _MOMENTA, _OUTERS),
     "muloco": Method("MuLoCo, 4 bits", _MULOCO, _RATES, _MOMENTA, _OUTERS),
     "muloco_2_bits": Method(
         "MuLoCo, 2 bits",
@@ -90,7 +90,7 @@ METHODS = {
         _RATES,
     ),
     "as_it_comes": Method(
-        "`curvadion`, momentum and outer step as they come",
+        "`local_muon`, momentum and outer step as they come",
         _CURVADION.but(outer="nesterov 1.0 0.4"),
         (0.08,),
     ),
@@ -99,13 +99,13 @@ METHODS = {
         _SYNCHRONOUS.but(inner="muon", compressor="int 2 4"),
         _RATES,
     ),
-    "curvadion_dion": Method(
-        "`curvadion`, local steps of Dion",
+    "local_dion": Method(
+        "local steps of Dion, evenly spaced syncs",
         _CURVADION.but(inner="curvadion 1.0"),
         _RATES,
     ),
-    "curvadion_quarter": Method(
-        "`curvadion`, local steps of Dion at rank 1/4",
+    "local_dion_quarter": Method(
+        "local steps of Dion at rank 1/4, evenly spaced syncs",
         _CURVADION.but(inner="curvadion 0.25"),
         _RATES,
     ),
@@ -137,7 +137,7 @@ METHODS = {
 }
 # The winner and its rivals, which are run at all budgets; rivals at one of them; and
 # the references.
-AT_BUDGETS = ("curvadion", "muloco", "diloco", "sparseloco")
+AT_BUDGETS = ("local_muon", "muloco", "diloco", "sparseloco")
 _CORE = (*AT_BUDGETS, "muloco_2_bits", "quantised", "dion", "muon", "adamw")
 
 
@@ -210,7 +210,7 @@ def leaders(results: Results) -> list[Run]:
     won = {
         "dion": {},
         "muon": {"momentum": 0.8},
-        "curvadion": {"momentum": 0.8, "outer": "nesterov 1.0 0.4"},
+        "local_muon": {"momentum": 0.8, "outer": "nesterov 1.0 0.4"},
         "muloco": {"momentum": 0.8, "outer": "nesterov 1.0 0.6"},
     }
     return [run.but(**values) for name, values in won.items() for run in _rates([name])]
@@ -239,7 +239,7 @@ def outers(results: Results) -> list[Run]:
 
 def seeds(results: Results) -> list[Run]:
     """The references and the winner with more seeds, its closest rival among them."""
-    close = ("dion", "muon", "curvadion", "muloco", "muloco_2_bits", "as_it_comes")
+    close = ("dion", "muon", "local_muon", "muloco", "muloco_2_bits", "as_it_comes")
     far = ("diloco", "sparseloco")
     wanted = [(name, seed) for name in close for seed in (1, 2, 3, 4)]
     wanted += [(name, seed) for name in far for seed in (1, 2)]
@@ -248,7 +248,7 @@ def seeds(results: Results) -> list[Run]:
 
 def timing(results: Results) -> list[Run]:
     """The winner with syncs where the relative momentum change is large."""
-    run = _best("curvadion", results).but(trigger=f"budget {BUDGET}")
+    run = _best("local_muon", results).but(trigger=f"budget {BUDGET}")
     return [run.but(seed=seed) for seed in (0, 1, 2)]
 
 
@@ -290,13 +290,13 @@ def with_replicas(name: str, results: Results) -> list[Run]:
 def replicas(results: Results) -> list[Run]:
     """The winner and its rivals with any number of replicas, the closest on 3 seeds."""
     runs = [run for name in AT_BUDGETS for run in with_replicas(name, results)]
-    close = [*with_replicas("curvadion", results), *with_replicas("muloco", results)]
+    close = [*with_replicas("local_muon", results), *with_replicas("muloco", results)]
     return runs + [run.but(seed=seed) for run in close for seed in (1, 2)]
 
 
 def with_dropped(results: Results) -> list[Run]:
     """The winner with shares of all participations in syncs left out."""
-    return [_best("curvadion", results).but(dropped=share) for share in DROPPED]
+    return [_best("local_muon", results).but(dropped=share) for share in DROPPED]
 
 
 def participation(results: Results) -> list[Run]:

@@ -152,7 +152,7 @@ def by_replicas(results: plans.Results) -> str:
 
 def by_participation(results: plans.Results) -> str:
     """The winner's loss with participations in syncs left out at random."""
-    if plans.tuned("curvadion", results) is None:
+    if plans.tuned("local_muon", results) is None:
         return ""
     runs = plans.with_dropped(results)
     if not any(seeds_of(run, results) for run in runs[1:]):
@@ -181,7 +181,7 @@ def others(results: plans.Results) -> str:
         for run in table(name, results)
         for seed in range(10)
     }
-    if "curvadion" in names:
+    if "local_muon" in names:
         dropped = plans.with_dropped(results)
         shown |= {run.but(seed=seed).key() for run in dropped for seed in range(10)}
     standard = Run("dion 1.0", 0.04)

@@ -188,6 +188,6 @@ def test_the_table_in_the_documentation_is_of_the_committed_results():
 def test_other_sizes_take_what_won_at_the_first():
     results = study.read(study.RESULTS / "cpu.jsonl")
     taken = {(r.inner, r.compressor, r.momentum, r.outer) for r in plans.leaders({})}
-    names = ("dion", "muon", "curvadion", "muloco")
+    names = ("dion", "muon", "local_muon", "muloco")
     best = [plans.tuned(name, results) for name in names]
     assert taken == {(r.inner, r.compressor, r.momentum, r.outer) for r in best}
