@@ -220,7 +220,7 @@ def require_no_deadlock(jaxpr: Jaxpr, axis_name: str | None) -> None:
             require_no_deadlock(program, axis_name)
 
 
-def _named_axes(equation: JaxprEqn) -> set[Any]:
+def named_axes(equation: JaxprEqn) -> set[Any]:
     named = set()
     for key in ("axes", "axis_name"):
         axes = equation.params.get(key, ())
@@ -243,7 +243,7 @@ def collectives_in(
         if outside and outside in str(equation.source_info.name_stack):
             continue
         name = equation.primitive.name
-        if name not in _SILENT and axis_name in _named_axes(equation):
+        if name not in _SILENT and axis_name in named_axes(equation):
             found.append(equation)
         for program in inner_jaxprs(equation):
             found.extend(collectives_in(program, axis_name, outside))

@@ -28,13 +28,17 @@ class Mapped:
     Attributes:
       mesh: mesh with the replica axis.
       axis_name: name of the replica axis.
+      gradients: number of arrays that an update was given.
       sent_outside: bytes that the step itself sends over the axis, beside the
         optimizer.
+      averaged: whether an update is given gradients that were reduced over the axis.
     """
 
     mesh: Mesh
     axis_name: str
+    gradients: int = 0
     sent_outside: int = 0
+    averaged: bool = False
 
 
 # Whether the step is a program already, and mapped: what is mapped before is not it.
@@ -66,11 +70,9 @@ def mapping_program() -> Iterator[None]:
         _is_program.reset(token)
 
 
-def note(sent_outside: int) -> None:
-    """What the step that is being traced sends beside the optimizer, in bytes."""
-    mapped = _step.get()
-    if mapped is not None:
-        mapped.sent_outside = sent_outside
+def current() -> Mapped | None:
+    """The step that is being traced, if any."""
+    return _step.get()
 
 
 def update(
@@ -97,6 +99,7 @@ def update(
     if traced_in is None or jax.sharding.get_abstract_mesh().manual_axes:
         return function(gradients, state, params, **arguments)
     _check(traced_in, axis_name, arguments)
+    traced_in.gradients = len(jax.tree.leaves(gradients))
 
     @custom_vmap
     def one(gradients, state, params, arguments):
@@ -109,7 +112,7 @@ def update(
             raise ValueError(_guards.SEVERAL_MODELS.format(size))
         # A trace may have been kept from another step.
         mapped, flags = _step.get() or traced_in, list(batched)
-        if not mapped.sent_outside:
+        if not mapped.averaged:
             # A gradient of nothing is zeros on all replicas, and was not averaged.
             flags[0] = jax.tree.map(lambda _: True, flags[0])
             operands = (_stacked(operands[0], batched[0], size), *operands[1:])

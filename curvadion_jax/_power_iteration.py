@@ -2,7 +2,7 @@
 
 Pure mathematics: no Optax, no axis, no layout. Communication comes in as functions that
 are applied between the two products. Symbols as in Ahn et al. (arXiv 2504.05295), for
-parameters seen as stacks [*batch, rows, cols] with rows >= cols:
+parameters seen as stacks [..., rows, cols] with rows >= cols:
 
 ====== ==================== ==================== ===================================
 symbol shape                in Dion's state      on the replicas
@@ -10,9 +10,9 @@ symbol shape                in Dion's state      on the replicas
 G      the parameter's      the gradient         differs
 M      the parameter's      ``momentum``         differs ("decoupled")
 B      the parameter's      M + G                differs
-P      [*batch, rows, r]    orthonormal          the same after a reduction
-R      [*batch, cols, r]    B^T P                the same after a reduction
-Q      [*batch, cols, r]    ``q``, R with unit   the same after a reduction
+P      [..., rows, r]       orthonormal          the same after a reduction
+R      [..., cols, r]       B^T P                the same after a reduction
+Q      [..., cols, r]       ``q``, R with unit   the same after a reduction
                             columns
 ====== ==================== ==================== ===================================
 """

@@ -170,6 +170,9 @@ def latest_step(directory: Directory) -> int | None:
     Args:
       directory: the folder given to `save`; it need not exist.
 
+    Returns:
+      The step, or None.
+
     Raises:
       NotADirectoryError: the directory is a file, or lies below one.
 

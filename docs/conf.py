@@ -50,6 +50,8 @@ nitpick_ignore_regex = [
     ("py:class", r"(collections|jax|jnp|np|optax|os)\..*"),
     # The same, imported by their names.
     ("py:class", r"Any|Callable|Iterable|Mapping|Mesh|Sequence"),
+    # Aliases, and what only a Group shows.
+    ("py:class", r"Views|(curvadion_jax\._layout\.)?Layout"),
 ]
 
 

@@ -17,14 +17,16 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 import methods
 import numpy as np
+import optax
 import train
 from config import PRESETS, Config
 from journal import read_journal
 
 import curvadion_jax as cd
 
-# Fewer steps than the example's default, so that all three notebooks take half an hour.
-config = dataclasses.replace(PRESETS["tiny"], steps=120, evaluate_every=120)
+# Fewer steps and a smaller batch than the example's default, so that all three
+# notebooks take half an hour.
+config = dataclasses.replace(PRESETS["tiny"], steps=120, evaluate_every=120, batch=4)
 if _steps := os.environ.get("CURVADION_NOTEBOOK_STEPS"):  # a small size for CI
     config = dataclasses.replace(
         config,
@@ -60,12 +62,17 @@ def at_steps(steps: Any) -> cd.triggers.Trigger:
 
 
 def curvadion_with(*wanted: cd.triggers.Trigger) -> methods.Method:
-    """`curvadion` with a trigger of its own, and a sync at the last step."""
+    """What `curvadion` is made of, with another trigger and a sync at the last step."""
     trigger = cd.triggers.any_of(*wanted, at_steps([config.steps - 1]))
 
     def build(config, axis):
-        arguments = methods.curvadion_arguments(config)
-        return cd.curvadion(**arguments, trigger=trigger, axis_name=axis)
+        inner = cd.dion(**methods.curvadion_arguments(config), rank=1.0)
+        synchronizer = cd.synchronizers.reconcile(
+            optax.sgd(1.0, 0.4, nesterov=True),
+            compressor=cd.compressors.quantize(2),
+            momentum=False,
+        )
+        return cd.adaptive_sync(inner, trigger, synchronizer, axis)
 
     return methods.Method(build, frozenset())
 

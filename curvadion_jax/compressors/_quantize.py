@@ -2,20 +2,13 @@
 
 import functools
 import itertools
-import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _finite
 from curvadion_jax._payload import Payload
-from curvadion_jax.compressors import _base, _codes
-
-# Elements of an array whose codes are made at once. In between arrays are taken apart
-# into blocks, which on TPUs is a copy of what is at work and at times two.
-_PIECE = 2**22
+from curvadion_jax.compressors import _base, _codes, _pieces
+from curvadion_jax.compressors._pieces import Pieces
 
 
 def quantize(
@@ -84,27 +77,30 @@ def quantize(
 
     def payload(tree, views):
         del views
-        blocks = sum(_blocks(x, block) for x in jax.tree.leaves(tree))
+        blocks = sum(_pieces.count_blocks(x, block) for x in jax.tree.leaves(tree))
         stages = [_codes.encoded_bytes(blocks, block, b) for b in (bits, mean_bits)]
         return Payload(averaged=sum(stages) // 2)
 
     return _base.Compressor(lambda params, views: (), average, payload)
 
 
-def _blocks(x, block: int) -> int:
-    return math.ceil(x.size / block)
-
-
 def _average(leaves: list[jax.Array], stages: tuple[int, int], block: int, group):
     """For every array the mean over replicas, and what this one did not put in."""
-    filled = [_Pieces(leaf, block) for leaf in leaves if leaf.size]
-    found = iter(_average_filled(filled, stages, block, group) if filled else ())
+    buckets = _pieces.buckets([leaf for leaf in leaves if leaf.size], block)
+    filled = [Pieces(bucket.joined(), block) for bucket in buckets]
+    results = _average_filled(filled, stages, block, group) if filled else []
+    pairs = zip(buckets, results, strict=True)
+    found = iter(
+        [pair for x, both in pairs for pair in zip(*map(x.split, both), strict=True)]
+    )
     return [next(found) if leaf.size else (leaf, leaf) for leaf in leaves]
 
 
-def _average_filled(arrays: list["_Pieces"], stages, block, group):
+def _average_filled(arrays: list[Pieces], stages, block, group):
     number, (bits, mean_bits) = group.size, stages
-    ends = list(itertools.accumulate(_blocks(x.array, block) for x in arrays))
+    ends = list(
+        itertools.accumulate(_pieces.count_blocks(x.array, block) for x in arrays)
+    )
     rows = [x.to_rows(lambda blocks: _to_rows(blocks, bits)) for x in arrays]
     padded = jnp.pad(jnp.concatenate(rows), [(0, -ends[-1] % number), (0, 0)])
     received = group.all_to_all(padded.reshape(number, -1, padded.shape[-1]))
@@ -135,105 +131,6 @@ def _window(rows: jax.Array, first: jax.Array, number: int) -> jax.Array:
     padded = jnp.pad(rows, [(number, number), (0, 0)])
     start = jnp.clip(first + number, 0, len(rows) + number)
     return jax.lax.dynamic_slice_in_dim(padded, start, number)
-
-
-class _Pieces:
-    """An array as pieces of whole rows and blocks, of which only the last is shorter.
-
-    They are worked on one after the other, so that what is computed on the way is as
-    large as a piece, not as the array. A small one is a single piece. Eight rows, or
-    rows that fill whole blocks, are never taken apart, however long they are.
-
-    Attributes:
-      array: the array, not empty.
-      block: elements of a block.
-      table: the array as [rows, columns], or [rows] if it has one dimension.
-      height: rows of a piece.
-      columns: elements of a row.
-      count: number of pieces that have so many.
-      rest: rows of the piece after them, or 0.
-    """
-
-    def __init__(self, array: jax.Array, block: int) -> None:
-        self.array, self.block = array, block
-        self.table = array.reshape(-1, *array.shape[1:][-1:])
-        rows, self.columns = len(self.table), math.prod(self.table.shape[1:])
-        # Rows that fill blocks, eight together as TPUs keep them.
-        unit = math.lcm(8, block // math.gcd(block, self.columns))
-        self.height = max(_PIECE // (self.columns * unit), 1) * unit
-        self.count = rows // self.height if array.size > _PIECE else 0
-        self.rest = rows - self.count * self.height
-
-    def to_rows(self, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Rows of bytes, of blocks [blocks, block] that the array is made of."""
-        return self._each(
-            lambda index, height: function(
-                _in_blocks(self._piece(self.table, index, height), self.block)
-            )
-        )
-
-    def from_rows(
-        self, rows: jax.Array, function: Callable[[jax.Array], jax.Array]
-    ) -> jax.Array:
-        """An array like this one, of the blocks that rows of bytes stand for."""
-
-        def piece(index, height):
-            given, _ = self._rows(rows, index, height)
-            return _like(function(given), self.table[:height])
-
-        return self._each(piece).reshape(self.array.shape)
-
-    def less(
-        self, rows: jax.Array, function: Callable[[jax.Array, Any], jax.Array]
-    ) -> jax.Array:
-        """The array less the blocks of (rows, number of the first), zero if not finite.
-
-        It is written over the array where nothing else needs that.
-        """
-
-        def write(index, table, height):
-            piece = self._piece(table, index, height)
-            new = piece - _like(function(*self._rows(rows, index, height)), piece)
-            return jax.lax.dynamic_update_slice_in_dim(
-                table, _finite.finite_elements(new), index * self.height, 0
-            )
-
-        table = self.table
-        if self.count:
-            one = functools.partial(write, height=self.height)
-            table = jax.lax.fori_loop(0, self.count, one, table)
-        if self.rest:
-            table = write(self.count, table, self.rest)
-        return table.reshape(self.array.shape)
-
-    def _each(self, function: Callable[[Any, int], jax.Array]) -> jax.Array:
-        """What function(number of the piece, its height) gives, in one array."""
-        parts = []
-        if self.count:
-            numbers = jnp.arange(self.count)
-            found = jax.lax.map(lambda index: function(index, self.height), numbers)
-            parts.append(found.reshape(-1, *found.shape[2:]))
-        if self.rest:
-            parts.append(function(self.count, self.rest))
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-
-    def _piece(self, table: jax.Array, index: Any, height: int) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(table, index * self.height, height)
-
-    def _rows(self, rows: jax.Array, index: Any, height: int) -> tuple[jax.Array, Any]:
-        """A piece's rows of bytes, and the number of the first of them."""
-        first = index * (self.height * self.columns // self.block)
-        number = math.ceil(height * self.columns / self.block)
-        return jax.lax.dynamic_slice_in_dim(rows, first, number), first
-
-
-def _in_blocks(x: jax.Array, block: int) -> jax.Array:
-    """The elements of an array [blocks, block], the last ones zero."""
-    return jnp.pad(x.reshape(-1), (0, -x.size % block)).reshape(-1, block)
-
-
-def _like(blocks: jax.Array, piece: jax.Array) -> jax.Array:
-    return blocks.reshape(-1)[: piece.size].reshape(piece.shape)
 
 
 def _to_rows(blocks: jax.Array, bits: int) -> jax.Array:

@@ -112,8 +112,9 @@ class CompiledStep:
             warnings.warn(
                 "the compiler has replicas wait for each other on every step, in the "
                 f"training step and not in the optimizer: {'; '.join(sent[:4])}"
-                f"{' ...' if len(sent) > 4 else ''}. A sharding constraint on the "
-                "array that it comes from, over the axes inside a replica, mends most",
+                f"{' ...' if len(sent) > 4 else ''}. Say there how rows are divided "
+                "within a replica: x = jax.lax.with_sharding_constraint(x, "
+                "PartitionSpec('fsdp')), with your axis, on the array that is read",
                 stacklevel=3,
             )
 

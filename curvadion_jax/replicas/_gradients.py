@@ -40,9 +40,9 @@ def value_and_grad(
       transform: what differentiates, such as `flax.nnx.value_and_grad`.
 
     Returns:
-      A function that returns (value, gradients), or ((value, aux), gradients): means
-      over the micro-batches, of `aux` those of its floating-point arrays, and what else
-      is in it as the last micro-batch left it.
+      A function that returns what that of `jax.value_and_grad` does. Of several
+      micro-batches it is the mean, and what is no floating-point array in the auxiliary
+      data is that of the last one.
 
     Raises:
       TypeError: if `microbatches` is not an int.

@@ -10,11 +10,14 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from curvadion_jax import _guards
+from curvadion_jax import _guards, _mapped
 
 # What a call with these names runs, it runs once, with the values that it is given.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint")
 _CALLS += ("custom_jvp_call", "custom_vjp_call", "custom_lin")
+
+# Collectives that give all replicas the same.
+_REDUCTIONS = ("psum", "psum_invariant", "pmax", "pmin", "all_gather")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +27,19 @@ class Value:
     Attributes:
       varies: whether it may differ between replicas.
       synced: whether it depends on what an update of the optimizer returned.
+      reduced: whether it depends on a sum, or the like, over the replicas.
+      averaged: whether an update that it depends on was given gradients that are the
+        same on all replicas, because they were reduced.
     """
 
     varies: bool = False
     synced: bool = False
+    reduced: bool = False
+    averaged: bool = False
 
     def __or__(self, other: "Value") -> "Value":
-        return Value(self.varies or other.varies, self.synced or other.synced)
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Value(*(a or b for a, b in pairs))
 
 
 def follow(jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
@@ -69,7 +78,12 @@ def _results(equation: JaxprEqn, given: list[Value]) -> list[Value]:
     programs = _guards.inner_jaxprs(equation)
     every = _any(given)
     if _is_update(equation):
-        return [Value(varies=True, synced=True)] * number
+        step = _mapped.current()
+        gradients = given[: step.gradients] if step else []
+        averaged = any(x.reduced and not x.varies for x in gradients)
+        return [Value(varies=True, synced=True, averaged=averaged)] * number
+    if name in _REDUCTIONS and _guards.named_axes(equation) & _axes():
+        return [dataclasses.replace(every, varies=False, reduced=True)] * number
     if name == "cond":
         _check_condition(programs, given[0])
         branches = [follow(program, given[1:]) for program in programs]
@@ -119,8 +133,15 @@ def _check_condition(programs: Sequence[Jaxpr], decided_by: Value) -> None:
         )
 
 
-def moved_alone(jaxpr: Jaxpr, number: int, names: Sequence[str | None]) -> list[str]:
-    """Floating-point arrays of the state that the step changes and no sync reaches.
+def _axes() -> set[str]:
+    step = _mapped.current()
+    return {step.axis_name} if step else set()
+
+
+def moved_alone(
+    jaxpr: Jaxpr, number: int, names: Sequence[str | None]
+) -> tuple[list[str], bool]:
+    """What of the state no sync reaches, and whether gradients were averaged.
 
     Args:
       jaxpr: the step's program. The state comes first in what it is given, and in what
@@ -128,6 +149,10 @@ def moved_alone(jaxpr: Jaxpr, number: int, names: Sequence[str | None]) -> list[
       number: how many of the arrays that it is given belong to state and batch, and may
         differ between replicas; the others are shared.
       names: of the state's arrays, None for those that are not looked at.
+
+    Returns:
+      Names of floating-point arrays that the step changes and no sync reaches, and
+      whether an update is given gradients that were reduced over the replicas.
     """
     varies = [Value(varies=index < number) for index in range(len(jaxpr.invars))]
     results = follow(jaxpr, varies)
@@ -139,4 +164,4 @@ def moved_alone(jaxpr: Jaxpr, number: int, names: Sequence[str | None]) -> list[
         alone = results[index].varies and not results[index].synced
         if name is not None and moving and alone:
             found.append(name)
-    return found
+    return found, any(value.averaged for value in results)

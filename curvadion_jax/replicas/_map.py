@@ -48,9 +48,12 @@ def map_over_replicas(
     def inspected(state, batch, *shared):
         traced = _guards.trace(of_replica, state, batch, *shared)
         own = len(jax.tree.leaves((state, batch)))
-        _inspect_step(traced.program.jaxpr, axis_name, own, watched(state))
+        said = _inspect_step(traced.program.jaxpr, axis_name, own, watched(state))
         with _mapped.mapping_program():
-            return traced(state, batch, *shared)
+            result = traced(state, batch, *shared)
+        if said:  # where nothing was rejected
+            warnings.warn(said, stacklevel=3)
+        return result
 
     def divided(x):
         spec = P(axis_name, *[P.UNCONSTRAINED] * (x.ndim - 1))
@@ -80,36 +83,36 @@ def map_over_replicas(
 
 
 def _inspect_step(
-    jaxpr: Any, axis_name: str, own: int, names: list[str | None]
-) -> None:
-    """Names what the step sends itself, and what no sync brings together."""
+    jaxpr: Any, axis_name: str, own: int, names: Sequence[str | None]
+) -> str:
+    """What is to be said of a step that sends itself, or leaves state apart."""
     _guards.require_no_deadlock(jaxpr, axis_name)
-    alone = _inspect.moved_alone(jaxpr, own, names)
+    alone, averaged = _inspect.moved_alone(jaxpr, own, names)
     found = _guards.collectives_in(jaxpr, axis_name, outside=_guards.SCOPE)
     sent = sum(_guards.bytes_given(equation) for equation in found)
-    _mapped.note(sent)
+    if step := _mapped.current():
+        step.sent_outside, step.averaged = sent, averaged
     if found:
         what = ", ".join(
             f"{e.primitive.name} of {e.invars[0].aval.str_short()}" for e in found
         )
-        warnings.warn(
+        return (
             f"the training step itself communicates over {axis_name!r}, besides the "
             f"optimizer: {what}, {sent} bytes a replica and step. "
             "Gradients, losses and norms must stay each replica's own; what is "
-            "meant so, as in a contrastive loss, is not counted by metrics.read",
-            stacklevel=4,
+            "meant so, as in a contrastive loss, is not counted by metrics.read"
         )
-    elif alone:
+    if alone:
         some = ", ".join(alone[:4]) + (" ..." if len(alone) > 4 else "")
-        warnings.warn(
+        return (
             f"of the state {len(alone)} arrays change on every replica alone, and no "
             f"sync brings them together: {some}. Replicas drift apart in them. All "
             "trainable parameters belong to one optimizer that synchronises "
             "(curvadion, local_muon, adaptive_sync; other_optimizer takes what is not "
             "a matrix); other state, such as batch statistics, is averaged at syncs by "
-            "replicas.step(..., average=('batch_stats',))",
-            stacklevel=4,
+            "replicas.step(..., average=('batch_stats',))"
         )
+    return ""
 
 
 def _check_accumulation(state: Any) -> None:

@@ -88,14 +88,18 @@ def _threshold(config: Config) -> dict[str, Any]:
     return {} if config.threshold is None else {"threshold": config.threshold}
 
 
+def curvadion_arguments(config: Config) -> dict[str, Any]:
+    """What `curvadion` is given beside its threshold or budget."""
+    return {"learning_rate": _schedule(config, _LOCAL_DION), "momentum": _MOMENTUM}
+
+
 def _curvadion(config: Config, axis: str) -> optax.GradientTransformation:
     # At full rank, its default: a low one is there to send little, and what it sends
     # are not factors.
     return cd.curvadion(
-        _schedule(config, _LOCAL_DION),
+        **curvadion_arguments(config),
         threshold=config.threshold,
         budget=config.budget if config.threshold is None else None,
-        momentum=_MOMENTUM,
         axis_name=axis,
     )
 

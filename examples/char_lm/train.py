@@ -191,7 +191,7 @@ def make_train_step(gpt: model.GPT) -> Callable[[TrainState, jax.Array], Any]:
         return model.next_token_loss(gpt, params, tokens_BxT)
 
     def train_step(state: TrainState, tokens_BxT: jax.Array):
-        loss, grads = cd.replicas.value_and_grad(loss_fn)(state.params, tokens_BxT)
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens_BxT)
         state = state.apply_gradients(grads=grads)
         return state, {"loss": loss, "sync": cd.metrics.observe(state.opt_state)}
 

@@ -18,7 +18,7 @@ from compressor_runs import (
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _collectives, compressors
-from curvadion_jax.compressors import _quantize
+from curvadion_jax.compressors import _pieces
 
 KINDS = re.compile(r"\b([a-z]+\d+)\[")
 
@@ -99,8 +99,8 @@ def test_large_arrays_in_pieces_are_the_same_to_the_bit(
     }
     form = compressors.quantize(4, block=16, mean_bits=mean_bits)
     whole = average(form, stacked)
-    monkeypatch.setattr(_quantize, "_PIECE", 256)
-    cut = _quantize._Pieces(stacked["large"][0], 16)
+    monkeypatch.setattr(_pieces, "PIECE", 256)
+    cut = _pieces.Pieces(stacked["large"][0], 16)
     assert [cut.height] * cut.count + [cut.rest] * bool(cut.rest) == pieces
     helpers.assert_bitwise(average(form, stacked), whole)
 
@@ -121,8 +121,8 @@ def test_pieces_of_an_array_that_all_replicas_hold_alike(monkeypatch):
         return jax.device_get(jax.jit(mapped)(array))
 
     whole = run()
-    monkeypatch.setattr(_quantize, "_PIECE", 100)
-    assert _quantize._Pieces(array, 16).count > 1
+    monkeypatch.setattr(_pieces, "PIECE", 100)
+    assert _pieces.Pieces(array, 16).count > 1
     helpers.assert_bitwise(run(), whole)
     np.testing.assert_allclose(whole[0][0], array, atol=np.abs(array).max() / 127)
 

@@ -17,7 +17,7 @@ def blocks(language: str, *pages: str) -> list[str]:
 def test_python_blocks_run_in_order(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "readme"}
-    pages = ("README.md", "docs/guide.md", "docs/sharding.md")
+    pages = ("README.md", "docs/guide.md", "docs/sharding.md", "docs/own-loop.md")
     for block in blocks("python", *pages):
         exec(compile(block, "README.md", "exec"), namespace)
     printed = capsys.readouterr().out

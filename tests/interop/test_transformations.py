@@ -97,7 +97,7 @@ def test_multi_steps_around():
         before = whole[(index + 1) // 2 - 1][0] if index else start
         close(params, {name: before[name] for name in NAMES})
     # The result is right, but not the count: every micro-step ran, syncs included, and
-    # what it counted was thrown away. The docstring says to accumulate before.
+    # what it counted was thrown away. On replicas it is rejected.
     assert int(micro[-1][1].inner_opt_state.metrics.steps) == 3
 
 
@@ -298,7 +298,7 @@ def test_the_default_is_made_of_public_parts(name):
     dion = cd.dion(0.1, 1.0, 0.9, optax.constant_schedule(0.01))
     local, trigger = {
         "local_muon": (muon, triggers.evenly(0.5)),
-        "curvadion": (dion, triggers.budget(0.5)),
+        "curvadion": (dion, triggers.budget(0.5, ahead=1, behind=1)),
     }[name]
     parts = cd.adaptive_sync(
         local,

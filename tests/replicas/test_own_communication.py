@@ -177,3 +177,16 @@ def test_one_replica_under_vmap_is_an_ensemble():
     state = jax.vmap(tx.init)(params)
     _, state = jax.jit(jax.vmap(tx.update))(params, state, params)
     assert cd.metrics.observe(state).steps.tolist() == [1, 1]
+
+
+def test_a_contrastive_step_may_have_parameters_without_a_gradient():
+    """What it sends is named, and zeros are no averaged gradient."""
+
+    def contrastive(gradients, params):
+        del params
+        shared = {name: lax.pmean(x, AXIS) for name, x in gradients.items()}
+        mixed = jax.tree.map(jnp.add, gradients, shared)
+        return mixed | {"embed": jnp.zeros_like(gradients["embed"])}
+
+    with pytest.warns(UserWarning, match="step itself communicates"):
+        step_of(contrastive).lower(*arguments())

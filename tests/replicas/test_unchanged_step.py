@@ -231,40 +231,41 @@ def test_a_replica_has_a_number():
     assert metrics["number"].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("layout", ["whole", "sharded"])
-def test_constraints_within_a_replica_and_messages_of_the_compiler(layout):
-    """Labels looked up in divided logits: found in the compiled program, and named."""
-    mesh = cd.replicas.make_mesh(2, {"fsdp": 2})
+@pytest.mark.parametrize("constrained", [False, True])
+def test_messages_that_the_compiler_adds(constrained):
+    """Labels looked up in logits that are divided by rows and by words at once."""
+    mesh = cd.replicas.make_mesh(4, {"fsdp": 2})
     tx = local_muon()
-    labels = np.arange(16) % 8
 
     def train(state, batch):
         params, opt_state = state
 
-        def loss_fn(w):
-            logits = batch["x"] @ w
-            spec = PartitionSpec(None, "fsdp" if layout == "sharded" else None)
-            logits = lax.with_sharding_constraint(logits, NamedSharding(mesh, spec))
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-            return losses.mean()
+        def loss_fn(params):
+            logits = params["embed"][batch] @ params["head"]
+            if constrained:
+                logits = lax.with_sharding_constraint(logits, PartitionSpec("fsdp"))
+            cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+            return cross_entropy(logits, batch).mean()
 
         loss, gradients = jax.value_and_grad(loss_fn)(params)
         updates, opt_state = tx.update(gradients, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
 
-    params = jnp.asarray(np.random.default_rng(0).normal(size=(6, 8)), jnp.float32)
+    def place(x):
+        spec = PartitionSpec(AXIS, None, "fsdp") if x.ndim == 3 else PartitionSpec(AXIS)
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    params = {"embed": jnp.eye(64, 32), "head": jnp.eye(32, 64)}
     state = cd.replicas.replicate((params, tx.init(params)), mesh)
+    rows = NamedSharding(mesh, PartitionSpec((AXIS, "fsdp")))
+    tokens = jax.device_put(np.arange(512).reshape(32, 16) % 64, rows)
     step = cd.replicas.step(train, mesh)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        state, metrics = step(state, {"x": X, "y": labels})
-    print([str(w.message) for w in found])
-    assert metrics["loss"].shape == (2,)
-    expected = [
-        optax.softmax_cross_entropy_with_integer_labels(x @ params, y).mean()
-        for x, y in zip(np.split(X, 2), np.split(labels, 2), strict=True)
-    ]
-    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+        step(jax.tree.map(place, state), tokens)
+    said = [str(warning.message) for warning in found]
+    assert len(said) == (0 if constrained else 1)
+    assert all("take_along_axis" in message for message in said)
 
 
 @pytest.mark.parametrize("has_aux", [False, True])

@@ -42,7 +42,7 @@ def averaged_loss() -> None:
         _, found = cd.replicas.value_and_grad(loss)(params)
         return tx.update(found, state, params)
 
-    helpers.trace(step, tx)
+    helpers.trace(step, tx, manual=True)
 
 
 def own_shard_map(**settings: Any) -> None:
@@ -171,9 +171,9 @@ CASES = [
         *(ValueError, "the gradient ['tall'] is the same on all", "psum: remove it"),
     ),
     wrong(
-        "a loss through jax.lax.pmean",
+        "a loss through jax.lax.pmean, in a shard_map of one's own",
         averaged_loss,
-        *(ValueError, "on all replicas of 'replica'", "psum: remove it"),
+        *(ValueError, "on all replicas of 'replica'", "Remove the reduction; each"),
     ),
     wrong(
         "jax.grad of parameters with in_specs=P()",
