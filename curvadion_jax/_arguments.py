@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from curvadion_jax import _matrices
+
 SCHEDULE = " or a schedule"
 
 
@@ -160,3 +162,14 @@ def reject_both(what: str, beside: str, there: str) -> None:
     raise ValueError(
         f"give {what} or {beside}, got both: {beside} says it itself, as in {there}"
     )
+
+
+def check_dion(rank, momentum, mu_dtype, orthonormalize, error_feedback, seed) -> None:
+    """Rejects arguments of Dion that are out of range or of the wrong kind."""
+    if rank is not None:
+        _matrices.check_rank(rank)
+    check_momentum(momentum)
+    check_dtype(mu_dtype, "mu_dtype")
+    check_orthonormalize(orthonormalize)
+    check_switch(error_feedback, "error_feedback")
+    check_seed(seed)

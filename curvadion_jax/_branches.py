@@ -23,7 +23,8 @@ from curvadion_jax import (
 from curvadion_jax._collectives import Replicas
 from curvadion_jax._counters import no_faults
 from curvadion_jax._layout import Layout
-from curvadion_jax._protocols import LocalStep, Observation, Synchronizer, Views
+from curvadion_jax._local_step import LocalStep
+from curvadion_jax._protocols import Observation, Synchronizer, Views
 from curvadion_jax._within_replica import Devices
 from curvadion_jax.synchronizers._base import variants
 

@@ -131,7 +131,9 @@ def scale_by_dion(
       has this rule for an all-zero momentum only, and otherwise steps along
       directions of rounding noise.
     """
-    check_dion(rank, momentum, mu_dtype, orthonormalize, error_feedback, seed)
+    _arguments.check_dion(
+        rank, momentum, mu_dtype, orthonormalize, error_feedback, seed
+    )
     rank = _RANK if rank is None else rank
     orthonormalize = orthonormalize or _orthonormalize.cholesky_qr
 
@@ -220,17 +222,6 @@ def _check_some_rank(views: dict[str, MatrixView], rank: int | float) -> None:
         )
 
 
-def check_dion(rank, momentum, mu_dtype, orthonormalize, error_feedback, seed) -> None:
-    """Rejects arguments of Dion that are out of range or of the wrong kind."""
-    if rank is not None:
-        _matrices.check_rank(rank)
-    _arguments.check_momentum(momentum)
-    _arguments.check_dtype(mu_dtype, "mu_dtype")
-    _arguments.check_orthonormalize(orthonormalize)
-    _arguments.check_switch(error_feedback, "error_feedback")
-    _arguments.check_seed(seed)
-
-
 def dion(
     learning_rate: optax.ScalarOrSchedule,
     rank: int | float | None = None,
@@ -293,7 +284,9 @@ def dion(
       <https://arxiv.org/abs/2504.05295>`_, 2025
     """
     _arguments.check_rates(learning_rate, weight_decay, adam_learning_rate)
-    check_dion(rank, momentum, mu_dtype, orthonormalize, error_feedback, seed)
+    _arguments.check_dion(
+        rank, momentum, mu_dtype, orthonormalize, error_feedback, seed
+    )
     if other_optimizer is None:
         other_optimizer = optax.adamw(
             learning_rate if adam_learning_rate is None else adam_learning_rate,

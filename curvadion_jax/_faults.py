@@ -38,7 +38,8 @@ from curvadion_jax import (
     _power_iteration,
 )
 from curvadion_jax._counters import Faults, SyncMetrics
-from curvadion_jax._protocols import LocalStep, SyncState
+from curvadion_jax._local_step import LocalStep
+from curvadion_jax._protocols import SyncState
 
 # In steps, before an excluded replica may request a sync.
 COOLDOWN = 10

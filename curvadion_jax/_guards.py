@@ -4,15 +4,14 @@ Inspects each branch's jaxpr before it is used, and rejects collectives over the
 axis where there may be none, or where replicas may not come together.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from curvadion_jax import _collectives
+from curvadion_jax import _collectives, _jaxprs
 
 # Around the optimizer's own communication, in the names of a program's equations.
 SCOPE = "curvadion_jax.update"
@@ -22,9 +21,6 @@ SEVERAL_MODELS = (
     "one update the parameters of all models, stacked: leading axes are stacks of "
     "matrices"
 )
-# What may name an axis without sending anything over it; all else counts as
-# communication, so that a collective new to JAX is not overlooked.
-_SILENT = ("axis_index", "pvary")
 
 
 def switch(
@@ -57,10 +53,10 @@ def switch(
     traced = trace_local(local, *operands, axis_name=axis_name, divided=divided)
     branches = [traced]
     for sync in syncs:
-        branch = trace(sync, *operands)
+        branch = _jaxprs.trace(sync, *operands)
         require_no_deadlock(branch.program.jaxpr, axis_name)
         branches.append(branch)
-    axes = axes_of_results(branches)
+    axes = _jaxprs.axes_of_results(branches)
 
     def marked(branch):
         return lambda *args: _collectives.vary(
@@ -104,33 +100,15 @@ def require_shared(
         )
 
 
-class Traced(NamedTuple):
-    """A function as a program: inspected once, and run without tracing it again."""
-
-    program: ClosedJaxpr
-    result: Any
-
-    def __call__(self, *operands: Any) -> Any:
-        leaves = jaxpr_as_fun(self.program)(*jax.tree.leaves(operands))
-        return jax.tree.unflatten(jax.tree.structure(self.result), leaves)
-
-
-def trace(function: Callable[..., Any], *operands: Any) -> Traced:
-    """The program of a function; one that is traced already as it is."""
-    if isinstance(function, Traced):
-        return function
-    return Traced(*jax.make_jaxpr(function, return_shape=True)(*operands))
-
-
 def trace_local(
     function: Callable[..., Any], *operands: Any, axis_name: str | None, divided: bool
-) -> Traced:
+) -> _jaxprs.Traced:
     """The program of a function that must not communicate over the axis."""
-    traced = trace(function, *operands)
+    traced = _jaxprs.trace(function, *operands)
     if axis_name is None:
         return traced
     jaxpr = traced.program.jaxpr
-    if found := collectives_in(jaxpr, axis_name):
+    if found := _jaxprs.collectives_in(jaxpr, axis_name):
         raise ValueError(
             f"a local step would communicate over the axis {axis_name!r} "
             f"({found[0].primitive.name}): the inner optimizer and the trigger "
@@ -149,38 +127,6 @@ def trace_local(
     return traced
 
 
-def axes_of_results(branches: Sequence[Traced]) -> list[frozenset[str]]:
-    """For every result the axes over which that of any branch differs."""
-    for traced in branches[1:]:
-        _require_same_result(traced.result, branches[0].result)
-    avals = zip(*(traced.program.out_avals for traced in branches), strict=True)
-    return [
-        frozenset().union(*map(_collectives.varying_aval, results)) for results in avals
-    ]
-
-
-def _require_same_result(synced: Any, local: Any) -> None:
-    if jax.tree.structure(synced) != jax.tree.structure(local):
-        raise ValueError(
-            "a sync step and a local step return different trees:\n"
-            f"{jax.tree.structure(synced)}\n{jax.tree.structure(local)}"
-        )
-    pairs = zip(jax.tree.leaves_with_path(synced), jax.tree.leaves(local), strict=True)
-    for (path, a), b in pairs:
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            raise ValueError(
-                f"a sync step returns {a.dtype}{list(a.shape)} and a local step "
-                f"{b.dtype}{list(b.shape)} at {jax.tree_util.keystr(path)}: an "
-                "optimizer must keep the shapes and dtypes of its state and updates"
-            )
-
-
-def inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
-    values = jax.tree.leaves(list(equation.params.values()))
-    values = [v.jaxpr if isinstance(v, ClosedJaxpr) else v for v in values]
-    return [value for value in values if isinstance(value, Jaxpr)]
-
-
 def _decides_alone(equation: JaxprEqn, axis_name: str) -> bool:
     """Whether replicas may not take a branch, or go on with a loop, together."""
     decided_by = []
@@ -194,7 +140,7 @@ def _decides_alone(equation: JaxprEqn, axis_name: str) -> bool:
 def _has_own_condition(jaxpr: Jaxpr, axis_name: str) -> bool:
     return any(
         _decides_alone(equation, axis_name)
-        or any(_has_own_condition(x, axis_name) for x in inner_jaxprs(equation))
+        or any(_has_own_condition(x, axis_name) for x in _jaxprs.inner_jaxprs(equation))
         for equation in jaxpr.eqns
     )
 
@@ -204,9 +150,11 @@ def require_no_deadlock(jaxpr: Jaxpr, axis_name: str | None) -> None:
     if axis_name is None:
         return
     for equation in jaxpr.eqns:
-        inner = inner_jaxprs(equation)
+        inner = _jaxprs.inner_jaxprs(equation)
         alone = _decides_alone(equation, axis_name)
-        if alone and any(collectives_in(program, axis_name) for program in inner):
+        if alone and any(
+            _jaxprs.collectives_in(program, axis_name) for program in inner
+        ):
             raise ValueError(
                 "a collective stands inside a condition that differs between the "
                 f"replicas of axis {axis_name!r}: some would wait for ever for the "
@@ -218,42 +166,6 @@ def require_no_deadlock(jaxpr: Jaxpr, axis_name: str | None) -> None:
             )
         for program in inner:
             require_no_deadlock(program, axis_name)
-
-
-def named_axes(equation: JaxprEqn) -> set[Any]:
-    named = set()
-    for key in ("axes", "axis_name"):
-        axes = equation.params.get(key, ())
-        named.update(axes if isinstance(axes, tuple | list) else (axes,))
-    return named
-
-
-def collectives_in(
-    jaxpr: Jaxpr, axis_name: str, outside: str | None = None
-) -> list[JaxprEqn]:
-    """The collectives over the axis in a program, nested ones included.
-
-    Args:
-      jaxpr: the program.
-      axis_name: replica axis.
-      outside: name of a scope; what is in it is left out.
-    """
-    found = []
-    for equation in jaxpr.eqns:
-        if outside and outside in str(equation.source_info.name_stack):
-            continue
-        name = equation.primitive.name
-        if name not in _SILENT and axis_name in named_axes(equation):
-            found.append(equation)
-        for program in inner_jaxprs(equation):
-            found.extend(collectives_in(program, axis_name, outside))
-    return found
-
-
-def bytes_given(equation: JaxprEqn) -> int:
-    """Bytes of the arrays that an equation is given."""
-    avals: list[Any] = [x.aval for x in equation.invars]
-    return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
 
 
 @jax.custom_batching.custom_vmap

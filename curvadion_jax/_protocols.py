@@ -2,8 +2,8 @@
 
 On every step of a replica a :class:`Trigger` is given an :class:`Observation` and
 answers with a :class:`Decision`. On a sync step a :class:`Synchronizer` is given the
-replica's :class:`LocalStep` and the :class:`Group` of all replicas. None of them knows
-an axis.
+replica's `LocalStep` (`_local_step`) and the :class:`Group` of all replicas. None of
+them knows an axis.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,13 +11,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _finite
 from curvadion_jax._layout import Layout
 from curvadion_jax._matrices import MatrixView
-from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax._payload import Payload
 
 Views = Mapping[str, MatrixView | None]
@@ -46,6 +43,7 @@ class Observation(NamedTuple):
         all gradients in float32.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from curvadion_jax import triggers
       >>> def decide(seen: Observation) -> Decision:
       ...     norm = optax.tree.norm(seen.gradients)
@@ -102,6 +100,7 @@ class Trigger(NamedTuple):
         communicate (that is checked).
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from curvadion_jax import triggers
       >>> def decide(observation, last):  # after steps 3, 7, 15, 31, ...
       ...     fire = observation.steps >= 2 * last
@@ -120,83 +119,6 @@ class Trigger(NamedTuple):
     decide: Callable[[Observation, Any], tuple[Decision, Any]]
 
 
-class LocalStep(NamedTuple):
-    """One replica's step, and its part in this sync.
-
-    Attributes:
-      gradients: this replica's gradients, tree of the parameters.
-      inner_state: state of the inner optimizer; before the step, or after it for
-        synchronizers with `after_local_step`.
-      params: this replica's parameters before the step.
-      views: path of a parameter -> how it is seen as matrices, or None.
-      take: ``(gradients, inner_state, **extra_args)`` -> (updates, inner state after
-        the step), the inner optimizer's update; ``take()`` is the plain local step, and
-        all that there is with `after_local_step`. It communicates nothing.
-      weight: float32[], how much this replica counts in the means of this sync. 1 if
-        all count alike, 0 if it takes no part; all replicas' add up to N, or to 0.
-        Replica-varying.
-      expected: float32[], the share of the expected replicas that takes part. The
-        others keep what they have for a later sync, so a mean to which they will add
-        is to be multiplied by this.
-      healthy: bool[], whether all that this replica has is finite. Replica-varying.
-      anybody: bool[], whether any replica takes part.
-
-    Example:
-      >>> inner, params = optax.sgd(0.5), {"w": jnp.ones(2)}
-      >>> state = inner.init(params)
-      >>> take = lambda: inner.update(params, state, params)
-      >>> local = LocalStep(params, state, params, {}, take)
-      >>> local.take()[0]["w"].tolist()
-      [-0.5, -0.5]
-    """
-
-    gradients: optax.Updates
-    inner_state: optax.OptState
-    params: optax.Params
-    views: Views
-    take: Callable[..., tuple[optax.Updates, optax.OptState]]
-    weight: jax.Array | float = 1.0
-    expected: jax.Array | float = 1.0
-    healthy: jax.Array | bool = True
-    anybody: jax.Array | bool = True
-
-    @property
-    def present(self) -> jax.Array:
-        """Whether this replica takes part, bool[]."""
-        return jnp.asarray(self.weight) > 0
-
-    @property
-    def joins(self) -> jax.Array:
-        """Whether it takes over what is common, bool[].
-
-        If it takes part, or has nothing of its own that is worth keeping.
-        """
-        return self.present | ~jnp.asarray(self.healthy)
-
-    def weighted(self, tree: Any) -> Any:
-        """What this replica brings to a mean: its arrays times its weight.
-
-        In at least float32, and zeros if it takes no part, whatever is in the tree.
-        """
-
-        def brought(x):
-            wide = x.astype(compute_dtype(x.dtype))
-            return jnp.where(
-                self.present, jnp.asarray(self.weight, wide.dtype) * wide, 0
-            )
-
-        return jax.tree.map(brought, tree)
-
-    def mean(self, tree: Any, group: "Group") -> Any:
-        """Weighted mean over those who take part, in the dtypes of the tree."""
-        means = group.mean(self.weighted(tree))
-        return jax.tree.map(lambda m, x: m.astype(x.dtype), means, tree)
-
-    def finite(self, tree: Any) -> Any:
-        """The tree, zeros if what this replica has is not finite."""
-        return _finite.or_zeros(jnp.asarray(self.healthy), tree)
-
-
 class SyncState(NamedTuple):
     """What a synchronizer keeps, by what it is to the replicas; changes at syncs only.
 
@@ -212,7 +134,7 @@ class SyncState(NamedTuple):
       own: what else is this replica's own. Replica-varying.
 
     Example:
-      >>> SyncState(anchor={"w": jnp.ones(2)}).residual
+      >>> SyncState(anchor={"w": jax.numpy.ones(2)}).residual
       ()
     """
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from curvadion_jax import _collectives, _guards
+from curvadion_jax import _collectives, _guards, _jaxprs
 
 
 def run_once(
@@ -50,12 +50,12 @@ def run_once(
     _guards.require_shared(which, axis_name)
     done = _collectives.vary(done, axis_name)
     keep = lambda done, *_: done  # noqa: E731
-    branches = [_guards.trace(each, done, *operands) for each in (keep, *syncs)]
-    axes = _guards.axes_of_results(branches)
-    if axes != _guards.axes_of_results(branches[:1]):
+    branches = [_jaxprs.trace(each, done, *operands) for each in (keep, *syncs)]
+    axes = _jaxprs.axes_of_results(branches)
+    if axes != _jaxprs.axes_of_results(branches[:1]):
         # A loop hands on what it began with, and marked as what it ends with.
         done = _collectives.vary_over(done, axes)
-        branches = [_guards.trace(each, done, *operands) for each in (keep, *syncs)]
+        branches = [_jaxprs.trace(each, done, *operands) for each in (keep, *syncs)]
 
     def once(_, done):
         return _guards.switch(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from curvadion_jax import _arguments, _collectives, _guards, _orthonormalize
+from curvadion_jax import _arguments, _collectives, _jaxprs, _orthonormalize
 
 
 def value_and_grad(
@@ -102,9 +102,9 @@ def _accumulated(differentiate, args, argnums, number: int):
         return jax.tree.map(_sum, total, traced(rows)), None
 
     parts = jax.tree.map_with_path(part, rows)
-    traced = _guards.trace(take, jax.tree.map(lambda x: x[0], parts))
+    traced = _jaxprs.trace(take, jax.tree.map(lambda x: x[0], parts))
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x)), traced.result)
-    axes = _guards.axes_of_results([traced])
+    axes = _jaxprs.axes_of_results([traced])
     total, _ = lax.scan(add, _collectives.vary_over(start, axes), parts)
     return jax.tree.map(
         lambda t, x: (t / number).astype(x.dtype) if _is_float(x) else t,

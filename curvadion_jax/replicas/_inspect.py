@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from curvadion_jax import _guards, _mapped
+from curvadion_jax import _guards, _jaxprs, _mapped
 
 # What a call with these names runs, it runs once, with the values that it is given.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint")
@@ -63,7 +63,7 @@ def follow(jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
 def has_update(jaxpr: Jaxpr) -> bool:
     """Whether a program holds an update of an optimizer that synchronises."""
     return any(
-        _is_update(equation) or any(map(has_update, _guards.inner_jaxprs(equation)))
+        _is_update(equation) or any(map(has_update, _jaxprs.inner_jaxprs(equation)))
         for equation in jaxpr.eqns
     )
 
@@ -75,14 +75,14 @@ def _is_update(equation: JaxprEqn) -> bool:
 
 def _results(equation: JaxprEqn, given: list[Value]) -> list[Value]:
     name, number = equation.primitive.name, len(equation.outvars)
-    programs = _guards.inner_jaxprs(equation)
+    programs = _jaxprs.inner_jaxprs(equation)
     every = _any(given)
     if _is_update(equation):
         step = _mapped.current()
         gradients = given[: step.gradients] if step else []
         averaged = any(x.reduced and not x.varies for x in gradients)
         return [Value(varies=True, synced=True, averaged=averaged)] * number
-    if name in _REDUCTIONS and _guards.named_axes(equation) & _axes():
+    if name in _REDUCTIONS and _jaxprs.named_axes(equation) & _axes():
         return [dataclasses.replace(every, varies=False, reduced=True)] * number
     if name == "cond":
         _check_condition(programs, given[0])

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _guards, _mapped, _paths
+from curvadion_jax import _guards, _jaxprs, _mapped, _paths
 from curvadion_jax.replicas import _inspect
 from curvadion_jax.replicas._average import average_where_synced, check_average
 from curvadion_jax.replicas._checks import check_leading
@@ -46,7 +46,7 @@ def map_over_replicas(
         ]
 
     def inspected(state, batch, *shared):
-        traced = _guards.trace(of_replica, state, batch, *shared)
+        traced = _jaxprs.trace(of_replica, state, batch, *shared)
         own = len(jax.tree.leaves((state, batch)))
         said = _inspect_step(traced.program.jaxpr, axis_name, own, watched(state))
         with _mapped.mapping_program():
@@ -88,8 +88,8 @@ def _inspect_step(
     """What is to be said of a step that sends itself, or leaves state apart."""
     _guards.require_no_deadlock(jaxpr, axis_name)
     alone, averaged = _inspect.moved_alone(jaxpr, own, names)
-    found = _guards.collectives_in(jaxpr, axis_name, outside=_guards.SCOPE)
-    sent = sum(_guards.bytes_given(equation) for equation in found)
+    found = _jaxprs.collectives_in(jaxpr, axis_name, outside=_guards.SCOPE)
+    sent = sum(_jaxprs.bytes_given(equation) for equation in found)
     if step := _mapped.current():
         step.sent_outside, step.averaged = sent, averaged
     if found:

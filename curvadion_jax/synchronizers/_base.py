@@ -15,9 +15,10 @@ import optax
 
 from curvadion_jax import _arguments, _paths
 from curvadion_jax._dion import DionState
+from curvadion_jax._local_step import LocalStep
 from curvadion_jax._matrices import MatrixView
 from curvadion_jax._orthonormalize import compute_dtype
-from curvadion_jax._protocols import Group, LocalStep, Synchronizer, Views
+from curvadion_jax._protocols import Group, Synchronizer, Views
 from curvadion_jax.compressors import Compressor
 
 

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from curvadion_jax import _finite, _momentum, _paths, compressors
+from curvadion_jax._local_step import LocalStep
 from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax._payload import total
 from curvadion_jax._power_iteration import reduces_factors
-from curvadion_jax._protocols import Group, LocalStep, Synchronizer, SyncState
+from curvadion_jax._protocols import Group, Synchronizer, SyncState
 from curvadion_jax.compressors._base import check_compressor, check_stateless
 from curvadion_jax.synchronizers import _base
 

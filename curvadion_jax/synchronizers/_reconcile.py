@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import _arguments, _finite, _momentum, _orthonormalize, compressors
-from curvadion_jax._protocols import Group, LocalStep, Synchronizer, SyncState
+from curvadion_jax._local_step import LocalStep
+from curvadion_jax._protocols import Group, Synchronizer, SyncState
 from curvadion_jax.compressors._base import check_compressor
-from curvadion_jax.synchronizers import _base, _fragments, _inner_state
+from curvadion_jax.synchronizers import _anchor_step, _base, _fragments, _inner_state
 from curvadion_jax.synchronizers._fragments import Fragment
 
 
@@ -238,11 +239,11 @@ class _Reconcile:
         form_state, momentum_state = of_fragment(common.compressor_state)
         anchor, params = pick(state.anchor), pick(local.params)
         moved = optax.apply_updates(params, pick(updates))
-        drift = jax.tree.map(_difference, moved, anchor)
-        mean, residual, form_state = _mean_drift(
+        drift = jax.tree.map(_anchor_step.difference, moved, anchor)
+        mean, residual, form_state = _anchor_step.mean_drift(
             self.compressor, drift, pick(state.residual), form_state, local, group
         )
-        anchor, outer_state = _outer_step(
+        anchor, outer_state = _anchor_step.outer_step(
             self.outer, mean, anchor, of_fragment(common.outer_state), group.layout
         )
         q = common.q
@@ -253,7 +254,7 @@ class _Reconcile:
         # An absent replica keeps its drift, on top of the common model.
         kept = _finite.or_zeros(~local.joins, drift)
         target = jax.tree.map(lambda a, d: (a + d).astype(a.dtype), anchor, kept)
-        updates = put(updates, jax.tree.map(_move_to, target, params))
+        updates = put(updates, jax.tree.map(_anchor_step.move_to, target, params))
         replace = functools.partial(
             _fragments.with_state, index=index, fragment=fragment
         )
@@ -296,44 +297,3 @@ class _Reconcile:
                 own = _inner_state.momenta(inner_state, fragment)
                 total += self.momentum_form.payload(own, views)
         return total
-
-
-def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(new.dtype, jnp.float32)
-    return new.astype(wide) - old.astype(wide)
-
-
-def _mean_drift(compressor, drift, residual, form_state, local: LocalStep, group):
-    """How far replicas are from the anchor on average, what they owe, and its state."""
-    if compressor is not None:
-        return _base.mean_with_feedback(
-            compressor, drift, residual, form_state, local, group
-        )
-    mean = jax.tree.map(
-        # An absent replica brings its drift later.
-        lambda x: x * jnp.asarray(local.expected, x.dtype),
-        local.mean(drift, group),
-    )
-    return mean, residual, form_state
-
-
-def _outer_step(outer, drift, anchor, state, layout):
-    """Anchor after the sync, in the anchor's dtype, and the outer state."""
-    pseudo_gradient = jax.tree.map(jnp.negative, drift)
-    more = {"layout": layout} if layout.axes else {}
-    updates, new_state = outer.update(pseudo_gradient, state, anchor, **more)
-    # `optax.apply_updates` would add in the anchor's dtype.
-    anchor = jax.tree.map(lambda a, u: (a + u).astype(a.dtype), anchor, updates)
-    same_dtype = jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state)
-    return anchor, same_dtype
-
-
-def _move_to(target: jax.Array, params: jax.Array) -> jax.Array:
-    """Update that takes the parameters to the target, to the last bit if it can.
-
-    `params + (target - params)` may miss the target by a rounding; what it misses by
-    is added to the update once.
-    """
-    update = target - params
-    missed = target - (params + update)
-    return update + missed

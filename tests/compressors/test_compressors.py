@@ -17,7 +17,7 @@ from compressor_runs import (
 )
 
 from curvadion_jax import _collectives, compressors
-from curvadion_jax._protocols import LocalStep
+from curvadion_jax._local_step import LocalStep
 from curvadion_jax.synchronizers._base import mean_with_feedback
 
 ALL = {
