@@ -88,7 +88,7 @@ def _forget_programs(request):
         jax.clear_caches()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
     """A directory of small files, some of which are held out."""
     folder = tmp_path_factory.mktemp("text")

@@ -1,6 +1,5 @@
 """The example's main job in several processes is the one in one process."""
 
-import json
 import re
 import signal
 from pathlib import Path
@@ -14,6 +13,7 @@ import main
 import numpy as np
 import processes
 import pytest
+from interrupted_runs import commands, results
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
@@ -26,45 +26,16 @@ pytestmark = pytest.mark.timeout(4 * launch.SECONDS)
 RTOL, ATOL = 1e-5, 1e-6
 
 
-class Run:
-    """Starts the example in several processes, which compile what is new to them.
-
-    Args:
-        text: What it trains on.
-    """
-
-    def __init__(self, text: Path):
-        self._text = text
-
-    def __call__(self, out: Path, number: int, signals="never", own=()) -> list:
-        """Exit status and output of each process; `own` is for the last one alone."""
-        place = ["--coordinator", f"localhost:{launch.free_port()}"]
-        place += ["--num-processes", str(number)]
-        files = ["--data", str(self._text), "--out", str(out)]
-        same = [
-            interrupted_main.__file__,
-            signals,
-            *interrupted_main.MICRO,
-            *files,
-            *place,
-        ]
-        commands = [[*same, "--process-id", str(index)] for index in range(number)]
-        commands[-1] += own
-        return launch.together(commands)
-
-
 @pytest.fixture(scope="module")
-def run(text) -> Run:
-    return Run(text)
+def run(text):
+    """Starts the example in several processes, which compile what is new to them."""
 
+    def start(out: Path, signals="never", own=()) -> list[tuple[int, str]]:
+        """Exit status and output of both; `own` is for the last one alone."""
+        first, last = commands(text, out, 2, signals)
+        return launch.together([first, [*last, *own]])
 
-def results(out: Path) -> tuple[list, list]:
-    """Summary and journal without the seconds."""
-    summary = json.loads((out / "summary.json").read_text())
-    lines = journal.read_journal(out / "diloco.jsonl")
-    for row in (*summary, *lines):
-        row.pop("seconds")
-    return summary, lines
+    return start
 
 
 def assert_same(found: tuple[list, list], expected: tuple[list, list]) -> None:
@@ -95,11 +66,10 @@ def alone(text, tmp_path_factory) -> tuple[list, list]:
 
 
 @pytest.mark.slow
-def test_losses_syncs_and_bytes_are_those_of_one_process(run, tmp_path, alone):
+def test_losses_syncs_and_bytes_are_those_of_one_process(four, alone):
     """In four processes; with two the next test ends so."""
-    out, number = tmp_path / "out", 4
-    ended = run(out, number)
-    assert [status for status, _ in ended] == [0] * number, ended
+    out, ended = four
+    assert [status for status, _ in ended] == [0] * 4, ended
     assert_same(results(out), alone)
     assert (out / "picture.png").exists()
     assert "validation loss" in ended[0][1]
@@ -112,7 +82,7 @@ def test_a_signal_in_one_process_stops_all_and_the_same_command_goes_on(
 ):
     out = tmp_path / "out"
     for signals, asked, status in (("3", 3, 130), ("7:SIGTERM", 7, 0)):
-        ended = run(out, 2, signals)
+        ended = run(out, signals)
         assert [found for found, _ in ended] == [status] * 2, ended
         (step,) = map(int, re.findall(r"saved at step (\d) of 9", ended[0][1]))
         # The service takes the step after the furthest that a process has finished.
@@ -121,14 +91,14 @@ def test_a_signal_in_one_process_stops_all_and_the_same_command_goes_on(
         assert [line["step"] for line in lines] == [*range(1, step + 1)]
         assert cd.checkpoint.latest_step(out / "checkpoints/diloco") == step
         assert not (out / "summary.json").exists()
-    assert [status for status, _ in run(out, 2)] == [0, 0]
+    assert [status for status, _ in run(out)] == [0, 0]
     assert_same(results(out), alone)
 
 
 @pytest.mark.slow
 def test_a_process_that_cannot_write_says_so_and_no_other_waits_for_it(run, tmp_path):
     checkpoints = tmp_path / "out/checkpoints/diloco"
-    (first, _), (status, said) = run(tmp_path / "out", 2, "5:full")
+    (first, _), (status, said) = run(tmp_path / "out", "5:full")
     assert status == 74
     assert f"stopped: [Errno 27] step 6 was not saved in {checkpoints}: File" in said
     assert "Its steps [3] are as they were" in said
@@ -150,7 +120,7 @@ def test_a_process_that_cannot_write_says_so_and_no_other_waits_for_it(run, tmp_
     ],
 )
 def test_what_one_process_is_refused_stops_all(run, tmp_path, own, says, first_says):
-    ended = run(tmp_path / "out", 2, own=own)
+    ended = run(tmp_path / "out", own=own)
     assert [status for status, _ in ended] == [2, 2], ended
     assert says in ended[1][1]
     assert first_says in ended[0][1]

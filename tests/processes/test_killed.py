@@ -1,15 +1,14 @@
 """One of four processes dies or stands still: the others end, and the run goes on."""
 
 import contextlib
-import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import interrupted_main
 import launch
 import pytest
+from interrupted_runs import commands, results
 
 import curvadion_jax as cd
 
@@ -17,21 +16,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * launch.SECONDS)]
 PROCESSES, VICTIM = 4, 1
 # Seconds from the first process that ended to the last: JAX looks every few.
 BOUND = 60
-
-
-def commands(text: Path, out: Path, signals: str = "never") -> list[list[str]]:
-    place = ["--coordinator", f"localhost:{launch.free_port()}"]
-    same = [
-        interrupted_main.__file__,
-        signals,
-        *interrupted_main.MICRO,
-        "--data",
-        text,
-        "--out",
-        out,
-    ]
-    same += [*place, "--num-processes", PROCESSES]
-    return [[*map(str, same), "--process-id", str(i)] for i in range(PROCESSES)]
 
 
 def ended(all_commands, folder: Path) -> list[tuple[int | None, str]]:
@@ -60,27 +44,16 @@ def ended(all_commands, folder: Path) -> list[tuple[int | None, str]]:
     return [(code, file.read_text()) for code, file in zip(codes, files, strict=True)]
 
 
-def finished(text: Path, out: Path) -> list:
-    """What a run of all processes to the end leaves, without the seconds."""
-    done = launch.together(commands(text, out))
-    assert [status for status, _ in done] == [0] * PROCESSES, done
-    rows = json.loads((out / "summary.json").read_text())
-    lines = (out / "diloco.jsonl").read_text().splitlines()
-    found = [*rows, *map(json.loads, lines)]
-    for row in found:
-        row.pop("seconds")
-    return found
-
-
-def test_the_others_end_and_the_run_goes_on(text, tmp_path):
-    undisturbed = finished(text, tmp_path / "undisturbed")
-    out = tmp_path / "out"
+def test_the_others_end_and_the_run_goes_on(text, four, tmp_path):
+    out, (undisturbed, _) = tmp_path / "out", four
     for signals, status, saved in (("5:SIGKILL", -9, 3), ("8:SIGSTOP", None, 6)):
-        left = ended(commands(text, out, signals), tmp_path)
+        left = ended(commands(text, out, PROCESSES, signals), tmp_path)
         codes = [code for code, _ in left]
         assert codes.pop(VICTIM) == status
         assert all(code not in (0, None) for code in codes)
         # JAX's own words, in the output of process 0.
         assert f"stopped sending heartbeats):\n{VICTIM}\n" in left[0][1]
         assert cd.checkpoint.latest_step(out / "checkpoints/diloco") == saved
-    assert finished(text, out) == undisturbed
+    done = launch.together(commands(text, out, PROCESSES))
+    assert [status for status, _ in done] == [0] * PROCESSES, done
+    assert results(out) == results(undisturbed)
