@@ -145,7 +145,7 @@ def adaptive_sync(
 
     def update_of_replica(updates, state, params, step=None, weight=None, **extra_args):
         _guards.require_local_gradients(
-            updates, axis_name, allow_unchecked=allow_unchecked
+            updates, axis_name, allow_unchecked=allow_unchecked or _mapped.is_mapped()
         )
         replica = Branches(
             *(inner, synchronizer, axis_name, extra_args),

@@ -18,7 +18,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _collectives, _guards
+from curvadion_jax import _closures, _collectives, _guards, _jaxprs
 
 
 @dataclasses.dataclass
@@ -75,6 +75,11 @@ def current() -> Mapped | None:
     return _step.get()
 
 
+def is_mapped() -> bool:
+    """Whether a step is being traced whose gradients are local by construction."""
+    return _step.get() is not None
+
+
 def update(
     function: Callable[..., tuple[Any, Any]],
     axis_name: str | None,
@@ -101,9 +106,16 @@ def update(
     _check(traced_in, axis_name, arguments)
     traced_in.gradients = len(jax.tree.leaves(gradients))
 
+    given = [gradients, state, params, arguments]
+    checked = not _closures.reaches_tracers(function)
+    if not checked:
+        # As under `optax.inject_hyperparams`: what it closes over is mapped as well.
+        function, consts = _with_consts(function, traced_in, given)
+        given.append(consts)
+
     @custom_vmap
-    def one(gradients, state, params, arguments):
-        del gradients, arguments  # for the types of the results; never run
+    def one(gradients, state, params, *others):
+        del gradients, others  # for the types of the results; never run
         return jax.tree.map(jnp.zeros_like, params), state
 
     @one.def_vmap
@@ -116,13 +128,42 @@ def update(
             # A gradient of nothing is zeros on all replicas, and was not averaged.
             flags[0] = jax.tree.map(lambda _: True, flags[0])
             operands = (_stacked(operands[0], batched[0], size), *operands[1:])
-        results = _in_shard_map(function, mapped, flags, operands)
+        mapped_over = _in_shard_map(function, mapped, flags, checked)
+        results = mapped_over(*operands)
         return results, jax.tree.map(lambda _: True, results)
 
-    return one(gradients, state, params, arguments)
+    return one(*given)
 
 
-def _in_shard_map(function, mapped: Mapped, batched, operands):
+def _with_consts(function, mapped: Mapped, given):
+    """The function with what it closes over as a last argument, and that.
+
+    It is a program then, traced without types that say what differs between replicas:
+    what it closes over has none yet.
+    """
+    found = []
+
+    def of_replica(gradients, state, params, **arguments):
+        def call(gradients, state, params, arguments):
+            return function(gradients, state, params, **arguments)
+
+        found.append(_jaxprs.trace(call, gradients, state, params, arguments))
+        return jax.tree.map(jnp.zeros_like, params), state
+
+    flags = jax.tree.map(lambda _: True, given)
+    size = mapped.mesh.shape[mapped.axis_name]
+    stacked = _stacked(given, jax.tree.map(lambda _: False, given), size)
+    jax.eval_shape(_in_shard_map(of_replica, mapped, flags, checked=False), *stacked)
+    (traced,) = found
+
+    def with_consts(gradients, state, params, consts, **arguments):
+        program = traced.program.replace(consts=consts)
+        return traced._replace(program=program)(gradients, state, params, arguments)
+
+    return with_consts, list(traced.program.consts)
+
+
+def _in_shard_map(function, mapped: Mapped, batched, checked: bool):
     """The update with stacked results, of operands some of which are stacked."""
     axis = mapped.axis_name
 
@@ -130,20 +171,20 @@ def _in_shard_map(function, mapped: Mapped, batched, operands):
         operands = jax.tree.map(
             lambda b, x: jnp.squeeze(x, 0) if b else x, batched, list(operands)
         )
-        gradients, state, params, arguments = operands
+        gradients, state, params, arguments, *consts = operands
         state, params = _collectives.vary((state, params), axis)
-        result = function(gradients, state, params, **arguments)
+        result = function(gradients, state, params, *consts, **arguments)
         result = _collectives.vary(result, axis)
         return jax.tree.map(lambda x: jnp.expand_dims(x, 0), result)
 
-    specs = jax.tree.map(lambda b: P(axis) if b else P(), tuple(batched))
     return jax.shard_map(
         body,
         mesh=mapped.mesh.abstract_mesh,  # JAX may keep this trace for other devices
-        in_specs=specs,
+        in_specs=jax.tree.map(lambda b: P(axis) if b else P(), tuple(batched)),
         out_specs=P(axis),
         axis_names={axis},
-    )(*operands)
+        check_vma=checked,
+    )
 
 
 def _stacked(tree, batched, size: int):

@@ -19,7 +19,15 @@ TALKING = ("_collectives", "_within_replica")
 MATHS = {"_orthonormalize", "_power_iteration", "_matrices"}
 # The rooms of the house from the ground up: nobody imports what stands above.
 LEVELS = [
-    {"_matrices", "_orthonormalize", "_paths", "_finite", "_payload", "_layout"},
+    {
+        "_closures",
+        "_matrices",
+        "_orthonormalize",
+        "_paths",
+        "_finite",
+        "_payload",
+        "_layout",
+    },
     {"_arguments", "_memory", "_placement", "_power_iteration", "_trees"},
     {"_default_rule", "_partition", "_protocols", "_within_replica"},
     {"_collectives", "_dion", "_muon"},

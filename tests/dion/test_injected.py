@@ -24,7 +24,7 @@ ONE_REPLICA = [
 # Two syncs and more in so few steps.
 REPLICAS = [
     pytest.param(
-        cd.curvadion, {"budget": 0.1}, id="curvadion-budget", marks=pytest.mark.slow
+        cd.curvadion, {"budget": 0.6}, id="curvadion-budget", marks=pytest.mark.slow
     ),
     pytest.param(
         cd.curvadion,
