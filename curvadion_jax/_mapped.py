@@ -9,11 +9,13 @@ send what they are given. (Under `vmap` alone both branches would run on every s
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -28,7 +30,6 @@ class Mapped:
     Attributes:
       mesh: mesh with the replica axis.
       axis_name: name of the replica axis.
-      gradients: number of arrays that an update was given.
       sent_outside: bytes that the step itself sends over the axis, beside the
         optimizer.
       averaged: whether an update is given gradients that were reduced over the axis.
@@ -36,7 +37,6 @@ class Mapped:
 
     mesh: Mesh
     axis_name: str
-    gradients: int = 0
     sent_outside: int = 0
     averaged: bool = False
 
@@ -97,16 +97,17 @@ def update(
       was given.
 
     Raises:
-      TypeError: inside `replicas.step`, if an argument is a function.
       ValueError: inside `replicas.step`, for another axis than that of the step.
     """
     traced_in = _step.get()
     if traced_in is None or jax.sharding.get_abstract_mesh().manual_axes:
         return function(gradients, state, params, **arguments)
-    _check(traced_in, axis_name, arguments)
-    traced_in.gradients = len(jax.tree.leaves(gradients))
-
-    given = [gradients, state, params, arguments]
+    _check_axis(traced_in, axis_name)
+    # What is no array stays as it is: a Python number can be looked at.
+    arrays = {k: v for k, v in arguments.items() if _has_arrays(v)}
+    rest = {k: v for k, v in arguments.items() if k not in arrays}
+    function = functools.partial(function, **rest)
+    given = [gradients, state, params, arrays]
     checked = not _closures.reaches_tracers(function)
     if not checked:
         # As under `optax.inject_hyperparams`: what it closes over is mapped as well.
@@ -129,6 +130,8 @@ def update(
             flags[0] = jax.tree.map(lambda _: True, flags[0])
             operands = (_stacked(operands[0], batched[0], size), *operands[1:])
         mapped_over = _in_shard_map(function, mapped, flags, checked)
+        if not checked:
+            _check_untyped(mapped, flags)
         results = mapped_over(*operands)
         return results, jax.tree.map(lambda _: True, results)
 
@@ -193,7 +196,11 @@ def _stacked(tree, batched, size: int):
     )
 
 
-def _check(mapped: Mapped, axis_name: str | None, arguments: Any) -> None:
+def _has_arrays(tree: Any) -> bool:
+    return any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(tree))
+
+
+def _check_axis(mapped: Mapped, axis_name: str | None) -> None:
     alone = axis_name is None and mapped.mesh.shape[mapped.axis_name] == 1
     if axis_name != mapped.axis_name and not alone:
         raise ValueError(
@@ -201,9 +208,20 @@ def _check(mapped: Mapped, axis_name: str | None, arguments: Any) -> None:
             f"{mapped.axis_name!r}: replicas would drift apart and never synchronise. "
             f"Build the optimizer with axis_name={mapped.axis_name!r}"
         )
-    for path, x in jax.tree.leaves_with_path(arguments):
-        if callable(x):
-            raise TypeError(
-                f"update{jax.tree_util.keystr(path)} is a function, which cannot be "
-                "mapped over replicas: call update in a shard_map of your own"
-            )
+
+
+def _check_untyped(mapped: Mapped, batched) -> None:
+    """What types would say otherwise: what is the same on all replicas."""
+    if mapped.averaged:
+        raise ValueError(
+            f"a gradient is the same on all replicas of {mapped.axis_name!r}: it has "
+            "been reduced over the axis before it got here, so every step communicates "
+            "in full. Remove the pmean or psum"
+        )
+    if batched[3].get("step", False):
+        raise ValueError(
+            f"the step differs between the replicas of {mapped.axis_name!r}; some "
+            "would wait for ever for the others. It comes from outside, as a further "
+            "argument of the function that replicas.step returns, "
+            "train(state, batch, step)"
+        )

@@ -1,5 +1,7 @@
 """State beside the optimizer's that a sync averages too, such as BatchNorm's."""
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from curvadion_jax import _collectives, _counters, _finite, _guards, _layout, _paths
 from curvadion_jax._payload import Payload
 
-_SYNCED, _SENT = ("metrics", "synced"), ("metrics", "sent")
+_SYNCS, _SENT = ("metrics", "syncs"), ("metrics", "sent")
 
 
 def check_names(average: Any) -> tuple[str, ...]:
@@ -35,7 +37,7 @@ def check_average(state: Any, average: Sequence[str]) -> None:
     """
     leaves = _paths.leaves_with_names(state)
     _chosen(leaves, average)
-    if not any(names[-2:] == _SYNCED for names, _ in leaves):
+    if not any(names[-2:] == _SYNCS for names, _ in leaves):
         raise ValueError(
             f"average={tuple(average)} is averaged at syncs, and the state holds no "
             "optimizer that synchronises: return its state from the step as a part of "
@@ -45,16 +47,18 @@ def check_average(state: Any, average: Sequence[str]) -> None:
 
 @jax.named_scope(_guards.SCOPE)
 def average_where_synced(
-    state: Any, average: Sequence[str], mesh: Mesh, axis_name: str
+    state: Any, before: Any, average: Sequence[str], mesh: Mesh, axis_name: str
 ) -> Any:
     """The state [replicas, ...] with some arrays averaged if the step synchronised.
 
-    Their bytes are added to those that the optimizer counts.
+    That is, if an optimizer in it has counted more syncs than before the step. The
+    bytes are added to those that the first one counts.
     """
     leaves = _paths.leaves_with_names(state)
     chosen = _chosen(leaves, average)
     (sent, *_) = (i for i, (names, _) in enumerate(leaves) if names[-2:] == _SENT)
-    (flag, *_) = (i for i, (names, _) in enumerate(leaves) if names[-2:] == _SYNCED)
+    syncs = [_syncs(tree) for tree in (state, before)]
+    synced = functools.reduce(operator.or_, map(operator.ne, *syncs))
     arrays = [leaf for _, leaf in leaves]
     moving = [*chosen, sent]
     size = sum(arrays[i][0].size * arrays[i].dtype.itemsize for i in chosen)
@@ -76,10 +80,16 @@ def average_where_synced(
         in_specs=P(axis_name),
         out_specs=P(axis_name),
         axis_names={axis_name},
-    )(arrays[flag], *(arrays[i] for i in moving))
+    )(synced, *(arrays[i] for i in moving))
     for index, x in zip(moving, new, strict=True):
         arrays[index] = x
     return jax.tree.unflatten(jax.tree.structure(state), arrays)
+
+
+def _syncs(state: Any) -> list[jax.Array]:
+    """Counters of syncs [replicas], of every optimizer in the state."""
+    leaves = _paths.leaves_with_names(state)
+    return [x for names, x in leaves if names[-2:] == _SYNCS]
 
 
 def _chosen(leaves: Sequence[Any], average: Sequence[str]) -> list[int]:

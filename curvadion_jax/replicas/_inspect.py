@@ -5,19 +5,20 @@ may it differ between replicas, and did it go through an update that synchronise
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from curvadion_jax import _guards, _jaxprs, _mapped
 
-# What a call with these names runs, it runs once, with the values that it is given.
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint")
-_CALLS += ("custom_jvp_call", "custom_vjp_call", "custom_lin")
-
 # Collectives that give all replicas the same.
 _REDUCTIONS = ("psum", "psum_invariant", "pmax", "pmin", "all_gather")
+# What makes something else of the arrays that it is given, of their size or not.
+_CONTRACTIONS = ("dot_general", "conv_general_dilated", "gather")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +79,15 @@ def _results(equation: JaxprEqn, given: list[Value]) -> list[Value]:
     programs = _jaxprs.inner_jaxprs(equation)
     every = _any(given)
     if _is_update(equation):
-        step = _mapped.current()
-        gradients = given[: step.gradients] if step else []
-        averaged = any(x.reduced and not x.varies for x in gradients)
+        _, (gradients, *_) = equation.params["in_tree"].unflatten(given)
+        averaged = any(x.reduced and not x.varies for x in jax.tree.leaves(gradients))
         return [Value(varies=True, synced=True, averaged=averaged)] * number
-    if name in _REDUCTIONS and _jaxprs.named_axes(equation) & _axes():
-        return [dataclasses.replace(every, varies=False, reduced=True)] * number
+    if _jaxprs.named_axes(equation) & _axes():
+        if name == "axis_index":
+            return [Value(varies=True)]
+        if name in _REDUCTIONS:
+            every = dataclasses.replace(every, varies=False)
+        every = dataclasses.replace(every, reduced=True)
     if name == "cond":
         _check_condition(programs, given[0])
         branches = [follow(program, given[1:]) for program in programs]
@@ -93,11 +97,28 @@ def _results(equation: JaxprEqn, given: list[Value]) -> list[Value]:
     if name == "scan":
         (program,) = programs
         return _scan(equation, program, given)
-    if name in _CALLS and len(programs) == 1:
-        (program,) = programs
+    if len(programs) == 1 and name != "while":
+        (program,) = programs  # jit, remat, custom derivatives
         if len(program.invars) == len(given) and len(program.outvars) == number:
             return follow(program, given)
-    return [every] * number
+    return [
+        dataclasses.replace(every, synced=_adds_up(equation, given, x))
+        for x in equation.outvars
+    ]
+
+
+def _adds_up(equation: JaxprEqn, given: list[Value], result: Any) -> bool:
+    """Whether a result is one of a sync still: elements of it, cast, scaled or added.
+
+    A loss of parameters that a sync reaches is not, nor are its gradients.
+    """
+    if equation.primitive.name in _CONTRACTIONS:
+        return False
+    size = math.prod(result.aval.shape)
+    return any(
+        value.synced and math.prod(getattr(x.aval, "shape", ())) == size
+        for x, value in zip(equation.invars, given, strict=True)
+    )
 
 
 def _scan(equation: JaxprEqn, program: Jaxpr, given: list[Value]) -> list[Value]:
@@ -129,7 +150,9 @@ def _check_condition(programs: Sequence[Jaxpr], decided_by: Value) -> None:
             "send what a sync sends. What decides by a replica's own values, such as "
             "optax.apply_if_finite or lax.cond on a loss, goes around the inner "
             "optimizer, adaptive_sync(apply_if_finite(inner), ...), and not around the "
-            "optimizer that synchronises"
+            "optimizer that synchronises. (The number of a step, by which all decide "
+            "alike, comes as a further argument, train(state, batch, step), and not "
+            "from the state.)"
         )
 
 
@@ -139,29 +162,37 @@ def _axes() -> set[str]:
 
 
 def moved_alone(
-    jaxpr: Jaxpr, number: int, names: Sequence[str | None]
+    jaxpr: Jaxpr, before: Sequence[str], after: Sequence[str], own: int
 ) -> tuple[list[str], bool]:
     """What of the state no sync reaches, and whether gradients were averaged.
 
     Args:
       jaxpr: the step's program. The state comes first in what it is given, and in what
         it returns.
-      number: how many of the arrays that it is given belong to state and batch, and may
-        differ between replicas; the others are shared.
-      names: of the state's arrays, None for those that are not looked at.
+      before: names of the arrays of the state that it is given.
+      after: those of the state that it returns.
+      own: how many of the arrays that it is given belong to state and batch; the others
+        are shared.
 
     Returns:
-      Names of floating-point arrays that the step changes and no sync reaches, and
-      whether an update is given gradients that were reduced over the replicas.
+      Names of floating-point arrays that come to differ between replicas, and that no
+      sync reaches; and whether an update is given gradients that were reduced over the
+      replicas.
     """
-    varies = [Value(varies=index < number) for index in range(len(jaxpr.invars))]
-    results = follow(jaxpr, varies)
-    found = []
-    for index, name in enumerate(names):
-        before, after = jaxpr.invars[index], jaxpr.outvars[index]
-        kind: Any = after.aval
-        moving = after is not before and "float" in str(kind.dtype)
-        alone = results[index].varies and not results[index].synced
-        if name is not None and moving and alone:
-            found.append(name)
-    return found, any(value.averaged for value in results)
+    index = {name: number for number, name in enumerate(before)}
+    # Replicas start equal, and only what differs after a step does so before the next.
+    differs = [len(before) <= i < own for i in range(len(jaxpr.invars))]
+    while True:
+        results = follow(jaxpr, [Value(varies=x) for x in differs])
+        of_state = dict(zip(after, results, strict=False))
+        more = [n for n, x in of_state.items() if x.varies and n in index]
+        if all(differs[index[name]] for name in more):
+            break
+        for name in more:
+            differs[index[name]] = True
+    kinds: dict[str, Any] = {
+        name: x.aval for name, x in zip(after, jaxpr.outvars, strict=False)
+    }
+    floats = {n for n, x in kinds.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    alone = [n for n in more if n in floats and not of_state[n].synced]
+    return alone, any(value.averaged for value in results)

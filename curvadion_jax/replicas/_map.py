@@ -37,18 +37,17 @@ def map_over_replicas(
         _check_result(result, state)
         return result
 
-    def watched(state):
-        if number == 1:
-            return []
-        paths = _paths.leaves_with_names(state)
-        return [
-            None if set(average) & set(names) else "/".join(names) for names, _ in paths
-        ]
-
     def inspected(state, batch, *shared):
         traced = _jaxprs.trace(of_replica, state, batch, *shared)
         own = len(jax.tree.leaves((state, batch)))
-        said = _inspect_step(traced.program.jaxpr, axis_name, own, watched(state))
+        names = [_names(tree) for tree in (state, traced.result[0])]
+        alone, averaged = _inspect.moved_alone(
+            traced.program.jaxpr, names[0], names[1], own
+        )
+        if number == 1:
+            alone = []
+        alone = [name for name in alone if not set(name.split("/")) & set(average)]
+        said = _what_to_say(traced.program.jaxpr, axis_name, alone, averaged)
         with _mapped.mapping_program():
             result = traced(state, batch, *shared)
         if said:  # where nothing was rejected
@@ -76,18 +75,20 @@ def map_over_replicas(
         )
         new, metrics = mapped(state, jax.tree.map(rows, batch), *shared)
         if average:
-            new = average_where_synced(new, average, mesh, axis_name)
+            new = average_where_synced(new, state, average, mesh, axis_name)
         return new, jax.tree.map(divided, metrics)
 
     return run
 
 
-def _inspect_step(
-    jaxpr: Any, axis_name: str, own: int, names: Sequence[str | None]
+def _names(tree: Any) -> list[str]:
+    return [name for name, _ in _paths.leaves_with_path(tree)]
+
+
+def _what_to_say(
+    jaxpr: Any, axis_name: str, alone: Sequence[str], averaged: bool
 ) -> str:
-    """What is to be said of a step that sends itself, or leaves state apart."""
-    _guards.require_no_deadlock(jaxpr, axis_name)
-    alone, averaged = _inspect.moved_alone(jaxpr, own, names)
+    """Of a step that sends itself, or leaves state apart."""
     found = _jaxprs.collectives_in(jaxpr, axis_name, outside=_guards.SCOPE)
     sent = sum(_jaxprs.bytes_given(equation) for equation in found)
     if step := _mapped.current():
@@ -109,8 +110,8 @@ def _inspect_step(
             f"sync brings them together: {some}. Replicas drift apart in them. All "
             "trainable parameters belong to one optimizer that synchronises "
             "(curvadion, local_muon, adaptive_sync; other_optimizer takes what is not "
-            "a matrix); other state, such as batch statistics, is averaged at syncs by "
-            "replicas.step(..., average=('batch_stats',))"
+            "a matrix); other state, such as batch statistics or means of parameters, "
+            "is averaged at syncs by replicas.step(..., average=('batch_stats',))"
         )
     return ""
 
