@@ -148,7 +148,10 @@ def adaptive_sync(
             updates, axis_name, allow_unchecked=allow_unchecked or _mapped.is_mapped()
         )
         replica = Branches(
-            *(inner, synchronizer, axis_name, extra_args),
+            inner=inner,
+            synchronizer=synchronizer,
+            axis_name=axis_name,
+            extra_args=extra_args,
             views=_partition.matrix_views(params, dimension_numbers),
             layout=_layout.current(),
             weight=_faults.checked_weight(weight),
@@ -192,10 +195,13 @@ def adaptive_sync(
 
         # 3. What happened is counted.
         metrics = _counters.following(
-            *(counters, decision, asked, which),
-            faults._replace(skipped=~replica.usable),
-            replica.payloads(params, state.inner_state),
-            _trees.float32_bytes(params),
+            counters,
+            decision,
+            asked,
+            which,
+            faults=faults._replace(skipped=~replica.usable),
+            payloads=replica.payloads(params, state.inner_state),
+            gradient_bytes=_trees.float32_bytes(params),
         )
         state = AdaptiveSyncState(inner_state, trigger_state, sync_state, metrics)
         return updates, _collectives.vary(state, axis_name)

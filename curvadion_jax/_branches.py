@@ -76,7 +76,9 @@ class Branches:
             params,
             self.views,
             lambda: self._accumulated(gradients, state.inner_state, params),
-            *(counters.steps, counters.syncs, counters.local_steps),
+            counters.steps,
+            counters.syncs,
+            counters.local_steps,
             state.sync_state.anchor,
             averaged / len(cycle) / max(_trees.float32_bytes(params), 1),
         )

@@ -34,7 +34,7 @@ def value_and_grad(
       has_aux: as for `jax.value_and_grad`.
       microbatches: in how many parts the rows are taken, one after the other. All
         arrays in positional arguments other than `argnums` are divided along their
-        first axis; keyword arguments are given to every part.
+        first axis; keyword arguments are given to every part, keys of dropout too.
       axis_name: name of the replica axis; None is every axis of the `shard_map` around.
         Outside of one nothing is checked.
       transform: what differentiates, such as `flax.nnx.value_and_grad`.

@@ -21,8 +21,10 @@ def test_python_blocks_run_in_order(capsys, monkeypatch, tmp_path):
     for block in blocks("python", *pages):
         exec(compile(block, "README.md", "exec"), namespace)
     printed = capsys.readouterr().out
-    losses = re.findall(r"^\d+ ([\d.]+)$", printed, flags=re.M)
-    assert float(losses[-1]) < float(losses[0]) / 2
+    losses = [float(x) for x in re.findall(r"^\d+ ([\d.]+)$", printed, flags=re.M)]
+    quick_start, own_loop = losses[:5], losses[-3:]
+    assert quick_start[-1] < quick_start[0] / 2
+    assert own_loop[-1] < own_loop[0] / 2
     assert "'replicas': 8" in printed
     assert "'syncs'" in printed
     assert "optimizer" in printed

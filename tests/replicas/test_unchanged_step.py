@@ -378,7 +378,7 @@ def test_a_network_that_learns_from_another_is_named():
         return {"generator": new, "critic": critic, "opt": opt}, {}
 
     state = {"generator": {"w": w, "opt": tx.init(w)}, "critic": w}
-    with pytest.raises(UserWarning, match="of the state 3 arrays .*critic"):
+    with pytest.raises(UserWarning, match=r"of the state 3 arrays .*critic"):
         silently(train, state | {"opt": other.init(w)}, GRADIENTS)
 
 
