@@ -7,17 +7,16 @@ import optax
 
 from curvadion_jax import (
     _arguments,
+    _default_sync,
     _orthonormalize,
     _partition,
-    compressors,
     synchronizers,
     triggers,
 )
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import dion
 
-_OUTER_LEARNING_RATE, _OUTER_MOMENTUM = 1.0, 0.4
-_BUDGET, _BITS, _RANK = 0.01, 2, 1.0
+_BUDGET, _RANK = 0.01, 1.0
 # Syncs by which the budget may be ahead of its share, or behind.
 _BOUNDS = 1.0
 
@@ -135,15 +134,7 @@ def curvadion(
                 f"give a threshold or a budget, which finds the threshold, got both: "
                 f"{threshold=} and {budget=}"
             )
-    if synchronizer is None:
-        synchronizer = synchronizers.reconcile(
-            optax.sgd(_OUTER_LEARNING_RATE, _OUTER_MOMENTUM, nesterov=True),
-            compressor=compressors.quantize(_BITS if bits is None else bits),
-            momentum=False,
-        )
-    elif bits is not None:
-        there = f"reconcile(compressor=compressors.quantize({bits}))"
-        _arguments.reject_both("bits", "a synchronizer", there)
+    synchronizer = _default_sync.sync_in(bits, synchronizer)
     inner = dion(
         learning_rate,
         _RANK if rank is None else rank,

@@ -5,13 +5,11 @@ from typing import Any
 import jax
 import optax
 
-from curvadion_jax import _arguments, _partition, compressors, synchronizers, triggers
+from curvadion_jax import _arguments, _default_sync, _partition, synchronizers, triggers
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._muon import EPSILON, muon, muon_adamw
 
-# What lost least in benchmarks/communication; MuLoCo has 0.7 and 0.6.
-_OUTER_LEARNING_RATE, _OUTER_MOMENTUM = 1.0, 0.4
-_BUDGET, _BITS = 0.01, 2
+_BUDGET = 0.01
 
 
 def local_muon(
@@ -97,15 +95,7 @@ def local_muon(
     elif budget is not None:
         there = f"triggers.evenly({budget}) or triggers.budget({budget})"
         _arguments.reject_both("a budget", "a trigger", there)
-    if synchronizer is None:
-        synchronizer = synchronizers.reconcile(
-            optax.sgd(_OUTER_LEARNING_RATE, _OUTER_MOMENTUM, nesterov=True),
-            compressor=compressors.quantize(_BITS if bits is None else bits),
-            momentum=False,
-        )
-    elif bits is not None:
-        there = f"reconcile(compressor=compressors.quantize({bits}))"
-        _arguments.reject_both("bits", "a synchronizer", there)
+    synchronizer = _default_sync.sync_in(bits, synchronizer)
     if other_optimizer is None:
         rate = learning_rate if adam_learning_rate is None else adam_learning_rate
         other_optimizer = muon_adamw(rate, EPSILON, mu_dtype)

@@ -36,6 +36,7 @@ LEVELS = [
     {"_faults", "_mapped", "outer", "synchronizers"},
     {"_branches"},
     {"_adaptive_sync"},
+    {"_default_sync"},
     {"_curvadion", "_local_muon", "cost_model", "presets"},
     {"metrics", "replicas"},
     {"checkpoint", "_saved_state", "_storage"},
