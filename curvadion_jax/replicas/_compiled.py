@@ -1,6 +1,8 @@
 """A training step as a program, which leaves the state where it was."""
 
 import functools
+import logging
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +18,8 @@ from curvadion_jax import _layout, _mapped, _memory, _paths
 from curvadion_jax.replicas import _traffic
 from curvadion_jax.replicas._anchor import check_start
 from curvadion_jax.replicas._checks import check_alive, is_array
+
+_log = logging.getLogger("curvadion_jax")
 
 
 class CompiledStep:
@@ -82,7 +86,10 @@ class CompiledStep:
         program = self._program(key, state)
         if key not in self._checked:
             # The executable is kept for the call.
+            name, start = getattr(self, "__name__", "step"), time.perf_counter()
+            _log.info("compiling %s for %s", name, dict(self._mesh.shape))
             compiled = program.lower(state, batch, *shared).compile()
+            _log.info("compiled %s in %.1f s", name, time.perf_counter() - start)
             self._check_traffic(compiled.as_text() or "")
             self._checked.add(key)
         return program(state, batch, *shared)

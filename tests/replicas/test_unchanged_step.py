@@ -453,3 +453,17 @@ def test_numbers_among_the_extra_arguments_stay_numbers():
 
     with pytest.raises(ValueError, match="weight"):
         silently(train, {"w": w, "opt": tx.init(w)}, GRADIENTS)
+
+
+def test_compiling_is_logged_once(caplog):
+    tx = local_muon()
+    mesh, state = cd.replicas.make_mesh(2), {"w": jnp.ones((8, 8))}
+    state = cd.replicas.replicate(state | {"opt": tx.init(state["w"])}, mesh)
+    step = cd.replicas.step(lambda state, x: (taken(tx, state, x), {}), mesh)
+    with caplog.at_level("INFO", logger="curvadion_jax"):
+        for _ in range(2):
+            state, _ = step(state, GRADIENTS)
+    assert [record.message.split()[0] for record in caplog.records] == [
+        "compiling",
+        "compiled",
+    ]
