@@ -145,7 +145,10 @@ def adaptive_sync(
 
     def update_of_replica(updates, state, params, step=None, weight=None, **extra_args):
         _guards.require_local_gradients(
-            updates, axis_name, allow_unchecked=allow_unchecked or _mapped.is_mapped()
+            updates,
+            axis_name,
+            # In a mapped step gradients are local by construction.
+            allow_unchecked=allow_unchecked or _mapped.current() is not None,
         )
         replica = Branches(
             inner=inner,

@@ -75,11 +75,6 @@ def current() -> Mapped | None:
     return _step.get()
 
 
-def is_mapped() -> bool:
-    """Whether a step is being traced whose gradients are local by construction."""
-    return _step.get() is not None
-
-
 def update(
     function: Callable[..., tuple[Any, Any]],
     axis_name: str | None,

@@ -78,9 +78,10 @@ class CompiledStep:
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
             return self._program(self._key(state), state)(state, batch, *shared)
         check_alive(state, "state")
-        state = jax.tree.map(self._without_empty_axes, state)
-        batch = jax.tree.map(self._divided, batch)
         key = self._key(state)
+        leaves = map(_without_empty_axes, jax.tree.leaves(state), key[1])
+        state = jax.tree.unflatten(key[0], leaves)
+        batch = jax.tree.map(self._divided, batch)
         if not self._checked:
             check_start(state, has_axis=True)
         program = self._program(key, state)
@@ -177,15 +178,6 @@ class CompiledStep:
             return leaf  # rejected when traced
         return jax.device_put(leaf, NamedSharding(self._mesh, P(self._axis_name)))
 
-    def _without_empty_axes(self, leaf: Any) -> Any:
-        """The array, placed as after a step: without mesh axes of one device."""
-        placement = self._placement(leaf)
-        if placement is None or not is_array(leaf) or placement == leaf.sharding:
-            return leaf
-        if leaf.sharding.is_equivalent_to(placement, leaf.ndim):
-            return jax.device_put(leaf, placement)
-        return leaf
-
     def _placement(self, leaf: Any) -> NamedSharding | None:
         """How an array lies on the mesh; None where that is not known."""
         if not is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -209,6 +201,15 @@ def _over_replicas(placement: NamedSharding, axis_name: str) -> NamedSharding:
     while spec[-1] is None:  # P("replica", None) is P("replica")
         spec.pop()
     return placement.update(spec=P(*spec))
+
+
+def _without_empty_axes(leaf: Any, placement: NamedSharding | None) -> Any:
+    """The array, placed as after a step: without mesh axes of one device."""
+    if placement is None or not is_array(leaf) or placement == leaf.sharding:
+        return leaf
+    if leaf.sharding.is_equivalent_to(placement, leaf.ndim):
+        return jax.device_put(leaf, placement)
+    return leaf
 
 
 def _divided(state: Any, placements) -> list[_layout.Placed]:

@@ -101,6 +101,20 @@ def replica_step(tx: Any, mesh: Any, **options: Any) -> Any:
     return cd.replicas.step(local, mesh, **{"donate": False, **options})
 
 
+def in_shard_map(function: Any, mesh: Any) -> Any:
+    """(state, batch) -> results of one replica, for state [replicas, ...]."""
+
+    def body(state, batch):
+        state = jax.tree.map(lambda x: x[0], state)
+        result = _collectives.vary(function(state, batch), AXIS)
+        return jax.tree.map(lambda x: x[None], result)
+
+    spec = PartitionSpec(AXIS)
+    return jax.shard_map(
+        body, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={AXIS}
+    )
+
+
 def manual(function: Any, mesh: Any, state: Any) -> Any:
     """(state, batch) -> (state, metrics) of one replica, jitted under `shard_map`.
 
@@ -113,18 +127,7 @@ def manual(function: Any, mesh: Any, state: Any) -> Any:
         for name, x in _paths.leaves_with_path(state)
     ]
 
-    def body(state, batch):
-        state = jax.tree.map(lambda x: x[0], state)
-        result = _collectives.vary(function(state, batch), AXIS)
-        return jax.tree.map(lambda x: x[None], result)
-
-    mapped = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=PartitionSpec(AXIS),
-        out_specs=PartitionSpec(AXIS),
-        axis_names={AXIS},
-    )
+    mapped = in_shard_map(function, mesh)
 
     def run(state, batch):
         with _layout.noting(placed):
@@ -165,14 +168,9 @@ def trace(step: Any, tx: Any, params: Any = None, *, manual: bool = False) -> No
     def body(state, batch):
         return state, step(*state, jax.tree.map(lambda g: g[0], batch))[0]
 
-    def alone(state, batch):
-        state = jax.tree.map(lambda x: x[0], state)
-        results = _collectives.vary(body(state, batch)[1], AXIS)
-        return jax.tree.map(lambda x: x[None], results)
-
-    mesh, spec = cd.replicas.make_mesh(2), PartitionSpec(AXIS)
+    mesh = cd.replicas.make_mesh(2)
     if manual:
-        mapped = jax.shard_map(alone, mesh=mesh, in_specs=spec, out_specs=spec)
+        mapped = in_shard_map(body, mesh)
     else:
         mapped = cd.replicas.step(body, mesh, donate=False)
     jax.eval_shape(mapped, stacked, stacked[0])
