@@ -6,6 +6,7 @@ Writes `results/scaling.md` and `scaling.png` beside the results, and prints the
 """
 
 import argparse
+import dataclasses
 import itertools
 import math
 import statistics
@@ -21,6 +22,7 @@ from matplotlib import pyplot
 from runs import Run
 
 Row = tables.Row
+Gaps = dict[tuple[int, int], list[float]]
 HEADER = [
     *("method", "momentum", "rate", "outer step", "trigger", "form", "else"),
     *("bytes", "syncs", "loss", "above Muon", "above Dion", "above even `local_muon`"),
@@ -65,9 +67,9 @@ def document(results: plans.Results) -> str:
     return "\n\n".join([*head, law(results), *tables_]) + "\n"
 
 
-def points(line: Run, results: plans.Results) -> dict[tuple[int, int], list[float]]:
+def points(line: Run, results: plans.Results) -> Gaps:
     """Percent above synchronous Muon by tokens a replica and step, and steps."""
-    found: dict[tuple[int, int], list[float]] = {}
+    found: Gaps = {}
     rows = sorted(results.values(), key=_setting)
     for (tokens, _, steps), of_setting in itertools.groupby(rows, _setting):
         of_setting = list(of_setting)
@@ -80,43 +82,61 @@ def points(line: Run, results: plans.Results) -> dict[tuple[int, int], list[floa
     return found
 
 
-def fit(found: dict[tuple[int, int], list[float]]) -> np.ndarray:
-    """Least squares of log gap = c - a log(tokens / 1024) - b log(steps / 300)."""
-    features = [
-        (1.0, -math.log(tokens / 1024), -math.log(steps / 300))
-        for tokens, steps in found
-    ]
-    gaps = [math.log(statistics.fmean(above)) for above in found.values()]
-    return np.linalg.lstsq(np.array(features), np.array(gaps), rcond=None)[0]
+@dataclasses.dataclass(frozen=True)
+class Law:
+    """Gap = scale of the method (tokens / 1024)^-a (steps / 300)^-b, in percent."""
+
+    scales: dict[str, float]
+    a: float
+    b: float
+
+    def at(self, label: str, tokens: int, steps: int) -> float:
+        """The gap at a setting."""
+        decay = (tokens / 1024) ** -self.a * (steps / 300) ** -self.b
+        return self.scales[label] * decay
+
+
+def fit(gaps: dict[str, Gaps]) -> Law:
+    """Least squares in the logarithm of the gaps; the powers are of all methods."""
+    labels = list(gaps)
+    features, wanted = [], []
+    for label, found in gaps.items():
+        for (tokens, steps), above in found.items():
+            logs = -math.log(tokens / 1024), -math.log(steps / 300)
+            features.append([*(float(each == label) for each in labels), *logs])
+            wanted.append(math.log(statistics.fmean(above)))
+    *scales, a, b = np.linalg.lstsq(np.array(features), np.array(wanted))[0]
+    return Law(dict(zip(labels, map(math.exp, scales), strict=True)), a, b)
 
 
 def law(results: plans.Results) -> str:
     """The gap to synchronous Muon at all settings, and the power law through it."""
+    gaps = {label: points(line, results) for label, line in LINES.items()}
+    gaps = {label: found for label, found in gaps.items() if found}
+    means = [statistics.fmean(x) for found in gaps.values() for x in found.values()]
+    enough = len(means) > len(gaps) + 2 and min(means) > 0
+    fitted = fit(gaps) if enough else None
     header = ["method", "tokens", "steps", "above Muon", "seeds", "by the law"]
-    cells, laws = [], []
-    for label, line in LINES.items():
-        found = points(line, results)
-        enough = len(found) > 2 and min(map(statistics.fmean, found.values())) > 0
-        c, a, b = fit(found) if enough else [math.nan] * 3
-
-        def at(tokens, steps, c=c, a=a, b=b):
-            return math.exp(c) * (tokens / 1024) ** -a * (steps / 300) ** -b
-
-        cells += [
-            [
-                *(label, f"{tokens:,}", f"{steps:,}", tables.spread(above) + "%"),
-                *(str(len(above)), f"{at(tokens, steps):.2f}%" if enough else ""),
-            ]
-            for (tokens, steps), above in found.items()
+    cells = [
+        [
+            *(label, f"{tokens:,}", f"{steps:,}", tables.spread(above) + "%"),
+            *(str(len(above)), f"{fitted.at(label, *at):.2f}%" if fitted else ""),
         ]
-        if enough:
-            laws.append(
-                f"{label}: {math.exp(c):.2f}% (tokens / 1,024)^-{a:.2f} "
-                f"(steps / 300)^-{b:.2f}, from {len(found)} points; "
-                f"{at(*TARGET):.3f}% at {TARGET[0]:,} tokens and {TARGET[1]:,} steps"
-            )
-    text = "\n".join(f"* {line}." for line in laws)
-    return f"## Above synchronous Muon\n\n{tables.markdown(header, cells)}\n\n{text}"
+        for label, found in gaps.items()
+        for at, above in found.items()
+        for tokens, steps in [at]
+    ]
+    text = f"## Above synchronous Muon\n\n{tables.markdown(header, cells)}"
+    if fitted is None:
+        return text
+    scales = " or ".join(f"{fitted.scales[label]:.2f}% ({label})" for label in gaps)
+    far = " and ".join(f"{fitted.at(label, *TARGET):.3f}%" for label in gaps)
+    return (
+        f"{text}\n\nThe law: {scales} times (tokens / 1,024)^-{fitted.a:.2f} "
+        f"(steps / 300)^-{fitted.b:.2f}, {len(gaps) + 2} numbers from {len(means)} "
+        f"points. At {TARGET[0]:,} tokens and {TARGET[1]:,} steps it says {far}; that "
+        "is some 30 and 80 times beyond what was run, and is not to be relied on."
+    )
 
 
 def draw(results: plans.Results, file: Path) -> None:

@@ -127,12 +127,17 @@ def test_the_ideas_are_tried_at_the_cheapest_setting_alone():
 
 
 def test_the_law_is_found_again():
-    points = {
-        (tokens, steps): [5.0 * (tokens / 1024) ** -0.5 * (steps / 300) ** -0.75]
-        for tokens, steps in itertools.product((1024, 4096), (300, 1200))
+    settings = list(itertools.product((1024, 4096), (300, 1200)))
+    gaps = {
+        label: {
+            at: [scaling.Law({label: scale}, 0.5, 0.75).at(label, *at)] for at in of
+        }
+        for label, scale, of in (("even", 5.0, settings), ("rising", 4.0, settings[:3]))
     }
-    found = scaling.fit(points)
-    np.testing.assert_allclose(found, [np.log(5.0), 0.5, 0.75], rtol=1e-6)
+    found = scaling.fit(gaps)
+    assert gaps["even"][4096, 300] == [2.5]
+    np.testing.assert_allclose(list(found.scales.values()), [5.0, 4.0])
+    np.testing.assert_allclose([found.a, found.b], [0.5, 0.75])
 
 
 def test_gaps_are_to_muon_as_tuned_with_the_same_seed():
