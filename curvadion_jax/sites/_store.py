@@ -27,12 +27,13 @@ class Store:
     Attributes:
       url: for messages.
       up, down: bytes written and read.
+      answers: requests that did not fail.
     """
 
     def __init__(self, given: Any) -> None:
         self.url = given if isinstance(given, str) else type(given).__name__
         self._store = _opened(given) if isinstance(given, str) else given
-        self.up = self.down = 0
+        self.up = self.down = self.answers = 0
 
     def create(self, key: str, data: bytes) -> bool:
         """Creates the object; False if there is one of this key.
@@ -40,7 +41,7 @@ class Store:
         Where an answer was lost a store tells the second attempt of the same request
         that there is one: callers look whether it is their own.
         """
-        with _refusals(self.url, f"write {key}"):
+        with self._asked(f"write {key}"):
             try:
                 self._store.put(key, data, mode="create")
             except _exceptions().AlreadyExistsError:
@@ -52,7 +53,7 @@ class Store:
 
     def get(self, key: str) -> bytes | None:
         """What the object holds; None if there is none."""
-        with _refusals(self.url, f"read {key}"):
+        with self._asked(f"read {key}"):
             try:
                 data = bytes(self._store.get(key).bytes())
             except FileNotFoundError:
@@ -66,16 +67,22 @@ class Store:
 
     def objects(self, prefix: str, after: str | None = None) -> list[dict[str, Any]]:
         """Keys, sizes and times (the store's own) of what lies below a prefix."""
-        with _refusals(self.url, f"list {prefix}"):
+        with self._asked(f"list {prefix}"):
             found = self._store.list(prefix=prefix, offset=after).collect()
         return sorted(found, key=lambda meta: meta["path"])
 
     def delete(self, keys: list[str]) -> None:
         """Removes objects; it is no error if another has."""
         for key in keys:
-            with _refusals(self.url, f"remove {key}"):
+            with self._asked(f"remove {key}"):
                 with contextlib.suppress(FileNotFoundError):
                     self._store.delete(key)
+
+    @contextlib.contextmanager
+    def _asked(self, what: str) -> Iterator[None]:
+        with _refusals(self.url, what):
+            yield
+        self.answers += 1
 
 
 def _opened(url: str) -> Any:

@@ -20,6 +20,8 @@ from curvadion_jax.sites._store import StoreError
 log = logging.getLogger("curvadion_jax.sites")
 
 _LONGEST_PAUSE = 30.0
+# To start; afterwards a store that is away is waited for, while steps go on.
+_ATTEMPTS = 4
 
 
 class Change(NamedTuple):
@@ -128,7 +130,7 @@ class Worker(threading.Thread):
             self.join(seconds)
 
     def run(self) -> None:
-        failures, entered = 0, False
+        failures, answers, entered = 0, 0, False
         while not self._ending:
             try:
                 if not entered:
@@ -138,9 +140,12 @@ class Worker(threading.Thread):
                 self._turn()
                 failures = 0
             except StoreError as error:
-                if not entered:
+                # What was done before it failed is not done again.
+                going = self._follower.store.answers > answers
+                failures = 1 if going else failures + 1
+                answers = self._follower.store.answers
+                if not entered and failures > _ATTEMPTS:
                     return self._ended(error)
-                failures += 1
                 log.warning("attempt %d: %s", failures, error)
             except BaseException as error:
                 return self._ended(error)
