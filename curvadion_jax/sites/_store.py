@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 # A part of a large message crosses a link of 10 Mbit/s in a minute.
-_TIMEOUTS = {"timeout": "10 minutes", "connect_timeout": "10 seconds"}
-_RETRIES = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
+_TIMEOUTS: dict[str, Any] = {"timeout": "10 minutes", "connect_timeout": "10 seconds"}
+_RETRIES: Any = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
 
 
 class StoreError(OSError):
@@ -100,9 +100,13 @@ def _opened(url: str) -> Any:
         except OSError as error:
             raise StoreError(f"cannot use the folder {path}: {error}") from error
         return obstore_store.LocalStore(os.path.abspath(path))
-    with _refusals(url, "open it"):
+    # Options that are given replace those of the environment, this one among them.
+    names = ("AWS_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP", "AZURE_ALLOW_HTTP")
+    plain = any(os.environ.get(name, "").lower() in ("true", "1") for name in names)
+    options = _TIMEOUTS | ({"allow_http": True} if plain else {})
+    with _refusals(url, "be opened"):
         return obstore_store.from_url(
-            url, client_options=_TIMEOUTS, retry_config=_RETRIES
+            url, client_options=options, retry_config=_RETRIES
         )
 
 
