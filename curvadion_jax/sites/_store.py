@@ -30,9 +30,9 @@ class Store:
       answers: requests that did not fail.
     """
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, given: Any, make: bool = True) -> None:
         self.url = given if isinstance(given, str) else type(given).__name__
-        self._store = _opened(given) if isinstance(given, str) else given
+        self._store = _opened(given, make) if isinstance(given, str) else given
         self.up = self.down = self.answers = 0
 
     def create(self, key: str, data: bytes) -> bool:
@@ -85,7 +85,7 @@ class Store:
         self.answers += 1
 
 
-def _opened(url: str) -> Any:
+def _opened(url: str, make: bool) -> Any:
     obstore_store = _module()
     parts = urllib.parse.urlsplit(url)
     if parts.password is not None:
@@ -96,7 +96,9 @@ def _opened(url: str) -> Any:
     if parts.scheme in ("", "file"):
         path = urllib.parse.unquote(parts.path) if parts.scheme else url
         try:
-            Path(path).mkdir(parents=True, exist_ok=True)
+            if make:
+                Path(path).mkdir(parents=True, exist_ok=True)
+            os.listdir(path)
         except OSError as error:
             raise StoreError(f"cannot use the folder {path}: {error}") from error
         return obstore_store.LocalStore(os.path.abspath(path))
