@@ -136,6 +136,16 @@ class Model:
     def nothing_owed(self, fragment: int) -> Arrays:
         return [np.zeros(x.shape, x.dtype) for x in self._drifts[fragment]]
 
+    def compile(self, outer: Outer) -> None:
+        """Runs every program once, so that no round waits for it."""
+        for p in range(len(self.indices)):
+            anchor = self.part(outer.anchor, p)
+            message, _ = self.encode(
+                p, self.drift(p, anchor, anchor), self.nothing_owed(p)
+            )
+            self.norm(p, message)
+            self.step(outer, p, [(message, 1.0)], 1)
+
     def norm(self, fragment: int, message: Arrays) -> float:
         """Of what a message stands for; not finite if any of it is not."""
 
@@ -155,35 +165,33 @@ class Model:
     ) -> Outer:
         """The outer step along the mean of messages times their weights over a count.
 
-        They are added in their order, so that the bits are the same everywhere.
+        They are added in their order, and nothing is fused: XLA may make one rounding
+        of a multiplication and an addition, or not, as its flags and the CPU are. One
+        operation at a time gives the same bits on all machines, as IEEE 754 defines
+        them for all that optimizers by elements do.
         """
-
-        def add(total, message, weight):
-            found = self._decoded(fragment, message)
-            weighted = [x * weight.astype(x.dtype) for x in found]
-            return [x + y for x, y in zip(total, weighted, strict=True)]
-
-        def close(total, anchor, state, count):
-            mean = [x / count.astype(x.dtype) for x in total]
+        total = self.nothing_owed(fragment)
+        with np.errstate(all="ignore"):
+            for message, weight in posts:
+                decode = functools.partial(self._decoded, fragment)
+                found = _host(self._run(("decode", fragment), decode, message))
+                pairs = zip(total, found, strict=True)
+                total = [x + y * np.float32(weight) for x, y in pairs]
+            mean = [x / np.float32(count) for x in total]
+        with jax.default_device(_cpu()), jax.disable_jit():
             new, state = _anchor_step.outer_step(
                 self._outer,
-                self._masked(mean, fragment),
-                self._masked(anchor, fragment),
-                jax.tree.unflatten(self._state_trees[fragment], state),
+                self._masked(self._put(mean), fragment),
+                self._masked(self._put(self.part(outer.anchor, fragment)), fragment),
+                jax.tree.unflatten(
+                    self._state_trees[fragment], self._put(outer.states[fragment])
+                ),
                 ONE_DEVICE,
             )
-            return jax.tree.leaves(new), jax.tree.leaves(state)
-
-        total = self.nothing_owed(fragment)
-        for message, weight in posts:
-            scale = np.float32(weight)
-            total = self._run(("add", fragment), add, total, message, scale)
-        anchor = self.part(outer.anchor, fragment)
-        new, state = self._run(
-            ("close", fragment),
-            *(close, total, anchor, outer.states[fragment], np.float32(count)),
-        )
         return self._replaced(outer, fragment, _host(new), _host(state))
+
+    def _put(self, arrays: Arrays) -> list[jax.Array]:
+        return [jnp.asarray(x) for x in arrays]
 
     def _replaced(self, outer: Outer, fragment: int, new: Arrays, state: Arrays):
         anchor, states = list(outer.anchor), list(outer.states)

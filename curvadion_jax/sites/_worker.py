@@ -137,6 +137,7 @@ class Worker(threading.Thread):
                     self._follower.enter(self._params)
                     entered, self._params = True, []
                     self._publish(first=True)
+                    self._follower.model.compile(self._follower.outer)
                 self._turn()
                 failures = 0
             except StoreError as error:
