@@ -4,7 +4,6 @@ Every method may fail with `StoreError` at any request, and is then called again
 changes last, and what was written already is found there.
 """
 
-import json
 import logging
 import time
 import uuid
@@ -13,20 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from curvadion_jax.sites import _messages, _rounds
+from curvadion_jax.sites import _messages, _rounds, _run
 from curvadion_jax.sites._messages import Refused
 from curvadion_jax.sites._model import Arrays, Model, Outer
 from curvadion_jax.sites._rounds import Post
+from curvadion_jax.sites._run import RunError
 from curvadion_jax.sites._store import Store
 
 log = logging.getLogger("curvadion_jax.sites")
-
-# Snapshots that are kept, and as many periods of rounds before the last of them.
-_KEPT = 2
-
-
-class RunError(RuntimeError):
-    """This site cannot go on with the run; the others do."""
 
 
 class Own(NamedTuple):
@@ -98,8 +91,9 @@ class Follower:
 
     def enter(self, params: Arrays) -> None:
         """Takes up the run where it stands, or begins it at these parameters."""
-        run = self._run() or self._begin(params)
-        _check_run(run, self._settings())
+        own = _run.description(self.model, self.settings.quorum)
+        run = _run.read(self.store) or _run.begin(self.store, self.model, own, params)
+        _run.check(run, own)
         snapshots = self.store.keys(_rounds.SNAPSHOTS)
         self._load(snapshots[-1] if snapshots else run["initial"])
         while self.advance():
@@ -194,17 +188,9 @@ class Follower:
 
     def snapshot(self) -> None:
         """Writes the outer side in full, and collects what lies long before."""
-        header = {
-            "kind": "snapshot",
-            "round": self.number - 1,
-            "roster": self._roster,
-            "digest": self.outer.digest,
-        }
-        arrays = self.model.to_snapshot(self.outer)
-        if self.number:
-            key = _rounds.snapshot_key(self.number - 1)
-            _messages.write(self.store, key, header, arrays)
-            self._collect()
+        _run.write_snapshot(
+            self.store, self.model, self.outer, self._roster, self.number
+        )
         self.snapshot_due = False
 
     def _expected(self, members: _rounds.Members) -> set[str]:
@@ -324,61 +310,8 @@ class Follower:
         return True
 
     def _load(self, key: str) -> None:
-        found = _messages.read(self.store, key, "snapshot", self.model.snapshot)
-        if found is None:
-            raise RunError(f"{key} of the run is missing")
-        header, arrays = found
-        outer = self.model.from_snapshot(arrays)
-        if outer.digest != header["digest"]:
-            raise Refused(f"{key} does not hold the model that it says")
-        self.outer, self._roster = outer, header["roster"]
-        self.number = header["round"] + 1
+        self.outer, self._roster, self.number = _run.load(self.store, self.model, key)
         self._posts, self._complete = {}, None
-
-    def _run(self) -> dict[str, Any] | None:
-        data = self.store.get(_rounds.RUN)
-        return None if data is None else _messages.as_object(data)
-
-    def _begin(self, params: Arrays) -> dict[str, Any]:
-        """Makes a run, unless another does at this moment."""
-        outer = self.model.initial(params)
-        key = f"initial/{uuid.uuid4().hex}"
-        header = {"kind": "snapshot", "round": -1, "roster": {}, "digest": outer.digest}
-        _messages.write(self.store, key, header, self.model.to_snapshot(outer))
-        run = self._settings() | {"initial": key}
-        self.store.create(_rounds.RUN, json.dumps(run).encode())
-        found = self._run()
-        if found is None:
-            raise RunError(f"{_rounds.RUN} was created, and is not there")
-        if found["initial"] != key:
-            self.store.delete([key])
-        return found
-
-    def _settings(self) -> dict[str, Any]:
-        """What all sites of a run must have in common."""
-        return {
-            "format": _messages.FORMAT,
-            "model": self.model.describe(),
-            "messages": [_messages.describe(x) for x in self.model.messages],
-            "quorum": self.settings.quorum,
-            "snapshot": _messages.describe(
-                self.model.snapshot[len(self.model.names) :]
-            ),
-        }
-
-    def _collect(self) -> None:
-        """Removes what nobody reads any more; commits stay, as the run's history."""
-        snapshots = self.store.keys(_rounds.SNAPSHOTS)
-        if len(snapshots) <= _KEPT:
-            return
-        self.store.delete(snapshots[:-_KEPT])
-        first = int(snapshots[-_KEPT].removeprefix(_rounds.SNAPSHOTS))
-        for prefix in (_rounds.ROUNDS, f"parts/{_rounds.ROUNDS}"):
-            end = f"{prefix}{first:08d}"
-            self.store.delete([key for key in self.store.keys(prefix) if key < end])
-        end = f"parts/{snapshots[-_KEPT]}"
-        parts = self.store.keys(f"parts/{_rounds.SNAPSHOTS}")
-        self.store.delete([key for key in parts if key < end])
 
     def _tell(self, what: str, missing: list[str]) -> None:
         """Once a minute what a round waits for."""
@@ -388,46 +321,6 @@ class Follower:
                 *("round %d of %s %s; not there: %s", self.number, self.store.url),
                 *(what, ", ".join(missing) or "nobody known"),
             )
-
-
-def _check_run(run: dict[str, Any], own: dict[str, Any]) -> None:
-    """Rejects a run of another format, model or settings."""
-    number = run.get("format")
-    if number != own["format"]:
-        newer = isinstance(number, int) and number > own["format"]
-        raise RunError(
-            f"the run is of format {number}, and this curvadion_jax reads "
-            f"{own['format']}" + (": upgrade it" if newer else "")
-        )
-    theirs, ours = run.get("model"), json.loads(json.dumps(own["model"]))
-    if theirs != ours:
-        raise ValueError(
-            "the parameters are not those of the run, which another site has begun: "
-            f"{_difference(ours, theirs or [])}. Give the same model, or another URL"
-        )
-    for name, what in (
-        ("messages", "compressor and fragments"),
-        ("snapshot", "outer optimizer"),
-        ("quorum", "quorum"),
-    ):
-        given, wanted = json.loads(json.dumps(own[name])), run.get(name)
-        if given != wanted:
-            numbers = f": {given} here, {wanted} there" if name == "quorum" else ""
-            raise ValueError(
-                f"the run was begun with another {what}{numbers}; give all sites the "
-                "same"
-            )
-
-
-def _difference(ours: list[Any], theirs: list[Any]) -> str:
-    for own, other in zip(ours, theirs, strict=False):
-        if own != other:
-            (name, dtype, shape), (other_name, other_dtype, other_shape) = own, other
-            return (
-                f"{name} {dtype}{shape} here, {other_name} {other_dtype}{other_shape} "
-                "there"
-            )
-    return f"{len(ours)} parameters here, {len(theirs)} there"
 
 
 def host(arrays: Any) -> Arrays:

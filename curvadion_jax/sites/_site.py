@@ -1,32 +1,23 @@
-"""What a training loop calls: `join`, and the methods of a `Site`."""
+"""What a training loop calls: the methods of a `Site`."""
 
 import atexit
 import dataclasses
-import json
 import logging
 import math
-import re
 import time
-import uuid
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
-from curvadion_jax import _arguments, compressors
-from curvadion_jax.compressors._base import check_compressor
-from curvadion_jax.sites import _messages, _rounds
+from curvadion_jax import compressors
+from curvadion_jax.sites import _params, _rounds
 from curvadion_jax.sites._follower import Follower, Own, host
 from curvadion_jax.sites._model import Model
 from curvadion_jax.sites._store import Store
-from curvadion_jax.sites._worker import Change, Worker
-from curvadion_jax.synchronizers._fragments import check_number
+from curvadion_jax.sites._worker import Worker
 
 log = logging.getLogger("curvadion_jax.sites")
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,112 +62,6 @@ class SiteMetrics(NamedTuple):
     bytes_down: int
 
 
-def join(
-    url: Any,
-    name: str,
-    *,
-    every: int = 30,
-    outer: optax.GradientTransformation | None = None,
-    compressor: compressors.Compressor | None = None,
-    fragments: int = 1,
-    quorum: int = 1,
-    grace: float = 30.0,
-    max_lag: int | None = None,
-    keep: float = 1.0,
-    snapshot_every: int = 10,
-    max_norm: float = 10.0,
-    poll: float = 1.0,
-) -> "Site":
-    """Joins a training run that lies in an object store, or begins one.
-
-    Args:
-      url: of the run: ``s3://bucket/run-7``, ``gs://``, ``az://``, a folder; or a store
-        of `obstore`. Credentials come from the environment.
-      name: of this site: letters, digits, ``-`` and ``_``. The site that joins last
-        under a name is the one: whoever bears it still is told so and stops.
-      every: steps between contributions.
-      outer: Optax transformation that is given the mean pseudo-gradient, as for
-        :func:`curvadion_jax.synchronizers.reconcile`. None is the plain average.
-      compressor: form of contributions, with error feedback: `quantize`, `top_k` or
-        `exact`. None is `exact`.
-      fragments: as for `reconcile`: a round is of one n-th of the parameters, in turn.
-      quorum: posts without which no round is committed; fewer when sites have left for
-        good. The same for all sites.
-      grace: seconds for which a round waits for the known sites that are not there yet,
-        once it has its quorum.
-      max_lag: steps that may be taken while a contribution is under way, before `sync`
-        waits for it; None is 2 x `every`, and 0 is lock step.
-      keep: share of the progress made while a contribution was under way that stays,
-        in [0, 1].
-      snapshot_every: rounds between the snapshots from which others start.
-      max_norm: a contribution is rejected if its norm is so many times the median of
-        its round's, of three or more.
-      poll: seconds between looks at the store.
-
-    Returns:
-      The site, which has yet to `start`.
-
-    Raises:
-      ImportError: without `obstore`, the extra ``curvadion-jax[sites]``.
-      OSError: if the store cannot be reached, read, or written.
-      RuntimeError: if it overwrites objects that it is told to create.
-      TypeError, ValueError: for an argument that is of the wrong kind or out of range,
-        or a compressor for which all replicas must be at work together.
-
-    Example:
-      >>> import tempfile
-      >>> folder = tempfile.mkdtemp()
-      >>> params = {"w": jnp.zeros(3)}
-      >>> with join(folder, "paris", every=2) as site:
-      ...     params = site.start(params)
-      ...     for _ in range(4):
-      ...         params = {"w": params["w"] + 1}  # a training step
-      ...         params = site.sync(params)
-      ...     params = site.leave(params)
-      >>> params["w"].tolist(), site.metrics.counted >= 1
-      ([4.0, 4.0, 4.0], True)
-    """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(
-            "name must be 1 to 64 letters, digits, '-' and '_', the first of them a "
-            f"letter or digit, got {name!r}"
-        )
-    counts = {"every": every, "quorum": quorum, "snapshot_every": snapshot_every}
-    for what, number in (counts | {"fragments": fragments}).items():
-        check_number(what, number)
-    max_lag = 2 * every if max_lag is None else max_lag
-    numbers = {"grace": grace, "max_lag": max_lag, "keep": keep, "poll": poll}
-    for what, number in (numbers | {"max_norm": max_norm}).items():
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise TypeError(f"{what} must be a number, got {number!r}")
-        if not 0 <= number or (what == "keep" and number > 1):
-            raise ValueError(f"{what} must not be negative, nor keep above 1: {number}")
-    if outer is not None:
-        what = "optax.sgd(0.7), or None for the plain average"
-        _arguments.check_transformation(outer, "outer", what)
-    form = check_compressor(compressor or compressors.exact())
-    if form.posted is None:
-        raise ValueError(
-            "the compressor needs all replicas at work together, as low_rank does, "
-            "which sites are not: give quantize, top_k or exact"
-        )
-    settings = Settings(
-        every=every,
-        fragments=fragments,
-        quorum=quorum,
-        grace=grace,
-        max_lag=int(max_lag),
-        keep=keep,
-        snapshot_every=snapshot_every,
-        max_norm=max_norm,
-        poll=poll,
-    )
-    store = Store(url)
-    incarnation = _enter_name(store, name)
-    parts = optax.scale(-1) if outer is None else outer, form.posted
-    return Site(store, name, incarnation, settings, *parts)
-
-
 class Site:
     """One program's part in a run; made by :func:`join`.
 
@@ -192,8 +77,9 @@ class Site:
 
     Example:
       >>> import tempfile
+      >>> from curvadion_jax.sites import join
       >>> with join(tempfile.mkdtemp(), "oslo") as site:
-      ...     params = site.start({"w": jnp.ones(2)})
+      ...     params = site.start({"w": jax.numpy.ones(2)})
       ...     params = site.sync(params, tokens=1024)  # after a step
       ...     print(site.name, site.metrics.lag)
       oslo 0
@@ -243,7 +129,7 @@ class Site:
             raise RuntimeError(
                 "this site has started already: join once for each start"
             )
-        _check_params(params)
+        _params.check(params)
         arrays, self._structure = jax.tree.flatten(params)
         model = Model(params, self._outer, self._form, self._settings.fragments)
 
@@ -368,7 +254,7 @@ class Site:
         follower = worker.follower
         fragment = follower.fragment
         leaves = follower.model.part(jax.tree.leaves(params), fragment)
-        worker.give(_copies(leaves), self._tokens[fragment], fragment)
+        worker.give(_params.copies(leaves), self._tokens[fragment], fragment)
         self._steps = 0
 
     def _landed(self, worker: Worker, params: Any) -> Any:
@@ -379,7 +265,7 @@ class Site:
             return params
         leaves, structure = jax.tree.flatten(params)
         for change in changes:
-            leaves[change.leaf] = _moved(
+            leaves[change.leaf] = _params.moved(
                 leaves[change.leaf], change, self._settings.keep
             )
         return jax.tree.unflatten(structure, leaves)
@@ -408,65 +294,3 @@ class Site:
                 *(self.name, worker.follower.number),
                 self._store.url,
             )
-
-
-def _enter_name(store: Store, name: str) -> int:
-    """The number of times that a site of this name has joined, this one included."""
-    while True:
-        found = _rounds.members(store.keys(f"{_rounds.MEMBERS}{name}/"))
-        incarnation = found.newest.get(name, 0) + 1
-        key = _rounds.member_key(name, incarnation)
-        data = json.dumps(
-            {"format": _messages.FORMAT, "uid": uuid.uuid4().hex}
-        ).encode()
-        if not store.create(key, data):
-            continue
-        if store.create(key, data):
-            raise RuntimeError(
-                f"the store {store.url} overwrites objects that it is told to create "
-                "only, so that two sites could both commit a round: use one that knows "
-                "conditional writes (If-None-Match)"
-            )
-        return incarnation
-
-
-def _check_params(params: Any) -> None:
-    leaves = jax.tree.leaves_with_path(params)
-    if not leaves:
-        raise ValueError("the parameters have no arrays: give the tree of the model's")
-    for path, x in leaves:
-        name = jax.tree_util.keystr(path)
-        if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jnp.floating):
-            kind = x.dtype if hasattr(x, "dtype") else type(x).__name__
-            raise TypeError(
-                f"{name} is {kind}, and parameters must be real floating-point "
-                "jax.Arrays: give the parameters alone, without the optimizer's state"
-            )
-        if not x.is_fully_addressable:
-            raise ValueError(
-                f"{name} lies on devices of several processes, and a site is one "
-                "process so far: give each process a site of its own"
-            )
-
-
-@jax.jit
-def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
-    """So that the arrays may be donated while the copies are read."""
-    return [jnp.copy(x) for x in arrays]
-
-
-def _moved(now: jax.Array, change: Change, keep: float) -> jax.Array:
-    new = jax.device_put(change.new, now.sharding)
-    if change.base is None:
-        return new
-    share = np.float32(keep if change.counted else 1)
-    base = jax.device_put(change.base, now.sharding)
-    return _progressed(now, base, new, share)
-
-
-@jax.jit
-def _progressed(now, base, new, share):
-    """new + share x (now - base), to the bit `new` if there was no progress."""
-    wide = jnp.promote_types(now.dtype, jnp.float32)
-    progress = now.astype(wide) - base.astype(wide)
-    return (new.astype(wide) + share.astype(wide) * progress).astype(now.dtype)

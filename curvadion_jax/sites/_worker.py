@@ -5,8 +5,10 @@ the host's CPU. The main thread gives it parameters (`give`) and takes what to c
 them (`take`).
 """
 
+import functools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -71,6 +73,7 @@ class Worker(threading.Thread):
         self._landed: Arrays = []
         self._anchor: Arrays = []
         self._bases: dict[int, np.ndarray | None] = {}
+        self._told = "", 0.0
         self._ending = self._wants_snapshot = False
 
     @property
@@ -147,16 +150,27 @@ class Worker(threading.Thread):
                 answers = self._follower.store.answers
                 if not entered and failures > _ATTEMPTS:
                     return self._ended(error)
-                log.warning("attempt %d: %s", failures, error)
+                self._tell(failures, error)
             except BaseException as error:
                 return self._ended(error)
             with self.changed:
-                pause = min(self._poll * 2**failures, max(_LONGEST_PAUSE, self._poll))
-                self.changed.wait_for(self._has_news, pause)
+                pause = self._poll * 2 ** min(failures, 16)
+                pause = min(pause, max(_LONGEST_PAUSE, self._poll))
+                # After a failure news can wait.
+                awake = functools.partial(self._is_awake, failures == 0)
+                self.changed.wait_for(awake, pause)
         return None
 
-    def _has_news(self) -> bool:
-        return self._ending or self._given is not None or self._wants_snapshot
+    def _is_awake(self, for_news: bool) -> bool:
+        news = self._given is not None or self._wants_snapshot
+        return self._ending or (for_news and news)
+
+    def _tell(self, failures: int, error: StoreError) -> None:
+        """Of an error that stays, once in a while."""
+        text, now = str(error), time.monotonic()
+        if text != self._told[0] or now - self._told[1] > _LONGEST_PAUSE:
+            self._told = text, now
+            log.warning("attempt %d: %s", failures, error)
 
     def _turn(self) -> None:
         """Everything that can be done now."""

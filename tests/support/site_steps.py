@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from curvadion_jax import compressors
-from curvadion_jax.sites import _site
+from curvadion_jax.sites import _join, _site
 from curvadion_jax.sites._follower import Follower
 from curvadion_jax.sites._model import Model
 from curvadion_jax.sites._store import Store
@@ -46,7 +46,7 @@ class ByHand:
         params = PARAMS if params is None else params
         form = compressor or compressors.exact()
         model = Model(params, outer or optax.scale(-1), form.posted, chosen.fragments)
-        incarnation = _site._enter_name(self.store, name)
+        incarnation = _join._enter_name(self.store, name)
         self.follower = Follower(
             *(self.store, model, name, incarnation, chosen),
             lambda own, why: self.outcomes.append(why),
