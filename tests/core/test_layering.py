@@ -40,10 +40,10 @@ LEVELS = [
     {"_default_sync"},
     {"_curvadion", "_local_muon", "cost_model", "presets"},
     {"metrics", "replicas"},
-    {"checkpoint", "_saved_state", "_storage"},
+    {"checkpoint", "_saved_state", "_storage", "sites"},
 ]
 # What users call around training; nothing that computes a step knows of it.
-OUTER = {"replicas", "checkpoint", "metrics", "presets", "cost_model"}
+OUTER = {"replicas", "checkpoint", "metrics", "presets", "cost_model", "sites"}
 
 
 def module_name(path: Path) -> str:
