@@ -46,29 +46,33 @@ class Progress:
 
 def install() -> Writer:
     """Puts the modules in place, and returns the writer that is written to."""
+    import flax.io  # looks for TensorFlow before this one is there
+
+    del flax
     writer = Writer()
-    _module("clu")
-    _module(
+    module("clu")
+    module(
         "clu.metric_writers",
         create_default_writer=lambda *_, **__: writer,
         ensure_flushes=lambda _: contextlib.nullcontext(),
     )
-    _module("clu.periodic_actions", ReportProgress=Progress, Profile=Progress)
+    module("clu.periodic_actions", ReportProgress=Progress, Profile=Progress)
     files = types.SimpleNamespace(
         makedirs=lambda path: os.makedirs(path, exist_ok=True)
     )
     data = types.SimpleNamespace(Dataset=Any)
-    _module("tensorflow", io=types.SimpleNamespace(gfile=files), data=data)
-    _module("tensorflow_datasets")
-    _module("sentencepiece", SentencePieceProcessor=Any)
+    module("tensorflow", io=types.SimpleNamespace(gfile=files), data=data)
+    module("tensorflow_datasets")
+    module("sentencepiece", SentencePieceProcessor=Any)
     return writer
 
 
-def _module(name: str, **attributes: Any) -> None:
-    module = types.ModuleType(name)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    vars(module).update(attributes)
-    sys.modules[name] = module
+def module(name: str, **attributes: Any) -> None:
+    """A module of that name, with these attributes, as if installed."""
+    made = types.ModuleType(name)
+    made.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    vars(made).update(attributes)
+    sys.modules[name] = made
     parent, _, last = name.rpartition(".")
     if parent:
-        setattr(sys.modules[parent], last, module)
+        setattr(sys.modules[parent], last, made)

@@ -1,5 +1,6 @@
 """The codebases at the versions that the patches are for, out of their own releases."""
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -55,11 +56,20 @@ def nanodo(folder: Path, *, patched: bool) -> Path:
 
 def _patch(folder: Path, name: str) -> None:
     patch = HERE / f"{name}.patch"
-    _run(["git", "apply", "--unidiff-zero", "-p1", str(patch)], cwd=folder)
+    # Inside a clone of this repository git would skip what it ignores, in silence.
+    command = ["git", "apply", "--unidiff-zero", "-p1", str(patch.resolve())]
+    _run(command, cwd=folder, GIT_CEILING_DIRECTORIES=str(folder.resolve().parent))
 
 
-def _run(command: list[str], cwd: Path | None = None) -> None:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+def _run(command: list[str], cwd: Path | None = None, **environment: str) -> None:
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         what = " ".join(command)
         raise NotReachedError(f"{what} failed: {done.stderr.strip()[-500:]}")
