@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
 NANODO = "https://github.com/google-deepmind/nanodo"
 NANODO_COMMIT = "10aefdeed40a63293daf112b91a5538cd24fa3a4"
 FLAX = "flax==0.12.8"
+MAXTEXT = "maxtext==0.2.5"
 
 
 class NotReachedError(RuntimeError):
@@ -51,6 +53,27 @@ def nanodo(folder: Path, *, patched: bool) -> Path:
         _patch(target, "nanodo/new_jax")
         if patched:
             _patch(target, "nanodo/nanodo")
+    return target
+
+
+def maxtext(folder: Path, *, patched: bool) -> Path:
+    """The wheel of MaxText, unpacked; its requirements are not installed.
+
+    Raises:
+      NotReachedError: if the release cannot be downloaded.
+    """
+    releases = folder / "releases"
+    if not list(releases.glob("maxtext-*.whl")):
+        options = "--quiet --no-deps --only-binary=:all: --python-version 3.12 --dest"
+        command = ["download", *options.split(), str(releases), MAXTEXT]
+        _run([sys.executable, "-m", "pip", *command])
+    (release,) = releases.glob("maxtext-*.whl")
+    target = folder / f"maxtext-{'patched' if patched else 'unpatched'}"
+    if not target.exists():
+        with zipfile.ZipFile(release) as archive:
+            archive.extractall(target)
+        if patched:
+            _patch(target, "maxtext/maxtext")
     return target
 
 
