@@ -46,6 +46,8 @@ class DionState(NamedTuple):
     momentum: optax.Updates
     q: Any
 
+    __repr__ = _trees.summary
+
 
 def scale_by_dion(
     rank: int | float | None = None,
@@ -222,6 +224,7 @@ def _check_some_rank(views: dict[str, MatrixView], rank: int | float) -> None:
         )
 
 
+@_arguments.called_here(mu="momentum", **_arguments.ELSEWHERE)
 def dion(
     learning_rate: optax.ScalarOrSchedule,
     rank: int | float | None = None,

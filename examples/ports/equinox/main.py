@@ -1,4 +1,4 @@
-"""Equinox models on replicas: a training step under `filter_jit`, with and without state.
+"""Equinox models on replicas: a step under `filter_jit`, with state and without.
 
 python examples/ports/equinox/main.py --optimizer local_muon --model batchnorm
 
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import jax.random as jr
 import optax
 from jax.sharding import AxisType, NamedSharding
@@ -20,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import tokens  # noqa: E402
+import tokens
 
-import curvadion_jax as cd  # noqa: E402
+import curvadion_jax as cd
 
 CONTEXT, ROWS, REPLICAS = 16, 512, 4
 
