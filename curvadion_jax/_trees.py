@@ -13,7 +13,7 @@ import numpy as np
 from curvadion_jax import _paths
 
 
-def summary(state: Any) -> str:
+def summary(self: Any) -> str:
     """A named tuple in a line: how much each field holds, and none of the numbers."""
 
     def of_field(field):
@@ -21,9 +21,9 @@ def summary(state: Any) -> str:
         size = sum(x.size * x.dtype.itemsize for x in arrays)
         return f"<{len(arrays)} arrays, {size:,} bytes>"
 
-    fields = zip(state._fields, map(of_field, state), strict=True)
+    fields = zip(self._fields, map(of_field, self), strict=True)
     inside = ", ".join(f"{name}={what}" for name, what in fields)
-    return f"{type(state).__name__}({inside})"
+    return f"{type(self).__name__}({inside})"
 
 
 def check_arrays(params: Any) -> None:
