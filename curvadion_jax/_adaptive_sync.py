@@ -53,6 +53,8 @@ class AdaptiveSyncState(NamedTuple):
     sync_state: SyncState
     metrics: SyncMetrics
 
+    __repr__ = _trees.summary
+
 
 def adaptive_sync(
     inner: optax.GradientTransformation,

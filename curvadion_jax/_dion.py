@@ -45,6 +45,8 @@ class DionState(NamedTuple):
     momentum: optax.Updates
     q: Any
 
+    __repr__ = _trees.summary
+
 
 def scale_by_dion(
     rank: int | float | None = None,
@@ -210,6 +212,7 @@ def _like(tree: Any, leaves: Any) -> Any:
     return jax.tree.unflatten(structure, cast)
 
 
+@_arguments.called_here(mu="momentum", **_arguments.ELSEWHERE)
 def dion(
     learning_rate: optax.ScalarOrSchedule,
     rank: int | float | None = None,
