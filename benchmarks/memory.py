@@ -77,16 +77,6 @@ def optimizers() -> dict[str, optax.GradientTransformation]:
         "`curvadion`, rank 1/4": cd.curvadion(RATE, rank=0.25),
         "`local_muon`": cd.local_muon(RATE),
         "`local_muon`, bfloat16 momenta": cd.local_muon(RATE, mu_dtype=half),
-        "`local_muon`, all but the anchor in bfloat16": cd.local_muon(
-            RATE,
-            mu_dtype=half,
-            synchronizer=synchronizers.reconcile(
-                optax.sgd(1.0, 0.4, nesterov=True, accumulator_dtype=half),
-                compressor=compressors.quantize(2),
-                momentum=False,
-                residual_dtype=half,
-            ),
-        ),
         "`local_muon`, plain average": _reconciling(momentum=False),
         "`local_muon`, plain average of momenta too": _reconciling(),
         "`local_muon`, orthonormal outer step": _reconciling(

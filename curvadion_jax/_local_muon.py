@@ -35,7 +35,8 @@ def local_muon(
 
     What lost least for its bytes in `benchmarks/communication`, but for the momentum.
     At a sync the pseudo-gradients of the replicas are averaged, in 2 bits and with
-    error feedback, and the anchor takes a Nesterov step along the mean. Syncs are
+    error feedback, and the anchor takes a Nesterov step along the mean; what both
+    remember is bfloat16. Syncs are
     evenly spaced, as often as the budget allows. It is close to MuLoCo
     (`presets.muloco` is that, as published), and not the method of the CurvaDion paper:
     that is :func:`curvadion`.
