@@ -25,8 +25,8 @@ Row = tables.Row
 Gaps = dict[tuple[int, int], list[float]]
 HEADER = [
     *("method", "momentum", "rate", "outer step", "trigger", "form", "else"),
-    *("bytes", "syncs", "loss", "above Muon", "above Dion", "above even `local_muon`"),
-    "loss by seed",
+    *("bytes", "syncs", "loss", "above Muon", "above Dion"),
+    *("above even `local_muon`", "above rising momentum", "loss by seed"),
 ]
 # What the law is fitted to, at any seed, batch and length.
 LINES = {"`local_muon`": gap.local_muon_evenly(), "rising momentum": gap.rising()}
@@ -189,7 +189,7 @@ def _table(rows: Sequence[Row]) -> str:
     references = [
         _losses(rows, gap.muon()),
         dion,
-        _losses(rows, gap.local_muon_evenly()),
+        *(_losses(rows, line) for line in LINES.values()),
     ]
     return tables.markdown(HEADER, [_line(of_run, references) for of_run in twins])
 
