@@ -212,7 +212,7 @@ def commit(
             }
             for p in counted
         ],
-        "rejected": [{"name": p.name, "why": p.why} for p in posts if p.why],
+        "rejected": [{"name": p.name, "why": p.why[:300]} for p in posts if p.why],
         "roster": kept,
         "by": by,
     }
@@ -227,4 +227,7 @@ def read_commit(data: bytes, number: int) -> dict[str, Any]:
             f"commit {number} is of format {found.get('format')}, and this "
             f"curvadion_jax reads {_messages.FORMAT}: give all sites the same version"
         )
+    fields = ("round", "before", "expected", "contributors", "rejected", "roster")
+    if found.get("round") != number or any(name not in found for name in fields):
+        raise Refused(f"commit {number} is damaged")
     return found

@@ -14,7 +14,7 @@ from curvadion_jax import compressors
 from curvadion_jax.sites import _params, _rounds
 from curvadion_jax.sites._follower import Follower, Own, host
 from curvadion_jax.sites._model import Model
-from curvadion_jax.sites._store import Store
+from curvadion_jax.sites._store import Store, StoreError
 from curvadion_jax.sites._worker import Worker
 
 log = logging.getLogger("curvadion_jax.sites")
@@ -99,6 +99,7 @@ class Site:
         self._outer, self._form = outer, form
         self._worker: Worker | None = None
         self._structure: Any = None
+        self._closed = False
         # Steps since the last contribution was taken, and tokens by fragment.
         self._steps, self._blocked = 0, 0.0
         self._tokens = [0.0] * settings.fragments
@@ -140,10 +141,8 @@ class Site:
         self._worker = Worker(follower, self._settings.poll)
         atexit.register(self.close)
         found = self._worker.enter(host(arrays))
-        placed = [
-            jax.device_put(x, old.sharding)
-            for x, old in zip(found, arrays, strict=True)
-        ]
+        pairs = zip(found, arrays, strict=True)
+        placed = [_params.placed(*pair) for pair in pairs]
         return jax.tree.unflatten(self._structure, placed)
 
     def sync(self, params: Any, tokens: float = 1) -> Any:
@@ -208,7 +207,10 @@ class Site:
                 self._give(worker, params)
             self._wait(worker, end)
         key = _rounds.member_key(self.name, self._incarnation, "left")
-        self._store.create(key, b"{}")
+        try:
+            self._store.create(key, b"{}")
+        except StoreError as error:
+            log.warning("the others take %s for one that crashed: %s", self.name, error)
         self.close()
         return params
 
@@ -220,6 +222,7 @@ class Site:
     def close(self) -> None:
         """Ends the thread; the run takes this site for one that has crashed."""
         atexit.unregister(self.close)
+        self._closed = True
         if self._worker is not None:
             self._worker.end(seconds=60.0)
 
@@ -242,6 +245,10 @@ class Site:
         if self._worker is None:
             raise RuntimeError(
                 "this site has not started: call site.start(params) first"
+            )
+        if self._closed:
+            raise RuntimeError(
+                "this site has left the run: join again to go on with it"
             )
         if jax.tree.structure(params) != self._structure:
             raise ValueError(

@@ -142,6 +142,13 @@ def test_parameters_that_are_none():
             site.start({})
 
 
+def test_after_it_has_left():
+    with started(MemoryStore(), every=1, max_lag=0) as site:
+        site.leave(PARAMS)
+        with pytest.raises(RuntimeError, match="has left the run"):
+            site.sync(PARAMS)
+
+
 def test_before_start_and_twice():
     with sites.join(MemoryStore(), "oslo") as site:
         with pytest.raises(RuntimeError, match="has not started"):
