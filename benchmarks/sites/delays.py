@@ -2,9 +2,9 @@
 
     python benchmarks/sites/delays.py --out out/delays.json
 
-No threads and no clocks: a contribution is taken after `EVERY` steps at the earliest and
-lands so many steps later, and of each round a random part of the sites is in time. So
-the numbers are the same on every run. Runs that `--out` holds are not made again.
+No threads and no clocks: a contribution is taken after `EVERY` steps at the earliest
+and lands so many steps later, and of each round a random part of the sites is in time.
+So the numbers are the same on every run. Runs that `--out` holds are not made again.
 """
 
 import argparse
@@ -184,9 +184,8 @@ def main() -> None:
             loss = run(case, dataclasses.replace(CONFIG, steps=flags.steps))
             rows.append(given | {"loss": loss})
             flags.out.write_text(json.dumps(rows, indent=2))
-    print(
-        "| delay, steps | of 8 in time | kept | outer step | loss |\n|---|---|---|---|---|"
-    )
+    print("| delay, steps | of 8 in time | kept | outer step | loss |")
+    print("|---|---|---|---|---|")
     for row in rows:
         print(
             f"| {row['delay']} | {row['present']} | {row['keep']:g} | {row['outer']} | "
