@@ -32,7 +32,13 @@ CONFIG = Config(
     checkpoint_every=EVERY,
     replicas=4,
 )
-JOIN: dict[str, Any] = {"every": EVERY, "quorum": 2, "grace": 3.0, "poll": 0.25}
+JOIN: dict[str, Any] = {
+    "every": EVERY,
+    "quorum": 2,
+    "grace": 3.0,
+    "poll": 0.25,
+    "max_lag": 6 * EVERY,
+}
 
 
 class FlaggedStore(FaultyStore):

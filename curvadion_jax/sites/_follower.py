@@ -10,8 +10,6 @@ import uuid
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from curvadion_jax.sites import _messages, _rounds, _run
 from curvadion_jax.sites._messages import Refused
 from curvadion_jax.sites._model import Arrays, Model, Outer
@@ -21,8 +19,7 @@ from curvadion_jax.sites._store import Store
 
 log = logging.getLogger("curvadion_jax.sites")
 
-
-# Seconds.
+# Seconds for which a round may wait before the log says so.
 _PATIENCE = 60
 
 
@@ -269,10 +266,8 @@ class Follower:
     def _follow(self, commit: dict[str, Any]) -> None:
         """Takes down who counted in a round, this site included."""
         for entry in commit["rejected"]:
-            log.warning(
-                *("round %d: the contribution of %r is not counted: %s",),
-                *(commit["round"], entry["name"], entry["why"]),
-            )
+            text = "round %d: the contribution of %r is not counted: %s"
+            log.warning(text, commit["round"], entry["name"], entry["why"])
         self._roster = commit["roster"]
         self.contributors = [entry["name"] for entry in commit["contributors"]]
         self.number = commit["round"] + 1
@@ -324,12 +319,6 @@ class Follower:
         """What a round waits for, if that takes long, and again after as long."""
         if time.monotonic() - self._told > _PATIENCE:
             self._told = time.monotonic()
-            log.warning(
-                *("round %d of %s %s; not there: %s", self.number, self.store.url),
-                *(what, ", ".join(missing) or "nobody known"),
-            )
-
-
-def host(arrays: Any) -> Arrays:
-    """Copies on the host."""
-    return [np.array(x) for x in arrays]
+            who = ", ".join(missing) or "nobody known"
+            text = "round %d of %s %s; not there: %s"
+            log.warning(text, self.number, self.store.url, what, who)

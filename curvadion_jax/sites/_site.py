@@ -8,11 +8,12 @@ import time
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from curvadion_jax import compressors
 from curvadion_jax.sites import _params, _rounds
-from curvadion_jax.sites._follower import Follower, Own, host
+from curvadion_jax.sites._follower import Follower, Own
 from curvadion_jax.sites._model import Model
 from curvadion_jax.sites._store import Store, StoreError
 from curvadion_jax.sites._worker import Worker
@@ -140,7 +141,7 @@ class Site:
 
         self._worker = Worker(follower, self._settings.poll)
         atexit.register(self.close)
-        found = self._worker.enter(host(arrays))
+        found = self._worker.enter([np.array(x) for x in arrays])
         pairs = zip(found, arrays, strict=True)
         placed = [_params.placed(*pair) for pair in pairs]
         return jax.tree.unflatten(self._structure, placed)
@@ -261,8 +262,8 @@ class Site:
         follower = worker.follower
         fragment = follower.fragment
         leaves = follower.model.part(jax.tree.leaves(params), fragment)
-        worker.give(_params.copies(leaves), self._tokens[fragment], fragment)
-        self._steps = 0
+        if worker.give(_params.copies(leaves), self._tokens[fragment], fragment):
+            self._steps = 0
 
     def _landed(self, worker: Worker, params: Any) -> Any:
         changes, outcomes = worker.take()
@@ -285,19 +286,14 @@ class Site:
             return
         self._tokens[own.fragment] -= own.tokens
         if kind == "rejected":
-            log.error(
-                "the contribution of this site, %r, was rejected: %s. It goes on from "
-                "the outer parameters; its own steps since the last round are dropped",
-                *(self.name, why),
-            )
+            text = "the contribution of this site, %r, was rejected: %s. It goes on "
+            text += "from the outer parameters, without its steps since the last round"
+            log.error(text, self.name, why)
 
     def _wait(self, worker: Worker, end: float = math.inf) -> None:
         start = time.monotonic()
         worker.wait(min(60.0, max(end - start, 0.0)))
         self._blocked += time.monotonic() - start
         if worker.busy and time.monotonic() < end:
-            log.warning(
-                "%s waits for round %d of %s",
-                *(self.name, worker.follower.number),
-                self._store.url,
-            )
+            number, url = worker.follower.number, self._store.url
+            log.warning("%s waits for round %d of %s", self.name, number, url)
