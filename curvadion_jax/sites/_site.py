@@ -155,8 +155,8 @@ class Site:
 
         Args:
           params: after the step. They may be donated to the next one.
-          tokens: that this site has seen in the step; a site counts in a round by its
-            tokens.
+          tokens: that this site has seen in the step, a number; a site counts in a
+            round by its tokens, which all are to give in one unit.
 
         Returns:
           The parameters to go on with.
@@ -166,6 +166,7 @@ class Site:
             its outer parameters differ from the run's.
           ValueError: for parameters of another structure.
         """
+        tokens = float(tokens)
         if not 0 < tokens < math.inf:
             raise ValueError(f"tokens must be positive and finite, got {tokens}")
         worker = self._started(params)
