@@ -106,11 +106,11 @@ def check_post(header: Mapping[str, Any], name: str, number: int) -> None:
     for field, wanted in (("name", name), ("round", number)):
         if header.get(field) != wanted:
             raise Refused(f"its {field} is {header.get(field)!r}")
-    for field in ("tokens", "rounds"):
+    for field, kind, least in (("tokens", int | float, 0), ("rounds", int, 1)):
         x = header.get(field)
-        if isinstance(x, bool) or not isinstance(x, int | float):
+        if isinstance(x, bool) or not isinstance(x, kind):
             raise Refused(f"its {field} is {x!r}")
-        if not 0 < x < 1e18:
+        if not least <= x < 1e18 or not x:
             raise Refused(f"its {field} is {x}")
     if not isinstance(header.get("before"), str):
         raise Refused("it does not say which model it is measured from")

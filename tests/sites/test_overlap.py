@@ -164,6 +164,17 @@ def test_a_store_that_is_cut_off_is_waited_for():
         np.testing.assert_array_equal(params["w"], 10.0)
 
 
+def test_a_snapshot_on_request():
+    store = MemoryStore()
+    keys = lambda: [x["path"] for x in store.list(prefix="snapshots").collect()]  # noqa: E731
+    with sites.join(store, "oslo", every=1, max_lag=0, poll=0.01) as site:
+        params = site.sync(stepped(site.start(PARAMS)))
+        assert keys() == []
+        site.snapshot()
+        until(keys, site, params)
+        assert keys() == ["snapshots/00000000"]
+
+
 def test_who_leaves_does_not_wait_for_ever():
     store = FaultyStore(MemoryStore())
     with sites.join(store, "oslo", quorum=2, every=1, max_lag=9, poll=0.01) as site:
