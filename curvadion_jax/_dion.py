@@ -20,7 +20,6 @@ from curvadion_jax import (
     _power_iteration,
     _trees,
 )
-from curvadion_jax._matrices import MatrixView
 from curvadion_jax._power_iteration import Devices, ReduceFn
 
 _RANK = 0.25
@@ -128,10 +127,8 @@ def scale_by_dion(
       `microsoft/dion <https://github.com/microsoft/dion>`_, dion/dion_reference.py
 
     .. warning::
-      Where the momentum has nothing along a column of P (an exactly low-rank or zero
-      momentum), that column moves nothing and its column of Q stays. microsoft/dion
-      has this rule for an all-zero momentum only, and otherwise steps along
-      directions of rounding noise.
+      A column of P along which the momentum has nothing moves nothing, and its column
+      of Q stays; microsoft/dion has this rule for an all-zero momentum only.
     """
     _arguments.check_dion(
         rank, momentum, mu_dtype, orthonormalize, error_feedback, seed
@@ -141,7 +138,7 @@ def scale_by_dion(
 
     def init_fn(params):
         views = _partition.matrices_only(params, dimension_numbers)
-        _check_some_rank(views, rank)
+        _matrices.check_rank_of_some(views.values(), rank)
         zeros = optax.tree.zeros_like(params, dtype=mu_dtype)
         if _trees.is_placeholder(params):
             return DionState(zeros, q=jnp.zeros([]))
@@ -215,15 +212,6 @@ def _like(tree: Any, leaves: Any) -> Any:
     return jax.tree.unflatten(structure, cast)
 
 
-def _check_some_rank(views: dict[str, MatrixView], rank: int | float) -> None:
-    largest = max((view.cols for view in views.values()), default=None)
-    if isinstance(rank, int) and largest is not None and rank > largest:
-        raise ValueError(
-            f"rank {rank} exceeds the smaller side of every matrix (the largest is "
-            f"{largest}); pass a smaller rank, or rank=1.0 for full rank"
-        )
-
-
 @_arguments.called_here(mu="momentum", **_arguments.ELSEWHERE)
 def dion(
     learning_rate: optax.ScalarOrSchedule,
@@ -281,10 +269,6 @@ def dion(
       >>> updates, state = jax.jit(tx.update)(params, state, params)
       >>> print(f"{optax.tree.norm(updates['kernel']):.4f}")  # 0.01 sqrt(8 / 4)
       0.0141
-
-    References:
-      Ahn et al., `Dion: Distributed Orthonormalized Updates
-      <https://arxiv.org/abs/2504.05295>`_, 2025
     """
     _arguments.check_rates(learning_rate, weight_decay, adam_learning_rate)
     _arguments.check_dion(

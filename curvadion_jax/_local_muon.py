@@ -35,7 +35,8 @@ def local_muon(
 
     What lost least for its bytes in `benchmarks/communication`, but for the momentum.
     At a sync the pseudo-gradients of the replicas are averaged, in 2 bits and with
-    error feedback, and the anchor takes a Nesterov step along the mean. Syncs are
+    error feedback, and the anchor takes a Nesterov step along the mean; what both
+    remember is bfloat16. Syncs are
     evenly spaced, as often as the budget allows. It is close to MuLoCo
     (`presets.muloco` is that, as published), and not the method of the CurvaDion paper:
     that is :func:`curvadion`.
@@ -47,7 +48,9 @@ def local_muon(
         The 4 bytes of each decision are not counted in.
       bits: 8, 4, 2 or 1 for pseudo-gradients in so many bits; None is 2.
       momentum: decay rate of the local momentum. In runs of 300 steps 0.8 and 0.9 lost
-        less than Muon's usual 0.95, in synchronous runs too.
+        less than Muon's usual 0.95, in synchronous runs too; and one that rises from
+        0.8 to 0.95 over the run, as below, lost least. The later, the more of a
+        replica's gradient is noise.
       weight_decay, weight_decay_mask: as for `optax.contrib.muon`; of matrices only.
       mu_dtype: dtype of the momenta; None keeps the parameters'.
       adam_learning_rate: number or schedule for AdamW of the other parameters
@@ -84,6 +87,17 @@ def local_muon(
       ...     syncs.append(int(state.metrics.synced))
       >>> syncs
       [0, 1, 0, 1]
+
+      A momentum that rises over a run of 1000 steps:
+
+      >>> rising = optax.linear_schedule(0.8, 0.95, 1000)
+      >>> tx = optax.inject_hyperparams(local_muon)(0.01, momentum=rising)
+      >>> state = tx.init(params)
+      >>> update = jax.jit(tx.update)
+      >>> for _ in range(3):
+      ...     updates, state = update(params, state, params)
+      >>> print(f"{state.hyperparams['momentum']:.4f}")
+      0.8003
 
     References:
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025

@@ -1,8 +1,11 @@
 """From a run's texts to an optimizer, with the library's public parts and no others."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import optax
 from runs import Run, words
 
@@ -10,7 +13,7 @@ import curvadion_jax as cd
 from curvadion_jax import compressors, synchronizers, triggers
 
 AXIS = "replica"
-_WARMUP, _FINAL = 0.05, 0.05
+_WARMUP = 0.05
 
 
 def optimizer(run: Run, params: optax.Params) -> optax.GradientTransformationExtraArgs:
@@ -32,32 +35,49 @@ def optimizer(run: Run, params: optax.Params) -> optax.GradientTransformationExt
     known = _TRIGGERS | {
         "quadratic": lambda alpha: triggers.quadratic_period(
             rate, alpha, warmup=round(_WARMUP * run.steps)
-        )
+        ),
+        "weighted": lambda share, power: _at(_spread(run, params, share, power)),
+        "warm": lambda share, steps: _at(_spread(run, params, share, 0.0, steps)),
     }
     last = triggers.stateless(
         lambda seen: triggers.decision(seen.steps == run.steps - 1)
     )
     trigger = triggers.any_of(_choose(_less_last(run, params), known), last)
-    synchronizer = _synchronizer(run)
+    synchronizer = _synchronizer(run, params)
     # What stored results call 'curvadion' is `local_muon`, its default then.
     if name in ("local_muon", "curvadion") and not numbers:
-        return cd.local_muon(
-            rate,
-            momentum=run.momentum,
-            axis_name=AXIS,
-            trigger=trigger,
-            synchronizer=synchronizer,
+        return _with_momentum(
+            run,
+            lambda momentum: cd.local_muon(
+                rate,
+                momentum=momentum,
+                axis_name=AXIS,
+                trigger=trigger,
+                synchronizer=synchronizer,
+                adam_learning_rate=lambda count: run.other_rate * rate(count),
+                mu_dtype=run.state,
+            ),
         )
     inner = _inner(run, rate, params)
     return cd.adaptive_sync(inner, trigger, synchronizer, AXIS)
 
 
 def schedule(run: Run) -> optax.Schedule:
-    """The learning rate of a run: a linear warmup, and cosine decay to a twentieth."""
+    """The learning rate of a run: a linear warmup, and cosine decay."""
     peak, warmup = run.learning_rate, round(_WARMUP * run.steps)
     return optax.warmup_cosine_decay_schedule(
-        0.0, peak, warmup, run.steps, peak * _FINAL
+        0.0, peak, warmup, run.steps, peak * run.final
     )
+
+
+def _with_momentum(
+    run: Run, make: Callable[[Any], optax.GradientTransformation]
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer that is made of a decay rate, where that changes over the run."""
+    if run.last_momentum is None:
+        return optax.with_extra_args_support(make(run.momentum))
+    rising = optax.linear_schedule(run.momentum, run.last_momentum, run.steps)
+    return optax.inject_hyperparams(make)(momentum=rising)
 
 
 def _inner(
@@ -65,13 +85,20 @@ def _inner(
 ) -> optax.GradientTransformation:
     name, numbers = words(run.inner)
     if name in ("dion", "curvadion"):
-        return cd.dion(rate, *numbers, momentum=run.momentum)
+        return _with_momentum(
+            run, lambda momentum: cd.dion(rate, *numbers, momentum=momentum)
+        )
     if name == "muon":
-        return optax.contrib.muon(
-            rate,
-            beta=run.momentum,
-            adam_b2=0.95,
-            muon_weight_dimension_numbers=cd.default_dimension_numbers(params),
+        numbers = cd.default_dimension_numbers(params)
+        return _with_momentum(
+            run,
+            lambda momentum: optax.contrib.muon(
+                rate,
+                beta=momentum,
+                adam_b2=0.95,
+                adam_learning_rate=lambda count: run.other_rate * rate(count),
+                muon_weight_dimension_numbers=numbers,
+            ),
         )
     if name == "adamw":
         return optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.0)
@@ -80,16 +107,48 @@ def _inner(
     raise ValueError(f"no inner optimizer {run.inner!r}")
 
 
+def _syncs(run: Run, params: optax.Params, share: float = 1.0) -> int:
+    """How many syncs a share of the bytes of synchronous training pays for."""
+    return int(share / _cost(run, params))
+
+
+def _cost(run: Run, params: optax.Params) -> float:
+    """What a sync costs, as a share of the bytes of synchronous training."""
+    form = _choose(run.compressor, _COMPRESSORS) or compressors.exact()
+    whole = compressors.exact().payload(params, {}).averaged * run.steps
+    return form.payload(params, {}).as_averaged(run.replicas) / whole
+
+
 def _less_last(run: Run, params: optax.Params) -> str:
     """The trigger's text; what the forced last sync costs is taken from its share."""
     name, numbers = words(run.trigger)
     if name not in ("evenly", "budget"):
         return run.trigger
-    form = _choose(run.compressor, _COMPRESSORS) or compressors.exact()
-    sync = form.payload(params, {}).as_averaged(run.replicas)
-    every_step = compressors.exact().payload(params, {}).averaged * run.steps
-    left = numbers[0] - sync / every_step
+    left = numbers[0] - _cost(run, params)
     return " ".join([name, f"{left:.8f}", *map(str, numbers[1:])])
+
+
+def _spread(
+    run: Run, params: optax.Params, share: float, power: float, warm: int = 0
+) -> np.ndarray:
+    """Which steps synchronise: the first ones, and others by the learning rate.
+
+    A step on which several are due takes one, and the others are lost.
+    """
+    syncs = _syncs(run, params, share)
+    rates = np.asarray(schedule(run)(jnp.arange(run.steps)), np.float64)
+    rates = np.maximum(rates, 1e-3 * rates.max())  # the first is zero
+    due = np.cumsum(np.where(np.arange(run.steps) < warm, 0, rates**power))
+    due *= (syncs - warm) / due[-1]
+    wanted = np.floor(due * (1 + 1e-9)) > np.floor(np.append(0, due[:-1]) * (1 + 1e-9))
+    wanted[:warm] = True
+    return wanted
+
+
+def _at(wanted: np.ndarray) -> triggers.Trigger:
+    return triggers.stateless(
+        lambda seen: triggers.decision(jnp.asarray(wanted)[seen.steps])
+    )
 
 
 def _choose(text: str, known: dict[str, Callable[..., Any]]) -> Any:
@@ -115,11 +174,30 @@ _COMPRESSORS = {
     "top_k": compressors.top_k,
 }
 _MOMENTA = _COMPRESSORS | {"none": lambda: False, "exact": lambda: True}
-_OUTERS = {
-    "mean": lambda: None,
-    "nesterov": lambda rate, decay: optax.sgd(rate, decay, nesterov=True),
-    "orthonormal": cd.outer.orthonormal,
-}
+
+
+def _nesterov(
+    rate: float, decay: float, *last: float, syncs: int, dtype: str
+) -> optax.GradientTransformation:
+    if not last:
+        return optax.sgd(rate, decay, nesterov=True, accumulator_dtype=dtype)
+    rates, decays = (
+        optax.linear_schedule(start, end, syncs)
+        for start, end in zip((rate, decay), last, strict=True)
+    )
+    return optax.inject_hyperparams(optax.sgd, static_args="nesterov")(
+        rates, momentum=decays, nesterov=True
+    )
+
+
+def _outers(syncs: int, dtype: str) -> dict[str, Callable[..., Any]]:
+    return {
+        "mean": lambda: None,
+        "nesterov": functools.partial(_nesterov, syncs=syncs, dtype=dtype),
+        "orthonormal": cd.outer.orthonormal,
+    }
+
+
 _CHANGE = 0.3
 _TRIGGERS = {
     "always": triggers.always,
@@ -136,16 +214,18 @@ _TRIGGERS = {
 }
 
 
-def _synchronizer(run: Run) -> synchronizers.Synchronizer:
+def _synchronizer(run: Run, params: optax.Params) -> synchronizers.Synchronizer:
     compressor = _choose(run.compressor, _COMPRESSORS)
     if run.sync == "gradients":
         return synchronizers.average_gradients(compressor)
     if run.sync == "factors":
         return synchronizers.average_factors(compressor)
     if run.sync == "reconcile":
+        _, shares = words(run.trigger)
         return synchronizers.reconcile(
-            _choose(run.outer, _OUTERS),
+            _choose(run.outer, _outers(_syncs(run, params, *shares[:1]), run.state)),
             compressor=compressor,
             momentum=_choose(run.sent_momentum, _MOMENTA),
+            residual_dtype=run.state if compressor else None,
         )
     raise ValueError(f"no synchronizer {run.sync!r}")

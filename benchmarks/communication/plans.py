@@ -305,57 +305,6 @@ def participation(results: Results) -> list[Run]:
     return [run.but(seed=seed) for run in runs for seed in (0, 1, 2)]
 
 
-# How `scaling` names its methods.
-SCALED = {
-    "muon": "Muon, synchronous",
-    "dion 1.0": "Dion, synchronous",
-    "local_muon": "`local_muon`",
-    "curvadion 1.0": "`curvadion`, rank 1.0",
-}
-BOUNDS = ("1 1", "3 3")
-
-
-def local_muon_evenly() -> Run:
-    """What lost least at size `cpu`."""
-    return _CURVADION.but(inner="local_muon", momentum=0.8, outer="nesterov 1.0 0.4")
-
-
-def scaling(results: Results, size: str, steps: int) -> list[Run]:
-    """What is left of the gap with more steps and larger batches, by seeds.
-
-    With 300 steps both methods' timing; with more, what of `curvadion` won there, and
-    the references. Nothing else is tuned at these lengths.
-    """
-    dion = METHODS["dion"].run.but(learning_rate=0.04 if size == "cpu" else 0.08)
-    muon = METHODS["muon"].run.but(learning_rate=0.08, momentum=0.8)
-    local = local_muon_evenly()
-    both = [local, local.but(trigger=f"budget {BUDGET} 1 1")]
-    short = [
-        local.but(
-            inner="curvadion 1.0",
-            momentum=momentum,
-            trigger=f"budget {BUDGET} {bounds}",
-        )
-        for momentum in (0.8, 0.9)
-        for bounds in BOUNDS
-    ]
-    if size == "cpu" and steps == local.steps:
-        return [*short, *both]
-    losses = {
-        Run(**row["run"]): row["loss"]
-        for row in results.values()
-        if row["size"] == "cpu"
-    }
-    if any(run not in losses for run in short):
-        raise ValueError("train 'scaling --size cpu --steps 300' first: it chooses")
-    won = min(short, key=losses.__getitem__)
-    return [
-        run.but(seed=seed, steps=steps)
-        for seed in (0, 1, 2)
-        for run in (muon, won, *both, dion)
-    ]
-
-
 _ALL = (
     *(rates, leaders, momenta, outers),
     *(ideas, seeds, timing, budgets, others, replicas, participation),

@@ -20,7 +20,9 @@ class Run:
             training, the last sync among them), 'budget SHARE' (the same share, spent
             where the relative momentum change is large), 'budget SHARE AHEAD BEHIND'
             (with these bounds), 'drift THRESHOLD', 'rmmc THRESHOLD', 'quadratic ALPHA'
-            (syncs as frequent as the learning rate is high).
+            (syncs as frequent as the learning rate is high), 'weighted SHARE POWER'
+            (the same share, spent as the learning rate to this power), 'warm SHARE
+            STEPS' (the same share, after syncs on each of the first steps).
         sync: 'gradients', 'factors' or 'reconcile'.
         compressor: Form in which that is sent: 'exact', 'int 8',
             'int 2 4' (the mean in 4 bits), 'int 2 2 1024' (in blocks of 1024),
@@ -28,13 +30,19 @@ class Run:
             'low_rank FRACTION 4' (factors in 4 bits), 'top_k FRACTION 2' (values in 2
             bits).
         outer: Outer step of `reconcile`: 'mean', 'nesterov RATE MOMENTUM',
-            'orthonormal RATE MOMENTUM'.
+            'orthonormal RATE MOMENTUM', 'nesterov RATE MOMENTUM RATE MOMENTUM' (from
+            the first sync's to the last's, in equal steps).
         sent_momentum: Form in which `reconcile` averages momenta; 'none' leaves them
             local.
         replicas: Number of replicas.
         seed: Of the parameters and the order of the data.
         steps: Steps; the last one synchronises wherever the trigger allows any.
         dropped: Share of the participations in syncs that are left out at random.
+        final: Learning rate at the end, as a share of its peak.
+        last_momentum: Decay rate of the momentum at the end, reached in equal steps
+            from `momentum`; None keeps that.
+        other_rate: Learning rate of embeddings, head and norms over that of matrices.
+        state: dtype of the local momentum, the outer one and error feedback.
     """
 
     inner: str
@@ -49,6 +57,10 @@ class Run:
     seed: int = 0
     steps: int = 300
     dropped: float = 0.0
+    final: float = 0.05
+    last_momentum: float | None = None
+    other_rate: float = 1.0
+    state: str = "float32"
 
     def key(self) -> str:
         """The run as canonical JSON; equal for equal runs.

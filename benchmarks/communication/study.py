@@ -2,12 +2,13 @@
 
     python benchmarks/communication/study.py PLAN [PLAN...]
     python benchmarks/communication/study.py scaling --size cpu-32k --steps 1200
+    python benchmarks/communication/study.py against --size cpu --steps 300
 
 Results go to `results/cpu.jsonl` beside this file (or to another size's), a line a run;
 what is in it is not trained again, so a study that was stopped goes on with the same
 command. Plans are listed in `plans.py`; `tables.py` makes the tables and the picture.
-The plan `scaling` stands alone: all its sizes and lengths go to one file,
-`results/scaling.jsonl`, of which `scaling.py` makes the table.
+The plans of `gap.py`, `scaling` and `against`, stand alone: all their sizes and lengths
+go to one file, `results/scaling.jsonl`, of which `scaling.py` makes the tables.
 """
 
 import argparse
@@ -68,26 +69,30 @@ def train(run: Run, size: Size) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program."""
+    import gap
     import plans
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("plan", nargs="+", choices=[*plans.PLANS, "scaling"])
+    parser.add_argument("plan", nargs="+", choices=[*plans.PLANS, *gap.PLANS])
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--size", choices=SIZES, default="cpu")
-    parser.add_argument("--steps", type=int, default=300, help="of 'scaling' only")
+    parser.add_argument("--steps", type=int, default=300, help="of gap.py's plans")
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory")
     options = parser.parse_args(arguments)
     options.results.mkdir(parents=True, exist_ok=True)
-    size, together = SIZES[options.size], options.plan == ["scaling"]
-    if "scaling" in options.plan and not together:
-        parser.error("'scaling' goes to a file of its own: train it alone")
+    size, first = SIZES[options.size], options.plan[0]
+    together = first in gap.PLANS
+    if len(options.plan) > 1 and gap.PLANS.keys() & set(options.plan):
+        parser.error(
+            f"{' and '.join(gap.PLANS)} go to a file of their own: train alone"
+        )
     name = "scaling" if together else options.size
     file = options.results / f"{name}.jsonl"
     results = read(file)
     if together:
-        runs = plans.scaling(results, options.size, options.steps)
+        runs = gap.PLANS[first](results, options.size, options.steps)
     else:
         runs = [run for name in options.plan for run in plans.PLANS[name](results)]
     left = missing(runs, file, options.size if together else "")
@@ -115,10 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _described(run: Run, size: str) -> dict[str, Any]:
     """What tells runs of several sizes in one file apart."""
-    import plans
+    import gap
 
     tokens = SIZES[size].tokens // run.replicas
-    return {"method": plans.SCALED[run.inner], "size": size, "tokens": tokens}
+    return {"method": gap.SCALED[run.inner], "size": size, "tokens": tokens}
 
 
 def _workers(number: int) -> concurrent.futures.Executor:

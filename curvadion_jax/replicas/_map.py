@@ -50,7 +50,8 @@ def map_over_replicas(
         said = _what_to_say(traced.program.jaxpr, axis_name, alone, averaged)
         with _mapped.mapping_program():
             result = traced(state, batch, *shared)
-        if said:  # where nothing was rejected
+        # Where nothing was rejected, and once for both programs of a schedule.
+        if said and not _is_sync_program():
             warnings.warn(said, stacklevel=3)
         return result
 
@@ -81,6 +82,11 @@ def map_over_replicas(
     return run
 
 
+def _is_sync_program() -> bool:
+    step = _mapped.current()
+    return step is not None and step.known_sync is True
+
+
 def _names(tree: Any) -> list[str]:
     return [name for name, _ in _paths.leaves_with_path(tree)]
 
@@ -93,6 +99,7 @@ def _what_to_say(
     sent = sum(_jaxprs.bytes_given(equation) for equation in found)
     if step := _mapped.current():
         step.sent_outside, step.averaged = sent, averaged
+        step.updates = _inspect.updates_in(jaxpr)
     if found:
         what = ", ".join(
             f"{e.primitive.name} of {e.invars[0].aval.str_short()}" for e in found

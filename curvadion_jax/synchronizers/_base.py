@@ -53,9 +53,11 @@ def variants(
     return [(of(synchronizer.sync, v), of(synchronizer.payload, v)) for v in last]
 
 
-def zero_residual(params: optax.Params) -> Any:
-    """Nothing owed yet: zeros like the parameters, at least float32."""
-    return jax.tree.map(lambda x: jnp.zeros_like(x, compute_dtype(x.dtype)), params)
+def zero_residual(params: optax.Params, dtype: Any = None) -> Any:
+    """Nothing owed yet: zeros like the parameters; None is at least float32."""
+    return jax.tree.map(
+        lambda x: jnp.zeros_like(x, dtype or compute_dtype(x.dtype)), params
+    )
 
 
 def mean_with_feedback(

@@ -1,0 +1,171 @@
+"""The study's plans at several batches and lengths, and what they try."""
+
+import dataclasses
+import itertools
+
+import gap
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optimizers
+import pytest
+import scaling
+import study
+from runs import Run
+
+PARAMS = {"kernel": jax.ShapeDtypeStruct((64, 64), np.float32)}
+BASE = gap.local_muon_evenly()
+
+
+def row(run: Run, loss: float, tokens: int = 1024, size: str = "cpu") -> dict:
+    return {
+        "method": gap.SCALED[run.inner],
+        "size": size,
+        "tokens": tokens,
+        "run": dataclasses.asdict(run),
+        "loss": loss,
+        "syncs": 3,
+        "bytes": 10,
+        "synchronous_bytes": 1000,
+        "date": "2026-11-23",
+    }
+
+
+def by_key(rows) -> dict:
+    return {each["size"] + Run(**each["run"]).key(): each for each in rows}
+
+
+def all_plans():
+    yield from gap.against({}, "cpu", 300)
+    yield from gap.against({}, "cpu", 1200)
+    yield from gap.against({}, "cpu-32k", 300)
+    yield from gap.scaling({}, "cpu", 300)
+
+
+@pytest.mark.parametrize("run", set(all_plans()), ids=Run.key)
+def test_every_run_can_be_built(run):
+    tx = optimizers.optimizer(run, PARAMS)
+    state = jax.eval_shape(tx.init, PARAMS)
+    assert optax.tree.get(state, "metrics").steps.dtype == np.int32
+
+
+@pytest.mark.parametrize(("power", "warm"), [(0.0, 0), (1.0, 0), (-0.5, 0), (0.0, 5)])
+def test_a_spread_budget_is_spent(power, warm):
+    run = BASE.but(trigger="weighted 0.01 0.0")
+    wanted = optimizers._spread(run, PARAMS, 0.01, power, warm)
+    assert wanted.shape == (run.steps,)
+    assert wanted[-1]
+    assert wanted[:warm].all()
+    # A sync costs 2.25 bits of 32 an element: 42.7 of them are paid for, and one is
+    # lost where two would be due in the first step, of no learning rate.
+    assert wanted.sum() == (41 if power < 0 else 42)
+    periods = np.diff(np.flatnonzero(wanted)[warm:])
+    first, last = periods[5:10].mean(), periods[-10:-5].mean()
+    if power == 0:
+        assert periods.max() - periods.min() <= 1
+    else:
+        assert (first < last) == (power > 0)
+
+
+def test_the_learning_rate_ends_where_it_should():
+    run = BASE.but(final=0.2)
+    assert optimizers.schedule(run)(run.steps) == pytest.approx(0.2 * 0.08)
+
+
+@pytest.mark.parametrize("inner", ["local_muon", "muon", "curvadion 1.0"])
+def test_a_momentum_rises_to_its_last_value(inner):
+    run = BASE.but(inner=inner, last_momentum=0.95, steps=4, trigger="every 2")
+    run = run.but(replicas=2)
+    params = {"kernel": jnp.ones((8, 8))}
+    tx = optimizers.optimizer(run, params)
+    state = tx.init(params)
+    update = jax.jit(
+        jax.vmap(lambda s: tx.update(params, s, params)[1], axis_name=optimizers.AXIS)
+    )
+    state = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+    seen = []
+    for _ in range(4):
+        state = update(state)
+        found = optax.tree.get(state, "hyperparams")["momentum"]
+        seen.append(float(found[0]))
+    # Linear from 0.8 on the first step towards 0.95 after the last.
+    np.testing.assert_allclose(seen, 0.8 + 0.15 * np.arange(4) / 4, rtol=1e-6)
+
+
+def test_an_outer_step_that_changes():
+    outer = optimizers._nesterov(1.0, 0.4, 0.5, 0.0, syncs=2)
+    params = {"kernel": jnp.zeros(1)}
+    state = outer.init(params)
+    steps = []
+    for _ in range(3):
+        updates, state = outer.update({"kernel": jnp.ones(1)}, state, params)
+        steps.append(float(updates["kernel"][0]))
+    # Trace t and Nesterov step g + m t: rates 1, 0.75, 0.5; momenta 0.4, 0.2, 0.
+    np.testing.assert_allclose(steps, [-1.4, -0.75 * 1.24, -0.5], rtol=1e-6)
+
+
+def test_longer_runs_take_what_won_in_short_ones():
+    short = gap.scaling({}, "cpu", 300)
+    with pytest.raises(ValueError, match="train 'scaling --size cpu --steps 300'"):
+        gap.scaling({}, "cpu", 1200)
+    best = short[1]
+    results = by_key(row(run, 1.0 if run == best else 2.0) for run in short)
+    longer = gap.scaling(results, "cpu-32k", 1200)
+    assert {run.steps for run in longer} == {1200}
+    assert sorted({run.seed for run in longer}) == [0, 1, 2]
+    assert best.but(steps=1200) in longer
+    assert {r.learning_rate for r in longer if r.inner == "dion 1.0"} == {0.08}
+
+
+def test_the_ideas_are_tried_at_the_cheapest_setting_alone():
+    cheap = gap.against({}, "cpu", 300)
+    assert set(gap.tried()) < set(cheap)
+    assert set(gap.parts()) < set(cheap)
+    longer = gap.against({}, "cpu-32k", 1200)
+    assert longer == [gap.rising().but(steps=1200)]
+
+
+def test_the_law_is_found_again():
+    settings = list(itertools.product((1024, 4096), (300, 1200)))
+    gaps = {
+        label: {
+            at: [scaling.Law({label: scale}, 0.5, 0.75).at(label, *at)] for at in of
+        }
+        for label, scale, of in (("even", 5.0, settings), ("rising", 4.0, settings[:3]))
+    }
+    found = scaling.fit(gaps)
+    assert gaps["even"][4096, 300] == [2.5]
+    np.testing.assert_allclose(list(found.scales.values()), [5.0, 4.0])
+    np.testing.assert_allclose([found.a, found.b], [0.5, 0.75])
+
+
+def test_gaps_are_to_muon_as_tuned_with_the_same_seed():
+    local, muon = BASE.but(steps=1200), gap.muon().but(steps=1200)
+    rows = [
+        row(muon, 1.0),
+        row(muon.but(seed=1), 2.0),
+        row(muon.but(last_momentum=0.95), 5.0),
+        row(local, 1.02),
+        row(local.but(seed=1), 2.08),
+        row(local.but(seed=2), 9.0),
+        row(local.but(momentum=0.9), 9.0),
+    ]
+    found = scaling.points(BASE, by_key(rows))
+    assert list(found) == [(1024, 1200)]
+    np.testing.assert_allclose(found[1024, 1200], [2.0, 4.0])
+    text = scaling.document(by_key(rows))
+    assert "| `local_muon` | 1,024 | 1,200 | 3.00 ± 1.41% | 2 |  |" in text
+
+
+def test_the_picture_is_drawn(tmp_path):
+    results = study.read(study.RESULTS / "scaling.jsonl")
+    scaling.draw(results, tmp_path / "scaling.png")
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plans_of_a_file_of_their_own_are_trained_alone(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        study.main(["scaling", "rates", "--results", str(tmp_path)])
+    assert "go to a file of their own" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
