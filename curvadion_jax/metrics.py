@@ -126,8 +126,8 @@ def read(
         "syncs": syncs,
         "sync_rate": syncs / steps if steps else 0.0,
         "synced": bool(_common(found.synced, "synced")),
-        "value": _unless(math.isnan, float(values[worst])),
-        "threshold": _unless(math.isnan, float(found.threshold.reshape(-1)[0])),
+        "value": _unless(math.isnan, _shortest(values[worst])),
+        "threshold": _unless(math.isnan, _shortest(found.threshold.reshape(-1)[0])),
         "layer": _unless((-1).__eq__, int(layers[worst])),
         "asked": _common(found.asked, "asked"),
         "replicas": replicas,
@@ -136,6 +136,11 @@ def read(
         "empty_syncs": _common(found.empty, "empty"),
         **_faults(found, _numbers(counters.steps), patience),
     }
+
+
+def _shortest(number: np.floating) -> float:
+    """0.3, where float() has 0.30000001192092896."""
+    return float(str(number))
 
 
 def _unless(empty: Callable[[Any], bool], number: Any) -> Any:

@@ -10,6 +10,8 @@ import sys
 import types
 from typing import Any
 
+import jax
+
 
 class Writer:
     """A CLU metric writer that keeps the scalars.
@@ -32,13 +34,14 @@ class Writer:
 
 
 class Progress:
-    """CLU's periodic actions, which do nothing here."""
+    """CLU's periodic actions, called after every step; nothing is reported here."""
 
     def __init__(self, **arguments: Any) -> None:
         pass
 
     def __call__(self, step: int, time: float | None = None) -> None:
-        pass
+        # CPU devices that are many steps behind each other wait until XLA gives up.
+        jax.block_until_ready(jax.live_arrays())
 
     def timed(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
