@@ -108,7 +108,7 @@ def check_post(header: Mapping[str, Any], name: str, number: int) -> None:
             raise Refused(f"its {field} is {header.get(field)!r}")
     for field, kind, least in (("tokens", int | float, 0), ("rounds", int, 1)):
         x = header.get(field)
-        if isinstance(x, bool) or not isinstance(x, kind):
+        if x is None or isinstance(x, bool) or not isinstance(x, kind):
             raise Refused(f"its {field} is {x!r}")
         if not least <= x < 1e18 or not x:
             raise Refused(f"its {field} is {x}")
