@@ -62,6 +62,7 @@ CASES = [
     *(Case(delay=7, keep=share) for share in (0.5, 0.0)),
     *(Case(delay=d, outer="1.0, 0") for d in (0, 7, 14, 35)),
     Case(delay=7, present=6),
+    *(Case(delay=d, keep=0.5) for d in (14, 35)),
 ]
 
 
