@@ -175,8 +175,7 @@ class CompiledStep:
                 f"training step and not in the optimizer: {'; '.join(sent[:4])}"
                 f"{' ...' if len(sent) > 4 else ''}. Say there how rows are divided "
                 "within a replica: x = jax.lax.with_sharding_constraint(x, "
-                "PartitionSpec('fsdp')), with your axis, on the array that is read. "
-                "Convolutions want a shard_map of your own, see docs/own-loop.md",
+                "PartitionSpec('fsdp')), with your axis, on the array that is read",
                 stacklevel=3,
             )
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _guards, _jaxprs, _mapped, _paths
-from curvadion_jax.replicas import _inspect
+from curvadion_jax.replicas import _convolutions, _inspect
 from curvadion_jax.replicas._average import average_where_synced, check_average
 from curvadion_jax.replicas._checks import check_leading
 
@@ -48,8 +48,9 @@ def map_over_replicas(
             alone = []
         alone = [name for name in alone if not set(name.split("/")) & set(average)]
         said = _what_to_say(traced.program.jaxpr, axis_name, alone, averaged)
+        program = _convolutions.keep_apart(traced.program, mesh, axis_name)
         with _mapped.mapping_program():
-            result = traced(state, batch, *shared)
+            result = traced._replace(program=program)(state, batch, *shared)
         # Where nothing was rejected, and once for both programs of a schedule.
         if said and not _is_sync_program():
             warnings.warn(said, stacklevel=3)
