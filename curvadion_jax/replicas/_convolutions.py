@@ -25,8 +25,11 @@ def keep_apart(program: ClosedJaxpr, mesh: Mesh, axis_name: str) -> ClosedJaxpr:
         """A program, or what holds programs as the parameters of an equation do."""
         if isinstance(value, ClosedJaxpr):
             return ClosedJaxpr(rewritten(value.jaxpr), value.consts)
-        if isinstance(value, Jaxpr) and _has_any(value):
-            return value.replace(eqns=[*map(of_equation, value.eqns)])
+        if isinstance(value, Jaxpr):
+            found = _has_any(value)
+            return (
+                value.replace(eqns=[*map(of_equation, value.eqns)]) if found else value
+            )
         if type(value) in (tuple, list):
             return type(value)(map(rewritten, value))
         return value
