@@ -8,12 +8,12 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from curvadion_jax.sites import _messages, _rounds, _run
 from curvadion_jax.sites._messages import Refused
 from curvadion_jax.sites._model import Arrays, Model, Outer
-from curvadion_jax.sites._rounds import Post
+from curvadion_jax.sites._rounds import Own, Post
 from curvadion_jax.sites._run import RunError
 from curvadion_jax.sites._store import Store
 
@@ -21,33 +21,6 @@ log = logging.getLogger("curvadion_jax.sites")
 
 # Seconds for which a round may wait before the log says so.
 _PATIENCE = 60
-
-
-class Own(NamedTuple):
-    """What this site brings to a round.
-
-    Attributes:
-      fragment: of the parameters.
-      captured: the fragment's parameters when it was due.
-      anchor: the fragment's anchor then, of which the site knew.
-      drift: how far they were from it.
-      message, left: what stands for it, and what is owed when that is counted.
-      tokens: seen since the last contribution to the fragment.
-      uid: of the message.
-      round: to which it is posted, or may be: an answer may be lost; -1 before.
-      posted: whether it is there.
-    """
-
-    fragment: int
-    captured: Arrays
-    anchor: Arrays
-    drift: Arrays
-    message: Arrays
-    left: Arrays
-    tokens: float
-    uid: str
-    round: int = -1
-    posted: bool = False
 
 
 class Follower:
@@ -110,12 +83,7 @@ class Follower:
             return False
         commit = _rounds.read_commit(data, self.number)
         if commit["before"] != self.outer.digest:
-            raise RunError(
-                f"before round {self.number} the outer parameters of this site, "
-                f"{self.name!r}, have the digest {self.outer.digest}, and those of the "
-                f"run {commit['before']}: give all sites the same outer optimizer, "
-                "compressor, and versions of JAX and Optax, and start this one again"
-            )
+            raise self._differs(commit["before"])
         contributors, messages = commit["contributors"], []
         for entry in contributors:
             message = self._message(entry)
@@ -214,12 +182,7 @@ class Follower:
         posts = list(self._posts.values())
         before = _rounds.digest_of_most(posts, self.outer.digest)
         if before != self.outer.digest:
-            raise RunError(
-                f"in round {self.number} most sites measure from outer parameters of "
-                f"the digest {before}, and this one, {self.name!r}, has "
-                f"{self.outer.digest}: give all sites the same outer optimizer, "
-                "compressor, and versions of JAX and Optax, and start this one again"
-            )
+            raise self._differs(before)
         data = _rounds.commit(
             self.number,
             self.fragment,
@@ -230,6 +193,14 @@ class Follower:
             by=self.name,
         )
         self.store.create(_rounds.commit_key(self.number), data)
+
+    def _differs(self, digest: str) -> RunError:
+        return RunError(
+            f"before round {self.number} the outer parameters of this site, "
+            f"{self.name!r}, have the digest {self.outer.digest}, and those of the run "
+            f"{digest}: give all sites the same outer optimizer, compressor, and "
+            "versions of JAX and Optax, and start this one again"
+        )
 
     def _read(self, name: str) -> Post:
         """A contribution to the next round, with why it cannot count."""

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from curvadion_jax.sites import _messages
 from curvadion_jax.sites._messages import Refused
 
@@ -56,6 +58,33 @@ class Post(NamedTuple):
     arrays: Any = ()
     norm: float = math.nan
     why: str = ""
+
+
+class Own(NamedTuple):
+    """What this site brings to a round.
+
+    Attributes:
+      fragment: of the parameters.
+      captured: the fragment's parameters when it was due.
+      anchor: the fragment's anchor then, of which the site knew.
+      drift: how far they were from it.
+      message, left: what stands for it, and what is owed when that is counted.
+      tokens: seen since the last contribution to the fragment.
+      uid: of the message.
+      round: to which it is posted, or may be: an answer may be lost; -1 before.
+      posted: whether it is there.
+    """
+
+    fragment: int
+    captured: list[np.ndarray]
+    anchor: list[np.ndarray]
+    drift: list[np.ndarray]
+    message: list[np.ndarray]
+    left: list[np.ndarray]
+    tokens: float
+    uid: str
+    round: int = -1
+    posted: bool = False
 
 
 class Members(NamedTuple):

@@ -13,8 +13,9 @@ import optax
 
 from curvadion_jax import compressors
 from curvadion_jax.sites import _params, _rounds
-from curvadion_jax.sites._follower import Follower, Own
+from curvadion_jax.sites._follower import Follower
 from curvadion_jax.sites._model import Model
+from curvadion_jax.sites._rounds import Own
 from curvadion_jax.sites._store import Store, StoreError
 from curvadion_jax.sites._worker import Worker
 
@@ -196,13 +197,13 @@ class Site:
         """
         worker = self._started(params)
         end = time.monotonic() + timeout
-        fragments = set(range(self._settings.fragments)) if self._tokens[0] else set()
         while True:
             params = self._landed(worker, params)
-            left = {p for p in fragments if self._tokens[p]}
-            if not worker.busy and not left:
+            if not worker.busy and not any(self._tokens):
                 break
-            if time.monotonic() > end:
+            # Nothing is left of the next round's fragment where others were quicker.
+            due = worker.busy or self._tokens[worker.follower.fragment]
+            if not due or time.monotonic() > end:
                 log.warning("%s leaves, and its last steps are not counted", self.name)
                 break
             if not worker.busy:
@@ -287,9 +288,8 @@ class Site:
             return
         self._tokens[own.fragment] -= own.tokens
         if kind == "rejected":
-            text = "the contribution of this site, %r, was rejected: %s. It goes on "
-            text += "from the outer parameters, without its steps since the last round"
-            log.error(text, self.name, why)
+            text = "the contribution of %r, this site, is rejected: %s. Its steps since"
+            log.error(f"{text} the last round are dropped", self.name, why)
 
     def _wait(self, worker: Worker, end: float = math.inf) -> None:
         start = time.monotonic()

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from curvadion_jax.sites._follower import Follower, Own
+from curvadion_jax.sites._follower import Follower
 from curvadion_jax.sites._model import Arrays, host
+from curvadion_jax.sites._rounds import Own
 from curvadion_jax.sites._store import StoreError
 
 log = logging.getLogger("curvadion_jax.sites")

@@ -225,3 +225,18 @@ def test_bytes_are_those_of_the_store(tmp_path):
     (post,) = [size for path, size in sizes.items() if "rounds" in path.parts]
     payload = form.payload(params, {})
     assert 0 < post - payload.averaged - payload.gathered < 1000
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_who_leaves_brings_what_is_left_of_every_fragment(fragments):
+    params = {"a": jnp.zeros(4), "b": jnp.zeros(4)}
+    options = {"every": 2, "max_lag": 0, "poll": 0.01, "fragments": fragments}
+    with sites.join(MemoryStore(), "oslo", **options) as site:
+        params = site.start(params)
+        for _ in range(5):
+            params = site.sync(stepped(params))
+        params = site.leave(params)
+        assert site.metrics.counted == 2 + fragments
+        assert not any(site._tokens)
+    np.testing.assert_array_equal(params["a"], 5.0)
+    np.testing.assert_array_equal(params["b"], 5.0)
