@@ -210,6 +210,8 @@ def check_start(state: Any, has_axis: bool) -> None:
     if any(isinstance(x, Tracer) for x in leaves.values()):
         return
     steps = leaves[*place[:-2], "metrics", "steps"]
+    if has_axis and not jnp.ndim(steps):
+        return  # it was not replicated, which is said elsewhere
     pairs = [(params[names], _memory.to_device(a)) for names, a in anchor.items()]
     began, moved, apart = jax.device_get(_compared(steps, pairs, has_axis))
     if began:

@@ -246,8 +246,9 @@ class Follower:
         own = self.own
         if own is not None and own.round == commit["round"]:
             counted = any(x["uid"] == own.uid for x in commit["contributors"])
-            whys = {entry["name"]: entry["why"] for entry in commit["rejected"]}
-            self._settle("" if counted else whys.get(self.name, "late"))
+            # One who had this name before may have posted in this round.
+            whys = {entry["uid"]: entry["why"] for entry in commit["rejected"]}
+            self._settle("" if counted else whys.get(own.uid, "late"))
 
     def _settle(self, why: str) -> None:
         own, self.own = self.own, None

@@ -241,7 +241,11 @@ def commit(
             }
             for p in counted
         ],
-        "rejected": [{"name": p.name, "why": p.why[:300]} for p in posts if p.why],
+        "rejected": [
+            {"name": p.name, "uid": p.header.get("uid"), "why": p.why[:300]}
+            for p in posts
+            if p.why
+        ],
         "roster": kept,
         "by": by,
     }

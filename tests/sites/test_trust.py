@@ -113,6 +113,17 @@ def test_it_is_not_counted_and_the_commit_says_why(name):
     assert why in entry["why"]
 
 
+def test_what_a_predecessor_posted_is_not_charged_to_who_has_its_name():
+    store = MemoryStore()
+    killed, b = ByHand(store, "a"), ByHand(store, "b")
+    killed.post(float("nan"))
+    a = ByHand(store, "a")
+    a.post(1.0)
+    b.post(3.0)
+    settle(b, a)
+    assert a.outcomes == ["late"]
+
+
 def test_whose_contribution_is_rejected_goes_on_from_the_common_model():
     store = MemoryStore()
     a, b = ByHand(store, "a"), ByHand(store, "b")
