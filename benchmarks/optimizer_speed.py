@@ -52,7 +52,7 @@ import curvadion_jax as cd
 RATE, DECAY, MOMENTUM = 0.01, 0.01, 0.95
 MUON, ADAMW = "Muon", "AdamW"
 VOCABULARY = 50304
-WIDTH = {"160m": 768, "1b": 2048, "8b": 4096}
+WIDTH = {"tiny": 64, "160m": 768, "1b": 2048, "8b": 4096}
 
 Turn = Callable[[], Callable[[], None]]
 """Makes new arrays, and returns a function that takes one step and waits for it."""
@@ -63,7 +63,7 @@ def matrices(model: str, layers: int) -> dict[str, tuple[int, ...]]:
     width = WIDTH[model]
     if model == "8b":
         return {"query": (width, width), "key": (width, 1024), "up": (width, 14336)}
-    stack = (layers,) if model == "160m" else ()
+    stack = () if model == "1b" else (layers,)
     square = dict.fromkeys(("query", "key", "value", "out"), (*stack, width, width))
     return square | {
         "up": (*stack, width, 4 * width),

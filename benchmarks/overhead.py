@@ -5,8 +5,9 @@
 
 A step of the optimizer takes given gradients to new parameters; with `--tokens`
 those of the example's model are computed in front. Replicas are simulated on one
-device by `vmap`, so that the program is that of a run, syncs and their collectives
-included, or with `--mesh` are devices each; nothing synchronises while time is taken.
+device by `vmap`, or with `--mesh` are devices each. The program is that of a run, syncs
+and their collectives included, or where a trigger looks at counters alone that of a
+local step, which the host knows it to be; nothing synchronises while time is taken.
 State is donated.
 
 Programs take turns in random order, and start every round from new arrays: where these
@@ -53,6 +54,7 @@ class Case(NamedTuple):
 
     optimizer: optax.GradientTransformation
     local: str
+    scheduled: bool = False
 
 
 def local_optimizers(params: dict) -> dict[str, optax.GradientTransformation]:
@@ -79,13 +81,14 @@ def cases(local: dict[str, optax.GradientTransformation]) -> dict[str, Case]:
 
     def of_dion(trigger, **options):
         plain = synchronizers.reconcile(**options)
-        return Case(cd.adaptive_sync(local["`dion`"], trigger, plain, AXIS), "`dion`")
+        tx = cd.adaptive_sync(local["`dion`"], trigger, plain, AXIS)
+        return Case(tx, "`dion`", trigger.scheduled)
 
     rows = {name: of_dion(trigger) for name, trigger in asked.items()}
     large = "`every_k`, error feedback and outer momentum"
     rows[large] = of_dion(asked["`every_k`"], **LARGE_STATE)
     rows["`local_muon`"] = Case(
-        cd.local_muon(RATE, axis_name=AXIS, budget=LITTLE), "Muon"
+        cd.local_muon(RATE, axis_name=AXIS, budget=LITTLE), "Muon", True
     )
     return rows
 
@@ -100,14 +103,23 @@ class Program(NamedTuple):
 
 
 def program(
-    tx: Any, params: dict, differentiate: Any, batch: Any, replicas: int, mesh: bool
+    tx: Any,
+    params: dict,
+    differentiate: Any,
+    batch: Any,
+    replicas: int,
+    mesh: bool,
+    **known: bool,
 ) -> Program:
-    """(state, batch) -> state for all replicas, compiled; memory in MiB."""
+    """(state, batch) -> state for all replicas, compiled; memory in MiB.
+
+    With ``sync=False`` of a local step alone.
+    """
 
     def train(state, batch):
         params, opt_state = state
         gradients = differentiate(params, batch)
-        updates, opt_state = tx.update(gradients, opt_state, params)
+        updates, opt_state = tx.update(gradients, opt_state, params, **known)
         return (optax.apply_updates(params, updates), opt_state), ()
 
     def start():
@@ -230,8 +242,10 @@ def table(options: argparse.Namespace) -> list[str]:
     rows = {name: case for name, case in cases(local).items() if options.only in name}
     compared = {case.local for case in rows.values()}
     local = {name: tx for name, tx in local.items() if name in compared}
-    everything = local | {name: case.optimizer for name, case in rows.items()}
-    programs = {name: program(tx, *where) for name, tx in everything.items()}
+    programs = {name: program(tx, *where) for name, tx in local.items()}
+    for name, case in rows.items():
+        known = {"sync": False} if case.scheduled else {}
+        programs[name] = program(case.optimizer, *where, **known)
     order = random.Random(0)
     rounds = [
         seconds(programs, batch, options.steps, order) for _ in range(options.rounds)

@@ -14,6 +14,7 @@ from curvadion_jax import (
     outer,
     presets,
     replicas,
+    sites,
     synchronizers,
     triggers,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "presets",
     "replicas",
     "scale_by_dion",
+    "sites",
     "synchronizers",
     "triggers",
 ]

@@ -1,5 +1,6 @@
 """One optimizer out of an inner one, a trigger and a synchronizer."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from curvadion_jax import (
     _trees,
     _xla,
 )
-from curvadion_jax._branches import Branches
+from curvadion_jax._branches import Branches, sync_cost
 from curvadion_jax._counters import SyncMetrics
 from curvadion_jax._protocols import Synchronizer, SyncState, Trigger
 from curvadion_jax.synchronizers._base import check_synchronizer
@@ -51,6 +52,8 @@ class AdaptiveSyncState(NamedTuple):
     trigger_state: Any
     sync_state: SyncState
     metrics: SyncMetrics
+
+    __repr__ = _trees.summary
 
 
 def adaptive_sync(
@@ -102,7 +105,11 @@ def adaptive_sync(
       A transformation with :class:`AdaptiveSyncState`. Updates have the parameters'
       dtypes, and are finite. `update` takes ``weight=w``, float32[], replica-varying:
       how much this replica counts in means over the replicas, such as the number of
-      tokens in its batch; 0 is absent, None is 1. (It is not passed on to `inner`.)
+      tokens in its batch; 0 is absent, None is 1. And ``sync=True`` or ``sync=False``
+      in place of the trigger's answer: the program is then that of a sync step, or of a
+      local step, alone. A Python bool, static under `jit`, and the same on all
+      replicas and processes. `replicas.step` does so by itself where the trigger is
+      `scheduled`. (Neither is passed on to `inner`.)
 
     Raises:
       TypeError: if an argument is of the wrong kind, or a parameter not a real
@@ -143,7 +150,9 @@ def adaptive_sync(
             metrics=_counters.initial(),
         )
 
-    def update_of_replica(updates, state, params, step=None, weight=None, **extra_args):
+    def update_of_replica(
+        updates, state, params, sync=None, step=None, weight=None, **extra_args
+    ):
         _guards.require_local_gradients(
             updates,
             axis_name,
@@ -164,19 +173,20 @@ def adaptive_sync(
 
         # 1. This replica's trigger answers, and the largest answer is everybody's.
         def decide(gradients, params, state):
-            seen = replica.observation(gradients, params, state)
+            seen = replica.observation(gradients, params, state, trigger.scheduled)
             return check_answer(
                 trigger.decide(seen, state.trigger_state), state.trigger_state
             )
 
         seen = _finite.or_zeros(replica.usable, updates)
         decision, trigger_state = replica.locally(decide, seen, params, state)
-        fire = decision.fire & ~_faults.in_cooldown(counters, replica.weight)
-        request = jnp.where(fire, 1 + replica.variant(counters.syncs), 0)
-        asked = True if ask_every is None else _is_asked(step, ask_every, axis_name)
-        which = _largest(request, asked, axis_name)
-        if axis_name is not None:
-            which = _guards.one_decision(which)
+        fire = decision.fire if sync is None else sync
+        if sync is None and not trigger.scheduled:
+            fire &= ~_faults.in_cooldown(counters, replica.weight)
+        which, asked = replica.request(fire, counters.syncs), False
+        if not isinstance(which, int):  # what is known to all is not asked
+            asked = True if ask_every is None else _is_asked(step, ask_every, axis_name)
+            which = _largest(which, asked, axis_name)
 
         # 2. A local step, and a sync if any replica requested one.
         operands = (state.sync_state, updates, state.inner_state, params)
@@ -210,10 +220,25 @@ def adaptive_sync(
         return updates, _collectives.vary(state, axis_name)
 
     @jax.named_scope(_guards.SCOPE)
-    def update_fn(updates, state, params: Any = None, **extra_args):
+    def update_fn(
+        updates, state, params: Any = None, *, sync: bool | None = None, **extra_args
+    ):
         _check_update(updates, state, params, init_fn)
+        if sync is not None:
+            _arguments.check_switch(sync, "sync")
+        elif trigger.scheduled and ask_every is None:
+            views = _partition.matrix_views(params, dimension_numbers)
+            cost = functools.partial(
+                sync_cost, synchronizer, params, state.inner_state, views
+            )
+            sync = _mapped.known_sync(trigger, state.trigger_state, cost)
         return _mapped.update(
-            update_of_replica, axis_name, updates, state, params, **extra_args
+            functools.partial(update_of_replica, sync=sync),
+            axis_name,
+            updates,
+            state,
+            params,
+            **extra_args,
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -222,13 +247,15 @@ def adaptive_sync(
 def _largest(request: jax.Array, asked: Any, axis_name: str | None) -> jax.Array:
     """0 for a local step of all replicas, else 1 + the variant of their sync."""
     if asked is True:
-        return _collectives.largest(request, axis_name)
-    return lax.cond(
-        asked,
-        lambda request: _collectives.largest(request, axis_name),
-        lambda request: jnp.zeros([], jnp.int32),
-        request,
-    )
+        which = _collectives.largest(request, axis_name)
+    else:
+        which = lax.cond(
+            asked,
+            lambda request: _collectives.largest(request, axis_name),
+            lambda request: jnp.zeros([], jnp.int32),
+            request,
+        )
+    return which if axis_name is None else _guards.one_decision(which)
 
 
 def _is_asked(step: Any, ask_every: int, axis_name: str | None) -> jax.Array:

@@ -4,8 +4,10 @@ A message names the argument, says what it must be and what it got. A traced num
 `optax.inject_hyperparams` makes it, cannot be looked at and is accepted as it is.
 """
 
+import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ import optax
 from curvadion_jax import _matrices
 
 SCHEDULE = " or a schedule"
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def check_steps(steps: Any, what: str, at_least: int = 1) -> None:
@@ -25,6 +28,27 @@ def check_steps(steps: Any, what: str, at_least: int = 1) -> None:
         )
     if steps < at_least:
         raise ValueError(f"{what} must be at least {at_least}, got {steps}")
+
+
+def called_here(**names: str) -> Callable[[Function], Function]:
+    """Says what an argument is called here that is known by another name elsewhere."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for name in kwargs.keys() & names.keys():
+                raise TypeError(
+                    f"{function.__name__}() has no argument {name!r}: use "
+                    f"{names[name]}={kwargs[name]!r}, as it is called here"
+                )
+            return function(*args, **kwargs)
+
+        return cast(Function, call)
+
+    return decorate
+
+
+ELSEWHERE = {"lr": "learning_rate", "rank_fraction": "rank", "wd": "weight_decay"}
 
 
 def _plain(value: Any) -> Any:

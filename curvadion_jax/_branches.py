@@ -64,38 +64,43 @@ class Branches:
             function, *operands, axis_name=self.axis_name, divided=self.divided
         )
 
-    def observation(self, gradients, params, state) -> Observation:
-        """What the trigger sees."""
-        counters, cycle = state.metrics, self.synchronizer.cycle
-        payloads = self.payloads(params, state.inner_state)
-        sent = _payload.total(payloads[variant] for variant in cycle)
-        averaged = sent.as_averaged(_collectives.axis_size(self.axis_name))
-        return Observation(
-            gradients,
-            state.inner_state,
-            params,
-            self.views,
-            lambda: self._accumulated(gradients, state.inner_state, params),
-            counters.steps,
-            counters.syncs,
-            counters.local_steps,
-            state.sync_state.anchor,
-            averaged / len(cycle) / max(_trees.float32_bytes(params), 1),
+    def observation(self, gradients, params, state, scheduled: bool) -> Observation:
+        """What the trigger sees: the counters alone, or all."""
+        counters, inner_state = state.metrics, state.inner_state
+        size = _collectives.axis_size(self.axis_name)
+        seen = Observation(
+            steps=counters.steps,
+            syncs=counters.syncs,
+            local_steps=counters.local_steps,
+            sync_cost=sync_cost(
+                self.synchronizer, params, inner_state, self.views, size
+            ),
+        )
+        if scheduled:
+            return seen
+        return seen._replace(
+            gradients=gradients,
+            inner_state=inner_state,
+            params=params,
+            views=self.views,
+            next_inner_state=lambda: self._accumulated(gradients, inner_state, params),
+            anchor=state.sync_state.anchor,
         )
 
-    def variant(self, number) -> jax.Array:
-        """The variant of the sync of this number, from 0, int32[]."""
+    def request(self, fire: jax.Array | bool, number: jax.Array) -> jax.Array | int:
+        """0 for a local step, else 1 + the variant of the sync of this number.
+
+        An int where a bool says, and no counter, what all replicas do.
+        """
         cycle = self.synchronizer.cycle
-        if len(set(cycle)) == 1:
-            return jnp.zeros([], jnp.int32)
-        return jnp.array(cycle, jnp.int32)[number % len(cycle)]
+        if fire is False or (fire is True and len(set(cycle)) == 1):
+            return int(fire)
+        variants = jnp.array(cycle, jnp.int32)
+        return jnp.where(fire, 1 + variants[number % len(cycle)], 0)
 
     def payloads(self, params, inner_state) -> list[_payload.Payload]:
         """Of a sync of each variant."""
-        return [
-            _payload.check_payload(payload(params, inner_state, self.views))
-            for _, payload in variants(self.synchronizer)
-        ]
+        return payloads(self.synchronizer, params, inner_state, self.views)
 
     def local_step(self, sync_state, gradients, inner_state, params):
         """The branch that sends nothing."""
@@ -183,3 +188,21 @@ class Branches:
     def _accumulated(self, gradients, inner_state, params):
         """The inner state with the momentum of a local step, and no step taken."""
         return _momentum.after_local_step(self._update, gradients, inner_state, params)
+
+
+def payloads(synchronizer: Synchronizer, params, inner_state, views: Views):
+    """Of a sync of each variant."""
+    return [
+        _payload.check_payload(payload(params, inner_state, views))
+        for _, payload in variants(synchronizer)
+    ]
+
+
+def sync_cost(
+    synchronizer: Synchronizer, params, inner_state, views: Views, replicas: int
+) -> float:
+    """See `Observation`; the mean over the variants."""
+    found = payloads(synchronizer, params, inner_state, views)
+    sent = _payload.total(found[variant] for variant in synchronizer.cycle)
+    averaged = sent.as_averaged(replicas) / len(synchronizer.cycle)
+    return averaged / max(_trees.float32_bytes(params), 1)

@@ -144,7 +144,7 @@ def following(
     old: SyncMetrics,
     decision: Decision,
     asked: jax.Array | bool,
-    which: jax.Array,
+    which: jax.Array | int,
     faults: Faults,
     payloads: Sequence[Payload],
     gradient_bytes: int,
@@ -160,7 +160,7 @@ def following(
       payloads: of a sync of each variant.
       gradient_bytes: those of all gradients in float32.
     """
-    synced, closed = which > 0, jnp.where(faults.closed, old.steps, -1)
+    synced, closed = jnp.asarray(which > 0), jnp.where(faults.closed, old.steps, -1)
     sizes = [Payload(), *(payload + WEIGHT for payload in payloads)]
     sent = _plus(old.sent, _words(sizes)[which])
     sent = jnp.where(asked, _plus(sent, _words([FLAG])[0]), sent)

@@ -21,6 +21,7 @@ _BUDGET, _RANK = 0.01, 1.0
 _BOUNDS = 1.0
 
 
+@_arguments.called_here(tau="threshold", mu="momentum", **_arguments.ELSEWHERE)
 def curvadion(
     learning_rate: optax.ScalarOrSchedule,
     threshold: optax.ScalarOrSchedule | None = None,

@@ -19,31 +19,46 @@ _EMBEDDING = re.compile(r".*embed.*|(.*_)?emb|wte|wpe|vocab.*|pos(_.*)?|.*_token
 _HEAD = re.compile(r"(.*_|lm|output)?(heads?|classifier|readout)|.*logit.*|unembed.*")
 _VECTOR = re.compile(r".*(bias|scale|norm|gamma|beta).*")
 _CONVOLUTION = re.compile(r".*conv.*")
-_QUERY = re.compile(r"(q|query)(_?proj(ection)?)?")
-_ATTENTION_IN = re.compile(r"(q|k|v|query|key|value)(_?proj(ection)?)?")
-_ATTENTION_OUT = re.compile(r"(o|out)(_?proj(ection)?)?")
+_QUERY = re.compile(r"(q|query)(_?proj(ection)?)?|wq(_b)?")
+_ATTENTION_IN = re.compile(r"(q|k|v|query|key|value)(_?proj(ection)?)?|w(q|kv)_b")
+_ATTENTION_OUT = re.compile(r"(attn_|attention_)?(o|out)(_?proj(ection)?)?")
+# Gemma's: [heads, D, head_dim], behind an axis of keys and values, and back.
+_EINSUM_IN = re.compile(r"(q|kv|qkv)_einsum")
+_EINSUM_OUT = re.compile(r"attn_vec_einsum")
+
+_WEIGHTS = ("weight", "weight_ih", "weight_hh")
 
 Shapes = Mapping[tuple[str, ...], tuple[int, ...]]
 """Names along the path of a parameter -> its shape."""
 
 
-def _is_stacked(names: tuple[str, ...], shapes: Shapes) -> bool:
-    """Whether a three-dimensional attention kernel is a scan-over-layers stack.
+def _scan_axis(names: tuple[str, ...], shapes: Shapes) -> int | None:
+    """The axis of a scan over layers: 0, or 1 as in MaxText; None without a scan.
 
-    [layers, D, H*Dh] and [D, H, Dh] look alike; the norm's scale nearest in the tree,
-    [layers, D] or [D], tells them apart.
+    [layers, D, H*Dh] and [D, H, Dh] look alike; the norms' scales nearest in the tree,
+    [layers, D], [D, layers] or [D], tell them apart, and where the layers are all
+    kernels beside them.
+
+    Raises:
+      LookupError: if there is no scale.
     """
-    shape = shapes[names]
     scales = {o[:-1]: s for o, s in shapes.items() if o and o[-1].lower() == "scale"}
     for depth in range(len(names) - 1, -1, -1):
         near = [s for other, s in scales.items() if other[:depth] == names[:depth]]
-        if near:
-            return all(len(s) == 2 and s[0] == shape[0] for s in near)
-    raise ValueError(
-        f"the parameter {'/'.join(names)!r} of shape {shape} may be a stack of "
-        "matrices [layers, fan_in, fan_out] or one attention kernel [D, heads, "
-        "head_dim]: pass dimension_numbers to say which"
-    )
+        if not near:
+            continue
+        if any(len(s) != 2 for s in near):
+            return None
+        beside = [
+            s for o, s in shapes.items() if o[:depth] == names[:depth] and len(s) > 2
+        ]
+        shape = shapes[names]
+        axes = [a for a in (0, 1) if {s[a] for s in near} == {shape[a]}]
+        if len(axes) == 2:  # [layers, D, ...] or [D, layers, ...]
+            firsts, seconds = ({s[axis] for s in beside} for axis in (0, 1))
+            return 1 if len(firsts) > 1 and len(seconds) == 1 else 0
+        return axes[0] if axes else None
+    raise LookupError(names)
 
 
 def _attention_side(names: tuple[str, ...], shapes: Shapes) -> str | None:
@@ -70,12 +85,54 @@ def _default_numbers(names: tuple[str, ...], shapes: Shapes) -> DimensionNumbers
     for other in (_EMBEDDING, _HEAD, _CONVOLUTION):
         if any(other.fullmatch(name) for name in lower):
             return None
-    side = _attention_side(names, shapes) if ndim in (3, 4) else None
-    if side is None or (ndim == 3 and _is_stacked(names, shapes)):
+    if ndim == 2:
         return DimensionNumbers(-2, -1)
+    if any(_EINSUM_IN.fullmatch(name) for name in lower):
+        return DimensionNumbers(-2, (-3, -1))
+    if any(_EINSUM_OUT.fullmatch(name) for name in lower):
+        return DimensionNumbers((-3, -2), -1)
+    side = _attention_side(names, shapes) if ndim in (3, 4) else None
+    try:
+        axis = _scan_axis(names, shapes)
+    except LookupError:
+        if side and ndim == 3:
+            raise ValueError(
+                f"the parameter {'/'.join(names)!r} of shape {shape} may be a stack of "
+                "matrices [layers, fan_in, fan_out] or one attention kernel [D, heads, "
+                "head_dim]: pass dimension_numbers to say which"
+            ) from None
+        axis = None
+    first = 0 if axis == 1 else -3
+    if side is None or (ndim == 3 and axis is not None):
+        return DimensionNumbers(0 if axis == 1 and ndim == 3 else -2, -1)
     if side == "in":
-        return DimensionNumbers(-3, (-2, -1))
-    return DimensionNumbers((-3, -2), -1)
+        return DimensionNumbers(first, (-2, -1))
+    return DimensionNumbers((first, -2), -1)
+
+
+def _equinox_weights(params: Any) -> dict[tuple[str, ...], DimensionNumbers | None]:
+    """Weights [fan_out, fan_in] in Equinox's modules, by the classes of these.
+
+    By names, since Equinox is no dependency, as for Flax's boxes.
+    """
+
+    def holds_weights(node):
+        modules = [base.__module__.partition(".")[0] for base in type(node).__mro__]
+        return "equinox" in modules and any(hasattr(node, name) for name in _WEIGHTS)
+
+    found = {}
+    for path, node in jax.tree.leaves_with_path(params, is_leaf=holds_weights):
+        if not holds_weights(node):
+            continue
+        kind = " ".join(base.__name__ for base in type(node).__mro__)
+        above = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+        for names, leaf in _paths.leaves_with_names(node):
+            # A stack of layers has more axes; what else has them is a convolution.
+            matrix = leaf.ndim == 2 or (leaf.ndim > 2 and "Linear" in kind)
+            if re.search("Norm|Embedding", kind) or names[0] not in _WEIGHTS:
+                matrix = False
+            found[above + names] = DimensionNumbers(-1, -2) if matrix else None
+    return found
 
 
 def default_dimension_numbers(params: optax.Params) -> Any:
@@ -89,11 +146,14 @@ def default_dimension_numbers(params: optax.Params) -> Any:
       a convolution in it: the other optimizer. (`output` alone is no head: BERT's MLPs
       have that name.)
     * Attention projections with a head axis, [D, H, Dh] for `query`, `key` and
-      `value` and [H, Dh, D] for `out`, beside a `query`: the two head axes count as
-      one side.
+      `value` and [H, Dh, D] for `out` or `attn_out_proj`, beside a `query`: the two
+      head axes count as one side.
+    * Gemma's `q_einsum` and `kv_einsum`, [H, D, Dh] behind an axis of keys and values:
+      likewise.
+    * The `weight` of an Equinox module is (fan_out, fan_in).
     * All else: the last two axes are (fan_in, fan_out), axes in front are a stack
-      (`nn.scan` over layers, experts). A model scanned over another axis than the
-      first needs `dimension_numbers`.
+      (`nn.scan` over layers, experts). If norms' scales nearby are [D, layers], the
+      layers are the second axis, as in MaxText.
 
     Args:
       params: any tree of arrays or abstract values, nnx state included.
@@ -114,5 +174,11 @@ def default_dimension_numbers(params: optax.Params) -> Any:
     """
     leaves = _paths.leaves_with_names(params)
     shapes = {names: leaf.shape for names, leaf in leaves}
-    numbers = [_default_numbers(names, shapes) for names, _ in leaves]
+    equinox = _equinox_weights(params)
+
+    def numbers_of(names):
+        numbers = _default_numbers(names, shapes)
+        return numbers and equinox.get(names, numbers)
+
+    numbers = [numbers_of(names) for names, _ in leaves]
     return jax.tree.unflatten(jax.tree.structure(params), numbers)

@@ -20,7 +20,6 @@ from curvadion_jax import (
     _power_iteration,
     _trees,
 )
-from curvadion_jax._matrices import MatrixView
 from curvadion_jax._power_iteration import Devices, ReduceFn
 
 _RANK = 0.25
@@ -45,6 +44,8 @@ class DionState(NamedTuple):
 
     momentum: optax.Updates
     q: Any
+
+    __repr__ = _trees.summary
 
 
 def scale_by_dion(
@@ -123,13 +124,9 @@ def scale_by_dion(
       Ahn et al., `Dion: Distributed Orthonormalized Updates
       <https://arxiv.org/abs/2504.05295>`_, 2025
 
-      `microsoft/dion <https://github.com/microsoft/dion>`_, dion/dion_reference.py
-
-    .. warning::
-      Where the momentum has nothing along a column of P (an exactly low-rank or zero
-      momentum), that column moves nothing and its column of Q stays. microsoft/dion
-      has this rule for an all-zero momentum only, and otherwise steps along
-      directions of rounding noise.
+      `microsoft/dion <https://github.com/microsoft/dion>`_, dion/dion_reference.py;
+      there a column of P along which the momentum has nothing moves by rounding noise,
+      and here it stays
     """
     _arguments.check_dion(
         rank, momentum, mu_dtype, orthonormalize, error_feedback, seed
@@ -139,7 +136,7 @@ def scale_by_dion(
 
     def init_fn(params):
         views = _partition.matrices_only(params, dimension_numbers)
-        _check_some_rank(views, rank)
+        _matrices.check_rank_of_some(views.values(), rank)
         zeros = optax.tree.zeros_like(params, dtype=mu_dtype)
         if _trees.is_placeholder(params):
             return DionState(zeros, q=jnp.zeros([]))
@@ -213,15 +210,7 @@ def _like(tree: Any, leaves: Any) -> Any:
     return jax.tree.unflatten(structure, cast)
 
 
-def _check_some_rank(views: dict[str, MatrixView], rank: int | float) -> None:
-    largest = max((view.cols for view in views.values()), default=None)
-    if isinstance(rank, int) and largest is not None and rank > largest:
-        raise ValueError(
-            f"rank {rank} exceeds the smaller side of every matrix (the largest is "
-            f"{largest}); pass a smaller rank, or rank=1.0 for full rank"
-        )
-
-
+@_arguments.called_here(mu="momentum", **_arguments.ELSEWHERE)
 def dion(
     learning_rate: optax.ScalarOrSchedule,
     rank: int | float | None = None,
@@ -250,8 +239,7 @@ def dion(
       rank, momentum, orthonormalize, error_feedback, seed: see :func:`scale_by_dion`.
       dimension_numbers: as for :func:`scale_by_dion`; None for a parameter sends it to
         the other optimizer, and :func:`describe_partition` shows what was chosen.
-      weight_decay: strength of the decoupled weight decay of the matrices; it is
-        multiplied with the learning rate.
+      weight_decay: decoupled, of the matrices; times the learning rate.
       weight_decay_mask: as for `optax.add_decayed_weights`.
       mu_dtype: dtype of Dion's momentum and Q, and of AdamW's first moment; None keeps
         the parameters'.
@@ -262,8 +250,7 @@ def dion(
         learning rate.
 
     Returns:
-      The optimizer, an `optax.partition` of the two. `update` takes the extra arguments
-      of :func:`scale_by_dion`.
+      An `optax.partition` of the two. `update` takes those of :func:`scale_by_dion`.
 
     Raises:
       TypeError: as for :func:`scale_by_dion`, and for rates that are neither numbers
@@ -278,10 +265,6 @@ def dion(
       >>> updates, state = jax.jit(tx.update)(params, state, params)
       >>> print(f"{optax.tree.norm(updates['kernel']):.4f}")  # 0.01 sqrt(8 / 4)
       0.0141
-
-    References:
-      Ahn et al., `Dion: Distributed Orthonormalized Updates
-      <https://arxiv.org/abs/2504.05295>`_, 2025
     """
     _arguments.check_rates(learning_rate, weight_decay, adam_learning_rate)
     _arguments.check_dion(

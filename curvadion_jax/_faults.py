@@ -16,7 +16,8 @@ The whole policy, as wrappers around the inner optimizer and the synchronizer:
   momentum and drift, or, where gradients are averaged by a compressor, owes them.
 * *Empty.* Where nobody takes part a sync changes nothing.
 * *Cooldown.* Whom a sync did not help must not force the next one: an excluded replica
-  requests none for 10 steps, one that was absent none while it has no weight.
+  requests none for 10 steps, one that was absent none while it has no weight. (Syncs of
+  a schedule nobody requests: they take place when they are due.)
 
 All of it is counted (`_counters`). Scalars of a state are looked at where they belong
 to a scalar parameter; others may be meant to be infinite, as the best loss so far is.

@@ -24,7 +24,7 @@ SEVERAL_MODELS = (
 
 
 def switch(
-    which: jax.Array,
+    which: jax.Array | int,
     local: Callable[..., Any],
     syncs: Sequence[Callable[..., Any]],
     *operands: Any,
@@ -35,6 +35,7 @@ def switch(
 
     Args:
       which: int32[], the same on all replicas: 0 is the local branch, v the v-th sync.
+        An int is known, and that branch the program.
       local: branch that may not communicate over the axis.
       syncs: branches that may; one makes this a `lax.cond`, several a `lax.switch`.
       *operands: trees of arrays, passed on.
@@ -49,13 +50,19 @@ def switch(
         for ever), if the local branch holds a collective over the axis, or if the
         branches return different shapes or dtypes.
     """
-    require_shared(which, axis_name)
-    traced = trace_local(local, *operands, axis_name=axis_name, divided=divided)
-    branches = [traced]
-    for sync in syncs:
+
+    def traced_sync(sync):
         branch = _jaxprs.trace(sync, *operands)
         require_no_deadlock(branch.program.jaxpr, axis_name)
-        branches.append(branch)
+        return branch
+
+    if isinstance(which, int) and which:
+        return _collectives.vary(traced_sync(syncs[which - 1])(*operands), axis_name)
+    traced = trace_local(local, *operands, axis_name=axis_name, divided=divided)
+    if isinstance(which, int):
+        return _collectives.vary(traced(*operands), axis_name)
+    require_shared(which, axis_name)
+    branches = [traced, *map(traced_sync, syncs)]
     axes = _jaxprs.axes_of_results(branches)
 
     def marked(branch):

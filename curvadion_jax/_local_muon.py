@@ -12,6 +12,7 @@ from curvadion_jax._muon import EPSILON, muon, muon_adamw
 _BUDGET = 0.01
 
 
+@_arguments.called_here(beta="momentum", **_arguments.ELSEWHERE)
 def local_muon(
     learning_rate: optax.ScalarOrSchedule,
     budget: jax.typing.ArrayLike | None = None,
@@ -34,7 +35,8 @@ def local_muon(
 
     What lost least for its bytes in `benchmarks/communication`, but for the momentum.
     At a sync the pseudo-gradients of the replicas are averaged, in 2 bits and with
-    error feedback, and the anchor takes a Nesterov step along the mean. Syncs are
+    error feedback, and the anchor takes a Nesterov step along the mean; what both
+    remember is bfloat16. Syncs are
     evenly spaced, as often as the budget allows. It is close to MuLoCo
     (`presets.muloco` is that, as published), and not the method of the CurvaDion paper:
     that is :func:`curvadion`.
@@ -43,7 +45,6 @@ def local_muon(
       learning_rate: a number or a schedule.
       budget: share of the bytes of synchronous training, an all-reduce of all gradients
         in float32 on every step. None is 0.01, one percent: a sync about every 7 steps.
-        The 4 bytes of each decision are not counted in.
       bits: 8, 4, 2 or 1 for pseudo-gradients in so many bits; None is 2.
       momentum: decay rate of the local momentum. In runs of 300 steps 0.8 and 0.9 lost
         less than Muon's usual 0.95; and one that rises from 0.8 to 0.95 over the run,

@@ -21,15 +21,20 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _closures, _collectives, _guards, _jaxprs
+from curvadion_jax._protocols import Trigger
+from curvadion_jax._schedule import Schedule
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Mapped:
-    """The training step that is being traced.
+    """The training step that is being traced, and what was seen of it.
 
     Attributes:
       mesh: mesh with the replica axis.
       axis_name: name of the replica axis.
+      sync: whether it is a sync step, where the host knows that; None where not.
+      schedule: by which the host can know.
+      updates: how many updates of optimizers that synchronise are in it.
       sent_outside: bytes that the step itself sends over the axis, beside the
         optimizer.
       averaged: whether an update is given gradients that were reduced over the axis.
@@ -37,27 +42,29 @@ class Mapped:
 
     mesh: Mesh
     axis_name: str
+    sync: bool | None = None
+    schedule: Schedule | None = None
+    updates: float = 0
     sent_outside: int = 0
     averaged: bool = False
+
+    @property
+    def known_sync(self) -> bool | None:
+        """Whether this is a sync step; None where the program decides it."""
+        return self.sync if self.schedule else None
 
 
 # Whether the step is a program already, and mapped: what is mapped before is not it.
 _is_program: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "is_program", default=False
 )
-_step: contextvars.ContextVar[Mapped | None] = contextvars.ContextVar(
-    "step", default=None
-)
+# JAX keeps traces of jitted functions in the step by its value too.
+_step: Any = jax.make_user_context(None)
 
 
-@contextlib.contextmanager
-def mapping(mapped: Mapped) -> Iterator[None]:
+def mapping(mapped: Mapped) -> contextlib.AbstractContextManager:
     """Lets `update` know the step around it."""
-    token = _step.set(mapped)
-    try:
-        yield
-    finally:
-        _step.reset(token)
+    return _step(mapped)
 
 
 @contextlib.contextmanager
@@ -72,7 +79,26 @@ def mapping_program() -> Iterator[None]:
 
 def current() -> Mapped | None:
     """The step that is being traced, if any."""
-    return _step.get()
+    return _step.value
+
+
+def known_sync(
+    trigger: Trigger, state: Any, cost: Callable[[int], float]
+) -> bool | None:
+    """Whether the host knows that this is a sync step, or that it is not.
+
+    Args:
+      trigger: one with `scheduled`.
+      state: its state.
+      cost: number of replicas -> `Observation.sync_cost`.
+    """
+    mapped = current()
+    if mapped is None or _closures.reaches_tracers(trigger):
+        return None
+    shapes = jax.eval_shape(lambda x: x, state)
+    replicas = mapped.mesh.shape[mapped.axis_name]
+    mapped.schedule = Schedule(trigger, shapes, cost(replicas))
+    return mapped.sync
 
 
 def update(
@@ -94,10 +120,10 @@ def update(
     Raises:
       ValueError: inside `replicas.step`, for another axis than that of the step.
     """
-    traced_in = _step.get()
-    if traced_in is None or jax.sharding.get_abstract_mesh().manual_axes:
+    mapped = current()
+    if mapped is None or jax.sharding.get_abstract_mesh().manual_axes:
         return function(gradients, state, params, **arguments)
-    _check_axis(traced_in, axis_name)
+    _check_axis(mapped, axis_name)
     # What is no array stays as it is: a Python number can be looked at.
     arrays = {k: v for k, v in arguments.items() if _has_arrays(v)}
     rest = {k: v for k, v in arguments.items() if k not in arrays}
@@ -106,7 +132,7 @@ def update(
     checked = not _closures.reaches_tracers(function)
     if not checked:
         # As under `optax.inject_hyperparams`: what it closes over is mapped as well.
-        function, consts = _with_consts(function, traced_in, given)
+        function, consts = _with_consts(function, mapped, given)
         given.append(consts)
 
     @custom_vmap
@@ -118,8 +144,7 @@ def update(
     def _(size, batched, *operands):
         if not _is_program.get():
             raise ValueError(_guards.SEVERAL_MODELS.format(size))
-        # A trace may have been kept from another step.
-        mapped, flags = _step.get() or traced_in, list(batched)
+        flags = list(batched)
         if not mapped.averaged:
             # A gradient of nothing is zeros on all replicas, and was not averaged.
             flags[0] = jax.tree.map(lambda _: True, flags[0])
@@ -177,7 +202,7 @@ def _in_shard_map(function, mapped: Mapped, batched, checked: bool):
 
     return jax.shard_map(
         body,
-        mesh=mapped.mesh.abstract_mesh,  # JAX may keep this trace for other devices
+        mesh=mapped.mesh.abstract_mesh,
         in_specs=jax.tree.map(lambda b: P(axis) if b else P(), tuple(batched)),
         out_specs=P(axis),
         axis_names={axis},

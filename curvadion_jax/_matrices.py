@@ -7,7 +7,7 @@ of the two sides (on fan_out when they are equal) and the right factor Q on the 
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -186,6 +186,16 @@ def resolve_rank(cols: int, rank: int | float) -> int:
         return min(rank, cols)
     # 0.07 * 100 is 7.000000000000001 in floating point, and means 7.
     return max(1, math.ceil(rank * cols - 1e-9))
+
+
+def check_rank_of_some(views: Iterable[MatrixView], rank: int | float) -> None:
+    """Rejects a rank that no matrix has."""
+    largest = max((view.cols for view in views), default=None)
+    if isinstance(rank, int) and largest is not None and rank > largest:
+        raise ValueError(
+            f"rank {rank} exceeds the smaller side of every matrix (the largest is "
+            f"{largest}); pass a smaller rank, or rank=1.0 for full rank"
+        )
 
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:

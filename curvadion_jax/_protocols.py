@@ -98,6 +98,10 @@ class Trigger(NamedTuple):
       decide: (observation, trigger state) -> (Decision, trigger state); called on
         every step on every replica, traced, before anything is sent. It must not
         communicate (that is checked).
+      scheduled: whether `decide` looks at nothing but `steps`, `syncs`, `local_steps`
+        and `sync_cost` of the observation, and at its own state. All replicas then know
+        when a sync is due, and `replicas.step` knows it before the step: nothing is
+        reduced, and a local step is a program without a condition.
 
     Example:
       >>> import jax.numpy as jnp
@@ -117,6 +121,7 @@ class Trigger(NamedTuple):
 
     init: Callable[[optax.Params, optax.OptState, Views], Any]
     decide: Callable[[Observation, Any], tuple[Decision, Any]]
+    scheduled: bool = False
 
 
 class SyncState(NamedTuple):

@@ -13,6 +13,19 @@ import numpy as np
 from curvadion_jax import _paths
 
 
+def summary(self: Any) -> str:
+    """A named tuple in a line: how much each field holds, and none of the numbers."""
+
+    def of_field(field):
+        arrays = [x for x in jax.tree.leaves(field) if hasattr(x, "dtype")]
+        size = sum(x.size * x.dtype.itemsize for x in arrays)
+        return f"<{len(arrays)} arrays, {size:,} bytes>"
+
+    fields = zip(self._fields, map(of_field, self), strict=True)
+    inside = ", ".join(f"{name}={what}" for name, what in fields)
+    return f"{type(self).__name__}({inside})"
+
+
 def check_arrays(params: Any) -> None:
     """Rejects parameters of which a leaf is no array."""
     for name, leaf in _paths.leaves_with_path(params):

@@ -23,7 +23,7 @@ from curvadion_jax import _collectives, _guards, _jaxprs
 
 
 def run_once(
-    which: jax.Array,
+    which: jax.Array | int,
     syncs: Sequence[Callable[..., Any]],
     done: Any,
     *operands: Any,
@@ -35,7 +35,8 @@ def run_once(
     of the loop what a sync needs and no pass changes.
 
     Args:
-      which: int32[], the same on all replicas: 0 is a local step, v the v-th sync.
+      which: int32[], the same on all replicas: 0 is a local step, v the v-th sync. An
+        int is known, and needs no loop.
       syncs: functions of `done` and the operands that may communicate over the axis.
       done: tree of arrays.
       *operands: trees of arrays, passed on.
@@ -47,9 +48,11 @@ def run_once(
     Raises:
       ValueError: as `_guards.switch`.
     """
-    _guards.require_shared(which, axis_name)
     done = _collectives.vary(done, axis_name)
     keep = lambda done, *_: done  # noqa: E731
+    if isinstance(which, int):
+        return _guards.switch(which, keep, syncs, done, *operands, axis_name=axis_name)
+    _guards.require_shared(which, axis_name)
     branches = [_jaxprs.trace(each, done, *operands) for each in (keep, *syncs)]
     axes = _jaxprs.axes_of_results(branches)
     if axes != _jaxprs.axes_of_results(branches[:1]):

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,7 +76,7 @@ def read(
       * `steps`, `syncs`, `sync_rate` (their ratio), `synced` (the last step),
       * `value`: the trigger's last value, the largest over the replicas of this
         process; `threshold`; `layer`: index of the parameter it belongs to, in the
-        order of the parameters' leaves, or -1,
+        order of the parameters' leaves; each is None for a trigger without one,
       * `asked`: steps on which replicas reduced their requests to decide,
       * `replicas`,
       * `bytes`: what one replica has sent, an all-reduce of B bytes counted as
@@ -116,7 +117,7 @@ def read(
     replicas = _number_of_replicas(counters.steps, replicas)
     steps, syncs = _common(found.steps, "steps"), _common(found.syncs, "syncs")
     # NaN where nothing was compared; a NaN on one replica only is its own.
-    values = found.value.reshape(-1)
+    values, layers = found.value.reshape(-1), found.layer.reshape(-1)
     worst = int(np.argmax(np.where(np.isnan(values), -math.inf, values)))
     averaged, gathered = _bytes(found.sent)
     (synchronous,) = _bytes(found.synchronous[..., None, :])
@@ -125,9 +126,9 @@ def read(
         "syncs": syncs,
         "sync_rate": syncs / steps if steps else 0.0,
         "synced": bool(_common(found.synced, "synced")),
-        "value": float(values[worst]),
-        "threshold": float(found.threshold.reshape(-1)[0]),
-        "layer": int(found.layer.reshape(-1)[worst]),
+        "value": _unless(math.isnan, _shortest(values[worst])),
+        "threshold": _unless(math.isnan, _shortest(found.threshold.reshape(-1)[0])),
+        "layer": _unless((-1).__eq__, int(layers[worst])),
         "asked": _common(found.asked, "asked"),
         "replicas": replicas,
         "bytes": round(sync_bytes(Payload(averaged, gathered), replicas)),
@@ -135,6 +136,15 @@ def read(
         "empty_syncs": _common(found.empty, "empty"),
         **_faults(found, _numbers(counters.steps), patience),
     }
+
+
+def _shortest(number: np.floating) -> float:
+    """0.3, where float() has 0.30000001192092896."""
+    return float(str(number))
+
+
+def _unless(empty: Callable[[Any], bool], number: Any) -> Any:
+    return None if empty(number) else number
 
 
 def _local(array: Any, has_axis: bool) -> list[Any]:

@@ -153,6 +153,13 @@ def against(results: plans.Results, size: str, steps: int) -> list[Run]:
     return [*runs, *ideas, *parts()] if cheapest else runs
 
 
+def memory(results: plans.Results, size: str, steps: int) -> list[Run]:
+    """All state but the anchor in bfloat16, by seeds."""
+    del results, size
+    half = rising().but(state="bfloat16", steps=steps)
+    return [half.but(seed=seed) for seed in SEEDS]
+
+
 PLANS: dict[str, Callable[[plans.Results, str, int], list[Run]]] = {
-    plan.__name__: plan for plan in (scaling, against)
+    plan.__name__: plan for plan in (scaling, against, memory)
 }

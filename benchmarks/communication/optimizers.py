@@ -55,6 +55,7 @@ def optimizer(run: Run, params: optax.Params) -> optax.GradientTransformationExt
                 trigger=trigger,
                 synchronizer=synchronizer,
                 adam_learning_rate=lambda count: run.other_rate * rate(count),
+                mu_dtype=run.state,
             ),
         )
     inner = _inner(run, rate, params)
@@ -176,10 +177,10 @@ _MOMENTA = _COMPRESSORS | {"none": lambda: False, "exact": lambda: True}
 
 
 def _nesterov(
-    rate: float, decay: float, *last: float, syncs: int
+    rate: float, decay: float, *last: float, syncs: int, dtype: str
 ) -> optax.GradientTransformation:
     if not last:
-        return optax.sgd(rate, decay, nesterov=True)
+        return optax.sgd(rate, decay, nesterov=True, accumulator_dtype=dtype)
     rates, decays = (
         optax.linear_schedule(start, end, syncs)
         for start, end in zip((rate, decay), last, strict=True)
@@ -189,10 +190,10 @@ def _nesterov(
     )
 
 
-def _outers(syncs: int) -> dict[str, Callable[..., Any]]:
+def _outers(syncs: int, dtype: str) -> dict[str, Callable[..., Any]]:
     return {
         "mean": lambda: None,
-        "nesterov": functools.partial(_nesterov, syncs=syncs),
+        "nesterov": functools.partial(_nesterov, syncs=syncs, dtype=dtype),
         "orthonormal": cd.outer.orthonormal,
     }
 
@@ -222,8 +223,9 @@ def _synchronizer(run: Run, params: optax.Params) -> synchronizers.Synchronizer:
     if run.sync == "reconcile":
         _, shares = words(run.trigger)
         return synchronizers.reconcile(
-            _choose(run.outer, _outers(_syncs(run, params, *shares[:1]))),
+            _choose(run.outer, _outers(_syncs(run, params, *shares[:1]), run.state)),
             compressor=compressor,
             momentum=_choose(run.sent_momentum, _MOMENTA),
+            residual_dtype=run.state if compressor else None,
         )
     raise ValueError(f"no synchronizer {run.sync!r}")

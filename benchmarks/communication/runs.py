@@ -42,6 +42,7 @@ class Run:
         last_momentum: Decay rate of the momentum at the end, reached in equal steps
             from `momentum`; None keeps that.
         other_rate: Learning rate of embeddings, head and norms over that of matrices.
+        state: dtype of the local momentum, the outer one and error feedback.
     """
 
     inner: str
@@ -59,6 +60,7 @@ class Run:
     final: float = 0.05
     last_momentum: float | None = None
     other_rate: float = 1.0
+    state: str = "float32"
 
     def key(self) -> str:
         """The run as canonical JSON; equal for equal runs.

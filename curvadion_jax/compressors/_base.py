@@ -44,6 +44,30 @@ class Averaged(NamedTuple):
     state: Any
 
 
+class Posted(NamedTuple):
+    """A form in which one replica's part is read without the others at work.
+
+    Where there is no other round in which to send means: each posts what it has once,
+    and whoever reads it knows what it stands for (`curvadion_jax.sites`).
+
+    Attributes:
+      encode: (tree of arrays) -> message, a tree of arrays.
+      decode: (message, tree of arrays or their shapes) -> what the message stands for,
+        a tree of at least float32.
+
+    Example:
+      >>> from curvadion_jax import compressors
+      >>> tree = {"w": jnp.arange(4.0)}
+      >>> posted = compressors.quantize(8, block=4).posted
+      >>> message = posted.encode(tree)
+      >>> message.shape, message.dtype, posted.decode(message, tree)["w"].tolist()[-1]
+      ((1, 8), dtype('uint8'), 3.0)
+    """
+
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any, Any], Any]
+
+
 class Compressor(NamedTuple):
     """Functions that say in what form a tree of arrays is averaged.
 
@@ -56,6 +80,8 @@ class Compressor(NamedTuple):
         alone.
       through: for :func:`chain`, a compressor without a state -> this compressor with
         its parts sent in that form; None where there are no such parts.
+      posted: :class:`Posted`, for parts that are read one by one; None where replicas
+        must be at work together.
 
     `views` says for every path how Dion sees the parameter as matrices, or None.
 
@@ -92,6 +118,7 @@ class Compressor(NamedTuple):
     average: Callable[[Any, Any, Group, Views], Averaged]
     payload: Callable[[Any, Views], Payload]
     through: Callable[["Compressor"], "Compressor"] | None = None
+    posted: Posted | None = None
 
 
 def wide(x: jax.Array) -> jax.Array:
@@ -185,4 +212,7 @@ def exact() -> Compressor:
             )
         )
 
-    return Compressor(lambda params, views: (), average, payload)
+    posted = Posted(
+        lambda tree: jax.tree.map(wide, tree), lambda message, like: message
+    )
+    return Compressor(lambda params, views: (), average, payload, posted=posted)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +82,11 @@ def quantize(
         stages = [_codes.encoded_bytes(blocks, block, b) for b in (bits, mean_bits)]
         return Payload(averaged=sum(stages) // 2)
 
-    return _base.Compressor(lambda params, views: (), average, payload)
+    posted = _base.Posted(
+        functools.partial(_post, bits=bits, block=block),
+        functools.partial(_read_post, bits=bits, block=block),
+    )
+    return _base.Compressor(lambda params, views: (), average, payload, posted=posted)
 
 
 def _average(leaves: list[jax.Array], stages: tuple[int, int], block: int, group):
@@ -124,6 +129,32 @@ def _average_filled(arrays: list[Pieces], stages, block, group):
         )
         for x, of_mean, own, start in zip(arrays, mean, rows, starts, strict=True)
     ]
+
+
+def _post(tree: Any, bits: int, block: int) -> jax.Array:
+    """The rows of all arrays, uint8[blocks, bytes]."""
+    leaves = [_base.wide(x) for x in jax.tree.leaves(tree) if x.size]
+    pieces = [Pieces(each.joined(), block) for each in _pieces.buckets(leaves, block)]
+    rows = [x.to_rows(lambda blocks: _to_rows(blocks, bits)) for x in pieces]
+    width = _codes.encoded_bytes(1, block, bits)
+    return jnp.concatenate([jnp.zeros((0, width), jnp.uint8), *rows])
+
+
+def _read_post(rows: jax.Array, like: Any, bits: int, block: int) -> Any:
+    """What rows of `_post` stand for, in a tree like the one that it was given."""
+    leaves, structure = jax.tree.flatten(like)
+    zeros = [jnp.zeros(x.shape, _base.compute_dtype(x.dtype)) for x in leaves]
+    found, first = [], 0
+    for bucket in _pieces.buckets([x for x in zeros if x.size], block):
+        joined = bucket.joined()
+        last = first + _pieces.count_blocks(joined, block)
+        blocks = Pieces(joined, block).from_rows(
+            rows[first:last], lambda part: _from_rows(part, block, bits)
+        )
+        found += bucket.split(blocks)
+        first = last
+    rest = iter(found)
+    return jax.tree.unflatten(structure, [next(rest) if x.size else x for x in zeros])
 
 
 def _window(rows: jax.Array, first: jax.Array, number: int) -> jax.Array:

@@ -89,7 +89,21 @@ def top_k(
         cuts = [(x, _cut(x.size, fraction, block)) for x in jax.tree.leaves(tree)]
         return Payload(gathered=sum(_message_bytes(x, cut, bits) for x, cut in cuts))
 
-    return _base.Compressor(lambda params, views: (), average, payload)
+    def encode(tree):
+        leaves = [_base.wide(x) for x in jax.tree.leaves(tree)]
+        return [_message(x, _cut(x.size, fraction, block), bits) for x in leaves]
+
+    def decode(messages, like):
+        leaves, structure = jax.tree.flatten(like)
+        found = []
+        for message, x in zip(messages, leaves, strict=True):
+            cut = _cut(x.size, fraction, block)
+            zeros = jnp.zeros((cut.blocks, cut.size), compute_dtype(x.dtype))
+            found.append(_uncut(_add(zeros, message, cut, bits), x))
+        return jax.tree.unflatten(structure, found)
+
+    posted = _base.Posted(encode, decode)
+    return _base.Compressor(lambda params, views: (), average, payload, posted=posted)
 
 
 def _check_arguments(fraction, bits, block) -> None:

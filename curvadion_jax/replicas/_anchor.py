@@ -13,6 +13,7 @@ from curvadion_jax import _memory, _paths
 from curvadion_jax.replicas._checks import check_alive, check_leading, count_leading
 
 Names = tuple[str, ...]
+_STEPS = ("metrics", "steps")  # the counter of every optimizer that synchronises
 
 
 def anchors(state: Any) -> dict[Names, dict[Names, jax.Array]]:
@@ -32,6 +33,7 @@ def anchor_of(params: Any, opt_state: Any) -> list[jax.Array | None]:
     """The anchor of every parameter, None for one that has none."""
     check_replicas(params)
     check_alive(opt_state, "optimizer state")
+    _check_order(params, opt_state)
     leaves = _paths.leaves_with_names(params)
     found = list(anchors(opt_state).values())
     anchor = found[0] if found else {}
@@ -45,6 +47,23 @@ def anchor_of(params: Any, opt_state: Any) -> list[jax.Array | None]:
             "or no opt_state for the mean over the replicas"
         )
     return [anchor.get(names) for names, _ in leaves]
+
+
+def _check_order(params: Any, opt_state: Any) -> None:
+    counters = [
+        [leaf for names, leaf in _paths.leaves_with_names(tree) if names[-2:] == _STEPS]
+        for tree in (params, opt_state)
+    ]
+    if counters[0] and opt_state is not None and not counters[1]:
+        raise ValueError(
+            "the first argument holds an optimizer's state, and the second does not: "
+            "give the parameters first, (params, opt_state)"
+        )
+    if any(not np.ndim(steps) for steps in counters[1]):
+        raise ValueError(
+            "the optimizer state has no replica axis: give what replicas.replicate or "
+            "a step returned, as a whole"
+        )
 
 
 def check_replicas(params: Any) -> None:

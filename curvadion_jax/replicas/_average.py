@@ -11,7 +11,15 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _collectives, _counters, _finite, _guards, _layout, _paths
+from curvadion_jax import (
+    _collectives,
+    _counters,
+    _finite,
+    _guards,
+    _layout,
+    _mapped,
+    _paths,
+)
 from curvadion_jax._payload import Payload
 
 _SYNCS, _SENT = ("metrics", "syncs"), ("metrics", "sent")
@@ -54,6 +62,10 @@ def average_where_synced(
     That is, if an optimizer in it has counted more syncs than before the step. The
     bytes are added to those that the first one counts.
     """
+    step = _mapped.current()
+    known = step.known_sync if step else None
+    if known is False:
+        return state
     leaves = _paths.leaves_with_names(state)
     chosen = _chosen(leaves, average)
     (sent, *_) = (i for i, (names, _) in enumerate(leaves) if names[-2:] == _SENT)
@@ -71,7 +83,10 @@ def average_where_synced(
             arrays = _mean_of_finite(arrays, axis_name)
             return [*arrays, _counters.charged(sent, Payload(averaged=size))]
 
-        new = lax.cond(synced, mean, lambda *kept: list(kept), *moving)
+        if known:
+            new = mean(*moving)
+        else:
+            new = lax.cond(synced, mean, lambda *kept: list(kept), *moving)
         return [jnp.expand_dims(x, 0) for x in new]
 
     new = jax.shard_map(

@@ -5,7 +5,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _layout, _mapped, _memory, _paths
+from curvadion_jax._schedule import Upcoming, places
 from curvadion_jax.replicas import _traffic
 from curvadion_jax.replicas._anchor import check_start
 from curvadion_jax.replicas._checks import check_alive, is_array
@@ -22,12 +23,28 @@ from curvadion_jax.replicas._checks import check_alive, is_array
 _log = logging.getLogger("curvadion_jax")
 
 
+class _Program(NamedTuple):
+    """A jitted step, and what was seen of it when it was traced."""
+
+    jitted: Any
+    mapped: _mapped.Mapped
+
+    def upcoming(self, state: Any) -> Upcoming | None:
+        """What knows when syncs are due, where the host can."""
+        schedule = self.mapped.schedule
+        if schedule is None or self.mapped.updates != 1:
+            return None
+        found = places(schedule, state)
+        return None if found is None else Upcoming(schedule, found)
+
+
 class CompiledStep:
     """A training step on all replicas, compiled when it is called.
 
     Once for every way in which a state lies on the devices: a step leaves each array of
-    the state divided, within its replica, as it was. Made by
-    `curvadion_jax.replicas.step`.
+    the state divided, within its replica, as it was. Where the optimizer's trigger
+    looks at counters alone there are two programs, of a local step and of a sync step,
+    and the host knows which is due. Made by `curvadion_jax.replicas.step`.
 
     Attributes:
       sent_outside: bytes that the step itself sends over the replica axis beside the
@@ -61,13 +78,14 @@ class CompiledStep:
         self._function, self._run = function, run
         self._mesh, self._axis_name = mesh, axis_name
         self._donate = (0,) if donate else ()
-        self._programs: dict[Any, Any] = {}
+        self._programs: dict[Any, _Program] = {}
         self._checked: set[Any] = set()
-        self._mapped = _mapped.Mapped(mesh, axis_name)
+        self._upcoming: dict[Any, Upcoming | None] = {}
 
     @property
     def sent_outside(self) -> int:
-        return self._mapped.sent_outside
+        programs = self._programs.values()
+        return max((program.mapped.sent_outside for program in programs), default=0)
 
     def __call__(self, state: Any, batch: Any, *shared: Any) -> tuple[Any, Any]:
         """The state after the step, and the metrics.
@@ -76,7 +94,8 @@ class CompiledStep:
           ValueError: as :func:`step` says, or if the state lies on other devices.
         """
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
-            return self._program(self._key(state), state)(state, batch, *shared)
+            program = self._program(self._key(state), state, None)
+            return program.jitted(state, batch, *shared)
         check_alive(state, "state")
         key = self._key(state)
         leaves = map(_without_empty_axes, jax.tree.leaves(state), key[1])
@@ -84,33 +103,67 @@ class CompiledStep:
         batch = jax.tree.map(self._divided, batch)
         if not self._checked:
             check_start(state, has_axis=True)
-        program = self._program(key, state)
-        if key not in self._checked:
+        operands = (state, batch, *shared)
+        start = time.perf_counter()
+        sync = self._is_due(key, operands)
+        program = self._program(key, state, sync).jitted
+        if (key, sync) not in self._checked:
             # The executable is kept for the call.
-            name, start = getattr(self, "__name__", "step"), time.perf_counter()
+            kind = {None: "step", False: "local step", True: "sync step"}[sync]
+            name = f"{getattr(self, '__name__', 'step')} ({kind})"
             _log.info("compiling %s for %s", name, dict(self._mesh.shape))
-            compiled = program.lower(state, batch, *shared).compile()
+            compiled = program.lower(*operands).compile()
             _log.info("compiled %s in %.1f s", name, time.perf_counter() - start)
             self._check_traffic(compiled.as_text() or "")
-            self._checked.add(key)
-        return program(state, batch, *shared)
+            self._checked.add((key, sync))
+        new, metrics = program(*operands)
+        upcoming = self._upcoming[key]
+        if upcoming and jax.tree.structure(new) == key[0]:
+            upcoming.took_step(new)
+        return new, metrics
 
-    def lower(self, state: Any, batch: Any, *shared: Any) -> jax.stages.Lowered:
-        """The program before it is compiled.
+    def trace(
+        self, state: Any, batch: Any, *shared: Any, sync: bool | None = None
+    ) -> jax.stages.Traced:
+        """The program, to look at: ``trace(...).jaxpr``, ``trace(...).lower()``.
 
         Args:
           state: arrays, or `jax.ShapeDtypeStruct` with the sharding of the arrays;
             without it this is another program.
           batch: as for a call.
           *shared: as for a call.
+          sync: for a trigger that looks at counters alone, True for the program of a
+            sync step and False for that of a local step. None is the one program of
+            both, with a condition, which other triggers need.
         """
-        return self._program(self._key(state), state).lower(state, batch, *shared)
+        program = self._program(self._key(state), state, sync)
+        return program.jitted.trace(state, batch, *shared)
 
-    def _program(self, key, state: Any) -> Any:
-        if key not in self._programs:
+    def lower(
+        self, state: Any, batch: Any, *shared: Any, sync: bool | None = None
+    ) -> jax.stages.Lowered:
+        """The program before it is compiled; with the arguments of `trace`."""
+        return self.trace(state, batch, *shared, sync=sync).lower()
+
+    def _is_due(self, key, operands) -> bool | None:
+        """Whether this is a sync step; None where the program decides it."""
+        state = operands[0]
+        if key not in self._upcoming:
+            program = self._program(key, state, False)
+            program.jitted.trace(*operands)
+            self._upcoming[key] = program.upcoming(state)
+            if program.mapped.schedule is None:  # it has a condition
+                self._programs[key, None] = self._programs.pop((key, False))
+        upcoming = self._upcoming[key]
+        return upcoming and upcoming.is_due(state)
+
+    def _program(self, key, state: Any, sync: bool | None) -> "_Program":
+        if (key, sync) not in self._programs:
             self._check_devices(state)
-            self._programs[key] = self._jitted(*key)
-        return self._programs[key]
+            mapped = _mapped.Mapped(self._mesh, self._axis_name, sync)
+            program = _Program(self._jitted(key, mapped), mapped)
+            self._programs[key, sync] = program
+        return self._programs[key, sync]
 
     def _check_traffic(self, text: str) -> None:
         """Warns where replicas wait for each other outside of the optimizer."""
@@ -122,8 +175,7 @@ class CompiledStep:
                 f"training step and not in the optimizer: {'; '.join(sent[:4])}"
                 f"{' ...' if len(sent) > 4 else ''}. Say there how rows are divided "
                 "within a replica: x = jax.lax.with_sharding_constraint(x, "
-                "PartitionSpec('fsdp')), with your axis, on the array that is read. "
-                "Convolutions want a shard_map of your own, see docs/own-loop.md",
+                "PartitionSpec('fsdp')), with your axis, on the array that is read",
                 stacklevel=3,
             )
 
@@ -145,7 +197,9 @@ class CompiledStep:
                     "the state onto the mesh of the step"
                 )
 
-    def _jitted(self, structure, placements: tuple[NamedSharding | None, ...]) -> Any:
+    def _jitted(self, key, mapped: _mapped.Mapped) -> Any:
+        structure, placements = key
+
         def run(state, batch, *shared):
             leaves = jax.tree.leaves(state)
             leaves = [_keep(x, p) for x, p in zip(leaves, placements, strict=True)]
@@ -154,7 +208,7 @@ class CompiledStep:
                 # Also for jitted functions in the step: a trace of theirs is of a mesh.
                 jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh),
                 _layout.noting(_divided(state, placements)),
-                _mapped.mapping(self._mapped),
+                _mapped.mapping(mapped),
             ):
                 new, metrics = self._run(state, batch, *shared)
             if jax.tree.structure(new) == structure:

@@ -61,12 +61,21 @@ def follow(jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
     return [look(x) for x in jaxpr.outvars]
 
 
-def has_update(jaxpr: Jaxpr) -> bool:
-    """Whether a program holds an update of an optimizer that synchronises."""
-    return any(
-        _is_update(equation) or any(map(has_update, _jaxprs.inner_jaxprs(equation)))
-        for equation in jaxpr.eqns
-    )
+def updates_in(jaxpr: Jaxpr) -> float:
+    """How many updates of optimizers that synchronise a program makes.
+
+    Infinity where that depends on values.
+    """
+    found = 0.0
+    for equation in jaxpr.eqns:
+        inside = sum(map(updates_in, _jaxprs.inner_jaxprs(equation)))
+        if _is_update(equation):
+            found += 1
+        elif inside:
+            depends = equation.primitive.name in ("cond", "while")
+            times = math.inf if depends else equation.params.get("length", 1)
+            found += inside * times
+    return found
 
 
 def _is_update(equation: JaxprEqn) -> bool:
@@ -143,7 +152,7 @@ def _any(values: Sequence[Value]) -> Value:
 
 
 def _check_condition(programs: Sequence[Jaxpr], decided_by: Value) -> None:
-    if decided_by.varies and any(map(has_update, programs)):
+    if decided_by.varies and any(map(updates_in, programs)):
         raise ValueError(
             "the optimizer's update stands inside a condition or a while loop that a "
             "replica decides alone: under replicas.step every step would run it, and "

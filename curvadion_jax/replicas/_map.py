@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _guards, _jaxprs, _mapped, _paths
-from curvadion_jax.replicas import _inspect
+from curvadion_jax.replicas import _convolutions, _inspect
 from curvadion_jax.replicas._average import average_where_synced, check_average
 from curvadion_jax.replicas._checks import check_leading
 
@@ -48,9 +48,11 @@ def map_over_replicas(
             alone = []
         alone = [name for name in alone if not set(name.split("/")) & set(average)]
         said = _what_to_say(traced.program.jaxpr, axis_name, alone, averaged)
+        program = _convolutions.keep_apart(traced.program, mesh, axis_name)
         with _mapped.mapping_program():
-            result = traced(state, batch, *shared)
-        if said:  # where nothing was rejected
+            result = traced._replace(program=program)(state, batch, *shared)
+        # Where nothing was rejected, and once for both programs of a schedule.
+        if said and not _is_sync_program():
             warnings.warn(said, stacklevel=3)
         return result
 
@@ -81,6 +83,11 @@ def map_over_replicas(
     return run
 
 
+def _is_sync_program() -> bool:
+    step = _mapped.current()
+    return step is not None and step.known_sync is True
+
+
 def _names(tree: Any) -> list[str]:
     return [name for name, _ in _paths.leaves_with_path(tree)]
 
@@ -93,6 +100,7 @@ def _what_to_say(
     sent = sum(_jaxprs.bytes_given(equation) for equation in found)
     if step := _mapped.current():
         step.sent_outside, step.averaged = sent, averaged
+        step.updates = _inspect.updates_in(jaxpr)
     if found:
         what = ", ".join(
             f"{e.primitive.name} of {e.invars[0].aval.str_short()}" for e in found

@@ -53,9 +53,11 @@ def variants(
     return [(of(synchronizer.sync, v), of(synchronizer.payload, v)) for v in last]
 
 
-def zero_residual(params: optax.Params) -> Any:
-    """Nothing owed yet: zeros like the parameters, at least float32."""
-    return jax.tree.map(lambda x: jnp.zeros_like(x, compute_dtype(x.dtype)), params)
+def zero_residual(params: optax.Params, dtype: Any = None) -> Any:
+    """Nothing owed yet: zeros like the parameters; None is at least float32."""
+    return jax.tree.map(
+        lambda x: jnp.zeros_like(x, dtype or compute_dtype(x.dtype)), params
+    )
 
 
 def mean_with_feedback(
@@ -69,9 +71,10 @@ def mean_with_feedback(
     """Mean in a compressor's form of what replicas have and of what they owe.
 
     Residuals are of arrays times their weight: what a replica owed at one weight it
-    pays in full at any other. One that takes no part keeps what it owes. The mean is
-    over all who are expected, and not over those who are there: else the drift of a
-    replica that comes every second time, with two at once, would count twice.
+    pays in full at any other. One that takes no part brings that alone, and so what it
+    owed need not be kept beside what it owes then: a copy of the parameters less. The
+    mean is over all who are expected, and not over those who are there: else the drift
+    of a replica that comes every second time, with two at once, would count twice.
 
     Args:
       compressor: see `Compressor`.
@@ -84,19 +87,14 @@ def mean_with_feedback(
     Returns:
       The mean, the residual and the compressor's state.
     """
-    owed, there = local.finite(residual), local.present
-
-    def brought(x, r):
-        return jnp.where(there, x * jnp.asarray(local.expected, x.dtype) + r, 0)
-
-    whole = jax.tree.map(brought, local.weighted(tree), owed)
-    result = compressor.average(whole, state, group, local.views)
-    residual = jax.tree.map(
-        lambda new, old: (new + jnp.where(there, 0, old)).astype(old.dtype),
-        result.unsent,
-        owed,
+    whole = jax.tree.map(
+        lambda x, r: x * jnp.asarray(local.expected, x.dtype) + r,
+        local.weighted(tree),
+        local.finite(residual),
     )
-    return result.mean, residual, result.state
+    result = compressor.average(whole, state, group, local.views)
+    unsent = jax.tree.map(lambda new, r: new.astype(r.dtype), result.unsent, residual)
+    return result.mean, unsent, result.state
 
 
 def own_unsent(local: LocalStep, unsent: Any) -> Any:

@@ -46,6 +46,7 @@ def reconcile(
     momentum_every: int = 1,
     fragments: int = 1,
     other_state: bool = False,
+    residual_dtype: jax.typing.DTypeLike | None = None,
     orthonormalize: _orthonormalize.Orthonormalize | None = None,
 ) -> Synchronizer:
     r"""At a sync replicas take their own step and then come together.
@@ -59,14 +60,12 @@ def reconcile(
       a \leftarrow a + \mathrm{outer}(d), \qquad \theta_i \leftarrow a
 
     Afterwards the anchors of the replicas agree to the bit, and the parameters do but
-    for the rounding of `params + update`. Pseudo-gradients are
-    always measured from the anchor, so that rounding does not add up.
+    for the rounding of `params + update`, which does not add up: pseudo-gradients are
+    measured from the anchor.
 
-    The momentum of the replicas is averaged too (each holds part of what the others
-    have not seen yet; in small runs sharing it mattered more than sharing
-    parameters). Q is not averaged, since columns of different signs would cancel: it
-    is recomputed by a step of power iteration on the common momentum, from the Q of
-    the last sync, and has unit columns.
+    The momentum of the replicas is averaged too. Q is not, since columns of different
+    signs would cancel: it is recomputed by a step of power iteration on the common
+    momentum, from the Q of the last sync.
 
     Args:
       outer: Optax transformation for the outer step. It is given the pseudo-gradient
@@ -84,21 +83,19 @@ def reconcile(
         sync only, or of every fragment at its own every k-th.
       fragments: n, for a sync to bring one n-th of the parameters together, in turn:
         pseudo-gradient, residual, outer step, anchor, momentum and Q of these alone,
-        and the others stay as the local step left them. This is streaming: what a sync
-        sends at once is 1/n, and for as many bytes it is to come n times as often, say
-        ``every_k(h // n)``. Fragments are of whole parameters (a stack of layers is
-        one), of about equal size; :func:`fragment_paths` lists them. The program holds
-        a sync for each.
+        and the others stay as the local step left them. This is streaming: a sync sends
+        1/n, and for as many bytes it comes n times as often, ``every_k(h // n)``.
+        Fragments are of whole parameters (a stack of layers is one), of about equal
+        size; :func:`fragment_paths` lists them. The program holds a sync for each.
       other_state: whether the rest of the inner optimizer's floating-point state is
         averaged, such as AdamW's moments of embeddings: arrays of a parameter's shape.
-        By default it stays local: for embeddings it would double or triple what is
-        sent.
+      residual_dtype: dtype in which error feedback is kept from sync to sync; None is
+        float32. (For the outer step `optax.sgd` has `accumulator_dtype`.)
       orthonormalize: as for :func:`scale_by_dion`, for Q.
 
     Returns:
-      A synchronizer for any inner optimizer. Its state costs one copy of the
-      parameters and of Q, another of the parameters with a compressor, and what the
-      outer optimizer keeps.
+      A synchronizer for any inner optimizer. It keeps a copy of the parameters and of
+      Q, with a compressor another of the parameters, and the outer optimizer's state.
 
     Raises:
       TypeError: if `outer` is not an Optax transformation, a compressor is not a
@@ -119,10 +116,8 @@ def reconcile(
       [256, 128]
 
     References:
-      Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023
-
-      Douillard et al., `Streaming DiLoCo with overlapping communication
-      <https://arxiv.org/abs/2501.18512>`_, 2025
+      Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023, and
+      `Streaming DiLoCo <https://arxiv.org/abs/2501.18512>`_, 2025
     """
     if outer is not None:
         what = "optax.sgd(0.7), or None for the plain average"
@@ -133,6 +128,9 @@ def reconcile(
         what = "momentum that is neither True nor False"
         momentum = check_compressor(momentum, what)
     _arguments.check_switch(other_state, "other_state")
+    _arguments.check_dtype(residual_dtype, "residual_dtype")
+    if residual_dtype is not None and compressor is None:
+        raise ValueError(f"{residual_dtype=} without a compressor: leave it out")
     _arguments.check_orthonormalize(orthonormalize)
     for what, number in (("fragments", fragments), ("momentum_every", momentum_every)):
         _fragments.check_number(what, number)
@@ -146,10 +144,10 @@ def reconcile(
             optax.scale(-1) if outer is None else outer
         ),
         compressor=compressor,
-        # What is averaged exactly beside the parameters, and what by a compressor.
         whole=momentum is True,
         momentum_form=None if isinstance(momentum, bool) else momentum,
         other_state=other_state,
+        residual_dtype=residual_dtype,
         orthonormalize=orthonormalize or _orthonormalize.cholesky_qr,
         fragments=fragments,
         momentum_every=momentum_every,
@@ -172,6 +170,7 @@ class _Reconcile:
     whole: bool
     momentum_form: compressors.Compressor | None
     other_state: bool
+    residual_dtype: Any
     orthonormalize: _orthonormalize.Orthonormalize
     fragments: int
     momentum_every: int
@@ -224,7 +223,9 @@ class _Reconcile:
             ),
             _fragments.of_each(compressor_states),
         )
-        residual = () if self.compressor is None else _base.zero_residual(params)
+        residual = ()
+        if self.compressor:
+            residual = _base.zero_residual(params, self.residual_dtype)
         return SyncState(anchor=anchor, common=common, residual=residual)
 
     def sync(self, local: LocalStep, state: SyncState, group: Group, variant: int = 0):

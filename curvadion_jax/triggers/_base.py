@@ -48,11 +48,14 @@ def decision(
     )
 
 
-def stateless(decide: Callable[[Observation], Decision]) -> Trigger:
+def stateless(
+    decide: Callable[[Observation], Decision], *, scheduled: bool = False
+) -> Trigger:
     """A trigger that remembers nothing.
 
     Args:
       decide: observation -> `Decision`, as the trigger's `decide` without a state.
+      scheduled: whether it looks at counters alone, see `Trigger`.
 
     Returns:
       The trigger.
@@ -66,9 +69,11 @@ def stateless(decide: Callable[[Observation], Decision]) -> Trigger:
       True
     """
     _arguments.check_function(decide, "decide", "lambda seen: decision(True)", False)
+    _arguments.check_switch(scheduled, "scheduled")
     return Trigger(
         init=lambda *_: (),
         decide=lambda observation, state: (decide(observation), state),
+        scheduled=scheduled,
     )
 
 

@@ -128,7 +128,7 @@ def evenly(
         paid, spent = _balance(state, observation, ahead=1)
         return _base.decision(spent + 1 <= paid * (1 + _ROUNDING)), state
 
-    return Trigger(lambda *_: _not_spent(), decide)
+    return Trigger(lambda *_: _not_spent(), decide, scheduled=True)
 
 
 def _balance(
@@ -297,4 +297,4 @@ def budget(
         chosen = chosen._replace(fire=fire, threshold=threshold)
         return chosen, BudgetState(of_state, integral, peak, spending)
 
-    return Trigger(init, decide)
+    return Trigger(init, decide, of.scheduled)

@@ -48,7 +48,7 @@ def any_of(*triggers: Trigger) -> Trigger:
             chosen = Decision(*(jnp.where(take, new, old) for new, old in both))
         return chosen, tuple(state for _, state in results)
 
-    return Trigger(init, decide)
+    return Trigger(init, decide, all(trigger.scheduled for trigger in triggers))
 
 
 def at_least_every(trigger: Trigger, k: int) -> Trigger:
@@ -80,7 +80,7 @@ def at_least_every(trigger: Trigger, k: int) -> Trigger:
         due = observation.local_steps + 1 >= k
         return chosen._replace(fire=chosen.fire | due), state
 
-    return Trigger(trigger.init, decide)
+    return trigger._replace(decide=decide)
 
 
 def at_most_every(trigger: Trigger, k: int) -> Trigger:
@@ -115,7 +115,7 @@ def at_most_every(trigger: Trigger, k: int) -> Trigger:
         allowed = (observation.local_steps + 1 >= k) | (observation.syncs == 0)
         return chosen._replace(fire=chosen.fire & allowed), state
 
-    return Trigger(trigger.init, decide)
+    return trigger._replace(decide=decide)
 
 
 def after_steps(trigger: Trigger, steps: int) -> Trigger:
@@ -150,4 +150,4 @@ def after_steps(trigger: Trigger, steps: int) -> Trigger:
         early = observation.steps < steps
         return chosen._replace(fire=chosen.fire | early), state
 
-    return Trigger(trigger.init, decide)
+    return trigger._replace(decide=decide)

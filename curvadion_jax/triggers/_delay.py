@@ -79,7 +79,7 @@ def delayed(trigger: Trigger) -> Trigger:
         before = state.decision._replace(fire=state.decision.fire & open_)
         return before, DelayedState(trigger_state, _base.decision(*now))
 
-    return Trigger(init, decide)
+    return Trigger(init, decide, trigger.scheduled)
 
 
 class RememberedState(NamedTuple):
@@ -141,4 +141,4 @@ def remembered(trigger: Trigger) -> Trigger:
         requested = (state.requested & (observation.local_steps > 0)) | now.fire
         return now._replace(fire=requested), RememberedState(trigger_state, requested)
 
-    return Trigger(init, decide)
+    return Trigger(init, decide, trigger.scheduled)

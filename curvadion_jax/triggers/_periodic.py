@@ -26,7 +26,7 @@ def always() -> Trigger:
       >>> bool(decision.fire)
       True
     """
-    return _base.stateless(lambda observation: _base.decision(True))
+    return _base.stateless(lambda observation: _base.decision(True), scheduled=True)
 
 
 def never() -> Trigger:
@@ -41,7 +41,7 @@ def never() -> Trigger:
       >>> bool(decision.fire)
       False
     """
-    return _base.stateless(lambda observation: _base.decision(False))
+    return _base.stateless(lambda observation: _base.decision(False), scheduled=True)
 
 
 def every_k(k: int) -> Trigger:
@@ -68,7 +68,8 @@ def every_k(k: int) -> Trigger:
     """
     _arguments.check_steps(k, "the period k")
     return _base.stateless(
-        lambda observation: _base.decision((observation.steps + 1) % k == 0)
+        lambda observation: _base.decision((observation.steps + 1) % k == 0),
+        scheduled=True,
     )
 
 
@@ -150,4 +151,4 @@ def quadratic_period(
         period = jnp.where(observation.local_steps == 0, following, period)
         return _base.decision(observation.local_steps + 1 >= period), period
 
-    return Trigger(init, decide)
+    return Trigger(init, decide, scheduled=True)

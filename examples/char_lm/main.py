@@ -19,6 +19,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import journal
 import methods
+import one_site
 import processes
 import train
 from config import PRESETS, SHORT, UserError, flag
@@ -105,7 +106,19 @@ def _parser() -> argparse.ArgumentParser:
         " scheduler that the run is not at its end (default: %(default)s)",
     )
     _add_processes(parser)
+    _add_site(parser)
     return parser
+
+
+def _add_site(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "one of several sites",
+        "independent programs with one model; a step's batch is the site's own",
+    )
+    group.add_argument("--site", metavar="NAME", help="the name of this one")
+    group.add_argument(
+        "--run", metavar="URL", help="where they meet: a folder, s3://bucket/run, ..."
+    )
 
 
 def _add_processes(parser: argparse.ArgumentParser) -> None:
@@ -150,9 +163,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names_of = ("coordinator", "num_processes", "process_id", "distributed")
     heartbeat = flags.pop("heartbeat_timeout")
     place = [flags.pop(name) for name in names_of]
+    site, url = flags.pop("site"), flags.pop("run")
     try:
         changed = (SHORT if short else {}) | flags
         config = dataclasses.replace(PRESETS[preset], **changed)
+        if site or url:
+            return _run_site(config, site, url, out, flags)
         methods.check(names, flags)
         processes.start(config.replicas, *place, heartbeat=heartbeat)
         train.run(config, names, out, restart=restart)
@@ -169,6 +185,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"stopped: {error}", file=sys.stderr)
         processes.leave(_NOT_WRITTEN)
         return _NOT_WRITTEN
+    return 0
+
+
+def _run_site(config, site: str, url: str, out: Path, flags: dict) -> int:
+    if not site or not url:
+        raise UserError("--site NAME and --run URL belong together: give both")
+    every = flags.get("sync_every", one_site.EVERY)
+    one_site.run(config, site, url, out, every=every, **one_site.outer_side())
     return 0
 
 

@@ -44,7 +44,7 @@ def all_plans():
     yield from gap.scaling({}, "cpu", 300)
 
 
-@pytest.mark.parametrize("run", set(all_plans()), ids=Run.key)
+@pytest.mark.parametrize("run", dict.fromkeys(all_plans()), ids=Run.key)
 def test_every_run_can_be_built(run):
     tx = optimizers.optimizer(run, PARAMS)
     state = jax.eval_shape(tx.init, PARAMS)
@@ -95,7 +95,7 @@ def test_a_momentum_rises_to_its_last_value(inner):
 
 
 def test_an_outer_step_that_changes():
-    outer = optimizers._nesterov(1.0, 0.4, 0.5, 0.0, syncs=2)
+    outer = optimizers._nesterov(1.0, 0.4, 0.5, 0.0, syncs=2, dtype="float32")
     params = {"kernel": jnp.zeros(1)}
     state = outer.init(params)
     steps = []

@@ -31,7 +31,8 @@ LEVELS = [
     {"_arguments", "_memory", "_placement", "_power_iteration", "_trees"},
     {"_default_rule", "_partition", "_protocols", "_within_replica"},
     {"_collectives", "_dion", "_muon"},
-    {"_guards", "_jaxprs", "_local_step", "_momentum", "_counters", "_xla"},
+    {"_guards", "_jaxprs", "_local_step", "_momentum", "_counters", "_xla"}
+    | {"_schedule"},
     {"compressors", "triggers"},
     {"_faults", "_mapped", "outer", "synchronizers"},
     {"_branches"},
@@ -39,10 +40,10 @@ LEVELS = [
     {"_default_sync"},
     {"_curvadion", "_local_muon", "cost_model", "presets"},
     {"metrics", "replicas"},
-    {"checkpoint", "_saved_state", "_storage"},
+    {"checkpoint", "_saved_state", "_storage", "sites"},
 ]
 # What users call around training; nothing that computes a step knows of it.
-OUTER = {"replicas", "checkpoint", "metrics", "presets", "cost_model"}
+OUTER = {"replicas", "checkpoint", "metrics", "presets", "cost_model", "sites"}
 
 
 def module_name(path: Path) -> str:

@@ -29,12 +29,13 @@ def changed(opt_state, **counters):
 
 
 KINDS = {
-    **dict.fromkeys(("steps", "syncs", "asked", "layer", "replicas"), int),
+    **dict.fromkeys(("steps", "syncs", "asked", "replicas"), int),
     **dict.fromkeys(("skipped", "contained", "excluded"), int),
     **dict.fromkeys(("absent", "empty_syncs"), int),
     "troubled": dict,
     **dict.fromkeys(("bytes", "synchronous_bytes"), int),
-    **dict.fromkeys(("sync_rate", "value", "threshold"), float),
+    "sync_rate": float,
+    **dict.fromkeys(("value", "threshold", "layer"), type(None)),
     "synced": bool,
 }
 
@@ -43,8 +44,7 @@ def test_before_the_first_step():
     read = metrics.read(optimizer().init(helpers.make_params()), replicas=8)
     assert {name: type(value) for name, value in read.items()} == KINDS
     assert (read["steps"], read["bytes"], read["sync_rate"]) == (0, 0, 0)
-    assert np.isnan(read["value"])
-    assert read["layer"] == -1
+    assert (read["value"], read["threshold"], read["layer"]) == (None, None, None)
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,7 @@ def conditions(tx, inner):
     mesh, state = placed(tx, inner)
     (gradients,) = helpers.make_gradients(1, REPLICAS)
     step = helpers.replica_step(tx, mesh)
-    traced = step._program(step._key(state), state).trace(state, gradients)
-    equations = helpers.equations(traced.jaxpr.jaxpr)
+    equations = helpers.equations(step.trace(state, gradients).jaxpr.jaxpr)
     return [x for x in equations if x.primitive.name in ("cond", "while")]
 
 

@@ -48,7 +48,8 @@ def expected(case: Case, numbers, weights, metrics) -> list[bool]:
     """Whether each step synchronises: whether any replica requests it.
 
     The trigger of one whose gradients are not finite sees zeros. One that was excluded
-    from the last sync is in cooldown, and one that missed it while it has no weight.
+    from the last sync is in cooldown, and one that missed it while it has no weight;
+    but what a schedule says nobody requests.
     """
     models = [case.model() for _ in range(REPLICAS)]
     if case.ask_every is not None:
@@ -62,7 +63,8 @@ def expected(case: Case, numbers, weights, metrics) -> list[bool]:
             row, limit = numbers[:, index, step], reported[index, step]
             request = models[index](Seen(row, step, syncs, alone, limit))
             away = missed[index] and weights[index, step] == 0
-            requests.append(request and cooldown[index] == 0 and not away)
+            cooling = (cooldown[index] > 0 or away) and not case.trigger.scheduled
+            requests.append(request and not cooling)
         asked = (case.first + step) % (case.ask_every or 1) == 0
         synced = asked and any(requests)
         found.append(synced)

@@ -10,7 +10,7 @@ import pytest
 from wrong_uses.case import outcome
 from wrong_uses.page import SECTIONS, row
 
-PAGE = Path(__file__).parents[2] / "docs" / "wrong-uses.md"
+PAGE = Path(__file__).parents[2] / "docs" / "messages.md"
 ROWS = [(title, case) for title, cases in SECTIONS.items() for case in cases]
 # The piece that says what to do has one of these words.
 ADVICE = re.compile(

@@ -455,15 +455,17 @@ def test_numbers_among_the_extra_arguments_stay_numbers():
         silently(train, {"w": w, "opt": tx.init(w)}, GRADIENTS)
 
 
-def test_compiling_is_logged_once(caplog):
+def test_compiling_is_logged_once_for_each_program(caplog):
     tx = local_muon()
     mesh, state = cd.replicas.make_mesh(2), {"w": jnp.ones((8, 8))}
     state = cd.replicas.replicate(state | {"opt": tx.init(state["w"])}, mesh)
     step = cd.replicas.step(lambda state, x: (taken(tx, state, x), {}), mesh)
     with caplog.at_level("INFO", logger="curvadion_jax"):
-        for _ in range(2):
+        for _ in range(4):
             state, _ = step(state, GRADIENTS)
-    assert [record.message.split()[0] for record in caplog.records] == [
-        "compiling",
-        "compiled",
+    said = [record.message for record in caplog.records]
+    assert [x[: x.index(")") + 1] for x in said] == [
+        f"{word} <lambda> ({kind} step)"
+        for kind in ("local", "sync")
+        for word in ("compiling", "compiled")
     ]

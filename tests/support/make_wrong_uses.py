@@ -1,4 +1,4 @@
-"""Make ``docs/wrong-uses.md``: what one may get wrong, and the message that it gets.
+"""Make ``docs/messages.md``: what one may get wrong, and the message that it gets.
 
     python tests/support/make_wrong_uses.py
 
@@ -17,7 +17,7 @@ def main() -> None:
     import conftest  # noqa: F401  # the devices, before anything uses JAX
     from wrong_uses.page import page
 
-    (ROOT / "docs" / "wrong-uses.md").write_text(page(), "utf-8")
+    (ROOT / "docs" / "messages.md").write_text(page(), "utf-8")
 
 
 if __name__ == "__main__":

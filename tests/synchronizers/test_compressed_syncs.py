@@ -63,6 +63,32 @@ def test_what_was_not_sent_is_held(name):
     assert np.abs(lossy[-1][1].sync_state.residual["tall"]).max() > 1e-4
 
 
+def test_error_feedback_is_kept_in_the_dtype_that_is_asked_for():
+    """It loses what rounding of the residual to bfloat16 loses at each of the syncs."""
+    synchronizer = synchronizers.reconcile(
+        compressor=FORMS["int4"], residual_dtype="bfloat16"
+    )
+    exact, lossy = uncompressed(), run(optimizer(synchronizer))
+    largest = 0.0
+    for step, ((_, expected), (_, state)) in enumerate(zip(exact, lossy, strict=True)):
+        for key, anchor in state.sync_state.anchor.items():
+            residual = state.sync_state.residual[key]
+            assert residual.dtype == "bfloat16"
+            residual = residual.astype(np.float32)
+            largest = max(largest, np.abs(residual).max())
+            error = anchor[0] + residual.mean(0) - expected.sync_state.anchor[key][0]
+            syncs = (step + 1) // 2
+            assert np.abs(error).max() <= syncs * largest * 2.0**-8 + ATOL
+    assert largest > 1e-4
+
+
+def test_a_dtype_for_no_error_feedback_is_rejected():
+    with pytest.raises(ValueError, match="residual_dtype='bfloat16' without a comp"):
+        synchronizers.reconcile(residual_dtype="bfloat16")
+    with pytest.raises(TypeError, match="residual_dtype must be a floating-point"):
+        synchronizers.reconcile(compressor=FORMS["int4"], residual_dtype="int8")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["int8", pytest.param("rank1", marks=pytest.mark.slow)]

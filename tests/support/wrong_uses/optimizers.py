@@ -13,6 +13,9 @@ RATE = "learning_rate must be a number or a schedule"
 NEGATIVE = "must not be negative or NaN"
 DTYPE = "mu_dtype must be a floating-point dtype such as jax.numpy.bfloat16"
 _CALLS = [
+    ("curvadion(0.1, tau=0.3)", TypeError, "no argument 'tau'", "use threshold=0.3"),
+    ("dion(lr=0.1)", TypeError, "no argument 'lr'", "use learning_rate=0.1"),
+    ("local_muon(0.1, beta=0.9)", TypeError, "argument 'beta'", "use momentum=0.9"),
     ("curvadion('0.1')", TypeError, "got '0.1'", RATE),
     ("curvadion(None)", TypeError, "got None", RATE),
     ("curvadion(True)", TypeError, "got True", RATE),

@@ -25,17 +25,19 @@ SECTIONS: dict[str, list[Case]] = {
     "The example": example.CASES,
 }
 _HEAD = """\
-# Wrong uses
+# All messages
 
-What one may get wrong, and the message that it gets. Every row is tested in
-`tests/docs/test_wrong_uses.py`: the message shows what was given, and says what to do.
-`FOLDER` stands for a path. `python tests/support/make_wrong_uses.py` makes the page.
+Every error that the library gives for a wrong use, and the use that it is for: the
+message shows what was given, and says what to do. (What is met most, with JAX's own
+messages among it, is in [common errors](errors.md).) Each row is tested in
+`tests/docs/test_wrong_uses.py`; `FOLDER` stands for a path.
+`python tests/support/make_wrong_uses.py` makes the page.
 """
 
 
 def row(case: Case, message: str) -> str:
     """A line of the table."""
-    return f"| {_code(case.name)} | {_code(shortened(message))} |"
+    return f"| {_code(shortened(message))} | {_code(case.name)} |"
 
 
 def _code(text: str) -> str:
@@ -50,6 +52,6 @@ def page() -> str:
     parts = [_HEAD]
     for title, cases in SECTIONS.items():
         lines = [row(case, outcome(case)[1]) for case in cases]
-        table = ["| wrong use | message |", "|---|---|", *lines]
+        table = ["| message | wrong use |", "|---|---|", *lines]
         parts.append("\n".join([f"## {title}\n", *table]) + "\n")
     return "\n".join(parts)

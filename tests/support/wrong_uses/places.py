@@ -305,6 +305,16 @@ _STEPS = [
         *(ValueError, "holds 1 anchor(s)", "pass the parameters that this optimizer"),
     ),
     wrong(
+        "consensus(opt_state, params)",
+        lambda: replicas.consensus(anchored()[1], anchored()[0]),
+        *(ValueError, "the first argument holds an optimizer's", "give the parameters"),
+    ),
+    wrong(
+        "consensus(params, opt_state) of a state that was never replicated",
+        lambda: replicas.consensus(anchored()[0], counted()),
+        *(ValueError, "the optimizer state has no replica axis", "give what replicas"),
+    ),
+    wrong(
         "consensus(params, opt_state) of two optimizers",
         lambda: replicas.consensus(anchored()[0], [anchored()[1], anchored()[1]]),
         *(ValueError, "holds 2 anchor(s)", "pass the parameters that this optimizer"),

@@ -1,0 +1,226 @@
+"""Steps of the optimizers on an accelerator: time, memory, and the first step.
+
+    python benchmarks/gpu/run.py                     # until all is measured
+    python benchmarks/gpu/run.py --limit 480         # at most eight minutes; goes on
+    python benchmarks/gpu/run.py --table             # what there is so far
+
+Every measurement is a process of its own, since a device's peak of memory is that of a
+process, and goes to `results.jsonl` at once; what is there is not run again. One that
+fails, as for want of memory, is noted with its error. The models are those of
+`optimizer_speed.py` with embedding and head, float32, all layers at `160m` and one at
+`1b`. A step takes given gradients to new parameters under `replicas.step`, one replica
+on the device, with donated state:
+
+* *first step*: seconds to trace, lower and compile; of a sync too, where that is a
+  program of its own.
+* *step*: median over as many as fit in `--seconds`, with none that synchronises, of
+  several launched together, so that launching does not count.
+* *sync*: the same of steps that all synchronise, nothing sent: what a sync computes.
+* *over the limit*: the time of a step over that of reading what it is given and writing
+  what it returns once, at the bandwidth that adding a number to 1 GiB of them shows.
+* *peak*: of the device's memory, over the bytes of the parameters.
+
+On a CPU the times are a clock's and say little; a peak is not known there.
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import optimizer_speed
+
+import curvadion_jax as cd
+
+AXIS, RATE = cd.replicas.AXIS, 0.01
+RESULTS = Path(__file__).with_name("results.jsonl")
+LAYERS = {"tiny": 2, "160m": 12, "1b": 1}
+RANKS = (0.5, 0.25, 0.125, 0.0625)
+AT_ONCE = 5  # steps that are launched together
+HEADER = [
+    *("model", "optimizer", "first step, s", "first sync, s", "step, ms"),
+    *("over AdamW", "over the limit", "sync, ms", "peak over parameters", "date"),
+]
+
+
+def methods(numbers: Any) -> dict[str, Callable[[], optax.GradientTransformation]]:
+    """What is measured, by its name in the table."""
+    muon = {"muon_weight_dimension_numbers": numbers}
+    dions = {
+        optimizer_speed.dion_name(rank): lambda rank=rank: cd.dion(
+            RATE, rank, dimension_numbers=numbers
+        )
+        for rank in RANKS
+    }
+    ours = {"axis_name": AXIS, "dimension_numbers": numbers}
+    rarely = {"threshold": 1e9, **ours}
+    return {
+        "AdamW": lambda: optax.adamw(RATE),
+        "Muon": lambda: optax.contrib.muon(RATE, **muon),
+        **dions,
+        "`local_muon`": lambda: cd.local_muon(RATE, **ours),
+        "`curvadion`": lambda: cd.curvadion(RATE, **rarely),
+        "`curvadion`, rank 1/4": lambda: cd.curvadion(RATE, rank=0.25, **rarely),
+    }
+
+
+def shapes(model: str) -> dict[str, tuple[int, ...]]:
+    layers = LAYERS[model]
+    return optimizer_speed.matrices(model, layers) | optimizer_speed.vectors(model)
+
+
+def matrices_of(model: str) -> Any:
+    """The dimension numbers of the matrices; embedding and head have none."""
+    others = optimizer_speed.vectors(model)
+    last_two = cd.DimensionNumbers(-2, -1)
+    return {name: None if name in others else last_two for name in shapes(model)}
+
+
+def measure(model: str, method: str, seconds: float) -> dict[str, Any]:
+    """One line of the results."""
+    tx = methods(matrices_of(model))[method]()
+    mesh = cd.replicas.make_mesh(1)
+    params = optimizer_speed.normal(shapes(model), seed=0)
+    size = sum(x.nbytes for x in params.values())
+
+    def train(state, gradients, **known):
+        params, opt_state = state
+        gradients = jax.tree.map(lambda g: g[0], gradients)
+        updates, opt_state = tx.update(gradients, opt_state, params, **known)
+        return (optax.apply_updates(params, updates), opt_state), {}
+
+    state = cd.replicas.replicate((params, tx.init(params)), mesh)
+    gradients = cd.replicas.replicate(
+        optimizer_speed.normal(shapes(model), seed=1), mesh
+    )
+    del params
+    row: dict[str, Any] = {"model": model, "method": method}
+    known = [{}]
+    if isinstance(state[1], cd.AdaptiveSyncState):
+        known = [{"sync": False}, {"sync": True}]
+    for options, name in zip(known, ("step", "sync"), strict=False):
+        step = cd.replicas.step(lambda s, g, o=options: train(s, g, **o), mesh)
+        start = time.perf_counter()
+        compiled = step.lower(state, gradients).compile()
+        row[f"first_{name}"] = time.perf_counter() - start
+        memory = compiled.memory_analysis()
+        moved = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        state, row[name] = steps_take(compiled, state, gradients, seconds)
+        row.setdefault("limit", moved / bandwidth())
+    stats = jax.devices()[0].memory_stats() or {}
+    if peak := stats.get("peak_bytes_in_use"):
+        row["peak"] = peak / size
+    return row
+
+
+def steps_take(compiled: Any, state: Any, gradients: Any, seconds: float):
+    """The state after some steps, and the median seconds of one."""
+    taken, end = [], time.perf_counter() + seconds
+    while len(taken) < 3 or time.perf_counter() < end:
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        for _ in range(AT_ONCE):
+            state, _ = compiled(state, gradients)
+        jax.block_until_ready(state)
+        taken.append((time.perf_counter() - start) / AT_ONCE)
+    return state, statistics.median(taken[1:])
+
+
+def bandwidth() -> float:
+    """Bytes a second, read and written, of a kernel that does nothing else."""
+    rows = 2**28 if jax.default_backend() != "cpu" else 2**22
+    x, more = jnp.zeros(rows), jax.jit(lambda x: x + 1, donate_argnums=0)
+    x, taken = more(x), []
+    for _ in range(5):
+        jax.block_until_ready(x)
+        start = time.perf_counter()
+        for _ in range(AT_ONCE):
+            x = more(x)
+        jax.block_until_ready(x)
+        taken.append((time.perf_counter() - start) / AT_ONCE)
+    return 2 * x.nbytes / statistics.median(taken)
+
+
+def stored(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    rows = map(json.loads, lines)
+    return {(row["model"], row["method"]): row for row in rows}
+
+
+def in_a_process(model: str, method: str, options: argparse.Namespace) -> dict:
+    """A measurement, or why there is none."""
+    command = [sys.executable, __file__, "--one", model, method]
+    command += ["--seconds", str(options.seconds)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    why = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
+    return {"model": model, "method": method, "error": why[:300]}
+
+
+def table(rows: dict[tuple[str, str], dict[str, Any]]) -> Iterator[str]:
+    """The lines of a Markdown table."""
+    yield f"| {' | '.join(HEADER)} |"
+    yield "|---" * len(HEADER) + "|"
+    for (model, method), row in rows.items():
+        if "error" in row:
+            yield f"| {model} | {method} | {row['error']} |" + " |" * (len(HEADER) - 3)
+            continue
+        adamw = rows.get((model, "AdamW"), {}).get("step")
+        cells = [
+            *(f"{row['first_step']:.1f}", _or_none(row.get("first_sync"), ".1f")),
+            f"{1e3 * row['step']:.2f}",
+            _or_none(adamw and row["step"] / adamw, ".2f"),
+            f"{row['step'] / row['limit']:.2f}",
+            _or_none(row.get("sync") and 1e3 * row["sync"], ".2f"),
+            *(_or_none(row.get("peak"), ".2f"), f"{row['date']}, {row['device']}"),
+        ]
+        yield f"| {model} | {method} | {' | '.join(cells)} |"
+
+
+def _or_none(number: float | None, form: str) -> str:
+    return "" if number is None else format(number, form)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default="160m,1b", help=f"of {', '.join(LAYERS)}")
+    parser.add_argument("--only", default="", help="methods with this in their name")
+    parser.add_argument("--seconds", type=float, default=10, help="of steps, for each")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true", help="print it, run nothing")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        row = measure(*options.one, options.seconds)
+        row["device"] = f"{jax.devices()[0].device_kind}, JAX {jax.__version__}"
+        print(json.dumps(row | {"date": datetime.date.today().isoformat()}))
+        return
+    end = time.monotonic() + options.limit
+    for model in () if options.table else options.models.split(","):
+        for method in methods(matrices_of(model)):
+            there = (model, method) in stored(options.results)
+            if there or options.only not in method or time.monotonic() > end:
+                continue
+            row = in_a_process(model, method, options)
+            with options.results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    print("\n".join(table(stored(options.results))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""When the coming syncs are due, worked out on the host.
+
+A trigger that looks at counters alone needs nobody's answer: `replicas.step` asks it
+here, before the step, for many steps at once.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from curvadion_jax import _paths
+from curvadion_jax._protocols import Observation, Trigger
+
+_COUNTERS = ("steps", "syncs", "local_steps")
+# Steps that are worked out at once, so that a step takes no longer for it.
+_STEPS = 64
+
+
+class Schedule(NamedTuple):
+    """A trigger that looks at counters alone, and what it is given besides.
+
+    Attributes:
+      trigger: one with `scheduled`.
+      state: its state, as shapes and dtypes.
+      sync_cost: see `Observation`.
+    """
+
+    trigger: Trigger
+    state: Any
+    sync_cost: float
+
+
+class Upcoming:
+    """Says whether the next step of a training state is a sync step.
+
+    It counts along with the states that the step returns, and reads the counters from
+    the devices only when it is given another state.
+
+    Args:
+      schedule: that of the only optimizer in the state.
+      places: of the counters and the trigger's state among the leaves of the state.
+    """
+
+    def __init__(self, schedule: Schedule, places: Sequence[int]):
+        self._places = places
+        self._structure = jax.tree.structure(schedule.state)
+        self._look_ahead = jax.jit(functools.partial(_look_ahead, schedule))
+        self._steps: Any = None  # the counter of the state that is looked at
+        self._due: list[bool] = []
+        self._following: Any = None
+
+    def is_due(self, state: Any) -> bool:
+        """Whether the step that follows this state synchronises."""
+        leaves = jax.tree.leaves(state)
+        if leaves[self._places[0]] is not self._steps:
+            self._steps, self._due = leaves[self._places[0]], []
+            self._following = self._read([leaves[place] for place in self._places])
+        if not self._due:
+            with jax.default_device(_host()):
+                due, self._following = self._look_ahead(*self._following)
+            self._due = np.asarray(due).tolist()
+        return self._due[0]
+
+    def took_step(self, state: Any) -> None:
+        """Counts a step, which returned this state."""
+        self._steps = jax.tree.leaves(state)[self._places[0]]
+        self._due = self._due[1:]
+
+    def _read(self, stacked: Sequence[jax.Array]) -> Any:
+        # Equal on all replicas: the first row that is here is everybody's.
+        rows = jax.device_get([x.addressable_data(0) for x in stacked])
+        own = jax.device_put([row[0] for row in rows], _host())
+        counters, of_trigger = own[: len(_COUNTERS)], own[len(_COUNTERS) :]
+        return counters, jax.tree.unflatten(self._structure, of_trigger)
+
+
+def _look_ahead(schedule: Schedule, counters: Any, trigger_state: Any):
+    """Whether each of the coming steps is a sync step, and what follows them."""
+
+    def one_step(carry, _):
+        (steps, syncs, local_steps), state = carry
+        seen = Observation(
+            steps=steps,
+            syncs=syncs,
+            local_steps=local_steps,
+            sync_cost=schedule.sync_cost,
+        )
+        decision, state = schedule.trigger.decide(seen, state)
+        local_steps = jnp.where(decision.fire, 0, local_steps + 1)
+        counters = [steps + 1, syncs + decision.fire, local_steps]
+        return (counters, state), decision.fire
+
+    following, due = lax.scan(one_step, (counters, trigger_state), length=_STEPS)
+    return due, following
+
+
+def places(schedule: Schedule, state: Any) -> list[int] | None:
+    """Where the counters and the trigger's state are; None if that is not clear.
+
+    By names, since a framework may keep the state in its own classes.
+    """
+    index = {names: i for i, (names, _) in enumerate(_paths.leaves_with_names(state))}
+    found = [names[:-2] for names in index if names[-2:] == ("metrics", "steps")]
+    if len(found) != 1:
+        return None
+    (before,) = found
+    of_trigger = _paths.leaves_with_names(schedule.state)
+    wanted = [
+        *((*before, "metrics", counter) for counter in _COUNTERS),
+        *((*before, "trigger_state", *names) for names, _ in of_trigger),
+    ]
+    return [index[names] for names in wanted] if set(wanted) <= set(index) else None
+
+
+def _host() -> Any:
+    """A device whose queue no training step fills, if there is one."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS names the accelerator alone
+        return jax.local_devices()[0]

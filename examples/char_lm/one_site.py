@@ -1,0 +1,148 @@
+"""One site of a run of several: an ordinary training loop, and two lines for the run.
+
+The same command in another terminal, or on another machine, with another name, is a
+further site. Each has its own place in the data; all have one model.
+"""
+
+import json
+import time
+import zlib
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import journal
+import methods
+import numpy as np
+import optax
+import report
+import train
+from config import Config
+from data import load
+
+import curvadion_jax as cd
+
+# Steps between contributions, unless told otherwise: with 2 bits 1% of the bytes.
+EVERY = 7
+
+
+def run(config: Config, name: str, url: Any, out: Path, **join: Any) -> float:
+    """Take this site's steps, or what is left of them after a crash.
+
+    Args:
+        config: The model, the data, and the steps of this site; `batch` is its own.
+        name: Of the site.
+        url: Of the run, or a store.
+        out: Directory for the journal and the optimizer's state.
+        **join: Further arguments of `cd.sites.join`.
+
+    Returns:
+        The loss of the common model on the held-out text.
+
+    Raises:
+        Interrupted: Ctrl-C or SIGTERM; the same call continues.
+        OSError: The store or the directory cannot be used.
+    """
+    corpus = load(config.data)
+    gpt = train.make_model(config, corpus)
+    tx = inner_optimizer(config)
+    state = train.initial_state(gpt, "local_muon", config)
+    params, opt_state = state.params, tx.init(state.params)
+    evaluate = _evaluation(gpt, config, corpus)
+
+    @jax.jit
+    def step_fn(params, opt_state, tokens):
+        loss, grads = jax.value_and_grad(
+            lambda p: train.model.next_token_loss(gpt, p, tokens)
+        )(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    checkpoints = out / "checkpoints" / name
+    start = cd.checkpoint.latest_step(checkpoints) or 0
+    if start:
+        opt_state = restored(checkpoints, opt_state, start)
+    out.mkdir(parents=True, exist_ok=True)
+    place, tokens = zlib.crc32(name.encode()), config.batch * config.sequence_length
+    lines = journal.Journal(out / f"{name}.jsonl", start)
+    joined = cd.sites.join(url, name, **join)
+    with joined as site, closing(lines), journal.stop_on_signal() as stop:
+        params = site.start(params)
+        for step in range(start + 1, config.steps + 1):
+            seed: Any = (config.seed, step, place)
+            batch = corpus.training_batch(seed, config.batch, config.sequence_length)
+            params, opt_state, loss = step_fn(params, opt_state, batch)
+            params = site.sync(params, tokens=tokens)
+            line = {"step": step, "loss": float(loss), "time": time.time()}
+            if step % config.evaluate_every == 0:
+                line["validation_loss"] = evaluate(params)
+                print(f"{name} {json.dumps(line | site.metrics._asdict())}", flush=True)
+            lines.write(line | site.metrics._asdict())
+            if stop.after_step() or step % config.checkpoint_every == 0:
+                save(checkpoints, step, opt_state)
+            if stop.after_step():
+                raise stop.interrupted(
+                    f"{name} stopped at step {step} of {config.steps}; the same "
+                    "command goes on from there"
+                )
+        params = site.leave(params)
+        lines.write({"step": config.steps, "left": True, **site.metrics._asdict()})
+    loss = evaluate(params)
+    report.write_json(
+        out / f"{name}.json",
+        {
+            "validation_loss": loss,
+            "steps": config.steps,
+            "digest": _digest(params),
+            **site.metrics._asdict(),
+        },
+    )
+    print(f"{name}: {loss:.4f} nats a token on held-out text, {site.metrics}")
+    return loss
+
+
+def inner_optimizer(config: Config) -> optax.GradientTransformation:
+    """Muon for matrices, AdamW for the rest: `local_muon`'s step, that never syncs."""
+    return cd.local_muon(
+        **methods.local_muon_arguments(config),
+        trigger=cd.triggers.never(),
+        synchronizer=cd.synchronizers.average_gradients(),
+    )
+
+
+def outer_side() -> dict[str, Any]:
+    """The outer side of `local_muon`: 2 bits, and a Nesterov step."""
+    return {
+        "outer": optax.sgd(1.0, momentum=0.4, nesterov=True),
+        "compressor": cd.compressors.quantize(2),
+    }
+
+
+def save(checkpoints: Path, step: int, opt_state: Any) -> None:
+    """Keep the optimizer's state; the parameters are in the run."""
+    one = jax.tree.map(lambda x: x[None], opt_state)
+    cd.checkpoint.save(checkpoints, step, one, keep=2)
+
+
+def restored(checkpoints: Path, opt_state: Any, step: int) -> Any:
+    """What `save` kept at a step, like this state."""
+    like = jax.tree.map(lambda x: x[None], opt_state)
+    found = cd.checkpoint.restore(checkpoints, like, step)
+    return jax.tree.map(lambda x: x[0], found)
+
+
+def _evaluation(gpt: Any, config: Config, corpus: Any) -> Any:
+    loss_fn = jax.jit(lambda p, batch: train.model.next_token_loss(gpt, p, batch))
+    count, length = config.evaluation_batches, config.sequence_length
+    sequences = config.replicas * config.batch
+    batches = [
+        corpus.validation_batch(index, count, sequences, length)
+        for index in range(count)
+    ]
+    return lambda params: float(np.mean([loss_fn(params, b) for b in batches]))
+
+
+def _digest(params: Any) -> str:
+    numbers = [zlib.crc32(np.asarray(x).tobytes()) for x in jax.tree.leaves(params)]
+    return f"{zlib.crc32(np.array(numbers, np.uint32).tobytes()):08x}"

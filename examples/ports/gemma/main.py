@@ -1,0 +1,122 @@
+"""Flax's gemma example (nnx), its own training loop, on the standard library's text.
+
+python examples/ports/gemma/main.py --optimizer local_muon --steps 300
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+PORTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(PORTS))
+
+import stand_ins  # noqa: E402
+import upstream  # noqa: E402
+
+REPLICAS, FSDP = 4, 2
+
+
+def main(arguments: list[str] | None = None) -> dict:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--optimizer", choices=("adamw", "local_muon"), required=True)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rate", type=float, help="peak learning rate")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--folder", type=Path, default=PORTS / ".upstream")
+    options = parser.parse_args(arguments)
+    ours = options.optimizer != "adamw"
+
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", REPLICAS * FSDP)
+    writer = stand_ins.install()
+    stand_ins.module("input_pipeline", get_datasets=get_datasets)
+    stand_ins.module("tokenizer", load_sentencepiece_processor=lambda path: None)
+    example = upstream.flax_example("gemma", options.folder, patched=ours)
+    sys.path.insert(0, str(example))
+
+    import train
+    from configs import tiny
+
+    import curvadion_jax as cd
+
+    # The sampler wants a real tokenizer, and is not what is tried.
+    said = types.SimpleNamespace(text="")
+    train.sampler_lib.Sampler = lambda **given: lambda *text, **more: said
+    config = train.TrainConfig(**vars(tiny.Config()))
+    size = dict(num_layers=2, embed_dim=options.width, hidden_dim=2 * options.width)
+    size |= dict(num_heads=4, num_kv_heads=2, head_dim=options.width // 4)
+    config = config.replace(
+        transformer_params=config.transformer_params | size,
+        per_device_batch_size=4,
+        max_target_length=128,
+        num_train_steps=options.steps,
+        warmup_steps=options.steps // 10 + 1,
+        learning_rate=options.rate or (0.02 if ours else 0.004),
+        num_eval_steps=10,
+        eval_every_steps=max(options.steps // 4, 2),
+        save_checkpoints=False,
+        restore_checkpoints=False,
+        use_bfloat16=False,
+    )
+    states = []
+    build = cd.replicas.step
+
+    def step(*given, **named):
+        run = build(*given, **named)
+
+        def remembered(*inputs):
+            states[:] = run(*inputs)
+            return tuple(states)
+
+        return remembered
+
+    cd.replicas.step = step
+    with tempfile.TemporaryDirectory() as folder:
+        train.train_and_evaluate(config, folder)
+    losses = writer.scalars["eval_loss"]
+    sent = cd.metrics.read(states[0]) if ours else {}
+    result = {
+        "optimizer": options.optimizer,
+        "losses": losses,
+        "loss": losses[-1][1],
+        "syncs": sent.get("syncs", options.steps),
+        "share": sent["bytes"] / sent["synchronous_bytes"] if ours else 1.0,
+    }
+    print(json.dumps(result))
+    return result
+
+
+def get_datasets(*, config, vocab_path, data_sharding):
+    """As `input_pipeline.get_datasets`, of crops of the standard library."""
+    import jax
+    import numpy as np
+    import tokens
+
+    length = config.max_target_length
+    rows = config.per_device_batch_size * jax.device_count()
+    places = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
+
+    def batches(held_out):
+        for crops in tokens.batches(rows, length + 1, held_out=held_out):
+            yield {
+                "inputs": crops[:, :-1],
+                "targets": crops[:, 1:],
+                "inputs_position": places,
+            }
+
+    class Repeated:
+        def __iter__(self):
+            return batches(True)
+
+    encoder = types.SimpleNamespace(
+        vocab_size=lambda: tokens.VOCABULARY + 1, pad_id=lambda: 0
+    )
+    return batches(False), Repeated(), encoder
+
+
+if __name__ == "__main__":
+    main()

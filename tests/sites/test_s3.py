@@ -1,0 +1,69 @@
+"""An S3 server that speaks conditional writes: moto's, of PyPI."""
+
+import re
+import subprocess
+import sys
+import urllib.request
+
+import numpy as np
+import optax
+import pytest
+from site_runs import together, train
+
+from curvadion_jax import compressors, sites
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    pytest.importorskip("moto", reason="moto is in the extra `test`")
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+    server = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        lines = iter(server.stderr.readline, "")  # pyright: ignore
+        found = (re.search(r"Running on (http://[\d.:]+)", line) for line in lines)
+        url = next(match[1] for match in found if match)
+        make = urllib.request.Request(f"{url}/bucket", method="PUT")
+        urllib.request.urlopen(make).close()
+        environment = {
+            "AWS_ENDPOINT_URL": url,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ACCESS_KEY_ID": "any",
+            "AWS_SECRET_ACCESS_KEY": "any",
+            "AWS_REGION": "us-east-1",
+        }
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        yield "s3://bucket/run-7"
+    finally:
+        server.kill()
+        server.communicate()
+
+
+@pytest.mark.slow
+def test_a_run_of_two_sites_and_one_that_comes_later(bucket, tmp_path):
+    def run(url, number, **options):
+        form = compressors.quantize(4, block=16)
+        options = {"every": 2, "max_lag": 0, "poll": 0.01, "compressor": form} | options
+        with sites.join(url, f"site{number}", **options) as site:
+            found = train(site, number, optax.sgd(0.1), steps=6, leave=True)
+            return found, site.metrics
+
+    found = {}
+    for url in (bucket, str(tmp_path)):
+        runs = {str(n): lambda n=n, u=url: run(u, n, quorum=2) for n in range(2)}
+        found[url] = together(runs)
+    (one, metrics), (other, _) = found[bucket]["0"], found[str(tmp_path)]["0"]
+    np.testing.assert_array_equal(one["kernel"], other["kernel"])
+    np.testing.assert_array_equal(one["kernel"], found[bucket]["1"][0]["kernel"])
+    assert metrics.counted == metrics.round == 3
+    _, late = run(bucket, 2, quorum=2)
+    assert late.round == 6
+    assert late.counted == 3
+
+
+@pytest.mark.slow
+def test_a_bucket_that_is_not_there(bucket):
+    with pytest.raises(OSError, match=r"s3://other/run cannot .*(NoSuchBucket|404)"):
+        sites.join("s3://other/run", "oslo")

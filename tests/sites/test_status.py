@@ -1,0 +1,63 @@
+"""What the status of a run says."""
+
+import pytest
+from obstore.store import LocalStore
+from site_steps import ByHand, settle
+
+from curvadion_jax.sites import _rounds, _status
+from curvadion_jax.sites.__main__ import main
+
+
+@pytest.fixture
+def run(tmp_path):
+    store = LocalStore(tmp_path)
+    oslo, rome = ByHand(store, "oslo"), ByHand(store, "rome")
+    oslo.post(1.0, tokens=300)
+    rome.post(float("nan"), tokens=100)
+    settle(oslo, rome)
+    for _ in range(2):
+        oslo.post(1.0, tokens=300)
+        oslo.commit()
+    rome.bring(1.0)
+    rome.follow()
+    rome.follower.post()
+    return tmp_path
+
+
+def test_it_names_the_sites_their_lag_and_what_was_rejected(run, capsys):
+    assert main(["status", str(run)]) == 0
+    found = capsys.readouterr().out
+    lines = {line.split()[0]: line.split() for line in found.splitlines()}
+    assert "3 rounds" in found
+    assert "posted to the next: rome" in found
+    assert lines["oslo"][:4] == ["oslo", "here", "3", "0"]
+    assert lines["rome"][:4] == ["rome", "here", "0", "-"]
+    assert "round 0: the contribution of rome is not counted: it is not" in found
+
+
+def test_a_site_that_has_left_and_a_picture(run, capsys, tmp_path):
+    ByHand(LocalStore(run), "bonn").store.create(
+        _rounds.member_key("bonn", 1, "left"), b"{}"
+    )
+    assert main(["status", f"file://{run}", "--picture", str(run / "all.png")]) == 0
+    assert "left" in capsys.readouterr().out
+    assert (run / "all.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_it_takes_no_part(run):
+    before = sorted(run.rglob("*"))
+    _status.read(str(run))
+    assert sorted(run.rglob("*")) == before
+
+
+@pytest.mark.parametrize("folder", ["", "nowhere"])
+def test_where_there_is_no_run(folder, tmp_path, capsys):
+    assert main(["status", str(tmp_path / folder)]) == 1
+    assert str(tmp_path) in capsys.readouterr().err
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_before_the_first_round(tmp_path, capsys):
+    ByHand(LocalStore(tmp_path), "oslo", quorum=2).post(1.0)
+    assert main(["status", str(tmp_path)]) == 0
+    assert "posted to the first: oslo; it needs 2" in capsys.readouterr().out
