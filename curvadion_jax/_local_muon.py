@@ -47,9 +47,8 @@ def local_muon(
         in float32 on every step. None is 0.01, one percent: a sync about every 7 steps.
       bits: 8, 4, 2 or 1 for pseudo-gradients in so many bits; None is 2.
       momentum: decay rate of the local momentum. In runs of 300 steps 0.8 and 0.9 lost
-        less than Muon's usual 0.95, in synchronous runs too; and one that rises from
-        0.8 to 0.95 over the run, as below, lost least. The later, the more of a
-        replica's gradient is noise.
+        less than Muon's usual 0.95; and one that rises from 0.8 to 0.95 over the run,
+        as below, lost least. All this in synchronous runs too.
       weight_decay, weight_decay_mask: as for `optax.contrib.muon`; of matrices only.
       mu_dtype: dtype of the momenta; None keeps the parameters'.
       adam_learning_rate: number or schedule for AdamW of the other parameters

@@ -42,12 +42,18 @@ def document(results: plans.Results) -> str:
         {(row["tokens"], row["size"], row["run"]["steps"]) for row in rows},
         key=lambda setting: (setting[0], setting[2]),
     )
+    in_bfloat16 = {
+        (row["size"], row["run"]["steps"])
+        for row in rows
+        if Run(**row["run"]).state == "bfloat16"
+    }
     commands = [
         f"    python benchmarks/communication/study.py {plan} --size {size} "
         f"--steps {steps} --workers 1"
         for _, size, steps in settings
         for plan in gap.PLANS
         if (plan, size, steps) != ("scaling", "cpu-32k", 300)
+        and (plan != "memory" or (size, steps) in in_bfloat16)
     ]
     head = [
         "# Longer runs and larger batches",
