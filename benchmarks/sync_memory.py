@@ -67,7 +67,8 @@ def mebibytes(tx, params, mesh) -> tuple[float, float]:
 
     state = jax.tree.map(stacked, (params, jax.eval_shape(tx.init, params)))
     step, gradients = cd.replicas.step(train, mesh), jax.tree.map(stacked, params)
-    lowered = step.lower(state, gradients, sync=True)
+    synchronises = isinstance(state[1], cd.AdaptiveSyncState)
+    lowered = step.lower(state, gradients, sync=synchronises or None)
     memory = lowered.compile().memory_analysis()
     sizes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     return sizes[0] / 2**20, sizes[1] / 2**20

@@ -13,7 +13,8 @@ The whole policy, as wrappers around the inner optimizer and the synchronizer:
   `reconcile` it gets the common model. Spoilt parameters stay so until `replicas.mend`
   replaces them.
 * *Absent.* A replica of weight 0 counts nothing and loses nothing: it keeps its own
-  momentum and drift, or, where gradients are averaged by a compressor, owes them.
+  momentum and drift, or, where gradients are averaged by a compressor, owes them. It
+  pays what it owed before.
 * *Empty.* Where nobody takes part a sync changes nothing.
 * *Cooldown.* Whom a sync did not help must not force the next one: an excluded replica
   requests none for 10 steps, one that was absent none while it has no weight. (Syncs of

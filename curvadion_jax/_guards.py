@@ -56,12 +56,8 @@ def switch(
         require_no_deadlock(branch.program.jaxpr, axis_name)
         return branch
 
-    if isinstance(which, int) and which:
-        return _collectives.vary(traced_sync(syncs[which - 1])(*operands), axis_name)
     traced = trace_local(local, *operands, axis_name=axis_name, divided=divided)
-    if isinstance(which, int):
-        return _collectives.vary(traced(*operands), axis_name)
-    require_shared(which, axis_name)
+    # All of them, known or not: what is wrong with a sync is said before the first one.
     branches = [traced, *map(traced_sync, syncs)]
     axes = _jaxprs.axes_of_results(branches)
 
@@ -71,6 +67,9 @@ def switch(
         )
 
     functions = [marked(branch) for branch in branches]
+    if isinstance(which, int):
+        return functions[which](*operands)
+    require_shared(which, axis_name)
     if len(functions) == 2:
         return lax.cond(which > 0, *reversed(functions), *operands)
     return lax.switch(which, functions, *operands)

@@ -12,7 +12,7 @@ from curvadion_jax._muon import EPSILON, muon, muon_adamw
 _BUDGET = 0.01
 
 
-@_arguments.called_here(beta="momentum", **_arguments.ELSEWHERE)
+@_arguments.called_here(beta="momentum", lr="learning_rate", wd="weight_decay")
 def local_muon(
     learning_rate: optax.ScalarOrSchedule,
     budget: jax.typing.ArrayLike | None = None,

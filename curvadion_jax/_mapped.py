@@ -34,7 +34,9 @@ class Mapped:
       axis_name: name of the replica axis.
       sync: whether it is a sync step, where the host knows that; None where not.
       schedule: by which the host can know.
-      updates: how many updates of optimizers that synchronise are in it.
+      counts_along: whether the next step begins with the counters of this one's only
+        update.
+      is_another: whether this is another program of a step that was traced before.
       sent_outside: bytes that the step itself sends over the axis, beside the
         optimizer.
       averaged: whether an update is given gradients that were reduced over the axis.
@@ -44,7 +46,8 @@ class Mapped:
     axis_name: str
     sync: bool | None = None
     schedule: Schedule | None = None
-    updates: float = 0
+    counts_along: bool = False
+    is_another: bool = False
     sent_outside: int = 0
     averaged: bool = False
 

@@ -100,8 +100,8 @@ class Trigger(NamedTuple):
         communicate (that is checked).
       scheduled: whether `decide` looks at nothing but `steps`, `syncs`, `local_steps`
         and `sync_cost` of the observation, and at its own state. All replicas then know
-        when a sync is due, and `replicas.step` knows it before the step: nothing is
-        reduced, and a local step is a program without a condition.
+        when a sync is due, and `replicas.step` knows it before the step: a local step
+        sends nothing, and is a program without a condition.
 
     Example:
       >>> import jax.numpy as jnp

@@ -5,6 +5,7 @@ here, before the step, for many steps at once.
 """
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 from curvadion_jax import _paths
 from curvadion_jax._protocols import Observation, Trigger
+from curvadion_jax.triggers._base import check_answer
 
 _COUNTERS = ("steps", "syncs", "local_steps")
 # Steps that are worked out at once, so that a step takes no longer for it.
@@ -50,26 +53,31 @@ class Upcoming:
         self._places = places
         self._structure = jax.tree.structure(schedule.state)
         self._look_ahead = jax.jit(functools.partial(_look_ahead, schedule))
-        self._steps: Any = None  # the counter of the state that is looked at
+        self._seen: list[Any] = []  # the counters of the state that is looked at
         self._due: list[bool] = []
         self._following: Any = None
 
     def is_due(self, state: Any) -> bool:
         """Whether the step that follows this state synchronises."""
-        leaves = jax.tree.leaves(state)
-        if leaves[self._places[0]] is not self._steps:
-            self._steps, self._due = leaves[self._places[0]], []
-            self._following = self._read([leaves[place] for place in self._places])
+        counters = self._counters(state)
+        same = map(operator.is_, counters, self._seen)
+        if len(self._seen) != len(counters) or not all(same):
+            self._seen, self._due = counters, []
+            self._following = self._read(counters)
         if not self._due:
-            with jax.default_device(_host()):
+            # Apart from the mesh that a caller has set.
+            with jax.set_mesh(Mesh(np.array([_host()]), ("host",))):
                 due, self._following = self._look_ahead(*self._following)
             self._due = np.asarray(due).tolist()
         return self._due[0]
 
     def took_step(self, state: Any) -> None:
         """Counts a step, which returned this state."""
-        self._steps = jax.tree.leaves(state)[self._places[0]]
-        self._due = self._due[1:]
+        self._seen, self._due = self._counters(state), self._due[1:]
+
+    def _counters(self, state: Any) -> list[jax.Array]:
+        leaves = jax.tree.leaves(state)
+        return [leaves[place] for place in self._places]
 
     def _read(self, stacked: Sequence[jax.Array]) -> Any:
         # Equal on all replicas: the first row that is here is everybody's.
@@ -90,7 +98,7 @@ def _look_ahead(schedule: Schedule, counters: Any, trigger_state: Any):
             local_steps=local_steps,
             sync_cost=schedule.sync_cost,
         )
-        decision, state = schedule.trigger.decide(seen, state)
+        decision, state = check_answer(schedule.trigger.decide(seen, state), state)
         local_steps = jnp.where(decision.fire, 0, local_steps + 1)
         counters = [steps + 1, syncs + decision.fire, local_steps]
         return (counters, state), decision.fire

@@ -15,9 +15,12 @@ from curvadion_jax import _paths
 
 def summary(self: Any) -> str:
     """A named tuple in a line: how much each field holds, and none of the numbers."""
+    no_arrays = not all(hasattr(x, "dtype") for x in jax.tree.leaves(self))
 
     def of_field(field):
-        arrays = [x for x in jax.tree.leaves(field) if hasattr(x, "dtype")]
+        if no_arrays:  # their shapes, say
+            return repr(field)
+        arrays = jax.tree.leaves(field)
         size = sum(x.size * x.dtype.itemsize for x in arrays)
         return f"<{len(arrays)} arrays, {size:,} bytes>"
 

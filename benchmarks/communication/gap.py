@@ -44,6 +44,11 @@ def rising() -> Run:
     return local_muon_evenly().but(last_momentum=0.95)
 
 
+def rising_muon() -> Run:
+    """Synchronous Muon with a momentum that rises alike."""
+    return muon().but(last_momentum=0.95)
+
+
 def scaling(results: plans.Results, size: str, steps: int) -> list[Run]:
     """What is left of the gap with more steps and larger batches, by seeds.
 
@@ -136,9 +141,9 @@ def parts() -> list[Run]:
 
 
 def against(results: plans.Results, size: str, steps: int) -> list[Run]:
-    """The rising momentum by seeds; and at the cheapest setting all that was tried."""
+    """Rising momenta by seeds; and at the cheapest setting all that was tried."""
     del results
-    runs = [rising()]
+    runs = [rising(), rising_muon()]
     if steps == rising().steps:  # of longer runs 'scaling' has the references
         runs = [muon(), dion(size), local_muon_evenly(), *runs]
     cheapest = (size, steps) == ("cpu", rising().steps)

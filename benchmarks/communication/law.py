@@ -14,8 +14,14 @@ from runs import Run
 
 Row = tables.Row
 Gaps = dict[tuple[int, int], list[float]]
-# What the law is fitted to, at any seed, batch and length.
-LINES = {"`local_muon`": gap.local_muon_evenly(), "rising momentum": gap.rising()}
+# Label -> runs, and the synchronous ones that they are compared with, at any seed,
+# batch and length.
+LINES = {
+    "constant, both": (gap.local_muon_evenly(), gap.muon()),
+    "rising, both": (gap.rising(), gap.rising_muon()),
+    "rising, `local_muon` alone": (gap.rising(), gap.muon()),
+}
+FITTED = ("constant, both", "rising, both")
 TARGET = (131_072, 100_000)  # 160 million parameters, 2^20 tokens a step
 
 
@@ -34,13 +40,13 @@ def losses_of(rows: Sequence[Row], wanted: Run) -> dict[int, float]:
     }
 
 
-def points(line: Run, results: plans.Results) -> Gaps:
-    """Percent above synchronous Muon by tokens a replica and step, and steps."""
+def points(line: Run, reference: Run, results: plans.Results) -> Gaps:
+    """Percent above the reference by tokens a replica and step, and steps."""
     found: Gaps = {}
     rows = sorted(results.values(), key=setting)
     for (tokens, _, steps), of_setting in itertools.groupby(rows, setting):
         of_setting = list(of_setting)
-        muon = losses_of(of_setting, gap.muon())
+        muon = losses_of(of_setting, reference)
         losses = losses_of(of_setting, line)
         if above := [
             100 * (losses[seed] / muon[seed] - 1) for seed in losses if seed in muon
@@ -78,29 +84,31 @@ def fit(gaps: dict[str, Gaps]) -> Law:
 
 def text(results: plans.Results) -> str:
     """The gap to synchronous Muon at all settings, and the power law through it."""
-    gaps = {label: points(line, results) for label, line in LINES.items()}
-    gaps = {label: found for label, found in gaps.items() if found}
-    means = [statistics.fmean(x) for found in gaps.values() for x in found.values()]
-    enough = len(means) > len(gaps) + 2 and min(means) > 0
-    fitted = fit(gaps) if enough else None
-    header = ["method", "tokens", "steps", "above Muon", "seeds", "by the law"]
+    gaps = {label: points(*both, results) for label, both in LINES.items()}
+    fitting = {label: gaps[label] for label in FITTED if gaps[label]}
+    means = [statistics.fmean(x) for found in fitting.values() for x in found.values()]
+    enough = len(means) > len(fitting) + 2 and min(means) > 0
+    fitted = fit(fitting) if enough else None
     cells = [
         [
             *(label, f"{tokens:,}", f"{steps:,}", tables.spread(above) + "%"),
-            *(str(len(above)), f"{fitted.at(label, *at):.2f}%" if fitted else ""),
+            str(len(above)),
+            f"{fitted.at(label, tokens, steps):.2f}%"
+            if fitted and label in fitting
+            else "",
         ]
         for label, found in gaps.items()
-        for at, above in found.items()
-        for tokens, steps in [at]
+        for (tokens, steps), above in found.items()
     ]
-    table = f"## Above synchronous Muon\n\n{tables.markdown(header, cells)}"
+    header = ["momentum", "tokens", "steps", "above Muon", "seeds", "by the law"]
+    table = f"## `local_muon` above Muon\n\n{tables.markdown(header, cells)}"
     if fitted is None:
         return table
-    scales = " or ".join(f"{fitted.scales[label]:.2f}% ({label})" for label in gaps)
-    far = " and ".join(f"{fitted.at(label, *TARGET):.3f}%" for label in gaps)
+    scales = " or ".join(f"{fitted.scales[label]:.2f}% ({label})" for label in fitting)
+    far = " and ".join(f"{fitted.at(label, *TARGET):.3f}%" for label in fitting)
     return (
         f"{table}\n\nThe law: {scales} times (tokens / 1,024)^-{fitted.a:.2f} "
-        f"(steps / 300)^-{fitted.b:.2f}, {len(gaps) + 2} numbers from {len(means)} "
+        f"(steps / 300)^-{fitted.b:.2f}, {len(fitting) + 2} numbers from {len(means)} "
         f"points. At {TARGET[0]:,} tokens and {TARGET[1]:,} steps it says {far}; that "
         "is some 30 and 80 times beyond what was run, and is not to be relied on."
     )

@@ -125,8 +125,8 @@ def ideas(results: plans.Results) -> str:
 def draw(results: plans.Results, file: Path) -> None:
     """Gap against steps, a line a method and batch."""
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for label, line in law.LINES.items():
-        found = law.points(line, results)
+    for label, both in law.LINES.items():
+        found = law.points(*both, results)
         for tokens in sorted({tokens for tokens, _ in found}):
             at = [(steps, found[t, steps]) for t, steps in found if t == tokens]
             error = [
@@ -138,7 +138,7 @@ def draw(results: plans.Results, file: Path) -> None:
                 error,
                 marker="o",
                 capsize=3,
-                label=f"{label.replace('`', '')}, {tokens:,} tokens a replica",
+                label=f"momentum {label.replace('`', '')}; {tokens:,} tokens",
             )
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xscale("log")
@@ -168,7 +168,8 @@ def _table(rows: Sequence[Row]) -> str:
     references = [
         law.losses_of(rows, gap.muon()),
         dion,
-        *(law.losses_of(rows, line) for line in law.LINES.values()),
+        law.losses_of(rows, gap.local_muon_evenly()),
+        law.losses_of(rows, gap.rising()),
     ]
     return tables.markdown(HEADER, [_line(of_run, references) for of_run in twins])
 

@@ -32,7 +32,7 @@ class _Program(NamedTuple):
     def upcoming(self, state: Any) -> Upcoming | None:
         """What knows when syncs are due, where the host can."""
         schedule = self.mapped.schedule
-        if schedule is None or self.mapped.updates != 1:
+        if schedule is None or not self.mapped.counts_along:
             return None
         found = places(schedule, state)
         return None if found is None else Upcoming(schedule, found)
@@ -97,7 +97,7 @@ class CompiledStep:
             program = self._program(self._key(state), state, None)
             return program.jitted(state, batch, *shared)
         check_alive(state, "state")
-        key = self._key(state)
+        key, given = self._key(state), state
         leaves = map(_without_empty_axes, jax.tree.leaves(state), key[1])
         state = jax.tree.unflatten(key[0], leaves)
         batch = jax.tree.map(self._divided, batch)
@@ -105,7 +105,7 @@ class CompiledStep:
             check_start(state, has_axis=True)
         operands = (state, batch, *shared)
         start = time.perf_counter()
-        sync = self._is_due(key, operands)
+        sync = self._is_due(key, operands, given)
         program = self._program(key, state, sync).jitted
         if (key, sync) not in self._checked:
             # The executable is kept for the call.
@@ -133,11 +133,20 @@ class CompiledStep:
           batch: as for a call.
           *shared: as for a call.
           sync: for a trigger that looks at counters alone, True for the program of a
-            sync step and False for that of a local step. None is the one program of
-            both, with a condition, which other triggers need.
+            sync step and False for that of a local step, which are those that are run.
+            None is the one program of both, with a condition, of other triggers.
+
+        Raises:
+          ValueError: if `sync` is given, and the host cannot know it.
         """
         program = self._program(self._key(state), state, sync)
-        return program.jitted.trace(state, batch, *shared)
+        traced = program.jitted.trace(state, batch, *shared)
+        if sync is not None and program.mapped.schedule is None:
+            raise ValueError(
+                f"sync={sync} is for an optimizer whose trigger looks at counters "
+                "alone, such as local_muon; here the program decides: leave it out"
+            )
+        return traced
 
     def lower(
         self, state: Any, batch: Any, *shared: Any, sync: bool | None = None
@@ -145,9 +154,11 @@ class CompiledStep:
         """The program before it is compiled; with the arguments of `trace`."""
         return self.trace(state, batch, *shared, sync=sync).lower()
 
-    def _is_due(self, key, operands) -> bool | None:
-        """Whether this is a sync step; None where the program decides it."""
-        state = operands[0]
+    def _is_due(self, key, operands, state: Any) -> bool | None:
+        """Whether this is a sync step; None where the program decides it.
+
+        By the state as it was given, which is known again by its arrays.
+        """
         if key not in self._upcoming:
             program = self._program(key, state, False)
             program.jitted.trace(*operands)
@@ -160,7 +171,9 @@ class CompiledStep:
     def _program(self, key, state: Any, sync: bool | None) -> "_Program":
         if (key, sync) not in self._programs:
             self._check_devices(state)
-            mapped = _mapped.Mapped(self._mesh, self._axis_name, sync)
+            mapped = _mapped.Mapped(
+                self._mesh, self._axis_name, sync, is_another=bool(self._programs)
+            )
             program = _Program(self._jitted(key, mapped), mapped)
             self._programs[key, sync] = program
         return self._programs[key, sync]
@@ -175,8 +188,7 @@ class CompiledStep:
                 f"training step and not in the optimizer: {'; '.join(sent[:4])}"
                 f"{' ...' if len(sent) > 4 else ''}. Say there how rows are divided "
                 "within a replica: x = jax.lax.with_sharding_constraint(x, "
-                "PartitionSpec('fsdp')), with your axis, on the array that is read. "
-                "Convolutions want a shard_map of your own, see docs/own-loop.md",
+                "PartitionSpec('fsdp')), with your axis, on the array that is read",
                 stacklevel=3,
             )
 

@@ -31,16 +31,24 @@ class Value:
       reduced: whether it depends on a sum, or the like, over the replicas.
       averaged: whether an update that it depends on was given gradients that are the
         same on all replicas, because they were reduced.
+      name: of the array of the state that it is, unchanged; with "updated" before it,
+        that which an update made of that array.
     """
 
     varies: bool = False
     synced: bool = False
     reduced: bool = False
     averaged: bool = False
+    name: tuple[str, ...] = ()
 
     def __or__(self, other: "Value") -> "Value":
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Value(*(a or b for a, b in pairs))
+        return Value(
+            self.varies or other.varies,
+            self.synced or other.synced,
+            self.reduced or other.reduced,
+            self.averaged or other.averaged,
+            self.name if self.name == other.name else (),
+        )
 
 
 def follow(jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
@@ -88,9 +96,14 @@ def _results(equation: JaxprEqn, given: list[Value]) -> list[Value]:
     programs = _jaxprs.inner_jaxprs(equation)
     every = _any(given)
     if _is_update(equation):
-        _, (gradients, *_) = equation.params["in_tree"].unflatten(given)
+        _, (gradients, state, *_) = equation.params["in_tree"].unflatten(given)
         averaged = any(x.reduced and not x.varies for x in jax.tree.leaves(gradients))
-        return [Value(varies=True, synced=True, averaged=averaged)] * number
+        made = Value(varies=True, synced=True, averaged=averaged)
+        before = jax.tree.leaves(state)
+        names = [("updated", *x.name) if x.name else () for x in before]
+        # Updates come first, and then the state, like the one that was given.
+        names = [()] * (number - len(names)) + names
+        return [dataclasses.replace(made, name=name) for name in names]
     if _jaxprs.named_axes(equation) & _axes():
         if name == "axis_index":
             return [Value(varies=True)]
@@ -163,6 +176,30 @@ def _check_condition(programs: Sequence[Jaxpr], decided_by: Value) -> None:
             "alike, comes as a further argument, train(state, batch, step), and not "
             "from the state.)"
         )
+
+
+def counts_along(jaxpr: Jaxpr, before: Sequence[str], after: Sequence[str]) -> bool:
+    """Whether the counters of a step's only update go from the state into it and back.
+
+    Then the next step begins where this one ended, and the host can count along.
+
+    Args:
+      jaxpr, before, after: as for :func:`moved_alone`.
+    """
+    if updates_in(jaxpr) != 1:
+        return False
+    inputs = [Value(name=(name,)) for name in before]
+    inputs += [Value()] * (len(jaxpr.invars) - len(inputs))
+    results = dict(zip(after, follow(jaxpr, inputs), strict=False))
+    counted = [
+        name
+        for name in before
+        if name.endswith(("metrics/steps", "metrics/syncs", "metrics/local_steps"))
+        or "trigger_state" in name.split("/")
+    ]
+    return all(
+        name in results and results[name].name == ("updated", name) for name in counted
+    )
 
 
 def _axes() -> set[str]:

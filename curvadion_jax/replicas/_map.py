@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _guards, _jaxprs, _mapped, _paths
-from curvadion_jax.replicas import _inspect
+from curvadion_jax.replicas import _convolutions, _inspect
 from curvadion_jax.replicas._average import average_where_synced, check_average
 from curvadion_jax.replicas._checks import check_leading
 
@@ -41,17 +41,19 @@ def map_over_replicas(
         traced = _jaxprs.trace(of_replica, state, batch, *shared)
         own = len(jax.tree.leaves((state, batch)))
         names = [_names(tree) for tree in (state, traced.result[0])]
-        alone, averaged = _inspect.moved_alone(
-            traced.program.jaxpr, names[0], names[1], own
-        )
+        jaxpr, step = traced.program.jaxpr, _mapped.current()
+        alone, averaged = _inspect.moved_alone(jaxpr, *names, own)
         if number == 1:
             alone = []
         alone = [name for name in alone if not set(name.split("/")) & set(average)]
-        said = _what_to_say(traced.program.jaxpr, axis_name, alone, averaged)
+        said = _what_to_say(jaxpr, axis_name, alone, averaged)
+        if step:
+            step.counts_along = _inspect.counts_along(jaxpr, *names)
+        program = _convolutions.keep_apart(traced.program, mesh, axis_name)
         with _mapped.mapping_program():
-            result = traced(state, batch, *shared)
-        # Where nothing was rejected, and once for both programs of a schedule.
-        if said and not _is_sync_program():
+            result = traced._replace(program=program)(state, batch, *shared)
+        # Where nothing was rejected, and once for all programs of a step.
+        if said and not (step and step.is_another):
             warnings.warn(said, stacklevel=3)
         return result
 
@@ -82,11 +84,6 @@ def map_over_replicas(
     return run
 
 
-def _is_sync_program() -> bool:
-    step = _mapped.current()
-    return step is not None and step.known_sync is True
-
-
 def _names(tree: Any) -> list[str]:
     return [name for name, _ in _paths.leaves_with_path(tree)]
 
@@ -99,7 +96,6 @@ def _what_to_say(
     sent = sum(_jaxprs.bytes_given(equation) for equation in found)
     if step := _mapped.current():
         step.sent_outside, step.averaged = sent, averaged
-        step.updates = _inspect.updates_in(jaxpr)
     if found:
         what = ", ".join(
             f"{e.primitive.name} of {e.invars[0].aval.str_short()}" for e in found

@@ -53,7 +53,8 @@ def step(
       The metrics come back with a replica axis, one value a replica, nothing averaged.
       Inside a replica the compiler divides the work as state and batch are divided over
       the inner axes of the mesh; the state comes back as it came. `lower` gives the
-      program.
+      program, or with ``sync=True`` or False that of a sync step or a local step, where
+      the trigger looks at counters alone.
 
     Raises:
       TypeError: if an argument is of the wrong kind, or when called, if the function

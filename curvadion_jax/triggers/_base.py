@@ -78,7 +78,7 @@ def stateless(
 
 
 def check_answer(answer: Any, before: Any) -> tuple[Decision, Any]:
-    """Returns what a trigger's `decide` returned, or rejects it.
+    """Returns what a trigger's `decide` returned, in the state's dtypes, or rejects it.
 
     Args:
       answer: what it returned.
@@ -108,7 +108,14 @@ def check_answer(answer: Any, before: Any) -> tuple[Decision, Any]:
             "a trigger's decide must return a state of the structure and shapes of the "
             f"one it was given, {shapes[0]}, got {shapes[1]}"
         )
-    return answer
+    decided, new = answer
+    return decided, jax.tree.map(_in_dtype_of, before, new)
+
+
+def _in_dtype_of(before: Any, new: Any) -> Any:
+    """A state whose dtype changes would be another program on every step."""
+    changes = hasattr(before, "dtype") and jnp.result_type(new) != before.dtype
+    return jnp.asarray(new, before.dtype) if changes else new
 
 
 def check_trigger(trigger: Any, what: str = "trigger") -> None:

@@ -31,9 +31,9 @@ LEVELS = [
     {"_arguments", "_memory", "_placement", "_power_iteration", "_trees"},
     {"_default_rule", "_partition", "_protocols", "_within_replica"},
     {"_collectives", "_dion", "_muon"},
-    {"_guards", "_jaxprs", "_local_step", "_momentum", "_counters", "_xla"}
-    | {"_schedule"},
+    {"_guards", "_jaxprs", "_local_step", "_momentum", "_counters", "_xla"},
     {"compressors", "triggers"},
+    {"_schedule"},
     {"_faults", "_mapped", "outer", "synchronizers"},
     {"_branches"},
     {"_adaptive_sync"},

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import curvadion_jax as cd
-from curvadion_jax import synchronizers, triggers
+from curvadion_jax import _schedule, synchronizers, triggers
 
 AXIS, REPLICAS, STEPS = helpers.AXIS, 2, 9
 DECAY = optax.linear_schedule(0.3, 0.1, STEPS)
@@ -270,3 +270,70 @@ def test_many_steps_are_looked_ahead_more_than_once():
     helpers.assert_bitwise(
         without_the_flag(jax.device_get(a)), without_the_flag(jax.device_get(b))
     )
+
+
+def test_a_step_that_is_thrown_away_is_not_counted():
+    """Loss scaling, say: the host cannot count along, and the replicas are asked."""
+    tx = OPTIMIZERS["every_k"]()
+
+    def train(state, batch, keep):
+        new, metrics = of_rows(helpers.train_step(tx))(state, batch)
+        return jax.tree.map(lambda a, b: jnp.where(keep, a, b), new, state), metrics
+
+    mesh, state = placed(tx)
+    (batch,) = helpers.make_gradients(1, REPLICAS)
+    step, synced = cd.replicas.step(train, mesh, donate=False), []
+    for keep in (True, False, True, True, True):
+        state, _ = step(state, batch, keep)
+        synced.append(int(state[1].metrics.synced[0]))
+    assert synced == [0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_counters_are_read_once(replicas, monkeypatch):
+    read, times = _schedule.Upcoming._read, []
+    monkeypatch.setattr(
+        _schedule.Upcoming, "_read", lambda *x: times.append(1) or read(*x)
+    )
+    tx, mesh = OPTIMIZERS["every_k"](), cd.replicas.make_mesh(replicas, {"fsdp": 2})
+    state = cd.replicas.replicate(
+        (helpers.make_params(), tx.init(helpers.make_params())), mesh
+    )
+    (batch,) = helpers.make_gradients(1, replicas)
+    step = helpers.replica_step(tx, mesh)
+    with jax.set_mesh(mesh):
+        for _ in range(4):
+            state, _ = step(state, batch)
+    assert state[1].metrics.syncs.tolist() == [1] * replicas
+    assert len(times) == 1
+    counters = state[1].metrics
+    later = counters._replace(local_steps=counters.local_steps + 1)
+    step((state[0], state[1]._replace(metrics=later)), batch)
+    assert len(times) == 2
+
+
+def test_a_sync_that_cannot_be_traced_fails_at_once():
+    broken = synchronizers.reconcile()._replace(sync=lambda *_: 1 / 0)
+    tx = synced(triggers.every_k(500), broken)
+    mesh, state = placed(tx)
+    with pytest.raises(ZeroDivisionError):
+        helpers.replica_step(tx, mesh)(state, helpers.make_gradients(1, REPLICAS)[0])
+
+
+def test_a_trigger_state_keeps_its_dtype():
+    def decide(seen, count):
+        due = count >= 2
+        return triggers.decision(due), jnp.where(due, 0, count + jnp.float32(1))
+
+    trigger = triggers.Trigger(lambda *_: jnp.zeros([], jnp.int32), decide, True)
+    assert asked_and_synced(helpers.train_step(tx := synced(trigger)), *placed(tx)) == {
+        (0, 1)
+    }
+
+
+def test_a_program_that_is_not_there_is_not_given():
+    tx = synced(triggers.relative_momentum_change(0.1))
+    mesh, state = placed(tx)
+    step, (batch,) = helpers.replica_step(tx, mesh), helpers.make_gradients(1, REPLICAS)
+    with pytest.raises(ValueError, match="sync=True is for an optimizer whose trigger"):
+        step.lower(state, batch, sync=True)
