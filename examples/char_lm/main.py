@@ -192,7 +192,9 @@ def _run_site(config, site: str, url: str, out: Path, flags: dict) -> int:
     if not site or not url:
         raise UserError("--site NAME and --run URL belong together: give both")
     every = flags.get("sync_every", one_site.EVERY)
-    one_site.run(config, site, url, out, every=every, **one_site.outer_side())
+    # Steps here are short: nobody is to wait long for a site that is not there.
+    options = {"every": every, "grace": 5.0} | one_site.outer_side()
+    one_site.run(config, site, url, out, **options)
     return 0
 
 
