@@ -27,8 +27,8 @@ def keep_apart(program: ClosedJaxpr, mesh: Mesh, axis_name: str) -> ClosedJaxpr:
             return ClosedJaxpr(rewritten(value.jaxpr), value.consts)
         if isinstance(value, Jaxpr) and _has_any(value):
             return value.replace(eqns=[*map(of_equation, value.eqns)])
-        if type(value) in (tuple, list):
-            return type(value)(map(rewritten, value))
+        if type(value) is tuple:  # the branches of a condition
+            return tuple(map(rewritten, value))
         return value
 
     def of_equation(equation: JaxprEqn) -> JaxprEqn:
