@@ -66,7 +66,8 @@ def mebibytes(tx, params, mesh) -> tuple[float, float]:
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=each)
 
     state = jax.tree.map(stacked, (params, jax.eval_shape(tx.init, params)))
-    lowered = cd.replicas.step(train, mesh).lower(state, jax.tree.map(stacked, params))
+    step, gradients = cd.replicas.step(train, mesh), jax.tree.map(stacked, params)
+    lowered = step.lower(state, gradients, sync=True)
     memory = lowered.compile().memory_analysis()
     sizes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     return sizes[0] / 2**20, sizes[1] / 2**20

@@ -124,11 +124,9 @@ def scale_by_dion(
       Ahn et al., `Dion: Distributed Orthonormalized Updates
       <https://arxiv.org/abs/2504.05295>`_, 2025
 
-      `microsoft/dion <https://github.com/microsoft/dion>`_, dion/dion_reference.py
-
-    .. warning::
-      A column of P along which the momentum has nothing moves nothing, and its column
-      of Q stays; microsoft/dion has this rule for an all-zero momentum only.
+      `microsoft/dion <https://github.com/microsoft/dion>`_, dion/dion_reference.py;
+      there a column of P along which the momentum has nothing moves by rounding noise,
+      and here it stays
     """
     _arguments.check_dion(
         rank, momentum, mu_dtype, orthonormalize, error_feedback, seed
@@ -241,8 +239,7 @@ def dion(
       rank, momentum, orthonormalize, error_feedback, seed: see :func:`scale_by_dion`.
       dimension_numbers: as for :func:`scale_by_dion`; None for a parameter sends it to
         the other optimizer, and :func:`describe_partition` shows what was chosen.
-      weight_decay: strength of the decoupled weight decay of the matrices; it is
-        multiplied with the learning rate.
+      weight_decay: decoupled, of the matrices; times the learning rate.
       weight_decay_mask: as for `optax.add_decayed_weights`.
       mu_dtype: dtype of Dion's momentum and Q, and of AdamW's first moment; None keeps
         the parameters'.
@@ -253,8 +250,7 @@ def dion(
         learning rate.
 
     Returns:
-      The optimizer, an `optax.partition` of the two. `update` takes the extra arguments
-      of :func:`scale_by_dion`.
+      An `optax.partition` of the two. `update` takes those of :func:`scale_by_dion`.
 
     Raises:
       TypeError: as for :func:`scale_by_dion`, and for rates that are neither numbers

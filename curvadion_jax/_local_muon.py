@@ -45,7 +45,6 @@ def local_muon(
       learning_rate: a number or a schedule.
       budget: share of the bytes of synchronous training, an all-reduce of all gradients
         in float32 on every step. None is 0.01, one percent: a sync about every 7 steps.
-        The 4 bytes of each decision are not counted in.
       bits: 8, 4, 2 or 1 for pseudo-gradients in so many bits; None is 2.
       momentum: decay rate of the local momentum. In runs of 300 steps 0.8 and 0.9 lost
         less than Muon's usual 0.95, in synchronous runs too; and one that rises from

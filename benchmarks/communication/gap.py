@@ -44,6 +44,11 @@ def rising() -> Run:
     return local_muon_evenly().but(last_momentum=0.95)
 
 
+def rising_muon() -> Run:
+    """Synchronous Muon with a momentum that rises alike."""
+    return muon().but(last_momentum=0.95)
+
+
 def scaling(results: plans.Results, size: str, steps: int) -> list[Run]:
     """What is left of the gap with more steps and larger batches, by seeds.
 
@@ -78,28 +83,46 @@ def scaling(results: plans.Results, size: str, steps: int) -> list[Run]:
     ]
 
 
-def tried() -> list[Run]:
-    """Ideas against the gap, one at a time, seed 0 of 300 steps of size `cpu`."""
-    base, better = local_muon_evenly(), rising()
-    return [
-        base.but(final=0.2),
-        base.but(last_momentum=0.98),
-        base.but(other_rate=0.5),
-        base.but(compressor="int 2 2 1024"),
-        base.but(trigger=f"weighted {BUDGET} 1.0"),
-        better.but(outer="nesterov 1.0 0.4 1.0 0.0"),
-        better.but(outer="nesterov 1.0 0.2 1.0 0.6"),
-        better.but(outer="nesterov 1.0 0.5"),
-        better.but(final=0.2),
-        better.but(momentum=0.7),
-        better.but(learning_rate=0.057),
-        better.but(learning_rate=0.113),
-        better.but(trigger=f"weighted {BUDGET} -0.5"),
-        better.but(momentum=0.9, sent_momentum="int 2"),
-        better.but(sent_momentum="int 1"),
-        better.but(compressor="int 1", outer="nesterov 1.0 0.2"),
-        muon().but(last_momentum=0.95),
-    ]
+def tried() -> dict[str, tuple[Run, Run]]:
+    """Ideas against the gap, one at a time: with it and without, 300 steps, seed 0."""
+    muon_, even, better = muon(), local_muon_evenly(), rising()
+    changes = {
+        "momentum from 0.8 to 0.95": (even, {"last_momentum": 0.95}),
+        "momentum from 0.8 to 0.95, synchronous Muon": (muon_, {"last_momentum": 0.95}),
+        "momentum from 0.8 to 0.98": (better, {"last_momentum": 0.98}),
+        "momentum from 0.7 to 0.95": (better, {"momentum": 0.7}),
+        "rate down to 0.2 of its peak": (even, {"final": 0.2}),
+        "rate down to 0.2, rising momentum": (better, {"final": 0.2}),
+        "rate down to 0, rising momentum": (better, {"final": 0.0}),
+        "peak rate 0.057": (better, {"learning_rate": 0.057}),
+        "peak rate 0.113": (better, {"learning_rate": 0.113}),
+        "half the rate for embeddings, head, norms": (even, {"other_rate": 0.5}),
+        "outer momentum 0.4 to 0": (better, {"outer": "nesterov 1.0 0.4 1.0 0.0"}),
+        "outer momentum 0.2 to 0.6": (better, {"outer": "nesterov 1.0 0.2 1.0 0.6"}),
+        "outer momentum 0.5": (better, {"outer": "nesterov 1.0 0.5"}),
+        "syncs as the learning rate": (even, {"trigger": f"weighted {BUDGET} 1.0"}),
+        "syncs as the learning rate to -1/2": (
+            better,
+            {"trigger": f"weighted {BUDGET} -0.5"},
+        ),
+        "syncs as the relative momentum change": (
+            even,
+            {"trigger": f"budget {BUDGET} 1 1"},
+        ),
+        "momenta sent too, 1 bit": (better, {"sent_momentum": "int 1"}),
+        "momenta sent too, 2 bits, from 0.9": (
+            better,
+            {"momentum": 0.9, "sent_momentum": "int 2"},
+        ),
+        "1 bit, outer momentum 0.2": (
+            better,
+            {"compressor": "int 1", "outer": "nesterov 1.0 0.2"},
+        ),
+        "scales of blocks of 1,024": (even, {"compressor": "int 2 2 1024"}),
+    }
+    return {
+        label: (base.but(**change), base) for label, (base, change) in changes.items()
+    }
 
 
 def parts() -> list[Run]:
@@ -118,15 +141,16 @@ def parts() -> list[Run]:
 
 
 def against(results: plans.Results, size: str, steps: int) -> list[Run]:
-    """The rising momentum by seeds; and at the cheapest setting all that was tried."""
+    """Rising momenta by seeds; and at the cheapest setting all that was tried."""
     del results
-    runs = [rising()]
+    runs = [rising(), rising_muon()]
     if steps == rising().steps:  # of longer runs 'scaling' has the references
         runs = [muon(), dion(size), local_muon_evenly(), *runs]
     cheapest = (size, steps) == ("cpu", rising().steps)
     seeds = SHORT_SEEDS if cheapest else SEEDS if size == "cpu" else SEEDS[:1]
     runs = [run.but(seed=seed, steps=steps) for run in runs for seed in seeds]
-    return [*runs, *tried(), *parts()] if cheapest else runs
+    ideas = [run for run, _ in tried().values()]
+    return [*runs, *ideas, *parts()] if cheapest else runs
 
 
 def memory(results: plans.Results, size: str, steps: int) -> list[Run]:

@@ -6,15 +6,13 @@ Writes `results/scaling.md` and `scaling.png` beside the results, and prints the
 """
 
 import argparse
-import dataclasses
 import itertools
-import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 import gap
-import numpy as np
+import law
 import plans
 import study
 import tables
@@ -22,24 +20,22 @@ from matplotlib import pyplot
 from runs import Run
 
 Row = tables.Row
-Gaps = dict[tuple[int, int], list[float]]
 HEADER = [
     *("method", "momentum", "rate", "outer step", "trigger", "form", "else"),
-    *("bytes", "syncs", "loss", "above Muon", "above Dion", "above even `local_muon`"),
-    "loss by seed",
+    *("bytes", "syncs", "loss", "above Muon", "above Dion"),
+    *("above even `local_muon`", "above rising momentum", "loss by seed"),
 ]
-# What the law is fitted to, at any seed, batch and length.
-LINES = {"`local_muon`": gap.local_muon_evenly(), "rising momentum": gap.rising()}
-TARGET = (131_072, 100_000)  # 160 million parameters, 2^20 tokens a step
 
 
 def document(results: plans.Results) -> str:
     """The law, and a table for every batch and length, each by loss."""
-    rows = sorted(results.values(), key=_setting)
+    rows = sorted(results.values(), key=law.setting)
     tables_ = [
         f"## {tokens:,} tokens a replica and step, {replicas} replicas, {steps:,} steps"
         f"\n\n{_table(list(of_setting))}"
-        for (tokens, replicas, steps), of_setting in itertools.groupby(rows, _setting)
+        for (tokens, replicas, steps), of_setting in itertools.groupby(
+            rows, law.setting
+        )
     ]
     dates = sorted({row["date"] for row in rows})
     settings = sorted(
@@ -64,86 +60,73 @@ def document(results: plans.Results) -> str:
         f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}, 2 CPU cores, with",
         "\n".join([*commands, "    python benchmarks/communication/scaling.py"]),
     ]
-    return "\n\n".join([*head, law(results), *tables_]) + "\n"
-
-
-def points(line: Run, results: plans.Results) -> Gaps:
-    """Percent above synchronous Muon by tokens a replica and step, and steps."""
-    found: Gaps = {}
-    rows = sorted(results.values(), key=_setting)
-    for (tokens, _, steps), of_setting in itertools.groupby(rows, _setting):
-        of_setting = list(of_setting)
-        muon = _losses(of_setting, gap.muon())
-        losses = _losses(of_setting, line)
-        if above := [
-            100 * (losses[seed] / muon[seed] - 1) for seed in losses if seed in muon
-        ]:
-            found[tokens, steps] = above
-    return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Law:
-    """Gap = scale of the method (tokens / 1024)^-a (steps / 300)^-b, in percent."""
-
-    scales: dict[str, float]
-    a: float
-    b: float
-
-    def at(self, label: str, tokens: int, steps: int) -> float:
-        """The gap at a setting."""
-        decay = (tokens / 1024) ** -self.a * (steps / 300) ** -self.b
-        return self.scales[label] * decay
-
-
-def fit(gaps: dict[str, Gaps]) -> Law:
-    """Least squares in the logarithm of the gaps; the powers are of all methods."""
-    labels = list(gaps)
-    features, wanted = [], []
-    for label, found in gaps.items():
-        for (tokens, steps), above in found.items():
-            logs = -math.log(tokens / 1024), -math.log(steps / 300)
-            features.append([*(float(each == label) for each in labels), *logs])
-            wanted.append(math.log(statistics.fmean(above)))
-    *scales, a, b = np.linalg.lstsq(np.array(features), np.array(wanted))[0]
-    return Law(dict(zip(labels, map(math.exp, scales), strict=True)), a, b)
-
-
-def law(results: plans.Results) -> str:
-    """The gap to synchronous Muon at all settings, and the power law through it."""
-    gaps = {label: points(line, results) for label, line in LINES.items()}
-    gaps = {label: found for label, found in gaps.items() if found}
-    means = [statistics.fmean(x) for found in gaps.values() for x in found.values()]
-    enough = len(means) > len(gaps) + 2 and min(means) > 0
-    fitted = fit(gaps) if enough else None
-    header = ["method", "tokens", "steps", "above Muon", "seeds", "by the law"]
-    cells = [
-        [
-            *(label, f"{tokens:,}", f"{steps:,}", tables.spread(above) + "%"),
-            *(str(len(above)), f"{fitted.at(label, *at):.2f}%" if fitted else ""),
-        ]
-        for label, found in gaps.items()
-        for at, above in found.items()
-        for tokens, steps in [at]
-    ]
-    text = f"## Above synchronous Muon\n\n{tables.markdown(header, cells)}"
-    if fitted is None:
-        return text
-    scales = " or ".join(f"{fitted.scales[label]:.2f}% ({label})" for label in gaps)
-    far = " and ".join(f"{fitted.at(label, *TARGET):.3f}%" for label in gaps)
     return (
-        f"{text}\n\nThe law: {scales} times (tokens / 1,024)^-{fitted.a:.2f} "
-        f"(steps / 300)^-{fitted.b:.2f}, {len(gaps) + 2} numbers from {len(means)} "
-        f"points. At {TARGET[0]:,} tokens and {TARGET[1]:,} steps it says {far}; that "
-        "is some 30 and 80 times beyond what was run, and is not to be relied on."
+        "\n\n".join(
+            [*head, law.text(results), parts(results), ideas(results), *tables_]
+        )
+        + "\n"
+    )
+
+
+def parts(results: plans.Results) -> str:
+    """What is left of the gap with exact syncs, and with a sync on every step."""
+    reference = results.get("cpu" + gap.muon().key())
+    cells = []
+    for run in (*gap.parts(), gap.rising()):
+        row = results.get("cpu" + run.key())
+        if row is not None and reference is not None:
+            above = 100 * (row["loss"] / reference["loss"] - 1)
+            cells.append(
+                [
+                    *(run.trigger, run.compressor, f"{tables.share(row):.2f}%"),
+                    *(f"{row['loss']:.4f}", f"{above:.2f}%"),
+                ]
+            )
+    header = ["syncs", "form", "bytes", "loss", "above synchronous Muon"]
+    return (
+        "## Its parts\n\n`local_muon` with a rising momentum, 1,024 tokens a replica "
+        f"and step, 300 steps, seed 0.\n\n{tables.markdown(header, cells)}"
+    )
+
+
+def ideas(results: plans.Results) -> str:
+    """What was tried at the cheapest setting, by its change on the seeds of both."""
+    rows = []
+    for label, (run, base) in gap.tried().items():
+        losses, bases = (
+            {
+                seed: results[key]["loss"]
+                for seed in gap.SHORT_SEEDS
+                if (key := "cpu" + each.but(seed=seed).key()) in results
+            }
+            for each in (run, base)
+        )
+        if both := sorted(losses.keys() & bases.keys()):
+            change = [100 * (losses[seed] / bases[seed] - 1) for seed in both]
+            means = [
+                statistics.fmean(x[seed] for seed in both) for x in (losses, bases)
+            ]
+            cells = [f"{mean:.4f}" for mean in means]
+            rows.append((statistics.fmean(change), label, *cells, change))
+    rows.sort(key=lambda row: row[0])
+    table = tables.markdown(
+        ["idea", "loss with", "loss without", "change", "seeds"],
+        [
+            [*cells, tables.spread(change) + "%", str(len(change))]
+            for _, *cells, change in rows
+        ],
+    )
+    return (
+        "## What was tried against it\n\n1,024 tokens a replica and step, 300 steps, "
+        "each at 1% of the bytes but for synchronous Muon.\n\n" + table
     )
 
 
 def draw(results: plans.Results, file: Path) -> None:
     """Gap against steps, a line a method and batch."""
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for label, line in LINES.items():
-        found = points(line, results)
+    for label, both in law.LINES.items():
+        found = law.points(*both, results)
         for tokens in sorted({tokens for tokens, _ in found}):
             at = [(steps, found[t, steps]) for t, steps in found if t == tokens]
             error = [
@@ -155,7 +138,7 @@ def draw(results: plans.Results, file: Path) -> None:
                 error,
                 marker="o",
                 capsize=3,
-                label=f"{label.replace('`', '')}, {tokens:,} tokens a replica",
+                label=f"momentum {label.replace('`', '')}; {tokens:,} tokens",
             )
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xscale("log")
@@ -168,10 +151,6 @@ def draw(results: plans.Results, file: Path) -> None:
     axes.legend(fontsize=7)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
-
-
-def _setting(row: Row) -> tuple[int, int, int]:
-    return row["tokens"], row["run"]["replicas"], row["run"]["steps"]
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -187,21 +166,12 @@ def _table(rows: Sequence[Row]) -> str:
         if row["run"]["inner"] == "dion 1.0"
     }
     references = [
-        _losses(rows, gap.muon()),
+        law.losses_of(rows, gap.muon()),
         dion,
-        _losses(rows, gap.local_muon_evenly()),
+        law.losses_of(rows, gap.local_muon_evenly()),
+        law.losses_of(rows, gap.rising()),
     ]
     return tables.markdown(HEADER, [_line(of_run, references) for of_run in twins])
-
-
-def _losses(rows: Sequence[Row], wanted: Run) -> dict[int, float]:
-    """Loss by seed of those of the rows that are such a run, of any length."""
-    runs = [(Run(**row["run"]), row["loss"]) for row in rows]
-    return {
-        run.seed: loss
-        for run, loss in runs
-        if run.but(seed=wanted.seed, steps=wanted.steps) == wanted
-    }
 
 
 def _line(rows: Sequence[Row], references: Sequence[dict[int, float]]) -> list[str]:

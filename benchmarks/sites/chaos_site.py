@@ -32,7 +32,13 @@ CONFIG = Config(
     checkpoint_every=EVERY,
     replicas=4,
 )
-JOIN: dict[str, Any] = {"every": EVERY, "quorum": 2, "grace": 3.0, "poll": 0.25}
+JOIN: dict[str, Any] = {
+    "every": EVERY,
+    "quorum": 2,
+    "grace": 3.0,
+    "poll": 0.25,
+    "max_lag": 6 * EVERY,
+}
 
 
 class FlaggedStore(FaultyStore):
@@ -112,6 +118,10 @@ def site(name: str, folder: Path, pace: float) -> None:
         return optax.apply_updates(params, updates), opt_state
 
     place, began = zlib.crc32(name.encode()), time.time_ns() % 2**32
+    checkpoints = folder / "checkpoints" / name
+    before = cd.checkpoint.latest_step(checkpoints) or 0
+    if before:
+        opt_state = one_site.restored(checkpoints, opt_state, before)
     paced = Paced(name, folder, pace)
     with joined(folder, name) as run:
         params = run.start(params)
@@ -120,6 +130,8 @@ def site(name: str, folder: Path, pace: float) -> None:
             batch = corpus.training_batch(seed, CONFIG.batch, CONFIG.sequence_length)
             params, opt_state = step_fn(params, opt_state, batch)
             params = jax.block_until_ready(run.sync(params))
+            if step % EVERY == 0:
+                one_site.save(checkpoints, before + step, opt_state)
         params = run.leave(params)
         end = {"round": run.metrics.round, "digest": one_site._digest(params)}
         print(run.metrics, flush=True)

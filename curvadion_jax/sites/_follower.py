@@ -10,8 +10,6 @@ import uuid
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from curvadion_jax.sites import _messages, _rounds, _run
 from curvadion_jax.sites._messages import Refused
 from curvadion_jax.sites._model import Arrays, Model, Outer
@@ -20,6 +18,9 @@ from curvadion_jax.sites._run import RunError
 from curvadion_jax.sites._store import Store
 
 log = logging.getLogger("curvadion_jax.sites")
+
+# Seconds for which a round may wait before the log says so.
+_PATIENCE = 60
 
 
 class Own(NamedTuple):
@@ -33,7 +34,8 @@ class Own(NamedTuple):
       message, left: what stands for it, and what is owed when that is counted.
       tokens: seen since the last contribution to the fragment.
       uid: of the message.
-      round: to which it was posted; -1 before.
+      round: to which it is posted, or may be: an answer may be lost; -1 before.
+      posted: whether it is there.
     """
 
     fragment: int
@@ -45,6 +47,7 @@ class Own(NamedTuple):
     tokens: float
     uid: str
     round: int = -1
+    posted: bool = False
 
 
 class Follower:
@@ -141,11 +144,12 @@ class Follower:
     def post(self) -> None:
         """Creates this site's contribution to the next round."""
         own = self.own
-        if own is None or own.round >= 0:
+        if own is None or own.posted:
             return
         if own.fragment != self.fragment:  # the round it was meant for is over
             self._settle("late")
             return
+        self.own = own = own._replace(round=self.number)
         header = {
             "kind": "post",
             "uid": own.uid,
@@ -158,11 +162,11 @@ class Follower:
         key = _rounds.post_key(self.number, self.name)
         # If there is one already, a killed predecessor's, that one stands.
         _messages.write(self.store, key, header, own.message)
-        self.own = own._replace(round=self.number)
+        self.own, self._told = own._replace(posted=True), time.monotonic()
 
     def propose(self) -> bool:
         """Creates the commit of the next round if it is time; whether there is one."""
-        if self.own is None or self.own.round != self.number:
+        if self.own is None or not self.own.posted:
             return False
         members = _rounds.members(self.store.keys(_rounds.MEMBERS))
         if members.newest.get(self.name, 0) > self.incarnation:
@@ -262,10 +266,8 @@ class Follower:
     def _follow(self, commit: dict[str, Any]) -> None:
         """Takes down who counted in a round, this site included."""
         for entry in commit["rejected"]:
-            log.warning(
-                *("round %d: the contribution of %r is not counted: %s",),
-                *(commit["round"], entry["name"], entry["why"]),
-            )
+            text = "round %d: the contribution of %r is not counted: %s"
+            log.warning(text, commit["round"], entry["name"], entry["why"])
         self._roster = commit["roster"]
         self.contributors = [entry["name"] for entry in commit["contributors"]]
         self.number = commit["round"] + 1
@@ -314,15 +316,9 @@ class Follower:
         self._posts, self._complete = {}, None
 
     def _tell(self, what: str, missing: list[str]) -> None:
-        """Once a minute what a round waits for."""
-        if time.monotonic() - self._told > 60:
+        """What a round waits for, if that takes long, and again after as long."""
+        if time.monotonic() - self._told > _PATIENCE:
             self._told = time.monotonic()
-            log.warning(
-                *("round %d of %s %s; not there: %s", self.number, self.store.url),
-                *(what, ", ".join(missing) or "nobody known"),
-            )
-
-
-def host(arrays: Any) -> Arrays:
-    """Copies on the host."""
-    return [np.array(x) for x in arrays]
+            who = ", ".join(missing) or "nobody known"
+            text = "round %d of %s %s; not there: %s"
+            log.warning(text, self.number, self.store.url, what, who)

@@ -97,6 +97,8 @@ def join(
             raise TypeError(f"{what} must be a number, got {number!r}")
         if not 0 <= number or (what == "keep" and number > 1):
             raise ValueError(f"{what} must not be negative, nor keep above 1: {number}")
+    if not poll:
+        raise ValueError("poll must be positive: the store is asked so often")
     if outer is not None:
         what = "optax.sgd(0.7), or None for the plain average"
         _arguments.check_transformation(outer, "outer", what)

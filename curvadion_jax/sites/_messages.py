@@ -10,6 +10,7 @@ in objects of their own, which are written before it.
 
 import hashlib
 import json
+import re
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from curvadion_jax.sites._store import Store
 FORMAT = 1
 _MAGIC = b"cdsites1"
 _LARGEST_HEADER = 2**24
+_UID = re.compile("[0-9a-f]{32}")
 # Bytes of arrays in one object; S3 takes 5 GiB in one request.
 PART = 2**26
 
@@ -47,7 +49,7 @@ def write(
     and "parts", the number of their objects, 0 if they are in the message itself.
     """
     body = b"".join(np.ascontiguousarray(x).tobytes() for x in arrays)
-    count = -(-len(body) // PART) if len(body) > PART else 0
+    count = _parts(len(body))
     header = (
         {"uid": uuid.uuid4().hex}
         | header
@@ -68,6 +70,11 @@ def write(
         found = store.get(key)
         created = found is not None and found.startswith(start)
     return created, header
+
+
+def _parts(size: int) -> int:
+    """Objects of so many bytes of arrays; 0 if they are in the message itself."""
+    return -(-size // PART) if size > PART else 0
 
 
 def part_key(key: str, uid: str, index: int) -> str:
@@ -95,11 +102,10 @@ def read(
             f"{str([f'{d}{s}' for d, s in wanted])[:200]}"
         )
     size = sum(x.size * x.dtype.itemsize for x in expected)
-    count = header["parts"]
+    count = _parts(size)
+    if header["parts"] != count:
+        raise Refused(f"it has {header['parts']} parts, and not {count}")
     if count:
-        # As many as such arrays take in the smallest parts that there may be.
-        if not 0 < count <= max(size, 1):
-            raise Refused(f"it says that it has {count} parts")
         keys = [part_key(key, header["uid"], index) for index in range(count)]
         pieces = [store.get(each) for each in keys]
         if any(piece is None for piece in pieces):  # collected since
@@ -147,6 +153,8 @@ def check_header(header: dict[str, Any], kind: str) -> None:
     for name, wanted in fields.items():
         if not isinstance(header.get(name), wanted):
             raise Refused(f"its {name} is {header.get(name)!r}")
+    if not _UID.fullmatch(header["uid"]):  # it becomes a part of keys
+        raise Refused("its uid is none")
 
 
 def _well_formed(given: Any) -> bool:

@@ -97,7 +97,7 @@ class Model:
         states = []
         for p in range(len(self.indices)):
             state = self._run(("initial", p), self._initial(p), self.part(params, p))
-            states.append(_host(state))
+            states.append(host(state))
         return self._with_digests(params, states)
 
     def from_snapshot(self, arrays: Arrays) -> Outer:
@@ -118,7 +118,7 @@ class Model:
                 _anchor_step.difference(*pair) for pair in zip(new, anchor, strict=True)
             ]
 
-        return _host(self._run(("drift", fragment), difference, new, anchor))
+        return host(self._run(("drift", fragment), difference, new, anchor))
 
     def encode(self, fragment: int, drift: Arrays, owed: Arrays):
         """The message of what a site brings and owes, and what it then still owes."""
@@ -131,7 +131,7 @@ class Model:
             return jax.tree.leaves(message), _finite.finite_elements(left)
 
         message, left = self._run(("encode", fragment), encode, drift, owed)
-        return _host(message), _host(left)
+        return host(message), host(left)
 
     def nothing_owed(self, fragment: int) -> Arrays:
         return [np.zeros(x.shape, x.dtype) for x in self._drifts[fragment]]
@@ -174,7 +174,7 @@ class Model:
         with np.errstate(all="ignore"):
             for message, weight in posts:
                 decode = functools.partial(self._decoded, fragment)
-                found = _host(self._run(("decode", fragment), decode, message))
+                found = host(self._run(("decode", fragment), decode, message))
                 pairs = zip(total, found, strict=True)
                 total = [x + y * np.float32(weight) for x, y in pairs]
             mean = [x / np.float32(count) for x in total]
@@ -188,7 +188,7 @@ class Model:
                 ),
                 ONE_DEVICE,
             )
-        return self._replaced(outer, fragment, _host(new), _host(state))
+        return self._replaced(outer, fragment, host(new), host(state))
 
     def _put(self, arrays: Arrays) -> list[jax.Array]:
         return [jnp.asarray(x) for x in arrays]
@@ -240,8 +240,8 @@ def _shape(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, dtype)
 
 
-def _host(tree: Any) -> Arrays:
-    """The leaves as NumPy arrays."""
+def host(tree: Any) -> Arrays:
+    """The leaves as NumPy arrays, which may share the memory of theirs."""
     return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
 

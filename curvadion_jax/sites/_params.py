@@ -28,6 +28,11 @@ def check(params: Any) -> None:
             )
 
 
+def placed(x: np.ndarray, like: jax.Array) -> jax.Array:
+    """The array where another lies, with memory of its own: it may be donated."""
+    return jax.device_put(x, like.sharding, may_alias=False)
+
+
 @jax.jit
 def copies(arrays: list[jax.Array]) -> list[jax.Array]:
     """So that the arrays may be donated while the copies are read."""
@@ -35,9 +40,9 @@ def copies(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def moved(now: jax.Array, change: Change, keep: float) -> jax.Array:
-    new = jax.device_put(change.new, now.sharding)
     if change.base is None:
-        return new
+        return placed(change.new, now)
+    new = jax.device_put(change.new, now.sharding)
     share = np.float32(keep if change.counted else 1)
     base = jax.device_put(change.base, now.sharding)
     return _progressed(now, base, new, share)

@@ -106,11 +106,11 @@ def check_post(header: Mapping[str, Any], name: str, number: int) -> None:
     for field, wanted in (("name", name), ("round", number)):
         if header.get(field) != wanted:
             raise Refused(f"its {field} is {header.get(field)!r}")
-    for field in ("tokens", "rounds"):
+    for field, kind, least in (("tokens", int | float, 0), ("rounds", int, 1)):
         x = header.get(field)
-        if isinstance(x, bool) or not isinstance(x, int | float):
+        if x is None or isinstance(x, bool) or not isinstance(x, kind):
             raise Refused(f"its {field} is {x!r}")
-        if not 0 < x < 1e18:
+        if not least <= x < 1e18 or not x:
             raise Refused(f"its {field} is {x}")
     if not isinstance(header.get("before"), str):
         raise Refused("it does not say which model it is measured from")
@@ -212,7 +212,7 @@ def commit(
             }
             for p in counted
         ],
-        "rejected": [{"name": p.name, "why": p.why} for p in posts if p.why],
+        "rejected": [{"name": p.name, "why": p.why[:300]} for p in posts if p.why],
         "roster": kept,
         "by": by,
     }
@@ -227,4 +227,7 @@ def read_commit(data: bytes, number: int) -> dict[str, Any]:
             f"commit {number} is of format {found.get('format')}, and this "
             f"curvadion_jax reads {_messages.FORMAT}: give all sites the same version"
         )
+    fields = ("round", "before", "expected", "contributors", "rejected", "roster")
+    if found.get("round") != number or any(name not in found for name in fields):
+        raise Refused(f"commit {number} is damaged")
     return found

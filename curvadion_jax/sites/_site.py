@@ -8,13 +8,14 @@ import time
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from curvadion_jax import compressors
 from curvadion_jax.sites import _params, _rounds
-from curvadion_jax.sites._follower import Follower, Own, host
+from curvadion_jax.sites._follower import Follower, Own
 from curvadion_jax.sites._model import Model
-from curvadion_jax.sites._store import Store
+from curvadion_jax.sites._store import Store, StoreError
 from curvadion_jax.sites._worker import Worker
 
 log = logging.getLogger("curvadion_jax.sites")
@@ -99,6 +100,7 @@ class Site:
         self._outer, self._form = outer, form
         self._worker: Worker | None = None
         self._structure: Any = None
+        self._closed = False
         # Steps since the last contribution was taken, and tokens by fragment.
         self._steps, self._blocked = 0, 0.0
         self._tokens = [0.0] * settings.fragments
@@ -139,11 +141,9 @@ class Site:
 
         self._worker = Worker(follower, self._settings.poll)
         atexit.register(self.close)
-        found = self._worker.enter(host(arrays))
-        placed = [
-            jax.device_put(x, old.sharding)
-            for x, old in zip(found, arrays, strict=True)
-        ]
+        found = self._worker.enter([np.array(x) for x in arrays])
+        pairs = zip(found, arrays, strict=True)
+        placed = [_params.placed(*pair) for pair in pairs]
         return jax.tree.unflatten(self._structure, placed)
 
     def sync(self, params: Any, tokens: float = 1) -> Any:
@@ -155,8 +155,8 @@ class Site:
 
         Args:
           params: after the step. They may be donated to the next one.
-          tokens: that this site has seen in the step; a site counts in a round by its
-            tokens.
+          tokens: that this site has seen in the step, a number; a site counts in a
+            round by its tokens, which all are to give in one unit.
 
         Returns:
           The parameters to go on with.
@@ -166,6 +166,7 @@ class Site:
             its outer parameters differ from the run's.
           ValueError: for parameters of another structure.
         """
+        tokens = float(tokens)
         if not 0 < tokens < math.inf:
             raise ValueError(f"tokens must be positive and finite, got {tokens}")
         worker = self._started(params)
@@ -208,7 +209,10 @@ class Site:
                 self._give(worker, params)
             self._wait(worker, end)
         key = _rounds.member_key(self.name, self._incarnation, "left")
-        self._store.create(key, b"{}")
+        try:
+            self._store.create(key, b"{}")
+        except StoreError as error:
+            log.warning("the others take %s for one that crashed: %s", self.name, error)
         self.close()
         return params
 
@@ -220,6 +224,7 @@ class Site:
     def close(self) -> None:
         """Ends the thread; the run takes this site for one that has crashed."""
         atexit.unregister(self.close)
+        self._closed = True
         if self._worker is not None:
             self._worker.end(seconds=60.0)
 
@@ -243,6 +248,10 @@ class Site:
             raise RuntimeError(
                 "this site has not started: call site.start(params) first"
             )
+        if self._closed:
+            raise RuntimeError(
+                "this site has left the run: join again to go on with it"
+            )
         if jax.tree.structure(params) != self._structure:
             raise ValueError(
                 "the parameters must be a tree of the structure that start was given, "
@@ -254,8 +263,8 @@ class Site:
         follower = worker.follower
         fragment = follower.fragment
         leaves = follower.model.part(jax.tree.leaves(params), fragment)
-        worker.give(_params.copies(leaves), self._tokens[fragment], fragment)
-        self._steps = 0
+        if worker.give(_params.copies(leaves), self._tokens[fragment], fragment):
+            self._steps = 0
 
     def _landed(self, worker: Worker, params: Any) -> Any:
         changes, outcomes = worker.take()
@@ -278,19 +287,14 @@ class Site:
             return
         self._tokens[own.fragment] -= own.tokens
         if kind == "rejected":
-            log.error(
-                "the contribution of this site, %r, was rejected: %s. It goes on from "
-                "the outer parameters; its own steps since the last round are dropped",
-                *(self.name, why),
-            )
+            text = "the contribution of this site, %r, was rejected: %s. It goes on "
+            text += "from the outer parameters, without its steps since the last round"
+            log.error(text, self.name, why)
 
     def _wait(self, worker: Worker, end: float = math.inf) -> None:
         start = time.monotonic()
         worker.wait(min(60.0, max(end - start, 0.0)))
         self._blocked += time.monotonic() - start
         if worker.busy and time.monotonic() < end:
-            log.warning(
-                "%s waits for round %d of %s",
-                *(self.name, worker.follower.number),
-                self._store.url,
-            )
+            number, url = worker.follower.number, self._store.url
+            log.warning("%s waits for round %d of %s", self.name, number, url)

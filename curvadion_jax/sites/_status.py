@@ -77,8 +77,18 @@ def read(url: Any, last: int | None = RECENT) -> Status:
             for meta in posts
             if meta["path"].startswith(current)
         ],
-        sizes={meta["path"].rpartition("/")[2]: meta["size"] for meta in posts},
+        sizes={meta["path"].rpartition("/")[2]: meta["size"] for meta in posts}
+        | _in_parts(store),
     )
+
+
+def _in_parts(store: Store) -> dict[str, int]:
+    """name -> bytes of the newest contribution that is so large."""
+    sizes: dict[tuple[str, str], int] = {}
+    for meta in store.objects(f"parts/{_rounds.ROUNDS}"):
+        number, name = meta["path"].split("/")[2:4]
+        sizes[number, name] = sizes.get((number, name), 0) + meta["size"]
+    return {name: size for (_, name), size in sorted(sizes.items())}
 
 
 def table(status: Status) -> str:
@@ -94,8 +104,8 @@ def table(status: Status) -> str:
         f"{status.url}: {number} rounds, the last at {rounds[-1].at:%Y-%m-%d %H:%M:%S} "
         f"UTC; posted to the next: {', '.join(status.waiting) or 'nobody'}",
         f"of the last {len(rounds)} rounds:",
-        f"{'site':16} {'state':8} {'in rounds':>9} {'lag':>4} {'tokens/s':>10} "
-        f"{'up, bytes':>11} {'down, bytes':>11}",
+        f"{'site':16} {'state':8} {'in rounds':>9} {'lag':>4} {'weight':>6} "
+        f"{'tokens/s':>10} {'up, bytes':>11} {'down, bytes':>11}",
     ]
     seconds = (rounds[-1].at - rounds[0].at).total_seconds()
     for name in sorted(status.members.newest):
@@ -112,6 +122,7 @@ def table(status: Status) -> str:
         lines.append(
             f"{name:16} {_state(status, name, lag):8} {len(ours):>9} "
             f"{'-' if lag is None else lag:>4} "
+            f"{ours[-1]['weight'] if ours else 0:>6.2f} "
             f"{f'{tokens / seconds:,.0f}' if seconds else '-':>10} "
             f"{status.sizes.get(name, 0):>11,} {others:>11,}"
         )

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from curvadion_jax.sites._follower import Follower, Own, host
-from curvadion_jax.sites._model import Arrays
+from curvadion_jax.sites._follower import Follower, Own
+from curvadion_jax.sites._model import Arrays, host
 from curvadion_jax.sites._store import StoreError
 
 log = logging.getLogger("curvadion_jax.sites")
@@ -94,16 +94,25 @@ class Worker(threading.Thread):
         if self.error is not None:
             raise self.error
 
-    def give(self, arrays: list[jax.Array], tokens: float, fragment: int) -> None:
+    def give(self, arrays: list[jax.Array], tokens: float, fragment: int) -> bool:
+        """Takes the copies over; not if something was settled since the last `take`.
+
+        Then they hold what is counted already, and would count twice.
+        """
         with self.changed:
+            if self.busy or self.outcomes:
+                return False
             self._given = Given(arrays, self._landed, tokens, fragment)
             self.busy = True
             self.changed.notify_all()
+            return True
 
     def take(self) -> tuple[list[Change], list[tuple[Own, str]]]:
         """What has changed since the last call, and what became of what was given."""
         with self.changed:
             self.check()
+            if self._landed is self._anchor and not self.outcomes:
+                return [], []
             changes = []
             for index, (old, new) in enumerate(
                 zip(self._landed, self._anchor, strict=True)
@@ -202,13 +211,8 @@ class Worker(threading.Thread):
         """Notes from where progress is counted once the round lands."""
         with self.changed:
             indices = self._follower.model.indices[own.fragment]
-            for place, index in enumerate(indices):
-                if why == "late":
-                    continue
-                if why:
-                    self._bases[index] = None
-                else:
-                    self._bases[index] = self._base(own, place, index)
+            for place, index in enumerate(indices if why != "late" else ()):
+                self._bases[index] = None if why else self._base(own, place, index)
             self.outcomes.append((own, why))
             self.busy = False
             self._anchor = self._follower.outer.anchor

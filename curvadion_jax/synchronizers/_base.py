@@ -71,9 +71,10 @@ def mean_with_feedback(
     """Mean in a compressor's form of what replicas have and of what they owe.
 
     Residuals are of arrays times their weight: what a replica owed at one weight it
-    pays in full at any other. One that takes no part keeps what it owes. The mean is
-    over all who are expected, and not over those who are there: else the drift of a
-    replica that comes every second time, with two at once, would count twice.
+    pays in full at any other. One that takes no part brings that alone, and so what it
+    owed need not be kept beside what it owes then: a copy of the parameters less. The
+    mean is over all who are expected, and not over those who are there: else the drift
+    of a replica that comes every second time, with two at once, would count twice.
 
     Args:
       compressor: see `Compressor`.
@@ -86,19 +87,14 @@ def mean_with_feedback(
     Returns:
       The mean, the residual and the compressor's state.
     """
-    owed, there = local.finite(residual), local.present
-
-    def brought(x, r):
-        return jnp.where(there, x * jnp.asarray(local.expected, x.dtype) + r, 0)
-
-    whole = jax.tree.map(brought, local.weighted(tree), owed)
-    result = compressor.average(whole, state, group, local.views)
-    residual = jax.tree.map(
-        lambda new, old: (new + jnp.where(there, 0, old)).astype(old.dtype),
-        result.unsent,
-        owed,
+    whole = jax.tree.map(
+        lambda x, r: x * jnp.asarray(local.expected, x.dtype) + r,
+        local.weighted(tree),
+        local.finite(residual),
     )
-    return result.mean, residual, result.state
+    result = compressor.average(whole, state, group, local.views)
+    unsent = jax.tree.map(lambda new, r: new.astype(r.dtype), result.unsent, residual)
+    return result.mean, unsent, result.state
 
 
 def own_unsent(local: LocalStep, unsent: Any) -> Any:

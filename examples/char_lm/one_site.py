@@ -62,7 +62,7 @@ def run(config: Config, name: str, url: Any, out: Path, **join: Any) -> float:
     checkpoints = out / "checkpoints" / name
     start = cd.checkpoint.latest_step(checkpoints) or 0
     if start:
-        opt_state = _restored(checkpoints, opt_state, start)
+        opt_state = restored(checkpoints, opt_state, start)
     out.mkdir(parents=True, exist_ok=True)
     place, tokens = zlib.crc32(name.encode()), config.batch * config.sequence_length
     lines = journal.Journal(out / f"{name}.jsonl", start)
@@ -80,8 +80,7 @@ def run(config: Config, name: str, url: Any, out: Path, **join: Any) -> float:
                 print(f"{name} {json.dumps(line | site.metrics._asdict())}", flush=True)
             lines.write(line | site.metrics._asdict())
             if stop.after_step() or step % config.checkpoint_every == 0:
-                one = jax.tree.map(lambda x: x[None], opt_state)
-                cd.checkpoint.save(checkpoints, step, one, keep=2)
+                save(checkpoints, step, opt_state)
             if stop.after_step():
                 raise stop.interrupted(
                     f"{name} stopped at step {step} of {config.steps}; the same "
@@ -120,7 +119,14 @@ def outer_side() -> dict[str, Any]:
     }
 
 
-def _restored(checkpoints: Path, opt_state: Any, step: int) -> Any:
+def save(checkpoints: Path, step: int, opt_state: Any) -> None:
+    """Keep the optimizer's state; the parameters are in the run."""
+    one = jax.tree.map(lambda x: x[None], opt_state)
+    cd.checkpoint.save(checkpoints, step, one, keep=2)
+
+
+def restored(checkpoints: Path, opt_state: Any, step: int) -> Any:
+    """What `save` kept at a step, like this state."""
     like = jax.tree.map(lambda x: x[None], opt_state)
     found = cd.checkpoint.restore(checkpoints, like, step)
     return jax.tree.map(lambda x: x[0], found)

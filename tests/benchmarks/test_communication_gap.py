@@ -6,6 +6,7 @@ import itertools
 import gap
 import jax
 import jax.numpy as jnp
+import law
 import numpy as np
 import optax
 import optimizers
@@ -43,7 +44,7 @@ def all_plans():
     yield from gap.scaling({}, "cpu", 300)
 
 
-@pytest.mark.parametrize("run", set(all_plans()), ids=Run.key)
+@pytest.mark.parametrize("run", dict.fromkeys(all_plans()), ids=Run.key)
 def test_every_run_can_be_built(run):
     tx = optimizers.optimizer(run, PARAMS)
     state = jax.eval_shape(tx.init, PARAMS)
@@ -120,21 +121,20 @@ def test_longer_runs_take_what_won_in_short_ones():
 
 def test_the_ideas_are_tried_at_the_cheapest_setting_alone():
     cheap = gap.against({}, "cpu", 300)
-    assert set(gap.tried()) < set(cheap)
+    assert {run for pair in gap.tried().values() for run in pair} < set(cheap)
     assert set(gap.parts()) < set(cheap)
     longer = gap.against({}, "cpu-32k", 1200)
-    assert longer == [gap.rising().but(steps=1200)]
+    wanted = (gap.rising(), gap.rising_muon())
+    assert longer == [run.but(steps=1200) for run in wanted]
 
 
 def test_the_law_is_found_again():
     settings = list(itertools.product((1024, 4096), (300, 1200)))
     gaps = {
-        label: {
-            at: [scaling.Law({label: scale}, 0.5, 0.75).at(label, *at)] for at in of
-        }
+        label: {at: [law.Law({label: scale}, 0.5, 0.75).at(label, *at)] for at in of}
         for label, scale, of in (("even", 5.0, settings), ("rising", 4.0, settings[:3]))
     }
-    found = scaling.fit(gaps)
+    found = law.fit(gaps)
     assert gaps["even"][4096, 300] == [2.5]
     np.testing.assert_allclose(list(found.scales.values()), [5.0, 4.0])
     np.testing.assert_allclose([found.a, found.b], [0.5, 0.75])
@@ -151,11 +151,22 @@ def test_gaps_are_to_muon_as_tuned_with_the_same_seed():
         row(local.but(seed=2), 9.0),
         row(local.but(momentum=0.9), 9.0),
     ]
-    found = scaling.points(BASE, by_key(rows))
+    found = law.points(BASE, gap.muon(), by_key(rows))
     assert list(found) == [(1024, 1200)]
     np.testing.assert_allclose(found[1024, 1200], [2.0, 4.0])
     text = scaling.document(by_key(rows))
-    assert "| `local_muon` | 1,024 | 1,200 | 3.00 ± 1.41% | 2 |  |" in text
+    assert "| constant, both | 1,024 | 1,200 | 3.00 ± 1.41% | 2 |  |" in text
+
+
+def test_an_idea_is_compared_on_the_seeds_that_both_have():
+    run, base = gap.tried()["momentum from 0.8 to 0.95"]
+    losses = {run: 1.9, run.but(seed=3): 2.1, base: 2.0, base.but(seed=3): 2.0}
+    rows = [row(each, loss) for each, loss in losses.items()]
+    rows += [row(base.but(seed=1), 9.0), row(run.but(steps=1200), 9.0)]
+    text = scaling.ideas(by_key(rows))
+    line = "| momentum from 0.8 to 0.95 | 2.0000 | 2.0000 | 0.00 ± 7.07% | 2 |"
+    assert text.splitlines()[-1] == line
+    assert len(text.splitlines()) == 7
 
 
 def test_the_picture_is_drawn(tmp_path):

@@ -4,6 +4,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from obstore.exceptions import PermissionDeniedError
@@ -142,6 +143,13 @@ def test_parameters_that_are_none():
             site.start({})
 
 
+def test_after_it_has_left():
+    with started(MemoryStore(), every=1, max_lag=0) as site:
+        site.leave(PARAMS)
+        with pytest.raises(RuntimeError, match="has left the run"):
+            site.sync(PARAMS)
+
+
 def test_before_start_and_twice():
     with sites.join(MemoryStore(), "oslo") as site:
         with pytest.raises(RuntimeError, match="has not started"):
@@ -161,6 +169,7 @@ def test_before_start_and_twice():
         ({"keep": 1.5}, ValueError, "keep"),
         ({"grace": "long"}, TypeError, "grace must be a number"),
         ({"max_lag": -1}, ValueError, "max_lag"),
+        ({"poll": 0}, ValueError, "poll must be positive"),
         ({"outer": 0.7}, TypeError, "outer must be"),
         ({"compressor": 8}, TypeError, "compressor must be"),
         ({"compressor": compressors.low_rank(2)}, ValueError, "at work together"),
@@ -177,6 +186,13 @@ def test_tokens_that_are_no_number():
         for tokens in (0, -1, float("nan")):
             with pytest.raises(ValueError, match="tokens must be positive"):
                 site.sync(PARAMS, tokens=tokens)
+
+
+def test_tokens_of_any_kind_of_number():
+    with started(MemoryStore(), every=1, max_lag=0) as site:
+        for tokens in (7, 0.5, np.int32(7), np.float32(0.5), jnp.int32(7)):
+            site.sync(PARAMS, tokens=tokens)
+        assert site.metrics.counted == 5
 
 
 def test_without_obstore(monkeypatch):

@@ -82,6 +82,28 @@ def test_sync_waits_beyond_the_bound_alone():
         np.testing.assert_array_equal(params["w"], 4.0)
 
 
+def test_what_is_settled_between_two_looks_counts_once(monkeypatch):
+    """The worst moment: after `sync` has looked, and before it gives a new copy."""
+    store = Gated()
+    with sites.join(store, "oslo", every=2, max_lag=99, poll=0.01) as site:
+        params = site.start(PARAMS)
+        for _ in range(4):
+            params = site.sync(stepped(params))
+        looked = site._landed
+
+        def look(worker, params):
+            found = looked(worker, params)
+            store.open.set()
+            until(lambda: not worker.busy, site, params)
+            return found
+
+        monkeypatch.setattr(site, "_landed", look)
+        params = site.sync(stepped(params))
+        monkeypatch.setattr(site, "_landed", looked)
+        params = site.leave(params)
+    np.testing.assert_array_equal(params["w"], 5.0)
+
+
 def test_parameters_may_be_donated_to_the_next_step():
     step = jax.jit(stepped, donate_argnums=0)
     with sites.join(MemoryStore(), "oslo", every=1, max_lag=5, poll=0.01) as site:
@@ -140,6 +162,17 @@ def test_a_store_that_is_cut_off_is_waited_for():
         store.cut_off = False
         params = site.leave(params)
         np.testing.assert_array_equal(params["w"], 10.0)
+
+
+def test_a_snapshot_on_request():
+    store = MemoryStore()
+    keys = lambda: [x["path"] for x in store.list(prefix="snapshots").collect()]  # noqa: E731
+    with sites.join(store, "oslo", every=1, max_lag=0, poll=0.01) as site:
+        params = site.sync(stepped(site.start(PARAMS)))
+        assert keys() == []
+        site.snapshot()
+        until(keys, site, params)
+        assert keys() == ["snapshots/00000000"]
 
 
 def test_who_leaves_does_not_wait_for_ever():

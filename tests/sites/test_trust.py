@@ -70,7 +70,11 @@ CASES = {
     "of another kind": (message(kind="snapshot"), "no post"),
     "without tokens": (message(tokens=0), "its tokens is 0"),
     "with endless tokens": (message(tokens=float("inf")), "its tokens is inf"),
+    "of half a round": (message(rounds=0.5), "its rounds is 0.5"),
+    "of no rounds": (message(rounds=0), "its rounds is 0"),
     "of tokens in words": (message(tokens="many"), "its tokens is 'many'"),
+    "with a uid that is a path": (message(uid="../../run"), "its uid is none"),
+    "of more parts": (changed(b'"parts": 0', b'"parts": 9'), "it has 9 parts"),
     "of a newer format": (
         changed(b'"format": 1', b'"format": 9'),
         "format 9, and this curvadion_jax reads 1: upgrade",
