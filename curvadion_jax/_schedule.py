@@ -61,7 +61,9 @@ class Upcoming:
             self._steps, self._due = leaves[self._places[0]], []
             self._following = self._read([leaves[place] for place in self._places])
         if not self._due:
-            with jax.default_device(_host()):
+            # A mesh that the caller has set is of other devices.
+            alone = jax.make_mesh((1,), ("host",), devices=[_host()])
+            with jax.set_mesh(alone), jax.default_device(_host()):
                 due, self._following = self._look_ahead(*self._following)
             self._due = np.asarray(due).tolist()
         return self._due[0]

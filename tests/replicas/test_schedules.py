@@ -270,3 +270,14 @@ def test_many_steps_are_looked_ahead_more_than_once():
     helpers.assert_bitwise(
         without_the_flag(jax.device_get(a)), without_the_flag(jax.device_get(b))
     )
+
+
+def test_a_loop_in_the_context_of_a_mesh():
+    """The host looks ahead on a device of its own, whatever mesh the caller has set."""
+    tx = synced(triggers.every_k(2))
+    mesh, state = placed(tx)
+    step = helpers.replica_step(tx, mesh)
+    with jax.set_mesh(mesh):
+        for batch in helpers.make_gradients(3, REPLICAS):
+            state, _ = step(state, batch)
+    assert cd.metrics.read(state[1])["syncs"] == 1
