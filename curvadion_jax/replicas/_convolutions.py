@@ -30,8 +30,8 @@ def keep_apart(program: ClosedJaxpr, mesh: Mesh, axis_name: str) -> ClosedJaxpr:
             return (
                 value.replace(eqns=[*map(of_equation, value.eqns)]) if found else value
             )
-        if type(value) in (tuple, list):
-            return type(value)(map(rewritten, value))
+        if type(value) is tuple:  # the branches of a condition
+            return tuple(map(rewritten, value))
         return value
 
     def of_equation(equation: JaxprEqn) -> JaxprEqn:

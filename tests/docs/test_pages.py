@@ -1,5 +1,6 @@
 """The code on the site's pages runs as it stands, and the commands name real files."""
 
+import operator
 import os
 import re
 import subprocess
@@ -10,14 +11,18 @@ import nbformat
 import pytest
 from make_tutorial import notebook
 
+import curvadion_jax as cd
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # These go on from the quick start of the README (`test_readme`).
 TOGETHER = {"guide.md", "sharding.md", "own-loop.md"}
+# A loop of the reader's own around a store on the network: names are looked at alone.
+FRAGMENTS = {"sites.md"}
 PAGES = sorted(
     page.name
     for page in DOCS.glob("*.md")
-    if "```python" in page.read_text("utf-8") and page.name not in TOGETHER
+    if "```python" in page.read_text("utf-8") and page.name not in TOGETHER | FRAGMENTS
 )
 
 
@@ -50,6 +55,14 @@ def run(name: str, tmp_path: Path) -> str:
 @pytest.mark.parametrize("name", [n for n in PAGES if n != "tutorial.md"])
 def test_code_of_a_page_runs(name, tmp_path):
     run(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(FRAGMENTS))
+def test_a_fragment_names_what_is_there(name):
+    for block in blocks(DOCS / name, "python"):
+        compile(block, name, "exec")
+        for dotted in re.findall(r"\bcd\.([\w.]+)", block):
+            assert operator.attrgetter(dotted)(cd)
 
 
 @pytest.mark.slow
