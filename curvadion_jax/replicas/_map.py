@@ -40,15 +40,15 @@ def map_over_replicas(
     def inspected(state, batch, *shared):
         traced = _jaxprs.trace(of_replica, state, batch, *shared)
         own = len(jax.tree.leaves((state, batch)))
-        names = [_names(tree) for tree in (state, traced.result[0])]
+        before, after = _names(state), _names(traced.result[0])
         jaxpr, step = traced.program.jaxpr, _mapped.current()
-        alone, averaged = _inspect.moved_alone(jaxpr, *names, own)
+        alone, averaged = _inspect.moved_alone(jaxpr, before, after, own)
         if number == 1:
             alone = []
         alone = [name for name in alone if not set(name.split("/")) & set(average)]
         said = _what_to_say(jaxpr, axis_name, alone, averaged)
         if step:
-            step.counts_along = _inspect.counts_along(jaxpr, *names)
+            step.counts_along = _inspect.counts_along(jaxpr, before, after)
         program = _convolutions.keep_apart(traced.program, mesh, axis_name)
         with _mapped.mapping_program():
             result = traced._replace(program=program)(state, batch, *shared)
