@@ -196,7 +196,8 @@ class Group(Protocol):
     """What may be done across replicas, for parts that know no axis.
 
     All methods communicate, and all replicas must call them in the same order. A mean
-    is over all N of them; who takes no part brings zeros (`LocalStep.weighted`).
+    is over all N of them; who takes no part brings zeros (`LocalStep.weighted`), and
+    what it owes.
 
     Example:
       >>> from curvadion_jax._collectives import Replicas
