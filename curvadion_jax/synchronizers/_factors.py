@@ -173,6 +173,9 @@ def _mean_of_others(compressor, local: LocalStep, state: SyncState, group, ranks
         mean, residual, _ = _base.mean_with_feedback(
             compressor, others, residual, (), local, group
         )
+        # Where nobody is there the mean is not used, and all is owed still.
+        before = local.finite(state.residual)
+        residual = _finite.where(local.anybody, residual, before)
         later = _finite.or_zeros(~local.present, others)
         residual = {n: r + later[n].astype(r.dtype) for n, r in residual.items()}
     leaves = _paths.leaves_with_path(local.gradients)

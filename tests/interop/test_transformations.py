@@ -304,9 +304,10 @@ def test_the_default_is_made_of_public_parts(name):
         local,
         trigger,
         synchronizers.reconcile(
-            optax.sgd(1.0, 0.4, nesterov=True),
+            optax.sgd(1.0, 0.4, nesterov=True, accumulator_dtype="bfloat16"),
             compressor=cd.compressors.quantize(2),
             momentum=False,
+            residual_dtype="bfloat16",
         ),
         AXIS,
     )

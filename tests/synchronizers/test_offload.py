@@ -64,7 +64,8 @@ def test_every_step_leaves_the_arrays_where_they_were(run):
         at_syncs, rest = split(host)
         assert (kinds(at_syncs), kinds(rest)) == (HOST, DEVICE)
         assert kinds(device) == DEVICE
-    assert len(step._programs) == 2  # one program for each of the two placements
+    # A local step and a sync step, for each of the two placements.
+    assert len(step._programs) == 4
 
 
 def transfers(jaxpr) -> tuple[int, list]:
