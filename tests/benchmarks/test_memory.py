@@ -38,6 +38,6 @@ def test_rows_by_hand(memory):
     assert rows["`local_muon`"] == pytest.approx((muon, 8), abs=ATOL)
     quarter = "`curvadion`, rank 1/4"
     assert rows[quarter] == pytest.approx((muon + q + norms, 8), abs=ATOL)
-    full = (muon + 4 * q + norms, 12)
+    full = (muon + 4 * q + norms, 8)
     assert rows["`curvadion`"] == pytest.approx(full, abs=ATOL)
     assert rows["`local_muon`, plain average"] == pytest.approx((muon, 4), abs=ATOL)
