@@ -19,7 +19,7 @@ from curvadion_jax import _paths
 from curvadion_jax._protocols import Observation, Trigger
 from curvadion_jax.triggers._base import check_answer
 
-_COUNTERS = ("steps", "syncs", "local_steps")
+COUNTERS = ("steps", "syncs", "local_steps")
 # Steps that are worked out at once, so that a step takes no longer for it.
 _STEPS = 64
 
@@ -83,7 +83,7 @@ class Upcoming:
         # Equal on all replicas: the first row that is here is everybody's.
         rows = jax.device_get([x.addressable_data(0) for x in stacked])
         own = jax.device_put([row[0] for row in rows], _host())
-        counters, of_trigger = own[: len(_COUNTERS)], own[len(_COUNTERS) :]
+        counters, of_trigger = own[: len(COUNTERS)], own[len(COUNTERS) :]
         return counters, jax.tree.unflatten(self._structure, of_trigger)
 
 
@@ -119,7 +119,7 @@ def places(schedule: Schedule, state: Any) -> list[int] | None:
     (before,) = found
     of_trigger = _paths.leaves_with_names(schedule.state)
     wanted = [
-        *((*before, "metrics", counter) for counter in _COUNTERS),
+        *((*before, "metrics", counter) for counter in COUNTERS),
         *((*before, "trigger_state", *names) for names, _ in of_trigger),
     ]
     return [index[names] for names in wanted] if set(wanted) <= set(index) else None

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from curvadion_jax import _guards, _jaxprs, _mapped
+from curvadion_jax._schedule import COUNTERS
 
 # Collectives that give all replicas the same.
 _REDUCTIONS = ("psum", "psum_invariant", "pmax", "pmin", "all_gather")
@@ -194,7 +195,7 @@ def counts_along(jaxpr: Jaxpr, before: Sequence[str], after: Sequence[str]) -> b
     counted = [
         name
         for name in before
-        if name.endswith(("metrics/steps", "metrics/syncs", "metrics/local_steps"))
+        if name.endswith(tuple(f"metrics/{counter}" for counter in COUNTERS))
         or "trigger_state" in name.split("/")
     ]
     return all(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _paths
+from curvadion_jax import _arguments, _finite, _paths
 from curvadion_jax._dion import DionState
 from curvadion_jax._local_step import LocalStep
 from curvadion_jax._matrices import MatrixView
@@ -95,6 +95,23 @@ def mean_with_feedback(
     result = compressor.average(whole, state, group, local.views)
     unsent = jax.tree.map(lambda new, r: new.astype(r.dtype), result.unsent, residual)
     return result.mean, unsent, result.state
+
+
+def with_absent(local: LocalStep, residual: Any, before: Any, tree: Any) -> Any:
+    """What a replica owes after a mean of gradients, which it takes once.
+
+    One that is absent owes its own. Where nobody is there the mean is not used, and all
+    is owed still.
+
+    Args:
+      local: its part in the sync.
+      residual: what `mean_with_feedback` returned.
+      before: what it was given.
+      tree: the gradients.
+    """
+    owed = _finite.where(local.anybody, residual, local.finite(before))
+    later = _finite.or_zeros(~local.present, tree)
+    return jax.tree.map(lambda r, x: r + x.astype(r.dtype), owed, later)
 
 
 def own_unsent(local: LocalStep, unsent: Any) -> Any:

@@ -173,11 +173,7 @@ def _mean_of_others(compressor, local: LocalStep, state: SyncState, group, ranks
         mean, residual, _ = _base.mean_with_feedback(
             compressor, others, residual, (), local, group
         )
-        # Where nobody is there the mean is not used, and all is owed still.
-        before = local.finite(state.residual)
-        residual = _finite.where(local.anybody, residual, before)
-        later = _finite.or_zeros(~local.present, others)
-        residual = {n: r + later[n].astype(r.dtype) for n, r in residual.items()}
+        residual = _base.with_absent(local, residual, state.residual, others)
     leaves = _paths.leaves_with_path(local.gradients)
     found = [mean.get(name, leaf).astype(leaf.dtype) for name, leaf in leaves]
     structure = jax.tree.structure(local.gradients)

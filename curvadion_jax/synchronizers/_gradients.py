@@ -80,8 +80,5 @@ def _feedback_mean(compressor, local: LocalStep, state: SyncState, group: Group)
         compressor, gradients, state.residual, state.common, local, group
     )
     mean = jax.tree.map(lambda m, g: m.astype(g.dtype), mean, gradients)
-    # Where nobody is there the mean is not used, and what was brought is owed still.
-    residual = _finite.where(local.anybody, residual, local.finite(state.residual))
-    later = _finite.or_zeros(~local.present, gradients)
-    residual = jax.tree.map(lambda r, g: r + g.astype(r.dtype), residual, later)
+    residual = _base.with_absent(local, residual, state.residual, gradients)
     return mean, SyncState(residual=residual, common=common)
