@@ -37,7 +37,7 @@ import race
 import curvadion_jax as cd
 from curvadion_jax import compressors, synchronizers, triggers
 
-RATE, PERIOD, CHUNK, BINS, RANGE = 0.04, 6, 64, 4, 6
+PERIOD, CHUNK, BINS, RANGE = 6, 64, 4, 6
 OURS = {"kept": 128, "decay": 1.0}
 SETTINGS = {
     "theirs": OURS,
@@ -69,12 +69,13 @@ class Theirs:
         self,
         task: race.Task,
         source: Path,
+        rate: float,
         kept: int,
         decay: float,
         of_all: bool = False,
     ):
         self._torch, compress, self._neurons = load(source)
-        self._task, self._rates = task, race.rates(RATE, task.run.steps)
+        self._task, self._rates = task, race.rates(rate, task.run.steps)
         torch = self._torch
         compressor = compress.TopKCompressor
         if of_all:
@@ -188,14 +189,14 @@ def _copies(model: Any) -> dict[str, Any]:
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
-def ours(task: race.Task, fraction: float, bits: int | None) -> race.Ours:
+def ours(task: race.Task, rate: float) -> race.Ours:
     """The study's SparseLoCo-style row, with the same period."""
-    rate = race.schedule(RATE, task.run.steps)
+    rates = race.schedule(rate, task.run.steps)
     tx = cd.adaptive_sync(
-        optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.0),
+        optax.adamw(rates, b1=0.9, b2=0.95, weight_decay=0.0),
         triggers.every_k(PERIOD),
         synchronizers.reconcile(
-            compressor=compressors.top_k(fraction, bits), momentum=False
+            compressor=compressors.top_k(1 / 32, 2), momentum=False
         ),
         race.AXIS,
     )
@@ -203,14 +204,15 @@ def ours(task: race.Task, fraction: float, bits: int | None) -> race.Ours:
 
 
 def _trainers(task: race.Task, options: argparse.Namespace) -> dict[str, race.Trainer]:
-    trainers: dict[str, race.Trainer] = {"ours": ours(task, 1 / 32, 2)}
+    trainers: dict[str, race.Trainer] = {"ours": ours(task, options.rate)}
     for name in options.settings:
-        trainers[name] = Theirs(task, options.templar, **SETTINGS[name])
+        trainers[name] = Theirs(task, options.templar, options.rate, **SETTINGS[name])
     return trainers
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--templar", type=Path, required=True, help="their repository")
+    parser.add_argument("--rate", type=float, default=0.04, help="AdamW's")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=["theirs"])
 
 
@@ -218,7 +220,10 @@ if __name__ == "__main__":
     race.main(
         __doc__,
         "tplr-ai/templar c2397ac, src/tplr",
-        f"SparseLoCo, AdamW {RATE}, every {PERIOD}, top 1/32 in 2 bits, outer rate 1",
+        lambda options: (
+            f"SparseLoCo, AdamW {options.rate}, every {PERIOD}, top 1/32 in 2 bits, "
+            "outer rate 1"
+        ),
         ("torch", "einops", "jax", "optax", "numpy"),
         _trainers,
         _arguments,

@@ -131,7 +131,6 @@ class Theirs:
 
 
 def _trainers(task: race.Task, options: argparse.Namespace) -> dict[str, race.Trainer]:
-    del options
     tx = cd.presets.diloco(
         race.schedule(RATE, task.run.steps),
         PERIOD,
@@ -139,7 +138,16 @@ def _trainers(task: race.Task, options: argparse.Namespace) -> dict[str, race.Tr
         OUTER_MOMENTUM,
         axis_name=race.AXIS,
     )
-    return {"ours": race.Ours(task, tx), "theirs": Theirs(task)}
+    trainers = {"ours": race.Ours(task, tx), "theirs": Theirs(task)}
+    if options.nudged:
+        trainers["ours, nudged"] = race.Ours(task, tx, nudge=True)
+    return trainers
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nudged", action="store_true", help="ours again, from one rounding away"
+    )
 
 
 if __name__ == "__main__":
@@ -149,4 +157,5 @@ if __name__ == "__main__":
         f"DiLoCo, AdamW {RATE}, every {PERIOD}, outer {OUTER_RATE} {OUTER_MOMENTUM}",
         ("torch", "torchft-nightly", "jax", "optax", "numpy"),
         _trainers,
+        _arguments,
     )
