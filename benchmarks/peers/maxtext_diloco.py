@@ -5,13 +5,10 @@ they are: replicas, the period, the pseudo-gradient, its mean and the outer step
 theirs. The step that they wrap is the user's there too: the study's gradient and
 AdamW (`nnx.Optimizer`) with our preset's values. No mesh, all replicas on one device.
 
-MaxText takes Python >= 3.12, and its wheel names none of what it imports:
+MaxText takes Python >= 3.12, and its wheel names none of what it imports. Make the
+environment that `examples/ports/maxtext/README.md` lists (it has drjax 0.2.1), then
 
-    python3.12 -m venv ENV
-    ENV/bin/python -m pip install . jax==0.10.2 optax==0.2.8 flax==0.12.8 drjax==0.2.1 \
-        orbax-checkpoint aqtp qwix grain ml_collections omegaconf pydantic \
-        tensorflow-cpu tensorflow_datasets jaxtyping chex absl-py tensorboardx \
-        pathwaysutils gcsfs psutil jinja2
+    ENV/bin/python -m pip install . flax==0.12.8
     ENV/bin/python -m pip install --no-deps maxtext==0.2.5      # Apache 2.0
     ENV/bin/python benchmarks/peers/maxtext_diloco.py
 

@@ -106,6 +106,9 @@ def _trainers(task: race.Task, options: argparse.Namespace) -> dict[str, race.Tr
         state = tx.init(task.params)
         q = _first_q(optax.tree.get(state, "q"))
     ours, theirs = race.Ours(task, tx), Theirs(task, options.dion, q)
+    if options.nudged:
+        nudged = race.Ours(task, tx, nudge=True)
+        return {"ours": ours, "theirs": theirs, "ours, nudged": nudged}
     if not options.controls:
         return {"ours": ours, "theirs": theirs}
     return {
@@ -145,6 +148,7 @@ def _first_q(tree: Any) -> dict[str, np.ndarray]:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dion", type=Path, required=True, help="their repository")
+    parser.add_argument("--nudged", action="store_true", help="ours again, nudged")
     parser.add_argument("--controls", action="store_true", help="two more of ours")
     parser.add_argument("--own-q", action="store_true", help="let them draw Q")
 

@@ -61,12 +61,13 @@ def steps(rows: Iterable[Mapping[str, Any]]) -> str:
     moments = sorted(
         {int(s) for r in chosen for d in r["distance"].values() for s in d}
     )
-    lines = [f"| what ran | whose | {' | '.join(map(str, moments))} |"]
-    lines.append("|---|---" + "|---" * len(moments) + "|")
+    lines = [f"| what ran | whose | from | {' | '.join(map(str, moments))} |"]
+    lines.append("|---|---|---" + "|---" * len(moments) + "|")
     for row in chosen:
         for trainer, found in row["distance"].items():
             cells = [f"{found[str(m)]:.0e}" if str(m) in found else "" for m in moments]
-            lines.append(f"| {row['peer']} | {trainer} | {' | '.join(cells)} |")
+            names = f"{row['peer']} | {trainer} | {next(iter(row['loss']))}"
+            lines.append(f"| {names} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -76,7 +76,7 @@ def test_tables_take_every_seed_and_step():
         "| them, s | theirs | 0: 2.0200, 1: 2.0200 | 1.00 ± 0.00% | 1.0e-01 |"
     )
     assert peers_table.steps(rows).splitlines()[-1] == (
-        "| them | theirs | 0e+00 | 1e-02 | 1e-01 |"
+        "| them | theirs | ours | 0e+00 | 1e-02 | 1e-01 |"
     )
 
 
