@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _guards, _jaxprs, _mapped, _paths
+from curvadion_jax import _axis_types, _guards, _jaxprs, _mapped, _paths
 from curvadion_jax.replicas import _convolutions, _inspect
 from curvadion_jax.replicas._average import average_where_synced, check_average
 from curvadion_jax.replicas._checks import check_leading
@@ -63,8 +63,7 @@ def map_over_replicas(
 
     def rows(x):
         """[global batch, ...] -> [replicas, batch, ...]."""
-        x = jnp.asarray(x)
-        return divided(x.reshape(number, x.shape[0] // number, *x.shape[1:]))
+        return divided(_axis_types.split_rows(jnp.asarray(x), number))
 
     def run(state, batch, *shared):
         check_leading(state, number, "state", "replicas; make it with replicate()")

@@ -243,7 +243,8 @@ def test_messages_that_the_compiler_adds(constrained):
         def loss_fn(params):
             logits = params["embed"][batch] @ params["head"]
             if constrained:
-                logits = lax.with_sharding_constraint(logits, PartitionSpec("fsdp"))
+                by_rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+                logits = lax.with_sharding_constraint(logits, by_rows)
             cross_entropy = optax.softmax_cross_entropy_with_integer_labels
             return cross_entropy(logits, batch).mean()
 
