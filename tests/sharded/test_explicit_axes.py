@@ -107,6 +107,17 @@ def test_explicit_axes_inside_a_replica(method):
     assert explicit[3]
 
 
+def test_a_state_made_on_a_mesh_of_explicit_axes_alone():
+    """Where Flax makes a model whose parameters name their axes."""
+    made_on = jax.make_mesh((2, 2), ("replica", "fsdp"), devices=jax.devices()[:4])
+    mesh = cd.replicas.make_mesh(2, {"fsdp": 2}, inner_type=AxisType.Explicit)
+    place = NamedSharding(made_on, PartitionSpec(None, "fsdp"))
+    params = jax.device_put({"w": jnp.ones((4, 6))}, place)
+    state = cd.replicas.replicate(params, mesh)
+    expected = NamedSharding(mesh, PartitionSpec("replica", None, "fsdp"))
+    assert state["w"].sharding == expected
+
+
 def test_rows_that_types_do_not_divide():
     """Given undivided, they are: the step may divide them itself."""
     mesh = cd.replicas.make_mesh(2, {"fsdp": 2}, inner_type=AxisType.Explicit)
