@@ -106,10 +106,12 @@ def _what_to_say(
             "meant so, as in a contrastive loss, is not counted by metrics.read"
         )
     if alone:
-        some = ", ".join(alone[:4]) + (" ..." if len(alone) > 4 else "")
+        names = [name or "the state itself" for name in alone[:4]]
+        some = ", ".join(names) + (" ..." if len(alone) > 4 else "")
+        arrays = "1 array changes" if len(alone) == 1 else f"{len(alone)} arrays change"
         return (
-            f"of the state {len(alone)} arrays change on every replica alone, and no "
-            f"sync brings them together: {some}. Replicas drift apart in them. All "
+            f"of the state {arrays} on every replica alone, and no sync brings "
+            f"them together: {some}. Replicas drift apart in them. All "
             "trainable parameters belong to one optimizer that synchronises "
             "(curvadion, local_muon, adaptive_sync; other_optimizer takes what is not "
             "a matrix); other state, such as batch statistics or means of parameters, "

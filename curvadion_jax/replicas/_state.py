@@ -84,8 +84,11 @@ def _with_types(x: Any, mesh: Mesh) -> Any:
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh == mesh:
         return x
-    bare, wanted = (Mesh(m.devices, m.axis_names) for m in (sharding.mesh, mesh))
-    return jax.device_put(x, sharding.update(mesh=mesh)) if bare == wanted else x
+    types = mesh.axis_types
+    if len(types) != len(sharding.mesh.axis_names):
+        return x
+    same = sharding.mesh.update(axis_types=types) == mesh
+    return jax.device_put(x, sharding.update(mesh=mesh)) if same else x
 
 
 def offload(state: Any) -> Any:
