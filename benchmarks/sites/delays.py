@@ -63,6 +63,12 @@ CASES = [
     *(Case(delay=d, outer="1.0, 0") for d in (0, 7, 14, 35)),
     Case(delay=7, present=6),
     *(Case(delay=d, keep=0.5) for d in (14, 35)),
+    *(Case(delay=d, present=4) for d in (7, 14, 35)),
+    *(Case(delay=d, present=6) for d in (14, 35)),
+    *(Case(delay=d) for d in (21, 28)),
+    *(Case(present=n) for n in (7, 5)),
+    Case(delay=35, present=4, keep=0.5),
+    Case(delay=35, present=4, outer="1.0, 0"),
 ]
 
 

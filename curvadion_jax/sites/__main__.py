@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 0
             time.sleep(flags.watch)
             print()
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -83,6 +83,10 @@ class Model:
         self.snapshot = [*self.shapes, *(x for state in self._states for x in state)]
         self._programs: dict[Any, Callable[..., Any]] = {}
 
+    def fragment(self, number: int) -> int:
+        """Which a round is of."""
+        return number % len(self.indices)
+
     def part(self, arrays: Sequence[Any], fragment: int) -> list[Any]:
         """A fragment's, of arrays in the order of the parameters' leaves."""
         return [arrays[i] for i in self.indices[fragment]]

@@ -19,6 +19,9 @@ from curvadion_jax.sites._messages import Refused
 # the mean is the others'.
 FORGET = 4
 
+# Why a contribution that was collected cannot count.
+GONE = "it is gone"
+
 RUN = "run.json"
 SNAPSHOTS = "snapshots/"
 COMMITS = "commits/"
@@ -40,6 +43,10 @@ def snapshot_key(number: int) -> str:
 
 def member_key(name: str, incarnation: int, suffix: str = "json") -> str:
     return f"{MEMBERS}{name}/{incarnation:06d}.{suffix}"
+
+
+# name -> the last round in which it counted, and its tokens a round.
+Roster = Mapping[str, Sequence[float]]
 
 
 class Post(NamedTuple):
@@ -194,7 +201,7 @@ def commit(
     fragment: int,
     before: str,
     posts: Sequence[Post],
-    roster: Mapping[str, Sequence[float]],
+    roster: Roster,
     gone: Iterable[str],
     by: str,
 ) -> bytes:
@@ -210,7 +217,7 @@ def commit(
       number, fragment: of the round.
       before: digest of the anchor.
       posts: as `judged`.
-      roster: name -> last round in which it counted, and its tokens a round.
+      roster: before the round.
       gone: who has left.
       by: who proposes it.
     """
@@ -255,11 +262,7 @@ def commit(
 def read_commit(data: bytes, number: int) -> dict[str, Any]:
     """A commit, or :class:`Refused`."""
     found = _messages.as_object(data)
-    if found.get("format") != _messages.FORMAT:
-        raise Refused(
-            f"commit {number} is of format {found.get('format')}, and this "
-            f"curvadion_jax reads {_messages.FORMAT}: give all sites the same version"
-        )
+    _messages.check_format(found, f"commit {number}")
     fields = ("round", "before", "expected", "contributors", "rejected", "roster")
     if found.get("round") != number or any(name not in found for name in fields):
         raise Refused(f"commit {number} is damaged")

@@ -46,7 +46,8 @@ def read(url: Any, last: int | None = RECENT) -> Status:
     """Looks at a run.
 
     Raises:
-      ValueError: if there is none, or it is of a newer format.
+      ValueError: if there is none.
+      RuntimeError: if it is of another format, or damaged.
       OSError: if the store cannot be read.
     """
     store = Store(url, make=False)
@@ -54,11 +55,7 @@ def read(url: Any, last: int | None = RECENT) -> Status:
     if data is None:
         raise ValueError(f"there is no run at {store.url}")
     run = _messages.as_object(data)
-    if run.get("format") != _messages.FORMAT:
-        raise ValueError(
-            f"the run is of format {run.get('format')}, and this curvadion_jax reads "
-            f"{_messages.FORMAT}"
-        )
+    _messages.check_format(run, "the run")
     found = store.objects(_rounds.COMMITS)
     rounds = []
     for meta in found if last is None else found[-last:]:
