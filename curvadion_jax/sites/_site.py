@@ -17,7 +17,8 @@ from curvadion_jax.sites._worker import News, Worker
 
 log = logging.getLogger("curvadion_jax.sites")
 
-# Seconds after which a wait looks around; collectives give up after half a minute.
+# Seconds after which a wait looks around: no process of a site sits longer in one
+# collective, which some runtimes take for a hang.
 _WAIT = 5.0
 
 
@@ -286,6 +287,5 @@ class Site:
 
     def _wait(self, worker: Worker | Shared, end: float = math.inf) -> None:
         start = time.monotonic()
-        # All processes of a site hear from the first every few seconds.
         worker.wait(min(_WAIT, max(end - start, 0.0)))
         self._blocked += time.monotonic() - start
