@@ -165,35 +165,23 @@ def judged(posts: Sequence[Post], before: str, max_norm: float) -> list[Post]:
       c: its norm, 40, is beyond 10 times the median, 1.5
       d: it is not finite
     """
-
-    def first(post):
-        if post.why:
-            return post
-        if post.header["before"] != before:
-            other = post.header["before"]
-            return post._replace(
-                why=f"it is measured from other outer parameters ({other})"
-            )
-        if not math.isfinite(post.norm):
-            return post._replace(why="it is not finite")
-        return post
-
-    posts = [first(post) for post in posts]
-    norms = sorted(post.norm for post in posts if not post.why)
+    whys = [post.why or _fault(post, before) for post in posts]
+    norms = sorted(post.norm for post, why in zip(posts, whys, strict=True) if not why)
     # Of two nobody can tell which is wrong.
-    if len(norms) < 3:
-        return posts
-    median = norms[len(norms) // 2]
+    median = norms[len(norms) // 2] if len(norms) >= 3 else math.inf
+    found = []
+    for post, why in zip(posts, whys, strict=True):
+        if not why and post.norm > max_norm * median:
+            many = f"{max_norm:g} times the median, {median:.3g}"
+            why = f"its norm, {post.norm:.3g}, is beyond {many}"
+        found.append(post._replace(why=why))
+    return found
 
-    def second(post):
-        if post.why or post.norm <= max_norm * median:
-            return post
-        return post._replace(
-            why=f"its norm, {post.norm:.3g}, is beyond {max_norm:g} times the median, "
-            f"{median:.3g}"
-        )
 
-    return [second(post) for post in posts]
+def _fault(post: Post, before: str) -> str:
+    if (other := post.header["before"]) != before:
+        return f"it is measured from other outer parameters ({other})"
+    return "" if math.isfinite(post.norm) else "it is not finite"
 
 
 def commit(

@@ -25,9 +25,10 @@ def differs(name: str, number: int, ours: str, theirs: str) -> RunError:
 
 def description(model: Model, quorum: int) -> dict[str, Any]:
     """What all sites of a run must have in common."""
+    leaves = zip(model.names, _messages.describe(model.shapes), strict=True)
     return {
         "format": _messages.FORMAT,
-        "model": model.describe(),
+        "model": [[name, *form] for name, form in leaves],
         "messages": [_messages.describe(x) for x in model.messages],
         "quorum": quorum,
         "snapshot": _messages.describe(model.snapshot[len(model.names) :]),
