@@ -75,7 +75,7 @@ CASES = [
 class Sites:
     """All sites: their parameters as arrays [SITES, ...], and what each follows."""
 
-    def __init__(self, case: Case, params: Any):
+    def __init__(self, case: Case, params: Any, count: int = SITES):
         settings = Settings(
             every=EVERY,
             fragments=1,
@@ -94,7 +94,7 @@ class Sites:
         self._leaves = [np.asarray(x) for x in leaves]
         self._case, self._random = case, np.random.default_rng(0)
         self.followers = []
-        for index in range(SITES):
+        for index in range(count):
             wrapped = Store(store)
             model = Model(params, outer, form.posted, 1)
             name = f"site{index}"
@@ -102,10 +102,10 @@ class Sites:
             parts = wrapped, model, name, number, settings, lambda own, why: None
             self.followers.append(Follower(*parts))
             self.followers[-1].enter(self._leaves)
-        self._tokens = [0] * SITES
+        self._tokens = [0] * count
 
     def initial(self) -> Any:
-        stacked = [np.stack([x] * SITES) for x in self._leaves]
+        stacked = [np.stack([x] * len(self.followers)) for x in self._leaves]
         return jax.tree.unflatten(self._structure, stacked)
 
     def bring(self, params: Any, steps: int) -> None:

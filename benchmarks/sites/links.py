@@ -93,6 +93,7 @@ def run(form: str, steps: int, wan: bool) -> dict[str, Any]:
 
     stores = behind, MemoryStore()
     options = {"every": EVERY, "poll": 0.25, "compressor": FORMS[form]}
+    options["max_lag"] = 8 * EVERY
     sites = [cd.sites.join(store, "one", **options) for store in stores]
     states = [(site.start(start), tx.init(start)) for site in sites]
     times: list[list[float]] = [[], []]

@@ -121,7 +121,9 @@ class Follower:
         }
         key = _rounds.post_key(self.number, self.name)
         # If there is one already, a killed predecessor's, that one stands.
-        _messages.write(self.store, key, header, own.message)
+        created, header = _messages.write(self.store, key, header, own.message)
+        if created:
+            self._open.add(self.name, header, own.message)
         self.own = own._replace(posted=True)
 
     def propose(self) -> bool:
@@ -139,8 +141,6 @@ class Follower:
 
     def _message(self, entry: dict[str, Any]) -> Arrays | None:
         """The arrays of a contributor; None if they have been collected."""
-        if self.own is not None and self.own.uid == entry["uid"]:
-            return self.own.message
         post = self._open.committed(entry, self.number)
         return None if post.why == _rounds.GONE else post.arrays
 

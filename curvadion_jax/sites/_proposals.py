@@ -6,7 +6,7 @@ from typing import Any
 
 from curvadion_jax.sites import _messages, _rounds, _run
 from curvadion_jax.sites._messages import Refused, RunError
-from curvadion_jax.sites._model import Model
+from curvadion_jax.sites._model import Arrays, Model
 from curvadion_jax.sites._rounds import Post, Roster
 from curvadion_jax.sites._store import Store
 
@@ -33,21 +33,26 @@ class Proposals:
         self._complete: float | None = None
         self._told: float | None = None
 
-    def post(self, name: str, number: int) -> Post:
+    def add(self, name: str, header: dict[str, Any], arrays: Arrays) -> Post:
+        """A contribution that is known."""
+        norm = self._model.norm(self._model.fragment(header["round"]), arrays)
+        self._posts[name] = Post(name, header, arrays, norm)
+        return self._posts[name]
+
+    def _read(self, name: str, number: int) -> Post:
         """A contribution, as it is in the store."""
         key = _rounds.post_key(number, name)
-        fragment = self._model.fragment(number)
+        shapes = self._model.messages[self._model.fragment(number)]
         try:
-            found = _messages.read(
-                self._store, key, "post", self._model.messages[fragment]
-            )
-            if found is None:
-                return Post(name, why=_rounds.GONE)
-            header, arrays = found
-            _rounds.check_post(header, name, number)
+            found = _messages.read(self._store, key, "post", shapes)
+            if found is not None:
+                _rounds.check_post(found[0], name, number)
+                return self.add(name, *found)
+            why = _rounds.GONE
         except Refused as error:
-            return Post(name, why=str(error))
-        return Post(name, header, arrays, self._model.norm(fragment, arrays))
+            why = str(error)
+        self._posts[name] = Post(name, why=why)
+        return self._posts[name]
 
     def committed(self, entry: dict[str, Any], number: int) -> Post:
         """A contribution that a commit lists; its `why` is `GONE` if it is collected.
@@ -57,7 +62,7 @@ class Proposals:
         """
         post = self._posts.get(entry["name"])
         if post is None or post.header.get("uid") != entry["uid"]:
-            post = self.post(entry["name"], number)
+            post = self._read(entry["name"], number)
         if post.why != _rounds.GONE and post.header.get("sha256") != entry["sha256"]:
             raise RunError(
                 f"the contribution of {entry['name']!r} to round {number} is not the "
@@ -77,7 +82,7 @@ class Proposals:
         for key in self._store.keys(_rounds.post_key(number)):
             name = key.rpartition("/")[2]
             if name not in self._posts:
-                self._posts[name] = self.post(name, number)
+                self._read(name, number)
         missing = sorted(self._expected(members, number, roster) - set(self._posts))
         now = time.monotonic()
         if len(self._posts) < members.needed(self._settings.quorum):
