@@ -1,17 +1,23 @@
 """How a site joins: its arguments, and its name."""
 
+import dataclasses
 import json
 import re
 import uuid
 from typing import Any
 
+import jax
 import optax
 
 from curvadion_jax import _arguments, compressors
 from curvadion_jax.compressors._base import check_compressor
-from curvadion_jax.sites import _messages, _rounds
+from curvadion_jax.sites import _messages, _processes, _rounds
+from curvadion_jax.sites._follower import Follower
+from curvadion_jax.sites._model import Model
+from curvadion_jax.sites._processes import Shared
 from curvadion_jax.sites._site import Settings, Site
 from curvadion_jax.sites._store import Store
+from curvadion_jax.sites._worker import Worker
 from curvadion_jax.synchronizers._fragments import check_number
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -119,10 +125,28 @@ def join(
         max_norm=max_norm,
         poll=poll,
     )
-    store = Store(url)
-    incarnation = _enter_name(store, name)
+    if jax.process_count() > 1:
+        _processes.check_alike({"name": name, **dataclasses.asdict(settings)})
+    entered = _processes.of_first(lambda: _entered(url, name))
     parts = optax.scale(-1) if outer is None else outer, form.posted
-    return Site(store, name, incarnation, settings, *parts)
+
+    def make_model(params: Any) -> Model:
+        return Model(params, *parts, fragments)
+
+    def make_worker(model: Model) -> Worker | Shared:
+        if entered is None:
+            return Shared(None)
+        store, number = entered
+        own = store, model, name, number, settings
+        worker = Worker(lambda settled: Follower(*own, settled), poll)
+        return worker if jax.process_count() == 1 else Shared(worker)
+
+    return Site(name, settings, make_model, make_worker)
+
+
+def _entered(url: Any, name: str) -> tuple[Store, int]:
+    store = Store(url)
+    return store, _enter_name(store, name)
 
 
 def _enter_name(store: Store, name: str) -> int:
