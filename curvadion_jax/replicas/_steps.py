@@ -63,10 +63,9 @@ def step(
         does not return a pair.
       ValueError: if the mesh has no such axis or another mesh is the context, or when
         called, if a leaf of the state lacks the replica axis or was donated before, a
-        batch cannot be divided,
-        gradients were averaged over the replicas, the optimizer has another `axis_name`
-        or stands inside a condition of a replica's own or `optax.MultiSteps`, or
-        `average` names nothing.
+        batch cannot be divided, gradients were averaged over the replicas, the
+        optimizer has another `axis_name` or stands inside a condition of a replica's
+        own or `optax.MultiSteps`, or `average` names nothing.
 
     Example:
       >>> import jax.numpy as jnp
