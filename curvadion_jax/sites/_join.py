@@ -41,6 +41,8 @@ def join(
 ) -> "Site":
     """Joins a training run that lies in an object store, or begins one.
 
+    The processes of a `jax.distributed` program are one site, and all call this alike.
+
     Args:
       url: of the run: ``s3://bucket/run-7``, ``gs://``, ``az://``, a folder; or a store
         of `obstore`. Credentials come from the environment.
@@ -72,8 +74,9 @@ def join(
       ImportError: without `obstore`, the extra ``curvadion-jax[sites]``.
       OSError: if the store cannot be reached, read, or written.
       RuntimeError: if it overwrites objects that it is told to create.
-      TypeError, ValueError: for an argument that is of the wrong kind or out of range,
-        or a compressor for which all replicas must be at work together.
+      TypeError, ValueError: for an argument that is of the wrong kind, out of range, or
+        not the same in all processes of the site; or a compressor for which all
+        replicas must be at work together.
 
     Example:
       >>> import jax, tempfile

@@ -71,6 +71,9 @@ class Site:
     parameters that go in and out are any tree of floating-point ``jax.Array``, divided
     over the devices of this program as they may be.
 
+    Args:
+      name, settings, make_model, make_worker: as `join` gives them.
+
     Attributes:
       name: of the site.
 
