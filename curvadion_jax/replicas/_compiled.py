@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _layout, _mapped, _memory, _paths
+from curvadion_jax import _axis_types, _layout, _mapped, _memory, _paths
 from curvadion_jax._schedule import Upcoming, places
 from curvadion_jax.replicas import _traffic
 from curvadion_jax.replicas._anchor import check_start
 from curvadion_jax.replicas._checks import check_alive, is_array
+from curvadion_jax.replicas._mesh import check_context
 
 _log = logging.getLogger("curvadion_jax")
 
@@ -102,6 +102,7 @@ class CompiledStep:
         state = jax.tree.unflatten(key[0], leaves)
         batch = jax.tree.map(self._divided, batch)
         if not self._checked:
+            check_context(self._mesh)
             check_start(state, has_axis=True)
         operands = (state, batch, *shared)
         start = time.perf_counter()
@@ -188,7 +189,8 @@ class CompiledStep:
                 f"training step and not in the optimizer: {'; '.join(sent[:4])}"
                 f"{' ...' if len(sent) > 4 else ''}. Say there how rows are divided "
                 "within a replica: x = jax.lax.with_sharding_constraint(x, "
-                "PartitionSpec('fsdp')), with your axis, on the array that is read",
+                "NamedSharding(mesh, PartitionSpec('fsdp'))), with your axis, on the "
+                "array that is read",
                 stacklevel=3,
             )
 
@@ -218,8 +220,6 @@ class CompiledStep:
             leaves = [_keep(x, p) for x, p in zip(leaves, placements, strict=True)]
             state = jax.tree.unflatten(structure, leaves)
             with (
-                # Also for jitted functions in the step: a trace of theirs is of a mesh.
-                jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh),
                 _layout.noting(_divided(state, placements)),
                 _mapped.mapping(mapped),
             ):
@@ -292,4 +292,4 @@ def _divided(state: Any, placements) -> list[_layout.Placed]:
 def _keep(x: jax.Array, placement: NamedSharding | None) -> jax.Array:
     if placement is None or placement.memory_kind == _memory.HOST_KIND:
         return x  # an array in host memory stays by its type
-    return lax.with_sharding_constraint(x, placement)
+    return _axis_types.constrain(x, placement)

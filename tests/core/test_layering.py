@@ -20,6 +20,7 @@ MATHS = {"_orthonormalize", "_power_iteration", "_matrices"}
 # The rooms of the house from the ground up: nobody imports what stands above.
 LEVELS = [
     {
+        "_axis_types",
         "_closures",
         "_matrices",
         "_orthonormalize",
