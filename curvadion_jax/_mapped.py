@@ -21,8 +21,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _closures, _collectives, _guards, _jaxprs
-from curvadion_jax._protocols import Trigger
-from curvadion_jax._schedule import Schedule
+from curvadion_jax._protocols import Synchronizer, Trigger
+from curvadion_jax._schedule import Due, Schedule
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,7 +32,8 @@ class Mapped:
     Attributes:
       mesh: mesh with the replica axis.
       axis_name: name of the replica axis.
-      sync: whether it is a sync step, where the host knows that; None where not.
+      due: what happens on this step, where the host knows that; None where not. Of a
+        program of several steps what happens on each.
       schedule: by which the host can know.
       counts_along: whether the next step begins with the counters of this one's only
         update.
@@ -44,7 +45,7 @@ class Mapped:
 
     mesh: Mesh
     axis_name: str
-    sync: bool | None = None
+    due: Any = None
     schedule: Schedule | None = None
     counts_along: bool = False
     is_another: bool = False
@@ -54,7 +55,7 @@ class Mapped:
     @property
     def known_sync(self) -> bool | None:
         """Whether this is a sync step; None where the program decides it."""
-        return self.sync if self.schedule else None
+        return self.due.sync if self.schedule and self.due else None
 
 
 # Whether the step is a program already, and mapped: what is mapped before is not it.
@@ -85,14 +86,18 @@ def current() -> Mapped | None:
     return _step.value
 
 
-def known_sync(
-    trigger: Trigger, state: Any, cost: Callable[[int], float]
-) -> bool | None:
-    """Whether the host knows that this is a sync step, or that it is not.
+def known_due(
+    trigger: Trigger,
+    state: Any,
+    synchronizer: Synchronizer,
+    cost: Callable[[int], float],
+) -> Due | None:
+    """What the host knows to happen on this step; None if it does not know.
 
     Args:
       trigger: one with `scheduled`.
       state: its state.
+      synchronizer: for its delay.
       cost: number of replicas -> `Observation.sync_cost`.
     """
     mapped = current()
@@ -100,8 +105,10 @@ def known_sync(
         return None
     shapes = jax.eval_shape(lambda x: x, state)
     replicas = mapped.mesh.shape[mapped.axis_name]
-    mapped.schedule = Schedule(trigger, shapes, cost(replicas))
-    return mapped.sync
+    mapped.schedule = Schedule(
+        *(trigger, shapes, cost(replicas), synchronizer.delay, synchronizer.cycle)
+    )
+    return mapped.due
 
 
 def update(
@@ -110,11 +117,21 @@ def update(
     gradients: Any,
     state: Any,
     params: Any,
+    *,
+    kept: Callable[[Any, Any], Any] | None = None,
     **arguments: Any,
 ) -> tuple[Any, Any]:
     """``function(gradients, state, params, **arguments)`` of one replica.
 
     Inside `replicas.step` under `shard_map`; elsewhere where it is called.
+
+    Args:
+      function: of one replica.
+      axis_name: replica axis.
+      gradients, state, params, arguments: what the function is given.
+      kept: (state before, state after) -> the state after with those arrays taken from
+        the state before that the function has not changed. What goes by the shard_map,
+        and not through it, the compiler sees to be the same.
 
     Returns:
       Updates, in the shapes and dtypes of the parameters, and a state like the one that
@@ -156,6 +173,8 @@ def update(
         if not checked:
             _check_untyped(mapped, flags)
         results = mapped_over(*operands)
+        if kept is not None and all(jax.tree.leaves(batched[1])):
+            results = results[0], kept(operands[1], results[1])
         return results, jax.tree.map(lambda _: True, results)
 
     return one(*given)
