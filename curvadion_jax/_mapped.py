@@ -40,6 +40,8 @@ class Mapped:
       is_another: whether this is another program of a step that was traced before.
       sent_outside: bytes that the step itself sends over the axis, beside the
         optimizer.
+      gates: of the step on which a delayed sync ends, arrays [replicas] of the steps
+        before it, for what is received to wait for: see `_collectives.after`.
       averaged: whether an update is given gradients that were reduced over the axis.
     """
 
@@ -50,6 +52,7 @@ class Mapped:
     counts_along: bool = False
     is_another: bool = False
     sent_outside: int = 0
+    gates: tuple[jax.Array, ...] = ()
     averaged: bool = False
 
     @property
@@ -169,7 +172,7 @@ def update(
             # A gradient of nothing is zeros on all replicas, and was not averaged.
             flags[0] = jax.tree.map(lambda _: True, flags[0])
             operands = (_stacked(operands[0], batched[0], size), *operands[1:])
-        mapped_over = _in_shard_map(function, mapped, flags, checked)
+        mapped_over = _in_shard_map(function, mapped, flags, checked, mapped.gates)
         if not checked:
             _check_untyped(mapped, flags)
         results = mapped_over(*operands)
@@ -208,11 +211,15 @@ def _with_consts(function, mapped: Mapped, given):
     return with_consts, list(traced.program.consts)
 
 
-def _in_shard_map(function, mapped: Mapped, batched, checked: bool):
+def _in_shard_map(function, mapped: Mapped, batched, checked: bool, gates=()):
     """The update with stacked results, of operands some of which are stacked."""
     axis = mapped.axis_name
 
-    def body(*operands):
+    def body(gates, *operands):
+        with _collectives.gating([jnp.squeeze(x, 0) for x in gates]):
+            return of_replica(*operands)
+
+    def of_replica(*operands):
         operands = jax.tree.map(
             lambda b, x: jnp.squeeze(x, 0) if b else x, batched, list(operands)
         )
@@ -222,14 +229,16 @@ def _in_shard_map(function, mapped: Mapped, batched, checked: bool):
         result = _collectives.vary(result, axis)
         return jax.tree.map(lambda x: jnp.expand_dims(x, 0), result)
 
-    return jax.shard_map(
+    specs = jax.tree.map(lambda b: P(axis) if b else P(), tuple(batched))
+    run = jax.shard_map(
         body,
         mesh=mapped.mesh.abstract_mesh,
-        in_specs=jax.tree.map(lambda b: P(axis) if b else P(), tuple(batched)),
+        in_specs=(P(axis), *specs),
         out_specs=P(axis),
         axis_names={axis},
         check_vma=checked,
     )
+    return functools.partial(run, gates)
 
 
 def _stacked(tree, batched, size: int):

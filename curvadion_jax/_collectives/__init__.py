@@ -18,6 +18,7 @@ from curvadion_jax._collectives._axes import (
     varying_aval,
     varying_manual_axes,
 )
+from curvadion_jax._collectives._gates import gating
 from curvadion_jax._collectives._replicas import Replicas, gathered, largest
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "check_axis_name",
     "checked_axes",
     "gathered",
+    "gating",
     "is_checked",
     "is_manual",
     "is_varying",

@@ -2,8 +2,8 @@
 
 Everything that may differ between replicas has a leading replica axis: parameters,
 optimizer state, counters. A training step is written for one replica, without that
-axis; `step` runs it on all of them, `steps` several of them in one program. There is always one well-defined model,
-`consensus`.
+axis; `step` runs it on all of them, and `steps` several of them in one program. There
+is always one well-defined model, `consensus`.
 """
 
 from curvadion_jax.replicas._anchor import drift, reanchor

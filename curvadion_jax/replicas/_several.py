@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from curvadion_jax import _mapped
+from curvadion_jax import _mapped, _paths
 from curvadion_jax._schedule import Due
 from curvadion_jax.replicas._compiled import CompiledStep
 
@@ -85,19 +85,23 @@ class CompiledSteps(CompiledStep):
 def run_several(run: Callable[..., Any]) -> Callable[..., Any]:
     """A step for stacked state and the global batch, made a program of several.
 
-    Local steps one after another are one loop. A step on which a sync begins or ends
-    stands in the program itself: what is sent there depends on nothing that the loops
-    before it compute, so that the compiler can start it in front of them.
+    Local steps one after another are a loop, or three of them before a step on which a
+    sync ends. Such a step, or one on which a sync begins, stands in the program itself:
+    what is sent there depends on nothing that the loops before it compute, so that the
+    compiler can start it in front of them.
     """
 
     def several(state, batches, *shared):
         outer = _mapped.current()
-        number = len(jax.tree.leaves(batches)[0])
-        due = [None] * number if outer.due is None else outer.due
-        found, stacked = [], []
+        assert outer is not None
+        due = outer.due or [None] * len(jax.tree.leaves(batches)[0])
+        found, stacked, gates = [], [], []
         for first, last, each in _parts(due):
-            mapped = dataclasses.replace(outer, due=each, is_another=bool(found))
-            found.append(mapped)
+            mapped = dataclasses.replace(
+                outer, due=each, is_another=bool(found), gates=()
+            )
+            if each not in (None, _LOCAL):
+                mapped.gates, gates = tuple(gates), []
             rows = jax.tree.map(lambda x: x[first:last], (batches, *shared))  # noqa: B023
 
             def one(state, row):
@@ -105,7 +109,10 @@ def run_several(run: Callable[..., Any]) -> Callable[..., Any]:
                     return run(state, *row)
 
             state, metrics = lax.scan(one, state, rows, unroll=last - first == 1)
+            found.append(mapped)
             stacked.append(metrics)
+            if each == _LOCAL:
+                gates.append(_gate(state))
         outer.schedule = found[0].schedule
         outer.counts_along = all(x.counts_along for x in found)
         outer.sent_outside = max(x.sent_outside for x in found)
@@ -119,8 +126,39 @@ def _parts(due: Sequence[Due | None]) -> Iterator[tuple[int, int, Due | None]]:
     first = 0
     for each, group in itertools.groupby(due):
         last = first + len(list(group))
-        if each in (None, _LOCAL):
+        if each is None:
             yield first, last, each
-        else:
+        elif each != _LOCAL:
             yield from ((i, i + 1, each) for i in range(first, last))
+        else:
+            ends = [first, last]
+            if last < len(due) and due[last].ends:
+                # Behind the first step a scalar of each replica can cross, behind the
+                # next ones what half of a mean sends, behind the others the other half.
+                ends = sorted({first, first + 1, (first + last + 2) // 2, last})
+            yield from ((i, j, each) for i, j in itertools.pairwise(ends))
         first = last
+
+
+def _gate(state: Any) -> jax.Array:
+    """Zeros [replicas] that the compiler takes for something that a step has made."""
+    leaves = _paths.leaves_with_names(state)
+    (steps, *_) = (x for names, x in leaves if names[-2:] == ("metrics", "steps"))
+    params = [x for names, x in leaves if _is_parameter(names, leaves)]
+    smallest = min(params, key=lambda x: x.size)
+    first = smallest.reshape(len(smallest), -1)[:, 0].astype(jnp.float32)
+    # There are no steps below zero, and the compiler does not know that.
+    return jnp.where(steps < 0, lax.bitcast_convert_type(first, jnp.uint32), 0)
+
+
+def _is_parameter(names: tuple[str, ...], leaves: Any) -> bool:
+    """Whether an array of the state is one that the optimizer trains."""
+    if {"inner_state", "sync_state"} & {*names}:
+        return False
+    ends = {names[start:] for start in range(len(names))}
+    known = (other for other, _ in leaves)
+    return any(
+        other[i : i + 2] == ("own", "params") and other[i + 2 :] in ends
+        for other in known
+        for i in range(len(other))
+    )
