@@ -175,7 +175,7 @@ class Branches:
         updates, inner_state, sync_state, faults = done
         kept = _memory.to_device(sync_state)
         moved = optax.apply_updates(params, updates)
-        local = LocalStep((), inner_state, moved, self.views, tuple)
+        local = LocalStep((), inner_state, moved, self.views, take=lambda: done[:2])
         sound = _faults.is_finite(inner_state, moved)
         healthy = _faults.is_healthy(local, kept._replace(own=()), sound)
         own = Measured(moved, _faults.brought(self.weight, healthy))

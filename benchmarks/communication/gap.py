@@ -169,7 +169,8 @@ def delayed() -> list[Run]:
 def delays(results: plans.Results, size: str, steps: int) -> list[Run]:
     """What hiding syncs behind local steps costs, beside those that end at once."""
     del results, size
-    return [run.but(steps=steps) for run in delayed()]
+    runs = [*delayed(), rising().but(delay=1, seed=1)]
+    return [run.but(steps=steps) for run in runs]
 
 
 PLANS: dict[str, Callable[[plans.Results, str, int], list[Run]]] = {

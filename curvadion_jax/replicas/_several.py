@@ -3,10 +3,11 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from curvadion_jax import _mapped, _paths
@@ -31,7 +32,7 @@ class CompiledSteps(CompiledStep):
       False
     """
 
-    def trace(
+    def trace(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         state: Any,
         batch: Any,
@@ -65,7 +66,7 @@ class CompiledSteps(CompiledStep):
         return self.trace(state, batch, *shared, **known).lower()
 
     def _steps(self, batch: Any) -> int:
-        return len(jax.tree.leaves(batch)[0])
+        return _number(batch)
 
     def _known(self, due: tuple[Due, ...]) -> Any:
         return due
@@ -92,9 +93,8 @@ def run_several(run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def several(state, batches, *shared):
-        outer = _mapped.current()
-        assert outer is not None
-        due = outer.due or [None] * len(jax.tree.leaves(batches)[0])
+        outer = cast(_mapped.Mapped, _mapped.current())
+        due = outer.due or [None] * _number((batches, shared))
         found, stacked, gates = [], [], []
         for first, last, each in _parts(due):
             mapped = dataclasses.replace(
@@ -111,7 +111,7 @@ def run_several(run: Callable[..., Any]) -> Callable[..., Any]:
             state, metrics = lax.scan(one, state, rows, unroll=last - first == 1)
             found.append(mapped)
             stacked.append(metrics)
-            if each == _LOCAL:
+            if each == _LOCAL and any(x.ends for x in due[last:] if x):
                 gates.append(_gate(state))
         outer.schedule = found[0].schedule
         outer.counts_along = all(x.counts_along for x in found)
@@ -119,6 +119,24 @@ def run_several(run: Callable[..., Any]) -> Callable[..., Any]:
         return state, jax.tree.map(lambda *x: jnp.concatenate(x), *stacked)
 
     return several
+
+
+def _number(batches: Any) -> int:
+    """How many steps arrays are for.
+
+    Raises:
+      ValueError: if they do not say, or not the same.
+    """
+    leaves = jax.tree.leaves_with_path(batches)
+    found = {np.shape(x)[:1]: jax.tree_util.keystr(path) for path, x in leaves}
+    if len(found) != 1 or () in found or (0,) in found:
+        shapes = {path: shape for shape, path in found.items()}
+        raise ValueError(
+            "arrays of the batches, and those that are shared, need one leading axis "
+            f"of steps, [steps, global batch, ...], got {shapes}: stack the batches"
+        )
+    ((number,),) = found
+    return number
 
 
 def _parts(due: Sequence[Due | None]) -> Iterator[tuple[int, int, Due | None]]:
@@ -132,7 +150,8 @@ def _parts(due: Sequence[Due | None]) -> Iterator[tuple[int, int, Due | None]]:
             yield from ((i, i + 1, each) for i in range(first, last))
         else:
             ends = [first, last]
-            if last < len(due) and due[last].ends:
+            following = due[last] if last < len(due) else None
+            if following and following.ends:
                 # Behind the first step a scalar of each replica can cross, behind the
                 # next ones what half of a mean sends, behind the others the other half.
                 ends = sorted({first, first + 1, (first + last + 2) // 2, last})
@@ -145,6 +164,11 @@ def _gate(state: Any) -> jax.Array:
     leaves = _paths.leaves_with_names(state)
     (steps, *_) = (x for names, x in leaves if names[-2:] == ("metrics", "steps"))
     params = [x for names, x in leaves if _is_parameter(names, leaves)]
+    if not params:
+        raise ValueError(
+            "ends= is for a synchronizer with a delay, reconcile(delay=k), whose "
+            "parameters are in the state: leave it out"
+        )
     smallest = min(params, key=lambda x: x.size)
     first = smallest.reshape(len(smallest), -1)[:, 0].astype(jnp.float32)
     # There are no steps below zero, and the compiler does not know that.

@@ -130,7 +130,9 @@ def steps(
     return CompiledSteps(function, run_several(run), mesh, axis_name, donate)
 
 
-def _checked(function, mesh, axis_name, donate, average) -> Callable[..., Any]:
+def _checked(
+    function: Any, mesh: Mesh, axis_name: str, donate: bool, average: Sequence[str]
+) -> Callable[..., Any]:
     """The step for all replicas, if the arguments are what they must be."""
     if not callable(function):
         raise TypeError(
