@@ -89,8 +89,8 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 
-def delayed(delay: int, form: compressors.Compressor | None) -> Any:
-    """`local_muon` with a sync every so many steps, which ends as many steps later."""
+def delayed(every: int, form: compressors.Compressor | None, delay: int) -> Any:
+    """`local_muon` with a sync every so many steps."""
     synchronizer = synchronizers.reconcile(
         optax.sgd(1.0, 0.4, nesterov=True),
         compressor=form,

@@ -131,7 +131,11 @@ def steps(
 
 
 def _checked(
-    function: Any, mesh: Mesh, axis_name: str, donate: bool, average: Sequence[str]
+    function: Callable[..., tuple[Any, Any]],
+    mesh: Mesh,
+    axis_name: str,
+    donate: bool,
+    average: Sequence[str],
 ) -> Callable[..., Any]:
     """The step for all replicas, if the arguments are what they must be."""
     if not callable(function):
