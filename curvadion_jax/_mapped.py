@@ -192,21 +192,25 @@ def _with_consts(function, mapped: Mapped, given):
     found = []
 
     def of_replica(gradients, state, params, **arguments):
-        def call(gradients, state, params, arguments):
-            return function(gradients, state, params, **arguments)
+        def call(gradients, state, params, arguments, gates):
+            with _collectives.gating(gates):
+                return function(gradients, state, params, **arguments)
 
-        found.append(_jaxprs.trace(call, gradients, state, params, arguments))
+        given = (gradients, state, params, arguments)
+        found.append(_jaxprs.trace(call, *given, _collectives.gates()))
         return jax.tree.map(jnp.zeros_like, params), state
 
     flags = jax.tree.map(lambda _: True, given)
     size = mapped.mesh.shape[mapped.axis_name]
     stacked = _stacked(given, jax.tree.map(lambda _: False, given), size)
-    jax.eval_shape(_in_shard_map(of_replica, mapped, flags, checked=False), *stacked)
+    run = _in_shard_map(of_replica, mapped, flags, False, mapped.gates)
+    jax.eval_shape(run, *stacked)
     (traced,) = found
 
     def with_consts(gradients, state, params, consts, **arguments):
         program = traced.program.replace(consts=consts)
-        return traced._replace(program=program)(gradients, state, params, arguments)
+        given = (gradients, state, params, arguments)
+        return traced._replace(program=program)(*given, _collectives.gates())
 
     return with_consts, list(traced.program.consts)
 

@@ -111,6 +111,7 @@ def delays(results: plans.Results) -> str:
             for seed in gap.SHORT_SEEDS
             for at_once in [gap.rising().but(seed=seed)]
             if (key := "cpu" + at_once.but(delay=delay).key()) in results
+            and "cpu" + at_once.key() in results
         }
         if delay and found:
             row = found[min(found)][0]

@@ -20,19 +20,19 @@ _gates: contextvars.ContextVar[Sequence[jax.Array]] = contextvars.ContextVar(
 )
 
 
-def current() -> Sequence[jax.Array]:
+def gates() -> Sequence[jax.Array]:
     """What `gating` was given."""
     return _gates.get()
 
 
 @contextlib.contextmanager
-def gating(gates: Sequence[jax.Array]) -> Iterator[None]:
+def gating(arrays: Sequence[jax.Array]) -> Iterator[None]:
     """Lets `after` know zeros made of local steps, those of earlier ones first.
 
     An `optimization_barrier` would do as well, if it were there when XLA orders the
     program.
     """
-    token = _gates.set(gates)
+    token = _gates.set(arrays)
     try:
         yield
     finally:
@@ -41,12 +41,11 @@ def gating(gates: Sequence[jax.Array]) -> Iterator[None]:
 
 def after(received: Any, stage: int) -> Any:
     """What was received in a stage of a sync, once so many local steps are taken."""
-    gates = _gates.get()
-    if stage >= len(gates):
+    if stage >= len(gates()):
         return received
 
     def later(x):
-        zero = gates[stage].astype(x.dtype)
+        zero = gates()[stage].astype(x.dtype)
         return x * (1 + zero) if jnp.issubdtype(x.dtype, jnp.floating) else x + zero
 
     return jax.tree.map(later, received)

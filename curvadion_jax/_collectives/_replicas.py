@@ -78,12 +78,12 @@ class Replicas:
         specs = [spec or PartitionSpec() for spec in specs]
         alone = self.laid_out(ONE_DEVICE)
 
-        def of_parts(parts, *gates):
-            with _gates.gating(gates):
+        def of_parts(parts, *arrays):
+            with _gates.gating(arrays):
                 return function(alone, parts)
 
         return _within_replica.by_device(
-            of_parts, leaves, specs, self.layout, _gates.current()
+            of_parts, leaves, specs, self.layout, _gates.gates()
         )
 
     def _each(self, collective: Callable[[jax.Array], jax.Array], tree: Any) -> Any:

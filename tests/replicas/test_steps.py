@@ -140,6 +140,31 @@ def reached(found, name):
     return seen
 
 
+def test_what_is_injected_hides_too():
+    synchronizer = synchronizers.reconcile(
+        momentum=False, delay=8, compressor=compressors.quantize(2)
+    )
+
+    def make(rate):
+        trigger = triggers.every_k(8)
+        return cd.adaptive_sync(optax.sgd(rate), trigger, synchronizer, AXIS)
+
+    tx = optax.inject_hyperparams(make)(rate=0.1)
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    state = helpers.start(tx, helpers.make_params(), mesh)
+    batch = stacked(helpers.make_gradients(8, REPLICAS))
+    text = several(tx, mesh).lower(state, batch, begins=[7], ends=[7]).compile()
+    program = hlo.parse(text.as_text() or "")
+    found = {x.name: x for x in program.computations[program.entry]}
+    sent = [x for x in found.values() if x.opcode.startswith("all-gather")]
+    halves = [
+        sum(found[name].opcode == "while" for name in reached(found, x.name))
+        for x in sent
+        if "u8" in x.shape
+    ]
+    assert halves == [1]
+
+
 def test_nothing_crosses_in_the_loops():
     tx = optimizer(triggers.every_k(8), delay=8)
     mesh = cd.replicas.make_mesh(REPLICAS)
