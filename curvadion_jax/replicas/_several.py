@@ -23,6 +23,16 @@ class CompiledSteps(CompiledStep):
     A program for every pattern of what is due on the steps. Made by
     `curvadion_jax.replicas.steps`.
 
+    Attributes:
+      sent_outside: as for `CompiledStep`.
+
+    Args:
+      function: the training step of one replica.
+      run: several steps, for the state of all replicas.
+      mesh: mesh with the replica axis.
+      axis_name: name of the replica axis.
+      donate: whether the state's buffers are reused.
+
     Example:
       >>> from curvadion_jax import replicas
       >>> mesh = replicas.make_mesh(1)
