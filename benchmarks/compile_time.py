@@ -5,7 +5,8 @@
 Two forms of one model: every kernel of all layers in one stack (`nn.scan`), and a leaf
 of its own for every kernel of every layer, six a layer. Given are seconds to trace and
 lower and seconds to compile, and the growth of their sum over the smallest depth,
-beside that of Optax's Muon on the same trees with the same dimension numbers.
+beside that of Optax's Muon on the same trees with the same dimension numbers. The two
+programs of `local_muon` are for 8 replicas on one device, under `vmap`.
 
 Programs take turns in random order; JAX forgets all it has compiled before each, and a
 small one of each optimizer goes first, so that nobody pays for what JAX sets up once.
@@ -29,7 +30,14 @@ import optax
 
 import curvadion_jax as cd
 
-RATE = 0.01
+RATE, AXIS, REPLICAS = 0.01, cd.replicas.AXIS, 8
+MUON = "Muon"
+# Of `local_muon`, which the host chooses between.
+PROGRAMS: dict[str, dict[str, bool]] = {
+    "`local_muon`, local step": {"sync": False},
+    "`local_muon`, sync": {"sync": True},
+}
+NAMES = ("`dion`", MUON, *PROGRAMS)
 STACKED, UNSTACKED = "stacked", "a leaf a layer"
 
 
@@ -53,28 +61,39 @@ def optimizers(params: Any, rank: float) -> dict[str, optax.GradientTransformati
     numbers = jax.tree.map(lambda _: cd.DimensionNumbers(-2, -1), params)
     return {
         "`dion`": cd.dion(RATE, rank, dimension_numbers=numbers),
-        "Muon": optax.contrib.muon(RATE, muon_weight_dimension_numbers=numbers),
+        MUON: optax.contrib.muon(RATE, muon_weight_dimension_numbers=numbers),
+        **dict.fromkeys(
+            PROGRAMS, cd.local_muon(RATE, axis_name=AXIS, dimension_numbers=numbers)
+        ),
     }
 
 
-def measure(tx: Any, params: Any) -> tuple[float, float]:
-    """Seconds to trace and lower, and seconds to compile, from nothing."""
+def measure(name: str, tx: Any, params: Any) -> tuple[float, float, int]:
+    """Seconds to trace and lower, seconds to compile, from nothing, and lines of it."""
     clock = time.perf_counter
     if jax.default_backend() == "cpu":
         clock = time.process_time
 
     def update(state, gradients):
         params, opt_state = state
-        updates, opt_state = tx.update(gradients, opt_state, params)
+        updates, opt_state = tx.update(
+            gradients, opt_state, params, **PROGRAMS.get(name, {})
+        )
         return optax.apply_updates(params, updates), opt_state
 
-    state = (params, jax.eval_shape(tx.init, params))
+    arguments = (params, jax.eval_shape(tx.init, params)), params
+    if name in PROGRAMS:
+        update = jax.vmap(update, axis_name=AXIS)
+        arguments = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((REPLICAS, *x.shape), x.dtype), arguments
+        )
     jax.clear_caches()
     start = clock()
-    lowered = jax.jit(update, donate_argnums=0).lower(state, params)
+    lowered = jax.jit(update, donate_argnums=0).lower(*arguments)
     traced = clock()
     lowered.compile()
-    return traced - start, clock() - traced
+    compiled = clock()
+    return traced - start, compiled - traced, lowered.as_text().count("\n")
 
 
 def main() -> None:
@@ -94,28 +113,28 @@ def main() -> None:
     depths = {STACKED: options.stacked, UNSTACKED: options.unstacked}
     cases = [
         (name, form, layers)
-        for name in ("`dion`", "Muon")
+        for name in NAMES
         for form, each in depths.items()
         for layers in each
     ]
-    found: dict[tuple, tuple[float, float]] = {}
+    found: dict[tuple, tuple[float, float, int]] = {}
     if options.results and options.results.exists():
         for line in options.results.read_text().splitlines():
             row = json.loads(line)
             if row["settings"] == settings:
-                found[row["round"], *row["case"]] = row["seconds"]
+                found[row["round"], *row["case"]] = row["found"]
     small = parameters(STACKED, 1, options.width)
-    for tx in optimizers(small, options.rank).values():
-        measure(tx, small)
+    for name, tx in optimizers(small, options.rank).items():
+        measure(name, tx, small)
     for number in range(options.rounds):
         for case in random.Random(number).sample(cases, len(cases)):
             if (number, *case) in found:
                 continue
             name, form, layers = case
             params = parameters(form, layers, options.width)
-            seconds = measure(optimizers(params, options.rank)[name], params)
-            found[number, *case] = seconds
-            row = {"round": number, "case": case, "seconds": seconds}
+            tx = optimizers(params, options.rank)[name]
+            found[number, *case] = measure(name, tx, params)
+            row = {"round": number, "case": case, "found": found[number, *case]}
             if options.results:
                 options.results.parent.mkdir(parents=True, exist_ok=True)
                 with options.results.open("a") as file:
@@ -126,18 +145,19 @@ def main() -> None:
             found[number, *case][part] for number in range(options.rounds)
         )
 
-    print("| optimizer | form | layers | trace and lower | compile | growth |")
-    print("|---|---|---|---|---|---|")
+    print("| optimizer | form | layers | lines | trace and lower | compile | growth |")
+    print("|---|---|---|---|---|---|---|")
     for case in cases:
         name, form, layers = case
         first = (name, form, depths[form][0])
         ratios = [
-            sum(found[number, *case]) / sum(found[number, *first])
+            sum(found[number, *case][:2]) / sum(found[number, *first][:2])
             for number in range(options.rounds)
         ]
         print(
-            f"| {name} | {form} | {layers} | {median(case, 0):.2f} s | "
-            f"{median(case, 1):.2f} s | {statistics.median(ratios):.2f} |"
+            f"| {name} | {form} | {layers} | {median(case, 2):,.0f} | "
+            f"{median(case, 0):.2f} s | {median(case, 1):.2f} s | "
+            f"{statistics.median(ratios):.2f} |"
         )
     print(f"\n{options.rounds} rounds; {json.dumps(settings)}")
 

@@ -7,8 +7,9 @@ The model is that of `memory.py`, a GPT of 160 million float32 parameters with e
 and head; `--matrices` leaves out embedding, head and norms, which all but AdamW give to
 AdamW. A step takes given gradients, parameters and state to new parameters and state,
 and overwrites the latter two (they are donated). `local_muon` and the like run under
-`replicas.step`, one replica on each of four devices: what their conditionals and loops
-copy is counted, and so is what a sync needs, which stands in the same program.
+`replicas.step`, one replica on each of four devices. Where the host knows which steps
+synchronise these are two programs and two rows; else one, in which what its conditional
+copies and what a sync needs are counted.
 
 * arguments: parameters, gradients and state.
 * kept: what of the results is not written over an argument.
@@ -41,6 +42,11 @@ RATE, AXIS = 0.01, cd.replicas.AXIS
 ADAMW = "`optax.adamw`"
 
 
+# Their triggers look at counters alone.
+SCHEDULED = "`local_muon`", "plain average by `reconcile`, Muon's steps"
+PROGRAMS = {", local step": {"sync": False}, ", sync": {"sync": True}}
+
+
 def optimizers(numbers) -> dict[str, optax.GradientTransformation]:
     """Name in the table -> optimizer; those that synchronise come last."""
     muon, dion = optax.contrib.muon, functools.partial(cd.dion, RATE)
@@ -63,8 +69,11 @@ def optimizers(numbers) -> dict[str, optax.GradientTransformation]:
     }
 
 
-def sizes(tx, params, mesh) -> tuple[int, int, int]:
-    """Bytes on a device of arguments, results not written over them, temporaries."""
+def sizes(tx, params, mesh, **known: bool) -> tuple[int, int, int]:
+    """Bytes on a device of arguments, results not written over them, temporaries.
+
+    With ``sync=True`` or ``sync=False`` of a step with a sync or without one, alone.
+    """
 
     def update(state, gradients):
         params, opt_state = state
@@ -87,7 +96,7 @@ def sizes(tx, params, mesh) -> tuple[int, int, int]:
     if replicated:
         step = cd.replicas.step(replica, mesh)
     arguments = jax.tree.map(placed, (state, params))
-    memory = step.lower(*arguments).compile().memory_analysis()
+    memory = step.lower(*arguments, **known).compile().memory_analysis()
     kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes, kept, memory.temp_size_in_bytes
 
@@ -122,10 +131,12 @@ def main() -> None:
     for name, tx in optimizers(numbers).items():
         if name != ADAMW and options.only not in name:
             continue
-        each = [size / 2**20 for size in sizes(tx, params, mesh)]
-        compared = compared or sum(each)
-        cells = " | ".join(f"{size:.0f}" for size in (*each, sum(each)))
-        print(f"| {name} | {cells} | {sum(each) / compared:.2f} |", flush=True)
+        for what, known in PROGRAMS.items() if name in SCHEDULED else [("", {})]:
+            each = [size / 2**20 for size in sizes(tx, params, mesh, **known)]
+            compared = compared or sum(each)
+            cells = " | ".join(f"{size:.0f}" for size in (*each, sum(each)))
+            ratio = sum(each) / compared
+            print(f"| {name}{what} | {cells} | {ratio:.2f} |", flush=True)
     print(f"\n{devices[0].device_kind}, JAX {jax.__version__}")
 
 

@@ -4,9 +4,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
 
 from curvadion_jax import (
     _arguments,
@@ -18,6 +16,7 @@ from curvadion_jax import (
     _layout,
     _mapped,
     _partition,
+    _requests,
     _trees,
     _xla,
 )
@@ -40,6 +39,7 @@ class AdaptiveSyncState(NamedTuple):
       metrics: `SyncMetrics`; changes on every step.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from curvadion_jax import adaptive_sync, synchronizers, triggers
       >>> tx = adaptive_sync(
       ...     optax.sgd(0.1), triggers.every_k(4), synchronizers.reconcile()
@@ -121,6 +121,7 @@ def adaptive_sync(
         missing or may differ between replicas.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from curvadion_jax import synchronizers, triggers
       >>> local_sgd = adaptive_sync(
       ...     optax.sgd(0.1), triggers.every_k(4), synchronizers.reconcile()
@@ -189,8 +190,12 @@ def adaptive_sync(
             fire &= ~_faults.in_cooldown(counters, replica.weight)
         request, asked = replica.request(fire, counters, due), False
         if not isinstance(request, int):  # what is known to all is not asked
-            asked = True if ask_every is None else _is_asked(step, ask_every, axis_name)
-            request = _largest(request, asked, axis_name)
+            asked = (
+                True
+                if ask_every is None
+                else _requests.is_asked(step, ask_every, axis_name)
+            )
+            request = _requests.largest(request, asked, axis_name)
         begins, ends = replica.begins_and_ends(request)
 
         # 2. A local step, and a sync if any replica requested one.
@@ -256,39 +261,6 @@ def adaptive_sync(
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _largest(request: jax.Array, asked: Any, axis_name: str | None) -> jax.Array:
-    """0 for a local step of all replicas, else 1 + the variant of their sync."""
-    if asked is True:
-        which = _collectives.largest(request, axis_name)
-    else:
-        which = lax.cond(
-            asked,
-            lambda request: _collectives.largest(request, axis_name),
-            lambda request: jnp.zeros([], jnp.int32),
-            request,
-        )
-    return which if axis_name is None else _guards.one_decision(which)
-
-
-def _is_asked(step: Any, ask_every: int, axis_name: str | None) -> jax.Array:
-    """Whether replicas reduce their requests on this step; the same on all of them."""
-    if step is None:
-        raise ValueError(
-            f"adaptive_sync(ask_every={ask_every}) needs the number of the step, from "
-            "outside and the same on all replicas: call update(gradients, state, "
-            "params, step=step), with the step as a further argument of the training "
-            "step, which replicas.step passes on as train(state, batch, step)"
-        )
-    step = jnp.asarray(step)
-    if step.shape or not jnp.issubdtype(step.dtype, jnp.integer):
-        raise TypeError(
-            f"step must be one integer, the number of the step, got {step.dtype}"
-            f"{list(step.shape)}"
-        )
-    _guards.require_shared(step, axis_name, "the step")
-    return step % ask_every == 0
 
 
 def _with_sync_state(before: AdaptiveSyncState, after: AdaptiveSyncState) -> Any:

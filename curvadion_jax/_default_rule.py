@@ -18,6 +18,7 @@ DimensionNumbers = optax.contrib.MuonDimensionNumbers
 _EMBEDDING = re.compile(r".*embed.*|(.*_)?emb|wte|wpe|vocab.*|pos(_.*)?|.*_token")
 _HEAD = re.compile(r"(.*_|lm|output)?(heads?|classifier|readout)|.*logit.*|unembed.*")
 _VECTOR = re.compile(r".*(bias|scale|norm|gamma|beta).*")
+_LAYER_NORM = re.compile(r"(.*_)?ln(_?\w)?|(.*_)?(layer_?|rms_?)norm(_?\w)?")
 _CONVOLUTION = re.compile(r".*conv.*")
 _QUERY = re.compile(r"(q|query)(_?proj(ection)?)?|wq(_b)?")
 _ATTENTION_IN = re.compile(r"(q|k|v|query|key|value)(_?proj(ection)?)?|w(q|kv)_b")
@@ -82,7 +83,7 @@ def _default_numbers(names: tuple[str, ...], shapes: Shapes) -> DimensionNumbers
     ndim = len(shape)
     if ndim < 2 or 0 in shape or (lower and _VECTOR.fullmatch(lower[-1])):
         return None
-    for other in (_EMBEDDING, _HEAD, _CONVOLUTION):
+    for other in (_EMBEDDING, _HEAD, _CONVOLUTION, _LAYER_NORM):
         if any(other.fullmatch(name) for name in lower):
             return None
     if ndim == 2:

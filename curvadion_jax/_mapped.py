@@ -20,7 +20,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _closures, _collectives, _guards, _jaxprs
+from curvadion_jax import _axis_types, _closures, _collectives, _guards, _jaxprs
 from curvadion_jax._protocols import Synchronizer, Trigger
 from curvadion_jax._schedule import Due, Schedule
 
@@ -233,16 +233,16 @@ def _in_shard_map(function, mapped: Mapped, batched, checked: bool, gates=()):
         result = _collectives.vary(result, axis)
         return jax.tree.map(lambda x: jnp.expand_dims(x, 0), result)
 
-    specs = jax.tree.map(lambda b: P(axis) if b else P(), tuple(batched))
-    run = jax.shard_map(
-        body,
-        mesh=mapped.mesh.abstract_mesh,
-        in_specs=(P(axis), *specs),
-        out_specs=P(axis),
-        axis_names={axis},
-        check_vma=checked,
-    )
-    return functools.partial(run, gates)
+    def call(*operands):
+        _, state, params, *_ = operands
+        _, of_state, of_params, *_ = batched
+        like = _axis_types.specs((params, state), (of_params, of_state))
+        in_specs = jax.tree.map(lambda b: P(axis) if b else P(), tuple(batched))
+        return _axis_types.over_replicas(
+            *(body, mapped.mesh, axis, (P(axis), *in_specs), like), check_vma=checked
+        )(gates, *operands)
+
+    return call
 
 
 def _stacked(tree, batched, size: int):

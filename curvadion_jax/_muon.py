@@ -16,7 +16,7 @@ def muon(
     learning_rate: optax.ScalarOrSchedule,
     dimension_numbers: Any,
     *,
-    beta: jax.typing.ArrayLike = 0.95,
+    beta: optax.ScalarOrSchedule = 0.95,
     eps: jax.typing.ArrayLike = 1e-8,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any | None = None,
@@ -32,21 +32,26 @@ def muon(
       learning_rate: a number or a schedule.
       dimension_numbers: function from a masked tree of the parameters to the dimension
         numbers of its leaves.
-      beta: decay rate of the Nesterov momentum.
+      beta: decay rate of the Nesterov momentum; a number or a schedule.
       eps: of the norm by which a matrix is divided.
       weight_decay: as for `optax.contrib.muon`.
       weight_decay_mask: as for `optax.contrib.muon`.
       mu_dtype: dtype of the momentum.
     """
-    return optax.chain(
+
+    def momentum(beta):
         # No iteration, and a scaling that belongs to the first: Nesterov momentum.
-        optax.contrib.scale_by_muon(
+        return optax.contrib.scale_by_muon(
             ns_steps=0,
             beta=beta,
             mu_dtype=mu_dtype,
             preconditioning="aol",
             weight_dimension_numbers=dimension_numbers,
-        ),
+        )
+
+    scheduled = optax.inject_hyperparams(momentum)
+    return optax.chain(
+        scheduled(beta=beta) if callable(beta) else momentum(beta),
         _orthogonalized(dimension_numbers, eps),
         # It takes schedules.
         optax.add_decayed_weights(weight_decay, weight_decay_mask),  # pyright: ignore[reportArgumentType]

@@ -63,13 +63,19 @@ CASES = [
     *(Case(delay=d, outer="1.0, 0") for d in (0, 7, 14, 35)),
     Case(delay=7, present=6),
     *(Case(delay=d, keep=0.5) for d in (14, 35)),
+    *(Case(delay=d, present=4) for d in (7, 14, 35)),
+    *(Case(delay=d, present=6) for d in (14, 35)),
+    *(Case(delay=d) for d in (21, 28)),
+    *(Case(present=n) for n in (7, 5)),
+    Case(delay=35, present=4, keep=0.5),
+    Case(delay=35, present=4, outer="1.0, 0"),
 ]
 
 
 class Sites:
     """All sites: their parameters as arrays [SITES, ...], and what each follows."""
 
-    def __init__(self, case: Case, params: Any):
+    def __init__(self, case: Case, params: Any, count: int = SITES):
         settings = Settings(
             every=EVERY,
             fragments=1,
@@ -88,7 +94,7 @@ class Sites:
         self._leaves = [np.asarray(x) for x in leaves]
         self._case, self._random = case, np.random.default_rng(0)
         self.followers = []
-        for index in range(SITES):
+        for index in range(count):
             wrapped = Store(store)
             model = Model(params, outer, form.posted, 1)
             name = f"site{index}"
@@ -96,10 +102,10 @@ class Sites:
             parts = wrapped, model, name, number, settings, lambda own, why: None
             self.followers.append(Follower(*parts))
             self.followers[-1].enter(self._leaves)
-        self._tokens = [0] * SITES
+        self._tokens = [0] * count
 
     def initial(self) -> Any:
-        stacked = [np.stack([x] * SITES) for x in self._leaves]
+        stacked = [np.stack([x] * len(self.followers)) for x in self._leaves]
         return jax.tree.unflatten(self._structure, stacked)
 
     def bring(self, params: Any, steps: int) -> None:

@@ -241,7 +241,7 @@ def build(
 
     synchronous = optimizer in SYNCHRONOUS
     # Inside a step the replica axis is not to be seen.
-    axes = NamedSharding(mesh, P((AXIS, "fsdp"))) if synchronous else P("fsdp")
+    axes = NamedSharding(mesh, P((AXIS, "fsdp")) if synchronous else P("fsdp"))
     held = _Held(_held_to_batch(network, axes))
 
     def loss_fn(params, tokens_BxT):

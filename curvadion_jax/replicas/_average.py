@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import (
+    _axis_types,
     _collectives,
     _counters,
     _finite,
@@ -89,13 +90,11 @@ def average_where_synced(
             new = lax.cond(synced, mean, lambda *kept: list(kept), *moving)
         return [jnp.expand_dims(x, 0) for x in new]
 
-    new = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=P(axis_name),
-        out_specs=P(axis_name),
-        axis_names={axis_name},
-    )(synced, *(arrays[i] for i in moving))
+    operands = [arrays[i] for i in moving]
+    like = _axis_types.specs(operands, [True] * len(operands))
+    new = _axis_types.over_replicas(body, mesh, axis_name, P(axis_name), like)(
+        synced, *operands
+    )
     for index, x in zip(moving, new, strict=True):
         arrays[index] = x
     return jax.tree.unflatten(jax.tree.structure(state), arrays)

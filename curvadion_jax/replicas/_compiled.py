@@ -18,6 +18,7 @@ from curvadion_jax._schedule import Due, Upcoming, places
 from curvadion_jax.replicas import _placed, _traffic
 from curvadion_jax.replicas._anchor import check_start
 from curvadion_jax.replicas._checks import check_alive, is_array
+from curvadion_jax.replicas._mesh import check_context
 
 _log = logging.getLogger("curvadion_jax")
 _LOCAL = Due(sync=False)
@@ -102,6 +103,7 @@ class CompiledStep:
         state = jax.tree.unflatten(key[0], leaves)
         batch = jax.tree.map(self._divided, batch)
         if not self._checked:
+            check_context(self._mesh)
             check_start(state, has_axis=True)
         operands = (state, batch, *shared)
         start = time.perf_counter()
@@ -208,7 +210,8 @@ class CompiledStep:
                 f"training step and not in the optimizer: {'; '.join(sent[:4])}"
                 f"{' ...' if len(sent) > 4 else ''}. Say there how rows are divided "
                 "within a replica: x = jax.lax.with_sharding_constraint(x, "
-                "PartitionSpec('fsdp')), with your axis, on the array that is read",
+                "NamedSharding(mesh, PartitionSpec('fsdp'))), with your axis, on the "
+                "array that is read",
                 stacklevel=3,
             )
 
@@ -240,8 +243,6 @@ class CompiledStep:
             ]
             state = jax.tree.unflatten(structure, leaves)
             with (
-                # Also for jitted functions in the step: a trace of theirs is of a mesh.
-                jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh),
                 _layout.noting(_placed.divided(state, placements)),
                 _mapped.mapping(mapped),
             ):

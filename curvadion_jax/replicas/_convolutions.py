@@ -15,6 +15,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from curvadion_jax import _axis_types
+
 _NAME = "conv_general_dilated"
 
 
@@ -72,13 +74,10 @@ def _apart(
         def of_replica(*operands):
             return convolve(*(jnp.squeeze(x, 0) for x in operands))[None]
 
-        spec = P(axis_name)
-        return jax.shard_map(
-            of_replica,
-            mesh=mesh.abstract_mesh,
-            in_specs=spec,
-            out_specs=spec,
-            axis_names={axis_name},
-        )(*operands), True
+        aval: Any = equation.outvars[0].aval
+        mapped = _axis_types.over_replicas(
+            of_replica, mesh, axis_name, P(axis_name), aval.sharding.spec
+        )
+        return mapped(*operands), True
 
     return one

@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from curvadion_jax import _arguments, _collectives, _jaxprs, _orthonormalize
+from curvadion_jax import (
+    _arguments,
+    _axis_types,
+    _collectives,
+    _jaxprs,
+    _orthonormalize,
+)
 
 
 def value_and_grad(
@@ -90,7 +96,7 @@ def _accumulated(differentiate, args, argnums, number: int):
                 f"into {number} micro-batches along the first axis; what is no batch "
                 "goes in by name"
             )
-        return jnp.reshape(x, (number, shape[0] // number, *shape[1:]))
+        return _axis_types.split_rows(jnp.asarray(x), number)
 
     def take(rows):
         given = iter(rows)
@@ -103,7 +109,7 @@ def _accumulated(differentiate, args, argnums, number: int):
 
     parts = jax.tree.map_with_path(part, rows)
     traced = _jaxprs.trace(take, jax.tree.map(lambda x: x[0], parts))
-    start = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x)), traced.result)
+    start = jax.tree.map(_zeros, traced.types)
     axes = _jaxprs.axes_of_results([traced])
     total, _ = lax.scan(add, _collectives.vary_over(start, axes), parts)
     return jax.tree.map(
@@ -119,6 +125,10 @@ def _is_float(x: Any) -> bool:
 
 def _wide(x: Any) -> Any:
     return _orthonormalize.compute_dtype(x.dtype) if _is_float(x) else x.dtype
+
+
+def _zeros(x: Any) -> jax.Array:
+    return jnp.zeros(x.shape, _wide(x), out_sharding=x.sharding)
 
 
 def _sum(total: jax.Array, x: jax.Array) -> jax.Array:

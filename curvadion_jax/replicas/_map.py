@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _guards, _jaxprs, _mapped, _paths
+from curvadion_jax import _axis_types, _guards, _jaxprs, _mapped, _paths
 from curvadion_jax.replicas import _convolutions, _inspect
 from curvadion_jax.replicas._average import average_where_synced, check_average
 from curvadion_jax.replicas._checks import check_leading
@@ -63,8 +63,7 @@ def map_over_replicas(
 
     def rows(x):
         """[global batch, ...] -> [replicas, batch, ...]."""
-        x = jnp.asarray(x)
-        return divided(x.reshape(number, x.shape[0] // number, *x.shape[1:]))
+        return divided(_axis_types.split_rows(jnp.asarray(x), number))
 
     def run(state, batch, *shared):
         check_leading(state, number, "state", "replicas; make it with replicate()")
@@ -107,10 +106,12 @@ def _what_to_say(
             "meant so, as in a contrastive loss, is not counted by metrics.read"
         )
     if alone:
-        some = ", ".join(alone[:4]) + (" ..." if len(alone) > 4 else "")
+        names = [name or "the state itself" for name in alone[:4]]
+        some = ", ".join(names) + (" ..." if len(alone) > 4 else "")
+        arrays = "1 array changes" if len(alone) == 1 else f"{len(alone)} arrays change"
         return (
-            f"of the state {len(alone)} arrays change on every replica alone, and no "
-            f"sync brings them together: {some}. Replicas drift apart in them. All "
+            f"of the state {arrays} on every replica alone, and no sync brings "
+            f"them together: {some}. Replicas drift apart in them. All "
             "trainable parameters belong to one optimizer that synchronises "
             "(curvadion, local_muon, adaptive_sync; other_optimizer takes what is not "
             "a matrix); other state, such as batch statistics or means of parameters, "

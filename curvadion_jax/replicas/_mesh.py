@@ -18,8 +18,9 @@ def make_mesh(
     *,
     axis_name: str = AXIS,
     devices: Sequence[Any] | None = None,
+    inner_type: AxisType = AxisType.Auto,
 ) -> Mesh:
-    """A mesh whose first axis is the replicas, all axes automatic.
+    """A mesh whose first axis is the replicas, of type Auto.
 
     Args:
       replicas: number of replicas.
@@ -29,6 +30,8 @@ def make_mesh(
       devices: devices to use, in this order. None is those of `jax.devices()`, slice by
         slice and process by process, so that a replica of a slice's size is a slice; of
         more devices than needed, as many of each slice or process.
+      inner_type: type of the inner axes, Auto, or Explicit for a model whose arrays
+        have their sharding in their types; see `jax.sharding.AxisType`.
 
     Returns:
       The mesh, the replica axis first and then those of `inner`.
@@ -37,7 +40,8 @@ def make_mesh(
       TypeError: if `replicas` or a size is not an int, or another argument of the wrong
         kind.
       ValueError: if there are too few devices, a size is below 1, an inner axis has
-        the replica axis's name, or a process would have no device in the mesh.
+        the replica axis's name, `inner_type` is another, or a process would have no
+        device in the mesh.
 
     Example:
       >>> make_mesh(1).axis_names
@@ -53,6 +57,11 @@ def make_mesh(
     if isinstance(devices, str):
         raise TypeError(
             f"devices must be devices such as jax.devices({devices!r}), got {devices!r}"
+        )
+    if inner_type not in (AxisType.Auto, AxisType.Explicit):
+        raise ValueError(
+            "inner_type must be jax.sharding.AxisType.Auto or AxisType.Explicit, got "
+            f"{inner_type!r}"
         )
     if axis_name in (inner or {}):
         raise ValueError(
@@ -82,7 +91,8 @@ def make_mesh(
         every = _side_by_side(every, replicas, needed)
         _check_processes(every[:needed], sizes)
     grid = np.array(every[:needed], dtype=object).reshape(list(sizes.values()))
-    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    types = (AxisType.Auto, *[inner_type] * (len(sizes) - 1))
+    return Mesh(grid, tuple(sizes), axis_types=types)
 
 
 def _side_by_side(devices: Sequence[Any], replicas: int, needed: int) -> list[Any]:
@@ -125,11 +135,29 @@ def check_axis(mesh: Any, axis_name: str) -> None:
             f"the mesh has the axes {mesh.axis_names} and no {axis_name!r}: make it "
             "with curvadion_jax.replicas.make_mesh, or pass axis_name"
         )
+    check_context(mesh)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if others := [name for name in types if types[name] != AxisType.Auto]:
+    if types[axis_name] != AxisType.Auto:
         raise ValueError(
-            f"the mesh axes {others} are of type {types[others[0]]}, as jax.make_mesh "
-            "makes them by default, and a training step of plain array code needs "
-            "Auto: make the mesh with curvadion_jax.replicas.make_mesh, or with "
-            f"axis_types=(jax.sharding.AxisType.Auto,) * {len(types)}"
+            f"the replica axis {axis_name!r} is of type {types[axis_name]}, as "
+            "jax.make_mesh makes axes by default, and must be Auto: JAX cannot take "
+            "one replica, x[0], of an Explicit axis. Make the mesh with "
+            "curvadion_jax.replicas.make_mesh, or with axis_types; axes inside a "
+            "replica may be of both types"
         )
+
+
+def check_context(mesh: Mesh) -> None:
+    """Refuses to work in the context of another mesh, where arrays cannot be mixed."""
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty and context != mesh.abstract_mesh:
+        raise ValueError(
+            f"this runs in the context of the mesh {_described(context)}, and the mesh "
+            f"of the replicas is {_described(mesh.abstract_mesh)}: give jax.set_mesh "
+            "this one, or set none"
+        )
+
+
+def _described(mesh: jax.sharding.AbstractMesh) -> str:
+    types = zip(mesh.shape.items(), mesh.axis_types, strict=True)
+    return ", ".join(f"{name}={size} ({kind.name})" for (name, size), kind in types)

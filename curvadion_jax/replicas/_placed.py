@@ -4,11 +4,10 @@ import functools
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _layout, _memory, _paths
+from curvadion_jax import _axis_types, _layout, _memory, _paths
 from curvadion_jax.replicas._checks import is_array
 
 
@@ -49,4 +48,4 @@ def divided(state: Any, placements) -> list[_layout.Placed]:
 def keep(x: jax.Array, placement: NamedSharding | None) -> jax.Array:
     if placement is None or placement.memory_kind == _memory.HOST_KIND:
         return x  # an array in host memory stays by its type
-    return lax.with_sharding_constraint(x, placement)
+    return _axis_types.constrain(x, placement)

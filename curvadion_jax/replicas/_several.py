@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
 from curvadion_jax import _mapped, _paths
 from curvadion_jax._schedule import Due
@@ -105,6 +106,9 @@ def run_several(run: Callable[..., Any]) -> Callable[..., Any]:
     def several(state, batches, *shared):
         outer = cast(_mapped.Mapped, _mapped.current())
         due = outer.due or [None] * _number((batches, shared))
+        hides = any(x and x.ends for x in due) and all(
+            kind == AxisType.Auto for kind in outer.mesh.axis_types
+        )
         found, stacked, gates = [], [], []
         for first, last, each in _parts(due):
             mapped = dataclasses.replace(
@@ -121,7 +125,7 @@ def run_several(run: Callable[..., Any]) -> Callable[..., Any]:
             state, metrics = lax.scan(one, state, rows, unroll=last - first == 1)
             found.append(mapped)
             stacked.append(metrics)
-            if each == _LOCAL and any(x.ends for x in due[last:] if x):
+            if each == _LOCAL and hides:
                 gates.append(_gate(state))
         outer.schedule = found[0].schedule
         outer.counts_along = all(x.counts_along for x in found)

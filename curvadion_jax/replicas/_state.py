@@ -27,7 +27,8 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
 
     Returns:
       The tree with leaves [replicas, ...], sharded over the replica axis; an array that
-      is sharded over other axes of this mesh stays so within each replica.
+      is sharded over other axes of this mesh, of either type, stays so within each
+      replica.
 
     Raises:
       TypeError: if a leaf is neither an array nor a number, or the mesh is none.
@@ -69,9 +70,25 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
     def broadcast(tree):
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *x.shape)), tree)
 
+    tree = jax.tree.map(lambda x: _with_types(x, mesh), tree)
     tree = jax.tree.map_with_path(strong, tree)
     check_start(tree, has_axis=False)
     return jax.jit(broadcast, out_shardings=jax.tree.map(sharding, tree))(tree)
+
+
+def _with_types(x: Any, mesh: Mesh) -> Any:
+    """An array that lies on this mesh, but for the types of its axes, with these types.
+
+    Flax (0.12.8) makes models on meshes of one type alone.
+    """
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh == mesh:
+        return x
+    types = mesh.axis_types
+    if len(types) != len(sharding.mesh.axis_names):
+        return x
+    same = sharding.mesh.update(axis_types=types) == mesh
+    return jax.device_put(x, sharding.update(mesh=mesh)) if same else x
 
 
 def offload(state: Any) -> Any:

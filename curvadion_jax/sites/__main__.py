@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m curvadion_jax.sites", description="Looks at a run of sites."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    status = commands.add_parser("status", help="rounds, sites, lag, bytes, tokens")
+    status = commands.add_parser("status", help="rounds, sites, weights, tokens, bytes")
     status.add_argument("url", help="of the run, as given to sites.join")
     status.add_argument(
         *("--watch",),
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 0
             time.sleep(flags.watch)
             print()
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,26 +1,22 @@
-"""One site's copy of a run: it follows the commits, brings posts and proposes rounds.
+"""One site's copy of a run: it follows the commits, and brings contributions.
 
 Every method may fail with `StoreError` at any request, and is then called again: state
 changes last, and what was written already is found there.
 """
 
 import logging
-import time
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 from curvadion_jax.sites import _messages, _rounds, _run
-from curvadion_jax.sites._messages import Refused
+from curvadion_jax.sites._messages import RunError
 from curvadion_jax.sites._model import Arrays, Model, Outer
-from curvadion_jax.sites._rounds import Own, Post
-from curvadion_jax.sites._run import RunError
+from curvadion_jax.sites._proposals import Proposals
+from curvadion_jax.sites._rounds import Own, Roster
 from curvadion_jax.sites._store import Store
 
 log = logging.getLogger("curvadion_jax.sites")
-
-# Seconds for which a round may wait before the log says so.
-_PATIENCE = 60
 
 
 class Follower:
@@ -51,19 +47,16 @@ class Follower:
         self.own: Own | None = None
         self.snapshot_due = False
         self.outer: Outer
-        self._roster: dict[str, list[float]] = {}
+        self._roster: Roster = {}
         fragments = range(len(model.indices))
         self._owed = [model.nothing_owed(p) for p in fragments]
         self._since = [0 for _ in fragments]
-        self._posts: dict[str, Post] = {}
-        self._first_seen: dict[str, int] = {}
-        self._complete: float | None = None
-        self._told = time.monotonic()
+        self._open = Proposals(store, model, name, incarnation, settings)
 
     @property
     def fragment(self) -> int:
         """Of the next round."""
-        return self.number % len(self.model.indices)
+        return self.model.fragment(self.number)
 
     def enter(self, params: Arrays) -> None:
         """Takes up the run where it stands, or begins it at these parameters."""
@@ -83,18 +76,17 @@ class Follower:
             return False
         commit = _rounds.read_commit(data, self.number)
         if commit["before"] != self.outer.digest:
-            raise self._differs(commit["before"])
+            ours, theirs = self.outer.digest, commit["before"]
+            raise _run.differs(self.name, self.number, ours, theirs)
         contributors, messages = commit["contributors"], []
         for entry in contributors:
             message = self._message(entry)
             if message is None:  # collected, since this site was away
                 return self._jump()
-            messages.append(message)
+            messages.append((message, entry["weight"]))
         if contributors:
-            weights = [entry["weight"] for entry in contributors]
-            pairs = zip(messages, weights, strict=True)
             self.outer = self.model.step(
-                self.outer, self.fragment, pairs, commit["expected"]
+                self.outer, self.fragment, messages, commit["expected"]
             )
         self._follow(commit)
         if contributors and contributors[0]["name"] == self.name:
@@ -129,34 +121,16 @@ class Follower:
         }
         key = _rounds.post_key(self.number, self.name)
         # If there is one already, a killed predecessor's, that one stands.
-        _messages.write(self.store, key, header, own.message)
-        self.own, self._told = own._replace(posted=True), time.monotonic()
+        created, header = _messages.write(self.store, key, header, own.message)
+        if created:
+            self._open.add(self.name, header, own.message)
+        self.own = own._replace(posted=True)
 
     def propose(self) -> bool:
         """Creates the commit of the next round if it is time; whether there is one."""
         if self.own is None or not self.own.posted:
             return False
-        members = _rounds.members(self.store.keys(_rounds.MEMBERS))
-        if members.newest.get(self.name, 0) > self.incarnation:
-            raise RunError(
-                f"another site has joined the run as {self.name!r} since this one did, "
-                "and this one stops: give every site a name of its own"
-            )
-        keys = self.store.keys(_rounds.post_key(self.number))
-        for name in [key.rpartition("/")[2] for key in keys]:
-            if name not in self._posts:
-                self._posts[name] = self._read(name)
-        expected = self._expected(members)
-        missing = sorted(expected - set(self._posts))
-        if len(self._posts) < members.needed(self.settings.quorum):
-            self._tell(f"has {len(self._posts)} of the posts it needs", missing)
-            return False
-        now = time.monotonic()
-        self._complete = now if self._complete is None else self._complete
-        if missing and now - self._complete < self.settings.grace:
-            return False
-        self._commit(members)
-        return True
+        return self._open.propose(self.number, self.outer.digest, self._roster)
 
     def snapshot(self) -> None:
         """Writes the outer side in full, and collects what lies long before."""
@@ -165,74 +139,10 @@ class Follower:
         )
         self.snapshot_due = False
 
-    def _expected(self, members: _rounds.Members) -> set[str]:
-        """Who is waited for: who contributed lately, and who is new."""
-        for name in members.newest:
-            self._first_seen.setdefault(name, self.number)
-        last = {name: pair[0] for name, pair in self._roster.items()}
-        lately = self.number - _rounds.FORGET
-        found = {
-            name
-            for name, first in self._first_seen.items()
-            if max(first, last.get(name, 0)) >= lately
-        }
-        return found - members.gone
-
-    def _commit(self, members: _rounds.Members) -> None:
-        posts = list(self._posts.values())
-        before = _rounds.digest_of_most(posts, self.outer.digest)
-        if before != self.outer.digest:
-            raise self._differs(before)
-        data = _rounds.commit(
-            self.number,
-            self.fragment,
-            before,
-            _rounds.judged(posts, before, self.settings.max_norm),
-            self._roster,
-            members.gone,
-            by=self.name,
-        )
-        self.store.create(_rounds.commit_key(self.number), data)
-
-    def _differs(self, digest: str) -> RunError:
-        return RunError(
-            f"before round {self.number} the outer parameters of this site, "
-            f"{self.name!r}, have the digest {self.outer.digest}, and those of the run "
-            f"{digest}: give all sites the same outer optimizer, compressor, and "
-            "versions of JAX and Optax, and start this one again"
-        )
-
-    def _read(self, name: str) -> Post:
-        """A contribution to the next round, with why it cannot count."""
-        key = _rounds.post_key(self.number, name)
-        shapes = self.model.messages[self.fragment]
-        try:
-            found = _messages.read(self.store, key, "post", shapes)
-            if found is None:
-                raise Refused("it is gone")
-            header, arrays = found
-            _rounds.check_post(header, name, self.number)
-        except Refused as error:
-            return Post(name, why=str(error))
-        norm = self.model.norm(self.fragment, arrays)
-        return Post(name, header, arrays, norm)
-
     def _message(self, entry: dict[str, Any]) -> Arrays | None:
         """The arrays of a contributor; None if they have been collected."""
-        if self.own is not None and self.own.uid == entry["uid"]:
-            return self.own.message
-        post = self._posts.get(entry["name"])
-        if post is None or post.header.get("uid") != entry["uid"]:
-            post = self._read(entry["name"])
-            if post.why == "it is gone":
-                return None
-        if post.header.get("sha256") != entry["sha256"]:
-            raise RunError(
-                f"the contribution of {entry['name']!r} to round {self.number} is not "
-                f"the one that was committed ({post.why or 'another digest'}): "
-                "something else writes into the run's folder"
-            )
-        return post.arrays
+        post = self._open.committed(entry, self.number)
+        return None if post.why == _rounds.GONE else post.arrays
 
     def _follow(self, commit: dict[str, Any]) -> None:
         """Takes down who counted in a round, this site included."""
@@ -242,7 +152,7 @@ class Follower:
         self._roster = commit["roster"]
         self.contributors = [entry["name"] for entry in commit["contributors"]]
         self.number = commit["round"] + 1
-        self._posts, self._complete = {}, None
+        self._open.close()
         own = self.own
         if own is not None and own.round == commit["round"]:
             counted = any(x["uid"] == own.uid for x in commit["contributors"])
@@ -285,12 +195,4 @@ class Follower:
 
     def _load(self, key: str) -> None:
         self.outer, self._roster, self.number = _run.load(self.store, self.model, key)
-        self._posts, self._complete = {}, None
-
-    def _tell(self, what: str, missing: list[str]) -> None:
-        """What a round waits for, if that takes long, and again after as long."""
-        if time.monotonic() - self._told > _PATIENCE:
-            self._told = time.monotonic()
-            who = ", ".join(missing) or "nobody known"
-            text = "round %d of %s %s; not there: %s"
-            log.warning(text, self.number, self.store.url, what, who)
+        self._open.close()

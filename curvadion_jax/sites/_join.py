@@ -1,17 +1,23 @@
 """How a site joins: its arguments, and its name."""
 
+import dataclasses
 import json
 import re
 import uuid
 from typing import Any
 
+import jax
 import optax
 
 from curvadion_jax import _arguments, compressors
 from curvadion_jax.compressors._base import check_compressor
-from curvadion_jax.sites import _messages, _rounds
+from curvadion_jax.sites import _messages, _processes, _rounds
+from curvadion_jax.sites._follower import Follower
+from curvadion_jax.sites._model import Model
+from curvadion_jax.sites._processes import Shared
 from curvadion_jax.sites._site import Settings, Site
 from curvadion_jax.sites._store import Store
+from curvadion_jax.sites._worker import Worker
 from curvadion_jax.synchronizers._fragments import check_number
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -34,6 +40,8 @@ def join(
     poll: float = 1.0,
 ) -> "Site":
     """Joins a training run that lies in an object store, or begins one.
+
+    The processes of a `jax.distributed` program are one site, and all call this alike.
 
     Args:
       url: of the run: ``s3://bucket/run-7``, ``gs://``, ``az://``, a folder; or a store
@@ -66,8 +74,9 @@ def join(
       ImportError: without `obstore`, the extra ``curvadion-jax[sites]``.
       OSError: if the store cannot be reached, read, or written.
       RuntimeError: if it overwrites objects that it is told to create.
-      TypeError, ValueError: for an argument that is of the wrong kind or out of range,
-        or a compressor for which all replicas must be at work together.
+      TypeError, ValueError: for an argument that is of the wrong kind, out of range, or
+        not the same in all processes of the site; or a compressor for which all
+        replicas must be at work together.
 
     Example:
       >>> import jax, tempfile
@@ -119,10 +128,28 @@ def join(
         max_norm=max_norm,
         poll=poll,
     )
-    store = Store(url)
-    incarnation = _enter_name(store, name)
+    if jax.process_count() > 1:
+        _processes.check_alike({"name": name, **dataclasses.asdict(settings)})
+    entered = _processes.of_first(lambda: _entered(url, name))
     parts = optax.scale(-1) if outer is None else outer, form.posted
-    return Site(store, name, incarnation, settings, *parts)
+
+    def make_model(params: Any) -> Model:
+        return Model(params, *parts, fragments)
+
+    def make_worker(model: Model) -> Worker | Shared:
+        if entered is None:
+            return Shared(None)
+        store, number = entered
+        own = store, model, name, number, settings
+        worker = Worker(lambda settled: Follower(*own, settled), poll)
+        return worker if jax.process_count() == 1 else Shared(worker)
+
+    return Site(name, settings, make_model, make_worker)
+
+
+def _entered(url: Any, name: str) -> tuple[Store, int]:
+    store = Store(url)
+    return store, _enter_name(store, name)
 
 
 def _enter_name(store: Store, name: str) -> int:

@@ -28,7 +28,11 @@ _UID = re.compile("[0-9a-f]{32}")
 PART = 2**26
 
 
-class Refused(ValueError):
+class RunError(RuntimeError):
+    """This site cannot go on with the run; the others do."""
+
+
+class Refused(RunError):
     """A message that is not what it should be; says why."""
 
 
@@ -138,15 +142,19 @@ def as_object(data: bytes) -> dict[str, Any]:
     return found
 
 
-def check_header(header: dict[str, Any], kind: str) -> None:
-    """Rejects another format, another kind, and fields of other types."""
+def check_format(header: dict[str, Any], what: str) -> None:
     number = header.get("format")
     if number != FORMAT:
         newer = isinstance(number, int) and number > FORMAT
         raise Refused(
-            f"it is of format {number}, and this curvadion_jax reads {FORMAT}"
+            f"{what} is of format {number}, and this curvadion_jax reads {FORMAT}"
             + (": upgrade it" if newer else "")
         )
+
+
+def check_header(header: dict[str, Any], kind: str) -> None:
+    """Rejects another format, another kind, and fields of other types."""
+    check_format(header, "it")
     if header.get("kind") != kind:
         raise Refused(f"it is a {header.get('kind')!r}, and no {kind}")
     fields = {"uid": str, "sha256": str, "parts": int, "arrays": list}

@@ -47,7 +47,7 @@ class Model:
     """The functions of one run, for parameters of these shapes.
 
     Attributes:
-      shapes: of the parameters' leaves.
+      shapes, names: of the parameters' leaves.
       indices: which leaves each fragment has.
       messages: shapes of each fragment's message.
       snapshot: shapes of a snapshot: the anchor, and the outer optimizer's states.
@@ -83,14 +83,13 @@ class Model:
         self.snapshot = [*self.shapes, *(x for state in self._states for x in state)]
         self._programs: dict[Any, Callable[..., Any]] = {}
 
+    def fragment(self, number: int) -> int:
+        """Which a round is of."""
+        return number % len(self.indices)
+
     def part(self, arrays: Sequence[Any], fragment: int) -> list[Any]:
         """A fragment's, of arrays in the order of the parameters' leaves."""
         return [arrays[i] for i in self.indices[fragment]]
-
-    def describe(self) -> list[list[Any]]:
-        """Paths, dtypes and shapes of the parameters."""
-        pairs = zip(self.names, self.shapes, strict=True)
-        return [[name, str(x.dtype), list(x.shape)] for name, x in pairs]
 
     def initial(self, params: Arrays) -> Outer:
         """The outer side of a run that begins at these parameters."""

@@ -1,12 +1,26 @@
 """Parameters on the devices of a site: what they must be, and how they move."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from curvadion_jax.sites._worker import Change
+
+class Change(NamedTuple):
+    """What becomes of a parameter: new + keep x (now - base).
+
+    Attributes:
+      leaf: which of the parameters' leaves.
+      base: what progress is counted from; None leaves no progress.
+      new: the outer parameter.
+      counted: whether what lay before the base has been counted in a round.
+    """
+
+    leaf: int
+    base: np.ndarray | None
+    new: np.ndarray
+    counted: bool
 
 
 def check(params: Any) -> None:
@@ -21,31 +35,37 @@ def check(params: Any) -> None:
                 f"{name} is {kind}, and parameters must be real floating-point "
                 "jax.Arrays: give the parameters alone, without the optimizer's state"
             )
-        if not x.is_fully_addressable:
+        if len({device.process_index for device in x.sharding.device_set}) != (
+            jax.process_count()
+        ):
             raise ValueError(
-                f"{name} lies on devices of several processes, and a site is one "
-                "process so far: give each process a site of its own"
+                f"{name} lies on devices of some of this program's "
+                f"{jax.process_count()} processes, which are one site: give parameters "
+                "that lie on a mesh of all of them (jax.make_mesh takes all devices)"
             )
 
 
 def placed(x: np.ndarray, like: jax.Array) -> jax.Array:
     """The array where another lies, with memory of its own: it may be donated."""
-    return jax.device_put(x, like.sharding, may_alias=False)
+    if like.is_fully_addressable:
+        return jax.device_put(x, like.sharding, may_alias=False)
+    return jax.make_array_from_callback(
+        x.shape, like.sharding, lambda index: x[index].copy()
+    )
 
 
 @jax.jit
-def copies(arrays: list[jax.Array]) -> list[jax.Array]:
+def copies(arrays: list[Any]) -> list[jax.Array]:
     """So that the arrays may be donated while the copies are read."""
     return [jnp.copy(x) for x in arrays]
 
 
 def moved(now: jax.Array, change: Change, keep: float) -> jax.Array:
+    new = placed(change.new, now)
     if change.base is None:
-        return placed(change.new, now)
-    new = jax.device_put(change.new, now.sharding)
+        return new
     share = np.float32(keep if change.counted else 1)
-    base = jax.device_put(change.base, now.sharding)
-    return _progressed(now, base, new, share)
+    return _progressed(now, placed(change.base, now), new, share)
 
 
 @jax.jit

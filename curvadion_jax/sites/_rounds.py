@@ -19,6 +19,9 @@ from curvadion_jax.sites._messages import Refused
 # the mean is the others'.
 FORGET = 4
 
+# Why a contribution that was collected cannot count.
+GONE = "it is gone"
+
 RUN = "run.json"
 SNAPSHOTS = "snapshots/"
 COMMITS = "commits/"
@@ -40,6 +43,10 @@ def snapshot_key(number: int) -> str:
 
 def member_key(name: str, incarnation: int, suffix: str = "json") -> str:
     return f"{MEMBERS}{name}/{incarnation:06d}.{suffix}"
+
+
+# name -> the last round in which it counted, and its tokens a round.
+Roster = Mapping[str, Sequence[float]]
 
 
 class Post(NamedTuple):
@@ -158,35 +165,23 @@ def judged(posts: Sequence[Post], before: str, max_norm: float) -> list[Post]:
       c: its norm, 40, is beyond 10 times the median, 1.5
       d: it is not finite
     """
-
-    def first(post):
-        if post.why:
-            return post
-        if post.header["before"] != before:
-            other = post.header["before"]
-            return post._replace(
-                why=f"it is measured from other outer parameters ({other})"
-            )
-        if not math.isfinite(post.norm):
-            return post._replace(why="it is not finite")
-        return post
-
-    posts = [first(post) for post in posts]
-    norms = sorted(post.norm for post in posts if not post.why)
+    whys = [post.why or _fault(post, before) for post in posts]
+    norms = sorted(post.norm for post, why in zip(posts, whys, strict=True) if not why)
     # Of two nobody can tell which is wrong.
-    if len(norms) < 3:
-        return posts
-    median = norms[len(norms) // 2]
+    median = norms[len(norms) // 2] if len(norms) >= 3 else math.inf
+    found = []
+    for post, why in zip(posts, whys, strict=True):
+        if not why and post.norm > max_norm * median:
+            many = f"{max_norm:g} times the median, {median:.3g}"
+            why = f"its norm, {post.norm:.3g}, is beyond {many}"
+        found.append(post._replace(why=why))
+    return found
 
-    def second(post):
-        if post.why or post.norm <= max_norm * median:
-            return post
-        return post._replace(
-            why=f"its norm, {post.norm:.3g}, is beyond {max_norm:g} times the median, "
-            f"{median:.3g}"
-        )
 
-    return [second(post) for post in posts]
+def _fault(post: Post, before: str) -> str:
+    if (other := post.header["before"]) != before:
+        return f"it is measured from other outer parameters ({other})"
+    return "" if math.isfinite(post.norm) else "it is not finite"
 
 
 def commit(
@@ -194,7 +189,7 @@ def commit(
     fragment: int,
     before: str,
     posts: Sequence[Post],
-    roster: Mapping[str, Sequence[float]],
+    roster: Roster,
     gone: Iterable[str],
     by: str,
 ) -> bytes:
@@ -210,7 +205,7 @@ def commit(
       number, fragment: of the round.
       before: digest of the anchor.
       posts: as `judged`.
-      roster: name -> last round in which it counted, and its tokens a round.
+      roster: before the round.
       gone: who has left.
       by: who proposes it.
     """
@@ -255,11 +250,7 @@ def commit(
 def read_commit(data: bytes, number: int) -> dict[str, Any]:
     """A commit, or :class:`Refused`."""
     found = _messages.as_object(data)
-    if found.get("format") != _messages.FORMAT:
-        raise Refused(
-            f"commit {number} is of format {found.get('format')}, and this "
-            f"curvadion_jax reads {_messages.FORMAT}: give all sites the same version"
-        )
+    _messages.check_format(found, f"commit {number}")
     fields = ("round", "before", "expected", "contributors", "rejected", "roster")
     if found.get("round") != number or any(name not in found for name in fields):
         raise Refused(f"commit {number} is damaged")

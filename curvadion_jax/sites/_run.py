@@ -2,29 +2,33 @@
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from curvadion_jax.sites import _messages, _rounds
-from curvadion_jax.sites._messages import Refused
+from curvadion_jax.sites._messages import Refused, RunError
 from curvadion_jax.sites._model import Arrays, Model, Outer
+from curvadion_jax.sites._rounds import Roster
 from curvadion_jax.sites._store import Store
 
 # Snapshots that are kept; rounds before the first of them are collected.
 _KEPT = 2
 
-Roster = Mapping[str, Sequence[float]]
 
-
-class RunError(RuntimeError):
-    """This site cannot go on with the run; the others do."""
+def differs(name: str, number: int, ours: str, theirs: str) -> RunError:
+    """The error of a site whose outer parameters are not the run's."""
+    return RunError(
+        f"before round {number} the outer parameters of this site, {name!r}, have the "
+        f"digest {ours}, and those of the run {theirs}: give all sites the same outer "
+        "optimizer, compressor, and versions of JAX and Optax, and start this one again"
+    )
 
 
 def description(model: Model, quorum: int) -> dict[str, Any]:
     """What all sites of a run must have in common."""
+    leaves = zip(model.names, _messages.describe(model.shapes), strict=True)
     return {
         "format": _messages.FORMAT,
-        "model": model.describe(),
+        "model": [[name, *form] for name, form in leaves],
         "messages": [_messages.describe(x) for x in model.messages],
         "quorum": quorum,
         "snapshot": _messages.describe(model.snapshot[len(model.names) :]),
@@ -102,25 +106,19 @@ def _collect(store: Store) -> None:
 
 def check(run: dict[str, Any], own: dict[str, Any]) -> None:
     """Rejects a run of another format, model or settings."""
-    number = run.get("format")
-    if number != own["format"]:
-        newer = isinstance(number, int) and number > own["format"]
-        raise RunError(
-            f"the run is of format {number}, and this curvadion_jax reads "
-            f"{own['format']}" + (": upgrade it" if newer else "")
-        )
-    theirs, ours = run.get("model"), json.loads(json.dumps(own["model"]))
+    _messages.check_format(run, "the run")
+    theirs, ours = run.get("model") or [], own["model"]
     if theirs != ours:
         raise ValueError(
             "the parameters are not those of the run, which another site has begun: "
-            f"{_difference(ours, theirs or [])}. Give the same model, or another URL"
+            f"{_difference(ours, theirs)}. Give the same model, or another URL"
         )
     for name, what in (
         ("messages", "compressor and fragments"),
         ("snapshot", "outer optimizer"),
         ("quorum", "quorum"),
     ):
-        given, wanted = json.loads(json.dumps(own[name])), run.get(name)
+        given, wanted = own[name], run.get(name)
         if given != wanted:
             numbers = f": {given} here, {wanted} there" if name == "quorum" else ""
             raise ValueError(

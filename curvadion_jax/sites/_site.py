@@ -5,21 +5,21 @@ import dataclasses
 import logging
 import math
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-import optax
 
-from curvadion_jax import compressors
-from curvadion_jax.sites import _params, _rounds
-from curvadion_jax.sites._follower import Follower
+from curvadion_jax.sites import _params, _processes
 from curvadion_jax.sites._model import Model
-from curvadion_jax.sites._rounds import Own
-from curvadion_jax.sites._store import Store, StoreError
-from curvadion_jax.sites._worker import Worker
+from curvadion_jax.sites._processes import Shared
+from curvadion_jax.sites._worker import News, Worker
 
 log = logging.getLogger("curvadion_jax.sites")
+
+# Seconds after which a wait looks around: no process of a site sits longer in one
+# collective, which some runtimes take for a hang.
+_WAIT = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Site:
     over the devices of this program as they may be.
 
     Args:
-      store, name, incarnation, settings, outer, form: as `join` gives them.
+      name, settings, make_model, make_worker: as `join` gives them.
 
     Attributes:
       name: of the site.
@@ -89,19 +89,22 @@ class Site:
 
     def __init__(
         self,
-        store: Store,
         name: str,
-        incarnation: int,
         settings: Settings,
-        outer: optax.GradientTransformation,
-        form: compressors.Posted,
+        make_model: Callable[[Any], Model],
+        make_worker: Callable[[Model], Worker | Shared],
     ) -> None:
-        self._store, self.name = store, name
-        self._incarnation, self._settings = incarnation, settings
-        self._outer, self._form = outer, form
-        self._worker: Worker | None = None
+        self.name = name
+        self._settings = settings
+        self._make_model, self._make_worker = make_model, make_worker
+        self._model: Model
+        self._worker: Worker | Shared | None = None
         self._structure: Any = None
         self._closed = False
+        # Rounds that are committed, and contributors of the last one.
+        self._round = self._contributors = 0
+        # What is under way: its fragment and tokens.
+        self._given: tuple[int, float] | None = None
         # Steps since the last contribution was taken, and tokens by fragment.
         self._steps, self._blocked = 0, 0.0
         self._tokens = [0.0] * settings.fragments
@@ -134,18 +137,10 @@ class Site:
             )
         _params.check(params)
         arrays, self._structure = jax.tree.flatten(params)
-        model = Model(params, self._outer, self._form, self._settings.fragments)
-
-        def follower(settled):
-            parts = self._store, model, self.name, self._incarnation, self._settings
-            return Follower(*parts, settled)
-
-        self._worker = Worker(follower, self._settings.poll)
+        self._model = self._make_model(params)
+        self._worker = self._make_worker(self._model)
         atexit.register(self.close)
-        found = self._worker.enter([np.array(x) for x in arrays])
-        pairs = zip(found, arrays, strict=True)
-        placed = [_params.placed(*pair) for pair in pairs]
-        return jax.tree.unflatten(self._structure, placed)
+        return self._told(self._worker.enter(_processes.whole(arrays)), params)
 
     def sync(self, params: Any, tokens: float = 1) -> Any:
         """To be called after every step; returns at once on most.
@@ -157,7 +152,8 @@ class Site:
         Args:
           params: after the step. They may be donated to the next one.
           tokens: that this site has seen in the step, a number; a site counts in a
-            round by its tokens, which all are to give in one unit.
+            round by its tokens, which all are to give in one unit. Of several
+            processes the first one's number counts.
 
         Returns:
           The parameters to go on with.
@@ -174,8 +170,8 @@ class Site:
         self._steps += 1
         self._tokens = [count + tokens for count in self._tokens]
         while True:
-            params = self._landed(worker, params)
-            if worker.busy:
+            params = self._told(worker.take(), params)
+            if self._given:
                 if self._steps < self._settings.max_lag:
                     return params
                 self._wait(worker)
@@ -198,22 +194,17 @@ class Site:
         worker = self._started(params)
         end = time.monotonic() + timeout
         while True:
-            params = self._landed(worker, params)
-            if not worker.busy and not any(self._tokens):
-                break
+            params = self._told(worker.take(), params)
             # Nothing is left of the next round's fragment where others were quicker.
-            due = worker.busy or self._tokens[worker.follower.fragment]
-            if not due or time.monotonic() > end:
-                log.warning("%s leaves, and its last steps are not counted", self.name)
+            due = bool(self._given) or self._tokens[self._fragment] > 0
+            if not worker.agreed(due and time.monotonic() < end):
                 break
-            if not worker.busy:
+            if not self._given:
                 self._give(worker, params)
             self._wait(worker, end)
-        key = _rounds.member_key(self.name, self._incarnation, "left")
-        try:
-            self._store.create(key, b"{}")
-        except StoreError as error:
-            log.warning("the others take %s for one that crashed: %s", self.name, error)
+        if self._given or any(self._tokens):
+            log.warning("%s leaves, and its last steps are not counted", self.name)
+        worker.leave()
         self.close()
         return params
 
@@ -232,19 +223,23 @@ class Site:
     @property
     def metrics(self) -> SiteMetrics:
         """See :class:`SiteMetrics`."""
-        worker = self._worker
-        follower = None if worker is None else worker.follower
+        up, down = (0, 0) if self._worker is None else self._worker.bytes
         return SiteMetrics(
-            round=0 if follower is None else follower.number,
-            contributors=0 if follower is None else len(follower.contributors),
+            round=self._round,
+            contributors=self._contributors,
             **self._counts,
-            lag=self._steps if worker is not None and worker.busy else 0,
+            lag=self._steps if self._given else 0,
             blocked=self._blocked,
-            bytes_up=self._store.up,
-            bytes_down=self._store.down,
+            bytes_up=up,
+            bytes_down=down,
         )
 
-    def _started(self, params: Any) -> Worker:
+    @property
+    def _fragment(self) -> int:
+        """Of the next round."""
+        return self._model.fragment(self._round)
+
+    def _started(self, params: Any) -> Worker | Shared:
         if self._worker is None:
             raise RuntimeError(
                 "this site has not started: call site.start(params) first"
@@ -260,41 +255,40 @@ class Site:
             )
         return self._worker
 
-    def _give(self, worker: Worker, params: Any) -> None:
-        follower = worker.follower
-        fragment = follower.fragment
-        leaves = follower.model.part(jax.tree.leaves(params), fragment)
-        if worker.give(_params.copies(leaves), self._tokens[fragment], fragment):
-            self._steps = 0
+    def _give(self, worker: Worker | Shared, params: Any) -> None:
+        fragment = self._fragment
+        leaves = self._model.part(jax.tree.leaves(params), fragment)
+        self._given = fragment, self._tokens[fragment]
+        worker.give(leaves, self._tokens[fragment], fragment)
+        self._steps, self._tokens[fragment] = 0, 0.0
 
-    def _landed(self, worker: Worker, params: Any) -> Any:
-        changes, outcomes = worker.take()
-        for own, why in outcomes:
-            self._note(own, why)
-        if not changes:
+    def _told(self, news: News | None, params: Any) -> Any:
+        """The parameters after what has been decided, and a note of it."""
+        if news is None:
             return params
+        self._round, self._contributors = news.number, news.contributors
+        if news.outcome is not None:
+            self._note(news.outcome)
         leaves, structure = jax.tree.flatten(params)
-        for change in changes:
+        for change in news.changes:
             leaves[change.leaf] = _params.moved(
                 leaves[change.leaf], change, self._settings.keep
             )
         return jax.tree.unflatten(structure, leaves)
 
-    def _note(self, own: Own, why: str) -> None:
+    def _note(self, why: str) -> None:
+        given, self._given = self._given, None
         kind = {"": "counted", "late": "late"}.get(why, "rejected")
         self._counts[kind] += 1
-        if kind == "late":
+        if kind == "late" and given:
+            fragment, tokens = given
+            self._tokens[fragment] += tokens
             self._steps = max(self._steps, self._settings.every)
-            return
-        self._tokens[own.fragment] -= own.tokens
-        if kind == "rejected":
+        elif kind == "rejected":
             text = "the contribution of %r, this site, is rejected: %s. Its steps since"
             log.error(f"{text} the last round are dropped", self.name, why)
 
-    def _wait(self, worker: Worker, end: float = math.inf) -> None:
+    def _wait(self, worker: Worker | Shared, end: float = math.inf) -> None:
         start = time.monotonic()
-        worker.wait(min(60.0, max(end - start, 0.0)))
+        worker.wait(min(_WAIT, max(end - start, 0.0)))
         self._blocked += time.monotonic() - start
-        if worker.busy and time.monotonic() < end:
-            number, url = worker.follower.number, self._store.url
-            log.warning("%s waits for round %d of %s", self.name, number, url)

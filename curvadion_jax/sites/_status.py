@@ -46,7 +46,8 @@ def read(url: Any, last: int | None = RECENT) -> Status:
     """Looks at a run.
 
     Raises:
-      ValueError: if there is none, or it is of a newer format.
+      ValueError: if there is none.
+      RuntimeError: if it is of another format, or damaged.
       OSError: if the store cannot be read.
     """
     store = Store(url, make=False)
@@ -54,11 +55,7 @@ def read(url: Any, last: int | None = RECENT) -> Status:
     if data is None:
         raise ValueError(f"there is no run at {store.url}")
     run = _messages.as_object(data)
-    if run.get("format") != _messages.FORMAT:
-        raise ValueError(
-            f"the run is of format {run.get('format')}, and this curvadion_jax reads "
-            f"{_messages.FORMAT}"
-        )
+    _messages.check_format(run, "the run")
     found = store.objects(_rounds.COMMITS)
     rounds = []
     for meta in found if last is None else found[-last:]:
@@ -99,30 +96,34 @@ def table(status: Status) -> str:
             f"{status.url}: no round is committed yet\nposted to the first: "
             f"{', '.join(status.waiting) or 'nobody'}; it needs {status.quorum}"
         )
-    number = rounds[-1].commit["round"] + 1
+    last = rounds[-1].commit["round"]
     lines = [
-        f"{status.url}: {number} rounds, the last at {rounds[-1].at:%Y-%m-%d %H:%M:%S} "
-        f"UTC; posted to the next: {', '.join(status.waiting) or 'nobody'}",
-        f"of the last {len(rounds)} rounds:",
-        f"{'site':16} {'state':8} {'in rounds':>9} {'lag':>4} {'weight':>6} "
-        f"{'tokens/s':>10} {'up, bytes':>11} {'down, bytes':>11}",
+        f"{status.url}: {last + 1} rounds, the last, {last}, at "
+        f"{rounds[-1].at:%Y-%m-%d %H:%M:%S} UTC; posted to the next: "
+        f"{', '.join(status.waiting) or 'nobody'}",
+        f"{'':16} {'':8} {f'of the last {len(rounds)}':>15} {'counted last in':>15} "
+        f"{'':>10} {'bytes a round':>23}",
+        f"{'site':16} {'state':8} {'counted in':>15} {'round':>8} {'weight':>6} "
+        f"{'tokens/s':>10} {'up':>11} {'down':>11}",
     ]
     seconds = (rounds[-1].at - rounds[0].at).total_seconds()
     for name in sorted(status.members.newest):
-        entries = [_entry(each.commit, name) for each in rounds]
-        ours = [entry for entry in entries if entry]
+        found = {each.commit["round"]: _entry(each.commit, name) for each in rounds}
+        ours = {number: entry for number, entry in found.items() if entry}
+        newest = max(ours, default=None)
         # The first round's tokens were seen before the time began.
-        tokens = sum(entry["tokens"] for entry in entries[1:] if entry)
-        lag = next((i for i, entry in enumerate(reversed(entries)) if entry), None)
+        first = rounds[0].commit["round"]
+        tokens = sum(entry["tokens"] for n, entry in ours.items() if n > first)
         others = sum(
             status.sizes.get(entry["name"], 0)
             for entry in rounds[-1].commit["contributors"]
             if entry["name"] != name
         )
+        weight = "-" if newest is None else f"{ours[newest]['weight']:.2f}"
+        lag = None if newest is None else last - newest
         lines.append(
-            f"{name:16} {_state(status, name, lag):8} {len(ours):>9} "
-            f"{'-' if lag is None else lag:>4} "
-            f"{ours[-1]['weight'] if ours else 0:>6.2f} "
+            f"{name:16} {_state(status, name, lag):8} {len(ours):>15} "
+            f"{'-' if newest is None else newest:>8} {weight:>6} "
             f"{f'{tokens / seconds:,.0f}' if seconds else '-':>10} "
             f"{status.sizes.get(name, 0):>11,} {others:>11,}"
         )

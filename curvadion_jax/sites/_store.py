@@ -44,9 +44,7 @@ class Store:
         with self._asked(f"write {key}"):
             try:
                 self._store.put(key, data, mode="create")
-            except _exceptions().AlreadyExistsError:
-                return False
-            except FileExistsError:
+            except (_exceptions().AlreadyExistsError, FileExistsError):
                 return False
         self.up += len(data)
         return True
@@ -61,14 +59,14 @@ class Store:
         self.down += len(data)
         return data
 
-    def keys(self, prefix: str, after: str | None = None) -> list[str]:
-        """Keys below a prefix, in order; those after one of them."""
-        return [meta["path"] for meta in self.objects(prefix, after)]
+    def keys(self, prefix: str) -> list[str]:
+        """Keys below a prefix, in order."""
+        return [meta["path"] for meta in self.objects(prefix)]
 
-    def objects(self, prefix: str, after: str | None = None) -> list[dict[str, Any]]:
+    def objects(self, prefix: str) -> list[dict[str, Any]]:
         """Keys, sizes and times (the store's own) of what lies below a prefix."""
         with self._asked(f"list {prefix}"):
-            found = self._store.list(prefix=prefix, offset=after).collect()
+            found = self._store.list(prefix=prefix).collect()
         return sorted(found, key=lambda meta: meta["path"])
 
     def delete(self, keys: list[str]) -> None:

@@ -9,14 +9,15 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
+from curvadion_jax.sites import _params, _rounds
 from curvadion_jax.sites._follower import Follower
 from curvadion_jax.sites._model import Arrays, host
+from curvadion_jax.sites._params import Change
 from curvadion_jax.sites._rounds import Own
 from curvadion_jax.sites._store import StoreError
 
@@ -27,113 +28,126 @@ _LONGEST_PAUSE = 30.0
 _ATTEMPTS = 4
 
 
-class Change(NamedTuple):
-    """What becomes of a parameter: new + keep x (now - base).
+class News(NamedTuple):
+    """What a training loop is told.
 
     Attributes:
-      leaf: which of the parameters' leaves.
-      base: what progress is counted from; None leaves no progress.
-      new: the outer parameter.
-      counted: whether what lay before the base has been counted in a round.
+      changes: of the parameters.
+      outcome: what became of what was given: "" if it was counted, "late", or why it
+        was rejected; None if nothing was settled.
+      number: of the next round.
+      contributors: in the last one.
     """
 
-    leaf: int
-    base: np.ndarray | None
-    new: np.ndarray
-    counted: bool
+    changes: list[Change]
+    outcome: str | None
+    number: int
+    contributors: int
 
 
 class Given(NamedTuple):
     """A copy of a fragment, and the outer parameters it is measured from."""
 
-    arrays: list[jax.Array]
-    anchor: Arrays
+    arrays: list[Any]
+    anchor: Any
     tokens: float
     fragment: int
 
 
 class Worker(threading.Thread):
-    """See the module. What both threads use is guarded by `changed`.
-
-    Attributes:
-      error: what ended it.
-      busy: whether something was given that is not settled.
-      outcomes: how what was given ended, since the last `take`: "", "late", or why it
-        was rejected, with the fragment and the tokens.
-    """
+    """See the module. What both threads use is guarded by `changed`."""
 
     def __init__(self, make: Callable[[Any], Follower], poll: float) -> None:
         super().__init__(name="curvadion_jax.sites", daemon=True)
         self.changed = threading.Condition()
         self.error: BaseException | None = None
-        self.busy = False
-        self.outcomes: list[tuple[Own, str]] = []
         self._follower, self._poll = make(self._settled), poll
         self._params: Arrays = []
         self._given: Given | None = None
-        self._landed: Arrays = []
+        self._busy = False
+        # What is known, and of that what the main thread has taken.
         self._anchor: Arrays = []
+        self._number = self._contributors = 0
+        self._outcome: str | None = None
         self._bases: dict[int, np.ndarray | None] = {}
+        self._taken: tuple[Sequence[np.ndarray | None], int] = [], 0
         self._told = "", 0.0
         self._ending = self._wants_snapshot = False
 
     @property
-    def follower(self) -> Follower:
-        return self._follower
+    def bytes(self) -> tuple[int, int]:
+        """Written to and read from the store."""
+        return self._follower.store.up, self._follower.store.down
 
-    def enter(self, params: Arrays) -> Arrays:
-        """Takes up the run in this thread, and returns the outer parameters."""
-        self._params = params
+    def enter(self, params: Arrays) -> News:
+        """Takes up the run in this thread; the news are all of the outer parameters."""
+        self._params, self._taken = params, ([None] * len(params), -1)
         self.start()
         with self.changed:
-            self.changed.wait_for(lambda: self._landed or self.error)
-        self.check()
-        return self._landed
+            self.changed.wait_for(lambda: self._anchor or self.error)
+            return self._take()
 
-    def check(self) -> None:
-        """Raises what ended the thread."""
-        if self.error is not None:
-            raise self.error
-
-    def give(self, arrays: list[jax.Array], tokens: float, fragment: int) -> bool:
-        """Takes the copies over; not if something was settled since the last `take`.
-
-        Then they hold what is counted already, and would count twice.
-        """
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` returns some, or raises what has ended the thread."""
         with self.changed:
-            if self.busy or self.outcomes:
-                return False
-            self._given = Given(arrays, self._landed, tokens, fragment)
-            self.busy = True
-            self.changed.notify_all()
-            return True
+            anchor, number = self._taken
+            old = anchor is self._anchor and number == self._number
+            return not old or self._outcome is not None or self.error is not None
 
-    def take(self) -> tuple[list[Change], list[tuple[Own, str]]]:
-        """What has changed since the last call, and what became of what was given."""
+    def take(self) -> News | None:
+        """What is new since the last call, in which all was taken."""
+        return self._take() if self.has_news else None
+
+    def _take(self) -> News:
         with self.changed:
-            self.check()
-            if self._landed is self._anchor and not self.outcomes:
-                return [], []
+            if self.error is not None:
+                raise self.error
             changes = []
             for index, (old, new) in enumerate(
-                zip(self._landed, self._anchor, strict=True)
+                zip(self._taken[0], self._anchor, strict=True)
             ):
                 if old is not new or index in self._bases:
                     base = self._bases.get(index, old)
                     changes.append(Change(index, base, new, index in self._bases))
-            outcomes, self.outcomes = self.outcomes, []
-            self._landed, self._bases = self._anchor, {}
-            return changes, outcomes
+            outcome, self._outcome = self._outcome, None
+            self._taken, self._bases = (self._anchor, self._number), {}
+            return News(changes, outcome, self._number, self._contributors)
+
+    def give(self, arrays: list[Any], tokens: float, fragment: int) -> None:
+        """Takes a copy over; the outcome of the last one must have been taken.
+
+        Else this one holds what is counted already, and would count twice.
+        """
+        copies = _params.copies(arrays)
+        with self.changed:
+            self._given = Given(copies, self._taken[0], tokens, fragment)
+            self._busy = True
+            self.changed.notify_all()
 
     def wait(self, seconds: float) -> None:
         """Until what was given is settled, or the thread has ended."""
         with self.changed:
-            self.changed.wait_for(lambda: not self.busy or self.error, seconds)
+            self.changed.wait_for(lambda: not self._busy or self.error, seconds)
+
+    def agreed(self, decision: bool) -> bool:
+        """A decision, as all processes of the site make it."""
+        return decision
 
     def ask_for_snapshot(self) -> None:
         with self.changed:
             self._wants_snapshot = True
             self.changed.notify_all()
+
+    def leave(self) -> None:
+        """Tells the others not to wait for this site any more."""
+        follower = self._follower
+        key = _rounds.member_key(follower.name, follower.incarnation, "left")
+        try:
+            follower.store.create(key, b"{}")
+        except StoreError as error:
+            text = "the others take %s for one that crashed: %s"
+            log.warning(text, follower.name, error)
 
     def end(self, seconds: float) -> None:
         with self.changed:
@@ -149,7 +163,7 @@ class Worker(threading.Thread):
                 if not entered:
                     self._follower.enter(self._params)
                     entered, self._params = True, []
-                    self._publish(first=True)
+                    self._publish()
                     self._follower.model.compile(self._follower.outer)
                 self._turn()
                 failures = 0
@@ -201,11 +215,11 @@ class Worker(threading.Thread):
             if not follower.propose():
                 return
 
-    def _publish(self, first: bool = False) -> None:
+    def _publish(self) -> None:
+        follower = self._follower
         with self.changed:
-            self._anchor = self._follower.outer.anchor
-            if first:
-                self._landed = self._anchor
+            self._anchor, self._number = follower.outer.anchor, follower.number
+            self._contributors = len(follower.contributors)
             self.changed.notify_all()
 
     def _settled(self, own: Own, why: str) -> None:
@@ -214,14 +228,12 @@ class Worker(threading.Thread):
             indices = self._follower.model.indices[own.fragment]
             for place, index in enumerate(indices if why != "late" else ()):
                 self._bases[index] = None if why else self._base(own, place, index)
-            self.outcomes.append((own, why))
-            self.busy = False
-            self._anchor = self._follower.outer.anchor
-            self.changed.notify_all()
+            self._outcome, self._busy = why, False
+            self._publish()
 
     def _base(self, own: Own, place: int, index: int) -> np.ndarray:
-        landed = self._landed[index]
-        if own.anchor[place] is landed:
+        landed = self._taken[0][index]
+        if landed is None or own.anchor[place] is landed:
             return own.captured[place]
         return landed + own.drift[place]  # at least float32
 

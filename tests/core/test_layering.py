@@ -20,6 +20,7 @@ MATHS = {"_orthonormalize", "_power_iteration", "_matrices"}
 # The rooms of the house from the ground up: nobody imports what stands above.
 LEVELS = [
     {
+        "_axis_types",
         "_closures",
         "_matrices",
         "_orthonormalize",
@@ -34,7 +35,7 @@ LEVELS = [
     {"_guards", "_jaxprs", "_local_step", "_momentum", "_counters", "_xla"},
     {"compressors", "triggers"},
     {"_schedule"},
-    {"_faults", "_mapped", "outer", "synchronizers"},
+    {"_faults", "_mapped", "_requests", "outer", "synchronizers"},
     {"_branches"},
     {"_adaptive_sync"},
     {"_default_sync"},

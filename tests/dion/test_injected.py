@@ -91,3 +91,20 @@ def test_a_learning_rate_that_is_set_is_taken(build: Any, arguments, options):
         updates, _ = update(gradients, state, params)
         norms.append(optax.tree.norm({n: updates[n] for n in MATRICES}))
     np.testing.assert_allclose(norms[1], 3 * norms[0], rtol=1e-5)  # float32
+
+
+def test_a_scheduled_momentum_is_one_that_is_injected():
+    params, gradients = problem(cd.local_muon, 2)
+    rising = optax.linear_schedule(0.5, 0.9, STEPS)
+    options = {"budget": 0.5, "axis_name": helpers.AXIS}
+    injected: Any = optax.inject_hyperparams(cd.local_muon)(
+        RATE, momentum=rising, **options
+    )
+    expected = list(helpers.run_mesh(injected, params, gradients))
+    tx = cd.local_muon(RATE, momentum=rising, **options)
+    close(helpers.run_mesh(tx, params, gradients), expected)
+    momentum = expected[-1][1].hyperparams["momentum"]
+    np.testing.assert_allclose(momentum, rising(STEPS - 1), rtol=1e-6)  # float32
+    constant = list(helpers.run_mesh(cd.local_muon(RATE, **options), params, gradients))
+    moved = constant[-1][0]["tall"] - expected[-1][0]["tall"]
+    assert np.abs(moved).max() > 100 * ATOL

@@ -40,6 +40,7 @@ def numbers_at(tree, *keys):
         *("readout", "unembed", "unembedding", "LM_Head", "Embed_0"),
         *("logitdense", "decoder_logits", "classifier", "cls_head", "mlm_head"),
         *("conv", "Conv_0", "patch_conv"),
+        *("ln1", "ln_2", "ln_f", "pre_ln", "layernorm", "layer_norm", "rms_norm_1"),
         *("tok_emb", "pos_emb", "emb", "pos", "pos_table", "cls_token", "heads"),
     ],
 )

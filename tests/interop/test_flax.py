@@ -248,6 +248,32 @@ def test_boxes_with_names_of_axes_are_seen_through():
     chex.assert_trees_all_equal(linen.meta.unbox(updates), expected)
 
 
+def test_a_kernel_of_named_axes_in_a_step():
+    """Linen makes attention kernels flat, and cannot constrain them in a mesh."""
+    mesh = cd.replicas.make_mesh(2, {"embed": 2})
+    x = jax.random.normal(jax.random.key(1), (4, 3, 16))
+    boxed = NamedAxes().init(jax.random.key(0), x)["params"]
+    tx = cd.adaptive_sync(
+        optax.sgd(0.01), triggers.every_k(2), cd.synchronizers.reconcile(), "replica"
+    )
+
+    def train_step(state, batch):
+        params, opt_state = state
+
+        def loss_fn(params):
+            return jnp.mean(NamedAxes().apply({"params": params}, batch) ** 2)
+
+        loss, gradients = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    step = cd.replicas.step(train_step, mesh)
+    state = cd.replicas.replicate((boxed, tx.init(boxed)), mesh)
+    state, before = step(state, x)
+    state, after = step(state, x)
+    assert (after < before).all()
+
+
 class NamedAxesOfNNX(nnx.Module):
     def __init__(self, rngs):
         init = nnx.initializers.lecun_normal()

@@ -38,6 +38,9 @@ OPTIMIZERS = {
         triggers.every_k(2), synchronizers.reconcile(fragments=2)
     ),
     "local_muon": lambda: cd.local_muon(0.1, budget=0.2, axis_name=AXIS),
+    "rising momentum": lambda: cd.local_muon(
+        0.1, budget=0.2, axis_name=AXIS, momentum=optax.linear_schedule(0.8, 0.95, 9)
+    ),
     "diloco": lambda: cd.presets.diloco(0.1, 3, axis_name=AXIS),
     "muloco": lambda: cd.presets.muloco(0.1, 3, axis_name=AXIS),
     "local_sgd": lambda: cd.presets.local_sgd(0.1, 3, axis_name=AXIS),

@@ -20,6 +20,28 @@ def stacked(*trees):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
+def test_the_context_of_another_mesh_is_rejected():
+    """As of the mesh of the loop that was, which `jax.set_mesh` still has."""
+    mesh, before = cd.replicas.make_mesh(2), jax.make_mesh((2,), ("data",))
+    step = helpers.replica_step(TX, mesh)
+    params = helpers.make_params()
+    state = cd.replicas.replicate((params, TX.init(params)), mesh)
+    (batch,) = helpers.make_gradients(1, 2)
+    with jax.set_mesh(before):
+        for use in (
+            lambda: step(state, batch),
+            lambda: cd.replicas.replicate(params, mesh),
+        ):
+            with pytest.raises(
+                ValueError,
+                match=r"the mesh data=2 \(Explicit\), .* is replica=2 \(Auto\): give",
+            ):
+                use()
+    with jax.set_mesh(mesh):
+        state, _ = step(state, batch)
+    assert state[1].metrics.local_steps.tolist() == [1, 1]
+
+
 def step_of(tx=TX):
     return helpers.replica_step(tx, cd.replicas.make_mesh(REPLICAS))
 

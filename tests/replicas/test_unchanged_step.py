@@ -231,6 +231,13 @@ def test_a_replica_has_a_number():
     assert metrics["number"].tolist() == [0, 1, 2, 3]
 
 
+def test_a_state_of_one_array_has_a_name():
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    step = cd.replicas.step(lambda state, batch: (state + batch.mean(), {}), mesh)
+    with pytest.warns(UserWarning, match=r"1 array changes .*: the state itself\. "):
+        step(cd.replicas.replicate(0.0, mesh), X)
+
+
 @pytest.mark.parametrize("constrained", [False, True])
 def test_messages_that_the_compiler_adds(constrained):
     """Labels looked up in logits that are divided by rows and by words at once."""
@@ -243,7 +250,8 @@ def test_messages_that_the_compiler_adds(constrained):
         def loss_fn(params):
             logits = params["embed"][batch] @ params["head"]
             if constrained:
-                logits = lax.with_sharding_constraint(logits, PartitionSpec("fsdp"))
+                by_rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+                logits = lax.with_sharding_constraint(logits, by_rows)
             cross_entropy = optax.softmax_cross_entropy_with_integer_labels
             return cross_entropy(logits, batch).mean()
 

@@ -57,7 +57,7 @@ def test_progress_made_meanwhile_is_kept(keep, wanted):
         params = site.sync(stepped(params))  # at once, though no commit is there
         assert site.metrics.lag == 1
         store.open.set()
-        until(lambda: not site._worker.busy, site, params)
+        until(lambda: not site._worker._busy, site, params)
         params = site.sync(stepped(params))
         np.testing.assert_array_equal(params["w"], wanted)
         assert site.metrics.counted == 1
@@ -89,17 +89,17 @@ def test_what_is_settled_between_two_looks_counts_once(monkeypatch):
         params = site.start(PARAMS)
         for _ in range(4):
             params = site.sync(stepped(params))
-        looked = site._landed
+        worker, take = site._worker, site._worker.take
 
-        def look(worker, params):
-            found = looked(worker, params)
+        def look():
+            found = take()
             store.open.set()
-            until(lambda: not worker.busy, site, params)
+            until(lambda: not worker._busy, site, params)
             return found
 
-        monkeypatch.setattr(site, "_landed", look)
+        monkeypatch.setattr(worker, "take", look)
         params = site.sync(stepped(params))
-        monkeypatch.setattr(site, "_landed", looked)
+        monkeypatch.setattr(worker, "take", take)
         params = site.leave(params)
     np.testing.assert_array_equal(params["w"], 5.0)
 

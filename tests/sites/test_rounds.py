@@ -14,7 +14,7 @@ from site_steps import PARAMS, ByHand, settle
 
 from curvadion_jax import compressors
 from curvadion_jax.sites import _rounds
-from curvadion_jax.sites._run import RunError
+from curvadion_jax.sites._messages import RunError
 
 # The parameters here are small whole numbers, and so are most of their moves.
 ROUNDING = 1e-5

@@ -30,8 +30,9 @@ def test_it_names_the_sites_their_lag_and_what_was_rejected(run, capsys):
     lines = {line.split()[0]: line.split() for line in found.splitlines()}
     assert "3 rounds" in found
     assert "posted to the next: rome" in found
-    assert lines["oslo"][:4] == ["oslo", "here", "3", "0"]
-    assert lines["rome"][:4] == ["rome", "here", "0", "-"]
+    # counted in three rounds, last in round 2, with all of its weight
+    assert lines["oslo"][:5] == ["oslo", "here", "3", "2", "1.00"]
+    assert lines["rome"][:5] == ["rome", "here", "0", "-", "-"]
     assert "round 0: the contribution of rome is not counted: it is not" in found
 
 
@@ -42,6 +43,22 @@ def test_a_site_that_has_left_and_a_picture(run, capsys, tmp_path):
     assert main(["status", f"file://{run}", "--picture", str(run / "all.png")]) == 0
     assert "left" in capsys.readouterr().out
     assert (run / "all.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_weights_of_different_rounds_say_of_which(tmp_path, capsys):
+    store = LocalStore(tmp_path)
+    oslo, rome = ByHand(store, "oslo"), ByHand(store, "rome")
+    oslo.post(1.0, tokens=300)
+    rome.post(1.0, tokens=100)
+    settle(oslo, rome)
+    oslo.post(1.0, tokens=100)
+    oslo.commit()
+    assert main(["status", str(tmp_path)]) == 0
+    found = capsys.readouterr().out
+    assert "the last, 1, at" in found
+    lines = {line.split()[0]: line.split() for line in found.splitlines()}
+    assert lines["oslo"][2:5] == ["2", "1", "1.00"]
+    assert lines["rome"][2:5] == ["1", "0", "0.50"]
 
 
 def test_it_takes_no_part(run):

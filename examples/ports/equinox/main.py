@@ -5,8 +5,6 @@ python examples/ports/equinox/main.py --optimizer local_muon --model batchnorm
 The steps are written as in Equinox's examples `parallelism` and `stateful`.
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import command
 import tokens
 
 import curvadion_jax as cd
@@ -86,12 +85,8 @@ def batches(held_out):
 
 
 def main(arguments: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--optimizer", choices=("adamw", "local_muon"), required=True)
+    parser = command.parser(__doc__, "local_muon", width=256)
     parser.add_argument("--model", choices=("layernorm", "batchnorm"), required=True)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rate", type=float)
-    parser.add_argument("--width", type=int, default=256)
     options = parser.parse_args(arguments)
     jax.config.update("jax_num_cpu_devices", 8)
     make = eqx.nn.make_with_state(Model)
@@ -99,19 +94,12 @@ def main(arguments: list[str] | None = None) -> dict:
     run = train_adamw if options.optimizer == "adamw" else train_replicas
     rate = options.rate or (0.02 if options.optimizer == "local_muon" else 0.002)
     schedule = optax.cosine_decay_schedule(rate, options.steps, 0.1)
-    model, state, sent = run(model, state, schedule, options.steps)
+    model, state, opt_state = run(model, state, schedule, options.steps)
     model, held_out = eqx.nn.inference_mode(model), batches(True)
     evaluate = eqx.filter_jit(lambda x, y: compute_loss(model, state, x, y)[0])
     losses = [float(evaluate(*next(held_out))) for _ in range(20)]
-    result = {
-        "optimizer": options.optimizer,
-        "model": options.model,
-        "loss": sum(losses) / len(losses),
-        "syncs": sent.get("syncs", options.steps),
-        "share": sent["bytes"] / sent["synchronous_bytes"] if sent else 1.0,
-    }
-    print(json.dumps(result))
-    return result
+    loss = sum(losses) / len(losses)
+    return command.report(options, opt_state, model=options.model, loss=loss)
 
 
 def train_adamw(model, state, schedule, steps):
@@ -121,7 +109,7 @@ def train_adamw(model, state, schedule, steps):
     train_step = make_train_step(optim, mesh)
     for _, (x, y) in zip(range(steps), batches(False), strict=False):
         model, state, opt_state, _ = train_step(model, state, opt_state, x, y)
-    return model, state, {}
+    return model, state, opt_state
 
 
 def train_replicas(model, state, schedule, steps):
@@ -147,10 +135,9 @@ def train_replicas(model, state, schedule, steps):
     for _, batch in zip(range(steps), batches(False), strict=False):
         whole, metrics = step(whole, batch)
         jax.block_until_ready(metrics)  # CPU devices must not be many steps behind
-    sent = cd.metrics.read(whole["opt_state"])
-    del whole["opt_state"]
+    opt_state = whole.pop("opt_state")
     model = cd.replicas.consensus(whole)
-    return eqx.combine(model["params"], static), model["state"], sent
+    return eqx.combine(model["params"], static), model["state"], opt_state
 
 
 if __name__ == "__main__":

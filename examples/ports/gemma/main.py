@@ -3,8 +3,6 @@
 python examples/ports/gemma/main.py --optimizer local_muon --steps 300
 """
 
-import argparse
-import json
 import sys
 import tempfile
 import types
@@ -13,6 +11,7 @@ from pathlib import Path
 PORTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PORTS))
 
+import command  # noqa: E402
 import stand_ins  # noqa: E402
 import upstream  # noqa: E402
 
@@ -20,12 +19,8 @@ REPLICAS, FSDP = 4, 2
 
 
 def main(arguments: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--optimizer", choices=("adamw", "local_muon"), required=True)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rate", type=float, help="peak learning rate")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--folder", type=Path, default=PORTS / ".upstream")
+    parser = command.parser(__doc__, "local_muon", width=64)
+    parser.add_argument("--folder", type=Path, default=command.DOWNLOADS)
     options = parser.parse_args(arguments)
     ours = options.optimizer != "adamw"
 
@@ -62,32 +57,13 @@ def main(arguments: list[str] | None = None) -> dict:
         restore_checkpoints=False,
         use_bfloat16=False,
     )
-    states = []
-    build = cd.replicas.step
-
-    def step(*given, **named):
-        run = build(*given, **named)
-
-        def remembered(*inputs):
-            states[:] = run(*inputs)
-            return tuple(states)
-
-        return remembered
-
-    cd.replicas.step = step
+    cd.replicas.step = command.Remembered
     with tempfile.TemporaryDirectory() as folder:
         train.train_and_evaluate(config, folder)
     losses = writer.scalars["eval_loss"]
-    sent = cd.metrics.read(states[0]) if ours else {}
-    result = {
-        "optimizer": options.optimizer,
-        "losses": losses,
-        "loss": losses[-1][1],
-        "syncs": sent.get("syncs", options.steps),
-        "share": sent["bytes"] / sent["synchronous_bytes"] if ours else 1.0,
-    }
-    print(json.dumps(result))
-    return result
+    return command.report(
+        options, command.Remembered.state, losses=losses, loss=losses[-1][1]
+    )
 
 
 def get_datasets(*, config, vocab_path, data_sharding):

@@ -3,8 +3,6 @@
 python examples/ports/lm1b/main.py --optimizer local_muon --steps 300
 """
 
-import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 PORTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PORTS))
 
+import command  # noqa: E402
 import stand_ins  # noqa: E402
 import upstream  # noqa: E402
 
@@ -19,12 +18,8 @@ REPLICAS, FSDP = 4, 2
 
 
 def main(arguments: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--optimizer", choices=("adamw", "local_muon"), required=True)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rate", type=float, help="peak learning rate")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--folder", type=Path, default=PORTS / ".upstream")
+    parser = command.parser(__doc__, "local_muon", width=64)
+    parser.add_argument("--folder", type=Path, default=command.DOWNLOADS)
     options = parser.parse_args(arguments)
     ours = options.optimizer != "adamw"
 
@@ -54,33 +49,13 @@ def main(arguments: list[str] | None = None) -> dict:
     config.update(learning_rate=options.rate or (0.02 if ours else 0.004))
     config.update(num_eval_steps=10, eval_every_steps=max(options.steps // 4, 2))
     config.update(save_checkpoints=False, max_predict_length=16, budget=0.02)
-    states = []
-    build = cd.replicas.step
-
-    def step(*given, **named):
-        run = build(*given, **named)
-
-        def remembered(*inputs):
-            state, metrics = run(*inputs)
-            states[:] = [state]
-            return state, metrics
-
-        return remembered
-
-    cd.replicas.step = step
+    cd.replicas.step = command.Remembered
     with tempfile.TemporaryDirectory() as folder:
         train.train_and_evaluate(config, folder)
     losses = writer.scalars["eval_loss"]
-    sent = cd.metrics.read(states[0].opt_state) if ours else {}
-    result = {
-        "optimizer": options.optimizer,
-        "losses": losses,
-        "loss": losses[-1][1],
-        "syncs": sent.get("syncs", options.steps),
-        "share": sent["bytes"] / sent["synchronous_bytes"] if ours else 1.0,
-    }
-    print(json.dumps(result))
-    return result
+    return command.report(
+        options, command.Remembered.state, losses=losses, loss=losses[-1][1]
+    )
 
 
 def get_datasets(*, n_devices, config, vocab_path):

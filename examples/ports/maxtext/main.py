@@ -5,8 +5,6 @@ python examples/ports/maxtext/main.py --optimizer local_muon --steps 200
 For Python >= 3.12, with MaxText's requirements installed (README).
 """
 
-import argparse
-import json
 import os
 import sys
 import tempfile
@@ -15,17 +13,15 @@ from pathlib import Path
 PORTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PORTS))
 
+import command  # noqa: E402
 import upstream  # noqa: E402
 
 REPLICAS, FSDP = 4, 2
 
 
 def main(arguments: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--optimizer", choices=("adamw", "local_muon"), required=True)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rate", type=float, help="peak learning rate")
-    parser.add_argument("--folder", type=Path, default=PORTS / ".upstream")
+    parser = command.parser(__doc__, "local_muon")
+    parser.add_argument("--folder", type=Path, default=command.DOWNLOADS)
     options = parser.parse_args(arguments)
     ours = options.optimizer != "adamw"
     os.environ["DECOUPLE_GCLOUD"] = "TRUE"
@@ -59,23 +55,12 @@ def main(arguments: list[str] | None = None) -> dict:
         return self.data_generator(self.config, (crop, places, whole))
 
     synthetic_data_processing.SyntheticDataIterator.__next__ = next_batch
-    losses, states = [], []
+    losses = []
     logger = metric_logger.MetricLogger
     logger.buffer_and_write_metrics = lambda self, metrics, step, *_, **__: (
         losses.append(float(metrics["scalar"]["learning/loss"]))
     )
-    build = cd.replicas.step
-
-    class Step:
-        def __init__(self, *given, **named):
-            self.run = build(*given, **named)
-            self.lower = self.run.lower
-
-        def __call__(self, *inputs):
-            states[:] = self.run(*inputs)
-            return tuple(states)
-
-    cd.replicas.step = Step
+    cd.replicas.step = command.Remembered
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "run_name": "port",
@@ -107,16 +92,9 @@ def main(arguments: list[str] | None = None) -> dict:
         base = Path(pyconfig.__file__).parent / "base.yml"
         named = [f"{name}={value}" for name, value in settings.items()]
         train.main(["train", str(base), *named])
-    sent = cd.metrics.read(states[0]) if ours else {}
-    result = {
-        "optimizer": options.optimizer,
-        "first": losses[0],
-        "loss": sum(losses[-20:]) / len(losses[-20:]),
-        "syncs": sent.get("syncs", options.steps),
-        "share": sent["bytes"] / sent["synchronous_bytes"] if ours else 1.0,
-    }
-    print(json.dumps(result))
-    return result
+    loss = sum(losses[-20:]) / len(losses[-20:])
+    state = command.Remembered.state
+    return command.report(options, state, first=losses[0], loss=loss)
 
 
 if __name__ == "__main__":

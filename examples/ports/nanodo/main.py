@@ -3,8 +3,6 @@
 python examples/ports/nanodo/main.py --optimizer local_muon --steps 200
 """
 
-import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 PORTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PORTS))
 
+import command  # noqa: E402
 import stand_ins  # noqa: E402
 import upstream  # noqa: E402
 
@@ -35,14 +34,8 @@ class Bytes:
 
 
 def main(arguments: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--optimizer", choices=("adamw", "curvadion", "local_muon"), required=True
-    )
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rate", type=float, help="peak learning rate")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--folder", type=Path, default=PORTS / ".upstream")
+    parser = command.parser(__doc__, "curvadion", "local_muon", width=64)
+    parser.add_argument("--folder", type=Path, default=command.DOWNLOADS)
     options = parser.parse_args(arguments)
     ours = options.optimizer != "adamw"
 
@@ -55,8 +48,6 @@ def main(arguments: list[str] | None = None) -> dict:
     import tokens
     from nanodo import data, train
     from nanodo.configs import default
-
-    import curvadion_jax as cd
 
     class Source:
         """Pieces of text, in place of a TFDS data source."""
@@ -92,20 +83,12 @@ def main(arguments: list[str] | None = None) -> dict:
     with tempfile.TemporaryDirectory() as workdir:
         c.workdir = workdir
         train.train_and_evaluate(c)
-    losses = writer.scalars["eval_loss"]
-    sent = cd.metrics.read(trainers[0].state.opt_state) if ours else {}
-    result = {
-        "optimizer": options.optimizer,
-        "losses": losses,
-        "loss": losses[-1][1],
-        "spec": str(trainers[0].state.params["blocks_0"]["Mlp_0"]["Dense_0"]),
-        "syncs": sent.get("syncs", options.steps),
-        "share": sent["bytes"] / sent["synchronous_bytes"] if ours else 1.0,
-    }
-    kernel = jax.tree.leaves(trainers[0].state.params["blocks_0"]["Mlp_0"])[0]
-    result["spec"] = str(kernel.sharding.spec)
-    print(json.dumps(result))
-    return result
+    losses, state = writer.scalars["eval_loss"], trainers[0].state
+    kernel = jax.tree.leaves(state.params["blocks_0"]["Mlp_0"])[0]
+    spec = str(kernel.sharding.spec)
+    return command.report(
+        options, state.opt_state, losses=losses, loss=losses[-1][1], spec=spec
+    )
 
 
 if __name__ == "__main__":

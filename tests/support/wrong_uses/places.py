@@ -92,6 +92,10 @@ _CALLS = [
     ("make_mesh(2, 4)", TypeError, "got 4", 'such as {"fsdp": 4}'),
     ("make_mesh(2, {'replica': 4})", ValueError, "'replica'", "rename the inner one"),
     ("make_mesh(2, axis_name=3)", TypeError, "got 3", "axis_name must be a string"),
+    (
+        "make_mesh(2, {'fsdp': 2}, inner_type='explicit')",
+        *(ValueError, "got 'explicit'", "must be jax.sharding.AxisType.Auto or"),
+    ),
     ("make_mesh(2, devices='cpu')", TypeError, "got 'cpu'", "such as jax.devices('cp"),
     ("replicate(params, 2)", TypeError, "got 2", "must be a jax.sharding.Mesh"),
     (
@@ -106,8 +110,8 @@ _CALLS = [
         "replicate(params, jax.make_mesh((2, 2), ('replica', 'fsdp')))",
         *(
             ValueError,
-            "['replica', 'fsdp'] are of type AxisType.Explicit",
-            "make the mesh with",
+            "'replica' is of type AxisType.Explicit",
+            "Make the mesh with",
         ),
     ),
     (

@@ -1,0 +1,58 @@
+"""A site of two processes: the first alone talks to the store, both do the same."""
+
+import json
+
+import jax
+import launch
+import pytest
+import site_of_two
+from site_runs import together
+
+
+@pytest.mark.slow
+def test_a_site_of_two_processes_beside_one_of_one(tmp_path):
+    port = str(launch.free_port())
+    commands = [
+        [site_of_two.__file__, str(index), port, str(tmp_path)] for index in range(2)
+    ]
+    mesh = jax.make_mesh(
+        (4,), ("fsdp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[4:]
+    )
+    options = {"max_lag": 0, "quorum": 2}
+    runs = {
+        "oslo": lambda: launch.together(commands),
+        "bergen": lambda: site_of_two.train(
+            f"{tmp_path}/lock", mesh, "bergen", **options
+        ),
+    }
+    found = together(runs, launch.SECONDS)
+    assert [status for status, _ in found["oslo"]] == [0, 0], found["oslo"]
+    first, second = (json.loads(text.splitlines()[-1]) for _, text in found["oslo"])
+    bergen = found["bergen"]
+    # Three contributions of every second step, and what is left of the other fragment.
+    assert first["with another"]["counted"] == bergen["counted"] == 4
+    assert first["with another"]["digest"] == bergen["digest"]
+    for run in ("with another", "overlap"):
+        assert first[run].pop("up") > 0
+        assert second[run].pop("up") == 0
+        assert first[run] == second[run]
+    assert first["overlap"]["counted"] >= 1
+    check_errors(first["errors"], second["errors"])
+    assert not list(tmp_path.glob("nothing"))
+
+
+def check_errors(first, second):
+    no_folder, other_form, of_one_process, of_other_settings, of_two = range(5)
+    assert first[no_folder].startswith("StoreError: cannot use the folder")
+    assert second[no_folder].startswith("OSError: the first process of this site: ca")
+    for told in (first, second):
+        assert told[of_two].startswith("RunError: ")
+        assert "another site has joined the run as 'oslo'" in told[of_two]
+        assert "another compressor and fragments" in told[other_form]
+        assert "on devices of some of this program's 2 proc" in told[of_one_process]
+    assert (
+        "process 0 of 2 gives {'name': 'rome', 'every': 2" in first[of_other_settings]
+    )
+    assert (
+        "process 1 of 2 gives {'name': 'rome', 'every': 3" in second[of_other_settings]
+    )
