@@ -4,6 +4,7 @@ from typing import Any
 
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
