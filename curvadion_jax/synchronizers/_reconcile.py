@@ -96,6 +96,7 @@ def reconcile(
         optimizer keeps arrays of parameters' shapes, but under none of these names.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> plain = reconcile()
       >>> diloco = reconcile(
       ...     optax.sgd(0.7, momentum=0.9, nesterov=True), momentum=False
