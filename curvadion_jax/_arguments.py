@@ -5,10 +5,13 @@ A message names the argument, says what it must be and what it got. A traced num
 """
 
 import functools
+import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -43,9 +46,37 @@ def called_here(**names: str) -> Callable[[Function], Function]:
                 )
             return function(*args, **kwargs)
 
-        return cast(Function, call)
+        parts = inspect.signature(function)
+        of_call = cast(Any, call)
+        of_call.__signature__ = _Readable(
+            list(parts.parameters.values()),
+            return_annotation=parts.return_annotation,
+        )
+        return of_call
 
     return decorate
+
+
+class _Readable(inspect.Signature):
+    """A signature that prints types by their names; written out they fill a screen."""
+
+    def __str__(self) -> str:
+        return _named(super().__str__())
+
+    def format(self, **options: Any) -> str:  # of `help` from Python 3.13 on
+        return _named(cast(Any, super()).format(**options))
+
+
+def _named(text: str) -> str:
+    def bare(text):  # without names of modules before those of types
+        return re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", text)
+
+    text = bare(text)
+    for name in ("ScalarOrSchedule", "Params", "ArrayLike", "DTypeLike"):
+        alias = getattr(optax, name, None) or getattr(jax.typing, name)
+        for written, suffix in ((alias | None, " | None"), (alias, "")):
+            text = text.replace(bare(inspect.formatannotation(written)), name + suffix)
+    return text
 
 
 ELSEWHERE = {"lr": "learning_rate", "rank_fraction": "rank", "wd": "weight_decay"}

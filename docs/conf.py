@@ -49,7 +49,7 @@ nitpick_ignore_regex = [
     # Types of other projects, whose inventories lie on the network.
     ("py:class", r"(collections|jax|jnp|np|optax|os)\..*"),
     # The same, imported by their names.
-    ("py:class", r"Any|Callable|Iterable|Mapping|Mesh|Sequence"),
+    ("py:class", r"Any|AxisType|Callable|Iterable|Mapping|Mesh|Sequence"),
     # Aliases, and what only a Group shows.
     ("py:class", r"Views|(curvadion_jax\._layout\.)?Layout"),
 ]

@@ -29,21 +29,16 @@ def simulate(run: Run, size: Size, corpus: data.Corpus) -> dict[str, Any]:
     `loss` is that of the mean of the replicas after the last step, in nats a token;
     `bytes` and `synchronous_bytes` are those of `curvadion_jax.metrics.read`.
     """
-    gpt = model.GPT(
-        corpus.vocabulary, size.layers, size.width, size.heads, unroll=size.layers
-    )
-    tokens = jnp.zeros((1, size.length), jnp.int32)
-    params = jax.jit(gpt.init)(jax.random.key(run.seed), tokens)["params"]
+    gpt = transformer(size, corpus)
+    params = parameters(gpt, run, size)
     tx = optimizer(run, params)
     step = _train_step(gpt, tx)
-    evaluate = _evaluation(gpt, size, corpus)
-    everywhere = lambda x: jnp.array(jnp.broadcast_to(x, (run.replicas, *x.shape)))  # noqa: E731
-    params, state = jax.tree.map(everywhere, (params, tx.init(params)))
-    sequences, curve = size.tokens // size.length, {}
+    evaluate = evaluation(gpt, size, corpus)
+    params, state = on_replicas((params, tx.init(params)), run.replicas)
+    curve = {}
     began = time.process_time()
     for number in range(1, run.steps + 1):
-        batch = corpus.training_batch((run.seed, number), sequences, size.length)
-        batch = batch.reshape(run.replicas, -1, size.length + 1)
+        batch = batch_of(run, size, corpus, number)
         # Who takes part if this step synchronises.
         there = np.random.default_rng((run.seed, number, 1)).random(run.replicas)
         params, state = step(params, state, batch, np.float32(there >= run.dropped))
@@ -59,25 +54,62 @@ def simulate(run: Run, size: Size, corpus: data.Corpus) -> dict[str, Any]:
     }
 
 
-def _train_step(gpt: model.GPT, tx: optax.GradientTransformationExtraArgs) -> Callable:
-    def gradient(replica):
+def transformer(size: Size, corpus: data.Corpus) -> model.GPT:
+    """The model of a size, for the tokens of these data."""
+    return model.GPT(
+        corpus.vocabulary, size.layers, size.width, size.heads, unroll=size.layers
+    )
+
+
+def parameters(gpt: model.GPT, run: Run, size: Size) -> Any:
+    """The parameters that a run starts with, of one replica."""
+    tokens = jnp.zeros((1, size.length), jnp.int32)
+    return jax.jit(gpt.init)(jax.random.key(run.seed), tokens)["params"]
+
+
+def on_replicas(tree: Any, replicas: int) -> Any:
+    """A tree with a leading axis of so many equal copies."""
+    return jax.tree.map(
+        lambda x: jnp.array(jnp.broadcast_to(x, (replicas, *x.shape))), tree
+    )
+
+
+def batch_of(run: Run, size: Size, corpus: data.Corpus, number: int) -> np.ndarray:
+    """What the replicas see on a step, counted from 1.
+
+    Returns:
+        int32 [replicas, sequences of a replica, length + 1].
+    """
+    sequences = size.tokens // size.length
+    batch = corpus.training_batch((run.seed, number), sequences, size.length)
+    return batch.reshape(run.replicas, -1, size.length + 1)
+
+
+def gradients(gpt: model.GPT, params: Any, batch: jax.Array) -> Any:
+    """Each replica's own gradient; all arrays have a leading axis of replicas."""
+
+    def of_one(replica):
         params, batch = replica
         return jax.grad(lambda p: model.next_token_loss(gpt, p, batch))(params)
 
-    def update(gradients, state, params, weight):
-        return tx.update(gradients, state, params, weight=weight)
+    return jax.lax.map(of_one, (params, batch))
+
+
+def _train_step(gpt: model.GPT, tx: optax.GradientTransformationExtraArgs) -> Callable:
+    def update(gradient, state, params, weight):
+        return tx.update(gradient, state, params, weight=weight)
 
     def step(params, state, batch, weights):
-        gradients = jax.lax.map(gradient, (params, batch))
         updates, state = jax.vmap(update, axis_name=AXIS)(
-            gradients, state, params, weights
+            gradients(gpt, params, batch), state, params, weights
         )
         return optax.apply_updates(params, updates), state
 
     return jax.jit(step, donate_argnums=(0, 1))
 
 
-def _evaluation(gpt: model.GPT, size: Size, corpus: data.Corpus) -> Callable:
+def evaluation(gpt: model.GPT, size: Size, corpus: data.Corpus) -> Callable:
+    """A function from all replicas' parameters to the loss of their mean."""
     batch = corpus.validation_batch(0, 1, size.evaluation, size.length)
     parts = np.split(batch, max(1, size.evaluation // 256))
     loss = jax.jit(lambda params, part: model.next_token_loss(gpt, params, part))

@@ -28,7 +28,8 @@ def step(
     leading axis of the state, and sees one replica's state and rows. Its gradients are
     therefore a replica's own; the optimizer inside, built with `axis_name`, does what
     has to be sent. ``jax.lax.axis_index(axis_name)`` is the replica's number, for keys
-    of its own.
+    of its own. It is traced as under `jax.jit`: in the context of this mesh where
+    `jax.set_mesh` has set it, else without one.
 
     Warns once, with names, if state changes that no sync reaches (a part of the
     parameters under another optimizer, batch statistics), if the step itself
@@ -38,7 +39,8 @@ def step(
     Args:
       function: ``(state, batch, *shared)`` -> (state, metrics) of one replica, without
         a replica axis. No `pmean`, neither of gradients nor of the loss.
-      mesh: mesh with the replica axis.
+      mesh: mesh with the replica axis, of type Auto; the axes inside a replica are of
+        type Auto or Explicit.
       axis_name: name of the replica axis.
       donate: whether the state's buffers are reused; the state passed in is then gone,
         and only what the step returned may be used.
@@ -60,11 +62,11 @@ def step(
     Raises:
       TypeError: if an argument is of the wrong kind, or when called, if the function
         does not return a pair.
-      ValueError: if the mesh has no such axis, or when called, if a leaf of the state
-        lacks the replica axis or was donated before, a batch cannot be divided,
-        gradients were averaged over the replicas, the optimizer has another `axis_name`
-        or stands inside a condition of a replica's own or `optax.MultiSteps`, or
-        `average` names nothing.
+      ValueError: if the mesh has no such axis or another mesh is the context, or when
+        called, if a leaf of the state lacks the replica axis or was donated before, a
+        batch cannot be divided, gradients were averaged over the replicas, the
+        optimizer has another `axis_name` or stands inside a condition of a replica's
+        own or `optax.MultiSteps`, or `average` names nothing.
 
     Example:
       >>> import jax.numpy as jnp

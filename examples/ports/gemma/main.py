@@ -20,6 +20,7 @@ REPLICAS, FSDP = 4, 2
 
 def main(arguments: list[str] | None = None) -> dict:
     parser = command.parser(__doc__, "local_muon", width=64)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=command.DOWNLOADS)
     options = parser.parse_args(arguments)
     ours = options.optimizer != "adamw"
@@ -42,7 +43,9 @@ def main(arguments: list[str] | None = None) -> dict:
     said = types.SimpleNamespace(text="")
     train.sampler_lib.Sampler = lambda **given: lambda *text, **more: said
     config = train.TrainConfig(**vars(tiny.Config()))
-    size = dict(num_layers=2, embed_dim=options.width, hidden_dim=2 * options.width)
+    size = dict(
+        num_layers=options.layers, embed_dim=options.width, hidden_dim=2 * options.width
+    )
     size |= dict(num_heads=4, num_kv_heads=2, head_dim=options.width // 4)
     config = config.replace(
         transformer_params=config.transformer_params | size,

@@ -19,6 +19,7 @@ REPLICAS, FSDP = 4, 2
 
 def main(arguments: list[str] | None = None) -> dict:
     parser = command.parser(__doc__, "local_muon", width=64)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=command.DOWNLOADS)
     options = parser.parse_args(arguments)
     ours = options.optimizer != "adamw"
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> dict:
     config.update(
         qkv_dim=options.width, emb_dim=options.width, mlp_dim=4 * options.width
     )
-    config.update(num_layers=2, num_heads=4, use_bfloat16=False)
+    config.update(num_layers=options.layers, num_heads=4, use_bfloat16=False)
     config.update(max_target_length=128, max_eval_target_length=128)
     config.update(per_device_batch_size=4, eval_per_device_batch_size=4)
     config.update(ici_data_parallelism=REPLICAS, ici_fsdp_parallelism=FSDP)

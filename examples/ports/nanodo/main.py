@@ -35,6 +35,7 @@ class Bytes:
 
 def main(arguments: list[str] | None = None) -> dict:
     parser = command.parser(__doc__, "curvadion", "local_muon", width=64)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=command.DOWNLOADS)
     options = parser.parse_args(arguments)
     ours = options.optimizer != "adamw"
@@ -65,7 +66,7 @@ def main(arguments: list[str] | None = None) -> dict:
     data.get_py_tokenizer = lambda path: Bytes()
 
     c = default.get_config()  # its own defaults, FSDP among them, but for size and
-    c.model.update(D=options.width, H=4, L=128, N=2, F=4 * options.width)
+    c.model.update(D=options.width, H=4, L=128, N=options.layers, F=4 * options.width)
     c.model.dtype = "float32"  # length
     c.batch_size = c.eval_batch_size = 32
     c.opt.num_train_steps, c.opt.warmup_steps = options.steps, options.steps // 10
