@@ -97,8 +97,10 @@ def delayed(every: int, form: compressors.Compressor | None, delay: int) -> Any:
         momentum=False,
         delay=delay,
     )
-    every = cd.triggers.every_k(delay)
-    return cd.local_muon(RATE, trigger=every, synchronizer=synchronizer, axis_name=AXIS)
+    trigger = cd.triggers.every_k(every)
+    return cd.local_muon(
+        RATE, trigger=trigger, synchronizer=synchronizer, axis_name=AXIS
+    )
 
 
 # What these synchronise with; the first two have it by default.
