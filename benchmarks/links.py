@@ -4,7 +4,7 @@
 
 For a model, a link between 8 replicas and a budget (a share of the bytes of synchronous
 training), `curvadion_jax.cost_model` gives the time of a step. Nothing is run, and
-nothing overlaps but a flag that is said to: replicas wait for a sync and for gradients
+nothing overlaps but what is said to: replicas wait for a sync and for gradients
 from the first byte to the last. Frameworks overlap gradients with the backward pass,
 which takes at most the computation off their time.
 
@@ -12,8 +12,10 @@ A sync sends parameters in 2 bits and no momenta (`reconcile(compressor=quantize
 momentum=False)`); how rare it is follows from the budget. The three numbers for a
 budget, one where they are the same, differ in the flag: asked for on every step, hidden
 behind the computation (`triggers.delayed`), and asked for as rarely as it is needed,
-once a period (`ask_every`). docs/links.md has the assumptions on models and links, and
-their sources.
+once a period (`ask_every`). Two columns are of syncs that hide behind local steps
+(`reconcile(delay=k)`): how many take as long as a sync, and what waits still at 1% and
+0.1% of the bytes where each sync hides behind all steps until the next. docs/links.md
+has the assumptions on models and links, and their sources.
 """
 
 import json
@@ -116,6 +118,19 @@ def _sync_share(training: Training) -> float:
     return sent / cost_model.sync_bytes(_gradients(training), REPLICAS)
 
 
+def hiding_steps(training: Training, link: Link) -> int:
+    """Steps that take at least as long as a sync: a delay that hides it."""
+    sync_time = cost_model.ring_time(_sync_payload(training), REPLICAS, link)
+    return math.ceil(sync_time / training.compute_time)
+
+
+def hidden(training: Training, link: Link, budget: float) -> float:
+    """Share of a step that waits if each sync hides behind all steps until the next."""
+    method = budgeted(training, link, budget)["hidden"]
+    behind = Method(method.compute_time, method.sync_time, method.sync_rate)
+    return 1 - behind.compute_time / behind.overlapped_step_time
+
+
 def largest_budget(training: Training, link: Link) -> float:
     """The budget that leaves `TOLERATED` of the step to a link, with a hidden flag.
 
@@ -170,6 +185,8 @@ def rows(measured: Mapping[float, float]) -> Iterator[tuple[str, ...]]:
                 name,
                 _percent(synchronous(training, link).communication_share),
                 *(_flags(budgeted(training, link, share)) for share in BUDGETS),
+                f"{hiding_steps(training, link):,}",
+                " / ".join(_percent(hidden(training, link, x)) for x in BUDGETS[1:]),
                 f"{100 * budget:.2g}%" if budget else "none",
                 f"{math.ceil(_sync_share(training) / budget):,}" if budget else "-",
                 _gap(budget, measured),
@@ -200,6 +217,7 @@ def table(measured: Mapping[float, float]) -> list[str]:
     budgets = (f"{100 * budget:g}% of the bytes" for budget in BUDGETS)
     head = (
         *("model", "computation", "link", "synchronous", *budgets),
+        *("steps that hide a sync", "hidden, 1% / 0.1%"),
         *(f"budget that waits {TOLERATED:.0%}", "steps between its syncs", "loss gap"),
     )
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows(measured))]

@@ -4,9 +4,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
 
 from curvadion_jax import (
     _arguments,
@@ -18,12 +16,14 @@ from curvadion_jax import (
     _layout,
     _mapped,
     _partition,
+    _requests,
     _trees,
     _xla,
 )
 from curvadion_jax._branches import Branches, sync_cost
 from curvadion_jax._counters import SyncMetrics
 from curvadion_jax._protocols import Synchronizer, SyncState, Trigger
+from curvadion_jax._schedule import Due
 from curvadion_jax.synchronizers._base import check_synchronizer
 from curvadion_jax.triggers._base import check_answer, check_trigger
 from curvadion_jax.triggers._delay import remembered
@@ -39,6 +39,7 @@ class AdaptiveSyncState(NamedTuple):
       metrics: `SyncMetrics`; changes on every step.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from curvadion_jax import adaptive_sync, synchronizers, triggers
       >>> tx = adaptive_sync(
       ...     optax.sgd(0.1), triggers.every_k(4), synchronizers.reconcile()
@@ -120,6 +121,7 @@ def adaptive_sync(
         missing or may differ between replicas.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from curvadion_jax import synchronizers, triggers
       >>> local_sgd = adaptive_sync(
       ...     optax.sgd(0.1), triggers.every_k(4), synchronizers.reconcile()
@@ -134,7 +136,10 @@ def adaptive_sync(
     check_synchronizer(synchronizer)
     _arguments.check_transformation(inner, "inner", "optax.adamw(1e-3)")
     inner = optax.with_extra_args_support(inner)
+    if not trigger.scheduled:
+        _check_no_delay(synchronizer, "trigger", "one that looks at more than counters")
     if ask_every is not None:
+        _check_no_delay(synchronizer, "ask_every", ask_every)
         _arguments.check_steps(ask_every, "ask_every")
         trigger = remembered(trigger)
     _arguments.check_switch(allow_unchecked, "allow_unchecked")
@@ -151,7 +156,7 @@ def adaptive_sync(
         )
 
     def update_of_replica(
-        updates, state, params, sync=None, step=None, weight=None, **extra_args
+        updates, state, params, due=None, step=None, weight=None, **extra_args
     ):
         _guards.require_local_gradients(
             updates,
@@ -180,24 +185,33 @@ def adaptive_sync(
 
         seen = _finite.or_zeros(replica.usable, updates)
         decision, trigger_state = replica.locally(decide, seen, params, state)
-        fire = decision.fire if sync is None else sync
-        if sync is None and not trigger.scheduled:
+        fire = decision.fire if due is None else due.sync
+        if due is None and not trigger.scheduled:
             fire &= ~_faults.in_cooldown(counters, replica.weight)
-        which, asked = replica.request(fire, counters.syncs), False
-        if not isinstance(which, int):  # what is known to all is not asked
-            asked = True if ask_every is None else _is_asked(step, ask_every, axis_name)
-            which = _largest(which, asked, axis_name)
+        request, asked = replica.request(fire, counters, due), False
+        if not isinstance(request, int):  # what is known to all is not asked
+            asked = (
+                True
+                if ask_every is None
+                else _requests.is_asked(step, ask_every, axis_name)
+            )
+            request = _requests.largest(request, asked, axis_name)
+        begins, ends = replica.begins_and_ends(request)
 
         # 2. A local step, and a sync if any replica requested one.
         operands = (state.sync_state, updates, state.inner_state, params)
         if synchronizer.after_local_step:
             alone = replica.locally(replica.local_step, *operands)
             results = _xla.run_once(
-                which, replica.syncs_after, alone, params, axis_name=axis_name
+                ends, replica.syncs_after, alone, params, axis_name=axis_name
             )
+            if synchronizer.delay:
+                results = _xla.run_once(
+                    begins, [replica.begin], results, params, axis_name=axis_name
+                )
         else:
             results = _guards.switch(
-                which,
+                ends,
                 replica.local_step,
                 replica.syncs_instead,
                 *operands,
@@ -211,7 +225,8 @@ def adaptive_sync(
             counters,
             decision,
             asked,
-            which,
+            begins,
+            ends,
             faults=faults._replace(skipped=~replica.usable),
             payloads=replica.payloads(params, state.inner_state),
             gradient_bytes=_trees.float32_bytes(params),
@@ -224,57 +239,43 @@ def adaptive_sync(
         updates, state, params: Any = None, *, sync: bool | None = None, **extra_args
     ):
         _check_update(updates, state, params, init_fn)
+        due = None
         if sync is not None:
             _arguments.check_switch(sync, "sync")
+            _check_no_delay(synchronizer, "sync", sync)
+            due = Due(sync)
         elif trigger.scheduled and ask_every is None:
             views = _partition.matrix_views(params, dimension_numbers)
             cost = functools.partial(
                 sync_cost, synchronizer, params, state.inner_state, views
             )
-            sync = _mapped.known_sync(trigger, state.trigger_state, cost)
+            due = _mapped.known_due(trigger, state.trigger_state, synchronizer, cost)
         return _mapped.update(
-            functools.partial(update_of_replica, sync=sync),
+            functools.partial(update_of_replica, due=due),
             axis_name,
             updates,
             state,
             params,
+            kept=_with_sync_state if due == Due(False) and synchronizer.delay else None,
             **extra_args,
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _largest(request: jax.Array, asked: Any, axis_name: str | None) -> jax.Array:
-    """0 for a local step of all replicas, else 1 + the variant of their sync."""
-    if asked is True:
-        which = _collectives.largest(request, axis_name)
-    else:
-        which = lax.cond(
-            asked,
-            lambda request: _collectives.largest(request, axis_name),
-            lambda request: jnp.zeros([], jnp.int32),
-            request,
-        )
-    return which if axis_name is None else _guards.one_decision(which)
+def _with_sync_state(before: AdaptiveSyncState, after: AdaptiveSyncState) -> Any:
+    return after._replace(sync_state=before.sync_state)
 
 
-def _is_asked(step: Any, ask_every: int, axis_name: str | None) -> jax.Array:
-    """Whether replicas reduce their requests on this step; the same on all of them."""
-    if step is None:
+def _check_no_delay(synchronizer: Synchronizer, name: str, given: Any) -> None:
+    """Rejects what leaves it open when a sync begins, where all must know it."""
+    if synchronizer.delay:
         raise ValueError(
-            f"adaptive_sync(ask_every={ask_every}) needs the number of the step, from "
-            "outside and the same on all replicas: call update(gradients, state, "
-            "params, step=step), with the step as a further argument of the training "
-            "step, which replicas.step passes on as train(state, batch, step)"
+            f"a synchronizer with delay={synchronizer.delay} needs a trigger that "
+            "looks at counters alone, such as triggers.evenly or every_k, by which all "
+            f"know when a sync begins and ends; got {name}: {given}. Change that, or "
+            "give delay=0"
         )
-    step = jnp.asarray(step)
-    if step.shape or not jnp.issubdtype(step.dtype, jnp.integer):
-        raise TypeError(
-            f"step must be one integer, the number of the step, got {step.dtype}"
-            f"{list(step.shape)}"
-        )
-    _guards.require_shared(step, axis_name, "the step")
-    return step % ask_every == 0
 
 
 def _check_update(gradients, state, params, init_fn) -> None:

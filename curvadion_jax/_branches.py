@@ -21,10 +21,11 @@ from curvadion_jax import (
     _xla,
 )
 from curvadion_jax._collectives import Replicas
-from curvadion_jax._counters import no_faults
+from curvadion_jax._counters import SyncMetrics, no_faults
 from curvadion_jax._layout import Layout
 from curvadion_jax._local_step import LocalStep
-from curvadion_jax._protocols import Observation, Synchronizer, Views
+from curvadion_jax._protocols import Measured, Observation, Synchronizer, Views
+from curvadion_jax._schedule import Due, ending
 from curvadion_jax._within_replica import Devices
 from curvadion_jax.synchronizers._base import variants
 
@@ -87,16 +88,34 @@ class Branches:
             anchor=state.sync_state.anchor,
         )
 
-    def request(self, fire: jax.Array | bool, number: jax.Array) -> jax.Array | int:
-        """0 for a local step, else 1 + the variant of the sync of this number.
+    def request(
+        self, fire: jax.Array | bool, counters: SyncMetrics, due: Due | None
+    ) -> jax.Array | int:
+        """0 for a local step, else 1 + the variant of the next sync.
 
-        An int where a bool says, and no counter, what all replicas do.
+        With a delay twice that of the sync that ends, and 1 more if one begins. An int
+        where it is known, by no counter on the devices, what all replicas do.
         """
-        cycle = self.synchronizer.cycle
+        cycle, delay = self.synchronizer.cycle, self.synchronizer.delay
+        if delay and due is not None:
+            return 2 * due.ends + due.sync
+        if delay:
+            syncs, local_steps = counters.syncs, counters.local_steps
+            ends, goes_on = ending(syncs, local_steps, delay, cycle)
+            return 2 * ends + (fire & ~goes_on)
         if fire is False or (fire is True and len(set(cycle)) == 1):
             return int(fire)
         variants = jnp.array(cycle, jnp.int32)
-        return jnp.where(fire, 1 + variants[number % len(cycle)], 0)
+        return jnp.where(fire, 1 + variants[counters.syncs % len(cycle)], 0)
+
+    def begins_and_ends(self, request: Any) -> tuple[Any, Any]:
+        """Whether a sync begins, above 0, and 0 or 1 + the variant of that which ends.
+
+        Both are the request if a sync has no delay.
+        """
+        if self.synchronizer.delay:
+            return request % 2, request // 2
+        return request, request
 
     def payloads(self, params, inner_state) -> list[_payload.Payload]:
         """Of a sync of each variant."""
@@ -138,6 +157,10 @@ class Branches:
                 return sync(local, before[-1], group)
 
             before = (*local.take(), kept)
+            if self.synchronizer.delay:
+                # Nothing that is sent stands in a condition, which would not be started
+                # before the steps that it does not depend on.
+                return _finite.where(local.anybody, run(*before), before)
             return _xla.if_any(local.anybody, run, *before, axis_name=self.axis_name)
 
         local = LocalStep((), inner_state, params, self.views, take)
@@ -146,6 +169,18 @@ class Branches:
         )
         contained = faults.contained | missed.contained
         return *results, missed._replace(contained=contained)
+
+    def begin(self, done, params):
+        """What a step has done, with what the replica then has noted for a sync."""
+        updates, inner_state, sync_state, faults = done
+        kept = _memory.to_device(sync_state)
+        moved = optax.apply_updates(params, updates)
+        local = LocalStep((), inner_state, moved, self.views, take=lambda: done[:2])
+        sound = _faults.is_finite(inner_state, moved)
+        healthy = _faults.is_healthy(local, kept._replace(own=()), sound)
+        own = Measured(moved, _faults.brought(self.weight, healthy))
+        new = _memory.put_back(kept._replace(own=own), kept, sync_state)
+        return updates, inner_state, new, faults
 
     def _sync_instead(self, sync, sync_state, gradients, inner_state, params):
         def take(local, gradients=None, inner_state=None, **more):
@@ -160,17 +195,22 @@ class Branches:
     def _synchronised(self, sync, local: LocalStep, sync_state, brings):
         """Updates, inner state and sync state after a sync, and who missed it."""
         kept = _memory.to_device(sync_state)
+        sound = _faults.is_finite(local.inner_state, local.params)
+        if self.synchronizer.delay:  # as it was where this sync began
+            own = kept.own.weight
+            healthy = own >= 0
+        else:
+            healthy = _faults.is_healthy(local, kept, sound)
+            own = _faults.brought(self.weight, healthy, brings)
         fresh = _faults.fresh_state(self.inner, local.params, local.inner_state)
-        local, excluded = _faults.taking_part(
-            local, kept, fresh, self.weight, brings, self.axis_name
-        )
+        local = _faults.taking_part(local, fresh, sound, own, healthy, self.axis_name)
         local = local._replace(take=functools.partial(local.take, local))
         group = Replicas(self.axis_name, self.layout)
         updates, inner_state, new = sync(local, kept, group)
         updates, faults = _faults.after_sync(
             _trees.like(updates, local.params),
             local,
-            excluded,
+            own < 0,
             # Without a sync a replica with averaged gradients would step alone.
             closes=self.synchronizer.after_local_step,
         )

@@ -73,7 +73,7 @@ class SyncMetrics(NamedTuple):
 
     Attributes:
       steps: int32[], steps taken.
-      syncs: int32[], sync steps among them.
+      syncs: int32[], sync steps among them; with a delay, those on which one began.
       local_steps: int32[], steps since the last sync, or since the start.
       asked: int32[], steps on which replicas reduced their requests to one decision.
       synced: bool[], whether the last step synchronised.
@@ -145,6 +145,7 @@ def following(
     decision: Decision,
     asked: jax.Array | bool,
     which: jax.Array | int,
+    ended: jax.Array | int,
     faults: Faults,
     payloads: Sequence[Payload],
     gradient_bytes: int,
@@ -155,14 +156,16 @@ def following(
       old: those before it.
       decision: of this replica's trigger.
       asked: whether replicas reduced their requests.
-      which: 0 for a local step, else 1 + the variant of the sync.
+      which: 0 for a local step, else 1 + the variant of the sync that begins.
+      ended: the same for the sync that ends: `which`, or with a delay one of before.
       faults: what kept this replica from the step, or from the sync.
       payloads: of a sync of each variant.
       gradient_bytes: those of all gradients in float32.
     """
-    synced, closed = jnp.asarray(which > 0), jnp.where(faults.closed, old.steps, -1)
+    synced, over = jnp.asarray(which > 0), jnp.asarray(ended > 0)
+    closed = jnp.where(faults.closed, old.steps, -1)
     sizes = [Payload(), *(payload + WEIGHT for payload in payloads)]
-    sent = _plus(old.sent, _words(sizes)[which])
+    sent = _plus(old.sent, _words(sizes)[ended])
     sent = jnp.where(asked, _plus(sent, _words([FLAG])[0]), sent)
     return SyncMetrics(
         steps=jnp.asarray(optax.safe_increment(old.steps)),
@@ -175,8 +178,8 @@ def following(
         layer=jnp.asarray(decision.layer, jnp.int32),
         skipped=_tallied(old.skipped, faults.skipped, True, old.steps),
         contained=_tallied(old.contained, faults.contained, True, old.steps),
-        excluded=_tallied(old.excluded, faults.excluded, synced, closed),
-        absent=_tallied(old.absent, faults.absent, synced, closed),
+        excluded=_tallied(old.excluded, faults.excluded, over, closed),
+        absent=_tallied(old.absent, faults.absent, over, closed),
         empty=_counted(old.empty, faults.empty),
         sent=sent,
         synchronous=_plus(old.synchronous, jnp.array(divmod(gradient_bytes, WORD))),

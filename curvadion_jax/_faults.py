@@ -98,49 +98,53 @@ def in_cooldown(counters: SyncMetrics, weight: jax.Array | None) -> jax.Array:
     return cooling & (last >= 0)
 
 
+def is_healthy(local: LocalStep, state: SyncState, sound: jax.Array) -> jax.Array:
+    """Whether all that a replica has is finite, bool[]; `sound` is its inner state."""
+    params = local.params
+    return sound & _finite.all_finite(params) & is_finite(state, params)
+
+
+def brought(
+    weight: jax.Array | None, healthy: jax.Array, brings: jax.Array | bool = True
+) -> jax.Array:
+    """The weight of a replica, 0 if it is absent, -1 if what it has is not finite."""
+    own = jnp.asarray(1 if weight is None else weight, jnp.float32)
+    return jnp.where(healthy & brings, own, -1)
+
+
 def taking_part(
     local: LocalStep,
-    state: SyncState,
     fresh: optax.OptState,
-    weight: jax.Array | None,
-    brings: jax.Array | bool,
+    sound: jax.Array,
+    own: jax.Array,
+    healthy: jax.Array,
     axis_name: str | None,
-) -> tuple[LocalStep, jax.Array]:
+) -> LocalStep:
     """A local step with this replica's part in the sync, and a sound inner state.
 
-    Every replica gathers one number of each: its weight, 0 if it is absent, and -1 if
-    what it has is not finite. So all know who takes part.
+    Every replica gathers one number of each, `brought`. So all know who takes part.
 
     Args:
       local: the step, with the inner state as it is.
-      state: the sync state.
       fresh: inner state to start afresh from.
-      weight: float32[], of this replica; None is 1.
-      brings: whether else it has something finite to bring.
+      sound: bool[], whether the inner state is finite.
+      own: float32[], what this replica has `brought`.
+      healthy: see `LocalStep`.
       axis_name: replica axis.
-
-    Returns:
-      The local step, and bool[], whether this replica is excluded.
     """
-    params = local.params
-    sound = is_finite(local.inner_state, params)
-    healthy = sound & _finite.all_finite(params) & is_finite(state, params)
-    own = jnp.asarray(1 if weight is None else weight, jnp.float32)
-    own = jnp.where(healthy & brings, own, -1)
     given = _collectives.gathered(own, axis_name)
     there, expected = given > 0, given >= 0
     anybody = jnp.any(there)
     # In units of the largest, so that the sum does not overflow.
     unit = jnp.where(anybody, jnp.max(given), 1)
     mean = jnp.sum(jnp.maximum(given, 0) / unit) / given.size
-    local = local._replace(
+    return local._replace(
         inner_state=restarted(local.inner_state, fresh, sound),
         weight=jnp.maximum(own, 0) / unit / jnp.where(anybody, mean, 1),
         expected=jnp.sum(there) / jnp.maximum(jnp.sum(expected), 1),
         healthy=healthy,
         anybody=anybody,
     )
-    return local, ~(healthy & brings)
 
 
 def after_sync(

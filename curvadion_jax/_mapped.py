@@ -21,8 +21,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _axis_types, _closures, _collectives, _guards, _jaxprs
-from curvadion_jax._protocols import Trigger
-from curvadion_jax._schedule import Schedule
+from curvadion_jax._protocols import Synchronizer, Trigger
+from curvadion_jax._schedule import Due, Schedule
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,29 +32,33 @@ class Mapped:
     Attributes:
       mesh: mesh with the replica axis.
       axis_name: name of the replica axis.
-      sync: whether it is a sync step, where the host knows that; None where not.
+      due: what happens on this step, where the host knows that; None where not. Of a
+        program of several steps what happens on each.
       schedule: by which the host can know.
       counts_along: whether the next step begins with the counters of this one's only
         update.
       is_another: whether this is another program of a step that was traced before.
       sent_outside: bytes that the step itself sends over the axis, beside the
         optimizer.
+      gates: of the step on which a delayed sync ends, arrays [replicas] of the steps
+        before it, for what is received to wait for: see `_collectives.after`.
       averaged: whether an update is given gradients that were reduced over the axis.
     """
 
     mesh: Mesh
     axis_name: str
-    sync: bool | None = None
+    due: Any = None
     schedule: Schedule | None = None
     counts_along: bool = False
     is_another: bool = False
     sent_outside: int = 0
+    gates: tuple[jax.Array, ...] = ()
     averaged: bool = False
 
     @property
     def known_sync(self) -> bool | None:
         """Whether this is a sync step; None where the program decides it."""
-        return self.sync if self.schedule else None
+        return self.due.sync if self.schedule and self.due else None
 
 
 # Whether the step is a program already, and mapped: what is mapped before is not it.
@@ -85,14 +89,18 @@ def current() -> Mapped | None:
     return _step.value
 
 
-def known_sync(
-    trigger: Trigger, state: Any, cost: Callable[[int], float]
-) -> bool | None:
-    """Whether the host knows that this is a sync step, or that it is not.
+def known_due(
+    trigger: Trigger,
+    state: Any,
+    synchronizer: Synchronizer,
+    cost: Callable[[int], float],
+) -> Due | None:
+    """What the host knows to happen on this step; None if it does not know.
 
     Args:
       trigger: one with `scheduled`.
       state: its state.
+      synchronizer: for its delay.
       cost: number of replicas -> `Observation.sync_cost`.
     """
     mapped = current()
@@ -100,8 +108,10 @@ def known_sync(
         return None
     shapes = jax.eval_shape(lambda x: x, state)
     replicas = mapped.mesh.shape[mapped.axis_name]
-    mapped.schedule = Schedule(trigger, shapes, cost(replicas))
-    return mapped.sync
+    mapped.schedule = Schedule(
+        *(trigger, shapes, cost(replicas), synchronizer.delay, synchronizer.cycle)
+    )
+    return mapped.due
 
 
 def update(
@@ -110,11 +120,21 @@ def update(
     gradients: Any,
     state: Any,
     params: Any,
+    *,
+    kept: Callable[[Any, Any], Any] | None = None,
     **arguments: Any,
 ) -> tuple[Any, Any]:
     """``function(gradients, state, params, **arguments)`` of one replica.
 
     Inside `replicas.step` under `shard_map`; elsewhere where it is called.
+
+    Args:
+      function: of one replica.
+      axis_name: replica axis.
+      gradients, state, params, arguments: what the function is given.
+      kept: (state before, state after) -> the state after with those arrays taken from
+        the state before that the function has not changed. What goes by the shard_map,
+        and not through it, the compiler sees to be the same.
 
     Returns:
       Updates, in the shapes and dtypes of the parameters, and a state like the one that
@@ -152,10 +172,12 @@ def update(
             # A gradient of nothing is zeros on all replicas, and was not averaged.
             flags[0] = jax.tree.map(lambda _: True, flags[0])
             operands = (_stacked(operands[0], batched[0], size), *operands[1:])
-        mapped_over = _in_shard_map(function, mapped, flags, checked)
+        mapped_over = _in_shard_map(function, mapped, flags, checked, mapped.gates)
         if not checked:
             _check_untyped(mapped, flags)
         results = mapped_over(*operands)
+        if kept is not None and all(jax.tree.leaves(batched[1])):
+            results = results[0], kept(operands[1], results[1])
         return results, jax.tree.map(lambda _: True, results)
 
     return one(*given)
@@ -170,30 +192,38 @@ def _with_consts(function, mapped: Mapped, given):
     found = []
 
     def of_replica(gradients, state, params, **arguments):
-        def call(gradients, state, params, arguments):
-            return function(gradients, state, params, **arguments)
+        def call(gradients, state, params, arguments, gates):
+            with _collectives.gating(gates):
+                return function(gradients, state, params, **arguments)
 
-        found.append(_jaxprs.trace(call, gradients, state, params, arguments))
+        given = (gradients, state, params, arguments)
+        found.append(_jaxprs.trace(call, *given, _collectives.gates()))
         return jax.tree.map(jnp.zeros_like, params), state
 
     flags = jax.tree.map(lambda _: True, given)
     size = mapped.mesh.shape[mapped.axis_name]
     stacked = _stacked(given, jax.tree.map(lambda _: False, given), size)
-    jax.eval_shape(_in_shard_map(of_replica, mapped, flags, checked=False), *stacked)
+    run = _in_shard_map(of_replica, mapped, flags, False, mapped.gates)
+    jax.eval_shape(run, *stacked)
     (traced,) = found
 
     def with_consts(gradients, state, params, consts, **arguments):
         program = traced.program.replace(consts=consts)
-        return traced._replace(program=program)(gradients, state, params, arguments)
+        given = (gradients, state, params, arguments)
+        return traced._replace(program=program)(*given, _collectives.gates())
 
     return with_consts, list(traced.program.consts)
 
 
-def _in_shard_map(function, mapped: Mapped, batched, checked: bool):
+def _in_shard_map(function, mapped: Mapped, batched, checked: bool, gates=()):
     """The update with stacked results, of operands some of which are stacked."""
     axis = mapped.axis_name
 
-    def body(*operands):
+    def body(gates, *operands):
+        with _collectives.gating([jnp.squeeze(x, 0) for x in gates]):
+            return of_replica(*operands)
+
+    def of_replica(*operands):
         operands = jax.tree.map(
             lambda b, x: jnp.squeeze(x, 0) if b else x, batched, list(operands)
         )
@@ -209,8 +239,8 @@ def _in_shard_map(function, mapped: Mapped, batched, checked: bool):
         like = _axis_types.specs((params, state), (of_params, of_state))
         in_specs = jax.tree.map(lambda b: P(axis) if b else P(), tuple(batched))
         return _axis_types.over_replicas(
-            body, mapped.mesh, axis, in_specs, like, check_vma=checked
-        )(*operands)
+            *(body, mapped.mesh, axis, (P(axis), *in_specs), like), check_vma=checked
+        )(gates, *operands)
 
     return call
 

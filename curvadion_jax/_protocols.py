@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from curvadion_jax._layout import Layout
@@ -149,6 +150,29 @@ class SyncState(NamedTuple):
     own: Any = ()
 
 
+class Measured(NamedTuple):
+    """What a replica had where the last sync began; replica-varying.
+
+    Attributes:
+      params: its parameters then, tree of the parameters.
+      weight: float32[], how much it counts in that sync; 0 if it takes no part, -1 if
+        something that it had was not finite.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> float(measured({"w": jnp.ones(2)}).weight)
+      0.0
+    """
+
+    params: optax.Params
+    weight: jax.Array
+
+
+def measured(params: optax.Params) -> Measured:
+    """A copy of the parameters, before any sync has begun."""
+    return Measured(jax.tree.map(jnp.copy, params), jnp.zeros([], jnp.float32))
+
+
 class Synchronizer(NamedTuple):
     """Says what replicas send at a sync, and how they come together.
 
@@ -171,6 +195,9 @@ class Synchronizer(NamedTuple):
         and does not replace it. The step is then taken before anyone knows whether
         replicas synchronise, and `sync` is not called where nobody takes part. It
         stands in a loop, which has no reverse-mode derivative under `jit`.
+      delay: k, for a sync to end k steps after it has begun. Then `init` puts a
+        :class:`Measured` into `own`, which is filled in on the step on which a sync
+        begins, and `sync` is called k steps later. It needs `after_local_step`.
 
     Example:
       >>> from curvadion_jax.compressors import exact
@@ -190,6 +217,7 @@ class Synchronizer(NamedTuple):
     payload: Callable[..., Payload]
     cycle: tuple[int, ...] = (0,)
     after_local_step: bool = False
+    delay: int = 0
 
 
 class Group(Protocol):

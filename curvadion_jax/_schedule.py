@@ -5,6 +5,7 @@ here, before the step, for many steps at once.
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,6 +25,18 @@ COUNTERS = ("steps", "syncs", "local_steps")
 _STEPS = 64
 
 
+class Due(NamedTuple):
+    """What happens on a step, where the host knows it.
+
+    Attributes:
+      sync: whether a sync begins, and ends if it has no delay.
+      ends: of syncs with a delay 0, or 1 + the variant of the one that ends.
+    """
+
+    sync: bool
+    ends: int = 0
+
+
 class Schedule(NamedTuple):
     """A trigger that looks at counters alone, and what it is given besides.
 
@@ -31,15 +44,35 @@ class Schedule(NamedTuple):
       trigger: one with `scheduled`.
       state: its state, as shapes and dtypes.
       sync_cost: see `Observation`.
+      delay: of the synchronizer, as `cycle`.
     """
 
     trigger: Trigger
     state: Any
     sync_cost: float
+    delay: int = 0
+    cycle: tuple[int, ...] = (0,)
+
+
+def ending(syncs, local_steps, delay: int, cycle: tuple[int, ...]) -> Any:
+    """What becomes of a sync that has begun before this step.
+
+    Args:
+      syncs: int32[], that have begun.
+      local_steps: int32[], steps since the last of them.
+      delay: of the synchronizer, as `cycle`.
+
+    Returns:
+      int32[], 0 or 1 + the variant of the sync that ends on this step; and bool[],
+      whether one goes on after it, so that none can begin.
+    """
+    variant = jnp.array(cycle, jnp.int32)[(syncs - 1) % len(cycle)]
+    ends = (syncs > 0) & (local_steps == delay - 1)
+    return jnp.where(ends, 1 + variant, 0), (syncs > 0) & (local_steps < delay - 1)
 
 
 class Upcoming:
-    """Says whether the next step of a training state is a sync step.
+    """Says what is due on the coming steps of a training state.
 
     It counts along with the states that the step returns, and reads the counters from
     the devices only when it is given another state.
@@ -54,26 +87,27 @@ class Upcoming:
         self._structure = jax.tree.structure(schedule.state)
         self._look_ahead = jax.jit(functools.partial(_look_ahead, schedule))
         self._seen: list[Any] = []  # the counters of the state that is looked at
-        self._due: list[bool] = []
+        self._due: list[Due] = []
         self._following: Any = None
 
-    def is_due(self, state: Any) -> bool:
-        """Whether the step that follows this state synchronises."""
+    def due(self, state: Any, steps: int = 1) -> tuple[Due, ...]:
+        """What is due on each of the steps that follow this state."""
         counters = self._counters(state)
         same = map(operator.is_, counters, self._seen)
         if len(self._seen) != len(counters) or not all(same):
             self._seen, self._due = counters, []
             self._following = self._read(counters)
-        if not self._due:
+        while len(self._due) < steps:
             # Apart from the mesh that a caller has set.
             with jax.set_mesh(Mesh(np.array([_host()]), ("host",))):
                 due, self._following = self._look_ahead(*self._following)
-            self._due = np.asarray(due).tolist()
-        return self._due[0]
+            both = zip(*(np.asarray(x).tolist() for x in due), strict=True)
+            self._due += itertools.starmap(Due, both)
+        return tuple(self._due[:steps])
 
-    def took_step(self, state: Any) -> None:
-        """Counts a step, which returned this state."""
-        self._seen, self._due = self._counters(state), self._due[1:]
+    def took(self, state: Any, steps: int = 1) -> None:
+        """Counts steps, the last of which returned this state."""
+        self._seen, self._due = self._counters(state), self._due[steps:]
 
     def _counters(self, state: Any) -> list[jax.Array]:
         leaves = jax.tree.leaves(state)
@@ -88,7 +122,7 @@ class Upcoming:
 
 
 def _look_ahead(schedule: Schedule, counters: Any, trigger_state: Any):
-    """Whether each of the coming steps is a sync step, and what follows them."""
+    """What is due on each of the coming steps, and what follows them."""
 
     def one_step(carry, _):
         (steps, syncs, local_steps), state = carry
@@ -99,9 +133,10 @@ def _look_ahead(schedule: Schedule, counters: Any, trigger_state: Any):
             sync_cost=schedule.sync_cost,
         )
         decision, state = check_answer(schedule.trigger.decide(seen, state), state)
-        local_steps = jnp.where(decision.fire, 0, local_steps + 1)
-        counters = [steps + 1, syncs + decision.fire, local_steps]
-        return (counters, state), decision.fire
+        ends, goes_on = ending(syncs, local_steps, schedule.delay, schedule.cycle)
+        fire = decision.fire & ~goes_on
+        local_steps = jnp.where(fire, 0, local_steps + 1)
+        return ([steps + 1, syncs + fire, local_steps], state), (fire, ends)
 
     following, due = lax.scan(one_step, (counters, trigger_state), length=_STEPS)
     return due, following

@@ -19,6 +19,7 @@ SCALED = {
 }
 BOUNDS = ("1 1", "3 3")
 SEEDS = (0, 1, 2)
+DELAYS = (0, 1, 2, 5, 10)
 SHORT_SEEDS = (*SEEDS, 3, 4)  # of the cheapest setting
 
 
@@ -160,6 +161,18 @@ def memory(results: plans.Results, size: str, steps: int) -> list[Run]:
     return [half.but(seed=seed) for seed in SEEDS]
 
 
+def delayed() -> list[Run]:
+    """Syncs that end some steps after they have begun, seed 0."""
+    return [rising().but(delay=delay) for delay in DELAYS]
+
+
+def delays(results: plans.Results, size: str, steps: int) -> list[Run]:
+    """What hiding syncs behind local steps costs, beside those that end at once."""
+    del results, size
+    runs = [*delayed(), rising().but(delay=1, seed=1)]
+    return [run.but(steps=steps) for run in runs]
+
+
 PLANS: dict[str, Callable[[plans.Results, str, int], list[Run]]] = {
-    plan.__name__: plan for plan in (scaling, against, memory)
+    plan.__name__: plan for plan in (scaling, against, memory, delays)
 }

@@ -40,7 +40,8 @@ def optimizer(run: Run, params: optax.Params) -> optax.GradientTransformationExt
         "warm": lambda share, steps: _at(_spread(run, params, share, 0.0, steps)),
     }
     last = triggers.stateless(
-        lambda seen: triggers.decision(seen.steps == run.steps - 1)
+        lambda seen: triggers.decision(seen.steps == run.steps - 1 - run.delay),
+        scheduled=True,
     )
     trigger = triggers.any_of(_choose(_less_last(run, params), known), last)
     synchronizer = _synchronizer(run, params)
@@ -227,5 +228,6 @@ def _synchronizer(run: Run, params: optax.Params) -> synchronizers.Synchronizer:
             compressor=compressor,
             momentum=_choose(run.sent_momentum, _MOMENTA),
             residual_dtype=run.state if compressor else None,
+            delay=run.delay,
         )
     raise ValueError(f"no synchronizer {run.sync!r}")

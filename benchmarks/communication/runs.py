@@ -36,13 +36,14 @@ class Run:
             local.
         replicas: Number of replicas.
         seed: Of the parameters and the order of the data.
-        steps: Steps; the last one synchronises wherever the trigger allows any.
+        steps: Steps; a sync ends with the last one wherever the trigger allows any.
         dropped: Share of the participations in syncs that are left out at random.
         final: Learning rate at the end, as a share of its peak.
         last_momentum: Decay rate of the momentum at the end, reached in equal steps
             from `momentum`; None keeps that.
         other_rate: Learning rate of embeddings, head and norms over that of matrices.
         state: dtype of the local momentum, the outer one and error feedback.
+        delay: Steps from the one on which a sync begins to the one on which it ends.
     """
 
     inner: str
@@ -61,6 +62,7 @@ class Run:
     last_momentum: float | None = None
     other_rate: float = 1.0
     state: str = "float32"
+    delay: int = 0
 
     def key(self) -> str:
         """The run as canonical JSON; equal for equal runs.

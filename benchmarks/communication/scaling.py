@@ -47,6 +47,9 @@ def document(results: plans.Results) -> str:
         for row in rows
         if Run(**row["run"]).state == "bfloat16"
     }
+    late = {
+        (row["size"], row["run"]["steps"]) for row in rows if Run(**row["run"]).delay
+    }
     commands = [
         f"    python benchmarks/communication/study.py {plan} --size {size} "
         f"--steps {steps} --workers 1"
@@ -54,6 +57,7 @@ def document(results: plans.Results) -> str:
         for plan in gap.PLANS
         if (plan, size, steps) != ("scaling", "cpu-32k", 300)
         and (plan != "memory" or (size, steps) in in_bfloat16)
+        and (plan != "delays" or (size, steps) in late)
     ]
     head = [
         "# Longer runs and larger batches",
@@ -68,7 +72,10 @@ def document(results: plans.Results) -> str:
     ]
     return (
         "\n\n".join(
-            [*head, law.text(results), parts(results), ideas(results), *tables_]
+            [
+                *(*head, law.text(results), parts(results)),
+                *(delays(results), ideas(results), *tables_),
+            ]
         )
         + "\n"
     )
@@ -92,6 +99,36 @@ def parts(results: plans.Results) -> str:
     return (
         "## Its parts\n\n`local_muon` with a rising momentum, 1,024 tokens a replica "
         f"and step, 300 steps, seed 0.\n\n{tables.markdown(header, cells)}"
+    )
+
+
+def delays(results: plans.Results) -> str:
+    """What it costs that syncs end some steps after they have begun."""
+    cells = []
+    for delay in gap.DELAYS:
+        found = {
+            seed: (results[key], results["cpu" + at_once.key()]["loss"])
+            for seed in gap.SHORT_SEEDS
+            for at_once in [gap.rising().but(seed=seed)]
+            if (key := "cpu" + at_once.but(delay=delay).key()) in results
+            and "cpu" + at_once.key() in results
+        }
+        if delay and found:
+            row = found[min(found)][0]
+            losses = (f"{seed}: {x['loss']:.4f}" for seed, (x, _) in found.items())
+            change = (f"{100 * (x['loss'] / y - 1):.2f}%" for x, y in found.values())
+            cells.append(
+                [
+                    *(str(delay), str(row["syncs"]), f"{tables.share(row):.2f}%"),
+                    *(", ".join(losses), ", ".join(change)),
+                ]
+            )
+    header = ["delay", "syncs", "bytes", "loss by seed", "above syncs at once"]
+    return (
+        "## Syncs that end later\n\n`reconcile(delay=k)`, else `local_muon` with a "
+        "rising momentum, 1,024 tokens a replica and step, 300 steps, a sync about "
+        "every 7. One that is due while another is under way is dropped: of a delay of "
+        f"10 one every 10.\n\n{tables.markdown(header, cells)}"
     )
 
 
@@ -206,7 +243,7 @@ def _line(rows: Sequence[Row], references: Sequence[dict[int, float]]) -> list[s
 
 def _else(run: Run) -> str:
     base = gap.local_muon_evenly()
-    names = ("final", "other_rate", "sent_momentum")
+    names = ("final", "other_rate", "sent_momentum", "delay")
     return ", ".join(
         f"{name.replace('_', ' ')} {getattr(run, name)}"
         for name in names

@@ -87,6 +87,22 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     ),
     "adamw": lambda: optax.adamw(RATE),
 }
+
+
+def delayed(every: int, form: compressors.Compressor | None, delay: int) -> Any:
+    """`local_muon` with a sync every so many steps."""
+    synchronizer = synchronizers.reconcile(
+        optax.sgd(1.0, 0.4, nesterov=True),
+        compressor=form,
+        momentum=False,
+        delay=delay,
+    )
+    trigger = cd.triggers.every_k(every)
+    return cd.local_muon(
+        RATE, trigger=trigger, synchronizer=synchronizer, axis_name=AXIS
+    )
+
+
 # What these synchronise with; the first two have it by default.
 _IN_TWO_BITS = synchronizers.reconcile(
     compressor=compressors.quantize(2), momentum=False
@@ -207,10 +223,20 @@ def gpt(size: Size) -> model.GPT:
     )
 
 
-def build(size: Size, optimizer: str, mesh: Mesh) -> Step:
-    """The training step of a model of this size, over the mesh."""
+def build(
+    size: Size, optimizer: str, mesh: Mesh, tx: Any = None, steps: int = 0
+) -> Step:
+    """The training step of a model of this size, over the mesh.
+
+    Args:
+      size: of the model.
+      optimizer: its name.
+      mesh: with the replica axis.
+      tx: another optimizer than the one of this name.
+      steps: above 0 a program of so many steps.
+    """
     network = gpt(size)
-    params, tx = parameters(network), OPTIMIZERS[optimizer]()
+    params, tx = parameters(network), tx or OPTIMIZERS[optimizer]()
 
     def create(params):
         return TrainState.create(apply_fn=network.apply, params=params, tx=tx)
@@ -234,17 +260,19 @@ def build(size: Size, optimizer: str, mesh: Mesh) -> Step:
 
     replicas = mesh.shape[AXIS]
     rows = replicas * mesh.shape["fsdp"] * size.rows
+    several = (steps,) if steps else ()
     batch = jax.ShapeDtypeStruct(
-        (rows, size.length + 1),
+        (*several, rows, size.length + 1),
         jnp.int32,
-        sharding=NamedSharding(mesh, P((AXIS, "fsdp"))),
+        sharding=NamedSharding(mesh, P(*[None] * len(several), (AXIS, "fsdp"))),
     )
     state = jax.eval_shape(create, params)
     if synchronous:
         state = _laid_out(state, params, mesh, 0)
         return Step(jax.jit(synchronous_step, donate_argnums=0), state, batch)
     state = _laid_out(state, params, mesh, replicas)
-    return Step(cd.replicas.step(train_step, mesh), state, batch)
+    run = cd.replicas.steps if steps else cd.replicas.step
+    return Step(run(train_step, mesh), state, batch)
 
 
 def device_bytes(tree: Any) -> int:

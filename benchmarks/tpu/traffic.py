@@ -147,11 +147,11 @@ class Reader:
                 if each.opcode == "conditional":
                     inside = True
                 elif each.opcode == "while":
-                    passes = self._passes(each)
+                    passes = self.passes(each)
                     inside, often = at_sync or passes is None, times * (passes or 1)
                 waiting.extend((called, inside, often) for called in each.called)
 
-    def _passes(self, loop: hlo.Instruction) -> int | None:
+    def passes(self, loop: hlo.Instruction) -> int | None:
         """How often a loop over a counter from 0 runs; None if it has no known limit.
 
         The counter need not go up by 1: loops that gather an operand of a product
@@ -281,7 +281,7 @@ class Reader:
         known = [
             at[x.name]
             for x in entry
-            if x.opcode == "while" and self._passes(x) is not None
+            if x.opcode == "while" and self.passes(x) is not None
         ]
         used = self._first_use(entry, name, end)
         between = [x for x in entry[first + 1 : end] if x.opcode in ("while", "fusion")]

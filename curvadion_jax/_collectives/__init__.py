@@ -18,6 +18,7 @@ from curvadion_jax._collectives._axes import (
     varying_aval,
     varying_manual_axes,
 )
+from curvadion_jax._collectives._gates import gates, gating
 from curvadion_jax._collectives._replicas import Replicas, gathered, largest
 
 __all__ = [
@@ -26,7 +27,9 @@ __all__ = [
     "axis_size",
     "check_axis_name",
     "checked_axes",
+    "gates",
     "gathered",
+    "gating",
     "is_checked",
     "is_manual",
     "is_varying",

@@ -13,14 +13,15 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _axis_types, _layout, _mapped, _memory, _paths
-from curvadion_jax._schedule import Upcoming, places
-from curvadion_jax.replicas import _traffic
+from curvadion_jax import _layout, _mapped
+from curvadion_jax._schedule import Due, Upcoming, places
+from curvadion_jax.replicas import _placed, _traffic
 from curvadion_jax.replicas._anchor import check_start
 from curvadion_jax.replicas._checks import check_alive, is_array
 from curvadion_jax.replicas._mesh import check_context
 
 _log = logging.getLogger("curvadion_jax")
+_LOCAL = Due(sync=False)
 
 
 class _Program(NamedTuple):
@@ -98,7 +99,7 @@ class CompiledStep:
             return program.jitted(state, batch, *shared)
         check_alive(state, "state")
         key, given = self._key(state), state
-        leaves = map(_without_empty_axes, jax.tree.leaves(state), key[1])
+        leaves = map(_placed.without_empty_axes, jax.tree.leaves(state), key[1])
         state = jax.tree.unflatten(key[0], leaves)
         batch = jax.tree.map(self._divided, batch)
         if not self._checked:
@@ -106,21 +107,20 @@ class CompiledStep:
             check_start(state, has_axis=True)
         operands = (state, batch, *shared)
         start = time.perf_counter()
-        sync = self._is_due(key, operands, given)
-        program = self._program(key, state, sync).jitted
-        if (key, sync) not in self._checked:
+        due = self._due(key, operands, given)
+        program = self._program(key, state, due).jitted
+        if (key, due) not in self._checked:
             # The executable is kept for the call.
-            kind = {None: "step", False: "local step", True: "sync step"}[sync]
-            name = f"{getattr(self, '__name__', 'step')} ({kind})"
+            name = f"{getattr(self, '__name__', 'step')} ({self._told(due)})"
             _log.info("compiling %s for %s", name, dict(self._mesh.shape))
             compiled = program.lower(*operands).compile()
             _log.info("compiled %s in %.1f s", name, time.perf_counter() - start)
             self._check_traffic(compiled.as_text() or "")
-            self._checked.add((key, sync))
+            self._checked.add((key, due))
         new, metrics = program(*operands)
         upcoming = self._upcoming[key]
         if upcoming and jax.tree.structure(new) == key[0]:
-            upcoming.took_step(new)
+            upcoming.took(new, self._steps(batch))
         return new, metrics
 
     def trace(
@@ -140,14 +140,8 @@ class CompiledStep:
         Raises:
           ValueError: if `sync` is given, and the host cannot know it.
         """
-        program = self._program(self._key(state), state, sync)
-        traced = program.jitted.trace(state, batch, *shared)
-        if sync is not None and program.mapped.schedule is None:
-            raise ValueError(
-                f"sync={sync} is for an optimizer whose trigger looks at counters "
-                "alone, such as local_muon; here the program decides: leave it out"
-            )
-        return traced
+        due = None if sync is None else Due(sync)
+        return self._traced(state, batch, shared, due)
 
     def lower(
         self, state: Any, batch: Any, *shared: Any, sync: bool | None = None
@@ -155,29 +149,56 @@ class CompiledStep:
         """The program before it is compiled; with the arguments of `trace`."""
         return self.trace(state, batch, *shared, sync=sync).lower()
 
-    def _is_due(self, key, operands, state: Any) -> bool | None:
-        """Whether this is a sync step; None where the program decides it.
+    def _traced(self, state: Any, batch: Any, shared: Any, due: Any) -> Any:
+        program = self._program(self._key(state), state, due)
+        traced = program.jitted.trace(state, batch, *shared)
+        if due is not None and program.mapped.schedule is None:
+            raise ValueError(
+                "when a sync is due is known only of an optimizer whose trigger looks "
+                "at counters alone, such as local_muon; here the program decides: "
+                "leave it out"
+            )
+        return traced
+
+    def _due(self, key, operands, state: Any) -> Any:
+        """What is due in this program; None where the program decides it.
 
         By the state as it was given, which is known again by its arrays.
         """
+        steps = self._steps(operands[1])
         if key not in self._upcoming:
-            program = self._program(key, state, False)
+            local = self._known(steps * (_LOCAL,))
+            program = self._program(key, state, local)
             program.jitted.trace(*operands)
             self._upcoming[key] = program.upcoming(state)
             if program.mapped.schedule is None:  # it has a condition
-                self._programs[key, None] = self._programs.pop((key, False))
+                self._programs[key, None] = self._programs.pop((key, local))
         upcoming = self._upcoming[key]
-        return upcoming and upcoming.is_due(state)
+        return upcoming and self._known(upcoming.due(state, steps))
 
-    def _program(self, key, state: Any, sync: bool | None) -> "_Program":
-        if (key, sync) not in self._programs:
+    # What a program of several steps has otherwise.
+
+    def _steps(self, batch: Any) -> int:
+        """How many steps a program takes."""
+        del batch
+        return 1
+
+    def _known(self, due: tuple[Due, ...]) -> Any:
+        """What is due on the steps of a program, as it is known by."""
+        return due[0]
+
+    def _told(self, due: Any) -> str:
+        return "step" if due is None else f"{'sync' if any(due) else 'local'} step"
+
+    def _program(self, key, state: Any, due: Any) -> "_Program":
+        if (key, due) not in self._programs:
             self._check_devices(state)
             mapped = _mapped.Mapped(
-                self._mesh, self._axis_name, sync, is_another=bool(self._programs)
+                self._mesh, self._axis_name, due, is_another=bool(self._programs)
             )
             program = _Program(self._jitted(key, mapped), mapped)
-            self._programs[key, sync] = program
-        return self._programs[key, sync]
+            self._programs[key, due] = program
+        return self._programs[key, due]
 
     def _check_traffic(self, text: str) -> None:
         """Warns where replicas wait for each other outside of the optimizer."""
@@ -217,33 +238,39 @@ class CompiledStep:
 
         def run(state, batch, *shared):
             leaves = jax.tree.leaves(state)
-            leaves = [_keep(x, p) for x, p in zip(leaves, placements, strict=True)]
+            leaves = [
+                _placed.keep(x, p) for x, p in zip(leaves, placements, strict=True)
+            ]
             state = jax.tree.unflatten(structure, leaves)
             with (
-                _layout.noting(_divided(state, placements)),
+                _layout.noting(_placed.divided(state, placements)),
                 _mapped.mapping(mapped),
             ):
                 new, metrics = self._run(state, batch, *shared)
             if jax.tree.structure(new) == structure:
                 triples = zip(jax.tree.leaves(new), leaves, placements, strict=True)
-                kept = [x if x.shape != y.shape else _keep(x, p) for x, y, p in triples]
+                kept = [
+                    x if x.shape != y.shape else _placed.keep(x, p)
+                    for x, y, p in triples
+                ]
                 new = jax.tree.unflatten(structure, kept)
             return new, metrics
 
         functools.update_wrapper(run, self._function)
         return jax.jit(run, donate_argnums=self._donate)
 
-    def _divided(self, leaf: Any) -> Any:
-        """What has no place yet, divided over the replicas.
+    def _divided(self, leaf: Any, axis: int = 0) -> Any:
+        """What has no place yet, divided over the replicas along this axis.
 
         Else the compiler chooses one, and may have replicas exchange rows.
         """
         if (is_array(leaf) and leaf.committed) or jax.process_count() > 1:
             return leaf
-        rows = np.shape(leaf)[:1]
+        rows = np.shape(leaf)[axis : axis + 1]
         if not rows or rows[0] % self._mesh.shape[self._axis_name]:
             return leaf  # rejected when traced
-        return jax.device_put(leaf, NamedSharding(self._mesh, P(self._axis_name)))
+        spec = P(*[None] * axis, self._axis_name)
+        return jax.device_put(leaf, NamedSharding(self._mesh, spec))
 
     def _placement(self, leaf: Any) -> NamedSharding | None:
         """How an array lies on the mesh; None where that is not known."""
@@ -252,44 +279,4 @@ class CompiledStep:
         placement = leaf.sharding
         if not isinstance(placement, NamedSharding) or placement.mesh != self._mesh:
             return None
-        return _over_replicas(placement, self._axis_name)
-
-
-@functools.lru_cache(maxsize=4096)  # looked up for every array on every step
-def _over_replicas(placement: NamedSharding, axis_name: str) -> NamedSharding:
-    """Divided over the replicas, whether it is yet or not, and within as it is."""
-    sizes = placement.mesh.shape
-
-    def used(entry):
-        names = tuple(name for name in jax.tree.leaves(entry) if sizes[name] > 1)
-        return (names[0] if len(names) == 1 else names) or None
-
-    spec = [axis_name, *map(used, placement.spec[1:])]
-    while spec[-1] is None:  # P("replica", None) is P("replica")
-        spec.pop()
-    return placement.update(spec=P(*spec))
-
-
-def _without_empty_axes(leaf: Any, placement: NamedSharding | None) -> Any:
-    """The array, placed as after a step: without mesh axes of one device."""
-    if placement is None or not is_array(leaf) or placement == leaf.sharding:
-        return leaf
-    if leaf.sharding.is_equivalent_to(placement, leaf.ndim):
-        return jax.device_put(leaf, placement)
-    return leaf
-
-
-def _divided(state: Any, placements) -> list[_layout.Placed]:
-    """How the arrays of the state lie within a replica."""
-    leaves = _paths.leaves_with_path(state)
-    return [
-        _layout.Placed(name, leaf.shape[1:], P(*placement.spec[1:]))
-        for (name, leaf), placement in zip(leaves, placements, strict=True)
-        if placement is not None
-    ]
-
-
-def _keep(x: jax.Array, placement: NamedSharding | None) -> jax.Array:
-    if placement is None or placement.memory_kind == _memory.HOST_KIND:
-        return x  # an array in host memory stays by its type
-    return _axis_types.constrain(x, placement)
+        return _placed.over_replicas(placement, self._axis_name)

@@ -10,6 +10,7 @@ from curvadion_jax.replicas._average import check_names
 from curvadion_jax.replicas._compiled import CompiledStep
 from curvadion_jax.replicas._map import map_over_replicas
 from curvadion_jax.replicas._mesh import AXIS, check_axis
+from curvadion_jax.replicas._several import CompiledSteps, run_several
 
 
 def step(
@@ -77,12 +78,73 @@ def step(
       >>> metrics["sum"].tolist()
       [4.0]
     """
+    run = _checked(function, mesh, axis_name, donate, average)
+    return CompiledStep(function, run, mesh, axis_name, donate)
+
+
+def steps(
+    function: Callable[..., tuple[Any, Any]],
+    mesh: Mesh,
+    *,
+    axis_name: str = AXIS,
+    donate: bool = True,
+    average: Sequence[str] = (),
+) -> CompiledSteps:
+    """Runs several training steps on every replica in one program.
+
+    The results are those of as many calls of `step`. It is for syncs with a delay
+    (`reconcile(delay=k)`): one that ends among the steps depends on none of those
+    before it, so that the compiler can have what is sent cross behind them. A sync
+    that begins within the program, or has no delay, is waited for like any other.
+
+    What is due on which of the steps is a part of the program: for syncs every k steps
+    give k batches at once, or a multiple of k, and one program does.
+
+    Args:
+      function: as for :func:`step`.
+      mesh: as for :func:`step`.
+      axis_name: as for :func:`step`.
+      donate: as for :func:`step`.
+      average: as for :func:`step`; what is averaged is waited for.
+
+    Returns:
+      A compiled function ``(state, batches, *shared)`` -> (state, metrics), like that
+      of :func:`step`, but that arrays of the batches have a leading axis of steps,
+      [steps, global batch, ...], as have those that are shared, and the metrics,
+      [steps, replicas, ...]. The state must keep its shapes and dtypes. `lower` gives
+      the program, with ``begins=`` and ``ends=`` that of known syncs.
+
+    Raises:
+      TypeError: as :func:`step`, and if the state changes its shapes or dtypes.
+      ValueError: as :func:`step`, and if arrays have no common number of steps.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from curvadion_jax.replicas import make_mesh, replicate
+      >>> def count(state, batch):
+      ...     return state + batch.sum(), {"sum": batch.sum()}
+      >>> mesh = make_mesh(1)
+      >>> state, metrics = steps(count, mesh)(replicate(0.0, mesh), jnp.ones((3, 4)))
+      >>> float(state[0]), metrics["sum"].ravel().tolist()
+      (12.0, [4.0, 4.0, 4.0])
+    """
+    run = _checked(function, mesh, axis_name, donate, average)
+    return CompiledSteps(function, run_several(run), mesh, axis_name, donate)
+
+
+def _checked(
+    function: Callable[..., tuple[Any, Any]],
+    mesh: Mesh,
+    axis_name: str,
+    donate: bool,
+    average: Sequence[str],
+) -> Callable[..., Any]:
+    """The step for all replicas, if the arguments are what they must be."""
     if not callable(function):
         raise TypeError(
-            "the first argument of step must be the training step, a function (state, "
-            f"batch) -> (state, metrics), got {function!r}"
+            "the first argument must be the training step, a function (state, batch) "
+            f"-> (state, metrics), got {function!r}"
         )
     check_axis(mesh, axis_name)
     _arguments.check_switch(donate, "donate")
-    run = map_over_replicas(function, mesh, axis_name, check_names(average))
-    return CompiledStep(function, run, mesh, axis_name, donate)
+    return map_over_replicas(function, mesh, axis_name, check_names(average))

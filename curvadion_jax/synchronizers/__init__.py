@@ -5,7 +5,8 @@ from curvadion_jax._protocols import Group, Synchronizer, SyncState
 from curvadion_jax.synchronizers._factors import average_factors
 from curvadion_jax.synchronizers._fragments import fragment_paths
 from curvadion_jax.synchronizers._gradients import average_gradients
-from curvadion_jax.synchronizers._reconcile import ReconcileCommon, reconcile
+from curvadion_jax.synchronizers._reconcile import reconcile
+from curvadion_jax.synchronizers._reconciler import ReconcileCommon
 
 __all__ = [
     "Group",

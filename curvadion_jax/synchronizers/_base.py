@@ -38,6 +38,12 @@ def check_synchronizer(synchronizer: Any) -> None:
         )
     what = "a synchronizer's after_local_step"
     _arguments.check_switch(synchronizer.after_local_step, what)
+    _arguments.check_steps(synchronizer.delay, "a synchronizer's delay", at_least=0)
+    if synchronizer.delay and not synchronizer.after_local_step:
+        raise ValueError(
+            f"a synchronizer with delay={synchronizer.delay} keeps what replicas do "
+            "meanwhile: it needs after_local_step=True"
+        )
 
 
 def variants(

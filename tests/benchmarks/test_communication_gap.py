@@ -42,6 +42,7 @@ def all_plans():
     yield from gap.against({}, "cpu", 1200)
     yield from gap.against({}, "cpu-32k", 300)
     yield from gap.scaling({}, "cpu", 300)
+    yield from gap.delays({}, "cpu", 300)
 
 
 @pytest.mark.parametrize("run", dict.fromkeys(all_plans()), ids=Run.key)
@@ -167,6 +168,33 @@ def test_an_idea_is_compared_on_the_seeds_that_both_have():
     line = "| momentum from 0.8 to 0.95 | 2.0000 | 2.0000 | 0.00 ± 7.07% | 2 |"
     assert text.splitlines()[-1] == line
     assert len(text.splitlines()) == 7
+
+
+def test_delays_are_compared_with_syncs_at_once():
+    at_once = gap.rising()
+    losses = {
+        at_once: 2.0,
+        at_once.but(delay=2): 2.1,
+        at_once.but(delay=2, seed=1): 9.0,
+    }
+    text = scaling.delays(by_key(row(each, loss) for each, loss in losses.items()))
+    assert text.splitlines()[-1] == "| 2 | 3 | 1.00% | 0: 2.1000 | 5.00% |"
+
+
+def test_a_delayed_run_ends_its_last_sync_with_its_last_step():
+    run = BASE.but(delay=2, steps=6, trigger="every 1000", replicas=2)
+    params = {"kernel": jnp.ones((8, 8))}
+    tx = optimizers.optimizer(run, params)
+    state = jax.tree.map(lambda x: jnp.stack([x, x]), tx.init(params))
+    update = jax.jit(
+        jax.vmap(lambda s: tx.update(params, s, params)[1], axis_name=optimizers.AXIS)
+    )
+    moved = []
+    for _ in range(6):
+        before, state = state, update(state)
+        anchors = (x.sync_state.anchor["kernel"] for x in (before, state))
+        moved.append(bool(jnp.any(jnp.not_equal(*anchors))))
+    assert moved == [False] * 5 + [True]
 
 
 def test_the_picture_is_drawn(tmp_path):

@@ -64,6 +64,8 @@ def test_a_row_by_hand(links):
     assert row == (
         *("1B", "0.50 s", "1 Gb/s, 50 ms", "99%"),
         *("90%", "60% / 55% / 56%", "30% / 11% / 11%"),
+        # 4.29 / 0.497 = 8.6; 14.2% of 4.29 s is 0.610 s, and 0.497 s of that is hidden.
+        *("9", "18% / 0.0%"),
         # 0.05 / 0.95 of 0.497 s is 0.610% of a sync, that of 7.03%.
         *("0.043%", "164", "not measured"),
     )

@@ -35,7 +35,7 @@ def counted(payload, gradient_bytes, steps, syncs):
     def one(step, counters):
         which = (step < syncs).astype(jnp.int32)
         return _counters.following(
-            *(counters, triggers.decision(True), True, which),
+            *(counters, triggers.decision(True), True, which, which),
             *(_counters.no_faults(), [payload], gradient_bytes),
         )
 

@@ -35,7 +35,7 @@ LEVELS = [
     {"_guards", "_jaxprs", "_local_step", "_momentum", "_counters", "_xla"},
     {"compressors", "triggers"},
     {"_schedule"},
-    {"_faults", "_mapped", "outer", "synchronizers"},
+    {"_faults", "_mapped", "_requests", "outer", "synchronizers"},
     {"_branches"},
     {"_adaptive_sync"},
     {"_default_sync"},

@@ -47,9 +47,10 @@ def means(given, weights, mesh, inner=()):
         if weight is None:
             mean = group.mean(one)
         else:
-            local, _ = _faults.taking_part(
-                LocalStep((), (), one, {}, tuple), SyncState(), (), weight, True, AXIS
-            )
+            local = LocalStep((), (), one, {}, tuple)
+            healthy = _faults.is_healthy(local, SyncState(), sound=jnp.array(True))
+            own = _faults.brought(weight, healthy)
+            local = _faults.taking_part(local, (), healthy, own, healthy, AXIS)
             mean = local.mean(one, group)
         return jax.tree.map(lambda x: x[None], mean)
 

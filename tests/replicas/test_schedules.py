@@ -338,5 +338,5 @@ def test_a_program_that_is_not_there_is_not_given():
     tx = synced(triggers.relative_momentum_change(0.1))
     mesh, state = placed(tx)
     step, (batch,) = helpers.replica_step(tx, mesh), helpers.make_gradients(1, REPLICAS)
-    with pytest.raises(ValueError, match="sync=True is for an optimizer whose trigger"):
+    with pytest.raises(ValueError, match="known only of an optimizer whose trigger"):
         step.lower(state, batch, sync=True)

@@ -4,6 +4,7 @@ from typing import Any
 
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -25,8 +26,9 @@ FORMS = {
 def part_in_sync(params: Any, views: Any, weight: Any) -> LocalStep:
     """A replica's part in a sync that everybody expects it to take, inside a `vmap`."""
     local = LocalStep((), (), params, views, tuple)
-    local, _ = _faults.taking_part(local, SyncState(), (), weight, True, helpers.AXIS)
-    return local
+    healthy = _faults.is_healthy(local, SyncState(), sound=jnp.array(True))
+    own = _faults.brought(weight, healthy)
+    return _faults.taking_part(local, (), healthy, own, healthy, helpers.AXIS)
 
 
 def start(tx: Any, replicas: int, params: Any = None) -> Any:

@@ -1,0 +1,202 @@
+"""Several training steps in one program, so that a sync can hide behind them."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+
+from curvadion_jax import _mapped, _paths
+from curvadion_jax._schedule import Due
+from curvadion_jax.replicas._compiled import CompiledStep
+
+_LOCAL = Due(sync=False)
+
+
+class CompiledSteps(CompiledStep):
+    """Several training steps on all replicas, compiled when they are called.
+
+    A program for every pattern of what is due on the steps. Made by
+    `curvadion_jax.replicas.steps`.
+
+    Attributes:
+      sent_outside: as for `CompiledStep`.
+
+    Args:
+      function: the training step of one replica.
+      run: several steps, for the state of all replicas.
+      mesh: mesh with the replica axis.
+      axis_name: name of the replica axis.
+      donate: whether the state's buffers are reused.
+
+    Example:
+      >>> from curvadion_jax import replicas
+      >>> mesh = replicas.make_mesh(1)
+      >>> steps = replicas.steps(lambda state, batch: (state + 1, {}), mesh)
+      >>> state = replicas.replicate(jnp.zeros(2), mesh)
+      >>> steps.lower(state, jnp.ones((3, 1))).compile().memory_analysis() is None
+      False
+    """
+
+    def trace(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        state: Any,
+        batch: Any,
+        *shared: Any,
+        begins: Sequence[int] | None = None,
+        ends: Sequence[int] = (),
+    ) -> jax.stages.Traced:
+        """The program, to look at: ``trace(...).jaxpr``, ``trace(...).lower()``.
+
+        Args:
+          state: as for `CompiledStep.trace`.
+          batch: as for a call.
+          *shared: as for a call.
+          begins: for a trigger that looks at counters alone, on which steps, from 0, a
+            sync begins. None is the one program with a condition, of other triggers.
+          ends: for a synchronizer with a delay, on which of the steps a sync (of the
+            first fragment) ends.
+
+        Raises:
+          ValueError: if `begins` is given, and the host cannot know it.
+        """
+        number, due = self._steps(batch), None
+        if begins is not None:
+            due = tuple(Due(i in begins, int(i in ends)) for i in range(number))
+        return self._traced(state, batch, shared, due)
+
+    def lower(
+        self, state: Any, batch: Any, *shared: Any, **known: Any
+    ) -> jax.stages.Lowered:
+        """The program before it is compiled; with the arguments of `trace`."""
+        return self.trace(state, batch, *shared, **known).lower()
+
+    def _steps(self, batch: Any) -> int:
+        return _number(batch)
+
+    def _known(self, due: tuple[Due, ...]) -> Any:
+        return due
+
+    def _told(self, due: Any) -> str:
+        if due is None:
+            return "steps"
+        syncs = [str(1 + index) for index, each in enumerate(due) if any(each)]
+        return f"{len(due)} steps, " + (
+            f"sync {', '.join(syncs)}" if syncs else "local"
+        )
+
+    def _divided(self, leaf: Any, axis: int = 1) -> Any:
+        return super()._divided(leaf, axis)
+
+
+def run_several(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A step for stacked state and the global batch, made a program of several.
+
+    Local steps one after another are a loop, or three of them before a step on which a
+    sync ends. Such a step, or one on which a sync begins, stands in the program itself:
+    what is sent there depends on nothing that the loops before it compute, so that the
+    compiler can start it in front of them.
+    """
+
+    def several(state, batches, *shared):
+        outer = cast(_mapped.Mapped, _mapped.current())
+        due = outer.due or [None] * _number((batches, shared))
+        hides = any(x and x.ends for x in due) and all(
+            kind == AxisType.Auto for kind in outer.mesh.axis_types
+        )
+        found, stacked, gates = [], [], []
+        for first, last, each in _parts(due):
+            mapped = dataclasses.replace(
+                outer, due=each, is_another=bool(found), gates=()
+            )
+            if each not in (None, _LOCAL):
+                mapped.gates, gates = tuple(gates), []
+            rows = jax.tree.map(lambda x: x[first:last], (batches, *shared))  # noqa: B023
+
+            def one(state, row):
+                with _mapped.mapping(mapped):  # noqa: B023
+                    return run(state, *row)
+
+            state, metrics = lax.scan(one, state, rows, unroll=last - first == 1)
+            found.append(mapped)
+            stacked.append(metrics)
+            if each == _LOCAL and hides:
+                gates.append(_gate(state))
+        outer.schedule = found[0].schedule
+        outer.counts_along = all(x.counts_along for x in found)
+        outer.sent_outside = max(x.sent_outside for x in found)
+        return state, jax.tree.map(lambda *x: jnp.concatenate(x), *stacked)
+
+    return several
+
+
+def _number(batches: Any) -> int:
+    """How many steps arrays are for.
+
+    Raises:
+      ValueError: if they do not say, or not the same.
+    """
+    leaves = jax.tree.leaves_with_path(batches)
+    found = {np.shape(x)[:1]: jax.tree_util.keystr(path) for path, x in leaves}
+    if len(found) != 1 or () in found or (0,) in found:
+        shapes = {path: shape for shape, path in found.items()}
+        raise ValueError(
+            "arrays of the batches, and those that are shared, need one leading axis "
+            f"of steps, [steps, global batch, ...], got {shapes}: stack the batches"
+        )
+    ((number,),) = found
+    return number
+
+
+def _parts(due: Sequence[Due | None]) -> Iterator[tuple[int, int, Due | None]]:
+    """First step, the one behind the last, and what is due on each."""
+    first = 0
+    for each, group in itertools.groupby(due):
+        last = first + len(list(group))
+        if each is None:
+            yield first, last, each
+        elif each != _LOCAL:
+            yield from ((i, i + 1, each) for i in range(first, last))
+        else:
+            ends = [first, last]
+            following = due[last] if last < len(due) else None
+            if following and following.ends:
+                # Behind the first step a scalar of each replica can cross, behind the
+                # next ones what half of a mean sends, behind the others the other half.
+                ends = sorted({first, first + 1, (first + last + 2) // 2, last})
+            yield from ((i, j, each) for i, j in itertools.pairwise(ends))
+        first = last
+
+
+def _gate(state: Any) -> jax.Array:
+    """Zeros [replicas] that the compiler takes for something that a step has made."""
+    leaves = _paths.leaves_with_names(state)
+    (steps, *_) = (x for names, x in leaves if names[-2:] == ("metrics", "steps"))
+    params = [x for names, x in leaves if _is_parameter(names, leaves)]
+    if not params:
+        raise ValueError(
+            "ends= is for a synchronizer with a delay, reconcile(delay=k), whose "
+            "parameters are in the state: leave it out"
+        )
+    smallest = min(params, key=lambda x: x.size)
+    first = smallest.reshape(len(smallest), -1)[:, 0].astype(jnp.float32)
+    # There are no steps below zero, and the compiler does not know that.
+    return jnp.where(steps < 0, lax.bitcast_convert_type(first, jnp.uint32), 0)
+
+
+def _is_parameter(names: tuple[str, ...], leaves: Any) -> bool:
+    """Whether an array of the state is one that the optimizer trains."""
+    if {"inner_state", "sync_state"} & {*names}:
+        return False
+    ends = {names[start:] for start in range(len(names))}
+    known = (other for other, _ in leaves)
+    return any(
+        other[i : i + 2] == ("own", "params") and other[i + 2 :] in ends
+        for other in known
+        for i in range(len(other))
+    )
