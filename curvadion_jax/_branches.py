@@ -198,7 +198,9 @@ class Branches:
         sound = _faults.is_finite(local.inner_state, local.params)
         if self.synchronizer.delay:  # as it was where this sync began
             own = kept.own.weight
-            healthy = own >= 0
+            # What it was noted with may have been replaced since.
+            healthy = (own >= 0) & _faults.is_finite(kept, local.params)
+            own = jnp.where(healthy, own, -1)
         else:
             healthy = _faults.is_healthy(local, kept, sound)
             own = _faults.brought(self.weight, healthy, brings)

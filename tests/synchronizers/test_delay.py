@@ -287,6 +287,48 @@ def test_reanchored_under_way():
     assert state.sync_state.anchor["a"].ravel().tolist() == [5, 5]
 
 
+@pytest.mark.parametrize("spoilt", ["anchor", "own"])
+def test_what_is_spoilt_under_way_is_left_out(spoilt):
+    """NaN in what one replica keeps, between the beginning of a sync and its end."""
+    tx = optimizer(2, 1)
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    params, state = run_weighted(tx, [(1, 1)] * 2)
+    kept = state.sync_state
+    bad = {"a": np.float32([[0 if spoilt == "anchor" else -2], [np.nan]])}
+    new = bad if spoilt == "anchor" else kept.own._replace(params=bad)
+    state = state._replace(sync_state=kept._replace(**{spoilt: new}))
+    params, state = run_weighted(tx, [(1, 1)], placed(tx, mesh, (params, state)))
+    assert state.metrics.excluded.total.tolist() == [0, 1]
+    # The other alone is -2 from 0. The spoilt anchor stays so until `replicas.mend`.
+    anchor = state.sync_state.anchor["a"].ravel()
+    assert anchor[0] == -2
+    assert np.isnan(anchor[1]) if spoilt == "anchor" else anchor[1] == -2
+    assert params["a"][0].tolist() == [-3]
+
+
+def test_resized_under_way_with_one_that_is_not_finite():
+    """Weights 1 and -1 have a mean that says nothing."""
+    tx = optimizer(2, 1)
+    mesh, fewer = cd.replicas.make_mesh(4), cd.replicas.make_mesh(3)
+    state = helpers.start(tx, {"a": jnp.zeros(1)}, mesh)
+    step = helpers.replica_step(tx, mesh)
+    batch = {"a": np.float32([[1], [2], [3], [4]])}
+    (params, state), _ = step(state, batch)
+    state, _ = step(({"a": params["a"].at[1].set(jnp.nan)}, state), batch)
+    assert state[1].sync_state.own.weight.tolist() == [1, -1, 1, 1]
+    state = cd.replicas.resize(state, fewer)
+    step = helpers.replica_step(tx, fewer)
+    _, state = step(state, {"a": np.ones((3, 1), np.float32)})[0]
+    # The third stands in the place of a quarter of -6 and three of -8.
+    assert state.sync_state.anchor["a"].ravel().tolist() == [-7.5] * 3
+    assert state.metrics.excluded.total.tolist() == [1, 1, 0]
+
+
+def placed(tx, mesh, state):
+    like = helpers.start(tx, {"a": jnp.zeros(1)}, mesh)
+    return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), state, like)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
