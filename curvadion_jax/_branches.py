@@ -209,6 +209,9 @@ class Branches:
         local = local._replace(take=functools.partial(local.take, local))
         group = Replicas(self.axis_name, self.layout)
         updates, inner_state, new = sync(local, kept, group)
+        if self.synchronizer.delay:  # once: a longer delay must not end it again
+            weight = jnp.zeros_like(new.own.weight)
+            new = new._replace(own=new.own._replace(weight=weight))
         updates, faults = _faults.after_sync(
             _trees.like(updates, local.params),
             local,

@@ -194,6 +194,30 @@ def test_what_was_saved_under_way_goes_on_to_the_bit():
         helpers.assert_bitwise(jax.device_get(saved), expected)
 
 
+@pytest.mark.parametrize(
+    ("before", "steps", "after", "expected"),
+    [
+        # A sync that ended with step 3 is not taken up again with step 6.
+        pytest.param(1, 3, 4, [-2, -2, -2], id="longer"),
+        # One of step 2 is not ended: that of step 6 brings it all.
+        pytest.param(4, 4, 1, [0, 0, -6], id="shorter"),
+    ],
+)
+def test_resumed_with_another_delay(before, steps, after, expected, tmp_path):
+    """SGD of rate 1, gradients 1 and 3, half of the drift."""
+    tx, other = (optimizer(2, delay, optax.sgd(0.5)) for delay in (before, after))
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    state = run_weighted(tx, [(1, 1)] * steps)
+    target = helpers.start(other, {"a": jnp.zeros(1)}, mesh)
+    cd.checkpoint.save(tmp_path, steps, placed(tx, mesh, state))
+    state, found = cd.checkpoint.restore(tmp_path, target), []
+    for _ in expected:
+        state = run_weighted(other, [(1, 1)], placed(other, mesh, state))
+        found.append(state[1].sync_state.anchor["a"].ravel().tolist())
+    assert found == [[x, x] for x in expected]
+    assert state[1].metrics.empty.tolist() == [int(after > before)] * REPLICAS
+
+
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_error_feedback_loses_nothing(fragments):
     """anchor + mean residual = start - sum of mean gradients until the sync began."""
