@@ -398,6 +398,25 @@ def test_what_cannot_work_is_refused(make, message):
         make()
 
 
+def test_a_synchronizer_of_ones_own_has_room_for_what_is_noted():
+    params = {"w": jnp.ones(2)}
+    for own in ((), synchronizers.Measured.initial(params)):
+        kept = synchronizers.SyncState(anchor=params, own=own)
+        mine = synchronizers.Synchronizer(
+            init=lambda params, inner_state, views, kept=kept: kept,
+            sync=lambda local, state, group: (*local.take(), state),
+            payload=lambda *_: compressors.Payload(),
+            after_local_step=True,
+            delay=2,
+        )
+        tx = cd.adaptive_sync(optax.sgd(0.1), triggers.every_k(3), mine)
+        if own:
+            assert one_update(tx)[1].metrics.syncs == 0
+        else:
+            with pytest.raises(TypeError, match=r"Measured.initial\(params\)"):
+                tx.init(params)
+
+
 def one_update(tx, **options):
     params = {"w": jnp.ones(2)}
     return tx.update(params, tx.init(params), params, **options)
