@@ -60,6 +60,12 @@ def test_other_names_are_matrices(name):
     assert numbers_at({"layer": {name: (2, 3, 8, 4)}}, "layer", name) == DENSE
 
 
+@pytest.mark.parametrize("block", ["pre_ln", "ada_layer_norm"])
+def test_a_block_named_by_its_norm_holds_matrices(block):
+    tree = {block: {"dense": {"kernel": (8, 4)}}}
+    assert numbers_at(tree, block, "dense", "kernel") == DENSE
+
+
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
