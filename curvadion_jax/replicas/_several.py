@@ -1,4 +1,4 @@
-"""Several training steps in one program, so that a sync can hide behind them."""
+"""Several training steps in one program, behind which a sync can hide."""
 
 import dataclasses
 import itertools
