@@ -49,8 +49,8 @@ def reconcile(
       a \leftarrow a + \mathrm{outer}(d), \qquad
       \theta_i \leftarrow a + (\theta_i^{t+k} - \theta_i^t)
 
-    Replicas so stay apart by their last k steps. That only hides the time of a sync
-    where those steps are in the program in which it ends: `replicas.steps`. What the
+    Replicas so stay apart by their last k steps. The time of a sync can hide only where
+    those steps are in the program in which it ends: `replicas.steps`. What the
     trigger says while a sync is under way is dropped, but for the step that ends it, on
     which the next can begin. The anchor is the model as of the last sync that has
     ended. Only triggers that look at counters alone are accepted.
