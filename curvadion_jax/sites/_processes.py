@@ -98,7 +98,7 @@ class Shared:
     def give(self, arrays: list[Any], tokens: float, fragment: int) -> None:
         found = whole(arrays)
         if self._worker is not None:
-            self._worker.give(found, tokens, fragment)
+            self._worker.take_over(found, tokens, fragment)
 
     def wait(self, seconds: float) -> None:
         if self._worker is not None:

@@ -119,9 +119,12 @@ class Worker(threading.Thread):
 
         Else this one holds what is counted already, and would count twice.
         """
-        copies = _params.copies(arrays)
+        self.take_over(_params.copies(arrays), tokens, fragment)
+
+    def take_over(self, arrays: list[Any], tokens: float, fragment: int) -> None:
+        """As `give`, of arrays that are nobody else's: nothing is copied."""
         with self.changed:
-            self._given = Given(copies, self._taken[0], tokens, fragment)
+            self._given = Given(arrays, self._taken[0], tokens, fragment)
             self._busy = True
             self.changed.notify_all()
 

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from curvadion_jax import compressors, sites
-from curvadion_jax.sites import _join
+from curvadion_jax.sites import _join, _worker
 
 STEPS = 6
 
@@ -62,11 +62,25 @@ def main(process: int, port: str, folder: str) -> dict:
     jax.distributed.initialize(f"localhost:{port}", 2, process)
     mesh = jax.make_mesh((4,), ("fsdp",), (jax.sharding.AxisType.Auto,))
     own = folder if process == 0 else f"{folder}/nothing/is/here"
+    handed_over: list[str] = []
+    record(handed_over)
     return {
         "with another": train(f"{own}/lock", mesh, max_lag=0, quorum=2),
         "overlap": train(f"{own}/overlap", mesh, max_lag=4),
         "errors": errors(own, mesh),
+        "handed over": sorted(set(handed_over)),
     }
+
+
+def record(kinds: list[str]) -> None:
+    """Notes the type of every array that the thread is handed over."""
+    given = _worker.Given
+
+    def noted(arrays, *rest):
+        kinds.extend(type(x).__name__ for x in arrays)
+        return given(arrays, *rest)
+
+    _worker.Given = noted
 
 
 def take_its_name(url: str, name: str) -> None:
