@@ -7,6 +7,7 @@ them (`take`).
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -113,6 +114,13 @@ class Worker(threading.Thread):
             outcome, self._outcome = self._outcome, None
             self._taken, self._bases = (self._anchor, self._number), {}
             return News(changes, outcome, self._number, self._contributors)
+
+    def counted(self, tokens: Any) -> float:
+        """The tokens of a step."""
+        found = float(tokens)
+        if not 0 < found < math.inf:
+            raise ValueError(f"tokens must be positive and finite, got {found}")
+        return found
 
     def give(self, arrays: list[Any], tokens: float, fragment: int) -> None:
         """Takes a copy over; the outcome of the last one must have been taken.

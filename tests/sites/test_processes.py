@@ -58,10 +58,17 @@ def test_a_site_of_two_processes_beside_one_of_one(tmp_path):
     assert second["handed over"] == []
     check_errors(first["errors"], second["errors"])
     assert not list(tmp_path.glob("nothing"))
+    assert (tmp_path / "tokens").exists()
+    assert not list(tmp_path.glob("tokens/rounds/*"))
 
 
 def check_errors(first, second):
     no_folder, other_form, of_one_process, of_other_settings, of_two = range(5)
+    number = "ValueError: tokens must be positive and finite, got 0.0"
+    assert first[5:7] == [number] * 2
+    assert first[7] == "ValueError: could not convert string to float: 'many'"
+    for told, also in zip(first[5:], second[5:], strict=True):
+        assert also == told.replace(": ", ": the first process of this site: ", 1)
     assert first[no_folder].startswith("StoreError: cannot use the folder")
     assert second[no_folder].startswith("OSError: the first process of this site: ca")
     for told in (first, second):
