@@ -118,7 +118,8 @@ def check_momentum(momentum: Any, what: str = "momentum") -> None:
     momentum = _plain(momentum)
     number = isinstance(momentum, int | float) or hasattr(momentum, "dtype")
     if isinstance(momentum, bool) or not number:
-        raise TypeError(f"{what} must be a number in [0, 1), got {momentum!r}")
+        hint = " (schedules by optax.inject_hyperparams)" if callable(momentum) else ""
+        raise TypeError(f"{what} must be a number in [0, 1){hint}, got {momentum!r}")
     if isinstance(momentum, int | float) and not 0 <= momentum < 1:
         raise ValueError(f"{what} must lie in [0, 1), got {momentum}")
 

@@ -83,9 +83,12 @@ def _default_numbers(names: tuple[str, ...], shapes: Shapes) -> DimensionNumbers
     ndim = len(shape)
     if ndim < 2 or 0 in shape or (lower and _VECTOR.fullmatch(lower[-1])):
         return None
-    for other in (_EMBEDDING, _HEAD, _CONVOLUTION, _LAYER_NORM):
+    for other in (_EMBEDDING, _HEAD, _CONVOLUTION):
         if any(other.fullmatch(name) for name in lower):
             return None
+    # Not farther up: a block named `pre_ln` holds matrices.
+    if any(_LAYER_NORM.fullmatch(name) for name in lower[-2:]):
+        return None
     if ndim == 2:
         return DimensionNumbers(-2, -1)
     if any(_EINSUM_IN.fullmatch(name) for name in lower):

@@ -170,7 +170,10 @@ def describe_partition(
     dimension_numbers: DimensionNumbersOrFn = None,
     rank: int | float = 0.25,
 ) -> str:
-    """A table of what Dion will do with every parameter, to be printed and checked.
+    """A table of what becomes of every parameter, to be printed and checked.
+
+    Matrices are orthonormalised (by Dion, or Muon, which has no rank); what is other
+    goes to AdamW or `other_optimizer`.
 
     Args:
       params: any tree of arrays or abstract values.
@@ -185,7 +188,7 @@ def describe_partition(
       >>> print(describe_partition(params))
       parameter  shape      optimizer  matrices  fan_in  fan_out  rank
       embed      (9, 4)     other
-      mlp        (3, 4, 8)  dion       3         4       8        1
+      mlp        (3, 4, 8)  matrix     3         4       8        1
     """
     _matrices.check_rank(rank)
     views = matrix_views(params, dimension_numbers)
@@ -200,7 +203,7 @@ def describe_partition(
             number = math.prod(view.batch)
             r = _matrices.resolve_rank(view.cols, rank)
             sizes = (number, view.fan_in, view.fan_out, r)
-            rows.append((*row, "dion", *map(str, sizes)))
+            rows.append((*row, "matrix", *map(str, sizes)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join(lines)

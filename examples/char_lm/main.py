@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--short",
         action="store_true",
-        help=f"a first look, at most 90 seconds on two cores: {shorter}",
+        help=f"a first look, two minutes of processor time: {shorter}",
     )
     types = {"rank": _rank, "data": str, "dtype": str}
     types |= dict.fromkeys(("learning_rate", "budget", "threshold"), float)

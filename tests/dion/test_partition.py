@@ -60,6 +60,12 @@ def test_other_names_are_matrices(name):
     assert numbers_at({"layer": {name: (2, 3, 8, 4)}}, "layer", name) == DENSE
 
 
+@pytest.mark.parametrize("block", ["pre_ln", "ada_layer_norm"])
+def test_a_block_named_by_its_norm_holds_matrices(block):
+    tree = {block: {"dense": {"kernel": (8, 4)}}}
+    assert numbers_at(tree, block, "dense", "kernel") == DENSE
+
+
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -245,13 +251,13 @@ def test_description():
     params = arrays({"mlp": (3, 4, 8), "wte": (9, 4), "attention": {"q": (4, 4)}})
     assert cd.describe_partition(params, rank=2).splitlines() == [
         "parameter    shape      optimizer  matrices  fan_in  fan_out  rank",
-        "attention/q  (4, 4)     dion       1         4       4        2",
-        "mlp          (3, 4, 8)  dion       3         4       8        2",
+        "attention/q  (4, 4)     matrix     1         4       4        2",
+        "mlp          (3, 4, 8)  matrix     3         4       8        2",
         "wte          (9, 4)     other",
     ]
     numbers = {"mlp": cd.DimensionNumbers(-1, -2), "wte": None, "attention": None}
     lines = cd.describe_partition(params, numbers, 1.0).splitlines()
-    assert lines[2].split()[-5:] == ["dion", "3", "8", "4", "4"]
+    assert lines[2].split()[-5:] == ["matrix", "3", "8", "4", "4"]
 
 
 def test_description_of_nothing():

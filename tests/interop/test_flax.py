@@ -164,7 +164,7 @@ def test_only_the_hidden_kernel_is_a_matrix(trained):
     _, params, opt_state, _ = trained
     first = jax.tree.map(lambda x: x[0], params)
     table = cd.describe_partition(first).splitlines()
-    assert [row.split()[0] for row in table if " dion " in row] == ["mlp/kernel"]
+    assert [row.split()[0] for row in table if " matrix " in row] == ["mlp/kernel"]
     nodes = jax.tree.leaves(
         opt_state, is_leaf=lambda node: isinstance(node, cd.DionState)
     )
