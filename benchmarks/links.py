@@ -12,9 +12,9 @@ A sync sends parameters in 2 bits and no momenta (`reconcile(compressor=quantize
 momentum=False)`); how rare it is follows from the budget. The three numbers for a
 budget, one where they are the same, differ in the flag: asked for on every step, hidden
 behind the computation (`triggers.delayed`), and asked for as rarely as it is needed,
-once a period (`ask_every`). Two columns are of syncs that hide behind local steps
+once a period (`ask_every`). Two columns are of syncs that would hide behind local steps
 (`reconcile(delay=k)`): how many take as long as a sync, and what waits still at 1% and
-0.1% of the bytes where each sync hides behind all steps until the next. docs/links.md
+0.1% of the bytes where each sync hid behind all steps until the next. docs/links.md
 has the assumptions on models and links, and their sources.
 """
 

@@ -24,7 +24,7 @@ from curvadion_jax._branches import Branches, sync_cost
 from curvadion_jax._counters import SyncMetrics
 from curvadion_jax._protocols import Synchronizer, SyncState, Trigger
 from curvadion_jax._schedule import Due
-from curvadion_jax.synchronizers._base import check_synchronizer
+from curvadion_jax.synchronizers._base import check_synchronizer, initial_state
 from curvadion_jax.triggers._base import check_answer, check_trigger
 from curvadion_jax.triggers._delay import remembered
 
@@ -151,7 +151,7 @@ def adaptive_sync(
         return AdaptiveSyncState(
             inner_state=inner_state,
             trigger_state=trigger.init(params, inner_state, views),
-            sync_state=synchronizer.init(params, inner_state, views),
+            sync_state=initial_state(synchronizer, params, inner_state, views),
             metrics=_counters.initial(),
         )
 

@@ -198,7 +198,9 @@ class Branches:
         sound = _faults.is_finite(local.inner_state, local.params)
         if self.synchronizer.delay:  # as it was where this sync began
             own = kept.own.weight
-            healthy = own >= 0
+            # What it was noted with may have been replaced since.
+            healthy = (own >= 0) & _faults.is_finite(kept, local.params)
+            own = jnp.where(healthy, own, -1)
         else:
             healthy = _faults.is_healthy(local, kept, sound)
             own = _faults.brought(self.weight, healthy, brings)
@@ -207,6 +209,9 @@ class Branches:
         local = local._replace(take=functools.partial(local.take, local))
         group = Replicas(self.axis_name, self.layout)
         updates, inner_state, new = sync(local, kept, group)
+        if self.synchronizer.delay:  # once: a longer delay must not end it again
+            weight = jnp.zeros_like(new.own.weight)
+            new = new._replace(own=new.own._replace(weight=weight))
         updates, faults = _faults.after_sync(
             _trees.like(updates, local.params),
             local,

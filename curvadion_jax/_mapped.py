@@ -40,8 +40,6 @@ class Mapped:
       is_another: whether this is another program of a step that was traced before.
       sent_outside: bytes that the step itself sends over the axis, beside the
         optimizer.
-      gates: of the step on which a delayed sync ends, arrays [replicas] of the steps
-        before it, for what is received to wait for: see `_collectives.after`.
       averaged: whether an update is given gradients that were reduced over the axis.
     """
 
@@ -52,7 +50,6 @@ class Mapped:
     counts_along: bool = False
     is_another: bool = False
     sent_outside: int = 0
-    gates: tuple[jax.Array, ...] = ()
     averaged: bool = False
 
     @property
@@ -172,7 +169,7 @@ def update(
             # A gradient of nothing is zeros on all replicas, and was not averaged.
             flags[0] = jax.tree.map(lambda _: True, flags[0])
             operands = (_stacked(operands[0], batched[0], size), *operands[1:])
-        mapped_over = _in_shard_map(function, mapped, flags, checked, mapped.gates)
+        mapped_over = _in_shard_map(function, mapped, flags, checked)
         if not checked:
             _check_untyped(mapped, flags)
         results = mapped_over(*operands)
@@ -192,38 +189,30 @@ def _with_consts(function, mapped: Mapped, given):
     found = []
 
     def of_replica(gradients, state, params, **arguments):
-        def call(gradients, state, params, arguments, gates):
-            with _collectives.gating(gates):
-                return function(gradients, state, params, **arguments)
+        def call(gradients, state, params, arguments):
+            return function(gradients, state, params, **arguments)
 
-        given = (gradients, state, params, arguments)
-        found.append(_jaxprs.trace(call, *given, _collectives.gates()))
+        found.append(_jaxprs.trace(call, gradients, state, params, arguments))
         return jax.tree.map(jnp.zeros_like, params), state
 
     flags = jax.tree.map(lambda _: True, given)
     size = mapped.mesh.shape[mapped.axis_name]
     stacked = _stacked(given, jax.tree.map(lambda _: False, given), size)
-    run = _in_shard_map(of_replica, mapped, flags, False, mapped.gates)
-    jax.eval_shape(run, *stacked)
+    jax.eval_shape(_in_shard_map(of_replica, mapped, flags, checked=False), *stacked)
     (traced,) = found
 
     def with_consts(gradients, state, params, consts, **arguments):
         program = traced.program.replace(consts=consts)
-        given = (gradients, state, params, arguments)
-        return traced._replace(program=program)(*given, _collectives.gates())
+        return traced._replace(program=program)(gradients, state, params, arguments)
 
     return with_consts, list(traced.program.consts)
 
 
-def _in_shard_map(function, mapped: Mapped, batched, checked: bool, gates=()):
+def _in_shard_map(function, mapped: Mapped, batched, checked: bool):
     """The update with stacked results, of operands some of which are stacked."""
     axis = mapped.axis_name
 
-    def body(gates, *operands):
-        with _collectives.gating([jnp.squeeze(x, 0) for x in gates]):
-            return of_replica(*operands)
-
-    def of_replica(*operands):
+    def body(*operands):
         operands = jax.tree.map(
             lambda b, x: jnp.squeeze(x, 0) if b else x, batched, list(operands)
         )
@@ -239,8 +228,8 @@ def _in_shard_map(function, mapped: Mapped, batched, checked: bool, gates=()):
         like = _axis_types.specs((params, state), (of_params, of_state))
         in_specs = jax.tree.map(lambda b: P(axis) if b else P(), tuple(batched))
         return _axis_types.over_replicas(
-            *(body, mapped.mesh, axis, (P(axis), *in_specs), like), check_vma=checked
-        )(gates, *operands)
+            body, mapped.mesh, axis, in_specs, like, check_vma=checked
+        )(*operands)
 
     return call
 

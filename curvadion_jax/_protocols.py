@@ -160,17 +160,17 @@ class Measured(NamedTuple):
 
     Example:
       >>> import jax.numpy as jnp
-      >>> float(measured({"w": jnp.ones(2)}).weight)
+      >>> float(Measured.initial({"w": jnp.ones(2)}).weight)
       0.0
     """
 
     params: optax.Params
     weight: jax.Array
 
-
-def measured(params: optax.Params) -> Measured:
-    """A copy of the parameters, before any sync has begun."""
-    return Measured(jax.tree.map(jnp.copy, params), jnp.zeros([], jnp.float32))
+    @classmethod
+    def initial(cls, params: optax.Params) -> "Measured":
+        """A copy of the parameters, before any sync has begun."""
+        return cls(jax.tree.map(jnp.copy, params), jnp.zeros([], jnp.float32))
 
 
 class Synchronizer(NamedTuple):
@@ -195,9 +195,10 @@ class Synchronizer(NamedTuple):
         and does not replace it. The step is then taken before anyone knows whether
         replicas synchronise, and `sync` is not called where nobody takes part. It
         stands in a loop, which has no reverse-mode derivative under `jit`.
-      delay: k, for a sync to end k steps after it has begun. Then `init` puts a
-        :class:`Measured` into `own`, which is filled in on the step on which a sync
-        begins, and `sync` is called k steps later. It needs `after_local_step`.
+      delay: k, for a sync to end k steps after it has begun. Then `init` puts
+        ``Measured.initial(params)`` into `own` (see :class:`Measured`), which is filled
+        in on the step on which a sync begins, and `sync` is called k steps later. It
+        needs `after_local_step`.
 
     Example:
       >>> from curvadion_jax.compressors import exact

@@ -18,7 +18,6 @@ from curvadion_jax._collectives._axes import (
     varying_aval,
     varying_manual_axes,
 )
-from curvadion_jax._collectives._gates import gates, gating
 from curvadion_jax._collectives._replicas import Replicas, gathered, largest
 
 __all__ = [
@@ -27,9 +26,7 @@ __all__ = [
     "axis_size",
     "check_axis_name",
     "checked_axes",
-    "gates",
     "gathered",
-    "gating",
     "is_checked",
     "is_manual",
     "is_varying",

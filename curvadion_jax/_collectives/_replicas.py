@@ -12,7 +12,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from curvadion_jax import _within_replica
-from curvadion_jax._collectives import _gates
 from curvadion_jax._collectives._axes import axes_of, axis_size, is_checked, vary
 from curvadion_jax._layout import ONE_DEVICE, Layout
 from curvadion_jax._protocols import Group
@@ -59,8 +58,7 @@ class Replicas:
         return vary(jax.tree.unflatten(structure, means), self.axis_name)
 
     def all_to_all(self, tree: Any) -> Any:
-        found = self._each(lambda x: lax.all_to_all(x, self.axis_name, 0, 0), tree)
-        return _gates.after(found, stage=1)  # the second half of a mean is to come
+        return self._each(lambda x: lax.all_to_all(x, self.axis_name, 0, 0), tree)
 
     def all_gather(self, tree: Any) -> Any:
         if self.axis_name is None:
@@ -77,13 +75,8 @@ class Replicas:
         specs = self.layout.specs(tree, by_shape=True)
         specs = [spec or PartitionSpec() for spec in specs]
         alone = self.laid_out(ONE_DEVICE)
-
-        def of_parts(parts, *arrays):
-            with _gates.gating(arrays):
-                return function(alone, parts)
-
         return _within_replica.by_device(
-            of_parts, leaves, specs, self.layout, _gates.gates()
+            lambda parts: function(alone, parts), leaves, specs, self.layout
         )
 
     def _each(self, collective: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
@@ -157,7 +150,7 @@ def gathered(x: jax.Array, axis_name: str | None) -> jax.Array:
     if axis_name is None:
         return jnp.reshape(x, 1)
     to = "invarying" if is_checked(axis_name) else "varying"
-    return _gates.after(lax.all_gather(vary(x, axis_name), axis_name, to=to), stage=0)
+    return lax.all_gather(vary(x, axis_name), axis_name, to=to)
 
 
 def largest(number: jax.Array, axis_name: str | None) -> jax.Array:

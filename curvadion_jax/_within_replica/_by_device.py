@@ -26,11 +26,10 @@ def shared_by(x: Any, spec: PartitionSpec, layout: Layout) -> tuple[str, ...]:
 
 
 def by_device(
-    function: Callable[..., list[tuple[jax.Array, ...]]],
+    function: Callable[[list[jax.Array]], list[tuple[jax.Array, ...]]],
     leaves: Sequence[jax.Array],
     specs: Sequence[PartitionSpec],
     layout: Layout,
-    alike: Sequence[jax.Array] = (),
 ) -> list[tuple[jax.Array, ...]]:
     """What the function returns for the devices' own parts of arrays, put together.
 
@@ -41,7 +40,6 @@ def by_device(
       leaves: arrays.
       specs: how each is divided over inner axes.
       layout: the inner axes.
-      alike: scalars that all devices hold, further arguments of the function.
     """
     together = defaultdict(list)
     for index, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
@@ -51,17 +49,17 @@ def by_device(
         divided = [specs[index] for index in members]
         mapped = jax.shard_map(
             functools.partial(_of_pieces, function, shared) if shared else function,
-            in_specs=(divided, *[PartitionSpec()] * len(alike)),
+            in_specs=(divided,),
             out_specs=divided,
             axis_names=set(layout.axes),
         )
-        found = mapped([leaves[index] for index in members], *alike)
+        found = mapped([leaves[index] for index in members])
         for index, each in zip(members, found, strict=True):
             results[index] = each
     return results
 
 
-def _of_pieces(function, shared: tuple[str, ...], parts: list, *alike) -> list:
+def _of_pieces(function, shared: tuple[str, ...], parts: list) -> list:
     number = lax.axis_size(shared)
 
     def piece(x):
@@ -72,5 +70,5 @@ def _of_pieces(function, shared: tuple[str, ...], parts: list, *alike) -> list:
         whole = lax.all_gather(found, shared, tiled=True, to="invarying")
         return whole[: x.size].reshape(x.shape)
 
-    results = zip(function([piece(x) for x in parts], *alike), parts, strict=True)
+    results = zip(function([piece(x) for x in parts]), parts, strict=True)
     return [tuple(joined(found, x) for found in result) for result, x in results]

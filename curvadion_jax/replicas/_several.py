@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
 
-from curvadion_jax import _mapped, _paths
+from curvadion_jax import _mapped
 from curvadion_jax._schedule import Due
 from curvadion_jax.replicas._compiled import CompiledStep
 
@@ -97,25 +96,17 @@ class CompiledSteps(CompiledStep):
 def run_several(run: Callable[..., Any]) -> Callable[..., Any]:
     """A step for stacked state and the global batch, made a program of several.
 
-    Local steps one after another are a loop, or three of them before a step on which a
-    sync ends. Such a step, or one on which a sync begins, stands in the program itself:
-    what is sent there depends on nothing that the loops before it compute, so that the
-    compiler can start it in front of them.
+    Local steps one after another are one loop. A step on which a sync begins or ends
+    stands in the program itself: what is sent there depends on nothing that the loop
+    before it computes, so that the compiler can start it in front of the loop.
     """
 
     def several(state, batches, *shared):
         outer = cast(_mapped.Mapped, _mapped.current())
         due = outer.due or [None] * _number((batches, shared))
-        hides = any(x and x.ends for x in due) and all(
-            kind == AxisType.Auto for kind in outer.mesh.axis_types
-        )
-        found, stacked, gates = [], [], []
+        found, stacked = [], []
         for first, last, each in _parts(due):
-            mapped = dataclasses.replace(
-                outer, due=each, is_another=bool(found), gates=()
-            )
-            if each not in (None, _LOCAL):
-                mapped.gates, gates = tuple(gates), []
+            mapped = dataclasses.replace(outer, due=each, is_another=bool(found))
             rows = jax.tree.map(lambda x: x[first:last], (batches, *shared))  # noqa: B023
 
             def one(state, row):
@@ -125,9 +116,13 @@ def run_several(run: Callable[..., Any]) -> Callable[..., Any]:
             state, metrics = lax.scan(one, state, rows, unroll=last - first == 1)
             found.append(mapped)
             stacked.append(metrics)
-            if each == _LOCAL and hides:
-                gates.append(_gate(state))
         outer.schedule = found[0].schedule
+        at_once = outer.schedule is not None and not outer.schedule.delay
+        if at_once and any(each and each.ends for each in due):
+            raise ValueError(
+                "ends= is for a synchronizer with a delay, reconcile(delay=k), and "
+                "this one has none: leave it out"
+            )
         outer.counts_along = all(x.counts_along for x in found)
         outer.sent_outside = max(x.sent_outside for x in found)
         return state, jax.tree.map(lambda *x: jnp.concatenate(x), *stacked)
@@ -158,45 +153,8 @@ def _parts(due: Sequence[Due | None]) -> Iterator[tuple[int, int, Due | None]]:
     first = 0
     for each, group in itertools.groupby(due):
         last = first + len(list(group))
-        if each is None:
+        if each in (None, _LOCAL):
             yield first, last, each
-        elif each != _LOCAL:
-            yield from ((i, i + 1, each) for i in range(first, last))
         else:
-            ends = [first, last]
-            following = due[last] if last < len(due) else None
-            if following and following.ends:
-                # Behind the first step a scalar of each replica can cross, behind the
-                # next ones what half of a mean sends, behind the others the other half.
-                ends = sorted({first, first + 1, (first + last + 2) // 2, last})
-            yield from ((i, j, each) for i, j in itertools.pairwise(ends))
+            yield from ((i, i + 1, each) for i in range(first, last))
         first = last
-
-
-def _gate(state: Any) -> jax.Array:
-    """Zeros [replicas] that the compiler takes for something that a step has made."""
-    leaves = _paths.leaves_with_names(state)
-    (steps, *_) = (x for names, x in leaves if names[-2:] == ("metrics", "steps"))
-    params = [x for names, x in leaves if _is_parameter(names, leaves)]
-    if not params:
-        raise ValueError(
-            "ends= is for a synchronizer with a delay, reconcile(delay=k), whose "
-            "parameters are in the state: leave it out"
-        )
-    smallest = min(params, key=lambda x: x.size)
-    first = smallest.reshape(len(smallest), -1)[:, 0].astype(jnp.float32)
-    # There are no steps below zero, and the compiler does not know that.
-    return jnp.where(steps < 0, lax.bitcast_convert_type(first, jnp.uint32), 0)
-
-
-def _is_parameter(names: tuple[str, ...], leaves: Any) -> bool:
-    """Whether an array of the state is one that the optimizer trains."""
-    if {"inner_state", "sync_state"} & {*names}:
-        return False
-    ends = {names[start:] for start in range(len(names))}
-    known = (other for other, _ in leaves)
-    return any(
-        other[i : i + 2] == ("own", "params") and other[i + 2 :] in ends
-        for other in known
-        for i in range(len(other))
-    )

@@ -18,7 +18,7 @@ from curvadion_jax._dion import DionState
 from curvadion_jax._local_step import LocalStep
 from curvadion_jax._matrices import MatrixView
 from curvadion_jax._orthonormalize import compute_dtype
-from curvadion_jax._protocols import Group, Synchronizer, Views
+from curvadion_jax._protocols import Group, Measured, Synchronizer, SyncState, Views
 from curvadion_jax.compressors import Compressor
 
 
@@ -44,6 +44,20 @@ def check_synchronizer(synchronizer: Any) -> None:
             f"a synchronizer with delay={synchronizer.delay} keeps what replicas do "
             "meanwhile: it needs after_local_step=True"
         )
+
+
+def initial_state(
+    synchronizer: Synchronizer, params: optax.Params, inner_state: Any, views: Views
+) -> SyncState:
+    """The sync state before the first step, with what a delay needs."""
+    state = synchronizer.init(params, inner_state, views)
+    if synchronizer.delay and not isinstance(state.own, Measured):
+        raise TypeError(
+            f"a synchronizer with delay={synchronizer.delay} needs its SyncState's own "
+            "to be synchronizers.Measured.initial(params), in which replicas note what "
+            f"they bring; its init gave {type(state.own).__name__}"
+        )
+    return state
 
 
 def variants(

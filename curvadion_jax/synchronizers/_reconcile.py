@@ -76,7 +76,7 @@ def reconcile(
         Fragments are of whole parameters (a stack of layers is one), of about equal
         size; :func:`fragment_paths` lists them. The program holds a sync for each.
       delay: k, for a sync to end k steps after it has begun, and to keep the local
-        progress made meanwhile. See below.
+        progress made meanwhile. See above.
       other_state: whether the rest of the inner optimizer's floating-point state is
         averaged, such as AdamW's moments of embeddings: arrays of a parameter's shape.
       residual_dtype: dtype in which error feedback is kept from sync to sync; None is
@@ -105,6 +105,20 @@ def reconcile(
       >>> inner_state = optax.sgd(0.1, momentum=0.9).init(params)
       >>> [each.payload(params, inner_state, {}).averaged for each in (plain, diloco)]
       [256, 128]
+
+      A sync begins with step 4, and its anchor is there after step 6:
+
+      >>> from curvadion_jax import adaptive_sync, triggers
+      >>> later = reconcile(momentum=False, delay=2)
+      >>> tx = adaptive_sync(optax.sgd(1.0), triggers.every_k(4), later)
+      >>> params, anchors = {"w": jnp.zeros(1)}, []
+      >>> state = tx.init(params)
+      >>> for _ in range(6):
+      ...     updates, state = tx.update({"w": jnp.ones(1)}, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     anchors.append(float(state.sync_state.anchor["w"][0]))
+      >>> anchors
+      [0.0, 0.0, 0.0, 0.0, 0.0, -4.0]
 
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023, and

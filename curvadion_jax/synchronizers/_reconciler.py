@@ -10,7 +10,7 @@ import optax
 
 from curvadion_jax import _finite, _momentum, _orthonormalize, compressors
 from curvadion_jax._local_step import LocalStep
-from curvadion_jax._protocols import Group, SyncState, measured
+from curvadion_jax._protocols import Group, Measured, SyncState
 from curvadion_jax.synchronizers import _anchor_step, _base, _fragments, _inner_state
 from curvadion_jax.synchronizers._fragments import Fragment
 
@@ -109,7 +109,7 @@ class Reconciler:
         residual = ()
         if self.compressor:
             residual = _base.zero_residual(params, self.residual_dtype)
-        own = measured(params) if self.delay else ()
+        own = Measured.initial(params) if self.delay else ()
         return SyncState(anchor=anchor, common=common, residual=residual, own=own)
 
     def sync(self, local: LocalStep, state: SyncState, group: Group, variant: int = 0):

@@ -194,6 +194,30 @@ def test_what_was_saved_under_way_goes_on_to_the_bit():
         helpers.assert_bitwise(jax.device_get(saved), expected)
 
 
+@pytest.mark.parametrize(
+    ("before", "steps", "after", "expected"),
+    [
+        # A sync that ended with step 3 is not taken up again with step 6.
+        pytest.param(1, 3, 4, [-2, -2, -2], id="longer"),
+        # One of step 2 is not ended: that of step 6 brings it all.
+        pytest.param(4, 4, 1, [0, 0, -6], id="shorter"),
+    ],
+)
+def test_resumed_with_another_delay(before, steps, after, expected, tmp_path):
+    """SGD of rate 1, gradients 1 and 3, half of the drift."""
+    tx, other = (optimizer(2, delay, optax.sgd(0.5)) for delay in (before, after))
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    state = run_weighted(tx, [(1, 1)] * steps)
+    target = helpers.start(other, {"a": jnp.zeros(1)}, mesh)
+    cd.checkpoint.save(tmp_path, steps, placed(tx, mesh, state))
+    state, found = cd.checkpoint.restore(tmp_path, target), []
+    for _ in expected:
+        state = run_weighted(other, [(1, 1)], placed(other, mesh, state))
+        found.append(state[1].sync_state.anchor["a"].ravel().tolist())
+    assert found == [[x, x] for x in expected]
+    assert state[1].metrics.empty.tolist() == [int(after > before)] * REPLICAS
+
+
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_error_feedback_loses_nothing(fragments):
     """anchor + mean residual = start - sum of mean gradients until the sync began."""
@@ -287,6 +311,48 @@ def test_reanchored_under_way():
     assert state.sync_state.anchor["a"].ravel().tolist() == [5, 5]
 
 
+@pytest.mark.parametrize("spoilt", ["anchor", "own"])
+def test_what_is_spoilt_under_way_is_left_out(spoilt):
+    """NaN in what one replica keeps, between the beginning of a sync and its end."""
+    tx = optimizer(2, 1)
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    params, state = run_weighted(tx, [(1, 1)] * 2)
+    kept = state.sync_state
+    bad = {"a": np.float32([[0 if spoilt == "anchor" else -2], [np.nan]])}
+    new = bad if spoilt == "anchor" else kept.own._replace(params=bad)
+    state = state._replace(sync_state=kept._replace(**{spoilt: new}))
+    params, state = run_weighted(tx, [(1, 1)], placed(tx, mesh, (params, state)))
+    assert state.metrics.excluded.total.tolist() == [0, 1]
+    # The other alone is -2 from 0. The spoilt anchor stays so until `replicas.mend`.
+    anchor = state.sync_state.anchor["a"].ravel()
+    assert anchor[0] == -2
+    assert np.isnan(anchor[1]) if spoilt == "anchor" else anchor[1] == -2
+    assert params["a"][0].tolist() == [-3]
+
+
+def test_resized_under_way_with_one_that_is_not_finite():
+    """Weights 1 and -1 have a mean that says nothing."""
+    tx = optimizer(2, 1)
+    mesh, fewer = cd.replicas.make_mesh(4), cd.replicas.make_mesh(3)
+    state = helpers.start(tx, {"a": jnp.zeros(1)}, mesh)
+    step = helpers.replica_step(tx, mesh)
+    batch = {"a": np.float32([[1], [2], [3], [4]])}
+    (params, state), _ = step(state, batch)
+    state, _ = step(({"a": params["a"].at[1].set(jnp.nan)}, state), batch)
+    assert state[1].sync_state.own.weight.tolist() == [1, -1, 1, 1]
+    state = cd.replicas.resize(state, fewer)
+    step = helpers.replica_step(tx, fewer)
+    _, state = step(state, {"a": np.ones((3, 1), np.float32)})[0]
+    # The third stands in the place of a quarter of -6 and three of -8.
+    assert state.sync_state.anchor["a"].ravel().tolist() == [-7.5] * 3
+    assert state.metrics.excluded.total.tolist() == [1, 1, 0]
+
+
+def placed(tx, mesh, state):
+    like = helpers.start(tx, {"a": jnp.zeros(1)}, mesh)
+    return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), state, like)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -330,6 +396,25 @@ def test_reanchored_under_way():
 def test_what_cannot_work_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_synchronizer_of_ones_own_has_room_for_what_is_noted():
+    params = {"w": jnp.ones(2)}
+    for own in ((), synchronizers.Measured.initial(params)):
+        kept = synchronizers.SyncState(anchor=params, own=own)
+        mine = synchronizers.Synchronizer(
+            init=lambda params, inner_state, views, kept=kept: kept,
+            sync=lambda local, state, group: (*local.take(), state),
+            payload=lambda *_: compressors.Payload(),
+            after_local_step=True,
+            delay=2,
+        )
+        tx = cd.adaptive_sync(optax.sgd(0.1), triggers.every_k(3), mine)
+        if own:
+            assert one_update(tx)[1].metrics.syncs == 0
+        else:
+            with pytest.raises(TypeError, match=r"Measured.initial\(params\)"):
+                tx.init(params)
 
 
 def one_update(tx, **options):
