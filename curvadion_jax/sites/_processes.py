@@ -78,6 +78,7 @@ class Shared:
     def __init__(self, worker: Worker | None) -> None:
         self._worker = worker
         self._asked: jax.Array | None = None
+        self._error: Exception | None = None
         devices = np.array(jax.devices()).reshape(jax.process_count(), -1)
         self._mesh = Mesh(devices, ("process", "device"))
         self._flag = jax.jit(
@@ -91,14 +92,34 @@ class Shared:
     def take(self) -> News | None:
         worker, asked, news = self._worker, self._asked, None
         if asked is not None and np.asarray(asked.addressable_data(0)):
-            news = _spread(of_first(lambda: worker and worker.take()))
-        self._asked = self._raised(worker is not None and worker.has_news)
+            news = _spread(of_first(self._taken))
+        error = self._error is not None
+        self._asked = self._raised(error or (worker is not None and worker.has_news))
         return news
+
+    def _taken(self) -> News | None:
+        if self._error is not None:
+            raise self._error
+        return self._worker and self._worker.take()
+
+    def counted(self, tokens: Any) -> float:
+        """The first process's tokens of a step.
+
+        What is wrong with them is told as news are, so that all raise it at one call.
+        It stays, and nothing more is posted: the others have counted the step.
+        """
+        if self._worker is None:
+            return 1.0
+        try:
+            return self._worker.counted(tokens)
+        except Exception as error:
+            self._error = error
+            return 0.0
 
     def give(self, arrays: list[Any], tokens: float, fragment: int) -> None:
         found = whole(arrays)
-        if self._worker is not None:
-            self._worker.give(found, tokens, fragment)
+        if self._worker is not None and self._error is None:
+            self._worker.take_over(found, tokens, fragment)
 
     def wait(self, seconds: float) -> None:
         if self._worker is not None:

@@ -153,7 +153,7 @@ class Site:
           params: after the step. They may be donated to the next one.
           tokens: that this site has seen in the step, a number; a site counts in a
             round by its tokens, which all are to give in one unit. Of several
-            processes the first one's number counts.
+            processes the first one's number counts, and no other is looked at.
 
         Returns:
           The parameters to go on with.
@@ -161,12 +161,12 @@ class Site:
         Raises:
           RuntimeError: if this site cannot go on with the run: another has its name, or
             its outer parameters differ from the run's.
-          ValueError: for parameters of another structure.
+          ValueError: for parameters of another structure; for tokens that are not
+            positive and finite. What the first of several processes raises for its
+            tokens all do, at the next call at the latest and at all later ones.
         """
-        tokens = float(tokens)
-        if not 0 < tokens < math.inf:
-            raise ValueError(f"tokens must be positive and finite, got {tokens}")
         worker = self._started(params)
+        tokens = worker.counted(tokens)
         self._steps += 1
         self._tokens = [count + tokens for count in self._tokens]
         while True:

@@ -7,6 +7,7 @@ them (`take`).
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -114,14 +115,24 @@ class Worker(threading.Thread):
             self._taken, self._bases = (self._anchor, self._number), {}
             return News(changes, outcome, self._number, self._contributors)
 
+    def counted(self, tokens: Any) -> float:
+        """The tokens of a step."""
+        found = float(tokens)
+        if not 0 < found < math.inf:
+            raise ValueError(f"tokens must be positive and finite, got {found}")
+        return found
+
     def give(self, arrays: list[Any], tokens: float, fragment: int) -> None:
         """Takes a copy over; the outcome of the last one must have been taken.
 
         Else this one holds what is counted already, and would count twice.
         """
-        copies = _params.copies(arrays)
+        self.take_over(_params.copies(arrays), tokens, fragment)
+
+    def take_over(self, arrays: list[Any], tokens: float, fragment: int) -> None:
+        """As `give`, of arrays that are nobody else's: nothing is copied."""
         with self.changed:
-            self._given = Given(copies, self._taken[0], tokens, fragment)
+            self._given = Given(arrays, self._taken[0], tokens, fragment)
             self._busy = True
             self.changed.notify_all()
 

@@ -3,10 +3,27 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import launch
+import numpy as np
 import pytest
 import site_of_two
+from jax.sharding import NamedSharding, PartitionSpec
 from site_runs import together
+
+from curvadion_jax.sites._processes import Shared
+from curvadion_jax.sites._worker import Worker
+
+
+def test_what_several_processes_hand_over_goes_to_no_device():
+    """No device has room for all of the parameters, which are divided over many."""
+    mesh = jax.make_mesh((8,), ("fsdp",), (jax.sharding.AxisType.Auto,))
+    x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, PartitionSpec("fsdp")))
+    worker = Worker(lambda settled: None, poll=1.0)  # a thread that is not started
+    shared = Shared(worker)
+    with jax.transfer_guard_host_to_device("disallow"):
+        shared.give([x, x], 1.0, 0)
+    assert [type(each) for each in worker._given.arrays] == [np.ndarray] * 2
 
 
 @pytest.mark.slow
@@ -37,12 +54,21 @@ def test_a_site_of_two_processes_beside_one_of_one(tmp_path):
         assert second[run].pop("up") == 0
         assert first[run] == second[run]
     assert first["overlap"]["counted"] >= 1
+    assert first["handed over"] == ["ndarray"]
+    assert second["handed over"] == []
     check_errors(first["errors"], second["errors"])
     assert not list(tmp_path.glob("nothing"))
+    assert (tmp_path / "tokens").exists()
+    assert not list(tmp_path.glob("tokens/rounds/*"))
 
 
 def check_errors(first, second):
     no_folder, other_form, of_one_process, of_other_settings, of_two = range(5)
+    number = "ValueError: tokens must be positive and finite, got 0.0"
+    assert first[5:7] == [number] * 2
+    assert first[7] == "ValueError: could not convert string to float: 'many'"
+    for told, also in zip(first[5:], second[5:], strict=True):
+        assert also == told.replace(": ", ": the first process of this site: ", 1)
     assert first[no_folder].startswith("StoreError: cannot use the folder")
     assert second[no_folder].startswith("OSError: the first process of this site: ca")
     for told in (first, second):

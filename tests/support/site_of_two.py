@@ -16,13 +16,18 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from curvadion_jax import compressors, sites
-from curvadion_jax.sites import _join
+from curvadion_jax.sites import _join, _worker
 
 STEPS = 6
 
 
-def train(url: str, mesh, name="oslo", before_steps=None, **options) -> dict:
-    """A site whose steps move all of its parameters by numbers of its own."""
+def train(
+    url: str, mesh, name="oslo", before_steps=None, tokens=(8, 0), **options
+) -> dict:
+    """A site whose steps move all of its parameters by numbers of its own.
+
+    Each process has a number of tokens, of which the first's counts.
+    """
     shardings = {
         "w": NamedSharding(mesh, PartitionSpec("fsdp")),
         "b": NamedSharding(mesh, PartitionSpec()),
@@ -44,7 +49,8 @@ def train(url: str, mesh, name="oslo", before_steps=None, **options) -> dict:
         if before_steps is not None:
             before_steps(url, name)
         for index in range(STEPS):
-            params = site.sync(step(params, 0.1 * index + len(name)), tokens=8)
+            params = step(params, 0.1 * index + len(name))
+            params = site.sync(params, tokens=tokens[jax.process_index()])
             for key, x in params.items():
                 assert x.sharding.is_equivalent_to(shardings[key], x.ndim)
         params = site.leave(params)
@@ -62,11 +68,25 @@ def main(process: int, port: str, folder: str) -> dict:
     jax.distributed.initialize(f"localhost:{port}", 2, process)
     mesh = jax.make_mesh((4,), ("fsdp",), (jax.sharding.AxisType.Auto,))
     own = folder if process == 0 else f"{folder}/nothing/is/here"
+    handed_over: list[str] = []
+    record(handed_over)
     return {
         "with another": train(f"{own}/lock", mesh, max_lag=0, quorum=2),
         "overlap": train(f"{own}/overlap", mesh, max_lag=4),
         "errors": errors(own, mesh),
+        "handed over": sorted(set(handed_over)),
     }
+
+
+def record(kinds: list[str]) -> None:
+    """Notes the type of every array that the thread is handed over."""
+    given = _worker.Given
+
+    def noted(arrays, *rest):
+        kinds.extend(type(x).__name__ for x in arrays)
+        return given(arrays, *rest)
+
+    _worker.Given = noted
 
 
 def take_its_name(url: str, name: str) -> None:
@@ -84,6 +104,9 @@ def errors(url: str, mesh) -> list[str]:
         lambda: sites.join(f"{url}/new", "rome").start(alone),
         lambda: sites.join(f"{url}/new", "rome", every=2 + jax.process_index()),
         lambda: train(f"{url}/taken", mesh, max_lag=0, before_steps=take_its_name),
+        lambda: train(f"{url}/tokens", mesh, tokens=(0, 8)),
+        lambda: train(f"{url}/tokens", mesh, tokens=(0, 8), every=1, max_lag=0),
+        lambda: train(f"{url}/tokens", mesh, tokens=("many", 8)),
     )
     for attempt in attempts:
         try:
