@@ -161,8 +161,8 @@ def test_optimizers_take_the_model(make, optimizer, node, field):
 def test_description_of_a_model():
     lines = cd.describe_partition(linen_params(scan=True), rank=0.5).splitlines()
     table = {line.split()[0]: line.split(")")[1].split() for line in lines[1:]}
-    assert table["layers/attention/query/kernel"] == ["dion", "3", "8", "8", "4"]
-    assert table["layers/up/kernel"] == ["dion", "3", "8", "16", "4"]
+    assert table["layers/attention/query/kernel"] == ["matrix", "3", "8", "8", "4"]
+    assert table["layers/up/kernel"] == ["matrix", "3", "8", "16", "4"]
     for name in (
         "Embed_0/embedding",
         "pos_embedding",
