@@ -59,6 +59,7 @@ def _signature(
     app: Sphinx, what: str, name: str, value: object, *_: object
 ) -> tuple[str, str | None] | None:
     """The signature as it is written: evaluated, Optax's type aliases fill a page."""
+    value = value.__func__ if inspect.ismethod(value) else value  # of a class
     if not (inspect.isfunction(value) or inspect.isclass(value)):
         return None
     tree = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
