@@ -23,7 +23,7 @@ from curvadion_jax import (
 from curvadion_jax._branches import Branches, sync_cost
 from curvadion_jax._counters import SyncMetrics
 from curvadion_jax._protocols import Synchronizer, SyncState, Trigger
-from curvadion_jax._schedule import Due
+from curvadion_jax._schedule import LOCAL, Due
 from curvadion_jax.synchronizers._base import check_synchronizer, initial_state
 from curvadion_jax.triggers._base import check_answer, check_trigger
 from curvadion_jax.triggers._delay import remembered
@@ -190,11 +190,7 @@ def adaptive_sync(
             fire &= ~_faults.in_cooldown(counters, replica.weight)
         request, asked = replica.request(fire, counters, due), False
         if not isinstance(request, int):  # what is known to all is not asked
-            asked = (
-                True
-                if ask_every is None
-                else _requests.is_asked(step, ask_every, axis_name)
-            )
+            asked = _requests.is_asked(step, ask_every, axis_name)
             request = _requests.largest(request, asked, axis_name)
         begins, ends = replica.begins_and_ends(request)
 
@@ -256,7 +252,7 @@ def adaptive_sync(
             updates,
             state,
             params,
-            kept=_with_sync_state if due == Due(False) and synchronizer.delay else None,
+            kept=_with_sync_state if due == LOCAL and synchronizer.delay else None,
             **extra_args,
         )
 

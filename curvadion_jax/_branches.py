@@ -175,9 +175,8 @@ class Branches:
         updates, inner_state, sync_state, faults = done
         kept = _memory.to_device(sync_state)
         moved = optax.apply_updates(params, updates)
-        local = LocalStep((), inner_state, moved, self.views, take=lambda: done[:2])
         sound = _faults.is_finite(inner_state, moved)
-        healthy = _faults.is_healthy(local, kept._replace(own=()), sound)
+        healthy = _faults.is_healthy(moved, kept._replace(own=()), sound)
         own = Measured(moved, _faults.brought(self.weight, healthy))
         new = _memory.put_back(kept._replace(own=own), kept, sync_state)
         return updates, inner_state, new, faults
@@ -202,7 +201,7 @@ class Branches:
             healthy = (own >= 0) & _faults.is_finite(kept, local.params)
             own = jnp.where(healthy, own, -1)
         else:
-            healthy = _faults.is_healthy(local, kept, sound)
+            healthy = _faults.is_healthy(local.params, kept, sound)
             own = _faults.brought(self.weight, healthy, brings)
         fresh = _faults.fresh_state(self.inner, local.params, local.inner_state)
         local = _faults.taking_part(local, fresh, sound, own, healthy, self.axis_name)

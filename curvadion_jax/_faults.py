@@ -98,9 +98,8 @@ def in_cooldown(counters: SyncMetrics, weight: jax.Array | None) -> jax.Array:
     return cooling & (last >= 0)
 
 
-def is_healthy(local: LocalStep, state: SyncState, sound: jax.Array) -> jax.Array:
+def is_healthy(params: optax.Params, state: SyncState, sound: jax.Array) -> jax.Array:
     """Whether all that a replica has is finite, bool[]; `sound` is its inner state."""
-    params = local.params
     return sound & _finite.all_finite(params) & is_finite(state, params)
 
 

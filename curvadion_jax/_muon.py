@@ -49,9 +49,8 @@ def muon(
             weight_dimension_numbers=dimension_numbers,
         )
 
-    scheduled = optax.inject_hyperparams(momentum)
     return optax.chain(
-        scheduled(beta=beta) if callable(beta) else momentum(beta),
+        optax.inject_hyperparams(momentum)(beta) if callable(beta) else momentum(beta),
         _orthogonalized(dimension_numbers, eps),
         # It takes schedules.
         optax.add_decayed_weights(weight_decay, weight_decay_mask),  # pyright: ignore[reportArgumentType]

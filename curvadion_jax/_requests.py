@@ -23,8 +23,12 @@ def largest(request: jax.Array, asked: Any, axis_name: str | None) -> jax.Array:
     return which if axis_name is None else _guards.one_decision(which)
 
 
-def is_asked(step: Any, ask_every: int, axis_name: str | None) -> jax.Array:
+def is_asked(
+    step: Any, ask_every: int | None, axis_name: str | None
+) -> jax.Array | bool:
     """Whether replicas reduce their requests on this step; the same on all of them."""
+    if ask_every is None:
+        return True
     if step is None:
         raise ValueError(
             f"adaptive_sync(ask_every={ask_every}) needs the number of the step, from "

@@ -37,6 +37,9 @@ class Due(NamedTuple):
     ends: int = 0
 
 
+LOCAL = Due(sync=False)
+
+
 class Schedule(NamedTuple):
     """A trigger that looks at counters alone, and what it is given besides.
 

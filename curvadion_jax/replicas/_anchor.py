@@ -157,14 +157,13 @@ def reanchor(state: Any) -> Any:
             "tree of both, such as a TrainState or (params, opt_state)"
         )
     place, params, _ = found
-    then = (*place[:-1], "own", "params")
+    then = (*place[:-1], "own", "params")  # of a sync that is under way
 
     def new(names, leaf):
-        if names[: len(place)] == place:
-            return jnp.array(params[names[len(place) :]], leaf.dtype)
+        for copied in (place, then):
+            if names[: len(copied)] == copied:
+                return jnp.array(params[names[len(copied) :]], leaf.dtype)
         owed = names[: len(place)] == (*place[:-1], "residual")
-        if names[: len(then)] == then:  # of a sync that is under way
-            return jnp.array(params[names[len(then) :]], leaf.dtype)
         return jnp.zeros_like(leaf) if owed else leaf
 
     leaves = [new(names, x) for names, x in _paths.leaves_with_names(state)]

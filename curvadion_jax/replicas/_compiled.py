@@ -14,14 +14,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _layout, _mapped
-from curvadion_jax._schedule import Due, Upcoming, places
+from curvadion_jax._schedule import LOCAL, Due, Upcoming, places
 from curvadion_jax.replicas import _placed, _traffic
 from curvadion_jax.replicas._anchor import check_start
 from curvadion_jax.replicas._checks import check_alive, is_array
 from curvadion_jax.replicas._mesh import check_context
 
 _log = logging.getLogger("curvadion_jax")
-_LOCAL = Due(sync=False)
 
 
 class _Program(NamedTuple):
@@ -167,7 +166,7 @@ class CompiledStep:
         """
         steps = self._steps(operands[1])
         if key not in self._upcoming:
-            local = self._known(steps * (_LOCAL,))
+            local = self._known(steps * (LOCAL,))
             program = self._program(key, state, local)
             program.jitted.trace(*operands)
             self._upcoming[key] = program.upcoming(state)

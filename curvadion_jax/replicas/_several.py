@@ -11,10 +11,8 @@ import numpy as np
 from jax import lax
 
 from curvadion_jax import _mapped
-from curvadion_jax._schedule import Due
+from curvadion_jax._schedule import LOCAL, Due
 from curvadion_jax.replicas._compiled import CompiledStep
-
-_LOCAL = Due(sync=False)
 
 
 class CompiledSteps(CompiledStep):
@@ -153,7 +151,7 @@ def _parts(due: Sequence[Due | None]) -> Iterator[tuple[int, int, Due | None]]:
     first = 0
     for each, group in itertools.groupby(due):
         last = first + len(list(group))
-        if each in (None, _LOCAL):
+        if each in (None, LOCAL):
             yield first, last, each
         else:
             yield from ((i, i + 1, each) for i in range(first, last))

@@ -48,7 +48,9 @@ def means(given, weights, mesh, inner=()):
             mean = group.mean(one)
         else:
             local = LocalStep((), (), one, {}, tuple)
-            healthy = _faults.is_healthy(local, SyncState(), sound=jnp.array(True))
+            healthy = _faults.is_healthy(
+                local.params, SyncState(), sound=jnp.array(True)
+            )
             own = _faults.brought(weight, healthy)
             local = _faults.taking_part(local, (), healthy, own, healthy, AXIS)
             mean = local.mean(one, group)

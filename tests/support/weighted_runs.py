@@ -26,7 +26,7 @@ FORMS = {
 def part_in_sync(params: Any, views: Any, weight: Any) -> LocalStep:
     """A replica's part in a sync that everybody expects it to take, inside a `vmap`."""
     local = LocalStep((), (), params, views, tuple)
-    healthy = _faults.is_healthy(local, SyncState(), sound=jnp.array(True))
+    healthy = _faults.is_healthy(local.params, SyncState(), sound=jnp.array(True))
     own = _faults.brought(weight, healthy)
     return _faults.taking_part(local, (), healthy, own, healthy, helpers.AXIS)
 
