@@ -22,15 +22,12 @@ import sys
 import types
 from pathlib import Path
 
+import diloco
 import jax
 import numpy as np
 import optax
 import race
 from flax import nnx
-
-import curvadion_jax as cd
-
-RATE, PERIOD, OUTER_RATE, OUTER_MOMENTUM = 0.01, 30, 0.7, 0.9
 
 
 class _Parameters(nnx.Module):
@@ -47,21 +44,21 @@ class Theirs:
         if source is not None:
             sys.path.insert(0, str(source))
         logging.getLogger("absl").setLevel(logging.ERROR)  # drjax's, on the mesh
-        diloco = importlib.import_module("maxtext.trainers.diloco.diloco")
+        theirs = importlib.import_module("maxtext.trainers.diloco.diloco")
         states = importlib.import_module("maxtext.common.train_state_nnx")
         config = types.SimpleNamespace(
             num_diloco_replicas=task.run.replicas,
-            diloco_sync_period=PERIOD,
-            diloco_outer_lr=OUTER_RATE,
-            diloco_outer_momentum=OUTER_MOMENTUM,
+            diloco_sync_period=diloco.PERIOD,
+            diloco_outer_lr=diloco.OUTER_RATE,
+            diloco_outer_momentum=diloco.OUTER_MOMENTUM,
             enable_streaming_diloco=False,
         )
-        rate = race.schedule(RATE, task.run.steps)
+        rate = race.schedule(diloco.RATE, task.run.steps)
         adamw = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.0)
         model = _Parameters(task.params)
         start = states.TrainStateNNX(model, nnx.Optimizer(model, adamw, wrt=nnx.Param))
         graph, leaves = nnx.split(start)
-        self._state, _ = diloco.build_diloco_state(config, lambda: leaves)
+        self._state, _ = theirs.build_diloco_state(config, lambda: leaves)
 
         def local_step(leaves, batch, key):
             del key
@@ -74,7 +71,7 @@ class Theirs:
             state.apply_gradients(of_model)
             return nnx.state(state), {}
 
-        self._step = jax.jit(diloco.build_diloco_train_step(config, local_step))
+        self._step = jax.jit(theirs.build_diloco_train_step(config, local_step))
 
     @property
     def params(self):
@@ -89,14 +86,7 @@ class Theirs:
 
 
 def _trainers(task: race.Task, options: argparse.Namespace) -> dict[str, race.Trainer]:
-    tx = cd.presets.diloco(
-        race.schedule(RATE, task.run.steps),
-        PERIOD,
-        OUTER_RATE,
-        OUTER_MOMENTUM,
-        axis_name=race.AXIS,
-    )
-    return {"ours": race.Ours(task, tx), "theirs": Theirs(task, options.source)}
+    return {"ours": diloco.ours(task), "theirs": Theirs(task, options.source)}
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +97,7 @@ if __name__ == "__main__":
     race.main(
         __doc__,
         "MaxText 0.2.5, trainers/diloco/diloco.py",
-        f"DiLoCo, AdamW {RATE}, every {PERIOD}, outer {OUTER_RATE} {OUTER_MOMENTUM}",
+        diloco.SETTING,
         ("drjax", "flax", "jax", "optax", "numpy"),
         _trainers,
         _arguments,

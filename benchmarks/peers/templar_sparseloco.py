@@ -29,10 +29,10 @@ import types
 from pathlib import Path
 from typing import Any
 
-import layouts
 import numpy as np
 import optax
 import race
+from modules import Modules
 
 import curvadion_jax as cd
 from curvadion_jax import compressors, synchronizers, triggers
@@ -75,25 +75,19 @@ class Theirs:
         of_all: bool = False,
     ):
         self._torch, compress, self._neurons = load(source)
-        self._task, self._rates = task, race.rates(rate, task.run.steps)
         torch = self._torch
         compressor = compress.TopKCompressor
         if of_all:
             compressor = _of_all(compressor)
-        start = layouts.split(task.params)
-        self._names = {name: name.replace("/", "-") for name in start}
-        self._miners, self._adams, self._anchors = [], [], []
+        self._own = Modules(task, rate)
+        self._miners, self._anchors = [], []
         hparams = types.SimpleNamespace(
             outer_learning_rate=1.0,
             use_dct=False,
             topk_compression=kept,
             momentum_decay=decay,
         )
-        for _ in range(task.run.replicas):
-            model = torch.nn.Module()
-            for name, array in start.items():
-                value = torch.nn.Parameter(torch.from_numpy(array.copy()))
-                model.register_parameter(self._names[name], value)
+        for model in self._own.modules:
             names = [name for name, _ in model.named_parameters()]
             self._miners.append(
                 types.SimpleNamespace(
@@ -110,37 +104,17 @@ class Theirs:
                     outer=torch.optim.SGD(model.parameters(), lr=1.0),
                 )
             )
-            self._adams.append(
-                torch.optim.AdamW(
-                    model.parameters(), betas=(0.9, 0.95), weight_decay=0.0
-                )
-            )
             self._anchors.append(_copies(model))
-        self._read()
-
-    def _read(self) -> None:
-        replicas = [
-            {
-                n: getattr(miner.model, m).detach().numpy()
-                for n, m in self._names.items()
-            }
-            for miner in self._miners
-        ]
-        self.params = layouts.join_replicas(replicas, self._task.params)
+        self.params = self._own.params()
 
     def step(self, number: int, batch: np.ndarray) -> None:
         """A step of every replica, and what follows on every sixth."""
-        gradients = self._task.gradients(self.params, batch)
-        split = layouts.split_replicas(gradients)
-        for miner, adam, own in zip(self._miners, self._adams, split, strict=True):
-            for name, array in own.items():
-                parameter = getattr(miner.model, self._names[name])
-                parameter.grad = self._torch.from_numpy(array)
-            adam.param_groups[0]["lr"] = float(self._rates[number - 1])
+        self._own.give(self.params, number, batch)
+        for adam in self._own.adams:
             adam.step()
         if number % PERIOD == 0:
             self._synchronise(number)
-        self._read()
+        self.params = self._own.params()
 
     def _synchronise(self, number: int) -> None:
         messages = []

@@ -17,13 +17,10 @@ import importlib
 import threading
 from typing import Any
 
-import layouts
+import diloco
 import numpy as np
 import race
-
-import curvadion_jax as cd
-
-RATE, PERIOD, OUTER_RATE, OUTER_MOMENTUM = 0.01, 30, 0.7, 0.9
+from modules import Modules
 
 
 class _Together:
@@ -83,64 +80,36 @@ class Theirs:
     """Replicas of torchft's DiLoCo, each stepped in a thread of its own."""
 
     def __init__(self, task: race.Task):
-        self._torch = torch = importlib.import_module("torch")
+        torch = importlib.import_module("torch")
         local_sgd = importlib.import_module("torchft.local_sgd")
         torch.set_num_threads(1)
-        self._task, self._rates = task, race.rates(RATE, task.run.steps)
-        start = layouts.split(task.params)
-        self._names = {name: name.replace("/", "-") for name in start}
-        self._models, self._adams, replicas = [], [], task.run.replicas
+        self._own, replicas = Modules(task, diloco.RATE), task.run.replicas
         together = _Together(replicas)
         self._pool = concurrent.futures.ThreadPoolExecutor(replicas)
-        for rank in range(replicas):
-            model = torch.nn.Module()
-            for name, array in start.items():
-                value = torch.nn.Parameter(torch.from_numpy(array.copy()))
-                model.register_parameter(self._names[name], value)
-            adam = torch.optim.AdamW(
-                model.parameters(), betas=(0.9, 0.95), weight_decay=0.0
-            )
+        pairs = zip(self._own.modules, self._own.adams, strict=True)
+        for rank, (module, adam) in enumerate(pairs):
             outer = torch.optim.SGD(
-                model.parameters(), OUTER_RATE, OUTER_MOMENTUM, nesterov=True
+                module.parameters(),
+                diloco.OUTER_RATE,
+                diloco.OUTER_MOMENTUM,
+                nesterov=True,
             )
             manager = _Manager(rank, together)
-            local_sgd.DiLoCo(manager, [model], adam, outer, PERIOD).__enter__()
-            self._models.append(model)
-            self._adams.append(adam)
-        self._read()
-
-    def _read(self) -> None:
-        replicas = [
-            {n: getattr(model, m).detach().numpy() for n, m in self._names.items()}
-            for model in self._models
-        ]
-        self.params = layouts.join_replicas(replicas, self._task.params)
+            local_sgd.DiLoCo(manager, [module], adam, outer, diloco.PERIOD).__enter__()
+        self.params = self._own.params()
 
     def step(self, number: int, batch: np.ndarray) -> None:
         """A step of every replica; every thirtieth ends with a sync."""
-        gradients = self._task.gradients(self.params, batch)
-        split = layouts.split_replicas(gradients)
-        for model, adam, own in zip(self._models, self._adams, split, strict=True):
-            for name, array in own.items():
-                parameter = getattr(model, self._names[name])
-                parameter.grad = self._torch.from_numpy(array)
-            adam.param_groups[0]["lr"] = float(self._rates[number - 1])
-        for _ in self._pool.map(lambda adam: adam.step(), self._adams):
+        self._own.give(self.params, number, batch)
+        for _ in self._pool.map(lambda adam: adam.step(), self._own.adams):
             pass
-        self._read()
+        self.params = self._own.params()
 
 
 def _trainers(task: race.Task, options: argparse.Namespace) -> dict[str, race.Trainer]:
-    tx = cd.presets.diloco(
-        race.schedule(RATE, task.run.steps),
-        PERIOD,
-        OUTER_RATE,
-        OUTER_MOMENTUM,
-        axis_name=race.AXIS,
-    )
-    trainers = {"ours": race.Ours(task, tx), "theirs": Theirs(task)}
+    trainers = {"ours": diloco.ours(task), "theirs": Theirs(task)}
     if options.nudged:
-        trainers["ours, nudged"] = race.Ours(task, tx, nudge=True)
+        trainers["ours, nudged"] = diloco.ours(task, nudge=True)
     return trainers
 
 
@@ -154,7 +123,7 @@ if __name__ == "__main__":
     race.main(
         __doc__,
         "torchft-nightly 2026.10.26, local_sgd.DiLoCo",
-        f"DiLoCo, AdamW {RATE}, every {PERIOD}, outer {OUTER_RATE} {OUTER_MOMENTUM}",
+        diloco.SETTING,
         ("torch", "torchft-nightly", "jax", "optax", "numpy"),
         _trainers,
         _arguments,
