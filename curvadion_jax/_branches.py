@@ -198,7 +198,7 @@ class Branches:
         if self.synchronizer.delay:  # as it was where this sync began
             own = kept.own.weight
             # What it was noted with may have been replaced since.
-            healthy = (own >= 0) & _faults.is_finite(kept, local.params)
+            healthy = (own >= 0) & _faults.is_finite_apart(kept, local.params)
             own = jnp.where(healthy, own, -1)
         else:
             healthy = _faults.is_healthy(local.params, kept, sound)

@@ -1,5 +1,6 @@
 """Several steps in one program are the same steps, and delayed syncs need none."""
 
+import re
 from typing import Any
 
 import helpers
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
 from curvadion_jax import compressors, synchronizers, triggers
@@ -137,22 +140,49 @@ def test_what_is_injected_depends_on_none_either():
     assert loops_behind(program, "all-gather") == {0}
 
 
-def ending_last(tx):
+@pytest.mark.parametrize("form", [None, compressors.quantize(2)])
+def test_nor_where_a_replica_has_several_devices(form):
+    """Its devices ask each other whether all is finite, of the steps and of the sync.
+
+    XLA may make one all-reduce of several of a kind, so these must be of two.
+    """
+    tx = optimizer(triggers.every_k(8), delay=8, compressor=form)
+    program = ending_last(tx, cd.replicas.make_mesh(REPLICAS, {"fsdp": 4}))
+    entry = {x.name: x for x in program.computations[program.entry]}
+    sent = [x.name for x in entry.values() if x.communicates and not x.joins(4)]
+    assert any(x.startswith("all-reduce" if form is None else "all-to-") for x in sent)
+    assert loops_behind(program, *sent) == {0}
+    first = set().union(*(reached(entry, name) for name in sent))
+    asked = {x.name for x in entry.values() if x.communicates and x.joins(4)}
+    kinds = [
+        {kind for name in names for kind in re.findall(r"(\w+)\[", entry[name].shape)}
+        for names in (asked & first, asked - first)
+    ]
+    assert all(kinds), "nothing was asked"
+    assert not kinds[0] & kinds[1]
+
+
+def ending_last(tx, mesh=None):
     """A program of 8 steps, on the last of which a sync ends and the next begins."""
-    mesh = cd.replicas.make_mesh(REPLICAS)
-    state = helpers.start(tx, helpers.make_params(), mesh)
+    mesh = mesh or cd.replicas.make_mesh(REPLICAS)
+    params = helpers.make_params()
+    if "fsdp" in mesh.axis_names:
+        divide = lambda x: P("fsdp") if x.shape and x.shape[0] % 4 == 0 else P()  # noqa: E731
+        places = jax.tree.map(lambda x: NamedSharding(mesh, divide(x)), params)
+        params = jax.device_put(params, places)
+    state = cd.replicas.replicate((params, tx.init(params)), mesh)
     batch = stacked(helpers.make_gradients(8, REPLICAS))
     lowered = several(tx, mesh).lower(state, batch, begins=[7], ends=[7])
     return hlo.parse(lowered.compile().as_text() or "")
 
 
-def loops_behind(program, name):
-    """On how many loops of steps the collectives of a kind depend."""
+def loops_behind(program, *names):
+    """On how many loops of steps the collectives of these names depend."""
     entry = program.computations[program.entry]
     found = {x.name: x for x in entry}
     loops = {x.name for x in entry if x.opcode == "while"}
     assert len(loops) == 1
-    sent = [x.name for x in entry if x.opcode.startswith(name)]
+    sent = [x.name for x in entry if x.opcode.startswith(names) or x.name in names]
     return {len(loops & reached(found, each)) for each in sent}
 
 
