@@ -64,6 +64,27 @@ def test_quantised_means_are_the_references(bits, mean_bits):
         np.testing.assert_allclose(result.mean[name][0].reshape(-1), mean, atol=ATOL)
 
 
+@pytest.mark.parametrize("bits", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_two_replicas_round_once(monkeypatch, bits):
+    block, stacked = 16, trees(3, replicas=2)
+    form = compressors.quantize(bits, block)
+    result = average(form, stacked, "mesh")
+    for name, values in stacked.items():
+        size = values[0].size
+        padded = np.zeros((2, size + -size % block), np.float32)
+        padded[:, :size] = values.reshape(2, -1)
+        put_in = np.stack([encoded(row, bits, block)[:size] for row in padded])
+        for index, own in enumerate(values.reshape(2, -1)):
+            mean, unsent = result.mean[name][index], result.unsent[name][index]
+            np.testing.assert_allclose(mean.reshape(-1), put_in.mean(0), atol=ATOL)
+            np.testing.assert_allclose(
+                unsent.reshape(-1), own - put_in[index], atol=ATOL
+            )
+    helpers.assert_bitwise(*({k: x[i] for k, x in result.mean.items()} for i in (0, 1)))
+    monkeypatch.setattr(_pieces, "PIECE", 256)
+    helpers.assert_bitwise(average(form, stacked, "mesh"), result)
+
+
 PIECES = [
     ((32, 24), [8, 8, 8, 8]),
     ((2, 42, 16), [16, 16, 16, 16, 16, 4]),
@@ -188,3 +209,17 @@ def test_small_numbers_are_what_crosses_the_link(bits, mean_bits):
     payload = compressor.payload(one_of(stacked), {})
     assert sent_bytes(moved) == sum(each.bytes for each in moved) * 3 / 4
     assert sent_bytes(moved) == 2 * payload.averaged * 3 / 4
+
+
+def test_two_replicas_send_one_message_of_as_many_bytes():
+    # 4, 12 and 8 blocks.
+    shapes = {"bias": (64,), "embed": (16, 12), "tall": (32, 4)}
+    stacked = {key: np.ones((2, *s), np.float32) for key, s in shapes.items()}
+    form = compressors.quantize(2, 16)
+    moved = collectives(form, stacked)
+    assert [each.opcode for each in moved] == ["all-gather"]
+    sent = form.payload(one_of(stacked), {}).averaged
+    assert sent_bytes(moved, 2) == sent == 24 * (16 * 2 / 8 + 8)
+    other = compressors.quantize(2, 16, mean_bits=4)
+    stages = [each.opcode for each in collectives(other, stacked)]
+    assert stages == ["all-to-all", "all-gather"]

@@ -31,6 +31,10 @@ def one_of(stacked):
     return jax.tree.map(lambda x: x[0], stacked)
 
 
+def replicas_of(stacked):
+    return len(next(iter(stacked.values())))
+
+
 def views_of(tree):
     return _partition.matrix_views(tree)
 
@@ -51,7 +55,7 @@ def _averaging(compressor, shapes, run, piece) -> tuple[Any, Any]:
     state = compressor.init(one, views)
     body = _body(compressor, views)
     if run == "mesh":
-        mapped = on_mesh(body, REPLICAS)
+        mapped = on_mesh(body, replicas_of(stacked))
     else:
         mapped = jax.jit(jax.vmap(body, in_axes=(0, None), axis_name=helpers.AXIS))
     return helpers.quick(mapped, stacked, state), state
@@ -72,7 +76,7 @@ def collectives(compressor, stacked) -> list[hlo.Instruction]:
     """What the compiled mean communicates."""
     one = one_of(stacked)
     views = views_of(one)
-    mapped = on_mesh(_body(compressor, views), REPLICAS)
+    mapped = on_mesh(_body(compressor, views), replicas_of(stacked))
     lowered = mapped.lower(stacked, compressor.init(one, views))
     program = hlo.parse(lowered.compile().as_text())
     return program.collectives([program.entry])
