@@ -20,6 +20,7 @@ SCALED = {
 BOUNDS = ("1 1", "3 3")
 SEEDS = (0, 1, 2)
 DELAYS = (0, 1, 2, 5, 10)
+FEWER_DELAYS = (0, 1, 5)  # with more tokens
 SHORT_SEEDS = (*SEEDS, 3, 4)  # of the cheapest setting
 
 
@@ -101,6 +102,21 @@ def tried() -> dict[str, tuple[Run, Run]]:
         "outer momentum 0.4 to 0": (better, {"outer": "nesterov 1.0 0.4 1.0 0.0"}),
         "outer momentum 0.2 to 0.6": (better, {"outer": "nesterov 1.0 0.2 1.0 0.6"}),
         "outer momentum 0.5": (better, {"outer": "nesterov 1.0 0.5"}),
+        "outer momentum 0.3": (better, {"outer": "nesterov 1.0 0.3"}),
+        "outer rate 1.4, peak rate 0.057": (
+            better,
+            {"outer": "nesterov 1.4 0.4", "learning_rate": 0.057},
+        ),
+        "outer rate 2, peak rate 0.04": (
+            better,
+            {"outer": "nesterov 2.0 0.4", "learning_rate": 0.04},
+        ),
+        "orthonormal outer step": (better, {"outer": "orthonormal 1.0 0.4"}),
+        "orthonormal outer step, 1.4": (better, {"outer": "orthonormal 1.4 0.4"}),
+        "orthonormal outer step, 1.4, peak rate 0.057": (
+            better,
+            {"outer": "orthonormal 1.4 0.4", "learning_rate": 0.057},
+        ),
         "syncs as the learning rate": (even, {"trigger": f"weighted {BUDGET} 1.0"}),
         "syncs as the learning rate to -1/2": (
             better,
@@ -141,6 +157,46 @@ def parts() -> list[Run]:
     ]
 
 
+def every_step() -> list[Run]:
+    """Exact syncs on every step, by what is made of the mean step, seed 0."""
+    return [
+        rising().but(
+            trigger="always", compressor="exact", outer=outer, learning_rate=rate
+        )
+        for outer in ("mean", "orthonormal 1.0")
+        for rate in (0.08, 0.16)
+    ]
+
+
+def tuning(results: plans.Results, size: str, steps: int) -> list[Run]:
+    """Rate, momenta, outer step and parts at a larger batch, seed 0."""
+    del results, size
+    changes = [
+        *({"learning_rate": rate} for rate in (0.057, 0.113)),
+        {"momentum": 0.9},
+        {"last_momentum": 0.98},
+        *({"outer": f"nesterov 1.0 {decay}"} for decay in (0.2, 0.6)),
+        {"outer": "orthonormal 1.0 0.4"},
+    ]
+    of_muon = [
+        *({"learning_rate": rate} for rate in (0.057, 0.113, 0.16)),
+        {"learning_rate": 0.113, "last_momentum": 0.98},
+    ]
+    runs = [
+        *(run.but(seed=seed) for run in (rising(), rising_muon()) for seed in SEEDS),
+        *(rising().but(**change) for change in changes),
+        *(rising_muon().but(**change) for change in of_muon),
+        *(run for run in parts() if run.compressor == "exact"),
+    ]
+    return [run.but(steps=steps) for run in runs]
+
+
+def widths(results: plans.Results, size: str, steps: int) -> list[Run]:
+    """Both with a rising momentum in a wider model, seed 0, at the rate of width 64."""
+    del results, size
+    return [run.but(steps=steps) for run in (rising(), rising_muon())]
+
+
 def against(results: plans.Results, size: str, steps: int) -> list[Run]:
     """Rising momenta by seeds; and at the cheapest setting all that was tried."""
     del results
@@ -150,8 +206,10 @@ def against(results: plans.Results, size: str, steps: int) -> list[Run]:
     cheapest = (size, steps) == ("cpu", rising().steps)
     seeds = SHORT_SEEDS if cheapest else SEEDS if size == "cpu" else SEEDS[:1]
     runs = [run.but(seed=seed, steps=steps) for run in runs for seed in seeds]
+    if size != "cpu" and steps > rising().steps:  # the rate that won at 300 steps
+        runs.append(rising_muon().but(learning_rate=0.113, steps=steps))
     ideas = [run for run, _ in tried().values()]
-    return [*runs, *ideas, *parts()] if cheapest else runs
+    return [*runs, *ideas, *parts(), *every_step()] if cheapest else runs
 
 
 def memory(results: plans.Results, size: str, steps: int) -> list[Run]:
@@ -161,18 +219,16 @@ def memory(results: plans.Results, size: str, steps: int) -> list[Run]:
     return [half.but(seed=seed) for seed in SEEDS]
 
 
-def delayed() -> list[Run]:
-    """Syncs that end some steps after they have begun, seed 0."""
-    return [rising().but(delay=delay) for delay in DELAYS]
-
-
 def delays(results: plans.Results, size: str, steps: int) -> list[Run]:
     """What hiding syncs behind local steps costs, beside those that end at once."""
-    del results, size
-    runs = [*delayed(), rising().but(delay=1, seed=1)]
+    del results
+    cheapest = (size, steps) == ("cpu", rising().steps)
+    runs = [rising().but(delay=x) for x in (DELAYS if cheapest else FEWER_DELAYS)]
+    if cheapest:
+        runs.append(rising().but(delay=1, seed=1))
     return [run.but(steps=steps) for run in runs]
 
 
 PLANS: dict[str, Callable[[plans.Results, str, int], list[Run]]] = {
-    plan.__name__: plan for plan in (scaling, against, memory, delays)
+    plan.__name__: plan for plan in (against, scaling, memory, delays, tuning, widths)
 }

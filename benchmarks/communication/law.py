@@ -11,6 +11,7 @@ import numpy as np
 import plans
 import tables
 from runs import Run
+from sizes import SIZES
 
 Row = tables.Row
 Gaps = dict[tuple[int, int], list[float]]
@@ -22,12 +23,14 @@ LINES = {
     "rising, `local_muon` alone": (gap.rising(), gap.muon()),
 }
 FITTED = ("constant, both", "rising, both")
+WIDTH = 64
 TARGET = (131_072, 100_000)  # 160 million parameters, 2^20 tokens a step
 
 
-def setting(row: Row) -> tuple[int, int, int]:
-    """Tokens of a replica and step, replicas, steps."""
-    return row["tokens"], row["run"]["replicas"], row["run"]["steps"]
+def setting(row: Row) -> tuple[int, int, int, int]:
+    """Width of the model, tokens of a replica and step, replicas, steps."""
+    width = SIZES[row["size"]].width
+    return width, row["tokens"], row["run"]["replicas"], row["run"]["steps"]
 
 
 def losses_of(rows: Sequence[Row], wanted: Run) -> dict[int, float]:
@@ -44,7 +47,8 @@ def points(line: Run, reference: Run, results: plans.Results) -> Gaps:
     """Percent above the reference by tokens a replica and step, and steps."""
     found: Gaps = {}
     rows = sorted(results.values(), key=setting)
-    for (tokens, _, steps), of_setting in itertools.groupby(rows, setting):
+    rows = [row for row in rows if setting(row)[0] == WIDTH]
+    for (_, tokens, _, steps), of_setting in itertools.groupby(rows, setting):
         of_setting = list(of_setting)
         muon = losses_of(of_setting, reference)
         losses = losses_of(of_setting, line)

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+import comparisons
 import gap
 import law
 import plans
@@ -18,6 +19,7 @@ import study
 import tables
 from matplotlib import pyplot
 from runs import Run
+from sizes import SIZES
 
 Row = tables.Row
 HEADER = [
@@ -31,34 +33,13 @@ def document(results: plans.Results) -> str:
     """The law, and a table for every batch and length, each by loss."""
     rows = sorted(results.values(), key=law.setting)
     tables_ = [
-        f"## {tokens:,} tokens a replica and step, {replicas} replicas, {steps:,} steps"
-        f"\n\n{_table(list(of_setting))}"
-        for (tokens, replicas, steps), of_setting in itertools.groupby(
+        f"## Width {width}, {tokens:,} tokens a replica and step, {replicas} replicas, "
+        f"{steps:,} steps\n\n{_table(list(of_setting))}"
+        for (width, tokens, replicas, steps), of_setting in itertools.groupby(
             rows, law.setting
         )
     ]
     dates = sorted({row["date"] for row in rows})
-    settings = sorted(
-        {(row["tokens"], row["size"], row["run"]["steps"]) for row in rows},
-        key=lambda setting: (setting[0], setting[2]),
-    )
-    in_bfloat16 = {
-        (row["size"], row["run"]["steps"])
-        for row in rows
-        if Run(**row["run"]).state == "bfloat16"
-    }
-    late = {
-        (row["size"], row["run"]["steps"]) for row in rows if Run(**row["run"]).delay
-    }
-    commands = [
-        f"    python benchmarks/communication/study.py {plan} --size {size} "
-        f"--steps {steps} --workers 1"
-        for _, size, steps in settings
-        for plan in gap.PLANS
-        if (plan, size, steps) != ("scaling", "cpu-32k", 300)
-        and (plan != "memory" or (size, steps) in in_bfloat16)
-        and (plan != "delays" or (size, steps) in late)
-    ]
     head = [
         "# Longer runs and larger batches",
         "Losses in nats a byte, lower is better, of the mean of the replicas after the "
@@ -68,101 +49,43 @@ def document(results: plans.Results) -> str:
         "and 1 behind; other words as `runs.py` explains them. What is not said under "
         "'else' is as in even `local_muon`.",
         f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}, 2 CPU cores, with",
-        "\n".join([*commands, "    python benchmarks/communication/scaling.py"]),
+        "\n".join([*_commands(rows), "    python benchmarks/communication/scaling.py"]),
     ]
     return (
         "\n\n".join(
             [
-                *(*head, law.text(results), parts(results)),
-                *(delays(results), ideas(results), *tables_),
+                *(*head, law.text(results), comparisons.widths(results)),
+                *(comparisons.parts(results), comparisons.every_step(results)),
+                *(comparisons.delays(results), comparisons.ideas(results), *tables_),
             ]
         )
         + "\n"
     )
 
 
-def parts(results: plans.Results) -> str:
-    """What is left of the gap with exact syncs, and with a sync on every step."""
-    reference = results.get("cpu" + gap.muon().key())
-    cells = []
-    for run in (*gap.parts(), gap.rising()):
-        row = results.get("cpu" + run.key())
-        if row is not None and reference is not None:
-            above = 100 * (row["loss"] / reference["loss"] - 1)
-            cells.append(
-                [
-                    *(run.trigger, run.compressor, f"{tables.share(row):.2f}%"),
-                    *(f"{row['loss']:.4f}", f"{above:.2f}%"),
-                ]
-            )
-    header = ["syncs", "form", "bytes", "loss", "above synchronous Muon"]
-    return (
-        "## Its parts\n\n`local_muon` with a rising momentum, 1,024 tokens a replica "
-        f"and step, 300 steps, seed 0.\n\n{tables.markdown(header, cells)}"
-    )
-
-
-def delays(results: plans.Results) -> str:
-    """What it costs that syncs end some steps after they have begun."""
-    cells = []
-    for delay in gap.DELAYS:
-        found = {
-            seed: (results[key], results["cpu" + at_once.key()]["loss"])
-            for seed in gap.SHORT_SEEDS
-            for at_once in [gap.rising().but(seed=seed)]
-            if (key := "cpu" + at_once.but(delay=delay).key()) in results
-            and "cpu" + at_once.key() in results
-        }
-        if delay and found:
-            row = found[min(found)][0]
-            losses = (f"{seed}: {x['loss']:.4f}" for seed, (x, _) in found.items())
-            change = (f"{100 * (x['loss'] / y - 1):.2f}%" for x, y in found.values())
-            cells.append(
-                [
-                    *(str(delay), str(row["syncs"]), f"{tables.share(row):.2f}%"),
-                    *(", ".join(losses), ", ".join(change)),
-                ]
-            )
-    header = ["delay", "syncs", "bytes", "loss by seed", "above syncs at once"]
-    return (
-        "## Syncs that end later\n\n`reconcile(delay=k)`, else `local_muon` with a "
-        "rising momentum, 1,024 tokens a replica and step, 300 steps, a sync about "
-        "every 7. One that is due while another is under way is dropped: of a delay of "
-        f"10 one every 10.\n\n{tables.markdown(header, cells)}"
-    )
-
-
-def ideas(results: plans.Results) -> str:
-    """What was tried at the cheapest setting, by its change on the seeds of both."""
-    rows = []
-    for label, (run, base) in gap.tried().items():
-        losses, bases = (
-            {
-                seed: results[key]["loss"]
-                for seed in gap.SHORT_SEEDS
-                if (key := "cpu" + each.but(seed=seed).key()) in results
-            }
-            for each in (run, base)
-        )
-        if both := sorted(losses.keys() & bases.keys()):
-            change = [100 * (losses[seed] / bases[seed] - 1) for seed in both]
-            means = [
-                statistics.fmean(x[seed] for seed in both) for x in (losses, bases)
-            ]
-            cells = [f"{mean:.4f}" for mean in means]
-            rows.append((statistics.fmean(change), label, *cells, change))
-    rows.sort(key=lambda row: row[0])
-    table = tables.markdown(
-        ["idea", "loss with", "loss without", "change", "seeds"],
-        [
-            [*cells, tables.spread(change) + "%", str(len(change))]
-            for _, *cells, change in rows
-        ],
-    )
-    return (
-        "## What was tried against it\n\n1,024 tokens a replica and step, 300 steps, "
-        "each at 1% of the bytes but for synchronous Muon.\n\n" + table
-    )
+def _commands(rows: Sequence[Row]) -> list[str]:
+    """What trains the rows: of every size and length the plans that add some."""
+    left: dict[tuple[str, int], set[Run]] = {}
+    for row in rows:
+        run = Run(**row["run"])
+        left.setdefault((row["size"], run.steps), set()).add(run)
+    results = {row["size"] + Run(**row["run"]).key(): row for row in rows}
+    found = []
+    for (size, steps), runs in sorted(left.items()):
+        wide = SIZES[size].width != law.WIDTH
+        for name in ("widths",) if wide else gap.PLANS:
+            plan = gap.PLANS[name]
+            try:
+                of_plan = set(plan(results, size, steps))
+            except ValueError:  # it chooses from what was not trained
+                continue
+            if runs & of_plan:
+                runs -= of_plan
+                found.append(
+                    f"    python benchmarks/communication/study.py {name} "
+                    f"--size {size} --steps {steps} --workers 1"
+                )
+    return found
 
 
 def draw(results: plans.Results, file: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import comparisons
 import gap
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,7 @@ def all_plans():
     yield from gap.against({}, "cpu-32k", 300)
     yield from gap.scaling({}, "cpu", 300)
     yield from gap.delays({}, "cpu", 300)
+    yield from gap.tuning({}, "cpu-32k", 300)
 
 
 @pytest.mark.parametrize("run", dict.fromkeys(all_plans()), ids=Run.key)
@@ -125,7 +127,8 @@ def test_the_ideas_are_tried_at_the_cheapest_setting_alone():
     assert {run for pair in gap.tried().values() for run in pair} < set(cheap)
     assert set(gap.parts()) < set(cheap)
     longer = gap.against({}, "cpu-32k", 1200)
-    wanted = (gap.rising(), gap.rising_muon())
+    won = gap.rising_muon().but(learning_rate=0.113)  # at 300 steps
+    wanted = (gap.rising(), gap.rising_muon(), won)
     assert longer == [run.but(steps=1200) for run in wanted]
 
 
@@ -164,7 +167,7 @@ def test_an_idea_is_compared_on_the_seeds_that_both_have():
     losses = {run: 1.9, run.but(seed=3): 2.1, base: 2.0, base.but(seed=3): 2.0}
     rows = [row(each, loss) for each, loss in losses.items()]
     rows += [row(base.but(seed=1), 9.0), row(run.but(steps=1200), 9.0)]
-    text = scaling.ideas(by_key(rows))
+    text = comparisons.ideas(by_key(rows))
     line = "| momentum from 0.8 to 0.95 | 2.0000 | 2.0000 | 0.00 ± 7.07% | 2 |"
     assert text.splitlines()[-1] == line
     assert len(text.splitlines()) == 7
@@ -177,8 +180,10 @@ def test_delays_are_compared_with_syncs_at_once():
         at_once.but(delay=2): 2.1,
         at_once.but(delay=2, seed=1): 9.0,
     }
-    text = scaling.delays(by_key(row(each, loss) for each, loss in losses.items()))
-    assert text.splitlines()[-1] == "| 2 | 3 | 1.00% | 0: 2.1000 | 5.00% |"
+    text = comparisons.delays(by_key(row(each, loss) for each, loss in losses.items()))
+    assert (
+        text.splitlines()[-1] == "| 1,024 | 300 | 2 | 3 | 1.00% | 0: 2.1000 | 5.00% |"
+    )
 
 
 def test_a_delayed_run_ends_its_last_sync_with_its_last_step():

@@ -1,0 +1,151 @@
+"""What one change does to the gap: tables of pairs of runs, for `scaling.py`."""
+
+import itertools
+import statistics
+
+import gap
+import plans
+import tables
+from sizes import SIZES
+
+Row = tables.Row
+# Sizes, tokens and steps that syncs with a delay were run at.
+_DELAYED = (("cpu", 1024, 300), ("cpu-32k", 4096, 300), ("cpu-32k", 4096, 1200))
+
+
+def widths(results: plans.Results) -> str:
+    """The gap in wider models, at the rate that won at width 64."""
+    cells = []
+    for size in ("cpu", "cpu-w128", "cpu-w256"):
+        losses = [
+            results[size + run.key()]["loss"]
+            for run in (gap.rising(), gap.rising_muon())
+            if size + run.key() in results
+        ]
+        if len(losses) == 2:
+            above = f"{100 * (losses[0] / losses[1] - 1):.2f}%"
+            cells.append([str(SIZES[size].width), *(f"{x:.4f}" for x in losses), above])
+    header = ["width", "`local_muon`", "synchronous Muon", "above"]
+    return (
+        "## Wider models\n\nA rising momentum on both sides, 1,024 tokens a replica "
+        "and step, 300 steps, seed 0, two layers and heads of 32. The rate and the "
+        f"outer step are those of width 64.\n\n{tables.markdown(header, cells)}"
+    )
+
+
+def parts(results: plans.Results) -> str:
+    """What is left of the gap with exact syncs, and with a sync on every step."""
+    cells = []
+    for size, tokens in (("cpu", 1024), ("cpu-32k", 4096)):
+        references = [
+            results.get(size + x.key()) for x in (gap.muon(), gap.rising_muon())
+        ]
+        for run in (*gap.parts(), gap.rising()):
+            row = results.get(size + run.key())
+            if row is not None:
+                cells.append(
+                    [
+                        *(f"{tokens:,}", run.trigger, run.compressor),
+                        *(f"{tables.share(row):.2f}%", f"{row['loss']:.4f}"),
+                        *(_percent(row, reference) for reference in references),
+                    ]
+                )
+    header = ["tokens", "syncs", "form", "bytes", "loss"]
+    header += ["above synchronous Muon", "with a rising momentum"]
+    return (
+        "## Its parts\n\n`local_muon` with a rising momentum, 300 steps, seed 0.\n\n"
+        + tables.markdown(header, cells)
+    )
+
+
+def _percent(row: Row, reference: Row | None) -> str:
+    if reference is None:
+        return ""
+    return f"{100 * (row['loss'] / reference['loss'] - 1):.2f}%"
+
+
+def every_step(results: plans.Results) -> str:
+    """What is lost of a step where it is the mean of the replicas' own."""
+    reference = results.get("cpu" + gap.rising_muon().key())
+    found = [(run, results.get("cpu" + run.key())) for run in gap.every_step()]
+    cells = [
+        [
+            run.outer,
+            str(run.learning_rate),
+            f"{row['loss']:.4f}",
+            _percent(row, reference),
+        ]
+        for run, row in found
+        if row is not None
+    ]
+    header = ["outer step", "rate", "loss", "above synchronous Muon"]
+    return (
+        "## A sync on every step\n\n`local_muon` with exact syncs on every step, a "
+        "rising momentum on both sides, 1,024 tokens a replica and step, 300 steps, "
+        f"seed 0.\n\n{tables.markdown(header, cells)}"
+    )
+
+
+def delays(results: plans.Results) -> str:
+    """What it costs that syncs end some steps after they have begun."""
+    cells = []
+    for (size, tokens, steps), delay in itertools.product(_DELAYED, gap.DELAYS):
+        found = {
+            seed: (results[key], results[size + at_once.key()]["loss"])
+            for seed in gap.SHORT_SEEDS
+            for at_once in [gap.rising().but(seed=seed, steps=steps)]
+            if (key := size + at_once.but(delay=delay).key()) in results
+            and size + at_once.key() in results
+        }
+        if delay and found:
+            row = found[min(found)][0]
+            losses = (f"{seed}: {x['loss']:.4f}" for seed, (x, _) in found.items())
+            change = (f"{100 * (x['loss'] / y - 1):.2f}%" for x, y in found.values())
+            cells.append(
+                [
+                    *(f"{tokens:,}", f"{steps:,}", str(delay), str(row["syncs"])),
+                    *(f"{tables.share(row):.2f}%", ", ".join(losses)),
+                    ", ".join(change),
+                ]
+            )
+    header = ["tokens", "steps", "delay", "syncs", "bytes"]
+    header += ["loss by seed", "above syncs at once"]
+    return (
+        "## Syncs that end later\n\n`reconcile(delay=k)`, else `local_muon` with a "
+        "rising momentum, a sync about every 7. One that is due while another is under "
+        "way is dropped: of a delay of 10 one every 10.\n\n"
+        + tables.markdown(header, cells)
+    )
+
+
+def ideas(results: plans.Results) -> str:
+    """What was tried at the cheapest setting, by its change on the seeds of both."""
+    rows = []
+    for label, (run, base) in gap.tried().items():
+        losses, bases = (
+            {
+                seed: results[key]["loss"]
+                for seed in gap.SHORT_SEEDS
+                if (key := "cpu" + each.but(seed=seed).key()) in results
+            }
+            for each in (run, base)
+        )
+        if both := sorted(losses.keys() & bases.keys()):
+            change = [100 * (losses[seed] / bases[seed] - 1) for seed in both]
+            means = [
+                statistics.fmean(x[seed] for seed in both) for x in (losses, bases)
+            ]
+            cells = [f"{mean:.4f}" for mean in means]
+            rows.append((statistics.fmean(change), label, *cells, change))
+    rows.sort(key=lambda row: row[0])
+    table = tables.markdown(
+        ["idea", "loss with", "loss without", "change", "seeds"],
+        [
+            [*cells, tables.spread(change) + "%", str(len(change))]
+            for _, *cells, change in rows
+        ],
+    )
+    return (
+        "## What was tried against it\n\n1,024 tokens a replica and step, 300 steps, "
+        "each at 1% of the bytes but for synchronous Muon.\n\n" + table
+    )
