@@ -206,7 +206,7 @@ def against(results: plans.Results, size: str, steps: int) -> list[Run]:
     cheapest = (size, steps) == ("cpu", rising().steps)
     seeds = SHORT_SEEDS if cheapest else SEEDS if size == "cpu" else SEEDS[:1]
     runs = [run.but(seed=seed, steps=steps) for run in runs for seed in seeds]
-    if size != "cpu" and steps > rising().steps:  # the rate that won at 300 steps
+    if size == "cpu-32k" and steps > rising().steps:  # the rate that won at 300 steps
         runs.append(rising_muon().but(learning_rate=0.113, steps=steps))
     ideas = [run for run, _ in tried().values()]
     return [*runs, *ideas, *parts(), *every_step()] if cheapest else runs

@@ -1,7 +1,7 @@
 """What a sync with a delay hides behind, in programs compiled for two TPU slices.
 
     python -m pip install libtpu
-    python benchmarks/tpu/overlap.py                # tiny: 2 minutes a program
+    python benchmarks/tpu/overlap.py                # tiny: half a minute a program
     python benchmarks/tpu/overlap.py --sizes 160m
     python benchmarks/tpu/overlap.py --table
 

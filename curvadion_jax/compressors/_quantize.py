@@ -36,12 +36,13 @@ def quantize(
       block: elements that share a scale; at least 2, and their codes fill whole bytes.
       mean_bits: bits of the second stage; None is `bits`. What N replicas lose in the
         first stage is averaged, what is lost of the mean is not: ``quantize(2,
-        mean_bits=4)`` loses hardly more than ``quantize(4)``.
+        mean_bits=4)`` loses hardly more than ``quantize(4)``. Two replicas gain
+        nothing by it.
 
     Returns:
       The compressor. It costs bits / 8 + 4 / block bytes an element (8 / block with two
-      bits) of arrays padded to whole blocks; half of that for each stage. Not counted
-      are the up to N - 1 blocks that make the number of all blocks a multiple of N.
+      bits) of arrays padded to whole blocks; half of that for each of two stages. Not
+      counted are then up to N - 1 blocks that make their number a multiple of N.
 
     Raises:
       TypeError: if an argument is not an int.

@@ -64,9 +64,13 @@ def test_quantised_means_are_the_references(bits, mean_bits):
         np.testing.assert_allclose(result.mean[name][0].reshape(-1), mean, atol=ATOL)
 
 
-@pytest.mark.parametrize("bits", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "bits", [2, *(pytest.param(b, marks=pytest.mark.slow) for b in (1, 4, 8))]
+)
 def test_two_replicas_round_once(monkeypatch, bits):
     block, stacked = 16, trees(3, replicas=2)
+    stacked["stack"][1] = 0  # who is absent brings zeros
+    stacked["empty"] = np.zeros((2, 0), np.float32)
     form = compressors.quantize(bits, block)
     result = average(form, stacked, "mesh")
     for name, values in stacked.items():

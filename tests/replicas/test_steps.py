@@ -142,7 +142,13 @@ def test_what_is_injected_depends_on_none_either():
     assert loops_behind(program, "all-gather") == {0}
 
 
-@pytest.mark.parametrize("form", [None, compressors.quantize(2)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        *(None, compressors.quantize(2)),
+        pytest.param(compressors.top_k(0.25), marks=pytest.mark.slow),
+    ],
+)
 def test_nor_where_a_replica_has_several_devices(form):
     """Its devices ask each other whether all is finite, of the steps and of the sync.
 
