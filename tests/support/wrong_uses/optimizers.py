@@ -206,6 +206,10 @@ _CALLS = [
         "such as optax.adamw(1e-3)",
     ),
     (
+        "adaptive_sync(optax.sgd(0.1), drift(0.1), reconcile(momentum=False, delay=2))",
+        *(ValueError, "got trigger: one that looks at", "give delay=0"),
+    ),
+    (
         "adaptive_sync(None, every_k(2), reconcile())",
         TypeError,
         "got None",

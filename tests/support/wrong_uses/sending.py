@@ -67,6 +67,11 @@ _SYNCHRONIZERS = [
         "got True",
         "momentum_every must be an int",
     ),
+    ("reconcile(delay=2)", ValueError, "delay=2 is for parameters", "momentum=False"),
+    (
+        "reconcile(momentum=False, delay=-1)",
+        *(ValueError, "got -1", "delay must be at least 0"),
+    ),
     (
         "reconcile(momentum_every=2, momentum=False)",
         ValueError,
