@@ -67,7 +67,12 @@ _SYNCHRONIZERS = [
         "got True",
         "momentum_every must be an int",
     ),
-    ("reconcile(delay=2)", ValueError, "delay=2 is for parameters", "momentum=False"),
+    (
+        "reconcile(delay=2)",
+        ValueError,
+        "delay=2 is for parameters",
+        "Give momentum=False",
+    ),
     (
         "reconcile(momentum=False, delay=-1)",
         *(ValueError, "got -1", "delay must be at least 0"),
