@@ -6,11 +6,11 @@ import statistics
 import gap
 import plans
 import tables
+from runs import Run
 from sizes import SIZES
 
 Row = tables.Row
-# Sizes, tokens and steps that syncs with a delay were run at.
-_DELAYED = (("cpu", 1024, 300), ("cpu-32k", 4096, 300), ("cpu-32k", 4096, 1200))
+_SETTINGS = (("cpu", 1024, 300), ("cpu-32k", 4096, 300), ("cpu-32k", 4096, 1200))
 
 
 def widths(results: plans.Results) -> str:
@@ -34,28 +34,38 @@ def widths(results: plans.Results) -> str:
 
 
 def parts(results: plans.Results) -> str:
-    """What is left of the gap with exact syncs, and with a sync on every step."""
+    """What is left of the gap with exact syncs, with more of them, or more shared."""
     cells = []
-    for size, tokens in (("cpu", 1024), ("cpu-32k", 4096)):
+    for size, tokens, steps in _SETTINGS:
         references = [
-            results.get(size + x.key()) for x in (gap.muon(), gap.rising_muon())
+            results.get(size + run.but(steps=steps).key())
+            for run in (gap.muon(), gap.rising_muon())
         ]
-        for run in (*gap.parts(), gap.rising()):
-            row = results.get(size + run.key())
+        for run in (*gap.parts(), gap.rising(), *gap.shared()):
+            row = results.get(size + run.but(steps=steps).key())
             if row is not None:
+                # Of gradients that are averaged as well no bytes are counted.
+                sent = f"{tables.share(row):.2f}%" if run.averaged == "none" else ""
                 cells.append(
                     [
-                        *(f"{tokens:,}", run.trigger, run.compressor),
-                        *(f"{tables.share(row):.2f}%", f"{row['loss']:.4f}"),
+                        *(f"{tokens:,}", f"{steps:,}", run.trigger, run.compressor),
+                        *(_besides(run), sent, f"{row['loss']:.4f}"),
                         *(_percent(row, reference) for reference in references),
                     ]
                 )
-    header = ["tokens", "syncs", "form", "bytes", "loss"]
+    header = ["tokens", "steps", "syncs", "form", "besides", "bytes", "loss"]
     header += ["above synchronous Muon", "with a rising momentum"]
     return (
-        "## Its parts\n\n`local_muon` with a rising momentum, 300 steps, seed 0.\n\n"
-        + tables.markdown(header, cells)
+        "## Its parts\n\n`local_muon` with a rising momentum, seed 0. Besides: "
+        "gradients that are averaged on every step, or momenta at every sync, exactly."
+        f"\n\n{tables.markdown(header, cells)}"
     )
+
+
+def _besides(run: Run) -> str:
+    if run.averaged != "none":
+        return f"gradients of {run.averaged}"
+    return "" if run.sent_momentum == "none" else "momenta"
 
 
 def _percent(row: Row, reference: Row | None) -> str:
@@ -89,7 +99,7 @@ def every_step(results: plans.Results) -> str:
 def delays(results: plans.Results) -> str:
     """What it costs that syncs end some steps after they have begun."""
     cells = []
-    for (size, tokens, steps), delay in itertools.product(_DELAYED, gap.DELAYS):
+    for (size, tokens, steps), delay in itertools.product(_SETTINGS, gap.DELAYS):
         found = {
             seed: (results[key], results[size + at_once.key()]["loss"])
             for seed in gap.SHORT_SEEDS

@@ -157,6 +157,16 @@ def parts() -> list[Run]:
     ]
 
 
+def shared() -> list[Run]:
+    """Exact syncs every 7 steps, and what replicas share besides, seed 0."""
+    base = rising().but(trigger="every 7", compressor="exact")
+    return [
+        base.but(averaged="others"),
+        base.but(averaged="matrices"),
+        base.but(sent_momentum="exact"),
+    ]
+
+
 def every_step() -> list[Run]:
     """Exact syncs on every step, by what is made of the mean step, seed 0."""
     return [
@@ -189,6 +199,13 @@ def tuning(results: plans.Results, size: str, steps: int) -> list[Run]:
         *(run for run in parts() if run.compressor == "exact"),
     ]
     return [run.but(steps=steps) for run in runs]
+
+
+def limits(results: plans.Results, size: str, steps: int) -> list[Run]:
+    """What bounds the gap: its parts, and a momentum that rises further, seed 0."""
+    del results, size
+    further = [run.but(last_momentum=0.98) for run in (rising(), rising_muon())]
+    return [run.but(steps=steps) for run in (*parts(), *shared(), *further)]
 
 
 def widths(results: plans.Results, size: str, steps: int) -> list[Run]:
@@ -230,5 +247,6 @@ def delays(results: plans.Results, size: str, steps: int) -> list[Run]:
 
 
 PLANS: dict[str, Callable[[plans.Results, str, int], list[Run]]] = {
-    plan.__name__: plan for plan in (against, scaling, memory, delays, tuning, widths)
+    plan.__name__: plan
+    for plan in (against, scaling, memory, delays, tuning, limits, widths)
 }

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -47,7 +48,7 @@ def optimizer(run: Run, params: optax.Params) -> optax.GradientTransformationExt
     synchronizer = _synchronizer(run, params)
     # What stored results call 'curvadion' is `local_muon`, its default then.
     if name in ("local_muon", "curvadion") and not numbers:
-        return _with_momentum(
+        local = _with_momentum(
             run,
             lambda momentum: cd.local_muon(
                 rate,
@@ -59,6 +60,9 @@ def optimizer(run: Run, params: optax.Params) -> optax.GradientTransformationExt
                 mu_dtype=run.state,
             ),
         )
+        if run.averaged == "none":
+            return local
+        return optax.chain(_averaged(run, params), local)
     inner = _inner(run, rate, params)
     return cd.adaptive_sync(inner, trigger, synchronizer, AXIS)
 
@@ -69,6 +73,20 @@ def schedule(run: Run) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(
         0.0, peak, warmup, run.steps, peak * run.final
     )
+
+
+def _averaged(run: Run, params: optax.Params) -> optax.GradientTransformation:
+    """Averages the gradients of some parameters on every step."""
+    if run.averaged not in ("matrices", "others"):
+        raise ValueError(f"no parameters {run.averaged!r}")
+    numbers = cd.default_dimension_numbers(params)
+    wanted = jax.tree.map(
+        lambda _, found: (found is not None) == (run.averaged == "matrices"),
+        params,
+        numbers,
+    )
+    mean = optax.stateless(lambda gradients, _: jax.lax.pmean(gradients, AXIS))
+    return optax.masked(mean, wanted)
 
 
 def _with_momentum(

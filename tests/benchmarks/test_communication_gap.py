@@ -45,6 +45,7 @@ def all_plans():
     yield from gap.scaling({}, "cpu", 300)
     yield from gap.delays({}, "cpu", 300)
     yield from gap.tuning({}, "cpu-32k", 300)
+    yield from gap.limits({}, "cpu-32k", 300)
 
 
 @pytest.mark.parametrize("run", dict.fromkeys(all_plans()), ids=Run.key)
@@ -95,6 +96,29 @@ def test_a_momentum_rises_to_its_last_value(inner):
         seen.append(float(found[0]))
     # Linear from 0.8 on the first step towards 0.95 after the last.
     np.testing.assert_allclose(seen, 0.8 + 0.15 * np.arange(4) / 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("averaged", "moved"),
+    [("none", [-1, 1, -1, 1]), ("matrices", [0, 0, -1, 1]), ("others", [-1, 1, 0, 0])],
+)
+def test_gradients_of_some_parameters_are_averaged(averaged, moved):
+    run = BASE.but(averaged=averaged, steps=20, replicas=2, trigger="every 20")
+    params = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}
+    tx = optimizers.optimizer(run, params)
+    state = jax.tree.map(lambda x: jnp.stack([x, x]), tx.init(params))
+    gradients = jax.tree.map(lambda x: jnp.stack([x, -x]), params)
+    update = jax.vmap(lambda g, s: tx.update(g, s, params), axis_name=optimizers.AXIS)
+    _, state = update(gradients, state)  # the first step of a warmup has no length
+    updates, _ = update(gradients, state)
+    found = [np.sign(updates[name][:, ..., 0]) for name in ("kernel", "bias")]
+    found = np.concatenate([found[0][:, 0], found[1]])
+    np.testing.assert_array_equal(found, moved)
+
+
+def test_unknown_parameters_are_named():
+    with pytest.raises(ValueError, match="no parameters 'all'"):
+        optimizers.optimizer(BASE.but(averaged="all"), PARAMS)
 
 
 def test_an_outer_step_that_changes():
