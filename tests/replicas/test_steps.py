@@ -43,11 +43,11 @@ def stacked(trees):
     return jax.tree.map(lambda *x: np.stack(x), *trees)
 
 
-def compared(tx, number, steps):
+def compared(tx, number, steps, replicas=REPLICAS):
     """States after as many steps, one at a time and several at once."""
-    mesh = cd.replicas.make_mesh(REPLICAS)
+    mesh = cd.replicas.make_mesh(replicas)
     one = many = helpers.start(tx, helpers.make_params(), mesh)
-    gradients = helpers.make_gradients(steps, REPLICAS)
+    gradients = helpers.make_gradients(steps, replicas)
     step, run = helpers.replica_step(tx, mesh), several(tx, mesh)
     updates = []
     for tree in gradients:
@@ -85,6 +85,13 @@ def test_several_steps_are_the_same_steps(number, trigger, options):
     assert 0 < one[1].metrics.syncs[0]
     jax.tree.map(close, one, many)
     assert one[1].metrics.sent.tolist() == many[1].metrics.sent.tolist()
+
+
+def test_codes_of_two_stages():
+    tx = optimizer(triggers.every_k(3), delay=3, compressor=compressors.quantize(2))
+    one, many, _ = compared(tx, 6, 12, replicas=4)
+    assert one[1].metrics.syncs.tolist() == [4] * 4
+    jax.tree.map(close, one, many)
 
 
 @pytest.mark.parametrize("shapes", [(3,), {"a": (2, 3), "none": (0,)}])
