@@ -1,8 +1,9 @@
-"""What a sync with a delay hides behind, in programs compiled for two TPU slices.
+"""What a sync with a delay hides behind, in programs compiled for several TPU slices.
 
     python -m pip install libtpu
     python benchmarks/tpu/overlap.py                # tiny: half a minute a program
     python benchmarks/tpu/overlap.py --sizes 160m
+    python benchmarks/tpu/overlap.py --sizes tiny 160m --slices 4 --forms "2 bits"
     python benchmarks/tpu/overlap.py --table
 
 Each slice is a replica. A program is of several steps (`replicas.steps`), on the last
@@ -34,16 +35,17 @@ from programs import Place
 from curvadion_jax import compressors
 
 RESULTS = Path(__file__).with_name("overlap.jsonl")
-PLACE = Place("v5e:4x4", 2, 2, (("fsdp", 16),))
 FORMS = {"exact": None, "2 bits": compressors.quantize(2)}
 # Steps of a program, and the delay.
 CASES = ((4, 4), (4, 0))
 _WORK = ("fusion", "convolution", "dot", "custom-call")
 
 
-def examine(size: str, form: str, steps: int, delay: int) -> dict[str, Any]:
+def examine(
+    slices: int, size: str, form: str, steps: int, delay: int
+) -> dict[str, Any]:
     """Compiles a program and reads its schedule."""
-    mesh = PLACE.mesh()
+    mesh = Place("v5e:4x4", slices, slices, (("fsdp", 16),)).mesh()
     tx = programs.delayed(steps, FORMS[form], delay)
     built = programs.build(programs.SIZES[size], "local_muon", mesh, tx, steps)
     ends = [steps - 1] if delay else []
@@ -53,7 +55,7 @@ def examine(size: str, form: str, steps: int, delay: int) -> dict[str, Any]:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         compiled = lowered.compile(compiler_options=dump)
         (text,) = Path(folder).glob("*.after_optimizations.txt")
-        reader = traffic.Reader(text.read_text(), mesh.size // 2, PLACE.slices)
+        reader = traffic.Reader(text.read_text(), mesh.size // slices, slices)
     return {
         "compile_seconds": round(time.perf_counter() - clock),
         "temporary": compiled.memory_analysis().temp_size_in_bytes,
@@ -100,7 +102,16 @@ def _work(reader: traffic.Reader, each: Any) -> int:
 
 def table(records: list[dict[str, Any]]) -> list[str]:
     """Markdown, a row for each message."""
-    head = ("model", "form", "steps", "delay", "message", "sent at", "arrives by")
+    head = (
+        "slices",
+        "model",
+        "form",
+        "steps",
+        "delay",
+        "message",
+        "sent at",
+        "arrives by",
+    )
     head = (*head, "loops between", "compile, s", "temporary, MiB")
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for record in records:
@@ -111,7 +122,7 @@ def table(records: list[dict[str, Any]]) -> list[str]:
                 temporary = f"{record['temporary'] / 2**20:,.0f}"
                 ends = (record["compile_seconds"], temporary)
             cells = (
-                *(case if index == 0 else [""] * 4),
+                *(case if index == 0 else [""] * len(case)),
                 *(each["shape"], f"{each['starts']:.1%}", f"{each['arrives']:.1%}"),
                 *(each["loops"], *ends),
             )
@@ -130,6 +141,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", nargs="*", default=["tiny"])
+    parser.add_argument("--slices", type=int, default=2, help="each is a replica")
     parser.add_argument("--forms", nargs="*", default=list(FORMS))
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="print what is there")
@@ -141,7 +153,8 @@ def main() -> None:
     for size in options.sizes:
         for form in options.forms:
             for steps, delay in CASES:
-                case = {"size": size, "form": form, "steps": steps, "delay": delay}
+                case = {"slices": options.slices, "size": size, "form": form}
+                case |= {"steps": steps, "delay": delay}
                 if any(x["case"] == case for x in _records(options.results)):
                     continue
                 print(case, flush=True)
