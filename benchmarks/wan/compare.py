@@ -13,7 +13,6 @@ from grid import METHODS, WARM_UP, Case, Record
 from job import REPLICAS
 
 from curvadion_jax import cost_model
-from curvadion_jax._payload import FLAG
 from curvadion_jax.compressors import Payload
 
 Results = Mapping[str, Record]
@@ -36,14 +35,12 @@ class Whole(NamedTuple):
         loss: Training loss of every step.
         validation: Step and loss of every evaluation.
         messages: Bytes that a replica sends in each message of a step with a sync.
-        flags: How many of them there are in a local step too.
     """
 
     synced: list[bool]
     loss: list[float]
     validation: list[tuple[int, float]]
     messages: list[float]
-    flags: int
 
     @property
     def rate(self) -> float:
@@ -69,7 +66,6 @@ def whole(name: str, results: Results, rate: float | None = None) -> Whole | Non
         found["loss"],
         [(step, loss) for step, loss in validation if loss is not None],
         [_sent(kind, size) for kind, size in found["messages"]],
-        int(own),
     )
 
 
@@ -80,12 +76,17 @@ def _sent(kind: str, size: int) -> float:
 
 
 def times(run: Record, own: bool = True) -> Times:
-    """Mean seconds of the steps of a run, without those at its start."""
-    steps = list(zip(run["seconds"], run["synced"], strict=True))[WARM_UP:]
-    parts = [
-        [seconds for seconds, synced in steps if (synced or not own) == wanted]
-        for wanted in (False, True)
-    ]
+    """Mean seconds of the steps of a run, without those at its start.
+
+    Where local steps are a program of their own, that of a sync step is compiled at the
+    first one, which is left out too.
+    """
+    every = list(zip(run["seconds"], run["synced"], strict=True))
+    synced = [seconds for seconds, at in every[WARM_UP:] if at or not own]
+    local = [seconds for seconds, at in every[WARM_UP:] if own and not at]
+    if local and not any(at for _, at in every[:WARM_UP]):
+        synced = synced[1:]
+    parts = [local, synced]
     return Times(*(statistics.fmean(x) if x else float("nan") for x in parts))
 
 
@@ -187,21 +188,19 @@ def predicted(link: str, name: str, results: Results) -> Predicted | None:
             compute,
             run.rate,
             cost_model.ring_time(payload, REPLICAS, each),
-            cost_model.flag_time(REPLICAS, each) if run.flags else 0.0,
         )
         for each in links
     ]
     took = [message_time(size, record["messages"]) for size in run.messages]
-    flag = message_time(FLAG.averaged, record["messages"]) if run.flags else 0.0
-    found.append(_step(compute, run.rate, sum(took) - flag, flag))
+    found.append(_step(compute, run.rate, sum(took)))
     return Predicted(*found)
 
 
-def _step(compute: Times, rate: float, sync: float, flag: float) -> float:
+def _step(compute: Times, rate: float, sync: float) -> float:
     """Seconds a step by `cost_model.Method`; a sync computes too."""
     local = compute.synced if rate == 1 else compute.local
     sync += compute.synced - local
-    return cost_model.Method(local, max(0.0, sync), rate, flag).step_time
+    return cost_model.Method(local, max(0.0, sync), rate).step_time
 
 
 def message_time(size: float, measured: Mapping[str, float]) -> float:

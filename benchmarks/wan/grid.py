@@ -17,7 +17,7 @@ class Method:
         rates: Peak learning rates that whole runs are made with, of which the best
             counts; over links, where they change nothing, the first is taken.
         steps: Steps over a link: enough for two syncs or more.
-        own: Whether it is this library's, and asks for a flag on every step.
+        own: Whether it is this library's.
     """
 
     label: str
@@ -29,7 +29,7 @@ class Method:
 METHODS = {
     "adamw": Method("synchronous AdamW", (0.01, 0.02, 0.04), 11, own=False),
     "dion": Method("synchronous Dion, rank 1/4", (0.04, 0.02, 0.08), 9),
-    "diloco": Method("DiLoCo, every 30 steps", (0.01, 0.005, 0.02), 62),
+    "diloco": Method("DiLoCo, every 30 steps", (0.01, 0.005, 0.02), 92),
     "curvadion": Method("`local_muon`, 1% of the bytes", (0.04, 0.02, 0.08), 32),
 }
 # The same AdamW as the compiler makes it of a `jit`: an all-reduce for each array.

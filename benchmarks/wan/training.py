@@ -81,7 +81,8 @@ def _train(part: Part, mesh: Mesh, evaluated: bool, write: Callable[..., None]) 
 
     known: dict[str, Any] = {"payload": payload(part.method, state)}
     if evaluated:
-        program = step_fn.lower(state, batch(0)).compile().as_text()
+        known_sync = {"sync": True} if part.method in LIBRARY else {}
+        program = step_fn.lower(state, batch(0), **known_sync).compile().as_text()
         known["messages"] = messages.in_program(program)
     write(part=part.method, step=0, **known)
     for step in range(1, part.steps + 1):

@@ -7,7 +7,7 @@ import cases
 import measure
 import pytest
 import wan_tables
-from compare import Times, mean, message_time, sent, speedup, time_to
+from compare import Times, mean, message_time, sent, speedup, time_to, times
 from grid import METHODS, PLANS, Case
 from line import Conditions, Line, TokenBucket
 from messages import in_program
@@ -145,6 +145,18 @@ def results() -> dict:
 def test_speedups_weigh_local_and_synced_steps(results):
     assert mean(Times(1.0, 10.0), 0.5) == 5.5
     assert speedup(LINK, "diloco", results) == pytest.approx(10 / 5.5)
+
+
+def test_the_sync_that_compiles_its_program_is_not_counted():
+    syncs = [False, False, False, True, False, True]
+    found = run(1.0, 10.0, syncs)
+    found["seconds"][3] = 500.0
+    assert times(found) == (1.0, 10.0)
+    # Compiled within the first two steps, which do not count either.
+    early = run(1.0, 10.0, [True, *syncs[1:]])
+    assert times(early) == (1.0, 10.0)
+    # With syncs alone there is one program.
+    assert times(run(1.0, 10.0, [True] * 3)).synced == 10.0
 
 
 def test_time_to_a_loss_counts_the_steps_that_it_takes(results):
