@@ -96,6 +96,41 @@ def every_step(results: plans.Results) -> str:
     )
 
 
+def bits(results: plans.Results) -> str:
+    """2 bits often, or 4 bits seldom, by seeds."""
+    cells = []
+    for size, tokens, steps in (_SETTINGS[0], ("cpu", 1024, 1200), *_SETTINGS[1:]):
+        two, four = (
+            {
+                seed: results[key]
+                for seed in gap.SEEDS
+                if (key := size + run.but(seed=seed, steps=steps).key()) in results
+            }
+            for run in (gap.rising(), gap.rising().but(compressor="int 4"))
+        )
+        if both := sorted(two.keys() & four.keys()):
+            changes = [100 * (four[i]["loss"] / two[i]["loss"] - 1) for i in both]
+            of_form = (
+                (
+                    str(of[both[0]]["syncs"]),
+                    ", ".join(f"{of[i]['loss']:.4f}" for i in both),
+                )
+                for of in (two, four)
+            )
+            cells.append(
+                [
+                    *(f"{tokens:,}", f"{steps:,}", *itertools.chain(*of_form)),
+                    tables.spread(changes) + "%",
+                ]
+            )
+    header = ["tokens", "steps", "syncs", "loss, 2 bits", "syncs", "loss, 4 bits"]
+    return (
+        "## Bits\n\n`local_muon` with a rising momentum at 1% of the bytes, seeds 0, 1 "
+        "and 2 as far as both were run.\n\n"
+        + tables.markdown([*header, "4 bits above 2"], cells)
+    )
+
+
 def delays(results: plans.Results) -> str:
     """What it costs that syncs end some steps after they have begun."""
     cells = []

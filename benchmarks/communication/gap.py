@@ -208,6 +208,13 @@ def limits(results: plans.Results, size: str, steps: int) -> list[Run]:
     return [run.but(steps=steps) for run in (*parts(), *shared(), *further)]
 
 
+def bits(results: plans.Results, size: str, steps: int) -> list[Run]:
+    """More bits in fewer syncs, of as many bytes, by seeds."""
+    del results
+    runs = [rising().but(steps=steps, compressor=f"int {n}") for n in (2, 4)]
+    return [run.but(seed=seed) for seed in SEEDS for run in runs]
+
+
 def widths(results: plans.Results, size: str, steps: int) -> list[Run]:
     """Both with a rising momentum in a wider model, seed 0, at the rate of width 64."""
     del results, size
@@ -221,7 +228,7 @@ def against(results: plans.Results, size: str, steps: int) -> list[Run]:
     if steps == rising().steps:  # of longer runs 'scaling' has the references
         runs = [muon(), dion(size), local_muon_evenly(), *runs]
     cheapest = (size, steps) == ("cpu", rising().steps)
-    seeds = SHORT_SEEDS if cheapest else SEEDS if size == "cpu" else SEEDS[:1]
+    seeds = SHORT_SEEDS if cheapest else SEEDS
     runs = [run.but(seed=seed, steps=steps) for run in runs for seed in seeds]
     if size == "cpu-32k" and steps > rising().steps:  # the rate that won at 300 steps
         runs.append(rising_muon().but(learning_rate=0.113, steps=steps))
@@ -248,5 +255,5 @@ def delays(results: plans.Results, size: str, steps: int) -> list[Run]:
 
 PLANS: dict[str, Callable[[plans.Results, str, int], list[Run]]] = {
     plan.__name__: plan
-    for plan in (against, scaling, memory, delays, tuning, limits, widths)
+    for plan in (against, scaling, memory, delays, limits, tuning, bits, widths)
 }

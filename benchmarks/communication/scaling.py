@@ -56,7 +56,8 @@ def document(results: plans.Results) -> str:
             [
                 *(*head, law.text(results), comparisons.widths(results)),
                 *(comparisons.parts(results), comparisons.every_step(results)),
-                *(comparisons.delays(results), comparisons.ideas(results), *tables_),
+                *(comparisons.bits(results), comparisons.delays(results)),
+                *(comparisons.ideas(results), *tables_),
             ]
         )
         + "\n"

@@ -46,6 +46,7 @@ def all_plans():
     yield from gap.delays({}, "cpu", 300)
     yield from gap.tuning({}, "cpu-32k", 300)
     yield from gap.limits({}, "cpu-32k", 300)
+    yield from gap.bits({}, "cpu", 300)
 
 
 @pytest.mark.parametrize("run", dict.fromkeys(all_plans()), ids=Run.key)
@@ -152,8 +153,9 @@ def test_the_ideas_are_tried_at_the_cheapest_setting_alone():
     assert set(gap.parts()) < set(cheap)
     longer = gap.against({}, "cpu-32k", 1200)
     won = gap.rising_muon().but(learning_rate=0.113)  # at 300 steps
-    wanted = (gap.rising(), gap.rising_muon(), won)
-    assert longer == [run.but(steps=1200) for run in wanted]
+    runs = (gap.rising(), gap.rising_muon())
+    by_seed = [run.but(seed=seed) for run in runs for seed in gap.SEEDS]
+    assert longer == [run.but(steps=1200) for run in (*by_seed, won)]
 
 
 def test_the_law_is_found_again():
@@ -194,6 +196,18 @@ def test_an_idea_is_compared_on_the_seeds_that_both_have():
     text = comparisons.ideas(by_key(rows))
     line = "| momentum from 0.8 to 0.95 | 2.0000 | 2.0000 | 0.00 ± 7.07% | 2 |"
     assert text.splitlines()[-1] == line
+    assert len(text.splitlines()) == 7
+
+
+def test_bits_are_compared_on_the_seeds_that_both_have():
+    two = gap.rising().but(steps=1200)
+    four = two.but(compressor="int 4")
+    losses = {two: 2.0, two.but(seed=2): 2.0, four: 2.1, four.but(seed=2): 1.9}
+    losses |= {four.but(seed=1): 9.0, two.but(steps=300): 9.0}
+    text = comparisons.bits(by_key(row(each, loss) for each, loss in losses.items()))
+    assert text.splitlines()[-1] == (
+        "| 1,024 | 1,200 | 3 | 2.0000, 2.0000 | 3 | 2.1000, 1.9000 | 0.00 ± 7.07% |"
+    )
     assert len(text.splitlines()) == 7
 
 
