@@ -96,16 +96,18 @@ def every_step(results: plans.Results) -> str:
     )
 
 
+def _by_seed(results: plans.Results, size: str, run: Run) -> dict[int, Row]:
+    """The rows of a run, of the seeds that it was trained with."""
+    keys = {seed: size + run.but(seed=seed).key() for seed in gap.SHORT_SEEDS}
+    return {seed: results[key] for seed, key in keys.items() if key in results}
+
+
 def bits(results: plans.Results) -> str:
     """2 bits often, or 4 bits seldom, by seeds."""
     cells = []
     for size, tokens, steps in (_SETTINGS[0], ("cpu", 1024, 1200), *_SETTINGS[1:]):
         two, four = (
-            {
-                seed: results[key]
-                for seed in gap.SEEDS
-                if (key := size + run.but(seed=seed, steps=steps).key()) in results
-            }
+            _by_seed(results, size, run.but(steps=steps))
             for run in (gap.rising(), gap.rising().but(compressor="int 4"))
         )
         if both := sorted(two.keys() & four.keys()):
@@ -168,11 +170,7 @@ def ideas(results: plans.Results) -> str:
     rows = []
     for label, (run, base) in gap.tried().items():
         losses, bases = (
-            {
-                seed: results[key]["loss"]
-                for seed in gap.SHORT_SEEDS
-                if (key := "cpu" + each.but(seed=seed).key()) in results
-            }
+            {x: row["loss"] for x, row in _by_seed(results, "cpu", each).items()}
             for each in (run, base)
         )
         if both := sorted(losses.keys() & bases.keys()):

@@ -59,10 +59,9 @@ def whole(name: str, results: Results, rate: float | None = None) -> Whole | Non
         (record["methods"][name] for record in records),
         key=lambda run: run["validation_loss"][-1] or 0.0,
     )
-    own = _own(name)
     validation = enumerate(found["validation_loss"], 1)
     return Whole(
-        [bool(x) if own else True for x in found["synced"]],
+        [bool(x) or not _own(name) for x in found["synced"]],
         found["loss"],
         [(step, loss) for step, loss in validation if loss is not None],
         [_sent(kind, size) for kind, size in found["messages"]],
@@ -184,11 +183,7 @@ def predicted(link: str, name: str, results: Results) -> Predicted | None:
     ]
     payload = Payload(**record["methods"][name]["payload"])
     found = [
-        _step(
-            compute,
-            run.rate,
-            cost_model.ring_time(payload, REPLICAS, each),
-        )
+        _step(compute, run.rate, cost_model.ring_time(payload, REPLICAS, each))
         for each in links
     ]
     took = [message_time(size, record["messages"]) for size in run.messages]
