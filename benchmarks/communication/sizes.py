@@ -14,7 +14,8 @@ class Size:
             replicas see the same data.
         evaluation: Held-out sequences in an evaluation.
         every: Steps between evaluations.
-        data: Text or token shards, as for the example; None is the standard library.
+        data: Text or token shards, as for the example; None is the standard library,
+            'prose' the docstrings of it.
     """
 
     layers: int
@@ -35,6 +36,8 @@ SIZES = {
     "test": Size(1, 16, 1, 16, 256, 8, 2),
     "cpu": Size(2, 64, 2, 64, 8192, 1024, 100),
     "cpu-32k": Size(2, 64, 2, 64, 32_768, 1024, 100),
+    "cpu-128k": Size(2, 64, 2, 64, 131_072, 1024, 100),
+    "cpu-prose": Size(2, 64, 2, 64, 8192, 1024, 100, "prose"),
     "cpu-w128": Size(2, 128, 4, 64, 8192, 1024, 100),
     "cpu-w256": Size(2, 256, 8, 64, 8192, 1024, 100),
     "30m": Size(8, 512, 8, 512, 131_072, 256, 500),

@@ -59,9 +59,11 @@ def train(run: Run, size: Size) -> dict[str, Any]:
     """One run, in a process of its own: JAX starts there."""
     import data
     import jax
+    import prose
     import simulate
 
-    result = simulate.simulate(run, size, data.load(size.data))
+    corpus = prose.load() if size.data == "prose" else data.load(size.data)
+    result = simulate.simulate(run, size, corpus)
     jax.clear_caches()  # else every run's programs would stay in memory
     date = datetime.date.today().isoformat()
     return {"run": dataclasses.asdict(run), **result, "date": date}
