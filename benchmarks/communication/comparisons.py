@@ -13,23 +13,27 @@ Row = tables.Row
 _SETTINGS = (("cpu", 1024, 300), ("cpu-32k", 4096, 300), ("cpu-32k", 4096, 1200))
 
 
-def widths(results: plans.Results) -> str:
-    """The gap in wider models, at the rate that won at width 64."""
+def pairs(results: plans.Results) -> str:
+    """The gap in wider models and on another text, at the rate that won at width 64."""
     cells = []
-    for size in ("cpu", "cpu-w128", "cpu-w256"):
-        losses = [
-            results[size + run.key()]["loss"]
+    for size in ("cpu", "cpu-prose", "cpu-w128", "cpu-w256"):
+        local, muon = (
+            {seed: row["loss"] for seed, row in _by_seed(results, size, run).items()}
             for run in (gap.rising(), gap.rising_muon())
-            if size + run.key() in results
-        ]
-        if len(losses) == 2:
-            above = f"{100 * (losses[0] / losses[1] - 1):.2f}%"
-            cells.append([str(SIZES[size].width), *(f"{x:.4f}" for x in losses), above])
-    header = ["width", "`local_muon`", "synchronous Muon", "above"]
+        )
+        if both := sorted(local.keys() & muon.keys()):
+            losses = [", ".join(f"{x[i]:.4f}" for i in both) for x in (local, muon)]
+            above = [100 * (local[seed] / muon[seed] - 1) for seed in both]
+            text = SIZES[size].data or "source code"
+            width = str(SIZES[size].width)
+            cells.append([text, width, *losses, tables.spread(above) + "%"])
+    header = ["text", "width", "`local_muon`", "synchronous Muon", "above"]
     return (
-        "## Wider models\n\nA rising momentum on both sides, 1,024 tokens a replica "
-        "and step, 300 steps, seed 0, two layers and heads of 32. The rate and the "
-        f"outer step are those of width 64.\n\n{tables.markdown(header, cells)}"
+        "## Another text, and wider models\n\nA rising momentum on both sides, 1,024 "
+        "tokens a replica and step, 300 steps, by seed, two layers and heads of 32. "
+        "The rate and the outer step are those of width 64 and source code. Prose: "
+        "the docstrings of Python's standard library.\n\n"
+        + tables.markdown(header, cells)
     )
 
 

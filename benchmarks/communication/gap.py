@@ -51,6 +51,11 @@ def rising_muon() -> Run:
     return muon().but(last_momentum=0.95)
 
 
+def rising_curvadion() -> Run:
+    """`curvadion` with that momentum, and the bounds that won at size `cpu`."""
+    return rising().but(inner="curvadion 1.0", trigger=f"budget {BUDGET} 1 1")
+
+
 def scaling(results: plans.Results, size: str, steps: int) -> list[Run]:
     """What is left of the gap with more steps and larger batches, by seeds.
 
@@ -215,10 +220,19 @@ def bits(results: plans.Results, size: str, steps: int) -> list[Run]:
     return [run.but(seed=seed) for seed in SEEDS for run in runs]
 
 
-def widths(results: plans.Results, size: str, steps: int) -> list[Run]:
-    """Both with a rising momentum in a wider model, seed 0, at the rate of width 64."""
+def pairs(results: plans.Results, size: str, steps: int) -> list[Run]:
+    """Both with a rising momentum: wider, larger batches, seed 0; prose, by seeds."""
+    del results
+    runs = [run.but(steps=steps) for run in (rising(), rising_muon())]
+    seeds = SEEDS if size == "cpu-prose" else (0,)
+    return [run.but(seed=seed) for seed in seeds for run in runs]
+
+
+def shares(results: plans.Results, size: str, steps: int) -> list[Run]:
+    """The batch shared among fewer and more replicas, by seeds."""
     del results, size
-    return [run.but(steps=steps) for run in (rising(), rising_muon())]
+    runs = [rising().but(replicas=number, steps=steps) for number in (2, 4, 16)]
+    return [run.but(seed=seed) for seed in SEEDS for run in runs]
 
 
 def against(results: plans.Results, size: str, steps: int) -> list[Run]:
@@ -230,7 +244,10 @@ def against(results: plans.Results, size: str, steps: int) -> list[Run]:
     cheapest = (size, steps) == ("cpu", rising().steps)
     seeds = SHORT_SEEDS if cheapest else SEEDS
     runs = [run.but(seed=seed, steps=steps) for run in runs for seed in seeds]
-    if size == "cpu-32k" and steps > rising().steps:  # the rate that won at 300 steps
+    if size == "cpu-32k" and steps > rising().steps:
+        triggered = rising_curvadion().but(steps=steps)
+        runs += [triggered.but(seed=seed) for seed in SEEDS]
+        # The rate that won at 300 steps.
         runs.append(rising_muon().but(learning_rate=0.113, steps=steps))
     ideas = [run for run, _ in tried().values()]
     return [*runs, *ideas, *parts(), *every_step()] if cheapest else runs
@@ -255,5 +272,8 @@ def delays(results: plans.Results, size: str, steps: int) -> list[Run]:
 
 PLANS: dict[str, Callable[[plans.Results, str, int], list[Run]]] = {
     plan.__name__: plan
-    for plan in (against, scaling, memory, delays, limits, tuning, bits, widths)
+    for plan in (
+        *(against, scaling, memory, delays, limits),
+        *(tuning, bits, pairs, shares),
+    )
 }

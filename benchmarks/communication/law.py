@@ -5,6 +5,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import gap
 import numpy as np
@@ -14,7 +15,6 @@ from runs import Run
 from sizes import SIZES
 
 Row = tables.Row
-Gaps = dict[tuple[int, int], list[float]]
 # Label -> runs, and the synchronous ones that they are compared with, at any seed,
 # batch and length.
 LINES = {
@@ -24,13 +24,31 @@ LINES = {
 }
 FITTED = ("constant, both", "rising, both")
 WIDTH = 64
-TARGET = (131_072, 100_000)  # 160 million parameters, 2^20 tokens a step
 
 
-def setting(row: Row) -> tuple[int, int, int, int]:
-    """Width of the model, tokens of a replica and step, replicas, steps."""
-    width = SIZES[row["size"]].width
-    return width, row["tokens"], row["run"]["replicas"], row["run"]["steps"]
+class Setting(NamedTuple):
+    """What runs that are compared have in common, but for the number of replicas."""
+
+    text: str
+    width: int
+    batch: int
+    steps: int
+    replicas: int
+
+    @property
+    def tokens(self) -> int:
+        """Of a replica and step."""
+        return self.batch // self.replicas
+
+
+TARGET = Setting("", WIDTH, 2**20, 100_000, 8)  # 160 million parameters
+Gaps = dict[Setting, list[float]]
+
+
+def setting(row: Row) -> Setting:
+    """That of a result."""
+    size, run = SIZES[row["size"]], Run(**row["run"])
+    return Setting(size.data or "", size.width, size.tokens, run.steps, run.replicas)
 
 
 def losses_of(rows: Sequence[Row], wanted: Run) -> dict[int, float]:
@@ -44,33 +62,38 @@ def losses_of(rows: Sequence[Row], wanted: Run) -> dict[int, float]:
 
 
 def points(line: Run, reference: Run, results: plans.Results) -> Gaps:
-    """Percent above the reference by tokens a replica and step, and steps."""
+    """Percent above the reference, of the same batch, by setting."""
     found: Gaps = {}
-    rows = sorted(results.values(), key=setting)
-    rows = [row for row in rows if setting(row)[0] == WIDTH]
-    for (_, tokens, _, steps), of_setting in itertools.groupby(rows, setting):
-        of_setting = list(of_setting)
-        muon = losses_of(of_setting, reference)
-        losses = losses_of(of_setting, line)
-        if above := [
-            100 * (losses[seed] / muon[seed] - 1) for seed in losses if seed in muon
-        ]:
-            found[tokens, steps] = above
+    rows = [row for row in results.values() if setting(row)[:2] == ("", WIDTH)]
+    rows.sort(key=setting)
+    for _, of_batch in itertools.groupby(rows, lambda row: setting(row)[:4]):
+        of_batch = list(of_batch)
+        muon = losses_of(of_batch, reference)
+        for at, of_setting in itertools.groupby(of_batch, setting):
+            losses = losses_of(list(of_setting), line.but(replicas=at.replicas))
+            if above := [
+                100 * (losses[seed] / muon[seed] - 1) for seed in losses if seed in muon
+            ]:
+                found[at] = above
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """Gap = scale of the method (tokens / 1024)^-a (steps / 300)^-b, in percent."""
+    """A gap in percent as a product of powers.
+
+    scale of the method (tokens / 1024)^-a (steps / 300)^-b (replicas / 8)^c
+    """
 
     scales: dict[str, float]
     a: float
     b: float
+    c: float
 
-    def at(self, label: str, tokens: int, steps: int) -> float:
+    def at(self, label: str, setting: Setting) -> float:
         """The gap at a setting."""
-        decay = (tokens / 1024) ** -self.a * (steps / 300) ** -self.b
-        return self.scales[label] * decay
+        decay = (setting.tokens / 1024) ** -self.a * (setting.steps / 300) ** -self.b
+        return self.scales[label] * decay * (setting.replicas / 8) ** self.c
 
 
 def fit(gaps: dict[str, Gaps]) -> Law:
@@ -78,12 +101,13 @@ def fit(gaps: dict[str, Gaps]) -> Law:
     labels = list(gaps)
     features, wanted = [], []
     for label, found in gaps.items():
-        for (tokens, steps), above in found.items():
-            logs = -math.log(tokens / 1024), -math.log(steps / 300)
+        for at, above in found.items():
+            scaled = (at.tokens / 1024, at.steps / 300, 8 / at.replicas)
+            logs = (-math.log(x) for x in scaled)
             features.append([*(float(each == label) for each in labels), *logs])
             wanted.append(math.log(statistics.fmean(above)))
-    *scales, a, b = np.linalg.lstsq(np.array(features), np.array(wanted))[0]
-    return Law(dict(zip(labels, map(math.exp, scales), strict=True)), a, b)
+    *scales, a, b, c = np.linalg.lstsq(np.array(features), np.array(wanted))[0]
+    return Law(dict(zip(labels, map(math.exp, scales), strict=True)), a, b, c)
 
 
 def text(results: plans.Results) -> str:
@@ -91,28 +115,28 @@ def text(results: plans.Results) -> str:
     gaps = {label: points(*both, results) for label, both in LINES.items()}
     fitting = {label: gaps[label] for label in FITTED if gaps[label]}
     means = [statistics.fmean(x) for found in fitting.values() for x in found.values()]
-    enough = len(means) > len(fitting) + 2 and min(means) > 0
+    enough = len(means) > len(fitting) + 3 and min(means) > 0
     fitted = fit(fitting) if enough else None
     cells = [
         [
-            *(label, f"{tokens:,}", f"{steps:,}", tables.spread(above) + "%"),
-            str(len(above)),
-            f"{fitted.at(label, tokens, steps):.2f}%"
-            if fitted and label in fitting
-            else "",
+            *(label, f"{at.tokens:,}", str(at.replicas), f"{at.steps:,}"),
+            *(tables.spread(above) + "%", str(len(above))),
+            f"{fitted.at(label, at):.2f}%" if fitted and label in fitting else "",
         ]
         for label, found in gaps.items()
-        for (tokens, steps), above in found.items()
+        for at, above in found.items()
     ]
-    header = ["momentum", "tokens", "steps", "above Muon", "seeds", "by the law"]
-    table = f"## `local_muon` above Muon\n\n{tables.markdown(header, cells)}"
+    header = ["momentum", "tokens", "replicas", "steps", "above Muon", "seeds"]
+    table = tables.markdown([*header, "by the law"], cells)
+    table = f"## `local_muon` above Muon\n\n{table}"
     if fitted is None:
         return table
     scales = " or ".join(f"{fitted.scales[label]:.2f}% ({label})" for label in fitting)
-    far = " and ".join(f"{fitted.at(label, *TARGET):.3f}%" for label in fitting)
+    far = " and ".join(f"{fitted.at(label, TARGET):.3f}%" for label in fitting)
     return (
         f"{table}\n\nThe law: {scales} times (tokens / 1,024)^-{fitted.a:.2f} "
-        f"(steps / 300)^-{fitted.b:.2f}, {len(fitting) + 2} numbers from {len(means)} "
-        f"points. At {TARGET[0]:,} tokens and {TARGET[1]:,} steps it says {far}; that "
-        "is some 30 and 80 times beyond what was run, and is not to be relied on."
+        f"(steps / 300)^-{fitted.b:.2f} (replicas / 8)^{fitted.c:.2f}, "
+        f"{len(fitting) + 3} numbers from {len(means)} points. At {TARGET.tokens:,} "
+        f"tokens, {TARGET.replicas} replicas and {TARGET.steps:,} steps it says {far}; "
+        "that is far beyond what was run, and is not to be relied on."
     )

@@ -10,6 +10,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import comparisons
 import gap
@@ -19,9 +20,9 @@ import study
 import tables
 from matplotlib import pyplot
 from runs import Run
-from sizes import SIZES
 
 Row = tables.Row
+REPLICAS = 8
 HEADER = [
     *("method", "momentum", "rate", "outer step", "trigger", "form", "else"),
     *("bytes", "syncs", "loss", "above Muon", "above Dion"),
@@ -33,11 +34,8 @@ def document(results: plans.Results) -> str:
     """The law, and a table for every batch and length, each by loss."""
     rows = sorted(results.values(), key=law.setting)
     tables_ = [
-        f"## Width {width}, {tokens:,} tokens a replica and step, {replicas} replicas, "
-        f"{steps:,} steps\n\n{_table(list(of_setting))}"
-        for (width, tokens, replicas, steps), of_setting in itertools.groupby(
-            rows, law.setting
-        )
+        f"## {_title(at)}\n\n{_table(list(of_setting), rows)}"
+        for at, of_setting in itertools.groupby(rows, law.setting)
     ]
     dates = sorted({row["date"] for row in rows})
     head = [
@@ -54,13 +52,21 @@ def document(results: plans.Results) -> str:
     return (
         "\n\n".join(
             [
-                *(*head, law.text(results), comparisons.widths(results)),
+                *(*head, law.text(results), comparisons.pairs(results)),
                 *(comparisons.parts(results), comparisons.every_step(results)),
                 *(comparisons.bits(results), comparisons.delays(results)),
                 *(comparisons.ideas(results), *tables_),
             ]
         )
         + "\n"
+    )
+
+
+def _title(at: law.Setting) -> str:
+    return (
+        f"{at.text.capitalize() + ', width' if at.text else 'Width'} {at.width}, "
+        f"{at.tokens:,} tokens a replica and step, {at.replicas} replicas, "
+        f"{at.steps:,} steps"
     )
 
 
@@ -73,8 +79,8 @@ def _commands(rows: Sequence[Row]) -> list[str]:
     results = {row["size"] + Run(**row["run"]).key(): row for row in rows}
     found = []
     for (size, steps), runs in sorted(left.items()):
-        wide = SIZES[size].width != law.WIDTH
-        for name in ("widths",) if wide else gap.PLANS:
+        pairs_alone = size not in ("cpu", "cpu-32k")
+        for name in ("pairs",) if pairs_alone else gap.PLANS:
             plan = gap.PLANS[name]
             try:
                 of_plan = set(plan(results, size, steps))
@@ -90,37 +96,51 @@ def _commands(rows: Sequence[Row]) -> list[str]:
 
 
 def draw(results: plans.Results, file: Path) -> None:
-    """Gap against steps, a line a method and batch."""
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for label, both in law.LINES.items():
-        found = law.points(*both, results)
-        for tokens in sorted({tokens for tokens, _ in found}):
-            at = [(steps, found[t, steps]) for t, steps in found if t == tokens]
-            error = [
-                statistics.stdev(above) if len(above) > 1 else 0.0 for _, above in at
-            ]
-            axes.errorbar(
-                [steps for steps, _ in at],
-                [statistics.fmean(above) for _, above in at],
-                error,
-                marker="o",
-                capsize=3,
-                label=f"momentum {label.replace('`', '')}; {tokens:,} tokens",
-            )
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.set_xscale("log")
-    lengths = sorted({row["run"]["steps"] for row in results.values()})
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.minorticks_off()
-    axes.set_xlabel("steps")
-    axes.set_ylabel("loss above synchronous Muon, percent")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    """Gap against steps by batch, and against tokens by replicas, momentum rising."""
+    gaps = law.points(*law.LINES["rising, both"], results)
+    figure, panels = pyplot.subplots(
+        1, 2, figsize=(9, 4), layout="constrained", sharey=True
+    )
+    for tokens in sorted({at.tokens for at in gaps if at.replicas == REPLICAS}):
+        of_batch = [at for at in gaps if (at.tokens, at.replicas) == (tokens, REPLICAS)]
+        xs = [at.steps for at in of_batch]
+        _curve(panels[0], xs, [gaps[at] for at in of_batch], f"{tokens:,} tokens")
+    short = [at for at in gaps if at.steps == gap.rising().steps]
+    for replicas in sorted({at.replicas for at in short}):
+        of_number = [at for at in short if at.replicas == replicas]
+        xs = [at.tokens for at in of_number]
+        _curve(panels[1], xs, [gaps[at] for at in of_number], f"{replicas} replicas")
+    labels = (
+        f"steps, {REPLICAS} replicas",
+        f"tokens of a replica and step, {gap.rising().steps} steps",
+    )
+    for axes, label in zip(panels, labels, strict=True):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel(label)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    panels[0].set_xticks(sorted({at.steps for at in gaps}))
+    panels[0].set_ylabel("loss above synchronous Muon, percent")
+    figure.suptitle("local_muon at 1% of the bytes; mean and spread of seeds")
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _curve(
+    axes: Any, xs: Sequence[int], above: Sequence[Sequence[float]], label: str
+) -> None:
+    means = [statistics.fmean(x) for x in above]
+    error = [statistics.stdev(x) if len(x) > 1 else 0.0 for x in above]
+    axes.errorbar(xs, means, error, marker="o", capsize=3, label=label)
+
+
+def _table(rows: Sequence[Row], every: Sequence[Row]) -> str:
+    """The runs of a setting, beside those of 8 replicas of its batch."""
+    of_batch = [
+        row for row in every if law.setting(row)[:4] == law.setting(rows[0])[:4]
+    ]
     key = lambda row: Run(**row["run"]).but(seed=0).key()  # noqa: E731
     twins = [
         sorted(of_run, key=lambda row: row["run"]["seed"])
@@ -129,14 +149,14 @@ def _table(rows: Sequence[Row]) -> str:
     twins.sort(key=lambda of_run: statistics.fmean(row["loss"] for row in of_run))
     dion = {
         row["run"]["seed"]: row["loss"]
-        for row in rows
+        for row in of_batch
         if row["run"]["inner"] == "dion 1.0"
     }
     references = [
-        law.losses_of(rows, gap.muon()),
+        law.losses_of(of_batch, gap.muon()),
         dion,
-        law.losses_of(rows, gap.local_muon_evenly()),
-        law.losses_of(rows, gap.rising()),
+        law.losses_of(of_batch, gap.local_muon_evenly()),
+        law.losses_of(of_batch, gap.rising()),
     ]
     return tables.markdown(HEADER, [_line(of_run, references) for of_run in twins])
 

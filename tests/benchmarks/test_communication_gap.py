@@ -47,6 +47,8 @@ def all_plans():
     yield from gap.tuning({}, "cpu-32k", 300)
     yield from gap.limits({}, "cpu-32k", 300)
     yield from gap.bits({}, "cpu", 300)
+    yield from gap.shares({}, "cpu", 300)
+    yield from gap.pairs({}, "cpu-prose", 300)
 
 
 @pytest.mark.parametrize("run", dict.fromkeys(all_plans()), ids=Run.key)
@@ -153,21 +155,31 @@ def test_the_ideas_are_tried_at_the_cheapest_setting_alone():
     assert set(gap.parts()) < set(cheap)
     longer = gap.against({}, "cpu-32k", 1200)
     won = gap.rising_muon().but(learning_rate=0.113)  # at 300 steps
-    runs = (gap.rising(), gap.rising_muon())
+    runs = (gap.rising(), gap.rising_muon(), gap.rising_curvadion())
     by_seed = [run.but(seed=seed) for run in runs for seed in gap.SEEDS]
     assert longer == [run.but(steps=1200) for run in (*by_seed, won)]
 
 
+def setting(tokens: int, steps: int, replicas: int = 8) -> law.Setting:
+    return law.Setting("", law.WIDTH, tokens * replicas, steps, replicas)
+
+
 def test_the_law_is_found_again():
-    settings = list(itertools.product((1024, 4096), (300, 1200)))
+    settings = list(
+        itertools.starmap(setting, itertools.product((1024, 4096), (300, 1200)))
+    )
+    settings += [setting(4096, 300, 2)]
     gaps = {
-        label: {at: [law.Law({label: scale}, 0.5, 0.75).at(label, *at)] for at in of}
+        label: {
+            at: [law.Law({label: scale}, 0.5, 0.75, 0.25).at(label, at)] for at in of
+        }
         for label, scale, of in (("even", 5.0, settings), ("rising", 4.0, settings[:3]))
     }
     found = law.fit(gaps)
-    assert gaps["even"][4096, 300] == [2.5]
+    assert gaps["even"][setting(4096, 300)] == [2.5]
+    np.testing.assert_allclose(gaps["even"][setting(4096, 300, 2)], 2.5 / 2**0.5)
     np.testing.assert_allclose(list(found.scales.values()), [5.0, 4.0])
-    np.testing.assert_allclose([found.a, found.b], [0.5, 0.75])
+    np.testing.assert_allclose([found.a, found.b, found.c], [0.5, 0.75, 0.25])
 
 
 def test_gaps_are_to_muon_as_tuned_with_the_same_seed():
@@ -182,10 +194,26 @@ def test_gaps_are_to_muon_as_tuned_with_the_same_seed():
         row(local.but(momentum=0.9), 9.0),
     ]
     found = law.points(BASE, gap.muon(), by_key(rows))
-    assert list(found) == [(1024, 1200)]
-    np.testing.assert_allclose(found[1024, 1200], [2.0, 4.0])
+    assert list(found) == [setting(1024, 1200)]
+    np.testing.assert_allclose(found[setting(1024, 1200)], [2.0, 4.0])
     text = scaling.document(by_key(rows))
-    assert "| constant, both | 1,024 | 1,200 | 3.00 ± 1.41% | 2 |  |" in text
+    assert "| constant, both | 1,024 | 8 | 1,200 | 3.00 ± 1.41% | 2 |  |" in text
+
+
+def test_shares_of_a_batch_are_compared_with_the_whole_of_it():
+    local = gap.rising()
+    rows = [
+        row(gap.rising_muon(), 1.0),
+        row(local, 1.02),
+        row(local.but(replicas=2), 1.01, tokens=4096),
+        row(local, 9.0, size="cpu-prose"),
+    ]
+    found = law.points(local, gap.rising_muon(), by_key(rows))
+    assert list(found) == [setting(4096, 300, 2), setting(1024, 300)]
+    np.testing.assert_allclose(list(found.values()), [[1.0], [2.0]])
+    text = scaling.document(by_key(rows))
+    assert "## Width 64, 4,096 tokens a replica and step, 2 replicas" in text
+    assert "## Prose, width 64, 1,024 tokens a replica and step, 8 replicas" in text
 
 
 def test_an_idea_is_compared_on_the_seeds_that_both_have():
