@@ -224,6 +224,8 @@ def pairs(results: plans.Results, size: str, steps: int) -> list[Run]:
     """Both with a rising momentum: wider, larger batches, seed 0; prose, by seeds."""
     del results
     runs = [run.but(steps=steps) for run in (rising(), rising_muon())]
+    if size == "cpu-128k":
+        runs += [run.but(learning_rate=0.113) for run in runs]
     seeds = SEEDS if size == "cpu-prose" else (0,)
     return [run.but(seed=seed) for seed in seeds for run in runs]
 

@@ -24,6 +24,7 @@ LINES = {
 }
 FITTED = ("constant, both", "rising, both")
 WIDTH = 64
+SEEDS = 3  # of a point that is fitted: one seed is off by more than the law
 
 
 class Setting(NamedTuple):
@@ -113,7 +114,11 @@ def fit(gaps: dict[str, Gaps]) -> Law:
 def text(results: plans.Results) -> str:
     """The gap to synchronous Muon at all settings, and the power law through it."""
     gaps = {label: points(*both, results) for label, both in LINES.items()}
-    fitting = {label: gaps[label] for label in FITTED if gaps[label]}
+    several = {
+        label: {at: x for at, x in gaps[label].items() if len(x) >= SEEDS}
+        for label in FITTED
+    }
+    fitting = {label: found for label, found in several.items() if found}
     means = [statistics.fmean(x) for found in fitting.values() for x in found.values()]
     enough = len(means) > len(fitting) + 3 and min(means) > 0
     fitted = fit(fitting) if enough else None
@@ -136,7 +141,8 @@ def text(results: plans.Results) -> str:
     return (
         f"{table}\n\nThe law: {scales} times (tokens / 1,024)^-{fitted.a:.2f} "
         f"(steps / 300)^-{fitted.b:.2f} (replicas / 8)^{fitted.c:.2f}, "
-        f"{len(fitting) + 3} numbers from {len(means)} points. At {TARGET.tokens:,} "
+        f"{len(fitting) + 3} numbers from the {len(means)} points of {SEEDS} "
+        f"seeds and more. At {TARGET.tokens:,} "
         f"tokens, {TARGET.replicas} replicas and {TARGET.steps:,} steps it says {far}; "
         "that is far beyond what was run, and is not to be relied on."
     )
