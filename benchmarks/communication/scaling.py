@@ -96,8 +96,12 @@ def _commands(rows: Sequence[Row]) -> list[str]:
 
 
 def draw(results: plans.Results, file: Path) -> None:
-    """Gap against steps by batch, and against tokens by replicas, momentum rising."""
+    """Gap against steps by batch, and against tokens by replicas, momentum rising.
+
+    Without points of fewer seeds than the law is fitted to.
+    """
     gaps = law.points(*law.LINES["rising, both"], results)
+    gaps = {at: above for at, above in gaps.items() if len(above) >= law.SEEDS}
     figure, panels = pyplot.subplots(
         1, 2, figsize=(9, 4), layout="constrained", sharey=True
     )
@@ -123,7 +127,7 @@ def draw(results: plans.Results, file: Path) -> None:
         axes.legend(fontsize=8)
     panels[0].set_xticks(sorted({at.steps for at in gaps}))
     panels[0].set_ylabel("loss above synchronous Muon, percent")
-    figure.suptitle("local_muon at 1% of the bytes; mean and spread of seeds")
+    figure.suptitle("local_muon at 1% of the bytes; mean and spread of three seeds")
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
 
