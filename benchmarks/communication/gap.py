@@ -226,6 +226,7 @@ def pairs(results: plans.Results, size: str, steps: int) -> list[Run]:
     runs = [run.but(steps=steps) for run in (rising(), rising_muon())]
     if size == "cpu-128k":
         runs += [run.but(learning_rate=0.113) for run in runs]
+        runs.append(rising().but(steps=steps, trigger=f"budget {BUDGET} 1 1"))
     seeds = SEEDS if size == "cpu-prose" else (0,)
     return [run.but(seed=seed) for seed in seeds for run in runs]
 
