@@ -1,15 +1,31 @@
 """Muon's steps, as Optax takes them, for matrices that lie on several devices."""
 
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from curvadion_jax import _partition, _paths
-from curvadion_jax._within_replica import Devices
+from curvadion_jax._within_replica import Devices, Stack
 
 EPSILON = 1e-7  # 1e-8 is zero in float16
+_TOGETHER = 2**24  # elements: what is iterated on together is copied
+
+
+class MuonState(NamedTuple):
+    """State of Muon's momentum.
+
+    Attributes:
+      steps: int32, steps taken.
+      mu: the momenta, like the parameters.
+    """
+
+    steps: jax.Array
+    mu: optax.Updates
 
 
 def muon(
@@ -40,14 +56,7 @@ def muon(
     """
 
     def momentum(beta):
-        # No iteration, and a scaling that belongs to the first: Nesterov momentum.
-        return optax.contrib.scale_by_muon(
-            ns_steps=0,
-            beta=beta,
-            mu_dtype=mu_dtype,
-            preconditioning="aol",
-            weight_dimension_numbers=dimension_numbers,
-        )
+        return _nesterov(beta, mu_dtype)
 
     return optax.chain(
         optax.inject_hyperparams(momentum)(beta) if callable(beta) else momentum(beta),
@@ -75,12 +84,34 @@ def muon_adamw(
     )
 
 
+def _nesterov(
+    beta: jax.typing.ArrayLike, mu_dtype: jax.typing.DTypeLike | None
+) -> optax.GradientTransformation:
+    """The momentum of `optax.contrib.scale_by_muon`."""
+
+    def init_fn(params):
+        mu = optax.tree.zeros_like(params, dtype=mu_dtype)
+        return MuonState(jnp.zeros([], jnp.int32), mu)
+
+    def update_fn(updates, state, params=None):
+        del params
+        steps = jnp.asarray(optax.safe_increment(state.steps))
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
+        # Of the next step: this one's gradient stands for its gradient.
+        ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(steps))
+        now = optax.tree.bias_correction(updates, beta, steps)
+        looked = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
+        return looked, MuonState(steps, optax.tree.cast(mu, mu_dtype))
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
 def _orthogonalized(
     dimension_numbers: Any, eps: jax.typing.ArrayLike
 ) -> optax.GradientTransformationExtraArgs:
     """Newton-Schulz iterations, and Muon's scale by width."""
 
-    def orthogonalized(stack):
+    def orthogonalized(stack: Stack) -> jax.Array:
         numbers = optax.contrib.MuonDimensionNumbers(
             stack.fan_in_axes, stack.fan_out_axes
         )
@@ -101,9 +132,10 @@ def _orthogonalized(
             ).items()
             if view is not None
         }
+        # What the compiler divides stays as it lies.
+        together = 0 if devices.layout.axes else _TOGETHER
         found = devices.by_matrix(
-            # Each alone: momenta are as large as the model, and joined they are copied.
-            lambda stacks: [orthogonalized(stack) for stack in stacks],
+            lambda stacks: _by_kind(orthogonalized, stacks, together),
             dict(_paths.leaves_with_path(updates)),
             views,
             # The compiler gathers all matrices in each iteration.
@@ -112,8 +144,42 @@ def _orthogonalized(
 
         def scaled(path, _):
             ratio = views[path].fan_out / views[path].fan_in
-            return jnp.sqrt(jnp.maximum(1, ratio)) * found[path]
+            return math.sqrt(max(1.0, ratio)) * found[path]
 
         return _paths.map_with_path(scaled, updates), state
 
     return optax.GradientTransformationExtraArgs(optax.identity().init, update_fn)
+
+
+def _by_kind(
+    function: Callable[[Stack], jax.Array], stacks: list[Stack], together: int
+) -> list[jax.Array]:
+    """The function of stacks, of those of one shape in few calls.
+
+    With a call for every parameter the program grows with the layers.
+
+    Args:
+      function: takes a stack to an array of its shape, every matrix by itself.
+      stacks: of any shapes.
+      together: elements that a call takes of more than one stack, at most.
+    """
+    calls: list[list[int]] = []
+    last: dict[Any, tuple[list[int], int]] = {}
+    for number, stack in enumerate(stacks):
+        kind = (*stack[1:], stack.array.shape[1:], stack.array.dtype)
+        call, taken = last.get(kind, ([], together))
+        if taken + stack.array.size > together:
+            call, taken = [], 0
+            calls.append(call)
+        call.append(number)
+        last[kind] = call, taken + stack.array.size
+    results = {}
+    for call in calls:
+        arrays = [stacks[number].array for number in call]
+        joined = stacks[call[0]]
+        if len(arrays) > 1:
+            joined = joined._replace(array=jnp.concatenate(arrays))
+        ends = np.cumsum([len(array) for array in arrays])[:-1]
+        parts = jnp.split(function(joined), ends)
+        results |= dict(zip(call, parts, strict=True))
+    return [results[number] for number in range(len(stacks))]

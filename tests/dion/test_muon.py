@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
 from curvadion_jax import _layout, _muon
-from curvadion_jax._within_replica import Devices
+from curvadion_jax._within_replica import Devices, Stack
 
 AXIS = cd.replicas.AXIS
 SHAPES = {
@@ -36,6 +36,8 @@ PLACES = {
 }
 # Sums in another order, through five iterations that multiply errors.
 CLOSE = 5e-5
+# Products of a stack round as they like; elements are about 1.
+ROUNDED = 2e-6
 
 
 def numbers(params):
@@ -77,7 +79,8 @@ def test_one_device_takes_optaxs_steps(options, dtype):
     params, *gradients = trees(4, jax.numpy.dtype(dtype))
     rate = optax.linear_schedule(0.1, 0.0, 5)
     found = run(_muon.muon(rate, numbers, **options), params, gradients)
-    chex.assert_trees_all_equal(found, run(optaxs(rate, **options), params, gradients))
+    expected = run(optaxs(rate, **options), params, gradients)
+    chex.assert_trees_all_close(found, expected, rtol=0, atol=ROUNDED)
 
 
 def place(mesh, divided, tree):
@@ -180,3 +183,49 @@ def test_a_stack_that_is_divided_itself_stays():
     expected = run(optaxs(), {"down": x}, [{"down": x}])
     found = jax.device_get(params["down"])[0]
     np.testing.assert_allclose(found, expected["down"], rtol=0, atol=CLOSE)
+
+
+def test_matrices_of_one_shape_are_iterated_on_together():
+    layers = {
+        f"layer_{number}": {"up": np.ones((8, 32)), "down": np.ones((32, 8))}
+        for number in range(6)
+    }
+    tx = cd.local_muon(0.1)
+
+    def products(params):
+        program = jax.jit(tx.update, static_argnames="sync").lower(
+            params, tx.init(params), params, sync=False
+        )
+        return program.as_text().count("dot_general")
+
+    two = {name: layers[name] for name in ("layer_0", "layer_1")}
+    assert products(two) == products(layers) > 0
+
+
+def test_stacks_join_up_to_a_number_of_elements():
+    calls = []
+
+    def function(stack):
+        calls.append((stack.fan_in_axes, stack.array.shape))
+        return -stack.array
+
+    def stack(number, *shape, fan_in=1):
+        array = jax.numpy.full((number, *shape), float(len(stacks)))
+        stacks.append(Stack(array, (fan_in,), (3 - fan_in,)))
+
+    stacks = []
+    stack(2, 2, 3)
+    stack(1, 2, 3)
+    stack(1, 2, 3, fan_in=2)
+    stack(1, 3, 2)
+    stack(2, 2, 3)  # no more room beside the first two
+    stack(9, 3, 2)  # too large itself
+    found = _muon._by_kind(function, stacks, together=20)
+    assert calls == [
+        ((1,), (3, 2, 3)),
+        ((2,), (1, 2, 3)),
+        ((1,), (1, 3, 2)),
+        ((1,), (2, 2, 3)),
+        ((1,), (9, 3, 2)),
+    ]
+    chex.assert_trees_all_equal(found, [-each.array for each in stacks])

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import curvadion_jax as cd
-from curvadion_jax import synchronizers, triggers
+from curvadion_jax import _muon, synchronizers, triggers
 
 RATE = 0.05
 # An orthonormal basis of four columns in float32.
@@ -78,7 +78,7 @@ def test_no_rank_is_full_rank():
 )
 def test_local_muon_is_muon(options):
     updates, state = one_update(cd.local_muon(RATE, **options))
-    assert len(inside(state.inner_state, optax.contrib.MuonState)) == 1
+    assert len(inside(state.inner_state, _muon.MuonState)) == 1
     assert not inside(state, cd.DionState)
     expected, _ = one_update(optax.contrib.muon(RATE, beta=0.9, eps=1e-7))
     assert not state.metrics.synced

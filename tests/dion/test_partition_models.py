@@ -5,13 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
 
 import curvadion_jax as cd
-from curvadion_jax import _partition
+from curvadion_jax import _muon, _partition
 
 WIDTH, HEADS, VOCABULARY, LAYERS = 8, 2, 11, 3
 QUERY, OUT, DENSE = ((-3, (-2, -1)), ((-3, -2), -1), (-2, -1))
@@ -143,7 +142,7 @@ def test_nnx_state():
             id="curvadion-rank",
         ),
         pytest.param(cd.curvadion, cd.DionState, "q", id="curvadion"),
-        pytest.param(cd.local_muon, optax.contrib.MuonState, "mu", id="local_muon"),
+        pytest.param(cd.local_muon, _muon.MuonState, "mu", id="local_muon"),
     ],
 )
 def test_optimizers_take_the_model(make, optimizer, node, field):
