@@ -13,7 +13,7 @@ from curvadion_jax import _partition, _paths
 from curvadion_jax._within_replica import Devices, Stack
 
 EPSILON = 1e-7  # 1e-8 is zero in float16
-_TOGETHER = 2**24  # elements: what is iterated on together is copied
+_TOGETHER = 2**23  # elements: what is iterated on together is copied
 
 
 class MuonState(NamedTuple):

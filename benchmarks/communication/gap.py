@@ -221,14 +221,15 @@ def bits(results: plans.Results, size: str, steps: int) -> list[Run]:
 
 
 def pairs(results: plans.Results, size: str, steps: int) -> list[Run]:
-    """Both with a rising momentum: wider, larger batches, seed 0; prose, by seeds."""
+    """Both with a rising momentum: wider, seed 0; prose and large batches, by seeds."""
     del results
     runs = [run.but(steps=steps) for run in (rising(), rising_muon())]
+    other_rate = []
     if size == "cpu-128k":
-        runs += [run.but(learning_rate=0.113) for run in runs]
+        other_rate = [run.but(learning_rate=0.113, seed=0) for run in runs]
         runs.append(rising().but(steps=steps, trigger=f"budget {BUDGET} 1 1"))
-    seeds = SEEDS if size == "cpu-prose" else (0,)
-    return [run.but(seed=seed) for seed in seeds for run in runs]
+    seeds = SEEDS if size in ("cpu-prose", "cpu-128k") else (0,)
+    return [run.but(seed=seed) for seed in seeds for run in runs] + other_rate
 
 
 def shares(results: plans.Results, size: str, steps: int) -> list[Run]:
