@@ -140,32 +140,35 @@ def bits(results: plans.Results) -> str:
 def delays(results: plans.Results) -> str:
     """What it costs that syncs end some steps after they have begun."""
     cells = []
-    for (size, tokens, steps), delay in itertools.product(_SETTINGS, gap.DELAYS):
+    whole = [(1, delay) for delay in gap.DELAYS if delay]
+    late = [*whole, *gap.FRAGMENTS]
+    for (size, tokens, steps), (fragments, delay) in itertools.product(_SETTINGS, late):
+        changes = {"fragments": fragments, "delay": delay}
         found = {
             seed: (results[key], results[size + at_once.key()]["loss"])
             for seed in gap.SHORT_SEEDS
             for at_once in [gap.rising().but(seed=seed, steps=steps)]
-            if (key := size + at_once.but(delay=delay).key()) in results
+            if (key := size + at_once.but(**changes).key()) in results
             and size + at_once.key() in results
         }
-        if delay and found:
+        if found:
             row = found[min(found)][0]
             losses = (f"{seed}: {x['loss']:.4f}" for seed, (x, _) in found.items())
             change = (f"{100 * (x['loss'] / y - 1):.2f}%" for x, y in found.values())
             cells.append(
                 [
-                    *(f"{tokens:,}", f"{steps:,}", str(delay), str(row["syncs"])),
-                    *(f"{tables.share(row):.2f}%", ", ".join(losses)),
-                    ", ".join(change),
+                    *(f"{tokens:,}", f"{steps:,}", str(fragments), str(delay)),
+                    *(str(row["syncs"]), f"{tables.share(row):.2f}%"),
+                    *(", ".join(losses), ", ".join(change)),
                 ]
             )
-    header = ["tokens", "steps", "delay", "syncs", "bytes"]
+    header = ["tokens", "steps", "fragments", "delay", "syncs", "bytes"]
     header += ["loss by seed", "above syncs at once"]
     return (
-        "## Syncs that end later\n\n`reconcile(delay=k)`, else `local_muon` with a "
-        "rising momentum, a sync about every 7. One that is due while another is under "
-        "way is dropped: of a delay of 10 one every 10.\n\n"
-        + tables.markdown(header, cells)
+        "## Syncs that end later\n\n`reconcile(delay=k, fragments=n)`, else "
+        "`local_muon` with a rising momentum, a sync about every 7 steps, of n "
+        "fragments n times as often. One that is due while another is under way is "
+        "dropped: of a delay of 10 one every 10.\n\n" + tables.markdown(header, cells)
     )
 
 

@@ -21,6 +21,8 @@ BOUNDS = ("1 1", "3 3")
 SEEDS = (0, 1, 2)
 DELAYS = (0, 1, 2, 5, 10)
 FEWER_DELAYS = (0, 1, 5)  # with more tokens
+# Number and delay: a sync of one comes about every 7 / number steps.
+FRAGMENTS = ((2, 0), (2, 1), (2, 3), (3, 0), (3, 2))
 SHORT_SEEDS = (*SEEDS, 3, 4)  # of the cheapest setting
 
 
@@ -271,6 +273,8 @@ def delays(results: plans.Results, size: str, steps: int) -> list[Run]:
     runs = [rising().but(delay=x) for x in (DELAYS if cheapest else FEWER_DELAYS)]
     if cheapest:
         runs.append(rising().but(delay=1, seed=1))
+    if steps == rising().steps:
+        runs += [rising().but(fragments=n, delay=delay) for n, delay in FRAGMENTS]
     return [run.but(steps=steps) for run in runs]
 
 

@@ -135,7 +135,8 @@ def _cost(run: Run, params: optax.Params) -> float:
     """What a sync costs, as a share of the bytes of synchronous training."""
     form = _choose(run.compressor, _COMPRESSORS) or compressors.exact()
     whole = compressors.exact().payload(params, {}).averaged * run.steps
-    return form.payload(params, {}).as_averaged(run.replicas) / whole
+    sent = form.payload(params, {}).as_averaged(run.replicas) / run.fragments
+    return sent / whole
 
 
 def _less_last(run: Run, params: optax.Params) -> str:
@@ -246,6 +247,7 @@ def _synchronizer(run: Run, params: optax.Params) -> synchronizers.Synchronizer:
             compressor=compressor,
             momentum=_choose(run.sent_momentum, _MOMENTA),
             residual_dtype=run.state if compressor else None,
+            fragments=run.fragments,
             delay=run.delay,
         )
     raise ValueError(f"no synchronizer {run.sync!r}")

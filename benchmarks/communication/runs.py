@@ -44,6 +44,7 @@ class Run:
         other_rate: Learning rate of embeddings, head and norms over that of matrices.
         state: dtype of the local momentum, the outer one and error feedback.
         delay: Steps from the one on which a sync begins to the one on which it ends.
+        fragments: Parts of the parameters that come together in turn, one at a sync.
         averaged: 'matrices' or 'others', to see what their local steps lose: their
             gradients are averaged on every step, exactly, and no bytes counted.
     """
@@ -65,6 +66,7 @@ class Run:
     other_rate: float = 1.0
     state: str = "float32"
     delay: int = 0
+    fragments: int = 1
     averaged: str = "none"
 
     def key(self) -> str:

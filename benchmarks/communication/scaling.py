@@ -192,7 +192,7 @@ def _line(rows: Sequence[Row], references: Sequence[dict[int, float]]) -> list[s
 
 def _else(run: Run) -> str:
     base = gap.local_muon_evenly()
-    names = ("final", "other_rate", "sent_momentum", "delay", "averaged")
+    names = ("final", "other_rate", "sent_momentum", "delay", "fragments", "averaged")
     return ", ".join(
         f"{name.replace('_', ' ')} {getattr(run, name)}"
         for name in names

@@ -17,6 +17,7 @@ import study
 from runs import Run
 
 PARAMS = {"kernel": jax.ShapeDtypeStruct((64, 64), np.float32)}
+THREE = {name: PARAMS["kernel"] for name in "abc"}  # as many as fragments
 BASE = gap.local_muon_evenly()
 
 
@@ -53,9 +54,16 @@ def all_plans():
 
 @pytest.mark.parametrize("run", dict.fromkeys(all_plans()), ids=Run.key)
 def test_every_run_can_be_built(run):
-    tx = optimizers.optimizer(run, PARAMS)
-    state = jax.eval_shape(tx.init, PARAMS)
+    tx = optimizers.optimizer(run, THREE)
+    state = jax.eval_shape(tx.init, THREE)
     assert optax.tree.get(state, "metrics").steps.dtype == np.int32
+
+
+def test_a_sync_of_a_fragment_costs_its_share():
+    whole, part = (
+        optimizers._syncs(BASE.but(fragments=number), THREE, 0.01) for number in (1, 3)
+    )
+    assert (whole, part) == (42, 128)
 
 
 @pytest.mark.parametrize(("power", "warm"), [(0.0, 0), (1.0, 0), (-0.5, 0), (0.0, 5)])
@@ -245,11 +253,13 @@ def test_delays_are_compared_with_syncs_at_once():
         at_once: 2.0,
         at_once.but(delay=2): 2.1,
         at_once.but(delay=2, seed=1): 9.0,
+        at_once.but(delay=1, fragments=2): 1.9,
     }
     text = comparisons.delays(by_key(row(each, loss) for each, loss in losses.items()))
-    assert (
-        text.splitlines()[-1] == "| 1,024 | 300 | 2 | 3 | 1.00% | 0: 2.1000 | 5.00% |"
-    )
+    assert text.splitlines()[-2:] == [
+        "| 1,024 | 300 | 1 | 2 | 3 | 1.00% | 0: 2.1000 | 5.00% |",
+        "| 1,024 | 300 | 2 | 1 | 3 | 1.00% | 0: 1.9000 | -5.00% |",
+    ]
 
 
 def test_a_delayed_run_ends_its_last_sync_with_its_last_step():
