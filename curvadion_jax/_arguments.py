@@ -220,6 +220,13 @@ def reject_both(what: str, beside: str, there: str) -> None:
     )
 
 
+def with_schedule(
+    make: Callable[[Any], optax.GradientTransformation], value: Any
+) -> optax.GradientTransformation:
+    """What is made of a value, or of that of every step by a schedule."""
+    return optax.inject_hyperparams(make)(value) if callable(value) else make(value)
+
+
 def check_dion(rank, momentum, mu_dtype, orthonormalize, error_feedback, seed) -> None:
     """Rejects arguments of Dion that are out of range or of the wrong kind."""
     if rank is not None:

@@ -26,7 +26,7 @@ def curvadion(
     learning_rate: optax.ScalarOrSchedule,
     threshold: optax.ScalarOrSchedule | None = None,
     rank: int | float | None = None,
-    momentum: jax.typing.ArrayLike = 0.8,
+    momentum: optax.ScalarOrSchedule = 0.8,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
@@ -83,8 +83,8 @@ def curvadion(
         with a million.
       rank: as for :func:`dion`; but None is 1.0, full rank: Dion's low rank is there to
         send little, and a local step sends nothing.
-      momentum: decay rate of the local momentum. In a run of 300 steps 0.8 lost 1.2%
-        less than 0.9.
+      momentum: decay rate of the local momentum, a number or a schedule. In a run of
+        300 steps 0.8 lost 1.2% less than 0.9.
       weight_decay, weight_decay_mask, mu_dtype: as for :func:`dion`.
       budget: share of the bytes of synchronous training, an all-reduce of all gradients
         in float32 on every step, in place of a threshold: ``triggers.budget(budget,

@@ -214,7 +214,7 @@ def _like(tree: Any, leaves: Any) -> Any:
 def dion(
     learning_rate: optax.ScalarOrSchedule,
     rank: int | float | None = None,
-    momentum: jax.typing.ArrayLike = 0.95,
+    momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
@@ -236,7 +236,8 @@ def dion(
 
     Args:
       learning_rate: a number or a schedule.
-      rank, momentum, orthonormalize, error_feedback, seed: see :func:`scale_by_dion`.
+      rank, orthonormalize, error_feedback, seed: see :func:`scale_by_dion`.
+      momentum: decay rate mu, a number in [0, 1) or a schedule.
       dimension_numbers: as for :func:`scale_by_dion`; None for a parameter sends it to
         the other optimizer, and :func:`describe_partition` shows what was chosen.
       weight_decay: decoupled, of the matrices; times the learning rate.
@@ -267,24 +268,19 @@ def dion(
       0.0141
     """
     _arguments.check_rates(learning_rate, weight_decay, adam_learning_rate)
-    _arguments.check_dion(
-        rank, momentum, mu_dtype, orthonormalize, error_feedback, seed
-    )
+    decay = 0.0 if callable(momentum) else momentum
+    _arguments.check_dion(rank, decay, mu_dtype, orthonormalize, error_feedback, seed)
     if other_optimizer is None:
+        rate = learning_rate if adam_learning_rate is None else adam_learning_rate
         other_optimizer = optax.adamw(
-            learning_rate if adam_learning_rate is None else adam_learning_rate,
-            b1=0.9,
-            b2=0.95,
-            eps=_EPSILON,
-            weight_decay=0.0,
-            mu_dtype=mu_dtype,
+            rate, b2=0.95, eps=_EPSILON, weight_decay=0.0, mu_dtype=mu_dtype
         )
     else:
         _arguments.check_other_optimizer(other_optimizer, adam_learning_rate)
 
     def matrices(numbers):
-        return optax.chain(
-            scale_by_dion(
+        def scale(momentum):
+            return scale_by_dion(
                 rank,
                 momentum,
                 mu_dtype,
@@ -292,7 +288,10 @@ def dion(
                 orthonormalize=orthonormalize,
                 error_feedback=error_feedback,
                 seed=seed,
-            ),
+            )
+
+        return optax.chain(
+            _arguments.with_schedule(scale, momentum),
             optax.add_decayed_weights(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(learning_rate),
         )

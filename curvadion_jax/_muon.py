@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from curvadion_jax import _partition, _paths
+from curvadion_jax import _arguments, _partition, _paths
 from curvadion_jax._within_replica import Devices, Stack
 
 EPSILON = 1e-7  # 1e-8 is zero in float16
@@ -59,7 +59,7 @@ def muon(
         return _nesterov(beta, mu_dtype)
 
     return optax.chain(
-        optax.inject_hyperparams(momentum)(beta) if callable(beta) else momentum(beta),
+        _arguments.with_schedule(momentum, beta),
         _orthogonalized(dimension_numbers, eps),
         # It takes schedules.
         optax.add_decayed_weights(weight_decay, weight_decay_mask),  # pyright: ignore[reportArgumentType]

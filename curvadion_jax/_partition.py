@@ -168,7 +168,7 @@ def labels(params: optax.Params, dimension_numbers: DimensionNumbersOrFn) -> Any
 def describe_partition(
     params: optax.Params,
     dimension_numbers: DimensionNumbersOrFn = None,
-    rank: int | float = 0.25,
+    rank: int | float | None = None,
 ) -> str:
     """A table of what becomes of every parameter, to be printed and checked.
 
@@ -178,32 +178,34 @@ def describe_partition(
     Args:
       params: any tree of arrays or abstract values.
       dimension_numbers: as for :func:`dion`; None is the default rule.
-      rank: as for :func:`dion`.
+      rank: as for :func:`dion`, for a column of ranks; None is without.
 
     Returns:
       The table, one parameter a line under a heading, without a newline at its end.
 
     Example:
       >>> params = {"embed": jax.numpy.ones((9, 4)), "mlp": jax.numpy.ones((3, 4, 8))}
-      >>> print(describe_partition(params))
+      >>> print(describe_partition(params, rank=0.25))
       parameter  shape      optimizer  matrices  fan_in  fan_out  rank
       embed      (9, 4)     other
       mlp        (3, 4, 8)  matrix     3         4       8        1
     """
-    _matrices.check_rank(rank)
+    if rank is not None:
+        _matrices.check_rank(rank)
     views = matrix_views(params, dimension_numbers)
     shapes = {path: leaf.shape for path, leaf in _paths.leaves_with_path(params)}
     head = "parameter shape optimizer matrices fan_in fan_out rank"
-    rows: list[tuple[str, ...]] = [tuple(head.split())]
+    rows: list[list[str]] = [[*head.split()]]
     for name, view in views.items():
-        row = (name, str(shapes[name]))
-        if view is None:
-            rows.append((*row, "other", "", "", "", ""))
-        else:
-            number = math.prod(view.batch)
-            r = _matrices.resolve_rank(view.cols, rank)
-            sizes = (number, view.fan_in, view.fan_out, r)
-            rows.append((*row, "matrix", *map(str, sizes)))
+        kind, sizes = "other", []
+        if view is not None:
+            kind, sizes = "matrix", [math.prod(view.batch), view.fan_in, view.fan_out]
+            if rank is not None:
+                sizes.append(_matrices.resolve_rank(view.cols, rank))
+        row = [name, str(shapes[name]), kind, *map(str, sizes)]
+        rows.append(row + [""] * (len(rows[0]) - len(row)))
+    if rank is None:
+        rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join(lines)

@@ -106,6 +106,17 @@ def _resolve(
     )
 
 
+def _files(app: Sphinx, name: str, source: list[str]) -> None:
+    """Links to files that are no pages get MyST's word for them.
+
+    In the source they are plain, so that they work where the Markdown is read.
+    """
+    del app, name
+    link = r"(?<!!)(\[[^\]]*\]\()(?=\.\./|\w+\.ipynb)"
+    source[0] = re.sub(link, r"\1path:", source[0])
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("source-read", _files)
     app.connect("autodoc-process-signature", _signature)
     app.connect("missing-reference", _resolve)

@@ -150,7 +150,7 @@ def reanchor(state: Any) -> Any:
       >>> reanchor(state)["tx"].sync_state.anchor["w"].tolist()
       [1.0, 1.0]
     """
-    found = _with_params(state)
+    found = with_params(state)
     if found is None:
         raise ValueError(
             "the state must hold the parameters beside one anchor of theirs: give a "
@@ -173,7 +173,7 @@ def reanchor(state: Any) -> Any:
 _OF_THE_OPTIMIZER = {*("inner_state", "sync_state", "trigger_state", "metrics")}
 
 
-def _with_params(state: Any) -> tuple[Names, dict, dict] | None:
+def with_params(state: Any) -> tuple[Names, dict, dict] | None:
     """The way to the one anchor, the parameters that belong to it, and the anchor."""
     found = anchors(state)
     if len(found) != 1:
@@ -204,7 +204,7 @@ def check_start(state: Any, has_axis: bool) -> None:
       state: parameters and optimizer state, in any tree.
       has_axis: whether its arrays have a leading replica axis.
     """
-    found = _with_params(state)
+    found = with_params(state)
     if found is None:
         return
     place, params, anchor = found

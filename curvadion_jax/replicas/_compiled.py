@@ -17,6 +17,7 @@ from curvadion_jax import _layout, _mapped
 from curvadion_jax._schedule import LOCAL, Due, Upcoming, places
 from curvadion_jax.replicas import _placed, _traffic
 from curvadion_jax.replicas._anchor import check_start
+from curvadion_jax.replicas._behind import Look
 from curvadion_jax.replicas._checks import check_alive, is_array
 from curvadion_jax.replicas._mesh import check_context
 
@@ -81,6 +82,7 @@ class CompiledStep:
         self._programs: dict[Any, _Program] = {}
         self._checked: set[Any] = set()
         self._upcoming: dict[Any, Upcoming | None] = {}
+        self._behind = Look()
 
     @property
     def sent_outside(self) -> int:
@@ -120,6 +122,7 @@ class CompiledStep:
         upcoming = self._upcoming[key]
         if upcoming and jax.tree.structure(new) == key[0]:
             upcoming.took(new, self._steps(batch))
+        self._behind.after(new, due)
         return new, metrics
 
     def trace(

@@ -1,7 +1,13 @@
 """What is read off compiled TPU programs, on programs written by hand."""
 
+from pathlib import Path
+
+import compile_steps
 import pytest
+import rows
 import traffic
+
+PAGE = Path(__file__).parents[2] / "benchmarks" / "README.md"
 
 # Two replicas of two chips. What every step does, what a loop does three times (its
 # counter goes up by two, to five), and what stands in a loop of as many passes as the
@@ -137,3 +143,9 @@ def test_a_loop_that_is_not_understood(old, new, message):
     reader = traffic.Reader(PROGRAM.replace(old, new), chips=2, slices=1)
     with pytest.raises(ValueError, match=message):
         reader.transfers()
+
+
+def test_the_page_has_the_tables_of_the_results():
+    text = PAGE.read_text("utf-8").splitlines()
+    found = rows.lines(compile_steps.read_results(compile_steps.RESULTS))
+    assert [line for line in found if line and line not in text] == []

@@ -93,18 +93,17 @@ def test_a_learning_rate_that_is_set_is_taken(build: Any, arguments, options):
     np.testing.assert_allclose(norms[1], 3 * norms[0], rtol=1e-5)  # float32
 
 
-def test_a_scheduled_momentum_is_one_that_is_injected():
-    params, gradients = problem(cd.local_muon, 2)
+@pytest.mark.parametrize("build", [cd.local_muon, cd.curvadion])
+def test_a_scheduled_momentum_is_one_that_is_injected(build: Any):
+    params, gradients = problem(build, 2)
     rising = optax.linear_schedule(0.5, 0.9, STEPS)
     options = {"budget": 0.5, "axis_name": helpers.AXIS}
-    injected: Any = optax.inject_hyperparams(cd.local_muon)(
-        RATE, momentum=rising, **options
-    )
+    injected: Any = optax.inject_hyperparams(build)(RATE, momentum=rising, **options)
     expected = list(helpers.run_mesh(injected, params, gradients))
-    tx = cd.local_muon(RATE, momentum=rising, **options)
+    tx = build(RATE, momentum=rising, **options)
     close(helpers.run_mesh(tx, params, gradients), expected)
     momentum = expected[-1][1].hyperparams["momentum"]
     np.testing.assert_allclose(momentum, rising(STEPS - 1), rtol=1e-6)  # float32
-    constant = list(helpers.run_mesh(cd.local_muon(RATE, **options), params, gradients))
+    constant = list(helpers.run_mesh(build(RATE, **options), params, gradients))
     moved = constant[-1][0]["tall"] - expected[-1][0]["tall"]
     assert np.abs(moved).max() > 100 * ATOL

@@ -260,6 +260,15 @@ def test_description():
     assert lines[2].split()[-5:] == ["matrix", "3", "8", "4", "4"]
 
 
+def test_description_without_ranks():
+    params = arrays({"mlp": (3, 4, 8), "wte": (9, 4)})
+    assert cd.describe_partition(params).splitlines() == [
+        "parameter  shape      optimizer  matrices  fan_in  fan_out",
+        "mlp        (3, 4, 8)  matrix     3         4       8",
+        "wte        (9, 4)     other",
+    ]
+
+
 def test_description_of_nothing():
     assert len(cd.describe_partition({}).splitlines()) == 1
 

@@ -28,9 +28,9 @@ def anchors(page: Path) -> set[str]:
 
 
 def links(page: Path) -> list[str]:
-    """Without those to other hosts; `path:` is MyST's word for a file."""
+    """Without those to other hosts."""
     found = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", text(page))
-    return [x.removeprefix("path:") for x in found if not re.match(r"\w+://", x)]
+    return [x for x in found if not re.match(r"\w+://", x)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -144,3 +144,78 @@ def test_a_replica_of_two_devices():
             state, _ = step(state, gradients)
         unit = float(jnp.finfo(jnp.float32).eps)
         assert (cd.replicas.drift(*state) / unit > ROUNDINGS).tolist() == [moved] * 2
+
+
+TRIGGERS = {
+    "known": triggers.every_k(EVERY),
+    "asked": triggers.drift(1e-9),
+}
+
+
+def trained(tx, steps=STEPS, in_one_program=False):
+    """Takes steps in `replicas.step`; gradients differ between the replicas."""
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    params = helpers.make_params()
+    given = helpers.make_gradients(steps, REPLICAS)
+
+    def train(state, gradients):
+        params, opt_state = state
+        mine = jax.tree.map(lambda g: g[0], gradients)
+        updates, opt_state = tx.update(mine, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {}
+
+    state = cd.replicas.replicate((params, tx.init(params)), mesh)
+    if in_one_program:
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *given)
+        cd.replicas.steps(train, mesh)(state, stacked)
+        return
+    step = cd.replicas.step(train, mesh)
+    for gradients in given:
+        state, _ = step(state, gradients)
+
+
+@pytest.mark.parametrize("trigger", TRIGGERS)
+@pytest.mark.parametrize("behind", ["scale", "decay", "clip"])
+def test_a_step_warns_of_what_is_behind_the_optimizer(behind, trigger):
+    inner = optax.sgd(0.1, momentum=0.9)
+    tx = cd.adaptive_sync(inner, TRIGGERS[trigger], reconcile(), helpers.AXIS)
+    with pytest.warns(
+        UserWarning, match=r"something changes the updates behind"
+    ) as seen:
+        trained(optax.chain(tx, BEHIND[behind]), steps=6)
+    assert len(seen) == 1
+
+
+def test_it_warns_in_programs_of_several_steps():
+    tx = optax.chain(optimizer(reconcile()), BEHIND["scale"])
+    with pytest.warns(UserWarning, match="behind the optimizer"):
+        trained(tx, in_one_program=True)
+
+
+def test_it_warns_when_the_first_updates_are_zero():
+    inner = optax.sgd(lambda count: jnp.where(count < 1, 0.0, 0.1))
+    tx = cd.adaptive_sync(inner, triggers.always(), reconcile(), helpers.AXIS)
+    with pytest.warns(UserWarning, match="behind the optimizer"):
+        trained(optax.chain(tx, BEHIND["scale"]))
+
+
+# Warnings are errors.
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({}, {"fragments": 2}, {"delay": 1, "momentum": False}),
+        {"compressor": compressors.quantize(2), "momentum": False},
+    ],
+    ids=str,
+)
+def test_a_step_does_not_warn_of_a_sync(options):
+    trained(optimizer(reconcile(**options)), steps=6)
+
+
+@pytest.mark.parametrize("trigger", TRIGGERS)
+def test_a_step_does_not_warn_where_nobody_takes_part(trigger):
+    tx = cd.adaptive_sync(optax.sgd(0.1), TRIGGERS[trigger], reconcile(), helpers.AXIS)
+    absent = optax.GradientTransformationExtraArgs(
+        tx.init, lambda g, s, p: tx.update(g, s, p, weight=jnp.zeros([]))
+    )
+    trained(absent)
