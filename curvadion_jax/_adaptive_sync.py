@@ -4,6 +4,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from curvadion_jax import (
@@ -148,11 +149,14 @@ def adaptive_sync(
     def init_fn(params):
         views = _partition.matrix_views(params, dimension_numbers)
         inner_state = inner.init(params)
+        counted = trigger.init(params, inner_state, views), _counters.initial()
+        # An array of its own for every field, so that the state can be donated.
+        trigger_state, metrics = jax.tree.map(jnp.copy, counted)
         return AdaptiveSyncState(
             inner_state=inner_state,
-            trigger_state=trigger.init(params, inner_state, views),
+            trigger_state=trigger_state,
             sync_state=initial_state(synchronizer, params, inner_state, views),
-            metrics=_counters.initial(),
+            metrics=metrics,
         )
 
     def update_of_replica(

@@ -19,11 +19,12 @@ import optax
 from curvadion_jax import _matrices
 
 SCHEDULE = " or a schedule"
+_MOST = 2**31 - 1
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def check_steps(steps: Any, what: str, at_least: int = 1) -> None:
-    """Rejects a number of steps that is not a plain int, or too small."""
+    """Rejects a number of steps that is not a plain int, or too small or large."""
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise TypeError(
             f"{what} must be an int, got {steps!r}; with "
@@ -31,6 +32,11 @@ def check_steps(steps: Any, what: str, at_least: int = 1) -> None:
         )
     if steps < at_least:
         raise ValueError(f"{what} must be at least {at_least}, got {steps}")
+    if steps > _MOST:
+        raise ValueError(
+            f"{what} must be at most {_MOST}, since steps are counted in int32, got "
+            f"{steps}; for 'never' there is triggers.never()"
+        )
 
 
 def called_here(**names: str) -> Callable[[Function], Function]:
@@ -82,14 +88,14 @@ def _named(text: str) -> str:
 ELSEWHERE = {"lr": "learning_rate", "rank_fraction": "rank", "wd": "weight_decay"}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A number of NumPy, as sweeps make them, as one of Python."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def check_number(value: Any, what: str, or_schedule: str = "") -> None:
     """Rejects what is not a number (or a schedule), and a negative or NaN one."""
-    value = _plain(value)
+    value = plain(value)
     if not hasattr(value, "dtype") and not (or_schedule and callable(value)):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{what} must be a number{or_schedule}, got {value!r}")
@@ -100,7 +106,7 @@ def check_number(value: Any, what: str, or_schedule: str = "") -> None:
 def check_positive(value: Any, what: str) -> None:
     """Rejects what is not a number above 0, and an infinite one."""
     check_number(value, what)
-    value = _plain(value)
+    value = plain(value)
     if isinstance(value, int | float) and not 0 < value < math.inf:
         raise ValueError(f"{what} must be above 0 and finite, got {value}")
 
@@ -108,14 +114,14 @@ def check_positive(value: Any, what: str) -> None:
 def check_rate(value: Any, what: str = "learning_rate") -> None:
     """Rejects what is neither a schedule nor a finite number of at least 0."""
     check_number(value, what, SCHEDULE)
-    value = _plain(value)
+    value = plain(value)
     if isinstance(value, int | float) and math.isinf(value):
         raise ValueError(f"{what} must be finite, got {value}")
 
 
 def check_momentum(momentum: Any, what: str = "momentum") -> None:
     """Rejects what is not a number, and a plain number outside [0, 1)."""
-    momentum = _plain(momentum)
+    momentum = plain(momentum)
     number = isinstance(momentum, int | float) or hasattr(momentum, "dtype")
     if isinstance(momentum, bool) or not number:
         hint = " (schedules by optax.inject_hyperparams)" if callable(momentum) else ""
@@ -126,7 +132,7 @@ def check_momentum(momentum: Any, what: str = "momentum") -> None:
 
 def check_seed(seed: Any) -> None:
     """Rejects what is not an int."""
-    seed = _plain(seed)
+    seed = plain(seed)
     if not hasattr(seed, "dtype"):
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed must be an int, got {seed!r}")
@@ -205,9 +211,10 @@ def checked_budget(budget: Any, default: float) -> Any:
     if budget is None:
         return default
     check_positive(budget, "budget")
-    if isinstance(budget, int | float) and budget > 1:
+    share = plain(budget)
+    if isinstance(share, int | float) and share > 1:
         raise ValueError(
-            f"budget is a share of the bytes of synchronous training, got {budget}; "
+            f"budget is a share of the bytes of synchronous training, got {share}; "
             "ten percent is 0.1"
         )
     return budget

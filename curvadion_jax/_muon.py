@@ -20,11 +20,17 @@ class MuonState(NamedTuple):
     """State of Muon's momentum.
 
     Attributes:
-      steps: int32, steps taken.
-      mu: the momenta, like the parameters.
+      count: int32[], steps taken. Replica-varying: one that was skipped does not count.
+      mu: the momenta, of the parameters' structure and shapes, in `mu_dtype` or the
+        parameter's dtype. Replica-varying.
+
+    Example:
+      >>> state = _nesterov(0.9, jnp.bfloat16).init({"kernel": jnp.ones((4, 8))})
+      >>> int(state.count), state.mu["kernel"].dtype.name
+      (0, 'bfloat16')
     """
 
-    steps: jax.Array
+    count: jax.Array
     mu: optax.Updates
 
 
@@ -72,7 +78,13 @@ def muon_adamw(
     eps: jax.typing.ArrayLike = 1e-8,
     mu_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformation:
-    """What `optax.contrib.muon` does with all else, with b2 = 0.95."""
+    """What `optax.contrib.muon` does with all else, with b2 = 0.95.
+
+    Args:
+      learning_rate: a number or a schedule.
+      eps: AdamW's.
+      mu_dtype: dtype of the first moment.
+    """
     return optax.adamw(
         learning_rate,
         b1=0.9,
@@ -95,13 +107,13 @@ def _nesterov(
 
     def update_fn(updates, state, params=None):
         del params
-        steps = jnp.asarray(optax.safe_increment(state.steps))
+        count = jnp.asarray(optax.safe_increment(state.count))
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
-        # Of the next step: this one's gradient stands for its gradient.
-        ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(steps))
-        now = optax.tree.bias_correction(updates, beta, steps)
+        # Nesterov: this step's gradient stands for that of the next one.
+        ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
+        now = optax.tree.bias_correction(updates, beta, count)
         looked = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
-        return looked, MuonState(steps, optax.tree.cast(mu, mu_dtype))
+        return looked, MuonState(count, optax.tree.cast(mu, mu_dtype))
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -138,7 +150,8 @@ def _orthogonalized(
             lambda stacks: _by_kind(orthogonalized, stacks, together),
             dict(_paths.leaves_with_path(updates)),
             views,
-            # The compiler gathers all matrices in each iteration.
+            # Even one device in two at work: else the compiler would gather all
+            # matrices in each iteration.
             fewest=0.5,
         )
 
@@ -156,17 +169,21 @@ def _by_kind(
 ) -> list[jax.Array]:
     """The function of stacks, of those of one shape in few calls.
 
-    With a call for every parameter the program grows with the layers.
+    With a call for every parameter the program grows with the layers. A stack of layers
+    is a call of its own: it may be divided along them, and does not grow the program.
 
     Args:
       function: takes a stack to an array of its shape, every matrix by itself.
       stacks: of any shapes.
-      together: elements that a call takes of more than one stack, at most.
+      together: most elements of a call that joins several matrices.
     """
     calls: list[list[int]] = []
     last: dict[Any, tuple[list[int], int]] = {}
     for number, stack in enumerate(stacks):
-        kind = (*stack[1:], stack.array.shape[1:], stack.array.dtype)
+        if len(stack.array) > 1:
+            calls.append([number])
+            continue
+        kind = (*stack[1:], jax.typeof(stack.array))  # with its sharding
         call, taken = last.get(kind, ([], together))
         if taken + stack.array.size > together:
             call, taken = [], 0

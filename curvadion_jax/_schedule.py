@@ -118,7 +118,8 @@ class Upcoming:
 
     def _read(self, stacked: Sequence[jax.Array]) -> Any:
         # Equal on all replicas: the first row that is here is everybody's.
-        rows = jax.device_get([x.addressable_data(0) for x in stacked])
+        here = lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x  # noqa: E731
+        rows = jax.device_get([here(x) for x in stacked])
         own = jax.device_put([row[0] for row in rows], _host())
         counters, of_trigger = own[: len(COUNTERS)], own[len(COUNTERS) :]
         return counters, jax.tree.unflatten(self._structure, of_trigger)

@@ -56,7 +56,10 @@ def quantize(
     mean_bits = bits if mean_bits is None else mean_bits
     for name, value in (("bits", bits), ("block", block), ("mean_bits", mean_bits)):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
+            raise TypeError(
+                f"{name} must be an int, got {value!r}; with optax.inject_hyperparams "
+                "name it in static_args"
+            )
     for name, value in (("bits", bits), ("mean_bits", mean_bits)):
         if value not in _codes.BITS:
             raise ValueError(f"{name} must be 8, 4, 2 or 1, got {value}")

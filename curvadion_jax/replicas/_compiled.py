@@ -95,7 +95,7 @@ class CompiledStep:
         Raises:
           ValueError: as :func:`step` says, or if the state lies on other devices.
         """
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((state, batch, shared))):
             program = self._program(self._key(state), state, None)
             return program.jitted(state, batch, *shared)
         check_alive(state, "state")
@@ -121,7 +121,7 @@ class CompiledStep:
         new, metrics = program(*operands)
         upcoming = self._upcoming[key]
         if upcoming and jax.tree.structure(new) == key[0]:
-            upcoming.took(new, self._steps(batch))
+            upcoming.took(new, self._steps(operands[1:]))
         self._behind.after(new, due)
         return new, metrics
 
@@ -167,22 +167,23 @@ class CompiledStep:
 
         By the state as it was given, which is known again by its arrays.
         """
-        steps = self._steps(operands[1])
+        steps = self._steps(operands[1:])
         if key not in self._upcoming:
             local = self._known(steps * (LOCAL,))
             program = self._program(key, state, local)
             program.jitted.trace(*operands)
             self._upcoming[key] = program.upcoming(state)
             if program.mapped.schedule is None:  # it has a condition
+                program.mapped.due = None  # for any number of steps
                 self._programs[key, None] = self._programs.pop((key, local))
         upcoming = self._upcoming[key]
         return upcoming and self._known(upcoming.due(state, steps))
 
     # What a program of several steps has otherwise.
 
-    def _steps(self, batch: Any) -> int:
-        """How many steps a program takes."""
-        del batch
+    def _steps(self, batches: Any) -> int:
+        """How many steps a program takes, of a batch and what is shared."""
+        del batches
         return 1
 
     def _known(self, due: tuple[Due, ...]) -> Any:

@@ -62,7 +62,13 @@ class CompiledSteps(CompiledStep):
         Raises:
           ValueError: if `begins` is given, and the host cannot know it.
         """
-        number, due = self._steps(batch), None
+        number, due = self._steps((batch, shared)), None
+        for name, places in (("begins", begins or ()), ("ends", ends)):
+            if not all(0 <= place < number for place in places):
+                raise ValueError(
+                    f"{name} are steps of this program, from 0 to {number - 1}, got "
+                    f"{list(places)}"
+                )
         if begins is not None:
             due = tuple(Due(i in begins, int(i in ends)) for i in range(number))
         return self._traced(state, batch, shared, due)
@@ -73,8 +79,8 @@ class CompiledSteps(CompiledStep):
         """The program before it is compiled; with the arguments of `trace`."""
         return self.trace(state, batch, *shared, **known).lower()
 
-    def _steps(self, batch: Any) -> int:
-        return _number(batch)
+    def _steps(self, batches: Any) -> int:
+        return _number(batches)
 
     def _known(self, due: tuple[Due, ...]) -> Any:
         return due

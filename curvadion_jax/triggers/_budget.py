@@ -19,19 +19,19 @@ class SpendingState(NamedTuple):
 
     Attributes:
       share: float32[], syncs a step that the rate pays for; NaN before the first step.
-      steps: int32[], steps taken before that.
-      syncs: int32[], sync steps among them.
+      since_step: int32[], steps taken before that.
+      since_sync: int32[], sync steps among them.
       credit: float32[], syncs that were paid for then and not made, in [0, 1].
 
     Example:
       >>> state = evenly(0.01).init({"w": jnp.ones(2)}, (), {})
-      >>> int(state.steps), float(state.credit)
+      >>> int(state.since_step), float(state.credit)
       (0, 0.0)
     """
 
     share: jax.Array
-    steps: jax.Array
-    syncs: jax.Array
+    since_step: jax.Array
+    since_sync: jax.Array
     credit: jax.Array
 
 
@@ -49,7 +49,7 @@ class BudgetState(NamedTuple):
     Example:
       >>> from curvadion_jax import triggers
       >>> state = budget(0.01, triggers.always()).init({}, (), {})
-      >>> float(state.integral), int(state.spending.steps)
+      >>> float(state.integral), int(state.spending.since_step)
       (0.0, 0)
     """
 
@@ -135,8 +135,8 @@ def _balance(
     state: SpendingState, observation: Observation, ahead: int = 0
 ) -> tuple[jax.Array, jax.Array]:
     """Syncs paid for since the state's step, so many steps from now, and those made."""
-    steps = observation.steps - state.steps + ahead
-    return state.credit + state.share * steps, observation.syncs - state.syncs
+    steps = observation.steps - state.since_step + ahead
+    return state.credit + state.share * steps, observation.syncs - state.since_sync
 
 
 def _anew_if_changed(
@@ -247,7 +247,7 @@ def budget(
     for what, number in {**numbers, "cost": 0.0 if cost is None else cost}.items():
         _arguments.check_number(number, what)
     for what in ("ahead", "reach"):
-        number = numbers[what]
+        number = _arguments.plain(numbers[what])
         if isinstance(number, int | float) and number < 1:
             raise ValueError(f"{what} must be at least 1, got {number}")
 

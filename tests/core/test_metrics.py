@@ -127,6 +127,11 @@ def test_wrapped_states_are_found(wrap):
         *("skipped", "contained", "excluded", "absent", "empty", "sent"),
     ],
 )
-def test_optax_finds_metrics_by_name(name):
-    state = optimizer().init(helpers.make_params())
+@pytest.mark.parametrize(
+    "make",
+    [optimizer, lambda: cd.local_muon(0.1), lambda: cd.curvadion(0.1)],
+    ids=["parts", "local_muon", "curvadion"],
+)
+def test_optax_finds_metrics_by_name(make, name):
+    state = make().init(helpers.make_params())
     assert optax.tree.get(state, name) is getattr(state.metrics, name)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
 from curvadion_jax import _layout, _muon
@@ -177,7 +177,7 @@ def test_a_stack_that_is_divided_itself_stays():
     program = hlo.parse(step.as_text())
     inside = program.collectives([program.entry])
     assert {each.opcode for each in inside} == {"all-to-all"}
-    # Three matrices are four with one of zeros, of which each device has two halves.
+    # Three matrices are four, one of them twice, of which each device has two halves.
     assert sum(each.bytes for each in inside) == 2 * 4 * 4 * 32 * 24
     (params, _), _ = step(state, state[0])
     expected = run(optaxs(), {"down": x}, [{"down": x}])
@@ -202,7 +202,7 @@ def test_matrices_of_one_shape_are_iterated_on_together():
     assert products(two) == products(layers) > 0
 
 
-def test_stacks_join_up_to_a_number_of_elements():
+def test_matrices_join_up_to_a_number_of_elements():
     calls = []
 
     def function(stack):
@@ -214,18 +214,56 @@ def test_stacks_join_up_to_a_number_of_elements():
         stacks.append(Stack(array, (fan_in,), (3 - fan_in,)))
 
     stacks = []
-    stack(2, 2, 3)
+    stack(1, 2, 3)
     stack(1, 2, 3)
     stack(1, 2, 3, fan_in=2)
     stack(1, 3, 2)
-    stack(2, 2, 3)  # no more room beside the first two
-    stack(9, 3, 2)  # too large itself
+    stack(2, 2, 3)  # layers, which may be divided
+    stack(1, 2, 3)
+    stack(1, 2, 3)  # no more room beside three
+    stack(1, 9, 9)  # too large itself
     found = _muon._by_kind(function, stacks, together=20)
     assert calls == [
         ((1,), (3, 2, 3)),
         ((2,), (1, 2, 3)),
         ((1,), (1, 3, 2)),
         ((1,), (2, 2, 3)),
-        ((1,), (9, 3, 2)),
+        ((1,), (1, 2, 3)),
+        ((1,), (1, 9, 9)),
     ]
     chex.assert_trees_all_equal(found, [-each.array for each in stacks])
+
+
+def divided(specs, axis_type):
+    """Gradients of stacks of layers on four devices, with these specs."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(axis_type,))
+    zeros = np.ones((4, 16, 16), np.float32)
+    return {
+        f"layers_{number}": jax.device_put(zeros, NamedSharding(mesh, spec))
+        for number, spec in enumerate(specs)
+    }
+
+
+def updated(gradients):
+    tx = cd.local_muon(0.1)
+    step = jax.jit(lambda g, s, p: tx.update(g, s, p, sync=False))
+    state = jax.jit(tx.init)(gradients)
+    return step.lower(gradients, state, gradients).compile(), state
+
+
+def test_layers_on_several_devices_stay_where_they_are():
+    """Under `jit` nobody says how they lie."""
+    compiled, _ = updated(divided([PartitionSpec("x")] * 3, AxisType.Auto))
+    text = compiled.as_text()
+    for name in ("all-gather", "all-to-all", "collective-permute"):
+        assert f"{name}(" not in text
+        assert f"{name}-start(" not in text
+
+
+def test_layers_that_lie_apart_by_their_types():
+    gradients = divided([PartitionSpec("x"), PartitionSpec()], AxisType.Explicit)
+    compiled, state = updated(gradients)
+    updates, _ = compiled(gradients, state, gradients)
+    np.testing.assert_allclose(
+        *jax.device_get(list(updates.values())), rtol=1e-6
+    )  # float32

@@ -340,3 +340,15 @@ def test_a_program_that_is_not_there_is_not_given():
     step, (batch,) = helpers.replica_step(tx, mesh), helpers.make_gradients(1, REPLICAS)
     with pytest.raises(ValueError, match="known only of an optimizer whose trigger"):
         step.lower(state, batch, sync=True)
+
+
+def test_a_state_of_numpy_arrays_goes_on():
+    tx = synced(triggers.every_k(3))
+    mesh, state = placed(tx)
+    step = helpers.replica_step(tx, mesh)
+    for number, gradients in enumerate(helpers.make_gradients(6, REPLICAS)):
+        if number == 2:
+            state = jax.device_get(state)
+        state, _ = step(state, gradients)
+        metrics = cd.metrics.observe(state)
+        assert metrics.synced.tolist() == [number % 3 == 2] * REPLICAS

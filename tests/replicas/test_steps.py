@@ -87,6 +87,41 @@ def test_several_steps_are_the_same_steps(number, trigger, options):
     assert one[1].metrics.sent.tolist() == many[1].metrics.sent.tolist()
 
 
+def test_any_number_of_steps_where_the_program_decides():
+    """The first number is not that of all later programs."""
+    mesh, tx = cd.replicas.make_mesh(REPLICAS), optimizer(triggers.drift(0.5))
+    one = many = helpers.start(tx, helpers.make_params(), mesh)
+    gradients = helpers.make_gradients(10, REPLICAS)
+    step, run = helpers.replica_step(tx, mesh), several(tx, mesh)
+    for tree in gradients:
+        one, _ = step(one, tree)
+    first = 0
+    for number in (3, 5, 2):
+        many, found = run(many, stacked(gradients[first : first + number]))
+        first += number
+        assert {len(x) for x in jax.tree.leaves(found)} == {number}
+    jax.tree.map(close, jax.device_get(one), jax.device_get(many))
+
+
+def test_steps_outside_of_the_program_are_rejected():
+    tx = optimizer(triggers.every_k(2))
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    state = helpers.start(tx, helpers.make_params(), mesh)
+    batches = stacked(helpers.make_gradients(4, REPLICAS))
+    for places in ([4], [-1]):
+        with pytest.raises(ValueError, match=r"from 0 to 3, got \["):
+            several(tx, mesh).trace(state, batches, begins=places)
+
+
+def test_what_is_shared_says_how_many_steps():
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    run = cd.replicas.steps(lambda state, batch, x: (state + x, x), mesh)
+    state = cd.replicas.replicate(jnp.zeros(2), mesh)
+    state, found = run(state, {}, jnp.arange(3.0))
+    assert state.tolist() == [[3.0, 3.0]] * REPLICAS
+    assert found.shape == (3, REPLICAS)
+
+
 def test_codes_of_two_stages():
     tx = optimizer(triggers.every_k(3), delay=3, compressor=compressors.quantize(2))
     one, many, _ = compared(tx, 6, 12, replicas=4)

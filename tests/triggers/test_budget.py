@@ -189,8 +189,8 @@ def test_what_the_warm_up_spends_is_not_paid_back():
     decisions, states = follow(budget, values, rate=0.01, warmup=100)
     np.testing.assert_array_equal(decisions.fire[:100], values[:100] > 1)
     np.testing.assert_array_equal(decisions.threshold[:100], 1)
-    assert (states.spending.steps[100:] == 100).all()
-    assert (states.spending.syncs[100:] == 50).all()
+    assert (states.spending.since_step[100:] == 100).all()
+    assert (states.spending.since_sync[100:] == 50).all()
     # Nothing happens for the three syncs that may be left, and then one in 100 steps.
     late = np.flatnonzero(decisions.fire[100:]) + 1
     np.testing.assert_array_equal(late, np.arange(301, 1900, 100))

@@ -1,0 +1,40 @@
+"""A state as `init` returns it can be given away, as that of any Optax optimizer."""
+
+import helpers
+import jax
+import numpy as np
+import pytest
+
+import curvadion_jax as cd
+from curvadion_jax import compressors, synchronizers, triggers
+
+MAKE = {
+    "local_muon": lambda: cd.local_muon(0.1),
+    "curvadion": lambda: cd.curvadion(0.1),
+    "synchronous_dion": lambda: cd.presets.synchronous_dion(0.1),
+    "ask_every": lambda: cd.curvadion(0.1, threshold=0.3, ask_every=2),
+    "delay": lambda: cd.local_muon(
+        0.1,
+        synchronizer=synchronizers.reconcile(
+            momentum=False, delay=2, compressor=compressors.quantize(2)
+        ),
+    ),
+    "combined": lambda: cd.local_muon(
+        0.1,
+        trigger=triggers.any_of(triggers.evenly(0.1), triggers.every_k(3)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_fresh_state_can_be_donated(name):
+    tx = MAKE[name]()
+    params = jax.tree.map(jax.numpy.asarray, helpers.make_params())
+    arrays = jax.tree.leaves((params, tx.init(params)))
+    places = [x.unsafe_buffer_pointer() for x in arrays if x.size]
+    assert len(set(places)) == len(places)
+
+    def update(params, state):
+        return tx.update(params, state, params, step=np.int32(0))
+
+    jax.jit(update, donate_argnums=(0, 1))(params, tx.init(params))
