@@ -30,7 +30,7 @@ class MuonState(NamedTuple):
       (0, 'bfloat16')
     """
 
-    count: jax.Array
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: optax.Updates
 
 

@@ -95,7 +95,8 @@ def steps(
     The results are those of as many calls of `step`. It is for syncs with a delay
     (`reconcile(delay=k)`): one that ends among the steps depends on none of those
     before it, so that a compiler may have what is sent cross behind them. (XLA for
-    TPUs does, in the programs that were looked at: docs/hiding.md.) A sync that
+    TPUs does so with all of two replicas' codes, and of exact means, and with half of
+    the codes of more replicas: docs/hiding.md.) A sync that
     begins within the program, or has no delay, is waited for like any other.
 
     What is due on which of the steps is a part of the program: for syncs every k steps
