@@ -24,7 +24,7 @@ from curvadion_jax import (
 from curvadion_jax._branches import Branches, sync_cost
 from curvadion_jax._counters import SyncMetrics
 from curvadion_jax._protocols import Synchronizer, SyncState, Trigger
-from curvadion_jax._schedule import LOCAL, Due
+from curvadion_jax._schedule import Due
 from curvadion_jax.synchronizers._base import check_synchronizer, initial_state
 from curvadion_jax.triggers._base import check_answer, check_trigger
 from curvadion_jax.triggers._delay import remembered
@@ -256,15 +256,10 @@ def adaptive_sync(
             updates,
             state,
             params,
-            kept=_with_sync_state if due == LOCAL and synchronizer.delay else None,
             **extra_args,
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _with_sync_state(before: AdaptiveSyncState, after: AdaptiveSyncState) -> Any:
-    return after._replace(sync_state=before.sync_state)
 
 
 def _check_no_delay(synchronizer: Synchronizer, name: str, given: Any) -> None:

@@ -117,8 +117,6 @@ def update(
     gradients: Any,
     state: Any,
     params: Any,
-    *,
-    kept: Callable[[Any, Any], Any] | None = None,
     **arguments: Any,
 ) -> tuple[Any, Any]:
     """``function(gradients, state, params, **arguments)`` of one replica.
@@ -129,9 +127,6 @@ def update(
       function: of one replica.
       axis_name: replica axis.
       gradients, state, params, arguments: what the function is given.
-      kept: (state before, state after) -> the state after with those arrays taken from
-        the state before that the function has not changed. What goes by the shard_map,
-        and not through it, the compiler sees to be the same.
 
     Returns:
       Updates, in the shapes and dtypes of the parameters, and a state like the one that
@@ -173,8 +168,6 @@ def update(
         if not checked:
             _check_untyped(mapped, flags)
         results = mapped_over(*operands)
-        if kept is not None and all(jax.tree.leaves(batched[1])):
-            results = results[0], kept(operands[1], results[1])
         return results, jax.tree.map(lambda _: True, results)
 
     return one(*given)

@@ -141,7 +141,8 @@ def delays(results: plans.Results) -> str:
     """What it costs that syncs end some steps after they have begun."""
     cells = []
     whole = [(1, delay) for delay in gap.DELAYS if delay]
-    late = [*whole, *gap.FRAGMENTS]
+    in_turn = [(number, 0) for number in gap.TURNS]
+    late = dict.fromkeys([*whole, *gap.FRAGMENTS, *in_turn])
     for (size, tokens, steps), (fragments, delay) in itertools.product(_SETTINGS, late):
         changes = {"fragments": fragments, "delay": delay}
         found = {

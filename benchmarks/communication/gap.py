@@ -23,6 +23,7 @@ DELAYS = (0, 1, 2, 5, 10)
 FEWER_DELAYS = (0, 1, 5)  # with more tokens
 # Number and delay: a sync of one comes about every 7 / number steps.
 FRAGMENTS = ((2, 0), (2, 1), (2, 3), (3, 0), (3, 2))
+TURNS = (3, 5)  # numbers of fragments that are compared by seeds
 SHORT_SEEDS = (*SEEDS, 3, 4)  # of the cheapest setting
 
 
@@ -266,6 +267,13 @@ def memory(results: plans.Results, size: str, steps: int) -> list[Run]:
     return [half.but(seed=seed) for seed in SEEDS]
 
 
+def fragments(results: plans.Results, size: str, steps: int) -> list[Run]:
+    """Parts that come together in turn, as often each, at equal bytes, by seeds."""
+    del results, size
+    runs = [rising().but(steps=steps, fragments=n) for n in (1, *TURNS)]
+    return [run.but(seed=seed) for seed in SEEDS for run in runs]
+
+
 def delays(results: plans.Results, size: str, steps: int) -> list[Run]:
     """What hiding syncs behind local steps costs, beside those that end at once."""
     del results
@@ -281,7 +289,7 @@ def delays(results: plans.Results, size: str, steps: int) -> list[Run]:
 PLANS: dict[str, Callable[[plans.Results, str, int], list[Run]]] = {
     plan.__name__: plan
     for plan in (
-        *(against, scaling, memory, delays, limits),
+        *(against, scaling, memory, delays, fragments, limits),
         *(tuning, bits, pairs, shares),
     )
 }

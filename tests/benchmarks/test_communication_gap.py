@@ -17,7 +17,7 @@ import study
 from runs import Run
 
 PARAMS = {"kernel": jax.ShapeDtypeStruct((64, 64), np.float32)}
-THREE = {name: PARAMS["kernel"] for name in "abc"}  # as many as fragments
+SEVERAL = {name: PARAMS["kernel"] for name in "abcde"}  # as many as fragments
 BASE = gap.local_muon_evenly()
 
 
@@ -45,6 +45,7 @@ def all_plans():
     yield from gap.against({}, "cpu-32k", 300)
     yield from gap.scaling({}, "cpu", 300)
     yield from gap.delays({}, "cpu", 300)
+    yield from gap.fragments({}, "cpu", 300)
     yield from gap.tuning({}, "cpu-32k", 300)
     yield from gap.limits({}, "cpu-32k", 300)
     yield from gap.bits({}, "cpu", 300)
@@ -54,14 +55,15 @@ def all_plans():
 
 @pytest.mark.parametrize("run", dict.fromkeys(all_plans()), ids=Run.key)
 def test_every_run_can_be_built(run):
-    tx = optimizers.optimizer(run, THREE)
-    state = jax.eval_shape(tx.init, THREE)
+    tx = optimizers.optimizer(run, SEVERAL)
+    state = jax.eval_shape(tx.init, SEVERAL)
     assert optax.tree.get(state, "metrics").steps.dtype == np.int32
 
 
 def test_a_sync_of_a_fragment_costs_its_share():
     whole, part = (
-        optimizers._syncs(BASE.but(fragments=number), THREE, 0.01) for number in (1, 3)
+        optimizers._syncs(BASE.but(fragments=number), SEVERAL, 0.01)
+        for number in (1, 3)
     )
     assert (whole, part) == (42, 128)
 
