@@ -206,7 +206,7 @@ def test_it_warns_when_the_first_updates_are_zero():
         *({}, {"fragments": 2}, {"delay": 1, "momentum": False}),
         {"compressor": compressors.quantize(2), "momentum": False},
     ],
-    ids=str,
+    ids=["whole", "fragments", "delay", "2 bits"],
 )
 def test_a_step_does_not_warn_of_a_sync(options):
     trained(optimizer(reconcile(**options)), steps=6)
