@@ -68,7 +68,7 @@ def _is_settled(state: Any) -> bool:
         warnings.warn(
             "after a sync no replica is where the sync has put it: something changes "
             "the updates behind the optimizer, such as a transformation after it in "
-            "optax.chain, or the parameters. Then replicas never come together. Put "
+            "optax.chain, or the parameters. Replicas then may never meet again. Put "
             "that in front of the optimizer, or use its own learning_rate (a number "
             "or a schedule) and weight_decay",
             stacklevel=4,

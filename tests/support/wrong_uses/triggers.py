@@ -32,6 +32,12 @@ def drift_of_what_has_no_anchor() -> Any:
 
 _CALLS = [
     ("every_k(0)", ValueError, "got 0", "the period k must be at least 1"),
+    (
+        "every_k(10**10)",
+        ValueError,
+        "got 10000000000",
+        "the period k must be at most 2147483647",
+    ),
     ("every_k(2.0)", TypeError, "got 2.0", "the period k must be an int"),
     ("every_k(True)", TypeError, "got True", "the period k must be an int"),
     (
