@@ -30,10 +30,10 @@ def none_of(bad: Sequence[jax.Array]) -> jax.Array:
 def _sum(numbers: Sequence[jax.Array]) -> jax.Array:
     """The sum of the squares of some scalars, float32[].
 
-    Of a sum alone, or `any(stack(...))`, XLA makes a chain of n operations, and puts
-    all of it into each of the n fusions that choose an array by the result; a sum of
-    squares stays a reduction. (24 layers of a leaf a matrix on CPU: `local_muon`
-    compiled in 7.1 s in place of 15.0.)
+    Of `any(stack(...))` XLA makes a chain of n operations, and puts all of it into each
+    of the n fusions that choose an array by the result; a sum of squares stays a
+    reduction. (24 layers of a leaf a matrix on CPU: `local_muon` compiled in 7.1 s in
+    place of 15.0.)
     """
     if not numbers:
         return jnp.zeros([], jnp.float32)
