@@ -23,13 +23,18 @@ _MOST = 2**31 - 1
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def check_steps(steps: Any, what: str, at_least: int = 1) -> None:
-    """Rejects a number of steps that is not a plain int, or too small or large."""
-    if isinstance(steps, bool) or not isinstance(steps, int):
+def check_int(value: Any, what: str) -> None:
+    """Rejects what is not a plain int, a traced number included."""
+    if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
-            f"{what} must be an int, got {steps!r}; with "
+            f"{what} must be an int, got {value!r}; with "
             "optax.inject_hyperparams name it in static_args"
         )
+
+
+def check_steps(steps: Any, what: str, at_least: int = 1) -> None:
+    """Rejects a number of steps that is not a plain int, or too small or large."""
+    check_int(steps, what)
     if steps < at_least:
         raise ValueError(f"{what} must be at least {at_least}, got {steps}")
     if steps > _MOST:

@@ -194,8 +194,8 @@ def describe_partition(
         _matrices.check_rank(rank)
     views = matrix_views(params, dimension_numbers)
     shapes = {path: leaf.shape for path, leaf in _paths.leaves_with_path(params)}
-    head = "parameter shape optimizer matrices fan_in fan_out rank"
-    rows: list[list[str]] = [[*head.split()]]
+    head: list[str] = [*"parameter shape optimizer matrices fan_in fan_out".split()]
+    rows = [head if rank is None else [*head, "rank"]]
     for name, view in views.items():
         kind, sizes = "other", []
         if view is not None:
@@ -204,8 +204,6 @@ def describe_partition(
                 sizes.append(_matrices.resolve_rank(view.cols, rank))
         row = [name, str(shapes[name]), kind, *map(str, sizes)]
         rows.append(row + [""] * (len(rows[0]) - len(row)))
-    if rank is None:
-        rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join(lines)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from curvadion_jax import _arguments
 from curvadion_jax._payload import Payload
 from curvadion_jax.compressors import _base, _codes, _pieces
 from curvadion_jax.compressors._pieces import Pieces
@@ -55,11 +56,7 @@ def quantize(
     """
     mean_bits = bits if mean_bits is None else mean_bits
     for name, value in (("bits", bits), ("block", block), ("mean_bits", mean_bits)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(
-                f"{name} must be an int, got {value!r}; with optax.inject_hyperparams "
-                "name it in static_args"
-            )
+        _arguments.check_int(value, name)
     for name, value in (("bits", bits), ("mean_bits", mean_bits)):
         if value not in _codes.BITS:
             raise ValueError(f"{name} must be 8, 4, 2 or 1, got {value}")

@@ -1,6 +1,8 @@
 """The anchor in a state: found, compared with the parameters, and taken anew."""
 
 import collections
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -112,6 +114,19 @@ def drift(params: Any, opt_state: Any) -> jax.Array:
 
 @jax.jit
 def _drift(params: list[jax.Array], anchor: list[jax.Array]) -> jax.Array:
+    distance, size = squares(params, _memory.to_device(anchor))
+    return jnp.sqrt(distance / jnp.where(size == 0, 1, size))
+
+
+def squares(
+    params: list[jax.Array], anchor: list[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Squared norms of params - anchor and of the anchor, of all arrays together.
+
+    Returns:
+      Two of float32[N], or of the arrays' own dtype where that is wider.
+    """
+
     def square(x):
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         return jnp.sum(jnp.square(wide), axis=tuple(range(1, x.ndim)))
@@ -120,11 +135,9 @@ def _drift(params: list[jax.Array], anchor: list[jax.Array]) -> jax.Array:
         wide = jnp.promote_types(x.dtype, jnp.float32)
         return x.astype(wide) - a.astype(wide)
 
-    anchor = _memory.to_device(anchor)
     pairs = zip(params, anchor, strict=True)
     distance = sum((square(difference(x, a)) for x, a in pairs), start=jnp.zeros(1))
-    size = sum(map(square, anchor), start=jnp.zeros(1))
-    return jnp.sqrt(distance / jnp.where(size == 0, 1, size))
+    return distance, sum(map(square, anchor), start=jnp.zeros(1))
 
 
 def reanchor(state: Any) -> Any:
@@ -214,8 +227,8 @@ def check_start(state: Any, has_axis: bool) -> None:
     steps = leaves[*place[:-2], "metrics", "steps"]
     if has_axis and not jnp.ndim(steps):
         return  # it was not replicated, which is said elsewhere
-    pairs = [(params[names], _memory.to_device(a)) for names, a in anchor.items()]
-    began, moved, apart = jax.device_get(_compared(steps, pairs, has_axis))
+    compare = functools.partial(_compared, has_axis=has_axis)
+    began, moved, apart = read(compare, steps, params, anchor)
     if began:
         return
     if any(apart):
@@ -239,14 +252,26 @@ def _first(anchor: dict[Names, Any], differs: list[bool]) -> str:
 
 def _compared(steps, pairs, has_axis: bool) -> Any:
     """Whether a step was taken, and for every parameter if it moved, or differs."""
+    moved = [jnp.any((x != a) & ~(jnp.isnan(x) & jnp.isnan(a))) for x, a in pairs]
+    wholes = [a for _, a in pairs if has_axis]
+    apart = [jnp.any((a != a[:1]) & ~jnp.isnan(a)) for a in wholes]
+    return jnp.any(steps > 0), moved, apart
 
-    def compare(steps, pairs):
-        moved = [jnp.any((x != a) & ~(jnp.isnan(x) & jnp.isnan(a))) for x, a in pairs]
-        wholes = [a for _, a in pairs if has_axis]
-        apart = [jnp.any((a != a[:1]) & ~jnp.isnan(a)) for a in wholes]
-        return jnp.any(steps > 0), moved, apart
 
+def read(function: Callable[..., Any], counters: Any, params: Any, anchor: Any) -> Any:
+    """What a function says of counters and of parameters beside their anchor.
+
+    Args:
+      function: takes the counters, and a list of pairs of arrays, to a tree of arrays.
+      counters: arrays of the state.
+      params: names of a parameter -> array.
+      anchor: the same.
+
+    Returns:
+      The tree on the host, in every process.
+    """
+    pairs = [(params[names], _memory.to_device(a)) for names, a in anchor.items()]
     arrays = [x for x, _ in pairs if isinstance(x, jax.Array)]
     meshes = [x.sharding.mesh for x in arrays if isinstance(x.sharding, NamedSharding)]
     everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
-    return jax.jit(compare, out_shardings=everywhere)(steps, pairs)
+    return jax.device_get(jax.jit(function, out_shardings=everywhere)(counters, pairs))

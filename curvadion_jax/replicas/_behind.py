@@ -5,9 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
-from curvadion_jax import _memory, _paths
+from curvadion_jax import _paths
 from curvadion_jax.replicas import _anchor
 
 _LOOKS = 8
@@ -54,14 +53,8 @@ def _is_settled(state: Any) -> bool:
     if any(names[: len(place)] == (*place[:-1], "own") for names in leaves):
         return True  # a sync with a delay leaves replicas apart
     counters = (*place[:-2], "metrics")
-    pairs = [(params[names], _memory.to_device(a)) for names, a in anchor.items()]
     synced = leaves[*counters, "synced"], leaves[*counters, "empty"]
-    arrays = [x for x, _ in pairs if isinstance(x, jax.Array)]
-    meshes = [x.sharding.mesh for x in arrays if isinstance(x.sharding, NamedSharding)]
-    everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
-    synced, moved = jax.device_get(
-        jax.jit(_compared, out_shardings=everywhere)(synced, pairs)
-    )
+    synced, moved = _anchor.read(_compared, synced, params, anchor)
     # Of fragments the one that was synchronised is where its anchor is.
     found_out = bool(synced) and all(moved)
     if found_out:
@@ -83,9 +76,6 @@ def _compared(synced: Any, pairs: Any) -> Any:
 
 
 def _moved(x: jax.Array, anchor: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    axes = tuple(range(1, x.ndim))
-    norm = lambda y: jnp.sqrt(jnp.sum(jnp.square(y.astype(wide)), axes))  # noqa: E731
+    distance, size = _anchor.squares([x], [anchor])
     unit = _ROUNDINGS * float(jnp.finfo(x.dtype).eps)
-    apart = norm(x.astype(wide) - anchor.astype(wide))
-    return jnp.all(apart > unit * norm(anchor))
+    return jnp.all(jnp.sqrt(distance) > unit * jnp.sqrt(size))

@@ -156,25 +156,12 @@ TRIGGERS = {
 }
 
 
-def trained(tx, steps=STEPS, in_one_program=False):
+def trained(tx, steps=STEPS):
     """Takes steps in `replicas.step`; gradients differ between the replicas."""
     mesh = cd.replicas.make_mesh(REPLICAS)
-    params = helpers.make_params()
-    given = helpers.make_gradients(steps, REPLICAS)
-
-    def train(state, gradients):
-        params, opt_state = state
-        mine = jax.tree.map(lambda g: g[0], gradients)
-        updates, opt_state = tx.update(mine, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), {}
-
-    state = cd.replicas.replicate((params, tx.init(params)), mesh)
-    if in_one_program:
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *given)
-        cd.replicas.steps(train, mesh)(state, stacked)
-        return
-    step = cd.replicas.step(train, mesh)
-    for gradients in given:
+    state = helpers.start(tx, helpers.make_params(), mesh)
+    step = helpers.replica_step(tx, mesh)
+    for gradients in helpers.make_gradients(steps, REPLICAS):
         state, _ = step(state, gradients)
 
 
@@ -192,8 +179,14 @@ def test_a_step_warns_of_what_is_behind_the_optimizer(behind, trigger):
 
 def test_it_warns_in_programs_of_several_steps():
     tx = optax.chain(optimizer(reconcile()), BEHIND["scale"])
+    mesh, train = cd.replicas.make_mesh(REPLICAS), helpers.train_step(tx)
+    state = helpers.start(tx, helpers.make_params(), mesh)
+    gradients = helpers.make_gradients(STEPS, REPLICAS)
+    run = cd.replicas.steps(
+        lambda state, batch: train(state, jax.tree.map(lambda g: g[0], batch)), mesh
+    )
     with pytest.warns(UserWarning, match="behind the optimizer"):
-        trained(tx, in_one_program=True)
+        run(state, jax.tree.map(lambda *x: jnp.stack(x), *gradients))
 
 
 def test_it_warns_when_the_first_updates_are_zero():
