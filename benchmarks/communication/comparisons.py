@@ -3,14 +3,22 @@
 import itertools
 import statistics
 
+import bases
 import gap
 import plans
 import tables
+from ideas import tried
 from runs import Run
 from sizes import SIZES
 
 Row = tables.Row
 _SETTINGS = (("cpu", 1024, 300), ("cpu-32k", 4096, 300), ("cpu-32k", 4096, 1200))
+_LONGER = (_SETTINGS[0], ("cpu", 1024, 1200), *_SETTINGS[1:])
+_NAMES = {
+    "budget": "relative momentum change",
+    "turn": "turn of the momentum",
+    "moved": "relative drift",
+}
 
 
 def pairs(results: plans.Results) -> str:
@@ -19,7 +27,7 @@ def pairs(results: plans.Results) -> str:
     for size in ("cpu", "cpu-prose", "cpu-w128", "cpu-w256"):
         local, muon = (
             {seed: row["loss"] for seed, row in _by_seed(results, size, run).items()}
-            for run in (gap.rising(), gap.rising_muon())
+            for run in (bases.rising(), bases.rising_muon())
         )
         if both := sorted(local.keys() & muon.keys()):
             losses = [", ".join(f"{x[i]:.4f}" for i in both) for x in (local, muon)]
@@ -43,9 +51,9 @@ def parts(results: plans.Results) -> str:
     for size, tokens, steps in _SETTINGS:
         references = [
             results.get(size + run.but(steps=steps).key())
-            for run in (gap.muon(), gap.rising_muon())
+            for run in (bases.muon(), bases.rising_muon())
         ]
-        for run in (*gap.parts(), gap.rising(), *gap.shared()):
+        for run in (*gap.parts(), bases.rising(), *gap.shared()):
             row = results.get(size + run.but(steps=steps).key())
             if row is not None:
                 # Of gradients that are averaged as well no bytes are counted.
@@ -80,7 +88,7 @@ def _percent(row: Row, reference: Row | None) -> str:
 
 def every_step(results: plans.Results) -> str:
     """What is lost of a step where it is the mean of the replicas' own."""
-    reference = results.get("cpu" + gap.rising_muon().key())
+    reference = results.get("cpu" + bases.rising_muon().key())
     found = [(run, results.get("cpu" + run.key())) for run in gap.every_step()]
     cells = [
         [
@@ -109,10 +117,10 @@ def _by_seed(results: plans.Results, size: str, run: Run) -> dict[int, Row]:
 def bits(results: plans.Results) -> str:
     """2 bits often, or 4 bits seldom, by seeds."""
     cells = []
-    for size, tokens, steps in (_SETTINGS[0], ("cpu", 1024, 1200), *_SETTINGS[1:]):
+    for size, tokens, steps in _LONGER:
         two, four = (
             _by_seed(results, size, run.but(steps=steps))
-            for run in (gap.rising(), gap.rising().but(compressor="int 4"))
+            for run in (bases.rising(), bases.rising().but(compressor="int 4"))
         )
         if both := sorted(two.keys() & four.keys()):
             changes = [100 * (four[i]["loss"] / two[i]["loss"] - 1) for i in both]
@@ -137,6 +145,36 @@ def bits(results: plans.Results) -> str:
     )
 
 
+def signals(results: plans.Results) -> str:
+    """What spending the same bytes by a signal changes, against even spacing."""
+    cells = []
+    for size, tokens, steps in (*_LONGER, ("cpu-128k", 16_384, 300)):
+        even = _by_seed(results, size, bases.rising().but(steps=steps))
+        for name in gap.SIGNALS:
+            run = bases.rising().but(steps=steps, trigger=f"{name} {plans.BUDGET} 1 1")
+            found = _by_seed(results, size, run)
+            if both := sorted(found.keys() & even.keys()):
+                losses = [found[seed]["loss"] for seed in both]
+                pairs_ = zip(losses, (even[seed]["loss"] for seed in both), strict=True)
+                row = found[both[0]]
+                cells.append(
+                    [
+                        *(f"{tokens:,}", f"{steps:,}", _NAMES[name], str(row["syncs"])),
+                        f"{tables.share(row):.2f}%",
+                        ", ".join(f"{loss:.4f}" for loss in losses),
+                        tables.spread([100 * (x / y - 1) for x, y in pairs_]) + "%",
+                    ]
+                )
+    header = ["tokens", "steps", "signal", "syncs", "bytes", "loss by seed"]
+    return (
+        "## When to sync\n\n`local_muon` with a rising momentum; `budget` spends 1% of "
+        "the bytes where a signal is large, at most 1 sync ahead of what is paid for "
+        "and 1 behind. Turn: largest 1 - cos of the momentum and that after the last "
+        "sync. Seeds 0, 1 and 2 as far as both were run.\n\n"
+        + tables.markdown([*header, "above even spacing"], cells)
+    )
+
+
 def delays(results: plans.Results) -> str:
     """What it costs that syncs end some steps after they have begun."""
     cells = []
@@ -148,7 +186,7 @@ def delays(results: plans.Results) -> str:
         found = {
             seed: (results[key], results[size + at_once.key()]["loss"])
             for seed in gap.SHORT_SEEDS
-            for at_once in [gap.rising().but(seed=seed, steps=steps)]
+            for at_once in [bases.rising().but(seed=seed, steps=steps)]
             if (key := size + at_once.but(**changes).key()) in results
             and size + at_once.key() in results
         }
@@ -176,7 +214,7 @@ def delays(results: plans.Results) -> str:
 def ideas(results: plans.Results) -> str:
     """What was tried at the cheapest setting, by its change on the seeds of both."""
     rows = []
-    for label, (run, base) in gap.tried().items():
+    for label, (run, base) in tried().items():
         losses, bases = (
             {x: row["loss"] for x, row in _by_seed(results, "cpu", each).items()}
             for each in (run, base)

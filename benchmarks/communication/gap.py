@@ -7,56 +7,29 @@ tables. A plan is a function of the results so far, the size and the steps.
 from collections.abc import Callable
 
 import plans
-from plans import BUDGET, METHODS
+from bases import (
+    diloco,
+    dion,
+    local_muon_evenly,
+    muon,
+    rising,
+    rising_curvadion,
+    rising_muon,
+)
+from ideas import tried
+from plans import BUDGET
 from runs import Run
 
-# How the tables name the methods.
-SCALED = {
-    "muon": "Muon, synchronous",
-    "dion 1.0": "Dion, synchronous",
-    "local_muon": "`local_muon`",
-    "curvadion 1.0": "`curvadion`, rank 1.0",
-}
 BOUNDS = ("1 1", "3 3")
 SEEDS = (0, 1, 2)
+WIDER = ("cpu-w128", "cpu-w256")
 DELAYS = (0, 1, 2, 5, 10)
 FEWER_DELAYS = (0, 1, 5)  # with more tokens
 # Number and delay: a sync of one comes about every 7 / number steps.
 FRAGMENTS = ((2, 0), (2, 1), (2, 3), (3, 0), (3, 2))
 TURNS = (3, 5)  # numbers of fragments that are compared by seeds
+SIGNALS = ("budget", "turn", "moved")
 SHORT_SEEDS = (*SEEDS, 3, 4)  # of the cheapest setting
-
-
-def muon() -> Run:
-    """Synchronous Muon with the values that won at size `cpu`."""
-    return METHODS["muon"].run.but(learning_rate=0.08, momentum=0.8)
-
-
-def dion(size: str) -> Run:
-    """Synchronous Dion with the rate that won at this size."""
-    return METHODS["dion"].run.but(learning_rate=0.04 if size == "cpu" else 0.08)
-
-
-def local_muon_evenly() -> Run:
-    """What lost least at size `cpu`."""
-    return METHODS["local_muon"].run.but(
-        inner="local_muon", momentum=0.8, outer="nesterov 1.0 0.4"
-    )
-
-
-def rising() -> Run:
-    """The same with a momentum that rises, which lost less."""
-    return local_muon_evenly().but(last_momentum=0.95)
-
-
-def rising_muon() -> Run:
-    """Synchronous Muon with a momentum that rises alike."""
-    return muon().but(last_momentum=0.95)
-
-
-def rising_curvadion() -> Run:
-    """`curvadion` with that momentum, and the bounds that won at size `cpu`."""
-    return rising().but(inner="curvadion 1.0", trigger=f"budget {BUDGET} 1 1")
 
 
 def scaling(results: plans.Results, size: str, steps: int) -> list[Run]:
@@ -91,63 +64,6 @@ def scaling(results: plans.Results, size: str, steps: int) -> list[Run]:
         for seed in SEEDS
         for run in (muon(), won, *both, dion(size))
     ]
-
-
-def tried() -> dict[str, tuple[Run, Run]]:
-    """Ideas against the gap, one at a time: with it and without, 300 steps, seed 0."""
-    muon_, even, better = muon(), local_muon_evenly(), rising()
-    changes = {
-        "momentum from 0.8 to 0.95": (even, {"last_momentum": 0.95}),
-        "momentum from 0.8 to 0.95, synchronous Muon": (muon_, {"last_momentum": 0.95}),
-        "momentum from 0.8 to 0.98": (better, {"last_momentum": 0.98}),
-        "momentum from 0.7 to 0.95": (better, {"momentum": 0.7}),
-        "rate down to 0.2 of its peak": (even, {"final": 0.2}),
-        "rate down to 0.2, rising momentum": (better, {"final": 0.2}),
-        "rate down to 0, rising momentum": (better, {"final": 0.0}),
-        "peak rate 0.057": (better, {"learning_rate": 0.057}),
-        "peak rate 0.113": (better, {"learning_rate": 0.113}),
-        "half the rate for embeddings, head, norms": (even, {"other_rate": 0.5}),
-        "outer momentum 0.4 to 0": (better, {"outer": "nesterov 1.0 0.4 1.0 0.0"}),
-        "outer momentum 0.2 to 0.6": (better, {"outer": "nesterov 1.0 0.2 1.0 0.6"}),
-        "outer momentum 0.5": (better, {"outer": "nesterov 1.0 0.5"}),
-        "outer momentum 0.3": (better, {"outer": "nesterov 1.0 0.3"}),
-        "outer rate 1.4, peak rate 0.057": (
-            better,
-            {"outer": "nesterov 1.4 0.4", "learning_rate": 0.057},
-        ),
-        "outer rate 2, peak rate 0.04": (
-            better,
-            {"outer": "nesterov 2.0 0.4", "learning_rate": 0.04},
-        ),
-        "orthonormal outer step": (better, {"outer": "orthonormal 1.0 0.4"}),
-        "orthonormal outer step, 1.4": (better, {"outer": "orthonormal 1.4 0.4"}),
-        "orthonormal outer step, 1.4, peak rate 0.057": (
-            better,
-            {"outer": "orthonormal 1.4 0.4", "learning_rate": 0.057},
-        ),
-        "syncs as the learning rate": (even, {"trigger": f"weighted {BUDGET} 1.0"}),
-        "syncs as the learning rate to -1/2": (
-            better,
-            {"trigger": f"weighted {BUDGET} -0.5"},
-        ),
-        "syncs as the relative momentum change": (
-            even,
-            {"trigger": f"budget {BUDGET} 1 1"},
-        ),
-        "momenta sent too, 1 bit": (better, {"sent_momentum": "int 1"}),
-        "momenta sent too, 2 bits, from 0.9": (
-            better,
-            {"momentum": 0.9, "sent_momentum": "int 2"},
-        ),
-        "1 bit, outer momentum 0.2": (
-            better,
-            {"compressor": "int 1", "outer": "nesterov 1.0 0.2"},
-        ),
-        "scales of blocks of 1,024": (even, {"compressor": "int 2 2 1024"}),
-    }
-    return {
-        label: (base.but(**change), base) for label, (base, change) in changes.items()
-    }
 
 
 def parts() -> list[Run]:
@@ -227,12 +143,14 @@ def pairs(results: plans.Results, size: str, steps: int) -> list[Run]:
     """Both with a rising momentum: wider, seed 0; prose and large batches, by seeds."""
     del results
     runs = [run.but(steps=steps) for run in (rising(), rising_muon())]
-    other_rate = []
+    rates = {"cpu-128k": (0.113,), "cpu-w128": (0.057, 0.113)}.get(size, ())
+    else_ = [run.but(learning_rate=rate) for run in runs for rate in rates]
     if size == "cpu-128k":
-        other_rate = [run.but(learning_rate=0.113, seed=0) for run in runs]
         runs.append(rising().but(steps=steps, trigger=f"budget {BUDGET} 1 1"))
+    if size in WIDER:
+        else_.append(rising().but(steps=steps, compressor="low_rank 0.25 4"))
     seeds = SEEDS if size in ("cpu-prose", "cpu-128k") else (0,)
-    return [run.but(seed=seed) for seed in seeds for run in runs] + other_rate
+    return [run.but(seed=seed) for seed in seeds for run in runs] + else_
 
 
 def shares(results: plans.Results, size: str, steps: int) -> list[Run]:
@@ -274,6 +192,14 @@ def fragments(results: plans.Results, size: str, steps: int) -> list[Run]:
     return [run.but(seed=seed) for seed in SEEDS for run in runs]
 
 
+def signals(results: plans.Results, size: str, steps: int) -> list[Run]:
+    """The same bytes, spent by what asks for a sync, by seeds."""
+    del results, size
+    texts = (f"evenly {BUDGET}", *(f"{name} {BUDGET} 1 1" for name in SIGNALS))
+    runs = [rising().but(steps=steps, trigger=text) for text in texts]
+    return [run.but(seed=seed) for seed in SEEDS for run in runs]
+
+
 def delays(results: plans.Results, size: str, steps: int) -> list[Run]:
     """What hiding syncs behind local steps costs, beside those that end at once."""
     del results
@@ -286,10 +212,36 @@ def delays(results: plans.Results, size: str, steps: int) -> list[Run]:
     return [run.but(steps=steps) for run in runs]
 
 
+def large(results: plans.Results, size: str, steps: int) -> list[Run]:
+    """For an accelerator: 1% and 0.1% of the bytes, then rates, seed 0.
+
+    Rates are guesses from smaller widths: that of matrices is about the same at any,
+    and Adam's falls as the width grows.
+    """
+    del results
+    change = {"learning_rate": 0.04, "other_rate": 0.25, "steps": steps}
+    muon_, local, dion_, triggered = (
+        run.but(**change)
+        for run in (rising_muon(), rising(), dion(size), rising_curvadion())
+    )
+    adam = diloco().but(learning_rate=0.002, steps=steps)
+    less = [
+        run.but(trigger=run.trigger.replace(f"{BUDGET}", f"{BUDGET / 10}"))
+        for run in (local, triggered, adam)
+    ]
+    rates = [
+        run.but(learning_rate=rate, other_rate=0.01 / rate)
+        for rate in (0.02, 0.08)
+        for run in (muon_, local)
+    ]
+    more = adam.but(learning_rate=0.004)
+    return [muon_, local, dion_, triggered, adam, *less, *rates, more]
+
+
 PLANS: dict[str, Callable[[plans.Results, str, int], list[Run]]] = {
     plan.__name__: plan
     for plan in (
         *(against, scaling, memory, delays, fragments, limits),
-        *(tuning, bits, pairs, shares),
+        *(tuning, bits, pairs, shares, signals, large),
     )
 }

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import gap
+import bases
 import numpy as np
 import plans
 import tables
@@ -18,9 +18,9 @@ Row = tables.Row
 # Label -> runs, and the synchronous ones that they are compared with, at any seed,
 # batch and length.
 LINES = {
-    "constant, both": (gap.local_muon_evenly(), gap.muon()),
-    "rising, both": (gap.rising(), gap.rising_muon()),
-    "rising, `local_muon` alone": (gap.rising(), gap.muon()),
+    "constant, both": (bases.local_muon_evenly(), bases.muon()),
+    "rising, both": (bases.rising(), bases.rising_muon()),
+    "rising, `local_muon` alone": (bases.rising(), bases.muon()),
 }
 FITTED = ("constant, both", "rising, both")
 WIDTH = 64

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from runs import Run, words
+from turns import turn
 
 import curvadion_jax as cd
 from curvadion_jax import compressors, synchronizers, triggers
@@ -142,7 +143,7 @@ def _cost(run: Run, params: optax.Params) -> float:
 def _less_last(run: Run, params: optax.Params) -> str:
     """The trigger's text; what the forced last sync costs is taken from its share."""
     name, numbers = words(run.trigger)
-    if name not in ("evenly", "budget"):
+    if name not in ("evenly", *_SIGNALS):
         return run.trigger
     left = numbers[0] - _cost(run, params)
     return " ".join([name, f"{left:.8f}", *map(str, numbers[1:])])
@@ -219,16 +220,24 @@ def _outers(syncs: int, dtype: str) -> dict[str, Callable[..., Any]]:
 
 
 _CHANGE = 0.3
+_SIGNALS = {
+    "budget": triggers.relative_momentum_change(_CHANGE),
+    "turn": turn(_CHANGE),
+    "moved": triggers.drift(0.01),
+}
+
+
+def _spending(signal: triggers.Trigger) -> Callable[..., triggers.Trigger]:
+    return lambda share, ahead=3, behind=3: triggers.budget(
+        share, signal, ahead=ahead, behind=behind
+    )
+
+
 _TRIGGERS = {
     "always": triggers.always,
     "every": triggers.every_k,
     "evenly": triggers.evenly,
-    "budget": lambda share, ahead=3, behind=3: triggers.budget(
-        share,
-        triggers.relative_momentum_change(_CHANGE),
-        ahead=ahead,
-        behind=behind,
-    ),
+    **{name: _spending(signal) for name, signal in _SIGNALS.items()},
     "drift": triggers.drift,
     "rmmc": triggers.relative_momentum_change,
 }

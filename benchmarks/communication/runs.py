@@ -19,10 +19,13 @@ class Run:
         trigger: 'always', 'every K', 'evenly SHARE' (of the bytes of synchronous
             training, the last sync among them), 'budget SHARE' (the same share, spent
             where the relative momentum change is large), 'budget SHARE AHEAD BEHIND'
-            (with these bounds), 'drift THRESHOLD', 'rmmc THRESHOLD', 'quadratic ALPHA'
-            (syncs as frequent as the learning rate is high), 'weighted SHARE POWER'
-            (the same share, spent as the learning rate to this power), 'warm SHARE
-            STEPS' (the same share, after syncs on each of the first steps).
+            (with these bounds), 'turn SHARE AHEAD BEHIND' and 'moved SHARE AHEAD
+            BEHIND' (the same, where the momentum has turned since the last sync, and
+            where the relative drift is large), 'drift THRESHOLD', 'rmmc THRESHOLD',
+            'quadratic ALPHA' (syncs as frequent as the learning rate is high),
+            'weighted SHARE POWER' (the same share, spent as the learning rate to this
+            power), 'warm SHARE STEPS' (the same share, after syncs on each of the first
+            steps).
         sync: 'gradients', 'factors' or 'reconcile'.
         compressor: Form in which that is sent: 'exact', 'int 8',
             'int 2 4' (the mean in 4 bits), 'int 2 2 1024' (in blocks of 1024),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import bases
 import comparisons
 import gap
 import law
@@ -54,8 +55,8 @@ def document(results: plans.Results) -> str:
             [
                 *(*head, law.text(results), comparisons.pairs(results)),
                 *(comparisons.parts(results), comparisons.every_step(results)),
-                *(comparisons.bits(results), comparisons.delays(results)),
-                *(comparisons.ideas(results), *tables_),
+                *(comparisons.bits(results), comparisons.signals(results)),
+                *(comparisons.delays(results), comparisons.ideas(results), *tables_),
             ]
         )
         + "\n"
@@ -79,8 +80,7 @@ def _commands(rows: Sequence[Row]) -> list[str]:
     results = {row["size"] + Run(**row["run"]).key(): row for row in rows}
     found = []
     for (size, steps), runs in sorted(left.items()):
-        pairs_alone = size not in ("cpu", "cpu-32k")
-        for name in ("pairs",) if pairs_alone else gap.PLANS:
+        for name in gap.PLANS if size in ("cpu", "cpu-32k") else ("pairs", "large"):
             plan = gap.PLANS[name]
             try:
                 of_plan = set(plan(results, size, steps))
@@ -109,14 +109,14 @@ def draw(results: plans.Results, file: Path) -> None:
         of_batch = [at for at in gaps if (at.tokens, at.replicas) == (tokens, REPLICAS)]
         xs = [at.steps for at in of_batch]
         _curve(panels[0], xs, [gaps[at] for at in of_batch], f"{tokens:,} tokens")
-    short = [at for at in gaps if at.steps == gap.rising().steps]
+    short = [at for at in gaps if at.steps == bases.rising().steps]
     for replicas in sorted({at.replicas for at in short}):
         of_number = [at for at in short if at.replicas == replicas]
         xs = [at.tokens for at in of_number]
         _curve(panels[1], xs, [gaps[at] for at in of_number], f"{replicas} replicas")
     labels = (
         f"steps, {REPLICAS} replicas",
-        f"tokens of a replica and step, {gap.rising().steps} steps",
+        f"tokens of a replica and step, {bases.rising().steps} steps",
     )
     for axes, label in zip(panels, labels, strict=True):
         axes.set_xscale("log", base=2)
@@ -157,11 +157,11 @@ def _table(rows: Sequence[Row], every: Sequence[Row]) -> str:
         if row["run"]["inner"] == "dion 1.0"
     }
     references = [
-        law.losses_of(of_batch, gap.muon()),
-        law.losses_of(of_batch, gap.rising_muon()),
+        law.losses_of(of_batch, bases.muon()),
+        law.losses_of(of_batch, bases.rising_muon()),
         dion,
-        law.losses_of(of_batch, gap.local_muon_evenly()),
-        law.losses_of(of_batch, gap.rising()),
+        law.losses_of(of_batch, bases.local_muon_evenly()),
+        law.losses_of(of_batch, bases.rising()),
     ]
     return tables.markdown(HEADER, [_line(of_run, references) for of_run in twins])
 
@@ -191,7 +191,7 @@ def _line(rows: Sequence[Row], references: Sequence[dict[int, float]]) -> list[s
 
 
 def _else(run: Run) -> str:
-    base = gap.local_muon_evenly()
+    base = bases.local_muon_evenly()
     names = ("final", "other_rate", "sent_momentum", "delay", "fragments", "averaged")
     return ", ".join(
         f"{name.replace('_', ' ')} {getattr(run, name)}"

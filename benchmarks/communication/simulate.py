@@ -6,6 +6,7 @@ and the bytes are those of its counters. A small model trains so several times f
 than on as many CPU devices, and one process of it fills one core.
 """
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import model
 import numpy as np
 import optax
+import pieces
 from optimizers import AXIS, optimizer
 from runs import Run
 from sizes import Size
@@ -23,31 +25,42 @@ from sizes import Size
 import curvadion_jax as cd
 
 
-def simulate(run: Run, size: Size, corpus: data.Corpus) -> dict[str, Any]:
+def simulate(
+    run: Run, size: Size, corpus: data.Corpus, piece: pieces.Piece | None = None
+) -> dict[str, Any] | None:
     """Trains, and returns what there is to say about it, ready for JSON.
 
     `loss` is that of the mean of the replicas after the last step, in nats a token;
-    `bytes` and `synchronous_bytes` are those of `curvadion_jax.metrics.read`.
+    `bytes` and `synchronous_bytes` are those of `curvadion_jax.metrics.read`. None if
+    the piece of the run that is to be trained ended before the run did.
     """
     gpt = transformer(size, corpus)
     params = parameters(gpt, run, size)
     tx = optimizer(run, params)
-    step = _train_step(gpt, tx)
+    step = _train_step(gpt, tx, size)
     evaluate = evaluation(gpt, size, corpus)
-    params, state = on_replicas((params, tx.init(params)), run.replicas)
-    curve = {}
-    began = time.process_time()
-    for number in range(1, run.steps + 1):
+    training = on_replicas((params, tx.init(params)), run.replicas)
+    progress = pieces.Progress()
+    if piece is not None:
+        training, progress = piece.begin(training)
+    began = time.process_time() - progress.seconds
+    while progress.step < run.steps:
+        if piece is not None and piece.is_over():
+            progress.seconds = time.process_time() - began
+            piece.keep(training, progress)
+            return None
+        number = progress.step = progress.step + 1
         batch = batch_of(run, size, corpus, number)
         # Who takes part if this step synchronises.
         there = np.random.default_rng((run.seed, number, 1)).random(run.replicas)
-        params, state = step(params, state, batch, np.float32(there >= run.dropped))
+        training = step(*training, batch, np.float32(there >= run.dropped))
         if number % size.every == 0 or number == run.steps:
-            curve[number] = evaluate(params)
+            progress.curve[number] = evaluate(training[0])
+    params, state = training
     sent = cd.metrics.read(state)
     return {
-        "loss": curve[run.steps],
-        "curve": curve,
+        "loss": progress.curve[run.steps],
+        "curve": progress.curve,
         **{key: sent[key] for key in ("syncs", "bytes", "synchronous_bytes")},
         "divergence": float(cd.replicas.divergence(params)),
         "cpu_seconds": round(time.process_time() - began, 1),
@@ -57,7 +70,10 @@ def simulate(run: Run, size: Size, corpus: data.Corpus) -> dict[str, Any]:
 def transformer(size: Size, corpus: data.Corpus) -> model.GPT:
     """The model of a size, for the tokens of these data."""
     return model.GPT(
-        corpus.vocabulary, size.layers, size.width, size.heads, unroll=size.layers
+        corpus.vocabulary,
+        *(size.layers, size.width, size.heads),
+        dtype=jnp.dtype(size.products),
+        unroll=size.layers,
     )
 
 
@@ -85,23 +101,43 @@ def batch_of(run: Run, size: Size, corpus: data.Corpus, number: int) -> np.ndarr
     return batch.reshape(run.replicas, -1, size.length + 1)
 
 
-def gradients(gpt: model.GPT, params: Any, batch: jax.Array) -> Any:
-    """Each replica's own gradient; all arrays have a leading axis of replicas."""
+def gradients(
+    gpt: model.GPT, params: Any, batch: jax.Array, at_once: int | None = None
+) -> Any:
+    """Each replica's own gradient; all arrays have a leading axis of replicas.
+
+    Args:
+        gpt: The model.
+        params: Of each replica.
+        batch: int32 [replicas, sequences, length + 1].
+        at_once: Sequences of a replica in one backward pass; None is all of them.
+    """
+    of_batch = jax.grad(functools.partial(model.next_token_loss, gpt))
 
     def of_one(replica):
         params, batch = replica
-        return jax.grad(lambda p: model.next_token_loss(gpt, p, batch))(params)
+        if at_once is None or at_once >= len(batch):
+            return of_batch(params, batch)
+        parts = batch.reshape(-1, at_once, batch.shape[-1])
+        total, _ = jax.lax.scan(
+            lambda total, part: (optax.tree.add(total, of_batch(params, part)), None),
+            optax.tree.zeros_like(params),
+            parts,
+        )
+        return optax.tree.scale(1 / len(parts), total)
 
     return jax.lax.map(of_one, (params, batch))
 
 
-def _train_step(gpt: model.GPT, tx: optax.GradientTransformationExtraArgs) -> Callable:
+def _train_step(
+    gpt: model.GPT, tx: optax.GradientTransformationExtraArgs, size: Size
+) -> Callable:
     def update(gradient, state, params, weight):
         return tx.update(gradient, state, params, weight=weight)
 
     def step(params, state, batch, weights):
         updates, state = jax.vmap(update, axis_name=AXIS)(
-            gradients(gpt, params, batch), state, params, weights
+            gradients(gpt, params, batch, size.at_once), state, params, weights
         )
         return optax.apply_updates(params, updates), state
 

@@ -16,6 +16,8 @@ class Size:
         every: Steps between evaluations.
         data: Text or token shards, as for the example; None is the standard library,
             'prose' the docstrings of it.
+        products: dtype of the matrix products; parameters are float32.
+        at_once: Sequences of a replica in one backward pass; None is all of them.
     """
 
     layers: int
@@ -26,6 +28,8 @@ class Size:
     evaluation: int
     every: int
     data: str | None = None
+    products: str = "float32"
+    at_once: int | None = None
 
 
 # The gradient noise scale of `cpu`, tr(covariance) / |gradient|^2 in tokens, grows
@@ -40,6 +44,6 @@ SIZES = {
     "cpu-prose": Size(2, 64, 2, 64, 8192, 1024, 100, "prose"),
     "cpu-w128": Size(2, 128, 4, 64, 8192, 1024, 100),
     "cpu-w256": Size(2, 256, 8, 64, 8192, 1024, 100),
-    "30m": Size(8, 512, 8, 512, 131_072, 256, 500),
-    "160m": Size(12, 768, 6, 1024, 524_288, 256, 500),
+    "30m": Size(8, 512, 8, 512, 131_072, 256, 100, None, "bfloat16", 32),
+    "160m": Size(12, 768, 6, 1024, 524_288, 256, 100, None, "bfloat16", 16),
 }

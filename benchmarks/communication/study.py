@@ -6,7 +6,9 @@
 
 Results go to `results/cpu.jsonl` beside this file (or to another size's), a line a run;
 what is in it is not trained again, so a study that was stopped goes on with the same
-command. Plans are listed in `plans.py`; `tables.py` makes the tables and the picture.
+command. With `--limit` it keeps the runs that it is at when the time is over, and goes
+on in the middle of them. Plans are listed in `plans.py`; `tables.py` makes the tables
+and the picture.
 The plans of `gap.py`, `scaling` and `against`, stand alone: all their sizes and lengths
 go to one file, `results/scaling.jsonl`, of which `scaling.py` makes the tables.
 """
@@ -15,14 +17,18 @@ import argparse
 import concurrent.futures
 import dataclasses
 import datetime
+import hashlib
 import json
+import math
 import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pieces
 from runs import Run
 from sizes import SIZES, Size
 
@@ -55,16 +61,22 @@ def missing(runs: Sequence[Run], file: Path, size: str = "") -> list[Run]:
     return [run for key, run in wanted.items() if key not in done]
 
 
-def train(run: Run, size: Size) -> dict[str, Any]:
-    """One run, in a process of its own: JAX starts there."""
+def train(
+    run: Run, size: Size, piece: pieces.Piece | None = None
+) -> dict[str, Any] | None:
+    """One run, in a process of its own: JAX starts there. None if its piece ended."""
     import data
     import jax
     import prose
     import simulate
 
+    if piece is not None and piece.is_over():
+        return None
     corpus = prose.load() if size.data == "prose" else data.load(size.data)
-    result = simulate.simulate(run, size, corpus)
+    result = simulate.simulate(run, size, corpus, piece)
     jax.clear_caches()  # else every run's programs would stay in memory
+    if result is None:
+        return None
     date = datetime.date.today().isoformat()
     return {"run": dataclasses.asdict(run), **result, "date": date}
 
@@ -74,58 +86,94 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import gap
     import plans
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("plan", nargs="+", choices=[*plans.PLANS, *gap.PLANS])
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--size", choices=SIZES, default="cpu")
-    parser.add_argument("--steps", type=int, default=300, help="of gap.py's plans")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="directory")
-    options = parser.parse_args(arguments)
+    options, size = _options(list(plans.PLANS), list(gap.PLANS), arguments)
     options.results.mkdir(parents=True, exist_ok=True)
-    size, first = SIZES[options.size], options.plan[0]
-    together = first in gap.PLANS
-    if len(options.plan) > 1 and gap.PLANS.keys() & set(options.plan):
-        parser.error(
-            f"{' and '.join(gap.PLANS)} go to a file of their own: train alone"
-        )
+    together = options.plan[0] in gap.PLANS
     name = "scaling" if together else options.size
     file = options.results / f"{name}.jsonl"
     results = read(file)
     if together:
-        runs = gap.PLANS[first](results, options.size, options.steps)
+        runs = gap.PLANS[options.plan[0]](results, options.size, options.steps)
     else:
         runs = [run for name in options.plan for run in plans.PLANS[name](results)]
     left = missing(runs, file, options.size if together else "")
     print(f"{len(runs)} runs, {len(left)} of them to train", flush=True)
     file.write_text("".join(_whole_lines(file)))  # without a line that was cut off
-    with _workers(options.workers) as pool, file.open("a") as stream:
-        waiting = {pool.submit(train, run, size): run for run in left}
-        failed = 0
-        for future in concurrent.futures.as_completed(waiting):
-            run = waiting[future]
-            if error := future.exception():
+    ended = failed = 0
+    with file.open("a") as stream:
+        for run, result in _trained(left, size, options):
+            if isinstance(result, Exception):
                 failed += 1
-                print(f"{run.key()}: {error!r}", file=sys.stderr, flush=True)
-                continue
-            result = future.result()
-            if together:
-                result = _described(waiting[future], options.size) | result
-            stream.write(json.dumps(result) + "\n")
-            stream.flush()
-            share = 100 * result["bytes"] / result["synchronous_bytes"]
-            print(f"{result['loss']:.4f} {share:.3f}% {run.key()}", flush=True)
+                print(f"{run.key()}: {result!r}", file=sys.stderr, flush=True)
+            elif result is not None:
+                ended += 1
+                if together:
+                    result = _described(run, options.size) | result
+                stream.write(json.dumps(result) + "\n")
+                stream.flush()
+                share = 100 * result["bytes"] / result["synchronous_bytes"]
+                print(f"{result['loss']:.4f} {share:.3f}% {run.key()}", flush=True)
     if failed:
         sys.exit(f"{failed} of {len(left)} runs failed; the same command tries again")
+    if ended < len(left):
+        print(f"{len(left) - ended} runs are left; the same command goes on")
+
+
+def _options(
+    names: Sequence[str], alone: Sequence[str], arguments: Sequence[str] | None
+) -> tuple[argparse.Namespace, Size]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("plan", nargs="+", choices=[*names, *alone])
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--size", choices=SIZES, default="cpu")
+    parser.add_argument("--steps", type=int, default=300, help="of gap.py's plans")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="directory")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=math.inf,
+        help="seconds after which runs are kept and stopped, to go on another time",
+    )
+    parser.add_argument("--data", help="text or token shards; give --results too")
+    options = parser.parse_args(arguments)
+    if len(options.plan) > 1 and set(alone) & set(options.plan):
+        parser.error(f"{' and '.join(alone)} go to a file of their own: train alone")
+    size = SIZES[options.size]
+    if options.data is not None:
+        if options.results == RESULTS:
+            parser.error("--data needs a directory of its own for --results")
+        size = dataclasses.replace(size, data=options.data)
+    return options, size
+
+
+def _trained(
+    runs: Sequence[Run], size: Size, options: argparse.Namespace
+) -> Iterator[tuple[Run, dict[str, Any] | Exception | None]]:
+    """The runs as they end or stop, each with its result, its error, or None."""
+    end = time.time() + options.limit
+    folder = options.results / "unfinished"
+    with _workers(options.workers) as pool:
+        waiting = {}
+        for run in runs:
+            name = hashlib.sha256((options.size + run.key()).encode()).hexdigest()[:16]
+            piece = pieces.Piece(folder / name, end)
+            waiting[pool.submit(train, run, size, piece)] = run, piece
+        for future in concurrent.futures.as_completed(waiting):
+            run, piece = waiting[future]
+            result = future.exception() or future.result()
+            yield run, result
+            if isinstance(result, dict):
+                piece.clear()
 
 
 def _described(run: Run, size: str) -> dict[str, Any]:
     """What tells runs of several sizes in one file apart."""
-    import gap
+    import bases
 
     tokens = SIZES[size].tokens // run.replicas
-    return {"method": gap.SCALED[run.inner], "size": size, "tokens": tokens}
+    return {"method": bases.SCALED[run.inner], "size": size, "tokens": tokens}
 
 
 def _workers(number: int) -> concurrent.futures.Executor:

@@ -3,8 +3,10 @@
 import dataclasses
 import itertools
 
+import bases
 import comparisons
 import gap
+import ideas
 import jax
 import jax.numpy as jnp
 import law
@@ -18,12 +20,12 @@ from runs import Run
 
 PARAMS = {"kernel": jax.ShapeDtypeStruct((64, 64), np.float32)}
 SEVERAL = {name: PARAMS["kernel"] for name in "abcde"}  # as many as fragments
-BASE = gap.local_muon_evenly()
+BASE = bases.local_muon_evenly()
 
 
 def row(run: Run, loss: float, tokens: int = 1024, size: str = "cpu") -> dict:
     return {
-        "method": gap.SCALED[run.inner],
+        "method": bases.SCALED[run.inner],
         "size": size,
         "tokens": tokens,
         "run": dataclasses.asdict(run),
@@ -51,6 +53,9 @@ def all_plans():
     yield from gap.bits({}, "cpu", 300)
     yield from gap.shares({}, "cpu", 300)
     yield from gap.pairs({}, "cpu-prose", 300)
+    yield from gap.pairs({}, "cpu-w128", 300)
+    yield from gap.signals({}, "cpu-32k", 300)
+    yield from gap.large({}, "30m", 1200)
 
 
 @pytest.mark.parametrize("run", dict.fromkeys(all_plans()), ids=Run.key)
@@ -146,6 +151,13 @@ def test_an_outer_step_that_changes():
     np.testing.assert_allclose(steps, [-1.4, -0.75 * 1.24, -0.5], rtol=1e-6)
 
 
+def test_large_runs_spend_a_tenth_too():
+    runs = gap.large({}, "30m", 1200)
+    assert len(set(runs)) == len(runs) == 13
+    triggers = {run.trigger for run in runs}
+    assert {"evenly 0.001", "budget 0.001 1 1"} < triggers
+
+
 def test_longer_runs_take_what_won_in_short_ones():
     short = gap.scaling({}, "cpu", 300)
     with pytest.raises(ValueError, match="train 'scaling --size cpu --steps 300'"):
@@ -161,11 +173,11 @@ def test_longer_runs_take_what_won_in_short_ones():
 
 def test_the_ideas_are_tried_at_the_cheapest_setting_alone():
     cheap = gap.against({}, "cpu", 300)
-    assert {run for pair in gap.tried().values() for run in pair} < set(cheap)
+    assert {run for pair in ideas.tried().values() for run in pair} < set(cheap)
     assert set(gap.parts()) < set(cheap)
     longer = gap.against({}, "cpu-32k", 1200)
-    won = gap.rising_muon().but(learning_rate=0.113)  # at 300 steps
-    runs = (gap.rising(), gap.rising_muon(), gap.rising_curvadion())
+    won = bases.rising_muon().but(learning_rate=0.113)  # at 300 steps
+    runs = (bases.rising(), bases.rising_muon(), bases.rising_curvadion())
     by_seed = [run.but(seed=seed) for run in runs for seed in gap.SEEDS]
     assert longer == [run.but(steps=1200) for run in (*by_seed, won)]
 
@@ -193,7 +205,7 @@ def test_the_law_is_found_again():
 
 
 def test_gaps_are_to_muon_as_tuned_with_the_same_seed():
-    local, muon = BASE.but(steps=1200), gap.muon().but(steps=1200)
+    local, muon = BASE.but(steps=1200), bases.muon().but(steps=1200)
     rows = [
         row(muon, 1.0),
         row(muon.but(seed=1), 2.0),
@@ -203,7 +215,7 @@ def test_gaps_are_to_muon_as_tuned_with_the_same_seed():
         row(local.but(seed=2), 9.0),
         row(local.but(momentum=0.9), 9.0),
     ]
-    found = law.points(BASE, gap.muon(), by_key(rows))
+    found = law.points(BASE, bases.muon(), by_key(rows))
     assert list(found) == [setting(1024, 1200)]
     np.testing.assert_allclose(found[setting(1024, 1200)], [2.0, 4.0])
     text = scaling.document(by_key(rows))
@@ -211,14 +223,14 @@ def test_gaps_are_to_muon_as_tuned_with_the_same_seed():
 
 
 def test_shares_of_a_batch_are_compared_with_the_whole_of_it():
-    local = gap.rising()
+    local = bases.rising()
     rows = [
-        row(gap.rising_muon(), 1.0),
+        row(bases.rising_muon(), 1.0),
         row(local, 1.02),
         row(local.but(replicas=2), 1.01, tokens=4096),
         row(local, 9.0, size="cpu-prose"),
     ]
-    found = law.points(local, gap.rising_muon(), by_key(rows))
+    found = law.points(local, bases.rising_muon(), by_key(rows))
     assert list(found) == [setting(4096, 300, 2), setting(1024, 300)]
     np.testing.assert_allclose(list(found.values()), [[1.0], [2.0]])
     text = scaling.document(by_key(rows))
@@ -227,7 +239,7 @@ def test_shares_of_a_batch_are_compared_with_the_whole_of_it():
 
 
 def test_an_idea_is_compared_on_the_seeds_that_both_have():
-    run, base = gap.tried()["momentum from 0.8 to 0.95"]
+    run, base = ideas.tried()["momentum from 0.8 to 0.95"]
     losses = {run: 1.9, run.but(seed=3): 2.1, base: 2.0, base.but(seed=3): 2.0}
     rows = [row(each, loss) for each, loss in losses.items()]
     rows += [row(base.but(seed=1), 9.0), row(run.but(steps=1200), 9.0)]
@@ -238,7 +250,7 @@ def test_an_idea_is_compared_on_the_seeds_that_both_have():
 
 
 def test_bits_are_compared_on_the_seeds_that_both_have():
-    two = gap.rising().but(steps=1200)
+    two = bases.rising().but(steps=1200)
     four = two.but(compressor="int 4")
     losses = {two: 2.0, two.but(seed=2): 2.0, four: 2.1, four.but(seed=2): 1.9}
     losses |= {four.but(seed=1): 9.0, two.but(steps=300): 9.0}
@@ -250,7 +262,7 @@ def test_bits_are_compared_on_the_seeds_that_both_have():
 
 
 def test_delays_are_compared_with_syncs_at_once():
-    at_once = gap.rising()
+    at_once = bases.rising()
     losses = {
         at_once: 2.0,
         at_once.but(delay=2): 2.1,

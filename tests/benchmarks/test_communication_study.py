@@ -3,11 +3,14 @@
 import dataclasses
 import json
 
+import chex
 import data
 import jax
 import numpy as np
+import pieces
 import plans
 import pytest
+import simulate as simulation
 import study
 import tables
 from optimizers import optimizer
@@ -74,6 +77,43 @@ def test_a_simulated_run(corpus):
 
 
 @pytest.mark.slow
+def test_products_in_bfloat16(corpus):
+    wide = SIZES["test"]
+    narrow = dataclasses.replace(wide, products="bfloat16", at_once=2)
+    one, other = (simulate(QUICK, size, corpus)["loss"] for size in (wide, narrow))
+    assert one != other == pytest.approx(one, rel=1e-2)  # 8 bits of a mantissa
+
+
+@pytest.mark.slow
+def test_a_run_in_pieces_is_the_same_run(corpus, tmp_path):
+    answers = iter([False, True] * 3)
+
+    class OneStep(pieces.Piece):
+        def is_over(self):
+            return next(answers)
+
+    *kept, last = (
+        simulate(QUICK, SIZES["test"], corpus, OneStep(tmp_path, 0.0)) for _ in range(3)
+    )
+    assert kept == [None, None]
+    whole = simulate(QUICK, SIZES["test"], corpus)
+    assert last | {"cpu_seconds": 0} == whole | {"cpu_seconds": 0}
+
+
+def test_gradients_of_a_part_at_once_are_those_of_all(corpus):
+    size = SIZES["test"]
+    gpt = simulation.transformer(size, corpus)
+    params = simulation.on_replicas(simulation.parameters(gpt, QUICK, size), 2)
+    batch = simulation.batch_of(QUICK, size, corpus, 1)
+    whole, parts = (
+        jax.jit(lambda p, b, n=n: simulation.gradients(gpt, p, b, n))(params, batch)
+        for n in (None, 2)
+    )
+    # Sums of 8 sequences in another order.
+    chex.assert_trees_all_close(parts, whole, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.slow
 def test_the_budget_pays_for_the_last_sync(corpus):
     # A sync sends what an all-reduce of the gradients does; the last step takes one.
     found = simulate(QUICK.but(trigger="evenly 0.45", steps=8), SIZES["test"], corpus)
@@ -117,6 +157,25 @@ def test_a_study_writes_and_resumes(tmp_path, monkeypatch, capsys):
     rows = [json.loads(line) for line in written.splitlines()]
     again = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["loss"] for row in rows] == [row["loss"] for row in again]
+
+
+@pytest.mark.slow
+def test_a_study_stops_in_time_and_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(plans.PLANS, "rates", lambda results: [QUICK])
+    arguments = ["rates", "--size", "test", "--results", str(tmp_path)]
+    study.main([*arguments, "--workers", "1", "--limit", "0"])
+    assert "1 runs are left; the same command goes on" in capsys.readouterr().out
+    assert (tmp_path / "test.jsonl").read_text() == ""
+    study.main([*arguments, "--workers", "1"])
+    assert "1 runs, 1 of them to train" in capsys.readouterr().out
+    assert list(study.read(tmp_path / "test.jsonl")) == [QUICK.key()]
+    assert not list((tmp_path / "unfinished").glob("*"))
+
+
+def test_other_data_do_not_go_among_the_results(capsys):
+    with pytest.raises(SystemExit):
+        study.main(["rates", "--data", "shards"])
+    assert "--data needs a directory of its own" in capsys.readouterr().err
 
 
 def tuned_results() -> dict:
