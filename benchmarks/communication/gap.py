@@ -28,6 +28,8 @@ FEWER_DELAYS = (0, 1, 5)  # with more tokens
 # Number and delay: a sync of one comes about every 7 / number steps.
 FRAGMENTS = ((2, 0), (2, 1), (2, 3), (3, 0), (3, 2))
 TURNS = (3, 5)  # numbers of fragments that are compared by seeds
+# The rate at the end over its peak, and the age of the averaged weights over the run.
+AVERAGES = ((0.2, 0.07), (0.5, 0.1), (1.0, 0.1))
 SIGNALS = ("budget", "turn", "moved")
 SHORT_SEEDS = (*SEEDS, 3, 4)  # of the cheapest setting
 
@@ -200,6 +202,17 @@ def signals(results: plans.Results, size: str, steps: int) -> list[Run]:
     return [run.but(seed=seed) for seed in SEEDS for run in runs]
 
 
+def averages(results: plans.Results, size: str, steps: int) -> list[Run]:
+    """Averages of the weights in place of a rate that falls far, on both sides."""
+    del results, size
+    runs = [
+        run.but(steps=steps, final=final, weight_average=age)
+        for final, age in AVERAGES
+        for run in (rising(), rising_muon())
+    ]
+    return [run.but(seed=seed) for seed in SEEDS for run in runs]
+
+
 def delays(results: plans.Results, size: str, steps: int) -> list[Run]:
     """What hiding syncs behind local steps costs, beside those that end at once."""
     del results
@@ -242,6 +255,6 @@ PLANS: dict[str, Callable[[plans.Results, str, int], list[Run]]] = {
     plan.__name__: plan
     for plan in (
         *(against, scaling, memory, delays, fragments, limits),
-        *(tuning, bits, pairs, shares, signals, large),
+        *(tuning, bits, pairs, shares, signals, averages, large),
     )
 }

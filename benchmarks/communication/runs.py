@@ -50,6 +50,8 @@ class Run:
         fragments: Parts of the parameters that come together in turn, one at a sync.
         averaged: 'matrices' or 'others', to see what their local steps lose: their
             gradients are averaged on every step, exactly, and no bytes counted.
+        weight_average: Age of the weights in an exponential average over the steps, as
+            a share of the run; the last loss is that of it. 0.0 averages nothing.
     """
 
     inner: str
@@ -71,6 +73,7 @@ class Run:
     delay: int = 0
     fragments: int = 1
     averaged: str = "none"
+    weight_average: float = 0.0
 
     def key(self) -> str:
         """The run as canonical JSON; equal for equal runs.

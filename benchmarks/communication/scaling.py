@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import alternatives
 import bases
 import comparisons
 import gap
@@ -55,8 +56,9 @@ def document(results: plans.Results) -> str:
             [
                 *(*head, law.text(results), comparisons.pairs(results)),
                 *(comparisons.parts(results), comparisons.every_step(results)),
-                *(comparisons.bits(results), comparisons.signals(results)),
-                *(comparisons.delays(results), comparisons.ideas(results), *tables_),
+                *(alternatives.bits(results), alternatives.signals(results)),
+                *(alternatives.averages(results), alternatives.delays(results)),
+                *(comparisons.ideas(results), *tables_),
             ]
         )
         + "\n"
@@ -193,6 +195,7 @@ def _line(rows: Sequence[Row], references: Sequence[dict[int, float]]) -> list[s
 def _else(run: Run) -> str:
     base = bases.local_muon_evenly()
     names = ("final", "other_rate", "sent_momentum", "delay", "fragments", "averaged")
+    names += ("weight_average",)
     return ", ".join(
         f"{name.replace('_', ' ')} {getattr(run, name)}"
         for name in names

@@ -37,9 +37,10 @@ def simulate(
     gpt = transformer(size, corpus)
     params = parameters(gpt, run, size)
     tx = optimizer(run, params)
-    step = _train_step(gpt, tx, size)
+    step = _train_step(gpt, tx, size, _averaged(run))
     evaluate = evaluation(gpt, size, corpus)
-    training = on_replicas((params, tx.init(params)), run.replicas)
+    start = (params, tx.init(params), _averaged(run).init(params))
+    training = on_replicas(start, run.replicas)
     progress = pieces.Progress()
     if piece is not None:
         training, progress = piece.begin(training)
@@ -56,7 +57,10 @@ def simulate(
         training = step(*training, batch, np.float32(there >= run.dropped))
         if number % size.every == 0 or number == run.steps:
             progress.curve[number] = evaluate(training[0])
-    params, state = training
+    params, state, average = training
+    if run.weight_average:
+        weight = 1 - _decay(run) ** run.steps  # of all steps together, from zeros
+        progress.curve[run.steps] = evaluate(optax.tree.scale(1 / weight, average.ema))
     sent = cd.metrics.read(state)
     return {
         "loss": progress.curve[run.steps],
@@ -129,19 +133,33 @@ def gradients(
     return jax.lax.map(of_one, (params, batch))
 
 
+def _averaged(run: Run) -> optax.GradientTransformation:
+    """Keeps an average of the weights over the steps, each replica its own."""
+    return optax.ema(_decay(run)) if run.weight_average else optax.identity()
+
+
+def _decay(run: Run) -> float:
+    return 1 - 1 / (run.weight_average * run.steps)
+
+
 def _train_step(
-    gpt: model.GPT, tx: optax.GradientTransformationExtraArgs, size: Size
+    gpt: model.GPT,
+    tx: optax.GradientTransformationExtraArgs,
+    size: Size,
+    averaged: optax.GradientTransformation,
 ) -> Callable:
     def update(gradient, state, params, weight):
         return tx.update(gradient, state, params, weight=weight)
 
-    def step(params, state, batch, weights):
+    def step(params, state, average, batch, weights):
         updates, state = jax.vmap(update, axis_name=AXIS)(
             gradients(gpt, params, batch, size.at_once), state, params, weights
         )
-        return optax.apply_updates(params, updates), state
+        params = optax.apply_updates(params, updates)
+        _, average = jax.vmap(averaged.update)(params, average)
+        return params, state, average
 
-    return jax.jit(step, donate_argnums=(0, 1))
+    return jax.jit(step, donate_argnums=(0, 1, 2))
 
 
 def evaluation(gpt: model.GPT, size: Size, corpus: data.Corpus) -> Callable:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import alternatives
 import bases
 import comparisons
 import gap
@@ -55,6 +56,7 @@ def all_plans():
     yield from gap.pairs({}, "cpu-prose", 300)
     yield from gap.pairs({}, "cpu-w128", 300)
     yield from gap.signals({}, "cpu-32k", 300)
+    yield from gap.averages({}, "cpu", 300)
     yield from gap.large({}, "30m", 1200)
 
 
@@ -254,11 +256,36 @@ def test_bits_are_compared_on_the_seeds_that_both_have():
     four = two.but(compressor="int 4")
     losses = {two: 2.0, two.but(seed=2): 2.0, four: 2.1, four.but(seed=2): 1.9}
     losses |= {four.but(seed=1): 9.0, two.but(steps=300): 9.0}
-    text = comparisons.bits(by_key(row(each, loss) for each, loss in losses.items()))
+    text = alternatives.bits(by_key(row(each, loss) for each, loss in losses.items()))
     assert text.splitlines()[-1] == (
         "| 1,024 | 1,200 | 3 | 2.0000, 2.0000 | 3 | 2.1000, 1.9000 | 0.00 ± 7.07% |"
     )
     assert len(text.splitlines()) == 7
+
+
+def test_signals_are_compared_with_even_spacing():
+    even = bases.rising()
+    turned = even.but(trigger="turn 0.01 1 1")
+    losses = {even: 2.0, turned: 2.1, turned.but(seed=1): 9.0}
+    losses |= {even.but(trigger="budget 0.01 1 1", seed=1): 9.0}
+    text = alternatives.signals(by_key(row(x, loss) for x, loss in losses.items()))
+    assert text.splitlines()[-2:] == [
+        "|---|---|---|---|---|---|---|",
+        "| 1,024 | 300 | turn of the momentum | 3 | 1.00% | 2.1000 | 5.00% |",
+    ]
+
+
+def test_averaged_weights_are_compared_on_both_sides():
+    local, muon = bases.rising(), bases.rising_muon()
+    change = {"final": 0.5, "weight_average": 0.1}
+    losses = {local: 2.0, muon: 1.6, local.but(**change): 1.8, muon.but(**change): 1.2}
+    losses |= {local.but(**change, seed=1): 9.0}
+    text = alternatives.averages(by_key(row(x, loss) for x, loss in losses.items()))
+    assert text.splitlines()[-2:] == [
+        "|---|---|---|---|---|---|---|---|---|---|",
+        "| 1,024 | 300 | 0.5 | 0.1 | 1.8000 | 1.2000 | -10.00% | -25.00% | 50.00% "
+        "| 25.00% |",
+    ]
 
 
 def test_delays_are_compared_with_syncs_at_once():
@@ -269,7 +296,7 @@ def test_delays_are_compared_with_syncs_at_once():
         at_once.but(delay=2, seed=1): 9.0,
         at_once.but(delay=1, fragments=2): 1.9,
     }
-    text = comparisons.delays(by_key(row(each, loss) for each, loss in losses.items()))
+    text = alternatives.delays(by_key(row(each, loss) for each, loss in losses.items()))
     assert text.splitlines()[-2:] == [
         "| 1,024 | 300 | 1 | 2 | 3 | 1.00% | 0: 2.1000 | 5.00% |",
         "| 1,024 | 300 | 2 | 1 | 3 | 1.00% | 0: 1.9000 | -5.00% |",

@@ -85,6 +85,25 @@ def test_products_in_bfloat16(corpus):
 
 
 @pytest.mark.slow
+def test_the_last_loss_is_of_the_average(corpus):
+    size = SIZES["test"]
+    run = QUICK.but(steps=4)
+    plain, none, two = (
+        simulate(run.but(weight_average=age), size, corpus) for age in (0, 1 / 4, 1 / 2)
+    )
+    assert none["curve"] == plain["curve"]  # the average of one step
+    assert two["curve"][2] == plain["curve"][2]
+    assert two["curve"][4] != plain["curve"][4]
+    # What does not move is its own average: it starts at zeros, and is divided by what
+    # all steps count. A rounding of float32.
+    still = run.but(learning_rate=0.0)
+    one, same = (
+        simulate(still.but(weight_average=age), size, corpus)["loss"] for age in (0, 2)
+    )
+    assert one == pytest.approx(same, rel=1e-6)
+
+
+@pytest.mark.slow
 def test_a_run_in_pieces_is_the_same_run(corpus, tmp_path):
     answers = iter([False, True] * 3)
 

@@ -1,0 +1,156 @@
+"""Other settings at equal bytes, by seeds: tables for `scaling.py`."""
+
+import itertools
+from collections.abc import Sequence
+
+import bases
+import gap
+import plans
+import tables
+from comparisons import SETTINGS, by_seed
+
+_LONGER = (SETTINGS[0], ("cpu", 1024, 1200), *SETTINGS[1:])
+_BOTH = (bases.rising(), bases.rising_muon())
+_NAMES = {
+    "budget": "relative momentum change",
+    "turn": "turn of the momentum",
+    "moved": "relative drift",
+}
+
+
+def bits(results: plans.Results) -> str:
+    """2 bits often, or 4 bits seldom, by seeds."""
+    cells = []
+    for size, tokens, steps in _LONGER:
+        two, four = (
+            by_seed(results, size, run.but(steps=steps))
+            for run in (bases.rising(), bases.rising().but(compressor="int 4"))
+        )
+        if both := sorted(two.keys() & four.keys()):
+            changes = [100 * (four[i]["loss"] / two[i]["loss"] - 1) for i in both]
+            of_form = (
+                (
+                    str(of[both[0]]["syncs"]),
+                    ", ".join(f"{of[i]['loss']:.4f}" for i in both),
+                )
+                for of in (two, four)
+            )
+            cells.append(
+                [
+                    *(f"{tokens:,}", f"{steps:,}", *itertools.chain(*of_form)),
+                    tables.spread(changes) + "%",
+                ]
+            )
+    header = ["tokens", "steps", "syncs", "loss, 2 bits", "syncs", "loss, 4 bits"]
+    return (
+        "## Bits\n\n`local_muon` with a rising momentum at 1% of the bytes, seeds 0, 1 "
+        "and 2 as far as both were run.\n\n"
+        + tables.markdown([*header, "4 bits above 2"], cells)
+    )
+
+
+def signals(results: plans.Results) -> str:
+    """What spending the same bytes by a signal changes, against even spacing."""
+    cells = []
+    for size, tokens, steps in (*_LONGER, ("cpu-128k", 16_384, 300)):
+        even = by_seed(results, size, bases.rising().but(steps=steps))
+        for name in gap.SIGNALS:
+            run = bases.rising().but(steps=steps, trigger=f"{name} {plans.BUDGET} 1 1")
+            found = by_seed(results, size, run)
+            if both := sorted(found.keys() & even.keys()):
+                losses = [found[seed]["loss"] for seed in both]
+                row = found[both[0]]
+                cells.append(
+                    [
+                        *(f"{tokens:,}", f"{steps:,}", _NAMES[name], str(row["syncs"])),
+                        f"{tables.share(row):.2f}%",
+                        ", ".join(f"{loss:.4f}" for loss in losses),
+                        _above(losses, [even[seed]["loss"] for seed in both]),
+                    ]
+                )
+    header = ["tokens", "steps", "signal", "syncs", "bytes", "loss by seed"]
+    return (
+        "## When to sync\n\n`local_muon` with a rising momentum; `budget` spends 1% of "
+        "the bytes where a signal is large, at most 1 sync ahead of what is paid for "
+        "and 1 behind. Turn: largest 1 - cos of the momentum and that after the last "
+        "sync. Seeds 0, 1 and 2 as far as both were run.\n\n"
+        + tables.markdown([*header, "above even spacing"], cells)
+    )
+
+
+def averages(results: plans.Results) -> str:
+    """What averaged weights change on both sides, and what becomes of the gap."""
+    cells = []
+    for (size, tokens, steps), (final, age) in itertools.product(_LONGER, gap.AVERAGES):
+        plain, averaged = (
+            [by_seed(results, size, run.but(**change)) for run in _BOTH]
+            for change in (
+                {"steps": steps},
+                {"steps": steps, "final": final, "weight_average": age},
+            )
+        )
+        seeds = set.intersection(*(set(found) for found in (*plain, *averaged)))
+        if not seeds:
+            continue
+        with_, without = (
+            [[found[seed]["loss"] for seed in sorted(seeds)] for found in each]
+            for each in (averaged, plain)
+        )
+        cells.append(
+            [
+                *(f"{tokens:,}", f"{steps:,}", f"{final}", f"{age}"),
+                *(", ".join(f"{loss:.4f}" for loss in losses) for losses in with_),
+                *map(_above, with_, without),
+                *(_above(*with_), _above(*without)),
+            ]
+        )
+    header = ["tokens", "steps", "rate at the end", "age", "`local_muon`", "Muon"]
+    header += ["change of `local_muon`", "of Muon", "gap", "gap without"]
+    return (
+        "## Averaged weights\n\nThe loss of an exponential average of the weights over "
+        "the steps, whose age is a share of the run, and of the replicas' mean. The "
+        "rate ends at a share of its peak (else 0.05). Both sides have a rising "
+        "momentum, `local_muon` 1% of the bytes; by seed. The mean of the averages at "
+        "the end, one all-reduce, is not counted.\n\n" + tables.markdown(header, cells)
+    )
+
+
+def delays(results: plans.Results) -> str:
+    """What it costs that syncs end some steps after they have begun."""
+    cells = []
+    whole = [(1, delay) for delay in gap.DELAYS if delay]
+    in_turn = [(number, 0) for number in gap.TURNS]
+    late = dict.fromkeys([*whole, *gap.FRAGMENTS, *in_turn])
+    for (size, tokens, steps), (fragments, delay) in itertools.product(SETTINGS, late):
+        changes = {"fragments": fragments, "delay": delay}
+        found = {
+            seed: (results[key], results[size + at_once.key()]["loss"])
+            for seed in gap.SHORT_SEEDS
+            for at_once in [bases.rising().but(seed=seed, steps=steps)]
+            if (key := size + at_once.but(**changes).key()) in results
+            and size + at_once.key() in results
+        }
+        if found:
+            row = found[min(found)][0]
+            losses = (f"{seed}: {x['loss']:.4f}" for seed, (x, _) in found.items())
+            change = (f"{100 * (x['loss'] / y - 1):.2f}%" for x, y in found.values())
+            cells.append(
+                [
+                    *(f"{tokens:,}", f"{steps:,}", str(fragments), str(delay)),
+                    *(str(row["syncs"]), f"{tables.share(row):.2f}%"),
+                    *(", ".join(losses), ", ".join(change)),
+                ]
+            )
+    header = ["tokens", "steps", "fragments", "delay", "syncs", "bytes"]
+    header += ["loss by seed", "above syncs at once"]
+    return (
+        "## Syncs that end later\n\n`reconcile(delay=k, fragments=n)`, else "
+        "`local_muon` with a rising momentum, a sync about every 7 steps, of n "
+        "fragments n times as often. One that is due while another is under way is "
+        "dropped: of a delay of 10 one every 10.\n\n" + tables.markdown(header, cells)
+    )
+
+
+def _above(losses: Sequence[float], references: Sequence[float]) -> str:
+    pairs_ = zip(losses, references, strict=True)
+    return tables.spread([100 * (x / y - 1) for x, y in pairs_]) + "%"
