@@ -1,13 +1,13 @@
 """Other settings at equal bytes, by seeds: tables for `scaling.py`."""
 
 import itertools
-from collections.abc import Sequence
+import statistics
 
 import bases
 import gap
 import plans
 import tables
-from comparisons import SETTINGS, by_seed
+from comparisons import SETTINGS, by_seed, losses
 
 _LONGER = (SETTINGS[0], ("cpu", 1024, 1200), *SETTINGS[1:])
 _BOTH = (bases.rising(), bases.rising_muon())
@@ -53,19 +53,19 @@ def signals(results: plans.Results) -> str:
     """What spending the same bytes by a signal changes, against even spacing."""
     cells = []
     for size, tokens, steps in (*_LONGER, ("cpu-128k", 16_384, 300)):
-        even = by_seed(results, size, bases.rising().but(steps=steps))
+        even = losses(results, size, bases.rising().but(steps=steps))
         for name in gap.SIGNALS:
             run = bases.rising().but(steps=steps, trigger=f"{name} {plans.BUDGET} 1 1")
-            found = by_seed(results, size, run)
-            if both := sorted(found.keys() & even.keys()):
-                losses = [found[seed]["loss"] for seed in both]
-                row = found[both[0]]
+            rows = by_seed(results, size, run).values()
+            rows = [row for row in rows if row["run"]["seed"] in even]
+            if above := tables.above(losses(results, size, run), even):
                 cells.append(
                     [
-                        *(f"{tokens:,}", f"{steps:,}", _NAMES[name], str(row["syncs"])),
-                        f"{tables.share(row):.2f}%",
-                        ", ".join(f"{loss:.4f}" for loss in losses),
-                        _above(losses, [even[seed]["loss"] for seed in both]),
+                        *(f"{tokens:,}", f"{steps:,}", _NAMES[name]),
+                        f"{statistics.fmean(row['syncs'] for row in rows):.0f}",
+                        f"{statistics.fmean(map(tables.share, rows)):.2f}%",
+                        ", ".join(f"{row['loss']:.4f}" for row in rows),
+                        tables.percent(above),
                     ]
                 )
     header = ["tokens", "steps", "signal", "syncs", "bytes", "loss by seed"]
@@ -83,27 +83,22 @@ def averages(results: plans.Results) -> str:
     cells = []
     for (size, tokens, steps), (final, age) in itertools.product(_LONGER, gap.AVERAGES):
         plain, averaged = (
-            [by_seed(results, size, run.but(**change)) for run in _BOTH]
-            for change in (
-                {"steps": steps},
-                {"steps": steps, "final": final, "weight_average": age},
+            [losses(results, size, run.but(steps=steps, **change)) for run in _BOTH]
+            for change in ({}, {"final": final, "weight_average": age})
+        )
+        changes = map(tables.above, averaged, plain)
+        if gap_ := tables.above(*averaged):
+            seeds = sorted(averaged[0].keys() & averaged[1].keys())
+            cells.append(
+                [
+                    *(f"{tokens:,}", f"{steps:,}", f"{final}", f"{age}"),
+                    *(", ".join(f"{x[seed]:.4f}" for seed in seeds) for x in averaged),
+                    *map(tables.percent, (*changes, gap_)),
+                    tables.percent(
+                        tables.above({x: plain[0][x] for x in seeds}, plain[1])
+                    ),
+                ]
             )
-        )
-        seeds = set.intersection(*(set(found) for found in (*plain, *averaged)))
-        if not seeds:
-            continue
-        with_, without = (
-            [[found[seed]["loss"] for seed in sorted(seeds)] for found in each]
-            for each in (averaged, plain)
-        )
-        cells.append(
-            [
-                *(f"{tokens:,}", f"{steps:,}", f"{final}", f"{age}"),
-                *(", ".join(f"{loss:.4f}" for loss in losses) for losses in with_),
-                *map(_above, with_, without),
-                *(_above(*with_), _above(*without)),
-            ]
-        )
     header = ["tokens", "steps", "rate at the end", "age", "`local_muon`", "Muon"]
     header += ["change of `local_muon`", "of Muon", "gap", "gap without"]
     return (
@@ -149,8 +144,3 @@ def delays(results: plans.Results) -> str:
         "fragments n times as often. One that is due while another is under way is "
         "dropped: of a delay of 10 one every 10.\n\n" + tables.markdown(header, cells)
     )
-
-
-def _above(losses: Sequence[float], references: Sequence[float]) -> str:
-    pairs_ = zip(losses, references, strict=True)
-    return tables.spread([100 * (x / y - 1) for x, y in pairs_]) + "%"

@@ -21,20 +21,15 @@ def pairs(results: plans.Results) -> str:
     cells = []
     for size, rate in itertools.product(_TEXTS, (0.057, 0.08, 0.113)):
         local, muon = (
-            {
-                seed: row["loss"]
-                for seed, row in by_seed(
-                    results, size, run.but(learning_rate=rate)
-                ).items()
-            }
+            losses(results, size, run.but(learning_rate=rate))
             for run in (bases.rising(), bases.rising_muon())
         )
-        if both := sorted(local.keys() & muon.keys()):
-            losses = [", ".join(f"{x[i]:.4f}" for i in both) for x in (local, muon)]
-            above = [100 * (local[seed] / muon[seed] - 1) for seed in both]
+        if above := tables.above(local, muon):
+            both = sorted(local.keys() & muon.keys())
+            by_side = [", ".join(f"{x[i]:.4f}" for i in both) for x in (local, muon)]
             text = SIZES[size].data or "source code"
             at = [text, f"{SIZES[size].width}", f"{rate}"]
-            cells.append([*at, *losses, tables.spread(above) + "%"])
+            cells.append([*at, *by_side, tables.percent(above)])
     header = ["text", "width", "rate", "`local_muon`", "synchronous Muon", "above"]
     return (
         "## Another text, and wider models\n\nA rising momentum on both sides, 1,024 "
@@ -113,18 +108,20 @@ def by_seed(results: plans.Results, size: str, run: Run) -> dict[int, Row]:
     return {seed: results[key] for seed, key in keys.items() if key in results}
 
 
+def losses(results: plans.Results, size: str, run: Run) -> dict[int, float]:
+    """The losses of a run by seed."""
+    return {seed: row["loss"] for seed, row in by_seed(results, size, run).items()}
+
+
 def ideas(results: plans.Results) -> str:
     """What was tried at the cheapest setting, by its change on the seeds of both."""
     rows = []
     for label, (run, base) in tried().items():
-        losses, bases = (
-            {x: row["loss"] for x, row in by_seed(results, "cpu", each).items()}
-            for each in (run, base)
-        )
-        if both := sorted(losses.keys() & bases.keys()):
-            change = [100 * (losses[seed] / bases[seed] - 1) for seed in both]
+        with_, without = (losses(results, "cpu", each) for each in (run, base))
+        if change := tables.above(with_, without):
+            both = with_.keys() & without.keys()
             means = [
-                statistics.fmean(x[seed] for seed in both) for x in (losses, bases)
+                statistics.fmean(x[seed] for seed in both) for x in (with_, without)
             ]
             cells = [f"{mean:.4f}" for mean in means]
             rows.append((statistics.fmean(change), label, *cells, change))
@@ -132,7 +129,7 @@ def ideas(results: plans.Results) -> str:
     table = tables.markdown(
         ["idea", "loss with", "loss without", "change", "seeds"],
         [
-            [*cells, tables.spread(change) + "%", str(len(change))]
+            [*cells, tables.percent(change), str(len(change))]
             for _, *cells, change in rows
         ],
     )

@@ -106,7 +106,13 @@ def _inner(
     name, numbers = words(run.inner)
     if name in ("dion", "curvadion"):
         return _with_momentum(
-            run, lambda momentum: cd.dion(rate, *numbers, momentum=momentum)
+            run,
+            lambda momentum: cd.dion(
+                rate,
+                *numbers,
+                momentum=momentum,
+                adam_learning_rate=lambda count: run.other_rate * rate(count),
+            ),
         )
     if name == "muon":
         numbers = cd.default_dimension_numbers(params)

@@ -49,7 +49,9 @@ class Piece:
         return time.time() >= self.end
 
     def keep(self, training: Any, progress: Progress) -> None:
-        """Writes the run to disk, in place of what was there."""
+        """Writes the run to disk, in place of what was there of an earlier step."""
+        if cd.checkpoint.latest_step(self.folder) == progress.step:
+            return
         extra = dataclasses.asdict(progress)
         cd.checkpoint.save(self.folder, progress.step, training, keep=1, extra=extra)
 

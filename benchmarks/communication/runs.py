@@ -20,7 +20,7 @@ class Run:
             training, the last sync among them), 'budget SHARE' (the same share, spent
             where the relative momentum change is large), 'budget SHARE AHEAD BEHIND'
             (with these bounds), 'turn SHARE AHEAD BEHIND' and 'moved SHARE AHEAD
-            BEHIND' (the same, where the momentum has turned since the last sync, and
+            BEHIND' (the same, where Muon's momentum has turned since the last sync, and
             where the relative drift is large), 'drift THRESHOLD', 'rmmc THRESHOLD',
             'quadratic ALPHA' (syncs as frequent as the learning rate is high),
             'weighted SHARE POWER' (the same share, spent as the learning rate to this

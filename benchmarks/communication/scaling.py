@@ -40,15 +40,17 @@ def document(results: plans.Results) -> str:
         for at, of_setting in itertools.groupby(rows, law.setting)
     ]
     dates = sorted({row["date"] for row in rows})
+    devices = ", ".join(sorted({row.get("device", "2 CPU cores") for row in rows}))
     head = [
         "# Longer runs and larger batches",
         "Losses in nats a byte, lower is better, of the mean of the replicas after the "
-        "last step. The columns 'above' compare equal seeds; 'rising' is a momentum "
-        "from 0.8 to 0.95. ± is the standard deviation over seeds. 'budget 0.01 1 1' "
-        "spends 1% of the bytes where the relative momentum change is large, at most 1 "
-        "sync ahead of what is paid for and 1 behind; other words as `runs.py` "
-        "explains them. What is not said under 'else' is as in even `local_muon`.",
-        f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}, 2 CPU cores, with",
+        "last step, or of their averages over the steps where 'else' has a weight "
+        "average. The columns 'above' compare equal seeds; 'rising' is a momentum from "
+        "0.8 to 0.95. ± is the standard deviation over seeds. 'budget 0.01 1 1' spends "
+        "1% of the bytes where the relative momentum change is large, at most 1 sync "
+        "ahead of what is paid for and 1 behind; other words as `runs.py` explains "
+        "them. What is not said under 'else' is as in even `local_muon`.",
+        f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}, {devices}, with",
         "\n".join([*_commands(rows), "    python benchmarks/communication/scaling.py"]),
     ]
     return (
@@ -187,7 +189,7 @@ def _line(rows: Sequence[Row], references: Sequence[dict[int, float]]) -> list[s
         f"{statistics.fmean(map(tables.share, rows)):.2f}%",
         f"{statistics.fmean(row['syncs'] for row in rows):.0f}",
         mean,
-        *(_above(by_seed, reference) for reference in references),
+        *(tables.percent(tables.above(by_seed, reference)) for reference in references),
         ", ".join(f"{seed}: {loss:.4f}" for seed, loss in by_seed.items()),
     ]
 
@@ -201,15 +203,6 @@ def _else(run: Run) -> str:
         for name in names
         if getattr(run, name) != getattr(base, name)
     )
-
-
-def _above(losses: dict[int, float], reference: dict[int, float]) -> str:
-    found = [
-        100 * (loss / reference[seed] - 1)
-        for seed, loss in losses.items()
-        if seed in reference
-    ]
-    return tables.spread(found) + "%" if found else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -30,16 +30,18 @@ def simulate(
 ) -> dict[str, Any] | None:
     """Trains, and returns what there is to say about it, ready for JSON.
 
-    `loss` is that of the mean of the replicas after the last step, in nats a token;
+    `loss` is that of the mean of the replicas after the last step, in nats a token, or
+    of their averages over the steps where the run keeps them, and `curve` always of
+    the mean of the replicas after a step;
     `bytes` and `synchronous_bytes` are those of `curvadion_jax.metrics.read`. None if
     the piece of the run that is to be trained ended before the run did.
     """
     gpt = transformer(size, corpus)
     params = parameters(gpt, run, size)
     tx = optimizer(run, params)
-    step = _train_step(gpt, tx, size, _averaged(run))
+    step = _train_step(gpt, tx, size, averaged(run))
     evaluate = evaluation(gpt, size, corpus)
-    start = (params, tx.init(params), _averaged(run).init(params))
+    start = (params, tx.init(params), averaged(run).init(params))
     training = on_replicas(start, run.replicas)
     progress = pieces.Progress()
     if piece is not None:
@@ -55,15 +57,16 @@ def simulate(
         # Who takes part if this step synchronises.
         there = np.random.default_rng((run.seed, number, 1)).random(run.replicas)
         training = step(*training, batch, np.float32(there >= run.dropped))
+        jax.block_until_ready(training)  # so that a piece ends when its time is over
         if number % size.every == 0 or number == run.steps:
             progress.curve[number] = evaluate(training[0])
     params, state, average = training
+    loss = progress.curve[run.steps]
     if run.weight_average:
-        weight = 1 - _decay(run) ** run.steps  # of all steps together, from zeros
-        progress.curve[run.steps] = evaluate(optax.tree.scale(1 / weight, average.ema))
+        loss = evaluate(weights_average(average, run))
     sent = cd.metrics.read(state)
     return {
-        "loss": progress.curve[run.steps],
+        "loss": loss,
         "curve": progress.curve,
         **{key: sent[key] for key in ("syncs", "bytes", "synchronous_bytes")},
         "divergence": float(cd.replicas.divergence(params)),
@@ -133,13 +136,20 @@ def gradients(
     return jax.lax.map(of_one, (params, batch))
 
 
-def _averaged(run: Run) -> optax.GradientTransformation:
+def averaged(run: Run) -> optax.GradientTransformation:
     """Keeps an average of the weights over the steps, each replica its own."""
     return optax.ema(_decay(run)) if run.weight_average else optax.identity()
 
 
+def weights_average(state: optax.EmaState, run: Run) -> Any:
+    """What all steps together count is 1, and not what is left of it from zeros."""
+    return optax.tree.bias_correction(state.ema, _decay(run), run.steps)
+
+
 def _decay(run: Run) -> float:
-    return 1 - 1 / (run.weight_average * run.steps)
+    if (age := run.weight_average * run.steps) < 1:
+        raise ValueError(f"an average needs an age of at least a step, got {age}")
+    return 1 - 1 / age
 
 
 def _train_step(
@@ -165,7 +175,8 @@ def _train_step(
 def evaluation(gpt: model.GPT, size: Size, corpus: data.Corpus) -> Callable:
     """A function from all replicas' parameters to the loss of their mean."""
     batch = corpus.validation_batch(0, 1, size.evaluation, size.length)
-    parts = np.split(batch, max(1, size.evaluation // 256))
+    at_once = min(256, size.at_once or 256)
+    parts = np.split(batch, max(1, size.evaluation // at_once))
     loss = jax.jit(lambda params, part: model.next_token_loss(gpt, params, part))
 
     def evaluate(params) -> float:

@@ -7,8 +7,9 @@
 Results go to `results/cpu.jsonl` beside this file (or to another size's), a line a run;
 what is in it is not trained again, so a study that was stopped goes on with the same
 command. With `--limit` it keeps the runs that it is at when the time is over, and goes
-on in the middle of them. Plans are listed in `plans.py`; `tables.py` makes the tables
-and the picture.
+on in the middle of them; what is killed before is not kept. One command at a time may
+train the same runs with the same directory. Plans are listed in `plans.py`; `tables.py`
+makes the tables and the picture.
 The plans of `gap.py`, `scaling` and `against`, stand alone: all their sizes and lengths
 go to one file, `results/scaling.jsonl`, of which `scaling.py` makes the tables.
 """
@@ -77,6 +78,8 @@ def train(
     jax.clear_caches()  # else every run's programs would stay in memory
     if result is None:
         return None
+    if jax.default_backend() != "cpu":
+        result["device"] = jax.devices()[0].device_kind
     date = datetime.date.today().isoformat()
     return {"run": dataclasses.asdict(run), **result, "date": date}
 
@@ -92,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = "scaling" if together else options.size
     file = options.results / f"{name}.jsonl"
     results = read(file)
+    if others := {row.get("data") for row in results.values()} - {options.data}:
+        sys.exit(f"{file} has results of other --data: {', '.join(map(str, others))}")
     if together:
         runs = gap.PLANS[options.plan[0]](results, options.size, options.steps)
     else:
@@ -99,6 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     left = missing(runs, file, options.size if together else "")
     print(f"{len(runs)} runs, {len(left)} of them to train", flush=True)
     file.write_text("".join(_whole_lines(file)))  # without a line that was cut off
+    for run in set(runs).difference(left):  # killed after its result was written
+        _piece(run, size, options, 0.0).clear()
     ended = failed = 0
     with file.open("a") as stream:
         for run, result in _trained(left, size, options):
@@ -109,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 ended += 1
                 if together:
                     result = _described(run, options.size) | result
+                if options.data is not None:
+                    result["data"] = options.data
                 stream.write(json.dumps(result) + "\n")
                 stream.flush()
                 share = 100 * result["bytes"] / result["synchronous_bytes"]
@@ -142,7 +151,7 @@ def _options(
         parser.error(f"{' and '.join(alone)} go to a file of their own: train alone")
     size = SIZES[options.size]
     if options.data is not None:
-        if options.results == RESULTS:
+        if options.results.resolve() == RESULTS:
             parser.error("--data needs a directory of its own for --results")
         size = dataclasses.replace(size, data=options.data)
     return options, size
@@ -153,12 +162,10 @@ def _trained(
 ) -> Iterator[tuple[Run, dict[str, Any] | Exception | None]]:
     """The runs as they end or stop, each with its result, its error, or None."""
     end = time.time() + options.limit
-    folder = options.results / "unfinished"
     with _workers(options.workers) as pool:
         waiting = {}
         for run in runs:
-            name = hashlib.sha256((options.size + run.key()).encode()).hexdigest()[:16]
-            piece = pieces.Piece(folder / name, end)
+            piece = _piece(run, size, options, end)
             waiting[pool.submit(train, run, size, piece)] = run, piece
         for future in concurrent.futures.as_completed(waiting):
             run, piece = waiting[future]
@@ -166,6 +173,14 @@ def _trained(
             yield run, result
             if isinstance(result, dict):
                 piece.clear()
+
+
+def _piece(
+    run: Run, size: Size, options: argparse.Namespace, end: float
+) -> pieces.Piece:
+    """Where a run is kept until it ends."""
+    name = hashlib.sha256(f"{size}{run.key()}".encode()).hexdigest()[:16]
+    return pieces.Piece(options.results / "unfinished" / name, end)
 
 
 def _described(run: Run, size: str) -> dict[str, Any]:

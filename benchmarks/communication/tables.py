@@ -7,7 +7,7 @@ Writes the tables as Markdown and draws the picture, beside the results.
 
 import argparse
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,22 @@ def gaps(run: Run, results: plans.Results, to: str = "dion") -> list[float]:
     """Those of all seeds that have a result, as has the other method."""
     found = [gap(row, results, to) for row in seeds_of(run, results)]
     return [value for value in found if value is not None]
+
+
+def above(losses: Mapping[int, float], references: Mapping[int, float]) -> list[float]:
+    """Percent above the reference with the same seed, of the seeds of both.
+
+    Examples:
+        >>> above({0: 3.0, 1: 2.0}, {0: 2.0, 2: 1.0})
+        [50.0]
+    """
+    both = sorted(losses.keys() & references.keys())
+    return [100 * (losses[seed] / references[seed] - 1) for seed in both]
+
+
+def percent(numbers: Sequence[float]) -> str:
+    """Mean and standard deviation with their unit; of none nothing."""
+    return spread(numbers) + "%" if numbers else ""
 
 
 def spread(numbers: Sequence[float]) -> str:

@@ -20,13 +20,18 @@ def turn(threshold: float) -> triggers.Trigger:
         threshold: Value above which it fires.
 
     Returns:
-        The trigger, for optimizers whose momenta are fields `mu` of their states. It
-        remembers m_sync. Replica-varying.
+        The trigger, for optimizers whose momenta are all fields `mu` of their states,
+        as those of Muon are, and not Dion's. It remembers m_sync. Replica-varying.
+
+    Raises:
+        ValueError: when it is initialised, if there is no such field.
     """
 
     def init(params, inner_state, views):
         del params, views
-        return _momenta(inner_state)
+        if not (momenta := _momenta(inner_state)):
+            raise ValueError("a turn is that of momenta named 'mu', and there are none")
+        return momenta
 
     def decide(seen: triggers.Observation, at_sync: list[jax.Array]):
         now = seen.local_steps == 0

@@ -1,11 +1,13 @@
 """The study's harness at a tiny size: runs, the simulator, resuming, the tables."""
 
+import argparse
 import dataclasses
 import json
 
 import chex
 import data
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pieces
 import plans
@@ -17,6 +19,8 @@ from optimizers import optimizer
 from runs import Run
 from simulate import simulate
 from sizes import SIZES
+
+import curvadion_jax as cd
 
 PARAMS = {"kernel": jax.ShapeDtypeStruct((8, 16), np.float32)}
 QUICK = Run("sgd", 0.1, trigger="every 2", sync="reconcile", steps=3, replicas=2)
@@ -84,38 +88,54 @@ def test_products_in_bfloat16(corpus):
     assert one != other == pytest.approx(one, rel=1e-2)  # 8 bits of a mantissa
 
 
+def test_weights_are_averaged_by_their_age():
+    run = QUICK.but(steps=3, weight_average=2 / 3)  # an age of two steps
+    averaged = simulation.averaged(run)
+    seen = np.array([3.0, -1.0, 5.0], np.float32)
+    state = averaged.init(jnp.zeros(2))
+    for value in seen:
+        _, state = averaged.update(jnp.array([value, 1.0]), state)
+    counts = 0.5 ** np.arange(2, -1, -1)
+    wanted = [np.average(seen, weights=counts), 1.0]
+    found = simulation.weights_average(state, run)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)  # a rounding or two
+    with pytest.raises(ValueError, match=r"at least a step, got 0\.75"):
+        simulation.averaged(run.but(weight_average=0.25))
+
+
 @pytest.mark.slow
-def test_the_last_loss_is_of_the_average(corpus):
-    size = SIZES["test"]
-    run = QUICK.but(steps=4)
-    plain, none, two = (
+def test_the_loss_is_of_the_average_and_the_curve_is_not(corpus):
+    size, run = SIZES["test"], QUICK.but(steps=4)
+    plain, one, two = (
         simulate(run.but(weight_average=age), size, corpus) for age in (0, 1 / 4, 1 / 2)
     )
-    assert none["curve"] == plain["curve"]  # the average of one step
-    assert two["curve"][2] == plain["curve"][2]
-    assert two["curve"][4] != plain["curve"][4]
-    # What does not move is its own average: it starts at zeros, and is divided by what
-    # all steps count. A rounding of float32.
-    still = run.but(learning_rate=0.0)
-    one, same = (
-        simulate(still.but(weight_average=age), size, corpus)["loss"] for age in (0, 2)
-    )
-    assert one == pytest.approx(same, rel=1e-6)
+    assert plain["curve"] == one["curve"] == two["curve"]
+    assert one["loss"] == plain["loss"] == plain["curve"][4] != two["loss"]
 
 
 @pytest.mark.slow
 def test_a_run_in_pieces_is_the_same_run(corpus, tmp_path):
-    answers = iter([False, True] * 3)
+    run = QUICK.but(
+        inner="local_muon",
+        last_momentum=0.95,
+        compressor="int 2",
+        outer="nesterov 1.0 0.4",
+        weight_average=0.5,
+    )
+    # A step in a piece; the third piece is over before it has begun.
+    answers = iter([False, True] * 2 + [True] + [False, True])
 
-    class OneStep(pieces.Piece):
+    class Short(pieces.Piece):
         def is_over(self):
             return next(answers)
 
     *kept, last = (
-        simulate(QUICK, SIZES["test"], corpus, OneStep(tmp_path, 0.0)) for _ in range(3)
+        simulate(run, SIZES["test"], corpus, Short(tmp_path, 0.0)) for _ in range(4)
     )
-    assert kept == [None, None]
-    whole = simulate(QUICK, SIZES["test"], corpus)
+    assert kept == [None] * 3
+    seconds = cd.checkpoint.read_extra(tmp_path)["seconds"]
+    whole = simulate(run, SIZES["test"], corpus)
+    assert last["cpu_seconds"] > seconds > 0
     assert last | {"cpu_seconds": 0} == whole | {"cpu_seconds": 0}
 
 
@@ -123,13 +143,18 @@ def test_gradients_of_a_part_at_once_are_those_of_all(corpus):
     size = SIZES["test"]
     gpt = simulation.transformer(size, corpus)
     params = simulation.on_replicas(simulation.parameters(gpt, QUICK, size), 2)
+    # What starts at zero would keep the gradients of all before it at zero.
+    params = jax.tree.map(
+        lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params
+    )
     batch = simulation.batch_of(QUICK, size, corpus, 1)
     whole, parts = (
         jax.jit(lambda p, b, n=n: simulation.gradients(gpt, p, b, n))(params, batch)
         for n in (None, 2)
     )
+    assert min(float(jnp.abs(x).max()) for x in jax.tree.leaves(whole)) > 1e-4
     # Sums of 8 sequences in another order.
-    chex.assert_trees_all_close(parts, whole, rtol=1e-4, atol=1e-7)
+    chex.assert_trees_all_close(parts, whole, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -179,22 +204,48 @@ def test_a_study_writes_and_resumes(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_study_stops_in_time_and_goes_on(tmp_path, monkeypatch, capsys):
+def test_a_study_stops_in_time_and_goes_on(tmp_path, monkeypatch, capsys, corpus):
     monkeypatch.setitem(plans.PLANS, "rates", lambda results: [QUICK])
     arguments = ["rates", "--size", "test", "--results", str(tmp_path)]
     study.main([*arguments, "--workers", "1", "--limit", "0"])
     assert "1 runs are left; the same command goes on" in capsys.readouterr().out
     assert (tmp_path / "test.jsonl").read_text() == ""
+    # What was kept on the way is where the next command looks for it.
+    options = argparse.Namespace(results=tmp_path)
+    piece = study._piece(QUICK, SIZES["test"], options, 0.0)
+    answers = iter([False, True])
+
+    class OneStep(pieces.Piece):
+        def is_over(self):
+            return next(answers)
+
+    simulate(QUICK, SIZES["test"], corpus, OneStep(piece.folder, 0.0))
+    assert list((tmp_path / "unfinished").iterdir()) == [piece.folder]
     study.main([*arguments, "--workers", "1"])
     assert "1 runs, 1 of them to train" in capsys.readouterr().out
     assert list(study.read(tmp_path / "test.jsonl")) == [QUICK.key()]
-    assert not list((tmp_path / "unfinished").glob("*"))
+    assert not list((tmp_path / "unfinished").iterdir())
+    # One that was killed before it was cleared.
+    piece.folder.mkdir()
+    study.main([*arguments, "--workers", "1"])
+    assert not piece.folder.exists()
 
 
-def test_other_data_do_not_go_among_the_results(capsys):
+@pytest.mark.parametrize("folder", [study.RESULTS, "tests/../benchmarks/communication"])
+def test_other_data_do_not_go_among_the_results(folder, capsys, monkeypatch):
+    monkeypatch.chdir(study.RESULTS.parents[2])
+    if folder != study.RESULTS:
+        folder += "/results"
     with pytest.raises(SystemExit):
-        study.main(["rates", "--data", "shards"])
+        study.main(["rates", "--data", "shards", "--results", str(folder)])
     assert "--data needs a directory of its own" in capsys.readouterr().err
+
+
+def test_data_are_not_mixed(tmp_path):
+    row = result(QUICK, 1.0) | {"data": "one"}
+    (tmp_path / "cpu.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(SystemExit, match="has results of other --data: one"):
+        study.main(["rates", "--data", "two", "--results", str(tmp_path)])
 
 
 def tuned_results() -> dict:

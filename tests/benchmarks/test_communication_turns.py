@@ -1,10 +1,14 @@
 """The study's signal beside RMMC: how far the momentum has turned since a sync."""
 
+import bases
+import jax
 import jax.numpy as jnp
 import optax
+import optimizers
 import pytest
 import turns
 
+import curvadion_jax as cd
 from curvadion_jax import triggers
 
 
@@ -45,3 +49,23 @@ def test_a_quarter_turn_fires_and_lengths_do_not_matter():
     answer, _ = trigger.decide(seen([5, 0], [0, 7], 4, 1), state)
     assert float(answer.value) == pytest.approx(1.0)
     assert bool(answer.fire)
+
+
+def test_it_asks_for_momenta():
+    with pytest.raises(ValueError, match="momenta named 'mu', and there are none"):
+        turns.turn(0.5).init({}, optax.EmptyState(), {})
+
+
+def test_it_runs_in_local_muon_with_a_momentum_that_rises():
+    run = bases.rising().but(trigger="turn 0.5 1 1", steps=8, replicas=2)
+    params = {"kernel": jnp.ones((8, 8)), "bias": jnp.ones(8)}
+    tx = optimizers.optimizer(run, params)
+    state = jax.tree.map(lambda x: jnp.stack([x, x]), tx.init(params))
+    update = jax.jit(
+        jax.vmap(lambda s: tx.update(params, s, params)[1], axis_name=optimizers.AXIS)
+    )
+    for _ in range(3):
+        state = update(state)
+    # Gradients that do not change turn nothing; the first step is infinite.
+    value = cd.metrics.read(state)["value"]
+    assert value == pytest.approx(0, abs=1e-6)
