@@ -29,7 +29,7 @@ FEWER_DELAYS = (0, 1, 5)  # with more tokens
 FRAGMENTS = ((2, 0), (2, 1), (2, 3), (3, 0), (3, 2))
 TURNS = (3, 5)  # numbers of fragments that are compared by seeds
 # The rate at the end over its peak, and the age of the averaged weights over the run.
-AVERAGES = ((0.2, 0.07), (0.5, 0.1), (1.0, 0.1))
+AVERAGES = ((0.05, 0.07), (0.2, 0.07), (0.5, 0.1), (1.0, 0.1))
 SIGNALS = ("budget", "turn", "moved")
 SHORT_SEEDS = (*SEEDS, 3, 4)  # of the cheapest setting
 

@@ -10,8 +10,8 @@ command. With `--limit` it keeps the runs that it is at when the time is over, a
 on in the middle of them; what is killed before is not kept. One command at a time may
 train the same runs with the same directory. Plans are listed in `plans.py`; `tables.py`
 makes the tables and the picture.
-The plans of `gap.py`, `scaling` and `against`, stand alone: all their sizes and lengths
-go to one file, `results/scaling.jsonl`, of which `scaling.py` makes the tables.
+Plans of `gap.py` are trained one a command, at any size and number of steps: their
+results go to one file, `results/scaling.jsonl`, of which `scaling.py` makes the tables.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,12 @@ import pieces
 from runs import Run
 from sizes import SIZES, Size
 
+import curvadion_jax as cd
+
 # The example's model and data.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
 RESULTS = Path(__file__).parent / "results"
+Plans = Mapping[str, Callable[..., list[Run]]]
 
 
 def read(file: Path) -> dict[str, dict[str, Any]]:
@@ -89,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import gap
     import plans
 
-    options, size = _options(list(plans.PLANS), list(gap.PLANS), arguments)
+    options, size = _options(plans.PLANS, gap.PLANS, arguments)
     options.results.mkdir(parents=True, exist_ok=True)
     together = options.plan[0] in gap.PLANS
     name = "scaling" if together else options.size
@@ -129,32 +132,54 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _options(
-    names: Sequence[str], alone: Sequence[str], arguments: Sequence[str] | None
+    several: Plans, alone: Plans, arguments: Sequence[str] | None
 ) -> tuple[argparse.Namespace, Size]:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog="\n".join(
+            ["plans of plans.py:", *_said(several), "", "of gap.py:", *_said(alone)]
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("plan", nargs="+", choices=[*names, *alone])
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--size", choices=SIZES, default="cpu")
-    parser.add_argument("--steps", type=int, default=300, help="of gap.py's plans")
+    names = [*several, *alone]
+    parser.add_argument("plan", nargs="+", choices=names, metavar="PLAN")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count(), help="processes; one a core"
+    )
+    parser.add_argument(
+        "--size", choices=SIZES, default="cpu", help="model and batch, see sizes.py"
+    )
+    parser.add_argument("--steps", type=int, help="of gap.py's plans; 300 if left out")
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory")
     parser.add_argument(
         "--limit",
         type=float,
         default=math.inf,
-        help="seconds after which runs are kept and stopped, to go on another time",
+        help="seconds after which runs are kept and stopped, to go on another time; "
+        "starting and compiling count, some 15 seconds of a run: give minutes",
     )
     parser.add_argument("--data", help="text or token shards; give --results too")
     options = parser.parse_args(arguments)
     if len(options.plan) > 1 and set(alone) & set(options.plan):
         parser.error(f"{' and '.join(alone)} go to a file of their own: train alone")
+    if options.steps is None:
+        options.steps = 300
+    elif options.plan[0] not in alone:
+        parser.error(f"{options.plan[0]} has steps of its own: leave --steps out")
     size = SIZES[options.size]
     if options.data is not None:
         if options.results.resolve() == RESULTS:
             parser.error("--data needs a directory of its own for --results")
         size = dataclasses.replace(size, data=options.data)
     return options, size
+
+
+def _said(plans: Plans) -> list[str]:
+    """What each plan is, in a line."""
+    return [
+        f"  {name}: {(plan.__doc__ or name).splitlines()[0]}"
+        for name, plan in plans.items()
+    ]
 
 
 def _trained(
@@ -170,6 +195,8 @@ def _trained(
         for future in concurrent.futures.as_completed(waiting):
             run, piece = waiting[future]
             result = future.exception() or future.result()
+            if result is None and (step := cd.checkpoint.latest_step(piece.folder)):
+                print(f"stopped after step {step} of {run.steps}: {run.key()}")
             yield run, result
             if isinstance(result, dict):
                 piece.clear()

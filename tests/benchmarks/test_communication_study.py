@@ -6,6 +6,7 @@ import json
 
 import chex
 import data
+import gap
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -239,6 +240,20 @@ def test_other_data_do_not_go_among_the_results(folder, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         study.main(["rates", "--data", "shards", "--results", str(folder)])
     assert "--data needs a directory of its own" in capsys.readouterr().err
+
+
+def test_plans_with_steps_of_their_own_take_no_others(capsys):
+    with pytest.raises(SystemExit):
+        study.main(["rates", "--steps", "20"])
+    assert "rates has steps of its own: leave --steps out" in capsys.readouterr().err
+
+
+def test_help_says_what_each_plan_is(capsys):
+    with pytest.raises(SystemExit):
+        study.main(["--help"])
+    said = capsys.readouterr().out
+    for name, plan in (plans.PLANS | gap.PLANS).items():
+        assert f"  {name}: {plan.__doc__.splitlines()[0]}" in said
 
 
 def test_data_are_not_mixed(tmp_path):
