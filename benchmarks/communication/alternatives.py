@@ -127,13 +127,13 @@ def delays(results: plans.Results) -> str:
         }
         if found:
             row = found[min(found)][0]
-            losses = (f"{seed}: {x['loss']:.4f}" for seed, (x, _) in found.items())
+            by_loss = (f"{seed}: {x['loss']:.4f}" for seed, (x, _) in found.items())
             change = (f"{100 * (x['loss'] / y - 1):.2f}%" for x, y in found.values())
             cells.append(
                 [
                     *(f"{tokens:,}", f"{steps:,}", str(fragments), str(delay)),
                     *(str(row["syncs"]), f"{tables.share(row):.2f}%"),
-                    *(", ".join(losses), ", ".join(change)),
+                    *(", ".join(by_loss), ", ".join(change)),
                 ]
             )
     header = ["tokens", "steps", "fragments", "delay", "syncs", "bytes"]
