@@ -7,7 +7,7 @@ import bases
 import gap
 import plans
 import tables
-from comparisons import SETTINGS, by_seed, losses
+from comparisons import SETTINGS, by_seed, in_common, losses
 
 _LONGER = (SETTINGS[0], ("cpu", 1024, 1200), *SETTINGS[1:])
 _BOTH = (bases.rising(), bases.rising_muon())
@@ -22,25 +22,14 @@ def bits(results: plans.Results) -> str:
     """2 bits often, or 4 bits seldom, by seeds."""
     cells = []
     for size, tokens, steps in _LONGER:
-        two, four = (
-            by_seed(results, size, run.but(steps=steps))
-            for run in (bases.rising(), bases.rising().but(compressor="int 4"))
-        )
-        if both := sorted(two.keys() & four.keys()):
-            changes = [100 * (four[i]["loss"] / two[i]["loss"] - 1) for i in both]
-            of_form = (
-                (
-                    str(of[both[0]]["syncs"]),
-                    ", ".join(f"{of[i]['loss']:.4f}" for i in both),
-                )
-                for of in (two, four)
-            )
-            cells.append(
-                [
-                    *(f"{tokens:,}", f"{steps:,}", *itertools.chain(*of_form)),
-                    tables.spread(changes) + "%",
-                ]
-            )
+        runs = [bases.rising().but(steps=steps, compressor=f"int {n}") for n in (2, 4)]
+        two, four = (losses(results, size, run) for run in runs)
+        if above := tables.above(four, two):
+            first = min(two.keys() & four.keys())
+            syncs = [str(by_seed(results, size, run)[first]["syncs"]) for run in runs]
+            of_form = zip(syncs, in_common(two, four), strict=True)
+            at = [f"{tokens:,}", f"{steps:,}"]
+            cells.append([*at, *itertools.chain(*of_form), tables.percent(above)])
     header = ["tokens", "steps", "syncs", "loss, 2 bits", "syncs", "loss, 4 bits"]
     return (
         "## Bits\n\n`local_muon` with a rising momentum at 1% of the bytes, seeds 0, 1 "
@@ -88,11 +77,11 @@ def averages(results: plans.Results) -> str:
         )
         changes = map(tables.above, averaged, plain)
         if gap_ := tables.above(*averaged):
-            seeds = sorted(averaged[0].keys() & averaged[1].keys())
+            seeds = averaged[0].keys() & averaged[1].keys()
             cells.append(
                 [
                     *(f"{tokens:,}", f"{steps:,}", f"{final}", f"{age}"),
-                    *(", ".join(f"{x[seed]:.4f}" for seed in seeds) for x in averaged),
+                    *in_common(*averaged),
                     *map(tables.percent, (*changes, gap_)),
                     tables.percent(
                         tables.above({x: plain[0][x] for x in seeds}, plain[1])
@@ -117,18 +106,18 @@ def delays(results: plans.Results) -> str:
     in_turn = [(number, 0) for number in gap.TURNS]
     late = dict.fromkeys([*whole, *gap.FRAGMENTS, *in_turn])
     for (size, tokens, steps), (fragments, delay) in itertools.product(SETTINGS, late):
-        changes = {"fragments": fragments, "delay": delay}
+        at_once = bases.rising().but(steps=steps)
+        run = at_once.but(fragments=fragments, delay=delay)
+        references = losses(results, size, at_once)
         found = {
-            seed: (results[key], results[size + at_once.key()]["loss"])
-            for seed in gap.SHORT_SEEDS
-            for at_once in [bases.rising().but(seed=seed, steps=steps)]
-            if (key := size + at_once.but(**changes).key()) in results
-            and size + at_once.key() in results
+            seed: row
+            for seed, row in by_seed(results, size, run).items()
+            if seed in references
         }
-        if found:
-            row = found[min(found)][0]
-            by_loss = (f"{seed}: {x['loss']:.4f}" for seed, (x, _) in found.items())
-            change = (f"{100 * (x['loss'] / y - 1):.2f}%" for x, y in found.values())
+        if above := tables.above(losses(results, size, run), references):
+            row = found[min(found)]
+            by_loss = (f"{seed}: {x['loss']:.4f}" for seed, x in found.items())
+            change = (f"{x:.2f}%" for x in above)
             cells.append(
                 [
                     *(f"{tokens:,}", f"{steps:,}", str(fragments), str(delay)),

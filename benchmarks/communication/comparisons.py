@@ -2,6 +2,7 @@
 
 import itertools
 import statistics
+from collections.abc import Mapping
 
 import bases
 import gap
@@ -25,11 +26,9 @@ def pairs(results: plans.Results) -> str:
             for run in (bases.rising(), bases.rising_muon())
         )
         if above := tables.above(local, muon):
-            both = sorted(local.keys() & muon.keys())
-            by_side = [", ".join(f"{x[i]:.4f}" for i in both) for x in (local, muon)]
             text = SIZES[size].data or "source code"
             at = [text, f"{SIZES[size].width}", f"{rate}"]
-            cells.append([*at, *by_side, tables.percent(above)])
+            cells.append([*at, *in_common(local, muon), tables.percent(above)])
     header = ["text", "width", "rate", "`local_muon`", "synchronous Muon", "above"]
     return (
         "## Another text, and wider models\n\nA rising momentum on both sides, 1,024 "
@@ -111,6 +110,12 @@ def by_seed(results: plans.Results, size: str, run: Run) -> dict[int, Row]:
 def losses(results: plans.Results, size: str, run: Run) -> dict[int, float]:
     """The losses of a run by seed."""
     return {seed: row["loss"] for seed, row in by_seed(results, size, run).items()}
+
+
+def in_common(*by_seed: Mapping[int, float]) -> list[str]:
+    """The losses of each, of the seeds that all have."""
+    seeds = sorted(set.intersection(*map(set, by_seed)))
+    return [", ".join(f"{x[seed]:.4f}" for seed in seeds) for x in by_seed]
 
 
 def ideas(results: plans.Results) -> str:
