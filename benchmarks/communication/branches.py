@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from optimizers import AXIS, optimizer, schedule
 from runs import Run, words
+from simulate import losses_and_gradients
 from sizes import Size
 
 import curvadion_jax as cd
@@ -82,7 +83,8 @@ def observe(
 
     Returns:
         float32[] each. What the library's triggers look at is the largest over the
-        replicas, as `adaptive_sync` would have it; the rest are means over them.
+        replicas, as `adaptive_sync` would have it; `rmmc_of_mean` is of the mean
+        momentum and gradient, which takes an all-reduce to know; the rest are means.
     """
     changes = _momentum_changes(gradients, momentum)
     drift = jax.tree.map(jnp.subtract, params, anchor)
@@ -91,11 +93,17 @@ def observe(
     return {
         "rmmc_max": jnp.max(changes),
         "rmmc_median": jnp.median(changes),
+        "rmmc_of_mean": jnp.max(_momentum_changes(*_means(gradients, momentum))),
         "drift": jnp.max(distance / jax.vmap(optax.tree.norm)(anchor)),
         "divergence": cd.replicas.divergence(params),
         "agreement": optax.tree.norm(mean_drift) / jnp.mean(distance),
         "gradient_norm": jnp.mean(jax.vmap(optax.tree.norm)(gradients)),
     }
+
+
+def _means(*trees: Any) -> Any:
+    """Their means over the replicas, as if of one replica."""
+    return jax.tree.map(lambda x: jnp.mean(x, axis=0, keepdims=True), trees)
 
 
 def _momentum_changes(gradients: Any, momentum: Any) -> jax.Array:
@@ -184,11 +192,10 @@ class Replicas:
     def _program(self, sync: bool):
         update = jax.vmap(self._optimizers[sync].update, axis_name=AXIS)
 
-        def gradient(replica):
-            return jax.value_and_grad(self._next_token)(*replica)
-
         def step(params, state, batch):
-            losses, gradients = jax.lax.map(gradient, (params, batch))
+            losses, gradients = losses_and_gradients(
+                self.gpt, params, batch, self.size.at_once
+            )
             momentum = optax.tree.get(state.inner_state, "momentum")
             seen = observe(gradients, params, momentum, state.sync_state.anchor)
             updates, state = update(gradients, state, params)

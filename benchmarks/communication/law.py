@@ -72,9 +72,7 @@ def points(line: Run, reference: Run, results: plans.Results) -> Gaps:
         muon = losses_of(of_batch, reference)
         for at, of_setting in itertools.groupby(of_batch, setting):
             losses = losses_of(list(of_setting), line.but(replicas=at.replicas))
-            if above := [
-                100 * (losses[seed] / muon[seed] - 1) for seed in losses if seed in muon
-            ]:
+            if above := tables.above(losses, muon):
                 found[at] = above
     return found
 

@@ -35,7 +35,7 @@ def _tunings(name: str) -> list[Run]:
     ]
 
 
-def tried(name: str, results: Results) -> list[Run]:
+def tuning_of(name: str, results: Results) -> list[Run]:
     """The runs of a method's tuning that have a result."""
     return [run for run in _tunings(name) if run.key() in results]
 
@@ -47,7 +47,7 @@ def tuned(name: str, results: Results) -> Run | None:
         value = results[run.key()]["loss"]
         return value if math.isfinite(value) else math.inf
 
-    return min(tried(name, results), key=loss, default=None)
+    return min(tuning_of(name, results), key=loss, default=None)
 
 
 def _best(name: str, results: Results) -> Run:

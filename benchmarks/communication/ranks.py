@@ -12,6 +12,7 @@ from scipy import stats
 SIGNALS = {
     "rmmc_max": "RMMC, largest",
     "rmmc_median": "RMMC, median",
+    "rmmc_of_mean": "RMMC of the mean, largest",
     "rmmc_recent": "RMMC, largest, mean of 4 steps",
     "drift": "relative drift",
     "divergence": "divergence",

@@ -1,11 +1,12 @@
 r"""Which signal predicts what a sync brings: measure it, then the table and picture.
 
     XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \
-        python benchmarks/communication/signals.py
+        python benchmarks/communication/signals.py --size cpu
 
-Rows go to `rows.jsonl` in `signals/` beside this file, one a sync, as they come. What
-is there is not measured again, so a measurement that was stopped goes on with the same
-command, and once all is there it makes the table and the picture anew.
+Rows go to `rows.jsonl` in `signals/cpu` beside this file (or in another size's), one a
+sync, as they come. What is there is not measured again, so a measurement that was
+stopped goes on with the same command, and once all is there it makes the table and the
+picture anew.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import ranks
 from runs import Run
-from sizes import SIZES
+from sizes import SIZES, Size
 
 # The example's model and data; its `methods` must not hide the study's.
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "char_lm"))
@@ -43,12 +44,12 @@ def read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def train(runs: Sequence[Run], file: Path) -> None:
+def train(runs: Sequence[Run], size: Size, file: Path) -> None:
     """Measures what is missing, run by run."""
     import branches
     import data
 
-    size = dataclasses.replace(SIZES["cpu"], evaluation=256)
+    size = dataclasses.replace(size, evaluation=256)
     corpus = data.load(None)
     rows, programs = read(file), {}
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -111,16 +112,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=RUN.steps)
+    parser.add_argument("--size", choices=SIZES, default="cpu")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     runs = [
         RUN.but(outer=outer, seed=seed, steps=options.steps)
-        for outer in OUTERS
         for seed in range(options.seeds)
+        for outer in OUTERS
     ]
-    options.results.mkdir(parents=True, exist_ok=True)
-    train(runs, options.results / "rows.jsonl")
-    print(report(options.results))
+    folder = options.results / options.size
+    folder.mkdir(parents=True, exist_ok=True)
+    train(runs, SIZES[options.size], folder / "rows.jsonl")
+    print(report(folder))
 
 
 if __name__ == "__main__":

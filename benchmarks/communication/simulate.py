@@ -108,10 +108,10 @@ def batch_of(run: Run, size: Size, corpus: data.Corpus, number: int) -> np.ndarr
     return batch.reshape(run.replicas, -1, size.length + 1)
 
 
-def gradients(
+def losses_and_gradients(
     gpt: model.GPT, params: Any, batch: jax.Array, at_once: int | None = None
-) -> Any:
-    """Each replica's own gradient; all arrays have a leading axis of replicas.
+) -> tuple[jax.Array, Any]:
+    """Each replica's own loss and gradient; all arrays have a leading axis of replicas.
 
     Args:
         gpt: The model.
@@ -119,7 +119,7 @@ def gradients(
         batch: int32 [replicas, sequences, length + 1].
         at_once: Sequences of a replica in one backward pass; None is all of them.
     """
-    of_batch = jax.grad(functools.partial(model.next_token_loss, gpt))
+    of_batch = jax.value_and_grad(functools.partial(model.next_token_loss, gpt))
 
     def of_one(replica):
         params, batch = replica
@@ -128,7 +128,7 @@ def gradients(
         parts = batch.reshape(-1, at_once, batch.shape[-1])
         total, _ = jax.lax.scan(
             lambda total, part: (optax.tree.add(total, of_batch(params, part)), None),
-            optax.tree.zeros_like(params),
+            (jnp.zeros([]), optax.tree.zeros_like(params)),
             parts,
         )
         return optax.tree.scale(1 / len(parts), total)
@@ -162,8 +162,9 @@ def _train_step(
         return tx.update(gradient, state, params, weight=weight)
 
     def step(params, state, average, batch, weights):
+        _, gradients = losses_and_gradients(gpt, params, batch, size.at_once)
         updates, state = jax.vmap(update, axis_name=AXIS)(
-            gradients(gpt, params, batch, size.at_once), state, params, weights
+            gradients, state, params, weights
         )
         params = optax.apply_updates(params, updates)
         _, average = jax.vmap(averaged.update)(params, average)

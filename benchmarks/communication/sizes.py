@@ -36,11 +36,13 @@ class Size:
 # from 800 at step 50 over 6 000 at step 150 to 40 000 at step 300 (synchronous Dion,
 # rate 0.02): a step of 8192 tokens lies near the critical batch, a replica's 1024
 # below it. `30m` and `160m` are for accelerators and have not been run.
+# Eight sequences at once are a quarter faster than 256, since they stay in the cache.
 SIZES = {
     "test": Size(1, 16, 1, 16, 256, 8, 2),
     "cpu": Size(2, 64, 2, 64, 8192, 1024, 100),
     "cpu-32k": Size(2, 64, 2, 64, 32_768, 1024, 100),
-    "cpu-128k": Size(2, 64, 2, 64, 131_072, 1024, 100),
+    "cpu-128k": Size(2, 64, 2, 64, 131_072, 1024, 100, at_once=8),
+    "cpu-512k": Size(2, 64, 2, 64, 524_288, 1024, 100, at_once=8),
     "cpu-prose": Size(2, 64, 2, 64, 8192, 1024, 100, "prose"),
     "cpu-w128": Size(2, 128, 4, 64, 8192, 1024, 100),
     "cpu-w256": Size(2, 256, 8, 64, 8192, 1024, 100),

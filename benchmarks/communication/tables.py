@@ -142,7 +142,7 @@ def sweeps(results: plans.Results) -> str:
     rows = []
     for name, method in plans.METHODS.items():
         chosen = plans.tuned(name, results)
-        for run in plans.tried(name, results):
+        for run in plans.tuning_of(name, results):
             mark = " **chosen**" if run == chosen else ""
             row = results[run.key()]
             loss = f"{row['loss']:.4f}{mark}"
@@ -189,7 +189,7 @@ def by_participation(results: plans.Results) -> str:
 def others(results: plans.Results) -> str:
     """Every other run: what was tried on the way, replicas, timing."""
     names = [name for name in plans.METHODS if plans.tuned(name, results)]
-    tables = [plans.tried, plans.at_all_budgets, plans.with_replicas]
+    tables = [plans.tuning_of, plans.at_all_budgets, plans.with_replicas]
     shown = {
         run.but(seed=seed).key()
         for name in names

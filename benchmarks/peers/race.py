@@ -52,7 +52,8 @@ class Task:
         self.run, self._size, self._corpus = run, size, corpus
         gpt = simulate.transformer(size, corpus)
         self.params = simulate.parameters(gpt, run, size)
-        self.gradients = jax.jit(lambda p, batch: simulate.gradients(gpt, p, batch))
+        of = simulate.losses_and_gradients
+        self.gradients = jax.jit(lambda p, batch: of(gpt, p, batch)[1])
         self.loss = simulate.evaluation(gpt, size, corpus)
 
     def batch(self, number: int) -> np.ndarray:

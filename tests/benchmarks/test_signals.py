@@ -57,6 +57,12 @@ def test_signals_against_loops_over_replicas():
         for i in replicas
         for j in range(2)
     ]
+    mean_m, mean_g = m.mean(axis=0), g.mean(axis=0)
+    of_mean = [
+        abs(np.linalg.norm(mean_m[j] + mean_g[j]) - np.linalg.norm(mean_m[j]))
+        / np.linalg.norm(mean_m[j])
+        for j in range(2)
+    ]
     drift = {name: x - given["anchor"][name] for name, x in given["params"].items()}
     mean_drift = {name: x.mean(axis=0)[None] for name, x in drift.items()}
     mean = {name: x.mean(axis=0)[None] for name, x in given["params"].items()}
@@ -67,6 +73,7 @@ def test_signals_against_loops_over_replicas():
     expected = {
         "rmmc_max": max(changes),
         "rmmc_median": np.median(changes),
+        "rmmc_of_mean": max(of_mean),
         "drift": max(norm(drift, i) / norm(given["anchor"], i) for i in replicas),
         "divergence": np.sqrt(squares[0] / squares[1]),
         "agreement": norm(mean_drift, 0) / np.mean([norm(drift, i) for i in replicas]),
@@ -227,8 +234,9 @@ def test_columns_by_hand():
         assert found[name].tolist() == [value] * 4
 
 
-def test_the_committed_table_and_picture_are_of_the_committed_rows(tmp_path):
-    folder = FOLDER / "signals"
+@pytest.mark.parametrize("size", ["cpu", "cpu-128k"])
+def test_the_committed_table_and_picture_are_of_the_committed_rows(tmp_path, size):
+    folder = FOLDER / "signals" / size
     rows = signals.read(folder / "rows.jsonl")
     given = ranks.columns(rows)
     found = ranks.intervals(given, draws=20)
