@@ -1,13 +1,7 @@
 """Checkpoints of replicated states: exact round trips, and what is refused."""
 
-import asyncio
-import importlib.util
-import re
-import shutil
-import sys
-import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -16,80 +10,10 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import linen, nnx
-from flax.training.train_state import TrainState
-from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from flax import nnx
+from stored_states import REPLICAS, assert_same, blank, differ, sharding, train_state
 
 from curvadion_jax import checkpoint
-
-REPLICAS = 8
-THREAD_END_SECONDS = 30.0  # how long a thread that was told to end may take
-
-
-class SyncState(NamedTuple):
-    """In the manner of the library's own states: counters, a factor, holes."""
-
-    syncs: jax.Array
-    q: Any
-    inner: Any
-
-
-def sharding(devices: int = REPLICAS) -> NamedSharding:
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("replica",), (AxisType.Auto,))
-    return NamedSharding(mesh, PartitionSpec("replica"))
-
-
-def differ(tree: Any, replicas: int = REPLICAS) -> Any:
-    """Leading replica axis on every leaf, another value on every replica."""
-
-    def leaf(x):
-        if jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key):
-            return jax.device_put(jax.random.split(x, replicas), sharding(replicas))
-        x = np.asarray(jnp.asarray(x))
-        stacked = np.stack([x + np.asarray(i).astype(x.dtype) for i in range(replicas)])
-        return jax.device_put(stacked.astype(x.dtype), sharding(replicas))
-
-    return jax.tree.map(leaf, tree)
-
-
-def train_state() -> dict[str, Any]:
-    """A flax TrainState with a partitioned optimizer, and a key, on one replica."""
-    model = linen.Dense(8)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 16)))["params"]
-    params["kernel"] = params["kernel"].astype(jnp.bfloat16)
-    inner = {"matrix": optax.sgd(0.1, momentum=0.9), "other": optax.adamw(1e-3)}
-    labels = {"kernel": "matrix", "bias": "other"}
-    tx = optax.chain(optax.clip(1.0), optax.partition(inner, labels))
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-    sync = SyncState(
-        jnp.int32(3), {"a": jnp.full((4, 2), 0.1), "b": optax.MaskedNode()}, None
-    )
-    return {"train": state, "sync": sync, "rng": jax.random.key(7), "on": jnp.bool_(1)}
-
-
-def blank(tree: Any) -> Any:
-    """The abstract target of a state."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
-    )
-
-
-def raw(x: jax.Array) -> bytes:
-    key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if key else x).tobytes()
-
-
-def assert_same(got: Any, want: Any) -> None:
-    """Equal structure, dtypes, shardings and bits."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, a), b in zip(
-        jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True
-    ):
-        name = jax.tree_util.keystr(path)
-        assert (a.shape, a.dtype) == (b.shape, b.dtype), name
-        assert a.sharding == b.sharding, name
-        assert raw(a) == raw(b), name
 
 
 @pytest.fixture
@@ -237,100 +161,3 @@ def test_saved_steps_are_not_overwritten(tmp_path, simple):
     with pytest.raises(ValueError, match="step 4 lies below 5"):
         checkpoint.save(tmp_path, 4, simple, keep=1)
     assert checkpoint.read_extra(tmp_path) == {"first": True}
-
-
-@pytest.mark.parametrize("missing", [False, True], ids=["empty", "missing"])
-def test_no_checkpoint(tmp_path, simple, missing):
-    folder = tmp_path / "runs" if missing else tmp_path
-    assert checkpoint.latest_step(folder) is None
-    for read in (
-        lambda: checkpoint.restore(folder, simple),
-        lambda: checkpoint.restore(folder, simple, 3),
-        lambda: checkpoint.read_extra(folder),
-    ):
-        with pytest.raises(FileNotFoundError, match="no checkpoint in " + str(folder)):
-            read()
-    assert folder.exists() is not missing
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [{"step": -1}, {"keep": 0}, {"extra": [1]}, {"state": {"step": 3}}],
-    ids=lambda changed: next(iter(changed)),
-)
-def test_what_save_refuses_leaves_nothing_behind(tmp_path, simple, changed):
-    arguments = {"step": 1, "state": simple, **changed}
-    with pytest.raises((ValueError, TypeError)):
-        checkpoint.save(tmp_path / "run", **arguments)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("stamp", ["", "-1700000000"], ids=["plain", "with time"])
-def test_partial_step_of_a_crash_is_ignored(tmp_path, simple, stamp):
-    checkpoint.save(tmp_path, 1, simple)
-    partial = tmp_path / f"2.orbax-checkpoint-tmp{stamp}"
-    shutil.copytree(tmp_path / "1", partial)
-    shutil.rmtree(partial / "info")
-    assert checkpoint.latest_step(tmp_path) == 1
-    assert_same(checkpoint.restore(tmp_path, simple), simple)
-    assert partial.exists()
-    checkpoint.save(tmp_path, 2, simple)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
-    assert_same(checkpoint.restore(tmp_path, simple, 2), simple)
-
-
-def test_a_donated_state_is_refused_and_the_former_one_stays(tmp_path, simple):
-    checkpoint.save(tmp_path, 1, simple)
-    gone = {**simple, "b": simple["b"] + 0}
-    gone["b"].delete()
-    with pytest.raises(ValueError, match=r"'b' was deleted: .* the step returned"):
-        checkpoint.save(tmp_path, 2, gone, keep=1)
-    assert checkpoint.latest_step(tmp_path) == 1
-    checkpoint.save(tmp_path, 2, simple, keep=1)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["2"]
-
-
-def test_inside_an_event_loop(tmp_path, simple):
-    """As in a notebook cell, which runs in a loop already."""
-
-    async def cell():
-        checkpoint.save(tmp_path, 1, simple)
-        return checkpoint.restore(tmp_path, simple)
-
-    assert_same(asyncio.run(cell()), simple)
-
-
-def test_no_thread_is_left(tmp_path, simple):
-    before = set(threading.enumerate())
-    checkpoint.save(tmp_path, 1, simple)
-    checkpoint.restore(tmp_path, simple)
-    for thread in set(threading.enumerate()) - before:
-        thread.join(THREAD_END_SECONDS)
-        assert not thread.is_alive(), thread.name
-
-
-def test_without_orbax(tmp_path, simple, monkeypatch):
-    for name in [n for n in sys.modules if n.partition(".")[0] == "orbax"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "orbax", None)
-    spec = importlib.util.spec_from_file_location("fresh", checkpoint.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    hint = re.escape("pip install 'curvadion-jax[checkpoint]'")
-    for call in (
-        lambda: module.save(tmp_path, 1, simple),
-        lambda: module.restore(tmp_path, simple),
-        lambda: module.latest_step(tmp_path),
-        lambda: module.read_extra(tmp_path),
-    ):
-        with pytest.raises(ImportError, match=hint):
-            call()
-
-
-def test_saving_does_not_count_a_step_for_the_preemption_service(tmp_path, monkeypatch):
-    # A training loop counts its own; what JAX's service sees must not fall.
-    asked = []
-    name = "reached_preemption_sync_point"
-    monkeypatch.setattr(multihost_utils, name, lambda step: asked.append(step))
-    checkpoint.save(tmp_path, 1, {"w": jnp.ones((2, 3))})
-    assert asked == []

@@ -1,14 +1,9 @@
-"""The example examples/char_lm: its data, its model, and whole runs of a few steps."""
+"""The example examples/char_lm: its model, its methods, its flags and its picture."""
 
 import dataclasses
-import json
-import resource
-import shutil
-import signal
 from pathlib import Path
 
 import config
-import data
 import jax
 import jax.numpy as jnp
 import journal
@@ -23,15 +18,10 @@ import report
 import train
 from matplotlib.figure import Figure
 
-from curvadion_jax import _storage, triggers
+from curvadion_jax import triggers
 
 # Float32 products of sines and cosines; measured below 1e-6.
 ROTARY_TOLERANCE = 1e-5
-
-MICRO = (
-    "--layers 2 --width 16 --heads 2 --batch 2 --sequence-length 16 --replicas 2 "
-    "--evaluation-batches 1 --evaluate-every 2 --checkpoint-every 2"
-).split()
 
 
 @pytest.fixture(scope="module")
@@ -45,109 +35,6 @@ def micro() -> tuple[model.GPT, dict]:
     leaves = [leaf + 0.1 * random.normal(size=leaf.shape) for leaf in leaves]
     leaves = [jnp.asarray(leaf, jnp.float32) for leaf in leaves]
     return gpt, jax.tree.unflatten(structure, leaves)
-
-
-def write_shard(file: Path, tokens, magic=20240520, version=1, count=None) -> Path:
-    header = np.zeros(256, "<i4")
-    header[:3] = magic, version, len(tokens) if count is None else count
-    file.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
-    return file
-
-
-@pytest.mark.slow
-def test_library_corpus_is_real_text_and_the_same_every_time():
-    first, second = data.load(None), data.load(None)
-    assert first.fingerprint == second.fingerprint
-    assert first.vocabulary == 256
-    sizes = sum(map(len, first.training)), sum(map(len, first.validation))
-    assert sizes[0] > 5_000_000
-    assert 0.01 < sizes[1] / sum(sizes) < 0.25
-    names = [file.as_posix() for file in data.library_files()]
-    assert names == sorted(names)
-    assert not [name for name in names if "/test/" in name or "-packages" in name]
-
-
-def test_split_is_disjoint_complete_and_stable():
-    names = [f"package/module{number}.py" for number in range(1000)]
-    training, validation = data.split(names)
-    assert not set(training) & set(validation)
-    assert sorted(training + validation) == sorted(names)
-    assert 30 <= len(validation) <= 70  # 5% of 1000, +- 3 standard deviations
-    assert data.split(names[::-1])[1] == validation[::-1]
-    kept = [name for name in names if name != training[0]]
-    assert data.split(kept)[1] == validation
-
-
-def test_split_of_two_files_has_both_sides():
-    for names in (["a", "b"], ["c", "d"], ["e", "f"]):
-        training, validation = data.split(names)
-        assert len(training) == len(validation) == 1
-
-
-def test_no_held_out_file_is_trained_on(text):
-    corpus = data.load(str(text))
-    (training,), (validation,) = corpus.training, corpus.validation
-    names = [file.name for file in text.iterdir()]
-    for name in names:
-        content = (text / name).read_bytes()
-        where = content in training.tobytes(), content in validation.tobytes()
-        assert where in {(True, False), (False, True)}
-        assert where[1] == (name in data.split(names)[1])
-
-
-def test_single_file_holds_out_its_end(tmp_path):
-    file = tmp_path / "one.txt"
-    file.write_bytes(bytes(range(32, 127)) * 20)
-    corpus = data.load(str(file))
-    whole = np.concatenate([*corpus.training, *corpus.validation])
-    assert whole.tobytes() == file.read_bytes()
-    assert corpus.validation[0].size == 95
-
-
-def test_batches_depend_on_seed_and_step_alone(text):
-    corpus = data.load(str(text))
-    batch = corpus.training_batch((7, 3), sequences=4, length=16)
-    assert batch.shape == (4, 17)
-    assert batch.dtype == np.int32
-    np.testing.assert_array_equal(batch, corpus.training_batch((7, 3), 4, 16))
-    for other in ((7, 4), (8, 3)):
-        assert (batch != corpus.training_batch(other, 4, 16)).any()
-    whole = corpus.training[0].tobytes()
-    assert all(row.astype(np.uint8).tobytes() in whole for row in batch)
-
-
-def test_validation_batches_are_spread_over_the_held_out_text():
-    pieces = [np.arange(100, dtype=np.uint16), np.arange(100, 110, dtype=np.uint16)]
-    corpus = data.Corpus([], pieces, vocabulary=110, fingerprint="")
-    batches = [corpus.validation_batch(i, 2, sequences=4, length=5) for i in (0, 1)]
-    starts = sorted(row[0] for batch in batches for row in batch)
-    # 95 + 5 places to start in, divided by 8; no crop reaches into the next piece.
-    assert starts == [0, 12, 25, 37, 50, 62, 75, 87]
-    assert all((np.diff(batch) == 1).all() for batch in batches)
-
-
-def test_crop_may_start_at_the_last_place_of_a_piece():
-    pieces = [np.array([1, 2]), np.array([3]), np.array([4, 5, 6])]
-    corpus = data.Corpus(pieces, [], vocabulary=7, fingerprint="")
-    rows = corpus._crops(pieces, np.array([0.0, 0.34, 0.99]), length=1)
-    assert rows.tolist() == [[1, 2], [4, 5], [5, 6]]
-
-
-def test_shard_reader_reads_what_was_written(tmp_path):
-    tokens = [0, 1, 50256, 7]
-    read = data.read_shard(write_shard(tmp_path / "train_0.bin", tokens))
-    assert read.dtype == np.uint16
-    assert read.tolist() == tokens
-
-
-def test_shards_are_divided_by_name(tmp_path):
-    write_shard(tmp_path / "fineweb_train_000001.bin", [1] * 9)
-    write_shard(tmp_path / "fineweb_train_000002.bin", [2] * 9)
-    write_shard(tmp_path / "fineweb_val_000000.bin", [3] * 9)
-    corpus = data.load(str(tmp_path))
-    assert [piece[0] for piece in corpus.training] == [1, 2]
-    assert [piece[0] for piece in corpus.validation] == [3]
-    assert corpus.vocabulary == 50_304
 
 
 @pytest.mark.slow
@@ -293,173 +180,6 @@ def test_the_picture_counts_syncs_where_a_trigger_looks_at_nothing(synced, title
     assert low == 0
     assert high >= max(1, sum(synced))
     assert axes.get_yticks().tolist() == [int(tick) for tick in axes.get_yticks()]
-
-
-@pytest.mark.slow
-def test_run_leaves_the_promised_files(tmp_path, text):
-    out = tmp_path / "out"
-    methods_flag = ["--method", "synchronous_dion,diloco"]
-    arguments = [*MICRO, *methods_flag, "--steps", "3", "--sync-every", "2"]
-    arguments += ["--data", str(text), "--out", str(out)]
-    assert main.main(arguments) == 0
-    summary = json.loads((out / "summary.json").read_text())
-    assert [row["method"] for row in summary] == ["synchronous_dion", "diloco"]
-    for row in summary:
-        assert (row["replicas"], row["steps"]) == (2, 3)
-        assert 0 < row["validation_loss"] < 6
-        assert row["seconds"] > 0
-        lines = journal.read_journal(out / f"{row['method']}.jsonl")
-        assert [line["step"] for line in lines] == [1, 2, 3]
-        assert lines[-1]["bytes"] == row["bytes"]
-        assert lines[-1]["validation_loss"] == row["validation_loss"]
-        assert (out / "checkpoints" / row["method"]).is_dir()
-    synchronous, diloco = summary
-    assert synchronous["syncs"] == 3
-    assert synchronous["divergence"] < 1e-6
-    assert diloco["syncs"] == 1
-    assert diloco["divergence"] > 1e-4
-    assert diloco["synchronous_bytes"] == synchronous["synchronous_bytes"]
-    assert (out / "picture.png").read_bytes().startswith(b"\x89PNG")
-
-
-def run_micro(text: Path, out: Path, *more: str) -> int:
-    arguments = ["--method", "curvadion", "--steps", "6", "--budget", "0.2"]
-    return main.main(
-        [*MICRO, *arguments, "--data", str(text), "--out", str(out), *more]
-    )
-
-
-def results(out: Path) -> tuple[list, list]:
-    """Summary and journal without the seconds."""
-    summary = json.loads((out / "summary.json").read_text())
-    lines = journal.read_journal(out / "curvadion.jsonl")
-    for row in (*summary, *lines):
-        row.pop("seconds")
-    return summary, lines
-
-
-@pytest.fixture(scope="module")
-def finished(text, tmp_path_factory) -> Path:
-    """A run that nothing disturbed."""
-    out = tmp_path_factory.mktemp("undisturbed")
-    assert run_micro(text, out) == 0
-    return out
-
-
-def disturb(monkeypatch, step: int, action) -> None:
-    """Call `action` when the batch of a step is made."""
-    original = data.Corpus.training_batch
-
-    def training_batch(self, seed, *arguments, **keywords):
-        if seed[1] == step:
-            action()
-        return original(self, seed, *arguments, **keywords)
-
-    monkeypatch.setattr(data.Corpus, "training_batch", training_batch)
-
-
-@pytest.mark.slow
-def test_run_after_ctrl_c_goes_on_to_the_same_result(
-    text, tmp_path, finished, monkeypatch, capsys
-):
-    out = tmp_path / "stopped"
-    with monkeypatch.context() as patch:
-        disturb(patch, 3, lambda: signal.raise_signal(signal.SIGINT))
-        assert run_micro(text, out) == 130
-    assert "saved at step 3 of 6" in capsys.readouterr().err
-    assert not (out / "summary.json").exists()
-    assert run_micro(text, out) == 0
-    assert results(out) == results(finished)
-
-
-@pytest.mark.slow
-def test_sigterm_twice_in_a_save_stops_after_the_next_step(
-    text, tmp_path, finished, monkeypatch, capsys
-):
-    out, remove = tmp_path / "stopped", _storage.remove
-
-    def interrupted(*arguments):
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        remove(*arguments)
-
-    handler = signal.getsignal(signal.SIGTERM)
-    for status, step in ((0, 3), (75, 5)):
-        with monkeypatch.context() as patch:
-            patch.setattr(_storage, "remove", interrupted)
-            assert run_micro(text, out, "--stopped-status", str(status)) == status
-        assert f"saved at step {step} of 6" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGTERM) is handler
-    assert run_micro(text, out) == 0
-    assert results(out) == results(finished)
-
-
-@pytest.mark.slow
-def test_run_without_room_says_so_and_goes_on_when_there_is_some(
-    text, tmp_path, finished, monkeypatch, capsys
-):
-    out = tmp_path / "full"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    small = (10_000, hard)  # more than the journal, less than a checkpoint's arrays
-    with monkeypatch.context() as patch:
-        disturb(patch, 3, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, small))
-        try:
-            assert run_micro(text, out) == 74
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    said = capsys.readouterr().err
-    checkpoints = out / "checkpoints/curvadion"
-    assert f"stopped: [Errno 27] step 4 was not saved in {checkpoints}: File" in said
-    assert "Its steps [2] are as they were" in said
-    assert "Traceback" not in said
-    assert [line["step"] for line in results_so_far(out)] == [1, 2, 3, 4]
-    assert run_micro(text, out) == 0
-    assert results(out) == results(finished)
-
-
-@pytest.mark.slow
-def test_killed_run_repeats_the_steps_after_its_last_checkpoint(
-    text, tmp_path, finished, monkeypatch
-):
-    out = tmp_path / "killed"
-
-    def die():
-        raise RuntimeError("killed")
-
-    with monkeypatch.context() as patch:
-        disturb(patch, 6, die)
-        with pytest.raises(RuntimeError, match="killed"):
-            run_micro(text, out)
-    # Step 5 was dispatched and not yet reported; half a line of it may be there.
-    assert [line["step"] for line in results_so_far(out)] == [1, 2, 3, 4]
-    with (out / "curvadion.jsonl").open("a") as stream:
-        stream.write('{"step": 5, "loss": 99.0}\n{"step": 6, "lo')
-    assert run_micro(text, out) == 0
-    assert results(out) == results(finished)
-
-
-def results_so_far(out: Path) -> list[dict]:
-    return journal.read_journal(out / "curvadion.jsonl")
-
-
-@pytest.mark.slow
-def test_finished_method_is_kept_until_restart(
-    text, tmp_path, finished, monkeypatch, capsys
-):
-    out = tmp_path / "copy"
-    shutil.copytree(finished, out)
-
-    def refuse():
-        raise RuntimeError("trained again")
-
-    disturb(monkeypatch, 1, refuse)
-    assert run_micro(text, out) == 0
-    assert "finished before" in capsys.readouterr().out
-    assert results(out) == results(finished)
-    with pytest.raises(RuntimeError, match="trained again"):
-        run_micro(text, out, "--restart")
-    assert not (out / "summary.json").exists()
-    assert not (out / "checkpoints" / "curvadion").exists()
 
 
 def test_other_configuration_is_refused_and_named(text, tmp_path, capsys):

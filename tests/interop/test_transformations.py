@@ -4,18 +4,16 @@ from typing import Any
 
 import helpers
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax import lax
+from small_optimizers import NAMES, alone, close, one_replica, small
 
 import curvadion_jax as cd
 from curvadion_jax import synchronizers, triggers
 
 AXIS = helpers.AXIS
-# Two float32 programs of the same mathematics on numbers of order 1. Measured: 1e-7.
-ATOL = 2e-6
 KINDS = {
     "average_gradients": synchronizers.average_gradients,
     "average_factors": synchronizers.average_factors,
@@ -30,41 +28,6 @@ INNER_AND_KIND = [
         for name in KINDS
     ),
 ]
-
-
-def small(
-    trigger=None, synchronizer=None, axis_name=None, inner=None, **options
-) -> Any:
-    return cd.adaptive_sync(
-        optax.sgd(0.1, 0.9) if inner is None else inner,
-        triggers.every_k(2) if trigger is None else trigger,
-        synchronizers.reconcile() if synchronizer is None else synchronizer,
-        axis_name,
-        **options,
-    )
-
-
-NAMES = ("bias", "embed")
-
-
-def alone(tx, gradients):
-    params = {name: helpers.make_params()[name] for name in gradients[0]}
-    return list(helpers.run_alone(tx, params, gradients))
-
-
-def one_replica(steps, scale=1.0, names=NAMES):
-    return [
-        {name: scale * tree[name][0] for name in names}
-        for tree in helpers.make_gradients(steps, 1)
-    ]
-
-
-def close(actual, expected):
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=ATOL),
-        actual,
-        expected,
-    )
 
 
 @pytest.mark.slow
@@ -192,64 +155,6 @@ def test_a_replica_without_finite_gradients_sits_the_step_out():
     assert state.metrics.skipped.total.tolist() == [1, 0]
     # It is not asked: the step is left out in front of it.
     assert state.inner_state.total_notfinite.tolist() == [0, 0]
-
-
-def test_injected_threshold():
-    def factory(learning_rate, threshold):
-        trigger = triggers.relative_momentum_change(threshold)
-        inner = optax.sgd(learning_rate, 0.9)
-        return small(trigger, synchronizers.average_gradients(), inner=inner)
-
-    tx: Any = optax.inject_hyperparams(factory)(0.1, threshold=1e6)
-    params = {name: helpers.make_params()[name] for name in NAMES}
-    state, traces = tx.init(params), []
-
-    @jax.jit
-    def update(gradients, state):
-        traces.append(0)
-        return tx.update(gradients, state, params)[1]
-
-    decided = []
-    for tree, threshold in zip(one_replica(4), (1e6, 1e6, 0, 1e6), strict=True):
-        state.hyperparams["threshold"] = jnp.float32(threshold)
-        state = update(tree, state)
-        decided.append(bool(optax.tree.get(state, "synced")))
-    assert decided == [True, False, True, False]
-    assert len(traces) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("factory", "static_args", "options"),
-    [
-        pytest.param(
-            *(cd.curvadion, ("rank", "error_feedback", "seed"), {"rank": 2}), id="rank"
-        ),
-        pytest.param(cd.curvadion, (), {}, id="curvadion"),
-        pytest.param(cd.curvadion, (), {"threshold": 0.3}, id="threshold"),
-        pytest.param(cd.local_muon, (), {"budget": 0.5}, id="local_muon"),
-    ],
-)
-def test_injected_curvadion(factory, static_args, options):
-    tx = optax.inject_hyperparams(factory, static_args=static_args)
-    rate = optax.linear_schedule(0.1, 0.0, 5)
-    gradients = one_replica(3, names=helpers.SHAPES)
-    injected = alone(tx(rate, momentum=0.9, **options), gradients)
-    plain = alone(factory(rate, momentum=0.9, **options), gradients)
-    for (params, _), (expected, _) in zip(injected, plain, strict=True):
-        close(params, expected)
-    assert injected[-1][1].hyperparams["momentum"] == np.float32(0.9)
-
-
-def test_extra_arguments_reach_the_inner_optimizer():
-    def update(updates, state, params=None, **extra_args):
-        del params
-        return jax.tree.map(lambda g: extra_args["value"] * g, updates), state
-
-    inner = optax.GradientTransformationExtraArgs(optax.identity().init, update)
-    tx, params = small(inner=inner), {"w": jnp.ones(2)}
-    updates, _ = tx.update(params, tx.init(params), params, value=3.0)
-    assert updates["w"].tolist() == [3, 3]
 
 
 def test_optax_finds_what_is_parameter_like():

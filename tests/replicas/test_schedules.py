@@ -1,63 +1,17 @@
 """Where counters alone say when a sync is due, the host knows and nobody is asked."""
 
 import helpers
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from scheduled_optimizers import OPTIMIZERS, of_rows, placed, some, synced
 
 import curvadion_jax as cd
-from curvadion_jax import _schedule, synchronizers, triggers
+from curvadion_jax import _schedule, triggers
 
 AXIS, REPLICAS, STEPS = helpers.AXIS, 2, 9
-DECAY = optax.linear_schedule(0.3, 0.1, STEPS)
-
-
-def synced(trigger, synchronizer=None, **options):
-    synchronizer = synchronizer or synchronizers.reconcile(momentum=False)
-    inner = optax.sgd(0.1, 0.9)
-    return cd.adaptive_sync(inner, trigger, synchronizer, AXIS, **options)
-
-
-OPTIMIZERS = {
-    "every_k": lambda: synced(triggers.every_k(3)),
-    "always": lambda: synced(triggers.always()),
-    "never": lambda: synced(triggers.never()),
-    "evenly": lambda: synced(triggers.evenly(0.3, cost=1.0)),
-    "quadratic": lambda: synced(triggers.quadratic_period(DECAY, 0.4)),
-    "combined": lambda: synced(
-        triggers.any_of(
-            triggers.after_steps(triggers.delayed(triggers.every_k(5)), 2),
-            triggers.at_most_every(triggers.at_least_every(triggers.never(), 3), 2),
-        )
-    ),
-    "gradients": lambda: synced(triggers.every_k(3), synchronizers.average_gradients()),
-    "fragments": lambda: synced(
-        triggers.every_k(2), synchronizers.reconcile(fragments=2)
-    ),
-    "local_muon": lambda: cd.local_muon(0.1, budget=0.2, axis_name=AXIS),
-    "rising momentum": lambda: cd.local_muon(
-        0.1, budget=0.2, axis_name=AXIS, momentum=optax.linear_schedule(0.8, 0.95, 9)
-    ),
-    "diloco": lambda: cd.presets.diloco(0.1, 3, axis_name=AXIS),
-    "muloco": lambda: cd.presets.muloco(0.1, 3, axis_name=AXIS),
-    "local_sgd": lambda: cd.presets.local_sgd(0.1, 3, axis_name=AXIS),
-    "synchronous_dion": lambda: cd.presets.synchronous_dion(0.1, axis_name=AXIS),
-}
-QUICK = ("every_k", "fragments", "local_muon", "combined")
-
-
-def some(names):
-    return [
-        pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in names
-    ]
-
-
-def placed(tx):
-    mesh = cd.replicas.make_mesh(REPLICAS)
-    return mesh, helpers.start(tx, helpers.make_params(), mesh)
 
 
 def run(step, state, gradients):
@@ -97,46 +51,6 @@ def test_the_result_is_that_of_the_program_with_a_condition(name):
         helpers.assert_bitwise(without_the_flag(a), without_the_flag(b))
 
 
-@pytest.mark.parametrize("name", some(OPTIMIZERS))
-def test_a_local_step_is_a_program_without_collectives_and_conditions(name):
-    tx = OPTIMIZERS[name]()
-    mesh, state = placed(tx)
-    (batch,) = helpers.make_gradients(1, REPLICAS)
-    step = helpers.replica_step(tx, mesh)
-    local = equations(step, state, batch, sync=False)
-    assert not [x for x in local if talks(x)]
-    asking = equations(step, state, batch)
-    # Muon and Dion have conditions of their own, by which they orthonormalise.
-    assert conditions(local) < conditions(asking)
-    assert [x for x in equations(step, state, batch, sync=True) if talks(x)]
-
-
-def equations(step, *arguments, **options):
-    return list(helpers.equations(step.trace(*arguments, **options).jaxpr.jaxpr))
-
-
-def conditions(found):
-    return sum(x.primitive.name == "cond" for x in found)
-
-
-def talks(equation):
-    names = equation.params.get("axes", ()), equation.params.get("axis_name", ())
-    silent = equation.primitive.name in ("axis_index", "pvary")
-    return AXIS in jax.tree.leaves(names) and not silent
-
-
-def test_the_compiled_local_step_sends_nothing():
-    tx = OPTIMIZERS["local_muon"]()
-    mesh, state = placed(tx)
-    (batch,) = helpers.make_gradients(1, REPLICAS)
-    step = helpers.replica_step(tx, mesh)
-    text = step.lower(state, batch, sync=False).compile().as_text()
-    program = hlo.parse(text)
-    assert not program.collectives([program.entry])
-    assert not program.conditionals()
-    assert "all-reduce" not in text
-
-
 def test_another_state_is_looked_at():
     """Two runs that take turns, and one that begins again, in one compiled step."""
     tx = OPTIMIZERS["every_k"]()
@@ -152,25 +66,6 @@ def test_another_state_is_looked_at():
     assert [
         int((again := step(again, gradients)[0])[1].metrics.synced[0]) for _ in range(3)
     ] == [0, 0, 1]
-
-
-def test_what_is_traced_for_one_step_does_not_serve_another():
-    """JAX keeps traces of a jitted function: which program it is goes with them."""
-    tx = OPTIMIZERS["every_k"]()
-    mesh, state = placed(tx)
-    (batch,) = helpers.make_gradients(1, REPLICAS)
-    train = jax.jit(of_rows(helpers.train_step(tx)))
-    for _ in range(2):
-        step, now = cd.replicas.step(train, mesh, donate=False), state
-        for _ in range(3):
-            now, _ = step(now, batch)
-        assert now[1].metrics.syncs.tolist() == [1] * REPLICAS
-        assert now[1].metrics.asked.tolist() == [0] * REPLICAS
-
-
-def of_rows(train):
-    """The step for gradients [replicas, ...], of which a replica has one row."""
-    return lambda state, batch: train(state, jax.tree.map(lambda g: g[0], batch))
 
 
 def asked_and_synced(train, mesh, state):
@@ -230,35 +125,6 @@ def test_what_is_averaged_with_a_schedule():
     np.testing.assert_array_equal(means[0], means[1])
 
 
-@pytest.mark.parametrize("sync", [True, False])
-def test_the_caller_may_say_what_the_step_is(sync):
-    """In a loop of one's own, under `shard_map`."""
-    tx = OPTIMIZERS["every_k"]()
-    mesh, state = placed(tx)
-    (batch,) = helpers.make_gradients(1, REPLICAS)
-
-    def train(state, gradients):
-        params, opt_state = state
-        updates, opt_state = tx.update(gradients, opt_state, params, sync=sync)
-        return (optax.apply_updates(params, updates), opt_state), {}
-
-    step = jax.jit(helpers.in_shard_map(of_rows(train), mesh))
-    assert any(map(talks, equations(step, state, batch))) == sync
-    (_, opt_state), _ = step(state, batch)
-    assert opt_state.metrics.syncs.tolist() == [sync] * REPLICAS
-    assert opt_state.metrics.asked.tolist() == [0] * REPLICAS
-    mapped = cd.replicas.step(of_rows(train), mesh, donate=False)
-    helpers.assert_bitwise(mapped(state, batch)[0], step(state, batch)[0])
-
-
-@pytest.mark.parametrize("sync", [1, "yes", jnp.array(True)])
-def test_what_is_said_is_a_bool(sync):
-    params = helpers.make_params()
-    tx = cd.presets.local_sgd(0.1, 2)
-    with pytest.raises(TypeError, match="sync must be True or False"):
-        tx.update(params, tx.init(params), params, sync=sync)
-
-
 def test_many_steps_are_looked_ahead_more_than_once():
     """Longer than what is worked out at once."""
     tx = synced(triggers.quadratic_period(optax.linear_schedule(0.3, 0.1, 150), 0.7))
@@ -315,14 +181,6 @@ def test_counters_are_read_once(replicas, monkeypatch):
     assert len(times) == 2
 
 
-def test_a_sync_that_cannot_be_traced_fails_at_once():
-    broken = synchronizers.reconcile()._replace(sync=lambda *_: 1 / 0)
-    tx = synced(triggers.every_k(500), broken)
-    mesh, state = placed(tx)
-    with pytest.raises(ZeroDivisionError):
-        helpers.replica_step(tx, mesh)(state, helpers.make_gradients(1, REPLICAS)[0])
-
-
 def test_a_trigger_state_keeps_its_dtype():
     def decide(seen, count):
         due = count >= 2
@@ -332,14 +190,6 @@ def test_a_trigger_state_keeps_its_dtype():
     assert asked_and_synced(helpers.train_step(tx := synced(trigger)), *placed(tx)) == {
         (0, 1)
     }
-
-
-def test_a_program_that_is_not_there_is_not_given():
-    tx = synced(triggers.relative_momentum_change(0.1))
-    mesh, state = placed(tx)
-    step, (batch,) = helpers.replica_step(tx, mesh), helpers.make_gradients(1, REPLICAS)
-    with pytest.raises(ValueError, match="known only of an optimizer whose trigger"):
-        step.lower(state, batch, sync=True)
 
 
 def test_a_state_of_numpy_arrays_goes_on():

@@ -1,8 +1,6 @@
 """Replicas of several devices: nothing is rebuilt, nothing moves that need not."""
 
-import functools
 import math
-from typing import Any
 
 import chex
 import helpers
@@ -12,102 +10,35 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from divided_replicas import (
+    AXIS,
+    CASES,
+    MUON,
+    RANK,
+    largest,
+    least_part,
+    make_gradients,
+    make_state,
+    mesh_of,
+    moved_inside,
+    prepare,
+    reconcile,
+    run,
+)
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
 from curvadion_jax import (
     _collectives,
     _layout,
-    _matrices,
     _orthonormalize,
     _within_replica,
     compressors,
-    synchronizers,
     triggers,
 )
 
-AXIS = cd.replicas.AXIS
-RANK = 2
-SHAPES = {
-    "down": (192, 128),
-    "embed": (256, 128),
-    "scale": (128,),
-    "square": (128, 128),
-    "stack": (4, 128, 192),
-    "up": (128, 192),
-}
-# Replicas, and axes inside each.
-MESHES = {
-    "2x2x2": (2, {"fsdp": 2, "tensor": 2}),
-    "4x2": (4, {"fsdp": 2}),
-    "2x4": (2, {"tensor": 4}),
-}
 # Sums in another order, over some steps: of how far the parameters have moved.
 CLOSE = 2e-3
-
-
-def divided(name: str, inner: Any) -> PartitionSpec:
-    """Rows over fsdp and columns over tensor, as far as there are such axes."""
-    rows, columns = (axis if axis in inner else None for axis in ("fsdp", "tensor"))
-    if name == "down":  # as in Megatron: what is split by columns goes in by rows
-        rows, columns = columns, rows
-    return {
-        "scale": PartitionSpec(columns),
-        "stack": PartitionSpec(None, rows, columns),
-    }.get(name, PartitionSpec(rows, columns))
-
-
-def reconciling(synchronizer, rank=RANK):
-    return cd.adaptive_sync(
-        cd.dion(0.01, rank), triggers.every_k(2), synchronizer, AXIS
-    )
-
-
-reconcile = synchronizers.reconcile
-OPTIMIZERS = {
-    "synchronous_dion": lambda: cd.presets.synchronous_dion(
-        0.01, rank=RANK, axis_name=AXIS
-    ),
-    "curvadion": lambda: cd.curvadion(0.01, 0.3, RANK, axis_name=AXIS),
-    "paper": lambda: cd.presets.paper(0.01, rank=RANK, axis_name=AXIS),
-    "authors_code": lambda: cd.presets.authors_code(0.01, rank=RANK, axis_name=AXIS),
-    "everything": lambda: reconciling(reconcile()),
-    "low_rank": lambda: reconciling(reconcile(compressor=compressors.low_rank(RANK))),
-    "low_rank_in_8_bits": lambda: reconciling(
-        reconcile(
-            compressor=compressors.chain(
-                compressors.low_rank(RANK), compressors.quantize(8)
-            )
-        )
-    ),
-    "top_k": lambda: reconciling(
-        reconcile(compressor=compressors.top_k(1 / 16, 2), momentum=False)
-    ),
-    "momenta_in_4_bits": lambda: reconciling(
-        reconcile(momentum=compressors.quantize(4))
-    ),
-    "fragments": lambda: reconciling(
-        reconcile(compressor=compressors.quantize(2), momentum=False, fragments=2)
-    ),
-    "orthonormal": lambda: reconciling(
-        reconcile(cd.outer.orthonormal(1.0, 0.5, rank=RANK))
-    ),
-    "factors_in_8_bits": lambda: reconciling(
-        synchronizers.average_factors(compressors.quantize(8))
-    ),
-    "diloco": lambda: cd.presets.diloco(0.01, k=2, axis_name=AXIS),
-    "local_sgd": lambda: cd.presets.local_sgd(0.01, k=2, axis_name=AXIS),
-}
-# On 2x2x2 rows and columns are divided, and on the others one of them. There local
-# steps of Dion, syncs that send factors and syncs that send codes are seen once each.
-OTHER_MESHES = [
-    *[("curvadion", "4x2"), ("curvadion", "2x4"), ("low_rank", "2x4")],
-    *[("synchronous_dion", "4x2"), ("synchronous_dion", "2x4")],
-]
-MUON = {
-    "muloco": lambda: cd.presets.muloco(0.01, k=2, axis_name=AXIS),
-    "local_muon": lambda: cd.local_muon(0.01, budget=0.05, axis_name=AXIS),
-}
 # Blocks of a device's own part are other blocks, which lose something else.
 BLOCKS = {
     "curvadion": 0.5,
@@ -120,37 +51,6 @@ BLOCKS = {
 }
 
 
-def mesh_of(name: str):
-    number, inner = MESHES[name]
-    return cd.replicas.make_mesh(number, inner)
-
-
-def make_state(tx, mesh, dtype=np.float32):
-    """(Parameters, optimizer state) of all replicas, parameters as `divided`."""
-    rng = np.random.default_rng(0)
-    inner = set(mesh.axis_names) - {AXIS}
-    params = {
-        name: jax.device_put(
-            rng.normal(size=shape).astype(dtype),
-            NamedSharding(mesh, divided(name, inner)),
-        )
-        for name, shape in SHAPES.items()
-    }
-    return cd.replicas.replicate((params, tx.init(params)), mesh)
-
-
-def make_gradients(mesh, seed=1):
-    rng = np.random.default_rng(seed)
-    number, inner = mesh.shape[AXIS], set(mesh.axis_names) - {AXIS}
-    return {
-        name: jax.device_put(
-            rng.normal(size=(number, *shape)).astype(np.float32),
-            NamedSharding(mesh, PartitionSpec(AXIS, *divided(name, inner))),
-        )
-        for name, shape in SHAPES.items()
-    }
-
-
 def mean_of(form, mesh, given):
     """What takes a tree to its compressed mean, and what was not put in."""
 
@@ -161,45 +61,6 @@ def mean_of(form, mesh, given):
         return result.mean, {"unsent": result.unsent}
 
     return helpers.manual(train, mesh, given)
-
-
-def moved_inside(program: hlo.Program, mesh) -> list[hlo.Instruction]:
-    """Collectives in which several devices of a replica take part, of all steps."""
-    devices = mesh.size // mesh.shape[AXIS]
-    found = program.collectives([*program.computations])
-    return [each for each in found if each.joins(devices)]
-
-
-def largest(instructions) -> int:
-    """Elements of the largest array that they send or receive.
-
-    An all-to-all or a permutation has an array in several parts.
-    """
-    sizes = [0]
-    for each in instructions:
-        parts = [math.prod(shape) for _, shape in each.arrays]
-        whole = each.opcode.startswith(("all-to-all", "collective-permute"))
-        sizes.append(sum(parts) if whole else max(parts))
-    return max(sizes)
-
-
-def least_part(mesh) -> int:
-    """Elements of the smallest part of a matrix that a device holds."""
-    devices = mesh.size // mesh.shape[AXIS]
-    sizes = [math.prod(shape) for shape in SHAPES.values() if len(shape) > 1]
-    return min(sizes) // devices
-
-
-CASES = [*((name, "2x2x2") for name in OPTIMIZERS), *OTHER_MESHES]
-
-
-@functools.cache
-def prepare(name: str, mesh):
-    """A compiled step, and a state to start from."""
-    tx = (OPTIMIZERS | MUON)[name]()
-    state = make_state(tx, mesh)
-    step = helpers.replica_step(tx, mesh)
-    return helpers.quick(step, state, make_gradients(mesh)), state
 
 
 @pytest.mark.slow
@@ -360,26 +221,6 @@ def test_what_gathers_a_matrix_is_seen():
     assert largest(inside) >= 128 * 128 // 4
 
 
-def assert_as_before(state, before):
-    """Shapes, dtypes, and where every array lies."""
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, before)
-    pairs = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(before), strict=True)
-    for (path, x), old in pairs:
-        name = jax.tree_util.keystr(path)
-        assert x.sharding.is_equivalent_to(old.sharding, x.ndim), name
-
-
-@functools.cache
-def run(name: str, mesh, steps: int = 4):
-    """Parameters after some steps, and before; the state stays divided as it was."""
-    step, state = prepare(name, mesh)
-    before = state
-    for index in range(steps):
-        state, _ = step(state, make_gradients(mesh, seed=index))
-    assert_as_before(state, before)
-    return jax.device_get((state[0], before[0]))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh"), [*CASES, *[(name, "2x2x2") for name in MUON]]
@@ -393,177 +234,6 @@ def test_divided_is_whole(name, mesh):
         moved = np.linalg.norm(wanted - start[path])
         assert moved > 0
         assert apart / moved < BLOCKS.get(name, CLOSE), path
-
-
-def test_state_is_divided_as_parameters_are():
-    mesh = mesh_of("2x2x2")
-    tx = reconciling(
-        reconcile(optax.sgd(0.7, 0.9), compressor=compressors.low_rank(RANK))
-    )
-    params, state = make_state(tx, mesh)
-    leaves = {
-        jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(state)
-    }
-    checked = 0
-    for name, x in params.items():
-        for path, leaf in leaves.items():
-            if path.endswith(f"['{name}']") and leaf.shape == x.shape:
-                assert leaf.sharding == x.sharding, path
-                checked += 1
-    # Momenta of five kinds, the anchor, its outer momentum, and the residual.
-    assert checked >= 4 * len(SHAPES)
-    common = state.sync_state.common
-    (q,), (form, _) = common.q, common.compressor_state
-    for each in (q, form):
-        specs = {name: each[name].sharding.spec for name in ("down", "stack", "up")}
-        assert specs["up"] == PartitionSpec(AXIS, "fsdp", None)
-        assert specs["down"] == PartitionSpec(AXIS, "fsdp", None)
-        assert specs["stack"] == PartitionSpec(AXIS, None, "fsdp", None)
-
-
-def test_attention_kernels_follow_their_heads():
-    mesh = mesh_of("2x2x2")
-    shapes = {"query": (96, 4, 8), "key": (96, 4, 8), "out": (4, 8, 96)}
-    specs = {"query": ("fsdp", "tensor"), "key": (None, None, "tensor"), "out": ()}
-    params = {
-        name: jax.device_put(
-            np.ones(shape), NamedSharding(mesh, PartitionSpec(*specs[name]))
-        )
-        for name, shape in shapes.items()
-    }
-    numbers = {
-        name: optax.contrib.MuonDimensionNumbers(*axes)
-        for name, axes in (("query", (0, (1, 2))), ("key", (0, (1, 2))))
-    }
-    numbers["out"] = optax.contrib.MuonDimensionNumbers((0, 1), 2)
-    state = cd.scale_by_dion(RANK, dimension_numbers=numbers).init(params)
-    spec = {name: q.sharding.spec for name, q in state.q.items()}
-    assert spec["query"] == PartitionSpec("tensor", None)  # (heads, width) merged
-    assert spec["key"] == PartitionSpec(None, None)  # heads before what is divided
-    assert spec["out"] == PartitionSpec(None, None)
-
-
-@pytest.mark.slow
-def test_q_divided_along_the_rank_gathers_no_momentum():
-    mesh = mesh_of("2x2x2")
-    tx = cd.presets.synchronous_dion(0.01, rank=4, axis_name=AXIS)
-
-    def along_rank(path, x):
-        name = jax.tree_util.keystr(path)
-        if not (".q" in name or ".common" in name) or x.shape[-1] != 4:
-            return x
-        spec = PartitionSpec(AXIS, *[None] * (x.ndim - 2), "fsdp")
-        return jax.device_put(x, NamedSharding(mesh, spec))
-
-    state = jax.tree.map_with_path(along_rank, make_state(tx, mesh))
-    specs = [str(x.sharding.spec) for x in jax.tree.leaves(state[1])]
-    assert "P('replica', None, 'fsdp')" in specs
-    compiled = helpers.quick(
-        helpers.replica_step(tx, mesh), state, make_gradients(mesh)
-    )
-    inside = moved_inside(hlo.parse(compiled.as_text()), mesh)
-    assert largest(inside) < least_part(mesh)
-
-
-def test_without_notes_nothing_is_known():
-    params = {"a": jnp.ones((2, 4)), "b": {"c": jnp.ones((3,))}}
-    layout = _layout.Layout({"fsdp": 2})
-    with pytest.warns(UserWarning, match="gathers whole arrays"):
-        layout.check_known()
-    assert layout.specs(params, by_shape=True) == [None, None]
-
-
-def test_arrays_are_found_by_path_and_then_by_shape():
-    rows, columns = PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")
-    notes = (
-        _layout.Placed("0/params/layer/b", (4, 4), columns),
-        _layout.Placed("0/params/layer/a", (4, 4), rows),
-        _layout.Placed("1/count", (), PartitionSpec()),
-    )
-    shapes = {"a": (4, 4), "b": (4, 4), "er/a": (4, 4), "other": (2,)}
-    tree = {"layer": {name: jnp.ones(shape) for name, shape in shapes.items()}}
-    layout = _layout.Layout({"fsdp": 2}, notes)
-    found = dict(zip(sorted(shapes), layout.specs(tree, by_shape=True), strict=True))
-    surely = layout.specs(tree, by_shape=False)
-    assert surely == [rows, columns, None, None]
-    assert found["a"] == rows
-    assert found["b"] == columns
-    assert found["er/a"] == columns  # no such path: the first of the shape
-    assert found["other"] is None
-
-
-def test_factors_follow_the_axes_that_they_are_made_of():
-    view = _matrices.make_view((3, 8, 8), 1, 2)
-    notes = (_layout.Placed("0/params/a", (3, 8, 8), PartitionSpec(None, "x", "y")),)
-    layout = _layout.Layout({"x": 2, "y": 2}, notes)
-    factor = jnp.ones((3, 8, 2))  # P and R of a square matrix are alike in shape
-
-    def found(axes):
-        of_factors = layout.of_factors({"a": factor}, {"a": (view.shape, axes)})
-        (spec,) = of_factors.specs({"a": factor}, by_shape=False)
-        return spec
-
-    assert found(view.p_axes) == PartitionSpec(None, "y", None)
-    assert found(view.q_axes) == PartitionSpec(None, "x", None)
-    assert layout.specs({"a": factor}, by_shape=False) == [None]
-
-
-@pytest.mark.parametrize(
-    ("spec", "kept"),
-    [
-        (("fsdp", "tensor"), ("fsdp", None)),
-        ((("fsdp", "tensor"), None), ("fsdp", None)),
-        ((("tensor",), ("expert", "fsdp")), (None, ("expert", "fsdp"))),
-    ],
-)
-def test_of_a_division_that_over_inner_axes_counts(spec, kept):
-    notes = (_layout.Placed("a", (4, 4), PartitionSpec(*spec)),)
-    layout = _layout.Layout({"expert": 2, "fsdp": 2}, notes)
-    found = layout.specs({"a": jnp.ones((4, 4))}, by_shape=True)
-    assert found == [PartitionSpec(*kept)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("other", ["2x4", None])
-def test_checkpoint_moves_to_another_mesh(tmp_path, other):
-    name, mesh = "curvadion", mesh_of("2x2x2")
-    elsewhere = mesh_of(other) if other else cd.replicas.make_mesh(2)
-    step, state = prepare(name, mesh)
-    for index in range(2):
-        state, _ = step(state, make_gradients(mesh, seed=index))
-    cd.checkpoint.save(tmp_path, 2, state)
-    step, target = prepare(name, elsewhere)
-    restored = cd.checkpoint.restore(tmp_path, target)
-    assert_as_before(restored, target)
-    helpers.assert_bitwise(jax.device_get(restored), jax.device_get(state))
-    after, _ = step(restored, make_gradients(elsewhere, seed=2))
-    assert_as_before(after, target)
-
-
-def test_the_one_model_is_divided_as_a_replica_is():
-    mesh = mesh_of("2x2x2")
-    params, opt_state = make_state(OPTIMIZERS["curvadion"](), mesh)
-    for model in (
-        cd.replicas.consensus(params),
-        cd.replicas.consensus(params, opt_state),
-    ):
-        for name, x in model.items():
-            place = NamedSharding(mesh, divided(name, {"fsdp", "tensor"}))
-            assert x.sharding.is_equivalent_to(place, x.ndim), name
-    assert float(cd.replicas.divergence(params)) == 0
-
-
-@pytest.mark.filterwarnings("ignore:of the state .* alone")
-def test_a_step_compiles_once_and_refuses_what_it_was_given_before():
-    mesh = cd.replicas.make_mesh(2, {"fsdp": 2})
-    tx = optax.sgd(0.1, momentum=0.9)
-    state, step = make_state(tx, mesh), helpers.replica_step(tx, mesh, donate=True)
-    first = state
-    for index in range(3):
-        state, _ = step(state, make_gradients(mesh, seed=index))
-    assert len(step._programs) == 1
-    with pytest.raises(ValueError, match=r"state\[0\]\['down'\].*donate=False"):
-        step(first, make_gradients(mesh))
 
 
 @pytest.mark.parametrize(
@@ -605,76 +275,3 @@ def test_an_axis_of_one_device_is_no_axis():
     run = mean_of(compressors.quantize(8, 64), mesh, state)
     mean, _ = run(state, np.ones(2))
     np.testing.assert_allclose(mean, 1)
-
-
-@pytest.mark.filterwarnings("ignore:of the state .* alone")
-@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec(None, "fsdp")])
-def test_a_state_that_lies_elsewhere_is_divided_over_the_replicas(spec):
-    mesh = cd.replicas.make_mesh(2, {"fsdp": 2})
-    step = cd.replicas.step(lambda state, batch: (2 * state, {}), mesh, donate=False)
-    state = jax.device_put(np.ones((2, 64)), NamedSharding(mesh, spec))
-    program = hlo.parse(step.lower(state, np.ones(2)).compile().as_text())
-    assert not program.collectives([program.entry])
-    after, _ = step(state, np.ones(2))
-    wanted = NamedSharding(mesh, PartitionSpec(AXIS, *spec[1:]))
-    assert after.sharding.is_equivalent_to(wanted, 2)
-
-
-@pytest.mark.filterwarnings("ignore:of the state .* alone")
-def test_a_state_may_change_its_shape():
-    mesh = cd.replicas.make_mesh(2, {"fsdp": 2})
-    spec = NamedSharding(mesh, PartitionSpec(AXIS, None, "fsdp"))
-    state = jax.device_put(np.ones((2, 4, 2)), spec)
-    step = cd.replicas.step(lambda state, batch: (state.sum(1), {}), mesh)
-    assert step(state, np.ones(2))[0].shape == (2, 4)
-
-
-def test_what_lies_in_host_memory_stays_divided():
-    mesh = mesh_of("4x2")
-    tx = cd.presets.local_sgd(0.01, k=2, axis_name=AXIS)
-    state = cd.replicas.offload(make_state(tx, mesh))
-    compiled = helpers.quick(
-        helpers.replica_step(tx, mesh), state, make_gradients(mesh)
-    )
-    after, _ = compiled(state, make_gradients(mesh))
-    anchors = after[1].sync_state.anchor
-    for name, x in anchors.items():
-        place = NamedSharding(mesh, PartitionSpec(AXIS, *divided(name, {"fsdp"})))
-        place = place.with_memory_kind("pinned_host")
-        assert x.sharding.is_equivalent_to(place, x.ndim), name
-
-
-@pytest.mark.slow
-def test_momenta_sent_whole_are_known_by_their_names():
-    # Alike in shape, and divided otherwise: by shape alone one would be resharded.
-    mesh = mesh_of("2x2x2")
-    specs = {"out": ("tensor", "fsdp"), "query": ("fsdp", "tensor")}
-    tx = helpers.synced_dion(
-        0.01,
-        0.75,
-        triggers.always(),
-        synchronizers.average_factors(compressors.quantize(8)),
-        axis_name=AXIS,
-    )
-    params = {
-        name: jax.device_put(
-            np.random.default_rng(0).normal(size=(128, 128)).astype(np.float32),
-            NamedSharding(mesh, PartitionSpec(*spec)),
-        )
-        for name, spec in specs.items()
-    }
-    state = cd.replicas.replicate((params, tx.init(params)), mesh)
-    gradients = jax.tree.map(lambda x: x, state[0])
-    compiled = helpers.quick(helpers.replica_step(tx, mesh), state, gradients)
-    inside = moved_inside(hlo.parse(compiled.as_text()), mesh)
-    shapes = {shape[-2:] for each in inside for _, shape in each.arrays}
-    assert (64, 64) not in shapes  # a device's part of a matrix; of a factor (64, 96)
-
-
-def test_a_state_on_other_devices_is_refused():
-    mesh = cd.replicas.make_mesh(2, {"fsdp": 4})
-    step = cd.replicas.step(lambda state, batch: (state, {}), mesh)
-    state = cd.replicas.replicate(np.ones(4), cd.replicas.make_mesh(2, {"fsdp": 2}))
-    message = r"lies on the mesh \{'replica': 2, 'fsdp': 2\} and .*'fsdp': 4"
-    with pytest.raises(ValueError, match=message):
-        step(state, np.ones(2))

@@ -1,0 +1,186 @@
+"""Whole runs of the example: what they leave, and how those go on that were stopped."""
+
+import json
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import data
+import journal
+import main
+import pytest
+
+from curvadion_jax import _storage
+
+MICRO = (
+    "--layers 2 --width 16 --heads 2 --batch 2 --sequence-length 16 --replicas 2 "
+    "--evaluation-batches 1 --evaluate-every 2 --checkpoint-every 2"
+).split()
+
+
+def run_micro(text: Path, out: Path, *more: str) -> int:
+    arguments = ["--method", "curvadion", "--steps", "6", "--budget", "0.2"]
+    return main.main(
+        [*MICRO, *arguments, "--data", str(text), "--out", str(out), *more]
+    )
+
+
+def results(out: Path) -> tuple[list, list]:
+    """Summary and journal without the seconds."""
+    summary = json.loads((out / "summary.json").read_text())
+    lines = journal.read_journal(out / "curvadion.jsonl")
+    for row in (*summary, *lines):
+        row.pop("seconds")
+    return summary, lines
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory) -> Path:
+    """A run that nothing disturbed."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    assert run_micro(text, out) == 0
+    return out
+
+
+def disturb(monkeypatch, step: int, action) -> None:
+    """Call `action` when the batch of a step is made."""
+    original = data.Corpus.training_batch
+
+    def training_batch(self, seed, *arguments, **keywords):
+        if seed[1] == step:
+            action()
+        return original(self, seed, *arguments, **keywords)
+
+    monkeypatch.setattr(data.Corpus, "training_batch", training_batch)
+
+
+@pytest.mark.slow
+def test_run_after_ctrl_c_goes_on_to_the_same_result(
+    text, tmp_path, finished, monkeypatch, capsys
+):
+    out = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        disturb(patch, 3, lambda: signal.raise_signal(signal.SIGINT))
+        assert run_micro(text, out) == 130
+    assert "saved at step 3 of 6" in capsys.readouterr().err
+    assert not (out / "summary.json").exists()
+    assert run_micro(text, out) == 0
+    assert results(out) == results(finished)
+
+
+@pytest.mark.slow
+def test_sigterm_twice_in_a_save_stops_after_the_next_step(
+    text, tmp_path, finished, monkeypatch, capsys
+):
+    out, remove = tmp_path / "stopped", _storage.remove
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        remove(*arguments)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    for status, step in ((0, 3), (75, 5)):
+        with monkeypatch.context() as patch:
+            patch.setattr(_storage, "remove", interrupted)
+            assert run_micro(text, out, "--stopped-status", str(status)) == status
+        assert f"saved at step {step} of 6" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert run_micro(text, out) == 0
+    assert results(out) == results(finished)
+
+
+@pytest.mark.slow
+def test_run_without_room_says_so_and_goes_on_when_there_is_some(
+    text, tmp_path, finished, monkeypatch, capsys
+):
+    out = tmp_path / "full"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    small = (10_000, hard)  # more than the journal, less than a checkpoint's arrays
+    with monkeypatch.context() as patch:
+        disturb(patch, 3, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, small))
+        try:
+            assert run_micro(text, out) == 74
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capsys.readouterr().err
+    checkpoints = out / "checkpoints/curvadion"
+    assert f"stopped: [Errno 27] step 4 was not saved in {checkpoints}: File" in said
+    assert "Its steps [2] are as they were" in said
+    assert "Traceback" not in said
+    assert [line["step"] for line in results_so_far(out)] == [1, 2, 3, 4]
+    assert run_micro(text, out) == 0
+    assert results(out) == results(finished)
+
+
+@pytest.mark.slow
+def test_killed_run_repeats_the_steps_after_its_last_checkpoint(
+    text, tmp_path, finished, monkeypatch
+):
+    out = tmp_path / "killed"
+
+    def die():
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        disturb(patch, 6, die)
+        with pytest.raises(RuntimeError, match="killed"):
+            run_micro(text, out)
+    # Step 5 was dispatched and not yet reported; half a line of it may be there.
+    assert [line["step"] for line in results_so_far(out)] == [1, 2, 3, 4]
+    with (out / "curvadion.jsonl").open("a") as stream:
+        stream.write('{"step": 5, "loss": 99.0}\n{"step": 6, "lo')
+    assert run_micro(text, out) == 0
+    assert results(out) == results(finished)
+
+
+def results_so_far(out: Path) -> list[dict]:
+    return journal.read_journal(out / "curvadion.jsonl")
+
+
+@pytest.mark.slow
+def test_finished_method_is_kept_until_restart(
+    text, tmp_path, finished, monkeypatch, capsys
+):
+    out = tmp_path / "copy"
+    shutil.copytree(finished, out)
+
+    def refuse():
+        raise RuntimeError("trained again")
+
+    disturb(monkeypatch, 1, refuse)
+    assert run_micro(text, out) == 0
+    assert "finished before" in capsys.readouterr().out
+    assert results(out) == results(finished)
+    with pytest.raises(RuntimeError, match="trained again"):
+        run_micro(text, out, "--restart")
+    assert not (out / "summary.json").exists()
+    assert not (out / "checkpoints" / "curvadion").exists()
+
+
+@pytest.mark.slow
+def test_run_leaves_the_promised_files(tmp_path, text):
+    out = tmp_path / "out"
+    methods_flag = ["--method", "synchronous_dion,diloco"]
+    arguments = [*MICRO, *methods_flag, "--steps", "3", "--sync-every", "2"]
+    arguments += ["--data", str(text), "--out", str(out)]
+    assert main.main(arguments) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert [row["method"] for row in summary] == ["synchronous_dion", "diloco"]
+    for row in summary:
+        assert (row["replicas"], row["steps"]) == (2, 3)
+        assert 0 < row["validation_loss"] < 6
+        assert row["seconds"] > 0
+        lines = journal.read_journal(out / f"{row['method']}.jsonl")
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        assert lines[-1]["bytes"] == row["bytes"]
+        assert lines[-1]["validation_loss"] == row["validation_loss"]
+        assert (out / "checkpoints" / row["method"]).is_dir()
+    synchronous, diloco = summary
+    assert synchronous["syncs"] == 3
+    assert synchronous["divergence"] < 1e-6
+    assert diloco["syncs"] == 1
+    assert diloco["divergence"] > 1e-4
+    assert diloco["synchronous_bytes"] == synchronous["synchronous_bytes"]
+    assert (out / "picture.png").read_bytes().startswith(b"\x89PNG")
