@@ -41,7 +41,7 @@ def bits(results: plans.Results) -> str:
 def signals(results: plans.Results) -> str:
     """What spending the same bytes by a signal changes, against even spacing."""
     cells = []
-    for size, tokens, steps in (*_LONGER, ("cpu-128k", 16_384, 300)):
+    for size, tokens, steps in (*_LONGER, ("cpu-128k", 16_384, 1200)):
         even = losses(results, size, bases.rising().but(steps=steps))
         for name in gap.SIGNALS:
             run = bases.rising().but(steps=steps, trigger=f"{name} {plans.BUDGET} 1 1")

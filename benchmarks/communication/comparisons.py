@@ -13,7 +13,12 @@ from runs import Run
 from sizes import SIZES
 
 Row = tables.Row
-SETTINGS = (("cpu", 1024, 300), ("cpu-32k", 4096, 300), ("cpu-32k", 4096, 1200))
+SETTINGS = (
+    ("cpu", 1024, 300),
+    ("cpu-32k", 4096, 300),
+    ("cpu-32k", 4096, 1200),
+    ("cpu-128k", 16_384, 300),
+)
 _TEXTS = ("cpu", "cpu-prose", "cpu-w128", "cpu-w256")
 
 
@@ -43,27 +48,31 @@ def parts(results: plans.Results) -> str:
     cells = []
     for size, tokens, steps in SETTINGS:
         references = [
-            results.get(size + run.but(steps=steps).key())
+            losses(results, size, run.but(steps=steps))
             for run in (bases.muon(), bases.rising_muon())
         ]
         for run in (*gap.parts(), bases.rising(), *gap.shared()):
-            row = results.get(size + run.but(steps=steps).key())
-            if row is not None:
+            rows = by_seed(results, size, run.but(steps=steps))
+            if rows:
+                found = {seed: row["loss"] for seed, row in rows.items()}
                 # Of gradients that are averaged as well no bytes are counted.
-                sent = f"{tables.share(row):.2f}%" if run.averaged == "none" else ""
+                share = f"{tables.share(rows[min(rows)]):.2f}%"
                 cells.append(
                     [
                         *(f"{tokens:,}", f"{steps:,}", run.trigger, run.compressor),
-                        *(_besides(run), sent, f"{row['loss']:.4f}"),
-                        *(_percent(row, reference) for reference in references),
+                        *(_besides(run), share if run.averaged == "none" else ""),
+                        ", ".join(
+                            f"{seed}: {loss:.4f}" for seed, loss in found.items()
+                        ),
+                        *(tables.percent(tables.above(found, x)) for x in references),
                     ]
                 )
-    header = ["tokens", "steps", "syncs", "form", "besides", "bytes", "loss"]
+    header = ["tokens", "steps", "syncs", "form", "besides", "bytes", "loss by seed"]
     header += ["above synchronous Muon", "with a rising momentum"]
     return (
-        "## Its parts\n\n`local_muon` with a rising momentum, seed 0. Besides: "
-        "gradients that are averaged on every step, or momenta at every sync, exactly."
-        f"\n\n{tables.markdown(header, cells)}"
+        "## Its parts\n\n`local_muon` with a rising momentum. Besides: gradients that "
+        "are averaged on every step, or momenta at every sync, exactly. Losses of "
+        f"different seeds do not compare.\n\n{tables.markdown(header, cells)}"
     )
 
 

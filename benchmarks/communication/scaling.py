@@ -84,7 +84,8 @@ def _commands(rows: Sequence[Row]) -> list[str]:
     results = {row["size"] + Run(**row["run"]).key(): row for row in rows}
     found = []
     for (size, steps), runs in sorted(left.items()):
-        for name in gap.PLANS if size in ("cpu", "cpu-32k") else ("pairs", "large"):
+        few = ("pairs", "limits", "large")
+        for name in gap.PLANS if size in ("cpu", "cpu-32k") else few:
             plan = gap.PLANS[name]
             try:
                 of_plan = set(plan(results, size, steps))
