@@ -122,6 +122,7 @@ def intervals(
     found = {}
     for name, held in ADJUSTMENTS.items():
         values = np.array([correlations(SIGNALS, y, held, each) for each in samples])
+        values[1:] = np.nan_to_num(values[1:])  # nothing is left: no correlation
         values[1:, np.isnan(values[0])] = np.nan
         low, high = np.quantile(values[1:], (0.025, 0.975), axis=0)
         for signal, *cell in zip(SIGNALS, values[0], low, high, strict=True):
