@@ -84,7 +84,9 @@ def observe(
     Returns:
         float32[] each. What the library's triggers look at is the largest over the
         replicas, as `adaptive_sync` would have it; `rmmc_of_mean` is of the mean
-        momentum and gradient, which takes an all-reduce to know; the rest are means.
+        momentum and gradient, which takes an all-reduce to know; the median is over
+        replicas and matrices, divergence and agreement are ratios over the replicas,
+        and the gradient norm is a mean.
     """
     changes = _momentum_changes(gradients, momentum)
     drift = jax.tree.map(jnp.subtract, params, anchor)

@@ -69,7 +69,7 @@ def scaling(results: plans.Results, size: str, steps: int) -> list[Run]:
 
 
 def parts() -> list[Run]:
-    """What local steps, their number and the codes lose, seed 0.
+    """What local steps, their number and the codes lose.
 
     The fourth of the square, 2 bits about every 7 steps, is `rising` itself.
     """
@@ -128,8 +128,11 @@ def tuning(results: plans.Results, size: str, steps: int) -> list[Run]:
 
 
 def limits(results: plans.Results, size: str, steps: int) -> list[Run]:
-    """What bounds the gap: its parts, and a momentum that rises further, seed 0."""
-    del results, size
+    """What bounds the gap, seed 0; with large batches exact syncs alone, by seeds."""
+    del results
+    if size == "cpu-128k":
+        exact = [run for run in parts() if run.compressor == "exact"]
+        return [run.but(steps=steps, seed=seed) for seed in SEEDS for run in exact]
     further = [run.but(last_momentum=0.98) for run in (rising(), rising_muon())]
     return [run.but(steps=steps) for run in (*parts(), *shared(), *further)]
 

@@ -34,6 +34,9 @@ _BLOCK, _DRAWS = 3, 1000
 # What is left of ranks, in parts of their spread, is rounding below this.
 _NOTHING = 1e-6
 
+# An interval is of draws in which something is left, and they must be most.
+_DEFINED = 0.95
+
 Columns = Mapping[str, np.ndarray]
 
 
@@ -116,15 +119,21 @@ def resampled(table: Columns, random: np.random.Generator) -> dict[str, np.ndarr
 def intervals(
     table: Columns, y: str = "benefit", draws: int = _DRAWS
 ) -> dict[tuple[str, str], tuple[float, float, float]]:
-    """(signal, adjustment) -> correlation with column y, and its 95% interval."""
+    """(signal, adjustment) -> correlation with column y, and its 95% interval.
+
+    NaN where nothing is left of the signal, or in too many draws for an interval.
+    """
     random = np.random.default_rng(0)
     samples = [table, *(resampled(table, random) for _ in range(draws))]
     found = {}
     for name, held in ADJUSTMENTS.items():
         values = np.array([correlations(SIGNALS, y, held, each) for each in samples])
-        values[1:] = np.nan_to_num(values[1:])  # nothing is left: no correlation
-        values[1:, np.isnan(values[0])] = np.nan
-        low, high = np.quantile(values[1:], (0.025, 0.975), axis=0)
+        defined = np.mean(~np.isnan(values[1:]), axis=0) > _DEFINED
+        known = defined & ~np.isnan(values[0])
+        low, high = np.full((2, len(SIGNALS)), np.nan)
+        low[known], high[known] = np.nanquantile(
+            values[1:, known], (0.025, 0.975), axis=0
+        )
         for signal, *cell in zip(SIGNALS, values[0], low, high, strict=True):
             found[signal, name] = tuple(map(float, cell))
     return found
@@ -148,6 +157,8 @@ def markdown(table: Columns, found: Mapping[tuple[str, str], tuple[float, ...]])
 def _cell(value: float, *bounds: float) -> str:
     if np.isnan(value):
         return "held"
+    if bounds and np.isnan(bounds).any():
+        return f"{value:+.2f} [-]"
     return f"{value:+.2f}" + (" [{:+.2f}, {:+.2f}]".format(*bounds) if bounds else "")
 
 

@@ -48,9 +48,10 @@ def train(runs: Sequence[Run], size: Size, file: Path) -> None:
     """Measures what is missing, run by run."""
     import branches
     import data
+    import prose
 
+    corpus = prose.load() if size.data == "prose" else data.load(size.data)
     size = dataclasses.replace(size, evaluation=256)
-    corpus = data.load(None)
     rows, programs = read(file), {}
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with file.open("a") as journal:

@@ -5,6 +5,7 @@ import itertools
 import alternatives
 import bases
 import comparisons
+import gap
 import ideas
 import law
 import numpy as np
@@ -132,6 +133,17 @@ def test_delays_are_compared_with_syncs_at_once():
         "| 1,024 | 300 | 1 | 2 | 3 | 1.00% | 0: 2.1000 | 5.00% |",
         "| 1,024 | 300 | 2 | 1 | 3 | 1.00% | 0: 1.9000 | -5.00% |",
     ]
+
+
+def test_plans_make_every_row_of_the_committed_results():
+    results = study.read(study.RESULTS / "scaling.jsonl")
+    left = dict(results)
+    for size, steps in {(x["size"], x["run"]["steps"]) for x in results.values()}:
+        for name, plan in gap.PLANS.items():
+            if name != "scaling" or size in ("cpu", "cpu-32k"):
+                for run in plan(results, size, steps):
+                    left.pop(size + run.key(), None)
+    assert not left
 
 
 def test_the_picture_is_drawn(tmp_path):

@@ -12,14 +12,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import (
-    compressors,
-    synchronizers,
-    triggers,
-)
+from curvadion_jax import compressors, synchronizers, triggers
 
 AXIS = cd.replicas.AXIS
 RANK = 2
+reconcile = synchronizers.reconcile
 SHAPES = {
     "down": (192, 128),
     "embed": (256, 128),
@@ -53,9 +50,6 @@ def reconciling(synchronizer, rank=RANK):
     return cd.adaptive_sync(
         cd.dion(0.01, rank), triggers.every_k(2), synchronizer, AXIS
     )
-
-
-reconcile = synchronizers.reconcile
 
 
 OPTIMIZERS = {

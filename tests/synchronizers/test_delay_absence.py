@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_delay import OUTER, optimizer, run, stepping
+from delayed_syncs import OUTER, optimizer, run, stepping
 
 import curvadion_jax as cd
 from curvadion_jax import compressors
