@@ -28,6 +28,7 @@ from typing import Any
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import loops
 import programs
 import traffic
 from programs import Place
@@ -96,7 +97,7 @@ def _work(reader: traffic.Reader, each: Any) -> int:
         for name in each.called
     ]
     if each.opcode == "while":
-        return sum(inside) * (reader.passes(each) or 1)
+        return sum(inside) * (loops.passes(reader.program, each) or 1)
     return max(inside, default=0) if each.opcode in ("conditional", "call") else 0
 
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 import hlo
+import loops
 
-_UNKNOWN = "read how often it runs off the text, and teach this function."
 # The second half of a pair, and what repeats its first half's operands.
 _SECOND = ("-done", "-update")
 _TILED = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]\{([\d,]*)(?::T\(([\d,]+)\))?")
@@ -147,55 +147,9 @@ class Reader:
                 if each.opcode == "conditional":
                     inside = True
                 elif each.opcode == "while":
-                    passes = self.passes(each)
+                    passes = loops.passes(self.program, each)
                     inside, often = at_sync or passes is None, times * (passes or 1)
                 waiting.extend((called, inside, often) for called in each.called)
-
-    def passes(self, loop: hlo.Instruction) -> int | None:
-        """How often a loop over a counter from 0 runs; None if it has no known limit.
-
-        The counter need not go up by 1: loops that gather an operand of a product
-        while they multiply are unrolled, and take two steps in a pass.
-        """
-        (condition,) = re.findall(r"condition=%?([\w.\-]+)", loop.attributes)
-        names = self._named[condition]
-        compares = [x for x in names.values() if x.opcode == "compare"]
-        limits = {
-            x.name: [_constant(names[y]) for y in x.operands if _is_constant(names[y])]
-            for x in compares
-        }
-        if not any(limits.values()):
-            return None
-        (compare,) = compares
-        counter = names[compare.operands[0]]
-        if counter.opcode != "get-tuple-element" or "LT" not in compare.attributes:
-            raise ValueError(
-                f"{loop.name} goes on by {compare.opcode}({compare.attributes}; "
-                + _UNKNOWN
-            )
-        return math.ceil(limits[compare.name][0] / self._step(loop, counter))
-
-    def _step(self, loop: hlo.Instruction, counter: hlo.Instruction) -> int:
-        """By how much a pass of a loop moves its counter.
-
-        Raises:
-          ValueError: if the body does not add a constant to it.
-        """
-        (body,) = re.findall(r"body=%?([\w.\-]+)", loop.attributes)
-        names = self._named[body]
-        (index,) = re.findall(r"index=(\d+)", counter.attributes)
-        returned = list(names.values())[-1]  # as XLA writes it, the root is the last
-        after = returned
-        if returned.opcode == "tuple":
-            after = names[returned.operands[int(index)]]
-        added = [names[x] for x in after.operands if x in names]
-        steps = [_constant(x) for x in added if _is_constant(x)]
-        if after.opcode != "add" or len(steps) != 1:
-            raise ValueError(
-                f"{loop.name} moves its counter by {after.opcode}({after.attributes}; "
-                + _UNKNOWN
-            )
-        return steps[0]
 
     def _transfer(self, name, each: hlo.Instruction, at_sync, times) -> Transfer:
         operands = [self._named[name].get(x) for x in each.operands]
@@ -281,7 +235,7 @@ class Reader:
         known = [
             at[x.name]
             for x in entry
-            if x.opcode == "while" and self.passes(x) is not None
+            if x.opcode == "while" and loops.passes(self.program, x) is not None
         ]
         used = self._first_use(entry, name, end)
         between = [x for x in entry[first + 1 : end] if x.opcode in ("while", "fusion")]
@@ -305,14 +259,6 @@ class Reader:
                     return index
                 reached.add(each.name)
         return len(entry)
-
-
-def _is_constant(instruction: hlo.Instruction) -> bool:
-    return instruction.opcode == "constant"
-
-
-def _constant(instruction: hlo.Instruction) -> int:
-    return int(instruction.attributes.partition(")")[0])
 
 
 def _sources(text: str) -> dict[str, str]:
