@@ -20,7 +20,14 @@ from curvadion_jax import _matrices
 
 SCHEDULE = " or a schedule"
 _MOST = 2**31 - 1
+_LONGEST = 200  # characters of a value in a message
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def shown(value: Any) -> str:
+    """The value as it prints, or its type where that is long, as of a whole state."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"a {type(value).__name__}"
 
 
 def check_int(value: Any, what: str) -> None:
@@ -219,8 +226,8 @@ def checked_budget(budget: Any, default: float) -> Any:
     share = plain(budget)
     if isinstance(share, int | float) and share > 1:
         raise ValueError(
-            f"budget is a share of the bytes of synchronous training, got {share}; "
-            "ten percent is 0.1"
+            "budget is a share of the bytes of synchronous training, above 0 and at "
+            f"most 1, got {share}; ten percent is 0.1"
         )
     return budget
 

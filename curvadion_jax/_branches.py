@@ -118,8 +118,11 @@ class Branches:
         return request, request
 
     def payloads(self, params, inner_state) -> list[_payload.Payload]:
-        """Of a sync of each variant."""
-        return payloads(self.synchronizer, params, inner_state, self.views)
+        """What a sync of each variant sends: nothing where there is one replica."""
+        found = payloads(self.synchronizer, params, inner_state, self.views)
+        if self.axis_name is None:
+            return [_payload.Payload()] * len(found)
+        return [payload + _payload.WEIGHT for payload in found]
 
     def local_step(self, sync_state, gradients, inner_state, params):
         """The branch that sends nothing."""

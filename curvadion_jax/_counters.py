@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax._payload import FLAG, WEIGHT, Payload
+from curvadion_jax._payload import FLAG, Payload
 from curvadion_jax._protocols import Decision
 
 WORD = 2**30
@@ -159,12 +159,12 @@ def following(
       which: 0 for a local step, else 1 + the variant of the sync that begins.
       ended: the same for the sync that ends: `which`, or with a delay one of before.
       faults: what kept this replica from the step, or from the sync.
-      payloads: of a sync of each variant.
+      payloads: what a sync of each variant sends.
       gradient_bytes: those of all gradients in float32.
     """
     synced, over = jnp.asarray(which > 0), jnp.asarray(ended > 0)
     closed = jnp.where(faults.closed, old.steps, -1)
-    sizes = [Payload(), *(payload + WEIGHT for payload in payloads)]
+    sizes = [Payload(), *payloads]
     sent = _plus(old.sent, _words(sizes)[ended])
     sent = jnp.where(asked, _plus(sent, _words([FLAG])[0]), sent)
     return SyncMetrics(

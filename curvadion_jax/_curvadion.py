@@ -21,7 +21,9 @@ _BUDGET, _RANK = 0.01, 1.0
 _BOUNDS = 1.0
 
 
-@_arguments.called_here(tau="threshold", mu="momentum", **_arguments.ELSEWHERE)
+@_arguments.called_here(
+    tau="threshold", mu="momentum", axis="axis_name", **_arguments.ELSEWHERE
+)
 def curvadion(
     learning_rate: optax.ScalarOrSchedule,
     threshold: optax.ScalarOrSchedule | None = None,

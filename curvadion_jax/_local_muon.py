@@ -12,7 +12,9 @@ from curvadion_jax._muon import EPSILON, muon, muon_adamw
 _BUDGET = 0.01
 
 
-@_arguments.called_here(beta="momentum", lr="learning_rate", wd="weight_decay")
+@_arguments.called_here(
+    beta="momentum", lr="learning_rate", wd="weight_decay", axis="axis_name"
+)
 def local_muon(
     learning_rate: optax.ScalarOrSchedule,
     budget: jax.typing.ArrayLike | None = None,

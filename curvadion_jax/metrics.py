@@ -99,7 +99,8 @@ def read(
     Raises:
       TypeError: if a number is not an int.
       ValueError: if there are no counters, the number of replicas is unknown or another
-        one than they have, or a number is below 1.
+        one than they have, or a number is below 1; or for several replicas the counters
+        are of an optimizer without `axis_name`, which sends nothing.
 
     Example:
       >>> import curvadion_jax as cd, jax.numpy as jnp
@@ -121,6 +122,15 @@ def read(
     worst = int(np.argmax(np.where(np.isnan(values), -math.inf, values)))
     averaged, gathered = _bytes(found.sent)
     (synchronous,) = _bytes(found.synchronous[..., None, :])
+    sent = sync_bytes(Payload(averaged, gathered), replicas)
+    # A sync sends a weight to every other replica; one with a delay may not have ended.
+    if replicas > 1 and syncs > 1 and not gathered:
+        raise ValueError(
+            f"replicas={replicas}, and {syncs} syncs have sent nothing, since the "
+            "optimizer has axis_name=None and is of one replica. Under jit with a "
+            "batch divided over devices every step averages all gradients: give "
+            "axis_name, and run the step with replicas.step (docs/own-loop.md)"
+        )
     return {
         "steps": steps,
         "syncs": syncs,
@@ -131,7 +141,7 @@ def read(
         "layer": _unless((-1).__eq__, int(layers[worst])),
         "asked": _common(found.asked, "asked"),
         "replicas": replicas,
-        "bytes": round(sync_bytes(Payload(averaged, gathered), replicas)),
+        "bytes": round(sent),
         "synchronous_bytes": round(sync_bytes(synchronous, replicas)),
         "empty_syncs": _common(found.empty, "empty"),
         **_faults(found, _numbers(counters.steps), patience),
@@ -169,7 +179,7 @@ def _number_of_replicas(steps: Any, replicas: int | None) -> int:
         if replicas is None:
             raise ValueError(
                 "the counters have no replica axis, and replicas is None: pass "
-                "replicas, the number of them"
+                "replicas, the number of them, 1 for an optimizer without axis_name"
             )
         return replicas
     number = np.shape(steps)[0]

@@ -70,7 +70,10 @@ def _check_order(params: Any, opt_state: Any) -> None:
 
 def check_replicas(params: Any) -> None:
     """Rejects parameters without a common leading axis."""
-    need = "replicas, as other leaves have; replicate() gives all of them one"
+    need = (
+        "replicas, as other leaves have; replicate() gives all of them one, and "
+        "parameters of one model are the consensus as they are"
+    )
     check_leading(params, count_leading(params, "parameters"), "parameters", need)
 
 

@@ -17,6 +17,7 @@ from curvadion_jax import (
     synchronizers,
     triggers,
 )
+from curvadion_jax._payload import WEIGHT
 
 reconcile = synchronizers.reconcile
 # Elements: bias 5, embed 7 x 3 = 21, tall 6 x 4 = 24, wide 4 x 6 = 24; 74 together.
@@ -36,7 +37,7 @@ def counted(payload, gradient_bytes, steps, syncs):
         which = (step < syncs).astype(jnp.int32)
         return _counters.following(
             *(counters, triggers.decision(True), True, which, which),
-            *(_counters.no_faults(), [payload], gradient_bytes),
+            *(_counters.no_faults(), [payload + WEIGHT], gradient_bytes),
         )
 
     loop = jax.jit(lambda: jax.lax.fori_loop(0, steps, one, _counters.initial()))
@@ -135,19 +136,20 @@ def test_more_bytes_than_an_int32_holds():
 
 
 def run_one(tx, params, steps, state=None):
-    """The state after steps of one replica; what is sent does not depend on others."""
-    update = jax.jit(tx.update)
-    state = tx.init(params) if state is None else state
+    """The state of one replica; what it sends does not depend on how many there are."""
+    add = lambda tree: jax.tree.map(lambda x: jnp.asarray(x)[None], tree)  # noqa: E731
+    update = jax.jit(jax.vmap(tx.update, axis_name=helpers.AXIS))
+    state, params = add(tx.init(params) if state is None else state), add(params)
     for _ in range(steps):
         _, state = update(params, state, params)
-    return state
+    return jax.tree.map(lambda x: x[0], state)
 
 
 def test_gathered_bytes_are_sent_to_every_other_replica():
     # 5 syncs; each of 3 others gets 10 + 4 bytes, and means cost 2 x 3/4 of 100 or 4.
     payload = compressors.Payload(averaged=100, gathered=10)
     both = synchronizers.average_gradients()._replace(payload=lambda *_: payload)
-    tx = cd.adaptive_sync(optax.sgd(0.1), on_first(5), both)
+    tx = cd.adaptive_sync(optax.sgd(0.1), on_first(5), both, helpers.AXIS)
     read = metrics.read(run_one(tx, helpers.make_params(), 12), replicas=4)
     assert (read["steps"], read["syncs"]) == (12, 5)
     assert read["bytes"] == 5 * 3 * (10 + 4) + 1.5 * (5 * 100 + 12 * 4)
@@ -160,10 +162,24 @@ def test_a_run_goes_on_in_another_form_and_counts_what_that_sends():
     for bits in (2, 8):
         form = compressors.quantize(bits, 8)
         synchronizer = reconcile(compressor=form, momentum=False)
-        tx = cd.adaptive_sync(optax.sgd(0.1), on_first(100), synchronizer)
+        tx = cd.adaptive_sync(optax.sgd(0.1), on_first(100), synchronizer, helpers.AXIS)
         state = run_one(tx, params, 3, state)
         expected += 3 * (form.payload(params, {}).averaged + 4 + 4)
         assert metrics.read(state, replicas=2)["bytes"] == expected
+
+
+def test_one_replica_sends_nothing_and_is_not_read_as_several():
+    """Under jit with a divided batch the counters would show a saving that is none."""
+    tx = cd.adaptive_sync(optax.sgd(0.1), on_first(2), reconcile())
+    params = helpers.make_params()
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(2):
+        _, state = update(params, state, params)
+    assert state.metrics.sent[1].tolist() == [0, 0]
+    read = metrics.read(state, replicas=1)
+    assert (read["syncs"], read["bytes"], read["synchronous_bytes"]) == (2, 0, 0)
+    with pytest.raises(ValueError, match=r"replicas=8, and 2 syncs have sent nothing"):
+        metrics.read(state, replicas=8)
 
 
 def test_a_payload_that_is_a_number_is_rejected():

@@ -1,4 +1,4 @@
-"""Meshes, replicas and their states, steps, and what is read of them."""
+"""Meshes, replicas and their states, and steps."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import curvadion_jax as cd
-from curvadion_jax import metrics, replicas
+from curvadion_jax import replicas
 from wrong_uses.build import PARAMS, initialised
 from wrong_uses.case import calls, wrong
 
@@ -63,16 +63,10 @@ def elsewhere() -> None:
     replicas.step(train, FOUR)(state, jnp.ones(4))
 
 
-def disagreeing() -> Any:
-    state = jax.tree.map(lambda x: np.stack([x, x]), counted())
-    return state._replace(metrics=state.metrics._replace(steps=np.array([3, 4])))
-
-
 KNOWN = {
     **vars(replicas),
     **{"train": train, "mesh": TWO, "params": PARAMS, "two_replicas": PAIR},
     **{"a_mesh_of_data": OTHER_NAME, "jnp": jnp, "jax": jax},
-    **{"metrics": metrics, "state": counted()},
 }
 INT = "must be an int"
 _CALLS = [
@@ -197,23 +191,6 @@ _CALLS = [
             "Give the state of",
         ),
     ),
-    ("metrics.read(3)", ValueError, "found 0 in what is of type int", "give the opti"),
-    ("metrics.read(params)", ValueError, "of type dict", "give the optimizer state"),
-    ("metrics.observe(params)", ValueError, "of type dict", "give the optimizer stat"),
-    (
-        "metrics.read([state, state])",
-        *(ValueError, "found 2 in what is of type list", "give the optimizer state of"),
-    ),
-    ("metrics.read(state)", ValueError, "replicas is None", "pass replicas, the numb"),
-    ("metrics.read(state, replicas=0)", ValueError, "is 0", "give a whole number >= 1"),
-    ("metrics.read(state, replicas='8')", TypeError, "is '8'", "give a whole number"),
-    (
-        "metrics.read(state, replicas=2, patience=0)",
-        ValueError,
-        "got 0",
-        "must be at least 1",
-    ),
-    ("metrics.read(state, replicas=2, patience='x')", TypeError, "got 'x'", INT),
 ]
 _STEPS = [
     wrong(
@@ -350,16 +327,6 @@ _STEPS = [
         "reanchor of a state without its parameters",
         lambda: replicas.reanchor(counted()),
         *(ValueError, "must hold the parameters", "give a tree of both, such as a"),
-    ),
-    wrong(
-        "metrics.read(state of 2, replicas=8)",
-        lambda: metrics.read(anchored()[1], replicas=8),
-        *(ValueError, "replicas=8, and the counters are of 2", "leave it out"),
-    ),
-    wrong(
-        "metrics.read of replicas that took other steps",
-        lambda: metrics.read(disagreeing()),
-        *(ValueError, "disagree on steps: [3, 4]", "restore a checkpoint"),
     ),
 ]
 CASES = calls(KNOWN, [*_CALLS, *_STEPS])
