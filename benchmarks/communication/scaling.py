@@ -17,6 +17,7 @@ import bases
 import comparisons
 import gap
 import law
+import lengths
 import plans
 import study
 import tables
@@ -56,7 +57,8 @@ def document(results: plans.Results) -> str:
     return (
         "\n\n".join(
             [
-                *(*head, law.text(results), comparisons.pairs(results)),
+                *(*head, law.text(results), lengths.table(results)),
+                comparisons.pairs(results),
                 *(comparisons.parts(results), comparisons.every_step(results)),
                 *(alternatives.bits(results), alternatives.signals(results)),
                 *(alternatives.averages(results), alternatives.delays(results)),
@@ -198,7 +200,7 @@ def _line(rows: Sequence[Row], references: Sequence[dict[int, float]]) -> list[s
 def _else(run: Run) -> str:
     base = bases.local_muon_evenly()
     names = ("final", "other_rate", "sent_momentum", "delay", "fragments", "averaged")
-    names += ("weight_average",)
+    names += ("weight_average", "state")
     return ", ".join(
         f"{name.replace('_', ' ')} {getattr(run, name)}"
         for name in names

@@ -46,11 +46,11 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
 
     Each has the fields of the run under 'run' and those of `simulate` beside it.
     """
-    rows = [json.loads(line) for line in _whole_lines(file)]
+    rows = [json.loads(line) for line in whole_lines(file)]
     return {row.get("size", "") + Run(**row["run"]).key(): row for row in rows}
 
 
-def _whole_lines(file: Path) -> list[str]:
+def whole_lines(file: Path) -> list[str]:
     text = file.read_text() if file.exists() else ""
     return text[: text.rfind("\n") + 1].splitlines(keepends=True)
 
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runs = [run for name in options.plan for run in plans.PLANS[name](results)]
     left = missing(runs, file, options.size if together else "")
     print(f"{len(runs)} runs, {len(left)} of them to train", flush=True)
-    file.write_text("".join(_whole_lines(file)))  # without a line that was cut off
+    file.write_text("".join(whole_lines(file)))  # without a line that was cut off
     for run in set(runs).difference(left):  # killed after its result was written
         _piece(run, size, options, 0.0).clear()
     ended = failed = 0
