@@ -224,7 +224,7 @@ def adaptive_sync(
         metrics = _counters.following(
             counters,
             decision,
-            asked,
+            axis_name is not None and asked,
             begins,
             ends,
             faults=faults._replace(skipped=~replica.usable),

@@ -99,8 +99,9 @@ def read(
     Raises:
       TypeError: if a number is not an int.
       ValueError: if there are no counters, the number of replicas is unknown or another
-        one than they have, or a number is below 1; or for several replicas the counters
-        are of an optimizer without `axis_name`, which sends nothing.
+        one than they have, or a number is below 1; or for several replicas a state
+        without replica axis shows, after two syncs, that its optimizer has no
+        `axis_name`.
 
     Example:
       >>> import curvadion_jax as cd, jax.numpy as jnp
@@ -124,7 +125,7 @@ def read(
     (synchronous,) = _bytes(found.synchronous[..., None, :])
     sent = sync_bytes(Payload(averaged, gathered), replicas)
     # A sync sends a weight to every other replica; one with a delay may not have ended.
-    if replicas > 1 and syncs > 1 and not gathered:
+    if not has_axis and replicas > 1 and syncs > 1 and not gathered:
         raise ValueError(
             f"replicas={replicas}, and {syncs} syncs have sent nothing, since the "
             "optimizer has axis_name=None and is of one replica. Under jit with a "

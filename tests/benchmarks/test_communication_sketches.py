@@ -105,11 +105,14 @@ def test_a_fragment_comes_together_and_the_others_stay():
 @pytest.mark.parametrize("signal", ["drift", "divergence"])
 def test_the_fragment_of_the_largest_signal_is_chosen(signal):
     before = apart(8)
-    far = before.params["head"] * 100
-    before = before._replace(params=before.params | {"head": far})
+    params = before.params | {"head": before.params["head"] * 100}
+    # Further away, and alike on all replicas.
+    key = jnp.full((8, 2, 3), 1e4)
+    params["blocks"] = params["blocks"] | {"attention": {"key": key}}
+    before = before._replace(params=params)
     sketch = sketches.LOCAL.but(fragments=signal, every=4)
     _, exchange = exchanged(sketch, [1], before)
-    assert exchange.syncs == [0, 0, 1]
+    assert exchange.syncs == ([1, 0, 0] if signal == "drift" else [0, 0, 1])
     found = exchanges.signals(exchange.parts, before.params, before.anchor)
     for part, name in enumerate(("key", "up", "head")):
         tree = {**before.params["blocks"]["attention"], **before.params["blocks"]}

@@ -168,18 +168,23 @@ def test_a_run_goes_on_in_another_form_and_counts_what_that_sends():
         assert metrics.read(state, replicas=2)["bytes"] == expected
 
 
-def test_one_replica_sends_nothing_and_is_not_read_as_several():
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_one_replica_sends_nothing_and_is_not_read_as_several(scheduled):
     """Under jit with a divided batch the counters would show a saving that is none."""
-    tx = cd.adaptive_sync(optax.sgd(0.1), on_first(2), reconcile())
+    trigger = on_first(2)._replace(scheduled=scheduled)
+    tx = cd.adaptive_sync(optax.sgd(0.1), trigger, reconcile())
     params = helpers.make_params()
     state, update = tx.init(params), jax.jit(tx.update)
     for _ in range(2):
         _, state = update(params, state, params)
-    assert state.metrics.sent[1].tolist() == [0, 0]
+    assert state.metrics.sent.tolist() == [[0, 0], [0, 0]]
     read = metrics.read(state, replicas=1)
     assert (read["syncs"], read["bytes"], read["synchronous_bytes"]) == (2, 0, 0)
     with pytest.raises(ValueError, match=r"replicas=8, and 2 syncs have sent nothing"):
         metrics.read(state, replicas=8)
+    # Several replicas that start from it have sent nothing yet.
+    started = cd.replicas.replicate(state, cd.replicas.make_mesh(2))
+    assert metrics.read(started)["bytes"] == 0
 
 
 def test_a_payload_that_is_a_number_is_rejected():
