@@ -14,18 +14,16 @@ import dataclasses
 import datetime
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ranks
+import study
 from runs import Run
 from sizes import SIZES, Size
 
-# The example's model and data; its `methods` must not hide the study's.
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "char_lm"))
 RESULTS = Path(__file__).with_suffix("")
 OUTERS = ("nesterov 0.7 0.6", "orthonormal 0.7 0.6")
 RUN = Run(
@@ -40,8 +38,7 @@ RUN = Run(
 
 def read(file: Path) -> list[dict[str, Any]]:
     """The rows so far; a line cut off by a kill is left out."""
-    text = file.read_text() if file.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return [json.loads(line) for line in study.whole_lines(file)]
 
 
 def train(runs: Sequence[Run], size: Size, file: Path) -> None:

@@ -3,8 +3,8 @@
     python benchmarks/communication/sketches.py
 
 Fragments that are chosen by a signal, replicas in pairs, and a second, slower momentum;
-size `cpu`, 300 steps. Results go to `results/sketches.jsonl`, a line a run as it ends,
-and the table to `results/sketches.md`. What is there is not trained again.
+size `cpu`, 300 steps. Results go to `sketches/rows.jsonl` beside this file, a line
+a run, and the table to `sketches/table.md`. What is there is not trained again.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import datetime
 import json
 import os
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +21,7 @@ import study
 import tables
 from sizes import SIZES
 
-# The example's model and data.
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "char_lm"))
+RESULTS = Path(__file__).with_suffix("")
 SIZE = "cpu"
 SEEDS = (0, 1, 2)
 
@@ -44,7 +42,7 @@ class Sketch:
             largest relative 'drift' or of the largest 'divergence'.
         pairs: Steps between averages of parameters over pairs of replicas; 0 is never.
         partners: 'fixed', of which no bytes are counted, as inside a site, or
-            'changing', each with all others in turn.
+            'changing', by one binary digit of their numbers after the other.
         slow: Share of a momentum with a decay rate of 0.98 in what is orthonormalised.
         shared: Whether that momentum is averaged at syncs.
         synchronous: Whether gradients are averaged on every step, which is Muon.
@@ -183,11 +181,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--results", type=Path, default=study.RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     options.results.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
-    file = options.results / "sketches.jsonl"
+    file = options.results / "rows.jsonl"
     wanted = [
         idea.sketch.but(seed=seed)
         for seed in SEEDS
@@ -195,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if seed < idea.seeds
     ]
     train(wanted, SIZE, file)
-    (options.results / "sketches.md").write_text(document(read(file)))
+    (options.results / "table.md").write_text(document(read(file)))
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def whole_lines(file: Path) -> list[str]:
+    """The lines of a file that may be missing; one cut off by a kill is left out."""
     text = file.read_text() if file.exists() else ""
     return text[: text.rfind("\n") + 1].splitlines(keepends=True)
 

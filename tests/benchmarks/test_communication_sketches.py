@@ -1,7 +1,6 @@
 """Ideas without a part of the library: what is exchanged, and what is counted of it."""
 
 import json
-from pathlib import Path
 
 import data
 import exchanges
@@ -13,7 +12,6 @@ import pytest
 import sizes
 import sketches
 
-PAGE = Path(sketches.__file__).with_name("results") / "sketches.md"
 # Means of a few float32 numbers of order 1 against float64.
 RTOL = 1e-6
 PARAMS = {
@@ -150,8 +148,9 @@ def test_every_idea_trains(label):
 
 
 def test_the_page_is_made_of_the_results():
-    rows = sketches.read(PAGE.with_suffix(".jsonl"))
-    assert PAGE.read_text() == sketches.document(rows)
+    rows = sketches.read(sketches.RESULTS / "rows.jsonl")
+    page = (sketches.RESULTS / "table.md").read_text()
+    assert page == sketches.document(rows)
 
 
 def test_how_long_a_run_is_that_ends_at_a_loss():
