@@ -236,8 +236,16 @@ def test_one_replica_needs_no_axis(synchronizer):
         )
         for name in (None, AXIS)
     ]
-    for one, other in zip(*runs, strict=True):
-        helpers.assert_bitwise(one, other)
+    for (params, state), (other_params, other) in zip(*runs, strict=True):
+        # Without an axis nobody is asked and nothing sent; all else is the same.
+        counters, asked = state.metrics, other.metrics.asked
+        assert counters.asked == 0 < asked
+        assert not counters.sent.any()
+        assert other.metrics.sent.any()
+        expected = other.metrics._replace(asked=counters.asked, sent=counters.sent)
+        helpers.assert_bitwise(
+            (params, state), (other_params, other._replace(metrics=expected))
+        )
 
 
 @pytest.mark.slow
