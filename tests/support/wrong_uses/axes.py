@@ -9,12 +9,11 @@ import optax
 from jax import lax
 
 import curvadion_jax as cd
-from curvadion_jax import replicas, synchronizers, triggers
-from wrong_uses.build import PARAMS, initialised, on_replicas, parts, updated
+from curvadion_jax import synchronizers, triggers
+from wrong_uses.build import PARAMS, TWO, initialised, on_replicas, parts, updated
 from wrong_uses.case import wrong
 
 AXIS = helpers.AXIS
-MESH = replicas.make_mesh(2)
 FINITE = cd.adaptive_sync(
     optax.apply_if_finite(cd.dion(0.1), 3),
     triggers.every_k(2),
@@ -57,7 +56,7 @@ def own_shard_map(**settings: Any) -> None:
         return jax.tree.leaves(tx.update(gradients, state, params)[0])[0][None]
 
     spec = jax.sharding.PartitionSpec(AXIS)
-    mapped = jax.shard_map(body, mesh=MESH, in_specs=spec, out_specs=spec, **settings)
+    mapped = jax.shard_map(body, mesh=TWO, in_specs=spec, out_specs=spec, **settings)
     stacked = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype),
         (PARAMS, initialised(tx), PARAMS),
@@ -76,7 +75,7 @@ def shared_parameters() -> None:
 
     spec = jax.sharding.PartitionSpec
     mapped = jax.shard_map(
-        body, mesh=MESH, in_specs=(spec(), spec(AXIS)), out_specs=spec()
+        body, mesh=TWO, in_specs=(spec(), spec(AXIS)), out_specs=spec()
     )
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
     jax.eval_shape(mapped, PARAMS, stacked)

@@ -1,15 +1,10 @@
-"""Checkpoints: what is saved where, of what, and what is found in its place."""
+"""Checkpoints: where they are saved, of what state, and for what they are restored."""
 
-import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import orbax.checkpoint as ocp
 
 from curvadion_jax import checkpoint, replicas
 from wrong_uses.case import Case
@@ -19,9 +14,6 @@ STATE = replicas.replicate(
     replicas.make_mesh(4),
 )
 LEAF = {"momentum": STATE["b"]}
-# Of several arrays orbax would leave reads behind when one of them fails. Its elements
-# are many enough to lie in a file of their own.
-ONE = {"w": jax.random.normal(jax.random.key(0), (2, 32, 32))}
 
 
 def saving(name: str, error: Any, given: str, advice: str, **changed: Any) -> Case:
@@ -36,42 +28,16 @@ def restoring(
     error: Any,
     given: str,
     advice: str,
-    *,
-    damage: Callable[[Path], Any] | None = None,
     target: Any = STATE,
     **arguments: Any,
 ) -> Case:
-    """Step 3 is saved, and restored; or, where its folder is damaged, a small one."""
+    """Step 3 is saved, and restored for this target."""
 
     def do(folder):
-        checkpoint.save(folder, 3, STATE if damage is None else ONE)
-        if damage is not None:
-            damage(folder / "3")
-        checkpoint.restore(folder, target if damage is None else ONE, **arguments)
+        checkpoint.save(folder, 3, STATE)
+        checkpoint.restore(folder, target, **arguments)
 
     return Case(name, do, error, given, advice)
-
-
-def _changed(**entries: Any) -> Callable[[Path], None]:
-    """Writes other entries into what is noted of a checkpoint; None takes one out."""
-
-    def change(folder):
-        file = folder / "info" / "metadata"
-        info = {**json.loads(file.read_text()), **entries}
-        kept = {key: x for key, x in info.items() if x is not None}
-        file.write_text(json.dumps(kept))
-
-    return change
-
-
-def halve(pattern: str) -> Callable[[Path], None]:
-    """Cuts off the largest of the files."""
-
-    def change(folder):
-        file = max(folder.glob(pattern), key=lambda file: file.stat().st_size)
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-    return change
 
 
 def twice(folder: Path) -> None:
@@ -82,13 +48,6 @@ def twice(folder: Path) -> None:
 def backwards(folder: Path) -> None:
     checkpoint.save(folder, 5, STATE)
     checkpoint.save(folder, 4, STATE)
-
-
-def somebody_elses(folder: Path) -> None:
-    with ocp.CheckpointManager(folder) as manager:
-        items = ocp.args.Composite(params=ocp.args.StandardSave(STATE))
-        manager.save(3, args=items)
-    checkpoint.restore(folder, STATE)
 
 
 def a_file(folder: Path) -> Path:
@@ -107,7 +66,6 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-DAMAGED = "If its files are damaged, restore another step"
 MODEL = "Build the target with the model and the optimizer of the saved run"
 CASES = [
     Case(
@@ -264,57 +222,5 @@ CASES = [
             "give jax.ShapeDtypeStruct(..., sharding=...)",
         ),
         target=abstract(STATE),
-    ),
-    restoring(
-        "a checkpoint of another format",
-        *(ValueError, "step 3 in FOLDER has format 2", "Use the version that wrote it"),
-        damage=_changed(format=2),
-    ),
-    Case(
-        "a checkpoint of another program",
-        somebody_elses,
-        *(ValueError, "step 3 in FOLDER", "restore it with what wrote it"),
-    ),
-    restoring(
-        "a checkpoint without its notes",
-        *(ValueError, "step 3 in FOLDER", "restore it with what wrote it"),
-        damage=lambda folder: shutil.rmtree(folder / "info"),
-    ),
-    restoring(
-        "notes that lack an entry",
-        *(ValueError, "no ['replicas'] in info/metadata", "restore another step"),
-        damage=_changed(replicas=None),
-    ),
-    restoring(
-        "notes that are cut off",
-        *(ValueError, "step 3 in FOLDER cannot be read", DAMAGED),
-        damage=halve("info/metadata"),
-    ),
-    restoring(
-        "a checkpoint without its arrays",
-        *(ValueError, "step 3 in FOLDER cannot be read", DAMAGED),
-        damage=lambda folder: shutil.rmtree(folder / "state"),
-    ),
-    restoring(
-        "a list of arrays that is cut off",
-        *(ValueError, "step 3 in FOLDER cannot be read", DAMAGED),
-        damage=halve("state/manifest.ocdbt"),
-    ),
-    restoring(
-        "arrays that are cut off",
-        *(ValueError, "step 3 in FOLDER cannot be read", DAMAGED),
-        damage=halve("state/**/d/*"),
-    ),
-    Case(
-        "a folder of .npy files",
-        lambda folder: (
-            np.save(folder / "w.npy", np.ones(3)),
-            checkpoint.restore(folder, STATE),
-        ),
-        *(
-            FileNotFoundError,
-            "no checkpoint in FOLDER",
-            "Give the directory that save was given",
-        ),
     ),
 ]

@@ -7,9 +7,8 @@ import numpy as np
 
 import curvadion_jax as cd
 from curvadion_jax import metrics
-from wrong_uses.build import PARAMS
+from wrong_uses.build import INT, PARAMS, anchored, counted
 from wrong_uses.case import calls, wrong
-from wrong_uses.places import INT, anchored, counted
 
 
 def without_axis() -> Any:

@@ -1,28 +1,36 @@
 """The table as a page of the documentation."""
 
 from wrong_uses import (
+    adaptive_sync,
     axes,
     checkpoints,
     costs,
     counters,
+    damaged_checkpoints,
     example,
     optimizers,
     places,
+    presets,
     sending,
+    steps,
     trees,
     triggers,
 )
 from wrong_uses.case import Case, outcome, shortened
 
 SECTIONS: dict[str, list[Case]] = {
-    "Optimizers and presets": optimizers.CASES,
+    "Optimizers and presets": [
+        *optimizers.CASES,
+        *adaptive_sync.CASES,
+        *presets.CASES,
+    ],
     "Triggers": triggers.CASES,
     "Synchronizers, compressors, outer optimizers": sending.CASES,
     "Parameters, gradients, states": trees.CASES,
     "Axes, and gradients averaged before": axes.CASES,
-    "Meshes, replicas": places.CASES,
+    "Meshes, replicas": [*places.CASES, *steps.CASES],
     "Metrics": counters.CASES,
-    "Checkpoints": checkpoints.CASES,
+    "Checkpoints": [*checkpoints.CASES, *damaged_checkpoints.CASES],
     "The cost model": costs.CASES,
     "The example": example.CASES,
 }

@@ -1,74 +1,29 @@
-"""Meshes, replicas and their states, and steps."""
+"""Meshes, and what is done with replicas and their states outside of a step."""
 
-from typing import Any
-
-import helpers
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
 
 import curvadion_jax as cd
 from curvadion_jax import replicas
-from wrong_uses.build import PARAMS, initialised
+from wrong_uses.build import (
+    INT,
+    OF_DATA,
+    PAIR,
+    PARAMS,
+    TWO,
+    anchored,
+    counted,
+    initialised,
+    loaded,
+)
 from wrong_uses.case import calls, wrong
 
-AXIS = helpers.AXIS
-FOUR = replicas.make_mesh(4)
-TWO = replicas.make_mesh(2)
-OTHER_NAME = Mesh(np.array(jax.devices()[:2]), ("data",))
-PAIR = {"w": jnp.ones((2, 3))}
 UNEQUAL = {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))}
-
-
-def train(state: Any, batch: Any) -> Any:
-    return state, {}
-
-
-def step(state: Any, batch: Any, function: Any = train, mesh: Mesh = FOUR) -> Any:
-    """A step, traced."""
-    return jax.eval_shape(replicas.step(function, mesh), state, batch)
-
-
-def counted() -> Any:
-    """The state of one replica."""
-    return cd.curvadion(0.1).init(PARAMS)
-
-
-def anchored(number: int = 2) -> Any:
-    return jax.tree.map(
-        lambda x: np.broadcast_to(x, (number, *np.shape(x))), (PARAMS, counted())
-    )
-
-
-def loaded() -> Any:
-    return {name: x + 1 for name, x in PARAMS.items()}
-
-
-def started_apart() -> Any:
-    """Replicas of which each has made its own parameters."""
-    tx = cd.curvadion(0.1)
-    states = [(params, tx.init(params)) for params in (PARAMS, loaded())]
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
-
-
-def donated() -> Any:
-    state = replicas.replicate({"w": jnp.ones(3)}, TWO)
-    state["w"].delete()
-    return state
-
-
-def elsewhere() -> None:
-    state = replicas.replicate(PAIR, replicas.make_mesh(4, devices=jax.devices()[4:]))
-    replicas.step(train, FOUR)(state, jnp.ones(4))
-
-
 KNOWN = {
     **vars(replicas),
-    **{"train": train, "mesh": TWO, "params": PARAMS, "two_replicas": PAIR},
-    **{"a_mesh_of_data": OTHER_NAME, "jnp": jnp, "jax": jax},
+    **{"mesh": TWO, "a_mesh_of_data": OF_DATA, "params": PARAMS, "two_replicas": PAIR},
+    **{"jnp": jnp, "jax": jax},
 }
-INT = "must be an int"
 _CALLS = [
     (
         "make_mesh(9)",
@@ -120,18 +75,6 @@ _CALLS = [
         "replicate({'name': 'mlp'}, mesh)",
         *(TypeError, "['name'] is 'mlp'", "keep all else out of it"),
     ),
-    ("step(train, 8)", TypeError, "got 8", "must be a jax.sharding.Mesh"),
-    (
-        "step(mesh, train)",
-        TypeError,
-        "got <function train",
-        "must be a jax.sharding.Mesh",
-    ),
-    (
-        "step(train, a_mesh_of_data)",
-        *(ValueError, "axes ('data',) and no 'replica'", "make it with curvadion_jax"),
-    ),
-    ("step(train, mesh, donate='no')", TypeError, "got 'no'", "must be True or False"),
     ("consensus({})", ValueError, "a tree without arrays", "give what replicas.repl"),
     (
         "consensus({'w': jnp.ones(())})",
@@ -191,85 +134,6 @@ _CALLS = [
             "Give the state of",
         ),
     ),
-]
-_STEPS = [
-    wrong(
-        "a step whose state has no replica axis",
-        lambda: step(PARAMS, jnp.ones(4)),
-        *(ValueError, "the state['bias'] has shape (5,)", "make it with replicate()"),
-    ),
-    wrong(
-        "a step for 4 with a scalar in the state",
-        lambda: step({"w": jnp.ones(())}, jnp.ones(4)),
-        *(ValueError, "state['w'] has shape ()", "make it with replicate()"),
-    ),
-    wrong(
-        "a step for 4 with the state of 2 replicas",
-        lambda: step(PAIR, jnp.ones(4)),
-        *(ValueError, "has shape (2, 3), and not a leading axis of 4", "make it with"),
-    ),
-    wrong(
-        "a batch of 6 rows for 4 replicas",
-        lambda: step(jnp.ones(4), {"x": jnp.ones((6, 4))}),
-        *(
-            ValueError,
-            "batch['x'] of shape (6, 4)",
-            "give the global batch, of a multiple of 4 rows",
-        ),
-    ),
-    wrong(
-        "a batch without rows",
-        lambda: step(jnp.ones(4), jnp.ones((0, 4))),
-        *(
-            ValueError,
-            "the batch of shape (0, 4)",
-            "give the global batch, of a multiple of 4 rows",
-        ),
-    ),
-    wrong(
-        "a number as the batch",
-        lambda: step(jnp.ones(4), 3.0),
-        *(
-            ValueError,
-            "the batch of shape ()",
-            "give the global batch, of a multiple of 4 rows",
-        ),
-    ),
-    wrong(
-        "a training step that returns the state alone",
-        lambda: step(PAIR, jnp.ones(2), lambda state, batch: state, TWO),
-        *(TypeError, "got a dict", "must return (state, metrics)"),
-    ),
-    wrong(
-        "a training step that returns (params, opt_state) alone",
-        lambda: step((PAIR, PAIR), jnp.ones(2), lambda state, batch: state, TWO),
-        *(TypeError, "got the state alone", "return {} as the metrics"),
-    ),
-    wrong(
-        "a training step that returns nothing",
-        lambda: step(PAIR, jnp.ones(2), lambda state, batch: None, TWO),
-        *(TypeError, "got a NoneType", "must return (state, metrics)"),
-    ),
-    wrong(
-        "a training step that returns three things",
-        lambda: step(PAIR, jnp.ones(2), lambda state, batch: (state, {}, {}), TWO),
-        *(TypeError, "got a tuple of 3", "must return (state, metrics)"),
-    ),
-    wrong(
-        "a state that an earlier step reused",
-        lambda: replicas.step(train, TWO)(donated(), jnp.ones(2)),
-        *(ValueError, "the state['w'] was used in an earlier step", "use the state t"),
-    ),
-    wrong(
-        "the consensus of a state that an earlier step reused",
-        lambda: replicas.consensus(donated()),
-        *(ValueError, "parameters['w'] was used in an earlier", "use the state that"),
-    ),
-    wrong(
-        "a state on other devices than the step's",
-        elsewhere,
-        *(ValueError, "lies on the mesh {'replica': 4}", "restore the state onto the"),
-    ),
     wrong(
         "consensus of leaves with other numbers of replicas",
         lambda: replicas.consensus(UNEQUAL),
@@ -315,18 +179,9 @@ _STEPS = [
         ),
     ),
     wrong(
-        "a step of replicas that start from different parameters",
-        lambda: replicas.step(train, TWO)(started_apart(), jnp.ones(2)),
-        *(
-            ValueError,
-            "different parameters ('bias')",
-            "give replicas.replicate the state of one replica",
-        ),
-    ),
-    wrong(
         "reanchor of a state without its parameters",
         lambda: replicas.reanchor(counted()),
         *(ValueError, "must hold the parameters", "give a tree of both, such as a"),
     ),
 ]
-CASES = calls(KNOWN, [*_CALLS, *_STEPS])
+CASES = calls(KNOWN, _CALLS)
