@@ -5,6 +5,7 @@ import statistics
 
 import bases
 import gap
+import ideas
 import plans
 import tables
 from comparisons import SETTINGS, by_seed, in_common, losses
@@ -64,6 +65,35 @@ def signals(results: plans.Results) -> str:
         "and 1 behind. Turn: largest 1 - cos of the momentum and that after the last "
         "sync. Seeds 0, 1 and 2 as far as both were run.\n\n"
         + tables.markdown([*header, "above even spacing"], cells)
+    )
+
+
+def seldom(results: plans.Results) -> str:
+    """What a thousandth of the bytes loses, and what changes to it bring."""
+    cells = []
+    for (size, tokens, steps), (label, run) in itertools.product(
+        _LONGER, ideas.seldom().items()
+    ):
+        if rows := by_seed(results, size, run.but(steps=steps)):
+            found = {seed: row["loss"] for seed, row in rows.items()}
+            references = (losses(results, size, x.but(steps=steps)) for x in _BOTH)
+            above = (tables.percent(tables.above(found, x)) for x in references)
+            row = rows[min(rows)]
+            cells.append(
+                [
+                    *(f"{tokens:,}", f"{steps:,}", label, str(row["syncs"])),
+                    f"{tables.share(row):.2f}%",
+                    ", ".join(f"{seed}: {loss:.4f}" for seed, loss in found.items()),
+                    *above,
+                ]
+            )
+    header = ["tokens", "steps", "changed", "syncs", "bytes", "loss by seed"]
+    header += ["above 1% of the bytes", "above Muon"]
+    return (
+        "## A thousandth of the bytes\n\n`local_muon` with a rising momentum and even "
+        "syncs in 2 bits, and what was changed. Compared with the same at 1%, "
+        "where nothing is changed, and with synchronous Muon, on equal seeds.\n\n"
+        + tables.markdown(header, cells)
     )
 
 

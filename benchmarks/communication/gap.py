@@ -6,6 +6,7 @@ tables. A plan is a function of the results so far, the size and the steps.
 
 from collections.abc import Callable
 
+import ideas
 import plans
 from bases import (
     diloco,
@@ -16,7 +17,6 @@ from bases import (
     rising_curvadion,
     rising_muon,
 )
-from ideas import tried
 from plans import BUDGET
 from runs import Run
 
@@ -179,8 +179,8 @@ def against(results: plans.Results, size: str, steps: int) -> list[Run]:
         runs += [triggered.but(seed=seed) for seed in SEEDS]
         # The rate that won at 300 steps.
         runs.append(rising_muon().but(learning_rate=0.113, steps=steps))
-    ideas = [run for run, _ in tried().values()]
-    return [*runs, *ideas, *parts(), *every_step()] if cheapest else runs
+    one_change = [run for run, _ in ideas.tried().values()]
+    return [*runs, *one_change, *parts(), *every_step()] if cheapest else runs
 
 
 def memory(results: plans.Results, size: str, steps: int) -> list[Run]:
@@ -228,6 +228,18 @@ def delays(results: plans.Results, size: str, steps: int) -> list[Run]:
     return [run.but(steps=steps) for run in runs]
 
 
+def seldom(results: plans.Results, size: str, steps: int) -> list[Run]:
+    """A thousandth of the bytes: changes at size `cpu`, seed 0; what won, by seeds."""
+    changed = [run.but(steps=steps) for run in ideas.seldom().values()]
+    if any("cpu" + run.key() not in results for run in changed):
+        if size == "cpu":
+            return changed
+        raise ValueError(f"train 'seldom --size cpu --steps {steps}' first: it chooses")
+    won = min(changed, key=lambda run: results["cpu" + run.key()]["loss"])
+    by_seed = [won.but(seed=seed) for seed in SEEDS]
+    return [*changed, *by_seed[1:]] if size == "cpu" else by_seed
+
+
 def large(results: plans.Results, size: str, steps: int) -> list[Run]:
     """For an accelerator: 1% and 0.1% of the bytes, then rates, seed 0.
 
@@ -258,6 +270,6 @@ PLANS: dict[str, Callable[[plans.Results, str, int], list[Run]]] = {
     plan.__name__: plan
     for plan in (
         *(against, scaling, memory, delays, fragments, limits),
-        *(tuning, bits, pairs, shares, signals, averages, large),
+        *(tuning, bits, pairs, shares, signals, averages, seldom, large),
     )
 }

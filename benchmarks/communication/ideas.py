@@ -1,4 +1,4 @@
-"""What was tried against the gap, one idea at a time, at the cheapest setting."""
+"""What was tried against the gap, one idea at a time."""
 
 from bases import local_muon_evenly, muon, rising
 from plans import BUDGET
@@ -62,3 +62,19 @@ def tried() -> dict[str, tuple[Run, Run]]:
     return {
         label: (base.but(**change), base) for label, (base, change) in changes.items()
     }
+
+
+def seldom() -> dict[str, Run]:
+    """Runs that spend a thousandth of the bytes, by what they change of `rising`."""
+    base = rising().but(trigger=f"evenly {BUDGET / 10}")
+    changes = {
+        "nothing": {},
+        "4 bits": {"compressor": "int 4"},
+        "1 bit": {"compressor": "int 1"},
+        "outer momentum 0.2": {"outer": "nesterov 1.0 0.2"},
+        "outer momentum 0.6": {"outer": "nesterov 1.0 0.6"},
+        "outer rate 0.7, outer momentum 0.6": {"outer": "nesterov 0.7 0.6"},
+        "peak rate 0.057": {"learning_rate": 0.057},
+        "momentum from 0.8 to 0.9": {"last_momentum": 0.9},
+    }
+    return {label: base.but(**change) for label, change in changes.items()}

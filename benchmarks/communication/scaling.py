@@ -60,7 +60,8 @@ def document(results: plans.Results) -> str:
                 *(*head, law.text(results), lengths.table(results)),
                 comparisons.pairs(results),
                 *(comparisons.parts(results), comparisons.every_step(results)),
-                *(alternatives.bits(results), alternatives.signals(results)),
+                *(alternatives.bits(results), alternatives.seldom(results)),
+                alternatives.signals(results),
                 *(alternatives.averages(results), alternatives.delays(results)),
                 *(comparisons.ideas(results), *tables_),
             ]

@@ -33,6 +33,7 @@ def all_plans():
     yield from gap.pairs({}, "cpu-w128", 300)
     yield from gap.signals({}, "cpu-32k", 300)
     yield from gap.averages({}, "cpu", 300)
+    yield from gap.seldom({}, "cpu", 1200)
     yield from gap.large({}, "30m", 1200)
 
 
@@ -147,6 +148,19 @@ def test_longer_runs_take_what_won_in_short_ones():
     assert sorted({run.seed for run in longer}) == [0, 1, 2]
     assert best.but(steps=1200) in longer
     assert {r.learning_rate for r in longer if r.inner == "dion 1.0"} == {0.08}
+
+
+def test_what_won_at_a_thousandth_is_trained_by_seeds():
+    changed = gap.seldom({}, "cpu", 1200)
+    assert {run.trigger for run in changed} == {"evenly 0.001"}
+    best = changed[3]
+    results = by_key(row(run, 1.0 if run == best else 2.0) for run in changed)
+    by_seed = [best.but(seed=seed) for seed in gap.SEEDS]
+    assert gap.seldom(results, "cpu", 1200) == [*changed, *by_seed[1:]]
+    assert gap.seldom(results, "cpu-32k", 1200) == by_seed
+    del results["cpu" + best.key()]
+    with pytest.raises(ValueError, match="train 'seldom --size cpu --steps 1200'"):
+        gap.seldom(results, "cpu-32k", 1200)
 
 
 def test_the_ideas_are_tried_at_the_cheapest_setting_alone():
