@@ -11,14 +11,12 @@ dimension numbers. `8b` is three shapes of a layer, each once, so its seconds ar
 those of a layer: a step of Muon on all of that takes minutes on one core, and on these
 a minute (`--rounds 2 --ranks 0.5 0.25 0.125 0.0625` makes it short).
 
-Beside them runs the authors' PyTorch code, with torch installed and a clone given:
+Beside them runs the authors' PyTorch code (how, `torch_dion.py` says), with torch
+installed and a clone given:
 
     git clone https://github.com/microsoft/dion DION
     python -m pip install torch --index-url https://download.pytorch.org/whl/cpu
     taskset -c 0 python benchmarks/optimizer_speed.py --dion DION
-
-`dion_reference.py` runs compiled by torch (which takes a C++ compiler and a minute) and
-as it is, with its default orthonormalisation, on separate matrices in torch's layout.
 
 Programs take turns in random order, each from new arrays, and a turn takes as many
 steps as fit in `--seconds`, one at least; the turn's time is their median. Given are
@@ -36,7 +34,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,8 +41,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from torch_dion import Turn, torch_names, torch_turns
 
 import curvadion_jax as cd
 
@@ -53,9 +50,6 @@ RATE, DECAY, MOMENTUM = 0.01, 0.01, 0.95
 MUON, ADAMW = "Muon", "AdamW"
 VOCABULARY = 50304
 WIDTH = {"tiny": 64, "160m": 768, "1b": 2048, "8b": 4096}
-
-Turn = Callable[[], Callable[[], None]]
-"""Makes new arrays, and returns a function that takes one step and waits for it."""
 
 
 def matrices(model: str, layers: int) -> dict[str, tuple[int, ...]]:
@@ -130,62 +124,6 @@ def jax_turn(tx: Any, params: dict, gradients: dict) -> Turn:
     return begin
 
 
-def torch_turns(
-    clone: Path, params: dict, gradients: dict, ranks: list[float], threads: int
-) -> dict[str, Turn]:
-    """Steps of the authors' code: name -> turn."""
-    sys.path.insert(0, str(clone))
-    torch = importlib.import_module("torch")
-    module = importlib.import_module("dion.dion_reference")
-    torch.set_num_threads(threads)
-
-    def tensors(arrays, names):
-        """Separate matrices in torch's layout, (fan_out, fan_in)."""
-        stacks = [np.asarray(arrays[n]) for n in names]
-        parts = [p for x in stacks for p in x.reshape(-1, *x.shape[-2:])]
-        return [torch.from_numpy(np.ascontiguousarray(p.T)) for p in parts]
-
-    others = [name for name in params if name in ("embed", "head")]
-    taken = [name for name in params if name not in others]
-    start = [tensors(params, names) for names in (taken, others)]
-    given = [tensors(gradients, names) for names in (taken, others)]
-
-    def turn(rank: float, compiled: bool) -> Turn:
-        stance = "default" if compiled else "force_eager"
-
-        def begin():
-            copies = [[torch.nn.Parameter(x.clone()) for x in group] for group in start]
-            for group, grads in zip(copies, given, strict=True):
-                for parameter, gradient in zip(group, grads, strict=True):
-                    parameter.grad = gradient
-            groups = [{"params": copies[0]}]
-            if others:
-                groups.append({"params": copies[1], "algorithm": "adamw"})
-            optimizer = module.Dion(
-                groups, rank_fraction=rank, lr=RATE, mu=MOMENTUM, weight_decay=DECAY
-            )
-
-            def run():
-                with torch.compiler.set_stance(stance):
-                    optimizer.step()
-
-            return run
-
-        if compiled:
-            begin()()  # compiles
-        return begin
-
-    return {
-        f"{torch_name(rank)}{', compiled' if compiled else ''}": turn(rank, compiled)
-        for rank in ranks
-        for compiled in (False, True)
-    }
-
-
-def torch_name(rank: float) -> str:
-    return dion_name(rank).replace("`dion`", "microsoft/dion in PyTorch")
-
-
 def measure(begin: Turn, clock: Callable[[], float], enough: float) -> float:
     """Median time of the steps of one turn."""
     run, taken = begin(), []
@@ -218,15 +156,12 @@ def table(rounds: list[dict[str, float]], torch_ranks: list[float]) -> list[str]
     compared = [
         f"{dion_name(rank)} over {name}: {ratio(dion_name(rank), name)}"
         for rank in torch_ranks
-        for name in rounds[0]
-        if name.startswith(torch_name(rank))
+        for name in torch_names(dion_name(rank))
     ]
     return lines + (["", *compared] if compared else [])
 
 
-def prepared(
-    options: argparse.Namespace, names: list[str], torch_ranks: list[float]
-) -> dict[str, Turn]:
+def prepared(options: argparse.Namespace, names: list[str]) -> dict[str, Turn]:
     """Compiles what of these has still to run."""
     shapes = matrices(options.model, options.layers)
     numbers: dict[str, Any] = dict.fromkeys(shapes, cd.DimensionNumbers(-2, -1))
@@ -238,9 +173,14 @@ def prepared(
     for name, tx in optimizers(numbers, options.ranks).items():
         if name in names:
             turns[name] = jax_turn(tx, params, gradients)
-    if torch_ranks and set(names) - set(turns):
+    if options.torch_ranks and set(names) - set(turns):
         turns |= torch_turns(
-            options.dion, params, gradients, torch_ranks, options.threads
+            options.dion,
+            params,
+            gradients,
+            {dion_name(rank): rank for rank in options.torch_ranks},
+            options.threads,
+            **{"lr": RATE, "mu": MOMENTUM, "weight_decay": DECAY},
         )
     return turns
 
@@ -252,7 +192,8 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
+    """The options, with the cores, and the ranks at which PyTorch can run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -268,30 +209,46 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="file of JSON lines to go on from")
     options = parser.parse_args()
     options.threads = cores()
-    torch_ranks = [r for r in options.torch_ranks if r in options.ranks]
+    options.torch_ranks = [r for r in options.torch_ranks if r in options.ranks]
     if options.dion is None or importlib.util.find_spec("torch") is None:
         print("Without PyTorch: give --dion, and install torch (see --help).")
-        torch_ranks = []
-    clock, what = time.perf_counter, "a clock's"
-    if jax.default_backend() == "cpu":
-        clock, what = time.process_time, "the processor's"
+        options.torch_ranks = []
+    return options
 
+
+def circumstances(options: argparse.Namespace) -> dict[str, Any]:
+    """What seconds depend on; those of others in the file are not taken."""
     kept = ("model", "layers", "embeddings", "threads", "seconds")
     settings = {name: getattr(options, name) for name in kept}
     settings |= {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    if torch_ranks:
+    if options.torch_ranks:
         settings["torch"] = importlib.metadata.version("torch")
-    names = [*optimizers({}, options.ranks)]
-    for rank in torch_ranks:
-        names += [torch_name(rank), f"{torch_name(rank)}, compiled"]
+    return settings
+
+
+def stored(
+    options: argparse.Namespace, settings: dict[str, Any]
+) -> list[dict[str, float]]:
+    """The seconds by name of every round, those that the file has."""
     rounds: list[dict[str, float]] = [{} for _ in range(options.rounds)]
     if options.results and options.results.exists():
         for line in options.results.read_text().splitlines():
             row = json.loads(line)
             if row["settings"] == settings and row["round"] < options.rounds:
                 rounds[row["round"]][row["optimizer"]] = row["step_seconds"]
+    return rounds
+
+
+def complete(
+    rounds: list[dict[str, float]],
+    names: list[str],
+    options: argparse.Namespace,
+    settings: dict[str, Any],
+    clock: Callable[[], float],
+) -> None:
+    """Measures what the rounds lack of these names, and notes it in the file."""
     missing = [n for n in names if any(n not in each for each in rounds)]
-    turns = prepared(options, missing, torch_ranks) if missing else {}
+    turns = prepared(options, missing) if missing else {}
     for number, each in enumerate(rounds):
         for name in random.Random(number).sample(names, len(names)):
             if name in each:
@@ -302,8 +259,21 @@ def main() -> None:
                 options.results.parent.mkdir(parents=True, exist_ok=True)
                 with options.results.open("a") as file:
                     file.write(json.dumps(row | {"settings": settings}) + "\n")
+
+
+def main() -> None:
+    options = parse()
+    clock, what = time.perf_counter, "a clock's"
+    if jax.default_backend() == "cpu":
+        clock, what = time.process_time, "the processor's"
+    names = [*optimizers({}, options.ranks)]
+    for rank in options.torch_ranks:
+        names += torch_names(dion_name(rank))
+    settings = circumstances(options)
+    rounds = stored(options, settings)
+    complete(rounds, names, options, settings, clock)
     ordered = [{name: each[name] for name in names} for each in rounds]
-    print("\n".join(table(ordered, torch_ranks)))
+    print("\n".join(table(ordered, options.torch_ranks)))
     print(f"\nSeconds are {what}; {options.rounds} rounds; {json.dumps(settings)}")
 
 
