@@ -18,12 +18,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import overhead
+from overhead_cases import AXIS, RATE
 
 import curvadion_jax as cd
 from curvadion_jax import _finite, compressors, synchronizers, triggers
-
-AXIS = cd.replicas.AXIS
-RATE = overhead.RATE
 
 
 def cases() -> dict[str, optax.GradientTransformation]:
