@@ -18,11 +18,9 @@ once a period (`ask_every`). Two columns are of syncs that would hide behind loc
 has the assumptions on models and links, and their sources.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +31,6 @@ from curvadion_jax.cost_model import Link, Method
 REPLICAS = 8
 BUDGETS = (0.1, 0.01, 0.001)
 TOLERATED = 0.05
-GAPS = Path(__file__).parent / "communication" / "results" / "gaps.json"
 
 
 @dataclass(frozen=True)
@@ -147,34 +144,7 @@ def largest_budget(training: Training, link: Link) -> float:
     return share * min(max(rate, 0.0), 1.0)
 
 
-def gaps(file: Path = GAPS) -> dict[float, float]:
-    """Measured loss gaps to synchronous Dion, by budget.
-
-    Args:
-        file: JSON object, beside the results of `benchmarks/communication`. A loss 1.2%
-            above that of synchronous training at 1% of the bytes is `{"0.01": 0.012}`.
-
-    Returns:
-        The gaps, none where there is no such file; the table then says "not measured".
-
-    Raises:
-        ValueError: a budget is not a share, or a gap not a finite number.
-    """
-    if not file.exists():
-        return {}
-    found = {
-        float(key): float(gap) for key, gap in json.loads(file.read_text()).items()
-    }
-    for budget, gap in found.items():
-        if not 0 < budget <= 1 or not math.isfinite(gap):
-            raise ValueError(
-                f"{file.name} has the gap {gap} at the budget {budget}; give budgets "
-                "in (0, 1] (1% is 0.01) and finite gaps"
-            )
-    return found
-
-
-def rows(measured: Mapping[float, float]) -> Iterator[tuple[str, ...]]:
+def rows() -> Iterator[tuple[str, ...]]:
     """The cells of the table, a row for a model and a link."""
     for training in TRAININGS:
         for name, link in LINKS.items():
@@ -189,7 +159,6 @@ def rows(measured: Mapping[float, float]) -> Iterator[tuple[str, ...]]:
                 " / ".join(_percent(hidden(training, link, x)) for x in BUDGETS[1:]),
                 f"{100 * budget:.2g}%" if budget else "none",
                 f"{math.ceil(_sync_share(training) / budget):,}" if budget else "-",
-                _gap(budget, measured),
             )
 
 
@@ -204,25 +173,17 @@ def _percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"
 
 
-def _gap(budget: float, measured: Mapping[float, float]) -> str:
-    """The gap at the largest measured budget that is not above this one."""
-    within = [share for share in measured if share <= budget]
-    if not within:
-        return "not measured"
-    return f"{measured[max(within)]:+.1%} at {100 * max(within):.2g}%"
-
-
-def table(measured: Mapping[float, float]) -> list[str]:
-    """The lines of a Markdown table, with these loss gaps by budget."""
+def table() -> list[str]:
+    """The lines of a Markdown table."""
     budgets = (f"{100 * budget:g}% of the bytes" for budget in BUDGETS)
     head = (
         *("model", "computation", "link", "synchronous", *budgets),
         *("steps that hide a sync", "hidden, 1% / 0.1%"),
-        *(f"budget that waits {TOLERATED:.0%}", "steps between its syncs", "loss gap"),
+        *(f"budget that waits {TOLERATED:.0%}", "steps between its syncs"),
     )
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows(measured))]
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows())]
     return [lines[0], "|" + "---|" * len(head), *lines[1:]]
 
 
 if __name__ == "__main__":
-    print("\n".join(table(gaps())))
+    print("\n".join(table()))

@@ -1,6 +1,5 @@
-"""The table of links and budgets: rows by hand, the gaps in it, and the page's copy."""
+"""The table of links and budgets: rows by hand, and the page's copy."""
 
-import json
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,7 +56,7 @@ def test_budgets_by_hand(links, case, budget, period):
 
 def test_a_row_by_hand(links):
     (row,) = (
-        row for row in links.rows({}) if (row[0], row[2]) == ("1B", "1 Gb/s, 50 ms")
+        row for row in links.rows() if (row[0], row[2]) == ("1B", "1 Gb/s, 50 ms")
     )
     # 56.35 s for gradients and 0.497 s of computation; syncs of 4.29 s in all, 14.2%
     # and 1.42% of the steps, and up to 0.15 s for the flag: 4.44 of 4.93 s, ...
@@ -67,7 +66,7 @@ def test_a_row_by_hand(links):
         # 4.29 / 0.497 = 8.6; 14.2% of 4.29 s is 0.610 s, and 0.497 s of that is hidden.
         *("9", "18% / 0.0%"),
         # 0.05 / 0.95 of 0.497 s is 0.610% of a sync, that of 7.03%.
-        *("0.043%", "164", "not measured"),
+        *("0.043%", "164"),
     )
 
 
@@ -88,29 +87,8 @@ def test_the_largest_budget_is_no_more_than_all_and_no_less_than_none(links, cas
     assert links.largest_budget(training, links.Link(link.bandwidth, 2.0)) == 0
 
 
-def test_gaps_are_those_of_the_largest_measured_budget_within(links):
-    measured = {0.1: 0.004, 0.01: 0.011, 0.001: -0.002}
-    gaps = {(row[0], row[2]): row[-1] for row in links.rows(measured)}
-    assert gaps["160M", "10 Gb/s, 5 ms"] == "+1.1% at 1%"  # 1.2% fit
-    assert gaps["160M", "1 Gb/s, 50 ms"] == "-0.2% at 0.1%"  # 0.12% do
-    assert gaps["1B", "1 Gb/s, 50 ms"] == "not measured"
-
-
-def test_gaps_are_read_and_none_are_no_error(links, tmp_path):
-    assert links.gaps(tmp_path / "gaps.json") == {}
-    (tmp_path / "gaps.json").write_text('{"0.01": 0.012, "0.1": -0.001}')
-    assert links.gaps(tmp_path / "gaps.json") == {0.01: 0.012, 0.1: -0.001}
-
-
-@pytest.mark.parametrize("wrong", [{"1.5": 0.01}, {"0": 0.01}, {"0.1": float("nan")}])
-def test_gaps_that_are_none_are_refused(links, tmp_path, wrong):
-    (tmp_path / "gaps.json").write_text(json.dumps(wrong))
-    with pytest.raises(ValueError, match="finite gaps"):
-        links.gaps(tmp_path / "gaps.json")
-
-
 def test_the_page_has_this_table(links):
-    table = links.table(links.gaps())
+    table = links.table()
     lines = (ROOT / "docs" / "links.md").read_text().splitlines()
     start = lines.index(table[0])
     assert lines[start : lines.index("", start)] == table
