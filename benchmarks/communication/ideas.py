@@ -69,12 +69,14 @@ def seldom() -> dict[str, Run]:
     base = rising().but(trigger=f"evenly {BUDGET / 10}")
     changes = {
         "nothing": {},
-        "4 bits": {"compressor": "int 4"},
-        "1 bit": {"compressor": "int 1"},
-        "outer momentum 0.2": {"outer": "nesterov 1.0 0.2"},
         "outer momentum 0.6": {"outer": "nesterov 1.0 0.6"},
-        "outer rate 0.7, outer momentum 0.6": {"outer": "nesterov 0.7 0.6"},
-        "peak rate 0.057": {"learning_rate": 0.057},
-        "momentum from 0.8 to 0.9": {"last_momentum": 0.9},
+        "outer momentum 0.2": {"outer": "nesterov 1.0 0.2"},
+        "no outer momentum": {"outer": "mean"},
+        "4 bits": {"compressor": "int 4"},
+        "4 bits, outer momentum 0.2": {
+            "compressor": "int 4",
+            "outer": "nesterov 1.0 0.2",
+        },
+        "4 bits, no outer momentum": {"compressor": "int 4", "outer": "mean"},
     }
     return {label: base.but(**change) for label, change in changes.items()}
