@@ -180,7 +180,9 @@ def prepared(options: argparse.Namespace, names: list[str]) -> dict[str, Turn]:
             gradients,
             {dion_name(rank): rank for rank in options.torch_ranks},
             options.threads,
-            **{"lr": RATE, "mu": MOMENTUM, "weight_decay": DECAY},
+            lr=RATE,
+            mu=MOMENTUM,
+            weight_decay=DECAY,
         )
     return turns
 

@@ -71,28 +71,31 @@ def signals(results: plans.Results) -> str:
 def seldom(results: plans.Results) -> str:
     """What a thousandth of the bytes loses, and what changes to it bring."""
     cells = []
+    changed = ideas.seldom()
+    plain = next(iter(changed.values()))
+    settings = [*_LONGER, ("cpu", 1024, 4800), ("cpu-128k", 16_384, 1200)]
     for (size, tokens, steps), (label, run) in itertools.product(
-        _LONGER, ideas.seldom().items()
+        settings, changed.items()
     ):
         if rows := by_seed(results, size, run.but(steps=steps)):
             found = {seed: row["loss"] for seed, row in rows.items()}
-            references = (losses(results, size, x.but(steps=steps)) for x in _BOTH)
-            above = (tables.percent(tables.above(found, x)) for x in references)
+            runs = [x.but(steps=steps) for x in (plain, *_BOTH)]
+            above = [tables.above(found, losses(results, size, x)) for x in runs]
             row = rows[min(rows)]
             cells.append(
                 [
                     *(f"{tokens:,}", f"{steps:,}", label, str(row["syncs"])),
                     f"{tables.share(row):.2f}%",
-                    ", ".join(f"{seed}: {loss:.4f}" for seed, loss in found.items()),
-                    *above,
+                    tables.by_seed(found),
+                    *map(tables.percent, above),
                 ]
             )
     header = ["tokens", "steps", "changed", "syncs", "bytes", "loss by seed"]
-    header += ["above 1% of the bytes", "above Muon"]
+    header += ["above nothing changed", "above 1% of the bytes", "above Muon"]
     return (
         "## A thousandth of the bytes\n\n`local_muon` with a rising momentum and even "
-        "syncs in 2 bits, and what was changed. Compared with the same at 1%, "
-        "where nothing is changed, and with synchronous Muon, on equal seeds.\n\n"
+        "syncs in 2 bits, and what was changed; on equal seeds above the same "
+        "where nothing is changed, that at 1%, and synchronous Muon.\n\n"
         + tables.markdown(header, cells)
     )
 
@@ -146,13 +149,13 @@ def delays(results: plans.Results) -> str:
         }
         if above := tables.above(losses(results, size, run), references):
             row = found[min(found)]
-            by_loss = (f"{seed}: {x['loss']:.4f}" for seed, x in found.items())
+            by_loss = tables.by_seed({seed: x["loss"] for seed, x in found.items()})
             change = (f"{x:.2f}%" for x in above)
             cells.append(
                 [
                     *(f"{tokens:,}", f"{steps:,}", str(fragments), str(delay)),
                     *(str(row["syncs"]), f"{tables.share(row):.2f}%"),
-                    *(", ".join(by_loss), ", ".join(change)),
+                    *(by_loss, ", ".join(change)),
                 ]
             )
     header = ["tokens", "steps", "fragments", "delay", "syncs", "bytes"]

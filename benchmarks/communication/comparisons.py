@@ -61,9 +61,7 @@ def parts(results: plans.Results) -> str:
                     [
                         *(f"{tokens:,}", f"{steps:,}", run.trigger, run.compressor),
                         *(_besides(run), share if run.averaged == "none" else ""),
-                        ", ".join(
-                            f"{seed}: {loss:.4f}" for seed, loss in found.items()
-                        ),
+                        tables.by_seed(found),
                         *(_above_by_seed(found, x) for x in references),
                     ]
                 )

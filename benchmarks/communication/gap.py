@@ -229,15 +229,20 @@ def delays(results: plans.Results, size: str, steps: int) -> list[Run]:
 
 
 def seldom(results: plans.Results, size: str, steps: int) -> list[Run]:
-    """A thousandth of the bytes: changes at size `cpu`, seed 0; what won, by seeds."""
+    """A thousandth of the bytes: changes at size `cpu`, seed 0; then by seeds what won.
+
+    And what nothing is changed of. Give 1,200 steps or more; at `cpu` run it twice, the
+    second time for the seeds.
+    """
     changed = [run.but(steps=steps) for run in ideas.seldom().values()]
     if any("cpu" + run.key() not in results for run in changed):
         if size == "cpu":
             return changed
         raise ValueError(f"train 'seldom --size cpu --steps {steps}' first: it chooses")
     won = min(changed, key=lambda run: results["cpu" + run.key()]["loss"])
-    by_seed = [won.but(seed=seed) for seed in SEEDS]
-    return [*changed, *by_seed[1:]] if size == "cpu" else by_seed
+    both = dict.fromkeys((won, changed[0]))
+    by_seed = [run.but(seed=seed) for seed in SEEDS for run in both]
+    return list(dict.fromkeys([*(changed if size == "cpu" else []), *by_seed]))
 
 
 def large(results: plans.Results, size: str, steps: int) -> list[Run]:

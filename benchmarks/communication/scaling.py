@@ -87,7 +87,7 @@ def _commands(rows: Sequence[Row]) -> list[str]:
     results = {row["size"] + Run(**row["run"]).key(): row for row in rows}
     found = []
     for (size, steps), runs in sorted(left.items()):
-        few = ("pairs", "limits", "large")
+        few = ("pairs", "limits", "seldom", "large")
         for name in gap.PLANS if size in ("cpu", "cpu-32k") else few:
             plan = gap.PLANS[name]
             try:
@@ -194,7 +194,7 @@ def _line(rows: Sequence[Row], references: Sequence[dict[int, float]]) -> list[s
         f"{statistics.fmean(row['syncs'] for row in rows):.0f}",
         mean,
         *(tables.percent(tables.above(by_seed, reference)) for reference in references),
-        ", ".join(f"{seed}: {loss:.4f}" for seed, loss in by_seed.items()),
+        tables.by_seed(by_seed),
     ]
 
 

@@ -68,6 +68,16 @@ def percent(numbers: Sequence[float]) -> str:
     return spread(numbers) + "%" if numbers else ""
 
 
+def by_seed(losses: Mapping[int, float]) -> str:
+    """A cell of the losses of a run.
+
+    Examples:
+        >>> by_seed({0: 1.5, 2: 1.25})
+        '0: 1.5000, 2: 1.2500'
+    """
+    return ", ".join(f"{seed}: {loss:.4f}" for seed, loss in losses.items())
+
+
 def spread(numbers: Sequence[float]) -> str:
     """Mean, and the standard deviation where there are several.
 

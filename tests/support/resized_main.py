@@ -6,9 +6,12 @@ Goes on from the checkpoint in the folder, and prints the loss at the end.
 """
 
 import functools
+import os
 import sys
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp

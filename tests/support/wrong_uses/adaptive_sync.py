@@ -9,7 +9,7 @@ from wrong_uses.case import calls, wrong
 
 KNOWN = {**vars(triggers), **vars(synchronizers), **vars(cd)}
 KNOWN |= {"optax": optax, "adamw": optax.adamw}
-_CALLS = [
+_ROWS = [
     (
         "adaptive_sync(0.1, every_k(2), reconcile())",
         TypeError,
@@ -64,4 +64,4 @@ _CALLS = [
         *(ValueError, "no field named 'momentum'", "Use an inner optimizer with mom"),
     ),
 ]
-CASES = calls(KNOWN, _CALLS)
+CASES = calls(KNOWN, _ROWS)

@@ -16,7 +16,7 @@ ABOVE = "give a number above 0, in bits per second"
 FINITE = "give a finite number of at least 0"
 WHOLE = "give a whole number"
 RATE = "between 0 and 1 (3% is 0.03)"
-_CALLS = [
+_ROWS = [
     ("Link(0, 0.1)", ValueError, "Link.bandwidth is 0", ABOVE),
     ("Link(-5e9, 0.1)", ValueError, "Link.bandwidth is -5000000000.0", ABOVE),
     ("Link(nan, 0.1)", ValueError, "Link.bandwidth is nan", ABOVE),
@@ -57,4 +57,4 @@ _CALLS = [
     ("gradient_payload(7_000)", TypeError, "size is 7000", "give a ModelSize"),
     ("factor_payload(size, 'full')", TypeError, "got 'full'", "must be a plain int"),
 ]
-CASES = calls(KNOWN, _CALLS)
+CASES = calls(KNOWN, _ROWS)

@@ -26,7 +26,7 @@ def disagreeing() -> Any:
 
 
 KNOWN = {"metrics": metrics, "params": PARAMS, "state": counted()}
-_CALLS = [
+_ROWS = [
     ("metrics.read(3)", ValueError, "found 0 in what is of type int", "give the opti"),
     ("metrics.read(params)", ValueError, "of type dict", "give the optimizer state"),
     ("metrics.observe(params)", ValueError, "of type dict", "give the optimizer stat"),
@@ -60,4 +60,4 @@ _CALLS = [
         *(ValueError, "replicas=8, and 2 syncs have sent nothing", "give axis_name"),
     ),
 ]
-CASES = calls(KNOWN, _CALLS)
+CASES = calls(KNOWN, _ROWS)

@@ -10,7 +10,7 @@ from wrong_uses.case import calls, wrong
 KNOWN = {**vars(triggers), **vars(synchronizers), **vars(cd), "optax": optax}
 KNOWN |= {"nan": float("nan"), "inf": float("inf")}
 DTYPE = "mu_dtype must be a floating-point dtype such as jax.numpy.bfloat16"
-_CALLS = [
+_ROWS = [
     ("curvadion(0.1, tau=0.3)", TypeError, "no argument 'tau'", "use threshold=0.3"),
     ("dion(lr=0.1)", TypeError, "no argument 'lr'", "use learning_rate=0.1"),
     ("local_muon(0.1, beta=0.9)", TypeError, "argument 'beta'", "use momentum=0.9"),
@@ -206,7 +206,7 @@ _CALLS = [
     ("describe_partition({}, rank=0)", ValueError, "got 0", "rank must be at least 1"),
 ]
 CASES = [
-    *calls(KNOWN, _CALLS),
+    *calls(KNOWN, _ROWS),
     wrong(
         "curvadion(0.1, rank=5), no matrix with a side above 4",
         lambda: initialised(cd.curvadion(0.1, rank=5)),

@@ -24,7 +24,7 @@ KNOWN = {
     **{"mesh": TWO, "a_mesh_of_data": OF_DATA, "params": PARAMS, "two_replicas": PAIR},
     **{"jnp": jnp, "jax": jax},
 }
-_CALLS = [
+_ROWS = [
     (
         "make_mesh(9)",
         ValueError,
@@ -184,4 +184,4 @@ _CALLS = [
         *(ValueError, "must hold the parameters", "give a tree of both, such as a"),
     ),
 ]
-CASES = calls(KNOWN, _CALLS)
+CASES = calls(KNOWN, _ROWS)

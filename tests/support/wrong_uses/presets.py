@@ -5,7 +5,7 @@ from wrong_uses.build import NEGATIVE, RATE
 from wrong_uses.case import calls
 
 KNOWN = {"presets": cd.presets, "nan": float("nan")}
-_CALLS = [
+_ROWS = [
     (
         "presets.local_sgd(0.1, k=0)",
         ValueError,
@@ -81,4 +81,4 @@ _CALLS = [
         "must lie in (0, 1]",
     ),
 ]
-CASES = calls(KNOWN, _CALLS)
+CASES = calls(KNOWN, _ROWS)

@@ -41,7 +41,7 @@ def elsewhere() -> None:
 
 
 KNOWN = {"step": replicas.step, "train": train, "mesh": TWO, "a_mesh_of_data": OF_DATA}
-_CALLS = [
+_ROWS = [
     ("step(train, 8)", TypeError, "got 8", "must be a jax.sharding.Mesh"),
     (
         "step(mesh, train)",
@@ -141,4 +141,4 @@ _CALLS = [
         ),
     ),
 ]
-CASES = calls(KNOWN, _CALLS)
+CASES = calls(KNOWN, _ROWS)

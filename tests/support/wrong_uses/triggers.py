@@ -30,7 +30,7 @@ def drift_of_what_has_no_anchor() -> Any:
     return updated(parts(trigger=triggers.drift(0.1), synchronizer=sending))
 
 
-_CALLS = [
+_ROWS = [
     ("every_k(0)", ValueError, "got 0", "the period k must be at least 1"),
     (
         "every_k(10**10)",
@@ -202,4 +202,4 @@ _CALLS = [
         *(ValueError, "over the axis 'replica'", "leave that to the synchronizer"),
     ),
 ]
-CASES = calls(KNOWN, _CALLS)
+CASES = calls(KNOWN, _ROWS)
