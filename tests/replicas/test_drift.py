@@ -156,10 +156,11 @@ TRIGGERS = {
 }
 
 
-def trained(tx, steps=STEPS):
+def trained(tx, steps=STEPS, dtype=jnp.float32):
     """Takes steps in `replicas.step`; gradients differ between the replicas."""
     mesh = cd.replicas.make_mesh(REPLICAS)
-    state = helpers.start(tx, helpers.make_params(), mesh)
+    params = jax.tree.map(lambda x: x.astype(dtype), helpers.make_params())
+    state = helpers.start(tx, params, mesh)
     step = helpers.replica_step(tx, mesh)
     for gradients in helpers.make_gradients(steps, REPLICAS):
         state, _ = step(state, gradients)
@@ -175,6 +176,13 @@ def test_a_step_warns_of_what_is_behind_the_optimizer(behind, trigger):
     ) as seen:
         trained(optax.chain(tx, BEHIND[behind]), steps=6)
     assert len(seen) == 1
+
+
+def test_it_warns_of_some_roundings_in_bfloat16():
+    # Each parameter is left one to four of them, of 0.8%, from its anchor.
+    tx = cd.adaptive_sync(optax.sgd(0.03), TRIGGERS["known"], reconcile(), helpers.AXIS)
+    with pytest.warns(UserWarning, match="behind the optimizer"):
+        trained(optax.chain(tx, optax.scale(0.5)), dtype=jnp.bfloat16)
 
 
 def test_it_warns_in_programs_of_several_steps():
@@ -205,8 +213,9 @@ def test_it_warns_when_the_first_updates_are_zero():
     ],
     ids=["whole", "fragments", "delay", "2 bits"],
 )
-def test_a_step_does_not_warn_of_a_sync(options):
-    trained(optimizer(reconcile(**options)), steps=6)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_step_does_not_warn_of_a_sync(options, dtype):
+    trained(optimizer(reconcile(**options)), steps=6, dtype=dtype)
 
 
 @pytest.mark.parametrize("trigger", TRIGGERS)
