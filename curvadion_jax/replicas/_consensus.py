@@ -19,9 +19,9 @@ def consensus(params: Any, opt_state: Any = None) -> Any:
       opt_state: the optimizer state with a leading replica axis, nnx's included. If
         it holds the anchor of `reconcile`, that is the model: common to all replicas,
         and free to read. It is the model of the last sync (with ``fragments=n``, each
-        fragment as of its own last sync; with ``delay=k``, of the last that has ended):
-        for that of this step, after the last one
-        of a run say, leave out `opt_state`.
+        fragment as of its own last sync; with ``delay=k``, of the last that has ended),
+        before the first that of the start: for that of this step, after the last one of
+        a run say, leave out `opt_state`.
 
     Returns:
       The parameters without the replica axis, the anchor or else the mean over the

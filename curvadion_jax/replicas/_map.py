@@ -66,7 +66,8 @@ def map_over_replicas(
         return divided(_axis_types.split_rows(jnp.asarray(x), number))
 
     def run(state, batch, *shared):
-        check_leading(state, number, "state", "replicas; make it with replicate()")
+        advice = "replicas; make it with replicate(), and call step(state, batch)"
+        check_leading(state, number, "state", advice)
         _check_accumulation(state)
         if average:
             check_average(state, average)
