@@ -11,6 +11,7 @@ import tables
 from comparisons import SETTINGS, by_seed, in_common, losses
 
 _LONGER = (SETTINGS[0], ("cpu", 1024, 1200), *SETTINGS[1:])
+_EVERY = (*_LONGER, ("cpu", 1024, 4800), ("cpu-128k", 16_384, 1200))
 _BOTH = (bases.rising(), bases.rising_muon())
 _NAMES = {
     "budget": "relative momentum change",
@@ -42,7 +43,7 @@ def bits(results: plans.Results) -> str:
 def signals(results: plans.Results) -> str:
     """What spending the same bytes by a signal changes, against even spacing."""
     cells = []
-    for size, tokens, steps in (*_LONGER, ("cpu-128k", 16_384, 1200)):
+    for size, tokens, steps in _EVERY:
         even = losses(results, size, bases.rising().but(steps=steps))
         for name in gap.SIGNALS:
             run = bases.rising().but(steps=steps, trigger=f"{name} {plans.BUDGET} 1 1")
@@ -73,9 +74,8 @@ def seldom(results: plans.Results) -> str:
     cells = []
     changed = ideas.seldom()
     plain = next(iter(changed.values()))
-    settings = [*_LONGER, ("cpu", 1024, 4800), ("cpu-128k", 16_384, 1200)]
     for (size, tokens, steps), (label, run) in itertools.product(
-        settings, changed.items()
+        _EVERY, changed.items()
     ):
         if rows := by_seed(results, size, run.but(steps=steps)):
             found = {seed: row["loss"] for seed, row in rows.items()}
@@ -86,7 +86,7 @@ def seldom(results: plans.Results) -> str:
                 [
                     *(f"{tokens:,}", f"{steps:,}", label, str(row["syncs"])),
                     f"{tables.share(row):.2f}%",
-                    tables.by_seed(found),
+                    tables.losses_by_seed(found),
                     *map(tables.percent, above),
                 ]
             )
@@ -149,7 +149,9 @@ def delays(results: plans.Results) -> str:
         }
         if above := tables.above(losses(results, size, run), references):
             row = found[min(found)]
-            by_loss = tables.by_seed({seed: x["loss"] for seed, x in found.items()})
+            by_loss = tables.losses_by_seed(
+                {seed: x["loss"] for seed, x in found.items()}
+            )
             change = (f"{x:.2f}%" for x in above)
             cells.append(
                 [

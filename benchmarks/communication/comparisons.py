@@ -61,7 +61,7 @@ def parts(results: plans.Results) -> str:
                     [
                         *(f"{tokens:,}", f"{steps:,}", run.trigger, run.compressor),
                         *(_besides(run), share if run.averaged == "none" else ""),
-                        tables.by_seed(found),
+                        tables.losses_by_seed(found),
                         *(_above_by_seed(found, x) for x in references),
                     ]
                 )

@@ -194,7 +194,7 @@ def _line(rows: Sequence[Row], references: Sequence[dict[int, float]]) -> list[s
         f"{statistics.fmean(row['syncs'] for row in rows):.0f}",
         mean,
         *(tables.percent(tables.above(by_seed, reference)) for reference in references),
-        tables.by_seed(by_seed),
+        tables.losses_by_seed(by_seed),
     ]
 
 

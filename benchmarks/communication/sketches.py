@@ -167,7 +167,7 @@ def _line(label: str, idea: Idea, results: Results) -> list[str]:
     return [
         *(label, f"{row['percent']:.2f}%", f"{statistics.fmean(found.values()):.4f}"),
         *(against if change else "", change),
-        tables.by_seed(found),
+        tables.losses_by_seed(found),
     ]
 
 

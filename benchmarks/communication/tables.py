@@ -68,11 +68,11 @@ def percent(numbers: Sequence[float]) -> str:
     return spread(numbers) + "%" if numbers else ""
 
 
-def by_seed(losses: Mapping[int, float]) -> str:
+def losses_by_seed(losses: Mapping[int, float]) -> str:
     """A cell of the losses of a run.
 
     Examples:
-        >>> by_seed({0: 1.5, 2: 1.25})
+        >>> losses_by_seed({0: 1.5, 2: 1.25})
         '0: 1.5000, 2: 1.2500'
     """
     return ", ".join(f"{seed}: {loss:.4f}" for seed, loss in losses.items())

@@ -10,9 +10,6 @@ from curvadion_jax import _paths
 from curvadion_jax.replicas import _anchor
 
 _LOOKS = 8
-# `params + update` misses the anchor by one at most. More would hide what parameters in
-# bfloat16 move between syncs, some percent.
-_ROUNDINGS = 1
 
 
 class Look:
@@ -78,5 +75,7 @@ def _compared(synced: Any, pairs: Any) -> Any:
 
 def _moved(x: jax.Array, anchor: jax.Array) -> jax.Array:
     distance, size = _anchor.squares([x], [anchor])
-    unit = _ROUNDINGS * float(jnp.finfo(x.dtype).eps)
-    return jnp.all(jnp.sqrt(distance) > unit * jnp.sqrt(size))
+    # `params + update` misses the anchor by a rounding at most. A wider bound would
+    # hide what parameters in bfloat16 move between syncs, some percent.
+    rounding = float(jnp.finfo(x.dtype).eps)
+    return jnp.all(jnp.sqrt(distance) > rounding * jnp.sqrt(size))
