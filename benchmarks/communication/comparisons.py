@@ -118,7 +118,7 @@ def every_step(results: plans.Results) -> str:
 
 def by_seed(results: plans.Results, size: str, run: Run) -> dict[int, Row]:
     """The rows of a run, of the seeds that it was trained with."""
-    keys = {seed: size + run.but(seed=seed).key() for seed in gap.SHORT_SEEDS}
+    keys = {seed: size + run.but(seed=seed).key() for seed in gap.MORE_SEEDS}
     return {seed: results[key] for seed, key in keys.items() if key in results}
 
 

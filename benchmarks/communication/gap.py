@@ -31,7 +31,7 @@ TURNS = (3, 5)  # numbers of fragments that are compared by seeds
 # The rate at the end over its peak, and the age of the averaged weights over the run.
 AVERAGES = ((0.05, 0.07), (0.2, 0.07), (0.5, 0.1), (1.0, 0.1))
 SIGNALS = ("budget", "turn", "moved")
-SHORT_SEEDS = (*SEEDS, 3, 4)  # of the cheapest setting
+MORE_SEEDS = (*SEEDS, 3, 4)  # of the cheapest setting and of the README's
 
 
 def scaling(results: plans.Results, size: str, steps: int) -> list[Run]:
@@ -150,7 +150,7 @@ def pairs(results: plans.Results, size: str, steps: int) -> list[Run]:
     runs = [run.but(steps=steps) for run in (rising(), rising_muon())]
     rates = {"cpu-128k": (0.113,), "cpu-w128": (0.057, 0.113)}.get(size, ())
     else_ = [run.but(learning_rate=rate) for run in runs for rate in rates]
-    if size == "cpu-128k":
+    if size in ("cpu-128k", "cpu-512k"):
         runs.append(rising().but(steps=steps, trigger=f"budget {BUDGET} 1 1"))
     if size in WIDER:
         else_.append(rising().but(steps=steps, compressor="low_rank 0.25 4"))
@@ -172,12 +172,12 @@ def against(results: plans.Results, size: str, steps: int) -> list[Run]:
     if steps == rising().steps:  # of longer runs 'scaling' has the references
         runs = [muon(), dion(size), local_muon_evenly(), *runs]
     cheapest = (size, steps) == ("cpu", rising().steps)
-    seeds = SHORT_SEEDS if cheapest else SEEDS
+    of_readme = size == "cpu-32k" and steps > rising().steps
+    if of_readme:
+        runs += [muon(), dion(size), rising_curvadion()]
+    seeds = MORE_SEEDS if cheapest or of_readme else SEEDS
     runs = [run.but(seed=seed, steps=steps) for run in runs for seed in seeds]
-    if size == "cpu-32k" and steps > rising().steps:
-        triggered = rising_curvadion().but(steps=steps)
-        runs += [triggered.but(seed=seed) for seed in SEEDS]
-        # The rate that won at 300 steps.
+    if of_readme:  # the rate that won at 300 steps
         runs.append(rising_muon().but(learning_rate=0.113, steps=steps))
     one_change = [run for run, _ in ideas.tried().values()]
     return [*runs, *one_change, *parts(), *every_step()] if cheapest else runs

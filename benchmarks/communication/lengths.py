@@ -11,7 +11,7 @@ import tables
 from sizes import SIZES
 
 _SIZES = ("cpu", "cpu-32k", "cpu-128k")
-_STEPS = (300, 1200, 4800)
+_STEPS = (150, 300, 1200, 4800)
 
 
 def steps_to(loss: float, ends: Mapping[int, float]) -> float | None:
@@ -56,6 +56,6 @@ def table(results: plans.Results) -> str:
         "## The gap in steps\n\nHow long a run of synchronous Muon is that ends at the "
         "loss of `local_muon`; a rising momentum and the same rate on both sides, each "
         "run with a schedule of its own. Between the lengths that were run the loss of "
-        "a seed is taken for a power of the steps; shorter ones than 300 steps were "
+        "a seed is taken for a power of the steps; shorter ones than 150 steps were "
         "not run.\n\n" + tables.markdown(header, cells)
     )

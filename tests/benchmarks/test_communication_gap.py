@@ -170,8 +170,9 @@ def test_the_ideas_are_tried_at_the_cheapest_setting_alone():
     assert set(gap.parts()) < set(cheap)
     longer = gap.against({}, "cpu-32k", 1200)
     won = bases.rising_muon().but(learning_rate=0.113)  # at 300 steps
-    runs = (bases.rising(), bases.rising_muon(), bases.rising_curvadion())
-    by_seed = [run.but(seed=seed) for run in runs for seed in gap.SEEDS]
+    runs = (bases.rising(), bases.rising_muon(), bases.muon(), bases.dion("cpu-32k"))
+    runs = (*runs, bases.rising_curvadion())  # the rows of the README's table
+    by_seed = [run.but(seed=seed) for run in runs for seed in gap.MORE_SEEDS]
     assert longer == [run.but(steps=1200) for run in (*by_seed, won)]
 
 
