@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import re
+from pathlib import Path
 
 import alternatives
 import bases
@@ -10,11 +12,13 @@ import gap
 import ideas
 import law
 import numpy as np
+import pytest
 import scaling
 import study
 from study_rows import by_key, row
 
 BASE = bases.local_muon_evenly()
+ROOT = Path(__file__).parents[2]
 
 
 def setting(tokens: int, steps: int, replicas: int = 8) -> law.Setting:
@@ -158,6 +162,28 @@ def test_plans_make_every_row_of_the_committed_results():
                 for run in plan(results, size, steps):
                     left.pop(size + run.key(), None)
     assert not left
+
+
+def test_the_page_on_the_gap_quotes_the_committed_tables():
+    lines = scaling.document(study.read(study.RESULTS / "scaling.jsonl")).splitlines()
+    page = (ROOT / "docs" / "gap.md").read_text("utf-8").splitlines()
+    quoted = 0
+    for number, line in enumerate(page):
+        if line.startswith("|---") and page[number - 1] in lines:
+            rows = itertools.takewhile(lambda x: x.startswith("|"), page[number:])
+            assert set(rows) <= set(lines)
+            quoted += 1
+    assert quoted == 6
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/gap.md"])
+def test_pages_quote_the_law_of_the_committed_results(name):
+    text = law.text(study.read(study.RESULTS / "scaling.jsonl"))
+    found = re.search(r"or ([\d.]+)% \(rising, both\) times (.*?),\s\d", text)
+    assert found
+    both, powers = found.groups()
+    formula = f"gap to synchronous Muon = {float(both):.1f}% {powers}\n"
+    assert formula in (ROOT / name).read_text("utf-8")
 
 
 def test_the_picture_is_drawn(tmp_path):
