@@ -1,12 +1,14 @@
 """The counters that `adaptive_sync` keeps in its state."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from curvadion_jax import _paths
 from curvadion_jax._payload import FLAG, Payload
 from curvadion_jax._protocols import Decision
 
@@ -137,6 +139,35 @@ def initial() -> SyncMetrics:
         empty=zero,
         sent=jnp.zeros((2, 2), jnp.int32),
         synchronous=jnp.zeros(2, jnp.int32),
+    )
+
+
+@functools.cache
+def _names() -> list[_paths.Names]:
+    return [names for names, _ in _paths.leaves_with_names(jax.eval_shape(initial))]
+
+
+def ways(names: Iterable[_paths.Names]) -> list[_paths.Names]:
+    """The ways to all counters of optimizers, among the names of a tree's leaves.
+
+    By names and not by type: `flax.nnx.split` makes dictionaries of named tuples. By
+    all of them, since a state may have `metrics` with a count of `steps` of its own.
+    """
+    known, last = dict.fromkeys(names), _names()[0]
+    found = [each[: -len(last)] for each in known if each[-len(last) :] == last]
+    return [way for way in found if all((*way, *each) in known for each in _names())]
+
+
+def optimizers(names: Iterable[_paths.Names]) -> list[_paths.Names]:
+    """The ways to all states of `adaptive_sync`, which keep their counters."""
+    return [way[:-1] for way in ways(names) if way[-1:] == ("metrics",)]
+
+
+def is_within(names: _paths.Names, ways: Iterable[_paths.Names], fields: Any) -> bool:
+    """Whether a leaf belongs to one of these fields of a state."""
+    return any(
+        names[: len(way)] == way and not {*names[len(way) :][:1]}.isdisjoint(fields)
+        for way in ways
     )
 
 

@@ -71,8 +71,7 @@ def matrices_only(
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
                 f"Dion needs real floating-point arrays, got {leaf.dtype} for {name!r}:"
-                " keep others out of the parameters, or freeze them with optax.masked "
-                "around the whole"
+                " keep others out of what init and update are given"
             )
         views[name] = view
     return views

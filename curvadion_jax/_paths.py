@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+Names = tuple[str, ...]
+
 
 def is_box(node: Any) -> bool:
     """Whether a node is Flax's box around one array, whose `value` is no name.
@@ -20,7 +22,7 @@ def is_box(node: Any) -> bool:
     )
 
 
-def leaves_with_names(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+def leaves_with_names(tree: Any) -> list[tuple[Names, Any]]:
     """Names along the path, and the leaf, in the order of `jax.tree.leaves`."""
     found = []
     nodes = jax.tree.leaves_with_path(tree, is_leaf=is_box)

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from curvadion_jax import _paths
+from curvadion_jax import _counters, _paths
 from curvadion_jax._protocols import Observation, Trigger
 from curvadion_jax.triggers._base import check_answer
 
@@ -152,7 +152,7 @@ def places(schedule: Schedule, state: Any) -> list[int] | None:
     By names, since a framework may keep the state in its own classes.
     """
     index = {names: i for i, (names, _) in enumerate(_paths.leaves_with_names(state))}
-    found = [names[:-2] for names in index if names[-2:] == ("metrics", "steps")]
+    found = _counters.optimizers(index)
     if len(found) != 1:
         return None
     (before,) = found

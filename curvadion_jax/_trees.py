@@ -62,8 +62,8 @@ def check_gradients(gradients: Any, params: Any) -> None:
         if not jnp.issubdtype(param.dtype, jnp.floating):
             raise TypeError(
                 f"the parameter {name!r} has dtype {param.dtype}; only real "
-                "floating-point parameters can be trained. Keep others out of the "
-                "parameters, or freeze them with optax.masked around the whole"
+                "floating-point parameters can be trained. Keep others out of "
+                "what init and update are given"
             )
         if not jnp.issubdtype(jnp.result_type(gradient), jnp.floating):
             raise TypeError(

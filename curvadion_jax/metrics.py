@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from curvadion_jax import _arguments, _paths
-from curvadion_jax._counters import WORD, SyncMetrics, initial
+from curvadion_jax._counters import WORD, SyncMetrics, initial, ways
 from curvadion_jax._payload import Payload
 from curvadion_jax.cost_model import sync_bytes
 
@@ -38,21 +38,17 @@ def observe(opt_state: Any) -> SyncMetrics:
       >>> observe(state).steps.shape
       ()
     """
-    # By name and not by type: `flax.nnx.split` makes dictionaries of named tuples.
-    template = initial()
-    wanted = [names for names, _ in _paths.leaves_with_names(template)]
     leaves = dict(_paths.leaves_with_names(opt_state))
-    last = wanted[0]
-    places = [names[: -len(last)] for names in leaves if names[-len(last) :] == last]
-    found = [p for p in places if all((*p, *names) in leaves for names in wanted)]
+    found = ways(leaves)
     if len(found) != 1:
         raise ValueError(
             f"expected the state of one optimizer that synchronises, found {len(found)}"
             f" in what is of type {type(opt_state).__name__}: give the optimizer state "
             "of one, or what observe returned"
         )
-    counters = [leaves[*found[0], *names] for names in wanted]
-    return jax.tree.unflatten(jax.tree.structure(template), counters)
+    template = _paths.leaves_with_names(initial())
+    counters = [leaves[*found[0], *names] for names, _ in template]
+    return jax.tree.unflatten(jax.tree.structure(initial()), counters)
 
 
 def read(

@@ -19,11 +19,11 @@ from curvadion_jax import (
     _guards,
     _layout,
     _mapped,
+    _orthonormalize,
     _paths,
+    compressors,
 )
 from curvadion_jax._payload import Payload
-
-_SYNCS, _SENT = ("metrics", "syncs"), ("metrics", "sent")
 
 
 def check_names(average: Any) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ def check_average(state: Any, average: Sequence[str]) -> None:
     """
     leaves = _paths.leaves_with_names(state)
     _chosen(leaves, average)
-    if not any(names[-2:] == _SYNCS for names, _ in leaves):
+    if not _counters.optimizers(names for names, _ in leaves):
         raise ValueError(
             f"average={tuple(average)} is averaged at syncs, and the state holds no "
             "optimizer that synchronises: return its state from the step as a part of "
@@ -69,12 +69,13 @@ def average_where_synced(
         return state
     leaves = _paths.leaves_with_names(state)
     chosen = _chosen(leaves, average)
-    (sent, *_) = (i for i, (names, _) in enumerate(leaves) if names[-2:] == _SENT)
+    index = {names: i for i, (names, _) in enumerate(leaves)}
+    sent = min(index[*way, "metrics", "sent"] for way in _counters.optimizers(index))
     syncs = [_syncs(tree) for tree in (state, before)]
     synced = functools.reduce(operator.or_, map(operator.ne, *syncs))
     arrays = [leaf for _, leaf in leaves]
     moving = [*chosen, sent]
-    size = sum(arrays[i][0].size * arrays[i].dtype.itemsize for i in chosen)
+    size = compressors.exact().payload([arrays[i][0] for i in chosen], {}).averaged
 
     def body(synced, *moving):
         synced, *moving = jax.tree.map(lambda x: jnp.squeeze(x, 0), (synced, *moving))
@@ -102,8 +103,8 @@ def average_where_synced(
 
 def _syncs(state: Any) -> list[jax.Array]:
     """Counters of syncs [replicas], of every optimizer in the state."""
-    leaves = _paths.leaves_with_names(state)
-    return [x for names, x in leaves if names[-2:] == _SYNCS]
+    leaves = dict(_paths.leaves_with_names(state))
+    return [leaves[*way, "metrics", "syncs"] for way in _counters.optimizers(leaves)]
 
 
 def _chosen(leaves: Sequence[Any], average: Sequence[str]) -> list[int]:
@@ -127,7 +128,8 @@ def _chosen(leaves: Sequence[Any], average: Sequence[str]) -> list[int]:
 def _mean_of_finite(arrays: list[jax.Array], axis_name: str) -> list[jax.Array]:
     """Means over the replicas whose arrays are finite; as they are if none has such."""
     finite = _finite.all_finite(arrays)
-    given = [jnp.where(finite, x.astype(jnp.float32), 0) for x in arrays]
+    wide = [x.astype(_orthonormalize.compute_dtype(x.dtype)) for x in arrays]
+    given = [jnp.where(finite, x, 0) for x in wide]
     group = _collectives.Replicas(axis_name, _layout.current())
     *means, present = group.mean([*given, finite.astype(jnp.float32)])
     return [

@@ -4,6 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from curvadion_jax import _memory, compressors
 from curvadion_jax.cost_model import sync_bytes
@@ -25,7 +27,8 @@ def consensus(params: Any, opt_state: Any = None) -> Any:
 
     Returns:
       The parameters without the replica axis, the anchor or else the mean over the
-      replicas, which costs what :func:`consensus_bytes` says.
+      replicas, which costs what :func:`consensus_bytes` says. Of equal replicas that is
+      their value, up to the rounding of a sum.
 
     Raises:
       ValueError: if leaves have no common leading axis, or the state has several
@@ -35,7 +38,10 @@ def consensus(params: Any, opt_state: Any = None) -> Any:
       >>> consensus({"w": jnp.array([[1.0], [3.0]])})["w"].tolist()
       [2.0]
     """
-    return _consensus(params, anchor_of(params, opt_state))
+    leaves, structure = jax.tree.flatten(params)
+    anchor = anchor_of(params, opt_state)
+    means = iter(_means([x for x, a in zip(leaves, anchor, strict=True) if a is None]))
+    return structure.unflatten([next(means) if a is None else _own(a) for a in anchor])
 
 
 def consensus_bytes(params: Any, opt_state: Any = None) -> int:
@@ -67,30 +73,40 @@ def consensus_bytes(params: Any, opt_state: Any = None) -> int:
     return round(sync_bytes(payload, replicas))
 
 
-@jax.jit
-def _consensus(params: Any, anchor: list[jax.Array | None]) -> Any:
-    leaves, structure = jax.tree.flatten(params)
-    return jax.tree.unflatten(
-        structure,
-        [
-            _mean(x) if common is None else _memory.to_device(common)[0]
-            for x, common in zip(leaves, anchor, strict=True)
-        ],
+def _own(common: jax.Array) -> jax.Array:
+    """An array that all replicas have alike, without their axis.
+
+    Each reads its own: of an array divided over devices `common[0]` is an all-reduce.
+    """
+    common = _memory.to_device(common)
+    placement = getattr(common, "sharding", None)
+    if isinstance(common, Tracer) or not isinstance(placement, NamedSharding):
+        return common[0]
+    return jax.make_array_from_single_device_arrays(
+        common.shape[1:],
+        placement.update(spec=PartitionSpec(*placement.spec[1:])),
+        [shard.data[0] for shard in common.addressable_shards],
     )
 
 
-def _mean(x: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x[0]
-    # From the first replica, so that equal replicas give their own value.
-    wide = x.astype(jnp.promote_types(x, jnp.float32))
-    return (wide[0] + jnp.mean(wide - wide[:1], 0)).astype(x.dtype)
+@jax.jit
+def _means(leaves: list[jax.Array]) -> list[jax.Array]:
+    """Over the replicas, in one all-reduce; of what is no number the first one's."""
+    return [
+        jnp.mean(x.astype(jnp.promote_types(x, jnp.float32)), 0).astype(x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+        else x[0]
+        for x in leaves
+    ]
 
 
 @jax.jit
 def _divergence(params: Any) -> jax.Array:
     leaves = [
-        x.astype(jnp.promote_types(x, jnp.float32))
+        # Infinite on all replicas, as a mask may be, is not apart.
+        jnp.where(jnp.isinf(x) & (x == x[:1]), 0, x).astype(
+            jnp.promote_types(x, jnp.float32)
+        )
         for x in jax.tree.leaves(params)
         if jnp.issubdtype(x.dtype, jnp.floating)
     ]

@@ -131,7 +131,8 @@ def _zeros(x: Any) -> jax.Array:
     return jnp.zeros(x.shape, _wide(x), out_sharding=x.sharding)
 
 
-def _sum(total: jax.Array, x: jax.Array) -> jax.Array:
+def _sum(total: jax.Array, x: Any) -> jax.Array:
+    x = jnp.asarray(x)  # a constant comes as a number of Python
     return total + x.astype(total.dtype) if _is_float(x) else x
 
 

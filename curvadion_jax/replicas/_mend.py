@@ -1,7 +1,8 @@
 """Gives a replica whose numbers are spoilt another one's."""
 
+import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -10,9 +11,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from curvadion_jax import _memory, _paths
+from curvadion_jax import _counters, _memory, _paths
 from curvadion_jax.replicas._checks import check_leading, count_leading
 from curvadion_jax.replicas._resize import distinct
+
+_COUNTED = {"trigger_state", "metrics"}
 
 
 def mend(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
@@ -35,8 +38,8 @@ def mend(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
 
     Args:
       state: parameters and optimizer state, in any tree, with a leading replica axis.
-        Of what is a scalar on one replica NaN alone is looked at, and not in triggers
-        and counters.
+        Of what is a scalar on one replica, and of what is infinite on all of them, NaN
+        alone is looked at; scalars of triggers and counters are not.
       also: numbers of replicas to replace, whether they are finite or not. Of several
         processes each may give others.
 
@@ -106,35 +109,47 @@ def _checked(also: Any, number: int) -> np.ndarray:
 
 
 def _looked_at(state: Any) -> list[jax.Array]:
-    def own(names):
-        return not {"metrics", "trigger_state"} & set(names)
-
     leaves = _paths.leaves_with_names(state)
+    optimizers = _counters.optimizers(names for names, _ in leaves)
+
+    def own(names):
+        return not _counters.is_within(names, optimizers, _COUNTED)
+
     floats = [(n, x) for n, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
     return [x for names, x in floats if x.ndim > 1 or own(names)]
 
 
 def _finite(state: Any) -> jax.Array:
     """Which replicas have finite numbers alone, bool[N], in every process."""
-
-    def check(leaves):
-        found = jnp.array(True)
-        for leaf in _memory.to_device(leaves):
-            # A scalar may be meant to be infinite, as the best loss so far.
-            spoilt = ~jnp.isfinite(leaf) if leaf.ndim > 1 else jnp.isnan(leaf)
-            found &= ~jnp.any(spoilt, axis=tuple(range(1, leaf.ndim)))
-        return jnp.broadcast_to(found, jax.tree.leaves(state)[0].shape[:1])
-
     leaves = _looked_at(state)
     meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
     everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
-    return jax.jit(check, out_shardings=everywhere)(leaves)
+    return _checking(everywhere)(leaves, count_leading(state, "state"))
+
+
+@functools.cache
+def _checking(everywhere: NamedSharding | None) -> Callable[..., jax.Array]:
+    """A program that is compiled once for every kind of state."""
+
+    def check(leaves, number):
+        found = jnp.ones(number, bool)
+        for leaf in _memory.to_device(leaves):
+            # What is infinite everywhere may be meant, as in a mask; and of one
+            # replica a scalar may be, as the best loss so far.
+            infinite = jnp.isinf(leaf) & (leaf.ndim > 1)
+            everywhere_so = jnp.all(infinite, 0, keepdims=True)
+            spoilt = jnp.isnan(leaf) | (infinite & ~everywhere_so)
+            found &= ~jnp.any(spoilt, axis=tuple(range(1, leaf.ndim)))
+        return found
+
+    return jax.jit(check, static_argnums=1, out_shardings=everywhere)
 
 
 def _replaced(state: Any, source: np.ndarray) -> Any:
     """The state with every replica's row taken from another's, placed as it was."""
     copied = source != np.arange(len(source))
     names = [names for names, _ in _paths.leaves_with_names(state)]
+    optimizers = _counters.optimizers(names)
 
     def take(leaves):
         return [
@@ -142,13 +157,12 @@ def _replaced(state: Any, source: np.ndarray) -> Any:
         ]
 
     def row(x, names):
-        pairs = set(itertools.pairwise(names))
-        if any(field == "metrics" for field, _ in pairs):
+        if _counters.is_within(names, optimizers, {"metrics"}):
             return jnp.where(copied, 0, x) if names[-1] == "in_a_row" else x
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return distinct(x, source, copied)
         taken = x[source]
-        if ("sync_state", "residual") in pairs:
+        if ("sync_state", "residual") in itertools.pairwise(names):
             mask = copied.reshape(-1, *[1] * (x.ndim - 1))
             return jnp.where(mask, 0, taken)
         return taken

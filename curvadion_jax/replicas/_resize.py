@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _memory, _paths
+from curvadion_jax import _counters, _memory, _paths
 from curvadion_jax._dion import DionState
 from curvadion_jax.replicas._checks import check_leading, count_leading
 from curvadion_jax.replicas._mesh import AXIS, check_axis
@@ -104,6 +104,8 @@ def is_averaged(state: Any) -> list[bool]:
         for index, name in enumerate(names):
             below[names[:index]][name].add(names[index + 1 :])
 
+    optimizers = _counters.optimizers(names for names, _ in leaves)
+
     def is_q(names: tuple[str, ...], index: int) -> bool:
         # By name: `flax.nnx.split` makes dictionaries of named tuples.
         beside = below[names[:index]]
@@ -112,7 +114,7 @@ def is_averaged(state: Any) -> list[bool]:
 
     def taken(names: tuple[str, ...]) -> bool:
         return (
-            not {"trigger_state", "metrics"}.isdisjoint(names)
+            _counters.is_within(names, optimizers, {"trigger_state", "metrics"})
             or not _TAKEN.isdisjoint(itertools.pairwise(names))
             or any(is_q(names, index) for index in range(len(names)))
         )

@@ -33,7 +33,7 @@ def join(
     fragments: int = 1,
     quorum: int = 1,
     grace: float = 30.0,
-    max_lag: int | None = None,
+    max_lag: float | None = None,
     keep: float = 1.0,
     snapshot_every: int = 10,
     max_norm: float = 10.0,
@@ -44,8 +44,8 @@ def join(
     The processes of a `jax.distributed` program are one site, and all call this alike.
 
     Args:
-      url: of the run: ``s3://bucket/run-7``, ``gs://``, ``az://``, a folder; or a store
-        of `obstore`. Credentials come from the environment.
+      url: of the run: ``s3://bucket/run-7``, ``gs://``, ``az://``, a folder, also as a
+        `pathlib.Path`; or a store of `obstore`. Credentials come from the environment.
       name: of this site: letters, digits, ``-`` and ``_``. The site that joins last
         under a name is the one: whoever bears it still is told so and stops.
       every: steps between contributions.
@@ -59,7 +59,7 @@ def join(
       grace: seconds for which a round waits for the known sites that are not there yet,
         once it has its quorum.
       max_lag: steps that may be taken while a contribution is under way, before `sync`
-        waits for it; None is 2 x `every`, and 0 is lock step.
+        waits for it; None is 2 x `every`, 0 is lock step, and `math.inf` never waits.
       keep: share of the progress made while a contribution was under way that stays,
         in [0, 1].
       snapshot_every: rounds between the snapshots from which others start.
@@ -122,7 +122,7 @@ def join(
         fragments=fragments,
         quorum=quorum,
         grace=grace,
-        max_lag=int(max_lag),
+        max_lag=max_lag,
         keep=keep,
         snapshot_every=snapshot_every,
         max_norm=max_norm,

@@ -30,7 +30,7 @@ class Settings:
     fragments: int
     quorum: int
     grace: float
-    max_lag: int
+    max_lag: float
     keep: float
     snapshot_every: int
     max_norm: float

@@ -31,6 +31,7 @@ class Store:
     """
 
     def __init__(self, given: Any, make: bool = True) -> None:
+        given = os.fspath(given) if isinstance(given, os.PathLike) else given
         self.url = given if isinstance(given, str) else type(given).__name__
         self._store = _opened(given, make) if isinstance(given, str) else given
         self.up = self.down = self.answers = 0

@@ -82,10 +82,6 @@ class Config:
                 f"point in (0, 1] (a fraction of the smaller side), got {self.rank}"
             )
 
-    def tokens_per_step(self) -> int:
-        """Tokens that all replicas together see in a step."""
-        return self.replicas * self.batch * self.sequence_length
-
 
 def flag(field: str) -> str:
     """The command line's name of a field.

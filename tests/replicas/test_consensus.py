@@ -1,5 +1,7 @@
 """The one model, and how far the replicas are from each other."""
 
+import re
+
 import helpers
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,12 @@ import reference
 
 import curvadion_jax as cd
 from curvadion_jax import replicas, synchronizers, triggers
+from curvadion_jax.replicas import _consensus
 
 # One float32 sum of some dozens of squares.
 RTOL = 1e-5
+# A sum of so many float32 numbers is off by so many roundings.
+EPS = np.finfo(np.float32).eps
 # A distance of one bit, 2^-23 of the numbers, is seen to a tenth of a per cent.
 ONE_BIT_RTOL = 1e-3
 
@@ -40,7 +45,58 @@ def test_equal_replicas(number):
     one = np.random.default_rng(0).normal(size=(400,)).astype(np.float32)
     params = {"w": jnp.asarray(np.stack([one] * number))}
     assert float(replicas.divergence(params)) == 0
-    helpers.assert_bitwise(replicas.consensus(params)["w"], one)
+    model = replicas.consensus(params)["w"]
+    np.testing.assert_allclose(model, one, rtol=number * EPS)
+
+
+@pytest.fixture
+def stacked():
+    """Parameters and state of four replicas, one a device."""
+    mesh = replicas.make_mesh(4)
+    params = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
+    state = cd.local_muon(0.1, axis_name="replica").init(params)
+    return replicas.replicate((params, state), mesh)
+
+
+def test_the_anchor_is_read_without_asking_the_others(stacked):
+    params, state = stacked
+    parts = [shard.data for shard in state.sync_state.anchor["w"].addressable_shards]
+    apart = [(part + i).at[0, 0].add(i) for i, part in enumerate(parts)]
+    anchor = state.sync_state.anchor | {
+        "w": jax.make_array_from_single_device_arrays(
+            params["w"].shape, params["w"].sharding, apart
+        )
+    }
+    state = state._replace(sync_state=state.sync_state._replace(anchor=anchor))
+    model = replicas.consensus(params, state)["w"]
+    assert model.shape == (8, 8)
+    assert model.sharding.is_fully_replicated
+    for shard, part in zip(model.addressable_shards, apart, strict=True):
+        assert shard.device == part.device
+        helpers.assert_bitwise(shard.data, part[0])  # its own: nothing moved
+
+
+def test_the_mean_sends_what_is_counted(stacked):
+    params, _ = stacked
+    program = _consensus._means.lower(jax.tree.leaves(params)).compile().as_text()
+    sent = [line for line in program.splitlines() if " all-reduce(" in line]
+    assert len(sent) == 1
+    assert re.findall(r"f32\[[\d,]*\]", sent[0].partition(" all-reduce(")[0]) == [
+        "f32[8]",
+        "f32[8,8]",
+    ]
+    assert replicas.consensus_bytes(params) == 2 * 3 / 4 * 4 * (8 * 8 + 8)
+
+
+def test_what_is_infinite_on_all_replicas_stays_so_and_is_not_apart():
+    mask = {"mask": jnp.array([[1.0, -jnp.inf]] * 3)}
+    assert replicas.consensus(mask)["mask"].tolist() == [1, -np.inf]
+    assert float(replicas.divergence(mask)) == 0
+    assert replicas.mend(mask)[1] == []
+    spoilt = {"mask": mask["mask"].at[1, 0].set(jnp.inf)}
+    mended, replaced = replicas.mend(spoilt)
+    assert replaced == [1]
+    helpers.assert_bitwise(mended["mask"], mask["mask"])
 
 
 def test_equal_zeros_do_not_diverge():
