@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from curvadion_jax import _guards, _jaxprs, _mapped
+from curvadion_jax import _counters, _guards, _jaxprs, _mapped
 from curvadion_jax._schedule import COUNTERS
 
 # Collectives that give all replicas the same.
@@ -192,11 +192,13 @@ def counts_along(jaxpr: Jaxpr, before: Sequence[str], after: Sequence[str]) -> b
     inputs = [Value(name=(name,)) for name in before]
     inputs += [Value()] * (len(jaxpr.invars) - len(inputs))
     results = dict(zip(after, follow(jaxpr, inputs), strict=False))
+    paths = {tuple(name.split("/")): name for name in before}
+    optimizers = _counters.optimizers(paths)
+    kept = {(*way, "metrics", counter) for way in optimizers for counter in COUNTERS}
     counted = [
         name
-        for name in before
-        if name.endswith(tuple(f"metrics/{counter}" for counter in COUNTERS))
-        or "trigger_state" in name.split("/")
+        for path, name in paths.items()
+        if path in kept or _counters.is_within(path, optimizers, {"trigger_state"})
     ]
     return all(
         name in results and results[name].name == ("updated", name) for name in counted

@@ -46,6 +46,13 @@ def test_parameters_that_are_spoilt_are_mended(name):
     assert again is mended
 
 
+def test_metrics_of_ones_own_are_mended_too():
+    own = {"metrics": {"per_class": jnp.ones((3, 2)).at[1].set(jnp.nan)}}
+    mended, replaced = cd.replicas.mend(own)
+    assert replaced == [1]
+    assert mended["metrics"]["per_class"].tolist() == [[1, 1]] * 3
+
+
 def test_a_replica_that_is_finite_but_another_one_is_mended_by_name():
     """Where gradients are averaged, one whose momentum started afresh."""
     spoilt_run = spoilt("gradients", "momentum")

@@ -40,6 +40,18 @@ def test_microbatches_are_the_whole_batch(has_aux):
     )
 
 
+def test_what_is_returned_beside_may_be_a_constant():
+    def loss_fn(params, batch):
+        loss = jnp.mean(batch["x"] @ params - batch["y"])
+        return loss, {"other_loss": 0.5, "is_used": True, "number": 3}
+
+    params = jnp.asarray(X[:6, :1])
+    parts = cd.replicas.value_and_grad(loss_fn, has_aux=True, microbatches=4)
+    for function in (parts, jax.jit(parts)):
+        (_, aux), _ = function(params, BATCH)
+        assert aux == {"other_loss": 0.5, "is_used": True, "number": 3}
+
+
 def test_microbatches_inside_a_step():
     """And under `shard_map`, where types tell replicas apart."""
     mesh = cd.replicas.make_mesh(2)

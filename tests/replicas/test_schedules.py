@@ -79,6 +79,22 @@ def asked_and_synced(train, mesh, state):
     return {(int(x.asked[0]), int(x.syncs[0])) for x in found}
 
 
+def test_counters_of_ones_own_are_not_the_optimizers():
+    tx = OPTIMIZERS["every_k"]()
+
+    def train(states, batch):
+        state, own = states
+        new, metrics = helpers.train_step(tx)(state, batch)
+        return (new, {"metrics": {"steps": own["metrics"]["steps"] + 1}}), metrics
+
+    mesh, state = placed(tx)
+    own = jax.device_put(np.zeros(REPLICAS, "i"), state[1].metrics.steps.sharding)
+    state = (state, {"metrics": {"steps": own}})
+    ((asked, syncs),) = asked_and_synced(train, mesh, state)
+    assert asked == 0
+    assert syncs
+
+
 def test_a_signal_is_asked_for():
     tx = synced(triggers.at_least_every(triggers.relative_momentum_change(1e3), 3))
     # The first step has no value to compare with, and synchronises.

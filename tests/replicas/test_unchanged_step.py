@@ -92,6 +92,27 @@ def test_batch_statistics_are_named_or_averaged():
     assert more - less == 2 * 2 * 8 * 4 * 2 * (REPLICAS - 1) / REPLICAS
 
 
+def test_averages_of_halves_are_counted_as_they_are_sent():
+    """In float32, whatever the array is kept in."""
+    tx, mesh = local_muon(), cd.replicas.make_mesh(REPLICAS)
+
+    def train(state, batch):
+        kept = {name: state[name] for name in ("batch_stats", "half")}
+        new, metrics = train_step(tx)(state, batch)
+        return new | kept, metrics
+
+    sent = []
+    for average in ((), ("half",)):
+        state = start(tx) | {"half": jnp.ones(100, jnp.bfloat16)}
+        state = cd.replicas.replicate(state, mesh)
+        step = cd.replicas.step(train, mesh, average=average)
+        for _ in range(2):
+            state, _ = step(state, BATCH)
+        assert state["half"].dtype == jnp.bfloat16
+        sent.append(cd.metrics.read(state["opt_state"], replicas=REPLICAS)["bytes"])
+    assert sent[1] - sent[0] == 2 * (REPLICAS - 1) / REPLICAS * 4 * 100
+
+
 def test_statistics_that_are_not_finite_spoil_no_others():
     tx = local_muon()
     mesh = cd.replicas.make_mesh(REPLICAS)

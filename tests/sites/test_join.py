@@ -40,6 +40,13 @@ def started(store, name="oslo", params=PARAMS, **options):
     return site
 
 
+def test_a_folder_by_its_path(tmp_path):
+    with sites.join(tmp_path / "run", "oslo", every=1) as site:
+        site.leave(site.sync(site.start(PARAMS)))
+    assert site.metrics.contributors == 1
+    assert any((tmp_path / "run").iterdir())
+
+
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="cannot use the folder"):
