@@ -1,20 +1,19 @@
 """The anchor in a state: found, compared with the parameters, and taken anew."""
 
 import collections
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from curvadion_jax import _memory, _paths
+from curvadion_jax import _counters, _memory, _paths
+from curvadion_jax._adaptive_sync import AdaptiveSyncState
+from curvadion_jax._paths import Names
 from curvadion_jax.replicas._checks import check_alive, check_leading, count_leading
 
-Names = tuple[str, ...]
 _STEPS = ("metrics", "steps")  # the counter of every optimizer that synchronises
 
 
@@ -144,20 +143,23 @@ def squares(
 
 
 def reanchor(state: Any) -> Any:
-    """Takes the anchor anew, at the parameters of the state, with nothing owed.
+    """Takes the anchors anew, at the parameters of the state, with nothing owed.
 
     For parameters that were loaded or changed after ``tx.init``; from the next step on
     pseudo-gradients are measured from them. Momenta, outer momentum and counters stay.
 
     Args:
       state: parameters and optimizer state in any tree, such as a whole `TrainState`,
-        with or without a leading replica axis; the same on all replicas.
+        with or without a leading replica axis; the same on all replicas. Of several
+        trees of the same names and shapes, such as an average of the weights, the
+        parameters are those called `params`.
 
     Returns:
       The state.
 
     Raises:
-      ValueError: if it does not hold one anchor, and the parameters that belong to it.
+      ValueError: if it holds no anchor, or one without the parameters that belong to
+        it.
 
     Example:
       >>> import curvadion_jax as cd
@@ -167,98 +169,81 @@ def reanchor(state: Any) -> Any:
       [1.0, 1.0]
     """
     found = with_params(state)
-    if found is None:
+    if not found or any(each.params is None for each in found):
+        copies = ["/".join(way) for each in found for way in each.copies]
         raise ValueError(
-            "the state must hold the parameters beside one anchor of theirs: give a "
-            "tree of both, such as a TrainState or (params, opt_state)"
+            "the state must hold an anchor, and beside it the parameters that belong "
+            "to it: give a tree of both, such as a TrainState or (params, opt_state)"
+            + f"; of {copies} call the parameters 'params'"
+            * bool(copies)
         )
-    place, params, _ = found
-    then = (*place[:-1], "own", "params")  # of a sync that is under way
+    leaves = _paths.leaves_with_names(state)
+    for each in found:
+        leaves = [(names, each.taken_anew(names, x)) for names, x in leaves]
+    return jax.tree.unflatten(jax.tree.structure(state), [x for _, x in leaves])
 
-    def new(names, leaf):
-        for copied in (place, then):
-            if names[: len(copied)] == copied:
-                return jnp.array(params[names[len(copied) :]], leaf.dtype)
-        owed = names[: len(place)] == (*place[:-1], "residual")
+
+class Anchored(NamedTuple):
+    """An anchor, and what of the state may be the parameters that belong to it.
+
+    Attributes:
+      place: names of the way to the anchor.
+      anchor: names of a parameter -> array.
+      copies: the same of every tree of these names and shapes that is not the
+        optimizer's own, by the way to it; an average of the weights is one too.
+    """
+
+    place: Names
+    anchor: dict[Names, Any]
+    copies: dict[Names, dict[Names, Any]]
+
+    @property
+    def optimizer(self) -> Names:
+        """The way to the optimizer's state."""
+        return self.place[:-2]
+
+    @property
+    def params(self) -> dict[Names, Any] | None:
+        """The parameters, if it is clear which they are."""
+        named = [x for way, x in self.copies.items() if way[-1:] == ("params",)]
+        for found in (list(self.copies.values()), named):
+            if len(found) == 1:
+                return found[0]
+        return None
+
+    def taken_anew(self, names: Names, leaf: Any) -> Any:
+        """A leaf of the state after its anchor was."""
+        then = (*self.place[:-1], "own", "params")  # of a sync that is under way
+        for copied in (self.place, then):
+            if self.params and names[: len(copied)] == copied:
+                return jnp.array(self.params[names[len(copied) :]], leaf.dtype)
+        owed = names[: len(self.place)] == (*self.place[:-1], "residual")
         return jnp.zeros_like(leaf) if owed else leaf
 
-    leaves = [new(names, x) for names, x in _paths.leaves_with_names(state)]
-    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+def with_params(state: Any) -> list[Anchored]:
+    """Every anchor in a state, beside the parameters that may belong to it."""
+    found, leaves = anchors(state), _paths.leaves_with_names(state)
+    optimizers = [place[:-2] for place in found]
+    outside = [
+        (names, leaf)
+        for names, leaf in leaves
+        if not _counters.is_within(names, optimizers, AdaptiveSyncState._fields)
+    ]
+    return [
+        Anchored(place, anchor, _copies(outside, anchor))
+        for place, anchor in found.items()
+    ]
 
 
-_OF_THE_OPTIMIZER = {*("inner_state", "sync_state", "trigger_state", "metrics")}
-
-
-def with_params(state: Any) -> tuple[Names, dict, dict] | None:
-    """The way to the one anchor, the parameters that belong to it, and the anchor."""
-    found = anchors(state)
-    if len(found) != 1:
-        return None
-    ((place, anchor),) = found.items()
-    optimizer = place[:-2]
+def _copies(leaves: list[tuple[Names, Any]], anchor: dict[Names, Any]) -> Any:
     beside: dict[Names, dict] = collections.defaultdict(dict)
-    for names, leaf in _paths.leaves_with_names(state):
-        within = names[len(optimizer) :] if names[: len(optimizer)] == optimizer else ()
-        if _OF_THE_OPTIMIZER.intersection(within[:1]):
-            continue
+    for names, leaf in leaves:
         for index in range(len(names) + 1):
             known = anchor.get(names[index:])
             if known is not None and known.shape == np.shape(leaf):
                 beside[names[:index]][names[index:]] = leaf
-    whole = [params for params in beside.values() if params.keys() == anchor.keys()]
-    return (place, whole[0], anchor) if len(whole) == 1 else None
-
-
-def check_start(state: Any, has_axis: bool) -> None:
-    """Rejects a run that would start from another model than its anchor.
-
-    Replicas that start from different parameters never meet, and parameters that were
-    loaded after ``tx.init`` would be thrown back by the first sync. Only looks at a
-    state that has taken no step.
-
-    Args:
-      state: parameters and optimizer state, in any tree.
-      has_axis: whether its arrays have a leading replica axis.
-    """
-    found = with_params(state)
-    if found is None:
-        return
-    place, params, anchor = found
-    leaves = dict(_paths.leaves_with_names(state))
-    if any(isinstance(x, Tracer) for x in leaves.values()):
-        return
-    steps = leaves[*place[:-2], "metrics", "steps"]
-    if has_axis and not jnp.ndim(steps):
-        return  # it was not replicated, which is said elsewhere
-    compare = functools.partial(_compared, has_axis=has_axis)
-    began, moved, apart = read(compare, steps, params, anchor)
-    if began:
-        return
-    if any(apart):
-        raise ValueError(
-            f"replicas start from different parameters ({_first(anchor, apart)}), and "
-            "would never meet: give replicas.replicate the state of one replica, made "
-            "once, and do not map init over the replicas"
-        )
-    if any(moved):
-        raise ValueError(
-            f"the parameters ({_first(anchor, moved)}) are not those that the "
-            "optimizer was initialised with, and the first sync would throw the model "
-            "back to these: call tx.init with the parameters that training starts "
-            "from, or curvadion_jax.replicas.reanchor(state)"
-        )
-
-
-def _first(anchor: dict[Names, Any], differs: list[bool]) -> str:
-    return repr("/".join(list(anchor)[differs.index(True)]))
-
-
-def _compared(steps, pairs, has_axis: bool) -> Any:
-    """Whether a step was taken, and for every parameter if it moved, or differs."""
-    moved = [jnp.any((x != a) & ~(jnp.isnan(x) & jnp.isnan(a))) for x, a in pairs]
-    wholes = [a for _, a in pairs if has_axis]
-    apart = [jnp.any((a != a[:1]) & ~jnp.isnan(a)) for a in wholes]
-    return jnp.any(steps > 0), moved, apart
+    return {way: x for way, x in beside.items() if x.keys() == anchor.keys()}
 
 
 def read(function: Callable[..., Any], counters: Any, params: Any, anchor: Any) -> Any:

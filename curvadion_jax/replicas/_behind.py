@@ -44,15 +44,16 @@ def _syncs(due: Any) -> bool:
 def _is_settled(state: Any) -> bool:
     """Warns, or tells that there never will be something to see."""
     found = _anchor.with_params(state)
-    if found is None:
+    if len(found) != 1 or found[0].params is None:
         return True
-    place, params, anchor = found
+    (each,) = found
     leaves = dict(_paths.leaves_with_names(state))
-    if any(names[: len(place)] == (*place[:-1], "own") for names in leaves):
+    own = (*each.place[:-1], "own")
+    if any(names[: len(own)] == own for names in leaves):
         return True  # a sync with a delay leaves replicas apart
-    counters = (*place[:-2], "metrics")
+    counters = (*each.optimizer, "metrics")
     synced = leaves[*counters, "synced"], leaves[*counters, "empty"]
-    synced, moved = _anchor.read(_compared, synced, params, anchor)
+    synced, moved = _anchor.read(_compared, synced, each.params, each.anchor)
     # Of fragments the one that was synchronised is where its anchor is.
     found_out = bool(synced) and all(moved)
     if found_out:

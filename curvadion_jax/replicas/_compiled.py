@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 from curvadion_jax import _layout, _mapped
 from curvadion_jax._schedule import LOCAL, Due, Upcoming, places
 from curvadion_jax.replicas import _placed, _traffic
-from curvadion_jax.replicas._anchor import check_start
 from curvadion_jax.replicas._behind import Look
 from curvadion_jax.replicas._checks import check_alive, is_array
 from curvadion_jax.replicas._mesh import check_context
+from curvadion_jax.replicas._start import check_start
 
 _log = logging.getLogger("curvadion_jax")
 

@@ -33,8 +33,8 @@ def mend(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
     it in `also`. What a named replica has alone, such as its drift, is lost.
 
     A copy owes nothing (its `SyncState.residual` is zero), its random
-    keys are folded with its number, and its counters stay its own; what they count in
-    a row starts again.
+    keys (`jax.random.key`, not arrays of `uint32`) are folded with its number, and its
+    counters stay its own; what they count in a row starts again.
 
     Args:
       state: parameters and optimizer state, in any tree, with a leading replica axis.

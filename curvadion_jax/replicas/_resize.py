@@ -30,7 +30,8 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
       with half as many the mean of two, with twice as many two copies of one;
     * of all else (integers, keys, Dion's Q, the trigger's state, and what all
       have alike: anchor, what is common, counters) that of the first of them. Copies of
-      a random key are folded with the number of the replica.
+      a random key (`jax.random.key`, not an array of `uint32`) are folded with the
+      number of the replica.
 
     Nothing else changes: between two syncs replicas stay as far apart as they were.
     Counters count on, and bytes are then told for the new number of replicas.

@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _memory, _paths
-from curvadion_jax.replicas._anchor import check_start
 from curvadion_jax.replicas._mesh import AXIS, check_axis
+from curvadion_jax.replicas._start import check_start
 
 
 def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:

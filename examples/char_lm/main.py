@@ -51,6 +51,13 @@ _HELP = {
 }
 
 
+_PROCESSES = ("coordinator", "num_processes", "process_id", "distributed")
+_NOT_OF_A_SITE = (
+    *("method", "restart", "replicas", "rank", "budget", "threshold"),
+    *_PROCESSES,
+)
+
+
 def _rank(text: str) -> int | float:
     return float(text) if "." in text else int(text)
 
@@ -156,18 +163,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     flags = vars(parser.parse_args(arguments))
+    unread = [name for name in _NOT_OF_A_SITE if _is_given(parser, flags, name)]
     preset, names = flags.pop("preset"), flags.pop("method").split(",")
     short, restart = flags.pop("short"), flags.pop("restart")
     out = flags.pop("out") or Path("out/char_lm_short" if short else "out/char_lm")
     stopped = flags.pop("stopped_status")
-    names_of = ("coordinator", "num_processes", "process_id", "distributed")
     heartbeat = flags.pop("heartbeat_timeout")
-    place = [flags.pop(name) for name in names_of]
+    place = [flags.pop(name) for name in _PROCESSES]
     site, url = flags.pop("site"), flags.pop("run")
     try:
         changed = (SHORT if short else {}) | flags
         config = dataclasses.replace(PRESETS[preset], **changed)
         if site or url:
+            if unread:
+                raise UserError(
+                    f"a site does not read {', '.join(map(flag, unread))}: it is one "
+                    "program with local_muon's steps, and begins anew with another "
+                    "--run and --out"
+                )
             return _run_site(config, site, url, out, flags)
         methods.check(names, flags)
         processes.start(config.replicas, *place, heartbeat=heartbeat)
@@ -186,6 +199,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         processes.leave(_NOT_WRITTEN)
         return _NOT_WRITTEN
     return 0
+
+
+def _is_given(parser: argparse.ArgumentParser, flags: dict, name: str) -> bool:
+    return name in flags and flags[name] != parser.get_default(name)
 
 
 def _run_site(config, site: str, url: str, out: Path, flags: dict) -> int:

@@ -79,9 +79,10 @@ def run(config: Config, name: str, url: Any, out: Path, **join: Any) -> float:
                 line["validation_loss"] = evaluate(params)
                 print(f"{name} {json.dumps(line | site.metrics._asdict())}", flush=True)
             lines.write(line | site.metrics._asdict())
-            if stop.after_step() or step % config.checkpoint_every == 0:
+            stopping = stop.after_step()
+            if stopping or step % config.checkpoint_every == 0:
                 save(checkpoints, step, opt_state)
-            if stop.after_step():
+            if stopping:
                 raise stop.interrupted(
                     f"{name} stopped at step {step} of {config.steps}; the same "
                     "command goes on from there"

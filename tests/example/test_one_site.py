@@ -10,7 +10,7 @@ import pytest
 from curvadion_jax.sites import _rounds
 
 MICRO = (
-    "--layers 2 --width 16 --heads 2 --batch 2 --sequence-length 16 --replicas 2 "
+    "--layers 2 --width 16 --heads 2 --batch 2 --sequence-length 16 "
     "--evaluation-batches 1 --evaluate-every 2 --checkpoint-every 2"
 ).split()
 
@@ -56,3 +56,6 @@ def test_a_name_without_a_run(tmp_path, text, capsys):
     with pytest.raises(SystemExit):
         main.main(["--site", "oslo", "--out", str(tmp_path)])
     assert "--site NAME and --run URL belong together" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main.main(["--site", "oslo", "--run", str(tmp_path), "--restart", "--rank=4"])
+    assert "a site does not read --restart, --rank" in capsys.readouterr().err

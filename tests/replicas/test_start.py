@@ -115,7 +115,7 @@ def test_reanchor_forgets_what_is_owed_and_keeps_the_rest():
 
 @pytest.mark.parametrize("state", [{}, (helpers.make_params(), ())])
 def test_reanchor_needs_parameters_and_an_anchor(state):
-    with pytest.raises(ValueError, match="beside one anchor of theirs"):
+    with pytest.raises(ValueError, match="must hold an anchor, and beside it"):
         cd.replicas.reanchor(state)
 
 
@@ -128,8 +128,59 @@ def test_replicas_that_have_drifted_apart_go_on():
     helpers.replica_step(TX, mesh)(state, gradients())
 
 
-def test_optimizers_without_an_anchor_are_not_looked_at():
+def test_without_an_anchor_a_seed_for_every_replica_is_warned_of():
     tx = cd.presets.synchronous_dion(0.1, axis_name=helpers.AXIS)
     models = [helpers.make_params(seed) for seed in range(REPLICAS)]
     state = stacked(*[(params, tx.init(params)) for params in models])
-    step_of(tx)(state, gradients())
+    with pytest.warns(UserWarning, match=r"with different values \('0/bias'\)"):
+        state, _ = step_of(tx)(state, gradients())
+    assert float(cd.replicas.divergence(state[0])) > 0
+    step_of(tx)(state, gradients())  # it has begun
+
+
+class Averaged(TrainState):
+    average: dict
+
+
+def averaged(params, average, tx=TX):
+    state = Averaged.create(
+        apply_fn=None, params=helpers.make_params(0), average={}, tx=tx
+    )
+    return state.replace(params=params, average=average)
+
+
+def test_beside_an_average_of_the_weights_the_parameters_are_known_by_name():
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    one, other = helpers.make_params(0), helpers.make_params(1)
+    cd.replicas.replicate(averaged(one, jax.tree.map(jnp.zeros_like, one)), mesh)
+    with pytest.raises(ValueError, match=r"not those that the optimizer was init"):
+        cd.replicas.replicate(averaged(other, one), mesh)
+    state = cd.replicas.reanchor(averaged(other, one))
+    helpers.assert_bitwise(state.opt_state.sync_state.anchor, other)
+    helpers.assert_bitwise(state.average, one)
+    cd.replicas.replicate(state, mesh)
+
+
+def test_a_trace_in_front_of_the_optimizer_is_not_taken_for_the_parameters():
+    tx, mesh = optax.chain(optax.trace(0.5), TX), cd.replicas.make_mesh(REPLICAS)
+    one, other = helpers.make_params(0), helpers.make_params(1)
+    cd.replicas.replicate((one, tx.init(one)), mesh)
+    with pytest.raises(ValueError, match=r"not those that the optimizer was init"):
+        cd.replicas.replicate((other, tx.init(one)), mesh)
+    with pytest.raises(ValueError, match=r"1/0/trace.\] call the parameters"):
+        cd.replicas.reanchor((other, tx.init(one)))
+    state = cd.replicas.reanchor({"params": other, "opt_state": tx.init(one)})
+    helpers.assert_bitwise(state["opt_state"][1].sync_state.anchor, other)
+
+
+def test_each_of_two_optimizers_has_an_anchor_of_its_own():
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    params = {"g": helpers.make_params(0), "d": {"w": jnp.ones((3, 3))}}
+    states = {name: TX.init(each) for name, each in params.items()}
+    cd.replicas.replicate((params, states), mesh)
+    changed = params | {"d": {"w": jnp.zeros((3, 3))}}
+    with pytest.raises(ValueError, match=r"\('w'\) are not those"):
+        cd.replicas.replicate((changed, states), mesh)
+    _, states = cd.replicas.reanchor((changed, states))
+    for name, each in changed.items():
+        helpers.assert_bitwise(states[name].sync_state.anchor, each)
