@@ -170,12 +170,12 @@ def reanchor(state: Any) -> Any:
     """
     found = with_params(state)
     if not found or any(each.params is None for each in found):
-        copies = ["/".join(way) for each in found for way in each.copies]
+        ways = ["/".join(way) for each in found for way in each.copies]
+        which = f"; of {ways} call the parameters 'params'" if ways else ""
         raise ValueError(
             "the state must hold an anchor, and beside it the parameters that belong "
             "to it: give a tree of both, such as a TrainState or (params, opt_state)"
-            + f"; of {copies} call the parameters 'params'"
-            * bool(copies)
+            + which
         )
     leaves = _paths.leaves_with_names(state)
     for each in found:
