@@ -11,7 +11,10 @@ import tables
 from comparisons import SETTINGS, by_seed, in_common, losses
 
 _LONGER = (SETTINGS[0], ("cpu", 1024, 1200), *SETTINGS[1:])
-_EVERY = (*_LONGER, ("cpu", 1024, 4800), ("cpu-128k", 16_384, 1200))
+_EVERY = (
+    *(*_LONGER, ("cpu", 1024, 4800)),
+    *(("cpu-128k", 16_384, 1200), ("cpu-512k", 65_536, 300)),
+)
 _BOTH = (bases.rising(), bases.rising_muon())
 _NAMES = {
     "budget": "relative momentum change",

@@ -150,11 +150,12 @@ def pairs(results: plans.Results, size: str, steps: int) -> list[Run]:
     runs = [run.but(steps=steps) for run in (rising(), rising_muon())]
     rates = {"cpu-128k": (0.113,), "cpu-w128": (0.057, 0.113)}.get(size, ())
     else_ = [run.but(learning_rate=rate) for run in runs for rate in rates]
-    if size in ("cpu-128k", "cpu-512k"):
+    many_tokens = size in ("cpu-128k", "cpu-512k")
+    if many_tokens:
         runs.append(rising().but(steps=steps, trigger=f"budget {BUDGET} 1 1"))
     if size in WIDER:
         else_.append(rising().but(steps=steps, compressor="low_rank 0.25 4"))
-    seeds = SEEDS if size in ("cpu-prose", "cpu-128k") else (0,)
+    seeds = SEEDS if many_tokens or size == "cpu-prose" else (0,)
     return [run.but(seed=seed) for seed in seeds for run in runs] + else_
 
 
