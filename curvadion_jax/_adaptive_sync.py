@@ -111,7 +111,7 @@ def adaptive_sync(
       in place of the trigger's answer: the program is then that of a sync step, or of a
       local step, alone. A Python bool, static under `jit`, and the same on all
       replicas and processes. `replicas.step` does so by itself where the trigger is
-      `scheduled`. (Neither is passed on to `inner`.)
+      `scheduled`. (These two and `step` are not passed on to `inner`; all else is.)
 
     Raises:
       TypeError: if an argument is of the wrong kind, or a parameter not a real
@@ -191,7 +191,7 @@ def adaptive_sync(
         decision, trigger_state = replica.locally(decide, seen, params, state)
         fire = decision.fire if due is None else due.sync
         if due is None and not trigger.scheduled:
-            fire &= ~_faults.in_cooldown(counters, replica.weight)
+            fire &= replica.usable & ~_faults.in_cooldown(counters, replica.weight)
         request, asked = replica.request(fire, counters, due), False
         if not isinstance(request, int):  # what is known to all is not asked
             asked = _requests.is_asked(step, ask_every, axis_name)

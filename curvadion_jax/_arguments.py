@@ -243,7 +243,11 @@ def with_schedule(
     make: Callable[[Any], optax.GradientTransformation], value: Any
 ) -> optax.GradientTransformation:
     """What is made of a value, or of that of every step by a schedule."""
-    return optax.inject_hyperparams(make)(value) if callable(value) else make(value)
+    if not callable(value):
+        return make(value)
+    # In the dtype of the updates, which is Optax's own choice, 0.999 may be 1.
+    dtype = jnp.result_type(float)
+    return optax.inject_hyperparams(make, hyperparam_dtype=dtype)(value)
 
 
 def check_dion(rank, momentum, mu_dtype, orthonormalize, error_feedback, seed) -> None:

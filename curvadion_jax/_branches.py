@@ -84,6 +84,7 @@ class Branches:
             inner_state=inner_state,
             params=params,
             views=self.views,
+            usable=self.usable,
             next_inner_state=lambda: self._accumulated(gradients, inner_state, params),
             anchor=state.sync_state.anchor,
         )
@@ -167,8 +168,9 @@ class Branches:
             return _xla.if_any(local.anybody, run, *before, axis_name=self.axis_name)
 
         local = LocalStep((), inner_state, params, self.views, take)
+        moved = optax.apply_updates(params, updates)
         *results, missed = self._synchronised(
-            unless_empty, local, sync_state, brings=True
+            unless_empty, local, sync_state, moved, brings=True
         )
         contained = faults.contained | missed.contained
         return *results, missed._replace(contained=contained)
@@ -192,19 +194,22 @@ class Branches:
 
         gradients = _finite.or_zeros(self.usable, gradients)
         local = LocalStep(gradients, inner_state, params, self.views, take)
-        return self._synchronised(sync, local, sync_state, brings=self.usable)
+        return self._synchronised(sync, local, sync_state, params, brings=self.usable)
 
-    def _synchronised(self, sync, local: LocalStep, sync_state, brings):
-        """Updates, inner state and sync state after a sync, and who missed it."""
+    def _synchronised(self, sync, local: LocalStep, sync_state, moved, brings):
+        """Updates, inner state and sync state after a sync, and who missed it.
+
+        `moved` are the parameters that the replica comes with.
+        """
         kept = _memory.to_device(sync_state)
-        sound = _faults.is_finite(local.inner_state, local.params)
+        sound = _faults.is_finite(local.inner_state, moved)
         if self.synchronizer.delay:  # as it was where this sync began
             own = kept.own.weight
             # What it was noted with may have been replaced since.
             healthy = (own >= 0) & _faults.is_finite_apart(kept, local.params)
             own = jnp.where(healthy, own, -1)
         else:
-            healthy = _faults.is_healthy(local.params, kept, sound)
+            healthy = _faults.is_healthy(moved, kept, sound)
             own = _faults.brought(self.weight, healthy, brings)
         fresh = _faults.fresh_state(self.inner, local.params, local.inner_state)
         local = _faults.taking_part(local, fresh, sound, own, healthy, self.axis_name)

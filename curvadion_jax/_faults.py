@@ -233,7 +233,8 @@ def restarted(state: Any, fresh: Any, is_sound: jax.Array) -> Any:
 
 
 def _is_named(x: Any) -> bool:
-    return isinstance(x, tuple) and hasattr(x, "_fields")
+    is_masked = isinstance(x, optax.MaskedNode)  # in place of others' parameters
+    return isinstance(x, tuple) and hasattr(x, "_fields") and not is_masked
 
 
 def _is_innermost(x: Any) -> bool:

@@ -47,8 +47,8 @@ def local_muon(
       learning_rate: a number or a schedule.
       budget: share of the bytes of synchronous training, an all-reduce of all gradients
         in float32 on every step. None is 0.01, one percent: a sync about every 7 steps.
-      bits: 8, 4, 2 or 1 for pseudo-gradients in so many bits; None is 2. In one run of
-        few syncs (16, with a budget of 0.001) 4 lost less, in half as many.
+      bits: 8, 4, 2 or 1 for pseudo-gradients in so many bits; None is 2. Where syncs
+        were few (16, with a budget of 0.001) 4 lost less, in half as many.
       momentum: decay rate of the local momentum, a number or a schedule. In runs of 300
         steps 0.8 and 0.9 lost less than Muon's usual 0.95; and one that rises from 0.8
         to 0.95 over the run lost least. All this in synchronous runs too.

@@ -58,16 +58,13 @@ def in_field(
     return found
 
 
-def momentum_by_name(
-    state: optax.OptState, field: str | None = None
-) -> dict[str, jax.Array]:
-    """Path of the parameter -> its momentum, in that field or the one found.
+def momentum_by_name(state: optax.OptState) -> dict[str, jax.Array]:
+    """Path of the parameter -> its momentum.
 
     Raises:
-      ValueError: if no field is named and the state has no field `momentum`, `trace`
-        or `mu`.
+      ValueError: if the state has no field `momentum`, `trace` or `mu`.
     """
-    field = find_field(state) if field is None else field
+    field = find_field(state)
     if field is None:
         raise ValueError(
             "the inner optimizer keeps no momentum: its state has no field named "

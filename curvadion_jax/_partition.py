@@ -148,7 +148,7 @@ def resolved(
         _trees.check_state_type(state, optax.transforms.PartitionState)
         _trees.check_gradients(updates, params)
         try:
-            return make(updates).update(updates, state, params, **extra_args)
+            return make(params).update(updates, state, params, **extra_args)
         except (TypeError, ValueError):  # of a state of other parameters, perhaps
             _trees.check_state(state, jax.eval_shape(init, params))
             raise

@@ -28,7 +28,10 @@ class Observation(NamedTuple):
     The fields have defaults so that a trigger can be asked by hand, as in its tests.
 
     Attributes:
-      gradients: this step's gradients, tree of the parameters.
+      gradients: this step's gradients, tree of the parameters; zeros where `usable` is
+        False.
+      usable: bool[], whether the gradients are finite. Where not, the replica does not
+        take this step, and its answer is not heard.
       inner_state: state of the inner optimizer before this step.
       params: parameters before this step.
       views: path of a parameter -> how it is seen as matrices, or None.
@@ -65,6 +68,7 @@ class Observation(NamedTuple):
     local_steps: jax.Array | int = 0
     anchor: optax.Params = ()
     sync_cost: float = 1.0
+    usable: jax.Array | bool = True
 
 
 class Decision(NamedTuple):

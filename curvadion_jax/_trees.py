@@ -29,6 +29,17 @@ def summary(self: Any) -> str:
     return f"{type(self).__name__}({inside})"
 
 
+def are_alike(tree: Any, other: Any) -> bool:
+    """Whether two trees have the same structure, and leaves of the same shapes.
+
+    A user's own class of nodes need not know what is equal, so that trees of shapes are
+    not compared.
+    """
+    structures = jax.tree.structure(tree), jax.tree.structure(other)
+    shapes = ([jnp.shape(x) for x in jax.tree.leaves(t)] for t in (tree, other))
+    return structures[0] == structures[1] and next(shapes) == next(shapes)
+
+
 def check_arrays(params: Any) -> None:
     """Rejects parameters of which a leaf is no array."""
     for name, leaf in _paths.leaves_with_path(params):

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from curvadion_jax import _trees
 from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax._payload import Payload, check_payload
 from curvadion_jax._protocols import Group, Views
@@ -160,13 +161,13 @@ def _check_averaged(result: Any, tree: Any) -> Averaged:
             "average of a compressor must return a curvadion_jax.compressors."
             f"Averaged(mean, unsent, state), got a {type(result).__name__}"
         )
-    wanted = jax.tree.map(jnp.shape, tree)
     for name in ("mean", "unsent"):
-        given = jax.tree.map(jnp.shape, getattr(result, name))
-        if given != wanted:
+        given = getattr(result, name)
+        if not _trees.are_alike(given, tree):
+            wanted, got = (jax.tree.map(jnp.shape, x) for x in (tree, given))
             raise ValueError(
                 f"{name} in what average of a compressor returns must be a tree like "
-                f"the one that it is given, with shapes {wanted}, got {given}"
+                f"the one that it is given, with shapes {wanted}, got {got}"
             )
     return result
 

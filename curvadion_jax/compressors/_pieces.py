@@ -151,8 +151,15 @@ class Pieces:
 
 
 def in_blocks(x: jax.Array, block: int) -> jax.Array:
-    """The elements of an array [blocks, block], the last ones zero."""
-    return jnp.pad(x.reshape(-1), (0, -x.size % block)).reshape(-1, block)
+    """The elements of an array [blocks, block].
+
+    The last ones stand there once more to fill their block, whose scales zeros would
+    make smaller.
+    """
+    x = x.reshape(-1)
+    if last := x.size % block:
+        x = jnp.concatenate([x, jnp.resize(x[-last:], (block - last,))])
+    return x.reshape(-1, block)
 
 
 def _like(blocks: jax.Array, piece: jax.Array) -> jax.Array:

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _partition, synchronizers, triggers
+from curvadion_jax import (
+    _arguments,
+    _momentum,
+    _partition,
+    synchronizers,
+    triggers,
+)
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import dion
 
@@ -111,10 +117,11 @@ def _all_momenta(inner_state: optax.OptState) -> optax.Params:
             "the rules of the authors' code look at the momenta of all parameters: "
             "other_optimizer must keep its own as `mu`, such as optax.lion"
         )
+    (of_dion,) = _momentum.dion_states(inner_state)
     is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
     return jax.tree.map(
         lambda momentum, mu: mu if is_masked(momentum) else momentum,
-        optax.tree.get(inner_state, "momentum"),
+        of_dion.momentum,
         others,
         is_leaf=is_masked,
     )

@@ -43,6 +43,12 @@ def average_momentum(inner_state, form, form_state, local, group, fragment):
     leaves = zip(_paths.leaves_with_path(inner_state), inside, strict=True)
     paths = [path for (path, _), is_in in leaves if is_in]
     names = _momentum.momentum_by_name(inner_state)
+    if len(paths) != len(names):
+        raise ValueError(
+            f"the inner optimizer keeps {len(paths)} momenta of {len(names)} "
+            "parameters, and compressed is one of each: give momentum=True, which "
+            "averages all of them as they are, or False"
+        )
     moved = {
         path: new[name] for path, name in zip(paths, names, strict=True) if name in new
     }

@@ -165,15 +165,16 @@ class Reconciler:
     ):
         """Inner state, state of the momentum's compressor and common Q afterwards."""
         own = self._exact(local.params, inner_state, fragment)
-        averaged = _finite.where(local.joins, local.mean(own, group), own)
-        inner_state = _inner_state.replaced(inner_state, averaged)
+        common = _inner_state.replaced(inner_state, local.mean(own, group))
+        if self.whole and group.size > 1:  # one replica is plain Dion
+            # Of the mean momenta, also where an absent replica keeps its own.
+            common, q = _inner_state.common_q(
+                common, q, local.views, self.orthonormalize, group.layout, fragment
+            )
+        inner_state = _finite.where(local.joins, common, inner_state)
         if self.momentum_form:
             inner_state, momentum_state = _inner_state.average_momentum(
                 inner_state, self.momentum_form, momentum_state, local, group, fragment
-            )
-        if self.whole and group.size > 1:  # one replica is plain Dion
-            inner_state, q = _inner_state.common_q(
-                inner_state, q, local.views, self.orthonormalize, group.layout, fragment
             )
         return inner_state, momentum_state, q
 

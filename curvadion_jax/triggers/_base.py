@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _arguments
+from curvadion_jax import _arguments, _trees
 from curvadion_jax._protocols import Decision, Observation, Trigger
 
 
@@ -96,14 +96,8 @@ def check_answer(answer: Any, before: Any) -> tuple[Decision, Any]:
                 f"{field} of a trigger's decision has shape {jnp.shape(value)} and "
                 "must be a scalar: reduce it, as by jax.numpy.any or jax.numpy.max"
             )
-    states = (before, answer[1])
-    shapes = [jax.tree.map(jnp.shape, state) for state in states]
-    # A user's own class of state need not know what is equal.
-    known = [
-        (jax.tree.structure(state), [jnp.shape(x) for x in jax.tree.leaves(state)])
-        for state in states
-    ]
-    if known[0] != known[1]:
+    if not _trees.are_alike(before, answer[1]):
+        shapes = [jax.tree.map(jnp.shape, state) for state in (before, answer[1])]
         raise ValueError(
             "a trigger's decide must return a state of the structure and shapes of the "
             f"one it was given, {shapes[0]}, got {shapes[1]}"

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _momentum, _paths, _trees
+from curvadion_jax import _arguments, _finite, _momentum, _paths, _trees
 from curvadion_jax._protocols import Observation, Trigger
 from curvadion_jax.triggers import _base
 
@@ -136,13 +136,16 @@ def relative_momentum_change(
             changes.append(jnp.max(change, initial=0).astype(jnp.float32).reshape(1))
             layers.append(order.get(name, -1))
         change = jnp.concatenate(changes)
-        # The first step has nothing to compare with.
+        # The first step has nothing to compare with, and one not taken changes none.
         change = jnp.where(observation.steps == 0, jnp.inf, change)
+        change = jnp.where(observation.usable, change, 0)
         limit = threshold(observation.steps) if callable(threshold) else threshold
         value = jnp.max(change)
         layer = jnp.asarray(layers)[jnp.argmax(change)]
         answer = _base.decision(~(value <= limit), value, limit, layer)
-        return answer, new if remember else last
+        return answer, _finite.where(
+            observation.usable, new, last
+        ) if remember else last
 
     return Trigger(init, decide)
 

@@ -16,6 +16,7 @@ from compressor_runs import (
     views_of,
 )
 
+import curvadion_jax as cd
 from curvadion_jax import _collectives, compressors
 from curvadion_jax._local_step import LocalStep
 from curvadion_jax.synchronizers._base import mean_with_feedback
@@ -45,6 +46,29 @@ every = pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ALL],
 )
+
+
+@jax.tree_util.register_pytree_node_class
+class Node:
+    """A user's own, which does not know what is equal."""
+
+    def __init__(self, w):
+        self.w = w
+
+    def tree_flatten(self):
+        return (self.w,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_a_tree_of_nodes_that_know_no_equality():
+    tx = cd.local_muon(0.1, budget=0.5, axis_name=helpers.AXIS)
+    params = Node(np.ones((4, 8), np.float32))
+    gradients = [Node(np.ones((2, 4, 8), np.float32))] * 2
+    _, state = helpers.last(helpers.run_vmap(tx, params, gradients))
+    assert state.metrics.syncs.tolist() == [1, 1]
 
 
 @every

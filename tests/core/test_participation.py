@@ -154,6 +154,53 @@ def test_an_absent_dion_keeps_its_momentum(form):
         np.testing.assert_allclose(params[key][0], pair[key][0], atol=close)
 
 
+def test_who_was_away_once_has_the_common_q_again():
+    """It is made of the mean momenta, which an absent replica does without."""
+    tx = cd.adaptive_sync(
+        cd.dion(0.1, 2), triggers.every_k(2), synchronizers.reconcile(), AXIS
+    )
+    step, state = train_on(tx), start(tx)
+    away, all_there = np.float32([0, 1, 1, 1]), np.ones(REPLICAS, np.float32)
+    for index, gradients in enumerate(helpers.make_gradients(4, REPLICAS)):
+        state = step(state, gradients, away if index < 2 else all_there)
+        for q in jax.tree.leaves(state[1].sync_state.common):
+            for replica in range(1, REPLICAS):
+                np.testing.assert_array_equal(q[replica], q[0])
+        absent = state[1].metrics.absent.total.tolist()
+        assert absent == [int(index > 0), 0, 0, 0]
+    for q in jax.tree.leaves(helpers.dion_state(state).q):
+        for replica in range(1, REPLICAS):
+            np.testing.assert_array_equal(q[replica], q[0])
+
+
+def test_an_empty_sync_leaves_the_factors_of_a_compressor():
+    form = synchronizers.average_gradients(compressors.low_rank(2))
+    tx = cd.adaptive_sync(optax.sgd(0.1, 0.9), triggers.always(), form, AXIS)
+    step, state = train_on(tx), start(tx)
+    first, last = helpers.make_gradients(2, REPLICAS)
+    state = step(state, first, np.ones(REPLICAS, np.float32))
+    before = jax.device_get(state[1].sync_state.common)
+    after = jax.device_get(step(state, last, np.zeros(REPLICAS, np.float32)))[1]
+    assert after.metrics.empty.tolist() == [1] * REPLICAS
+    helpers.assert_bitwise(after.sync_state.common, before)
+
+
+def test_what_overflows_on_its_way_to_a_sync_is_excluded():
+    """Parameters and updates are finite, and their sum is not."""
+    tx = cd.adaptive_sync(
+        optax.sgd(1.0), triggers.always(), synchronizers.reconcile(), AXIS
+    )
+    params = {"w": np.full(3, 6e4, np.float16)}
+    gradients = {"w": np.zeros((REPLICAS, 3), np.float16)}
+    gradients["w"][1] = -6e4
+    step = train_on(tx, params=params)
+    weights = np.ones(REPLICAS, np.float32)
+    state = jax.device_get(step(start(tx, params=params), gradients, weights))
+    assert state[1].metrics.excluded.total.tolist() == [0, 1, 0, 0]
+    for found in (state[0]["w"], state[1].sync_state.anchor["w"]):
+        np.testing.assert_array_equal(found, np.float16(6e4))
+
+
 @pytest.mark.parametrize("away", [(1,), (1, 3), (0, 1, 2, 3)], ids=str)
 def test_who_stays_away_asks_once(away):
     """Its drift stays, and is beyond the threshold on every later step.

@@ -9,7 +9,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import _guards, _momentum, compressors, synchronizers, triggers
+from curvadion_jax import (
+    _faults,
+    _guards,
+    _momentum,
+    compressors,
+    synchronizers,
+    triggers,
+)
 
 AXIS = helpers.AXIS
 REPLICAS = 2
@@ -74,6 +81,19 @@ def test_no_condition_differs_between_replicas(name, inner):
     assert found  # whether to synchronise, at least
     for equation in found:
         assert not _guards._decides_alone(equation, AXIS), str(equation)
+
+
+def test_counts_start_afresh_with_their_moments_beside_what_is_masked():
+    """Adam's count corrects the bias of its moments; Dion's matrices are not in it."""
+    params = helpers.make_params()
+    for tx in (optax.adam(0.1), cd.dion(0.1, other_optimizer=optax.adam(0.1))):
+        state, fresh = tx.init(params), tx.init(params)
+        for _ in range(2):
+            _, state = tx.update(params, state, params)
+        again = _faults.restarted(state, fresh, np.array(False))
+        assert optax.tree.get_all_with_path(state, "count")
+        counts = [x for _, x in optax.tree.get_all_with_path(again, "count")]
+        assert [int(x) for x in counts] == [0] * len(counts)
 
 
 def test_a_condition_of_a_replica_would_be_seen():

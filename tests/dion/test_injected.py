@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import chex
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -50,6 +52,19 @@ def close(trajectory, expected):
     for (params, _), (others, _) in zip(trajectory, expected, strict=True):
         for name, value in others.items():
             np.testing.assert_allclose(params[name], value, rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("build", [cd.dion, cd.local_muon])
+def test_a_scheduled_momentum_is_no_coarser_than_the_parameters_allow(build: Any):
+    """0.999 is 1 in bfloat16, in which nothing would move."""
+    params = {"kernel": jnp.ones((8, 8), jnp.bfloat16)}
+    tx = build(RATE, momentum=lambda step: 0.999)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(3):
+        updates, new = update(params, state, params)
+        chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
+        assert np.any(np.asarray(updates["kernel"], np.float32))
+        state = new
 
 
 @pytest.mark.parametrize(("build", "arguments", "options"), ONE_REPLICA)

@@ -178,6 +178,16 @@ def test_nan_asks_for_nothing():
     assert metrics.skipped.last[-1] == 2
 
 
+def test_a_step_that_is_not_taken_is_not_compared_with():
+    """Dion's momentum after error feedback is smaller than what is remembered."""
+    gradients = {"w": [np.eye(3)] * 30}
+    gradients["w"][20] = np.full((3, 3), np.nan)
+    metrics = run(change(0.1), gradients, cd.dion(0.01, momentum=0.8))
+    assert metrics.skipped.total[-1] == 1
+    assert not metrics.synced[15:].any()
+    assert metrics.value[20] == 0
+
+
 def test_from_zero_is_infinite_and_zero_to_zero_is_nothing():
     gradients = {"a": [[4.0], [2], [2]], "b": [[0.0], [0], [1]]}
     metrics = run(change(0.5), gradients)
@@ -226,6 +236,13 @@ def poisoned():
         return history
 
     return run
+
+
+def test_the_authors_rule_with_a_momentum_that_changes():
+    momentum = optax.linear_schedule(0.5, 0.9, 3)
+    tx = cd.presets.authors_code(0.1, 0.3, momentum=momentum)
+    gradients = {"bias": [[10.0, 0]] * 2, "w": [[[0.5, 0], [0, 0]]] * 2}
+    assert np.isfinite(run_optimizer(tx, gradients).value[1:]).all()
 
 
 @pytest.mark.parametrize("replica", [0, 3, 7])
