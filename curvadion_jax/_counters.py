@@ -1,8 +1,8 @@
 """The counters that `adaptive_sync` keeps in its state."""
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Container, Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -163,11 +163,13 @@ def optimizers(names: Iterable[_paths.Names]) -> list[_paths.Names]:
     return [way[:-1] for way in ways(names) if way[-1:] == ("metrics",)]
 
 
-def is_within(names: _paths.Names, ways: Iterable[_paths.Names], fields: Any) -> bool:
-    """Whether a leaf belongs to one of these fields of a state."""
+def is_within(
+    names: _paths.Names, states: Iterable[_paths.Names], fields: Container[str]
+) -> bool:
+    """Whether a leaf lies in one of these fields of one of the states."""
     return any(
-        names[: len(way)] == way and not {*names[len(way) :][:1]}.isdisjoint(fields)
-        for way in ways
+        names[: len(way)] == way and len(names) > len(way) and names[len(way)] in fields
+        for way in states
     )
 
 

@@ -46,9 +46,10 @@ def observe(opt_state: Any) -> SyncMetrics:
             f" in what is of type {type(opt_state).__name__}: give the optimizer state "
             "of one, or what observe returned"
         )
-    template = _paths.leaves_with_names(initial())
-    counters = [leaves[*found[0], *names] for names, _ in template]
-    return jax.tree.unflatten(jax.tree.structure(initial()), counters)
+    template = initial()
+    wanted = [names for names, _ in _paths.leaves_with_names(template)]
+    counters = [leaves[*found[0], *names] for names in wanted]
+    return jax.tree.unflatten(jax.tree.structure(template), counters)
 
 
 def read(

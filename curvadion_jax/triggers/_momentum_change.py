@@ -143,9 +143,9 @@ def relative_momentum_change(
         value = jnp.max(change)
         layer = jnp.asarray(layers)[jnp.argmax(change)]
         answer = _base.decision(~(value <= limit), value, limit, layer)
-        return answer, _finite.where(
-            observation.usable, new, last
-        ) if remember else last
+        if not remember:
+            return answer, last
+        return answer, _finite.where(observation.usable, new, last)
 
     return Trigger(init, decide)
 
