@@ -191,7 +191,7 @@ def adaptive_sync(
         decision, trigger_state = replica.locally(decide, seen, params, state)
         fire = decision.fire if due is None else due.sync
         if due is None and not trigger.scheduled:
-            fire &= replica.usable & ~_faults.in_cooldown(counters, replica.weight)
+            fire &= ~_faults.in_cooldown(counters, replica.weight)
         request, asked = replica.request(fire, counters, due), False
         if not isinstance(request, int):  # what is known to all is not asked
             asked = _requests.is_asked(step, ask_every, axis_name)

@@ -31,7 +31,7 @@ class Observation(NamedTuple):
       gradients: this step's gradients, tree of the parameters; zeros where `usable` is
         False.
       usable: bool[], whether the gradients are finite. Where not, the replica does not
-        take this step, and its answer is not heard.
+        take this step; its answer is heard all the same.
       inner_state: state of the inner optimizer before this step.
       params: parameters before this step.
       views: path of a parameter -> how it is seen as matrices, or None.

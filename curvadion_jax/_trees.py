@@ -35,9 +35,10 @@ def are_alike(tree: Any, other: Any) -> bool:
     A user's own class of nodes need not know what is equal, so that trees of shapes are
     not compared.
     """
-    structures = jax.tree.structure(tree), jax.tree.structure(other)
-    shapes = ([jnp.shape(x) for x in jax.tree.leaves(t)] for t in (tree, other))
-    return structures[0] == structures[1] and next(shapes) == next(shapes)
+    if jax.tree.structure(tree) != jax.tree.structure(other):
+        return False
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    return all(jnp.shape(x) == jnp.shape(y) for x, y in pairs)
 
 
 def check_arrays(params: Any) -> None:

@@ -1,6 +1,7 @@
 """The anchor in a state: found, compared with the parameters, and taken anew."""
 
 import collections
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from curvadion_jax._paths import Names
 from curvadion_jax.replicas._checks import check_alive, check_leading, count_leading
 
 _STEPS = ("metrics", "steps")  # the counter of every optimizer that synchronises
+# Fields of Optax's states that hold a tree like the parameters.
+_OF_OPTAX = {(name,) for name in ("trace", "ema", "mu", "nu")}
 
 
 def anchors(state: Any) -> dict[Names, dict[Names, jax.Array]]:
@@ -170,7 +173,7 @@ def reanchor(state: Any) -> Any:
     """
     found = with_params(state)
     if not found or any(each.params is None for each in found):
-        ways = ["/".join(way) for each in found for way in each.copies]
+        ways = sorted({"/".join(way) for each in found for way in each.copies})
         which = f"; of {ways} call the parameters 'params'" if ways else ""
         raise ValueError(
             "the state must hold an anchor, and beside it the parameters that belong "
@@ -189,8 +192,8 @@ class Anchored(NamedTuple):
     Attributes:
       place: names of the way to the anchor.
       anchor: names of a parameter -> array.
-      copies: the same of every tree of these names and shapes that is not the
-        optimizer's own, by the way to it; an average of the weights is one too.
+      copies: the same of every tree of these names and shapes that is no optimizer's
+        own, by the way to it; an average of the weights is one too.
     """
 
     place: Names
@@ -204,12 +207,20 @@ class Anchored(NamedTuple):
 
     @property
     def params(self) -> dict[Names, Any] | None:
-        """The parameters, if it is clear which they are."""
-        named = [x for way, x in self.copies.items() if way[-1:] == ("params",)]
-        for found in (list(self.copies.values()), named):
-            if len(found) == 1:
-                return found[0]
-        return None
+        """The parameters, if it is clear which they are.
+
+        The only copy, or of those called `params` the nearest to the optimizer's state.
+        """
+        if len(self.copies) == 1:
+            return next(iter(self.copies.values()))
+        near: dict[int, list[Any]] = collections.defaultdict(list)
+        for way, copy in self.copies.items():
+            if way[-1:] == ("params",):
+                pairs = zip(way, self.optimizer, strict=False)
+                shared = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+                near[len(list(shared))].append(copy)
+        nearest = near[max(near)] if near else []
+        return nearest[0] if len(nearest) == 1 else None
 
     def taken_anew(self, names: Names, leaf: Any) -> Any:
         """A leaf of the state after its anchor was."""
@@ -243,7 +254,11 @@ def _copies(leaves: list[tuple[Names, Any]], anchor: dict[Names, Any]) -> Any:
             known = anchor.get(names[index:])
             if known is not None and known.shape == np.shape(leaf):
                 beside[names[:index]][names[index:]] = leaf
-    return {way: x for way, x in beside.items() if x.keys() == anchor.keys()}
+    return {
+        way: x
+        for way, x in beside.items()
+        if x.keys() == anchor.keys() and way[-1:] not in _OF_OPTAX
+    }
 
 
 def read(function: Callable[..., Any], counters: Any, params: Any, anchor: Any) -> Any:
@@ -258,7 +273,7 @@ def read(function: Callable[..., Any], counters: Any, params: Any, anchor: Any) 
     Returns:
       The tree on the host, in every process.
     """
-    pairs = [(params[names], _memory.to_device(a)) for names, a in anchor.items()]
+    pairs = [_memory.to_device((params[names], a)) for names, a in anchor.items()]
     arrays = [x for x, _ in pairs if isinstance(x, jax.Array)]
     meshes = [x.sharding.mesh for x in arrays if isinstance(x.sharding, NamedSharding)]
     everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None

@@ -4,8 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from curvadion_jax import _memory, compressors
 from curvadion_jax.cost_model import sync_bytes
@@ -52,7 +53,8 @@ def consensus_bytes(params: Any, opt_state: Any = None) -> int:
       opt_state: as for :func:`consensus`.
 
     Returns:
-      0 where there is an anchor, else those of an all-reduce in float32.
+      0 where there is an anchor, else those of an all-reduce, of floating-point arrays
+      in float32.
 
     Raises:
       ValueError: as for :func:`consensus`.
@@ -62,15 +64,13 @@ def consensus_bytes(params: Any, opt_state: Any = None) -> int:
       700
     """
     replicas = count_leading(params, "parameters")
-    sent = [
-        leaf
-        for leaf, anchor in zip(
-            jax.tree.leaves(params), anchor_of(params, opt_state), strict=True
-        )
-        if anchor is None and jnp.issubdtype(leaf.dtype, jnp.floating)
-    ]
-    payload = compressors.exact().payload(sent, {}).averaged // replicas
-    return round(sync_bytes(payload, replicas))
+    anchor, leaves = anchor_of(params, opt_state), jax.tree.leaves(params)
+    sent = [x for x, a in zip(leaves, anchor, strict=True) if a is None]
+    floats = [x for x in sent if jnp.issubdtype(x.dtype, jnp.floating)]
+    others = [x for x in sent if not jnp.issubdtype(x.dtype, jnp.floating)]
+    payload = compressors.exact().payload(floats, {}).averaged
+    payload += sum(x.size * x.dtype.itemsize for x in others)
+    return round(sync_bytes(payload // replicas, replicas))
 
 
 def _own(common: jax.Array) -> jax.Array:
@@ -81,17 +81,27 @@ def _own(common: jax.Array) -> jax.Array:
     common = _memory.to_device(common)
     placement = getattr(common, "sharding", None)
     if isinstance(common, Tracer) or not isinstance(placement, NamedSharding):
-        return common[0]
+        return jnp.asarray(common)[0]
     return jax.make_array_from_single_device_arrays(
         common.shape[1:],
         placement.update(spec=PartitionSpec(*placement.spec[1:])),
-        [shard.data[0] for shard in common.addressable_shards],
+        [
+            _first_row(common.addressable_data(index))
+            for index in range(len(common.addressable_shards))
+        ],
     )
+
+
+def _first_row(part: jax.Array) -> jax.Array:
+    (device,) = part.devices()
+    # Apart from the mesh that a caller has set.
+    with jax.set_mesh(Mesh(np.array([device]), ("device",))):
+        return part[0]
 
 
 @jax.jit
 def _means(leaves: list[jax.Array]) -> list[jax.Array]:
-    """Over the replicas, in one all-reduce; of what is no number the first one's."""
+    """Over the replicas; of what is not floating-point that of the first."""
     return [
         jnp.mean(x.astype(jnp.promote_types(x, jnp.float32)), 0).astype(x.dtype)
         if jnp.issubdtype(x.dtype, jnp.floating)

@@ -12,6 +12,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from curvadion_jax import _counters, _memory, _paths
+from curvadion_jax._adaptive_sync import AdaptiveSyncState
+from curvadion_jax.replicas._anchor import with_params
 from curvadion_jax.replicas._checks import check_leading, count_leading
 from curvadion_jax.replicas._resize import distinct
 
@@ -38,8 +40,9 @@ def mend(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
 
     Args:
       state: parameters and optimizer state, in any tree, with a leading replica axis.
-        Of what is a scalar on one replica, and of what is infinite on all of them, NaN
-        alone is looked at; scalars of triggers and counters are not.
+        Of what is a scalar on one replica NaN alone is looked at, and not in triggers
+        and counters. Beside parameters that have an anchor, and the optimizer, what is
+        infinite on all replicas is taken for meant, as in a mask.
       also: numbers of replicas to replace, whether they are finite or not. Of several
         processes each may give others.
 
@@ -108,21 +111,31 @@ def _checked(also: Any, number: int) -> np.ndarray:
     return np.any(multihost_utils.process_allgather(named), axis=0)
 
 
-def _looked_at(state: Any) -> list[jax.Array]:
+def _looked_at(state: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+    """What must be finite, and what may be infinite on all replicas."""
     leaves = _paths.leaves_with_names(state)
     optimizers = _counters.optimizers(names for names, _ in leaves)
-
-    def own(names):
-        return not _counters.is_within(names, optimizers, _COUNTED)
-
-    floats = [(n, x) for n, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return [x for names, x in floats if x.ndim > 1 or own(names)]
+    trained = {
+        (*way, *names)
+        for each in with_params(state)
+        for way, copy in each.copies.items()
+        for names in copy
+    }
+    strict, others = [], []
+    for names, x in leaves:
+        own = _counters.is_within(names, optimizers, AdaptiveSyncState._fields)
+        counted = _counters.is_within(names, optimizers, _COUNTED)
+        if jnp.issubdtype(x.dtype, jnp.inexact) and (x.ndim > 1 or not counted):
+            must_be = x.ndim > 1 and (own or names in trained)
+            (strict if must_be else others).append(x)
+    return strict, others
 
 
 def _finite(state: Any) -> jax.Array:
-    """Which replicas have finite numbers alone, bool[N], in every process."""
+    """Which replicas have no number that is spoilt, bool[N], in every process."""
     leaves = _looked_at(state)
-    meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
+    arrays = jax.tree.leaves(leaves)
+    meshes = [x.sharding.mesh for x in arrays if isinstance(x.sharding, NamedSharding)]
     everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
     return _checking(everywhere)(leaves, count_leading(state, "state"))
 
@@ -132,14 +145,16 @@ def _checking(everywhere: NamedSharding | None) -> Callable[..., jax.Array]:
     """A program that is compiled once for every kind of state."""
 
     def check(leaves, number):
-        found = jnp.ones(number, bool)
-        for leaf in _memory.to_device(leaves):
+        found, (strict, others) = jnp.ones(number, bool), _memory.to_device(leaves)
+        spoilt = [~jnp.isfinite(x) for x in strict]
+        for x in others:
             # What is infinite everywhere may be meant, as in a mask; and of one
             # replica a scalar may be, as the best loss so far.
-            infinite = jnp.isinf(leaf) & (leaf.ndim > 1)
-            everywhere_so = jnp.all(infinite, 0, keepdims=True)
-            spoilt = jnp.isnan(leaf) | (infinite & ~everywhere_so)
-            found &= ~jnp.any(spoilt, axis=tuple(range(1, leaf.ndim)))
+            infinite = jnp.isinf(x) & (x.ndim > 1)
+            alone = infinite & ~jnp.all(infinite, 0, keepdims=True)
+            spoilt.append(jnp.isnan(x) | alone)
+        for each in spoilt:
+            found &= ~jnp.any(each, axis=tuple(range(1, each.ndim)))
         return found
 
     return jax.jit(check, static_argnums=1, out_shardings=everywhere)

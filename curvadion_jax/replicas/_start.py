@@ -30,9 +30,10 @@ def check_start(state: Any, has_axis: bool) -> None:
         return
     found = _anchor.with_params(state)
     for each in found:
-        steps = leaves[*each.optimizer, "metrics", "steps"]
-        # One that was not replicated is told elsewhere.
-        if each.copies and (jnp.ndim(steps) or not has_axis):
+        steps = leaves.get((*each.optimizer, "metrics", "steps"))
+        if steps is None or not each.copies:
+            continue
+        if jnp.ndim(steps) or not has_axis:  # what was not replicated is told elsewhere
             _check_anchor(each, steps, has_axis)
     if has_axis and not found:
         _check_equal(leaves)

@@ -22,6 +22,13 @@ def replaced(inner_state, averaged):
 def momenta(inner_state: optax.OptState, fragment: Fragment) -> dict[str, jax.Array]:
     """Path of the parameter -> its momentum, of a fragment's parameters."""
     found = _momentum.momentum_by_name(inner_state)
+    number = sum(_momentum.in_field(inner_state, _momentum.find_field(inner_state)))
+    if number != len(found):
+        raise ValueError(
+            f"the inner optimizer keeps {number} momenta of {len(found)} parameters, "
+            "and compressed is one of each: give momentum=True, which averages all of "
+            "them as they are, or False"
+        )
     return {name: m for name, m in found.items() if _fragments.holds(fragment, name)}
 
 
@@ -43,12 +50,6 @@ def average_momentum(inner_state, form, form_state, local, group, fragment):
     leaves = zip(_paths.leaves_with_path(inner_state), inside, strict=True)
     paths = [path for (path, _), is_in in leaves if is_in]
     names = _momentum.momentum_by_name(inner_state)
-    if len(paths) != len(names):
-        raise ValueError(
-            f"the inner optimizer keeps {len(paths)} momenta of {len(names)} "
-            "parameters, and compressed is one of each: give momentum=True, which "
-            "averages all of them as they are, or False"
-        )
     moved = {
         path: new[name] for path, name in zip(paths, names, strict=True) if name in new
     }

@@ -282,7 +282,7 @@ def budget(
         required = spent < paid + share - behind
 
         ratio = chosen.value / chosen.threshold
-        finite = jnp.isfinite(ratio)
+        finite = jnp.isfinite(ratio) & observation.usable
         since = (observation.local_steps > 0) & ~warm
         peak = jnp.where(since, state.peak, 0)
         peak = jnp.maximum(peak, jnp.where(finite, ratio, 0))

@@ -58,7 +58,8 @@ def relative_momentum_change(
     `adaptive_sync` then synchronises if it exceeds `threshold` on any replica. Without
     a momentum to compare with (the first step) and for NaN it is infinite, so replicas
     start together, and one whose momentum is spoilt comes to a sync, which mends it.
-    (One whose gradients are not finite takes no step and asks for nothing.)
+    (One whose gradients are not finite takes no step, and after the first asks for
+    nothing.)
 
     The inner optimizer's momentum is found by its field: `momentum` (Dion), else
     `trace` (`optax.sgd`, `optax.trace`), else `mu` (Adam, Lion, Muon).
@@ -136,9 +137,9 @@ def relative_momentum_change(
             changes.append(jnp.max(change, initial=0).astype(jnp.float32).reshape(1))
             layers.append(order.get(name, -1))
         change = jnp.concatenate(changes)
-        # The first step has nothing to compare with, and one not taken changes none.
-        change = jnp.where(observation.steps == 0, jnp.inf, change)
+        # A step that is not taken changes none; the first has nothing to compare with.
         change = jnp.where(observation.usable, change, 0)
+        change = jnp.where(observation.steps == 0, jnp.inf, change)
         limit = threshold(observation.steps) if callable(threshold) else threshold
         value = jnp.max(change)
         layer = jnp.asarray(layers)[jnp.argmax(change)]

@@ -54,11 +54,10 @@ def close(trajectory, expected):
             np.testing.assert_allclose(params[name], value, rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize("build", [cd.dion, cd.local_muon])
-def test_a_scheduled_momentum_is_no_coarser_than_the_parameters_allow(build: Any):
+def test_a_scheduled_momentum_is_no_coarser_than_a_number():
     """0.999 is 1 in bfloat16, in which nothing would move."""
     params = {"kernel": jnp.ones((8, 8), jnp.bfloat16)}
-    tx = build(RATE, momentum=lambda step: 0.999)
+    tx = cd.local_muon(RATE, momentum=lambda step: 0.999)
     state, update = tx.init(params), jax.jit(tx.update)
     for _ in range(3):
         updates, new = update(params, state, params)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import reference
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
 from curvadion_jax import replicas, synchronizers, triggers
@@ -37,7 +38,7 @@ def test_the_mean_over_replicas():
 
 def test_bytes_of_the_mean_are_those_of_an_all_reduce():
     params = {"w": jnp.ones((4, 10), jnp.bfloat16), "n": jnp.ones(4, jnp.int32)}
-    assert replicas.consensus_bytes(params) == 2 * 3 / 4 * 40
+    assert replicas.consensus_bytes(params) == 2 * 3 / 4 * (40 + 4)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 5, 7, 8])
@@ -76,6 +77,20 @@ def test_the_anchor_is_read_without_asking_the_others(stacked):
         helpers.assert_bitwise(shard.data, part[0])  # its own: nothing moved
 
 
+@pytest.mark.parametrize("inner_type", [AxisType.Auto, AxisType.Explicit])
+def test_the_anchor_under_a_mesh_that_is_set(inner_type):
+    mesh = replicas.make_mesh(2, {"fsdp": 2}, inner_type=inner_type)
+    params = {"w": jnp.arange(8.0).reshape(2, 4)}
+    with jax.set_mesh(mesh):
+        place = NamedSharding(mesh, PartitionSpec("fsdp"))
+        params = jax.device_put(params, place)
+        state = cd.local_muon(0.1, axis_name="replica").init(params)
+        params, state = replicas.replicate((params, state), mesh)
+        model = replicas.consensus(params, state)["w"]
+    assert model.sharding.spec[0] == "fsdp"
+    np.testing.assert_array_equal(model, np.arange(8).reshape(2, 4))
+
+
 def test_the_mean_sends_what_is_counted(stacked):
     params, _ = stacked
     program = _consensus._means.lower(jax.tree.leaves(params)).compile().as_text()
@@ -86,6 +101,13 @@ def test_the_mean_sends_what_is_counted(stacked):
         "f32[8,8]",
     ]
     assert replicas.consensus_bytes(params) == 2 * 3 / 4 * 4 * (8 * 8 + 8)
+
+
+def test_parameters_that_overflow_on_all_replicas_are_not_meant(stacked):
+    params, state = stacked
+    params = params | {"w": params["w"].at[:, 0].set(jnp.inf)}
+    with pytest.raises(ValueError, match="none of the 4 replicas is finite"):
+        replicas.mend((params, state))
 
 
 def test_what_is_infinite_on_all_replicas_stays_so_and_is_not_apart():

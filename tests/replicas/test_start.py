@@ -9,6 +9,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import curvadion_jax as cd
+from curvadion_jax.replicas._start import check_start
 
 REPLICAS = 4
 TX = cd.adaptive_sync(
@@ -167,10 +168,54 @@ def test_a_trace_in_front_of_the_optimizer_is_not_taken_for_the_parameters():
     cd.replicas.replicate((one, tx.init(one)), mesh)
     with pytest.raises(ValueError, match=r"not those that the optimizer was init"):
         cd.replicas.replicate((other, tx.init(one)), mesh)
-    with pytest.raises(ValueError, match=r"1/0/trace.\] call the parameters"):
-        cd.replicas.reanchor((other, tx.init(one)))
-    state = cd.replicas.reanchor({"params": other, "opt_state": tx.init(one)})
-    helpers.assert_bitwise(state["opt_state"][1].sync_state.anchor, other)
+    _, opt_state = cd.replicas.reanchor((other, tx.init(one)))
+    helpers.assert_bitwise(opt_state[1].sync_state.anchor, other)
+    cd.replicas.replicate(tx.init(one), mesh)
+    with pytest.raises(ValueError, match="must hold an anchor, and beside it"):
+        cd.replicas.reanchor(tx.init(one))
+
+
+def test_parameters_that_could_be_either_of_two_are_asked_for():
+    one, other = helpers.make_params(0), helpers.make_params(1)
+    with pytest.raises(ValueError, match=r"of \['0', '1'\] call the parameters 'par"):
+        cd.replicas.reanchor((one, other, TX.init(one)))
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    cd.replicas.replicate((other, one, TX.init(one)), mesh)
+    with pytest.raises(ValueError, match=r"\('bias'\) are not those"):
+        cd.replicas.replicate((other, other, TX.init(one)), mesh)
+
+
+def test_a_part_of_the_state_alone_is_not_looked_at():
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    kept = TX.init(helpers.make_params()).sync_state
+    cd.replicas.replicate({"sync_state": kept, "w": helpers.make_params(1)}, mesh)
+
+
+@pytest.mark.parametrize("anchored", [True, False])
+def test_an_average_in_the_memory_of_the_host_is_compared_too(anchored):
+    tx = TX if anchored else cd.presets.synchronous_dion(0.1, axis_name=helpers.AXIS)
+    mesh, one = cd.replicas.make_mesh(REPLICAS), helpers.make_params()
+    state = {"model": one, "average": one, "opt_state": tx.init(one)}
+    state = cd.replicas.replicate(state, mesh)
+    state["average"] = jax.tree.map(
+        lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")),
+        state["average"],
+    )
+    check_start(state, has_axis=True)
+
+
+def test_of_two_models_of_one_kind_each_optimizer_has_the_parameters_beside_it():
+    models = [helpers.make_params(seed) for seed in range(2)]
+    pairs = [{"params": x, "opt_state": TX.init(x)} for x in models]
+    state = dict(zip("gd", pairs, strict=True))
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    cd.replicas.replicate(state, mesh)
+    swapped = {a: state[a] | {"params": state[b]["params"]} for a, b in ("gd", "dg")}
+    with pytest.raises(ValueError, match="are not those that the optimizer was"):
+        cd.replicas.replicate(swapped, mesh)
+    state = cd.replicas.reanchor(swapped)
+    for name, x in zip("gd", reversed(models), strict=True):
+        helpers.assert_bitwise(state[name]["opt_state"].sync_state.anchor, x)
 
 
 def test_each_of_two_optimizers_has_an_anchor_of_its_own():

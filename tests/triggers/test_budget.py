@@ -275,3 +275,21 @@ def test_eight_replicas_spend_the_bytes_that_metrics_count():
     flags, weights = 120 * 4 * 7 / 4, sum(fired) * 4 * 7
     share = (read["bytes"] - flags - weights) / read["synchronous_bytes"]
     assert abs(share - 0.1) <= 2 * 2 / 120 + ATOL
+
+
+def test_steps_that_are_not_taken_say_nothing_of_the_signal():
+    """They have no value, and a sync that is due then does not lower the threshold."""
+
+    def look(seen: Any):
+        value = jnp.where(seen.usable, 0.5, 0.0)
+        return triggers.decision(~(value <= 1), value, 1.0)
+
+    trigger = budget(0.5, triggers.stateless(look), cost=1.0)
+    state = trigger.init(None, None, {})
+    for steps, usable in enumerate([True, *[False] * 9]):
+        seen = triggers.Observation(steps=steps, local_steps=steps, usable=usable)
+        decision, new = trigger.decide(seen, state)
+        if not usable:
+            assert new.integral == state.integral
+        state = new
+    assert decision.fire  # nothing was spent

@@ -188,6 +188,24 @@ def test_a_step_that_is_not_taken_is_not_compared_with():
     assert metrics.value[20] == 0
 
 
+@pytest.mark.parametrize(
+    ("trigger", "due"),
+    [
+        (triggers.at_least_every(change(10), 3), [0, 3]),
+        (triggers.any_of(triggers.every_k(3), change(10)), [0, 2]),
+        (triggers.delayed(change(0.6)), [0, 3]),
+    ],
+    ids=["at_least_every", "any_of", "delayed"],
+)
+def test_a_clock_goes_on_where_a_step_is_not_taken(trigger, due):
+    """What is due on such a step, or was asked for before it, is heard."""
+    gradients = {"a": [[4.0], [4], [8], [4], [4]]}
+    gradients["a"][due[-1]] = [np.nan]
+    metrics = run(trigger, gradients)
+    assert metrics.skipped.total[-1] == 1
+    assert np.flatnonzero(metrics.synced).tolist()[:2] == due
+
+
 def test_from_zero_is_infinite_and_zero_to_zero_is_nothing():
     gradients = {"a": [[4.0], [2], [2]], "b": [[0.0], [0], [1]]}
     metrics = run(change(0.5), gradients)
