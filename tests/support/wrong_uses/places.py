@@ -181,7 +181,12 @@ _ROWS = [
     wrong(
         "reanchor of a state without its parameters",
         lambda: replicas.reanchor(counted()),
-        *(ValueError, "must hold the parameters", "give a tree of both, such as a"),
+        *(ValueError, "must hold an anchor", "give a tree of both, such as a"),
+    ),
+    wrong(
+        "reanchor of a state with two trees like the parameters",
+        lambda: replicas.reanchor((PARAMS, PARAMS, counted())),
+        *(ValueError, "beside it the parameters", "call the parameters 'params'"),
     ),
 ]
 CASES = calls(KNOWN, _ROWS)

@@ -101,6 +101,14 @@ _SYNCHRONIZERS = [
         "such as quantize(8)",
     ),
     wrong(
+        "two momenta of every parameter, compressed",
+        lambda: sending(
+            synchronizers.reconcile(momentum=compressors.quantize(8)),
+            optax.chain(optax.trace(0.9), optax.sgd(0.1, 0.5)),
+        ),
+        *(ValueError, "momenta of", "give momentum=True, which averages all of them"),
+    ),
+    wrong(
         "average_factors() around AdamW",
         lambda: sending(synchronizers.average_factors(), optax.adamw(0.1)),
         *(ValueError, "there is no DionState in its state", "use curvadion_jax.dion"),

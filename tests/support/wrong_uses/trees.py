@@ -86,7 +86,7 @@ CASES = [
             *(
                 TypeError,
                 f"'bias' has dtype {dtype}",
-                "out of what init and update are given",
+                "Keep others out of what init",
             ),
         )
         for dtype in ("int32", "bool", "complex64")
