@@ -29,12 +29,17 @@ def named_leaves(state: Any, *kinds: type) -> Leaves:
                 " leading replica axis; replicas.replicate makes such a state."
             )
         leaves[name], first = leaf, first or name
-        same = leaf.shape[:1] == leaves[first].shape[:1]
-        if not leaf.shape or 0 in leaf.shape or not same:
+        if not leaf.shape or leaf.shape[:1] != leaves[first].shape[:1]:
             raise ValueError(
                 f"leaf {name!r} is {_describe(leaf)}, where {first!r} is"
-                f" {_describe(leaves[first])}: all leaves share one leading replica"
-                " axis, and no axis has size 0. replicas.replicate adds the axis."
+                f" {_describe(leaves[first])}, and all leaves share one leading replica"
+                " axis: call replicas.replicate(state, mesh) first, and save or restore"
+                " what it returns."
+            )
+        if 0 in leaf.shape:
+            raise ValueError(
+                f"leaf {name!r} is {_describe(leaf)}: leave arrays of size 0 out of"
+                " what is saved."
             )
     if not leaves:
         raise ValueError("the state is an empty tree; give the whole training state.")

@@ -66,7 +66,7 @@ def parts(results: plans.Results) -> str:
                     ]
                 )
     header = ["tokens", "steps", "syncs", "form", "besides", "bytes", "loss by seed"]
-    header += ["above synchronous Muon", "above it with a rising momentum"]
+    header += ["above Muon", "above Muon, rising"]
     return (
         "## Its parts\n\n`local_muon` with a rising momentum. Besides: gradients that "
         "are averaged on every step, or momenta at every sync, exactly. Losses of "
