@@ -119,7 +119,7 @@ def drift(params: Any, opt_state: Any) -> jax.Array:
 
 @jax.jit
 def _drift(params: list[jax.Array], anchor: list[jax.Array]) -> jax.Array:
-    distance, size = squares(params, _memory.to_device(anchor))
+    distance, size = squares(*_memory.to_device((params, anchor)))
     return jnp.sqrt(distance / jnp.where(size == 0, 1, size))
 
 
@@ -209,18 +209,21 @@ class Anchored(NamedTuple):
     def params(self) -> dict[Names, Any] | None:
         """The parameters, if it is clear which they are.
 
-        The only copy, or of those called `params` the nearest to the optimizer's state.
+        The only copy, or the one called `params` of those nearest to the optimizer's
+        state.
         """
         if len(self.copies) == 1:
             return next(iter(self.copies.values()))
-        near: dict[int, list[Any]] = collections.defaultdict(list)
-        for way, copy in self.copies.items():
-            if way[-1:] == ("params",):
-                pairs = zip(way, self.optimizer, strict=False)
-                shared = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-                near[len(list(shared))].append(copy)
-        nearest = near[max(near)] if near else []
-        return nearest[0] if len(nearest) == 1 else None
+        shared = {way: self._shared(way) for way in self.copies}
+        nearest = [way for way in shared if shared[way] == max(shared.values())]
+        named = [way for way in nearest if way[-1:] == ("params",)]
+        shortest = [way for way in named if len(way) == min(map(len, named))]
+        return self.copies[shortest[0]] if len(shortest) == 1 else None
+
+    def _shared(self, way: Names) -> int:
+        """How many names a way begins with that the one to the optimizer does."""
+        pairs = zip(way, self.optimizer, strict=False)
+        return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
     def taken_anew(self, names: Names, leaf: Any) -> Any:
         """A leaf of the state after its anchor was."""
@@ -257,8 +260,13 @@ def _copies(leaves: list[tuple[Names, Any]], anchor: dict[Names, Any]) -> Any:
     return {
         way: x
         for way, x in beside.items()
-        if x.keys() == anchor.keys() and way[-1:] not in _OF_OPTAX
+        if x.keys() == anchor.keys() and not _is_in_a_chain(way)
     }
+
+
+def _is_in_a_chain(way: Names) -> bool:
+    """Whether it leads to a field of one of the states of `optax.chain`."""
+    return way[-1:] in _OF_OPTAX and any(name.isdigit() for name in way[-2:-1])
 
 
 def read(function: Callable[..., Any], counters: Any, params: Any, anchor: Any) -> Any:

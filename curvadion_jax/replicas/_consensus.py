@@ -94,8 +94,11 @@ def _own(common: jax.Array) -> jax.Array:
 
 def _first_row(part: jax.Array) -> jax.Array:
     (device,) = part.devices()
-    # Apart from the mesh that a caller has set.
-    with jax.set_mesh(Mesh(np.array([device]), ("device",))):
+    # Apart from a program that is being traced, and the mesh that a caller has set.
+    with (
+        jax.ensure_compile_time_eval(),
+        jax.set_mesh(Mesh(np.array([device]), ("device",))),
+    ):
         return part[0]
 
 
@@ -106,7 +109,7 @@ def _means(leaves: list[jax.Array]) -> list[jax.Array]:
         jnp.mean(x.astype(jnp.promote_types(x, jnp.float32)), 0).astype(x.dtype)
         if jnp.issubdtype(x.dtype, jnp.floating)
         else x[0]
-        for x in leaves
+        for x in _memory.to_device(leaves)
     ]
 
 
@@ -117,7 +120,7 @@ def _divergence(params: Any) -> jax.Array:
         jnp.where(jnp.isinf(x) & (x == x[:1]), 0, x).astype(
             jnp.promote_types(x, jnp.float32)
         )
-        for x in jax.tree.leaves(params)
+        for x in _memory.to_device(jax.tree.leaves(params))
         if jnp.issubdtype(x.dtype, jnp.floating)
     ]
     size = sum(jnp.sum(jnp.square(x)) for x in leaves)

@@ -12,7 +12,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from curvadion_jax import _counters, _memory, _paths
-from curvadion_jax._adaptive_sync import AdaptiveSyncState
 from curvadion_jax.replicas._anchor import with_params
 from curvadion_jax.replicas._checks import check_leading, count_leading
 from curvadion_jax.replicas._resize import distinct
@@ -41,8 +40,8 @@ def mend(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
     Args:
       state: parameters and optimizer state, in any tree, with a leading replica axis.
         Of what is a scalar on one replica NaN alone is looked at, and not in triggers
-        and counters. Beside parameters that have an anchor, and the optimizer, what is
-        infinite on all replicas is taken for meant, as in a mask.
+        and counters. What is infinite on all replicas is taken for meant, as in a mask,
+        except in parameters that have an anchor and in an optimizer's state.
       also: numbers of replicas to replace, whether they are finite or not. Of several
         processes each may give others.
 
@@ -119,11 +118,12 @@ def _looked_at(state: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         (*way, *names)
         for each in with_params(state)
         for way, copy in each.copies.items()
+        if each.params is None or copy is each.params
         for names in copy
     }
     strict, others = [], []
     for names, x in leaves:
-        own = _counters.is_within(names, optimizers, AdaptiveSyncState._fields)
+        own = _counters.is_within(names, optimizers, {"inner_state", "sync_state"})
         counted = _counters.is_within(names, optimizers, _COUNTED)
         if jnp.issubdtype(x.dtype, jnp.inexact) and (x.ndim > 1 or not counted):
             must_be = x.ndim > 1 and (own or names in trained)

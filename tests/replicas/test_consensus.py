@@ -110,6 +110,39 @@ def test_parameters_that_overflow_on_all_replicas_are_not_meant(stacked):
         replicas.mend((params, state))
 
 
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_what_the_optimizer_remembers_must_be_finite_and_a_bound_need_not(
+    stacked, is_inside
+):
+    params, state = stacked
+    endless = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), params)
+    whole = {"params": params, "lower": endless, "opt_state": state}
+    if is_inside:
+        anchor = state.sync_state._replace(anchor=endless)
+        whole["opt_state"] = state._replace(sync_state=anchor)
+        with pytest.raises(ValueError, match="none of the 4 replicas is finite"):
+            replicas.mend(whole)
+    else:
+        assert replicas.mend(whole) == (whole, [])
+
+
+def test_parameters_in_the_memory_of_the_host(stacked):
+    params, state = stacked
+    away = jax.tree.map(
+        lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), params
+    )
+    helpers.assert_bitwise(replicas.consensus(away), replicas.consensus(params))
+    assert replicas.consensus(away)["w"].sharding.memory_kind == "device"
+    assert float(replicas.divergence(away)) == 0
+    assert not replicas.drift(away, state).any()
+
+
+def test_the_anchor_in_a_program_that_closes_over_the_state(stacked):
+    params, state = stacked
+    found = jax.jit(lambda x: replicas.consensus(x, state))(params)
+    helpers.assert_bitwise(found, replicas.consensus(params, state))
+
+
 def test_what_is_infinite_on_all_replicas_stays_so_and_is_not_apart():
     mask = {"mask": jnp.array([[1.0, -jnp.inf]] * 3)}
     assert replicas.consensus(mask)["mask"].tolist() == [1, -np.inf]

@@ -175,6 +175,29 @@ def test_a_trace_in_front_of_the_optimizer_is_not_taken_for_the_parameters():
         cd.replicas.reanchor(tx.init(one))
 
 
+def test_parameters_may_be_called_like_a_field_of_optax():
+    one, other = helpers.make_params(0), helpers.make_params(1)
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    with pytest.raises(ValueError, match="are not those that the optimizer was"):
+        cd.replicas.replicate({"mu": other, "opt": TX.init(one)}, mesh)
+    state = cd.replicas.reanchor({"mu": other, "opt": TX.init(one)})
+    helpers.assert_bitwise(state["opt"].sync_state.anchor, other)
+
+
+def test_the_parameters_are_those_nearest_to_the_optimizer():
+    one, other = helpers.make_params(0), helpers.make_params(1)
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    state = {"params": one, "ema": {"params": other}, "opt_state": TX.init(one)}
+    cd.replicas.replicate(state, mesh)
+    state = cd.replicas.reanchor(state | {"params": other})
+    helpers.assert_bitwise(state["opt_state"].sync_state.anchor, other)
+    inner = {"model": other, "opt_state": TX.init(other)}
+    state = {"params": one, "opt_state": TX.init(one), "disc": inner}
+    cd.replicas.replicate(state, mesh)
+    with pytest.raises(ValueError, match="call the parameters 'params'"):
+        cd.replicas.reanchor(state)
+
+
 def test_parameters_that_could_be_either_of_two_are_asked_for():
     one, other = helpers.make_params(0), helpers.make_params(1)
     with pytest.raises(ValueError, match=r"of \['0', '1'\] call the parameters 'par"):

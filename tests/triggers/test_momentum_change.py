@@ -188,6 +188,12 @@ def test_a_step_that_is_not_taken_is_not_compared_with():
     assert metrics.value[20] == 0
 
 
+def test_the_first_step_asks_whatever_its_gradients_are():
+    metrics = run(change(0.1, floor=1.0), {"a": [[np.nan], [4.0], [4]]})
+    assert metrics.synced.tolist()[0]
+    assert metrics.value[0] == np.inf
+
+
 @pytest.mark.parametrize(
     ("trigger", "due"),
     [
