@@ -80,7 +80,8 @@ def _own(common: jax.Array) -> jax.Array:
     """
     common = _memory.to_device(common)
     placement = getattr(common, "sharding", None)
-    if isinstance(common, Tracer) or not isinstance(placement, NamedSharding):
+    is_traced = isinstance(jnp.zeros([]), Tracer)  # as all is that a program makes
+    if is_traced or not isinstance(placement, NamedSharding):
         return jnp.asarray(common)[0]
     return jax.make_array_from_single_device_arrays(
         common.shape[1:],
@@ -94,11 +95,8 @@ def _own(common: jax.Array) -> jax.Array:
 
 def _first_row(part: jax.Array) -> jax.Array:
     (device,) = part.devices()
-    # Apart from a program that is being traced, and the mesh that a caller has set.
-    with (
-        jax.ensure_compile_time_eval(),
-        jax.set_mesh(Mesh(np.array([device]), ("device",))),
-    ):
+    # Apart from the mesh that a caller has set.
+    with jax.set_mesh(Mesh(np.array([device]), ("device",))):
         return part[0]
 
 
