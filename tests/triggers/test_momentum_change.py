@@ -2,16 +2,15 @@
 
 from typing import Any
 
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
+from momentum_runs import run, run_optimizer
 
 import curvadion_jax as cd
-from curvadion_jax import synchronizers, triggers
+from curvadion_jax import triggers
 
 change = triggers.relative_momentum_change
 # Dion's momentum of a diagonal matrix goes through an orthonormalisation in float32.
@@ -21,25 +20,6 @@ RTOL = 1e-6
 # The difference of two norms that agree to 1.5e-4 has four digits left in float32.
 CANCELLED_RTOL = 1e-2
 INF = np.inf
-
-
-def run(trigger, gradients, inner=None):
-    """Metrics of every step of one replica; gradients is a tree of [steps, ...]."""
-    inner = optax.sgd(0.1, momentum=0.5) if inner is None else inner
-    tx = cd.adaptive_sync(inner, trigger, synchronizers.average_gradients())
-    return run_optimizer(tx, gradients)
-
-
-def run_optimizer(tx: Any, gradients):
-    gradients = jax.tree.map(np.float32, gradients, is_leaf=lambda x: type(x) is list)
-    params = jax.tree.map(lambda g: np.zeros(g.shape[1:], np.float32), gradients)
-
-    def body(state, gradient):
-        state = tx.update(gradient, state, params)[1]
-        return state, state.metrics
-
-    scan = jax.jit(lambda xs: lax.scan(body, tx.init(params), xs)[1])
-    return jax.device_get(scan(gradients))
 
 
 # The trace of sgd(momentum=1/2) is g + trace / 2: the sizes 4, 5, 5, 8, 2, of which
@@ -172,46 +152,6 @@ def test_floor(floor, values, layers):
     assert metrics.layer[1:].tolist() == layers
 
 
-def test_nan_asks_for_nothing():
-    metrics = run(change(0.1, floor=1e6), {"a": [[4.0], [3], [float("nan")]]})
-    assert metrics.synced.tolist() == [True, False, False]
-    assert metrics.skipped.last[-1] == 2
-
-
-def test_a_step_that_is_not_taken_is_not_compared_with():
-    """Dion's momentum after error feedback is smaller than what is remembered."""
-    gradients = {"w": [np.eye(3)] * 30}
-    gradients["w"][20] = np.full((3, 3), np.nan)
-    metrics = run(change(0.1), gradients, cd.dion(0.01, momentum=0.8))
-    assert metrics.skipped.total[-1] == 1
-    assert not metrics.synced[15:].any()
-    assert metrics.value[20] == 0
-
-
-def test_the_first_step_asks_whatever_its_gradients_are():
-    metrics = run(change(0.1, floor=1.0), {"a": [[np.nan], [4.0], [4]]})
-    assert metrics.synced.tolist()[0]
-    assert metrics.value[0] == np.inf
-
-
-@pytest.mark.parametrize(
-    ("trigger", "due"),
-    [
-        (triggers.at_least_every(change(10), 3), [0, 3]),
-        (triggers.any_of(triggers.every_k(3), change(10)), [0, 2]),
-        (triggers.delayed(change(0.6)), [0, 3]),
-    ],
-    ids=["at_least_every", "any_of", "delayed"],
-)
-def test_a_clock_goes_on_where_a_step_is_not_taken(trigger, due):
-    """What is due on such a step, or was asked for before it, is heard."""
-    gradients = {"a": [[4.0], [4], [8], [4], [4]]}
-    gradients["a"][due[-1]] = [np.nan]
-    metrics = run(trigger, gradients)
-    assert metrics.skipped.total[-1] == 1
-    assert np.flatnonzero(metrics.synced).tolist()[:2] == due
-
-
 def test_from_zero_is_infinite_and_zero_to_zero_is_nothing():
     gradients = {"a": [[4.0], [2], [2]], "b": [[0.0], [0], [1]]}
     metrics = run(change(0.5), gradients)
@@ -235,48 +175,11 @@ def test_every_matrix_of_a_stack_is_a_layer(name):
     assert metrics.synced.tolist() == [True, name == "mlp"]
 
 
-REPLICAS = 8
-
-
-@pytest.fixture(scope="module")
-def poisoned():
-    """Runs three steps on 8 devices, with a bad number on replica k in the third."""
-    tx = cd.adaptive_sync(
-        optax.sgd(0.1, 0.9), change(1e6), synchronizers.average_gradients(), "replica"
-    )
-    mesh = cd.replicas.make_mesh(REPLICAS)
-    first = helpers.start(tx, helpers.make_params(), mesh)
-    (batch,) = helpers.make_gradients(1, REPLICAS)
-    step = helpers.quick(helpers.replica_step(tx, mesh), first, batch)
-
-    def run(replica, number):
-        state = first
-        gradients = helpers.make_gradients(3, REPLICAS)
-        gradients[2]["wide"][replica, 1, 1] = number
-        history = []
-        for tree in gradients:
-            state, _ = step(state, tree)
-            history.append(jax.device_get(state))
-        return history
-
-    return run
-
-
 def test_the_authors_rule_with_a_momentum_that_changes():
     momentum = optax.linear_schedule(0.5, 0.9, 3)
     tx = cd.presets.authors_code(0.1, 0.3, momentum=momentum)
     gradients = {"bias": [[10.0, 0]] * 2, "w": [[[0.5, 0], [0, 0]]] * 2}
     assert np.isfinite(run_optimizer(tx, gradients).value[1:]).all()
-
-
-@pytest.mark.parametrize("replica", [0, 3, 7])
-@pytest.mark.parametrize("number", [np.nan, INF, -INF])
-def test_a_bad_number_on_one_replica_asks_for_nothing(poisoned, replica, number):
-    history = poisoned(replica, number)
-    assert helpers.decisions(history) == [True, False, False]
-    metrics = history[-1][1].metrics
-    assert np.isfinite(metrics.value).all()
-    assert np.flatnonzero(metrics.skipped.total).tolist() == [replica]
 
 
 def heavy_ball():

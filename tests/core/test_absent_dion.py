@@ -1,0 +1,61 @@
+"""An absent replica with Dion: it keeps its momentum, and has the common Q again."""
+
+import functools
+
+import helpers
+import jax
+import numpy as np
+import pytest
+import weighted_runs
+from weighted_runs import FORMS
+
+import curvadion_jax as cd
+from curvadion_jax import synchronizers, triggers
+
+AXIS = cd.replicas.AXIS
+REPLICAS = 4
+train_on = functools.partial(weighted_runs.train_on, replicas=REPLICAS)
+start = functools.partial(weighted_runs.start, replicas=REPLICAS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [None, FORMS["int8"]], ids=["exact", "int8"])
+def test_an_absent_dion_keeps_its_momentum(form):
+    """Its B = M + G waits whole; the step is the one of those who are there."""
+    tx = cd.adaptive_sync(
+        cd.dion(0.1, 2),
+        triggers.always(),
+        synchronizers.average_factors(form),
+        AXIS,
+    )
+    (gradients,) = helpers.make_gradients(1, REPLICAS)
+    params, state = train_on(tx)(start(tx), gradients, np.float32([1, 0, 0, 1]))
+    dion = helpers.dion_state(state)
+    for key in helpers.MATRICES:
+        np.testing.assert_allclose(dion.momentum[key][1:3], gradients[key][1:3])
+        assert not np.allclose(dion.momentum[key][0], gradients[key][0])
+        np.testing.assert_array_equal(params[key][1], params[key][0])
+    few = {key: x[[0, 3]] for key, x in gradients.items()}
+    pair, _ = helpers.last(helpers.run_vmap(tx, helpers.make_params(), [few]))
+    for key in helpers.SHAPES:
+        close = 1e-6 if form is None else 2e-2
+        np.testing.assert_allclose(params[key][0], pair[key][0], atol=close)
+
+
+def test_who_was_away_once_has_the_common_q_again():
+    """It is made of the mean momenta, which an absent replica does without."""
+    tx = cd.adaptive_sync(
+        cd.dion(0.1, 2), triggers.every_k(2), synchronizers.reconcile(), AXIS
+    )
+    step, state = train_on(tx), start(tx)
+    away, all_there = np.float32([0, 1, 1, 1]), np.ones(REPLICAS, np.float32)
+    for index, gradients in enumerate(helpers.make_gradients(4, REPLICAS)):
+        state = step(state, gradients, away if index < 2 else all_there)
+        for q in jax.tree.leaves(state[1].sync_state.common):
+            for replica in range(1, REPLICAS):
+                np.testing.assert_array_equal(q[replica], q[0])
+        absent = state[1].metrics.absent.total.tolist()
+        assert absent == [int(index > 0), 0, 0, 0]
+    for q in jax.tree.leaves(helpers.dion_state(state).q):
+        for replica in range(1, REPLICAS):
+            np.testing.assert_array_equal(q[replica], q[0])
