@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from curvadion_jax import _counters, _memory, _paths
 from curvadion_jax._adaptive_sync import AdaptiveSyncState
 from curvadion_jax._paths import Names
+from curvadion_jax.replicas import _placed
 from curvadion_jax.replicas._checks import check_alive, check_leading, count_leading
 
-_STEPS = ("metrics", "steps")  # the counter of every optimizer that synchronises
 # Fields of Optax's states that hold a tree like the parameters.
 _OF_OPTAX = {(name,) for name in ("trace", "ema", "mu", "nu")}
 
@@ -54,9 +53,10 @@ def anchor_of(params: Any, opt_state: Any) -> list[jax.Array | None]:
 
 
 def _check_order(params: Any, opt_state: Any) -> None:
+    trees = [dict(_paths.leaves_with_names(tree)) for tree in (params, opt_state)]
     counters = [
-        [leaf for names, leaf in _paths.leaves_with_names(tree) if names[-2:] == _STEPS]
-        for tree in (params, opt_state)
+        [leaves[*way, "metrics", "steps"] for way in _counters.optimizers(leaves)]
+        for leaves in trees
     ]
     if counters[0] and opt_state is not None and not counters[1]:
         raise ValueError(
@@ -229,7 +229,7 @@ class Anchored(NamedTuple):
         """A leaf of the state after its anchor was."""
         then = (*self.place[:-1], "own", "params")  # of a sync that is under way
         for copied in (self.place, then):
-            if self.params and names[: len(copied)] == copied:
+            if names[: len(copied)] == copied and self.params:
                 return jnp.array(self.params[names[len(copied) :]], leaf.dtype)
         owed = names[: len(self.place)] == (*self.place[:-1], "residual")
         return jnp.zeros_like(leaf) if owed else leaf
@@ -282,7 +282,5 @@ def read(function: Callable[..., Any], counters: Any, params: Any, anchor: Any) 
       The tree on the host, in every process.
     """
     pairs = [_memory.to_device((params[names], a)) for names, a in anchor.items()]
-    arrays = [x for x, _ in pairs if isinstance(x, jax.Array)]
-    meshes = [x.sharding.mesh for x in arrays if isinstance(x.sharding, NamedSharding)]
-    everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
-    return jax.device_get(jax.jit(function, out_shardings=everywhere)(counters, pairs))
+    whole = _placed.everywhere(x for x, _ in pairs)
+    return jax.device_get(jax.jit(function, out_shardings=whole)(counters, pairs))

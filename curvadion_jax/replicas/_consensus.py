@@ -42,7 +42,8 @@ def consensus(params: Any, opt_state: Any = None) -> Any:
     leaves, structure = jax.tree.flatten(params)
     anchor = anchor_of(params, opt_state)
     means = iter(_means([x for x, a in zip(leaves, anchor, strict=True) if a is None]))
-    return structure.unflatten([next(means) if a is None else _own(a) for a in anchor])
+    own = _first if isinstance(jnp.zeros([]), Tracer) else _own  # in a program
+    return structure.unflatten([next(means) if a is None else own(a) for a in anchor])
 
 
 def consensus_bytes(params: Any, opt_state: Any = None) -> int:
@@ -80,9 +81,8 @@ def _own(common: jax.Array) -> jax.Array:
     """
     common = _memory.to_device(common)
     placement = getattr(common, "sharding", None)
-    is_traced = isinstance(jnp.zeros([]), Tracer)  # as all is that a program makes
-    if is_traced or not isinstance(placement, NamedSharding):
-        return jnp.asarray(common)[0]
+    if not isinstance(placement, NamedSharding):
+        return _first(common)
     return jax.make_array_from_single_device_arrays(
         common.shape[1:],
         placement.update(spec=PartitionSpec(*placement.spec[1:])),
@@ -91,6 +91,10 @@ def _own(common: jax.Array) -> jax.Array:
             for index in range(len(common.addressable_shards))
         ],
     )
+
+
+def _first(common: jax.Array) -> jax.Array:
+    return jnp.asarray(_memory.to_device(common))[0]
 
 
 def _first_row(part: jax.Array) -> jax.Array:

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from curvadion_jax import _counters, _memory, _paths
+from curvadion_jax.replicas import _placed
 from curvadion_jax.replicas._anchor import with_params
 from curvadion_jax.replicas._checks import check_leading, count_leading
 from curvadion_jax.replicas._resize import distinct
@@ -134,10 +135,8 @@ def _looked_at(state: Any) -> tuple[list[jax.Array], list[jax.Array]]:
 def _finite(state: Any) -> jax.Array:
     """Which replicas have no number that is spoilt, bool[N], in every process."""
     leaves = _looked_at(state)
-    arrays = jax.tree.leaves(leaves)
-    meshes = [x.sharding.mesh for x in arrays if isinstance(x.sharding, NamedSharding)]
-    everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
-    return _checking(everywhere)(leaves, count_leading(state, "state"))
+    check = _checking(_placed.everywhere(jax.tree.leaves(leaves)))
+    return check(leaves, count_leading(state, "state"))
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """How the arrays of a state lie on the mesh, and stay so."""
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -24,6 +25,14 @@ def over_replicas(placement: NamedSharding, axis_name: str) -> NamedSharding:
     while spec[-1] is None:  # P("replica", None) is P("replica")
         spec.pop()
     return placement.update(spec=P(*spec))
+
+
+def everywhere(arrays: Iterable[Any]) -> NamedSharding | None:
+    """Whole on every device of the arrays' mesh, so that all processes can read it."""
+    placements = (getattr(x, "sharding", None) for x in arrays)
+    found = (x for x in placements if isinstance(x, NamedSharding))
+    first = next(found, None)
+    return None if first is None else NamedSharding(first.mesh, P())
 
 
 def without_empty_axes(leaf: Any, placement: NamedSharding | None) -> Any:

@@ -68,9 +68,12 @@ def _first(anchor: dict[Names, Any], differs: list[bool]) -> str:
 def _compared(steps, pairs, has_axis: bool) -> Any:
     """Whether a step was taken, and for every parameter if it moved, or differs."""
     moved = [jnp.any((x != a) & ~(jnp.isnan(x) & jnp.isnan(a))) for x, a in pairs]
-    wholes = [a for _, a in pairs if has_axis]
-    apart = [jnp.any((a != a[:1]) & ~jnp.isnan(a)) for a in wholes]
-    return jnp.any(steps > 0), moved, apart
+    return jnp.any(steps > 0), moved, [_differs(a) for _, a in pairs if has_axis]
+
+
+def _differs(x: Any) -> Any:
+    """Whether an array [replicas, ...] is another one on some replica."""
+    return jnp.any((x != x[:1]) & ~jnp.isnan(x))
 
 
 def _check_equal(leaves: dict[Names, Any]) -> None:
@@ -86,12 +89,11 @@ def _check_equal(leaves: dict[Names, Any]) -> None:
         and jnp.shape(x)[:1] == steps[0].shape
         and not _counters.is_within(names, optimizers, AdaptiveSyncState._fields)
     }
-    began, _, apart = _anchor.read(
-        lambda steps, pairs: _compared(sum(steps), pairs, has_axis=True),
-        steps,
-        beside,
-        beside,
-    )
+
+    def compare(steps, pairs):
+        return jnp.any(sum(steps) > 0), [_differs(x) for x, _ in pairs]
+
+    began, apart = _anchor.read(compare, steps, beside, beside)
     if any(apart) and not began:
         warnings.warn(
             f"replicas start with different values ({_first(beside, apart)}). If these "
