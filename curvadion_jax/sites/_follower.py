@@ -121,10 +121,11 @@ class Follower:
         }
         key = _rounds.post_key(self.number, self.name)
         # If there is one already, a killed predecessor's, that one stands.
+        _rounds.check_post(header, self.name, self.number)
         created, header = _messages.write(self.store, key, header, own.message)
         if created:
             self._open.add(self.name, header, own.message)
-        self.own = own._replace(posted=True)
+        self.own = own._replace(posted=True, created=created)
 
     def propose(self) -> bool:
         """Creates the commit of the next round if it is time; whether there is one."""
@@ -156,9 +157,16 @@ class Follower:
         own = self.own
         if own is not None and own.round == commit["round"]:
             counted = any(x["uid"] == own.uid for x in commit["contributors"])
+            self._settle("" if counted else self._why(own, commit["rejected"]))
+
+    def _why(self, own: Own, rejected: list[dict[str, Any]]) -> str:
+        """Why a contribution that is not counted is not."""
+        for entry in rejected:
             # One who had this name before may have posted in this round.
-            whys = {entry["uid"]: entry["why"] for entry in commit["rejected"]}
-            self._settle("" if counted else whys.get(own.uid, "late"))
+            unread = entry["uid"] is None and entry["name"] == self.name
+            if entry["uid"] == own.uid or (unread and own.created):
+                return entry["why"]
+        return "late"
 
     def _settle(self, why: str) -> None:
         own, self.own = self.own, None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import uuid
 from typing import Any
@@ -106,8 +107,15 @@ def join(
             raise TypeError(f"{what} must be a number, got {number!r}")
         if not 0 <= number or (what == "keep" and number > 1):
             raise ValueError(f"{what} must not be negative, nor keep above 1: {number}")
-    if not poll:
-        raise ValueError("poll must be positive: the store is asked so often")
+    if not 0 < poll < math.inf:
+        raise ValueError(
+            f"poll must be positive and finite, got {poll}: the store is asked so often"
+        )
+    if max_norm < 1:
+        raise ValueError(
+            f"max_norm must be at least 1, got {max_norm}: else what is as large as "
+            "the others is rejected; math.inf rejects nothing"
+        )
     if outer is not None:
         what = "optax.sgd(0.7), or None for the plain average"
         _arguments.check_transformation(outer, "outer", what)

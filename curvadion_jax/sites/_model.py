@@ -178,15 +178,19 @@ class Model:
                 total = [x + y * np.float32(weight) for x, y in pairs]
             mean = [x / np.float32(count) for x in total]
         with jax.default_device(_cpu()), jax.disable_jit():
+            anchor = self._masked(
+                self._put(self.part(outer.anchor, fragment)), fragment
+            )
             new, state = _anchor_step.outer_step(
                 self._outer,
                 self._masked(self._put(mean), fragment),
-                self._masked(self._put(self.part(outer.anchor, fragment)), fragment),
+                anchor,
                 jax.tree.unflatten(
                     self._state_trees[fragment], self._put(outer.states[fragment])
                 ),
                 ONE_DEVICE,
             )
+            new = _finite.finite_or(new, anchor)
         return self._replaced(outer, fragment, host(new), host(state))
 
     def _put(self, arrays: Arrays) -> list[jax.Array]:

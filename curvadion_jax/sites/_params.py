@@ -45,6 +45,17 @@ def check(params: Any) -> None:
             )
 
 
+def check_same(params: Any, shapes: list[Any]) -> None:
+    """Rejects parameters that have become others than those of the start."""
+    for (path, x), then in zip(jax.tree.leaves_with_path(params), shapes, strict=True):
+        if x.shape != then.shape or x.dtype != then.dtype:
+            raise ValueError(
+                f"{jax.tree_util.keystr(path)} is {x.dtype}{list(x.shape)}, and was "
+                f"{then.dtype}{list(then.shape)} at start: keep the parameters' shapes "
+                "and dtypes"
+            )
+
+
 def placed(x: np.ndarray, like: jax.Array) -> jax.Array:
     """The array where another lies, with memory of its own: it may be donated."""
     if like.is_fully_addressable:
@@ -54,10 +65,15 @@ def placed(x: np.ndarray, like: jax.Array) -> jax.Array:
     )
 
 
-@jax.jit
+_copy = jax.jit(jnp.copy)
+
+
 def copies(arrays: list[Any]) -> list[jax.Array]:
-    """So that the arrays may be donated while the copies are read."""
-    return [jnp.copy(x) for x in arrays]
+    """So that the arrays may be donated while the copies are read.
+
+    One by one: they may lie on different devices.
+    """
+    return [_copy(x) for x in arrays]
 
 
 def moved(now: jax.Array, change: Change, keep: float) -> jax.Array:

@@ -79,7 +79,8 @@ class Own(NamedTuple):
       tokens: seen since the last contribution to the fragment.
       uid: of the message.
       round: to which it is posted, or may be: an answer may be lost; -1 before.
-      posted: whether it is there.
+      posted: whether it is there, or one of another who had this name.
+      created: whether it is this one.
     """
 
     fragment: int
@@ -92,6 +93,7 @@ class Own(NamedTuple):
     uid: str
     round: int = -1
     posted: bool = False
+    created: bool = False
 
 
 class Members(NamedTuple):
@@ -171,7 +173,7 @@ def judged(posts: Sequence[Post], before: str, max_norm: float) -> list[Post]:
     median = norms[len(norms) // 2] if len(norms) >= 3 else math.inf
     found = []
     for post, why in zip(posts, whys, strict=True):
-        if not why and post.norm > max_norm * median:
+        if not why and post.norm > max_norm * median > 0:
             many = f"{max_norm:g} times the median, {median:.3g}"
             why = f"its norm, {post.norm:.3g}, is beyond {many}"
         found.append(post._replace(why=why))

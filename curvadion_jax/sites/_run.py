@@ -51,7 +51,7 @@ def begin(
     if found is None:
         raise RunError(f"{_rounds.RUN} was created, and is not there")
     if found["initial"] != key:
-        store.delete([key])
+        store.delete([key, *store.keys(f"parts/{key}/")])
     return found
 
 

@@ -101,7 +101,6 @@ class Site:
         self._worker: Worker | Shared | None = None
         self._structure: Any = None
         self._closed = False
-        # Rounds that are committed, and contributors of the last one.
         self._round = self._contributors = 0
         # What is under way: its fragment and tokens.
         self._given: tuple[int, float] | None = None
@@ -140,7 +139,12 @@ class Site:
         self._model = self._make_model(params)
         self._worker = self._make_worker(self._model)
         atexit.register(self.close)
-        return self._told(self._worker.enter(_processes.whole(arrays)), params)
+        try:
+            news = self._worker.enter(_processes.whole(arrays))
+        except (ValueError, RuntimeError):
+            self._worker.leave()  # or the others would count with this site for ever
+            raise
+        return self._told(news, params)
 
     def sync(self, params: Any, tokens: float = 1) -> Any:
         """To be called after every step; returns at once on most.
@@ -161,9 +165,9 @@ class Site:
         Raises:
           RuntimeError: if this site cannot go on with the run: another has its name, or
             its outer parameters differ from the run's.
-          ValueError: for parameters of another structure; for tokens that are not
-            positive and finite. What the first of several processes raises for its
-            tokens all do, at the next call at the latest and at all later ones.
+          ValueError: for parameters of another structure, shape or dtype; for tokens
+            that are not positive and finite. What the first of several processes raises
+            for its tokens all do, at the next call at the latest and at later ones.
         """
         worker = self._started(params)
         tokens = worker.counted(tokens)
@@ -188,8 +192,7 @@ class Site:
           timeout: seconds after which it leaves without; by this machine's clock.
 
         Returns:
-          The parameters. Sites whose last contribution is in the same round return the
-          same bits.
+          The parameters after the newest round that this site knows.
         """
         worker = self._started(params)
         end = time.monotonic() + timeout
@@ -244,10 +247,7 @@ class Site:
             raise RuntimeError(
                 "this site has not started: call site.start(params) first"
             )
-        if self._closed:
-            raise RuntimeError(
-                "this site has left the run: join again to go on with it"
-            )
+        self._check_open()
         if jax.tree.structure(params) != self._structure:
             raise ValueError(
                 "the parameters must be a tree of the structure that start was given, "
@@ -255,7 +255,12 @@ class Site:
             )
         return self._worker
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this site has left the run: join again to go on")
+
     def _give(self, worker: Worker | Shared, params: Any) -> None:
+        _params.check_same(params, self._model.shapes)
         fragment = self._fragment
         leaves = self._model.part(jax.tree.leaves(params), fragment)
         self._given = fragment, self._tokens[fragment]
@@ -291,4 +296,5 @@ class Site:
     def _wait(self, worker: Worker | Shared, end: float = math.inf) -> None:
         start = time.monotonic()
         worker.wait(min(_WAIT, max(end - start, 0.0)))
+        self._check_open()  # a signal's handler may have closed it
         self._blocked += time.monotonic() - start

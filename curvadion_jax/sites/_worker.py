@@ -17,6 +17,7 @@ import numpy as np
 
 from curvadion_jax.sites import _params, _rounds
 from curvadion_jax.sites._follower import Follower
+from curvadion_jax.sites._messages import RunError
 from curvadion_jax.sites._model import Arrays, host
 from curvadion_jax.sites._params import Change
 from curvadion_jax.sites._rounds import Own
@@ -85,7 +86,9 @@ class Worker(threading.Thread):
         self._params, self._taken = params, ([None] * len(params), -1)
         self.start()
         with self.changed:
-            self.changed.wait_for(lambda: self._anchor or self.error)
+            self.changed.wait_for(lambda: self._anchor or self.error or self._ending)
+            if not (self._anchor or self.error):
+                raise RunError("this site was closed before it had started")
             return self._take()
 
     @property
@@ -139,7 +142,9 @@ class Worker(threading.Thread):
     def wait(self, seconds: float) -> None:
         """Until what was given is settled, or the thread has ended."""
         with self.changed:
-            self.changed.wait_for(lambda: not self._busy or self.error, seconds)
+            self.changed.wait_for(
+                lambda: not self._busy or self.error or self._ending, seconds
+            )
 
     def agreed(self, decision: bool) -> bool:
         """A decision, as all processes of the site make it."""
@@ -168,8 +173,10 @@ class Worker(threading.Thread):
             self.join(seconds)
 
     def run(self) -> None:
-        failures, answers, entered = 0, 0, False
+        failures, furthest, entered = 0, 0, False
+        store = self._follower.store
         while not self._ending:
+            before = store.answers
             try:
                 if not entered:
                     self._follower.enter(self._params)
@@ -177,12 +184,13 @@ class Worker(threading.Thread):
                     self._publish()
                     self._follower.model.compile(self._follower.outer)
                 self._turn()
-                failures = 0
+                failures = furthest = 0
             except StoreError as error:
-                # What was done before it failed is not done again.
-                going = self._follower.store.answers > answers
-                failures = 1 if going else failures + 1
-                answers = self._follower.store.answers
+                # What a turn did before it failed is not done again; an entry is, and
+                # has to come further than before.
+                answered = store.answers - before
+                failures = 1 if answered > furthest else failures + 1
+                furthest = 0 if entered else max(furthest, answered)
                 if not entered and failures > _ATTEMPTS:
                     return self._ended(error)
                 self._tell(failures, error)

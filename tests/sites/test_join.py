@@ -1,6 +1,7 @@
 """What a site is told that cannot take part, and when."""
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,18 @@ class Overwriting:
 
     def put(self, key, data, **_):
         self._store.put(key, data)
+
+
+class Full:
+    """A store in which there is room for small objects only."""
+
+    def __init__(self, store):
+        self._store, self.list, self.get = store, store.list, store.get
+
+    def put(self, key, data, **options):
+        if len(data) > 100:
+            raise OSError(28, "No space left on device")
+        self._store.put(key, data, **options)
 
 
 def started(store, name="oslo", params=PARAMS, **options):
@@ -71,6 +84,12 @@ def test_a_bucket_that_cannot_be_written():
     assert "secret" not in str(raised.value)
 
 
+def test_a_store_without_room_for_the_model():
+    with sites.join(Full(MemoryStore()), "oslo", poll=0.01) as site:
+        with pytest.raises(OSError, match="No space left"):
+            site.start(PARAMS)
+
+
 def test_a_store_that_overwrites():
     with pytest.raises(RuntimeError, match="conditional writes"):
         sites.join(Overwriting(MemoryStore()), "oslo")
@@ -99,6 +118,9 @@ def test_another_model():
     with sites.join(store, "bonn") as site:
         with pytest.raises(ValueError, match=r"3 parameters here, 2 there"):
             site.start({**PARAMS, "z": jnp.zeros(3)})
+    # Nobody counts with those that were refused.
+    found = _rounds.members(_store.Store(store).keys(_rounds.MEMBERS))
+    assert sorted(found.gone) == ["bonn", "rome"]
 
 
 @pytest.mark.parametrize(
@@ -142,6 +164,47 @@ def test_parameters_of_another_structure():
             site.sync([PARAMS])
 
 
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (PARAMS | {"w": jnp.ones((1, 2, 3))}, r"'w'\] is float32\[1, 2, 3\], and was"),
+        (
+            PARAMS | {"b": jnp.zeros(3, jnp.bfloat16)},
+            r"'b'\] is bfloat16\[3\], and was",
+        ),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_parameters_that_have_become_others(params, message):
+    with started(MemoryStore(), every=1) as site:
+        with pytest.raises(ValueError, match=message):
+            site.sync(params)
+
+
+def test_parameters_on_different_devices():
+    first, second = jax.devices()[:2]
+    apart = {
+        "w": jax.device_put(PARAMS["w"], first),
+        "b": jax.device_put(PARAMS["b"], second),
+    }
+    with started(MemoryStore(), params=apart, every=1, max_lag=0) as site:
+        site.sync(apart)
+        assert site.metrics.counted == 1
+
+
+def test_closed_while_it_waits(monkeypatch):
+    with started(MemoryStore(), every=1, max_lag=0, quorum=2) as site:
+        wait = site._worker.wait
+
+        def closed_meanwhile(seconds):
+            site.close()
+            wait(seconds)
+
+        monkeypatch.setattr(site._worker, "wait", closed_meanwhile)
+        with pytest.raises(RuntimeError, match="has left the run"):
+            site.sync(PARAMS)
+
+
 def test_parameters_that_are_none():
     with sites.join(MemoryStore(), "oslo") as site:
         with pytest.raises(TypeError, match=r"\['step'\] is int32"):
@@ -177,6 +240,8 @@ def test_before_start_and_twice():
         ({"grace": "long"}, TypeError, "grace must be a number"),
         ({"max_lag": -1}, ValueError, "max_lag"),
         ({"poll": 0}, ValueError, "poll must be positive"),
+        ({"poll": math.inf}, ValueError, "poll must be positive and finite"),
+        ({"max_norm": 0.5}, ValueError, "max_norm must be at least 1, got 0.5"),
         ({"outer": 0.7}, TypeError, "outer must be"),
         ({"compressor": 8}, TypeError, "compressor must be"),
         ({"compressor": compressors.low_rank(2)}, ValueError, "at work together"),

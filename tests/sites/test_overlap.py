@@ -128,8 +128,9 @@ def test_parameters_may_be_donated_to_the_next_step():
     np.testing.assert_array_equal(params["w"], 20.0)
 
 
-def test_a_store_that_fails_costs_time_and_nothing_else(caplog):
+def test_a_store_that_fails_costs_time_and_nothing_else(monkeypatch):
     """Refused requests and lost answers: what is created once is counted once."""
+    monkeypatch.setattr("curvadion_jax.sites._worker._ATTEMPTS", 10_000)
     found = {}
     for faults in ({}, {"refuse": 0.2, "lose": 0.1}):
         memory, stores = MemoryStore(), []

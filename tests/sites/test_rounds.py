@@ -12,7 +12,7 @@ from obstore.store import MemoryStore
 from site_steps import PARAMS, ByHand, settle
 
 from curvadion_jax import compressors
-from curvadion_jax.sites import _rounds
+from curvadion_jax.sites import _rounds, _run
 from curvadion_jax.sites._messages import RunError
 
 # The parameters here are small whole numbers, and so are most of their moves.
@@ -209,6 +209,20 @@ def test_large_messages_lie_in_parts(monkeypatch):
     parts = a.store.keys("parts/")
     assert [key for key in parts if "snapshots/00000003" in key]
     assert not [key for key in parts if "rounds/00000000" in key]
+
+
+def test_of_two_that_begin_at_once_one_leaves_nothing(monkeypatch):
+    monkeypatch.setattr("curvadion_jax.sites._messages.PART", 16)
+    store, read = MemoryStore(), _run.read
+    a = ByHand(store, "a")
+    before = a.store.keys("")
+    answers = [None]  # the other has not begun yet
+    monkeypatch.setattr(
+        _run, "read", lambda store: answers.pop() if answers else read(store)
+    )
+    b = ByHand(store, "b")
+    assert set(a.store.keys("")) - set(before) == {"members/b/000001.json"}
+    assert b.follower.outer.digest == a.follower.outer.digest
 
 
 def test_a_killed_predecessors_post_stands():

@@ -10,6 +10,7 @@ from obstore.store import MemoryStore
 from site_steps import PARAMS, ByHand, settle
 
 from curvadion_jax.sites import _messages, _rounds
+from curvadion_jax.sites._messages import RunError
 
 GOOD = [np.asarray(x) for x in PARAMS.values()]
 
@@ -122,6 +123,34 @@ def test_what_a_predecessor_posted_is_not_charged_to_who_has_its_name():
     b.post(3.0)
     settle(b, a)
     assert a.outcomes == ["late"]
+
+
+def test_a_contribution_that_was_damaged_is_told_to_whose_it_is():
+    store = MemoryStore()
+    a, b = ByHand(store, "a"), ByHand(store, "b")
+    a.post(1.0)
+    store.put(_rounds.post_key(0, "a"), b"")
+    b.post(3.0)
+    settle(b, a)
+    assert a.outcomes == ["it is no message of this format"]
+
+
+def test_a_contribution_of_tokens_without_end_is_not_written():
+    store = MemoryStore()
+    a = ByHand(store, "a")
+    with pytest.raises(RunError, match="its tokens is"):
+        a.post(1.0, tokens=2e18)
+    assert not a.store.keys(_rounds.ROUNDS)
+
+
+def test_who_moves_alone_while_the_others_stand_still_counts():
+    store = MemoryStore()
+    a, b, c = (ByHand(store, name) for name in "abc")
+    a.post(0.0)
+    b.post(0.0)
+    c.post(3.0)
+    settle(a, b, c)
+    assert a.moved() == pytest.approx(1.0)
 
 
 def test_whose_contribution_is_rejected_goes_on_from_the_common_model():
