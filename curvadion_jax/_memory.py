@@ -33,6 +33,14 @@ def to_host(name: str, x: Any) -> jax.Array:
     return jax.device_put(x, x.sharding.with_memory_kind(HOST_KIND))
 
 
+def beside(x: Any, other: Any) -> Any:
+    """The array in the memory of another, on the devices where it is."""
+    kind = getattr(getattr(other, "sharding", None), "memory_kind", None)
+    if kind is None or kind == x.sharding.memory_kind:
+        return x
+    return jax.device_put(x, x.sharding.with_memory_kind(kind))
+
+
 def to_device(tree: Any) -> Any:
     """The tree with the arrays that lie in host memory copied to the device."""
 

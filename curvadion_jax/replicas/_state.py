@@ -28,7 +28,7 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
     Returns:
       The tree with leaves [replicas, ...], sharded over the replica axis; an array that
       is sharded over other axes of this mesh, of either type, stays so within each
-      replica.
+      replica. One that was put elsewhere, as a restored one, is copied.
 
     Raises:
       TypeError: if a leaf is neither an array nor a number, or the mesh is none.
@@ -59,36 +59,39 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
     def sharding(x):
         within = getattr(x, "sharding", None)
         if isinstance(within, NamedSharding) and within.mesh == mesh:
-            if axis_name in jax.tree.leaves(tuple(within.spec)):
-                raise ValueError(
-                    f"an array of shape {x.shape} is divided over {axis_name!r} "
-                    "already: give replicate the state of one replica, once"
-                )
             return NamedSharding(mesh, P(axis_name, *within.spec))
         return NamedSharding(mesh, P(axis_name))
 
     def broadcast(tree):
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *x.shape)), tree)
 
-    tree = jax.tree.map(lambda x: _with_types(x, mesh), tree)
+    tree = jax.tree.map(lambda x: _on_mesh(x, mesh, axis_name), tree)
     tree = jax.tree.map_with_path(strong, tree)
     check_start(tree, has_axis=False)
     return jax.jit(broadcast, out_shardings=jax.tree.map(sharding, tree))(tree)
 
 
-def _with_types(x: Any, mesh: Mesh) -> Any:
-    """An array that lies on this mesh, but for the types of its axes, with these types.
+def _on_mesh(x: Any, mesh: Mesh, axis_name: str) -> Any:
+    """An array of one replica on this mesh, wherever it was put before.
 
-    Flax (0.12.8) makes models on meshes of one type alone.
+    Checkpoints are restored to one device, and Flax (0.12.8) makes models on meshes of
+    one type of axes alone.
     """
     sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh == mesh:
+    named = sharding if isinstance(sharding, NamedSharding) else None
+    axes = jax.tree.leaves(tuple(named.spec)) if named else []
+    if axis_name in axes:
+        raise ValueError(
+            f"an array of shape {x.shape} is divided over {axis_name!r} already: give "
+            "replicate the state of one replica, once"
+        )
+    if sharding is None or not x.committed:
         return x
-    types = mesh.axis_types
-    if len(types) != len(sharding.mesh.axis_names):
+    if named and all(mesh.shape.get(a) == named.mesh.shape[a] for a in axes):
+        return jax.device_put(x, NamedSharding(mesh, named.spec))
+    if sharding.device_set == set(mesh.devices.flat):
         return x
-    same = sharding.mesh.update(axis_types=types) == mesh
-    return jax.device_put(x, sharding.update(mesh=mesh)) if same else x
+    return jax.device_put(x, NamedSharding(mesh, P()))
 
 
 def offload(state: Any) -> Any:

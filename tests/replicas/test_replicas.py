@@ -111,6 +111,34 @@ def train_state():
     return TrainState.create(apply_fn=None, params=params, tx=tx)
 
 
+@pytest.mark.parametrize("inner", [{}, {"fsdp": 2}], ids=["whole", "divided"])
+def test_replicate_takes_what_was_put_elsewhere(inner):
+    """On one device, as a checkpoint is restored, or on a mesh of other devices."""
+    mesh = replicas.make_mesh(4, inner, devices=jax.devices()[: 8 if inner else 4])
+    other = replicas.make_mesh(1, inner, devices=jax.devices()[-2:])
+    x = jnp.arange(12.0).reshape(6, 2)
+    rows = PartitionSpec(*inner)
+    for given in (
+        jax.device_put(x, jax.devices()[5]),
+        jax.device_put(x, NamedSharding(other, rows)),
+        replicas.consensus(replicas.replicate({"w": x}, replicas.make_mesh(2)))["w"],
+        jax.device_put(jax.random.key(3), jax.devices()[1]),
+    ):
+        found = replicas.replicate({"w": given}, mesh)["w"]
+        assert found.sharding.mesh == mesh
+        assert found.shape == (4, *given.shape)
+        if not jnp.issubdtype(given.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(found[3], given)
+    divided = replicas.replicate(jax.device_put(x, NamedSharding(other, rows)), mesh)
+    assert divided.sharding.spec == PartitionSpec("replica", *inner)
+
+
+def test_replicate_refuses_replicas_of_another_mesh():
+    state = replicas.replicate({"w": jnp.ones(3)}, replicas.make_mesh(2))
+    with pytest.raises(ValueError, match="divided over 'replica' already"):
+        replicas.replicate(state, replicas.make_mesh(4))
+
+
 def test_replicate_takes_whatever_a_training_state_holds():
     state = {
         "train": train_state(),  # its step is a Python int

@@ -176,6 +176,14 @@ def test_one_replica_without_an_axis():
     assert kinds(host.sync_state) == HOST
 
 
+def test_what_is_anchored_anew_stays_there():
+    mesh, tx = cd.replicas.make_mesh(2), optimizer()
+    params = helpers.make_params()
+    state = cd.replicas.replicate((params, tx.init(params)), mesh)
+    _, opt_state = cd.replicas.reanchor(cd.replicas.offload(state))
+    assert kinds(opt_state.sync_state) == HOST
+
+
 def test_an_nnx_state():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     optimizer_ = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
