@@ -19,6 +19,8 @@ _EMBEDDING = re.compile(r".*embed.*|(.*_)?emb|wte|wpe|vocab.*|pos(_.*)?|.*_token
 _HEAD = re.compile(r"(.*_|lm|output)?(heads?|classifier|readout)|.*logit.*|unembed.*")
 _VECTOR = re.compile(r".*(bias|scale|norm|gamma|beta).*")
 _LAYER_NORM = re.compile(r"(.*_)?ln(_?\w)?|(.*_)?(layer_?|rms_?)norm(_?\w)?")
+# A module's; matrices inside one have names of their own.
+_SCALE_OF_NORM = re.compile(r"((.*_)?norm(_?\w)?|rms)/(w|weight)")
 _CONVOLUTION = re.compile(r".*conv.*")
 _QUERY = re.compile(r"(q|query)(_?proj(ection)?)?|wq(_b)?")
 _ATTENTION_IN = re.compile(r"(q|k|v|query|key|value)(_?proj(ection)?)?|w(q|kv)_b")
@@ -88,6 +90,8 @@ def _default_numbers(names: tuple[str, ...], shapes: Shapes) -> DimensionNumbers
             return None
     # Not farther up: a block named `pre_ln` holds matrices.
     if any(_LAYER_NORM.fullmatch(name) for name in lower[-2:]):
+        return None
+    if _SCALE_OF_NORM.fullmatch("/".join(lower[-2:])):
         return None
     if ndim == 2:
         return DimensionNumbers(-2, -1)

@@ -4,9 +4,9 @@ The whole policy, as wrappers around the inner optimizer and the synchronizer:
 
 * *Skipped.* A replica whose gradients hold a NaN or an infinity takes no local step:
   its updates are zero, its state stays, and its trigger sees zeros.
-* *Contained.* Where the inner optimizer makes updates that are not finite of gradients
-  that are, the bad elements are zero: parameters, to which updates are added, cannot be
-  mended by adding.
+* *Contained.* Where the inner or the outer optimizer makes updates that are not finite
+  of what is, the bad elements are zero: parameters, to which updates are added, cannot
+  be mended by adding. The anchor and the outer state stay there as they were.
 * *Excluded.* At a sync a replica counts nothing in any mean if its parameters, its
   inner state or its sync state hold a NaN or an infinity (or its gradients, where these
   are what is averaged). Its inner state starts afresh and its residual is dropped; with

@@ -46,6 +46,15 @@ def finite_elements(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), tree)
 
 
+def finite_or(tree: Any, other: Any) -> Any:
+    """The tree with another's elements where its own are NaN or infinite."""
+
+    def either(x, y):
+        return jnp.where(jnp.isfinite(x), x, y) if is_float(x) else x
+
+    return jax.tree.map(either, tree, other)
+
+
 def or_zeros(condition: jax.Array | bool, tree: Any) -> Any:
     """The tree where one bool[] says so, zeros else, whatever is in the tree."""
     return jax.tree.map(lambda x: jnp.where(condition, x, 0), tree)

@@ -41,6 +41,12 @@ def find_field(state: optax.OptState) -> str | None:
     return None
 
 
+def value_of(state: optax.OptState, field: str) -> Any:
+    """That field of the first state that has it, None if none has."""
+    found = [node for node in _outermost(state, field) if field in _names(node)]
+    return getattr(found[0], field) if found else None
+
+
 def in_field(
     state: optax.OptState, field: str | None, beside: tuple[str, ...] = _FIELDS
 ) -> list[bool]:

@@ -136,16 +136,28 @@ def bases_of_stacks(
     One factorisation in the program for each shape, and not for each parameter. Only
     the factors are stacked: the momenta would be copied and resharded by it.
     """
+
+    def orthonormalized(factor):
+        basis = orthonormalize(factor)
+        shape = getattr(basis, "shape", None)
+        if shape != factor.shape:
+            raise ValueError(
+                f"orthonormalize must return an array of shape {factor.shape}, as it "
+                f"is given, got {shape or type(basis).__name__}. Of jnp.linalg.qr take "
+                "the first of the two: lambda x: jnp.linalg.qr(x)[0]"
+            )
+        return basis
+
     groups = defaultdict(list)
     for index, factor in enumerate(factors):
         groups[factor.shape[-2:], factor.dtype].append(index)
     result = list(factors)
     for (shape, _), members in groups.items():
         if len(members) == 1:
-            result[members[0]] = orthonormalize(factors[members[0]])
+            result[members[0]] = orthonormalized(factors[members[0]])
             continue
         stacks = [factors[index].reshape(-1, *shape) for index in members]
-        basis, start = orthonormalize(jnp.concatenate(stacks)), 0
+        basis, start = orthonormalized(jnp.concatenate(stacks)), 0
         for index, stack in zip(members, stacks, strict=True):
             part = basis[start : start + stack.shape[0]]
             result[index] = part.reshape(factors[index].shape)

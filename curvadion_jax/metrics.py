@@ -86,6 +86,7 @@ def read(
         on which the inner optimizer's updates were not, `excluded`: syncs that a
         replica was excluded from, `absent`: syncs without weight, all over the
         replicas of this process; `empty_syncs`: syncs that nobody took part in,
+        whose bytes are counted as if somebody had,
       * `troubled`: number of a replica -> dict of its own `skipped`, `contained`,
         `excluded` and `last`, the number of the last such step; of those that had any.
 

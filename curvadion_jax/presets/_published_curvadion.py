@@ -111,7 +111,7 @@ def _with_mean_gradients() -> synchronizers.Synchronizer:
 
 def _all_momenta(inner_state: optax.OptState) -> optax.Params:
     """Dion's momenta, and those of the other parameters' optimizer in their place."""
-    others = optax.tree.get(inner_state, "mu")
+    others = _momentum.value_of(inner_state, "mu")
     if others is None:
         raise ValueError(
             "the rules of the authors' code look at the momenta of all parameters: "

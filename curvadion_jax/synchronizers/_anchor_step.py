@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from curvadion_jax import _finite
 from curvadion_jax._local_step import LocalStep
 from curvadion_jax.synchronizers import _base
 
@@ -27,14 +28,18 @@ def mean_drift(compressor, drift, residual, form_state, local: LocalStep, group)
 
 
 def outer_step(outer, drift, anchor, state, layout):
-    """Anchor after the sync, in the anchor's dtype, and the outer state."""
+    """Anchor after the sync, in the anchor's dtype, and the outer state.
+
+    Elements of the state that would not be finite stay as they are. The caller keeps
+    those of the anchor (`_finite.finite_or`), which nothing could mend.
+    """
     pseudo_gradient = jax.tree.map(jnp.negative, drift)
     more = {"layout": layout} if layout.axes else {}
     updates, new_state = outer.update(pseudo_gradient, state, anchor, **more)
     # `optax.apply_updates` would add in the anchor's dtype.
     anchor = jax.tree.map(lambda a, u: (a + u).astype(a.dtype), anchor, updates)
     same_dtype = jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state)
-    return anchor, same_dtype
+    return anchor, _finite.finite_or(same_dtype, state)
 
 
 def move_to(target: jax.Array, params: jax.Array) -> jax.Array:

@@ -21,6 +21,11 @@ def replaced(inner_state, averaged):
 
 def momenta(inner_state: optax.OptState, fragment: Fragment) -> dict[str, jax.Array]:
     """Path of the parameter -> its momentum, of a fragment's parameters."""
+    if _momentum.find_field(inner_state) is None:
+        raise ValueError(
+            "reconcile is to average momenta in a compressed form, and the inner "
+            "optimizer keeps none: give momentum=False, or an optimizer with momentum"
+        )
     found = _momentum.momentum_by_name(inner_state)
     number = sum(_momentum.in_field(inner_state, _momentum.find_field(inner_state)))
     if number != len(found):
@@ -39,7 +44,7 @@ def average_momentum(inner_state, form, form_state, local, group, fragment):
     """
     found = momenta(inner_state, fragment)
     result = form.average(local.weighted(found), form_state, group, local.views)
-    unsent = _base.own_unsent(local, result.unsent)
+    unsent = _base.own_unsent(local, result.unsent, found)
     kept = _finite.or_zeros(~local.joins, found)
     common = _finite.or_zeros(local.joins, result.mean)
     new = {

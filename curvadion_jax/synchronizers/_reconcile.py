@@ -86,6 +86,9 @@ def reconcile(
     Returns:
       A synchronizer for any inner optimizer. It keeps a copy of the parameters and of
       Q, with a compressor another of the parameters, and the outer optimizer's state.
+      The copy has the parameters' dtype: in bfloat16 a mean move of less than half of a
+      last digit (1/512 of the parameter) is rounded away at every sync, so keep
+      parameters in float32 and compute in bfloat16.
 
     Raises:
       TypeError: if `outer` is not an Optax transformation, a compressor is not a

@@ -129,7 +129,7 @@ class Reconciler:
         mean, residual, form_state = _anchor_step.mean_drift(
             self.compressor, drift, pick(state.residual), form_state, local, group
         )
-        anchor, outer_state = _anchor_step.outer_step(
+        new, outer_state = _anchor_step.outer_step(
             self.outer, mean, anchor, of_fragment(common.outer_state), group.layout
         )
         q = common.q
@@ -142,7 +142,8 @@ class Reconciler:
         if self.delay:
             since = jax.tree.map(_anchor_step.difference, moved, then)
             kept = jax.tree.map(jnp.add, kept, local.finite(since))
-        target = jax.tree.map(lambda a, d: (a + d).astype(a.dtype), anchor, kept)
+        # Where it is not finite the update is contained, and the anchor stays.
+        target = jax.tree.map(lambda a, d: (a + d).astype(a.dtype), new, kept)
         updates = put(updates, jax.tree.map(_anchor_step.move_to, target, params))
         replace = functools.partial(
             _fragments.with_state, index=index, fragment=fragment
@@ -153,7 +154,7 @@ class Reconciler:
             replace(common.compressor_state, new=(form_state, momentum_state)),
         )
         state = SyncState(
-            anchor=put(state.anchor, anchor),
+            anchor=put(state.anchor, _finite.finite_or(new, anchor)),
             common=common,
             residual=put(state.residual, residual),
             own=state.own,

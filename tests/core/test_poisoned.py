@@ -1,8 +1,11 @@
 """A replica that is not finite spoils nobody else, and comes back where it can."""
 
+import chex
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from spoilt_runs import (
     EVERY,
@@ -18,6 +21,8 @@ from spoilt_runs import (
     spoilt,
     without,
 )
+
+import curvadion_jax as cd
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,3 +107,34 @@ def test_the_others_do_as_if_it_did_not_exist(name):
         strict=True,
     ):
         np.testing.assert_allclose(x, y, rtol=0, atol=ROUNDING)
+
+
+def spoiling(kind):
+    """An outer optimizer that is not finite at one sync, or where nothing moves."""
+    if kind == "schedule":
+        return optax.sgd(lambda count: jnp.where(count == 1, jnp.nan, 1.0))
+    return optax.adam(0.1, eps=0.0)  # zero over zero
+
+
+@pytest.mark.parametrize("kind", ["schedule", "zero over zero"])
+def test_an_outer_step_that_is_not_finite_is_contained(kind):
+    """The anchor stays there, syncs go on, and nobody is excluded."""
+    tx = cd.adaptive_sync(
+        optax.sgd(0.01),
+        cd.triggers.every_k(2),
+        cd.synchronizers.reconcile(spoiling(kind), momentum=False),
+        helpers.AXIS,
+    )
+    params = {"moved": jnp.ones(4), "still": jnp.ones(3)}
+    moves = np.float32([[1, 2, 3, 4], [4, 3, 2, 1]])
+    gradients = {"moved": moves, "still": np.zeros((2, 3), np.float32)}
+    history = list(helpers.run_vmap(tx, params, [gradients] * 8))
+    for _, state in history:
+        chex.assert_tree_all_finite(state.sync_state)
+    after, state = history[-1]
+    chex.assert_tree_all_finite(after)
+    helpers.assert_bitwise(after["moved"][0], after["moved"][1])
+    assert np.all(after["moved"] < 1)
+    assert state.metrics.excluded.total.tolist() == [0, 0]
+    syncs = [1] if kind == "schedule" else [0, 1, 2, 3]
+    assert state.metrics.contained.total.tolist() == [len(syncs)] * 2

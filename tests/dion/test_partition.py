@@ -60,6 +60,15 @@ def test_other_names_are_matrices(name):
     assert numbers_at({"layer": {name: (2, 3, 8, 4)}}, "layer", name) == DENSE
 
 
+@pytest.mark.parametrize("norm", ["norm", "attention_norm", "norm1", "norm_f", "rms"])
+@pytest.mark.parametrize("scale", ["weight", "w"])
+def test_scales_of_a_stack_of_norms_are_no_matrix(norm, scale):
+    tree = {norm: {scale: (3, 8)}, "wq": {scale: (3, 8, 8)}}
+    assert numbers_at(tree, norm, scale) is None
+    assert numbers_at(tree, "wq", scale) is not None
+    assert numbers_at({norm: {"kernel": (8, 4)}}, norm, "kernel") == DENSE
+
+
 @pytest.mark.parametrize("block", ["pre_ln", "ada_layer_norm"])
 def test_a_block_named_by_its_norm_holds_matrices(block):
     tree = {block: {"dense": {"kernel": (8, 4)}}}

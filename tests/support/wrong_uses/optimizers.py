@@ -1,10 +1,11 @@
 """Arguments of `curvadion`, `local_muon` and `dion`, and what these cannot take."""
 
+import jax.numpy as jnp
 import optax
 
 import curvadion_jax as cd
 from curvadion_jax import synchronizers, triggers
-from wrong_uses.build import NEGATIVE, RATE, initialised
+from wrong_uses.build import NEGATIVE, RATE, initialised, updated
 from wrong_uses.case import calls, wrong
 
 KNOWN = {**vars(triggers), **vars(synchronizers), **vars(cd), "optax": optax}
@@ -189,6 +190,11 @@ _ROWS = [
         TypeError,
         "'qr'",
         "such as curvadion_jax.cholesky_qr",
+    ),
+    wrong(
+        "dion(0.1, orthonormalize=jnp.linalg.qr)",
+        lambda: updated(cd.dion(0.1, orthonormalize=jnp.linalg.qr)),
+        *(ValueError, "got QRResult", "take the first of the two"),
     ),
     (
         "dion(0.1, error_feedback=1)",

@@ -109,6 +109,13 @@ _SYNCHRONIZERS = [
         *(ValueError, "momenta of", "give momentum=True, which averages all of them"),
     ),
     wrong(
+        "momenta of an optimizer without one, compressed",
+        lambda: sending(
+            synchronizers.reconcile(momentum=compressors.quantize(8)), optax.sgd(0.1)
+        ),
+        *(ValueError, "the inner optimizer keeps none", "give momentum=False"),
+    ),
+    wrong(
         "average_factors() around AdamW",
         lambda: sending(synchronizers.average_factors(), optax.adamw(0.1)),
         *(ValueError, "there is no DionState in its state", "use curvadion_jax.dion"),
