@@ -148,9 +148,9 @@ def pairs(results: plans.Results, size: str, steps: int) -> list[Run]:
     """Both with a rising momentum: wider, seed 0; prose and large batches, by seeds."""
     del results
     runs = [run.but(steps=steps) for run in (rising(), rising_muon())]
-    rates = {"cpu-128k": (0.113,), "cpu-w128": (0.057, 0.113)}.get(size, ())
-    else_ = [run.but(learning_rate=rate) for run in runs for rate in rates]
     many_tokens = size in ("cpu-128k", "cpu-512k")
+    rates = (0.113,) if many_tokens else {"cpu-w128": (0.057, 0.113)}.get(size, ())
+    else_ = [run.but(learning_rate=rate) for run in runs for rate in rates]
     if many_tokens:
         runs.append(rising().but(steps=steps, trigger=f"budget {BUDGET} 1 1"))
     if size in WIDER:

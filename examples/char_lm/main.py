@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--short",
         action="store_true",
-        help=f"a first look, two minutes of processor time: {shorter}",
+        help=f"a first look, three minutes of processor time: {shorter}",
     )
     types = {"rank": _rank, "data": str, "dtype": str}
     types |= dict.fromkeys(("learning_rate", "budget", "threshold"), float)
