@@ -19,7 +19,7 @@ _EMBEDDING = re.compile(r".*embed.*|(.*_)?emb|wte|wpe|vocab.*|pos(_.*)?|.*_token
 _HEAD = re.compile(r"(.*_|lm|output)?(heads?|classifier|readout)|.*logit.*|unembed.*")
 _VECTOR = re.compile(r".*(bias|scale|norm|gamma|beta).*")
 _LAYER_NORM = re.compile(r"(.*_)?ln(_?\w)?|(.*_)?(layer_?|rms_?)norm(_?\w)?")
-# A module's; matrices inside one have names of their own.
+# Stacked or not; a projection inside of a norm must be named otherwise.
 _SCALE_OF_NORM = re.compile(r"((.*_)?norm(_?\w)?|rms)/(w|weight)")
 _CONVOLUTION = re.compile(r".*conv.*")
 _QUERY = re.compile(r"(q|query)(_?proj(ection)?)?|wq(_b)?")

@@ -6,7 +6,8 @@ The whole policy, as wrappers around the inner optimizer and the synchronizer:
   its updates are zero, its state stays, and its trigger sees zeros.
 * *Contained.* Where the inner or the outer optimizer makes updates that are not finite
   of what is, the bad elements are zero: parameters, to which updates are added, cannot
-  be mended by adding. The anchor and the outer state stay there as they were.
+  be mended by adding. Of an outer step anchor and outer state stay there as they were,
+  replicas stay apart, and the next sync brings them together.
 * *Excluded.* At a sync a replica counts nothing in any mean if its parameters, its
   inner state or its sync state hold a NaN or an infinity (or its gradients, where these
   are what is averaged). Its inner state starts afresh and its residual is dropped; with

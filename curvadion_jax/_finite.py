@@ -46,13 +46,25 @@ def finite_elements(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), tree)
 
 
-def finite_or(tree: Any, other: Any) -> Any:
-    """The tree with another's elements where its own are NaN or infinite."""
+def where_finite(numbers: Any, tree: Any, other: Any) -> Any:
+    """The elements of one tree where some numbers are finite, else of another."""
+    return jax.tree.map(
+        lambda x, y, z: jnp.where(jnp.isfinite(x), y, z), numbers, tree, other
+    )
 
-    def either(x, y):
-        return jnp.where(jnp.isfinite(x), x, y) if is_float(x) else x
 
-    return jax.tree.map(either, tree, other)
+def mended(state: Any, before: Any) -> Any:
+    """A state with what it was before where its arrays are not finite.
+
+    Scalars may be meant to be infinite, and stay so.
+    """
+
+    def either(x, old):
+        if not is_float(x):
+            return x
+        return jnp.where(jnp.isfinite(x) if jnp.ndim(x) else ~jnp.isnan(x), x, old)
+
+    return jax.tree.map(either, state, before)
 
 
 def or_zeros(condition: jax.Array | bool, tree: Any) -> Any:

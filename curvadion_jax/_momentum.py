@@ -42,9 +42,9 @@ def find_field(state: optax.OptState) -> str | None:
 
 
 def value_of(state: optax.OptState, field: str) -> Any:
-    """That field of the first state that has it, None if none has."""
+    """That field of the one state that has it, None if none has, or several."""
     found = [node for node in _outermost(state, field) if field in _names(node)]
-    return getattr(found[0], field) if found else None
+    return getattr(found[0], field) if len(found) == 1 else None
 
 
 def in_field(

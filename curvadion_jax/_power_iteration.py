@@ -141,10 +141,11 @@ def bases_of_stacks(
         basis = orthonormalize(factor)
         shape = getattr(basis, "shape", None)
         if shape != factor.shape:
+            several = isinstance(basis, tuple)
             raise ValueError(
                 f"orthonormalize must return an array of shape {factor.shape}, as it "
-                f"is given, got {shape or type(basis).__name__}. Of jnp.linalg.qr take "
-                "the first of the two: lambda x: jnp.linalg.qr(x)[0]"
+                f"is given, got {shape or type(basis).__name__}"
+                + ("; take one of these, as jnp.linalg.qr(x)[0]" if several else "")
             )
         return basis
 

@@ -88,10 +88,22 @@ def _on_mesh(x: Any, mesh: Mesh, axis_name: str) -> Any:
     if sharding is None or not x.committed:
         return x
     if named and all(mesh.shape.get(a) == named.mesh.shape[a] for a in axes):
-        return jax.device_put(x, NamedSharding(mesh, named.spec))
-    if sharding.device_set == set(mesh.devices.flat):
+        spec = named.spec
+    elif named and [*named.mesh.devices.flat] == [*mesh.devices.flat]:
         return x
-    return jax.device_put(x, NamedSharding(mesh, P()))
+    else:
+        spec = P()
+    if x.is_fully_addressable and mesh.is_multi_process:
+        return _on_host(x)
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def _on_host(x: jax.Array) -> Any:
+    """The value, which every process has: arrays of one are not put on all."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = np.asarray(jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return np.asarray(x)
 
 
 def offload(state: Any) -> Any:

@@ -51,6 +51,7 @@ class Follower:
         fragments = range(len(model.indices))
         self._owed = [model.nothing_owed(p) for p in fragments]
         self._since = [0 for _ in fragments]
+        self._loaded = False
         self._open = Proposals(store, model, name, incarnation, settings)
 
     @property
@@ -58,13 +59,20 @@ class Follower:
         """Of the next round."""
         return self.model.fragment(self.number)
 
+    @property
+    def progress(self) -> int:
+        """How far `enter` has come; grows."""
+        return self._loaded + self.number
+
     def enter(self, params: Arrays) -> None:
         """Takes up the run where it stands, or begins it at these parameters."""
-        own = _run.description(self.model, self.settings.quorum)
-        run = _run.read(self.store) or _run.begin(self.store, self.model, own, params)
-        _run.check(run, own)
-        snapshots = self.store.keys(_rounds.SNAPSHOTS)
-        self._load(snapshots[-1] if snapshots else run["initial"])
+        if not self._loaded:
+            own, store = _run.description(self.model, self.settings.quorum), self.store
+            run = _run.read(store) or _run.begin(store, self.model, own, params)
+            _run.check(run, own)
+            snapshots = store.keys(_rounds.SNAPSHOTS)
+            self._load(snapshots[-1] if snapshots else run["initial"])
+            self._loaded = True
         while self.advance():
             pass
         self._since = [self.number for _ in self._since]
@@ -121,7 +129,6 @@ class Follower:
         }
         key = _rounds.post_key(self.number, self.name)
         # If there is one already, a killed predecessor's, that one stands.
-        _rounds.check_post(header, self.name, self.number)
         created, header = _messages.write(self.store, key, header, own.message)
         if created:
             self._open.add(self.name, header, own.message)

@@ -7,6 +7,7 @@ the parameters' leaves.
 
 import functools
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from curvadion_jax._layout import ONE_DEVICE
 from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax.compressors import Posted
 from curvadion_jax.synchronizers import _anchor_step, _fragments
+
+log = logging.getLogger("curvadion_jax.sites")
 
 Arrays = list[np.ndarray]
 
@@ -190,7 +193,12 @@ class Model:
                 ),
                 ONE_DEVICE,
             )
-            new = _finite.finite_or(new, anchor)
+            if not _finite.all_finite(new):
+                log.error(
+                    "the outer step is not finite: where it is not the outer "
+                    "parameters stay as they are. Look at the outer optimizer"
+                )
+            new = _finite.where_finite(new, new, anchor)
         return self._replaced(outer, fragment, host(new), host(state))
 
     def _put(self, arrays: Arrays) -> list[jax.Array]:

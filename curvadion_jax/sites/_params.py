@@ -48,9 +48,10 @@ def check(params: Any) -> None:
 def check_same(params: Any, shapes: list[Any]) -> None:
     """Rejects parameters that have become others than those of the start."""
     for (path, x), then in zip(jax.tree.leaves_with_path(params), shapes, strict=True):
-        if x.shape != then.shape or x.dtype != then.dtype:
+        dtype, shape = getattr(x, "dtype", type(x).__name__), np.shape(x)
+        if shape != then.shape or dtype != then.dtype:
             raise ValueError(
-                f"{jax.tree_util.keystr(path)} is {x.dtype}{list(x.shape)}, and was "
+                f"{jax.tree_util.keystr(path)} is {dtype}{list(shape)}, and was "
                 f"{then.dtype}{list(then.shape)} at start: keep the parameters' shapes "
                 "and dtypes"
             )

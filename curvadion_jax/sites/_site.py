@@ -141,7 +141,7 @@ class Site:
         atexit.register(self.close)
         try:
             news = self._worker.enter(_processes.whole(arrays))
-        except (ValueError, RuntimeError):
+        except Exception:
             self._worker.leave()  # or the others would count with this site for ever
             raise
         return self._told(news, params)

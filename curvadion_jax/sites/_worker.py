@@ -7,7 +7,6 @@ them (`take`).
 
 import functools
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,8 @@ from curvadion_jax.sites._store import StoreError
 log = logging.getLogger("curvadion_jax.sites")
 
 _LONGEST_PAUSE = 30.0
+# Of a step; a contribution has less than 1e18.
+_MOST_TOKENS = 1e15
 # To start; afterwards a store that is away is waited for, while steps go on.
 _ATTEMPTS = 4
 
@@ -121,8 +122,11 @@ class Worker(threading.Thread):
     def counted(self, tokens: Any) -> float:
         """The tokens of a step."""
         found = float(tokens)
-        if not 0 < found < math.inf:
-            raise ValueError(f"tokens must be positive and finite, got {found}")
+        if not 0 < found < _MOST_TOKENS:
+            raise ValueError(
+                f"tokens must be positive and finite, below {_MOST_TOKENS:g} a step, "
+                f"got {found}"
+            )
         return found
 
     def give(self, arrays: list[Any], tokens: float, fragment: int) -> None:
@@ -173,10 +177,8 @@ class Worker(threading.Thread):
             self.join(seconds)
 
     def run(self) -> None:
-        failures, furthest, entered = 0, 0, False
-        store = self._follower.store
+        failures, done, entered = 0, 0, False
         while not self._ending:
-            before = store.answers
             try:
                 if not entered:
                     self._follower.enter(self._params)
@@ -184,13 +186,12 @@ class Worker(threading.Thread):
                     self._publish()
                     self._follower.model.compile(self._follower.outer)
                 self._turn()
-                failures = furthest = 0
+                failures = 0
             except StoreError as error:
-                # What a turn did before it failed is not done again; an entry is, and
-                # has to come further than before.
-                answered = store.answers - before
-                failures = 1 if answered > furthest else failures + 1
-                furthest = 0 if entered else max(furthest, answered)
+                # What was done before it failed is not done again.
+                follower, before = self._follower, done
+                done = follower.store.answers if entered else follower.progress
+                failures = 1 if done > before else failures + 1
                 if not entered and failures > _ATTEMPTS:
                     return self._ended(error)
                 self._tell(failures, error)

@@ -31,7 +31,7 @@ def outer_step(outer, drift, anchor, state, layout):
     """Anchor after the sync, in the anchor's dtype, and the outer state.
 
     Elements of the state that would not be finite stay as they are. The caller keeps
-    those of the anchor (`_finite.finite_or`), which nothing could mend.
+    those of the anchor (`_finite.where_finite`), which nothing could mend.
     """
     pseudo_gradient = jax.tree.map(jnp.negative, drift)
     more = {"layout": layout} if layout.axes else {}
@@ -39,7 +39,7 @@ def outer_step(outer, drift, anchor, state, layout):
     # `optax.apply_updates` would add in the anchor's dtype.
     anchor = jax.tree.map(lambda a, u: (a + u).astype(a.dtype), anchor, updates)
     same_dtype = jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state)
-    return anchor, _finite.finite_or(same_dtype, state)
+    return anchor, _finite.mended(same_dtype, state)
 
 
 def move_to(target: jax.Array, params: jax.Array) -> jax.Array:

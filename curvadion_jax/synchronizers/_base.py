@@ -134,27 +134,15 @@ def with_absent(local: LocalStep, residual: Any, before: Any, tree: Any) -> Any:
     return jax.tree.map(lambda r, x: r + x.astype(r.dtype), owed, later)
 
 
-def own_unsent(local: LocalStep, unsent: Any, arrays: Any) -> Any:
+def own_unsent(local: LocalStep, unsent: Any) -> Any:
     """What a replica did not send of its own arrays, for those that keep it themselves.
 
-    `unsent` is of arrays times their weight. It holds what rounding has lost of the
-    mean, too, which must not come back many times to a replica that counts little: that
-    one gets back no more than it has, or as much as one that counts like the others.
-
-    Args:
-      local: its part in the sync.
-      unsent: of the mean.
-      arrays: what the replica had.
+    `unsent` is of arrays times their weight. A replica that counts little, or nothing,
+    gets it back as one that counts like the others: it holds what rounding has lost of
+    the mean, too, which must not come back many times.
     """
-    weight, like_others = jnp.asarray(local.weight), 1 / jnp.asarray(local.expected)
-    least = jnp.maximum(weight, like_others)
-    divisor = jnp.where(weight > 0, weight, like_others)
-
-    def own(unsent, x):
-        bound = jnp.maximum(jnp.abs(x), jnp.abs(unsent) / least.astype(unsent.dtype))
-        return jnp.clip(unsent / divisor.astype(unsent.dtype), -bound, bound)
-
-    return jax.tree.map(own, unsent, arrays)
+    weight = jnp.maximum(jnp.asarray(local.weight), 1 / jnp.asarray(local.expected))
+    return jax.tree.map(lambda x: x / weight.astype(x.dtype), unsent)
 
 
 def matrices(state: DionState, views: Views) -> dict[str, tuple[MatrixView, int]]:

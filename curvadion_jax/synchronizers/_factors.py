@@ -131,7 +131,7 @@ def _sync(compressor, local: LocalStep, state: SyncState, group: Group):
         if compressor is None:
             return local.mean(arrays, there), None
         result = compressor.average(local.weighted(arrays), (), there, {})
-        unsent = _base.own_unsent(local, result.unsent, arrays)
+        unsent = _base.own_unsent(local, result.unsent)
         put_in = jax.tree.map(jnp.subtract, arrays, unsent)
         return _like(result.mean, arrays), _like(put_in, arrays)
 

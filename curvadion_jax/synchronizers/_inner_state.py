@@ -44,7 +44,7 @@ def average_momentum(inner_state, form, form_state, local, group, fragment):
     """
     found = momenta(inner_state, fragment)
     result = form.average(local.weighted(found), form_state, group, local.views)
-    unsent = _base.own_unsent(local, result.unsent, found)
+    unsent = _base.own_unsent(local, result.unsent)
     kept = _finite.or_zeros(~local.joins, found)
     common = _finite.or_zeros(local.joins, result.mean)
     new = {

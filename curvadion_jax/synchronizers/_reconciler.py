@@ -126,8 +126,9 @@ class Reconciler:
         moved = optax.apply_updates(params, pick(updates))
         then = pick(state.own.params) if self.delay else moved
         drift = jax.tree.map(_anchor_step.difference, then, anchor)
+        owed = pick(state.residual)
         mean, residual, form_state = _anchor_step.mean_drift(
-            self.compressor, drift, pick(state.residual), form_state, local, group
+            self.compressor, drift, owed, form_state, local, group
         )
         new, outer_state = _anchor_step.outer_step(
             self.outer, mean, anchor, of_fragment(common.outer_state), group.layout
@@ -142,7 +143,10 @@ class Reconciler:
         if self.delay:
             since = jax.tree.map(_anchor_step.difference, moved, then)
             kept = jax.tree.map(jnp.add, kept, local.finite(since))
-        # Where it is not finite the update is contained, and the anchor stays.
+        # Where it is not finite the update is contained, the anchor stays, and the next
+        # sync brings what this one would have brought.
+        if self.compressor:
+            residual = _finite.where_finite(new, residual, local.finite(owed))
         target = jax.tree.map(lambda a, d: (a + d).astype(a.dtype), new, kept)
         updates = put(updates, jax.tree.map(_anchor_step.move_to, target, params))
         replace = functools.partial(
@@ -154,7 +158,7 @@ class Reconciler:
             replace(common.compressor_state, new=(form_state, momentum_state)),
         )
         state = SyncState(
-            anchor=put(state.anchor, _finite.finite_or(new, anchor)),
+            anchor=put(state.anchor, _finite.where_finite(new, new, anchor)),
             common=common,
             residual=put(state.residual, residual),
             own=state.own,

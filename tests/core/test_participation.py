@@ -4,7 +4,6 @@ import functools
 
 import helpers
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -258,29 +257,3 @@ def test_what_is_no_weight_is_none(weight):
         params = helpers.make_params()
         with pytest.raises(ValueError, match="weight must be finite and not negative"):
             alone.update(params, alone.init(params), params, weight=weight)
-
-
-@pytest.mark.parametrize("weight", [1.0, 0.1, 1e-3, 0.0])
-def test_momentum_that_is_not_sent_stays_whatever_the_weight(weight):
-    """Of equal momenta the mean is the same, and so is what each has afterwards."""
-    tx = cd.adaptive_sync(
-        optax.sgd(0.0, momentum=0.5),
-        triggers.every_k(1),
-        synchronizers.reconcile(momentum=compressors.top_k(0.25)),
-        AXIS,
-    )
-    gradients = jnp.broadcast_to(jnp.arange(1.0, 9.0), (4, 8))
-    params = jnp.zeros((4, 8))
-    state = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (4, *x.shape)), tx.init(params[0])
-    )
-
-    def update(gradients, state, params, weight):
-        return tx.update(gradients, state, params, weight=weight)
-
-    weights = jnp.array([1, 1, 1, weight])
-    _, state = jax.jit(jax.vmap(update, axis_name=AXIS))(
-        gradients, state, params, weights
-    )
-    (trace,) = (x for x in jax.tree.leaves(state.inner_state) if x.ndim == 2)
-    np.testing.assert_allclose(trace, gradients, rtol=1e-6)

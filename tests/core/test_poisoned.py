@@ -138,3 +138,28 @@ def test_an_outer_step_that_is_not_finite_is_contained(kind):
     assert state.metrics.excluded.total.tolist() == [0, 0]
     syncs = [1] if kind == "schedule" else [0, 1, 2, 3]
     assert state.metrics.contained.total.tolist() == [len(syncs)] * 2
+
+
+@pytest.mark.parametrize("form", ["exact", "top_k", "quantize"])
+def test_what_a_contained_outer_step_would_have_brought_comes_with_the_next(form):
+    """Nothing but that step's own update is lost, and nothing comes twice."""
+    forms = {
+        "exact": None,
+        "top_k": cd.compressors.top_k(0.25),
+        "quantize": cd.compressors.quantize(8),
+    }
+    ends = []
+    for outer in (optax.sgd(1.0), spoiling("schedule")):
+        tx = cd.adaptive_sync(
+            optax.sgd(0.01),
+            cd.triggers.every_k(2),
+            cd.synchronizers.reconcile(outer, compressor=forms[form], momentum=False),
+            helpers.AXIS,
+        )
+        moves = np.arange(16, dtype=np.float32).reshape(2, 8)
+        gradients = [{"w": moves}] * 12
+        *_, (params, state) = helpers.run_vmap(tx, {"w": jnp.zeros(8)}, gradients)
+        owed = jax.tree.leaves(state.sync_state.residual) or [0.0]
+        ends.append(np.mean(params["w"] + owed[0], axis=0))
+    wanted, found = ends
+    np.testing.assert_allclose(found, wanted * 11 / 12, rtol=0, atol=ROUNDING)

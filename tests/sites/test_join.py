@@ -255,7 +255,7 @@ def test_arguments(options, error, message):
 
 def test_tokens_that_are_no_number():
     with started(MemoryStore()) as site:
-        for tokens in (0, -1, float("nan")):
+        for tokens in (0, -1, float("nan"), 2e18):
             with pytest.raises(ValueError, match="tokens must be positive"):
                 site.sync(PARAMS, tokens=tokens)
 

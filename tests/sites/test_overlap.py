@@ -130,6 +130,7 @@ def test_parameters_may_be_donated_to_the_next_step():
 
 def test_a_store_that_fails_costs_time_and_nothing_else(monkeypatch):
     """Refused requests and lost answers: what is created once is counted once."""
+    # With a third of all requests failing a start may get no further five times.
     monkeypatch.setattr("curvadion_jax.sites._worker._ATTEMPTS", 10_000)
     found = {}
     for faults in ({}, {"refuse": 0.2, "lose": 0.1}):

@@ -10,7 +10,6 @@ from obstore.store import MemoryStore
 from site_steps import PARAMS, ByHand, settle
 
 from curvadion_jax.sites import _messages, _rounds
-from curvadion_jax.sites._messages import RunError
 
 GOOD = [np.asarray(x) for x in PARAMS.values()]
 
@@ -133,14 +132,6 @@ def test_a_contribution_that_was_damaged_is_told_to_whose_it_is():
     b.post(3.0)
     settle(b, a)
     assert a.outcomes == ["it is no message of this format"]
-
-
-def test_a_contribution_of_tokens_without_end_is_not_written():
-    store = MemoryStore()
-    a = ByHand(store, "a")
-    with pytest.raises(RunError, match="its tokens is"):
-        a.post(1.0, tokens=2e18)
-    assert not a.store.keys(_rounds.ROUNDS)
 
 
 def test_who_moves_alone_while_the_others_stand_still_counts():

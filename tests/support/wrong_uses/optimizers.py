@@ -194,7 +194,7 @@ _ROWS = [
     wrong(
         "dion(0.1, orthonormalize=jnp.linalg.qr)",
         lambda: updated(cd.dion(0.1, orthonormalize=jnp.linalg.qr)),
-        *(ValueError, "got QRResult", "take the first of the two"),
+        *(ValueError, "got QRResult", "take one of these"),
     ),
     (
         "dion(0.1, error_feedback=1)",
