@@ -42,7 +42,9 @@ def train(folder: Path) -> dict:
         state, observed = step(state, x)
     extra = {"process": jax.process_index()}
     cd.checkpoint.save(folder, STEPS, state, extra=extra)
-    restored = cd.checkpoint.restore(folder, cd.replicas.replicate(first, mesh))
+    # As one model's checkpoint is restored, on a device of each process.
+    put = jax.device_put(first, jax.local_devices()[0])
+    restored = cd.checkpoint.restore(folder, cd.replicas.replicate(put, mesh))
     model = cd.replicas.consensus(*state)
     mended, replaced = cd.replicas.mend((spoilt(state[0], 1), state[1]))
     # One of the processes names it.
