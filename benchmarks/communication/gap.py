@@ -150,7 +150,13 @@ def pairs(results: plans.Results, size: str, steps: int) -> list[Run]:
     runs = [run.but(steps=steps) for run in (rising(), rising_muon())]
     many_tokens = size in ("cpu-128k", "cpu-512k")
     rates = (0.113,) if many_tokens else {"cpu-w128": (0.057, 0.113)}.get(size, ())
-    else_ = [run.but(learning_rate=rate) for run in runs for rate in rates]
+    tuned = SEEDS if size == "cpu-512k" else (0,)
+    else_ = [
+        run.but(learning_rate=rate, seed=seed)
+        for rate in rates
+        for seed in tuned
+        for run in runs
+    ]
     if many_tokens:
         runs.append(rising().but(steps=steps, trigger=f"budget {BUDGET} 1 1"))
     if size in WIDER:

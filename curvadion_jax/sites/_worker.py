@@ -124,8 +124,8 @@ class Worker(threading.Thread):
         found = float(tokens)
         if not 0 < found < _MOST_TOKENS:
             raise ValueError(
-                f"tokens must be positive and finite, below {_MOST_TOKENS:g} a step, "
-                f"got {found}"
+                f"tokens must be positive and finite, got {found}; of a step less than "
+                f"{_MOST_TOKENS:g}"
             )
         return found
 

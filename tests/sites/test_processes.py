@@ -64,7 +64,10 @@ def test_a_site_of_two_processes_beside_one_of_one(tmp_path):
 
 def check_errors(first, second):
     no_folder, other_form, of_one_process, of_other_settings, of_two = range(5)
-    number = "ValueError: tokens must be positive and finite, got 0.0"
+    number = (
+        "ValueError: tokens must be positive and finite, got 0.0; of a step less than "
+        "1e+15"
+    )
     assert first[5:7] == [number] * 2
     assert first[7] == "ValueError: could not convert string to float: 'many'"
     for told, also in zip(first[5:], second[5:], strict=True):
