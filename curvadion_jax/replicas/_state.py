@@ -89,7 +89,7 @@ def _on_mesh(x: Any, mesh: Mesh, axis_name: str) -> Any:
         return x
     if named and all(mesh.shape.get(a) == named.mesh.shape[a] for a in axes):
         spec = named.spec
-    elif named and [*named.mesh.devices.flat] == [*mesh.devices.flat]:
+    elif named and [*_ids(named.mesh)] == [*_ids(mesh)]:
         return x
     else:
         spec = P()
@@ -98,10 +98,14 @@ def _on_mesh(x: Any, mesh: Mesh, axis_name: str) -> Any:
     return jax.device_put(x, NamedSharding(mesh, spec))
 
 
+def _ids(mesh: Any) -> Any:
+    return mesh.device_ids.flat
+
+
 def _on_host(x: jax.Array) -> Any:
     """The value, which every process has: arrays of one are not put on all."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = np.asarray(jax.random.key_data(x))
+        data = jnp.asarray(np.asarray(jax.random.key_data(x)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return np.asarray(x)
 
