@@ -34,11 +34,9 @@ def to_host(name: str, x: Any) -> jax.Array:
 
 
 def beside(x: Any, other: Any) -> Any:
-    """The array in the memory of another, on the devices where it is."""
-    kind = getattr(getattr(other, "sharding", None), "memory_kind", None)
-    if kind is None or kind == x.sharding.memory_kind:
-        return x
-    return jax.device_put(x, x.sharding.with_memory_kind(kind))
+    """An array on the device, in the memory of another."""
+    space = jax.typeof(other).memory_space
+    return x if space == jax.memory.Space.Device else jax.device_put(x, space)
 
 
 def to_device(tree: Any) -> Any:
@@ -61,9 +59,6 @@ def put_back(tree: Any, moved: Any, original: Any) -> Any:
         return tree
 
     def put(new, copy, old):
-        if new is copy:
-            return old
-        space = jax.typeof(old).memory_space
-        return new if space == jax.memory.Space.Device else jax.device_put(new, space)
+        return old if new is copy else beside(new, old)
 
     return jax.tree.map(put, tree, moved, original)

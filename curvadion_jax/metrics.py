@@ -83,8 +83,8 @@ def read(
       * `synchronous_bytes`: what it would have sent with float32 gradients averaged
         on every step,
       * `skipped`: steps not taken because gradients were not finite, `contained`: steps
-        on which the inner optimizer's updates were not, `excluded`: syncs that a
-        replica was excluded from, `absent`: syncs without weight, all over the
+        on which the inner or outer optimizer's updates were not, `excluded`: syncs that
+        a replica was excluded from, `absent`: syncs without weight, all over the
         replicas of this process; `empty_syncs`: syncs that nobody took part in,
         whose bytes are counted as if somebody had,
       * `troubled`: number of a replica -> dict of its own `skipped`, `contained`,

@@ -79,7 +79,8 @@ def _on_mesh(x: Any, mesh: Mesh, axis_name: str) -> Any:
     """
     sharding = getattr(x, "sharding", None)
     named = sharding if isinstance(sharding, NamedSharding) else None
-    axes = jax.tree.leaves(tuple(named.spec)) if named else []
+    spec = named.spec if named else P()
+    axes = jax.tree.leaves(tuple(spec))
     if axis_name in axes:
         raise ValueError(
             f"an array of shape {x.shape} is divided over {axis_name!r} already: give "
@@ -87,19 +88,11 @@ def _on_mesh(x: Any, mesh: Mesh, axis_name: str) -> Any:
         )
     if sharding is None or not x.committed:
         return x
-    if named and all(mesh.shape.get(a) == named.mesh.shape[a] for a in axes):
-        spec = named.spec
-    elif named and [*_ids(named.mesh)] == [*_ids(mesh)]:
-        return x
-    else:
+    if named and any(mesh.shape.get(a) != named.mesh.shape[a] for a in axes):
         spec = P()
     if x.is_fully_addressable and mesh.is_multi_process:
         return _on_host(x)
     return jax.device_put(x, NamedSharding(mesh, spec))
-
-
-def _ids(mesh: Any) -> Any:
-    return mesh.device_ids.flat
 
 
 def _on_host(x: jax.Array) -> Any:

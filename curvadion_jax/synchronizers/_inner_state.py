@@ -21,13 +21,14 @@ def replaced(inner_state, averaged):
 
 def momenta(inner_state: optax.OptState, fragment: Fragment) -> dict[str, jax.Array]:
     """Path of the parameter -> its momentum, of a fragment's parameters."""
-    if _momentum.find_field(inner_state) is None:
+    field = _momentum.find_field(inner_state)
+    if field is None:
         raise ValueError(
             "reconcile is to average momenta in a compressed form, and the inner "
             "optimizer keeps none: give momentum=False, or an optimizer with momentum"
         )
     found = _momentum.momentum_by_name(inner_state)
-    number = sum(_momentum.in_field(inner_state, _momentum.find_field(inner_state)))
+    number = sum(_momentum.in_field(inner_state, field))
     if number != len(found):
         raise ValueError(
             f"the inner optimizer keeps {number} momenta of {len(found)} parameters, "

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
@@ -77,6 +78,14 @@ def averaging_dion(learning_rate: Any = 0.1, rank: Any = 0.25, **options: Any) -
         "momentum": 0.9,
     }
     return synced_dion(learning_rate, rank, **{**defaults, **options})
+
+
+def train_state() -> TrainState:
+    """Flax's, of AdamW and parameters of two dtypes."""
+    params = make_params()
+    params["embed"] = params["embed"].astype(jnp.bfloat16)
+    tx = optax.adamw(optax.linear_schedule(0.1, 0.0, 9))
+    return TrainState.create(apply_fn=None, params=params, tx=tx)
 
 
 def train_step(tx: Any):
