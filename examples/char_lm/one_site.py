@@ -4,9 +4,12 @@ The same command in another terminal, or on another machine, with another name, 
 further site. Each has its own place in the data; all have one model.
 """
 
+import contextlib
+import functools
 import json
 import time
 import zlib
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ import numpy as np
 import optax
 import report
 import train
-from config import Config
+from config import Config, UserError
 from data import load
 
 import curvadion_jax as cd
@@ -41,17 +44,18 @@ def run(config: Config, name: str, url: Any, out: Path, **join: Any) -> float:
         The loss of the common model on the held-out text.
 
     Raises:
+        UserError: The run does not take this site, and says why.
         Interrupted: Ctrl-C or SIGTERM; the same call continues.
         OSError: The store or the directory cannot be used.
     """
     corpus = load(config.data)
     gpt = train.make_model(config, corpus)
     tx = inner_optimizer(config)
-    state = train.initial_state(gpt, "local_muon", config)
-    params, opt_state = state.params, tx.init(state.params)
+    params = train.initial_params(gpt, config)
+    opt_state = tx.init(params)
     evaluate = _evaluation(gpt, config, corpus)
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step_fn(params, opt_state, tokens):
         loss, grads = jax.value_and_grad(
             lambda p: train.model.next_token_loss(gpt, p, tokens)
@@ -65,10 +69,12 @@ def run(config: Config, name: str, url: Any, out: Path, **join: Any) -> float:
         opt_state = restored(checkpoints, opt_state, start)
     out.mkdir(parents=True, exist_ok=True)
     place, tokens = zlib.crc32(name.encode()), config.batch * config.sequence_length
-    lines = journal.Journal(out / f"{name}.jsonl", start)
-    joined = cd.sites.join(url, name, **join)
-    with joined as site, closing(lines), journal.stop_on_signal() as stop:
-        params = site.start(params)
+    with _told_to_the_user():
+        joined = cd.sites.join(url, name, **join)
+    kept = journal.Journal(out / f"{name}.jsonl", start)
+    with joined as site, closing(kept) as lines, journal.stop_on_signal() as stop:
+        with _told_to_the_user():
+            params = site.start(params)
         for step in range(start + 1, config.steps + 1):
             seed: Any = (config.seed, step, place)
             batch = corpus.training_batch(seed, config.batch, config.sequence_length)
@@ -80,7 +86,8 @@ def run(config: Config, name: str, url: Any, out: Path, **join: Any) -> float:
                 print(f"{name} {json.dumps(line | site.metrics._asdict())}", flush=True)
             lines.write(line | site.metrics._asdict())
             stopping = stop.after_step()
-            if stopping or step % config.checkpoint_every == 0:
+            last = step == config.steps
+            if last or stopping or step % config.checkpoint_every == 0:
                 save(checkpoints, step, opt_state)
             if stopping:
                 raise stop.interrupted(
@@ -101,6 +108,15 @@ def run(config: Config, name: str, url: Any, out: Path, **join: Any) -> float:
     )
     print(f"{name}: {loss:.4f} nats a token on held-out text, {site.metrics}")
     return loss
+
+
+@contextlib.contextmanager
+def _told_to_the_user() -> Iterator[None]:
+    """What the run refuses is for the user to mend, and no fault of the program."""
+    try:
+        yield
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise UserError(str(error)) from error
 
 
 def inner_optimizer(config: Config) -> optax.GradientTransformation:
@@ -135,10 +151,10 @@ def restored(checkpoints: Path, opt_state: Any, step: int) -> Any:
 
 def _evaluation(gpt: Any, config: Config, corpus: Any) -> Any:
     loss_fn = jax.jit(lambda p, batch: train.model.next_token_loss(gpt, p, batch))
-    count, length = config.evaluation_batches, config.sequence_length
-    sequences = config.replicas * config.batch
+    # The text that a run of replicas is evaluated on, in batches of a site's size.
+    count, length = config.replicas * config.evaluation_batches, config.sequence_length
     batches = [
-        corpus.validation_batch(index, count, sequences, length)
+        corpus.validation_batch(index, count, config.batch, length)
         for index in range(count)
     ]
     return lambda params: float(np.mean([loss_fn(params, b) for b in batches]))

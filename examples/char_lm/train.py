@@ -176,10 +176,15 @@ def make_model(config: Config, corpus: Corpus) -> model.GPT:
     )
 
 
+def initial_params(gpt: model.GPT, config: Config) -> Any:
+    """The parameters before the first step."""
+    tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
+    return jax.jit(gpt.init)(jax.random.key(config.seed), tokens)["params"]
+
+
 def initial_state(gpt: model.GPT, name: str, config: Config) -> TrainState:
     """The state of one replica before the first step; equal parameters for all."""
-    tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
-    params = jax.jit(gpt.init)(jax.random.key(config.seed), tokens)["params"]
+    params = initial_params(gpt, config)
     tx = methods.METHODS[name].build(config, cd.replicas.AXIS)
     return TrainState.create(apply_fn=gpt.apply, params=params, tx=tx)
 

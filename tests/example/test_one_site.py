@@ -59,3 +59,16 @@ def test_a_name_without_a_run(tmp_path, text, capsys):
     with pytest.raises(SystemExit):
         main.main(["--site", "oslo", "--run", str(tmp_path), "--restart", "--rank=4"])
     assert "a site does not read --restart, --rank" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_a_run_refuses_is_told_as_a_wrong_flag(tmp_path, text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.main(command("my site", tmp_path, text))
+    assert ended.value.code == 2
+    assert "got 'my site'" in capsys.readouterr().err
+    assert main.main(command("oslo", tmp_path, text, steps=1)) == 0
+    with pytest.raises(SystemExit) as ended:
+        main.main(command("rome", tmp_path, text, "--width", "32"))
+    assert ended.value.code == 2
+    assert "Give the same model" in capsys.readouterr().err
