@@ -56,8 +56,7 @@ def main(arguments: list[str] | None = None) -> dict:
         learning_rate=options.rate or (0.02 if ours else 0.004),
         num_eval_steps=10,
         eval_every_steps=max(options.steps // 4, 2),
-        save_checkpoints=False,
-        restore_checkpoints=False,
+        checkpoint_every_steps=options.steps,
         use_bfloat16=False,
     )
     cd.replicas.step = command.Remembered
@@ -81,11 +80,12 @@ def get_datasets(*, config, vocab_path, data_sharding):
 
     def batches(held_out):
         for crops in tokens.batches(rows, length + 1, held_out=held_out):
-            yield {
+            batch = {
                 "inputs": crops[:, :-1],
                 "targets": crops[:, 1:],
                 "inputs_position": places,
             }
+            yield jax.device_put(batch, data_sharding)
 
     class Repeated:
         def __iter__(self):

@@ -57,8 +57,8 @@ def main(arguments: list[str] | None = None) -> dict:
     synthetic_data_processing.SyntheticDataIterator.__next__ = next_batch
     losses = []
     logger = metric_logger.MetricLogger
-    logger.buffer_and_write_metrics = lambda self, metrics, step, *_, **__: (
-        losses.append(float(metrics["scalar"]["learning/loss"]))
+    logger.write_metrics = lambda self, metrics, *_: losses.append(
+        float(metrics["scalar"]["learning/loss"])
     )
     cd.replicas.step = command.Remembered
     with tempfile.TemporaryDirectory() as folder:
