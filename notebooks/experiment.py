@@ -62,7 +62,10 @@ def at_steps(steps: Any) -> cd.triggers.Trigger:
 
 
 def curvadion_with(*wanted: cd.triggers.Trigger) -> methods.Method:
-    """What `curvadion` is made of, with another trigger and a sync at the last step."""
+    """What `curvadion` is made of, with another trigger.
+
+    And a sync at the last step of a run of the usual length.
+    """
     trigger = cd.triggers.any_of(*wanted, at_steps([config.steps - 1]))
 
     def build(config, axis):

@@ -30,6 +30,7 @@ FRAGMENTS = ((2, 0), (2, 1), (2, 3), (3, 0), (3, 2))
 TURNS = (3, 5)  # numbers of fragments that are compared by seeds
 # The rate at the end over its peak, and the age of the averaged weights over the run.
 AVERAGES = ((0.05, 0.07), (0.2, 0.07), (0.5, 0.1), (1.0, 0.1))
+BETWEEN = (600, 900)  # lengths
 SIGNALS = ("budget", "turn", "moved")
 MORE_SEEDS = (*SEEDS, 3, 4)  # of the cheapest setting and of the README's
 
@@ -190,6 +191,14 @@ def against(results: plans.Results, size: str, steps: int) -> list[Run]:
     return [*runs, *one_change, *parts(), *every_step()] if cheapest else runs
 
 
+def between(results: plans.Results, size: str, steps: int) -> list[Run]:
+    """Synchronous Muon of 600 or 900 steps, to read the gap in steps off."""
+    del results, size
+    if steps not in BETWEEN:
+        raise ValueError(f"'between' is of {BETWEEN} steps, got {steps}")
+    return [rising_muon().but(steps=steps, seed=seed) for seed in SEEDS]
+
+
 def memory(results: plans.Results, size: str, steps: int) -> list[Run]:
     """All state but the anchor in bfloat16, by seeds."""
     del results, size
@@ -281,7 +290,7 @@ def large(results: plans.Results, size: str, steps: int) -> list[Run]:
 PLANS: dict[str, Callable[[plans.Results, str, int], list[Run]]] = {
     plan.__name__: plan
     for plan in (
-        *(against, scaling, memory, delays, fragments, limits),
+        *(between, against, scaling, memory, delays, fragments, limits),
         *(tuning, bits, pairs, shares, signals, averages, seldom, large),
     )
 }

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 import bases
 import comparisons
+import gap
 import plans
 import tables
 from sizes import SIZES
 
 _SIZES = ("cpu", "cpu-32k", "cpu-128k")
-_STEPS = (150, 300, 1200, 4800)
+_STEPS = (150, 300, *gap.BETWEEN, 1200, 4800)
 
 
 def steps_to(loss: float, ends: Mapping[int, float]) -> float | None:

@@ -1,7 +1,8 @@
 """Which runs the study makes: methods, how each is tuned, and what is then compared.
 
 A plan is a function from the results so far to runs, since the later plans take the
-tuned values from the earlier ones: `rates`, then `outers`, then the rest.
+tuned values from the earlier ones: `rates`, `momenta`, `outers`, `grid` and `others`,
+then the rest.
 """
 
 import math
@@ -119,6 +120,22 @@ def outers(results: Results) -> list[Run]:
     ]
 
 
+def grid(results: Results) -> list[Run]:
+    """DiLoCo's rate and outer step together: one after the other ends in a corner."""
+    del results
+    run = METHODS["diloco"].run
+    outers = ("mean", "nesterov 0.3 0.6", "nesterov 0.5 0.3")
+    return [
+        *(
+            run.but(learning_rate=rate, outer=outer)
+            for rate in (0.02, 0.04)
+            for outer in outers
+        ),
+        run.but(learning_rate=0.01, outer="mean"),
+        run.but(learning_rate=0.02, outer="nesterov 1.0 0.3"),
+    ]
+
+
 def seeds(results: Results) -> list[Run]:
     """The references and the winner with more seeds, its closest rival among them."""
     close = ("dion", "muon", "local_muon", "muloco", "muloco_2_bits", "as_it_comes")
@@ -188,7 +205,7 @@ def participation(results: Results) -> list[Run]:
 
 
 _ALL = (
-    *(rates, leaders, momenta, outers),
+    *(rates, leaders, momenta, outers, grid),
     *(ideas, seeds, timing, budgets, others, replicas, participation),
 )
 PLANS: dict[str, Callable[[Results], list[Run]]] = {

@@ -58,7 +58,7 @@ def document(results: plans.Results) -> str:
         "\n\n".join(
             [
                 *(*head, law.text(results), lengths.table(results)),
-                comparisons.pairs(results),
+                *(comparisons.by_text(results), comparisons.pairs(results)),
                 *(comparisons.parts(results), comparisons.every_step(results)),
                 *(alternatives.bits(results), alternatives.seldom(results)),
                 alternatives.signals(results),
@@ -135,7 +135,7 @@ def draw(results: plans.Results, file: Path) -> None:
         axes.legend(fontsize=8)
     panels[0].set_xticks(sorted({at.steps for at in gaps}))
     panels[0].set_ylabel("loss above synchronous Muon, percent")
-    figure.suptitle("local_muon at 1% of the bytes; mean and spread of three seeds")
+    figure.suptitle("local_muon at 1% of the bytes; mean and spread of seeds")
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
 

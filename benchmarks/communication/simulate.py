@@ -18,6 +18,7 @@ import model
 import numpy as np
 import optax
 import pieces
+import texts
 from optimizers import AXIS, optimizer
 from runs import Run
 from sizes import Size
@@ -31,8 +32,8 @@ def simulate(
     """Trains, and returns what there is to say about it, ready for JSON.
 
     `loss` is that of the mean of the replicas after the last step, in nats a token, or
-    of their averages over the steps where the run keeps them, and `curve` always of
-    the mean of the replicas after a step;
+    of their averages over the steps where the run keeps them, `losses` that on other
+    texts (`texts.py`), and `curve` always of the mean of the replicas after a step;
     `bytes` and `synchronous_bytes` are those of `curvadion_jax.metrics.read`. None if
     the piece of the run that is to be trained ended before the run did.
     """
@@ -61,12 +62,16 @@ def simulate(
         if number % size.every == 0 or number == run.steps:
             progress.curve[number] = evaluate(training[0])
     params, state, average = training
-    loss = progress.curve[run.steps]
-    if run.weight_average:
-        loss = evaluate(weights_average(average, run))
+    kept = weights_average(average, run) if run.weight_average else params
+    losses = {
+        name: evaluation(gpt, size, other)(kept)
+        for name, other in texts.others(corpus, size.data).items()
+    }
     sent = cd.metrics.read(state)
     return {
-        "loss": loss,
+        "loss": evaluate(kept),
+        "losses": losses,
+        "text": corpus.fingerprint,
         "curve": progress.curve,
         **{key: sent[key] for key in ("syncs", "bytes", "synchronous_bytes")},
         "divergence": float(cd.replicas.divergence(params)),

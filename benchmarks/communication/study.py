@@ -70,15 +70,13 @@ def train(
     run: Run, size: Size, piece: pieces.Piece | None = None
 ) -> dict[str, Any] | None:
     """One run, in a process of its own: JAX starts there. None if its piece ended."""
-    import data
     import jax
-    import prose
     import simulate
+    import texts
 
     if piece is not None and piece.is_over():
         return None
-    corpus = prose.load() if size.data == "prose" else data.load(size.data)
-    result = simulate.simulate(run, size, corpus, piece)
+    result = simulate.simulate(run, size, texts.load(size.data), piece)
     jax.clear_caches()  # else every run's programs would stay in memory
     if result is None:
         return None
@@ -92,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program."""
     import gap
     import plans
+    import texts
 
     options, size = _options(plans.PLANS, gap.PLANS, arguments)
     options.results.mkdir(parents=True, exist_ok=True)
@@ -101,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = read(file)
     if others := {row.get("data") for row in results.values()} - {options.data}:
         sys.exit(f"{file} has results of other --data: {', '.join(map(str, others))}")
+    _check_text(results, options.size, texts.load(size.data).fingerprint)
     if together:
         runs = gap.PLANS[options.plan[0]](results, options.size, options.steps)
     else:
@@ -130,6 +130,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"{failed} of {len(left)} runs failed; the same command tries again")
     if ended < len(left):
         print(f"{len(left) - ended} runs are left; the same command goes on")
+
+
+def _check_text(results: Mapping[str, Any], size: str, fingerprint: str) -> None:
+    """Ends the program where there are results of a size on another text."""
+    for row in results.values():
+        if (
+            row.get("size", size) == size
+            and row.get("text", fingerprint) != fingerprint
+        ):
+            sys.exit(
+                f"there are results of another text, {row['text']}, and this is "
+                f"{fingerprint}: give another --results, or the Python whose library "
+                "they are of"
+            )
 
 
 def _options(

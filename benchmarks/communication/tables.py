@@ -78,17 +78,17 @@ def losses_by_seed(losses: Mapping[int, float]) -> str:
     return ", ".join(f"{seed}: {loss:.4f}" for seed, loss in losses.items())
 
 
-def spread(numbers: Sequence[float]) -> str:
+def spread(numbers: Sequence[float], digits: int = 2) -> str:
     """Mean, and the standard deviation where there are several.
 
     Examples:
         >>> spread([1.0]), spread([1.0, 2.0])
         ('1.00', '1.50 ± 0.71')
     """
-    mean = f"{statistics.fmean(numbers):.2f}"
+    mean = f"{statistics.fmean(numbers):.{digits}f}"
     if len(numbers) == 1:
         return mean
-    return f"{mean} ± {statistics.stdev(numbers):.2f}"
+    return f"{mean} ± {statistics.stdev(numbers):.{digits}f}"
 
 
 def line(label: str, run: Run, results: plans.Results) -> list[str]:

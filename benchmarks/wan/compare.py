@@ -16,8 +16,6 @@ from curvadion_jax import cost_model
 from curvadion_jax.compressors import Payload
 
 Results = Mapping[str, Record]
-# The share of a packet that is left beside headers of IP and TCP with timestamps.
-HEADERS = 52
 
 
 class Times(NamedTuple):

@@ -20,7 +20,7 @@ def draw(journals: dict[str, Lines], file: Path) -> None:
     trigger that looks at nothing, the number of syncs.
 
     Args:
-        journals: Method name to its lines, see `report.Journal`.
+        journals: Method name to its lines, see `journal.Journal`.
         file: The PNG to write.
     """
     count = len(journals)

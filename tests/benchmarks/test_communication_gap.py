@@ -150,6 +150,13 @@ def test_longer_runs_take_what_won_in_short_ones():
     assert {r.learning_rate for r in longer if r.inner == "dion 1.0"} == {0.08}
 
 
+def test_lengths_between_are_of_synchronous_muon():
+    runs = gap.between({}, "cpu", 600)
+    assert runs == [bases.rising_muon().but(steps=600, seed=seed) for seed in range(3)]
+    with pytest.raises(ValueError, match=r"of \(600, 900\) steps, got 300"):
+        gap.between({}, "cpu", 300)
+
+
 def test_what_won_at_a_thousandth_is_trained_by_seeds():
     changed = gap.seldom({}, "cpu", 1200)
     assert {run.trigger for run in changed} == {"evenly 0.001"}

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 
 import data
 import gap
@@ -146,6 +147,32 @@ def test_data_are_not_mixed(tmp_path):
     (tmp_path / "cpu.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(SystemExit, match="has results of other --data: one"):
         study.main(["rates", "--data", "two", "--results", str(tmp_path)])
+
+
+def test_texts_are_not_mixed(tmp_path):
+    row = result(QUICK, 1.0) | {"text": "of another library"}
+    (tmp_path / "cpu.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(SystemExit, match="of another text, of another library, and"):
+        study.main(["rates", "--results", str(tmp_path)])
+
+
+def documented() -> list[list[list[str]]]:
+    """The plans of each command, page by page, in the order of the page."""
+    root = study.RESULTS.parents[2]
+    page = (root / "docs/results.md").read_text()
+    (names,) = re.findall(r"for plan in (.*); do", page)
+    page = (root / "benchmarks/communication/README.md").read_text()
+    commands = re.findall(r"^ +python \S+/study.py ([^-#\n]+?) *(?:#.*)?$", page, re.M)
+    return [[[name] for name in names.split()], [each.split() for each in commands]]
+
+
+@pytest.mark.parametrize("commands", documented(), ids=["results", "README"])
+def test_the_documented_order_trains_what_later_plans_need(commands):
+    results: dict = {}
+    for names in commands:
+        runs = [run for name in names for run in plans.PLANS[name](results)]
+        results |= {run.key(): result(run, 1.0 + len(run.key())) for run in runs}
+    assert {name for names in commands for name in names} >= {"grid", "seeds", "ideas"}
 
 
 def tuned_results() -> dict:
