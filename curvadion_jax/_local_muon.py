@@ -39,9 +39,10 @@ def local_muon(
     At a sync the pseudo-gradients of the replicas are averaged, in 2 bits and with
     error feedback, and the anchor takes a Nesterov step along the mean; what both
     remember is bfloat16. Syncs are
-    evenly spaced, as often as the budget allows. It is close to MuLoCo
-    (`presets.muloco` is that, as published), and not the method of the CurvaDion paper:
-    that is :func:`curvadion`.
+    evenly spaced, as often as the budget allows. It is MuLoCo in 2 bits with another
+    outer step, and a budget in place of a period (`presets.muloco` has the values of
+    that paper, in float32), and not the method of the CurvaDion paper: that is
+    :func:`curvadion`.
 
     Args:
       learning_rate: a number or a schedule.
