@@ -194,7 +194,8 @@ def adaptive_sync(
             fire &= ~_faults.in_cooldown(counters, replica.weight)
         request, asked = replica.request(fire, counters, due), False
         if not isinstance(request, int):  # what is known to all is not asked
-            asked = _requests.is_asked(step, ask_every, axis_name)
+            forced = due is not None
+            asked = forced or _requests.is_asked(step, ask_every, axis_name)
             request = _requests.largest(request, asked, axis_name)
         begins, ends = replica.begins_and_ends(request)
 

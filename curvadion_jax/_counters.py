@@ -81,7 +81,7 @@ class SyncMetrics(NamedTuple):
       synced: bool[], whether the last step synchronised.
       value: float32[], the trigger's value on this replica on the last step, NaN if
         it has none. Replica-varying.
-      threshold: float32[], what the value was compared with.
+      threshold: float32[], what the value was compared with. Replica-varying.
       layer: int32[], index of the parameter with the largest value on this replica,
         -1 if none. Replica-varying.
       skipped: steps that this replica did not take, because its gradients were not

@@ -72,8 +72,9 @@ def read(
 
       * `steps`, `syncs`, `sync_rate` (their ratio), `synced` (the last step),
       * `value`: the trigger's last value, the largest over the replicas of this
-        process; `threshold`; `layer`: index of the parameter it belongs to, in the
-        order of the parameters' leaves; each is None for a trigger without one,
+        process; `threshold`: what that replica compares it with; `layer`: index of the
+        parameter it belongs to, in the order of the parameters' leaves; each is None
+        for a trigger without one,
       * `asked`: steps on which replicas reduced their requests to decide,
       * `replicas`,
       * `bytes`: what one replica has sent, an all-reduce of B bytes counted as
@@ -136,7 +137,7 @@ def read(
         "sync_rate": syncs / steps if steps else 0.0,
         "synced": bool(_common(found.synced, "synced")),
         "value": _unless(math.isnan, _shortest(values[worst])),
-        "threshold": _unless(math.isnan, _shortest(found.threshold.reshape(-1)[0])),
+        "threshold": _unless(math.isnan, _shortest(found.threshold.reshape(-1)[worst])),
         "layer": _unless((-1).__eq__, int(layers[worst])),
         "asked": _common(found.asked, "asked"),
         "replicas": replicas,

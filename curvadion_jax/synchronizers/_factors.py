@@ -123,7 +123,8 @@ def _ranks(inner_state, views):
 def _sync(compressor, local: LocalStep, state: SyncState, group: Group):
     ranks, before = _ranks(local.inner_state, local.views), local.inner_state
     gradients, residual = _mean_of_others(compressor, local, state, group, ranks)
-    reduced = []
+    factored = {name for name, pair in ranks.items() if reduces_factors(*pair)}
+    reduced, lost = [], {}
 
     def reduce_fn(arrays, made_of):
         reduced.extend(arrays)
@@ -132,7 +133,10 @@ def _sync(compressor, local: LocalStep, state: SyncState, group: Group):
             return local.mean(arrays, there), None
         result = compressor.average(local.weighted(arrays), (), there, {})
         unsent = _base.own_unsent(local, result.unsent)
-        put_in = jax.tree.map(jnp.subtract, arrays, unsent)
+        lost.update({n: x for n, x in unsent.items() if n not in factored})
+        # One that is absent put nothing in; it may hold what rounding lost of the mean.
+        own = _finite.or_zeros(local.present, arrays)
+        put_in = jax.tree.map(jnp.subtract, own, unsent)
         return _like(result.mean, arrays), _like(put_in, arrays)
 
     inner_state = before
@@ -141,7 +145,7 @@ def _sync(compressor, local: LocalStep, state: SyncState, group: Group):
         common = iter(state.common)
         inner_state = _momentum.with_dion(before, lambda x: x._replace(q=next(common)))
     updates, inner_state = local.take(gradients, inner_state, reduce_fn=reduce_fn)
-    expected = sum(2 if reduces_factors(*pair) else 1 for pair in ranks.values())
+    expected = len(ranks) + len(factored)
     if len(reduced) < expected:
         raise ValueError(
             f"of {expected} arrays of Dion {len(reduced)} were averaged: a "
@@ -151,10 +155,16 @@ def _sync(compressor, local: LocalStep, state: SyncState, group: Group):
         )
     q = [dion.q for dion in _momentum.dion_states(inner_state)]
     if group.size > 1:
-        # One that sent nothing of its momentum and gradient has all of them still.
-        _, kept = local.take(gradients, before, momentum_only=True)
-        inner_state = _with_momenta(inner_state, kept, local.present)
-        waiting = _with_momenta(before, kept, local.anybody)
+        _, whole = local.take(gradients, before, momentum_only=True)
+
+        def of_replica(name, own, whole):
+            if compressor is not None and name in factored:
+                return own  # by what it put in: nothing, if it is absent
+            waits = (whole + lost.get(name, 0)).astype(own.dtype)
+            return jnp.where(local.present, own, waits)
+
+        inner_state = _with_momenta(inner_state, whole, of_replica)
+        waiting = _with_momenta(before, whole, lambda name, own, whole: whole)
         inner_state = _finite.where(local.anybody, inner_state, waiting)
         q = _finite.where(local.anybody, q, state.common)
     updates = _finite.or_zeros(local.anybody, updates)
@@ -180,12 +190,15 @@ def _mean_of_others(compressor, local: LocalStep, state: SyncState, group, ranks
     return jax.tree.unflatten(structure, found), residual
 
 
-def _with_momenta(inner_state, other, keep: jax.Array | bool):
-    """The state of an optimizer with another's momenta of Dion unless bool[] `keep`."""
+def _with_momenta(inner_state, other, choose):
+    """The state of an optimizer, Dion's momenta chosen of its own and another's."""
     others = iter(_momentum.dion_states(other))
 
     def chosen(x):
-        momentum = _finite.where(keep, x.momentum, next(others).momentum)
+        theirs = dict(_paths.leaves_with_path(next(others).momentum))
+        momentum = _paths.map_with_path(
+            lambda name, own: choose(name, own, theirs[name]), x.momentum
+        )
         return x._replace(momentum=momentum)
 
     return _momentum.with_dion(inner_state, chosen)

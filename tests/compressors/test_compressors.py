@@ -204,6 +204,12 @@ def test_what_one_without_weight_has_is_in_no_mean(name):
         pytest.param(ALL["int2-int8"], 122 * 16, id="int2-int8"),
         # 2 (40 + 12), 3 x 2 (16 + 24), 2 (30 + 10) elements, and the bias.
         pytest.param(compressors.low_rank(2), 4 * (104 + 240 + 80 + 5), id="rank2"),
+        # Twice the factors.
+        pytest.param(
+            compressors.low_rank(2, power_iterations=2),
+            4 * (2 * (104 + 240 + 80) + 5),
+            id="rank2-twice",
+        ),
         # Factors of 80, 24, 96, 144, 60 and 20 elements in blocks of 16; the bias in 1.
         pytest.param(
             ALL["rank2-int8"], (5 + 2 + 6 + 9 + 4 + 2 + 1) * 20, id="rank2-int8"

@@ -40,6 +40,18 @@ def test_low_rank_means_are_the_references(iterations):
     np.testing.assert_allclose(result.state["tall"][0], q, atol=ATOL)
 
 
+def test_a_mean_that_is_not_finite_spoils_no_later_one():
+    """Its Q stays as it was; numbers that overflow come from one bad sync."""
+    compressor = compressors.low_rank(2)
+    sound = {"tall": trees(5)["tall"]}
+    start = {"tall": compressor.init({"tall": sound["tall"][0]}, {})["tall"]}
+    huge = {"tall": np.full_like(sound["tall"], 3e38)}
+    bad = average(compressor, huge)
+    assert not np.isfinite(bad.mean["tall"]).all()
+    for replica in range(REPLICAS):
+        np.testing.assert_array_equal(bad.state["tall"][replica], start["tall"])
+
+
 def test_a_low_rank_mean_is_kept_exactly():
     rng = np.random.default_rng(7)
     left, right = rng.normal(size=(REPLICAS, 30, 2)), rng.normal(size=(2, 10))

@@ -81,3 +81,13 @@ def test_mending_leaves_arrays_where_they_are():
     assert replaced == [1]
     assert mended["w"].sharding == place
     np.testing.assert_array_equal(mended["w"][1], x[0])
+
+
+def test_a_copy_draws_random_numbers_of_its_own():
+    keys = jax.random.split(jax.random.key(0), 3)
+    state = {"w": jnp.ones((3, 2)).at[1].set(jnp.nan), "key": keys}
+    mended, replaced = cd.replicas.mend(state)
+    assert replaced == [1]
+    found = jax.random.key_data(mended["key"])
+    np.testing.assert_array_equal(found[::2], jax.random.key_data(keys)[::2])
+    assert len(np.unique(found, axis=0)) == 3

@@ -59,8 +59,10 @@ def test_before_the_first_step():
 def test_the_largest_value_and_its_layer(values, worst):
     state = optimizer().init(helpers.make_params())
     state = cd.replicas.replicate(state, cd.replicas.make_mesh(3))
-    state = changed(state, value=np.float32(values), layer=np.array([7, 8, 9]))
+    layers, thresholds = np.array([7, 8, 9]), np.float32([0.25, 0.5, 0.75])
+    state = changed(state, value=np.float32(values), layer=layers, threshold=thresholds)
     read = metrics.read(state)
+    assert read["threshold"] == thresholds[worst]
     np.testing.assert_equal(np.float32(read["value"]), np.float32(values[worst]))
     assert read["layer"] == [7, 8, 9][worst]
 

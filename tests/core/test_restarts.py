@@ -13,6 +13,7 @@ from curvadion_jax import (
     _faults,
     _guards,
     _momentum,
+    _power_iteration,
     compressors,
     synchronizers,
     triggers,
@@ -94,6 +95,13 @@ def test_counts_start_afresh_with_their_moments_beside_what_is_masked():
         assert optax.tree.get_all_with_path(state, "count")
         counts = [x for _, x in optax.tree.get_all_with_path(again, "count")]
         assert [int(x) for x in counts] == [0] * len(counts)
+
+
+@pytest.mark.parametrize("shape", [(6, 2), (3, 5, 5), (7, 1)])
+def test_q_starts_afresh_with_orthonormal_columns(shape):
+    q = np.asarray(_power_iteration.cosines(np.zeros(shape, np.float32)))
+    unit = np.broadcast_to(np.eye(shape[-1]), (*shape[:-2], *[shape[-1]] * 2))
+    np.testing.assert_allclose(q.swapaxes(-1, -2) @ q, unit, atol=UNIT)
 
 
 def test_a_condition_of_a_replica_would_be_seen():

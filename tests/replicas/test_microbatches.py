@@ -40,6 +40,31 @@ def test_microbatches_are_the_whole_batch(has_aux):
     )
 
 
+def squared(w, b, x, y):
+    return jnp.mean((x @ w + b[None] - y) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("argnums", "order"),
+    [(0, "wxy"), (-1, "xyw"), ((0, 1), "wbxy"), ((1, -1), "xwyb"), ((-1, 1), "xwyb")],
+)
+def test_what_is_differentiated_may_stand_anywhere(argnums, order):
+    """And all other arguments are divided into rows."""
+    named = {"w": jnp.asarray(X[:6, :1]), "b": jnp.ones(1), "x": X, "y": X[:, :1]}
+
+    def loss_fn(*given):
+        return squared(**{"b": jnp.ones(1)} | dict(zip(order, given, strict=True)))
+
+    given = [named[name] for name in order]
+    expected = jax.value_and_grad(loss_fn, argnums=argnums)(*given)
+    parts = cd.replicas.value_and_grad(loss_fn, argnums=argnums, microbatches=4)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=ROUNDING),
+        parts(*given),
+        expected,
+    )
+
+
 def test_what_is_returned_beside_may_be_a_constant():
     def loss_fn(params, batch):
         loss = jnp.mean(batch["x"] @ params - batch["y"])

@@ -49,6 +49,14 @@ def test_half_as_many_by_hand():
     np.testing.assert_allclose(found[:, 0], wanted, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 3), (4, 2)])
+def test_a_best_loss_that_is_still_infinite_stays_so(old, new):
+    """As in `optax.contrib.reduce_on_plateau` before the first value."""
+    best = jnp.full((old,), jnp.inf)
+    found = cd.replicas.resize({"best": best}, cd.replicas.make_mesh(new))["best"]
+    assert found.tolist() == [float("inf")] * new
+
+
 def test_equal_replicas_keep_their_bits():
     x = np.broadcast_to(np.float32(0.1) * np.arange(7, dtype=np.float32), (6, 7))
     for new in (1, 2, 3, 4):

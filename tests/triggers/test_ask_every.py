@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import weighted_runs
 
 import curvadion_jax as cd
 from curvadion_jax import metrics, synchronizers, triggers
@@ -76,6 +77,28 @@ def gradients_of(requests):
 
 #                   asked         asked         asked         asked
 REQUESTS = np.array([0, 0, 1, 0, 0, 1, 1, 0, 0, 1, 0, 0]) - 0.5
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_sync_that_is_forced_waits_for_no_question(fragments):
+    tx = cd.adaptive_sync(
+        optax.sgd(0.1),
+        triggers.every_k(100),
+        synchronizers.reconcile(fragments=fragments, momentum=False),
+        AXIS,
+        ask_every=3,
+    )
+
+    def train(state, gradients):
+        params, opt_state = state
+        updates, opt_state = tx.update(gradients, opt_state, params, sync=True)
+        return (optax.apply_updates(params, updates), opt_state), ()
+
+    state = weighted_runs.start(tx, 2)
+    step = jax.jit(jax.vmap(train, axis_name=AXIS))
+    for tree in helpers.make_gradients(4, 2):
+        state, _ = step(state, tree)
+        assert state[1].metrics.synced.all()
 
 
 @pytest.mark.parametrize("replica", [0, 2])

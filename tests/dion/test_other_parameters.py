@@ -1,0 +1,87 @@
+"""What `local_muon` and `curvadion` do with each parameter, by their arguments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import curvadion_jax as cd
+
+RATE = 0.1
+RNG = np.random.default_rng(0)
+PARAMS = {
+    name: jnp.asarray(RNG.normal(size=shape), jnp.float32)
+    for name, shape in {"embed": (6, 4), "kernel": (4, 6), "bias": (5,)}.items()
+}
+GRADIENTS = jax.tree.map(lambda x: jnp.cos(3 * x), PARAMS)
+
+
+def updates_of(tx, gradients=GRADIENTS):
+    """Those of the second step; what `curvadion` does on the first is a sync."""
+    update = jax.jit(tx.update)
+    _, state = update(gradients, tx.init(PARAMS), PARAMS)
+    updates, _ = update(gradients, state, PARAMS)
+    return jax.tree.map(np.asarray, updates)
+
+
+def adamw(rate, nesterov):
+    return optax.adamw(rate, b2=0.95, weight_decay=0.0, nesterov=nesterov)
+
+
+def local_muon(**options):
+    return cd.local_muon(RATE, **options)
+
+
+def curvadion(**options):
+    return cd.curvadion(RATE, threshold=1e9, **options)
+
+
+MAKERS = [
+    pytest.param(local_muon, True, id="local_muon"),
+    pytest.param(curvadion, False, id="curvadion"),
+]
+
+
+@pytest.mark.parametrize("rate", [None, 0.01, 0.0])
+@pytest.mark.parametrize(("make", "nesterov"), MAKERS)
+def test_what_is_no_matrix_is_adamws_at_its_own_rate(make, nesterov, rate):
+    found = updates_of(make(adam_learning_rate=rate))
+    expected = updates_of(adamw(RATE if rate is None else rate, nesterov))
+    for name in ("embed", "bias"):  # epsilons of 1e-7 and 1e-8 beside moments of 1
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4)
+    assert np.linalg.norm(found["kernel"]) > RATE
+
+
+@pytest.mark.parametrize(("make", "_"), MAKERS)
+def test_what_is_no_matrix_is_another_optimizers(make, _):
+    found = updates_of(make(other_optimizer=optax.sgd(0.5)))
+    for name in ("embed", "bias"):
+        np.testing.assert_allclose(found[name], -0.5 * GRADIENTS[name], rtol=1e-6)
+    assert np.linalg.norm(found["kernel"]) > RATE
+
+
+@pytest.mark.parametrize(("make", "nesterov"), MAKERS)
+def test_which_parameters_are_matrices_is_what_is_given(make, nesterov):
+    numbers = {
+        "embed": optax.contrib.MuonDimensionNumbers(),
+        "kernel": None,
+        "bias": None,
+    }
+    found = updates_of(make(dimension_numbers=numbers))
+    expected = updates_of(adamw(RATE, nesterov))
+    # Four orthonormal columns are 2 long, AdamW's 24 elements of size 1 almost 5.
+    assert np.linalg.norm(found["embed"]) < 2.4 * RATE
+    assert np.linalg.norm(expected["embed"]) > 4 * RATE
+    np.testing.assert_allclose(found["kernel"], expected["kernel"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("decayed", [True, False])
+@pytest.mark.parametrize(("make", "_"), MAKERS)
+def test_weights_decay_where_the_mask_says_so(make, _, decayed):
+    mask = {"embed": True, "kernel": decayed, "bias": True}
+    tx = make(weight_decay=0.5, weight_decay_mask=mask)
+    found = updates_of(tx, optax.tree.zeros_like(PARAMS))
+    expected = -RATE * 0.5 * decayed * PARAMS["kernel"]
+    np.testing.assert_allclose(found["kernel"], expected, rtol=1e-5, atol=1e-7)
+    assert not np.any(found["embed"])  # of matrices only
