@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import model
 import numpy as np
 import optax
+import simulate
 from optimizers import AXIS, optimizer, schedule
 from runs import Run, words
-from simulate import losses_and_gradients
 from sizes import Size
 
 import curvadion_jax as cd
@@ -131,11 +131,8 @@ class Replicas:
 
     def __init__(self, run: Run, size: Size, corpus: data.Corpus):
         self.run, self.size, self.corpus = run, size, corpus
-        self.gpt = model.GPT(
-            corpus.vocabulary, size.layers, size.width, size.heads, unroll=size.layers
-        )
-        tokens = jax.ShapeDtypeStruct((1, size.length), jnp.int32)
-        shapes = jax.eval_shape(self.gpt.init, jax.random.key(0), tokens)["params"]
+        self.gpt = simulate.transformer(size, corpus)
+        shapes = jax.eval_shape(lambda: simulate.parameters(self.gpt, run, size))
         self._optimizers = {
             sync: optimizer(run.but(trigger=_SYNC if sync else _QUIET), shapes)
             for sync in (False, True)
@@ -156,20 +153,14 @@ class Replicas:
 
     def start(self, seed: int) -> Now:
         """All replicas at the same initial parameters."""
-        tokens = jnp.zeros((1, self.size.length), jnp.int32)
-        params = jax.jit(self.gpt.init)(jax.random.key(seed), tokens)["params"]
-        state = self._optimizers[False].init(params)
-        copies = jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (self.run.replicas, *x.shape)),
-            (params, state),
-        )
-        return Now(*copies, {}, ())
+        params = simulate.parameters(self.gpt, self.run.but(seed=seed), self.size)
+        both = params, self._optimizers[False].init(params)
+        return Now(*simulate.on_replicas(both, self.run.replicas), {}, ())
 
     def step(self, now: Now, seed: int, number: int, sync: bool = False) -> Now:
         """The replicas after step `number`, counted from 0."""
-        sequences = self.size.tokens // self.size.length
-        batch = self.corpus.training_batch((seed, number), sequences, self.size.length)
-        batch = batch.reshape(self.run.replicas, -1, self.size.length + 1)
+        run = self.run.but(seed=seed)
+        batch = simulate.batch_of(run, self.size, self.corpus, number)
         params, state, seen = self._steps[sync](now.params, now.state, batch)
         return Now(params, state, seen, (*now.changes, seen["rmmc_max"]))
 
@@ -195,7 +186,7 @@ class Replicas:
         update = jax.vmap(self._optimizers[sync].update, axis_name=AXIS)
 
         def step(params, state, batch):
-            losses, gradients = losses_and_gradients(
+            losses, gradients = simulate.losses_and_gradients(
                 self.gpt, params, batch, self.size.at_once
             )
             momentum = optax.tree.get(state.inner_state, "momentum")

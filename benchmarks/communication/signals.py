@@ -44,10 +44,9 @@ def read(file: Path) -> list[dict[str, Any]]:
 def train(runs: Sequence[Run], size: Size, file: Path) -> None:
     """Measures what is missing, run by run."""
     import branches
-    import data
-    import prose
+    import texts
 
-    corpus = prose.load() if size.data == "prose" else data.load(size.data)
+    corpus = texts.load(size.data)
     size = dataclasses.replace(size, evaluation=256)
     rows, programs = read(file), {}
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
