@@ -34,10 +34,6 @@ SYNCHRONIZERS = {
         synchronizers.reconcile(momentum=False),
         {"average_momentum": False},
     ),
-    "reconcile-momentum_every": (
-        synchronizers.reconcile(momentum_every=2),
-        {"momentum_every": 2},
-    ),
     # By size: tall 24, wide 24, embed 21, bias 5.
     "reconcile-fragments": (
         synchronizers.reconcile(

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from faulty import FaultyStore
+from gated_sites import Gated, stepped
 from jax.sharding import NamedSharding, PartitionSpec
 from obstore.store import MemoryStore
 from site_runs import together, train
@@ -16,26 +17,6 @@ from site_runs import together, train
 from curvadion_jax import compressors, sites
 
 PARAMS = {"w": jnp.zeros((4, 8))}
-
-
-class Gated:
-    """A store whose commits are made only while its gate is open."""
-
-    def __init__(self):
-        self._store, self.open = MemoryStore(), threading.Event()
-        self.asked = threading.Event()
-        self.get, self.list = self._store.get, self._store.list
-        self.delete = self._store.delete
-
-    def put(self, key, data, **options):
-        if key.startswith("commits/"):
-            self.asked.set()
-            assert self.open.wait(60)
-        self._store.put(key, data, **options)
-
-
-def stepped(params, by=1.0):
-    return jax.tree.map(lambda x: x + by, params)
 
 
 def until(condition, site, params):

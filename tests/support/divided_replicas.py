@@ -58,7 +58,6 @@ OPTIMIZERS = {
     ),
     "curvadion": lambda: cd.curvadion(0.01, 0.3, RANK, axis_name=AXIS),
     "paper": lambda: cd.presets.paper(0.01, rank=RANK, axis_name=AXIS),
-    "authors_code": lambda: cd.presets.authors_code(0.01, rank=RANK, axis_name=AXIS),
     "everything": lambda: reconciling(reconcile()),
     "low_rank": lambda: reconciling(reconcile(compressor=compressors.low_rank(RANK))),
     "low_rank_in_8_bits": lambda: reconciling(
@@ -84,7 +83,6 @@ OPTIMIZERS = {
         synchronizers.average_factors(compressors.quantize(8))
     ),
     "diloco": lambda: cd.presets.diloco(0.01, k=2, axis_name=AXIS),
-    "local_sgd": lambda: cd.presets.local_sgd(0.01, k=2, axis_name=AXIS),
 }
 
 
