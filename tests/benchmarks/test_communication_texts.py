@@ -3,8 +3,12 @@
 import bases
 import comparisons
 import data
+import gap
 import pytest
+import scaling
+import study
 import texts
+from runs import Run
 from study_rows import by_key, row
 
 
@@ -34,17 +38,31 @@ def test_other_data_have_no_source_code(tmp_path):
 
 
 def test_losses_are_told_by_text():
-    muon, local = (
-        row(run.but(seed=seed), loss + seed) | {"losses": {"source": 2 * loss}}
-        for run, loss, seed in ((bases.rising_muon(), 1.0, 0), (bases.rising(), 1.1, 0))
+    several = {"source": 2.0, "training": 3.0}
+    muon, local, other = (
+        row(run, loss) | {"losses": {x: loss * y for x, y in several.items()}}
+        for run, loss in (
+            (bases.rising_muon(), 1.0),
+            (bases.rising(), 1.1),
+            (bases.rising().but(seed=1), 5.0),  # of a seed that Muon has not
+        )
     )
-    old = row(bases.rising().but(seed=1), 5.0)  # without: it is in no line
-    lines = comparisons.by_text(by_key([muon, local, old])).splitlines()[4:]
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    source, whole = "held out, source code alone", "held out, all"
-    assert [each[2:] for each in cells[2:]] == [
-        [source, "Muon, synchronous", "1", "2.0000", "0.00%"],
-        [source, "`local_muon`", "1", "2.2000", "10.00%"],
-        [whole, "Muon, synchronous", "1", "1.0000", "0.00%"],
-        [whole, "`local_muon`", "1", "1.1000", "10.00%"],
+    lines = comparisons.by_text(by_key([other, local, muon])).splitlines()
+    cells = [
+        [x.strip() for x in line.split("|")[1:-1]] for line in lines if "|" in line
     ]
+    source, whole = "held out, source code alone", "held out, all"
+    assert [each[2:] for each in cells[2:-2]] == [
+        [source, "Muon, synchronous", "0.08", "1", "2.0000", "0.00%"],
+        [source, "`local_muon`", "0.08", "2", "6.1000 ± 5.5154", "10.00%"],
+        [whole, "Muon, synchronous", "0.08", "1", "1.0000", "0.00%"],
+        [whole, "`local_muon`", "0.08", "2", "3.0500 ± 2.7577", "10.00%"],
+    ]
+
+
+def test_the_plan_makes_what_was_run_again():
+    for each in study.read(scaling.AGAIN).values():
+        assert set(each["losses"]) == {"source", "training"}
+        assert Run(**each["run"]) in gap.PLANS[
+            "pairs" if each["size"] == "cpu-512k" else "against"
+        ]({}, each["size"], each["run"]["steps"])

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from gated_sites import Gated, stepped
 from jax.sharding import NamedSharding, PartitionSpec
 from obstore.store import MemoryStore
 from site_runs import together, train
+from site_steps import ByHand
 
 from curvadion_jax import compressors, sites
 
@@ -222,6 +224,34 @@ def test_bytes_are_those_of_the_store(tmp_path):
     (post,) = [size for path, size in sizes.items() if "rounds" in path.parts]
     payload = form.payload(params, {})
     assert 0 < post - payload.averaged - payload.gathered < 1000
+
+
+class Reading:
+    """A store that takes down how many bytes were read of what."""
+
+    def __init__(self, store):
+        self._store, self.read = store, []
+        self.put, self.list, self.delete = store.put, store.list, store.delete
+
+    def get(self, key):
+        data = bytes(self._store.get(key).bytes())
+        self.read.append((key, len(data)))
+        return types.SimpleNamespace(bytes=lambda: data)
+
+
+def test_bytes_down_are_those_of_what_was_read():
+    memory = MemoryStore()
+    rome, store = ByHand(memory, "rome", params=PARAMS, quorum=2), Reading(memory)
+    options = {"every": 1, "max_lag": 0, "quorum": 2, "poll": 0.01}
+    with sites.join(store, "oslo", **options) as site:
+        params = site.start(PARAMS)
+        rome.post(1.0)
+        site.sync(stepped(params))
+    down = site.metrics.bytes_down
+    assert down == sum(size for _, size in store.read) > PARAMS["w"].nbytes
+    keys = [key for key, _ in store.read if not key.startswith("initial/")]
+    # Of the round one post, the other's, and the commit.
+    assert keys == ["run.json", "rounds/00000000/rome", "commits/00000000.json"]
 
 
 @pytest.mark.parametrize("fragments", [1, 2])

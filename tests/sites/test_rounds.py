@@ -1,8 +1,6 @@
 """Who counts in a round, and how much; what becomes of who does not."""
 
-import itertools
 import json
-import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -262,18 +260,6 @@ def test_a_site_of_another_outer_optimizer_stops_and_the_others_do_not():
     assert [entry["name"] for entry in rejected] == ["other"]
     with pytest.raises(RunError, match="have the digest"):
         other.follow()
-
-
-def test_clocks_that_differ_by_hours_change_nothing(monkeypatch):
-    hours = itertools.cycle([0.0, 3e4, -5e4])
-    clock = time.time
-    monkeypatch.setattr("time.time", lambda: clock() + next(hours))
-    store = MemoryStore()
-    a, b = ByHand(store, "a", quorum=2), ByHand(store, "b", quorum=2)
-    a.post(1.0)
-    b.post(1.0)
-    settle(a, b)
-    assert b"time" not in (a.store.get(_rounds.commit_key(0)) or b"")
 
 
 def test_params_in_bfloat16_move_in_float32():

@@ -1,9 +1,13 @@
 """What the status of a run says."""
 
+import os
+import types
+
 import pytest
 from obstore.store import LocalStore
 from site_steps import ByHand, settle
 
+from curvadion_jax.sites import __main__ as program
 from curvadion_jax.sites import _rounds, _status
 from curvadion_jax.sites.__main__ import main
 
@@ -59,6 +63,61 @@ def test_weights_of_different_rounds_say_of_which(tmp_path, capsys):
     lines = {line.split()[0]: line.split() for line in found.splitlines()}
     assert lines["oslo"][2:5] == ["2", "1", "1.00"]
     assert lines["rome"][2:5] == ["1", "0", "0.50"]
+
+
+def test_tokens_a_second_by_the_times_of_the_store(tmp_path, capsys):
+    store = LocalStore(tmp_path)
+    oslo, rome = ByHand(store, "oslo"), ByHand(store, "rome")
+    for oslos, romes in ((7e6, 5e6), (300, 20_000), (500, 60_000)):
+        oslo.post(1.0, tokens=oslos)
+        rome.post(1.0, tokens=romes)
+        settle(oslo, rome)
+    for number, at in enumerate((1000, 1004, 1020)):
+        os.utime(tmp_path / _rounds.commit_key(number), (at, at))
+    assert main(["status", str(tmp_path)]) == 0
+    lines = {x.split()[0]: x.split() for x in capsys.readouterr().out.splitlines()}
+    # In 20 seconds; what the first round had was seen before them.
+    assert lines["oslo"][5] == "40"
+    assert lines["rome"][5] == "4,000"
+
+
+def test_bytes_of_a_round_are_ones_own_up_and_the_others_down(tmp_path, capsys):
+    store = LocalStore(tmp_path)
+    named = [ByHand(store, name) for name in ("oslo", "rome", "reykjavik")]
+    for site in named:
+        site.post(1.0)
+    settle(*named)
+    assert main(["status", str(tmp_path)]) == 0
+    lines = {x.split()[0]: x.split() for x in capsys.readouterr().out.splitlines()}
+    sizes = {x.name: x.stat().st_size for x in (tmp_path / "rounds").glob("*/*")}
+    assert len(set(sizes.values())) > 1
+    for name, size in sizes.items():
+        others = sum(sizes.values()) - size
+        # After one round no rate is known.
+        assert lines[name][5:] == ["-", f"{size:,}", f"{others:,}"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "seconds"), [(["--watch"], 10.0), (["--watch", "2.5"], 2.5)]
+)
+def test_it_watches_until_it_is_stopped(flags, seconds, tmp_path, capsys, monkeypatch):
+    oslo, slept = ByHand(LocalStore(tmp_path), "oslo"), []
+
+    def sleep(given):
+        slept.append(given)
+        if len(slept) == 3:
+            raise KeyboardInterrupt
+        oslo.post(1.0)
+        oslo.commit()
+
+    monkeypatch.setattr(program, "time", types.SimpleNamespace(sleep=sleep))
+    assert main(["status", str(tmp_path), *flags]) == 130
+    found, errors = capsys.readouterr()
+    assert slept == [seconds] * 3
+    assert "no round is committed yet" in found
+    assert ": 1 rounds, the last, 0, at" in found
+    assert ": 2 rounds, the last, 1, at" in found
+    assert not errors
 
 
 def test_it_takes_no_part(run):
