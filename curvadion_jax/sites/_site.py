@@ -94,8 +94,7 @@ class Site:
         make_model: Callable[[Any], Model],
         make_worker: Callable[[Model], Worker | Shared],
     ) -> None:
-        self.name = name
-        self._settings = settings
+        self.name, self._settings = name, settings
         self._make_model, self._make_worker = make_model, make_worker
         self._model: Model
         self._worker: Worker | Shared | None = None
@@ -131,9 +130,7 @@ class Site:
           OSError: if the store cannot be reached.
         """
         if self._worker is not None:
-            raise RuntimeError(
-                "this site has started already: join once for each start"
-            )
+            raise RuntimeError("this site has started: join once for each start")
         _params.check(params)
         arrays, self._structure = jax.tree.flatten(params)
         self._model = self._make_model(params)
@@ -282,16 +279,19 @@ class Site:
         return jax.tree.unflatten(structure, leaves)
 
     def _note(self, why: str) -> None:
-        given, self._given = self._given, None
+        (fragment, tokens), self._given = self._given or (0, 0.0), None
         kind = {"": "counted", "late": "late"}.get(why, "rejected")
         self._counts[kind] += 1
-        if kind == "late" and given:
-            fragment, tokens = given
+        if kind == "late":
             self._tokens[fragment] += tokens
             self._steps = max(self._steps, self._settings.every)
         elif kind == "rejected":
-            text = "the contribution of %r, this site, is rejected: %s. Its steps since"
-            log.error(f"{text} the last round are dropped", self.name, why)
+            log.error(
+                "%r, this site, is rejected: %s. Its steps are lost", self.name, why
+            )
+            self._tokens[fragment] = 0.0
+            if fragment == self._fragment:
+                self._steps = 0
 
     def _wait(self, worker: Worker | Shared, end: float = math.inf) -> None:
         start = time.monotonic()

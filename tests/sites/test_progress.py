@@ -92,20 +92,55 @@ def test_a_rejected_site_goes_on_from_the_outer_parameters(how):
         np.testing.assert_array_equal(params["w"], rome.anchor[0])
         assert site.metrics.rejected == 1
         assert site.metrics.counted == 0
-        # It has not moved from there, and owes nothing of what it posted before.
+        # It begins anew from there: one step, of one token, and nothing owed.
         bonn.follow()
         rome.post(1.0)
         bonn.post(1.0)
+        params = site.sync(stepped(params))
         assert store.asked.wait(60)
         key, shapes = _rounds.post_key(1, "oslo"), rome.follower.model.messages[0]
-        _, message = _messages.read(rome.store, key, "post", shapes)
-        assert rome.follower.model.norm(0, message) == 0
-        params = site.sync(stepped(params))
+        header, message = _messages.read(rome.store, key, "post", shapes)
+        assert header["tokens"] == 1
+        # A quarter of 32 elements of size 1.
+        assert rome.follower.model.norm(0, message) == pytest.approx(8**0.5)
         store.open.set()
         settled(site)
         rome.follow()
         params = site.sync(stepped(params))
-        np.testing.assert_array_equal(params["w"], rome.anchor[0] + 2)
+        np.testing.assert_array_equal(params["w"], rome.anchor[0] + 1)
+        assert site.metrics.counted == 1
+
+
+def test_a_rejected_fragment_holds_up_no_other():
+    memory, params = MemoryStore(), {"a": jnp.zeros(4), "b": jnp.zeros(4)}
+    run, store = {"quorum": 3, "fragments": 2}, Gated(memory)
+    rome, bonn = (ByHand(memory, n, params=params, **run) for n in ("rome", "bonn"))
+    with sites.join(store, "oslo", every=2, max_lag=99, poll=0.01, **run) as site:
+        params = site.start(params)
+        rome.post(1.0)
+        bonn.post(1.0)
+        params = site.sync({"a": params["a"] + jnp.nan, "b": params["b"] + 1})
+        params = site.sync(stepped(params))
+        assert store.asked.wait(60)
+        params = site.sync(stepped(params))
+        store.open.set()
+        settled(site)
+        rome.follow()
+        bonn.follow()
+        store.close()
+        rome.post(1.0)
+        bonn.post(1.0)
+        # Two steps since the last contribution: the other fragment's is under way.
+        params = site.sync(stepped(params))
+        assert site.metrics.rejected == 1
+        assert store.asked.wait(60)
+        store.open.set()
+        settled(site)
+        rome.follow()
+        params = site.sync(stepped(params))
+        # And a step since, of both.
+        np.testing.assert_array_equal(params["a"], rome.anchor[0] + 1)
+        np.testing.assert_array_equal(params["b"], rome.anchor[1] + 1)
         assert site.metrics.counted == 1
 
 
