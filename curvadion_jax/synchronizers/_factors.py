@@ -159,7 +159,7 @@ def _sync(compressor, local: LocalStep, state: SyncState, group: Group):
 
         def of_replica(name, own, whole):
             if compressor is not None and name in factored:
-                return own  # by what it put in: nothing, if it is absent
+                return own  # by what it put in, absent or not
             waits = (whole + lost.get(name, 0)).astype(own.dtype)
             return jnp.where(local.present, own, waits)
 

@@ -26,6 +26,9 @@ BYTES = 256
 # 50257 GPT-2 tokens, padded to a multiple of 128 so that the head tiles well.
 GPT2_PADDED = 50_304
 
+# Where the standard library's source is.
+LIBRARY = Path(sysconfig.get_path("stdlib"))
+
 _HELD_OUT = 0.05
 # Does not occur in text, so it marks where one file ends and the next begins.
 _SEPARATOR = b"\0"
@@ -127,7 +130,7 @@ def load(path: str | None) -> Corpus:
             would be left to train or to validate on.
     """
     if path is None:
-        return _text(library_files(), Path(sysconfig.get_path("stdlib")))
+        return _text(library_files(), LIBRARY)
     root = Path(path)
     if not root.exists():
         raise UserError(
@@ -163,11 +166,10 @@ def library_files() -> list[Path]:
         >>> print([file.name for file in library_files()[:2]])
         ['__future__.py', '__hello__.py']
     """
-    root = Path(sysconfig.get_path("stdlib"))
     return sorted(
         file
-        for file in root.rglob("*.py")
-        if not _NOT_LIBRARY.intersection(file.relative_to(root).parts)
+        for file in LIBRARY.rglob("*.py")
+        if not _NOT_LIBRARY.intersection(file.relative_to(LIBRARY).parts)
     )
 
 

@@ -69,10 +69,9 @@ def run(config: Config, name: str, url: Any, out: Path, **join: Any) -> float:
         opt_state = restored(checkpoints, opt_state, start)
     out.mkdir(parents=True, exist_ok=True)
     place, tokens = zlib.crc32(name.encode()), config.batch * config.sequence_length
-    with _told_to_the_user():
-        joined = cd.sites.join(url, name, **join)
-    kept = journal.Journal(out / f"{name}.jsonl", start)
-    with joined as site, closing(kept) as lines, journal.stop_on_signal() as stop:
+    kept = closing(journal.Journal(out / f"{name}.jsonl", start))
+    joined = _joined(url, name, **join)
+    with kept as lines, joined as site, journal.stop_on_signal() as stop:
         with _told_to_the_user():
             params = site.start(params)
         for step in range(start + 1, config.steps + 1):
@@ -117,6 +116,14 @@ def _told_to_the_user() -> Iterator[None]:
         yield
     except (ValueError, RuntimeError, ImportError) as error:
         raise UserError(str(error)) from error
+
+
+@contextlib.contextmanager
+def _joined(url: Any, name: str, **join: Any) -> Iterator[cd.sites.Site]:
+    with _told_to_the_user():
+        joined = cd.sites.join(url, name, **join)
+    with joined as site:
+        yield site
 
 
 def inner_optimizer(config: Config) -> optax.GradientTransformation:
