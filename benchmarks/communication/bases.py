@@ -47,4 +47,4 @@ def rising_curvadion() -> Run:
 
 def diloco() -> Run:
     """DiLoCo with the values that won at size `cpu`."""
-    return METHODS["diloco"].run.but(learning_rate=0.01, outer="nesterov 0.3 0.6")
+    return METHODS["diloco"].run.but(learning_rate=0.04, outer="nesterov 0.7 0.3")

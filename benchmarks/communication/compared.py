@@ -60,7 +60,7 @@ METHODS = {
         (),
         (
             *("nesterov 0.3 0.6", "nesterov 0.5 0.6", "nesterov 1.0 0.6"),
-            *("nesterov 0.7 0.9", "nesterov 0.5 0.3", "nesterov 1.0 0.3", "mean"),
+            *("nesterov 0.7 0.9", "nesterov 0.5 0.3"),
         ),
     ),
     "sparseloco": Method(

@@ -116,39 +116,44 @@ def every_step(results: plans.Results) -> str:
 
 
 def by_text(results: plans.Results) -> str:
-    """The losses on several texts, of the rows that have them."""
-    methods = (bases.rising_muon(), bases.rising(), bases.rising_curvadion())
-    cells = []
-    for size, tokens, steps in SETTINGS:
-        found = [by_seed(results, size, run.but(steps=steps)) for run in methods]
-        found.insert(1, by_seed(results, size, bases.dion(size).but(steps=steps)))
+    """The losses on several texts, of `results/again`."""
+
+    def setting(row: Row) -> tuple[int, int]:
+        return row["tokens"], row["run"]["steps"]
+
+    names, cells = [*bases.SCALED.values()], []
+    rows = sorted(results.values(), key=lambda row: names.index(row["method"]))
+    for at, of_setting in itertools.groupby(sorted(rows, key=setting), setting):
+        kinds: dict[Run, dict[int, Row]] = {}
+        for row in of_setting:
+            run = Run(**row["run"])
+            kinds.setdefault(run.but(seed=0), {})[run.seed] = row
+        muon = kinds.get(bases.rising_muon().but(steps=at[1]), {})
         for name, label in _PARTS.items():
-            references = _on(found[0], name)
-            for rows in found:
-                if losses := _on(rows, name):
-                    method = rows[min(rows)]["method"]
-                    above = tables.percent(tables.above(losses, references))
+            for run, of_run in kinds.items():
+                if losses := _on(of_run, name):
+                    above = tables.percent(tables.above(losses, _on(muon, name)))
                     mean = tables.spread([*losses.values()], digits=4)
-                    at = [f"{tokens:,}", f"{steps:,}", label, method]
-                    cells.append([*at, str(len(losses)), mean, above])
-    header = ["tokens", "steps", "text", "method", "seeds", "loss", "above Muon"]
+                    told = [*(f"{x:,}" for x in at), label, bases.SCALED[run.inner]]
+                    rate = f"{run.learning_rate}"
+                    cells.append([*told, rate, str(len(losses)), mean, above])
+    header = ["tokens", "steps", "text", "method", "rate", "seeds", "loss"]
     return (
         "## By text\n\nOf the held-out bytes of the standard library 62% are English, "
         "`pydoc_data/topics.py`, and 11% tables of `encodings`, nearly the same as "
         "others that are trained on. All other tables are of the losses on everything "
-        "held out. Momenta rise, but for Dion's, 0.9.\n\n"
-        + tables.markdown(header, cells)
+        "held out. These runs are of 2026-11-26, again, with the code of that day. "
+        "Momenta rise, but for Dion's, 0.9.\n\n"
+        "    python benchmarks/communication/study.py against --size cpu-32k "
+        "--steps 1200 --results benchmarks/communication/results/again\n\n"
+        + tables.markdown([*header, "above Muon"], cells)
     )
 
 
 def _on(rows: Mapping[int, Row], name: str) -> dict[int, float]:
-    """The losses on a text by seed, of the rows that have them."""
-    several = {
-        seed: {**row["losses"], "all": row["loss"]}
-        for seed, row in rows.items()
-        if "losses" in row
-    }
-    return {seed: of[name] for seed, of in several.items() if name in of}
+    """The losses on a text by seed."""
+    found = {seed: row["losses"] | {"all": row["loss"]} for seed, row in rows.items()}
+    return {seed: losses[name] for seed, losses in found.items() if name in losses}
 
 
 def by_seed(results: plans.Results, size: str, run: Run) -> dict[int, Row]:

@@ -31,6 +31,36 @@ def steps_to(loss: float, ends: Mapping[int, float]) -> float | None:
     return None
 
 
+def fitted_steps_to(loss: float, ends: Mapping[int, float]) -> float | None:
+    """The same by a + b / steps^c through three lengths; None where there is none.
+
+    Those that end with the first one whose loss is no higher, or the first three.
+
+    Examples:
+        >>> ends = {n: 1 + 2 / n**0.5 for n in (100, 400, 900)}
+        >>> round(fitted_steps_to(1 + 2 / 225**0.5, ends), 6)
+        225.0
+    """
+    lengths = sorted(ends)
+    long = next((k for k, n in enumerate(lengths) if ends[n] <= loss), None)
+    if not long or len(lengths) < 3:
+        return None
+    one, two, three = lengths[max(0, long - 2) :][:3]
+    share = (ends[one] - ends[two]) / (ends[one] - ends[three])
+
+    def apart(c: float) -> float:
+        return (one**-c - two**-c) / (one**-c - three**-c) - share
+
+    low, high = 0.01, 4.0
+    if not apart(low) < 0 < apart(high):
+        return None
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if apart(middle) < 0 else (low, middle)
+    b = (ends[one] - ends[three]) / (one**-low - three**-low)
+    return (one**-low - (ends[one] - loss) / b) ** (-1 / low)
+
+
 def table(results: plans.Results) -> str:
     """For every batch and length, the steps by seed and how many fewer they are."""
     cells = []
@@ -43,20 +73,26 @@ def table(results: plans.Results) -> str:
             )
             for length in _STEPS
         }
-        found = {}
+        found, fitted = {}, []
         for seed, loss in local.items():
             ends = {n: of_seed[seed] for n, of_seed in muon.items() if seed in of_seed}
             if (there := steps_to(loss, ends)) is not None:
                 found[seed] = there
+            if (there := fitted_steps_to(loss, ends)) is not None:
+                fitted.append(steps / there)
         if found:
             ratios = [steps / there for there in found.values()]
             by_seed = ", ".join(f"{seed}: {x:,.0f}" for seed, x in found.items())
-            cells.append([f"{tokens:,}", f"{steps:,}", by_seed, tables.spread(ratios)])
+            both = tables.spread(ratios), tables.spread(fitted) if fitted else ""
+            cells.append([f"{tokens:,}", f"{steps:,}", by_seed, *both])
     header = ["tokens", "steps of `local_muon`", "steps of Muon by seed", "ratio"]
+    header.append("ratio, by three lengths")
     return (
         "## The gap in steps\n\nHow long a run of synchronous Muon is that ends at the "
         "loss of `local_muon`; a rising momentum and the same rate on both sides, each "
         "run with a schedule of its own. Between the lengths that were run the loss of "
         "a seed is taken for a power of the steps; shorter ones than 150 steps were "
-        "not run.\n\n" + tables.markdown(header, cells)
+        "not run. In the last column it is a constant and a power of the steps, "
+        "through three lengths, where there are so many.\n\n"
+        + tables.markdown(header, cells)
     )

@@ -16,6 +16,17 @@ Results = Mapping[str, Mapping[str, Any]]
 
 BUDGETS = (0.1, BUDGET, 0.001)
 REPLICAS = (2, 4, 8)
+# DiLoCo's outer steps by its rate.
+_LOW = ("mean", "nesterov 0.3 0.6", "nesterov 0.5 0.3")
+GRID = {
+    0.01: ("mean",),
+    0.02: (*_LOW, "nesterov 1.0 0.3"),
+    0.04: (
+        *(*_LOW, "nesterov 0.7 0.3", "nesterov 1.0 0.3"),
+        *("nesterov 0.2 0.6", "nesterov 0.3 0.8"),
+    ),
+    0.08: ("nesterov 0.3 0.6",),
+}
 DROPPED = (0.0, 0.1, 0.3, 0.5)
 
 # The winner and its rivals, which are run at all budgets; rivals at one of them; and
@@ -28,12 +39,13 @@ def _tunings(name: str) -> list[Run]:
     """All combinations from which the steps of the tuning choose."""
     method = METHODS[name]
     momenta = (method.run.momentum, *method.momenta)
-    return [
+    one_by_one = [
         method.run.but(learning_rate=rate, momentum=momentum, outer=outer)
         for rate in method.rates
         for momentum in momenta
         for outer in (method.run.outer, *method.outers)
     ]
+    return list(dict.fromkeys(one_by_one + (grid({}) if name == "diloco" else [])))
 
 
 def tuning_of(name: str, results: Results) -> list[Run]:
@@ -41,18 +53,25 @@ def tuning_of(name: str, results: Results) -> list[Run]:
     return [run for run in _tunings(name) if run.key() in results]
 
 
-def tuned(name: str, results: Results) -> Run | None:
-    """The best run of a method's tuning so far, None before the first."""
+def tuned(name: str, results: Results, outer: str | None = None) -> Run | None:
+    """The best run of a method's tuning so far, None before the first.
+
+    Args:
+        name: Of the method.
+        results: All so far.
+        outer: Of runs with this outer step alone; None is any.
+    """
 
     def loss(run: Run) -> float:
         value = results[run.key()]["loss"]
         return value if math.isfinite(value) else math.inf
 
-    return min(tuning_of(name, results), key=loss, default=None)
+    found = tuning_of(name, results)
+    return min((x for x in found if outer in (None, x.outer)), key=loss, default=None)
 
 
-def _best(name: str, results: Results) -> Run:
-    run = tuned(name, results)
+def _best(name: str, results: Results, outer: str | None = None) -> Run:
+    run = tuned(name, results, outer)
     if run is None:
         raise ValueError(f"{name} is not tuned yet: train the plan 'rates' first")
     return run
@@ -114,7 +133,7 @@ def momenta(results: Results) -> list[Run]:
 def outers(results: Results) -> list[Run]:
     """The same with other outer steps, at the best of both."""
     return [
-        _best(name, results).but(outer=outer)
+        _best(name, results, METHODS[name].run.outer).but(outer=outer)
         for name in _CORE
         for outer in METHODS[name].outers
     ]
@@ -124,15 +143,10 @@ def grid(results: Results) -> list[Run]:
     """DiLoCo's rate and outer step together: one after the other ends in a corner."""
     del results
     run = METHODS["diloco"].run
-    outers = ("mean", "nesterov 0.3 0.6", "nesterov 0.5 0.3")
     return [
-        *(
-            run.but(learning_rate=rate, outer=outer)
-            for rate in (0.02, 0.04)
-            for outer in outers
-        ),
-        run.but(learning_rate=0.01, outer="mean"),
-        run.but(learning_rate=0.02, outer="nesterov 1.0 0.3"),
+        run.but(learning_rate=rate, outer=outer)
+        for rate, outers in GRID.items()
+        for outer in outers
     ]
 
 

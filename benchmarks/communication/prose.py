@@ -1,7 +1,6 @@
 """Another text than source code: the English of the standard library's docstrings."""
 
 import ast
-import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -14,11 +13,10 @@ def load() -> data.Corpus:
     Returns:
         The corpus; a file's docstrings are one text, so that no file is in both parts.
     """
-    root = Path(sysconfig.get_path("stdlib"))
     with tempfile.TemporaryDirectory() as directory:
         for file in data.library_files():
             if found := docstrings(file.read_bytes()):
-                name = ".".join(file.relative_to(root).parts)
+                name = ".".join(file.relative_to(data.LIBRARY).parts)
                 Path(directory, name).write_text("\n\n".join(found))
         return data.load(directory)
 

@@ -33,8 +33,18 @@ HEADER = [
 ]
 
 
-def document(results: plans.Results) -> str:
-    """The law, and a table for every batch and length, each by loss."""
+def again(results: Path) -> plans.Results:
+    """What was run again, with losses by text, beside the results in a directory."""
+    return study.read(results / "again" / "scaling.jsonl")
+
+
+def document(results: plans.Results, again: plans.Results | None = None) -> str:
+    """The law, and a table for every batch and length, each by loss.
+
+    Args:
+      results: All rows.
+      again: Those with losses by text; None is none.
+    """
     rows = sorted(results.values(), key=law.setting)
     tables_ = [
         f"## {_title(at)}\n\n{_table(list(of_setting), rows)}"
@@ -58,7 +68,8 @@ def document(results: plans.Results) -> str:
         "\n\n".join(
             [
                 *(*head, law.text(results), lengths.table(results)),
-                *(comparisons.by_text(results), comparisons.pairs(results)),
+                *([comparisons.by_text(again)] if again else []),
+                comparisons.pairs(results),
                 *(comparisons.parts(results), comparisons.every_step(results)),
                 *(alternatives.bits(results), alternatives.seldom(results)),
                 alternatives.signals(results),
@@ -218,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     file = options.results / "scaling.jsonl"
     results = study.read(file)
-    text = document(results)
+    text = document(results, again(options.results))
     draw(results, file.with_suffix(".png"))
     file.with_suffix(".md").write_text(text)
     print(text)

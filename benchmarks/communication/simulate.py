@@ -62,20 +62,24 @@ def simulate(
         if number % size.every == 0 or number == run.steps:
             progress.curve[number] = evaluate(training[0])
     params, state, average = training
-    kept = weights_average(average, run) if run.weight_average else params
+    loss, kept = progress.curve[run.steps], params
+    if run.weight_average:
+        kept = weights_average(average, run)
+        loss = evaluate(kept)
+    seconds = round(time.process_time() - began, 1)
     losses = {
         name: evaluation(gpt, size, other)(kept)
         for name, other in texts.others(corpus, size.data).items()
     }
     sent = cd.metrics.read(state)
     return {
-        "loss": evaluate(kept),
+        "loss": loss,
         "losses": losses,
         "text": corpus.fingerprint,
         "curve": progress.curve,
         **{key: sent[key] for key in ("syncs", "bytes", "synchronous_bytes")},
         "divergence": float(cd.replicas.divergence(params)),
-        "cpu_seconds": round(time.process_time() - began, 1),
+        "cpu_seconds": seconds,
     }
 
 
@@ -103,7 +107,7 @@ def on_replicas(tree: Any, replicas: int) -> Any:
 
 
 def batch_of(run: Run, size: Size, corpus: data.Corpus, number: int) -> np.ndarray:
-    """What the replicas see on a step, counted from 1.
+    """What the replicas see on a step; here steps are counted from 1.
 
     Returns:
         int32 [replicas, sequences of a replica, length + 1].

@@ -6,7 +6,6 @@ remains is source code.
 """
 
 import dataclasses
-import sysconfig
 from pathlib import Path
 
 import data
@@ -48,10 +47,7 @@ def source_files() -> list[Path]:
         >>> {file.parent.name for file in source_files()} & {"pydoc_data", "encodings"}
         set()
     """
-    root = _root()
-    names = [file.relative_to(root).as_posix() for file in data.library_files()]
-    return [root / name for name in data.split(names)[1] if not name.startswith(_APART)]
-
-
-def _root() -> Path:
-    return Path(sysconfig.get_path("stdlib"))
+    files = data.library_files()
+    names = [file.relative_to(data.LIBRARY).as_posix() for file in files]
+    held_out = data.split(names)[1]
+    return [data.LIBRARY / name for name in held_out if not name.startswith(_APART)]

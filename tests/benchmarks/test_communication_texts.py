@@ -61,7 +61,7 @@ def test_losses_are_told_by_text():
 
 
 def test_the_plan_makes_what_was_run_again():
-    for each in study.read(scaling.AGAIN).values():
+    for each in scaling.again(study.RESULTS).values():
         assert set(each["losses"]) == {"source", "training"}
         assert Run(**each["run"]) in gap.PLANS[
             "pairs" if each["size"] == "cpu-512k" else "against"
