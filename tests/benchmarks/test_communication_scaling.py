@@ -174,7 +174,7 @@ def test_the_page_on_the_gap_quotes_the_committed_tables():
             rows = itertools.takewhile(lambda x: x.startswith("|"), page[number:])
             assert set(rows) <= set(lines)
             quoted += 1
-    assert quoted == 6
+    assert quoted == 7
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/gap.md"])
