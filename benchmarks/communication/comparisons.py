@@ -134,7 +134,7 @@ def by_text(results: plans.Results) -> str:
                 if losses := _on(of_run, name):
                     above = tables.percent(tables.above(losses, _on(muon, name)))
                     mean = tables.spread([*losses.values()], digits=4)
-                    told = [*(f"{x:,}" for x in at), label, bases.SCALED[run.inner]]
+                    told = [*(f"{x:,}" for x in at), label, _method(run)]
                     rate = f"{run.learning_rate}"
                     cells.append([*told, rate, str(len(losses)), mean, above])
     header = ["tokens", "steps", "text", "method", "rate", "seeds", "loss"]
@@ -148,6 +148,11 @@ def by_text(results: plans.Results) -> str:
         "--steps 1200 --results benchmarks/communication/results/again\n\n"
         + tables.markdown([*header, "above Muon"], cells)
     )
+
+
+def _method(run: Run) -> str:
+    by_signal = run.inner == "local_muon" and run.trigger.startswith("budget")
+    return bases.SCALED[run.inner] + ", syncs by RMMC" * by_signal
 
 
 def _on(rows: Mapping[int, Row], name: str) -> dict[int, float]:
