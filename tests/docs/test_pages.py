@@ -17,8 +17,9 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # These go on from the quick start of the README (`test_readme`).
 TOGETHER = {"guide.md", "sharding.md", "own-loop.md"}
-# A loop of the reader's own around a store on the network: names are looked at alone.
-FRAGMENTS = {"sites.md"}
+# A loop of the reader's own around a store on the network, and a program of several
+# processes (`tests/processes/test_page.py`): names are looked at alone.
+FRAGMENTS = {"sites.md", "processes.md"}
 PAGES = sorted(
     page.name
     for page in DOCS.glob("*.md")
