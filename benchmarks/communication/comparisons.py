@@ -146,6 +146,7 @@ def by_text(results: plans.Results) -> str:
         "Momenta rise, but for Dion's, 0.9.\n\n"
         "    python benchmarks/communication/study.py against --size cpu-32k "
         "--steps 1200 --results benchmarks/communication/results/again\n\n"
+        "(and `signals`, `against --size cpu` and `pairs --size cpu-512k`.)\n\n"
         + tables.markdown([*header, "above Muon"], cells)
     )
 
