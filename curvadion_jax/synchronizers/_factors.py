@@ -160,11 +160,16 @@ def _sync(compressor, local: LocalStep, state: SyncState, group: Group):
         def of_replica(name, own, whole):
             if compressor is not None and name in factored:
                 return own  # by what it put in, absent or not
-            waits = (whole + lost.get(name, 0)).astype(own.dtype)
-            return jnp.where(local.present, own, waits)
+            if name in lost:
+                whole = (whole + lost[name]).astype(own.dtype)
+            return jnp.where(local.present, own, whole)
 
         inner_state = _with_momenta(inner_state, whole, of_replica)
-        waiting = _with_momenta(before, whole, lambda name, own, whole: whole)
+
+        def unless_empty(name, own, whole):
+            return jnp.where(local.anybody, own, whole)
+
+        waiting = _with_momenta(before, whole, unless_empty)
         inner_state = _finite.where(local.anybody, inner_state, waiting)
         q = _finite.where(local.anybody, q, state.common)
     updates = _finite.or_zeros(local.anybody, updates)

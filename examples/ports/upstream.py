@@ -1,5 +1,6 @@
 """The codebases at the versions that the patches are for, out of their own releases."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -29,7 +30,7 @@ def flax_example(name: str, folder: Path, *, patched: bool) -> Path:
         command = "download --quiet --no-deps --no-binary :all: --dest".split()
         _run([sys.executable, "-m", "pip", *command, str(releases), FLAX])
     (release,) = releases.glob("flax-*.tar.gz")
-    target = folder / f"{name}-{'patched' if patched else 'unpatched'}"
+    target = folder / f"{name}-{_state(name, patched)}"
     inside = f"{release.name.removesuffix('.tar.gz')}/examples/{name}"
     if not target.exists():
         with tarfile.open(release) as archive:
@@ -46,7 +47,7 @@ def nanodo(folder: Path, *, patched: bool) -> Path:
     Raises:
       NotReachedError: if it cannot be cloned.
     """
-    target = folder / f"nanodo-{'patched' if patched else 'unpatched'}"
+    target = folder / f"nanodo-{_state('nanodo', patched)}"
     if not target.exists():
         _run(["git", "clone", "--quiet", NANODO, str(target)])
         _run(["git", "-C", str(target), "checkout", "--quiet", NANODO_COMMIT])
@@ -68,13 +69,21 @@ def maxtext(folder: Path, *, patched: bool) -> Path:
         command = ["download", *options.split(), str(releases), MAXTEXT]
         _run([sys.executable, "-m", "pip", *command])
     (release,) = releases.glob("maxtext-*.whl")
-    target = folder / f"maxtext-{'patched' if patched else 'unpatched'}"
+    target = folder / f"maxtext-{_state('maxtext', patched)}"
     if not target.exists():
         with zipfile.ZipFile(release) as archive:
             archive.extractall(target)
         if patched:
             _patch(target, "maxtext/maxtext")
     return target
+
+
+def _state(name: str, patched: bool) -> str:
+    """What tells sources apart by the patch that they have; another one is another."""
+    if not patched:
+        return "unpatched"
+    patch = HERE / name / f"{name}.patch"
+    return f"patched-{hashlib.sha256(patch.read_bytes()).hexdigest()[:8]}"
 
 
 def _patch(folder: Path, name: str) -> None:

@@ -225,7 +225,7 @@ def test_before_start_and_twice():
         with pytest.raises(RuntimeError, match="has not started"):
             site.sync(PARAMS)
         site.start(PARAMS)
-        with pytest.raises(RuntimeError, match="started already"):
+        with pytest.raises(RuntimeError, match="join once for each start"):
             site.start(PARAMS)
 
 
