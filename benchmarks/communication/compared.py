@@ -1,6 +1,7 @@
 """The methods that the study compares, and what of each is tuned."""
 
 import dataclasses
+from collections.abc import Mapping
 
 from runs import Run
 
@@ -15,6 +16,8 @@ class Method:
         rates: Learning rates.
         momenta: Decay rates of the local momentum, at the best learning rate.
         outers: Outer steps, at the best of both.
+        grid: Learning rates and outer steps together, where one after the other ends in
+            a corner.
     """
 
     label: str
@@ -22,6 +25,7 @@ class Method:
     rates: tuple[float, ...]
     momenta: tuple[float, ...] = ()
     outers: tuple[str, ...] = ()
+    grid: Mapping[float, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
 BUDGET = 0.01
@@ -37,6 +41,8 @@ _OUTERS = (
     *("nesterov 0.5 0.6", "nesterov 1.0 0.6", "nesterov 1.4 0.6"),
     *("nesterov 0.7 0.8", "nesterov 1.0 0.4", "nesterov 1.0 0.2"),
 )
+
+_LOW = ("mean", "nesterov 0.3 0.6", "nesterov 0.5 0.3")
 
 METHODS = {
     "dion": Method("Dion, synchronous", _SYNCHRONOUS, (0.02, *_RATES), _MOMENTA),
@@ -62,6 +68,15 @@ METHODS = {
             *("nesterov 0.3 0.6", "nesterov 0.5 0.6", "nesterov 1.0 0.6"),
             *("nesterov 0.7 0.9", "nesterov 0.5 0.3"),
         ),
+        grid={
+            0.01: ("mean",),
+            0.02: (*_LOW, "nesterov 1.0 0.3"),
+            0.04: (
+                *(*_LOW, "nesterov 0.7 0.3", "nesterov 1.0 0.3"),
+                *("nesterov 0.2 0.6", "nesterov 0.3 0.8"),
+            ),
+            0.08: ("nesterov 0.3 0.6",),
+        },
     ),
     "sparseloco": Method(
         "SparseLoCo-style, top 1/32 in 2 bits",

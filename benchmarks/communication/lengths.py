@@ -9,6 +9,7 @@ import comparisons
 import gap
 import plans
 import tables
+from scipy import optimize
 from sizes import SIZES
 
 _SIZES = ("cpu", "cpu-32k", "cpu-128k")
@@ -54,11 +55,9 @@ def fitted_steps_to(loss: float, ends: Mapping[int, float]) -> float | None:
     low, high = 0.01, 4.0
     if not apart(low) < 0 < apart(high):
         return None
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if apart(middle) < 0 else (low, middle)
-    b = (ends[one] - ends[three]) / (one**-low - three**-low)
-    return (one**-low - (ends[one] - loss) / b) ** (-1 / low)
+    c: float = optimize.brentq(apart, low, high, xtol=1e-12)  # pyright: ignore[reportAssignmentType]
+    b = (ends[one] - ends[three]) / (one**-c - three**-c)
+    return (one**-c - (ends[one] - loss) / b) ** (-1 / c)
 
 
 def table(results: plans.Results) -> str:

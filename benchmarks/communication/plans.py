@@ -16,17 +16,6 @@ Results = Mapping[str, Mapping[str, Any]]
 
 BUDGETS = (0.1, BUDGET, 0.001)
 REPLICAS = (2, 4, 8)
-# DiLoCo's outer steps by its rate.
-_LOW = ("mean", "nesterov 0.3 0.6", "nesterov 0.5 0.3")
-GRID = {
-    0.01: ("mean",),
-    0.02: (*_LOW, "nesterov 1.0 0.3"),
-    0.04: (
-        *(*_LOW, "nesterov 0.7 0.3", "nesterov 1.0 0.3"),
-        *("nesterov 0.2 0.6", "nesterov 0.3 0.8"),
-    ),
-    0.08: ("nesterov 0.3 0.6",),
-}
 DROPPED = (0.0, 0.1, 0.3, 0.5)
 
 # The winner and its rivals, which are run at all budgets; rivals at one of them; and
@@ -45,7 +34,17 @@ def _tunings(name: str) -> list[Run]:
         for momentum in momenta
         for outer in (method.run.outer, *method.outers)
     ]
-    return list(dict.fromkeys(one_by_one + (grid({}) if name == "diloco" else [])))
+    return list(dict.fromkeys([*one_by_one, *_together(name)]))
+
+
+def _together(name: str) -> list[Run]:
+    """Those of a method's grid."""
+    method = METHODS[name]
+    return [
+        method.run.but(learning_rate=rate, outer=outer)
+        for rate, outers in method.grid.items()
+        for outer in outers
+    ]
 
 
 def tuning_of(name: str, results: Results) -> list[Run]:
@@ -140,14 +139,9 @@ def outers(results: Results) -> list[Run]:
 
 
 def grid(results: Results) -> list[Run]:
-    """DiLoCo's rate and outer step together: one after the other ends in a corner."""
+    """Rates and outer steps together, of methods that one after the other misled."""
     del results
-    run = METHODS["diloco"].run
-    return [
-        run.but(learning_rate=rate, outer=outer)
-        for rate, outers in GRID.items()
-        for outer in outers
-    ]
+    return [run for name in METHODS for run in _together(name)]
 
 
 def seeds(results: Results) -> list[Run]:

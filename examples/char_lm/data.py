@@ -26,9 +26,7 @@ BYTES = 256
 # 50257 GPT-2 tokens, padded to a multiple of 128 so that the head tiles well.
 GPT2_PADDED = 50_304
 
-# Where the standard library's source is.
 LIBRARY = Path(sysconfig.get_path("stdlib"))
-
 _HELD_OUT = 0.05
 # Does not occur in text, so it marks where one file ends and the next begins.
 _SEPARATOR = b"\0"

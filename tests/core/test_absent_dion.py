@@ -32,15 +32,16 @@ def test_an_absent_dion_keeps_its_momentum(form):
     (gradients,) = helpers.make_gradients(1, REPLICAS)
     params, state = train_on(tx)(start(tx), gradients, np.float32([1, 0, 0, 1]))
     dion = helpers.dion_state(state)
+    close = 1e-6 if form is None else 2e-2
+    lost = 0 if form is None else close  # of the mean, which waits with it
     for key in helpers.MATRICES:
-        if form is None:
-            np.testing.assert_allclose(dion.momentum[key][1:3], gradients[key][1:3])
+        found, whole = dion.momentum[key][1:3], gradients[key][1:3]
+        np.testing.assert_allclose(found, whole, atol=lost)
         assert not np.allclose(dion.momentum[key][0], gradients[key][0])
         np.testing.assert_array_equal(params[key][1], params[key][0])
     few = {key: x[[0, 3]] for key, x in gradients.items()}
     pair, _ = helpers.last(helpers.run_vmap(tx, helpers.make_params(), [few]))
     for key in helpers.SHAPES:
-        close = 1e-6 if form is None else 2e-2
         np.testing.assert_allclose(params[key][0], pair[key][0], atol=close)
 
 

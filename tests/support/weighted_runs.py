@@ -40,12 +40,17 @@ def start(tx: Any, replicas: int, params: Any = None) -> Any:
     )
 
 
-def train_on(tx: Any, replicas: int, params: Any = None) -> Any:
-    """Compiled (state, gradients, weights) -> state, for gradients that are given."""
+def train_on(tx: Any, replicas: int, params: Any = None, **options: Any) -> Any:
+    """Compiled (state, gradients, weights) -> state, for gradients that are given.
+
+    With further options of `update`.
+    """
 
     def train(state, gradients, weight):
         params, opt_state = state
-        updates, opt_state = tx.update(gradients, opt_state, params, weight=weight)
+        updates, opt_state = tx.update(
+            gradients, opt_state, params, weight=weight, **options
+        )
         return optax.apply_updates(params, updates), opt_state
 
     state = start(tx, replicas, params)

@@ -88,16 +88,9 @@ def test_a_sync_that_is_forced_waits_for_no_question(fragments):
         AXIS,
         ask_every=3,
     )
-
-    def train(state, gradients):
-        params, opt_state = state
-        updates, opt_state = tx.update(gradients, opt_state, params, sync=True)
-        return (optax.apply_updates(params, updates), opt_state), ()
-
-    state = weighted_runs.start(tx, 2)
-    step = jax.jit(jax.vmap(train, axis_name=AXIS))
+    state, step = weighted_runs.start(tx, 2), weighted_runs.train_on(tx, 2, sync=True)
     for tree in helpers.make_gradients(4, 2):
-        state, _ = step(state, tree)
+        state = step(state, tree, np.ones(2, np.float32))
         assert state[1].metrics.synced.all()
 
 
