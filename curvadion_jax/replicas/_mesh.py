@@ -1,6 +1,7 @@
 """The mesh whose first axis is the replicas."""
 
 import collections
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 from curvadion_jax import _arguments
 
 AXIS = "replica"
+_log = logging.getLogger("curvadion_jax")
 
 
 def make_mesh(
@@ -31,7 +33,8 @@ def make_mesh(
       axis_name: name of the replica axis.
       devices: devices to use, in this order. None is those of `jax.devices()`, slice by
         slice and process by process, so that a replica of a slice's size is a slice; of
-        more devices than needed, as many of each slice or process.
+        more devices than needed, as many of each slice or process, and those that stay
+        idle are told in the log.
       inner_type: type of the inner axes, Auto, or Explicit for a model whose arrays
         have their sharding in their types; see `jax.sharding.AxisType`.
 
@@ -92,6 +95,15 @@ def make_mesh(
     if devices is None:
         every = _side_by_side(every, replicas, needed)
         _check_processes(every[:needed], sizes)
+        idle = len(every) - needed
+        if idle and jax.process_index() == 0:
+            _log.warning(
+                "make_mesh uses %d of %d devices and leaves %d idle: give more "
+                "replicas, or axes inside one, or name the devices",
+                needed,
+                len(every),
+                idle,
+            )
     grid = np.array(every[:needed], dtype=object).reshape(list(sizes.values()))
     types = (AxisType.Auto, *[inner_type] * (len(sizes) - 1))
     return Mesh(grid, tuple(sizes), axis_types=types)

@@ -146,7 +146,8 @@ def test_numbers_among_the_extra_arguments_stay_numbers():
 
 def test_compiling_is_logged_once_for_each_program(caplog):
     tx = local_muon(0.02)
-    mesh, state = cd.replicas.make_mesh(2), {"w": jnp.ones((8, 8))}
+    mesh = cd.replicas.make_mesh(2, devices=jax.devices()[:2])
+    state = {"w": jnp.ones((8, 8))}
     state = cd.replicas.replicate(state | {"opt": tx.init(state["w"])}, mesh)
     step = cd.replicas.step(lambda state, x: (taken(tx, state, x), {}), mesh)
     with caplog.at_level("INFO", logger="curvadion_jax"):

@@ -86,6 +86,14 @@ def test_mesh_of_given_devices_and_name():
     assert [device.id for device in mesh.devices] == [5, 6]
 
 
+def test_idle_devices_are_told(caplog):
+    replicas.make_mesh(2, devices=jax.devices()[:3])  # named by the caller
+    replicas.make_mesh(2, {"data": 4})
+    assert not caplog.records
+    replicas.make_mesh(3)
+    assert "uses 3 of 8 devices and leaves 5 idle" in caplog.text
+
+
 def test_the_replica_axis_may_have_another_name():
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     renamed = replicas.replicate({"w": jnp.ones(2)}, mesh, axis_name="data")
