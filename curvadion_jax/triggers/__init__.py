@@ -25,6 +25,7 @@ from curvadion_jax.triggers._periodic import (
     never,
     quadratic_period,
 )
+from curvadion_jax.triggers._weighted import weighted
 
 __all__ = [
     "BudgetState",
@@ -50,4 +51,5 @@ __all__ = [
     "relative_momentum_change",
     "remembered",
     "stateless",
+    "weighted",
 ]

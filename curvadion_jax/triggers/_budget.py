@@ -11,7 +11,7 @@ from curvadion_jax.triggers import _base
 from curvadion_jax.triggers._momentum_change import relative_momentum_change
 
 # Three roundings to float32 stand between a rate and the steps that it pays for.
-_ROUNDING = 2.0**-22
+ROUNDING = 2.0**-22
 
 
 class SpendingState(NamedTuple):
@@ -66,7 +66,7 @@ def _not_spent() -> SpendingState:
     )
 
 
-def _share(rate, cost, observation: Observation) -> jax.Array:
+def share_of_steps(rate, cost, observation: Observation) -> jax.Array:
     """Syncs a step that the rate pays for, at most one."""
     cost = jnp.asarray(observation.sync_cost if cost is None else cost, jnp.float32)
     cost = jnp.maximum(cost, jnp.finfo(jnp.float32).tiny)
@@ -123,10 +123,10 @@ def evenly(
         _arguments.check_number(cost, "cost")
 
     def decide(observation: Observation, state: SpendingState):
-        share = _share(rate, cost, observation)
+        share = share_of_steps(rate, cost, observation)
         state = _anew_if_changed(state, share, observation)
         paid, spent = _balance(state, observation, ahead=1)
-        return _base.decision(spent + 1 <= paid * (1 + _ROUNDING)), state
+        return _base.decision(spent + 1 <= paid * (1 + ROUNDING)), state
 
     return Trigger(lambda *_: _not_spent(), decide, scheduled=True)
 
@@ -262,7 +262,7 @@ def budget(
     def decide(observation, state: BudgetState):
         chosen, of_state = of.decide(observation, state.of_state)
         warm = observation.steps < warmup
-        share = _share(rate, cost, observation)
+        share = share_of_steps(rate, cost, observation)
         spending = _finite.where(
             observation.steps <= warmup,
             _counting_from(observation, share),

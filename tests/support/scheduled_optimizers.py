@@ -23,6 +23,7 @@ OPTIMIZERS = {
     "always": lambda: synced(triggers.always()),
     "never": lambda: synced(triggers.never()),
     "evenly": lambda: synced(triggers.evenly(0.3, cost=1.0)),
+    "weighted": lambda: synced(triggers.weighted(0.3, range(20, 0, -1), cost=1.0)),
     "quadratic": lambda: synced(triggers.quadratic_period(DECAY, 0.4)),
     "combined": lambda: synced(
         triggers.any_of(

@@ -64,6 +64,10 @@ _ROWS = [
     ("evenly(-1)", ValueError, "got -1", "rate must not be negative or NaN"),
     ("evenly(inf)", ValueError, "got inf", "rate must be above 0 and finite"),
     ("evenly(0.1, cost='all')", TypeError, "got 'all'", "cost must be a number"),
+    ("weighted(-1, [1.0])", ValueError, "got -1", "rate must not be negative or NaN"),
+    ("weighted(0.1, len)", ValueError, "got <built-in", "such as np.sqrt(schedule("),
+    ("weighted(0.1, [1, -1])", ValueError, "got [1, -1]", "weights must be one finite"),
+    ("weighted(0.1, [0, 0])", ValueError, "whose sum is 0.0", "give a step that is"),
     ("budget(0)", ValueError, "got 0", "rate must be above 0 and finite"),
     ("budget('1%')", TypeError, "got '1%'", "rate must be a number"),
     (

@@ -1,0 +1,97 @@
+"""The bytes of `evenly`, spent where weights of the steps are high."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from curvadion_jax import _arguments
+from curvadion_jax._protocols import Observation, Trigger
+from curvadion_jax.triggers import _base
+from curvadion_jax.triggers._budget import ROUNDING, share_of_steps
+
+
+def weighted(
+    rate: jax.typing.ArrayLike,
+    weights: jax.typing.ArrayLike,
+    *,
+    cost: jax.typing.ArrayLike | None = None,
+) -> Trigger:
+    r"""Spends a share of the bytes of synchronous training where weights are high.
+
+    For a run whose length is known, N steps. Of the S syncs that the rate pays for in
+    it every step gets a part by its weight, and the step that makes n of them
+    synchronises when their sum passes a whole number:
+
+    .. math::
+      \lfloor S c_n \rfloor > \lfloor S c_{n-1} \rfloor, \quad
+      c_n = \sum_{t \le n} w_t \Big/ \sum_{t \le N} w_t, \quad
+      S = \lfloor \mathrm{rate} \cdot N / \mathrm{cost} \rfloor
+
+    So the last sync is on step N, or on the last one before it that weighs something.
+    A step on which several are due takes one of them. After step N syncs come at even
+    distances.
+
+    Args:
+      rate: share of the bytes of synchronous training, an all-reduce of all gradients
+        in float32 on every step; 0.01 is one percent.
+      weights: [N], of every step from the first, 0 or more and not all 0. The square
+        root of the learning rate ended lower than even distances in small runs.
+      cost: what a sync counts, in all-reduces of all gradients in float32. None takes
+        what the synchronizer sends; with 1.0 the rate is a share of the steps.
+
+    Returns:
+      The trigger, without state; weights are constants of the program, 4 bytes a step.
+      It looks at the number of steps alone, so a run that is restored goes on where it
+      was.
+
+    Raises:
+      TypeError: if the rate or the cost is not a number.
+      ValueError: if the rate is not above 0 and finite, the cost negative, or the
+        weights are not as said.
+
+    Example:
+      >>> import optax
+      >>> from curvadion_jax.triggers import Observation
+      >>> learning_rate = optax.cosine_decay_schedule(0.02, 12)
+      >>> trigger = weighted(0.5, learning_rate(np.arange(12)), cost=1.0)
+      >>> seen = [Observation(steps=steps) for steps in range(12)]
+      >>> [int(trigger.decide(each, ())[0].fire) for each in seen]
+      [0, 1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 1]
+    """
+    _arguments.check_positive(rate, "rate")
+    if cost is not None:
+        _arguments.check_number(cost, "cost")
+    shares = _shares(weights)
+    number = len(shares) - 1
+
+    def decide(observation: Observation):
+        paid = share_of_steps(rate, cost, observation) * number
+        syncs = jnp.floor(paid * (1 + ROUNDING))
+        steps = jnp.asarray(observation.steps) + jnp.arange(2)
+        table = jnp.asarray(shares)[jnp.minimum(steps, number)]
+        before, after = jnp.floor(
+            syncs * jnp.where(steps > number, steps / number, table)
+        )
+        return _base.decision(after > before)
+
+    return _base.stateless(decide, scheduled=True)
+
+
+def _shares(weights: jax.typing.ArrayLike) -> np.ndarray:
+    """Of all weight what the first 0, 1, ..., N steps have, float32[N + 1]."""
+    try:
+        given = np.asarray(weights, np.float64)
+    except (TypeError, ValueError):  # such as a schedule itself, or traced
+        given = np.zeros(())
+    if given.ndim != 1 or not np.all(np.isfinite(given)) or np.any(given < 0):
+        raise ValueError(
+            "weights must be one finite number of at least 0 for every step, such as "
+            f"np.sqrt(schedule(np.arange(steps))), got {_arguments.shown(weights)}"
+        )
+    sums = np.cumsum(np.append(0.0, given))
+    if not sums[-1] > 0:
+        raise ValueError(
+            f"weights must not all be 0, got {len(given)} of them whose sum is "
+            f"{sums[-1]}: give a step that is to synchronise a weight"
+        )
+    return (sums / sums[-1]).astype(np.float32)
