@@ -16,11 +16,6 @@ _EVERY = (
     *(("cpu-128k", 16_384, 1200), ("cpu-512k", 65_536, 300)),
 )
 _BOTH = (bases.rising(), bases.rising_muon())
-_NAMES = {
-    "budget": "relative momentum change",
-    "turn": "turn of the momentum",
-    "moved": "relative drift",
-}
 
 
 def bits(results: plans.Results) -> str:
@@ -48,14 +43,14 @@ def signals(results: plans.Results) -> str:
     cells = []
     for size, tokens, steps in _EVERY:
         even = losses(results, size, bases.rising().but(steps=steps))
-        for name in gap.SIGNALS:
-            run = bases.rising().but(steps=steps, trigger=f"{name} {plans.BUDGET} 1 1")
+        for trigger, name in ideas.SIGNALS.items():
+            run = bases.rising().but(steps=steps, trigger=trigger)
             rows = by_seed(results, size, run).values()
             rows = [row for row in rows if row["run"]["seed"] in even]
             if above := tables.above(losses(results, size, run), even):
                 cells.append(
                     [
-                        *(f"{tokens:,}", f"{steps:,}", _NAMES[name]),
+                        *(f"{tokens:,}", f"{steps:,}", name),
                         f"{statistics.fmean(row['syncs'] for row in rows):.0f}",
                         f"{statistics.fmean(map(tables.share, rows)):.2f}%",
                         ", ".join(f"{row['loss']:.4f}" for row in rows),
@@ -67,7 +62,8 @@ def signals(results: plans.Results) -> str:
         "## When to sync\n\n`local_muon` with a rising momentum; `budget` spends 1% of "
         "the bytes where a signal is large, at most 1 sync ahead of what is paid for "
         "and 1 behind. Turn: largest 1 - cos of the momentum and that after the last "
-        "sync. Seeds 0, 1 and 2 as far as both were run.\n\n"
+        "sync. The learning rate is known before: syncs are as frequent as its root is "
+        "high. Seeds 0, 1 and 2 as far as both were run.\n\n"
         + tables.markdown([*header, "above even spacing"], cells)
     )
 

@@ -1,11 +1,13 @@
-"""What one change does to the gap: tables of pairs of runs, for `scaling.py`."""
+"""What one change does to the gap, and the gap by text: tables for `scaling.py`."""
 
 import itertools
 import statistics
 from collections.abc import Mapping
+from typing import Any
 
 import bases
 import gap
+import law
 import plans
 import tables
 from ideas import tried
@@ -19,18 +21,24 @@ SETTINGS = (
     ("cpu-32k", 4096, 1200),
     ("cpu-128k", 16_384, 300),
 )
-_PARTS = {
-    "source": "held out, source code alone",
-    "all": "held out, all",
-    "training": "trained on",
+_ABOVE = {
+    "source": "above Muon on source code",
+    "all": "on all that is held out",
+    "training": "on what is trained on",
 }
-_TEXTS = ("cpu", "cpu-prose", "cpu-w128", "cpu-w256")
+_BY_TEXT = (
+    *(bases.rising_muon(), bases.rising(), bases.rising_curvadion()),
+    bases.rising().but(trigger=f"budget {plans.BUDGET} 1 1"),
+    bases.rising().but(trigger=f"weighted {plans.BUDGET} 0.5"),
+    bases.dion("cpu-32k"),  # with the rate of the others
+)
+_SIZES = ("cpu", "cpu-prose", "cpu-w128", "cpu-w256")
 
 
 def pairs(results: plans.Results) -> str:
     """The gap in wider models and on another text, by the rate of both."""
     cells = []
-    for size, rate in itertools.product(_TEXTS, (0.057, 0.08, 0.113)):
+    for size, rate in itertools.product(_SIZES, (0.057, 0.08, 0.113)):
         local, muon = (
             losses(results, size, run.but(learning_rate=rate))
             for run in (bases.rising(), bases.rising_muon())
@@ -52,10 +60,7 @@ def parts(results: plans.Results) -> str:
     """What is left of the gap with exact syncs, with more of them, or more shared."""
     cells = []
     for size, tokens, steps in SETTINGS:
-        references = [
-            losses(results, size, run.but(steps=steps))
-            for run in (bases.muon(), bases.rising_muon())
-        ]
+        muon = losses(results, size, bases.rising_muon().but(steps=steps))
         for run in (*gap.parts(), bases.rising(), *gap.shared()):
             rows = by_seed(results, size, run.but(steps=steps))
             if rows:
@@ -67,24 +72,16 @@ def parts(results: plans.Results) -> str:
                         *(f"{tokens:,}", f"{steps:,}", run.trigger, run.compressor),
                         *(_besides(run), share if run.averaged == "none" else ""),
                         tables.losses_by_seed(found),
-                        *(_above_by_seed(found, x) for x in references),
+                        tables.percent(tables.above(found, muon)),
                     ]
                 )
     header = ["tokens", "steps", "syncs", "form", "besides", "bytes", "loss by seed"]
-    header += ["above Muon", "above Muon, rising"]
+    header.append("above Muon")
     return (
-        "## Its parts\n\n`local_muon` with a rising momentum. Besides: gradients that "
-        "are averaged on every step, or momenta at every sync, exactly. Losses of "
-        f"different seeds do not compare.\n\n{tables.markdown(header, cells)}"
+        "## Its parts\n\n`local_muon` and Muon with a rising momentum. Besides: "
+        "gradients that are averaged on every step, or momenta at every sync, exactly. "
+        f"Rows with other seeds do not compare.\n\n{tables.markdown(header, cells)}"
     )
-
-
-def _above_by_seed(found: Mapping[int, float], references: Mapping[int, float]) -> str:
-    """Percent above, one a seed, since rows have different seeds."""
-    above = {
-        seed: tables.above({seed: loss}, references) for seed, loss in found.items()
-    }
-    return ", ".join(f"{seed}: {x[0]:.2f}%" for seed, x in above.items() if x)
 
 
 def _besides(run: Run) -> str:
@@ -115,51 +112,79 @@ def every_step(results: plans.Results) -> str:
     )
 
 
+def on(results: plans.Results, text: str) -> plans.Results:
+    """The rows that have a loss on a text, with that one; on 'all' they are as before.
+
+    Examples:
+        >>> rows = {"a": {"loss": 2.0, "losses": {"source": 1.0}}, "b": {"loss": 3.0}}
+        >>> {key: row["loss"] for key, row in on(rows, "source").items()}
+        {'a': 1.0}
+    """
+    if text == "all":
+        return results
+    return {
+        key: {**row, "loss": row["losses"][text]}
+        for key, row in results.items()
+        if text in row.get("losses", {})
+    }
+
+
 def by_text(results: plans.Results) -> str:
-    """The losses on several texts, of `results/again`."""
+    """The losses on source code, and what they are above Muon's on each text."""
 
-    def setting(row: Row) -> tuple[int, int]:
-        return row["tokens"], row["run"]["steps"]
+    def place(row: Row) -> tuple[Any, ...]:
+        run, method = row["run"], [*bases.SCALED.values()].index(row["method"])
+        tokens, rate = SIZES[row["size"]].tokens, run["learning_rate"]
+        return tokens, run["steps"], -run["replicas"], method, rate
 
-    names, cells = [*bases.SCALED.values()], []
-    rows = sorted(results.values(), key=lambda row: names.index(row["method"]))
-    for at, of_setting in itertools.groupby(sorted(rows, key=setting), setting):
-        kinds: dict[Run, dict[int, Row]] = {}
-        for row in of_setting:
-            run = Run(**row["run"])
-            kinds.setdefault(run.but(seed=0), {})[run.seed] = row
-        muon = kinds.get(bases.rising_muon().but(steps=at[1]), {})
-        for name, label in _PARTS.items():
-            for run, of_run in kinds.items():
-                if losses := _on(of_run, name):
-                    above = tables.percent(tables.above(losses, _on(muon, name)))
-                    mean = tables.spread([*losses.values()], digits=4)
-                    told = [*(f"{x:,}" for x in at), label, _method(run)]
-                    rate = f"{run.learning_rate}"
-                    cells.append([*told, rate, str(len(losses)), mean, above])
-    header = ["tokens", "steps", "text", "method", "rate", "seeds", "loss"]
+    rows = {key: row for key, row in results.items() if "losses" in row}
+    texts = {text: on(rows, text) for text in _ABOVE}
+    cells = []
+    for size, run in dict.fromkeys(
+        (row["size"], Run(**row["run"]).but(seed=0))
+        for row in sorted(texts["source"].values(), key=place)
+        if SIZES[row["size"]].width == law.WIDTH
+    ):
+        if _as_tuned(run) not in _BY_TEXT:
+            continue
+        muon = bases.rising_muon().but(steps=run.steps)
+        above = [
+            tables.above(losses(rows, size, run), losses(rows, size, muon))
+            for rows in texts.values()
+        ]
+        source = [*losses(texts["source"], size, run).values()]
+        tokens = SIZES[size].tokens // run.replicas
+        cells.append(
+            [
+                *(f"{tokens:,}", f"{run.steps:,}", f"{run.replicas}", _method(run)),
+                *(f"{run.learning_rate}", f"{len(above[0]) or len(source)}"),
+                *(tables.spread(source, digits=4), *map(tables.percent, above)),
+            ]
+        )
+    header = ["tokens", "steps", "replicas", "method", "rate", "seeds"]
+    header += ["loss on source code", *_ABOVE.values()]
     return (
-        "## By text\n\nOf the held-out bytes of the standard library 62% are English, "
+        "## By text\n\nAbove synchronous Muon with the same seed and a rate of 0.08. "
+        "Of the held-out bytes of the standard library 62% are English, "
         "`pydoc_data/topics.py`, and 11% tables of `encodings`, nearly the same as "
-        "others that are trained on. All other tables are of the losses on everything "
-        "held out. These runs are of 2026-11-26, again, with the code of that day. "
-        "Momenta rise, but for Dion's, 0.9.\n\n"
-        "    python benchmarks/communication/study.py against --size cpu-32k "
-        "--steps 1200 --results benchmarks/communication/results/again\n\n"
-        "(and `signals`, `against --size cpu` and `pairs --size cpu-512k`.)\n\n"
-        + tables.markdown([*header, "above Muon"], cells)
+        "others that are trained on; the rest is source code. Momenta rise, but for "
+        f"Dion's, 0.9.\n\n{tables.markdown(header, cells)}"
+    )
+
+
+def _as_tuned(run: Run) -> Run:
+    """The same at the setting and rate that the methods start from."""
+    base = bases.rising()
+    return run.but(
+        steps=base.steps, learning_rate=base.learning_rate, replicas=base.replicas
     )
 
 
 def _method(run: Run) -> str:
-    by_signal = run.inner == "local_muon" and run.trigger.startswith("budget")
-    return bases.SCALED[run.inner] + ", syncs by RMMC" * by_signal
-
-
-def _on(rows: Mapping[int, Row], name: str) -> dict[int, float]:
-    """The losses on a text by seed."""
-    found = {seed: row["losses"] | {"all": row["loss"]} for seed, row in rows.items()}
-    return {seed: losses[name] for seed, losses in found.items() if name in losses}
+    by = {"budget": ", syncs by RMMC", "weighted": ", syncs by the learning rate"}
+    name = bases.SCALED[run.inner]
+    local = run.inner == "local_muon"
+    return name + (by.get(run.trigger.split()[0], "") if local else "")
 
 
 def by_seed(results: plans.Results, size: str, run: Run) -> dict[int, Row]:

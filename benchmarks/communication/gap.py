@@ -1,6 +1,6 @@
 """Plans at several batches and lengths: what becomes of the gap, what closes it.
 
-Their results are together in `results/scaling.jsonl`, of which `scaling.py` makes the
+Their results are together in a `scaling.jsonl`, of which `scaling.py` makes the
 tables. A plan is a function of the results so far, the size and the steps.
 """
 
@@ -31,7 +31,6 @@ TURNS = (3, 5)  # numbers of fragments that are compared by seeds
 # The rate at the end over its peak, and the age of the averaged weights over the run.
 AVERAGES = ((0.05, 0.07), (0.2, 0.07), (0.5, 0.1), (1.0, 0.1))
 BETWEEN = (600, 900)  # lengths
-SIGNALS = ("budget", "turn", "moved")
 MORE_SEEDS = (*SEEDS, 3, 4)  # of the cheapest setting and of the README's
 
 
@@ -85,7 +84,7 @@ def parts() -> list[Run]:
 
 
 def shared() -> list[Run]:
-    """Exact syncs every 7 steps, and what replicas share besides, seed 0."""
+    """Exact syncs every 7 steps, and what replicas share besides."""
     base = rising().but(trigger="every 7", compressor="exact")
     return [
         base.but(averaged="others"),
@@ -129,13 +128,14 @@ def tuning(results: plans.Results, size: str, steps: int) -> list[Run]:
 
 
 def limits(results: plans.Results, size: str, steps: int) -> list[Run]:
-    """What bounds the gap, seed 0; with large batches exact syncs alone, by seeds."""
+    """What bounds the gap, by seeds; with large batches exact syncs alone."""
     del results
     if size == "cpu-128k":
-        exact = [run for run in parts() if run.compressor == "exact"]
-        return [run.but(steps=steps, seed=seed) for seed in SEEDS for run in exact]
-    further = [run.but(last_momentum=0.98) for run in (rising(), rising_muon())]
-    return [run.but(steps=steps) for run in (*parts(), *shared(), *further)]
+        runs = [run for run in parts() if run.compressor == "exact"]
+    else:
+        further = [run.but(last_momentum=0.98) for run in (rising(), rising_muon())]
+        runs = [*parts(), *shared(), *further]
+    return [run.but(steps=steps, seed=seed) for seed in SEEDS for run in runs]
 
 
 def bits(results: plans.Results, size: str, steps: int) -> list[Run]:
@@ -187,7 +187,8 @@ def against(results: plans.Results, size: str, steps: int) -> list[Run]:
     runs = [run.but(seed=seed, steps=steps) for run in runs for seed in seeds]
     if of_readme:  # the rate that won at 300 steps
         runs.append(rising_muon().but(learning_rate=0.113, steps=steps))
-    one_change = [run for run, _ in ideas.tried().values()]
+    tried = [run for run, _ in ideas.tried().values()]
+    one_change = [run.but(seed=seed) for seed in SEEDS for run in tried]
     return [*runs, *one_change, *parts(), *every_step()] if cheapest else runs
 
 
@@ -216,7 +217,7 @@ def fragments(results: plans.Results, size: str, steps: int) -> list[Run]:
 def signals(results: plans.Results, size: str, steps: int) -> list[Run]:
     """The same bytes, spent by what asks for a sync, by seeds."""
     del results, size
-    texts = (f"evenly {BUDGET}", *(f"{name} {BUDGET} 1 1" for name in SIGNALS))
+    texts = (f"evenly {BUDGET}", *ideas.SIGNALS)
     runs = [rising().but(steps=steps, trigger=text) for text in texts]
     return [run.but(seed=seed) for seed in SEEDS for run in runs]
 

@@ -4,9 +4,17 @@ from bases import local_muon_evenly, muon, rising
 from plans import BUDGET
 from runs import Run
 
+# What may ask for a sync at equal bytes.
+SIGNALS = {
+    f"budget {BUDGET} 1 1": "relative momentum change",
+    f"turn {BUDGET} 1 1": "turn of the momentum",
+    f"moved {BUDGET} 1 1": "relative drift",
+    f"weighted {BUDGET} 0.5": "square root of the learning rate",
+}
+
 
 def tried() -> dict[str, tuple[Run, Run]]:
-    """Ideas against the gap, one at a time: with it and without, 300 steps, seed 0."""
+    """Ideas against the gap, one at a time: with it and without, 300 steps."""
     muon_, even, better = muon(), local_muon_evenly(), rising()
     changes = {
         "momentum from 0.8 to 0.95": (even, {"last_momentum": 0.95}),
@@ -16,6 +24,10 @@ def tried() -> dict[str, tuple[Run, Run]]:
         "rate down to 0.2 of its peak": (even, {"final": 0.2}),
         "rate down to 0.2, rising momentum": (better, {"final": 0.2}),
         "rate down to 0, rising momentum": (better, {"final": 0.0}),
+        "rate down to 0.2, synchronous Muon, rising momentum": (
+            muon_.but(last_momentum=0.95),
+            {"final": 0.2},
+        ),
         "peak rate 0.057": (better, {"learning_rate": 0.057}),
         "peak rate 0.113": (better, {"learning_rate": 0.113}),
         "half the rate for embeddings, head, norms": (even, {"other_rate": 0.5}),
@@ -38,6 +50,18 @@ def tried() -> dict[str, tuple[Run, Run]]:
             {"outer": "orthonormal 1.4 0.4", "learning_rate": 0.057},
         ),
         "syncs as the learning rate": (even, {"trigger": f"weighted {BUDGET} 1.0"}),
+        "syncs as the learning rate, rising momentum": (
+            better,
+            {"trigger": f"weighted {BUDGET} 1.0"},
+        ),
+        "syncs as the learning rate to 1/2": (
+            better,
+            {"trigger": f"weighted {BUDGET} 0.5"},
+        ),
+        "syncs as the learning rate, which falls to 0.2": (
+            better.but(final=0.2),
+            {"trigger": f"weighted {BUDGET} 1.0"},
+        ),
         "syncs as the learning rate to -1/2": (
             better,
             {"trigger": f"weighted {BUDGET} -0.5"},
@@ -58,6 +82,10 @@ def tried() -> dict[str, tuple[Run, Run]]:
             {"compressor": "int 1", "outer": "nesterov 1.0 0.2"},
         ),
         "scales of blocks of 1,024": (even, {"compressor": "int 2 2 1024"}),
+        "scales of blocks of 1,024, rising momentum": (
+            better,
+            {"compressor": "int 2 2 1024"},
+        ),
     }
     return {
         label: (base.but(**change), base) for label, (base, change) in changes.items()

@@ -2,8 +2,6 @@
 
 import dataclasses
 import itertools
-import math
-import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,6 +10,7 @@ import numpy as np
 import plans
 import tables
 from runs import Run
+from scipy import optimize
 from sizes import SIZES
 
 Row = tables.Row
@@ -24,7 +23,6 @@ LINES = {
 }
 FITTED = ("constant, both", "rising, both")
 WIDTH = 64
-SEEDS = 3  # of a point that is fitted: one seed is off by more than the law
 
 
 class Setting(NamedTuple):
@@ -95,31 +93,50 @@ class Law:
         return self.scales[label] * decay * (setting.replicas / 8) ** self.c
 
 
-def fit(gaps: dict[str, Gaps]) -> Law:
-    """Least squares in the logarithm of the gaps; the powers are of all methods."""
+def fit(gaps: dict[str, Gaps]) -> Law | None:
+    """Least squares over the gaps of all seeds; the powers are of all methods.
+
+    Not in their logarithms, of which a gap near zero would decide alone: so a setting
+    weighs by its seeds, and large gaps more than small ones. None where the settings
+    do not tell the powers apart.
+    """
     labels = list(gaps)
-    features, wanted = [], []
-    for label, found in gaps.items():
-        for at, above in found.items():
-            scaled = (at.tokens / 1024, at.steps / 300, 8 / at.replicas)
-            logs = (-math.log(x) for x in scaled)
-            features.append([*(float(each == label) for each in labels), *logs])
-            wanted.append(math.log(statistics.fmean(above)))
-    *scales, a, b, c = np.linalg.lstsq(np.array(features), np.array(wanted))[0]
-    return Law(dict(zip(labels, map(math.exp, scales), strict=True)), a, b, c)
+    seen = [
+        (labels.index(label), at.tokens / 1024, at.steps / 300, at.replicas / 8, gap)
+        for label, found in gaps.items()
+        for at, above in found.items()
+        for gap in above
+    ]
+    which, tokens, steps, replicas, wanted = map(np.array, zip(*seen, strict=True))
+
+    def apart(numbers: np.ndarray) -> np.ndarray:
+        *scales, a, b, c = numbers
+        return np.array(scales)[which] * tokens**-a * steps**-b * replicas**c - wanted
+
+    start = [*(5.0 for _ in labels), 0.5, 0.5, 0.5]
+    tight = dict.fromkeys(("ftol", "xtol", "gtol"), 1e-14)
+    found = optimize.least_squares(apart, start, **tight)
+    if np.linalg.matrix_rank(found.jac) < len(start):
+        return None
+    *scales, a, b, c = found.x.tolist()
+    return Law(dict(zip(labels, scales, strict=True)), a, b, c)
 
 
-def text(results: plans.Results) -> str:
-    """The gap to synchronous Muon at all settings, and the power law through it."""
+def text(results: plans.Results, seeds: int) -> str:
+    """The gap to synchronous Muon at all settings, and the power law through it.
+
+    Args:
+      results: All rows.
+      seeds: The fewest of a setting that the law is fitted to.
+    """
     gaps = {label: points(*both, results) for label, both in LINES.items()}
     several = {
-        label: {at: x for at, x in gaps[label].items() if len(x) >= SEEDS}
+        label: {at: x for at, x in gaps[label].items() if len(x) >= seeds}
         for label in FITTED
     }
-    fitting = {label: found for label, found in several.items() if found}
-    means = [statistics.fmean(x) for found in fitting.values() for x in found.values()]
-    enough = len(means) > len(fitting) + 3 and min(means) > 0
-    fitted = fit(fitting) if enough else None
+    fitting = {label: found for label, found in several.items() if len(found) > 1}
+    settings = sum(map(len, fitting.values()))
+    fitted = fit(fitting) if settings > len(fitting) + 3 else None
     cells = [
         [
             *(label, f"{at.tokens:,}", str(at.replicas), f"{at.steps:,}"),
@@ -135,12 +152,13 @@ def text(results: plans.Results) -> str:
     if fitted is None:
         return table
     scales = " or ".join(f"{fitted.scales[label]:.2f}% ({label})" for label in fitting)
+    of = f" of {seeds} seeds or more" if seeds > 1 else ""
     far = " and ".join(f"{fitted.at(label, TARGET):.3f}%" for label in fitting)
     return (
         f"{table}\n\nThe law: {scales} times (tokens / 1,024)^-{fitted.a:.2f} "
         f"(steps / 300)^-{fitted.b:.2f} (replicas / 8)^{fitted.c:.2f}, "
-        f"{len(fitting) + 3} numbers from the {len(means)} points of {SEEDS} "
-        f"seeds and more. At {TARGET.tokens:,} "
+        f"{len(fitting) + 3} numbers from the {settings} settings{of}. At "
+        f"{TARGET.tokens:,} "
         f"tokens, {TARGET.replicas} replicas and {TARGET.steps:,} steps it says {far}; "
         "that is far beyond what was run, and is not to be relied on."
     )

@@ -1,12 +1,15 @@
 """The tables, the picture and the law of the plans of `gap.py`, from their results.
 
     python benchmarks/communication/scaling.py
+    python benchmarks/communication/scaling.py --results DIR
 
-Writes `results/scaling.md` and `scaling.png` beside the results, and prints the text.
+Writes `scaling.md` and `scaling.png` beside the results, and prints the text. Where all
+rows have a loss on source code, as in `results/by_text`, all tables are of that one.
 """
 
 import argparse
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +29,12 @@ from runs import Run
 
 Row = tables.Row
 REPLICAS = 8
+TEXTS = {
+    "all": "on all that is held out",
+    "source": "on source code that is held out",
+}
+# Of a setting that the law is fitted to: on all text one seed is off by more than it.
+SEEDS = {"all": 3, "source": 1}
 HEADER = [
     *("method", "momentum", "rate", "outer step", "trigger", "form", "else"),
     *("bytes", "syncs", "loss", "above Muon", "above Muon, rising", "above Dion"),
@@ -33,52 +42,66 @@ HEADER = [
 ]
 
 
-def again(results: Path) -> plans.Results:
-    """What was run again, with losses by text, beside the results in a directory."""
-    return study.read(results / "again" / "scaling.jsonl")
+def text_of(results: plans.Results) -> str:
+    """Which of the losses the tables are of, a key of `TEXTS`."""
+    by_text = all("source" in row.get("losses", {}) for row in results.values())
+    return "source" if by_text else "all"
 
 
-def document(results: plans.Results, again: plans.Results | None = None) -> str:
+def document(results: plans.Results, directory: str = "") -> str:
     """The law, and a table for every batch and length, each by loss.
 
     Args:
       results: All rows.
-      again: Those with losses by text; None is none.
+      directory: Of the results, as commands are to name it; empty is the usual one.
     """
+    text = text_of(results)
+    by_text = [comparisons.by_text(results)] if text == "source" else []
+    results = comparisons.on(results, text)
     rows = sorted(results.values(), key=law.setting)
     tables_ = [
         f"## {_title(at)}\n\n{_table(list(of_setting), rows)}"
         for at, of_setting in itertools.groupby(rows, law.setting)
     ]
+    sections = [
+        *(law.text(results, SEEDS[text]), lengths.table(results), *by_text),
+        *(comparisons.pairs(results), comparisons.parts(results)),
+        *(comparisons.every_step(results), alternatives.bits(results)),
+        *(alternatives.seldom(results), alternatives.signals(results)),
+        *(alternatives.averages(results), alternatives.delays(results)),
+        *(comparisons.ideas(results), *tables_),
+    ]
+    # Beside the two lines of a header.
+    filled = [section for section in sections if section.count("\n|") > 2]
+    return "\n\n".join([_head(rows, text, directory), *filled]) + "\n"
+
+
+def _head(rows: Sequence[Row], text: str, directory: str) -> str:
+    """What the tables are of, and how they are made again."""
     dates = sorted({row["date"] for row in rows})
     devices = ", ".join(sorted({row.get("device", "2 CPU cores") for row in rows}))
-    head = [
-        "# Longer runs and larger batches",
-        "Losses in nats a byte, lower is better, of the mean of the replicas after the "
-        "last step, or of their averages over the steps where 'else' has a weight "
-        "average. The columns 'above' compare equal seeds; 'rising' is a momentum from "
-        "0.8 to 0.95. ± is the standard deviation over seeds. 'budget 0.01 1 1' spends "
-        "1% of the bytes where the relative momentum change is large, at most 1 sync "
-        "ahead of what is paid for and 1 behind; other words as `runs.py` explains "
-        "them. What is not said under 'else' is as in even `local_muon`.",
-        f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}, {devices}, with",
-        "\n".join([*_commands(rows), "    python benchmarks/communication/scaling.py"]),
+    plans_ = [f"study.py {x} --workers 1{_at(directory)}" for x in _plans(rows)]
+    commands = [
+        f"    python benchmarks/communication/{command}"
+        for command in (*plans_, f"scaling.py{_at(directory)}")
     ]
     return (
-        "\n\n".join(
-            [
-                *(*head, law.text(results), lengths.table(results)),
-                *([comparisons.by_text(again)] if again else []),
-                comparisons.pairs(results),
-                *(comparisons.parts(results), comparisons.every_step(results)),
-                *(alternatives.bits(results), alternatives.seldom(results)),
-                alternatives.signals(results),
-                *(alternatives.averages(results), alternatives.delays(results)),
-                *(comparisons.ideas(results), *tables_),
-            ]
-        )
-        + "\n"
+        "# Longer runs and larger batches\n\n"
+        f"Losses in nats a byte, {TEXTS[text]}; lower is better, of the mean of the "
+        "replicas after the last step, or of their averages over the steps where "
+        "'else' has a weight average. The columns 'above' compare equal seeds; "
+        "'rising' is a momentum from 0.8 to 0.95. ± is the standard deviation over "
+        "seeds. 'budget 0.01 1 1' spends 1% of the bytes where the relative momentum "
+        "change is large, at most 1 sync ahead of what is paid for and 1 behind; other "
+        "words as `runs.py` explains them. What is not said under 'else' is as in even "
+        "`local_muon`.\n\n"
+        f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}, {devices}; some of what "
+        "these train, and the tables:\n\n" + "\n".join(commands)
     )
+
+
+def _at(directory: str) -> str:
+    return f" --results {directory}" if directory else ""
 
 
 def _title(at: law.Setting) -> str:
@@ -89,7 +112,7 @@ def _title(at: law.Setting) -> str:
     )
 
 
-def _commands(rows: Sequence[Row]) -> list[str]:
+def _plans(rows: Sequence[Row]) -> list[str]:
     """What trains the rows: of every size and length the plans that add some."""
     left: dict[tuple[str, int], set[Run]] = {}
     for row in rows:
@@ -107,10 +130,7 @@ def _commands(rows: Sequence[Row]) -> list[str]:
                 continue
             if runs & of_plan:
                 runs -= of_plan
-                found.append(
-                    f"    python benchmarks/communication/study.py {name} "
-                    f"--size {size} --steps {steps} --workers 1"
-                )
+                found.append(f"{name} --size {size} --steps {steps}")
     return found
 
 
@@ -119,8 +139,9 @@ def draw(results: plans.Results, file: Path) -> None:
 
     Without points of fewer seeds than the law is fitted to.
     """
-    gaps = law.points(*law.LINES["rising, both"], results)
-    gaps = {at: above for at, above in gaps.items() if len(above) >= law.SEEDS}
+    text = text_of(results)
+    gaps = law.points(*law.LINES["rising, both"], comparisons.on(results, text))
+    gaps = {at: above for at, above in gaps.items() if len(above) >= SEEDS[text]}
     figure, panels = pyplot.subplots(
         1, 2, figsize=(9, 4), layout="constrained", sharey=True
     )
@@ -141,12 +162,12 @@ def draw(results: plans.Results, file: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel(label)
-        axes.set_ylim(bottom=0)
+        axes.axhline(0, color="black", linewidth=0.8)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     panels[0].set_xticks(sorted({at.steps for at in gaps}))
     panels[0].set_ylabel("loss above synchronous Muon, percent")
-    figure.suptitle("local_muon at 1% of the bytes; mean and spread of seeds")
+    figure.suptitle(f"local_muon at 1% of the bytes, {TEXTS[text]}; mean and spread")
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
 
@@ -155,7 +176,7 @@ def _curve(
     axes: Any, xs: Sequence[int], above: Sequence[Sequence[float]], label: str
 ) -> None:
     means = [statistics.fmean(x) for x in above]
-    error = [statistics.stdev(x) if len(x) > 1 else 0.0 for x in above]
+    error = [statistics.stdev(x) if len(x) > 1 else math.nan for x in above]
     axes.errorbar(xs, means, error, marker="o", capsize=3, label=label)
 
 
@@ -229,10 +250,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     file = options.results / "scaling.jsonl"
     results = study.read(file)
-    text = document(results, again(options.results))
+    text = document(results, _named(options.results))
     draw(results, file.with_suffix(".png"))
     file.with_suffix(".md").write_text(text)
     print(text)
+
+
+def _named(directory: Path) -> str:
+    """As a command in the root of the repository names it, where it is in there."""
+    root, there = Path(__file__).parents[2], directory.resolve()
+    if there == study.RESULTS:
+        return ""
+    inside = there.is_relative_to(root)
+    return there.relative_to(root).as_posix() if inside else str(directory)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ on in the middle of them; what is killed before is not kept. One command at a ti
 train the same runs with the same directory. Plans are listed in `plans.py`; `tables.py`
 makes the tables and the picture.
 Plans of `gap.py` are trained one a command, at any size and number of steps: their
-results go to one file, `results/scaling.jsonl`, of which `scaling.py` makes the tables.
+results go to one file, `scaling.jsonl`, of which `scaling.py` makes the tables.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -37,10 +38,23 @@ def test_the_law_is_found_again():
         for label, scale, of in (("even", 5.0, settings), ("rising", 4.0, settings[:3]))
     }
     found = law.fit(gaps)
+    assert found is not None
     assert gaps["even"][setting(4096, 300)] == [2.5]
     np.testing.assert_allclose(gaps["even"][setting(4096, 300, 2)], 2.5 / 2**0.5)
     np.testing.assert_allclose(list(found.scales.values()), [5.0, 4.0])
     np.testing.assert_allclose([found.a, found.b, found.c], [0.5, 0.75, 0.25])
+
+
+def test_the_law_takes_gaps_near_zero_and_says_nothing_of_what_does_not_vary():
+    at = [setting(*x) for x in ((1024, 300), (4096, 300), (1024, 1200), (1024, 300, 4))]
+    exact = law.Law({"rising": 4.0}, 0.5, 1.0, 0.5)
+    gaps = {x: [exact.at("rising", x) + noise for noise in (-2, 0, 2)] for x in at}
+    assert min(map(min, gaps.values())) < 0
+    found = law.fit({"rising": gaps})
+    assert found is not None
+    np.testing.assert_allclose([found.a, found.b, found.c], [0.5, 1.0, 0.5])
+    alike = {x: gap for x, gap in gaps.items() if x.replicas == 8}
+    assert law.fit({"rising": alike}) is None
 
 
 def test_gaps_are_to_muon_as_tuned_with_the_same_seed():
@@ -116,10 +130,13 @@ def test_signals_are_compared_with_even_spacing():
     turned = even.but(trigger="turn 0.01 1 1")
     losses = {even: 2.0, turned: 2.1, turned.but(seed=1): 9.0}
     losses |= {even.but(trigger="budget 0.01 1 1", seed=1): 9.0}
+    losses |= {even.but(trigger="weighted 0.01 0.5"): 1.9}
     text = alternatives.signals(by_key(row(x, loss) for x, loss in losses.items()))
-    assert text.splitlines()[-2:] == [
+    assert text.splitlines()[-3:] == [
         "|---|---|---|---|---|---|---|",
         "| 1,024 | 300 | turn of the momentum | 3 | 1.00% | 2.1000 | 5.00% |",
+        "| 1,024 | 300 | square root of the learning rate | 3 | 1.00% | 1.9000 "
+        "| -5.00% |",
     ]
 
 
@@ -151,8 +168,9 @@ def test_delays_are_compared_with_syncs_at_once():
     ]
 
 
-def test_plans_make_every_row_of_the_committed_results():
-    results = study.read(study.RESULTS / "scaling.jsonl")
+@pytest.mark.parametrize("directory", ["", "by_text"])
+def test_plans_make_every_row_of_the_committed_results(directory):
+    results = study.read(study.RESULTS / directory / "scaling.jsonl")
     left = dict(results)
     for size, steps in {(x["size"], x["run"]["steps"]) for x in results.values()}:
         for plan in gap.PLANS.values():
@@ -165,29 +183,36 @@ def test_plans_make_every_row_of_the_committed_results():
 
 
 def test_the_page_on_the_gap_quotes_the_committed_tables():
-    results = study.read(study.RESULTS / "scaling.jsonl")
-    lines = scaling.document(results, scaling.again(study.RESULTS)).splitlines()
+    files = [study.RESULTS / name for name in ("scaling.md", "by_text/scaling.md")]
+    lines = [set(file.read_text().splitlines()) for file in files]
     page = (ROOT / "docs" / "gap.md").read_text("utf-8").splitlines()
-    quoted = 0
+    quoted = [0, 0]
     for number, line in enumerate(page):
-        if line.startswith("|---") and page[number - 1] in lines:
-            rows = itertools.takewhile(lambda x: x.startswith("|"), page[number:])
-            assert set(rows) <= set(lines)
-            quoted += 1
-    assert quoted == 7
+        if line.startswith("|---") and any(page[number - 1] in x for x in lines):
+            rows = {*itertools.takewhile(lambda x: x.startswith("|"), page[number:])}
+            of_file = [rows <= each for each in lines]
+            assert sum(of_file) == 1
+            quoted[of_file.index(True)] += 1
+    assert quoted == [3, 5]
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/gap.md"])
 def test_pages_quote_the_law_of_the_committed_results(name):
-    text = law.text(study.read(study.RESULTS / "scaling.jsonl"))
-    found = re.search(r"or ([\d.]+)% \(rising, both\) times (.*?),\s\d", text)
+    rows = study.read(study.RESULTS / "by_text" / "scaling.jsonl")
+    text = law.text(comparisons.on(rows, "source"), scaling.SEEDS["source"])
+    found = re.search(r"([\d.]+)% \(rising, both\) times (.*?),\s\d", text)
     assert found
     both, powers = found.groups()
     formula = f"gap to synchronous Muon = {float(both):.1f}% {powers}\n"
     assert formula in (ROOT / name).read_text("utf-8")
 
 
-def test_the_picture_is_drawn(tmp_path):
-    results = study.read(study.RESULTS / "scaling.jsonl")
-    scaling.draw(results, tmp_path / "scaling.png")
+def test_the_program_writes_tables_and_picture(tmp_path):
+    rows = study.read(study.RESULTS / "by_text" / "scaling.jsonl").values()
+    file = tmp_path / "scaling.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scaling.main(["--results", str(tmp_path)])
+    written = (tmp_path / "scaling.md").read_text()
+    assert f"scaling.py --results {tmp_path}\n" in written
+    assert "on source code that is held out" in written
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")

@@ -1,15 +1,19 @@
 """Which text the losses of the study are of."""
 
+from pathlib import Path
+
 import bases
 import comparisons
 import data
-import gap
 import pytest
 import scaling
 import study
 import texts
-from runs import Run
 from study_rows import by_key, row
+
+ROOT = Path(__file__).parents[2]
+BY_TEXT = study.RESULTS / "by_text"
+RESULTS = study.read(BY_TEXT / "scaling.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -39,30 +43,51 @@ def test_other_data_have_no_source_code(tmp_path):
 
 def test_losses_are_told_by_text():
     several = {"source": 2.0, "training": 3.0}
-    muon, local, other = (
+    local = bases.rising()
+    rows = [
         row(run, loss) | {"losses": {x: loss * y for x, y in several.items()}}
         for run, loss in (
             (bases.rising_muon(), 1.0),
-            (bases.rising(), 1.1),
-            (bases.rising().but(seed=1), 5.0),  # of a seed that Muon has not
+            (local.but(seed=1), 5.0),  # of a seed that Muon has not
+            (local, 1.1),
+            (local.but(fragments=3), 9.0),  # not one of the methods that are compared
         )
-    )
-    lines = comparisons.by_text(by_key([other, local, muon])).splitlines()
-    cells = [
-        [x.strip() for x in line.split("|")[1:-1]] for line in lines if "|" in line
     ]
-    source, whole = "held out, source code alone", "held out, all"
-    assert [each[2:] for each in cells[2:-2]] == [
-        [source, "Muon, synchronous", "0.08", "1", "2.0000", "0.00%"],
-        [source, "`local_muon`", "0.08", "2", "6.1000 ± 5.5154", "10.00%"],
-        [whole, "Muon, synchronous", "0.08", "1", "1.0000", "0.00%"],
-        [whole, "`local_muon`", "0.08", "2", "3.0500 ± 2.7577", "10.00%"],
+    rows[2]["losses"]["training"] = 3.6
+    text = comparisons.by_text(by_key([*rows, row(local.but(steps=1200), 7.0)]))
+    assert text.splitlines()[-3:] == [
+        "|---|---|---|---|---|---|---|---|---|---|",
+        "| 1,024 | 300 | 8 | Muon, synchronous | 0.08 | 1 | 2.0000 | 0.00% | 0.00% "
+        "| 0.00% |",
+        "| 1,024 | 300 | 8 | `local_muon` | 0.08 | 1 | 6.1000 ± 5.5154 | 10.00% "
+        "| 10.00% | 20.00% |",
     ]
 
 
-def test_plans_make_what_was_run_again():
-    for each in scaling.again(study.RESULTS).values():
-        assert set(each["losses"]) == {"source", "training"}
-        at = each["size"], each["run"]["steps"]
-        some = (gap.against, gap.pairs, gap.signals)
-        assert Run(**each["run"]) in [run for plan in some for run in plan({}, *at)]
+def test_tables_are_of_one_text():
+    rows = [
+        row(bases.rising_muon(), 1.0) | {"losses": {"source": 2.0}},
+        row(bases.rising(), 1.5) | {"losses": {"source": 2.2}},
+        row(bases.rising().but(seed=1), 9.0),  # of an earlier day: one loss
+    ]
+    text = scaling.document(by_key(rows[:2]), "somewhere")
+    assert "on source code that is held out" in text
+    assert "| rising, both | 1,024 | 8 | 300 | 10.00% | 1 |  |" in text
+    assert "study.py against --size cpu --steps 300 --workers 1 --results some" in text
+    assert "scaling.py --results somewhere\n" in text
+    assert "## Bits" not in text  # without rows
+    text = scaling.document(by_key(rows))
+    assert "on all that is held out" in text
+    assert "| rising, both | 1,024 | 8 | 300 | 50.00% | 1 |  |" in text
+
+
+def test_the_tables_by_text_are_those_of_their_results():
+    at = BY_TEXT.relative_to(ROOT).as_posix()
+    found = (BY_TEXT / "scaling.md").read_text()
+    assert found == scaling.document(RESULTS, at)
+
+
+def test_every_row_has_all_losses():
+    assert {tuple(sorted(x["losses"])) for x in RESULTS.values()} == {
+        ("source", "training")
+    }
