@@ -10,7 +10,7 @@ from curvadion_jax._protocols import Observation, Trigger
 from curvadion_jax.triggers import _base
 from curvadion_jax.triggers._momentum_change import relative_momentum_change
 
-# Three roundings to float32 stand between a rate and the steps that it pays for.
+# Four roundings to float32 stand between a rate and the steps that it pays for.
 ROUNDING = 2.0**-22
 
 

@@ -27,11 +27,8 @@ def expected(syncs: int, weights: np.ndarray) -> np.ndarray:
     total, seen, wanted = weights.sum(), 0.0, []
     for weight in weights:
         before, seen = seen, seen + weight
-        # A thousandth of a sync: float32 has sums of equal weights up to it.
-        passes = np.floor(syncs * seen / total + 1e-3) - np.floor(
-            syncs * before / total + 1e-3
-        )
-        wanted.append(passes > 0)
+        first, last = (np.floor(syncs * x / total + 1e-9) for x in (before, seen))
+        wanted.append(last > first)
     return np.array(wanted)
 
 
@@ -55,6 +52,19 @@ def test_against_numpy(syncs, cost):
 def test_a_rate_that_pays_for_every_step_takes_each_that_weighs_enough():
     found = fired(weighted(5.0, [1.0, 1.0, 2.0, 0.0]), 4)
     assert found.tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("number", [3, 41, 47, 300])
+def test_where_every_step_is_due_none_is_lost(number):
+    assert fired(weighted(1.0, np.ones(number), cost=1.0), 5 * number).all()
+
+
+def test_the_last_step_has_a_sync_however_little_it_weighs():
+    number = 2000
+    weights = optax.cosine_decay_schedule(1.0, number)(np.arange(number))
+    found = fired(weighted(0.1, weights, cost=1.0), number)
+    assert found[-1]
+    assert found.sum() == 200
 
 
 def test_after_the_last_weight_distances_are_even():
