@@ -122,6 +122,20 @@ def fit(gaps: dict[str, Gaps]) -> Law | None:
     return Law(dict(zip(labels, scales, strict=True)), a, b, c)
 
 
+def _without_one(gaps: dict[str, Gaps]) -> str:
+    """In which ranges the powers stay where any one setting is left out."""
+    laws = [
+        fit(gaps | {label: {at: x for at, x in found.items() if at != left_out}})
+        for label, found in gaps.items()
+        for left_out in found
+    ]
+    powers = [[law.a, law.b, law.c] for law in laws if law is not None]
+    if not powers:
+        return ""
+    ranges = [f"{min(x):.2f} to {max(x):.2f}" for x in zip(*powers, strict=True)]
+    return f"Without any one setting the powers are {', '.join(ranges)}. "
+
+
 def text(results: plans.Results, seeds: int) -> str:
     """The gap to synchronous Muon at all settings, and the power law through it.
 
@@ -157,8 +171,8 @@ def text(results: plans.Results, seeds: int) -> str:
     return (
         f"{table}\n\nThe law: {scales} times (tokens / 1,024)^-{fitted.a:.2f} "
         f"(steps / 300)^-{fitted.b:.2f} (replicas / 8)^{fitted.c:.2f}, "
-        f"{len(fitting) + 3} numbers from the {settings} settings{of}. At "
-        f"{TARGET.tokens:,} "
+        f"{len(fitting) + 3} numbers from the {settings} settings{of}. "
+        f"{_without_one(fitting)}At {TARGET.tokens:,} "
         f"tokens, {TARGET.replicas} replicas and {TARGET.steps:,} steps it says {far}; "
         "that is far beyond what was run, and is not to be relied on."
     )

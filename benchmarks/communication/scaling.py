@@ -95,8 +95,9 @@ def _head(rows: Sequence[Row], text: str, directory: str) -> str:
         "change is large, at most 1 sync ahead of what is paid for and 1 behind; other "
         "words as `runs.py` explains them. What is not said under 'else' is as in even "
         "`local_muon`.\n\n"
-        f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}, {devices}; some of what "
-        "these train, and the tables:\n\n" + "\n".join(commands)
+        f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}, {devices}; these "
+        "commands train these runs and some others, and write the tables:\n\n"
+        + "\n".join(commands)
     )
 
 
@@ -167,7 +168,9 @@ def draw(results: plans.Results, file: Path) -> None:
         axes.legend(fontsize=8)
     panels[0].set_xticks(sorted({at.steps for at in gaps}))
     panels[0].set_ylabel("loss above synchronous Muon, percent")
-    figure.suptitle(f"local_muon at 1% of the bytes, {TEXTS[text]}; mean and spread")
+    figure.suptitle(
+        f"local_muon at 1% of the bytes, {TEXTS[text]}; mean and spread of seeds"
+    )
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
 
