@@ -1,9 +1,10 @@
 """The bytes of `evenly`, spent where weights of the steps are high."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import ArrayLike
 
 from curvadion_jax import _arguments
 from curvadion_jax._protocols import Observation, Trigger
@@ -13,7 +14,7 @@ from curvadion_jax.triggers._budget import ROUNDING, share_of_steps
 
 def weighted(
     rate: jax.typing.ArrayLike,
-    weights: ArrayLike,
+    weights: Sequence[float] | np.ndarray | jax.Array,
     *,
     cost: jax.typing.ArrayLike | None = None,
 ) -> Trigger:
@@ -86,7 +87,7 @@ def weighted(
     return _base.stateless(decide, scheduled=True)
 
 
-def _remaining(weights: ArrayLike) -> np.ndarray:
+def _remaining(weights: Sequence[float] | np.ndarray | jax.Array) -> np.ndarray:
     """Of all weight what is left after the first 0, 1, ..., N steps, float32[N + 1].
 
     Summed from the end, since a sum from the start cannot tell a small last weight.
