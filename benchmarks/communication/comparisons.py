@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import bases
@@ -10,7 +10,7 @@ import gap
 import law
 import plans
 import tables
-from ideas import tried
+from ideas import SIGNALS, tried
 from runs import Run
 from sizes import SIZES
 
@@ -22,14 +22,13 @@ SETTINGS = (
     ("cpu-128k", 16_384, 300),
 )
 _ABOVE = {
-    "source": "above Muon on source code",
+    "source": "on source code",
     "all": "on all that is held out",
     "training": "on what is trained on",
 }
 _BY_TEXT = (
     *(bases.rising_muon(), bases.rising(), bases.rising_curvadion()),
-    bases.rising().but(trigger=f"budget {plans.BUDGET} 1 1"),
-    bases.rising().but(trigger=f"weighted {plans.BUDGET} 0.5"),
+    *(bases.rising().but(trigger=trigger) for trigger in SIGNALS),
     bases.dion("cpu-32k"),  # with the rate of the others
 )
 _SIZES = ("cpu", "cpu-prose", "cpu-w128", "cpu-w256")
@@ -139,17 +138,41 @@ def by_text(results: plans.Results) -> str:
 
     rows = {key: row for key, row in results.items() if "losses" in row}
     texts = {text: on(rows, text) for text in _ABOVE}
-    cells = []
-    for size, run in dict.fromkeys(
+    ordered = [
         (row["size"], Run(**row["run"]).but(seed=0))
         for row in sorted(texts["source"].values(), key=place)
         if SIZES[row["size"]].width == law.WIDTH
-    ):
-        if _as_tuned(run) not in _BY_TEXT:
-            continue
-        muon = bases.rising_muon().but(steps=run.steps)
+    ]
+    kinds = [x for x in dict.fromkeys(ordered) if _as_tuned(x[1]) in _BY_TEXT]
+    local = [x for x in kinds if x[1].sync == "reconcile"]
+    local = [x for x in local if _as_tuned(x[1]) != bases.rising()]
+    text = (
+        "## By text\n\nAbove synchronous Muon with the same seed and a rate of 0.08. "
+        "Of the held-out bytes of the standard library 62% are English, "
+        "`pydoc_data/topics.py`, and 11% tables of `encodings`, nearly the same as "
+        "others that are trained on; the rest is source code. Momenta rise, but for "
+        f"Dion's, 0.9.\n\n{_against('Muon', bases.rising_muon(), kinds, texts)}"
+    )
+    if not local:
+        return text
+    even = _against("even `local_muon`", bases.rising(), local, texts)
+    return f"{text}\n\nAbove even `local_muon` of the same seed:\n\n{even}"
+
+
+def _against(
+    name: str,
+    reference: Run,
+    kinds: Sequence[tuple[str, Run]],
+    texts: Mapping[str, plans.Results],
+) -> str:
+    """A table of runs of any seeds, by what they are above one with equal seeds."""
+    cells = []
+    for size, run in kinds:
         above = [
-            tables.above(losses(rows, size, run), losses(rows, size, muon))
+            tables.above(
+                losses(rows, size, run),
+                losses(rows, size, reference.but(steps=run.steps)),
+            )
             for rows in texts.values()
         ]
         source = [*losses(texts["source"], size, run).values()]
@@ -162,14 +185,9 @@ def by_text(results: plans.Results) -> str:
             ]
         )
     header = ["tokens", "steps", "replicas", "method", "rate", "seeds"]
-    header += ["loss on source code", *_ABOVE.values()]
-    return (
-        "## By text\n\nAbove synchronous Muon with the same seed and a rate of 0.08. "
-        "Of the held-out bytes of the standard library 62% are English, "
-        "`pydoc_data/topics.py`, and 11% tables of `encodings`, nearly the same as "
-        "others that are trained on; the rest is source code. Momenta rise, but for "
-        f"Dion's, 0.9.\n\n{tables.markdown(header, cells)}"
-    )
+    first, *others = _ABOVE.values()
+    header += ["loss on source code", f"above {name} {first}", *others]
+    return tables.markdown(header, cells)
 
 
 def _as_tuned(run: Run) -> Run:
