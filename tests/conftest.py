@@ -1,8 +1,12 @@
 """Eight CPU devices, before JAX touches one; fixed numerics for every test."""
 
 import gc
+import importlib.metadata
+import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -10,16 +14,6 @@ from pathlib import Path
 # would compete with the eight devices of this process.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Compiled programs are run a few times here and need not be fast: without XLA's fusion
-# emitters, and in one piece each, they compile in a third of the time. XLA ends the
-# process when devices have waited 40 seconds for each other, which eight of them do on
-# a busy machine. A deadlock is what pytest's time limit is for.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
-    "--xla_cpu_collective_call_terminate_timeout_seconds=280",
-)
-
 # Programs are kept (`pytest_configure`), for the processes of the tests too. A program
 # is known by all of it, the names in it included, and not by the lines of its source,
 # so that what is edited compiles anew and what has moved within its file does not.
@@ -37,6 +31,50 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 import jax
 import pytest
+
+# Compiled programs are run a few times here and need not be fast: without XLA's fusion
+# emitters, and in one piece each, they compile in a third of the time. XLA ends the
+# process when devices have waited 40 seconds for each other, which eight of them do on
+# a busy machine. A deadlock is what pytest's time limit is for.
+XLA_FLAGS = [
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=280",
+]
+
+
+def _known(flags: list[str]) -> list[str]:
+    """The flags that this jaxlib knows: it ends a process that is given another.
+
+    Each is tried in a process of its own, once per jaxlib: the answers are kept in a
+    temporary file.
+    """
+    version = importlib.metadata.version("jaxlib")
+    kept = Path(tempfile.gettempdir(), f"curvadion-xla-flags-{version}-{os.getuid()}")
+    try:
+        known = json.loads(kept.read_text())
+    except (OSError, ValueError):
+        known = {}
+    if missing := set(flags) - known.keys():
+        start = [sys.executable, "-c", "import jax; jax.devices()"]
+        tries = {
+            flag: subprocess.Popen(
+                start,
+                env=os.environ | {"XLA_FLAGS": flag},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            for flag in missing
+        }
+        known |= {flag: child.wait() == 0 for flag, child in tries.items()}
+        part = kept.with_name(f"{kept.name}-{os.getpid()}")
+        part.write_text(json.dumps(known))
+        part.replace(kept)
+    return [flag for flag in flags if known[flag]]
+
+
+if "XLA_FLAGS" not in os.environ:
+    os.environ["XLA_FLAGS"] = " ".join(_known(XLA_FLAGS))
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
