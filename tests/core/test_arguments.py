@@ -1,4 +1,4 @@
-"""Wrong combinations of the parts; single wrong arguments are in `wrong_uses`."""
+"""Wrong combinations of the parts."""
 
 import pydoc
 from typing import Any

@@ -1,0 +1,243 @@
+"""Uses that would be silently wrong, hang or fail late are refused early.
+
+Where a part has tests of its own refusals they are there.
+"""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import curvadion_jax as cd
+from curvadion_jax import metrics, replicas, synchronizers, triggers
+
+AXIS = helpers.AXIS
+PARAMS = helpers.make_params()
+TWO = replicas.make_mesh(2)
+SGD = optax.sgd(0.1, 0.9)
+
+
+def synced(inner=SGD, trigger=None, synchronizer=None, axis_name=None):
+    trigger = trigger or triggers.every_k(2)
+    synchronizer = synchronizer or synchronizers.reconcile()
+    return cd.adaptive_sync(inner, trigger, synchronizer, axis_name)
+
+
+def changed(name: str, leaf: Any) -> dict[str, Any]:
+    return {**PARAMS, name: leaf}
+
+
+def init(tx: Any, params: Any = PARAMS) -> Any:
+    return jax.eval_shape(tx.init, params)
+
+
+def update(tx: Any, gradients=PARAMS, params=PARAMS, initial=None, **more) -> None:
+    state = init(tx, params if initial is None else initial)
+    jax.eval_shape(lambda g, s, p: tx.update(g, s, p, **more), gradients, state, params)
+
+
+def on_replicas(tx: Any) -> None:
+    helpers.trace(lambda p, s, g: tx.update(g, s, p), tx)
+
+
+def own_shard_map(strip: bool, **settings: Any) -> None:
+    """An update in a shard_map of the user's own."""
+    tx = cd.curvadion(0.1, axis_name=AXIS)
+
+    def body(params, state, gradients):
+        gradients = jax.tree.map(lambda x: x[0], gradients)
+        if strip:
+            params, state = jax.tree.map(lambda x: x[0], (params, state))
+        return jax.tree.leaves(tx.update(gradients, state, params)[0])[0][None]
+
+    mapped = jax.shard_map(
+        body, mesh=TWO, in_specs=P(AXIS), out_specs=P(AXIS), **settings
+    )
+    stacked = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype),
+        (PARAMS, init(tx), PARAMS),
+    )
+    jax.eval_shape(mapped, *stacked)
+
+
+def swallowing(inner: Any) -> Any:
+    """A wrapper that does not pass extra arguments on."""
+    return optax.GradientTransformation(
+        inner.init, lambda u, state, params=None: inner.update(u, state, params)
+    )
+
+
+def deciding(decide: Any) -> None:
+    trigger = triggers.Trigger(lambda params, inner, views: jnp.zeros([]), decide)
+    update(synced(trigger=trigger))
+
+
+def step(state: Any, batch: Any, mesh=TWO) -> None:
+    jax.eval_shape(replicas.step(lambda s, b: (s, {}), mesh), state, batch)
+
+
+def donated() -> Any:
+    state = replicas.replicate({"w": jnp.ones(3)}, TWO)
+    state["w"].delete()
+    return state
+
+
+def disagreeing() -> Any:
+    state = cd.curvadion(0.1).init(PARAMS)
+    state = jax.tree.map(lambda x: np.stack([x, x]), state)
+    return state._replace(metrics=state.metrics._replace(steps=np.array([3, 4])))
+
+
+change = triggers.relative_momentum_change(0.1)
+FEWER = {name: leaf for name, leaf in PARAMS.items() if name != "bias"}
+WIDER = changed("bias", jnp.zeros(9))
+INTEGERS = changed("bias", jnp.ones(5, "int32"))
+COMPLEX = changed("bias", jnp.ones(5, "complex64"))
+TWO_ROWS = {"w": jnp.ones((2, 3))}
+
+# What is wrong -> (use, error, a piece of the message: what was given).
+CASES = {
+    # Numbers that would train something else.
+    "learning rate NaN": (lambda: cd.dion(float("nan")), ValueError, "nan"),
+    "learning rate below 0": (lambda: cd.local_muon(-0.1), ValueError, "-0.1"),
+    "momentum of 1": (lambda: cd.curvadion(0.1, momentum=1), ValueError, "got 1"),
+    "threshold below 0": (lambda: cd.curvadion(0.1, -0.3), ValueError, "-0.3"),
+    "budget in percent": (lambda: cd.curvadion(0.1, budget=10), ValueError, "10"),
+    "rank 2.0": (lambda: cd.dion(0.1, rank=2.0), ValueError, "2.0"),
+    "rank above every side": (lambda: init(cd.dion(0.1, rank=5)), ValueError, "5"),
+    "injected rank": (
+        lambda: init(optax.inject_hyperparams(cd.dion)(0.1, rank=2)),
+        *(TypeError, "static_args"),
+    ),
+    # Arguments of which one would be ignored.
+    "threshold and budget": (
+        lambda: cd.curvadion(0.1, threshold=0.3, budget=0.01),
+        *(ValueError, "threshold.*budget"),
+    ),
+    "budget and trigger": (
+        lambda: cd.local_muon(0.1, budget=0.1, trigger=triggers.always()),
+        *(ValueError, "budget.*trigger"),
+    ),
+    "bits and synchronizer": (
+        lambda: cd.local_muon(0.1, bits=4, synchronizer=synchronizers.reconcile()),
+        *(ValueError, "bits.*synchronizer"),
+    ),
+    "two learning rates of the others": (
+        lambda: cd.dion(0.1, other_optimizer=SGD, adam_learning_rate=0.3),
+        *(ValueError, "adam_learning_rate"),
+    ),
+    # Trees that do not belong together.
+    "no parameters": (
+        lambda: cd.dion(0.1).update(PARAMS, cd.dion(0.1).init(PARAMS)),
+        *(ValueError, "params"),
+    ),
+    "no gradient of bias": (lambda: update(synced(), FEWER), ValueError, "bias"),
+    "gradient of another shape": (lambda: update(synced(), WIDER), ValueError, "bias"),
+    "complex gradient": (lambda: update(synced(), COMPLEX), TypeError, "bias"),
+    "integer parameter": (
+        lambda: update(synced(), params=INTEGERS),
+        *(TypeError, "bias"),
+    ),
+    "another optimizer's state": (
+        lambda: cd.curvadion(0.1).update(PARAMS, optax.adamw(1).init(PARAMS), PARAMS),
+        *(TypeError, "state"),
+    ),
+    "state of other parameters": (
+        lambda: update(cd.curvadion(0.1), initial=WIDER),
+        *(ValueError, "bias"),
+    ),
+    "two parameters of one path": (
+        lambda: init(cd.dion(0.1), {"a/b": jnp.ones(3), "a": {"b": jnp.ones((2, 3))}}),
+        *(ValueError, "a/b"),
+    ),
+    "bias for scale_by_dion": (lambda: init(cd.scale_by_dion()), ValueError, "bias"),
+    "axis that a bias lacks": (
+        lambda: init(cd.dion(0.1, dimension_numbers=cd.DimensionNumbers(0, 1))),
+        *(ValueError, "bias"),
+    ),
+    "weight below 0": (lambda: update(synced(), weight=-1), ValueError, "-1"),
+    "a weight for every replica": (
+        lambda: update(synced(), weight=jnp.ones(2)),
+        *(TypeError, "weight"),
+    ),
+    # Parts that do not go together.
+    "RMMC without a momentum": (
+        lambda: update(synced(optax.sgd(0.1), change)),
+        *(ValueError, "momentum"),
+    ),
+    "factors of AdamW": (
+        lambda: init(
+            synced(optax.adamw(0.1), synchronizer=synchronizers.average_factors())
+        ),
+        *(ValueError, "dion"),
+    ),
+    "wrapper that drops extra arguments": (
+        lambda: on_replicas(synced(swallowing(cd.dion(0.1)), change, axis_name=AXIS)),
+        *(ValueError, "extra argument"),
+    ),
+    "decision for every element": (
+        lambda: deciding(lambda seen, s: (triggers.decision(PARAMS["bias"] > 0), s)),
+        *(ValueError, "shape"),
+    ),
+    # Replicas that would train apart, or average what is not theirs.
+    "another axis": (
+        lambda: on_replicas(cd.curvadion(0.1, axis_name="pod")),
+        *(ValueError, "'pod'"),
+    ),
+    "no axis": (
+        lambda: on_replicas(cd.presets.local_sgd(0.1)),
+        *(ValueError, "axis_name=None"),
+    ),
+    "axis outside of a step": (
+        lambda: update(cd.curvadion(0.1, axis_name=AXIS)),
+        *(ValueError, "'replica'"),
+    ),
+    "check_vma=False": (
+        lambda: own_shard_map(True, check_vma=False),
+        *(ValueError, "check_vma"),
+    ),
+    "replica axis left on the state": (
+        lambda: own_shard_map(False),
+        *(ValueError, "shape"),
+    ),
+    "state without replica axis": (
+        lambda: step(PARAMS, jnp.ones(2)),
+        *(ValueError, "bias"),
+    ),
+    "state of other replicas": (
+        lambda: step(TWO_ROWS, jnp.ones(4), replicas.make_mesh(4)),
+        *(ValueError, r"\(2, 3\)"),
+    ),
+    "rows that replicas cannot share": (
+        lambda: step(TWO_ROWS, {"x": jnp.ones((5, 4))}),
+        *(ValueError, r"\(5, 4\)"),
+    ),
+    "replicated twice": (
+        lambda: replicas.replicate(replicas.replicate(PARAMS, TWO), TWO),
+        *(ValueError, "replica"),
+    ),
+    "mesh of another axis": (
+        lambda: replicas.replicate(PARAMS, jax.make_mesh((2,), ("data",))),
+        *(ValueError, "data"),
+    ),
+    "state that a step has reused": (
+        lambda: replicas.step(lambda s, b: (s, {}), TWO)(donated(), jnp.ones(2)),
+        *(ValueError, "'w'"),
+    ),
+    "counters that differ": (
+        lambda: metrics.read(disagreeing()),
+        *(ValueError, "steps"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wrong_use_is_refused(name):
+    use, error, given = CASES[name]
+    with pytest.raises(error, match=given):
+        use()
