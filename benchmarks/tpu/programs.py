@@ -250,7 +250,7 @@ def build(
         return model.next_token_loss(held, params, tokens_BxT)
 
     def train_step(state, tokens_BxT):
-        loss, grads = cd.replicas.value_and_grad(loss_fn)(state.params, tokens_BxT)
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens_BxT)
         state = state.apply_gradients(grads=grads)
         return state, {"loss": loss, "sync": cd.metrics.observe(state.opt_state)}
 

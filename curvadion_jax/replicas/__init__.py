@@ -9,7 +9,6 @@ is always one well-defined model, `consensus`.
 from curvadion_jax.replicas._anchor import drift, reanchor
 from curvadion_jax.replicas._compiled import CompiledStep
 from curvadion_jax.replicas._consensus import consensus, consensus_bytes, divergence
-from curvadion_jax.replicas._gradients import value_and_grad
 from curvadion_jax.replicas._mend import mend
 from curvadion_jax.replicas._mesh import AXIS, make_mesh
 from curvadion_jax.replicas._resize import resize
@@ -33,5 +32,4 @@ __all__ = [
     "resize",
     "step",
     "steps",
-    "value_and_grad",
 ]

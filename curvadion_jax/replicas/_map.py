@@ -130,10 +130,9 @@ def _check_accumulation(state: Any) -> None:
     for names, _ in _paths.leaves_with_names(state):
         if "inner_opt_state" in names and names[-2:] == ("metrics", "synced"):
             raise ValueError(
-                "optax.MultiSteps stands around an optimizer that synchronises: it "
-                "would decide, and send, on every micro-step. Accumulate in the "
-                "gradient: curvadion_jax.replicas.value_and_grad(loss_fn, "
-                "microbatches=k)"
+                "optax.MultiSteps around an optimizer that synchronises would decide, "
+                "and send, on every micro-step. Accumulate gradients by "
+                'optax.microbatch instead (guide, "A batch in parts").'
             )
 
 

@@ -77,59 +77,19 @@ def test_gradients_that_the_parameters_type_sums_are_rejected():
         jax.eval_shape(mapped, params, opt_state, gradients)
 
 
-def loss_step(reduce, has_aux=False):
-    """A training step whose loss goes through `reduce`."""
+def test_an_averaged_loss_in_a_step_is_named():
+    """Gradients there are a replica's own by construction."""
     tx = sgd()
 
     def step(params, opt_state, gradients):
         def loss(p):
-            value = reduce(sum(jnp.vdot(p[k], g) for k, g in gradients.items()))
-            return (value, value) if has_aux else value
+            value = sum(jnp.vdot(p[name], g) for name, g in gradients.items())
+            return lax.pmean(value, AXIS)
 
-        differentiate = cd.replicas.value_and_grad(loss, has_aux=has_aux)
-        _, found = differentiate(params)
-        return tx.update(found, opt_state, params)
+        return tx.update(jax.grad(loss)(params), opt_state, params)
 
-    return step, tx
-
-
-@pytest.mark.parametrize("has_aux", [False, True], ids=["value", "aux"])
-def test_an_averaged_loss_is_rejected(has_aux):
-    step, tx = loss_step(lambda x: lax.pmean(x, AXIS), has_aux)
-    with pytest.raises(ValueError, match="Remove the reduction; each replica"):
-        helpers.trace(step, tx, manual=True)
-
-
-@pytest.mark.parametrize("has_aux", [False, True], ids=["value", "aux"])
-def test_an_averaged_loss_in_a_step_is_named(has_aux):
-    """Gradients there are a replica's own by construction."""
-    step, tx = loss_step(lambda x: lax.pmean(x, AXIS), has_aux)
     with pytest.warns(UserWarning, match=r"communicates .*psum of float32\[\].*losses"):
         helpers.trace(step, tx)
-
-
-def test_an_averaged_loss_is_rejected_whatever_the_axis_is_called():
-    mesh = cd.replicas.make_mesh(2, axis_name="pod")
-
-    def step(params, batch):
-        def loss(p):
-            return lax.pmean(jnp.vdot(p, batch), "pod")
-
-        return cd.replicas.value_and_grad(loss)(params)[1]
-
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=P("pod"), out_specs=P("pod"))
-    with pytest.raises(ValueError, match="the same on all replicas of 'pod'"):
-        jax.eval_shape(mapped, jnp.ones((2, 3)), jnp.ones((2, 3)))
-
-
-@pytest.mark.parametrize("has_aux", [False, True], ids=["value", "aux"])
-def test_each_replicas_own_loss_passes(has_aux):
-    helpers.trace(loss_step(lambda x: x, has_aux)[0], sgd())
-
-
-def test_a_loss_of_no_replica_axis_is_not_checked():
-    value, gradient = cd.replicas.value_and_grad(jnp.square)(3.0)
-    assert (value, gradient) == (9, 6)
 
 
 def unchecked_run(tx, gradients):

@@ -72,7 +72,7 @@ def train_linen(tx):
             logits = state.apply_fn({"params": params}, batch[:, :-1])
             return cross_entropy(logits, batch)
 
-        loss, gradients = cd.replicas.value_and_grad(loss_fn)(state.params)
+        loss, gradients = jax.value_and_grad(loss_fn)(state.params)
         state = state.apply_gradients(grads=gradients)
         sync = cd.metrics.observe(state.opt_state)
         return state, {"loss": loss, "sync": sync}
@@ -96,10 +96,7 @@ def train_nnx(tx):
 
     def train(state, batch):
         model, optimizer = nnx.merge(graph, state)
-        differentiate = cd.replicas.value_and_grad(
-            loss_fn, transform=nnx.value_and_grad
-        )
-        loss, gradients = differentiate(model, batch)
+        loss, gradients = nnx.value_and_grad(loss_fn)(model, batch)
         optimizer.update(model, gradients)
         sync = cd.metrics.observe(optimizer.opt_state)
         return nnx.state((model, optimizer)), {"loss": loss, "sync": sync}

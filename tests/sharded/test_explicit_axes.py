@@ -48,8 +48,7 @@ def train_step(tx, kind):
 
     def train(state, batch):
         params, opt_state, mean = state
-        differentiate = cd.replicas.value_and_grad(loss_fn, microbatches=2)
-        loss, gradients = differentiate(params, batch)
+        loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
         assert jax.typeof(gradients["w"]) == jax.typeof(params["w"])
         updates, opt_state = tx.update(gradients, opt_state, params)
         mean = {"mean": 0.9 * mean["mean"] + batch["x"].mean(0)}

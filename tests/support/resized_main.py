@@ -57,7 +57,7 @@ def trained(state: Any, number: int, steps: range) -> Any:
 
     def train(state, batch):
         params, opt_state = state
-        value, gradients = cd.replicas.value_and_grad(loss)(params, batch)
+        value, gradients = jax.value_and_grad(loss)(params, batch)
         updates, opt_state = tx.update(gradients, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), {"loss": value}
 

@@ -31,7 +31,7 @@ def train(folder: Path) -> dict:
         def loss_fn(params):
             return jnp.mean((x @ params["w"] + params["b"]) ** 2)
 
-        _, grads = cd.replicas.value_and_grad(loss_fn)(params)
+        _, grads = jax.value_and_grad(loss_fn)(params)
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         return (params, opt_state), cd.metrics.observe(opt_state)

@@ -4,6 +4,7 @@ from typing import Any
 
 import helpers
 import hlo
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -27,7 +28,7 @@ def compiled(trigger):
 
     def train(state, batch):
         params, opt_state = state
-        gradients = cd.replicas.value_and_grad(loss)(params, batch)[1]
+        gradients = jax.grad(loss)(params, batch)
         updates, opt_state = tx.update(gradients, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), ()
 
