@@ -5,7 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    jaxpr_as_fun,
+    jaxprs_in_params,
+)
 
 from curvadion_jax import _collectives
 
@@ -66,9 +72,8 @@ def _require_same_result(synced: Any, local: Any) -> None:
 
 
 def inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
-    values = jax.tree.leaves(list(equation.params.values()))
-    values = [v.jaxpr if isinstance(v, ClosedJaxpr) else v for v in values]
-    return [value for value in values if isinstance(value, Jaxpr)]
+    """The programs in an equation: branches, bodies, jitted functions."""
+    return list(jaxprs_in_params(equation.params))
 
 
 def named_axes(equation: JaxprEqn) -> set[Any]:

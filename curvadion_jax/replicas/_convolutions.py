@@ -25,13 +25,12 @@ def keep_apart(program: ClosedJaxpr, mesh: Mesh, axis_name: str) -> ClosedJaxpr:
 
     def rewritten(value: Any) -> Any:
         """A program, or what holds programs as the parameters of an equation do."""
-        if isinstance(value, ClosedJaxpr):
-            return ClosedJaxpr(rewritten(value.jaxpr), value.consts)
-        if isinstance(value, Jaxpr):
-            found = _has_any(value)
-            return (
-                value.replace(eqns=[*map(of_equation, value.eqns)]) if found else value
-            )
+        if isinstance(value, Jaxpr | ClosedJaxpr):
+            inner: Any = value.jaxpr if isinstance(value, ClosedJaxpr) else value
+            if not _has_any(inner):
+                return value
+            new = inner.replace(eqns=[*map(of_equation, inner.eqns)])
+            return new if inner is value else value.replace(jaxpr=new)
         if type(value) is tuple:  # the branches of a condition
             return tuple(map(rewritten, value))
         return value

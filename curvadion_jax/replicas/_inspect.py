@@ -145,7 +145,10 @@ def _adds_up(equation: JaxprEqn, given: list[Value], result: Any) -> bool:
 
 
 def _scan(equation: JaxprEqn, program: Jaxpr, given: list[Value]) -> list[Value]:
-    fixed, carried = equation.params["num_consts"], equation.params["num_carry"]
+    if "ft_in" in equation.params:  # JAX 0.12
+        fixed, carried = map(len, equation.params["ft_in"].unpack()[:2])
+    else:
+        fixed, carried = equation.params["num_consts"], equation.params["num_carry"]
     constants, carry = given[:fixed], given[fixed : fixed + carried]
     rows = given[fixed + carried :]
     results = follow(program, [*constants, *carry, *rows])
