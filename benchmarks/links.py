@@ -3,30 +3,22 @@
     python benchmarks/links.py
 
 For a model, a link between 8 replicas and a budget (a share of the bytes of synchronous
-training), `curvadion_jax.cost_model` gives the time of a step. Nothing is run, and
-nothing overlaps but what is said to: replicas wait for a sync and for gradients
-from the first byte to the last. Frameworks overlap gradients with the backward pass,
-which takes at most the computation off their time.
+training), `cost_model.py` gives the time of a step. Nothing is run, and nothing
+overlaps: replicas wait for a sync and for gradients from the first byte to the last.
+Frameworks overlap gradients with the backward pass, which takes at most the computation
+off their time.
 
-A sync sends parameters in 2 bits and no momenta (`reconcile(compressor=quantize(2),
-momentum=False)`); how rare it is follows from the budget. The three numbers for a
-budget, one where they are the same, differ in the flag: asked for on every step, hidden
-behind the computation (`triggers.delayed`), and asked for as rarely as it is needed,
-once a period (`ask_every`). Two columns are of syncs that would hide behind local steps
-(`reconcile(delay=k)`): how many take as long as a sync, and what waits still at 1% and
-0.1% of the bytes where each sync hid behind all steps until the next. docs/links.md
-has the assumptions on models and links, and their sources.
+A sync sends the drift of the parameters in 2 bits and no momenta, as `local_muon` does;
+how rare it is follows from the budget. The second of two numbers adds a vote on every
+step, as `curvadion` has it. links.md has the assumptions and their sources.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
-
-from curvadion_jax import compressors, cost_model
-from curvadion_jax.cost_model import Link, Method
+import cost_model
+from cost_model import Link, Method
 
 REPLICAS = 8
 BUDGETS = (0.1, 0.01, 0.001)
@@ -57,6 +49,22 @@ class Training:
         """Forward and backward pass at 6 operations a parameter and token, seconds."""
         return 6 * self.parameters * self.tokens / (self.chips * self.chip_flops)
 
+    @property
+    def gradients(self) -> cost_model.Payload:
+        """What a synchronous step averages."""
+        return cost_model.gradient_payload(cost_model.ModelSize(self.parameters))
+
+    @property
+    def drift(self) -> cost_model.Payload:
+        """What a sync sends."""
+        return cost_model.drift_payload(self.parameters)
+
+    @property
+    def share(self) -> float:
+        """Bytes of a sync over those of a synchronous step."""
+        sent = cost_model.sync_bytes(self.drift, REPLICAS)
+        return sent / cost_model.sync_bytes(self.gradients, REPLICAS)
+
 
 TRAININGS = (
     Training("160M", 162_201_600, tokens=2**20 // REPLICAS, chips=1),
@@ -75,73 +83,24 @@ LINKS = {
 
 def synchronous(training: Training, link: Link) -> Method:
     """Float32 gradients on every step."""
-    sync_time = cost_model.ring_time(_gradients(training), REPLICAS, link)
+    sync_time = cost_model.ring_time(training.gradients, REPLICAS, link)
     return Method(training.compute_time, sync_time)
 
 
-def budgeted(training: Training, link: Link, budget: float) -> dict[str, Method]:
-    """Steps within a byte budget, for the flag 'asked', 'hidden' and 'rare'."""
-    payload = _sync_payload(training)
-    sync_time = cost_model.ring_time(payload, REPLICAS, link)
-    rate = min(1.0, budget / _sync_share(training))
-    flags = {
-        "asked": {},
-        "hidden": {"hidden_behind": training.compute_time},
-        "rare": {"ask_every": math.floor(1 / rate)},
-    }
-    return {
-        name: Method(
-            training.compute_time,
-            sync_time,
-            rate,
-            cost_model.flag_time(REPLICAS, link, **arguments),
-        )
-        for name, arguments in flags.items()
-    }
-
-
-def _sync_payload(training: Training) -> compressors.Payload:
-    parameters = jax.ShapeDtypeStruct((training.parameters,), jnp.float32)
-    return compressors.quantize(2).payload(parameters, {})
-
-
-def _gradients(training: Training) -> int:
-    return cost_model.gradient_payload(cost_model.model_size(training.parameters))
-
-
-def _sync_share(training: Training) -> float:
-    """Bytes of a sync over those of a synchronous step."""
-    sent = cost_model.sync_bytes(_sync_payload(training), REPLICAS)
-    return sent / cost_model.sync_bytes(_gradients(training), REPLICAS)
-
-
-def hiding_steps(training: Training, link: Link) -> int:
-    """Steps that take at least as long as a sync: a delay that hides it."""
-    sync_time = cost_model.ring_time(_sync_payload(training), REPLICAS, link)
-    return math.ceil(sync_time / training.compute_time)
-
-
-def hidden(training: Training, link: Link, budget: float) -> float:
-    """Share of a step that waits if each sync hides behind all steps until the next."""
-    method = budgeted(training, link, budget)["hidden"]
-    behind = Method(method.compute_time, method.sync_time, method.sync_rate)
-    return 1 - behind.compute_time / behind.overlapped_step_time
+def budgeted(training: Training, link: Link, budget: float) -> tuple[Method, Method]:
+    """Steps within a byte budget, without a vote and with one on every step."""
+    sync_time = cost_model.ring_time(training.drift, REPLICAS, link)
+    rate = min(1.0, budget / training.share)
+    flags = (0.0, cost_model.flag_time(REPLICAS, link))
+    return tuple(Method(training.compute_time, sync_time, rate, flag) for flag in flags)
 
 
 def largest_budget(training: Training, link: Link) -> float:
-    """The budget that leaves `TOLERATED` of the step to a link, with a hidden flag.
-
-    Returns:
-        A share of the bytes of synchronous training: at most that of a sync on every
-        step, and 0 if the flag alone takes longer.
-    """
-    share = _sync_share(training)
+    """The budget that leaves `TOLERATED` of a step without votes to the link."""
     tolerated = training.compute_time * TOLERATED / (1 - TOLERATED)
-    rate = cost_model.break_even(
-        budgeted(training, link, share)["hidden"],
-        Method(training.compute_time, tolerated),
-    )
-    return share * min(max(rate, 0.0), 1.0)
+    evenly, _ = budgeted(training, link, training.share)
+    rate = cost_model.break_even(evenly, Method(training.compute_time, tolerated))
+    return training.share * min(rate, 1.0)
 
 
 def rows() -> Iterator[tuple[str, ...]]:
@@ -153,21 +112,18 @@ def rows() -> Iterator[tuple[str, ...]]:
                 training.name,
                 f"{training.compute_time:.2f} s",
                 name,
-                _percent(synchronous(training, link).communication_share),
-                *(_flags(budgeted(training, link, share)) for share in BUDGETS),
-                f"{hiding_steps(training, link):,}",
-                " / ".join(_percent(hidden(training, link, x)) for x in BUDGETS[1:]),
-                f"{100 * budget:.2g}%" if budget else "none",
-                f"{math.ceil(_sync_share(training) / budget):,}" if budget else "-",
+                _percent(synchronous(training, link)),
+                *(
+                    " / ".join(map(_percent, budgeted(training, link, share)))
+                    for share in BUDGETS
+                ),
+                f"{100 * budget:.2g}%",
+                f"{math.ceil(training.share / budget):,}",
             )
 
 
-def _flags(methods: Mapping[str, Method]) -> str:
-    shares = [_percent(method.communication_share) for method in methods.values()]
-    return shares[0] if len(set(shares)) == 1 else " / ".join(shares)
-
-
-def _percent(share: float) -> str:
+def _percent(method: Method) -> str:
+    share = method.communication_share
     if share >= 0.995:
         return ">99%"
     return f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"
@@ -178,7 +134,6 @@ def table() -> list[str]:
     budgets = (f"{100 * budget:g}% of the bytes" for budget in BUDGETS)
     head = (
         *("model", "computation", "link", "synchronous", *budgets),
-        *("steps that hide a sync", "hidden, 1% / 0.1%"),
         *(f"budget that waits {TOLERATED:.0%}", "steps between its syncs"),
     )
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows())]

@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -29,13 +30,15 @@ from typing import Any
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import cost_model
 import jax
 import programs
 import rows
 import traffic
 from programs import AXIS, Place
 
-import curvadion_jax as cd
 from curvadion_jax import _partition, _payload
 
 RESULTS = Path(__file__).with_name("results.jsonl")
@@ -77,14 +80,14 @@ def counted(size: programs.Size, optimizer: str, replicas: int) -> float:
     """Bytes of one sync that the library's counters would count, of one replica."""
     params = programs.parameters(programs.gpt(size))
     if optimizer in programs.SYNCHRONOUS:
-        payload = cd.cost_model.gradient_payload(cd.cost_model.model_size(params))
-        return cd.cost_model.sync_bytes(payload, replicas)
+        payload = cost_model.gradient_payload(cost_model.model_size(params))
+        return cost_model.sync_bytes(payload, replicas)
     state = jax.eval_shape(programs.OPTIMIZERS[optimizer]().init, params)
     views = _partition.matrix_views(params, None)
     sync = programs.SYNCHRONIZERS[optimizer]
     payload = sync.payload(params, state.inner_state, views)
     payload += _payload.WEIGHT
-    return round(cd.cost_model.sync_bytes(payload, replicas))
+    return round(cost_model.sync_bytes(payload, replicas))
 
 
 def examine(case: Case, keep: Path | None) -> dict[str, Any]:

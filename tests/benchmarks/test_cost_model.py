@@ -1,0 +1,99 @@
+"""The cost model by hand, and the tables of links and projections on their pages."""
+
+import doctest
+import math
+from pathlib import Path
+
+import cost_model as cm
+import jax
+import jax.numpy as jnp
+import links
+import projections
+import pytest
+
+from curvadion_jax.compressors import Payload
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+EXACT = 1e-12
+"""Relative: a handful of float64 operations, each good to 1.1e-16."""
+
+
+def test_examples():
+    assert doctest.testmod(cm).failed == 0
+
+
+def test_payloads_by_hand():
+    shapes = {"w": (4, 6), "stack": (3, 5, 5), "b": (10,)}
+    size = cm.model_size(
+        {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in shapes.items()}
+    )
+    assert size.parameters == 24 + 75 + 10
+    assert sorted((n, *sorted(x)) for n, *x in size.matrices) == [(1, 4, 6), (3, 5, 5)]
+    assert cm.gradient_payload(size) == Payload(4 * 109)
+    # Rank 1, a fifth: (6 + 4) + 3 x (5 + 5) + 10 elements. Full rank: all of them.
+    assert cm.factor_payload(size, 0.2) == Payload(4 * 50)
+    assert cm.factor_payload(size, 1.0) == Payload(4 * 109)
+
+
+def test_times_by_hand():
+    slow = cm.Link(bandwidth=8e9, round_trip_time=0.1)
+    # 4 replicas: 6 x 0.05 + 2 x 3/4 x 2 s averaged, 3 x 0.05 + 3 x 1 s gathered.
+    times = [cm.ring_time(Payload(*x), 4, slow) for x in ((2e9,), (0, 1e9), (2e9, 1e9))]
+    assert times == pytest.approx([3.3, 3.15, 6.45], rel=EXACT)
+    assert cm.flag_time(2, cm.Link(math.inf, 0.07)) == pytest.approx(0.07, rel=EXACT)
+    hidden = cm.Method(0.3, sync_time=0.5, hidden=0.2)
+    assert hidden.step_time == pytest.approx(0.6, rel=EXACT)
+
+
+@pytest.mark.parametrize(("bandwidth", "round_trip"), [(0, 0.1), (1e9, -1)])
+def test_what_is_no_link(bandwidth, round_trip):
+    with pytest.raises(ValueError, match="is no link"):
+        cm.Link(bandwidth, round_trip)
+
+
+@pytest.mark.parametrize(("bandwidth", "answer"), [("1e9", "pay"), ("1e12", "stay")])
+def test_the_calculator_answers(bandwidth, answer, capsys):
+    model = ["--parameters", "160e6", "--step-time", "0.3", "--round-trip", "0.001"]
+    cm.main([*model, "--bandwidth", bandwidth])
+    printed = capsys.readouterr().out
+    assert f": {answer}" in printed or f"local steps {answer}" in printed
+    # 2 x 7/8 x 640 MB of gradients on every step; 1% of that.
+    assert "| 1.12e+03 |" in printed
+    assert "| 11.2 |" in printed
+
+
+def test_a_budget_by_hand():
+    (training,) = (each for each in links.TRAININGS if each.name == "1B")
+    link = links.LINKS["1 Gb/s, 50 ms"]
+    compute = 6 * 1e9 * 2**18 / (8 * 0.4 * 989e12)
+    # 1e9 / 256 blocks of 64 bytes of codes and two scales of 4, in 14 messages; a vote
+    # of six.
+    sync = 1.75 * 3_906_250 * 72 * 8 / 1e9 + 14 * 0.025
+    rate, vote = 0.01 * 4e9 / (3_906_250 * 72), 6 * (0.025 + 32 / 1e9)
+    methods = links.budgeted(training, link, 0.01)
+    for method, flag in zip(methods, (0, vote), strict=True):
+        wait = rate * sync + flag
+        share = method.communication_share
+        assert share == pytest.approx(wait / (compute + wait), rel=EXACT)
+
+
+def test_a_projection_by_hand():
+    # T = 14 x 0.6 us + 1.75 x 648,806,400 x 8 bits / 400 Gb/s
+    #   = 0.0084 ms + 22.708224 ms; flag = 6 x 0.6 us = 0.0036 ms
+    # (298 + 22.716624) / (298 + 0.22716624 + 0.0036 + 6 x 32 bits / 400 Gb/s)
+    expected = 320.716624 / (298.23076624 + 4.8e-7)
+    case = projections.Case(projections.LINKS["InfiniBand NDR"][0])
+    assert case.speedup() == pytest.approx(expected, rel=EXACT)
+    # The byte counts of the authors' logs, and of factors of rank 1/8.
+    assert cm.gradient_payload(projections.AUTHORS_MODEL).averaged == 648_806_400
+    factors = cm.factor_payload(projections.AUTHORS_MODEL, 1 / 8)
+    assert factors.averaged == 372_768_768
+
+
+@pytest.mark.parametrize(
+    ("page", "table"),
+    [("links.md", links.table()), ("projections.md", projections.tables().split("\n"))],
+)
+def test_pages_have_what_the_commands_print(page, table):
+    lines = (BENCHMARKS / page).read_text("utf-8").splitlines()
+    assert [line for line in table if line and line not in lines] == []
