@@ -9,7 +9,7 @@ signs of a QR whose triangle has a positive diagonal. Where the columns are depe
 QR has to invent directions: Householder QR always does, Cholesky QR takes them from
 the rounding noise or, where there is too little of it (always for zero columns),
 returns zero columns. Whether an invented direction matters is for the caller to say,
-who knows the matrix (`_low_rank`). NaN or infinity in the input gives NaN in the
+who knows the matrix. NaN or infinity in the input gives NaN in the
 output: a poisoned input is never silently repaired.
 """
 

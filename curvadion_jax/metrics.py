@@ -11,9 +11,27 @@ import numpy as np
 from curvadion_jax import _arguments, _paths
 from curvadion_jax._counters import WORD, SyncMetrics, initial, ways
 from curvadion_jax._payload import Payload
-from curvadion_jax.cost_model import sync_bytes
 
 _TALLIES = ("skipped", "contained", "excluded", "absent")
+
+
+def sync_bytes(payload: Payload, replicas: int) -> float:
+    """Bytes that one replica sends in a sync.
+
+    Args:
+      payload: what the `payload` of a compressor or synchronizer returns.
+      replicas: number of replicas N.
+
+    Returns:
+      2 (N - 1) / N times the averaged bytes, which a ring all-reduce sends, and N - 1
+      times the gathered bytes.
+
+    Example:
+      >>> sync_bytes(Payload(averaged=8, gathered=2), replicas=4)  # 12 + 6
+      18.0
+    """
+    others = replicas - 1
+    return 2 * others * payload.averaged / replicas + others * payload.gathered
 
 
 def observe(opt_state: Any) -> SyncMetrics:

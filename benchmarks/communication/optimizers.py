@@ -185,20 +185,11 @@ def _choose(text: str, known: dict[str, Callable[..., Any]]) -> Any:
     return known[name](*numbers)
 
 
-def _low_rank(rank: int | float, bits: int | None = None) -> compressors.Compressor:
-    factors = compressors.low_rank(rank)
-    if bits is None:
-        return factors
-    return compressors.chain(factors, compressors.quantize(bits))
-
-
 _COMPRESSORS = {
     "exact": lambda: None,
     "int": lambda bits, mean_bits=None, block=256: compressors.quantize(
         bits, block, mean_bits=mean_bits
     ),
-    "low_rank": _low_rank,
-    "top_k": compressors.top_k,
 }
 _MOMENTA = _COMPRESSORS | {"none": lambda: False, "exact": lambda: True}
 
@@ -221,7 +212,6 @@ def _outers(syncs: int, dtype: str) -> dict[str, Callable[..., Any]]:
     return {
         "mean": lambda: None,
         "nesterov": functools.partial(_nesterov, syncs=syncs, dtype=dtype),
-        "orthonormal": cd.outer.orthonormal,
     }
 
 

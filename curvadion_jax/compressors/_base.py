@@ -79,8 +79,6 @@ class Compressor(NamedTuple):
         :class:`curvadion_jax.synchronizers.Group`.
       payload: (tree, views) -> :class:`Payload`, the bytes of one mean, from shapes
         alone.
-      through: for :func:`chain`, a compressor without a state -> this compressor with
-        its parts sent in that form; None where there are no such parts.
       posted: :class:`Posted`, for parts that are read one by one; None where replicas
         must be at work together.
 
@@ -118,7 +116,6 @@ class Compressor(NamedTuple):
     init: Callable[[optax.Params, Views], Any]
     average: Callable[[Any, Any, Group, Views], Averaged]
     payload: Callable[[Any, Views], Payload]
-    through: Callable[["Compressor"], "Compressor"] | None = None
     posted: Posted | None = None
 
 
@@ -143,7 +140,7 @@ def check_compressor(compressor: Any, what: str = "compressor") -> Compressor:
     if not isinstance(compressor, Compressor):
         raise TypeError(
             f"{what} must be a curvadion_jax.compressors.Compressor such as "
-            f"quantize(8) or low_rank(0.25), got {compressor!r}"
+            f"quantize(8), got {compressor!r}"
         )
 
     def average(tree, state, group, views):
@@ -170,18 +167,6 @@ def _check_averaged(result: Any, tree: Any) -> Averaged:
                 f"the one that it is given, with shapes {wanted}, got {got}"
             )
     return result
-
-
-def check_stateless(compressor: Compressor, what: str) -> None:
-    """Rejects a compressor that remembers something of what it sent."""
-    # So large that any rank and fraction leave factors to remember.
-    shapes = {"square": (2**15, 2**15), "tall": (2**22, 2**8)}
-    params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
-    if jax.tree.leaves(jax.eval_shape(lambda p: compressor.init(p, {}), params)):
-        raise ValueError(
-            f"{what} must be a compressor without a state, such as quantize(8), got "
-            "one with a state, as low_rank keeps its Q"
-        )
 
 
 def exact() -> Compressor:

@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from curvadion_jax import _memory, compressors
-from curvadion_jax.cost_model import sync_bytes
+from curvadion_jax.metrics import sync_bytes
 from curvadion_jax.replicas._anchor import anchor_of, check_replicas
 from curvadion_jax.replicas._checks import count_leading
 

@@ -52,7 +52,7 @@ def join(
       every: steps between contributions.
       outer: Optax transformation that is given the mean pseudo-gradient, as for
         :func:`curvadion_jax.synchronizers.reconcile`. None is the plain average.
-      compressor: form of contributions, with error feedback: `quantize`, `top_k` or
+      compressor: form of contributions, with error feedback: `quantize` or
         `exact`. None is `exact`.
       fragments: as for `reconcile`: a round is of one n-th of the parameters, in turn.
       quorum: posts without which no round is committed; fewer when sites have left for
@@ -122,8 +122,8 @@ def join(
     form = check_compressor(compressor or compressors.exact())
     if form.posted is None:
         raise ValueError(
-            "the compressor needs all replicas at work together, as low_rank does, "
-            "which sites are not: give quantize, top_k or exact"
+            "the compressor has no codec, without which sites cannot read a "
+            "contribution on its own: give quantize or exact"
         )
     settings = Settings(
         every=every,

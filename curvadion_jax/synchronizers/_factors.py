@@ -9,7 +9,7 @@ from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax._payload import total
 from curvadion_jax._power_iteration import reduces_factors
 from curvadion_jax._protocols import Group, Synchronizer, SyncState
-from curvadion_jax.compressors._base import check_compressor, check_stateless
+from curvadion_jax.compressors._base import check_compressor
 from curvadion_jax.synchronizers import _base
 
 
@@ -72,7 +72,6 @@ def average_factors(
     """
     if compressor is not None:
         compressor = check_compressor(compressor)
-        check_stateless(compressor, "compressor")
     form = compressors.exact() if compressor is None else compressor
 
     def init(params, inner_state, views):

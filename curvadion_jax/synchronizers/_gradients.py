@@ -21,8 +21,8 @@ def average_gradients(
 
     Args:
       compressor: form in which gradients are sent, with error feedback: what a
-        replica's gradient holds and was not sent is added to its next one. With
-        `low_rank` and `always` this is PowerSGD. None sends them as they are, in at
+        replica's gradient holds and was not sent is added to its next one. None sends
+        them as they are, in at
         least float32.
 
     Returns:

@@ -28,20 +28,10 @@ ALL = {
     "int2": compressors.quantize(2, block=16),
     "int1": compressors.quantize(1, block=16),
     "int2-int8": compressors.quantize(2, block=16, mean_bits=8),
-    "top": compressors.top_k(0.1, block=100),
-    "top-int2": compressors.top_k(0.1, 2, block=100),
-    "rank2": compressors.low_rank(2),
-    "rank2-twice": compressors.low_rank(2, power_iterations=2),
-    "rank2-top": compressors.chain(
-        compressors.low_rank(2), compressors.top_k(0.5, block=100)
-    ),
-    "rank2-int8": compressors.chain(
-        compressors.low_rank(2), compressors.quantize(8, block=16)
-    ),
 }
 
 
-QUICK = ("rank2-int8", "top-int2")
+QUICK = ("exact", "int2")
 every = pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ALL],
@@ -120,10 +110,9 @@ def test_error_feedback_sends_all_of_a_constant_in_the_end(name):
         held = result.unsent
         state = one_of(result.state)
     for key, rest in held.items():
-        # Measured in 200 steps: at most 20.2 times the mean (`int1`, a bias of 5
-        # elements in a block of 16, whose zeros make its one magnitude too small; 15.3
-        # after 40), 10.8 (`rank2-top`), others 5.1. Without feedback 40 sends of `int2`
-        # would miss 18 of it, others 24 and more.
+        # Measured: at most 15.3 times the mean (`int1`, a bias of 5 elements in a block
+        # of 16, whose zeros make its one magnitude too small), others 5.1. Without
+        # feedback 40 sends of `int2` would miss 18 times the mean, others more.
         size = np.linalg.norm(stacked[key].mean(0))
         limit = 16 if name == "int1" else 12
         assert np.linalg.norm(rest.mean(0)) < limit * size
@@ -202,18 +191,6 @@ def test_what_one_without_weight_has_is_in_no_mean(name):
         pytest.param(compressors.quantize(1, 16), 122 * 6, id="int1"),
         # One stage of 12 and one of 20 bytes a block.
         pytest.param(ALL["int2-int8"], 122 * 16, id="int2-int8"),
-        # 2 (40 + 12), 3 x 2 (16 + 24), 2 (30 + 10) elements, and the bias.
-        pytest.param(compressors.low_rank(2), 4 * (104 + 240 + 80 + 5), id="rank2"),
-        # Twice the factors.
-        pytest.param(
-            compressors.low_rank(2, power_iterations=2),
-            4 * (2 * (104 + 240 + 80) + 5),
-            id="rank2-twice",
-        ),
-        # Factors of 80, 24, 96, 144, 60 and 20 elements in blocks of 16; the bias in 1.
-        pytest.param(
-            ALL["rank2-int8"], (5 + 2 + 6 + 9 + 4 + 2 + 1) * 20, id="rank2-int8"
-        ),
     ],
 )
 def test_payload_by_hand(compressor, expected):

@@ -6,16 +6,12 @@ import numpy as np
 import pytest
 
 from curvadion_jax import compressors
-from curvadion_jax._collectives import Replicas
 
 FORMS = {
     "exact": compressors.exact(),
     "8 bits": compressors.quantize(8),
     "2 bits": compressors.quantize(2, block=64),
-    "top_k": compressors.top_k(1 / 16),
-    "top_k, 2 bits": compressors.top_k(1 / 16, bits=2, block=64),
 }
-REPLICAS = 4
 
 
 def tree_of(number: int):
@@ -49,26 +45,3 @@ def test_it_stands_for_the_tree_but_for_what_error_feedback_keeps(name):
             assert left < np.linalg.norm(np.float32(given))
     if name == "exact":
         np.testing.assert_array_equal(found["matrix"], tree["matrix"])
-
-
-def test_the_mean_of_posts_is_the_mean_of_one_program_where_all_is_gathered():
-    form = FORMS["top_k, 2 bits"]
-    trees = [tree_of(number) for number in range(REPLICAS)]
-    posts = [form.posted.decode(form.posted.encode(x), x) for x in trees]
-    total = posts[0]
-    for post in posts[1:]:
-        total = jax.tree.map(jnp.add, total, post)
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *trees)
-    together = jax.vmap(
-        lambda x: form.average(x, (), Replicas("replica"), {}), axis_name="replica"
-    )(stacked)
-    for one, all_ in zip(
-        jax.tree.leaves(total), jax.tree.leaves(together.mean), strict=True
-    ):
-        np.testing.assert_array_equal(one / REPLICAS, all_[0])
-
-
-def test_what_needs_all_at_work_together_has_none():
-    assert compressors.low_rank(2).posted is None
-    both = compressors.chain(compressors.low_rank(2), compressors.quantize(8))
-    assert both.posted is None

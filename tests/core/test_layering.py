@@ -35,16 +35,17 @@ LEVELS = [
     {"_guards", "_jaxprs", "_local_step", "_momentum", "_counters", "_xla"},
     {"compressors", "triggers"},
     {"_schedule"},
-    {"_faults", "_mapped", "_requests", "outer", "synchronizers"},
+    {"_faults", "_mapped", "_requests", "synchronizers"},
     {"_branches"},
     {"_adaptive_sync"},
     {"_default_sync"},
-    {"_curvadion", "_local_muon", "cost_model", "presets"},
-    {"metrics", "replicas"},
+    {"_curvadion", "_local_muon", "presets"},
+    {"metrics"},
+    {"replicas"},
     {"checkpoint", "_saved_state", "_storage", "sites"},
 ]
 # What users call around training; nothing that computes a step knows of it.
-OUTER = {"replicas", "checkpoint", "metrics", "presets", "cost_model", "sites"}
+OUTER = {"replicas", "checkpoint", "metrics", "presets", "sites"}
 
 
 def module_name(path: Path) -> str:

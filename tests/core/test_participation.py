@@ -22,7 +22,7 @@ start = functools.partial(weighted_runs.start, replicas=REPLICAS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["exact", "int8", "sign", "top_k-int4"])
+@pytest.mark.parametrize("name", ["exact", "int8", "sign"])
 def test_error_feedback_keeps_what_an_absent_replica_has(name):
     """Gradients of six steps of which some were not there: all arrive or are held."""
     tx = cd.adaptive_sync(
@@ -84,7 +84,7 @@ def test_reconcile_by_hand(compressor):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int2-mean4", "top_k"])
+@pytest.mark.parametrize("name", ["int2-mean4", "sign"])
 def test_drift_arrives_or_is_kept(name):
     """Of all gradients: in the anchor, on top of it, or left by the compressor."""
     tx = cd.adaptive_sync(
@@ -128,18 +128,6 @@ def test_an_absent_replica_keeps_its_momentum(momentum):
         np.testing.assert_allclose(found[0], mean, atol=close)
     else:  # and nothing of all momenta is lost
         np.testing.assert_allclose(found.sum(0), own.sum(0), atol=ATOL)
-
-
-def test_an_empty_sync_leaves_the_factors_of_a_compressor():
-    form = synchronizers.average_gradients(compressors.low_rank(2))
-    tx = cd.adaptive_sync(optax.sgd(0.1, 0.9), triggers.always(), form, AXIS)
-    step, state = train_on(tx), start(tx)
-    first, last = helpers.make_gradients(2, REPLICAS)
-    state = step(state, first, np.ones(REPLICAS, np.float32))
-    before = jax.device_get(state[1].sync_state.common)
-    after = jax.device_get(step(state, last, np.zeros(REPLICAS, np.float32)))[1]
-    assert after.metrics.empty.tolist() == [1] * REPLICAS
-    helpers.assert_bitwise(after.sync_state.common, before)
 
 
 def test_what_overflows_on_its_way_to_a_sync_is_excluded():

@@ -142,12 +142,11 @@ def test_an_outer_step_that_is_not_finite_is_contained(kind):
     assert state.metrics.contained.total.tolist() == [syncs] * 2
 
 
-@pytest.mark.parametrize("form", ["exact", "top_k", "quantize"])
+@pytest.mark.parametrize("form", ["exact", "quantize"])
 def test_what_a_contained_outer_step_would_have_brought_comes_with_the_next(form):
     """Nothing but that step's own update is lost, and nothing comes twice."""
     forms = {
         "exact": None,
-        "top_k": cd.compressors.top_k(0.25),
         "quantize": cd.compressors.quantize(8),
     }
     ends = []

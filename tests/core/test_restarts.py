@@ -35,9 +35,6 @@ OPTIMIZERS = {
     "curvadion": lambda: cd.curvadion(0.1, 0.3, axis_name=AXIS),
     "local_muon": lambda: cd.local_muon(0.1, axis_name=AXIS),
     "reconcile": lambda: dion(synchronizers.reconcile()),
-    "low_rank": lambda: dion(
-        synchronizers.reconcile(compressor=compressors.low_rank(1), momentum=False)
-    ),
     "factors": lambda: dion(synchronizers.average_factors()),
     "gradients": lambda: dion(
         synchronizers.average_gradients(compressors.quantize(8, 8))

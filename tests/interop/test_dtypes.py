@@ -39,11 +39,7 @@ QUICK = ("nesterov", "diloco")
 REPLICATED: dict[str, Any] = {
     "curvadion": cd.curvadion(0.1, axis_name=helpers.AXIS),
     "local_muon": cd.local_muon(0.1, axis_name=helpers.AXIS),
-    "low_rank": compressors.low_rank(1),
-    "low_rank-int8": compressors.chain(
-        compressors.low_rank(1), compressors.quantize(8)
-    ),
-    "top_k-int2": compressors.top_k(0.3, 2),
+    "int2-mean4": compressors.quantize(2, mean_bits=4),
     "factors-int4": helpers.synced_dion(
         0.1,
         2,

@@ -78,7 +78,7 @@ def test_what_is_averaged_and_what_is_taken():
         cd.dion(0.1, 2),
         cd.triggers.every_k(3),
         cd.synchronizers.reconcile(
-            optax.sgd(0.7, 0.9), compressor=cd.compressors.low_rank(2)
+            optax.sgd(0.7, 0.9), compressor=cd.compressors.quantize(2)
         ),
         AXIS,
     )

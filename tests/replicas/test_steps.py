@@ -179,7 +179,6 @@ def test_what_is_injected_depends_on_none_either():
     "form",
     [
         *(None, compressors.quantize(2)),
-        pytest.param(compressors.top_k(0.25), marks=pytest.mark.slow),
     ],
 )
 def test_nor_where_a_replica_has_several_devices(form):

@@ -45,9 +45,7 @@ BLOCKS = {
     "factors_in_8_bits": 0.1,
     "fragments": 0.7,
     "local_muon": 0.5,
-    "low_rank_in_8_bits": 0.1,
     "momenta_in_4_bits": 0.2,
-    "top_k": 0.9,
 }
 
 
@@ -240,8 +238,6 @@ def test_divided_is_whole(name, mesh):
     ("form", "rounding"),
     [
         (compressors.quantize(8, 64), 2 / 127),  # two roundings to half a step
-        (compressors.top_k(1.0, block=64), 1e-6),
-        (compressors.top_k(1.0, 8, block=64), 1 / 127),
     ],
 )
 @pytest.mark.parametrize(

@@ -41,12 +41,7 @@ def every_second(synchronizer, rank=RANK):
 
 
 FORMS = {
-    "low_rank": compressors.low_rank(RANK),
     "quantize": compressors.quantize(4),
-    "top_k": compressors.top_k(1 / 16, 4),
-    "low_rank_in_8_bits": compressors.chain(
-        compressors.low_rank(RANK), compressors.quantize(8)
-    ),
 }
 OPTIMIZERS = {
     "synchronous_dion": lambda: cd.presets.synchronous_dion(
@@ -71,7 +66,6 @@ OPTIMIZERS = {
 # the matrix, so that "both" has the rows and the columns of the codes.
 ON_ALL = {
     "synchronous_dion": [*PLACES],
-    "low_rank_in_8_bits": ["both", "one_of_two", "whole"],
 }
 CASES = [(name, place) for name, places in ON_ALL.items() for place in places] + [
     (name, "whole") for name in OPTIMIZERS if name not in ON_ALL

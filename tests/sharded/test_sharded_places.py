@@ -38,9 +38,7 @@ from curvadion_jax import (
 
 def test_state_is_divided_as_parameters_are():
     mesh = mesh_of("2x2x2")
-    tx = reconciling(
-        reconcile(optax.sgd(0.7, 0.9), compressor=compressors.low_rank(RANK))
-    )
+    tx = reconciling(reconcile(optax.sgd(0.7, 0.9), compressor=compressors.quantize(8)))
     params, state = make_state(tx, mesh)
     leaves = {
         jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(state)
@@ -54,12 +52,11 @@ def test_state_is_divided_as_parameters_are():
     # Momenta of five kinds, the anchor, its outer momentum, and the residual.
     assert checked >= 4 * len(SHAPES)
     common = state.sync_state.common
-    (q,), (form, _) = common.q, common.compressor_state
-    for each in (q, form):
-        specs = {name: each[name].sharding.spec for name in ("down", "stack", "up")}
-        assert specs["up"] == PartitionSpec(AXIS, "fsdp", None)
-        assert specs["down"] == PartitionSpec(AXIS, "fsdp", None)
-        assert specs["stack"] == PartitionSpec(AXIS, None, "fsdp", None)
+    (q,) = common.q
+    specs = {name: q[name].sharding.spec for name in ("down", "stack", "up")}
+    assert specs["up"] == PartitionSpec(AXIS, "fsdp", None)
+    assert specs["down"] == PartitionSpec(AXIS, "fsdp", None)
+    assert specs["stack"] == PartitionSpec(AXIS, None, "fsdp", None)
 
 
 def test_attention_kernels_follow_their_heads():

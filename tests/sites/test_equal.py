@@ -103,15 +103,6 @@ def test_to_the_bit_where_all_is_sent(outer, fragments):
             np.testing.assert_array_equal(found[name], one[name], strict=True)
 
 
-def test_to_the_bit_with_error_feedback_where_all_is_gathered():
-    """top_k: its means are of what each replica posts, in one program too."""
-    inner, form = optax.adam(0.1), compressors.top_k(1 / 8)
-    one = in_one_program(inner, OUTER["nesterov"], form)
-    for found in as_sites(inner, OUTER["nesterov"], form):
-        for name in one:
-            np.testing.assert_array_equal(found[name], one[name], strict=True)
-
-
 def test_within_the_rounding_of_codes():
     """One program rounds the mean as well, sites do not."""
     inner, form = optax.adam(0.1), compressors.quantize(8, block=64)

@@ -244,7 +244,11 @@ def test_before_start_and_twice():
         ({"max_norm": 0.5}, ValueError, "max_norm must be at least 1, got 0.5"),
         ({"outer": 0.7}, TypeError, "outer must be"),
         ({"compressor": 8}, TypeError, "compressor must be"),
-        ({"compressor": compressors.low_rank(2)}, ValueError, "at work together"),
+        (
+            {"compressor": compressors.exact()._replace(posted=None)},
+            ValueError,
+            "codec",
+        ),
     ],
 )
 def test_arguments(options, error, message):

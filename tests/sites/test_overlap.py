@@ -122,7 +122,7 @@ def test_a_store_that_fails_costs_time_and_nothing_else(monkeypatch):
         def run(number, memory=memory, stores=stores, faults=faults):
             store = FaultyStore(memory, seed=number, **faults)
             options = {"every": 4, "quorum": 3, "max_lag": 0, "poll": 0.002}
-            form = compressors.top_k(1 / 4)
+            form = compressors.quantize(2, block=4)
             site = joined(store, f"site{number}", compressor=form, **options)
             stores.append(store)
             with site:

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from gated_sites import Gated, stepped
 from obstore.store import MemoryStore
-from site_steps import ByHand
+from site_steps import HALF, ByHand
 
-from curvadion_jax import compressors, sites
+from curvadion_jax import sites
 from curvadion_jax.sites import _messages, _rounds
 
 PARAMS = {"w": jnp.zeros((4, 8))}
@@ -70,7 +70,7 @@ SPOILT = {
 
 @pytest.mark.parametrize("how", SPOILT)
 def test_a_rejected_site_goes_on_from_the_outer_parameters(how):
-    memory, form = MemoryStore(), compressors.top_k(1 / 4)
+    memory, form = MemoryStore(), HALF
     run = {"quorum": 3, "compressor": form}
     store = Gated(memory)
     rome, bonn = (ByHand(memory, n, params=PARAMS, **run) for n in ("rome", "bonn"))
@@ -101,7 +101,7 @@ def test_a_rejected_site_goes_on_from_the_outer_parameters(how):
         key, shapes = _rounds.post_key(1, "oslo"), rome.follower.model.messages[0]
         header, message = _messages.read(rome.store, key, "post", shapes)
         assert header["tokens"] == 1
-        # A quarter of 32 elements of size 1.
+        # Half of 32 elements of size 1.
         assert rome.follower.model.norm(0, message) == pytest.approx(8**0.5)
         store.open.set()
         settled(site)

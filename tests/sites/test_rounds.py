@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from obstore.store import MemoryStore
-from site_steps import PARAMS, ByHand, settle
+from site_steps import HALF, PARAMS, ByHand, settle
 
 from curvadion_jax import compressors
 from curvadion_jax.sites import _rounds, _run
@@ -76,8 +76,7 @@ def test_who_is_late_keeps_its_drift_and_its_share():
 
 def test_who_is_late_keeps_what_it_owes():
     store = MemoryStore()
-    form = compressors.top_k(1 / 4)
-    a, b = (ByHand(store, name, compressor=form) for name in "ab")
+    a, b = (ByHand(store, name, compressor=HALF) for name in "ab")
     b.post(1.0)
     settle(b, a)
     owed = b.follower._owed[0]

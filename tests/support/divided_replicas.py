@@ -59,25 +59,11 @@ OPTIMIZERS = {
     "curvadion": lambda: cd.curvadion(0.01, 0.3, RANK, axis_name=AXIS),
     "paper": lambda: cd.presets.paper(0.01, rank=RANK, axis_name=AXIS),
     "everything": lambda: reconciling(reconcile()),
-    "low_rank": lambda: reconciling(reconcile(compressor=compressors.low_rank(RANK))),
-    "low_rank_in_8_bits": lambda: reconciling(
-        reconcile(
-            compressor=compressors.chain(
-                compressors.low_rank(RANK), compressors.quantize(8)
-            )
-        )
-    ),
-    "top_k": lambda: reconciling(
-        reconcile(compressor=compressors.top_k(1 / 16, 2), momentum=False)
-    ),
     "momenta_in_4_bits": lambda: reconciling(
         reconcile(momentum=compressors.quantize(4))
     ),
     "fragments": lambda: reconciling(
         reconcile(compressor=compressors.quantize(2), momentum=False, fragments=2)
-    ),
-    "orthonormal": lambda: reconciling(
-        reconcile(cd.outer.orthonormal(1.0, 0.5, rank=RANK))
     ),
     "factors_in_8_bits": lambda: reconciling(
         synchronizers.average_factors(compressors.quantize(8))
@@ -89,7 +75,7 @@ OPTIMIZERS = {
 # On 2x2x2 rows and columns are divided, and on the others one of them. There local
 # steps of Dion, syncs that send factors and syncs that send codes are seen once each.
 OTHER_MESHES = [
-    *[("curvadion", "4x2"), ("curvadion", "2x4"), ("low_rank", "2x4")],
+    *[("curvadion", "4x2"), ("curvadion", "2x4")],
     *[("synchronous_dion", "4x2"), ("synchronous_dion", "2x4")],
 ]
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -24,6 +25,14 @@ SETTINGS = _site.Settings(
     snapshot_every=1000,
     max_norm=10.0,
     poll=0.01,
+)
+
+
+# Half of an array is sent, and half of it is owed.
+HALF = compressors.exact()._replace(
+    posted=compressors.Posted(
+        lambda tree: jax.tree.map(lambda x: x / 2, tree), lambda message, like: message
+    )
 )
 
 

@@ -34,9 +34,6 @@ def dion(synchronizer, k=EVERY):
 
 FORMS = {
     "quantize": compressors.quantize(4, block=8),
-    "top_k": compressors.top_k(0.5, 8),
-    "low_rank": compressors.low_rank(2),
-    "chain": compressors.chain(compressors.low_rank(2), compressors.quantize(8)),
 }
 NESTEROV = optax.sgd(0.7, 0.9, nesterov=True)
 OPTIMIZERS = {
@@ -46,9 +43,6 @@ OPTIMIZERS = {
     "everything": lambda: sgd(reconcile()),
     "everything-dion": lambda: dion(reconcile()),
     "outer": lambda: sgd(reconcile(NESTEROV, momentum=False)),
-    "orthonormal": lambda: dion(
-        reconcile(cd.outer.orthonormal(1.0, 0.5, rank=2), momentum=False)
-    ),
     "momentum-quantize": lambda: sgd(reconcile(momentum=FORMS["quantize"])),
     "fragments": lambda: sgd(reconcile(fragments=2, momentum_every=2), k=1),
     "local_muon": lambda: cd.local_muon(

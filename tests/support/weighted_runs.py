@@ -16,10 +16,6 @@ FORMS = {
     "int8": compressors.quantize(8, block=8),
     "int2-mean4": compressors.quantize(2, block=8, mean_bits=4),
     "sign": compressors.quantize(1, block=8),
-    "top_k": compressors.top_k(0.25, block=16),
-    "top_k-int4": compressors.top_k(0.5, 4, block=16),
-    "low_rank": compressors.low_rank(2),
-    "chain": compressors.chain(compressors.low_rank(2), compressors.quantize(8)),
 }
 
 

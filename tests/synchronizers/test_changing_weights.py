@@ -27,10 +27,7 @@ ATOL = 1e-5
 CLOSE = 0.06
 FORMS = {
     **{f"int{bits}": compressors.quantize(bits, block=8) for bits in (8, 4, 2, 1)},
-    **{
-        name: weighted_runs.FORMS[name]
-        for name in ("int2-mean4", "top_k", "top_k-int4", "low_rank", "chain")
-    },
+    "int2-mean4": weighted_runs.FORMS["int2-mean4"],
 }
 TWO_BITS = compressors.quantize(2, block=16)
 

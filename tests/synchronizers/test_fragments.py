@@ -123,7 +123,7 @@ def test_an_offloaded_fragment_goes_back_alone():
 
 def test_a_resumed_run_goes_on_with_the_next_fragment(tmp_path):
     inner = optax.sgd(0.1, 0.9)
-    options = {"compressor": compressors.low_rank(1), "momentum_every": 2}
+    options = {"compressor": compressors.quantize(4), "momentum_every": 2}
     options |= {"outer": optax.sgd(0.7, 0.9, nesterov=True), "fragments": 2}
     tx = optimizer(inner, **options)
     mesh = cd.replicas.make_mesh(2)

@@ -19,9 +19,9 @@ HOST, DEVICE = {"pinned_host"}, {"device"}
 
 
 def optimizer() -> Any:
-    """Anchor, Q, outer momentum, error feedback and a compressor's state."""
+    """Anchor, Q, outer momentum, error feedback."""
     synchronizer = synchronizers.reconcile(
-        optax.sgd(0.7, 0.9, nesterov=True), compressor=compressors.low_rank(1)
+        optax.sgd(0.7, 0.9, nesterov=True), compressor=compressors.quantize(4)
     )
     return helpers.synced_dion(
         0.1, 0.5, triggers.every_k(2), synchronizer, axis_name=helpers.AXIS

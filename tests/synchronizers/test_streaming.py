@@ -83,7 +83,6 @@ def test_momentum_at_every_third_sync_by_hand():
     "form",
     [
         pytest.param(compressors.quantize(4, 4), id="int4"),
-        pytest.param(compressors.low_rank(1), id="rank1"),
     ],
 )
 def test_error_feedback_of_fragments_loses_nothing(form):
