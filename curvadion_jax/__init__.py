@@ -1,10 +1,8 @@
 """Dion and CurvaDion for JAX and Optax: pretraining across slow links.
 
-Replicas of a model step alone and synchronise only when it matters. Start with
-:func:`local_muon` or :func:`curvadion`, and `curvadion_jax.replicas`.
+Replicas of a model take local steps and synchronise within a budget of bytes. Start
+with :func:`local_muon` or :func:`curvadion`, and `curvadion_jax.replicas`.
 """
-
-import importlib.metadata
 
 from curvadion_jax import (
     checkpoint,
@@ -24,6 +22,7 @@ from curvadion_jax._dion import DionState, dion, scale_by_dion
 from curvadion_jax._local_muon import local_muon
 from curvadion_jax._orthonormalize import cholesky_qr, householder_qr
 from curvadion_jax._partition import describe_partition
+from curvadion_jax._version import __version__ as __version__
 
 __all__ = [
     "AdaptiveSyncState",
@@ -49,5 +48,3 @@ __all__ = [
     "synchronizers",
     "triggers",
 ]
-
-__version__ = importlib.metadata.version("curvadion-jax")

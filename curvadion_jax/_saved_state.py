@@ -1,14 +1,14 @@
 """What a checkpoint holds of a state, and when the two do not fit."""
 
-import importlib.metadata
 import json
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from curvadion_jax._version import __version__
+
 _FORMAT = 1
-_VERSION = importlib.metadata.version("curvadion-jax")
 
 Leaves = dict[str, Any]  # arrays, abstract or not, by their path in the state
 
@@ -74,7 +74,7 @@ def note(step: int, leaves: Leaves, extra: Mapping[str, Any] | None) -> dict[str
         ) from error
     described = {name: _describe(leaf) for name, leaf in leaves.items()}
     held = {"replicas": count(leaves), "leaves": described, "extra": extra}
-    return {"format": _FORMAT, "version": _VERSION, "step": step, **held}
+    return {"format": _FORMAT, "version": __version__, "step": step, **held}
 
 
 def check_notes(info: Any, where: str) -> None:
@@ -86,7 +86,7 @@ def check_notes(info: Any, where: str) -> None:
     if info["format"] != _FORMAT:
         raise ValueError(
             f"{where} has format {info['format']}, written by curvadion-jax"
-            f" {info.get('version')}; this is {_VERSION} and reads format {_FORMAT}."
+            f" {info.get('version')}; this is {__version__} and reads format {_FORMAT}."
             " Use the version that wrote it."
         )
     if missing := {"replicas", "leaves", "extra"} - info.keys():

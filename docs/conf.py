@@ -1,7 +1,6 @@
 """Sphinx configuration: python -m sphinx -W -q -b html docs docs/_build."""
 
 import ast
-import importlib.metadata
 import inspect
 import re
 import textwrap
@@ -12,10 +11,12 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.nodes import make_refnode
 
+import curvadion_jax
+
 project = "curvadion_jax"
 author = "The curvadion_jax authors"
 project_copyright = author
-release = version = importlib.metadata.version("curvadion-jax")
+release = version = curvadion_jax.__version__
 
 extensions = [
     "sphinx.ext.autodoc",

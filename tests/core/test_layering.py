@@ -28,6 +28,7 @@ LEVELS = [
         "_finite",
         "_payload",
         "_layout",
+        "_version",
     },
     {"_arguments", "_memory", "_placement", "_power_iteration", "_trees"},
     {"_default_rule", "_partition", "_protocols", "_within_replica"},
