@@ -160,7 +160,7 @@ def read(
         "asked": _common(found.asked, "asked"),
         "replicas": replicas,
         "bytes": round(sent),
-        "synchronous_bytes": round(sync_bytes(synchronous, replicas)),
+        "synchronous_bytes": round(sync_bytes(Payload(synchronous), replicas)),
         "empty_syncs": _common(found.empty, "empty"),
         **_faults(found, _numbers(counters.steps), patience),
     }
