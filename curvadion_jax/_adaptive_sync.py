@@ -55,8 +55,6 @@ class AdaptiveSyncState(NamedTuple):
     sync_state: SyncState
     metrics: SyncMetrics
 
-    __repr__ = _trees.summary
-
 
 def adaptive_sync(
     inner: optax.GradientTransformation,
@@ -135,15 +133,14 @@ def adaptive_sync(
     """
     check_trigger(trigger)
     check_synchronizer(synchronizer)
-    _arguments.check_transformation(inner, "inner", "optax.adamw(1e-3)")
+    _arguments.check_transformation(inner, "inner")
     inner = optax.with_extra_args_support(inner)
     if not trigger.scheduled:
         _check_no_delay(synchronizer, "trigger", "one that looks at more than counters")
     if ask_every is not None:
         _check_no_delay(synchronizer, "ask_every", ask_every)
-        _arguments.check_steps(ask_every, "ask_every")
+        _arguments.check_int(ask_every, "ask_every")
         trigger = remembered(trigger)
-    _arguments.check_switch(allow_unchecked, "allow_unchecked")
     _collectives.check_axis_name(axis_name)
 
     def init_fn(params):
@@ -242,7 +239,6 @@ def adaptive_sync(
         _check_update(updates, state, params, init_fn)
         due = None
         if sync is not None:
-            _arguments.check_switch(sync, "sync")
             _check_no_delay(synchronizer, "sync", sync)
             due = Due(sync)
         elif trigger.scheduled and ask_every is None:
@@ -275,11 +271,6 @@ def _check_no_delay(synchronizer: Synchronizer, name: str, given: Any) -> None:
 
 
 def _check_update(gradients, state, params, init_fn) -> None:
-    if params is None:
-        raise ValueError(
-            "adaptive_sync needs the parameters, got params=None: call "
-            "update(gradients, state, params)"
-        )
     _trees.check_state_type(state, AdaptiveSyncState)
     _trees.check_gradients(gradients, params)
     _trees.check_state(state, jax.eval_shape(init_fn, params))

@@ -21,9 +21,6 @@ _BUDGET, _RANK = 0.01, 1.0
 _BOUNDS = 1.0
 
 
-@_arguments.called_here(
-    tau="threshold", mu="momentum", axis="axis_name", **_arguments.ELSEWHERE
-)
 def curvadion(
     learning_rate: optax.ScalarOrSchedule,
     threshold: optax.ScalarOrSchedule | None = None,
@@ -127,16 +124,13 @@ def curvadion(
       Ahn et al., `Dion: Distributed Orthonormalized Updates
       <https://arxiv.org/abs/2504.05295>`_, 2025
     """
+    _arguments.check_one(threshold=threshold, budget=budget)
     if threshold is None:
-        share = _arguments.checked_budget(budget, _BUDGET)
-        trigger = triggers.budget(share, ahead=_BOUNDS, behind=_BOUNDS)
+        budget = _BUDGET if budget is None else budget
+        _arguments.check_fraction(budget, "budget")
+        trigger = triggers.budget(budget, ahead=_BOUNDS, behind=_BOUNDS)
     else:
         trigger = triggers.relative_momentum_change(threshold)
-        if budget is not None:
-            raise ValueError(
-                f"give a threshold or a budget, which finds the threshold, got both: "
-                f"{threshold=} and {budget=}"
-            )
     synchronizer = _default_sync.sync_in(bits, synchronizer)
     inner = dion(
         learning_rate,

@@ -20,6 +20,7 @@ def sync_in(
     Raises:
       ValueError: if bits are given beside a synchronizer.
     """
+    _arguments.check_one(bits=bits, synchronizer=synchronizer)
     if synchronizer is None:
         return synchronizers.reconcile(
             optax.sgd(
@@ -32,7 +33,4 @@ def sync_in(
             momentum=False,
             residual_dtype=_STATE,
         )
-    if bits is not None:
-        there = f"reconcile(compressor=compressors.quantize({bits}))"
-        _arguments.reject_both("bits", "a synchronizer", there)
     return synchronizer

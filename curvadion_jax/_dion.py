@@ -45,8 +45,6 @@ class DionState(NamedTuple):
     momentum: optax.Updates
     q: Any
 
-    __repr__ = _trees.summary
-
 
 def scale_by_dion(
     rank: int | float | None = None,
@@ -128,10 +126,9 @@ def scale_by_dion(
       there a column of P along which the momentum has nothing moves by rounding noise,
       and here it stays
     """
-    _arguments.check_dion(
-        rank, momentum, mu_dtype, orthonormalize, error_feedback, seed
-    )
     rank = _RANK if rank is None else rank
+    _matrices.check_rank(rank)
+    _arguments.check_number(momentum, "momentum", below=1)
     orthonormalize = orthonormalize or _orthonormalize.cholesky_qr
 
     def init_fn(params):
@@ -210,7 +207,6 @@ def _like(tree: Any, leaves: Any) -> Any:
     return jax.tree.unflatten(structure, cast)
 
 
-@_arguments.called_here(mu="momentum", **_arguments.ELSEWHERE)
 def dion(
     learning_rate: optax.ScalarOrSchedule,
     rank: int | float | None = None,
@@ -267,16 +263,22 @@ def dion(
       >>> print(f"{optax.tree.norm(updates['kernel']):.4f}")  # 0.01 sqrt(8 / 4)
       0.0141
     """
-    _arguments.check_rates(learning_rate, weight_decay, adam_learning_rate)
-    decay = 0.0 if callable(momentum) else momentum
-    _arguments.check_dion(rank, decay, mu_dtype, orthonormalize, error_feedback, seed)
+    rank = _RANK if rank is None else rank
+    _matrices.check_rank(rank)
+    _arguments.check_numbers(
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        adam_learning_rate=adam_learning_rate,
+    )
+    _arguments.check_number(momentum, "momentum", below=1)
+    _arguments.check_one(
+        adam_learning_rate=adam_learning_rate, other_optimizer=other_optimizer
+    )
     if other_optimizer is None:
         rate = learning_rate if adam_learning_rate is None else adam_learning_rate
         other_optimizer = optax.adamw(
             rate, b2=0.95, eps=_EPSILON, weight_decay=0.0, mu_dtype=mu_dtype
         )
-    else:
-        _arguments.check_other_optimizer(other_optimizer, adam_learning_rate)
 
     def matrices(numbers):
         def scale(momentum):

@@ -12,9 +12,6 @@ from curvadion_jax._muon import EPSILON, muon, muon_adamw
 _BUDGET = 0.01
 
 
-@_arguments.called_here(
-    beta="momentum", lr="learning_rate", wd="weight_decay", axis="axis_name"
-)
 def local_muon(
     learning_rate: optax.ScalarOrSchedule,
     budget: jax.typing.ArrayLike | None = None,
@@ -97,21 +94,24 @@ def local_muon(
     References:
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
     """
-    _arguments.check_rates(learning_rate, weight_decay, adam_learning_rate)
-    if not callable(momentum):
-        _arguments.check_momentum(momentum)
-    _arguments.check_dtype(mu_dtype, "mu_dtype")
+    _arguments.check_numbers(
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        adam_learning_rate=adam_learning_rate,
+    )
+    _arguments.check_number(momentum, "momentum", below=1)
+    _arguments.check_one(budget=budget, trigger=trigger)
+    _arguments.check_one(
+        adam_learning_rate=adam_learning_rate, other_optimizer=other_optimizer
+    )
     if trigger is None:
-        trigger = triggers.evenly(_arguments.checked_budget(budget, _BUDGET))
-    elif budget is not None:
-        there = f"triggers.evenly({budget}) or triggers.budget({budget})"
-        _arguments.reject_both("a budget", "a trigger", there)
+        budget = _BUDGET if budget is None else budget
+        _arguments.check_fraction(budget, "budget")
+        trigger = triggers.evenly(budget)
     synchronizer = _default_sync.sync_in(bits, synchronizer)
     if other_optimizer is None:
         rate = learning_rate if adam_learning_rate is None else adam_learning_rate
         other_optimizer = muon_adamw(rate, EPSILON, mu_dtype)
-    else:
-        _arguments.check_other_optimizer(other_optimizer, adam_learning_rate)
 
     def matrices(numbers):
         return muon(

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from curvadion_jax import _matrices, _paths, _trees
@@ -32,10 +31,10 @@ def matrix_views(
 
     Raises:
       TypeError: if something in the tree of dimension numbers is neither those nor
-        None, or a parameter is not an array of real floating-point numbers.
+        None, or a parameter has no real floating-point numbers.
       ValueError: if dimension numbers do not fit a shape or the tree of parameters.
     """
-    _trees.check_arrays(params)
+    _trees.check_trainable(params)
     if dimension_numbers is None:
         dimension_numbers = default_dimension_numbers
     if callable(dimension_numbers):
@@ -67,11 +66,6 @@ def matrices_only(
                 f"scale_by_dion cannot take the parameter {name!r} of shape "
                 f"{tuple(leaf.shape)}, which is not a matrix: use curvadion_jax.dion, "
                 "which gives such parameters to another optimizer"
-            )
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(
-                f"Dion needs real floating-point arrays, got {leaf.dtype} for {name!r}:"
-                " keep others out of what init and update are given"
             )
         views[name] = view
     return views
@@ -140,11 +134,6 @@ def resolved(
         return make(params).init(params)
 
     def update(updates, state, params=None, **extra_args):
-        if params is None:
-            raise ValueError(
-                "this optimizer needs the parameters, got params=None: call "
-                "update(gradients, state, params)"
-            )
         _trees.check_state_type(state, optax.transforms.PartitionState)
         _trees.check_gradients(updates, params)
         try:

@@ -1,4 +1,4 @@
-"""Rejects trees that do not belong together, by the name of the first leaf that tells.
+"""Trees that belong together, or are refused by the name of the first leaf that tells.
 
 Shapes and dtypes alone are looked at, when a program is traced.
 """
@@ -8,25 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from curvadion_jax import _paths
-
-
-def summary(self: Any) -> str:
-    """A named tuple in a line: how much each field holds, and none of the numbers."""
-    no_arrays = not all(hasattr(x, "dtype") for x in jax.tree.leaves(self))
-
-    def of_field(field):
-        if no_arrays:  # their shapes, say
-            return repr(field)
-        arrays = jax.tree.leaves(field)
-        size = sum(x.size * x.dtype.itemsize for x in arrays)
-        return f"<{len(arrays)} arrays, {size:,} bytes>"
-
-    fields = zip(self._fields, map(of_field, self), strict=True)
-    inside = ", ".join(f"{name}={what}" for name, what in fields)
-    return f"{type(self).__name__}({inside})"
 
 
 def are_alike(tree: Any, other: Any) -> bool:
@@ -41,70 +24,38 @@ def are_alike(tree: Any, other: Any) -> bool:
     return all(jnp.shape(x) == jnp.shape(y) for x, y in pairs)
 
 
-def check_arrays(params: Any) -> None:
-    """Rejects parameters of which a leaf is no array."""
+def check_trainable(params: Any) -> None:
+    """Rejects parameters that are no real floating-point numbers of at least 16 bits.
+
+    Integers and complex numbers would not be averaged, and 8 bits have no arithmetic.
+    """
     for name, leaf in _paths.leaves_with_path(params):
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize < 2:
             raise TypeError(
-                f"the parameter {name!r} is {leaf!r}, and parameters must be arrays: "
-                "give the tree that the model's init returned, or jax.numpy.asarray of "
-                "a number"
+                f"Parameter {name!r} has dtype {leaf.dtype}; only real floating-point "
+                "numbers of 16 bits or more can be trained. Keep others out of what "
+                "init and update are given, or cast in the loss."
             )
 
 
 def check_gradients(gradients: Any, params: Any) -> None:
-    """Rejects gradients of another tree, shape or kind than the parameters."""
-    check_arrays(params)
-    if jax.tree.structure(gradients) != jax.tree.structure(params):
+    """Rejects gradients of other names or shapes, and missing parameters."""
+    if params is None:
         raise ValueError(
-            "gradients and parameters must be trees of the same structure, and "
-            f"{_difference(gradients, params)}: give update(gradients, state, params) "
-            "the gradients with respect to these parameters"
+            "This optimizer needs the parameters. Call update(gradients, state, params)"
         )
-    pairs = zip(
-        _paths.leaves_with_path(params), jax.tree.leaves(gradients), strict=True
-    )
-    for (name, param), gradient in pairs:
-        if param.shape != np.shape(gradient):
-            raise ValueError(
-                f"the gradient of {name!r} has shape {np.shape(gradient)}, the "
-                f"parameter {param.shape}: differentiate with respect to the "
-                "parameters that update is given, both without a replica axis"
-            )
-        if not jnp.issubdtype(param.dtype, jnp.floating):
-            raise TypeError(
-                f"the parameter {name!r} has dtype {param.dtype}; only real "
-                "floating-point parameters can be trained. Keep others out of "
-                "what init and update are given"
-            )
-        if not jnp.issubdtype(jnp.result_type(gradient), jnp.floating):
-            raise TypeError(
-                f"the gradient of {name!r} has dtype {jnp.result_type(gradient)}, the "
-                f"parameter {param.dtype}: give real floating-point gradients"
-            )
+    remedy = "Differentiate with respect to these parameters, without a replica axis."
+    _check_shapes(gradients, params, "Gradient", remedy)
 
 
 def check_state_type(state: Any, kind: type) -> None:
     """Rejects what is not the state of this optimizer, such as swapped arguments."""
     if not isinstance(state, kind):
         raise TypeError(
-            f"the state must be of type {kind.__name__}, got a {type(state).__name__}: "
-            "call update(gradients, state, params) with what init or the last update "
-            "of this optimizer returned"
+            f"The state must be of type {kind.__name__}, got a {type(state).__name__}. "
+            "Call update(gradients, state, params) with what this optimizer's init or "
+            "last update returned."
         )
-
-
-def _difference(given: Any, known: Any) -> str:
-    """The first leaf, or else the nodes, by which gradients differ from parameters."""
-    names = [name for name, _ in _paths.leaves_with_path(given)]
-    wanted = [name for name, _ in _paths.leaves_with_path(known)]
-    for name in wanted:
-        if name not in names:
-            return f"there is no gradient of {name!r}"
-    for name in names:
-        if name not in wanted:
-            return f"the gradient {name!r} belongs to no parameter"
-    return f"these are\n{jax.tree.structure(given)}\nand\n{jax.tree.structure(known)}\n"
 
 
 def check_state(state: Any, expected: Any) -> None:
@@ -114,22 +65,24 @@ def check_state(state: Any, expected: Any) -> None:
       state: what `update` was given.
       expected: what `init` returns for the parameters that `update` was given.
     """
-    found, wanted = _shapes(state), _shapes(expected)
+    remedy = (
+        "Pass what init made of these parameters, or the last update returned, without "
+        "a replica axis."
+    )
+    _check_shapes(state, expected, "Array of the optimizer state", remedy)
+
+
+def _check_shapes(tree: Any, expected: Any, what: str, remedy: str) -> None:
+    # By names, since not every class of nodes knows what is equal. An array of another
+    # shape might be broadcast without an error.
+    found, wanted = (
+        {name: jnp.shape(x) for name, x in _paths.leaves_with_path(each)}
+        for each in (tree, expected)
+    )
     for name in [*wanted, *found]:
-        shape, other = found.get(name, "missing"), wanted.get(name, "missing")
+        shape, other = (shapes.get(name, "missing") for shapes in (found, wanted))
         if shape != other:
-            raise ValueError(
-                f"the array {name!r} of the optimizer state is {shape}, and for these "
-                f"parameters it would be {other}: give update the state that init made "
-                "of the same parameters, or that the last update returned (in a "
-                "shard_map of your own without the leading replica axis)"
-            )
-
-
-def _shapes(tree: Any) -> dict[str, str]:
-    return {
-        name: f"of shape {np.shape(x)}" for name, x in _paths.leaves_with_path(tree)
-    }
+            raise ValueError(f"{what} {name!r} is {shape}, expected {other}. {remedy}")
 
 
 def like(tree: Any, other: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from curvadion_jax import _arguments, _saved_state, _storage
+from curvadion_jax import _saved_state, _storage
 from curvadion_jax.replicas import _resize
 
 Directory = str | os.PathLike[str]
@@ -233,8 +233,7 @@ def _whole(value: Any, what: str, meaning: str) -> int:
             return operator.index(value)
     except TypeError:
         pass
-    got = _arguments.shown(value)
-    raise TypeError(f"{what} must be an int, {meaning}, got {got}.")
+    raise TypeError(f"{what} must be an int, {meaning}, got {value!r:.200}.")
 
 
 def _check_new_step(step: int, steps: list[int], path: str) -> None:

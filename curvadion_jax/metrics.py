@@ -126,7 +126,7 @@ def read(
       >>> read(state, replicas=8)["steps"]
       0
     """
-    _arguments.check_steps(patience, "patience")
+    _arguments.check_int(patience, "patience")
     counters = observe(opt_state)
     # One transfer for all of them.
     has_axis = np.ndim(counters.steps) > 0

@@ -40,9 +40,8 @@ def local_sgd(
       Stich, `Local SGD Converges Fast and Communicates Little
       <https://arxiv.org/abs/1805.09767>`_, 2018
     """
-    _arguments.check_rate(learning_rate)
-    if momentum is not None:
-        _arguments.check_momentum(momentum)
+    _arguments.check_numbers(learning_rate=learning_rate)
+    _arguments.check_number(momentum, "momentum", below=1)
     return adaptive_sync(
         optax.sgd(learning_rate, momentum),
         triggers.every_k(k),
@@ -86,8 +85,7 @@ def diloco(
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023
     """
-    _arguments.check_rate(learning_rate)
-    _arguments.check_rate(weight_decay, "weight_decay")
+    _arguments.check_numbers(learning_rate=learning_rate, weight_decay=weight_decay)
     outer = _nesterov(outer_learning_rate, outer_momentum)
     return adaptive_sync(
         optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay),
@@ -137,9 +135,9 @@ def muloco(
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
     """
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate
-    _arguments.check_rate(learning_rate)
-    _arguments.check_rate(rate, "adam_learning_rate")
-    _arguments.check_rate(weight_decay, "weight_decay")
+    _arguments.check_numbers(
+        learning_rate=learning_rate, adam_learning_rate=rate, weight_decay=weight_decay
+    )
     inner = _partition.optimizer(
         lambda numbers: muon(learning_rate, numbers, weight_decay=weight_decay),
         muon_adamw(rate),
@@ -158,9 +156,8 @@ def muloco(
 
 def _nesterov(learning_rate: Any, momentum: Any) -> optax.GradientTransformation:
     """The outer step of DiLoCo and MuLoCo."""
-    _arguments.check_rate(learning_rate, "outer_learning_rate")
-    if momentum is not None:
-        _arguments.check_momentum(momentum, "outer_momentum")
+    _arguments.check_number(learning_rate, "outer_learning_rate")
+    _arguments.check_number(momentum, "outer_momentum", below=1)
     return optax.sgd(learning_rate, momentum, nesterov=True)
 
 

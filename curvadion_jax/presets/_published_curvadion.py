@@ -61,7 +61,7 @@ def paper(
     """
     if local_learning_rate is None:
         local_learning_rate = learning_rate
-    _arguments.check_rate(local_learning_rate, "local_learning_rate")
+    _arguments.check_number(local_learning_rate, "local_learning_rate")
     at_syncs = dion(
         learning_rate,
         dimension_numbers=dimension_numbers,

@@ -10,8 +10,6 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from curvadion_jax import _arguments
-
 AXIS = "replica"
 _log = logging.getLogger("curvadion_jax")
 
@@ -142,7 +140,7 @@ def check_axis(mesh: Any, axis_name: str) -> None:
     if not isinstance(mesh, Mesh):
         raise TypeError(
             "mesh must be a jax.sharding.Mesh, as curvadion_jax.replicas.make_mesh(8) "
-            f"makes one, got {_arguments.shown(mesh)}"
+            f"makes one, got {mesh!r:.200}"
         )
     if axis_name not in mesh.axis_names:
         raise ValueError(

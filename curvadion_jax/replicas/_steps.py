@@ -5,7 +5,6 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from curvadion_jax import _arguments
 from curvadion_jax.replicas._average import check_names
 from curvadion_jax.replicas._compiled import CompiledStep
 from curvadion_jax.replicas._map import map_over_replicas
@@ -148,5 +147,4 @@ def _checked(
             f"-> (state, metrics), got {function!r}"
         )
     check_axis(mesh, axis_name)
-    _arguments.check_switch(donate, "donate")
     return map_over_replicas(function, mesh, axis_name, check_names(average))

@@ -117,8 +117,7 @@ def join(
             "the others is rejected; math.inf rejects nothing"
         )
     if outer is not None:
-        what = "optax.sgd(0.7), or None for the plain average"
-        _arguments.check_transformation(outer, "outer", what)
+        _arguments.check_transformation(outer, "outer")
     form = check_compressor(compressor or compressors.exact())
     if form.posted is None:
         raise ValueError(

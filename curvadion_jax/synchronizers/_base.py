@@ -36,9 +36,7 @@ def check_synchronizer(synchronizer: Any) -> None:
             "cycle must be a tuple of ints that names every variant from 0 on, such as "
             f"(0, 0, 1), got {cycle!r}"
         )
-    what = "a synchronizer's after_local_step"
-    _arguments.check_switch(synchronizer.after_local_step, what)
-    _arguments.check_steps(synchronizer.delay, "a synchronizer's delay", at_least=0)
+    _arguments.check_int(synchronizer.delay, "a synchronizer's delay", at_least=0)
     if synchronizer.delay and not synchronizer.after_local_step:
         raise ValueError(
             f"a synchronizer with delay={synchronizer.delay} keeps what replicas do "

@@ -128,18 +128,14 @@ def reconcile(
       `Streaming DiLoCo <https://arxiv.org/abs/2501.18512>`_, 2025
     """
     if outer is not None:
-        what = "optax.sgd(0.7), or None for the plain average"
-        _arguments.check_transformation(outer, "outer", what)
+        _arguments.check_transformation(outer, "outer")
     if compressor is not None:
         compressor = check_compressor(compressor)
     if not isinstance(momentum, bool):
         what = "momentum that is neither True nor False"
         momentum = check_compressor(momentum, what)
-    _arguments.check_switch(other_state, "other_state")
-    _arguments.check_dtype(residual_dtype, "residual_dtype")
     if residual_dtype is not None and compressor is None:
         raise ValueError(f"{residual_dtype=} without a compressor: leave it out")
-    _arguments.check_orthonormalize(orthonormalize)
     for what, number in (("fragments", fragments), ("momentum_every", momentum_every)):
         _fragments.check_number(what, number)
     if momentum_every > 1 and not momentum and not other_state:
@@ -147,7 +143,7 @@ def reconcile(
             f"momentum_every={momentum_every} says how often momenta are averaged, and "
             "momentum=False that they never are: leave one of them out"
         )
-    _arguments.check_steps(delay, "delay", at_least=0)
+    _arguments.check_int(delay, "delay", at_least=0)
     if delay and (momentum or other_state):
         raise ValueError(
             f"delay={delay} is for parameters alone: a momentum that was averaged "

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _arguments, _trees
+from curvadion_jax import _trees
 from curvadion_jax._protocols import Decision, Observation, Trigger
 
 
@@ -68,8 +68,6 @@ def stateless(
       >>> bool(on_even_steps.decide(Observation(steps=4), ())[0].fire)
       True
     """
-    _arguments.check_function(decide, "decide", "lambda seen: decision(True)", False)
-    _arguments.check_switch(scheduled, "scheduled")
     return Trigger(
         init=lambda *_: (),
         decide=lambda observation, state: (decide(observation), state),

@@ -241,13 +241,13 @@ def budget(
     """
     of = relative_momentum_change(0.1) if of is None else of
     _base.check_trigger(of, "of")
-    _arguments.check_steps(warmup, "warmup", at_least=0)
+    _arguments.check_int(warmup, "warmup", at_least=0)
     _arguments.check_positive(rate, "rate")
     numbers = {"ahead": ahead, "behind": behind, "gain": gain, "reach": reach}
     for what, number in {**numbers, "cost": 0.0 if cost is None else cost}.items():
         _arguments.check_number(number, what)
     for what in ("ahead", "reach"):
-        number = _arguments.plain(numbers[what])
+        number = numbers[what]
         if isinstance(number, int | float) and number < 1:
             raise ValueError(f"{what} must be at least 1, got {number}")
 

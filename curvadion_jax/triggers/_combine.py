@@ -73,7 +73,7 @@ def at_least_every(trigger: Trigger, k: int) -> Trigger:
       True
     """
     _base.check_trigger(trigger)
-    _arguments.check_steps(k, "the largest interval k")
+    _arguments.check_int(k, "the largest interval k")
 
     def decide(observation, state):
         chosen, state = trigger.decide(observation, state)
@@ -108,7 +108,7 @@ def at_most_every(trigger: Trigger, k: int) -> Trigger:
       False
     """
     _base.check_trigger(trigger)
-    _arguments.check_steps(k, "the smallest interval k")
+    _arguments.check_int(k, "the smallest interval k")
 
     def decide(observation, state):
         chosen, state = trigger.decide(observation, state)
@@ -143,7 +143,7 @@ def after_steps(trigger: Trigger, steps: int) -> Trigger:
       [True, False]
     """
     _base.check_trigger(trigger)
-    _arguments.check_steps(steps, "the number of synchronous steps", at_least=0)
+    _arguments.check_int(steps, "the number of synchronous steps", at_least=0)
 
     def decide(observation, state):
         chosen, state = trigger.decide(observation, state)

@@ -83,7 +83,7 @@ def drift(threshold: optax.ScalarOrSchedule) -> Trigger:
       Theologitis et al., `Federated Dynamic Averaging
       <https://arxiv.org/abs/2405.20988>`_, 2024
     """
-    _arguments.check_number(threshold, "threshold", _arguments.SCHEDULE)
+    _arguments.check_number(threshold, "threshold")
 
     def decide(observation: Observation) -> Decision:
         if not jax.tree.leaves(observation.anchor):

@@ -108,11 +108,8 @@ def relative_momentum_change(
     References:
       `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
     """
-    _arguments.check_number(threshold, "threshold", _arguments.SCHEDULE)
+    _arguments.check_number(threshold, "threshold")
     _arguments.check_number(floor, "floor")
-    _arguments.check_function(momentum_fn, "momentum_fn", "lambda state: state.mu")
-
-    _arguments.check_switch(remember, "remember")
 
     def norms(state: optax.OptState, views) -> dict[str, jax.Array]:
         momenta = _find(state, momentum_fn)

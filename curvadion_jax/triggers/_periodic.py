@@ -66,7 +66,7 @@ def every_k(k: int) -> Trigger:
       >>> [1 + step for step, decision in enumerate(decisions) if decision.fire]
       [30, 60]
     """
-    _arguments.check_steps(k, "the period k")
+    _arguments.check_int(k, "the period k")
     return _base.stateless(
         lambda observation: _base.decision((observation.steps + 1) % k == 0),
         scheduled=True,
@@ -130,10 +130,10 @@ def quadratic_period(
 
       `The authors' code <https://github.com/hmgxr128/QSR>`_, `adjust_h` in localopt.py
     """
-    _arguments.check_number(learning_rate, "learning_rate", _arguments.SCHEDULE)
+    _arguments.check_number(learning_rate, "learning_rate")
     _arguments.check_number(alpha, "alpha")
-    _arguments.check_steps(k, "the smallest period k")
-    _arguments.check_steps(warmup, "warmup", at_least=0)
+    _arguments.check_int(k, "the smallest period k")
+    _arguments.check_int(warmup, "warmup", at_least=0)
 
     def init(params, inner_state, views) -> Any:
         del params, inner_state, views

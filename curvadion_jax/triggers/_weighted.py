@@ -99,11 +99,11 @@ def _remaining(weights: Sequence[float] | np.ndarray | jax.Array) -> np.ndarray:
     try:
         given = np.asarray(weights, np.float64)
     except (TypeError, ValueError):  # such as a schedule itself, or traced
-        raise TypeError(wanted + _arguments.shown(weights)) from None
+        raise TypeError(wanted + f"{weights!r:.200}") from None
     if given.ndim != 1:
         raise ValueError(f"{wanted}an array of shape {given.shape}")
     if not np.all(np.isfinite(given)) or np.any(given < 0):
-        raise ValueError(wanted + _arguments.shown(weights))
+        raise ValueError(wanted + f"{weights!r:.200}")
     sums = np.append(np.cumsum(given[::-1])[::-1], 0.0)
     if not sums[0] > 0:
         raise ValueError(

@@ -1,6 +1,5 @@
 """Wrong combinations of the parts."""
 
-import pydoc
 from typing import Any
 
 import helpers
@@ -80,12 +79,3 @@ def test_dimension_numbers_of_other_parameters_do_not_matter():
     inner = cd.dion(0.1, dimension_numbers=numbers)
     tx = build(inner=inner, axis_name=helpers.AXIS, dimension_numbers=None)
     helpers.trace(lambda p, o, g: tx.update(g, o, p), tx)
-
-
-@pytest.mark.parametrize("name", ["curvadion", "dion", "local_muon"])
-def test_help_names_types_and_does_not_spell_them_out(name):
-    shown = pydoc.plain(pydoc.render_doc(getattr(cd, name))).splitlines()[2]
-    assert shown.startswith(f"{name}(learning_rate: ScalarOrSchedule, ")
-    assert "dimension_numbers: Any | Callable[[Params], Any] | None = None" in shown
-    assert "Union" not in shown
-    assert len(shown) < 1000

@@ -1,11 +1,10 @@
-"""What the optimizers made of Dion reject, and with which words."""
+"""What the optimizers of matrices reject."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import struct
 
 import curvadion_jax as cd
 
@@ -29,31 +28,13 @@ def update(tx, gradients, params):
 
 
 @pytest.mark.parametrize("build", BUILDERS)
-@pytest.mark.parametrize(
-    ("rank", "error", "message"),
-    [
-        (0, ValueError, "rank must be at least 1, got 0"),
-        (-1, ValueError, "rank must be at least 1, got -1"),
-        (1.5, ValueError, r"fraction of the smaller side .* got 1\.5"),
-        (0.0, ValueError, r"\(0, 1\], got 0\.0"),
-        (True, TypeError, "got True"),
-        ("a", TypeError, "got 'a'"),
-        (np.ones(()), TypeError, "plain int or float"),
-    ],
-    ids=str,
-)
-def test_bad_rank(build, rank, error, message):
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize("rank", [0, -1, 1.5, 0.0, True, "a", np.ones(())], ids=str)
+def test_bad_rank(build, rank):
+    with pytest.raises((TypeError, ValueError), match="rank"):
         build(rank=rank)
 
 
-@pytest.mark.parametrize("build", BUILDERS)
-def test_traced_rank(build):
-    with pytest.raises(TypeError, match="static_args"):
-        jax.jit(lambda rank: build(rank=rank).init(KERNELS))(2)
-
-
-def test_rank_under_inject_hyperparams():
+def test_rank_is_static_under_inject_hyperparams():
     with pytest.raises(TypeError, match="static_args"):
         optax.inject_hyperparams(cd.dion)(learning_rate=0.1, rank=2).init(KERNELS)
     inject = optax.inject_hyperparams(cd.dion, static_args=("rank",))
@@ -63,8 +44,7 @@ def test_rank_under_inject_hyperparams():
 
 @pytest.mark.parametrize("build", BUILDERS)
 def test_rank_above_every_matrix(build):
-    message = r"rank 5 exceeds the smaller side of every matrix \(the largest is 4\)"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="rank 5"):
         init(build(rank=5), KERNELS)
     state = init(build(rank=4), KERNELS)
     state = getattr(state, "inner_state", state)  # what a sync keeps may have a Q too
@@ -72,116 +52,55 @@ def test_rank_above_every_matrix(build):
     assert shapes == {"small": (2, 2), "large": (4, 4)}
 
 
-def test_rank_of_no_matrices_is_never_too_large():
-    init(cd.dion(0.1, rank=10**6), {"bias": jnp.ones(3)})
-
-
 @pytest.mark.parametrize("build", ALL)
-@pytest.mark.parametrize("momentum", [1.0, 1, -0.1, 2.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("momentum", [1.0, 1, -0.1, np.float32(2), np.nan, np.inf])
 def test_bad_momentum(build, momentum):
-    with pytest.raises(ValueError, match=rf"\[0, 1\), got {momentum}"):
+    with pytest.raises(ValueError, match="momentum"):
         build(momentum=momentum)
 
 
 @pytest.mark.parametrize("build", ALL)
-@pytest.mark.parametrize("momentum", [0, 0.0, 0.999, jnp.float32(0.5)])
+@pytest.mark.parametrize("momentum", [0, 0.999, jnp.float32(0.5)])
 def test_good_momentum(build, momentum):
     init(build(momentum=momentum), KERNELS)
 
 
-@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64"])
-def test_only_real_floating_point(dtype):
-    message = f"real floating-point arrays, got {dtype} for 'layer/w'"
-    bad = {"layer": {"w": jnp.ones((3, 4), dtype)}}
-    good = {"layer": {"w": jnp.ones((3, 4))}}
-    for tx in (cd.scale_by_dion(), cd.dion(0.1)):
-        with pytest.raises(TypeError, match=message):
-            init(tx, bad)
-        with pytest.raises(TypeError, match=f" {dtype}"):
-            update(tx, bad, good)
-
-
-@pytest.mark.parametrize("shape", [(4,), (), (0, 4), (3, 0)], ids=str)
-def test_scale_by_dion_takes_matrices_only(shape):
-    params = {"mlp": jnp.ones((3, 4)), "other": jnp.ones(shape)}
-    with pytest.raises(ValueError, match=r"'other' of shape .* not a matrix: .*dion"):
-        init(cd.scale_by_dion(), params)
-
-
 def test_parameters_that_the_rule_leaves_out():
-    with pytest.raises(ValueError, match="'embedding' of shape"):
+    with pytest.raises(ValueError, match="'embedding'"):
         init(cd.scale_by_dion(), {"embedding": jnp.ones((3, 4))})
     every = cd.scale_by_dion(dimension_numbers=cd.DimensionNumbers(0, 1))
     assert init(every, {"embedding": jnp.ones((3, 4))}).q["embedding"].shape == (3, 1)
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 3, 4)], ids=str)
-def test_empty_leaf_that_is_called_a_matrix(shape):
-    tx = cd.dion(0.1, dimension_numbers=cd.DimensionNumbers(-2, -1))
-    with pytest.raises(ValueError, match=r"'w': .* has no elements: .*None"):
-        init(tx, {"w": jnp.ones(shape)})
-
-
-def test_empty_leaf_goes_to_the_other_optimizer():
+def test_a_leaf_without_elements_is_no_matrix():
     params = {"w": jnp.ones((3, 4)), "none": jnp.ones((0, 4))}
     updates, _ = update(cd.dion(0.1), params, params)
     assert updates["none"].shape == (0, 4)
+    with pytest.raises(ValueError, match="'none'"):
+        init(cd.dion(0.1, dimension_numbers=cd.DimensionNumbers(-2, -1)), params)
 
 
 @pytest.mark.parametrize("build", ALL)
 @pytest.mark.parametrize(
     "gradients",
     [
-        pytest.param({"a": (3, 4)}, id="leaf-missing"),
-        pytest.param({"a": (3, 4), "b": (3, 4), "c": (3, 4)}, id="leaf-too-many"),
-        pytest.param({"a": (3, 4), "c": (3, 4)}, id="another-name"),
-        pytest.param([(3, 4), (3, 4)], id="list"),
+        pytest.param({"a": jnp.ones((3, 4))}, id="leaf-missing"),
+        pytest.param({n: jnp.ones((3, 4)) for n in "abc"}, id="leaf-too-many"),
+        pytest.param([jnp.ones((3, 4)), jnp.ones((3, 4))], id="list"),
+        pytest.param({"a": jnp.ones((3, 4)), "b": jnp.ones((4, 3))}, id="transposed"),
+        pytest.param({"a": jnp.ones((3, 4)), "b": jnp.ones((1, 4))}, id="broadcast"),
     ],
 )
 def test_gradients_of_another_tree(build, gradients):
     params = {"a": jnp.ones((3, 4)), "b": jnp.ones((3, 4))}
-    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-    gradients = jax.tree.map(jnp.ones, gradients, is_leaf=is_shape)
-    with pytest.raises(ValueError, match=r"initialise|structure"):
+    with pytest.raises(ValueError, match="expected"):
         update(build(), gradients, params)
 
 
-@pytest.mark.parametrize("build", ALL)
-@pytest.mark.parametrize("shape", [(4, 3), (1, 4), (2, 3, 4)], ids=str)
-def test_gradients_of_another_shape(build, shape):
-    params = {"a": jnp.ones((3, 4)), "b": jnp.ones((3, 4))}
-    gradients = params | {"b": jnp.ones(shape)}
-    with pytest.raises((ValueError, TypeError), match="shape"):
-        update(build(), gradients, params)
-
-
-@struct.dataclass
-class Vectors:
-    """A custom node, as models of Flax's struct or Equinox are."""
-
-    bias: jax.Array
-    scale: jax.Array
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        pytest.param({}, id="empty-dict"),
-        pytest.param((), id="empty-tuple"),
-        pytest.param({"bias": jnp.ones(3)}, id="vectors"),
-        pytest.param(jnp.ones(3), id="bare-vector"),
-        pytest.param(Vectors(jnp.ones(3), jnp.ones(3)), id="dataclass-of-vectors"),
-    ],
-)
-@pytest.mark.parametrize(
-    "tx",
-    [
-        pytest.param(cd.dion(0.1), id="dion"),
-        pytest.param(cd.curvadion(0.1), id="curvadion"),
-        pytest.param(cd.local_muon(0.1), id="local_muon"),
-    ],
-)
-def test_no_matrices_at_all(tx, params):
+@pytest.mark.parametrize("params", [{}, (), {"bias": jnp.ones(3)}], ids=str)
+@pytest.mark.parametrize("build", ALL[1:])
+def test_no_matrices_at_all(build, params):
+    tx = build()
     updates, new_state = update(tx, params, params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
     assert jax.tree.structure(new_state) == jax.tree.structure(init(tx, params))

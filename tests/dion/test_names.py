@@ -1,6 +1,5 @@
 """Each optimizer is what it is called, whatever its arguments."""
 
-import inspect
 import math
 from typing import Any
 
@@ -102,24 +101,3 @@ def test_local_muon_is_muon(options):
 def test_arguments_of_another_method_are_rejected(build: Any, options):
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         build(RATE, **options)
-
-
-@pytest.mark.parametrize("optimizer", [cd.curvadion, cd.dion, cd.local_muon])
-def test_a_state_prints_in_a_few_lines(optimizer):
-    params = {"kernel": np.ones((64, 64), np.float32)}
-    state = optimizer(RATE).init(params)
-    for each in inside(state, (cd.AdaptiveSyncState, cd.DionState)):
-        assert len(repr(each)) < 200
-        assert repr(each).startswith(type(each).__name__)
-        assert "0." not in repr(each)  # no number of an array
-
-
-@pytest.mark.parametrize("optimizer", [cd.curvadion, cd.dion, cd.local_muon])
-def test_the_signature_is_the_functions_own(optimizer):
-    names = list(inspect.signature(optimizer).parameters)
-    assert names[0] == "learning_rate"
-    assert not {"args", "kwargs"} & set(names)
-    with pytest.raises(TypeError, match=r"no argument 'lr': use learning_rate=0\.1"):
-        optimizer(lr=0.1)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'lra'"):
-        optimizer(0.1, lra=0.1)

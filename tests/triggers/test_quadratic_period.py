@@ -99,20 +99,6 @@ def test_a_sync_of_another_trigger_begins_a_round():
     assert (1 + np.flatnonzero(synced)).tolist() == [5, 8, 13, 16, 21, 24]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        pytest.param(("0.1", 1.0), TypeError, "learning_rate must be a", id="rate"),
-        pytest.param((-0.1, 1.0), ValueError, "learning_rate must not", id="negative"),
-        pytest.param((0.1, None), TypeError, "alpha must be a number", id="alpha"),
-        pytest.param((0.1, 1.0, 0), ValueError, "smallest period k", id="k"),
-    ],
-)
-def test_wrong_arguments(arguments, error, message):
-    with pytest.raises(error, match=message):
-        quadratic_period(*arguments)
-
-
 def test_the_warm_up_is_a_number_of_steps():
     with pytest.raises(TypeError, match="warmup must be an int"):
         quadratic_period(0.1, 1.0, warmup=0.5)  # type: ignore
