@@ -96,7 +96,7 @@ class Sites:
         self.followers = []
         for index in range(count):
             wrapped = Store(store)
-            model = Model(params, outer, form.posted, 1)
+            model = Model(params, outer, form.codec, 1)
             name = f"site{index}"
             number = _enter_name(wrapped, name)
             parts = wrapped, model, name, number, settings, lambda own, why: None

@@ -11,7 +11,7 @@ import jax
 import optax
 
 from curvadion_jax import _arguments, compressors
-from curvadion_jax.compressors._base import check_compressor
+from curvadion_jax.compressors import check_compressor
 from curvadion_jax.sites import _messages, _processes, _rounds
 from curvadion_jax.sites._follower import Follower
 from curvadion_jax.sites._model import Model
@@ -119,7 +119,7 @@ def join(
     if outer is not None:
         _arguments.check_transformation(outer, "outer")
     form = check_compressor(compressor or compressors.exact())
-    if form.posted is None:
+    if form.codec is None:
         raise ValueError(
             "the compressor has no codec, without which sites cannot read a "
             "contribution on its own: give quantize or exact"
@@ -138,7 +138,7 @@ def join(
     if jax.process_count() > 1:
         _processes.check_alike({"name": name, **dataclasses.asdict(settings)})
     entered = _processes.of_first(lambda: _entered(url, name))
-    parts = optax.scale(-1) if outer is None else outer, form.posted
+    parts = optax.scale(-1) if outer is None else outer, form.codec
 
     def make_model(params: Any) -> Model:
         return Model(params, *parts, fragments)

@@ -19,7 +19,7 @@ import optax
 from curvadion_jax import _finite, _paths
 from curvadion_jax._layout import ONE_DEVICE
 from curvadion_jax._orthonormalize import compute_dtype
-from curvadion_jax.compressors import Posted
+from curvadion_jax.compressors import Codec
 from curvadion_jax.synchronizers import _anchor_step, _fragments
 
 log = logging.getLogger("curvadion_jax.sites")
@@ -60,7 +60,7 @@ class Model:
         self,
         params: Any,
         outer: optax.GradientTransformation,
-        form: Posted,
+        form: Codec,
         fragments: int,
     ) -> None:
         leaves, self._structure = jax.tree.flatten(params)

@@ -9,7 +9,7 @@ from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax._payload import total
 from curvadion_jax._power_iteration import reduces_factors
 from curvadion_jax._protocols import Group, Synchronizer, SyncState
-from curvadion_jax.compressors._base import check_compressor
+from curvadion_jax.compressors import check_compressor
 from curvadion_jax.synchronizers import _base
 
 

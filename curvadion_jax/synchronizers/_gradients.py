@@ -5,7 +5,7 @@ import jax
 from curvadion_jax import _finite, compressors
 from curvadion_jax._local_step import LocalStep
 from curvadion_jax._protocols import Group, Synchronizer, SyncState
-from curvadion_jax.compressors._base import check_compressor
+from curvadion_jax.compressors import check_compressor
 from curvadion_jax.synchronizers import _base
 
 

@@ -5,7 +5,7 @@ import optax
 
 from curvadion_jax import _arguments, _orthonormalize, compressors
 from curvadion_jax._protocols import Synchronizer
-from curvadion_jax.compressors._base import check_compressor
+from curvadion_jax.compressors import check_compressor
 from curvadion_jax.synchronizers import _fragments
 from curvadion_jax.synchronizers._reconciler import Reconciler
 

@@ -243,9 +243,9 @@ def test_before_start_and_twice():
         ({"poll": math.inf}, ValueError, "poll must be positive and finite"),
         ({"max_norm": 0.5}, ValueError, "max_norm must be at least 1, got 0.5"),
         ({"outer": 0.7}, TypeError, "outer must be"),
-        ({"compressor": 8}, TypeError, "compressor must be"),
+        ({"compressor": 8}, TypeError, "compressor is 8"),
         (
-            {"compressor": compressors.exact()._replace(posted=None)},
+            {"compressor": compressors.exact()._replace(codec=None)},
             ValueError,
             "codec",
         ),

@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
-from curvadion_jax import _collectives, _partition
-from curvadion_jax.compressors import _pieces
+from curvadion_jax import _collectives, _partition, compressors
 
 REPLICAS = 4
 # float32 sums and products of some hundreds of numbers of order one. Measured: 4e-6.
@@ -42,7 +41,7 @@ def views_of(tree):
 def averaging(compressor, stacked, run="vmap") -> tuple[Any, Any]:
     """Compiled (stacked tree, state) -> `Averaged` of every replica, and a state."""
     shapes = tuple((name, x.shape, x.dtype) for name, x in stacked.items())
-    return _averaging(compressor, shapes, run, _pieces.PIECE)
+    return _averaging(compressor, shapes, run, compressors._PIECE)
 
 
 @functools.lru_cache(maxsize=32)

@@ -30,7 +30,7 @@ SETTINGS = _site.Settings(
 
 # Half of an array is sent, and half of it is owed.
 HALF = compressors.exact()._replace(
-    posted=compressors.Posted(
+    codec=compressors.Codec(
         lambda tree: jax.tree.map(lambda x: x / 2, tree), lambda message, like: message
     )
 )
@@ -54,7 +54,7 @@ class ByHand:
         chosen = dataclasses.replace(SETTINGS, **settings)
         params = PARAMS if params is None else params
         form = compressor or compressors.exact()
-        model = Model(params, outer or optax.scale(-1), form.posted, chosen.fragments)
+        model = Model(params, outer or optax.scale(-1), form.codec, chosen.fragments)
         incarnation = _join._enter_name(self.store, name)
         self.follower = Follower(
             *(self.store, model, name, incarnation, chosen),
