@@ -20,7 +20,7 @@ from curvadion_jax._curvadion import curvadion
 from curvadion_jax._default_rule import DimensionNumbers, default_dimension_numbers
 from curvadion_jax._dion import DionState, dion, scale_by_dion
 from curvadion_jax._local_muon import local_muon
-from curvadion_jax._orthonormalize import cholesky_qr, householder_qr
+from curvadion_jax._orthonormalize import cholesky_qr
 from curvadion_jax._partition import describe_partition
 from curvadion_jax._version import __version__ as __version__
 
@@ -38,7 +38,6 @@ __all__ = [
     "default_dimension_numbers",
     "describe_partition",
     "dion",
-    "householder_qr",
     "local_muon",
     "metrics",
     "presets",

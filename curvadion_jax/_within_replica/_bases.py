@@ -3,7 +3,7 @@
 from curvadion_jax import _power_iteration
 from curvadion_jax._layout import Layout
 from curvadion_jax._matrices import MatrixView, make_view
-from curvadion_jax._orthonormalize import OWN, Orthonormalize
+from curvadion_jax._orthonormalize import Orthonormalize, cholesky_qr
 from curvadion_jax._power_iteration import Named
 from curvadion_jax._within_replica._by_matrix import by_matrix
 
@@ -26,7 +26,7 @@ def bases(
       orthonormalize: see `_orthonormalize`.
       layout: where parameters lie.
     """
-    if not layout.axes or orthonormalize not in OWN:
+    if not layout.axes or orthonormalize is not cholesky_qr:
         return _power_iteration.bases(factors, orthonormalize)
     made_of = {name: (view.shape, view.p_axes) for name, view in views.items()}
     found = by_matrix(

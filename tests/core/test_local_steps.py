@@ -25,7 +25,7 @@ LOCAL = {
     "averaging_dion": helpers.averaging_dion(
         0.1,
         0.5,
-        orthonormalize=cd.householder_qr,
+        orthonormalize=helpers.householder_qr,
         axis_name=AXIS,
         trigger=triggers.relative_momentum_change(1e6),
     ),

@@ -1,5 +1,6 @@
 """scale_by_dion against the NumPy reference: ranks, layouts, stacks, momentum."""
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -164,7 +165,7 @@ def test_momentum_schedule():
     inject = optax.inject_hyperparams(
         cd.scale_by_dion, static_args=("rank", "orthonormalize")
     )
-    tx = inject(rank=3, momentum=schedule, orthonormalize=cd.householder_qr)
+    tx = inject(rank=3, momentum=schedule, orthonormalize=helpers.householder_qr)
     gradients, params = normal(shapes, STEPS), zeros(shapes)
     with jax.enable_x64(True):
         first = jax.jit(tx.init)(params)

@@ -88,7 +88,7 @@ def test_initial_q_depends_on_path_and_seed_only():
 def test_low_precision_is_storage_only(dtype, mu_dtype):
     """All algebra in float32: a step from the stored state rounds at its end only."""
     stored = mu_dtype or dtype
-    tx = cd.scale_by_dion(3, MU, mu_dtype, orthonormalize=cd.householder_qr)
+    tx = cd.scale_by_dion(3, MU, mu_dtype, orthonormalize=helpers.householder_qr)
     update, state = jax.jit(tx.update), random_state(gradients_at(0), Q_SHAPES)
     state = jax.tree.map(lambda x: jnp.asarray(x, stored), state)
     for t in range(3):

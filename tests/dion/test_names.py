@@ -44,7 +44,7 @@ def one_update(tx: Any):
         ({"bits": 8}, 4),
         ({"momentum": 0.5}, 4),
         ({"error_feedback": False}, 4),
-        ({"orthonormalize": cd.householder_qr}, 4),
+        ({"orthonormalize": helpers.householder_qr}, 4),
         ({"seed": 1}, 4),
         ({"adam_learning_rate": 0.1}, 4),
         ({"other_optimizer": optax.sgd(0.1)}, 4),

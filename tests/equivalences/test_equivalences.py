@@ -144,7 +144,7 @@ def test_the_library_is_the_reference(name, trigger, run, replicas):
     synchronizer, options = SYNCHRONIZERS[name]
     # Householder QR compiles in half the time.
     quick = (name, trigger, run, replicas) in QUICK
-    orthonormalize = cd.householder_qr if quick else cd.cholesky_qr
+    orthonormalize = helpers.householder_qr if quick else cd.cholesky_qr
     tx = optimizer(TRIGGERS[trigger][0], synchronizer, orthonormalize)
     params = helpers.make_params()
     gradients = helpers.make_gradients(STEPS, replicas, scales=SCALES)

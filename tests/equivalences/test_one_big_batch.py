@@ -37,7 +37,7 @@ def optimizer(trigger, synchronizer, rank=0.5, axis_name: Any = helpers.AXIS) ->
         trigger,
         synchronizer,
         momentum=MOMENTUM,
-        orthonormalize=cd.householder_qr,  # compiles in half the time
+        orthonormalize=helpers.householder_qr,  # compiles in half the time
         other_optimizer=optax.adamw(LEARNING_RATE),
         axis_name=axis_name,
     )
@@ -49,7 +49,7 @@ def plain(rank=0.5) -> Any:
         rank,
         MOMENTUM,
         other_optimizer=optax.adamw(LEARNING_RATE),
-        orthonormalize=cd.householder_qr,
+        orthonormalize=helpers.householder_qr,
     )
 
 

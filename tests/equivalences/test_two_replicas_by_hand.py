@@ -9,7 +9,6 @@ import optax
 import pytest
 import test_reference_replicas as by_hand
 
-import curvadion_jax as cd
 from curvadion_jax import synchronizers, triggers
 
 # float32 on the hand arithmetic's numbers, of order 1 to 8. Measured: 2e-7.
@@ -29,7 +28,7 @@ def hand_worked(synchronizer, second):
         synchronizer,
         momentum=0.5,
         other_optimizer=optax.sgd(0.5),
-        orthonormalize=cd.householder_qr,
+        orthonormalize=helpers.householder_qr,
         axis_name=helpers.AXIS,
     )
 

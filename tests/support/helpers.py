@@ -19,6 +19,22 @@ import curvadion_jax as cd
 from curvadion_jax import _collectives, _layout, _paths
 
 AXIS = cd.replicas.AXIS
+
+
+@jax.custom_batching.sequential_vmap  # see `_orthonormalize`: batches deadlock on CPU
+def _positive_qr(a: jax.Array) -> jax.Array:
+    basis, triangle = jnp.linalg.qr(a)
+    return basis * jnp.where(jnp.diagonal(triangle) < 0, -1, 1)[None, :]
+
+
+def householder_qr(a: jax.Array) -> jax.Array:
+    """`cholesky_qr` by Householder reflections: a reference that compiles quickly."""
+    function = _positive_qr
+    for _ in range(a.ndim - 2):
+        function = jax.vmap(function)
+    return function(a)
+
+
 # Two matrices of either orientation, a vector, and an embedding that is no matrix.
 SHAPES = {"bias": (5,), "embed": (7, 3), "tall": (6, 4), "wide": (4, 6)}
 MATRICES = ("tall", "wide")

@@ -16,11 +16,11 @@ AXIS = helpers.AXIS
 # One float32 operation more or less (a fused multiply-add) on numbers of order 1.
 ROUNDING = 3e-7
 LOCAL_RATE, MU = 0.25, 0.9
-paper = functools.partial(cd.presets.paper, orthonormalize=cd.householder_qr)
+paper = functools.partial(cd.presets.paper, orthonormalize=helpers.householder_qr)
 
 
 def with_error_feedback():
-    inner = cd.dion(0.1, 0.25, MU, orthonormalize=cd.householder_qr)
+    inner = cd.dion(0.1, 0.25, MU, orthonormalize=helpers.householder_qr)
     return cd.adaptive_sync(
         _published_curvadion._alternating(inner, optax.sgd(LOCAL_RATE)),
         triggers.at_most_every(triggers.always(), 9),

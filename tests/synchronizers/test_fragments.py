@@ -58,7 +58,7 @@ def test_a_sync_sends_its_own_part_alone(options, elements):
     tx = helpers.synced_dion(
         *(0.1, 0.25, triggers.every_k(2), synchronizer),
         axis_name=AXIS,
-        orthonormalize=cd.householder_qr,
+        orthonormalize=helpers.householder_qr,
     )
     program = program_of(tx, helpers.make_params())
     (flag,) = program.collectives([program.entry], branches=False)

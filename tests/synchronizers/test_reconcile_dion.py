@@ -24,7 +24,7 @@ def optimizer(**options) -> Any:
         0.5,
         axis_name=AXIS,
         other_optimizer=optax.sgd(0.1),
-        orthonormalize=cd.householder_qr,
+        orthonormalize=helpers.householder_qr,
         trigger=triggers.every_k(2),
         **options,
     )

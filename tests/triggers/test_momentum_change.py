@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +52,7 @@ def test_dion_compares_momentum_plus_gradient_with_that_of_the_last_step():
     # Gradients c I at full rank: M becomes (M + G) / 2. c = 4, .5, 1, 0 gives
     # M + G = 4, 2.5, 2.25, 1.125.
     gradients = {"w": np.array([4.0, 0.5, 1, 0])[:, None, None] * np.eye(2)}
-    inner = cd.dion(0.1, 1.0, 0.5, orthonormalize=cd.householder_qr)
+    inner = cd.dion(0.1, 1.0, 0.5, orthonormalize=helpers.householder_qr)
     metrics = run(change(0.4), gradients, inner)
     np.testing.assert_allclose(metrics.value, [INF, 0.375, 0.1, 0.5], atol=ATOL)
     assert metrics.synced.tolist() == [True, False, False, True]
@@ -100,7 +101,7 @@ def test_the_stored_momentum_of_dion_has_a_floor():
 def test_the_papers_momentum_decays_before_the_gradient_is_added():
     # m = m / 2 + g: 4, then 2.5, then 2.25.
     gradients = {"w": np.array([4.0, 0.5, 1])[:, None, None] * np.eye(2)}
-    orthonormalize = cd.householder_qr
+    orthonormalize = helpers.householder_qr
     inner = cd.dion(0.1, 1.0, 0.5, error_feedback=False, orthonormalize=orthonormalize)
     metrics = run(change(0.6), gradients, inner)
     np.testing.assert_allclose(metrics.value, [INF, 0.375, 0.1], atol=ATOL)
