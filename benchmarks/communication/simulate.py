@@ -31,19 +31,17 @@ def simulate(
 ) -> dict[str, Any] | None:
     """Trains, and returns what there is to say about it, ready for JSON.
 
-    `loss` is that of the mean of the replicas after the last step, in nats a token, or
-    of their averages over the steps where the run keeps them, `losses` that on other
-    texts (`texts.py`), and `curve` always of the mean of the replicas after a step;
+    `loss` is that of the mean of the replicas after the last step, in nats a token,
+    `losses` that on other texts (`texts.py`), and `curve` that after other steps;
     `bytes` and `synchronous_bytes` are those of `curvadion_jax.metrics.read`. None if
     the piece of the run that is to be trained ended before the run did.
     """
     gpt = transformer(size, corpus)
     params = parameters(gpt, run, size)
     tx = optimizer(run, params)
-    step = _train_step(gpt, tx, size, averaged(run))
+    step = _train_step(gpt, tx, size)
     evaluate = evaluation(gpt, size, corpus)
-    start = (params, tx.init(params), averaged(run).init(params))
-    training = on_replicas(start, run.replicas)
+    training = on_replicas((params, tx.init(params)), run.replicas)
     progress = pieces.Progress()
     if piece is not None:
         training, progress = piece.begin(training)
@@ -55,25 +53,19 @@ def simulate(
             return None
         number = progress.step = progress.step + 1
         batch = batch_of(run, size, corpus, number)
-        # Who takes part if this step synchronises.
-        there = np.random.default_rng((run.seed, number, 1)).random(run.replicas)
-        training = step(*training, batch, np.float32(there >= run.dropped))
+        training = step(*training, batch)
         jax.block_until_ready(training)  # so that a piece ends when its time is over
         if number % size.every == 0 or number == run.steps:
             progress.curve[number] = evaluate(training[0])
-    params, state, average = training
-    loss, kept = progress.curve[run.steps], params
-    if run.weight_average:
-        kept = weights_average(average, run)
-        loss = evaluate(kept)
+    params, state = training
     seconds = round(time.process_time() - began, 1)
     losses = {
-        name: evaluation(gpt, size, other)(kept)
+        name: evaluation(gpt, size, other)(params)
         for name, other in texts.others(corpus, size.data).items()
     }
     sent = cd.metrics.read(state)
     return {
-        "loss": loss,
+        "loss": progress.curve[run.steps],
         "losses": losses,
         "text": corpus.fingerprint,
         "curve": progress.curve,
@@ -145,41 +137,15 @@ def losses_and_gradients(
     return jax.lax.map(of_one, (params, batch))
 
 
-def averaged(run: Run) -> optax.GradientTransformation:
-    """Keeps an average of the weights over the steps, each replica its own."""
-    return optax.ema(_decay(run)) if run.weight_average else optax.identity()
-
-
-def weights_average(state: optax.EmaState, run: Run) -> Any:
-    """What all steps together count is 1, and not what is left of it from zeros."""
-    return optax.tree.bias_correction(state.ema, _decay(run), run.steps)
-
-
-def _decay(run: Run) -> float:
-    if (age := run.weight_average * run.steps) < 1:
-        raise ValueError(f"an average needs an age of at least a step, got {age}")
-    return 1 - 1 / age
-
-
 def _train_step(
-    gpt: model.GPT,
-    tx: optax.GradientTransformationExtraArgs,
-    size: Size,
-    averaged: optax.GradientTransformation,
+    gpt: model.GPT, tx: optax.GradientTransformationExtraArgs, size: Size
 ) -> Callable:
-    def update(gradient, state, params, weight):
-        return tx.update(gradient, state, params, weight=weight)
-
-    def step(params, state, average, batch, weights):
+    def step(params, state, batch):
         _, gradients = losses_and_gradients(gpt, params, batch, size.at_once)
-        updates, state = jax.vmap(update, axis_name=AXIS)(
-            gradients, state, params, weights
-        )
-        params = optax.apply_updates(params, updates)
-        _, average = jax.vmap(averaged.update)(params, average)
-        return params, state, average
+        updates, state = jax.vmap(tx.update, axis_name=AXIS)(gradients, state, params)
+        return optax.apply_updates(params, updates), state
 
-    return jax.jit(step, donate_argnums=(0, 1, 2))
+    return jax.jit(step, donate_argnums=(0, 1))
 
 
 def evaluation(gpt: model.GPT, size: Size, corpus: data.Corpus) -> Callable:

@@ -14,8 +14,7 @@ class Size:
             replicas see the same data.
         evaluation: Held-out sequences in an evaluation.
         every: Steps between evaluations.
-        data: Text or token shards, as for the example; None is the standard library,
-            'prose' the docstrings of it.
+        data: Text or token shards, as for the example; None is the standard library.
         products: dtype of the matrix products; parameters are float32.
         at_once: Sequences of a replica in one backward pass; None is all of them.
     """
@@ -43,9 +42,6 @@ SIZES = {
     "cpu-32k": Size(2, 64, 2, 64, 32_768, 1024, 100),
     "cpu-128k": Size(2, 64, 2, 64, 131_072, 1024, 100, at_once=8),
     "cpu-512k": Size(2, 64, 2, 64, 524_288, 1024, 100, at_once=8),
-    "cpu-prose": Size(2, 64, 2, 64, 8192, 1024, 100, "prose"),
-    "cpu-w128": Size(2, 128, 4, 64, 8192, 1024, 100),
-    "cpu-w256": Size(2, 256, 8, 64, 8192, 1024, 100),
     "30m": Size(8, 512, 8, 512, 131_072, 256, 100, None, "bfloat16", 32),
     "160m": Size(12, 768, 6, 1024, 524_288, 256, 100, None, "bfloat16", 16),
 }

@@ -1,17 +1,12 @@
 """Train the runs of a plan, and write each result as soon as it is there.
 
-    python benchmarks/communication/study.py PLAN [PLAN...]
-    python benchmarks/communication/study.py scaling --size cpu-32k --steps 1200
-    python benchmarks/communication/study.py against --size cpu --steps 300
+    python benchmarks/communication/study.py PLAN [--size cpu-32k] [--steps 1200]
 
-Results go to `results/cpu.jsonl` beside this file (or to another size's), a line a run;
-what is in it is not trained again, so a study that was stopped goes on with the same
-command. With `--limit` it keeps the runs that it is at when the time is over, and goes
-on in the middle of them; what is killed before is not kept. One command at a time may
-train the same runs with the same directory. Plans are listed in `plans.py`; `tables.py`
-makes the tables and the picture.
-Plans of `gap.py` are trained one a command, at any size and number of steps: their
-results go to one file, `scaling.jsonl`, of which `scaling.py` makes the tables.
+Results go to `results/runs.jsonl` beside this file, a line a run; what is in it is not
+trained again, so a study that was stopped continues with the same command. With
+`--limit` it keeps the runs that it is at when the time is over, and continues in the
+middle of them; what is killed before is not kept. One command at a time may train the
+same runs with the same directory. `tables.py` makes the tables and the picture.
 """
 
 import argparse
@@ -25,11 +20,12 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pieces
+from plans import PLANS
 from runs import Run
 from sizes import SIZES, Size
 
@@ -38,16 +34,18 @@ import curvadion_jax as cd
 # The example's model and data.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
 RESULTS = Path(__file__).parent / "results"
-Plans = Mapping[str, Callable[..., list[Run]]]
+FILE = "runs.jsonl"
 
 
 def read(file: Path) -> dict[str, dict[str, Any]]:
-    """The results so far by the key of their run; a line cut off by a kill is left out.
-
-    Each has the fields of the run under 'run' and those of `simulate` beside it.
-    """
+    """The results so far by size and run; a line cut off by a kill is left out."""
     rows = [json.loads(line) for line in whole_lines(file)]
-    return {row.get("size", "") + Run(**row["run"]).key(): row for row in rows}
+    return {key(row["size"], Run(**row["run"])): row for row in rows}
+
+
+def key(size: str, run: Run) -> str:
+    """What tells a result from all others."""
+    return size + run.key()
 
 
 def whole_lines(file: Path) -> list[str]:
@@ -56,72 +54,54 @@ def whole_lines(file: Path) -> list[str]:
     return text[: text.rfind("\n") + 1].splitlines(keepends=True)
 
 
-def missing(runs: Sequence[Run], file: Path, size: str = "") -> list[Run]:
-    """Those of the runs that have no result yet, each once.
-
-    The size is to be named where the results of several are in one file.
-    """
-    done = read(file)
-    wanted = {size + run.key(): run for run in runs}
-    return [run for key, run in wanted.items() if key not in done]
-
-
-def train(
-    run: Run, size: Size, piece: pieces.Piece | None = None
-) -> dict[str, Any] | None:
+def train(run: Run, size: str, data: str | None, piece: pieces.Piece) -> dict | None:
     """One run, in a process of its own: JAX starts there. None if its piece ended."""
+    import data as corpora
     import jax
     import simulate
-    import texts
 
-    if piece is not None and piece.is_over():
+    if piece.is_over():
         return None
-    result = simulate.simulate(run, size, texts.load(size.data), piece)
+    corpus = corpora.load(data)
+    result = simulate.simulate(run, sized(size, data), corpus, piece)
     jax.clear_caches()  # else every run's programs would stay in memory
     if result is None:
         return None
-    if jax.default_backend() != "cpu":
-        result["device"] = jax.devices()[0].device_kind
+    where = {"size": size, "device": jax.devices()[0].device_kind}
+    if data is not None:
+        where["data"] = data
     date = datetime.date.today().isoformat()
-    return {"run": dataclasses.asdict(run), **result, "date": date}
+    return {"run": dataclasses.asdict(run), **where, **result, "date": date}
+
+
+def sized(size: str, data: str | None) -> Size:
+    """A size, on a text."""
+    return dataclasses.replace(SIZES[size], data=data)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program."""
-    import gap
-    import plans
-    import texts
+    import data
 
-    options, size = _options(plans.PLANS, gap.PLANS, arguments)
+    options = _options(arguments)
     options.results.mkdir(parents=True, exist_ok=True)
-    together = options.plan[0] in gap.PLANS
-    name = "scaling" if together else options.size
-    file = options.results / f"{name}.jsonl"
+    file = options.results / FILE
     results = read(file)
-    if others := {row.get("data") for row in results.values()} - {options.data}:
-        sys.exit(f"{file} has results of other --data: {', '.join(map(str, others))}")
-    _check_text(results, options.size, texts.load(size.data).fingerprint)
-    if together:
-        runs = gap.PLANS[options.plan[0]](results, options.size, options.steps)
-    else:
-        runs = [run for name in options.plan for run in plans.PLANS[name](results)]
-    left = missing(runs, file, options.size if together else "")
+    _check_text(results, options, data.load(options.data).fingerprint)
+    runs = dict.fromkeys(PLANS[options.plan](options.seeds, options.steps))
+    left = [run for run in runs if key(options.size, run) not in results]
     print(f"{len(runs)} runs, {len(left)} of them to train", flush=True)
     file.write_text("".join(whole_lines(file)))  # without a line that was cut off
-    for run in set(runs).difference(left):  # killed after its result was written
-        _piece(run, size, options, 0.0).clear()
+    for run in runs.keys() - set(left):  # killed after its result was written
+        _piece(run, options, 0.0).clear()
     ended = failed = 0
     with file.open("a") as stream:
-        for run, result in _trained(left, size, options):
+        for run, result in _trained(left, options):
             if isinstance(result, Exception):
                 failed += 1
                 print(f"{run.key()}: {result!r}", file=sys.stderr, flush=True)
             elif result is not None:
                 ended += 1
-                if together:
-                    result = _described(run, options.size) | result
-                if options.data is not None:
-                    result["data"] = options.data
                 stream.write(json.dumps(result) + "\n")
                 stream.flush()
                 share = 100 * result["bytes"] / result["synchronous_bytes"]
@@ -132,39 +112,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{len(left) - ended} runs are left; the same command goes on")
 
 
-def _check_text(results: Mapping[str, Any], size: str, fingerprint: str) -> None:
-    """Ends the program where there are results of a size on another text."""
+def _check_text(
+    results: Mapping[str, Any], options: argparse.Namespace, fingerprint: str
+) -> None:
+    """Ends the program where there are results on another text."""
     for row in results.values():
-        if (
-            row.get("size", size) == size
-            and row.get("text", fingerprint) != fingerprint
-        ):
+        if row.get("data") != options.data or row["text"] != fingerprint:
             sys.exit(
-                f"there are results of another text, {row['text']}, and this is "
-                f"{fingerprint}: give another --results, or the Python whose library "
-                "they are of"
+                f"The results are of another text, {row['text']}, and this is "
+                f"{fingerprint}. Give another --results, or the Python whose library "
+                "they are of."
             )
 
 
-def _options(
-    several: Plans, alone: Plans, arguments: Sequence[str] | None
-) -> tuple[argparse.Namespace, Size]:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    said = [f"  {name}: {plan.__doc__}" for name, plan in PLANS.items()]
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog="\n".join(
-            ["plans of plans.py:", *_said(several), "", "of gap.py:", *_said(alone)]
-        ),
+        epilog="\n".join(["plans:", *said]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = [*several, *alone]
-    parser.add_argument("plan", nargs="+", choices=names, metavar="PLAN")
+    parser.add_argument("plan", choices=PLANS, metavar="PLAN")
+    parser.add_argument("--size", choices=SIZES, default="cpu", help="see sizes.py")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count(), help="processes; one a core"
     )
-    parser.add_argument(
-        "--size", choices=SIZES, default="cpu", help="model and batch, see sizes.py"
-    )
-    parser.add_argument("--steps", type=int, help="of gap.py's plans; 300 if left out")
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory")
     parser.add_argument(
         "--limit",
@@ -175,38 +149,22 @@ def _options(
     )
     parser.add_argument("--data", help="text or token shards; give --results too")
     options = parser.parse_args(arguments)
-    if len(options.plan) > 1 and set(alone) & set(options.plan):
-        parser.error(f"{' and '.join(alone)} go to a file of their own: train alone")
-    if options.steps is None:
-        options.steps = 300
-    elif options.plan[0] not in alone:
-        parser.error(f"{options.plan[0]} has steps of its own: leave --steps out")
-    size = SIZES[options.size]
-    if options.data is not None:
-        if options.results.resolve() == RESULTS:
-            parser.error("--data needs a directory of its own for --results")
-        size = dataclasses.replace(size, data=options.data)
-    return options, size
-
-
-def _said(plans: Plans) -> list[str]:
-    """What each plan is, in a line."""
-    return [
-        f"  {name}: {(plan.__doc__ or name).splitlines()[0]}"
-        for name, plan in plans.items()
-    ]
+    if options.data is not None and options.results.resolve() == RESULTS:
+        parser.error("--data needs a directory of its own for --results")
+    return options
 
 
 def _trained(
-    runs: Sequence[Run], size: Size, options: argparse.Namespace
+    runs: Sequence[Run], options: argparse.Namespace
 ) -> Iterator[tuple[Run, dict[str, Any] | Exception | None]]:
     """The runs as they end or stop, each with its result, its error, or None."""
     end = time.time() + options.limit
     with _workers(options.workers) as pool:
         waiting = {}
         for run in runs:
-            piece = _piece(run, size, options, end)
-            waiting[pool.submit(train, run, size, piece)] = run, piece
+            piece = _piece(run, options, end)
+            future = pool.submit(train, run, options.size, options.data, piece)
+            waiting[future] = run, piece
         for future in concurrent.futures.as_completed(waiting):
             run, piece = waiting[future]
             result = future.exception() or future.result()
@@ -217,20 +175,11 @@ def _trained(
                 piece.clear()
 
 
-def _piece(
-    run: Run, size: Size, options: argparse.Namespace, end: float
-) -> pieces.Piece:
+def _piece(run: Run, options: argparse.Namespace, end: float) -> pieces.Piece:
     """Where a run is kept until it ends."""
-    name = hashlib.sha256(f"{size}{run.key()}".encode()).hexdigest()[:16]
+    text = f"{sized(options.size, options.data)}{run.key()}"
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
     return pieces.Piece(options.results / "unfinished" / name, end)
-
-
-def _described(run: Run, size: str) -> dict[str, Any]:
-    """What tells runs of several sizes in one file apart."""
-    import bases
-
-    tokens = SIZES[size].tokens // run.replicas
-    return {"method": bases.SCALED[run.inner], "size": size, "tokens": tokens}
 
 
 def _workers(number: int) -> concurrent.futures.Executor:

@@ -1,55 +1,47 @@
 """The tables and the picture of the study, from its results.
 
-    python benchmarks/communication/tables.py
+    python benchmarks/communication/tables.py [--results DIR]
 
-Writes the tables as Markdown and draws the picture, beside the results.
+Writes `tables.md` and `picture.png` beside the results, and prints the tables. Losses
+are those on held-out source code where the results have them.
 """
 
 import argparse
+import itertools
+import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
-import plans
 import study
 from matplotlib import pyplot
+from plans import LOCAL_MUON, MUON, NAMES
 from runs import Run
 from sizes import SIZES
 
-Row = dict[str, Any]
+Results = Mapping[str, dict[str, Any]]
+TEXTS = {"source": "source code", "all": "all that is held out", "training": "training"}
 
 
-def gap(row: Row, results: plans.Results, to: str = "dion") -> float | None:
-    """Percent by which a loss lies above that of a tuned method with the same seed."""
-    run = Run(**row["run"])
-    reference = plans.tuned(to, results)
-    if reference is None:
-        return None
-    twin = reference.but(seed=run.seed, steps=run.steps)
-    if (base := results.get(twin.key())) is None:
-        return None
-    return 100 * (row["loss"] / base["loss"] - 1)
+def loss(row: Mapping[str, Any], text: str) -> float | None:
+    """The loss of a result on a text, None where it has none."""
+    return row["loss"] if text == "all" else row["losses"].get(text)
 
 
-def share(row: Row) -> float:
-    """Percent of the bytes of synchronous float32 training."""
-    return 100 * row["bytes"] / row["synchronous_bytes"]
-
-
-def seeds_of(run: Run, results: plans.Results) -> list[Row]:
-    """The results of a run and of its twins with other seeds."""
-    keys = {run.but(seed=seed).key() for seed in range(10)}
-    return [row for key, row in results.items() if key in keys]
-
-
-def gaps(run: Run, results: plans.Results, to: str = "dion") -> list[float]:
-    """Those of all seeds that have a result, as has the other method."""
-    found = [gap(row, results, to) for row in seeds_of(run, results)]
-    return [value for value in found if value is not None]
+def by_seed(
+    results: Results, size: str, run: Run, text: str = "source"
+) -> dict[int, float]:
+    """Losses of a run and of its twins with other seeds."""
+    found = {}
+    for seed in range(10):
+        row = results.get(study.key(size, run.but(seed=seed)))
+        if row is not None and (value := loss(row, text)) is not None:
+            found[seed] = value
+    return found
 
 
 def above(losses: Mapping[int, float], references: Mapping[int, float]) -> list[float]:
@@ -63,66 +55,22 @@ def above(losses: Mapping[int, float], references: Mapping[int, float]) -> list[
     return [100 * (losses[seed] / references[seed] - 1) for seed in both]
 
 
-def percent(numbers: Sequence[float]) -> str:
-    """Mean and standard deviation with their unit; of none nothing."""
-    return spread(numbers) + "%" if numbers else ""
-
-
-def losses_by_seed(losses: Mapping[int, float]) -> str:
-    """A cell of the losses of a run.
+def spread(numbers: Sequence[float], digits: int = 2, unit: str = "") -> str:
+    """Mean, and the standard deviation where there are several; of none nothing.
 
     Examples:
-        >>> losses_by_seed({0: 1.5, 2: 1.25})
-        '0: 1.5000, 2: 1.2500'
+        >>> spread([1.0]), spread([1.0, 2.0], 1, "%"), spread([])
+        ('1.00', '1.5 ± 0.7%', '')
     """
-    return ", ".join(f"{seed}: {loss:.4f}" for seed, loss in losses.items())
-
-
-def spread(numbers: Sequence[float], digits: int = 2) -> str:
-    """Mean, and the standard deviation where there are several.
-
-    Examples:
-        >>> spread([1.0]), spread([1.0, 2.0])
-        ('1.00', '1.50 ± 0.71')
-    """
+    if not numbers:
+        return ""
     mean = f"{statistics.fmean(numbers):.{digits}f}"
-    if len(numbers) == 1:
-        return mean
-    return f"{mean} ± {statistics.stdev(numbers):.{digits}f}"
+    if len(numbers) > 1:
+        mean += f" ± {statistics.stdev(numbers):.{digits}f}"
+    return mean + unit
 
 
-def line(label: str, run: Run, results: plans.Results) -> list[str]:
-    """One method at one budget: label, bytes, syncs, loss, gaps, seeds, tuning."""
-    rows = seeds_of(run, results)
-    losses = [row["loss"] for row in rows]
-    above = [gaps(run, results, to) for to in REFERENCES]
-    return [
-        label,
-        f"{statistics.fmean(map(share, rows)):.2f}%",
-        f"{statistics.fmean(row['syncs'] for row in rows):.0f}",
-        f"{statistics.fmean(losses):.4f}",
-        *(spread(values) + "%" if values else "" for values in above),
-        str(len(rows)),
-        *_tuned_values(run),
-    ]
-
-
-def _tuned_values(run: Run) -> list[str]:
-    has_momentum = run.inner.split()[0] in ("dion", "muon", "curvadion")
-    return [
-        f"{run.learning_rate:g}",
-        f"{run.momentum:g}" if has_momentum else "",
-        run.outer if run.sync == "reconcile" else "",
-    ]
-
-
-TUNED = ["rate", "momentum", "outer step"]
-# Synchronous training with the local optimizer of the published CurvaDion, and ours.
-REFERENCES = {"dion": "above Dion", "muon": "above Muon"}
-HEADER = ["method", "bytes", "syncs", "loss", *REFERENCES.values(), "seeds", *TUNED]
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table.
 
     Examples:
@@ -131,148 +79,158 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         |---|---|
         | 1 | 2 |
     """
-    lines = [header, ["---"] * len(header), *rows]
+    lines = [header, *rows]
     text = ["| " + " | ".join(line) + " |" for line in lines]
-    text[1] = text[1].replace(" ", "")
-    return "\n".join(text)
+    return "\n".join([text[0], "|" + "---|" * len(header), *text[1:]])
 
 
-def comparison(results: plans.Results) -> str:
-    """All methods at all budgets, each with its tuned values, by loss."""
-    rows = []
-    for name, method in plans.METHODS.items():
-        for run in plans.at_all_budgets(name, results):
-            if run.key() in results:
-                rows.append(line(method.label, run, results))
-    return markdown(HEADER, sorted(rows, key=lambda row: float(row[3])))
-
-
-def sweeps(results: plans.Results) -> str:
-    """What was tried to tune each method, seed 0."""
-    rows = []
-    for name, method in plans.METHODS.items():
-        chosen = plans.tuned(name, results)
-        for run in plans.tuning_of(name, results):
-            mark = " **chosen**" if run == chosen else ""
-            row = results[run.key()]
-            loss = f"{row['loss']:.4f}{mark}"
-            rows.append([method.label, *_tuned_values(run), loss])
-    return markdown(["method", *TUNED, "loss"], rows)
-
-
-def by_replicas(results: plans.Results) -> str:
-    """Loss above each reference with fewer replicas on the same batches."""
-    rows = []
-    for name in plans.AT_BUDGETS:
-        if plans.tuned(name, results) is None:
-            continue
-        for to, against in REFERENCES.items():
-            found = [
-                gaps(run, results, to) for run in plans.with_replicas(name, results)
-            ]
-            cells = [f"{spread(each)}% ({len(each)})" if each else "" for each in found]
-            rows.append([plans.METHODS[name].label, against, *cells])
-    numbers = [f"{number} replicas (seeds)" for number in plans.REPLICAS]
-    return markdown(["method", "", *numbers], rows)
-
-
-def by_participation(results: plans.Results) -> str:
-    """The winner's loss with participations in syncs left out at random."""
-    if plans.tuned("local_muon", results) is None:
-        return ""
-    runs = plans.with_dropped(results)
-    if not any(seeds_of(run, results) for run in runs[1:]):
-        return ""
+def setting(results: Results, size: str, steps: int) -> str:
+    """All runs of a size and length, by loss: what of them differs, and how far."""
+    runs = dict.fromkeys(
+        Run(**row["run"]).but(seed=0)
+        for row in results.values()
+        if row["size"] == size and row["run"]["steps"] == steps
+    )
     rows = []
     for run in runs:
-        found = {row["run"]["seed"]: row["loss"] for row in seeds_of(run, results)}
-        base = {r["run"]["seed"]: r["loss"] for r in seeds_of(runs[0], results)}
-        above = [100 * (found[seed] / base[seed] - 1) for seed in found if seed in base]
-        if above:
-            mean = f"{statistics.fmean(found.values()):.4f}"
-            rows.append(
-                [f"{run.dropped:.0%}", mean, spread(above) + "%", str(len(above))]
-            )
-    return markdown(["dropped", "loss", "above none dropped", "seeds"], rows)
-
-
-def others(results: plans.Results) -> str:
-    """Every other run: what was tried on the way, replicas, timing."""
-    names = [name for name in plans.METHODS if plans.tuned(name, results)]
-    tables = [plans.tuning_of, plans.at_all_budgets, plans.with_replicas]
-    shown = {
-        run.but(seed=seed).key()
-        for name in names
-        for table in tables
-        for run in table(name, results)
-        for seed in range(10)
-    }
-    if "local_muon" in names:
-        dropped = plans.with_dropped(results)
-        shown |= {run.but(seed=seed).key() for run in dropped for seed in range(10)}
-    standard = Run("dion 1.0", 0.04)
-    rows, done = [], set()
-    for key, row in results.items():
-        run = Run(**row["run"])
-        if key in shown or run.but(seed=0).key() in done:
-            continue
-        done.add(run.but(seed=0).key())
-        text = ", ".join(
-            f"{field} {value}"
-            for field, value in row["run"].items()
-            if field not in ("seed",) and value != getattr(standard, field)
+        losses = {text: by_seed(results, size, run, text) for text in TEXTS}
+        muon = MUON.but(steps=steps)
+        gaps = [
+            spread(above(losses[text], by_seed(results, size, muon, text)), unit="%")
+            for text in TEXTS
+        ]
+        row = next(
+            results[study.key(size, run.but(seed=seed))] for seed in losses["all"]
         )
-        cells = line(text, run, results)
-        rows.append(cells[:7])
-    rows.sort(key=lambda row: float(row[3]))
-    return markdown(["run", *HEADER[1:7]], rows)
+        share = f"{100 * row['bytes'] / row['synchronous_bytes']:.2f}%"
+        seeds = ", ".join(map(str, losses["all"]))
+        mean = spread([*losses["source"].values()], 4)
+        rows.append([*_words(run), share, str(row["syncs"]), mean, *gaps, seeds])
+    rows.sort(key=lambda cells: cells[9])
+    tokens = SIZES[size].tokens
+    header = ["method", "replicas", "rate", "momentum", "syncs by", "form"]
+    header += ["outer step", "bytes", "syncs", "loss"]
+    header += [*(f"above Muon, {text}" for text in TEXTS.values()), "seeds"]
+    title = f"## {tokens:,} tokens a step of all replicas, {steps:,} steps (`{size}`)"
+    return f"{title}\n\n{markdown(header, rows)}"
 
 
-def draw(results: plans.Results, file: Path) -> None:
-    """Gap against bytes, a line a method."""
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for name, method in plans.METHODS.items():
-        points = []
-        for run in plans.at_all_budgets(name, results):
-            if above := gaps(run, results):
-                error = statistics.stdev(above) if len(above) > 1 else 0.0
-                rows = seeds_of(run, results)
-                points.append((share(rows[0]), statistics.fmean(above), error))
-        if points:
-            x, y, error = zip(*sorted(points), strict=True)
-            axes.errorbar(
-                x, y, error, marker="o", capsize=3, label=method.label.replace("`", "")
-            )
-    axes.set_xscale("log")
-    axes.set_yscale("symlog", linthresh=1)
-    axes.set_xlabel("bytes, percent of synchronous float32 gradients")
-    axes.set_ylabel("loss above tuned synchronous Dion, percent")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+def _words(run: Run) -> list[str]:
+    last = "" if run.last_momentum is None else f" to {run.last_momentum:g}"
+    local = run.sync == "reconcile"
+    momentum = "" if run.inner == "adamw" else f"{run.momentum:g}{last}"
+    return [
+        NAMES.get(run.inner, run.inner),
+        str(run.replicas),
+        f"{run.learning_rate:g}" + (f" to x{run.final:g}" if run.final != 0.05 else ""),
+        momentum + (f" {run.state}" if run.state != "float32" else ""),
+        run.trigger,
+        run.compressor,
+        run.outer if local else "",
+    ]
+
+
+def steps_to(wanted: float, ends: Mapping[int, float]) -> float | None:
+    """Steps of a run that ends at a loss, from the losses at which others end.
+
+    Between two lengths the loss is taken for a power of the steps; None outside.
+
+    Examples:
+        >>> steps_to(2.0, {100: 4.0, 400: 1.0}), steps_to(5.0, {100: 4.0, 400: 1.0})
+        (200.0, None)
+    """
+    for short, long in itertools.pairwise(sorted(ends)):
+        if ends[long] <= wanted < ends[short]:
+            share = math.log(ends[short] / wanted) / math.log(ends[short] / ends[long])
+            return short * (long / short) ** share
+    return None
+
+
+def in_steps(results: Results) -> str:
+    """How many steps synchronous Muon needs to end where `local_muon` ends."""
+    lengths = sorted({row["run"]["steps"] for row in results.values()})
+    rows = []
+    for size, steps in itertools.product(SIZES, lengths):
+        muon = {n: by_seed(results, size, MUON.but(steps=n)) for n in lengths}
+        found = {}
+        for seed, wanted in by_seed(results, size, LOCAL_MUON.but(steps=steps)).items():
+            ends = {n: of_seed[seed] for n, of_seed in muon.items() if seed in of_seed}
+            if (there := steps_to(wanted, ends)) is not None:
+                found[seed] = there
+        if found:
+            of_muon = ", ".join(f"{seed}: {x:,.0f}" for seed, x in found.items())
+            ratio = spread([steps / x for x in found.values()])
+            rows.append([size, f"{steps:,}", of_muon, ratio])
+    header = ["size", "steps of `local_muon`", "steps of Muon by seed", "ratio"]
+    return f"## The gap in steps\n\n{markdown(header, rows)}"
+
+
+def document(results: Results) -> str:
+    """All tables."""
+    dates = sorted({row["date"] for row in results.values()})
+    settings = {(row["size"], row["run"]["steps"]): 0 for row in results.values()}
+    for row in results.values():
+        settings[row["size"], row["run"]["steps"]] += row["run"]["inner"] != "muon"
+    order = list(SIZES)
+    shown = [at for at, others in settings.items() if others]
+    shown.sort(key=lambda at: (order.index(at[0]), at[1]))
+    head = (
+        "# Results of the study\n\nWritten by `tables.py`. Losses in nats a token on "
+        "held-out source code, of the mean of the replicas after the last step. "
+        "'Above Muon' compares equal seeds with synchronous Muon at a rate of 0.08 and "
+        "a momentum from 0.8 to 0.95, on three texts; ± is the standard deviation "
+        "over seeds. 2 CPU cores, "
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
+    )
+    tables = (setting(results, size, steps) for size, steps in shown)
+    return "\n\n".join([head, in_steps(results), *tables]) + "\n"
+
+
+def draw(results: Results, file: Path) -> None:
+    """The gap of `local_muon` by steps and batch, and by batch and replicas."""
+    figure, panels = pyplot.subplots(
+        1, 2, figsize=(9, 4), layout="constrained", sharey=True
+    )
+    lengths = sorted({row["run"]["steps"] for row in results.values()})
+    for size in SIZES:
+        gaps = {n: _gap(results, size, LOCAL_MUON.but(steps=n)) for n in lengths}
+        _curve(panels[0], gaps, f"{SIZES[size].tokens // 8:,} tokens")
+    for number in (2, 4, 8, 16):
+        run = LOCAL_MUON.but(replicas=number)
+        gaps = {
+            x.tokens // number: gap
+            for size, x in SIZES.items()
+            if (gap := _gap(results, size, run))
+        }
+        _curve(panels[1], gaps, f"{number} replicas")
+    panels[0].set_xticks(lengths)
+    panels[0].set_ylabel("loss above synchronous Muon, percent")
+    panels[0].set_xlabel("steps, 8 replicas")
+    panels[1].set_xlabel("tokens per replica and step, 300 steps")
+    for axes in panels:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.suptitle("local_muon at 1% of the bytes, held-out source code")
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
 
 
-def document(results: plans.Results) -> str:
-    """All tables that have rows, each under its heading."""
-    if any("tokens" in row for row in results.values()):  # of several sizes
-        import scaling
+def _gap(results: Results, size: str, run: Run) -> list[float]:
+    muon = by_seed(results, size, MUON.but(steps=run.steps))
+    return above(by_seed(results, size, run), muon)
 
-        return scaling.document(results)
-    parts = {
-        "Methods": comparison(results),
-        "Replicas": by_replicas(results),
-        "Participation": by_participation(results),
-        "Tuning, on seed 0": sweeps(results),
-        "All other runs": others(results),
-    }
-    heading = 2  # lines
-    text = "\n\n".join(
-        f"## {title}\n\n{table}"
-        for title, table in parts.items()
-        if len(table.splitlines()) > heading
-    )
-    return f"# Results\n\n{text}\n"
+
+def _curve(axes: Any, gaps: Mapping[int, Sequence[float]], label: str) -> None:
+    found = {x: gap for x, gap in gaps.items() if gap}
+    if found:
+        means = [statistics.fmean(gap) for gap in found.values()]
+        error = [
+            statistics.stdev(x) if len(x) > 1 else math.nan for x in found.values()
+        ]
+        axes.errorbar([*found], means, error, marker="o", capsize=3, label=label)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -280,14 +238,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", choices=SIZES, default="cpu")
     parser.add_argument("--results", type=Path, default=study.RESULTS, help="directory")
     options = parser.parse_args(arguments)
-    file = options.results / f"{options.size}.jsonl"
-    results = study.read(file)
-    file.with_suffix(".md").write_text(document(results))
-    draw(results, file.with_suffix(".png"))
-    print(comparison(results))
+    results = study.read(options.results / study.FILE)
+    text = document(results)
+    (options.results / "tables.md").write_text(text)
+    draw(results, options.results / "picture.png")
+    print(text)
 
 
 if __name__ == "__main__":

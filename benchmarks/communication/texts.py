@@ -10,14 +10,8 @@ from pathlib import Path
 
 import data
 import numpy as np
-import prose
 
 _APART = ("pydoc_data/", "encodings/")
-
-
-def load(path: str | None) -> data.Corpus:
-    """The corpus of a size: 'prose', or what the example's data may be."""
-    return prose.load() if path == "prose" else data.load(path)
 
 
 def others(corpus: data.Corpus, path: str | None) -> dict[str, data.Corpus]:
