@@ -26,14 +26,6 @@ def test_runs_at_a_small_size(path, tmp_path, monkeypatch):
     client.execute()
 
 
-def test_there_is_one_for_each_question():
-    assert [path.stem for path in NOTEBOOKS] == [
-        "adaptive_against_fixed",
-        "rmmc_over_training",
-        "threshold_sweep",
-    ]
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_is_kept_with_its_results(path):
     cells = nbformat.read(path, as_version=4).cells
