@@ -23,10 +23,9 @@ from data import load
 from obstore.store import MemoryStore
 
 from curvadion_jax import compressors
-from curvadion_jax.sites._follower import Follower
-from curvadion_jax.sites._join import _enter_name
+from curvadion_jax.sites import _run
+from curvadion_jax.sites._follower import Follower, Settings
 from curvadion_jax.sites._model import Model
-from curvadion_jax.sites._site import Settings
 from curvadion_jax.sites._store import Store
 
 SITES, EVERY = 8, 7
@@ -78,14 +77,11 @@ class Sites:
     def __init__(self, case: Case, params: Any, count: int = SITES):
         settings = Settings(
             every=EVERY,
-            fragments=1,
             quorum=case.present,
             grace=0.0,
             max_lag=10**9,
             keep=case.keep,
             snapshot_every=10**9,
-            max_norm=10.0,
-            poll=1.0,
         )
         rate, momentum = OUTERS[case.outer]
         outer = optax.sgd(rate, momentum, nesterov=momentum is not None)
@@ -96,12 +92,12 @@ class Sites:
         self.followers = []
         for index in range(count):
             wrapped = Store(store)
-            model = Model(params, outer, form.codec, 1)
+            model = Model(params, outer, form.codec)
             name = f"site{index}"
-            number = _enter_name(wrapped, name)
+            number = _run.join(wrapped, name)
             parts = wrapped, model, name, number, settings, lambda own, why: None
             self.followers.append(Follower(*parts))
-            self.followers[-1].enter(self._leaves)
+            self.followers[-1].start(self._leaves)
         self._tokens = [0] * count
 
     def initial(self) -> Any:
@@ -109,7 +105,7 @@ class Sites:
         return jax.tree.unflatten(self._structure, stacked)
 
     def bring(self, params: Any, steps: int) -> None:
-        """Every site that is in time posts what it has."""
+        """Every site that is in time sends what it has."""
         leaves = [np.asarray(x) for x in jax.tree.leaves(params)]
         self._anchor = self.followers[0].outer.anchor
         chosen = self._random.permutation(SITES)[: self._case.present]
@@ -117,8 +113,8 @@ class Sites:
         self._tokens = [count + steps for count in self._tokens]
         for index in sorted(chosen):
             follower, own = self.followers[index], [x[index] for x in leaves]
-            follower.bring(own, self._anchor, self._tokens[index], 0)
-            follower.post()
+            follower.prepare(own, self._anchor, self._tokens[index])
+            follower.send()
             self._captured[index] = own
             self._tokens[index] = 0
 

@@ -51,14 +51,14 @@ class Struck(delays.Sites):
         self.away, self.steps = np.zeros(SITES, int), np.zeros(SITES, int)
 
     def bring(self, params: Any, steps: int) -> None:
-        """Every site that is there posts what it has."""
+        """Every site that is there sends what it has."""
         del steps
         leaves = [np.asarray(x) for x in jax.tree.leaves(params)]
         self._anchor, self._captured = self.followers[0].outer.anchor, {}
         for index in np.flatnonzero((self.steps > 0) & (self.away == 0)):
             follower, own = self.followers[index], [x[index] for x in leaves]
-            follower.bring(own, self._anchor, int(self.steps[index]), 0)
-            follower.post()
+            follower.prepare(own, self._anchor, int(self.steps[index]))
+            follower.send()
             self._captured[index] = own
             self.steps[index] = 0
 
@@ -72,13 +72,12 @@ class Struck(delays.Sites):
         leaves, structure = jax.tree.flatten(params)
         leaves = [x.at[index].set(y) for x, y in zip(leaves, outer, strict=True)]
         self.steps[index] = 0
-        if under_way and index in self._captured:  # what it had posted counts
+        if under_way and index in self._captured:  # what it had sent counts
             self._captured[index] = list(outer)
         if self._kind != "killed, owes on":
-            nothing = follower.model.nothing_owed(0)
-            follower._owed = [nothing]
-            if follower.own is not None:
-                follower.own = follower.own._replace(left=nothing)
+            follower._residual = zeros = follower.model.zeros()
+            if (own := follower.contribution) is not None:
+                follower.contribution = own._replace(residual=zeros)
         if self._kind != "killed, optimizer on":
             states = only(np.arange(SITES) == index, saved, states)
         return jax.tree.unflatten(structure, leaves), states

@@ -8,7 +8,6 @@ enough have, one of them commits the round, and all take the same outer step.
 It needs `obstore`, which comes with the extra ``curvadion-jax[sites]``.
 """
 
-from curvadion_jax.sites._join import join
-from curvadion_jax.sites._site import Site, SiteMetrics
+from curvadion_jax.sites._site import Site, SiteMetrics, join
 
 __all__ = ["Site", "SiteMetrics", "join"]

@@ -1,12 +1,88 @@
-"""Shows a run: ``python -m curvadion_jax.sites status s3://bucket/run-7 --watch``."""
+"""Shows a run: ``python -m curvadion_jax.sites status s3://bucket/run-7 --watch``.
+
+It takes no part in the run. Times are the store's, at which it made the objects; what
+others have written into them is shown quoted.
+"""
 
 import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
-from curvadion_jax.sites import _status
+from curvadion_jax.sites import _rounds, _run, _store
+from curvadion_jax.sites._store import RunError, Store
+
+# Rounds that are shown, and over which rates are taken.
+RECENT = 20
+
+
+def status(url: Any) -> str:
+    """A run and its sites, as text.
+
+    Raises:
+      ValueError: if there is none.
+      RuntimeError: if it is of another format.
+      OSError: if the store cannot be read.
+    """
+    store = Store(url, make=False)
+    if (run := _run.read(store)) is None:
+        raise ValueError(f"There is no run at {store.url}.")
+    found, strays = store.objects("")
+    keys = [meta["path"] for meta in found]
+    strays += len(keys) - sum(map(_rounds.is_known, keys))
+    members = _rounds.members(keys)
+    times = {meta["path"]: meta["last_modified"] for meta in found}
+    numbers = {
+        _rounds.number_of(key): key for key in keys if key.startswith(_rounds.COMMITS)
+    }
+    number = max((n + 1 for n in numbers if n is not None), default=0)
+    waiting = [
+        name
+        for name in sorted(members.newest)
+        if _rounds.contribution_key(number, name) in times
+    ]
+    commits, notes = {}, [f"{strays} objects are not the run's"] if strays else []
+    for each in range(max(number - RECENT, 0), number):
+        try:
+            data = store.get(_rounds.commit_key(each), _store.HEADER, exists=True)
+            commits[each] = commit = _rounds.read_commit(data or b"", each)
+            notes += [
+                f"round {each}: the contribution of {entry['name']!r} is not counted: "
+                f"{entry['why']!r}"
+                for entry in commit["rejected"]
+            ]
+        except RunError as error:
+            notes.append(str(error))
+    lines = [
+        f"{store.url}: {number} rounds, quorum {run['quorum']}",
+        f"contributed to round {number}: {', '.join(waiting) or 'nobody'}",
+        f"{'site':16} {'state':8} {f'of the last {len(commits)}':>15} {'last in':>8} "
+        f"{'weight':>6} {'tokens/s':>10}",
+    ]
+    at = [times[_rounds.commit_key(each)] for each in commits]
+    seconds = (at[-1] - at[0]).total_seconds() if at else 0
+    for name in sorted(members.newest):
+        own = {
+            each: entry
+            for each, commit in commits.items()
+            for entry in commit["contributors"]
+            if entry["name"] == name
+        }
+        last = max(own, default=None)
+        here = name in waiting or (
+            last is not None and number - 1 - last <= _rounds.FORGET
+        )
+        state = "here" if here else "silent"
+        # The first round's tokens were seen before the time began.
+        tokens = sum(own[each]["tokens"] for each in own if each > min(commits))
+        lines.append(
+            f"{name:16} {'left' if name in members.left else state:8} {len(own):>15} "
+            f"{'-' if last is None else last:>8} "
+            f"{'-' if last is None else format(own[last]['weight'], '.2f'):>6} "
+            f"{f'{tokens / seconds:,.0f}' if seconds else '-':>10}"
+        )
+    return "\n".join(lines + notes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,25 +91,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m curvadion_jax.sites", description="Looks at a run of sites."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    status = commands.add_parser("status", help="rounds, sites, weights, tokens, bytes")
-    status.add_argument("url", help="of the run, as given to sites.join")
-    status.add_argument(
+    command = commands.add_parser("status", help="rounds, sites, weights, tokens")
+    command.add_argument("url", help="of the run, as given to sites.join")
+    command.add_argument(
         *("--watch",),
         **{"type": float, "nargs": "?", "const": 10.0, "metavar": "SECONDS"},
         help="again every so many seconds (default: %(const)s)",
     )
-    status.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw all rounds over time"
-    )
     flags = parser.parse_args(arguments)
     try:
         while True:
-            found = _status.read(flags.url, None if flags.picture else _status.RECENT)
-            recent = found._replace(rounds=found.rounds[-_status.RECENT :])
-            print(_status.table(recent), flush=True)
-            if flags.picture and found.rounds:
-                _status.draw(found.rounds, flags.picture)
-                print(flags.picture)
+            print(status(flags.url), flush=True)
             if flags.watch is None:
                 return 0
             time.sleep(flags.watch)

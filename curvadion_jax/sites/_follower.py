@@ -1,35 +1,63 @@
-"""One site's copy of a run: it follows the commits, and brings contributions.
+"""One site's copy of a run: it follows the commits, and contributes to the open round.
 
 Every method may fail with `StoreError` at any request, and is then called again: state
 changes last, and what was written already is found there.
 """
 
+import dataclasses
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any
 
-from curvadion_jax.sites import _messages, _rounds, _run
-from curvadion_jax.sites._messages import RunError
+from curvadion_jax.sites import _rounds, _run, _store
 from curvadion_jax.sites._model import Arrays, Model, Outer
-from curvadion_jax.sites._proposals import Proposals
-from curvadion_jax.sites._rounds import Own, Roster
-from curvadion_jax.sites._store import Store
+from curvadion_jax.sites._rounds import Contribution, Received, Roster
+from curvadion_jax.sites._store import InvalidError, RunError, Store, StoreError
 
 log = logging.getLogger("curvadion_jax.sites")
+
+# Seconds for which a round may wait before the log reports it.
+_PATIENCE = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The numbers of :func:`join`, and two that nobody sets.
+
+    Attributes:
+      every, quorum, grace, max_lag, keep, poll: see `join`.
+      snapshot_every: rounds between snapshots.
+      max_norm: a contribution is rejected if its norm is beyond so many times the
+        median of its round, of three or more.
+    """
+
+    every: int = 30
+    quorum: int = 1
+    grace: float = 30.0
+    max_lag: float = 60
+    keep: float = 1.0
+    poll: float = 1.0
+    snapshot_every: int = 10
+    max_norm: float = 10.0
 
 
 class Follower:
     """See the module.
 
+    Args:
+      store, model, name, settings: of the site.
+      incarnation: as `_run.join` counts it.
+      on_outcome: called with a contribution and "" if it counted, "late" if it came too
+        late, else why it was rejected.
+
     Attributes:
-      number: of the next round.
-      outer: the outer side after the last one.
-      own: what is brought to a round that is not committed yet, or None.
-      settled: called with what was brought and "" if it was counted, "late" if it came
-        too late, else why it was rejected.
+      number: of the open round, the next to be committed.
+      outer: the outer side before it.
+      contribution: to a round that is not committed, or None.
       contributors: names in the last commit.
-      snapshot_due: whether this site is to write the outer side in full.
+      snapshot: the outer side, roster and number that this site is to write, or None.
     """
 
     def __init__(
@@ -38,176 +66,237 @@ class Follower:
         model: Model,
         name: str,
         incarnation: int,
-        settings: Any,
-        settled: Callable[[Own, str], None],
+        settings: Settings,
+        on_outcome: Callable[[Contribution, str], None],
     ) -> None:
         self.store, self.model, self.settings = store, model, settings
-        self.name, self.incarnation, self.settled = name, incarnation, settled
+        self.name, self.incarnation, self._on_outcome = name, incarnation, on_outcome
         self.number, self.contributors = 0, []
-        self.own: Own | None = None
-        self.snapshot_due = False
+        self.contribution: Contribution | None = None
+        self.snapshot: tuple[Outer, Roster, int] | None = None
         self.outer: Outer
+        self._run: dict[str, Any] = {}
         self._roster: Roster = {}
-        fragments = range(len(model.indices))
-        self._owed = [model.nothing_owed(p) for p in fragments]
-        self._since = [0 for _ in fragments]
-        self._loaded = False
-        self._open = Proposals(store, model, name, incarnation, settings)
-
-    @property
-    def fragment(self) -> int:
-        """Of the next round."""
-        return self.model.fragment(self.number)
+        self._residual = model.zeros()
+        self._since = 0  # the round from which this site's tokens are counted
+        self._first_seen: dict[str, int] = {}
+        self._close()
 
     @property
     def progress(self) -> int:
-        """How far `enter` has come; grows."""
-        return self._loaded + self.number
+        """How far `start` has come; grows."""
+        return bool(self._run) + self.number
 
-    def enter(self, params: Arrays) -> None:
+    def start(self, params: Arrays) -> None:
         """Takes up the run where it stands, or begins it at these parameters."""
-        if not self._loaded:
+        if not self._run:
             own, store = _run.description(self.model, self.settings.quorum), self.store
             run = _run.read(store) or _run.begin(store, self.model, own, params)
             _run.check(run, own)
-            snapshots = store.keys(_rounds.SNAPSHOTS)
-            self._load(snapshots[-1] if snapshots else run["initial"])
-            self._loaded = True
+            self.outer, self._roster, self.number = _run.load(store, self.model, run)
+            self._run = run
         while self.advance():
             pass
-        self._since = [self.number for _ in self._since]
+        self._since = self.number
 
     def advance(self) -> bool:
-        """Takes the outer step of the next round, if it is committed."""
-        data = self.store.get(_rounds.commit_key(self.number))
+        """Takes the outer step of the open round, if it is committed."""
+        data = self.store.get(_rounds.commit_key(self.number), _store.HEADER)
         if data is None:
             return False
         commit = _rounds.read_commit(data, self.number)
-        if commit["before"] != self.outer.digest:
-            ours, theirs = self.outer.digest, commit["before"]
-            raise _run.differs(self.name, self.number, ours, theirs)
-        contributors, messages = commit["contributors"], []
+        before, contributors = self.outer, commit["contributors"]
+        if commit["before"] != before.digest:
+            raise _run.mismatch(self.name, self.number, before.digest, commit["before"])
+        messages, roster, number = [], commit["roster"], self.number + 1
         for entry in contributors:
-            message = self._message(entry)
+            message = self._committed(entry)
             if message is None:  # collected, since this site was away
-                return self._jump()
+                outer, roster, number = self._skip()
+                break
             messages.append((message, entry["weight"]))
-        if contributors:
-            self.outer = self.model.step(
-                self.outer, self.fragment, messages, commit["expected"]
-            )
-        self._follow(commit)
-        if contributors and contributors[0]["name"] == self.name:
-            self.snapshot_due |= self.number % self.settings.snapshot_every == 0
+        else:
+            outer = before
+            if messages:
+                outer = self.model.step(before, messages, commit["expected"])
+            # The commit confirms the outer side before it: that is what may be kept.
+            due = self.number and self.number % self.settings.snapshot_every == 0
+            if due and contributors and contributors[0]["name"] == self.name:
+                self.snapshot = before, self._roster, self.number
+        for entry in commit["rejected"]:
+            text = "round %d: the contribution of %.99r is not counted: %.999r"
+            log.warning(text, commit["round"], entry["name"], entry["why"])
+        self.outer, self._roster, self.number = outer, roster, number
+        self.contributors = [entry["name"] for entry in contributors]
+        self._close()
+        own = self.contribution
+        if own is not None and own.round == commit["round"]:
+            counted = any(x["uid"] == own.uid for x in contributors)
+            self._conclude("" if counted else self._why(own, commit["rejected"]))
         return True
 
-    def bring(self, captured: Arrays, anchor: Arrays, tokens: float, fragment: int):
-        """Makes a message of what the parameters have moved from the anchor."""
-        part = self.model.part(anchor, fragment)
-        drift = self.model.drift(fragment, captured, part)
-        message, left = self.model.encode(fragment, drift, self._owed[fragment])
-        uid = uuid.uuid4().hex
-        self.own = Own(fragment, captured, part, drift, message, left, tokens, uid)
+    def prepare(self, captured: Arrays, anchor: Arrays, tokens: float) -> None:
+        """Makes a contribution of how far the parameters are from the anchor."""
+        drift, message, residual = self.model.encode(captured, anchor, self._residual)
+        self.contribution = Contribution(
+            captured, anchor, drift, message, residual, tokens, uuid.uuid4().hex
+        )
 
-    def post(self) -> None:
-        """Creates this site's contribution to the next round."""
-        own = self.own
-        if own is None or own.posted:
+    def send(self) -> None:
+        """Creates this site's contribution to the open round."""
+        own = self.contribution
+        if own is None or own.sent:
             return
-        if own.fragment != self.fragment:  # the round it was meant for is over
-            self._settle("late")
-            return
-        self.own = own = own._replace(round=self.number)
+        self.contribution = own = own._replace(round=self.number)
         header = {
-            "kind": "post",
+            "kind": "contribution",
             "uid": own.uid,
+            "run": self._run["sha256"],
             "name": self.name,
             "round": self.number,
             "before": self.outer.digest,
             "tokens": own.tokens,
-            "rounds": self.number + 1 - self._since[own.fragment],
+            "rounds": self.number + 1 - self._since,
         }
-        key = _rounds.post_key(self.number, self.name)
-        # If there is one already, a killed predecessor's, that one stands.
-        created, header = _messages.write(self.store, key, header, own.message)
+        message = _store.pack(header, own.message)
+        key = _rounds.contribution_key(self.number, self.name)
+        # If a killed predecessor's is there already, that one stands.
+        created = _store.write(self.store, key, message)
         if created:
-            self._open.add(self.name, header, own.message)
-        self.own = own._replace(posted=True, created=created)
+            self._receive(self.name, header | {"sha256": message.digest}, own.message)
+        self.contribution = own._replace(sent=True, created=created)
 
     def propose(self) -> bool:
-        """Creates the commit of the next round if it is time; whether there is one."""
-        if self.own is None or not self.own.posted:
+        """Creates the commit of the open round if it is time; whether there is one."""
+        if self.contribution is None or not self.contribution.sent:
             return False
-        return self._open.propose(self.number, self.outer.digest, self._roster)
+        number, settings = self.number, self.settings
+        members = _rounds.members(self.store.keys(_rounds.MEMBERS))
+        if members.newest.get(self.name, 0) > self.incarnation:
+            raise RunError(
+                f"Another site has joined the run as {self.name!r} since this one "
+                "did, and this one stops. Give every site a name of its own."
+            )
+        listed, strays = self.store.objects(_rounds.contribution_key(number))
+        names = {meta["path"].rpartition("/")[2] for meta in listed}
+        # Of what else lies there nothing is read. A listing with strays may lack names.
+        for name in members.newest if strays else sorted(names & set(members.newest)):
+            if name not in self._received:
+                self._read(name, listed=name in names)
+        missing = sorted(self._expected(members) - set(self._received))
+        now = time.monotonic()
+        if len(self._received) < members.needed(settings.quorum):
+            self._report(now, missing)
+            return False
+        self._complete = now if self._complete is None else self._complete
+        if missing and now - self._complete < settings.grace:
+            return False
+        received = list(self._received.values())
+        before = _rounds.digest_of_most(received, self.outer.digest)
+        if before != self.outer.digest:
+            raise _run.mismatch(self.name, number, self.outer.digest, before)
+        judged = _rounds.judged(received, before, settings.max_norm)
+        run = self._roster, members, settings.quorum
+        data = _rounds.commit(number, before, judged, *run, by=self.name)
+        self.store.create(_rounds.commit_key(number), data)
+        return True
 
-    def snapshot(self) -> None:
-        """Writes the outer side in full, and collects what lies long before."""
-        _run.write_snapshot(
-            self.store, self.model, self.outer, self._roster, self.number
-        )
-        self.snapshot_due = False
+    def write_snapshot(self) -> None:
+        """Writes the outer side in full if this site is to."""
+        if self.snapshot is not None:
+            _run.write_snapshot(self.store, self._run, *self.snapshot)
+            self.snapshot = None
 
-    def _message(self, entry: dict[str, Any]) -> Arrays | None:
+    def _skip(self) -> tuple[Outer, Roster, int]:
+        """A snapshot after the open round, whose contributions are not found."""
+        try:
+            found = _run.load(self.store, self.model, self._run, self.number + 1)
+        except RunError:
+            raise StoreError(
+                f"contributions to round {self.number} are in its commit and not in "
+                f"the store {self.store.url}, and no snapshot replaces them"
+            ) from None
+        log.info("rounds up to %d are read from a snapshot", found[-1] - 1)
+        return found
+
+    def _close(self) -> None:
+        """The open round is another one."""
+        self._received: dict[str, Received] = {}
+        self._complete: float | None = None
+        self._reported: float | None = None
+
+    def _receive(self, name: str, header: dict[str, Any], arrays: Arrays) -> Received:
+        found = Received(name, header, arrays, self.model.norm(arrays))
+        self._received[name] = found
+        return found
+
+    def _read(self, name: str, listed: bool = True) -> Received | None:
+        """A contribution to the open round, as it is in the store."""
+        key = _rounds.contribution_key(self.number, name)
+        why = _rounds.GONE
+        try:
+            run = self._run["sha256"], self.model.message
+            found = _store.read(self.store, key, "contribution", *run)
+            if found is not None:
+                _rounds.check_contribution(found[0], name, self.number)
+                return self._receive(name, *found)
+            if not listed:
+                return None
+        except InvalidError as error:
+            why = str(error)
+        self._received[name] = Received(name, why=why)
+        return self._received[name]
+
+    def _committed(self, entry: dict[str, Any]) -> Arrays | None:
         """The arrays of a contributor; None if they have been collected."""
-        post = self._open.committed(entry, self.number)
-        return None if post.why == _rounds.GONE else post.arrays
+        found = self._received.get(entry["name"])
+        if found is None or found.header.get("sha256") != entry["sha256"]:
+            found = self._read(entry["name"])
+        if found is None or found.why == _rounds.GONE:
+            return None
+        if found.header.get("sha256") != entry["sha256"]:
+            raise RunError(
+                f"The contribution of {entry['name']!r} to round {self.number} is not "
+                f"the one that was committed ({found.why or 'another digest'}). "
+                "Something else writes into the run's folder."
+            )
+        return found.arrays
 
-    def _follow(self, commit: dict[str, Any]) -> None:
-        """Takes down who counted in a round, this site included."""
-        for entry in commit["rejected"]:
-            text = "round %d: the contribution of %r is not counted: %s"
-            log.warning(text, commit["round"], entry["name"], entry["why"])
-        self._roster = commit["roster"]
-        self.contributors = [entry["name"] for entry in commit["contributors"]]
-        self.number = commit["round"] + 1
-        self._open.close()
-        own = self.own
-        if own is not None and own.round == commit["round"]:
-            counted = any(x["uid"] == own.uid for x in commit["contributors"])
-            self._settle("" if counted else self._why(own, commit["rejected"]))
+    def _expected(self, members: _rounds.Members) -> set[str]:
+        """Who is waited for: who contributed lately, and who is new."""
+        for name in members.newest:
+            self._first_seen.setdefault(name, self.number)
+        last = {name: pair[0] for name, pair in self._roster.items()}
+        return {
+            name
+            for name, first in self._first_seen.items()
+            if max(first, last.get(name, 0)) >= self.number - _rounds.FORGET
+            and name not in members.left
+        }
 
-    def _why(self, own: Own, rejected: list[dict[str, Any]]) -> str:
+    def _report(self, now: float, missing: list[str]) -> None:
+        """Of a round without its quorum, if that takes long, and again after that."""
+        self._reported = now if self._reported is None else self._reported
+        if now - self._reported > _PATIENCE:
+            self._reported = now
+            text = "round %d of %s has %d of the contributions it needs; missing: %s"
+            who = ", ".join(missing) or "nobody known"
+            log.warning(text, self.number, self.store.url, len(self._received), who)
+
+    def _why(self, own: Contribution, rejected: list[dict[str, Any]]) -> str:
         """Why a contribution that is not counted is not."""
         for entry in rejected:
-            # One who had this name before may have posted in this round.
+            # A predecessor of this name may have contributed to this round.
             unread = entry["uid"] is None and entry["name"] == self.name
             if entry["uid"] == own.uid or (unread and own.created):
                 return entry["why"]
         return "late"
 
-    def _settle(self, why: str) -> None:
-        own, self.own = self.own, None
+    def _conclude(self, why: str) -> None:
+        own, self.contribution = self.contribution, None
         if own is None:
             return
         if why != "late":
-            self._owed[own.fragment] = (
-                self.model.nothing_owed(own.fragment) if why else own.left
-            )
-            self._since[own.fragment] = self.number
-        self.settled(own, why)
-
-    def _jump(self) -> bool:
-        """Takes up the newest snapshot, and what the commits until then say."""
-        keys = self.store.keys(_rounds.SNAPSHOTS)
-        key = keys[-1] if keys else ""
-        last = int(key.removeprefix(_rounds.SNAPSHOTS) or -1)
-        if last < self.number:
-            raise RunError(
-                f"contributions to round {self.number} are gone, and no snapshot has "
-                "what came of them: something else removes objects of the run"
-            )
-        log.info("rounds %d to %d are read from a snapshot", self.number, last)
-        commits = []
-        for number in range(self.number, last + 1):
-            data = self.store.get(_rounds.commit_key(number))
-            if data is None:
-                raise RunError(f"the commit of round {number} is missing in the run")
-            commits.append(_rounds.read_commit(data, number))
-        self._load(key)
-        for commit in commits:
-            self._follow(commit)
-        return True
-
-    def _load(self, key: str) -> None:
-        self.outer, self._roster, self.number = _run.load(self.store, self.model, key)
-        self._open.close()
+            self._residual = self.model.zeros() if why else own.residual
+            self._since = self.number
+        self._on_outcome(own, why)

@@ -1,14 +1,14 @@
-"""What all sites compute alike, to the bit: messages, their mean, the outer step.
+"""What all sites compute alike, to the bit: contributions, their mean, the outer step.
 
-On the host's CPU, whatever the site trains on: sites of other devices, meshes and
-shardings then get the same bits. Numbers come and go as NumPy arrays, in the order of
+It runs on the host's CPU, whatever the site trains on, so that sites with other devices
+and shardings get the same bits. Numbers come and go as NumPy arrays, in the order of
 the parameters' leaves.
 """
 
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,11 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from curvadion_jax import _finite, _paths
-from curvadion_jax._layout import ONE_DEVICE
-from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax.compressors import Codec
-from curvadion_jax.synchronizers import _anchor_step, _fragments
+from curvadion_jax.sites._store import as_bytes
 
 log = logging.getLogger("curvadion_jax.sites")
 
@@ -32,206 +29,167 @@ class Outer(NamedTuple):
 
     Attributes:
       anchor: the outer parameters.
-      states: of the outer optimizer, the leaves for each fragment.
-      digests: of the anchor's fragments.
+      state: of the outer optimizer, its leaves.
+      digest: of the anchor.
     """
 
     anchor: Arrays
-    states: list[Arrays]
-    digests: list[str]
+    state: Arrays
+    digest: str
 
     @property
-    def digest(self) -> str:
-        """Of the anchor."""
-        return hashlib.sha256("".join(self.digests).encode()).hexdigest()[:32]
+    def arrays(self) -> Arrays:
+        """All of it, as a snapshot has it."""
+        return [*self.anchor, *self.state]
 
 
 class Model:
     """The functions of one run, for parameters of these shapes.
 
     Attributes:
-      shapes, names: of the parameters' leaves.
-      indices: which leaves each fragment has.
-      messages: shapes of each fragment's message.
-      snapshot: shapes of a snapshot: the anchor, and the outer optimizer's states.
+      names, shapes: of the parameters' leaves.
+      message: shapes of a contribution.
+      snapshot: shapes of a snapshot: the anchor and the outer optimizer's state.
     """
 
     def __init__(
-        self,
-        params: Any,
-        outer: optax.GradientTransformation,
-        form: Codec,
-        fragments: int,
+        self, params: Any, outer: optax.GradientTransformation, codec: Codec
     ) -> None:
-        leaves, self._structure = jax.tree.flatten(params)
-        self.shapes = [_shape(x, x.dtype) for x in leaves]
-        self.names = [name for name, _ in _paths.leaves_with_path(params)]
-        self._outer, self._form = optax.with_extra_args_support(outer), form
-        tree = jax.tree.unflatten(self._structure, self.shapes)
-        self.indices = [
-            [i for i, name in enumerate(self.names) if _fragments.holds(part, name)]
-            for part in _fragments.split(tree, fragments)
+        leaves, self._structure = jax.tree.flatten_with_path(params)
+        self.names = [
+            jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves
         ]
-        wide = [_shape(x, compute_dtype(x.dtype)) for x in self.shapes]
-        self._drifts = [self.part(wide, p) for p in range(fragments)]
-        messages = [jax.eval_shape(form.encode, drift) for drift in self._drifts]
-        states = [
-            jax.eval_shape(self._initial(p), self.part(self.shapes, p))
-            for p in range(fragments)
+        self.shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in leaves]
+        self._outer, self._codec = optax.with_extra_args_support(outer), codec
+        self._wide = [
+            jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+            for x in self.shapes
         ]
-        self._message_trees = [jax.tree.structure(x) for x in messages]
-        self._state_trees = [jax.tree.structure(x) for x in states]
-        self.messages = [jax.tree.leaves(x) for x in messages]
-        self._states = [jax.tree.leaves(x) for x in states]
-        self.snapshot = [*self.shapes, *(x for state in self._states for x in state)]
+        message = jax.eval_shape(codec.encode, self._wide)
+        self.message, self._message_tree = jax.tree.flatten(message)
+        state = jax.eval_shape(self._initial, self.shapes)
+        state, self._state_tree = jax.tree.flatten(state)
+        self.snapshot = [*self.shapes, *state]
         self._programs: dict[Any, Callable[..., Any]] = {}
-
-    def fragment(self, number: int) -> int:
-        """Which a round is of."""
-        return number % len(self.indices)
-
-    def part(self, arrays: Sequence[Any], fragment: int) -> list[Any]:
-        """A fragment's, of arrays in the order of the parameters' leaves."""
-        return [arrays[i] for i in self.indices[fragment]]
 
     def initial(self, params: Arrays) -> Outer:
         """The outer side of a run that begins at these parameters."""
-        states = []
-        for p in range(len(self.indices)):
-            state = self._run(("initial", p), self._initial(p), self.part(params, p))
-            states.append(host(state))
-        return self._with_digests(params, states)
+        return _outer(params, to_host(self._run(self._initial, params)))
 
     def from_snapshot(self, arrays: Arrays) -> Outer:
-        """What `to_snapshot` made one list of."""
-        rest, states = iter(arrays[len(self.shapes) :]), []
-        for shapes in self._states:
-            states.append([next(rest) for _ in shapes])
-        return self._with_digests(arrays[: len(self.shapes)], states)
+        count = len(self.shapes)
+        return _outer(arrays[:count], arrays[count:])
 
-    def to_snapshot(self, outer: Outer) -> Arrays:
-        return [*outer.anchor, *(x for state in outer.states for x in state)]
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of the outer optimizer: what two steps make of an anchor that all know.
 
-    def drift(self, fragment: int, new: Arrays, anchor: Arrays) -> Arrays:
-        """How far a fragment's parameters are from its anchor, at least float32."""
+        It compiles every program on the way, so that no round waits for that.
+        """
+        anchor = [
+            np.resize(np.linspace(-1, 1, 251), x.shape).astype(x.dtype)
+            for x in self.shapes
+        ]
+        drift = [
+            np.resize(np.linspace(-1, 2, 83), x.shape).astype(x.dtype)
+            for x in self._wide
+        ]
+        outer = self.initial(anchor)
+        _, message, _ = self.encode(anchor, anchor, self.zeros())
+        self.norm(message)
+        self.step(outer, [(message, 1.0)], 1)
+        for _ in range(2):
+            outer = self._outer_step(outer, drift)
+        return _digest(outer.arrays)[:32]
 
-        def difference(new, anchor):
-            return [
-                _anchor_step.difference(*pair) for pair in zip(new, anchor, strict=True)
-            ]
+    def encode(self, params: Arrays, anchor: Arrays, residual: Arrays) -> list[Arrays]:
+        """How far parameters are from the anchor, in at least float32; the message for
+        that and a residual; and the residual after it.
+        """
+        return [to_host(x) for x in self._run(self._encode, params, anchor, residual)]
 
-        return host(self._run(("drift", fragment), difference, new, anchor))
+    def zeros(self) -> Arrays:
+        """A residual, before anything was sent."""
+        return [np.zeros(x.shape, x.dtype) for x in self._wide]
 
-    def encode(self, fragment: int, drift: Arrays, owed: Arrays):
-        """The message of what a site brings and owes, and what it then still owes."""
-
-        def encode(drift, owed):
-            whole = [x + r for x, r in zip(drift, owed, strict=True)]
-            message = self._form.encode(whole)
-            sent = self._form.decode(message, whole)
-            left = [x - y for x, y in zip(whole, sent, strict=True)]
-            return jax.tree.leaves(message), _finite.finite_elements(left)
-
-        message, left = self._run(("encode", fragment), encode, drift, owed)
-        return host(message), host(left)
-
-    def nothing_owed(self, fragment: int) -> Arrays:
-        return [np.zeros(x.shape, x.dtype) for x in self._drifts[fragment]]
-
-    def compile(self, outer: Outer) -> None:
-        """Runs every program once, so that no round waits for it."""
-        for p in range(len(self.indices)):
-            anchor = self.part(outer.anchor, p)
-            message, _ = self.encode(
-                p, self.drift(p, anchor, anchor), self.nothing_owed(p)
-            )
-            self.norm(p, message)
-            self.step(outer, p, [(message, 1.0)], 1)
-
-    def norm(self, fragment: int, message: Arrays) -> float:
-        """Of what a message stands for; not finite if any of it is not."""
-
-        def norm(message):
-            found = self._decoded(fragment, message)
-            norms = jnp.stack([jnp.linalg.norm(x.reshape(-1)) for x in found if x.size])
-            return jnp.linalg.norm(norms)
-
-        return float(self._run(("norm", fragment), norm, message))
+    def norm(self, message: Arrays) -> float:
+        """Of what a message stands for; not finite if any element is not."""
+        return float(self._run(self._norm, message))
 
     def step(
-        self,
-        outer: Outer,
-        fragment: int,
-        posts: Iterable[tuple[Arrays, float]],
-        count: float,
+        self, outer: Outer, messages: Iterable[tuple[Arrays, float]], count: float
     ) -> Outer:
-        """The outer step along the mean of messages times their weights over a count.
+        """The outer step along the mean of messages: times their weights, over a count.
 
-        They are added in their order, and nothing is fused: XLA may make one rounding
-        of a multiplication and an addition, or not, as its flags and the CPU are. One
-        operation at a time gives the same bits on all machines, as IEEE 754 defines
-        them for all that optimizers by elements do.
+        They are added in their order, and nothing is fused: XLA rounds a multiplication
+        and an addition once or twice, as its flags and the CPU are. One operation at a
+        time gives the same bits on all machines, as IEEE 754 defines them.
         """
-        total = self.nothing_owed(fragment)
+        total = self.zeros()
         with np.errstate(all="ignore"):
-            for message, weight in posts:
-                decode = functools.partial(self._decoded, fragment)
-                found = host(self._run(("decode", fragment), decode, message))
-                pairs = zip(total, found, strict=True)
+            for message, weight in messages:
+                decoded = to_host(self._run(self._decode, message))
+                pairs = zip(total, decoded, strict=True)
                 total = [x + y * np.float32(weight) for x, y in pairs]
             mean = [x / np.float32(count) for x in total]
+        return self._outer_step(outer, mean)
+
+    def _outer_step(self, outer: Outer, drift: Arrays) -> Outer:
         with jax.default_device(_cpu()), jax.disable_jit():
-            anchor = self._masked(
-                self._put(self.part(outer.anchor, fragment)), fragment
+            anchor = [jnp.asarray(x) for x in outer.anchor]
+            old = [jnp.asarray(x) for x in outer.state]
+            updates, state = self._outer.update(
+                self._tree([-jnp.asarray(x) for x in drift]),
+                jax.tree.unflatten(self._state_tree, old),
+                self._tree(anchor),
             )
-            new, state = _anchor_step.outer_step(
-                self._outer,
-                self._masked(self._put(mean), fragment),
-                anchor,
-                jax.tree.unflatten(
-                    self._state_trees[fragment], self._put(outer.states[fragment])
-                ),
-                ONE_DEVICE,
-            )
-            if not _finite.all_finite(new):
+            # `optax.apply_updates` would add in the anchor's dtype.
+            new = [
+                (x + u).astype(x.dtype)
+                for x, u in zip(anchor, jax.tree.leaves(updates), strict=True)
+            ]
+            if not all(jnp.isfinite(x).all() for x in new):
                 log.error(
-                    "the outer step is not finite: where it is not the outer "
-                    "parameters stay as they are. Look at the outer optimizer"
+                    "The outer step is not finite, and the outer parameters stay as "
+                    "they are there. Look at the outer optimizer."
                 )
-            new = _finite.where_finite(new, new, anchor)
-        return self._replaced(outer, fragment, host(new), host(state))
+            state = [
+                _finite_or(x.astype(y.dtype), y)
+                for x, y in zip(jax.tree.leaves(state), old, strict=True)
+            ]
+            new = [
+                jnp.where(jnp.isfinite(x), x, y)
+                for x, y in zip(new, anchor, strict=True)
+            ]
+        return _outer(to_host(new), to_host(state))
 
-    def _put(self, arrays: Arrays) -> list[jax.Array]:
-        return [jnp.asarray(x) for x in arrays]
+    def _tree(self, leaves: Any) -> Any:
+        return jax.tree.unflatten(self._structure, leaves)
 
-    def _replaced(self, outer: Outer, fragment: int, new: Arrays, state: Arrays):
-        anchor, states = list(outer.anchor), list(outer.states)
-        for index, x in zip(self.indices[fragment], new, strict=True):
-            anchor[index] = x
-        states[fragment], digests = state, list(outer.digests)
-        digests[fragment] = _digest(new)
-        return Outer(anchor, states, digests)
+    def _initial(self, leaves: Any) -> Any:
+        return self._outer.init(self._tree(leaves))
 
-    def _with_digests(self, anchor: Arrays, states: list[Arrays]) -> Outer:
-        parts = (self.part(anchor, p) for p in range(len(self.indices)))
-        return Outer(anchor, states, [_digest(part) for part in parts])
+    def _encode(self, params, anchor, residual):
+        wide = [x.dtype for x in self._wide]
+        pairs = zip(params, anchor, wide, strict=True)
+        drift = [x.astype(dtype) - y.astype(dtype) for x, y, dtype in pairs]
+        whole = [x + y for x, y in zip(drift, residual, strict=True)]
+        message = self._codec.encode(whole)
+        sent = self._codec.decode(message, whole)
+        left = [x - y for x, y in zip(whole, sent, strict=True)]
+        return drift, message, [jnp.where(jnp.isfinite(x), x, 0) for x in left]
 
-    def _initial(self, fragment: int) -> Callable[[Any], Any]:
-        return lambda anchor: self._outer.init(self._masked(anchor, fragment))
+    def _decode(self, message: Any) -> list[jax.Array]:
+        tree = jax.tree.unflatten(self._message_tree, message)
+        return self._codec.decode(tree, self._wide)
 
-    def _masked(self, arrays: Sequence[Any], fragment: int) -> Any:
-        """A fragment as a tree, with `MaskedNode` for the others' parameters."""
-        found = dict(zip(self.indices[fragment], arrays, strict=True))
-        whole = [found.get(i, optax.MaskedNode()) for i in range(len(self.shapes))]
-        return jax.tree.unflatten(self._structure, whole)
+    def _norm(self, message: Any) -> jax.Array:
+        found = [x.reshape(-1) for x in self._decode(message) if x.size]
+        return jnp.linalg.norm(jnp.stack([jnp.linalg.norm(x) for x in found]))
 
-    def _decoded(self, fragment: int, message: Sequence[Any]) -> list[jax.Array]:
-        tree = jax.tree.unflatten(self._message_trees[fragment], message)
-        return self._form.decode(tree, self._drifts[fragment])
-
-    def _run(self, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """A program on the CPU, compiled once."""
-        program = self._programs.setdefault(key, jax.jit(function))
+        program = self._programs.setdefault(function.__name__, jax.jit(function))
         with jax.default_device(_cpu()):
             return program(*arguments)
 
@@ -242,22 +200,32 @@ def _cpu() -> Any:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
         raise RuntimeError(
-            "sites compute the outer step on the host's CPU, which JAX was told not to "
-            "use: add it, as in JAX_PLATFORMS=tpu,cpu"
+            "Sites compute the outer step on the host's CPU, which JAX was told not to "
+            "use. Add it, as in JAX_PLATFORMS=tpu,cpu."
         ) from error
 
 
-def _shape(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, dtype)
-
-
-def host(tree: Any) -> Arrays:
+def to_host(tree: Any) -> Arrays:
     """The leaves as NumPy arrays, which may share the memory of theirs."""
     return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def _outer(anchor: Arrays, state: Arrays) -> Outer:
+    return Outer(anchor, state, _digest(anchor)[:32])
 
 
 def _digest(arrays: Arrays) -> str:
     found = hashlib.sha256()
     for x in arrays:
-        found.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+        found.update(as_bytes(x))
     return found.hexdigest()
+
+
+def _finite_or(new: jax.Array, old: jax.Array) -> jax.Array:
+    """New elements where they are finite, old ones elsewhere.
+
+    A scalar of a state may be meant to be infinite.
+    """
+    if not jnp.issubdtype(new.dtype, jnp.inexact):
+        return new
+    return jnp.where(jnp.isfinite(new) if new.ndim else ~jnp.isnan(new), new, old)

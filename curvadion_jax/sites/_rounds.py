@@ -1,25 +1,25 @@
-"""A round: who has posted, when it is committed, with what weights. Pure decisions.
+"""A round: whose contributions count, how much, and when it is committed.
 
-All of them are one site's own, made with its own clock and taken down in the commit,
-which all follow; so no two need to decide alike, and no clock of another counts.
+Every site decides with its own clock, and the decision is the commit, a small object
+that is created once and that all follow. So no two sites need to decide alike.
 """
 
-import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from curvadion_jax.sites import _messages
-from curvadion_jax.sites._messages import Refused
+from curvadion_jax.sites import _store
+from curvadion_jax.sites._store import InvalidError
 
-# Rounds without a contribution, after which nobody waits for a site and its share of
-# the mean is the others'.
+# Rounds without a contribution after which nobody waits for a site, and its share of
+# the mean goes to the others.
 FORGET = 4
 
-# Why a contribution that was collected cannot count.
+# Why a contribution that has been collected cannot count.
 GONE = "it is gone"
 
 RUN = "run.json"
@@ -28,8 +28,18 @@ COMMITS = "commits/"
 MEMBERS = "members/"
 ROUNDS = "rounds/"
 
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_MEMBER = re.compile(rf"{MEMBERS}({NAME.pattern})/([0-9]{{6,}})\.(json|left)")
+_NUMBERED = re.compile(
+    r"(?:parts/)?(?:snapshots|commits|rounds)/([0-9]{8})"
+    rf"(?:\.json|/{NAME.pattern}(?:/.*)?)?"
+)
 
-def post_key(number: int, name: str = "") -> str:
+# name -> the last round in which the site counted, and its tokens per round.
+Roster = Mapping[str, Sequence[float]]
+
+
+def contribution_key(number: int, name: str = "") -> str:
     return f"{ROUNDS}{number:08d}/{name}"
 
 
@@ -38,6 +48,7 @@ def commit_key(number: int) -> str:
 
 
 def snapshot_key(number: int) -> str:
+    """Of the outer side before a round."""
     return f"{SNAPSHOTS}{number:08d}"
 
 
@@ -45,12 +56,20 @@ def member_key(name: str, incarnation: int, suffix: str = "json") -> str:
     return f"{MEMBERS}{name}/{incarnation:06d}.{suffix}"
 
 
-# name -> the last round in which it counted, and its tokens a round.
-Roster = Mapping[str, Sequence[float]]
+def number_of(key: str) -> int | None:
+    """The round that a key belongs to; None for keys that are not a run's."""
+    found = _NUMBERED.fullmatch(key)
+    return int(found[1]) if found else None
 
 
-class Post(NamedTuple):
-    """A contribution as it was read, by whoever may propose the commit.
+def is_known(key: str) -> bool:
+    """Whether it is the key of an object of a run."""
+    known = key == RUN or key.removeprefix("parts/").startswith("initial/")
+    return known or bool(_NUMBERED.fullmatch(key) or _MEMBER.fullmatch(key))
+
+
+class Received(NamedTuple):
+    """A contribution as a site that may propose the commit has read it.
 
     Attributes:
       name: of the site.
@@ -67,32 +86,31 @@ class Post(NamedTuple):
     why: str = ""
 
 
-class Own(NamedTuple):
-    """What this site brings to a round.
+class Contribution(NamedTuple):
+    """What this site contributes to a round.
 
     Attributes:
-      fragment: of the parameters.
-      captured: the fragment's parameters when it was due.
-      anchor: the fragment's anchor then, of which the site knew.
-      drift: how far they were from it.
-      message, left: what stands for it, and what is owed when that is counted.
-      tokens: seen since the last contribution to the fragment.
-      uid: of the message.
-      round: to which it is posted, or may be: an answer may be lost; -1 before.
-      posted: whether it is there, or one of another who had this name.
+      captured: the parameters when it was due.
+      anchor: the anchor that the site knew then.
+      drift: how far the parameters were from it.
+      message: what is sent.
+      residual: the residual once it has counted.
+      tokens: seen since the last contribution.
+      uid: by which commits name it.
+      round: to which it is sent, or may have been (an answer may be lost); -1 before.
+      sent: whether it is there, or another of this site's name.
       created: whether it is this one.
     """
 
-    fragment: int
     captured: list[np.ndarray]
     anchor: list[np.ndarray]
     drift: list[np.ndarray]
     message: list[np.ndarray]
-    left: list[np.ndarray]
+    residual: list[np.ndarray]
     tokens: float
     uid: str
     round: int = -1
-    posted: bool = False
+    sent: bool = False
     created: bool = False
 
 
@@ -100,38 +118,35 @@ class Members(NamedTuple):
     """Who has ever joined: name -> newest incarnation, and who of them has left."""
 
     newest: dict[str, int]
-    gone: frozenset[str]
+    left: frozenset[str]
 
     def needed(self, quorum: int) -> int:
-        """The posts that a round needs; fewer once sites have left for good."""
+        """Contributions that a round needs; fewer once sites have left for good."""
         if len(self.newest) < quorum:
             return quorum
-        return max(1, min(quorum, len(self.newest) - len(self.gone)))
+        return max(1, min(quorum, len(self.newest) - len(self.left)))
 
 
 def members(keys: Iterable[str]) -> Members:
     """From the keys below `MEMBERS`.
 
     Example:
-      >>> found = members(["members/a/000001.json", "members/a/000001.left",
-      ...                  "members/b/000001.json", "members/b/000002.json"])
-      >>> found.newest, sorted(found.gone), found.needed(quorum=2)
+      >>> found = members(["members/a/000001.left", "members/b/000001.json",
+      ...                  "members/b/000002.json", "members/notes.txt"])
+      >>> found.newest, sorted(found.left), found.needed(quorum=2)
       ({'a': 1, 'b': 2}, ['a'], 1)
     """
-    newest, left = {}, {}
-    for key in keys:
-        name, _, file = key.removeprefix(MEMBERS).partition("/")
-        number, _, suffix = file.partition(".")
-        if number.isdecimal():
-            found = left if suffix == "left" else newest
-            found[name] = max(found.get(name, 0), int(number))
-    gone = {name for name, last in newest.items() if left.get(name, 0) >= last}
-    return Members(newest, frozenset(gone))
+    newest: dict[str, tuple[int, bool]] = {}
+    for found in filter(None, map(_MEMBER.fullmatch, keys)):
+        own = int(found[2]), found[3] == "left"
+        newest[found[1]] = max(newest.get(found[1], own), own)
+    left = frozenset(name for name, (_, gone) in newest.items() if gone)
+    return Members({name: number for name, (number, _) in newest.items()}, left)
 
 
-def digest_of_most(posts: Iterable[Post], own: str) -> str:
+def digest_of_most(received: Iterable[Received], own: str) -> str:
     """The anchor that most of the readable contributions are measured from."""
-    found = Counter(post.header["before"] for post in posts if not post.why)
+    found = Counter(each.header["before"] for each in received if not each.why)
     if not found:
         return own
     most = max(found.values())
@@ -139,121 +154,146 @@ def digest_of_most(posts: Iterable[Post], own: str) -> str:
     return own if own in likely else likely[0]
 
 
-def check_post(header: Mapping[str, Any], name: str, number: int) -> None:
+def check_contribution(header: Mapping[str, Any], name: str, number: int) -> None:
     """Rejects a contribution that says something else than where it lies."""
     for field, wanted in (("name", name), ("round", number)):
         if header.get(field) != wanted:
-            raise Refused(f"its {field} is {header.get(field)!r}")
+            raise InvalidError(f"its {field} is {header.get(field)!r}")
     for field, kind, least in (("tokens", int | float, 0), ("rounds", int, 1)):
         x = header.get(field)
         if x is None or isinstance(x, bool) or not isinstance(x, kind):
-            raise Refused(f"its {field} is {x!r}")
+            raise InvalidError(f"its {field} is {x!r}")
         if not least <= x < 1e18 or not x:
-            raise Refused(f"its {field} is {x}")
-    if not isinstance(header.get("before"), str):
-        raise Refused("it does not say which model it is measured from")
+            raise InvalidError(f"its {field} is {x}")
+    for field in ("before", "uid"):
+        if not isinstance(header.get(field), str):
+            raise InvalidError(f"its {field} is {header.get(field)!r}")
 
 
-def judged(posts: Sequence[Post], before: str, max_norm: float) -> list[Post]:
+def judged(
+    received: Sequence[Received], before: str, max_norm: float
+) -> list[Received]:
     """The contributions, with why those that cannot count cannot.
 
     Example:
-      >>> posts = [Post(name, {"before": "x"}, (), norm)
-      ...          for name, norm in zip("abcd", (1.0, 1.5, 40.0, math.nan))]
-      >>> for post in judged(posts, before="x", max_norm=10):
-      ...     print(f"{post.name}: {post.why or None}")
+      >>> received = [Received(name, {"before": "x"}, (), norm)
+      ...             for name, norm in zip("abcd", (1.0, 1.5, 40.0, math.nan))]
+      >>> for each in judged(received, before="x", max_norm=10):
+      ...     print(f"{each.name}: {each.why or None}")
       a: None
       b: None
       c: its norm, 40, is beyond 10 times the median, 1.5
       d: it is not finite
     """
-    whys = [post.why or _fault(post, before) for post in posts]
-    norms = sorted(post.norm for post, why in zip(posts, whys, strict=True) if not why)
+    received = [
+        each if each.why else each._replace(why=_fault(each, before))
+        for each in received
+    ]
+    norms = sorted(each.norm for each in received if not each.why)
     # Of two nobody can tell which is wrong.
     median = norms[len(norms) // 2] if len(norms) >= 3 else math.inf
-    found = []
-    for post, why in zip(posts, whys, strict=True):
-        if not why and post.norm > max_norm * median > 0:
-            many = f"{max_norm:g} times the median, {median:.3g}"
-            why = f"its norm, {post.norm:.3g}, is beyond {many}"
-        found.append(post._replace(why=why))
-    return found
+    why = "its norm, {:.3g}, is beyond {:g} times the median, {:.3g}"
+    return [
+        each._replace(why=why.format(each.norm, max_norm, median))
+        if not each.why and each.norm > max_norm * median > 0
+        else each
+        for each in received
+    ]
 
 
-def _fault(post: Post, before: str) -> str:
-    if (other := post.header["before"]) != before:
-        return f"it is measured from other outer parameters ({other})"
-    return "" if math.isfinite(post.norm) else "it is not finite"
+def _fault(received: Received, before: str) -> str:
+    if (other := received.header["before"]) != before:
+        return f"it is measured from other outer parameters, {other!r}"
+    return "" if math.isfinite(received.norm) else "it is not finite"
 
 
 def commit(
     number: int,
-    fragment: int,
     before: str,
-    posts: Sequence[Post],
+    received: Sequence[Received],
     roster: Roster,
-    gone: Iterable[str],
+    members: Members,
+    quorum: int,
     by: str,
 ) -> bytes:
-    """The commit of a round: who counts in it, and how much.
+    """The commit of a round: whose contributions count in it, and how much.
 
-    A site's share of the mean is its tokens a round over those of all who are expected:
-    who contributed in the last rounds and has not left. Whoever is absent brings its
-    drift later, at that share; so nothing counts twice, and nothing is lost. Weights
-    are in units of the mean share, and add up to the number of the expected if all are
-    there.
+    A site's share of the mean is its tokens per round over those of all who are
+    expected: who contributed in the last rounds and has not left. An absent site
+    contributes its drift later, at that share, so nothing counts twice and nothing is
+    lost. Weights are in units of the mean share, and add up to the number of expected
+    sites if all are there.
+
+    Below the quorum nothing counts, so that the round ends for rejected sites, and the
+    others contribute the same to the next one.
 
     Args:
-      number, fragment: of the round.
+      number: of the round.
       before: digest of the anchor.
-      posts: as `judged`.
+      received: as `judged`.
       roster: before the round.
-      gone: who has left.
+      members: of the run.
+      quorum: of the run.
       by: who proposes it.
     """
-    counted = sorted((p for p in posts if not p.why), key=lambda post: post.name)
+    valid = sorted((x for x in received if not x.why), key=lambda each: each.name)
+    if len(valid) < members.needed(quorum):
+        valid = []
     rates = {
         name: rate
         for name, (last, rate) in roster.items()
-        if number - last <= FORGET and name not in set(gone)
+        if number - last <= FORGET and name not in members.left
     }
-    new = {p.name: p.header["tokens"] / p.header["rounds"] for p in counted}
+    new = {x.name: x.header["tokens"] / x.header["rounds"] for x in valid}
     rates |= new
     unit = math.fsum(rates.values())
     kept = {name: [*pair] for name, pair in roster.items() if name in rates}
     kept |= {name: [number, rate] for name, rate in new.items()}
-    found = {
-        "format": _messages.FORMAT,
-        "round": number,
-        "fragment": fragment,
-        "before": before,
-        "expected": len(rates),
-        "contributors": [
-            {
-                "name": p.name,
-                "uid": p.header["uid"],
-                "sha256": p.header["sha256"],
-                "tokens": p.header["tokens"],
-                "weight": new[p.name] * len(rates) / unit,
-            }
-            for p in counted
-        ],
-        "rejected": [
-            {"name": p.name, "uid": p.header.get("uid"), "why": p.why[:300]}
-            for p in posts
-            if p.why
-        ],
-        "roster": kept,
-        "by": by,
-    }
-    return json.dumps(found).encode()
+    contributors = [
+        {
+            "name": x.name,
+            "uid": x.header["uid"],
+            "sha256": x.header["sha256"],
+            "tokens": x.header["tokens"],
+            "weight": new[x.name] * len(rates) / unit,
+        }
+        for x in valid
+    ]
+    rejected = [
+        {"name": x.name, "uid": x.header.get("uid"), "why": x.why[:300]}
+        for x in received
+        if x.why
+    ]
+    return _store.seal(
+        {
+            "round": number,
+            "before": before,
+            "expected": len(rates),
+            "contributors": contributors,
+            "rejected": rejected,
+            "roster": kept,
+            "by": by,
+        }
+    )
 
 
 def read_commit(data: bytes, number: int) -> dict[str, Any]:
-    """A commit, or :class:`Refused`."""
-    found = _messages.as_object(data)
-    _messages.check_format(found, f"commit {number}")
-    fields = ("round", "before", "expected", "contributors", "rejected", "roster")
-    if found.get("round") != number or any(name not in found for name in fields):
-        raise Refused(f"commit {number} is damaged")
+    """A commit.
+
+    Raises:
+      RunError: if it is damaged, or none.
+    """
+    try:
+        found = _store.unseal(data)
+        parts = {
+            "contributors": {"name", "uid", "sha256", "tokens", "weight"},
+            "rejected": {"name", "uid", "why"},
+        }
+        whole = {"before", "expected", "roster"} <= found.keys()
+        for part, fields in parts.items():
+            whole = whole and all(fields <= entry.keys() for entry in found[part])
+        if found["round"] != number or not whole:
+            raise InvalidError("it is no commit")
+    except (InvalidError, AttributeError, KeyError, TypeError) as error:
+        raise InvalidError(f"Commit {number} cannot be used: {error}.") from None
     return found

@@ -1,19 +1,23 @@
-"""What a training loop calls: the methods of a `Site`."""
+"""What a training loop calls: :func:`join`, and the methods of a :class:`Site`."""
 
 import atexit
 import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import optax
 
-from curvadion_jax.sites import _params, _processes
+from curvadion_jax import compressors
+from curvadion_jax.sites import _processes, _rounds, _run
+from curvadion_jax.sites._follower import Follower, Settings
 from curvadion_jax.sites._model import Model
 from curvadion_jax.sites._processes import Shared
-from curvadion_jax.sites._worker import News, Worker
+from curvadion_jax.sites._store import Store
+from curvadion_jax.sites._worker import Update, Worker, moved
 
 log = logging.getLogger("curvadion_jax.sites")
 
@@ -22,19 +26,98 @@ log = logging.getLogger("curvadion_jax.sites")
 _WAIT = 5.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The numbers of :func:`join`."""
+def join(
+    url: Any,
+    name: str,
+    *,
+    every: int = 30,
+    outer: optax.GradientTransformation | None = None,
+    compressor: compressors.Compressor | None = None,
+    quorum: int = 1,
+    grace: float = 30.0,
+    max_lag: float | None = None,
+    keep: float = 1.0,
+    poll: float = 1.0,
+) -> "Site":
+    """Joins a training run that lies in an object store, or begins one.
 
-    every: int
-    fragments: int
-    quorum: int
-    grace: float
-    max_lag: float
-    keep: float
-    snapshot_every: int
-    max_norm: float
-    poll: float
+    The processes of a `jax.distributed` program are one site, and all call this alike.
+
+    Args:
+      url: of the run: ``s3://bucket/run-7``, ``gs://``, ``az://``, a folder, also as a
+        `pathlib.Path`; or a store of `obstore`. Credentials come from the environment.
+      name: of this site: letters, digits, ``-`` and ``_``. If several sites join under
+        one name, the last one stays, and the others raise an error and stop.
+      every: steps between contributions.
+      outer: Optax transformation that is given the mean pseudo-gradient, as for
+        :func:`curvadion_jax.synchronizers.reconcile`. None is the plain average.
+      compressor: form of contributions, with error feedback: `quantize` or `exact`.
+        None is `exact`.
+      quorum: contributions without which a round changes nothing; fewer when sites have
+        left for good. The same for all sites.
+      grace: seconds for which a round waits for known sites that are missing, once it
+        has its quorum.
+      max_lag: steps that may be taken while a contribution is under way, before `sync`
+        waits for it; None is 2 x `every`, 0 is lock step, and `math.inf` never waits.
+      keep: share of the progress made while a contribution was under way that stays,
+        in [0, 1].
+      poll: seconds between looks at the store.
+
+    Returns:
+      The site, which has yet to `start`.
+
+    Raises:
+      ImportError: without `obstore`, the extra ``curvadion-jax[sites]``.
+      OSError: if the store cannot be reached, read, or written.
+      RuntimeError: if it overwrites objects that it is told to create.
+      ValueError: for an argument that is out of range, or not the same in all processes
+        of the site; for a compressor without a codec.
+
+    Example:
+      >>> import jax, tempfile
+      >>> folder = tempfile.mkdtemp()
+      >>> params = {"w": jax.numpy.zeros(3)}
+      >>> with join(folder, "paris", every=2) as site:
+      ...     params = site.start(params)
+      ...     for _ in range(4):
+      ...         params = {"w": params["w"] + 1}  # a training step
+      ...         params = site.sync(params)
+      ...     params = site.leave(params)
+      >>> params["w"].tolist(), site.metrics.counted >= 1
+      ([4.0, 4.0, 4.0], True)
+    """
+    if not _rounds.NAME.fullmatch(name):
+        raise ValueError(
+            f"name must have 1 to 64 letters, digits, '-' and '_', got {name!r}. The "
+            "first must be a letter or digit."
+        )
+    max_lag = 2 * every if max_lag is None else max_lag
+    given = {"every": every, "quorum": quorum, "grace": grace, "max_lag": max_lag}
+    settings = Settings(**given, keep=keep, poll=poll)
+    least = {"every": 1, "quorum": 1, "grace": 0, "max_lag": 0, "keep": 0, "poll": 1e-4}
+    for what, number in least.items():
+        if not number <= getattr(settings, what) or keep > 1:
+            raise ValueError(
+                f"{what} must be at least {number}, and keep at most 1, got "
+                f"{getattr(settings, what)} and keep={keep}."
+            )
+    codec = (compressor or compressors.exact()).codec
+    if codec is None:
+        raise ValueError(
+            "The compressor has no codec, so that its contributions cannot be read one "
+            "by one. Give quantize or exact."
+        )
+    if jax.process_count() > 1:
+        _processes.check_alike({"name": name, **dataclasses.asdict(settings)})
+    joined = _processes.from_first(lambda: _joined(url, name))
+
+    parts = optax.scale(-1) if outer is None else outer, codec
+    return Site(name, settings, parts, joined)
+
+
+def _joined(url: Any, name: str) -> tuple[Store, int]:
+    store = Store(url)
+    return store, _run.join(store, name)
 
 
 class SiteMetrics(NamedTuple):
@@ -44,7 +127,7 @@ class SiteMetrics(NamedTuple):
       round: rounds that are committed.
       contributors: sites in the last of them.
       counted, late, rejected: contributions of this site, by what became of them.
-      lag: steps since the one that is under way was taken; 0 if none is.
+      lag: steps since the contribution that is under way was taken; 0 if none is.
       blocked: seconds in which `sync` has waited.
       bytes_up, bytes_down: written to and read from the store, headers included.
 
@@ -67,12 +150,12 @@ class SiteMetrics(NamedTuple):
 class Site:
     """One program's part in a run; made by :func:`join`.
 
-    It is a context manager: at its end the thread that talks to the store does. The
-    parameters that go in and out are any tree of floating-point ``jax.Array``, divided
-    over the devices of this program as they may be.
+    It is a context manager: at its end the thread that talks to the store ends. The
+    parameters that go in and out are any tree of floating-point ``jax.Array``, sharded
+    over the devices of this program in any way.
 
     Args:
-      name, settings, make_model, make_worker: as `join` gives them.
+      name, settings, parts, joined: as `join` gives them.
 
     Attributes:
       name: of the site.
@@ -91,21 +174,20 @@ class Site:
         self,
         name: str,
         settings: Settings,
-        make_model: Callable[[Any], Model],
-        make_worker: Callable[[Model], Worker | Shared],
+        parts: tuple[optax.GradientTransformation, compressors.Codec],
+        joined: tuple[Store, int] | None,
     ) -> None:
         self.name, self._settings = name, settings
-        self._make_model, self._make_worker = make_model, make_worker
+        self._parts, self._joined = parts, joined
         self._model: Model
         self._worker: Worker | Shared | None = None
         self._structure: Any = None
         self._closed = False
         self._round = self._contributors = 0
-        # What is under way: its fragment and tokens.
-        self._given: tuple[int, float] | None = None
-        # Steps since the last contribution was taken, and tokens by fragment.
-        self._steps, self._blocked = 0, 0.0
-        self._tokens = [0.0] * settings.fragments
+        # Tokens of the contribution that is under way, if one is.
+        self._under_way: float | None = None
+        # Since the last contribution was taken.
+        self._steps, self._tokens, self._blocked = 0, 0.0, 0.0
         self._counts = {"counted": 0, "late": 0, "rejected": 0}
 
     def __enter__(self) -> "Site":
@@ -122,67 +204,67 @@ class Site:
             checkpoint; only their shapes count in a run that has begun.
 
         Returns:
-          Parameters that lie as the given ones do.
+          Parameters that are placed as the given ones are.
 
         Raises:
-          ValueError: if the run is one of another model, compressor or quorum.
+          ValueError: if the run has another model, compressor, outer optimizer or
+            quorum.
           RuntimeError: if it was begun by a newer version, or is damaged.
           OSError: if the store cannot be reached.
         """
         if self._worker is not None:
-            raise RuntimeError("this site has started: join once for each start")
-        _params.check(params)
+            raise RuntimeError("This site has started. Join once for each start.")
+        _check(params)
         arrays, self._structure = jax.tree.flatten(params)
-        self._model = self._make_model(params)
-        self._worker = self._make_worker(self._model)
+        self._model = Model(params, *self._parts)
+        self._worker = self._make_worker()
         atexit.register(self.close)
         try:
-            news = self._worker.enter(_processes.whole(arrays))
+            update = self._worker.enter(_processes.gather(arrays))
         except Exception:
             self._worker.leave()  # or the others would count with this site for ever
             raise
-        return self._told(news, params)
+        return self._apply(update, params)
 
     def sync(self, params: Any, tokens: float = 1) -> Any:
-        """To be called after every step; returns at once on most.
+        """Call it after every step; it returns at once on most.
 
-        Takes over what the run has decided meanwhile, and every `every` steps gives a
-        copy of the parameters (of one fragment) to the thread that posts it. Waits only
-        where a contribution has been under way for `max_lag` steps.
+        It takes over what the run has decided meanwhile, and every `every` steps gives
+        a copy of the parameters to the thread that contributes it. It waits only where
+        a contribution has been under way for `max_lag` steps.
 
         Args:
           params: after the step. They may be donated to the next one.
           tokens: that this site has seen in the step, a number; a site counts in a
-            round by its tokens, which all are to give in one unit. Of several
-            processes the first one's number counts, and no other is looked at.
+            round by its tokens, which all give in one unit. Of several processes the
+            first one's number counts.
 
         Returns:
-          The parameters to go on with.
+          The parameters to continue with.
 
         Raises:
-          RuntimeError: if this site cannot go on with the run: another has its name, or
-            its outer parameters differ from the run's.
+          RuntimeError: if this site cannot continue with the run: another has its name,
+            or its outer parameters differ from the run's.
           ValueError: for parameters of another structure, shape or dtype; for tokens
-            that are not positive and finite. What the first of several processes raises
-            for its tokens all do, at the next call at the latest and at later ones.
+            that are not positive and finite.
         """
         worker = self._started(params)
-        tokens = worker.counted(tokens)
+        tokens = worker.check_tokens(tokens)
         self._steps += 1
-        self._tokens = [count + tokens for count in self._tokens]
+        self._tokens += tokens
         while True:
-            params = self._told(worker.take(), params)
-            if self._given:
+            params = self._apply(worker.take(), params)
+            if self._under_way is not None:
                 if self._steps < self._settings.max_lag:
                     return params
                 self._wait(worker)
             elif self._steps >= self._settings.every:
-                self._give(worker, params)
+                self._submit(worker, params)
             else:
                 return params
 
     def leave(self, params: Any, timeout: float = 600.0) -> Any:
-        """Contributes what is left, and tells the others not to wait any more.
+        """Contributes the last steps, and tells the others not to wait any more.
 
         Args:
           params: after the last step.
@@ -194,24 +276,18 @@ class Site:
         worker = self._started(params)
         end = time.monotonic() + timeout
         while True:
-            params = self._told(worker.take(), params)
-            # Nothing is left of the next round's fragment where others were quicker.
-            due = bool(self._given) or self._tokens[self._fragment] > 0
+            params = self._apply(worker.take(), params)
+            due = self._under_way is not None or self._tokens > 0
             if not worker.agreed(due and time.monotonic() < end):
                 break
-            if not self._given:
-                self._give(worker, params)
+            if self._under_way is None:
+                self._submit(worker, params)
             self._wait(worker, end)
-        if self._given or any(self._tokens):
-            log.warning("%s leaves, and its last steps are not counted", self.name)
+        if self._under_way is not None or self._tokens:
+            log.warning("%s leaves, and its last steps do not count", self.name)
         worker.leave()
         self.close()
         return params
-
-    def snapshot(self) -> None:
-        """Asks for a snapshot of the outer parameters now, in the background."""
-        if self._worker is not None:
-            self._worker.ask_for_snapshot()
 
     def close(self) -> None:
         """Ends the thread; the run takes this site for one that has crashed."""
@@ -228,73 +304,91 @@ class Site:
             round=self._round,
             contributors=self._contributors,
             **self._counts,
-            lag=self._steps if self._given else 0,
+            lag=0 if self._under_way is None else self._steps,
             blocked=self._blocked,
             bytes_up=up,
             bytes_down=down,
         )
 
-    @property
-    def _fragment(self) -> int:
-        """Of the next round."""
-        return self._model.fragment(self._round)
+    def _make_worker(self) -> Worker | Shared:
+        if self._joined is None:
+            return Shared(None)
+        (store, incarnation), settings = self._joined, self._settings
+        own = store, self._model, self.name, incarnation, settings
+        worker = Worker(lambda on_outcome: Follower(*own, on_outcome), settings.poll)
+        return worker if jax.process_count() == 1 else Shared(worker)
 
     def _started(self, params: Any) -> Worker | Shared:
         if self._worker is None:
-            raise RuntimeError(
-                "this site has not started: call site.start(params) first"
-            )
+            raise RuntimeError("This site has not started. Call site.start first.")
         self._check_open()
-        if jax.tree.structure(params) != self._structure:
+        if (found := jax.tree.structure(params)) != self._structure:
             raise ValueError(
-                "the parameters must be a tree of the structure that start was given, "
-                f"{self._structure}, got {jax.tree.structure(params)}"
+                f"The parameters are {found}. Give them in the structure that start "
+                f"was given, {self._structure}."
             )
         return self._worker
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("this site has left the run: join again to go on")
+            raise RuntimeError("This site has left the run. Join again to continue.")
 
-    def _give(self, worker: Worker | Shared, params: Any) -> None:
-        _params.check_same(params, self._model.shapes)
-        fragment = self._fragment
-        leaves = self._model.part(jax.tree.leaves(params), fragment)
-        self._given = fragment, self._tokens[fragment]
-        worker.give(leaves, self._tokens[fragment], fragment)
-        self._steps, self._tokens[fragment] = 0, 0.0
+    def _submit(self, worker: Worker | Shared, params: Any) -> None:
+        leaves = jax.tree.leaves(params)
+        for name, x, then in zip(
+            self._model.names, leaves, self._model.shapes, strict=True
+        ):
+            if x.shape != then.shape or x.dtype != then.dtype:
+                raise ValueError(
+                    f"{name} is {x.dtype}{list(x.shape)}, and was {then.dtype}"
+                    f"{list(then.shape)} at start. Keep the parameters' shapes and "
+                    "dtypes."
+                )
+        worker.submit(leaves, self._tokens)
+        self._under_way, self._steps, self._tokens = self._tokens, 0, 0.0
 
-    def _told(self, news: News | None, params: Any) -> Any:
+    def _apply(self, update: Update | None, params: Any) -> Any:
         """The parameters after what has been decided, and a note of it."""
-        if news is None:
+        if update is None:
             return params
-        self._round, self._contributors = news.number, news.contributors
-        if news.outcome is not None:
-            self._note(news.outcome)
+        self._round, self._contributors = update.number, update.contributors
+        if update.outcome is not None:
+            self._note(update.outcome)
         leaves, structure = jax.tree.flatten(params)
-        for change in news.changes:
-            leaves[change.leaf] = _params.moved(
-                leaves[change.leaf], change, self._settings.keep
-            )
+        leaves = moved(leaves, update, self._settings.keep)
         return jax.tree.unflatten(structure, leaves)
 
     def _note(self, why: str) -> None:
-        (fragment, tokens), self._given = self._given or (0, 0.0), None
+        tokens, self._under_way = self._under_way or 0.0, None
         kind = {"": "counted", "late": "late"}.get(why, "rejected")
         self._counts[kind] += 1
         if kind == "late":
-            self._tokens[fragment] += tokens
+            self._tokens += tokens
             self._steps = max(self._steps, self._settings.every)
         elif kind == "rejected":
-            log.error(
-                "%r, this site, is rejected: %s. Its steps are lost", self.name, why
-            )
-            self._tokens[fragment] = 0.0
-            if fragment == self._fragment:
-                self._steps = 0
+            text = "%r, this site, is rejected: %.999r. Its steps are lost"
+            log.error(text, self.name, why)
+            self._steps, self._tokens = 0, 0.0
 
     def _wait(self, worker: Worker | Shared, end: float = math.inf) -> None:
         start = time.monotonic()
         worker.wait(min(_WAIT, max(end - start, 0.0)))
         self._check_open()  # a signal's handler may have closed it
         self._blocked += time.monotonic() - start
+
+
+def _check(params: Any) -> None:
+    for path, x in jax.tree.leaves_with_path(params):
+        name = jax.tree_util.keystr(path)
+        if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jnp.floating):
+            kind = x.dtype if hasattr(x, "dtype") else type(x).__name__
+            raise TypeError(
+                f"{name} is {kind}, and no floating-point jax.Array. Give the "
+                "parameters alone, without the optimizer's state."
+            )
+        processes = {device.process_index for device in x.sharding.device_set}
+        if len(processes) != jax.process_count():
+            raise ValueError(
+                f"{name} lies on devices of some of this site's {jax.process_count()} "
+                "processes. Give parameters on a mesh of all devices."
+            )

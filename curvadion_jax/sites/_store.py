@@ -1,28 +1,59 @@
-"""The object store: what a run needs of it, and one error for what it refuses.
+"""The object store of a run, and the messages in it.
 
-The work is `obstore`'s: connections, retries, credentials (from the environment). An
-object is created whole or not at all, by one of those who want to, and never changed.
+A message is one line of JSON, its header, and then the bytes of its arrays: little
+endian, in C order. The reader knows their shapes and dtypes; nothing in a message says
+how it is to be read, and nothing is unpickled. The header has digests of itself and of
+the arrays. Arrays above 64 MiB lie in objects of their own, written before the message.
+
+`obstore` does the work: connections, credentials, and retries of requests that end in
+an answer 5xx, a lost connection or, where they only read, a timeout. What it does not
+cover is done here, with pauses from `_attempts`: a create that is refused although no
+object is there (S3 answers 409 where conditional writes collide), and an object that
+exists and is not found yet (network file systems, caches).
 """
 
 import contextlib
+import hashlib
+import json
 import os
+import random
+import re
+import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-# A part of a large message crosses a link of 10 Mbit/s in a minute.
+import jax
+import numpy as np
+
+FORMAT = 1
+# Bytes of arrays in one object; S3 takes at most 5 GiB in one request.
+PART = 2**26
+# The largest header, commit or description of a run.
+HEADER = 2**22
+# A part crosses a link of 10 Mbit/s in a minute.
 _TIMEOUTS: dict[str, Any] = {"timeout": "10 minutes", "connect_timeout": "10 seconds"}
 _RETRIES: Any = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
+# Seconds before the second attempt, and attempts: five seconds in all.
+_PAUSE, _ATTEMPTS = 0.1, 6
 
 
 class StoreError(OSError):
     """The store cannot be reached, or refuses a request; it may work later."""
 
 
+class RunError(RuntimeError):
+    """This site cannot continue with the run; the other sites do."""
+
+
+class InvalidError(RunError):
+    """An object is not what it should be; the text says why."""
+
+
 class Store:
-    """Objects by their keys, with what was moved counted in bytes.
+    """Objects by their keys. An object is created whole, once, and never changed.
 
     Attributes:
       url: for messages.
@@ -36,62 +67,228 @@ class Store:
         self._store = _opened(given, make) if isinstance(given, str) else given
         self.up = self.down = self.answers = 0
 
-    def create(self, key: str, data: bytes) -> bool:
-        """Creates the object; False if there is one of this key.
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        """Creates the object unless there is one; whether it now holds this data.
 
-        Where an answer was lost a store tells the second attempt of the same request
-        that there is one: callers look whether it is their own.
+        A store may say that there is an object because this very request arrived
+        before and its answer was lost, or because another request is under way. So
+        the object is read, and created again if it is not there.
         """
-        with self._asked(f"write {key}"):
+        for _ in _attempts():
+            with self._request(f"write {key}"):
+                try:
+                    self._store.put(key, data, mode="create")
+                    self.up += len(data)
+                    return True
+                except (_obstore().exceptions.AlreadyExistsError, FileExistsError):
+                    pass
             try:
-                self._store.put(key, data, mode="create")
-            except (_exceptions().AlreadyExistsError, FileExistsError):
+                found = self.get(key, len(data))
+            except InvalidError:  # a larger object
                 return False
-        self.up += len(data)
-        return True
+            if found is not None:
+                return found == data
+        raise StoreError(
+            f"the store {self.url} neither creates nor has {key}: it says that there "
+            "is one, and then finds none"
+        )
 
-    def get(self, key: str) -> bytes | None:
-        """What the object holds; None if there is none."""
-        with self._asked(f"read {key}"):
-            try:
-                data = bytes(self._store.get(key).bytes())
-            except FileNotFoundError:
-                return None
-        self.down += len(data)
-        return data
+    def get(self, key: str, at_most: int, exists: bool = False) -> bytes | None:
+        """What the object holds; None if there is none.
+
+        Args:
+          key: of the object.
+          at_most: bytes; a larger object is not read.
+          exists: whether it is known to exist, so that it is looked for repeatedly.
+
+        Raises:
+          InvalidError: if it is larger.
+        """
+        for _ in _attempts() if exists else range(1):
+            with self._request(f"read {key}"):
+                with contextlib.suppress(FileNotFoundError):
+                    found = self._store.get(key)
+                    if (size := found.meta["size"]) > at_most:
+                        raise InvalidError(
+                            f"it has {size} bytes, and at most {at_most} are expected"
+                        )
+                    data = bytes(found.bytes())
+                    self.down += len(data)
+                    return data
+        return None
 
     def keys(self, prefix: str) -> list[str]:
         """Keys below a prefix, in order."""
-        return [meta["path"] for meta in self.objects(prefix)]
+        return [meta["path"] for meta in self.objects(prefix)[0]]
 
-    def objects(self, prefix: str) -> list[dict[str, Any]]:
-        """Keys, sizes and times (the store's own) of what lies below a prefix."""
-        with self._asked(f"list {prefix}"):
-            found = self._store.list(prefix=prefix).collect()
-        return sorted(found, key=lambda meta: meta["path"])
+    def objects(self, prefix: str) -> tuple[list[dict[str, Any]], int]:
+        """Keys, sizes and times (the store's) of the objects below a prefix.
 
-    def delete(self, keys: list[str]) -> None:
-        """Removes objects; it is no error if another has."""
+        Also the number of names that no object of a run can have. On S3 the names
+        that come after such a name on its page are missing.
+        """
+        found, strays = [], 0
+        invalid = _obstore().exceptions.InvalidPathError
+        with self._request(f"list {prefix}"):
+            try:
+                found = self._store.list(prefix=prefix).collect()
+            except invalid:  # ends the whole listing: one by one
+                listing = iter(self._store.list(prefix=prefix, chunk_size=1))
+                while strays < 1000:
+                    try:
+                        found += next(listing)
+                    except invalid:
+                        strays += 1
+                    except StopIteration:
+                        break
+        return sorted(found, key=lambda meta: meta["path"]), strays
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Removes objects; it is no error if one is gone."""
         for key in keys:
-            with self._asked(f"remove {key}"):
+            with self._request(f"remove {key}"):
                 with contextlib.suppress(FileNotFoundError):
                     self._store.delete(key)
 
     @contextlib.contextmanager
-    def _asked(self, what: str) -> Iterator[None]:
-        with _refusals(self.url, what):
+    def _request(self, what: str) -> Iterator[None]:
+        with _one_error(self.url, what):
             yield
         self.answers += 1
 
 
-def _opened(url: str, make: bool) -> Any:
-    obstore_store = _module()
-    parts = urllib.parse.urlsplit(url)
-    if parts.password is not None:
-        raise ValueError(
-            "the URL of a run must hold no credentials: the store takes them from the "
-            "environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, ...)"
+class Message(NamedTuple):
+    """What is to be written; its digest is that of its header, and so of all of it."""
+
+    digest: str
+    head: bytes
+    parts: list[memoryview]
+
+
+def pack(header: dict[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+    parts = _parts(b"".join(as_bytes(x) for x in arrays))
+    head = seal(header | {"parts": [_sha256(part) for part in parts]})
+    return Message(unseal(head)["sha256"], head, parts)
+
+
+def write(store: Store, key: str, message: Message) -> bool:
+    """Creates a message unless there is one; whether this one is there now."""
+    digest, head, parts = message
+    if len(parts) > 1:
+        for index, part in enumerate(parts):
+            store.create(_part_key(key, digest, index), part)
+        parts = []
+    return store.create(key, b"\n".join([head, b"".join(parts)]))
+
+
+def read(
+    store: Store, key: str, kind: str, run: str, shapes: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[dict[str, Any], list[np.ndarray]] | None:
+    """Header and arrays of a message that is known to exist; None if it is gone.
+
+    Args:
+      store, key: where it is.
+      kind: what its header must say that it is.
+      run: the fingerprint of the run, which the header must have.
+      shapes: of the arrays.
+
+    Raises:
+      InvalidError: if it is damaged, or of another kind, run or size.
+    """
+    sizes = [x.size * x.dtype.itemsize for x in shapes]
+    count = -(-sum(sizes) // PART)
+    data = store.get(key, HEADER + (sum(sizes) if count <= 1 else 0), exists=True)
+    if data is None:
+        return None
+    head, _, body = data.partition(b"\n")
+    header = unseal(head)
+    for name, wanted in (("kind", kind), ("run", run)):
+        if header.get(name) != wanted:
+            raise InvalidError(f"its {name} is {header.get(name)!r}, and not {wanted}")
+    digests = header.get("parts")
+    if not isinstance(digests, list) or len(digests) != count:
+        raise InvalidError("its arrays are not as large as the run's")
+    if count > 1:
+        body = bytearray()
+        for index in range(count):
+            part = store.get(_part_key(key, header["sha256"], index), PART, exists=True)
+            if part is None:
+                return None
+            body += part
+    if len(body) != sum(sizes):
+        raise InvalidError(f"it has {len(body)} bytes of arrays, and not {sum(sizes)}")
+    if [_sha256(part) for part in _parts(body)] != digests:
+        raise InvalidError("its bytes are not those of its digest")
+    ends = np.cumsum([0, *sizes])
+    return header, [
+        np.frombuffer(body, x.dtype, x.size, first).reshape(x.shape)
+        for x, first in zip(shapes, ends, strict=False)
+    ]
+
+
+def seal(header: dict[str, Any]) -> bytes:
+    """JSON with its own digest and format."""
+    header = {"format": FORMAT} | header
+    return json.dumps(
+        {"sha256": _sha256(json.dumps(header).encode())} | header
+    ).encode()
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """What `seal` made, the digest included.
+
+    Raises:
+      InvalidError: if it is damaged, or of another format.
+    """
+    try:
+        found = json.loads(data)
+        header = {name: x for name, x in found.items() if name != "sha256"}
+        digest = _sha256(json.dumps(header).encode())
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise InvalidError("it is no JSON object") from error
+    if (number := found.get("format")) != FORMAT:
+        newer = isinstance(number, int) and number > FORMAT
+        raise InvalidError(
+            f"it is of format {number!r:.20}, and this curvadion_jax reads {FORMAT}"
+            + (": upgrade it" if newer else "")
         )
+    if found.get("sha256") != digest:
+        raise InvalidError("its bytes are not those of its digest")
+    return found
+
+
+def as_bytes(x: np.ndarray) -> memoryview:
+    """The bytes of an array, of any dtype."""
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
+
+
+def _parts(body: bytes | bytearray) -> list[memoryview]:
+    view = memoryview(body)
+    return [view[first : first + PART] for first in range(0, len(body), PART)]
+
+
+def _part_key(key: str, digest: str, index: int) -> str:
+    return f"parts/{key}/{digest}/{index:06d}"
+
+
+def _sha256(data: bytes | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _attempts() -> Iterator[int]:
+    """Numbers of attempts, the first at once, with longer and longer pauses between.
+
+    They differ at random, so that sites that collided do not collide again.
+    """
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            time.sleep(_PAUSE * 2**attempt * random.uniform(0.5, 1))
+        yield attempt
+
+
+def _opened(url: str, make: bool) -> Any:
+    stores = _obstore().store
+    parts = urllib.parse.urlsplit(url)
     if parts.scheme in ("", "file"):
         path = urllib.parse.unquote(parts.path) if parts.scheme else url
         try:
@@ -100,45 +297,44 @@ def _opened(url: str, make: bool) -> Any:
             os.listdir(path)
         except OSError as error:
             raise StoreError(f"cannot use the folder {path}: {error}") from error
-        return obstore_store.LocalStore(os.path.abspath(path))
+        return stores.LocalStore(os.path.abspath(path), automatic_cleanup=True)
+    # Azure's own form is abfs://container@account.dfs.core.windows.net.
+    user = parts.username is not None and not parts.scheme.startswith("abfs")
+    if user or parts.password is not None or parts.query or parts.fragment:
+        raise ValueError(
+            "The URL of a run must have no user, query or fragment, which may hold "
+            "credentials. Give them in the environment (AWS_ACCESS_KEY_ID, "
+            "AZURE_STORAGE_SAS_KEY, ...)."
+        )
     # Options that are given replace those of the environment, this one among them.
     names = ("AWS_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP", "AZURE_ALLOW_HTTP")
     plain = any(os.environ.get(name, "").lower() in ("true", "1") for name in names)
     options = _TIMEOUTS | ({"allow_http": True} if plain else {})
-    with _refusals(url, "be opened"):
-        return obstore_store.from_url(
-            url, client_options=options, retry_config=_RETRIES
-        )
+    with _one_error(url, "be opened"):
+        return stores.from_url(url, client_options=options, retry_config=_RETRIES)
 
 
 @contextlib.contextmanager
-def _refusals(url: str, what: str) -> Iterator[None]:
-    """One kind of error, without the request's headers and the answer's body."""
-    errors = _exceptions()
-    known = (errors.AlreadyExistsError, FileNotFoundError, StoreError)
+def _one_error(url: str, what: str) -> Iterator[None]:
+    """One kind of error, without queries (they may hold a signature) and bodies."""
     try:
         yield
-    except known:
+    except (StoreError, InvalidError):
         raise
-    except (errors.BaseError, OSError) as error:
-        why = str(error).strip().partition("\n")[0].partition("<?xml")[0][:300]
+    except (_obstore().exceptions.BaseError, OSError) as error:
+        why = str(error).strip().partition("\n")[0].partition("<?xml")[0]
+        why = re.sub(r"\?\S*", "?...", why)[:300]
         raise StoreError(
             f"the store {url} cannot {what}: {why} ({type(error).__name__})"
         ) from None
 
 
-def _module() -> Any:
+def _obstore() -> Any:
     try:
+        import obstore.exceptions
         import obstore.store
     except ImportError as error:
         raise ImportError(
             "curvadion_jax.sites needs obstore: pip install 'curvadion-jax[sites]'"
         ) from error
-    return obstore.store
-
-
-def _exceptions() -> Any:
-    _module()
-    import obstore.exceptions
-
-    return obstore.exceptions
+    return obstore

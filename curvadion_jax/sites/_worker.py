@@ -1,26 +1,25 @@
-"""The thread that talks to the store while steps go on.
+"""The thread that talks to the store while steps go on, and what it hands over.
 
 It runs no part of a training step: it copies arrays from the devices, and computes on
-the host's CPU. The main thread gives it parameters (`give`) and takes what to change in
-them (`take`).
+the host's CPU. The main thread gives it parameters (`submit`) and takes what to change
+in them (`take`).
 """
 
-import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from curvadion_jax.sites import _params, _rounds
+from curvadion_jax.sites import _run
 from curvadion_jax.sites._follower import Follower
-from curvadion_jax.sites._messages import RunError
-from curvadion_jax.sites._model import Arrays, host
-from curvadion_jax.sites._params import Change
-from curvadion_jax.sites._rounds import Own
-from curvadion_jax.sites._store import StoreError
+from curvadion_jax.sites._model import Arrays, to_host
+from curvadion_jax.sites._rounds import Contribution
+from curvadion_jax.sites._store import RunError, StoreError
 
 log = logging.getLogger("curvadion_jax.sites")
 
@@ -31,30 +30,23 @@ _MOST_TOKENS = 1e15
 _ATTEMPTS = 4
 
 
-class News(NamedTuple):
-    """What a training loop is told.
+class Update(NamedTuple):
+    """What a training loop learns: parameters become new + keep x (now - base).
 
     Attributes:
-      changes: of the parameters.
-      outcome: what became of what was given: "" if it was counted, "late", or why it
-        was rejected; None if nothing was settled.
-      number: of the next round.
-      contributors: in the last one.
+      number: of the open round.
+      contributors: in the round before.
+      outcome: of what was submitted: "" if it counted, "late", or why it was rejected;
+        None if nothing was decided.
+      new: the outer parameters; None if parameters stay as they are.
+      base: from where progress is counted; None leaves no progress.
     """
 
-    changes: list[Change]
-    outcome: str | None
     number: int
     contributors: int
-
-
-class Given(NamedTuple):
-    """A copy of a fragment, and the outer parameters it is measured from."""
-
-    arrays: list[Any]
-    anchor: Any
-    tokens: float
-    fragment: int
+    outcome: str | None
+    new: Arrays | None
+    base: Arrays | None
 
 
 class Worker(threading.Thread):
@@ -64,87 +56,81 @@ class Worker(threading.Thread):
         super().__init__(name="curvadion_jax.sites", daemon=True)
         self.changed = threading.Condition()
         self.error: BaseException | None = None
-        self._follower, self._poll = make(self._settled), poll
+        self._follower, self._poll = make(self._on_outcome), poll
         self._params: Arrays = []
-        self._given: Given | None = None
-        self._busy = False
+        # Parameters, the anchor that they are measured from, and tokens.
+        self._submitted: tuple[list[Any], Arrays, float] | None = None
+        self._busy = self._ending = False
         # What is known, and of that what the main thread has taken.
-        self._anchor: Arrays = []
-        self._number = self._contributors = 0
+        self._known: tuple[int, int, Arrays] = 0, 0, []
+        self._taken = self._known
         self._outcome: str | None = None
-        self._bases: dict[int, np.ndarray | None] = {}
-        self._taken: tuple[Sequence[np.ndarray | None], int] = [], 0
-        self._told = "", 0.0
-        self._ending = self._wants_snapshot = False
+        self._base: Arrays | None = None
+        self._warned = "", 0.0
 
     @property
     def bytes(self) -> tuple[int, int]:
         """Written to and read from the store."""
         return self._follower.store.up, self._follower.store.down
 
-    def enter(self, params: Arrays) -> News:
-        """Takes up the run in this thread; the news are all of the outer parameters."""
-        self._params, self._taken = params, ([None] * len(params), -1)
+    def enter(self, params: Arrays) -> Update:
+        """Takes up the run in this thread; returns all of the outer parameters."""
+        self._params = params
         self.start()
         with self.changed:
-            self.changed.wait_for(lambda: self._anchor or self.error or self._ending)
-            if not (self._anchor or self.error):
-                raise RunError("this site was closed before it had started")
+            self.changed.wait_for(lambda: self.has_update or self._ending)
+            if not self.has_update:
+                raise RunError("This site was closed before it had started.")
             return self._take()
 
     @property
-    def has_news(self) -> bool:
-        """Whether `take` returns some, or raises what has ended the thread."""
+    def has_update(self) -> bool:
+        """Whether `take` returns one, or raises what has ended the thread."""
         with self.changed:
-            anchor, number = self._taken
-            old = anchor is self._anchor and number == self._number
-            return not old or self._outcome is not None or self.error is not None
+            old = self._known is self._taken and self._outcome is None
+            return not old or self.error is not None
 
-    def take(self) -> News | None:
+    def take(self) -> Update | None:
         """What is new since the last call, in which all was taken."""
-        return self._take() if self.has_news else None
+        return self._take() if self.has_update else None
 
-    def _take(self) -> News:
+    def _take(self) -> Update:
         with self.changed:
             if self.error is not None:
                 raise self.error
-            changes = []
-            for index, (old, new) in enumerate(
-                zip(self._taken[0], self._anchor, strict=True)
-            ):
-                if old is not new or index in self._bases:
-                    base = self._bases.get(index, old)
-                    changes.append(Change(index, base, new, index in self._bases))
-            outcome, self._outcome = self._outcome, None
-            self._taken, self._bases = (self._anchor, self._number), {}
-            return News(changes, outcome, self._number, self._contributors)
+            (*_, old), (number, contributors, new) = self._taken, self._known
+            outcome, base = self._outcome, self._base
+            if outcome in (None, "late"):  # all progress is still to be counted
+                new, base = None if new is old else new, old or None
+            self._taken, self._outcome, self._base = self._known, None, None
+            return Update(number, contributors, outcome, new, base)
 
-    def counted(self, tokens: Any) -> float:
+    def check_tokens(self, tokens: Any) -> float:
         """The tokens of a step."""
         found = float(tokens)
         if not 0 < found < _MOST_TOKENS:
             raise ValueError(
-                f"tokens must be positive and finite, got {found}; of a step less than "
-                f"{_MOST_TOKENS:g}"
+                f"tokens must be positive and less than {_MOST_TOKENS:g}, got {found}. "
+                "Give those that this site has seen in the step."
             )
         return found
 
-    def give(self, arrays: list[Any], tokens: float, fragment: int) -> None:
+    def submit(self, arrays: list[Any], tokens: float) -> None:
         """Takes a copy over; the outcome of the last one must have been taken.
 
-        Else this one holds what is counted already, and would count twice.
+        Else this one holds what has counted already, and would count twice.
         """
-        self.take_over(_params.copies(arrays), tokens, fragment)
+        # One by one, since they may lie on different devices.
+        self.submit_own([_copy(x) for x in arrays], tokens)
 
-    def take_over(self, arrays: list[Any], tokens: float, fragment: int) -> None:
-        """As `give`, of arrays that are nobody else's: nothing is copied."""
+    def submit_own(self, arrays: list[Any], tokens: float) -> None:
+        """As `submit`, of arrays that nobody else has: nothing is copied."""
         with self.changed:
-            self._given = Given(arrays, self._taken[0], tokens, fragment)
-            self._busy = True
+            self._submitted, self._busy = (arrays, self._taken[2], tokens), True
             self.changed.notify_all()
 
     def wait(self, seconds: float) -> None:
-        """Until what was given is settled, or the thread has ended."""
+        """Until what was submitted is decided, or the thread has ended."""
         with self.changed:
             self.changed.wait_for(
                 lambda: not self._busy or self.error or self._ending, seconds
@@ -154,17 +140,11 @@ class Worker(threading.Thread):
         """A decision, as all processes of the site make it."""
         return decision
 
-    def ask_for_snapshot(self) -> None:
-        with self.changed:
-            self._wants_snapshot = True
-            self.changed.notify_all()
-
     def leave(self) -> None:
-        """Tells the others not to wait for this site any more."""
+        """The others do not wait for this site any more."""
         follower = self._follower
-        key = _rounds.member_key(follower.name, follower.incarnation, "left")
         try:
-            follower.store.create(key, b"{}")
+            _run.leave(follower.store, follower.name, follower.incarnation)
         except StoreError as error:
             text = "the others take %s for one that crashed: %s"
             log.warning(text, follower.name, error)
@@ -177,43 +157,39 @@ class Worker(threading.Thread):
             self.join(seconds)
 
     def run(self) -> None:
-        failures, done, entered = 0, 0, False
+        failures, done, started = 0, 0, False
+        follower = self._follower
         while not self._ending:
             try:
-                if not entered:
-                    self._follower.enter(self._params)
-                    entered, self._params = True, []
+                if not started:
+                    follower.start(self._params)
+                    started, self._params = True, []
                     self._publish()
-                    self._follower.model.compile(self._follower.outer)
                 self._turn()
                 failures = 0
             except StoreError as error:
                 # What was done before it failed is not done again.
-                follower, before = self._follower, done
-                done = follower.store.answers if entered else follower.progress
+                before = done
+                done = follower.store.answers if started else follower.progress
                 failures = 1 if done > before else failures + 1
-                if not entered and failures > _ATTEMPTS:
+                if not started and failures > _ATTEMPTS:
                     return self._ended(error)
-                self._tell(failures, error)
+                self._warn(failures, error)
             except BaseException as error:
                 return self._ended(error)
-            with self.changed:
-                pause = self._poll * 2 ** min(failures, 16)
-                pause = min(pause, max(_LONGEST_PAUSE, self._poll))
-                # After a failure news can wait.
-                awake = functools.partial(self._is_awake, failures == 0)
-                self.changed.wait_for(awake, pause)
+            pause = self._poll * 2 ** min(failures, 16)
+            with self.changed:  # after a failure a new contribution can wait
+                self.changed.wait_for(
+                    lambda: self._ending or (self._submitted and not failures),  # noqa: B023
+                    min(pause, max(_LONGEST_PAUSE, self._poll)),
+                )
         return None
 
-    def _is_awake(self, for_news: bool) -> bool:
-        news = self._given is not None or self._wants_snapshot
-        return self._ending or (for_news and news)
-
-    def _tell(self, failures: int, error: StoreError) -> None:
+    def _warn(self, failures: int, error: StoreError) -> None:
         """Of an error that stays, once in a while."""
         text, now = str(error), time.monotonic()
-        if text != self._told[0] or now - self._told[1] > _LONGEST_PAUSE:
-            self._told = text, now
+        if text != self._warned[0] or now - self._warned[1] > _LONGEST_PAUSE:
+            self._warned = text, now
             log.warning("attempt %d: %s", failures, error)
 
     def _turn(self) -> None:
@@ -223,41 +199,72 @@ class Worker(threading.Thread):
             while follower.advance():
                 self._publish()
             with self.changed:
-                given, self._given = self._given, None
-                follower.snapshot_due |= self._wants_snapshot
-                self._wants_snapshot = False
+                given, self._submitted = self._submitted, None
             if given is not None:
-                arrays = host(given.arrays)
-                follower.bring(arrays, given.anchor, given.tokens, given.fragment)
-            follower.post()
-            if follower.snapshot_due:
-                follower.snapshot()
+                follower.prepare(to_host(given[0]), *given[1:])
+            follower.send()
+            follower.write_snapshot()
             if not follower.propose():
                 return
 
     def _publish(self) -> None:
         follower = self._follower
         with self.changed:
-            self._anchor, self._number = follower.outer.anchor, follower.number
-            self._contributors = len(follower.contributors)
+            contributors = len(follower.contributors)
+            self._known = follower.number, contributors, follower.outer.anchor
             self.changed.notify_all()
 
-    def _settled(self, own: Own, why: str) -> None:
+    def _on_outcome(self, own: Contribution, why: str) -> None:
         """Notes from where progress is counted once the round lands."""
         with self.changed:
-            indices = self._follower.model.indices[own.fragment]
-            for place, index in enumerate(indices if why != "late" else ()):
-                self._bases[index] = None if why else self._base(own, place, index)
+            landed = self._taken[2]
+            if why:
+                self._base = None
+            elif own.anchor is landed:
+                self._base = own.captured
+            else:  # at least float32
+                pairs = zip(landed, own.drift, strict=True)
+                self._base = [x + y for x, y in pairs]
             self._outcome, self._busy = why, False
             self._publish()
-
-    def _base(self, own: Own, place: int, index: int) -> np.ndarray:
-        landed = self._taken[0][index]
-        if landed is None or own.anchor[place] is landed:
-            return own.captured[place]
-        return landed + own.drift[place]  # at least float32
 
     def _ended(self, error: BaseException) -> None:
         with self.changed:
             self.error = error
             self.changed.notify_all()
+
+
+_copy = jax.jit(jnp.copy)
+
+
+def moved(now: list[jax.Array], update: Update, keep: float) -> list[jax.Array]:
+    """The parameters after an update."""
+    if update.new is None:
+        return now
+    # Progress that has not counted yet stays: it is contributed later.
+    share = np.float32(keep if update.outcome == "" else 1)
+    bases = update.base or [None] * len(now)
+    found = []
+    for x, new, base in zip(now, update.new, bases, strict=True):
+        new = _placed(new, x)
+        if base is not None:
+            new = _progressed(x, _placed(base, x), new, share)
+        found.append(new)
+    return found
+
+
+def _placed(x: np.ndarray, like: jax.Array) -> jax.Array:
+    """The array where another lies, with memory of its own: it may be donated."""
+    if like.is_fully_addressable:
+        return jax.device_put(x, like.sharding, may_alias=False)
+    return jax.make_array_from_callback(
+        x.shape, like.sharding, lambda index: x[index].copy()
+    )
+
+
+@jax.jit
+def _progressed(now, base, new, share):
+    """new + share x (now - base), to the bit `new` if there was no progress."""
+    wide = jnp.promote_types(now.dtype, jnp.float32)
+    progress = now.astype(wide) - base.astype(wide)
+    return (new.astype(wide) + share.astype(wide) * progress).astype(now.dtype)

@@ -2,7 +2,6 @@
 
 import math
 import threading
-import types
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +20,18 @@ from curvadion_jax import compressors, sites
 PARAMS = {"w": jnp.zeros((4, 8))}
 
 
-def until(condition, site, params):
+def until(condition, site):
     """Syncs without steps of its own, by the clock of the thread alone."""
     for _ in range(10_000):
         site._worker.wait(0.01)
         if condition():
-            return params
+            return
     raise AssertionError("it never came")
+
+
+def decided(site):
+    """Waits for what becomes of the contribution that is under way."""
+    until(lambda: not site._worker._busy, site)
 
 
 @pytest.mark.parametrize(("keep", "wanted"), [(1.0, 6.0), (0.5, 5.0), (0.0, 4.0)])
@@ -41,12 +45,10 @@ def test_progress_made_meanwhile_is_kept(keep, wanted):
         params = site.sync(stepped(params))  # at once, though no commit is there
         assert site.metrics.lag == 1
         store.open.set()
-        until(lambda: not site._worker._busy, site, params)
+        decided(site)
         params = site.sync(stepped(params))
         np.testing.assert_array_equal(params["w"], wanted)
-        assert site.metrics.counted == 1
-        assert site.metrics.lag == 0
-        assert site.metrics.blocked == 0
+        assert site.metrics[2:7] == (1, 0, 0, 0, 0)
 
 
 def test_sync_waits_beyond_the_bound_alone():
@@ -55,6 +57,7 @@ def test_sync_waits_beyond_the_bound_alone():
         params = site.start(PARAMS)
         for _ in range(3):
             params = site.sync(stepped(params))
+        assert site.metrics.blocked == 0
         opener = threading.Thread(
             target=lambda: (store.asked.wait(60), store.open.set())
         )
@@ -74,12 +77,13 @@ def test_without_a_bound_sync_never_waits():
             params = site.sync(stepped(params))
         assert site.metrics.blocked == 0
         store.open.set()
-        until(lambda: not site._worker._busy, site, params)
-        site.leave(site.sync(stepped(params)))
+        decided(site)
+        params = site.leave(site.sync(stepped(params)))
+        np.testing.assert_array_equal(params["w"], 21.0)
         assert site.metrics.counted >= 1
 
 
-def test_what_is_settled_between_two_looks_counts_once(monkeypatch):
+def test_what_is_decided_between_two_looks_counts_once(monkeypatch):
     """The worst moment: after `sync` has looked, and before it gives a new copy."""
     store = Gated()
     with sites.join(store, "oslo", every=2, max_lag=99, poll=0.01) as site:
@@ -91,7 +95,7 @@ def test_what_is_settled_between_two_looks_counts_once(monkeypatch):
         def look():
             found = take()
             store.open.set()
-            until(lambda: not worker._busy, site, params)
+            decided(site)
             return found
 
         monkeypatch.setattr(worker, "take", look)
@@ -99,6 +103,124 @@ def test_what_is_settled_between_two_looks_counts_once(monkeypatch):
         monkeypatch.setattr(worker, "take", take)
         params = site.leave(params)
     np.testing.assert_array_equal(params["w"], 5.0)
+
+
+@pytest.mark.parametrize(("keep", "wanted"), [(1.0, 13.0), (0.5, 12.0)])
+def test_progress_counts_from_where_another_round_has_moved_it(
+    keep, wanted, monkeypatch
+):
+    """Rome's round lands after `sync` has looked, and before it gives its copy."""
+    memory = MemoryStore()
+    store, rome = Gated(memory), ByHand(memory, "rome", params=PARAMS)
+    options = {"every": 4, "max_lag": 99, "grace": 0, "keep": keep, "poll": 0.01}
+    with sites.join(store, "oslo", **options) as site:
+        params = site.start(PARAMS)
+        worker, submit = site._worker, site._worker.submit
+
+        def submit_after_a_round(*given):
+            rome.send(8.0, tokens=2)
+            rome.commit()
+            with worker.changed:
+                assert worker.changed.wait_for(lambda: worker._known[0] == 1, 60)
+            submit(*given)
+
+        monkeypatch.setattr(worker, "submit", submit_after_a_round)
+        for _ in range(4):
+            params = site.sync(stepped(params), tokens=3)
+        # All of its progress, which is not counted yet, on rome's 8.
+        np.testing.assert_array_equal(params["w"], 8.0 + 4.0)
+        assert store.asked.wait(60)
+        params = site.sync(stepped(params), tokens=3)
+        np.testing.assert_array_equal(params["w"], 8.0 + 5.0)
+        store.open.set()
+        decided(site)
+        params = site.sync(stepped(params), tokens=3)
+        # 12 tokens in two rounds, and rome's 2 in one: 3/4 of its 4 on rome's 8.
+        rome.follow()
+        np.testing.assert_array_equal(rome.anchor[0], 8.0 + 3.0)
+        np.testing.assert_array_equal(params["w"], wanted)
+        assert site.metrics[:5] == (2, 1, 1, 0, 0)
+
+
+def test_who_is_late_contributes_the_steps_since_at_once():
+    memory = MemoryStore()
+    store, rome = Gated(memory, "rounds/"), ByHand(memory, "rome", params=PARAMS)
+    options = {"every": 4, "max_lag": 99, "grace": 0, "keep": 0.5, "poll": 0.01}
+    with sites.join(store, "oslo", **options) as site:
+        params = site.start(PARAMS)
+        for _ in range(4):
+            params = site.sync(stepped(params), tokens=2)
+        assert store.asked.wait(60)
+        params = site.sync(stepped(params), tokens=2)
+        rome.send(8.0, tokens=18)
+        rome.commit()
+        store.open.set()
+        decided(site)
+        store.close()
+        params = site.sync(stepped(params), tokens=2)
+        # All six steps, of which none is counted yet, on rome's 8.
+        np.testing.assert_array_equal(params["w"], 8.0 + 6.0)
+        assert site.metrics[:5] == (1, 1, 0, 1, 0)
+        assert store.asked.wait(60)  # the next contribution is under way
+        for _ in range(2):
+            params = site.sync(stepped(params), tokens=2)
+        assert site.metrics.lag == 2
+        store.open.set()
+        decided(site)
+        params = site.sync(stepped(params), tokens=2)
+        # 12 tokens in two rounds, and rome's 18 in one: 1/4 of its 6 on rome's 8; and
+        # half of its three steps since.
+        rome.follow()
+        np.testing.assert_array_equal(rome.anchor[0], 8.0 + 1.5)
+        np.testing.assert_array_equal(params["w"], 9.5 + 1.5)
+        assert site.metrics[:5] == (2, 1, 1, 1, 0)
+
+
+SPOILT = {
+    "too large": PARAMS["w"] + 1e4,
+    "not finite": (PARAMS["w"] + 2.0).at[0, 0].set(jnp.nan),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_rejected_site_continues_from_the_outer_parameters(how):
+    memory, store = MemoryStore(), None
+    run = {"quorum": 2, "compressor": compressors.quantize(4, block=8)}
+    store = Gated(memory)
+    rome, bonn = (
+        ByHand(memory, n, params=PARAMS, grace=60.0, **run) for n in ("rome", "bonn")
+    )
+    with sites.join(store, "oslo", every=1, max_lag=99, poll=0.01, **run) as site:
+        site.start(PARAMS)
+        rome.send(1.0)
+        bonn.send(1.0)
+        params = site.sync({"w": SPOILT[how]})
+        assert store.asked.wait(60)
+        for _ in range(2):
+            params = site.sync(stepped(params))
+        store.open.set()
+        decided(site)
+        rome.follow()
+        bonn.follow()
+        store.close()
+        params = site.sync(stepped(params))
+        # None of its steps is left, those since the contribution included.
+        assert rome.anchor[0].any()
+        np.testing.assert_array_equal(params["w"], rome.anchor[0])
+        assert site.metrics[2:5] == (0, 0, 1)
+        # It begins anew from there: one step, of one token, and no residual.
+        assert not any(x.any() for x in site._worker._follower._residual)
+        rome.send(1.0)
+        bonn.send(1.0)
+        params = site.sync(stepped(params))
+        assert store.asked.wait(60)
+        assert site._worker._follower.contribution.tokens == 1
+        store.open.set()
+        decided(site)
+        rome.follow()
+        params = site.sync(stepped(params))
+        np.testing.assert_allclose(params["w"], rome.anchor[0] + 1, rtol=1e-6)
+        assert site.metrics.counted == 1
 
 
 def test_parameters_may_be_donated_to_the_next_step():
@@ -109,6 +231,14 @@ def test_parameters_may_be_donated_to_the_next_step():
             params = site.sync(step(params))
         params = site.leave(params)
     np.testing.assert_array_equal(params["w"], 20.0)
+
+
+def joined(store, name, **options):
+    while True:
+        try:
+            return sites.join(store, name, **options)
+        except OSError:
+            continue
 
 
 def test_a_store_that_fails_costs_time_and_nothing_else(monkeypatch):
@@ -122,7 +252,7 @@ def test_a_store_that_fails_costs_time_and_nothing_else(monkeypatch):
         def run(number, memory=memory, stores=stores, faults=faults):
             store = FaultyStore(memory, seed=number, **faults)
             options = {"every": 4, "quorum": 3, "max_lag": 0, "poll": 0.002}
-            form = compressors.quantize(2, block=4)
+            form = compressors.quantize(2, block=16)
             site = joined(store, f"site{number}", compressor=form, **options)
             stores.append(store)
             with site:
@@ -140,14 +270,6 @@ def test_a_store_that_fails_costs_time_and_nothing_else(monkeypatch):
             )
 
 
-def joined(store, name, **options):
-    while True:
-        try:
-            return sites.join(store, name, **options)
-        except OSError:
-            continue
-
-
 def test_a_store_that_is_cut_off_is_waited_for():
     store = FaultyStore(MemoryStore())
     with sites.join(store, "oslo", every=1, max_lag=100, poll=0.01) as site:
@@ -156,34 +278,30 @@ def test_a_store_that_is_cut_off_is_waited_for():
         before = store.refused
         for _ in range(10):
             params = site.sync(stepped(params))
-        until(lambda: store.refused > before + 2, site, params)
+        until(lambda: store.refused > before + 2, site)
         assert store.refused < 50  # attempts are further and further apart
         store.cut_off = False
         params = site.leave(params)
         np.testing.assert_array_equal(params["w"], 10.0)
 
 
-def test_a_snapshot_on_request():
-    store = MemoryStore()
-    keys = lambda: [x["path"] for x in store.list(prefix="snapshots").collect()]  # noqa: E731
-    with sites.join(store, "oslo", every=1, max_lag=0, poll=0.01) as site:
-        params = site.sync(stepped(site.start(PARAMS)))
-        assert keys() == []
-        site.snapshot()
-        until(keys, site, params)
-        assert keys() == ["snapshots/00000000"]
-
-
-def test_who_leaves_does_not_wait_for_ever():
-    store = FaultyStore(MemoryStore())
-    with sites.join(store, "oslo", quorum=2, every=1, max_lag=9, poll=0.01) as site:
+def test_who_leaves_contributes_what_is_left_and_does_not_wait_for_ever():
+    options = {"every": 2, "max_lag": 0, "poll": 0.01}
+    with sites.join(MemoryStore(), "oslo", **options) as site:
+        params = site.start(PARAMS)
+        for _ in range(5):
+            params = site.sync(stepped(params))
+        params = site.leave(params)
+        assert site.metrics.counted == 3
+        np.testing.assert_array_equal(params["w"], 5.0)
+    with sites.join(MemoryStore(), "oslo", quorum=2, every=1, poll=0.01) as site:
         params = site.sync(stepped(site.start(PARAMS)))
         params = site.leave(params, timeout=0.2)
         np.testing.assert_array_equal(params["w"], 1.0)
 
 
 def test_sites_of_other_meshes_have_the_same_bits():
-    """One of 4 devices, divided; one of 2; one of 1."""
+    """One of 4 devices, sharded; one of 2; one of 1."""
     devices = np.array(jax.devices())
     places = {
         "four": (devices[:4], PartitionSpec(None, "fsdp")),
@@ -213,57 +331,17 @@ def test_sites_of_other_meshes_have_the_same_bits():
 
 
 def test_bytes_are_those_of_the_store(tmp_path):
-    """Up: all that lies in the folder. A post: what the payload says, and a head."""
+    """Up: all that lies in the folder. A contribution: its payload, and a header."""
     form = compressors.quantize(2)
     params = {"w": jnp.zeros((64, 64))}
     with sites.join(str(tmp_path), "oslo", every=1, compressor=form, poll=0.01) as site:
-        site.leave(site.sync(stepped(site.start(params))))
+        site.start(params)
+        assert site.metrics.bytes_down > params["w"].nbytes
+        site.leave(site.sync(stepped(params)))
         up = site.metrics.bytes_up
     sizes = {p: p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()}
-    assert up == sum(sizes.values())
-    (post,) = [size for path, size in sizes.items() if "rounds" in path.parts]
+    member = next(size for path, size in sizes.items() if "members" in path.parts)
+    assert up > sum(sizes.values()) - member
+    (sent,) = [size for path, size in sizes.items() if "rounds" in path.parts]
     payload = form.payload(params, {})
-    assert 0 < post - payload.averaged - payload.gathered < 1000
-
-
-class Reading:
-    """A store that takes down how many bytes were read of what."""
-
-    def __init__(self, store):
-        self._store, self.read = store, []
-        self.put, self.list, self.delete = store.put, store.list, store.delete
-
-    def get(self, key):
-        data = bytes(self._store.get(key).bytes())
-        self.read.append((key, len(data)))
-        return types.SimpleNamespace(bytes=lambda: data)
-
-
-def test_bytes_down_are_those_of_what_was_read():
-    memory = MemoryStore()
-    rome, store = ByHand(memory, "rome", params=PARAMS, quorum=2), Reading(memory)
-    options = {"every": 1, "max_lag": 0, "quorum": 2, "poll": 0.01}
-    with sites.join(store, "oslo", **options) as site:
-        params = site.start(PARAMS)
-        rome.post(1.0)
-        site.sync(stepped(params))
-    down = site.metrics.bytes_down
-    assert down == sum(size for _, size in store.read) > PARAMS["w"].nbytes
-    keys = [key for key, _ in store.read if not key.startswith("initial/")]
-    # Of the round one post, the other's, and the commit.
-    assert keys == ["run.json", "rounds/00000000/rome", "commits/00000000.json"]
-
-
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_who_leaves_brings_what_is_left_of_every_fragment(fragments):
-    params = {"a": jnp.zeros(4), "b": jnp.zeros(4)}
-    options = {"every": 2, "max_lag": 0, "poll": 0.01, "fragments": fragments}
-    with sites.join(MemoryStore(), "oslo", **options) as site:
-        params = site.start(params)
-        for _ in range(5):
-            params = site.sync(stepped(params))
-        params = site.leave(params)
-        assert site.metrics.counted == 2 + fragments
-        assert not any(site._tokens)
-    np.testing.assert_array_equal(params["a"], 5.0)
-    np.testing.assert_array_equal(params["b"], 5.0)
+    assert 0 < sent - payload.averaged - payload.gathered < 1000

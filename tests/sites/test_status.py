@@ -8,122 +8,103 @@ from obstore.store import LocalStore
 from site_steps import ByHand, settle
 
 from curvadion_jax.sites import __main__ as program
-from curvadion_jax.sites import _rounds, _status
+from curvadion_jax.sites import _rounds, _run, _store
 from curvadion_jax.sites.__main__ import main
 
 
-@pytest.fixture
-def run(tmp_path):
-    store = LocalStore(tmp_path)
-    oslo, rome = ByHand(store, "oslo"), ByHand(store, "rome")
-    oslo.post(1.0, tokens=300)
-    rome.post(float("nan"), tokens=100)
+def shown(url, capsys) -> tuple[str, dict[str, list[str]]]:
+    """All of the text, and the words of each line by its first."""
+    assert main(["status", str(url)]) == 0
+    text = capsys.readouterr().out
+    return text, {line.split()[0]: line.split() for line in text.splitlines()}
+
+
+def pair(folder):
+    return (ByHand(LocalStore(folder), name) for name in ("oslo", "rome"))
+
+
+def test_it_names_the_sites_and_what_was_rejected(tmp_path, capsys):
+    oslo, rome = pair(tmp_path)
+    oslo.send(1.0, tokens=300)
+    rome.send(float("nan"), tokens=100)
     settle(oslo, rome)
     for _ in range(2):
-        oslo.post(1.0, tokens=300)
-        oslo.commit()
-    rome.bring(1.0)
+        oslo.step()
     rome.follow()
-    rome.follower.post()
-    return tmp_path
-
-
-def test_it_names_the_sites_their_lag_and_what_was_rejected(run, capsys):
-    assert main(["status", str(run)]) == 0
-    found = capsys.readouterr().out
-    lines = {line.split()[0]: line.split() for line in found.splitlines()}
-    assert "3 rounds" in found
-    assert "posted to the next: rome" in found
+    rome.send(1.0)
+    bonn = ByHand(LocalStore(tmp_path), "bonn")
+    _run.leave(bonn.store, "bonn", 1)
+    before = sorted(tmp_path.rglob("*"))
+    text, lines = shown(f"file://{tmp_path}", capsys)
+    assert sorted(tmp_path.rglob("*")) == before  # it takes no part
+    assert "3 rounds" in text
+    assert "contributed to round 3: rome" in text
     # counted in three rounds, last in round 2, with all of its weight
     assert lines["oslo"][:5] == ["oslo", "here", "3", "2", "1.00"]
     assert lines["rome"][:5] == ["rome", "here", "0", "-", "-"]
-    assert "round 0: the contribution of rome is not counted: it is not" in found
-
-
-def test_a_site_that_has_left_and_a_picture(run, capsys, tmp_path):
-    ByHand(LocalStore(run), "bonn").store.create(
-        _rounds.member_key("bonn", 1, "left"), b"{}"
-    )
-    assert main(["status", f"file://{run}", "--picture", str(run / "all.png")]) == 0
-    assert "left" in capsys.readouterr().out
-    assert (run / "all.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_weights_of_different_rounds_say_of_which(tmp_path, capsys):
-    store = LocalStore(tmp_path)
-    oslo, rome = ByHand(store, "oslo"), ByHand(store, "rome")
-    oslo.post(1.0, tokens=300)
-    rome.post(1.0, tokens=100)
-    settle(oslo, rome)
-    oslo.post(1.0, tokens=100)
-    oslo.commit()
-    assert main(["status", str(tmp_path)]) == 0
-    found = capsys.readouterr().out
-    assert "the last, 1, at" in found
-    lines = {line.split()[0]: line.split() for line in found.splitlines()}
-    assert lines["oslo"][2:5] == ["2", "1", "1.00"]
-    assert lines["rome"][2:5] == ["1", "0", "0.50"]
+    assert lines["bonn"][1] == "left"
+    assert "round 0: the contribution of 'rome' is not counted: 'it is not" in text
 
 
 def test_tokens_a_second_by_the_times_of_the_store(tmp_path, capsys):
-    store = LocalStore(tmp_path)
-    oslo, rome = ByHand(store, "oslo"), ByHand(store, "rome")
+    oslo, rome = pair(tmp_path)
     for oslos, romes in ((7e6, 5e6), (300, 20_000), (500, 60_000)):
-        oslo.post(1.0, tokens=oslos)
-        rome.post(1.0, tokens=romes)
+        oslo.send(1.0, tokens=oslos)
+        rome.send(1.0, tokens=romes)
         settle(oslo, rome)
     for number, at in enumerate((1000, 1004, 1020)):
         os.utime(tmp_path / _rounds.commit_key(number), (at, at))
-    assert main(["status", str(tmp_path)]) == 0
-    lines = {x.split()[0]: x.split() for x in capsys.readouterr().out.splitlines()}
+    _, lines = shown(tmp_path, capsys)
     # In 20 seconds; what the first round had was seen before them.
     assert lines["oslo"][5] == "40"
     assert lines["rome"][5] == "4,000"
 
 
-def test_bytes_of_a_round_are_ones_own_up_and_the_others_down(tmp_path, capsys):
-    store = LocalStore(tmp_path)
-    named = [ByHand(store, name) for name in ("oslo", "rome", "reykjavik")]
-    for site in named:
-        site.post(1.0)
-    settle(*named)
-    assert main(["status", str(tmp_path)]) == 0
-    lines = {x.split()[0]: x.split() for x in capsys.readouterr().out.splitlines()}
-    sizes = {x.name: x.stat().st_size for x in (tmp_path / "rounds").glob("*/*")}
-    assert len(set(sizes.values())) > 1
-    for name, size in sizes.items():
-        others = sum(sizes.values()) - size
-        # After one round no rate is known.
-        assert lines[name][5:] == ["-", f"{size:,}", f"{others:,}"]
+def test_strays_damage_and_what_strangers_write(tmp_path, capsys):
+    oslo, rome = pair(tmp_path)
+    oslo.send(1.0)
+    settle(oslo, rome)
+    oslo.send(1.0)
+    header = {
+        "kind": "contribution",
+        "run": rome.follower._run["sha256"],
+        "name": "rome",
+        "uid": "0",
+        "round": 1,
+        "before": "\x1b[2J\nINFO verified",
+        "tokens": 1.0,
+        "rounds": 1,
+    }
+    key = _rounds.contribution_key(1, "rome")
+    _store.write(rome.store, key, _store.pack(header, rome.anchor))
+    settle(oslo, rome)
+    (tmp_path / _rounds.commit_key(0)).write_bytes(b"junk")
+    for stray in ("commits/Thumbs.db", "rounds/00000001/a\tb", "notes.txt"):
+        (tmp_path / stray).write_bytes(b"junk")
+    text, _ = shown(tmp_path, capsys)
+    assert "3 objects are not the run's" in text
+    assert "Commit 0 cannot be used: it is no JSON object." in text
+    assert "\x1b" not in text
+    assert "\nINFO" not in text
+    assert r"\x1b[2J\\nINFO verified" in text
 
 
-@pytest.mark.parametrize(
-    ("flags", "seconds"), [(["--watch"], 10.0), (["--watch", "2.5"], 2.5)]
-)
-def test_it_watches_until_it_is_stopped(flags, seconds, tmp_path, capsys, monkeypatch):
+def test_it_watches_until_it_is_stopped(tmp_path, capsys, monkeypatch):
     oslo, slept = ByHand(LocalStore(tmp_path), "oslo"), []
 
     def sleep(given):
         slept.append(given)
-        if len(slept) == 3:
+        if len(slept) == 2:
             raise KeyboardInterrupt
-        oslo.post(1.0)
-        oslo.commit()
+        oslo.step()
 
     monkeypatch.setattr(program, "time", types.SimpleNamespace(sleep=sleep))
-    assert main(["status", str(tmp_path), *flags]) == 130
+    assert main(["status", str(tmp_path), "--watch", "2.5"]) == 130
     found, errors = capsys.readouterr()
-    assert slept == [seconds] * 3
-    assert "no round is committed yet" in found
-    assert ": 1 rounds, the last, 0, at" in found
-    assert ": 2 rounds, the last, 1, at" in found
+    assert slept == [2.5] * 2
+    assert ": 0 rounds" in found
+    assert ": 1 rounds" in found
     assert not errors
-
-
-def test_it_takes_no_part(run):
-    before = sorted(run.rglob("*"))
-    _status.read(str(run))
-    assert sorted(run.rglob("*")) == before
 
 
 @pytest.mark.parametrize("folder", ["", "nowhere"])
@@ -131,9 +112,3 @@ def test_where_there_is_no_run(folder, tmp_path, capsys):
     assert main(["status", str(tmp_path / folder)]) == 1
     assert str(tmp_path) in capsys.readouterr().err
     assert not (tmp_path / "nowhere").exists()
-
-
-def test_before_the_first_round(tmp_path, capsys):
-    ByHand(LocalStore(tmp_path), "oslo", quorum=2).post(1.0)
-    assert main(["status", str(tmp_path)]) == 0
-    assert "posted to the first: oslo; it needs 2" in capsys.readouterr().out

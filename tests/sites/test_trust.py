@@ -1,55 +1,47 @@
 """What is in the store is looked at before it counts, and nothing in it is run."""
 
-import json
 import pickle
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from obstore.store import MemoryStore
 from site_steps import PARAMS, ByHand, settle
 
-from curvadion_jax.sites import _messages, _rounds
+from curvadion_jax.sites import _rounds, _store
+from curvadion_jax.sites._store import HEADER, InvalidError
 
 GOOD = [np.asarray(x) for x in PARAMS.values()]
+KEY = _rounds.contribution_key(0, "c")
 
 
-def header(site: ByHand, **other):
-    return {
-        "kind": "post",
-        "name": "bad",
+def written(site: ByHand, arrays=GOOD, **other) -> bytes:
+    """A contribution of c to the first round."""
+    header = {
+        "kind": "contribution",
+        "run": site.follower._run["sha256"],
+        "name": "c",
+        "uid": "0",
         "round": 0,
-        "before": site.follower.outer.digest,
-        "tokens": 1.0,
+        "before": site.digest,
+        "tokens": 4096.0,
         "rounds": 1,
-    } | other
-
-
-def spoilt(how):
-    return lambda site: how(site, _rounds.post_key(0, "bad"))
+    }
+    elsewhere = _store.Store(MemoryStore())
+    _store.write(elsewhere, KEY, _store.pack(header | other, arrays))
+    return elsewhere.get(KEY, HEADER) or b""
 
 
 def message(arrays=GOOD, **other):
-    return spoilt(
-        lambda site, key: _messages.write(
-            site.store, key, header(site, **other), arrays
-        )
-    )
-
-
-def raw(data: bytes):
-    return spoilt(lambda site, key: site.store.create(key, data))
+    return lambda site: written(site, arrays, **other)
 
 
 def changed(find: bytes, replace: bytes):
-    def write(site, key):
-        other = ByHand(MemoryStore(), "x").store
-        _messages.write(other, key, header(site), GOOD)
-        data = other.get(key) or b""
+    def change(site):
+        data = written(site)
         assert find in data
-        site.store.create(key, data.replace(find, replace))
+        return data.replace(find, replace)
 
-    return spoilt(write)
+    return change
 
 
 class Bomb:
@@ -61,40 +53,31 @@ CASES = {
     "not finite": (message([GOOD[0] * np.nan, GOOD[1]]), "it is not finite"),
     "too large": (message([x * 1e4 for x in GOOD]), "is beyond 10 times the median"),
     "a large finite number": (message([x * 2e37 for x in GOOD]), "not finite"),
-    "of another shape": (message([GOOD[0].T, GOOD[1]]), "another shape or dtype"),
-    "of another dtype": (message([jnp.float16(x) for x in GOOD]), "shape or dtype"),
-    "of fewer arrays": (message(GOOD[:1]), "another shape or dtype"),
-    "of another model": (message(before="0" * 32), "other outer parameters"),
+    "of fewer arrays": (message(GOOD[:1]), "bytes of arrays"),
+    "of another anchor": (message(before="0" * 32), "other outer parameters, '00"),
+    "of another run": (message(run="0" * 64), "its run is '00"),
     "of another round": (message(round=3), "its round is 3"),
     "of another name": (message(name="a"), "its name is 'a'"),
-    "of another kind": (message(kind="snapshot"), "no post"),
+    "of another kind": (message(kind="snapshot"), "its kind is 'snapshot'"),
     "without tokens": (message(tokens=0), "its tokens is 0"),
     "with endless tokens": (message(tokens=float("inf")), "its tokens is inf"),
     "of half a round": (message(rounds=0.5), "its rounds is 0.5"),
     "of no rounds": (message(rounds=0), "its rounds is 0"),
     "of tokens in words": (message(tokens="many"), "its tokens is 'many'"),
-    "with a uid that is a path": (message(uid="../../run"), "its uid is none"),
-    "of more parts": (changed(b'"parts": 0', b'"parts": 9'), "it has 9 parts"),
     "of a newer format": (
         changed(b'"format": 1', b'"format": 9'),
-        "format 9, and this curvadion_jax reads 1: upgrade",
+        "of format 9, and this curvadion_jax reads 1: upgrade",
     ),
     "with other bytes": (
         changed(GOOD[1].tobytes(), (GOOD[1] + 1).tobytes()),
-        "not those that its digest is of",
+        "not those of its digest",
     ),
     "cut off": (changed(GOOD[1].tobytes(), b""), "bytes of arrays"),
-    "nothing": (raw(b""), "no message of this format"),
-    "a pickle": (raw(pickle.dumps(Bomb())), "no message of this format"),
-    "no JSON": (raw(b"cdsites1" + (4).to_bytes(8, "little") + b"oops"), "no JSON"),
-    "a deep header": (
-        raw(b"cdsites1" + (10**5).to_bytes(8, "little") + b"[" * 10**5),
-        "no JSON",
-    ),
-    "a header of its own length": (
-        raw(b"cdsites1" + (2**62).to_bytes(8, "little") + b"{}"),
-        "no message of this format",
-    ),
+    "far too large": (lambda site: written(site) + bytes(HEADER), "at most 4194344"),
+    "nothing": (lambda site: b"", "no JSON object"),
+    "a pickle": (lambda site: pickle.dumps(Bomb()), "no JSON object"),
+    "a number": (lambda site: b"3", "no JSON object"),
+    "a deep header": (lambda site: b"[" * 10**5, "no JSON object"),
 }
 
 
@@ -102,24 +85,51 @@ CASES = {
 def test_it_is_not_counted_and_the_commit_says_why(name):
     write, why = CASES[name]
     store = MemoryStore()
-    a, b = ByHand(store, "a"), ByHand(store, "b")
-    write(a)
-    a.post(1.0)
-    b.post(3.0)
+    a, b, c = (ByHand(store, name) for name in "abc")
+    c.store.create(KEY, write(c))
+    read = a.store.down
+    a.send(1.0)
+    b.send(3.0)
     settle(a, b)
     assert a.moved() == pytest.approx(2.0)
-    (entry,) = json.loads(a.store.get(_rounds.commit_key(0)) or b"")["rejected"]
-    assert entry["name"] == "bad"
+    (entry,) = a.commit_of(0)["rejected"]
+    assert entry["name"] == "c"
     assert why in entry["why"]
+    assert a.store.down - read < 200_000  # what is too large is not read
 
 
-def test_what_a_predecessor_posted_is_not_charged_to_who_has_its_name():
+def test_no_bit_of_a_message_can_flip():
+    a = ByHand(MemoryStore(), "a")
+    data = written(a)
+    for index in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[index // 8] ^= 1 << index % 8
+        store = _store.Store(MemoryStore())
+        store.create(KEY, bytes(flipped))
+        run = a.follower._run["sha256"], a.follower.model.message
+        with pytest.raises(InvalidError):
+            _store.read(store, KEY, "contribution", *run)
+
+
+def test_no_bit_of_a_commit_can_flip():
+    a = ByHand(MemoryStore(), "a")
+    a.step()
+    data = a.store.get(_rounds.commit_key(0), HEADER)
+    _rounds.read_commit(data, 0)
+    for index in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[index // 8] ^= 1 << index % 8
+        with pytest.raises(InvalidError, match="Commit 0 cannot be used"):
+            _rounds.read_commit(bytes(flipped), 0)
+
+
+def test_what_a_predecessor_contributed_is_not_charged_to_who_has_its_name():
     store = MemoryStore()
     killed, b = ByHand(store, "a"), ByHand(store, "b")
-    killed.post(float("nan"))
+    killed.send(float("nan"))
     a = ByHand(store, "a")
-    a.post(1.0)
-    b.post(3.0)
+    a.send(1.0)
+    b.send(3.0)
     settle(b, a)
     assert a.outcomes == ["late"]
 
@@ -127,40 +137,26 @@ def test_what_a_predecessor_posted_is_not_charged_to_who_has_its_name():
 def test_a_contribution_that_was_damaged_is_told_to_whose_it_is():
     store = MemoryStore()
     a, b = ByHand(store, "a"), ByHand(store, "b")
-    a.post(1.0)
-    store.put(_rounds.post_key(0, "a"), b"")
-    b.post(3.0)
+    a.send(1.0)
+    store.put(_rounds.contribution_key(0, "a"), b"")
+    b.send(3.0)
     settle(b, a)
-    assert a.outcomes == ["it is no message of this format"]
+    assert a.outcomes == ["it is no JSON object"]
 
 
 def test_who_moves_alone_while_the_others_stand_still_counts():
     store = MemoryStore()
     a, b, c = (ByHand(store, name) for name in "abc")
-    a.post(0.0)
-    b.post(0.0)
-    c.post(3.0)
+    a.send(0.0)
+    b.send(0.0)
+    c.send(3.0)
     settle(a, b, c)
     assert a.moved() == pytest.approx(1.0)
-
-
-def test_whose_contribution_is_rejected_goes_on_from_the_common_model():
-    store = MemoryStore()
-    a, b = ByHand(store, "a"), ByHand(store, "b")
-    a.post(1.0)
-    b.post(float("nan"))
-    settle(a, b)
-    assert b.outcomes == ["it is not finite"]
-    a.post(1.0)
-    b.post(1.0)
-    settle(b, a)
-    assert b.outcomes[-1] == ""
 
 
 def test_a_round_of_nothing_that_counts_changes_nothing():
     a = ByHand(MemoryStore(), "a")
     before = a.follower.outer
-    a.post(float("inf"))
-    a.commit()
+    a.step(float("inf"))
     assert a.follower.outer is before
     assert a.follower.number == 1

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from curvadion_jax import compressors, sites
-from curvadion_jax.sites import _join, _worker
+from curvadion_jax.sites import _site, _worker
 
 STEPS = 6
 
@@ -42,7 +42,6 @@ def train(
         "poll": 0.01,
         "outer": optax.sgd(0.7, momentum=0.9, nesterov=True),
         "compressor": compressors.quantize(4, block=8),
-        "fragments": 2,
     }
     with sites.join(url, name, **(given | options)) as site:
         params = site.start(params)
@@ -80,18 +79,18 @@ def main(process: int, port: str, folder: str) -> dict:
 
 def record(kinds: list[str]) -> None:
     """Notes the type of every array that the thread is handed over."""
-    given = _worker.Given
+    submit_own = _worker.Worker.submit_own
 
-    def noted(arrays, *rest):
+    def noted(worker, arrays, tokens):
         kinds.extend(type(x).__name__ for x in arrays)
-        return given(arrays, *rest)
+        submit_own(worker, arrays, tokens)
 
-    _worker.Given = noted
+    _worker.Worker.submit_own = noted
 
 
 def take_its_name(url: str, name: str) -> None:
     if jax.process_index() == 0:
-        _join._entered(url, name)
+        _site._joined(url, name)
 
 
 def errors(url: str, mesh) -> list[str]:
@@ -104,9 +103,6 @@ def errors(url: str, mesh) -> list[str]:
         lambda: sites.join(f"{url}/new", "rome").start(alone),
         lambda: sites.join(f"{url}/new", "rome", every=2 + jax.process_index()),
         lambda: train(f"{url}/taken", mesh, max_lag=0, before_steps=take_its_name),
-        lambda: train(f"{url}/tokens", mesh, tokens=(0, 8)),
-        lambda: train(f"{url}/tokens", mesh, tokens=(0, 8), every=1, max_lag=0),
-        lambda: train(f"{url}/tokens", mesh, tokens=("many", 8)),
     )
     for attempt in attempts:
         try:

@@ -1,0 +1,198 @@
+"""Stores that misbehave: they are asked again before anything is decided."""
+
+import pytest
+from obstore.exceptions import AlreadyExistsError
+from obstore.store import LocalStore, MemoryStore
+from site_steps import ByHand, settle
+
+from curvadion_jax import sites
+from curvadion_jax.sites import _rounds, _run, _store
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch):
+    """How long it would have waited, without waiting."""
+    found = []
+    monkeypatch.setattr(_store.time, "sleep", found.append)
+    return found
+
+
+class Wrapped:
+    """A store with the answers of another for some requests."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+class Conflicts(Wrapped):
+    """As S3's 409 where conditional writes collide: every create is refused once."""
+
+    def __init__(self, store, times=1):
+        super().__init__(store)
+        self._times, self._refused = times, {}
+
+    def put(self, key, data, **options):
+        count = self._refused[key] = self._refused.get(key, 0) + 1
+        if count <= self._times:
+            raise AlreadyExistsError("409 ConditionalRequestConflict")
+        self._store.put(key, data, **options)
+
+
+class Delayed(Wrapped):
+    """What others have written is listed at once, and found at the second read."""
+
+    def __init__(self, store, times=1):
+        super().__init__(store)
+        self._times, self._missed, self._own = times, {}, set()
+
+    def put(self, key, data, **options):
+        self._own.add(key)
+        self._store.put(key, data, **options)
+
+    def get(self, key):
+        count = self._missed[key] = self._missed.get(key, 0) + 1
+        if count <= self._times and key not in self._own:
+            raise FileNotFoundError(key)
+        return self._store.get(key)
+
+
+def test_a_create_that_is_refused_although_nothing_is_there_is_repeated(pauses):
+    a = ByHand(Conflicts(MemoryStore()), "a")
+    a.step()
+    assert a.moved() == 1.0
+    assert pauses
+    assert all(0 < pause < 1 for pause in pauses)
+
+
+def test_a_create_that_is_always_refused_is_an_error(pauses):
+    store = _store.Store(Conflicts(MemoryStore(), times=99))
+    with pytest.raises(OSError, match="neither creates nor has key"):
+        store.create("key", b"data")
+    assert sum(pauses) < 10
+
+
+def test_a_create_says_whose_object_is_there():
+    store = _store.Store(MemoryStore())
+    assert store.create("key", b"ours")
+    assert store.create("key", b"ours")  # its answer was lost
+    assert not store.create("key", b"others")
+    assert not store.create("key", b"ou")
+
+
+def test_a_contribution_that_is_not_found_at_once_is_read_again():
+    store = MemoryStore()
+    a, b = ByHand(Delayed(store), "a", quorum=2), ByHand(store, "b", quorum=2)
+    a.send(4.0)
+    b.send(8.0)
+    settle(a, b)
+    assert a.moved() == 6.0
+    a.send(4.0)
+    b.send(8.0)
+    b.commit()
+    a.follow()
+    a.follow()  # the commit itself was not found at first
+    assert a.moved() == 12.0
+
+
+def test_a_follower_waits_for_a_contribution_that_stays_away():
+    store = MemoryStore()
+    a, b = ByHand(store, "a"), ByHand(store, "b")
+    b.step()
+    delayed = a.store._store = Delayed(store, times=99)
+    delayed._own.add(_rounds.commit_key(0))
+    for _ in range(2):
+        with pytest.raises(OSError, match="contributions to round 0 are in its commi"):
+            a.follower.advance()
+    a.store._store = store
+    a.follow()
+    assert a.digest == b.digest
+
+
+def test_names_that_no_object_can_have_spoil_no_listing(tmp_path):
+    a, b = ByHand(LocalStore(tmp_path), "a"), ByHand(LocalStore(tmp_path), "b")
+    a.send(4.0)
+    b.send(8.0)
+    for folder in ("rounds/00000000", "members", "members/a", "commits"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "a\tb").write_bytes(b"junk")
+    settle(a, b)
+    assert a.moved() == 6.0
+    assert ByHand(LocalStore(tmp_path), "c").digest == a.digest
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://me:SECRET@host/run",
+        "s3://SECRET@bucket/run-7",
+        "s3://:SECRET@bucket/run",
+        "az://container/run?sv=2024&sig=SECRET",
+        "s3://bucket/run#SECRET",
+    ],
+)
+def test_credentials_in_a_url_are_refused_and_not_shown(url):
+    with pytest.raises(ValueError, match="no user, query or fragment") as raised:
+        sites.join(url, "oslo")
+    assert "SECRET" not in str(raised.value)
+
+
+def test_a_query_in_a_stores_error_is_not_shown():
+    class Refusing(Wrapped):
+        def list(self, **_):
+            raise OSError("403 for https://host/run?sig=SECRET (denied)")
+
+    with pytest.raises(OSError, match=r"run\?\.\.\. \(denied\)") as raised:
+        sites.join(Refusing(MemoryStore()), "oslo")
+    assert "SECRET" not in str(raised.value)
+
+
+def test_empty_folders_do_not_stay(tmp_path):
+    store = _store.Store(str(tmp_path))
+    store.create("rounds/00000000/a", b"")
+    store.delete(["rounds/00000000/a"])
+    assert not list(tmp_path.iterdir())
+
+
+class Counted(Wrapped):
+    """A store that counts requests."""
+
+    def __init__(self, store):
+        super().__init__(store)
+        self.counts = {}
+
+    def __getattr__(self, name):
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return super().__getattr__(name)
+
+
+def test_requests_of_a_round_are_few():
+    """As the table of docs/sites.md has them."""
+    memory = MemoryStore()
+    named = [ByHand(Counted(memory), f"s{i}", quorum=8) for i in range(8)]
+    counts = [site.store._store.counts for site in named]
+    for each in counts:
+        each.clear()
+    for site in named:
+        site.send(1.0)
+    settle(*named)
+    # The last look at a commit, of each, finds none.
+    assert counts[0] == {"put": 2, "list": 2, "get": 7 + 1}
+    assert counts[1:] == [{"put": 1, "get": 7 + 2}] * 7
+    for each in counts:
+        each.clear()
+    assert not named[0].follower.advance()
+    assert counts[0] == {"get": 1}
+
+
+def test_members_do_not_grow():
+    store = MemoryStore()
+    for _ in range(5):
+        a = ByHand(store, "a")
+    assert a.store.keys(_rounds.MEMBERS) == ["members/a/000005.json"]
+    _run.leave(a.store, "a", 5)
+    assert a.store.keys(_rounds.MEMBERS) == ["members/a/000005.left"]
+    ByHand(store, "a")
+    assert a.store.keys(_rounds.MEMBERS) == ["members/a/000006.json"]
