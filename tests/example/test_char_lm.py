@@ -6,7 +6,6 @@ from pathlib import Path
 import config
 import jax
 import jax.numpy as jnp
-import journal
 import main
 import methods
 import model
@@ -24,47 +23,17 @@ from curvadion_jax import triggers
 ROTARY_TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module")
-def micro() -> tuple[model.GPT, dict]:
-    """A model, and parameters in which no kernel is zero."""
+@pytest.mark.slow
+def test_a_logit_depends_on_no_later_token():
     gpt = model.GPT(vocabulary=11, layers=2, width=16, heads=2)
-    tokens = jnp.zeros((1, 8), jnp.int32)
-    params = jax.jit(gpt.init)(jax.random.key(0), tokens)["params"]
-    leaves, structure = jax.tree.flatten(params)
-    random = np.random.default_rng(0)
-    leaves = [leaf + 0.1 * random.normal(size=leaf.shape) for leaf in leaves]
-    leaves = [jnp.asarray(leaf, jnp.float32) for leaf in leaves]
-    return gpt, jax.tree.unflatten(structure, leaves)
-
-
-@pytest.mark.slow
-def test_parameters_are_stacked_over_layers_and_logits_are_float32(micro):
-    _, params = micro
-    assert params["blocks"]["attention"]["query"]["kernel"].shape == (2, 16, 16)
-    assert params["blocks"]["up"]["kernel"].shape == (2, 16, 64)
-    assert params["lm_head"]["kernel"].shape == (16, 11)
-    half = model.GPT(11, layers=2, width=16, heads=2, dtype=jnp.dtype("bfloat16"))
-    tokens = jnp.zeros((3, 8), jnp.int32)
-    logits = jax.eval_shape(lambda: half.apply({"params": params}, tokens))
-    assert logits.shape == (3, 8, 11)
-    assert logits.dtype == jnp.float32
-
-
-@pytest.mark.slow
-def test_first_loss_is_that_of_a_uniform_guess():
-    gpt = model.GPT(vocabulary=11, layers=1, width=16, heads=2)
-    tokens = jnp.arange(8)[None] % 11
-    params = jax.jit(gpt.init)(jax.random.key(0), tokens)["params"]
-    loss = jax.jit(model.next_token_loss, static_argnums=0)(gpt, params, tokens)
-    np.testing.assert_allclose(loss, np.log(11), rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_later_tokens_do_not_change_earlier_logits(micro):
-    gpt, params = micro
     tokens = jnp.arange(8)[None]
-    changed = tokens.at[0, 5].set(9)
+    params = jax.jit(gpt.init)(jax.random.key(0), tokens)["params"]
+    random = np.random.default_rng(0)  # a head of zeros would hide the rest
+    params = jax.tree.map(
+        lambda x: jnp.asarray(x + 0.1 * random.normal(size=x.shape), x.dtype), params
+    )
     apply = jax.jit(gpt.apply)
+    changed = tokens.at[0, 5].set(9)
     before, after = (apply({"params": params}, x)[0] for x in (tokens, changed))
     np.testing.assert_array_equal(before[:5], after[:5])
     assert (np.abs(before[5:] - after[5:]).max(axis=-1) > 1e-4).all()
@@ -73,24 +42,21 @@ def test_later_tokens_do_not_change_earlier_logits(micro):
 @pytest.mark.slow
 def test_rotary_products_depend_on_distance_alone():
     query, key = jax.random.normal(jax.random.key(0), (2, 8))
-    length = 12
-    everywhere = jnp.broadcast_to(query, (1, length, 1, 8))
-    queries = model.rotary(everywhere)[0, :, 0]
-    keys = model.rotary(jnp.broadcast_to(key, everywhere.shape))[0, :, 0]
+    queries, keys = (
+        model.rotary(jnp.broadcast_to(x, (1, 12, 1, 8)))[0, :, 0] for x in (query, key)
+    )
     products = np.asarray(queries @ keys.T)
     for distance in range(-4, 5):
         diagonal = np.diagonal(products, distance)
         np.testing.assert_allclose(diagonal, diagonal[0], atol=ROTARY_TOLERANCE)
     assert np.ptp(products[0]) > 0.1
-    norms = jnp.linalg.norm(queries, axis=-1)
-    np.testing.assert_allclose(norms, norms[0], rtol=ROTARY_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", methods.METHODS)
-def test_every_method_builds_a_state(name):
-    sizes = config.PRESETS["tiny"]
+def test_every_method_builds_a_state_of_stacked_blocks(name):
     gpt = model.GPT(11, layers=2, width=16, heads=2)
-    state = jax.eval_shape(lambda: train.initial_state(gpt, name, sizes))
+    build = train.initial_state
+    state = jax.eval_shape(lambda: build(gpt, name, config.PRESETS["tiny"]))
     assert state.params["blocks"]["up"]["kernel"].shape == (2, 16, 64)
 
 
@@ -106,120 +72,56 @@ def test_a_threshold_takes_the_place_of_curvadions_budget():
     assert list(trigger_state(0.3)) == ["kernel"]
 
 
-def started(monkeypatch, *arguments: str) -> tuple:
-    """Configuration, methods and directory of a run."""
+@pytest.mark.parametrize(
+    ("arguments", "changed", "out"),
+    [
+        ("", {}, "out/char_lm"),
+        ("--short", config.SHORT, "out/char_lm_short"),
+        ("--short --steps 7 --out here", config.SHORT | {"steps": 7}, "here"),
+    ],
+)
+def test_flags_say_what_is_run(monkeypatch, arguments, changed, out):
     runs = []
     monkeypatch.setattr(processes, "start", lambda *_, **__: None)
-    monkeypatch.setattr(
-        train,
-        "run",
-        lambda settings, names, out, **_: runs.append((settings, names, out)),
-    )
-    assert main.main(arguments) == 0
-    return runs[0]
+    monkeypatch.setattr(train, "run", lambda *run, **_: runs.append(run))
+    assert main.main(arguments.split()) == 0
+    settings = dataclasses.replace(config.PRESETS["tiny"], **changed)
+    names = ["curvadion", "local_muon", "synchronous_dion"]
+    assert runs == [(settings, names, Path(out))]
 
 
-def test_without_flags_three_methods_are_compared(monkeypatch):
-    settings, names, out = started(monkeypatch)
-    assert settings == config.PRESETS["tiny"]
-    assert names == ["curvadion", "local_muon", "synchronous_dion"]
-    assert out == Path("out/char_lm")
-
-
-def test_a_short_run_is_shorter_and_lies_elsewhere(monkeypatch):
-    settings, names, out = started(monkeypatch, "--short")
-    assert settings == dataclasses.replace(config.PRESETS["tiny"], **config.SHORT)
-    assert settings.steps < config.PRESETS["tiny"].steps
-    assert names == ["curvadion", "local_muon", "synchronous_dion"]
-    assert out == Path("out/char_lm_short")
-
-
-def test_flags_go_before_what_a_short_run_has(monkeypatch):
-    settings, _, out = started(monkeypatch, "--short", "--steps", "7", "--out", "here")
-    shorter = config.SHORT | {"steps": 7}
-    assert settings == dataclasses.replace(config.PRESETS["tiny"], **shorter)
-    assert out == Path("here")
-
-
-def panel(values: list, synced: list[bool]):
-    """What the picture shows below of a method."""
+@pytest.mark.parametrize(
+    ("values", "synced", "title"),
+    [
+        pytest.param(
+            [None, 0.7, 0.2],
+            [True, True, False],
+            "method: value, threshold (dashed), 2 syncs (ticks)",
+            id="a value and its threshold",
+        ),
+        pytest.param(
+            [None] * 3, [False, True, False], "method: 1 sync (ticks)", id="a schedule"
+        ),
+    ],
+)
+def test_the_picture_shows_a_trigger(values, synced, title):
     lines = [
         {"step": step, "value": value, "threshold": value and 0.5, "synced": sync}
         | {"syncs": sum(synced[:step])}
         for step, (value, sync) in enumerate(zip(values, synced, strict=True), start=1)
     ]
-    figure = Figure()
-    axes = figure.subplots()
+    axes = Figure().subplots()
     picture._trigger(axes, lines, "C0", "method")
-    figure.canvas.draw()
-    return axes
-
-
-def test_the_picture_shows_a_triggers_value_and_threshold():
-    axes = panel([None, 0.7, 0.2, 0.4], [True, True, False, False])
-    assert axes.get_title() == "method: value, threshold (dashed), 2 syncs (ticks)"
-    value, threshold = (line.get_ydata() for line in axes.lines)
-    np.testing.assert_array_equal(value, [np.nan, 0.7, 0.2, 0.4])
-    np.testing.assert_array_equal(threshold, [np.nan, 0.5, 0.5, 0.5])
-
-
-@pytest.mark.parametrize(
-    ("synced", "title"),
-    [
-        ([False, True, False], "method: 1 sync (ticks)"),
-        ([True] * 3, "method: 3 syncs (ticks)"),
-        ([False] * 3, "method: 0 syncs (ticks)"),
-    ],
-)
-def test_the_picture_counts_syncs_where_a_trigger_looks_at_nothing(synced, title):
-    axes = panel([None] * 3, synced)
     assert axes.get_title() == title
-    (count,) = (line.get_ydata() for line in axes.lines)
-    np.testing.assert_array_equal(count, np.cumsum(synced))
-    low, high = axes.get_ylim()
-    assert low == 0
-    assert high >= max(1, sum(synced))
-    assert axes.get_yticks().tolist() == [int(tick) for tick in axes.get_yticks()]
+    first = axes.lines[0].get_ydata()
+    shown = [np.nan, 0.7, 0.2] if any(values) else np.cumsum(synced)
+    np.testing.assert_array_equal(first, shown)
 
 
-def test_other_configuration_is_refused_and_named(text, tmp_path, capsys):
-    settings = {"seed": 0, "width": 16}
-    report.open_directory(tmp_path / "out", settings, methods.METHODS, False)
-    other = {"seed": 1, "width": 16}
-    with pytest.raises(ValueError, match="--seed was 0 and is now 1") as error:
-        report.open_directory(tmp_path / "out", other, methods.METHODS, False)
-    assert "width" not in str(error.value)
-    report.open_directory(tmp_path / "out", other, methods.METHODS, True)
-    assert report.read_json(tmp_path / "out" / "config.json", None) == other
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        pytest.param("--dtype float16", "invalid choice", id="dtype"),
-        pytest.param("--preset huge", "invalid choice", id="preset"),
-    ],
-)
-def test_other_choices_are_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main.main(arguments.split())
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_too_many_replicas_are_refused(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(processes, "_make_devices", lambda number: None)
-    arguments = ["--replicas", "9", "--out", str(tmp_path / "out")]
-    with pytest.raises(SystemExit):
-        main.main(arguments)
-    assert "needs as many devices" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_numbers_that_json_cannot_hold_become_null(tmp_path):
-    file = tmp_path / "m.jsonl"
-    lines = journal.Journal(file, 0)
-    lines.write({"step": 1, "value": float("inf"), "synced": True})
-    lines.close()
-    assert file.read_text() == '{"step": 1, "value": null, "synced": true}\n'
+def test_other_configuration_is_refused_and_named(tmp_path):
+    out, settings, other = tmp_path / "out", {"seed": 0}, {"seed": 1}
+    report.open_directory(out, settings, methods.METHODS, False)
+    with pytest.raises(ValueError, match="--seed was 0 and is now 1"):
+        report.open_directory(out, other, methods.METHODS, False)
+    report.open_directory(out, other, methods.METHODS, True)
+    assert report.read_json(out / "config.json", None) == other

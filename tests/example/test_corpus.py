@@ -38,12 +38,6 @@ def test_split_is_disjoint_complete_and_stable():
     assert data.split(kept)[1] == validation
 
 
-def test_split_of_two_files_has_both_sides():
-    for names in (["a", "b"], ["c", "d"], ["e", "f"]):
-        training, validation = data.split(names)
-        assert len(training) == len(validation) == 1
-
-
 def test_no_held_out_file_is_trained_on(text):
     corpus = data.load(str(text))
     (training,), (validation,) = corpus.training, corpus.validation
@@ -53,15 +47,6 @@ def test_no_held_out_file_is_trained_on(text):
         where = content in training.tobytes(), content in validation.tobytes()
         assert where in {(True, False), (False, True)}
         assert where[1] == (name in data.split(names)[1])
-
-
-def test_single_file_holds_out_its_end(tmp_path):
-    file = tmp_path / "one.txt"
-    file.write_bytes(bytes(range(32, 127)) * 20)
-    corpus = data.load(str(file))
-    whole = np.concatenate([*corpus.training, *corpus.validation])
-    assert whole.tobytes() == file.read_bytes()
-    assert corpus.validation[0].size == 95
 
 
 def test_batches_depend_on_seed_and_step_alone(text):
@@ -91,13 +76,6 @@ def test_crop_may_start_at_the_last_place_of_a_piece():
     corpus = data.Corpus(pieces, [], vocabulary=7, fingerprint="")
     rows = corpus._crops(pieces, np.array([0.0, 0.34, 0.99]), length=1)
     assert rows.tolist() == [[1, 2], [4, 5], [5, 6]]
-
-
-def test_shard_reader_reads_what_was_written(tmp_path):
-    tokens = [0, 1, 50256, 7]
-    read = data.read_shard(write_shard(tmp_path / "train_0.bin", tokens))
-    assert read.dtype == np.uint16
-    assert read.tolist() == tokens
 
 
 def test_shards_are_divided_by_name(tmp_path):
