@@ -15,7 +15,7 @@ from curvadion_jax import (
     triggers,
 )
 from curvadion_jax._adaptive_sync import AdaptiveSyncState, adaptive_sync
-from curvadion_jax._counters import SyncMetrics, Tally
+from curvadion_jax._counters import SyncMetrics
 from curvadion_jax._curvadion import curvadion
 from curvadion_jax._default_rule import DimensionNumbers, default_dimension_numbers
 from curvadion_jax._dion import DionState, dion, scale_by_dion
@@ -29,7 +29,6 @@ __all__ = [
     "DimensionNumbers",
     "DionState",
     "SyncMetrics",
-    "Tally",
     "adaptive_sync",
     "checkpoint",
     "cholesky_qr",

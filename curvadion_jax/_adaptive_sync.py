@@ -1,6 +1,7 @@
 """One optimizer out of an inner one, a trigger and a synchronizer."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,18 +17,26 @@ from curvadion_jax import (
     _guards,
     _layout,
     _mapped,
+    _memory,
+    _momentum,
     _partition,
-    _requests,
+    _payload,
     _trees,
     _xla,
+    triggers,
 )
-from curvadion_jax._branches import Branches, sync_cost
-from curvadion_jax._counters import SyncMetrics
-from curvadion_jax._protocols import Synchronizer, SyncState, Trigger
-from curvadion_jax._schedule import Due
-from curvadion_jax.synchronizers._base import check_synchronizer, initial_state
-from curvadion_jax.triggers._base import check_answer, check_trigger
-from curvadion_jax.triggers._delay import remembered
+from curvadion_jax._collectives import Replicas
+from curvadion_jax._counters import SyncMetrics, no_faults
+from curvadion_jax._interfaces import (
+    LocalStep,
+    Observation,
+    Synchronizer,
+    SyncState,
+    Trigger,
+    Views,
+)
+from curvadion_jax._layout import Layout
+from curvadion_jax._within_replica import Devices
 
 
 class AdaptiveSyncState(NamedTuple):
@@ -63,41 +72,36 @@ def adaptive_sync(
     axis_name: str | None = None,
     *,
     dimension_numbers: _partition.DimensionNumbersOrFn = None,
-    ask_every: int | None = None,
     allow_unchecked: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Lets replicas step alone, and synchronises them when the trigger says so.
+    """Lets replicas take local steps, and synchronises them when the trigger says so.
 
-    On every step each replica's trigger answers, and the answers are reduced to one: if
-    any replica requests a sync, all take a sync step; else all take a local step, which
-    sends nothing. The two are the branches of one `lax.cond`.
+    On a step on which a decision is due each replica's trigger answers, and the answers
+    are reduced to one: if any replica requests a sync, all take a sync step; else all
+    take a local step, which sends nothing. The two are the branches of one `lax.cond`.
+    Triggers that go by the number of the step (`triggers.evenly`, `every_k`) need no
+    vote.
 
     Call it inside `curvadion_jax.replicas.step`, or your own `shard_map` in which
     parameters and optimizer state have a leading replica axis (the body strips it) and
     nobody averages the gradients. It returns finished parameter updates: nothing may
     follow it in a chain. Wrappers that decide per replica (`optax.apply_if_finite`,
     `optax.MultiSteps` with a skip function) belong inside, around `inner`; outside,
-    replicas would wait for each other for ever. To accumulate gradients over
-    micro-batches add them up before `update`: `optax.MultiSteps` around the whole runs
-    it on every micro-step, syncs included, and throws away what it counted.
+    they would deadlock. To accumulate gradients over micro-batches add them up before
+    `update`, as by `optax.microbatching`.
 
-    A replica whose gradients are not finite skips the step, one whose state is not is
-    excluded from syncs, one of weight 0 is absent from them and loses nothing; all of
-    that is counted (`curvadion_jax.metrics.read`).
+    A replica whose gradients are not finite takes the step of a zero gradient, one
+    whose state is not finite is excluded from syncs, one of weight 0 is absent from
+    them and loses nothing; all of that is counted (`curvadion_jax.metrics.read`).
 
     Args:
       inner: optimizer of one replica, learning rate included. It must not communicate
         over the axis itself (that is checked).
       trigger: when to synchronise, see `curvadion_jax.triggers`.
       synchronizer: what is sent, see `curvadion_jax.synchronizers`.
-      axis_name: name of the replica axis; None is one replica.
+      axis_name: name of the replica axis; None means one replica.
       dimension_numbers: how parameters are seen as matrices, by triggers that look at
         layers and by `reconcile`; the same as given to the inner optimizer.
-      ask_every: number of steps for which replicas reduce their answers once, and send
-        nothing at all on the others; requests on those are remembered
-        (`triggers.remembered`). All must know when that is, so ``update(gradients,
-        state, params, step=step)`` needs the number of the step, int[] from 0, given
-        from outside and the same to all replicas, as by `replicas.step`.
       allow_unchecked: accept `shard_map(..., check_vma=False)`, under which it cannot
         be seen whether the gradients were averaged already.
 
@@ -105,19 +109,17 @@ def adaptive_sync(
       A transformation with :class:`AdaptiveSyncState`. Updates have the parameters'
       dtypes, and are finite. `update` takes ``weight=w``, float32[], replica-varying:
       how much this replica counts in means over the replicas, such as the number of
-      tokens in its batch; 0 is absent, None is 1. And ``sync=True`` or ``sync=False``
-      in place of the trigger's answer: the program is then that of a sync step, or of a
-      local step, alone. A Python bool, static under `jit`, and the same on all
-      replicas and processes. `replicas.step` does so by itself where the trigger is
-      `scheduled`. (These two and `step` are not passed on to `inner`; all else is.)
+      tokens in its batch; 0 means absent, None means 1. And ``due=True`` or
+      ``due=False``, static and the same on all replicas: whether a decision is due on
+      this step, in place of ``trigger.due``. A step that is not due is a program
+      without a collective and without a condition. `replicas.step` passes it by itself;
+      without it replicas vote on every step. (These two are not passed on to `inner`;
+      all else is.)
 
     Raises:
-      TypeError: if an argument is of the wrong kind, or a parameter not a real
-        floating-point array.
-      ValueError: if `ask_every` is below 1; at `update`, if `params` is missing, trees
-        or shapes do not match, the axis is not bound, gradients were averaged before,
-        something that must stay local communicates, or with `ask_every` the step is
-        missing or may differ between replicas.
+      ValueError: at `update`, if `params` is missing, trees or shapes do not match, the
+        axis is not bound, gradients were averaged before, or something that must stay
+        local communicates.
 
     Example:
       >>> import jax.numpy as jnp
@@ -131,17 +133,10 @@ def adaptive_sync(
       >>> print(updates["w"], state.metrics.syncs)
       [-0.1 -0.1 -0.1] 0
     """
-    check_trigger(trigger)
-    check_synchronizer(synchronizer)
     _arguments.check_transformation(inner, "inner")
     inner = optax.with_extra_args_support(inner)
-    if not trigger.scheduled:
-        _check_no_delay(synchronizer, "trigger", "one that looks at more than counters")
-    if ask_every is not None:
-        _check_no_delay(synchronizer, "ask_every", ask_every)
-        _arguments.check_int(ask_every, "ask_every")
-        trigger = remembered(trigger)
     _collectives.check_axis_name(axis_name)
+    built_in_trace = _mapped.is_tracing()
 
     def init_fn(params):
         views = _partition.matrix_views(params, dimension_numbers)
@@ -152,20 +147,19 @@ def adaptive_sync(
         return AdaptiveSyncState(
             inner_state=inner_state,
             trigger_state=trigger_state,
-            sync_state=initial_state(synchronizer, params, inner_state, views),
+            sync_state=synchronizer.init(params, inner_state, views),
             metrics=metrics,
         )
 
-    def update_of_replica(
-        updates, state, params, due=None, step=None, weight=None, **extra_args
-    ):
+    def update_of_replica(updates, state, params, due=None, weight=None, **extra_args):
         _guards.require_local_gradients(
             updates,
             axis_name,
             # In a mapped step gradients are local by construction.
             allow_unchecked=allow_unchecked or _mapped.current() is not None,
         )
-        replica = Branches(
+        finite = _finite.all_finite(updates)
+        replica = _Replica(
             inner=inner,
             synchronizer=synchronizer,
             axis_name=axis_name,
@@ -173,60 +167,58 @@ def adaptive_sync(
             views=_partition.matrix_views(params, dimension_numbers),
             layout=_layout.current(),
             weight=_faults.checked_weight(weight),
-            usable=_finite.all_finite(updates),
+            finite=finite,
         )
-        counters = state.metrics
+        updates, counters = _finite.or_zeros(finite, updates), state.metrics
 
-        # 1. This replica's trigger answers, and the largest answer is everybody's.
+        # 1. Ask this replica's trigger.
         def decide(gradients, params, state):
-            seen = replica.observation(gradients, params, state, trigger.scheduled)
-            return check_answer(
-                trigger.decide(seen, state.trigger_state), state.trigger_state
-            )
+            seen = replica.observation(gradients, params, state)
+            decision, new = triggers.answer(trigger, seen, state.trigger_state)
+            return decision, _trees.like(new, state.trigger_state)
 
-        seen = _finite.or_zeros(replica.usable, updates)
-        decision, trigger_state = replica.locally(decide, seen, params, state)
-        fire = decision.fire if due is None else due.sync
-        if due is None and not trigger.scheduled:
-            fire &= ~_faults.in_cooldown(counters, replica.weight)
-        request, asked = replica.request(fire, counters, due), False
-        if not isinstance(request, int):  # what is known to all is not asked
-            forced = due is not None
-            asked = forced or _requests.is_asked(step, ask_every, axis_name)
-            request = _requests.largest(request, asked, axis_name)
-        begins, ends = replica.begins_and_ends(request)
+        decision, trigger_state = replica.locally(decide, updates, params, state)
 
-        # 2. A local step, and a sync if any replica requested one.
+        # 2. Decide for all replicas alike. What a Python bool settles needs no vote.
+        if due is None and trigger.due is not None:
+            due = trigger.due(counters.steps, replica.sync_cost(params, state))
+        fire: Any = due
+        if due is not False and trigger.decide is not None:
+            fire = decision.fire & _faults.may_request(counters, replica.weight)
+            fire = fire if due is None else fire & due
+        voted = not isinstance(fire, bool)
+        if voted:
+            fire = _collectives.any_replica(fire, axis_name)
+            if axis_name is not None:
+                fire = _guards.one_decision(fire)
+
+        # 3. Take a local step, and a sync if any replica requested one.
         operands = (state.sync_state, updates, state.inner_state, params)
         if synchronizer.after_local_step:
-            alone = replica.locally(replica.local_step, *operands)
+            done = replica.locally(replica.local_step, *operands)
             results = _xla.run_once(
-                ends, replica.syncs_after, alone, params, axis_name=axis_name
+                fire, replica.sync_after, done, params, axis_name=axis_name
             )
-            if synchronizer.delay:
-                results = _xla.run_once(
-                    begins, [replica.begin], results, params, axis_name=axis_name
-                )
         else:
-            results = _guards.switch(
-                ends,
+            results = _guards.cond(
+                fire,
+                replica.sync_instead,
                 replica.local_step,
-                replica.syncs_instead,
                 *operands,
                 axis_name=axis_name,
-                divided=replica.divided,
+                sharded=bool(replica.layout.axes),
             )
         updates, inner_state, sync_state, faults = results
 
-        # 3. What happened is counted.
+        # 4. Count what happened.
         metrics = _counters.following(
             counters,
             decision,
-            axis_name is not None and asked,
-            begins,
-            ends,
-            faults=faults._replace(skipped=~replica.usable),
-            payloads=replica.payloads(params, state.inner_state),
+            voted=voted and axis_name is not None,
+            synced=fire,
+            finite=finite,
+            faults=faults,
+            payload=replica.payload(params, state.inner_state),
             gradient_bytes=_trees.float32_bytes(params),
         )
         state = AdaptiveSyncState(inner_state, trigger_state, sync_state, metrics)
@@ -234,43 +226,181 @@ def adaptive_sync(
 
     @jax.named_scope(_guards.SCOPE)
     def update_fn(
-        updates, state, params: Any = None, *, sync: bool | None = None, **extra_args
+        updates, state, params: Any = None, *, due: bool | None = None, **extra_args
     ):
-        _check_update(updates, state, params, init_fn)
-        due = None
-        if sync is not None:
-            _check_no_delay(synchronizer, "sync", sync)
-            due = Due(sync)
-        elif trigger.scheduled and ask_every is None:
+        _check_update(updates, state, params)
+        if due is None:
             views = _partition.matrix_views(params, dimension_numbers)
             cost = functools.partial(
                 sync_cost, synchronizer, params, state.inner_state, views
             )
-            due = _mapped.known_due(trigger, state.trigger_state, synchronizer, cost)
+            due = _mapped.known_due(trigger, cost)
         return _mapped.update(
             functools.partial(update_of_replica, due=due),
             axis_name,
             updates,
             state,
             params,
+            has_constants=built_in_trace,
             **extra_args,
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_no_delay(synchronizer: Synchronizer, name: str, given: Any) -> None:
-    """Rejects what leaves it open when a sync begins, where all must know it."""
-    if synchronizer.delay:
+def _check_update(gradients, state, params) -> None:
+    _trees.check_state_type(state, AdaptiveSyncState)
+    _trees.check_gradients(gradients, params)
+    if jnp.ndim(state.metrics.steps):
         raise ValueError(
-            f"a synchronizer with delay={synchronizer.delay} needs a trigger that "
-            "looks at counters alone, such as triggers.evenly or every_k, by which all "
-            f"know when a sync begins and ends; got {name}: {given}. Change that, or "
-            "give delay=0"
+            f"The optimizer state has a leading axis of {len(state.metrics.steps)}. "
+            "Inside a shard_map of your own strip it from state, parameters and "
+            "gradients; curvadion_jax.replicas.step does that by itself."
         )
 
 
-def _check_update(gradients, state, params, init_fn) -> None:
-    _trees.check_state_type(state, AdaptiveSyncState)
-    _trees.check_gradients(gradients, params)
-    _trees.check_state(state, jax.eval_shape(init_fn, params))
+def sync_cost(
+    synchronizer: Synchronizer, params, inner_state, views: Views, replicas: int
+) -> float:
+    """See `Observation`."""
+    payload = synchronizer.payload(params, inner_state, views)
+    return payload.as_averaged(replicas) / max(_trees.float32_bytes(params), 1)
+
+
+class _Replica(NamedTuple):
+    """One replica on one step, and the branches that it may take.
+
+    The branches return updates, inner state, sync state and `Faults`.
+
+    Attributes:
+      inner: see `adaptive_sync`, as `synchronizer` and `axis_name`.
+      extra_args: for the inner optimizer.
+      views: path of a parameter -> how it is seen as matrices, or None.
+      layout: how the arrays of this replica lie on its devices.
+      weight: float32[], how much it counts in a sync; None means 1.
+      finite: bool[], whether its gradients are finite.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    synchronizer: Synchronizer
+    axis_name: str | None
+    extra_args: dict[str, Any]
+    views: Views
+    layout: Layout
+    weight: jax.Array | None
+    finite: jax.Array
+
+    def locally(self, function: Callable[..., Any], *operands: Any) -> Any:
+        """See `_guards.locally`."""
+        return _guards.locally(
+            function,
+            *operands,
+            axis_name=self.axis_name,
+            sharded=bool(self.layout.axes),
+        )
+
+    def sync_cost(self, params, state: AdaptiveSyncState) -> float:
+        size = _collectives.axis_size(self.axis_name)
+        return sync_cost(self.synchronizer, params, state.inner_state, self.views, size)
+
+    def observation(self, gradients, params, state: AdaptiveSyncState) -> Observation:
+        """What the trigger sees."""
+        counters, inner_state = state.metrics, state.inner_state
+
+        def next_inner_state():
+            return _momentum.after_local_step(
+                self._update, gradients, inner_state, params
+            )
+
+        return Observation(
+            gradients=gradients,
+            finite=self.finite,
+            inner_state=inner_state,
+            params=params,
+            views=self.views,
+            next_inner_state=next_inner_state,
+            steps=counters.steps,
+            syncs=counters.syncs,
+            local_steps=counters.local_steps,
+            anchor=state.sync_state.anchor,
+            sync_cost=self.sync_cost(params, state),
+        )
+
+    def payload(self, params, inner_state) -> _payload.Payload:
+        """What a sync sends: nothing where there is one replica."""
+        if self.axis_name is None:
+            return _payload.Payload()
+        found = self.synchronizer.payload(params, inner_state, self.views)
+        return found + _payload.WEIGHT
+
+    def local_step(self, sync_state, gradients, inner_state, params):
+        """The step that sends nothing."""
+        updates, inner_state = self._update(gradients, inner_state, params)
+        zeroed = ~_finite.all_finite(updates)
+        updates = _finite.finite_elements(updates)
+        return updates, inner_state, sync_state, no_faults()._replace(zeroed=zeroed)
+
+    def sync_after(self, done, params):
+        """A sync that follows the local step, such as `reconcile`."""
+        updates, inner_state, sync_state, faults = done
+
+        def sync_unless_empty(local, kept, group):
+            return _xla.if_any(
+                local.anybody,
+                lambda *before: self.synchronizer.sync(local, before[-1], group),
+                *local.take(),
+                kept,
+                axis_name=self.axis_name,
+            )
+
+        local = LocalStep(
+            (), inner_state, params, self.views, lambda own: (updates, own.inner_state)
+        )
+        moved = optax.apply_updates(params, updates)
+        *results, missed = self._synchronised(
+            sync_unless_empty, local, sync_state, moved
+        )
+        return *results, missed._replace(zeroed=faults.zeroed | missed.zeroed)
+
+    def sync_instead(self, sync_state, gradients, inner_state, params):
+        """A sync that replaces the local step, such as `average_gradients`."""
+
+        def take(local, gradients=None, inner_state=None, **more):
+            gradients = local.gradients if gradients is None else gradients
+            inner_state = local.inner_state if inner_state is None else inner_state
+            return self._update(gradients, inner_state, params, **more)
+
+        local = LocalStep(gradients, inner_state, params, self.views, take)
+        return self._synchronised(
+            self.synchronizer.sync, local, sync_state, params, there=self.finite
+        )
+
+    def _synchronised(
+        self, sync, local: LocalStep, sync_state, moved, there: Any = True
+    ):
+        """Updates, inner state and sync state after a sync, and who missed it.
+
+        `moved` are the parameters that the replica comes with.
+        """
+        kept = _memory.to_device(sync_state)
+        sound = _faults.is_finite(local.inner_state, moved)
+        healthy = _faults.is_healthy(moved, kept, sound)
+        own = _faults.contribution(self.weight, healthy, there)
+        fresh = _faults.fresh_state(self.inner, local.params, local.inner_state)
+        local = _faults.taking_part(local, fresh, sound, own, healthy, self.axis_name)
+        local = local._replace(take=functools.partial(local.take, local))
+        group = Replicas(self.axis_name, self.layout)
+        updates, inner_state, new = sync(local, kept, group)
+        updates, faults = _faults.after_sync(
+            _trees.like(updates, local.params), local, own < 0
+        )
+        return updates, inner_state, _memory.put_back(new, kept, sync_state), faults
+
+    def _update(self, gradients, inner_state, params, **more):
+        """The inner optimizer's, in the dtypes of parameters and state."""
+        if self.layout.axes:
+            more["devices"] = Devices(self.layout)
+        updates, after = self.inner.update(
+            gradients, inner_state, params, **self.extra_args, **more
+        )
+        return _trees.like(updates, params), _trees.like(after, inner_state)

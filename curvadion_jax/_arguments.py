@@ -14,13 +14,18 @@ import jax.numpy as jnp
 import optax
 
 
-def check_int(value: Any, what: str, at_least: int = 1) -> None:
-    """Rejects what is not a plain int, a traced number included, or is too small."""
+def check_static(value: Any, what: str) -> None:
+    """Rejects a traced number where a Python number is needed."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
-            f"{what} must be a Python int, got a traced value. With "
+            f"{what} must be a Python number, got a traced value. With "
             f"optax.inject_hyperparams, pass static_args=({what!r},)."
         )
+
+
+def check_int(value: Any, what: str, at_least: int = 1) -> None:
+    """Rejects what is not a plain int, a traced number included, or is too small."""
+    check_static(value, what)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{what} must be an int, got {value!r}.")
     if value < at_least:

@@ -30,7 +30,7 @@ def curvadion(
     weight_decay_mask: Any | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
     *,
-    budget: jax.typing.ArrayLike | None = None,
+    budget: float | None = None,
     bits: int | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     other_optimizer: optax.GradientTransformation | None = None,
@@ -40,7 +40,7 @@ def curvadion(
     seed: jax.typing.ArrayLike = 0,
     synchronizer: synchronizers.Synchronizer | None = None,
     axis_name: str | None = None,
-    ask_every: int | None = None,
+    decision_interval: int = 1,
     allow_unchecked: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""CurvaDion: replicas take Dion's steps alone until a momentum changes fast.
@@ -95,7 +95,10 @@ def curvadion(
       synchronizer: how replicas come together, in place of the sync step above.
       axis_name: name of the replica axis; None is one replica, which sends nothing, and
         takes the outer steps all the same.
-      ask_every, allow_unchecked: as for :func:`adaptive_sync`.
+      decision_interval: number of steps from one vote of the replicas to the next. A
+        vote costs a round trip over the slow link; with k steps in between, what a
+        replica requests waits up to k - 1 steps, and nothing is sent on those.
+      allow_unchecked: as for :func:`adaptive_sync`.
 
     Returns:
       The optimizer, with :class:`AdaptiveSyncState`. Its place is the last in a
@@ -131,6 +134,8 @@ def curvadion(
         trigger = triggers.budget(budget, ahead=_BOUNDS, behind=_BOUNDS)
     else:
         trigger = triggers.relative_momentum_change(threshold)
+    if decision_interval != 1:
+        trigger = triggers.at_intervals(trigger, decision_interval)
     synchronizer = _default_sync.sync_in(bits, synchronizer)
     inner = dion(
         learning_rate,
@@ -152,6 +157,5 @@ def curvadion(
         synchronizer,
         axis_name,
         dimension_numbers=dimension_numbers,
-        ask_every=ask_every,
         allow_unchecked=allow_unchecked,
     )

@@ -22,11 +22,6 @@ def all_finite(tree: Any) -> jax.Array:
     return _sum([jnp.sum(x - x) for x in floats]) == 0
 
 
-def none_of(bad: Sequence[jax.Array]) -> jax.Array:
-    """Whether not one of some bool[] holds."""
-    return _sum(bad) == 0
-
-
 def _sum(numbers: Sequence[jax.Array]) -> jax.Array:
     """The sum of the squares of some scalars, float32[].
 
@@ -53,7 +48,7 @@ def where_finite(numbers: Any, tree: Any, other: Any) -> Any:
     )
 
 
-def mended(state: Any, before: Any) -> Any:
+def repaired(state: Any, before: Any) -> Any:
     """A state with what it was before where its arrays are not finite.
 
     Scalars may be meant to be infinite, and stay so.

@@ -4,7 +4,7 @@ Inspects each branch's jaxpr before it is used, and rejects collectives over the
 axis where there may be none, or where replicas may not come together.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,49 +16,44 @@ from curvadion_jax import _collectives, _jaxprs
 # Around the optimizer's own communication, in the names of a program's equations.
 SCOPE = "curvadion_jax.update"
 SEVERAL_MODELS = (
-    "update runs under vmap, for {} models: a condition with several decisions runs "
-    "both of its branches, so that every step would send all that a sync sends. Give "
-    "one update the parameters of all models, stacked: leading axes are stacks of "
-    "matrices"
+    "The optimizer's update runs under vmap, for {} models, where both branches of a "
+    "condition run: every step would send what a sync sends. Give one update the "
+    "stacked parameters of all models."
 )
 
 
-def switch(
-    which: jax.Array | int,
+def cond(
+    fire: jax.Array | bool,
+    sync: Callable[..., Any],
     local: Callable[..., Any],
-    syncs: Sequence[Callable[..., Any]],
     *operands: Any,
     axis_name: str | None,
-    divided: bool = False,
+    sharded: bool = False,
 ) -> Any:
     """`lax.cond` around collectives, that cannot hang and keeps local steps local.
 
     Args:
-      which: int32[], the same on all replicas: 0 is the local branch, v the v-th sync.
-        An int is known, and that branch the program.
-      local: branch that may not communicate over the axis.
-      syncs: branches that may; one makes this a `lax.cond`, several a `lax.switch`.
+      fire: bool[], the same on all replicas, whether to take the sync. A Python bool is
+        known, and that branch the program.
+      sync: branch that may communicate over the axis.
+      local: branch that may not.
       *operands: trees of arrays, passed on.
       axis_name: replica axis.
-      divided: whether a replica has several devices.
+      sharded: whether a replica has several devices.
 
     Returns:
       What the chosen branch returns, marked as varying over the axis.
 
     Raises:
       ValueError: if the choice may differ between replicas (the program would wait
-        for ever), if the local branch holds a collective over the axis, or if the
+        indefinitely), if the local branch holds a collective over the axis, or if the
         branches return different shapes or dtypes.
     """
-
-    def traced_sync(sync):
-        branch = _jaxprs.trace(sync, *operands)
-        require_no_deadlock(branch.program.jaxpr, axis_name)
-        return branch
-
-    traced = trace_local(local, *operands, axis_name=axis_name, divided=divided)
-    # All of them, known or not: what is wrong with a sync is said before the first one.
-    branches = [traced, *map(traced_sync, syncs)]
+    synced = _jaxprs.trace(sync, *operands)
+    require_no_deadlock(synced.program.jaxpr, axis_name)
+    alone = trace_local(local, *operands, axis_name=axis_name, sharded=sharded)
+    # Both, known or not: what is wrong with a sync is reported before the first one.
+    branches = [synced, alone]
     axes = _jaxprs.axes_of_results(branches)
 
     def marked(branch):
@@ -66,20 +61,17 @@ def switch(
             _collectives.vary_over(branch(*args), axes), axis_name
         )
 
-    functions = [marked(branch) for branch in branches]
-    if isinstance(which, int):
-        return functions[which](*operands)
-    require_shared(which, axis_name)
-    if len(functions) == 2:
-        return lax.cond(which > 0, *reversed(functions), *operands)
-    return lax.switch(which, functions, *operands)
+    if isinstance(fire, bool):
+        return marked(synced if fire else alone)(*operands)
+    require_shared(fire, axis_name)
+    return lax.cond(fire, *map(marked, branches), *operands)
 
 
 def locally(
     function: Callable[..., Any],
     *operands: Any,
     axis_name: str | None,
-    divided: bool = False,
+    sharded: bool = False,
 ) -> Any:
     """Result of a computation that must stay on its replica.
 
@@ -89,25 +81,21 @@ def locally(
     """
     if axis_name is None:
         return function(*operands)
-    traced = trace_local(function, *operands, axis_name=axis_name, divided=divided)
+    traced = trace_local(function, *operands, axis_name=axis_name, sharded=sharded)
     return traced(*operands)
 
 
-def require_shared(
-    x: jax.Array, axis_name: str | None, what: str = "the decision to synchronise"
-) -> None:
-    """Rejects what decides about a collective and may differ between replicas."""
-    if axis_name is not None and _collectives.is_varying(x, axis_name):
+def require_shared(fire: jax.Array, axis_name: str | None) -> None:
+    """Rejects a decision about a collective that may differ between replicas."""
+    if axis_name is not None and _collectives.is_varying(fire, axis_name):
         raise ValueError(
-            f"{what} differs between the replicas of axis {axis_name!r}; some would "
-            "wait for ever for the others. Reduce it over the axis first. (The number "
-            "of a step comes from outside, as a further argument of the function that "
-            "replicas.step returns, train(state, batch, step).)"
+            f"The decision to synchronise differs between the replicas of axis "
+            f"{axis_name!r}, which would deadlock. Reduce it over the axis first."
         )
 
 
 def trace_local(
-    function: Callable[..., Any], *operands: Any, axis_name: str | None, divided: bool
+    function: Callable[..., Any], *operands: Any, axis_name: str | None, sharded: bool
 ) -> _jaxprs.Traced:
     """The program of a function that must not communicate over the axis."""
     traced = _jaxprs.trace(function, *operands)
@@ -116,19 +104,16 @@ def trace_local(
     jaxpr = traced.program.jaxpr
     if found := _jaxprs.collectives_in(jaxpr, axis_name):
         raise ValueError(
-            f"a local step would communicate over the axis {axis_name!r} "
-            f"({found[0].primitive.name}): the inner optimizer and the trigger "
-            "must not reduce over the replica axis themselves; leave "
-            "that to the synchronizer"
+            f"A local step would communicate over the axis {axis_name!r} "
+            f"({found[0].primitive.name}). Remove it from the inner optimizer or the "
+            "trigger: the synchronizer does what has to be sent."
         )
-    if divided and _has_own_condition(jaxpr, axis_name):
+    if sharded and _has_own_condition(jaxpr, axis_name):
         raise ValueError(
-            "the inner optimizer or the trigger has a condition "
-            f"that may differ between the replicas of axis {axis_name!r} (lax.cond or "
-            "a while loop, as in optax.apply_if_finite), and a replica has several "
-            "devices: the compiler may move arrays between them inside it, in a "
-            "message that waits for the devices of all replicas. Use jnp.where; steps "
-            "with gradients that are not finite adaptive_sync skips by itself"
+            "The inner optimizer or the trigger has a lax.cond or while_loop that "
+            f"replicas of axis {axis_name!r} may decide differently, which would "
+            "deadlock with several devices in a replica. Use jnp.where; "
+            "non-finite gradients need no wrapper."
         )
     return traced
 
@@ -162,13 +147,10 @@ def require_no_deadlock(jaxpr: Jaxpr, axis_name: str | None) -> None:
             _jaxprs.collectives_in(program, axis_name) for program in inner
         ):
             raise ValueError(
-                "a collective stands inside a condition that differs between the "
-                f"replicas of axis {axis_name!r}: some would wait for ever for the "
-                "others. What decides by a replica's own values, such as "
-                "optax.apply_if_finite or lax.cond on a loss, goes around the inner "
-                "optimizer, adaptive_sync(apply_if_finite(inner), ...), and not around "
-                "the optimizer that synchronises, nor around one whose factors are "
-                "averaged"
+                f"A collective over axis {axis_name!r} is inside a lax.cond or "
+                "while_loop that replicas may decide differently, which would "
+                "deadlock. Put the condition around the inner optimizer: "
+                "adaptive_sync(optax.apply_if_finite(inner, 3), ...)."
             )
         for program in inner:
             require_no_deadlock(program, axis_name)
@@ -205,8 +187,8 @@ def require_local_gradients(
                 raise ValueError(
                     f"axis_name is None, but the gradient "
                     f"{jax.tree_util.keystr(path)} differs along the mesh axis "
-                    f"{', '.join(sorted(axes))}: replicas would drift apart and never "
-                    f"synchronise. Pass axis_name={min(axes)!r}"
+                    f"{', '.join(sorted(axes))}: replicas would never synchronise. "
+                    f"Pass axis_name={min(axes)!r}."
                 )
         return
     _collectives.axis_size(axis_name)
@@ -216,19 +198,16 @@ def require_local_gradients(
         if allow_unchecked:
             return
         raise ValueError(
-            "shard_map was called with check_vma=False, so gradients that are "
-            f"averaged over {axis_name!r} already cannot be told from local ones. "
-            "Leave check_vma on, or use curvadion or adaptive_sync with "
-            "allow_unchecked=True and make sure of it yourself"
+            "With check_vma=False (or pmap) gradients that were averaged over "
+            f"{axis_name!r} already cannot be told from local ones. Use "
+            "curvadion_jax.replicas.step, or a shard_map with check_vma, or make sure "
+            "yourself and pass allow_unchecked=True."
         )
     for path, leaf in leaves:
         if not _collectives.is_varying(leaf, axis_name):
             raise ValueError(
-                f"the gradient {jax.tree_util.keystr(path)} is the same on all "
-                f"replicas of {axis_name!r}: it has been reduced over the axis before "
-                "it got here, so every step communicates in full. Either the "
-                "parameters are not replica-varying (in_specs P(): use "
-                "curvadion_jax.replicas.replicate and replicas.step, which give them "
-                "a leading replica axis), or the gradients go through a pmean or "
-                "psum: remove it"
+                f"Gradient {jax.tree_util.keystr(path)} was already averaged over "
+                f"axis {axis_name!r}, so every step would communicate in full. Remove "
+                "the pmean or psum; if there is none, the parameters are replicated "
+                "(in_specs=P()): use curvadion_jax.replicas.step."
             )

@@ -106,6 +106,33 @@ def collectives_in(
     return found
 
 
+def updates_in(jaxpr: Jaxpr, scope: str) -> int:
+    """How many updates of optimizers that synchronise a step's program makes.
+
+    Args:
+      jaxpr: the program.
+      scope: name of the scope around an update.
+
+    Raises:
+      ValueError: if one stands in a condition or a while loop.
+    """
+    found = 0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "custom_vmap_call" and scope in str(equation.source_info.name_stack):
+            found += 1
+            continue
+        inside = sum(updates_in(each, scope) for each in inner_jaxprs(equation))
+        if inside and name in ("cond", "while"):
+            raise ValueError(
+                "The optimizer's update is inside a lax.cond or while_loop, of which "
+                "replicas.step would run every branch on every step. Put what decides "
+                "around the inner optimizer, adaptive_sync(optax.apply_if_finite(...))."
+            )
+        found += inside * equation.params.get("length", 1)
+    return found
+
+
 def bytes_given(equation: JaxprEqn) -> int:
     """Bytes of the arrays that an equation is given."""
     avals: list[Any] = [x.aval for x in equation.invars]

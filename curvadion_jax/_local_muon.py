@@ -14,7 +14,7 @@ _BUDGET = 0.01
 
 def local_muon(
     learning_rate: optax.ScalarOrSchedule,
-    budget: jax.typing.ArrayLike | None = None,
+    budget: float | None = None,
     bits: int | None = None,
     momentum: optax.ScalarOrSchedule = 0.9,
     weight_decay: optax.ScalarOrSchedule = 0.0,
@@ -27,7 +27,6 @@ def local_muon(
     trigger: triggers.Trigger | None = None,
     synchronizer: synchronizers.Synchronizer | None = None,
     axis_name: str | None = None,
-    ask_every: int | None = None,
     allow_unchecked: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Replicas take steps of Muon alone, and come together within a budget of bytes.
@@ -64,7 +63,7 @@ def local_muon(
         step and the compressor above, which leaves momenta local.
       axis_name: name of the replica axis; None is one replica, which sends nothing, and
         takes the outer steps all the same.
-      ask_every, allow_unchecked: as for :func:`adaptive_sync`.
+      allow_unchecked: as for :func:`adaptive_sync`.
 
     Returns:
       The optimizer, with :class:`AdaptiveSyncState`. Its place is the last in a
@@ -130,6 +129,5 @@ def local_muon(
         synchronizer,
         axis_name,
         dimension_numbers=dimension_numbers,
-        ask_every=ask_every,
         allow_unchecked=allow_unchecked,
     )

@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _axis_types, _closures, _collectives, _guards, _jaxprs
-from curvadion_jax._protocols import Synchronizer, Trigger
-from curvadion_jax._schedule import Due, Schedule
+from curvadion_jax import _axis_types, _collectives, _guards, _jaxprs
+from curvadion_jax._interfaces import Trigger
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,30 +32,26 @@ class Mapped:
     Attributes:
       mesh: mesh with the replica axis.
       axis_name: name of the replica axis.
-      due: what happens on this step, where the host knows that; None where not. Of a
-        program of several steps what happens on each.
-      schedule: by which the host can know.
-      counts_along: whether the next step begins with the counters of this one's only
-        update.
-      is_another: whether this is another program of a step that was traced before.
-      sent_outside: bytes that the step itself sends over the axis, beside the
-        optimizer.
-      averaged: whether an update is given gradients that were reduced over the axis.
+      due: whether a decision is due on this step, where the host knows; else None.
+      due_of: number of steps taken -> `due`, by which the host can know; None where
+        the trigger has none.
+      is_measured: whether replicas vote where a decision is due.
+      updates: how many updates of optimizers that synchronise the step makes.
+      reduced: sizes of the arrays that the step itself reduces over the axis.
     """
 
     mesh: Mesh
     axis_name: str
-    due: Any = None
-    schedule: Schedule | None = None
-    counts_along: bool = False
-    is_another: bool = False
-    sent_outside: int = 0
-    averaged: bool = False
+    due: bool | None = None
+    due_of: Callable[[int], bool] | None = None
+    is_measured: bool = True
+    updates: int = 0
+    reduced: frozenset[int] = frozenset()
 
     @property
     def known_sync(self) -> bool | None:
-        """Whether this is a sync step; None where the program decides it."""
-        return self.due.sync if self.schedule and self.due else None
+        """Whether this is a sync step; None where the devices decide it."""
+        return self.due if self.due is False or not self.is_measured else None
 
 
 # Whether the step is a program already, and mapped: what is mapped before is not it.
@@ -86,28 +82,24 @@ def current() -> Mapped | None:
     return _step.value
 
 
-def known_due(
-    trigger: Trigger,
-    state: Any,
-    synchronizer: Synchronizer,
-    cost: Callable[[int], float],
-) -> Due | None:
-    """What the host knows to happen on this step; None if it does not know.
+def is_tracing() -> bool:
+    """Whether a function is being traced here."""
+    return isinstance(jnp.zeros([]), Tracer)
+
+
+def known_due(trigger: Trigger, cost: Callable[[int], float]) -> bool | None:
+    """Whether the host knows a decision to be due; None if it does not know.
 
     Args:
-      trigger: one with `scheduled`.
-      state: its state.
-      synchronizer: for its delay.
+      trigger: of the optimizer.
       cost: number of replicas -> `Observation.sync_cost`.
     """
     mapped = current()
-    if mapped is None or _closures.reaches_tracers(trigger):
+    if mapped is None or trigger.due is None:
         return None
-    shapes = jax.eval_shape(lambda x: x, state)
-    replicas = mapped.mesh.shape[mapped.axis_name]
-    mapped.schedule = Schedule(
-        *(trigger, shapes, cost(replicas), synchronizer.delay, synchronizer.cycle)
-    )
+    due, sync_cost = trigger.due, cost(mapped.mesh.shape[mapped.axis_name])
+    mapped.due_of = lambda steps: bool(due(steps, sync_cost))
+    mapped.is_measured = trigger.decide is not None
     return mapped.due
 
 
@@ -117,6 +109,8 @@ def update(
     gradients: Any,
     state: Any,
     params: Any,
+    *,
+    has_constants: bool = False,
     **arguments: Any,
 ) -> tuple[Any, Any]:
     """``function(gradients, state, params, **arguments)`` of one replica.
@@ -127,13 +121,16 @@ def update(
       function: of one replica.
       axis_name: replica axis.
       gradients, state, params, arguments: what the function is given.
+      has_constants: whether it may close over values that are being traced, as under
+        `optax.inject_hyperparams`.
 
     Returns:
       Updates, in the shapes and dtypes of the parameters, and a state like the one that
       was given.
 
     Raises:
-      ValueError: inside `replicas.step`, for another axis than that of the step.
+      ValueError: inside `replicas.step`, for another axis than that of the step, or for
+        gradients that were averaged.
     """
     mapped = current()
     if mapped is None or jax.sharding.get_abstract_mesh().manual_axes:
@@ -144,9 +141,7 @@ def update(
     rest = {k: v for k, v in arguments.items() if k not in arrays}
     function = functools.partial(function, **rest)
     given = [gradients, state, params, arrays]
-    checked = not _closures.reaches_tracers(function)
-    if not checked:
-        # As under `optax.inject_hyperparams`: what it closes over is mapped as well.
+    if has_constants:  # these are mapped as well
         function, consts = _with_consts(function, mapped, given)
         given.append(consts)
 
@@ -159,18 +154,27 @@ def update(
     def _(size, batched, *operands):
         if not _is_program.get():
             raise ValueError(_guards.SEVERAL_MODELS.format(size))
-        flags = list(batched)
-        if not mapped.averaged:
-            # A gradient of nothing is zeros on all replicas, and was not averaged.
-            flags[0] = jax.tree.map(lambda _: True, flags[0])
-            operands = (_stacked(operands[0], batched[0], size), *operands[1:])
-        mapped_over = _in_shard_map(function, mapped, flags, checked)
-        if not checked:
-            _check_untyped(mapped, flags)
-        results = mapped_over(*operands)
+        _check_local(mapped, operands[0], batched[0])
+        # A gradient that is a constant, such as zeros, is the same on all replicas.
+        flags = [jax.tree.map(lambda _: True, batched[0]), *batched[1:]]
+        operands = (_stacked(operands[0], batched[0], size), *operands[1:])
+        results = _in_shard_map(function, mapped, flags, not has_constants)(*operands)
         return results, jax.tree.map(lambda _: True, results)
 
     return one(*given)
+
+
+def _check_local(mapped: Mapped, gradients, batched) -> None:
+    """Rejects gradients that were averaged over the replicas."""
+    total = sum(x.size for x in jax.tree.leaves(gradients))
+    leaves = jax.tree.leaves_with_path(gradients)
+    for (path, leaf), differs in zip(leaves, jax.tree.leaves(batched), strict=True):
+        if not differs and not mapped.reduced.isdisjoint({leaf.size, total}):
+            raise ValueError(
+                f"Gradient {jax.tree_util.keystr(path)} was already averaged over "
+                f"axis {mapped.axis_name!r}, so every step would communicate in full. "
+                "Remove the pmean or psum of the gradients."
+            )
 
 
 def _with_consts(function, mapped: Mapped, given):
@@ -241,24 +245,7 @@ def _check_axis(mapped: Mapped, axis_name: str | None) -> None:
     alone = axis_name is None and mapped.mesh.shape[mapped.axis_name] == 1
     if axis_name != mapped.axis_name and not alone:
         raise ValueError(
-            f"the optimizer has axis_name={axis_name!r} and replicas.step maps over "
-            f"{mapped.axis_name!r}: replicas would drift apart and never synchronise. "
-            f"Build the optimizer with axis_name={mapped.axis_name!r}"
-        )
-
-
-def _check_untyped(mapped: Mapped, batched) -> None:
-    """What types would say otherwise: what is the same on all replicas."""
-    if mapped.averaged:
-        raise ValueError(
-            f"a gradient is the same on all replicas of {mapped.axis_name!r}: it has "
-            "been reduced over the axis before it got here, so every step communicates "
-            "in full. Remove the pmean or psum"
-        )
-    if batched[3].get("step", False):
-        raise ValueError(
-            f"the step differs between the replicas of {mapped.axis_name!r}; some "
-            "would wait for ever for the others. It comes from outside, as a further "
-            "argument of the function that replicas.step returns, "
-            "train(state, batch, step)"
+            f"The optimizer has axis_name={axis_name!r}, and replicas.step maps over "
+            f"{mapped.axis_name!r}. Build the optimizer with "
+            f"axis_name={mapped.axis_name!r}."
         )

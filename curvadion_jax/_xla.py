@@ -12,7 +12,7 @@ temporary memory of a sync 6.0 to 2.25 times the parameters, this and the pieces
 `quantize`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,8 +23,8 @@ from curvadion_jax import _collectives, _guards, _jaxprs
 
 
 def run_once(
-    which: jax.Array | int,
-    syncs: Sequence[Callable[..., Any]],
+    fire: jax.Array | bool,
+    sync: Callable[..., Any],
     done: Any,
     *operands: Any,
     axis_name: str | None,
@@ -35,9 +35,9 @@ def run_once(
     of the loop what a sync needs and no pass changes.
 
     Args:
-      which: int32[], the same on all replicas: 0 is a local step, v the v-th sync. An
-        int is known, and needs no loop.
-      syncs: functions of `done` and the operands that may communicate over the axis.
+      fire: bool[], the same on all replicas, whether to synchronise. A Python bool is
+        known, and needs no loop.
+      sync: function of `done` and the operands that may communicate over the axis.
       done: tree of arrays.
       *operands: trees of arrays, passed on.
       axis_name: replica axis.
@@ -46,26 +46,24 @@ def run_once(
       A tree like `done`, marked as varying over the axis.
 
     Raises:
-      ValueError: as `_guards.switch`.
+      ValueError: as `_guards.cond`.
     """
     done = _collectives.vary(done, axis_name)
     keep = lambda done, *_: done  # noqa: E731
-    if isinstance(which, int):
-        return _guards.switch(which, keep, syncs, done, *operands, axis_name=axis_name)
-    _guards.require_shared(which, axis_name)
-    branches = [_jaxprs.trace(each, done, *operands) for each in (keep, *syncs)]
+    if isinstance(fire, bool):
+        return _guards.cond(fire, sync, keep, done, *operands, axis_name=axis_name)
+    _guards.require_shared(fire, axis_name)
+    branches = [_jaxprs.trace(each, done, *operands) for each in (sync, keep)]
     axes = _jaxprs.axes_of_results(branches)
-    if axes != _jaxprs.axes_of_results(branches[:1]):
+    if axes != _jaxprs.axes_of_results(branches[1:]):
         # A loop hands on what it began with, and marked as what it ends with.
         done = _collectives.vary_over(done, axes)
-        branches = [_jaxprs.trace(each, done, *operands) for each in (keep, *syncs)]
+        branches = [_jaxprs.trace(each, done, *operands) for each in (sync, keep)]
 
     def once(_, done):
-        return _guards.switch(
-            which, branches[0], branches[1:], done, *operands, axis_name=axis_name
-        )
+        return _guards.cond(fire, *branches, done, *operands, axis_name=axis_name)
 
-    return lax.fori_loop(0, jnp.minimum(which, 1), once, done)
+    return lax.fori_loop(0, fire.astype(jnp.int32), once, done)
 
 
 def if_any(
@@ -75,10 +73,5 @@ def if_any(
     axis_name: str | None,
 ) -> tuple[Any, ...]:
     """What a function makes of trees, or the trees as they are if nobody takes part."""
-    return _guards.switch(
-        anybody.astype(jnp.int32),
-        lambda *before: before,
-        [function],
-        *before,
-        axis_name=axis_name,
-    )
+    keep = lambda *before: before  # noqa: E731
+    return _guards.cond(anybody, function, keep, *before, axis_name=axis_name)

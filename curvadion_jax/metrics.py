@@ -11,8 +11,7 @@ from curvadion_jax import _paths
 from curvadion_jax._counters import WORD, SyncMetrics, initial, ways
 from curvadion_jax._payload import Payload
 
-_FAULTS = ("skipped", "contained", "excluded")
-_IN_A_ROW = 10  # after so many faults in a row `read` warns
+_FAULTS = ("nonfinite", "zeroed", "excluded")
 
 
 class Report(dict[str, Any]):
@@ -86,21 +85,21 @@ def read(opt_state: Any, params: Any = None, *, replicas: int | None = None) -> 
       A dictionary, printed as a table, with
 
       * `steps`, `syncs`, `sync_rate` (their ratio), `synced` (the last step),
-        `replicas`, and `asked`: steps on which replicas reduced a decision,
+        `replicas`, and `votes`: steps on which replicas reduced a decision,
       * `value`: the trigger's last value, the largest of this process; `threshold`:
         what it was compared with; `layer`: path of its parameter in `params`, else its
         index among the leaves. None for a trigger without one,
       * `bytes`: what one replica has sent, as :func:`sync_bytes` counts it, with each
         decision and each weight; `synchronous_bytes`: what float32 gradients averaged
         on every step would have sent,
-      * `skipped`: steps not taken because gradients were not finite; `contained`: steps
-        on which an optimizer's updates were not; `excluded`: syncs that a replica was
+      * `nonfinite`: steps on which gradients were not finite; `zeroed`: steps on which
+        an optimizer's updates were not; `excluded`: syncs that a replica was
         excluded from; `absent`: syncs without weight, all over the replicas of this
         process; `empty_syncs`: syncs that no replica took part in,
       * `troubled`: number of a replica -> those of these counts that are its own.
 
     Warns:
-      RuntimeWarning: if the last 10 steps or syncs of a replica were such.
+      RuntimeWarning: if most steps or syncs of a replica were such.
 
     Raises:
       ValueError: if there are no counters, the number of replicas is unknown, replicas
@@ -150,14 +149,12 @@ def read(opt_state: Any, params: Any = None, *, replicas: int | None = None) -> 
         value=_shortest(values[worst]),
         threshold=_shortest(found.threshold.reshape(-1)[worst]),
         layer=None if layer == -1 else layer,
-        asked=_common(found.asked, "asked"),
+        votes=_common(found.votes, "votes"),
         replicas=number,
         bytes=round(sync_bytes(Payload(averaged, gathered), number)),
         synchronous_bytes=round(sync_bytes(Payload(synchronous), number)),
         empty_syncs=_common(found.empty, "empty"),
-        **{
-            name: int(getattr(found, name).total.sum()) for name in (*_FAULTS, "absent")
-        },
+        **{name: int(getattr(found, name).sum()) for name in (*_FAULTS, "absent")},
         troubled=_troubled(found, own),
     )
 
@@ -186,21 +183,20 @@ def _common(array: np.ndarray, what: str) -> int:
 
 
 def _troubled(found: SyncMetrics, numbers: list[int]) -> dict[int, dict[str, int]]:
-    """What replicas did not do, and a warning where that goes on."""
+    """What replicas did not do, and a warning where that is most of it."""
     troubled: dict[int, dict[str, int]] = {}
     for name in _FAULTS:
+        possible = int(np.max(found.syncs if name == "excluded" else found.steps))
         # Of models that are trained together under `vmap`, the worst.
-        total, in_a_row, _ = (
-            x.reshape(len(numbers), -1).max(1).tolist() for x in getattr(found, name)
-        )
-        for number, count, recent in zip(numbers, total, in_a_row, strict=True):
+        counts = getattr(found, name).reshape(len(numbers), -1).max(1).tolist()
+        for number, count in zip(numbers, counts, strict=True):
             if count:
                 troubled.setdefault(number, {})[name] = count
-            if recent >= _IN_A_ROW:
+            if count > max(possible / 2, 2):
                 warnings.warn(
-                    f"Replica {number} was {name} the last {recent} times, for numbers "
-                    "that are not finite. Look at its data and learning rate, or give "
-                    "it another replica's state with replicas.repair.",
+                    f"Replica {number} was {name} {count} times of {possible}, for "
+                    "numbers that are not finite. Look at its data and learning rate, "
+                    "or give it another replica's state with replicas.repair.",
                     RuntimeWarning,
                     stacklevel=3,
                 )

@@ -2,24 +2,21 @@
 
 Everything that may differ between replicas has a leading replica axis: parameters,
 optimizer state, counters. A training step is written for one replica, without that
-axis; `step` runs it on all of them, and `steps` several of them in one program. There
-is always one well-defined model, `consensus`.
+axis, and `step` runs it on all of them. There is always one well-defined model,
+`consensus`.
 """
 
 from curvadion_jax.replicas._anchor import drift, reanchor
-from curvadion_jax.replicas._compiled import CompiledStep
 from curvadion_jax.replicas._consensus import consensus, consensus_bytes, divergence
 from curvadion_jax.replicas._mend import mend
 from curvadion_jax.replicas._mesh import AXIS, make_mesh
 from curvadion_jax.replicas._resize import resize
-from curvadion_jax.replicas._several import CompiledSteps
 from curvadion_jax.replicas._state import offload, replicate
-from curvadion_jax.replicas._steps import step, steps
+from curvadion_jax.replicas._step import CompiledStep, step
 
 __all__ = [
     "AXIS",
     "CompiledStep",
-    "CompiledSteps",
     "consensus",
     "consensus_bytes",
     "divergence",
@@ -31,5 +28,4 @@ __all__ = [
     "replicate",
     "resize",
     "step",
-    "steps",
 ]

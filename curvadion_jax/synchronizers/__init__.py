@@ -1,22 +1,23 @@
-"""Synchronizers decide what is sent and how replicas come together."""
+"""What replicas send at a sync, and what they make of it; see `Synchronizer`.
 
-from curvadion_jax._local_step import LocalStep
-from curvadion_jax._protocols import Group, Measured, Synchronizer, SyncState
+There are two kinds. *Within the step*, `average_gradients` and `average_factors`
+average what the inner optimizer works on; with `always` they equal training on one
+big batch. *After the step*, `reconcile` lets every replica take its own step and then
+brings the results together.
+"""
+
+from curvadion_jax._interfaces import Group, LocalStep, Synchronizer, SyncState
 from curvadion_jax.synchronizers._factors import average_factors
-from curvadion_jax.synchronizers._fragments import fragment_paths
 from curvadion_jax.synchronizers._gradients import average_gradients
-from curvadion_jax.synchronizers._reconcile import reconcile
-from curvadion_jax.synchronizers._reconciler import ReconcileCommon
+from curvadion_jax.synchronizers._reconcile import ReconcileCommon, reconcile
 
 __all__ = [
     "Group",
     "LocalStep",
-    "Measured",
     "ReconcileCommon",
     "SyncState",
     "Synchronizer",
     "average_factors",
     "average_gradients",
-    "fragment_paths",
     "reconcile",
 ]

@@ -4,13 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from curvadion_jax import _finite, _momentum, _paths, compressors
-from curvadion_jax._local_step import LocalStep
+from curvadion_jax._interfaces import Group, LocalStep, Synchronizer, SyncState
 from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax._payload import total
 from curvadion_jax._power_iteration import reduces_factors
-from curvadion_jax._protocols import Group, Synchronizer, SyncState
-from curvadion_jax.compressors import check_compressor
-from curvadion_jax.synchronizers import _base
+from curvadion_jax.synchronizers import _feedback
 
 
 def average_factors(
@@ -70,9 +68,9 @@ def average_factors(
       Ahn et al., `Dion <https://arxiv.org/abs/2504.05295>`_, section on compressed
       data-parallel synchronisation
     """
+    form = compressors.exact()
     if compressor is not None:
-        compressor = check_compressor(compressor)
-    form = compressors.exact() if compressor is None else compressor
+        form = compressors.check_compressor(compressor)
 
     def init(params, inner_state, views):
         del views
@@ -87,7 +85,7 @@ def average_factors(
         # Copies, so that both can be donated.
         q = [jax.tree.map(jnp.copy, state.q) for state in states]
         residual = () if compressor is None else _without(params, taken)
-        return SyncState(common=q, residual=_base.zero_residual(residual))
+        return SyncState(common=q, residual=_feedback.zero_residual(residual))
 
     def sync(local: LocalStep, state: SyncState, group: Group):
         return _sync(compressor, local, state, group)
@@ -116,7 +114,7 @@ def _without(tree, taken) -> dict[str, jax.Array]:
 def _ranks(inner_state, views):
     """Path -> view and rank, for the parameters that Dion takes."""
     states = _momentum.dion_states(inner_state)
-    return {n: pair for s in states for n, pair in _base.matrices(s, views).items()}
+    return {n: pair for s in states for n, pair in _feedback.matrices(s, views).items()}
 
 
 def _sync(compressor, local: LocalStep, state: SyncState, group: Group):
@@ -131,7 +129,7 @@ def _sync(compressor, local: LocalStep, state: SyncState, group: Group):
         if compressor is None:
             return local.mean(arrays, there), None
         result = compressor.average(local.weighted(arrays), (), there, {})
-        unsent = _base.own_unsent(local, result.unsent)
+        unsent = _feedback.own_unsent(local, result.unsent)
         lost.update({n: x for n, x in unsent.items() if n not in factored})
         # One that is absent put nothing in; it may hold what rounding lost of the mean.
         own = _finite.or_zeros(local.present, arrays)
@@ -184,10 +182,10 @@ def _mean_of_others(compressor, local: LocalStep, state: SyncState, group, ranks
     if compressor is None:
         mean = local.mean(others, group)
     else:
-        mean, residual, _ = _base.mean_with_feedback(
+        mean, residual, _ = _feedback.mean_with_feedback(
             compressor, others, residual, (), local, group
         )
-        residual = _base.with_absent(local, residual, state.residual, others)
+        residual = _feedback.with_absent(local, residual, state.residual, others)
     leaves = _paths.leaves_with_path(local.gradients)
     found = [mean.get(name, leaf).astype(leaf.dtype) for name, leaf in leaves]
     structure = jax.tree.structure(local.gradients)

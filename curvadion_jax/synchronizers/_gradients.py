@@ -3,10 +3,8 @@
 import jax
 
 from curvadion_jax import _finite, compressors
-from curvadion_jax._local_step import LocalStep
-from curvadion_jax._protocols import Group, Synchronizer, SyncState
-from curvadion_jax.compressors import check_compressor
-from curvadion_jax.synchronizers import _base
+from curvadion_jax._interfaces import Group, LocalStep, Synchronizer, SyncState
+from curvadion_jax.synchronizers import _feedback
 
 
 def average_gradients(
@@ -46,15 +44,15 @@ def average_gradients(
 
       Vogels et al., `PowerSGD <https://arxiv.org/abs/1905.13727>`_, 2019
     """
+    form = compressors.exact()
     if compressor is not None:
-        compressor = check_compressor(compressor)
-    form = compressors.exact() if compressor is None else compressor
+        form = compressors.check_compressor(compressor)
 
     def init(params, inner_state, views):
         if compressor is None:
             return SyncState()
         return SyncState(
-            residual=_base.zero_residual(params), common=form.init(params, views)
+            residual=_feedback.zero_residual(params), common=form.init(params, views)
         )
 
     def sync(local: LocalStep, state: SyncState, group: Group):
@@ -76,10 +74,10 @@ def average_gradients(
 def _feedback_mean(compressor, local: LocalStep, state: SyncState, group: Group):
     """The mean gradient, in the gradients' dtypes, and the sync state."""
     gradients = local.gradients
-    mean, residual, common = _base.mean_with_feedback(
+    mean, residual, common = _feedback.mean_with_feedback(
         compressor, gradients, state.residual, state.common, local, group
     )
     mean = jax.tree.map(lambda m, g: m.astype(g.dtype), mean, gradients)
-    residual = _base.with_absent(local, residual, state.residual, gradients)
+    residual = _feedback.with_absent(local, residual, state.residual, gradients)
     common = _finite.where(local.anybody, common, state.common)
     return mean, SyncState(residual=residual, common=common)

@@ -1,28 +1,58 @@
-"""The sync that keeps replicas together: parameters, momentum and Q."""
+"""The sync that keeps replicas together: parameters, and momentum with Q if asked."""
+
+import functools
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _orthonormalize, compressors
-from curvadion_jax._protocols import Synchronizer
-from curvadion_jax.compressors import check_compressor
-from curvadion_jax.synchronizers import _fragments
-from curvadion_jax.synchronizers._reconciler import Reconciler
+from curvadion_jax import (
+    _arguments,
+    _finite,
+    _momentum,
+    _orthonormalize,
+    _paths,
+    _power_iteration,
+    compressors,
+)
+from curvadion_jax._dion import DionState
+from curvadion_jax._interfaces import Group, LocalStep, Synchronizer, SyncState
+from curvadion_jax._within_replica import Devices
+from curvadion_jax.synchronizers import _anchor_step, _feedback
+
+
+class ReconcileCommon(NamedTuple):
+    """What `reconcile` keeps beside the anchor, the same on all replicas.
+
+    Attributes:
+      q: Q of every state of Dion after the last sync, in order; from it Q is recomputed
+        at the next. Empty when momenta stay local.
+      outer_state: state of the outer optimizer.
+      compressor_state: state of the compressor.
+
+    Example:
+      >>> from curvadion_jax import synchronizers
+      >>> parts = synchronizers.reconcile()
+      >>> state = parts.init({"w": jnp.ones(2)}, inner_state=(), views={})
+      >>> state.anchor["w"].tolist(), state.common.q
+      ([1.0, 1.0], [])
+    """
+
+    q: Any
+    outer_state: optax.OptState
+    compressor_state: Any
 
 
 def reconcile(
     outer: optax.GradientTransformation | None = None,
     *,
     compressor: compressors.Compressor | None = None,
-    momentum: bool | compressors.Compressor = True,
-    momentum_every: int = 1,
-    fragments: int = 1,
-    delay: int = 0,
-    other_state: bool = False,
+    momentum: bool = True,
     residual_dtype: jax.typing.DTypeLike | None = None,
     orthonormalize: _orthonormalize.Orthonormalize | None = None,
 ) -> Synchronizer:
-    r"""At a sync replicas take their own step and then come together.
+    r"""At a sync replicas take their own step, and then go on from a common anchor.
 
     With :math:`\theta_i` the parameters of replica i after its local step and
     :math:`a` the anchor, the parameters all had after the last sync, the outer
@@ -36,25 +66,6 @@ def reconcile(
     for the rounding of `params + update`, which does not add up: pseudo-gradients are
     measured from the anchor.
 
-    The momentum of the replicas is averaged too. Q is not, since columns of different
-    signs would cancel: it is recomputed by a step of power iteration on the common
-    momentum, from the Q of the last sync.
-
-    **With a delay** what a replica has after step t, :math:`\theta_i^t`, is what it
-    brings, in the compressor's form and with what it owes, and the new anchor is there
-    after step t + k. Nothing of the k steps waits for it:
-
-    .. math::
-      d = \tfrac1N \textstyle\sum_i (a - \theta_i^t), \qquad
-      a \leftarrow a + \mathrm{outer}(d), \qquad
-      \theta_i \leftarrow a + (\theta_i^{t+k} - \theta_i^t)
-
-    Replicas so stay apart by their last k steps. The time of a sync can hide only where
-    those steps are in the program in which it ends: `replicas.steps`. What the
-    trigger says while a sync is under way is dropped, but for the step that ends it, on
-    which the next can begin. The anchor is the model as of the last sync that has
-    ended. Only triggers that look at counters alone are accepted.
-
     Args:
       outer: Optax transformation for the outer step. It is given the pseudo-gradient
         with the anchor as parameters; for DiLoCo
@@ -63,22 +74,10 @@ def reconcile(
       compressor: form in which pseudo-gradients are sent, with error feedback: what a
         replica sent less than it had is added to its next one. None sends them as they
         are, in at least float32.
-      momentum: whether momenta are averaged: the field `momentum` (Dion), else
-        `trace`, else `mu`, of the inner optimizer's state. A compressor sends them in
-        its form, and what was not sent stays in the replica's own momentum; Q then
-        stays its own too.
-      momentum_every: k, for momenta (and the other state) to be averaged at every k-th
-        sync only, or of every fragment at its own every k-th.
-      fragments: n, for a sync to bring one n-th of the parameters together, in turn:
-        pseudo-gradient, residual, outer step, anchor, momentum and Q of these alone,
-        and the others stay as the local step left them. This is streaming: a sync sends
-        1/n, and for as many bytes it comes n times as often, ``every_k(h // n)``.
-        Fragments are of whole parameters (a stack of layers is one), of about equal
-        size; :func:`fragment_paths` lists them. The program holds a sync for each.
-      delay: k, for a sync to end k steps after it has begun, and to keep the local
-        progress made meanwhile. See above.
-      other_state: whether the rest of the inner optimizer's floating-point state is
-        averaged, such as AdamW's moments of embeddings: arrays of a parameter's shape.
+      momentum: whether momenta are averaged too: the field `momentum` (Dion), else
+        `trace`, else `mu`, of the inner optimizer's state. Q is not averaged, since
+        columns of different signs would cancel: it is recomputed by a step of power
+        iteration on the common momentum, from the Q of the last sync.
       residual_dtype: dtype in which error feedback is kept from sync to sync; None is
         float32. (For the outer step `optax.sgd` has `accumulator_dtype`.)
       orthonormalize: as for :func:`scale_by_dion`, for Q.
@@ -91,12 +90,8 @@ def reconcile(
       parameters in float32 and compute in bfloat16.
 
     Raises:
-      TypeError: if `outer` is not an Optax transformation, a compressor is not a
-        Compressor, a number is not an int, or another argument of the wrong kind.
-      ValueError: if a number is below 1, `momentum_every` is given and nothing is
-        averaged, or with a delay something besides parameters is; at `init`, if there
-        are more fragments than parameters, or momenta are to be averaged and the inner
-        optimizer keeps arrays of parameters' shapes, but under none of these names.
+      ValueError: at `init`, if momenta are to be averaged and the inner optimizer keeps
+        arrays of parameters' shapes, but under none of these names.
 
     Example:
       >>> import jax.numpy as jnp
@@ -109,63 +104,157 @@ def reconcile(
       >>> [each.payload(params, inner_state, {}).averaged for each in (plain, diloco)]
       [256, 128]
 
-      A sync begins with step 4, and its anchor is there after step 6:
-
-      >>> from curvadion_jax import adaptive_sync, triggers
-      >>> later = reconcile(momentum=False, delay=2)
-      >>> tx = adaptive_sync(optax.sgd(1.0), triggers.every_k(4), later)
-      >>> params, anchors = {"w": jnp.zeros(1)}, []
-      >>> state = tx.init(params)
-      >>> for _ in range(6):
-      ...     updates, state = tx.update({"w": jnp.ones(1)}, state, params)
-      ...     params = optax.apply_updates(params, updates)
-      ...     anchors.append(float(state.sync_state.anchor["w"][0]))
-      >>> anchors
-      [0.0, 0.0, 0.0, 0.0, 0.0, -4.0]
-
     References:
-      Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023, and
-      `Streaming DiLoCo <https://arxiv.org/abs/2501.18512>`_, 2025
+      Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023
     """
     if outer is not None:
         _arguments.check_transformation(outer, "outer")
+    outer_step = optax.with_extra_args_support(
+        optax.scale(-1) if outer is None else outer
+    )
+    form = compressors.exact()
     if compressor is not None:
-        compressor = check_compressor(compressor)
-    if not isinstance(momentum, bool):
-        what = "momentum that is neither True nor False"
-        momentum = check_compressor(momentum, what)
-    if residual_dtype is not None and compressor is None:
-        raise ValueError(f"{residual_dtype=} without a compressor: leave it out")
-    for what, number in (("fragments", fragments), ("momentum_every", momentum_every)):
-        _fragments.check_number(what, number)
-    if momentum_every > 1 and not momentum and not other_state:
-        raise ValueError(
-            f"momentum_every={momentum_every} says how often momenta are averaged, and "
-            "momentum=False that they never are: leave one of them out"
+        form = compressors.check_compressor(compressor)
+    basis = orthonormalize or _orthonormalize.cholesky_qr
+
+    def init(params, inner_state, views) -> SyncState:
+        states = []
+        if momentum:
+            _check_momentum_known(params, inner_state)
+            states = _momentum.dion_states(inner_state)
+        anchor = jax.tree.map(jnp.copy, params)  # so that both can be donated
+        common = ReconcileCommon(
+            q=[jax.tree.map(jnp.copy, state.q) for state in states],
+            outer_state=outer_step.init(anchor),
+            compressor_state=form.init(params, views),
         )
-    _arguments.check_int(delay, "delay", at_least=0)
-    if delay and (momentum or other_state):
-        raise ValueError(
-            f"delay={delay} is for parameters alone: a momentum that was averaged "
-            "elsewhere while local steps went on would undo what they have added to "
-            "it. Give momentum=False and other_state=False, or delay=0"
+        residual = ()
+        if compressor is not None:
+            residual = _feedback.zero_residual(params, residual_dtype)
+        return SyncState(anchor=anchor, common=common, residual=residual)
+
+    def sync(local: LocalStep, state: SyncState, group: Group):
+        updates, inner_state = local.take()
+        common: ReconcileCommon = state.common
+        anchor, params = state.anchor, local.params
+        moved = optax.apply_updates(params, updates)
+        drift = jax.tree.map(_anchor_step.difference, moved, anchor)
+
+        # 1. The mean drift, and what of its own each replica has not sent.
+        if compressor is None:
+            # An absent replica contributes its drift later.
+            mean = jax.tree.map(
+                lambda x: x * jnp.asarray(local.expected, x.dtype),
+                local.mean(drift, group),
+            )
+            residual, form_state = state.residual, common.compressor_state
+        else:
+            mean, residual, form_state = _feedback.mean_with_feedback(
+                compressor, drift, state.residual, common.compressor_state, local, group
+            )
+
+        # 2. The outer step. Where it is not finite the anchor stays, and the next sync
+        # sends what this one would have sent.
+        new, outer_state = _anchor_step.outer_step(
+            outer_step, mean, anchor, common.outer_state, group.layout
         )
-    parts = Reconciler(
-        outer=optax.with_extra_args_support(
-            optax.scale(-1) if outer is None else outer
-        ),
-        compressor=compressor,
-        whole=momentum is True,
-        momentum_form=None if isinstance(momentum, bool) else momentum,
-        other_state=other_state,
-        residual_dtype=residual_dtype,
-        orthonormalize=orthonormalize or _orthonormalize.cholesky_qr,
-        fragments=fragments,
-        momentum_every=momentum_every,
-        delay=delay,
+        if compressor is not None:
+            unsent = local.if_healthy(state.residual)
+            residual = _finite.where_finite(new, residual, unsent)
+
+        # 3. Parameters go to the new anchor; an absent replica keeps its drift on top.
+        kept = _finite.or_zeros(~local.joins, drift)
+        target = jax.tree.map(lambda a, d: (a + d).astype(a.dtype), new, kept)
+        updates = jax.tree.map(_anchor_step.move_to, target, params)
+
+        # 4. The momentum, and Q for it.
+        q = common.q
+        if momentum:
+            own = _momenta(inner_state)
+            averaged = local.mean(own, group)
+            averaged = _paths.map_with_path(averaged.get, inner_state)
+            if group.size > 1:  # one replica is plain Dion
+                # Of the mean momenta, also where an absent replica keeps its own.
+                averaged, q = _common_q(averaged, q, local.views, basis, group.layout)
+            inner_state = _finite.where(local.joins, averaged, inner_state)
+        state = SyncState(
+            anchor=_finite.where_finite(new, new, anchor),
+            common=ReconcileCommon(q, outer_state, form_state),
+            residual=residual,
+        )
+        return updates, inner_state, state
+
+    def payload(params, inner_state, views):
+        total = form.payload(params, views)
+        if momentum:
+            total += compressors.exact().payload(_momenta(inner_state), views)
+        return total
+
+    return Synchronizer(init, sync, payload, after_local_step=True)
+
+
+def _momenta(inner_state: optax.OptState) -> dict[str, jax.Array]:
+    """The momentum's leaves of the inner state: path -> array."""
+    inside = _momentum.in_field(inner_state, _momentum.find_field(inner_state))
+    leaves = zip(_paths.leaves_with_path(inner_state), inside, strict=True)
+    return {
+        path: leaf
+        for (path, leaf), is_in in leaves
+        if is_in and jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
+
+
+def _check_momentum_known(params, inner_state) -> None:
+    if _momentum.find_field(inner_state) is not None:
+        return
+    shapes = {leaf.shape for leaf in jax.tree.leaves(params) if leaf.ndim}
+    for path, leaf in jax.tree.leaves_with_path(inner_state):
+        if leaf.shape in shapes and jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                "reconcile averages momenta and finds none by its name (momentum, "
+                "trace, mu), but the inner optimizer keeps "
+                f"{jax.tree_util.keystr(path)} of a parameter's shape. Pass "
+                "momentum=False to leave it local."
+            )
+
+
+def _common_q(inner_state, starts, views, orthonormalize, layout):
+    """The inner state with Q for common momenta, and these Q.
+
+    By a step of power iteration from common starts.
+    """
+    common, following = [], iter(starts)
+
+    def with_new_q(state: DionState) -> DionState:
+        start = next(following)
+        new = _iterated(state, start, views, orthonormalize, layout)
+        q = _paths.map_with_path(lambda name, x: new[name], start)
+        common.append(q)
+        return state._replace(q=q)
+
+    return _momentum.with_dion(inner_state, with_new_q), common
+
+
+def _iterated(
+    state: DionState, start: Any, views, orthonormalize, layout
+) -> dict[str, jax.Array]:
+    """Path -> Q after one step."""
+    seen = {name: view for name, (view, _) in _feedback.matrices(state, views).items()}
+    pairs = zip(seen.items(), jax.tree.leaves(state.momentum), strict=True)
+    momenta = {
+        name: view.to_matrix(m.astype(_orthonormalize.compute_dtype(m.dtype)))
+        for (name, view), m in pairs
+    }
+    qs = dict(zip(seen, jax.tree.leaves(start), strict=True))
+    devices = Devices(layout)
+    _, right = _power_iteration.power_iteration(
+        momenta,
+        {name: devices.whole(q) for name, q in qs.items()},
+        functools.partial(devices.bases, views=seen, orthonormalize=orthonormalize),
     )
-    return Synchronizer(
-        *(parts.init, parts.sync, parts.payload, parts.cycle()),
-        after_local_step=True,
-        delay=delay,
-    )
+    return {
+        name: devices.whole(_power_iteration.unit_columns(r, qs[name])[0]).astype(
+            qs[name].dtype
+        )
+        for name, r in right.items()
+    }

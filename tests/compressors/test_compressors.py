@@ -18,8 +18,8 @@ from compressor_runs import (
 )
 
 from curvadion_jax import _collectives, compressors, synchronizers
-from curvadion_jax._local_step import LocalStep
-from curvadion_jax.synchronizers._base import mean_with_feedback
+from curvadion_jax._interfaces import LocalStep
+from curvadion_jax.synchronizers._feedback import mean_with_feedback
 
 ALL = {
     "exact": compressors.exact(),

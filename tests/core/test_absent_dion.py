@@ -100,7 +100,7 @@ def test_who_was_away_once_has_the_common_q_again():
         for q in jax.tree.leaves(state[1].sync_state.common):
             for replica in range(1, REPLICAS):
                 np.testing.assert_array_equal(q[replica], q[0])
-        absent = state[1].metrics.absent.total.tolist()
+        absent = state[1].metrics.absent.tolist()
         assert absent == [int(index > 0), 0, 0, 0]
     for q in jax.tree.leaves(helpers.dion_state(state).q):
         for replica in range(1, REPLICAS):

@@ -130,7 +130,7 @@ def test_more_bytes_than_an_int32_holds():
     gradients = 4 * (2**33 + 1)
     counters = counted(payload, gradients, steps=1000, syncs=999)
     read = metrics.read(counters, replicas=2)
-    assert (read["steps"], read["syncs"], read["asked"]) == (1000, 999, 1000)
+    assert (read["steps"], read["syncs"], read["votes"]) == (1000, 999, 1000)
     assert read["bytes"] == 999 * (sum(payload) + 4) + 4000
     assert read["synchronous_bytes"] == 1000 * gradients
 

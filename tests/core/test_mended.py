@@ -32,7 +32,7 @@ def test_parameters_that_are_spoilt_are_mended(name):
     for x in jax.tree.leaves(mended[1].sync_state.residual):
         assert not np.any(x[4])  # what the other holds back comes once
     counters = state[1].metrics
-    for name in ("skipped", "contained", "excluded", "absent"):
+    for name in ("nonfinite", "zeroed", "excluded", "absent"):
         tally = getattr(counters, name)
         in_a_row = tally.in_a_row.copy()
         in_a_row[4] = 0  # and so no warning goes on

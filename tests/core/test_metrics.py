@@ -29,8 +29,8 @@ def changed(opt_state, **counters):
 
 
 KINDS = {
-    **dict.fromkeys(("steps", "syncs", "asked", "replicas"), int),
-    **dict.fromkeys(("skipped", "contained", "excluded"), int),
+    **dict.fromkeys(("steps", "syncs", "votes", "replicas"), int),
+    **dict.fromkeys(("nonfinite", "zeroed", "excluded"), int),
     **dict.fromkeys(("absent", "empty_syncs"), int),
     "troubled": dict,
     **dict.fromkeys(("bytes", "synchronous_bytes"), int),
@@ -104,7 +104,7 @@ def test_a_state_without_replica_axis_is_read_with_their_number():
     assert metrics.read(state, replicas=1)["bytes"] == 0
 
 
-@pytest.mark.parametrize("name", ["steps", "syncs", "asked", "synced", "empty"])
+@pytest.mark.parametrize("name", ["steps", "syncs", "votes", "synced", "empty"])
 def test_replicas_that_disagree_are_not_averaged(name):
     state = optimizer().init(helpers.make_params())
     state = cd.replicas.replicate(state, cd.replicas.make_mesh(2))
@@ -133,9 +133,9 @@ def test_wrapped_states_are_found(wrap):
 @pytest.mark.parametrize(
     "name",
     [
-        *("steps", "syncs", "local_steps", "asked"),
+        *("steps", "syncs", "local_steps", "votes"),
         *("synced", "value", "threshold", "layer"),
-        *("skipped", "contained", "excluded", "absent", "empty", "sent"),
+        *("nonfinite", "zeroed", "excluded", "absent", "empty", "sent"),
     ],
 )
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def assert_missing(case: Case, script: Script, metrics):
 
 def assert_agreed(metrics) -> np.ndarray:
     """Counters that all replicas share are equal on all; bool[steps], the syncs."""
-    for field in ("synced", "steps", "syncs", "local_steps", "asked", "empty", "sent"):
+    for field in ("synced", "steps", "syncs", "local_steps", "votes", "empty", "sent"):
         values = getattr(metrics, field)
         np.testing.assert_array_equal(values, np.broadcast_to(values[:1], values.shape))
     synced = metrics.synced[0]

@@ -194,7 +194,7 @@ def test_matrices_of_one_shape_are_iterated_on_together():
 
     def products(params):
         program = jax.jit(tx.update, static_argnames="sync").lower(
-            params, tx.init(params), params, sync=False
+            params, tx.init(params), params, due=False
         )
         return program.as_text().count("dot_general")
 
@@ -246,7 +246,7 @@ def divided(specs, axis_type):
 
 def updated(gradients):
     tx = cd.local_muon(0.1)
-    step = jax.jit(lambda g, s, p: tx.update(g, s, p, sync=False))
+    step = jax.jit(lambda g, s, p: tx.update(g, s, p, due=False))
     state = jax.jit(tx.init)(gradients)
     return step.lower(gradients, state, gradients).compile(), state
 

@@ -119,7 +119,7 @@ def test_who_has_no_weight_keeps_its_drift(weights, after_local_step):
     for gradients in helpers.make_gradients(STEPS, REPLICAS):
         state = step(state, gradients, jnp.array(weights))
     found = cd.metrics.observe(state)
-    assert (found.absent.total > 0).tolist() == [weight == 0 for weight in weights]
+    assert (found.absent > 0).tolist() == [weight == 0 for weight in weights]
     far = np.asarray(cd.replicas.drift(*state)) > 1e-3
     assert far.tolist() == [weight == 0 for weight in weights]
 
@@ -152,7 +152,7 @@ def test_a_replica_of_two_devices():
 
 TRIGGERS = {
     "known": triggers.every_k(EVERY),
-    "asked": triggers.drift(1e-9),
+    "votes": triggers.drift(1e-9),
 }
 
 

@@ -19,12 +19,12 @@ def test_a_local_step_is_a_program_without_collectives_and_conditions(name):
     mesh, state = placed(tx)
     (batch,) = helpers.make_gradients(1, REPLICAS)
     step = helpers.replica_step(tx, mesh)
-    local = equations(step, state, batch, sync=False)
+    local = equations(step, state, batch, due=False)
     assert not [x for x in local if talks(x)]
     asking = equations(step, state, batch)
     # Muon and Dion have conditions of their own, by which they orthonormalise.
     assert conditions(local) < conditions(asking)
-    assert [x for x in equations(step, state, batch, sync=True) if talks(x)]
+    assert [x for x in equations(step, state, batch, due=True) if talks(x)]
 
 
 def equations(step, *arguments, **options):
@@ -46,7 +46,7 @@ def test_the_compiled_local_step_sends_nothing():
     mesh, state = placed(tx)
     (batch,) = helpers.make_gradients(1, REPLICAS)
     step = helpers.replica_step(tx, mesh)
-    text = step.lower(state, batch, sync=False).compile().as_text()
+    text = step.lower(state, batch, due=False).compile().as_text()
     program = hlo.parse(text)
     assert not program.collectives([program.entry])
     assert not program.conditionals()
@@ -64,7 +64,7 @@ def test_what_is_traced_for_one_step_does_not_serve_another():
         for _ in range(3):
             now, _ = step(now, batch)
         assert now[1].metrics.syncs.tolist() == [1] * REPLICAS
-        assert now[1].metrics.asked.tolist() == [0] * REPLICAS
+        assert now[1].metrics.votes.tolist() == [0] * REPLICAS
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -76,14 +76,14 @@ def test_the_caller_may_say_what_the_step_is(sync):
 
     def train(state, gradients):
         params, opt_state = state
-        updates, opt_state = tx.update(gradients, opt_state, params, sync=sync)
+        updates, opt_state = tx.update(gradients, opt_state, params, due=sync)
         return (optax.apply_updates(params, updates), opt_state), {}
 
     step = jax.jit(helpers.in_shard_map(of_rows(train), mesh))
     assert any(map(talks, equations(step, state, batch))) == sync
     (_, opt_state), _ = step(state, batch)
     assert opt_state.metrics.syncs.tolist() == [sync] * REPLICAS
-    assert opt_state.metrics.asked.tolist() == [0] * REPLICAS
+    assert opt_state.metrics.votes.tolist() == [0] * REPLICAS
     mapped = cd.replicas.step(of_rows(train), mesh, donate=False)
     helpers.assert_bitwise(mapped(state, batch)[0], step(state, batch)[0])
 
@@ -101,4 +101,4 @@ def test_a_program_that_is_not_there_is_not_given():
     mesh, state = placed(tx)
     step, (batch,) = helpers.replica_step(tx, mesh), helpers.make_gradients(1, REPLICAS)
     with pytest.raises(ValueError, match="known only of an optimizer whose trigger"):
-        step.lower(state, batch, sync=True)
+        step.lower(state, batch, due=True)

@@ -210,13 +210,13 @@ def test_one_replica_needs_no_axis(synchronizer):
     ]
     for (params, state), (other_params, other) in zip(*runs, strict=True):
         # Without an axis nobody is asked, and no payload counted; all else is the same.
-        counters, asked = state.metrics, other.metrics.asked
-        assert counters.asked == 0 < asked
+        counters, asked = state.metrics, other.metrics.votes
+        assert counters.votes == 0 < asked
         assert not counters.sent.any()
         assert other.metrics.sent.any()
         # Of a payload one replica sends nothing.
         assert cd.metrics.read(state)["bytes"] == cd.metrics.read(other)["bytes"] == 0
-        expected = other.metrics._replace(asked=counters.asked, sent=counters.sent)
+        expected = other.metrics._replace(asked=counters.votes, sent=counters.sent)
         helpers.assert_bitwise(
             (params, state), (other_params, other._replace(metrics=expected))
         )

@@ -104,7 +104,7 @@ def counted(step, state, gradients) -> float:
     averaged, gathered = metrics.sent[:, 1]
     assert metrics.syncs > 0
     payload = compressors.Payload(
-        averaged=int(averaged - 4 * metrics.asked), gathered=int(gathered)
+        averaged=int(averaged - 4 * metrics.votes), gathered=int(gathered)
     )
     return payload.as_averaged(REPLICAS) / metrics.syncs - 4
 

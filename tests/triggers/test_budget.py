@@ -281,13 +281,13 @@ def test_steps_that_are_not_taken_say_nothing_of_the_signal():
     """They have no value, and a sync that is due then does not lower the threshold."""
 
     def look(seen: Any):
-        value = jnp.where(seen.usable, 0.5, 0.0)
+        value = jnp.where(seen.finite, 0.5, 0.0)
         return triggers.decision(~(value <= 1), value, 1.0)
 
     trigger = budget(0.5, triggers.stateless(look), cost=1.0)
     state = trigger.init(None, None, {})
     for steps, usable in enumerate([True, *[False] * 9]):
-        seen = triggers.Observation(steps=steps, local_steps=steps, usable=usable)
+        seen = triggers.Observation(steps=steps, local_steps=steps, finite=usable)
         decision, new = trigger.decide(seen, state)
         if not usable:
             assert new.integral == state.integral

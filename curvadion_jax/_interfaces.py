@@ -1,9 +1,9 @@
-"""The small interfaces between the parts: who is asked what, and with which arrays.
+"""The small interfaces between the parts: who is called when, and with what.
 
 On every step of a replica a :class:`Trigger` is given an :class:`Observation` and
 answers with a :class:`Decision`. On a sync step a :class:`Synchronizer` is given the
-replica's `LocalStep` (`_local_step`) and the :class:`Group` of all replicas. None of
-them knows an axis.
+replica's :class:`LocalStep` and the :class:`Group` of all replicas. None of them knows
+an axis.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from curvadion_jax import _finite
 from curvadion_jax._layout import Layout
 from curvadion_jax._matrices import MatrixView
+from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax._payload import Payload
 
 Views = Mapping[str, MatrixView | None]
@@ -25,13 +27,12 @@ Views = Mapping[str, MatrixView | None]
 class Observation(NamedTuple):
     """What a trigger sees on every step, all of it this replica's own.
 
-    The fields have defaults so that a trigger can be asked by hand, as in its tests.
+    The fields have defaults so that a trigger can be called by hand, as in its tests.
 
     Attributes:
-      gradients: this step's gradients, tree of the parameters; zeros where `usable` is
+      gradients: this step's gradients, tree of the parameters; zeros where `finite` is
         False.
-      usable: bool[], whether the gradients are finite. Where not, the replica does not
-        take this step; its answer is heard all the same.
+      finite: bool[], whether the gradients are finite.
       inner_state: state of the inner optimizer before this step.
       params: parameters before this step.
       views: path of a parameter -> how it is seen as matrices, or None.
@@ -68,7 +69,7 @@ class Observation(NamedTuple):
     local_steps: jax.Array | int = 0
     anchor: optax.Params = ()
     sync_cost: float = 1.0
-    usable: jax.Array | bool = True
+    finite: jax.Array | bool = True
 
 
 class Decision(NamedTuple):
@@ -95,18 +96,20 @@ class Decision(NamedTuple):
 
 
 class Trigger(NamedTuple):
-    """Decides when to synchronise.
+    """Decides when replicas synchronise, in two questions.
+
+    *When is a decision due* follows from the number of the step alone, so that the host
+    knows it. On all other steps nothing is sent. *Whether to synchronise then* is
+    settled by that, or measured on the devices; then replicas vote.
 
     Attributes:
       init: (params, inner_state, views) -> trigger state, a tree of arrays; called
         once, outside `shard_map` and possibly on abstract values.
       decide: (observation, trigger state) -> (Decision, trigger state); called on
         every step on every replica, traced, before anything is sent. It must not
-        communicate (that is checked).
-      scheduled: whether `decide` looks at nothing but `steps`, `syncs`, `local_steps`
-        and `sync_cost` of the observation, and at its own state. All replicas then know
-        when a sync is due, and `replicas.step` knows it before the step: a local step
-        sends nothing, and is a program without a condition.
+        communicate (that is checked). None where `due` settles it.
+      due: (steps taken before this one, `Observation.sync_cost`) -> whether a decision
+        is due, for Python ints and int32[] alike. None means on every step.
 
     Example:
       >>> import jax.numpy as jnp
@@ -125,23 +128,22 @@ class Trigger(NamedTuple):
     """
 
     init: Callable[[optax.Params, optax.OptState, Views], Any]
-    decide: Callable[[Observation, Any], tuple[Decision, Any]]
-    scheduled: bool = False
+    decide: Callable[[Observation, Any], tuple[Decision, Any]] | None
+    due: Callable[[Any, float], Any] | None = None
 
 
 class SyncState(NamedTuple):
     """What a synchronizer keeps, by what it is to the replicas; changes at syncs only.
 
     Where something stands says how it may be copied, averaged and read, which
-    `replicas.consensus`, `mend`, `resize` and `offload` go by.
+    `replicas.anchor`, `repair`, `resize` and `offload` go by.
 
     Attributes:
-      anchor: the parameters after the last sync, tree of the parameters: "the model",
-        the same on all replicas.
+      anchor: the parameters after the last sync, tree of the parameters; the same on
+        all replicas.
       common: what else is the same on all replicas.
-      residual: what this replica owes to later means, in parts of a mean: error
-        feedback. A copy of a replica owes nothing. Replica-varying.
-      own: what else is this replica's own. Replica-varying.
+      residual: what this replica has not sent yet, in parts of a mean: error feedback.
+        Replica-varying; a copy of a replica starts with zeros.
 
     Example:
       >>> SyncState(anchor={"w": jax.numpy.ones(2)}).residual
@@ -151,38 +153,10 @@ class SyncState(NamedTuple):
     anchor: Any = ()
     common: Any = ()
     residual: Any = ()
-    own: Any = ()
-
-
-class Measured(NamedTuple):
-    """What a replica had where the last sync began; replica-varying.
-
-    Attributes:
-      params: its parameters then, tree of the parameters.
-      weight: float32[], how much it counts in that sync; 0 if it takes no part, -1 if
-        something that it had was not finite.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> float(Measured.initial({"w": jnp.ones(2)}).weight)
-      0.0
-    """
-
-    params: optax.Params
-    weight: jax.Array
-
-    @classmethod
-    def initial(cls, params: optax.Params) -> "Measured":
-        """A copy of the parameters, before any sync has begun."""
-        return cls(jax.tree.map(jnp.copy, params), jnp.zeros([], jnp.float32))
 
 
 class Synchronizer(NamedTuple):
-    """Says what replicas send at a sync, and how they come together.
-
-    Syncs may be of several variants that take turns: one may bring half of the
-    parameters together and the next the other half. Then `sync` and `payload` are given
-    the variant, an int, as a last argument.
+    """Says what replicas send at a sync, and what they make of it.
 
     Attributes:
       init: (params, inner_state, views) -> :class:`SyncState`; called once, outside
@@ -192,17 +166,10 @@ class Synchronizer(NamedTuple):
         to change nothing.
       payload: (params, inner_state, views) -> the `Payload` of one sync (see
         `curvadion_jax.compressors`), from shapes alone.
-      cycle: which variant each sync is, in turn, and from the start again after the
-        last. (0, 0, 1) makes every third sync one of variant 1; (0,) is for syncs that
-        are all alike.
       after_local_step: whether `sync` follows the plain local step, ``local.take()``,
         and does not replace it. The step is then taken before anyone knows whether
         replicas synchronise, and `sync` is not called where nobody takes part. It
         stands in a loop, which has no reverse-mode derivative under `jit`.
-      delay: k, for a sync to end k steps after it has begun. Then `init` puts
-        ``Measured.initial(params)`` into `own` (see :class:`Measured`), which is filled
-        in on the step on which a sync begins, and `sync` is called k steps later. It
-        needs `after_local_step`.
 
     Example:
       >>> from curvadion_jax.compressors import exact
@@ -220,17 +187,92 @@ class Synchronizer(NamedTuple):
     init: Callable[[optax.Params, optax.OptState, Views], SyncState]
     sync: Callable[..., tuple[optax.Updates, optax.OptState, SyncState]]
     payload: Callable[..., Payload]
-    cycle: tuple[int, ...] = (0,)
     after_local_step: bool = False
-    delay: int = 0
+
+
+class LocalStep(NamedTuple):
+    """One replica's step, and its part in this sync.
+
+    Attributes:
+      gradients: this replica's gradients, tree of the parameters.
+      inner_state: state of the inner optimizer; before the step, or after it for
+        synchronizers with `after_local_step`.
+      params: this replica's parameters before the step.
+      views: path of a parameter -> how it is seen as matrices, or None.
+      take: ``(gradients, inner_state, **extra_args)`` -> (updates, inner state after
+        the step), the inner optimizer's update; ``take()`` is the plain local step, and
+        all that there is with `after_local_step`. It communicates nothing.
+      weight: float32[], how much this replica counts in the means of this sync. 1 if
+        all count alike, 0 if it takes no part; all replicas' add up to N, or to 0.
+        Replica-varying.
+      expected: float32[], the share of the expected replicas that takes part. The
+        others keep what they have for a later sync, so a mean to which they will add
+        is to be multiplied by this.
+      healthy: bool[], whether all that this replica has is finite. Replica-varying.
+      anybody: bool[], whether any replica takes part.
+
+    Example:
+      >>> inner, params = optax.sgd(0.5), {"w": jnp.ones(2)}
+      >>> state = inner.init(params)
+      >>> take = lambda: inner.update(params, state, params)
+      >>> local = LocalStep(params, state, params, {}, take)
+      >>> local.take()[0]["w"].tolist()
+      [-0.5, -0.5]
+    """
+
+    gradients: optax.Updates
+    inner_state: optax.OptState
+    params: optax.Params
+    views: Views
+    take: Callable[..., tuple[optax.Updates, optax.OptState]]
+    weight: jax.Array | float = 1.0
+    expected: jax.Array | float = 1.0
+    healthy: jax.Array | bool = True
+    anybody: jax.Array | bool = True
+
+    @property
+    def present(self) -> jax.Array:
+        """Whether this replica takes part, bool[]."""
+        return jnp.asarray(self.weight) > 0
+
+    @property
+    def joins(self) -> jax.Array:
+        """Whether it takes over what is common, bool[].
+
+        If it takes part, or has nothing of its own that is worth keeping.
+        """
+        return self.present | ~jnp.asarray(self.healthy)
+
+    def weighted(self, tree: Any) -> Any:
+        """What this replica contributes to a mean: its arrays times its weight.
+
+        In at least float32, and zeros if it takes no part, whatever is in the tree.
+        """
+
+        def contribution(x):
+            wide = x.astype(compute_dtype(x.dtype))
+            return jnp.where(
+                self.present, jnp.asarray(self.weight, wide.dtype) * wide, 0
+            )
+
+        return jax.tree.map(contribution, tree)
+
+    def mean(self, tree: Any, group: "Group") -> Any:
+        """Weighted mean over those who take part, in the dtypes of the tree."""
+        means = group.mean(self.weighted(tree))
+        return jax.tree.map(lambda m, x: m.astype(x.dtype), means, tree)
+
+    def if_healthy(self, tree: Any) -> Any:
+        """The tree, zeros if what this replica has is not finite."""
+        return _finite.or_zeros(jnp.asarray(self.healthy), tree)
 
 
 class Group(Protocol):
     """What may be done across replicas, for parts that know no axis.
 
     All methods communicate, and all replicas must call them in the same order. A mean
-    is over all N of them; who takes no part brings zeros (`LocalStep.weighted`), and
-    what it owes.
+    is over all N of them; who takes no part contributes zeros (`LocalStep.weighted`),
+    and its residual.
 
     Example:
       >>> from curvadion_jax._collectives import Replicas
@@ -277,7 +319,7 @@ class Group(Protocol):
 
         For every leaf of the tree a tuple of arrays like it. Where a replica has
         several devices, each calls the function with its own parts of the leaves, and
-        the group to use there; once for all leaves that are divided over the same axes.
+        the group to use there; once for all leaves that are sharded over the same axes.
         So taking an array apart moves nothing inside the replica. Of a part that
         several devices hold, each gets a piece, in one dimension, and the results are
         put together inside the replica: nothing crosses between replicas twice.

@@ -1,8 +1,15 @@
-"""Lets every device of a replica work on some whole matrices of a stack."""
+"""What moves data between the devices of one replica, and never to another one.
 
+`by_device` lets every device work on its own parts of arrays, `by_matrix` on some whole
+matrices of a stack; `bases` makes the orthonormal bases of Dion's left factors that
+way. `Devices` is what inner optimizers are given of them.
+"""
+
+import dataclasses
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +17,71 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from curvadion_jax._layout import Layout
-from curvadion_jax._matrices import MatrixView
+from curvadion_jax import _power_iteration
+from curvadion_jax._layout import ONE_DEVICE, Layout, named_axes
+from curvadion_jax._matrices import MatrixView, make_view
+from curvadion_jax._orthonormalize import Orthonormalize, cholesky_qr
+from curvadion_jax._power_iteration import Named
+
+# An array of fewer elements a device is sent whole by each: putting it together again
+# is another message inside the replica.
+_LEAST_PIECE = 256
+
+
+def shared_by(x: Any, spec: PartitionSpec, layout: Layout) -> tuple[str, ...]:
+    """Inner axes whose devices hold the same part, of which each takes a piece."""
+    named = named_axes(spec)
+    enough = x.size >= math.prod(layout.axes.values()) * _LEAST_PIECE
+    return tuple(axis for axis in layout.axes if enough and axis not in named)
+
+
+def by_device(
+    function: Callable[[list[jax.Array]], list[tuple[jax.Array, ...]]],
+    leaves: Sequence[jax.Array],
+    specs: Sequence[PartitionSpec],
+    layout: Layout,
+) -> list[tuple[jax.Array, ...]]:
+    """What the function returns for the devices' own parts of arrays, put together.
+
+    Args:
+      function: takes parts to a tuple of arrays like each. Called once for all arrays
+        that are divided over the same axes. Of a part that several devices hold, it
+        gets the device's piece, in one dimension.
+      leaves: arrays.
+      specs: how each is divided over inner axes.
+      layout: the inner axes.
+    """
+    together = defaultdict(list)
+    for index, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
+        together[named_axes(spec), shared_by(leaf, spec, layout)].append(index)
+    results: list[Any] = [None] * len(leaves)
+    for (_, shared), members in together.items():
+        divided = [specs[index] for index in members]
+        mapped = jax.shard_map(
+            functools.partial(_of_pieces, function, shared) if shared else function,
+            in_specs=(divided,),
+            out_specs=divided,
+            axis_names=set(layout.axes),
+        )
+        found = mapped([leaves[index] for index in members])
+        for index, each in zip(members, found, strict=True):
+            results[index] = each
+    return results
+
+
+def _of_pieces(function, shared: tuple[str, ...], parts: list) -> list:
+    number = lax.axis_size(shared)
+
+    def piece(x):
+        pieces = jnp.pad(x.reshape(-1), (0, -x.size % number)).reshape(number, -1)
+        return lax.dynamic_index_in_dim(pieces, lax.axis_index(shared), keepdims=False)
+
+    def joined(found, x):
+        whole = lax.all_gather(found, shared, tiled=True, to="invarying")
+        return whole[: x.size].reshape(x.shape)
+
+    results = zip(function([piece(x) for x in parts]), parts, strict=True)
+    return [tuple(joined(found, x) for found in result) for result, x in results]
 
 
 class Stack(NamedTuple):
@@ -190,3 +260,69 @@ def _apart(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
     if shared := kind.shared(axes):
         stack = lax.all_gather(stack, shared, tiled=True, to="invarying")
     return stack
+
+
+def bases(
+    factors: Named,
+    views: dict[str, MatrixView],
+    orthonormalize: Orthonormalize,
+    layout: Layout,
+) -> Named:
+    """Bases of left factors; inside a replica every device makes some of them.
+
+    Left to itself the compiler has each device do all, where the axis divides the
+    matrix along its other side: more work than the products of a divided matrix. What
+    a function of the user's needs is not known: constraints by inner axes, say.
+
+    Args:
+      factors: path of the parameter -> [*batch, rows, r].
+      views: how each is seen as matrices.
+      orthonormalize: see `_orthonormalize`.
+      layout: where parameters lie.
+    """
+    if not layout.axes or orthonormalize is not cholesky_qr:
+        return _power_iteration.bases(factors, orthonormalize)
+    made_of = {name: (view.shape, view.p_axes) for name, view in views.items()}
+    found = by_matrix(
+        lambda stacks: _power_iteration.bases_of_stacks(
+            [stack.array for stack in stacks], orthonormalize
+        ),
+        factors,
+        {name: make_view(x.shape, -2, -1) for name, x in factors.items()},
+        layout.of_factors(factors, made_of),
+    )
+    return {name: layout.keep_whole(found[name]) for name in factors}
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """How the devices of a replica share the work on its matrices.
+
+    Attributes:
+      layout: where parameters lie.
+    """
+
+    layout: Layout = ONE_DEVICE
+
+    def whole(self, factor: jax.Array) -> jax.Array:
+        """See `Layout.keep_whole`."""
+        return self.layout.keep_whole(factor)
+
+    def bases(
+        self,
+        factors: Named,
+        views: dict[str, MatrixView],
+        orthonormalize: Orthonormalize,
+    ) -> Named:
+        """See `bases`."""
+        return bases(factors, views, orthonormalize, self.layout)
+
+    def by_matrix(
+        self,
+        function: Function,
+        arrays: Mapping[str, jax.Array],
+        views: Mapping[str, MatrixView],
+        fewest: float = 1.0,
+    ) -> Named:
+        """See `by_matrix`."""
+        return by_matrix(function, arrays, views, self.layout, fewest)

@@ -1,9 +1,14 @@
-"""Communication over the replica axis."""
+"""The only part that talks between replicas.
+
+Everything takes `axis_name: str | None`; None is one replica, for which every reduction
+is the identity. First what JAX knows of who holds what, then what communicates. What
+moves between the devices of one replica is in `_within_replica`.
+"""
 
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,14 +17,105 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from curvadion_jax import _within_replica
-from curvadion_jax._collectives._axes import axes_of, axis_size, is_checked, vary
+from curvadion_jax._interfaces import Group
 from curvadion_jax._layout import ONE_DEVICE, Layout
-from curvadion_jax._protocols import Group
 
 # Bytes: over 1 Gbit/s an array takes less time than a message from one site to another.
 _SMALL = 2**20
 # Of arrays that travel together, but for the last of them.
 _MESSAGE = 2**24
+
+
+def check_axis_name(axis_name: Any) -> None:
+    """Rejects what is not one name: a tuple of them would blind the guards."""
+    if axis_name is not None and not isinstance(axis_name, str):
+        raise TypeError(f"axis_name must be a string or None, got {axis_name!r}")
+
+
+def axis_size(axis_name: str | None) -> int:
+    """Number of replicas.
+
+    Raises:
+      ValueError: if no such axis is bound where this is called.
+    """
+    if axis_name is None:
+        return 1
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        bound = list(jax.sharding.get_abstract_mesh().manual_axes)
+        here = f" (bound here: {', '.join(map(repr, bound))})" if bound else ""
+        raise ValueError(
+            f"the axis {axis_name!r} is not bound here{here}: call `update` inside "
+            f"curvadion_jax.replicas.step (or a shard_map or vmap with the axis "
+            f"{axis_name!r}), or pass axis_name=None for one replica"
+        ) from error
+
+
+def _varying(x: Any) -> frozenset[str]:
+    return varying_aval(jax.typeof(x))
+
+
+def varying_aval(aval: Any) -> frozenset[str]:
+    return aval.manual_axis_type.varying
+
+
+def axes_of(x: Any) -> frozenset[str]:
+    """Axes of enclosing shard_maps over which x may differ, as far as JAX tracks it."""
+    return _varying(x)
+
+
+def is_checked(axis_name: str | None) -> bool:
+    """Whether JAX tracks here what differs over the axis (shard_map, check_vma on)."""
+    if axis_name is None or not is_manual(axis_name):
+        return False
+    return axis_name in _varying(lax.axis_index(axis_name))
+
+
+def is_manual(axis_name: str | None) -> bool:
+    """Whether the axis is one of an enclosing shard_map (and not of a vmap)."""
+    return axis_name in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def checked_axes() -> list[str]:
+    """Axes of enclosing shard_maps over which JAX tracks what differs."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return [axis for axis in manual if is_checked(axis)]
+
+
+def varying_manual_axes(x: Any) -> frozenset[str]:
+    """Axes of enclosing shard_maps, of more than one device, over which x differs."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return frozenset(axis for axis in _varying(x) if sizes.get(axis, 1) > 1)
+
+
+def is_varying(x: Any, axis_name: str) -> bool:
+    """Whether x may differ over the axis, as far as JAX tracks it."""
+    return axis_name in _varying(x)
+
+
+def vary(tree: Any, axis_name: str | None) -> Any:
+    """Marks every array as one that may differ over the axis; no communication."""
+    if axis_name is None or not is_checked(axis_name):
+        return tree
+
+    def cast(x):
+        if axis_name in _varying(x):
+            return x
+        return lax.pcast(x, (axis_name,), to="varying")
+
+    return jax.tree.map(cast, tree)
+
+
+def vary_over(tree: Any, axes: Sequence[frozenset[str]]) -> Any:
+    """Marks every array as one that may differ over these axes; no communication."""
+    leaves, structure = jax.tree.flatten(tree)
+    missing = [tuple(a - _varying(x)) for x, a in zip(leaves, axes, strict=True)]
+    cast = [
+        lax.pcast(x, names, to="varying") if names else x
+        for x, names in zip(leaves, missing, strict=True)
+    ]
+    return jax.tree.unflatten(structure, cast)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,11 +249,11 @@ def gathered(x: jax.Array, axis_name: str | None) -> jax.Array:
     return lax.all_gather(vary(x, axis_name), axis_name, to=to)
 
 
-def largest(number: jax.Array, axis_name: str | None) -> jax.Array:
-    """The largest of the replicas' numbers, int32[]: one int32 scalar all-reduce.
+def any_replica(flag: jax.Array, axis_name: str | None) -> jax.Array:
+    """Whether any replica says so, bool[]: one int32 scalar all-reduce.
 
-    Integers, because a float maximum drops NaN in shard_map on CPU.
+    An integer, because a float maximum drops NaN in shard_map on CPU.
     """
     if axis_name is None:
-        return number
-    return lax.pmax(vary(number, axis_name), axis_name)
+        return flag
+    return lax.pmax(vary(flag.astype(jnp.int32), axis_name), axis_name) > 0

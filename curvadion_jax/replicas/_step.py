@@ -1,0 +1,362 @@
+"""The training step that a user has, compiled for all replicas."""
+
+import functools
+import logging
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from curvadion_jax import _counters, _layout, _mapped, _paths
+from curvadion_jax.replicas import _placed, _traffic
+from curvadion_jax.replicas._apart import Look
+from curvadion_jax.replicas._average import check_names
+from curvadion_jax.replicas._checks import check_alive, is_array
+from curvadion_jax.replicas._map import map_over_replicas
+from curvadion_jax.replicas._mesh import AXIS, check_axis, check_context
+from curvadion_jax.replicas._start import check_start
+
+_log = logging.getLogger("curvadion_jax")
+
+
+def step(
+    function: Callable[..., tuple[Any, Any]],
+    mesh: Mesh,
+    *,
+    axis_name: str = AXIS,
+    donate: bool = True,
+    average: Sequence[str] = (),
+    local: Sequence[str] = (),
+) -> "CompiledStep":
+    """Runs the training step that you have on every replica.
+
+    A step written for a data-parallel `jit` runs unchanged, with its sharding
+    constraints over the axes inside a replica: it is mapped by `jax.vmap` over the
+    leading axis of the state, and sees one replica's state and rows. Its gradients are
+    therefore a replica's own; the optimizer inside, built with `axis_name`, does what
+    has to be sent. ``jax.lax.axis_index(axis_name)`` is the replica's number, for keys
+    of its own. It is traced as under `jax.jit`: in the context of this mesh where
+    `jax.set_mesh` has set it, else without one.
+
+    Warns if the step itself communicates over the replica axis, if the compiler has
+    replicas wait for each other outside of the optimizer, or if replicas still differ
+    after a sync (something changes parameters after the optimizer, or no sync reaches
+    them).
+
+    Args:
+      function: ``(state, batch, *shared)`` -> (state, metrics) of one replica, without
+        a replica axis. No `pmean`, neither of gradients nor of the loss.
+      mesh: mesh with the replica axis, of type Auto; the axes inside a replica are of
+        type Auto or Explicit.
+      axis_name: name of the replica axis.
+      donate: whether the state's buffers are reused; the state passed in is then gone,
+        and only what the step returned may be used.
+      average: names in the paths of the state, such as ("batch_stats",): floating-point
+        arrays below them are averaged over the replicas at every sync, in float32, over
+        those whose arrays are finite. Their bytes are counted.
+      local: names in the paths of arrays that are meant to differ between replicas,
+        such as metrics; no warning names them.
+
+    Returns:
+      A compiled function ``(state, batch, *shared)`` -> (state, metrics). The state
+      has a leading replica axis (`replicate`). The batch has not: its arrays [global
+      batch, ...] are divided over the replicas. What follows is given to all replicas
+      alike, such as the number of the step. The metrics come back with a replica axis,
+      one value per replica, nothing averaged. Inside a replica the compiler divides the
+      work as state and batch are sharded over the inner axes of the mesh; the state
+      comes back as it came.
+
+    Raises:
+      TypeError: when called, if the function does not return a pair.
+      ValueError: if the mesh has no such axis or another mesh is the context, or when
+        called, if a leaf of the state lacks the replica axis or was donated before, a
+        batch cannot be divided, gradients were averaged over the replicas, no optimizer
+        synchronises, it has another `axis_name` or stands inside a condition or
+        `optax.MultiSteps`, or `average` names nothing.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from curvadion_jax.replicas import make_mesh, replicate
+      >>> def count(state, batch):
+      ...     return state + batch.sum(), {"sum": batch.sum()}
+      >>> mesh = make_mesh(1)
+      >>> state, metrics = step(count, mesh)(replicate(0.0, mesh), jnp.ones(4))
+      >>> metrics["sum"].tolist()
+      [4.0]
+    """
+    check_axis(mesh, axis_name)
+    run = map_over_replicas(function, mesh, axis_name, check_names(average), local)
+    return CompiledStep(function, run, mesh, axis_name, donate, local)
+
+
+class _Program(NamedTuple):
+    """A jitted step, and what was seen of it when it was traced."""
+
+    jitted: Any
+    mapped: _mapped.Mapped
+
+
+class CompiledStep:
+    """A training step on all replicas, compiled when it is called.
+
+    Once for every way in which a state lies on the devices: a step leaves each array of
+    the state sharded, within its replica, as it was. Where the optimizer's trigger says
+    by the number of the step when a decision is due there are two programs, of a step
+    on which none is due and of one on which it is, and the host knows which to run.
+    Made by `curvadion_jax.replicas.step`.
+
+    Example:
+      >>> from curvadion_jax import replicas
+      >>> mesh = replicas.make_mesh(1)
+      >>> step = replicas.step(lambda state, batch: (state + 1, {}), mesh)
+      >>> state = replicas.replicate(jax.numpy.zeros(2), mesh)
+      >>> step.lower(state, jax.numpy.ones(1)).compile().memory_analysis() is None
+      False
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        run: Callable[..., Any],
+        mesh: Mesh,
+        axis_name: str,
+        donate: bool,
+        local: Sequence[str] = (),
+    ):
+        functools.update_wrapper(self, function, updated=())
+        self._function, self._run = function, run
+        self._mesh, self._axis_name = mesh, axis_name
+        self._donate = (0,) if donate else ()
+        self._programs: dict[Any, _Program] = {}
+        self._compiled: set[Any] = set()
+        self._counts: dict[Any, _StepCount | None] = {}
+        self._look = Look(local)
+
+    def __call__(self, state: Any, batch: Any, *shared: Any) -> tuple[Any, Any]:
+        """The state after the step, and the metrics.
+
+        Raises:
+          ValueError: as :func:`step` says, or if the state lies on other devices.
+        """
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((state, batch, shared))):
+            key = self._key(*jax.tree.flatten(state))
+            return self._program(key, None).jitted(state, batch, *shared)
+        leaves, structure = jax.tree.flatten(state)
+        key = self._known_key(leaves, structure)
+        if key is None:
+            check_alive(state, "state")
+            key = self._key(leaves, structure)
+            self._check_devices(state)
+            pairs = zip(leaves, key[1], strict=True)
+            placed = [_placed.without_empty_axes(x, p) for x, p in pairs]
+            state = jax.tree.unflatten(structure, placed)
+        batch = jax.tree.map(self._divided, batch)
+        if not self._compiled:
+            check_context(self._mesh)
+            check_start(state, has_axis=True)
+        operands = (state, batch, *shared)
+        due = self._due(key, operands, leaves)
+        program = self._program(key, due).jitted
+        if (key, due) not in self._compiled:
+            self._compile(program, operands, due)
+            self._compiled.add((key, due))
+        new, metrics = program(*operands)
+        if count := self._counts.get(key):
+            count.took(new, structure)
+        self._look.after(new, due)
+        return new, metrics
+
+    def trace(
+        self, state: Any, batch: Any, *shared: Any, due: bool | None = None
+    ) -> jax.stages.Traced:
+        """The program, to look at: ``trace(...).jaxpr``, ``trace(...).lower()``.
+
+        Args:
+          state: arrays, or `jax.ShapeDtypeStruct` with the sharding of the arrays;
+            without it this is another program.
+          batch: as for a call.
+          *shared: as for a call.
+          due: True for the program of a step on which a decision is due and False for
+            that of all others, where the host knows; None for the program of triggers
+            that are due on every step.
+
+        Raises:
+          ValueError: if `due` is given, and the host cannot know it.
+        """
+        program = self._program(self._key(*jax.tree.flatten(state)), due)
+        traced = program.jitted.trace(state, batch, *shared)
+        if due is not None and program.mapped.due_of is None:
+            raise ValueError(
+                f"due={due} was given, and this optimizer's trigger is due on every "
+                "step. Leave it out."
+            )
+        return traced
+
+    def lower(
+        self, state: Any, batch: Any, *shared: Any, due: bool | None = None
+    ) -> jax.stages.Lowered:
+        """The program before it is compiled; with the arguments of `trace`."""
+        return self.trace(state, batch, *shared, due=due).lower()
+
+    def _known_key(self, leaves, structure) -> Any:
+        """The key of a state that the last step returned; None of any other."""
+        for key, count in self._counts.items():
+            if count and key[0] == structure and count.is_next(leaves):
+                return key
+        return None
+
+    def _due(self, key, operands, leaves) -> bool | None:
+        """Whether a decision is due; None where the program has to find out."""
+        if key not in self._counts:
+            program = self._program(key, False)
+            program.jitted.trace(*operands)
+            mapped = program.mapped
+            self._counts[key] = _StepCount.of(mapped, operands[0])
+            if mapped.due_of is None:  # then the program has not looked at `due`
+                mapped.due = None
+                self._programs[key, None] = self._programs.pop((key, False))
+        count = self._counts[key]
+        return count.due(leaves) if count else None
+
+    def _program(self, key, due: bool | None) -> _Program:
+        if (key, due) not in self._programs:
+            mapped = _mapped.Mapped(self._mesh, self._axis_name, due)
+            self._programs[key, due] = _Program(self._jitted(key, mapped), mapped)
+        return self._programs[key, due]
+
+    def _compile(self, program: Any, operands: Any, due: bool | None) -> None:
+        """Compiles a program, which JAX keeps for the call, and looks at it."""
+        kind = {None: "step", False: "local step", True: "sync step"}[due]
+        name = f"{getattr(self, '__name__', 'step')} ({kind})"
+        start = time.perf_counter()
+        _log.info("compiling %s for %s", name, dict(self._mesh.shape))
+        compiled = program.lower(*operands).compile()
+        _log.info("compiled %s in %.1f s", name, time.perf_counter() - start)
+        if self._mesh.shape[self._axis_name] == 1 or self._compiled:
+            return
+        text = compiled.as_text() or ""
+        if sent := _traffic.between_replicas(text, self._mesh, self._axis_name):
+            warnings.warn(
+                "XLA added communication between replicas to the training step, "
+                "outside the optimizer, so every step waits for the slow link: "
+                f"{'; '.join(sent[:4])}{' ...' if len(sent) > 4 else ''}. Constrain "
+                "the sharding of the array that is read, for example x = "
+                "jax.lax.with_sharding_constraint(x, NamedSharding(mesh, "
+                "PartitionSpec('fsdp'))).",
+                stacklevel=4,
+            )
+
+    def _key(self, leaves, structure) -> Any:
+        return structure, tuple(map(self._placement, leaves))
+
+    def _check_devices(self, state: Any) -> None:
+        wanted = set(self._mesh.devices.flat)
+        for path, leaf in jax.tree.leaves_with_path(state):
+            placement = leaf.sharding if is_array(leaf) else None
+            if not isinstance(placement, NamedSharding) or placement.mesh == self._mesh:
+                continue
+            if placement.device_set != wanted:
+                raise ValueError(
+                    f"The state{jax.tree_util.keystr(path)} lies on the mesh "
+                    f"{dict(placement.mesh.shape)} and the step is for "
+                    f"{dict(self._mesh.shape)}, of other devices. Replicate or restore "
+                    "the state onto the mesh of the step."
+                )
+
+    def _jitted(self, key, mapped: _mapped.Mapped) -> Any:
+        structure, placements = key
+
+        def run(state, batch, *shared):
+            leaves = jax.tree.leaves(state)
+            leaves = [
+                _placed.keep(x, p) for x, p in zip(leaves, placements, strict=True)
+            ]
+            state = jax.tree.unflatten(structure, leaves)
+            with (
+                _layout.noting(_placed.divided(state, placements)),
+                _mapped.mapping(mapped),
+            ):
+                new, metrics = self._run(state, batch, *shared)
+            if jax.tree.structure(new) == structure:
+                triples = zip(jax.tree.leaves(new), leaves, placements, strict=True)
+                kept = [
+                    x if x.shape != y.shape else _placed.keep(x, p)
+                    for x, y, p in triples
+                ]
+                new = jax.tree.unflatten(structure, kept)
+            return new, metrics
+
+        functools.update_wrapper(run, self._function)
+        return jax.jit(run, donate_argnums=self._donate)
+
+    def _divided(self, leaf: Any) -> Any:
+        """What has no place yet, divided over the replicas along its first axis.
+
+        Else the compiler chooses one, and may have replicas exchange rows.
+        """
+        if (is_array(leaf) and leaf.committed) or jax.process_count() > 1:
+            return leaf
+        rows = np.shape(leaf)[:1]
+        if not rows or rows[0] % self._mesh.shape[self._axis_name]:
+            return leaf  # rejected when traced
+        return jax.device_put(leaf, NamedSharding(self._mesh, P(self._axis_name)))
+
+    def _placement(self, leaf: Any) -> NamedSharding | None:
+        """How an array lies on the mesh; None where that is not known."""
+        if not is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
+            return None
+        placement = leaf.sharding
+        if not isinstance(placement, NamedSharding) or placement.mesh != self._mesh:
+            return None
+        return _placed.over_replicas(placement, self._axis_name)
+
+
+class _StepCount:
+    """The number of steps that a state has taken, as the host counts along.
+
+    It reads the counter from the devices only when it is given another state than the
+    last one that a step returned.
+
+    Args:
+      place: of the counter among the leaves of the state.
+      due_of: number of steps taken -> whether a decision is due.
+    """
+
+    def __init__(self, place: int, due_of: Callable[[int], bool]):
+        self._place, self._due_of = place, due_of
+        self._seen: Any = None
+        self._steps = 0
+
+    @classmethod
+    def of(cls, mapped: _mapped.Mapped, state: Any) -> "_StepCount | None":
+        """None where the host cannot know what is due: it asks on every step then.
+
+        By names, since a framework may keep the state in its own classes.
+        """
+        names = [names for names, _ in _paths.leaves_with_names(state)]
+        found = _counters.optimizers(names)
+        if mapped.due_of is None or mapped.updates != 1 or len(found) != 1:
+            return None
+        return cls(names.index((*found[0], "metrics", "steps")), mapped.due_of)
+
+    def is_next(self, leaves: Sequence[Any]) -> bool:
+        return leaves[self._place] is self._seen
+
+    def due(self, leaves: Sequence[Any]) -> bool:
+        if not self.is_next(leaves):
+            # Equal on all replicas: the first row that is here will do.
+            counter = leaves[self._place]
+            here = counter.addressable_data(0) if is_array(counter) else counter
+            self._steps = int(np.asarray(here).ravel()[0])
+        return self._due_of(self._steps)
+
+    def took(self, state: Any, structure: Any) -> None:
+        leaves, new = jax.tree.flatten(state)
+        self._seen = leaves[self._place] if new == structure else None
+        self._steps += 1

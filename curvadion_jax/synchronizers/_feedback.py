@@ -1,0 +1,105 @@
+"""Compressed means with error feedback, as synchronizers use them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from curvadion_jax import _finite, _paths
+from curvadion_jax._dion import DionState
+from curvadion_jax._interfaces import Group, LocalStep, Views
+from curvadion_jax._matrices import MatrixView
+from curvadion_jax._orthonormalize import compute_dtype
+from curvadion_jax.compressors import Compressor
+
+
+def zero_residual(params: optax.Params, dtype: Any = None) -> Any:
+    """Zeros like the parameters; None is at least float32."""
+    return jax.tree.map(
+        lambda x: jnp.zeros_like(x, dtype or compute_dtype(x.dtype)), params
+    )
+
+
+def mean_with_feedback(
+    compressor: Compressor,
+    tree: Any,
+    residual: Any,
+    state: Any,
+    local: LocalStep,
+    group: Group,
+) -> tuple[Any, Any, Any]:
+    """Mean in a compressor's form of replicas' arrays and residuals.
+
+    Residuals are of arrays times their weight: what a replica did not send at one
+    weight it sends in full at any other. A replica that takes no part contributes its
+    residual alone, so the old residual need not be kept beside the new one. The mean is
+    over all who are expected, and not over those who are there: else the drift of a
+    replica that takes part every second time would count twice.
+
+    Args:
+      compressor: see `Compressor`.
+      tree: arrays of this replica.
+      residual: what of earlier ones it has not sent.
+      state: of the compressor.
+      local: its part in the sync.
+      group: the replicas.
+
+    Returns:
+      The mean, the residual and the compressor's state.
+    """
+    whole = jax.tree.map(
+        lambda x, r: x * jnp.asarray(local.expected, x.dtype) + r,
+        local.weighted(tree),
+        local.if_healthy(residual),
+    )
+    result = compressor.average(whole, state, group, local.views)
+    unsent = jax.tree.map(lambda new, r: new.astype(r.dtype), result.unsent, residual)
+    return result.mean, unsent, result.state
+
+
+def with_absent(local: LocalStep, residual: Any, before: Any, tree: Any) -> Any:
+    """The residual after a mean of gradients, which are there for one step only.
+
+    A replica that is absent adds its own gradient. Where nobody is there the mean is
+    not used, and the residual stays.
+
+    Args:
+      local: its part in the sync.
+      residual: what `mean_with_feedback` returned.
+      before: what it was given.
+      tree: the gradients.
+    """
+    kept = _finite.where(local.anybody, residual, local.if_healthy(before))
+    later = _finite.or_zeros(~local.present, tree)
+    return jax.tree.map(lambda r, x: r + x.astype(r.dtype), kept, later)
+
+
+def own_unsent(local: LocalStep, unsent: Any) -> Any:
+    """What a replica did not send of its own arrays, for those that keep it themselves.
+
+    `unsent` is of arrays times their weight. A replica that counts little, or nothing,
+    gets it back as one that counts like the others: it holds what rounding has lost of
+    the mean, too, which must not come back many times.
+    """
+    weight = jnp.maximum(jnp.asarray(local.weight), 1 / jnp.asarray(local.expected))
+    return jax.tree.map(lambda x: x / weight.astype(x.dtype), unsent)
+
+
+def matrices(state: DionState, views: Views) -> dict[str, tuple[MatrixView, int]]:
+    """Path -> view and rank of every matrix of a Dion, in the order of its leaves.
+
+    Raises:
+      ValueError: if that Dion sees a parameter otherwise than the views say.
+    """
+    found = {}
+    for name, q in _paths.leaves_with_path(state.q):
+        view = views.get(name)
+        if view is None or (*view.batch, view.cols) != q.shape[:-1]:
+            raise ValueError(
+                f"Dion sees the parameter {name!r} otherwise than adaptive_sync does "
+                f"(Q of shape {q.shape}, {view}): pass adaptive_sync the same "
+                "dimension_numbers"
+            )
+        found[name] = (view, q.shape[-1])
+    return found

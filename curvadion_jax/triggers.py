@@ -1,0 +1,656 @@
+"""When replicas synchronise.
+
+A trigger looks at one replica's own quantities and says whether it wants a sync. It
+knows no axis and sends nothing: `adaptive_sync` synchronises all replicas if one wants
+to. So a trigger decides *when*, and knows neither what is sent (the synchronizer) nor
+what a step does (the inner optimizer).
+
+`every_k(10)` and `evenly(0.01)` go by the number of the step, and replicas need not
+agree on each sync. `relative_momentum_change(0.1)` measures momenta, so replicas vote:
+on every step, or with `at_intervals` on every k-th.
+"""
+
+import fractions
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from curvadion_jax import _arguments, _finite, _momentum, _paths, _trees
+from curvadion_jax._interfaces import Decision, Observation, Trigger
+
+__all__ = [
+    "BudgetState",
+    "Decision",
+    "IntervalState",
+    "Observation",
+    "Trigger",
+    "always",
+    "any_of",
+    "at_intervals",
+    "at_least_every",
+    "budget",
+    "decision",
+    "evenly",
+    "every_k",
+    "never",
+    "relative_momentum_change",
+    "stateless",
+]
+
+# Denominators of a share of the steps: its multiples stay within int32.
+_LARGEST_PERIOD = 2**15
+# Of `budget`: how much the logarithm of the threshold rises at a sync, and the largest
+# factor by which the threshold is moved.
+_GAIN, _REACH = 0.3, 1000.0
+
+
+def decision(
+    fire: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike = jnp.nan,
+    threshold: jax.typing.ArrayLike = jnp.nan,
+    layer: jax.typing.ArrayLike = -1,
+) -> Decision:
+    """A `Decision` of the right dtypes.
+
+    Args:
+      fire: whether this replica wants to synchronise.
+      value: what was compared with the threshold.
+      threshold: what it was compared with.
+      layer: index of the parameter with the largest value, -1 for none.
+
+    Returns:
+      The decision, all of it scalar arrays.
+
+    Example:
+      >>> decision(True).layer.dtype
+      dtype('int32')
+    """
+    return Decision(
+        jnp.asarray(fire, jnp.bool_),
+        jnp.asarray(value, jnp.float32),
+        jnp.asarray(threshold, jnp.float32),
+        jnp.asarray(layer, jnp.int32),
+    )
+
+
+def stateless(decide: Callable[[Observation], Decision]) -> Trigger:
+    """A trigger that measures something and remembers nothing.
+
+    Args:
+      decide: observation -> `Decision`, as the trigger's `decide` without a state.
+
+    Returns:
+      The trigger.
+
+    Example:
+      >>> on_even_steps = stateless(lambda seen: decision(seen.steps % 2 == 0))
+      >>> bool(on_even_steps.decide(Observation(steps=4), ())[0].fire)
+      True
+    """
+    return Trigger(lambda *_: (), lambda seen, state: (decide(seen), state))
+
+
+def answer(trigger: Trigger, observation: Observation, state: Any) -> Any:
+    """What a trigger says on this step: its decision, and its state after it.
+
+    Args:
+      trigger: any trigger.
+      observation: what it sees.
+      state: its state.
+
+    Returns:
+      `Decision` and state. Where `due` settles the decision, it is that.
+    """
+    if trigger.decide is not None:
+        return trigger.decide(observation, state)
+    assert trigger.due is not None
+    return decision(trigger.due(observation.steps, observation.sync_cost)), state
+
+
+def _scheduled(due: Callable[[Any, float], Any]) -> Trigger:
+    return Trigger(lambda *_: (), None, due)
+
+
+def always() -> Trigger:
+    """Every step synchronises.
+
+    Returns:
+      The trigger.
+
+    Example:
+      >>> always().due(7, 1.0)
+      True
+    """
+    return _scheduled(lambda steps, cost: True)
+
+
+def never() -> Trigger:
+    """No step synchronises.
+
+    Returns:
+      The trigger.
+
+    Example:
+      >>> never().due(7, 1.0)
+      False
+    """
+    return _scheduled(lambda steps, cost: False)
+
+
+def every_k(k: int) -> Trigger:
+    """Synchronises after steps k, 2k, 3k, ...
+
+    Args:
+      k: period in steps, at least 1; `every_k(1)` is `always()`.
+
+    Returns:
+      The trigger.
+
+    Raises:
+      ValueError: if k is below 1.
+
+    Example:
+      >>> trigger = every_k(30)
+      >>> [1 + step for step in range(60) if trigger.due(step, 1.0)]
+      [30, 60]
+    """
+    _arguments.check_int(k, "k", 1)
+    return _scheduled(lambda steps, cost: (steps + 1) % k == 0)
+
+
+def evenly(rate: float, *, cost: float | None = None) -> Trigger:
+    r"""Spends a share of the bytes of synchronous training at even distances.
+
+    The fixed period of a byte budget, which need not be a whole number of steps. Of n
+    steps
+
+    .. math::
+      \lfloor n \, \mathrm{rate} / \mathrm{cost} \rfloor
+
+    synchronise, with rate / cost at most 1. It depends on the number of the step alone:
+    after a restart with another rate what was spent before is neither paid back nor
+    made up for.
+
+    Args:
+      rate: share of the bytes of synchronous training, an all-reduce of all gradients
+        in float32 on every step; 0.01 is one percent. A Python number, so static under
+        `optax.inject_hyperparams`.
+      cost: what a sync counts, in all-reduces of all gradients in float32. None takes
+        what the synchronizer sends; with 1.0 the rate is a share of the steps.
+
+    Returns:
+      The trigger.
+
+    Raises:
+      ValueError: if the rate or the cost is not above 0 and finite.
+
+    Example:
+      >>> trigger = evenly(0.8)  # a sync sends twice the gradients: 2 / 0.8 steps
+      >>> [int(trigger.due(steps, 2.0)) for steps in range(12)]
+      [0, 0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 0]
+    """
+    _arguments.check_static(rate, "budget")
+    _arguments.check_positive(rate, "rate")
+    if cost is not None:
+        _arguments.check_positive(cost, "cost")
+
+    def due(steps, sync_cost):
+        share = _share(rate, sync_cost if cost is None else cost)
+        within, part = steps % share.denominator, share.numerator
+        return (within + 1) * part // share.denominator > (
+            within * part // share.denominator
+        )
+
+    return _scheduled(due)
+
+
+def _share(rate: float, cost: float) -> fractions.Fraction:
+    """Syncs per step that a rate pays for, at most 1."""
+    if cost <= rate:
+        return fractions.Fraction(1)
+    share = fractions.Fraction(rate / cost)
+    if share < fractions.Fraction(1, _LARGEST_PERIOD):
+        return fractions.Fraction(1, math.ceil(1 / share))
+    return share.limit_denominator(_LARGEST_PERIOD)
+
+
+class BudgetState(NamedTuple):
+    """State of `budget`.
+
+    Attributes:
+      of_state: what the other trigger remembers.
+      integral: float32[], the lasting part of the logarithm of the threshold's factor.
+        Replica-varying: its own values move it at the bounds.
+      peak: float32[], largest value since the last sync, in units of the threshold of
+        the other trigger. Replica-varying.
+      share: float32[], syncs per step that are paid for; NaN before the first step.
+      since_step: int32[], steps taken when the share became what it is.
+      since_sync: int32[], sync steps among them.
+
+    Example:
+      >>> from curvadion_jax import triggers
+      >>> rmmc = triggers.stateless(lambda seen: triggers.decision(True))
+      >>> state = budget(0.01, rmmc).init({}, (), {})
+      >>> float(state.integral), int(state.since_step)
+      (0.0, 0)
+    """
+
+    of_state: Any
+    integral: jax.Array
+    peak: jax.Array
+    share: jax.Array
+    since_step: jax.Array
+    since_sync: jax.Array
+
+
+def budget(
+    rate: float,
+    of: Trigger | None = None,
+    *,
+    cost: float | None = None,
+    ahead: float = 3.0,
+    behind: float = 3.0,
+) -> Trigger:
+    r"""Spends a share of the bytes of synchronous training when a signal says so.
+
+    Moves the threshold :math:`\tau` of another trigger, so that its value x decides
+    when the replicas synchronise, and the budget how often. After n steps with s
+    syncs, :math:`e = s - p n` syncs more were made than are paid for, with
+    :math:`p = \mathrm{rate} / \mathrm{cost}`, at most 1. The next step synchronises if
+
+    .. math::
+      x > e^{c} \tau, \qquad c = g e + i, \qquad i \leftarrow i + \tfrac12 g^2 p \, e
+
+    with g = 0.3. Whatever the signal does, the budget is kept: a sync that would be
+    more than `ahead` syncs above what is paid for does not take place, and one takes
+    place when there would be more than `behind` unspent. So after every step
+
+    .. math::
+      -\mathrm{behind} \le s - p n \le \mathrm{ahead}
+
+    At these bounds a threshold that is far off is found quickly: i rises by g on every
+    step on which the signal is refused a sync, and falls, at a sync that it did not ask
+    for, to where the largest value since the last one would just not have fired. Both
+    i and c stay within log 1000, and i stands still on steps with a value that is not
+    finite, so that it does not wind up. Where the rate or the cost changes, as after a
+    restart with another budget, counting starts anew.
+
+    Args:
+      rate: share of the bytes of synchronous training, an all-reduce of all gradients
+        in float32 on every step; 0.01 is one percent. The 4 bytes of each vote are not
+        counted. A Python number, so static under `optax.inject_hyperparams`.
+      of: trigger whose value and threshold are compared. Combinators go around
+        `budget`: what they add to the comparison is not seen inside it. None means
+        ``relative_momentum_change(0.1)``.
+      cost: what a sync counts, in all-reduces of all gradients in float32. None takes
+        what the synchronizer sends; with 1.0 the rate is a share of the steps.
+      ahead: syncs that may be made before they are paid for, at least 1.
+      behind: syncs that may be left unspent.
+
+    Returns:
+      The trigger, with the value and layer of the other one and the threshold that it
+      was compared with. Its state is :class:`BudgetState`.
+
+    Raises:
+      ValueError: if the rate is not above 0 and finite, `ahead` below 1, `behind`
+        negative, or `of` measures nothing.
+
+    Example:
+      >>> from curvadion_jax import triggers
+      >>> constant = triggers.stateless(lambda seen: triggers.decision(0, 0.3, 2.0))
+      >>> trigger, syncs, fired = budget(0.5, constant, cost=1.0), 0, []
+      >>> state = trigger.init(None, None, {})
+      >>> for steps in range(100):
+      ...     seen = triggers.Observation(steps=steps, syncs=syncs)
+      ...     decision, state = trigger.decide(seen, state)
+      ...     syncs += int(decision.fire)
+      >>> 47 <= syncs <= 53
+      True
+    """
+    of = relative_momentum_change(0.1) if of is None else of
+    if of.decide is None:
+        raise ValueError(
+            "budget needs a trigger that measures something, and this one goes by the "
+            "number of the step. Use triggers.evenly(rate) alone."
+        )
+    of_decide = of.decide
+    _arguments.check_static(rate, "budget")
+    _arguments.check_positive(rate, "rate")
+    _arguments.check_number(behind, "behind")
+    if ahead < 1:
+        raise ValueError(
+            f"ahead must be at least 1, got {ahead}. With less no sync could take "
+            "place before it is paid for in full."
+        )
+
+    def init(params, inner_state, views):
+        zero = jnp.zeros([], jnp.float32)
+        return BudgetState(
+            of_state=of.init(params, inner_state, views),
+            integral=zero,
+            peak=zero,
+            share=jnp.full([], jnp.nan, jnp.float32),
+            since_step=jnp.zeros([], jnp.int32),
+            since_sync=jnp.zeros([], jnp.int32),
+        )
+
+    def decide(observation, state: BudgetState):
+        chosen, of_state = of_decide(observation, state.of_state)
+        sync_cost = observation.sync_cost if cost is None else cost
+        share = jnp.float32(min(rate / max(sync_cost, 1e-30), 1.0))
+        same = share == state.share  # False for the NaN of the first step
+        since_step = jnp.where(same, state.since_step, observation.steps)
+        since_sync = jnp.where(same, state.since_sync, observation.syncs)
+        paid = share * (observation.steps - since_step)
+        spent = observation.syncs - since_sync
+
+        largest = jnp.log(jnp.float32(_REACH))
+        proportional = _GAIN * (spent - paid)
+        logarithm = jnp.clip(proportional + state.integral, -largest, largest)
+        threshold = jnp.exp(logarithm) * chosen.threshold
+        wanted = jnp.where(
+            jnp.isnan(threshold), chosen.fire, ~(chosen.value <= threshold)
+        )
+        allowed = spent + 1 <= paid + share + ahead
+        required = spent < paid + share - behind
+
+        ratio = chosen.value / chosen.threshold
+        finite = jnp.isfinite(ratio) & observation.finite
+        peak = jnp.where(observation.local_steps > 0, state.peak, 0)
+        peak = jnp.maximum(peak, jnp.where(finite, ratio, 0))
+        integral = state.integral + _GAIN / 2 * share * proportional
+        integral += jnp.where(wanted & ~allowed, _GAIN, 0)
+        lowered = jnp.minimum(state.integral, jnp.log(peak) - proportional)
+        integral = jnp.where(required & ~wanted, lowered, integral)
+        integral = jnp.clip(integral, -largest, largest)
+        integral = jnp.where(finite, integral, state.integral)
+
+        fire = (wanted & allowed) | required
+        chosen = chosen._replace(fire=fire, threshold=threshold)
+        return chosen, BudgetState(
+            of_state, integral, peak, share, since_step, since_sync
+        )
+
+    return Trigger(init, decide, of.due)
+
+
+def any_of(*triggers: Trigger) -> Trigger:
+    """Synchronises when one of several triggers wants to.
+
+    Value, threshold and layer are those of the first trigger that fires, or of the
+    first one when none does.
+
+    Args:
+      *triggers: one or more.
+
+    Returns:
+      The trigger. It asks all of them on every step.
+
+    Raises:
+      ValueError: if there is none.
+
+    Example:
+      >>> from curvadion_jax import triggers
+      >>> trigger = any_of(triggers.every_k(100), triggers.every_k(30))
+      >>> [1 + step for step in range(101) if trigger.due(step, 1.0)]
+      [30, 60, 90, 100]
+    """
+    if not triggers:
+        raise ValueError("any_of needs at least one trigger. Use triggers.never().")
+    if all(trigger.decide is None for trigger in triggers):
+        dues: list[Any] = [trigger.due for trigger in triggers]
+
+        def due(steps, cost):
+            fired = dues[0](steps, cost)
+            for other in dues[1:]:
+                fired = fired | other(steps, cost)
+            return fired
+
+        return _scheduled(due)
+
+    def init(params, inner_state, views):
+        return tuple(trigger.init(params, inner_state, views) for trigger in triggers)
+
+    def decide(observation, states):
+        pairs = zip(triggers, states, strict=True)
+        results = [answer(trigger, observation, state) for trigger, state in pairs]
+        chosen, *rest = [decision for decision, _ in results]
+        for other in rest:
+            take = ~chosen.fire & other.fire
+            both = zip(other, chosen, strict=True)
+            chosen = Decision(*(jnp.where(take, new, old) for new, old in both))
+        return chosen, tuple(state for _, state in results)
+
+    return Trigger(init, decide)
+
+
+def at_least_every(trigger: Trigger, k: int) -> Trigger:
+    """Synchronises when the trigger says so, and in any case k steps after a sync.
+
+    Args:
+      trigger: any trigger.
+      k: largest number of steps from one sync to the next, at least 1.
+
+    Returns:
+      The trigger, with the value, threshold and layer of the one that was given.
+
+    Raises:
+      ValueError: if k is below 1.
+
+    Example:
+      >>> from curvadion_jax import triggers
+      >>> trigger = at_least_every(triggers.never(), 50)
+      >>> decision, _ = trigger.decide(triggers.Observation(local_steps=49), ())
+      >>> bool(decision.fire)
+      True
+    """
+    _arguments.check_int(k, "k", 1)
+
+    def decide(observation, state):
+        chosen, state = answer(trigger, observation, state)
+        late = observation.local_steps + 1 >= k
+        return chosen._replace(fire=chosen.fire | late), state
+
+    return Trigger(trigger.init, decide)
+
+
+class IntervalState(NamedTuple):
+    """State of `at_intervals`. Replica-varying.
+
+    Attributes:
+      of_state: what the other trigger remembers.
+      requested: bool[], whether it has requested a sync since the last one.
+
+    Example:
+      >>> from curvadion_jax import triggers
+      >>> rmmc = triggers.stateless(lambda seen: triggers.decision(True))
+      >>> bool(at_intervals(rmmc, 10).init({}, (), {}).requested)
+      False
+    """
+
+    of_state: Any
+    requested: jax.Array
+
+
+def at_intervals(trigger: Trigger, k: int) -> Trigger:
+    """Lets replicas vote on every k-th step only, and send nothing in between.
+
+    A vote costs a round trip over the slow link. What a replica requests in between is
+    kept, and granted at the next vote.
+
+    Args:
+      trigger: one that measures something; it looks at every step.
+      k: number of steps from one vote to the next, at least 1.
+
+    Returns:
+      The trigger, with the value, threshold and layer of this step. Its state is
+      :class:`IntervalState`.
+
+    Raises:
+      ValueError: if k is below 1, or the trigger goes by the number of the step.
+
+    Example:
+      >>> from curvadion_jax import triggers
+      >>> noise = triggers.stateless(lambda seen: triggers.decision(seen.steps == 4))
+      >>> trigger, fired = triggers.at_intervals(noise, 4), []
+      >>> state = trigger.init({}, (), {})
+      >>> for steps in range(12):
+      ...     seen = triggers.Observation(steps=steps, local_steps=steps)
+      ...     decision, state = trigger.decide(seen, state)
+      ...     fired += [1 + steps] if trigger.due(steps, 1.0) and decision.fire else []
+      >>> fired  # requested on step 5, granted on step 8
+      [8, 12]
+    """
+    _arguments.check_int(k, "k", 1)
+    if trigger.decide is None:
+        raise ValueError(
+            "at_intervals is for triggers on which replicas vote, and this one goes "
+            "by the number of the step. Use it as it is."
+        )
+    decide_of = trigger.decide
+
+    def init(params, inner_state, views):
+        no = jnp.zeros([], jnp.bool_)
+        return IntervalState(trigger.init(params, inner_state, views), no)
+
+    def decide(observation, state: IntervalState):
+        now, of_state = decide_of(observation, state.of_state)
+        requested = (state.requested & (observation.local_steps > 0)) | now.fire
+        return now._replace(fire=requested), IntervalState(of_state, requested)
+
+    return Trigger(init, decide, lambda steps, cost: (steps + 1) % k == 0)
+
+
+MomentumFn = Callable[[optax.OptState], Any]
+
+
+def relative_momentum_change(
+    threshold: optax.ScalarOrSchedule,
+    *,
+    floor: jax.typing.ArrayLike = 0.0,
+    momentum_fn: MomentumFn | None = None,
+    remember: bool = True,
+) -> Trigger:
+    r"""Synchronises when the momentum of any layer changes its norm fast.
+
+    The relative momentum change (RMMC) of a layer is
+
+    .. math::
+      \mathrm{RMMC} = \bigl|\, \|m_t\| - \|m_{t-1}\| \,\bigr| \,/\, \|m_{t-1}\|
+
+    with :math:`m_t` the momentum that this step would have if nobody communicated: for
+    Dion M + G, before error feedback. Its norms are remembered, one number per matrix:
+    what error feedback leaves in the state is smaller, and would read as a change that
+    never ends. With constant gradients the change goes to 0, whatever the optimizer.
+    Every matrix of a stack is a layer. The largest value over the layers decides;
+    `adaptive_sync` then synchronises if it exceeds `threshold` on any replica. Without
+    a momentum to compare with (the first step) and for NaN it is infinite.
+
+    The inner optimizer's momentum is found by its field: `momentum` (Dion), else
+    `trace` (`optax.sgd`, `optax.trace`), else `mu` (Adam, Lion, Muon).
+
+    RMMC measures gradient noise as much as anything: with a thousand tokens per replica
+    it lies at 0.2 to 0.6, with a million at 0.02 to 0.03. A threshold belongs to a
+    batch size.
+
+    Args:
+      threshold: number, or schedule of the number of steps taken.
+      floor: layers of which the momentum to compare with has a smaller norm are left
+        out.
+      momentum_fn: function from the inner optimizer's state to a tree of momenta, for
+        optimizers that keep theirs elsewhere.
+      remember: False compares with the momentum in the state instead of the remembered
+        norms, as the published code does.
+
+    Returns:
+      The trigger. Its value is the largest change over the layers, its state the norms
+      that it remembers, path of the parameter -> float32[matrices] (at least float32).
+
+    Raises:
+      ValueError: for a negative or NaN threshold, or a negative floor; when traced, if
+        the inner optimizer keeps no momentum, or none of a matrix.
+
+    Example:
+      >>> from curvadion_jax.triggers import Observation
+      >>> trigger = relative_momentum_change(optax.linear_schedule(0.3, 0.1, 1000))
+      >>> old, new = {"w": jnp.array([3.0, 4.0])}, {"w": jnp.array([6.0, 8.0])}
+      >>> norms = trigger.init(old, optax.TraceState(old), {})
+      >>> for step, momentum in ((499, old), (500, new)):
+      ...     seen = Observation(
+      ...         params=old,
+      ...         next_inner_state=lambda: optax.TraceState(momentum),
+      ...         steps=jnp.array(step),
+      ...     )
+      ...     decision, norms = trigger.decide(seen, norms)
+      >>> print(f"{decision.value:.2f} {decision.threshold:.2f} {decision.fire}")
+      1.00 0.20 True
+
+    References:
+      `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
+    """
+    if not callable(threshold):
+        _arguments.check_number(threshold, "threshold")
+    _arguments.check_number(floor, "floor")
+
+    def norms(state: optax.OptState, views) -> dict[str, jax.Array]:
+        if momentum_fn is None:
+            momenta = _momentum.momentum_by_name(state)
+        else:
+            momenta = dict(_paths.leaves_with_path(momentum_fn(state)))
+        return {name: _norms(name, m, views) for name, m in momenta.items()}
+
+    def init(params, inner_state, views):
+        if _trees.is_placeholder(params):
+            return jnp.zeros([])
+        if not remember or not jax.tree.leaves(params):
+            return {}
+        return jax.tree.map(jnp.zeros_like, norms(inner_state, views))
+
+    def decide(observation: Observation, last: dict[str, jax.Array]):
+        if not jax.tree.leaves(observation.params):
+            return decision(observation.steps == 0), last
+        new = norms(observation.next_inner_state(), observation.views)
+        old = last if remember else norms(observation.inner_state, observation.views)
+        leaves = _paths.leaves_with_path(observation.params)
+        order = {name: index for index, (name, _) in enumerate(leaves)}
+        changes, layers = [jnp.zeros(1)], [-1]
+        for name, norm in old.items():
+            change = _relative_change(new[name], norm, floor)
+            changes.append(jnp.max(change, initial=0).astype(jnp.float32).reshape(1))
+            layers.append(order.get(name, -1))
+        change = jnp.concatenate(changes)
+        # Gradients of zeros in place of NaN say nothing; the first step has nothing
+        # to compare with.
+        change = jnp.where(observation.finite, change, 0)
+        change = jnp.where(observation.steps == 0, jnp.inf, change)
+        limit = threshold(observation.steps) if callable(threshold) else threshold
+        value = jnp.max(change)
+        layer = jnp.asarray(layers)[jnp.argmax(change)]
+        # Spelled so that NaN synchronises.
+        result = decision(~(value <= limit), value, limit, layer)
+        if not remember:
+            return result, last
+        return result, _finite.where(observation.finite, new, last)
+
+    return Trigger(init, decide)
+
+
+def _norms(name: str, momentum: jax.Array, views) -> jax.Array:
+    """Norm of every matrix of a parameter, of shape [number of matrices]."""
+    view = views.get(name)
+    if view is not None and view.shape == momentum.shape:
+        return view.norms(momentum).reshape(-1)
+    wide = momentum.astype(jnp.promote_types(jnp.float32, momentum.dtype))
+    return jnp.sqrt(jnp.sum(jnp.square(wide))).reshape(1)
+
+
+def _relative_change(new: jax.Array, old: jax.Array, floor) -> jax.Array:
+    """|new - old| / old; 0 where old is under the floor or both are 0; NaN is inf."""
+    ratio = jnp.abs(new - old) / jnp.where(old == 0, 1, old)
+    ratio = jnp.where(old == 0, jnp.where(new == 0, 0, jnp.inf), ratio)
+    ratio = jnp.where(jnp.isnan(ratio), jnp.inf, ratio)
+    return jnp.where((old < floor) & ~jnp.isnan(new), 0, ratio)
