@@ -17,11 +17,14 @@ from curvadion_jax import (
 from curvadion_jax._adaptive_sync import AdaptiveSyncState, adaptive_sync
 from curvadion_jax._counters import SyncMetrics
 from curvadion_jax._curvadion import curvadion
-from curvadion_jax._default_rule import DimensionNumbers, default_dimension_numbers
 from curvadion_jax._dion import DionState, dion, scale_by_dion
 from curvadion_jax._local_muon import local_muon
 from curvadion_jax._orthonormalize import cholesky_qr
-from curvadion_jax._partition import describe_partition
+from curvadion_jax._partition import (
+    DimensionNumbers,
+    default_dimension_numbers,
+    describe_partition,
+)
 from curvadion_jax._version import __version__ as __version__
 
 __all__ = [

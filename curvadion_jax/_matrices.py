@@ -125,8 +125,8 @@ def _axes(axes: Axes, ndim: int, what: str) -> tuple[int, ...]:
     for axis in axes:
         if not -ndim <= axis < ndim:
             raise ValueError(
-                f"{what} {axis} does not exist in {ndim} dimensions: name axes that "
-                "do, or give the parameter None, which sends it to the other optimizer"
+                f"{what} axis {axis} does not exist in {ndim} dimensions. None sends a "
+                "parameter to the other optimizer."
             )
     return tuple(axis % ndim for axis in axes)
 
@@ -152,22 +152,21 @@ def make_view(
       >>> view.batch, view.rows, view.cols, view.scale
       ((12,), 256, 64, 2.0)
     """
-    fan_in = _axes(fan_in_axes, len(shape), "fan-in (reduction) axis")
-    fan_out = _axes(fan_out_axes, len(shape), "fan-out (output) axis")
+    fan_in = _axes(fan_in_axes, len(shape), "reduction")
+    fan_out = _axes(fan_out_axes, len(shape), "output")
     named = fan_in + fan_out
     if not fan_in or not fan_out or len(set(named)) != len(named):
         raise ValueError(
-            f"a matrix of shape {shape} needs at least one fan-in (reduction) and one "
-            f"fan-out (output) axis, none of them twice; got {fan_in} and {fan_out}"
+            f"A matrix of shape {shape} needs reduction and output axes, none of them "
+            f"twice, got {fan_in} and {fan_out}."
         )
-    batch = tuple(axis for axis in range(len(shape)) if axis not in named)
-    view = MatrixView(tuple(shape), batch, fan_in, fan_out)
     if math.prod(shape) == 0:
         raise ValueError(
-            f"a parameter of shape {shape} has no elements: give it the dimension "
-            "numbers None, which sends it to the other optimizer"
+            f"Shape {shape} has no elements. None sends a parameter to the other "
+            "optimizer."
         )
-    return view
+    batch = tuple(axis for axis in range(len(shape)) if axis not in named)
+    return MatrixView(tuple(shape), batch, fan_in, fan_out)
 
 
 def resolve_rank(cols: int, rank: int | float) -> int:
@@ -193,8 +192,8 @@ def check_rank_of_some(views: Iterable[MatrixView], rank: int | float) -> None:
     largest = max((view.cols for view in views), default=None)
     if isinstance(rank, int) and largest is not None and rank > largest:
         raise ValueError(
-            f"rank {rank} exceeds the smaller side of every matrix (the largest is "
-            f"{largest}); pass a smaller rank, or rank=1.0 for full rank"
+            f"rank {rank} exceeds the smaller side of every matrix; the largest is "
+            f"{largest}. Pass a smaller rank, or rank=1.0 for full rank."
         )
 
 
@@ -206,21 +205,13 @@ def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def check_rank(rank: int | float) -> None:
-    """Refuses a rank that is not a positive int or a fraction in (0, 1].
-
-    Raises:
-      TypeError: for anything that is not a plain Python number, a traced one included.
-      ValueError: for a number out of range.
-    """
+    """Rejects a rank that is not a positive int or a fraction in (0, 1]."""
     if isinstance(rank, bool) or not isinstance(rank, int | float):
         raise TypeError(
-            f"rank sets shapes and must be a plain int or float, got {rank!r}; with "
-            "optax.inject_hyperparams name it in static_args"
+            f"rank must be a Python int or float, got {rank!r}. With "
+            "optax.inject_hyperparams, pass static_args=('rank',)."
         )
-    if isinstance(rank, int) and rank < 1:
-        raise ValueError(f"rank must be at least 1, got {rank}")
-    if isinstance(rank, float) and not 0 < rank <= 1:
+    if rank <= 0 or (isinstance(rank, float) and not rank <= 1):
         raise ValueError(
-            f"a float rank is a fraction of the smaller side and must lie in (0, 1], "
-            f"got {rank}; for a fixed rank pass an int"
+            f"rank must be a positive int, or a fraction in (0, 1], got {rank}."
         )

@@ -1,33 +1,233 @@
-"""Which parameters are matrices for Dion, and which go to the other optimizer.
+"""Which parameters are matrices, along which axes, and which optimizer trains them.
 
 A rule gives every parameter dimension numbers in the manner of
-`optax.contrib.MuonDimensionNumbers` (axes not named are batch axes) or None for the
-other optimizer. `_default_rule` is the one that is taken where none is given.
+`optax.contrib.MuonDimensionNumbers` (axes not named are batch axes), or None for the
+other optimizer: an embedding table and an output head have two axes like any matrix,
+train without an error under Dion or Muon, and train badly.
 """
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import optax
 
 from curvadion_jax import _matrices, _paths, _trees
-from curvadion_jax._default_rule import DimensionNumbers, default_dimension_numbers
 
+DimensionNumbers = optax.contrib.MuonDimensionNumbers
 DimensionNumbersOrFn = Any | Callable[[optax.Params], Any] | None
 """A tree (or prefix) of DimensionNumbers and None, a function of the parameters that
 returns one, or None for `default_dimension_numbers`."""
 
+Shapes = Mapping[tuple[str, ...], tuple[int, ...]]
+"""Names along the path of a parameter -> its shape."""
 
-def _is_numbers(x: Any) -> bool:
-    return x is None or isinstance(x, DimensionNumbers)
+# Of the last two names of a path, in lower case.
+_TOKENS = r".*embed.*|(.*_)?emb|wte|vocab.*"
+_POSITIONS = re.compile(r"wpe|pos(_.*)?|.*_pos(ition)?_.*|.*position.*")
+_HEAD = r"(?!multi|att)(.*_|lm|output)?(head|classifier|readout)|heads|.*logit.*"
+_OTHER = re.compile(rf"{_TOKENS}|{_POSITIONS.pattern}|.*_token|{_HEAD}|.*conv.*")
+_TOKEN_TABLE = re.compile(_TOKENS)
+_LAYER_NORM = re.compile(r"(.*_)?ln(_?\w)?|(.*_)?(layer_?|rms_?)norm(_?\w)?")
+# A projection inside of a norm must be named otherwise.
+_SCALE_OF_NORM = re.compile(r"((.*_)?norm(_?\w)?|rms)/(w|weight)")
+# Of the last name.
+_VECTOR = re.compile(r"(.*_)?(bias|scale|gamma|beta|norm(_.*)?)|bias_.*")
+# Of one of the last two names, beside a query.
+_QUERY = re.compile(r"(q|query)(_?proj(ection)?)?|wq(_b)?")
+_ATTENTION_IN = re.compile(r"(q|k|v|query|key|value)(_?proj(ection)?)?|w(q|kv)_b")
+_ATTENTION_OUT = re.compile(r"(attn_|attention_)?(o|out)(_?proj(ection)?)?")
+# Gemma's: [heads, D, head_dim], behind an axis of keys and values, and back.
+_EINSUM_IN = re.compile(r"(q|kv|qkv)_einsum")
+_EINSUM_OUT = re.compile(r"attn_vec_einsum")
+
+
+def default_dimension_numbers(params: Any) -> Any:
+    """The default rule: which parameters are matrices, and along which axes.
+
+    It reads shapes and the last two names of a path, so a module's own name never
+    decides for what is inside of its parts. :func:`describe_partition` shows the
+    result. Parameters of the other optimizer are those
+
+    * with fewer than two axes or no elements, or a last name such as `bias`, `scale`,
+      `gamma`, `beta` or `norm`,
+    * of an embedding (`embed`, `emb`, `wte`, `wpe`, `vocab`, `pos`, `cls_token`), an
+      output head (`head`, `lm_head`, `logits`, `classifier`, `readout`, `unembed`), a
+      layer norm or a convolution,
+    * with a side as long as a token embedding's vocabulary, if no other parameter has
+      one: an output head, whatever its name.
+
+    All else are matrices. The last two axes are (fan_in, fan_out) and axes in front are
+    a stack (`nn.scan` over layers, experts), except for
+
+    * attention with a head axis: [D, H, Dh] for `query`, `key` and `value`, [H, Dh, D]
+      for `out`, beside a `query`; and Gemma's `q_einsum`, `kv_einsum` [..., H, D, Dh].
+      Both head axes count as one side,
+    * layers on the second axis, as in MaxText, where norms' scales are [D, layers],
+    * the `weight` of an Equinox module, which is (fan_out, fan_in).
+
+    Args:
+      params: any tree of arrays or abstract values, nnx state included.
+
+    Returns:
+      A tree of the same structure, with dimension numbers or None.
+
+    Raises:
+      ValueError: for a three-dimensional attention kernel that may be either a stack
+        of layers or split into heads, where no norm's scale nearby tells.
+
+    Example:
+      >>> params = {"embed": jax.numpy.ones((9, 4)), "mlp": jax.numpy.ones((3, 4, 8))}
+      >>> default_dimension_numbers(params)["mlp"]
+      MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+      >>> default_dimension_numbers(params)["embed"] is None
+      True
+    """
+    shapes = {names: leaf.shape for names, leaf in _paths.leaves_with_names(params)}
+    head, equinox = _only_head(shapes), _equinox_weights(params)
+
+    def numbers_of(names):
+        numbers = None if names == head else _default_numbers(names, shapes)
+        return numbers and equinox.get(names, numbers)
+
+    return jax.tree.unflatten(
+        jax.tree.structure(params), [numbers_of(names) for names in shapes]
+    )
+
+
+def _default_numbers(names: tuple[str, ...], shapes: Shapes) -> DimensionNumbers | None:
+    shape, last = shapes[names], [name.lower() for name in names[-2:]]
+    ndim = len(shape)
+    if ndim < 2 or 0 in shape or (last and _VECTOR.fullmatch(last[-1])):
+        return None
+    if any(_OTHER.fullmatch(x) or _LAYER_NORM.fullmatch(x) for x in last):
+        return None
+    if _SCALE_OF_NORM.fullmatch("/".join(last)):
+        return None
+    if ndim == 2:
+        return DimensionNumbers(-2, -1)
+    if any(_EINSUM_IN.fullmatch(name) for name in last):
+        return DimensionNumbers(-2, (-3, -1))
+    if any(_EINSUM_OUT.fullmatch(name) for name in last):
+        return DimensionNumbers((-3, -2), -1)
+    side = _attention_side(names, shapes) if ndim in (3, 4) else None
+    try:
+        axis = _scan_axis(names, shapes)
+    except LookupError:
+        if side and ndim == 3:
+            raise ValueError(
+                f"Parameter {'/'.join(names)!r} of shape {shape} may be a stack of "
+                "matrices [layers, fan_in, fan_out] or one attention kernel [D, heads, "
+                "head_dim]. Pass dimension_numbers to say which."
+            ) from None
+        axis = None
+    first = 0 if axis == 1 else -3
+    if side is None or (ndim == 3 and axis is not None):
+        return DimensionNumbers(0 if axis == 1 and ndim == 3 else -2, -1)
+    if side == "in":
+        return DimensionNumbers(first, (-2, -1))
+    return DimensionNumbers((first, -2), -1)
+
+
+def _only_head(shapes: Shapes) -> tuple[str, ...] | None:
+    """The one parameter beside token embeddings with a side of a vocabulary's length.
+
+    A second one, such as a dense layer's way back, leaves it open whether the length is
+    the width of something else.
+    """
+    tables = {
+        names: shape
+        for names, shape in shapes.items()
+        if len(shape) == 2
+        and any(_TOKEN_TABLE.fullmatch(name.lower()) for name in names[-2:])
+        and not any(_POSITIONS.fullmatch(name.lower()) for name in names[-2:])
+    }
+    for vocabulary in {shape[0] for shape in tables.values()}:
+        others = [
+            names
+            for names, shape in shapes.items()
+            if vocabulary in shape and len(shape) > 1 and names not in tables
+        ]
+        if len(others) == 1 and len(shapes[others[0]]) == 2:
+            return others[0]
+    return None
+
+
+def _scan_axis(names: tuple[str, ...], shapes: Shapes) -> int | None:
+    """The axis of a scan over layers: 0, or 1 as in MaxText; None without a scan.
+
+    [layers, D, H*Dh] and [D, H, Dh] look alike; the norms' scales nearest in the tree,
+    [layers, D], [D, layers] or [D], tell them apart, and where the layers are all
+    kernels beside them.
+
+    Raises:
+      LookupError: if there is no scale.
+    """
+    scales = {o[:-1]: s for o, s in shapes.items() if o and o[-1].lower() == "scale"}
+    for depth in range(len(names) - 1, -1, -1):
+        near = [s for other, s in scales.items() if other[:depth] == names[:depth]]
+        if not near:
+            continue
+        if any(len(s) != 2 for s in near):
+            return None
+        beside = [
+            s for o, s in shapes.items() if o[:depth] == names[:depth] and len(s) > 2
+        ]
+        shape = shapes[names]
+        axes = [a for a in (0, 1) if {s[a] for s in near} == {shape[a]}]
+        if len(axes) == 2:  # [layers, D, ...] or [D, layers, ...]
+            firsts, seconds = ({s[axis] for s in beside} for axis in (0, 1))
+            return 1 if len(firsts) > 1 and len(seconds) == 1 else 0
+        return axes[0] if axes else None
+    raise LookupError(names)
+
+
+def _attention_side(names: tuple[str, ...], shapes: Shapes) -> str | None:
+    """'in' for a query, key or value projection, 'out' for what follows attention.
+
+    Only beside a query projection: elsewhere `out` and `v` are names like others.
+    """
+    for depth in range(len(names) - 1, max(len(names) - 3, -1), -1):
+        beside = {other[depth] for other in shapes if other[:depth] == names[:depth]}
+        if any(_QUERY.fullmatch(name.lower()) for name in beside):
+            for side, pattern in (("in", _ATTENTION_IN), ("out", _ATTENTION_OUT)):
+                if pattern.fullmatch(names[depth].lower()):
+                    return side
+    return None
+
+
+def _equinox_weights(params: Any) -> dict[tuple[str, ...], DimensionNumbers | None]:
+    """Weights [fan_out, fan_in] in Equinox's modules, by the classes of these.
+
+    By names, since Equinox is no dependency, as for Flax's boxes.
+    """
+    weights = ("weight", "weight_ih", "weight_hh")
+
+    def holds_weights(node):
+        modules = [base.__module__.partition(".")[0] for base in type(node).__mro__]
+        return "equinox" in modules and any(hasattr(node, name) for name in weights)
+
+    found = {}
+    for path, node in jax.tree.leaves_with_path(params, is_leaf=holds_weights):
+        if not holds_weights(node):
+            continue
+        kind = " ".join(base.__name__ for base in type(node).__mro__)
+        above = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+        for names, leaf in _paths.leaves_with_names(node):
+            # A stack of layers has more axes; what else has them is a convolution.
+            matrix = leaf.ndim == 2 or (leaf.ndim > 2 and "Linear" in kind)
+            if re.search("Norm|Embedding", kind) or names[0] not in weights:
+                matrix = False
+            found[above + names] = DimensionNumbers(-1, -2) if matrix else None
+    return found
 
 
 def matrix_views(
     params: optax.Params, dimension_numbers: DimensionNumbersOrFn = None
 ) -> dict[str, _matrices.MatrixView | None]:
-    """Path -> how Dion sees that parameter, None for the other optimizer's.
+    """Path -> how that parameter is seen as matrices, None for the other optimizer's.
 
     Raises:
       TypeError: if something in the tree of dimension numbers is neither those nor
@@ -37,20 +237,38 @@ def matrix_views(
     _trees.check_trainable(params)
     if dimension_numbers is None:
         dimension_numbers = default_dimension_numbers
-    if callable(dimension_numbers):
+    # An Equinox module, the tree of the parameters itself, can be called too.
+    if callable(dimension_numbers) and type(dimension_numbers) is not type(params):
         dimension_numbers = dimension_numbers(params)
+    spread: list[Any] = []
+
+    def add(numbers, subtree):
+        if not _is_numbers(numbers):
+            raise TypeError(
+                "dimension_numbers must hold optax.contrib.MuonDimensionNumbers or "
+                f"None, got {numbers!r:.200}."
+            )
+        spread.extend([numbers] * len(jax.tree.leaves(subtree)))
+
+    jax.tree.map(add, dimension_numbers, params, is_leaf=_is_numbers)
     views: dict[str, _matrices.MatrixView | None] = {}
-    spread = _spread(dimension_numbers, params)
-    for (name, leaf), numbers in zip(
-        _paths.leaves_with_path(params), spread, strict=True
-    ):
+    leaves = _paths.leaves_with_path(params)
+    for (name, leaf), numbers in zip(leaves, spread, strict=True):
         if name in views:
             raise ValueError(
-                f"two parameters have the path {name!r}: rename one, without "
-                "slashes in its name"
+                f"Two parameters have the path {name!r}. Rename one, without slashes."
             )
-        views[name] = None if numbers is None else _view(name, leaf, numbers)
+        try:
+            view = numbers and _matrices.make_view(leaf.shape, *numbers)
+        except ValueError as error:
+            message = f"Dimension numbers of parameter {name!r}: {error}"
+            raise ValueError(message) from error
+        views[name] = view
     return views
+
+
+def _is_numbers(x: Any) -> bool:
+    return x is None or isinstance(x, DimensionNumbers)
 
 
 def matrices_only(
@@ -58,99 +276,14 @@ def matrices_only(
 ) -> dict[str, _matrices.MatrixView]:
     """Path -> how it is seen as matrices, in the order of the leaves."""
     views = {}
-    found = matrix_views(tree, dimension_numbers)
-    for name, leaf in _paths.leaves_with_path(tree):
-        view = found[name]
+    for name, view in matrix_views(tree, dimension_numbers).items():
         if view is None:
             raise ValueError(
-                f"scale_by_dion cannot take the parameter {name!r} of shape "
-                f"{tuple(leaf.shape)}, which is not a matrix: use curvadion_jax.dion, "
-                "which gives such parameters to another optimizer"
+                f"scale_by_dion cannot take parameter {name!r}, which is not a matrix. "
+                "Use curvadion_jax.dion, which has another optimizer for it."
             )
         views[name] = view
     return views
-
-
-def _spread(dimension_numbers: Any, params: optax.Params) -> list[Any]:
-    """Dimension numbers of every leaf, from a tree or a prefix of the parameters'."""
-    spread = []
-
-    def add(numbers, subtree):
-        if not _is_numbers(numbers):
-            raise TypeError(
-                "dimension_numbers must hold optax.contrib.MuonDimensionNumbers or "
-                f"None, got {numbers!r}"
-            )
-        spread.extend([numbers] * len(jax.tree.leaves(subtree)))
-
-    try:
-        jax.tree.map(add, dimension_numbers, params, is_leaf=_is_numbers)
-    except ValueError as error:
-        raise ValueError(
-            "dimension_numbers must be a tree (or a prefix) of the parameters' "
-            f"structure, got a {type(dimension_numbers).__name__}; pass a function of "
-            f"the parameters instead: {error}"
-        ) from error
-    return spread
-
-
-def _view(name: str, leaf: jax.Array, numbers: DimensionNumbers):
-    try:
-        return _matrices.make_view(leaf.shape, *numbers)
-    except ValueError as error:
-        raise ValueError(
-            f"dimension numbers of the parameter {name!r}: {error}"
-        ) from error
-
-
-def resolved(
-    dimension_numbers: DimensionNumbersOrFn,
-    build: Callable[[Callable[[Any], Any]], optax.GradientTransformation],
-) -> optax.GradientTransformationExtraArgs:
-    """A partitioned optimizer whose rule sees the whole tree of parameters.
-
-    Inside `optax.partition` each part sees its own leaves only, and a rule that looks
-    at a parameter's neighbours would decide otherwise there than outside.
-
-    Args:
-      dimension_numbers: what the user gave.
-      build: takes a function from any masked tree of the parameters to the dimension
-        numbers of its leaves, as decided for the whole; returns the optimizer.
-    """
-
-    def make(tree):
-        views = matrix_views(tree, dimension_numbers)
-
-        def numbers(path, _):
-            view = views[path]
-            if view is None:
-                return None
-            return DimensionNumbers(view.fan_in_axes, view.fan_out_axes)
-
-        tx = build(lambda masked: _paths.map_with_path(numbers, masked))
-        return optax.with_extra_args_support(tx)
-
-    def init(params):
-        return make(params).init(params)
-
-    def update(updates, state, params=None, **extra_args):
-        _trees.check_state_type(state, optax.transforms.PartitionState)
-        _trees.check_gradients(updates, params)
-        try:
-            return make(params).update(updates, state, params, **extra_args)
-        except (TypeError, ValueError):  # of a state of other parameters, perhaps
-            _trees.check_state(state, jax.eval_shape(init, params))
-            raise
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def labels(params: optax.Params, dimension_numbers: DimensionNumbersOrFn) -> Any:
-    """A tree of 'dion' and 'other' for `optax.partition`."""
-    views = matrix_views(params, dimension_numbers)
-    return _paths.map_with_path(
-        lambda path, _: "other" if views[path] is None else "dion", params
-    )
 
 
 def describe_partition(
@@ -165,8 +298,8 @@ def describe_partition(
 
     Args:
       params: any tree of arrays or abstract values.
-      dimension_numbers: as for :func:`dion`; None is the default rule.
-      rank: as for :func:`dion`, for a column of ranks; None is without.
+      dimension_numbers: as for :func:`dion`; None means the default rule.
+      rank: as for :func:`dion`, for a column of ranks; None means no such column.
 
     Returns:
       The table, one parameter a line under a heading, without a newline at its end.
@@ -178,11 +311,9 @@ def describe_partition(
       embed      (9, 4)     other
       mlp        (3, 4, 8)  matrix     3         4       8        1
     """
-    if rank is not None:
-        _matrices.check_rank(rank)
     views = matrix_views(params, dimension_numbers)
     shapes = {path: leaf.shape for path, leaf in _paths.leaves_with_path(params)}
-    head: list[str] = [*"parameter shape optimizer matrices fan_in fan_out".split()]
+    head = "parameter shape optimizer matrices fan_in fan_out".split()
     rows = [head if rank is None else [*head, "rank"]]
     for name, view in views.items():
         kind, sizes = "other", []
@@ -204,16 +335,52 @@ def optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """One optimizer for the matrices and another for the rest.
 
+    The rule sees the whole tree of parameters, once. Inside `optax.partition` each part
+    sees its own leaves only, and a rule that looks at a parameter's neighbours would
+    decide otherwise there.
+
     Args:
-      matrices: takes dimension numbers and returns the optimizer of the matrices.
+      matrices: takes a function from any masked tree of the parameters to the dimension
+        numbers of its leaves, and returns the optimizer of the matrices.
       other: optimizer of the other parameters.
       dimension_numbers: what the user gave.
     """
 
-    def build(numbers):
+    def make(params):
+        views = matrix_views(params, dimension_numbers)
+        axes = max((leaf.ndim for leaf in jax.tree.leaves(params)), default=0)
+        if axes > 1 and not any(views.values()):
+            raise ValueError(
+                "No parameter is a matrix, so Dion or Muon trains nothing. Look at "
+                "curvadion_jax.describe_partition(params), and pass dimension_numbers."
+            )
+
+        def numbers(path, _):
+            if (view := views[path]) is None:
+                return None
+            return DimensionNumbers(view.fan_in_axes, view.fan_out_axes)
+
+        def label(path, _):
+            return "other" if views[path] is None else "dion"
+
         return optax.partition(
-            {"dion": matrices(numbers), "other": other},
-            lambda params: labels(params, numbers),
+            {
+                "dion": matrices(lambda tree: _paths.map_with_path(numbers, tree)),
+                "other": other,
+            },
+            lambda tree: _paths.map_with_path(label, tree),
         )
 
-    return resolved(dimension_numbers, build)
+    def init(params):
+        return make(params).init(params)
+
+    def update(updates, state, params=None, **extra_args):
+        _trees.check_state_type(state, optax.transforms.PartitionState)
+        _trees.check_gradients(updates, params)
+        try:
+            return make(params).update(updates, state, params, **extra_args)
+        except (TypeError, ValueError):  # of a state of other parameters, perhaps
+            _trees.check_state(state, jax.eval_shape(init, params))
+            raise
+
+    return optax.GradientTransformationExtraArgs(init, update)

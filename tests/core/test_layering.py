@@ -31,7 +31,7 @@ LEVELS = [
         "_version",
     },
     {"_arguments", "_memory", "_placement", "_power_iteration", "_trees"},
-    {"_default_rule", "_partition", "_protocols", "_within_replica"},
+    {"_partition", "_protocols", "_within_replica"},
     {"_collectives", "_dion", "_muon"},
     {"_guards", "_jaxprs", "_local_step", "_momentum", "_counters", "_xla"},
     {"compressors", "triggers"},

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from curvadion_jax import _matrices
-from curvadion_jax._matrices import check_rank, make_view, resolve_rank
+from curvadion_jax._matrices import make_view, resolve_rank
 
 # name: shape, fan-in axes, fan-out axes, (batch, rows, cols), whether rows are fan-out
 VIEWS = {
@@ -117,17 +116,14 @@ def test_view_works_on_abstract_values():
 @pytest.mark.parametrize(
     ("shape", "fan_in", "fan_out", "message"),
     [
-        pytest.param((3, 4), 0, 2, r"fan-out \(output\) axis 2 .* 2 dim", id="high"),
-        pytest.param((3, 4), -3, 1, r"fan-in \(reduction\) axis -3", id="low"),
-        pytest.param((3,), 0, 1, "axis 1 does not exist in 1 dim", id="vector"),
+        pytest.param((3, 4), 0, 2, "output axis 2 .* 2 dim", id="high"),
+        pytest.param((3, 4), -3, 1, "reduction axis -3", id="low"),
         pytest.param((), 0, 1, "axis 0 does not exist in 0 dim", id="scalar"),
-        pytest.param((3, 4), 1, 1, "none of them twice", id="same"),
-        pytest.param((3, 4), 1, -1, r"twice; got \(1,\) and \(1,\)", id="same-sign"),
+        pytest.param((3, 4), 1, -1, "twice", id="same-sign"),
         pytest.param((3, 4, 5), (0, 0), 1, "twice", id="twice-in-one"),
-        pytest.param((3, 4), (), 1, "at least one fan-in", id="no-fan-in"),
-        pytest.param((3, 4), 0, [], "one fan-out", id="no-fan-out"),
-        pytest.param((0, 4), 0, 1, r"\(0, 4\) has no elements", id="empty"),
-        pytest.param((0, 3, 4), 1, 2, "numbers None", id="empty-stack"),
+        pytest.param((3, 4), (), 1, "needs reduction", id="no-fan-in"),
+        pytest.param((3, 4), 0, [], "and output", id="no-fan-out"),
+        pytest.param((0, 3, 4), 1, 2, "no elements", id="empty-stack"),
     ],
 )
 def test_axes_that_do_not_fit(shape, fan_in, fan_out, message):
@@ -153,35 +149,3 @@ def test_axes_that_do_not_fit(shape, fan_in, fan_out, message):
 )
 def test_resolve_rank(rank, shape, expected):
     assert resolve_rank(min(shape), rank) == expected
-
-
-@pytest.mark.parametrize("rank", [1, 7, 10**6, 0.001, 0.5, 1.0, np.float64(0.5)])
-def test_good_ranks_pass(rank):
-    check_rank(rank)
-
-
-@pytest.mark.parametrize(
-    ("rank", "error", "message"),
-    [
-        pytest.param(0, ValueError, "at least 1, got 0", id="zero"),
-        pytest.param(-1, ValueError, "at least 1, got -1", id="negative"),
-        pytest.param(1.5, ValueError, r"lie in \(0, 1\], got 1.5; .* int", id="1.5"),
-        pytest.param(0.0, ValueError, "got 0.0", id="zero-fraction"),
-        pytest.param(-0.5, ValueError, "got -0.5", id="negative-fraction"),
-        pytest.param(float("nan"), ValueError, "got nan", id="nan"),
-        pytest.param(float("inf"), ValueError, "got inf", id="inf"),
-        pytest.param(True, TypeError, "plain int or float, got True", id="bool"),
-        pytest.param("a", TypeError, "got 'a'", id="string"),
-        pytest.param(None, TypeError, "got None", id="none"),
-        pytest.param((1, 2), TypeError, r"got \(1, 2\)", id="tuple"),
-        pytest.param(np.ones(1), TypeError, "plain int or float", id="array"),
-    ],
-)
-def test_bad_ranks(rank, error, message):
-    with pytest.raises(error, match=message):
-        check_rank(rank)
-
-
-def test_traced_rank_names_static_args():
-    with pytest.raises(TypeError, match="name it in static_args"):
-        jax.jit(_matrices.check_rank)(4)

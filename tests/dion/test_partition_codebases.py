@@ -51,16 +51,6 @@ def test_each_matrix_is_one(path):
         assert (view.fan_in_axes, view.fan_out_axes) == (fan_in, fan_out), name
 
 
-def test_attention_out_is_one_matrix():
-    found = json.loads(next(p for p in TREES if p.stem == "nanodo").read_text())
-    params = nested({k: jnp.zeros(shape) for k, (shape, _) in found.items()})
-    views = _partition.matrix_views(params)
-    view = views["blocks_0/CausalAttn_0/attn_out_proj/kernel"]
-    assert view is not None
-    assert math.prod(view.batch) == 1
-    assert (view.fan_in, view.fan_out) == (64, 64)
-
-
 class EquinoxModel(eqx.Module):
     """A layer of each kind, and a stack of layers."""
 

@@ -96,8 +96,8 @@ def test_init_of_abstract_parameters_is_init():
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_an_embedding_that_saw_nothing_does_not_move(dtype):
     # Most rows of an embedding have no gradient on a step; epsilon must not vanish.
-    params = {"embed": jnp.ones((3, 2), dtype)}
-    gradients = {"embed": jnp.zeros((3, 2), dtype).at[0].set(1e-3)}
+    params = {"embed": jnp.ones((3, 2), dtype), "w": jnp.ones((2, 2), dtype)}
+    gradients = {**params, "embed": jnp.zeros((3, 2), dtype).at[0].set(1e-3)}
     tx: Any = cd.dion(0.1)
     updates, _ = jax.jit(tx.update)(gradients, tx.init(params), params)
     assert (updates["embed"][1:] == 0).all()
