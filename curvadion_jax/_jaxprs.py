@@ -106,6 +106,12 @@ def collectives_in(
     return found
 
 
+def is_update(equation: JaxprEqn, scope: str) -> bool:
+    """Whether this is the update of an optimizer, in the scope of this name."""
+    is_mapped = equation.primitive.name == "custom_vmap_call"
+    return is_mapped and scope in str(equation.source_info.name_stack)
+
+
 def updates_in(jaxpr: Jaxpr, scope: str) -> int:
     """How many updates of optimizers that synchronise a step's program makes.
 
@@ -118,12 +124,11 @@ def updates_in(jaxpr: Jaxpr, scope: str) -> int:
     """
     found = 0
     for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name == "custom_vmap_call" and scope in str(equation.source_info.name_stack):
+        if is_update(equation, scope):
             found += 1
             continue
         inside = sum(updates_in(each, scope) for each in inner_jaxprs(equation))
-        if inside and name in ("cond", "while"):
+        if inside and equation.primitive.name in ("cond", "while"):
             raise ValueError(
                 "The optimizer's update is inside a lax.cond or while_loop, of which "
                 "replicas.step would run every branch on every step. Put what decides "

@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ class Mapped:
         the trigger has none.
       is_measured: whether replicas vote where a decision is due.
       updates: how many updates of optimizers that synchronise the step makes.
+      trained: the same updates, as `replicas._anchor.Update`.
       reduced: sizes of the arrays that the step itself reduces over the axis.
     """
 
@@ -46,6 +47,7 @@ class Mapped:
     due_of: Callable[[int], bool] | None = None
     is_measured: bool = True
     updates: int = 0
+    trained: Sequence[Any] = ()
     reduced: frozenset[int] = frozenset()
 
     @property

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from curvadion_jax import _saved_state, _storage
-from curvadion_jax.replicas import _resize
+from curvadion_jax.replicas import _recover
 
 Directory = str | os.PathLike[str]
 
@@ -153,12 +153,12 @@ def restore(
     if before == here:
         arrays = _storage.read_arrays(path, step, wanted)
     else:
-        averaged = dict(zip(leaves, _resize.is_averaged(target), strict=True))
+        averaged = dict(zip(leaves, _recover.is_averaged(target), strict=True))
         arrays = {}
         for name, leaf in wanted.items():  # one at a time: all would be large
-            one = {name: _resize.before(leaf, before)}
+            one = {name: _recover.before(leaf, before)}
             array = _storage.read_arrays(path, step, one)[name]
-            arrays[name] = _resize.onto(leaf, array, averaged[name])
+            arrays[name] = _recover.onto(leaf, array, averaged[name])
     return jax.tree.unflatten(jax.tree.structure(target), [arrays[n] for n in leaves])
 
 

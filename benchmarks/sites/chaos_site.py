@@ -165,7 +165,7 @@ def program(name: str, folder: Path, pace: float) -> None:
     if start:
         state = cd.checkpoint.restore(checkpoints, state, start)
     if name == "judge":
-        params = cd.replicas.consensus(state.params, state.opt_state)
+        params = cd.replicas.anchor(state.opt_state)
         print(one_site._evaluation(gpt, CONFIG, corpus)(jax.device_get(params)))
         return
     step_fn = cd.replicas.step(train.make_train_step(gpt), mesh)

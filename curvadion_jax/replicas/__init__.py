@@ -6,25 +6,22 @@ axis, and `step` runs it on all of them. There is always one well-defined model,
 `consensus`.
 """
 
-from curvadion_jax.replicas._anchor import drift, reanchor
-from curvadion_jax.replicas._consensus import consensus, consensus_bytes, divergence
-from curvadion_jax.replicas._mend import mend
+from curvadion_jax.replicas._anchor import anchor, reanchor
 from curvadion_jax.replicas._mesh import AXIS, make_mesh
-from curvadion_jax.replicas._resize import resize
-from curvadion_jax.replicas._state import offload, replicate
+from curvadion_jax.replicas._recover import repair, resize
+from curvadion_jax.replicas._state import consensus, divergence, offload, replicate
 from curvadion_jax.replicas._step import CompiledStep, step
 
 __all__ = [
     "AXIS",
     "CompiledStep",
+    "anchor",
     "consensus",
-    "consensus_bytes",
     "divergence",
-    "drift",
     "make_mesh",
-    "mend",
     "offload",
     "reanchor",
+    "repair",
     "replicate",
     "resize",
     "step",

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _counters, _memory, _paths
+from curvadion_jax import _counters, _paths
 from curvadion_jax._adaptive_sync import AdaptiveSyncState
-from curvadion_jax.replicas import _placed
+from curvadion_jax.replicas._placed import look
 
 _LOOKS = 8
 
@@ -75,10 +75,7 @@ def names_apart(state: Any, local: set[str]) -> list[str]:
         and local.isdisjoint(names)
         and not _counters.is_within(names, optimizers, AdaptiveSyncState._fields)
     }
-    arrays = _memory.to_device(list(compared.values()))
-    whole = _placed.everywhere(arrays)
-    look = jax.jit(_apart, out_shardings=whole)
-    synced, apart = jax.device_get(look(counters, arrays))
+    synced, apart = look(_apart, counters, list(compared.values()))
     names = zip(compared, apart, strict=True)
     return [name or "the state" for name, differs in names if synced and differs]
 

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _axis_types, _guards, _jaxprs, _mapped, _paths
 from curvadion_jax.replicas import _convolutions
+from curvadion_jax.replicas._anchor import updates_of
 from curvadion_jax.replicas._average import average_where_synced, check_average
-from curvadion_jax.replicas._checks import check_leading
+from curvadion_jax.replicas._placed import check_leading
 
 
 def map_over_replicas(
@@ -57,8 +58,7 @@ def map_over_replicas(
         return sharded(_axis_types.split_rows(jnp.asarray(x), number))
 
     def run(state, batch, *shared):
-        advice = "replicas; make it with replicate(), and call step(state, batch)"
-        check_leading(state, number, "state", advice)
+        check_leading(state, number, "state")
         _check_accumulation(state)
         if average:
             check_average(state, average)
@@ -88,6 +88,8 @@ def _inspect(
     if step:
         sizes = (math.prod(_shape(x)) for e in found for x in e.invars)
         step.updates, step.reduced = updates, frozenset(sizes)
+        places = [i if i < len(ours) else None for i in range(len(jaxpr.invars))]
+        step.trained = list(updates_of(jaxpr, places))
     if found and not (step and step.due):  # once for both programs of a step
         what = ", ".join(
             f"{e.primitive.name} of {e.invars[0].aval.str_short()}" for e in found

@@ -1,20 +1,71 @@
-"""How the arrays of a state lie on the mesh, and stay so."""
+"""The arrays of a state: alive, with a replica axis, and placed on the mesh."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _axis_types, _layout, _memory, _paths
-from curvadion_jax.replicas._checks import is_array
+
+
+def is_array(x: Any) -> bool:
+    """Whether it is an array on devices."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+
+def check_alive(tree: Any, what: str) -> None:
+    """Rejects arrays that were donated to a step."""
+    for name, leaf in _paths.leaves_with_path(tree):
+        if is_array(leaf) and leaf.is_deleted():
+            raise ValueError(
+                f"The {what} {name!r} was donated to an earlier step. Use the state "
+                "that the step returned, or make the step with donate=False."
+            )
+
+
+def count_replicas(tree: Any, what: str) -> int:
+    """The length of the replica axis, which all leaves must have."""
+    check_alive(tree, what)
+    leaves = jax.tree.leaves(tree)
+    number = len(leaves[0]) if leaves and np.ndim(leaves[0]) else 1
+    check_leading(tree, number, what)
+    return number
+
+
+def check_leading(tree: Any, number: int, what: str) -> None:
+    """Rejects a tree of which a leaf lacks the replica axis."""
+    for name, leaf in _paths.leaves_with_path(tree):
+        if np.shape(leaf)[:1] != (number,):
+            raise ValueError(
+                f"The {what} {name!r} has shape {np.shape(leaf)}, and needs a leading "
+                f"axis of {number} replicas. Give what replicas.replicate or a step "
+                "returned."
+            )
+
+
+def check_unshared(tree: Any) -> None:
+    """Rejects a tree that holds one variable of Flax nnx at two places."""
+    seen: dict[int, str] = {}
+    for path, node in jax.tree.leaves_with_path(tree, is_leaf=_paths.is_box):
+        if not _paths.is_box(node):
+            continue
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if (first := seen.setdefault(id(node), name)) != name:
+            raise ValueError(
+                f"{first!r} and {name!r} are one shared variable, which would become "
+                "two. Give the state of the model, nnx.state(model) or "
+                "nnx.split(model)[1]."
+            )
 
 
 @functools.lru_cache(maxsize=4096)  # looked up for every array on every step
 def over_replicas(placement: NamedSharding, axis_name: str) -> NamedSharding:
-    """Divided over the replicas, whether it is yet or not, and within as it is."""
+    """Sharded over the replicas, and within a replica as it is."""
     sizes = placement.mesh.shape
 
     def used(entry):
@@ -27,12 +78,15 @@ def over_replicas(placement: NamedSharding, axis_name: str) -> NamedSharding:
     return placement.update(spec=P(*spec))
 
 
-def everywhere(arrays: Iterable[Any]) -> NamedSharding | None:
-    """Whole on every device of the arrays' mesh, so that all processes can read it."""
-    placements = (getattr(x, "sharding", None) for x in arrays)
-    found = (x for x in placements if isinstance(x, NamedSharding))
-    first = next(found, None)
-    return None if first is None else NamedSharding(first.mesh, P())
+def look(function: Callable[..., Any], *trees: Any) -> Any:
+    """What a function of arrays returns, on the host, in every process."""
+    found = (getattr(x, "sharding", None) for x in jax.tree.leaves(trees))
+    meshes = (x.mesh for x in found if isinstance(x, NamedSharding))
+    mesh = next(meshes, None)
+    whole = None if mesh is None else NamedSharding(mesh, P())
+    return jax.device_get(
+        jax.jit(function, out_shardings=whole)(*_memory.to_device(trees))
+    )
 
 
 def without_empty_axes(leaf: Any, placement: NamedSharding | None) -> Any:
@@ -45,7 +99,7 @@ def without_empty_axes(leaf: Any, placement: NamedSharding | None) -> Any:
 
 
 def divided(state: Any, placements) -> list[_layout.Placed]:
-    """How the arrays of the state lie within a replica."""
+    """How the arrays of the state are sharded within a replica."""
     leaves = _paths.leaves_with_path(state)
     return [
         _layout.Placed(name, leaf.shape[1:], P(*placement.spec[1:]))
@@ -56,5 +110,5 @@ def divided(state: Any, placements) -> list[_layout.Placed]:
 
 def keep(x: jax.Array, placement: NamedSharding | None) -> jax.Array:
     if placement is None or placement.memory_kind == _memory.HOST_KIND:
-        return x  # an array in host memory stays by its type
+        return x  # The type of an array in host memory keeps it there.
     return _axis_types.constrain(x, placement)

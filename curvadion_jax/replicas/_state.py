@@ -1,4 +1,4 @@
-"""State with a leading replica axis: made, and kept in the hosts' memory."""
+"""State with a leading replica axis: made, averaged, and kept in host memory."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _memory, _paths
 from curvadion_jax.replicas._mesh import AXIS, check_axis
-from curvadion_jax.replicas._start import check_start
+from curvadion_jax.replicas._placed import check_unshared, count_replicas
 
 
 def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
@@ -26,15 +26,13 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
       axis_name: name of the replica axis.
 
     Returns:
-      The tree with leaves [replicas, ...], sharded over the replica axis; an array that
-      is sharded over other axes of this mesh, of either type, stays so within each
-      replica. One that was put elsewhere, as a restored one, is copied.
+      The tree with leaves [replicas, ...], sharded over the replica axis. An array that
+      is sharded over other axes of this mesh stays so within each replica; one that
+      lies elsewhere, such as a restored array, is copied.
 
     Raises:
-      TypeError: if a leaf is neither an array nor a number, or the mesh is none.
-      ValueError: if the mesh has no such axis, an array is divided over it already, or
-        the parameters in the tree are not those that the optimizer in it was
-        initialised with (see :func:`reanchor`).
+      ValueError: if the mesh has no such axis, an array is sharded over it already, or
+        an nnx variable is shared (give ``nnx.split(model)[1]``).
 
     Example:
       >>> from curvadion_jax.replicas import make_mesh
@@ -42,18 +40,14 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
       (1, 3)
     """
     check_axis(mesh, axis_name)
+    check_unshared(tree)
     number = mesh.shape[axis_name]
 
-    def strong(path, x):
+    def strong(x):
         # A weakly typed number would change its type on the first step.
         if not isinstance(x, jax.Array):
-            if not isinstance(x, np.ndarray | np.generic | int | float | complex):
-                raise TypeError(
-                    f"the state{jax.tree_util.keystr(path)} is {x!r}, and a state is "
-                    "made of arrays and numbers: keep all else out of it"
-                )
             return jnp.asarray(x, jnp.result_type(x))
-        weak = getattr(jax.typeof(x), "weak_type", False)  # a key has no such type
+        weak = getattr(jax.typeof(x), "weak_type", False)  # A key has no such type.
         return lax.convert_element_type(x, x.dtype) if weak else x
 
     def sharding(x):
@@ -65,9 +59,7 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
     def broadcast(tree):
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *x.shape)), tree)
 
-    tree = jax.tree.map(lambda x: _on_mesh(x, mesh, axis_name), tree)
-    tree = jax.tree.map_with_path(strong, tree)
-    check_start(tree, has_axis=False)
+    tree = jax.tree.map(lambda x: strong(_on_mesh(x, mesh, axis_name)), tree)
     return jax.jit(broadcast, out_shardings=jax.tree.map(sharding, tree))(tree)
 
 
@@ -83,8 +75,8 @@ def _on_mesh(x: Any, mesh: Mesh, axis_name: str) -> Any:
     axes = jax.tree.leaves(tuple(spec))
     if axis_name in axes:
         raise ValueError(
-            f"an array of shape {x.shape} is divided over {axis_name!r} already: give "
-            "replicate the state of one replica, once"
+            f"An array of shape {x.shape} is sharded over {axis_name!r} already. Give "
+            "replicate the state of one replica, once."
         )
     if sharding is None or not x.committed:
         return x
@@ -103,26 +95,101 @@ def _on_host(x: jax.Array) -> Any:
     return np.asarray(x)
 
 
-def offload(state: Any) -> Any:
-    """Keeps what only syncs touch in the hosts' memory, such as the anchor.
+def consensus(params: Any) -> Any:
+    """The one model, to evaluate, export and keep: the mean over the replicas.
 
-    A sync copies it to the device and back; local steps do not touch it, and the device
-    has that much less to hold in between.
-    Every step keeps it where it is, and so do `curvadion_jax.checkpoint.save` and
-    `restore`, given a target that was offloaded. The numbers are the same. (On CPU the
-    two kinds are one memory.)
+    Costs a full all-reduce. The last common point, :func:`anchor`, costs nothing.
 
     Args:
-      state: what :func:`replicate` returned: a training state with an optimizer state
-        of `adaptive_sync`, `curvadion` or another optimizer made of it, nnx's included.
-        It is left as it is: drop it to free the device's memory.
+      params: parameters with a leading replica axis, or other state of this kind.
+
+    Returns:
+      The tree without the replica axis. Means are taken in at least float32, and of
+      integers and keys the first replica's value.
+
+    Raises:
+      ValueError: if leaves have no common leading axis, or an nnx variable is shared.
+
+    Example:
+      >>> consensus({"w": jnp.array([[1.0], [3.0]])})["w"].tolist()
+      [2.0]
+    """
+    count_replicas(params, "parameters")
+    check_unshared(params)
+    return _mean(params)
+
+
+@jax.jit
+def _mean(params: Any) -> Any:
+    def mean(x):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x[0]
+        return jnp.mean(x.astype(jnp.promote_types(x, jnp.float32)), 0).astype(x.dtype)
+
+    return jax.tree.map(mean, _memory.to_device(params))
+
+
+def divergence(params: Any) -> jax.Array:
+    """How far apart the replicas are, relative to the size of the parameters.
+
+    Right after a sync it is rounding, below 1e-6 in float32. If it stays larger,
+    something moves parameters after the optimizer, such as a transformation that
+    follows it in `optax.chain`.
+
+    Args:
+      params: parameters with a leading replica axis.
+
+    Returns:
+      A scalar, the RMS distance of the replicas from their mean, over the RMS of the
+      parameters. 0 if all are equal.
+
+    Raises:
+      ValueError: if leaves have no common leading axis, or an nnx variable is shared.
+
+    Example:
+      >>> apart = divergence({"w": jnp.array([[3.0], [5.0]])})
+      >>> print(f"{apart:.4f}")  # 1 / sqrt(17)
+      0.2425
+    """
+    count_replicas(params, "parameters")
+    check_unshared(params)
+    return _divergence(jax.tree.leaves(params))
+
+
+@jax.jit
+def _divergence(params: list[jax.Array]) -> jax.Array:
+    leaves = [
+        x.astype(jnp.promote_types(x, jnp.float32))
+        for x in _memory.to_device(params)
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+
+    def square(x):
+        return jnp.sum(jnp.real(x * jnp.conj(x)))
+
+    # From the first replica, so that equal replicas give exactly zero: the mean of
+    # equal numbers may be rounded.
+    apart = [x - x[:1] for x in leaves]
+    apart = sum(square(x - jnp.mean(x, 0, keepdims=True)) for x in apart)
+    size = sum(map(square, leaves))
+    return jnp.sqrt(apart / jnp.where(size == 0, 1, size))
+
+
+def offload(state: Any) -> Any:
+    """Keeps what only syncs touch, such as the anchor, in the hosts' memory.
+
+    A sync copies it to the device and back. Steps and checkpoints keep it where it is,
+    and the numbers are the same. (On CPU the two kinds are one memory.)
+
+    Args:
+      state: what :func:`replicate` returned: a training state, or an optimizer state.
+        Drop it afterwards to free the device's memory.
 
     Returns:
       The state with the arrays of `sync_state` in memory of the kind `pinned_host`,
-      divided over the replicas as before.
+      sharded as before.
 
     Raises:
-      TypeError: if one of these arrays is not on devices yet.
       ValueError: if a device has no such memory, or the state holds no array that
         belongs to a synchronizer.
 
@@ -135,19 +202,14 @@ def offload(state: Any) -> Any:
       'pinned_host'
     """
     leaves = _paths.leaves_with_names(state)
-    if not any(_at_syncs_only(names) for names, _ in leaves):
+    # By name and not by type: `flax.nnx.split` makes dictionaries of named tuples.
+    if not any("sync_state" in names[:-1] for names, _ in leaves):
         raise ValueError(
-            "there is nothing to keep in host memory: the state holds no array of a "
-            "synchronizer. Give the state of an optimizer that keeps some between "
-            "syncs, such as curvadion's or diloco's"
+            "The state holds no array of a synchronizer to keep in host memory. Give "
+            "the state of an optimizer that keeps some, such as curvadion or diloco."
         )
     moved = [
-        _memory.to_host("/".join(names), leaf) if _at_syncs_only(names) else leaf
-        for names, leaf in leaves
+        _memory.to_host("/".join(names), x) if "sync_state" in names[:-1] else x
+        for names, x in leaves
     ]
     return jax.tree.unflatten(jax.tree.structure(state), moved)
-
-
-def _at_syncs_only(names: tuple[str, ...]) -> bool:
-    """By name and not by type: `flax.nnx.split` makes dictionaries of named tuples."""
-    return "sync_state" in names[:-1]

@@ -134,7 +134,7 @@ def _train(
             state, metrics = step_fn(state, batch)
             last = step == config.steps
             evaluated = last or step % config.evaluate_every == 0
-            loss = evaluate(state, last) if evaluated else None
+            loss = evaluate(state) if evaluated else None
             progress.add(step, metrics, loss)
             stopping = stop.after_step()
             if last or stopping or step % config.checkpoint_every == 0:
@@ -147,19 +147,18 @@ def _train(
                     "command goes on from there"
                 )
     if loss is None:  # an earlier run took the last step
-        loss = evaluate(state, True)
+        loss = evaluate(state)
     sent = cd.metrics.read(state.opt_state)
-    # Every evaluation, and the average of the replicas at the end, unless it is there.
-    each = cd.replicas.consensus_bytes(state.params, state.opt_state)
-    final = 0 if sent["synced"] else cd.replicas.consensus_bytes(state.params)
-    before = math.ceil(config.steps / config.evaluate_every) - 1
+    # Every evaluation averages the parameters, as synchronous steps do gradients.
+    each = sent["synchronous_bytes"] // sent["steps"]
+    evaluations = math.ceil(config.steps / config.evaluate_every)
     return {
         "method": name,
         "replicas": config.replicas,
         "steps": config.steps,
         **{key: sent[key] for key in ("syncs", "bytes", "synchronous_bytes")},
         "validation_loss": report.finite(loss),
-        "evaluation_bytes": before * each + (each or final),
+        "evaluation_bytes": evaluations * each,
         "divergence": report.finite(float(cd.replicas.divergence(state.params))),
         "seconds": round(progress.seconds(), 1),
     }
@@ -205,12 +204,8 @@ def make_train_step(gpt: model.GPT) -> Callable[[TrainState, jax.Array], Any]:
 
 def make_evaluation(
     gpt: model.GPT, config: Config, corpus: Corpus, mesh: Mesh
-) -> Callable[[TrainState, bool], float]:
-    """The loss of the one model on the fixed held-out batches.
-
-    Before the last step that is the consensus, at the end the mean of the replicas:
-    the steps since the last sync count too.
-    """
+) -> Callable[[TrainState], float]:
+    """The loss of the one model, the replicas' mean, on the fixed held-out batches."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     divided = NamedSharding(mesh, PartitionSpec(cd.replicas.AXIS))
     loss_fn = jax.jit(lambda params, batch: model.next_token_loss(gpt, params, batch))
@@ -222,9 +217,8 @@ def make_evaluation(
     ]
     batches = [processes.divided(batch, divided, sequences) for batch in batches]
 
-    def evaluate(state: TrainState, last: bool) -> float:
-        opt_state = None if last else state.opt_state
-        params = cd.replicas.consensus(state.params, opt_state)
+    def evaluate(state: TrainState) -> float:
+        params = cd.replicas.consensus(state.params)
         params = jax.device_put(params, everywhere)
         return float(np.mean([loss_fn(params, batch) for batch in batches]))
 

@@ -40,12 +40,11 @@ def test_one_that_stays_bad_does_not_force_syncs():
     # The first step always; the second heals it; then it has to wait.
     assert np.flatnonzero(synced).tolist() == [0, 1, 12, 23]
     assert state[1].metrics.excluded.total.tolist() == [0, 3]
-    with pytest.warns(
-        RuntimeWarning, match="Replica 1 was contained the last 25 times"
-    ):
+    with pytest.warns(RuntimeWarning, match="replica 1 had updates .* last 25 steps"):
         read = metrics.read(state[1])
     assert (read["excluded"], read["contained"]) == (3, 25)
-    assert read["troubled"] == {1: {"contained": 25, "excluded": 3}}
+    trouble = {"skipped": 0, "contained": 25, "excluded": 3, "last": 25}
+    assert read["troubled"] == {1: trouble}
 
 
 @pytest.mark.parametrize("k", [20, 2])
@@ -76,9 +75,10 @@ def test_a_long_run_of_skipped_steps_is_reported():
     for _ in range(10):
         assert metrics.read(state, replicas=1)["synced"] is False
         _, state = update(bad, state, params)
-    with pytest.warns(RuntimeWarning, match="Replica 0 was skipped the last 10 times"):
+    with pytest.warns(RuntimeWarning, match="replica 0 has skipped its last 10 steps"):
         read = metrics.read(state, replicas=1)
     assert read["troubled"][0]["skipped"] == 10
+    assert metrics.read(state, replicas=1, patience=11)["skipped"] == 10
 
 
 def nan_at_first(steps, elements=None):
@@ -119,11 +119,13 @@ def test_updates_that_are_not_finite_are_contained_and_reported(synchronizer, el
     helpers.assert_bitwise(params["tall"], start["tall"])
     moved = not np.array_equal(params["wide"], start["wide"])
     assert moved == (elements is not None)
-    report = "Replica 0 was contained the last 50 times"
+    report = "replica 0 had updates that were not finite on its last 50 steps"
     with pytest.warns(RuntimeWarning, match=report):
         read = metrics.read(state, replicas=1)
     assert (read["contained"], read["skipped"], read["excluded"]) == (number, 0, 0)
-    assert read["troubled"] == {0: {"contained": number}}
+    trouble = {"skipped": 0, "contained": number, "excluded": 0, "last": number - 1}
+    assert read["troubled"] == {0: trouble}
+    assert metrics.read(state, replicas=1, patience=51)["contained"] == number
     (params, state), _ = step((params, state), gradients)
     assert metrics.read(state, replicas=1)["contained"] == number  # no warning again
     assert not np.array_equal(params["tall"], start["tall"])
@@ -139,11 +141,17 @@ def test_a_replica_that_no_sync_takes_is_reported():
 
     gradients = helpers.make_gradients(7, REPLICAS)
     state = run("reconcile-quantize", gradients, change=change)[-1]
-    assert metrics.read(state)["troubled"] == {3: {"excluded": 2}}
-    state, replaced = cd.replicas.mend(jax.tree.map(jnp.asarray, state))
+    report = "replica 3 was excluded from the last 2 syncs"
+    with pytest.warns(RuntimeWarning, match=report):
+        read = metrics.read(state, patience=2)
+    assert read["troubled"] == {
+        3: {"skipped": 0, "contained": 0, "excluded": 2, "last": 5}
+    }
+    assert metrics.read(state, patience=3)["excluded"] == 2
+    state, replaced = cd.replicas.repair(jax.tree.map(jnp.asarray, state))
     assert replaced == [3]
-    assert metrics.read(state)["excluded"] == 2
+    assert metrics.read(state, patience=1)["excluded"] == 2
     step, _ = prepare("reconcile-quantize")
     for each in gradients[:EVERY]:
         state = step(state, each, np.ones(REPLICAS, np.float32))
-    assert metrics.read(state)["excluded"] == 2
+    assert metrics.read(state, patience=1)["excluded"] == 2

@@ -45,7 +45,7 @@ def test_replicate_takes_what_was_put_elsewhere(inner):
 
 def test_replicate_refuses_replicas_of_another_mesh():
     state = replicas.replicate({"w": jnp.ones(3)}, replicas.make_mesh(2))
-    with pytest.raises(ValueError, match="divided over 'replica' already"):
+    with pytest.raises(ValueError, match="sharded over 'replica' already"):
         replicas.replicate(state, replicas.make_mesh(4))
 
 

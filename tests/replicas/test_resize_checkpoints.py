@@ -22,7 +22,7 @@ MAX_LOSS_INCREASE = 0.005
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("old", "new"), [(8, 4), (4, 8), (8, 1), (1, 8), (6, 4)])
+@pytest.mark.parametrize(("old", "new"), [(8, 4), (4, 8), (8, 1), (1, 8), (6, 2)])
 def test_a_checkpoint_of_another_number(tmp_path, old, new):
     state = make_state(old)
     checkpoint.save(tmp_path, 3, state)
@@ -93,7 +93,7 @@ def test_sixteen_replicas_in_a_process_of_their_own(tmp_path):
 def test_plain_checkpoints_come_and_go(tmp_path):
     """The one model as orbax writes it, and replicas of what orbax has read."""
     state = make_state(8)["train"]
-    model = cd.replicas.consensus(*state)
+    model = cd.replicas.consensus(state[0])
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "model", model)
         checkpointer.wait_until_finished()

@@ -6,249 +6,194 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 
 import curvadion_jax as cd
-from curvadion_jax.replicas._start import check_start
 
 REPLICAS = 4
 TX = cd.adaptive_sync(
     optax.sgd(0.1), cd.triggers.every_k(2), cd.synchronizers.reconcile(), helpers.AXIS
 )
+NO_ANCHOR = cd.presets.synchronous_dion(0.1, axis_name=helpers.AXIS)
+APART, MOVED = "start from different parameters", "not those given to tx.init"
 
 
 def stacked(*trees):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def test_the_context_of_another_mesh_is_rejected():
-    """As of the mesh of the loop that was, which `jax.set_mesh` still has."""
-    mesh, before = cd.replicas.make_mesh(2), jax.make_mesh((2,), ("data",))
-    step = helpers.replica_step(TX, mesh)
-    params = helpers.make_params()
-    state = cd.replicas.replicate((params, TX.init(params)), mesh)
-    (batch,) = helpers.make_gradients(1, 2)
-    with jax.set_mesh(before):
-        for use in (
-            lambda: step(state, batch),
-            lambda: cd.replicas.replicate(params, mesh),
-        ):
-            with pytest.raises(
-                ValueError,
-                match=r"the mesh data=2 \(Explicit\), .* is replica=2 \(Auto\): give",
-            ):
-                use()
-    with jax.set_mesh(mesh):
-        state, _ = step(state, batch)
-    assert state[1].metrics.local_steps.tolist() == [1, 1]
-
-
-def step_of(tx=TX):
-    return helpers.replica_step(tx, cd.replicas.make_mesh(REPLICAS))
-
-
 def gradients():
     return helpers.make_gradients(1, REPLICAS)[0]
 
 
-def test_a_seed_for_every_replica_is_rejected():
-    """They would stay as far apart as they started, for ever."""
-    models = [helpers.make_params(seed) for seed in range(REPLICAS)]
-    state = stacked(*[(params, TX.init(params)) for params in models])
-    with pytest.raises(ValueError, match=r"different parameters \('bias'\)"):
-        step_of()(state, gradients())
+def train(tx, wrap=lambda f: f):
+    """A step on state with an average of the weights, beside which they are known."""
+
+    @wrap
+    def step(state, batch):
+        batch = jax.tree.map(lambda g: g[0], batch)
+        params, opt_state = state["model"], state["opt_state"]
+        updates, opt_state = tx.update(batch, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        average = optax.incremental_update(params, state["average"], 0.1)
+        return {"model": params, "opt_state": opt_state, "average": average}, {}
+
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    return cd.replicas.step(step, mesh, average=["average"], donate=False)
 
 
-def test_a_seed_for_every_replica_beside_one_anchor_is_rejected():
-    models = [helpers.make_params(seed) for seed in range(REPLICAS)]
-    opt_state = stacked(*[TX.init(models[0])] * REPLICAS)
-    with pytest.raises(ValueError, match=r"\('bias'\) are not those"):
-        step_of()((stacked(*models), opt_state), gradients())
+def start(tx, initialised, params):
+    """For each replica parameters, and an optimizer that began with others."""
+    average = jax.tree.map(jnp.zeros_like, params[0])
+    return stacked(
+        *[
+            {"model": x, "opt_state": tx.init(y), "average": average}
+            for x, y in zip(params, initialised, strict=True)
+        ]
+    )
 
 
-def loaded():
-    """A state whose parameters were loaded after init, as with a pretrained model."""
-    state = TrainState.create(apply_fn=None, params=helpers.make_params(0), tx=TX)
-    return state.replace(params=helpers.make_params(1))
+MODELS = [helpers.make_params(seed) for seed in range(REPLICAS)]
+SAME, OTHER = [MODELS[0]] * REPLICAS, [MODELS[1]] * REPLICAS
 
 
-def test_parameters_loaded_after_init_are_noticed_by_replicate():
-    with pytest.raises(ValueError, match=r"not those that the optimizer was init"):
-        cd.replicas.replicate(loaded(), cd.replicas.make_mesh(REPLICAS))
+@pytest.mark.parametrize(
+    ("tx", "initialised", "params", "message"),
+    [
+        (TX, SAME, SAME, None),
+        (TX, MODELS, MODELS, APART),
+        (TX, SAME, MODELS, APART),
+        (TX, SAME, OTHER, MOVED),
+        (NO_ANCHOR, SAME, OTHER, None),
+        (NO_ANCHOR, MODELS, MODELS, APART),
+    ],
+    ids=["one", "seeds", "loaded apart", "loaded", "loaded, no anchor", "seeds, none"],
+)
+def test_the_first_step_rejects_another_model(tx, initialised, params, message):
+    state = start(tx, initialised, params)
+    if message is None:
+        state, _ = train(tx)(state, gradients())
+        train(tx)(state, gradients())  # it has begun, and replicas may be apart
+        return
+    with pytest.raises(
+        ValueError, match=rf"\('model/bias'\).*{message}|{message}.*bias"
+    ):
+        train(tx)(state, gradients())
 
 
-def test_parameters_loaded_after_replicate_are_noticed_by_the_first_step():
-    state = helpers.start(TX, helpers.make_params(0), cd.replicas.make_mesh(REPLICAS))
-    other = stacked(*[helpers.make_params(1)] * REPLICAS)
-    with pytest.raises(ValueError, match=r"replicas\.reanchor\(state\)"):
-        step_of()((other, state[1]), gradients())
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+def test_whatever_stands_around_the_update(wrap):
+    with pytest.raises(ValueError, match=MOVED):
+        train(TX, wrap)(start(TX, SAME, OTHER), gradients())
+
+
+def test_an_nnx_model_that_was_loaded_after_the_optimizer():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    model.kernel[...] += 1
+    graph, state = nnx.split((model, optimizer))
+    mesh = cd.replicas.make_mesh(REPLICAS)
+
+    def step(state, x):
+        model, optimizer = nnx.merge(graph, state)
+        grads = nnx.grad(lambda model: jnp.sum(model(x)))(model)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), {}
+
+    step, x = cd.replicas.step(step, mesh), np.ones((REPLICAS, 3), np.float32)
+    with pytest.raises(ValueError, match=rf"'0/kernel'.*{MOVED}"):
+        step(cd.replicas.replicate(state, mesh), x)
+    state[1]["opt_state"] = cd.replicas.reanchor(state[0], state[1]["opt_state"])
+    state, _ = step(cd.replicas.replicate(state, mesh), x)
+    anchor = cd.replicas.anchor(nnx.merge(graph, state)[1].opt_state)
+    helpers.assert_bitwise(anchor["kernel"], model.kernel)
+
+
+def test_each_of_two_optimizers_has_an_anchor_of_its_own():
+    params = {"g": MODELS[0], "d": {"w": jnp.ones((3, 3))}}
+    states = {name: TX.init(each) for name, each in params.items()}
+    mesh = cd.replicas.make_mesh(REPLICAS)
+
+    def train_both(state, batch):
+        params, states = state
+        done = {
+            k: TX.update(jax.tree.map(jnp.ones_like, params[k]), states[k], params[k])
+            for k in params
+        }
+        params = {k: optax.apply_updates(params[k], done[k][0]) for k in params}
+        return (params, {k: done[k][1] for k in params}), batch
+
+    step, batch = cd.replicas.step(train_both, mesh), np.ones(REPLICAS)
+    step(cd.replicas.replicate((params, states), mesh), batch)
+    changed = params | {"d": {"w": jnp.zeros((3, 3))}}
+    step = cd.replicas.step(train_both, mesh)
+    with pytest.raises(ValueError, match=rf"'0/d/w'.*{MOVED}"):
+        step(cd.replicas.replicate((changed, states), mesh), batch)
 
 
 def test_reanchor():
-    """The first sync goes to the mean of where the replicas are now."""
+    """The first sync then keeps the parameters that were loaded."""
+    state = TrainState.create(apply_fn=None, params=MODELS[0], tx=TX)
+    state = state.replace(params=MODELS[1])
+    opt_state = cd.replicas.reanchor(state.params, state.opt_state)
+    helpers.assert_bitwise(opt_state.sync_state.anchor, MODELS[1])
     mesh = cd.replicas.make_mesh(REPLICAS)
-    state = cd.replicas.reanchor(loaded())
-    helpers.assert_bitwise(state.opt_state.sync_state.anchor, state.params)
-    state = cd.replicas.replicate(state, mesh)
-    step = helpers.replica_step(TX, mesh)
-    pair = (state.params, state.opt_state)
-    zeros = jax.tree.map(np.zeros_like, gradients())
+    pair = cd.replicas.replicate((state.params, opt_state), mesh)
+    step, zeros = (
+        helpers.replica_step(TX, mesh),
+        jax.tree.map(np.zeros_like, gradients()),
+    )
     for _ in range(2):
         pair, _ = step(pair, zeros)
     assert int(cd.metrics.read(pair[1])["syncs"]) == 1
-    for name, x in helpers.make_params(1).items():
-        helpers.assert_bitwise(pair[0][name][2], x)
+    helpers.assert_bitwise(pair[0], stacked(*OTHER))
 
 
-def test_reanchor_forgets_what_is_owed_and_keeps_the_rest():
+def test_reanchor_drops_residuals_and_keeps_the_rest():
     tx = cd.local_muon(0.1, budget=0.5, axis_name=helpers.AXIS)
     *_, (params, opt_state) = helpers.run_vmap(
         tx, helpers.make_params(), helpers.make_gradients(4, REPLICAS)
     )
     assert any(np.any(x) for x in jax.tree.leaves(opt_state.sync_state.residual))
-    _, after = cd.replicas.reanchor((params, opt_state))
+    with pytest.raises(ValueError, match="differ between the replicas"):
+        cd.replicas.reanchor(params, opt_state)
+    same = stacked(*OTHER)
+    after = cd.replicas.reanchor(same, opt_state)
     assert not any(np.any(x) for x in jax.tree.leaves(after.sync_state.residual))
-    helpers.assert_bitwise(after.sync_state.anchor, params)
+    helpers.assert_bitwise(after.sync_state.anchor, same)
     helpers.assert_bitwise(after.sync_state.common, opt_state.sync_state.common)
     helpers.assert_bitwise(after.inner_state, opt_state.inner_state)
     helpers.assert_bitwise(after.metrics, opt_state.metrics)
 
 
-@pytest.mark.parametrize("state", [{}, (helpers.make_params(), ())])
-def test_reanchor_needs_parameters_and_an_anchor(state):
-    with pytest.raises(ValueError, match="must hold an anchor, and beside it"):
-        cd.replicas.reanchor(state)
+@pytest.mark.parametrize(
+    ("params", "opt_state", "message"),
+    [
+        (MODELS[0], NO_ANCHOR.init(MODELS[0]), "holds no anchor"),
+        ({"bias": jnp.ones(5)}, TX.init(MODELS[0]), r"'embed' has shape \(7, 3\)"),
+        (stacked(*SAME), TX.init(MODELS[0]), r"has \(4, 5\)"),
+    ],
+)
+def test_reanchor_needs_the_anchor_of_these_parameters(params, opt_state, message):
+    with pytest.raises(ValueError, match=message):
+        cd.replicas.reanchor(params, opt_state)
 
 
-def test_replicas_that_have_drifted_apart_go_on():
-    """Only the start is looked at: a restored state is as it was between two syncs."""
-    mesh = cd.replicas.make_mesh(REPLICAS)
-    state = helpers.start(TX, helpers.make_params(), mesh)
-    state, _ = helpers.replica_step(TX, mesh)(state, gradients())
-    assert float(cd.replicas.divergence(state[0])) > 0
-    helpers.replica_step(TX, mesh)(state, gradients())
-
-
-def test_without_an_anchor_a_seed_for_every_replica_is_warned_of():
-    tx = cd.presets.synchronous_dion(0.1, axis_name=helpers.AXIS)
-    models = [helpers.make_params(seed) for seed in range(REPLICAS)]
-    state = stacked(*[(params, tx.init(params)) for params in models])
-    with pytest.warns(UserWarning, match=r"with different values \('0/bias'\)"):
-        state, _ = step_of(tx)(state, gradients())
-    assert float(cd.replicas.divergence(state[0])) > 0
-    step_of(tx)(state, gradients())  # it has begun
-
-
-class Averaged(TrainState):
-    average: dict
-
-
-def averaged(params, average, tx=TX):
-    state = Averaged.create(
-        apply_fn=None, params=helpers.make_params(0), average={}, tx=tx
+def test_the_context_of_another_mesh_is_rejected():
+    """As of the mesh of the loop that was, which `jax.set_mesh` still has."""
+    mesh, before = cd.replicas.make_mesh(2), jax.make_mesh((2,), ("data",))
+    step = helpers.replica_step(TX, mesh)
+    state = cd.replicas.replicate((MODELS[0], TX.init(MODELS[0])), mesh)
+    (batch,) = helpers.make_gradients(1, 2)
+    uses = (
+        lambda: step(state, batch),
+        lambda: cd.replicas.replicate(MODELS[0], mesh),
     )
-    return state.replace(params=params, average=average)
-
-
-def test_beside_an_average_of_the_weights_the_parameters_are_known_by_name():
-    mesh = cd.replicas.make_mesh(REPLICAS)
-    one, other = helpers.make_params(0), helpers.make_params(1)
-    cd.replicas.replicate(averaged(one, jax.tree.map(jnp.zeros_like, one)), mesh)
-    with pytest.raises(ValueError, match=r"not those that the optimizer was init"):
-        cd.replicas.replicate(averaged(other, one), mesh)
-    state = cd.replicas.reanchor(averaged(other, one))
-    helpers.assert_bitwise(state.opt_state.sync_state.anchor, other)
-    helpers.assert_bitwise(state.average, one)
-    cd.replicas.replicate(state, mesh)
-
-
-def test_a_trace_in_front_of_the_optimizer_is_not_taken_for_the_parameters():
-    tx, mesh = optax.chain(optax.trace(0.5), TX), cd.replicas.make_mesh(REPLICAS)
-    one, other = helpers.make_params(0), helpers.make_params(1)
-    cd.replicas.replicate((one, tx.init(one)), mesh)
-    with pytest.raises(ValueError, match=r"not those that the optimizer was init"):
-        cd.replicas.replicate((other, tx.init(one)), mesh)
-    _, opt_state = cd.replicas.reanchor((other, tx.init(one)))
-    helpers.assert_bitwise(opt_state[1].sync_state.anchor, other)
-    cd.replicas.replicate(tx.init(one), mesh)
-    with pytest.raises(ValueError, match="must hold an anchor, and beside it"):
-        cd.replicas.reanchor(tx.init(one))
-
-
-def test_parameters_may_be_called_like_a_field_of_optax():
-    one, other = helpers.make_params(0), helpers.make_params(1)
-    mesh = cd.replicas.make_mesh(REPLICAS)
-    with pytest.raises(ValueError, match="are not those that the optimizer was"):
-        cd.replicas.replicate({"mu": other, "opt": TX.init(one)}, mesh)
-    state = cd.replicas.reanchor({"mu": other, "opt": TX.init(one)})
-    helpers.assert_bitwise(state["opt"].sync_state.anchor, other)
-
-
-def test_the_parameters_are_those_nearest_to_the_optimizer():
-    one, other = helpers.make_params(0), helpers.make_params(1)
-    mesh = cd.replicas.make_mesh(REPLICAS)
-    state = {"params": one, "ema": {"params": other}, "opt_state": TX.init(one)}
-    cd.replicas.replicate(state, mesh)
-    state = cd.replicas.reanchor(state | {"params": other})
-    helpers.assert_bitwise(state["opt_state"].sync_state.anchor, other)
-    inner = {"model": other, "opt_state": TX.init(other)}
-    state = {"params": one, "opt_state": TX.init(one), "disc": inner}
-    cd.replicas.replicate(state, mesh)
-    with pytest.raises(ValueError, match="call the parameters 'params'"):
-        cd.replicas.reanchor(state)
-
-
-def test_parameters_that_could_be_either_of_two_are_asked_for():
-    one, other = helpers.make_params(0), helpers.make_params(1)
-    with pytest.raises(ValueError, match=r"of \['0', '1'\] call the parameters 'par"):
-        cd.replicas.reanchor((one, other, TX.init(one)))
-    mesh = cd.replicas.make_mesh(REPLICAS)
-    cd.replicas.replicate((other, one, TX.init(one)), mesh)
-    with pytest.raises(ValueError, match=r"\('bias'\) are not those"):
-        cd.replicas.replicate((other, other, TX.init(one)), mesh)
-
-
-def test_a_part_of_the_state_alone_is_not_looked_at():
-    mesh = cd.replicas.make_mesh(REPLICAS)
-    kept = TX.init(helpers.make_params()).sync_state
-    cd.replicas.replicate({"sync_state": kept, "w": helpers.make_params(1)}, mesh)
-
-
-@pytest.mark.parametrize("anchored", [True, False])
-def test_an_average_in_the_memory_of_the_host_is_compared_too(anchored):
-    tx = TX if anchored else cd.presets.synchronous_dion(0.1, axis_name=helpers.AXIS)
-    mesh, one = cd.replicas.make_mesh(REPLICAS), helpers.make_params()
-    state = {"model": one, "average": one, "opt_state": tx.init(one)}
-    state = cd.replicas.replicate(state, mesh)
-    state["average"] = jax.tree.map(
-        lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")),
-        state["average"],
-    )
-    check_start(state, has_axis=True)
-
-
-def test_of_two_models_of_one_kind_each_optimizer_has_the_parameters_beside_it():
-    models = [helpers.make_params(seed) for seed in range(2)]
-    pairs = [{"params": x, "opt_state": TX.init(x)} for x in models]
-    state = dict(zip("gd", pairs, strict=True))
-    mesh = cd.replicas.make_mesh(REPLICAS)
-    cd.replicas.replicate(state, mesh)
-    swapped = {a: state[a] | {"params": state[b]["params"]} for a, b in ("gd", "dg")}
-    with pytest.raises(ValueError, match="are not those that the optimizer was"):
-        cd.replicas.replicate(swapped, mesh)
-    state = cd.replicas.reanchor(swapped)
-    for name, x in zip("gd", reversed(models), strict=True):
-        helpers.assert_bitwise(state[name]["opt_state"].sync_state.anchor, x)
-
-
-def test_each_of_two_optimizers_has_an_anchor_of_its_own():
-    mesh = cd.replicas.make_mesh(REPLICAS)
-    params = {"g": helpers.make_params(0), "d": {"w": jnp.ones((3, 3))}}
-    states = {name: TX.init(each) for name, each in params.items()}
-    cd.replicas.replicate((params, states), mesh)
-    changed = params | {"d": {"w": jnp.zeros((3, 3))}}
-    with pytest.raises(ValueError, match=r"\('w'\) are not those"):
-        cd.replicas.replicate((changed, states), mesh)
-    _, states = cd.replicas.reanchor((changed, states))
-    for name, each in changed.items():
-        helpers.assert_bitwise(states[name].sync_state.anchor, each)
+    with jax.set_mesh(before):
+        for use in uses:
+            with pytest.raises(ValueError, match=r"data=2.*replica=2"):
+                use()
+    with jax.set_mesh(mesh):
+        state, _ = step(state, batch)
+    assert state[1].metrics.local_steps.tolist() == [1, 1]

@@ -73,7 +73,7 @@ def trained(tx, kind):
             state, loss = step(state, batch)
             losses.append(np.asarray(loss))
         program = step.lower(state, batch, due=True).compile().as_text() or ""
-        model = cd.replicas.consensus(state[0], state[1])
+        model = cd.replicas.anchor(state[1])
     assert state[0]["w"].sharding.spec == PartitionSpec("replica", "fsdp")
     assert jax.typeof(model["w"]).sharding.spec[0] == (
         "fsdp" if kind == AxisType.Explicit else None

@@ -45,17 +45,17 @@ def train(folder: Path) -> dict:
     # As one model's checkpoint is restored, on a device of each process.
     put = jax.device_put(first, jax.local_devices()[0])
     restored = cd.checkpoint.restore(folder, cd.replicas.replicate(put, mesh))
-    model = cd.replicas.consensus(*state)
-    mended, replaced = cd.replicas.mend((spoilt(state[0], 1), state[1]))
+    model = cd.replicas.anchor(state[1])
+    mended, replaced = cd.replicas.repair((spoilt(state[0], 1), state[1]))
     # One of the processes names it.
     last = jax.process_index() == jax.process_count() - 1
-    copied, named = cd.replicas.mend(state, also=[1] if last else ())
+    copied, named = cd.replicas.repair(state, also=[1] if last else ())
     return {
         "replaced": replaced,
         "named": named,
         "divergence of copied": float(cd.replicas.divergence(copied[0])),
         "divergence of mended": float(cd.replicas.divergence(mended[0])),
-        "mended": float(jnp.sum(cd.replicas.consensus(*mended)["w"])),
+        "mended": float(jnp.sum(cd.replicas.anchor(mended[1])["w"])),
         "restored": equal(restored, state),
         "extra": cd.checkpoint.read_extra(folder),
         "state": cd.metrics.read(state[1]),

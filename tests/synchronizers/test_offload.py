@@ -129,7 +129,7 @@ def test_a_mended_state_stays_in_host_memory(run):
         params,
         opt_state._replace(sync_state=opt_state.sync_state._replace(anchor=spoilt)),
     )
-    mended, replaced = cd.replicas.mend(state)
+    mended, replaced = cd.replicas.repair(state)
     assert replaced == [2]
     at_syncs, rest = split(mended)
     assert (kinds(at_syncs), kinds(rest)) == (HOST, DEVICE)
@@ -157,9 +157,9 @@ def test_a_checkpoint_comes_back_into_host_memory(run, tmp_path):
 def test_the_consensus_is_the_anchor_on_the_device(run):
     history, _ = run
     device, host = history[-1]
-    model = cd.replicas.consensus(*host)
+    model = cd.replicas.anchor(host[1])
     assert kinds(model) == DEVICE
-    helpers.assert_bitwise(model, cd.replicas.consensus(*device))
+    helpers.assert_bitwise(model, cd.replicas.anchor(device[1]))
 
 
 def test_one_replica_without_an_axis():
@@ -180,7 +180,7 @@ def test_what_is_anchored_anew_stays_there():
     mesh, tx = cd.replicas.make_mesh(2), optimizer()
     params = helpers.make_params()
     state = cd.replicas.replicate((params, tx.init(params)), mesh)
-    _, opt_state = cd.replicas.reanchor(cd.replicas.offload(state))
+    opt_state = cd.replicas.reanchor(*cd.replicas.offload(state))
     assert kinds(opt_state.sync_state) == HOST
 
 

@@ -1,0 +1,263 @@
+"""Copies of replicas: in place of those that are not finite, or for another number."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from curvadion_jax import _counters, _memory, _paths
+from curvadion_jax._dion import DionState
+from curvadion_jax.replicas._mesh import AXIS, check_axis
+from curvadion_jax.replicas._placed import count_replicas, look
+
+# What is the same on all replicas.
+_COMMON = {("sync_state", "anchor"), ("sync_state", "common")}
+
+
+def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
+    """Replaces replicas that are not finite by copies of the first finite one.
+
+    A sync excludes a replica with NaN or Inf and restarts its momenta, but its
+    parameters stay as they are until they are replaced. Call it, in all processes, when
+    `curvadion_jax.metrics.read` shows a replica as excluded again and again: it waits
+    for the devices, and sends one replica's state.
+
+    Where syncs average gradients or factors, a replica whose momentum restarted is
+    finite after the next sync, and differs from the others: name it in `also`.
+
+    A copy has no residual, and its random keys (`jax.random.key`, not arrays of
+    `uint32`) are folded with its number. Its counters stay its own.
+
+    Args:
+      state: all that differs between replicas, in any tree with a leading replica axis:
+        parameters, optimizer state, batch statistics. A replica is not finite if it has
+        a NaN, or an Inf in an array where not all replicas have one, as they may in a
+        mask. Counters and the trigger's state are not looked at.
+      also: numbers of replicas to replace in any case. Processes may give different
+        ones.
+
+    Returns:
+      The state, and the numbers of the replicas that were replaced.
+
+    Raises:
+      ValueError: if leaves have no common leading axis, or no finite replica is left to
+        copy.
+
+    Example:
+      >>> state = {"w": jnp.array([[1.0], [jnp.nan], [3.0]])}
+      >>> state, replaced = repair(state)
+      >>> state["w"].ravel().tolist(), replaced
+      ([1.0, 1.0, 3.0], [1])
+    """
+    number = count_replicas(state, "state")
+    named = np.zeros(number, bool)
+    named[list(also)] = True
+    if jax.process_count() > 1:
+        named = np.any(multihost_utils.process_allgather(named), axis=0)
+    leaves = _paths.leaves_with_names(state)
+    optimizers = _counters.optimizers(names for names, _ in leaves)
+    looked_at = [
+        x
+        for names, x in leaves
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+        and not _counters.is_within(names, optimizers, {"trigger_state", "metrics"})
+    ]
+    finite = look(_finite, looked_at) if looked_at else True
+    stays = ~named & finite
+    if stays.all():
+        return state, []
+    if not stays.any():
+        raise ValueError(
+            f"None of the {number} replicas is finite, or all that are stand in also. "
+            "Restore a checkpoint."
+        )
+    source = np.where(stays, np.arange(number), np.flatnonzero(stays)[0])
+    return _replaced(state, source), np.flatnonzero(~stays).tolist()
+
+
+def _finite(arrays: list[jax.Array]) -> jax.Array:
+    """Which replicas are finite, bool[N]."""
+    found = []
+    for x in arrays:
+        # One replica's scalar may be infinite too, such as the best loss so far.
+        some = (
+            jnp.isinf(x) & ~jnp.all(jnp.isinf(x), 0, keepdims=True)
+            if x.ndim > 1
+            else False
+        )
+        found.append(jnp.any(jnp.isnan(x) | some, axis=tuple(range(1, x.ndim))))
+    return ~jnp.any(jnp.stack(found), axis=0)
+
+
+def _replaced(state: Any, source: np.ndarray) -> Any:
+    """The state with every replica's row taken from another's, placed as it was."""
+    copied = source != np.arange(len(source))
+    names = [names for names, _ in _paths.leaves_with_names(state)]
+    optimizers = _counters.optimizers(names)
+
+    def row(x, names):
+        if _counters.is_within(names, optimizers, {"metrics"}):
+            return x
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return _distinct(x, source, copied)
+        if ("sync_state", "residual") in itertools.pairwise(names):
+            return jnp.where(copied.reshape(-1, *[1] * (x.ndim - 1)), 0, x[source])
+        return x[source]
+
+    def take(leaves):
+        return list(map(row, _memory.to_device(leaves), names))
+
+    leaves, structure = jax.tree.flatten(state)
+    placements = [x.sharding for x in leaves]
+    return structure.unflatten(jax.jit(take, out_shardings=placements)(leaves))
+
+
+def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
+    """Gives a state to a multiple, or to a divisor, of the number of its replicas.
+
+    With fewer replicas, each new one stands for k neighbours. It gets the mean of their
+    floating-point arrays (parameters, momenta, residuals), so that the mean over all
+    replicas stays; of all else (integers, keys, Dion's Q, the trigger's state, the
+    anchor, counters) the first one's. With more, each gets k copies; copies of a random
+    key (`jax.random.key`) are folded with the number of the replica.
+
+    Counters continue, and bytes are then those of the new number of replicas. With
+    several processes save and restore a checkpoint instead,
+    ``checkpoint.restore(directory, target, replicas=n)``.
+
+    Args:
+      state: all that differs between replicas, in any tree with a leading replica axis.
+      mesh: mesh with the new number of replicas. Within a replica arrays are sharded as
+        they were, as far as its axes have the same names.
+      axis_name: name of the replica axis.
+
+    Returns:
+      The state on the mesh.
+
+    Raises:
+      ValueError: if neither number of replicas divides the other, leaves have no common
+        leading axis, or the mesh has no axis of the name.
+
+    Example:
+      >>> from curvadion_jax import replicas
+      >>> state = {"w": jnp.array([[1.0], [2.0]]), "count": jnp.array([5, 5])}
+      >>> state = replicas.resize(state, replicas.make_mesh(1))
+      >>> state["w"].tolist(), state["count"].tolist()
+      ([[1.5]], [5])
+    """
+    check_axis(mesh, axis_name)
+    count_replicas(state, "state")
+    number = mesh.shape[axis_name]
+
+    def placed(leaf, average):
+        within = getattr(leaf, "sharding", None)
+        spec = within.spec[1:] if isinstance(within, NamedSharding) else ()
+        spec = P(axis_name, *[_known(entry, mesh) for entry in spec])
+        kind = within.memory_kind if within is not None else None
+        x = _resized(leaf, number=number, average=average)
+        # One at a time: on a CPU of few cores many small programs that communicate
+        # wait for each other, until XLA aborts.
+        placement = NamedSharding(mesh, spec, memory_kind=kind)
+        return jax.block_until_ready(jax.device_put(x, placement))
+
+    leaves, structure = jax.tree.flatten(state)
+    return structure.unflatten(map(placed, leaves, is_averaged(state)))
+
+
+def _known(entry: Any, mesh: Mesh) -> Any:
+    names = tuple(name for name in jax.tree.leaves(entry) if name in mesh.shape)
+    return (names[0] if len(names) == 1 else names) or None
+
+
+def is_averaged(state: Any) -> list[bool]:
+    """For every leaf of a state whether `resize` takes means of it."""
+    leaves = _paths.leaves_with_names(state)
+    # By name and not by type: `flax.nnx.split` makes dictionaries of named tuples.
+    below: dict[_paths.Names, dict] = defaultdict(lambda: defaultdict(set))
+    for names, _ in leaves:
+        for index, name in enumerate(names):
+            below[names[:index]][name].add(names[index + 1 :])
+    optimizers = _counters.optimizers(names for names, _ in leaves)
+
+    def is_q(names, index):
+        fields = below[names[:index]]
+        is_dion = fields.keys() == set(DionState._fields)
+        return names[index] == "q" and is_dion and fields["q"] == fields["momentum"]
+
+    def is_taken(names):
+        return (
+            _counters.is_within(names, optimizers, {"trigger_state", "metrics"})
+            or not _COMMON.isdisjoint(itertools.pairwise(names))
+            # Columns of Q may have opposite signs, and cancel in a mean.
+            or any(is_q(names, index) for index in range(len(names)))
+        )
+
+    return [
+        jnp.issubdtype(leaf.dtype, jnp.inexact) and not is_taken(names)
+        for names, leaf in leaves
+    ]
+
+
+def resized(x: jax.Array, number: int, average: bool) -> jax.Array:
+    """One array of a state for another number of replicas."""
+    old = len(x)
+    if old == number:
+        return x
+    if old % number and number % old:
+        raise ValueError(
+            f"A state of {old} replicas cannot become one of {number}. Choose a "
+            f"multiple or a divisor of {old}."
+        )
+    x, first = _memory.to_device(x), np.arange(number) * old // number
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return _distinct(x, first, np.append(False, first[1:] == first[:-1]))
+    if not average or number > old:
+        return x[first]
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    groups = wide.reshape(number, old // number, *x.shape[1:])
+    # From the first of each group, so that equal replicas give their own value.
+    base = groups[:, 0]
+    mean = base + jnp.mean(groups - groups[:, :1], axis=1)
+    # The best loss so far may be infinite, and infinity less infinity is NaN.
+    return jnp.where(jnp.isfinite(base), mean, base).astype(x.dtype)
+
+
+_resized = jax.jit(resized, static_argnames=("number", "average"))
+
+
+def before(leaf: jax.ShapeDtypeStruct, replicas: int) -> jax.ShapeDtypeStruct:
+    """Where to read an array of another number of replicas that is to become this one.
+
+    Sharded over the replicas where their number divides, else whole on each.
+    """
+    placement, shape = leaf.sharding, (replicas, *leaf.shape[1:])
+    if isinstance(placement, NamedSharding):
+        placement = placement.update(memory_kind=None)
+        if replicas % leaf.shape[0]:
+            placement = placement.update(spec=P(None, *placement.spec[1:]))
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=placement)
+
+
+def onto(leaf: jax.ShapeDtypeStruct, x: jax.Array, average: bool) -> jax.Array:
+    """The array for the replicas of a target's leaf, in its place."""
+    resize_leaf = jax.jit(
+        resized, static_argnames=("number", "average"), out_shardings=leaf.sharding
+    )
+    return resize_leaf(x, number=leaf.shape[0], average=average)
+
+
+def _distinct(keys: jax.Array, source: np.ndarray, copied: np.ndarray) -> jax.Array:
+    """Random keys of other replicas, the copies folded with their own number."""
+    flat = keys[source].reshape(len(source), -1)
+    folded = jax.vmap(lambda row, i: jax.vmap(jax.random.fold_in, (0, None))(row, i))(
+        flat, jnp.arange(len(source))
+    )
+    chosen = jnp.where(copied[:, None], folded, flat)
+    return chosen.reshape(len(source), *keys.shape[1:])
