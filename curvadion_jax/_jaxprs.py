@@ -46,9 +46,14 @@ def trace(function: Callable[..., Any], *operands: Any) -> Traced:
 
 
 def axes_of_results(branches: Sequence[Traced]) -> list[frozenset[str]]:
-    """For every result the axes over which that of any branch differs."""
-    for traced in branches[1:]:
-        _require_same_result(traced.result, branches[0].result)
+    """For every result the axes over which that of any branch differs.
+
+    Args:
+      branches: of a sync step, and of a local step.
+    """
+    synced, *others = branches
+    for local in others:
+        _require_same_result(synced.result, local.result)
     avals = zip(*(traced.program.out_avals for traced in branches), strict=True)
     return [
         frozenset().union(*map(_collectives.varying_aval, results)) for results in avals
@@ -58,16 +63,16 @@ def axes_of_results(branches: Sequence[Traced]) -> list[frozenset[str]]:
 def _require_same_result(synced: Any, local: Any) -> None:
     if jax.tree.structure(synced) != jax.tree.structure(local):
         raise ValueError(
-            "a sync step and a local step return different trees:\n"
+            "A sync step and a local step return different trees:\n"
             f"{jax.tree.structure(synced)}\n{jax.tree.structure(local)}"
         )
     pairs = zip(jax.tree.leaves_with_path(synced), jax.tree.leaves(local), strict=True)
     for (path, a), b in pairs:
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise ValueError(
-                f"a sync step returns {a.dtype}{list(a.shape)} and a local step "
-                f"{b.dtype}{list(b.shape)} at {jax.tree_util.keystr(path)}: an "
-                "optimizer must keep the shapes and dtypes of its state and updates"
+                f"A sync step returns {a.dtype}{list(a.shape)} and a local step "
+                f"{b.dtype}{list(b.shape)} for{jax.tree_util.keystr(path) or ' it'}. "
+                "Keep the shapes and dtypes of state and updates in the optimizer."
             )
 
 

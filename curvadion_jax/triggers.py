@@ -107,8 +107,9 @@ def answer(trigger: Trigger, observation: Observation, state: Any) -> Any:
     """
     if trigger.decide is not None:
         return trigger.decide(observation, state)
-    assert trigger.due is not None
-    return decision(trigger.due(observation.steps, observation.sync_cost)), state
+    due = trigger.due
+    fire = True if due is None else due(observation.steps, observation.sync_cost)
+    return decision(fire), state
 
 
 def _scheduled(due: Callable[[Any, float], Any]) -> Trigger:
