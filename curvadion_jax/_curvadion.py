@@ -1,4 +1,4 @@
-"""CurvaDion: Dion on replicas that step alone until a momentum changes fast."""
+"""CurvaDion: local Dion steps, synchronised when a momentum changes."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ import optax
 
 from curvadion_jax import (
     _arguments,
-    _default_sync,
     _orthonormalize,
     _partition,
     synchronizers,
@@ -15,8 +14,9 @@ from curvadion_jax import (
 )
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import dion
+from curvadion_jax._local_muon import BUDGET, default_sync
 
-_BUDGET, _RANK = 0.01, 1.0
+_RANK = 1.0
 # Syncs by which the budget may be ahead of its share, or behind.
 _BOUNDS = 1.0
 
@@ -43,71 +43,74 @@ def curvadion(
     decision_interval: int = 1,
     allow_unchecked: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""CurvaDion: replicas take Dion's steps alone until a momentum changes fast.
+    r"""CurvaDion: local Dion steps, synchronised when a momentum changes.
 
-    Every replica keeps a momentum and a right factor Q of every matrix. On every step
-    the relative momentum change (RMMC) of every matrix is compared with a threshold,
+    Each replica takes Dion steps on its own gradients. All replicas synchronise when
+    the relative momentum change (RMMC) of any matrix, on any replica, exceeds a
+    threshold:
 
     .. math::
-      \mathrm{RMMC} = \bigl|\, \|m_t\| - \|m_{t-1}\| \,\bigr| \,/\, \|m_{t-1}\|,
+      \mathrm{RMMC} = \bigl|\, \|m_t\| - \|m_{t-1}\| \,\bigr| \,/\, \|m_{t-1}\|
 
-    and the largest of all layers and replicas decides, in one `lax.cond`, between a
-    local step and one that brings the replicas together.
+    Set `threshold`, or set `budget` to have the threshold adjusted during training. The
+    default is ``budget=0.01``. A budget keeps the number of syncs within one of even
+    spacing, so RMMC then only chooses the step within each period.
+
+    .. note::
+      In this library's benchmarks, syncs placed by RMMC have not given a lower loss
+      than evenly spaced syncs of the same size. :func:`local_muon` is the recommended
+      default.
+
+    Differences from the paper:
 
     ================== ============================== ================================
-    part               the paper's formula            here
+    part               the paper's formula            this function
     ================== ============================== ================================
     state              momentum and Q                 the same
-    trigger            max over layers of RMMC        the same, and over replicas; the
-                       above a threshold              norm of M + G, before error
-                                                      feedback; a `budget` finds the
-                                                      threshold
-    a local step       plain gradient step            Dion's step on the replica's own
-                                                      gradient
-    a sync step        Dion's step on the mean        Dion's own step, then a Nesterov
-                       gradient                       step of the anchor along the mean
-                                                      pseudo-gradient, which is sent in
-                                                      2 bits with error feedback
-    replicas           never brought together         equal after every sync
+    trigger            maximum RMMC over layers       maximum over layers and replicas,
+                                                      of M + G before error feedback
+    local step         plain gradient step            Dion step on the local gradient
+    sync step          Dion step on the mean gradient local Dion step, then a Nesterov
+                                                      outer step along the mean
+                                                      pseudo-gradient, sent in 2 bits
+                                                      with error feedback
+    after a sync       replicas still differ          replicas are equal
     ================== ============================== ================================
 
-    The right column is what lost least with these ingredients in the study of
-    `benchmarks/communication`. The formula as published is `presets.paper`, the rules
-    of the authors' code `presets.authors_code`.
+    `presets.paper` implements the paper's formula as far as we know it, and
+    `presets.authors_code` the rules of the authors' code.
 
     Args:
-      learning_rate: a number or a schedule.
-      threshold: of RMMC, a number or a schedule of the steps. It belongs to a batch
-        size: RMMC lies at 0.2 to 0.6 with a thousand tokens a replica, at 0.02 to 0.03
-        with a million.
-      rank: as for :func:`dion`; but None is 1.0, full rank: Dion's low rank is there to
-        send little, and a local step sends nothing.
-      momentum: decay rate of the local momentum, a number or a schedule. In a run of
-        300 steps 0.8 lost 1.2% less than 0.9.
+      learning_rate: number or schedule.
+      threshold: RMMC above which the replicas synchronise; a number or a schedule. It
+        depends on the batch size: RMMC is about 0.2 to 0.6 with a thousand tokens per
+        replica and 0.02 to 0.03 with a million. Cannot be combined with `budget`.
+      rank: as for :func:`dion`, but None means full rank (1.0). A low rank reduces what
+        Dion sends, and local steps send nothing.
+      momentum: decay rate of the local momentum; a number in [0, 1) or a schedule.
       weight_decay, weight_decay_mask, mu_dtype: as for :func:`dion`.
-      budget: share of the bytes of synchronous training, an all-reduce of all gradients
-        in float32 on every step, in place of a threshold: ``triggers.budget(budget,
-        ahead=1, behind=1)`` moves the threshold so that it is spent. None is 0.01, one
-        percent, without a threshold. The 4 bytes of each decision are not counted in.
-      bits: 8, 4, 2 or 1 for pseudo-gradients in so many bits; None is 2.
+      budget: bytes to send, as a fraction of an all-reduce of all gradients in float32
+        on every step. If neither `budget` nor `threshold` is given, 0.01. The 4 bytes
+        sent for each decision are not counted.
+      bits: bits per element of the pseudo-gradients: 8, 4, 2 or 1. None means 2. Cannot
+        be combined with `synchronizer`.
       adam_learning_rate, other_optimizer, dimension_numbers: as for :func:`dion`.
       orthonormalize, error_feedback, seed: as for :func:`dion`.
-      synchronizer: how replicas come together, in place of the sync step above.
-      axis_name: name of the replica axis; None is one replica, which sends nothing, and
-        takes the outer steps all the same.
+      synchronizer: replaces the sync described above.
+      axis_name: name of the replica axis. None means a single replica, on which the
+        default sync sends nothing and takes no outer step: the result is Dion's.
       decision_interval: number of steps from one vote of the replicas to the next. A
-        vote costs a round trip over the slow link; with k steps in between, what a
-        replica requests waits up to k - 1 steps, and nothing is sent on those.
+        vote costs a round trip over the slow link. A request waits up to
+        ``decision_interval - 1`` steps, on which nothing is sent.
       allow_unchecked: as for :func:`adaptive_sync`.
 
     Returns:
-      The optimizer, with :class:`AdaptiveSyncState`. Its place is the last in a
-      chain. Read what it did with `curvadion_jax.metrics.read`.
+      An optimizer with state :class:`AdaptiveSyncState`. In `optax.chain` it must come
+      last. `curvadion_jax.metrics.read` reports syncs and bytes.
 
     Raises:
-      TypeError: as for :func:`dion` and :func:`adaptive_sync`.
-      ValueError: as for :func:`dion` and :func:`adaptive_sync`, for a threshold beside
-        a budget, or bits beside a synchronizer.
+      ValueError: if an argument is out of range, if no parameter is a matrix, or if
+        both `threshold` and `budget`, or both `bits` and `synchronizer`, are given.
 
     Example:
       >>> import jax.numpy as jnp
@@ -115,7 +118,7 @@ def curvadion(
       >>> tx = curvadion(0.01, threshold=0.3)
       >>> state, values = tx.init(params), []
       >>> update = jax.jit(tx.update)
-      >>> for _ in range(4):  # constant gradients: ever less of a change
+      >>> for _ in range(4):  # constant gradients: RMMC decreases
       ...     updates, state = update(params, state, params)
       ...     values.append(f"{state.metrics.value:.2f}")
       >>> print(*values, state.metrics.syncs)
@@ -129,14 +132,14 @@ def curvadion(
     """
     _arguments.check_one(threshold=threshold, budget=budget)
     if threshold is None:
-        budget = _BUDGET if budget is None else budget
+        budget = BUDGET if budget is None else budget
         _arguments.check_fraction(budget, "budget")
         trigger = triggers.budget(budget, ahead=_BOUNDS, behind=_BOUNDS)
     else:
         trigger = triggers.relative_momentum_change(threshold)
     if decision_interval != 1:
         trigger = triggers.at_intervals(trigger, decision_interval)
-    synchronizer = _default_sync.sync_in(bits, synchronizer)
+    synchronizer = default_sync(bits, synchronizer, axis_name)
     inner = dion(
         learning_rate,
         _RANK if rank is None else rank,

@@ -1,15 +1,21 @@
-"""Local steps of Muon, which come together within a budget of bytes."""
+"""Local Muon steps with evenly spaced, compressed syncs."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _default_sync, _partition, synchronizers, triggers
+from curvadion_jax import _arguments, _partition, compressors, synchronizers, triggers
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._muon import EPSILON, muon, muon_adamw
 
-_BUDGET = 0.01
+BUDGET = 0.01
+_BITS = 2
+# MuLoCo has 0.7 and 0.6; these lost less in benchmarks/communication.
+_OUTER_LEARNING_RATE, _OUTER_MOMENTUM = 1.0, 0.4
+# bfloat16 state changes the loss by less than the spread over seeds.
+_STATE = jnp.bfloat16
 
 
 def local_muon(
@@ -29,53 +35,53 @@ def local_muon(
     axis_name: str | None = None,
     allow_unchecked: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Replicas take steps of Muon alone, and come together within a budget of bytes.
+    """Local Muon steps with evenly spaced, compressed syncs.
 
-    What lost least for its bytes in `benchmarks/communication`, but for the momentum.
-    At a sync the pseudo-gradients of the replicas are averaged, in 2 bits and with
-    error feedback, and the anchor takes a Nesterov step along the mean; what both
-    remember is bfloat16. Syncs are
-    evenly spaced, as often as the budget allows. It is MuLoCo in 2 bits with another
-    outer step, and a budget in place of a period (`presets.muloco` has the values of
-    that paper, in float32), and not the method of the CurvaDion paper: that is
-    :func:`curvadion`.
+    Each replica takes Muon steps on its own gradients. At a sync the replicas' mean
+    pseudo-gradient (how far they have moved from the last common parameters, the
+    anchor) is computed in 2 bits with error feedback; the anchor takes a Nesterov step
+    along it, and every replica continues from there. Syncs are evenly spaced, as often
+    as `budget` allows. Local steps send nothing.
+
+    This is MuLoCo in 2 bits, with a different outer step and a byte budget in place of
+    a period; `presets.muloco` has the paper's values. It is the recommended method. For
+    syncs triggered by the momentum see :func:`curvadion`.
 
     Args:
-      learning_rate: a number or a schedule.
-      budget: share of the bytes of synchronous training, an all-reduce of all gradients
-        in float32 on every step. None is 0.01, one percent: a sync about every 7 steps.
-      bits: 8, 4, 2 or 1 for pseudo-gradients in so many bits; None is 2. Where syncs
-        were few (16, with a budget of 0.001) 4 lost less, in half as many.
-      momentum: decay rate of the local momentum, a number or a schedule. In runs of 300
-        steps 0.8 and 0.9 lost less than Muon's usual 0.95; and one that rises from 0.8
-        to 0.95 over the run lost least. All this in synchronous runs too.
-      weight_decay, weight_decay_mask: as for `optax.contrib.muon`; of matrices only.
-      mu_dtype: dtype of the momenta; None keeps the parameters'.
-      adam_learning_rate: number or schedule for AdamW of the other parameters
-        (embeddings, output heads, norms, biases), with Nesterov momentum, b1 = 0.9 and
-        b2 = 0.95; None is `learning_rate`.
-      other_optimizer: any Optax optimizer in place of that AdamW, with its own
-        learning rate.
+      learning_rate: number or schedule.
+      budget: bytes to send, as a fraction of an all-reduce of all gradients in float32
+        on every step. None means 0.01, a sync about every 7 steps. Cannot be combined
+        with `trigger`.
+      bits: bits per element of the pseudo-gradients: 8, 4, 2 or 1. None means 2. For
+        very small budgets (0.001), try 4. Cannot be combined with `synchronizer`.
+      momentum: decay rate of the local momentum; a number in [0, 1) or a schedule. For
+        short runs, try a schedule that rises from 0.8 to 0.95.
+      weight_decay: decoupled, of matrices only, times the learning rate.
+      weight_decay_mask: as for `optax.contrib.muon`.
+      mu_dtype: dtype of the momenta. None means that of the parameters.
+      adam_learning_rate: learning rate of AdamW, which trains all other parameters
+        (embeddings, output heads, norms, biases) with Nesterov momentum, b1 = 0.9 and
+        b2 = 0.95. None means `learning_rate`.
+      other_optimizer: replaces that AdamW. Cannot be combined with
+        `adam_learning_rate`.
       dimension_numbers: as for :func:`dion`.
-      trigger: when to synchronise, in place of the budget; None is
-        ``triggers.evenly(budget)``.
-      synchronizer: how replicas come together; None is ``reconcile`` with the outer
-        step and the compressor above, which leaves momenta local.
-      axis_name: name of the replica axis; None is one replica, which sends nothing, and
-        takes the outer steps all the same.
+      trigger: when to synchronise. None means ``triggers.evenly(budget)``.
+      synchronizer: how replicas synchronise. None means the `reconcile` described
+        above, which keeps momenta local and its own state in bfloat16.
+      axis_name: name of the replica axis. None means a single replica, on which the
+        default sync sends nothing and takes no outer step: the result is Muon's.
       allow_unchecked: as for :func:`adaptive_sync`.
 
     Returns:
-      The optimizer, with :class:`AdaptiveSyncState`. Its place is the last in a
-      chain. Read what it did with `curvadion_jax.metrics.read`.
+      An optimizer with state :class:`AdaptiveSyncState`. In `optax.chain` it must come
+      last. `curvadion_jax.metrics.read` reports syncs and bytes.
 
     Raises:
-      TypeError: for an argument of the wrong kind.
-      ValueError: for one that is out of range, a budget beside a trigger, or bits
-        beside a synchronizer.
+      ValueError: if an argument is out of range, if no parameter is a matrix, or if
+        both `budget` and `trigger`, both `bits` and `synchronizer`, or both
+        `other_optimizer` and `adam_learning_rate`, are given.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> params = {"kernel": jnp.ones((64, 64))}
       >>> tx = local_muon(0.01, budget=0.0352)  # a sync in 2 bits: 7% of float32
       >>> state, syncs = tx.init(params), []
@@ -104,10 +110,9 @@ def local_muon(
         adam_learning_rate=adam_learning_rate, other_optimizer=other_optimizer
     )
     if trigger is None:
-        budget = _BUDGET if budget is None else budget
+        budget = BUDGET if budget is None else budget
         _arguments.check_fraction(budget, "budget")
         trigger = triggers.evenly(budget)
-    synchronizer = _default_sync.sync_in(bits, synchronizer)
     if other_optimizer is None:
         rate = learning_rate if adam_learning_rate is None else adam_learning_rate
         other_optimizer = muon_adamw(rate, EPSILON, mu_dtype)
@@ -126,8 +131,30 @@ def local_muon(
     return adaptive_sync(
         _partition.optimizer(matrices, other_optimizer, dimension_numbers),
         trigger,
-        synchronizer,
+        default_sync(bits, synchronizer, axis_name),
         axis_name,
         dimension_numbers=dimension_numbers,
         allow_unchecked=allow_unchecked,
+    )
+
+
+def default_sync(
+    bits: int | None,
+    synchronizer: synchronizers.Synchronizer | None,
+    axis_name: str | None,
+) -> synchronizers.Synchronizer:
+    """The sync of `local_muon` and `curvadion`, or the synchronizer that was given."""
+    _arguments.check_one(bits=bits, synchronizer=synchronizer)
+    if synchronizer is not None:
+        return synchronizer
+    outer = optax.sgd(
+        _OUTER_LEARNING_RATE, _OUTER_MOMENTUM, nesterov=True, accumulator_dtype=_STATE
+    )
+    return synchronizers.reconcile(
+        # A Nesterov step along a single replica's own way would only be another inner
+        # optimizer.
+        None if axis_name is None else outer,
+        compressor=compressors.quantize(_BITS if bits is None else bits),
+        momentum=False,
+        residual_dtype=_STATE,
     )

@@ -186,22 +186,3 @@ def test_several_models_under_one_vmap_are_rejected():
     models = jax.vmap(jax.vmap(lambda p, s: tx.update(p, s, p)), axis_name=AXIS)
     with pytest.raises(ValueError, match="under vmap, for 3 models"):
         jax.eval_shape(models, *stacked)
-
-
-PRESETS = ("synchronous_dion", "paper", "authors_code", "local_sgd", "diloco", "muloco")
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_take_the_word_for_an_unchecked_shard_map(name):
-    tx = getattr(cd.presets, name)(0.1, axis_name=AXIS, allow_unchecked=True)
-    params, opt_state = helpers.start(tx, helpers.make_params(), MESH)
-
-    def body(*stacked):
-        params, opt_state, gradients = jax.tree.map(lambda x: x[0], stacked)
-        result = tx.update(gradients, opt_state, params)
-        return jax.tree.map(lambda x: x[None], result)
-
-    mapped = jax.shard_map(
-        body, mesh=MESH, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
-    )
-    jax.eval_shape(mapped, params, opt_state, helpers.make_gradients(1, REPLICAS)[0])

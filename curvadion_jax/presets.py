@@ -1,0 +1,323 @@
+"""Published methods as points in one space: inner optimizer, trigger, synchronizer.
+
+Each is a few lines of the public parts, to be read as much as called, and returns an
+optimizer with state :class:`AdaptiveSyncState`. Learning rates are numbers or
+schedules. ``axis_name`` is the name of the replica axis, None for one replica;
+``dimension_numbers`` and ``**dion_arguments`` are those of :func:`dion`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from curvadion_jax import _arguments, _momentum, _partition, synchronizers, triggers
+from curvadion_jax._adaptive_sync import adaptive_sync
+from curvadion_jax._dion import dion
+from curvadion_jax._muon import muon, muon_adamw
+
+__all__ = [
+    "authors_code",
+    "diloco",
+    "local_sgd",
+    "muloco",
+    "paper",
+    "synchronous_dion",
+]
+
+
+def synchronous_dion(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    axis_name: str | None = None,
+    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    **dion_arguments: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Dion that averages its factors over the replicas on every step.
+
+    Example:
+      >>> tx = synchronous_dion(0.01, rank=0.25, axis_name="replica")
+      >>> state = tx.init({"kernel": jnp.ones((4, 8))})
+      >>> state.sync_state.common[0]["kernel"].shape  # Q
+      (4, 1)
+
+    References:
+      Ahn et al., `Dion: Distributed Orthonormalized Updates
+      <https://arxiv.org/abs/2504.05295>`_, 2025
+    """
+    return adaptive_sync(
+        dion(learning_rate, dimension_numbers=dimension_numbers, **dion_arguments),
+        triggers.always(),
+        synchronizers.average_factors(),
+        axis_name,
+        dimension_numbers=dimension_numbers,
+    )
+
+
+def local_sgd(
+    learning_rate: optax.ScalarOrSchedule,
+    k: int = 10,
+    momentum: float = 0.9,
+    *,
+    axis_name: str | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """SGD with a local momentum; parameters are averaged every k steps.
+
+    Example:
+      >>> tx = local_sgd(0.1, k=10, axis_name="replica")
+
+    References:
+      Stich, `Local SGD Converges Fast and Communicates Little
+      <https://arxiv.org/abs/1805.09767>`_, 2018
+    """
+    _arguments.check_numbers(learning_rate=learning_rate)
+    _arguments.check_number(momentum, "momentum", below=1)
+    return adaptive_sync(
+        optax.sgd(learning_rate, momentum),
+        triggers.every_k(k),
+        synchronizers.reconcile(momentum=False),
+        axis_name,
+        dimension_numbers=_no_matrices,
+    )
+
+
+def diloco(
+    learning_rate: optax.ScalarOrSchedule,
+    k: int = 30,
+    outer_learning_rate: optax.ScalarOrSchedule = 0.7,
+    outer_momentum: float = 0.9,
+    *,
+    weight_decay: float = 0.0,
+    axis_name: str | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """DiLoCo: local AdamW, and a Nesterov outer step every k steps.
+
+    Example:
+      >>> tx = diloco(1e-3, k=30, axis_name="replica")
+
+    References:
+      Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023
+    """
+    _arguments.check_numbers(learning_rate=learning_rate, weight_decay=weight_decay)
+    outer = _nesterov(outer_learning_rate, outer_momentum)
+    return adaptive_sync(
+        optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay),
+        triggers.every_k(k),
+        synchronizers.reconcile(outer, momentum=False),
+        axis_name,
+        dimension_numbers=_no_matrices,
+    )
+
+
+def muloco(
+    learning_rate: optax.ScalarOrSchedule,
+    k: int = 30,
+    outer_learning_rate: optax.ScalarOrSchedule = 0.7,
+    outer_momentum: float = 0.6,
+    *,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    weight_decay: float = 0.0,
+    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    axis_name: str | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """MuLoCo: DiLoCo with Muon (as in `optax.contrib.muon`) as the inner optimizer.
+
+    AdamW with `adam_learning_rate`, None for `learning_rate`, trains what is no matrix.
+
+    Example:
+      >>> tx = muloco(0.01, k=30, axis_name="replica")
+
+    References:
+      Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
+    """
+    rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    _arguments.check_numbers(
+        learning_rate=learning_rate, adam_learning_rate=rate, weight_decay=weight_decay
+    )
+    inner = _partition.optimizer(
+        lambda numbers: muon(learning_rate, numbers, weight_decay=weight_decay),
+        muon_adamw(rate),
+        dimension_numbers,
+    )
+    outer = _nesterov(outer_learning_rate, outer_momentum)
+    return adaptive_sync(
+        inner,
+        triggers.every_k(k),
+        synchronizers.reconcile(outer, momentum=False),
+        axis_name,
+        dimension_numbers=dimension_numbers,
+    )
+
+
+def _nesterov(learning_rate: Any, momentum: Any) -> optax.GradientTransformation:
+    """The outer step of DiLoCo and MuLoCo."""
+    _arguments.check_number(learning_rate, "outer_learning_rate")
+    _arguments.check_number(momentum, "outer_momentum", below=1)
+    return optax.sgd(learning_rate, momentum, nesterov=True)
+
+
+def _no_matrices(params: Any) -> Any:
+    """Dimension numbers for optimizers that know no matrices."""
+    return jax.tree.map(lambda _: None, params)
+
+
+def paper(
+    learning_rate: optax.ScalarOrSchedule,
+    threshold: optax.ScalarOrSchedule = 0.3,
+    local_learning_rate: optax.ScalarOrSchedule | None = None,
+    *,
+    axis_name: str | None = None,
+    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    **dion_arguments: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """CurvaDion's published formula.
+
+    Momentum m <- mu m + g without error feedback. If the relative momentum change of
+    any layer exceeds the threshold tau, a Dion step with the mean gradient; otherwise a
+    plain local gradient step, theta - eta_local g, that leaves Q as it is. Replicas are
+    never brought together; :func:`curvadion` has the same parts and a sync that does.
+
+    Of the paper we could read the abstract and the beginning of the introduction; the
+    rest is known at second hand.
+
+    Args:
+      learning_rate: of the Dion steps.
+      threshold: tau, a number or a schedule.
+      local_learning_rate: eta_local; None means `learning_rate`.
+      axis_name, dimension_numbers, **dion_arguments: see above.
+
+    Example:
+      >>> tx = paper(0.01, threshold=0.2, axis_name="replica")
+
+    References:
+      `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
+    """
+    if local_learning_rate is None:
+        local_learning_rate = learning_rate
+    _arguments.check_number(local_learning_rate, "local_learning_rate")
+    at_syncs = dion(
+        learning_rate,
+        dimension_numbers=dimension_numbers,
+        error_feedback=False,
+        **dion_arguments,
+    )
+    return adaptive_sync(
+        _alternating(at_syncs, optax.sgd(local_learning_rate)),
+        triggers.relative_momentum_change(threshold),
+        _with_mean_gradients(),
+        axis_name,
+        dimension_numbers=dimension_numbers,
+    )
+
+
+def _alternating(
+    at_syncs: optax.GradientTransformationExtraArgs,
+    between: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """One optimizer for sync steps, which accumulates its momentum on all others."""
+
+    def init(params):
+        return at_syncs.init(params), between.init(params)
+
+    def update(updates, state, params=None, *, synchronised=False, **extra_args):
+        of_syncs, of_others = state
+        others, of_others = between.update(updates, of_others, params)
+        if not synchronised:
+            extra_args.setdefault("momentum_only", True)
+        updates, of_syncs = at_syncs.update(updates, of_syncs, params, **extra_args)
+        return updates if synchronised else others, (of_syncs, of_others)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _with_mean_gradients() -> synchronizers.Synchronizer:
+    """`average_gradients`, which tells the inner optimizer that it is a sync."""
+    plain = synchronizers.average_gradients()
+
+    def sync(local, state, group):
+        take = functools.partial(local.take, synchronised=True)
+        return plain.sync(local._replace(take=take), state, group)
+
+    return plain._replace(sync=sync)
+
+
+def authors_code(
+    learning_rate: optax.ScalarOrSchedule,
+    threshold: optax.ScalarOrSchedule = 0.3,
+    *,
+    axis_name: str | None = None,
+    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    other_optimizer: optax.GradientTransformation | None = None,
+    **dion_arguments: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """The rules of the CurvaDion authors' published PyTorch code.
+
+    The change compares the norm of M + G with that of M after error feedback, over all
+    parameters, those of the other optimizer included. Momenta of a norm up to 0.1 are
+    left out, so the first step does not synchronise. A sync averages full gradients; a
+    local step is a full Dion step. Here, unlike in their training script, replicas do
+    take local steps.
+
+    Args:
+      learning_rate: of Dion and Lion.
+      threshold: a number or a schedule.
+      other_optimizer: optimizer with a momentum `mu` for the other parameters. None
+        means `optax.lion` with the same learning rate, b1 = 0.95, b2 = 0.98 and no
+        weight decay. (The authors divide the output head's learning rate by the root of
+        the width.)
+      axis_name, dimension_numbers, **dion_arguments: see above.
+
+    Example:
+      >>> tx = authors_code(0.01, threshold=0.2, axis_name="replica")
+
+    References:
+      `Bhavkumar21/CurvaDion <https://github.com/Bhavkumar21/CurvaDion>`_,
+      optimizers/curvadion.py and train.py
+    """
+    if other_optimizer is None:
+        other_optimizer = optax.lion(learning_rate, b1=0.95, b2=0.98, weight_decay=0.0)
+    change = triggers.relative_momentum_change(
+        threshold, floor=0.1, momentum_fn=lambda momenta: momenta, remember=False
+    )
+
+    def decide(observation, state):
+        momenta = _all_momenta(observation.inner_state)
+        plus_gradients = jax.tree.map(jnp.add, momenta, observation.gradients)
+        seen = observation._replace(
+            inner_state=momenta, next_inner_state=lambda: plus_gradients
+        )
+        decision, state = change.decide(seen, state)
+        return decision._replace(fire=decision.fire & (observation.steps > 0)), state
+
+    return adaptive_sync(
+        dion(
+            learning_rate,
+            dimension_numbers=dimension_numbers,
+            other_optimizer=other_optimizer,
+            **dion_arguments,
+        ),
+        triggers.Trigger(change.init, decide),
+        synchronizers.average_gradients(),
+        axis_name,
+        dimension_numbers=dimension_numbers,
+    )
+
+
+def _all_momenta(inner_state: optax.OptState) -> optax.Params:
+    """Dion's momenta, and those of the other parameters' optimizer in their place."""
+    others = _momentum.value_of(inner_state, "mu")
+    if others is None:
+        raise ValueError(
+            "authors_code looks at the momenta of all parameters, and other_optimizer "
+            "keeps none as `mu`. Pass one that does, such as optax.lion."
+        )
+    (of_dion,) = _momentum.dion_states(inner_state)
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    return jax.tree.map(
+        lambda momentum, mu: mu if is_masked(momentum) else momentum,
+        of_dion.momentum,
+        others,
+        is_leaf=is_masked,
+    )
