@@ -4,62 +4,64 @@ Nothing here touches JAX, so that `main.py` can read the flags before JAX starts
 """
 
 import dataclasses
+from typing import Any
 
 
 class UserError(ValueError):
     """Something the user asked for cannot be done; the message says what and why."""
 
 
+def _of(text: str, **default: Any) -> Any:
+    """A field, with what `main.py --help` says of it."""
+    return dataclasses.field(metadata={"help": text}, **default)
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """One comparison: a model, its data, and how long every method trains.
 
-    Attributes:
-        layers, width, heads: The model's size; `heads` divides `width` into even
-            parts.
-        dtype: Type of the matrix products, 'float32' or 'bfloat16'.
-        replicas: Copies of the model, one a device.
-        batch: Sequences a replica sees in a step.
-        sequence_length: Tokens in a sequence.
-        steps: Steps of each method.
-        learning_rate: Peak learning rate of the matrices; None is each method's own.
-        rank: Rank of Dion's factors; an int, or a float for a fraction of the smaller
-            side.
-        budget: Share of the bytes of synchronous training that `curvadion` and
-            `local_muon` send.
-        threshold: Relative momentum change above which `curvadion` syncs, in place of
-            its budget, and the paper's methods; None is each method's own.
-        sync_every: Steps between syncs of the periodic methods.
-        seed: Of the parameters and of the order of the data.
-        data: Path of text or of token shards; None is the standard library's source.
-        evaluate_every: Steps between evaluations; the last step is always evaluated.
-        evaluation_batches: Batches in an evaluation, as large as a step's.
-        checkpoint_every: Steps between checkpoints.
+    None, where it is a default, is each method's own value.
     """
 
-    layers: int
-    width: int
-    heads: int
-    batch: int
-    sequence_length: int
-    steps: int
-    evaluate_every: int
-    evaluation_batches: int
-    checkpoint_every: int
-    dtype: str = "float32"
-    replicas: int = 8
-    learning_rate: float | None = None
-    rank: int | float = 0.25
-    budget: float = 0.01
-    threshold: float | None = None
-    sync_every: int = 30
-    seed: int = 0
-    data: str | None = None
+    layers: int = _of("blocks")
+    width: int = _of("width of the residual stream")
+    heads: int = _of("attention heads; they divide the width into even parts")
+    batch: int = _of("sequences per replica and step")
+    sequence_length: int = _of("tokens in a sequence")
+    steps: int = _of("steps of each method")
+    evaluate_every: int = _of("steps between evaluations")
+    evaluation_batches: int = _of("held-out batches in an evaluation")
+    checkpoint_every: int = _of("steps between checkpoints")
+    dtype: str = _of("type of the matrix products", default="float32")
+    replicas: int = _of("copies of the model, one on each device", default=8)
+    learning_rate: float | None = _of(
+        "peak learning rate of the matrices", default=None
+    )
+    rank: int | float = _of(
+        "rank of Dion's factors: 16 is a rank, 0.25 a share of the smaller side",
+        default=0.25,
+    )
+    budget: float = _of(
+        "share of the bytes of synchronous training that curvadion and local_muon send",
+        default=0.01,
+    )
+    threshold: float | None = _of(
+        "relative momentum change above which curvadion syncs, in place of its budget,"
+        " and the paper's methods",
+        default=None,
+    )
+    sync_every: int = _of("steps between syncs of the periodic methods", default=30)
+    seed: int = _of("seed of parameters and data order", default=0)
+    data: str | None = _of(
+        "text (file or directory) or directory of .bin token shards; the standard"
+        " library's source without it",
+        default=None,
+    )
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type == "int" or field.type is int:
+            if field.type is int:
                 smallest = 0 if field.name == "seed" else 1
                 if value < smallest:
                     raise UserError(

@@ -22,34 +22,10 @@ import methods
 import one_site
 import processes
 import train
-from config import PRESETS, SHORT, UserError, flag
+from config import PRESETS, SHORT, Config, UserError, flag
 
 # What shells give after Ctrl-C, and EX_IOERR of BSD's sysexits.
 _BY_USER, _NOT_WRITTEN = 130, 74
-
-_HELP = {
-    "layers": "blocks",
-    "width": "width of the residual stream",
-    "heads": "attention heads",
-    "dtype": "type of the matrix products, float32 or bfloat16",
-    "batch": "sequences a replica and step",
-    "sequence_length": "tokens a sequence",
-    "replicas": "copies of the model, one a device",
-    "steps": "steps of each method",
-    "learning_rate": "peak learning rate of the matrices",
-    "rank": "rank of Dion's factors: 16 is a rank, 0.25 a share of the smaller side",
-    "budget": "share of the bytes of synchronous training that curvadion and"
-    " local_muon send",
-    "threshold": "relative momentum change above which curvadion syncs, in place of its"
-    " budget, and the paper's methods",
-    "sync_every": "steps between syncs of the periodic methods",
-    "seed": "of parameters and data order",
-    "data": "text (file or directory) or directory of .bin token shards",
-    "evaluate_every": "steps between evaluations",
-    "evaluation_batches": "held-out batches in an evaluation",
-    "checkpoint_every": "steps between checkpoints",
-}
-
 
 _PROCESSES = ("coordinator", "num_processes", "process_id", "distributed")
 _NOT_OF_A_SITE = (
@@ -84,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     types = {"rank": _rank, "data": str, "dtype": str}
     types |= dict.fromkeys(("learning_rate", "budget", "threshold"), float)
-    for name, text in _HELP.items():
+    for field in dataclasses.fields(Config):
+        name, text = field.name, field.metadata["help"]
         default = getattr(PRESETS["tiny"], name)
         known = all(getattr(p, name) == default for p in PRESETS.values())
         if known and default is not None:
