@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from curvadion_jax import _within_replica
 from curvadion_jax._interfaces import Group
+from curvadion_jax._jax_internals import varying
 from curvadion_jax._layout import ONE_DEVICE, Layout
 
 # Bytes: over 1 Gbit/s an array takes less time than a message from one site to another.
@@ -52,24 +53,11 @@ def axis_size(axis_name: str | None) -> int:
         ) from error
 
 
-def _varying(x: Any) -> frozenset[str]:
-    return varying_aval(jax.typeof(x))
-
-
-def varying_aval(aval: Any) -> frozenset[str]:
-    return aval.manual_axis_type.varying
-
-
-def axes_of(x: Any) -> frozenset[str]:
-    """Axes of enclosing shard_maps over which x may differ, as far as JAX tracks it."""
-    return _varying(x)
-
-
 def is_checked(axis_name: str | None) -> bool:
     """Whether JAX tracks here what differs over the axis (shard_map, check_vma on)."""
     if axis_name is None or not is_manual(axis_name):
         return False
-    return axis_name in _varying(lax.axis_index(axis_name))
+    return axis_name in varying(lax.axis_index(axis_name))
 
 
 def is_manual(axis_name: str | None) -> bool:
@@ -86,12 +74,12 @@ def checked_axes() -> list[str]:
 def varying_manual_axes(x: Any) -> frozenset[str]:
     """Axes of enclosing shard_maps, of more than one device, over which x differs."""
     sizes = jax.sharding.get_abstract_mesh().shape
-    return frozenset(axis for axis in _varying(x) if sizes.get(axis, 1) > 1)
+    return frozenset(axis for axis in varying(x) if sizes.get(axis, 1) > 1)
 
 
 def is_varying(x: Any, axis_name: str) -> bool:
     """Whether x may differ over the axis, as far as JAX tracks it."""
-    return axis_name in _varying(x)
+    return axis_name in varying(x)
 
 
 def vary(tree: Any, axis_name: str | None) -> Any:
@@ -100,7 +88,7 @@ def vary(tree: Any, axis_name: str | None) -> Any:
         return tree
 
     def cast(x):
-        if axis_name in _varying(x):
+        if axis_name in varying(x):
             return x
         return lax.pcast(x, (axis_name,), to="varying")
 
@@ -110,7 +98,7 @@ def vary(tree: Any, axis_name: str | None) -> Any:
 def vary_over(tree: Any, axes: Sequence[frozenset[str]]) -> Any:
     """Marks every array as one that may differ over these axes; no communication."""
     leaves, structure = jax.tree.flatten(tree)
-    missing = [tuple(a - _varying(x)) for x, a in zip(leaves, axes, strict=True)]
+    missing = [tuple(a - varying(x)) for x, a in zip(leaves, axes, strict=True)]
     cast = [
         lax.pcast(x, names, to="varying") if names else x
         for x, names in zip(leaves, missing, strict=True)
@@ -233,7 +221,7 @@ def _messages(leaves: list[jax.Array]) -> Iterable[list[int]]:
     """Which arrays travel together: those of a dtype that vary over the same axes."""
     messages, sizes = defaultdict(list), defaultdict(int)
     for index, x in enumerate(leaves):
-        size, kind = x.size * x.dtype.itemsize, (x.dtype, axes_of(x))
+        size, kind = x.size * x.dtype.itemsize, (x.dtype, varying(x))
         if size > _SMALL:
             kind = index
         messages[kind, sizes[kind] // _MESSAGE].append(index)

@@ -4,14 +4,22 @@ Inspects each branch's jaxpr before it is used, and rejects collectives over the
 axis where there may be none, or where replicas may not come together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr
 
-from curvadion_jax import _collectives, _jaxprs
+from curvadion_jax import _collectives
+from curvadion_jax._jax_internals import (
+    Traced,
+    collectives_in,
+    decides_alone,
+    inner_jaxprs,
+    trace,
+    varying,
+)
 
 # Around the optimizer's own communication, in the names of a program's equations.
 SCOPE = "curvadion_jax.update"
@@ -49,12 +57,12 @@ def cond(
         indefinitely), if the local branch holds a collective over the axis, or if the
         branches return different shapes or dtypes.
     """
-    synced = _jaxprs.trace(sync, *operands)
+    synced = trace(sync, *operands)
     require_no_deadlock(synced.program.jaxpr, axis_name)
     alone = trace_local(local, *operands, axis_name=axis_name, sharded=sharded)
     # Both, known or not: what is wrong with a sync is reported before the first one.
     branches = [synced, alone]
-    axes = _jaxprs.axes_of_results(branches)
+    axes = axes_of_results(branches)
 
     def marked(branch):
         return lambda *args: _collectives.vary(
@@ -65,6 +73,35 @@ def cond(
         return marked(synced if fire else alone)(*operands)
     require_shared(fire, axis_name)
     return lax.cond(fire, *map(marked, branches), *operands)
+
+
+def axes_of_results(branches: Sequence[Traced]) -> list[frozenset[str]]:
+    """For every result the axes over which that of any branch differs.
+
+    Args:
+      branches: of a sync step, and of a local step.
+    """
+    synced, *others = branches
+    for local in others:
+        _require_same_result(synced.result, local.result)
+    avals = zip(*(traced.program.out_avals for traced in branches), strict=True)
+    return [frozenset().union(*map(varying, results)) for results in avals]
+
+
+def _require_same_result(synced: Any, local: Any) -> None:
+    if jax.tree.structure(synced) != jax.tree.structure(local):
+        raise ValueError(
+            "A sync step and a local step return different trees:\n"
+            f"{jax.tree.structure(synced)}\n{jax.tree.structure(local)}"
+        )
+    pairs = zip(jax.tree.leaves_with_path(synced), jax.tree.leaves(local), strict=True)
+    for (path, a), b in pairs:
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise ValueError(
+                f"A sync step returns {a.dtype}{list(a.shape)} and a local step "
+                f"{b.dtype}{list(b.shape)} for{jax.tree_util.keystr(path) or ' it'}. "
+                "Keep the shapes and dtypes of state and updates in the optimizer."
+            )
 
 
 def locally(
@@ -96,13 +133,13 @@ def require_shared(fire: jax.Array, axis_name: str | None) -> None:
 
 def trace_local(
     function: Callable[..., Any], *operands: Any, axis_name: str | None, sharded: bool
-) -> _jaxprs.Traced:
+) -> Traced:
     """The program of a function that must not communicate over the axis."""
-    traced = _jaxprs.trace(function, *operands)
+    traced = trace(function, *operands)
     if axis_name is None:
         return traced
     jaxpr = traced.program.jaxpr
-    if found := _jaxprs.collectives_in(jaxpr, axis_name):
+    if found := collectives_in(jaxpr, axis_name):
         raise ValueError(
             f"A local step would communicate over the axis {axis_name!r} "
             f"({found[0].primitive.name}). Remove it from the inner optimizer or the "
@@ -118,20 +155,10 @@ def trace_local(
     return traced
 
 
-def _decides_alone(equation: JaxprEqn, axis_name: str) -> bool:
-    """Whether replicas may not take a branch, or go on with a loop, together."""
-    decided_by = []
-    if equation.primitive.name == "cond":
-        decided_by = [equation.invars[0].aval]
-    elif equation.primitive.name == "while":
-        decided_by = equation.params["cond_jaxpr"].out_avals
-    return any(axis_name in _collectives.varying_aval(aval) for aval in decided_by)
-
-
 def _has_own_condition(jaxpr: Jaxpr, axis_name: str) -> bool:
     return any(
-        _decides_alone(equation, axis_name)
-        or any(_has_own_condition(x, axis_name) for x in _jaxprs.inner_jaxprs(equation))
+        decides_alone(equation, axis_name)
+        or any(_has_own_condition(x, axis_name) for x in inner_jaxprs(equation))
         for equation in jaxpr.eqns
     )
 
@@ -141,11 +168,9 @@ def require_no_deadlock(jaxpr: Jaxpr, axis_name: str | None) -> None:
     if axis_name is None:
         return
     for equation in jaxpr.eqns:
-        inner = _jaxprs.inner_jaxprs(equation)
-        alone = _decides_alone(equation, axis_name)
-        if alone and any(
-            _jaxprs.collectives_in(program, axis_name) for program in inner
-        ):
+        inner = inner_jaxprs(equation)
+        alone = decides_alone(equation, axis_name)
+        if alone and any(collectives_in(program, axis_name) for program in inner):
             raise ValueError(
                 f"A collective over axis {axis_name!r} is inside a lax.cond or "
                 "while_loop that replicas may decide differently, which would "

@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _axis_types, _collectives, _guards, _jaxprs
+from curvadion_jax import _axis_types, _collectives, _guards, _jax_internals
 from curvadion_jax._interfaces import Trigger
 
 
@@ -37,7 +37,6 @@ class Mapped:
         the trigger has none.
       is_measured: whether replicas vote where a decision is due.
       updates: how many updates of optimizers that synchronise the step makes.
-      trained: the same updates, as `replicas._anchor.Update`.
       reduced: sizes of the arrays that the step itself reduces over the axis.
     """
 
@@ -47,7 +46,6 @@ class Mapped:
     due_of: Callable[[int], bool] | None = None
     is_measured: bool = True
     updates: int = 0
-    trained: Sequence[Any] = ()
     reduced: frozenset[int] = frozenset()
 
     @property
@@ -61,7 +59,7 @@ _is_program: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "is_program", default=False
 )
 # JAX keeps traces of jitted functions in the step by its value too.
-_step: Any = jax.make_user_context(None)
+_step: Any = _jax_internals.user_context()
 
 
 def mapping(mapped: Mapped) -> contextlib.AbstractContextManager:
@@ -191,7 +189,7 @@ def _with_consts(function, mapped: Mapped, given):
         def call(gradients, state, params, arguments):
             return function(gradients, state, params, **arguments)
 
-        found.append(_jaxprs.trace(call, gradients, state, params, arguments))
+        found.append(_jax_internals.trace(call, gradients, state, params, arguments))
         return jax.tree.map(jnp.zeros_like, params), state
 
     flags = jax.tree.map(lambda _: True, given)

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from curvadion_jax import _collectives, _guards, _jaxprs
+from curvadion_jax import _collectives, _guards
+from curvadion_jax._jax_internals import trace
 
 
 def run_once(
@@ -53,12 +54,12 @@ def run_once(
     if isinstance(fire, bool):
         return _guards.cond(fire, sync, keep, done, *operands, axis_name=axis_name)
     _guards.require_shared(fire, axis_name)
-    branches = [_jaxprs.trace(each, done, *operands) for each in (sync, keep)]
-    axes = _jaxprs.axes_of_results(branches)
-    if axes != _jaxprs.axes_of_results(branches[1:]):
+    branches = [trace(each, done, *operands) for each in (sync, keep)]
+    axes = _guards.axes_of_results(branches)
+    if axes != _guards.axes_of_results(branches[1:]):
         # A loop hands on what it began with, and marked as what it ends with.
         done = _collectives.vary_over(done, axes)
-        branches = [_jaxprs.trace(each, done, *operands) for each in (sync, keep)]
+        branches = [trace(each, done, *operands) for each in (sync, keep)]
 
     def once(_, done):
         return _guards.cond(fire, *branches, done, *operands, axis_name=axis_name)

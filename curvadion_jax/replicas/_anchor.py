@@ -1,16 +1,15 @@
 """The anchor, the last common point: read, set, and compared with the parameters."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Jaxpr, Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from curvadion_jax import _guards, _jaxprs, _memory, _paths
+from curvadion_jax import _memory, _paths
 from curvadion_jax.replicas._placed import count_replicas, look
 
 
@@ -153,104 +152,6 @@ def _below(names: _paths.Names, field: str) -> _paths.Names | None:
         if names[index : index + 2] == ("sync_state", field):
             return names[index + 2 :]
     return None
-
-
-class Update(NamedTuple):
-    """An update in a step: places of its arrays among the leaves of the state.
-
-    None stands for an array that was changed before.
-
-    Attributes:
-      steps: of the counter of steps.
-      params: of the parameters that it is given.
-      anchor: of their anchor; without one, empty.
-    """
-
-    steps: int | None
-    params: list[int | None]
-    anchor: list[int | None]
-
-    def pairs(self, leaves: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
-        """Parameter and anchor, or parameter twice, by the parameter's place."""
-        anchor = self.anchor or self.params
-        return {
-            i: (leaves[i], leaves[j])
-            for i, j in zip(self.params, anchor, strict=True)
-            if i is not None and j is not None
-        }
-
-
-def updates_of(jaxpr: Jaxpr, places: Sequence[int | None]) -> Iterator[Update]:
-    """The updates of optimizers that synchronise in a step.
-
-    Args:
-      jaxpr: the step's program, for one replica.
-      places: of its inputs among the leaves of the state; None for others.
-    """
-    known = dict(zip(jaxpr.invars, places, strict=True))
-    for equation in jaxpr.eqns:
-        given = [
-            None if isinstance(x, Literal) else known.get(x) for x in equation.invars
-        ]
-        if _jaxprs.is_update(equation, _guards.SCOPE):
-            _, (_, state, params, *_) = equation.params["in_tree"].unflatten(given)
-            anchor = _leaves(state.sync_state.anchor)
-            yield Update(state.metrics.steps, _leaves(params), anchor)
-        elif equation.primitive.name == "sharding_constraint":
-            known[equation.outvars[0]] = given[0]
-        else:
-            for program in _jaxprs.inner_jaxprs(equation):
-                # The predicate of a condition comes before what its branches get.
-                inputs = given[len(given) - len(program.invars) :]
-                if len(inputs) == len(program.invars):
-                    yield from updates_of(program, inputs)
-
-
-def _leaves(places: Any) -> list[int | None]:
-    return jax.tree.leaves(places, is_leaf=lambda x: x is None)
-
-
-def check_start(state: Any, updates: Sequence[Update]) -> None:
-    """Rejects a run that would start from another model than its anchor.
-
-    Replicas that start from different parameters never meet, and the first sync would
-    undo parameters that were loaded after ``tx.init``. Only looks at optimizers that
-    have taken no step.
-
-    Args:
-      state: with a leading replica axis.
-      updates: those that the step makes.
-    """
-    names = [name for name, _ in _paths.leaves_with_path(state)]
-    leaves = jax.tree.leaves(state)
-    for update in updates:
-        pairs = update.pairs(leaves)
-        if update.steps is None or not pairs:
-            continue
-        places, values = list(pairs), list(pairs.values())
-        began, apart, moved = look(_compared, leaves[update.steps], values)
-        if began:
-            continue
-        if any(apart):
-            which = names[places[apart.index(True)]]
-            raise ValueError(
-                f"Replicas start from different parameters ({which!r}), and would "
-                "never meet. Give replicas.replicate the state of one replica."
-            )
-        if any(moved):
-            which = names[places[moved.index(True)]]
-            raise ValueError(
-                f"The parameters ({which!r}) are not those given to tx.init, to which "
-                "the first sync would return. Call tx.init with them, or "
-                "replicas.reanchor(params, opt_state)."
-            )
-
-
-def _compared(steps, pairs) -> Any:
-    """Whether a step was taken; for each pair if replicas differ, and if the two do."""
-    moved = [jnp.any((x != a) & ~(jnp.isnan(x) & jnp.isnan(a))) for x, a in pairs]
-    apart = [_apart([x, a]) for x, a in pairs]
-    return jnp.any(steps > 0), [x | a for x, a in apart], moved
 
 
 def _apart(arrays: Sequence[jax.Array]) -> list[jax.Array]:

@@ -1,4 +1,4 @@
-"""A look, after the first syncs, at what a sync should have made equal."""
+"""A look at what replicas should have in common: at the start, and after syncs."""
 
 import warnings
 from collections.abc import Sequence
@@ -9,18 +9,17 @@ import jax.numpy as jnp
 
 from curvadion_jax import _counters, _paths
 from curvadion_jax._adaptive_sync import AdaptiveSyncState
+from curvadion_jax._paths import Names
 from curvadion_jax.replicas._placed import look
 
 _LOOKS = 8
 
 
 class Look:
-    """Warns, once, of arrays in which replicas still differ after a sync.
+    """Looks at the arrays of a state outside of its optimizers that synchronise.
 
-    Something changes them after the optimizer, such as a transformation behind it in
-    `optax.chain` or a clamp of a parameter, or no sync reaches them, such as parameters
-    of another optimizer or batch statistics. To look waits for the step, so it is done
-    after steps 1, 2, 4, 8, ... that may have synchronised.
+    To look waits for the step, so that it is done at the start, and after steps 1, 2,
+    4, 8, ... that may have synchronised.
 
     Args:
       local: names in the paths of arrays that are meant to differ.
@@ -29,11 +28,54 @@ class Look:
     def __init__(self, local: Sequence[str]):
         self._local, self._calls, self._left = set(local), 0, _LOOKS
 
+    def start(self, state: Any) -> None:
+        """Rejects a run that would start from another model than its anchor.
+
+        Replicas that start from different parameters never meet, and the first sync
+        would undo parameters that were loaded after ``tx.init``. Only looks at
+        optimizers that have taken no step.
+        """
+        leaves = dict(_paths.leaves_with_names(state))
+        optimizers = _counters.optimizers(leaves)
+        if not optimizers:
+            return
+        steps = [leaves[*way, "metrics", "steps"] for way in optimizers]
+        shared = self._shared(leaves, optimizers)
+        pairs = {
+            names: (anchor, copies)
+            for way in optimizers
+            for names, anchor in _anchor_of(leaves, way).items()
+            if (copies := _copies(shared, names, anchor))
+        }
+        began, apart, moved = look(
+            _compared, steps, list(shared.values()), list(pairs.values())
+        )
+        if began:
+            return
+        names = ["/".join(each) for each in (*shared, *pairs)]
+        if any(apart):
+            raise ValueError(
+                f"Replicas start from different values ({names[apart.index(True)]!r}), "
+                "and would never meet. Give replicas.replicate the state of one "
+                "replica, and name what is meant to differ in replicas.step(local=...)."
+            )
+        if any(moved):
+            which = "/".join(list(pairs)[moved.index(True)])
+            raise ValueError(
+                f"The parameters ({which!r}) are not those given to tx.init, to which "
+                "the first sync would return. Call tx.init with them, or "
+                "replicas.reanchor(params, opt_state)."
+            )
+
     def after(self, state: Any, due: bool | None) -> None:
-        """Looks at the state that a step returned.
+        """Warns, once, of arrays in which replicas still differ after a sync.
+
+        Something changes them after the optimizer, such as a transformation behind it
+        in `optax.chain` or a clamp of a parameter, or no sync reaches them, such as
+        parameters of another optimizer or batch statistics.
 
         Args:
-          state: with a leading replica axis.
+          state: what a step returned, with a leading replica axis.
           due: whether a decision was due, None if on every step.
         """
         if due is False or not self._left:
@@ -42,7 +84,7 @@ class Look:
         if self._calls & (self._calls - 1):
             return
         self._left -= 1
-        if apart := names_apart(state, self._local):
+        if apart := self._names_apart(state):
             self._left = 0
             some = ", ".join(apart[:4]) + (" ..." if len(apart) > 4 else "")
             warnings.warn(
@@ -53,44 +95,63 @@ class Look:
                 stacklevel=4,
             )
 
+    def _names_apart(self, state: Any) -> list[str]:
+        """None unless all replicas have just synchronised, to an anchor."""
+        leaves = dict(_paths.leaves_with_names(state))
+        optimizers = _counters.optimizers(leaves)
+        if not optimizers or not all(_anchor_of(leaves, way) for way in optimizers):
+            return []
+        counters = [
+            [leaves[*way, "metrics", each] for each in ("synced", "excluded", "absent")]
+            for way in optimizers
+        ]
+        shared = self._shared(leaves, optimizers)
+        synced, apart = look(_after_sync, counters, list(shared.values()))
+        names = zip(shared, apart, strict=True)
+        return ["/".join(each) for each, differs in names if synced and differs]
 
-def names_apart(state: Any, local: set[str]) -> list[str]:
-    """Names of arrays that differ between replicas right after a sync with an anchor.
+    def _shared(self, leaves: dict[Names, Any], optimizers: Any) -> dict[Names, Any]:
+        return {
+            names: x
+            for names, x in leaves.items()
+            if jnp.issubdtype(x.dtype, jnp.inexact)
+            and self._local.isdisjoint(names)
+            and not _counters.is_within(names, optimizers, AdaptiveSyncState._fields)
+        }
 
-    None if the last step did not synchronise, or a replica has missed a sync.
-    """
-    leaves = dict(_paths.leaves_with_names(state))
-    optimizers = _counters.optimizers(leaves)
-    anchored = {names[:-1] for names in _anchors(leaves)}
-    if not optimizers or len(anchored) < len(optimizers):
-        return []
-    counters = [
-        [leaves[*way, "metrics", each] for each in ("synced", "excluded", "absent")]
-        for way in optimizers
+
+def _anchor_of(leaves: dict[Names, Any], way: Names) -> dict[Names, Any]:
+    before = (*way, "sync_state", "anchor")
+    size = len(before)
+    return {names[size:]: x for names, x in leaves.items() if names[:size] == before}
+
+
+def _copies(shared: dict[Names, Any], names: Names, anchor: Any) -> list[Any]:
+    """Arrays that may be the parameter: of the same name at the end of their path."""
+    return [
+        x
+        for path, x in shared.items()
+        if path[len(path) - len(names) :] == names and x.shape == anchor.shape
     ]
-    compared = {
-        "/".join(names): x
-        for names, x in leaves.items()
-        if jnp.issubdtype(x.dtype, jnp.inexact)
-        and local.isdisjoint(names)
-        and not _counters.is_within(names, optimizers, AdaptiveSyncState._fields)
-    }
-    synced, apart = look(_apart, counters, list(compared.values()))
-    names = zip(compared, apart, strict=True)
-    return [name or "the state" for name, differs in names if synced and differs]
 
 
-def _anchors(leaves: dict[_paths.Names, Any]) -> set[_paths.Names]:
-    """The ways to the sync states that hold an anchor."""
-    pairs = (
-        (names, names.index("sync_state")) for names in leaves if "sync_state" in names
-    )
-    return {
-        names[: at + 2] for names, at in pairs if names[at + 1 : at + 2] == ("anchor",)
-    }
+def _compared(steps: Any, shared: list[jax.Array], pairs: Any) -> Any:
+    """Whether a step was taken, what differs between replicas, and from the anchor."""
+    began = jnp.any(jnp.stack([jnp.any(each > 0) for each in steps]))
+    alike = [*shared, *(anchor for anchor, _ in pairs)]
+    apart = [jnp.any(_unlike(x, x[:1])) for x in alike]
+    moved = [
+        jnp.all(jnp.stack([jnp.any(_unlike(x, anchor)) for x in copies]))
+        for anchor, copies in pairs
+    ]
+    return began, apart, moved
 
 
-def _apart(counters: Any, arrays: list[jax.Array]) -> Any:
+def _unlike(x: jax.Array, y: jax.Array) -> jax.Array:
+    return (x != y) & ~(jnp.isnan(x) & jnp.isnan(y))
+
+
+def _after_sync(counters: Any, arrays: list[jax.Array]) -> Any:
     """Whether all synchronised, and for every array whether a replica differs."""
     synced = [
         jnp.all(synced) & ~jnp.any(excluded + absent > 0)

@@ -12,9 +12,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _axis_types, _guards, _jaxprs, _mapped, _paths
+from curvadion_jax import _axis_types, _guards, _jax_internals, _mapped, _paths
 from curvadion_jax.replicas import _convolutions
-from curvadion_jax.replicas._anchor import updates_of
 from curvadion_jax.replicas._average import average_where_synced, check_average
 from curvadion_jax.replicas._placed import check_leading
 
@@ -41,7 +40,7 @@ def map_over_replicas(
         return result
 
     def inspected(state, batch, *shared):
-        traced = _jaxprs.trace(of_replica, state, batch, *shared)
+        traced = _jax_internals.trace(of_replica, state, batch, *shared)
         names = [names for names, _ in _paths.leaves_with_names(state)]
         ours = [local_names.isdisjoint(each) for each in names]
         _inspect(traced, axis_name, number, ours)
@@ -76,25 +75,23 @@ def map_over_replicas(
 
 
 def _inspect(
-    traced: _jaxprs.Traced, axis_name: str, replicas: int, ours: Sequence[bool]
+    traced: _jax_internals.Traced, axis_name: str, replicas: int, ours: Sequence[bool]
 ) -> None:
     """Looks at a step's program for what it sends itself, and for its optimizer.
 
     `ours` says of the arrays of the state which are to be the same on all replicas.
     """
     jaxpr, step = traced.program.jaxpr, _mapped.current()
-    updates = _jaxprs.updates_in(jaxpr, _guards.SCOPE)
-    found = _jaxprs.collectives_in(jaxpr, axis_name, outside=_guards.SCOPE)
+    updates = _jax_internals.updates_in(jaxpr, _guards.SCOPE)
+    found = _jax_internals.collectives_in(jaxpr, axis_name, outside=_guards.SCOPE)
     if step:
         sizes = (math.prod(_shape(x)) for e in found for x in e.invars)
         step.updates, step.reduced = updates, frozenset(sizes)
-        places = [i if i < len(ours) else None for i in range(len(jaxpr.invars))]
-        step.trained = list(updates_of(jaxpr, places))
     if found and not (step and step.due):  # once for both programs of a step
         what = ", ".join(
             f"{e.primitive.name} of {e.invars[0].aval.str_short()}" for e in found
         )
-        sent = sum(map(_jaxprs.bytes_given, found))
+        sent = sum(map(_jax_internals.bytes_given, found))
         warnings.warn(
             f"The training step itself communicates over {axis_name!r}, besides the "
             f"optimizer: {what}, {sent} bytes per replica and step. Keep gradients, "

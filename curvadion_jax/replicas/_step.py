@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _counters, _layout, _mapped, _paths
 from curvadion_jax.replicas import _placed, _traffic
-from curvadion_jax.replicas._anchor import check_start
 from curvadion_jax.replicas._apart import Look
 from curvadion_jax.replicas._average import check_names
 from curvadion_jax.replicas._map import map_over_replicas
@@ -159,11 +158,9 @@ class CompiledStep:
         batch = jax.tree.map(self._divided, batch)
         if not self._compiled:
             check_context(self._mesh)
+            self._look.start(state)
         operands = (state, batch, *shared)
         due = self._due(key, operands, leaves)
-        if not self._compiled:
-            programs = (p for (known, _), p in self._programs.items() if known == key)
-            check_start(state, next(p.mapped.trained for p in programs))
         program = self._program(key, due).jitted
         if (key, due) not in self._compiled:
             self._compile(program, operands, due)

@@ -9,7 +9,7 @@ import pytest
 import reference as ref
 
 import curvadion_jax as cd
-from curvadion_jax import _jaxprs
+from curvadion_jax import _jax_internals
 
 RATE, REPLICAS, STEPS = 0.05, 3, 6
 # Norms of some dozens of numbers in float32, and the difference of two of them.
@@ -98,7 +98,7 @@ def test_the_largest_change_of_all_layers_and_replicas_decides():
 
 
 def programs(equation):
-    return _jaxprs.inner_jaxprs(equation)
+    return _jax_internals.inner_jax_internals(equation)
 
 
 def outermost_conditions(jaxpr):
@@ -127,7 +127,7 @@ def test_one_condition_stands_around_all_that_a_sync_sends(mode, number):
     conditions, others = outermost_conditions(jaxpr)
 
     def sends(program):
-        return _jaxprs.collectives_in(program, helpers.AXIS)
+        return _jax_internals.collectives_in(program, helpers.AXIS)
 
     talking = [each for each in conditions if any(map(sends, programs(each)))]
     assert len(talking) == 1

@@ -1,0 +1,193 @@
+"""All that is used of JAX and is not its documented interface.
+
+JAX has no public way to ask what a program communicates, or what differs between
+devices, and the promise that a local step sends nothing rests on that. Each use is here
+alone, tried on JAX 0.10.2, 0.11.2 and 0.12.0, with a test in
+`tests/core/test_jax_internals.py` that says what broke:
+
+* `jax.extend.core`: programs (jaxprs), to look for collectives, and to give every
+  convolution a rule for `vmap`. Since JAX 0.12 a `ClosedJaxpr` is a `Jaxpr`.
+* names of primitives and of their parameters (`axes`, `axis_name`, `cond_jaxpr`,
+  `length`), and the scopes in an equation's `source_info`.
+* `manual_axis_type` of an array's type: over which axes it may differ.
+* `jax.make_user_context`: a value by which JAX tells traces of one function apart.
+
+(`replicas/_traffic.py` reads the text of compiled programs.)
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    jaxpr_as_fun,
+    jaxprs_in_params,
+)
+
+# What may name an axis without sending anything over it; all else counts as
+# communication, so that a collective new to JAX is not overlooked.
+_SILENT = ("axis_index", "pvary")
+
+
+def user_context() -> Any:
+    """A value around a trace, of which JAX keeps traces of jitted functions apart."""
+    return jax.make_user_context(None)
+
+
+def varying(x: Any) -> frozenset[str]:
+    """Axes of enclosing shard_maps over which an array, or its type, may differ."""
+    aval = x if hasattr(x, "manual_axis_type") else jax.typeof(x)
+    return aval.manual_axis_type.varying
+
+
+class Traced(NamedTuple):
+    """A function as a program: inspected once, and run without tracing it again."""
+
+    program: ClosedJaxpr
+    result: Any
+
+    @property
+    def types(self) -> Any:
+        """The result with the types of arrays, how they are divided included."""
+        return jax.tree.unflatten(
+            jax.tree.structure(self.result), self.program.out_avals
+        )
+
+    def __call__(self, *operands: Any) -> Any:
+        leaves = jaxpr_as_fun(self.program)(*jax.tree.leaves(operands))
+        return jax.tree.unflatten(jax.tree.structure(self.result), leaves)
+
+
+def trace(function: Callable[..., Any], *operands: Any) -> Traced:
+    """The program of a function; one that is traced already as it is."""
+    if isinstance(function, Traced):
+        return function
+    return Traced(*jax.make_jaxpr(function, return_shape=True)(*operands))
+
+
+def inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
+    """The programs in an equation: branches, bodies, jitted functions."""
+    return list(jaxprs_in_params(equation.params))
+
+
+def decides_alone(equation: JaxprEqn, axis_name: str) -> bool:
+    """Whether replicas may not take a branch, or go on with a loop, together."""
+    decided_by: list[Any] = []
+    if equation.primitive.name == "cond":
+        decided_by = [equation.invars[0].aval]
+    elif equation.primitive.name == "while":
+        decided_by = list(equation.params["cond_jaxpr"].out_avals)
+    return any(axis_name in varying(aval) for aval in decided_by)
+
+
+def _is_in(scope: str, equation: JaxprEqn) -> bool:
+    return scope in str(equation.source_info.name_stack)
+
+
+def named_axes(equation: JaxprEqn) -> set[Any]:
+    named = set()
+    for key in ("axes", "axis_name"):
+        axes = equation.params.get(key, ())
+        named.update(axes if isinstance(axes, tuple | list) else (axes,))
+    return named
+
+
+def collectives_in(
+    jaxpr: Jaxpr, axis_name: str, outside: str | None = None
+) -> list[JaxprEqn]:
+    """The collectives over the axis in a program, nested ones included.
+
+    Args:
+      jaxpr: the program.
+      axis_name: replica axis.
+      outside: name of a scope; what is in it is left out.
+    """
+    found = []
+    for equation in jaxpr.eqns:
+        if outside and _is_in(outside, equation):
+            continue
+        name = equation.primitive.name
+        if name not in _SILENT and axis_name in named_axes(equation):
+            found.append(equation)
+        for program in inner_jaxprs(equation):
+            found.extend(collectives_in(program, axis_name, outside))
+    return found
+
+
+def updates_in(jaxpr: Jaxpr, scope: str) -> int:
+    """How many updates of optimizers that synchronise a step's program makes.
+
+    Args:
+      jaxpr: the program.
+      scope: name of the scope around an update.
+
+    Raises:
+      ValueError: if one stands in a condition or a while loop.
+    """
+    found = 0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "custom_vmap_call" and _is_in(scope, equation):
+            found += 1
+            continue
+        inside = sum(updates_in(each, scope) for each in inner_jaxprs(equation))
+        if inside and name in ("cond", "while"):
+            raise ValueError(
+                "The optimizer's update is inside a lax.cond or while_loop, of which "
+                "replicas.step would run every branch on every step. Put what decides "
+                "around the inner optimizer, adaptive_sync(optax.apply_if_finite(...))."
+            )
+        found += inside * equation.params.get("length", 1)
+    return found
+
+
+def bytes_given(equation: JaxprEqn) -> int:
+    """Bytes of the arrays that an equation is given."""
+    avals: list[Any] = [x.aval for x in equation.invars]
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
+
+
+def replaced(
+    program: Any, name: str, replacement: Callable[[JaxprEqn], Callable[..., Any]]
+) -> Any:
+    """A program in which another function stands for every primitive of a name.
+
+    Args:
+      program: `Traced.program`, or a part of it.
+      name: of the primitive.
+      replacement: equation -> a function of its operands that traces to one equation.
+    """
+
+    def of_value(value: Any) -> Any:
+        """A program, or what holds programs as the parameters of an equation do."""
+        if isinstance(value, Jaxpr | ClosedJaxpr):
+            inner: Any = value.jaxpr if isinstance(value, ClosedJaxpr) else value
+            if not _has_any(inner, name):
+                return value
+            new = inner.replace(eqns=[*map(of_equation, inner.eqns)])
+            return new if inner is value else value.replace(jaxpr=new)
+        if type(value) is tuple:  # the branches of a condition
+            return tuple(map(of_value, value))
+        return value
+
+    def of_equation(equation: JaxprEqn) -> JaxprEqn:
+        if equation.primitive.name == name:
+            avals = [x.aval for x in equation.invars]
+            (call,) = jax.make_jaxpr(replacement(equation))(*avals).eqns
+            return equation.replace(primitive=call.primitive, params=call.params)
+        params = {key: of_value(value) for key, value in equation.params.items()}
+        return equation.replace(params=params)
+
+    return of_value(program)
+
+
+def _has_any(jaxpr: Jaxpr, name: str) -> bool:
+    return any(
+        equation.primitive.name == name
+        or any(_has_any(each, name) for each in inner_jaxprs(equation))
+        for equation in jaxpr.eqns
+    )
