@@ -110,11 +110,12 @@ def _resolve(
 def _files(app: Sphinx, name: str, source: list[str]) -> None:
     """Links to files that are no pages get MyST's word for them.
 
-    In the source they are plain, so that they work where the Markdown is read.
+    In the source they are plain, so that they work where the Markdown is read. There is
+    no place inside of such a file to link to.
     """
     del app, name
-    link = r"(?<!!)(\[[^\]]*\]\()(?=\.\./|\w+\.ipynb)"
-    source[0] = re.sub(link, r"\1path:", source[0])
+    link = r"(?<!!)(\[[^\]]*\]\()(\.\./[^)#]*|\w+\.ipynb)(#[^)]*)?\)"
+    source[0] = re.sub(link, r"\1path:\2)", source[0])
 
 
 def setup(app: Sphinx) -> None:
