@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _finite, _momentum, _paths, _trees
+from curvadion_jax import _arguments, _momentum, _paths, _trees
 from curvadion_jax._interfaces import Decision, Observation, Trigger
 
 __all__ = [
@@ -633,9 +633,7 @@ def relative_momentum_change(
         layer = jnp.asarray(layers)[jnp.argmax(change)]
         # Spelled so that NaN synchronises.
         result = decision(~(value <= limit), value, limit, layer)
-        if not remember:
-            return result, last
-        return result, _finite.where(observation.finite, new, last)
+        return result, new if remember else last
 
     return Trigger(init, decide)
 
