@@ -54,16 +54,7 @@ def decision(
     threshold: jax.typing.ArrayLike = jnp.nan,
     layer: jax.typing.ArrayLike = -1,
 ) -> Decision:
-    """A `Decision` of the right dtypes.
-
-    Args:
-      fire: whether this replica wants to synchronise.
-      value: what was compared with the threshold.
-      threshold: what it was compared with.
-      layer: index of the parameter with the largest value, -1 for none.
-
-    Returns:
-      The decision, all of it scalar arrays.
+    """A `Decision` of scalar arrays of the right dtypes; for its fields see there.
 
     Example:
       >>> decision(True).layer.dtype
@@ -83,9 +74,6 @@ def stateless(decide: Callable[[Observation], Decision]) -> Trigger:
     Args:
       decide: observation -> `Decision`, as the trigger's `decide` without a state.
 
-    Returns:
-      The trigger.
-
     Example:
       >>> on_even_steps = stateless(lambda seen: decision(seen.steps % 2 == 0))
       >>> bool(on_even_steps.decide(Observation(steps=4), ())[0].fire)
@@ -95,16 +83,7 @@ def stateless(decide: Callable[[Observation], Decision]) -> Trigger:
 
 
 def answer(trigger: Trigger, observation: Observation, state: Any) -> Any:
-    """What a trigger says on this step: its decision, and its state after it.
-
-    Args:
-      trigger: any trigger.
-      observation: what it sees.
-      state: its state.
-
-    Returns:
-      `Decision` and state. Where `due` settles the decision, it is that.
-    """
+    """What any trigger says on this step, and its state; what is due if that is all."""
     if trigger.decide is not None:
         return trigger.decide(observation, state)
     due = trigger.due
@@ -119,9 +98,6 @@ def _scheduled(due: Callable[[Any, float], Any]) -> Trigger:
 def always() -> Trigger:
     """Every step synchronises.
 
-    Returns:
-      The trigger.
-
     Example:
       >>> always().due(7, 1.0)
       True
@@ -131,9 +107,6 @@ def always() -> Trigger:
 
 def never() -> Trigger:
     """No step synchronises.
-
-    Returns:
-      The trigger.
 
     Example:
       >>> never().due(7, 1.0)
@@ -146,13 +119,7 @@ def every_k(k: int) -> Trigger:
     """Synchronises after steps k, 2k, 3k, ...
 
     Args:
-      k: period in steps, at least 1; `every_k(1)` is `always()`.
-
-    Returns:
-      The trigger.
-
-    Raises:
-      ValueError: if k is below 1.
+      k: period in steps, at least 1.
 
     Example:
       >>> trigger = every_k(30)
@@ -182,9 +149,6 @@ def evenly(rate: float, *, cost: float | None = None) -> Trigger:
         `optax.inject_hyperparams`.
       cost: what a sync counts, in all-reduces of all gradients in float32. None takes
         what the synchronizer sends; with 1.0 the rate is a share of the steps.
-
-    Returns:
-      The trigger.
 
     Raises:
       ValueError: if the rate or the cost is not above 0 and finite.
@@ -231,13 +195,6 @@ class BudgetState(NamedTuple):
       share: float32[], syncs per step that are paid for; NaN before the first step.
       since_step: int32[], steps taken when the share became what it is.
       since_sync: int32[], sync steps among them.
-
-    Example:
-      >>> from curvadion_jax import triggers
-      >>> rmmc = triggers.stateless(lambda seen: triggers.decision(True))
-      >>> state = budget(0.01, rmmc).init({}, (), {})
-      >>> float(state.integral), int(state.since_step)
-      (0.0, 0)
     """
 
     of_state: Any
@@ -386,13 +343,7 @@ def any_of(*triggers: Trigger) -> Trigger:
     first one when none does.
 
     Args:
-      *triggers: one or more.
-
-    Returns:
-      The trigger. It asks all of them on every step.
-
-    Raises:
-      ValueError: if there is none.
+      *triggers: one or more; all are asked on every step.
 
     Example:
       >>> from curvadion_jax import triggers
@@ -439,9 +390,6 @@ def at_least_every(trigger: Trigger, k: int) -> Trigger:
     Returns:
       The trigger, with the value, threshold and layer of the one that was given.
 
-    Raises:
-      ValueError: if k is below 1.
-
     Example:
       >>> from curvadion_jax import triggers
       >>> trigger = at_least_every(triggers.never(), 50)
@@ -465,12 +413,6 @@ class IntervalState(NamedTuple):
     Attributes:
       of_state: what the other trigger remembers.
       requested: bool[], whether it has requested a sync since the last one.
-
-    Example:
-      >>> from curvadion_jax import triggers
-      >>> rmmc = triggers.stateless(lambda seen: triggers.decision(True))
-      >>> bool(at_intervals(rmmc, 10).init({}, (), {}).requested)
-      False
     """
 
     of_state: Any
