@@ -13,7 +13,7 @@ on the device, with donated state:
 
 * *first step*: seconds to trace, lower and compile; of a sync too, where that is a
   program of its own.
-* *step*: median over as many as fit in `--seconds`, with none that synchronises, of
+* *step*: median over as many as fit in `--seconds`, on which no decision is due, of
   several launched together, so that launching does not count.
 * *sync*: the same of steps that all synchronise, nothing sent: what a sync computes.
 * *over the limit*: the time of a step over that of reading what it is given and writing
@@ -64,14 +64,15 @@ def methods(numbers: Any) -> dict[str, Callable[[], optax.GradientTransformation
         for rank in RANKS
     }
     ours = {"axis_name": AXIS, "dimension_numbers": numbers}
-    rarely = {"threshold": 1e9, **ours}
     return {
         "AdamW": lambda: optax.adamw(RATE),
         "Muon": lambda: optax.contrib.muon(RATE, **muon),
         **dions,
         "`local_muon`": lambda: cd.local_muon(RATE, **ours),
-        "`curvadion`": lambda: cd.curvadion(RATE, **rarely),
-        "`curvadion`, rank 1/4": lambda: cd.curvadion(RATE, rank=0.25, **rarely),
+        "`curvadion`": lambda: cd.curvadion(RATE, threshold=0.0, **ours),
+        "`curvadion`, rank 1/4": lambda: cd.curvadion(
+            RATE, threshold=0.0, rank=0.25, **ours
+        ),
     }
 
 
@@ -108,7 +109,7 @@ def measure(model: str, method: str, seconds: float) -> dict[str, Any]:
     row: dict[str, Any] = {"model": model, "method": method}
     known = [{}]
     if isinstance(state[1], cd.AdaptiveSyncState):
-        known = [{"sync": False}, {"sync": True}]
+        known = [{"due": False}, {"due": True}]
     for options, name in zip(known, ("step", "sync"), strict=False):
         step = cd.replicas.step(lambda s, g, o=options: train(s, g, **o), mesh)
         start = time.perf_counter()

@@ -1,0 +1,132 @@
+"""What the scripts that measure share: a clock, programs in turn, quartiles, tables.
+
+Programs take turns in random order, so that what else happens on the machine meets all
+of them, and start every round from new arrays: where these lie moves a time by some
+percent. On a CPU time is that of the processor, of all threads together, which other
+work disturbs least. Give the program one core, as by `taskset -c 0`, so that no threads
+wait for each other.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+
+import curvadion_jax as cd
+
+AXIS = cd.replicas.AXIS
+Turn = Callable[[], Callable[[], Any]]
+"""Makes new arrays, and returns a function that takes one step and waits for it."""
+
+
+def clock() -> Callable[[], float]:
+    """The processor's time on a CPU, else a clock's."""
+    on_cpu = jax.default_backend() == "cpu"
+    return time.process_time if on_cpu else time.perf_counter
+
+
+def take_turns(
+    turns: Mapping[str, Turn],
+    rounds: int,
+    calls: int,
+    warmup: int = 0,
+    apart: bool = False,
+) -> list[dict[str, float]]:
+    """Median seconds of a call of each, by round.
+
+    Calls of all are interleaved, or `apart` follow one another, so that the arrays of
+    one program alone are there at a time.
+    """
+    now, found = clock(), []
+    for number in range(rounds):
+        order = random.Random(number)
+        names = order.sample([*turns], len(turns))
+        taken: dict[str, list[float]] = {name: [] for name in turns}
+        for group in [[name] for name in names] if apart else [names]:
+            steps = {name: turns[name]() for name in group}
+            for call in range(warmup + calls):
+                for name in order.sample(group, len(group)):
+                    start = now()
+                    steps[name]()
+                    if call >= warmup:
+                        taken[name].append(now() - start)
+            del steps
+        found.append({name: statistics.median(x) for name, x in taken.items()})
+    return found
+
+
+def ratio(rounds: Sequence[Mapping[str, float]], name: str, against: str) -> str:
+    """Median and quartiles of how many times as long one takes as another."""
+    ratios = [each[name] / each[against] for each in rounds]
+    if len(ratios) < 2:
+        return f"{ratios[0]:.3g}"
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return f"{middle:.3g} ({low:.3g} to {high:.3g})"
+
+
+def seconds(rounds: Sequence[Mapping[str, float]], name: str) -> float:
+    """The median over the rounds."""
+    return statistics.median(each[name] for each in rounds)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints a Markdown table, each row as soon as it is there."""
+    print(f"| {' | '.join(header)} |\n{'|---' * len(header)}|")
+    for row in rows:
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+def where(options: argparse.Namespace) -> str:
+    """What a table depends on."""
+    device = jax.devices()[0].device_kind
+    return (
+        f"\n{device}, JAX {jax.__version__}, Optax {optax.__version__}, {vars(options)}"
+    )
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """With the whole docstring as help."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def known(due: bool | None) -> dict[str, bool]:
+    """How `update` and `lower` are told whether a decision is due on a step."""
+    return {} if due is None else {"due": due}
+
+
+def on_replicas(tx: Any, train: Callable, params: Any, mesh: Any) -> Any:
+    """A training step on all replicas of a mesh, of a bare optimizer by `shard_map`.
+
+    (`replicas.step` refuses what never synchronises.)
+    """
+    if isinstance(jax.eval_shape(tx.init, params), cd.AdaptiveSyncState):
+        return cd.replicas.step(train, mesh)
+
+    def of_one(state, batch):
+        state, metrics = train(jax.tree.map(lambda x: x[0], state), batch)
+        return jax.tree.map(lambda x: x[None], (state, metrics))
+
+    each = jax.sharding.PartitionSpec(AXIS)
+    mapped = jax.shard_map(of_one, mesh=mesh, in_specs=each, out_specs=each)
+    return jax.jit(mapped, donate_argnums=0)
+
+
+def muon(rate: Any, params: Any, **options: Any) -> optax.GradientTransformation:
+    """Optax's Muon on the matrices that Dion's rule finds."""
+    numbers = cd.default_dimension_numbers(params)
+    return optax.contrib.muon(rate, muon_weight_dimension_numbers=numbers, **options)
+
+
+def in_mebibytes(compiled: Any) -> tuple[float, float, float]:
+    """Of arguments, of results that are not written over them, of temporary arrays."""
+    memory = compiled.memory_analysis()
+    kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    sizes = memory.argument_size_in_bytes, kept, memory.temp_size_in_bytes
+    return tuple(size / 2**20 for size in sizes)

@@ -1,0 +1,81 @@
+"""What the scripts that measure share, and the table of memory by hand."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import measuring
+import memory
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Counters of a few words are less than this many bytes a parameter.
+ATOL = 1e-6
+MATRICES = 12 * (4 * 768 * 768 + 2 * 768 * 3072)
+PARAMETERS = 2 * 50304 * 768 + MATRICES + 12 * 2 * 768 + 768
+TINY = {
+    "compile_time.py": ["--layers", "1", "--methods", "adamw"],
+    "memory.py": [],
+    "optimizer_speed.py": ["--model", "tiny", "--layers", "1", "--ranks", "0.25"],
+    "orthonormalize.py": ["--shapes", "8x4", "--seeds", "1", "--rounds", "2"],
+    "overhead.py": ["--host", "--leaves", "2", "--steps", "3"],
+}
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_programs_take_turns(monkeypatch, apart):
+    now, calls = 0.0, []
+
+    def turn(name, takes):
+        def begin():
+            calls.append(f"begin {name}")
+
+            def run():
+                nonlocal now
+                now += takes
+                calls.append(name)
+
+            return run
+
+        return begin
+
+    monkeypatch.setattr(measuring, "clock", lambda: lambda: now)
+    turns = {"one": turn("one", 1.0), "two": turn("two", 2.0)}
+    rounds = measuring.take_turns(turns, 2, calls=2, warmup=1, apart=apart)
+    assert rounds == [{"one": 1.0, "two": 2.0}] * 2
+    assert measuring.ratio(rounds, "two", "one") == "2 (2 to 2)"
+    assert sorted(calls) == sorted(2 * ["begin one", "begin two"] + 6 * ["one", "two"])
+    both = {"begin one", "begin two"}
+    assert (set(calls[:2]) == both) is not apart
+
+
+@pytest.mark.slow  # processes that start JAX
+@pytest.mark.parametrize("script", TINY)
+def test_a_script_prints_its_table(script):
+    command = [sys.executable, ROOT / "benchmarks" / script, *TINY[script]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "|---|---|" in done.stdout
+
+
+def test_the_documentation_has_the_table_of_memory():
+    lines = (ROOT / "docs" / "results.md").read_text().splitlines()
+    for name, step, sync in memory.rows():
+        assert f"| {name} | {step:.2f} | {sync:.2f} | {step + sync:.2f} |" in lines
+
+
+def test_bytes_of_state_by_hand():
+    rows = {name: (step, sync) for name, step, sync in memory.rows()}
+    # Q of a square kernel is [768, 192], and of the two others [768, 192] as well.
+    q = 4 * 12 * 6 * 768 * 192 / PARAMETERS
+    # The relative momentum change remembers a norm of every matrix.
+    norms = 4 * 12 * 6 / PARAMETERS
+    others = (PARAMETERS - MATRICES) / PARAMETERS
+    muon = 4 * (1 - others) + 8 * others
+    assert rows["`optax.adamw`"] == pytest.approx((8, 0), abs=ATOL)
+    assert rows["`dion`, rank 1/4"] == pytest.approx((muon + q, 0), abs=ATOL)
+    # Anchor, and in bfloat16 error feedback and outer momentum.
+    assert rows["`local_muon`"] == pytest.approx((muon, 8), abs=ATOL)
+    full = (muon + 4 * q + norms, 8)
+    assert rows["`curvadion`"] == pytest.approx(full, abs=ATOL)
+    assert rows["`local_muon`, plain average"] == pytest.approx((muon, 4), abs=ATOL)
