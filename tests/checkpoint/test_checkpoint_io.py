@@ -1,5 +1,7 @@
 """Checkpoints of replicated states: exact round trips, and what is refused."""
 
+import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from stored_states import REPLICAS, assert_same, blank, differ, sharding, train_state
@@ -46,6 +47,8 @@ def test_odd_values_and_dtypes_keep_their_bits(tmp_path):
         "int32": jnp.array([-(2**31), 2**31 - 1]),
         "complex64": jnp.array([1 - 2j], jnp.complex64),
         "rbg": jax.random.key(5, impl="rbg"),
+        # Names that orbax would take for one.
+        **{"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}, "c/d": jnp.ones(3)},
     }
     state = jax.jit(
         lambda: jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), tree),
@@ -115,12 +118,6 @@ def test_target_decides_the_devices(tmp_path, simple):
         chex.assert_trees_all_equal(restored, jax.device_put(simple, place))
 
 
-def test_names_with_dots_and_slashes_stay_apart(tmp_path):
-    state = differ({"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}, "c/d": jnp.ones(3)})
-    checkpoint.save(tmp_path, 1, state)
-    assert_same(checkpoint.restore(tmp_path, blank(state)), state)
-
-
 def test_extra_and_relative_directory(tmp_path, simple, monkeypatch):
     monkeypatch.chdir(tmp_path)
     extra = {"position": 2**40, "config": {"rank": 0.25, "shape": (2, 3)}}
@@ -133,17 +130,6 @@ def test_extra_and_relative_directory(tmp_path, simple, monkeypatch):
     assert_same(checkpoint.restore("runs/first", simple, 10), simple)
 
 
-def test_metadata(tmp_path, simple):
-    checkpoint.save(tmp_path, 10, simple, extra={"x": 1})
-    with ocp.CheckpointManager(tmp_path) as manager:
-        items = ocp.args.Composite(info=ocp.args.JsonRestore())
-        info = manager.restore(10, args=items).info
-    assert isinstance(info.pop("version"), str)
-    leaves = {"b": "float32[8,3]", "w/kernel": "bfloat16[8,4,2]"}
-    rest = {"format": 1, "step": 10, "replicas": 8, "leaves": leaves, "extra": {"x": 1}}
-    assert info == rest
-
-
 @pytest.mark.parametrize(
     ("keep", "left"), [(None, [1, 2, 10]), (2, [2, 10]), (1, [10])], ids=str
 )
@@ -154,10 +140,90 @@ def test_keep(tmp_path, simple, keep, left):
     assert checkpoint.latest_step(tmp_path) == 10
 
 
-def test_saved_steps_are_not_overwritten(tmp_path, simple):
-    checkpoint.save(tmp_path, 5, simple, extra={"first": True})
-    with pytest.raises(ValueError, match=r"step 5 exists already .* steps: \[5\]"):
-        checkpoint.save(tmp_path, 5, simple, keep=1)
-    with pytest.raises(ValueError, match="step 4 lies below 5"):
-        checkpoint.save(tmp_path, 4, simple, keep=1)
+def test_a_step_is_replaced_only_where_it_is_asked_for(tmp_path, simple):
+    other = jax.tree.map(jnp.zeros_like, simple)
+    for step in (3, 5):
+        checkpoint.save(tmp_path, step, simple, extra={"first": True})
+    checkpoint.save(tmp_path, 5, simple, extra={"first": False})  # by a resumed loop
+    for step, state in ((5, other), (4, simple), (-1, simple)):
+        with pytest.raises(ValueError, match=f"Step {step} does not lie above 5"):
+            checkpoint.save(tmp_path, step, state, keep=1)
     assert checkpoint.read_extra(tmp_path) == {"first": True}
+    assert_same(checkpoint.restore(tmp_path, simple), simple)
+    checkpoint.save(tmp_path, 4, other, overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["3", "4"]
+    assert_same(checkpoint.restore(tmp_path, simple), other)
+
+
+def test_a_part_alone_is_restored_by_its_paths(tmp_path):
+    """The parameters of a TrainState, without its optimizer."""
+    state = differ(train_state())
+    checkpoint.save(tmp_path, 1, state)
+    kernel = state["train"].params["kernel"]
+    target = {"train": {"params": {"kernel": blank(kernel)}}}
+    found = checkpoint.restore(tmp_path, target, partial=True)
+    assert_same(found["train"]["params"]["kernel"], kernel)
+    with pytest.raises(ValueError, match=r"at step 1 in .* and missing in the"):
+        checkpoint.restore(tmp_path, target)
+    with pytest.raises(ValueError, match="'other' is missing at step 1"):
+        checkpoint.restore(tmp_path, {"other": kernel}, partial=True)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    one = jax.ShapeDtypeStruct((1, *kernel.shape[1:]), kernel.dtype, sharding=place)
+    (mean,) = checkpoint.restore(
+        tmp_path, {"train": {"params": {"kernel": one}}}, replicas=1, partial=True
+    )["train"]["params"]["kernel"]
+    expected = np.asarray(kernel, np.float64).mean(0)
+    np.testing.assert_allclose(np.float64(mean), expected, rtol=2**-8)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        pytest.param(lambda x: x[:4], "target has 4 replicas, .* has 8", id="replicas"),
+        pytest.param(lambda x: x[..., :1], "'b' is float32", id="shape"),
+        pytest.param(lambda x: x.astype(jnp.float16), "'b' is float32", id="dtype"),
+        pytest.param(lambda x: 3, "'b' is 3, and not an array", id="no array"),
+        pytest.param(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), "sharding", id="nowhere"
+        ),
+    ],
+)
+def test_another_target_is_refused(tmp_path, simple, change, said):
+    checkpoint.save(tmp_path, 1, simple)
+    with pytest.raises(ValueError, match=said):
+        checkpoint.restore(tmp_path, jax.tree.map(change, simple))
+
+
+@pytest.mark.parametrize("missing", [False, True], ids=["empty", "missing"])
+def test_no_checkpoint(tmp_path, simple, missing):
+    folder = tmp_path / "runs" if missing else tmp_path
+    assert checkpoint.latest_step(folder) is None
+    for read in (
+        lambda: checkpoint.restore(folder, simple),
+        lambda: checkpoint.read_extra(folder, 3),
+    ):
+        with pytest.raises(FileNotFoundError, match=f"in {folder}; its steps are"):
+            read()
+    assert folder.exists() is not missing
+
+
+def test_inside_an_event_loop(tmp_path, simple):
+    """As in a notebook cell, which runs in a loop already."""
+
+    async def cell():
+        checkpoint.save(tmp_path, 1, simple)
+        return checkpoint.restore(tmp_path, simple)
+
+    assert_same(asyncio.run(cell()), simple)
+
+
+def test_without_orbax(tmp_path, simple, monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    for call in (
+        lambda: checkpoint.save(tmp_path, 1, simple),
+        lambda: checkpoint.restore(tmp_path, simple),
+        lambda: checkpoint.latest_step(tmp_path),
+        lambda: checkpoint.read_extra(tmp_path),
+    ):
+        with pytest.raises(ImportError, match=r"pip install 'curvadion-jax\[checkp"):
+            call()

@@ -30,7 +30,7 @@ LEVELS = [
         "_layout",
         "_version",
     },
-    {"_arguments", "_memory", "_placement", "_power_iteration", "_trees"},
+    {"_arguments", "_digests", "_memory", "_placement", "_power_iteration", "_trees"},
     {"_partition", "_protocols", "_within_replica"},
     {"_collectives", "_dion", "_muon"},
     {"_guards", "_jaxprs", "_local_step", "_momentum", "_counters", "_xla"},
@@ -43,7 +43,7 @@ LEVELS = [
     {"_curvadion", "presets"},
     {"metrics"},
     {"replicas"},
-    {"checkpoint", "_saved_state", "_storage", "sites"},
+    {"checkpoint", "sites"},
 ]
 # What users call around training; nothing that computes a step knows of it.
 OUTER = {"replicas", "checkpoint", "metrics", "presets", "sites"}

@@ -27,7 +27,7 @@ def test_a_checkpoint_of_another_number(tmp_path, old, new):
     state = make_state(old)
     checkpoint.save(tmp_path, 3, state)
     target = make_state(new, seed=5)
-    with pytest.raises(ValueError, match=f"pass replicas={new} to change their number"):
+    with pytest.raises(ValueError, match=f"Pass replicas={new} to change their number"):
         checkpoint.restore(tmp_path, target)
     found = checkpoint.restore(tmp_path, target, replicas=new)
     wanted = cd.replicas.resize(state, cd.replicas.make_mesh(new))
