@@ -11,12 +11,12 @@ directory that all of them see. One job at a time writes to a directory.
 """
 
 import errno
-import importlib.metadata
 import json
 import operator
 import os
 import re
 import shutil
+import tempfile
 import zlib
 from collections.abc import Mapping
 from types import ModuleType
@@ -25,10 +25,12 @@ from typing import Any
 import jax
 
 from curvadion_jax import _digests
+from curvadion_jax._version import __version__
 from curvadion_jax.replicas import _recover
 
 _FORMAT = 2
-_VERSION = importlib.metadata.version("curvadion-jax")
+# To which TensorStore lets the files grow in which it collects arrays.
+_FILE_BYTES = 2**31
 _TEMPORARY = ".orbax-checkpoint-tmp"  # in the names of what crashes left, by orbax
 
 Directory = str | os.PathLike[str]
@@ -88,7 +90,7 @@ def save(
         name: {"array": _describe(x), "digests": row.tolist()}
         for (name, x), row in zip(leaves.items(), rows, strict=True)
     }
-    notes = {"format": _FORMAT, "version": _VERSION, "step": step, "leaves": held}
+    notes = {"format": _FORMAT, "version": __version__, "step": step, "leaves": held}
     notes |= {"replicas": _count(leaves), "extra": dict(extra or {})}
     notes = json.loads(json.dumps(notes))  # as they will be read
     there = _steps(path)
@@ -293,10 +295,14 @@ def _write(
             for left in ocp.utils.tmp_checkpoints(path):
                 left.get().rmtree()
             _remove(path, later)
-            if "://" not in path:
-                os.makedirs(path, exist_ok=True)
-                if shutil.disk_usage(path).free < size:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if "://" not in path:
+            # What is refused in the middle leaves writes behind, which print traces.
+            os.makedirs(path, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path) as file:
+                file.truncate(min(size, _FILE_BYTES))
+            # The disk is one for all processes.
+            if first and shutil.disk_usage(path).free < size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             checkpointer.save(f"{path}/{step}", args=items)
         if first and keep:
@@ -337,7 +343,7 @@ def _read_notes(path: str, step: int | None) -> tuple[int, dict[str, Any]]:
     if info.get("crc32") != _crc32(notes) or notes.get("format") != _FORMAT:
         raise ValueError(
             f"The notes of step {found} in {path} are damaged, or another version than "
-            f"{_VERSION} wrote them. Restore another step: {steps}."
+            f"{__version__} wrote them. Restore another step: {steps}."
         )
     if notes["step"] != found:
         raise ValueError(
