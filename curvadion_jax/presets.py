@@ -186,7 +186,7 @@ def paper(
       learning_rate: of the Dion steps.
       threshold: tau, a number or a schedule.
       local_learning_rate: eta_local; None means `learning_rate`.
-      axis_name, dimension_numbers, **dion_arguments: see above.
+      axis_name, dimension_numbers, dion_arguments: see above.
 
     Example:
       >>> tx = paper(0.01, threshold=0.2, axis_name="replica")
@@ -267,7 +267,7 @@ def authors_code(
         means `optax.lion` with the same learning rate, b1 = 0.95, b2 = 0.98 and no
         weight decay. (The authors divide the output head's learning rate by the root of
         the width.)
-      axis_name, dimension_numbers, **dion_arguments: see above.
+      axis_name, dimension_numbers, dion_arguments: see above.
 
     Example:
       >>> tx = authors_code(0.01, threshold=0.2, axis_name="replica")
