@@ -358,7 +358,14 @@ def _read_arrays(path: str, step: int, wanted: Leaves) -> Leaves:
     ocp = _orbax()
     places = {n: ocp.ArrayRestoreArgs(sharding=x.sharding) for n, x in wanted.items()}
     item = ocp.args.PyTreeRestore(wanted, places, partial_restore=True)
-    return _read(path, step, state=item).state
+    found = _read(path, step, state=item).state
+    # Orbax returns what was asked for in place of what it does not find.
+    if lost := [n for n in wanted if not isinstance(found.get(n), jax.Array)]:
+        raise ValueError(
+            f"Step {step} in {path} has lost {len(lost)} arrays: {lost[:5]}. "
+            f"Restore another step: {[each for each in _steps(path) if each != step]}."
+        )
+    return found
 
 
 def _read(path: str, step: int, **items: Any) -> Any:

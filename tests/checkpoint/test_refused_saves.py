@@ -11,10 +11,8 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import journal
 import numpy as np
 import pytest
-import report
 
 from curvadion_jax import checkpoint
 
@@ -97,25 +95,3 @@ def test_a_partial_step_of_a_crash_is_ignored(tmp_path, stamp):
     assert checkpoint.latest_step(tmp_path) == 1
     checkpoint.save(tmp_path, 2, state(2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
-
-
-def test_files_of_the_example_that_do_not_fit_keep_what_they_had(tmp_path):
-    file, summary = tmp_path / "m.jsonl", tmp_path / "summary.json"
-    lines = journal.Journal(file, 0)
-    for step in range(1, 5):
-        lines.write({"step": step})
-    report.write_json(summary, ["former"])
-    with limited(file.stat().st_size + 5):
-        with pytest.raises(OSError, match=r"m\.jsonl cannot be written: File too la"):
-            lines.write({"step": 5})
-        lines.close()
-    with limited(20):
-        # A run that goes on rewrites the journal, and has no room for that either.
-        with pytest.raises(OSError, match=r"m\.jsonl cannot be written"):
-            journal.Journal(file, 3)
-        with pytest.raises(OSError, match=r"summary\.json cannot be written"):
-            report.write_json(summary, ["former", "and more than twenty bytes"])
-    assert [line["step"] for line in journal.read_journal(file)] == [1, 2, 3, 4]
-    assert report.read_json(summary, None) == ["former"]
-    journal.Journal(file, 3).close()
-    assert [line["step"] for line in journal.read_journal(file)] == [1, 2, 3]
