@@ -19,70 +19,59 @@ train_on = functools.partial(weighted_runs.train_on, replicas=REPLICAS)
 start = functools.partial(weighted_runs.start, replicas=REPLICAS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [None, FORMS["int8"]], ids=["exact", "int8"])
-def test_an_absent_dion_keeps_its_momentum(form):
-    """Its B = M + G waits whole; the step is the one of those who are there."""
+def after_one_sync(form, weights, rank=2, momentum=0.95):
+    """Gradients, and parameters and Dion's state after a sync of its factors."""
     tx = cd.adaptive_sync(
-        cd.dion(0.1, 2),
+        cd.dion(0.1, rank, momentum=momentum),
         triggers.always(),
         synchronizers.average_factors(form),
         AXIS,
     )
     (gradients,) = helpers.make_gradients(1, REPLICAS)
-    params, state = train_on(tx)(start(tx), gradients, np.float32([1, 0, 0, 1]))
-    dion = helpers.dion_state(state)
+    gradients = {key: x[: len(weights)] for key, x in gradients.items()}
+    step = weighted_runs.train_on(tx, len(weights))
+    first = weighted_runs.start(tx, len(weights))
+    params, state = step(first, gradients, np.float32(weights))
+    return gradients, params, helpers.dion_state(state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [None, FORMS["int8"]], ids=["exact", "int8"])
+def test_an_absent_dion_keeps_its_momentum(form):
+    """Its B = M + G waits whole; the step is the one of those who are there."""
+    gradients, params, dion = after_one_sync(form, [1, 1, 0, 0])
+    _, pair, _ = after_one_sync(form, [1, 1])
     close = 1e-6 if form is None else 2e-2
     lost = 0 if form is None else close  # of the mean, which waits with it
     for key in helpers.MATRICES:
-        found, whole = dion.momentum[key][1:3], gradients[key][1:3]
+        found, whole = dion.momentum[key][2:], gradients[key][2:]
         np.testing.assert_allclose(found, whole, atol=lost)
         assert not np.allclose(dion.momentum[key][0], gradients[key][0])
-        np.testing.assert_array_equal(params[key][1], params[key][0])
-    few = {key: x[[0, 3]] for key, x in gradients.items()}
-    pair, _ = helpers.last(helpers.run_vmap(tx, helpers.make_params(), [few]))
+        np.testing.assert_array_equal(params[key][2], params[key][0])
     for key in helpers.SHAPES:
         np.testing.assert_allclose(params[key][0], pair[key][0], atol=close)
 
 
-def after_one_sync(rank, momentum, away):
-    """Gradients, and Dion's state after a sync in a form that rounds the mean, too."""
-    tx = cd.adaptive_sync(
-        cd.dion(0.1, rank, momentum=momentum),
-        triggers.always(),
-        synchronizers.average_factors(FORMS["int2-mean4"]),
-        AXIS,
-    )
-    (gradients,) = helpers.make_gradients(1, REPLICAS)
-    weights = np.float32([index != away for index in range(REPLICAS)])
-    _, state = train_on(tx)(start(tx), gradients, weights)
-    return gradients, helpers.dion_state(state)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("away", range(REPLICAS))
-def test_what_rounding_loses_of_a_mean_factor_waits_with_who_is_absent(away):
-    """What leaves all momenta together is (1 - mu) P R^T: its rows are those of R.
+def test_what_rounding_loses_of_a_mean_waits_with_who_is_absent(away):
+    """Every replica rounds blocks of the mean, and holds what that loses.
 
-    Every replica rounds blocks of the mean, and holds what that loses.
+    What leaves all momenta together is (1 - mu) P R^T: its rows are those of R. At full
+    rank half of the mean stays with mu = 0.5, and nothing of it with 0.
     """
-    gradients, dion = after_one_sync(2, 0.5, away)
+    weights = [index != away for index in range(REPLICAS)]
+    run = functools.partial(after_one_sync, FORMS["int2-mean4"], weights)
+    gradients, _, dion = run(2, 0.5)
+    _, _, half = run(1.0, 0.5)
+    _, _, nothing = run(1.0, 0.0)
+    there = (away + 1) % REPLICAS
     for key in helpers.MATRICES:
         taken = (gradients[key] - dion.momentum[key]).sum(0)
         q = np.asarray(dion.q[key][0])
         rows = taken if len(q) == taken.shape[1] else taken.T
         left = rows - rows @ q @ np.linalg.pinv(q)
         np.testing.assert_allclose(left, 0, atol=SUMS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("away", range(REPLICAS))
-def test_what_rounding_loses_of_a_whole_mean_waits_with_who_is_absent(away):
-    """At full rank half of the mean stays with mu = 0.5, and nothing of it with 0."""
-    gradients, half = after_one_sync(1.0, 0.5, away)
-    _, nothing = after_one_sync(1.0, 0.0, away)
-    there = (away + 1) % REPLICAS
-    for key in helpers.MATRICES:
         mean = 2 * (half.momentum[key] - nothing.momentum[key])[there]
         sent = (gradients[key] - nothing.momentum[key]).sum(0)
         np.testing.assert_allclose(sent, (REPLICAS - 1) * mean, atol=SUMS)
@@ -97,11 +86,8 @@ def test_who_was_away_once_has_the_common_q_again():
     away, all_there = np.float32([0, 1, 1, 1]), np.ones(REPLICAS, np.float32)
     for index, gradients in enumerate(helpers.make_gradients(4, REPLICAS)):
         state = step(state, gradients, away if index < 2 else all_there)
-        for q in jax.tree.leaves(state[1].sync_state.common):
-            for replica in range(1, REPLICAS):
-                np.testing.assert_array_equal(q[replica], q[0])
-        absent = state[1].metrics.absent.tolist()
-        assert absent == [int(index > 0), 0, 0, 0]
-    for q in jax.tree.leaves(helpers.dion_state(state).q):
-        for replica in range(1, REPLICAS):
-            np.testing.assert_array_equal(q[replica], q[0])
+        qs = jax.tree.leaves(state[1].sync_state.common)
+        qs += jax.tree.leaves(helpers.dion_state(state).q) if index == 3 else []
+        for q in qs:
+            np.testing.assert_array_equal(q, np.stack([q[0]] * REPLICAS))
+        assert state[1].metrics.absent.tolist() == [int(index > 0), 0, 0, 0]

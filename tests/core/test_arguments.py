@@ -75,7 +75,6 @@ def test_dimension_numbers_must_be_those_of_dion(numbers):
 
 
 def test_dimension_numbers_of_other_parameters_do_not_matter():
-    numbers = {"bias": None, "embed": None, "tall": None, "wide": None}
-    inner = cd.dion(0.1, dimension_numbers=numbers)
+    inner = cd.dion(0.1, dimension_numbers=wide_is_other)
     tx = build(inner=inner, axis_name=helpers.AXIS, dimension_numbers=None)
     helpers.trace(lambda p, o, g: tx.update(g, o, p), tx)

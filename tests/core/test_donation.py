@@ -2,23 +2,16 @@
 
 import helpers
 import jax
-import numpy as np
 import pytest
 
 import curvadion_jax as cd
-from curvadion_jax import compressors, synchronizers, triggers
+from curvadion_jax import triggers
 
 MAKE = {
     "local_muon": lambda: cd.local_muon(0.1),
     "curvadion": lambda: cd.curvadion(0.1),
     "synchronous_dion": lambda: cd.presets.synchronous_dion(0.1),
-    "ask_every": lambda: cd.curvadion(0.1, threshold=0.3, ask_every=2),
-    "delay": lambda: cd.local_muon(
-        0.1,
-        synchronizer=synchronizers.reconcile(
-            momentum=False, delay=2, compressor=compressors.quantize(2)
-        ),
-    ),
+    "at_intervals": lambda: cd.curvadion(0.1, threshold=0.3, decision_interval=2),
     "combined": lambda: cd.local_muon(
         0.1,
         trigger=triggers.any_of(triggers.evenly(0.1), triggers.every_k(3)),
@@ -35,6 +28,6 @@ def test_a_fresh_state_can_be_donated(name):
     assert len(set(places)) == len(places)
 
     def update(params, state):
-        return tx.update(params, state, params, step=np.int32(0))
+        return tx.update(params, state, params)
 
     jax.jit(update, donate_argnums=(0, 1))(params, tx.init(params))

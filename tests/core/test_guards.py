@@ -1,5 +1,7 @@
 """What would communicate unnoticed, or hang, is rejected when the program is traced."""
 
+from typing import Any
+
 import helpers
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
-from curvadion_jax import _collectives, _guards, synchronizers, triggers
+from curvadion_jax import (
+    _collectives,
+    _guards,
+    _xla,
+    compressors,
+    synchronizers,
+    triggers,
+)
+from curvadion_jax.synchronizers import SyncState
 
 AXIS = helpers.AXIS
 REPLICAS = 2
@@ -19,11 +29,46 @@ SYNCHRONIZERS = {
     "average_factors": synchronizers.average_factors,
     "reconcile": synchronizers.reconcile,
 }
+# Each takes and returns float32[2], and sends something.
+COLLECTIVES = {
+    "psum": lambda x: lax.psum(x, AXIS),
+    "pmean": lambda x: lax.pmean(x, AXIS),
+    "pmax": lambda x: lax.pmax(x, AXIS),
+    "pmin": lambda x: lax.pmin(x, AXIS),
+    "all_gather": lambda x: lax.all_gather(x, AXIS).sum(0),
+    "all_to_all": lambda x: lax.all_to_all(x, AXIS, 0, 0),
+    "ppermute": lambda x: lax.ppermute(x, AXIS, [(0, 1), (1, 0)]),
+    "psum_scatter": lambda x: lax.psum_scatter(x, AXIS, tiled=True).repeat(2),
+}
 
 
-def sgd(synchronizer=None, trigger=None, **options):
+def vary(x):
+    return _collectives.vary(x, AXIS)
+
+
+def with_rule(function, define, *rules):
+    getattr(function, define)(*rules)
+    return function
+
+
+NESTINGS = {
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "custom_jvp": lambda f: with_rule(jax.custom_jvp(f), "defjvp", f),
+    "custom_vjp": lambda f: with_rule(jax.custom_vjp(f), "defvjp", f, f),
+    "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
+    "cond": lambda f: lambda x: lax.cond(True, lambda x: vary(f(x)), vary, x),
+    "scan": lambda f: lambda x: lax.scan(lambda c, _: (vary(f(c)), ()), x, length=1)[0],
+    "while": lambda f: (
+        lambda x: lax.while_loop(lambda c: c[0] > 0, lambda c: vary(f(c)), x)
+    ),
+    "deep": lambda f: jax.jit(jax.checkpoint(jax.jit(f))),
+}
+
+
+def optimizer(inner=None, synchronizer=None, trigger=None, **options) -> Any:
     return cd.adaptive_sync(
-        optax.sgd(0.1, 0.9),
+        optax.sgd(0.1, 0.9) if inner is None else inner,
         trigger or triggers.every_k(2),
         synchronizer or synchronizers.reconcile(),
         AXIS,
@@ -31,10 +76,72 @@ def sgd(synchronizer=None, trigger=None, **options):
     )
 
 
+def traced(tx, params=None, change=lambda gradients: gradients):
+    helpers.trace(lambda p, o, g: tx.update(change(g), o, p), tx, params)
+
+
+def communicating(function):
+    """An optimizer that reduces gradients itself."""
+
+    def update(updates, state, params=None):
+        del params
+        sent = function(updates["bias"][:2])
+        return {**updates, "bias": updates["bias"].at[:2].set(sent)}, state
+
+    return optax.GradientTransformation(optax.identity().init, update)
+
+
+def asking(seen):
+    norm = lax.pmax(optax.tree.norm(seen.gradients), AXIS)
+    return triggers.decision(norm > 1, norm)
+
+
+LOCAL = {
+    **{name: optimizer(communicating(f)) for name, f in COLLECTIVES.items()},
+    **{
+        name: optimizer(communicating(nest(COLLECTIVES["psum"])))
+        for name, nest in NESTINGS.items()
+    },
+    **{
+        f"synchronised-{name}": optimizer(
+            cd.presets.synchronous_dion(0.1, axis_name=AXIS), SYNCHRONIZERS[name]()
+        )
+        for name in ("average_gradients", "reconcile")
+    },
+    "trigger": optimizer(trigger=triggers.stateless(asking)),
+}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_local_part_that_communicates_is_rejected(name):
+    """However deep it hides it."""
+    with pytest.raises(ValueError, match="A local step would communicate"):
+        traced(LOCAL[name])
+
+
+def test_collectives_within_a_replica_pass():
+    mesh = cd.replicas.make_mesh(2, {"part": 2})
+    tx = optimizer(communicating(lambda x: lax.pmean(x, "part")))
+    params = {"bias": jnp.ones(5)}
+
+    def body(*stacked):
+        state, params, gradients = jax.tree.map(lambda x: x[0, 0], stacked)
+        updates, _ = tx.update(gradients, state, params)
+        return updates["bias"][None, None]
+
+    stacked = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (2, 2, *x.shape)), (tx.init(params), params)
+    )
+    specs = P(AXIS, "part")
+    both = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs)
+    jax.eval_shape(both, *stacked, stacked[1])
+
+
+@pytest.mark.parametrize("leaf", ["every", "tall", "bias"])
 @pytest.mark.parametrize(
     "tx",
     [
-        pytest.param(sgd(), id="adaptive_sync"),
+        pytest.param(optimizer(), id="adaptive_sync"),
         pytest.param(cd.curvadion(0.1, axis_name=AXIS), id="curvadion"),
         pytest.param(cd.local_muon(0.1, axis_name=AXIS), id="local_muon"),
         pytest.param(
@@ -42,23 +149,21 @@ def sgd(synchronizer=None, trigger=None, **options):
         ),
     ],
 )
-@pytest.mark.parametrize("leaf", ["every", "tall", "bias"])
-@pytest.mark.filterwarnings("ignore:the training step itself communicates")
+@pytest.mark.filterwarnings("ignore:The training step itself communicates")
 def test_averaged_gradients_are_rejected(tx, leaf):
-    def step(params, opt_state, gradients):
-        reduced = {
+    def reduced(gradients):
+        return {
             name: lax.pmean(g, AXIS) if leaf in ("every", name) else g
             for name, g in gradients.items()
         }
-        return tx.update(reduced, opt_state, params)
 
     name = "bias|tall|embed" if leaf == "every" else leaf
-    with pytest.raises(ValueError, match=rf"({name}).*through a pmean or psum: remove"):
-        helpers.trace(step, tx)
+    with pytest.raises(ValueError, match=rf"({name}).* was already averaged over"):
+        traced(tx, change=reduced)
 
 
 def test_gradients_that_the_parameters_type_sums_are_rejected():
-    tx = sgd()
+    tx = optimizer()
 
     def body(params, opt_state, gradients):
         opt_state, gradients = jax.tree.map(lambda x: x[0], (opt_state, gradients))
@@ -73,90 +178,85 @@ def test_gradients_that_the_parameters_type_sums_are_rejected():
     (gradients,) = helpers.make_gradients(1, REPLICAS)
     specs = (P(), P(AXIS), P(AXIS))
     mapped = jax.shard_map(body, mesh=MESH, in_specs=specs, out_specs=P())
-    with pytest.raises(ValueError, match=r"use curvadion_jax\.replicas\.replicate and"):
+    with pytest.raises(ValueError, match=r"replicated \(in_specs=P\(\)\): use curva"):
         jax.eval_shape(mapped, params, opt_state, gradients)
 
 
-def test_an_averaged_loss_in_a_step_is_named():
-    """Gradients there are a replica's own by construction."""
-    tx = sgd()
-
-    def step(params, opt_state, gradients):
-        def loss(p):
-            value = sum(jnp.vdot(p[name], g) for name, g in gradients.items())
-            return lax.pmean(value, AXIS)
-
-        return tx.update(jax.grad(loss)(params), opt_state, params)
-
-    with pytest.warns(UserWarning, match=r"communicates .*psum of float32\[\].*losses"):
-        helpers.trace(step, tx)
-
-
-def unchecked_run(tx, gradients):
-    """Steps in the user's own shard_map with check_vma=False."""
+def unchecked(tx):
+    """A step in the user's own `shard_map` with check_vma=False."""
     train = helpers.train_step(tx)
 
     def body(state, batch):
         state, batch = jax.tree.map(lambda x: x[0], (state, batch))
         return jax.tree.map(lambda x: x[None], train(state, batch)[0])
 
-    mapped = jax.shard_map(
+    return jax.shard_map(
         body, mesh=MESH, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
     )
-    state = helpers.start(tx, helpers.make_params(), MESH)
-    step = helpers.quick(jax.jit(mapped), state, gradients[0])
-    for tree in gradients:
-        state = step(state, tree)
-    return jax.device_get(state)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reducing", ["reconcile"])
-def test_unchecked_shard_map_with_the_word_is_the_same(reducing):
+def test_an_unchecked_shard_map_takes_the_word_and_is_the_same():
     gradients = helpers.make_gradients(3, REPLICAS)
-    tx = sgd(SYNCHRONIZERS[reducing](), allow_unchecked=True)
+    tx = optimizer(allow_unchecked=True)
     expected = helpers.last(helpers.run_mesh(tx, helpers.make_params(), gradients))
-    helpers.assert_bitwise(unchecked_run(tx, gradients), expected)
+    state = helpers.start(tx, helpers.make_params(), MESH)
+    with pytest.raises(ValueError, match="pass allow_unchecked=True"):
+        jax.eval_shape(unchecked(optimizer()), state, gradients[0])
+    step = helpers.quick(jax.jit(unchecked(tx)), state, gradients[0])
+    for tree in gradients:
+        state = step(state, tree)
+    helpers.assert_bitwise(jax.device_get(state), expected)
 
 
-@pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("predicate", ["local", "reduced"])
-def test_the_guarded_cond_rejects_a_decision_of_one_replica(predicate, number):
+def in_own_part(function, decide):
+    """Traces a function of (decision, float32[5]) as the optimizer's own code runs."""
+
     def step(params, opt_state, gradients):
-        x = gradients["bias"]
-        decision = (x.sum() > 0).astype(jnp.int32)
-        if predicate == "reduced":
-            decision = _collectives.largest(decision, AXIS)
-        mean, same = lambda x: lax.pmean(x, AXIS), lambda x: x
-        syncs = [mean] * number
-        return _guards.switch(decision, same, syncs, x, axis_name=AXIS), ()
+        del params, opt_state
+        return function(decide(gradients["bias"]), gradients["bias"]), ()
 
-    if predicate == "reduced":
-        helpers.trace(step, sgd(), manual=True)
-        # It is no optimizer that sends this.
-        with pytest.warns(UserWarning, match="pmax of int32.*psum of float32"):
-            helpers.trace(step, sgd())
-        return
+    helpers.trace(step, optimizer(), manual=True)
+
+
+DECIDING = {
+    "cond": lambda fire, x: _guards.cond(
+        fire, lambda x: lax.pmean(x, AXIS), lambda x: x, x, axis_name=AXIS
+    ),
+    "loop": lambda fire, x: _xla.run_once(
+        fire, lambda x: vary(lax.pmean(x, AXIS)), x, axis_name=AXIS
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECIDING)
+def test_a_decision_of_one_replica_is_rejected(name):
+    def own(x):
+        return x.sum() > 0
+
     with pytest.raises(ValueError, match="Reduce it over the axis first"):
-        helpers.trace(step, sgd(), manual=True)
+        in_own_part(DECIDING[name], own)
+    in_own_part(DECIDING[name], lambda x: _collectives.any_replica(own(x), AXIS))
 
 
-@pytest.mark.parametrize("name", SYNCHRONIZERS)
-def test_a_local_decision_around_a_collective_is_rejected(name):
-    # `apply_if_finite` decides for each replica. Around collectives (the factors,
-    # averaged inside of it) the replicas with finite gradients would wait for ever.
-    inner = optax.apply_if_finite(cd.dion(0.1), 3)
-    tx = cd.adaptive_sync(inner, triggers.every_k(2), SYNCHRONIZERS[name](), AXIS)
-    matrices = {k: helpers.make_params()[k] for k in helpers.MATRICES}
-    if name != "average_factors":
-        helpers.trace(lambda p, o, g: tx.update(g, o, p), tx, matrices)
-        return
-    with pytest.raises(ValueError, match="differs between the replicas"):
-        helpers.trace(lambda p, o, g: tx.update(g, o, p), tx, matrices)
+@pytest.mark.parametrize(
+    ("local", "message"),
+    [
+        pytest.param(lambda x: x.astype(jnp.float16), "float32.*float16", id="dtype"),
+        pytest.param(lambda x: x[:2], r"\[5\].*\[2\]", id="shape"),
+        pytest.param(lambda x: (x,), "return different trees", id="tree"),
+    ],
+)
+def test_branches_that_return_different_things_are_rejected(local, message):
+    def choose(fire, x):
+        return _guards.cond(fire, lambda x: x, local, x, axis_name=AXIS)
+
+    with pytest.raises(ValueError, match=message):
+        in_own_part(choose, lambda x: _collectives.any_replica(x[0] > 0, AXIS))
 
 
-def test_a_local_loop_around_a_collective_is_rejected():
-    # As many Dion steps as the replica's own gradients ask for.
+def looping():
+    """As many Dion steps as the replica's own gradients ask for."""
     dion = cd.scale_by_dion()
 
     def update(updates, state, params=None, **extra_args):
@@ -164,25 +264,85 @@ def test_a_local_loop_around_a_collective_is_rejected():
         nothing = jax.tree.map(lambda g: 0 * g, updates)
 
         def again(_, carry):
-            result = dion.update(updates, carry[1], params, **extra_args)
-            return _collectives.vary(result, AXIS)
+            return vary(dion.update(updates, carry[1], params, **extra_args))
 
         return lax.fori_loop(0, times, again, (nothing, state))
 
-    inner = optax.GradientTransformationExtraArgs(dion.init, update)
-    tx = cd.adaptive_sync(
-        inner, triggers.every_k(2), synchronizers.average_factors(), AXIS
-    )
+    return optax.GradientTransformationExtraArgs(dion.init, update)
+
+
+@pytest.mark.parametrize("name", SYNCHRONIZERS)
+@pytest.mark.parametrize(
+    "inner", [optax.apply_if_finite(cd.dion(0.1), 3), looping()], ids=["cond", "loop"]
+)
+def test_a_local_decision_around_a_collective_is_rejected(inner, name):
+    """Where factors are averaged inside of it some replicas would wait for ever."""
+    tx = optimizer(inner, SYNCHRONIZERS[name]())
     matrices = {k: helpers.make_params()[k] for k in helpers.MATRICES}
-    with pytest.raises(ValueError, match="differs between the replicas"):
-        helpers.trace(lambda p, o, g: tx.update(g, o, p), tx, matrices)
+    if name != "average_factors":
+        traced(tx, matrices)
+        return
+    with pytest.raises(ValueError, match="replicas may decide differently"):
+        traced(tx, matrices)
 
 
 def test_several_models_under_one_vmap_are_rejected():
     """With several decisions both branches would run on every step."""
-    tx, params = sgd(), {"w": jnp.ones((3, 4))}
+    tx, params = optimizer(), {"w": jnp.ones((3, 4))}
     state = jax.vmap(tx.init)(params)
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), (params, state))
     models = jax.vmap(jax.vmap(lambda p, s: tx.update(p, s, p)), axis_name=AXIS)
     with pytest.raises(ValueError, match="under vmap, for 3 models"):
         jax.eval_shape(models, *stacked)
+
+
+def synchronizing(sync, after_local_step):
+    """An optimizer with a synchronizer of this sync, which keeps zeros."""
+    return optimizer(
+        synchronizer=synchronizers.Synchronizer(
+            lambda params, inner_state, views: SyncState(residual=jnp.zeros(2)),
+            sync,
+            lambda params, inner_state, views: compressors.Payload(),
+            after_local_step=after_local_step,
+        )
+    )
+
+
+@pytest.mark.parametrize("after_local_step", [False, True])
+def test_a_synchronizer_that_changes_its_states_dtype_is_rejected(after_local_step):
+    def sync(local, state, group):
+        del group
+        return *local.take(), SyncState(residual=state.residual.astype(jnp.bfloat16))
+
+    with pytest.raises(ValueError, match="Keep the shapes and dtypes"):
+        traced(synchronizing(sync, after_local_step))
+
+
+@pytest.mark.parametrize("after_local_step", [False, True])
+def test_a_synchronizer_that_waits_for_some_replicas_is_rejected(after_local_step):
+    def sync(local, state, group):
+        updates, inner_state = local.take()
+        large = updates["bias"][0] > 0
+        state = lax.cond(large, lambda x: group.mean(x), vary, vary(state))
+        return updates, inner_state, state
+
+    with pytest.raises(ValueError, match="replicas may decide differently"):
+        traced(synchronizing(sync, after_local_step))
+
+
+def test_after_the_local_step_there_is_no_other():
+    def sync(local, state, group):
+        return *local.take(group.mean(local.params), local.inner_state), state
+
+    with pytest.raises(TypeError, match="positional argument"):
+        traced(synchronizing(sync, True))
+
+
+def test_updates_and_states_may_be_the_same_on_all_replicas():
+    """As of a parameter that is frozen by hand, or of a state made in the step."""
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
+    frozen = optax.stateless(lambda updates, params: jax.tree.map(zeros, updates))
+    eight_bits = synchronizers.reconcile(compressor=compressors.quantize(8))
+    for inner in (frozen, optax.sgd(0.1, 0.9)):
+        tx = optimizer(inner, eight_bits)
+        helpers.trace(lambda p, _, g, tx=tx: tx.update(g, tx.init(p), p), tx)

@@ -1,5 +1,6 @@
-"""A local step sends one scalar: seen in the compiled program."""
+"""A local step sends nothing, or one scalar where replicas vote: seen in programs."""
 
+import functools
 import math
 import re
 
@@ -12,8 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import compressors, synchronizers, triggers
-from curvadion_jax._collectives import _replicas
+from curvadion_jax import _collectives, compressors, synchronizers, triggers
 
 REPLICAS = 8
 # Steps within which every optimizer here synchronises.
@@ -21,37 +21,90 @@ MANY = 200
 AXIS = helpers.AXIS
 
 
+def sgd(trigger, synchronizer=None):
+    synchronizer = synchronizer or synchronizers.reconcile(momentum=False)
+    return cd.adaptive_sync(optax.sgd(0.1, 0.9), trigger, synchronizer, AXIS)
+
+
 def with_every_part():
-    """Combined triggers, an outer optimizer, all state averaged."""
+    """Combined triggers, an outer optimizer, momenta averaged."""
     change = triggers.relative_momentum_change(optax.linear_schedule(0.3, 0.1, 9))
-    trigger = triggers.any_of(triggers.after_steps(triggers.every_k(7), 2), change)
     return helpers.synced_dion(
         0.1,
         0.25,
-        triggers.at_least_every(triggers.at_most_every(trigger, 2), 9),
-        synchronizers.reconcile(optax.adam(0.1), other_state=True),
+        triggers.at_least_every(triggers.any_of(triggers.every_k(7), change), 9),
+        synchronizers.reconcile(optax.adam(0.1)),
         axis_name=AXIS,
     )
 
 
-OPTIMIZERS = {
-    "curvadion": lambda: cd.curvadion(0.1, axis_name=AXIS),
-    "local_muon": lambda: cd.local_muon(0.1, axis_name=AXIS),
-    "averaging_dion": lambda: helpers.averaging_dion(axis_name=AXIS),
+# The number of the step settles the decision, and the host knows it.
+SCHEDULED = {
+    "local_muon": lambda: cd.local_muon(0.1, budget=0.2, axis_name=AXIS),
     "synchronous_dion": lambda: cd.presets.synchronous_dion(0.1, axis_name=AXIS),
+    "local_sgd": lambda: cd.presets.local_sgd(0.1, 3, axis_name=AXIS),
+    "diloco": lambda: cd.presets.diloco(0.1, 3, axis_name=AXIS),
+    "muloco": lambda: cd.presets.muloco(0.1, 3, axis_name=AXIS),
+    "gradients": lambda: sgd(triggers.every_k(3), synchronizers.average_gradients()),
+    "any_of": lambda: sgd(triggers.any_of(triggers.every_k(3), triggers.every_k(4))),
+}
+# Replicas vote on every step.
+VOTING = {
+    "curvadion": lambda: cd.curvadion(0.1, axis_name=AXIS),
+    "averaging_dion": lambda: helpers.averaging_dion(axis_name=AXIS),
     "paper": lambda: cd.presets.paper(0.1, axis_name=AXIS),
     "authors_code": lambda: cd.presets.authors_code(0.1, axis_name=AXIS),
-    "local_sgd": lambda: cd.presets.local_sgd(0.1, axis_name=AXIS),
-    "diloco": lambda: cd.presets.diloco(0.1, axis_name=AXIS),
-    "muloco": lambda: cd.presets.muloco(0.1, axis_name=AXIS),
     "every-part": with_every_part,
 }
-IN_CODES = ("curvadion", "local_muon")
-# Those with `reconcile`: one step, and a sync after it.
-AFTER_THE_STEP = (
-    *(*IN_CODES, "averaging_dion", "local_sgd", "diloco", "muloco", "every-part"),
-)
-QUICKLY_COMPILED = ("local_muon",)
+# Replicas vote on steps that the host knows.
+AT_INTERVALS = {
+    "at_intervals": lambda: cd.curvadion(0.1, axis_name=AXIS, decision_interval=3)
+}
+OPTIMIZERS = SCHEDULED | VOTING | AT_INTERVALS
+IN_CODES = ("curvadion", "at_intervals", "local_muon")
+# In whose sync the step itself is: the branches are steps, and not what follows one.
+IN_THE_STEP = ("paper", "authors_code")
+QUICK = ("local_muon", "at_intervals")
+
+
+def some(names):
+    return [
+        pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in names
+    ]
+
+
+@functools.cache
+def prepare(name: str, replicas: int = REPLICAS):
+    """A step, and what it is given."""
+    tx, mesh = OPTIMIZERS[name](), cd.replicas.make_mesh(replicas)
+    (batch,) = helpers.make_gradients(1, replicas)
+    state = helpers.start(tx, helpers.make_params(), mesh)
+    return helpers.replica_step(tx, mesh), (state, batch)
+
+
+@functools.cache
+def compiled(name: str):
+    """The program of a step on which a decision is due."""
+    step, arguments = prepare(name)
+    return step.lower(*arguments, due=None if name in VOTING else True).compile()
+
+
+def program_of(name: str) -> hlo.Program:
+    return hlo.parse(compiled(name).as_text())
+
+
+def equations(step, arguments, due):
+    return list(helpers.equations(step.trace(*arguments, due=due).jaxpr.jaxpr))
+
+
+def conditions(found):
+    return sum(x.primitive.name in ("cond", "while") for x in found)
+
+
+def talks(equation):
+    names = equation.params.get("axes", ()), equation.params.get("axis_name", ())
+    silent = equation.primitive.name in ("axis_index", "pvary")
+    return AXIS in jax.tree.leaves(names) and not silent
 
 
 def test_all_presets_are_looked_at():
@@ -61,75 +114,84 @@ def test_all_presets_are_looked_at():
         if getattr(value, "__module__", "").startswith(cd.presets.__name__)
         and not name.startswith("_")
     }
-    others = {*IN_CODES, "averaging_dion", "every-part"}
-    assert presets == set(OPTIMIZERS) - others
+    assert presets <= set(OPTIMIZERS)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(x, marks=() if x in QUICKLY_COMPILED else pytest.mark.slow)
-        for x in OPTIMIZERS
-    ],
-)
-def compiled(request):
-    """One step on 8 devices, its program, the state it starts from, and a name."""
-    tx, mesh = OPTIMIZERS[request.param](), cd.replicas.make_mesh(REPLICAS)
-    state = helpers.start(tx, helpers.make_params(), mesh)
-    (batch,) = helpers.make_gradients(1, REPLICAS)
-    step = helpers.replica_step(tx, mesh).lower(state, batch).compile()
-    program = hlo.parse(step.as_text())
-    return program, lambda state: step(state, batch)[0], state, request.param
+@pytest.mark.parametrize("name", SCHEDULED | AT_INTERVALS)
+def test_a_step_that_is_not_due_sends_nothing_and_decides_nothing(name):
+    step, arguments = prepare(name, 2)
+    local, due = (equations(step, arguments, each) for each in (False, True))
+    assert not [x for x in local if talks(x)]
+    assert [x for x in due if talks(x)]
+    # Muon and Dion have conditions of their own, by which they orthonormalise.
+    assert conditions(local) <= conditions(due)
+    if name in ("local_sgd", "gradients", "any_of"):
+        assert conditions(local) == 0
 
 
-def test_one_scalar_is_sent_outside_of_the_sync_branch(compiled):
-    program, *_, name = compiled
+@pytest.mark.parametrize("name", QUICK)
+def test_the_compiled_step_that_is_not_due_sends_nothing(name):
+    step, arguments = prepare(name)
+    text = step.lower(*arguments, due=False).compile().as_text()
+    program = hlo.parse(text)
+    assert not program.collectives([program.entry])
+    assert not program.conditionals()
+    assert "all-reduce" not in text
+
+
+@pytest.mark.parametrize("name", some(VOTING | AT_INTERVALS))
+def test_a_vote_sends_one_scalar_and_the_local_branch_nothing(name):
+    program = program_of(name)
     (flag,) = program.collectives([program.entry], branches=False)
     assert (flag.opcode, flag.shape) == ("all-reduce", "s32[]")
     (conditional,) = program.conditionals()
-    _, sync = conditional.called
+    local, sync = conditional.called
+    # After the local step there is nothing to do; else the step is in the branch.
+    assert (len(program.reachable([local])) > 1) == (name in IN_THE_STEP)
+    assert program.collectives([local]) == []
     inside = program.collectives([sync])
     assert len(program.collectives([program.entry])) == 1 + len(inside)
     kinds = {"all-to-all" if name in IN_CODES else "all-reduce", "all-gather"}
     assert {instruction.opcode for instruction in inside} == kinds
 
 
-def test_the_local_branch_sends_nothing(compiled):
-    program, *_, name = compiled
-    (conditional,) = program.conditionals()
-    local, _ = conditional.called
-    # After the local step there is nothing to do; else the step is in the branch.
-    assert (len(program.reachable([local])) > 1) == (name not in AFTER_THE_STEP)
-    assert program.collectives([local]) == []
+@pytest.mark.parametrize("name", some(SCHEDULED))
+def test_what_is_scheduled_needs_no_vote(name):
+    program = program_of(name)
+    shapes = [x.shape for x in program.collectives([program.entry])]
+    assert shapes
+    assert not [x for x in shapes if "s32" in x]
 
 
-def bytes_counted_at_a_sync(step, state):
+def bytes_counted_at_a_sync(name):
     """[[averaged high, low], [gathered high, low]] of every replica."""
+    (state, batch), step = prepare(name)[1], compiled(name)
     for _ in range(MANY):
         before = np.asarray(state[1].metrics.sent)
-        state = step(state)
+        state, _ = step(state, batch)
         if state[1].metrics.synced.all():
             return np.asarray(state[1].metrics.sent) - before
     raise AssertionError("no sync")
 
 
-def test_a_sync_sends_the_bytes_that_metrics_count(compiled):
-    program, step, state, name = compiled
-    (conditional,) = program.conditionals()
-    inside = program.collectives(conditional.called)
+@pytest.mark.parametrize("name", some(OPTIMIZERS))
+def test_a_sync_sends_the_bytes_that_metrics_count(name):
+    program = program_of(name)
+    sent = [x for x in program.collectives([program.entry]) if x.shape != "s32[]"]
     (weights,) = [
         x
-        for x in inside
+        for x in sent
         if x.opcode == "all-gather" and x.shape.startswith(f"f32[{REPLICAS}]")
     ]
-    sent = sum(x.bytes for x in inside) - weights.bytes
+    total = sum(x.bytes for x in sent) - weights.bytes
     if name in IN_CODES:
         # Two stages of codes. Every array is a block, and these four are padded to
         # one for each replica.
-        sent *= len(helpers.SHAPES) / REPLICAS / 2
-    # And 4 bytes to decide, and as many of the replica's weight.
-    expected = [[0, sent + 4], [0, 4]]
-    assert bytes_counted_at_a_sync(step, state).tolist() == [expected] * REPLICAS
+        total *= len(helpers.SHAPES) / REPLICAS / 2
+    vote = 0 if name in SCHEDULED else 4
+    # And 4 bytes of the replica's weight.
+    expected = [[0, total + vote], [0, 4]]
+    assert bytes_counted_at_a_sync(name).tolist() == [expected] * REPLICAS
 
 
 # Dion's other gradients, P and R; drift and momenta; no codes; else one.
@@ -146,21 +208,20 @@ def averaged_arrays(program) -> list[int]:
     return [math.prod(map(int, shape.split(","))) for shape in shapes]
 
 
-def test_a_sync_averages_few_arrays(compiled):
+@pytest.mark.parametrize("name", some(OPTIMIZERS))
+def test_a_sync_averages_few_arrays(name):
     """On a CPU they are sent one after another, which on a long link takes its time."""
-    program, *_, name = compiled
-    assert len(averaged_arrays(program)) == AVERAGED.get(name, 1)
+    assert len(averaged_arrays(program_of(name))) == AVERAGED.get(name, 1)
 
 
 @pytest.mark.parametrize("limit", [0, 21, 100])
 def test_large_arrays_are_sent_by_themselves(limit, monkeypatch):
-    monkeypatch.setattr(_replicas, "_SMALL", 4 * limit)
-    tx = cd.presets.local_sgd(0.1, k=1, axis_name=AXIS)
-    mesh = cd.replicas.make_mesh(2)
+    monkeypatch.setattr(_collectives, "_SMALL", 4 * limit)
+    tx, mesh = cd.presets.local_sgd(0.1, k=1, axis_name=AXIS), cd.replicas.make_mesh(2)
     state = helpers.start(tx, helpers.make_params(), mesh)
     (batch,) = helpers.make_gradients(1, 2)
     step = helpers.replica_step(tx, mesh)
-    program = hlo.parse(step.lower(state, batch).compile().as_text())
+    program = hlo.parse(step.lower(state, batch, due=True).compile().as_text())
     sizes = [math.prod(shape) for shape in helpers.SHAPES.values()]
     expected = [size for size in sizes if size > limit]
     if limit:
@@ -183,20 +244,19 @@ def test_large_arrays_are_sent_by_themselves(limit, monkeypatch):
 )
 def test_a_local_step_copies_nothing_of_the_synchronizers(options):
     synchronizer = synchronizers.reconcile(momentum=False, **options)
-    tx = cd.adaptive_sync(optax.sgd(0.1, 0.9), triggers.every_k(5), synchronizer, AXIS)
-    mesh = cd.replicas.make_mesh(REPLICAS)
+    tx, mesh = sgd(triggers.every_k(5), synchronizer), cd.replicas.make_mesh(REPLICAS)
     state = helpers.start(tx, helpers.make_params(), mesh)
     (batch,) = helpers.make_gradients(1, REPLICAS)
     step = helpers.replica_step(tx, mesh, donate=True)
     program = hlo.parse(step.lower(state, batch).compile().as_text())
-    entry = program.computations[program.entry]
-    copied = [x.bytes for x in entry if x.opcode == "copy"]
+    copied = [
+        x.bytes for x in program.computations[program.entry] if x.opcode == "copy"
+    ]
     sizes = [x.nbytes for x in helpers.make_params().values()]
     counters = [x.nbytes // REPLICAS for x in jax.tree.leaves(state[1].metrics)]
     assert max(counters) < min(sizes)
     # The CPU compiler copies the new parameters out of `params + updates`, with or
-    # without syncs, and the momentum, which stays where the gradients are not finite;
-    # and there are counters, some of which are copied twice.
+    # without syncs; and there are counters, some of which are copied twice.
     assert sum(x for x in copied if x >= min(sizes)) <= 2 * sum(sizes)
     assert sum(x for x in copied if x < min(sizes)) <= 2 * sum(counters)
 
@@ -208,7 +268,7 @@ def test_a_sharded_replica_talks_to_others_through_the_flag_alone():
 
     def shard(x):
         split = x.shape in {(2, *helpers.SHAPES[name]) for name in helpers.MATRICES}
-        spec = PartitionSpec("replica", "fsdp") if split else PartitionSpec("replica")
+        spec = PartitionSpec(AXIS, "fsdp") if split else PartitionSpec(AXIS)
         return jax.device_put(x, NamedSharding(mesh, spec))
 
     state = jax.tree.map(shard, helpers.start(tx, helpers.make_params(), mesh))
@@ -232,3 +292,88 @@ def test_a_sharded_replica_talks_to_others_through_the_flag_alone():
     # Within the replica the local step in front does communicate.
     assert len(program.collectives([program.entry], branches=False)) > 1
     assert across([sync])
+
+
+def test_what_is_traced_for_one_step_does_not_serve_another():
+    """JAX keeps traces of a jitted function: which program it is goes with them."""
+    tx, mesh = OPTIMIZERS["local_sgd"](), cd.replicas.make_mesh(2)
+    state = helpers.start(tx, helpers.make_params(), mesh)
+    (batch,) = helpers.make_gradients(1, 2)
+    train = jax.jit(of_rows(helpers.train_step(tx)))
+    for _ in range(2):
+        step, now = cd.replicas.step(train, mesh, donate=False), state
+        for _ in range(3):
+            now, _ = step(now, batch)
+        assert now[1].metrics.syncs.tolist() == [1, 1]
+        assert now[1].metrics.votes.tolist() == [0, 0]
+
+
+def of_rows(train):
+    """The step for gradients [replicas, ...], of which a replica has one row."""
+    return lambda state, batch: train(state, jax.tree.map(lambda g: g[0], batch))
+
+
+@pytest.mark.parametrize("due", [True, False])
+def test_the_caller_may_say_what_the_step_is(due):
+    """In a loop of one's own, under `shard_map`."""
+    tx, mesh = OPTIMIZERS["local_sgd"](), cd.replicas.make_mesh(2)
+    state = helpers.start(tx, helpers.make_params(), mesh)
+    (batch,) = helpers.make_gradients(1, 2)
+    train = of_rows(
+        helpers.train_step(tx._replace(update=functools.partial(tx.update, due=due)))
+    )
+    step = jax.jit(helpers.in_shard_map(train, mesh))
+    found = helpers.equations(step.trace(state, batch).jaxpr.jaxpr)
+    assert any(map(talks, found)) == due
+    (_, opt_state), _ = step(state, batch)
+    assert opt_state.metrics.syncs.tolist() == [due] * 2
+    assert opt_state.metrics.votes.tolist() == [0] * 2
+    mapped = cd.replicas.step(train, mesh, donate=False)
+    helpers.assert_bitwise(mapped(state, batch)[0], step(state, batch)[0])
+
+
+def test_a_sync_that_cannot_be_traced_fails_at_once():
+    broken = synchronizers.reconcile()._replace(sync=lambda *_: 1 / 0)
+    tx, mesh = sgd(triggers.every_k(500), broken), cd.replicas.make_mesh(2)
+    state = helpers.start(tx, helpers.make_params(), mesh)
+    with pytest.raises(ZeroDivisionError):
+        helpers.replica_step(tx, mesh)(state, helpers.make_gradients(1, 2)[0])
+
+
+def test_a_program_that_is_not_there_is_not_given():
+    step, arguments = prepare("curvadion", 2)
+    with pytest.raises(ValueError, match="trigger is due on every step"):
+        step.lower(*arguments, due=True)
+
+
+@pytest.mark.parametrize("name", some(["local_muon", "averaging_dion", "paper"]))
+def test_another_replicas_gradient_changes_nothing_until_the_sync(name):
+    """Three replicas, four steps, of which 1 and 2 are local; one gradient differs."""
+    changed_one, kept = 1, [0, 2]
+    trigger = triggers.relative_momentum_change(1e6)
+    tx = {
+        "local_muon": lambda: cd.local_muon(0.1, axis_name=AXIS, trigger=trigger),
+        "averaging_dion": lambda: helpers.averaging_dion(
+            0.1, 0.5, axis_name=AXIS, trigger=trigger
+        ),
+        "paper": lambda: cd.presets.paper(0.1, 1e6, axis_name=AXIS),
+    }[name]()
+    gradients = helpers.make_gradients(4, 3)
+    gradients[3]["tall"] *= 1e9  # the last step synchronises
+    other = [jax.tree.map(np.copy, tree) for tree in gradients]
+    for array in other[1].values():
+        array[changed_one] *= -3
+    runs = [
+        list(helpers.run_mesh(tx, helpers.make_params(), each))
+        for each in (gradients, other)
+    ]
+    for run in runs:
+        assert helpers.decisions(run) == [True, False, False, True]
+    for one, two in [*zip(*runs, strict=True)][1:3]:
+        rows = jax.tree.map(lambda x: x[kept], (one, two))
+        helpers.assert_bitwise(*rows)
+        for key in helpers.MATRICES:
+            assert (one[0][key][changed_one] != two[0][key][changed_one]).all()
+    if name != "paper":  # whose sync knows gradients alone
+        (one, _), (two, _) = (run[-1] for run in runs)
+        assert (one["tall"][kept] != two["tall"][kept]).any()

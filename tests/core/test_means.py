@@ -11,9 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
-from curvadion_jax import _collectives, _faults, _layout
-from curvadion_jax._collectives import _replicas
-from curvadion_jax.synchronizers import LocalStep, SyncState
+from curvadion_jax import _collectives, _layout
 
 AXIS = cd.replicas.AXIS
 REPLICAS = 4
@@ -38,57 +36,40 @@ def tree():
     return found | {"half": half, "other_half": half[:, 0]}
 
 
-def means(given, weights, mesh, inner=()):
-    """A function that compiles, and its arguments."""
+def means(given, mesh, inner=()):
+    """A function that compiles, and its argument."""
 
-    def body(tree, weights):
-        one, weight = jax.tree.map(lambda x: x[0], (tree, weights))
+    def body(tree):
         group = _collectives.Replicas(AXIS, _layout.current())
-        if weight is None:
-            mean = group.mean(one)
-        else:
-            local = LocalStep((), (), one, {}, tuple)
-            healthy = _faults.is_healthy(
-                local.params, SyncState(), sound=jnp.array(True)
-            )
-            own = _faults.brought(weight, healthy)
-            local = _faults.taking_part(local, (), healthy, own, healthy, AXIS)
-            mean = local.mean(one, group)
+        mean = group.mean(jax.tree.map(lambda x: x[0], tree))
         return jax.tree.map(lambda x: x[None], mean)
 
+    spec = P(AXIS)
     mapped = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=P(AXIS),
-        out_specs=P(AXIS),
-        axis_names={AXIS},
+        body, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={AXIS}
     )
     place = NamedSharding(mesh, P(AXIS, *inner))
-    return jax.jit(mapped), (jax.device_put(given, place), weights)
+    return jax.jit(mapped), jax.device_put(given, place)
 
 
 @pytest.mark.parametrize("message", [2**24, 64], ids=["one message", "several"])
 @pytest.mark.parametrize("small", [2**20, 100, 0])
-@pytest.mark.parametrize("weights", [None, (1, 1, 1, 1), (3, 0, 0.5, 2)], ids=str)
-def test_every_array_comes_back(weights, small, message, monkeypatch):
-    monkeypatch.setattr(_replicas, "_SMALL", small)
-    monkeypatch.setattr(_replicas, "_MESSAGE", message)
+def test_every_array_comes_back(small, message, monkeypatch):
+    monkeypatch.setattr(_collectives, "_SMALL", small)
+    monkeypatch.setattr(_collectives, "_MESSAGE", message)
     given = tree()
-    weighted = None if weights is None else jnp.float32(weights)
-    function, arguments = means(given, weighted, cd.replicas.make_mesh(REPLICAS))
-    found = function(*arguments)
+    function, argument = means(given, cd.replicas.make_mesh(REPLICAS))
+    found = function(argument)
     for name, x in given.items():
-        shares = np.ones(REPLICAS) if weights is None else np.float64(weights)
-        shares /= shares.sum()
-        expected = np.einsum("n,n...->...", shares, np.asarray(x, np.float64))
+        expected = np.asarray(x, np.float64).mean(0)
         assert (found[name].shape, found[name].dtype) == (x.shape, x.dtype)
         rtol = RTOL_BF16 if x.dtype == jnp.bfloat16 else RTOL
         for one in np.asarray(found[name], np.float64):
             np.testing.assert_allclose(one, expected, rtol=rtol, atol=rtol)
 
 
-def all_reduces(function, arguments):
-    program = hlo.parse(function.lower(*arguments).compile().as_text())
+def all_reduces(function, argument):
+    program = hlo.parse(function.lower(argument).compile().as_text())
     kinds = [x.opcode for x in program.instructions([program.entry])]
     return kinds, sum(x.shape.count("[") for x in program.collectives([program.entry]))
 
@@ -96,14 +77,14 @@ def all_reduces(function, arguments):
 def test_one_dtype_is_one_message():
     """What is averaged in float32 travels in it."""
     mesh = cd.replicas.make_mesh(REPLICAS)
-    _, arrays = all_reduces(*means(tree(), None, mesh))
+    _, arrays = all_reduces(*means(tree(), mesh))
     assert arrays == 1
 
 
 def test_what_is_divided_inside_a_replica_is_not_gathered():
     mesh = cd.replicas.make_mesh(REPLICAS, {"fsdp": 2})
     given = {name: jnp.ones((REPLICAS, 4, 6)) for name in "abc"}
-    kinds, arrays = all_reduces(*means(given, None, mesh, inner=("fsdp",)))
+    kinds, arrays = all_reduces(*means(given, mesh, inner=("fsdp",)))
     assert arrays == len(given)
     assert not {"all-gather", "all-to-all", "collective-permute"} & set(kinds)
 

@@ -90,16 +90,11 @@ def test_observe_inside_of_a_step_and_read_later():
     np.testing.assert_equal(metrics.read(late[2]), metrics.read(state))
 
 
-def test_a_state_without_replica_axis_is_read_with_their_number():
-    state = optimizer().init(helpers.make_params())
-    assert metrics.read(state, replicas=1)["bytes"] == 0
-
-
 @pytest.mark.parametrize("name", ["steps", "syncs", "votes", "synced", "empty"])
 def test_replicas_that_disagree_are_not_averaged(name):
     state = optimizer().init(helpers.make_params())
     state = cd.replicas.replicate(state, cd.replicas.make_mesh(2))
-    with pytest.raises(ValueError, match=rf"disagree on {name}: .*cannot be trusted"):
+    with pytest.raises(ValueError, match=rf"disagree on {name}, .*cannot be trusted"):
         metrics.read(changed(state, **{name: np.array([0, 1])}))
 
 
@@ -122,18 +117,11 @@ def test_wrapped_states_are_found(wrap):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("steps", "syncs", "local_steps", "votes"),
-        *("synced", "value", "threshold", "layer"),
-        *("nonfinite", "zeroed", "excluded", "absent", "empty", "sent"),
-    ],
-)
-@pytest.mark.parametrize(
     "make",
     [optimizer, lambda: cd.local_muon(0.1), lambda: cd.curvadion(0.1)],
     ids=["parts", "local_muon", "curvadion"],
 )
-def test_optax_finds_metrics_by_name(make, name):
+def test_optax_finds_metrics_by_name(make):
     state = make().init(helpers.make_params())
-    assert optax.tree.get(state, name) is getattr(state.metrics, name)
+    for name in state.metrics._fields:
+        assert optax.tree.get(state, name) is getattr(state.metrics, name)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import curvadion_jax as cd
-from curvadion_jax import compressors, synchronizers, triggers
+from curvadion_jax import synchronizers, triggers
 from curvadion_jax._momentum import momentum_by_name
 
 VECTORS = {"bias": True, "embed": True, "tall": False, "wide": False}
@@ -74,11 +74,3 @@ def test_parameters_named_like_states_are_no_momentum(inner):
     found = momentum_by_name(inner.init(params))
     shapes = {name: momentum.shape for name, momentum in found.items()}
     assert shapes == {"mu": (2, 2), "q": (3, 2), "trace": (4,)}
-
-
-def test_two_momenta_of_a_parameter_are_not_compressed():
-    inner = optax.chain(optax.trace(0.9), optax.trace(0.5), optax.scale(-0.1))
-    form = synchronizers.reconcile(momentum=compressors.quantize(8))
-    tx = cd.adaptive_sync(inner, triggers.every_k(2), form)
-    with pytest.raises(ValueError, match="8 momenta of 4 parameters"):
-        tx.init(helpers.make_params())

@@ -98,7 +98,7 @@ def test_the_largest_change_of_all_layers_and_replicas_decides():
 
 
 def programs(equation):
-    return _jax_internals.inner_jax_internals(equation)
+    return _jax_internals.inner_jaxprs(equation)
 
 
 def outermost_conditions(jaxpr):

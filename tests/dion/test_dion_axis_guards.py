@@ -99,10 +99,7 @@ def test_local_gradients_pass(tx, params):
 )
 def test_averaged_gradients_are_rejected(tx, params, gradients):
     name = min(params)  # the first
-    message = (
-        rf"the gradient \['{name}'\] is the same on all replicas of 'replica'.*"
-        r"in_specs P\(\).*replicas\.replicate.*pmean"
-    )
+    message = rf"Gradient \['{name}'\] was already averaged over axis 'replica'"
     with pytest.raises(ValueError, match=message):
         trace(tx, params, gradients)
 
@@ -114,7 +111,7 @@ def test_one_averaged_leaf_among_local_ones_is_rejected(tx, params):
         first = sorted(tree)[0]
         return tree | {first: lax.pmean(tree[first], "replica")}
 
-    with pytest.raises(ValueError, match=rf"\['{sorted(params)[0]}'\] is the same"):
+    with pytest.raises(ValueError, match=rf"\['{sorted(params)[0]}'\] was already"):
         trace(tx, params, gradients)
 
 

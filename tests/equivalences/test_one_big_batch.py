@@ -1,6 +1,7 @@
-"""`always` is one big batch, `every_k(1)` is `always`, one replica is plain Dion."""
+"""`always` is one big batch, and one replica is plain Dion."""
 
 import functools
+import itertools
 import json
 from typing import Any
 
@@ -37,7 +38,6 @@ def optimizer(trigger, synchronizer, rank=0.5, axis_name: Any = helpers.AXIS) ->
         trigger,
         synchronizer,
         momentum=MOMENTUM,
-        orthonormalize=helpers.householder_qr,  # compiles in half the time
         other_optimizer=optax.adamw(LEARNING_RATE),
         axis_name=axis_name,
     )
@@ -49,7 +49,6 @@ def plain(rank=0.5) -> Any:
         rank,
         MOMENTUM,
         other_optimizer=optax.adamw(LEARNING_RATE),
-        orthonormalize=helpers.householder_qr,
     )
 
 
@@ -64,29 +63,14 @@ def one_batch(rank: str):
     return list(helpers.run_alone(tx, helpers.make_params(), means))
 
 
-@functools.cache
-def alone():
-    """One replica's gradients of 9 steps, and plain Dion's trajectory on them."""
-    gradients = [
-        jax.tree.map(lambda g: g[0], tree)
-        for tree in helpers.make_gradients(9, 1, seed=3)
-    ]
-    return gradients, list(helpers.run_alone(plain(), helpers.make_params(), gradients))
+QUICK = (1, "average_factors")
 
 
 @pytest.mark.parametrize(
     ("rank", "name"),
     [
-        pytest.param(1, "average_factors", id="factors-1"),
-        pytest.param(
-            1.0, "average_gradients", id="gradients-full", marks=pytest.mark.slow
-        ),
-        pytest.param(1.0, "average_factors", id="factors-full", marks=pytest.mark.slow),
-        pytest.param(0.25, "average_factors", id="factors-1/4", marks=pytest.mark.slow),
-        pytest.param(1, "average_gradients", id="gradients-1", marks=pytest.mark.slow),
-        pytest.param(
-            0.25, "average_gradients", id="gradients-1/4", marks=pytest.mark.slow
-        ),
+        pytest.param(*case, marks=() if case == QUICK else pytest.mark.slow)
+        for case in itertools.product((1, 0.25, 1.0), WITHIN)
     ],
 )
 def test_always_within_the_step_is_one_big_batch(rank, name):
@@ -108,32 +92,14 @@ def test_always_within_the_step_is_one_big_batch(rank, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
-def test_every_step_is_always(name):
-    runs = [
-        helpers.run_mesh(
-            optimizer(trigger, ALL[name]),
-            helpers.make_params(),
-            helpers.make_gradients(4, 2),
-        )
-        for trigger in (triggers.every_k(1), triggers.always())
-    ]
-    for one, other in zip(*runs, strict=True):
-        helpers.assert_bitwise(one, other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("average_gradients", marks=pytest.mark.slow),
-        pytest.param("average_factors", marks=pytest.mark.slow),
-        "reconcile",
-    ],
-)
 def test_one_replica_is_plain_dion(name):
     # Two syncs with local steps between them, from which the momentum goes on.
     tx = optimizer(triggers.every_k(3), ALL[name], axis_name=None)
-    gradients, dion = alone()
+    gradients = [
+        jax.tree.map(lambda g: g[0], tree)
+        for tree in helpers.make_gradients(9, 1, seed=3)
+    ]
+    dion = helpers.run_alone(plain(), helpers.make_params(), gradients)
     run = helpers.run_alone(tx, helpers.make_params(), gradients)
     for (params, state), (expected, dion_state) in zip(run, dion, strict=True):
         one, other = helpers.dion_state(state), helpers.dion_state(dion_state)

@@ -1,8 +1,11 @@
-"""The NumPy reference of Dion against arithmetic by hand."""
+"""The NumPy reference, of Dion and of replicas, against arithmetic by hand."""
 
+import jax
 import numpy as np
+import optax
 import pytest
 import reference as ref
+import reference_replicas as replicas
 
 # ColumnNormalize divides by ||R|| + 1e-8 where the hand arithmetic divides by ||R||;
 # every norm below is at least 1, so a unit column is short by at most 1e-8.
@@ -148,3 +151,70 @@ def test_average_factors_is_dion_on_the_mean_gradient(shape, rank):
         close(qs, [q] * 3, EQUIVALENT_ATOL)
         close(np.mean(momenta, axis=0), momentum, EQUIVALENT_ATOL)
     assert np.abs(momenta[0] - momenta[1]).max() > 0.1  # the momenta stay local
+
+
+def test_reconcile_recomputes_q_from_the_q_of_the_previous_sync():
+    # At rank one Orthonormalize(M Q_bar) is M Q_bar / ||M Q_bar||, so the new Q is
+    # M^T M Q_bar over its norm, in the view with rows >= columns (here K itself).
+    rng = np.random.default_rng(1)
+    simulation = replicas.ReplicaSimulation(
+        {"W": np.zeros((4, 3))},
+        {"W": rng.normal(size=(3, 1))},
+        3,
+        learning_rate=0.1,
+        mu=0.9,
+        trigger=lambda local: replicas.every_k(local.step, 2),
+        synchronizer="reconcile",
+    )
+    for _ in range(2):
+        q_bar = simulation.qs[0]["W"]
+        for _ in range(2):
+            simulation.step([{"W": g} for g in rng.normal(size=(3, 4, 3))])
+        m = simulation.momenta[0]["W"]
+        expected = m.T @ m @ q_bar
+        for q in simulation.qs:
+            close(q["W"], expected / np.linalg.norm(expected))
+        close([p["W"] for p in simulation.params], [simulation.anchor["W"]] * 3, 0)
+    assert simulation.synced == [False, True, False, True]
+
+
+def test_nesterov_by_hand_and_in_optax():
+    # drift 2: g = -2, t = -2, step = -(-2 + .5 (-2)) / 2 = 1.5.
+    # drift -4: g = 4, t = 4 - 1 = 3, step = -(4 + 1.5) / 2 = -2.75.
+    outer, state, steps = replicas.nesterov(0.5, 0.5), None, []
+    optimizer = optax.sgd(0.5, momentum=0.5, nesterov=True)
+    optimizer_state, updates = optimizer.init({"x": np.zeros(1)}), []
+    for drift in (np.array([2.0]), np.array([-4.0])):
+        step, state = outer({"x": drift}, state)
+        steps.append(step["x"])
+        update, optimizer_state = optimizer.update({"x": -drift}, optimizer_state)
+        updates.extend(np.asarray(x) for x in jax.tree.leaves(update))
+    close(steps, [[1.5], [-2.75]], 0)
+    close(updates, steps, 1e-6)  # Optax computes in float32
+
+
+def test_relative_momentum_change_decides_for_all_replicas():
+    # Square kernels, full rank, mu = 1/2: M' = B / 2 for gradients c I. Step 0 syncs:
+    # B = 3 and 5, or 4 with the mean gradient, m = 2 on both. Step 1: B = 2.5 after 3
+    # and 5, RMMC .17 and .5, local, m = 1.25. Step 2: B = 4.25 and 1.25 after 2.5, RMMC
+    # .7 and .5, the first fires. Step 3: NaN on the second.
+    simulation = replicas.ReplicaSimulation(
+        {"W": np.zeros((2, 2))},
+        {"W": np.eye(2)},
+        2,
+        learning_rate=0.5,
+        mu=0.5,
+        trigger=replicas.relative_momentum_change_trigger(0.6),
+        synchronizer="average_gradients",
+    )
+    for pair in ((3.0, 5.0), (0.5, 0.5), (3.0, 0.0), (1.0, np.nan)):
+        simulation.step([{"W": c * np.eye(2)} for c in pair])
+    assert simulation.synced == [True, False, True, True]
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.1], ids=["no-floor", "floor"])
+def test_relative_momentum_change_always_fires_at_step_0(floor):
+    trigger = replicas.relative_momentum_change_trigger(np.inf, floor)
+    zero = {"W": np.zeros((2, 2))}
+    assert trigger(replicas.LocalStep(0, zero, zero, zero, zero))
+    assert not trigger(replicas.LocalStep(1, zero, zero, zero, zero))

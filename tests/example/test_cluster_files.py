@@ -51,7 +51,7 @@ def test_the_script_requeues_what_is_not_at_its_end(
     variables["SLURM_RESTART_COUNT"] = str(restarts)
     ended = subprocess.run(["bash", SLURM], env=variables, cwd=tmp_path)
     assert ended.returncode == status
-    asked = tmp_path / "votes"
+    asked = tmp_path / "asked"
     assert (asked.read_text() if asked.exists() else "") == "requeue 12\n" * requeued
 
 

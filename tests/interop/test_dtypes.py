@@ -21,9 +21,7 @@ OPTIMIZERS: dict[str, Any] = {
     "reconcile": helpers.averaging_dion(),
     "nesterov": cd.local_muon(
         0.1,
-        synchronizer=synchronizers.reconcile(
-            optax.sgd(0.7, 0.9, nesterov=True), other_state=True
-        ),
+        synchronizer=synchronizers.reconcile(optax.sgd(0.7, 0.9, nesterov=True)),
     ),
     "average_factors": cd.presets.synchronous_dion(0.1),
     "paper": cd.presets.paper(0.1),

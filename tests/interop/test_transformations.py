@@ -142,7 +142,7 @@ def test_apply_if_finite_inside_traces_on_replicas(name, inner):
 
 
 @pytest.mark.slow
-def test_a_replica_without_finite_gradients_sits_the_step_out():
+def test_a_replica_without_finite_gradients_takes_zeros():
     inner = optax.apply_if_finite(optax.sgd(0.5), 3)
     tx = small(inner=inner, axis_name=AXIS)
     gradients = helpers.make_gradients(2, 2)
@@ -153,7 +153,7 @@ def test_a_replica_without_finite_gradients_sits_the_step_out():
         steps = [first[name][0], first[name][1] + second[name][1]]
         close(params[name][0], start - 0.5 * np.mean(steps, axis=0))
     assert state.metrics.nonfinite.tolist() == [1, 0]
-    # It is not asked: the step is left out in front of it.
+    # It is given zeros.
     assert state.inner_state.total_notfinite.tolist() == [0, 0]
 
 

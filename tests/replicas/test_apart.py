@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
 from curvadion_jax import compressors, triggers
+from curvadion_jax.replicas import _apart
 from curvadion_jax.synchronizers import reconcile
 
 REPLICAS, STEPS, EVERY = 2, 6, 2
@@ -22,6 +23,7 @@ AFTER = {
     "average": optax.chain(
         optax.scale(0.999), optax.ema(0.9)
     ),  # the parameters' shapes
+    "apply_every": optax.apply_every(3),
 }
 
 
@@ -82,17 +84,60 @@ def test_the_first_updates_may_be_zero():
         trained(optax.chain(optimizer(inner=inner), AFTER["scale"]))
 
 
-def test_a_sync_in_two_bits_is_no_move():
-    trained(optimizer(compressor=compressors.quantize(2), momentum=False))
+CLEAN = {
+    "2 bits": lambda: optimizer(compressor=compressors.quantize(2), momentum=False),
+    "nesterov": lambda: optimizer(outer=optax.sgd(0.7, 0.9, nesterov=True)),
+    "adam": lambda: optimizer(inner=optax.adam(0.1)),
+    "local_muon": lambda: cd.local_muon(0.1, budget=0.5, axis_name=helpers.AXIS),
+    "curvadion": lambda: cd.curvadion(0.1, budget=0.5, axis_name=helpers.AXIS),
+    # Where gradients are averaged replicas stay apart by design.
+    "paper": lambda: cd.presets.paper(0.1, axis_name=helpers.AXIS),
+}
 
 
-def test_nobody_takes_part():
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", CLEAN)
+def test_nothing_is_said_of_a_clean_run(name, dtype):
+    trained(CLEAN[name](), dtype)
+
+
+@pytest.mark.parametrize("weights", [(0.0, 0.0), (0.0, 1.0)])
+def test_nothing_is_said_where_a_replica_takes_no_part(weights):
     tx = optimizer(inner=optax.sgd(0.1))
-    trained(
-        optax.GradientTransformationExtraArgs(
-            tx.init, lambda g, s, p: tx.update(g, s, p, weight=jnp.zeros([]))
-        )
-    )
+
+    def update(gradients, state, params):
+        weight = jnp.array(weights)[jax.lax.axis_index(helpers.AXIS)]
+        return tx.update(gradients, state, params, weight=weight)
+
+    trained(optax.GradientTransformationExtraArgs(tx.init, update))
+
+
+@pytest.mark.parametrize("local", [(), ("critic",), ("critic", "adam")])
+def test_parameters_of_another_optimizer(local):
+    """They learn from what a sync reaches, and are not reached by one."""
+    mesh, tx, other = cd.replicas.make_mesh(REPLICAS), optimizer(), optax.adam(0.1)
+    train = helpers.train_step(tx)
+
+    def step(state, gradients):
+        gradients = jax.tree.map(lambda g: g[0], gradients)
+        pair, metrics = train(state["train"], gradients)
+        loss = lambda critic: jnp.sum((critic @ pair[0]["tall"]) ** 2)  # noqa: E731
+        updates, adam = other.update(jax.grad(loss)(state["critic"]), state["adam"])
+        critic = optax.apply_updates(state["critic"], updates)
+        return {"train": pair, "critic": critic, "adam": adam}, metrics
+
+    params, critic = helpers.make_params(), jnp.ones((2, 6))
+    state = {"train": (params, tx.init(params)), "critic": critic}
+    state = cd.replicas.replicate(state | {"adam": other.init(critic)}, mesh)
+    step = cd.replicas.step(step, mesh, local=local)
+    with expected(len(local) < 2) as seen:
+        for gradients in helpers.make_gradients(STEPS, REPLICAS):
+            state, _ = step(state, gradients)
+    if seen is not None:
+        (message,) = seen
+        number, name = (2, "adam/0/mu") if local else (3, "critic")
+        assert f"differ in {number} arrays" in str(message.message)
+        assert name in str(message.message)
 
 
 @pytest.mark.parametrize("local", [(), ("log",)], ids=["named", "declared"])
@@ -111,3 +156,16 @@ def test_state_that_no_sync_reaches(local):
     (gradients,) = helpers.make_gradients(1, REPLICAS)
     with expected(not local):
         step(cd.replicas.replicate(state, mesh), gradients)
+
+
+def test_looks_are_few(monkeypatch):
+    """After 1, 2, 4, 8, ... steps that may have synchronised, and never on others."""
+    calls, looks = [], []
+    count = lambda *_: looks.append(len(calls)) or []  # noqa: E731
+    monkeypatch.setattr(_apart.Look, "_names_apart", count)
+    look = _apart.Look(())
+    for _ in range(2000):
+        look.after({}, due=False)
+        calls.append(0)
+        look.after({}, due=True)
+    assert looks == [1, 2, 4, 8, 16, 32, 64, 128]

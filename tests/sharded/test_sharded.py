@@ -43,9 +43,8 @@ CLOSE = 2e-3
 BLOCKS = {
     "curvadion": 0.5,
     "factors_in_8_bits": 0.1,
-    "fragments": 0.7,
+    "drift_in_2_bits": 0.7,
     "local_muon": 0.5,
-    "momenta_in_4_bits": 0.2,
 }
 
 

@@ -59,11 +59,8 @@ OPTIMIZERS = {
     "curvadion": lambda: cd.curvadion(0.01, 0.3, RANK, axis_name=AXIS),
     "paper": lambda: cd.presets.paper(0.01, rank=RANK, axis_name=AXIS),
     "everything": lambda: reconciling(reconcile()),
-    "momenta_in_4_bits": lambda: reconciling(
-        reconcile(momentum=compressors.quantize(4))
-    ),
-    "fragments": lambda: reconciling(
-        reconcile(compressor=compressors.quantize(2), momentum=False, fragments=2)
+    "drift_in_2_bits": lambda: reconciling(
+        reconcile(compressor=compressors.quantize(2), momentum=False)
     ),
     "factors_in_8_bits": lambda: reconciling(
         synchronizers.average_factors(compressors.quantize(8))

@@ -67,7 +67,7 @@ def make_gradients(
 
 
 # Arguments of `adaptive_sync`; all others of `synced_dion` are those of `dion`.
-OF_SYNC = ("axis_name", "ask_every", "allow_unchecked")
+OF_SYNC = ("axis_name", "allow_unchecked")
 
 
 def synced_dion(
@@ -85,7 +85,6 @@ def synced_dion(
 def averaging_dion(learning_rate: Any = 0.1, rank: Any = 0.25, **options: Any) -> Any:
     """Local Dion steps; parameters, momenta and Q come together on large changes."""
     change = cd.triggers.relative_momentum_change(0.5)
-    change = cd.triggers.at_most_every(change, 5)
     defaults = {
         "trigger": cd.triggers.at_least_every(change, 20),
         "synchronizer": cd.synchronizers.reconcile(

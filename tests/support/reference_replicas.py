@@ -101,10 +101,6 @@ class ReplicaSimulation:
         outer: for reconcile, (mean drift, outer state) -> (step, outer state), the
             state None at first; None is the plain average.
         average_momentum: for reconcile, whether momentum is averaged too.
-        momentum_every: for reconcile, momentum is averaged at every k-th sync only, of
-            each fragment.
-        fragments: for reconcile, the names that come together at a sync, in turn; None
-            is all of them at every sync.
 
     Attributes:
         params, momenta, qs: lists over replicas of name to array.
@@ -125,8 +121,6 @@ class ReplicaSimulation:
         synchronizer: str,
         outer: OuterStep | None = None,
         average_momentum: bool = True,
-        momentum_every: int = 1,
-        fragments: Sequence[Sequence[str]] | None = None,
     ):
         if synchronizer not in SYNCHRONIZERS:
             raise ValueError(f"got {synchronizer!r}; choose one of {SYNCHRONIZERS}")
@@ -134,10 +128,8 @@ class ReplicaSimulation:
         q = {name: np.array(v, np.float64) for name, v in q.items()}
         self.learning_rate, self.mu = learning_rate, mu
         self.trigger, self.synchronizer = trigger, synchronizer
-        self.fragments = [list(params)] if fragments is None else fragments
-        self.outer, self.outer_states = outer, [None] * len(self.fragments)
+        self.outer, self.outer_state = outer, None
         self.average_momentum = average_momentum
-        self.momentum_every = momentum_every
         self.params = [dict(params) for _ in range(n_replicas)]
         self.qs = [dict(q) for _ in range(n_replicas)]
         self.momenta = [
@@ -206,25 +198,22 @@ class ReplicaSimulation:
                 self._subtract(k, name, directions[k])
 
     def _reconcile(self) -> None:
-        # Earlier syncs were rounds through all fragments, and some of the next round.
-        round_, index = divmod(sum(self.synced), len(self.fragments))
-        names, anchor = self.fragments[index], self.anchor
+        anchor = self.anchor
         # mean drift = mean_i (X_i - anchor)
-        drift = tree_mean([{n: p[n] - anchor[n] for n in names} for p in self.params])
+        drift = tree_mean([{n: p[n] - anchor[n] for n in p} for p in self.params])
         step = drift  # outer=None is the plain average
         if self.outer is not None:
-            step, self.outer_states[index] = self.outer(drift, self.outer_states[index])
+            step, self.outer_state = self.outer(drift, self.outer_state)
         # anchor += outer(drift);  X_i = anchor
-        self.anchor = {**anchor, **{n: anchor[n] + step[n] for n in names}}
-        self.params = [p | {n: self.anchor[n] for n in names} for p in self.params]
-        if self.average_momentum and (round_ + 1) % self.momentum_every == 0:
-            matrices = [n for n in names if n in self.anchor_q]
+        self.anchor = {name: anchor[name] + step[name] for name in anchor}
+        self.params = [dict(self.anchor) for _ in self.params]
+        if self.average_momentum:
             # M = mean_i M_i
-            momentum = tree_mean([{n: m[n] for n in matrices} for m in self.momenta])
-            q = {n: common_q(momentum[n], self.anchor_q[n]) for n in matrices}
-            self.anchor_q = self.anchor_q | q
-            self.momenta = [m | momentum for m in self.momenta]
-            self.qs = [old | q for old in self.qs]
+            momentum = tree_mean(self.momenta)
+            q = {n: common_q(m, self.anchor_q[n]) for n, m in momentum.items()}
+            self.anchor_q = q
+            self.momenta = [dict(momentum) for _ in self.momenta]
+            self.qs = [dict(q) for _ in self.qs]
 
 
 def common_q(momentum: Array, anchor_q: Array) -> Array:

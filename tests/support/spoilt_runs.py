@@ -32,36 +32,23 @@ def dion(synchronizer, k=EVERY):
     return cd.adaptive_sync(inner, triggers.every_k(k), synchronizer, AXIS)
 
 
-FORMS = {
-    "quantize": compressors.quantize(4, block=8),
-}
+FOUR_BITS = compressors.quantize(4, block=8)
 NESTEROV = optax.sgd(0.7, 0.9, nesterov=True)
 OPTIMIZERS = {
     "gradients": lambda: sgd(synchronizers.average_gradients()),
+    "gradients-quantize": lambda: sgd(synchronizers.average_gradients(FOUR_BITS)),
     "factors": lambda: dion(synchronizers.average_factors()),
-    "factors-quantize": lambda: dion(synchronizers.average_factors(FORMS["quantize"])),
-    "everything": lambda: sgd(reconcile()),
-    "everything-dion": lambda: dion(reconcile()),
-    "outer": lambda: sgd(reconcile(NESTEROV, momentum=False)),
-    "momentum-quantize": lambda: sgd(reconcile(momentum=FORMS["quantize"])),
-    "fragments": lambda: sgd(reconcile(fragments=2, momentum_every=2), k=1),
+    "factors-quantize": lambda: dion(synchronizers.average_factors(FOUR_BITS)),
+    "reconcile": lambda: sgd(reconcile()),
+    "reconcile-dion": lambda: dion(reconcile()),
+    "reconcile-outer": lambda: sgd(reconcile(NESTEROV, momentum=False)),
+    "reconcile-quantize": lambda: sgd(
+        reconcile(NESTEROV, compressor=FOUR_BITS, momentum=False)
+    ),
     "local_muon": lambda: cd.local_muon(
-        0.1, axis_name=AXIS, trigger=triggers.every_k(EVERY)
+        0.1, weight_decay=0.1, axis_name=AXIS, trigger=triggers.every_k(EVERY)
     ),
     "adamw": lambda: cd.presets.diloco(0.1, k=EVERY, axis_name=AXIS),
-    **{
-        f"gradients-{name}": functools.partial(
-            lambda form: sgd(synchronizers.average_gradients(form)), form
-        )
-        for name, form in FORMS.items()
-    },
-    **{
-        f"reconcile-{name}": functools.partial(
-            lambda form: sgd(reconcile(NESTEROV, compressor=form, momentum=False)),
-            form,
-        )
-        for name, form in FORMS.items()
-    },
 }
 QUICK = ("gradients", "reconcile-quantize")
 NAMES = [
@@ -91,9 +78,9 @@ def run(name, gradients, weights=None, change=None):
 
 
 def poisoned(gradients, step, replicas, number=np.nan):
+    """The gradients, with such a number in those of some replicas on one step."""
     changed = [jax.tree.map(np.copy, tree) for tree in gradients]
-    for index in replicas:
-        changed[step]["tall"][index, 0, 0] = number
+    changed[step]["tall"][list(replicas), 0, 0] = number
     return changed
 
 

@@ -23,7 +23,7 @@ def part_in_sync(params: Any, views: Any, weight: Any) -> LocalStep:
     """A replica's part in a sync that everybody expects it to take, inside a `vmap`."""
     local = LocalStep((), (), params, views, tuple)
     healthy = _faults.is_healthy(local.params, SyncState(), sound=jnp.array(True))
-    own = _faults.brought(weight, healthy)
+    own = _faults.contribution(weight, healthy)
     return _faults.taking_part(local, (), healthy, own, healthy, helpers.AXIS)
 
 

@@ -1,5 +1,7 @@
 """When steps synchronise: schedules written by hand for every trigger."""
 
+import math
+from fractions import Fraction
 from typing import Any
 
 import helpers
@@ -13,15 +15,13 @@ from jax import lax
 import curvadion_jax as cd
 from curvadion_jax import synchronizers, triggers
 from curvadion_jax.triggers import (
-    after_steps,
     always,
     any_of,
+    at_intervals,
     at_least_every,
-    at_most_every,
-    delayed,
+    evenly,
     every_k,
     never,
-    remembered,
 )
 
 # Fires after steps 3, 7, 15, ...; remembers the step that it last fired after.
@@ -60,46 +60,21 @@ def as_text(synced):
         pytest.param(never(), "0000", id="never"),
         pytest.param(every_k(1), "1111", id="every-1"),
         pytest.param(every_k(3), "0010010010", id="every-3"),
+        pytest.param(evenly(0.4, cost=1.0), "0010100101", id="evenly"),
         # 3 steps after a sync or the start, and after steps 4, 8, 12.
         pytest.param(at_least_every(never(), 3), "001001001", id="at-least-never"),
         pytest.param(at_least_every(every_k(4), 3), "001100110011", id="at-least"),
-        # The first may come at any time; every_k(2) requests 2, 4, 6, 8, 10.
-        pytest.param(at_most_every(always(), 3), "1001001", id="at-most-always"),
-        pytest.param(at_most_every(every_k(2), 3), "0100010001", id="at-most"),
-        pytest.param(at_most_every(always(), 1), "1111", id="at-most-1"),
-        pytest.param(after_steps(every_k(3), 2), "111001001", id="after-2"),
-        pytest.param(after_steps(never(), 0), "000", id="after-0"),
         # Multiples of 2 or 3.
         pytest.param(any_of(every_k(2), every_k(3)), "011101011101", id="any-of"),
         pytest.param(any_of(never()), "000", id="any-of-one"),
-        # Due from 2 steps after the last sync on, allowed from 3 on.
-        pytest.param(
-            at_most_every(at_least_every(never(), 2), 3), "01001001", id="nested"
-        ),
         pytest.param(DOUBLING, "00100010000000100", id="doubling"),
-        # The doubling trigger is asked on every step, whoever decides.
+        # The doubling trigger looks at every step, whoever decides.
         pytest.param(any_of(never(), DOUBLING), "00100010", id="any-of-doubling"),
-        pytest.param(after_steps(DOUBLING, 4), "11110010", id="after-doubling"),
         # It requests 3 and 7; the bound adds 2 steps after each sync.
         pytest.param(at_least_every(DOUBLING, 2), "01101010", id="at-least-doubling"),
-        pytest.param(at_most_every(DOUBLING, 5), "00100000", id="at-most-doubling"),
-        # The first step, and one step after those that the trigger requests.
-        pytest.param(delayed(never()), "1000", id="delayed-never"),
-        pytest.param(delayed(every_k(3)), "1001001001", id="delayed-every-3"),
-        pytest.param(delayed(DOUBLING), "1001000100000001", id="delayed-doubling"),
-        # What it requests on a sync step is dropped.
-        pytest.param(delayed(always()), "1010101", id="delayed-always"),
-        pytest.param(
-            at_least_every(delayed(never()), 3), "1001001001", id="at-least-delayed"
-        ),
-        pytest.param(
-            delayed(at_least_every(never(), 3)), "1000100010001", id="delayed-at-least"
-        ),
-        pytest.param(remembered(every_k(3)), "001001001", id="remembered"),
-        # Requested after 2, 4, 6, 8, 10: at 4 for 5, not at 5 for itself, at 6 for 8.
-        pytest.param(
-            at_most_every(remembered(every_k(2)), 3), "0100100100", id="most-remembered"
-        ),
+        # Granted on multiples of 4 and of 5.
+        pytest.param(at_intervals(DOUBLING, 4), "0001000100000001", id="intervals-4"),
+        pytest.param(at_intervals(DOUBLING, 5), "0000100001000010", id="intervals-5"),
     ],
 )
 def test_schedule(trigger, schedule):
@@ -141,6 +116,51 @@ def test_any_of_reports_the_first_that_fires():
     assert metrics.value.tolist() == [3, 2, 1, 1]  # the first one when none fires
     assert metrics.threshold.tolist() == [-3, -2, -1, -1]
     assert metrics.layer.tolist() == [3, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "trigger",
+    [
+        *map(every_k, (1, 7, 1000)),
+        *map(evenly, (0.01, 0.3, 1e-7, 0.9999)),
+        evenly(0.123456789, cost=0.987654321),
+        evenly(1.0, cost=0.3),
+        any_of(every_k(6), evenly(0.07)),
+    ],
+)
+@pytest.mark.parametrize("cost", [0.0626, 1.0, 2.0])
+def test_host_and_devices_know_the_same_schedule(trigger, cost):
+    """Up to the last steps that an int32 counts."""
+    rng = np.random.default_rng(0)
+    edges = [np.arange(300), 2**31 - 2 - np.arange(300)]
+    steps = np.concatenate([*edges, rng.integers(0, 2**31 - 1, 2000)]).astype(np.int32)
+    on_host = [bool(trigger.due(int(step), cost)) for step in steps]
+    on_devices = jax.jit(lambda steps: trigger.due(steps, cost))(steps)
+    np.testing.assert_array_equal(on_devices, on_host)
+
+
+@pytest.mark.parametrize(
+    ("rate", "cost"),
+    [(0.01, 1.0), (0.01, 0.0626), (0.3, 1.0), (0.1, 0.75), (1 / 7, 1.0), (2e-4, 1.0)],
+)
+def test_evenly_is_exact_over_millions_of_steps(rate, cost):
+    """The share of exact rational arithmetic, to a rounding of the share itself."""
+    trigger, share = evenly(rate, cost=cost), Fraction(rate) / Fraction(cost)
+    number = 2_000_000
+    fired = trigger.due(np.arange(number), 9.0)
+    spent = np.cumsum(fired)
+    steps = 1 + np.arange(number)
+    exact = [math.floor(step * share) for step in steps[:: number // 500].tolist()]
+    # Denominators are bounded, so that over n steps it may be off by n / 2^30.
+    assert np.abs(spent[:: number // 500] - exact).max() <= 1 + number / 2**30
+    gaps = np.diff(np.flatnonzero(fired))
+    assert {*gaps} <= {math.floor(1 / share), math.ceil(1 / share)}
+
+
+def test_evenly_waits_for_each_sync_until_it_is_paid_for():
+    fired = [n + 1 for n in range(60) if evenly(0.1, cost=0.75).due(n, 9.0)]
+    assert fired == [math.ceil(7.5 * j) for j in range(1, 9)]
+    assert all(evenly(0.3, cost=0.2).due(n, 1.0) for n in range(9))
 
 
 def test_one_replica_decides_for_all_and_values_stay_its_own():

@@ -1,0 +1,120 @@
+"""Replicas that vote on every k-th step, and send nothing on the others."""
+
+from typing import Any
+
+import helpers
+import jax
+import numpy as np
+import optax
+import pytest
+
+import curvadion_jax as cd
+from curvadion_jax import metrics, synchronizers, triggers
+
+AXIS = helpers.AXIS
+
+
+def optimizer(trigger, axis_name: str | None = AXIS) -> Any:
+    return cd.adaptive_sync(
+        optax.sgd(0.1, 0.9), trigger, synchronizers.reconcile(), axis_name
+    )
+
+
+def requesting():
+    """A replica requests a sync where the first element of its gradient is positive."""
+
+    def decide(seen: Any):
+        first = seen.gradients["bias"][0]
+        return triggers.decision(first > 0, first, 0)
+
+    return triggers.stateless(decide)
+
+
+def gradients_of(requests):
+    gradients = helpers.make_gradients(len(requests), len(requests[0]))
+    for tree, row in zip(gradients, requests, strict=True):
+        tree["bias"][:, 0] = row
+    return gradients
+
+
+def by_step(tx, params, gradients):
+    """As a user steps: the host knows when a decision is due."""
+    mesh = cd.replicas.make_mesh(helpers.replicas_of(gradients))
+    state, step = helpers.start(tx, params, mesh), helpers.replica_step(tx, mesh)
+    for tree in gradients:
+        state, _ = step(state, tree)
+        yield jax.device_get(state)
+    # A step on which none is due, and one on which it is.
+    assert {due for _, due in step._programs} == {False, True}
+
+
+# Votes are on steps 2, 5, 8 and 11.
+REQUESTS = np.array([0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0]) - 0.5
+
+
+@pytest.mark.parametrize("run", [by_step, helpers.run_vmap])
+@pytest.mark.parametrize("replica", [0, 2])
+def test_a_request_is_kept_until_the_next_vote_and_met_once(replica, run):
+    requests = np.full((len(REQUESTS), 3), -1.0)
+    requests[:, replica] = REQUESTS
+    tx = optimizer(triggers.at_intervals(requesting(), 3))
+    history = list(run(tx, helpers.make_params(), gradients_of(requests)))
+    assert np.flatnonzero(helpers.decisions(history)).tolist() == [5, 8, 11]
+    values = np.stack([state.metrics.value for _, state in history])
+    np.testing.assert_array_equal(values, np.float32(requests))
+    read = metrics.read(history[-1][1])
+    if run is by_step:
+        assert read["votes"] == 4
+        payload = 2 * 4 * 74  # parameters and traces
+        assert read["bytes"] == round(4 / 3 * (3 * payload + 4 * 4)) + 3 * 2 * 4
+
+
+def test_the_first_request_of_a_change_is_met_at_the_first_vote():
+    """And that of a step with gradients that are not finite."""
+    change = triggers.relative_momentum_change(1e6)
+    tx, gradients = (
+        optimizer(triggers.at_intervals(change, 3)),
+        helpers.make_gradients(7, 2),
+    )
+    gradients[3]["wide"] *= 1e9
+    gradients[4]["wide"][:] = np.nan
+    history = list(by_step(tx, helpers.make_params(), gradients))
+    assert np.flatnonzero(helpers.decisions(history)).tolist() == [2, 5]
+
+
+@pytest.mark.parametrize("axis_name", [None, AXIS])
+def test_an_interval_of_one_is_none(axis_name):
+    change, gradients = triggers.budget(0.5), helpers.make_gradients(8, 1)
+    runs = [
+        list(
+            helpers.run_mesh(
+                optimizer(each, axis_name), helpers.make_params(), gradients
+            )
+        )
+        for each in (change, triggers.at_intervals(change, 1))
+    ]
+    for (params, one), (others, other) in zip(*runs, strict=True):
+        helpers.assert_bitwise((params, one.metrics), (others, other.metrics))
+    assert {*helpers.decisions(runs[0])} == {True, False}
+
+
+def test_a_trigger_that_measures_nothing_needs_no_vote():
+    with pytest.raises(ValueError, match="on which replicas vote"):
+        triggers.at_intervals(triggers.every_k(3), 2)
+
+
+@pytest.mark.parametrize("k", [3, 500])
+def test_curvadion_and_its_interval(k):
+    tx = cd.curvadion(0.1, threshold=0.0, axis_name=AXIS, decision_interval=k)
+    gradients = helpers.make_gradients(6, 2)
+    mesh = cd.replicas.make_mesh(2)
+    state, step = (
+        helpers.start(tx, helpers.make_params(), mesh),
+        helpers.replica_step(tx, mesh),
+    )
+    for tree in gradients:
+        state, _ = step(state, tree)
+    assert state[1].metrics.votes.tolist() == [6 // k] * 2
+    assert state[1].metrics.syncs.tolist() == [6 // k] * 2
+    sent = np.asarray(state[1].metrics.sent)
+    assert bool(sent.any()) == (k == 3)
