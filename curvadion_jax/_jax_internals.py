@@ -16,7 +16,7 @@ alone, tried on JAX 0.10.2, 0.11.2 and 0.12.0, with a test in
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from jax.extend.core import (
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
+    Literal,
     jaxpr_as_fun,
     jaxprs_in_params,
 )
@@ -118,6 +119,10 @@ def collectives_in(
     return found
 
 
+def _is_update(equation: JaxprEqn, scope: str) -> bool:
+    return equation.primitive.name == "custom_vmap_call" and _is_in(scope, equation)
+
+
 def updates_in(jaxpr: Jaxpr, scope: str) -> int:
     """How many updates of optimizers that synchronise a step's program makes.
 
@@ -131,7 +136,7 @@ def updates_in(jaxpr: Jaxpr, scope: str) -> int:
     found = 0
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        if name == "custom_vmap_call" and _is_in(scope, equation):
+        if _is_update(equation, scope):
             found += 1
             continue
         inside = sum(updates_in(each, scope) for each in inner_jaxprs(equation))
@@ -142,6 +147,35 @@ def updates_in(jaxpr: Jaxpr, scope: str) -> int:
                 "around the inner optimizer, adaptive_sync(optax.apply_if_finite(...))."
             )
         found += inside * equation.params.get("length", 1)
+    return found
+
+
+def reduced_inputs(
+    jaxpr: Jaxpr, axis_name: str, scope: str, given: Sequence[bool] = ()
+) -> set[int]:
+    """Which inputs of a step's updates come from a collective over the axis.
+
+    Args:
+      jaxpr: the program.
+      axis_name: replica axis.
+      scope: name of the scope around an update.
+      given: for inputs of the program whether they do.
+    """
+    found: set[int] = set()
+    reduced = {x for x, yes in zip(jaxpr.invars, given, strict=False) if yes}
+    for equation in jaxpr.eqns:
+        hit = [not isinstance(x, Literal) and x in reduced for x in equation.invars]
+        if _is_update(equation, scope):
+            found.update(i for i, yes in enumerate(hit) if yes)
+            continue
+        inner, sends = inner_jaxprs(equation), axis_name in named_axes(equation)
+        for program in inner:
+            # The predicate of a condition comes before what its branches get.
+            inputs = hit[max(len(hit) - len(program.invars), 0) :]
+            found |= reduced_inputs(program, axis_name, scope, inputs)
+            sends |= bool(collectives_in(program, axis_name, scope))
+        if any(hit) or (sends and equation.primitive.name not in _SILENT):
+            reduced.update(equation.outvars)
     return found
 
 

@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ class Mapped:
         the trigger has none.
       is_measured: whether replicas vote where a decision is due.
       updates: how many updates of optimizers that synchronise the step makes.
-      reduced: sizes of the arrays that the step itself reduces over the axis.
+      reduced: which inputs of an update come from a collective over the axis.
     """
 
     mesh: Mesh
@@ -46,7 +46,7 @@ class Mapped:
     due_of: Callable[[int], bool] | None = None
     is_measured: bool = True
     updates: int = 0
-    reduced: frozenset[int] = frozenset()
+    reduced: Collection[int] = ()
 
     @property
     def known_sync(self) -> bool | None:
@@ -166,10 +166,10 @@ def update(
 
 def _check_local(mapped: Mapped, gradients, batched) -> None:
     """Rejects gradients that were averaged over the replicas."""
-    total = sum(x.size for x in jax.tree.leaves(gradients))
     leaves = jax.tree.leaves_with_path(gradients)
-    for (path, leaf), differs in zip(leaves, jax.tree.leaves(batched), strict=True):
-        if not differs and not mapped.reduced.isdisjoint({leaf.size, total}):
+    differs = jax.tree.leaves(batched)
+    for index, (path, _) in enumerate(leaves):
+        if index in mapped.reduced and not differs[index]:
             raise ValueError(
                 f"Gradient {jax.tree_util.keystr(path)} was already averaged over "
                 f"axis {mapped.axis_name!r}, so every step would communicate in full. "

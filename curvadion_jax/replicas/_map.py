@@ -1,6 +1,5 @@
 """A training step of one replica, mapped over the leading axis of state and batch."""
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -85,8 +84,8 @@ def _inspect(
     updates = _jax_internals.updates_in(jaxpr, _guards.SCOPE)
     found = _jax_internals.collectives_in(jaxpr, axis_name, outside=_guards.SCOPE)
     if step:
-        sizes = (math.prod(_shape(x)) for e in found for x in e.invars)
-        step.updates, step.reduced = updates, frozenset(sizes)
+        step.updates = updates
+        step.reduced = _jax_internals.reduced_inputs(jaxpr, axis_name, _guards.SCOPE)
     if found and not (step and step.due):  # once for both programs of a step
         what = ", ".join(
             f"{e.primitive.name} of {e.invars[0].aval.str_short()}" for e in found
@@ -108,10 +107,6 @@ def _inspect(
             f"{replicas} replicas would train {replicas} models. Use local_muon, "
             "curvadion or adaptive_sync."
         )
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    return getattr(x.aval, "shape", ())
 
 
 def _check_accumulation(state: Any) -> None:
