@@ -1,7 +1,6 @@
 """How much a sync sends, known before the number of replicas is."""
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Payload(NamedTuple):
@@ -24,12 +23,12 @@ class Payload(NamedTuple):
     averaged: int = 0
     gathered: int = 0
 
-    # In place of the tuples' own, which would put one behind the other.
+    # In place of the tuples' own, which would concatenate them.
     def __add__(self, other: "Payload") -> "Payload":  # pyright: ignore[reportIncompatibleMethodOverride]
         return Payload(self.averaged + other.averaged, self.gathered + other.gathered)
 
     def as_averaged(self, replicas: int) -> float:
-        """Bytes of the all-reduce for which as much is sent, with so many replicas.
+        """Bytes of the all-reduce for which so many replicas send as much.
 
         Example:
           >>> Payload(averaged=20, gathered=3).as_averaged(replicas=8)
@@ -42,18 +41,3 @@ class Payload(NamedTuple):
 # all-gather.
 FLAG = Payload(averaged=4)
 WEIGHT = Payload(gathered=4)
-
-
-def total(payloads: Iterable[Payload]) -> Payload:
-    """The sum of payloads, nothing for none."""
-    return sum(payloads, Payload())
-
-
-def check_payload(payload: Any) -> Payload:
-    """Returns what a `payload` function returned, or rejects it."""
-    if not isinstance(payload, Payload):
-        raise TypeError(
-            "payload must return a curvadion_jax.compressors.Payload, such as "
-            f"Payload(averaged=bytes), got {payload!r}"
-        )
-    return payload

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from curvadion_jax import _finite, _momentum, _paths, compressors
 from curvadion_jax._interfaces import Group, LocalStep, Synchronizer, SyncState
 from curvadion_jax._orthonormalize import compute_dtype
-from curvadion_jax._payload import total
 from curvadion_jax._power_iteration import reduces_factors
 from curvadion_jax.synchronizers import _feedback
 
@@ -91,16 +90,15 @@ def average_factors(
         return _sync(compressor, local, state, group)
 
     def payload(params, inner_state, views):
-        ranks, parts = _ranks(inner_state, views), []
+        ranks, sent = _ranks(inner_state, views), []
         for name, leaf in _paths.leaves_with_path(params):
             shapes = [leaf.shape]
             if name in ranks and reduces_factors(*ranks[name]):
                 view, r = ranks[name]
                 shapes = [(*view.batch, side, r) for side in (view.rows, view.cols)]
             dtype = compute_dtype(leaf.dtype)
-            sent = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-            parts.append(form.payload(sent, {}))
-        return total(parts)
+            sent += [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        return form.payload(sent, {})
 
     return Synchronizer(init, sync, payload)
 
