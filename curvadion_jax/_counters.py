@@ -23,17 +23,19 @@ class Faults(NamedTuple):
       excluded: bool[], it had nothing finite to contribute to a sync.
       absent: bool[], it was given no weight.
       empty: bool[], nobody took part.
+      weight: float32[], how much it counted in a sync.
     """
 
     zeroed: jax.Array
     excluded: jax.Array
     absent: jax.Array
     empty: jax.Array
+    weight: jax.Array
 
 
 def no_faults() -> Faults:
     """Those of a local step in which all is well."""
-    return Faults(*[jnp.zeros([], jnp.bool_)] * len(Faults._fields))
+    return Faults(*[jnp.zeros([], jnp.bool_)] * 4, jnp.zeros([], jnp.float32))
 
 
 class SyncMetrics(NamedTuple):
@@ -65,6 +67,8 @@ class SyncMetrics(NamedTuple):
       last_excluded: int32[], number of the step of the last sync from which it was
         excluded and others were not, -1 if none. Replica-varying.
       empty: int32[], syncs that nobody took part in; they changed nothing.
+      weight: float32[], how much this replica counted in the last sync, 1 if all
+        counted alike, 0 if it took no part. Replica-varying.
       sent: int32[2, 2], bytes sent so far as [[high, low], [high, low]] in base 2^30:
         those that were averaged, and those put into all-gathers (see
         `curvadion_jax.compressors.Payload`).
@@ -90,6 +94,7 @@ class SyncMetrics(NamedTuple):
     absent: jax.Array
     last_excluded: jax.Array
     empty: jax.Array
+    weight: jax.Array
     sent: jax.Array
     synchronous: jax.Array
 
@@ -104,6 +109,7 @@ def initial() -> SyncMetrics:
         "threshold": nan,
         "layer": never,
         "last_excluded": never,
+        "weight": jnp.zeros([], jnp.float32),
         "sent": jnp.zeros((2, 2), jnp.int32),
         "synchronous": jnp.zeros(2, jnp.int32),
     }
@@ -184,6 +190,7 @@ def following(
         absent=_counted(old.absent, faults.absent),
         last_excluded=jnp.where(apart, old.steps, old.last_excluded),
         empty=_counted(old.empty, faults.empty),
+        weight=jnp.where(synced, faults.weight, old.weight),
         sent=sent,
         synchronous=_plus(old.synchronous, jnp.array(divmod(gradient_bytes, WORD))),
     )

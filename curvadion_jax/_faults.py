@@ -130,6 +130,7 @@ def after_sync(
         excluded=excluded,
         absent=~excluded & ~local.present,
         empty=~jnp.asarray(local.anybody),
+        weight=jnp.asarray(local.weight, jnp.float32),
     )
     return _finite.finite_elements(updates), faults
 

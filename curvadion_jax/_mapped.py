@@ -51,6 +51,8 @@ class Mapped:
     @property
     def known_sync(self) -> bool | None:
         """Whether this is a sync step; None where the devices decide it."""
+        if self.due_of is None:
+            return None
         return self.due if self.due is False or not self.is_measured else None
 
 

@@ -1,7 +1,5 @@
 """State beside the optimizer's that a sync averages too, such as BatchNorm's."""
 
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,38 +17,20 @@ from curvadion_jax import (
     _guards,
     _layout,
     _mapped,
-    _orthonormalize,
     _paths,
     compressors,
 )
 from curvadion_jax._payload import Payload
 
 
-def check_names(average: Any) -> tuple[str, ...]:
-    """Names given to `replicas.step(average=...)`."""
-    names = tuple(average) if isinstance(average, Sequence) else None
-    if isinstance(average, str) or names is None or set(map(type, names)) - {str}:
-        raise TypeError(
-            "average must be a sequence of names in the paths of the state, such as "
-            f"('batch_stats',), got {average!r}"
-        )
-    return names
-
-
 def check_average(state: Any, average: Sequence[str]) -> None:
-    """Rejects names of nothing, and a state without counters of syncs.
-
-    Raises:
-      ValueError: if a name is of no floating-point array, or the state holds no
-        optimizer that synchronises.
-    """
+    """Rejects names of nothing, and a state without counters of syncs."""
     leaves = _paths.leaves_with_names(state)
     _chosen(leaves, average)
     if not _counters.optimizers(names for names, _ in leaves):
         raise ValueError(
             f"average={tuple(average)} is averaged at syncs, and the state holds no "
-            "optimizer that synchronises: return its state from the step as a part of "
-            "the state"
+            "optimizer that synchronises. Return its state from the step."
         )
 
 
@@ -60,51 +40,44 @@ def average_where_synced(
 ) -> Any:
     """The state [replicas, ...] with some arrays averaged if the step synchronised.
 
-    That is, if an optimizer in it has counted more syncs than before the step. The
-    bytes are added to those that the first one counts.
+    That is, if an optimizer in it has counted more syncs than before the step. Replicas
+    count as in that sync: by their weights, and not at all where they were excluded.
+    The first optimizer counts the bytes.
     """
     step = _mapped.current()
     known = step.known_sync if step else None
     if known is False:
         return state
     leaves = _paths.leaves_with_names(state)
-    chosen = _chosen(leaves, average)
-    index = {names: i for i, (names, _) in enumerate(leaves)}
-    sent = min(index[*way, "metrics", "sent"] for way in _counters.optimizers(index))
-    syncs = [_syncs(tree) for tree in (state, before)]
-    synced = functools.reduce(operator.or_, map(operator.ne, *syncs))
-    arrays = [leaf for _, leaf in leaves]
-    moving = [*chosen, sent]
-    size = compressors.exact().payload([arrays[i][0] for i in chosen], {}).averaged
+    arrays, old = dict(leaves), dict(_paths.leaves_with_names(before))
+    chosen = [leaves[index][0] for index in _chosen(leaves, average)]
+    counters = [(*way, "metrics") for way in _counters.optimizers(arrays)]
+    synced, weight = jnp.zeros([], jnp.bool_), jnp.zeros([])
+    for way in counters:
+        own = arrays[*way, "syncs"] != old[*way, "syncs"]
+        weight = jnp.maximum(weight, jnp.where(own, arrays[*way, "weight"], 0))
+        synced |= own
+    sent = (*counters[0], "sent")
+    given = [arrays[names] for names in (*chosen, sent)]
+    size = compressors.exact().payload([x[0] for x in given[:-1]], {}).averaged
 
-    def body(synced, *moving):
-        synced, *moving = jax.tree.map(lambda x: jnp.squeeze(x, 0), (synced, *moving))
+    def mean(weight, *given):
+        *given, sent = given
+        means = _weighted(given, weight, axis_name)
+        return [*means, _counters.charged(sent, Payload(averaged=size))]
 
-        def mean(*moving):
-            *arrays, sent = moving
-            arrays = _mean_of_finite(arrays, axis_name)
-            return [*arrays, _counters.charged(sent, Payload(averaged=size))]
-
+    def body(synced, weight, *given):
+        synced, weight, *given = (jnp.squeeze(x, 0) for x in (synced, weight, *given))
         if known:
-            new = mean(*moving)
+            new = mean(weight, *given)
         else:
-            new = lax.cond(synced, mean, lambda *kept: list(kept), *moving)
+            new = lax.cond(synced, mean, lambda _, *x: list(x), weight, *given)
         return [jnp.expand_dims(x, 0) for x in new]
 
-    operands = [arrays[i] for i in moving]
-    like = _axis_types.specs(operands, [True] * len(operands))
-    new = _axis_types.over_replicas(body, mesh, axis_name, P(axis_name), like)(
-        synced, *operands
-    )
-    for index, x in zip(moving, new, strict=True):
-        arrays[index] = x
-    return jax.tree.unflatten(jax.tree.structure(state), arrays)
-
-
-def _syncs(state: Any) -> list[jax.Array]:
-    """Counters of syncs [replicas], of every optimizer in the state."""
-    leaves = dict(_paths.leaves_with_names(state))
-    return [leaves[*way, "metrics", "syncs"] for way in _counters.optimizers(leaves)]
+    like = _axis_types.specs(given, [True] * len(given))
+    over = _axis_types.over_replicas(body, mesh, axis_name, P(axis_name), like)
+    arrays.update(zip((*chosen, sent), over(synced, weight, *given), strict=True))
+    return jax.tree.unflatten(jax.tree.structure(state), arrays.values())
 
 
 def _chosen(leaves: Sequence[Any], average: Sequence[str]) -> list[int]:
@@ -113,26 +86,26 @@ def _chosen(leaves: Sequence[Any], average: Sequence[str]) -> list[int]:
         of_name = [
             index
             for index, (names, x) in enumerate(leaves)
-            if name in names and jnp.issubdtype(x.dtype, jnp.floating)
+            if name in names and jnp.issubdtype(x.dtype, jnp.inexact)
         ]
         if not of_name:
+            some = ", ".join("/".join(names) for names, _ in leaves[:4])
             raise ValueError(
-                f"average names {name!r}, and the path of no floating-point array of "
-                "the state has that name; its arrays begin with "
-                f"{', '.join('/'.join(names) for names, _ in leaves[:4])}"
+                f"average names {name!r}, and no floating-point array of the state has "
+                f"it in its path. The state begins with {some}."
             )
         found += [index for index in of_name if index not in found]
     return found
 
 
-def _mean_of_finite(arrays: list[jax.Array], axis_name: str) -> list[jax.Array]:
-    """Means over the replicas whose arrays are finite; as they are if none has such."""
-    finite = _finite.all_finite(arrays)
-    wide = [x.astype(_orthonormalize.compute_dtype(x.dtype)) for x in arrays]
-    given = [jnp.where(finite, x, 0) for x in wide]
+def _weighted(arrays: list, weight: jax.Array, axis_name: str) -> list[jax.Array]:
+    """Means over replicas whose arrays are finite; without any, arrays as they are."""
+    weight = jnp.where(_finite.all_finite(arrays), weight, 0)
+    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays]
+    given = [jnp.where(weight > 0, weight.astype(x.dtype) * x, 0) for x in wide]
     group = _collectives.Replicas(axis_name, _layout.current())
-    *means, present = group.mean([*given, finite.astype(jnp.float32)])
+    *sums, total = group.mean([*given, weight])
     return [
-        jnp.where(present > 0, mean / present, x).astype(x.dtype)
-        for mean, x in zip(means, arrays, strict=True)
+        jnp.where(total > 0, each / total, x).astype(x.dtype)
+        for each, x in zip(sums, arrays, strict=True)
     ]

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from curvadion_jax import _counters, _layout, _mapped, _paths
 from curvadion_jax.replicas import _placed, _traffic
 from curvadion_jax.replicas._apart import Look
-from curvadion_jax.replicas._average import check_names
 from curvadion_jax.replicas._map import map_over_replicas
 from curvadion_jax.replicas._mesh import AXIS, check_axis, check_context
 from curvadion_jax.replicas._placed import check_alive, is_array
@@ -57,8 +56,9 @@ def step(
       donate: whether the state's buffers are reused; the state passed in is then gone,
         and only what the step returned may be used.
       average: names in the paths of the state, such as ("batch_stats",): floating-point
-        arrays below them are averaged over the replicas at every sync, in float32, over
-        those whose arrays are finite. Their bytes are counted.
+        arrays below them are averaged over the replicas at every sync, in float32, with
+        its weights. Replicas that it excludes, or whose arrays are not finite, do not
+        count. The bytes are counted.
       local: names in the paths of arrays that are meant to differ between replicas,
         such as metrics; no warning names them.
 
@@ -90,7 +90,7 @@ def step(
       [4.0]
     """
     check_axis(mesh, axis_name)
-    run = map_over_replicas(function, mesh, axis_name, check_names(average), local)
+    run = map_over_replicas(function, mesh, axis_name, tuple(average), local)
     return CompiledStep(function, run, mesh, axis_name, donate, local)
 
 
