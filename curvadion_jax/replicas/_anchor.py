@@ -113,10 +113,7 @@ def reanchor(params: Any, opt_state: Any) -> Any:
       [1.0, 1.0]
     """
     given = dict(_paths.leaves_with_names(params))
-    leaves, structure = (
-        _paths.leaves_with_names(opt_state),
-        jax.tree.structure(opt_state),
-    )
+    leaves = _paths.leaves_with_names(opt_state)
     has_axis = any(names[-1:] == ("steps",) and np.ndim(x) for names, x in leaves)
     used, new = {}, []
     for names, leaf in leaves:
@@ -143,7 +140,7 @@ def reanchor(params: Any, opt_state: Any) -> Any:
             "The parameters differ between the replicas, and an anchor must not. Give "
             "those of replicas.replicate(replicas.consensus(params), mesh)."
         )
-    return structure.unflatten(new)
+    return jax.tree.unflatten(jax.tree.structure(opt_state), new)
 
 
 def _below(names: _paths.Names, field: str) -> _paths.Names | None:

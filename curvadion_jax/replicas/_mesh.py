@@ -1,6 +1,6 @@
 """The mesh whose first axis is the replicas."""
 
-import collections
+import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -29,10 +29,10 @@ def make_mesh(
       inner: axes inside a replica and their sizes, such as {"fsdp": 4}; neighbouring
         devices belong to one replica.
       axis_name: name of the replica axis.
-      devices: devices to use, in this order. None is those of `jax.devices()`, slice by
-        slice and process by process, so that a replica of a slice's size is a slice; of
-        more devices than needed, as many of each slice or process, and those that stay
-        idle are told in the log.
+      devices: devices to use, in this order. None means those of `jax.devices()`, slice
+        by slice and process by process, so that a replica of a slice's size is a slice.
+        If there are more than needed, as many of each slice or process are used, and a
+        warning is logged.
       inner_type: type of the inner axes, Auto, or Explicit for a model whose arrays
         have their sharding in their types; see `jax.sharding.AxisType`.
 
@@ -40,70 +40,46 @@ def make_mesh(
       The mesh, the replica axis first and then those of `inner`.
 
     Raises:
-      TypeError: if `replicas` or a size is not an int, or another argument of the wrong
-        kind.
-      ValueError: if there are too few devices, a size is below 1, an inner axis has
-        the replica axis's name, `inner_type` is another, or a process would have no
-        device in the mesh.
+      ValueError: if there are too few devices, an inner axis has the replica axis's
+        name, or a process would have no device in the mesh.
 
     Example:
       >>> make_mesh(1).axis_names
       ('replica',)
     """
-    if not isinstance(axis_name, str):
-        raise TypeError(f"axis_name must be a string, got {axis_name!r}")
-    if not isinstance(inner, Mapping | None):
-        raise TypeError(
-            'inner must map names of axes to their sizes, such as {"fsdp": 4}, got '
-            f"{inner!r}"
-        )
-    if isinstance(devices, str):
-        raise TypeError(
-            f"devices must be devices such as jax.devices({devices!r}), got {devices!r}"
-        )
-    if inner_type not in (AxisType.Auto, AxisType.Explicit):
+    inner = dict(inner or {})
+    if axis_name in inner:
         raise ValueError(
-            "inner_type must be jax.sharding.AxisType.Auto or AxisType.Explicit, got "
-            f"{inner_type!r}"
+            f"The replica axis and an inner axis are both named {axis_name!r}. Rename "
+            "the inner one."
         )
-    if axis_name in (inner or {}):
-        raise ValueError(
-            f"the replica axis and an inner axis are both named {axis_name!r}: rename "
-            "the inner one"
-        )
-    sizes = {axis_name: replicas, **(inner or {})}
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(
-                f"the size of mesh axis {name!r} must be an int, got {size!r}"
-            )
-        if size < 1:
-            raise ValueError(
-                f"the size of mesh axis {name!r} must be at least 1, got {size}; if it "
-                "is a share of jax.device_count(), there are too few devices"
-            )
+    sizes = {axis_name: replicas, **inner}
     needed = math.prod(sizes.values())
     every = jax.devices() if devices is None else list(devices)
-    if len(every) < needed:
+    if not 0 < needed <= len(every):
         raise ValueError(
-            f"a mesh of {sizes} needs {needed} devices, there are {len(every)}. On "
-            f'CPU call jax.config.update("jax_num_cpu_devices", {needed}) before '
-            "anything else uses JAX"
+            f"A mesh of {sizes} needs {needed} devices, and there are {len(every)}. On "
+            'CPU call jax.config.update("jax_num_cpu_devices", ...) before anything '
+            "else."
         )
     if devices is None:
-        every = _side_by_side(every, replicas, needed)
-        _check_processes(every[:needed], sizes)
-        idle = len(every) - needed
-        if idle and jax.process_index() == 0:
-            _log.warning(
-                "make_mesh uses %d of %d devices and leaves %d idle: give more "
-                "replicas, or axes inside one, or name the devices",
-                needed,
-                len(every),
-                idle,
+        used = _side_by_side(every, replicas, needed)
+        numbers = {device.process_index for device in used}
+        if missing := set(range(jax.process_count())) - numbers:
+            raise ValueError(
+                f"A mesh of {sizes} leaves process {min(missing)} of "
+                f"{jax.process_count()} without a device. Make more replicas, or start "
+                "fewer processes."
             )
+        if needed < len(every) and jax.process_index() == 0:
+            _log.warning(
+                "make_mesh uses %d of %d devices: make more replicas, or axes inside "
+                "one, or name the devices",
+                *(needed, len(every)),
+            )
+        every = used
     grid = np.array(every[:needed], dtype=object).reshape(list(sizes.values()))
-    types = (AxisType.Auto, *[inner_type] * (len(sizes) - 1))
+    types = (AxisType.Auto, *[inner_type] * len(inner))
     return Mesh(grid, tuple(sizes), axis_types=types)
 
 
@@ -111,51 +87,35 @@ def _side_by_side(devices: Sequence[Any], replicas: int, needed: int) -> list[An
     """The devices that a mesh takes, those joined by fast links next to each other."""
 
     def slice_of(device):
-        return getattr(device, "slice_index", 0)  # not every platform has slices
+        return getattr(device, "slice_index", 0)  # Not every platform has slices.
 
-    devices = sorted(devices, key=lambda d: (slice_of(d), d.process_index))
-    for unit in (slice_of, lambda device: device.process_index):
-        units = collections.defaultdict(list)
-        for device in devices:
-            units[unit(device)].append(device)
+    def process_of(device):
+        return device.process_index
+
+    devices = sorted(devices, key=lambda d: (slice_of(d), process_of(d)))
+    for unit in (slice_of, process_of):
+        units = [list(some) for _, some in itertools.groupby(devices, unit)]
         share, rest = divmod(needed, len(units))
-        fits = replicas % len(units) == 0 and min(map(len, units.values())) >= share
+        fits = replicas % len(units) == 0 and min(map(len, units)) >= share
         if len(units) > 1 and not rest and fits:
-            return [device for some in units.values() for device in some[:share]]
-    return devices
+            return [device for some in units for device in some[:share]]
+    return devices[:needed]
 
 
-def _check_processes(devices: Sequence[Any], sizes: Mapping[str, int]) -> None:
-    taking_part = {device.process_index for device in devices}
-    if missing := set(range(jax.process_count())) - taking_part:
-        raise ValueError(
-            f"a mesh of {sizes} leaves process {min(missing)} of {jax.process_count()} "
-            "without a device, and every process must have one: give more replicas, or "
-            "start fewer processes"
-        )
-
-
-def check_axis(mesh: Any, axis_name: str) -> None:
-    """Refuses a mesh without the replica axis, or with axes that are not automatic."""
-    if not isinstance(mesh, Mesh):
-        raise TypeError(
-            "mesh must be a jax.sharding.Mesh, as curvadion_jax.replicas.make_mesh(8) "
-            f"makes one, got {mesh!r:.200}"
-        )
+def check_axis(mesh: Mesh, axis_name: str) -> None:
+    """Refuses a mesh without the replica axis, or with one that is Explicit."""
     if axis_name not in mesh.axis_names:
         raise ValueError(
-            f"the mesh has the axes {mesh.axis_names} and no {axis_name!r}: make it "
-            "with curvadion_jax.replicas.make_mesh, or pass axis_name"
+            f"The mesh has the axes {mesh.axis_names} and no {axis_name!r}. Make it "
+            "with replicas.make_mesh, or pass axis_name."
         )
     check_context(mesh)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if types[axis_name] != AxisType.Auto:
+        # JAX cannot take one replica, x[0], of an Explicit axis.
         raise ValueError(
-            f"the replica axis {axis_name!r} is of type {types[axis_name]}, as "
-            "jax.make_mesh makes axes by default, and must be Auto: JAX cannot take "
-            "one replica, x[0], of an Explicit axis. Make the mesh with "
-            "curvadion_jax.replicas.make_mesh, or with axis_types; axes inside a "
-            "replica may be of both types"
+            f"The replica axis {axis_name!r} is {types[axis_name]}, as jax.make_mesh "
+            "makes it, and must be Auto. Make the mesh with replicas.make_mesh."
         )
 
 
@@ -164,12 +124,6 @@ def check_context(mesh: Mesh) -> None:
     context = jax.sharding.get_abstract_mesh()
     if not context.empty and context != mesh.abstract_mesh:
         raise ValueError(
-            f"this runs in the context of the mesh {_described(context)}, and the mesh "
-            f"of the replicas is {_described(mesh.abstract_mesh)}: give jax.set_mesh "
-            "this one, or set none"
+            f"jax.set_mesh has set {context}, and the replicas are on "
+            f"{mesh.abstract_mesh}. Set this one, or none."
         )
-
-
-def _described(mesh: jax.sharding.AbstractMesh) -> str:
-    types = zip(mesh.shape.items(), mesh.axis_types, strict=True)
-    return ", ".join(f"{name}={size} ({kind.name})" for (name, size), kind in types)

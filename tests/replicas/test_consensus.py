@@ -154,6 +154,7 @@ class Tied(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Embed(8, 4, rngs=rngs)
         self.head = self.embed.embedding
+        self.up = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
 
 
 def test_shared_variables_of_nnx():
@@ -170,5 +171,5 @@ def test_shared_variables_of_nnx():
         with pytest.raises(ValueError, match="are one shared variable"):
             read(model)
         read(nnx.state(model))
-    assert len(jax.tree.leaves(replicas.consensus(nnx.state(model, nnx.Param)))) == 1
-    assert len(jax.tree.leaves(replicas.anchor(optimizer.opt_state))) == 1
+    assert len(jax.tree.leaves(replicas.consensus(nnx.state(model, nnx.Param)))) == 2
+    assert len(jax.tree.leaves(replicas.anchor(optimizer.opt_state))) == 2

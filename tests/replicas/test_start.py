@@ -16,7 +16,8 @@ TX = cd.adaptive_sync(
     optax.sgd(0.1), cd.triggers.every_k(2), cd.synchronizers.reconcile(), helpers.AXIS
 )
 NO_ANCHOR = cd.presets.synchronous_dion(0.1, axis_name=helpers.AXIS)
-APART, MOVED = "start from different parameters", "not those given to tx.init"
+APART = r"start from different values \('model/bias'\)"
+MOVED = r"The parameters \('bias'\) are not those given to tx.init"
 
 
 def stacked(*trees):
@@ -76,9 +77,7 @@ def test_the_first_step_rejects_another_model(tx, initialised, params, message):
         state, _ = train(tx)(state, gradients())
         train(tx)(state, gradients())  # it has begun, and replicas may be apart
         return
-    with pytest.raises(
-        ValueError, match=rf"\('model/bias'\).*{message}|{message}.*bias"
-    ):
+    with pytest.raises(ValueError, match=message):
         train(tx)(state, gradients())
 
 
@@ -102,7 +101,7 @@ def test_an_nnx_model_that_was_loaded_after_the_optimizer():
         return nnx.state((model, optimizer)), {}
 
     step, x = cd.replicas.step(step, mesh), np.ones((REPLICAS, 3), np.float32)
-    with pytest.raises(ValueError, match=rf"'0/kernel'.*{MOVED}"):
+    with pytest.raises(ValueError, match=r"'kernel'\) are not those"):
         step(cd.replicas.replicate(state, mesh), x)
     state[1]["opt_state"] = cd.replicas.reanchor(state[0], state[1]["opt_state"])
     state, _ = step(cd.replicas.replicate(state, mesh), x)
@@ -128,7 +127,7 @@ def test_each_of_two_optimizers_has_an_anchor_of_its_own():
     step(cd.replicas.replicate((params, states), mesh), batch)
     changed = params | {"d": {"w": jnp.zeros((3, 3))}}
     step = cd.replicas.step(train_both, mesh)
-    with pytest.raises(ValueError, match=rf"'0/d/w'.*{MOVED}"):
+    with pytest.raises(ValueError, match=r"'w'\) are not those"):
         step(cd.replicas.replicate((changed, states), mesh), batch)
 
 
@@ -192,7 +191,7 @@ def test_the_context_of_another_mesh_is_rejected():
     )
     with jax.set_mesh(before):
         for use in uses:
-            with pytest.raises(ValueError, match=r"data=2.*replica=2"):
+            with pytest.raises(ValueError, match=r"'data': 2.*'replica': 2"):
                 use()
     with jax.set_mesh(mesh):
         state, _ = step(state, batch)

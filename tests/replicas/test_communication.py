@@ -1,0 +1,173 @@
+"""What a training step sends besides the optimizer is named, or rejected."""
+
+import warnings
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import curvadion_jax as cd
+
+REPLICAS = 4
+AXIS = helpers.AXIS
+ELEMENTS = sum(int(np.prod(shape)) for shape in helpers.SHAPES.values())
+TX = cd.local_muon(0.1, budget=0.5, axis_name=AXIS)
+
+
+def averaged(gradients):
+    return jax.tree.map(lambda g: lax.pmean(g, AXIS), gradients)
+
+
+def with_decay(gradients, params):
+    return jax.tree.map(lambda g, p: g + 0.1 * p, averaged(gradients), params)
+
+
+def with_noise(gradients, params):
+    del params
+    key = jax.random.fold_in(jax.random.key(0), lax.axis_index(AXIS))
+    return jax.tree.map(
+        lambda g: g + 1e-3 * jax.random.normal(key, g.shape), averaged(gradients)
+    )
+
+
+def clipped(gradients, params):
+    del params
+    norm = lax.pmean(optax.tree.norm(gradients), AXIS)
+    return jax.tree.map(lambda g: g / jnp.maximum(norm, 1), gradients)
+
+
+def permuted(gradients, params):
+    del params
+    ring = [(i, (i + 1) % REPLICAS) for i in range(REPLICAS)]
+    return jax.tree.map(lambda g: g + lax.ppermute(g, AXIS, ring), gradients)
+
+
+def in_a_loop(gradients):
+    def body(total, gradient):
+        return total + lax.psum(gradient, AXIS), ()
+
+    return jax.tree.map(
+        lambda g: lax.scan(body, jnp.zeros(g.shape), g[None])[0], gradients
+    )
+
+
+def gathered(gradients):
+    return jax.tree.map(lambda g: lax.all_gather(g, AXIS).mean(0), gradients)
+
+
+def step_of(function, tx=TX):
+    """A training step whose gradients go through the function first."""
+
+    def train(state, gradients):
+        params, opt_state = state
+        gradients = jax.tree.map(lambda g: g[0], gradients)
+        given = function(gradients, params)
+        updates, opt_state = tx.update(given, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {}
+
+    return cd.replicas.step(train, cd.replicas.make_mesh(REPLICAS), donate=False)
+
+
+def arguments(tx=TX):
+    mesh = cd.replicas.make_mesh(REPLICAS)
+    (gradients,) = helpers.make_gradients(1, REPLICAS)
+    return helpers.start(tx, helpers.make_params(), mesh), gradients
+
+
+@pytest.mark.parametrize(
+    ("function", "primitive", "sent"),
+    [
+        (with_decay, "psum", 4 * ELEMENTS),
+        (with_noise, "psum", 4 * ELEMENTS),
+        (clipped, "psum", 4),
+        (permuted, "ppermute", 4 * ELEMENTS),
+    ],
+)
+def test_it_is_counted_and_named(function, primitive, sent):
+    with pytest.warns(UserWarning, match=f"{primitive}.* {sent} bytes") as found:
+        step_of(function).lower(*arguments())
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("function", [averaged, gathered, in_a_loop])
+@pytest.mark.parametrize("injected", [False, True])
+@pytest.mark.filterwarnings("ignore:The training step itself communicates")
+def test_averaged_gradients_are_rejected(function, injected):
+    def build(learning_rate):
+        return cd.local_muon(learning_rate, axis_name=AXIS)
+
+    tx = optax.inject_hyperparams(build)(0.1) if injected else TX
+    step = step_of(lambda gradients, params: function(gradients), tx)
+    with pytest.raises(ValueError, match="Remove the pmean or psum"):
+        step.lower(*arguments(tx))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        *(TX, cd.curvadion(0.1, axis_name=AXIS)),
+        cd.presets.diloco(0.1, 2, axis_name=AXIS),
+        cd.adaptive_sync(
+            optax.apply_if_finite(optax.sgd(0.1), 3),
+            *(cd.triggers.every_k(2), cd.synchronizers.reconcile(), AXIS),
+        ),
+    ],
+    ids=["local_muon", "curvadion", "diloco", "apply_if_finite inside"],
+)
+def test_the_optimizers_own_is_not_named(tx):
+    step_of(lambda gradients, params: gradients, tx).lower(*arguments(tx))
+
+
+def test_a_contrastive_step_may_have_parameters_without_a_gradient():
+    """What it sends is named, and zeros are no averaged gradient."""
+
+    def contrastive(gradients, params):
+        mixed = {name: gradients[name] for name in helpers.MATRICES}
+        mixed = jax.tree.map(lambda g: g + lax.pmean(g, AXIS), mixed)
+        return gradients | mixed | {"embed": jnp.zeros_like(params["embed"])}
+
+    with pytest.warns(UserWarning, match="step itself communicates"):
+        step_of(contrastive).lower(*arguments())
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_messages_that_the_compiler_adds(constrained):
+    """Labels looked up in logits that are sharded by rows and by words at once."""
+    mesh = cd.replicas.make_mesh(4, {"fsdp": 2})
+    tx = cd.local_muon(0.02, trigger=cd.triggers.every_k(2), axis_name=AXIS)
+
+    def train(state, batch):
+        params, opt_state = state
+
+        def loss_fn(params):
+            logits = params["embed"][batch] @ params["head"]
+            if constrained:
+                by_rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+                logits = lax.with_sharding_constraint(logits, by_rows)
+            cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+            return cross_entropy(logits, batch).mean()
+
+        loss, gradients = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    def place(x):
+        spec = PartitionSpec(AXIS, None, "fsdp") if x.ndim == 3 else PartitionSpec(AXIS)
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    params = {"embed": jnp.eye(64, 32), "dense": jnp.eye(32), "head": jnp.eye(32, 64)}
+    state = cd.replicas.replicate((params, tx.init(params)), mesh)
+    rows = NamedSharding(mesh, PartitionSpec((AXIS, "fsdp")))
+    tokens = jax.device_put(np.arange(512).reshape(32, 16) % 64, rows)
+    step = cd.replicas.step(train, mesh)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        step(jax.tree.map(place, state), tokens)
+    messages = [str(warning.message) for warning in found]
+    assert len(messages) == (0 if constrained else 1)
+    assert all("take_along_axis" in message for message in messages)

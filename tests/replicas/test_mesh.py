@@ -1,0 +1,106 @@
+"""Meshes of replicas: which devices, in which order, and what is no such mesh."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from curvadion_jax import replicas
+
+
+def test_mesh():
+    mesh = replicas.make_mesh(2, {"fsdp": 4})
+    assert mesh.axis_names == ("replica", "fsdp")
+    assert mesh.axis_types == (AxisType.Auto,) * 2
+    ids = [[device.id for device in row] for row in mesh.devices]
+    assert ids == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    mesh = replicas.make_mesh(2, axis_name="pod", devices=jax.devices()[5:])
+    assert mesh.axis_names == ("pod",)
+    assert [device.id for device in mesh.devices] == [5, 6]
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    """What a mesh looks at in a device of a larger machine."""
+
+    id: int
+    slice_index: int
+    process_index: int
+
+
+def machine(monkeypatch, slices: int, processes: int, chips: int) -> None:
+    """Chips of every process of every slice, in an order that mixes all of them."""
+    numbers = itertools.product(range(chips), range(processes), range(slices))
+    devices = [
+        FakeDevice(number, where, where * processes + process)
+        for number, (_, process, where) in enumerate(numbers)
+    ]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(jax, "process_count", lambda: slices * processes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "number", "inner", "slices"),
+    [
+        pytest.param((2, 2, 4), 2, 8, [{0}, {1}], id="a-slice-each"),
+        pytest.param((2, 2, 4), 4, 4, [{0}, {0}, {1}, {1}], id="two-in-a-slice"),
+        pytest.param((2, 1, 8), 2, 4, [{0}, {1}], id="half-of-each-slice"),
+        pytest.param((4, 1, 2), 2, 4, [{0, 1}, {2, 3}], id="two-slices-each"),
+    ],
+)
+def test_a_replica_is_made_of_a_slice(
+    monkeypatch, caplog, shape, number, inner, slices
+):
+    machine(monkeypatch, *shape)
+    mesh = replicas.make_mesh(number, {"fsdp": inner})
+    assert [{device.slice_index for device in row} for row in mesh.devices] == slices
+    for row in mesh.devices:
+        places = [(device.slice_index, device.process_index) for device in row]
+        assert places == sorted(places)
+    some_idle = number * inner < len(jax.devices())
+    assert some_idle == ("make_mesh uses 8 of 16 devices" in caplog.text)
+
+
+def test_replicas_are_spread_over_the_processes_of_a_slice(monkeypatch):
+    machine(monkeypatch, 1, 4, 8)
+    hosts = [device.process_index for device in replicas.make_mesh(8).devices]
+    assert hosts == [0, 0, 1, 1, 2, 2, 3, 3]
+    with pytest.raises(ValueError, match="leaves process 2 of 4 without a device"):
+        replicas.make_mesh(10)
+
+
+def test_idle_devices_are_reported(caplog):
+    replicas.make_mesh(2, devices=jax.devices()[:3])  # named by the caller
+    replicas.make_mesh(2, {"data": 4})
+    assert not caplog.records
+    replicas.make_mesh(3)
+    assert "uses 3 of 8 devices" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((9,), "needs 9 devices, and there are 8"),
+        ((0,), "needs 0 devices"),
+        ((2, {"replica": 2}), "are both named 'replica'"),
+    ],
+)
+def test_meshes_that_cannot_be(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        replicas.make_mesh(*arguments)
+
+
+def test_meshes_of_ones_own():
+    devices = np.array(jax.devices()[:2])
+    mesh = Mesh(devices, ("data",))
+    renamed = replicas.replicate({"w": jnp.ones(2)}, mesh, axis_name="data")
+    assert renamed["w"].shape == (2, 2)
+    with pytest.raises(ValueError, match="no 'replica'"):
+        replicas.replicate({"w": jnp.ones(2)}, mesh)
+    explicit = Mesh(devices, ("replica",), axis_types=(AxisType.Explicit,))
+    with pytest.raises(ValueError, match="must be Auto"):
+        replicas.replicate({"w": jnp.ones(2)}, explicit)
