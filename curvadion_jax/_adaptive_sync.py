@@ -158,7 +158,7 @@ def adaptive_sync(
             # In a mapped step gradients are local by construction.
             allow_unchecked=allow_unchecked or _mapped.current() is not None,
         )
-        finite = _finite.all_finite(updates)
+        finite = _finite.norms_finite(updates)
         replica = _Replica(
             inner=inner,
             synchronizer=synchronizer,

@@ -2,8 +2,8 @@
 
 The whole policy, as wrappers around the inner optimizer and the synchronizer:
 
-* *Non-finite gradients.* A replica whose gradients hold a NaN or an infinity takes the
-  step of a zero gradient, and its trigger sees zeros.
+* *Non-finite gradients.* A replica whose gradients hold a NaN or an infinity, or whose
+  norms are infinite, takes the step of a zero gradient, and its trigger sees zeros.
 * *Zeroed updates.* Where the inner or the outer optimizer makes updates that are not
   finite of what is, these elements are zero: parameters, to which updates are added,
   cannot be repaired by adding. Of an outer step anchor and outer state stay there as

@@ -22,6 +22,19 @@ def all_finite(tree: Any) -> jax.Array:
     return _sum([jnp.sum(x - x) for x in floats]) == 0
 
 
+def norms_finite(tree: Any) -> jax.Array:
+    """Whether no array has a NaN, an infinity, or a square that is infinite, bool[].
+
+    In float32 elements of 1e19 have: their matrix has no norm.
+    """
+
+    def squares(x):
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return jnp.sum(jnp.square(jnp.abs(wide)))
+
+    return all_finite([squares(x) for x in jax.tree.leaves(tree) if is_float(x)])
+
+
 def _sum(numbers: Sequence[jax.Array]) -> jax.Array:
     """The sum of the squares of some scalars, float32[].
 

@@ -2,12 +2,14 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import curvadion_jax as cd
 from curvadion_jax import _faults, _finite
 
 # More than a vector of the processor holds, and some more.
@@ -87,3 +89,16 @@ def test_a_state_is_finite_if_its_arrays_are(number):
     for name, shape in (("w", 3), ("scale", ())):
         spoilt = params | {name: jnp.full(shape, number)}
         assert not _faults.is_finite(state | {"moment": spoilt}, params)
+
+
+@pytest.mark.parametrize("build", [cd.local_muon, cd.curvadion])
+def test_a_gradient_without_a_norm_is_that_of_a_zero_gradient(build):
+    """Else `local_muon` would take no step, and `curvadion` synchronise, uncounted."""
+    tx, params = build(0.1), {"kernel": jnp.ones((4, 6))}
+    state, runs = tx.init(params), []
+    for size in (1e20, 0.0):
+        gradients = jax.tree.map(lambda x, size=size: size * x, params)
+        runs.append(jax.jit(tx.update)(gradients, state, params))
+    (huge, state), (zero, _) = runs
+    chex.assert_trees_all_equal(huge, zero)
+    assert int(state.metrics.nonfinite) == 1
