@@ -5,18 +5,20 @@ Only plain numbers are looked at: schedules, and traced numbers as
 """
 
 import math
-import numbers
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.core import Tracer
+
+_PLAIN = (int, float, np.number)
 
 
 def check_static(value: Any, what: str) -> None:
     """Rejects a traced number where a Python number is needed."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise TypeError(
             f"{what} must be a Python number, got a traced value. With "
             f"optax.inject_hyperparams, pass static_args=({what!r},)."
@@ -34,7 +36,7 @@ def check_int(value: Any, what: str, at_least: int = 1) -> None:
 
 def check_number(value: Any, what: str, below: float | None = None) -> None:
     """Rejects a number that is negative, NaN, or not below a limit."""
-    if not isinstance(value, numbers.Real):
+    if not isinstance(value, _PLAIN):
         return
     if not value >= 0 or (below is not None and value >= below):
         limit = "" if below is None else f" and below {below}"
@@ -49,7 +51,7 @@ def check_numbers(**values: Any) -> None:
 
 def check_positive(value: Any, what: str) -> None:
     """Rejects a number that is not above 0 and finite."""
-    if isinstance(value, numbers.Real) and not 0 < value < math.inf:
+    if isinstance(value, _PLAIN) and not 0 < value < math.inf:
         raise ValueError(f"{what} must be above 0 and finite, got {value}.")
 
 
@@ -69,7 +71,7 @@ def check_transformation(value: Any, what: str) -> None:
 
 def check_fraction(value: Any, what: str) -> None:
     """Rejects a number outside (0, 1], such as a percentage."""
-    if isinstance(value, numbers.Real) and not 0 < value <= 1:
+    if isinstance(value, _PLAIN) and not 0 < value <= 1:
         raise ValueError(
             f"{what} is a fraction in (0, 1], got {value}. Ten percent is 0.1."
         )

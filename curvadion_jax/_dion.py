@@ -20,7 +20,8 @@ from curvadion_jax import (
     _power_iteration,
     _trees,
 )
-from curvadion_jax._power_iteration import Devices, ReduceFn
+from curvadion_jax._power_iteration import ReduceFn
+from curvadion_jax._within_replica import Devices
 
 _RANK = 0.25
 _EPSILON = 1e-7  # AdamW's; 1e-8 is zero in float16
@@ -68,42 +69,39 @@ def scale_by_dion(
       M &\leftarrow B - (1 - \mu) P R^\top \\
       Q &\leftarrow R\,/\,\text{column norms}
 
-    and the result is :math:`\sqrt{\text{fan out}/\text{fan in}}\; P Q^\top`. Here
+    The result is :math:`\sqrt{\text{fan out}/\text{fan in}}\; P Q^\top`. Here
     :math:`\mu` is `momentum`, and the number of columns of Q comes from `rank`. The
     matrix is seen with rows >= cols, so P lies on the larger side, and on fan_out when
     they are equal. All algebra is done in float32 (float64 for float64 input).
 
     Args:
       rank: an int is a rank, clipped to each matrix; a float in (0, 1] is a fraction
-        of the smaller side, rounded up; None is 0.25. It sets shapes: where you give a
-        number, it is static under `optax.inject_hyperparams`.
+        of the smaller side, rounded up. None means 0.25. It sets shapes, so it is
+        static under `optax.inject_hyperparams`.
       momentum: decay rate mu, in [0, 1).
-      mu_dtype: dtype of the momentum and of Q; None keeps the parameter's.
+      mu_dtype: dtype of the momentum and of Q. None means the parameter's.
       dimension_numbers: tree (or prefix) of `optax.contrib.MuonDimensionNumbers`, or a
         function of the parameters that returns one; axes not named are batch axes.
-        None is :func:`default_dimension_numbers`. Static under
+        None means :func:`default_dimension_numbers`. Static under
         `optax.inject_hyperparams`, which takes every function for a schedule.
       orthonormalize: function from [..., rows, r] to an orthonormal basis of the same
-        shape; None is repeated Cholesky QR. Static under `optax.inject_hyperparams`.
+        shape. None means repeated Cholesky QR. Static likewise.
       error_feedback: False gives the momentum of CurvaDion's formula instead,
         B = mu M + G and M <- B.
       seed: seed of the initial Q, which is the same on every replica.
 
     Returns:
-      A transformation with :class:`DionState`. Its `update` takes these optional extra
-      arguments: `momentum_only=True` accumulates B into the momentum, keeps Q and
-      returns zero updates. `reduce_fn` averages over replicas, ``(arrays, made_of) ->
-      (means, put_in)``: it is given B Q, then B^T P, by path of the parameter (B itself
-      where the factors are no smaller), and for each the parameter's shape and which of
-      its axes every axis is made of. It returns means, and what of its own arrays this
-      replica put in (None for all; the rest stays in the momentum). Then the update is
-      that of Dion on the mean gradient while Q is the same on all replicas, for
-      (rows + cols) r elements instead of rows x cols, and momenta stay where they are.
-      `devices` shares the work of a replica of several devices.
+      A transformation with :class:`DionState`. `update` takes these optional arguments:
+      `momentum_only=True` accumulates B into the momentum, keeps Q and returns zero
+      updates. `reduce_fn` averages B Q, then B^T P, over replicas (B itself where the
+      factors are no smaller), see `_power_iteration.ReduceFn`: while Q is the same on
+      all replicas the update is that of Dion on the mean gradient, for (rows + cols) r
+      elements instead of rows x cols, and momenta stay local. `devices` shares the work
+      of a replica of several devices.
 
     Raises:
-      TypeError: for an argument of the wrong kind, such as a rank that is not a plain
-        number, or arrays that are not real floating-point numbers.
+      TypeError: if the rank is not a plain number, or a parameter has no real
+        floating-point numbers.
       ValueError: for a rank or momentum out of range, an int rank above every
         matrix, or a parameter that is not a matrix.
 
@@ -182,7 +180,7 @@ def scale_by_dion(
             feedback=1 - momentum if error_feedback else None,
             orthonormalize=orthonormalize,
             reduce_fn=reduce_fn,
-            devices=devices,
+            devices=Devices() if devices is None else devices,
         )
         after = DionState(_like(state.momentum, momenta), _like(state.q, qs))
         return _like(updates, directions), after
@@ -228,32 +226,33 @@ def dion(
     learning rate: :math:`X \leftarrow X - \eta \sqrt{\text{fan out}/\text{fan in}}\,
     P Q^\top - \eta \lambda X`. A learning rate near 0.01 to 0.02 transfers across
     widths and depths. It communicates nothing: for replicas that share every step see
-    `presets.synchronous_dion`, for replicas that step alone :func:`curvadion`.
+    `presets.synchronous_dion`, for local steps :func:`curvadion`.
 
     Args:
-      learning_rate: a number or a schedule.
+      learning_rate: number or schedule.
       rank, orthonormalize, error_feedback, seed: see :func:`scale_by_dion`.
-      momentum: decay rate mu, a number in [0, 1) or a schedule.
-      dimension_numbers: as for :func:`scale_by_dion`; None for a parameter sends it to
-        the other optimizer, and :func:`describe_partition` shows what was chosen.
-      weight_decay: decoupled, of the matrices; times the learning rate.
+      momentum: decay rate mu; a number in [0, 1) or a schedule.
+      weight_decay: decoupled, of the matrices, times the learning rate.
       weight_decay_mask: as for `optax.add_decayed_weights`.
-      mu_dtype: dtype of Dion's momentum and Q, and of AdamW's first moment; None keeps
-        the parameters'.
-      adam_learning_rate: number or schedule for AdamW of the other parameters
-        (embeddings, output heads, norms, biases), with b1 = 0.9, b2 = 0.95,
-        eps = 1e-7 and no weight decay; None is `learning_rate`.
-      other_optimizer: any Optax optimizer in place of that AdamW, with its own
-        learning rate.
+      mu_dtype: dtype of Dion's momentum and Q, and of AdamW's first moment. None means
+        that of the parameters.
+      adam_learning_rate: learning rate of AdamW, which trains all other parameters
+        (embeddings, output heads, norms, biases) with b1 = 0.9, b2 = 0.95 and
+        eps = 1e-7. None means `learning_rate`.
+      other_optimizer: replaces that AdamW. Cannot be combined with
+        `adam_learning_rate`.
+      dimension_numbers: as for :func:`scale_by_dion`. None for a parameter sends it to
+        the other optimizer, and :func:`describe_partition` shows what was chosen.
 
     Returns:
-      An `optax.partition` of the two. `update` takes those of :func:`scale_by_dion`.
+      An `optax.partition` of the two. `update` takes the optional arguments of
+      :func:`scale_by_dion`.
 
     Raises:
-      TypeError: as for :func:`scale_by_dion`, and for rates that are neither numbers
-        nor schedules.
-      ValueError: as for :func:`scale_by_dion`, for a rate or weight decay that is
-        negative or not finite, and for both `other_optimizer` and `adam_learning_rate`.
+      TypeError: as for :func:`scale_by_dion`.
+      ValueError: as for :func:`scale_by_dion`, for a learning rate or weight decay that
+        is negative or NaN, if no parameter is a matrix, and if both `other_optimizer`
+        and `adam_learning_rate` are given.
 
     Example:
       >>> params = {"embed": jnp.ones((9, 4)), "kernel": jnp.ones((4, 8))}

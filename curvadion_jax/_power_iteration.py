@@ -1,7 +1,7 @@
 """One step of power iteration from a right factor, and Dion's step made of it.
 
-Pure mathematics: no Optax, no axis, no layout. Communication comes in as functions that
-are applied between the two products. Symbols as in Ahn et al. (arXiv 2504.05295), for
+Mathematics without Optax, axes or layouts: communication comes in as functions that are
+applied between the two products. Symbols as in Ahn et al. (arXiv 2504.05295), for
 parameters seen as stacks [..., rows, cols] with rows >= cols:
 
 ====== ==================== ==================== ===================================
@@ -21,7 +21,7 @@ import functools
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -137,59 +137,21 @@ def bases_of_stacks(
     the factors are stacked: the momenta would be copied and resharded by it.
     """
 
-    def orthonormalized(factor):
-        basis = orthonormalize(factor)
-        shape = getattr(basis, "shape", None)
-        if shape != factor.shape:
-            several = isinstance(basis, tuple)
-            raise ValueError(
-                f"orthonormalize must return an array of shape {factor.shape}, as it "
-                f"is given, got {shape or type(basis).__name__}"
-                + ("; take one of these, as jnp.linalg.qr(x)[0]" if several else "")
-            )
-        return basis
-
     groups = defaultdict(list)
     for index, factor in enumerate(factors):
         groups[factor.shape[-2:], factor.dtype].append(index)
     result = list(factors)
     for (shape, _), members in groups.items():
         if len(members) == 1:
-            result[members[0]] = orthonormalized(factors[members[0]])
+            result[members[0]] = orthonormalize(factors[members[0]])
             continue
         stacks = [factors[index].reshape(-1, *shape) for index in members]
-        basis, start = orthonormalized(jnp.concatenate(stacks)), 0
+        basis, start = orthonormalize(jnp.concatenate(stacks)), 0
         for index, stack in zip(members, stacks, strict=True):
             part = basis[start : start + stack.shape[0]]
             result[index] = part.reshape(factors[index].shape)
             start += stack.shape[0]
     return result
-
-
-class Devices(Protocol):
-    """How the devices of a replica share Dion's work; an extra argument of `update`."""
-
-    def whole(self, factor: jax.Array) -> jax.Array:
-        """A factor [..., r], with r whole on every device."""
-        ...
-
-    def bases(
-        self,
-        factors: Named,
-        views: dict[str, MatrixView],
-        orthonormalize: Orthonormalize,
-    ) -> Named:
-        """Orthonormal bases of left factors."""
-        ...
-
-
-class _OneDevice:
-    def whole(self, factor):
-        return factor
-
-    def bases(self, factors, views, orthonormalize):
-        del views
-        return bases(factors, orthonormalize)
 
 
 def dion_step(
@@ -200,7 +162,7 @@ def dion_step(
     feedback: jax.typing.ArrayLike | None,
     orthonormalize: Orthonormalize,
     reduce_fn: ReduceFn | None,
-    devices: Devices | None,
+    devices: Any,
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
     """One step of Dion for all parameters.
 
@@ -212,13 +174,12 @@ def dion_step(
       orthonormalize: see `_orthonormalize`.
       reduce_fn: means over replicas of B Q, then of B^T P; of B where the factors are
         no smaller; None for one replica.
-      devices: those of this replica; None is one.
+      devices: those of this replica, see `_within_replica.Devices`.
 
     Returns:
       The directions sqrt(fan_out / fan_in) P Q^T, the momenta, both in the parameters'
       shapes, and the next Qs, a list each.
     """
-    devices = _OneDevice() if devices is None else devices
     qs = {name: devices.whole(q) for name, q in qs.items()}
     compressed = {n for n, q in qs.items() if reduces_factors(views[n], q.shape[-1])}
 
@@ -248,8 +209,8 @@ def dion_step(
         Q, present = unit_columns(mean_right[name], qs[name])
         Q = devices.whole(Q)
         if feedback is not None:
-            # Each replica takes away what it gave. With the mean of R the update would
-            # be the same, but replicas' differences would add up in momenta for ever.
+            # Each replica takes away its own contribution: with the mean of R the
+            # replicas' differences would add up in their momenta.
             momentum -= jnp.asarray(feedback, P.dtype) * view.product(P, own[name])
         if put_in[name] is not total[name]:
             momentum += total[name] - put_in[name]

@@ -125,25 +125,6 @@ def plain_updates():
 
 
 @pytest.mark.slow
-def test_other_leaves_follow_adamw_by_default():
-    params, gradients = params_and_gradients()
-    adamw = optax.adamw(0.1, b1=0.9, b2=0.95, weight_decay=0.0)
-    expected = run_updates(adamw, params, gradients)
-    for name in ("embed", "bias"):
-        close(plain_updates()[name], expected[name], FLOAT32_ATOL, name)
-
-
-@pytest.mark.slow
-def test_matrices_follow_scale_by_dion():
-    params, gradients = params_and_gradients()
-    take = lambda tree: {name: tree[name] for name in MATRICES}  # noqa: E731
-    tx = cd.scale_by_dion(rank=1, orthonormalize=unit)
-    expected = run_updates(tx, take(params), take(gradients))
-    for name in MATRICES:
-        close(plain_updates()[name], -0.1 * expected[name], FLOAT32_ATOL, name)
-
-
-@pytest.mark.slow
 def test_learning_rate_schedules():
     schedule = lambda count: 0.1 * (1 + count)  # noqa: E731
     tx = rank_one(schedule, adam_learning_rate=lambda count: 0.3)
@@ -153,55 +134,6 @@ def test_learning_rate_schedules():
         factors = 1 + np.arange(3) if name in MATRICES else np.full(3, 3)
         factors = factors.reshape(-1, *[1] * params[name].ndim)
         close(updates[name], factors * plain_updates()[name], FLOAT32_ATOL, name)
-
-
-@pytest.mark.slow
-def test_other_leaves_use_the_schedule_unless_told_otherwise():
-    schedule = lambda count: 0.1 * (1 + count)  # noqa: E731
-    params, gradients = params_and_gradients()
-    updates = run_updates(rank_one(schedule), params, gradients)
-    factors = (1 + np.arange(3)).reshape(-1, 1)
-    close(updates["bias"], factors * plain_updates()["bias"], FLOAT32_ATOL)
-
-
-def test_other_optimizer():
-    params, gradients = params_and_gradients()
-    tx = rank_one(0.1, other_optimizer=optax.sgd(0.5))
-    updates = run_updates(tx, params, gradients)
-    for name in params:
-        other = -0.5 * gradients[name]
-        expected = plain_updates()[name] if name in MATRICES else other
-        close(updates[name], expected, FLOAT32_ATOL, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mask", "decayed"),
-    [
-        pytest.param(None, MATRICES, id="none", marks=pytest.mark.slow),
-        pytest.param(
-            {"embed": True, "kernel": True, "bias": True, "mlp": False},
-            ("kernel",),
-            id="tree",
-        ),
-        pytest.param(
-            lambda params: jax.tree.map_with_path(
-                lambda path, _: path[-1].key == "mlp", params
-            ),
-            ("mlp",),
-            id="function",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_weight_decay_and_its_mask(mask, decayed):
-    """X <- X - lr D - lr wd X, for the chosen ones of Dion's matrices only."""
-    params, gradients = params_and_gradients()
-    tx = rank_one(0.1, weight_decay=0.5, weight_decay_mask=mask)
-    updates = run_updates(tx, params, gradients)
-    for name in params:
-        decay = 0.1 * 0.5 * params[name][None] * (name in decayed)
-        close(updates[name], plain_updates()[name] - decay, FLOAT32_ATOL, name)
 
 
 @pytest.mark.slow
@@ -215,36 +147,3 @@ def test_chosen_dimension_numbers_turn_the_kernel():
     theirs = run_updates(transposed, {"kernel": params["kernel"].T}, torch)
     expected = np.asarray(theirs["kernel"]).transpose(0, 2, 1)
     close(ours["kernel"], expected, FLOAT32_ATOL)
-
-
-@pytest.mark.slow
-def test_all_leaves_for_the_other_optimizer():
-    params, gradients = params_and_gradients()
-    tx = rank_one(0.1, dimension_numbers=lambda params: None)
-    expected = run_updates(
-        optax.adamw(0.1, b1=0.9, b2=0.95, eps=1e-7, weight_decay=0.0),
-        params,
-        gradients,
-    )
-    updates = run_updates(tx, params, gradients)
-    jax.tree.map(lambda x, y: close(x, y, FLOAT32_ATOL), updates, expected)
-
-
-@pytest.mark.slow
-def test_in_a_chain_under_jit_with_donation():
-    params, gradients = params_and_gradients()
-    tx = optax.chain(optax.clip_by_global_norm(1.0), rank_one(0.1))
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, gradient):
-        updates, state = tx.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = jax.tree.map(jnp.asarray, params)
-    state = jax.jit(tx.init)(params)
-    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (params, state))
-    for t in range(2):
-        gradient = {name: gradients[name][t] for name in params}
-        params, state = step(params, state, gradient)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), (params, state)) == shapes
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))

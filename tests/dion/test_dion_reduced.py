@@ -1,28 +1,20 @@
 """What Dion sends over replicas, and what it tells and asks of a `reduce_fn`."""
 
-import functools
 import math
 import re
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from dion_replicas import (
     REPLICAS,
     SHAPES,
     compiled,
     local_gradients,
-    reduced,
     sends_factors,
-    shard_map,
     state_of,
-    synchronous,
 )
-from dion_runs import MU, close, rank_of, zeros
-from jax.sharding import PartitionSpec as P
+from dion_runs import rank_of, zeros
 
 import curvadion_jax as cd
 
@@ -63,33 +55,6 @@ def test_what_is_sent(rank, by):
     assert sent == [matrices * size for size in sizes]
 
 
-def unit(a):
-    """An orthonormal basis of one column, and quick to compile."""
-    return a / jnp.linalg.norm(a, axis=-2, keepdims=True)
-
-
-@pytest.mark.slow
-def test_reduce_fn_does_what_a_sync_does():
-    gradients = jax.tree.map(lambda g: g[:, 0], local_gradients(dtype=np.float32))
-    first = state_of(1, "sync", np.float32)
-    tx, params = cd.scale_by_dion(1, MU, orthonormalize=unit), first[0].momentum
-
-    def with_sync(gradient):
-        updates, state = synchronous(tx).update(gradient, first[1], params)
-        return updates, state.inner_state
-
-    def with_function(gradient):
-        return reduced(tx, "vmap").update(gradient, first[0])
-
-    # Operation by operation: a compiled sync may add and multiply in one rounding.
-    with jax.disable_jit():
-        results = [
-            jax.vmap(function, axis_name="replica")(gradients)
-            for function in (with_sync, with_function)
-        ]
-    jax.tree.map(np.testing.assert_array_equal, *results)
-
-
 @pytest.mark.parametrize("rank", [2, 1.0])
 def test_reduce_fn_is_told_what_arrays_are_made_of(rank):
     """The axes of an array have the sizes of the parameter's, or the rank's."""
@@ -109,29 +74,3 @@ def test_reduce_fn_is_told_what_arrays_are_made_of(rank):
     params, r = zeros(SHAPES, np.float32), rank_of((5, 9), rank)
     jax.eval_shape(lambda p: tx.update(p, tx.init(p), p, reduce_fn=mean), params)
     assert given == [sorted(SHAPES)] * (2 if sends_factors(rank) else 1)
-
-
-@pytest.mark.slow
-def test_other_leaves_take_the_mean_gradient():
-    params = {"kernel": np.ones((5, 9), np.float32), "bias": np.ones(9, np.float32)}
-    tx: Any = cd.presets.synchronous_dion(
-        0.1, rank=1, axis_name="replica", other_optimizer=optax.sgd(1.0)
-    )
-    state = tx.init(params)
-    rng = np.random.default_rng(0)
-    gradients = {
-        "kernel": rng.normal(size=(REPLICAS, 5, 9)).astype(np.float32),
-        "bias": rng.normal(size=(REPLICAS, 9)).astype(np.float32),
-    }
-
-    @jax.jit
-    @functools.partial(shard_map, in_specs=(P(), P("replica")))
-    def update(params, gradients):
-        gradients = jax.tree.map(lambda x: x[0], gradients)
-        updates, _ = tx.update(gradients, state, params)
-        return jax.tree.map(lambda x: x[None], updates)
-
-    updates = update(params, gradients)
-    mean = -gradients["bias"].mean(axis=0)
-    # A mean of eight float32 numbers of order one.
-    close(updates["bias"], np.stack([mean] * REPLICAS), 1e-6)

@@ -156,43 +156,6 @@ def test_replicas_stay_equal_to_the_bit():
         assert len({row.tobytes() for row in leaf}) == 1
 
 
-@pytest.mark.parametrize("name", ["int4"])
-def test_other_gradients_come_in_the_end(name):
-    trajectory, gradients = run(optimizer(FORMS[name]), steps=5)
-    params, opt_state = trajectory[-1]
-    residual = opt_state.sync_state.residual
-    assert sorted(residual) == ["bias", "embed"]
-    for key, held in residual.items():
-        total = sum(tree[key].mean(0) for tree in gradients)
-        start = helpers.make_params()[key]
-        close(params[key][0], start - RATE * (total - held.mean(0)))
-        assert np.abs(held).max() > 1e-3
-
-
-def test_exact_is_no_compressor():
-    (*_, exact), _ = run(optimizer(compressors.exact()))
-    (*_, plain), _ = run(optimizer(None))
-    for key, value in plain[0].items():
-        close(exact[0][key], value)
-    assert plain[1].sync_state.residual == ()
-
-
-def test_one_replica_is_plain_dion():
-    gradients = [
-        {key: x[0] for key, x in tree.items()} for tree in helpers.make_gradients(3, 1)
-    ]
-    inner = cd.dion(RATE, 2, MU, other_optimizer=optax.sgd(RATE))
-    alone = cd.adaptive_sync(
-        inner, triggers.always(), synchronizers.average_factors(FORMS["int2"])
-    )
-    params = helpers.make_params()
-    expected, _ = helpers.last(helpers.run_alone(inner, params, gradients))
-    actual, state = helpers.last(helpers.run_alone(alone, params, gradients))
-    for key, value in expected.items():
-        close(actual[key], value)
-    assert not any(held.any() for held in state.sync_state.residual.values())
-
-
 @pytest.mark.parametrize(
     ("bits", "rank"),
     [(8, 2), (2, 4)],

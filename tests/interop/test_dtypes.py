@@ -107,7 +107,7 @@ def test_an_embedding_that_saw_nothing_does_not_move(dtype):
 def test_dtypes_and_shapes_are_kept_on_two_replicas(name, dtype):
     given = REPLICATED[name]
     if isinstance(given, compressors.Compressor):
-        sync = synchronizers.reconcile(compressor=given, momentum=given)
+        sync = synchronizers.reconcile(compressor=given)
         given = cd.local_muon(0.1, synchronizer=sync, axis_name=helpers.AXIS)
     with wide(dtype):
         one = helpers.make_params(dtype=dtype)

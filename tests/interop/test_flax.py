@@ -111,9 +111,8 @@ def train_nnx(tx):
 
 
 RUNS = {
-    f"{flax}-{name}": (train, *OPTIMIZERS[name])
-    for name in OPTIMIZERS
-    for flax, train in (("linen", train_linen), ("nnx", train_nnx))
+    "linen": (train_linen, *OPTIMIZERS["synchronous_dion"]),
+    "nnx": (train_nnx, *OPTIMIZERS["curvadion"]),
 }
 
 

@@ -5,12 +5,9 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-import pytest
-from small_optimizers import NAMES, alone, close, one_replica, small
+from small_optimizers import NAMES, one_replica, small
 
-import curvadion_jax as cd
 from curvadion_jax import synchronizers, triggers
 
 
@@ -36,29 +33,6 @@ def test_injected_threshold():
         decided.append(bool(optax.tree.get(state, "synced")))
     assert decided == [True, False, True, False]
     assert len(traces) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("factory", "static_args", "options"),
-    [
-        pytest.param(
-            *(cd.curvadion, ("rank", "error_feedback", "seed"), {"rank": 2}), id="rank"
-        ),
-        pytest.param(cd.curvadion, (), {}, id="curvadion"),
-        pytest.param(cd.curvadion, (), {"threshold": 0.3}, id="threshold"),
-        pytest.param(cd.local_muon, (), {"budget": 0.5}, id="local_muon"),
-    ],
-)
-def test_injected_curvadion(factory, static_args, options):
-    tx = optax.inject_hyperparams(factory, static_args=static_args)
-    rate = optax.linear_schedule(0.1, 0.0, 5)
-    gradients = one_replica(3, names=helpers.SHAPES)
-    injected = alone(tx(rate, momentum=0.9, **options), gradients)
-    plain = alone(factory(rate, momentum=0.9, **options), gradients)
-    for (params, _), (expected, _) in zip(injected, plain, strict=True):
-        close(params, expected)
-    assert injected[-1][1].hyperparams["momentum"] == np.float32(0.9)
 
 
 def test_extra_arguments_reach_the_inner_optimizer():
