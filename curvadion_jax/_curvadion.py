@@ -40,7 +40,7 @@ def curvadion(
     seed: jax.typing.ArrayLike = 0,
     synchronizer: synchronizers.Synchronizer | None = None,
     axis_name: str | None = None,
-    decision_interval: int = 1,
+    decision_interval: int | None = None,
     allow_unchecked: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""CurvaDion: local Dion steps, synchronised when a momentum changes.
@@ -99,8 +99,8 @@ def curvadion(
       synchronizer: replaces the sync described above.
       axis_name: name of the replica axis. None means a single replica, on which the
         default sync sends nothing and takes no outer step: the result is Dion's.
-      decision_interval: number of steps from one vote of the replicas to the next. A
-        vote costs a round trip over the slow link. A request waits up to
+      decision_interval: number of steps from one vote of the replicas to the next; None
+        means 1. A vote costs a round trip over the slow link. A request waits up to
         ``decision_interval - 1`` steps, on which nothing is sent.
       allow_unchecked: as for :func:`adaptive_sync`.
 
@@ -137,7 +137,7 @@ def curvadion(
         trigger = triggers.budget(budget, ahead=_BOUNDS, behind=_BOUNDS)
     else:
         trigger = triggers.relative_momentum_change(threshold)
-    if decision_interval != 1:
+    if decision_interval is not None:
         trigger = triggers.at_intervals(trigger, decision_interval)
     synchronizer = default_sync(bits, synchronizer, axis_name)
     inner = dion(

@@ -1,4 +1,4 @@
-"""`optax.inject_hyperparams` takes every optimizer as it is, without static_args."""
+"""`optax.inject_hyperparams` takes every optimizer; ranks and budgets are static."""
 
 from typing import Any
 
@@ -82,7 +82,7 @@ def test_the_updates_are_those_without_it(build: Any, arguments, options):
 def test_replicas_take_the_same_steps_and_syncs(build: Any, options):
     params, gradients = problem(build, 2)
     options = {**options, "axis_name": helpers.AXIS}
-    injected = optax.inject_hyperparams(build)(RATE, **options)
+    injected = optax.inject_hyperparams(build, static_args=("budget",))(RATE, **options)
     run = list(helpers.run_mesh(injected, params, gradients))
     expected = list(helpers.run_mesh(build(RATE, **options), params, gradients))
     close(run, expected)
@@ -112,7 +112,8 @@ def test_a_scheduled_momentum_is_one_that_is_injected(build: Any):
     params, gradients = problem(build, 2)
     rising = optax.linear_schedule(0.5, 0.9, STEPS)
     options = {"budget": 0.5, "axis_name": helpers.AXIS}
-    injected: Any = optax.inject_hyperparams(build)(RATE, momentum=rising, **options)
+    inject = optax.inject_hyperparams(build, static_args=("budget",))
+    injected: Any = inject(RATE, momentum=rising, **options)
     expected = list(helpers.run_mesh(injected, params, gradients))
     tx = build(RATE, momentum=rising, **options)
     close(helpers.run_mesh(tx, params, gradients), expected)
