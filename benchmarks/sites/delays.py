@@ -95,8 +95,9 @@ class Sites:
             model = Model(params, outer, form.codec)
             name = f"site{index}"
             number = _run.join(wrapped, name)
-            parts = wrapped, model, name, number, settings, lambda own, why: None
-            self.followers.append(Follower(*parts))
+            follower = Follower(wrapped, model, name, number, settings)
+            follower.on_outcome = lambda own, why: None
+            self.followers.append(follower)
             self.followers[-1].start(self._leaves)
         self._tokens = [0] * count
 

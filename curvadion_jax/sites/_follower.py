@@ -24,14 +24,7 @@ _PATIENCE = 60
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The numbers of :func:`join`, and two that nobody sets.
-
-    Attributes:
-      every, quorum, grace, max_lag, keep, poll: see `join`.
-      snapshot_every: rounds between snapshots.
-      max_norm: a contribution is rejected if its norm is beyond so many times the
-        median of its round, of three or more.
-    """
+    """The numbers of :func:`join`, and two that nobody sets."""
 
     every: int = 30
     quorum: int = 1
@@ -39,23 +32,21 @@ class Settings:
     max_lag: float = 60
     keep: float = 1.0
     poll: float = 1.0
+    # Rounds between snapshots.
     snapshot_every: int = 10
+    # A contribution is rejected beyond so many times the median norm, of three or more.
     max_norm: float = 10.0
 
 
 class Follower:
     """See the module.
 
-    Args:
-      store, model, name, settings: of the site.
-      incarnation: as `_run.join` counts it.
-      on_outcome: called with a contribution and "" if it counted, "late" if it came too
-        late, else why it was rejected.
-
     Attributes:
       number: of the open round, the next to be committed.
       outer: the outer side before it.
       contribution: to a round that is not committed, or None.
+      on_outcome: called with a contribution and "" if it counted, "late" if it came too
+        late, else why it was rejected.
       contributors: names in the last commit.
       snapshot: the outer side, roster and number that this site is to write, or None.
     """
@@ -67,10 +58,10 @@ class Follower:
         name: str,
         incarnation: int,
         settings: Settings,
-        on_outcome: Callable[[Contribution, str], None],
     ) -> None:
         self.store, self.model, self.settings = store, model, settings
-        self.name, self.incarnation, self._on_outcome = name, incarnation, on_outcome
+        self.name, self.incarnation = name, incarnation
+        self.on_outcome: Callable[[Contribution, str], None]
         self.number, self.contributors = 0, []
         self.contribution: Contribution | None = None
         self.snapshot: tuple[Outer, Roster, int] | None = None
@@ -299,4 +290,4 @@ class Follower:
         if why != "late":
             self._residual = self.model.zeros() if why else own.residual
             self._since = self.number
-        self._on_outcome(own, why)
+        self.on_outcome(own, why)

@@ -25,22 +25,11 @@ Arrays = list[np.ndarray]
 
 
 class Outer(NamedTuple):
-    """The outer side of a run after a round, the same at all sites.
-
-    Attributes:
-      anchor: the outer parameters.
-      state: of the outer optimizer, its leaves.
-      digest: of the anchor.
-    """
+    """The outer side of a run before a round, the same at all sites."""
 
     anchor: Arrays
-    state: Arrays
-    digest: str
-
-    @property
-    def arrays(self) -> Arrays:
-        """All of it, as a snapshot has it."""
-        return [*self.anchor, *self.state]
+    state: Arrays  # the leaves of the outer optimizer's
+    digest: str  # of the anchor
 
 
 class Model:
@@ -56,9 +45,8 @@ class Model:
         self, params: Any, outer: optax.GradientTransformation, codec: Codec
     ) -> None:
         leaves, self._structure = jax.tree.flatten_with_path(params)
-        self.names = [
-            jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves
-        ]
+        name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+        self.names = [name(path) for path, _ in leaves]
         self.shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in leaves]
         self._outer, self._codec = optax.with_extra_args_support(outer), codec
         self._wide = [
@@ -70,15 +58,7 @@ class Model:
         state = jax.eval_shape(self._initial, self.shapes)
         state, self._state_tree = jax.tree.flatten(state)
         self.snapshot = [*self.shapes, *state]
-        self._programs: dict[Any, Callable[..., Any]] = {}
-
-    def initial(self, params: Arrays) -> Outer:
-        """The outer side of a run that begins at these parameters."""
-        return _outer(params, to_host(self._run(self._initial, params)))
-
-    def from_snapshot(self, arrays: Arrays) -> Outer:
-        count = len(self.shapes)
-        return _outer(arrays[:count], arrays[count:])
+        self._programs: dict[str, Callable[..., Any]] = {}
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -86,31 +66,38 @@ class Model:
 
         It compiles every program on the way, so that no round waits for that.
         """
-        anchor = [
-            np.resize(np.linspace(-1, 1, 251), x.shape).astype(x.dtype)
-            for x in self.shapes
-        ]
-        drift = [
-            np.resize(np.linspace(-1, 2, 83), x.shape).astype(x.dtype)
-            for x in self._wide
-        ]
-        outer = self.initial(anchor)
+        anchor, drift = (
+            [np.resize(pattern, x.shape).astype(x.dtype) for x in shapes]
+            for pattern, shapes in (
+                (np.linspace(-1, 1, 251), self.shapes),
+                (np.linspace(-1, 2, 83), self._wide),
+            )
+        )
         _, message, _ = self.encode(anchor, anchor, self.zeros())
         self.norm(message)
+        outer = self.initial(anchor)
         self.step(outer, [(message, 1.0)], 1)
         for _ in range(2):
             outer = self._outer_step(outer, drift)
-        return _digest(outer.arrays)[:32]
+        return _digest([*outer.anchor, *outer.state])
+
+    def initial(self, params: Arrays) -> Outer:
+        """The outer side of a run that begins at these parameters."""
+        return self.from_snapshot([*params, *to_host(self._run(self._initial, params))])
+
+    def from_snapshot(self, arrays: Arrays) -> Outer:
+        anchor = arrays[: len(self.shapes)]
+        return Outer(anchor, arrays[len(self.shapes) :], _digest(anchor))
+
+    def zeros(self) -> Arrays:
+        """A residual, before anything was sent."""
+        return [np.zeros(x.shape, x.dtype) for x in self._wide]
 
     def encode(self, params: Arrays, anchor: Arrays, residual: Arrays) -> list[Arrays]:
         """How far parameters are from the anchor, in at least float32; the message for
         that and a residual; and the residual after it.
         """
         return [to_host(x) for x in self._run(self._encode, params, anchor, residual)]
-
-    def zeros(self) -> Arrays:
-        """A residual, before anything was sent."""
-        return [np.zeros(x.shape, x.dtype) for x in self._wide]
 
     def norm(self, message: Arrays) -> float:
         """Of what a message stands for; not finite if any element is not."""
@@ -136,32 +123,28 @@ class Model:
 
     def _outer_step(self, outer: Outer, drift: Arrays) -> Outer:
         with jax.default_device(_cpu()), jax.disable_jit():
-            anchor = [jnp.asarray(x) for x in outer.anchor]
-            old = [jnp.asarray(x) for x in outer.state]
+            anchor, old, gradient = (
+                [jnp.asarray(x) for x in arrays]
+                for arrays in (outer.anchor, outer.state, drift)
+            )
             updates, state = self._outer.update(
-                self._tree([-jnp.asarray(x) for x in drift]),
+                self._tree([-x for x in gradient]),
                 jax.tree.unflatten(self._state_tree, old),
                 self._tree(anchor),
             )
             # `optax.apply_updates` would add in the anchor's dtype.
-            new = [
-                (x + u).astype(x.dtype)
-                for x, u in zip(anchor, jax.tree.leaves(updates), strict=True)
-            ]
+            pairs = zip(anchor, jax.tree.leaves(updates), strict=True)
+            new = [(x + u).astype(x.dtype) for x, u in pairs]
             if not all(jnp.isfinite(x).all() for x in new):
                 log.error(
                     "The outer step is not finite, and the outer parameters stay as "
                     "they are there. Look at the outer optimizer."
                 )
-            state = [
-                _finite_or(x.astype(y.dtype), y)
-                for x, y in zip(jax.tree.leaves(state), old, strict=True)
-            ]
-            new = [
-                jnp.where(jnp.isfinite(x), x, y)
-                for x, y in zip(new, anchor, strict=True)
-            ]
-        return _outer(to_host(new), to_host(state))
+            pairs = zip(new, anchor, strict=True)
+            new = [jnp.where(jnp.isfinite(x), x, y) for x, y in pairs]
+            pairs = zip(jax.tree.leaves(state), old, strict=True)
+            state = [_finite_or(x.astype(y.dtype), y) for x, y in pairs]
+        return self.from_snapshot(to_host([new, state]))
 
     def _tree(self, leaves: Any) -> Any:
         return jax.tree.unflatten(self._structure, leaves)
@@ -170,9 +153,8 @@ class Model:
         return self._outer.init(self._tree(leaves))
 
     def _encode(self, params, anchor, residual):
-        wide = [x.dtype for x in self._wide]
-        pairs = zip(params, anchor, wide, strict=True)
-        drift = [x.astype(dtype) - y.astype(dtype) for x, y, dtype in pairs]
+        pairs = zip(params, anchor, self._wide, strict=True)
+        drift = [x.astype(z.dtype) - y.astype(z.dtype) for x, y, z in pairs]
         whole = [x + y for x, y in zip(drift, residual, strict=True)]
         message = self._codec.encode(whole)
         sent = self._codec.decode(message, whole)
@@ -210,15 +192,11 @@ def to_host(tree: Any) -> Arrays:
     return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
 
-def _outer(anchor: Arrays, state: Arrays) -> Outer:
-    return Outer(anchor, state, _digest(anchor)[:32])
-
-
 def _digest(arrays: Arrays) -> str:
     found = hashlib.sha256()
     for x in arrays:
         found.update(as_bytes(x))
-    return found.hexdigest()
+    return found.hexdigest()[:32]
 
 
 def _finite_or(new: jax.Array, old: jax.Array) -> jax.Array:

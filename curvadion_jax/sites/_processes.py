@@ -6,6 +6,7 @@ what is submitted, or what is raised.
 """
 
 import json
+import pickle
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -13,45 +14,50 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.experimental.multihost_utils import (
+    broadcast_one_to_all,
+    host_local_array_to_global_array,
+    process_allgather,
+)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from curvadion_jax.sites._store import RunError, as_bytes
+from curvadion_jax.sites._store import RunError
 from curvadion_jax.sites._worker import Update, Worker
 
 T = TypeVar("T")
 
 # Bytes broadcast at once; each device has room for them.
 _PIECE = 2**24
-_ERRORS = (RunError, ImportError, OSError, TypeError, ValueError)
+_ERRORS = (ImportError, OSError, RuntimeError, TypeError, ValueError)
 
 
-def from_first(function: Callable[[], T]) -> T | None:
-    """What a function returns in the first process, None in the others.
-
-    What it raises, all raise: the others an error of the same kind, if they know it.
-    """
+def from_first(function: Callable[[], T]) -> T:
+    """What a function returns or raises in the first process, in all of them."""
     if jax.process_count() == 1:
         return function()
-    found, error = None, None
+    found, arrays, data = None, [], b""
     if jax.process_index() == 0:
         try:
             found = function()
-        except Exception as raised:
-            error = raised
-    kind = next((i for i, each in enumerate(_ERRORS) if isinstance(error, each)), 0)
-    told = json.loads(_broadcast_text(json.dumps(error and [kind, str(error)])))
-    if error is not None:
-        raise error
-    if told is not None:
-        raise _ERRORS[told[0]](f"the first process of this site: {told[1]}")
+        except Exception as error:
+            known = isinstance(error, _ERRORS)
+            found = error if known else RunError(f"{type(error).__name__}: {error}")
+        small = pickle.dumps(found, 5, buffer_callback=arrays.append)
+        data = pickle.dumps((small, [array.raw().nbytes for array in arrays]))
+    size = int(broadcast_one_to_all(np.int32(len(data))))
+    small, sizes = pickle.loads(_broadcast(data, size))
+    given = [array.raw() for array in arrays] or [b""] * len(sizes)
+    told = [_broadcast(*pair) for pair in zip(given, sizes, strict=True)]
+    found = pickle.loads(small, buffers=told) if found is None else found
+    if isinstance(found, Exception):
+        raise found
     return found
 
 
 def check_alike(what: dict[str, Any]) -> None:
     """Rejects, in all processes, what is not the same in all."""
     number = np.int32(zlib.crc32(json.dumps(what).encode()) >> 1)
-    if len(set(multihost_utils.process_allgather(number).tolist())) > 1:
+    if len(set(process_allgather(number).tolist())) > 1:
         raise ValueError(
             f"Process {jax.process_index()} of {jax.process_count()} gives {what}, "
             "and another gives something else. Give join the same in all processes."
@@ -62,7 +68,7 @@ def gather(arrays: Sequence[jax.Array]) -> list[np.ndarray]:
     """Arrays in the host's memory, with memory of their own, one after the other."""
     if jax.process_count() == 1:
         return [np.array(x) for x in arrays]
-    return [multihost_utils.process_allgather(x, tiled=True) for x in arrays]
+    return [process_allgather(x, tiled=True) for x in arrays]
 
 
 class Shared:
@@ -73,92 +79,60 @@ class Shared:
     """
 
     def __init__(self, worker: Worker | None) -> None:
-        self._worker = worker
+        self._worker: Any = worker or _Nobody()
         self._flag: jax.Array | None = None
         devices = np.array(jax.devices()).reshape(jax.process_count(), -1)
         self._mesh = Mesh(devices, ("process", "device"))
-        self._any = jax.jit(
-            jnp.max, out_shardings=NamedSharding(self._mesh, PartitionSpec())
-        )
-
-    def enter(self, params: list[np.ndarray]) -> Update:
-        worker = self._worker
-        return _broadcast(from_first(lambda: worker and worker.enter(params)))
-
-    def take(self) -> Update | None:
-        worker, flag, update = self._worker, self._flag, None
-        if flag is not None and np.asarray(flag.addressable_data(0)):
-            update = _broadcast(from_first(lambda: worker and worker.take()))
-        own = np.array([worker is not None and worker.has_update], np.int32)
-        spec = PartitionSpec("process")
-        self._flag = self._any(
-            multihost_utils.host_local_array_to_global_array(own, self._mesh, spec)
-        )
-        return update
-
-    def check_tokens(self, tokens: Any) -> float:
-        """The first process's tokens of a step; the others' are not looked at."""
-        return 1.0 if self._worker is None else self._worker.check_tokens(tokens)
-
-    def submit(self, arrays: list[Any], tokens: float) -> None:
-        found = gather(arrays)
-        if self._worker is not None:
-            self._worker.submit_own(found, tokens)
-
-    def wait(self, seconds: float) -> None:
-        if self._worker is not None:
-            self._worker.wait(seconds)
-
-    def agreed(self, decision: bool) -> bool:
-        return bool(multihost_utils.broadcast_one_to_all(np.int32(decision)))
+        whole = NamedSharding(self._mesh, PartitionSpec())
+        self._any = jax.jit(jnp.max, out_shardings=whole)
+        # What is the first process's alone.
+        self.wait, self.leave = self._worker.wait, self._worker.leave
+        self.end, self.check_tokens = self._worker.end, self._worker.check_tokens
 
     @property
     def bytes(self) -> tuple[int, int]:
-        return (0, 0) if self._worker is None else self._worker.bytes
+        return self._worker.bytes
 
-    def leave(self) -> None:
-        if self._worker is not None:
-            self._worker.leave()
+    def enter(self, params: list[np.ndarray]) -> Update:
+        return from_first(lambda: self._worker.enter(params))
 
-    def end(self, seconds: float) -> None:
-        if self._worker is not None:
-            self._worker.end(seconds)
+    def take(self) -> Update | None:
+        update, told = None, self._flag
+        if told is not None and np.asarray(told.addressable_data(0)):
+            update = from_first(self._worker.take)
+        own = np.array([self._worker.has_update], np.int32)
+        spec = PartitionSpec("process")
+        self._flag = self._any(host_local_array_to_global_array(own, self._mesh, spec))
+        return update
 
+    def submit(self, arrays: list[Any], tokens: float) -> None:
+        self._worker.submit_own(gather(arrays), tokens)
 
-def _broadcast(update: Update | None) -> Update:
-    """The first process's update, in all."""
-    own = update or Update(0, 0, None, None, None)
-    lists = own.new, own.base
-    forms = [x and [[str(y.dtype), y.shape] for y in x] for x in lists]
-    *head, forms = json.loads(_broadcast_text(json.dumps([*own[:3], forms])))
-    arrays = [
-        form and [_broadcast_array(x and x[i], *each) for i, each in enumerate(form)]
-        for x, form in zip(lists, forms, strict=True)
-    ]
-    return Update(*head, *arrays)
+    def agreed(self, decision: bool) -> bool:
+        return bool(broadcast_one_to_all(np.int32(decision)))
 
 
-def _broadcast_array(own: Any, dtype: str, shape: list[int]) -> np.ndarray:
-    size = jnp.dtype(dtype).itemsize * int(np.prod(shape))
-    data = None if own is None else as_bytes(own)
-    return np.frombuffer(_broadcast_bytes(data, size), jnp.dtype(dtype)).reshape(shape)
+class _Nobody:
+    """In place of the worker, in all other processes."""
+
+    bytes, has_update = (0, 0), False
+
+    def check_tokens(self, tokens: Any) -> float:
+        return 1.0
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+    wait = leave = end = submit_own = _nothing
 
 
-def _broadcast_text(text: str) -> bytes:
-    """The first process's text; what the others give is not looked at."""
-    data = text.encode()
-    size = multihost_utils.broadcast_one_to_all(np.int32(len(data)))
-    return _broadcast_bytes(data if jax.process_index() == 0 else None, int(size))
-
-
-def _broadcast_bytes(data: bytes | memoryview | None, size: int) -> bytes:
+def _broadcast(data: Any, size: int) -> bytes:
     """So many bytes of the first process; in pieces of few lengths: each compiles."""
     found = []
     for first in range(0, size, _PIECE):
         count = min(size - first, _PIECE)
         piece = np.zeros(max(1024, 1 << (count - 1).bit_length()), np.uint8)
-        if data is not None:
+        if jax.process_index() == 0:
             piece[:count] = np.frombuffer(data, np.uint8, count, first)
-        told = multihost_utils.broadcast_one_to_all(piece)
-        found.append(np.asarray(told)[:count].tobytes())
+        found.append(np.asarray(broadcast_one_to_all(piece))[:count].tobytes())
     return b"".join(found)

@@ -18,16 +18,10 @@ from curvadion_jax.sites._store import InvalidError
 # Rounds without a contribution after which nobody waits for a site, and its share of
 # the mean goes to the others.
 FORGET = 4
-
 # Why a contribution that has been collected cannot count.
 GONE = "it is gone"
-
-RUN = "run.json"
-SNAPSHOTS = "snapshots/"
-COMMITS = "commits/"
-MEMBERS = "members/"
-ROUNDS = "rounds/"
-
+RUN, MEMBERS = "run.json", "members/"
+ROUNDS, COMMITS, SNAPSHOTS = "rounds/", "commits/", "snapshots/"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _MEMBER = re.compile(rf"{MEMBERS}({NAME.pattern})/([0-9]{{6,}})\.(json|left)")
 _NUMBERED = re.compile(
@@ -69,49 +63,28 @@ def is_known(key: str) -> bool:
 
 
 class Received(NamedTuple):
-    """A contribution as a site that may propose the commit has read it.
-
-    Attributes:
-      name: of the site.
-      header: of the message; empty if it could not be read.
-      arrays: of the message.
-      norm: of what it stands for.
-      why: why it cannot count; empty if it can.
-    """
+    """A contribution as a site that may propose the commit has read it."""
 
     name: str
     header: dict[str, Any] = {}  # noqa: RUF012
     arrays: Any = ()
     norm: float = math.nan
-    why: str = ""
+    why: str = ""  # it cannot count
 
 
 class Contribution(NamedTuple):
-    """What this site contributes to a round.
+    """What this site contributes to a round."""
 
-    Attributes:
-      captured: the parameters when it was due.
-      anchor: the anchor that the site knew then.
-      drift: how far the parameters were from it.
-      message: what is sent.
-      residual: the residual once it has counted.
-      tokens: seen since the last contribution.
-      uid: by which commits name it.
-      round: to which it is sent, or may have been (an answer may be lost); -1 before.
-      sent: whether it is there, or another of this site's name.
-      created: whether it is this one.
-    """
-
-    captured: list[np.ndarray]
-    anchor: list[np.ndarray]
+    captured: list[np.ndarray]  # the parameters when it was due
+    anchor: list[np.ndarray]  # that the site knew then
     drift: list[np.ndarray]
     message: list[np.ndarray]
-    residual: list[np.ndarray]
-    tokens: float
-    uid: str
-    round: int = -1
-    sent: bool = False
-    created: bool = False
+    residual: list[np.ndarray]  # once it has counted
+    tokens: float  # since the last contribution
+    uid: str  # by which commits name it
+    round: int = -1  # to which it is sent, or may have been: an answer may be lost
+    sent: bool = False  # it is there, or another of this site's name
+    created: bool = False  # it is there
 
 
 class Members(NamedTuple):
@@ -147,11 +120,9 @@ def members(keys: Iterable[str]) -> Members:
 def digest_of_most(received: Iterable[Received], own: str) -> str:
     """The anchor that most of the readable contributions are measured from."""
     found = Counter(each.header["before"] for each in received if not each.why)
-    if not found:
-        return own
-    most = max(found.values())
+    most = max(found.values(), default=0)
     likely = sorted(digest for digest, count in found.items() if count == most)
-    return own if own in likely else likely[0]
+    return own if own in likely or not likely else likely[0]
 
 
 def check_contribution(header: Mapping[str, Any], name: str, number: int) -> None:
@@ -161,10 +132,9 @@ def check_contribution(header: Mapping[str, Any], name: str, number: int) -> Non
             raise InvalidError(f"its {field} is {header.get(field)!r}")
     for field, kind, least in (("tokens", int | float, 0), ("rounds", int, 1)):
         x = header.get(field)
-        if x is None or isinstance(x, bool) or not isinstance(x, kind):
+        number_like = isinstance(x, kind) and not isinstance(x, bool)
+        if not number_like or not least <= x < 1e18 or not x:
             raise InvalidError(f"its {field} is {x!r}")
-        if not least <= x < 1e18 or not x:
-            raise InvalidError(f"its {field} is {x}")
     for field in ("before", "uid"):
         if not isinstance(header.get(field), str):
             raise InvalidError(f"its {field} is {header.get(field)!r}")
@@ -185,10 +155,13 @@ def judged(
       c: its norm, 40, is beyond 10 times the median, 1.5
       d: it is not finite
     """
-    received = [
-        each if each.why else each._replace(why=_fault(each, before))
-        for each in received
-    ]
+
+    def fault(each: Received) -> str:
+        if each.why or (other := each.header["before"]) == before:
+            return each.why or ("" if math.isfinite(each.norm) else "it is not finite")
+        return f"it is measured from other outer parameters, {other!r}"
+
+    received = [each._replace(why=fault(each)) for each in received]
     norms = sorted(each.norm for each in received if not each.why)
     # Of two nobody can tell which is wrong.
     median = norms[len(norms) // 2] if len(norms) >= 3 else math.inf
@@ -199,12 +172,6 @@ def judged(
         else each
         for each in received
     ]
-
-
-def _fault(received: Received, before: str) -> str:
-    if (other := received.header["before"]) != before:
-        return f"it is measured from other outer parameters, {other!r}"
-    return "" if math.isfinite(received.norm) else "it is not finite"
 
 
 def commit(
@@ -226,15 +193,6 @@ def commit(
 
     Below the quorum nothing counts, so that the round ends for rejected sites, and the
     others contribute the same to the next one.
-
-    Args:
-      number: of the round.
-      before: digest of the anchor.
-      received: as `judged`.
-      roster: before the round.
-      members: of the run.
-      quorum: of the run.
-      by: who proposes it.
     """
     valid = sorted((x for x in received if not x.why), key=lambda each: each.name)
     if len(valid) < members.needed(quorum):
@@ -249,46 +207,38 @@ def commit(
     unit = math.fsum(rates.values())
     kept = {name: [*pair] for name, pair in roster.items() if name in rates}
     kept |= {name: [number, rate] for name, rate in new.items()}
-    contributors = [
-        {
-            "name": x.name,
-            "uid": x.header["uid"],
-            "sha256": x.header["sha256"],
-            "tokens": x.header["tokens"],
-            "weight": new[x.name] * len(rates) / unit,
-        }
-        for x in valid
-    ]
-    rejected = [
-        {"name": x.name, "uid": x.header.get("uid"), "why": x.why[:300]}
-        for x in received
-        if x.why
-    ]
-    return _store.seal(
-        {
-            "round": number,
-            "before": before,
-            "expected": len(rates),
-            "contributors": contributors,
-            "rejected": rejected,
-            "roster": kept,
-            "by": by,
-        }
-    )
+    found = {
+        "round": number,
+        "before": before,
+        "expected": len(rates),
+        "contributors": [
+            {name: x.header[name] for name in ("name", "uid", "sha256", "tokens")}
+            | {"weight": new[x.name] * len(rates) / unit}
+            for x in valid
+        ],
+        "rejected": [
+            {"name": x.name, "uid": x.header.get("uid"), "why": x.why[:300]}
+            for x in received
+            if x.why
+        ],
+        "roster": kept,
+        "by": by,
+    }
+    return _store.seal(found)
 
 
 def read_commit(data: bytes, number: int) -> dict[str, Any]:
     """A commit.
 
     Raises:
-      RunError: if it is damaged, or none.
+      InvalidError: if it is damaged, or none.
     """
+    parts = {
+        "contributors": {"name", "uid", "sha256", "tokens", "weight"},
+        "rejected": {"name", "uid", "why"},
+    }
     try:
         found = _store.unseal(data)
-        parts = {
-            "contributors": {"name", "uid", "sha256", "tokens", "weight"},
-            "rejected": {"name", "uid", "why"},
-        }
         whole = {"before", "expected", "roster"} <= found.keys()
         for part, fields in parts.items():
             whole = whole and all(fields <= entry.keys() for entry in found[part])

@@ -189,4 +189,4 @@ def _write(
         "round": number,
         "roster": roster,
     }
-    _store.write(store, key, _store.pack(header, outer.arrays))
+    _store.write(store, key, _store.pack(header, [*outer.anchor, *outer.state]))

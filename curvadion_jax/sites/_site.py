@@ -44,19 +44,18 @@ def join(
     The processes of a `jax.distributed` program are one site, and all call this alike.
 
     Args:
-      url: of the run: ``s3://bucket/run-7``, ``gs://``, ``az://``, a folder, also as a
+      url: of the run: ``s3://bucket/run-7``, ``gs://``, ``az://``, a folder or a
         `pathlib.Path`; or a store of `obstore`. Credentials come from the environment.
       name: of this site: letters, digits, ``-`` and ``_``. If several sites join under
         one name, the last one stays, and the others raise an error and stop.
       every: steps between contributions.
-      outer: Optax transformation that is given the mean pseudo-gradient, as for
-        :func:`curvadion_jax.synchronizers.reconcile`. None is the plain average.
-      compressor: form of contributions, with error feedback: `quantize` or `exact`.
-        None is `exact`.
+      outer: Optax transformation that is given the mean pseudo-gradient. None is the
+        plain average.
+      compressor: form of contributions, with error feedback: `quantize` or `exact`,
+        which None means.
       quorum: contributions without which a round changes nothing; fewer when sites have
         left for good. The same for all sites.
-      grace: seconds for which a round waits for known sites that are missing, once it
-        has its quorum.
+      grace: seconds for which a round that has its quorum waits for other known sites.
       max_lag: steps that may be taken while a contribution is under way, before `sync`
         waits for it; None is 2 x `every`, 0 is lock step, and `math.inf` never waits.
       keep: share of the progress made while a contribution was under way that stays,
@@ -70,14 +69,12 @@ def join(
       ImportError: without `obstore`, the extra ``curvadion-jax[sites]``.
       OSError: if the store cannot be reached, read, or written.
       RuntimeError: if it overwrites objects that it is told to create.
-      ValueError: for an argument that is out of range, or not the same in all processes
-        of the site; for a compressor without a codec.
+      ValueError: for an argument out of range, or not alike in all processes.
 
     Example:
       >>> import jax, tempfile
-      >>> folder = tempfile.mkdtemp()
       >>> params = {"w": jax.numpy.zeros(3)}
-      >>> with join(folder, "paris", every=2) as site:
+      >>> with join(tempfile.mkdtemp(), "paris", every=2) as site:
       ...     params = site.start(params)
       ...     for _ in range(4):
       ...         params = {"w": params["w"] + 1}  # a training step
@@ -92,27 +89,25 @@ def join(
             "first must be a letter or digit."
         )
     max_lag = 2 * every if max_lag is None else max_lag
-    given = {"every": every, "quorum": quorum, "grace": grace, "max_lag": max_lag}
-    settings = Settings(**given, keep=keep, poll=poll)
+    settings = Settings(every, quorum, grace, max_lag, keep, poll)
     least = {"every": 1, "quorum": 1, "grace": 0, "max_lag": 0, "keep": 0, "poll": 1e-4}
     for what, number in least.items():
-        if not number <= getattr(settings, what) or keep > 1:
+        if not number <= (given := getattr(settings, what)) or keep > 1:
             raise ValueError(
-                f"{what} must be at least {number}, and keep at most 1, got "
-                f"{getattr(settings, what)} and keep={keep}."
+                f"{what} must be at least {number}, and keep at most 1, got {given} "
+                f"and keep={keep}."
             )
     codec = (compressor or compressors.exact()).codec
     if codec is None:
         raise ValueError(
-            "The compressor has no codec, so that its contributions cannot be read one "
-            "by one. Give quantize or exact."
+            "The compressor has no codec, so that contributions cannot be read one by "
+            "one. Give quantize or exact."
         )
     if jax.process_count() > 1:
         _processes.check_alike({"name": name, **dataclasses.asdict(settings)})
-    joined = _processes.from_first(lambda: _joined(url, name))
-
-    parts = optax.scale(-1) if outer is None else outer, codec
-    return Site(name, settings, parts, joined)
+    joined = []
+    _processes.from_first(lambda: joined.append(_joined(url, name)))
+    return Site(name, settings, (outer or optax.scale(-1), codec), joined)
 
 
 def _joined(url: Any, name: str) -> tuple[Store, int]:
@@ -150,9 +145,8 @@ class SiteMetrics(NamedTuple):
 class Site:
     """One program's part in a run; made by :func:`join`.
 
-    It is a context manager: at its end the thread that talks to the store ends. The
-    parameters that go in and out are any tree of floating-point ``jax.Array``, sharded
-    over the devices of this program in any way.
+    A context manager, at whose end the thread that talks to the store ends. Parameters
+    are any tree of floating-point ``jax.Array``, sharded over the devices in any way.
 
     Args:
       name, settings, parts, joined: as `join` gives them.
@@ -175,7 +169,7 @@ class Site:
         name: str,
         settings: Settings,
         parts: tuple[optax.GradientTransformation, compressors.Codec],
-        joined: tuple[Store, int] | None,
+        joined: list[tuple[Store, int]],
     ) -> None:
         self.name, self._settings = name, settings
         self._parts, self._joined = parts, joined
@@ -229,15 +223,14 @@ class Site:
     def sync(self, params: Any, tokens: float = 1) -> Any:
         """Call it after every step; it returns at once on most.
 
-        It takes over what the run has decided meanwhile, and every `every` steps gives
+        It takes over what the run has decided meanwhile, and every `every` steps hands
         a copy of the parameters to the thread that contributes it. It waits only where
         a contribution has been under way for `max_lag` steps.
 
         Args:
           params: after the step. They may be donated to the next one.
-          tokens: that this site has seen in the step, a number; a site counts in a
-            round by its tokens, which all give in one unit. Of several processes the
-            first one's number counts.
+          tokens: that this site has seen in the step; a site counts in a round by its
+            tokens. Of several processes the first one's number counts.
 
         Returns:
           The parameters to continue with.
@@ -311,11 +304,11 @@ class Site:
         )
 
     def _make_worker(self) -> Worker | Shared:
-        if self._joined is None:
+        if not self._joined:
             return Shared(None)
-        (store, incarnation), settings = self._joined, self._settings
-        own = store, self._model, self.name, incarnation, settings
-        worker = Worker(lambda on_outcome: Follower(*own, on_outcome), settings.poll)
+        ((store, incarnation),) = self._joined
+        follower = Follower(store, self._model, self.name, incarnation, self._settings)
+        worker = Worker(follower)
         return worker if jax.process_count() == 1 else Shared(worker)
 
     def _started(self, params: Any) -> Worker | Shared:

@@ -8,7 +8,6 @@ in them (`take`).
 import logging
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -52,11 +51,12 @@ class Update(NamedTuple):
 class Worker(threading.Thread):
     """See the module. What both threads use is guarded by `changed`."""
 
-    def __init__(self, make: Callable[[Any], Follower], poll: float) -> None:
+    def __init__(self, follower: Follower) -> None:
         super().__init__(name="curvadion_jax.sites", daemon=True)
         self.changed = threading.Condition()
         self.error: BaseException | None = None
-        self._follower, self._poll = make(self._on_outcome), poll
+        self._follower, self._poll = follower, follower.settings.poll
+        follower.on_outcome = self._on_outcome
         self._params: Arrays = []
         # Parameters, the anchor that they are measured from, and tokens.
         self._submitted: tuple[list[Any], Arrays, float] | None = None

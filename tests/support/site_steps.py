@@ -52,8 +52,8 @@ class ByHand:
         self.follower = Follower(
             *(self.store, model, name, incarnation),
             dataclasses.replace(SETTINGS, **settings),
-            lambda own, why: self.outcomes.append(why),
         )
+        self.follower.on_outcome = lambda own, why: self.outcomes.append(why)
         self.follower.start([np.asarray(x) for x in params.values()])
 
     @property
