@@ -1,4 +1,4 @@
-"""Shows a run: ``python -m curvadion_jax.sites status s3://bucket/run-7 --watch``.
+"""Shows a run: ``python -m curvadion_jax.sites status s3://bucket/run-7``.
 
 It takes no part in the run. Times are the store's, at which it made the objects; what
 others have written into them is shown quoted.
@@ -6,7 +6,6 @@ others have written into them is shown quoted.
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +54,7 @@ def status(url: Any) -> str:
         except RunError as error:
             notes.append(str(error))
     lines = [
-        f"{store.url}: {number} rounds, quorum {run['quorum']}",
+        f"{store.url}: {number} rounds, quorum {run['quorum'][0]}",
         f"contributed to round {number}: {', '.join(waiting) or 'nobody'}",
         f"{'site':16} {'state':8} {f'of the last {len(commits)}':>15} {'last in':>8} "
         f"{'weight':>6} {'tokens/s':>10}",
@@ -93,24 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("status", help="rounds, sites, weights, tokens")
     command.add_argument("url", help="of the run, as given to sites.join")
-    command.add_argument(
-        *("--watch",),
-        **{"type": float, "nargs": "?", "const": 10.0, "metavar": "SECONDS"},
-        help="again every so many seconds (default: %(const)s)",
-    )
-    flags = parser.parse_args(arguments)
     try:
-        while True:
-            print(status(flags.url), flush=True)
-            if flags.watch is None:
-                return 0
-            time.sleep(flags.watch)
-            print()
+        print(status(parser.parse_args(arguments).url))
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
+    return 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 from curvadion_jax.sites import _rounds, _run, _store
 from curvadion_jax.sites._model import Arrays, Model, Outer
 from curvadion_jax.sites._rounds import Contribution, Received, Roster
-from curvadion_jax.sites._store import InvalidError, RunError, Store, StoreError
+from curvadion_jax.sites._store import InvalidError, RunError, Store
 
 log = logging.getLogger("curvadion_jax.sites")
 
@@ -81,10 +81,9 @@ class Follower:
     def start(self, params: Arrays) -> None:
         """Takes up the run where it stands, or begins it at these parameters."""
         if not self._run:
-            own, store = _run.description(self.model, self.settings.quorum), self.store
-            run = _run.read(store) or _run.begin(store, self.model, own, params)
-            _run.check(run, own)
-            self.outer, self._roster, self.number = _run.load(store, self.model, run)
+            store, model = self.store, self.model
+            run = _run.enter(store, model, self.settings.quorum, params)
+            self.outer, self._roster, self.number = _run.load(store, model, run)
             self._run = run
         while self.advance():
             pass
@@ -103,7 +102,9 @@ class Follower:
         for entry in contributors:
             message = self._committed(entry)
             if message is None:  # collected, since this site was away
-                outer, roster, number = self._skip()
+                outer, roster, number = _run.load(
+                    self.store, self.model, self._run, number
+                )
                 break
             messages.append((message, entry["weight"]))
         else:
@@ -197,18 +198,6 @@ class Follower:
         if self.snapshot is not None:
             _run.write_snapshot(self.store, self._run, *self.snapshot)
             self.snapshot = None
-
-    def _skip(self) -> tuple[Outer, Roster, int]:
-        """A snapshot after the open round, whose contributions are not found."""
-        try:
-            found = _run.load(self.store, self.model, self._run, self.number + 1)
-        except RunError:
-            raise StoreError(
-                f"contributions to round {self.number} are in its commit and not in "
-                f"the store {self.store.url}, and no snapshot replaces them"
-            ) from None
-        log.info("rounds up to %d are read from a snapshot", found[-1] - 1)
-        return found
 
     def _close(self) -> None:
         """The open round is another one."""

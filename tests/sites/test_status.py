@@ -1,13 +1,11 @@
 """What the status of a run says."""
 
 import os
-import types
 
 import pytest
 from obstore.store import LocalStore
 from site_steps import ByHand, settle
 
-from curvadion_jax.sites import __main__ as program
 from curvadion_jax.sites import _rounds, _run, _store
 from curvadion_jax.sites.__main__ import main
 
@@ -87,24 +85,6 @@ def test_strays_damage_and_what_strangers_write(tmp_path, capsys):
     assert "\x1b" not in text
     assert "\nINFO" not in text
     assert r"\x1b[2J\\nINFO verified" in text
-
-
-def test_it_watches_until_it_is_stopped(tmp_path, capsys, monkeypatch):
-    oslo, slept = ByHand(LocalStore(tmp_path), "oslo"), []
-
-    def sleep(given):
-        slept.append(given)
-        if len(slept) == 2:
-            raise KeyboardInterrupt
-        oslo.step()
-
-    monkeypatch.setattr(program, "time", types.SimpleNamespace(sleep=sleep))
-    assert main(["status", str(tmp_path), "--watch", "2.5"]) == 130
-    found, errors = capsys.readouterr()
-    assert slept == [2.5] * 2
-    assert ": 0 rounds" in found
-    assert ": 1 rounds" in found
-    assert not errors
 
 
 @pytest.mark.parametrize("folder", ["", "nowhere"])
