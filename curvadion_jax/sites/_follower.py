@@ -52,12 +52,7 @@ class Follower:
     """
 
     def __init__(
-        self,
-        store: Store,
-        model: Model,
-        name: str,
-        incarnation: int,
-        settings: Settings,
+        self, store: Store, model: Model, name: str, incarnation: int, settings: Any
     ) -> None:
         self.store, self.model, self.settings = store, model, settings
         self.name, self.incarnation = name, incarnation

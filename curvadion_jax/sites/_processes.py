@@ -35,7 +35,8 @@ def from_first(function: Callable[[], T]) -> T:
     """What a function returns or raises in the first process, in all of them."""
     if jax.process_count() == 1:
         return function()
-    found, arrays, data = None, [], b""
+    found: Any = None
+    arrays, data = [], b""
     if jax.process_index() == 0:
         try:
             found = function()
@@ -123,7 +124,7 @@ class _Nobody:
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    wait = leave = end = submit_own = _nothing
+    wait = leave = end = enter = take = submit_own = _nothing
 
 
 def _broadcast(data: Any, size: int) -> bytes:

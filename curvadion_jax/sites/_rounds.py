@@ -131,9 +131,8 @@ def check_contribution(header: Mapping[str, Any], name: str, number: int) -> Non
         if header.get(field) != wanted:
             raise InvalidError(f"its {field} is {header.get(field)!r}")
     for field, kind, least in (("tokens", int | float, 0), ("rounds", int, 1)):
-        x = header.get(field)
-        number_like = isinstance(x, kind) and not isinstance(x, bool)
-        if not number_like or not least <= x < 1e18 or not x:
+        x: Any = header.get(field)
+        if not isinstance(x, kind) or x is True or not least <= x < 1e18 or not x:
             raise InvalidError(f"its {field} is {x!r}")
     for field in ("before", "uid"):
         if not isinstance(header.get(field), str):

@@ -173,9 +173,7 @@ class Site:
     ) -> None:
         self.name, self._settings = name, settings
         self._parts, self._joined = parts, joined
-        self._model: Model
         self._worker: Worker | Shared | None = None
-        self._structure: Any = None
         self._closed = False
         self._round = self._contributors = 0
         # Tokens of the contribution that is under way, if one is.
@@ -210,13 +208,18 @@ class Site:
             raise RuntimeError("This site has started. Join once for each start.")
         _check(params)
         arrays, self._structure = jax.tree.flatten(params)
-        self._model = Model(params, *self._parts)
-        self._worker = self._make_worker()
+        self._model, worker = Model(params, *self._parts), None
+        for store, incarnation in self._joined:
+            parts = store, self._model, self.name, incarnation, self._settings
+            worker = Worker(Follower(*parts))
+        if worker is None or jax.process_count() > 1:
+            worker = Shared(worker)
+        self._worker = worker
         atexit.register(self.close)
         try:
-            update = self._worker.enter(_processes.gather(arrays))
+            update = worker.enter(_processes.gather(arrays))
         except Exception:
-            self._worker.leave()  # or the others would count with this site for ever
+            worker.leave()  # or the others would count with this site for ever
             raise
         return self._apply(update, params)
 
@@ -293,23 +296,14 @@ class Site:
     def metrics(self) -> SiteMetrics:
         """See :class:`SiteMetrics`."""
         up, down = (0, 0) if self._worker is None else self._worker.bytes
-        return SiteMetrics(
-            round=self._round,
-            contributors=self._contributors,
-            **self._counts,
-            lag=0 if self._under_way is None else self._steps,
-            blocked=self._blocked,
-            bytes_up=up,
-            bytes_down=down,
-        )
-
-    def _make_worker(self) -> Worker | Shared:
-        if not self._joined:
-            return Shared(None)
-        ((store, incarnation),) = self._joined
-        follower = Follower(store, self._model, self.name, incarnation, self._settings)
-        worker = Worker(follower)
-        return worker if jax.process_count() == 1 else Shared(worker)
+        lag = 0 if self._under_way is None else self._steps
+        last = {
+            "lag": lag,
+            "blocked": self._blocked,
+            "bytes_up": up,
+            "bytes_down": down,
+        }
+        return SiteMetrics(self._round, self._contributors, **self._counts, **last)
 
     def _started(self, params: Any) -> Worker | Shared:
         if self._worker is None:
@@ -327,15 +321,12 @@ class Site:
             raise RuntimeError("This site has left the run. Join again to continue.")
 
     def _submit(self, worker: Worker | Shared, params: Any) -> None:
-        leaves = jax.tree.leaves(params)
-        for name, x, then in zip(
-            self._model.names, leaves, self._model.shapes, strict=True
-        ):
-            if x.shape != then.shape or x.dtype != then.dtype:
+        leaves, model = jax.tree.leaves(params), self._model
+        for name, x, then in zip(model.names, leaves, model.shapes, strict=True):
+            if (x.shape, x.dtype) != (then.shape, then.dtype):
                 raise ValueError(
                     f"{name} is {x.dtype}{list(x.shape)}, and was {then.dtype}"
-                    f"{list(then.shape)} at start. Keep the parameters' shapes and "
-                    "dtypes."
+                    f"{list(then.shape)} at start. Keep shapes and dtypes."
                 )
         worker.submit(leaves, self._tokens)
         self._under_way, self._steps, self._tokens = self._tokens, 0, 0.0

@@ -1,15 +1,15 @@
 """The object store of a run, and the messages in it.
 
 A message is one line of JSON, its header, and then the bytes of its arrays: little
-endian, in C order. The reader knows their shapes and dtypes; nothing in a message says
-how it is to be read, and nothing is unpickled. The header has digests of itself and of
-the arrays. Arrays above 64 MiB lie in objects of their own, written before the message.
+endian, in C order. The reader knows their shapes and dtypes, and nothing is unpickled.
+The header has digests of itself and of the arrays. Arrays above 64 MiB lie in objects
+of their own, written before the message.
 
 `obstore` does the work: connections, credentials, and retries of requests that end in
-an answer 5xx, a lost connection or, where they only read, a timeout. What it does not
-cover is done here, with pauses from `_attempts`: a create that is refused although no
-object is there (S3 answers 409 where conditional writes collide), and an object that
-exists and is not found yet (network file systems, caches).
+an answer 5xx, a lost connection or, where they only read, a timeout. `_attempts` covers
+the rest: a create that is refused although no object is there (S3 answers 409 where
+conditional writes collide), and an object that exists and is not found yet (network
+file systems, caches).
 """
 
 import contextlib
@@ -70,9 +70,9 @@ class Store:
     def create(self, key: str, data: bytes | memoryview) -> bool:
         """Creates the object unless there is one; whether it now holds this data.
 
-        A store may say that there is an object because this very request arrived
-        before and its answer was lost, or because another request is under way. So
-        the object is read, and created again if it is not there.
+        A store may say that there is one because this very request arrived before and
+        its answer was lost, or because another request is under way. So the object is
+        read, and created again if it is not there.
         """
         for _ in _attempts():
             with self._request(f"write {key}"):
@@ -83,11 +83,10 @@ class Store:
                 except (_obstore().exceptions.AlreadyExistsError, FileExistsError):
                     pass
             try:
-                found = self.get(key, len(data))
+                if (found := self.get(key, len(data))) is not None:
+                    return found == data
             except InvalidError:  # a larger object
                 return False
-            if found is not None:
-                return found == data
         raise StoreError(
             f"the store {self.url} neither creates nor has {key}: it says that there "
             "is one, and then finds none"
@@ -96,25 +95,17 @@ class Store:
     def get(self, key: str, at_most: int, exists: bool = False) -> bytes | None:
         """What the object holds; None if there is none.
 
-        Args:
-          key: of the object.
-          at_most: bytes; a larger object is not read.
-          exists: whether it is known to exist, so that it is looked for repeatedly.
-
-        Raises:
-          InvalidError: if it is larger.
+        One that is known to exist is looked for repeatedly. One that has more bytes
+        than `at_most` is not read, and is an `InvalidError`.
         """
         for _ in _attempts() if exists else range(1):
-            with self._request(f"read {key}"):
-                with contextlib.suppress(FileNotFoundError):
-                    found = self._store.get(key)
-                    if (size := found.meta["size"]) > at_most:
-                        raise InvalidError(
-                            f"it has {size} bytes, and at most {at_most} are expected"
-                        )
-                    data = bytes(found.bytes())
-                    self.down += len(data)
-                    return data
+            with self._request(f"read {key}"), contextlib.suppress(FileNotFoundError):
+                found = self._store.get(key)
+                if (size := found.meta["size"]) > at_most:
+                    raise InvalidError(f"it has {size} bytes, and not {at_most}")
+                data = bytes(found.bytes())
+                self.down += len(data)
+                return data
         return None
 
     def keys(self, prefix: str) -> list[str]:
@@ -128,27 +119,23 @@ class Store:
         that come after such a name on its page are missing.
         """
         found, strays = [], 0
-        invalid = _obstore().exceptions.InvalidPathError
         with self._request(f"list {prefix}"):
-            try:
-                found = self._store.list(prefix=prefix).collect()
-            except invalid:  # ends the whole listing: one by one
-                listing = iter(self._store.list(prefix=prefix, chunk_size=1))
-                while strays < 1000:
-                    try:
-                        found += next(listing)
-                    except invalid:
-                        strays += 1
-                    except StopIteration:
-                        break
+            # One by one: an error ends a chunk.
+            listing = iter(self._store.list(prefix=prefix, chunk_size=1))
+            while strays < 1000:
+                try:
+                    found += next(listing)
+                except _obstore().exceptions.InvalidPathError:
+                    strays += 1
+                except StopIteration:
+                    break
         return sorted(found, key=lambda meta: meta["path"]), strays
 
     def delete(self, keys: Sequence[str]) -> None:
         """Removes objects; it is no error if one is gone."""
         for key in keys:
-            with self._request(f"remove {key}"):
-                with contextlib.suppress(FileNotFoundError):
-                    self._store.delete(key)
+            with self._request(f"remove {key}"), contextlib.suppress(FileNotFoundError):
+                self._store.delete(key)
 
     @contextlib.contextmanager
     def _request(self, what: str) -> Iterator[None]:
@@ -185,12 +172,6 @@ def read(
     store: Store, key: str, kind: str, run: str, shapes: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[dict[str, Any], list[np.ndarray]] | None:
     """Header and arrays of a message that is known to exist; None if it is gone.
-
-    Args:
-      store, key: where it is.
-      kind: what its header must say that it is.
-      run: the fingerprint of the run, which the header must have.
-      shapes: of the arrays.
 
     Raises:
       InvalidError: if it is damaged, or of another kind, run or size.
@@ -229,17 +210,12 @@ def read(
 def seal(header: dict[str, Any]) -> bytes:
     """JSON with its own digest and format."""
     header = {"format": FORMAT} | header
-    return json.dumps(
-        {"sha256": _sha256(json.dumps(header).encode())} | header
-    ).encode()
+    digest = _sha256(json.dumps(header).encode())
+    return json.dumps({"sha256": digest} | header).encode()
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """What `seal` made, the digest included.
-
-    Raises:
-      InvalidError: if it is damaged, or of another format.
-    """
+    """What `seal` made, the digest included."""
     try:
         found = json.loads(data)
         header = {name: x for name, x in found.items() if name != "sha256"}
@@ -276,7 +252,7 @@ def _sha256(data: bytes | memoryview) -> str:
 
 
 def _attempts() -> Iterator[int]:
-    """Numbers of attempts, the first at once, with longer and longer pauses between.
+    """Numbers of attempts, with longer and longer pauses between.
 
     They differ at random, so that sites that collided do not collide again.
     """

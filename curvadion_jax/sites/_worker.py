@@ -79,25 +79,22 @@ class Worker(threading.Thread):
         self.start()
         with self.changed:
             self.changed.wait_for(lambda: self.has_update or self._ending)
-            if not self.has_update:
+            if (update := self.take()) is None:
                 raise RunError("This site was closed before it had started.")
-            return self._take()
+            return update
 
     @property
     def has_update(self) -> bool:
         """Whether `take` returns one, or raises what has ended the thread."""
-        with self.changed:
-            old = self._known is self._taken and self._outcome is None
-            return not old or self.error is not None
+        return self._known is not self._taken or self.error is not None
 
     def take(self) -> Update | None:
         """What is new since the last call, in which all was taken."""
-        return self._take() if self.has_update else None
-
-    def _take(self) -> Update:
         with self.changed:
             if self.error is not None:
                 raise self.error
+            if not self.has_update:
+                return None
             (*_, old), (number, contributors, new) = self._taken, self._known
             outcome, base = self._outcome, self._base
             if outcome in (None, "late"):  # all progress is still to be counted
