@@ -51,9 +51,9 @@ def in_one_program(outer, compressor, to_anchor):
         targets = [target(number, index) for number in range(SITES)]
         state, _ = run(state, jax.tree.map(lambda *x: jnp.stack(x), *targets))
         if to_anchor and (index + 1) % EVERY == 0:
-            anchor = jax.tree.map(jnp.copy, state[1].sync_state.anchor)
-            state = anchor, state[1]
-    return jax.tree.map(lambda x: x[0], state[1].sync_state.anchor)
+            anchor = cd.replicas.anchor(state[1])
+            state = cd.replicas.replicate(anchor, mesh), state[1]
+    return cd.replicas.anchor(state[1])
 
 
 def as_sites(outer, compressor):
