@@ -41,7 +41,7 @@ def test_progress_made_meanwhile_is_kept(keep, wanted):
         params = site.start(PARAMS)
         for _ in range(4):
             params = site.sync(stepped(params))
-        assert store.asked.wait(60)
+        assert store.reached.wait(60)
         params = site.sync(stepped(params))  # at once, though no commit is there
         assert site.metrics.lag == 1
         store.open.set()
@@ -59,7 +59,7 @@ def test_sync_waits_beyond_the_bound_alone():
             params = site.sync(stepped(params))
         assert site.metrics.blocked == 0
         opener = threading.Thread(
-            target=lambda: (store.asked.wait(60), store.open.set())
+            target=lambda: (store.reached.wait(60), store.open.set())
         )
         opener.start()
         params = site.sync(stepped(params))  # the second since it was taken
@@ -129,7 +129,7 @@ def test_progress_counts_from_where_another_round_has_moved_it(
             params = site.sync(stepped(params), tokens=3)
         # All of its progress, which is not counted yet, on rome's 8.
         np.testing.assert_array_equal(params["w"], 8.0 + 4.0)
-        assert store.asked.wait(60)
+        assert store.reached.wait(60)
         params = site.sync(stepped(params), tokens=3)
         np.testing.assert_array_equal(params["w"], 8.0 + 5.0)
         store.open.set()
@@ -150,7 +150,7 @@ def test_who_is_late_contributes_the_steps_since_at_once():
         params = site.start(PARAMS)
         for _ in range(4):
             params = site.sync(stepped(params), tokens=2)
-        assert store.asked.wait(60)
+        assert store.reached.wait(60)
         params = site.sync(stepped(params), tokens=2)
         rome.send(8.0, tokens=18)
         rome.commit()
@@ -161,7 +161,7 @@ def test_who_is_late_contributes_the_steps_since_at_once():
         # All six steps, of which none is counted yet, on rome's 8.
         np.testing.assert_array_equal(params["w"], 8.0 + 6.0)
         assert site.metrics[:5] == (1, 1, 0, 1, 0)
-        assert store.asked.wait(60)  # the next contribution is under way
+        assert store.reached.wait(60)  # the next contribution is under way
         for _ in range(2):
             params = site.sync(stepped(params), tokens=2)
         assert site.metrics.lag == 2
@@ -195,7 +195,7 @@ def test_a_rejected_site_continues_from_the_outer_parameters(how):
         rome.send(1.0)
         bonn.send(1.0)
         params = site.sync({"w": SPOILT[how]})
-        assert store.asked.wait(60)
+        assert store.reached.wait(60)
         for _ in range(2):
             params = site.sync(stepped(params))
         store.open.set()
@@ -213,7 +213,7 @@ def test_a_rejected_site_continues_from_the_outer_parameters(how):
         rome.send(1.0)
         bonn.send(1.0)
         params = site.sync(stepped(params))
-        assert store.asked.wait(60)
+        assert store.reached.wait(60)
         assert site._worker._follower.contribution.tokens == 1
         store.open.set()
         decided(site)

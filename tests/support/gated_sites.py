@@ -12,25 +12,25 @@ class Gated:
 
     Attributes:
       open: the gate.
-      asked: set once something has come to the gate.
+      reached: set once something has come to the gate.
     """
 
     def __init__(self, store: Any = None, prefix: str = "commits/") -> None:
         self._store, self._prefix = store or MemoryStore(), prefix
-        self.open, self.votes = threading.Event(), threading.Event()
+        self.open, self.reached = threading.Event(), threading.Event()
         self.get, self.list = self._store.get, self._store.list
         self.delete = self._store.delete
 
     def put(self, key: str, data: bytes, **options: Any) -> None:
         if key.startswith(self._prefix):
-            self.votes.set()
+            self.reached.set()
             assert self.open.wait(60)
         self._store.put(key, data, **options)
 
     def close(self) -> None:
         """Closes the gate again."""
         self.open.clear()
-        self.votes.clear()
+        self.reached.clear()
 
 
 def stepped(params: Any, by: float = 1.0) -> Any:
