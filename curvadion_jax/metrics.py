@@ -19,7 +19,9 @@ class Report(dict[str, Any]):
 
     def __str__(self) -> str:
         width = max(map(len, self), default=0)
-        return "\n".join(f"{name:{width}}  {value}" for name, value in self.items())
+        forms = {int: "{:,}", float: "{:.4g}"}
+        shown = {name: forms.get(type(x), "{}").format(x) for name, x in self.items()}
+        return "\n".join(f"{name:{width}}  {text}" for name, text in shown.items())
 
 
 def sync_bytes(payload: Payload, replicas: int) -> float:

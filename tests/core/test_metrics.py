@@ -65,6 +65,15 @@ def test_the_largest_value_and_its_layer(values, worst):
     assert read["threshold"] == thresholds[worst]
     np.testing.assert_equal(np.float32(read["value"]), np.float32(values[worst]))
     assert read["layer"] == [7, 8, 9][worst]
+    params = {f"layer_{index:02}": {"kernel": 0.0} for index in range(10)}
+    assert metrics.read(state, params)["layer"] == f"layer_0{read['layer']}/kernel"
+
+
+def test_it_prints_as_a_table():
+    read = metrics.read(optimizer().init(helpers.make_params()), replicas=8)
+    lines = str(read).splitlines()
+    assert [line.split()[0] for line in lines] == list(read)
+    assert len({line.index(line.split()[1]) for line in lines}) == 1
 
 
 @pytest.mark.slow
