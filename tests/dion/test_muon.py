@@ -262,8 +262,9 @@ def test_layers_on_several_devices_stay_where_they_are():
 
 def test_layers_that_lie_apart_by_their_types():
     gradients = divided([PartitionSpec("x"), PartitionSpec()], AxisType.Explicit)
-    compiled, state = updated(gradients)
-    updates, _ = compiled(gradients, state, gradients)
-    np.testing.assert_allclose(
-        *jax.device_get(list(updates.values())), rtol=1e-6
-    )  # float32
+    # JAX 0.12 divides zeros of a program like `zeros_like`'s argument only there.
+    with jax.set_mesh(gradients["layers_0"].sharding.mesh):
+        compiled, state = updated(gradients)
+        updates, _ = compiled(gradients, state, gradients)
+    # Roundings of float32: 2e-6 on JAX 0.12, where the two are fused differently.
+    np.testing.assert_allclose(*jax.device_get(list(updates.values())), rtol=1e-5)
