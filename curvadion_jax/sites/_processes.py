@@ -65,6 +65,13 @@ def check_alike(what: dict[str, Any]) -> None:
         )
 
 
+def agreed(decision: bool) -> bool:
+    """The first process's decision, in all."""
+    if jax.process_count() == 1:
+        return decision
+    return bool(broadcast_one_to_all(np.int32(decision)))
+
+
 def gather(arrays: Sequence[jax.Array]) -> list[np.ndarray]:
     """Arrays in the host's memory, with memory of their own, one after the other."""
     if jax.process_count() == 1:
@@ -73,58 +80,27 @@ def gather(arrays: Sequence[jax.Array]) -> list[np.ndarray]:
 
 
 class Shared:
-    """The worker of the first process, with one face in all of them.
+    """The updates of the first process's worker, in all.
 
-    The first process says at every step whether there is an update. The others read it
-    at the next step, when it has long arrived, so no step waits for it.
+    The first process says at every step whether there is one. The others read that at
+    the next step, when it has long arrived, so no step waits for it.
     """
 
-    def __init__(self, worker: Worker | None) -> None:
-        self._worker: Any = worker or _Nobody()
+    def __init__(self) -> None:
         self._flag: jax.Array | None = None
         devices = np.array(jax.devices()).reshape(jax.process_count(), -1)
         self._mesh = Mesh(devices, ("process", "device"))
         whole = NamedSharding(self._mesh, PartitionSpec())
         self._any = jax.jit(jnp.max, out_shardings=whole)
-        # What is the first process's alone.
-        self.wait, self.leave = self._worker.wait, self._worker.leave
-        self.end, self.check_tokens = self._worker.end, self._worker.check_tokens
 
-    @property
-    def bytes(self) -> tuple[int, int]:
-        return self._worker.bytes
-
-    def enter(self, params: list[np.ndarray]) -> Update:
-        return from_first(lambda: self._worker.enter(params))
-
-    def take(self) -> Update | None:
+    def take(self, worker: Worker | None) -> Update | None:
         update, told = None, self._flag
         if told is not None and np.asarray(told.addressable_data(0)):
-            update = from_first(self._worker.take)
-        own = np.array([self._worker.has_update], np.int32)
+            update = from_first(lambda: worker and worker.take())
+        own = np.array([worker is not None and worker.has_update], np.int32)
         spec = PartitionSpec("process")
         self._flag = self._any(host_local_array_to_global_array(own, self._mesh, spec))
         return update
-
-    def submit(self, arrays: list[Any], tokens: float) -> None:
-        self._worker.submit_own(gather(arrays), tokens)
-
-    def agreed(self, decision: bool) -> bool:
-        return bool(broadcast_one_to_all(np.int32(decision)))
-
-
-class _Nobody:
-    """In place of the worker, in all other processes."""
-
-    bytes, has_update = (0, 0), False
-
-    def check_tokens(self, tokens: Any) -> float:
-        return 1.0
-
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        pass
-
-    wait = leave = end = enter = take = submit_own = _nothing
 
 
 def _broadcast(data: Any, size: int) -> bytes:

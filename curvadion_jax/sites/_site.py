@@ -15,8 +15,7 @@ from curvadion_jax import compressors
 from curvadion_jax.sites import _processes, _rounds, _run
 from curvadion_jax.sites._follower import Follower, Settings
 from curvadion_jax.sites._model import Model
-from curvadion_jax.sites._processes import Shared
-from curvadion_jax.sites._store import Store
+from curvadion_jax.sites._store import Store, StoreError
 from curvadion_jax.sites._worker import Update, Worker, moved
 
 log = logging.getLogger("curvadion_jax.sites")
@@ -24,6 +23,8 @@ log = logging.getLogger("curvadion_jax.sites")
 # Seconds after which a wait looks around: no process of a site sits longer in one
 # collective, which some runtimes take for a hang.
 _WAIT = 5.0
+# Of a step; a contribution has less than 1e18.
+_MOST_TOKENS = 1e15
 
 
 def join(
@@ -173,7 +174,9 @@ class Site:
     ) -> None:
         self.name, self._settings = name, settings
         self._parts, self._joined = parts, joined
-        self._worker: Worker | Shared | None = None
+        self._worker: Worker | None = None
+        self._shared: _processes.Shared | None = None
+        self._structure: Any = None
         self._closed = False
         self._round = self._contributors = 0
         # Tokens of the contribution that is under way, if one is.
@@ -204,22 +207,22 @@ class Site:
           RuntimeError: if it was begun by a newer version, or is damaged.
           OSError: if the store cannot be reached.
         """
-        if self._worker is not None:
+        if self._structure is not None:
             raise RuntimeError("This site has started. Join once for each start.")
         _check(params)
-        arrays, self._structure = jax.tree.flatten(params)
-        self._model, worker = Model(params, *self._parts), None
+        leaves, self._structure = jax.tree.flatten(params)
+        self._model = Model(params, *self._parts)
         for store, incarnation in self._joined:
             parts = store, self._model, self.name, incarnation, self._settings
-            worker = Worker(Follower(*parts))
-        if worker is None or jax.process_count() > 1:
-            worker = Shared(worker)
-        self._worker = worker
+            self._worker = Worker(Follower(*parts))
+        if jax.process_count() > 1:
+            self._shared = _processes.Shared()
         atexit.register(self.close)
+        arrays, worker = _processes.gather(leaves), self._worker
         try:
-            update = worker.enter(_processes.gather(arrays))
+            update = _processes.from_first(lambda: worker and worker.enter(arrays))
         except Exception:
-            worker.leave()  # or the others would count with this site for ever
+            self._leave()  # or the others would count with this site for ever
             raise
         return self._apply(update, params)
 
@@ -244,18 +247,22 @@ class Site:
           ValueError: for parameters of another structure, shape or dtype; for tokens
             that are not positive and finite.
         """
-        worker = self._started(params)
-        tokens = worker.check_tokens(tokens)
+        self._check_open(params)
+        if self._joined and not 0 < float(tokens) < _MOST_TOKENS:
+            raise ValueError(
+                f"tokens must be positive and less than {_MOST_TOKENS:g}, got {tokens}."
+                " Give those that this site has seen in the step."
+            )
         self._steps += 1
-        self._tokens += tokens
+        self._tokens += float(tokens) if self._joined else 1.0
         while True:
-            params = self._apply(worker.take(), params)
+            params = self._apply(self._take(), params)
             if self._under_way is not None:
                 if self._steps < self._settings.max_lag:
                     return params
-                self._wait(worker)
+                self._wait(params)
             elif self._steps >= self._settings.every:
-                self._submit(worker, params)
+                self._submit(params)
             else:
                 return params
 
@@ -269,19 +276,19 @@ class Site:
         Returns:
           The parameters after the newest round that this site knows.
         """
-        worker = self._started(params)
+        self._check_open(params)
         end = time.monotonic() + timeout
         while True:
-            params = self._apply(worker.take(), params)
+            params = self._apply(self._take(), params)
             due = self._under_way is not None or self._tokens > 0
-            if not worker.agreed(due and time.monotonic() < end):
+            if not _processes.agreed(due and time.monotonic() < end):
                 break
             if self._under_way is None:
-                self._submit(worker, params)
-            self._wait(worker, end)
+                self._submit(params)
+            self._wait(params, end)
         if self._under_way is not None or self._tokens:
             log.warning("%s leaves, and its last steps do not count", self.name)
-        worker.leave()
+        self._leave()
         self.close()
         return params
 
@@ -295,7 +302,9 @@ class Site:
     @property
     def metrics(self) -> SiteMetrics:
         """See :class:`SiteMetrics`."""
-        up, down = (0, 0) if self._worker is None else self._worker.bytes
+        up, down = (
+            (self._joined[0][0].up, self._joined[0][0].down) if self._joined else (0, 0)
+        )
         lag = 0 if self._under_way is None else self._steps
         last = {
             "lag": lag,
@@ -305,22 +314,32 @@ class Site:
         }
         return SiteMetrics(self._round, self._contributors, **self._counts, **last)
 
-    def _started(self, params: Any) -> Worker | Shared:
-        if self._worker is None:
-            raise RuntimeError("This site has not started. Call site.start first.")
-        self._check_open()
+    def _check_open(self, params: Any) -> None:
+        if self._structure is None or self._closed:
+            raise RuntimeError(
+                "This site has not started, or has left the run. Join, and call start."
+            )
         if (found := jax.tree.structure(params)) != self._structure:
             raise ValueError(
                 f"The parameters are {found}. Give them in the structure that start "
                 f"was given, {self._structure}."
             )
-        return self._worker
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("This site has left the run. Join again to continue.")
+    def _take(self) -> Update | None:
+        if self._shared is not None:
+            return self._shared.take(self._worker)
+        return self._worker and self._worker.take()
 
-    def _submit(self, worker: Worker | Shared, params: Any) -> None:
+    def _leave(self) -> None:
+        try:
+            for store, incarnation in self._joined:
+                _run.leave(store, self.name, incarnation)
+        except StoreError as error:
+            log.warning(
+                "%s leaves, which the others do not learn: %s", self.name, error
+            )
+
+    def _submit(self, params: Any) -> None:
         leaves, model = jax.tree.leaves(params), self._model
         for name, x, then in zip(model.names, leaves, model.shapes, strict=True):
             if (x.shape, x.dtype) != (then.shape, then.dtype):
@@ -328,7 +347,12 @@ class Site:
                     f"{name} is {x.dtype}{list(x.shape)}, and was {then.dtype}"
                     f"{list(then.shape)} at start. Keep shapes and dtypes."
                 )
-        worker.submit(leaves, self._tokens)
+        if self._shared is None:  # one by one: they may lie on different devices
+            leaves = [_copy(x) for x in leaves]
+        else:
+            leaves = _processes.gather(leaves)
+        if self._worker is not None:
+            self._worker.submit(leaves, self._tokens)
         self._under_way, self._steps, self._tokens = self._tokens, 0, 0.0
 
     def _apply(self, update: Update | None, params: Any) -> Any:
@@ -354,11 +378,15 @@ class Site:
             log.error(text, self.name, why)
             self._steps, self._tokens = 0, 0.0
 
-    def _wait(self, worker: Worker | Shared, end: float = math.inf) -> None:
+    def _wait(self, params: Any, end: float = math.inf) -> None:
         start = time.monotonic()
-        worker.wait(min(_WAIT, max(end - start, 0.0)))
-        self._check_open()  # a signal's handler may have closed it
+        if self._worker is not None:
+            self._worker.wait(min(_WAIT, max(end - start, 0.0)))
+        self._check_open(params)  # a signal's handler may have closed it
         self._blocked += time.monotonic() - start
+
+
+_copy = jax.jit(jnp.copy)
 
 
 def _check(params: Any) -> None:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from curvadion_jax.sites import _run
 from curvadion_jax.sites._follower import Follower
 from curvadion_jax.sites._model import Arrays, to_host
 from curvadion_jax.sites._rounds import Contribution
@@ -23,8 +22,6 @@ from curvadion_jax.sites._store import RunError, StoreError
 log = logging.getLogger("curvadion_jax.sites")
 
 _LONGEST_PAUSE = 30.0
-# Of a step; a contribution has less than 1e18.
-_MOST_TOKENS = 1e15
 # To start; afterwards a store that is away is waited for, while steps go on.
 _ATTEMPTS = 4
 
@@ -68,11 +65,6 @@ class Worker(threading.Thread):
         self._base: Arrays | None = None
         self._warned = "", 0.0
 
-    @property
-    def bytes(self) -> tuple[int, int]:
-        """Written to and read from the store."""
-        return self._follower.store.up, self._follower.store.down
-
     def enter(self, params: Arrays) -> Update:
         """Takes up the run in this thread; returns all of the outer parameters."""
         self._params = params
@@ -102,26 +94,12 @@ class Worker(threading.Thread):
             self._taken, self._outcome, self._base = self._known, None, None
             return Update(number, contributors, outcome, new, base)
 
-    def check_tokens(self, tokens: Any) -> float:
-        """The tokens of a step."""
-        found = float(tokens)
-        if not 0 < found < _MOST_TOKENS:
-            raise ValueError(
-                f"tokens must be positive and less than {_MOST_TOKENS:g}, got {found}. "
-                "Give those that this site has seen in the step."
-            )
-        return found
-
     def submit(self, arrays: list[Any], tokens: float) -> None:
-        """Takes a copy over; the outcome of the last one must have been taken.
+        """Takes arrays over, which nobody else has.
 
-        Else this one holds what has counted already, and would count twice.
+        The outcome of the last ones must have been taken. Else these hold what has
+        counted already, and it would count twice.
         """
-        # One by one, since they may lie on different devices.
-        self.submit_own([_copy(x) for x in arrays], tokens)
-
-    def submit_own(self, arrays: list[Any], tokens: float) -> None:
-        """As `submit`, of arrays that nobody else has: nothing is copied."""
         with self.changed:
             self._submitted, self._busy = (arrays, self._taken[2], tokens), True
             self.changed.notify_all()
@@ -132,19 +110,6 @@ class Worker(threading.Thread):
             self.changed.wait_for(
                 lambda: not self._busy or self.error or self._ending, seconds
             )
-
-    def agreed(self, decision: bool) -> bool:
-        """A decision, as all processes of the site make it."""
-        return decision
-
-    def leave(self) -> None:
-        """The others do not wait for this site any more."""
-        follower = self._follower
-        try:
-            _run.leave(follower.store, follower.name, follower.incarnation)
-        except StoreError as error:
-            text = "the others take %s for one that crashed: %s"
-            log.warning(text, follower.name, error)
 
     def end(self, seconds: float) -> None:
         with self.changed:
@@ -229,9 +194,6 @@ class Worker(threading.Thread):
         with self.changed:
             self.error = error
             self.changed.notify_all()
-
-
-_copy = jax.jit(jnp.copy)
 
 
 def moved(now: list[jax.Array], update: Update, keep: float) -> list[jax.Array]:

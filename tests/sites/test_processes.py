@@ -1,32 +1,12 @@
 """A site of two processes: the first alone talks to the store, both do the same."""
 
 import json
-import types
 
 import jax
-import jax.numpy as jnp
 import launch
-import numpy as np
 import pytest
 import site_of_two
-from jax.sharding import NamedSharding, PartitionSpec
 from site_runs import together
-
-from curvadion_jax.sites._follower import Settings
-from curvadion_jax.sites._processes import Shared
-from curvadion_jax.sites._worker import Worker
-
-
-def test_what_several_processes_hand_over_goes_to_no_device():
-    """No device has room for all of the parameters, which are sharded over many."""
-    mesh = jax.make_mesh((8,), ("fsdp",), (jax.sharding.AxisType.Auto,))
-    x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, PartitionSpec("fsdp")))
-    follower = types.SimpleNamespace(settings=Settings())
-    worker = Worker(follower)  # a thread that is not started
-    shared = Shared(worker)
-    with jax.transfer_guard_host_to_device("disallow"):
-        shared.submit([x, x], 1.0)
-    assert [type(each) for each in worker._submitted[0]] == [np.ndarray] * 2
 
 
 @pytest.mark.slow

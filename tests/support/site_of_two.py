@@ -79,13 +79,13 @@ def main(process: int, port: str, folder: str) -> dict:
 
 def record(kinds: list[str]) -> None:
     """Notes the type of every array that the thread is handed over."""
-    submit_own = _worker.Worker.submit_own
+    submit = _worker.Worker.submit
 
     def noted(worker, arrays, tokens):
         kinds.extend(type(x).__name__ for x in arrays)
-        submit_own(worker, arrays, tokens)
+        submit(worker, arrays, tokens)
 
-    _worker.Worker.submit_own = noted
+    _worker.Worker.submit = noted
 
 
 def take_its_name(url: str, name: str) -> None:
