@@ -64,7 +64,7 @@ def enter(store: Store, model: Model, quorum: int, params: Arrays) -> dict[str, 
     own = {
         "model": [[name, *form] for name, form in zip(model.names, forms, strict=True)],
         "compressor": [[str(x.dtype), list(x.shape)] for x in model.message],
-        "outer optimizer (or JAX, or Optax)": [model.fingerprint],
+        "outer optimizer (or JAX, or Optax)": [model.fingerprint()],
         "quorum": [quorum],
     }
     run = read(store)
