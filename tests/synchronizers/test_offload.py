@@ -52,15 +52,10 @@ def run():
     return history, step
 
 
-def test_the_numbers_are_the_same(run):
-    history, _ = run
-    for device, host in history:
-        helpers.assert_bitwise(host, device)
-
-
-def test_every_step_leaves_the_arrays_where_they_were(run):
+def test_the_numbers_are_the_same_and_stay_where_they_were(run):
     history, step = run
     for device, host in history:
+        helpers.assert_bitwise(host, device)
         at_syncs, rest = split(host)
         assert (kinds(at_syncs), kinds(rest)) == (HOST, DEVICE)
         assert kinds(device) == DEVICE
@@ -68,20 +63,8 @@ def test_every_step_leaves_the_arrays_where_they_were(run):
     assert len(step._programs) == 4
 
 
-def transfers(jaxpr) -> tuple[int, list]:
-    """Number of `device_put` outside of conditionals, and the branches of those."""
-    count, branches = 0, []
-    for equation in jaxpr.eqns:
-        count += equation.primitive.name == "device_put"
-        if equation.primitive.name == "cond":
-            branches.append([branch.jaxpr for branch in equation.params["branches"]])
-            continue
-        for value in jax.tree.leaves(list(equation.params.values())):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                more, deeper = transfers(inner)
-                count, branches = count + more, branches + deeper
-    return count, branches
+def transfers(jaxpr) -> int:
+    return sum(x.primitive.name == "device_put" for x in helpers.equations(jaxpr))
 
 
 def test_arrays_are_copied_at_a_sync_alone():
@@ -89,14 +72,19 @@ def test_arrays_are_copied_at_a_sync_alone():
     host = cd.replicas.offload(helpers.start(tx, helpers.make_params(), mesh))
     step = helpers.replica_step(tx, mesh)
     (gradients,) = helpers.make_gradients(1, 3)
-    outside, branches = transfers(jax.make_jaxpr(step)(host, gradients).jaxpr)
-    assert outside == 0
-    branches.sort(key=lambda pair: -transfers(pair[1])[0])
-    (local, sync), *others = branches
-    assert transfers(local)[0] == 0
-    kept = host[1].sync_state
-    assert transfers(sync)[0] == 2 * len(jax.tree.leaves(kept))  # there and back
-    assert all(transfers(branch)[0] == 0 for pair in others for branch in pair)
+    there_and_back = 2 * len(jax.tree.leaves(host[1].sync_state))
+    programs = {
+        due: step.trace(host, gradients, due=due).jaxpr.jaxpr
+        for due in (True, False, None)
+    }
+    assert [*map(transfers, programs.values())] == [there_and_back, 0, there_and_back]
+    # Where the devices decide, inside of the condition alone.
+    conditions = [
+        [transfers(branch.jaxpr) for branch in equation.params["branches"]]
+        for equation in helpers.equations(programs[None])
+        if equation.primitive.name == "cond"
+    ]
+    assert [0, there_and_back] in conditions
 
 
 def test_what_a_synchronizer_leaves_alone_is_not_copied_back():
@@ -109,7 +97,7 @@ def test_what_a_synchronizer_leaves_alone_is_not_copied_back():
         return _memory.put_back({**moved, "a": moved["a"] + 1}, moved, tree)
 
     program = jax.make_jaxpr(step)({"a": host, "b": host}).jaxpr
-    assert transfers(program)[0] == 3  # both to the device, one back
+    assert transfers(program) == 3  # both to the device, one back
     result = jax.jit(step)({"a": host, "b": host})
     assert kinds(result) == HOST
     assert np.asarray(result["a"]).tolist() == [2, 2]
