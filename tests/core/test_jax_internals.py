@@ -37,6 +37,11 @@ def mean(x):
     return vary(lax.pmean(x, AXIS))
 
 
+def with_rule(function, define, *rules):
+    getattr(function, define)(*rules)
+    return function
+
+
 NESTED = {
     "alone": mean,
     "jit": jax.jit(mean),
@@ -45,6 +50,9 @@ NESTED = {
     "while": lambda x: lax.while_loop(lambda c: c[0] > 0, mean, x),
     "cond": lambda x: lax.cond(True, mean, lambda x: x, x),
     "vmap": lambda x: jax.vmap(mean)(x[None])[0],
+    "custom_jvp": with_rule(jax.custom_jvp(mean), "defjvp", mean),
+    "custom_vjp": with_rule(jax.custom_vjp(mean), "defvjp", mean, mean),
+    "deep": jax.jit(jax.checkpoint(jax.jit(mean))),
 }
 
 
@@ -59,6 +67,7 @@ def test_a_collective_is_found_inside(name):
     "collective",
     [
         lambda x: lax.pmax(x, AXIS),
+        lambda x: lax.pmin(x, AXIS),
         lambda x: lax.all_gather(x, AXIS),
         lambda x: lax.ppermute(x, AXIS, [(0, 1), (1, 0)]),
         lambda x: lax.all_to_all(x[:2], AXIS, 0, 0),

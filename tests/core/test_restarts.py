@@ -106,15 +106,6 @@ def test_q_starts_afresh_with_orthonormal_columns(shape):
     np.testing.assert_allclose(q.swapaxes(-1, -2) @ q, unit, atol=UNIT)
 
 
-def test_a_condition_of_a_replica_would_be_seen():
-    inner = optax.apply_if_finite(optax.sgd(0.1), 3)
-    tx = cd.adaptive_sync(
-        inner, triggers.every_k(2), synchronizers.reconcile(momentum=False), AXIS
-    )
-    found = conditions(tx, {})
-    assert any(_jax_internals.decides_alone(equation, AXIS) for equation in found)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("inner", [{}, {"fsdp": 2}], ids=["one", "two"])
 @pytest.mark.parametrize("name", ["reconcile", "factors"])

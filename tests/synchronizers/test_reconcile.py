@@ -144,23 +144,6 @@ def test_the_outer_optimizer_gets_the_anchor_as_parameters():
     assert state.sync_state.anchor["w"].tolist() == [[2.5], [2.5]]
 
 
-@pytest.mark.slow
-def test_a_donated_state_is_gone_and_the_result_is_right():
-    tx, params = optimizer(optax.sgd(0.1, 0.9)), {"w": jnp.arange(3.0)}
-    gradients = [{"w": np.full((2, 3), x, np.float32)} for x in (1, 2, 5, 3)]
-    mesh = cd.replicas.make_mesh(2)
-    state = helpers.start(tx, params, mesh)
-    step = helpers.replica_step(tx, mesh, donate=True)
-    step = helpers.quick(step, state, gradients[0])
-    for tree in gradients:
-        given = state
-        state, _ = step(given, tree)
-        large = (given[0], given[1].inner_state, given[1].sync_state)
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(large))
-    helpers.assert_bitwise(state, run(tx, params, gradients)[-1])
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
-
-
 def test_a_synchronizer_in_the_steps_place_has_a_reverse_mode():
     in_place = synchronizers.reconcile()._replace(after_local_step=False)
     tx = cd.adaptive_sync(optax.sgd(0.5), triggers.every_k(1), in_place)

@@ -108,15 +108,6 @@ def test_threshold_schedule_counts_steps():
     metrics = run(change(schedule), GRADIENTS)
     np.testing.assert_allclose(metrics.threshold, [0.7] * 3 + [0.07] * 2, rtol=RTOL)
     assert metrics.synced.tolist() == [True, False, False, True, True]
-    # One value a stage of training: 0.7 for two steps, then from 0 up to 0.8.
-    stages = optax.join_schedules(
-        [optax.constant_schedule(0.7), optax.linear_schedule(0.0, 0.8, 2)], [2]
-    )
-    metrics = run(change(stages), GRADIENTS)
-    np.testing.assert_allclose(metrics.threshold, [0.7, 0.7, 0, 0.4, 0.8], rtol=RTOL)
-    assert metrics.synced.tolist() == [True, False, False, True, False]
-    small = change(lambda step: jnp.where(step == 1, 0.2, 0.7))
-    assert run(small, GRADIENTS).synced.tolist() == [True, True, False, False, True]
 
 
 def test_the_layer_with_the_largest_change_is_named():
