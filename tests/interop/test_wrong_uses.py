@@ -162,7 +162,7 @@ CASES = {
     "weight below 0": (lambda: update(synced(), weight=-1), ValueError, "-1"),
     "a weight for every replica": (
         lambda: update(synced(), weight=jnp.ones(2)),
-        *(TypeError, "weight"),
+        *(ValueError, "weight"),
     ),
     # Parts that do not go together.
     "RMMC without a momentum": (
@@ -181,7 +181,7 @@ CASES = {
     ),
     "decision for every element": (
         lambda: deciding(lambda seen, s: (triggers.decision(PARAMS["bias"] > 0), s)),
-        *(ValueError, "shape"),
+        *(TypeError, "scalar"),
     ),
     # Replicas that would train apart, or average what is not theirs.
     "another axis": (
