@@ -16,8 +16,8 @@ from curvadion_jax.replicas._placed import count_replicas, look
 def anchor(opt_state: Any) -> Any:
     """The parameters that all replicas had after the last sync.
 
-    Costs no communication. Before the first sync these are the parameters at the start.
-    To evaluate and to export use :func:`consensus`, the model of today.
+    They cost no communication. Before the first sync they are the parameters at the
+    start. To evaluate and to export use :func:`consensus`.
 
     Args:
       opt_state: the optimizer state with a leading replica axis, nnx's included.

@@ -1,7 +1,6 @@
 """Copies of replicas: in place of those that are not finite, or for another number."""
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _counters, _memory, _paths
-from curvadion_jax._dion import DionState
 from curvadion_jax.replicas._mesh import AXIS, check_axis
 from curvadion_jax.replicas._placed import count_replicas, look
 
@@ -26,14 +24,12 @@ def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
 
     A sync excludes a replica with NaN or Inf and restarts its momenta, but its
     parameters stay as they are until they are replaced. Call it, in all processes, when
-    `curvadion_jax.metrics.read` shows a replica as excluded again and again: it waits
-    for the devices, and sends one replica's state.
+    `curvadion_jax.metrics.read` shows a replica as excluded again and again. Where
+    syncs average gradients or factors, a replica whose momentum restarted is finite and
+    differs from the others: name it in `also`.
 
-    Where syncs average gradients or factors, a replica whose momentum restarted is
-    finite after the next sync, and differs from the others: name it in `also`.
-
-    A copy has no residual, and its random keys (`jax.random.key`, not arrays of
-    `uint32`) are folded with its number. Its counters stay its own.
+    A copy keeps its own counters, has no residual, and its random keys
+    (`jax.random.key`, not arrays of `uint32`) are folded with its number.
 
     Args:
       state: all that differs between replicas, in any tree with a leading replica axis:
@@ -123,13 +119,12 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
     """Gives a state to a multiple, or to a divisor, of the number of its replicas.
 
     With fewer replicas, each new one stands for k neighbours. It gets the mean of their
-    floating-point arrays (parameters, momenta, residuals), so that the mean over all
-    replicas stays; of all else (integers, keys, Dion's Q, the trigger's state, the
-    anchor, counters) the first one's. With more, each gets k copies; copies of a random
-    key (`jax.random.key`) are folded with the number of the replica.
+    floating-point arrays, so that the mean over all replicas stays; of all else
+    (integers, keys, Dion's Q, the trigger's state, the anchor, counters) the first
+    one's. With more, each is copied k times; copies of a random key are folded with the
+    number of the replica.
 
-    Counters continue, and bytes are then those of the new number of replicas. With
-    several processes save and restore a checkpoint instead,
+    With several processes save and restore a checkpoint instead,
     ``checkpoint.restore(directory, target, replicas=n)``.
 
     Args:
@@ -179,23 +174,19 @@ def _known(entry: Any, mesh: Mesh) -> Any:
 def is_averaged(state: Any) -> list[bool]:
     """For every leaf of a state whether `resize` takes means of it."""
     leaves = _paths.leaves_with_names(state)
-    # By name and not by type: `flax.nnx.split` makes dictionaries of named tuples.
-    below: dict[_paths.Names, dict] = defaultdict(lambda: defaultdict(set))
-    for names, _ in leaves:
-        for index, name in enumerate(names):
-            below[names[:index]][name].add(names[index + 1 :])
-    optimizers = _counters.optimizers(names for names, _ in leaves)
+    known = {names for names, _ in leaves}
+    optimizers = _counters.optimizers(known)
 
     def is_q(names, index):
-        fields = below[names[:index]]
-        is_dion = fields.keys() == set(DionState._fields)
-        return names[index] == "q" and is_dion and fields["q"] == fields["momentum"]
+        # Columns of Q may have opposite signs, and cancel in a mean. By name and not by
+        # type: `flax.nnx.split` makes dictionaries of named tuples.
+        momentum = (*names[:index], "momentum", *names[index + 1 :])
+        return names[index] == "q" and momentum in known
 
     def is_taken(names):
         return (
             _counters.is_within(names, optimizers, {"trigger_state", "metrics"})
             or not _COMMON.isdisjoint(itertools.pairwise(names))
-            # Columns of Q may have opposite signs, and cancel in a mean.
             or any(is_q(names, index) for index in range(len(names)))
         )
 

@@ -58,14 +58,6 @@ def names(instructions):
     return sorted(instruction.name for instruction in instructions)
 
 
-def test_computations_and_entry(program):
-    assert program.entry == "main.5"
-    assert set(program.computations) == {
-        *("sum", "fused", "body", "condition", "local.1", "sync-2_spmd", "main.5")
-    }
-    assert [x.name for x in program.computations["main.5"]] == ["x", "flag", "c"]
-
-
 def test_opcodes_shapes_and_bytes(program):
     _, both, loop = program.computations["sync-2_spmd"]
     assert (both.opcode, both.shape) == ("all-reduce", "(f32[2]{0}, bf16[3]{0})")
@@ -117,24 +109,3 @@ def test_groups(attribute, groups):
     text = PROGRAM.replace("channel_id=1,", f"channel_id=1, {attribute}, to_x={{}},")
     (flag,) = hlo.parse(text).collectives(["main.5"], branches=False)
     assert flag.groups == groups
-
-
-def test_what_an_instruction_depends_on(program):
-    x, flag, conditional = program.computations["main.5"]
-    assert conditional.operands == ["flag", "x", "x"]
-    assert flag.operands == ["x"]
-    assert program.ancestors(flag) == [x]
-    assert names(program.ancestors(conditional)) == ["a", "add", "b", "flag", "x"]
-    assert program.ancestors(x) == []
-    root = program.computations["local.1"][1]
-    assert names(program.ancestors(root)) == ["q"]  # not what it calls itself
-
-
-def test_what_cannot_be_read_is_an_error():
-    with pytest.raises(ValueError, match="no ENTRY"):
-        hlo.parse(PROGRAM.replace("ENTRY ", ""))
-    with pytest.raises(ValueError, match="calls unknown"):
-        hlo.parse(PROGRAM.replace("calls=%fused", "calls=%gone"))
-    (flag,) = hlo.parse(PROGRAM).collectives(["main.5"], branches=False)
-    with pytest.raises(ValueError, match="no replica groups"):
-        _ = flag.groups

@@ -177,7 +177,7 @@ def test_a_condition_of_a_replicas_own_is_refused():
     inner = optax.apply_if_finite(optax.adam(0.01), 3)
     tx = cd.adaptive_sync(inner, triggers.every_k(2), reconcile(), AXIS)
     step, state = helpers.replica_step(tx, mesh), make_state(tx, mesh)
-    with pytest.raises(ValueError, match="waits for the devices of all replicas"):
+    with pytest.raises(ValueError, match="may decide differently"):
         step.lower(state, make_gradients(mesh))
 
 
@@ -204,12 +204,11 @@ def test_a_spoilt_replica_of_several_devices_comes_back():
     assert all_finite((params, opt_state.inner_state, opt_state.sync_state))
 
 
-@pytest.mark.filterwarnings("ignore:of the state .* alone")
 def test_what_gathers_a_matrix_is_seen():
     mesh = mesh_of("2x2x2")
 
     def train(state, gradients):
-        return state + jnp.cumsum(state.reshape(-1)).reshape(state.shape), {}
+        return state, {"sums": jnp.cumsum(state.reshape(-1))}
 
     spec = PartitionSpec(AXIS, "fsdp", "tensor")
     state = jax.device_put(np.ones((2, 128, 128)), NamedSharding(mesh, spec))
@@ -234,12 +233,6 @@ def test_divided_is_whole(name, mesh):
 
 
 @pytest.mark.parametrize(
-    ("form", "rounding"),
-    [
-        (compressors.quantize(8, 64), 2 / 127),  # two roundings to half a step
-    ],
-)
-@pytest.mark.parametrize(
     "mesh",
     [
         # Which divides rows and columns; the others one of them.
@@ -247,7 +240,8 @@ def test_divided_is_whole(name, mesh):
         *(pytest.param(x, marks=pytest.mark.slow) for x in ("4x2", "2x4")),
     ],
 )
-def test_compressed_means_of_divided_arrays(form, rounding, mesh):
+def test_compressed_means_of_divided_arrays(mesh):
+    form, rounding = compressors.quantize(8, 64), 2 / 127  # two roundings
     mesh = mesh_of(mesh)
     given = make_gradients(mesh)
     compiled = helpers.quick(mean_of(form, mesh, given), given, np.ones(4))

@@ -133,20 +133,6 @@ class Program(NamedTuple):
             if each.opcode == "conditional" and self.collectives(each.called)
         ]
 
-    def ancestors(self, instruction: Instruction) -> list[Instruction]:
-        """All that it depends on in its own computation, and what those call."""
-        (home,) = [x for x in self.computations.values() if instruction in x]
-        by_name = {each.name: each for each in home}
-        found: dict[str, Instruction] = {}
-        waiting = list(instruction.operands)
-        while waiting:
-            name = waiting.pop()
-            if name not in found:
-                found[name] = by_name[name]
-                waiting.extend(by_name[name].operands)
-        called = [name for each in found.values() for name in each.called]
-        return [*found.values(), *self.instructions(called)]
-
 
 def parse(text: str) -> Program:
     """The program that `compiled.as_text()` prints.
