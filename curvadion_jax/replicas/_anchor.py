@@ -119,14 +119,15 @@ def reanchor(params: Any, opt_state: Any) -> Any:
     for names, leaf in leaves:
         below = _below(names, "anchor")
         if below is not None:
-            x = used[below] = given.get(below)
-            if np.shape(x) != leaf.shape:
+            shape = np.shape(given[below]) if below in given else None
+            if shape != leaf.shape:
                 raise ValueError(
                     f"The anchor {'/'.join(below)!r} has shape {leaf.shape}, and the "
-                    f"parameter has {np.shape(x)}. Give the parameters that this "
-                    "optimizer was initialised with."
+                    f"parameter has {shape}. Give the parameters that this optimizer "
+                    "was initialised with."
                 )
-            leaf = _memory.beside(jnp.array(x, leaf.dtype), leaf)
+            used[below] = given[below]
+            leaf = _memory.beside(jnp.array(given[below], leaf.dtype), leaf)
         elif _below(names, "residual") is not None:
             leaf = jnp.zeros_like(leaf)
         new.append(leaf)
