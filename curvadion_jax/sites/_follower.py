@@ -145,12 +145,11 @@ class Follower:
             "tokens": own.tokens,
             "rounds": self.number + 1 - self._since,
         }
-        message = _store.pack(header, own.message)
         key = _rounds.contribution_key(self.number, self.name)
         # If a killed predecessor's is there already, that one stands.
-        created = _store.write(self.store, key, message)
+        created, digest = _store.write(self.store, key, header, own.message)
         if created:
-            self._receive(self.name, header | {"sha256": message.digest}, own.message)
+            self._receive(self.name, header | {"sha256": digest}, own.message)
         self.contribution = own._replace(sent=True, created=created)
 
     def propose(self) -> bool:

@@ -101,14 +101,7 @@ class Members(NamedTuple):
 
 
 def members(keys: Iterable[str]) -> Members:
-    """From the keys below `MEMBERS`.
-
-    Example:
-      >>> found = members(["members/a/000001.left", "members/b/000001.json",
-      ...                  "members/b/000002.json", "members/notes.txt"])
-      >>> found.newest, sorted(found.left), found.needed(quorum=2)
-      ({'a': 1, 'b': 2}, ['a'], 1)
-    """
+    """From the keys below `MEMBERS`."""
     newest: dict[str, tuple[int, bool]] = {}
     for found in filter(None, map(_MEMBER.fullmatch, keys)):
         own = int(found[2]), found[3] == "left"
@@ -142,18 +135,7 @@ def check_contribution(header: Mapping[str, Any], name: str, number: int) -> Non
 def judged(
     received: Sequence[Received], before: str, max_norm: float
 ) -> list[Received]:
-    """The contributions, with why those that cannot count cannot.
-
-    Example:
-      >>> received = [Received(name, {"before": "x"}, (), norm)
-      ...             for name, norm in zip("abcd", (1.0, 1.5, 40.0, math.nan))]
-      >>> for each in judged(received, before="x", max_norm=10):
-      ...     print(f"{each.name}: {each.why or None}")
-      a: None
-      b: None
-      c: its norm, 40, is beyond 10 times the median, 1.5
-      d: it is not finite
-    """
+    """The contributions, with why those that cannot count cannot."""
 
     def fault(each: Received) -> str:
         if each.why or (other := each.header["before"]) == before:
@@ -227,11 +209,7 @@ def commit(
 
 
 def read_commit(data: bytes, number: int) -> dict[str, Any]:
-    """A commit.
-
-    Raises:
-      InvalidError: if it is damaged, or none.
-    """
+    """A commit; an `InvalidError` if it is damaged, or none."""
     parts = {
         "contributors": {"name", "uid", "sha256", "tokens", "weight"},
         "rejected": {"name", "uid", "why"},

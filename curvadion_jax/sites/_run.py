@@ -156,5 +156,5 @@ def _write(
     number: int,
 ) -> None:
     header = {"kind": "snapshot", "run": run["sha256"], "round": number}
-    message = _store.pack(header | {"roster": roster}, [*outer.anchor, *outer.state])
-    _store.write(store, key, message)
+    arrays = [*outer.anchor, *outer.state]
+    _store.write(store, key, header | {"roster": roster}, arrays)

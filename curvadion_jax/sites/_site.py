@@ -195,16 +195,15 @@ class Site:
         """The newest outer parameters of the run, or these if the run is new.
 
         Args:
-          params: as the model's `init` returned them, or from this site's own
-            checkpoint; only their shapes count in a run that has begun.
+          params: as the model's `init` returned them; only their shapes and where they
+            are placed count in a run that has begun.
 
         Returns:
           Parameters that are placed as the given ones are.
 
         Raises:
-          ValueError: if the run has another model, compressor, outer optimizer or
-            quorum.
-          RuntimeError: if it was begun by a newer version, or is damaged.
+          ValueError: for another model, compressor, outer optimizer or quorum.
+          RuntimeError: if the run is damaged, or of a newer version.
           OSError: if the store cannot be reached.
         """
         if self._structure is not None:
@@ -242,8 +241,8 @@ class Site:
           The parameters to continue with.
 
         Raises:
-          RuntimeError: if this site cannot continue with the run: another has its name,
-            or its outer parameters differ from the run's.
+          RuntimeError: if another site has this one's name, or its outer parameters
+            differ from the run's.
           ValueError: for parameters of another structure, shape or dtype; for tokens
             that are not positive and finite.
         """
@@ -302,17 +301,10 @@ class Site:
     @property
     def metrics(self) -> SiteMetrics:
         """See :class:`SiteMetrics`."""
-        up, down = (
-            (self._joined[0][0].up, self._joined[0][0].down) if self._joined else (0, 0)
-        )
         lag = 0 if self._under_way is None else self._steps
-        last = {
-            "lag": lag,
-            "blocked": self._blocked,
-            "bytes_up": up,
-            "bytes_down": down,
-        }
-        return SiteMetrics(self._round, self._contributors, **self._counts, **last)
+        up, down = next(((x.up, x.down) for x, _ in self._joined), (0, 0))
+        known = self._round, self._contributors, *self._counts.values()
+        return SiteMetrics._make((*known, lag, self._blocked, up, down))
 
     def _check_open(self, params: Any) -> None:
         if self._structure is None or self._closed:
@@ -340,8 +332,10 @@ class Site:
             )
 
     def _submit(self, params: Any) -> None:
-        leaves, model = jax.tree.leaves(params), self._model
-        for name, x, then in zip(model.names, leaves, model.shapes, strict=True):
+        leaves = jax.tree.leaves(params)
+        for name, x, then in zip(
+            self._model.names, leaves, self._model.shapes, strict=True
+        ):
             if (x.shape, x.dtype) != (then.shape, then.dtype):
                 raise ValueError(
                     f"{name} is {x.dtype}{list(x.shape)}, and was {then.dtype}"
@@ -360,23 +354,19 @@ class Site:
         if update is None:
             return params
         self._round, self._contributors = update.number, update.contributors
-        if update.outcome is not None:
-            self._note(update.outcome)
-        leaves, structure = jax.tree.flatten(params)
-        leaves = moved(leaves, update, self._settings.keep)
-        return jax.tree.unflatten(structure, leaves)
-
-    def _note(self, why: str) -> None:
-        tokens, self._under_way = self._under_way or 0.0, None
-        kind = {"": "counted", "late": "late"}.get(why, "rejected")
-        self._counts[kind] += 1
-        if kind == "late":
-            self._tokens += tokens
-            self._steps = max(self._steps, self._settings.every)
-        elif kind == "rejected":
-            text = "%r, this site, is rejected: %.999r. Its steps are lost"
-            log.error(text, self.name, why)
-            self._steps, self._tokens = 0, 0.0
+        if (why := update.outcome) is not None:
+            tokens, self._under_way = self._under_way or 0.0, None
+            kind = {"": "counted", "late": "late"}.get(why, "rejected")
+            self._counts[kind] += 1
+            if kind == "late":
+                self._tokens += tokens
+                self._steps = max(self._steps, self._settings.every)
+            elif kind == "rejected":
+                text = "%r, this site, is rejected: %.999r. Its steps are lost"
+                log.error(text, self.name, why)
+                self._steps, self._tokens = 0, 0.0
+        leaves = moved(jax.tree.leaves(params), update, self._settings.keep)
+        return jax.tree.unflatten(self._structure, leaves)
 
     def _wait(self, params: Any, end: float = math.inf) -> None:
         start = time.monotonic()

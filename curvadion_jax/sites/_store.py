@@ -23,7 +23,7 @@ import urllib.parse
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -144,28 +144,21 @@ class Store:
         self.answers += 1
 
 
-class Message(NamedTuple):
-    """What is to be written; its digest is that of its header, and so of all of it."""
+def write(
+    store: Store, key: str, header: dict[str, Any], arrays: Sequence[np.ndarray]
+) -> tuple[bool, str]:
+    """Creates a message unless there is one; whether it is there now, and its digest.
 
-    digest: str
-    head: bytes
-    parts: list[memoryview]
-
-
-def pack(header: dict[str, Any], arrays: Sequence[np.ndarray]) -> Message:
+    That is the header's, and so of all of it.
+    """
     parts = _parts(b"".join(as_bytes(x) for x in arrays))
     head = seal(header | {"parts": [_sha256(part) for part in parts]})
-    return Message(unseal(head)["sha256"], head, parts)
-
-
-def write(store: Store, key: str, message: Message) -> bool:
-    """Creates a message unless there is one; whether this one is there now."""
-    digest, head, parts = message
+    digest = unseal(head)["sha256"]
     if len(parts) > 1:
         for index, part in enumerate(parts):
             store.create(_part_key(key, digest, index), part)
         parts = []
-    return store.create(key, b"\n".join([head, b"".join(parts)]))
+    return store.create(key, b"\n".join([head, b"".join(parts)])), digest
 
 
 def read(

@@ -42,13 +42,6 @@ def started(store, name="oslo", params=PARAMS, **options):
     return site
 
 
-def test_a_folder_by_its_path(tmp_path):
-    with sites.join(tmp_path / "run", "oslo", every=1) as site:
-        site.leave(site.sync(site.start(PARAMS)))
-    assert site.metrics.contributors == 1
-    assert any((tmp_path / "run").iterdir())
-
-
 @pytest.mark.parametrize(
     ("url", "message"),
     [("file:///proc/nothing", "cannot use the folder"), ("ftp://host/run", "ftp")],
@@ -75,13 +68,6 @@ def test_a_bucket_that_cannot_be_written():
     with pytest.raises(OSError, match="cannot write members/oslo") as raised:
         sites.join(Limited(MemoryStore(), 0, denied), "oslo")
     assert "secret" not in str(raised.value)
-
-
-def test_a_store_without_room_for_the_model():
-    full = OSError(28, "No space left on device")
-    with sites.join(Limited(MemoryStore(), 200, full), "oslo", poll=0.01) as site:
-        with pytest.raises(OSError, match="No space left"):
-            site.start(PARAMS)
 
 
 def test_a_store_that_overwrites():
@@ -222,13 +208,3 @@ def test_without_obstore(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "obstore.store", None)
     with pytest.raises(ImportError, match=r"curvadion-jax\[sites\]"):
         sites.join("/tmp/run", "oslo")
-
-
-def test_nothing_of_a_credential_is_in_the_run(monkeypatch, tmp_path, caplog):
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden-key")
-    with caplog.at_level("DEBUG"), started(str(tmp_path)) as site:
-        jax.block_until_ready(site.leave(site.sync(PARAMS)))
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert files
-    assert not any(b"hidden-key" in path.read_bytes() for path in files)
-    assert "hidden-key" not in caplog.text

@@ -1,6 +1,5 @@
 """Steps go on while a contribution is under way; what becomes of them."""
 
-import math
 import threading
 
 import jax
@@ -67,20 +66,6 @@ def test_sync_waits_beyond_the_bound_alone():
         assert site.metrics.counted >= 1
         assert site.metrics.blocked > 0
         np.testing.assert_array_equal(params["w"], 4.0)
-
-
-def test_without_a_bound_sync_never_waits():
-    store = Gated()
-    with sites.join(store, "oslo", every=1, max_lag=math.inf, poll=0.01) as site:
-        params = site.start(PARAMS)
-        for _ in range(20):
-            params = site.sync(stepped(params))
-        assert site.metrics.blocked == 0
-        store.open.set()
-        decided(site)
-        params = site.leave(site.sync(stepped(params)))
-        np.testing.assert_array_equal(params["w"], 21.0)
-        assert site.metrics.counted >= 1
 
 
 def test_what_is_decided_between_two_looks_counts_once(monkeypatch):

@@ -197,13 +197,3 @@ def test_a_contribution_whose_answer_was_lost_counts_once():
     assert a.outcomes == [""]
     a.follower.send()
     assert a.moved() == b.moved() == 1.0
-
-
-def test_a_contribution_whose_answer_was_lost_is_known_again():
-    a = ByHand(LosesAnswers(MemoryStore()), "a")
-    a.prepare(1.0)
-    with pytest.raises(OSError, match="connection reset"):
-        a.follower.send()
-    a.follower.send()
-    a.commit()
-    assert a.outcomes == [""]

@@ -74,7 +74,7 @@ def test_strays_damage_and_what_strangers_write(tmp_path, capsys):
         "rounds": 1,
     }
     key = _rounds.contribution_key(1, "rome")
-    _store.write(rome.store, key, _store.pack(header, rome.anchor))
+    _store.write(rome.store, key, header, rome.anchor)
     settle(oslo, rome)
     (tmp_path / _rounds.commit_key(0)).write_bytes(b"junk")
     for stray in ("commits/Thumbs.db", "rounds/00000001/a\tb", "notes.txt"):

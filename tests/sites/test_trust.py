@@ -27,7 +27,7 @@ def written(site: ByHand, arrays=GOOD, **other) -> bytes:
         "rounds": 1,
     }
     elsewhere = _store.Store(MemoryStore())
-    _store.write(elsewhere, KEY, _store.pack(header | other, arrays))
+    _store.write(elsewhere, KEY, header | other, arrays)
     return elsewhere.get(KEY, HEADER) or b""
 
 
@@ -145,21 +145,3 @@ def test_a_contribution_that_was_damaged_is_told_to_whose_it_is():
     b.send(3.0)
     settle(b, a)
     assert a.outcomes == ["it is no JSON object"]
-
-
-def test_who_moves_alone_while_the_others_stand_still_counts():
-    store = MemoryStore()
-    a, b, c = (ByHand(store, name) for name in "abc")
-    a.send(0.0)
-    b.send(0.0)
-    c.send(3.0)
-    settle(a, b, c)
-    assert a.moved() == pytest.approx(1.0)
-
-
-def test_a_round_of_nothing_that_counts_changes_nothing():
-    a = ByHand(MemoryStore(), "a")
-    before = a.follower.outer
-    a.step(float("inf"))
-    assert a.follower.outer is before
-    assert a.follower.number == 1
