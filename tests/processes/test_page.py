@@ -1,4 +1,4 @@
-"""The program of `docs/processes.md`, in the two processes that it is for."""
+"""The program of `docs/multi-host.md`, in the two processes that it is for."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import launch
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "processes.md"
+PAGE = Path(__file__).parents[2] / "docs" / "multi-host.md"
 
 
 @pytest.mark.slow
