@@ -35,7 +35,8 @@ class Faults(NamedTuple):
 
 def no_faults() -> Faults:
     """Those of a local step in which all is well."""
-    return Faults(*[jnp.zeros([], jnp.bool_)] * 4, jnp.zeros([], jnp.float32))
+    no = jnp.zeros([], jnp.bool_)
+    return Faults(no, no, no, no, weight=jnp.zeros([], jnp.float32))
 
 
 class SyncMetrics(NamedTuple):

@@ -158,6 +158,8 @@ class CompiledStep:
         batch = jax.tree.map(self._divided, batch)
         if not self._compiled:
             check_context(self._mesh)
+        count = self._counts.get(key)
+        if key not in self._counts or (count and not count.is_next(leaves)):
             self._look.start(state)
         operands = (state, batch, *shared)
         due = self._due(key, operands, leaves)

@@ -169,3 +169,23 @@ def test_looks_are_few(monkeypatch):
         calls.append(0)
         look.after({}, due=True)
     assert looks == [1, 2, 4, 8, 16, 32, 64, 128]
+
+
+def test_an_optimizer_made_anew_on_replicas_that_differ_is_refused():
+    """As for warm restarts: their anchors would differ, and they would never meet."""
+    mesh = cd.replicas.make_mesh(2)
+    tx = cd.local_muon(0.05, trigger=cd.triggers.every_k(4), axis_name="replica")
+    params = {"kernel": jnp.ones((8, 4))}
+
+    def train(state, batch):
+        params, opt_state = state
+        loss_fn = lambda p: jnp.mean((batch["x"] @ p["kernel"]) ** 2)  # noqa: E731
+        updates, opt_state = tx.update(jax.grad(loss_fn)(params), opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {}
+
+    step = cd.replicas.step(train, mesh)
+    batch = {"x": jax.random.normal(jax.random.key(0), (16, 8))}
+    state, _ = step(cd.replicas.replicate((params, tx.init(params)), mesh), batch)
+    anew = state[0], jax.vmap(tx.init)(state[0])
+    with pytest.raises(ValueError, match="Replicas start from different values"):
+        step(anew, batch)
