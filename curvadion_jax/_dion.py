@@ -4,6 +4,7 @@ Other replicas, and the devices of this one, come in through extra arguments of
 `update`. `_power_iteration` has the step, and the paper's symbols.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -36,11 +37,6 @@ class DionState(NamedTuple):
       q: tree of the parameters' structure; ``[*batch, smaller side, r]`` per matrix,
         unit columns, same dtype as the momentum. Shared while every step reduces the
         factors, replica-varying otherwise. Not parameter-shaped.
-
-    Example:
-      >>> state = scale_by_dion(rank=2).init({"kernel": jnp.zeros((3, 4, 8))})
-      >>> state.momentum["kernel"].shape, state.q["kernel"].shape
-      ((3, 4, 8), (3, 4, 2))
     """
 
     momentum: optax.Updates
@@ -131,7 +127,12 @@ def scale_by_dion(
 
     def init_fn(params):
         views = _partition.matrices_only(params, dimension_numbers)
-        _matrices.check_rank_of_some(views.values(), rank)
+        largest = max((view.cols for view in views.values()), default=math.inf)
+        if isinstance(rank, int) and rank > largest:
+            raise ValueError(
+                f"rank {rank} exceeds the smaller side of every matrix; the largest is "
+                f"{largest}. Pass a smaller rank, or rank=1.0 for full rank."
+            )
         zeros = optax.tree.zeros_like(params, dtype=mu_dtype)
         if _trees.is_placeholder(params):
             return DionState(zeros, q=jnp.zeros([]))

@@ -7,7 +7,7 @@ of the two sides (on fan_out when they are equal) and the right factor Q on the 
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -138,14 +138,8 @@ def make_view(
 ) -> MatrixView:
     """View of a parameter whose other axes are batch axes.
 
-    Args:
-      shape: the parameter's shape.
-      fan_in_axes: axis or axes summed over; negative ones count from the end.
-      fan_out_axes: axis or axes produced.
-
-    Raises:
-      ValueError: if an axis does not exist, is named twice or none is named, or if
-        the matrix has no elements.
+    Axes may be negative. An axis that does not exist or is named twice, and a matrix
+    without elements, are a ValueError.
 
     Example:
       >>> view = make_view((12, 64, 256), 1, 2)
@@ -170,12 +164,7 @@ def make_view(
 
 
 def resolve_rank(cols: int, rank: int | float) -> int:
-    """The rank used for a matrix: `rank`, or that fraction of the smaller side.
-
-    Args:
-      cols: the smaller side of the matrix.
-      rank: an int is a rank, clipped to the smaller side; a float in (0, 1] is a
-        fraction of the smaller side, rounded up.
+    """The rank of a matrix: an int, clipped to the smaller side, or a fraction of it.
 
     Example:
       >>> [resolve_rank(30, rank) for rank in (0.25, 4, 64, 1.0)]
@@ -185,16 +174,6 @@ def resolve_rank(cols: int, rank: int | float) -> int:
         return min(rank, cols)
     # 0.07 * 100 is 7.000000000000001 in floating point, and means 7.
     return max(1, math.ceil(rank * cols - 1e-9))
-
-
-def check_rank_of_some(views: Iterable[MatrixView], rank: int | float) -> None:
-    """Rejects a rank that no matrix has."""
-    largest = max((view.cols for view in views), default=None)
-    if isinstance(rank, int) and largest is not None and rank > largest:
-        raise ValueError(
-            f"rank {rank} exceeds the smaller side of every matrix; the largest is "
-            f"{largest}. Pass a smaller rank, or rank=1.0 for full rank."
-        )
 
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -23,14 +23,9 @@ class MuonState(NamedTuple):
     """State of Muon's momentum.
 
     Attributes:
-      count: int32[], steps taken. Replica-varying: one that was skipped does not count.
+      count: int32[], steps taken.
       mu: the momenta, of the parameters' structure and shapes, in `mu_dtype` or the
-        parameter's dtype. Replica-varying.
-
-    Example:
-      >>> state = _nesterov(0.9, jnp.bfloat16).init({"kernel": jnp.ones((4, 8))})
-      >>> int(state.count), state.mu["kernel"].dtype.name
-      (0, 'bfloat16')
+        parameter's dtype. Both are replica-varying.
     """
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -47,28 +42,15 @@ def muon(
     weight_decay_mask: Any | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """What `optax.contrib.muon` does with matrices.
+    """What `optax.contrib.muon` does with matrices, by the same arguments.
 
     The compiler divides its Newton-Schulz iterations within each product: inside a
     replica of several devices every iteration gathers whole stacks. Here every device
-    gets whole matrices once, and iterates alone.
-
-    Args:
-      learning_rate: a number or a schedule.
-      dimension_numbers: function from a masked tree of the parameters to the dimension
-        numbers of its leaves.
-      beta: decay rate of the Nesterov momentum; a number or a schedule.
-      eps: of the norm by which a matrix is divided.
-      weight_decay: as for `optax.contrib.muon`.
-      weight_decay_mask: as for `optax.contrib.muon`.
-      mu_dtype: dtype of the momentum.
+    gets whole matrices once, and iterates alone. `dimension_numbers` is a function from
+    a masked tree of the parameters to the dimension numbers of its leaves.
     """
-
-    def momentum(beta):
-        return _nesterov(beta, mu_dtype)
-
     return optax.chain(
-        _arguments.with_schedule(momentum, beta),
+        _arguments.with_schedule(lambda beta: _nesterov(beta, mu_dtype), beta),
         _orthogonalized(dimension_numbers, eps),
         # It takes schedules.
         optax.add_decayed_weights(weight_decay, weight_decay_mask),  # pyright: ignore[reportArgumentType]
@@ -81,13 +63,7 @@ def muon_adamw(
     eps: jax.typing.ArrayLike = 1e-8,
     mu_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformation:
-    """What `optax.contrib.muon` does with all else, with b2 = 0.95.
-
-    Args:
-      learning_rate: a number or a schedule.
-      eps: AdamW's.
-      mu_dtype: dtype of the first moment.
-    """
+    """What `optax.contrib.muon` does with all else, with b2 = 0.95."""
     return optax.adamw(
         learning_rate,
         b1=0.9,

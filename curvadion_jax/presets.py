@@ -18,14 +18,7 @@ from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import dion
 from curvadion_jax._muon import muon, muon_adamw
 
-__all__ = [
-    "authors_code",
-    "diloco",
-    "local_sgd",
-    "muloco",
-    "paper",
-    "synchronous_dion",
-]
+__all__ = ["authors_code", "diloco", "local_sgd", "muloco", "paper", "synchronous_dion"]
 
 
 def synchronous_dion(
@@ -74,13 +67,7 @@ def local_sgd(
     """
     _arguments.check_numbers(learning_rate=learning_rate)
     _arguments.check_number(momentum, "momentum", below=1)
-    return adaptive_sync(
-        optax.sgd(learning_rate, momentum),
-        triggers.every_k(k),
-        synchronizers.reconcile(momentum=False),
-        axis_name,
-        dimension_numbers=_no_matrices,
-    )
+    return _every(k, optax.sgd(learning_rate, momentum), None, axis_name)
 
 
 def diloco(
@@ -101,14 +88,8 @@ def diloco(
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023
     """
     _arguments.check_numbers(learning_rate=learning_rate, weight_decay=weight_decay)
-    outer = _nesterov(outer_learning_rate, outer_momentum)
-    return adaptive_sync(
-        optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay),
-        triggers.every_k(k),
-        synchronizers.reconcile(outer, momentum=False),
-        axis_name,
-        dimension_numbers=_no_matrices,
-    )
+    inner = optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay)
+    return _every(k, inner, _nesterov(outer_learning_rate, outer_momentum), axis_name)
 
 
 def muloco(
@@ -142,13 +123,7 @@ def muloco(
         dimension_numbers,
     )
     outer = _nesterov(outer_learning_rate, outer_momentum)
-    return adaptive_sync(
-        inner,
-        triggers.every_k(k),
-        synchronizers.reconcile(outer, momentum=False),
-        axis_name,
-        dimension_numbers=dimension_numbers,
-    )
+    return _every(k, inner, outer, axis_name, dimension_numbers)
 
 
 def _nesterov(learning_rate: Any, momentum: Any) -> optax.GradientTransformation:
@@ -158,9 +133,21 @@ def _nesterov(learning_rate: Any, momentum: Any) -> optax.GradientTransformation
     return optax.sgd(learning_rate, momentum, nesterov=True)
 
 
-def _no_matrices(params: Any) -> Any:
-    """Dimension numbers for optimizers that know no matrices."""
-    return jax.tree.map(lambda _: None, params)
+def _every(
+    k: int,
+    inner: optax.GradientTransformation,
+    outer: optax.GradientTransformation | None,
+    axis_name: str | None,
+    dimension_numbers: _partition.DimensionNumbersOrFn = lambda params: None,
+) -> optax.GradientTransformationExtraArgs:
+    """An outer step along the mean pseudo-gradient after every k local steps."""
+    return adaptive_sync(
+        inner,
+        triggers.every_k(k),
+        synchronizers.reconcile(outer, momentum=False),
+        axis_name,
+        dimension_numbers=dimension_numbers,
+    )
 
 
 def paper(
@@ -175,18 +162,13 @@ def paper(
     """CurvaDion's published formula.
 
     Momentum m <- mu m + g without error feedback. If the relative momentum change of
-    any layer exceeds the threshold tau, a Dion step with the mean gradient; otherwise a
-    plain local gradient step, theta - eta_local g, that leaves Q as it is. Replicas are
-    never brought together; :func:`curvadion` has the same parts and a sync that does.
+    any layer exceeds `threshold`, a Dion step with the mean gradient; otherwise a plain
+    local gradient step with `local_learning_rate` (None for `learning_rate`), which
+    leaves Q as it is. Replicas are never brought together; :func:`curvadion` has the
+    same parts and a sync that does.
 
     Of the paper we could read the abstract and the beginning of the introduction; the
     rest is known at second hand.
-
-    Args:
-      learning_rate: of the Dion steps.
-      threshold: tau, a number or a schedule.
-      local_learning_rate: eta_local; None means `learning_rate`.
-      axis_name, dimension_numbers, dion_arguments: see above.
 
     Example:
       >>> tx = paper(0.01, threshold=0.2, axis_name="replica")
@@ -260,14 +242,9 @@ def authors_code(
     local step is a full Dion step. Here, unlike in their training script, replicas do
     take local steps.
 
-    Args:
-      learning_rate: of Dion and Lion.
-      threshold: a number or a schedule.
-      other_optimizer: optimizer with a momentum `mu` for the other parameters. None
-        means `optax.lion` with the same learning rate, b1 = 0.95, b2 = 0.98 and no
-        weight decay. (The authors divide the output head's learning rate by the root of
-        the width.)
-      axis_name, dimension_numbers, dion_arguments: see above.
+    `other_optimizer` needs a momentum `mu`. None means `optax.lion` with the same
+    learning rate, b1 = 0.95, b2 = 0.98 and no weight decay. (The authors divide the
+    output head's learning rate by the root of the width.)
 
     Example:
       >>> tx = authors_code(0.01, threshold=0.2, axis_name="replica")
