@@ -42,36 +42,6 @@ def test_rank_is_static_under_inject_hyperparams():
     assert optax.tree.get(state, "q")["large"].shape == (4, 2)
 
 
-@pytest.mark.parametrize("build", BUILDERS)
-def test_rank_above_every_matrix(build):
-    with pytest.raises(ValueError, match="rank 5"):
-        init(build(rank=5), KERNELS)
-    state = init(build(rank=4), KERNELS)
-    state = getattr(state, "inner_state", state)  # what a sync keeps may have a Q too
-    shapes = jax.tree.map(lambda q: q.shape, optax.tree.get(state, "q"))
-    assert shapes == {"small": (2, 2), "large": (4, 4)}
-
-
-@pytest.mark.parametrize("build", ALL)
-@pytest.mark.parametrize("momentum", [1.0, 1, -0.1, np.float32(2), np.nan, np.inf])
-def test_bad_momentum(build, momentum):
-    with pytest.raises(ValueError, match="momentum"):
-        build(momentum=momentum)
-
-
-@pytest.mark.parametrize("build", ALL)
-@pytest.mark.parametrize("momentum", [0, 0.999, jnp.float32(0.5)])
-def test_good_momentum(build, momentum):
-    init(build(momentum=momentum), KERNELS)
-
-
-def test_parameters_that_the_rule_leaves_out():
-    with pytest.raises(ValueError, match="'embedding'"):
-        init(cd.scale_by_dion(), {"embedding": jnp.ones((3, 4))})
-    every = cd.scale_by_dion(dimension_numbers=cd.DimensionNumbers(0, 1))
-    assert init(every, {"embedding": jnp.ones((3, 4))}).q["embedding"].shape == (3, 1)
-
-
 def test_a_leaf_without_elements_is_no_matrix():
     params = {"w": jnp.ones((3, 4)), "none": jnp.ones((0, 4))}
     updates, _ = update(cd.dion(0.1), params, params)

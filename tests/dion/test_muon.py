@@ -152,20 +152,6 @@ def test_divided_matrices_move_there_and_back(name):
     check_steps(step, state, mesh, divided, params, gradients)
 
 
-@pytest.mark.slow
-def test_a_matrix_alone_is_left_to_the_compiler():
-    inner, divided = PLACES["both"]
-    mesh = cd.replicas.make_mesh(2, inner)
-    params, *gradients = ({LONE: tree[LONE]} for tree in trees(3))
-    step, state = prepare(mesh, divided, params)
-    program = hlo.parse(step.as_text())
-    assert not any(
-        each.opcode.startswith("all-to-all")
-        for each in program.collectives([program.entry])
-    )
-    check_steps(step, state, mesh, divided, params, gradients)
-
-
 def test_a_stack_that_is_divided_itself_stays():
     mesh = cd.replicas.make_mesh(2, {"fsdp": 2, "tensor": 2})
     tx = muon_of_devices()

@@ -85,12 +85,6 @@ def test_gradients_of_another_dtype(name):
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
 
 
-def test_init_of_abstract_parameters_is_init():
-    tx, params = OPTIMIZERS["nesterov"], helpers.make_params()
-    abstract = jax.eval_shape(lambda: params)
-    assert described(jax.eval_shape(tx.init, abstract)) == described(tx.init(params))
-
-
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_an_embedding_that_saw_nothing_does_not_move(dtype):
     # Most rows of an embedding have no gradient on a step; epsilon must not vanish.

@@ -142,32 +142,6 @@ def test_metrics(trained):
     assert read["synchronous_bytes"] == 7 / 4 * STEPS * 4 * 241
 
 
-@pytest.mark.slow
-def test_consensus(trained):
-    # Both optimizers end with a sync.
-    _, params, *_ = trained
-    assert cd.replicas.divergence(params) < SAME_ATOL
-    model = cd.replicas.consensus(params)
-    assert jax.tree.structure(model) == jax.tree.structure(params)
-    pairs = zip(jax.tree.leaves(model), jax.tree.leaves(params), strict=True)
-    for one, all_replicas in pairs:
-        assert one.shape == all_replicas.shape[1:]
-        np.testing.assert_allclose(one, all_replicas[3], atol=SAME_ATOL)
-
-
-@pytest.mark.slow
-def test_only_the_hidden_kernel_is_a_matrix(trained):
-    _, params, opt_state, _ = trained
-    first = jax.tree.map(lambda x: x[0], params)
-    table = cd.describe_partition(first).splitlines()
-    assert [row.split()[0] for row in table if " matrix " in row] == ["mlp/kernel"]
-    nodes = jax.tree.leaves(
-        opt_state, is_leaf=lambda node: isinstance(node, cd.DionState)
-    )
-    (dion,) = [node for node in nodes if isinstance(node, cd.DionState)]
-    assert [x.shape for x in jax.tree.leaves(dion)] == [(8, 8, 8), (8, 8, 2)]
-
-
 @pytest.fixture(params=["merged", "split"])
 def nnx_state(request):
     """An nnx optimizer's state on two replicas, parameters beside the anchor, anchor.
@@ -242,32 +216,6 @@ def test_boxes_with_names_of_axes_are_seen_through():
     state = jax.jit(tx.init)(plain)
     expected, _ = jax.jit(tx.update)(linen.meta.unbox(gradients), state, plain)
     chex.assert_trees_all_equal(linen.meta.unbox(updates), expected)
-
-
-def test_a_kernel_of_named_axes_in_a_step():
-    """Linen makes attention kernels flat, and cannot constrain them in a mesh."""
-    mesh = cd.replicas.make_mesh(2, {"embed": 2})
-    x = jax.random.normal(jax.random.key(1), (4, 3, 16))
-    boxed = NamedAxes().init(jax.random.key(0), x)["params"]
-    tx = cd.adaptive_sync(
-        optax.sgd(0.01), triggers.every_k(2), cd.synchronizers.reconcile(), "replica"
-    )
-
-    def train_step(state, batch):
-        params, opt_state = state
-
-        def loss_fn(params):
-            return jnp.mean(NamedAxes().apply({"params": params}, batch) ** 2)
-
-        loss, gradients = jax.value_and_grad(loss_fn)(params)
-        updates, opt_state = tx.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
-
-    step = cd.replicas.step(train_step, mesh)
-    state = cd.replicas.replicate((boxed, tx.init(boxed)), mesh)
-    state, before = step(state, x)
-    state, after = step(state, x)
-    assert (after < before).all()
 
 
 class NamedAxesOfNNX(nnx.Module):

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax import lax
 from small_optimizers import close, small
 
 import curvadion_jax as cd
@@ -92,21 +91,6 @@ def test_chains_inside_trace_on_replicas(inner, name, front):
     helpers.trace(lambda p, o, g: tx.update(g, o, p), tx)
 
 
-@pytest.mark.parametrize("name", ["average_gradients", "reconcile"])
-@pytest.mark.parametrize(
-    "inner",
-    [
-        pytest.param(cd.dion(0.1), id="dion", marks=pytest.mark.slow),
-        pytest.param(optax.adamw(0.1), id="adamw"),
-    ],
-)
-def test_apply_if_finite_inside_traces_on_replicas(name, inner):
-    # With `average_factors` it is refused, see test_guards.
-    inner = optax.apply_if_finite(inner, 3)
-    tx = small(triggers.relative_momentum_change(0.1), KINDS[name](), AXIS, inner)
-    helpers.trace(lambda p, o, g: tx.update(g, o, p), tx)
-
-
 @pytest.mark.slow
 def test_a_replica_without_finite_gradients_takes_zeros():
     inner = optax.apply_if_finite(optax.sgd(0.5), 3)
@@ -132,24 +116,6 @@ def test_optax_finds_what_is_parameter_like():
     dion = helpers.dion_state(more)
     assert (dion.momentum["tall"] == 1).all()
     helpers.assert_bitwise(more.metrics, state.metrics)
-
-
-@pytest.mark.slow
-def test_scan_on_replicas_is_step_after_step():
-    tx, mesh = small(axis_name=AXIS), cd.replicas.make_mesh(2)
-    gradients = helpers.make_gradients(4, 2)
-    train = helpers.train_step(tx)
-
-    def several(state, batch):
-        return lax.scan(train, state, jax.tree.map(lambda g: g[0], batch))
-
-    state = helpers.start(tx, helpers.make_params(), mesh)
-    stacked = jax.tree.map(lambda *trees: np.stack(trees, 1), *gradients)
-    step = helpers.quick(cd.replicas.step(several, mesh), state, stacked)
-    state, _ = step(state, stacked)
-    expected = helpers.last(helpers.run_mesh(tx, helpers.make_params(), gradients))
-    close(state[0], expected[0])
-    assert state[1].metrics.syncs.tolist() == [2, 2]
 
 
 @pytest.mark.slow

@@ -72,11 +72,6 @@ def swallowing(inner: Any) -> Any:
     )
 
 
-def deciding(decide: Any) -> None:
-    trigger = triggers.Trigger(lambda params, inner, views: jnp.zeros([]), decide)
-    update(synced(trigger=trigger))
-
-
 def step(state: Any, batch: Any, mesh=TWO) -> None:
     jax.eval_shape(replicas.step(lambda s, b: (s, {}), mesh), state, batch)
 
@@ -160,7 +155,7 @@ CASES = {
         *(ValueError, "bias"),
     ),
     "weight below 0": (lambda: update(synced(), weight=-1), ValueError, "-1"),
-    "a weight for every replica": (
+    "a weight for every row": (
         lambda: update(synced(), weight=jnp.ones(2)),
         *(ValueError, "weight"),
     ),
@@ -178,10 +173,6 @@ CASES = {
     "wrapper that drops extra arguments": (
         lambda: on_replicas(synced(swallowing(cd.dion(0.1)), change, axis_name=AXIS)),
         *(ValueError, "extra argument"),
-    ),
-    "decision for every element": (
-        lambda: deciding(lambda seen, s: (triggers.decision(PARAMS["bias"] > 0), s)),
-        *(TypeError, "scalar"),
     ),
     # Replicas that would train apart, or average what is not theirs.
     "another axis": (
