@@ -5,6 +5,7 @@ others have written into them is shown quoted.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -32,15 +33,10 @@ def status(url: Any) -> str:
     strays += len(keys) - sum(map(_rounds.is_known, keys))
     members = _rounds.members(keys)
     times = {meta["path"]: meta["last_modified"] for meta in found}
-    numbers = {
-        _rounds.number_of(key): key for key in keys if key.startswith(_rounds.COMMITS)
-    }
-    number = max((n + 1 for n in numbers if n is not None), default=0)
-    waiting = [
-        name
-        for name in sorted(members.newest)
-        if _rounds.contribution_key(number, name) in times
-    ]
+    # Commits follow each other: one far ahead is nobody's.
+    number = next(n for n in itertools.count() if _rounds.commit_key(n) not in times)
+    sent = {name: _rounds.contribution_key(number, name) for name in members.newest}
+    waiting = sorted(name for name, key in sent.items() if key in times)
     commits, notes = {}, [f"{strays} objects are not the run's"] if strays else []
     for each in range(max(number - RECENT, 0), number):
         try:
@@ -69,16 +65,15 @@ def status(url: Any) -> str:
             if entry["name"] == name
         }
         last = max(own, default=None)
-        here = name in waiting or (
-            last is not None and number - 1 - last <= _rounds.FORGET
-        )
-        state = "here" if here else "silent"
+        recent = last is not None and number - 1 - last <= _rounds.FORGET
+        state = "here" if recent or name in waiting else "silent"
+        weight = "-" if last is None else f"{own[last]['weight']:.2f}"
         # The first round's tokens were seen before the time began.
         tokens = sum(own[each]["tokens"] for each in own if each > min(commits))
         lines.append(
             f"{name:16} {'left' if name in members.left else state:8} {len(own):>15} "
             f"{'-' if last is None else last:>8} "
-            f"{'-' if last is None else format(own[last]['weight'], '.2f'):>6} "
+            f"{weight:>6} "
             f"{f'{tokens / seconds:,.0f}' if seconds else '-':>10}"
         )
     return "\n".join(lines + notes)

@@ -77,7 +77,12 @@ def test_strays_damage_and_what_strangers_write(tmp_path, capsys):
     _store.write(rome.store, key, header, rome.anchor)
     settle(oslo, rome)
     (tmp_path / _rounds.commit_key(0)).write_bytes(b"junk")
-    for stray in ("commits/Thumbs.db", "rounds/00000001/a\tb", "notes.txt"):
+    for stray in (
+        "commits/Thumbs.db",
+        "rounds/00000001/a\tb",
+        "notes.txt",
+        "commits/00009999.json",
+    ):
         (tmp_path / stray).write_bytes(b"junk")
     text, _ = shown(tmp_path, capsys)
     assert "3 objects are not the run's" in text
