@@ -4,10 +4,10 @@ A conditional in which a branch hands arrays through copies much of them, donate
 (https://github.com/jax-ml/jax/issues/39449). A loop that does not run leaves what goes
 through it where it is: with `run_once` in place of a `lax.cond` a local step of
 `reconcile` over 2 replicas of 10.5 million parameters copies no anchor, error or outer
-momentum (`benchmarks/overhead.py --mesh`; `tests/` assert it on the compiled program).
+momentum (`benchmarks/overhead.py`; `tests/` assert it on the compiled program).
 
 With `where(anybody, new, old)` all old parameters, errors and momenta stay in memory
-until the new ones are there: `if_any` is a conditional (`benchmarks/sync_memory.py`:
+until the new ones are there: `if_any` is a conditional (`benchmarks/memory.py --peak`:
 temporary memory of a sync 6.0 to 2.25 times the parameters, this and the pieces of
 `quantize`).
 """

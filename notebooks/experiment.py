@@ -1,4 +1,4 @@
-"""What the three notebooks share: the example's program, other triggers, one run."""
+"""What the notebooks share: the example's program, other triggers, one run."""
 
 import dataclasses
 import os
@@ -24,8 +24,8 @@ from journal import read_journal
 
 import curvadion_jax as cd
 
-# Fewer steps and a smaller batch than the example's default, so that all three
-# notebooks take half an hour.
+# Fewer steps and a smaller batch than the example's default, so that the
+# notebooks take 20 minutes.
 config = dataclasses.replace(PRESETS["tiny"], steps=120, evaluate_every=120, batch=4)
 if _steps := os.environ.get("CURVADION_NOTEBOOK_STEPS"):  # a small size for CI
     config = dataclasses.replace(
@@ -59,6 +59,17 @@ def at_steps(steps: Any) -> cd.triggers.Trigger:
         return cd.triggers.decision(jax.numpy.asarray(table)[seen.steps])
 
     return cd.triggers.stateless(decide)
+
+
+def recorded() -> cd.triggers.Trigger:
+    """Measures the change on every step, and synchronises on the first alone."""
+    measured = change(1.0)
+
+    def decide(seen, state):
+        decision, state = measured.decide(seen, state)
+        return decision._replace(fire=jax.numpy.asarray(seen.steps == 0)), state
+
+    return cd.triggers.Trigger(measured.init, decide)
 
 
 def curvadion_with(*wanted: cd.triggers.Trigger) -> methods.Method:

@@ -40,19 +40,6 @@ def join(arrays: dict[str, np.ndarray], like: Any) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, like)
 
 
-def split_replicas(tree: Any) -> list[dict[str, np.ndarray]]:
-    """The same for every replica of a tree with a leading replica axis."""
-    tree = jax.tree.map(np.asarray, tree)
-    replicas = len(jax.tree.leaves(tree)[0])
-    return [split(jax.tree.map(lambda x: x[k], tree)) for k in range(replicas)]  # noqa: B023
-
-
-def join_replicas(replicas: list[dict[str, np.ndarray]], like: Any) -> Any:
-    """The tree with a leading replica axis; `like` is that of one replica."""
-    trees = [join(arrays, like) for arrays in replicas]
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
-
-
 def _name(path: Any) -> str:
     return "/".join(key.key for key in path)
 

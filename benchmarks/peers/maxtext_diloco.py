@@ -22,12 +22,16 @@ import sys
 import types
 from pathlib import Path
 
-import diloco
 import jax
 import numpy as np
 import optax
 import race
 from flax import nnx
+
+import curvadion_jax as cd
+
+RATE, PERIOD, OUTER_RATE, OUTER_MOMENTUM = 0.01, 30, 0.7, 0.9
+SETTING = f"DiLoCo, AdamW {RATE}, every {PERIOD}, outer {OUTER_RATE} {OUTER_MOMENTUM}"
 
 
 class _Parameters(nnx.Module):
@@ -48,12 +52,12 @@ class Theirs:
         states = importlib.import_module("maxtext.common.train_state_nnx")
         config = types.SimpleNamespace(
             num_diloco_replicas=task.run.replicas,
-            diloco_sync_period=diloco.PERIOD,
-            diloco_outer_lr=diloco.OUTER_RATE,
-            diloco_outer_momentum=diloco.OUTER_MOMENTUM,
+            diloco_sync_period=PERIOD,
+            diloco_outer_lr=OUTER_RATE,
+            diloco_outer_momentum=OUTER_MOMENTUM,
             enable_streaming_diloco=False,
         )
-        rate = race.schedule(diloco.RATE, task.run.steps)
+        rate = race.schedule(RATE, task.run.steps)
         adamw = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.0)
         model = _Parameters(task.params)
         start = states.TrainStateNNX(model, nnx.Optimizer(model, adamw, wrt=nnx.Param))
@@ -85,8 +89,14 @@ class Theirs:
         self._state, _ = self._step(self._state, batch, None)
 
 
+def _ours(task: race.Task) -> race.Ours:
+    rate = race.schedule(RATE, task.run.steps)
+    values = PERIOD, OUTER_RATE, OUTER_MOMENTUM
+    return race.Ours(task, cd.presets.diloco(rate, *values, axis_name=race.AXIS))
+
+
 def _trainers(task: race.Task, options: argparse.Namespace) -> dict[str, race.Trainer]:
-    return {"ours": diloco.ours(task), "theirs": Theirs(task, options.source)}
+    return {"ours": _ours(task), "theirs": Theirs(task, options.source)}
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +107,7 @@ if __name__ == "__main__":
     race.main(
         __doc__,
         "MaxText 0.2.5, trainers/diloco/diloco.py",
-        diloco.SETTING,
+        SETTING,
         ("drjax", "flax", "jax", "optax", "numpy"),
         _trainers,
         _arguments,

@@ -3,10 +3,9 @@
 `Dion` of `dion/dion_reference.py`, at full rank with its own defaults otherwise, steps
 the matrices and, by its AdamW, all other parameters, with the mean of eight replicas'
 gradients. The learning rate, its schedule, both momenta, AdamW's epsilon, no weight
-decay and the first Q are ours; with `--own-q` it draws its own Q. With `--controls`
-all are compared with ours without the rule that a column of P along which the momentum
-has next to nothing (1e-5 of the whole) moves nothing; a second run of that starts one
-rounding away.
+decay and the first Q are ours. With `--controls` all are compared with ours without the
+rule that a column of P along which the momentum has next to nothing (1e-5 of the whole)
+moves nothing; a second run of that starts one rounding away.
 
     git clone https://github.com/microsoft/dion DION         # MIT licence
     git -C DION checkout 0a059a4542e5aa74b40dcd1dce363836c7afcd48
@@ -41,7 +40,7 @@ RATE, MOMENTUM, EPSILON = 0.04, 0.9, 1e-7
 class Theirs:
     """`Dion` on the mean of the replicas' gradients."""
 
-    def __init__(self, task: race.Task, source: Path, q: dict[str, np.ndarray] | None):
+    def __init__(self, task: race.Task, source: Path, q: dict[str, np.ndarray]):
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when torch is imported
         sys.path.insert(0, str(source))
         self._torch = torch = importlib.import_module("torch")
@@ -63,7 +62,7 @@ class Theirs:
             mu=MOMENTUM,
             weight_decay=0.0,
         )
-        for name in q or {}:
+        for name in q:
             parameter = self._parameters[name]
             state = self._optimizer.state[parameter]
             self._optimizer._init_opt_state_dion(parameter, state, 1.0, 1)
@@ -101,10 +100,7 @@ def _trainers(task: race.Task, options: argparse.Namespace) -> dict[str, race.Tr
         momentum=MOMENTUM,
         axis_name=race.AXIS,
     )
-    q = None
-    if not options.own_q:
-        state = tx.init(task.params)
-        q = _first_q(optax.tree.get(state, "q"))
+    q = _first_q(optax.tree.get(tx.init(task.params), "q"))
     ours, theirs = race.Ours(task, tx), Theirs(task, options.dion, q)
     if options.nudged:
         nudged = race.Ours(task, tx, nudge=True)
@@ -150,7 +146,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dion", type=Path, required=True, help="their repository")
     parser.add_argument("--nudged", action="store_true", help="ours again, nudged")
     parser.add_argument("--controls", action="store_true", help="two more of ours")
-    parser.add_argument("--own-q", action="store_true", help="let them draw Q")
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def relative_distance(params: Any, reference: Any) -> float:
 def main(
     description: str,
     peer: str,
-    setting: str | Callable[[argparse.Namespace], str],
+    setting: str,
     packages: Sequence[str],
     trainers: Callable[[Task, argparse.Namespace], dict[str, Trainer]],
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
@@ -162,7 +162,7 @@ def main(
     Args:
         description: Its help.
         peer: Whose code runs.
-        setting: In words, what of it; or a function of the arguments.
+        setting: In words, what of it.
         packages: Whose versions are noted.
         trainers: What is compared, ours first.
         add_arguments: Adds the script's own; `source` is where the peer's code is.
@@ -177,14 +177,13 @@ def main(
     parser.add_argument("--results", type=Path, default=RESULTS)
     add_arguments(parser)
     options = parser.parse_args()
-    words = setting if isinstance(setting, str) else setting(options)
     corpus = data.load(None)
     for seed in options.seeds:
         run = Run("", 0.0, seed=seed, steps=options.steps)
         task = Task(run, SIZES[options.size], corpus)
         row = {
             "peer": peer,
-            "setting": words,
+            "setting": setting,
             "size": options.size,
             "seed": seed,
             "steps": run.steps,

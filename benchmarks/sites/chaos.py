@@ -1,4 +1,4 @@
-"""Four sites under kills, stops, and a store that fails; and one program under kills.
+"""Four sites under kills, stops, and a store that fails.
 
     python benchmarks/sites/chaos.py --out out/chaos --minutes 5
 
@@ -28,8 +28,6 @@ RUNS = {
     "undisturbed": frozenset(),
     "a kill a minute": frozenset({"kills"}),
     "all faults": frozenset({"kills", "stop", "slow", "come and go", "store"}),
-    "one program, undisturbed": frozenset({"program"}),
-    "one program, a kill a minute": frozenset({"program", "kills"}),
 }
 
 
@@ -64,8 +62,7 @@ class Supervisor:
     def start(self, name: str, pace: float = 1.0) -> None:
         self.paces.setdefault(name, pace * self._pace)
         self.born.setdefault(name, time.monotonic())
-        kind = "program" if name == "program" else "site"
-        command = [sys.executable, __file__, "--child", kind, name]
+        command = [sys.executable, __file__, "--child", "site", name]
         command += [str(self.folder), str(self.paces[name])]
         with (self.folder / f"{name}.log").open("a") as log:
             self.processes[name] = subprocess.Popen(
@@ -138,8 +135,7 @@ def run(name: str, out: Path, seconds: float, pace: float) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=False)
     (folder / "faults.json").write_text(json.dumps(sorted(faults)))
     sites = Supervisor(folder, out, pace)
-    program = "program" in faults
-    names = ["program"] if program else [f"site{index}" for index in range(4)]
+    names = [f"site{index}" for index in range(4)]
     for index, each in enumerate(names):
         sites.start(each, SLOW if "slow" in faults and index == 2 else 1.0)
         if index == 0:  # what it has compiled the others find
@@ -147,16 +143,16 @@ def run(name: str, out: Path, seconds: float, pace: float) -> dict[str, Any]:
     ready(sites, names)
     events, start = schedule(faults, seconds, names, seed=0), time.monotonic()
     sites.born = dict.fromkeys(sites.born, start)
-    before = taken(folder, program)
+    before = taken(folder)
     while (now := time.monotonic() - start) < seconds:
         while events and events[0][0] <= now:
             strike(sites, *events.pop(0)[1:])
         sites.look()
         time.sleep(0.2)
-    steps = taken(folder, program) - before
+    steps = taken(folder) - before
     length = time.monotonic() - start
     sites.end()
-    wanted = (4 if program else 1) * sum(
+    wanted = sum(
         (min(sites.gone[x], start + length) - born) / sites.paces[x]
         for x, born in sites.born.items()
     )
@@ -171,7 +167,7 @@ def run(name: str, out: Path, seconds: float, pace: float) -> dict[str, Any]:
         "restarts": sites.restarts,
         "ended by themselves": len(sites.ended),
     }
-    return row | audit(folder, program, out)
+    return row | audit(folder, out)
 
 
 def ready(sites: Supervisor, names: list[str]) -> None:
@@ -183,11 +179,8 @@ def ready(sites: Supervisor, names: list[str]) -> None:
         time.sleep(0.2)
 
 
-def taken(folder: Path, program: bool) -> float:
-    """Steps that are counted: in commits, or in the program's last checkpoint."""
-    if program:
-        lines = (folder / "program.steps").read_text().split()
-        return 4 * float(lines[-1])
+def taken(folder: Path) -> float:
+    """Steps that are counted in commits."""
     return sum(e["tokens"] for c in commits(folder) for e in c["contributors"])
 
 
@@ -196,16 +189,13 @@ def commits(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in files]
 
 
-def audit(folder: Path, program: bool, out: Path) -> dict[str, Any]:
+def audit(folder: Path, out: Path) -> dict[str, Any]:
     """What must hold of a run, and the loss of its model."""
-    command = [sys.executable, __file__, "--child", "program" if program else "judge"]
-    command += ["judge", str(folder), "0"]
+    command = [sys.executable, __file__, "--child", "judge", "judge", str(folder), "0"]
     found = subprocess.run(
         command, env=environment(out), capture_output=True, text=True, check=True
     )
     row = {"loss": float(found.stdout.split()[-1])}
-    if program:
-        return row
     all_, ends = (
         commits(folder),
         [json.loads(p.read_text()) for p in folder.glob("*.end")],
@@ -231,8 +221,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         cells = [
             *(row["run"], row["minutes"], row["kills"], f"{row['goodput']:.1%}"),
-            *(f"{row['loss']:.4f}", row.get("rounds", ""), row["restarts"]),
-            *(row.get("counted twice", ""), row.get("rounds lost", "")),
+            *(f"{row['loss']:.4f}", row["rounds"], row["restarts"]),
+            *(row["counted twice"], row["rounds lost"]),
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The processes of `chaos.py`: a site, one program of four replicas, and a judge."""
+"""The processes of `chaos.py`: a site, and a judge."""
 
 import errno
 import json
@@ -55,9 +55,9 @@ class FlaggedStore(FaultyStore):
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().put(key, data, **options)
 
-    def _ask(self, size: int, request: Any) -> Any:
+    def _ask(self, request: Any) -> Any:
         self.cut_off = (self._folder / "cut").exists()
-        return super()._ask(size, request)
+        return super()._ask(request)
 
 
 class Paced:
@@ -145,38 +145,3 @@ def judge(name: str, folder: Path, pace: float) -> None:
     store = LocalStore(folder / "run")
     with cd.sites.join(store, name, **one_site.outer_side(), **JOIN) as run:
         print(one_site._evaluation(gpt, CONFIG, corpus)(run.start(params)))
-
-
-def program(name: str, folder: Path, pace: float) -> None:
-    """One program of four replicas, which goes on from its checkpoint."""
-    jax.config.update("jax_num_cpu_devices", CONFIG.replicas)
-    corpus, gpt, params, _ = parts()
-    trigger = cd.triggers.every_k(EVERY)
-    tx = cd.local_muon(
-        **one_site.methods.local_muon_arguments(CONFIG),
-        trigger=trigger,
-        axis_name=cd.replicas.AXIS,
-    )
-    mesh = cd.replicas.make_mesh(CONFIG.replicas)
-    state = train.TrainState.create(apply_fn=gpt.apply, params=params, tx=tx)
-    state = cd.replicas.replicate(state, mesh)
-    checkpoints = folder / "checkpoints"
-    start = cd.checkpoint.latest_step(checkpoints) or 0
-    if start:
-        state = cd.checkpoint.restore(checkpoints, state, start)
-    if name == "judge":
-        params = cd.replicas.anchor(state.opt_state)
-        print(one_site._evaluation(gpt, CONFIG, corpus)(jax.device_get(params)))
-        return
-    step_fn = cd.replicas.step(train.make_train_step(gpt), mesh)
-    sequences = CONFIG.replicas * CONFIG.batch
-    for taken, _ in enumerate(Paced(name, folder, pace), start + 1):
-        seed: Any = (0, taken)
-        batch = corpus.training_batch(seed, sequences, CONFIG.sequence_length)
-        state, _ = jax.block_until_ready(step_fn(state, batch))
-        if taken % CONFIG.checkpoint_every == 0:
-            cd.checkpoint.save(checkpoints, taken, state, keep=2)
-            with (folder / "program.steps").open("a") as file:
-                file.write(f"{taken}\n")
-        elif taken == 1:
-            (folder / "program.steps").write_text("0\n")

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
 import model
 
 import curvadion_jax as cd
-from curvadion_jax import _layout, _partition, compressors, synchronizers
+from curvadion_jax import _layout, _partition
 
 AXIS = cd.replicas.AXIS
 # Rates change no shape.
@@ -89,29 +89,8 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 
-def delayed(every: int, form: compressors.Compressor | None, delay: int) -> Any:
-    """`local_muon` with a sync every so many steps."""
-    synchronizer = synchronizers.reconcile(
-        optax.sgd(1.0, 0.4, nesterov=True),
-        compressor=form,
-        momentum=False,
-        delay=delay,
-    )
-    trigger = cd.triggers.every_k(every)
-    return cd.local_muon(
-        RATE, trigger=trigger, synchronizer=synchronizer, axis_name=AXIS
-    )
-
-
-# What these synchronise with; the first two have it by default.
-_IN_TWO_BITS = synchronizers.reconcile(
-    compressor=compressors.quantize(2), momentum=False
-)
-SYNCHRONIZERS = {
-    "local_muon": _IN_TWO_BITS,
-    "curvadion rank 1/4": _IN_TWO_BITS,
-    "synchronous_dion rank 1/4": synchronizers.average_factors(),
-}
+# Whose syncs follow from counters: two programs, of which one synchronises.
+BY_COUNTERS = ("local_muon",)
 # Whose gradients the compiler averages, as in a program without replicas.
 SYNCHRONOUS = ("adamw",)
 
@@ -223,20 +202,10 @@ def gpt(size: Size) -> model.GPT:
     )
 
 
-def build(
-    size: Size, optimizer: str, mesh: Mesh, tx: Any = None, steps: int = 0
-) -> Step:
-    """The training step of a model of this size, over the mesh.
-
-    Args:
-      size: of the model.
-      optimizer: its name.
-      mesh: with the replica axis.
-      tx: another optimizer than the one of this name.
-      steps: above 0 a program of so many steps.
-    """
+def build(size: Size, optimizer: str, mesh: Mesh) -> Step:
+    """The training step of a model of this size, over the mesh."""
     network = gpt(size)
-    params, tx = parameters(network), tx or OPTIMIZERS[optimizer]()
+    params, tx = parameters(network), OPTIMIZERS[optimizer]()
 
     def create(params):
         return TrainState.create(apply_fn=network.apply, params=params, tx=tx)
@@ -260,19 +229,17 @@ def build(
 
     replicas = mesh.shape[AXIS]
     rows = replicas * mesh.shape["fsdp"] * size.rows
-    several = (steps,) if steps else ()
     batch = jax.ShapeDtypeStruct(
-        (*several, rows, size.length + 1),
+        (rows, size.length + 1),
         jnp.int32,
-        sharding=NamedSharding(mesh, P(*[None] * len(several), (AXIS, "fsdp"))),
+        sharding=NamedSharding(mesh, P((AXIS, "fsdp"))),
     )
     state = jax.eval_shape(create, params)
     if synchronous:
         state = _laid_out(state, params, mesh, 0)
         return Step(jax.jit(synchronous_step, donate_argnums=0), state, batch)
     state = _laid_out(state, params, mesh, replicas)
-    run = cd.replicas.steps if steps else cd.replicas.step
-    return Step(run(train_step, mesh), state, batch)
+    return Step(cd.replicas.step(train_step, mesh), state, batch)
 
 
 def device_bytes(tree: Any) -> int:

@@ -19,30 +19,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+# The reader of HLO text that the tests use.
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 import hlo
-import loops
 
 # The second half of a pair, and what repeats its first half's operands.
 _SECOND = ("-done", "-update")
-_TILED = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]\{([\d,]*)(?::T\(([\d,]+)\))?")
 
 
 class Transfer(NamedTuple):
     """One collective.
 
     Attributes:
-      kind: such as "all-gather".
-      across: whether it joins chips of several replicas.
-      at_sync: whether it is executed at syncs only.
-      times: how often a step executes it.
-      size: chips that talk to each other, of one replica; or replicas.
-      sharers: chips of each replica in it, if it joins replicas; 1 if not.
-      given: bytes that go in on one chip, once.
-      whole: bytes of the largest array that the chips have or get together, once.
-      shape: of the result.
-      origin: name of the operation in the traced program.
-      source: file and line of it.
+        kind: Such as "all-gather".
+        across: Whether it joins chips of several replicas.
+        at_sync: Whether it is executed at syncs only.
+        times: How often a step executes it.
+        size: Chips that talk to each other, of one replica; or replicas.
+        sharers: Chips of each replica in it, if it joins replicas; 1 if not.
+        given: Bytes that go in on one chip, once.
+        whole: Bytes of the largest array that the chips have or get together, once.
     """
 
     kind: str
@@ -53,9 +49,6 @@ class Transfer(NamedTuple):
     sharers: int
     given: int
     whole: int
-    shape: str
-    origin: str
-    source: str
 
     @property
     def sent(self) -> float:
@@ -72,217 +65,122 @@ class Transfer(NamedTuple):
         return self.times * factor * self.given
 
 
-class Flag(NamedTuple):
-    """The reduction of the decision, in the schedule of the entry computation.
-
-    Attributes:
-      form: "all-reduce" is one instruction, for which the chip waits; "send and recv"
-        are a pair that other instructions stand between.
-      starts: instructions in front of it, as a share of all.
-      ends: where its result is there.
-      used: where its result, or what is computed from it alone, goes into a loop or
-        conditional.
-      loops_between: loops and fusions between start and end.
-      last: where the last loop over the model's blocks ends.
-    """
-
-    form: str
-    starts: float
-    ends: float
-    used: float
-    loops_between: int
-    last: float
-
-
-class Reader:
-    """A compiled program's text, and where the replicas are.
+def transfers(text: str, chips: int, slices: int) -> list[Transfer]:
+    """All collectives of a program, each once.
 
     Args:
-      text: of `compiled.as_text()`.
-      chips: of one replica. A program for several slices, each a replica, counts the
-        chips of one slice only.
-      slices: number of slices.
+        text: The compiled program.
+        chips: Of one replica. A program for several slices, each a replica, counts the
+            chips of one slice only.
+        slices: Number of slices.
     """
-
-    def __init__(self, text: str, chips: int, slices: int):
-        self.program = hlo.parse(text)
-        self.chips, self.slices = chips, slices
-        self._sources = _sources(text)
-        self._named = {
-            name: {each.name: each for each in instructions}
-            for name, instructions in self.program.computations.items()
-        }
-
-    def transfers(self) -> list[Transfer]:
-        """All collectives, each once, largest first."""
-        found: dict[tuple, Transfer] = {}
-        for name, at_sync, times in self._visits():
-            for each in self.program.computations[name]:
-                if not each.communicates or each.opcode.endswith(_SECOND):
-                    continue
-                if each.opcode == "recv" or each.bytes == 0:
-                    continue
-                transfer = self._transfer(name, each, at_sync, times)
-                # One that was made asynchronous stands in several computations.
-                channel = re.search(r"channel_id=(\d+)", each.attributes)
-                chain = re.search(r'chain_id="(\d+)"', each.attributes)
-                key = (channel and channel[1], chain and chain[1], at_sync)
-                key = key if chain else (name, each.name)
-                found.setdefault(key, transfer)
-        return sorted(found.values(), key=lambda x: -x.sent)
-
-    def _visits(self) -> Iterator[tuple[str, bool, int]]:
-        """Computations, whether they run at syncs only, and how often."""
-        waiting, seen = [(self.program.entry, False, 1)], set()
-        while waiting:
-            name, at_sync, times = waiting.pop()
-            if name in seen:
+    program = hlo.parse(text)
+    found: dict[tuple, Transfer] = {}
+    for name, at_sync, times in _visits(program):
+        sizes = {x.name: x for x in program.computations[name]}
+        for each in program.computations[name]:
+            silent = not each.communicates or each.opcode.endswith(_SECOND)
+            if silent or each.opcode == "recv" or each.bytes == 0:
                 continue
-            seen.add(name)
-            yield name, at_sync, times
-            for each in self.program.computations[name]:
-                if each.opcode.endswith(_SECOND):
-                    continue
-                inside, often = at_sync, times
-                if each.opcode == "conditional":
-                    inside = True
-                elif each.opcode == "while":
-                    passes = loops.passes(self.program, each)
-                    inside, often = at_sync or passes is None, times * (passes or 1)
-                waiting.extend((called, inside, often) for called in each.called)
+            operands = [sizes[x] for x in each.operands if x in sizes]
+            given = [x.bytes for x in operands if x.shape != "token[]"]
+            # One that was made asynchronous stands in several computations.
+            channel = re.search(r"channel_id=(\d+)", each.attributes)
+            chain = re.search(r'chain_id="(\d+)"', each.attributes)
+            key = (channel and channel[1], chain[1], at_sync) if chain else None
+            kind, across, size, sharers = _joined(each, chips, slices)
+            whole = max(given, default=0)
+            whole *= size * sharers if kind == "all-gather" else 1
+            how = (kind, across, at_sync, times, size, sharers, sum(given), whole)
+            found.setdefault(key or (name, each.name), Transfer(*how))
+    return [*found.values()]
 
-    def _transfer(self, name, each: hlo.Instruction, at_sync, times) -> Transfer:
-        operands = [self._named[name].get(x) for x in each.operands]
-        sizes = [x.bytes for x in operands if x and x.shape != "token[]"]
-        given = sum(sizes)
-        attributes = each.attributes
-        kind = re.sub("-start$", "", each.opcode)
-        if kind == "send":
-            (kind,) = re.findall(r'_transfer_type="([A-Z_]+)"', attributes)
-            kind = kind.lower().replace("_", "-")
-            across, size, sharers = True, self.slices, 1
-        elif kind == "collective-permute":
-            pairs = re.findall(r"\{(\d+),(\d+)\}", attributes.partition("pairs=")[2])
-            replicas = [{self._replica(int(x)) for x in pair} for pair in pairs]
-            across, size, sharers = max(map(len, replicas)) > 1, 2, 1
-        else:
-            group = each.groups[0]
-            replicas = len({self._replica(x) for x in group})
-            across, size, sharers = replicas > 1, len(group), 1
-            if across:
-                size, sharers = replicas, len(group) // replicas
-        whole = max(sizes, default=0) * (size * sharers if kind == "all-gather" else 1)
-        frame = re.search(r"stack_frame_id=(\d+)", attributes)
-        origin = re.search(r'op_name="([^"]*)"', attributes)
-        return Transfer(
-            *(kind, across, at_sync, times, size, sharers, given, whole),
-            re.sub(r"\{[^}]*\}", "", each.shape)[:60],
-            origin[1] if origin else "",
-            self._sources.get(frame[1], "") if frame else "",
-        )
 
-    def _replica(self, partition: int) -> int:
+def _visits(program: hlo.Program) -> Iterator[tuple[str, bool, int]]:
+    """Computations, whether they run at syncs only, and how often."""
+    waiting, seen = [(program.entry, False, 1)], set()
+    while waiting:
+        name, at_sync, times = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        yield name, at_sync, times
+        for each in program.computations[name]:
+            if each.opcode.endswith(_SECOND):
+                continue
+            inside, often = at_sync, times
+            if each.opcode == "conditional":
+                inside = True
+            elif each.opcode == "while":
+                count = passes(program, each)
+                inside, often = at_sync or count is None, times * (count or 1)
+            waiting.extend((called, inside, often) for called in each.called)
+
+
+def _joined(
+    each: hlo.Instruction, chips: int, slices: int
+) -> tuple[str, bool, int, int]:
+    """Kind, whether it joins replicas, how many or chips, and chips of each in it."""
+
+    def replica(partition: int) -> int:
         # What stays in the program of a slice stays in the slice.
-        return 0 if self.slices > 1 else partition // self.chips
+        return 0 if slices > 1 else partition // chips
 
-    def largest_arrays(self, number: int = 8) -> list[tuple[int, str, str, str]]:
-        """Padded bytes, shape, origin and source of the largest that are computed."""
-        found = {}
-        fused = {
-            called
-            for instructions in self.program.computations.values()
-            for each in instructions
-            if each.opcode == "fusion" or "to_apply=" in each.attributes
-            for called in each.called
-        }
-        views = ("parameter", "get-tuple-element", "tuple", "bitcast", "while")
-        views += ("conditional", "copy-start", "optimization-barrier", "after-all")
-        for name, instructions in self.program.computations.items():
-            for each in instructions:
-                if name in fused or each.opcode in views:
-                    continue
-                if each.opcode.endswith(_SECOND):
-                    continue
-                size = max(_padded(each.shape), default=0)
-                origin = re.search(r'op_name="([^"]*)"', each.attributes)
-                frame = re.search(r"stack_frame_id=(\d+)", each.attributes)
-                key = (
-                    size,
-                    re.sub(r"\{[^}]*\}", "", each.shape)[:60],
-                    f"{each.opcode} {origin[1] if origin else ''}",
-                    self._sources.get(frame[1], "") if frame else "",
-                )
-                found[key] = found.get(key, 0) + 1
-        top = sorted(found, reverse=True)[:number]
-        return [(*key[:2], f"{found[key]} x {key[2]}", key[3]) for key in top]
-
-    def flag(self) -> Flag | None:
-        """Where the decision is reduced; None if it is not, or not in the entry."""
-        entry = self.program.computations[self.program.entry]
-        at = {each.name: index for index, each in enumerate(entry)}
-        starts = [x for x in entry if x.communicates and self._is_flag(x)]
-        if not starts:
-            return None
-        first, last = at[starts[0].name], at[starts[-1].name]
-        done = [x for x in entry[last:] if x.opcode == "recv-done"]
-        form, end, name = "all-reduce", last, starts[-1].name
-        if starts[0].opcode == "send":
-            form = "send and recv"
-            recv = next(x for x in entry[first:] if x.opcode == "recv")
-            (end, name) = next(
-                (at[x.name], x.name) for x in done if recv.name in x.operands
-            )
-        known = [
-            at[x.name]
-            for x in entry
-            if x.opcode == "while" and loops.passes(self.program, x) is not None
-        ]
-        used = self._first_use(entry, name, end)
-        between = [x for x in entry[first + 1 : end] if x.opcode in ("while", "fusion")]
-        count = len(entry)
-        return Flag(
-            form,
-            *(round(x / count, 3) for x in (first, end, used)),
-            len(between),
-            round(max(known, default=0) / count, 3),
-        )
-
-    def _is_flag(self, each: hlo.Instruction) -> bool:
-        return "pmax" in each.attributes and each.opcode not in ("recv", "recv-done")
-
-    def _first_use(self, entry, name: str, start: int) -> int:
-        """Where a loop or conditional is reached from this name."""
-        reached = {name}
-        for index, each in enumerate(entry[start + 1 :], start + 1):
-            if reached & set(each.operands):
-                if each.opcode in ("while", "conditional"):
-                    return index
-                reached.add(each.name)
-        return len(entry)
+    kind = re.sub("-start$", "", each.opcode)
+    if kind == "send":
+        (kind,) = re.findall(r'_transfer_type="([A-Z_]+)"', each.attributes)
+        return kind.lower().replace("_", "-"), True, slices, 1
+    if kind == "collective-permute":
+        pairs = re.findall(r"\{(\d+),(\d+)\}", each.attributes.partition("pairs=")[2])
+        across = any(len({replica(int(x)) for x in pair}) > 1 for pair in pairs)
+        return kind, across, 2, 1
+    group = each.groups[0]
+    replicas = len({replica(x) for x in group})
+    if replicas > 1:
+        return kind, True, replicas, len(group) // replicas
+    return kind, False, len(group), 1
 
 
-def _sources(text: str) -> dict[str, str]:
-    """Number of a stack frame -> "file:line"."""
-    head = text.partition("\n%")[0]
-    files = dict(re.findall(r'^(\d+) "([^"]*\.py)"$', head, re.MULTILINE))
-    places = {
-        number: f"{'/'.join(files[name].split('/')[-2:])}:{line}"
-        for number, name, line in re.findall(
-            r"^(\d+) \{file_name_id=(\d+) .*? line=(\d+)", head, re.MULTILINE
-        )
-        if name in files
-    }
-    frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", head, re.MULTILINE)
-    return {number: places.get(place, "") for number, place in frames}
+def passes(program: hlo.Program, loop: hlo.Instruction) -> int | None:
+    """How often a loop over a counter from 0 runs; None if it has no known limit.
+
+    The counter need not go up by 1: loops that gather an operand of a product
+    while they multiply are unrolled, and take two steps in a pass.
+    """
+    condition, names = _computation(program, loop, "condition")
+    compares = [x for x in condition if x.opcode == "compare"]
+    limits = [
+        _constant(names[y])
+        for x in compares
+        for y in x.operands
+        if names[y].opcode == "constant"
+    ]
+    if not limits:
+        return None
+    (compare,) = compares
+    counter = names[compare.operands[0]]
+    (index,) = re.findall(r"index=(\d+)", counter.attributes)
+    body, names = _computation(program, loop, "body")
+    after = returned = body[-1]  # as XLA writes it, the root is the last
+    if returned.opcode == "tuple":
+        after = names[returned.operands[int(index)]]
+    steps = [
+        _constant(names[x])
+        for x in after.operands
+        if x in names and names[x].opcode == "constant"
+    ]
+    if after.opcode != "add" or len(steps) != 1 or "LT" not in compare.attributes:
+        raise ValueError(f"{loop.name}: read off the text how often it runs.")
+    return math.ceil(limits[0] / steps[0])
 
 
-def _padded(shape: str) -> Iterator[int]:
-    """Bytes of every array of a shape, its last axes padded to whole tiles."""
-    for kind, width, sizes, order, tile in _TILED.findall(shape):
-        extents = [int(x) for x in sizes.split(",") if x]
-        bits = 8 if kind == "pred" else int(width)
-        minor = [int(x) for x in order.split(",") if x]
-        for axis, step in zip(minor, reversed(tile.split(",")), strict=False):
-            if step:
-                extents[axis] = -(-extents[axis] // int(step)) * int(step)
-        yield math.prod(extents) * bits // 8
+def _computation(
+    program: hlo.Program, loop: hlo.Instruction, part: str
+) -> tuple[list[hlo.Instruction], dict[str, hlo.Instruction]]:
+    (name,) = re.findall(rf"{part}=%?([\w.\-]+)", loop.attributes)
+    instructions = program.computations[name]
+    return instructions, {each.name: each for each in instructions}
+
+
+def _constant(instruction: hlo.Instruction) -> int:
+    return int(instruction.attributes.partition(")")[0])
