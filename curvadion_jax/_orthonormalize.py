@@ -30,12 +30,7 @@ _COPY = 1e-3
 
 
 def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """The dtype in which the algebra is done: float32, or float64 for float64.
-
-    Example:
-      >>> compute_dtype("bfloat16")
-      dtype('float32')
-    """
+    """The dtype in which the algebra is done: float32, or float64 for float64."""
     return jnp.promote_types(jnp.float32, dtype)
 
 

@@ -159,11 +159,8 @@ def _scan_axis(names: tuple[str, ...], shapes: Shapes) -> int | None:
     """The axis of a scan over layers: 0, or 1 as in MaxText; None without a scan.
 
     [layers, D, H*Dh] and [D, H, Dh] look alike; the norms' scales nearest in the tree,
-    [layers, D], [D, layers] or [D], tell them apart, and where the layers are all
-    kernels beside them.
-
-    Raises:
-      LookupError: if there is no scale.
+    [layers, D], [D, layers] or [D], tell them apart, and kernels beside them where
+    there are as many layers as D. A LookupError where there is no scale.
     """
     scales = {o[:-1]: s for o, s in shapes.items() if o and o[-1].lower() == "scale"}
     for depth in range(len(names) - 1, -1, -1):

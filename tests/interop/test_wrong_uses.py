@@ -68,7 +68,8 @@ def own_shard_map(strip: bool, **settings: Any) -> None:
 def swallowing(inner: Any) -> Any:
     """A wrapper that does not pass extra arguments on."""
     return optax.GradientTransformation(
-        inner.init, lambda u, state, params=None: inner.update(u, state, params)
+        inner.init,
+        lambda updates, state, params=None: inner.update(updates, state, params),
     )
 
 
