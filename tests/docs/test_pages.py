@@ -1,5 +1,6 @@
 """The code on README and pages runs as it stands; commands and links lead somewhere."""
 
+import ast
 import operator
 import os
 import re
@@ -138,3 +139,17 @@ def test_the_page_on_the_design_says_where_things_are():
     for file, name in rows:
         source = (ROOT / "curvadion_jax" / file).read_text("utf-8")
         assert re.search(rf"^ *(def|class) {name}\b", source, re.MULTILINE), name
+
+
+def test_messages_on_the_page_are_those_of_the_library():
+    said = [
+        node.value
+        for file in (ROOT / "curvadion_jax").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    section = re.split(r"^## ", PAGES["docs/troubleshooting.md"], flags=re.MULTILINE)[2]
+    rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+    messages = [x for row in rows for x in re.findall(r"`([^`]+)`", row)]
+    assert len(messages) >= 10
+    assert [x for x in messages if not any(x in text for text in said)] == []
