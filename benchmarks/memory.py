@@ -138,8 +138,10 @@ def peaks(platform: str, only: str) -> Iterator[list[str]]:
     for name, tx in optimizers().items():
         if name != ADAMW and only not in name:
             continue
-        scheduled = "local_muon" in name or "loco" in name
-        programs = {", local step": False, ", sync": True} if scheduled else {"": None}
+        by_counters = "local_muon" in name or "loco" in name
+        programs = (
+            {", local step": False, ", sync": True} if by_counters else {"": None}
+        )
         for program, due in programs.items():
             sizes = measuring.in_mebibytes(compiled(tx, parameters(), mesh, due))
             compared = compared or sum(sizes)

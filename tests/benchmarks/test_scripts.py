@@ -17,7 +17,6 @@ TINY = {
     "compile_time.py": ["--layers", "1", "--methods", "adamw"],
     "memory.py": [],
     "optimizer_speed.py": ["--model", "tiny", "--layers", "1", "--ranks", "0.25"],
-    "orthonormalize.py": ["--shapes", "8x4", "--seeds", "1", "--rounds", "2"],
     "overhead.py": ["--host", "--leaves", "2", "--steps", "3"],
 }
 
