@@ -173,3 +173,28 @@ def test_shared_variables_of_nnx():
         read(nnx.state(model))
     assert len(jax.tree.leaves(replicas.consensus(nnx.state(model, nnx.Param)))) == 2
     assert len(jax.tree.leaves(replicas.anchor(optimizer.opt_state))) == 2
+
+
+def test_the_consensus_has_what_was_changed_after_the_update():
+    """A scale that is clamped and a layer that is frozen; the anchor has neither."""
+    tx = optax.chain(
+        cd.presets.local_sgd(0.5, k=2, axis_name="replica"),
+        optax.masked(optax.set_to_zero(), {"frozen": True, "scale": False}),
+    )
+
+    def train(params_and_state, batch):
+        params, state = params_and_state
+        updates, state = tx.update(jax.tree.map(lambda g: g[0], batch), state, params)
+        params = optax.apply_updates(params, updates)
+        return (params | {"scale": jnp.minimum(params["scale"], 1)}, state), {}
+
+    mesh, params = replicas.make_mesh(2), {"frozen": jnp.ones(3), "scale": jnp.ones([])}
+    state = replicas.replicate((params, tx.init(params)), mesh)
+    step, down = replicas.step(train, mesh), -np.ones(2, np.float32)
+    for _ in range(2):
+        state, _ = step(state, {"frozen": np.stack([down] * 3, 1), "scale": down})
+    assert replicas.consensus(state[0])["scale"] == 1
+    np.testing.assert_array_equal(replicas.consensus(state[0])["frozen"], 1)
+    anchor = replicas.anchor(state[1])
+    assert anchor["scale"] > 1
+    assert (anchor["frozen"] > 1).all()
