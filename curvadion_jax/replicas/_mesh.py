@@ -26,15 +26,13 @@ def make_mesh(
 
     Args:
       replicas: number of replicas.
-      inner: axes inside a replica and their sizes, such as {"fsdp": 4}; neighbouring
-        devices belong to one replica.
+      inner: axes inside a replica and their sizes, such as {"fsdp": 4}.
       axis_name: name of the replica axis.
-      devices: devices to use, in this order. None means those of `jax.devices()`, slice
-        by slice and process by process, so that a replica of a slice's size is a slice.
-        If there are more than needed, as many of each slice or process are used, and a
-        warning is logged.
+      devices: devices to use, in this order; neighbours belong to one replica. None
+        means those of `jax.devices()`, slice by slice and process by process, and as
+        many of each; a warning is logged if some stay idle.
       inner_type: type of the inner axes, Auto, or Explicit for a model whose arrays
-        have their sharding in their types; see `jax.sharding.AxisType`.
+        have their sharding in their types.
 
     Returns:
       The mesh, the replica axis first and then those of `inner`.
@@ -67,16 +65,11 @@ def make_mesh(
         numbers = {device.process_index for device in used}
         if missing := set(range(jax.process_count())) - numbers:
             raise ValueError(
-                f"A mesh of {sizes} leaves process {min(missing)} of "
-                f"{jax.process_count()} without a device. Make more replicas, or start "
-                "fewer processes."
+                f"A mesh of {sizes} leaves process {min(missing)} without a device. "
+                "Make more replicas, or start fewer processes."
             )
         if needed < len(every) and jax.process_index() == 0:
-            _log.warning(
-                "make_mesh uses %d of %d devices: make more replicas, or axes inside "
-                "one, or name the devices",
-                *(needed, len(every)),
-            )
+            _log.warning("make_mesh uses %d of %d devices", needed, len(every))
         every = used
     grid = np.array(every[:needed], dtype=object).reshape(list(sizes.values()))
     types = (AxisType.Auto, *[inner_type] * len(inner))

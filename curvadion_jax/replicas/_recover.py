@@ -151,24 +151,23 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
     count_replicas(state, "state")
     number = mesh.shape[axis_name]
 
+    def known(entry):
+        names = tuple(name for name in jax.tree.leaves(entry) if name in mesh.shape)
+        return (names[0] if len(names) == 1 else names) or None
+
     def placed(leaf, average):
         within = getattr(leaf, "sharding", None)
         spec = within.spec[1:] if isinstance(within, NamedSharding) else ()
-        spec = P(axis_name, *[_known(entry, mesh) for entry in spec])
-        kind = within.memory_kind if within is not None else None
+        place = NamedSharding(mesh, P(axis_name, *map(known, spec)))
+        if within is not None:
+            place = place.with_memory_kind(within.memory_kind)
         x = _resized(leaf, number=number, average=average)
         # One at a time: on a CPU of few cores many small programs that communicate
         # wait for each other, until XLA aborts.
-        placement = NamedSharding(mesh, spec, memory_kind=kind)
-        return jax.block_until_ready(jax.device_put(x, placement))
+        return jax.block_until_ready(jax.device_put(x, place))
 
     leaves, structure = jax.tree.flatten(state)
     return structure.unflatten(map(placed, leaves, is_averaged(state)))
-
-
-def _known(entry: Any, mesh: Mesh) -> Any:
-    names = tuple(name for name in jax.tree.leaves(entry) if name in mesh.shape)
-    return (names[0] if len(names) == 1 else names) or None
 
 
 def is_averaged(state: Any) -> list[bool]:
@@ -183,15 +182,11 @@ def is_averaged(state: Any) -> list[bool]:
         momentum = (*names[:index], "momentum", *names[index + 1 :])
         return names[index] == "q" and momentum in known
 
-    def is_taken(names):
-        return (
-            _counters.is_within(names, optimizers, {"trigger_state", "metrics"})
-            or not _COMMON.isdisjoint(itertools.pairwise(names))
-            or any(is_q(names, index) for index in range(len(names)))
-        )
-
     return [
-        jnp.issubdtype(leaf.dtype, jnp.inexact) and not is_taken(names)
+        jnp.issubdtype(leaf.dtype, jnp.inexact)
+        and not _counters.is_within(names, optimizers, {"trigger_state", "metrics"})
+        and _COMMON.isdisjoint(itertools.pairwise(names))
+        and not any(is_q(names, index) for index in range(len(names)))
         for names, leaf in leaves
     ]
 
