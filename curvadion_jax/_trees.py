@@ -12,18 +12,6 @@ import jax.numpy as jnp
 from curvadion_jax import _paths
 
 
-def are_alike(tree: Any, other: Any) -> bool:
-    """Whether two trees have the same structure, and leaves of the same shapes.
-
-    A user's own class of nodes need not know what is equal, so that trees of shapes are
-    not compared.
-    """
-    if jax.tree.structure(tree) != jax.tree.structure(other):
-        return False
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
-    return all(jnp.shape(x) == jnp.shape(y) for x, y in pairs)
-
-
 def check_trainable(params: Any) -> None:
     """Rejects parameters that are no real floating-point numbers of at least 16 bits.
 
