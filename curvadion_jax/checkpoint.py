@@ -72,13 +72,14 @@ def save(
         one: end it (``os._exit``), and JAX ends them.
 
     Example:
-      >>> import tempfile
+      >>> import tempfile, jax.numpy as jnp
+      >>> from curvadion_jax import checkpoint
       >>> folder = tempfile.mkdtemp()
       >>> state = {"weight": jnp.arange(6.0).reshape(2, 3)}  # two replicas
-      >>> save(folder, 100, state, extra={"tokens": 4096})
-      >>> restore(folder, state)["weight"].tolist()
+      >>> checkpoint.save(folder, 100, state, extra={"tokens": 4096})
+      >>> checkpoint.restore(folder, state)["weight"].tolist()
       [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-      >>> latest_step(folder), read_extra(folder)
+      >>> checkpoint.latest_step(folder), checkpoint.read_extra(folder)
       (100, {'tokens': 4096})
     """
     path, step = _path(directory), operator.index(step)
@@ -143,12 +144,13 @@ def restore(
     Example:
       The parameters alone, as the mean of two replicas:
 
-      >>> import tempfile
+      >>> import tempfile, jax.numpy as jnp
+      >>> from curvadion_jax import checkpoint
       >>> folder = tempfile.mkdtemp()
       >>> state = {"params": jnp.array([[1.0], [3.0]]), "count": jnp.array([7, 7])}
-      >>> save(folder, 1, state)
+      >>> checkpoint.save(folder, 1, state)
       >>> like = {"params": jnp.zeros((1, 1))}
-      >>> restore(folder, like, replicas=1, partial=True)["params"].tolist()
+      >>> checkpoint.restore(folder, like, replicas=1, partial=True)["params"].tolist()
       [[2.0]]
     """
     path, leaves = _path(directory), _named(target)
