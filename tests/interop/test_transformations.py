@@ -34,7 +34,8 @@ def test_multi_steps_inside():
     # Three replicas, each accumulating two micro-batches between syncs.
     inner = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
     gradients = helpers.make_gradients(2, 3)
-    tx = small(inner=inner, axis_name=AXIS)
+    local = synchronizers.reconcile(momentum=False)
+    tx = small(synchronizer=local, inner=inner, axis_name=AXIS)
     first, (params, state) = helpers.run_mesh(tx, helpers.make_params(), gradients)
     assert helpers.decisions([first, (params, state)]) == [False, True]
     for name, start in helpers.make_params().items():
