@@ -78,7 +78,9 @@ def adaptive_sync(
 
     On a step on which a decision is due each replica's trigger answers, and the answers
     are reduced to one: if any replica requests a sync, all take a sync step; else all
-    take a local step, which sends nothing. The two are the branches of one `lax.cond`.
+    take a local step, which sends nothing. The two are the branches of one `lax.cond`;
+    a sync that follows the local step, as `reconcile`'s, is in a loop of one pass or
+    none.
     Triggers that go by the number of the step (`triggers.evenly`, `every_k`) need no
     vote.
 
@@ -92,7 +94,7 @@ def adaptive_sync(
 
     A replica whose gradients are not finite takes the step of a zero gradient, one
     whose state is not finite is excluded from syncs, one of weight 0 is absent from
-    them and loses nothing; all of that is counted (`curvadion_jax.metrics.read`).
+    them; all of that is counted (`curvadion_jax.metrics.read`).
 
     Args:
       inner: optimizer of one replica, learning rate included. It must not communicate

@@ -65,12 +65,6 @@ def is_manual(axis_name: str | None) -> bool:
     return axis_name in jax.sharding.get_abstract_mesh().manual_axes
 
 
-def checked_axes() -> list[str]:
-    """Axes of enclosing shard_maps over which JAX tracks what differs."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return [axis for axis in manual if is_checked(axis)]
-
-
 def varying_manual_axes(x: Any) -> frozenset[str]:
     """Axes of enclosing shard_maps, of more than one device, over which x differs."""
     sizes = jax.sharding.get_abstract_mesh().shape

@@ -1,6 +1,6 @@
 """What happens to replicas whose numbers are not finite, or that are not there.
 
-The whole policy, as wrappers around the inner optimizer and the synchronizer:
+The whole policy; `_adaptive_sync` calls what is here around a step and a sync:
 
 * *Non-finite gradients.* A replica whose gradients hold a NaN or an infinity, or whose
   norms are infinite, takes the step of a zero gradient, and its trigger sees zeros.
@@ -10,12 +10,13 @@ The whole policy, as wrappers around the inner optimizer and the synchronizer:
   they were, replicas stay apart, and the next sync brings them together.
 * *Excluded.* A replica contributes nothing to a sync if its parameters, its inner state
   or its sync state hold a NaN or an infinity (or its gradients, where these are what is
-  averaged). Its inner state starts afresh and its residual is dropped; with `reconcile`
-  it gets the common model. Otherwise its parameters stay as they are until
-  `replicas.repair` replaces them.
-* *Absent.* A replica of weight 0 contributes nothing and loses nothing: it keeps its
-  own momentum and drift, or, where gradients are averaged by a compressor, adds them to
-  its residual. It contributes the residual that it had before.
+  averaged). An inner state that is not finite starts afresh, and the residual is
+  dropped; with `reconcile` its finite parameters go to the anchor. Parameters that are
+  not finite stay so until `replicas.repair` replaces them.
+* *Absent.* A replica of weight 0 contributes nothing. With `reconcile` it keeps its own
+  momentum and drift; where a compressor averages gradients, it adds them to its
+  residual. (Without one, a gradient that is averaged is that of the others.) It
+  contributes the residual that it had before.
 * *Empty.* Where nobody takes part a sync changes nothing.
 * *Cooldown.* A replica that a sync could not help must not trigger the next one: an
   excluded replica requests none for 10 steps, and one without weight none at all.

@@ -143,6 +143,8 @@ def update(
     rest = {k: v for k, v in arguments.items() if k not in arrays}
     function = functools.partial(function, **rest)
     given = [gradients, state, params, arrays]
+    # A function among the arguments may close over traced values, too.
+    has_constants |= any(map(callable, rest.values()))
     if has_constants:  # these are mapped as well
         function, consts = _with_consts(function, mapped, given)
         given.append(consts)

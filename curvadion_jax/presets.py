@@ -265,8 +265,7 @@ def authors_code(
         seen = observation._replace(
             inner_state=momenta, next_inner_state=lambda: plus_gradients
         )
-        assert change.decide is not None  # it measures
-        decision, state = change.decide(seen, state)
+        decision, state = triggers.answer(change, seen, state)
         return decision._replace(fire=decision.fire & (observation.steps > 0)), state
 
     return adaptive_sync(

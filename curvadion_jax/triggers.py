@@ -84,11 +84,12 @@ def stateless(decide: Callable[[Observation], Decision]) -> Trigger:
 
 def answer(trigger: Trigger, observation: Observation, state: Any) -> Any:
     """What any trigger says on this step, and its state; what is due if that is all."""
-    if trigger.decide is not None:
-        return trigger.decide(observation, state)
     due = trigger.due
     fire = True if due is None else due(observation.steps, observation.sync_cost)
-    return decision(fire), state
+    if trigger.decide is None:
+        return decision(fire), state
+    chosen, state = trigger.decide(observation, state)
+    return chosen._replace(fire=chosen.fire & fire), state
 
 
 def _scheduled(due: Callable[[Any, float], Any]) -> Trigger:
@@ -279,6 +280,8 @@ def budget(
     _arguments.check_static(rate, "budget")
     _arguments.check_positive(rate, "rate")
     _arguments.check_number(behind, "behind")
+    if cost is not None:
+        _arguments.check_positive(cost, "cost")
     if ahead < 1:
         raise ValueError(
             f"ahead must be at least 1, got {ahead}. With less no sync could take "

@@ -160,7 +160,7 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
         spec = within.spec[1:] if isinstance(within, NamedSharding) else ()
         place = NamedSharding(mesh, P(axis_name, *map(known, spec)))
         if within is not None:
-            place = place.with_memory_kind(within.memory_kind)
+            place = place.with_memory_kind(str(within.memory_kind))
         x = _resized(leaf, number=number, average=average)
         # One at a time: on a CPU of few cores many small programs that communicate
         # wait for each other, until XLA aborts.

@@ -135,6 +135,7 @@ class CompiledStep:
         self._programs: dict[Any, _Program] = {}
         self._compiled: set[Any] = set()
         self._counts: dict[Any, _StepCount | None] = {}
+        self._last: Any = None  # key and shardings of the state that was returned
         self._look = Look(local)
 
     def __call__(self, state: Any, batch: Any, *shared: Any) -> tuple[Any, Any]:
@@ -151,7 +152,8 @@ class CompiledStep:
         if key is None:
             check_alive(state, "state")
             key = self._key(leaves, structure)
-            self._check_devices(state)
+            if key not in self._counts:
+                self._check_devices(state)
             pairs = zip(leaves, key[1], strict=True)
             placed = [_placed.without_empty_axes(x, p) for x, p in pairs]
             state = jax.tree.unflatten(structure, placed)
@@ -159,7 +161,7 @@ class CompiledStep:
         if not self._compiled:
             check_context(self._mesh)
         count = self._counts.get(key)
-        if key not in self._counts or (count and not count.is_next(leaves)):
+        if key not in self._counts or (count and count.is_new(leaves)):
             self._look.start(state)
         operands = (state, batch, *shared)
         due = self._due(key, operands, leaves)
@@ -168,8 +170,10 @@ class CompiledStep:
             self._compile(program, operands, due)
             self._compiled.add((key, due))
         new, metrics = program(*operands)
-        if count := self._counts.get(key):
-            count.took(new, structure)
+        leaves, returned = jax.tree.flatten(new)
+        self._last = (key, [x.sharding for x in leaves]) if returned == key[0] else None
+        if (count := self._counts.get(key)) and self._last:
+            count.took(leaves)
         self._look.after(new, due)
         return new, metrics
 
@@ -206,11 +210,14 @@ class CompiledStep:
         return self.trace(state, batch, *shared, due=due).lower()
 
     def _known_key(self, leaves, structure) -> Any:
-        """The key of a state that the last step returned; None of any other."""
-        for key, count in self._counts.items():
-            if count and key[0] == structure and count.is_next(leaves):
-                return key
-        return None
+        """The key of a state that lies as the last step returned it, else None."""
+        if self._last is None or self._last[0][0] != structure:
+            return None
+        key, shardings = self._last
+        for x, sharding in zip(leaves, shardings, strict=True):
+            if getattr(x, "sharding", None) is not sharding or x.is_deleted():
+                return None
+        return key
 
     def _due(self, key, operands, leaves) -> bool | None:
         """Whether a decision is due; None where the program has to find out."""
@@ -346,18 +353,20 @@ class _StepCount:
             return None
         return cls(names.index((*found[0], "metrics", "steps")), mapped.due_of)
 
-    def is_next(self, leaves: Sequence[Any]) -> bool:
-        return leaves[self._place] is self._seen
+    def is_new(self, leaves: Sequence[Any]) -> bool:
+        """Whether this is a state that the step did not return, and that took none."""
+        return leaves[self._place] is not self._seen and self._read(leaves) == 0
 
     def due(self, leaves: Sequence[Any]) -> bool:
-        if not self.is_next(leaves):
-            # Equal on all replicas: the first row that is here will do.
-            counter = leaves[self._place]
-            here = counter.addressable_data(0) if is_array(counter) else counter
-            self._steps = int(np.asarray(here).ravel()[0])
-        return self._due_of(self._steps)
+        return self._due_of(self._read(leaves))
 
-    def took(self, state: Any, structure: Any) -> None:
-        leaves, new = jax.tree.flatten(state)
-        self._seen = leaves[self._place] if new == structure else None
-        self._steps += 1
+    def took(self, leaves: Sequence[Any]) -> None:
+        self._seen, self._steps = leaves[self._place], self._steps + 1
+
+    def _read(self, leaves: Sequence[Any]) -> int:
+        counter = leaves[self._place]
+        if counter is not self._seen:
+            # Equal on all replicas: the first row that is here will do.
+            here = counter.addressable_data(0) if is_array(counter) else counter
+            self._seen, self._steps = counter, int(np.asarray(here).ravel()[0])
+        return self._steps

@@ -77,7 +77,10 @@ def reconcile(
       momentum: whether momenta are averaged too: the field `momentum` (Dion), else
         `trace`, else `mu`, of the inner optimizer's state. Q is not averaged, since
         columns of different signs would cancel: it is recomputed by a step of power
-        iteration on the common momentum, from the Q of the last sync.
+        iteration on the common momentum, from the Q of the last sync. Momenta are sent
+        in float32, whatever the compressor. Pass False with
+        `triggers.relative_momentum_change`: a mean momentum is shorter than a replica's
+        own, and growing back reads as a change.
       residual_dtype: dtype in which error feedback is kept from sync to sync; None is
         float32. (For the outer step `optax.sgd` has `accumulator_dtype`.)
       orthonormalize: as for :func:`scale_by_dion`, for Q.

@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
 
@@ -310,3 +310,22 @@ def test_compiling_is_logged_once_for_each_program(caplog):
         f"compiling local ({kind} step) for {{'replica': 2}}"
         for kind in ("local", "sync")
     ]
+
+
+def test_a_state_that_was_resharded_stays_as_it_is_given():
+    mesh = cd.replicas.make_mesh(2, {"fsdp": 2})
+    tx = cd.local_muon(0.1, trigger=cd.triggers.every_k(3), axis_name="replica")
+
+    def train(state, batch):
+        params, opt_state = state
+        gradients = jax.tree.map(lambda x: x * batch["x"].mean(), params)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {}
+
+    step, batch = cd.replicas.step(train, mesh), {"x": jnp.ones((4, 1))}
+    params = {"kernel": jnp.ones((4, 6))}
+    state, _ = step(cd.replicas.replicate((params, tx.init(params)), mesh), batch)
+    place = NamedSharding(mesh, PartitionSpec("replica", "fsdp"))
+    params = {"kernel": jax.device_put(state[0]["kernel"], place)}
+    (params, _), _ = step((params, state[1]), batch)
+    assert params["kernel"].sharding.is_equivalent_to(place, 3)

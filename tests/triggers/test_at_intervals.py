@@ -118,3 +118,20 @@ def test_curvadion_and_its_interval(k):
     assert state[1].metrics.syncs.tolist() == [6 // k] * 2
     sent = np.asarray(state[1].metrics.sent)
     assert bool(sent.any()) == (k == 3)
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [lambda t: triggers.at_least_every(t, 100), lambda t: triggers.any_of(t)],
+    ids=["at_least_every", "any_of"],
+)
+def test_a_combinator_around_it_keeps_the_interval(combine):
+    """A request on step 5 is granted on step 8, and not at once."""
+    asked = triggers.stateless(lambda seen: triggers.decision(seen.steps == 4))
+    trigger, fired = combine(triggers.at_intervals(asked, 4)), []
+    state = trigger.init({}, (), {})
+    for steps in range(8):
+        seen = triggers.Observation(steps=steps, local_steps=steps)
+        decision, state = triggers.answer(trigger, seen, state)
+        fired += [1 + steps] if decision.fire else []
+    assert fired == [8]
