@@ -109,8 +109,8 @@ def test_pure_mathematics_knows_no_optimizer_axis_or_layout(name):
 @pytest.mark.parametrize(
     ("name", "unknown"),
     [
-        # For one replica; replicas and devices come in through arguments.
-        ("_dion", TALKING | {"_interfaces", "_guards"}),
+        # For one replica: what talks to others comes in through arguments.
+        ("_dion", {"_collectives", "_interfaces", "_guards"}),
         # A trigger knows no axis, and not what is sent.
         ("triggers", TALKING | {"synchronizers"}),
         ("synchronizers", {"triggers", "_adaptive_sync"}),
