@@ -273,7 +273,7 @@ def _orbax() -> ModuleType:
     except ImportError as error:
         raise ImportError(
             "curvadion_jax.checkpoint needs orbax-checkpoint. "
-            "Run: pip install 'curvadion-jax[checkpoint]'."
+            "Run: pip install orbax-checkpoint."
         ) from error
     return ocp
 

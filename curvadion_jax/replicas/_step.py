@@ -18,7 +18,7 @@ from curvadion_jax.replicas import _placed, _traffic
 from curvadion_jax.replicas._apart import Look
 from curvadion_jax.replicas._map import map_over_replicas
 from curvadion_jax.replicas._mesh import AXIS, check_axis, check_context
-from curvadion_jax.replicas._placed import check_alive, is_array
+from curvadion_jax.replicas._placed import check_alive, check_leading, is_array
 
 _log = logging.getLogger("curvadion_jax")
 
@@ -153,6 +153,7 @@ class CompiledStep:
             check_alive(state, "state")
             key = self._key(leaves, structure)
             if key not in self._counts:
+                check_leading(state, self._mesh.shape[self._axis_name], "state")
                 self._check_devices(state)
             pairs = zip(leaves, key[1], strict=True)
             placed = [_placed.without_empty_axes(x, p) for x, p in pairs]

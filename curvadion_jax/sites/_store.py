@@ -304,6 +304,6 @@ def _obstore() -> Any:
         import obstore.store
     except ImportError as error:
         raise ImportError(
-            "curvadion_jax.sites needs obstore: pip install 'curvadion-jax[sites]'"
+            "curvadion_jax.sites needs obstore. Run: pip install obstore."
         ) from error
     return obstore

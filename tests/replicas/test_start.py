@@ -200,3 +200,14 @@ def test_the_context_of_another_mesh_is_rejected():
     with jax.set_mesh(mesh):
         state, _ = step(state, batch)
     assert state[1].metrics.local_steps.tolist() == [1, 1]
+
+
+def test_a_state_that_was_not_replicated_is_named():
+    """Its step is a Python int, as `TrainState.create` makes it."""
+    mesh = cd.replicas.make_mesh(2)
+    tx = cd.local_muon(0.1, axis_name="replica")
+    params = {"kernel": jnp.ones((8, 4))}
+    state = {"step": 0, "params": params, "opt_state": tx.init(params)}
+    step = cd.replicas.step(lambda state, batch: (state, {}), mesh)
+    with pytest.raises(ValueError, match=r"needs a leading axis of 2 replicas\. Give"):
+        step(state, {"x": jnp.ones((4, 1))})
