@@ -146,7 +146,7 @@ def test_a_contribution_alone_is_read_as_in_a_mean(name):
     tree = {
         "matrix": jax.random.normal(key, (40, 24)),
         "bias": jax.random.normal(key, (7,)).astype(jnp.bfloat16),
-        "nothing": jnp.zeros((0, 3)),
+        **{name: jnp.zeros(shape) for name, shape in helpers.NOTHING.items()},
     }
     message = form.codec.encode(tree)
     payload = form.payload(tree, {})

@@ -2,6 +2,7 @@
 
 import functools
 
+import helpers
 import hlo
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ def tree():
     rng = np.random.default_rng(0)
     shapes = {
         "matrix": (5, 3),
-        "nothing": (0, 3),
+        **helpers.NOTHING,
         "scalar": (),
         "vector": (7,),
         "wide": (2, 40),

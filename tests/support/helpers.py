@@ -19,6 +19,9 @@ import curvadion_jax as cd
 from curvadion_jax import _collectives, _layout, _paths
 
 AXIS = cd.replicas.AXIS
+# An array without elements. On CPU JAX 0.11.2 crashes when it compiles a `shard_map` of
+# one beside others, the identity even.
+NOTHING = {} if jax.__version_info__[:2] == (0, 11) else {"nothing": (0, 3)}
 
 
 @jax.custom_batching.sequential_vmap  # see `_orthonormalize`: batches deadlock on CPU
