@@ -225,5 +225,5 @@ def test_without_orbax(tmp_path, simple, monkeypatch):
         lambda: checkpoint.latest_step(tmp_path),
         lambda: checkpoint.read_extra(tmp_path),
     ):
-        with pytest.raises(ImportError, match=r"pip install 'curvadion-jax\[checkp"):
+        with pytest.raises(ImportError, match="pip install orbax-checkp"):
             call()

@@ -76,10 +76,12 @@ def test_quantised_means_are_the_references(bits, mean_bits):
 def test_two_replicas_round_once(monkeypatch, bits):
     block, stacked = 16, trees(3, replicas=2)
     stacked["stack"][1] = 0  # who is absent brings zeros
-    stacked["empty"] = np.zeros((2, 0), np.float32)
+    empty = {name: np.zeros((2, *shape)) for name, shape in helpers.NOTHING.items()}
+    empty = jax.tree.map(np.float32, empty)
     form = compressors.quantize(bits, block)
-    result = average(form, stacked, "mesh")
-    assert result.mean["empty"].shape == stacked.pop("empty").shape
+    result = average(form, stacked | empty, "mesh")
+    for name, x in empty.items():
+        assert result.mean[name].shape == x.shape
     for name, values in stacked.items():
         size = values[0].size
         rows = [filled(row, block) for row in values.reshape(2, -1)]
@@ -92,8 +94,7 @@ def test_two_replicas_round_once(monkeypatch, bits):
             )
     helpers.assert_bitwise(*({k: x[i] for k, x in result.mean.items()} for i in (0, 1)))
     monkeypatch.setattr(compressors, "_PIECE", 256)
-    stacked["empty"] = np.zeros((2, 0), np.float32)
-    helpers.assert_bitwise(average(form, stacked, "mesh"), result)
+    helpers.assert_bitwise(average(form, stacked | empty, "mesh"), result)
 
 
 PIECES = [
