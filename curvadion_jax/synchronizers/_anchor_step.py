@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _finite
+from curvadion_jax import _finite, _trees
 
 
 def difference(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -22,8 +22,7 @@ def outer_step(outer, drift, anchor, state, layout):
     updates, new_state = outer.update(pseudo_gradient, state, anchor, **more)
     # `optax.apply_updates` would add in the anchor's dtype.
     anchor = jax.tree.map(lambda a, u: (a + u).astype(a.dtype), anchor, updates)
-    same_dtype = jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state)
-    return anchor, _finite.repaired(same_dtype, state)
+    return anchor, _finite.repaired(_trees.like(new_state, state), state)
 
 
 def move_to(target: jax.Array, params: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _finite, _momentum, _paths, compressors
+from curvadion_jax import _finite, _momentum, _paths, _trees, compressors
 from curvadion_jax._interfaces import Group, LocalStep, Synchronizer, SyncState
 from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax._power_iteration import reduces_factors
@@ -132,7 +132,7 @@ def _sync(compressor, local: LocalStep, state: SyncState, group: Group):
         # One that is absent put nothing in; it may hold what rounding lost of the mean.
         own = _finite.or_zeros(local.present, arrays)
         put_in = jax.tree.map(jnp.subtract, own, unsent)
-        return _like(result.mean, arrays), _like(put_in, arrays)
+        return _trees.like(result.mean, arrays), _trees.like(put_in, arrays)
 
     inner_state = before
     if group.size > 1:  # one replica is plain Dion
@@ -202,7 +202,3 @@ def _with_momenta(inner_state, other, choose):
         return x._replace(momentum=momentum)
 
     return _momentum.with_dion(inner_state, chosen)
-
-
-def _like(arrays, others):
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), arrays, others)
