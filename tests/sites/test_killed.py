@@ -1,6 +1,7 @@
 """A site that is killed, and the others, and the site again."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,28 +9,25 @@ from pathlib import Path
 import pytest
 import site_main
 
-STEPS = 24
+STEPS, KILLED = 24, 10
 
 
-def started(folder: Path, name: str) -> subprocess.Popen:
+def started(folder: Path, name: str, *more: int) -> subprocess.Popen:
     command = [sys.executable, site_main.__file__, str(folder), name, str(STEPS)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def line(process: subprocess.Popen) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline()
+    return subprocess.Popen(
+        command + [str(x) for x in more], stdout=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.slow
 def test_killed_in_the_middle_and_started_again(tmp_path):
-    survivor, victim = started(tmp_path, "oslo"), started(tmp_path, "rome")
-    while line(victim) != "9\n":
-        assert victim.poll() is None
-    victim.kill()
-    victim.communicate()
+    survivor, victim = started(tmp_path, "oslo"), started(tmp_path, "rome", KILLED)
+    victim.communicate(timeout=200)
+    assert victim.returncode == -signal.SIGKILL
     again = started(tmp_path, "rome")
-    ends = [process.communicate()[0].split()[-2:] for process in (survivor, again)]
+    ends = [
+        process.communicate(timeout=200)[0].split() for process in (survivor, again)
+    ]
     assert survivor.returncode == again.returncode == 0
     files = sorted((tmp_path / "commits").iterdir())
     commits = [json.loads(file.read_text()) for file in files]
@@ -42,6 +40,6 @@ def test_killed_in_the_middle_and_started_again(tmp_path):
         for name in ("oslo", "rome")
     }
     assert counted["oslo"] == STEPS  # nothing was lost of the one that was not killed
-    assert STEPS <= counted["rome"] <= STEPS + 10
+    assert STEPS <= counted["rome"] <= STEPS + KILLED
     if ends[0][0] == ends[1][0]:  # both left after the same round
         assert ends[0][1] == ends[1][1]

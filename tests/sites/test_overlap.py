@@ -1,7 +1,5 @@
 """Steps go on while a contribution is under way; what becomes of them."""
 
-import threading
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,18 +17,10 @@ from curvadion_jax import compressors, sites
 PARAMS = {"w": jnp.zeros((4, 8))}
 
 
-def until(condition, site):
-    """Syncs without steps of its own, by the clock of the thread alone."""
-    for _ in range(10_000):
-        site._worker.wait(0.01)
-        if condition():
-            return
-    raise AssertionError("it never came")
-
-
 def decided(site):
     """Waits for what becomes of the contribution that is under way."""
-    until(lambda: not site._worker._busy, site)
+    site._worker.wait(60)
+    assert not site._worker._busy
 
 
 @pytest.mark.parametrize(("keep", "wanted"), [(1.0, 6.0), (0.5, 5.0), (0.0, 4.0)])
@@ -50,21 +40,26 @@ def test_progress_made_meanwhile_is_kept(keep, wanted):
         assert site.metrics[2:7] == (1, 0, 0, 0, 0)
 
 
-def test_sync_waits_beyond_the_bound_alone():
+def test_sync_waits_beyond_the_bound_alone(monkeypatch):
     store = Gated()
     with sites.join(store, "oslo", every=2, max_lag=2, poll=0.01) as site:
         params = site.start(PARAMS)
+        worker, waits = site._worker, []
+        wait = worker.wait
+
+        def opening(seconds):
+            waits.append(seconds)
+            store.open.set()
+            wait(seconds)
+
+        monkeypatch.setattr(worker, "wait", opening)
         for _ in range(3):
             params = site.sync(stepped(params))
+        assert not waits
         assert site.metrics.blocked == 0
-        opener = threading.Thread(
-            target=lambda: (store.reached.wait(60), store.open.set())
-        )
-        opener.start()
         params = site.sync(stepped(params))  # the second since it was taken
-        opener.join()
+        assert waits
         assert site.metrics.counted >= 1
-        assert site.metrics.blocked > 0
         np.testing.assert_array_equal(params["w"], 4.0)
 
 
@@ -263,8 +258,11 @@ def test_a_store_that_is_cut_off_is_waited_for():
         before = store.refused
         for _ in range(10):
             params = site.sync(stepped(params))
-        until(lambda: store.refused > before + 2, site)
-        assert store.refused < 50  # attempts are further and further apart
+        for _ in range(6000):  # a minute: `wait` returns early only once it is decided
+            if store.refused > before + 2:
+                break
+            site._worker.wait(0.01)
+        assert 2 < store.refused - before < 50  # attempts are further and further apart
         store.cut_off = False
         params = site.leave(params)
         np.testing.assert_array_equal(params["w"], 10.0)
