@@ -40,10 +40,6 @@ def test_two_bits_lose_less_than_there_was_however_large_one_element_is():
     x[0, 0], x[1] = 1e6, 0.5
     lost = np.linalg.norm(x - back(x, 2), axis=-1) / np.linalg.norm(x, axis=-1)
     assert lost.max() < 1
-    # Steps of the largest value, as 8 and 4 bits have them, would lose more than all.
-    step = np.abs(x).max(-1, keepdims=True) / 3
-    steps = np.sign(x) * np.where(np.abs(x) > 2 * step, 3, 1) * step
-    assert np.linalg.norm(x - steps) > np.linalg.norm(x)
 
 
 def test_two_bits_keep_the_sum_of_magnitudes():

@@ -2,7 +2,6 @@
 
 import functools
 
-import compressor_runs
 import helpers
 import jax
 import numpy as np
@@ -40,12 +39,11 @@ def averaged(name):
     """(tree, weights) -> what each contributes, the mean, and what was not sent."""
     form = FORMS[name]
     one = jax.tree.map(lambda x: x[0], tree())
-    views = compressor_runs.views_of(one)
 
     def body(tree, weight):
-        contributed = weighted_runs.part_in_sync(tree, views, weight).weighted(tree)
-        group, state = _collectives.Replicas(AXIS), form.init(one, views)
-        result = form.average(contributed, state, group, views)
+        contributed = weighted_runs.part_in_sync(tree, {}, weight).weighted(tree)
+        group, state = _collectives.Replicas(AXIS), form.init(one, {})
+        result = form.average(contributed, state, group, {})
         return contributed, result.mean, result.unsent
 
     mapped = jax.jit(jax.vmap(body, axis_name=AXIS))

@@ -13,7 +13,7 @@ from dion_runs import close, run, same_columns
 
 import curvadion_jax as cd
 
-# microsoft/dion rounds P and Q to float32; test_reference_microsoft has the
+# microsoft/dion rounds P and Q to float32; test_reference has the
 # measurement, which is the same here: 2.1e-6 in X, 4.0e-7 in M, 2.6e-5 in Q.
 MICROSOFT_ATOL = {"X": 5e-6, "M": 1e-6, "Q": 6e-5}
 # Two float32 programs for the same step of size 0.1 to 0.3: measured 3e-8.

@@ -42,6 +42,7 @@ TRIGGERS = {
         reference.relative_momentum_change_trigger(THRESHOLD),
     ),
 }
+WAYS = [("every_k", "mesh", 8), ("rmmc", "mesh", 2)]
 QUICK = [
     ("average_factors", "every_k", "mesh", 8),
     ("reconcile-nesterov", "every_k", "mesh", 8),
@@ -106,19 +107,19 @@ def close(actual, expected, what):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=ATOL[what], err_msg=what)
 
 
-def cases():
-    """Every synchronizer with both triggers and in every way; a few are not slow."""
-    ways = (("every_k", "mesh", 8), ("rmmc", "mesh", 2), ("rmmc", "vmap", 8))
-    for name in SYNCHRONIZERS:
-        for way in ways:
-            yield pytest.param(
-                *(name, *way),
-                id="-".join(map(str, (name, *way))),
-                marks=() if (name, *way) in QUICK else pytest.mark.slow,
-            )
+CASES = [
+    *((name, *way) for name in SYNCHRONIZERS for way in WAYS),
+    ("reconcile-nesterov", "rmmc", "vmap", 8),
+]
 
 
-@pytest.mark.parametrize(("name", "trigger", "run", "replicas"), list(cases()))
+@pytest.mark.parametrize(
+    ("name", "trigger", "run", "replicas"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in CASES
+    ],
+)
 def test_the_library_is_the_reference(name, trigger, run, replicas):
     synchronizer, options = SYNCHRONIZERS[name]
     tx = optimizer(TRIGGERS[trigger][0], synchronizer)
@@ -132,15 +133,8 @@ def test_the_library_is_the_reference(name, trigger, run, replicas):
     assert {*decided} == {True, False}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "reconcile",
-        pytest.param("reconcile-nesterov", marks=pytest.mark.slow),
-    ],
-)
-def test_a_sync_behind_the_local_step_is_one_in_its_place(name):
-    behind, _ = SYNCHRONIZERS[name]
+def test_a_sync_behind_the_local_step_is_one_in_its_place():
+    behind = synchronizers.reconcile()
     params, gradients = helpers.make_params(), helpers.make_gradients(7, 2)
     results = []
     for synchronizer in (behind, behind._replace(after_local_step=False)):

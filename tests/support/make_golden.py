@@ -7,8 +7,8 @@ why. Each file holds the versions it was made with, the syncs, the mean loss of 
 replicas before every step, and of their last parameters the norms and a few elements.
 """
 
-import argparse
 import json
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -117,24 +117,14 @@ def run(name: str) -> dict[str, Any]:
     }
 
 
-def written(golden: dict[str, Any]) -> str:
-    """JSON with one line for each entry; floats as `repr` has them."""
+def write(name: str) -> None:
+    """Makes a file: JSON with one line for each entry."""
+    golden = {"versions": versions(), **run(name)}
     lines = [f" {json.dumps(key)}: {json.dumps(x)}" for key, x in golden.items()]
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def main() -> None:
-    """Run every preset and write its file."""
-    parser = argparse.ArgumentParser(description="Make the files of test_golden.py.")
-    parser.add_argument("presets", nargs="*", help="all if none is given")
-    names = parser.parse_args().presets or list(OPTIMIZERS)
-    FOLDER.mkdir(exist_ok=True)
-    for name in names:
-        golden = {"versions": versions(), **run(name)}
-        path = FOLDER / f"{name}.json"
-        path.write_text(written(golden))
-        print(f"{path.name}: {sum(golden['synced'])} syncs in {STEPS} steps")
+    (FOLDER / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    print(f"{name}: {sum(golden['synced'])} syncs in {STEPS} steps")
 
 
 if __name__ == "__main__":
-    main()
+    for name in sys.argv[1:] or OPTIMIZERS:
+        write(name)
