@@ -4,13 +4,14 @@ import functools
 
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-import weighted_runs
 from weighted_runs import FORMS
 
 import curvadion_jax as cd
-from curvadion_jax import _collectives
+from curvadion_jax import _collectives, _faults
+from curvadion_jax.synchronizers import LocalStep, SyncState
 
 AXIS = cd.replicas.AXIS
 REPLICAS = 4
@@ -34,6 +35,14 @@ def tree(seed=0):
     }
 
 
+def part_in_sync(params, weight):
+    """A replica's part in a sync that everybody expects it to take, inside a `vmap`."""
+    local = LocalStep((), (), params, {}, tuple)
+    healthy = _faults.is_healthy(local.params, SyncState(), sound=jnp.array(True))
+    own = _faults.contribution(weight, healthy)
+    return _faults.taking_part(local, (), healthy, own, healthy, AXIS)
+
+
 @functools.cache
 def averaged(name):
     """(tree, weights) -> what each contributes, the mean, and what was not sent."""
@@ -41,7 +50,7 @@ def averaged(name):
     one = jax.tree.map(lambda x: x[0], tree())
 
     def body(tree, weight):
-        contributed = weighted_runs.part_in_sync(tree, {}, weight).weighted(tree)
+        contributed = part_in_sync(tree, weight).weighted(tree)
         group, state = _collectives.Replicas(AXIS), form.init(one, {})
         result = form.average(contributed, state, group, {})
         return contributed, result.mean, result.unsent

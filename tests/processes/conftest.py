@@ -4,7 +4,7 @@ from pathlib import Path
 
 import launch
 import pytest
-from interrupted_runs import commands
+from interrupted_main import commands
 
 
 @pytest.fixture(scope="session")

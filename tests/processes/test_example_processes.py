@@ -13,7 +13,7 @@ import main
 import numpy as np
 import processes
 import pytest
-from interrupted_runs import commands, results
+from interrupted_main import commands, results
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd

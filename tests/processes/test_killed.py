@@ -8,7 +8,7 @@ from pathlib import Path
 
 import launch
 import pytest
-from interrupted_runs import commands, results
+from interrupted_main import commands, results
 
 import curvadion_jax as cd
 

@@ -1,10 +1,11 @@
 """State with a replica axis: what it may be made of, and where it lies."""
 
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 from curvadion_jax import replicas
@@ -50,8 +51,10 @@ def test_replicate_refuses_replicas_of_another_mesh():
 
 
 def test_replicate_takes_whatever_a_training_state_holds():
+    params, tx = {"w": jnp.ones(3, jnp.bfloat16)}, optax.adamw(0.1)
     state = {
-        "train": helpers.train_state(),  # its step is a Python int
+        # Its step is a Python int.
+        "train": TrainState.create(apply_fn=None, params=params, tx=tx),
         "key": jax.random.key(7),
         "number": 2.5,
         "flag": True,
@@ -67,5 +70,5 @@ def test_replicate_takes_whatever_a_training_state_holds():
         for row in copy:
             assert (row == leaf).all()
     assert copies["train"].step.dtype == jnp.int32
-    assert copies["train"].params["embed"].dtype == jnp.bfloat16
+    assert copies["train"].params["w"].dtype == jnp.bfloat16
     assert copies["number"].dtype == jnp.float32

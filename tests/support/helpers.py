@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
@@ -69,7 +68,6 @@ def make_gradients(
     ]
 
 
-# Arguments of `adaptive_sync`; all others of `synced_dion` are those of `dion`.
 OF_SYNC = ("axis_name", "allow_unchecked")
 
 
@@ -77,12 +75,10 @@ def synced_dion(
     learning_rate: Any, rank: Any, trigger: Any, synchronizer: Any, **options: Any
 ) -> Any:
     """Dion inside `adaptive_sync`."""
-    outside = {name: options.pop(name) for name in OF_SYNC if name in options}
-    numbers = options.get("dimension_numbers")
+    outside = {x: options.pop(x) for x in OF_SYNC if x in options}
+    outside["dimension_numbers"] = options.get("dimension_numbers")
     inner = cd.dion(learning_rate, rank, **options)
-    return cd.adaptive_sync(
-        inner, trigger, synchronizer, dimension_numbers=numbers, **outside
-    )
+    return cd.adaptive_sync(inner, trigger, synchronizer, **outside)
 
 
 def averaging_dion(learning_rate: Any = 0.1, rank: Any = 0.25, **options: Any) -> Any:
@@ -96,14 +92,6 @@ def averaging_dion(learning_rate: Any = 0.1, rank: Any = 0.25, **options: Any) -
         "momentum": 0.9,
     }
     return synced_dion(learning_rate, rank, **{**defaults, **options})
-
-
-def train_state() -> TrainState:
-    """Flax's, of AdamW and parameters of two dtypes."""
-    params = make_params()
-    params["embed"] = params["embed"].astype(jnp.bfloat16)
-    tx = optax.adamw(optax.linear_schedule(0.1, 0.0, 9))
-    return TrainState.create(apply_fn=None, params=params, tx=tx)
 
 
 def train_step(tx: Any):

@@ -15,14 +15,8 @@ _CALLED = re.compile(
 )
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "all-to-all",
-    "collective-",
-    "ragged-all-to-all",
-    "reduce-scatter",
-    "send",
-    "recv",
+    *("all-reduce", "all-gather", "all-to-all", "collective-", "ragged-all-to-all"),
+    *("reduce-scatter", "send", "recv"),
 )
 
 
@@ -49,14 +43,6 @@ class Instruction(NamedTuple):
         return re.findall(r"%([\w.\-]+)", self.attributes[:end])
 
     @property
-    def argument(self) -> str | None:
-        """Name of the function's argument that a parameter of the entry holds."""
-        found = re.search(r'sharding=.*metadata=\{op_name="([^"]*)"', self.attributes)
-        if self.opcode != "parameter" or not found:
-            return None
-        return found[1].replace("\\", "")
-
-    @property
     def arrays(self) -> list[tuple[int, tuple[int, ...]]]:
         """Bits of an element and shape, of the result or of each of a tuple's parts."""
         return [
@@ -81,11 +67,7 @@ class Instruction(NamedTuple):
 
     @property
     def groups(self) -> list[list[int]]:
-        """Devices that talk to each other.
-
-        Written `{{0,1},{2,3}}`, `[2,2]<=[2,2]T(1,0)` or `mesh['a'=2,'b'=2] {'a'}`; of a
-        permutation its pairs of a sender and a receiver.
-        """
+        """Devices that talk to each other; of a permutation pairs of two of them."""
         found = _traffic.groups(self.attributes)
         if not found:
             raise ValueError(f"no replica groups in {self.attributes!r}")
@@ -112,16 +94,12 @@ class Program(NamedTuple):
                     waiting.extend(instruction.called)
         return found
 
-    def instructions(
-        self, names: Iterable[str], branches: bool = True
-    ) -> list[Instruction]:
+    def instructions(self, names: Iterable[str], branches: bool = True):
         """Of these computations and all they call."""
         reached = self.reachable(names, branches)
         return [each for name in reached for each in self.computations[name]]
 
-    def collectives(
-        self, names: Iterable[str], branches: bool = True
-    ) -> list[Instruction]:
+    def collectives(self, names: Iterable[str], branches: bool = True):
         """What these computations and all they call communicate."""
         return [x for x in self.instructions(names, branches) if x.communicates]
 
@@ -135,11 +113,7 @@ class Program(NamedTuple):
 
 
 def parse(text: str) -> Program:
-    """The program that `compiled.as_text()` prints.
-
-    Raises:
-      ValueError: if there is no entry, or a computation is called that is not there.
-    """
+    """The program that `compiled.as_text()` prints."""
     computations: dict[str, list[Instruction]] = {}
     entry, current = None, None
     for line in text.splitlines():

@@ -10,6 +10,7 @@ if none is named; for that, and for SIGTERM, which comes twice, the other proces
 until JAX knows of it.
 """
 
+import json
 import resource
 import signal
 import sys
@@ -20,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples/char_lm"))
 
 import data
 import jax
+import journal
+import launch
 import main
 from jax._src import compiler, distributed
 
@@ -49,6 +52,27 @@ def training_batch(self, seed, *arguments):
         if name:
             signal.raise_signal(signal.Signals[name])
     return original(self, seed, *arguments)
+
+
+def commands(
+    text: Path, out: Path, number: int, signals: str = "never"
+) -> list[list[str]]:
+    """A command for each process."""
+    place = ["--coordinator", f"localhost:{launch.free_port()}"]
+    place += ["--num-processes", str(number)]
+    files = ["--data", str(text), "--out", str(out)]
+    same = [__file__, signals, *MICRO]
+    same += [*files, *place]
+    return [[*same, "--process-id", str(index)] for index in range(number)]
+
+
+def results(out: Path) -> tuple[list, list]:
+    """Summary and journal without the seconds."""
+    summary = json.loads((out / "summary.json").read_text())
+    lines = journal.read_journal(out / "diloco.jsonl")
+    for row in (*summary, *lines):
+        row.pop("seconds")
+    return summary, lines
 
 
 def keep_programs_of_all_processes() -> None:

@@ -31,11 +31,10 @@ EPSILON = 1e-8
 def orthonormal_factor(a: Array) -> Array:
     """Left factor of A = P T with P^T P = I and T upper triangular, T_jj > 0.
 
-    Householder QR. A column of ``a`` (shape (rows, r), rows >= r) that is zero, or
-    whose part orthogonal to the earlier columns is below 1e-9 of its own norm, is a
-    zero column of the result. It is left out of the factorisation of the others,
-    because Householder QR would put an arbitrary direction there and take it away from
-    later columns.
+    Householder QR. A column that is zero, or whose part orthogonal to the earlier
+    columns is below 1e-9 of its own norm, is a zero column of the result and left out
+    of the factorisation: Householder QR would put an arbitrary direction there and take
+    it away from later columns.
     """
     norms = np.linalg.norm(a, axis=0)
     kept = [j for j in range(a.shape[1]) if norms[j] != 0]
@@ -93,17 +92,9 @@ def dion_step(
     mu: float,
     error_feedback: bool = True,
 ) -> tuple[Array, Array, Array]:
-    """One Dion step of a kernel [fan_in, fan_out].
+    """D, M' and Q' of one step of a kernel [fan_in, fan_out].
 
-    Args:
-        gradient: G, in the kernel's layout.
-        momentum: M, in the kernel's layout.
-        q: Q, shape (min(fan_in, fan_out), r).
-        mu: momentum factor.
-        error_feedback: True is microsoft/dion's momentum, False the paper's.
-
-    Returns:
-        The direction D to subtract times the learning rate, M' and Q'.
+    With error feedback, the momentum of microsoft/dion; without it, the paper's.
     """
     # (1) B = M + G, or (5) B = mu M + G
     b = momentum + gradient if error_feedback else mu * momentum + gradient
@@ -124,8 +115,7 @@ def dion_step_average_factors(
 ) -> tuple[list[Array], list[Array], list[Array]]:
     """Dion's compressed sync: B Q and R are means over replicas, momentum stays local.
 
-    Returns:
-        Lists over replicas of directions (all equal), momenta and right factors.
+    Lists over replicas of directions (all equal), momenta and right factors.
     """
     shape = gradients[0].shape
     bs = [m + g for m, g in zip(momenta, gradients, strict=True)]  # (1) B_k = M_k + G_k

@@ -22,8 +22,6 @@ from reference import (
 
 OuterStep = Callable[[Tree, Any], tuple[Tree, Any]]
 
-SYNCHRONIZERS = ("average_gradients", "average_factors", "reconcile")
-
 
 def every_k(step: int, k: int) -> bool:
     """Whether a sync follows step ``step``, counted from 0: after k, 2k, ... steps."""
@@ -97,7 +95,7 @@ class ReplicaSimulation:
         mu: momentum factor.
         trigger: called with each replica's ``LocalStep``; a true value or NaN from any
             replica makes all of them sync.
-        synchronizer: one of ``SYNCHRONIZERS``.
+        synchronizer: "average_gradients", "average_factors" or "reconcile".
         outer: for reconcile, (mean drift, outer state) -> (step, outer state), the
             state None at first; None is the plain average.
         average_momentum: for reconcile, whether momentum is averaged too.
@@ -122,8 +120,6 @@ class ReplicaSimulation:
         outer: OuterStep | None = None,
         average_momentum: bool = True,
     ):
-        if synchronizer not in SYNCHRONIZERS:
-            raise ValueError(f"got {synchronizer!r}; choose one of {SYNCHRONIZERS}")
         params = {name: np.array(p, np.float64) for name, p in params.items()}
         q = {name: np.array(v, np.float64) for name, v in q.items()}
         self.learning_rate, self.mu = learning_rate, mu
@@ -143,15 +139,14 @@ class ReplicaSimulation:
     def step(self, gradients: Sequence[Tree]) -> None:
         """One step of every replica; ``gradients`` is a list over replicas."""
         synced = self._any_fires(gradients)
-        if not synced:
-            self._local_step(gradients)
-        elif self.synchronizer == "average_gradients":
-            self._local_step([tree_mean(gradients)] * len(self.params))
-        elif self.synchronizer == "average_factors":
+        if synced and self.synchronizer == "average_factors":
             self._average_factors_step(gradients)
         else:
+            if synced and self.synchronizer == "average_gradients":
+                gradients = [tree_mean(gradients)] * len(self.params)
             self._local_step(gradients)
-            self._reconcile()
+            if synced and self.synchronizer == "reconcile":
+                self._reconcile()
         self.synced.append(synced)
 
     def _any_fires(self, gradients: Sequence[Tree]) -> bool:

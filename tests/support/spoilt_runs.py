@@ -22,21 +22,22 @@ ROUNDING = 1e-6
 reconcile = synchronizers.reconcile
 
 
-def sgd(synchronizer, k=EVERY):
-    inner = optax.sgd(0.1, 0.9)
-    return cd.adaptive_sync(inner, triggers.every_k(k), synchronizer, AXIS)
+def syncing(inner, synchronizer):
+    return cd.adaptive_sync(inner, triggers.every_k(EVERY), synchronizer, AXIS)
 
 
-def dion(synchronizer, k=EVERY):
-    inner = cd.dion(0.1, 2)
-    return cd.adaptive_sync(inner, triggers.every_k(k), synchronizer, AXIS)
+def sgd(synchronizer):
+    return syncing(optax.sgd(0.1, 0.9), synchronizer)
+
+
+def dion(synchronizer):
+    return syncing(cd.dion(0.1, 2), synchronizer)
 
 
 FOUR_BITS = compressors.quantize(4, block=8)
 NESTEROV = optax.sgd(0.7, 0.9, nesterov=True)
 OPTIMIZERS = {
     "gradients": lambda: sgd(synchronizers.average_gradients()),
-    "gradients-quantize": lambda: sgd(synchronizers.average_gradients(FOUR_BITS)),
     "factors": lambda: dion(synchronizers.average_factors()),
     "factors-quantize": lambda: dion(synchronizers.average_factors(FOUR_BITS)),
     "reconcile": lambda: sgd(reconcile()),
@@ -48,7 +49,6 @@ OPTIMIZERS = {
     "local_muon": lambda: cd.local_muon(
         0.1, weight_decay=0.1, axis_name=AXIS, trigger=triggers.every_k(EVERY)
     ),
-    "adamw": lambda: cd.presets.diloco(0.1, k=EVERY, axis_name=AXIS),
 }
 QUICK = ("gradients", "reconcile-quantize")
 NAMES = [
@@ -111,14 +111,11 @@ def spoil(state, where, index, number=np.nan):
         "residual": opt_state.sync_state.residual,
         "anchor": opt_state.sync_state.anchor,
     }[where]
-    leaves = [
-        x
-        for x in jax.tree.leaves(tree)
-        if x.ndim > 1 and x.dtype.kind == "f" and x.size
-    ]
-    for leaf in leaves[:1]:
-        leaf[index].reshape(-1)[0] = number
-    return bool(leaves)
+    for x in jax.tree.leaves(tree):
+        if x.ndim > 1 and x.dtype.kind == "f" and x.size:
+            x[index].reshape(-1)[0] = number
+            return True
+    return False
 
 
 @functools.cache

@@ -46,7 +46,9 @@ def train(folder: Path) -> dict:
     put = jax.device_put(first, jax.local_devices()[0])
     restored = cd.checkpoint.restore(folder, cd.replicas.replicate(put, mesh))
     model = cd.replicas.anchor(state[1])
-    mended, replaced = cd.replicas.repair((spoilt(state[0], 1), state[1]))
+    spoil = lambda x: x.at[1, 0].set(jnp.nan)  # noqa: E731
+    spoilt = jax.jit(lambda params: jax.tree.map(spoil, params))(state[0])
+    mended, replaced = cd.replicas.repair((spoilt, state[1]))
     # One of the processes names it.
     last = jax.process_index() == jax.process_count() - 1
     copied, named = cd.replicas.repair(state, also=[1] if last else ())
@@ -65,24 +67,15 @@ def train(folder: Path) -> dict:
     }
 
 
-def spoilt(params, replica: int):
-    """Parameters with a NaN in every array of a replica."""
-    placements = jax.tree.map(lambda x: x.sharding, params)
-
-    def spoil(params):
-        return jax.tree.map(lambda x: x.at[replica, 0].set(jnp.nan), params)
-
-    return jax.jit(spoil, out_shardings=placements)(params)
-
-
 def equal(state, other) -> bool:
     """Whether what this process holds of two states is equal to the bit."""
+    parts = [
+        [y.data for x in jax.tree.leaves(tree) for y in x.addressable_shards]
+        for tree in (state, other)
+    ]
     return all(
-        np.asarray(part.data).tobytes() == np.asarray(another.data).tobytes()
-        for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True)
-        for part, another in zip(
-            x.addressable_shards, y.addressable_shards, strict=True
-        )
+        np.asarray(x).tobytes() == np.asarray(y).tobytes()
+        for x, y in zip(*parts, strict=True)
     )
 
 

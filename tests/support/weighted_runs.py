@@ -4,12 +4,10 @@ from typing import Any
 
 import helpers
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
-from curvadion_jax import _faults, compressors
-from curvadion_jax.synchronizers import LocalStep, SyncState
+from curvadion_jax import compressors
 
 FORMS = {
     "exact": compressors.exact(),
@@ -17,14 +15,6 @@ FORMS = {
     "int2-mean4": compressors.quantize(2, block=8, mean_bits=4),
     "sign": compressors.quantize(1, block=8),
 }
-
-
-def part_in_sync(params: Any, views: Any, weight: Any) -> LocalStep:
-    """A replica's part in a sync that everybody expects it to take, inside a `vmap`."""
-    local = LocalStep((), (), params, views, tuple)
-    healthy = _faults.is_healthy(local.params, SyncState(), sound=jnp.array(True))
-    own = _faults.contribution(weight, healthy)
-    return _faults.taking_part(local, (), healthy, own, healthy, helpers.AXIS)
 
 
 def start(tx: Any, replicas: int, params: Any = None) -> Any:

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from momentum_runs import run, run_optimizer
+from jax import lax
 
 import curvadion_jax as cd
-from curvadion_jax import triggers
+from curvadion_jax import synchronizers, triggers
 
 change = triggers.relative_momentum_change
 # Dion's momentum of a diagonal matrix goes through an orthonormalisation in float32.
@@ -20,6 +20,25 @@ RTOL = 1e-6
 # The difference of two norms that agree to 1.5e-4 has four digits left in float32.
 CANCELLED_RTOL = 1e-2
 INF = np.inf
+
+
+def run(trigger, gradients, inner=None):
+    """Metrics of every step of one replica; gradients is a tree of [steps, ...]."""
+    inner = optax.sgd(0.1, momentum=0.5) if inner is None else inner
+    tx = cd.adaptive_sync(inner, trigger, synchronizers.average_gradients())
+    return run_optimizer(tx, gradients)
+
+
+def run_optimizer(tx: Any, gradients):
+    gradients = jax.tree.map(np.float32, gradients, is_leaf=lambda x: type(x) is list)
+    params = jax.tree.map(lambda g: np.zeros(g.shape[1:], np.float32), gradients)
+
+    def body(state, gradient):
+        state = tx.update(gradient, state, params)[1]
+        return state, state.metrics
+
+    scan = jax.jit(lambda xs: lax.scan(body, tx.init(params), xs)[1])
+    return jax.device_get(scan(gradients))
 
 
 # The trace of sgd(momentum=1/2) is g + trace / 2: the sizes 4, 5, 5, 8, 2, of which
