@@ -157,6 +157,7 @@ class Progress:
 
     def __init__(self, name: str, steps: int, out: Path, start: int, seconds: float):
         first = processes.is_first()
+        self._name = name
         self._journal = Journal(out / f"{name}.jsonl", start) if first else None
         self._bar = tqdm(
             total=steps, initial=start, desc=name, dynamic_ncols=True, disable=not first
@@ -173,8 +174,20 @@ class Progress:
         if self._journal:
             self._journal.close()
 
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Says that and how long it compiles; those seconds are not counted."""
+        start = time.perf_counter()
+        self._bar.set_description(f"{self._name} compiles")
+        yield
+        took = time.perf_counter() - start
+        self._began += took
+        self._bar.set_description(self._name)
+        if not self._bar.disable:
+            self._bar.write(f"{self._name}: compiled in {took:.0f} s")
+
     def seconds(self) -> float:
-        """Seconds spent on this method, those of earlier, stopped runs included."""
+        """Seconds of this method without compiling, earlier, stopped runs included."""
         return time.perf_counter() - self._began
 
     def add(self, step: int, metrics: Any, validation_loss: float | None) -> None:
@@ -209,8 +222,9 @@ class Progress:
             self._journal.write(line)
         self._bar.set_postfix(
             loss=f"{line['loss']:.3f}",
-            sync=f"{100 * sync['sync_rate']:.1f}%",
+            syncs=sync["syncs"],
             sent=report.human_bytes(sync["bytes"]),
+            share=f"{100 * sync['bytes'] / max(1, sync['synchronous_bytes']):.2f}%",
             refresh=False,
         )
         self._bar.update()

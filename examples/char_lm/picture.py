@@ -4,78 +4,107 @@ import math
 from pathlib import Path
 from typing import Any
 
+import report
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
 Lines = list[dict[str, Any]]
+_MARKERS = "os^Dv<>P"
 
 
-def draw(journals: dict[str, Lines], file: Path) -> None:
+def draw(journals: dict[str, Lines], summary: list[dict[str, Any]], file: Path) -> None:
     """Draw the journals of several methods into one PNG.
 
-    Above: the loss over steps and over the bytes that a replica has sent. Below, a
-    panel a method: the trigger's value, its threshold, and when it synchronised; of a
-    trigger that looks at nothing, the number of syncs.
+    Above: the loss on held-out text over steps, and over the bytes that a replica has
+    sent. Below: when each method synchronised, and over it what the trigger of the
+    first method that measures something compared with what.
 
     Args:
         journals: Method name to its lines, see `journal.Journal`.
+        summary: A row a method, as in `summary.json`.
         file: The PNG to write.
     """
-    count = len(journals)
+    measured = next((x for x, lines in journals.items() if _measures(lines)), None)
+    heights = [4.0, *[1.0] * (measured is not None), 0.25 + 0.2 * len(journals)]
     # The canvas needs no display and leaves pyplot's global state alone.
-    figure = Figure(figsize=(11, 4 + 2 * count), layout="constrained")
+    figure = Figure(figsize=(10, 1.2 + sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(1 + count, 2, height_ratios=[2.5] + [1] * count)
+    grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
     over_steps = figure.add_subplot(grid[0, 0])
     over_bytes = figure.add_subplot(grid[0, 1], sharey=over_steps)
+    colors = {method: f"C{number}" for number, method in enumerate(journals)}
     for number, (method, lines) in enumerate(journals.items()):
-        _loss(over_steps, lines, "step", f"C{number}", method)
-        _loss(over_bytes, lines, "bytes", f"C{number}", method)
-        panel = figure.add_subplot(grid[1 + number, :])
-        _trigger(panel, lines, f"C{number}", method)
-    over_steps.set(xlabel="step", ylabel="loss (nats a token)")
-    over_steps.set_title("lines: training; dots: validation", fontsize="medium")
+        style = {"color": colors[method], "marker": _MARKERS[number % len(_MARKERS)]}
+        _loss(over_steps, lines, "step", label=method, **style)
+        _loss(over_bytes, lines, "bytes", label=method, **style)
+    compared = report.baseline(summary)
+    if compared and compared["validation_loss"] is not None:
+        for axes in (over_steps, over_bytes):
+            axes.axhline(compared["validation_loss"], color="0.4", ls="--", lw=1)
+    over_steps.set(xlabel="step", ylabel="loss on held-out text (nats per token)")
+    over_steps.set_title("the same number of steps", fontsize="medium")
+    over_bytes.set(xlabel="bytes that one replica has sent")
+    over_bytes.set_title("the same number of bytes", fontsize="medium")
+    # Linear below the first bytes, so that a method that sent none has its place.
+    sent = [x["bytes"] for lines in journals.values() for x in lines if x["bytes"] > 0]
+    over_bytes.set_xscale("symlog", linthresh=min(_validated(journals), default=1))
+    over_bytes.set_xlim(left=0, right=1.5 * max(sent, default=1))
     over_steps.legend()
-    over_bytes.set(xlabel="bytes sent by a replica", xscale="log")
+    syncs = figure.add_subplot(grid[-1, :])
+    _ticks(syncs, journals, colors)
+    if measured is not None:
+        panel = figure.add_subplot(grid[1, :], sharex=syncs)
+        _trigger(panel, journals[measured], colors[measured], measured)
     figure.savefig(file, dpi=120)
 
 
-def _loss(axes: Axes, lines: Lines, key: str, color: str, method: str) -> None:
-    seen = [line for line in lines if line[key] > 0]
-    x, y = [line[key] for line in seen], _column(seen, "loss")
-    axes.plot(x, y, color=color, alpha=0.5, linewidth=1, label=method)
-    seen = [line for line in seen if "validation_loss" in line]
-    x, y = [line[key] for line in seen], _column(seen, "validation_loss")
-    axes.plot(x, y, "o", color=color, markersize=4)
+def _validated(journals: dict[str, Lines]) -> list[float]:
+    """Bytes, other than zero, that a method had sent at an evaluation."""
+    lines = [line for each in journals.values() for line in each]
+    return [x["bytes"] for x in lines if x["bytes"] > 0 and "validation_loss" in x]
+
+
+def _loss(axes: Axes, lines: Lines, key: str, **style: Any) -> None:
+    seen = [line for line in lines if "validation_loss" in line]
+    axes.plot([x[key] for x in seen], _column(seen, "validation_loss"), **style)
+
+
+def _ticks(axes: Axes, journals: dict[str, Lines], colors: dict[str, str]) -> None:
+    synced = [[x["step"] for x in each if x["synced"]] for each in journals.values()]
+    places = range(len(journals), 0, -1)
+    axes.eventplot(
+        synced,
+        lineoffsets=list(places),
+        linelengths=0.7,
+        linewidths=0.8,
+        colors=[*colors.values()],
+    )
+    names = [
+        f"{name}: {len(steps)}" for name, steps in zip(journals, synced, strict=True)
+    ]
+    axes.set_yticks(list(places), names)
+    axes.set(xlabel="step (a tick is a sync; numbers are of syncs)")
+    axes.set_xlim(0, max((len(lines) for lines in journals.values()), default=1) + 1)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _measures(lines: Lines) -> bool:
+    return any(line["value"] is not None for line in lines)
 
 
 def _trigger(axes: Axes, lines: Lines, color: str, method: str) -> None:
-    steps, values = _column(lines, "step"), _column(lines, "value")
-    synced = [line["step"] for line in lines if line["synced"]]
-    ticks = f"{len(synced)} {'sync' if len(synced) == 1 else 'syncs'} (ticks)"
-    # In units of the panel's height, whatever the scale of the values.
-    height = axes.get_xaxis_transform()
-    axes.vlines(synced, 0.0, 0.08, color=color, transform=height, linewidth=0.8)
-    if any(value > 0 for value in values):
-        axes.plot(steps, values, color=color, linewidth=1)
-        threshold = _column(lines, "threshold")
-        axes.plot(steps, threshold, "--", color="black", linewidth=0.8)
-        axes.set_yscale("log")
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set(ylabel="trigger")
-        title = f"{method}: value, threshold (dashed), {ticks}"
-    else:  # A trigger that looks at nothing has no value.
-        count = _column(lines, "syncs")
-        axes.plot(steps, count, color=color, linewidth=1, drawstyle="steps-post")
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-        axes.set_ylim(bottom=0, top=1.1 * max(1, *count))
-        axes.set(ylabel="syncs so far")
-        title = f"{method}: {ticks}"
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="step")
-    axes.set_title(title, fontsize="medium")
+    """The value that the trigger compared, and with what."""
+    steps, threshold = _column(lines, "step"), _column(lines, "threshold")
+    axes.plot(steps, _column(lines, "value"), color=color, linewidth=1)
+    axes.plot(steps, threshold, "--", color="black", linewidth=0.8)
+    axes.set_yscale("log")
+    axes.tick_params(labelbottom=False)
+    rule = "a sync wherever the change is above the threshold (dashed)"
+    if len({x for x in threshold if math.isfinite(x)}) > 1:
+        rule = "its budget moves the threshold (dashed), and may forbid or demand syncs"
+    axes.set_title(f"{method}: relative momentum change; {rule}", fontsize="medium")
 
 
 def _column(lines: Lines, key: str) -> list[float]:

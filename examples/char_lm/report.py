@@ -15,15 +15,7 @@ from typing import Any
 
 from config import UserError, flag
 
-_COLUMNS = (
-    "method",
-    "validation loss",
-    "syncs",
-    "bytes",
-    "% of synchronous",
-    "divergence",
-    "seconds",
-)
+_COLUMNS = ("method", "loss", "difference", "syncs", "sent", "share", "seconds")
 
 
 def open_directory(
@@ -140,44 +132,58 @@ def human_bytes(count: float) -> str:
     return f"{count:.3g} {units[power]}"
 
 
+def baseline(summary: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The row of the first method that synchronised on every step, if there is one."""
+    return next((row for row in summary if row["syncs"] == row["steps"]), None)
+
+
 def table(summary: list[dict[str, Any]]) -> str:
-    """The summary as aligned text.
+    """The summary as aligned text, and what its columns are.
 
     Examples:
-        >>> row = dict(method="paper", validation_loss=1.5, syncs=3, bytes=1e6)
-        >>> row |= dict(synchronous_bytes=4e6, divergence=0.01, seconds=60.0)
-        >>> print(table([row]))
-        method  validation loss  syncs  bytes  % of synchronous  divergence  seconds
-        paper            1.5000      3   1 MB            25.00%        0.01       60
+        >>> row = dict(method="synchronous", validation_loss=1.5, syncs=3, steps=3)
+        >>> row |= dict(bytes=1e6, synchronous_bytes=1e6, seconds=60.0)
+        >>> local = row | dict(method="local", validation_loss=1.53, syncs=1, bytes=1e4)
+        >>> print(table([local, row]).partition("\\n\\n")[0])
+        method        loss  difference  syncs   sent  share  seconds
+        local        1.530       +2.0%      1  10 kB  1.00%       60
+        synchronous  1.500           -      3   1 MB   100%       60
     """
-    rows = [_COLUMNS, *map(_cells, summary)]
+    compared = baseline(summary)
+    rows = [_COLUMNS, *(_cells(row, compared) for row in summary)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0])]
-            + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)]
-        )
-        for row in rows
+    lines = []
+    for first, *others in rows:
+        cells = [x.rjust(w) for x, w in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    name = compared["method"] if compared else "a method that syncs on every step"
+    lines += [
+        "",
+        "loss        of the mean of the replicas, on held-out text; lower is better",
+        f"difference  from the loss of {name}",
+        "syncs       steps on which the replicas communicated",
+        "sent        by one replica, for training",
+        "share       of what averaging float32 gradients on every step sends",
+        "seconds     of training and evaluating, without compiling the steps",
     ]
-    for row in summary:
-        if sent := row.get("evaluation_bytes"):
-            lines.append(
-                f"{row['method']}: averaging the replicas for evaluations sent "
-                f"{human_bytes(sent)} more"
-            )
+    if sent := sum(row.get("evaluation_bytes", 0) for row in summary):
+        lines.append(f"Evaluations sent {human_bytes(sent)} more, to average replicas.")
     return "\n".join(lines)
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+def _cells(row: dict[str, Any], compared: dict[str, Any] | None) -> tuple[str, ...]:
     # One replica sends nothing, whatever the method.
     share = row["bytes"] / row["synchronous_bytes"] if row["synchronous_bytes"] else 0.0
-    loss, divergence = row["validation_loss"], row["divergence"]
+    loss, other = row["validation_loss"], compared and compared["validation_loss"]
+    apart = "-"
+    if loss is not None and other is not None and compared is not row:
+        apart = f"{100 * (loss / other - 1):+.1f}%"
     return (
         row["method"],
-        "not finite" if loss is None else f"{loss:.4f}",
+        "not finite" if loss is None else f"{loss:.3f}",
+        apart,
         str(row["syncs"]),
         human_bytes(row["bytes"]),
-        f"{100 * share:.2f}%",
-        "not finite" if divergence is None else f"{divergence:.2g}",
+        f"{100 * share:.3g}%" if share >= 0.1 else f"{100 * share:.2f}%",
         f"{row['seconds']:.0f}",
     )

@@ -4,6 +4,7 @@
 when, is the optimizer's business.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -96,7 +97,7 @@ def _show(summary: list[dict[str, Any]], out: Path) -> None:
         for row in summary
     }
     with report.naming(out / "picture.png"):
-        picture.draw(lines, out / "picture.png")
+        picture.draw(lines, summary, out / "picture.png")
     print(report.table(summary))
     print(f"{out / 'summary.json'}, {out / 'picture.png'}")
 
@@ -131,7 +132,12 @@ def _train(
             seed = (config.seed, step)
             local = corpus.training_batch(seed, sequences, config.sequence_length, rows)
             batch = processes.divided(local, divided, sequences)
-            state, metrics = step_fn(state, batch)
+            if step == start + 1:
+                with progress.compiling():
+                    _compile(step_fn, state, batch)
+                    state, metrics = jax.block_until_ready(step_fn(state, batch))
+            else:
+                state, metrics = step_fn(state, batch)
             last = step == config.steps
             evaluated = last or step % config.evaluate_every == 0
             loss = evaluate(state) if evaluated else None
@@ -162,6 +168,14 @@ def _train(
         "divergence": report.finite(float(cd.replicas.divergence(state.params))),
         "seconds": round(progress.seconds(), 1),
     }
+
+
+def _compile(step_fn: Any, state: TrainState, batch: jax.Array) -> None:
+    """Compiles the local step and the sync step, which is first run much later."""
+    for due in (False, True):
+        # A trigger that is due on every step has one program, and is refused here.
+        with contextlib.suppress(ValueError):
+            step_fn.lower(state, batch, due=due).compile()
 
 
 def make_model(config: Config, corpus: Corpus) -> model.GPT:

@@ -13,7 +13,6 @@ import pytest
 import runs
 import study
 import tables
-import texts
 from runs import Run
 from simulate import simulate
 from sizes import SIZES
@@ -37,22 +36,6 @@ def test_every_run_of_a_plan_can_be_built(name):
     for run in plans.PLANS[name]([0], 1200):
         state = jax.eval_shape(optimizers.optimizer(run, PARAMS).init, PARAMS)
         assert jax.tree.leaves(state)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"inner": "adagrad"},
-        {"trigger": "sometimes"},
-        {"sync": "gossip"},
-        {"compressor": "zip"},
-        {"outer": "adam 1"},
-    ],
-)
-def test_unknown_words_are_named(change):
-    (word,) = change.values()
-    with pytest.raises(ValueError, match=word):
-        optimizers.optimizer(QUICK.but(**change), PARAMS)
 
 
 @pytest.mark.slow
@@ -103,14 +86,6 @@ def test_a_study_writes_stops_and_resumes(tmp_path, monkeypatch, capsys):
     assert rows[0]["loss"] != rows[1]["loss"]
     with pytest.raises(SystemExit, match="results are of another text"):
         study.main([*command, "--data", str(study.__file__)])
-
-
-def test_source_alone_is_a_part_of_what_is_held_out(corpus):
-    (source,) = texts.others(corpus, None)["source"].validation
-    (held_out,) = corpus.validation
-    whole = held_out.tobytes()
-    assert all(file in whole for file in source.tobytes().split(b"\0"))
-    assert 0 < source.size < held_out.size
 
 
 def test_the_page_has_the_tables_of_the_results():

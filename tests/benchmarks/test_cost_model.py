@@ -45,12 +45,6 @@ def test_times_by_hand():
     assert hidden.step_time == pytest.approx(0.6, rel=EXACT)
 
 
-@pytest.mark.parametrize(("bandwidth", "round_trip"), [(0, 0.1), (1e9, -1)])
-def test_what_is_no_link(bandwidth, round_trip):
-    with pytest.raises(ValueError, match="is no link"):
-        cm.Link(bandwidth, round_trip)
-
-
 @pytest.mark.parametrize(("bandwidth", "answer"), [("1e9", "pay"), ("1e12", "stay")])
 def test_the_calculator_answers(bandwidth, answer, capsys):
     model = ["--parameters", "160e6", "--step-time", "0.3", "--round-trip", "0.001"]
@@ -75,19 +69,6 @@ def test_a_budget_by_hand():
         wait = rate * sync + flag
         share = method.communication_share
         assert share == pytest.approx(wait / (compute + wait), rel=EXACT)
-
-
-def test_a_projection_by_hand():
-    # T = 14 x 0.6 us + 1.75 x 648,806,400 x 8 bits / 400 Gb/s
-    #   = 0.0084 ms + 22.708224 ms; flag = 6 x 0.6 us = 0.0036 ms
-    # (298 + 22.716624) / (298 + 0.22716624 + 0.0036 + 6 x 32 bits / 400 Gb/s)
-    expected = 320.716624 / (298.23076624 + 4.8e-7)
-    case = projections.Case(projections.LINKS["InfiniBand NDR"][0])
-    assert case.speedup() == pytest.approx(expected, rel=EXACT)
-    # The byte counts of the authors' logs, and of factors of rank 1/8.
-    assert cm.gradient_payload(projections.AUTHORS_MODEL).averaged == 648_806_400
-    factors = cm.factor_payload(projections.AUTHORS_MODEL, 1 / 8)
-    assert factors.averaged == 372_768_768
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import measuring
 import memory
 import pytest
 
@@ -19,33 +18,6 @@ TINY = {
     "optimizer_speed.py": ["--model", "tiny", "--layers", "1", "--ranks", "0.25"],
     "overhead.py": ["--host", "--leaves", "2", "--steps", "3"],
 }
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_programs_take_turns(monkeypatch, apart):
-    now, calls = 0.0, []
-
-    def turn(name, takes):
-        def begin():
-            calls.append(f"begin {name}")
-
-            def run():
-                nonlocal now
-                now += takes
-                calls.append(name)
-
-            return run
-
-        return begin
-
-    monkeypatch.setattr(measuring, "clock", lambda: lambda: now)
-    turns = {"one": turn("one", 1.0), "two": turn("two", 2.0)}
-    rounds = measuring.take_turns(turns, 2, calls=2, warmup=1, apart=apart)
-    assert rounds == [{"one": 1.0, "two": 2.0}] * 2
-    assert measuring.ratio(rounds, "two", "one") == "2 (2 to 2)"
-    assert sorted(calls) == sorted(2 * ["begin one", "begin two"] + 6 * ["one", "two"])
-    both = {"begin one", "begin two"}
-    assert (set(calls[:2]) == both) is not apart
 
 
 @pytest.mark.slow  # processes that start JAX

@@ -42,13 +42,6 @@ def test_two_bits_lose_less_than_there_was_however_large_one_element_is():
     assert lost.max() < 1
 
 
-def test_two_bits_keep_the_sum_of_magnitudes():
-    # Both levels are means. float32 sums of 128 numbers; measured: 3e-7.
-    x = heavy_tailed(1)
-    expected = np.abs(x).astype(float).sum(-1)
-    np.testing.assert_allclose(np.abs(back(x, 2)).sum(-1), expected, rtol=2e-6)
-
-
 @every_bits
 @pytest.mark.parametrize("scale", [1e-35, 1.0, 1e37])
 def test_equal_magnitudes_are_kept_at_any_size(bits, scale):

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compressor_runs import ATOL, SHAPES, average, averaging, one_of, trees
+from compressor_runs import ATOL, average, averaging, one_of, trees
 
 from curvadion_jax import _collectives, compressors, synchronizers
 from curvadion_jax._interfaces import LocalStep
@@ -88,30 +88,6 @@ def test_one_replica_sends_nothing_and_owes_nothing(name, weight):
     )
     np.testing.assert_array_equal(mean["w"], [5, 7, 9] if weight else owed["w"])
     np.testing.assert_array_equal(residual["w"], [0, 0, 0])
-
-
-@every
-def test_what_one_without_weight_has_is_in_no_mean(name):
-    """Compressors know no weights: they are given arrays times these, or zeros."""
-    weights = [1.5, 0.0, 0.5, 2.0]
-    given = trees(6)
-    given["tall"][1, 2, 3] = np.nan
-    parts = [
-        of_weight(weight).weighted(jax.tree.map(lambda x, k=k: x[k], given))
-        for k, weight in enumerate(weights)
-    ]
-    stacked = jax.tree.map(lambda *x: np.stack(x), *parts)
-    result = average(ALL[name], stacked)
-    for key in SHAPES:
-        mean = result.mean[key][0]
-        assert np.isfinite(mean).all()
-        np.testing.assert_allclose(
-            sent(result, stacked, key).mean(0), mean, rtol=0, atol=ATOL
-        )
-        if name == "exact":
-            there = np.delete(given[key], 1, axis=0)
-            expected = np.average(there, axis=0, weights=np.delete(weights, 1))
-            np.testing.assert_allclose(mean, expected, rtol=0, atol=ATOL)
 
 
 # 5 + 480 + 1152 + 300 elements, in 1 + 30 + 72 + 19 blocks of 16.

@@ -6,8 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -16,29 +14,21 @@ import curvadion_jax as cd
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def _public_names(module: ModuleType) -> list[str]:
-    """`__all__`, or the functions and classes that a module defines itself."""
-    if hasattr(module, "__all__"):
-        return module.__all__
-    return [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and (inspect.isfunction(value) or inspect.isclass(value))
-        and value.__module__ == module.__name__
-    ]
-
-
-def _public() -> dict[str, Any]:
-    modules = [getattr(cd, name) for name in cd.__all__]
-    return {
-        f"{module.__name__}.{name}": getattr(module, name)
-        for module in [cd, *(x for x in modules if isinstance(x, ModuleType))]
-        for name in _public_names(module)
-    }
-
-
-PUBLIC = _public()
+def public() -> set[str]:
+    """Anchors of all modules of the package, and of all that is public in them."""
+    modules = [x for x in vars(cd).values() if inspect.ismodule(x)]
+    modules = [x for x in modules if x.__name__.split(".")[-1] in cd.__all__]
+    found = {f"module-{module.__name__}" for module in modules}
+    for module in [cd, *modules]:
+        default = [
+            name
+            for name, x in vars(module).items()
+            if not name.startswith("_")
+            and getattr(x, "__module__", None) == module.__name__
+        ]
+        names = getattr(module, "__all__", default)
+        found |= {f"{module.__name__}.{x}" for x in names}
+    return found - {module.__name__ for module in modules}
 
 
 @pytest.mark.slow
@@ -54,11 +44,7 @@ def test_every_public_name_has_an_anchor_in_the_site(tmp_path):
     anchors = set()
     for page in tmp_path.glob("html/**/*.html"):
         anchors.update(re.findall(r'\bid="([^"]+)"', page.read_text("utf-8")))
-    expected = {
-        f"module-{value.__name__}" if isinstance(value, ModuleType) else path
-        for path, value in PUBLIC.items()
-    }
-    assert expected - anchors == set()
+    assert public() - anchors == set()
 
 
 def test_examples_on_the_pages_run():

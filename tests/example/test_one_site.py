@@ -38,18 +38,3 @@ def test_two_terminals_have_one_model(tmp_path, text):
     lines = (tmp_path / "out" / "oslo.jsonl").read_text().splitlines()
     steps = [row["step"] for row in map(json.loads, lines) if "loss" in row]
     assert steps == [1, 2, 3, 4, 5, 6]
-
-
-def refused(capsys, arguments: list[str]) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main.main(arguments)
-    assert ended.value.code == 2
-    return capsys.readouterr().err
-
-
-def test_flags_that_a_site_cannot_use_are_refused(tmp_path, text, capsys):
-    out = ["--site", "oslo", "--out", str(tmp_path)]
-    assert "--run" in refused(capsys, out)
-    said = refused(capsys, [*out, "--run", str(tmp_path), "--restart", "--rank=4"])
-    assert "--restart, --rank" in said
-    assert "my site" in refused(capsys, command("my site", tmp_path, text))

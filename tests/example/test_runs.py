@@ -10,8 +10,6 @@ import journal
 import main
 import pytest
 
-from curvadion_jax import checkpoint
-
 MICRO = (
     "--layers 2 --width 16 --heads 2 --batch 2 --sequence-length 16 --replicas 2 "
     "--evaluation-batches 1 --evaluate-every 2 --checkpoint-every 2"
@@ -55,37 +53,18 @@ def disturb(monkeypatch, step: int, action) -> None:
 
 
 @pytest.mark.slow
-def test_run_after_ctrl_c_goes_on_to_the_same_result(
-    text, tmp_path, finished, monkeypatch, capsys
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)]
+)
+def test_a_signal_saves_and_the_same_command_goes_on_to_the_same_result(
+    number, status, text, tmp_path, finished, monkeypatch, capsys
 ):
     out = tmp_path / "stopped"
     with monkeypatch.context() as patch:
-        disturb(patch, 3, lambda: signal.raise_signal(signal.SIGINT))
-        assert run_micro(text, out) == 130
+        disturb(patch, 3, lambda: signal.raise_signal(number))
+        assert run_micro(text, out, "--stopped-status", "75") == status
     assert "saved at step 3 of 6" in capsys.readouterr().err
     assert not (out / "summary.json").exists()
-    assert run_micro(text, out) == 0
-    assert results(out) == results(finished)
-
-
-@pytest.mark.slow
-def test_sigterm_twice_in_a_save_stops_after_the_next_step(
-    text, tmp_path, finished, monkeypatch, capsys
-):
-    out, remove = tmp_path / "stopped", checkpoint._remove
-
-    def interrupted(*arguments):
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        remove(*arguments)
-
-    handler = signal.getsignal(signal.SIGTERM)
-    for status, step in ((0, 3), (75, 5)):
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "_remove", interrupted)
-            assert run_micro(text, out, "--stopped-status", str(status)) == status
-        assert f"saved at step {step} of 6" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGTERM) is handler
     assert run_micro(text, out) == 0
     assert results(out) == results(finished)
 
@@ -125,12 +104,8 @@ def test_killed_run_repeats_the_steps_after_its_last_checkpoint(
         with pytest.raises(RuntimeError, match="killed"):
             run_micro(text, out)
     # Step 5 was dispatched and not yet reported; half a line of it may be there.
-    assert [line["step"] for line in journal.read_journal(out / "curvadion.jsonl")] == [
-        1,
-        2,
-        3,
-        4,
-    ]
+    written = journal.read_journal(out / "curvadion.jsonl")
+    assert [line["step"] for line in written] == [1, 2, 3, 4]
     with (out / "curvadion.jsonl").open("a") as stream:
         stream.write('{"step": 5, "loss": 99.0}\n{"step": 6, "lo')
     assert run_micro(text, out) == 0

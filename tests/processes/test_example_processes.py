@@ -4,17 +4,12 @@ import re
 import signal
 from pathlib import Path
 
-import data
 import interrupted_main
-import jax
 import journal
 import launch
 import main
-import numpy as np
-import processes
 import pytest
 from interrupted_main import commands, results
-from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
 
@@ -134,29 +129,3 @@ def test_distributed_outside_of_a_cluster_says_what_to_give(text, tmp_path):
     assert status == 2
     assert "JAX recognises no cluster" in output
     assert "--coordinator" in output
-
-
-def test_a_process_makes_its_own_rows_of_the_same_batch(text):
-    corpus = data.load(str(text))
-    whole = corpus.training_batch((7, 3), 4, 16)
-    np.testing.assert_array_equal(
-        corpus.training_batch((7, 3), 4, 16, slice(1, 3)), whole[1:3]
-    )
-    whole = corpus.validation_batch(1, 2, 4, 16)
-    np.testing.assert_array_equal(
-        corpus.validation_batch(1, 2, 4, 16, slice(2, 4)), whole[2:]
-    )
-
-
-def test_rows_of_one_process_are_all_of_them():
-    mesh = cd.replicas.make_mesh(2)
-    sharding = NamedSharding(mesh, PartitionSpec(cd.replicas.AXIS))
-    assert processes.rows(sharding, 6) == slice(0, 6)
-    batch = processes.divided(np.arange(12).reshape(6, 2), sharding, 6)
-    assert batch.shape == (6, 2)
-    assert [shard.data.shape for shard in batch.addressable_shards] == [(3, 2)] * 2
-
-
-def test_losses_of_one_process_are_means_over_its_replicas():
-    found = processes.mean_over_replicas([jax.numpy.array([1.0, 2.0])])
-    assert found == [1.5]
