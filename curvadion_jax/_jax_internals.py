@@ -142,9 +142,10 @@ def updates_in(jaxpr: Jaxpr, scope: str) -> int:
         inside = sum(updates_in(each, scope) for each in inner_jaxprs(equation))
         if inside and name in ("cond", "while"):
             raise ValueError(
-                "The optimizer's update is inside a lax.cond or while_loop, of which "
-                "replicas.step would run every branch on every step. Put what decides "
-                "around the inner optimizer, adaptive_sync(optax.apply_if_finite(...))."
+                "The optimizer's update is inside a lax.cond or while_loop, as by "
+                "optax.MultiSteps, and replicas.step would run every branch. Put the "
+                "condition inside, adaptive_sync(optax.apply_if_finite(inner, 3), "
+                "...), and accumulate gradients by optax.microbatch."
             )
         found += inside * equation.params.get("length", 1)
     return found
@@ -177,6 +178,32 @@ def reduced_inputs(
         if any(hit) or (sends and equation.primitive.name not in _SILENT):
             reduced.update(equation.outvars)
     return found
+
+
+def is_selected(jaxpr: Jaxpr, variable: Any, scope: str) -> bool:
+    """Whether a result of a step is chosen from others, as by `jnp.where`.
+
+    Followed back through jitted functions, loops, and equations of one operand.
+
+    Args:
+      jaxpr: the program.
+      variable: the result.
+      scope: name of the scope around an update.
+    """
+    made_by = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
+    while not isinstance(variable, Literal) and variable in made_by:
+        equation = made_by[variable]
+        if equation.primitive.name in ("select_n", "cond"):
+            return True
+        inner = inner_jaxprs(equation)
+        if _is_update(equation, scope) or not (inner or len(equation.invars) == 1):
+            return False
+        if inner:
+            body = inner[-1]  # A while loop has its condition in front.
+            result = body.outvars[equation.outvars.index(variable)]
+            return is_selected(body, result, scope)
+        (variable,) = equation.invars
+    return False
 
 
 def bytes_given(equation: JaxprEqn) -> int:

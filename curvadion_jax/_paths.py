@@ -1,6 +1,6 @@
 """Names of parameters: their paths in a tree, joined by slashes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -43,3 +43,9 @@ def map_with_path(function: Callable[[str, Any], Any], tree: Any) -> Any:
     """`jax.tree.map` of a function of the path and the leaf."""
     results = [function(path, leaf) for path, leaf in leaves_with_path(tree)]
     return jax.tree.unflatten(jax.tree.structure(tree), results)
+
+
+def lies_in(names: Names, given: Iterable[str]) -> bool:
+    """Whether a leaf has one of these names, or paths as `stats/mean`, in its path."""
+    path = f"/{'/'.join(names)}/"
+    return any(f"/{each}/" in path for each in given)

@@ -10,28 +10,25 @@ With several processes, all of them call `save`, `restore` and `read_extra`, wit
 directory that all of them see. One job at a time writes to a directory.
 """
 
-import errno
 import json
 import operator
 import os
-import re
-import shutil
-import tempfile
 import zlib
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _digests
-from curvadion_jax._version import __version__
+from curvadion_jax import _memory, _paths
 from curvadion_jax.replicas import _recover
 
-_FORMAT = 2
-# To which TensorStore lets the files grow in which it collects arrays.
-_FILE_BYTES = 2**31
-_TEMPORARY = ".orbax-checkpoint-tmp"  # in the names of what crashes left, by orbax
+_FORMAT = 3
 
 Directory = str | os.PathLike[str]
 Leaves = dict[str, Any]  # arrays, abstract or not, by their path in the state
@@ -67,9 +64,9 @@ def save(
     Raises:
       ValueError: if the step does not lie above the latest one, or the leaves do not
         share one leading replica axis.
-      OSError: if the system refuses a write; its ``errno`` says why. Checkpoints that
-        are there stay as they were. With several processes the others wait for this
-        one: end it (``os._exit``), and JAX ends them.
+      OSError: if the system refuses a write. Checkpoints that are there stay as they
+        were. With several processes the others wait for this one: end it
+        (``os._exit``), and JAX ends them.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -82,29 +79,39 @@ def save(
       >>> checkpoint.latest_step(folder), checkpoint.read_extra(folder)
       (100, {'tokens': 4096})
     """
-    path, step = _path(directory), operator.index(step)
+    path, step, leaves = _path(directory), operator.index(step), _by_path(state)
     if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}. Give at least 1, or None to keep all.")
-    leaves = _named(state)
-    rows = _digests.gathered([_digests.of(x) for x in leaves.values()])
-    held = {
-        name: {"array": _describe(x), "digests": row.tolist()}
-        for (name, x), row in zip(leaves.items(), rows, strict=True)
-    }
-    notes = {"format": _FORMAT, "version": __version__, "step": step, "leaves": held}
-    notes |= {"replicas": _count(leaves), "extra": dict(extra or {})}
-    notes = json.loads(json.dumps(notes))  # as they will be read
-    there = _steps(path)
-    if step in there and not overwrite and _read_notes(path, step)[1]["leaves"] == held:
-        return
-    if step <= max(there, default=-1) and not overwrite:
+    digests = _digests(leaves)
+    contents = {"arrays": {n: _describe(x) for n, x in leaves.items()}}
+    contents |= {"digests": digests, "replicas": len(next(iter(digests.values())))}
+    steps = _steps(path)
+    latest = max(steps, default=-1)
+    if step <= latest and not overwrite:
+        if step in steps and contents.items() <= _read_notes(path, step).items():
+            return
         raise ValueError(
-            f"Step {step} does not lie above {max(there, default=-1)}, the latest in "
-            f"{path}. Save to another directory, or pass overwrite=True to remove the "
-            "steps from it on."
+            f"Step {step} does not lie above {latest}, the latest in {path}. Save to "
+            "another directory, or pass overwrite=True to remove the steps from it on."
         )
-    later = [each for each in there if each >= step]
-    _write(path, step, leaves, {"notes": notes, "crc32": _crc32(notes)}, later, keep)
+    notes = {"format": _FORMAT, "step": step, "extra": dict(extra or {}), **contents}
+    ocp, is_first = _orbax(), jax.process_index() == 0
+    if is_first:  # The others wait for it where orbax begins.
+        for crashed in ocp.utils.tmp_checkpoints(path):
+            crashed.get().rmtree()
+        _remove(path, [each for each in steps if each >= step])
+    items = ocp.args.Composite(
+        state=ocp.args.StandardSave(leaves),
+        info=ocp.args.JsonSave({"notes": notes, "crc32": _crc32(notes)}),
+    )
+    try:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+            checkpointer.save(f"{path}/{step}", args=items)
+    except ValueError as error:  # TensorStore's, with all of its settings
+        message = f"Step {step} cannot be written to {path}: {error}"
+        raise OSError(message.partition(" [tensorstore_spec")[0]) from error
+    if is_first and keep:
+        _remove(path, _steps(path)[:-keep])
 
 
 def restore(
@@ -140,57 +147,43 @@ def restore(
       ValueError: if the number of replicas, a leaf's path, shape or dtype differs; the
         files cannot be read, or an array is not what was saved; the folder was renamed;
         or a leaf of the target has no sharding.
-
-    Example:
-      The parameters alone, as the mean of two replicas:
-
-      >>> import tempfile, jax.numpy as jnp
-      >>> from curvadion_jax import checkpoint
-      >>> folder = tempfile.mkdtemp()
-      >>> state = {"params": jnp.array([[1.0], [3.0]]), "count": jnp.array([7, 7])}
-      >>> checkpoint.save(folder, 1, state)
-      >>> like = {"params": jnp.zeros((1, 1))}
-      >>> checkpoint.restore(folder, like, replicas=1, partial=True)["params"].tolist()
-      [[2.0]]
     """
-    path, leaves = _path(directory), _named(target)
-    step, notes = _read_notes(path, step)
-    saved, before, here = notes["leaves"], notes["replicas"], _count(leaves)
-    where = f"step {step} in {path}"
-    if here != (before if replicas is None else replicas):
+    path, leaves = _path(directory), _by_path(target)
+    notes = _read_notes(path, step)
+    step, arrays, before = notes["step"], notes["arrays"], notes["replicas"]
+    number = len(next(iter(leaves.values())))
+    if number != (before if replicas is None else replicas):
         raise ValueError(
-            f"The target has {here} replicas, {where} has {before}, and replicas is "
-            f"{replicas}. Pass replicas={here} to change their number."
+            f"The target has {number} replicas, step {step} in {path} has {before}, "
+            f"and replicas is {replicas}. Pass replicas={number} to change their "
+            "number."
         )
-    for name in leaves if partial else {**leaves, **saved}:
-        there = saved[name]["array"] if name in saved else "missing"
-        wanted = _describe(leaves[name], before) if name in leaves else "missing"
-        if there != wanted:
+    for name in leaves if partial else {**leaves, **arrays}:
+        wanted = _describe(leaves[name]) if name in leaves else "missing"
+        if (saved := arrays.get(name, "missing")) != wanted:
             raise ValueError(
-                f"{name!r} is {there} at {where} and {wanted} in the target. Build the "
-                "target as the saved run did, or pass partial=True for a part of it."
+                f"{name!r} is {saved} at step {step} in {path} and {wanted} in the "
+                "target. Build the target as the saved run did, or pass partial=True "
+                "for a part of it."
             )
-    places = {
-        n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-        for n, x in leaves.items()
-    }
     averaged = dict(zip(leaves, _recover.is_averaged(target), strict=True))
-    arrays, digests = {}, []
-    # For another number of replicas one at a time: all would be large.
-    resized = [{n: _recover.before(x, before)} for n, x in places.items()]
-    for some in [places] if before == here else resized:
-        for name, x in _read_arrays(path, step, some).items():
-            digests.append(_digests.of(x))
-            if before != here:
-                x = _recover.onto(places[name], x, averaged[name])
-            arrays[name] = x
-    pairs = zip(arrays, _digests.gathered(digests), strict=True)
-    if bad := [n for n, row in pairs if row.tolist() != saved[n]["digests"]]:
-        raise ValueError(
-            f"{len(bad)} arrays of {where} are not what was saved: {bad[:5]}. Restore "
-            f"another step: {[each for each in _steps(path) if each != step]}."
-        )
-    return jax.tree.unflatten(jax.tree.structure(target), [arrays[n] for n in leaves])
+    restored, digests = {}, {}
+    # For another number of replicas one array at a time: all would be large.
+    for names in [leaves] if before == number else [[name] for name in leaves]:
+        read = _read_arrays(path, step, {n: leaves[n] for n in names}, before)
+        digests |= _digests(read)
+        for name, x in read.items():
+            if before != number:
+                x = jax.jit(
+                    _recover.resized,
+                    static_argnames=("number", "average"),
+                    out_shardings=leaves[name].sharding,
+                )(x, number=number, average=averaged[name])
+            restored[name] = x
+    if bad := [n for n in leaves if digests.get(n) != notes["digests"][n]]:
+        raise _damaged(path, step, f"differs in {len(bad)} arrays {bad[:5]}")
+    values = [restored[name] for name in leaves]
+    return jax.tree.unflatten(jax.tree.structure(target), values)
 
 
 def latest_step(directory: Directory) -> int | None:
@@ -205,20 +198,17 @@ def latest_step(directory: Directory) -> int | None:
 
 
 def read_extra(directory: Directory, step: int | None = None) -> dict[str, Any]:
-    """The dictionary that was given to `save` as ``extra``, without reading arrays.
+    """The dictionary that was given to `save` as ``extra``, as JSON has it.
 
     Args:
       directory: the folder given to `save`.
       step: the step to read; None is the latest.
 
-    Returns:
-      The dictionary as JSON has it; empty if none was given.
-
     Raises:
       FileNotFoundError: if there is no checkpoint, or none of this step.
       ValueError: if its files cannot be read, or the folder was renamed.
     """
-    return _read_notes(_path(directory), step)[1]["extra"]
+    return _read_notes(_path(directory), step)["extra"]
 
 
 def _path(directory: Directory) -> str:
@@ -226,36 +216,66 @@ def _path(directory: Directory) -> str:
     return path if "://" in path else os.path.abspath(path)
 
 
-def _named(state: Any) -> Leaves:
-    """The leaves by path, all with one leading replica axis and a place."""
-    # Orbax joins the keys of a nested tree with dots, so that {"a.b": x} and
-    # {"a": {"b": y}} share a name, and sorts the keys of a node, which fails for the
-    # mixed keys of nnx modules. A flat dictionary has neither trouble.
-    leaves = {}
-    for key_path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        name = jax.tree_util.keystr(key_path, simple=True, separator="/")
-        if name in leaves:
-            raise ValueError(f"Two leaves of the state are named {name!r}. Rename one.")
-        first = next(iter(leaves.values()), leaf)
-        shape = getattr(leaf, "shape", None)
-        if not shape or shape[0] != first.shape[0] or leaf.sharding is None:
+def _by_path(state: Any) -> Leaves:
+    """The leaves by path, all with one leading replica axis and a place.
+
+    A flat dictionary: orbax would join the keys of a nested tree, so that {"a.b": x}
+    and {"a": {"b": y}} share a name, and sort the mixed keys of nnx modules.
+    """
+    pairs = _paths.leaves_with_path(state)
+    leaves = dict(pairs)
+    if not leaves or len(leaves) < len(pairs):
+        raise ValueError("The state has no leaves, or two of one path. Rename one.")
+    for name, leaf in pairs:
+        shapes = [np.shape(leaf)[:1], np.shape(pairs[0][1])[:1]]
+        if shapes[0] != shapes[1] or not getattr(leaf, "sharding", None):
             raise ValueError(
                 f"{name!r} is {leaf!r:.60}, and not an array with a sharding and the "
                 "replica axis of all leaves. Make the state with replicas.replicate."
             )
-        leaves[name] = leaf
-    if not leaves:
-        raise ValueError("The state is an empty tree. Give the whole training state.")
     return leaves
 
 
-def _count(leaves: Leaves) -> int:
-    return next(iter(leaves.values())).shape[0]
+def _describe(leaf: Any) -> str:
+    return f"{leaf.dtype}[N, {', '.join(map(str, leaf.shape[1:]))}]"
 
 
-def _describe(leaf: Any, replicas: int | None = None) -> str:
-    shape = leaf.shape if replicas is None else (replicas, *leaf.shape[1:])
-    return f"{leaf.dtype}[{','.join(map(str, shape))}]"
+def _digests(arrays: Leaves) -> dict[str, list[int]]:
+    """For each array a uint32 per replica, by which a flipped bit is noticed.
+
+    They are computed where the arrays lie, and do not depend on the sharding. All
+    processes call this, and get the digests of all replicas.
+    """
+    rows = []
+    for x in arrays.values():
+        digests = _digests_of_rows(_memory.to_device(x))
+        rows.append(np.zeros(digests.shape, digests.dtype))
+        for shard in digests.addressable_shards:
+            rows[-1][shard.index] = shard.data
+    if jax.process_count() > 1:  # Replicas of other processes are zero here.
+        rows = np.asarray(multihost_utils.process_allgather(np.stack(rows))).max(axis=0)
+    return {name: row.tolist() for name, row in zip(arrays, rows, strict=True)}
+
+
+@jax.jit
+def _digests_of_rows(x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    if jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize > 4:
+        bits = min(32, 8 * x.dtype.itemsize)
+        x = jax.lax.bitcast_convert_type(x, f"uint{bits}")
+    words = x.astype(jnp.uint32)
+    place = jnp.zeros([], jnp.uint32)
+    for axis in range(1, words.ndim):
+        along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        place = place * np.uint32(words.shape[axis]) + along
+    # Each word is permuted, in a way of its place: one changed word changes the sum.
+    mixed = (words ^ (place * np.uint32(0x9E3779B9))) * np.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 15)) * np.uint32(0xC2B2AE35)
+    mixed = mixed ^ (mixed >> 13)
+    return jnp.sum(mixed, axis=range(1, words.ndim), dtype=jnp.uint32)
 
 
 def _crc32(notes: Any) -> int:
@@ -284,55 +304,23 @@ def _steps(path: str) -> list[int]:
     return sorted(metadata.step for metadata in found)
 
 
-def _write(
-    path: str, step: int, leaves: Leaves, info: Any, later: list[int], keep: int | None
-) -> None:
-    ocp, first = _orbax(), jax.process_index() == 0
-    items = ocp.args.Composite(
-        state=ocp.args.StandardSave(leaves), info=ocp.args.JsonSave(info)
-    )
-    size = sum(array.nbytes for array in leaves.values())
-    try:
-        if first:  # the others wait for it where orbax begins
-            for left in ocp.utils.tmp_checkpoints(path):
-                left.get().rmtree()
-            _remove(path, later)
-        if "://" not in path:
-            # What is refused in the middle leaves writes behind, which print traces.
-            os.makedirs(path, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path) as file:
-                file.truncate(min(size, _FILE_BYTES))
-            # The disk is one for all processes.
-            if first and shutil.disk_usage(path).free < size:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-            checkpointer.save(f"{path}/{step}", args=items)
-        if first and keep:
-            _remove(path, _steps(path)[:-keep])
-    except Exception as error:
-        # TensorStore has the code in a text.
-        code = re.search(r"\[os_error_code='(\d+)'\]", str(error))
-        number = int(code[1]) if code else getattr(error, "errno", None)
-        if number is None:
-            raise
-        raise OSError(
-            number,
-            f"{os.strerror(number)}: step {step} of {size / 1e6:.1f} MB in {path}. Its "
-            f"complete steps are {_steps(path)}",
-        ) from error
-
-
 def _remove(path: str, steps: list[int]) -> None:
     for step in steps:
         folder = _orbax().path.step.standard_name_format().find_step(path, step).path
         if "://" not in path:
-            # One that a crash left half removed under its name would be listed.
-            folder = folder.rename(f"{folder}{_TEMPORARY}")
+            # As orbax names what is not complete: half removed it would be listed.
+            folder = folder.rename(f"{folder}.orbax-checkpoint-tmp")
         folder.rmtree()
 
 
-def _read_notes(path: str, step: int | None) -> tuple[int, dict[str, Any]]:
-    """The step, or the latest one, and what is noted of it."""
+def _damaged(path: str, step: int, what: str) -> ValueError:
+    return ValueError(
+        f"Step {step} in {path} {what}. Restore another step of {_steps(path)}."
+    )
+
+
+def _read_notes(path: str, step: int | None) -> dict[str, Any]:
+    """What is noted of a step, or of the latest one."""
     steps = _steps(path)
     found = max(steps, default=None) if step is None else step
     if found not in steps:
@@ -343,31 +331,29 @@ def _read_notes(path: str, step: int | None) -> tuple[int, dict[str, Any]]:
     info = _read(path, found, info=_orbax().args.JsonRestore()).info
     notes = info.get("notes", {})
     if info.get("crc32") != _crc32(notes) or notes.get("format") != _FORMAT:
-        raise ValueError(
-            f"The notes of step {found} in {path} are damaged, or another version than "
-            f"{__version__} wrote them. Restore another step: {steps}."
-        )
+        raise _damaged(path, found, "has damaged notes, or another version's")
     if notes["step"] != found:
-        raise ValueError(
-            f"Folder {found} in {path} holds step {notes['step']}, so it was renamed. "
-            "Give it its name again."
-        )
-    return found, notes
+        raise _damaged(path, found, f"was renamed, it holds step {notes['step']}")
+    return notes
 
 
-def _read_arrays(path: str, step: int, wanted: Leaves) -> Leaves:
-    """Some of the arrays of a step, or all, onto the devices of abstract ones."""
-    ocp = _orbax()
-    places = {n: ocp.ArrayRestoreArgs(sharding=x.sharding) for n, x in wanted.items()}
-    item = ocp.args.PyTreeRestore(wanted, places, partial_restore=True)
-    found = _read(path, step, state=item).state
+def _read_arrays(path: str, step: int, wanted: Leaves, replicas: int) -> Leaves:
+    """Arrays of so many replicas, onto the devices of those that they are to become."""
+
+    def place(leaf):
+        sharding, shape = leaf.sharding, (replicas, *leaf.shape[1:])
+        if replicas != leaf.shape[0] and isinstance(sharding, NamedSharding):
+            sharding = sharding.update(memory_kind=None)
+            if replicas % leaf.shape[0]:  # Then each device gets all replicas.
+                sharding = sharding.update(spec=P(None, *sharding.spec[1:]))
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+    ocp, places = _orbax(), {name: place(x) for name, x in wanted.items()}
+    how = {n: ocp.ArrayRestoreArgs(sharding=x.sharding) for n, x in places.items()}
+    item = ocp.args.PyTreeRestore(places, how, partial_restore=True)
+    arrays = _read(path, step, state=item).state
     # Orbax returns what was asked for in place of what it does not find.
-    if lost := [n for n in wanted if not isinstance(found.get(n), jax.Array)]:
-        raise ValueError(
-            f"Step {step} in {path} has lost {len(lost)} arrays: {lost[:5]}. "
-            f"Restore another step: {[each for each in _steps(path) if each != step]}."
-        )
-    return found
+    return {n: x for n, x in arrays.items() if isinstance(x, jax.Array)}
 
 
 def _read(path: str, step: int, **items: Any) -> Any:
@@ -380,11 +366,4 @@ def _read(path: str, step: int, **items: Any) -> Any:
         # What the system refuses passes: a file may be there, and readable later.
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise
-        # TensorStore appends all of its settings, which fill a page.
-        cause = error.__cause__ if type(error) is Exception else error
-        reason = str(cause).partition(" [tensorstore_spec")[0][:400]
-        others = [other for other in _steps(path) if other != step]
-        raise ValueError(
-            f"Step {step} in {path} cannot be read ({type(error).__name__}: {reason}). "
-            f"Restore another step: {others}."
-        ) from error
+        raise _damaged(path, step, "cannot be read") from error

@@ -6,10 +6,10 @@ axis, and `step` runs it on all of them. There is always one well-defined model,
 `consensus`.
 """
 
-from curvadion_jax.replicas._anchor import anchor, reanchor
 from curvadion_jax.replicas._mesh import AXIS, make_mesh
+from curvadion_jax.replicas._model import anchor, consensus, divergence, reanchor
 from curvadion_jax.replicas._recover import repair, resize
-from curvadion_jax.replicas._state import consensus, divergence, offload, replicate
+from curvadion_jax.replicas._state import offload, replicate
 from curvadion_jax.replicas._step import CompiledStep, step
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""State beside the optimizer's that a sync averages too, such as BatchNorm's."""
+"""State besides the optimizer's that a sync averages too, such as BatchNorm's."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,17 +23,6 @@ from curvadion_jax import (
 from curvadion_jax._payload import Payload
 
 
-def check_average(state: Any, average: Sequence[str]) -> None:
-    """Rejects names of nothing, and a state without counters of syncs."""
-    leaves = _paths.leaves_with_names(state)
-    _chosen(leaves, average)
-    if not _counters.optimizers(names for names, _ in leaves):
-        raise ValueError(
-            f"average={tuple(average)} is averaged at syncs, and the state holds no "
-            "optimizer that synchronises. Return its state from the step."
-        )
-
-
 @jax.named_scope(_guards.SCOPE)
 def average_where_synced(
     state: Any, before: Any, average: Sequence[str], mesh: Mesh, axis_name: str
@@ -46,65 +35,61 @@ def average_where_synced(
     """
     step = _mapped.current()
     known = step.known_sync if step else None
-    if known is False:
+    arrays, old = (dict(_paths.leaves_with_names(each)) for each in (state, before))
+    averaged = _named(arrays, average)
+    counters = [(*path, "metrics") for path in _counters.optimizers(arrays)]
+    if known is False or not counters:
         return state
-    leaves = _paths.leaves_with_names(state)
-    arrays, old = dict(leaves), dict(_paths.leaves_with_names(before))
-    chosen = [leaves[index][0] for index in _chosen(leaves, average)]
-    counters = [(*way, "metrics") for way in _counters.optimizers(arrays)]
     synced, weight = jnp.zeros([], jnp.bool_), jnp.zeros([])
-    for way in counters:
-        own = arrays[*way, "syncs"] != old[*way, "syncs"]
-        weight = jnp.maximum(weight, jnp.where(own, arrays[*way, "weight"], 0))
-        synced |= own
+    for path in counters:
+        now = arrays[*path, "syncs"] != old[*path, "syncs"]
+        weight = jnp.maximum(weight, jnp.where(now, arrays[*path, "weight"], 0))
+        synced |= now
     sent = (*counters[0], "sent")
-    given = [arrays[names] for names in (*chosen, sent)]
-    size = compressors.exact().payload([x[0] for x in given[:-1]], {}).averaged
+    operands = [arrays[names] for names in (*averaged, sent)]
+    size = compressors.exact().payload([x[0] for x in operands[:-1]], {}).averaged
 
-    def mean(weight, *given):
-        *given, sent = given
-        means = _weighted(given, weight, axis_name)
+    def mean(weight, *operands):
+        *local, sent = operands
+        means = _weighted_means(local, weight, axis_name)
         return [*means, _counters.charged(sent, Payload(averaged=size))]
 
-    def body(synced, weight, *given):
-        synced, weight, *given = (jnp.squeeze(x, 0) for x in (synced, weight, *given))
+    def of_replica(*operands):
+        synced, weight, *operands = (jnp.squeeze(x, 0) for x in operands)
         if known:
-            new = mean(weight, *given)
+            new = mean(weight, *operands)
         else:
-            new = lax.cond(synced, mean, lambda _, *x: list(x), weight, *given)
+            new = lax.cond(synced, mean, lambda _, *x: list(x), weight, *operands)
         return [jnp.expand_dims(x, 0) for x in new]
 
-    like = _axis_types.specs(given, [True] * len(given))
-    over = _axis_types.over_replicas(body, mesh, axis_name, P(axis_name), like)
-    arrays.update(zip((*chosen, sent), over(synced, weight, *given), strict=True))
+    like = _axis_types.specs(operands, [True] * len(operands))
+    mapped = _axis_types.over_replicas(of_replica, mesh, axis_name, P(axis_name), like)
+    new = mapped(synced, weight, *operands)
+    arrays.update(zip((*averaged, sent), new, strict=True))
     return jax.tree.unflatten(jax.tree.structure(state), arrays.values())
 
 
-def _chosen(leaves: Sequence[Any], average: Sequence[str]) -> list[int]:
-    found = []
+def _named(arrays: dict[_paths.Names, Any], average: Sequence[str]) -> list[Any]:
+    floating = [n for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)]
     for name in average:
-        of_name = [
-            index
-            for index, (names, x) in enumerate(leaves)
-            if name in names and jnp.issubdtype(x.dtype, jnp.inexact)
-        ]
-        if not of_name:
-            some = ", ".join("/".join(names) for names, _ in leaves[:4])
+        if not any(_paths.lies_in(names, [name]) for names in floating):
+            some = ", ".join("/".join(names) for names in floating[:4])
             raise ValueError(
                 f"average names {name!r}, and no floating-point array of the state has "
                 f"it in its path. The state begins with {some}."
             )
-        found += [index for index in of_name if index not in found]
-    return found
+    return [names for names in floating if _paths.lies_in(names, average)]
 
 
-def _weighted(arrays: list, weight: jax.Array, axis_name: str) -> list[jax.Array]:
+def _weighted_means(
+    arrays: list[jax.Array], weight: jax.Array, axis_name: str
+) -> list[jax.Array]:
     """Means over replicas whose arrays are finite; without any, arrays as they are."""
     weight = jnp.where(_finite.all_finite(arrays), weight, 0)
     wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays]
-    given = [jnp.where(weight > 0, weight.astype(x.dtype) * x, 0) for x in wide]
+    weighted = [jnp.where(weight > 0, weight.astype(x.dtype) * x, 0) for x in wide]
     group = _collectives.Replicas(axis_name, _layout.current())
-    *sums, total = group.mean([*given, weight])
+    *sums, total = group.mean([*weighted, weight])
     return [
         jnp.where(total > 0, each / total, x).astype(x.dtype)
         for each, x in zip(sums, arrays, strict=True)

@@ -7,7 +7,6 @@ replica axis, as the optimizer's update, it stays what it is.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,23 +20,17 @@ from curvadion_jax import _axis_types, _jax_internals
 
 def keep_apart(program: Any, mesh: Mesh, axis_name: str) -> Any:
     """The program, of which each convolution enters `shard_map` when it is mapped."""
-    apart = functools.partial(_apart, mesh=mesh, axis_name=axis_name)
-    return _jax_internals.replaced(program, "conv_general_dilated", apart)
+    separate = functools.partial(_separate, mesh=mesh, axis_name=axis_name)
+    return _jax_internals.replaced(program, "conv_general_dilated", separate)
 
 
-def _apart(
-    equation: Any, mesh: Mesh, axis_name: str
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    def convolve(images, weights):
-        return equation.primitive.bind(images, weights, **equation.params)
+def _separate(equation: Any, mesh: Mesh, axis_name: str) -> Any:
+    convolve = functools.partial(equation.primitive.bind, **equation.params)
+    mapped = custom_vmap(lambda images, weights: convolve(images, weights))
 
-    @custom_vmap
-    def one(images, weights):
-        return convolve(images, weights)
-
-    @one.def_vmap
+    @mapped.def_vmap
     def _(size, batched, *operands):
-        if not all(batched):  # then groups are not needed
+        if not all(batched):  # No groups are needed.
             axes = tuple(0 if each else None for each in batched)
             return jax.vmap(convolve, axes, axis_size=size)(*operands), True
 
@@ -45,9 +38,9 @@ def _apart(
             return convolve(*(jnp.squeeze(x, 0) for x in operands))[None]
 
         aval: Any = equation.outvars[0].aval
-        mapped = _axis_types.over_replicas(
+        over_replicas = _axis_types.over_replicas(
             of_replica, mesh, axis_name, P(axis_name), aval.sharding.spec
         )
-        return mapped(*operands), True
+        return over_replicas(*operands), True
 
-    return one
+    return mapped

@@ -11,10 +11,17 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _axis_types, _guards, _jax_internals, _mapped, _paths
+from curvadion_jax import (
+    _axis_types,
+    _counters,
+    _guards,
+    _jax_internals,
+    _mapped,
+    _paths,
+)
 from curvadion_jax.replicas import _convolutions
-from curvadion_jax.replicas._average import average_where_synced, check_average
-from curvadion_jax.replicas._placed import check_leading
+from curvadion_jax.replicas._arrays import check_replica_axis
+from curvadion_jax.replicas._average import average_where_synced
 
 
 def map_over_replicas(
@@ -31,7 +38,7 @@ def map_over_replicas(
     it enters a `shard_map` (`_mapped`). Arrays of the state with a name of `average` in
     their path are averaged at syncs, and those with one of `local` are meant to differ.
     """
-    number, local_names = mesh.shape[axis_name], set(local)
+    number = mesh.shape[axis_name]
 
     def of_replica(state, batch, *shared):
         result = function(state, batch, *shared)
@@ -40,9 +47,7 @@ def map_over_replicas(
 
     def inspected(state, batch, *shared):
         traced = _jax_internals.trace(of_replica, state, batch, *shared)
-        names = [names for names, _ in _paths.leaves_with_names(state)]
-        ours = [local_names.isdisjoint(each) for each in names]
-        _inspect(traced, axis_name, number, ours)
+        _inspect(traced, axis_name, number, state, local)
         program = _convolutions.keep_apart(traced.program, mesh, axis_name)
         with _mapped.mapping_program():
             return traced._replace(program=program)(state, batch, *shared)
@@ -56,10 +61,7 @@ def map_over_replicas(
         return sharded(_axis_types.split_rows(jnp.asarray(x), number))
 
     def run(state, batch, *shared):
-        check_leading(state, number, "state")
-        _check_accumulation(state)
-        if average:
-            check_average(state, average)
+        check_replica_axis(state, number, "state")
         _check_batch(batch, number)
         axes = (0, 0, *[None] * len(shared))
         mapped = jax.vmap(
@@ -74,12 +76,13 @@ def map_over_replicas(
 
 
 def _inspect(
-    traced: _jax_internals.Traced, axis_name: str, replicas: int, ours: Sequence[bool]
+    traced: _jax_internals.Traced,
+    axis_name: str,
+    replicas: int,
+    state: Any,
+    local: Sequence[str],
 ) -> None:
-    """Looks at a step's program for what it sends itself, and for its optimizer.
-
-    `ours` says of the arrays of the state which are to be the same on all replicas.
-    """
+    """Looks at a step's program for what it sends itself, and for its optimizer."""
     jaxpr, step = traced.program.jaxpr, _mapped.current()
     updates = _jax_internals.updates_in(jaxpr, _guards.SCOPE)
     found = _jax_internals.collectives_in(jaxpr, axis_name, outside=_guards.SCOPE)
@@ -97,9 +100,12 @@ def _inspect(
             "losses and norms each replica's own; metrics.read does not count this.",
             stacklevel=3,
         )
+    before = [names for names, _ in _paths.leaves_with_names(state)]
     moved = any(
-        x is not y and of_all and jnp.issubdtype(x.aval.dtype, jnp.inexact)
-        for x, y, of_all in zip(jaxpr.outvars, jaxpr.invars, ours, strict=False)
+        x is not y
+        and jnp.issubdtype(x.aval.dtype, jnp.inexact)
+        and not _paths.lies_in(names, local)
+        for x, y, names in zip(jaxpr.outvars, jaxpr.invars, before, strict=False)
     )
     if replicas > 1 and moved and not updates:
         raise ValueError(
@@ -107,30 +113,30 @@ def _inspect(
             f"{replicas} replicas would train {replicas} models. Use local_muon, "
             "curvadion or adaptive_sync."
         )
-
-
-def _check_accumulation(state: Any) -> None:
-    """Rejects `optax.MultiSteps` around an optimizer that synchronises.
-
-    It runs what it wraps on every micro-step, and keeps the last result alone: each
-    micro-step would be a step, with a decision of its own.
-    """
-    for names, _ in _paths.leaves_with_names(state):
-        if "inner_opt_state" in names and names[-2:] == ("metrics", "synced"):
+    after = [names for names, _ in _paths.leaves_with_names(traced.result[0])]
+    for path in _counters.optimizers(after):
+        counter = after.index((*path, "metrics", "steps"))
+        if _jax_internals.is_selected(jaxpr, jaxpr.outvars[counter], _guards.SCOPE):
             raise ValueError(
-                "optax.MultiSteps around an optimizer that synchronises would send on "
-                "every micro-step. Accumulate the gradients before the update, as by "
-                "optax.microbatching."
+                "The step keeps the old optimizer state on a condition, as by "
+                "jnp.where, on which replicas may disagree. Put the condition inside: "
+                "adaptive_sync(optax.apply_if_finite(inner, 3), ...)."
             )
 
 
 def _check_batch(batch: Any, number: int) -> None:
+    leaves = _paths.leaves_with_path(batch)
+    if _counters.ways(tuple(name.split("/")) for name, _ in leaves):
+        raise ValueError(
+            "The batch holds an optimizer state. A step takes (state, batch), with "
+            "parameters and optimizer state in one tree, and returns (state, metrics)."
+        )
     rows: dict[int, str] = {}
-    for path, leaf in jax.tree.leaves_with_path(batch):
-        name, shape = jax.tree_util.keystr(path), np.shape(leaf)
+    for name, leaf in leaves:
+        shape = np.shape(leaf)
         if not shape or not shape[0] or shape[0] % number:
             raise ValueError(
-                f"The batch{name} of shape {shape} cannot be divided over {number} "
+                f"The batch {name!r} of shape {shape} cannot be divided over {number} "
                 "replicas along its first axis. Give the global batch; what all "
                 "replicas share comes after it: step(state, batch, shared)."
             )
@@ -138,7 +144,7 @@ def _check_batch(batch: Any, number: int) -> None:
     if len(rows) > 1:
         (first, name), (second, other), *_ = rows.items()
         raise ValueError(
-            f"The batch{name} has {first} rows, and the batch{other} {second}. What "
+            f"The batch {name!r} has {first} rows, and {other!r} has {second}. What "
             "is not per row comes after the batch: step(state, batch, shared)."
         )
 

@@ -53,30 +53,30 @@ def make_mesh(
         )
     sizes = {axis_name: replicas, **inner}
     needed = math.prod(sizes.values())
-    every = jax.devices() if devices is None else list(devices)
-    if not 0 < needed <= len(every):
+    available = jax.devices() if devices is None else list(devices)
+    if not 0 < needed <= len(available):
         raise ValueError(
-            f"A mesh of {sizes} needs {needed} devices, and there are {len(every)}. On "
-            'CPU call jax.config.update("jax_num_cpu_devices", ...) before anything '
-            "else."
+            f"A mesh of {sizes} needs {needed} devices, and there are "
+            f"{len(available)}. On CPU call "
+            'jax.config.update("jax_num_cpu_devices", ...) before anything else.'
         )
     if devices is None:
-        used = _side_by_side(every, replicas, needed)
-        numbers = {device.process_index for device in used}
-        if missing := set(range(jax.process_count())) - numbers:
+        idle = len(available) - needed
+        available = _neighbours(available, replicas, needed)
+        processes = {device.process_index for device in available}
+        if unused := set(range(jax.process_count())) - processes:
             raise ValueError(
-                f"A mesh of {sizes} leaves process {min(missing)} without a device. "
+                f"A mesh of {sizes} leaves process {min(unused)} without a device. "
                 "Make more replicas, or start fewer processes."
             )
-        if needed < len(every) and jax.process_index() == 0:
-            _log.warning("make_mesh uses %d of %d devices", needed, len(every))
-        every = used
-    grid = np.array(every[:needed], dtype=object).reshape(list(sizes.values()))
+        if idle and jax.process_index() == 0:
+            _log.warning("make_mesh uses %d of %d devices", needed, needed + idle)
+    grid = np.array(available[:needed], dtype=object).reshape(list(sizes.values()))
     types = (AxisType.Auto, *[inner_type] * len(inner))
     return Mesh(grid, tuple(sizes), axis_types=types)
 
 
-def _side_by_side(devices: Sequence[Any], replicas: int, needed: int) -> list[Any]:
+def _neighbours(devices: Sequence[Any], replicas: int, needed: int) -> list[Any]:
     """The devices that a mesh takes, those joined by fast links next to each other."""
 
     def slice_of(device):
@@ -87,33 +87,28 @@ def _side_by_side(devices: Sequence[Any], replicas: int, needed: int) -> list[An
 
     devices = sorted(devices, key=lambda d: (slice_of(d), process_of(d)))
     for unit in (slice_of, process_of):
-        units = [list(some) for _, some in itertools.groupby(devices, unit)]
+        units = [list(group) for _, group in itertools.groupby(devices, unit)]
         share, rest = divmod(needed, len(units))
         fits = replicas % len(units) == 0 and min(map(len, units)) >= share
         if len(units) > 1 and not rest and fits:
-            return [device for some in units for device in some[:share]]
+            return [device for group in units for device in group[:share]]
     return devices[:needed]
 
 
-def check_axis(mesh: Mesh, axis_name: str) -> None:
-    """Refuses a mesh without the replica axis, or with one that is Explicit."""
-    if axis_name not in mesh.axis_names:
+def check_mesh(mesh: Mesh, axis_name: str) -> None:
+    """Rejects a mesh whose replica axis is missing or Explicit, or that is not set."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    # JAX cannot take one replica, x[0], of an Explicit axis.
+    if types.get(axis_name) != AxisType.Auto:
         raise ValueError(
-            f"The mesh has the axes {mesh.axis_names} and no {axis_name!r}. Make it "
-            "with replicas.make_mesh, or pass axis_name."
+            f"The mesh needs an axis {axis_name!r} of type Auto, and has {types}. Make "
+            "it with replicas.make_mesh."
         )
     check_context(mesh)
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if types[axis_name] != AxisType.Auto:
-        # JAX cannot take one replica, x[0], of an Explicit axis.
-        raise ValueError(
-            f"The replica axis {axis_name!r} is {types[axis_name]}, as jax.make_mesh "
-            "makes it, and must be Auto. Make the mesh with replicas.make_mesh."
-        )
 
 
 def check_context(mesh: Mesh) -> None:
-    """Refuses to work in the context of another mesh, where arrays cannot be mixed."""
+    """Rejects the context of another mesh, whose arrays cannot be mixed with these."""
     context = jax.sharding.get_abstract_mesh()
     if not context.empty and context != mesh.abstract_mesh:
         raise ValueError(

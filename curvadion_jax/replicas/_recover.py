@@ -12,11 +12,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _counters, _memory, _paths
-from curvadion_jax.replicas._mesh import AXIS, check_axis
-from curvadion_jax.replicas._placed import count_replicas, look
+from curvadion_jax.replicas._arrays import count_replicas, on_host
+from curvadion_jax.replicas._mesh import AXIS, check_mesh
 
-# What is the same on all replicas.
-_COMMON = {("sync_state", "anchor"), ("sync_state", "common")}
+_EQUAL_ON_ALL = {("sync_state", "anchor"), ("sync_state", "common")}
 
 
 def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
@@ -34,8 +33,8 @@ def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
     Args:
       state: all that differs between replicas, in any tree with a leading replica axis:
         parameters, optimizer state, batch statistics. A replica is not finite if it has
-        a NaN, or an Inf in an array where not all replicas have one, as they may in a
-        mask. Counters and the trigger's state are not looked at.
+        a NaN, or an Inf where another replica has none. Counters and the trigger's
+        state are not looked at.
       also: numbers of replicas to replace in any case. Processes may give different
         ones.
 
@@ -59,60 +58,49 @@ def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
         named = np.any(multihost_utils.process_allgather(named), axis=0)
     leaves = _paths.leaves_with_names(state)
     optimizers = _counters.optimizers(names for names, _ in leaves)
-    looked_at = [
+    floating = [
         x
         for names, x in leaves
         if jnp.issubdtype(x.dtype, jnp.inexact)
         and not _counters.is_within(names, optimizers, {"trigger_state", "metrics"})
     ]
-    finite = look(_finite, looked_at) if looked_at else True
-    stays = ~named & finite
-    if stays.all():
+    sound = ~named & (on_host(_finite, floating) if floating else True)
+    if sound.all():
         return state, []
-    if not stays.any():
+    if not sound.any():
         raise ValueError(
             f"None of the {number} replicas is finite, or all that are stand in also. "
             "Restore a checkpoint."
         )
-    source = np.where(stays, np.arange(number), np.flatnonzero(stays)[0])
-    return _replaced(state, source), np.flatnonzero(~stays).tolist()
+    source = np.where(sound, np.arange(number), np.flatnonzero(sound)[0])
+
+    def row(names, x):
+        if _counters.is_within(names, optimizers, {"metrics"}):
+            return x
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return _distinct(x, source, ~sound)
+        if ("sync_state", "residual") in itertools.pairwise(names):
+            return jnp.where(sound.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+        return x[source]
+
+    def copy(arrays):
+        pairs = zip(leaves, _memory.to_device(arrays), strict=True)
+        return [row(names, x) for (names, _), x in pairs]
+
+    arrays, structure = jax.tree.flatten(state)
+    shardings = [x.sharding for x in arrays]
+    arrays = jax.jit(copy, out_shardings=shardings)(arrays)
+    return structure.unflatten(arrays), np.flatnonzero(~sound).tolist()
 
 
 def _finite(arrays: list[jax.Array]) -> jax.Array:
     """Which replicas are finite, bool[N]."""
-    found = []
-    for x in arrays:
-        # One replica's scalar may be infinite too, such as the best loss so far.
-        some = (
-            jnp.isinf(x) & ~jnp.all(jnp.isinf(x), 0, keepdims=True)
-            if x.ndim > 1
-            else False
-        )
-        found.append(jnp.any(jnp.isnan(x) | some, axis=tuple(range(1, x.ndim))))
-    return ~jnp.any(jnp.stack(found), axis=0)
-
-
-def _replaced(state: Any, source: np.ndarray) -> Any:
-    """The state with every replica's row taken from another's, placed as it was."""
-    copied = source != np.arange(len(source))
-    names = [names for names, _ in _paths.leaves_with_names(state)]
-    optimizers = _counters.optimizers(names)
-
-    def row(x, names):
-        if _counters.is_within(names, optimizers, {"metrics"}):
-            return x
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return _distinct(x, source, copied)
-        if ("sync_state", "residual") in itertools.pairwise(names):
-            return jnp.where(copied.reshape(-1, *[1] * (x.ndim - 1)), 0, x[source])
-        return x[source]
-
-    def take(leaves):
-        return list(map(row, _memory.to_device(leaves), names))
-
-    leaves, structure = jax.tree.flatten(state)
-    placements = [x.sharding for x in leaves]
-    return structure.unflatten(jax.jit(take, out_shardings=placements)(leaves))
+    # The best loss so far, or a mask, may be infinite on all replicas.
+    wrong = [
+        jnp.isnan(x) | (jnp.isinf(x) & ~jnp.all(jnp.isinf(x), 0, keepdims=True))
+        for x in arrays
+    ]
+    return ~sum(jnp.any(x, axis=tuple(range(1, x.ndim))) for x in wrong).astype(bool)
 
 
 def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
@@ -147,7 +135,7 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
       >>> state["w"].tolist(), state["count"].tolist()
       ([[1.5]], [5])
     """
-    check_axis(mesh, axis_name)
+    check_mesh(mesh, axis_name)
     count_replicas(state, "state")
     number = mesh.shape[axis_name]
 
@@ -156,15 +144,15 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
         return (names[0] if len(names) == 1 else names) or None
 
     def placed(leaf, average):
-        within = getattr(leaf, "sharding", None)
-        spec = within.spec[1:] if isinstance(within, NamedSharding) else ()
-        place = NamedSharding(mesh, P(axis_name, *map(known, spec)))
-        if within is not None:
-            place = place.with_memory_kind(str(within.memory_kind))
+        old = getattr(leaf, "sharding", None)
+        spec = old.spec[1:] if isinstance(old, NamedSharding) else ()
+        sharding = NamedSharding(mesh, P(axis_name, *map(known, spec)))
+        if old is not None:
+            sharding = sharding.with_memory_kind(str(old.memory_kind))
         x = _resized(leaf, number=number, average=average)
         # One at a time: on a CPU of few cores many small programs that communicate
         # wait for each other, until XLA aborts.
-        return jax.block_until_ready(jax.device_put(x, place))
+        return jax.block_until_ready(jax.device_put(x, sharding))
 
     leaves, structure = jax.tree.flatten(state)
     return structure.unflatten(map(placed, leaves, is_averaged(state)))
@@ -185,7 +173,7 @@ def is_averaged(state: Any) -> list[bool]:
     return [
         jnp.issubdtype(leaf.dtype, jnp.inexact)
         and not _counters.is_within(names, optimizers, {"trigger_state", "metrics"})
-        and _COMMON.isdisjoint(itertools.pairwise(names))
+        and _EQUAL_ON_ALL.isdisjoint(itertools.pairwise(names))
         and not any(is_q(names, index) for index in range(len(names)))
         for names, leaf in leaves
     ]
@@ -218,32 +206,10 @@ def resized(x: jax.Array, number: int, average: bool) -> jax.Array:
 _resized = jax.jit(resized, static_argnames=("number", "average"))
 
 
-def before(leaf: jax.ShapeDtypeStruct, replicas: int) -> jax.ShapeDtypeStruct:
-    """Where to read an array of another number of replicas that is to become this one.
-
-    Sharded over the replicas where their number divides, else whole on each.
-    """
-    placement, shape = leaf.sharding, (replicas, *leaf.shape[1:])
-    if isinstance(placement, NamedSharding):
-        placement = placement.update(memory_kind=None)
-        if replicas % leaf.shape[0]:
-            placement = placement.update(spec=P(None, *placement.spec[1:]))
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=placement)
-
-
-def onto(leaf: jax.ShapeDtypeStruct, x: jax.Array, average: bool) -> jax.Array:
-    """The array for the replicas of a target's leaf, in its place."""
-    resize_leaf = jax.jit(
-        resized, static_argnames=("number", "average"), out_shardings=leaf.sharding
-    )
-    return resize_leaf(x, number=leaf.shape[0], average=average)
-
-
 def _distinct(keys: jax.Array, source: np.ndarray, copied: np.ndarray) -> jax.Array:
     """Random keys of other replicas, the copies folded with their own number."""
-    flat = keys[source].reshape(len(source), -1)
-    folded = jax.vmap(lambda row, i: jax.vmap(jax.random.fold_in, (0, None))(row, i))(
-        flat, jnp.arange(len(source))
-    )
-    chosen = jnp.where(copied[:, None], folded, flat)
-    return chosen.reshape(len(source), *keys.shape[1:])
+    rows = keys[source].reshape(len(source), -1)
+    numbers = jnp.arange(len(source))
+    fold_row = jax.vmap(jax.random.fold_in, (0, None))
+    folded = jax.vmap(fold_row)(rows, numbers)
+    return jnp.where(copied[:, None], folded, rows).reshape(keys[source].shape)

@@ -1,4 +1,4 @@
-"""State with a leading replica axis: made, averaged, and kept in host memory."""
+"""State with a leading replica axis: made, and kept in host memory."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _memory, _paths
-from curvadion_jax.replicas._mesh import AXIS, check_axis
-from curvadion_jax.replicas._placed import check_unshared, count_replicas
+from curvadion_jax.replicas._arrays import check_unshared
+from curvadion_jax.replicas._mesh import AXIS, check_mesh
 
 
 def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
@@ -39,28 +39,28 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
       >>> replicate({"w": jnp.ones(3)}, make_mesh(1))["w"].shape
       (1, 3)
     """
-    check_axis(mesh, axis_name)
+    check_mesh(mesh, axis_name)
     check_unshared(tree)
     number = mesh.shape[axis_name]
 
-    def strong(x):
+    def broadcast(x):
+        x = jnp.broadcast_to(x, (number, *jnp.shape(x)))
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
         # A weakly typed number would change its type on the first step.
-        if not isinstance(x, jax.Array):
-            return jnp.asarray(x, jnp.result_type(x))
-        weak = getattr(jax.typeof(x), "weak_type", False)  # A key has no such type.
-        return lax.convert_element_type(x, x.dtype) if weak else x
+        return lax.convert_element_type(x, x.dtype)
 
     def sharding(x):
-        within = getattr(x, "sharding", None)
-        if isinstance(within, NamedSharding) and within.mesh == mesh:
-            return NamedSharding(mesh, P(axis_name, *within.spec))
-        return NamedSharding(mesh, P(axis_name))
+        inner = getattr(x, "sharding", None)
+        on_mesh = isinstance(inner, NamedSharding) and inner.mesh == mesh
+        return NamedSharding(mesh, P(axis_name, *(inner.spec if on_mesh else ())))
 
-    def broadcast(tree):
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *x.shape)), tree)
-
-    tree = jax.tree.map(lambda x: strong(_on_mesh(x, mesh, axis_name)), tree)
-    return jax.jit(broadcast, out_shardings=jax.tree.map(sharding, tree))(tree)
+    tree = jax.tree.map(lambda x: _on_mesh(x, mesh, axis_name), tree)
+    copy = jax.jit(
+        lambda tree: jax.tree.map(broadcast, tree),
+        out_shardings=jax.tree.map(sharding, tree),
+    )
+    return copy(tree)
 
 
 def _on_mesh(x: Any, mesh: Mesh, axis_name: str) -> Any:
@@ -70,8 +70,7 @@ def _on_mesh(x: Any, mesh: Mesh, axis_name: str) -> Any:
     one type of axes alone.
     """
     sharding = getattr(x, "sharding", None)
-    named = sharding if isinstance(sharding, NamedSharding) else None
-    spec = named.spec if named else P()
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else P()
     axes = jax.tree.leaves(tuple(spec))
     if axis_name in axes:
         raise ValueError(
@@ -80,99 +79,15 @@ def _on_mesh(x: Any, mesh: Mesh, axis_name: str) -> Any:
         )
     if sharding is None or not x.committed:
         return x
-    if named and any(mesh.shape.get(a) != named.mesh.shape[a] for a in axes):
+    if any(mesh.shape.get(axis) != sharding.mesh.shape[axis] for axis in axes):
         spec = P()
     if x.is_fully_addressable and mesh.is_multi_process:
-        return _on_host(x)
-    return jax.device_put(x, NamedSharding(mesh, spec))
-
-
-def _on_host(x: jax.Array) -> Any:
-    """The value, which every process has: arrays of one are not put on all."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        # Arrays of one process are not put on all, and every process has the value.
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return np.asarray(x)
         data = jnp.asarray(np.asarray(jax.random.key_data(x)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return np.asarray(x)
-
-
-def consensus(params: Any) -> Any:
-    """The one model, to evaluate, export and keep: the mean over the replicas.
-
-    Costs a full all-reduce. The last common point, :func:`anchor`, costs nothing.
-
-    Args:
-      params: parameters with a leading replica axis, or other state of this kind.
-
-    Returns:
-      The tree without the replica axis. Means are taken in at least float32, and of
-      integers and keys the first replica's value.
-
-    Raises:
-      ValueError: if leaves have no common leading axis, or an nnx variable is shared.
-
-    Example:
-      >>> consensus({"w": jnp.array([[1.0], [3.0]])})["w"].tolist()
-      [2.0]
-    """
-    count_replicas(params, "parameters")
-    check_unshared(params)
-    return _mean(params)
-
-
-@jax.jit
-def _mean(params: Any) -> Any:
-    def mean(x):
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x[0]
-        return jnp.mean(x.astype(jnp.promote_types(x, jnp.float32)), 0).astype(x.dtype)
-
-    return jax.tree.map(mean, _memory.to_device(params))
-
-
-def divergence(params: Any) -> jax.Array:
-    """How far apart the replicas are, relative to the size of the parameters.
-
-    Right after a sync it is rounding, below 1e-6 in float32. If it stays larger,
-    something moves parameters after the optimizer, such as a transformation that
-    follows it in `optax.chain`.
-
-    Args:
-      params: parameters with a leading replica axis.
-
-    Returns:
-      A scalar, the RMS distance of the replicas from their mean, over the RMS of the
-      parameters. 0 if all are equal.
-
-    Raises:
-      ValueError: if leaves have no common leading axis, or an nnx variable is shared.
-
-    Example:
-      >>> apart = divergence({"w": jnp.array([[3.0], [5.0]])})
-      >>> print(f"{apart:.4f}")  # 1 / sqrt(17)
-      0.2425
-    """
-    count_replicas(params, "parameters")
-    check_unshared(params)
-    return _divergence(jax.tree.leaves(params))
-
-
-@jax.jit
-def _divergence(params: list[jax.Array]) -> jax.Array:
-    leaves = [
-        x.astype(jnp.promote_types(x, jnp.float32))
-        for x in _memory.to_device(params)
-        if jnp.issubdtype(x.dtype, jnp.inexact)
-    ]
-
-    def square(x):
-        return jnp.sum(jnp.real(x * jnp.conj(x)))
-
-    # From the first replica, so that equal replicas give exactly zero: the mean of
-    # equal numbers may be rounded.
-    apart = [x - x[:1] for x in leaves]
-    apart = sum(square(x - jnp.mean(x, 0, keepdims=True)) for x in apart)
-    size = sum(map(square, leaves))
-    return jnp.sqrt(apart / jnp.where(size == 0, 1, size))
+    return jax.device_put(x, NamedSharding(mesh, spec))
 
 
 def offload(state: Any) -> Any:

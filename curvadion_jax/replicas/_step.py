@@ -8,17 +8,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _counters, _layout, _mapped, _paths
-from curvadion_jax.replicas import _placed, _traffic
-from curvadion_jax.replicas._apart import Look
+from curvadion_jax.replicas import _arrays, _traffic
+from curvadion_jax.replicas._arrays import is_array
+from curvadion_jax.replicas._consistency import ConsistencyCheck
 from curvadion_jax.replicas._map import map_over_replicas
-from curvadion_jax.replicas._mesh import AXIS, check_axis, check_context
-from curvadion_jax.replicas._placed import check_alive, check_leading, is_array
+from curvadion_jax.replicas._mesh import AXIS, check_context, check_mesh
 
 _log = logging.getLogger("curvadion_jax")
 
@@ -38,14 +39,11 @@ def step(
     constraints over the axes inside a replica: it is mapped by `jax.vmap` over the
     leading axis of the state, and sees one replica's state and rows. Its gradients are
     therefore a replica's own; the optimizer inside, built with `axis_name`, does what
-    has to be sent. ``jax.lax.axis_index(axis_name)`` is the replica's number, for keys
-    of its own. It is traced as under `jax.jit`: in the context of this mesh where
-    `jax.set_mesh` has set it, else without one.
+    has to be sent. ``jax.lax.axis_index(axis_name)`` is the replica's number.
 
     Warns if the step itself communicates over the replica axis, if the compiler has
     replicas wait for each other outside of the optimizer, or if replicas still differ
-    after a sync (something changes parameters after the optimizer, or no sync reaches
-    them).
+    after a sync.
 
     Args:
       function: ``(state, batch, *shared)`` -> (state, metrics) of one replica, without
@@ -55,32 +53,29 @@ def step(
       axis_name: name of the replica axis.
       donate: whether the state's buffers are reused; the state passed in is then gone,
         and only what the step returned may be used.
-      average: names in the paths of the state, such as ("batch_stats",): floating-point
+      average: names or paths in the state, such as ("batch_stats",): floating-point
         arrays below them are averaged over the replicas at every sync, in float32, with
         its weights. Replicas that it excludes, or whose arrays are not finite, do not
         count. The bytes are counted.
-      local: names in the paths of arrays that are meant to differ between replicas,
-        such as metrics; no warning names them.
+      local: names or paths of arrays that are meant to differ between replicas, such as
+        metrics; no warning names them.
 
     Returns:
-      A compiled function ``(state, batch, *shared)`` -> (state, metrics). The state
-      has a leading replica axis (`replicate`). The batch has not: its arrays [global
-      batch, ...] are divided over the replicas. What follows is given to all replicas
-      alike, such as the number of the step. The metrics come back with a replica axis,
-      one value per replica, nothing averaged. Inside a replica the compiler divides the
-      work as state and batch are sharded over the inner axes of the mesh; the state
-      comes back as it came.
+      A compiled function ``(state, batch, *shared)`` -> (state, metrics). The state has
+      a leading replica axis (`replicate`), and comes back sharded as it came. The batch
+      has none: its arrays [global batch, ...] are divided over the replicas. All
+      replicas are given the same `shared`, such as the number of the step. The metrics
+      come back with a replica axis, nothing averaged.
 
     Raises:
       TypeError: when called, if the function does not return a pair.
       ValueError: if the mesh has no such axis or another mesh is the context, or when
-        called, if a leaf of the state lacks the replica axis or was donated before, a
-        batch cannot be divided, gradients were averaged over the replicas, no optimizer
-        synchronises, it has another `axis_name` or stands inside a condition or
-        `optax.MultiSteps`, or `average` names nothing.
+        called, if a leaf of the state lacks the replica axis, a batch cannot be
+        divided, gradients were averaged over the replicas, no optimizer synchronises,
+        it has another `axis_name`, stands inside a condition or `optax.MultiSteps`, or
+        its new state is kept on a condition, or `average` names nothing.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> from curvadion_jax.replicas import make_mesh, replicate
       >>> def count(state, batch):
       ...     return state + batch.sum(), {"sum": batch.sum()}
@@ -89,7 +84,7 @@ def step(
       >>> metrics["sum"].tolist()
       [4.0]
     """
-    check_axis(mesh, axis_name)
+    check_mesh(mesh, axis_name)
     run = map_over_replicas(function, mesh, axis_name, tuple(average), local)
     return CompiledStep(function, run, mesh, axis_name, donate, local)
 
@@ -104,19 +99,10 @@ class _Program(NamedTuple):
 class CompiledStep:
     """A training step on all replicas, compiled when it is called.
 
-    Once for every way in which a state lies on the devices: a step leaves each array of
-    the state sharded, within its replica, as it was. Where the optimizer's trigger says
-    by the number of the step when a decision is due there are two programs, of a step
-    on which none is due and of one on which it is, and the host knows which to run.
-    Made by `curvadion_jax.replicas.step`.
-
-    Example:
-      >>> from curvadion_jax import replicas
-      >>> mesh = replicas.make_mesh(1)
-      >>> step = replicas.step(lambda state, batch: (state + 1, {}), mesh)
-      >>> state = replicas.replicate(jax.numpy.zeros(2), mesh)
-      >>> step.lower(state, jax.numpy.ones(1)).compile().memory_analysis() is None
-      False
+    Once for every way in which a state lies on the devices. Where the optimizer's
+    trigger says by the number of the step when a decision is due there are two
+    programs, of a step on which none is due and of one on which it is, and the host
+    knows which to run. Made by `curvadion_jax.replicas.step`.
     """
 
     def __init__(
@@ -129,42 +115,40 @@ class CompiledStep:
         local: Sequence[str] = (),
     ):
         functools.update_wrapper(self, function, updated=())
-        self._function, self._run = function, run
+        self._function, self._run, self._donate = function, run, donate
         self._mesh, self._axis_name = mesh, axis_name
-        self._donate = (0,) if donate else ()
+        # Keys are the structure of a state and how it lies on the devices.
         self._programs: dict[Any, _Program] = {}
         self._compiled: set[Any] = set()
         self._counts: dict[Any, _StepCount | None] = {}
         self._last: Any = None  # key and shardings of the state that was returned
-        self._look = Look(local)
+        self._check = ConsistencyCheck(local)
 
     def __call__(self, state: Any, batch: Any, *shared: Any) -> tuple[Any, Any]:
         """The state after the step, and the metrics.
 
         Raises:
-          ValueError: as :func:`step` says, or if the state lies on other devices.
+          ValueError: as :func:`step` says.
         """
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves((state, batch, shared))):
-            key = self._key(*jax.tree.flatten(state))
-            return self._program(key, None).jitted(state, batch, *shared)
+        operands = (state, batch, *shared)
+        everything = jax.tree.leaves(operands)
+        if any(isinstance(x, Tracer) for x in everything):
+            return self._program(self._key(state), None).jitted(*operands)
+        if self._donate and len(set(map(id, everything))) < len(everything):
+            state, batch, *shared = _without_aliases(operands)
         leaves, structure = jax.tree.flatten(state)
         key = self._known_key(leaves, structure)
         if key is None:
-            check_alive(state, "state")
-            key = self._key(leaves, structure)
-            if key not in self._counts:
-                check_leading(state, self._mesh.shape[self._axis_name], "state")
-                self._check_devices(state)
-            pairs = zip(leaves, key[1], strict=True)
-            placed = [_placed.without_empty_axes(x, p) for x, p in pairs]
-            state = jax.tree.unflatten(structure, placed)
-        batch = jax.tree.map(self._divided, batch)
-        if not self._compiled:
             check_context(self._mesh)
+            number = self._mesh.shape[self._axis_name]
+            _arrays.check_replica_axis(state, number, "state")
+            key = self._key(state)
+            leaves = [*map(_arrays.place, leaves, key[1])]
+            state = jax.tree.unflatten(structure, leaves)
         count = self._counts.get(key)
-        if key not in self._counts or (count and count.is_new(leaves)):
-            self._look.start(state)
-        operands = (state, batch, *shared)
+        if key not in self._counts or (count and count.is_at_start(leaves)):
+            self._check.at_start(state)
+        operands = (state, jax.tree.map(self._divided, batch), *shared)
         due = self._due(key, operands, leaves)
         program = self._program(key, due).jitted
         if (key, due) not in self._compiled:
@@ -173,9 +157,9 @@ class CompiledStep:
         new, metrics = program(*operands)
         leaves, returned = jax.tree.flatten(new)
         self._last = (key, [x.sharding for x in leaves]) if returned == key[0] else None
-        if (count := self._counts.get(key)) and self._last:
-            count.took(leaves)
-        self._look.after(new, due)
+        if (count := self._counts[key]) and self._last:
+            count.advance(leaves)
+        self._check.after_step(new, due)
         return new, metrics
 
     def trace(
@@ -191,18 +175,9 @@ class CompiledStep:
           due: True for the program of a step on which a decision is due and False for
             that of all others, where the host knows; None for the program of triggers
             that are due on every step.
-
-        Raises:
-          ValueError: if `due` is given, and the host cannot know it.
         """
-        program = self._program(self._key(*jax.tree.flatten(state)), due)
-        traced = program.jitted.trace(state, batch, *shared)
-        if due is not None and program.mapped.due_of is None:
-            raise ValueError(
-                f"due={due} was given, and this optimizer's trigger is due on every "
-                "step. Leave it out."
-            )
-        return traced
+        program = self._program(self._key(state), due)
+        return program.jitted.trace(state, batch, *shared)
 
     def lower(
         self, state: Any, batch: Any, *shared: Any, due: bool | None = None
@@ -210,15 +185,19 @@ class CompiledStep:
         """The program before it is compiled; with the arguments of `trace`."""
         return self.trace(state, batch, *shared, due=due).lower()
 
+    def _key(self, state: Any) -> Any:
+        leaves, structure = jax.tree.flatten(state)
+        return structure, tuple(
+            _arrays.placement(x, self._mesh, self._axis_name) for x in leaves
+        )
+
     def _known_key(self, leaves, structure) -> Any:
         """The key of a state that lies as the last step returned it, else None."""
         if self._last is None or self._last[0][0] != structure:
             return None
         key, shardings = self._last
-        for x, sharding in zip(leaves, shardings, strict=True):
-            if getattr(x, "sharding", None) is not sharding or x.is_deleted():
-                return None
-        return key
+        pairs = zip(leaves, shardings, strict=True)
+        return key if all(getattr(x, "sharding", 0) is s for x, s in pairs) else None
 
     def _due(self, key, operands, leaves) -> bool | None:
         """Whether a decision is due; None where the program has to find out."""
@@ -227,7 +206,7 @@ class CompiledStep:
             program.jitted.trace(*operands)
             mapped = program.mapped
             self._counts[key] = _StepCount.of(mapped, operands[0])
-            if mapped.due_of is None:  # then the program has not looked at `due`
+            if mapped.due_of is None:  # The program did not depend on `due`.
                 mapped.due = None
                 self._programs[key, None] = self._programs.pop((key, False))
         count = self._counts[key]
@@ -239,8 +218,29 @@ class CompiledStep:
             self._programs[key, due] = _Program(self._jitted(key, mapped), mapped)
         return self._programs[key, due]
 
+    def _jitted(self, key, mapped: _mapped.Mapped) -> Any:
+        structure, placements = key
+
+        def run(state, batch, *shared):
+            leaves = [*map(_arrays.constrain, jax.tree.leaves(state), placements)]
+            state = jax.tree.unflatten(structure, leaves)
+            inner = _arrays.within_replica(state, placements)
+            with _layout.noting(inner), _mapped.mapping(mapped):
+                new, metrics = self._run(state, batch, *shared)
+            if jax.tree.structure(new) == structure:
+                triples = zip(jax.tree.leaves(new), leaves, placements, strict=True)
+                new = [
+                    _arrays.constrain(x, place) if x.shape == old.shape else x
+                    for x, old, place in triples
+                ]
+                new = jax.tree.unflatten(structure, new)
+            return new, metrics
+
+        functools.update_wrapper(run, self._function)
+        return jax.jit(run, donate_argnums=(0,) if self._donate else ())
+
     def _compile(self, program: Any, operands: Any, due: bool | None) -> None:
-        """Compiles a program, which JAX keeps for the call, and looks at it."""
+        """Compiles a program, which JAX keeps for the call, and reads it once."""
         kind = {None: "step", False: "local step", True: "sync step"}[due]
         name = f"{getattr(self, '__name__', 'step')} ({kind})"
         start = time.perf_counter()
@@ -252,57 +252,13 @@ class CompiledStep:
         text = compiled.as_text() or ""
         if sent := _traffic.between_replicas(text, self._mesh, self._axis_name):
             warnings.warn(
-                "XLA added communication between replicas to the training step, "
-                "outside the optimizer, so every step waits for the slow link: "
+                "XLA added communication between replicas outside the optimizer, so "
+                "every step waits for the slow link: "
                 f"{'; '.join(sent[:4])}{' ...' if len(sent) > 4 else ''}. Constrain "
-                "the sharding of the array that is read, for example x = "
-                "jax.lax.with_sharding_constraint(x, NamedSharding(mesh, "
-                "PartitionSpec('fsdp'))).",
+                "the sharding of the array that is read; in place of jax.debug return "
+                "metrics.",
                 stacklevel=4,
             )
-
-    def _key(self, leaves, structure) -> Any:
-        return structure, tuple(map(self._placement, leaves))
-
-    def _check_devices(self, state: Any) -> None:
-        wanted = set(self._mesh.devices.flat)
-        for path, leaf in jax.tree.leaves_with_path(state):
-            placement = leaf.sharding if is_array(leaf) else None
-            if not isinstance(placement, NamedSharding) or placement.mesh == self._mesh:
-                continue
-            if placement.device_set != wanted:
-                raise ValueError(
-                    f"The state{jax.tree_util.keystr(path)} lies on the mesh "
-                    f"{dict(placement.mesh.shape)} and the step is for "
-                    f"{dict(self._mesh.shape)}, of other devices. Replicate or restore "
-                    "the state onto the mesh of the step."
-                )
-
-    def _jitted(self, key, mapped: _mapped.Mapped) -> Any:
-        structure, placements = key
-
-        def run(state, batch, *shared):
-            leaves = jax.tree.leaves(state)
-            leaves = [
-                _placed.keep(x, p) for x, p in zip(leaves, placements, strict=True)
-            ]
-            state = jax.tree.unflatten(structure, leaves)
-            with (
-                _layout.noting(_placed.divided(state, placements)),
-                _mapped.mapping(mapped),
-            ):
-                new, metrics = self._run(state, batch, *shared)
-            if jax.tree.structure(new) == structure:
-                triples = zip(jax.tree.leaves(new), leaves, placements, strict=True)
-                kept = [
-                    x if x.shape != y.shape else _placed.keep(x, p)
-                    for x, y, p in triples
-                ]
-                new = jax.tree.unflatten(structure, kept)
-            return new, metrics
-
-        functools.update_wrapper(run, self._function)
-        return jax.jit(run, donate_argnums=self._donate)
 
     def _divided(self, leaf: Any) -> Any:
         """What has no place yet, divided over the replicas along its first axis.
@@ -316,58 +272,63 @@ class CompiledStep:
             return leaf  # rejected when traced
         return jax.device_put(leaf, NamedSharding(self._mesh, P(self._axis_name)))
 
-    def _placement(self, leaf: Any) -> NamedSharding | None:
-        """How an array lies on the mesh; None where that is not known."""
-        if not is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
-            return None
-        placement = leaf.sharding
-        if not isinstance(placement, NamedSharding) or placement.mesh != self._mesh:
-            return None
-        return _placed.over_replicas(placement, self._axis_name)
+
+def _without_aliases(operands: Any) -> Any:
+    """The operands with copies of arrays that are in them twice.
+
+    The state is donated, and XLA ends the process where a donated buffer is given twice
+    (JAX 0.10.2, several devices).
+    """
+    known: set[int] = set()
+
+    def copied(x):
+        is_alias = id(x) in known
+        known.add(id(x))
+        return jnp.copy(x) if is_alias and isinstance(x, jax.Array) else x
+
+    return jax.tree.map(copied, operands)
 
 
 class _StepCount:
-    """The number of steps that a state has taken, as the host counts along.
+    """The number of steps that a state has taken, counted on the host.
 
     It reads the counter from the devices only when it is given another state than the
     last one that a step returned.
 
     Args:
-      place: of the counter among the leaves of the state.
+      index: of the counter among the leaves of the state.
       due_of: number of steps taken -> whether a decision is due.
     """
 
-    def __init__(self, place: int, due_of: Callable[[int], bool]):
-        self._place, self._due_of = place, due_of
-        self._seen: Any = None
+    def __init__(self, index: int, due_of: Callable[[int], bool]):
+        self._index, self._due_of = index, due_of
+        self._counter: Any = None
         self._steps = 0
 
     @classmethod
     def of(cls, mapped: _mapped.Mapped, state: Any) -> "_StepCount | None":
-        """None where the host cannot know what is due: it asks on every step then.
-
-        By names, since a framework may keep the state in its own classes.
-        """
+        """None where the host cannot know what is due: devices decide on every step."""
+        # By names, since a framework may keep the state in its own classes.
         names = [names for names, _ in _paths.leaves_with_names(state)]
-        found = _counters.optimizers(names)
-        if mapped.due_of is None or mapped.updates != 1 or len(found) != 1:
+        optimizers = _counters.optimizers(names)
+        if mapped.due_of is None or mapped.updates != 1 or len(optimizers) != 1:
             return None
-        return cls(names.index((*found[0], "metrics", "steps")), mapped.due_of)
+        return cls(names.index((*optimizers[0], "metrics", "steps")), mapped.due_of)
 
-    def is_new(self, leaves: Sequence[Any]) -> bool:
+    def is_at_start(self, leaves: Sequence[Any]) -> bool:
         """Whether this is a state that the step did not return, and that took none."""
-        return leaves[self._place] is not self._seen and self._read(leaves) == 0
+        return leaves[self._index] is not self._counter and self._read(leaves) == 0
 
     def due(self, leaves: Sequence[Any]) -> bool:
         return self._due_of(self._read(leaves))
 
-    def took(self, leaves: Sequence[Any]) -> None:
-        self._seen, self._steps = leaves[self._place], self._steps + 1
+    def advance(self, leaves: Sequence[Any]) -> None:
+        self._counter, self._steps = leaves[self._index], self._steps + 1
 
     def _read(self, leaves: Sequence[Any]) -> int:
-        counter = leaves[self._place]
-        if counter is not self._seen:
-            # Equal on all replicas: the first row that is here will do.
-            here = counter.addressable_data(0) if is_array(counter) else counter
-            self._seen, self._steps = counter, int(np.asarray(here).ravel()[0])
+        counter = leaves[self._index]
+        if counter is not self._counter:
+            # Equal on all replicas: the first row of this process will do.
+            row = counter.addressable_data(0) if is_array(counter) else counter
+            self._counter, self._steps = counter, int(np.asarray(row).ravel()[0])
         return self._steps

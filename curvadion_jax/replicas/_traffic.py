@@ -1,11 +1,10 @@
-"""What a compiled step sends between replicas, beside the optimizer.
+"""What a compiled step sends between replicas, in addition to the optimizer.
 
 Within a replica the compiler divides the work and adds collectives of its own. Now and
 then one of them goes over all devices where devices of one replica would have done, and
 then replicas wait for each other on every step. Only the compiled program shows it.
 """
 
-import math
 import re
 
 import numpy as np
@@ -13,21 +12,20 @@ from jax.sharding import Mesh
 
 from curvadion_jax import _guards
 
-_COLLECTIVES = (
-    "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|"
-    "collective-broadcast|ragged-all-to-all"
-)
 # %name = f32[8,16]{1,0} all-reduce(...), ..., metadata={op_name="..."}
-_LINE = re.compile(rf"= (.*?) ({_COLLECTIVES})(?:-start)?\(")
+_COLLECTIVE = re.compile(
+    r"= (.*?) ((?:ragged-)?all-(?:reduce|gather|to-all)|reduce-scatter|"
+    r"collective-(?:permute|broadcast))(?:-start)?\("
+)
 _NAME = re.compile(r'op_name="([^"]*)"')
 # replica_groups={{0,1},{2,3}}; of a permutation its pairs of a sender and a receiver
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[^=]*?\})\}")
-# replica_groups=[2,4]<=[2,2,2]T(1,0,2): an arange, transposed
-_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-# replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}
+# An arange, transposed: replica_groups=[2,4]<=[2,2,2]T(1,0,2)
+_ARANGE = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+# Axes of a mesh: replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}
 _MESH = re.compile(
-    r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\]"
-    r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{((?:'\w+',?)+)\}"
+    r"replica_groups=mesh\[([^]]+)\]"
+    r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]+)\}"
 )
 
 
@@ -39,13 +37,12 @@ def between_replicas(text: str, mesh: Mesh, axis_name: str) -> list[str]:
       mesh: mesh with the replica axis.
       axis_name: name of the replica axis.
     """
-    shape = tuple(mesh.shape.values())
     axis = list(mesh.shape).index(axis_name)
-    replica = np.indices(shape)[axis].ravel()  # of every device
+    replica = np.indices(mesh.devices.shape)[axis].ravel()  # of every device
     found = []
     for line in text.splitlines():
-        operation, name = _LINE.search(line), _NAME.search(line)
-        # What has no name is of the compiler's making; its size says too little.
+        operation, name = _COLLECTIVE.search(line), _NAME.search(line)
+        # The compiler makes some without a name, whose size says too little.
         if not operation or not name or _guards.SCOPE in name[1]:
             continue
         if any(len(set(replica[group])) > 1 for group in groups(line)):
@@ -55,34 +52,29 @@ def between_replicas(text: str, mesh: Mesh, axis_name: str) -> list[str]:
 
 
 def groups(attributes: str) -> list[list[int]]:
-    """Devices that a collective joins, as it is written; none where that is new."""
+    """Devices that a collective joins; none where they are written in a new way."""
     if listed := _LISTED.search(attributes):
-        parts = re.findall(r"\{([\d,]+)\}", listed[1])
-        return [[int(x) for x in part.split(",")] for part in parts]
-    if mesh := _MESH.search(attributes):
-        return _groups_of_mesh(*mesh.groups())
-    if not (iota := _IOTA.search(attributes)):
-        return []
-    shape, sizes, order = map(_numbers, iota.groups())
-    return _arange(sizes, order).reshape(shape).tolist()
+        return [_numbers(group) for group in re.findall(r"\{(.*?)\}", listed[1])]
+    if found := _MESH.search(attributes):
+        axes, sizes, order, joined = found.groups()
+        names, inside = (re.findall(r"'(\w+)'", each) for each in (axes, joined))
+        shape = [int(size) for size in re.findall(r"=(\d+)", axes)]
+        devices = _arange(sizes or ",".join(map(str, shape)), order).reshape(shape)
+        last = [names.index(name) for name in inside]
+        first = [axis for axis in range(len(names)) if axis not in last]
+        devices = devices.transpose(first + last)
+        return devices.reshape(-1, int(np.prod([shape[i] for i in last]))).tolist()
+    if found := _ARANGE.search(attributes):
+        shape, sizes, order = found.groups()
+        return _arange(sizes, order).reshape(_numbers(shape)).tolist()
+    return []
 
 
 def _numbers(text: str | None) -> list[int]:
     return [int(x) for x in (text or "").split(",") if x]
 
 
-def _arange(sizes: list[int], order: list[int]) -> np.ndarray:
-    devices = np.arange(math.prod(sizes)).reshape(sizes)
-    return devices.transpose(order or range(len(sizes)))
-
-
-def _groups_of_mesh(
-    mesh: str, sizes: str | None, order: str | None, joined: str
-) -> list[list[int]]:
-    axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
-    inside = re.findall(r"'(\w+)'", joined)
-    shape = list(axes.values())
-    devices = _arange(_numbers(sizes) or shape, _numbers(order)).reshape(shape)
-    by_axis = [name for name in axes if name not in inside] + inside
-    devices = devices.transpose([list(axes).index(name) for name in by_axis])
-    return devices.reshape(-1, math.prod(axes[name] for name in inside)).tolist()
+def _arange(sizes: str, order: str | None) -> np.ndarray:
+    shape = _numbers(sizes)
+    devices = np.arange(np.prod(shape)).reshape(shape)
+    return devices.transpose(_numbers(order) or range(len(shape)))

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from stored_states import assert_same
 
 import curvadion_jax as cd
-from curvadion_jax import _digests, checkpoint
+from curvadion_jax import checkpoint
 
 # Enough elements to lie in a file of their own.
 STATE = {"w": jax.random.normal(jax.random.key(0), (2, 32, 32))}
@@ -57,7 +57,7 @@ def test_damaged_checkpoint_is_refused(tmp_path, damage):
 def test_a_renamed_step_is_refused(tmp_path):
     checkpoint.save(tmp_path, 3, STATE)
     (tmp_path / "3").rename(tmp_path / "4")
-    with pytest.raises(ValueError, match=r"Folder 4 in .* holds step 3"):
+    with pytest.raises(ValueError, match="renamed, it holds step 3"):
         checkpoint.restore(tmp_path, STATE)
 
 
@@ -94,7 +94,7 @@ def test_an_array_that_is_not_what_was_saved_is_named(tmp_path, monkeypatch):
         return arrays | {"v": jax.numpy.asarray(bits.view(np.float32))}
 
     monkeypatch.setattr(checkpoint, "_read_arrays", flipped)
-    with pytest.raises(ValueError, match=r"1 arrays of step 3 .* what was saved: \['v"):
+    with pytest.raises(ValueError, match=r"differs in 1 arrays \['v"):
         checkpoint.restore(tmp_path, state)
 
 
@@ -109,9 +109,10 @@ def test_a_digest_is_of_the_numbers_and_not_of_their_places(kind, dtype):
     x = np.asarray(jax.numpy.asarray(numbers).astype(dtype))
     mesh = cd.replicas.make_mesh(2, {"fsdp": 2}, inner_type=kind)
     spec = PartitionSpec(cd.replicas.AXIS, "fsdp")
-    found = _digests.of(jax.device_put(x, NamedSharding(mesh, spec)))
-    np.testing.assert_array_equal(found, _digests.of(jax.device_put(x)))
+    digests = lambda x: checkpoint._digests({"x": x})["x"]  # noqa: E731
+    found = digests(jax.device_put(x, NamedSharding(mesh, spec)))
+    assert found == digests(jax.device_put(x))
     moved = np.array(x)
     moved[1, 2] = np.roll(moved[1, 2], 1)
-    same = found == _digests.of(jax.device_put(moved))
-    assert same.tolist() == [True, False]
+    same = digests(jax.device_put(moved))
+    assert (found[0] == same[0], found[1] == same[1]) == (True, False)

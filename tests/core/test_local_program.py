@@ -340,12 +340,6 @@ def test_a_sync_that_cannot_be_traced_fails_at_once():
         helpers.replica_step(tx, mesh)(state, helpers.make_gradients(1, 2)[0])
 
 
-def test_a_program_that_is_not_there_is_not_given():
-    step, arguments = prepare("curvadion", 2)
-    with pytest.raises(ValueError, match="trigger is due on every step"):
-        step.lower(*arguments, due=True)
-
-
 @pytest.mark.parametrize("name", some(["local_muon", "averaging_dion", "paper"]))
 def test_another_replicas_gradient_changes_nothing_until_the_sync(name):
     """Three replicas, four steps, of which 1 and 2 are local; one gradient differs."""

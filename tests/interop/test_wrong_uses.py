@@ -77,12 +77,6 @@ def step(state: Any, batch: Any, mesh=TWO) -> None:
     jax.eval_shape(replicas.step(lambda s, b: (s, {}), mesh), state, batch)
 
 
-def donated() -> Any:
-    state = replicas.replicate({"w": jnp.ones(3)}, TWO)
-    state["w"].delete()
-    return state
-
-
 def disagreeing() -> Any:
     state = cd.curvadion(0.1).init(PARAMS)
     state = jax.tree.map(lambda x: np.stack([x, x]), state)
@@ -215,10 +209,6 @@ CASES = {
     "mesh of another axis": (
         lambda: replicas.replicate(PARAMS, jax.make_mesh((2,), ("data",))),
         *(ValueError, "data"),
-    ),
-    "state that a step has reused": (
-        lambda: replicas.step(lambda s, b: (s, {}), TWO)(donated(), jnp.ones(2)),
-        *(ValueError, "'w'"),
     ),
     "counters that differ": (
         lambda: metrics.read(disagreeing()),

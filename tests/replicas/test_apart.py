@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
 from curvadion_jax import compressors, triggers
-from curvadion_jax.replicas import _apart
+from curvadion_jax.replicas import _consistency
 from curvadion_jax.synchronizers import reconcile
 
 REPLICAS, STEPS, EVERY = 2, 6, 2
@@ -162,12 +162,12 @@ def test_looks_are_few(monkeypatch):
     """After 1, 2, 4, 8, ... steps that may have synchronised, and never on others."""
     calls, looks = [], []
     count = lambda *_: looks.append(len(calls)) or []  # noqa: E731
-    monkeypatch.setattr(_apart.Look, "_names_apart", count)
-    look = _apart.Look(())
+    monkeypatch.setattr(_consistency.ConsistencyCheck, "_differing", count)
+    look = _consistency.ConsistencyCheck(())
     for _ in range(2000):
-        look.after({}, due=False)
+        look.after_step({}, due=False)
         calls.append(0)
-        look.after({}, due=True)
+        look.after_step({}, due=True)
     assert looks == [1, 2, 4, 8, 16, 32, 64, 128]
 
 

@@ -91,7 +91,6 @@ def test_bytes_are_counted_as_they_are_sent(dtype, measured):
     ("tx", "average", "message"),
     [
         (TX, "statistics", "'s', and no floating"),
-        (optax.sgd(0.1), ["w"], "no optimizer"),
     ],
 )
 def test_what_cannot_be_averaged(tx, average, message):

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
 from curvadion_jax import replicas, synchronizers, triggers
-from curvadion_jax.replicas import _state
+from curvadion_jax.replicas import _model
 
 # One float32 sum of some dozens of squares.
 RTOL = 1e-5
@@ -49,7 +49,7 @@ def test_equal_replicas(number):
 def test_the_mean_is_one_all_reduce():
     params = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
     params = replicas.replicate(params, replicas.make_mesh(4))
-    program = _state._mean.lower(params).compile().as_text()
+    program = _model._mean.lower(params).compile().as_text()
     (sent,) = [line for line in program.splitlines() if " all-reduce(" in line]
     found = re.findall(r"f32\[[\d,]*\]", sent.partition(" all-reduce(")[0])
     assert found == ["f32[8]", "f32[8,8]"]

@@ -99,8 +99,8 @@ def test_meshes_of_ones_own():
     mesh = Mesh(devices, ("data",))
     renamed = replicas.replicate({"w": jnp.ones(2)}, mesh, axis_name="data")
     assert renamed["w"].shape == (2, 2)
-    with pytest.raises(ValueError, match="no 'replica'"):
+    with pytest.raises(ValueError, match="axis 'replica' of type Auto"):
         replicas.replicate({"w": jnp.ones(2)}, mesh)
     explicit = Mesh(devices, ("replica",), axis_types=(AxisType.Explicit,))
-    with pytest.raises(ValueError, match="must be Auto"):
+    with pytest.raises(ValueError, match="of type Auto"):
         replicas.replicate({"w": jnp.ones(2)}, explicit)

@@ -173,9 +173,9 @@ def test_reanchor_drops_residuals_and_keeps_the_rest():
         (
             {"bias": jnp.ones(5)},
             TX.init(MODELS[0]),
-            r"'embed' has shape \(7, 3\), .* has None",
+            r"'embed' has shape \(7, 3\), .* is missing",
         ),
-        (stacked(*SAME), TX.init(MODELS[0]), r"has \(4, 5\)"),
+        (stacked(*SAME), TX.init(MODELS[0]), r"is \(4, 5\)"),
     ],
 )
 def test_reanchor_needs_the_anchor_of_these_parameters(params, opt_state, message):

@@ -237,12 +237,3 @@ def test_momenta_sent_whole_are_known_by_their_names():
     inside = moved_inside(hlo.parse(compiled.as_text()), mesh)
     shapes = {shape[-2:] for each in inside for _, shape in each.arrays}
     assert (64, 64) not in shapes  # a device's part of a matrix; of a factor (64, 96)
-
-
-def test_a_state_on_other_devices_is_refused():
-    mesh = cd.replicas.make_mesh(2, {"fsdp": 4})
-    step = cd.replicas.step(lambda state, batch: (state, {}), mesh)
-    state = cd.replicas.replicate(np.ones(4), cd.replicas.make_mesh(2, {"fsdp": 2}))
-    message = r"lies on the mesh \{'replica': 2, 'fsdp': 2\} and .*'fsdp': 4"
-    with pytest.raises(ValueError, match=message):
-        step(state, np.ones(2))

@@ -1,4 +1,4 @@
-"""The arrays of a state: alive, with a replica axis, and placed on the mesh."""
+"""The arrays of a state: with a replica axis, and placed on the mesh."""
 
 import functools
 from collections.abc import Callable
@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _axis_types, _layout, _memory, _paths
+
+Placements = tuple[NamedSharding | None, ...]
 
 
 def is_array(x: Any) -> bool:
@@ -18,29 +20,16 @@ def is_array(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def check_alive(tree: Any, what: str) -> None:
-    """Rejects arrays that were donated to a step."""
-    if not any(is_array(x) and x.is_deleted() for x in jax.tree.leaves(tree)):
-        return
-    for name, leaf in _paths.leaves_with_path(tree):
-        if is_array(leaf) and leaf.is_deleted():
-            raise ValueError(
-                f"The {what} {name!r} was donated to an earlier step. Use the state "
-                "that the step returned, or make the step with donate=False."
-            )
-
-
 def count_replicas(tree: Any, what: str) -> int:
     """The length of the replica axis, which all leaves must have."""
-    check_alive(tree, what)
     leaves = jax.tree.leaves(tree)
     number = len(leaves[0]) if leaves and np.ndim(leaves[0]) else 1
-    check_leading(tree, number, what)
+    check_replica_axis(tree, number, what)
     return number
 
 
-def check_leading(tree: Any, number: int, what: str) -> None:
-    """Rejects a tree of which a leaf lacks the replica axis."""
+def check_replica_axis(tree: Any, number: int, what: str) -> None:
+    """Rejects a tree with a leaf that lacks the replica axis."""
     for name, leaf in _paths.leaves_with_path(tree):
         if np.shape(leaf)[:1] != (number,):
             raise ValueError(
@@ -52,12 +41,12 @@ def check_leading(tree: Any, number: int, what: str) -> None:
 
 def check_unshared(tree: Any) -> None:
     """Rejects a tree that holds one variable of Flax nnx at two places."""
-    seen: dict[int, str] = {}
+    found: dict[int, str] = {}
     for path, node in jax.tree.leaves_with_path(tree, is_leaf=_paths.is_box):
         if not _paths.is_box(node):
             continue
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if (first := seen.setdefault(id(node), name)) != name:
+        if (first := found.setdefault(id(node), name)) != name:
             raise ValueError(
                 f"{first!r} and {name!r} are one shared variable, which would become "
                 "two. Give the state of the model, nnx.state(model) or "
@@ -65,34 +54,35 @@ def check_unshared(tree: Any) -> None:
             )
 
 
-@functools.lru_cache(maxsize=4096)  # looked up for every array on every step
-def over_replicas(placement: NamedSharding, axis_name: str) -> NamedSharding:
-    """Sharded over the replicas, and within a replica as it is."""
-    sizes = placement.mesh.shape
+def placement(leaf: Any, mesh: Mesh, axis_name: str) -> NamedSharding | None:
+    """How an array lies on the mesh; None where that is not known."""
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(leaf, Tracer) or not isinstance(sharding, NamedSharding):
+        return None
+    return _over_replicas(sharding, axis_name) if sharding.mesh == mesh else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _over_replicas(sharding: NamedSharding, axis_name: str) -> NamedSharding:
+    """Sharded over the replicas, and within a replica as it is.
+
+    Without mesh axes of one device, which a step drops: with them the second step would
+    be compiled anew.
+    """
+    sizes = sharding.mesh.shape
 
     def used(entry):
         names = tuple(name for name in jax.tree.leaves(entry) if sizes[name] > 1)
         return (names[0] if len(names) == 1 else names) or None
 
-    spec = [axis_name, *map(used, placement.spec[1:])]
+    spec = [axis_name, *map(used, sharding.spec[1:])]
     while spec[-1] is None:  # P("replica", None) is P("replica")
         spec.pop()
-    return placement.update(spec=P(*spec))
+    return sharding.update(spec=P(*spec))
 
 
-def look(function: Callable[..., Any], *trees: Any) -> Any:
-    """What a function of arrays returns, on the host, in every process."""
-    found = (getattr(x, "sharding", None) for x in jax.tree.leaves(trees))
-    meshes = (x.mesh for x in found if isinstance(x, NamedSharding))
-    mesh = next(meshes, None)
-    whole = None if mesh is None else NamedSharding(mesh, P())
-    return jax.device_get(
-        jax.jit(function, out_shardings=whole)(*_memory.to_device(trees))
-    )
-
-
-def without_empty_axes(leaf: Any, placement: NamedSharding | None) -> Any:
-    """The array, placed as after a step: without mesh axes of one device."""
+def place(leaf: Any, placement: NamedSharding | None) -> Any:
+    """The array with this placement, if it lies so by another name."""
     if placement is None or not is_array(leaf) or placement == leaf.sharding:
         return leaf
     if leaf.sharding.is_equivalent_to(placement, leaf.ndim):
@@ -100,7 +90,14 @@ def without_empty_axes(leaf: Any, placement: NamedSharding | None) -> Any:
     return leaf
 
 
-def divided(state: Any, placements) -> list[_layout.Placed]:
+def constrain(x: jax.Array, placement: NamedSharding | None) -> jax.Array:
+    """The array of a traced step, which stays where it was."""
+    if placement is None or placement.memory_kind == _memory.HOST_KIND:
+        return x  # The type of an array in host memory keeps it there.
+    return _axis_types.constrain(x, placement)
+
+
+def within_replica(state: Any, placements: Placements) -> list[_layout.Placed]:
     """How the arrays of the state are sharded within a replica."""
     leaves = _paths.leaves_with_path(state)
     return [
@@ -110,7 +107,11 @@ def divided(state: Any, placements) -> list[_layout.Placed]:
     ]
 
 
-def keep(x: jax.Array, placement: NamedSharding | None) -> jax.Array:
-    if placement is None or placement.memory_kind == _memory.HOST_KIND:
-        return x  # The type of an array in host memory keeps it there.
-    return _axis_types.constrain(x, placement)
+def on_host(function: Callable[..., Any], *trees: Any) -> Any:
+    """What a function of arrays returns, on the host, in every process."""
+    shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(trees))
+    meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
+    mesh = next(meshes, None)
+    replicated = None if mesh is None else NamedSharding(mesh, P())
+    compiled = jax.jit(function, out_shardings=replicated)
+    return jax.device_get(compiled(*_memory.to_device(trees)))

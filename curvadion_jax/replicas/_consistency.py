@@ -1,0 +1,168 @@
+"""Checks that replicas agree where they should: at the start, and after syncs."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from curvadion_jax import _counters, _paths
+from curvadion_jax._adaptive_sync import AdaptiveSyncState
+from curvadion_jax._paths import Names
+from curvadion_jax.replicas._arrays import on_host
+
+_CHECKS = 8
+
+
+class ConsistencyCheck:
+    """Compares replicas in the arrays outside of optimizers that synchronise.
+
+    A comparison waits for the step, so it is made at the start, and after steps 1, 2,
+    4, 8, ... that may have synchronised.
+
+    Args:
+      local: names in the paths of arrays that are meant to differ.
+    """
+
+    def __init__(self, local: Sequence[str]):
+        self._local, self._sync_steps, self._left = tuple(local), 0, _CHECKS
+
+    def at_start(self, state: Any) -> None:
+        """Rejects a run that would start from another model than its anchor.
+
+        Replicas that start from different parameters never meet, and the first sync
+        would undo parameters that were loaded after ``tx.init``. States that took a
+        step pass.
+        """
+        leaves = dict(_paths.leaves_with_names(state))
+        optimizers = _counters.optimizers(leaves)
+        if not optimizers:
+            return
+        steps = [leaves[*path, "metrics", "steps"] for path in optimizers]
+        common = self._common(leaves, optimizers)
+        # Arrays that may be the parameter of an anchor end with its name.
+        parameters = {
+            names: (x, copies)
+            for path in optimizers
+            for names, x in _anchor(leaves, path).items()
+            if (copies := _ending_with(names, x.shape, common))
+        }
+        started, differs, moved = on_host(
+            _compare_at_start, steps, [*common.values()], [*parameters.values()]
+        )
+        if started:
+            return
+        names = ["/".join(each) for each in (*common, *parameters)]
+        if any(differs):
+            raise ValueError(
+                f"Replicas start from different values ({names[differs.index(True)]!r})"
+                ", and would never meet. Give replicas.replicate the state of one "
+                "replica, and name what is meant to differ in replicas.step(local=...)."
+            )
+        if any(moved):
+            raise ValueError(
+                f"The parameters ({'/'.join(list(parameters)[moved.index(True)])!r}) "
+                "are not those given to tx.init, to which the first sync would return. "
+                "Call tx.init with them, or replicas.reanchor(params, opt_state)."
+            )
+
+    def after_step(self, state: Any, due: bool | None) -> None:
+        """Warns, once, of arrays in which replicas still differ after a sync.
+
+        Something changes them after the optimizer, such as a transformation that
+        follows it in `optax.chain` or a clamp of a parameter, or no sync reaches them,
+        such as parameters of another optimizer or batch statistics.
+
+        Args:
+          state: what a step returned, with a leading replica axis.
+          due: whether a decision was due, None if on every step.
+        """
+        if due is False or not self._left:
+            return
+        self._sync_steps += 1
+        if self._sync_steps & (self._sync_steps - 1):
+            return
+        self._left -= 1
+        if names := self._differing(state):
+            self._left = 0
+            some = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
+            warnings.warn(
+                f"After a sync the replicas still differ in {len(names)} arrays: "
+                f"{some}. Move what changes them before or into the optimizer, average "
+                "them with replicas.step(average=...), or name them in "
+                "replicas.step(local=...) if they are meant to differ.",
+                stacklevel=4,
+            )
+
+    def _differing(self, state: Any) -> list[str]:
+        """None unless all replicas have just synchronised, to an anchor."""
+        leaves = dict(_paths.leaves_with_names(state))
+        optimizers = _counters.optimizers(leaves)
+        if not optimizers or not all(_anchor(leaves, path) for path in optimizers):
+            return []
+        counters = [
+            [
+                leaves[*path, "metrics", each]
+                for each in ("synced", "excluded", "absent")
+            ]
+            for path in optimizers
+        ]
+        common = self._common(leaves, optimizers)
+        synced, differs = on_host(_compare_after_sync, counters, [*common.values()])
+        pairs = zip(common, differs, strict=True)
+        return ["/".join(names) for names, yes in pairs if synced and yes]
+
+    def _common(self, leaves: dict[Names, Any], optimizers: Any) -> dict[Names, Any]:
+        """The arrays that replicas should have in common after a sync."""
+        return {
+            names: x
+            for names, x in leaves.items()
+            if jnp.issubdtype(x.dtype, jnp.inexact)
+            and not _paths.lies_in(names, self._local)
+            and not _counters.is_within(names, optimizers, AdaptiveSyncState._fields)
+        }
+
+
+def _anchor(leaves: dict[Names, Any], path: Names) -> dict[Names, Any]:
+    before = (*path, "sync_state", "anchor")
+    size = len(before)
+    return {names[size:]: x for names, x in leaves.items() if names[:size] == before}
+
+
+def _ending_with(names: Names, shape: Any, arrays: dict[Names, Any]) -> list[Any]:
+    pairs = ((path[len(path) - len(names) :], x) for path, x in arrays.items())
+    return [x for end, x in pairs if end == names and x.shape == shape]
+
+
+def _compare_at_start(steps: Any, arrays: list[jax.Array], parameters: Any) -> Any:
+    """Whether a step was taken, what differs between replicas, and from the anchor."""
+
+    def differs(x, y):
+        return jnp.any((x != y) & ~(jnp.isnan(x) & jnp.isnan(y)))
+
+    started = jnp.any(jnp.stack([jnp.any(each > 0) for each in steps]))
+    anchors = [x for x, _ in parameters]
+    moved = [
+        jnp.all(jnp.stack([differs(x, copy) for copy in copies]))
+        for x, copies in parameters
+    ]
+    return started, [differs(x, x[:1]) for x in (*arrays, *anchors)], moved
+
+
+def _compare_after_sync(counters: Any, arrays: list[jax.Array]) -> Any:
+    """Whether all synchronised, and what differs by more than a rounding of one sum."""
+
+    def norm(x):
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return jnp.sqrt(jnp.sum(jnp.abs(wide) ** 2, axis=tuple(range(1, x.ndim))))
+
+    def differs(x):
+        # A wider bound would hide what bfloat16 parameters move between syncs.
+        return jnp.any(norm(x - x[:1]) > float(jnp.finfo(x.dtype).eps) * norm(x[:1]))
+
+    synced = [
+        jnp.all(synced) & ~jnp.any(excluded + absent > 0)
+        for synced, excluded, absent in counters
+    ]
+    return jnp.all(jnp.stack(synced)), [differs(x) for x in arrays]

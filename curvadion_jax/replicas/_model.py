@@ -1,0 +1,217 @@
+"""The one model of all replicas: their mean, their last common point, their spread."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from curvadion_jax import _memory, _paths
+from curvadion_jax.replicas._arrays import check_unshared, count_replicas, on_host
+
+
+def consensus(params: Any) -> Any:
+    """The one model, to evaluate, export and keep: the mean over the replicas.
+
+    Costs a full all-reduce. The last common point, :func:`anchor`, costs nothing.
+
+    Args:
+      params: parameters with a leading replica axis, or other state of this kind.
+
+    Returns:
+      The tree without the replica axis. Means are taken in at least float32, and of
+      integers and keys the first replica's value.
+
+    Raises:
+      ValueError: if leaves have no common leading axis, or an nnx variable is shared.
+
+    Example:
+      >>> consensus({"w": jnp.array([[1.0], [3.0]])})["w"].tolist()
+      [2.0]
+    """
+    count_replicas(params, "parameters")
+    check_unshared(params)
+    return _mean(params)
+
+
+@jax.jit
+def _mean(params: Any) -> Any:
+    def mean(x):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x[0]
+        return jnp.mean(x.astype(jnp.promote_types(x, jnp.float32)), 0).astype(x.dtype)
+
+    return jax.tree.map(mean, _memory.to_device(params))
+
+
+def divergence(params: Any) -> jax.Array:
+    """How far apart the replicas are, relative to the size of the parameters.
+
+    Right after a sync it is rounding, below 1e-6 in float32. If it stays larger,
+    something moves parameters after the optimizer, such as a transformation that
+    follows it in `optax.chain`.
+
+    Args:
+      params: parameters with a leading replica axis.
+
+    Returns:
+      A scalar, the RMS distance of the replicas from their mean, over the RMS of the
+      parameters. 0 if all are equal.
+
+    Raises:
+      ValueError: if leaves have no common leading axis, or an nnx variable is shared.
+
+    Example:
+      >>> spread = divergence({"w": jnp.array([[3.0], [5.0]])})
+      >>> print(f"{spread:.4f}")  # 1 / sqrt(17)
+      0.2425
+    """
+    count_replicas(params, "parameters")
+    check_unshared(params)
+    return _divergence(jax.tree.leaves(params))
+
+
+@jax.jit
+def _divergence(params: list[jax.Array]) -> jax.Array:
+    leaves = [
+        x.astype(jnp.promote_types(x, jnp.float32))
+        for x in _memory.to_device(params)
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+
+    def square(x):
+        return jnp.sum(jnp.real(x * jnp.conj(x)))
+
+    # From the first replica, so that equal replicas give exactly zero: the mean of
+    # equal numbers may be rounded.
+    distances = [x - x[:1] for x in leaves]
+    spread = sum(square(x - jnp.mean(x, 0, keepdims=True)) for x in distances)
+    size = sum(map(square, leaves))
+    return jnp.sqrt(spread / jnp.where(size == 0, 1, size))
+
+
+def anchor(opt_state: Any) -> Any:
+    """The parameters that all replicas had after the last sync.
+
+    They cost no communication. Before the first sync they are the parameters at the
+    start. To evaluate and to export use :func:`consensus`.
+
+    Args:
+      opt_state: the optimizer state with a leading replica axis, nnx's included.
+
+    Returns:
+      A tree like the parameters, without the replica axis.
+
+    Raises:
+      ValueError: if leaves have no common leading axis, or the state does not hold one
+        anchor.
+
+    Example:
+      >>> import curvadion_jax as cd
+      >>> state = cd.local_muon(0.1).init({"w": jnp.ones(4)})
+      >>> anchor(cd.replicas.replicate(state, cd.replicas.make_mesh(1)))["w"].tolist()
+      [1.0, 1.0, 1.0, 1.0]
+    """
+    count_replicas(opt_state, "optimizer state")
+
+    def is_anchor(path, node):
+        names = [jax.tree_util.keystr((key,), simple=True) for key in path[-2:]]
+        return names == ["sync_state", "anchor"] and bool(jax.tree.leaves(node))
+
+    nodes = jax.tree.leaves_with_path(
+        opt_state, is_leaf=is_anchor, is_leaf_takes_path=True
+    )
+    anchors = [node for path, node in nodes if is_anchor(path, node)]
+    if len(anchors) != 1:
+        raise ValueError(
+            f"The optimizer state holds {len(anchors)} anchors. Give the state of one "
+            "optimizer with synchronizers.reconcile; others keep no anchor."
+        )
+    return jax.tree.map(_of_one_replica, _memory.to_device(anchors[0]))
+
+
+def _of_one_replica(x: jax.Array) -> jax.Array:
+    """An array that is the same on all replicas, without their axis."""
+    sharding = getattr(x, "sharding", None)
+    if isinstance(x, Tracer) or not isinstance(sharding, NamedSharding):
+        return jnp.asarray(x)[0]
+    # Each device reads its own copy: `x[0]` of a sharded array is an all-reduce.
+    first = jax.shard_map(
+        lambda x: x[0],
+        mesh=sharding.mesh,
+        in_specs=sharding.spec,
+        out_specs=P(*sharding.spec[1:]),
+        check_vma=False,
+    )
+    return first(x)
+
+
+def reanchor(params: Any, opt_state: Any) -> Any:
+    """Makes the parameters the anchor, and residuals zero.
+
+    For parameters that were loaded or changed after ``tx.init``. Momenta, outer
+    momentum and counters stay.
+
+    Args:
+      params: the parameters, the same on all replicas; of nnx, the model or its state.
+      opt_state: the optimizer state. Both have a leading replica axis, or neither has.
+
+    Returns:
+      The optimizer state.
+
+    Raises:
+      ValueError: if the state holds no anchor, a parameter of the anchor is missing, or
+        parameters differ between replicas.
+
+    Example:
+      >>> import curvadion_jax as cd
+      >>> state = cd.local_muon(0.1).init({"w": jnp.zeros(2)})
+      >>> reanchor({"w": jnp.ones(2)}, state).sync_state.anchor["w"].tolist()
+      [1.0, 1.0]
+    """
+    by_names = dict(_paths.leaves_with_names(params))
+    leaves = _paths.leaves_with_names(opt_state)
+    has_axis = any(names[-1:] == ("steps",) and np.ndim(x) for names, x in leaves)
+    anchors, new = {}, []
+    for names, leaf in leaves:
+        field, name = _in_sync_state(names)
+        if field == "anchor":
+            x = by_names.get(name)
+            if np.shape(x) != leaf.shape or x is None:
+                raise ValueError(
+                    f"The anchor {'/'.join(name)!r} has shape {leaf.shape}, and the "
+                    f"parameter is {'missing' if x is None else np.shape(x)}. Give the "
+                    "parameters that this optimizer was initialised with."
+                )
+            anchors[name] = x
+            leaf = _memory.beside(jnp.array(x, leaf.dtype), leaf)
+        elif field == "residual":
+            leaf = jnp.zeros_like(leaf)
+        new.append(leaf)
+    if not anchors:
+        raise ValueError(
+            "The optimizer state holds no anchor. Only synchronizers.reconcile keeps "
+            "one; with other synchronizers there is nothing to do."
+        )
+    if has_axis and any(on_host(_differ, list(anchors.values()))):
+        raise ValueError(
+            "The parameters differ between the replicas, and an anchor must not. Give "
+            "those of replicas.replicate(replicas.consensus(params), mesh)."
+        )
+    return jax.tree.unflatten(jax.tree.structure(opt_state), new)
+
+
+def _in_sync_state(names: _paths.Names) -> tuple[str | None, _paths.Names]:
+    """The field of a `SyncState` that a leaf lies in, and the names below it."""
+    if "sync_state" not in names[:-1]:
+        return None, ()
+    index = names.index("sync_state") + 1
+    return names[index], names[index + 1 :]
+
+
+def _differ(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Whether each array [replicas, ...] differs between replicas."""
+    return [jnp.any((x != x[:1]) & ~jnp.isnan(x)) for x in arrays]
