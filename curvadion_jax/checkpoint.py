@@ -1,13 +1,9 @@
 """Save and restore a whole training state, with every replica in it.
 
-Between two syncs the replicas differ, so a checkpoint holds all of them: every leaf
-has a leading replica axis ``[N, ...]``, is written from the devices it lives on, and
-is read back onto those of a target state. The work is done by orbax-checkpoint, which
-comes with the extra ``curvadion-jax[checkpoint]``.
-
-Nothing that is read is run: a checkpoint is JSON and arrays in TensorStore's formats.
-With several processes, all of them call `save`, `restore` and `read_extra`, with a
-directory that all of them see. One job at a time writes to a directory.
+Between two syncs the replicas differ, so a checkpoint holds all of them. The work is
+done by orbax-checkpoint, which comes with the extra ``curvadion-jax[checkpoint]``;
+nothing that is read is run. With several processes, all of them call `save`, `restore`
+and `read_extra`, with a directory that all of them see. One job at a time writes to it.
 """
 
 import json
@@ -46,27 +42,25 @@ def save(
     """Writes the state of all replicas to disk and waits until it is there.
 
     A checkpoint appears under its step complete or not at all. The next save removes
-    what a crash left behind. A step that holds this very state already is left as it
-    is, with its `extra`, so a resumed loop may begin with a save.
+    what a crash left behind. A step that holds this very state is left as it is, so a
+    resumed loop may begin with a save.
 
     Args:
       directory: the folder of the run, made if it is missing, with one per step in it.
       step: the number of this checkpoint, above those of the checkpoints there are.
-      state: any pytree of ``jax.Array`` leaves, each of shape ``[N, ...]`` with N the
-        number of replicas; any dtype, typed PRNG keys ``key[N, ...]`` included.
-      keep: how many checkpoints to keep, this one included; older ones are removed
-        once this one is complete. None keeps all.
-      extra: a small dictionary that JSON can hold, such as a data position, for
-        `read_extra`. With several processes, the first one's is stored.
+      state: any pytree of ``jax.Array`` leaves [N, ...], with N the number of replicas,
+        of any dtype, typed PRNG keys included.
+      keep: how many checkpoints to keep, this one included. None keeps all.
+      extra: a small dictionary for JSON, such as a data position, for `read_extra`.
+        With several processes, the first one's is stored.
       overwrite: whether to remove this step and later ones first, from which a run
         went back.
 
     Raises:
       ValueError: if the step does not lie above the latest one, or the leaves do not
         share one leading replica axis.
-      OSError: if the system refuses a write. Checkpoints that are there stay as they
-        were. With several processes the others wait for this one: end it
-        (``os._exit``), and JAX ends them.
+      OSError: if the system refuses a write. Older checkpoints stay as they were. With
+        several processes the others wait for this one: end it (``os._exit``).
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -124,37 +118,32 @@ def restore(
 ) -> Any:
     """Reads a state, bit for bit, into the structure and shardings of a target.
 
-    What is static in the target stays the target's. Its values are not used, so donated
-    arrays will do.
-
     Args:
       directory: the folder given to `save`.
-      target: a state of the saved structure, shapes ``[N, ...]`` and dtypes; its
-        leaves are ``jax.Array`` or ``jax.ShapeDtypeStruct`` with a ``sharding``.
-        The devices need not be those of the saved run.
+      target: a state of the saved structure, shapes and dtypes, whose values are not
+        used: arrays, also donated ones, or ``jax.ShapeDtypeStruct`` with a
+        ``sharding``. The devices need not be those of the saved run.
       step: the step to read; None is the latest.
       replicas: the number of replicas of the target, where the saved state may have
         another one: it is then changed as by `curvadion_jax.replicas.resize`.
-        None refuses a checkpoint of another number.
       partial: whether the target may be a part of what was saved, by its paths, such as
         ``{"params": ...}`` for inference or fine-tuning.
 
     Returns:
-      The restored state, with the target's structure, shapes, dtypes and shardings.
+      The restored state, with the target's structure, static parts and shardings.
 
     Raises:
       FileNotFoundError: if there is no checkpoint, or none of this step.
-      ValueError: if the number of replicas, a leaf's path, shape or dtype differs; the
-        files cannot be read, or an array is not what was saved; the folder was renamed;
-        or a leaf of the target has no sharding.
+      ValueError: if target and checkpoint differ, or the files are damaged.
     """
     path, leaves = _path(directory), _by_path(target)
     notes = _read_notes(path, step)
-    step, arrays, before = notes["step"], notes["arrays"], notes["replicas"]
-    number = len(next(iter(leaves.values())))
+    found: int = notes["step"]
+    arrays, before = notes["arrays"], notes["replicas"]
+    number = next(iter(leaves.values())).shape[0]
     if number != (before if replicas is None else replicas):
         raise ValueError(
-            f"The target has {number} replicas, step {step} in {path} has {before}, "
+            f"The target has {number} replicas, step {found} in {path} has {before}, "
             f"and replicas is {replicas}. Pass replicas={number} to change their "
             "number."
         )
@@ -162,15 +151,15 @@ def restore(
         wanted = _describe(leaves[name]) if name in leaves else "missing"
         if (saved := arrays.get(name, "missing")) != wanted:
             raise ValueError(
-                f"{name!r} is {saved} at step {step} in {path} and {wanted} in the "
-                "target. Build the target as the saved run did, or pass partial=True "
-                "for a part of it."
+                f"{name!r} is {saved} at step {found} in {path} and {wanted} in the "
+                "target. Build it as the saved run did, or pass partial=True for a "
+                "part."
             )
     averaged = dict(zip(leaves, _recover.is_averaged(target), strict=True))
     restored, digests = {}, {}
     # For another number of replicas one array at a time: all would be large.
     for names in [leaves] if before == number else [[name] for name in leaves]:
-        read = _read_arrays(path, step, {n: leaves[n] for n in names}, before)
+        read = _read_arrays(path, found, {n: leaves[n] for n in names}, before)
         digests |= _digests(read)
         for name, x in read.items():
             if before != number:
@@ -181,7 +170,7 @@ def restore(
                 )(x, number=number, average=averaged[name])
             restored[name] = x
     if bad := [n for n in leaves if digests.get(n) != notes["digests"][n]]:
-        raise _damaged(path, step, f"differs in {len(bad)} arrays {bad[:5]}")
+        raise _damaged(path, found, f"differs in {len(bad)} arrays {bad[:5]}")
     values = [restored[name] for name in leaves]
     return jax.tree.unflatten(jax.tree.structure(target), values)
 
@@ -206,7 +195,7 @@ def read_extra(directory: Directory, step: int | None = None) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: if there is no checkpoint, or none of this step.
-      ValueError: if its files cannot be read, or the folder was renamed.
+      ValueError: if its files are damaged.
     """
     return _read_notes(_path(directory), step)["extra"]
 

@@ -1,6 +1,5 @@
 """The arrays of a state: with a replica axis, and placed on the mesh."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,39 +54,13 @@ def check_unshared(tree: Any) -> None:
 
 
 def placement(leaf: Any, mesh: Mesh, axis_name: str) -> NamedSharding | None:
-    """How an array lies on the mesh; None where that is not known."""
+    """How an array lies on the mesh, over its replicas; None if it does not."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(leaf, Tracer) or not isinstance(sharding, NamedSharding):
         return None
-    return _over_replicas(sharding, axis_name) if sharding.mesh == mesh else None
-
-
-@functools.lru_cache(maxsize=4096)
-def _over_replicas(sharding: NamedSharding, axis_name: str) -> NamedSharding:
-    """Sharded over the replicas, and within a replica as it is.
-
-    Without mesh axes of one device, which a step drops: with them the second step would
-    be compiled anew.
-    """
-    sizes = sharding.mesh.shape
-
-    def used(entry):
-        names = tuple(name for name in jax.tree.leaves(entry) if sizes[name] > 1)
-        return (names[0] if len(names) == 1 else names) or None
-
-    spec = [axis_name, *map(used, sharding.spec[1:])]
-    while spec[-1] is None:  # P("replica", None) is P("replica")
-        spec.pop()
-    return sharding.update(spec=P(*spec))
-
-
-def place(leaf: Any, placement: NamedSharding | None) -> Any:
-    """The array with this placement, if it lies so by another name."""
-    if placement is None or not is_array(leaf) or placement == leaf.sharding:
-        return leaf
-    if leaf.sharding.is_equivalent_to(placement, leaf.ndim):
-        return jax.device_put(leaf, placement)
-    return leaf
+    if sharding.mesh != mesh:
+        return None
+    return sharding.update(spec=P(axis_name, *sharding.spec[1:]))
 
 
 def constrain(x: jax.Array, placement: NamedSharding | None) -> jax.Array:

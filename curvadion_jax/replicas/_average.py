@@ -33,12 +33,11 @@ def average_where_synced(
     count as in that sync: by their weights, and not at all where they were excluded.
     The first optimizer counts the bytes.
     """
-    step = _mapped.current()
-    known = step.known_sync if step else None
     arrays, old = (dict(_paths.leaves_with_names(each)) for each in (state, before))
     averaged = _named(arrays, average)
     counters = [(*path, "metrics") for path in _counters.optimizers(arrays)]
-    if known is False or not counters:
+    step = _mapped.current()
+    if not counters or (step and step.known_sync is False):
         return state
     synced, weight = jnp.zeros([], jnp.bool_), jnp.zeros([])
     for path in counters:
@@ -56,10 +55,7 @@ def average_where_synced(
 
     def of_replica(*operands):
         synced, weight, *operands = (jnp.squeeze(x, 0) for x in operands)
-        if known:
-            new = mean(weight, *operands)
-        else:
-            new = lax.cond(synced, mean, lambda _, *x: list(x), weight, *operands)
+        new = lax.cond(synced, mean, lambda _, *x: list(x), weight, *operands)
         return [jnp.expand_dims(x, 0) for x in new]
 
     like = _axis_types.specs(operands, [True] * len(operands))

@@ -131,21 +131,13 @@ def _check_batch(batch: Any, number: int) -> None:
             "The batch holds an optimizer state. A step takes (state, batch), with "
             "parameters and optimizer state in one tree, and returns (state, metrics)."
         )
-    rows: dict[int, str] = {}
-    for name, leaf in leaves:
-        shape = np.shape(leaf)
-        if not shape or not shape[0] or shape[0] % number:
-            raise ValueError(
-                f"The batch {name!r} of shape {shape} cannot be divided over {number} "
-                "replicas along its first axis. Give the global batch; what all "
-                "replicas share comes after it: step(state, batch, shared)."
-            )
-        rows.setdefault(shape[0], name)
-    if len(rows) > 1:
-        (first, name), (second, other), *_ = rows.items()
+    rows = {np.shape(x)[:1] or (0,): name for name, x in leaves}
+    if len(rows) > 1 or any(count % number or not count for (count,) in rows):
+        found = ", ".join(f"{name!r} has {count}" for (count,), name in rows.items())
         raise ValueError(
-            f"The batch {name!r} has {first} rows, and {other!r} has {second}. What "
-            "is not per row comes after the batch: step(state, batch, shared)."
+            f"The arrays of a batch need one number of rows, divisible by {number} "
+            f"replicas: {found}. Give the global batch; what all replicas share comes "
+            "after it: step(state, batch, shared)."
         )
 
 
@@ -153,8 +145,8 @@ def _check_result(result: Any, state: Any) -> None:
     pair = isinstance(result, tuple | list) and len(result) == 2
     # (state, metrics) never has the structure of the state alone, which is in it.
     if not pair or jax.tree.structure(result) == jax.tree.structure(state):
-        got = "the state alone" if pair else f"a {type(result).__name__}"
         raise TypeError(
-            f"The training step must return (state, metrics), got {got}. Return {{}} "
-            "if there are no metrics."
+            "The training step must return (state, metrics), and returned "
+            f"{'the state alone' if pair else type(result).__name__}. Return {{}} if "
+            "there are no metrics."
         )

@@ -29,10 +29,9 @@ def make_mesh(
       inner: axes inside a replica and their sizes, such as {"fsdp": 4}.
       axis_name: name of the replica axis.
       devices: devices to use, in this order; neighbours belong to one replica. None
-        means those of `jax.devices()`, slice by slice and process by process, and as
-        many of each; a warning is logged if some stay idle.
-      inner_type: type of the inner axes, Auto, or Explicit for a model whose arrays
-        have their sharding in their types.
+        means `jax.devices()`, as many of each slice and process; a warning is logged if
+        some stay idle.
+      inner_type: type of the inner axes, Auto or Explicit.
 
     Returns:
       The mesh, the replica axis first and then those of `inner`.
@@ -96,22 +95,11 @@ def _neighbours(devices: Sequence[Any], replicas: int, needed: int) -> list[Any]
 
 
 def check_mesh(mesh: Mesh, axis_name: str) -> None:
-    """Rejects a mesh whose replica axis is missing or Explicit, or that is not set."""
+    """Rejects a mesh whose replica axis is missing, or Explicit."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     # JAX cannot take one replica, x[0], of an Explicit axis.
     if types.get(axis_name) != AxisType.Auto:
         raise ValueError(
             f"The mesh needs an axis {axis_name!r} of type Auto, and has {types}. Make "
             "it with replicas.make_mesh."
-        )
-    check_context(mesh)
-
-
-def check_context(mesh: Mesh) -> None:
-    """Rejects the context of another mesh, whose arrays cannot be mixed with these."""
-    context = jax.sharding.get_abstract_mesh()
-    if not context.empty and context != mesh.abstract_mesh:
-        raise ValueError(
-            f"jax.set_mesh has set {context}, and the replicas are on "
-            f"{mesh.abstract_mesh}. Set this one, or none."
         )

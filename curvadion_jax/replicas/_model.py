@@ -16,7 +16,7 @@ from curvadion_jax.replicas._arrays import check_unshared, count_replicas, on_ho
 def consensus(params: Any) -> Any:
     """The one model, to evaluate, export and keep: the mean over the replicas.
 
-    Costs a full all-reduce. The last common point, :func:`anchor`, costs nothing.
+    Costs a full all-reduce.
 
     Args:
       params: parameters with a leading replica axis, or other state of this kind.
@@ -50,16 +50,15 @@ def _mean(params: Any) -> Any:
 def divergence(params: Any) -> jax.Array:
     """How far apart the replicas are, relative to the size of the parameters.
 
-    Right after a sync it is rounding, below 1e-6 in float32. If it stays larger,
-    something moves parameters after the optimizer, such as a transformation that
-    follows it in `optax.chain`.
+    Right after a sync it is rounding, below 1e-6 in float32. If it is larger, something
+    moves parameters after the optimizer.
 
     Args:
       params: parameters with a leading replica axis.
 
     Returns:
-      A scalar, the RMS distance of the replicas from their mean, over the RMS of the
-      parameters. 0 if all are equal.
+      float32[], the RMS distance of the replicas from their mean, over the RMS of the
+      parameters.
 
     Raises:
       ValueError: if leaves have no common leading axis, or an nnx variable is shared.
@@ -96,8 +95,8 @@ def _divergence(params: list[jax.Array]) -> jax.Array:
 def anchor(opt_state: Any) -> Any:
     """The parameters that all replicas had after the last sync.
 
-    They cost no communication. Before the first sync they are the parameters at the
-    start. To evaluate and to export use :func:`consensus`.
+    Without communication. Before the first sync they are the initial parameters, so
+    evaluate and export :func:`consensus`.
 
     Args:
       opt_state: the optimizer state with a leading replica axis, nnx's included.
@@ -172,22 +171,22 @@ def reanchor(params: Any, opt_state: Any) -> Any:
       >>> reanchor({"w": jnp.ones(2)}, state).sync_state.anchor["w"].tolist()
       [1.0, 1.0]
     """
-    by_names = dict(_paths.leaves_with_names(params))
+    given = dict(_paths.leaves_with_names(params))
     leaves = _paths.leaves_with_names(opt_state)
     has_axis = any(names[-1:] == ("steps",) and np.ndim(x) for names, x in leaves)
     anchors, new = {}, []
     for names, leaf in leaves:
         field, name = _in_sync_state(names)
         if field == "anchor":
-            x = by_names.get(name)
-            if np.shape(x) != leaf.shape or x is None:
+            shape = np.shape(given[name]) if name in given else "missing"
+            if shape != leaf.shape:
                 raise ValueError(
                     f"The anchor {'/'.join(name)!r} has shape {leaf.shape}, and the "
-                    f"parameter is {'missing' if x is None else np.shape(x)}. Give the "
-                    "parameters that this optimizer was initialised with."
+                    f"parameter is {shape}. Give the parameters that this optimizer "
+                    "was initialised with."
                 )
-            anchors[name] = x
-            leaf = _memory.beside(jnp.array(x, leaf.dtype), leaf)
+            anchors[name] = given[name]
+            leaf = _memory.beside(jnp.array(given[name], leaf.dtype), leaf)
         elif field == "residual":
             leaf = jnp.zeros_like(leaf)
         new.append(leaf)

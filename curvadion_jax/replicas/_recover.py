@@ -21,29 +21,25 @@ _EQUAL_ON_ALL = {("sync_state", "anchor"), ("sync_state", "common")}
 def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
     """Replaces replicas that are not finite by copies of the first finite one.
 
-    A sync excludes a replica with NaN or Inf and restarts its momenta, but its
-    parameters stay as they are until they are replaced. Call it, in all processes, when
-    `curvadion_jax.metrics.read` shows a replica as excluded again and again. Where
-    syncs average gradients or factors, a replica whose momentum restarted is finite and
-    differs from the others: name it in `also`.
+    A sync excludes a replica whose parameters hold NaN or Inf until they are replaced.
+    Call it, in all processes, when `curvadion_jax.metrics.read` shows a replica as
+    excluded again and again. Where syncs average gradients or factors, a replica whose
+    momentum restarted is finite and differs from the others: name it in `also`.
 
     A copy keeps its own counters, has no residual, and its random keys
     (`jax.random.key`, not arrays of `uint32`) are folded with its number.
 
     Args:
-      state: all that differs between replicas, in any tree with a leading replica axis:
-        parameters, optimizer state, batch statistics. A replica is not finite if it has
-        a NaN, or an Inf where another replica has none. Counters and the trigger's
-        state are not looked at.
-      also: numbers of replicas to replace in any case. Processes may give different
-        ones.
+      state: all that differs between replicas, in any tree with a leading replica axis.
+        A replica is not finite if it has a NaN, or an Inf where another has none;
+        counters and the trigger's state aside.
+      also: numbers of replicas to replace in any case, the union over processes.
 
     Returns:
       The state, and the numbers of the replicas that were replaced.
 
     Raises:
-      ValueError: if leaves have no common leading axis, or no finite replica is left to
-        copy.
+      ValueError: if leaves have no common leading axis, or no replica is finite.
 
     Example:
       >>> state = {"w": jnp.array([[1.0], [jnp.nan], [3.0]])}
@@ -100,17 +96,17 @@ def _finite(arrays: list[jax.Array]) -> jax.Array:
         jnp.isnan(x) | (jnp.isinf(x) & ~jnp.all(jnp.isinf(x), 0, keepdims=True))
         for x in arrays
     ]
-    return ~sum(jnp.any(x, axis=tuple(range(1, x.ndim))) for x in wrong).astype(bool)
+    found = [jnp.any(x, axis=tuple(range(1, x.ndim))) for x in wrong]
+    return ~jnp.any(jnp.stack(found), axis=0)
 
 
 def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
     """Gives a state to a multiple, or to a divisor, of the number of its replicas.
 
-    With fewer replicas, each new one stands for k neighbours. It gets the mean of their
-    floating-point arrays, so that the mean over all replicas stays; of all else
-    (integers, keys, Dion's Q, the trigger's state, the anchor, counters) the first
-    one's. With more, each is copied k times; copies of a random key are folded with the
-    number of the replica.
+    With fewer replicas, each new one gets the mean of k neighbours' floating-point
+    arrays, and all else (integers, keys, Dion's Q, the trigger's state, the anchor,
+    counters) of the first of them. With more, each is copied k times; copies of a
+    random key are folded with the number of the replica.
 
     With several processes save and restore a checkpoint instead,
     ``checkpoint.restore(directory, target, replicas=n)``.

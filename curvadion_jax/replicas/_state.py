@@ -52,8 +52,9 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
 
     def sharding(x):
         inner = getattr(x, "sharding", None)
-        on_mesh = isinstance(inner, NamedSharding) and inner.mesh == mesh
-        return NamedSharding(mesh, P(axis_name, *(inner.spec if on_mesh else ())))
+        if isinstance(inner, NamedSharding) and inner.mesh == mesh:
+            return NamedSharding(mesh, P(axis_name, *inner.spec))
+        return NamedSharding(mesh, P(axis_name))
 
     tree = jax.tree.map(lambda x: _on_mesh(x, mesh, axis_name), tree)
     copy = jax.jit(
@@ -94,19 +95,18 @@ def offload(state: Any) -> Any:
     """Keeps what only syncs touch, such as the anchor, in the hosts' memory.
 
     A sync copies it to the device and back. Steps and checkpoints keep it where it is,
-    and the numbers are the same. (On CPU the two kinds are one memory.)
+    and the numbers are the same.
 
     Args:
-      state: what :func:`replicate` returned: a training state, or an optimizer state.
-        Drop it afterwards to free the device's memory.
+      state: a training or optimizer state that :func:`replicate` returned. Drop it
+        afterwards to free the device's memory.
 
     Returns:
       The state with the arrays of `sync_state` in memory of the kind `pinned_host`,
       sharded as before.
 
     Raises:
-      ValueError: if a device has no such memory, or the state holds no array that
-        belongs to a synchronizer.
+      ValueError: if a device has no such memory, or the state no such arrays.
 
     Example:
       >>> import curvadion_jax as cd
@@ -116,12 +116,12 @@ def offload(state: Any) -> Any:
       >>> offload(state).sync_state.anchor["w"].sharding.memory_kind
       'pinned_host'
     """
-    leaves = _paths.leaves_with_names(state)
     # By name and not by type: `flax.nnx.split` makes dictionaries of named tuples.
+    leaves = _paths.leaves_with_names(state)
     if not any("sync_state" in names[:-1] for names, _ in leaves):
         raise ValueError(
-            "The state holds no array of a synchronizer to keep in host memory. Give "
-            "the state of an optimizer that keeps some, such as curvadion or diloco."
+            "The state holds no array of a synchronizer. Give the state of an "
+            "optimizer that keeps some, such as curvadion or diloco."
         )
     moved = [
         _memory.to_host("/".join(names), x) if "sync_state" in names[:-1] else x

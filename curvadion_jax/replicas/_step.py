@@ -19,7 +19,7 @@ from curvadion_jax.replicas import _arrays, _traffic
 from curvadion_jax.replicas._arrays import is_array
 from curvadion_jax.replicas._consistency import ConsistencyCheck
 from curvadion_jax.replicas._map import map_over_replicas
-from curvadion_jax.replicas._mesh import AXIS, check_context, check_mesh
+from curvadion_jax.replicas._mesh import AXIS, check_mesh
 
 _log = logging.getLogger("curvadion_jax")
 
@@ -36,23 +36,20 @@ def step(
     """Runs the training step that you have on every replica.
 
     A step written for a data-parallel `jit` runs unchanged, with its sharding
-    constraints over the axes inside a replica: it is mapped by `jax.vmap` over the
-    leading axis of the state, and sees one replica's state and rows. Its gradients are
-    therefore a replica's own; the optimizer inside, built with `axis_name`, does what
-    has to be sent. ``jax.lax.axis_index(axis_name)`` is the replica's number.
+    constraints over the axes inside a replica: `jax.vmap` maps it over the leading axis
+    of the state, so its gradients are a replica's own. The optimizer inside, built with
+    `axis_name`, does what has to be sent. ``jax.lax.axis_index(axis_name)`` is the
+    replica's number.
 
-    Warns if the step itself communicates over the replica axis, if the compiler has
-    replicas wait for each other outside of the optimizer, or if replicas still differ
-    after a sync.
+    Warns if the step or the compiler adds communication between replicas, or if
+    replicas still differ after a sync.
 
     Args:
       function: ``(state, batch, *shared)`` -> (state, metrics) of one replica, without
         a replica axis. No `pmean`, neither of gradients nor of the loss.
-      mesh: mesh with the replica axis, of type Auto; the axes inside a replica are of
-        type Auto or Explicit.
+      mesh: mesh with the replica axis, of type Auto (`make_mesh`).
       axis_name: name of the replica axis.
-      donate: whether the state's buffers are reused; the state passed in is then gone,
-        and only what the step returned may be used.
+      donate: whether the state's buffers are reused; the state passed in is then gone.
       average: names or paths in the state, such as ("batch_stats",): floating-point
         arrays below them are averaged over the replicas at every sync, in float32, with
         its weights. Replicas that it excludes, or whose arrays are not finite, do not
@@ -63,17 +60,14 @@ def step(
     Returns:
       A compiled function ``(state, batch, *shared)`` -> (state, metrics). The state has
       a leading replica axis (`replicate`), and comes back sharded as it came. The batch
-      has none: its arrays [global batch, ...] are divided over the replicas. All
-      replicas are given the same `shared`, such as the number of the step. The metrics
-      come back with a replica axis, nothing averaged.
+      has none: its arrays [global batch, ...] are divided over the replicas. All get
+      the same `shared`. The metrics come back with a replica axis, nothing averaged.
 
     Raises:
       TypeError: when called, if the function does not return a pair.
-      ValueError: if the mesh has no such axis or another mesh is the context, or when
-        called, if a leaf of the state lacks the replica axis, a batch cannot be
-        divided, gradients were averaged over the replicas, no optimizer synchronises,
-        it has another `axis_name`, stands inside a condition or `optax.MultiSteps`, or
-        its new state is kept on a condition, or `average` names nothing.
+      ValueError: if the mesh has no such axis; when called, if state or batch do not
+        fit the replicas, gradients were averaged, or the optimizer would not bring
+        replicas together.
 
     Example:
       >>> from curvadion_jax.replicas import make_mesh, replicate
@@ -99,10 +93,9 @@ class _Program(NamedTuple):
 class CompiledStep:
     """A training step on all replicas, compiled when it is called.
 
-    Once for every way in which a state lies on the devices. Where the optimizer's
-    trigger says by the number of the step when a decision is due there are two
-    programs, of a step on which none is due and of one on which it is, and the host
-    knows which to run. Made by `curvadion_jax.replicas.step`.
+    Once for every way in which a state lies on the devices; and twice, without a
+    decision and with one, where the host knows by the number of the step which is due.
+    Made by `curvadion_jax.replicas.step`.
     """
 
     def __init__(
@@ -125,30 +118,24 @@ class CompiledStep:
         self._check = ConsistencyCheck(local)
 
     def __call__(self, state: Any, batch: Any, *shared: Any) -> tuple[Any, Any]:
-        """The state after the step, and the metrics.
-
-        Raises:
-          ValueError: as :func:`step` says.
-        """
+        """The state after the step, and the metrics; see :func:`step`."""
         operands = (state, batch, *shared)
         everything = jax.tree.leaves(operands)
         if any(isinstance(x, Tracer) for x in everything):
             return self._program(self._key(state), None).jitted(*operands)
         if self._donate and len(set(map(id, everything))) < len(everything):
-            state, batch, *shared = _without_aliases(operands)
+            operands = _without_aliases(operands)
+            state, batch, *_ = operands
         leaves, structure = jax.tree.flatten(state)
         key = self._known_key(leaves, structure)
         if key is None:
-            check_context(self._mesh)
             number = self._mesh.shape[self._axis_name]
             _arrays.check_replica_axis(state, number, "state")
             key = self._key(state)
-            leaves = [*map(_arrays.place, leaves, key[1])]
-            state = jax.tree.unflatten(structure, leaves)
         count = self._counts.get(key)
         if key not in self._counts or (count and count.is_at_start(leaves)):
             self._check.at_start(state)
-        operands = (state, jax.tree.map(self._divided, batch), *shared)
+        operands = (state, jax.tree.map(self._divided, batch), *operands[2:])
         due = self._due(key, operands, leaves)
         program = self._program(key, due).jitted
         if (key, due) not in self._compiled:
@@ -168,13 +155,11 @@ class CompiledStep:
         """The program, to look at: ``trace(...).jaxpr``, ``trace(...).lower()``.
 
         Args:
-          state: arrays, or `jax.ShapeDtypeStruct` with the sharding of the arrays;
-            without it this is another program.
+          state: arrays, or `jax.ShapeDtypeStruct` with the sharding of the arrays.
           batch: as for a call.
           *shared: as for a call.
-          due: True for the program of a step on which a decision is due and False for
-            that of all others, where the host knows; None for the program of triggers
-            that are due on every step.
+          due: where the host knows whether a decision is due, True or False for the
+            program of such a step; else None.
         """
         program = self._program(self._key(state), due)
         return program.jitted.trace(state, batch, *shared)
@@ -276,28 +261,23 @@ class CompiledStep:
 def _without_aliases(operands: Any) -> Any:
     """The operands with copies of arrays that are in them twice.
 
-    The state is donated, and XLA ends the process where a donated buffer is given twice
-    (JAX 0.10.2, several devices).
+    XLA ends the process where a donated buffer is given twice (JAX 0.10.2).
     """
-    known: set[int] = set()
+    seen: set[int] = set()
 
-    def copied(x):
-        is_alias = id(x) in known
-        known.add(id(x))
-        return jnp.copy(x) if is_alias and isinstance(x, jax.Array) else x
+    def unique(x):
+        is_alias = id(x) in seen
+        seen.add(id(x))
+        return jnp.copy(x) if is_alias and is_array(x) else x
 
-    return jax.tree.map(copied, operands)
+    return jax.tree.map(unique, operands)
 
 
 class _StepCount:
     """The number of steps that a state has taken, counted on the host.
 
-    It reads the counter from the devices only when it is given another state than the
-    last one that a step returned.
-
-    Args:
-      index: of the counter among the leaves of the state.
-      due_of: number of steps taken -> whether a decision is due.
+    The counter, a leaf of this index, is read from the devices only in a state that
+    the last step did not return. `due_of` says by the number whether a decision is due.
     """
 
     def __init__(self, index: int, due_of: Callable[[int], bool]):

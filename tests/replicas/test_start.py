@@ -183,25 +183,6 @@ def test_reanchor_needs_the_anchor_of_these_parameters(params, opt_state, messag
         cd.replicas.reanchor(params, opt_state)
 
 
-def test_the_context_of_another_mesh_is_rejected():
-    """As of the mesh of the loop that was, which `jax.set_mesh` still has."""
-    mesh, before = cd.replicas.make_mesh(2), jax.make_mesh((2,), ("data",))
-    step = helpers.replica_step(TX, mesh)
-    state = cd.replicas.replicate((MODELS[0], TX.init(MODELS[0])), mesh)
-    (batch,) = helpers.make_gradients(1, 2)
-    uses = (
-        lambda: step(state, batch),
-        lambda: cd.replicas.replicate(MODELS[0], mesh),
-    )
-    with jax.set_mesh(before):
-        for use in uses:
-            with pytest.raises(ValueError, match=r"'data': 2.*'replica': 2"):
-                use()
-    with jax.set_mesh(mesh):
-        state, _ = step(state, batch)
-    assert state[1].metrics.local_steps.tolist() == [1, 1]
-
-
 def test_a_state_that_was_not_replicated_is_named():
     """Its step is a Python int, as `TrainState.create` makes it."""
     mesh = cd.replicas.make_mesh(2)

@@ -281,10 +281,10 @@ def test_what_a_step_is_given_and_gives_back():
     [
         (
             {"x": np.ones((8, 2)), "class_weights": np.ones(4)},
-            "4.*comes after the batch",
+            "'x' has 8.*comes after",
         ),
-        ({"x": np.ones((8, 2)), "key": jax.random.key(0)}, "comes after it"),
-        ({"x": np.ones((6, 2))}, "cannot be divided over 4"),
+        ({"x": np.ones((8, 2)), "key": jax.random.key(0)}, "'key' has 0"),
+        ({"x": np.ones((6, 2))}, "divisible by 4"),
         ({"x": np.ones((8, 2)), "y": np.ones((8,))}, None),
     ],
 )
