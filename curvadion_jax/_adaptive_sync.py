@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import (
-    _arguments,
     _collectives,
     _counters,
     _faults,
@@ -20,7 +19,6 @@ from curvadion_jax import (
     _memory,
     _momentum,
     _partition,
-    _payload,
     _trees,
     _xla,
     triggers,
@@ -30,13 +28,13 @@ from curvadion_jax._counters import SyncMetrics, no_faults
 from curvadion_jax._interfaces import (
     LocalStep,
     Observation,
+    Payload,
     Synchronizer,
     SyncState,
     Trigger,
     Views,
 )
 from curvadion_jax._layout import Layout
-from curvadion_jax._within_replica import Devices
 
 
 class AdaptiveSyncState(NamedTuple):
@@ -135,7 +133,6 @@ def adaptive_sync(
       >>> print(updates["w"], state.metrics.syncs)
       [-0.1 -0.1 -0.1] 0
     """
-    _arguments.check_transformation(inner, "inner")
     inner = optax.with_extra_args_support(inner)
     _collectives.check_axis_name(axis_name)
     built_in_trace = _mapped.is_tracing()
@@ -251,7 +248,6 @@ def adaptive_sync(
 
 
 def _check_update(gradients, state, params) -> None:
-    _trees.check_state_type(state, AdaptiveSyncState)
     _trees.check_gradients(gradients, params)
     if jnp.ndim(state.metrics.steps):
         raise ValueError(
@@ -328,12 +324,12 @@ class _Replica(NamedTuple):
             sync_cost=self.sync_cost(params, state),
         )
 
-    def payload(self, params, inner_state) -> _payload.Payload:
+    def payload(self, params, inner_state) -> Payload:
         """What a sync sends: nothing where there is one replica."""
         if self.axis_name is None:
-            return _payload.Payload()
+            return Payload()
         found = self.synchronizer.payload(params, inner_state, self.views)
-        return found + _payload.WEIGHT
+        return found + _counters.WEIGHT
 
     def local_step(self, sync_state, gradients, inner_state, params):
         """The step that sends nothing."""
@@ -396,12 +392,13 @@ class _Replica(NamedTuple):
         updates, faults = _faults.after_sync(
             _trees.like(updates, local.params), local, own < 0
         )
-        return updates, inner_state, _memory.put_back(new, kept, sync_state), faults
+        new = jax.tree.map(_memory.beside, new, sync_state)
+        return updates, inner_state, new, faults
 
     def _update(self, gradients, inner_state, params, **more):
         """The inner optimizer's, in the dtypes of parameters and state."""
         if self.layout.axes:
-            more["devices"] = Devices(self.layout)
+            more["layout"] = self.layout
         updates, after = self.inner.update(
             gradients, inner_state, params, **self.extra_args, **more
         )

@@ -1,7 +1,7 @@
 """Checks of arguments that several parts take, with one wording.
 
-Only plain numbers are looked at: schedules, and traced numbers as
-`optax.inject_hyperparams` makes them, pass.
+Only plain numbers are looked at: schedules pass, and so do traced numbers, such as
+those of `optax.inject_hyperparams`.
 """
 
 import math
@@ -28,45 +28,26 @@ def check_static(value: Any, what: str) -> None:
 def check_int(value: Any, what: str, at_least: int = 1) -> None:
     """Rejects what is not a plain int, a traced number included, or is too small."""
     check_static(value, what)
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not isinstance(value, int):
         raise TypeError(f"{what} must be an int, got {value!r}.")
     if value < at_least:
         raise ValueError(f"{what} must be at least {at_least}, got {value}.")
 
 
-def check_number(value: Any, what: str, below: float | None = None) -> None:
-    """Rejects a number that is negative, NaN, or not below a limit."""
-    if not isinstance(value, _PLAIN):
-        return
-    if not value >= 0 or (below is not None and value >= below):
-        limit = "" if below is None else f" and below {below}"
-        raise ValueError(f"{what} must be at least 0{limit}, got {value}.")
-
-
-def check_numbers(**values: Any) -> None:
-    """Rejects numbers that are negative or NaN."""
+def check_numbers(below: float | None = None, **values: Any) -> None:
+    """Rejects numbers that are negative, NaN, or not below a limit."""
     for name, value in values.items():
-        check_number(value, name)
+        if not isinstance(value, _PLAIN):
+            continue
+        if not value >= 0 or (below is not None and value >= below):
+            limit = "" if below is None else f" and below {below}"
+            raise ValueError(f"{name} must be at least 0{limit}, got {value}.")
 
 
 def check_positive(value: Any, what: str) -> None:
     """Rejects a number that is not above 0 and finite."""
     if isinstance(value, _PLAIN) and not 0 < value < math.inf:
         raise ValueError(f"{what} must be above 0 and finite, got {value}.")
-
-
-def check_transformation(value: Any, what: str) -> None:
-    """Rejects what is not an Optax transformation, such as the function that makes one.
-
-    Args:
-      value: what was given.
-      what: name of the argument.
-    """
-    if not isinstance(value, optax.GradientTransformation):
-        raise TypeError(
-            f"{what} must be an Optax transformation such as optax.sgd(0.1), got "
-            f"{value!r:.200}. An optax.MultiSteps has one: gradient_transformation()."
-        )
 
 
 def check_fraction(value: Any, what: str) -> None:
@@ -87,9 +68,9 @@ def check_one(**values: Any) -> None:
 def with_schedule(
     make: Callable[[Any], optax.GradientTransformation], value: Any
 ) -> optax.GradientTransformation:
-    """What is made of a value, or of that of every step by a schedule."""
+    """The transformation made of a number, or on every step of a schedule's value."""
     if not callable(value):
         return make(value)
-    # In the dtype of the updates, which is Optax's own choice, 0.999 may be 1.
+    # By default Optax casts to the dtype of the updates; 0.999 in bfloat16 is 1.
     dtype = jnp.result_type(float)
     return optax.inject_hyperparams(make, hyperparam_dtype=dtype)(value)

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import _paths
-from curvadion_jax._interfaces import Decision
-from curvadion_jax._payload import FLAG, Payload
+from curvadion_jax._interfaces import Decision, Payload
 
 WORD = 2**30
+# A decision is an int32 all-reduce, and a sync gathers a float32 weight per replica.
+FLAG, WEIGHT = Payload(averaged=4), Payload(gathered=4)
 
 
 class Faults(NamedTuple):

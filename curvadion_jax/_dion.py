@@ -4,6 +4,7 @@ Other replicas, and the devices of this one, come in through extra arguments of
 `update`. `_power_iteration` has the step, and the paper's symbols.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -13,17 +14,19 @@ import optax
 
 from curvadion_jax import (
     _arguments,
+    _layout,
     _matrices,
     _orthonormalize,
     _partition,
     _paths,
-    _placement,
     _power_iteration,
     _trees,
+    _within_replica,
 )
+from curvadion_jax._layout import Layout
 from curvadion_jax._power_iteration import ReduceFn
-from curvadion_jax._within_replica import Devices
 
+# The default is None: `optax.inject_hyperparams` would trace a number.
 _RANK = 0.25
 _EPSILON = 1e-7  # AdamW's; 1e-8 is zero in float16
 
@@ -34,9 +37,9 @@ class DionState(NamedTuple):
     Attributes:
       momentum: tree of the parameters' structure and shapes, in `mu_dtype` or the
         parameter's dtype, after error feedback. Replica-varying.
-      q: tree of the parameters' structure; ``[*batch, smaller side, r]`` per matrix,
-        unit columns, same dtype as the momentum. Shared while every step reduces the
-        factors, replica-varying otherwise. Not parameter-shaped.
+      q: array for every parameter; ``[*batch, smaller side, r]``, unit columns, same
+        dtype as the momentum. Shared while every step reduces the factors,
+        replica-varying otherwise. Not parameter-shaped.
     """
 
     momentum: optax.Updates
@@ -92,8 +95,8 @@ def scale_by_dion(
       updates. `reduce_fn` averages B Q, then B^T P, over replicas (B itself where the
       factors are no smaller), see `_power_iteration.ReduceFn`: while Q is the same on
       all replicas the update is that of Dion on the mean gradient, for (rows + cols) r
-      elements instead of rows x cols, and momenta stay local. `devices` shares the work
-      of a replica of several devices.
+      elements instead of rows x cols, and momenta stay local. `layout` tells how a
+      replica of several devices is sharded.
 
     Raises:
       TypeError: if the rank is not a plain number, or a parameter has no real
@@ -122,7 +125,7 @@ def scale_by_dion(
     """
     rank = _RANK if rank is None else rank
     _matrices.check_rank(rank)
-    _arguments.check_number(momentum, "momentum", below=1)
+    _arguments.check_numbers(below=1, momentum=momentum)
     orthonormalize = orthonormalize or _orthonormalize.cholesky_qr
 
     def init_fn(params):
@@ -136,19 +139,18 @@ def scale_by_dion(
         zeros = optax.tree.zeros_like(params, dtype=mu_dtype)
         if _trees.is_placeholder(params):
             return DionState(zeros, q=jnp.zeros([]))
-        leaves = dict(_paths.leaves_with_path(params))
-        qs = {
-            name: _power_iteration.initial_q(
-                name,
-                view,
-                _matrices.resolve_rank(view.cols, rank),
-                seed,
-                mu_dtype or leaves[name].dtype,
-            )
-            for name, view in views.items()
-        }
-        axes = [view.q_axes for view in views.values()]
-        return DionState(zeros, _placement.like_tree(params, [*qs.values()], axes))
+
+        def initial(name, leaf):
+            view, dtype = views[name], mu_dtype or leaf.dtype
+            r = _matrices.resolve_rank(view.cols, rank)
+            q = _power_iteration.initial_q(name, view, r, seed, dtype)
+            return _layout.place_like(q, leaf, view.q_axes)
+
+        qs = iter([initial(*each) for each in _paths.leaves_with_path(params)])
+        # In place of Flax's boxes, whose names of axes are those of the parameter.
+        nodes, structure = jax.tree.flatten(params, is_leaf=_paths.is_box)
+        nodes = [next(qs) if jax.tree.leaves(node) else node for node in nodes]
+        return DionState(zeros, structure.unflatten(nodes))
 
     def update_fn(
         updates,
@@ -156,15 +158,14 @@ def scale_by_dion(
         params=None,
         *,
         reduce_fn: ReduceFn | None = None,
-        devices: Devices | None = None,
+        layout: Layout = _layout.ONE_DEVICE,
         momentum_only: bool = False,
         **extra_args,
     ):
         del extra_args
-        _trees.check_state_type(state, DionState)
         if params is not None:
             _trees.check_gradients(updates, params)
-        _trees.check_state(state.momentum, updates)
+        _trees.check_shapes(state.momentum, updates, "Momentum")
         views = _partition.matrices_only(updates, dimension_numbers)
         decay = None if error_feedback else momentum
         leaves = (views, jax.tree.leaves(state.momentum), jax.tree.leaves(updates))
@@ -179,9 +180,14 @@ def scale_by_dion(
             total,
             dict(zip(views, jax.tree.leaves(state.q), strict=True)),
             feedback=1 - momentum if error_feedback else None,
-            orthonormalize=orthonormalize,
+            bases=functools.partial(
+                _within_replica.bases,
+                views=views,
+                orthonormalize=orthonormalize,
+                layout=layout,
+            ),
+            keep_whole=layout.keep_whole,
             reduce_fn=reduce_fn,
-            devices=Devices() if devices is None else devices,
         )
         after = DionState(_like(state.momentum, momenta), _like(state.q, qs))
         return _like(updates, directions), after
@@ -265,12 +271,12 @@ def dion(
     """
     rank = _RANK if rank is None else rank
     _matrices.check_rank(rank)
+    _arguments.check_numbers(below=1, momentum=momentum)
     _arguments.check_numbers(
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         adam_learning_rate=adam_learning_rate,
     )
-    _arguments.check_number(momentum, "momentum", below=1)
     _arguments.check_one(
         adam_learning_rate=adam_learning_rate, other_optimizer=other_optimizer
     )

@@ -18,10 +18,40 @@ from curvadion_jax import _finite
 from curvadion_jax._layout import Layout
 from curvadion_jax._matrices import MatrixView
 from curvadion_jax._orthonormalize import compute_dtype
-from curvadion_jax._payload import Payload
 
 Views = Mapping[str, MatrixView | None]
 """Path of a parameter -> how it is seen as matrices; None if it is not a matrix."""
+
+
+class Payload(NamedTuple):
+    """Bytes of one sync, by how they travel; from shapes alone. Payloads add up.
+
+    Attributes:
+      averaged: bytes of an all-reduce that costs as much. One replica of N sends
+        2 (N - 1) / N times as many.
+      gathered: bytes that each replica puts into all-gathers. It sends N - 1 times as
+        many.
+
+    Example:
+      >>> Payload(averaged=100) + Payload(averaged=20, gathered=3)
+      Payload(averaged=120, gathered=3)
+    """
+
+    averaged: int = 0
+    gathered: int = 0
+
+    # In place of the tuples' own, which would concatenate them.
+    def __add__(self, other: "Payload") -> "Payload":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Payload(self.averaged + other.averaged, self.gathered + other.gathered)
+
+    def as_averaged(self, replicas: int) -> float:
+        """Bytes of the all-reduce for which so many replicas send as much.
+
+        Example:
+          >>> Payload(averaged=20, gathered=3).as_averaged(replicas=8)
+          32.0
+        """
+        return self.averaged + self.gathered * replicas / 2
 
 
 class Observation(NamedTuple):

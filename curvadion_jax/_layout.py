@@ -1,24 +1,30 @@
 """How the arrays of one replica lie on its devices.
 
 Inside a step nobody can see it: axes inside a replica are automatic, and the compiler
-divides the work. That is what matrix products and arithmetic by elements want. What
-cuts an array into blocks wants it otherwise: the compiler would first gather the array
-on every device. So `replicas.step`, which sees how the state lies, notes it while the
-step is traced; the optimizer takes the note once (`current`), and hands it down.
+divides the work. That is right for matrix products and elementwise arithmetic. Code
+that cuts an array into blocks must know: the compiler would gather the array first. So
+`replicas.step`, which sees how the state lies, notes it while the step is traced, and
+the optimizer hands the note down (`current`).
+
+Axes of type Explicit (https://docs.jax.dev/en/latest/notebooks/explicit-sharding.html)
+are part of an array's type. A model may use them; the optimizer's update sees automatic
+axes only.
 """
 
 import contextlib
 import contextvars
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from curvadion_jax import _paths
+from curvadion_jax._matrices import MadeOf
 
 
 class Placed(NamedTuple):
@@ -29,22 +35,9 @@ class Placed(NamedTuple):
     spec: PartitionSpec
 
 
-_NOTHING_KNOWN = (
-    "a sync of replicas of several devices cannot see how the state is divided between "
-    "them: every device gathers whole arrays and sends all of them. Call the function "
-    "that curvadion_jax.replicas.step returns with arrays on its mesh (or "
-    "jax.ShapeDtypeStruct with a sharding), before any other trace of the same jitted "
-    "functions in it"
-)
-
-MadeOf = tuple[tuple[int, ...], Sequence[tuple[int, ...]]]
-"""Shape of a parameter, and for every axis of an array made of it the parameter's axes
-that it is made of."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How arrays of a replica are divided over its devices, as far as it is known.
+    """How arrays of a replica are sharded over its devices, as far as it is known.
 
     Attributes:
       axes: mesh axes inside the replica, of several devices, and their sizes; empty for
@@ -56,10 +49,10 @@ class Layout:
     placed: tuple[Placed, ...] = ()
 
     def specs(self, tree: Any, *, by_shape: bool) -> list[PartitionSpec | None]:
-        """How the arrays of a tree like the parameters are divided, leaf by leaf.
+        """How each array of a tree like the parameters is sharded, None if unknown.
 
-        As an array of the state whose path ends with the leaf's, of the same shape;
-        else with `by_shape` as any of that shape; None where that is not known.
+        As the array of the state that has the same shape and a path that ends with the
+        leaf's; with `by_shape` else as the first of that shape.
         """
         found = []
         for path, leaf in _paths.leaves_with_path(tree):
@@ -74,22 +67,19 @@ class Layout:
         self, factors: Mapping[str, jax.Array], made_of: Mapping[str, MadeOf]
     ) -> "Layout":
         """The layout of arrays made of parameters, by the parameters' paths."""
-        if not self.axes:
-            return self
         known = []
         for path, x in factors.items():
             shape, axes = made_of[path]
             if (spec := self._by_path(path, shape)) is not None:
-                by_axis = (*spec, *[None] * (len(shape) - len(spec)))
-                spec = PartitionSpec(*of_axes(by_axis, axes))
+                spec = PartitionSpec(*of_axes(spec, axes))
                 known.append(Placed(path, x.shape, spec))
         return dataclasses.replace(self, placed=(*known, *self.placed))
 
     def keep_whole(self, factor: jax.Array) -> jax.Array:
-        """A factor [..., r] with r whole on every device.
+        """A factor [..., r], unsharded along r.
 
-        With factors divided along r, by an axis that divides the matrix, the compiler
-        gathers the matrix for their product, or adds up products of its size.
+        With r sharded over an axis that also shards the matrix, the compiler gathers
+        the matrix for their product, or adds up products of its size.
         """
         if not self.axes:
             return factor
@@ -99,7 +89,12 @@ class Layout:
     def check_known(self) -> None:
         """Warns where no array's place is known."""
         if self.axes and not self.placed:
-            warnings.warn(_NOTHING_KNOWN, stacklevel=2)
+            warnings.warn(
+                "A sync cannot see how the state is sharded inside a replica, and "
+                "gathers whole arrays. Call the step with arrays on its mesh, or with "
+                "jax.ShapeDtypeStruct that have shardings.",
+                stacklevel=2,
+            )
 
     def _by_path(self, path: str, shape: tuple[int, ...]) -> PartitionSpec | None:
         for each in self.placed:
@@ -130,14 +125,13 @@ def current() -> Layout:
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes:
         return ONE_DEVICE
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    auto = [axis for axis, kind in types if kind == AxisType.Auto]
-    axes = {axis: mesh.shape[axis] for axis in auto if mesh.shape[axis] > 1}
+    automatic = _axes_of_type(mesh, AxisType.Auto)
+    axes = {axis: mesh.shape[axis] for axis in automatic if mesh.shape[axis] > 1}
     return Layout(axes, _noted.get()) if axes else ONE_DEVICE
 
 
 def _over(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
-    """What of a division is over these axes."""
+    """The part of a sharding that is over these axes."""
 
     def kept(entry):
         names = tuple(name for name in jax.tree.leaves(entry) if name in axes)
@@ -147,16 +141,129 @@ def _over(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
 
 
 def named_axes(spec: PartitionSpec) -> frozenset[str]:
-    """The mesh axes that divide an array."""
+    """The mesh axes that shard an array."""
     return frozenset(jax.tree.leaves(tuple(spec)))
 
 
-def of_axes(by_axis: Sequence[Any], axes: Sequence[tuple[int, ...]]) -> list[Any]:
-    """What holds for the parameter's axes, for axes that are made of those.
+def of_axes(spec: Iterable[Any], axes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """The sharding of an array whose axes are made of a parameter's axes.
 
-    Of several axes the first may be divided, and none behind it.
+    Of several axes that are merged only the first may be sharded.
+
+    Args:
+      spec: the parameter's, per axis.
+      axes: for every axis of the array the parameter's axes that it is made of.
     """
+    known = dict(enumerate(spec))
     return [
-        None if not of or any(by_axis[axis] for axis in of[1:]) else by_axis[of[0]]
+        None if not of or any(map(known.get, of[1:])) else known.get(of[0])
         for of in axes
     ]
+
+
+def place_like(
+    x: jax.Array, parameter: Any, axes: Sequence[tuple[int, ...]]
+) -> jax.Array:
+    """An array made of a parameter's axes (see `of_axes`), placed on its mesh.
+
+    Unchanged where the parameter lies on no mesh, or is being traced.
+    """
+    sharding = getattr(parameter, "sharding", None)
+    if isinstance(parameter, Tracer) or not isinstance(sharding, NamedSharding):
+        return x
+    placement = NamedSharding(
+        sharding.mesh, PartitionSpec(*of_axes(sharding.spec, axes))
+    )
+    if placement.is_fully_addressable:
+        return jax.device_put(x, placement)
+    # For `device_put` all processes would compare their arrays, one message for each.
+    return jax.jit(lambda x: x, out_shardings=placement)(x)
+
+
+def _axes_of_type(
+    mesh: Mesh | jax.sharding.AbstractMesh, kind: AxisType
+) -> tuple[str, ...]:
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, each in types if each == kind)
+
+
+def explicit_specs(tree: Any, stacked: Any) -> Any:
+    """How arrays are sharded over Explicit axes, the replica axis left out.
+
+    Args:
+      tree: arrays.
+      stacked: for each whether it has a leading replica axis.
+    """
+
+    def within(x, has_axis):
+        return PartitionSpec(*jax.typeof(x).sharding.spec[int(has_axis) :])
+
+    return jax.tree.map(within, tree, stacked)
+
+
+def over_replicas(
+    function: Callable[..., Any],
+    mesh: Mesh,
+    axis_name: str,
+    in_specs: Any,
+    like: Any,
+    *,
+    check_vma: bool = True,
+) -> Callable[..., Any]:
+    """A function of one replica under `shard_map`, for stacked operands and results.
+
+    Inside, the axes of a replica are automatic. (Explicit ones keep the compiler from
+    dividing the work, and at the boundary of a `shard_map` over another axis JAX 0.10.2
+    gathers what lies over them.)
+
+    Args:
+      function: of the operands, the replica axis not stripped.
+      mesh: mesh with the replica axis, which is automatic.
+      axis_name: name of the replica axis.
+      in_specs: tree prefix of the operands, over the replica axis.
+      like: `explicit_specs` of the results.
+      check_vma: as for `jax.shard_map`.
+    """
+    automatic = dict.fromkeys(mesh.axis_names, AxisType.Auto)
+    mapped = jax.shard_map(
+        function,
+        mesh=mesh.abstract_mesh.update_axis_types(automatic),
+        in_specs=in_specs,
+        out_specs=PartitionSpec(axis_name),
+        axis_names={axis_name},
+        check_vma=check_vma,
+    )
+    if not (explicit := _axes_of_type(mesh, AxisType.Explicit)):
+        return mapped
+    results = jax.tree.map(
+        lambda spec: NamedSharding(mesh, PartitionSpec(None, *spec)), like
+    )
+    return jax.sharding.auto_axes(mapped, axes=explicit, out_sharding=results)
+
+
+def split_rows(x: jax.Array, number: int) -> jax.Array:
+    """[rows, ...] -> [number, rows / number, ...], sharded as before."""
+    sharding = jax.typeof(x).sharding
+    return lax.reshape(
+        x,
+        (number, x.shape[0] // number, *x.shape[1:]),
+        out_sharding=sharding.update(spec=PartitionSpec(None, *sharding.spec)),
+    )
+
+
+def constrain(x: jax.Array, placement: NamedSharding) -> jax.Array:
+    """The array sharded as given: over Explicit axes by its type."""
+    if not (explicit := set(_axes_of_type(placement.mesh, AxisType.Explicit))):
+        return lax.with_sharding_constraint(x, placement)
+
+    def part(entry, of_type):
+        names = tuple(n for n in jax.tree.leaves(entry) if (n in explicit) == of_type)
+        if of_type or len(names) == len(jax.tree.leaves(entry)):
+            return names or None
+        return PartitionSpec.UNCONSTRAINED
+
+    typed, free = (
+        placement.update(spec=PartitionSpec(*[part(e, of) for e in placement.spec]))
+        for of in (True, False)
+    )
+    return lax.with_sharding_constraint(jax.sharding.reshard(x, typed), free)

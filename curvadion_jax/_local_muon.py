@@ -104,7 +104,7 @@ def local_muon(
         weight_decay=weight_decay,
         adam_learning_rate=adam_learning_rate,
     )
-    _arguments.check_number(momentum, "momentum", below=1)
+    _arguments.check_numbers(below=1, momentum=momentum)
     _arguments.check_one(budget=budget, trigger=trigger)
     _arguments.check_one(
         adam_learning_rate=adam_learning_rate, other_optimizer=other_optimizer

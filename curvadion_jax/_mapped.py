@@ -21,7 +21,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _axis_types, _collectives, _guards, _jax_internals
+from curvadion_jax import _collectives, _guards, _jax_internals, _layout
 from curvadion_jax._interfaces import Trigger
 
 
@@ -226,9 +226,9 @@ def _in_shard_map(function, mapped: Mapped, batched, checked: bool):
     def call(*operands):
         _, state, params, *_ = operands
         _, of_state, of_params, *_ = batched
-        like = _axis_types.specs((params, state), (of_params, of_state))
+        like = _layout.explicit_specs((params, state), (of_params, of_state))
         in_specs = jax.tree.map(lambda b: P(axis) if b else P(), tuple(batched))
-        return _axis_types.over_replicas(
+        return _layout.over_replicas(
             body, mapped.mesh, axis, in_specs, like, check_vma=checked
         )(*operands)
 

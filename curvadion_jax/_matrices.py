@@ -12,6 +12,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from numpy.lib.array_utils import normalize_axis_tuple
+
+Named = dict[str, jax.Array]
+"""Arrays by the paths of their parameters."""
+MadeOf = tuple[tuple[int, ...], Sequence[tuple[int, ...]]]
+"""Shape of a parameter, and for every axis of an array made of it the parameter's axes
+that it is made of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +88,7 @@ class MatrixView:
         return self.row_axes < self.col_axes
 
     def _order(self) -> tuple[int, ...]:
-        """Batch axes, and those of both sides as they follow in the parameter."""
+        """Batch axes, then those of both sides in the order of the parameter."""
         sides = (self.row_axes, self.col_axes)
         return self.batch_axes + sum(sides if self._rows_first else sides[::-1], ())
 
@@ -90,7 +97,7 @@ class MatrixView:
         sides = (self.rows, self.cols)
         sides = sides if self._rows_first else sides[::-1]
         stack = jnp.transpose(x, self._order()).reshape(*self.batch, *sides)
-        # Behind all else, where a matrix product takes it in.
+        # The transposition comes last, where a matrix product absorbs it.
         return stack if self._rows_first else stack.mT
 
     def from_matrix(self, matrix: jax.Array) -> jax.Array:
@@ -100,8 +107,7 @@ class MatrixView:
     def product(self, left: jax.Array, right: jax.Array) -> jax.Array:
         """L R^T of ``[*batch, rows, r]`` and ``[*batch, cols, r]``: ``[shape]``.
 
-        Written as the parameter is: a product transposed afterwards, or joined with
-        what is not transposed, costs as much again.
+        Computed in the parameter's order: to transpose the product costs as much again.
         """
         first, second = (left, right) if self._rows_first else (right, left)
         return self._from_sides(matmul(first, second.mT))
@@ -117,24 +123,10 @@ class MatrixView:
         return jnp.sqrt(jnp.sum(jnp.square(x), self.fan_in_axes + self.fan_out_axes))
 
 
-Axes = int | Sequence[int]
-
-
-def _axes(axes: Axes, ndim: int, what: str) -> tuple[int, ...]:
-    axes = (axes,) if isinstance(axes, int) else tuple(axes)
-    for axis in axes:
-        if not -ndim <= axis < ndim:
-            raise ValueError(
-                f"{what} axis {axis} does not exist in {ndim} dimensions. None sends a "
-                "parameter to the other optimizer."
-            )
-    return tuple(axis % ndim for axis in axes)
-
-
 def make_view(
     shape: tuple[int, ...],
-    fan_in_axes: Axes,
-    fan_out_axes: Axes,
+    fan_in_axes: int | Sequence[int],
+    fan_out_axes: int | Sequence[int],
 ) -> MatrixView:
     """View of a parameter whose other axes are batch axes.
 
@@ -146,20 +138,14 @@ def make_view(
       >>> view.batch, view.rows, view.cols, view.scale
       ((12,), 256, 64, 2.0)
     """
-    fan_in = _axes(fan_in_axes, len(shape), "reduction")
-    fan_out = _axes(fan_out_axes, len(shape), "output")
-    named = fan_in + fan_out
-    if not fan_in or not fan_out or len(set(named)) != len(named):
+    fan_in = normalize_axis_tuple(fan_in_axes, len(shape), "reduction_axis")
+    fan_out = normalize_axis_tuple(fan_out_axes, len(shape), "output_axis")
+    if not fan_in or not fan_out or set(fan_in) & set(fan_out) or 0 in shape:
         raise ValueError(
-            f"A matrix of shape {shape} needs reduction and output axes, none of them "
-            f"twice, got {fan_in} and {fan_out}."
+            f"Shape {shape} with reduction axes {fan_in} and output axes {fan_out} is "
+            "not a matrix. None sends a parameter to the other optimizer."
         )
-    if math.prod(shape) == 0:
-        raise ValueError(
-            f"Shape {shape} has no elements. None sends a parameter to the other "
-            "optimizer."
-        )
-    batch = tuple(axis for axis in range(len(shape)) if axis not in named)
+    batch = tuple(axis for axis in range(len(shape)) if axis not in fan_in + fan_out)
     return MatrixView(tuple(shape), batch, fan_in, fan_out)
 
 
@@ -185,12 +171,12 @@ def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def check_rank(rank: int | float) -> None:
     """Rejects a rank that is not a positive int or a fraction in (0, 1]."""
-    if isinstance(rank, bool) or not isinstance(rank, int | float):
+    if not isinstance(rank, int | float):
         raise TypeError(
             f"rank must be a Python int or float, got {rank!r}. With "
             "optax.inject_hyperparams, pass static_args=('rank',)."
         )
-    if rank <= 0 or (isinstance(rank, float) and not rank <= 1):
+    if not 0 < rank or (isinstance(rank, float) and rank > 1):
         raise ValueError(
             f"rank must be a positive int, or a fraction in (0, 1], got {rank}."
         )

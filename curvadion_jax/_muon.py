@@ -2,21 +2,21 @@
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from curvadion_jax import _arguments, _partition, _paths
+from curvadion_jax import _arguments, _layout, _partition, _paths
 from curvadion_jax._matrices import make_view
-from curvadion_jax._within_replica import Devices, Stack
+from curvadion_jax._within_replica import Stack, by_matrix
 
 EPSILON = 1e-7  # 1e-8 is zero in float16
 _NS, _NS_STEPS = (3.4445, -4.7750, 2.0315), 5  # Optax's
-_TOGETHER = 2**23  # elements: what is iterated on together is copied
+_TOGETHER = 2**23  # elements that are joined in one call, and copied for it
 
 
 class MuonState(NamedTuple):
@@ -44,10 +44,10 @@ def muon(
 ) -> optax.GradientTransformationExtraArgs:
     """What `optax.contrib.muon` does with matrices, by the same arguments.
 
-    The compiler divides its Newton-Schulz iterations within each product: inside a
-    replica of several devices every iteration gathers whole stacks. Here every device
-    gets whole matrices once, and iterates alone. `dimension_numbers` is a function from
-    a masked tree of the parameters to the dimension numbers of its leaves.
+    There the compiler divides the Newton-Schulz iterations: inside a replica of several
+    devices every iteration gathers whole stacks. Here every device gets whole matrices
+    once, and iterates alone. `dimension_numbers` is a function from a masked tree of
+    the parameters to the dimension numbers of its leaves.
     """
     return optax.chain(
         _arguments.with_schedule(lambda beta: _nesterov(beta, mu_dtype), beta),
@@ -65,13 +65,7 @@ def muon_adamw(
 ) -> optax.GradientTransformation:
     """What `optax.contrib.muon` does with all else, with b2 = 0.95."""
     return optax.adamw(
-        learning_rate,
-        b1=0.9,
-        b2=0.95,
-        eps=eps,
-        weight_decay=0.0,
-        mu_dtype=mu_dtype,
-        nesterov=True,
+        learning_rate, 0.9, 0.95, eps, weight_decay=0, mu_dtype=mu_dtype, nesterov=True
     )
 
 
@@ -102,24 +96,22 @@ def _orthogonalized(
 ) -> optax.GradientTransformationExtraArgs:
     """Newton-Schulz iterations, and Muon's scale by width."""
 
-    def update_fn(updates, state, params=None, *, devices=None, **extra_args):
+    def update_fn(
+        updates, state, params=None, *, layout=_layout.ONE_DEVICE, **extra_args
+    ):
         del params, extra_args
-        devices = Devices() if devices is None else devices
-        orthogonalize = functools.partial(_newton_schulz, eps=eps)
-        views = {
-            path: view
-            for path, view in _partition.matrix_views(
-                updates, dimension_numbers
-            ).items()
-            if view is not None
-        }
-        # What the compiler divides stays as it lies.
-        together = 0 if devices.layout.axes else _TOGETHER
-        found = devices.by_matrix(
-            lambda stacks: _by_kind(orthogonalize, stacks, together),
+        views = _partition.matrices_only(updates, dimension_numbers)
+        found = by_matrix(
+            functools.partial(
+                _by_kind,
+                functools.partial(_newton_schulz, eps=eps),
+                # What the compiler divides stays as it lies.
+                together=0 if layout.axes else _TOGETHER,
+            ),
             dict(_paths.leaves_with_path(updates)),
             views,
-            # Even one device in two at work: else the compiler would gather all
+            layout,
+            # Even with half of the devices idle: else the compiler would gather all
             # matrices in each iteration.
             fewest=0.5,
         )
@@ -153,36 +145,29 @@ def _newton_schulz(stack: Stack, eps: jax.typing.ArrayLike) -> jax.Array:
 def _by_kind(
     function: Callable[[Stack], jax.Array], stacks: list[Stack], together: int
 ) -> list[jax.Array]:
-    """The function of stacks, of those of one shape in few calls.
+    """The function of stacks, single matrices of one kind joined.
 
     With a call for every parameter the program grows with the layers. A stack of layers
-    is a call of its own: it may be divided along them, and does not grow the program.
+    is a call of its own: it may be sharded along them, and does not grow the program.
 
     Args:
       function: takes a stack to an array of its shape, every matrix by itself.
       stacks: of any shapes.
-      together: most elements of a call that joins several matrices.
+      together: about how many elements to join; 0 joins nothing.
     """
-    calls: list[list[int]] = []
-    last: dict[Any, tuple[list[int], int]] = {}
-    for number, stack in enumerate(stacks):
-        if len(stack.array) > 1:
-            calls.append([number])
-            continue
-        kind = (*stack[1:], jax.typeof(stack.array))  # with its sharding
-        call, taken = last.get(kind, ([], together))
-        if taken + stack.array.size > together:
-            call, taken = [], 0
-            calls.append(call)
-        call.append(number)
-        last[kind] = call, taken + stack.array.size
+    calls, sizes = defaultdict(list), defaultdict(int)
+    for index, stack in enumerate(stacks):
+        kind: Any = (stack[1:], jax.typeof(stack.array))  # with its sharding
+        if not together or len(stack.array) > 1:
+            kind = index
+        calls[kind, together and sizes[kind] // together].append(index)
+        sizes[kind] += stack.array.size
     results = {}
-    for call in calls:
-        arrays = [stacks[number].array for number in call]
+    for call in calls.values():
         joined = stacks[call[0]]
-        if len(arrays) > 1:
+        if len(call) > 1:
+            arrays = [stacks[index].array for index in call]
             joined = joined._replace(array=jnp.concatenate(arrays))
-        ends = np.cumsum([len(array) for array in arrays])[:-1]
-        parts = jnp.split(function(joined), ends)
+        parts = jnp.split(function(joined), len(call))
         results |= dict(zip(call, parts, strict=True))
-    return [results[number] for number in range(len(stacks))]
+    return [results[index] for index in range(len(stacks))]

@@ -12,10 +12,12 @@ NaN in the output.
 """
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.scipy.linalg import solve_triangular
 
@@ -64,6 +66,30 @@ def cholesky_qr(a: jax.Array) -> jax.Array:
     for _ in range(3):
         a = _shifted_pass(a, shift)
     return _final_pass(a, shift)
+
+
+def by_shape(
+    orthonormalize: Orthonormalize, factors: list[jax.Array]
+) -> list[jax.Array]:
+    """Orthonormalises factors [..., rows, r], those of equal shape as one stack.
+
+    The program has one factorisation per shape, and not one per parameter. Only factors
+    are stacked: momenta would be copied and resharded.
+    """
+    groups = defaultdict(list)
+    for index, factor in enumerate(factors):
+        groups[factor.shape[-2:], factor.dtype].append(index)
+    result = list(factors)
+    for (shape, _), members in groups.items():
+        if len(members) == 1:
+            result[members[0]] = orthonormalize(factors[members[0]])
+            continue
+        stacks = [factors[index].reshape(-1, *shape) for index in members]
+        ends = np.cumsum([len(stack) for stack in stacks])[:-1]
+        found = jnp.split(orthonormalize(jnp.concatenate(stacks)), ends)
+        for index, part in zip(members, found, strict=True):
+            result[index] = part.reshape(factors[index].shape)
+    return result
 
 
 def _shifted_pass(a: jax.Array, shift: float) -> jax.Array:

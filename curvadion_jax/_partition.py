@@ -6,9 +6,10 @@ other optimizer: an embedding table and an output head have two axes like any ma
 train without an error under Dion or Muon, and train badly.
 """
 
+import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -26,22 +27,25 @@ Shapes = Mapping[tuple[str, ...], tuple[int, ...]]
 
 # Of the last two names of a path, in lower case.
 _TOKENS = r".*embed.*|(.*_)?emb|wte|vocab.*"
-_POSITIONS = re.compile(r"wpe|pos(_.*)?|.*_pos(ition)?_.*|.*position.*")
+_POSITIONS = r"wpe|pos(_.*)?|.*_pos(ition)?_.*|.*position.*"
 _HEAD = r"(?!multi|att)(.*_|lm|output)?(head|classifier|readout)|heads|.*logit.*"
-_OTHER = re.compile(rf"{_TOKENS}|{_POSITIONS.pattern}|.*_token|{_HEAD}|.*conv.*")
-_TOKEN_TABLE = re.compile(_TOKENS)
-_LAYER_NORM = re.compile(r"(.*_)?ln(_?\w)?|(.*_)?(layer_?|rms_?)norm(_?\w)?")
+_LAYER_NORM = r"(.*_)?ln(_?\w)?|(.*_)?(layer_?|rms_?)norm(_?\w)?"
+_OTHER = rf"{_TOKENS}|{_POSITIONS}|.*_token|{_HEAD}|.*conv.*|{_LAYER_NORM}"
 # A projection inside of a norm must be named otherwise.
-_SCALE_OF_NORM = re.compile(r"((.*_)?norm(_?\w)?|rms)/(w|weight)")
+_SCALE_OF_NORM = r"((.*_)?norm(_?\w)?|rms)/(w|weight)"
 # Of the last name.
-_VECTOR = re.compile(r"(.*_)?(bias|scale|gamma|beta|norm(_.*)?)|bias_.*")
-# Of one of the last two names, beside a query.
-_QUERY = re.compile(r"(q|query)(_?proj(ection)?)?|wq(_b)?")
-_ATTENTION_IN = re.compile(r"(q|k|v|query|key|value)(_?proj(ection)?)?|w(q|kv)_b")
-_ATTENTION_OUT = re.compile(r"(attn_|attention_)?(o|out)(_?proj(ection)?)?")
-# Gemma's: [heads, D, head_dim], behind an axis of keys and values, and back.
-_EINSUM_IN = re.compile(r"(q|kv|qkv)_einsum")
-_EINSUM_OUT = re.compile(r"attn_vec_einsum")
+_VECTOR = r"(.*_)?(bias|scale|gamma|beta|norm(_.*)?)|bias_.*"
+# Of one of the last two names, next to a query.
+_QUERY = r"(q|query)(_?proj(ection)?)?|wq(_b)?"
+_ATTENTION_IN = r"(q|k|v|query|key|value)(_?proj(ection)?)?|w(q|kv)_b"
+_ATTENTION_OUT = r"(attn_|attention_)?(o|out)(_?proj(ection)?)?"
+# Gemma's: [heads, D, head_dim], after an axis of keys and values, and back.
+_EINSUM_IN = r"(q|kv|qkv)_einsum"
+_EINSUM_OUT = r"attn_vec_einsum"
+
+
+def _any(pattern: str, names: Iterable[str]) -> bool:
+    return any(re.fullmatch(pattern, name.lower()) for name in names)
 
 
 def default_dimension_numbers(params: Any) -> Any:
@@ -98,19 +102,17 @@ def default_dimension_numbers(params: Any) -> Any:
 
 
 def _default_numbers(names: tuple[str, ...], shapes: Shapes) -> DimensionNumbers | None:
-    shape, last = shapes[names], [name.lower() for name in names[-2:]]
+    shape, last = shapes[names], names[-2:]
     ndim = len(shape)
-    if ndim < 2 or 0 in shape or (last and _VECTOR.fullmatch(last[-1])):
+    if ndim < 2 or 0 in shape or _any(_VECTOR, names[-1:]) or _any(_OTHER, last):
         return None
-    if any(_OTHER.fullmatch(x) or _LAYER_NORM.fullmatch(x) for x in last):
-        return None
-    if _SCALE_OF_NORM.fullmatch("/".join(last)):
+    if _any(_SCALE_OF_NORM, ["/".join(last)]):
         return None
     if ndim == 2:
         return DimensionNumbers(-2, -1)
-    if any(_EINSUM_IN.fullmatch(name) for name in last):
+    if _any(_EINSUM_IN, last):
         return DimensionNumbers(-2, (-3, -1))
-    if any(_EINSUM_OUT.fullmatch(name) for name in last):
+    if _any(_EINSUM_OUT, last):
         return DimensionNumbers((-3, -2), -1)
     side = _attention_side(names, shapes) if ndim in (3, 4) else None
     try:
@@ -132,17 +134,16 @@ def _default_numbers(names: tuple[str, ...], shapes: Shapes) -> DimensionNumbers
 
 
 def _only_head(shapes: Shapes) -> tuple[str, ...] | None:
-    """The one parameter beside token embeddings with a side of a vocabulary's length.
+    """The one parameter with a side as long as the vocabulary, but for its table.
 
-    A second one, such as a dense layer's way back, leaves it open whether the length is
-    the width of something else.
+    Where several have one, the length may be the width of something else.
     """
     tables = {
         names: shape
         for names, shape in shapes.items()
         if len(shape) == 2
-        and any(_TOKEN_TABLE.fullmatch(name.lower()) for name in names[-2:])
-        and not any(_POSITIONS.fullmatch(name.lower()) for name in names[-2:])
+        and _any(_TOKENS, names[-2:])
+        and not _any(_POSITIONS, names[-2:])
     }
     for vocabulary in {shape[0] for shape in tables.values()}:
         others = [
@@ -184,21 +185,21 @@ def _scan_axis(names: tuple[str, ...], shapes: Shapes) -> int | None:
 def _attention_side(names: tuple[str, ...], shapes: Shapes) -> str | None:
     """'in' for a query, key or value projection, 'out' for what follows attention.
 
-    Only beside a query projection: elsewhere `out` and `v` are names like others.
+    Only next to a query projection: elsewhere `out` and `v` are names like others.
     """
     for depth in range(len(names) - 1, max(len(names) - 3, -1), -1):
         beside = {other[depth] for other in shapes if other[:depth] == names[:depth]}
-        if any(_QUERY.fullmatch(name.lower()) for name in beside):
+        if _any(_QUERY, beside):
             for side, pattern in (("in", _ATTENTION_IN), ("out", _ATTENTION_OUT)):
-                if pattern.fullmatch(names[depth].lower()):
+                if _any(pattern, [names[depth]]):
                     return side
     return None
 
 
 def _equinox_weights(params: Any) -> dict[tuple[str, ...], DimensionNumbers | None]:
-    """Weights [fan_out, fan_in] in Equinox's modules, by the classes of these.
+    """Weights [fan_out, fan_in] in Equinox's modules.
 
-    By names, since Equinox is no dependency, as for Flax's boxes.
+    By the names of their classes, because Equinox is not a dependency.
     """
     weights = ("weight", "weight_ih", "weight_hh")
 
@@ -213,7 +214,7 @@ def _equinox_weights(params: Any) -> dict[tuple[str, ...], DimensionNumbers | No
         kind = " ".join(base.__name__ for base in type(node).__mro__)
         above = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
         for names, leaf in _paths.leaves_with_names(node):
-            # A stack of layers has more axes; what else has them is a convolution.
+            # Other weights of more than two axes are convolutions.
             matrix = leaf.ndim == 2 or (leaf.ndim > 2 and "Linear" in kind)
             if re.search("Norm|Embedding", kind) or names[0] not in weights:
                 matrix = False
@@ -256,11 +257,10 @@ def matrix_views(
                 f"Two parameters have the path {name!r}. Rename one, without slashes."
             )
         try:
-            view = numbers and _matrices.make_view(leaf.shape, *numbers)
+            views[name] = numbers and _matrices.make_view(leaf.shape, *numbers)
         except ValueError as error:
             message = f"Dimension numbers of parameter {name!r}: {error}"
             raise ValueError(message) from error
-        views[name] = view
     return views
 
 
@@ -271,7 +271,7 @@ def _is_numbers(x: Any) -> bool:
 def matrices_only(
     tree: Any, dimension_numbers: DimensionNumbersOrFn
 ) -> dict[str, _matrices.MatrixView]:
-    """Path -> how it is seen as matrices, in the order of the leaves."""
+    """`matrix_views` of a tree without parameters of the other optimizer."""
     views = {}
     for name, view in matrix_views(tree, dimension_numbers).items():
         if view is None:
@@ -288,18 +288,14 @@ def describe_partition(
     dimension_numbers: DimensionNumbersOrFn = None,
     rank: int | float | None = None,
 ) -> str:
-    """A table of what becomes of every parameter, to be printed and checked.
+    """A table of the optimizer and the fans of every parameter, to be printed.
 
-    Matrices are orthonormalised (by Dion, or Muon, which has no rank); what is other
-    goes to AdamW or `other_optimizer`.
+    `matrix` goes to Dion or Muon, `other` to AdamW or `other_optimizer`.
 
     Args:
       params: any tree of arrays or abstract values.
       dimension_numbers: as for :func:`dion`; None means the default rule.
       rank: as for :func:`dion`, for a column of ranks; None means no such column.
-
-    Returns:
-      The table, one parameter a line under a heading, without a newline at its end.
 
     Example:
       >>> params = {"embed": jax.numpy.ones((9, 4)), "mlp": jax.numpy.ones((3, 4, 8))}
@@ -332,15 +328,15 @@ def optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """One optimizer for the matrices and another for the rest.
 
-    The rule sees the whole tree of parameters, once. Inside `optax.partition` each part
-    sees its own leaves only, and a rule that looks at a parameter's neighbours would
-    decide otherwise there.
+    The rule sees the whole tree of parameters. Inside `optax.partition` each part sees
+    its own leaves only, and a rule that looks at a parameter's neighbours would decide
+    otherwise there.
 
     Args:
       matrices: takes a function from any masked tree of the parameters to the dimension
         numbers of its leaves, and returns the optimizer of the matrices.
       other: optimizer of the other parameters.
-      dimension_numbers: what the user gave.
+      dimension_numbers: as given by the user.
     """
 
     def make(params):
@@ -362,22 +358,17 @@ def optimizer(
 
         return optax.partition(
             {
-                "dion": matrices(lambda tree: _paths.map_with_path(numbers, tree)),
+                "dion": matrices(functools.partial(_paths.map_with_path, numbers)),
                 "other": other,
             },
-            lambda tree: _paths.map_with_path(label, tree),
+            functools.partial(_paths.map_with_path, label),
         )
 
     def init(params):
         return make(params).init(params)
 
     def update(updates, state, params=None, **extra_args):
-        _trees.check_state_type(state, optax.transforms.PartitionState)
         _trees.check_gradients(updates, params)
-        try:
-            return make(params).update(updates, state, params, **extra_args)
-        except (TypeError, ValueError):  # of a state of other parameters, perhaps
-            _trees.check_state(state, jax.eval_shape(init, params))
-            raise
+        return make(params).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)

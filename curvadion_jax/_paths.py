@@ -9,11 +9,10 @@ Names = tuple[str, ...]
 
 
 def is_box(node: Any) -> bool:
-    """Whether a node is Flax's box around one array, whose `value` is no name.
+    """Whether a node is Flax's box around one array: an nnx variable, or linen's.
 
-    A variable of nnx, or an array of linen with the names of its axes. By the names of
-    its classes, since Flax is no dependency. By the path alone it could not be told
-    from a field `value` beside `query` and `key`.
+    Its `value` is not part of a name. By the class names, because Flax is not a
+    dependency; a path cannot tell it from a field `value` next to `query` and `key`.
     """
     return any(
         base.__name__ in ("Variable", "VariableState", "AxisMetadata")
@@ -25,8 +24,7 @@ def is_box(node: Any) -> bool:
 def leaves_with_names(tree: Any) -> list[tuple[Names, Any]]:
     """Names along the path, and the leaf, in the order of `jax.tree.leaves`."""
     found = []
-    nodes = jax.tree.leaves_with_path(tree, is_leaf=is_box)
-    for path, node in nodes:
+    for path, node in jax.tree.leaves_with_path(tree, is_leaf=is_box):
         for inner, leaf in jax.tree.leaves_with_path(node):
             keys = (*path, *inner[1:])  # without the `value` of a box
             names = (jax.tree_util.keystr((key,), simple=True) for key in keys)

@@ -17,25 +17,16 @@ Q      [..., cols, r]       ``q``, R with unit   the same after a reduction
 ====== ==================== ==================== ===================================
 """
 
-import functools
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax._matrices import MatrixView, matmul
-from curvadion_jax._orthonormalize import Orthonormalize
+from curvadion_jax._matrices import MadeOf, MatrixView, Named, matmul
 
-Named = dict[str, jax.Array]
-"""Arrays by the paths of their parameters."""
 OfFactors = Callable[[Named], Named]
 """Takes factors to as many of the same shapes."""
-MadeOf = tuple[tuple[int, ...], Sequence[tuple[int, ...]]]
-"""Shape of a parameter, and for every axis of an array made of it the parameter's axes
-that it is made of."""
 ReduceFn = Callable[[Named, Mapping[str, MadeOf]], tuple[Named, Named | None]]
 """Takes arrays to their means over replicas, and to what of its own arrays this replica
 put into them; None is all of them."""
@@ -97,11 +88,10 @@ def power_iteration(
 def unit_columns(R: jax.Array, Q: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Next Q: R with unit columns, and which columns hold anything.
 
-    A column of R that is zero up to rounding, beside the others, says that the
-    matrix has nothing along that column of P. Its column of Q is kept, and it must
-    not move the parameters: P Q^T would turn rounding noise into a step of full
-    length. (microsoft/dion has this rule for an all-zero matrix.) Only R decides,
-    which all replicas share after a reduction.
+    A column of R that is zero up to rounding says that the matrix has nothing along
+    that column of P. Its column of Q is kept, and it must not move the parameters:
+    P Q^T would turn rounding noise into a step of full length. (microsoft/dion has this
+    rule for an all-zero matrix.) Only R decides, which replicas share once reduced.
 
     Args:
       R: [*batch, cols, r].
@@ -122,47 +112,15 @@ def unit_columns(R: jax.Array, Q: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(present, unit, Q.astype(R.dtype)), present
 
 
-def bases(factors: Named, orthonormalize: Orthonormalize) -> Named:
-    """Orthonormal bases of left factors."""
-    found = bases_of_stacks([*factors.values()], orthonormalize)
-    return dict(zip(factors, found, strict=True))
-
-
-def bases_of_stacks(
-    factors: list[jax.Array], orthonormalize: Orthonormalize
-) -> list[jax.Array]:
-    """Orthonormalises factors, those of equal shape as one stack.
-
-    One factorisation in the program for each shape, and not for each parameter. Only
-    the factors are stacked: the momenta would be copied and resharded by it.
-    """
-
-    groups = defaultdict(list)
-    for index, factor in enumerate(factors):
-        groups[factor.shape[-2:], factor.dtype].append(index)
-    result = list(factors)
-    for (shape, _), members in groups.items():
-        if len(members) == 1:
-            result[members[0]] = orthonormalize(factors[members[0]])
-            continue
-        stacks = [factors[index].reshape(-1, *shape) for index in members]
-        basis, start = orthonormalize(jnp.concatenate(stacks)), 0
-        for index, stack in zip(members, stacks, strict=True):
-            part = basis[start : start + stack.shape[0]]
-            result[index] = part.reshape(factors[index].shape)
-            start += stack.shape[0]
-    return result
-
-
 def dion_step(
     views: dict[str, MatrixView],
     total: Named,
     qs: Named,
     *,
     feedback: jax.typing.ArrayLike | None,
-    orthonormalize: Orthonormalize,
+    bases: OfFactors,
+    keep_whole: Callable[[jax.Array], jax.Array],
     reduce_fn: ReduceFn | None,
-    devices: Any,
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
     """One step of Dion for all parameters.
 
@@ -171,16 +129,16 @@ def dion_step(
       total: B = M + G of each, in the parameter's shape.
       qs: Q of each, [*batch, cols, r].
       feedback: 1 - mu for error feedback, None to leave B as it is.
-      orthonormalize: see `_orthonormalize`.
+      bases: takes B Q to orthonormal bases of its columns.
+      keep_whole: keeps a right factor unsharded along r.
       reduce_fn: means over replicas of B Q, then of B^T P; of B where the factors are
         no smaller; None for one replica.
-      devices: those of this replica, see `_within_replica.Devices`.
 
     Returns:
       The directions sqrt(fan_out / fan_in) P Q^T, the momenta, both in the parameters'
       shapes, and the next Qs, a list each.
     """
-    qs = {name: devices.whole(q) for name, q in qs.items()}
+    qs = {name: keep_whole(q) for name, q in qs.items()}
     compressed = {n for n, q in qs.items() if reduces_factors(views[n], q.shape[-1])}
 
     def reduced(arrays, axes, which):
@@ -199,7 +157,7 @@ def dion_step(
     left, own = power_iteration(
         {name: views[name].to_matrix(b) for name, b in common.items()},
         qs,
-        functools.partial(devices.bases, views=views, orthonormalize=orthonormalize),
+        bases,
         lambda factors: reduced(factors, lambda view: view.p_axes, compressed)[0],
     )
     mean_right, own = reduced(own, lambda view: view.q_axes, compressed)
@@ -207,7 +165,7 @@ def dion_step(
     for name, view in views.items():
         P, momentum = left[name], common[name]
         Q, present = unit_columns(mean_right[name], qs[name])
-        Q = devices.whole(Q)
+        Q = keep_whole(Q)
         if feedback is not None:
             # Each replica takes away its own contribution: with the mean of R the
             # replicas' differences would add up in their momenta.

@@ -1,11 +1,9 @@
 """What moves data between the devices of one replica, and never to another one.
 
 `by_device` lets every device work on its own parts of arrays, `by_matrix` on some whole
-matrices of a stack; `bases` makes the orthonormal bases of Dion's left factors that
-way. `Devices` is what inner optimizers are given of them.
+matrices of a stack; `bases` makes the bases of Dion's left factors that way.
 """
 
-import dataclasses
 import functools
 import math
 from collections import defaultdict
@@ -17,14 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from curvadion_jax import _power_iteration
-from curvadion_jax._layout import ONE_DEVICE, Layout, named_axes
-from curvadion_jax._matrices import MatrixView, make_view
-from curvadion_jax._orthonormalize import Orthonormalize, cholesky_qr
-from curvadion_jax._power_iteration import Named
+from curvadion_jax import _orthonormalize
+from curvadion_jax._layout import Layout, named_axes
+from curvadion_jax._matrices import MatrixView, Named, make_view
+from curvadion_jax._orthonormalize import Orthonormalize
 
-# An array of fewer elements a device is sent whole by each: putting it together again
-# is another message inside the replica.
+# Elements per device. A smaller array is sent whole by every device: to put its pieces
+# together again takes another message inside the replica.
 _LEAST_PIECE = 256
 
 
@@ -41,14 +38,14 @@ def by_device(
     specs: Sequence[PartitionSpec],
     layout: Layout,
 ) -> list[tuple[jax.Array, ...]]:
-    """What the function returns for the devices' own parts of arrays, put together.
+    """What a function returns for the devices' own parts of arrays, put together.
 
     Args:
       function: takes parts to a tuple of arrays like each. Called once for all arrays
-        that are divided over the same axes. Of a part that several devices hold, it
+        that are sharded over the same axes. Of a part that several devices hold, it
         gets the device's piece, in one dimension.
       leaves: arrays.
-      specs: how each is divided over inner axes.
+      specs: how each is sharded over inner axes.
       layout: the inner axes.
     """
     together = defaultdict(list)
@@ -56,11 +53,11 @@ def by_device(
         together[named_axes(spec), shared_by(leaf, spec, layout)].append(index)
     results: list[Any] = [None] * len(leaves)
     for (_, shared), members in together.items():
-        divided = [specs[index] for index in members]
+        sharded = [specs[index] for index in members]
         mapped = jax.shard_map(
             functools.partial(_of_pieces, function, shared) if shared else function,
-            in_specs=(divided,),
-            out_specs=divided,
+            in_specs=(sharded,),
+            out_specs=sharded,
             axis_names=set(layout.axes),
         )
         found = mapped([leaves[index] for index in members])
@@ -85,13 +82,7 @@ def _of_pieces(function, shared: tuple[str, ...], parts: list) -> list:
 
 
 class Stack(NamedTuple):
-    """Matrices of one shape.
-
-    Attributes:
-      array: ``[number, *matrix]``.
-      fan_in_axes: of the array.
-      fan_out_axes: of the array.
-    """
+    """Matrices of one shape: the array [number, *matrix], and which axes are which."""
 
     array: jax.Array
     fan_in_axes: tuple[int, ...]
@@ -102,62 +93,60 @@ Function = Callable[[list[Stack]], list[jax.Array]]
 
 
 class _Kind(NamedTuple):
-    """What arrays have in common whose matrices are worked on in one stack.
+    """What matrices have in common that are worked on in one stack.
 
     Attributes:
-      shape: axes of a matrix, in the order of the parameter.
-      fan_in_axes: of a stack ``[number, *shape]``.
-      fan_out_axes: of the same.
-      divided: for every axis of a matrix the mesh axes that divide it.
-      stacked: mesh axes that divide the stack itself.
+      shape: of a matrix, its axes in the order of the parameter.
+      fan_in_axes, fan_out_axes: of a stack [number, *shape].
+      sharded: for every axis of a matrix the mesh axes that shard it.
+      stacked: mesh axes that shard the stack itself.
       dtype: of the elements.
     """
 
     shape: tuple[int, ...]
     fan_in_axes: tuple[int, ...]
     fan_out_axes: tuple[int, ...]
-    divided: tuple[tuple[str, ...], ...]
+    sharded: tuple[tuple[str, ...], ...]
     stacked: frozenset[str]
     dtype: Any
 
     @property
     def moves(self) -> list[tuple[int, str]]:
         """Axes of a stack and the mesh axes along which to put them together."""
-        pairs = enumerate(self.divided, start=1)
+        pairs = enumerate(self.sharded, start=1)
         return [(axis, name) for axis, names in pairs for name in reversed(names)]
 
     def shared(self, axes: Mapping[str, int]) -> tuple[str, ...]:
         """Mesh axes whose devices hold the same matrices."""
-        named = self.stacked.union(*self.divided)
+        named = self.stacked.union(*self.sharded)
         return tuple(axis for axis in axes if axis not in named)
 
 
-def _rest(view: MatrixView) -> list[int]:
+def _matrix_axes(view: MatrixView) -> list[int]:
     return [axis for axis in range(len(view.shape)) if axis not in view.batch_axes]
 
 
 def _kind(view: MatrixView, spec: PartitionSpec, dtype: Any) -> _Kind:
-    rest = _rest(view)
-    by_axis = [*spec, *[None] * (len(view.shape) - len(spec))]
-    names = [tuple(jax.tree.leaves(entry)) for entry in by_axis]
+    rest, entries = _matrix_axes(view), dict(enumerate(spec))
+    names = [tuple(jax.tree.leaves(entries.get(i))) for i in range(len(view.shape))]
     return _Kind(
-        tuple(view.shape[axis] for axis in rest),
-        tuple(1 + rest.index(axis) for axis in view.fan_in_axes),
-        tuple(1 + rest.index(axis) for axis in view.fan_out_axes),
-        tuple(names[axis] for axis in rest),
-        frozenset(name for axis in view.batch_axes for name in names[axis]),
-        dtype,
+        shape=tuple(view.shape[axis] for axis in rest),
+        fan_in_axes=tuple(1 + rest.index(axis) for axis in view.fan_in_axes),
+        fan_out_axes=tuple(1 + rest.index(axis) for axis in view.fan_out_axes),
+        sharded=tuple(names[axis] for axis in rest),
+        stacked=frozenset(name for axis in view.batch_axes for name in names[axis]),
+        dtype=dtype,
     )
 
 
 def _stack(x: jax.Array, view: MatrixView) -> jax.Array:
-    """``[number, *matrix]`` of an array or of a device's part of it."""
-    x = jnp.transpose(x, (*view.batch_axes, *_rest(view)))
+    """[number, *matrix] of an array or of a device's part of it."""
+    x = jnp.transpose(x, (*view.batch_axes, *_matrix_axes(view)))
     return x.reshape(-1, *x.shape[len(view.batch_axes) :])
 
 
 def _unstack(stack: jax.Array, view: MatrixView, like: jax.Array) -> jax.Array:
-    order = (*view.batch_axes, *_rest(view))
+    order = (*view.batch_axes, *_matrix_axes(view))
     x = stack.reshape([like.shape[axis] for axis in order])
     return jnp.transpose(x, sorted(range(len(order)), key=order.__getitem__))
 
@@ -168,43 +157,40 @@ def by_matrix(
     views: Mapping[str, MatrixView],
     layout: Layout,
     fewest: float = 1.0,
-) -> dict[str, jax.Array]:
+) -> Named:
     """What a function makes of stacks of matrices, by the path of the parameter.
 
     Inside a replica of several devices each of them gets some of the matrices, whole,
     and the results go back to where the matrices were: two all-to-alls for an axis that
-    divides matrices, whatever the function does. Where a parameter's placement is not
-    known, or there are too few matrices that lie alike, the compiler divides the
-    function's work.
+    shards matrices, whatever the function does. Where a parameter's placement is not
+    known, or too few matrices lie alike, the compiler divides the function's work.
 
     Args:
-      function: takes stacks to arrays of their shapes. Matrices do not depend on each
-        other, and there may be more of them than there are.
+      function: takes stacks to arrays of their shapes, each matrix by itself. A stack
+        may be padded with copies of its last matrix.
       arrays: by path.
       views: how each is seen as matrices.
       layout: where they lie.
       fewest: matrices for each device below which they are too few.
     """
-    known = {}
-    if layout.axes:
-        specs = layout.specs(arrays, by_shape=False)
-        known = dict(zip(sorted(arrays), specs, strict=True))  # in JAX's order
+    # In the order in which JAX flattens a dict.
+    known = zip(sorted(arrays), layout.specs(arrays, by_shape=False), strict=True)
+    specs = {path: spec for path, spec in known if spec is not None}
     kinds = defaultdict(list)
-    for path, x in arrays.items():
-        if (spec := known.get(path)) is not None:
-            kinds[_kind(views[path], spec, x.dtype)].append(path)
-    moved: dict[_Kind, list[str]] = {}
-    for kind, paths in kinds.items():
-        number = sum(math.prod(views[path].batch) for path in paths)
-        if number >= fewest * math.prod(layout.axes.values()):
-            moved[kind] = paths
-    results = _moved(function, moved, arrays, views, known, layout) if moved else {}
+    for path, spec in specs.items():
+        kinds[_kind(views[path], spec, arrays[path].dtype)].append(path)
+    enough = fewest * math.prod(layout.axes.values())
+    moved = {
+        kind: paths
+        for kind, paths in kinds.items()
+        if sum(math.prod(views[path].batch) for path in paths) >= enough
+    }
+    results = _moved(function, moved, arrays, views, specs, layout) if moved else {}
     rest = [path for path in arrays if path not in results]
-    stacks = [_stack(arrays[path], views[path]) for path in rest]
     whole = [_kind(views[path], PartitionSpec(), arrays[path].dtype) for path in rest]
-    found = _applied(function, whole, stacks)
-    for path, each in zip(rest, found, strict=True):
-        results[path] = _unstack(each, views[path], arrays[path])
+    stacks = [_stack(arrays[path], views[path]) for path in rest]
+    for path, stack in zip(rest, _applied(function, whole, stacks), strict=True):
+        results[path] = _unstack(stack, views[path], arrays[path])
     return results
 
 
@@ -215,7 +201,7 @@ def _applied(function: Function, kinds: Iterable[_Kind], stacks: Iterable[jax.Ar
 
 def _moved(function, kinds: Mapping[_Kind, list[str]], arrays, views, specs, layout):
     axes = layout.axes
-    divided = {path: specs[path] for paths in kinds.values() for path in paths}
+    sharded = {path: specs[path] for paths in kinds.values() for path in paths}
 
     def of_parts(parts):
         whole, results = [], {}
@@ -233,9 +219,9 @@ def _moved(function, kinds: Mapping[_Kind, list[str]], arrays, views, specs, lay
         return results
 
     mapped = jax.shard_map(
-        of_parts, in_specs=(divided,), out_specs=divided, axis_names=set(axes)
+        of_parts, in_specs=(sharded,), out_specs=sharded, axis_names=set(axes)
     )
-    return mapped({path: arrays[path] for path in divided})
+    return mapped({path: arrays[path] for path in sharded})
 
 
 def _together(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
@@ -264,65 +250,30 @@ def _apart(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
 
 def bases(
     factors: Named,
-    views: dict[str, MatrixView],
+    views: Mapping[str, MatrixView],
     orthonormalize: Orthonormalize,
     layout: Layout,
 ) -> Named:
-    """Bases of left factors; inside a replica every device makes some of them.
+    """Orthonormal bases of left factors; each device of a replica makes some of them.
 
-    Left to itself the compiler has each device do all, where the axis divides the
-    matrix along its other side: more work than the products of a divided matrix. What
-    a function of the user's needs is not known: constraints by inner axes, say.
+    Left to itself the compiler has every device make all, where an axis shards the
+    matrix along its other side. A user's own function is left to the compiler: it may
+    hold sharding constraints.
 
     Args:
       factors: path of the parameter -> [*batch, rows, r].
-      views: how each is seen as matrices.
+      views: how each parameter is seen as matrices.
       orthonormalize: see `_orthonormalize`.
       layout: where parameters lie.
     """
-    if not layout.axes or orthonormalize is not cholesky_qr:
-        return _power_iteration.bases(factors, orthonormalize)
+    by_shape = functools.partial(_orthonormalize.by_shape, orthonormalize)
+    if not layout.axes or orthonormalize is not _orthonormalize.cholesky_qr:
+        return dict(zip(factors, by_shape([*factors.values()]), strict=True))
     made_of = {name: (view.shape, view.p_axes) for name, view in views.items()}
     found = by_matrix(
-        lambda stacks: _power_iteration.bases_of_stacks(
-            [stack.array for stack in stacks], orthonormalize
-        ),
+        lambda stacks: by_shape([stack.array for stack in stacks]),
         factors,
         {name: make_view(x.shape, -2, -1) for name, x in factors.items()},
         layout.of_factors(factors, made_of),
     )
     return {name: layout.keep_whole(found[name]) for name in factors}
-
-
-@dataclasses.dataclass(frozen=True)
-class Devices:
-    """How the devices of a replica share the work on its matrices.
-
-    Attributes:
-      layout: where parameters lie.
-    """
-
-    layout: Layout = ONE_DEVICE
-
-    def whole(self, factor: jax.Array) -> jax.Array:
-        """See `Layout.keep_whole`."""
-        return self.layout.keep_whole(factor)
-
-    def bases(
-        self,
-        factors: Named,
-        views: dict[str, MatrixView],
-        orthonormalize: Orthonormalize,
-    ) -> Named:
-        """See `bases`."""
-        return bases(factors, views, orthonormalize, self.layout)
-
-    def by_matrix(
-        self,
-        function: Function,
-        arrays: Mapping[str, jax.Array],
-        views: Mapping[str, MatrixView],
-        fewest: float = 1.0,
-    ) -> Named:
-        """See `by_matrix`."""
-        return by_matrix(function, arrays, views, self.layout, fewest)

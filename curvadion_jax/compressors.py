@@ -20,9 +20,8 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import _finite
-from curvadion_jax._interfaces import Group, Views
+from curvadion_jax._interfaces import Group, Payload, Views
 from curvadion_jax._orthonormalize import compute_dtype
-from curvadion_jax._payload import Payload
 
 __all__ = ["Averaged", "Codec", "Compressor", "Payload", "exact", "quantize"]
 

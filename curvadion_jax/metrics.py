@@ -9,7 +9,7 @@ import numpy as np
 
 from curvadion_jax import _paths
 from curvadion_jax._counters import WORD, SyncMetrics, initial, ways
-from curvadion_jax._payload import Payload
+from curvadion_jax._interfaces import Payload
 
 _FAULTS = ("nonfinite", "zeroed", "excluded")
 

@@ -66,7 +66,7 @@ def local_sgd(
       <https://arxiv.org/abs/1805.09767>`_, 2018
     """
     _arguments.check_numbers(learning_rate=learning_rate)
-    _arguments.check_number(momentum, "momentum", below=1)
+    _arguments.check_numbers(below=1, momentum=momentum)
     return _every(k, optax.sgd(learning_rate, momentum), None, axis_name)
 
 
@@ -128,8 +128,8 @@ def muloco(
 
 def _nesterov(learning_rate: Any, momentum: Any) -> optax.GradientTransformation:
     """The outer step of DiLoCo and MuLoCo."""
-    _arguments.check_number(learning_rate, "outer_learning_rate")
-    _arguments.check_number(momentum, "outer_momentum", below=1)
+    _arguments.check_numbers(outer_learning_rate=learning_rate)
+    _arguments.check_numbers(below=1, outer_momentum=momentum)
     return optax.sgd(learning_rate, momentum, nesterov=True)
 
 
@@ -178,7 +178,7 @@ def paper(
     """
     if local_learning_rate is None:
         local_learning_rate = learning_rate
-    _arguments.check_number(local_learning_rate, "local_learning_rate")
+    _arguments.check_numbers(local_learning_rate=local_learning_rate)
     at_syncs = dion(
         learning_rate,
         dimension_numbers=dimension_numbers,

@@ -279,7 +279,7 @@ def budget(
     of_decide = of.decide
     _arguments.check_static(rate, "budget")
     _arguments.check_positive(rate, "rate")
-    _arguments.check_number(behind, "behind")
+    _arguments.check_numbers(behind=behind)
     if cost is not None:
         _arguments.check_positive(cost, "cost")
     if ahead < 1:
@@ -539,8 +539,8 @@ def relative_momentum_change(
       `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
     """
     if not callable(threshold):
-        _arguments.check_number(threshold, "threshold")
-    _arguments.check_number(floor, "floor")
+        _arguments.check_numbers(threshold=threshold)
+    _arguments.check_numbers(floor=floor)
 
     def norms(state: optax.OptState, views) -> dict[str, jax.Array]:
         if momentum_fn is None:

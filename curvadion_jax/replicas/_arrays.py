@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _axis_types, _layout, _memory, _paths
+from curvadion_jax import _layout, _memory, _paths
 
 Placements = tuple[NamedSharding | None, ...]
 
@@ -67,7 +67,7 @@ def constrain(x: jax.Array, placement: NamedSharding | None) -> jax.Array:
     """The array of a traced step, which stays where it was."""
     if placement is None or placement.memory_kind == _memory.HOST_KIND:
         return x  # The type of an array in host memory keeps it there.
-    return _axis_types.constrain(x, placement)
+    return _layout.constrain(x, placement)
 
 
 def within_replica(state: Any, placements: Placements) -> list[_layout.Placed]:

@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import (
-    _axis_types,
     _collectives,
     _counters,
     _finite,
@@ -20,7 +19,7 @@ from curvadion_jax import (
     _paths,
     compressors,
 )
-from curvadion_jax._payload import Payload
+from curvadion_jax._interfaces import Payload
 
 
 @jax.named_scope(_guards.SCOPE)
@@ -58,8 +57,8 @@ def average_where_synced(
         new = lax.cond(synced, mean, lambda _, *x: list(x), weight, *operands)
         return [jnp.expand_dims(x, 0) for x in new]
 
-    like = _axis_types.specs(operands, [True] * len(operands))
-    mapped = _axis_types.over_replicas(of_replica, mesh, axis_name, P(axis_name), like)
+    like = _layout.explicit_specs(operands, [True] * len(operands))
+    mapped = _layout.over_replicas(of_replica, mesh, axis_name, P(axis_name), like)
     new = mapped(synced, weight, *operands)
     arrays.update(zip((*averaged, sent), new, strict=True))
     return jax.tree.unflatten(jax.tree.structure(state), arrays.values())

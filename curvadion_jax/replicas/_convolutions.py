@@ -15,7 +15,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _axis_types, _jax_internals
+from curvadion_jax import _jax_internals, _layout
 
 
 def keep_apart(program: Any, mesh: Mesh, axis_name: str) -> Any:
@@ -38,7 +38,7 @@ def _separate(equation: Any, mesh: Mesh, axis_name: str) -> Any:
             return convolve(*(jnp.squeeze(x, 0) for x in operands))[None]
 
         aval: Any = equation.outvars[0].aval
-        over_replicas = _axis_types.over_replicas(
+        over_replicas = _layout.over_replicas(
             of_replica, mesh, axis_name, P(axis_name), aval.sharding.spec
         )
         return over_replicas(*operands), True

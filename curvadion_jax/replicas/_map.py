@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import (
-    _axis_types,
     _counters,
     _guards,
     _jax_internals,
+    _layout,
     _mapped,
     _paths,
 )
@@ -58,7 +58,7 @@ def map_over_replicas(
 
     def rows(x):
         """[global batch, ...] -> [replicas, batch, ...]."""
-        return sharded(_axis_types.split_rows(jnp.asarray(x), number))
+        return sharded(_layout.split_rows(jnp.asarray(x), number))
 
     def run(state, batch, *shared):
         check_replica_axis(state, number, "state")

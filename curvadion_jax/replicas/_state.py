@@ -124,7 +124,6 @@ def offload(state: Any) -> Any:
             "optimizer that keeps some, such as curvadion or diloco."
         )
     moved = [
-        _memory.to_host("/".join(names), x) if "sync_state" in names[:-1] else x
-        for names, x in leaves
+        _memory.to_host(x) if "sync_state" in names[:-1] else x for names, x in leaves
     ]
     return jax.tree.unflatten(jax.tree.structure(state), moved)

@@ -8,17 +8,16 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import (
-    _arguments,
     _finite,
     _momentum,
     _orthonormalize,
     _paths,
     _power_iteration,
+    _within_replica,
     compressors,
 )
 from curvadion_jax._dion import DionState
 from curvadion_jax._interfaces import Group, LocalStep, Synchronizer, SyncState
-from curvadion_jax._within_replica import Devices
 from curvadion_jax.synchronizers import _anchor_step, _feedback
 
 
@@ -110,8 +109,6 @@ def reconcile(
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023
     """
-    if outer is not None:
-        _arguments.check_transformation(outer, "outer")
     outer_step = optax.with_extra_args_support(
         optax.scale(-1) if outer is None else outer
     )
@@ -249,14 +246,18 @@ def _iterated(
         for (name, view), m in pairs
     }
     qs = dict(zip(seen, jax.tree.leaves(start), strict=True))
-    devices = Devices(layout)
     _, right = _power_iteration.power_iteration(
         momenta,
-        {name: devices.whole(q) for name, q in qs.items()},
-        functools.partial(devices.bases, views=seen, orthonormalize=orthonormalize),
+        {name: layout.keep_whole(q) for name, q in qs.items()},
+        functools.partial(
+            _within_replica.bases,
+            views=seen,
+            orthonormalize=orthonormalize,
+            layout=layout,
+        ),
     )
     return {
-        name: devices.whole(_power_iteration.unit_columns(r, qs[name])[0]).astype(
+        name: layout.keep_whole(_power_iteration.unit_columns(r, qs[name])[0]).astype(
             qs[name].dtype
         )
         for name, r in right.items()

@@ -15,7 +15,6 @@ from curvadion_jax import (
     synchronizers,
     triggers,
 )
-from curvadion_jax._payload import WEIGHT
 
 reconcile = synchronizers.reconcile
 # Elements: bias 5, embed 7 x 3 = 21, tall 6 x 4 = 24, wide 4 x 6 = 24; 74 together.
@@ -39,7 +38,7 @@ def counted(payload, gradient_bytes, steps, syncs):
             synced=step < syncs,
             finite=jnp.array(True),
             faults=_counters.no_faults(),
-            payload=payload + WEIGHT,
+            payload=payload + _counters.WEIGHT,
             gradient_bytes=gradient_bytes,
         )
 

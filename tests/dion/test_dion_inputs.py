@@ -28,7 +28,7 @@ def update(tx, gradients, params):
 
 
 @pytest.mark.parametrize("build", BUILDERS)
-@pytest.mark.parametrize("rank", [0, -1, 1.5, 0.0, True, "a", np.ones(())], ids=str)
+@pytest.mark.parametrize("rank", [0, -1, 1.5, 0.0, "a", np.ones(())], ids=str)
 def test_bad_rank(build, rank):
     with pytest.raises((TypeError, ValueError), match="rank"):
         build(rank=rank)

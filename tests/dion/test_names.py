@@ -3,7 +3,6 @@
 from typing import Any
 
 import chex
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,15 +26,6 @@ def inside(state, kind) -> list[Any]:
     """The states of this kind in that of an optimizer."""
     is_kind = lambda x: isinstance(x, kind)  # noqa: E731
     return [x for x in jax.tree.leaves(state, is_leaf=is_kind) if is_kind(x)]
-
-
-def one_update(tx: Any):
-    return jax.jit(lambda x: tx.update(x, tx.init(x), x))(KERNEL)
-
-
-def test_no_rank_is_full_rank():
-    results = [one_update(cd.curvadion(RATE, rank=rank)) for rank in (None, 1.0)]
-    helpers.assert_bitwise(*results)
 
 
 @pytest.mark.parametrize(

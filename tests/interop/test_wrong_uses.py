@@ -132,14 +132,6 @@ CASES = {
     "integer parameter": (lambda: init(synced(), INTEGERS), TypeError, "int32"),
     "complex parameter": (lambda: init(synced(), COMPLEX), TypeError, "complex64"),
     "float8 parameter": (lambda: init(synced(), EIGHT_BITS), TypeError, "float8"),
-    "another optimizer's state": (
-        lambda: cd.curvadion(0.1).update(PARAMS, optax.adamw(1).init(PARAMS), PARAMS),
-        *(TypeError, "state"),
-    ),
-    "state of other parameters": (
-        lambda: update(cd.curvadion(0.1), initial=WIDER),
-        *(ValueError, "bias"),
-    ),
     "two parameters of one path": (
         lambda: init(cd.dion(0.1), {"a/b": jnp.ones(3), "a": {"b": jnp.ones((2, 3))}}),
         *(ValueError, "a/b"),

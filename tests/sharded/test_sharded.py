@@ -32,7 +32,6 @@ from curvadion_jax import (
     _collectives,
     _layout,
     _orthonormalize,
-    _within_replica,
     compressors,
     triggers,
 )
@@ -147,9 +146,8 @@ def test_divided_is_whole_however_matrices_lie():
             return group.mean(arrays), None
 
         gradients = jax.tree.map(lambda x: x[0].astype(jnp.float32), gradients)
-        devices = _within_replica.Devices(layout)
         updates, state = tx.update(
-            gradients, tx.init(params), reduce_fn=reduce_fn, devices=devices
+            gradients, tx.init(params), reduce_fn=reduce_fn, layout=layout
         )
         return params, (updates, state.q)
 

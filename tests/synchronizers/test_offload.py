@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import curvadion_jax as cd
-from curvadion_jax import _memory, compressors, synchronizers, triggers
+from curvadion_jax import compressors, synchronizers, triggers
 
 pytestmark = pytest.mark.slow
 
@@ -85,22 +85,6 @@ def test_arrays_are_copied_at_a_sync_alone():
         if equation.primitive.name == "cond"
     ]
     assert [0, there_and_back] in conditions
-
-
-def test_what_a_synchronizer_leaves_alone_is_not_copied_back():
-    host = jax.device_put(
-        jnp.ones(2), jnp.ones(2).sharding.with_memory_kind("pinned_host")
-    )
-
-    def step(tree):
-        moved = _memory.to_device(tree)
-        return _memory.put_back({**moved, "a": moved["a"] + 1}, moved, tree)
-
-    program = jax.make_jaxpr(step)({"a": host, "b": host}).jaxpr
-    assert transfers(program) == 3  # both to the device, one back
-    result = jax.jit(step)({"a": host, "b": host})
-    assert kinds(result) == HOST
-    assert np.asarray(result["a"]).tolist() == [2, 2]
 
 
 def test_a_mended_state_stays_in_host_memory(run):
@@ -183,10 +167,3 @@ def test_an_nnx_state():
     expected = jax.tree.leaves(optimizer().init(nnx.state(model, nnx.Param)).sync_state)
     assert len(anchors) == len(expected)
     helpers.assert_bitwise(moved, before)
-
-
-def test_where_there_is_no_such_memory(monkeypatch):
-    monkeypatch.setattr(_memory, "HOST_KIND", "tape")
-    state = optimizer().init(helpers.make_params())
-    with pytest.raises(ValueError, match=r"no memory of the kind 'tape', only \['dev"):
-        cd.replicas.offload(state)
