@@ -207,7 +207,7 @@ def audit(folder: Path, out: Path) -> dict[str, Any]:
     return row | {
         "rounds": len(all_),
         "counted twice": len(uids) - len(set(uids)),
-        "rounds lost": len(all_) - 1 - all_[-1]["round"],
+        "rounds lost": sum(c["key"][-13:-5] != f"{n:08d}" for n, c in enumerate(all_)),
         "equal to the bit": all(len(x) == 1 for x in by_round.values()),
         "rejected": sum(len(c["rejected"]) for c in all_),
     }

@@ -87,12 +87,12 @@ def store_of(folder: Path) -> FlaggedStore:
     return FlaggedStore(folder, "store" in faults)
 
 
-def joined(folder: Path, name: str) -> Any:
+def started(folder: Path, name: str, params: Any) -> tuple[cd.sites.Site, Any]:
+    """A site, and the run's parameters, once the store answers."""
+    run = cd.sites.join(store_of(folder), name, **one_site.outer_side(), **JOIN)
     while True:
         try:
-            return cd.sites.join(
-                store_of(folder), name, **one_site.outer_side(), **JOIN
-            )
+            return run, run.start(params)
         except OSError as error:
             print(error, flush=True)
             time.sleep(1)
@@ -123,8 +123,8 @@ def site(name: str, folder: Path, pace: float) -> None:
     if before:
         opt_state = one_site.restored(checkpoints, opt_state, before)
     paced = Paced(name, folder, pace)
-    with joined(folder, name) as run:
-        params = run.start(params)
+    run, params = started(folder, name, params)
+    with run:
         for step in paced:
             seed: Any = (began, step, place)
             batch = corpus.training_batch(seed, CONFIG.batch, CONFIG.sequence_length)

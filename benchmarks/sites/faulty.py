@@ -10,6 +10,7 @@ class FaultyStore:
     """Any store of obstore, of which a share of the requests fails.
 
     Attributes:
+        refuse, lose: Shares of requests that are refused, and whose answers are lost.
         refused: Requests that failed.
         cut_off: Whether all do.
     """
@@ -17,7 +18,7 @@ class FaultyStore:
     def __init__(
         self, store: Any, *, refuse: float = 0.0, lose: float = 0.0, seed: int = 0
     ) -> None:
-        self._store, self._refuse, self._lose = store, refuse, lose
+        self._store, self.refuse, self.lose = store, refuse, lose
         self._random = random.Random(seed)
         self.refused, self.cut_off = 0, False
 
@@ -34,10 +35,10 @@ class FaultyStore:
         return self._ask(lambda: self._store.delete(key))
 
     def _ask(self, request: Any) -> Any:
-        if self.cut_off or self._random.random() < self._refuse:
+        if self.cut_off or self._random.random() < self.refuse:
             self._fail("refused")
         found = request()
-        if self._random.random() < self._lose:
+        if self._random.random() < self.lose:
             self._fail("answer lost")
         return found
 

@@ -1,81 +1,66 @@
 """Shows a run: ``python -m curvadion_jax.sites status s3://bucket/run-7``.
 
-It takes no part in the run. Times are the store's, at which it made the objects; what
-others have written into them is shown quoted.
+It takes no part in the run. Text that others have written is shown quoted.
 """
 
 import argparse
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from curvadion_jax.sites import _rounds, _run, _store
+from curvadion_jax.sites import _run
 from curvadion_jax.sites._store import RunError, Store
 
-# Rounds that are shown, and over which rates are taken.
+# Rounds that are shown.
 RECENT = 20
 
 
 def status(url: Any) -> str:
-    """A run and its sites, as text.
+    """The rounds, sites and rejections of a run, as text.
 
     Raises:
       ValueError: if there is none.
-      RuntimeError: if it is of another format.
+      RuntimeError: if it is damaged, or of another format.
       OSError: if the store cannot be read.
     """
     store = Store(url, make=False)
-    if (run := _run.read(store)) is None:
+    if (run := store.read(_run.RUN)) is None:
         raise ValueError(f"There is no run at {store.url}.")
+    store.run = run[0]["sha256"]
     found, strays = store.objects("")
-    keys = [meta["path"] for meta in found]
-    strays += len(keys) - sum(map(_rounds.is_known, keys))
-    members = _rounds.members(keys)
-    times = {meta["path"]: meta["last_modified"] for meta in found}
-    # Commits follow each other: one far ahead is nobody's.
-    number = next(n for n in itertools.count() if _rounds.commit_key(n) not in times)
-    sent = {name: _rounds.contribution_key(number, name) for name in members.newest}
-    waiting = sorted(name for name, key in sent.items() if key in times)
-    commits, notes = {}, [f"{strays} objects are not the run's"] if strays else []
+    keys = {meta["path"] for meta in found}
+    members = _run.members(keys)
+    # Commits follow each other: one far ahead is not the run's.
+    number = next(n for n in itertools.count() if _run.commit_key(n) not in keys)
+    notes, last, counts = [], dict[str, str](), Counter[str]()
     for each in range(max(number - RECENT, 0), number):
         try:
-            data = store.get(_rounds.commit_key(each), _store.HEADER, exists=True)
-            commits[each] = commit = _rounds.read_commit(data or b"", each)
-            notes += [
-                f"round {each}: the contribution of {entry['name']!r} is not counted: "
-                f"{entry['why']!r}"
-                for entry in commit["rejected"]
-            ]
+            commit, _ = store.read(_run.commit_key(each), exists=True) or ({}, [])
         except RunError as error:
             notes.append(str(error))
+            continue
+        for entry in commit["contributors"]:
+            counts[entry["name"]] += 1
+            last[entry["name"]] = f"{each:8} {entry['weight']:6.2f}"
+        notes += [
+            f"round {each}: the contribution of {entry['name']!r} does not count: "
+            f"{entry['why']!r}"
+            for entry in commit["rejected"]
+        ]
+    for key in keys - {_run.RUN}:
+        strays += _run.number_of(key) is None and not _run.members([key]).newest
+    notes += [f"{strays} objects are not the run's"] if strays else []
     lines = [
-        f"{store.url}: {number} rounds, quorum {run['quorum'][0]}",
-        f"contributed to round {number}: {', '.join(waiting) or 'nobody'}",
-        f"{'site':16} {'state':8} {f'of the last {len(commits)}':>15} {'last in':>8} "
-        f"{'weight':>6} {'tokens/s':>10}",
+        f"{store.url}: {number} rounds, quorum {run[0]['quorum'][0]}",
+        f"{'site':16} state {f'of the last {RECENT}':>15} {'last in':>8} weight",
     ]
-    at = [times[_rounds.commit_key(each)] for each in commits]
-    seconds = (at[-1] - at[0]).total_seconds() if at else 0
     for name in sorted(members.newest):
-        own = {
-            each: entry
-            for each, commit in commits.items()
-            for entry in commit["contributors"]
-            if entry["name"] == name
-        }
-        last = max(own, default=None)
-        recent = last is not None and number - 1 - last <= _rounds.FORGET
-        state = "here" if recent or name in waiting else "silent"
-        weight = "-" if last is None else f"{own[last]['weight']:.2f}"
-        # The first round's tokens were seen before the time began.
-        tokens = sum(own[each]["tokens"] for each in own if each > min(commits))
-        lines.append(
-            f"{name:16} {'left' if name in members.left else state:8} {len(own):>15} "
-            f"{'-' if last is None else last:>8} "
-            f"{weight:>6} "
-            f"{f'{tokens / seconds:,.0f}' if seconds else '-':>10}"
-        )
+        sent = _run.contribution_key(number, name) in keys
+        state = "left" if name in members.left else "sent" if sent else "-"
+        row = f"{name:16} {state:5} {counts[name]:15}"
+        lines.append(f"{row} {last.get(name, '-'):>8}")
     return "\n".join(lines + notes)
 
 
@@ -85,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m curvadion_jax.sites", description="Looks at a run of sites."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("status", help="rounds, sites, weights, tokens")
+    command = commands.add_parser("status", help="rounds, sites, weights, rejections")
     command.add_argument("url", help="of the run, as given to sites.join")
     try:
         print(status(parser.parse_args(arguments).url))

@@ -28,18 +28,12 @@ class Outer(NamedTuple):
     """The outer side of a run before a round, the same at all sites."""
 
     anchor: Arrays
-    state: Arrays  # the leaves of the outer optimizer's
+    state: Arrays  # the leaves of the outer optimizer's state
     digest: str  # of the anchor
 
 
 class Model:
-    """The functions of one run, for parameters of these shapes.
-
-    Attributes:
-      names, shapes: of the parameters' leaves.
-      message: shapes of a contribution.
-      snapshot: shapes of a snapshot: the anchor and the outer optimizer's state.
-    """
+    """The functions of one run, for parameters of these shapes."""
 
     def __init__(
         self, params: Any, outer: optax.GradientTransformation, codec: Codec
@@ -48,41 +42,35 @@ class Model:
         name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
         self.names = [name(path) for path, _ in leaves]
         self.shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in leaves]
-        self._outer, self._codec = optax.with_extra_args_support(outer), codec
+        self._outer, self._codec = outer, codec
         self._wide = [
             jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32))
             for x in self.shapes
         ]
+        # Shapes of a contribution, and of a snapshot: anchor and outer state.
         message = jax.eval_shape(codec.encode, self._wide)
         self.message, self._message_tree = jax.tree.flatten(message)
         state = jax.eval_shape(self._initial, self.shapes)
         state, self._state_tree = jax.tree.flatten(state)
         self.snapshot = [*self.shapes, *state]
         self._programs: dict[str, Callable[..., Any]] = {}
-        self._fingerprint = ""
 
+    @functools.cached_property
     def fingerprint(self) -> str:
-        """Of the outer optimizer: what two steps make of an anchor that all know.
+        """What two outer steps make of an anchor that all sites know.
 
         It compiles every program on the way, so that no round waits for that.
         """
-        if self._fingerprint:
-            return self._fingerprint
-        anchor, drift = (
-            [np.resize(pattern, x.shape).astype(x.dtype) for x in shapes]
-            for pattern, shapes in (
-                (np.linspace(-1, 1, 251), self.shapes),
-                (np.linspace(-1, 2, 83), self._wide),
-            )
-        )
+        line = np.linspace(-1, 1, 251)
+        anchor = [np.resize(line, x.shape).astype(x.dtype) for x in self.shapes]
+        drift = [np.resize(line + 0.5, x.shape).astype(x.dtype) for x in self._wide]
         _, message, _ = self.encode(anchor, anchor, self.zeros())
         self.norm(message)
         outer = self.initial(anchor)
         self.step(outer, [(message, 1.0)], 1)
         for _ in range(2):
             outer = self._outer_step(outer, drift)
-        self._fingerprint = _digest([*outer.anchor, *outer.state])
-        return self._fingerprint
+        return _digest([*outer.anchor, *outer.state])
 
     def initial(self, params: Arrays) -> Outer:
         """The outer side of a run that begins at these parameters."""
@@ -93,27 +81,27 @@ class Model:
         return Outer(anchor, arrays[len(self.shapes) :], _digest(anchor))
 
     def zeros(self) -> Arrays:
-        """A residual, before anything was sent."""
         return [np.zeros(x.shape, x.dtype) for x in self._wide]
 
     def encode(self, params: Arrays, anchor: Arrays, residual: Arrays) -> list[Arrays]:
-        """How far parameters are from the anchor, in at least float32; the message for
-        that and a residual; and the residual after it.
+        """The drift (parameters minus anchor, in at least float32), the message for
+        drift plus residual, and the residual after it.
         """
+        params = [x.reshape(y.shape) for x, y in zip(params, self.shapes, strict=True)]
         return [to_host(x) for x in self._run(self._encode, params, anchor, residual)]
 
     def norm(self, message: Arrays) -> float:
-        """Of what a message stands for; not finite if any element is not."""
+        """The norm of the decoded message; not finite if any element is not."""
         return float(self._run(self._norm, message))
 
     def step(
         self, outer: Outer, messages: Iterable[tuple[Arrays, float]], count: float
     ) -> Outer:
-        """The outer step along the mean of messages: times their weights, over a count.
+        """The outer step along the weighted sum of messages, divided by a count.
 
-        They are added in their order, and nothing is fused: XLA rounds a multiplication
-        and an addition once or twice, as its flags and the CPU are. One operation at a
-        time gives the same bits on all machines, as IEEE 754 defines them.
+        Messages are added in their order, one operation at a time. XLA rounds a fused
+        multiplication and addition once or twice, depending on its flags and the CPU;
+        single operations give the same bits on all machines, as IEEE 754 defines them.
         """
         total = self.zeros()
         with np.errstate(all="ignore"):
@@ -138,16 +126,16 @@ class Model:
             # `optax.apply_updates` would add in the anchor's dtype.
             pairs = zip(anchor, jax.tree.leaves(updates), strict=True)
             new = [(x + u).astype(x.dtype) for x, u in pairs]
-            if not all(jnp.isfinite(x).all() for x in new):
-                log.error(
-                    "The outer step is not finite, and the outer parameters stay as "
-                    "they are there. Look at the outer optimizer."
-                )
-            pairs = zip(new, anchor, strict=True)
-            new = [jnp.where(jnp.isfinite(x), x, y) for x, y in pairs]
             pairs = zip(jax.tree.leaves(state), old, strict=True)
-            state = [_finite_or(x.astype(y.dtype), y) for x, y in pairs]
-        return self.from_snapshot(to_host([new, state]))
+            new += [x.astype(y.dtype) for x, y in pairs]
+            # A scalar may be infinite on purpose, as a minimum is before it is known.
+            if not all(jnp.isfinite(x).all() for x in new if x.ndim):
+                log.error(
+                    "The outer step contains NaN or Inf, and nothing changes in this "
+                    "round. Look at the outer optimizer."
+                )
+                return outer
+        return self.from_snapshot(to_host(new))
 
     def _tree(self, leaves: Any) -> Any:
         return jax.tree.unflatten(self._structure, leaves)
@@ -161,8 +149,7 @@ class Model:
         whole = [x + y for x, y in zip(drift, residual, strict=True)]
         message = self._codec.encode(whole)
         sent = self._codec.decode(message, whole)
-        left = [x - y for x, y in zip(whole, sent, strict=True)]
-        return drift, message, [jnp.where(jnp.isfinite(x), x, 0) for x in left]
+        return drift, message, [x - y for x, y in zip(whole, sent, strict=True)]
 
     def _decode(self, message: Any) -> list[jax.Array]:
         tree = jax.tree.unflatten(self._message_tree, message)
@@ -173,7 +160,7 @@ class Model:
         return jnp.linalg.norm(jnp.stack([jnp.linalg.norm(x) for x in found]))
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """A program on the CPU, compiled once."""
+        """Runs a program on the CPU, compiled once."""
         program = self._programs.setdefault(function.__name__, jax.jit(function))
         with jax.default_device(_cpu()):
             return program(*arguments)
@@ -191,7 +178,6 @@ def _cpu() -> Any:
 
 
 def to_host(tree: Any) -> Arrays:
-    """The leaves as NumPy arrays, which may share the memory of theirs."""
     return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
 
@@ -200,13 +186,3 @@ def _digest(arrays: Arrays) -> str:
     for x in arrays:
         found.update(as_bytes(x))
     return found.hexdigest()[:32]
-
-
-def _finite_or(new: jax.Array, old: jax.Array) -> jax.Array:
-    """New elements where they are finite, old ones elsewhere.
-
-    A scalar of a state may be meant to be infinite.
-    """
-    if not jnp.issubdtype(new.dtype, jnp.inexact):
-        return new
-    return jnp.where(jnp.isfinite(new) if new.ndim else ~jnp.isnan(new), new, old)

@@ -1,160 +1,292 @@
-"""A run: its description, its members, its snapshots, and what is kept of it."""
+"""A run as it lies in the store: description, members, rounds, commits and snapshots.
+
+Every site decides with its own clock whether a round is over. The decision is the
+commit, a small object that can be created once and that all sites follow, so two sites
+may decide differently.
+"""
 
 import itertools
 import logging
+import math
+import re
 import uuid
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from curvadion_jax.sites import _rounds, _store
 from curvadion_jax.sites._model import Arrays, Model, Outer
-from curvadion_jax.sites._rounds import Roster
-from curvadion_jax.sites._store import InvalidError, RunError, Store, StoreError
+from curvadion_jax.sites._store import InvalidError, Store, StoreError
 
 log = logging.getLogger("curvadion_jax.sites")
 
-# Snapshots that are kept; rounds before the first of them are collected.
+# After so many rounds without a contribution a site is not waited for, and its share
+# of the mean goes to the others.
+FORGET = 4
+# Of three or more contributions, those beyond so many times the median norm are
+# rejected.
+MAX_NORM = 10.0
+# Snapshots that are kept. Rounds before the first of them are collected.
 _KEPT = 2
 
+RUN, MEMBERS, SNAPSHOTS = "run.json", "members/", "snapshots/"
+contribution_key = "rounds/{:08d}/{}".format
+commit_key = "commits/{:08d}.json".format
+snapshot_key = "snapshots/{:08d}".format
+member_key = "members/{}/{:06d}.{}".format
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_MEMBER = re.compile(rf"members/({NAME.pattern})/([0-9]{{6,15}})\.(json|left)")
+_NUMBERED = re.compile(
+    r"(?:bodies/)?(?:snapshots|commits|rounds)/([0-9]{8})(?:\.json|/.*)?"
+)
 
-def join(store: Store, name: str) -> int:
-    """Makes the site a member; how often a site of this name has joined, now included.
-
-    Of each name one object is kept, of the site that joined last.
-    """
-    while True:
-        keys = store.keys(f"{_rounds.MEMBERS}{name}/")
-        incarnation = _rounds.members(keys).newest.get(name, 0) + 1
-        key = _rounds.member_key(name, incarnation)
-        if not store.create(key, _store.seal({"uid": uuid.uuid4().hex})):
-            continue
-        if store.create(key, b"{}"):
-            raise RuntimeError(
-                f"The store {store.url} overwrites objects, so that two sites could "
-                "both commit a round. Use one with conditional writes (If-None-Match)."
-            )
-        store.delete([old for old in keys if _rounds.members([old]).newest])
-        return incarnation
+# name -> the last round in which the site counted, and its tokens per round.
+Roster = Mapping[str, Sequence[float]]
 
 
-def leave(store: Store, name: str, incarnation: int) -> None:
-    """The others do not wait for the site any more."""
-    store.create(_rounds.member_key(name, incarnation, "left"), b"{}")
-    store.delete([_rounds.member_key(name, incarnation)])
+class Members(NamedTuple):
+    """Who has ever joined: name -> newest incarnation, and who of them has left."""
+
+    newest: dict[str, int]
+    left: frozenset[str]
+
+    def needed(self, quorum: int) -> int:
+        """Contributions that a round needs; fewer once sites have left for good."""
+        if len(self.newest) < quorum:
+            return quorum
+        return max(1, min(quorum, len(self.newest) - len(self.left)))
 
 
-def read(store: Store, exists: bool = False) -> dict[str, Any] | None:
-    """The run's description, and where it begins; None if there is no run."""
-    try:
-        data = store.get(_rounds.RUN, _store.HEADER, exists)
-        return None if data is None else _store.unseal(data)
-    except InvalidError as error:
-        raise RunError(
-            f"{_rounds.RUN} at {store.url} cannot be used: {error}. Give another URL, "
-            "or the version of curvadion_jax that began the run."
-        ) from None
+class Received(NamedTuple):
+    """A contribution as it was read, and why it cannot count if it cannot."""
+
+    name: str
+    header: dict[str, Any]
+    arrays: Arrays
+    norm: float = math.nan
+    why: str = ""
 
 
-def enter(store: Store, model: Model, quorum: int, params: Arrays) -> dict[str, Any]:
-    """The description of the run, which begins at these parameters if it is new.
+def number_of(key: str) -> int | None:
+    """The round that a key belongs to; None for keys that are not a run's."""
+    found = _NUMBERED.fullmatch(key)
+    return int(found[1]) if found else None
+
+
+def members(keys: Iterable[str]) -> Members:
+    """From the keys below `MEMBERS`."""
+    newest: dict[str, tuple[int, bool]] = {}
+    for found in filter(None, map(_MEMBER.fullmatch, keys)):
+        own = int(found[2]), found[3] == "left"
+        newest[found[1]] = max(newest.get(found[1], own), own)
+    left = frozenset(name for name, (_, gone) in newest.items() if gone)
+    return Members({name: number for name, (number, _) in newest.items()}, left)
+
+
+def enter(store: Store, model: Model, quorum: int) -> None:
+    """Compares the description of the run, and creates it if there is none.
 
     Raises:
-      ValueError: if it is of another model, compressor, outer optimizer or quorum.
+      ValueError: if the run has another model, compressor, outer optimizer or quorum.
     """
     forms = [[str(x.dtype), list(x.shape)] for x in model.shapes]
     own = {
         "model": [[name, *form] for name, form in zip(model.names, forms, strict=True)],
         "compressor": [[str(x.dtype), list(x.shape)] for x in model.message],
-        "outer optimizer (or JAX, or Optax)": [model.fingerprint()],
+        "outer optimizer (or JAX, or Optax)": [model.fingerprint],
         "quorum": [quorum],
     }
-    run = read(store)
-    if run is None:
-        key = f"initial/{uuid.uuid4().hex}"
-        description = _store.seal(own | {"initial": key})
-        begun = _store.unseal(description)
-        _write(store, key, begun, model.initial(params), {}, 0)
-        store.create(_rounds.RUN, description)
-        run = read(store, exists=True)
-        if run is None:
-            raise StoreError(f"{_rounds.RUN} was created at {store.url} and is gone")
-        if run["initial"] != key:  # another site has begun it at this moment
-            store.delete([key, *store.keys(f"parts/{key}/")])
+    found = store.read(RUN)
+    if found is None:
+        store.write(RUN, own | {"uid": uuid.uuid4().hex})
+        found = store.read(RUN, exists=True)
+        if found is None:
+            raise StoreError(f"{RUN} was created at {store.url} and is gone.")
     for what, ours in own.items():
-        for one, other in itertools.zip_longest(ours, run.get(what) or []):
+        for one, other in itertools.zip_longest(ours, found[0].get(what) or []):
             if one != other:
                 raise ValueError(
                     f"The run was begun with another {what}: {one} here, "
                     f"{other!r:.200} there. Give all sites the same, or another URL."
                 )
-    return run
+    store.run = found[0]["sha256"]
 
 
-def mismatch(name: str, number: int, ours: str, theirs: Any) -> RunError:
-    """The error of a site whose outer parameters are not the run's."""
-    return RunError(
-        f"Before round {number} the outer parameters of this site, {name!r}, have the "
-        f"digest {ours} and the run's {theirs!r:.40}. Give all sites the same outer "
-        "optimizer, compressor, JAX and Optax, and start this site again."
-    )
+def join(store: Store, name: str) -> int:
+    """Makes the site a member. Returns how often a site of this name has joined.
+
+    One object is kept for each name, of the site that joined last.
+    """
+    while True:
+        keys = store.keys(f"{MEMBERS}{name}/")
+        incarnation = members(keys).newest.get(name, 0) + 1
+        key = member_key(name, incarnation, "json")
+        if not store.write(key, {"uid": uuid.uuid4().hex}):
+            continue
+        if store.create(key, b"{}"):
+            raise RuntimeError(
+                f"The store {store.url} overwrites objects, so two sites could both "
+                "commit a round. Use a store with conditional writes (If-None-Match)."
+            )
+        store.delete([old for old in keys if members([old]).newest])
+        return incarnation
 
 
-def load(
-    store: Store, model: Model, run: dict[str, Any], least: int = 0
-) -> tuple[Outer, Roster, int]:
+def leave(store: Store, name: str, incarnation: int) -> None:
+    """The other sites do not wait for this one any more."""
+    store.create(member_key(name, incarnation, "left"), b"{}")
+    store.delete([member_key(name, incarnation, "json")])
+
+
+def check_contribution(header: Mapping[str, Any]) -> None:
+    """Rejects what cannot be computed with: the bounds keep `commit` finite."""
+    checks = {
+        "tokens": lambda x: isinstance(x, int | float) and 1e-9 <= x < 1e18,
+        "rounds": lambda x: isinstance(x, int) and 1 <= x < 10**9,
+        "before": lambda x: isinstance(x, str),
+        "uid": lambda x: isinstance(x, str),
+    }
+    for field, check in checks.items():
+        if not check(header.get(field)):
+            raise InvalidError(f"Its {field} is {header.get(field)!r:.99}.")
+
+
+def digest_of_most(received: Iterable[Received], own: str) -> str:
+    """The digest of the anchor from which most readable contributions are measured."""
+    found = Counter(each.header["before"] for each in received if not each.why)
+    most = max(found.values(), default=0)
+    likely = sorted(digest for digest, count in found.items() if count == most)
+    return own if own in likely or not likely else likely[0]
+
+
+def judged(received: Sequence[Received], before: str) -> list[Received]:
+    """The contributions, each with the reason why it cannot count, if there is one."""
+    fine = [x.norm for x in received if not x.why and x.header["before"] == before]
+    # With two contributions nobody can tell which of them is wrong.
+    median = sorted(fine)[len(fine) // 2] if len(fine) >= 3 else math.inf
+
+    def fault(each: Received) -> str:
+        if each.why:
+            return each.why
+        if (other := each.header["before"]) != before:
+            return f"It is measured from other outer parameters, {other!r:.40}."
+        if each.norm > MAX_NORM * median > 0:
+            norms = f"{each.norm:.3g}, is beyond {MAX_NORM:g} times the median"
+            return f"Its norm, {norms}, {median:.3g}."
+        return ""
+
+    return [each._replace(why=fault(each)) for each in received]
+
+
+def expected(roster: Roster, number: int, left: frozenset[str]) -> Roster:
+    """The sites that are expected in a round: recent contributors that have not left.
+
+    A new site becomes one with its first contribution.
+    """
+    return {
+        name: pair
+        for name, pair in roster.items()
+        if number - pair[0] <= FORGET and name not in left
+    }
+
+
+def commit(
+    number: int,
+    before: str,
+    received: Iterable[Received],
+    roster: Roster,
+    members: Members,
+    quorum: int,
+) -> dict[str, Any]:
+    """The commit of a round: which contributions count, and how much.
+
+    A site's share of the mean is its tokens per round over those of all expected sites.
+    An absent site contributes its drift later, with the same share, so nothing counts
+    twice and nothing is lost. Weights are in units of the mean share: they add up to
+    the number of expected sites if all contribute.
+
+    Below the quorum nothing counts. The round then ends for rejected sites, and the
+    others contribute the same to the next one.
+    """
+    valid = [each for each in received if not each.why]
+    if len(valid) < members.needed(quorum):
+        valid = []
+    rates = {x.name: x.header["tokens"] / x.header["rounds"] for x in valid}
+    roster = {
+        **expected(roster, number, members.left),
+        **{name: [number, rate] for name, rate in rates.items()},
+    }
+    mean = math.fsum(rate for _, rate in roster.values()) / max(1, len(roster))
+    return {
+        "before": before,
+        "contributors": [
+            {field: x.header[field] for field in ("uid", "sha256", "tokens")}
+            | {"name": x.name, "weight": rates[x.name] / mean}
+            for x in valid
+        ],
+        "rejected": [
+            {"name": x.name, "uid": x.header.get("uid"), "why": x.why[:300]}
+            for x in received
+            if x.why
+        ],
+        "roster": roster,
+    }
+
+
+def load(store: Store, model: Model, least: int = 0) -> tuple[Outer, Roster, int]:
     """The newest outer side that can be read, its roster, and the next round's number.
 
-    A snapshot that is damaged, or that the commit after it does not confirm, is passed
-    over for an older one.
+    A snapshot is used only if the commit after it confirms its digest. Otherwise an
+    older one is used.
     """
-    numbers = [n for n in map(_rounds.number_of, store.keys(_rounds.SNAPSHOTS)) if n]
-    for number in [*sorted(numbers, reverse=True), 0]:
+    for number in _snapshots(store):
         if number < least:
             break
-        key = _rounds.snapshot_key(number) if number else run["initial"]
+        key = snapshot_key(number)
         try:
-            found = _store.read(store, key, "snapshot", run["sha256"], model.snapshot)
-            commit = _rounds.commit_key(number)
-            data = store.get(commit, _store.HEADER, exists=number > 0)
-            if found is None or (number and data is None):
-                raise InvalidError("it is missing, or the commit after it")
-            (header, arrays), before = found, None
-            if data is not None:
-                before = _rounds.read_commit(data, number)["before"]
+            found = store.read(key, model.snapshot, exists=True)
+            # The first snapshot has no commit until the first round is over.
+            commit = store.read(commit_key(number), exists=number > 0)
+            if found is None or (number and commit is None):
+                raise InvalidError(f"{key} is missing, or the commit after it.")
+            header, arrays = found
             outer = model.from_snapshot(arrays)
-            if header["round"] != number or before not in (None, outer.digest):
-                raise InvalidError("it is not what the commit after it confirms")
+            if commit is not None and commit[0]["before"] != outer.digest:
+                raise InvalidError(f"The commit after {key} does not confirm it.")
             return outer, header["roster"], number
         except InvalidError as error:
-            log.warning("%s is not used: %s", key, error)
+            log.warning("A snapshot is not used: %s", error)
     raise StoreError(
-        f"the store {store.url} has no snapshot that can be used of round {least} or "
-        "later, and earlier contributions are not found"
+        f"The store {store.url} has no snapshot that can be used of round {least} or "
+        "later, and earlier contributions are gone. Begin a run at another URL."
     )
 
 
-def write_snapshot(
-    store: Store, run: dict[str, Any], outer: Outer, roster: Roster, number: int
-) -> None:
-    """Writes the outer side before a round, and collects what lies long before it."""
-    _write(store, _rounds.snapshot_key(number), run, outer, roster, number)
-    found = map(_rounds.number_of, store.keys(_rounds.SNAPSHOTS))
-    numbers = sorted(each for each in found if each and each <= number)
-    if len(numbers) <= _KEPT:
+def write_first_snapshot(store: Store, model: Model, params: Arrays) -> None:
+    """Lets a new run begin at these parameters.
+
+    If several sites begin it at once, the first of their snapshots stands.
+    """
+    if store.read(commit_key(0)) is None:
+        write_snapshot(store, model.initial(params), {}, 0)
+
+
+def write_snapshot(store: Store, outer: Outer, roster: Roster, number: int) -> None:
+    """Writes the outer side before a round, and collects what older rounds left."""
+    numbers = _snapshots(store)
+    if number in numbers:
         return
-    first = numbers[-_KEPT]
-    for prefix in (_rounds.SNAPSHOTS, _rounds.ROUNDS, "parts/"):
-        found = [(_rounds.number_of(key), key) for key in store.keys(prefix)]
+    arrays = [*outer.anchor, *outer.state]
+    store.write(snapshot_key(number), {"roster": roster}, arrays)
+    older = [number, *(each for each in numbers if each < number)]
+    if len(older) < _KEPT:
+        return
+    first = older[_KEPT - 1]
+    for prefix in (SNAPSHOTS, "rounds/", "bodies/"):
+        found = [(number_of(key), key) for key in store.keys(prefix)]
         store.delete([key for n, key in found if n is not None and n < first])
 
 
-def _write(
-    store: Store,
-    key: str,
-    run: dict[str, Any],
-    outer: Outer,
-    roster: Roster,
-    number: int,
-) -> None:
-    header = {"kind": "snapshot", "run": run["sha256"], "round": number}
-    arrays = [*outer.anchor, *outer.state]
-    _store.write(store, key, header | {"roster": roster}, arrays)
+def _snapshots(store: Store) -> list[int]:
+    """Numbers of the rounds before which there is a snapshot, the newest first."""
+    found = map(number_of, store.keys(SNAPSHOTS))
+    return sorted({n for n in found if n is not None}, reverse=True)

@@ -1,10 +1,10 @@
 """What a training loop calls: :func:`join`, and the methods of a :class:`Site`."""
 
 import atexit
-import dataclasses
 import logging
 import math
 import time
+from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
@@ -12,19 +12,20 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import compressors
-from curvadion_jax.sites import _processes, _rounds, _run
-from curvadion_jax.sites._follower import Follower, Settings
+from curvadion_jax.sites import _processes, _run
+from curvadion_jax.sites._follower import Follower
 from curvadion_jax.sites._model import Model
 from curvadion_jax.sites._store import Store, StoreError
 from curvadion_jax.sites._worker import Update, Worker, moved
 
 log = logging.getLogger("curvadion_jax.sites")
 
-# Seconds after which a wait looks around: no process of a site sits longer in one
-# collective, which some runtimes take for a hang.
+# Seconds that a process of a site waits at most before the next collective: some
+# runtimes take a longer wait in one collective for a hang.
 _WAIT = 5.0
-# Of a step; a contribution has less than 1e18.
-_MOST_TOKENS = 1e15
+# Steps between looks for news at a site of several processes, which wait for each
+# other at a look.
+_LOOK = 8
 
 
 def join(
@@ -37,40 +38,35 @@ def join(
     quorum: int = 1,
     grace: float = 30.0,
     max_lag: float | None = None,
-    keep: float = 1.0,
     poll: float = 1.0,
 ) -> "Site":
-    """Joins a training run that lies in an object store, or begins one.
+    """Joins a training run in an object store, or begins one.
 
-    The processes of a `jax.distributed` program are one site, and all call this alike.
+    The processes of a `jax.distributed` program are one site. All call this alike, and
+    the numbers of the first one hold.
 
     Args:
       url: of the run: ``s3://bucket/run-7``, ``gs://``, ``az://``, a folder or a
         `pathlib.Path`; or a store of `obstore`. Credentials come from the environment.
-      name: of this site: letters, digits, ``-`` and ``_``. If several sites join under
-        one name, the last one stays, and the others raise an error and stop.
+      name: of this site: letters, digits, ``-`` and ``_``. Of several sites that join
+        under one name the last stays, and the others raise an error.
       every: steps between contributions.
-      outer: Optax transformation that is given the mean pseudo-gradient. None is the
-        plain average.
-      compressor: form of contributions, with error feedback: `quantize` or `exact`,
-        which None means.
+      outer: Optax transformation of the mean pseudo-gradient. None is the plain
+        average.
+      compressor: form of contributions, `quantize` or `exact`, with error feedback.
+        None is `exact`.
       quorum: contributions without which a round changes nothing; fewer when sites have
         left for good. The same for all sites.
       grace: seconds for which a round that has its quorum waits for other known sites.
       max_lag: steps that may be taken while a contribution is under way, before `sync`
-        waits for it; None is 2 x `every`, 0 is lock step, and `math.inf` never waits.
-      keep: share of the progress made while a contribution was under way that stays,
-        in [0, 1].
+        waits for it. None is 2 x `every`, 0 is lock step, `math.inf` never waits.
       poll: seconds between looks at the store.
 
     Returns:
-      The site, which has yet to `start`.
+      The site. It takes no part in the run before :meth:`Site.start`.
 
     Raises:
-      ImportError: without `obstore`, the extra ``curvadion-jax[sites]``.
-      OSError: if the store cannot be reached, read, or written.
-      RuntimeError: if it overwrites objects that it is told to create.
-      ValueError: for an argument out of range, or not alike in all processes.
+      ValueError: for an argument out of range.
 
     Example:
       >>> import jax, tempfile
@@ -84,40 +80,18 @@ def join(
       >>> params["w"].tolist(), site.metrics.counted >= 1
       ([4.0, 4.0, 4.0], True)
     """
-    if not _rounds.NAME.fullmatch(name):
+    if not _run.NAME.fullmatch(name):
         raise ValueError(
             f"name must have 1 to 64 letters, digits, '-' and '_', got {name!r}. The "
             "first must be a letter or digit."
         )
     max_lag = 2 * every if max_lag is None else max_lag
-    settings = Settings(every, quorum, grace, max_lag, keep, poll)
-    least = {"every": 1, "quorum": 1, "grace": 0, "max_lag": 0, "keep": 0, "poll": 1e-4}
-    for what, number in least.items():
-        if not number <= (given := getattr(settings, what)) or keep > 1:
-            raise ValueError(
-                f"{what} must be at least {number}, and keep at most 1, got {given} "
-                f"and keep={keep}."
-            )
-    codec = (compressor or compressors.exact()).codec
-    if codec is None:
-        raise ValueError(
-            "The compressor has no codec, so that contributions cannot be read one by "
-            "one. Give quantize or exact."
-        )
-    if jax.process_count() > 1:
-        _processes.check_alike({"name": name, **dataclasses.asdict(settings)})
-    joined = []
-    _processes.from_first(lambda: joined.append(_joined(url, name)))
-    return Site(name, settings, (outer or optax.scale(-1), codec), joined)
-
-
-def _joined(url: Any, name: str) -> tuple[Store, int]:
-    store = Store(url)
-    return store, _run.join(store, name)
+    parts = outer or optax.scale(-1), (compressor or compressors.exact()).codec
+    return Site(url, name, parts, (every, max_lag), (quorum, grace), poll)
 
 
 class SiteMetrics(NamedTuple):
-    """What a site has done, for one's own logger.
+    """What a site has done, for a training loop's logger.
 
     Attributes:
       round: rounds that are committed.
@@ -126,10 +100,6 @@ class SiteMetrics(NamedTuple):
       lag: steps since the contribution that is under way was taken; 0 if none is.
       blocked: seconds in which `sync` has waited.
       bytes_up, bytes_down: written to and read from the store, headers included.
-
-    Example:
-      >>> SiteMetrics(7, 4, 6, 1, 0, 12, 0.0, 4160, 12480).counted
-      6
     """
 
     round: int
@@ -147,35 +117,24 @@ class Site:
     """One program's part in a run; made by :func:`join`.
 
     A context manager, at whose end the thread that talks to the store ends. Parameters
-    are any tree of floating-point ``jax.Array``, sharded over the devices in any way.
-
-    Args:
-      name, settings, parts, joined: as `join` gives them.
-
-    Attributes:
-      name: of the site.
-
-    Example:
-      >>> import tempfile
-      >>> from curvadion_jax.sites import join
-      >>> with join(tempfile.mkdtemp(), "oslo") as site:
-      ...     params = site.start({"w": jax.numpy.ones(2)})
-      ...     params = site.sync(params, tokens=1024)  # after a step
-      ...     print(site.name, site.metrics.lag)
-      oslo 0
+    are any tree of floating-point ``jax.Array``, with any sharding.
     """
 
     def __init__(
         self,
+        url: Any,
         name: str,
-        settings: Settings,
-        parts: tuple[optax.GradientTransformation, compressors.Codec],
-        joined: list[tuple[Store, int]],
+        parts: tuple[optax.GradientTransformation, Any],
+        steps: tuple[int, float],
+        rules: tuple[int, float],
+        poll: float,
     ) -> None:
-        self.name, self._settings = name, settings
-        self._parts, self._joined = parts, joined
+        self.name, self._url, self._parts = name, url, parts
+        self._rules, self._poll = rules, poll
+        self._every, self._max_lag = steps
+        # The first process has these two.
+        self._follower: Follower | None = None
         self._worker: Worker | None = None
-        self._shared: _processes.Shared | None = None
         self._structure: Any = None
         self._closed = False
         self._round = self._contributors = 0
@@ -183,7 +142,7 @@ class Site:
         self._under_way: float | None = None
         # Since the last contribution was taken.
         self._steps, self._tokens, self._blocked = 0, 0.0, 0.0
-        self._counts = {"counted": 0, "late": 0, "rejected": 0}
+        self._outcomes: Counter[str] = Counter()
 
     def __enter__(self) -> "Site":
         return self
@@ -192,75 +151,72 @@ class Site:
         self.close()
 
     def start(self, params: Any) -> Any:
-        """The newest outer parameters of the run, or these if the run is new.
+        """Returns the newest outer parameters of the run, or these if the run is new.
 
         Args:
-          params: as the model's `init` returned them; only their shapes and where they
-            are placed count in a run that has begun.
+          params: as the model's `init` returned them. In a run that has begun, only
+            their shapes, dtypes and shardings matter.
 
         Returns:
-          Parameters that are placed as the given ones are.
+          Parameters with the shardings of the given ones.
 
         Raises:
+          ImportError: without `obstore`, the extra ``curvadion-jax[sites]``.
+          OSError: if the store cannot be reached, read, or written. Call it again.
+          RuntimeError: if the run is damaged, or of a newer version, or if the store
+            overwrites objects that it is told to create.
           ValueError: for another model, compressor, outer optimizer or quorum.
-          RuntimeError: if the run is damaged, or of a newer version.
-          OSError: if the store cannot be reached.
         """
         if self._structure is not None:
             raise RuntimeError("This site has started. Join once for each start.")
         _check(params)
-        leaves, self._structure = jax.tree.flatten(params)
-        self._model = Model(params, *self._parts)
-        for store, incarnation in self._joined:
-            parts = store, self._model, self.name, incarnation, self._settings
-            self._worker = Worker(Follower(*parts))
-        if jax.process_count() > 1:
-            self._shared = _processes.Shared()
+        leaves, structure = jax.tree.flatten(params)
+        arrays = _processes.gather(leaves)
+        found = _processes.from_first(lambda: self._enter(params, arrays))
+        self._every, self._max_lag, update = found
+        self._structure = structure
         atexit.register(self.close)
-        arrays, worker = _processes.gather(leaves), self._worker
-        try:
-            update = _processes.from_first(lambda: worker and worker.enter(arrays))
-        except Exception:
-            self._leave()  # or the others would count with this site for ever
-            raise
         return self._apply(update, params)
 
     def sync(self, params: Any, tokens: float = 1) -> Any:
         """Call it after every step; it returns at once on most.
 
-        It takes over what the run has decided meanwhile, and every `every` steps hands
-        a copy of the parameters to the thread that contributes it. It waits only where
-        a contribution has been under way for `max_lag` steps.
+        It applies what the run has decided meanwhile. Every `every` steps it hands a
+        copy of the parameters to the thread that contributes it. It waits only if a
+        contribution has been under way for `max_lag` steps.
 
         Args:
           params: after the step. They may be donated to the next one.
-          tokens: that this site has seen in the step; a site counts in a round by its
-            tokens. Of several processes the first one's number counts.
+          tokens: that this site has seen in the step, its weight in a round. With
+            several processes the first one's number counts.
 
         Returns:
           The parameters to continue with.
 
         Raises:
-          RuntimeError: if another site has this one's name, or its outer parameters
-            differ from the run's.
+          RuntimeError: if another site has joined under this name, or this site's outer
+            parameters differ from the run's.
           ValueError: for parameters of another structure, shape or dtype; for tokens
             that are not positive and finite.
         """
-        self._check_open(params)
-        if self._joined and not 0 < float(tokens) < _MOST_TOKENS:
+        self._check_open()
+        if self._worker is not None and not 1e-9 <= float(tokens) <= 1e15:
             raise ValueError(
-                f"tokens must be positive and less than {_MOST_TOKENS:g}, got {tokens}."
-                " Give those that this site has seen in the step."
+                f"tokens must be positive and at most 1e15, got {tokens}. Give the "
+                "tokens that this site has seen in the step."
             )
         self._steps += 1
-        self._tokens += float(tokens) if self._joined else 1.0
+        self._tokens += float(tokens) if self._worker is not None else 1.0
+        due = min(self._every, self._max_lag)
+        if jax.process_count() > 1 and self._steps < due and self._steps % _LOOK:
+            return params
         while True:
             params = self._apply(self._take(), params)
             if self._under_way is not None:
-                if self._steps < self._settings.max_lag:
+                if self._steps < self._max_lag:
                     return params
-                self._wait(params)
-            elif self._steps >= self._settings.every:
+                self._wait()
+            elif self._steps >= self._every:
                 self._submit(params)
             else:
                 return params
@@ -270,29 +226,34 @@ class Site:
 
         Args:
           params: after the last step.
-          timeout: seconds after which it leaves without; by this machine's clock.
+          timeout: seconds after which it leaves although its last steps do not count.
 
         Returns:
           The parameters after the newest round that this site knows.
         """
-        self._check_open(params)
+        self._check_open()
         end = time.monotonic() + timeout
         while True:
             params = self._apply(self._take(), params)
             due = self._under_way is not None or self._tokens > 0
-            if not _processes.agreed(due and time.monotonic() < end):
+            going = due and time.monotonic() < end
+            if not _processes.from_first(lambda going=going: going):
                 break
             if self._under_way is None:
                 self._submit(params)
-            self._wait(params, end)
+            self._wait(end)
         if self._under_way is not None or self._tokens:
             log.warning("%s leaves, and its last steps do not count", self.name)
-        self._leave()
+        try:
+            if (own := self._follower) is not None:
+                _run.leave(own.store, self.name, own.incarnation)
+        except StoreError as error:
+            log.warning("%s leaves and cannot tell the others: %s", self.name, error)
         self.close()
         return params
 
     def close(self) -> None:
-        """Ends the thread; the run takes this site for one that has crashed."""
+        """Ends the thread. The other sites wait for this one as if it had crashed."""
         atexit.unregister(self.close)
         self._closed = True
         if self._worker is not None:
@@ -302,77 +263,66 @@ class Site:
     def metrics(self) -> SiteMetrics:
         """See :class:`SiteMetrics`."""
         lag = 0 if self._under_way is None else self._steps
-        up, down = next(((x.up, x.down) for x, _ in self._joined), (0, 0))
-        known = self._round, self._contributors, *self._counts.values()
-        return SiteMetrics._make((*known, lag, self._blocked, up, down))
+        store, counts = self._follower and self._follower.store, self._outcomes
+        return SiteMetrics(
+            *(self._round, self._contributors),
+            *(counts["counted"], counts["late"], counts["rejected"]),
+            *(lag, self._blocked),
+            *((store.up, store.down) if store else (0, 0)),
+        )
 
-    def _check_open(self, params: Any) -> None:
+    def _enter(self, params: Any, arrays: list[Any]) -> tuple[int, float, Any]:
+        store, model = Store(self._url), Model(params, *self._parts)
+        self._follower = Follower(store, model, self.name, *self._rules)
+        self._follower.start(arrays)
+        self._worker = Worker(self._follower, self._poll)
+        self._worker.start()
+        return self._every, self._max_lag, self._worker.take()
+
+    def _check_open(self) -> None:
         if self._structure is None or self._closed:
             raise RuntimeError(
                 "This site has not started, or has left the run. Join, and call start."
             )
-        if (found := jax.tree.structure(params)) != self._structure:
-            raise ValueError(
-                f"The parameters are {found}. Give them in the structure that start "
-                f"was given, {self._structure}."
-            )
 
     def _take(self) -> Update | None:
-        if self._shared is not None:
-            return self._shared.take(self._worker)
-        return self._worker and self._worker.take()
-
-    def _leave(self) -> None:
-        try:
-            for store, incarnation in self._joined:
-                _run.leave(store, self.name, incarnation)
-        except StoreError as error:
-            log.warning(
-                "%s leaves, which the others do not learn: %s", self.name, error
-            )
+        return _processes.from_first(lambda: self._worker and self._worker.take())
 
     def _submit(self, params: Any) -> None:
-        leaves = jax.tree.leaves(params)
-        for name, x, then in zip(
-            self._model.names, leaves, self._model.shapes, strict=True
-        ):
-            if (x.shape, x.dtype) != (then.shape, then.dtype):
-                raise ValueError(
-                    f"{name} is {x.dtype}{list(x.shape)}, and was {then.dtype}"
-                    f"{list(then.shape)} at start. Keep shapes and dtypes."
-                )
-        if self._shared is None:  # one by one: they may lie on different devices
-            leaves = [_copy(x) for x in leaves]
-        else:
+        leaves = self._structure.flatten_up_to(params)
+        if jax.process_count() > 1:
             leaves = _processes.gather(leaves)
+        else:  # one by one: they may lie on different devices
+            leaves = [_copy(x) for x in leaves]
         if self._worker is not None:
             self._worker.submit(leaves, self._tokens)
         self._under_way, self._steps, self._tokens = self._tokens, 0, 0.0
 
     def _apply(self, update: Update | None, params: Any) -> Any:
-        """The parameters after what has been decided, and a note of it."""
+        """The parameters after what has been decided, which it counts."""
         if update is None:
             return params
         self._round, self._contributors = update.number, update.contributors
         if (why := update.outcome) is not None:
             tokens, self._under_way = self._under_way or 0.0, None
             kind = {"": "counted", "late": "late"}.get(why, "rejected")
-            self._counts[kind] += 1
+            self._outcomes[kind] += 1
             if kind == "late":
                 self._tokens += tokens
-                self._steps = max(self._steps, self._settings.every)
+                self._steps = max(self._steps, self._every)
             elif kind == "rejected":
-                text = "%r, this site, is rejected: %.999r. Its steps are lost"
-                log.error(text, self.name, why)
+                text = "The contribution of %r, this site, and its steps are lost: %s"
+                log.error(text, self.name, why[:999])
                 self._steps, self._tokens = 0, 0.0
-        leaves = moved(jax.tree.leaves(params), update, self._settings.keep)
+        leaves = self._structure.flatten_up_to(params)
+        leaves = moved(leaves, update)
         return jax.tree.unflatten(self._structure, leaves)
 
-    def _wait(self, params: Any, end: float = math.inf) -> None:
+    def _wait(self, end: float = math.inf) -> None:
         start = time.monotonic()
         if self._worker is not None:
             self._worker.wait(min(_WAIT, max(end - start, 0.0)))
-        self._check_open(params)  # a signal's handler may have closed it
+        self._check_open()  # a signal's handler may have closed it
         self._blocked += time.monotonic() - start
 
 

@@ -31,7 +31,7 @@ def test_killed_in_the_middle_and_started_again(tmp_path):
     assert survivor.returncode == again.returncode == 0
     files = sorted((tmp_path / "commits").iterdir())
     commits = [json.loads(file.read_text()) for file in files]
-    assert [commit["round"] for commit in commits] == list(range(len(commits)))
+    assert [int(file.stem) for file in files] == list(range(len(commits)))
     entries = [entry for commit in commits for entry in commit["contributors"]]
     uids = [entry["uid"] for entry in entries]
     assert len(set(uids)) == len(uids)

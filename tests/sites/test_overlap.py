@@ -9,7 +9,7 @@ from faulty import FaultyStore
 from gated_sites import Gated, stepped
 from jax.sharding import NamedSharding, PartitionSpec
 from obstore.store import MemoryStore
-from site_runs import together, train
+from site_runs import start_params, together, train
 from site_steps import ByHand
 
 from curvadion_jax import compressors, sites
@@ -23,10 +23,9 @@ def decided(site):
     assert not site._worker._busy
 
 
-@pytest.mark.parametrize(("keep", "wanted"), [(1.0, 6.0), (0.5, 5.0), (0.0, 4.0)])
-def test_progress_made_meanwhile_is_kept(keep, wanted):
+def test_progress_made_meanwhile_is_kept():
     store = Gated()
-    with sites.join(store, "oslo", every=4, max_lag=99, keep=keep, poll=0.01) as site:
+    with sites.join(store, "oslo", every=4, max_lag=99, poll=0.01) as site:
         params = site.start(PARAMS)
         for _ in range(4):
             params = site.sync(stepped(params))
@@ -36,7 +35,7 @@ def test_progress_made_meanwhile_is_kept(keep, wanted):
         store.open.set()
         decided(site)
         params = site.sync(stepped(params))
-        np.testing.assert_array_equal(params["w"], wanted)
+        np.testing.assert_array_equal(params["w"], 6.0)
         assert site.metrics[2:7] == (1, 0, 0, 0, 0)
 
 
@@ -85,14 +84,11 @@ def test_what_is_decided_between_two_looks_counts_once(monkeypatch):
     np.testing.assert_array_equal(params["w"], 5.0)
 
 
-@pytest.mark.parametrize(("keep", "wanted"), [(1.0, 13.0), (0.5, 12.0)])
-def test_progress_counts_from_where_another_round_has_moved_it(
-    keep, wanted, monkeypatch
-):
+def test_progress_counts_from_where_another_round_has_moved_it(monkeypatch):
     """Rome's round lands after `sync` has looked, and before it gives its copy."""
     memory = MemoryStore()
     store, rome = Gated(memory), ByHand(memory, "rome", params=PARAMS)
-    options = {"every": 4, "max_lag": 99, "grace": 0, "keep": keep, "poll": 0.01}
+    options = {"every": 4, "max_lag": 99, "grace": 0, "poll": 0.01}
     with sites.join(store, "oslo", **options) as site:
         params = site.start(PARAMS)
         worker, submit = site._worker, site._worker.submit
@@ -100,8 +96,8 @@ def test_progress_counts_from_where_another_round_has_moved_it(
         def submit_after_a_round(*given):
             rome.send(8.0, tokens=2)
             rome.commit()
-            with worker.changed:
-                assert worker.changed.wait_for(lambda: worker._known[0] == 1, 60)
+            with worker._changed:
+                assert worker._changed.wait_for(lambda: worker._known[0] == 1, 60)
             submit(*given)
 
         monkeypatch.setattr(worker, "submit", submit_after_a_round)
@@ -118,14 +114,14 @@ def test_progress_counts_from_where_another_round_has_moved_it(
         # 12 tokens in two rounds, and rome's 2 in one: 3/4 of its 4 on rome's 8.
         rome.follow()
         np.testing.assert_array_equal(rome.anchor[0], 8.0 + 3.0)
-        np.testing.assert_array_equal(params["w"], wanted)
+        np.testing.assert_array_equal(params["w"], 8.0 + 3.0 + 2.0)
         assert site.metrics[:5] == (2, 1, 1, 0, 0)
 
 
 def test_who_is_late_contributes_the_steps_since_at_once():
     memory = MemoryStore()
     store, rome = Gated(memory, "rounds/"), ByHand(memory, "rome", params=PARAMS)
-    options = {"every": 4, "max_lag": 99, "grace": 0, "keep": 0.5, "poll": 0.01}
+    options = {"every": 4, "max_lag": 99, "grace": 0, "poll": 0.01}
     with sites.join(store, "oslo", **options) as site:
         params = site.start(PARAMS)
         for _ in range(4):
@@ -148,11 +144,10 @@ def test_who_is_late_contributes_the_steps_since_at_once():
         store.open.set()
         decided(site)
         params = site.sync(stepped(params), tokens=2)
-        # 12 tokens in two rounds, and rome's 18 in one: 1/4 of its 6 on rome's 8; and
-        # half of its three steps since.
+        # 12 tokens in two rounds, and rome's 18 in one: 1/4 of its 6 on rome's 8.
         rome.follow()
         np.testing.assert_array_equal(rome.anchor[0], 8.0 + 1.5)
-        np.testing.assert_array_equal(params["w"], 9.5 + 1.5)
+        np.testing.assert_array_equal(params["w"], 9.5 + 3.0)
         assert site.metrics[:5] == (2, 1, 1, 1, 0)
 
 
@@ -213,36 +208,26 @@ def test_parameters_may_be_donated_to_the_next_step():
     np.testing.assert_array_equal(params["w"], 20.0)
 
 
-def joined(store, name, **options):
-    while True:
-        try:
-            return sites.join(store, name, **options)
-        except OSError:
-            continue
-
-
-def test_a_store_that_fails_costs_time_and_nothing_else(monkeypatch):
+def test_a_store_that_fails_costs_time_and_nothing_else():
     """Refused requests and lost answers: what is created once is counted once."""
-    # With a third of all requests failing a start may get no further five times.
-    monkeypatch.setattr("curvadion_jax.sites._worker._ATTEMPTS", 10_000)
     found = {}
     for faults in ({}, {"refuse": 0.2, "lose": 0.1}):
-        memory, stores = MemoryStore(), []
+        memory = MemoryStore()
 
-        def run(number, memory=memory, stores=stores, faults=faults):
-            store = FaultyStore(memory, seed=number, **faults)
+        def run(number, memory=memory, faults=faults):
+            store = FaultyStore(memory, seed=number)
             options = {"every": 4, "quorum": 3, "max_lag": 0, "poll": 0.002}
             form = compressors.quantize(2, block=16)
-            site = joined(store, f"site{number}", compressor=form, **options)
-            stores.append(store)
-            with site:
-                params = train(site, number, optax.sgd(0.1))
+            with sites.join(store, f"s{number}", compressor=form, **options) as site:
+                params = site.start(start_params())
+                vars(store).update(faults)
+                params = train(site, number, optax.sgd(0.1), params=params)
                 assert site.metrics.counted == 3
+                assert bool(store.refused) == bool(faults)
                 return params
 
         runs = {str(n): lambda n=n: run(n) for n in range(3)}
         found[bool(faults)] = together(runs)
-        assert bool(sum(store.refused for store in stores)) == bool(faults)
     for name in ("kernel", "bias"):
         for number in "012":
             np.testing.assert_array_equal(
@@ -262,7 +247,7 @@ def test_a_store_that_is_cut_off_is_waited_for():
             if store.refused > before + 2:
                 break
             site._worker.wait(0.01)
-        assert 2 < store.refused - before < 50  # attempts are further and further apart
+        assert store.refused > before + 2
         store.cut_off = False
         params = site.leave(params)
         np.testing.assert_array_equal(params["w"], 10.0)
@@ -322,9 +307,9 @@ def test_bytes_are_those_of_the_store(tmp_path):
         assert site.metrics.bytes_down > params["w"].nbytes
         site.leave(site.sync(stepped(params)))
         up = site.metrics.bytes_up
-    sizes = {p: p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()}
-    member = next(size for path, size in sizes.items() if "members" in path.parts)
+    sizes = {str(x): x.stat().st_size for x in tmp_path.rglob("*") if x.is_file()}
+    member = next(size for path, size in sizes.items() if "/members/" in path)
     assert up > sum(sizes.values()) - member
-    (sent,) = [size for path, size in sizes.items() if "rounds" in path.parts]
+    (sent,) = [size for path, size in sizes.items() if "/bodies/rounds/" in path]
     payload = form.payload(params, {})
-    assert 0 < sent - payload.averaged - payload.gathered < 1000
+    assert sent == payload.averaged + payload.gathered

@@ -1,26 +1,43 @@
-"""Who counts in a round, and how much; what becomes of who does not."""
+"""Which contributions count in a round, how much, and when the round is over."""
+
+import types
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from obstore.exceptions import GenericError
 from obstore.store import MemoryStore
 from site_steps import PARAMS, ByHand, settle
 
 from curvadion_jax import compressors
-from curvadion_jax.sites import _rounds, _run
+from curvadion_jax.sites import _follower, _run
 from curvadion_jax.sites._store import RunError
 
-# The parameters here are small whole numbers, and so are most of their moves.
+# Parameters here are small whole numbers, and so are most of their moves.
 ROUNDING = 1e-5
+GRACE, MINUTE = 30.0, 60.0
 
 
-def named(names, store=None, **options):
-    store = store or MemoryStore()
+@pytest.fixture
+def clock(monkeypatch):
+    """What `time.monotonic` is to the package's rounds, in seconds."""
+    found = types.SimpleNamespace(now=1000.0)
+    fake = types.SimpleNamespace(monotonic=lambda: found.now)
+    monkeypatch.setattr(_follower, "time", fake)
+    return found
+
+
+def named(names, **options):
+    store = MemoryStore()
     return [ByHand(store, name, **options) for name in names]
 
 
-def test_sites_count_by_their_tokens():
+def counted(site: ByHand, number: int) -> list[str]:
+    return [entry["name"] for entry in site.commit_of(number)["contributors"]]
+
+
+def test_sites_are_weighted_by_their_tokens():
     a, b = named("ab", quorum=2)
     a.send(4.0, tokens=300)
     b.send(8.0, tokens=100)
@@ -33,22 +50,22 @@ def test_below_the_quorum_nothing_is_committed():
     a, b = named("ab", quorum=2)
     a.send(4.0)
     assert not a.follower.propose()
-    assert not a.follower.advance()
-    assert not b.follower.propose()  # nor by who has not contributed
+    assert not a.advance()
+    assert not b.follower.propose()  # it has not contributed
 
 
 def test_contributions_that_cannot_count_make_no_quorum():
     a, b, c = named("abc", quorum=3)
     a.send(4.0)
     b.send(float("nan"))
-    # What lies there of others is not even read.
+    # Objects of strangers are not even read.
     for name in ("Thumbs.db", ".nfs0001", "stranger"):
-        a.store.create(_rounds.contribution_key(0, name), b"junk")
+        a.store.create(_run.contribution_key(0, name), b"junk")
     assert not a.follower.propose()
     c.send(float("nan"))
     settle(a, b, c)
     assert a.moved() == 0
-    assert [a.outcomes, b.outcomes] == [["late"], ["it is not finite"]]
+    assert [a.outcomes, b.outcomes] == [["late"], ["It contains NaN or Inf."]]
     # The round is over, so all can contribute again.
     for site in (a, b, c):
         site.send(3.0)
@@ -56,7 +73,7 @@ def test_contributions_that_cannot_count_make_no_quorum():
     assert a.moved() == pytest.approx(3.0)
 
 
-def test_who_is_late_keeps_its_drift_and_its_share():
+def test_a_late_site_keeps_its_drift_and_its_share():
     """One of two comes every second time, with twice as much."""
     a, b = named("ab")
     a.send(1.0)
@@ -72,10 +89,9 @@ def test_who_is_late_keeps_its_drift_and_its_share():
     assert a.moved() == pytest.approx(1 + 0.5 * 1 + 0.5 * (1 + 2), abs=ROUNDING)
 
 
-def test_nothing_is_lost_of_the_residual():
-    """Anchor and residuals add up to all contributions; who is late keeps its own."""
+def test_anchor_and_residuals_add_up_to_all_contributions():
     form = compressors.quantize(2, block=4)
-    a, b = named("ab", compressor=form)
+    a, b = named("ab", compressor=form, quorum=2)
     drifts, rng = np.zeros((2, 3)), np.random.default_rng(0)
     for _ in range(5):
         for site in (a, b):
@@ -88,33 +104,35 @@ def test_nothing_is_lost_of_the_residual():
     np.testing.assert_allclose(found, drifts, atol=ROUNDING)
     before = b.follower._residual
     assert before[0].any()
+    a.follower._quorum = 1
     a.step()
     b.send(1.0)
     b.follow()
-    assert b.outcomes[-1] == "late"
+    assert b.outcomes[-1] == "late"  # and nothing of its residual is lost
     assert b.follower._residual is before
 
 
-def test_two_propose_and_one_is_followed():
-    a, b = named("ab", quorum=2)
+def test_two_sites_propose_and_one_commit_is_followed():
+    a, b, c = named("abc", quorum=2)
     a.send(2.0)
     b.send(4.0)
     assert a.follower.propose()
-    assert b.follower.propose()
-    a.follow()
-    b.follow()
-    assert a.commit_of(0)["by"] == "a"
-    assert a.digest == b.digest
+    c.send(9.0)
+    assert b.follower.propose()  # with all three
+    for site in (a, b, c):
+        site.follow()
+    assert a.digest == b.digest == c.digest
     assert a.moved() == pytest.approx(3.0)
+    assert c.outcomes == ["late"]
 
 
-def test_who_has_not_come_for_long_is_not_expected():
-    a, b = named("ab")
+def test_an_absent_site_has_a_share_for_a_few_rounds():
+    a, b = named("ab", quorum=1)
     a.send(1.0)
     b.send(1.0)
     settle(a, b)
     moved = [a.moved()]
-    for _ in range(_rounds.FORGET + 1):
+    for _ in range(_run.FORGET + 1):
         a.step()
         moved.append(a.moved())
     halves, whole = np.diff(moved)[:-1], np.diff(moved)[-1]
@@ -122,7 +140,7 @@ def test_who_has_not_come_for_long_is_not_expected():
     assert whole == pytest.approx(1.0, abs=ROUNDING)
 
 
-def test_one_that_left_is_neither_waited_for_nor_expected():
+def test_a_site_that_left_is_neither_waited_for_nor_expected():
     a, b = named("ab", quorum=2, grace=1e9)
     a.send(1.0)
     b.send(1.0)
@@ -139,6 +157,17 @@ def test_a_killed_predecessors_contribution_stands():
     again.step(5.0)
     assert again.outcomes == ["late"]
     assert again.moved() == 1.0
+
+
+def test_a_predecessors_fault_is_not_its_successors():
+    store = MemoryStore()
+    killed, b = ByHand(store, "a"), ByHand(store, "b")
+    killed.send(float("nan"))
+    a = ByHand(store, "a")
+    a.send(1.0)
+    b.send(3.0)
+    settle(b, a)
+    assert a.outcomes == ["late"]
 
 
 def test_the_older_of_two_sites_of_one_name_stops():
@@ -160,6 +189,13 @@ def test_a_site_whose_outer_parameters_differ_stops_and_the_others_do_not():
     assert [entry["name"] for entry in a.commit_of(0)["rejected"]] == ["c"]
     with pytest.raises(RunError, match="have the digest"):
         other.follow()
+
+
+def test_an_outer_step_that_is_not_finite_changes_nothing(caplog):
+    (a,) = named("a", outer=optax.scale(float("inf")))
+    a.step(1.0)
+    assert a.moved() == 0
+    assert "The outer step contains NaN or Inf" in caplog.text
 
 
 def test_params_in_bfloat16_move_in_float32():
@@ -197,3 +233,63 @@ def test_a_contribution_whose_answer_was_lost_counts_once():
     assert a.outcomes == [""]
     a.follower.send()
     assert a.moved() == b.moved() == 1.0
+
+
+def test_a_crashed_site_is_waited_for_until_grace_is_over(clock):
+    a, b, c = named("abc", grace=GRACE, quorum=2)
+    for site in (a, b, c):
+        site.send(1.0)
+    settle(a, b, c)
+    for number in (1, 2):  # each round has a window of its own
+        a.send(1.0)
+        clock.now += 10 * GRACE  # which begins once the quorum is there
+        assert not a.follower.propose()
+        b.send(1.0)
+        assert not a.follower.propose()
+        clock.now += GRACE - 1
+        assert not a.follower.propose()
+        assert not a.advance()
+        clock.now += 1
+        settle(a, b)
+        assert counted(a, number) == ["a", "b"]
+
+
+def test_clocks_that_differ_by_hours_change_nothing(clock):
+    """Each site's window is by its own clock."""
+    a, b, c = named("abc", grace=GRACE)
+    for site in (a, b, c):
+        site.send(1.0)
+    settle(a, b, c)
+    offsets = {"a": 3e4, "b": -5e4}
+
+    def proposes(site: ByHand, seconds: float) -> bool:
+        clock.now = offsets[site.name] + seconds
+        return site.follower.propose()
+
+    a.send(1.0)
+    b.send(1.0)
+    assert not proposes(b, 0)
+    assert not proposes(a, 5)
+    assert not proposes(b, GRACE - 1)
+    assert not proposes(a, GRACE + 4)
+    assert proposes(b, GRACE)
+    a.follow()
+    b.follow()
+    assert a.digest == b.digest
+
+
+def test_the_log_says_once_a_minute_which_sites_the_quorum_lacks(clock, caplog):
+    a, _, _ = named("abc", quorum=3)
+    a.send(1.0)
+
+    def lines_after(seconds: float) -> list[str]:
+        clock.now += seconds
+        caplog.clear()
+        assert not a.follower.propose()
+        return [record.getMessage() for record in caplog.records]
+
+    assert lines_after(0) == lines_after(MINUTE) == []
+    (line,) = lines_after(1)
+    assert line.endswith("has 1 of the contributions it needs; missing: b, c")
+    assert lines_after(MINUTE) == []
+    assert lines_after(1) == [line]

@@ -1,5 +1,6 @@
-"""What is in the store is looked at before it counts, and nothing in it is run."""
+"""What is in the store is checked before it counts, and nothing in it is run."""
 
+import json
 import pickle
 
 import numpy as np
@@ -7,41 +8,50 @@ import pytest
 from obstore.store import MemoryStore
 from site_steps import PARAMS, ByHand, settle
 
-from curvadion_jax.sites import _rounds, _store
+from curvadion_jax.sites import _run, _store
 from curvadion_jax.sites._store import HEADER, InvalidError
 
 GOOD = [np.asarray(x) for x in PARAMS.values()]
-KEY = _rounds.contribution_key(0, "c")
+KEY = _run.contribution_key(0, "c")
 
 
-def written(site: ByHand, arrays=GOOD, **other) -> bytes:
-    """A contribution of c to the first round."""
-    header = {
-        "kind": "contribution",
-        "run": site.follower._run["sha256"],
-        "name": "c",
-        "uid": "0",
-        "round": 0,
-        "before": site.digest,
-        "tokens": 4096.0,
-        "rounds": 1,
-    }
-    elsewhere = _store.Store(MemoryStore())
-    _store.write(elsewhere, KEY, header | other, arrays)
-    return elsewhere.get(KEY, HEADER) or b""
+def send(site: ByHand, arrays=GOOD, key=KEY, run=None, **other) -> None:
+    """Writes a contribution of c to the first round, or what differs from it."""
+    header = {"uid": "0", "before": site.digest, "tokens": 4096.0, "rounds": 1}
+    store = _store.Store(site.store._store)
+    store.run = site.store.run if run is None else run
+    store.write(key, header | other, arrays)
 
 
 def message(arrays=GOOD, **other):
-    return lambda site: written(site, arrays, **other)
+    return lambda site: send(site, arrays, **other)
 
 
-def changed(find: bytes, replace: bytes):
-    def change(site):
-        data = written(site)
-        assert find in data
-        return data.replace(find, replace)
+def elsewhere(**other):
+    """A message that was written to another place, or in another run."""
 
-    return change
+    def write(site):
+        send(site, **other)
+        key = other.get("key", KEY)
+        raw = site.store._store
+        (body,) = site.store.keys(f"bodies/{key}")
+        data = bytes(raw.get(body).bytes())
+        raw.put(f"bodies/{KEY}/{body.rpartition('/')[2]}", data)
+        raw.put(KEY, bytes(raw.get(key).bytes()))
+
+    return write
+
+
+def changed(change, body=False):
+    """A contribution whose bytes have changed since."""
+
+    def write(site):
+        send(site)
+        key = site.store.keys(f"bodies/{KEY}")[0] if body else KEY
+        raw = site.store._store
+        raw.put(key, change(bytes(raw.get(key).bytes())))
+
+    return write
 
 
 class Bomb:
@@ -50,37 +60,40 @@ class Bomb:
 
 
 CASES = {
-    "not finite": (message([GOOD[0] * np.nan, GOOD[1]]), "it is not finite"),
+    "not finite": (message([GOOD[0] * np.nan, GOOD[1]]), "contains NaN or Inf"),
     "too large": (message([x * 1e4 for x in GOOD]), "is beyond 10 times the median"),
-    "a large finite number": (message([x * 2e37 for x in GOOD]), "not finite"),
-    "of fewer arrays": (message(GOOD[:1]), "bytes of arrays"),
+    "a large finite number": (message([x * 2e37 for x in GOOD]), "NaN or Inf"),
+    "of fewer arrays": (message(GOOD[:1]), "a body that does not match"),
     "of another anchor": (message(before="0" * 32), "other outer parameters, '00"),
-    "of another run": (message(run="0" * 64), "its run is '00"),
-    "of another round": (message(round=3), "its round is 3"),
-    "of another name": (message(name="a"), "its name is 'a'"),
-    "of another kind": (message(kind="snapshot"), "its kind is 'snapshot'"),
-    "without tokens": (message(tokens=0), "its tokens is 0"),
-    "with endless tokens": (message(tokens=float("inf")), "its tokens is inf"),
-    "of half a round": (message(rounds=0.5), "its rounds is 0.5"),
-    "of no rounds": (message(rounds=0), "its rounds is 0"),
-    "of tokens in words": (message(tokens="many"), "its tokens is 'many'"),
+    "of another run": (elsewhere(run="0" * 64), "of the run '00"),
+    "of another round": (
+        elsewhere(key=_run.contribution_key(3, "c")),
+        "belongs at 'rounds/00000003/c'",
+    ),
+    "of another name": (
+        elsewhere(key=_run.contribution_key(0, "d")),
+        "belongs at 'rounds/00000000/d'",
+    ),
+    "without tokens": (message(tokens=0), "tokens is 0"),
+    "with endless tokens": (message(tokens=float("inf")), "tokens is inf"),
+    "of half a round": (message(rounds=0.5), "rounds is 0.5"),
+    "of endless rounds": (message(rounds=10**400), "rounds is 1000"),
+    "of tokens in words": (message(tokens="many"), "tokens is 'many'"),
     "of a newer format": (
-        changed(b'"format": 1', b'"format": 9'),
-        "of format 9, and this curvadion_jax reads 1: upgrade",
+        changed(lambda x: x.replace(b'"format": 1', b'"format": 9')),
+        "of format 9, and this curvadion_jax reads 1",
     ),
-    "with other bytes": (
-        changed(GOOD[1].tobytes(), (GOOD[1] + 1).tobytes()),
-        "not those of its digest",
+    "with other bytes": (changed(lambda x: x[:-1] + b"7", body=True), "its digest"),
+    "cut off": (changed(lambda x: x[:-1], body=True), "its digest"),
+    "far too large": (changed(lambda x: x + bytes(HEADER)), "bytes, and not 4194304"),
+    "with a far too large body": (
+        changed(lambda x: x + bytes(HEADER), body=True),
+        "bytes, and not 40",
     ),
-    "cut off": (changed(GOOD[1].tobytes(), b""), "bytes of arrays"),
-    "far too large": (
-        lambda site: written(site) + bytes(HEADER),
-        "bytes, and not 4194344",
-    ),
-    "nothing": (lambda site: b"", "no JSON object"),
-    "a pickle": (lambda site: pickle.dumps(Bomb()), "no JSON object"),
-    "a number": (lambda site: b"3", "no JSON object"),
-    "a deep header": (lambda site: b"[" * 10**5, "no JSON object"),
+    "nothing": (changed(lambda x: b""), "no header in JSON"),
+    "a pickle": (changed(lambda x: pickle.dumps(Bomb())), "no header in JSON"),
+    "a number": (changed(lambda x: b"3"), "no header in JSON"),
+    "a deep header": (changed(lambda x: b"[" * 10**5), "no header in JSON"),
 }
 
 
@@ -88,8 +101,8 @@ CASES = {
 def test_it_is_not_counted_and_the_commit_says_why(name):
     write, why = CASES[name]
     store = MemoryStore()
-    a, b, c = (ByHand(store, name) for name in "abc")
-    c.store.create(KEY, write(c))
+    a, b, c = (ByHand(store, name, quorum=2) for name in "abc")
+    write(c)
     read = a.store.down
     a.send(1.0)
     b.send(3.0)
@@ -101,47 +114,37 @@ def test_it_is_not_counted_and_the_commit_says_why(name):
     assert a.store.down - read < 200_000  # what is too large is not read
 
 
-def test_no_bit_of_a_message_can_flip():
+@pytest.mark.parametrize("key", [KEY, _run.commit_key(0)])
+def test_no_bit_of_a_header_can_flip(key):
     a = ByHand(MemoryStore(), "a")
-    data = written(a)
-    for index in range(8 * len(data)):
-        flipped = bytearray(data)
-        flipped[index // 8] ^= 1 << index % 8
-        store = _store.Store(MemoryStore())
-        store.create(KEY, bytes(flipped))
-        run = a.follower._run["sha256"], a.follower.model.message
-        with pytest.raises(InvalidError):
-            _store.read(store, KEY, "contribution", *run)
-
-
-def test_no_bit_of_a_commit_can_flip():
-    a = ByHand(MemoryStore(), "a")
+    send(a)
     a.step()
-    data = a.store.get(_rounds.commit_key(0), HEADER)
-    _rounds.read_commit(data, 0)
+    raw = a.store._store
+    data = bytes(raw.get(key).bytes())
+    shapes = a.follower.model.message if key == KEY else ()
+    assert a.store.read(key, shapes) is not None
     for index in range(8 * len(data)):
         flipped = bytearray(data)
         flipped[index // 8] ^= 1 << index % 8
-        with pytest.raises(InvalidError, match="Commit 0 cannot be used"):
-            _rounds.read_commit(bytes(flipped), 0)
+        raw.put(key, bytes(flipped))
+        with pytest.raises(InvalidError):
+            a.store.read(key, shapes)
 
 
-def test_what_a_predecessor_contributed_is_not_charged_to_who_has_its_name():
+def test_a_damaged_commit_ends_the_site_with_its_name():
     store = MemoryStore()
-    killed, b = ByHand(store, "a"), ByHand(store, "b")
-    killed.send(float("nan"))
-    a = ByHand(store, "a")
-    a.send(1.0)
-    b.send(3.0)
-    settle(b, a)
-    assert a.outcomes == ["late"]
+    a, b = ByHand(store, "a"), ByHand(store, "b")
+    a.step()
+    store.put(_run.commit_key(0), json.dumps({"before": 0}).encode())
+    with pytest.raises(InvalidError, match=r"commits/00000000\.json is of format None"):
+        b.advance()
 
 
-def test_a_contribution_that_was_damaged_is_told_to_whose_it_is():
+def test_a_site_learns_that_its_contribution_was_damaged():
     store = MemoryStore()
     a, b = ByHand(store, "a"), ByHand(store, "b")
     a.send(1.0)
-    store.put(_rounds.contribution_key(0, "a"), b"")
+    store.put(_run.contribution_key(0, "a"), b"")
     b.send(3.0)
     settle(b, a)
-    assert a.outcomes == ["it is no JSON object"]
+    assert a.outcomes == ["rounds/00000000/a has no header in JSON."]

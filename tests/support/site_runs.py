@@ -39,10 +39,12 @@ def make_step(inner: optax.GradientTransformation):
     return step
 
 
-def train(site: sites.Site, number: int, inner, steps=STEPS, leave=False) -> Any:
-    """One site's run from start to end."""
+def train(
+    site: sites.Site, number: int, inner, steps=STEPS, leave=False, params=None
+) -> Any:
+    """One site's run to its end, from its start or from parameters."""
     step = make_step(inner)
-    params = site.start(start_params())
+    params = site.start(start_params()) if params is None else params
     state = inner.init(params)
     for index in range(steps):
         params, state = step(params, state, target(number, index))

@@ -1,8 +1,6 @@
 """Sites without threads: every request is made when a test says so."""
 
-import dataclasses
 import functools
-import json
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,15 +8,12 @@ import numpy as np
 import optax
 
 from curvadion_jax import compressors
-from curvadion_jax.sites import _rounds, _run
-from curvadion_jax.sites._follower import Follower, Settings
+from curvadion_jax.sites import _run
+from curvadion_jax.sites._follower import Follower
 from curvadion_jax.sites._model import Model
-from curvadion_jax.sites._store import HEADER, Store
+from curvadion_jax.sites._store import Store
 
 PARAMS = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(4)}
-SETTINGS = Settings(
-    every=1, grace=0.0, max_lag=1, poll=0.01, snapshot_every=1000, max_norm=10.0
-)
 
 
 @functools.cache
@@ -38,7 +33,9 @@ class ByHand:
         params: Any = None,
         outer: Any = None,
         compressor: Any = None,
-        **settings: Any,
+        quorum: int = 1,
+        grace: float = 0.0,
+        snapshot_every: int = 1000,
     ) -> None:
         self.store = Store(store)
         self.name, self.outcomes = name, []
@@ -48,12 +45,8 @@ class ByHand:
         else:
             form = compressor or compressors.exact()
             model = Model(params, outer or optax.scale(-1), form.codec)
-        incarnation = _run.join(self.store, name)
-        self.follower = Follower(
-            *(self.store, model, name, incarnation),
-            dataclasses.replace(SETTINGS, **settings),
-        )
-        self.follower.on_outcome = lambda own, why: self.outcomes.append(why)
+        self.follower = Follower(self.store, model, name, quorum, grace)
+        self.follower.snapshot_every = snapshot_every
         self.follower.start([np.asarray(x) for x in params.values()])
 
     @property
@@ -66,9 +59,8 @@ class ByHand:
 
     def prepare(self, by: float, tokens: float = 1.0) -> None:
         """All parameters have moved from the anchor by so much."""
-        anchor = self.anchor
-        moved = [(x + by).astype(x.dtype) for x in anchor]
-        self.follower.prepare(moved, anchor, tokens)
+        moved = [(x + by).astype(x.dtype) for x in self.anchor]
+        self.follower.prepare(moved, self.anchor, tokens)
 
     def send(self, by: float, tokens: float = 1.0) -> None:
         self.prepare(by, tokens)
@@ -76,17 +68,22 @@ class ByHand:
 
     def commit(self) -> None:
         assert self.follower.propose()
-        assert self.follower.advance()
+        assert self.advance()
+
+    def advance(self) -> bool:
+        advanced = self.follower.advance()
+        if advanced and self.follower.decided is not None:
+            self.outcomes.append(self.follower.decided[1])
+        return advanced
 
     def follow(self) -> None:
-        while self.follower.advance():
+        while self.advance():
             pass
 
     def step(self, by: float = 1.0) -> None:
-        """A round of this site alone, and the snapshot if one is due."""
+        """A round of this site alone."""
         self.send(by)
         self.commit()
-        self.follower.write_snapshot()
 
     def moved(self) -> float:
         """How far the anchor is from the start; all its elements move alike."""
@@ -96,7 +93,9 @@ class ByHand:
         return float(found[0].flat[0])
 
     def commit_of(self, number: int) -> dict[str, Any]:
-        return json.loads(self.store.get(_rounds.commit_key(number), HEADER) or b"")
+        found = self.store.read(_run.commit_key(number))
+        assert found is not None
+        return found[0]
 
 
 def settle(*sites: ByHand) -> None:
