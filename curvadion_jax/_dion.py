@@ -58,9 +58,9 @@ def scale_by_dion(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales updates of matrix parameters according to Dion.
 
-    For every matrix, with momentum :math:`M`, gradient :math:`G` and right factor
-    :math:`Q`, one step of power iteration gives a low-rank update with singular
-    values near one, and leaves in the momentum what the update does not hold:
+    One step of power iteration on momentum :math:`M` plus gradient :math:`G`, from the
+    right factor :math:`Q`, gives an update of low rank with singular values near one.
+    The momentum keeps what the update does not hold:
 
     .. math::
       B &= M + G \\
@@ -68,23 +68,22 @@ def scale_by_dion(
       M &\leftarrow B - (1 - \mu) P R^\top \\
       Q &\leftarrow R\,/\,\text{column norms}
 
-    The result is :math:`\sqrt{\text{fan out}/\text{fan in}}\; P Q^\top`. Here
-    :math:`\mu` is `momentum`, and the number of columns of Q comes from `rank`. The
-    matrix is seen with rows >= cols, so P lies on the larger side, and on fan_out when
+    The update is :math:`\sqrt{\text{fan out}/\text{fan in}}\; P Q^\top`, where
+    :math:`\mu` is `momentum`. P lies on the larger side of the matrix, on fan_out if
     they are equal. All algebra is done in float32 (float64 for float64 input).
 
     Args:
-      rank: an int is a rank, clipped to each matrix; a float in (0, 1] is a fraction
-        of the smaller side, rounded up. None means 0.25. It sets shapes, so it is
-        static under `optax.inject_hyperparams`.
+      rank: number of columns of Q. An int is clipped to each matrix; a float in (0, 1]
+        is a fraction of the smaller side, rounded up. None means 0.25. Static under
+        `optax.inject_hyperparams`.
       momentum: decay rate mu, in [0, 1).
       mu_dtype: dtype of the momentum and of Q. None means the parameter's.
       dimension_numbers: tree (or prefix) of `optax.contrib.MuonDimensionNumbers`, or a
         function of the parameters that returns one; axes not named are batch axes.
-        None means :func:`default_dimension_numbers`. Static under
-        `optax.inject_hyperparams`, which takes every function for a schedule.
+        None means :func:`default_dimension_numbers`. A function is static under
+        `optax.inject_hyperparams`.
       orthonormalize: function from [..., rows, r] to an orthonormal basis of the same
-        shape. None means repeated Cholesky QR. Static likewise.
+        shape. None means :func:`cholesky_qr`. Static likewise.
       error_feedback: False gives the momentum of CurvaDion's formula instead,
         B = mu M + G and M <- B.
       seed: seed of the initial Q, which is the same on every replica.
@@ -93,13 +92,11 @@ def scale_by_dion(
       A transformation with :class:`DionState`. `update` takes these optional arguments:
       `momentum_only=True` accumulates B into the momentum, keeps Q and returns zero
       updates. `reduce_fn` averages B Q, then B^T P, over replicas (B itself where the
-      factors are no smaller), see `_power_iteration.ReduceFn`: while Q is the same on
-      all replicas the update is that of Dion on the mean gradient, for (rows + cols) r
-      elements instead of rows x cols, and momenta stay local. `layout` tells how a
-      replica of several devices is sharded.
+      factors are no smaller): the update is that of Dion on the mean gradient if Q is
+      the same on all replicas. `layout` tells how this replica is sharded.
 
     Raises:
-      TypeError: if the rank is not a plain number, or a parameter has no real
+      TypeError: if the rank is not a plain number, or a parameter not of real
         floating-point numbers.
       ValueError: for a rank or momentum out of range, an int rank above every
         matrix, or a parameter that is not a matrix.
@@ -173,8 +170,8 @@ def scale_by_dion(
             name: _accumulate(m, g, decay) for name, m, g in zip(*leaves, strict=True)
         }
         if momentum_only:
-            kept = _like(state.momentum, total.values())
-            return optax.tree.zeros_like(updates), state._replace(momentum=kept)
+            accumulated = state._replace(momentum=_like(state.momentum, total))
+            return optax.tree.zeros_like(updates), accumulated
         directions, momenta, qs = _power_iteration.dion_step(
             views,
             total,
@@ -205,11 +202,9 @@ def _accumulate(momentum: jax.Array, gradient: jax.Array, decay) -> jax.Array:
     return decayed + gradient.astype(dtype)
 
 
-def _like(tree: Any, leaves: Any) -> Any:
-    """Leaves in the structure and dtypes of a tree."""
-    old, structure = jax.tree.flatten(tree)
-    cast = [new.astype(x.dtype) for new, x in zip(leaves, old, strict=True)]
-    return jax.tree.unflatten(structure, cast)
+def _like(tree: Any, new: _matrices.Named) -> Any:
+    """Arrays by path in the structure and dtypes of a tree."""
+    return _paths.map_with_path(lambda name, x: new[name].astype(x.dtype), tree)
 
 
 def dion(
@@ -249,17 +244,16 @@ def dion(
       other_optimizer: replaces that AdamW. Cannot be combined with
         `adam_learning_rate`.
       dimension_numbers: as for :func:`scale_by_dion`. None for a parameter sends it to
-        the other optimizer, and :func:`describe_partition` shows what was chosen.
+        the other optimizer. :func:`describe_partition` shows the result.
 
     Returns:
       An `optax.partition` of the two. `update` takes the optional arguments of
       :func:`scale_by_dion`.
 
     Raises:
-      TypeError: as for :func:`scale_by_dion`.
-      ValueError: as for :func:`scale_by_dion`, for a learning rate or weight decay that
-        is negative or NaN, if no parameter is a matrix, and if both `other_optimizer`
-        and `adam_learning_rate` are given.
+      ValueError: for a learning rate or weight decay that is negative or NaN, if no
+        parameter is a matrix, and if both `other_optimizer` and `adam_learning_rate`
+        are given; else as for :func:`scale_by_dion`.
 
     Example:
       >>> params = {"embed": jnp.ones((9, 4)), "kernel": jnp.ones((4, 8))}

@@ -121,13 +121,13 @@ def dion_step(
     bases: OfFactors,
     keep_whole: Callable[[jax.Array], jax.Array],
     reduce_fn: ReduceFn | None,
-) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+) -> tuple[Named, Named, Named]:
     """One step of Dion for all parameters.
 
     Args:
       views: how each parameter is seen as matrices.
       total: B = M + G of each, in the parameter's shape.
-      qs: Q of each, [*batch, cols, r].
+      qs: Q of each.
       feedback: 1 - mu for error feedback, None to leave B as it is.
       bases: takes B Q to orthonormal bases of its columns.
       keep_whole: keeps a right factor unsharded along r.
@@ -135,8 +135,8 @@ def dion_step(
         no smaller; None for one replica.
 
     Returns:
-      The directions sqrt(fan_out / fan_in) P Q^T, the momenta, both in the parameters'
-      shapes, and the next Qs, a list each.
+      The directions sqrt(fan_out / fan_in) P Q^T and the momenta, in the parameters'
+      shapes, and the next Qs.
     """
     qs = {name: keep_whole(q) for name, q in qs.items()}
     compressed = {n for n, q in qs.items() if reduces_factors(views[n], q.shape[-1])}
@@ -161,7 +161,7 @@ def dion_step(
         lambda factors: reduced(factors, lambda view: view.p_axes, compressed)[0],
     )
     mean_right, own = reduced(own, lambda view: view.q_axes, compressed)
-    directions, momenta, new_qs = [], [], []
+    directions, momenta, new_qs = {}, {}, {}
     for name, view in views.items():
         P, momentum = left[name], common[name]
         Q, present = unit_columns(mean_right[name], qs[name])
@@ -172,7 +172,6 @@ def dion_step(
             momentum -= jnp.asarray(feedback, P.dtype) * view.product(P, own[name])
         if put_in[name] is not total[name]:
             momentum += total[name] - put_in[name]
-        directions.append(view.product(jnp.where(present, view.scale * P, 0), Q))
-        momenta.append(momentum)
-        new_qs.append(Q)
+        directions[name] = view.product(jnp.where(present, view.scale * P, 0), Q)
+        momenta[name], new_qs[name] = momentum, Q
     return directions, momenta, new_qs

@@ -49,14 +49,11 @@ def observe(opt_state: Any) -> SyncMetrics:
     state, so the host can read them while the next step runs.
 
     Args:
-      opt_state: state of one optimizer that synchronises, such as `local_muon`, in a
-        chain, wrapped or inside nnx.
+      opt_state: state that holds one optimizer that synchronises, such as
+        `local_muon`, in a chain, wrapped or inside nnx.
 
     Returns:
       The counters, with a leading replica axis if the state has one.
-
-    Raises:
-      ValueError: if there is none in it, or several.
     """
     leaves = dict(_paths.leaves_with_names(opt_state))
     found = ways(leaves)
@@ -74,12 +71,12 @@ def observe(opt_state: Any) -> SyncMetrics:
 def read(opt_state: Any, params: Any = None, *, replicas: int | None = None) -> Report:
     """The counters as Python numbers.
 
-    This waits for the step that computed them: read what :func:`observe` returned one
-    step late, and the device stays busy.
+    This waits for the step that computed them. To keep the device busy, read what
+    :func:`observe` returned one step late.
 
     Args:
-      opt_state: optimizer state, or anything that holds what `observe` returned,
-        with or without the leading replica axis.
+      opt_state: optimizer state, or anything that holds what `observe` returned, with
+        or without the leading replica axis.
       params: the parameters, or their shapes, whose paths name the `layer`.
       replicas: number of replicas, for a state without that axis.
 
@@ -98,10 +95,10 @@ def read(opt_state: Any, params: Any = None, *, replicas: int | None = None) -> 
         an optimizer's updates were not; `excluded`: syncs that a replica was
         excluded from; `absent`: syncs without weight, all over the replicas of this
         process; `empty_syncs`: syncs that no replica took part in,
-      * `troubled`: number of a replica -> those of these counts that are its own.
+      * `troubled`: number of a replica -> its own counts of the first three.
 
     Warns:
-      RuntimeWarning: if most steps or syncs of a replica were such.
+      RuntimeWarning: if a replica is troubled on most steps or syncs.
 
     Raises:
       ValueError: if there are no counters, the number of replicas is unknown, replicas
@@ -185,7 +182,7 @@ def _common(array: np.ndarray, what: str) -> int:
 
 
 def _troubled(found: SyncMetrics, numbers: list[int]) -> dict[int, dict[str, int]]:
-    """What replicas did not do, and a warning where that is most of it."""
+    """Counts of faults by replica, and a warning where they are the rule."""
     troubled: dict[int, dict[str, int]] = {}
     for name in _FAULTS:
         possible = int(np.max(found.syncs if name == "excluded" else found.steps))
@@ -196,9 +193,8 @@ def _troubled(found: SyncMetrics, numbers: list[int]) -> dict[int, dict[str, int
                 troubled.setdefault(number, {})[name] = count
             if count > max(possible / 2, 2):
                 warnings.warn(
-                    f"Replica {number} was {name} {count} times of {possible}, for "
-                    "numbers that are not finite. Look at its data and learning rate, "
-                    "or give it another replica's state with replicas.repair.",
+                    f"Replica {number} was {name} {count} times of {possible}. Look at "
+                    "its data and learning rate, or restore it with replicas.repair.",
                     RuntimeWarning,
                     stacklevel=3,
                 )

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _momentum, _partition, synchronizers, triggers
+from curvadion_jax import _momentum, _partition, synchronizers, triggers
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import dion
 from curvadion_jax._muon import muon, muon_adamw
@@ -65,8 +65,6 @@ def local_sgd(
       Stich, `Local SGD Converges Fast and Communicates Little
       <https://arxiv.org/abs/1805.09767>`_, 2018
     """
-    _arguments.check_numbers(learning_rate=learning_rate)
-    _arguments.check_numbers(below=1, momentum=momentum)
     return _every(k, optax.sgd(learning_rate, momentum), None, axis_name)
 
 
@@ -87,9 +85,9 @@ def diloco(
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023
     """
-    _arguments.check_numbers(learning_rate=learning_rate, weight_decay=weight_decay)
     inner = optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay)
-    return _every(k, inner, _nesterov(outer_learning_rate, outer_momentum), axis_name)
+    outer = optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
+    return _every(k, inner, outer, axis_name)
 
 
 def muloco(
@@ -103,9 +101,10 @@ def muloco(
     dimension_numbers: _partition.DimensionNumbersOrFn = None,
     axis_name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """MuLoCo: DiLoCo with Muon (as in `optax.contrib.muon`) as the inner optimizer.
+    """MuLoCo: DiLoCo with Muon as the inner optimizer, as in `optax.contrib.muon`.
 
-    AdamW with `adam_learning_rate`, None for `learning_rate`, trains what is no matrix.
+    AdamW with `adam_learning_rate`, by default `learning_rate`, trains all other
+    parameters.
 
     Example:
       >>> tx = muloco(0.01, k=30, axis_name="replica")
@@ -114,23 +113,13 @@ def muloco(
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
     """
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate
-    _arguments.check_numbers(
-        learning_rate=learning_rate, adam_learning_rate=rate, weight_decay=weight_decay
-    )
     inner = _partition.optimizer(
         lambda numbers: muon(learning_rate, numbers, weight_decay=weight_decay),
         muon_adamw(rate),
         dimension_numbers,
     )
-    outer = _nesterov(outer_learning_rate, outer_momentum)
+    outer = optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
     return _every(k, inner, outer, axis_name, dimension_numbers)
-
-
-def _nesterov(learning_rate: Any, momentum: Any) -> optax.GradientTransformation:
-    """The outer step of DiLoCo and MuLoCo."""
-    _arguments.check_numbers(outer_learning_rate=learning_rate)
-    _arguments.check_numbers(below=1, outer_momentum=momentum)
-    return optax.sgd(learning_rate, momentum, nesterov=True)
 
 
 def _every(
@@ -159,16 +148,12 @@ def paper(
     dimension_numbers: _partition.DimensionNumbersOrFn = None,
     **dion_arguments: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """CurvaDion's published formula.
+    """CurvaDion's published formula, as far as we know it.
 
     Momentum m <- mu m + g without error feedback. If the relative momentum change of
     any layer exceeds `threshold`, a Dion step with the mean gradient; otherwise a plain
     local gradient step with `local_learning_rate` (None for `learning_rate`), which
-    leaves Q as it is. Replicas are never brought together; :func:`curvadion` has the
-    same parts and a sync that does.
-
-    Of the paper we could read the abstract and the beginning of the introduction; the
-    rest is known at second hand.
+    leaves Q as it is. Replicas drift apart; :func:`curvadion` synchronises them.
 
     Example:
       >>> tx = paper(0.01, threshold=0.2, axis_name="replica")
@@ -178,7 +163,6 @@ def paper(
     """
     if local_learning_rate is None:
         local_learning_rate = learning_rate
-    _arguments.check_numbers(local_learning_rate=local_learning_rate)
     at_syncs = dion(
         learning_rate,
         dimension_numbers=dimension_numbers,
@@ -198,7 +182,7 @@ def _alternating(
     at_syncs: optax.GradientTransformationExtraArgs,
     between: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """One optimizer for sync steps, which accumulates its momentum on all others."""
+    """One optimizer on sync steps, which otherwise accumulates its momentum only."""
 
     def init(params):
         return at_syncs.init(params), between.init(params)
@@ -215,7 +199,7 @@ def _alternating(
 
 
 def _with_mean_gradients() -> synchronizers.Synchronizer:
-    """`average_gradients`, which tells the inner optimizer that it is a sync."""
+    """`average_gradients` that tells the inner optimizer of a sync."""
     plain = synchronizers.average_gradients()
 
     def sync(local, state, group):
@@ -236,15 +220,12 @@ def authors_code(
 ) -> optax.GradientTransformationExtraArgs:
     """The rules of the CurvaDion authors' published PyTorch code.
 
-    The change compares the norm of M + G with that of M after error feedback, over all
-    parameters, those of the other optimizer included. Momenta of a norm up to 0.1 are
-    left out, so the first step does not synchronise. A sync averages full gradients; a
-    local step is a full Dion step. Here, unlike in their training script, replicas do
-    take local steps.
+    The trigger compares the norm of M + G with that of M after error feedback, of every
+    parameter whose M has a norm above 0.1. A sync averages full gradients; a local step
+    is a full Dion step. Unlike in their training script, replicas do take local steps.
 
     `other_optimizer` needs a momentum `mu`. None means `optax.lion` with the same
-    learning rate, b1 = 0.95, b2 = 0.98 and no weight decay. (The authors divide the
-    output head's learning rate by the root of the width.)
+    learning rate, b1 = 0.95, b2 = 0.98 and no weight decay.
 
     Example:
       >>> tx = authors_code(0.01, threshold=0.2, axis_name="replica")
@@ -266,6 +247,7 @@ def authors_code(
             inner_state=momenta, next_inner_state=lambda: plus_gradients
         )
         decision, state = triggers.answer(change, seen, state)
+        # There are no momenta to compare with on the first step.
         return decision._replace(fire=decision.fire & (observation.steps > 0)), state
 
     return adaptive_sync(
@@ -291,10 +273,9 @@ def _all_momenta(inner_state: optax.OptState) -> optax.Params:
             "keeps none as `mu`. Pass one that does, such as optax.lion."
         )
     (of_dion,) = _momentum.dion_states(inner_state)
-    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
     return jax.tree.map(
-        lambda momentum, mu: mu if is_masked(momentum) else momentum,
+        lambda momentum, mu: mu if isinstance(momentum, optax.MaskedNode) else momentum,
         of_dion.momentum,
         others,
-        is_leaf=is_masked,
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
     )
