@@ -226,8 +226,8 @@ def dion(
 
     Matrices follow :func:`scale_by_dion`, then decoupled weight decay, then the
     learning rate: :math:`X \leftarrow X - \eta \sqrt{\text{fan out}/\text{fan in}}\,
-    P Q^\top - \eta \lambda X`. A learning rate near 0.01 to 0.02 transfers across
-    widths and depths. It communicates nothing: for replicas that share every step see
+    P Q^\top - \eta \lambda X`. Start at a learning rate of 0.02. It
+    communicates nothing: for replicas that share every step see
     `presets.synchronous_dion`, for local steps :func:`curvadion`.
 
     Args:

@@ -7,7 +7,7 @@ The whole policy; `_adaptive_sync` calls what is here around a step and a sync:
 * *Zeroed updates.* Where the inner or the outer optimizer makes updates that are not
   finite of what is, these elements are zero: parameters, to which updates are added,
   cannot be repaired by adding. Of an outer step anchor and outer state stay there as
-  they were, replicas stay apart, and the next sync brings them together.
+  they were, replicas stay apart, and the next sync makes them equal.
 * *Excluded.* A replica contributes nothing to a sync if its parameters, its inner state
   or its sync state hold a NaN or an infinity (or its gradients, where these are what is
   averaged). An inner state that is not finite starts afresh, and the residual is

@@ -14,7 +14,7 @@ def is_float(x: Any) -> bool:
 def all_finite(tree: Any) -> jax.Array:
     """Whether no floating-point array of the tree has a NaN or an infinity, bool[].
 
-    What is not finite less itself is NaN, and so is a sum with one. On CPU that takes a
+    A NaN or Inf less itself is NaN, and so is a sum with it. On CPU that takes a
     third of the time of `all(isfinite(x))`, whose reduction is not vectorised. (That of
     `max(abs(x))` is, but drops NaN; and XLA multiplies the constants in `x * 2 * 0`.)
     """
@@ -40,8 +40,7 @@ def _sum(numbers: Sequence[jax.Array]) -> jax.Array:
 
     Of `any(stack(...))` XLA makes a chain of n operations, and puts all of it into each
     of the n fusions that choose an array by the result; a sum of squares stays a
-    reduction. (24 layers of a leaf a matrix on CPU: `local_muon` compiled in 7.1 s in
-    place of 15.0.)
+    reduction.
     """
     if not numbers:
         return jnp.zeros([], jnp.float32)

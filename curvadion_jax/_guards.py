@@ -1,7 +1,7 @@
 """Trace-time checks: local steps stay local, nothing can hang, gradients are local.
 
 Inspects each branch's jaxpr before it is used, and rejects collectives over the replica
-axis where there may be none, or where replicas may not come together.
+axis where there may be none, or where not all replicas take the branch.
 """
 
 from collections.abc import Callable, Sequence
@@ -224,7 +224,7 @@ def require_local_gradients(
             return
         raise ValueError(
             "With check_vma=False (or pmap) gradients that were averaged over "
-            f"{axis_name!r} already cannot be told from local ones. Use "
+            f"{axis_name!r} already look like local ones. Use "
             "curvadion_jax.replicas.step, or a shard_map with check_vma, or make sure "
             "yourself and pass allow_unchecked=True."
         )

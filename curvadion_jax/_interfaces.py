@@ -192,8 +192,8 @@ class Synchronizer(NamedTuple):
       init: (params, inner_state, views) -> :class:`SyncState`; called once, outside
         `shard_map` and possibly on abstract values.
       sync: (local step, sync state, group) -> (updates, inner state, sync state);
-        called on sync steps only. Where nobody takes part (`LocalStep.anybody`) it is
-        to change nothing.
+        called on sync steps only. Where nobody takes part (`LocalStep.anybody`) it
+        changes nothing.
       payload: (params, inner_state, views) -> the `Payload` of one sync (see
         `curvadion_jax.compressors`), from shapes alone.
       after_local_step: whether `sync` follows the plain local step, ``local.take()``,
@@ -237,7 +237,7 @@ class LocalStep(NamedTuple):
         Replica-varying.
       expected: float32[], the share of the expected replicas that takes part. The
         others keep what they have for a later sync, so a mean to which they will add
-        is to be multiplied by this.
+        should be multiplied by this.
       healthy: bool[], whether all that this replica has is finite. Replica-varying.
       anybody: bool[], whether any replica takes part.
 

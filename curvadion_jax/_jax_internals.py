@@ -76,7 +76,7 @@ def inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
 
 
 def decides_alone(equation: JaxprEqn, axis_name: str) -> bool:
-    """Whether replicas may not take a branch, or go on with a loop, together."""
+    """Whether replicas may not take a branch, or repeat a loop, alike."""
     decided_by: list[Any] = []
     if equation.primitive.name == "cond":
         decided_by = [equation.invars[0].aval]

@@ -48,17 +48,17 @@ def value_of(state: optax.OptState, field: str) -> Any:
 
 
 def in_field(
-    state: optax.OptState, field: str | None, beside: tuple[str, ...] = _FIELDS
+    state: optax.OptState, field: str | None, fields: tuple[str, ...] = _FIELDS
 ) -> list[bool]:
     """For every leaf of an optimizer's state whether it lies in that field.
 
     Args:
       state: the optimizer's state.
       field: the field's name; None is in no state.
-      beside: fields that tell a state; what lies below one of them is no state.
+      fields: those that tell a state; what lies below one of them is no state.
     """
     found = []
-    for node in _outermost(state, *beside, field):
+    for node in _outermost(state, *fields, field):
         for path, _ in jax.tree.leaves_with_path(node):
             found.append(bool(path) and getattr(path[0], "name", None) == field)
     return found

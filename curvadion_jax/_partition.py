@@ -67,7 +67,7 @@ def default_dimension_numbers(params: Any) -> Any:
     a stack (`nn.scan` over layers, experts), except for
 
     * attention with a head axis: [D, H, Dh] for `query`, `key` and `value`, [H, Dh, D]
-      for `out`, beside a `query`; and Gemma's `q_einsum`, `kv_einsum` [..., H, D, Dh].
+      for `out`, next to a `query`; and Gemma's `q_einsum`, `kv_einsum` [..., H, D, Dh].
       Both head axes count as one side,
     * layers on the second axis, as in MaxText, where norms' scales are [D, layers],
     * the `weight` of an Equinox module, which is (fan_out, fan_in).
@@ -160,7 +160,7 @@ def _scan_axis(names: tuple[str, ...], shapes: Shapes) -> int | None:
     """The axis of a scan over layers: 0, or 1 as in MaxText; None without a scan.
 
     [layers, D, H*Dh] and [D, H, Dh] look alike; the norms' scales nearest in the tree,
-    [layers, D], [D, layers] or [D], tell them apart, and kernels beside them where
+    [layers, D], [D, layers] or [D], tell them apart, and kernels next to them where
     there are as many layers as D. A LookupError where there is no scale.
     """
     scales = {o[:-1]: s for o, s in shapes.items() if o and o[-1].lower() == "scale"}

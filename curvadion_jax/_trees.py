@@ -66,5 +66,5 @@ def float32_bytes(tree: Any) -> int:
 
 
 def is_placeholder(params: Any) -> bool:
-    """Whether `optax.tree.map_params` asks what of the state is parameter-like."""
+    """Whether `optax.tree.map_params` looks for what is parameter-like."""
     return type(params).__name__ == "_ParamsPlaceholder"  # private to Optax

@@ -327,7 +327,7 @@ def _read_notes(path: str, step: int | None) -> dict[str, Any]:
 
 
 def _read_arrays(path: str, step: int, wanted: Leaves, replicas: int) -> Leaves:
-    """Arrays of so many replicas, onto the devices of those that they are to become."""
+    """Arrays of so many replicas, onto the devices of the replicas they become."""
 
     def place(leaf):
         sharding, shape = leaf.sharding, (replicas, *leaf.shape[1:])

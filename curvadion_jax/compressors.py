@@ -40,7 +40,7 @@ class Averaged(NamedTuple):
         same on all replicas.
       unsent: tree of what this replica did not contribute, of the same shapes and
         dtypes. Zero in every element that would not be finite, since NaN that is held
-        back would spoil what comes next. Replica-varying.
+        back would be in all that follows. Replica-varying.
       state: state of the compressor; the same on all replicas.
     """
 

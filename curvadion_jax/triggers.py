@@ -346,7 +346,7 @@ def any_of(*triggers: Trigger) -> Trigger:
     first one when none does.
 
     Args:
-      *triggers: one or more; all are asked on every step.
+      *triggers: one or more; all decide on every step.
 
     Example:
       >>> from curvadion_jax import triggers

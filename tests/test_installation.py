@@ -1,12 +1,16 @@
-"""The package needs JAX and Optax alone, and no installation."""
+"""The package can be installed, and needs JAX and Optax alone."""
 
 import importlib.metadata
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 import curvadion_jax as cd
 
+ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import sys
 
@@ -46,20 +50,31 @@ def train(state, batch):
 step = cd.replicas.step(train, mesh)
 for _ in range(2):
     state, _ = step(state, jnp.ones((2, 4)))
-print(cd.__version__, cd.metrics.read(state[1])["steps"])
+print(cd.__version__, cd.metrics.read(state[1])["steps"], cd.__file__)
 """
 
 
-def test_a_step_is_taken_from_a_checkout_without_optional_packages():
+@pytest.mark.slow
+def test_a_step_is_taken_from_a_wheel_that_was_built_from_the_sdist(tmp_path):
+    python, installed = [sys.executable, "-m"], tmp_path / "installed"
+    subprocess.run([*python, "build", "--outdir", tmp_path, ROOT], check=True)
+    assert list(tmp_path.glob("*.tar.gz"))
+    (wheel,) = tmp_path.glob("*.whl")
+    options = ["--quiet", "--no-deps", "--target", installed]
+    subprocess.run([*python, "pip", "install", *options, wheel], check=True)
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+        env=environment | {"PYTHONPATH": str(installed)},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == [cd.__version__, "2"]
+    version, steps, file = done.stdout.split()
+    assert (version, steps) == (cd.__version__, "2")
+    assert Path(file).is_relative_to(installed)
 
 
 def test_the_version_is_that_of_the_installed_package():

@@ -66,8 +66,7 @@ def step(
     Raises:
       TypeError: when called, if the function does not return a pair.
       ValueError: if the mesh has no such axis; when called, if state or batch do not
-        fit the replicas, gradients were averaged, or the optimizer would not bring
-        replicas together.
+        fit the replicas, gradients were averaged, or the optimizer never synchronises.
 
     Example:
       >>> from curvadion_jax.replicas import make_mesh, replicate

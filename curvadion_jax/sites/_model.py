@@ -172,7 +172,7 @@ def _cpu() -> Any:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
         raise RuntimeError(
-            "Sites compute the outer step on the host's CPU, which JAX was told not to "
+            "Sites compute the outer step on the host's CPU, which JAX may not "
             "use. Add it, as in JAX_PLATFORMS=tpu,cpu."
         ) from error
 

@@ -164,7 +164,7 @@ class Site:
           ImportError: without `obstore`, the extra ``curvadion-jax[sites]``.
           OSError: if the store cannot be reached, read, or written. Call it again.
           RuntimeError: if the run is damaged, or of a newer version, or if the store
-            overwrites objects that it is told to create.
+            overwrites objects that it should create.
           ValueError: for another model, compressor, outer optimizer or quorum.
         """
         if self._structure is not None:

@@ -3,7 +3,7 @@
 There are two kinds. *Within the step*, `average_gradients` and `average_factors`
 average what the inner optimizer works on; with `always` they equal training on one
 big batch. *After the step*, `reconcile` lets every replica take its own step and then
-brings the results together.
+averages the results.
 """
 
 from curvadion_jax._interfaces import Group, LocalStep, Synchronizer, SyncState

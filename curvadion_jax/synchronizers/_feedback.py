@@ -31,9 +31,9 @@ def mean_with_feedback(
 ) -> tuple[Any, Any, Any]:
     """Mean in a compressor's form of replicas' arrays and residuals.
 
-    Residuals are of arrays times their weight: what a replica did not send at one
+    Residuals belong to arrays times their weight: what a replica did not send at one
     weight it sends in full at any other. A replica that takes no part contributes its
-    residual alone, so the old residual need not be kept beside the new one. The mean is
+    residual alone, so the old residual need not be kept with the new one. The mean is
     over all who are expected, and not over those who are there: else the drift of a
     replica that takes part every second time would count twice.
 
@@ -78,9 +78,9 @@ def with_absent(local: LocalStep, residual: Any, before: Any, tree: Any) -> Any:
 def own_unsent(local: LocalStep, unsent: Any) -> Any:
     """What a replica did not send of its own arrays, for those that keep it themselves.
 
-    `unsent` is of arrays times their weight. A replica that counts little, or nothing,
-    gets it back as one that counts like the others: it holds what rounding has lost of
-    the mean, too, which must not come back many times.
+    `unsent` belongs to arrays times their weight. A replica that counts little, or
+    nothing, gets it back as one that counts like the others: it holds what rounding has
+    lost of the mean, too, which must not come back many times.
     """
     weight = jnp.maximum(jnp.asarray(local.weight), 1 / jnp.asarray(local.expected))
     return jax.tree.map(lambda x: x / weight.astype(x.dtype), unsent)

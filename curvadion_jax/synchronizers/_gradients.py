@@ -12,8 +12,8 @@ def average_gradients(
 ) -> Synchronizer:
     """At a sync every replica takes its step with the mean gradient.
 
-    This is what CurvaDion's formula and code send. It does not bring replicas back
-    together: what parameters and momenta have drifted apart on local steps stays
+    This is what CurvaDion's formula and code send. It does not make replicas equal:
+    what parameters and momenta have drifted apart on local steps stays
     apart (`reconcile` mends that). With `always` it equals training on one big batch,
     whatever the inner optimizer.
 

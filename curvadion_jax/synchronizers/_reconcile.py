@@ -1,4 +1,4 @@
-"""The sync that keeps replicas together: parameters, and momentum with Q if asked."""
+"""The sync that keeps replicas together: parameters, and momentum with Q if wanted."""
 
 import functools
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from curvadion_jax.synchronizers import _anchor_step, _feedback
 
 
 class ReconcileCommon(NamedTuple):
-    """What `reconcile` keeps beside the anchor, the same on all replicas.
+    """What `reconcile` keeps with the anchor, the same on all replicas.
 
     Attributes:
       q: Q of every state of Dion after the last sync, in order; from it Q is recomputed
@@ -51,7 +51,7 @@ def reconcile(
     residual_dtype: jax.typing.DTypeLike | None = None,
     orthonormalize: _orthonormalize.Orthonormalize | None = None,
 ) -> Synchronizer:
-    r"""At a sync replicas take their own step, and then go on from a common anchor.
+    r"""At a sync replicas take their own step, and then continue from a common anchor.
 
     With :math:`\theta_i` the parameters of replica i after its local step and
     :math:`a` the anchor, the parameters all had after the last sync, the outer
@@ -92,7 +92,7 @@ def reconcile(
       parameters in float32 and compute in bfloat16.
 
     Raises:
-      ValueError: at `init`, if momenta are to be averaged and the inner optimizer keeps
+      ValueError: at `init`, if momenta should be averaged and the inner optimizer keeps
         arrays of parameters' shapes, but under none of these names.
 
     Example:

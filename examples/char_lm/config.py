@@ -42,13 +42,12 @@ class Config:
         default=0.25,
     )
     budget: float = _of(
-        "share of the bytes of synchronous training that curvadion and local_muon send",
+        "share of synchronous training's bytes: local_muon, curvadion_budget",
         default=0.01,
     )
-    threshold: float | None = _of(
-        "relative momentum change above which curvadion syncs, in place of its budget,"
-        " and the paper's methods",
-        default=None,
+    threshold: float = _of(
+        "relative momentum change above which curvadion, paper and authors_code sync",
+        default=0.45,  # with tiny's batch curvadion sends about 1% of the bytes
     )
     sync_every: int = _of("steps between syncs of the periodic methods", default=30)
     seed: int = _of("seed of parameters and data order", default=0)

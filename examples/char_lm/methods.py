@@ -57,11 +57,6 @@ def check(names: Sequence[str], given: Collection[str]) -> None:
                 f"{flag(field)} has no effect on {', '.join(names)}; it belongs to "
                 f"{', '.join(readers)}: leave it out, or train one of these"
             )
-    if "curvadion" in names and {"budget", "threshold"} <= set(given):
-        raise UserError(
-            "--threshold takes the place of curvadion's --budget, and both are given: "
-            "leave one of them out"
-        )
 
 
 def _schedule(config: Config, default: float) -> optax.Schedule:
@@ -84,28 +79,25 @@ def _dion_arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def _threshold(config: Config) -> dict[str, Any]:
-    return {} if config.threshold is None else {"threshold": config.threshold}
-
-
 def curvadion_arguments(config: Config) -> dict[str, Any]:
-    """What `curvadion` is given beside its threshold or budget."""
+    """What `curvadion` is given in addition to its threshold or budget."""
     return {"learning_rate": _schedule(config, _LOCAL_DION), "momentum": _MOMENTUM}
 
 
 def _curvadion(config: Config, axis: str) -> optax.GradientTransformation:
     # At full rank, its default: a low one is there to send little, and what it sends
     # are not factors.
-    return cd.curvadion(
-        **curvadion_arguments(config),
-        threshold=config.threshold,
-        budget=config.budget if config.threshold is None else None,
-        axis_name=axis,
-    )
+    arguments = curvadion_arguments(config)
+    return cd.curvadion(**arguments, threshold=config.threshold, axis_name=axis)
+
+
+def _curvadion_budget(config: Config, axis: str) -> optax.GradientTransformation:
+    arguments = curvadion_arguments(config)
+    return cd.curvadion(**arguments, budget=config.budget, axis_name=axis)
 
 
 def local_muon_arguments(config: Config) -> dict[str, Any]:
-    """What `local_muon` is given beside its budget or trigger."""
+    """What `local_muon` is given in addition to its budget or trigger."""
     return {"learning_rate": _schedule(config, _MUON), "momentum": _MOMENTUM}
 
 
@@ -120,7 +112,7 @@ def _synchronous_dion(config: Config, axis: str) -> optax.GradientTransformation
 
 def _paper(config: Config, axis: str) -> optax.GradientTransformation:
     return cd.presets.paper(
-        **_dion_arguments(config), **_threshold(config), axis_name=axis
+        **_dion_arguments(config), threshold=config.threshold, axis_name=axis
     )
 
 
@@ -136,7 +128,7 @@ def _authors_code(config: Config, axis: str) -> optax.GradientTransformation:
     )
     return cd.presets.authors_code(
         **_dion_arguments(config),
-        **_threshold(config),
+        threshold=config.threshold,
         other_optimizer=lion,
         axis_name=axis,
     )
@@ -158,7 +150,8 @@ def _muloco(config: Config, axis: str) -> optax.GradientTransformation:
 
 
 METHODS = {
-    "curvadion": Method(_curvadion, frozenset({"budget", "threshold"})),
+    "curvadion": Method(_curvadion, frozenset({"threshold"})),
+    "curvadion_budget": Method(_curvadion_budget, frozenset({"budget"})),
     "local_muon": Method(_local_muon, frozenset({"budget"})),
     "synchronous_dion": Method(_synchronous_dion, frozenset({"rank"})),
     "paper": Method(_paper, frozenset({"rank", "threshold"})),

@@ -42,15 +42,22 @@ def draw(journals: dict[str, Lines], summary: list[dict[str, Any]], file: Path) 
     compared = report.baseline(summary)
     if compared and compared["validation_loss"] is not None:
         for axes in (over_steps, over_bytes):
-            axes.axhline(compared["validation_loss"], color="0.4", ls="--", lw=1)
+            axes.axhline(
+                compared["validation_loss"],
+                color="0.4",
+                linestyle="--",
+                linewidth=1,
+                label=f"{compared['method']} at its end",
+            )
     over_steps.set(xlabel="step", ylabel="loss on held-out text (nats per token)")
     over_steps.set_title("the same number of steps", fontsize="medium")
     over_bytes.set(xlabel="bytes that one replica has sent")
     over_bytes.set_title("the same number of bytes", fontsize="medium")
     # Linear below the first bytes, so that a method that sent none has its place.
-    sent = [x["bytes"] for lines in journals.values() for x in lines if x["bytes"] > 0]
-    over_bytes.set_xscale("symlog", linthresh=min(_validated(journals), default=1))
-    over_bytes.set_xlim(left=0, right=1.5 * max(sent, default=1))
+    sent = _sent_at_evaluations(journals)
+    first = min((x for x in sent if x > 0), default=1)
+    over_bytes.set_xscale("symlog", linthresh=first)
+    over_bytes.set_xlim(0 if 0 in sent else first / 2, 2 * max([1, *sent]))
     over_steps.legend()
     syncs = figure.add_subplot(grid[-1, :])
     _ticks(syncs, journals, colors)
@@ -60,10 +67,9 @@ def draw(journals: dict[str, Lines], summary: list[dict[str, Any]], file: Path) 
     figure.savefig(file, dpi=120)
 
 
-def _validated(journals: dict[str, Lines]) -> list[float]:
-    """Bytes, other than zero, that a method had sent at an evaluation."""
+def _sent_at_evaluations(journals: dict[str, Lines]) -> list[float]:
     lines = [line for each in journals.values() for line in each]
-    return [x["bytes"] for x in lines if x["bytes"] > 0 and "validation_loss" in x]
+    return [line["bytes"] for line in lines if "validation_loss" in line]
 
 
 def _loss(axes: Axes, lines: Lines, key: str, **style: Any) -> None:
@@ -85,7 +91,7 @@ def _ticks(axes: Axes, journals: dict[str, Lines], colors: dict[str, str]) -> No
         f"{name}: {len(steps)}" for name, steps in zip(journals, synced, strict=True)
     ]
     axes.set_yticks(list(places), names)
-    axes.set(xlabel="step (a tick is a sync; numbers are of syncs)")
+    axes.set(xlabel="step; each tick is a sync, and after each name is their number")
     axes.set_xlim(0, max((len(lines) for lines in journals.values()), default=1) + 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 

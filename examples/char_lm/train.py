@@ -172,9 +172,9 @@ def _train(
 
 def _compile(step_fn: Any, state: TrainState, batch: jax.Array) -> None:
     """Compiles the local step and the sync step, which is first run much later."""
-    for due in (False, True):
-        # A trigger that is due on every step has one program, and is refused here.
-        with contextlib.suppress(ValueError):
+    # A trigger that is due on every step has one program, and is refused here.
+    with contextlib.suppress(ValueError):
+        for due in (False, True):
             step_fn.lower(state, batch, due=due).compile()
 
 

@@ -17,7 +17,7 @@ MICRO = (
 
 
 def run_micro(text: Path, out: Path, *more: str) -> int:
-    arguments = ["--method", "curvadion", "--steps", "6", "--budget", "0.2"]
+    arguments = ["--method", "curvadion", "--steps", "6", "--threshold", "0.5"]
     return main.main(
         [*MICRO, *arguments, "--data", str(text), "--out", str(out), *more]
     )
