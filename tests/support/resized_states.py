@@ -13,14 +13,14 @@ AXIS = helpers.AXIS
 ATOL = 1e-6
 
 
-def optimizer(name="local_muon"):
+def optimizer(name):
     return {
-        "local_muon": lambda: cd.local_muon(0.05, budget=0.05, axis_name=AXIS),
+        "local_sgd": lambda: cd.presets.local_sgd(0.05, k=5, axis_name=AXIS),
         "dion": lambda: helpers.averaging_dion(0.05, 2, axis_name=AXIS),
     }[name]()
 
 
-def make_state(number, name="local_muon", seed=0):
+def make_state(number, name, seed=0):
     """Parameters, optimizer state, keys: every array other numbers on every replica."""
     rng, tx = np.random.default_rng(seed), optimizer(name)
     params = helpers.make_params()

@@ -1,0 +1,267 @@
+"""Replicas start from one model, and a step warns of what a sync did not make equal."""
+
+import contextlib
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import curvadion_jax as cd
+from curvadion_jax import compressors, triggers
+from curvadion_jax.replicas import _consistency
+from curvadion_jax.synchronizers import reconcile
+
+REPLICAS, STEPS, EVERY = 2, 6, 2
+MESH = cd.replicas.make_mesh(REPLICAS, devices=jax.devices()[:REPLICAS])
+MODELS = [helpers.make_params(seed) for seed in range(REPLICAS)]
+AFTER = {
+    "nothing": optax.identity(),
+    "scale": optax.scale(0.999),
+    "decay": optax.add_decayed_weights(-1e-5),
+    # With a state of the parameters' shapes.
+    "average": optax.chain(optax.scale(0.999), optax.ema(0.9)),
+    "apply_every": optax.apply_every(3),
+}
+
+
+def optimizer(trigger=None, inner=None, **options):
+    trigger = trigger or triggers.every_k(EVERY)
+    inner = inner or optax.sgd(0.1, momentum=0.9)
+    return cd.adaptive_sync(inner, trigger, reconcile(**options), helpers.AXIS)
+
+
+TX = optimizer()
+NO_ANCHOR = cd.presets.synchronous_dion(0.1, axis_name=helpers.AXIS)
+
+
+def trained(tx, dtype=jnp.float32, mesh=MESH, params=None):
+    """Takes steps in `replicas.step`; gradients differ between the replicas."""
+    params = helpers.make_params(dtype=dtype) if params is None else params
+    if "fsdp" in mesh.shape:
+        rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+        params |= {k: jax.device_put(params[k], rows) for k in helpers.MATRICES}
+    state = cd.replicas.replicate((params, tx.init(params)), mesh)
+    step = helpers.replica_step(tx, mesh)
+    for gradients in helpers.make_gradients(STEPS, REPLICAS):
+        state, _ = step(state, gradients)
+
+
+def warns(yes=True):
+    if not yes:
+        return contextlib.nullcontext()  # warnings are errors
+    return pytest.warns(UserWarning, match="After a sync the replicas still differ in")
+
+
+@pytest.mark.parametrize("after", AFTER)
+def test_a_transformation_after_the_optimizer(after):
+    with warns(after != "nothing") as found:
+        trained(optax.chain(optimizer(), AFTER[after]))
+    assert found is None or len(found) == 1
+
+
+def test_parameters_that_a_wrapper_keeps_for_itself():
+    with warns():
+        trained(optax.contrib.schedule_free(optimizer(), 0.1))
+
+    def train(state, gradients):  # `optax.lookahead` has pairs of parameters
+        params, opt_state = state
+        gradients = jax.tree.map(lambda g: g[0], gradients)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {}
+
+    tx = optax.lookahead(optimizer(), sync_period=3, slow_step_size=0.5)
+    params = optax.LookaheadParams.init_synced(helpers.make_params())
+    state = cd.replicas.replicate((params, tx.init(params)), MESH)
+    step = cd.replicas.step(train, MESH)
+    with warns():
+        for gradients in helpers.make_gradients(STEPS, REPLICAS):
+            state, _ = step(state, gradients)
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_replicas_of_two_devices(moved):
+    after, mesh = optax.scale(0.999 if moved else 1), {"fsdp": 2}
+    with warns(moved):
+        trained(
+            optax.chain(optimizer(), after), mesh=cd.replicas.make_mesh(REPLICAS, mesh)
+        )
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_roundings_of_bfloat16(moved):
+    # Each parameter is left one to four roundings, of 0.8%, from its anchor.
+    after = optax.scale(0.5) if moved else optax.identity()
+    with warns(moved):
+        trained(optax.chain(optimizer(inner=optax.sgd(0.03)), after), jnp.bfloat16)
+
+
+CLEAN = {
+    "2 bits": lambda: optimizer(compressor=compressors.quantize(2), momentum=False),
+    "nesterov": lambda: optimizer(outer=optax.sgd(0.7, 0.9, nesterov=True)),
+    "local_muon": lambda: cd.local_muon(0.1, budget=0.5, axis_name=helpers.AXIS),
+    "curvadion": lambda: cd.curvadion(0.1, budget=0.5, axis_name=helpers.AXIS),
+    # Where gradients are averaged replicas stay apart by design.
+    "paper": lambda: cd.presets.paper(0.1, axis_name=helpers.AXIS),
+}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_nothing_is_said_of_a_clean_run(name):
+    trained(CLEAN[name](), jnp.bfloat16 if name == "2 bits" else jnp.float32)
+
+
+def test_nothing_is_said_where_a_replica_takes_no_part():
+    tx = optimizer(inner=optax.sgd(0.1))
+
+    def update(updates, state, params=None):
+        weight = jnp.array([0.0, 1.0])[jax.lax.axis_index(helpers.AXIS)]
+        return tx.update(updates, state, params, weight=weight)
+
+    trained(optax.GradientTransformationExtraArgs(tx.init, update))
+
+
+@pytest.mark.parametrize("local", [(), ("critic",), ("critic", "adam/0")])
+def test_parameters_of_another_optimizer(local):
+    """They learn from what a sync reaches, and are not reached by one."""
+    tx, other = optimizer(), optax.adam(0.1)
+    train = helpers.train_step(tx)
+
+    def step(state, gradients):
+        gradients = jax.tree.map(lambda g: g[0], gradients)
+        pair, metrics = train(state["train"], gradients)
+        loss = lambda critic: jnp.sum((critic @ pair[0]["tall"]) ** 2)  # noqa: E731
+        updates, adam = other.update(jax.grad(loss)(state["critic"]), state["adam"])
+        critic = optax.apply_updates(state["critic"], updates)
+        return {"train": pair, "critic": critic, "adam": adam}, metrics
+
+    params, critic = helpers.make_params(), jnp.ones((2, 6))
+    state = {"train": (params, tx.init(params)), "critic": critic}
+    state = cd.replicas.replicate(state | {"adam": other.init(critic)}, MESH)
+    step = cd.replicas.step(step, MESH, local=local)
+    with warns(len(local) < 2) as found:
+        for gradients in helpers.make_gradients(2, REPLICAS):
+            state, _ = step(state, gradients)
+    if found is not None:
+        number, name = (2, "adam/0/mu") if local else (3, "critic")
+        assert f"differ in {number} arrays" in str(found[0].message)
+        assert name in str(found[0].message)
+
+
+def test_comparisons_are_few(monkeypatch):
+    """After 1, 2, 4, 8, ... steps that may have synchronised, and never on others."""
+    steps, found = [], []
+    count = lambda *_: found.append(len(steps)) or []  # noqa: E731
+    monkeypatch.setattr(_consistency.ConsistencyCheck, "_differing", count)
+    check = _consistency.ConsistencyCheck(())
+    for _ in range(2000):
+        check.after_step({}, due=False)
+        steps.append(0)
+        check.after_step({}, due=True)
+    assert found == [1, 2, 4, 8, 16, 32, 64, 128]
+
+
+def stacked(*trees):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def train(tx, wrap=lambda f: f):
+    """A step on state with an average of the weights, beside which they are known."""
+
+    @wrap
+    def step(state, batch):
+        batch = jax.tree.map(lambda g: g[0], batch)
+        params, opt_state = state["model"], state["opt_state"]
+        updates, opt_state = tx.update(batch, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        average = optax.incremental_update(params, state["average"], 0.1)
+        return {"model": params, "opt_state": opt_state, "average": average}, {}
+
+    return cd.replicas.step(step, MESH, average=["average"], donate=False)
+
+
+def start(tx, initialised, params):
+    """For each replica parameters, and an optimizer that began with others."""
+    average = jax.tree.map(jnp.zeros_like, params[0])
+    pairs = zip(params, initialised, strict=True)
+    return stacked(
+        *[{"model": x, "opt_state": tx.init(y), "average": average} for x, y in pairs]
+    )
+
+
+SAME, OTHER = [MODELS[0]] * REPLICAS, [MODELS[1]] * REPLICAS
+APART = r"start from different values \('model/bias'\)"
+MOVED = r"The parameters \('bias'\) are not those given to tx.init"
+
+
+@pytest.mark.parametrize(
+    ("tx", "initialised", "params", "message"),
+    [
+        (TX, SAME, SAME, None),
+        (TX, MODELS, MODELS, APART),
+        (TX, SAME, MODELS, APART),
+        (TX, SAME, OTHER, MOVED),
+        (NO_ANCHOR, MODELS, MODELS, APART),
+    ],
+    ids=["one", "seeds", "loaded apart", "loaded", "seeds, no anchor"],
+)
+def test_the_first_step_rejects_another_model(tx, initialised, params, message):
+    state, (batch,) = start(tx, initialised, params), helpers.make_gradients(1, 2)
+    if message is None:
+        step = train(tx)
+        state, _ = step(state, batch)
+        train(tx)(state, batch)  # it has started, and replicas may differ
+        state["opt_state"] = jax.vmap(tx.init)(state["model"])  # made anew
+        message = "start from different values"
+        with pytest.raises(ValueError, match=message):
+            step(state, batch)
+        return
+    for wrap in (lambda f: f, jax.checkpoint):
+        with pytest.raises(ValueError, match=message):
+            train(tx, wrap)(state, batch)
+
+
+def test_an_nnx_model_that_was_loaded_after_the_optimizer():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    model.kernel[...] += 1
+    graph, state = nnx.split((model, optimizer))
+
+    def step(state, x):
+        model, optimizer = nnx.merge(graph, state)
+        grads = nnx.grad(lambda model: jnp.sum(model(x)))(model)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), {}
+
+    step, x = cd.replicas.step(step, MESH), np.ones((REPLICAS, 3), np.float32)
+    with pytest.raises(ValueError, match=r"'kernel'\) are not those"):
+        step(cd.replicas.replicate(state, MESH), x)
+    state[1]["opt_state"] = cd.replicas.reanchor(state[0], state[1]["opt_state"])
+    state, _ = step(cd.replicas.replicate(state, MESH), x)
+    anchor = cd.replicas.anchor(nnx.merge(graph, state)[1].opt_state)
+    helpers.assert_bitwise(anchor["kernel"], model.kernel)
+
+
+def test_each_of_two_optimizers_has_an_anchor_of_its_own():
+    params = {"g": MODELS[0], "d": {"w": jnp.ones((3, 3))}}
+    states = {name: TX.init(each) for name, each in params.items()}
+
+    def train_both(state, batch):
+        params, states = state
+        results = {
+            k: TX.update(jax.tree.map(jnp.ones_like, params[k]), states[k], params[k])
+            for k in params
+        }
+        params = {k: optax.apply_updates(params[k], results[k][0]) for k in params}
+        return (params, {k: results[k][1] for k in params}), batch
+
+    step, batch = cd.replicas.step(train_both, MESH), np.ones(REPLICAS)
+    step(cd.replicas.replicate((params, states), MESH), batch)
+    changed = params | {"d": {"w": jnp.zeros((3, 3))}}
+    step = cd.replicas.step(train_both, MESH)
+    with pytest.raises(ValueError, match=r"'w'\) are not those"):
+        step(cd.replicas.replicate((changed, states), MESH), batch)
