@@ -27,6 +27,8 @@ extensions = [
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"{project} {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 # Dashes only: curly quotes would spoil code in prose.
 smartquotes_action = "D"
 
