@@ -3,12 +3,23 @@
 By `adaptive_sync`, and by a `reduce_fn` of the test's own.
 """
 
+import math
+
 import jax
 import numpy as np
 import pytest
 import reference as ref
-from dion_replicas import REPLICAS, SHAPES, STEPS, local_gradients, run, sends_factors
-from dion_runs import MU, close, same_columns
+from dion_replicas import (
+    REPLICAS,
+    SHAPES,
+    STEPS,
+    local_gradients,
+    run,
+    sends_factors,
+)
+from dion_runs import MU, close, rank_of, same_columns, zeros
+
+import curvadion_jax as cd
 
 # Float64 against float64; a mean over replicas is summed in another order. Measured
 # 5e-15, at full rank.
@@ -20,22 +31,21 @@ def kernels(name):
     return [np.s_[0], np.s_[1]] if name == "stack" else [np.s_[:]]
 
 
-WAYS = [(0.25, "shard_map"), (1.0, "shard_map"), (0.5, "vmap"), (1.0, "vmap")]
 CASES = [
-    pytest.param(
-        *(*way, by), marks=() if way == (0.25, "shard_map") else pytest.mark.slow
-    )
-    for way in WAYS
-    for by in ("sync", "reduce_fn")
+    pytest.param(0.25, "sync", id="sync"),
+    pytest.param(0.25, "reduce_fn", id="reduce_fn"),
+    pytest.param(1.0, "sync", id="whole", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("rank", "how", "by"), CASES, ids=lambda value: f"{value}")
-def test_equals_the_reference_and_dion_on_the_mean_gradient(rank, how, by):
+@pytest.mark.parametrize(("rank", "by"), CASES)
+def test_equals_the_reference_and_dion_on_the_mean_gradient(rank, by):
     gradients = local_gradients()
     with jax.enable_x64(True):
-        first, updates, states = run(rank, how, by, gradients)
+        first, updates, states = run(rank, by, gradients)
     for name in SHAPES:
+        for array in (updates[name], states.q[name]):  # to the bit
+            np.testing.assert_array_equal(array, np.stack([array[0]] * REPLICAS))
         for part in kernels(name):
             index = (slice(None), slice(None), part)
             g, u = gradients[name][index], updates[name][index]
@@ -59,56 +69,22 @@ def test_equals_the_reference_and_dion_on_the_mean_gradient(rank, how, by):
                 close(m[:, t].mean(axis=0), mean_momentum, FLOAT64_ATOL, what)
 
 
-@pytest.mark.parametrize(("rank", "how", "by"), CASES, ids=lambda value: f"{value}")
-def test_what_is_shared_is_equal_to_the_bit(rank, how, by):
-    with jax.enable_x64(True):
-        _, updates, states = run(rank, how, by, local_gradients())
-    for name in SHAPES:
-        for array in (updates[name], states.q[name]):
-            np.testing.assert_array_equal(array, np.stack([array[0]] * REPLICAS))
-        if sends_factors(rank):
-            momentum = states.momentum[name][:, -1]
-            for k in range(1, REPLICAS):
-                assert np.abs(momentum[k] - momentum[0]).max() > 0.1
+@pytest.mark.parametrize("rank", [2, 1.0])
+def test_reduce_fn_is_told_what_arrays_are_made_of(rank):
+    """The axes of an array have the sizes of the parameter's, or the rank's."""
+    numbers = {"wide": (0, 1), "tall": (0, 1), "stack": (2, 1)}
+    numbers = {name: cd.DimensionNumbers(*pair) for name, pair in numbers.items()}
+    tx, given = cd.scale_by_dion(rank, dimension_numbers=numbers), []
 
+    def mean(arrays, made_of):
+        for name, x in arrays.items():
+            shape, axes = made_of[name]
+            assert shape == SHAPES[name]
+            sizes = [math.prod(shape[axis] for axis in of) if of else r for of in axes]
+            assert x.shape == tuple(sizes)
+        given.append(sorted(arrays))
+        return arrays, None
 
-@pytest.mark.slow
-@pytest.mark.parametrize("by", ["sync", "reduce_fn"])
-def test_paper_momentum_equals_dion_on_the_mean_gradient(by):
-    gradients = local_gradients()
-    with jax.enable_x64(True):
-        first, updates, _ = run(0.25, "vmap", by, gradients, error_feedback=False)
-    momentum, q = np.zeros((9, 5)), first.q["tall"]
-    for t in range(STEPS):
-        direction, momentum, q = ref.dion_step(
-            gradients["tall"][:, t].mean(axis=0),
-            momentum,
-            q,
-            mu=MU,
-            error_feedback=False,
-        )
-        close(updates["tall"][3, t], direction, FLOAT64_ATOL, t)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
-def test_bad_gradient_of_one_replica_shows_on_all(bad):
-    gradients = local_gradients()
-    gradients["wide"][5, 0, 2, 3] = bad
-    with jax.enable_x64(True):
-        _, updates, _ = run(0.25, "shard_map", "reduce_fn", gradients)
-    assert np.isnan(updates["wide"]).all()
-    assert np.isfinite(updates["tall"]).all()
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
-def test_a_sync_excludes_the_replica_with_a_bad_gradient(bad):
-    gradients = local_gradients()
-    others = np.delete(gradients["tall"][:, 0], 5, axis=0)
-    gradients["wide"][5, 0, 2, 3] = bad
-    with jax.enable_x64(True):
-        first, updates, _ = run(0.25, "shard_map", "sync", gradients)
-    assert all(np.isfinite(u).all() for u in updates.values())
-    momentum = np.zeros((9, 5))
-    expected, _, _ = ref.dion_step(others.mean(0), momentum, first.q["tall"], mu=MU)
-    for update in updates["tall"][:, 0]:
-        close(update, expected, FLOAT64_ATOL)
+    params, r = zeros(SHAPES, np.float32), rank_of((5, 9), rank)
+    jax.eval_shape(lambda p: tx.update(p, tx.init(p), p, reduce_fn=mean), params)
+    assert given == [sorted(SHAPES)] * (2 if sends_factors(rank) else 1)

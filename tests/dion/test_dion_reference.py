@@ -1,10 +1,8 @@
 """scale_by_dion against the NumPy reference: ranks, layouts, stacks, momentum."""
 
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import reference as ref
 from dion_runs import (
@@ -49,7 +47,6 @@ def q_shapes(rank):
     ("rank", "error_feedback"),
     [
         pytest.param(1, True, id="rank1", marks=pytest.mark.slow),
-        pytest.param(3, True, id="rank3", marks=pytest.mark.slow),
         pytest.param(0.3, True, id="fraction"),
         pytest.param(1.0, True, id="full", marks=pytest.mark.slow),
         pytest.param(0.3, False, id="paper-momentum", marks=pytest.mark.slow),
@@ -150,30 +147,9 @@ def test_update_does_not_depend_on_the_size_of_the_gradients():
     gradients = {name: g[0] for name, g in gradients.items()}
     first = random_state(gradients, q_shapes(3))
     updates, _ = compiled(3)(gradients, first)
-    for scale in (2.0**-10, 2.0**30, 2.0**60, 2.0**80):
+    for scale in (2.0**-10, 2.0**80):
         scaled = {name: np.float32(scale) * g for name, g in gradients.items()}
         new_updates, new_state = compiled(3)(scaled, first)
         for name in SHAPES:
             close(new_updates[name], updates[name], SIZE_ATOL, (name, scale))
             assert np.isfinite(new_state.momentum[name]).all()
-
-
-@pytest.mark.slow
-def test_momentum_schedule():
-    """A traced momentum, through optax.inject_hyperparams."""
-    schedule, shapes = optax.linear_schedule(0.5, 0.95, STEPS), {"w": (5, 9)}
-    inject = optax.inject_hyperparams(
-        cd.scale_by_dion, static_args=("rank", "orthonormalize")
-    )
-    tx = inject(rank=3, momentum=schedule, orthonormalize=helpers.householder_qr)
-    gradients, params = normal(shapes, STEPS), zeros(shapes)
-    with jax.enable_x64(True):
-        first = jax.jit(tx.init)(params)
-        updates, states = run(tx, params, gradients, first)
-    q, momentum = np.asarray(first.inner_state.q["w"]), params["w"]
-    for t, gradient in enumerate(gradients["w"]):
-        mu = float(np.asarray(states.hyperparams["momentum"])[t])
-        assert mu == pytest.approx(0.5 + 0.045 * t, abs=1e-6)
-        direction, momentum, q = ref.dion_step(gradient, momentum, q, mu=mu)
-        close(updates["w"][t], direction, FLOAT64_ATOL, t)
-    close(states.inner_state.momentum["w"][-1], momentum, FLOAT64_ATOL)

@@ -17,7 +17,7 @@ import curvadion_jax as cd
 # One step in float32, numbers of order one: measured 6e-7.
 FLOAT32_ATOL = 3e-6
 # A unit column rounded to these dtypes, of at most nine entries.
-UNIT_ATOL = {"float32": 2e-7, "bfloat16": 4e-3, "float64": 2e-7}
+UNIT_ATOL = {"bfloat16": 4e-3, "float64": 2e-7}
 # Half a unit in the last place, relative to the largest number.
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 EPS = float(np.finfo(np.float32).eps)
@@ -30,13 +30,7 @@ def gradients_at(seed, dtype=np.float32):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        "float32",
-        *(pytest.param(t, marks=pytest.mark.slow) for t in ("bfloat16", "float64")),
-    ],
-)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_initial_state(dtype):
     shapes = {"kernel": (9, 5), "stack": (2, 5, 9)}
     with jax.enable_x64(dtype == "float64"):
@@ -61,7 +55,6 @@ def test_initial_q_depends_on_path_and_seed_only():
     params = {"a": jnp.ones((9, 5)), "b": jnp.ones((5, 9))}
     q = init(params)
     same = [
-        init(params),
         init({name: x + 1 for name, x in params.items()}),
         init(params | {"another": jnp.ones((9, 5))}),
         init({"a": params["a"]}) | {"b": q["b"]},
@@ -78,12 +71,7 @@ def test_initial_q_depends_on_path_and_seed_only():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "mu_dtype"),
-    [
-        ("bfloat16", None),
-        pytest.param("float16", None, marks=pytest.mark.slow),
-        ("float32", "bfloat16"),
-    ],
+    ("dtype", "mu_dtype"), [("float16", None), ("float32", "bfloat16")]
 )
 def test_low_precision_is_storage_only(dtype, mu_dtype):
     """All algebra in float32: a step from the stored state rounds at its end only."""
@@ -147,13 +135,8 @@ def test_momentum_only(error_feedback):
         close(new_state.momentum[name], expected, 8 * EPS, name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("wrapped", [False, True], ids=["scale_by_dion", "dion"])
-def test_map_params_touches_the_momentum_and_not_q(wrapped):
-    params = {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(3)}
-    if not wrapped:
-        del params["bias"]
-    tx = cd.dion(0.1, 3) if wrapped else cd.scale_by_dion(3)
+def test_map_params_touches_the_momentum_and_not_q():
+    params, tx = {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(3)}, cd.dion(0.1, 3)
     state = tx.init(params)
     mapped = optax.tree.map_params(tx, lambda x: x + 7, state)
     momentum = optax.tree.get(mapped, "momentum")["kernel"]

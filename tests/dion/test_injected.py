@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import curvadion_jax as cd
 
@@ -16,36 +15,11 @@ import curvadion_jax as cd
 # which then may round otherwise: five steps of parameters of order 1. Measured: 2.4e-7.
 ATOL = 1e-6
 STEPS, RATE = 5, 0.01
-MATRICES = {name: helpers.SHAPES[name] for name in helpers.MATRICES}
-ONE_REPLICA = [
-    pytest.param(cd.scale_by_dion, (), {}, id="scale_by_dion"),
-    pytest.param(cd.dion, (RATE,), {}, id="dion"),
-    pytest.param(cd.curvadion, (RATE,), {}, id="curvadion"),
-    pytest.param(cd.local_muon, (RATE,), {}, id="local_muon"),
-]
-# Two syncs and more in so few steps.
-REPLICAS = [
-    pytest.param(
-        cd.curvadion, {"budget": 0.6}, id="curvadion-budget", marks=pytest.mark.slow
-    ),
-    pytest.param(
-        cd.curvadion,
-        {"threshold": 0.4},
-        id="curvadion-threshold",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(cd.local_muon, {"budget": 0.5}, id="local_muon-budget"),
-]
 
 
-def problem(build, replicas):
-    """Parameters and gradients; `scale_by_dion` takes matrices alone."""
-    names = MATRICES if build is cd.scale_by_dion else helpers.SHAPES
-    gradients = helpers.make_gradients(STEPS, replicas)
-    return (
-        {name: helpers.make_params()[name] for name in names},
-        [{name: tree[name] for name in names} for tree in gradients],
-    )
+def problem(replicas):
+    """Parameters and gradients."""
+    return helpers.make_params(), helpers.make_gradients(STEPS, replicas)
 
 
 def close(trajectory, expected):
@@ -66,59 +40,60 @@ def test_a_scheduled_momentum_is_no_coarser_than_a_number():
         state = new
 
 
-@pytest.mark.parametrize(("build", "arguments", "options"), ONE_REPLICA)
-def test_the_updates_are_those_without_it(build: Any, arguments, options):
-    params, gradients = problem(build, 1)
-    gradients = [jax.tree.map(lambda g: g[0], tree) for tree in gradients]
-    injected = optax.inject_hyperparams(build)(*arguments, **options)
-    plain = build(*arguments, **options)
-    runs = [list(helpers.run_alone(tx, params, gradients)) for tx in (injected, plain)]
-    close(*runs)
-    for name in MATRICES:
-        assert np.abs(runs[0][-1][0][name] - params[name]).max() > RATE / 2
-
-
-@pytest.mark.parametrize(("build", "options"), REPLICAS)
-def test_replicas_take_the_same_steps_and_syncs(build: Any, options):
-    params, gradients = problem(build, 2)
-    options = {**options, "axis_name": helpers.AXIS}
-    injected = optax.inject_hyperparams(build, static_args=("budget",))(RATE, **options)
-    run = list(helpers.run_mesh(injected, params, gradients))
-    expected = list(helpers.run_mesh(build(RATE, **options), params, gradients))
+def test_a_scheduled_momentum_is_one_that_is_injected():
+    """On replicas, which take the same steps and syncs."""
+    params, gradients = problem(2)
+    rising = optax.linear_schedule(0.5, 0.9, STEPS)
+    options = {"budget": 0.5, "axis_name": helpers.AXIS}
+    inject = optax.inject_hyperparams(cd.local_muon, static_args=("budget",))
+    injected: Any = inject(RATE, momentum=rising, **options)
+    expected = list(helpers.run_mesh(injected, params, gradients))
+    run = list(
+        helpers.run_mesh(
+            cd.local_muon(RATE, momentum=rising, **options), params, gradients
+        )
+    )
     close(run, expected)
-    inside = [(params, state.inner_state) for params, state in run]
-    decided = helpers.decisions(inside)
-    assert decided == helpers.decisions(expected)
+    decided = helpers.decisions(run)
+    assert decided == helpers.decisions([(p, s.inner_state) for p, s in expected])
     assert 2 <= sum(decided) < STEPS
+    momentum = expected[-1][1].hyperparams["momentum"]
+    np.testing.assert_allclose(momentum, rising(STEPS - 1), rtol=1e-6)  # float32
 
 
-@pytest.mark.parametrize(("build", "arguments", "options"), ONE_REPLICA[1:])
-def test_a_learning_rate_that_is_set_is_taken(build: Any, arguments, options):
-    params, (gradients, *_) = problem(build, 1)
+def test_a_learning_rate_that_is_set_is_taken():
+    params, (gradients, *_) = problem(1)
     gradients = jax.tree.map(lambda g: g[0], gradients)
-    tx: Any = optax.inject_hyperparams(build)(*arguments, **options)
+    tx: Any = optax.inject_hyperparams(cd.dion)(RATE)
     update, norms = jax.jit(tx.update), []
     for factor in (1.0, 3.0):
         state = tx.init(params)
-        rate = state.hyperparams["learning_rate"]
-        state.hyperparams["learning_rate"] = factor * rate
+        state.hyperparams["learning_rate"] *= factor
         updates, _ = update(gradients, state, params)
-        norms.append(optax.tree.norm({n: updates[n] for n in MATRICES}))
+        norms.append(optax.tree.norm({n: updates[n] for n in helpers.MATRICES}))
     np.testing.assert_allclose(norms[1], 3 * norms[0], rtol=1e-5)  # float32
 
 
-@pytest.mark.parametrize("build", [cd.local_muon, cd.curvadion])
-def test_a_scheduled_momentum_is_one_that_is_injected(build: Any):
-    params, gradients = problem(build, 2)
-    rising = optax.linear_schedule(0.5, 0.9, STEPS)
-    options = {"budget": 0.5, "axis_name": helpers.AXIS}
-    inject = optax.inject_hyperparams(build, static_args=("budget",))
-    injected: Any = inject(RATE, momentum=rising, **options)
-    expected = list(helpers.run_mesh(injected, params, gradients))
-    tx = build(RATE, momentum=rising, **options)
-    close(helpers.run_mesh(tx, params, gradients), expected)
-    momentum = expected[-1][1].hyperparams["momentum"]
-    np.testing.assert_allclose(momentum, rising(STEPS - 1), rtol=1e-6)  # float32
-    constant = list(helpers.run_mesh(build(RATE, **options), params, gradients))
-    moved = constant[-1][0]["tall"] - expected[-1][0]["tall"]
-    assert np.abs(moved).max() > 100 * ATOL
+def test_an_injected_threshold_is_not_traced_anew():
+    def factory(learning_rate, threshold):
+        return cd.adaptive_sync(
+            optax.sgd(learning_rate, 0.9),
+            cd.triggers.relative_momentum_change(threshold),
+            cd.synchronizers.average_gradients(),
+        )
+
+    tx: Any = optax.inject_hyperparams(factory)(0.1, threshold=1e6)
+    params, gradients = problem(1)
+    state, traces, decided = tx.init(params), [], []
+
+    @jax.jit
+    def update(gradients, state):
+        traces.append(0)
+        return tx.update(gradients, state, params)[1]
+
+    for tree, threshold in zip(gradients, (1e6, 1e6, 0, 1e6), strict=False):
+        state.hyperparams["threshold"] = jnp.float32(threshold)
+        state = update(jax.tree.map(lambda g: g[0], tree), state)
+        decided.append(bool(optax.tree.get(state, "synced")))
+    assert decided == [True, False, True, False]
+    assert len(traces) == 1

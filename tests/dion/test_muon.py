@@ -27,8 +27,6 @@ LONE = "lone"
 QUERY = optax.contrib.MuonDimensionNumbers(1, (2, 3))
 # Axes inside a replica, and how the last axes of an array are divided.
 PLACES = {
-    "rows": ({"fsdp": 4}, ("fsdp", None)),
-    "columns": ({"fsdp": 4}, (None, "fsdp")),
     "both": ({"fsdp": 2, "tensor": 2}, ("fsdp", "tensor")),
     "both_along_one": ({"fsdp": 2, "tensor": 2}, (("fsdp", "tensor"), None)),
     "one_of_two": ({"fsdp": 2, "data": 2}, ("fsdp", None)),
@@ -49,10 +47,10 @@ def numbers(params):
     }
 
 
-def trees(steps, dtype=np.float32, seed=0):
-    rng = np.random.default_rng(seed)
+def trees(steps):
+    rng = np.random.default_rng(0)
     return [
-        {name: rng.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()}
+        {n: rng.normal(size=shape).astype(np.float32) for n, shape in SHAPES.items()}
         for _ in range(steps)
     ]
 
@@ -70,13 +68,12 @@ def run(tx, params, gradients):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [np.float32, "bfloat16"])
 @pytest.mark.parametrize(
     "options",
     [{}, {"beta": 0.8, "eps": 1e-3, "weight_decay": 0.1, "mu_dtype": "bfloat16"}],
 )
-def test_one_device_takes_optaxs_steps(options, dtype):
-    params, *gradients = trees(4, jax.numpy.dtype(dtype))
+def test_one_device_takes_optaxs_steps(options):
+    params, *gradients = trees(4)
     rate = optax.linear_schedule(0.1, 0.0, 5)
     found = run(_muon.muon(rate, numbers, **options), params, gradients)
     expected = run(optaxs(rate, **options), params, gradients)

@@ -10,7 +10,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
-from curvadion_jax import _orthonormalize
 
 # |P^T P - I|, largest entry. Measured over the inputs below, float32: 7e-7, whatever
 # the condition number; float64: 2e-15.
@@ -55,7 +54,7 @@ def assert_basis(a, basis, condition=1.0):
     assert np.abs(basis - exact).max() < limit
 
 
-@pytest.mark.parametrize("condition", [1e0, 1e2, 1e4, 1e6])
+@pytest.mark.parametrize("condition", [1e0, 1e3, 1e6])
 @pytest.mark.parametrize("shape", [(256, 64), (40, 40), (9, 1)], ids=str)
 def test_basis_against_float64_householder(shape, condition):
     a = with_condition(*shape, condition).astype(np.float32)
@@ -81,14 +80,6 @@ def test_bad_matrix_of_a_stack_leaves_the_others_alone():
     bad = np.array([[False, True, False], [False, False, True]])
     assert np.isnan(basis[bad]).any(axis=(1, 2)).all()
     np.testing.assert_array_equal(basis[~bad], alone[~bad])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")],
-)
-def test_compute_dtype(dtype, expected):
-    assert _orthonormalize.compute_dtype(dtype) == expected
 
 
 @pytest.mark.slow
@@ -140,10 +131,10 @@ def copies(cols, scale):
 
 
 DEPENDENT = {
-    **{f"rank {r} of {c}": products(2 * c, c, r) for c in (16, 256) for r in (1, 8)},
-    **{f"rank {r} square": products(64, 64, r, r) for r in (2, 8, 32)},
-    **{f"all {x} of {c}": np.full((2 * c, c), x) for c in (1, 64) for x in (1e-30, 3)},
-    **{f"copies times {x}": copies(64, x) for x in (1.0, -1.0, 0.1)},
+    **{f"rank {r} of 256": products(512, 256, r) for r in (1, 8)},
+    **{f"rank {r} square": products(64, 64, r, r) for r in (2, 32)},
+    **{f"all {x}": np.full((128, 64), x) for x in (1e-30, 3)},
+    **{f"copies times {x}": copies(64, x) for x in (1.0, -0.1)},
     "one row": np.eye(32)[:, :1] * np.arange(1, 17.0),
     "badly scaled": normal(128, 64) * 10.0 ** np.linspace(-30, 30, 64).round(),
 }
@@ -165,8 +156,8 @@ def test_dependent_columns(name):
     assert np.linalg.norm(rest, axis=0).max() < SPAN_RTOL
 
 
-@pytest.mark.parametrize("cols", [16, 64])
-def test_zero_columns_stay_zero_and_change_nothing_else(cols):
+def test_zero_columns_stay_zero_and_change_nothing_else():
+    cols = 64
     a = normal(2 * cols, cols).astype(np.float32)
     zero = np.zeros(cols, bool)
     zero[[0, 3, 4, cols - 1]] = True
@@ -204,9 +195,9 @@ def test_never_longer_than_an_orthonormal_basis(name):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
-@pytest.mark.parametrize("where", [(0, 0), (31, 15)], ids=str)
-def test_not_finite_gives_nan(bad, where):
-    for a in (normal(32, 16), np.ones((32, 16)) * (np.arange(16) != 3)):
-        a = a.astype(np.float32)
-        a[where] = bad
-        assert np.isnan(np.asarray(BASIS(a))).any()
+def test_not_finite_gives_nan(bad):
+    for where in ((0, 0), (31, 15)):
+        for a in (normal(32, 16), np.ones((32, 16)) * (np.arange(16) != 3)):
+            a = a.astype(np.float32)
+            a[where] = bad
+            assert np.isnan(np.asarray(BASIS(a))).any()

@@ -43,7 +43,7 @@ MAKERS = [
 ]
 
 
-@pytest.mark.parametrize("rate", [None, 0.01, 0.0])
+@pytest.mark.parametrize("rate", [None, 0.01])
 @pytest.mark.parametrize(("make", "nesterov"), MAKERS)
 def test_what_is_no_matrix_is_adamws_at_its_own_rate(make, nesterov, rate):
     found = updates_of(make(adam_learning_rate=rate))
@@ -54,34 +54,25 @@ def test_what_is_no_matrix_is_adamws_at_its_own_rate(make, nesterov, rate):
 
 
 @pytest.mark.parametrize(("make", "_"), MAKERS)
-def test_what_is_no_matrix_is_another_optimizers(make, _):
-    found = updates_of(make(other_optimizer=optax.sgd(0.5)))
-    for name in ("embed", "bias"):
-        np.testing.assert_allclose(found[name], -0.5 * GRADIENTS[name], rtol=1e-6)
-    assert np.linalg.norm(found["kernel"]) > RATE
-
-
-@pytest.mark.parametrize(("make", "nesterov"), MAKERS)
-def test_which_parameters_are_matrices_is_what_is_given(make, nesterov):
+def test_matrices_and_the_other_optimizer_are_as_given(make, _):
     numbers = {
         "embed": optax.contrib.MuonDimensionNumbers(),
         "kernel": None,
         "bias": None,
     }
-    found = updates_of(make(dimension_numbers=numbers))
-    expected = updates_of(adamw(RATE, nesterov))
-    # Four orthonormal columns are 2 long, AdamW's 28 elements of size 1 over 5.
-    assert np.linalg.norm(found["embed"]) < 2.4 * RATE
-    assert np.linalg.norm(expected["embed"]) > 4 * RATE
-    np.testing.assert_allclose(found["kernel"], expected["kernel"], rtol=1e-4)
+    found = updates_of(make(dimension_numbers=numbers, other_optimizer=optax.sgd(0.5)))
+    # Four orthonormal columns are 2 long.
+    assert RATE < np.linalg.norm(found["embed"]) < 2.4 * RATE
+    for name in ("kernel", "bias"):
+        np.testing.assert_allclose(found[name], -0.5 * GRADIENTS[name], rtol=1e-6)
 
 
-@pytest.mark.parametrize("decayed", [True, False])
 @pytest.mark.parametrize(("make", "_"), MAKERS)
-def test_weights_decay_where_the_mask_says_so(make, _, decayed):
-    mask = {"embed": True, "kernel": decayed, "bias": True}
-    tx = make(weight_decay=0.5, weight_decay_mask=mask)
-    found = updates_of(tx, optax.tree.zeros_like(PARAMS))
-    expected = -RATE * 0.5 * decayed * PARAMS["kernel"]
-    np.testing.assert_allclose(found["kernel"], expected, rtol=1e-5, atol=1e-7)
+def test_weights_decay_where_the_mask_says_so(make, _):
+    mask = {"embed": True, "kernel": False, "bias": True}
+    nothing = optax.tree.zeros_like(PARAMS)
+    found = updates_of(make(weight_decay=0.5), nothing)
+    np.testing.assert_allclose(found["kernel"], -RATE * 0.5 * PARAMS["kernel"], 1e-5)
     assert not np.any(found["embed"])  # of matrices only
+    found = updates_of(make(weight_decay=0.5, weight_decay_mask=mask), nothing)
+    assert not np.any(found["kernel"])

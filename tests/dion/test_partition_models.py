@@ -1,7 +1,6 @@
 """The default rule on whole Flax models: linen, linen under nn.scan, nnx."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ from flax import linen as nn
 from flax import nnx
 
 import curvadion_jax as cd
-from curvadion_jax import _muon, _partition
+from curvadion_jax._muon import MuonState
 
 WIDTH, HEADS, VOCABULARY, LAYERS = 8, 2, 11, 3
 QUERY, OUT, DENSE = ((-3, (-2, -1)), ((-3, -2), -1), (-2, -1))
@@ -73,7 +72,6 @@ class NnxModel(nnx.Module):
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
         self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
-        self.conv = nnx.Conv(3, 4, (3, 3), rngs=rngs)
         self.lm_head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 
 
@@ -81,11 +79,6 @@ def linen_params(**settings):
     tokens = jnp.zeros((1, 5), jnp.int32)
     init = LinenModel(**settings).init
     return jax.eval_shape(init, jax.random.key(0), tokens)["params"]
-
-
-def nnx_params():
-    model = nnx.eval_shape(lambda: NnxModel(nnx.Rngs(0)))
-    return nnx.state(model, nnx.Param)
 
 
 def chosen(params):
@@ -105,36 +98,18 @@ def chosen(params):
 def test_linen(scan, name, qk):
     params = linen_params(scan=scan, normalize_qk=qk)
     assert chosen(params) == {f"{name}/{key}": n for key, n in MATRICES.items()}
-    views: dict[str, Any] = _partition.matrix_views(params)
-    stack = (LAYERS,) if scan else ()
-    for key in MATRICES:
-        view = views[f"{name}/{key}"]
-        dense = "attention" not in key
-        assert view.batch == stack
-        assert (view.rows, view.cols) == (2 * WIDTH if dense else WIDTH, WIDTH)
+    # Inside of `optax.partition` as well, where each part sees its own leaves.
+    for tx, node in ((cd.dion(0.01), cd.DionState), (cd.local_muon(0.01), MuonState)):
+        state = jax.eval_shape(tx.init, params)
+        nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, node))  # noqa: B023
+        (found,) = [x for x in nodes if isinstance(x, node)]
+        assert len(jax.tree.leaves(found[1])) == len(MATRICES)
 
 
 def test_nnx_state():
-    params = nnx_params()
+    model = nnx.eval_shape(lambda: NnxModel(nnx.Rngs(0)))
+    params = nnx.state(model, nnx.Param)
     assert chosen(params) == MATRICES
     # nnx puts a Variable around each array; names do not show it.
     names = [line.split()[0] for line in cd.describe_partition(params).splitlines()]
     assert "lm_head/kernel" in names
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "node", "field"),
-    [
-        pytest.param(cd.dion, cd.DionState, "q", id="dion"),
-        pytest.param(cd.local_muon, _muon.MuonState, "mu", id="local_muon"),
-    ],
-)
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
-def test_the_rule_decides_inside_of_a_partition_as_outside(
-    scan, optimizer, node, field
-):
-    tx = optimizer(0.01)
-    state = jax.eval_shape(tx.init, linen_params(scan=scan))
-    is_node = lambda x: isinstance(x, node)  # noqa: E731
-    (found,) = filter(is_node, jax.tree.leaves(state, is_leaf=is_node))
-    assert len(jax.tree.leaves(getattr(found, field))) == len(MATRICES)

@@ -6,46 +6,34 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 import curvadion_jax as cd
 from curvadion_jax import compressors, synchronizers, triggers
 
-pytestmark = pytest.mark.slow
-
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64]
+AXIS = helpers.AXIS
 OPTIMIZERS: dict[str, Any] = {
     "curvadion": cd.curvadion(0.1),
-    "local_muon": cd.local_muon(0.1),
-    "reconcile": helpers.averaging_dion(),
-    "nesterov": cd.local_muon(
-        0.1,
-        synchronizer=synchronizers.reconcile(optax.sgd(0.7, 0.9, nesterov=True)),
-    ),
-    "average_factors": cd.presets.synchronous_dion(0.1),
+    "averaging_dion": helpers.averaging_dion(),
+    "synchronous_dion": cd.presets.synchronous_dion(0.1),
     "paper": cd.presets.paper(0.1),
     "authors_code": cd.presets.authors_code(0.1),
     "diloco": cd.presets.diloco(0.1),
     "muloco": cd.presets.muloco(0.1),
     "mu_dtype": cd.local_muon(0.1, mu_dtype=jnp.bfloat16),
 }
-QUICK = ("nesterov", "diloco")
-
-
-# Compressors that send something: one replica alone sends nothing.
+# One replica alone sends nothing.
 REPLICATED: dict[str, Any] = {
-    "curvadion": cd.curvadion(0.1, axis_name=helpers.AXIS),
-    "local_muon": cd.local_muon(0.1, axis_name=helpers.AXIS),
-    "int2-mean4": compressors.quantize(2, mean_bits=4),
-    "factors-int4": helpers.synced_dion(
-        0.1,
-        2,
+    "local_muon": cd.local_muon(0.1, axis_name=AXIS),
+    "factors-int4": cd.adaptive_sync(
+        cd.dion(0.1, 2),
         triggers.evenly(0.01),
         synchronizers.average_factors(compressors.quantize(4)),
-        axis_name=helpers.AXIS,
+        AXIS,
     ),
 }
+QUICK = ("diloco",)
 
 
 def described(tree):
@@ -75,9 +63,9 @@ def test_dtypes_and_shapes_are_kept(name, dtype):
     assert described(updates) == described(jax.eval_shape(lambda: params))
 
 
-@pytest.mark.parametrize("name", ["average_factors", "paper"])
-def test_gradients_of_another_dtype(name):
-    tx, params = OPTIMIZERS[name], helpers.make_params(dtype=jnp.bfloat16)
+@pytest.mark.slow
+def test_gradients_of_another_dtype():
+    tx, params = OPTIMIZERS["paper"], helpers.make_params(dtype=jnp.bfloat16)
     gradients = helpers.make_params()
     state = jax.eval_shape(tx.init, params)
     updates, after = jax.eval_shape(tx.update, gradients, state, params)
@@ -85,29 +73,26 @@ def test_gradients_of_another_dtype(name):
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_an_embedding_that_saw_nothing_does_not_move(dtype):
+def test_an_embedding_that_saw_nothing_does_not_move():
     # Most rows of an embedding have no gradient on a step; epsilon must not vanish.
-    params = {"embed": jnp.ones((3, 2), dtype), "w": jnp.ones((2, 2), dtype)}
-    gradients = {**params, "embed": jnp.zeros((3, 2), dtype).at[0].set(1e-3)}
+    params = {"embed": jnp.ones((3, 2), jnp.float16), "w": jnp.ones((2, 2))}
+    gradients = {**params, "embed": params["embed"].at[0].set(1e-3).at[1:].set(0)}
     tx: Any = cd.dion(0.1)
     updates, _ = jax.jit(tx.update)(gradients, tx.init(params), params)
     assert (updates["embed"][1:] == 0).all()
     assert (updates["embed"][0] < 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float64], ids=["bf16", "f64"])
 @pytest.mark.parametrize("name", REPLICATED)
 def test_dtypes_and_shapes_are_kept_on_two_replicas(name, dtype):
-    given = REPLICATED[name]
-    if isinstance(given, compressors.Compressor):
-        sync = synchronizers.reconcile(compressor=given)
-        given = cd.local_muon(0.1, synchronizer=sync, axis_name=helpers.AXIS)
+    tx = REPLICATED[name]
     with wide(dtype):
         one = helpers.make_params(dtype=dtype)
         params = jax.tree.map(lambda x: jnp.stack([x, x]), one)
-        state = jax.eval_shape(jax.vmap(given.init), params)
-        update = jax.vmap(given.update, axis_name=helpers.AXIS)
+        state = jax.eval_shape(jax.vmap(tx.init), params)
+        update = jax.vmap(tx.update, axis_name=AXIS)
         updates, after = jax.eval_shape(update, params, state, params)
     assert described(after) == described(state)
     assert described(updates) == described(jax.eval_shape(lambda: params))

@@ -89,6 +89,7 @@ WIDER = changed("bias", jnp.zeros(9))
 INTEGERS = changed("bias", jnp.ones(5, "int32"))
 COMPLEX = changed("bias", jnp.ones(5, "complex64"))
 EIGHT_BITS = changed("tall", jnp.ones((6, 4), jnp.float8_e4m3fn))
+TALL, ONE_ROW = {"tall": jnp.ones((6, 4))}, {"tall": jnp.ones((1, 4))}
 TWO_ROWS = {"w": jnp.ones((2, 3))}
 
 # What is wrong -> (use, error, a piece of the message: what was given).
@@ -100,6 +101,8 @@ CASES = {
     "threshold below 0": (lambda: cd.curvadion(0.1, -0.3), ValueError, "-0.3"),
     "budget in percent": (lambda: cd.curvadion(0.1, budget=10), ValueError, "10"),
     "rank 2.0": (lambda: cd.dion(0.1, rank=2.0), ValueError, "2.0"),
+    "rank 0": (lambda: cd.curvadion(0.1, rank=0), ValueError, "0"),
+    "rank as an array": (lambda: cd.dion(0.1, rank=np.ones(())), TypeError, "array"),
     "rank above every side": (lambda: init(cd.dion(0.1, rank=5)), ValueError, "5"),
     "injected rank": (
         lambda: init(optax.inject_hyperparams(cd.dion)(0.1, rank=2)),
@@ -129,12 +132,28 @@ CASES = {
     ),
     "no gradient of bias": (lambda: update(synced(), FEWER), ValueError, "bias"),
     "gradient of another shape": (lambda: update(synced(), WIDER), ValueError, "bias"),
+    "gradient that would be broadcast": (
+        lambda: update(cd.scale_by_dion(), ONE_ROW, TALL),
+        *(ValueError, r"\(1, 4\), expected \(6, 4\)"),
+    ),
     "integer parameter": (lambda: init(synced(), INTEGERS), TypeError, "int32"),
     "complex parameter": (lambda: init(synced(), COMPLEX), TypeError, "complex64"),
     "float8 parameter": (lambda: init(synced(), EIGHT_BITS), TypeError, "float8"),
     "two parameters of one path": (
         lambda: init(cd.dion(0.1), {"a/b": jnp.ones(3), "a": {"b": jnp.ones((2, 3))}}),
         *(ValueError, "a/b"),
+    ),
+    "no matrix": (
+        lambda: init(cd.local_muon(0.1), {"embed": jnp.ones((5, 3))}),
+        *(ValueError, "describe_partition"),
+    ),
+    "attention or a stack of layers": (
+        lambda: init(cd.dion(0.1), {"query": jnp.ones((8, 2, 4))}),
+        *(ValueError, r"\(8, 2, 4\)"),
+    ),
+    "other things as dimension numbers": (
+        lambda: init(cd.dion(0.1, dimension_numbers=lambda params: "dion")),
+        *(TypeError, "'dion'"),
     ),
     "bias for scale_by_dion": (lambda: init(cd.scale_by_dion()), ValueError, "bias"),
     "axis that a bias lacks": (
@@ -192,7 +211,7 @@ CASES = {
     ),
     "rows that replicas cannot share": (
         lambda: step(TWO_ROWS, {"x": jnp.ones((5, 4))}),
-        *(ValueError, r"\(5, 4\)"),
+        *(ValueError, "has 5"),
     ),
     "replicated twice": (
         lambda: replicas.replicate(replicas.replicate(PARAMS, TWO), TWO),

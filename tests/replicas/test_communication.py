@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
+from curvadion_jax.replicas import _traffic
 
 REPLICAS = 4
 AXIS = helpers.AXIS
@@ -172,3 +173,18 @@ def test_messages_that_the_compiler_adds(constrained):
     messages = [str(warning.message) for warning in found]
     assert len(messages) == (0 if constrained else 1)
     assert all("take_along_axis" in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("written", "groups"),
+    [
+        ("{{0,2},{1,3}}", [[0, 2], [1, 3]]),
+        ("[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+        ("mesh['a'=2,'b'=2,'c'=1] {'c','a'}", [[0, 2], [1, 3]]),
+        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
+    ],
+)
+def test_devices_that_a_collective_joins(written, groups):
+    """As versions of XLA write them."""
+    assert _traffic.groups(f"channel_id=1, replica_groups={written}") == groups

@@ -84,14 +84,9 @@ def trained(tx, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["local_muon", "sgd"])
-def test_explicit_axes_inside_a_replica(method):
+def test_explicit_axes_inside_a_replica():
     trigger = cd.triggers.every_k(3)
-    if method == "local_muon":
-        tx = cd.local_muon(0.02, trigger=trigger, axis_name="replica")
-    else:
-        reconcile = cd.synchronizers.reconcile()
-        tx = cd.adaptive_sync(optax.sgd(0.05), trigger, reconcile, "replica")
+    tx = cd.local_muon(0.02, trigger=trigger, axis_name="replica")
     automatic = trained(tx, AxisType.Auto)
     explicit = trained(tx, AxisType.Explicit)
     for found, expected in zip(explicit[:3:2], automatic[:3:2], strict=True):

@@ -20,11 +20,8 @@ SHAPES = {
     "square": (256, 256),
     "stack": (2, 256, 384),
 }
-# Axes inside a replica, and how a matrix is divided: as with one or two kinds of
-# sharding, and as with data parallelism alone, where every device has all of it.
+# Axes inside a replica, and how a matrix is sharded; `whole` is data parallelism.
 PLACES = {
-    "rows": ({"fsdp": 4}, ("fsdp", None)),
-    "columns": ({"fsdp": 4}, (None, "fsdp")),
     "both": ({"fsdp": 2, "tensor": 2}, ("fsdp", "tensor")),
     "one_of_two": ({"fsdp": 2, "data": 2}, ("fsdp", None)),
     "whole": ({"data": 4}, (None, None)),
@@ -44,7 +41,6 @@ OPTIMIZERS = {
     "synchronous_dion": lambda: cd.presets.synchronous_dion(
         0.01, rank=RANK, axis_name=AXIS
     ),
-    "paper": lambda: cd.presets.paper(0.01, rank=RANK, axis_name=AXIS),
     "everything": lambda: every_second(synchronizers.reconcile()),
     "factors_in_8_bits": lambda: every_second(
         synchronizers.average_factors(compressors.quantize(8))
@@ -53,8 +49,6 @@ OPTIMIZERS = {
         synchronizers.reconcile(compressor=compressors.quantize(4), momentum=False)
     ),
 }
-# A device's part of a factor follows from one axis of the matrix, so that "both" has
-# the rows and the columns of the codes.
 CASES = [("synchronous_dion", place) for place in PLACES]
 CASES += [(name, "whole") for name in OPTIMIZERS if name != "synchronous_dion"]
 

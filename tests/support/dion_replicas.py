@@ -36,24 +36,22 @@ def synchronous(tx) -> Any:
     )
 
 
-def reduced(tx, how):
+def reduced(tx):
     """Dion whose factors are averaged by a function of the test's own."""
 
     def mean(arrays, made_of):
         assert arrays.keys() == made_of.keys()
         means = lax.pmean(arrays, "replica")
-        if how == "shard_map":  # whose types say that a mean does not vary
-            means = lax.pcast(means, ("replica",), to="varying")
-        return means, None
+        return lax.pcast(means, ("replica",), to="varying"), None
 
     return tx._replace(update=functools.partial(tx.update, reduce_fn=mean))
 
 
 @functools.lru_cache(maxsize=None, typed=True)  # 1 is rank one, 1.0 is full rank
-def compiled(rank, how, by, error_feedback=True):
+def compiled(rank, by):
     """(state, gradients [replicas, steps, ...]) -> updates, states, by replica."""
-    tx = cd.scale_by_dion(rank, MU, error_feedback=error_feedback)
-    tx = synchronous(tx) if by == "sync" else reduced(tx, how)
+    tx = cd.scale_by_dion(rank, MU)
+    tx = synchronous(tx) if by == "sync" else reduced(tx)
 
     def body(state, gradients):
         params = jax.tree.map(lambda g: jnp.zeros_like(g[0]), gradients)
@@ -63,9 +61,6 @@ def compiled(rank, how, by, error_feedback=True):
             return state, (updates, state)
 
         return lax.scan(one, state, gradients)[1]
-
-    if how == "vmap":
-        return jax.jit(jax.vmap(body, axis_name="replica"))
 
     def strip(*args):
         result = body(*jax.tree.map(lambda x: x[0], args))
@@ -85,11 +80,11 @@ def state_of(rank, by, dtype: Any = np.float64):
     )
 
 
-def run(rank, how, by, gradients, **settings):
+def run(rank, by, gradients):
     """First state, and updates and Dion's states [replicas, steps, ...] from it."""
     dion, state = state_of(rank, by, gradients["wide"].dtype)
     copies = jax.tree.map(lambda x: np.stack([x] * REPLICAS), state)
-    updates, states = compiled(rank, how, by, **settings)(copies, gradients)
+    updates, states = compiled(rank, by)(copies, gradients)
     if by == "sync":
         assert states.metrics.synced.all()
         states = states.inner_state

@@ -57,30 +57,19 @@ OPTIMIZERS = {
         0.01, rank=RANK, axis_name=AXIS
     ),
     "curvadion": lambda: cd.curvadion(0.01, 0.3, RANK, axis_name=AXIS),
-    "paper": lambda: cd.presets.paper(0.01, rank=RANK, axis_name=AXIS),
     "everything": lambda: reconciling(reconcile()),
-    "drift_in_2_bits": lambda: reconciling(
-        reconcile(compressor=compressors.quantize(2), momentum=False)
-    ),
     "factors_in_8_bits": lambda: reconciling(
         synchronizers.average_factors(compressors.quantize(8))
     ),
-    "diloco": lambda: cd.presets.diloco(0.01, k=2, axis_name=AXIS),
-}
-
-
-# On 2x2x2 rows and columns are divided, and on the others one of them. There local
-# steps of Dion, syncs that send factors and syncs that send codes are seen once each.
-OTHER_MESHES = [
-    *[("curvadion", "4x2"), ("curvadion", "2x4")],
-    *[("synchronous_dion", "4x2"), ("synchronous_dion", "2x4")],
-]
-
-
-MUON = {
-    "muloco": lambda: cd.presets.muloco(0.01, k=2, axis_name=AXIS),
     "local_muon": lambda: cd.local_muon(0.01, budget=0.05, axis_name=AXIS),
 }
+
+
+# On 2x2x2 rows and columns are sharded, and on the others one of them.
+CASES = [
+    *((name, "2x2x2") for name in OPTIMIZERS),
+    *[("curvadion", "4x2"), ("synchronous_dion", "2x4")],
+]
 
 
 def mesh_of(name: str):
@@ -141,13 +130,10 @@ def least_part(mesh) -> int:
     return min(sizes) // devices
 
 
-CASES = [*((name, "2x2x2") for name in OPTIMIZERS), *OTHER_MESHES]
-
-
 @functools.cache
 def prepare(name: str, mesh):
     """A compiled step, and a state to start from."""
-    tx = (OPTIMIZERS | MUON)[name]()
+    tx = OPTIMIZERS[name]()
     state = make_state(tx, mesh)
     step = helpers.replica_step(tx, mesh)
     return helpers.quick(step, state, make_gradients(mesh)), state
