@@ -37,23 +37,20 @@ def status(url: Any) -> str:
     notes, last, counts = [], dict[str, str](), Counter[str]()
     for each in range(max(number - RECENT, 0), number):
         try:
-            commit, _ = store.read(_run.commit_key(each), exists=True) or ({}, [])
-        except RunError as error:
-            notes.append(str(error))
-            continue
-        for entry in commit["contributors"]:
-            counts[entry["name"]] += 1
-            last[entry["name"]] = f"{each:8} {entry['weight']:6.2f}"
-        notes += [
-            f"round {each}: the contribution of {entry['name']!r} does not count: "
-            f"{entry['why']!r}"
-            for entry in commit["rejected"]
-        ]
+            commit = (store.read(_run.commit_key(each)) or ({},))[0]
+            for entry in commit["contributors"]:
+                counts[entry["name"]] += 1
+                last[entry["name"]] = f"{each:8} {entry['weight']:6.2f}"
+            for entry in commit["rejected"]:
+                what = f"round {each}: the contribution of {entry['name']!r}"
+                notes.append(f"{what} does not count: {entry['why']!r}")
+        except (RunError, KeyError, TypeError, ValueError) as error:
+            notes.append(f"round {each} cannot be shown: {error!r}")
     for key in keys - {_run.RUN}:
         strays += _run.number_of(key) is None and not _run.members([key]).newest
     notes += [f"{strays} objects are not the run's"] if strays else []
     lines = [
-        f"{store.url}: {number} rounds, quorum {run[0]['quorum'][0]}",
+        f"{store.url}: {number} rounds, quorum {run[0]['quorum'][0]!r}",
         f"{'site':16} state {f'of the last {RECENT}':>15} {'last in':>8} weight",
     ]
     for name in sorted(members.newest):

@@ -141,10 +141,11 @@ class Follower:
                 "did, and this one stops. Give every site a name of its own."
             )
         listed, strays = self.store.objects(_run.contribution_key(number, ""))
+        keys = {meta["path"] for meta in listed}
         # Only contributions of members are read. A listing with strays may lack names.
-        names = {meta["path"].rpartition("/")[2] for meta in listed}
         for name in members.newest:
-            if name not in self._received and (name in names or strays):
+            there = strays or _run.contribution_key(number, name) in keys
+            if there and name not in self._received:
                 self._read(name)
         now = time.monotonic()
         if len(self._received) < members.needed(self._quorum):

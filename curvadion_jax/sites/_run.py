@@ -138,12 +138,12 @@ def leave(store: Store, name: str, incarnation: int) -> None:
 
 
 def check_contribution(header: Mapping[str, Any]) -> None:
-    """Rejects what cannot be computed with: the bounds keep `commit` finite."""
+    """Rejects a header that would make the commit infinite, or too large to read."""
     checks = {
         "tokens": lambda x: isinstance(x, int | float) and 1e-9 <= x < 1e18,
         "rounds": lambda x: isinstance(x, int) and 1 <= x < 10**9,
-        "before": lambda x: isinstance(x, str),
-        "uid": lambda x: isinstance(x, str),
+        "before": lambda x: isinstance(x, str) and len(x) < 100,
+        "uid": lambda x: isinstance(x, str) and len(x) < 100,
     }
     for field, check in checks.items():
         if not check(header.get(field)):

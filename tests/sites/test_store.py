@@ -117,9 +117,12 @@ def test_names_that_no_object_can_have_spoil_no_listing(tmp_path):
     for folder in ("rounds/00000000", "members", "members/a", "commits", "snapshots"):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "a\tb").write_bytes(b"junk")
+    ByHand(LocalStore(tmp_path), "c")
+    (tmp_path / "rounds/00000000/c").mkdir()
+    (tmp_path / "rounds/00000000/c/c").write_bytes(b"junk")
     settle(a, b)
     assert a.moved() == 6.0
-    assert ByHand(LocalStore(tmp_path), "c").digest == a.digest
+    assert ByHand(LocalStore(tmp_path), "d").digest == a.digest
 
 
 @pytest.mark.parametrize(

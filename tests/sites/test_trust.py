@@ -79,6 +79,7 @@ CASES = {
     "of half a round": (message(rounds=0.5), "rounds is 0.5"),
     "of endless rounds": (message(rounds=10**400), "rounds is 1000"),
     "of tokens in words": (message(tokens="many"), "tokens is 'many'"),
+    "of an endless name": (message(uid="0" * 10**5), "uid is '000"),
     "of a newer format": (
         changed(lambda x: x.replace(b'"format": 1', b'"format": 9')),
         "of format 9, and this curvadion_jax reads 1",
