@@ -29,7 +29,7 @@ EVERY, SLOW, STOPPED, CUT = 20, 3.0, 60.0, 30.0
 RUNS = {
     "undisturbed": frozenset(),
     "a kill a minute": frozenset({"kills"}),
-    "a kill every 6 s": frozenset({"many kills"}),
+    "a kill every 12 s": frozenset({"many kills"}),
     "all faults": frozenset({"kills", "stop", "slow", "come and go", "store"}),
 }
 
@@ -106,8 +106,8 @@ def schedule(faults: frozenset[str], seconds: float, names: list[str], seed: int
         times = range(45, int(seconds) - 20, 60)
         events += [(at, "kill", draw.choice(names)) for at in times]
     if "many kills" in faults:
-        times = range(5, int(seconds), 6)
-        events += [(at, "kill", names[at // 6 % len(names)]) for at in times]
+        times = range(5, int(seconds), 12)
+        events += [(at, "kill", names[at // 12 % len(names)]) for at in times]
     if "stop" in faults:
         events += [(0.2 * seconds, "stop", names[0])]
         events += [(0.2 * seconds + STOPPED, "continue", names[0])]

@@ -89,7 +89,7 @@ def store_of(folder: Path) -> FlaggedStore:
 
 def started(folder: Path, name: str, params: Any) -> tuple[cd.sites.Site, Any]:
     """A site, and the run's parameters, once the store answers."""
-    run = cd.sites.join(store_of(folder), name, **one_site.outer_side(), **JOIN)
+    run = cd.sites.Site(store_of(folder), name, **one_site.outer_side(), **JOIN)
     while True:
         try:
             return run, run.start(params)
@@ -143,5 +143,5 @@ def judge(name: str, folder: Path, pace: float) -> None:
     del pace
     corpus, gpt, params, _ = parts()
     store = LocalStore(folder / "run")
-    with cd.sites.join(store, name, **one_site.outer_side(), **JOIN) as run:
+    with cd.sites.Site(store, name, **one_site.outer_side(), **JOIN) as run:
         print(one_site._evaluation(gpt, CONFIG, corpus)(run.start(params)))

@@ -1,13 +1,13 @@
 """Sites: one training run over independent programs that come, go and crash.
 
-A site is an ordinary JAX program with an optimizer of its own. What sites have in
-common is an object store; no connection leads from one to another, and there is no
-coordinator. Every `every` steps a site posts its compressed pseudo-gradient; once
-enough have, one of them commits the round, and all take the same outer step.
+A site is an ordinary JAX program with an optimizer of its own. Sites share an object
+store; no program connects to another, and there is no coordinator. Every `every` steps
+a site stores its compressed pseudo-gradient. Once enough have, one of them commits the
+round, and all take the same outer step.
 
 It needs `obstore`, which comes with the extra ``curvadion-jax[sites]``.
 """
 
-from curvadion_jax.sites._site import Site, SiteMetrics, join
+from curvadion_jax.sites._site import Site, SiteMetrics
 
-__all__ = ["Site", "SiteMetrics", "join"]
+__all__ = ["Site", "SiteMetrics"]

@@ -18,13 +18,7 @@ RECENT = 20
 
 
 def status(url: Any) -> str:
-    """The rounds, sites and rejections of a run, as text.
-
-    Raises:
-      ValueError: if there is none.
-      RuntimeError: if it is damaged, or of another format.
-      OSError: if the store cannot be read.
-    """
+    """The rounds, sites and rejections of a run, as text."""
     store = Store(url, make=False)
     if (run := store.read(_run.RUN)) is None:
         raise ValueError(f"There is no run at {store.url}.")
@@ -68,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("status", help="rounds, sites, weights, rejections")
-    command.add_argument("url", help="of the run, as given to sites.join")
+    command.add_argument("url", help="of the run, as given to sites.Site")
     try:
         print(status(parser.parse_args(arguments).url))
     except (ImportError, OSError, RuntimeError, ValueError) as error:

@@ -1,24 +1,30 @@
-"""One site's copy of a run: it follows the commits, and contributes to the open round.
+"""The thread that follows a run while training continues.
 
-Every method may fail with `StoreError` at any request. All but `start` are then called
-again: state changes last, and what was written before the failure is in the store.
+A `Follower` is one site's copy of the run: it takes the outer step of every commit, and
+contributes to the open round. A `Worker` is the thread that calls it. It runs no part
+of a training step: it copies arrays from the devices, and computes on the host's CPU.
 """
 
 import logging
 import math
+import threading
 import time
 import uuid
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from curvadion_jax.sites import _run
-from curvadion_jax.sites._model import Arrays, Model, Outer
+from curvadion_jax.sites._model import Arrays, Model, Outer, to_host
 from curvadion_jax.sites._run import Received, Roster
-from curvadion_jax.sites._store import InvalidError, RunError, Store
+from curvadion_jax.sites._store import InvalidError, RunError, Store, StoreError
 
 log = logging.getLogger("curvadion_jax.sites")
 
-# Seconds for which a round may wait before the log reports it.
-_PATIENCE = 60
+# Seconds for which a round may wait, or a store be away, before the log reports it.
+_PATIENCE = 60.0
 
 
 class Contribution(NamedTuple):
@@ -38,7 +44,11 @@ class Contribution(NamedTuple):
 
 
 class Follower:
-    """See the module."""
+    """See the module.
+
+    Every method may fail with `StoreError` at any request. All but `start` are then
+    called again: state changes last, and what was written is found in the store.
+    """
 
     snapshot_every = 10  # rounds
     outer: Outer  # before the open round
@@ -57,6 +67,7 @@ class Follower:
         self._roster: Roster = {}
         self._residual = model.zeros()
         self._since = 0  # the round from which this site's tokens are counted
+        self._reported = 0.0  # when this site contributed, or last reported a round
         self._open_round()
 
     def start(self, params: Arrays) -> None:
@@ -124,13 +135,10 @@ class Follower:
         key = _run.contribution_key(self.number, self.name)
         created = self.store.write(key, header, own.message)
         self.contribution = own._replace(created=created)
+        self._reported = time.monotonic()
 
     def propose(self) -> bool:
-        """Creates the commit of the open round if it is time.
-
-        Returns:
-          Whether there is a commit now, of this site or another.
-        """
+        """Creates the commit of the open round if it is time; whether there is one."""
         if self.contribution is None or self.contribution.created is None:
             return False
         number = self.number
@@ -158,16 +166,15 @@ class Follower:
         received = [self._received[name] for name in sorted(self._received)]
         before = self.outer.digest
         self._check_digest(_run.digest_of_most(received, before))
-        judged = _run.judged(received, before)
+        received = _run.judged(received, before)
         run = self._roster, members, self._quorum
-        commit = _run.commit(number, before, judged, *run)
+        commit = _run.commit(number, before, received, *run)
         self.store.write(_run.commit_key(number), commit)
         return True
 
     def _open_round(self) -> None:
         self._received: dict[str, Received] = {}
         self._complete: float | None = None  # when the quorum was there
-        self._reported: float | None = None
 
     def _read(self, name: str) -> Received | None:
         """A contribution to the open round, as it is in the store; None if it is not.
@@ -212,7 +219,6 @@ class Follower:
 
     def _report(self, now: float, members: _run.Members) -> None:
         """Logs once a minute that a round lacks its quorum."""
-        self._reported = now if self._reported is None else self._reported
         if now - self._reported > _PATIENCE:
             self._reported = now
             text = "round %d of %s has %d of the contributions it needs; missing: %s"
@@ -221,11 +227,171 @@ class Follower:
             log.warning(text, self.number, self.store.url, len(self._received), who)
 
     def _outcome(self, own: Contribution, commit: dict[str, Any]) -> str:
-        if any(entry["uid"] == own.uid for entry in commit["contributors"]):
-            return ""
-        for entry in commit["rejected"]:
-            # A predecessor of this name may have contributed to this round.
-            unread = entry["uid"] is None and entry["name"] == self.name
-            if entry["uid"] == own.uid or (unread and own.created):
-                return entry["why"]
+        for entry in [*commit["contributors"], *commit["rejected"]]:
+            # What could not be read may be this one, or a killed predecessor's.
+            ours = entry["uid"] is None and entry["name"] == self.name and own.created
+            if entry["uid"] == own.uid or ours:
+                return entry.get("why", "")
         return "late"
+
+
+class Update(NamedTuple):
+    """What a training loop learns: parameters become new + (now - base)."""
+
+    number: int  # of the open round
+    contributors: int  # to the round before
+    # Of what was submitted: "" if it counted, "late", or why it was rejected. None if
+    # nothing was decided.
+    outcome: str | None
+    new: Arrays | None  # None if parameters stay as they are
+    base: Arrays | None  # None leaves no progress
+
+
+class Worker(threading.Thread):
+    """See the module. `_changed` guards what both threads use.
+
+    The main thread gives it parameters (`submit`) and takes from it what to change in
+    them (`take`).
+    """
+
+    def __init__(self, follower: Follower, poll: float) -> None:
+        super().__init__(name="curvadion_jax.sites", daemon=True)
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._follower, self._poll = follower, poll
+        # Parameters, the anchor that they are measured from, and tokens.
+        self._submitted: tuple[list[Any], Arrays, float] | None = None
+        self._busy = self._ending = False
+        # Open round, contributors and outer parameters; what the main thread has taken.
+        self._known: tuple[int, int, Arrays] = 0, 0, []
+        self._taken = self._known
+        self._outcome: str | None = None
+        self._base: Arrays | None = None
+        self._publish()
+
+    def take(self) -> Update | None:
+        """What is new since the last call, in which all was taken.
+
+        Raises what has ended the thread.
+        """
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            if self._known is self._taken:
+                return None
+            (*_, old), (number, contributors, new) = self._taken, self._known
+            outcome, base = self._outcome, self._base
+            if outcome in (None, "late"):  # all progress is still to be counted
+                new, base = None if new is old else new, old or None
+            self._taken, self._outcome, self._base = self._known, None, None
+            return Update(number, contributors, outcome, new, base)
+
+    def submit(self, arrays: list[Any], tokens: float) -> None:
+        """Takes over arrays, which nobody else may hold.
+
+        The outcome of the last ones must have been taken. Otherwise these would hold
+        progress that has counted already, and it would count twice.
+        """
+        with self._changed:
+            self._submitted, self._busy = (arrays, self._taken[2], tokens), True
+            self._changed.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Returns when what was submitted is decided, or the thread has ended."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._busy or self._error or self._ending, seconds
+            )
+
+    def end(self, seconds: float) -> None:
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join(seconds)
+
+    def run(self) -> None:
+        failed, warned = False, -_PATIENCE
+        try:
+            while not self._ending:
+                try:
+                    self._turn()
+                    failed = False
+                except StoreError as error:
+                    failed = True
+                    if time.monotonic() - warned >= _PATIENCE:
+                        warned = time.monotonic()
+                        log.warning("%s This site tries again.", error)
+                self._pause(failed)
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _pause(self, failed: bool) -> None:
+        with self._changed:  # after a failure a new contribution waits as well
+            self._changed.wait_for(
+                lambda: self._ending or (self._submitted and not failed), self._poll
+            )
+
+    def _turn(self) -> None:
+        """Does everything that can be done now."""
+        follower = self._follower
+        while True:
+            while follower.advance():
+                self._publish()
+            with self._changed:
+                given, self._submitted = self._submitted, None
+            if given is not None:
+                follower.prepare(to_host(given[0]), *given[1:])
+            follower.send()
+            if not follower.propose():
+                return
+
+    def _publish(self) -> None:
+        """Tells the main thread where the run stands, and what it has decided."""
+        follower = self._follower
+        with self._changed:
+            landed = self._taken[2]
+            if follower.decided is not None:
+                own, self._outcome = follower.decided
+                if self._outcome:
+                    self._base = None
+                elif own.anchor is landed:
+                    self._base = own.captured
+                else:  # in at least float32
+                    pairs = zip(landed, own.drift, strict=True)
+                    self._base = [x + y for x, y in pairs]
+                self._busy = False
+            anchor = follower.outer.anchor
+            self._known = follower.number, follower.contributors, anchor
+            self._changed.notify_all()
+
+
+def moved(now: list[jax.Array], update: Update) -> list[jax.Array]:
+    """The parameters after an update."""
+    if update.new is None:
+        return now
+    bases = update.base or [None] * len(now)
+    found = []
+    for x, new, base in zip(now, update.new, bases, strict=True):
+        new = _placed(new, x)
+        if base is not None:
+            new = _progressed(x, _placed(base, x), new)
+        found.append(new)
+    return found
+
+
+def _placed(x: np.ndarray, like: jax.Array) -> jax.Array:
+    """Places an array like another. It is copied, since it may be donated."""
+    return jax.make_array_from_callback(
+        x.shape, like.sharding, lambda index: x[index].copy()
+    )
+
+
+@jax.jit
+def _progressed(now, base, new):
+    """new + (now - base); the bits of `new` if there was no progress."""
+    wide = jnp.promote_types(now.dtype, jnp.float32)
+    progress = now.astype(wide) - base.astype(wide)
+    return (new.astype(wide) + progress).astype(now.dtype)

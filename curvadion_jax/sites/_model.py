@@ -39,8 +39,7 @@ class Model:
         self, params: Any, outer: optax.GradientTransformation, codec: Codec
     ) -> None:
         leaves, self._structure = jax.tree.flatten_with_path(params)
-        name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-        self.names = [name(path) for path, _ in leaves]
+        self.names = [jax.tree_util.keystr(path) for path, _ in leaves]
         self.shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in leaves]
         self._outer, self._codec = outer, codec
         self._wide = [
@@ -53,7 +52,7 @@ class Model:
         state = jax.eval_shape(self._initial, self.shapes)
         state, self._state_tree = jax.tree.flatten(state)
         self.snapshot = [*self.shapes, *state]
-        self._programs: dict[str, Callable[..., Any]] = {}
+        self._jit = functools.cache(jax.jit)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -161,9 +160,8 @@ class Model:
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Runs a program on the CPU, compiled once."""
-        program = self._programs.setdefault(function.__name__, jax.jit(function))
         with jax.default_device(_cpu()):
-            return program(*arguments)
+            return self._jit(function)(*arguments)
 
 
 @functools.cache

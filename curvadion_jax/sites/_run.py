@@ -88,19 +88,18 @@ def enter(store: Store, model: Model, quorum: int) -> None:
     Raises:
       ValueError: if the run has another model, compressor, outer optimizer or quorum.
     """
-    forms = [[str(x.dtype), list(x.shape)] for x in model.shapes]
+    pairs = zip(model.names, model.shapes, strict=True)
     own = {
-        "model": [[name, *form] for name, form in zip(model.names, forms, strict=True)],
-        "compressor": [[str(x.dtype), list(x.shape)] for x in model.message],
+        "model": [[name, str(x.dtype), [*x.shape]] for name, x in pairs],
+        "compressor": [[str(x.dtype), [*x.shape]] for x in model.message],
         "outer optimizer (or JAX, or Optax)": [model.fingerprint],
         "quorum": [quorum],
     }
-    found = store.read(RUN)
-    if found is None:
+    if store.read(RUN) is None:
         store.write(RUN, own | {"uid": uuid.uuid4().hex})
-        found = store.read(RUN, exists=True)
-        if found is None:
-            raise StoreError(f"{RUN} was created at {store.url} and is gone.")
+    found = store.read(RUN, exists=True)
+    if found is None:
+        raise StoreError(f"{RUN} was created at {store.url} and is gone.")
     for what, ours in own.items():
         for one, other in itertools.zip_longest(ours, found[0].get(what) or []):
             if one != other:
@@ -139,15 +138,15 @@ def leave(store: Store, name: str, incarnation: int) -> None:
 
 def check_contribution(header: Mapping[str, Any]) -> None:
     """Rejects a header that would make the commit infinite, or too large to read."""
-    checks = {
-        "tokens": lambda x: isinstance(x, int | float) and 1e-9 <= x < 1e18,
-        "rounds": lambda x: isinstance(x, int) and 1 <= x < 10**9,
-        "before": lambda x: isinstance(x, str) and len(x) < 100,
-        "uid": lambda x: isinstance(x, str) and len(x) < 100,
-    }
-    for field, check in checks.items():
-        if not check(header.get(field)):
-            raise InvalidError(f"Its {field} is {header.get(field)!r:.99}.")
+    match header:
+        case {
+            "tokens": int() | float() as tokens,
+            "rounds": int() as rounds,
+            "before": str() as before,
+            "uid": str() as uid,
+        } if 1e-9 <= tokens < 1e18 and 1 <= rounds < 10**9 and len(before + uid) < 200:
+            return
+    raise InvalidError("It has no usable tokens, rounds, digest and name.")
 
 
 def digest_of_most(received: Iterable[Received], own: str) -> str:

@@ -1,4 +1,4 @@
-"""What a training loop calls: :func:`join`, and the methods of a :class:`Site`."""
+"""What a training loop calls."""
 
 import atexit
 import logging
@@ -13,10 +13,9 @@ import optax
 
 from curvadion_jax import compressors
 from curvadion_jax.sites import _processes, _run
-from curvadion_jax.sites._follower import Follower
+from curvadion_jax.sites._follower import Follower, Update, Worker, moved
 from curvadion_jax.sites._model import Model
 from curvadion_jax.sites._store import Store, StoreError
-from curvadion_jax.sites._worker import Update, Worker, moved
 
 log = logging.getLogger("curvadion_jax.sites")
 
@@ -26,68 +25,6 @@ _WAIT = 5.0
 # Steps between looks for news at a site of several processes, which wait for each
 # other at a look.
 _LOOK = 8
-
-
-def join(
-    url: Any,
-    name: str,
-    *,
-    every: int = 30,
-    outer: optax.GradientTransformation | None = None,
-    compressor: compressors.Compressor | None = None,
-    quorum: int = 1,
-    grace: float = 30.0,
-    max_lag: float | None = None,
-    poll: float = 1.0,
-) -> "Site":
-    """Joins a training run in an object store, or begins one.
-
-    The processes of a `jax.distributed` program are one site. All call this alike, and
-    the numbers of the first one hold.
-
-    Args:
-      url: of the run: ``s3://bucket/run-7``, ``gs://``, ``az://``, a folder or a
-        `pathlib.Path`; or a store of `obstore`. Credentials come from the environment.
-      name: of this site: letters, digits, ``-`` and ``_``. Of several sites that join
-        under one name the last stays, and the others raise an error.
-      every: steps between contributions.
-      outer: Optax transformation of the mean pseudo-gradient. None is the plain
-        average.
-      compressor: form of contributions, `quantize` or `exact`, with error feedback.
-        None is `exact`.
-      quorum: contributions without which a round changes nothing; fewer when sites have
-        left for good. The same for all sites.
-      grace: seconds for which a round that has its quorum waits for other known sites.
-      max_lag: steps that may be taken while a contribution is under way, before `sync`
-        waits for it. None is 2 x `every`, 0 is lock step, `math.inf` never waits.
-      poll: seconds between looks at the store.
-
-    Returns:
-      The site. It takes no part in the run before :meth:`Site.start`.
-
-    Raises:
-      ValueError: for an argument out of range.
-
-    Example:
-      >>> import jax, tempfile
-      >>> params = {"w": jax.numpy.zeros(3)}
-      >>> with join(tempfile.mkdtemp(), "paris", every=2) as site:
-      ...     params = site.start(params)
-      ...     for _ in range(4):
-      ...         params = {"w": params["w"] + 1}  # a training step
-      ...         params = site.sync(params)
-      ...     params = site.leave(params)
-      >>> params["w"].tolist(), site.metrics.counted >= 1
-      ([4.0, 4.0, 4.0], True)
-    """
-    if not _run.NAME.fullmatch(name):
-        raise ValueError(
-            f"name must have 1 to 64 letters, digits, '-' and '_', got {name!r}. The "
-            "first must be a letter or digit."
-        )
-    max_lag = 2 * every if max_lag is None else max_lag
-    parts = outer or optax.scale(-1), (compressor or compressors.exact()).codec
-    return Site(url, name, parts, (every, max_lag), (quorum, grace), poll)
 
 
 class SiteMetrics(NamedTuple):
@@ -114,24 +51,66 @@ class SiteMetrics(NamedTuple):
 
 
 class Site:
-    """One program's part in a run; made by :func:`join`.
+    """One program's part in a training run that lies in an object store.
 
     A context manager, at whose end the thread that talks to the store ends. Parameters
-    are any tree of floating-point ``jax.Array``, with any sharding.
+    are any tree of floating-point ``jax.Array``, with any sharding. The processes of a
+    `jax.distributed` program are one site: all make it and call it alike, and the
+    numbers of the first one hold.
+
+    Args:
+      url: of the run: ``s3://bucket/run-7``, ``gs://``, ``az://``, a folder or a
+        `pathlib.Path`; or a store of `obstore`. Credentials come from the environment.
+      name: of this site: letters, digits, ``-`` and ``_``. Of several sites that join
+        under one name the last stays, and the others raise an error.
+      every: steps between contributions.
+      outer: Optax transformation of the mean pseudo-gradient. None is the plain
+        average.
+      compressor: form of contributions, `quantize` or `exact`, with error feedback.
+        None is `exact`.
+      quorum: contributions without which a round changes nothing; fewer when sites have
+        left for good. The same for all sites.
+      grace: seconds for which a round that has its quorum waits for other known sites.
+      max_lag: steps that may be taken while a contribution is under way, before `sync`
+        waits for it. None is 2 x `every`, 0 is lock step, `math.inf` never waits.
+      poll: seconds between looks at the store.
+
+    Example:
+      >>> import jax, tempfile
+      >>> params = {"w": jax.numpy.zeros(3)}
+      >>> with Site(tempfile.mkdtemp(), "paris", every=2) as site:
+      ...     params = site.start(params)
+      ...     for _ in range(4):
+      ...         params = {"w": params["w"] + 1}  # a training step
+      ...         params = site.sync(params)
+      ...     params = site.leave(params)
+      >>> params["w"].tolist(), site.metrics.counted >= 1
+      ([4.0, 4.0, 4.0], True)
     """
 
     def __init__(
         self,
         url: Any,
         name: str,
-        parts: tuple[optax.GradientTransformation, Any],
-        steps: tuple[int, float],
-        rules: tuple[int, float],
-        poll: float,
+        *,
+        every: int = 30,
+        outer: optax.GradientTransformation | None = None,
+        compressor: compressors.Compressor | None = None,
+        quorum: int = 1,
+        grace: float = 30.0,
+        max_lag: float | None = None,
+        poll: float = 1.0,
     ) -> None:
-        self.name, self._url, self._parts = name, url, parts
-        self._rules, self._poll = rules, poll
-        self._every, self._max_lag = steps
+        if not _run.NAME.fullmatch(name):
+            raise ValueError(
+                f"name must have 1 to 64 letters, digits, '-' and '_', got {name!r}. "
+                "The first must be a letter or digit."
+            )
+        self.name, self._url, self._every = name, url, every
+        self._max_lag = 2 * every if max_lag is None else max_lag
+        self._rules, self._poll = (quorum, grace), poll
+        self._outer = outer or optax.scale(-1)
+        self._codec: Any = (compressor or compressors.exact()).codec
         # The first process has these two.
         self._follower: Follower | None = None
         self._worker: Worker | None = None
@@ -168,7 +147,7 @@ class Site:
           ValueError: for another model, compressor, outer optimizer or quorum.
         """
         if self._structure is not None:
-            raise RuntimeError("This site has started. Join once for each start.")
+            raise RuntimeError("This site has started. Make a site for each start.")
         _check(params)
         leaves, structure = jax.tree.flatten(params)
         arrays = _processes.gather(leaves)
@@ -272,7 +251,7 @@ class Site:
         )
 
     def _enter(self, params: Any, arrays: list[Any]) -> tuple[int, float, Any]:
-        store, model = Store(self._url), Model(params, *self._parts)
+        store, model = Store(self._url), Model(params, self._outer, self._codec)
         self._follower = Follower(store, model, self.name, *self._rules)
         self._follower.start(arrays)
         self._worker = Worker(self._follower, self._poll)
@@ -282,7 +261,7 @@ class Site:
     def _check_open(self) -> None:
         if self._structure is None or self._closed:
             raise RuntimeError(
-                "This site has not started, or has left the run. Join, and call start."
+                "This site has not started, or has left. Call start of a new one."
             )
 
     def _take(self) -> Update | None:
@@ -293,7 +272,7 @@ class Site:
         if jax.process_count() > 1:
             leaves = _processes.gather(leaves)
         else:  # one by one: they may lie on different devices
-            leaves = [_copy(x) for x in leaves]
+            leaves = [jnp.copy(x) for x in leaves]
         if self._worker is not None:
             self._worker.submit(leaves, self._tokens)
         self._under_way, self._steps, self._tokens = self._tokens, 0, 0.0
@@ -324,9 +303,6 @@ class Site:
             self._worker.wait(min(_WAIT, max(end - start, 0.0)))
         self._check_open()  # a signal's handler may have closed it
         self._blocked += time.monotonic() - start
-
-
-_copy = jax.jit(jnp.copy)
 
 
 def _check(params: Any) -> None:

@@ -38,7 +38,7 @@ def run(config: Config, name: str, url: Any, out: Path, **join: Any) -> float:
         name: Of the site.
         url: Of the run, or a store.
         out: Directory for the journal and the optimizer's state.
-        **join: Further arguments of `cd.sites.join`.
+        **join: Further arguments of `cd.sites.Site`.
 
     Returns:
         The loss of the common model on the held-out text.
@@ -121,7 +121,7 @@ def _told_to_the_user() -> Iterator[None]:
 @contextlib.contextmanager
 def _joined(url: Any, name: str, **join: Any) -> Iterator[cd.sites.Site]:
     with _told_to_the_user():
-        joined = cd.sites.join(url, name, **join)
+        joined = cd.sites.Site(url, name, **join)
     with joined as site:
         yield site
 

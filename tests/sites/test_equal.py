@@ -62,7 +62,7 @@ def as_sites(outer, compressor):
 
     def run(number):
         parts = options | {"outer": outer, "compressor": compressor}
-        with sites.join(store, f"site{number}", **parts) as site:
+        with sites.Site(store, f"site{number}", **parts) as site:
             found = train(site, number, INNER)
             assert site.metrics.counted == STEPS // EVERY
             assert site.metrics.late == site.metrics.rejected == 0

@@ -34,7 +34,7 @@ class Overwriting(Limited):
 
 
 def started(store, name="oslo", params=PARAMS, **options):
-    site = sites.join(store, name, poll=0.01, **options)
+    site = sites.Site(store, name, poll=0.01, **options)
     site.start(params)
     return site
 
@@ -77,7 +77,7 @@ def test_a_store_that_overwrites():
 
 def test_start_may_be_repeated_after_a_failure():
     store = MemoryStore()
-    with sites.join(
+    with sites.Site(
         Limited(store, OSError("away")), "oslo", every=1, max_lag=0
     ) as site:
         with pytest.raises(OSError, match="away"):
@@ -93,9 +93,9 @@ def test_start_may_be_repeated_after_a_failure():
         (
             {"w": jnp.ones((3, 3)), "b": jnp.zeros(3)},
             {},
-            r"another model: \['w', 'float32', \[3, 3\]\] here",
+            r"another model: .*w.*, 'float32', \[3, 3\]\] here",
         ),
-        ({**PARAMS, "z": jnp.zeros(3)}, {}, r"\['z'.* here, None there"),
+        ({**PARAMS, "z": jnp.zeros(3)}, {}, r"z.* here, None there"),
         (PARAMS, {"quorum": 2}, "another quorum: 2 here, 1 there"),
     ],
 )
@@ -103,7 +103,7 @@ def test_another_model_or_quorum(params, options, message):
     store = MemoryStore()
     with started(store):
         pass
-    with sites.join(store, "rome", **options) as site:
+    with sites.Site(store, "rome", **options) as site:
         with pytest.raises(ValueError, match=message):
             site.start(params)
     # Nobody counts with sites that were refused.
@@ -167,28 +167,28 @@ def test_closed_while_it_waits(monkeypatch):
             wait(seconds)
 
         monkeypatch.setattr(site._worker, "wait", closed_meanwhile)
-        with pytest.raises(RuntimeError, match="has left the run"):
+        with pytest.raises(RuntimeError, match="has left"):
             site.sync(PARAMS)
 
 
 def test_before_start_twice_and_after_leave():
-    with sites.join(MemoryStore(), "oslo", every=1, max_lag=0) as site:
+    with sites.Site(MemoryStore(), "oslo", every=1, max_lag=0) as site:
         with pytest.raises(RuntimeError, match="has not started"):
             site.sync(PARAMS)
         with pytest.raises(TypeError, match=r"\['step'\] is int32"):
             site.start({"w": jnp.ones(2), "step": jnp.zeros([], int)})
         site.start(PARAMS)
-        with pytest.raises(RuntimeError, match="Join once for each start"):
+        with pytest.raises(RuntimeError, match="This site has started"):
             site.start(PARAMS)
         site.leave(PARAMS)
-        with pytest.raises(RuntimeError, match="has left the run"):
+        with pytest.raises(RuntimeError, match="has left"):
             site.sync(PARAMS)
 
 
 @pytest.mark.parametrize("name", ["a/b", ""])
 def test_names_that_are_no_part_of_a_key(name):
     with pytest.raises(ValueError, match="name must have"):
-        sites.join(MemoryStore(), name)
+        sites.Site(MemoryStore(), name)
 
 
 def test_tokens():

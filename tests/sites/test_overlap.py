@@ -25,7 +25,7 @@ def decided(site):
 
 def test_progress_made_meanwhile_is_kept():
     store = Gated()
-    with sites.join(store, "oslo", every=4, max_lag=99, poll=0.01) as site:
+    with sites.Site(store, "oslo", every=4, max_lag=99, poll=0.01) as site:
         params = site.start(PARAMS)
         for _ in range(4):
             params = site.sync(stepped(params))
@@ -41,7 +41,7 @@ def test_progress_made_meanwhile_is_kept():
 
 def test_sync_waits_beyond_the_bound_alone(monkeypatch):
     store = Gated()
-    with sites.join(store, "oslo", every=2, max_lag=2, poll=0.01) as site:
+    with sites.Site(store, "oslo", every=2, max_lag=2, poll=0.01) as site:
         params = site.start(PARAMS)
         worker, waits = site._worker, []
         wait = worker.wait
@@ -65,7 +65,7 @@ def test_sync_waits_beyond_the_bound_alone(monkeypatch):
 def test_what_is_decided_between_two_looks_counts_once(monkeypatch):
     """The worst moment: after `sync` has looked, and before it gives a new copy."""
     store = Gated()
-    with sites.join(store, "oslo", every=2, max_lag=99, poll=0.01) as site:
+    with sites.Site(store, "oslo", every=2, max_lag=99, poll=0.01) as site:
         params = site.start(PARAMS)
         for _ in range(4):
             params = site.sync(stepped(params))
@@ -89,7 +89,7 @@ def test_progress_counts_from_where_another_round_has_moved_it(monkeypatch):
     memory = MemoryStore()
     store, rome = Gated(memory), ByHand(memory, "rome", params=PARAMS)
     options = {"every": 4, "max_lag": 99, "grace": 0, "poll": 0.01}
-    with sites.join(store, "oslo", **options) as site:
+    with sites.Site(store, "oslo", **options) as site:
         params = site.start(PARAMS)
         worker, submit = site._worker, site._worker.submit
 
@@ -122,7 +122,7 @@ def test_who_is_late_contributes_the_steps_since_at_once():
     memory = MemoryStore()
     store, rome = Gated(memory, "rounds/"), ByHand(memory, "rome", params=PARAMS)
     options = {"every": 4, "max_lag": 99, "grace": 0, "poll": 0.01}
-    with sites.join(store, "oslo", **options) as site:
+    with sites.Site(store, "oslo", **options) as site:
         params = site.start(PARAMS)
         for _ in range(4):
             params = site.sync(stepped(params), tokens=2)
@@ -165,7 +165,7 @@ def test_a_rejected_site_continues_from_the_outer_parameters(how):
     rome, bonn = (
         ByHand(memory, n, params=PARAMS, grace=60.0, **run) for n in ("rome", "bonn")
     )
-    with sites.join(store, "oslo", every=1, max_lag=99, poll=0.01, **run) as site:
+    with sites.Site(store, "oslo", every=1, max_lag=99, poll=0.01, **run) as site:
         site.start(PARAMS)
         rome.send(1.0)
         bonn.send(1.0)
@@ -200,7 +200,7 @@ def test_a_rejected_site_continues_from_the_outer_parameters(how):
 
 def test_parameters_may_be_donated_to_the_next_step():
     step = jax.jit(stepped, donate_argnums=0)
-    with sites.join(MemoryStore(), "oslo", every=1, max_lag=5, poll=0.01) as site:
+    with sites.Site(MemoryStore(), "oslo", every=1, max_lag=5, poll=0.01) as site:
         params = site.start(PARAMS)
         for _ in range(20):
             params = site.sync(step(params))
@@ -218,7 +218,7 @@ def test_a_store_that_fails_costs_time_and_nothing_else():
             store = FaultyStore(memory, seed=number)
             options = {"every": 4, "quorum": 3, "max_lag": 0, "poll": 0.002}
             form = compressors.quantize(2, block=16)
-            with sites.join(store, f"s{number}", compressor=form, **options) as site:
+            with sites.Site(store, f"s{number}", compressor=form, **options) as site:
                 params = site.start(start_params())
                 vars(store).update(faults)
                 params = train(site, number, optax.sgd(0.1), params=params)
@@ -237,7 +237,7 @@ def test_a_store_that_fails_costs_time_and_nothing_else():
 
 def test_a_store_that_is_cut_off_is_waited_for():
     store = FaultyStore(MemoryStore())
-    with sites.join(store, "oslo", every=1, max_lag=100, poll=0.01) as site:
+    with sites.Site(store, "oslo", every=1, max_lag=100, poll=0.01) as site:
         params = site.start(PARAMS)
         store.cut_off = True
         before = store.refused
@@ -255,14 +255,14 @@ def test_a_store_that_is_cut_off_is_waited_for():
 
 def test_who_leaves_contributes_what_is_left_and_does_not_wait_for_ever():
     options = {"every": 2, "max_lag": 0, "poll": 0.01}
-    with sites.join(MemoryStore(), "oslo", **options) as site:
+    with sites.Site(MemoryStore(), "oslo", **options) as site:
         params = site.start(PARAMS)
         for _ in range(5):
             params = site.sync(stepped(params))
         params = site.leave(params)
         assert site.metrics.counted == 3
         np.testing.assert_array_equal(params["w"], 5.0)
-    with sites.join(MemoryStore(), "oslo", quorum=2, every=1, poll=0.01) as site:
+    with sites.Site(MemoryStore(), "oslo", quorum=2, every=1, poll=0.01) as site:
         params = site.sync(stepped(site.start(PARAMS)))
         params = site.leave(params, timeout=0.2)
         np.testing.assert_array_equal(params["w"], 1.0)
@@ -286,7 +286,7 @@ def test_sites_of_other_meshes_have_the_same_bits():
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
         form = compressors.quantize(4, block=8)
         options = {"outer": outer, "compressor": form, "quorum": 3, "poll": 0.002}
-        with sites.join(memory, name, every=2, max_lag=0, **options) as site:
+        with sites.Site(memory, name, every=2, max_lag=0, **options) as site:
             params = site.start(params)
             for index in range(6):
                 params = site.sync(step(params, 0.1 * index + len(some)), tokens=8)
@@ -302,7 +302,7 @@ def test_bytes_are_those_of_the_store(tmp_path):
     """Up: all that lies in the folder. A contribution: its payload, and a header."""
     form = compressors.quantize(2)
     params = {"w": jnp.zeros((64, 64))}
-    with sites.join(str(tmp_path), "oslo", every=1, compressor=form, poll=0.01) as site:
+    with sites.Site(str(tmp_path), "oslo", every=1, compressor=form, poll=0.01) as site:
         site.start(params)
         assert site.metrics.bytes_down > params["w"].nbytes
         site.leave(site.sync(stepped(params)))

@@ -46,7 +46,7 @@ def test_a_run_of_two_sites_and_one_that_comes_later(bucket, tmp_path):
     def run(url, number, **options):
         form = compressors.quantize(4, block=16)
         options = {"every": 2, "max_lag": 0, "poll": 0.01, "compressor": form} | options
-        with sites.join(url, f"site{number}", **options) as site:
+        with sites.Site(url, f"site{number}", **options) as site:
             found = train(site, number, optax.sgd(0.1), steps=6, leave=True)
             return found, site.metrics
 
@@ -68,4 +68,4 @@ def test_a_bucket_that_is_not_there(bucket):
     with pytest.raises(
         OSError, match=r"s3://other/run cannot (.|\n)*(NoSuchBucket|404)"
     ):
-        sites.join("s3://other/run", "oslo").start(start_params())
+        sites.Site("s3://other/run", "oslo").start(start_params())

@@ -22,7 +22,7 @@ def main(folder: str, name: str, steps: int, killed: int = 0) -> None:
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     form = compressors.quantize(4, block=16)
     options = {"every": 2, "max_lag": 2, "grace": 1.0, "poll": 0.02}
-    with sites.join(folder, name, outer=outer, compressor=form, **options) as site:
+    with sites.Site(folder, name, outer=outer, compressor=form, **options) as site:
         params = site.start(start_params())
         state = inner.init(params)
         for index in range(steps):

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from curvadion_jax import compressors, sites
-from curvadion_jax.sites import _run, _worker
+from curvadion_jax.sites import _follower, _run
 from curvadion_jax.sites._store import Store
 
 STEPS = 6
@@ -44,7 +44,7 @@ def train(
         "outer": optax.sgd(0.7, momentum=0.9, nesterov=True),
         "compressor": compressors.quantize(4, block=8),
     }
-    with sites.join(url, name, **(given | options)) as site:
+    with sites.Site(url, name, **(given | options)) as site:
         params = site.start(params)
         if before_steps is not None:
             before_steps(url, name)
@@ -81,13 +81,13 @@ def main(process: int, port: str, folder: str) -> dict:
 
 def record(kinds: list[str]) -> None:
     """Notes the type of every array that the thread is handed over."""
-    submit = _worker.Worker.submit
+    submit = _follower.Worker.submit
 
     def noted(worker, arrays, tokens):
         kinds.extend(type(x).__name__ for x in arrays)
         submit(worker, arrays, tokens)
 
-    _worker.Worker.submit = noted
+    _follower.Worker.submit = noted
 
 
 def take_its_name(url: str, name: str) -> None:
@@ -102,7 +102,7 @@ def errors(url: str, mesh) -> list[str]:
     attempts = (
         lambda: train("file:///proc/nothing", mesh),
         lambda: train(f"{url}/lock", mesh, compressor=compressors.quantize(8)),
-        lambda: sites.join(f"{url}/new", "rome").start(alone),
+        lambda: sites.Site(f"{url}/new", "rome").start(alone),
         lambda: train(f"{url}/taken", mesh, max_lag=0, before_steps=take_its_name),
     )
     for attempt in attempts:
