@@ -148,25 +148,6 @@ def test_divided_matrices_move_there_and_back(name):
     check_steps(step, state, mesh, divided, params, gradients)
 
 
-def test_a_stack_that_is_divided_itself_stays():
-    mesh = cd.replicas.make_mesh(2, {"fsdp": 2, "tensor": 2})
-    tx = muon_of_devices()
-    spec = PartitionSpec("fsdp", None, "tensor")
-    x = np.random.default_rng(0).normal(size=(6, 32, 48)).astype(np.float32)
-    params = {"down": jax.device_put(x, NamedSharding(mesh, spec))}
-    state = cd.replicas.replicate((params, tx.init(params)), mesh)
-    step = compiled(tx, mesh, state)
-    program = hlo.parse(step.as_text())
-    inside = program.collectives([program.entry])
-    assert {each.opcode for each in inside} == {"all-to-all"}
-    # Three matrices are four, one of them twice, of which each device has two halves.
-    assert sum(each.bytes for each in inside) == 2 * 4 * 4 * 32 * 24
-    (params, _), _ = step(state, state[0])
-    expected = run(optaxs(), {"down": x}, [{"down": x}])
-    found = jax.device_get(params["down"])[0]
-    np.testing.assert_allclose(found, expected["down"], rtol=0, atol=CLOSE)
-
-
 def test_matrices_of_one_shape_are_iterated_on_together():
     layers = {
         f"layer_{number}": {"up": np.ones((8, 32)), "down": np.ones((32, 8))}

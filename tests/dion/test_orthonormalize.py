@@ -1,13 +1,9 @@
 """Cholesky QR: accuracy, column order, scaling, rank, stacks, dtypes, eight devices."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
 
@@ -82,31 +78,8 @@ def test_bad_matrix_of_a_stack_leaves_the_others_alone():
     np.testing.assert_array_equal(basis[~bad], alone[~bad])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_stacks_on_eight_devices_end():
-    """With batched LAPACK calls this deadlocks (tried)."""
-    mesh = jax.make_mesh((8,), ("replica",), axis_types=(AxisType.Auto,))
-    stacks = normal(8, 24, 256, 64).astype(np.float32)
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=P("replica"), out_specs=P("replica")
-    )
-    def worst_error(stack):
-        a, worst = stack[0], jnp.zeros([])
-        for _ in range(3):
-            basis = cd.cholesky_qr(a)
-            gram = jnp.matmul(basis.mT, basis, precision="highest")
-            worst = jnp.maximum(worst, jnp.max(jnp.abs(gram - jnp.eye(64)[None])))
-            a = a + jax.lax.pmean(basis, "replica")  # here the devices meet
-        return worst[None]
-
-    for _ in range(2):
-        assert np.asarray(worst_error(stacks)).max() < ORTHONORMAL_ATOL["float32"]
-
-
 def test_lapack_is_given_one_matrix_at_a_time():
+    """Batched calls on several devices of one CPU deadlock."""
     over_replicas = jax.jit(jax.vmap(cd.cholesky_qr))
     text = over_replicas.lower(jnp.ones((3, 2, 8, 4))).as_text()
     calls = [line for line in text.splitlines() if "@lapack_" in line]

@@ -190,19 +190,6 @@ def test_a_spoilt_replica_of_several_devices_comes_back():
     assert all_finite((params, opt_state.inner_state, opt_state.sync_state))
 
 
-def test_what_gathers_a_matrix_is_seen():
-    mesh = mesh_of("2x2x2")
-
-    def train(state, gradients):
-        return state, {"sums": jnp.cumsum(state.reshape(-1))}
-
-    spec = PartitionSpec(AXIS, "fsdp", "tensor")
-    state = jax.device_put(np.ones((2, 128, 128)), NamedSharding(mesh, spec))
-    compiled = cd.replicas.step(train, mesh).lower(state, np.ones(2)).compile()
-    inside = moved_inside(hlo.parse(compiled.as_text()), mesh)
-    assert largest(inside) >= 128 * 128 // 4
-
-
 def test_compressed_means_of_sharded_arrays():
     form, rounding = compressors.quantize(8, 64), 2 / 127  # two roundings
     mesh = mesh_of("2x2x2")

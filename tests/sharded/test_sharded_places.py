@@ -14,12 +14,9 @@ from divided_replicas import (
     SHAPES,
     assert_as_before,
     divided,
-    largest,
-    least_part,
     make_gradients,
     make_state,
     mesh_of,
-    moved_inside,
     prepare,
     reconcile,
     reconciling,
@@ -57,48 +54,19 @@ def test_state_is_divided_as_parameters_are():
     assert specs["stack"] == PartitionSpec(AXIS, None, "fsdp", None)
 
 
-def test_attention_kernels_follow_their_heads():
+def test_q_follows_the_first_of_merged_axes():
     mesh = mesh_of("2x2x2")
-    shapes = {"query": (96, 4, 8), "key": (96, 4, 8), "out": (4, 8, 96)}
-    specs = {"query": ("fsdp", "tensor"), "key": (None, None, "tensor"), "out": ()}
+    specs = {"query": ("fsdp", "tensor"), "key": (None, None, "tensor")}
     params = {
         name: jax.device_put(
-            np.ones(shape), NamedSharding(mesh, PartitionSpec(*specs[name]))
+            np.ones((96, 4, 8)), NamedSharding(mesh, PartitionSpec(*spec))
         )
-        for name, shape in shapes.items()
+        for name, spec in specs.items()
     }
-    numbers = {
-        name: optax.contrib.MuonDimensionNumbers(*axes)
-        for name, axes in (("query", (0, (1, 2))), ("key", (0, (1, 2))))
-    }
-    numbers["out"] = optax.contrib.MuonDimensionNumbers((0, 1), 2)
-    state = cd.scale_by_dion(RANK, dimension_numbers=numbers).init(params)
-    spec = {name: q.sharding.spec for name, q in state.q.items()}
-    assert spec["query"] == PartitionSpec("tensor", None)  # (heads, width) merged
-    assert spec["key"] == PartitionSpec(None, None)  # heads before what is divided
-    assert spec["out"] == PartitionSpec(None, None)
-
-
-@pytest.mark.slow
-def test_q_divided_along_the_rank_gathers_no_momentum():
-    mesh = mesh_of("2x2x2")
-    tx = cd.presets.synchronous_dion(0.01, rank=4, axis_name=AXIS)
-
-    def along_rank(path, x):
-        name = jax.tree_util.keystr(path)
-        if not (".q" in name or ".common" in name) or x.shape[-1] != 4:
-            return x
-        spec = PartitionSpec(AXIS, *[None] * (x.ndim - 2), "fsdp")
-        return jax.device_put(x, NamedSharding(mesh, spec))
-
-    state = jax.tree.map_with_path(along_rank, make_state(tx, mesh))
-    specs = [str(x.sharding.spec) for x in jax.tree.leaves(state[1])]
-    assert "P('replica', None, 'fsdp')" in specs
-    compiled = helpers.quick(
-        helpers.replica_step(tx, mesh), state, make_gradients(mesh)
-    )
-    inside = moved_inside(hlo.parse(compiled.as_text()), mesh)
-    assert largest(inside) < least_part(mesh)
+    numbers = cd.DimensionNumbers(0, (1, 2))
+    q = cd.scale_by_dion(RANK, dimension_numbers=numbers).init(params).q
+    assert q["query"].sharding.spec == PartitionSpec("tensor", None)
+    assert q["key"].sharding.spec == PartitionSpec(None, None)
 
 
 def test_arrays_are_found_by_path_and_then_by_shape():
