@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from stored_states import assert_same
 
 import curvadion_jax as cd
@@ -61,13 +61,12 @@ def test_a_renamed_step_is_refused(tmp_path):
         checkpoint.restore(tmp_path, STATE)
 
 
-@pytest.mark.parametrize("flips", [20])
-def test_no_flipped_bit_is_restored(tmp_path, flips):
+def test_no_flipped_bit_is_restored(tmp_path):
     """Each is refused, or was nowhere that is read."""
     checkpoint.save(tmp_path / "run", 3, STATE, extra={"position": 7})
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     rng, refused = random.Random(0), 0
-    for _ in range(flips):
+    for _ in range(20):
         file = rng.choices(files, [path.stat().st_size for path in files])[0]
         before = file.read_bytes()
         changed = bytearray(before)
@@ -79,7 +78,7 @@ def test_no_flipped_bit_is_restored(tmp_path, flips):
         except ValueError:
             refused += 1
         file.write_bytes(before)
-    assert refused > flips / 2
+    assert refused > 10
 
 
 def test_an_array_that_is_not_what_was_saved_is_named(tmp_path, monkeypatch):
@@ -98,16 +97,13 @@ def test_an_array_that_is_not_what_was_saved_is_named(tmp_path, monkeypatch):
         checkpoint.restore(tmp_path, state)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize(
-    "dtype", ["float32", "bfloat16", "float8_e4m3fn", "complex64", "int8", "bool"]
-)
-def test_a_digest_is_of_the_numbers_and_not_of_their_places(kind, dtype):
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", "complex64", "bool"])
+def test_a_digest_is_of_the_numbers_and_not_of_their_places(dtype):
     rng = np.random.default_rng(0)
     numbers = rng.integers(0, 2, size=(2, 4, 6))
     numbers[1, 2] = np.eye(6)[0]
     x = np.asarray(jax.numpy.asarray(numbers).astype(dtype))
-    mesh = cd.replicas.make_mesh(2, {"fsdp": 2}, inner_type=kind)
+    mesh = cd.replicas.make_mesh(2, {"fsdp": 2})
     spec = PartitionSpec(cd.replicas.AXIS, "fsdp")
     digests = lambda x: checkpoint._digests({"x": x})["x"]  # noqa: E731
     found = digests(jax.device_put(x, NamedSharding(mesh, spec)))

@@ -24,10 +24,6 @@ def averaged(gradients):
     return jax.tree.map(lambda g: lax.pmean(g, AXIS), gradients)
 
 
-def with_decay(gradients, params):
-    return jax.tree.map(lambda g, p: g + 0.1 * p, averaged(gradients), params)
-
-
 def with_noise(gradients, params):
     del params
     key = jax.random.fold_in(jax.random.key(0), lax.axis_index(AXIS))
@@ -40,12 +36,6 @@ def clipped(gradients, params):
     del params
     norm = lax.pmean(optax.tree.norm(gradients), AXIS)
     return jax.tree.map(lambda g: g / jnp.maximum(norm, 1), gradients)
-
-
-def permuted(gradients, params):
-    del params
-    ring = [(i, (i + 1) % REPLICAS) for i in range(REPLICAS)]
-    return jax.tree.map(lambda g: g + lax.ppermute(g, AXIS, ring), gradients)
 
 
 def in_a_loop(gradients):
@@ -83,10 +73,8 @@ def arguments(tx=TX):
 @pytest.mark.parametrize(
     ("function", "primitive", "sent"),
     [
-        (with_decay, "psum", 4 * ELEMENTS),
         (with_noise, "psum", 4 * ELEMENTS),
         (clipped, "psum", 4),
-        (permuted, "ppermute", 4 * ELEMENTS),
     ],
 )
 def test_it_is_counted_and_named(function, primitive, sent):

@@ -52,17 +52,13 @@ def machine(monkeypatch, slices: int, processes: int, chips: int) -> None:
         pytest.param((4, 1, 2), 2, 4, [{0, 1}, {2, 3}], id="two-slices-each"),
     ],
 )
-def test_a_replica_is_made_of_a_slice(
-    monkeypatch, caplog, shape, number, inner, slices
-):
+def test_a_replica_is_made_of_a_slice(monkeypatch, shape, number, inner, slices):
     machine(monkeypatch, *shape)
     mesh = replicas.make_mesh(number, {"fsdp": inner})
     assert [{device.slice_index for device in row} for row in mesh.devices] == slices
     for row in mesh.devices:
         places = [(device.slice_index, device.process_index) for device in row]
         assert places == sorted(places)
-    some_idle = number * inner < len(jax.devices())
-    assert some_idle == ("make_mesh uses 8 of 16 devices" in caplog.text)
 
 
 def test_replicas_are_spread_over_the_processes_of_a_slice(monkeypatch):
@@ -99,8 +95,7 @@ def test_meshes_of_ones_own():
     mesh = Mesh(devices, ("data",))
     renamed = replicas.replicate({"w": jnp.ones(2)}, mesh, axis_name="data")
     assert renamed["w"].shape == (2, 2)
-    with pytest.raises(ValueError, match="axis 'replica' of type Auto"):
-        replicas.replicate({"w": jnp.ones(2)}, mesh)
     explicit = Mesh(devices, ("replica",), axis_types=(AxisType.Explicit,))
-    with pytest.raises(ValueError, match="of type Auto"):
-        replicas.replicate({"w": jnp.ones(2)}, explicit)
+    for wrong in (mesh, explicit):
+        with pytest.raises(ValueError, match="axis 'replica' of type Auto"):
+            replicas.replicate({"w": jnp.ones(2)}, wrong)

@@ -18,6 +18,8 @@ from curvadion_jax import replicas, synchronizers, triggers
 RTOL = 1e-5
 # A sum of so many float32 numbers is off by so many roundings.
 EPS = np.finfo(np.float32).eps
+MODELS = [helpers.make_params(seed) for seed in range(2)]
+LOCAL_SGD = cd.presets.local_sgd(0.1, k=2, axis_name=helpers.AXIS)
 
 
 def test_the_mean_over_replicas():
@@ -53,20 +55,10 @@ def test_divergence_is_the_references(dtype):
     np.testing.assert_allclose(replicas.divergence(stacked), expected, rtol=RTOL)
 
 
-def test_parameters_in_the_memory_of_the_host():
-    params = replicas.replicate(helpers.make_params(), replicas.make_mesh(4))
-    away = jax.tree.map(
-        lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), params
-    )
-    helpers.assert_bitwise(replicas.consensus(away), replicas.consensus(params))
-    assert float(replicas.divergence(away)) == 0
-
-
 def test_the_anchor_of_each_device_is_its_own():
     """It is read without communication: what a device returns is what it had."""
     mesh = replicas.make_mesh(4)
-    tx = cd.local_muon(0.1, axis_name="replica")
-    state = replicas.replicate(tx.init({"w": jnp.ones((8, 8))}), mesh)
+    state = replicas.replicate(LOCAL_SGD.init({"w": jnp.ones((8, 8))}), mesh)
     w = state.sync_state.anchor["w"]
     parts = [shard.data + i for i, shard in enumerate(w.addressable_shards)]
     w = jax.make_array_from_single_device_arrays(w.shape, w.sharding, parts)
@@ -80,13 +72,12 @@ def test_the_anchor_of_each_device_is_its_own():
     helpers.assert_bitwise(jax.jit(replicas.anchor)(state)["w"], parts[0][0])
 
 
-@pytest.mark.parametrize("inner_type", [AxisType.Auto, AxisType.Explicit])
-def test_the_anchor_under_a_mesh_that_is_set(inner_type):
-    mesh = replicas.make_mesh(2, {"fsdp": 2}, inner_type=inner_type)
+def test_the_anchor_under_a_mesh_that_is_set():
+    mesh = replicas.make_mesh(2, {"fsdp": 2}, inner_type=AxisType.Explicit)
     params = {"w": jnp.arange(8.0).reshape(2, 4)}
     with jax.set_mesh(mesh):
         params = jax.device_put(params, NamedSharding(mesh, PartitionSpec("fsdp")))
-        state = cd.local_muon(0.1, axis_name="replica").init(params)
+        state = LOCAL_SGD.init(params)
         model = replicas.anchor(replicas.replicate(state, mesh))["w"]
     assert model.sharding.spec[0] == "fsdp"
     np.testing.assert_array_equal(model, np.arange(8).reshape(2, 4))
@@ -94,12 +85,7 @@ def test_the_anchor_under_a_mesh_that_is_set(inner_type):
 
 def test_anchor_and_consensus_after_a_local_step():
     """The export is what the replicas have; the anchor, what they had at the sync."""
-    tx = cd.adaptive_sync(
-        optax.chain(optax.sgd(0.1, 0.9)),
-        triggers.every_k(2),
-        synchronizers.reconcile(),
-        helpers.AXIS,
-    )
+    tx = LOCAL_SGD
     history = list(
         helpers.run_mesh(tx, helpers.make_params(), helpers.make_gradients(3, 4))
     )
@@ -126,7 +112,7 @@ def test_there_is_one_anchor(state, message):
 
 
 def test_a_state_without_replica_axis_is_rejected():
-    state = cd.local_muon(0.1).init(helpers.make_params())
+    state = LOCAL_SGD.init(helpers.make_params())
     for read in (replicas.anchor, replicas.divergence, replicas.consensus):
         with pytest.raises(ValueError, match="needs a leading axis"):
             read(state)
@@ -141,7 +127,7 @@ class Tied(nnx.Module):
 
 def test_shared_variables_of_nnx():
     """As one tree they would become two; `nnx.split` keeps them one."""
-    mesh, tx = replicas.make_mesh(2), cd.local_muon(0.1, axis_name="replica")
+    mesh, tx = replicas.make_mesh(2), LOCAL_SGD
     model = Tied(nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"'embed/embedding' and 'head' are one"):
         replicas.replicate(model, mesh)
@@ -158,32 +144,16 @@ def test_shared_variables_of_nnx():
 
 
 def test_the_consensus_has_what_was_changed_after_the_update():
-    """A scale that is clamped and a layer that is frozen; the anchor has neither."""
-    tx = optax.chain(
-        cd.presets.local_sgd(0.5, k=2, axis_name="replica"),
-        optax.masked(optax.set_to_zero(), {"frozen": True, "scale": False}),
-    )
-
-    def train(params_and_state, batch):
-        params, state = params_and_state
-        updates, state = tx.update(jax.tree.map(lambda g: g[0], batch), state, params)
-        params = optax.apply_updates(params, updates)
-        return (params | {"scale": jnp.minimum(params["scale"], 1)}, state), {}
-
-    mesh, params = replicas.make_mesh(2), {"frozen": jnp.ones(3), "scale": jnp.ones([])}
-    state = replicas.replicate((params, tx.init(params)), mesh)
-    step, down = replicas.step(train, mesh), -np.ones(2, np.float32)
+    """Such as a frozen layer, which the anchor has not."""
+    frozen = optax.masked(optax.set_to_zero(), {"a": True, "b": False})
+    tx = optax.chain(LOCAL_SGD, frozen)
+    mesh, params = replicas.make_mesh(2), {"a": jnp.ones(3), "b": jnp.ones([])}
+    state = helpers.start(tx, params, mesh)
+    step, down = helpers.replica_step(tx, mesh), -np.ones(2, np.float32)
     for _ in range(2):
-        state, _ = step(state, {"frozen": np.stack([down] * 3, 1), "scale": down})
-    assert replicas.consensus(state[0])["scale"] == 1
-    np.testing.assert_array_equal(replicas.consensus(state[0])["frozen"], 1)
-    anchor = replicas.anchor(state[1])
-    assert anchor["scale"] > 1
-    assert (anchor["frozen"] > 1).all()
-
-
-MODELS = [helpers.make_params(seed) for seed in range(2)]
-LOCAL_SGD = cd.presets.local_sgd(0.1, k=2, axis_name=helpers.AXIS)
+        state, _ = step(state, {"a": np.stack([down] * 3, 1), "b": down})
+    np.testing.assert_array_equal(replicas.consensus(state[0])["a"], 1)
+    assert (replicas.anchor(state[1])["a"] > 1).all()
 
 
 def stacked(*trees):
