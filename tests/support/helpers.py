@@ -153,14 +153,18 @@ def manual(function: Any, mesh: Any, state: Any) -> Any:
     return jax.jit(run)
 
 
-def start(tx: Any, params: Any, mesh: Any) -> Any:
-    """(Parameters, optimizer state) as `replicas.replicate`, without compiling."""
-    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
-    number = mesh.shape[AXIS]
-    stacked = jax.tree.map(
-        lambda x: np.broadcast_to(x, (number, *np.shape(x))), (params, tx.init(params))
+def stacked(tx: Any, params: Any, replicas: int) -> Any:
+    """(Parameters, optimizer state) of all replicas, on the host."""
+    return jax.tree.map(
+        lambda x: np.broadcast_to(x, (replicas, *np.shape(x))),
+        (params, tx.init(params)),
     )
-    return jax.device_put(stacked, sharding)
+
+
+def start(tx: Any, params: Any, mesh: Any) -> Any:
+    """The same as `replicas.replicate` places it, without compiling."""
+    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+    return jax.device_put(stacked(tx, params, mesh.shape[AXIS]), sharding)
 
 
 def quick(step: Any, *arguments: Any) -> Any:
@@ -203,11 +207,7 @@ def run_mesh(tx: Any, params: Any, gradients: list) -> Iterator:
 
 def run_vmap(tx: Any, params: Any, gradients: list) -> Iterator:
     """The same on one device, by `jax.vmap(axis_name=...)`."""
-    number = replicas_of(gradients)
-    state = jax.tree.map(
-        lambda x: np.broadcast_to(x, (number, *np.shape(x))), (params, tx.init(params))
-    )
-    step = _vmapped(tx)
+    state, step = stacked(tx, params, replicas_of(gradients)), _vmapped(tx)
     for tree in gradients:
         state, _ = step(state, tree)
         state = jax.device_get(state)

@@ -29,19 +29,11 @@ AXIS = helpers.AXIS
 
 
 def dion_evenly() -> Any:
-    """Dion's local steps between even syncs, which come together as `curvadion`'s."""
-    return helpers.synced_dion(
-        0.1,
-        0.5,
-        cd.triggers.evenly(0.25),
-        cd.synchronizers.reconcile(
-            optax.sgd(1.0, 0.4, nesterov=True),
-            compressor=cd.compressors.quantize(2),
-            momentum=False,
-        ),
-        momentum=0.9,
-        axis_name=AXIS,
-    )
+    """Dion's local steps between even syncs, which are `curvadion`'s."""
+    outer, form = optax.sgd(1.0, 0.4, nesterov=True), cd.compressors.quantize(2)
+    sync = cd.synchronizers.reconcile(outer, compressor=form, momentum=False)
+    inner = cd.dion(0.1, 0.5, momentum=0.9)
+    return cd.adaptive_sync(inner, cd.triggers.evenly(0.25), sync, AXIS)
 
 
 # Several syncs each, and local steps; no momentum's change is within 3% of a threshold.

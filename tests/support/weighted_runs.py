@@ -20,10 +20,7 @@ FORMS = {
 def start(tx: Any, replicas: int, params: Any = None) -> Any:
     """(Parameters, optimizer state) of all replicas."""
     params = helpers.make_params() if params is None else params
-    return jax.tree.map(
-        lambda x: np.broadcast_to(x, (replicas, *np.shape(x))),
-        (params, tx.init(params)),
-    )
+    return helpers.stacked(tx, params, replicas)
 
 
 def train_on(tx: Any, replicas: int, params: Any = None, **options: Any) -> Any:
