@@ -160,7 +160,7 @@ def table(summary: list[dict[str, Any]]) -> str:
     lines += [
         "",
         "loss        of the mean of the replicas, on held-out text; lower is better",
-        f"difference  from the loss of {name}",
+        f"difference  from {name}",
         "syncs       steps on which the replicas communicated",
         "sent        by one replica, for training",
         "share       of what averaging float32 gradients on every step sends",

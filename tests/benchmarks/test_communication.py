@@ -59,13 +59,6 @@ def test_a_run_in_pieces_is_the_same_run(corpus, tmp_path):
     assert whole["divergence"] < 1e-6
 
 
-@pytest.mark.slow
-def test_the_budget_pays_for_the_last_sync(corpus):
-    run = QUICK.but(trigger="evenly 0.45", steps=8)
-    # A sync sends what an all-reduce of the gradients does: of 3.6 at 4, 7 and 8.
-    assert simulate(run, SIZES["test"], corpus)["syncs"] == 3
-
-
 @pytest.mark.slow  # a process starts JAX
 def test_a_study_writes_stops_and_resumes(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(

@@ -56,21 +56,6 @@ def test_the_calculator_answers(bandwidth, answer, capsys):
     assert "| 11.2 |" in printed
 
 
-def test_a_budget_by_hand():
-    (training,) = (each for each in links.TRAININGS if each.name == "1B")
-    link = links.LINKS["1 Gb/s, 50 ms"]
-    compute = 6 * 1e9 * 2**18 / (8 * 0.4 * 989e12)
-    # 1e9 / 256 blocks of 64 bytes of codes and two scales of 4, in 14 messages; a vote
-    # of six.
-    sync = 1.75 * 3_906_250 * 72 * 8 / 1e9 + 14 * 0.025
-    rate, vote = 0.01 * 4e9 / (3_906_250 * 72), 6 * (0.025 + 32 / 1e9)
-    methods = links.budgeted(training, link, 0.01)
-    for method, flag in zip(methods, (0, vote), strict=True):
-        wait = rate * sync + flag
-        share = method.communication_share
-        assert share == pytest.approx(wait / (compute + wait), rel=EXACT)
-
-
 @pytest.mark.parametrize(
     ("page", "table"),
     [("links.md", links.table()), ("projections.md", projections.tables().split("\n"))],

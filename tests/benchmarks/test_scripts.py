@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import memory
+import peers_table
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -50,3 +51,10 @@ def test_bytes_of_state_by_hand():
     full = (muon + 4 * q + norms, 8)
     assert rows["`curvadion`"] == pytest.approx(full, abs=ATOL)
     assert rows["`local_muon`, plain average"] == pytest.approx((muon, 4), abs=ATOL)
+
+
+def test_the_page_of_peers_has_the_table_of_their_results():
+    lines = peers_table.RESULTS.read_text().splitlines()
+    rows = [peers_table.json.loads(line) for line in lines]
+    page = peers_table.RESULTS.with_name("README.md").read_text("utf-8")
+    assert peers_table.table(rows) in page

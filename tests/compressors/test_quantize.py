@@ -15,9 +15,8 @@ from compressor_runs import (
     sent_bytes,
     trees,
 )
-from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _collectives, compressors
+from curvadion_jax import compressors
 
 KINDS = re.compile(r"\b([a-z]+\d+)\[")
 
@@ -121,28 +120,6 @@ def test_large_arrays_in_pieces_are_the_same_to_the_bit(
     cut = compressors._Bucket([stacked["large"][0]], 16, 0)
     assert [cut.height] * cut.count + [cut.rest] * bool(cut.rest) == pieces
     helpers.assert_bitwise(average(form, stacked), whole)
-
-
-def test_pieces_of_an_array_that_all_replicas_hold_alike(monkeypatch):
-    """Under `shard_map`, whose types say that it does not vary, as a result does."""
-    array = trees(9)["embed"][0]
-    form = compressors.quantize(8, block=16)
-
-    def body(x):
-        result = form.average({"w": x}, (), _collectives.Replicas(helpers.AXIS), {})
-        return result.mean["w"][None], result.unsent["w"][None]
-
-    def run():
-        mesh = jax.make_mesh((REPLICAS,), (helpers.AXIS,))
-        out = P(helpers.AXIS)
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=(out, out))
-        return jax.device_get(jax.jit(mapped)(array))
-
-    whole = run()
-    monkeypatch.setattr(compressors, "_PIECE", 100)
-    assert compressors._Bucket([array], 16, 0).count > 1
-    helpers.assert_bitwise(run(), whole)
-    np.testing.assert_allclose(whole[0][0], array, atol=np.abs(array).max() / 127)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2, 1])

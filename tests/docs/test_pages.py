@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 # One program: the quick start, and the pages that go on from it.
 QUICK_START = ("README.md", "docs/sharding.md", "docs/own-loop.md")
 # A loop of the reader's own around a store on the network, and a program of several
-# processes (`tests/processes/test_page.py`): names are looked at alone.
+# processes (`tests/processes/test_processes.py`): names are looked at alone.
 FRAGMENTS = ("docs/sites.md", "docs/multi-host.md")
 PAGES = {
     str(page.relative_to(ROOT)): page.read_text("utf-8")

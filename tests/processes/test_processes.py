@@ -1,6 +1,8 @@
 """Two processes with one replica each are one process with two."""
 
 import json
+import re
+from pathlib import Path
 
 import launch
 import pytest
@@ -8,6 +10,7 @@ import two_processes
 
 # Means of two float32 numbers, summed by another implementation.
 RTOL = 1e-5
+PAGE = Path(__file__).parents[2] / "docs" / "multi-host.md"
 
 
 @pytest.mark.slow
@@ -36,3 +39,18 @@ def test_what_every_process_reads(tmp_path):
             numbers = {k: v for k, v in found[what].items() if v == v}
             assert numbers == {k: v for k, v in alone[what].items() if v == v}
             assert numbers["replicas"] == 2
+
+
+@pytest.mark.slow
+def test_the_program_of_the_page_trains(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    program = tmp_path / "own.py"
+    program.write_text(code.replace("12421", str(launch.free_port())))
+    ended = launch.together([[program, str(index)] for index in range(2)])
+    assert [status for status, _ in ended] == [0, 0], ended
+    for index, (_, text) in enumerate(ended):
+        printed = re.findall(rf"^{index} \d+ ([\d.]+)$", text, re.MULTILINE)
+        losses = [float(loss) for loss in printed]
+        assert len(losses) == 4
+        assert losses[-1] < 0.8 * losses[0]
+        assert int(text.splitlines()[-1]) > 2
