@@ -34,7 +34,9 @@ def test_replicate_takes_what_was_put_elsewhere():
         assert found.shape == (4, *given.shape)
         if given.dtype == x.dtype:
             np.testing.assert_array_equal(found[3], given)
-    assert replicas.replicate(divided, mesh).sharding.spec == ("replica", "fsdp")
+    assert replicas.replicate(divided, mesh).sharding.spec == PartitionSpec(
+        "replica", "fsdp"
+    )
 
 
 def test_replicate_refuses_replicas_of_another_mesh():
