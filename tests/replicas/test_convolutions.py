@@ -108,21 +108,15 @@ def test_nothing_is_gathered():
         assert f"{collective}(" not in text
 
 
-@pytest.mark.parametrize("shared", ["weights", "images"])
-def test_what_all_replicas_share(shared):
+def test_what_all_replicas_share():
     mesh = cd.replicas.make_mesh(2)
     weights = jnp.arange(54.0).reshape(2, 3, 3, 3)
     images = jnp.arange(4 * 48.0).reshape(4, 3, 4, 4)
 
-    def train(state, batch, common):
-        own = batch if shared == "weights" else state
-        pair = (own, common) if shared == "weights" else (common, own)
-        return state, {"out": lax.conv(*pair, (1, 1), "SAME")}
+    def train(state, batch, weights):
+        return state, {"out": lax.conv(batch, weights, (1, 1), "SAME")}
 
-    state = cd.replicas.replicate(weights, mesh)
-    common = weights if shared == "weights" else images[:2]
-    _, metrics = cd.replicas.step(train, mesh)(state, images, common)
+    state = cd.replicas.replicate(0.0, mesh)
+    _, metrics = cd.replicas.step(train, mesh)(state, images, weights)
     expected = lax.conv(images, weights, (1, 1), "SAME").reshape(2, 2, 2, 4, 4)
-    if shared == "images":
-        expected = jnp.stack([expected[0]] * 2)
     np.testing.assert_array_equal(metrics["out"], expected)
