@@ -5,7 +5,6 @@ import pytest
 from obstore.store import MemoryStore
 from site_steps import PARAMS, ByHand, settle
 
-from curvadion_jax import compressors
 from curvadion_jax.sites import _run, _store
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -104,36 +103,3 @@ def test_without_a_usable_snapshot_nobody_starts_anew(monkeypatch):
     a.store.delete(a.store.keys(_run.SNAPSHOTS))
     with pytest.raises(OSError, match="no snapshot that can be used"):
         ByHand(store, "b")
-
-
-def test_only_an_outer_side_that_a_commit_confirms_becomes_a_snapshot():
-    """A site whose outer step differs finds that out at the next commit."""
-    store = MemoryStore()
-    a, b, c = named = [ByHand(store, x, snapshot_every=1, quorum=2) for x in "abc"]
-    for site in named:
-        site.send(1.0)
-    settle(a, b, c)
-    a.follower.outer = a.follower.model.initial([x * 9 for x in a.anchor])
-    for site in named:
-        site.send(1.0)
-    with pytest.raises(_store.RunError, match="have the digest"):
-        a.follower.propose()
-    settle(b, c)
-    assert ByHand(store, "d", quorum=2).digest == b.digest
-
-
-@pytest.mark.parametrize(
-    ("outer", "compressor"),
-    [
-        (optax.sgd(0.7), None),
-        (optax.sgd(0.7, momentum=0.9), None),
-        (optax.sgd(0.6, momentum=0.9, nesterov=True), None),
-        (NESTEROV, compressors.quantize(8)),
-    ],
-)
-def test_another_outer_step_or_compressor_is_refused_at_the_start(outer, compressor):
-    store = MemoryStore()
-    ByHand(store, "a", outer=NESTEROV)
-    what = "compressor" if compressor else "outer optimizer"
-    with pytest.raises(ValueError, match=f"begun with another {what}"):
-        ByHand(store, "b", outer=outer, compressor=compressor)
