@@ -4,15 +4,16 @@
 
 Every site is a process that trains the model of examples/char_lm at a small size. A
 step begins every `--pace` seconds at the earliest, so that the machine's few cores are
-not what is measured. The supervisor restarts what dies. Runs are kept in `--out`, and
-the same command goes on with those that are missing. Goodput is the steps that were
+not what is measured. The supervisor restarts what dies, from a process that has imported
+JAX, and kills only what has trained since. Runs are kept in `--out`, and the same
+command goes on with those that are missing. Goodput is the steps that were
 counted in committed rounds over those that the sites would have taken undisturbed in
 that time (a slow or absent site as many as it would have taken so).
 """
 
 import argparse
-import contextlib
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -29,9 +30,22 @@ EVERY, SLOW, STOPPED, CUT = 20, 3.0, 60.0, 30.0
 RUNS = {
     "undisturbed": frozenset(),
     "a kill a minute": frozenset({"kills"}),
-    "a kill every 12 s": frozenset({"many kills"}),
+    "a kill every 6 s": frozenset({"many kills"}),
     "all faults": frozenset({"kills", "stop", "slow", "come and go", "store"}),
 }
+
+
+# Its processes are copies of one that has imported everything.
+FORKS = multiprocessing.get_context("forkserver")
+
+
+def child(name: str, folder: Path, pace: float) -> None:
+    import chaos_site
+
+    with (folder / f"{name}.log").open("a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    chaos_site.site(name, folder, pace)
 
 
 def environment(out: Path) -> dict[str, str]:
@@ -54,9 +68,9 @@ class Supervisor:
         ended: those that ended by themselves before they were told to.
     """
 
-    def __init__(self, folder: Path, out: Path, pace: float):
-        self.folder, self._out, self._pace = folder, out, pace
-        self.processes: dict[str, subprocess.Popen] = {}
+    def __init__(self, folder: Path, pace: float):
+        self.folder, self._pace = folder, pace
+        self.processes: dict[str, Any] = {}
         self.born: dict[str, float] = {}
         self.gone: dict[str, float] = {}
         self.paces: dict[str, float] = {}
@@ -65,17 +79,19 @@ class Supervisor:
     def start(self, name: str, pace: float = 1.0) -> None:
         self.paces.setdefault(name, pace * self._pace)
         self.born.setdefault(name, time.monotonic())
-        command = [sys.executable, __file__, "--child", "site", name]
-        command += [str(self.folder), str(self.paces[name])]
-        with (self.folder / f"{name}.log").open("a") as log:
-            self.processes[name] = subprocess.Popen(
-                command, env=environment(self._out), stdout=log, stderr=log
-            )
+        self.ready(name).unlink(missing_ok=True)
+        given = name, self.folder, self.paces[name]
+        self.processes[name] = FORKS.Process(target=child, args=given)
+        self.processes[name].start()
+
+    def ready(self, name: str) -> Path:
+        """Is there once a process has trained for some steps."""
+        return self.folder / f"{name}.ready"
 
     def look(self) -> None:
         """Starts again what has died."""
         for name, process in list(self.processes.items()):
-            status = process.poll()
+            status = process.exitcode
             if status is None or name in self.gone:
                 continue
             if status != -signal.SIGKILL:
@@ -92,10 +108,9 @@ class Supervisor:
             if name not in self.gone:
                 self.leave(name)
         for name, process in self.processes.items():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(300)
-            if process.poll() != 0:
-                self.ended.append((name, process.poll()))
+            process.join(300)
+            if process.exitcode != 0:
+                self.ended.append((name, process.exitcode))
                 process.kill()
 
 
@@ -106,8 +121,8 @@ def schedule(faults: frozenset[str], seconds: float, names: list[str], seed: int
         times = range(45, int(seconds) - 20, 60)
         events += [(at, "kill", draw.choice(names)) for at in times]
     if "many kills" in faults:
-        times = range(5, int(seconds), 12)
-        events += [(at, "kill", names[at // 12 % len(names)]) for at in times]
+        times = range(5, int(seconds), 6)
+        events += [(at, "kill", names[at // 6 % len(names)]) for at in times]
     if "stop" in faults:
         events += [(0.2 * seconds, "stop", names[0])]
         events += [(0.2 * seconds + STOPPED, "continue", names[0])]
@@ -119,8 +134,11 @@ def schedule(faults: frozenset[str], seconds: float, names: list[str], seed: int
     return sorted(events)
 
 
-def strike(sites: Supervisor, what: str, name: str) -> None:
+def strike(sites: Supervisor, what: str, name: str) -> bool:
+    """Does it; not yet if it is to kill a site that has not trained."""
     process = sites.processes.get(name)
+    if what == "kill" and name not in sites.gone and not sites.ready(name).exists():
+        return False
     if what in ("cut", "full"):
         (sites.folder / what).touch()
     elif what in ("mend", "empty"):
@@ -132,7 +150,8 @@ def strike(sites: Supervisor, what: str, name: str) -> None:
             sites.leave(name)
         else:
             kinds = {"kill": "SIGKILL", "stop": "SIGSTOP", "continue": "SIGCONT"}
-            process.send_signal(getattr(signal, kinds[what]))
+            os.kill(process.pid, getattr(signal, kinds[what]))
+    return True
 
 
 def run(name: str, out: Path, seconds: float, pace: float) -> dict[str, Any]:
@@ -140,7 +159,7 @@ def run(name: str, out: Path, seconds: float, pace: float) -> dict[str, Any]:
     faults, folder = RUNS[name], out / name.replace(" ", "-").replace(",", "")
     folder.mkdir(parents=True, exist_ok=False)
     (folder / "faults.json").write_text(json.dumps(sorted(faults)))
-    sites = Supervisor(folder, out, pace)
+    sites = Supervisor(folder, pace)
     names = [f"site{index}" for index in range(4)]
     for index, each in enumerate(names):
         sites.start(each, SLOW if "slow" in faults and index == 2 else 1.0)
@@ -150,9 +169,11 @@ def run(name: str, out: Path, seconds: float, pace: float) -> dict[str, Any]:
     events, start = schedule(faults, seconds, names, seed=0), time.monotonic()
     sites.born = dict.fromkeys(sites.born, start)
     before = taken(folder)
-    while (now := time.monotonic() - start) < seconds:
-        while events and events[0][0] <= now:
-            strike(sites, *events.pop(0)[1:])
+    kills, now = 0, 0.0
+    while now < seconds or (events and now < 5 * seconds):
+        now = time.monotonic() - start
+        while events and events[0][0] <= now and strike(sites, *events[0][1:]):
+            kills += events.pop(0)[1] == "kill"
         sites.look()
         time.sleep(0.2)
     steps = taken(folder) - before
@@ -165,9 +186,7 @@ def run(name: str, out: Path, seconds: float, pace: float) -> dict[str, Any]:
     row = {
         "run": name,
         "minutes": round(length / 60, 1),
-        "kills": sum(
-            event[1] == "kill" for event in schedule(faults, seconds, names, 0)
-        ),
+        "kills": kills,
         "goodput": steps / wanted,
         "steps": steps,
         "restarts": sites.restarts,
@@ -178,7 +197,7 @@ def run(name: str, out: Path, seconds: float, pace: float) -> dict[str, Any]:
 
 def ready(sites: Supervisor, names: list[str]) -> None:
     """Until all have compiled, and taken a few steps."""
-    while not all((sites.folder / f"{name}.ready").exists() for name in names):
+    while not all(sites.ready(name).exists() for name in names):
         sites.look()
         if len(sites.ended) > 8:
             raise RuntimeError(f"the sites do not start: see {sites.folder}/*.log")
@@ -198,9 +217,7 @@ def commits(folder: Path) -> list[dict[str, Any]]:
 def audit(folder: Path, out: Path) -> dict[str, Any]:
     """What must hold of a run, and the loss of its model."""
     command = [sys.executable, __file__, "--child", "judge", "judge", str(folder), "0"]
-    found = subprocess.run(
-        command, env=environment(out), capture_output=True, text=True, check=True
-    )
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
     row = {"loss": float(found.stdout.split()[-1])}
     all_, ends = (
         commits(folder),
@@ -247,6 +264,8 @@ def main() -> None:
         getattr(chaos_site, kind)(name, Path(folder), float(pace))
         return
     flags.out.mkdir(parents=True, exist_ok=True)
+    os.environ |= environment(flags.out)
+    FORKS.set_forkserver_preload(["chaos_site"])
     file = flags.out / "rows.json"
     rows = json.loads(file.read_text()) if file.exists() else []
     for name in flags.runs:

@@ -52,32 +52,24 @@ def in_one_program(outer, compressor):
     return cd.replicas.anchor(state[1])
 
 
-def as_sites(outer, compressor):
-    store = MemoryStore()
+@pytest.mark.parametrize(
+    ("outer", "compressor", "tolerance"),
+    [(NESTEROV, None, 0), (None, compressors.quantize(8, block=64), HALF_A_CODE)],
+    ids=["nesterov", "8 bits"],
+)
+def test_sites_end_where_one_program_ends(outer, compressor, tolerance):
+    one, store = in_one_program(outer, compressor), MemoryStore()
     options = {"every": EVERY, "quorum": SITES, "max_lag": 0, "poll": 0.005}
+    options |= {"outer": outer, "compressor": compressor}
 
     def run(number):
-        parts = options | {"outer": outer, "compressor": compressor}
-        with sites.Site(store, f"site{number}", **parts) as site:
+        with sites.Site(store, f"site{number}", **options) as site:
             found = train(site, number, INNER)
             assert site.metrics.counted == STEPS // EVERY
             assert site.metrics.late == site.metrics.rejected == 0
             return found
 
-    runs = {f"site{n}": lambda n=n: run(n) for n in range(SITES)}
-    return list(together(runs).values())
-
-
-@pytest.mark.parametrize(
-    ("outer", "compressor", "tolerance"),
-    [
-        (NESTEROV, None, 0),
-        (None, compressors.quantize(8, block=64), HALF_A_CODE),
-    ],
-    ids=["nesterov", "8 bits"],
-)
-def test_sites_end_where_one_program_ends(outer, compressor, tolerance):
-    one = in_one_program(outer, compressor)
-    for found in as_sites(outer, compressor):
+    found = together({f"site{n}": lambda n=n: run(n) for n in range(SITES)})
+    for params in found.values():
         for name in one:
-            np.testing.assert_allclose(found[name], one[name], rtol=0, atol=tolerance)
+            np.testing.assert_allclose(params[name], one[name], rtol=0, atol=tolerance)

@@ -38,30 +38,6 @@ def started(store, name="oslo", params=PARAMS, **options):
     return site
 
 
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("file:///proc/nothing", "cannot be opened: No such file"),
-        ("ftp://host/run", "Unable to recognise URL"),
-    ],
-)
-def test_a_store_that_does_not_exist(url, message):
-    with pytest.raises(OSError, match=message):
-        started(url)
-
-
-def test_a_bucket_that_cannot_be_reached(monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "hidden-id")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden-key")
-    monkeypatch.setitem(_store._RETRIES, "max_retries", 0)
-    with pytest.raises(OSError, match="store s3://bucket/run cannot read") as raised:
-        started("s3://bucket/run")
-    assert "hidden" not in str(raised.value)
-    assert raised.value.__suppress_context__
-
-
 def test_a_store_that_overwrites():
     with pytest.raises(RuntimeError, match="conditional writes"):
         started(Overwriting(MemoryStore()))
@@ -114,18 +90,10 @@ def test_two_of_one_name():
         second.sync(PARAMS)
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ([PARAMS], "Expected dict"),
-        (PARAMS | {"w": jnp.ones((4, 3))}, "cannot reshape array of size 12"),
-    ],
-    ids=["structure", "shape"],
-)
-def test_parameters_that_have_become_others(params, message):
+def test_parameters_that_have_become_others():
     with started(MemoryStore(), every=1, max_lag=0) as site:
-        with pytest.raises(ValueError, match=message):
-            site.sync(params)
+        with pytest.raises(ValueError, match="cannot reshape array of size 12"):
+            site.sync(PARAMS | {"w": jnp.ones((4, 3))})
 
 
 def test_closed_while_it_waits(monkeypatch):

@@ -1,12 +1,10 @@
 """Steps go on while a contribution is under way; what becomes of them."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from faulty import FaultyStore
 from gated_sites import Gated, stepped
-from jax.sharding import NamedSharding, PartitionSpec
 from obstore.store import MemoryStore
 from site_runs import start_params, together, train
 from site_steps import ByHand
@@ -173,28 +171,23 @@ def test_a_rejected_site_continues_from_the_outer_parameters():
 def test_a_store_that_fails_costs_time_and_nothing_else():
     """Refused requests and lost answers: what is created once is counted once."""
     found = {}
-    for faults in ({}, {"refuse": 0.2, "lose": 0.1}):
-        memory = MemoryStore()
+    for faults in ({"refuse": 0.2, "lose": 0.1}, {}):
+        memory, options = MemoryStore(), {"every": 4, "quorum": 3, "max_lag": 0}
+        options |= {"poll": 0.002, "compressor": compressors.quantize(2, block=16)}
 
-        def run(number, memory=memory, faults=faults):
+        def run(number, memory=memory, faults=faults, options=options):
             store = FaultyStore(memory, seed=number)
-            options = {"every": 4, "quorum": 3, "max_lag": 0, "poll": 0.002}
-            form = compressors.quantize(2, block=16)
-            with sites.Site(store, f"s{number}", compressor=form, **options) as site:
+            with sites.Site(store, f"s{number}", **options) as site:
                 params = site.start(start_params())
                 vars(store).update(faults)
                 params = train(site, number, optax.sgd(0.1), params=params)
                 assert site.metrics.counted == 3
                 assert bool(store.refused) == bool(faults)
-                return params
+                return np.asarray(params["kernel"]).tobytes()
 
-        runs = {str(n): lambda n=n: run(n) for n in range(3)}
-        found[bool(faults)] = together(runs)
-    for name in ("kernel", "bias"):
-        for number in "012":
-            np.testing.assert_array_equal(
-                found[True][number][name], found[False]["0"][name]
-            )
+        runs = {f"{n} {faults}": lambda n=n: run(n) for n in range(3)}
+        found |= together(runs)
+    assert len(set(found.values())) == 1
 
 
 def test_who_leaves_contributes_what_is_left_and_does_not_wait_for_ever():
@@ -210,50 +203,3 @@ def test_who_leaves_contributes_what_is_left_and_does_not_wait_for_ever():
         params = site.sync(stepped(site.start(PARAMS)))
         params = site.leave(params, timeout=0.2)
         np.testing.assert_array_equal(params["w"], 1.0)
-
-
-def test_sites_of_other_meshes_have_the_same_bits():
-    """One of 4 devices, sharded; one of 2; one of 1."""
-    devices = np.array(jax.devices())
-    places = {
-        "four": (devices[:4], PartitionSpec(None, "fsdp")),
-        "two": (devices[4:6], PartitionSpec("fsdp")),
-        "one": (devices[6:7], PartitionSpec()),
-    }
-    memory = MemoryStore()
-
-    def run(name):
-        some, spec = places[name]
-        sharding = NamedSharding(jax.sharding.Mesh(some, ("fsdp",)), spec)
-        params = jax.device_put({"w": jnp.arange(32.0).reshape(4, 8)}, sharding)
-        step = jax.jit(lambda p, by: stepped(p, by), donate_argnums=0)
-        outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-        form = compressors.quantize(4, block=8)
-        options = {"outer": outer, "compressor": form, "quorum": 3, "poll": 0.002}
-        with sites.Site(memory, name, every=2, max_lag=0, **options) as site:
-            params = site.start(params)
-            for index in range(6):
-                params = site.sync(step(params, 0.1 * index + len(some)), tokens=8)
-            assert params["w"].sharding == sharding
-            return np.asarray(site.leave(params)["w"])
-
-    found = together({name: lambda name=name: run(name) for name in places})
-    np.testing.assert_array_equal(found["four"], found["one"])
-    np.testing.assert_array_equal(found["two"], found["one"])
-
-
-def test_bytes_are_those_of_the_store(tmp_path):
-    """Up: all that lies in the folder. A contribution: its payload, and a header."""
-    form = compressors.quantize(2)
-    params = {"w": jnp.zeros((64, 64))}
-    with sites.Site(str(tmp_path), "oslo", every=1, compressor=form, poll=0.01) as site:
-        site.start(params)
-        assert site.metrics.bytes_down > params["w"].nbytes
-        site.leave(site.sync(stepped(params)))
-        up = site.metrics.bytes_up
-    sizes = {str(x): x.stat().st_size for x in tmp_path.rglob("*") if x.is_file()}
-    member = next(size for path, size in sizes.items() if "/members/" in path)
-    assert up > sum(sizes.values()) - member
-    (sent,) = [size for path, size in sizes.items() if "/bodies/rounds/" in path]
-    payload = form.payload(params, {})
-    assert sent == payload.averaged + payload.gathered

@@ -1,4 +1,7 @@
-"""A site of two processes: the first alone talks to the store, both do the same."""
+"""A site of two processes: the first alone talks to the store, both do the same.
+
+Beside it is a site of one process and another mesh, with the same bits.
+"""
 
 import json
 
@@ -15,9 +18,8 @@ def test_a_site_of_two_processes_beside_one_of_one(tmp_path):
     commands = [
         [site_of_two.__file__, str(index), port, str(tmp_path)] for index in range(2)
     ]
-    mesh = jax.make_mesh(
-        (4,), ("fsdp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[4:]
-    )
+    axis = ("fsdp",), (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), *axis, devices=jax.devices()[4:6])
     options = {"max_lag": 0, "quorum": 2}
     runs = {
         "oslo": lambda: launch.together(commands),

@@ -171,9 +171,13 @@ def test_requests_of_a_round_are_few():
     counts = [site.store._store.counts for site in named]
     for each in counts:
         each.clear()
+    before = named[1].store.up
     for site in named:
         site.send(1.0)
+    sent = named[1].store.up - before
     settle(*named)
+    payload = sum(x.nbytes for x in named[0].anchor)
+    assert 0 < sent - payload < 1000  # and a header
     # The last look at a commit, of each, finds none.
     assert counts[0] == {"put": 2 + 1, "list": 2, "get": 2 * 8 + 1}
     assert counts[1:] == [{"put": 2, "get": 2 * 8 + 2}] * 7
