@@ -4,9 +4,9 @@
 
 Every site is a process that trains the model of examples/char_lm at a small size. A
 step begins every `--pace` seconds at the earliest, so that the machine's few cores are
-not what is measured. The supervisor restarts what dies, from a process that has imported
-JAX, and kills only what has trained since. Runs are kept in `--out`, and the same
-command goes on with those that are missing. Goodput is the steps that were
+not what is measured. The supervisor restarts what dies, from a process that has
+imported JAX, and kills only what has trained since. Runs are kept in `--out`, and the
+same command goes on with those that are missing. Goodput is the steps that were
 counted in committed rounds over those that the sites would have taken undisturbed in
 that time (a slow or absent site as many as it would have taken so).
 """
