@@ -126,15 +126,16 @@ class Model:
             pairs = zip(anchor, jax.tree.leaves(updates), strict=True)
             new = [(x + u).astype(x.dtype) for x, u in pairs]
             pairs = zip(jax.tree.leaves(state), old, strict=True)
-            new += [x.astype(y.dtype) for x, y in pairs]
-            # A scalar may be infinite on purpose, as a minimum is before it is known.
-            if not all(jnp.isfinite(x).all() for x in new if x.ndim):
+            state = [x.astype(y.dtype) for x, y in pairs]
+            # A scalar of the state may be infinite on purpose: a minimum begins so.
+            arrays = [*new, *(x for x in state if x.ndim)]
+            if not all(jnp.isfinite(x).all() for x in arrays):
                 log.error(
                     "The outer step contains NaN or Inf, and nothing changes in this "
                     "round. Look at the outer optimizer."
                 )
                 return outer
-        return self.from_snapshot(to_host(new))
+        return self.from_snapshot(to_host([new, state]))
 
     def _tree(self, leaves: Any) -> Any:
         return jax.tree.unflatten(self._structure, leaves)
