@@ -70,7 +70,7 @@ def parameters() -> dict:
 def optimizers() -> dict[str, optax.GradientTransformation]:
     """What the tables have a row for, by its name there."""
     half, ours = jnp.bfloat16, {"axis_name": AXIS}
-    plain = synchronizers.reconcile(momentum=False)
+    plain = synchronizers.reconcile()
     return {
         ADAMW: optax.adamw(RATE),
         "`optax.contrib.muon`, AdamW for the rest": measuring.muon(RATE, parameters()),

@@ -1,4 +1,10 @@
-"""One optimizer out of an inner one, a trigger and a synchronizer."""
+"""One optimizer out of an inner one, a trigger and a synchronizer.
+
+One step of one replica is `update_of_replica` below, top to bottom: the trigger looks,
+the replicas vote (`_vote`), one `lax.cond` takes a local step or a sync (`_choose`),
+and what happened is counted. `_nan_policy` says who takes part in a sync, and `_guards`
+what a branch may not do.
+"""
 
 import functools
 from collections.abc import Callable
@@ -7,24 +13,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from curvadion_jax import (
     _collectives,
     _counters,
-    _faults,
     _finite,
     _guards,
     _layout,
     _mapped,
     _memory,
     _momentum,
+    _nan_policy,
     _partition,
     _trees,
-    _xla,
     triggers,
 )
-from curvadion_jax._collectives import Replicas
-from curvadion_jax._counters import SyncMetrics, no_faults
+from curvadion_jax._counters import SyncMetrics
 from curvadion_jax._interfaces import (
     LocalStep,
     Observation,
@@ -32,9 +37,8 @@ from curvadion_jax._interfaces import (
     Synchronizer,
     SyncState,
     Trigger,
-    Views,
 )
-from curvadion_jax._layout import Layout
+from curvadion_jax._jax_internals import trace
 
 
 class AdaptiveSyncState(NamedTuple):
@@ -140,9 +144,9 @@ def adaptive_sync(
     def init_fn(params):
         views = _partition.matrix_views(params, dimension_numbers)
         inner_state = inner.init(params)
-        counted = trigger.init(params, inner_state, views), _counters.initial()
+        initial = trigger.init(params, inner_state, views), _counters.initial()
         # An array of its own for every field, so that the state can be donated.
-        trigger_state, metrics = jax.tree.map(jnp.copy, counted)
+        trigger_state, metrics = jax.tree.map(jnp.copy, initial)
         return AdaptiveSyncState(
             inner_state=inner_state,
             trigger_state=trigger_state,
@@ -150,74 +154,136 @@ def adaptive_sync(
             metrics=metrics,
         )
 
-    def update_of_replica(updates, state, params, due=None, weight=None, **extra_args):
+    def update_of_replica(
+        gradients, state, params, *, views, payload, due, weight=None, **extra_args
+    ):
+        counters, layout = state.metrics, _layout.current()
+        group = _collectives.Group(axis_name, layout)
         _guards.require_local_gradients(
-            updates,
+            gradients,
             axis_name,
             # In a mapped step gradients are local by construction.
             allow_unchecked=allow_unchecked or _mapped.current() is not None,
         )
-        finite = _finite.norms_finite(updates)
-        replica = _Replica(
-            inner=inner,
-            synchronizer=synchronizer,
-            axis_name=axis_name,
-            extra_args=extra_args,
-            views=_partition.matrix_views(params, dimension_numbers),
-            layout=_layout.current(),
-            weight=_faults.checked_weight(weight),
-            finite=finite,
+        weight = _nan_policy.checked_weight(weight)
+        finite = _finite.norms_finite(gradients)
+        gradients = _finite.or_zeros(finite, gradients)
+
+        def inner_update(gradients, inner_state, **more):
+            """The inner optimizer's, in the dtypes of parameters and state."""
+            if layout.axes:
+                more["layout"] = layout
+            updates, new_state = inner.update(
+                gradients, inner_state, params, **extra_args, **more
+            )
+            return _trees.like(updates, params), _trees.like(new_state, inner_state)
+
+        def observe(gradients, state):
+            observation = Observation(
+                gradients=gradients,
+                finite=finite,
+                inner_state=state.inner_state,
+                params=params,
+                views=views,
+                next_inner_state=lambda: _momentum.after_local_step(
+                    inner_update, gradients, state.inner_state
+                ),
+                steps=counters.steps,
+                syncs=counters.syncs,
+                local_steps=counters.local_steps,
+                anchor=state.sync_state.anchor,
+                sync_cost=_sync_cost(payload, params, group.size),
+            )
+            decision, new_state = triggers.answer(
+                trigger, observation, state.trigger_state
+            )
+            return decision, _trees.like(new_state, state.trigger_state)
+
+        def local_step(gradients, inner_state, sync_state):
+            updates, inner_state = inner_update(gradients, inner_state)
+            faults = _counters.no_faults()._replace(zeroed=~_finite.all_finite(updates))
+            return _finite.finite_elements(updates), inner_state, sync_state, faults
+
+        def sync_instead(gradients, inner_state, sync_state):
+            """A sync that replaces the local step, such as `average_gradients`."""
+            step = {"gradients": gradients, "take": inner_update}
+            return synchronise(params, inner_state, sync_state, step, finite)
+
+        def sync_after(updates, inner_state, sync_state, faults):
+            """A sync that follows the local step, such as `reconcile`."""
+            moved = optax.apply_updates(params, updates)
+            *results, new_faults = synchronise(
+                moved, inner_state, sync_state, {"updates": updates}
+            )
+            zeroed = faults.zeroed | new_faults.zeroed
+            return *results, new_faults._replace(zeroed=zeroed)
+
+        def synchronise(moved, inner_state, sync_state, step, contributes: Any = True):
+            """A sync of a replica that comes with the parameters `moved`."""
+            before = _memory.to_device(sync_state)
+            part = _nan_policy.participation(
+                moved, inner_state, before, weight, contributes, axis_name
+            )
+            inner_state = _nan_policy.restarted(
+                inner, params, inner_state, part.keeps_inner_state
+            )
+            local = LocalStep(
+                inner_state=inner_state,
+                params=params,
+                views=views,
+                weight=part.weight,
+                expected=part.expected,
+                healthy=part.healthy,
+                **step,
+            )
+            updates, inner_state, new = synchronizer.sync(local, before, group)
+            updates = _trees.like(updates, params)
+            faults = _counters.Faults(
+                zeroed=part.healthy & ~_finite.all_finite(updates),
+                excluded=part.excluded,
+                absent=~part.excluded & ~local.present,
+                weight=part.weight,
+            )
+            new = jax.tree.map(_memory.beside, new, sync_state)
+            return _finite.finite_elements(updates), inner_state, new, faults
+
+        # 1. The trigger looks at this replica.
+        decision, trigger_state = _guards.locally(
+            observe, gradients, state, axis_name=axis_name
         )
-        updates, counters = _finite.or_zeros(finite, updates), state.metrics
 
-        # 1. Ask this replica's trigger.
-        def decide(gradients, params, state):
-            seen = replica.observation(gradients, params, state)
-            decision, new = triggers.answer(trigger, seen, state.trigger_state)
-            return decision, _trees.like(new, state.trigger_state)
-
-        decision, trigger_state = replica.locally(decide, updates, params, state)
-
-        # 2. Decide for all replicas alike. What a Python bool settles needs no vote.
+        # 2. The replicas vote. What is known as a Python bool needs no vote.
         if due is None and trigger.due is not None:
-            due = trigger.due(counters.steps, replica.sync_cost(params, state))
+            due = trigger.due(counters.steps, _sync_cost(payload, params, group.size))
         fire: Any = due
-        if due is not False and trigger.decide is not None:
-            fire = decision.fire & _faults.may_request(counters, replica.weight)
-            fire = fire if due is None else fire & due
+        if trigger.decide is not None and due is not False:
+            request = decision.fire & _nan_policy.may_request(counters, weight)
+            fire = request if due is None else request & due
         voted = not isinstance(fire, bool)
         if voted:
-            fire = _collectives.any_replica(fire, axis_name)
-            if axis_name is not None:
-                fire = _guards.one_decision(fire)
+            fire = _vote(fire, axis_name)
 
-        # 3. Take a local step, and a sync if any replica requested one.
-        operands = (state.sync_state, updates, state.inner_state, params)
+        # 3. A local step, or a sync if any replica requested one.
+        operands = gradients, state.inner_state, state.sync_state
         if synchronizer.after_local_step:
-            done = replica.locally(replica.local_step, *operands)
-            results = _xla.run_once(
-                fire, replica.sync_after, done, params, axis_name=axis_name
-            )
+            stepped = _guards.locally(local_step, *operands, axis_name=axis_name)
+            results = _then_once(fire, sync_after, stepped, axis_name)
         else:
-            results = _guards.cond(
-                fire,
-                replica.sync_instead,
-                replica.local_step,
-                *operands,
-                axis_name=axis_name,
-                sharded=bool(replica.layout.axes),
+            results = _choose(
+                fire, sync_instead, local_step, *operands, axis_name=axis_name
             )
         updates, inner_state, sync_state, faults = results
 
-        # 4. Count what happened.
-        metrics = _counters.following(
+        # 4. What happened is counted. One replica sends nothing.
+        sent = Payload() if axis_name is None else payload + _counters.WEIGHT
+        metrics = _counters.update(
             counters,
             decision,
             voted=voted and axis_name is not None,
             synced=fire,
             finite=finite,
             faults=faults,
-            payload=replica.payload(params, state.inner_state),
+            payload=sent,
             gradient_bytes=_trees.float32_bytes(params),
         )
         state = AdaptiveSyncState(inner_state, trigger_state, sync_state, metrics)
@@ -228,14 +294,13 @@ def adaptive_sync(
         updates, state, params: Any = None, *, due: bool | None = None, **extra_args
     ):
         _check_update(updates, state, params)
+        views = _partition.matrix_views(params, dimension_numbers)
+        payload = synchronizer.payload(params, state.inner_state, views)
         if due is None:
-            views = _partition.matrix_views(params, dimension_numbers)
-            cost = functools.partial(
-                sync_cost, synchronizer, params, state.inner_state, views
-            )
+            cost = functools.partial(_sync_cost, payload, params)
             due = _mapped.known_due(trigger, cost)
         return _mapped.update(
-            functools.partial(update_of_replica, due=due),
+            functools.partial(update_of_replica, views=views, payload=payload, due=due),
             axis_name,
             updates,
             state,
@@ -257,149 +322,94 @@ def _check_update(gradients, state, params) -> None:
         )
 
 
-def sync_cost(
-    synchronizer: Synchronizer, params, inner_state, views: Views, replicas: int
-) -> float:
+def _sync_cost(payload: Payload, params, replicas: int) -> float:
     """See `Observation`."""
-    payload = synchronizer.payload(params, inner_state, views)
     return payload.as_averaged(replicas) / max(_trees.float32_bytes(params), 1)
 
 
-class _Replica(NamedTuple):
-    """One replica on one step, and the branches that it may take.
+def _vote(request: jax.Array, axis_name: str | None) -> jax.Array:
+    """Whether any replica requests a sync, bool[]: one int32 scalar all-reduce.
 
-    The branches return updates, inner state, sync state and `Faults`.
-
-    Attributes:
-      inner: see `adaptive_sync`, as `synchronizer` and `axis_name`.
-      extra_args: for the inner optimizer.
-      views: path of a parameter -> how it is seen as matrices, or None.
-      layout: how the arrays of this replica lie on its devices.
-      weight: float32[], how much it counts in a sync; None means 1.
-      finite: bool[], whether its gradients are finite.
+    An integer, because a float maximum drops NaN in shard_map on CPU.
     """
+    if axis_name is None:
+        return request
+    request = _collectives.vary(request.astype(jnp.int32), axis_name)
+    return _guards.one_decision(lax.pmax(request, axis_name) > 0)
 
-    inner: optax.GradientTransformationExtraArgs
-    synchronizer: Synchronizer
-    axis_name: str | None
-    extra_args: dict[str, Any]
-    views: Views
-    layout: Layout
-    weight: jax.Array | None
-    finite: jax.Array
 
-    def locally(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """See `_guards.locally`."""
-        return _guards.locally(
-            function,
-            *operands,
-            axis_name=self.axis_name,
-            sharded=bool(self.layout.axes),
+def _choose(
+    fire: jax.Array | bool,
+    sync: Callable[..., Any],
+    local: Callable[..., Any],
+    *operands: Any,
+    axis_name: str | None,
+) -> Any:
+    """The one `lax.cond`: takes a sync, or a step that sends nothing; cannot hang.
+
+    Args:
+      fire: bool[], the same on all replicas. A Python bool is known, and that branch
+        the program.
+      sync: branch that may communicate over the axis.
+      local: branch that may not.
+      *operands: trees of arrays, passed on.
+      axis_name: replica axis.
+
+    Returns:
+      What the chosen branch returns, marked as varying over the axis.
+
+    Raises:
+      ValueError: if the choice may differ between replicas (the program would wait
+        indefinitely), or if the local branch holds a collective over the axis.
+    """
+    synced = trace(sync, *operands)
+    _guards.require_no_deadlock(synced.program.jaxpr, axis_name)
+    alone = _guards.trace_local(local, *operands, axis_name=axis_name)
+    # Both, known or not: what is wrong with a sync is reported before the first one.
+    axes = _guards.axes_of_results(synced, alone)
+
+    def marked(branch):
+        return lambda *args: _collectives.vary(
+            _collectives.vary_over(branch(*args), axes), axis_name
         )
 
-    def sync_cost(self, params, state: AdaptiveSyncState) -> float:
-        size = _collectives.axis_size(self.axis_name)
-        return sync_cost(self.synchronizer, params, state.inner_state, self.views, size)
+    if isinstance(fire, bool):
+        return marked(synced if fire else alone)(*operands)
+    _guards.require_shared(fire, axis_name)
+    return lax.cond(fire, marked(synced), marked(alone), *operands)
 
-    def observation(self, gradients, params, state: AdaptiveSyncState) -> Observation:
-        """What the trigger sees."""
-        counters, inner_state = state.metrics, state.inner_state
 
-        def next_inner_state():
-            return _momentum.after_local_step(
-                self._update, gradients, inner_state, params
-            )
+def _then_once(
+    fire: jax.Array | bool,
+    sync: Callable[..., Any],
+    stepped: tuple[Any, ...],
+    axis_name: str | None,
+) -> tuple[Any, ...]:
+    """What a local step gave, or what a sync makes of it; cannot hang.
 
-        return Observation(
-            gradients=gradients,
-            finite=self.finite,
-            inner_state=inner_state,
-            params=params,
-            views=self.views,
-            next_inner_state=next_inner_state,
-            steps=counters.steps,
-            syncs=counters.syncs,
-            local_steps=counters.local_steps,
-            anchor=state.sync_state.anchor,
-            sync_cost=self.sync_cost(params, state),
-        )
+    A loop of one pass or none: XLA copies what a conditional hands through
+    (https://github.com/jax-ml/jax/issues/39449), and leaves what goes through a loop
+    that does not run where it is. The conditional inside keeps XLA from computing in
+    front of the loop what a sync needs and no pass changes.
 
-    def payload(self, params, inner_state) -> Payload:
-        """What a sync sends: nothing where there is one replica."""
-        if self.axis_name is None:
-            return Payload()
-        found = self.synchronizer.payload(params, inner_state, self.views)
-        return found + _counters.WEIGHT
+    Args:
+      fire: as for `_choose`.
+      sync: function of what the local step gave that may communicate over the axis.
+      stepped: what the local step gave, trees of arrays.
+      axis_name: replica axis.
+    """
+    stepped = _collectives.vary(stepped, axis_name)
+    keep = lambda *stepped: stepped  # noqa: E731
+    if isinstance(fire, bool):
+        return _choose(fire, sync, keep, *stepped, axis_name=axis_name)
+    branches = trace(sync, *stepped), trace(keep, *stepped)
+    axes = _guards.axes_of_results(*branches)
+    if axes != _guards.axes_of_results(branches[1]):
+        # A loop hands on what it began with, and marked as what it ends with.
+        stepped = _collectives.vary_over(stepped, axes)
+        branches = trace(sync, *stepped), trace(keep, *stepped)
 
-    def local_step(self, sync_state, gradients, inner_state, params):
-        """The step that sends nothing."""
-        updates, inner_state = self._update(gradients, inner_state, params)
-        zeroed = ~_finite.all_finite(updates)
-        updates = _finite.finite_elements(updates)
-        return updates, inner_state, sync_state, no_faults()._replace(zeroed=zeroed)
+    def once(_, stepped):
+        return _choose(fire, *branches, *stepped, axis_name=axis_name)
 
-    def sync_after(self, done, params):
-        """A sync that follows the local step, such as `reconcile`."""
-        updates, inner_state, sync_state, faults = done
-
-        def sync_unless_empty(local, kept, group):
-            return _xla.if_any(
-                local.anybody,
-                lambda *before: self.synchronizer.sync(local, before[-1], group),
-                *local.take(),
-                kept,
-                axis_name=self.axis_name,
-            )
-
-        local = LocalStep(
-            (), inner_state, params, self.views, lambda own: (updates, own.inner_state)
-        )
-        moved = optax.apply_updates(params, updates)
-        *results, missed = self._synchronised(
-            sync_unless_empty, local, sync_state, moved
-        )
-        return *results, missed._replace(zeroed=faults.zeroed | missed.zeroed)
-
-    def sync_instead(self, sync_state, gradients, inner_state, params):
-        """A sync that replaces the local step, such as `average_gradients`."""
-
-        def take(local, gradients=None, inner_state=None, **more):
-            gradients = local.gradients if gradients is None else gradients
-            inner_state = local.inner_state if inner_state is None else inner_state
-            return self._update(gradients, inner_state, params, **more)
-
-        local = LocalStep(gradients, inner_state, params, self.views, take)
-        return self._synchronised(
-            self.synchronizer.sync, local, sync_state, params, there=self.finite
-        )
-
-    def _synchronised(
-        self, sync, local: LocalStep, sync_state, moved, there: Any = True
-    ):
-        """Updates, inner state and sync state after a sync, and who missed it.
-
-        `moved` are the parameters that the replica comes with.
-        """
-        kept = _memory.to_device(sync_state)
-        sound = _faults.is_finite(local.inner_state, moved)
-        healthy = _faults.is_healthy(moved, kept, sound)
-        own = _faults.contribution(self.weight, healthy, there)
-        fresh = _faults.fresh_state(self.inner, local.params, local.inner_state)
-        local = _faults.taking_part(local, fresh, sound, own, healthy, self.axis_name)
-        local = local._replace(take=functools.partial(local.take, local))
-        group = Replicas(self.axis_name, self.layout)
-        updates, inner_state, new = sync(local, kept, group)
-        updates, faults = _faults.after_sync(
-            _trees.like(updates, local.params), local, own < 0
-        )
-        new = jax.tree.map(_memory.beside, new, sync_state)
-        return updates, inner_state, new, faults
-
-    def _update(self, gradients, inner_state, params, **more):
-        """The inner optimizer's, in the dtypes of parameters and state."""
-        if self.layout.axes:
-            more["layout"] = self.layout
-        updates, after = self.inner.update(
-            gradients, inner_state, params, **self.extra_args, **more
-        )
-        return _trees.like(updates, params), _trees.like(after, inner_state)
+    return lax.fori_loop(0, fire.astype(jnp.int32), once, stepped)

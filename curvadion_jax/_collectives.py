@@ -1,4 +1,4 @@
-"""The only part that talks between replicas.
+"""What talks between replicas (the vote in `_adaptive_sync` apart).
 
 Everything takes `axis_name: str | None`; None is one replica, for which every reduction
 is the identity. First what JAX knows of who holds what, then what communicates. What
@@ -6,9 +6,7 @@ moves between the devices of one replica is in `_within_replica`.
 """
 
 import dataclasses
-import itertools
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,20 +15,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from curvadion_jax import _within_replica
-from curvadion_jax._interfaces import Group
 from curvadion_jax._jax_internals import varying
 from curvadion_jax._layout import ONE_DEVICE, Layout
-
-# Bytes: over 1 Gbit/s an array takes less time than a message from one site to another.
-_SMALL = 2**20
-# Of arrays that travel together, but for the last of them.
-_MESSAGE = 2**24
 
 
 def check_axis_name(axis_name: Any) -> None:
     """Rejects what is not one name: a tuple of them would blind the guards."""
     if axis_name is not None and not isinstance(axis_name, str):
-        raise TypeError(f"axis_name must be a string or None, got {axis_name!r}")
+        raise TypeError(f"axis_name must be a string or None, got {axis_name!r}.")
 
 
 def axis_size(axis_name: str | None) -> int:
@@ -47,9 +39,9 @@ def axis_size(axis_name: str | None) -> int:
         bound = list(jax.sharding.get_abstract_mesh().manual_axes)
         here = f" (bound here: {', '.join(map(repr, bound))})" if bound else ""
         raise ValueError(
-            f"the axis {axis_name!r} is not bound here{here}: call `update` inside "
-            f"curvadion_jax.replicas.step (or a shard_map or vmap with the axis "
-            f"{axis_name!r}), or pass axis_name=None for one replica"
+            f"The axis {axis_name!r} is not bound here{here}. Call `update` inside "
+            f"curvadion_jax.replicas.step, or a shard_map or vmap with the axis "
+            f"{axis_name!r}, or pass axis_name=None for one replica."
         ) from error
 
 
@@ -101,12 +93,21 @@ def vary_over(tree: Any, axes: Sequence[frozenset[str]]) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Replicas:
-    """The :class:`Group` over an axis; results are marked as varying over it.
+class Group:
+    """What may be done across replicas, for parts that know no axis.
+
+    All methods communicate, and all replicas must call them in the same order. Results
+    are marked as varying over the axis. A mean is over all N replicas: one that takes
+    no part contributes zeros (`LocalStep.weighted`), and its residual.
 
     Attributes:
       axis_name: replica axis; None is one replica, which sends nothing.
-      layout: how arrays lie within a replica.
+      layout: how the arrays of a replica lie on its devices.
+
+    Example:
+      >>> alone = Group()
+      >>> alone.size, alone.mean({"w": 2.0})
+      (1, {'w': 2.0})
     """
 
     axis_name: str | None = None
@@ -114,16 +115,20 @@ class Replicas:
 
     @property
     def size(self) -> int:
+        """Number of replicas N."""
         return axis_size(self.axis_name)
 
     @property
     def replica(self) -> jax.Array | int:
+        """Which of them this one is, int32[]. Replica-varying."""
         return 0 if self.axis_name is None else lax.axis_index(self.axis_name)
 
-    def laid_out(self, layout: Layout) -> "Replicas":
+    def laid_out(self, layout: Layout) -> "Group":
+        """The same replicas, for arrays that lie otherwise, such as factors."""
         return dataclasses.replace(self, layout=layout)
 
     def mean(self, tree: Any) -> Any:
+        """Means over the replicas, in at least float32, cast back; an all-reduce."""
         if self.axis_name is None:
             return tree
         leaves, structure = jax.tree.flatten(vary(tree, self.axis_name))
@@ -136,16 +141,27 @@ class Replicas:
         return vary(jax.tree.unflatten(structure, means), self.axis_name)
 
     def all_to_all(self, tree: Any) -> Any:
+        """Arrays [N, ...]: part k goes to replica k, and part k is from replica k."""
         return self._each(lambda x: lax.all_to_all(x, self.axis_name, 0, 0), tree)
 
     def all_gather(self, tree: Any) -> Any:
+        """Arrays [...] as [N, ...], of which part k is replica k's."""
         if self.axis_name is None:
             return jax.tree.map(lambda x: x[None], tree)
         return self._each(lambda x: lax.all_gather(x, self.axis_name), tree)
 
     def by_device(
-        self, function: Callable[[Group, list], list], tree: Any
+        self, function: Callable[["Group", list], list], tree: Any
     ) -> list[tuple[jax.Array, ...]]:
+        """What ``function(group, leaves)`` returns, for every device's part of them.
+
+        For every leaf of the tree a tuple of arrays like it. Where a replica has
+        several devices, each calls the function with its own parts of the leaves, and
+        the group to use there; once for all leaves that are sharded over the same axes.
+        So taking an array apart moves nothing inside the replica. Of a part that
+        several devices hold, each gets a piece, in one dimension, and the results are
+        put together inside the replica: nothing crosses between replicas twice.
+        """
         leaves = jax.tree.leaves(vary(tree, self.axis_name))
         if not self.layout.axes:
             return function(self, leaves)
@@ -174,53 +190,22 @@ class Replicas:
             and _within_replica.shared_by(leaves[index], spec, layout)
         }
         rest = [x for index, x in enumerate(leaves) if index not in cut]
-        found = iter(_summed(rest, self.axis_name, together=not layout.axes))
+        found = iter(lax.psum(rest, self.axis_name))
         pieces = iter(())
         if cut:
             arrays, divisions = zip(*cut.values(), strict=True)
-            of_parts = lambda parts: [  # noqa: E731
-                (x,) for x in _summed(parts, self.axis_name, together=True)
-            ]
             pieces = iter(
-                _within_replica.by_device(of_parts, arrays, divisions, layout)
+                _within_replica.by_device(
+                    lambda parts: [(x,) for x in lax.psum(parts, self.axis_name)],
+                    arrays,
+                    divisions,
+                    layout,
+                )
             )
         return [
             next(pieces)[0] if index in cut else next(found)
             for index in range(len(leaves))
         ]
-
-
-def _summed(leaves: list, axis_name: str | None, together: bool) -> list[jax.Array]:
-    """Sums over the replicas; small arrays travel together.
-
-    On CPUs the arrays of an all-reduce are sent one after another, and on a long link
-    each costs two round trips. Not where the compiler divides arrays inside a replica:
-    it would gather them.
-    """
-    results = list(leaves)
-    for indices in _messages(leaves) if together else ([i] for i in range(len(leaves))):
-        parts = [leaves[index] for index in indices]
-        if len(parts) == 1:
-            sums = [lax.psum(parts[0], axis_name)]
-        else:
-            message = jnp.concatenate([x.reshape(-1) for x in parts])
-            ends = itertools.accumulate(x.size for x in parts)
-            sums = jnp.split(lax.psum(message, axis_name), list(ends)[:-1])
-        for index, x, total in zip(indices, parts, sums, strict=True):
-            results[index] = total.reshape(x.shape)
-    return results
-
-
-def _messages(leaves: list[jax.Array]) -> Iterable[list[int]]:
-    """Which arrays travel together: those of a dtype that vary over the same axes."""
-    messages, sizes = defaultdict(list), defaultdict(int)
-    for index, x in enumerate(leaves):
-        size, kind = x.size * x.dtype.itemsize, (x.dtype, varying(x))
-        if size > _SMALL:
-            kind = index
-        messages[kind, sizes[kind] // _MESSAGE].append(index)
-        sizes[kind] += size
-    return messages.values()
 
 
 def gathered(x: jax.Array, axis_name: str | None) -> jax.Array:
@@ -229,13 +214,3 @@ def gathered(x: jax.Array, axis_name: str | None) -> jax.Array:
         return jnp.reshape(x, 1)
     to = "invarying" if is_checked(axis_name) else "varying"
     return lax.all_gather(vary(x, axis_name), axis_name, to=to)
-
-
-def any_replica(flag: jax.Array, axis_name: str | None) -> jax.Array:
-    """Whether any replica says so, bool[]: one int32 scalar all-reduce.
-
-    An integer, because a float maximum drops NaN in shard_map on CPU.
-    """
-    if axis_name is None:
-        return flag
-    return lax.pmax(vary(flag.astype(jnp.int32), axis_name), axis_name) > 0

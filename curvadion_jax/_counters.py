@@ -17,27 +17,25 @@ FLAG, WEIGHT = Payload(averaged=4), Payload(gathered=4)
 
 
 class Faults(NamedTuple):
-    """What went wrong on this replica on one step; see `_faults`.
+    """What went wrong on this replica on one step; see `_nan_policy`.
 
     Attributes:
       zeroed: bool[], of finite gradients the optimizer made updates that are not.
       excluded: bool[], it had nothing finite to contribute to a sync.
       absent: bool[], it was given no weight.
-      empty: bool[], nobody took part.
       weight: float32[], how much it counted in a sync.
     """
 
     zeroed: jax.Array
     excluded: jax.Array
     absent: jax.Array
-    empty: jax.Array
     weight: jax.Array
 
 
 def no_faults() -> Faults:
     """Those of a local step in which all is well."""
     no = jnp.zeros([], jnp.bool_)
-    return Faults(no, no, no, no, weight=jnp.zeros([], jnp.float32))
+    return Faults(no, no, no, weight=jnp.zeros([], jnp.float32))
 
 
 class SyncMetrics(NamedTuple):
@@ -67,8 +65,7 @@ class SyncMetrics(NamedTuple):
       absent: int32[], syncs in which it had something finite, and no weight.
         Replica-varying.
       last_excluded: int32[], number of the step of the last sync from which it was
-        excluded and others were not, -1 if none. Replica-varying.
-      empty: int32[], syncs that nobody took part in; they changed nothing.
+        excluded, -1 if none. Replica-varying.
       weight: float32[], how much this replica counted in the last sync, 1 if all
         counted alike, 0 if it took no part. Replica-varying.
       sent: int32[2, 2], bytes sent so far as [[high, low], [high, low]] in base 2^30:
@@ -95,7 +92,6 @@ class SyncMetrics(NamedTuple):
     excluded: jax.Array
     absent: jax.Array
     last_excluded: jax.Array
-    empty: jax.Array
     weight: jax.Array
     sent: jax.Array
     synchronous: jax.Array
@@ -123,20 +119,21 @@ def _names() -> list[_paths.Names]:
     return [names for names, _ in _paths.leaves_with_names(jax.eval_shape(initial))]
 
 
-def ways(names: Iterable[_paths.Names]) -> list[_paths.Names]:
-    """The ways to all counters of optimizers, among the names of a tree's leaves.
+def counter_paths(names: Iterable[_paths.Names]) -> list[_paths.Names]:
+    """The paths to all counters of optimizers, among the names of a tree's leaves.
 
     By names and not by type: `flax.nnx.split` makes dictionaries of named tuples. By
     all of them, since a state may have `metrics` with a count of `steps` of its own.
     """
     known, last = dict.fromkeys(names), _names()[0]
     found = [each[: -len(last)] for each in known if each[-len(last) :] == last]
-    return [way for way in found if all((*way, *each) in known for each in _names())]
+    return [path for path in found if all((*path, *x) in known for x in _names())]
 
 
 def optimizers(names: Iterable[_paths.Names]) -> list[_paths.Names]:
-    """The ways to all states of `adaptive_sync`, which keep their counters."""
-    return [way[:-1] for way in ways(names) if way[-1:] == ("metrics",)]
+    """The paths to all states of `adaptive_sync`, which keep their counters."""
+    found = counter_paths(names)
+    return [path[:-1] for path in found if path[-1:] == ("metrics",)]
 
 
 def is_within(
@@ -149,7 +146,7 @@ def is_within(
     )
 
 
-def following(
+def update(
     old: SyncMetrics,
     decision: Decision,
     *,
@@ -176,7 +173,6 @@ def following(
     sent = jnp.where(synced, _plus(old.sent, _words(payload)), old.sent)
     if voted:
         sent = _plus(sent, _words(FLAG))
-    apart = faults.excluded & ~faults.empty
     return SyncMetrics(
         steps=jnp.asarray(optax.safe_increment(old.steps)),
         syncs=_counted(old.syncs, synced),
@@ -190,8 +186,7 @@ def following(
         zeroed=_counted(old.zeroed, faults.zeroed),
         excluded=_counted(old.excluded, faults.excluded),
         absent=_counted(old.absent, faults.absent),
-        last_excluded=jnp.where(apart, old.steps, old.last_excluded),
-        empty=_counted(old.empty, faults.empty),
+        last_excluded=jnp.where(faults.excluded, old.steps, old.last_excluded),
         weight=jnp.where(synced, faults.weight, old.weight),
         sent=sent,
         synchronous=_plus(old.synchronous, jnp.array(divmod(gradient_bytes, WORD))),

@@ -4,14 +4,13 @@ Inspects each branch's jaxpr before it is used, and rejects collectives over the
 axis where there may be none, or where not all replicas take the branch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 from jax.extend.core import Jaxpr
 
-from curvadion_jax import _collectives
+from curvadion_jax import _collectives, _layout
 from curvadion_jax._jax_internals import (
     Traced,
     collectives_in,
@@ -30,86 +29,13 @@ SEVERAL_MODELS = (
 )
 
 
-def cond(
-    fire: jax.Array | bool,
-    sync: Callable[..., Any],
-    local: Callable[..., Any],
-    *operands: Any,
-    axis_name: str | None,
-    sharded: bool = False,
-) -> Any:
-    """`lax.cond` around collectives, that cannot hang and keeps local steps local.
-
-    Args:
-      fire: bool[], the same on all replicas, whether to take the sync. A Python bool is
-        known, and that branch the program.
-      sync: branch that may communicate over the axis.
-      local: branch that may not.
-      *operands: trees of arrays, passed on.
-      axis_name: replica axis.
-      sharded: whether a replica has several devices.
-
-    Returns:
-      What the chosen branch returns, marked as varying over the axis.
-
-    Raises:
-      ValueError: if the choice may differ between replicas (the program would wait
-        indefinitely), if the local branch holds a collective over the axis, or if the
-        branches return different shapes or dtypes.
-    """
-    synced = trace(sync, *operands)
-    require_no_deadlock(synced.program.jaxpr, axis_name)
-    alone = trace_local(local, *operands, axis_name=axis_name, sharded=sharded)
-    # Both, known or not: what is wrong with a sync is reported before the first one.
-    branches = [synced, alone]
-    axes = axes_of_results(branches)
-
-    def marked(branch):
-        return lambda *args: _collectives.vary(
-            _collectives.vary_over(branch(*args), axes), axis_name
-        )
-
-    if isinstance(fire, bool):
-        return marked(synced if fire else alone)(*operands)
-    require_shared(fire, axis_name)
-    return lax.cond(fire, *map(marked, branches), *operands)
-
-
-def axes_of_results(branches: Sequence[Traced]) -> list[frozenset[str]]:
-    """For every result the axes over which that of any branch differs.
-
-    Args:
-      branches: of a sync step, and of a local step.
-    """
-    synced, *others = branches
-    for local in others:
-        _require_same_result(synced.result, local.result)
-    avals = zip(*(traced.program.out_avals for traced in branches), strict=True)
+def axes_of_results(*branches: Traced) -> list[frozenset[str]]:
+    """For every result the axes over which that of any branch differs."""
+    avals = zip(*(traced.program.out_avals for traced in branches), strict=False)
     return [frozenset().union(*map(varying, results)) for results in avals]
 
 
-def _require_same_result(synced: Any, local: Any) -> None:
-    if jax.tree.structure(synced) != jax.tree.structure(local):
-        raise ValueError(
-            "A sync step and a local step return different trees:\n"
-            f"{jax.tree.structure(synced)}\n{jax.tree.structure(local)}"
-        )
-    pairs = zip(jax.tree.leaves_with_path(synced), jax.tree.leaves(local), strict=True)
-    for (path, a), b in pairs:
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            raise ValueError(
-                f"A sync step returns {a.dtype}{list(a.shape)} and a local step "
-                f"{b.dtype}{list(b.shape)} for{jax.tree_util.keystr(path) or ' it'}. "
-                "Keep the shapes and dtypes of state and updates in the optimizer."
-            )
-
-
-def locally(
-    function: Callable[..., Any],
-    *operands: Any,
-    axis_name: str | None,
-    sharded: bool = False,
-) -> Any:
+def locally(function: Callable[..., Any], *operands: Any, axis_name: str | None) -> Any:
     """Result of a computation that must stay on its replica.
 
     Raises:
@@ -118,8 +44,7 @@ def locally(
     """
     if axis_name is None:
         return function(*operands)
-    traced = trace_local(function, *operands, axis_name=axis_name, sharded=sharded)
-    return traced(*operands)
+    return trace_local(function, *operands, axis_name=axis_name)(*operands)
 
 
 def require_shared(fire: jax.Array, axis_name: str | None) -> None:
@@ -132,7 +57,7 @@ def require_shared(fire: jax.Array, axis_name: str | None) -> None:
 
 
 def trace_local(
-    function: Callable[..., Any], *operands: Any, axis_name: str | None, sharded: bool
+    function: Callable[..., Any], *operands: Any, axis_name: str | None
 ) -> Traced:
     """The program of a function that must not communicate over the axis."""
     traced = trace(function, *operands)
@@ -145,7 +70,7 @@ def trace_local(
             f"({found[0].primitive.name}). Remove it from the inner optimizer or the "
             "trigger: the synchronizer does what has to be sent."
         )
-    if sharded and _has_own_condition(jaxpr, axis_name):
+    if _layout.current().axes and _has_own_condition(jaxpr, axis_name):
         raise ValueError(
             "The inner optimizer or the trigger has a lax.cond or while_loop that "
             f"replicas of axis {axis_name!r} may decide differently, which would "
@@ -230,9 +155,14 @@ def require_local_gradients(
         )
     for path, leaf in leaves:
         if not _collectives.is_varying(leaf, axis_name):
-            raise ValueError(
-                f"Gradient {jax.tree_util.keystr(path)} was already averaged over "
-                f"axis {axis_name!r}, so every step would communicate in full. Remove "
-                "the pmean or psum; if there is none, the parameters are replicated "
-                "(in_specs=P()): use curvadion_jax.replicas.step."
-            )
+            raise already_averaged(path, axis_name)
+
+
+def already_averaged(path: Any, axis_name: str) -> ValueError:
+    """The error for a gradient that is the same on all replicas."""
+    return ValueError(
+        f"Gradient {jax.tree_util.keystr(path)} was already averaged over axis "
+        f"{axis_name!r}, so every step would communicate in full. Remove the pmean or "
+        "psum; if there is none, the parameters are replicated (in_specs=P()): use "
+        "curvadion_jax.replicas.step."
+    )

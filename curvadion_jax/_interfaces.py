@@ -8,14 +8,14 @@ an axis.
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from curvadion_jax import _finite
-from curvadion_jax._layout import Layout
+from curvadion_jax._collectives import Group
 from curvadion_jax._matrices import MatrixView
 from curvadion_jax._orthonormalize import compute_dtype
 
@@ -192,14 +192,11 @@ class Synchronizer(NamedTuple):
       init: (params, inner_state, views) -> :class:`SyncState`; called once, outside
         `shard_map` and possibly on abstract values.
       sync: (local step, sync state, group) -> (updates, inner state, sync state);
-        called on sync steps only. Where nobody takes part (`LocalStep.anybody`) it
-        changes nothing.
+        called on sync steps only.
       payload: (params, inner_state, views) -> the `Payload` of one sync (see
         `curvadion_jax.compressors`), from shapes alone.
-      after_local_step: whether `sync` follows the plain local step, ``local.take()``,
-        and does not replace it. The step is then taken before anyone knows whether
-        replicas synchronise, and `sync` is not called where nobody takes part. It
-        stands in a loop, which has no reverse-mode derivative under `jit`.
+      after_local_step: whether `sync` follows the plain local step and does not replace
+        it. The step is then taken before anyone knows whether replicas synchronise.
 
     Example:
       >>> from curvadion_jax.compressors import exact
@@ -224,14 +221,16 @@ class LocalStep(NamedTuple):
     """One replica's step, and its part in this sync.
 
     Attributes:
-      gradients: this replica's gradients, tree of the parameters.
       inner_state: state of the inner optimizer; before the step, or after it for
         synchronizers with `after_local_step`.
       params: this replica's parameters before the step.
       views: path of a parameter -> how it is seen as matrices, or None.
+      gradients: this replica's gradients, tree of the parameters; () with
+        `after_local_step`.
       take: ``(gradients, inner_state, **extra_args)`` -> (updates, inner state after
-        the step), the inner optimizer's update; ``take()`` is the plain local step, and
-        all that there is with `after_local_step`. It communicates nothing.
+        the step), the inner optimizer's update, which communicates nothing; None with
+        `after_local_step`.
+      updates: with `after_local_step` those of the step that was taken.
       weight: float32[], how much this replica counts in the means of this sync. 1 if
         all count alike, 0 if it takes no part; all replicas' add up to N, or to 0.
         Replica-varying.
@@ -239,39 +238,30 @@ class LocalStep(NamedTuple):
         others keep what they have for a later sync, so a mean to which they will add
         should be multiplied by this.
       healthy: bool[], whether all that this replica has is finite. Replica-varying.
-      anybody: bool[], whether any replica takes part.
 
     Example:
       >>> inner, params = optax.sgd(0.5), {"w": jnp.ones(2)}
       >>> state = inner.init(params)
-      >>> take = lambda: inner.update(params, state, params)
-      >>> local = LocalStep(params, state, params, {}, take)
-      >>> local.take()[0]["w"].tolist()
+      >>> local = LocalStep(state, params, {}, gradients=params, take=inner.update)
+      >>> updates, _ = local.take(local.gradients, local.inner_state)
+      >>> updates["w"].tolist()
       [-0.5, -0.5]
     """
 
-    gradients: optax.Updates
     inner_state: optax.OptState
     params: optax.Params
     views: Views
-    take: Callable[..., tuple[optax.Updates, optax.OptState]]
+    gradients: optax.Updates = ()
+    take: Any = None
+    updates: optax.Updates = ()
     weight: jax.Array | float = 1.0
     expected: jax.Array | float = 1.0
     healthy: jax.Array | bool = True
-    anybody: jax.Array | bool = True
 
     @property
     def present(self) -> jax.Array:
         """Whether this replica takes part, bool[]."""
         return jnp.asarray(self.weight) > 0
-
-    @property
-    def joins(self) -> jax.Array:
-        """Whether it takes over what is common, bool[].
-
-        If it takes part, or has nothing of its own that is worth keeping.
-        """
-        return self.present | ~jnp.asarray(self.healthy)
 
     def weighted(self, tree: Any) -> Any:
         """What this replica contributes to a mean: its arrays times its weight.
@@ -287,7 +277,7 @@ class LocalStep(NamedTuple):
 
         return jax.tree.map(contribution, tree)
 
-    def mean(self, tree: Any, group: "Group") -> Any:
+    def mean(self, tree: Any, group: Group) -> Any:
         """Weighted mean over those who take part, in the dtypes of the tree."""
         means = group.mean(self.weighted(tree))
         return jax.tree.map(lambda m, x: m.astype(x.dtype), means, tree)
@@ -295,63 +285,3 @@ class LocalStep(NamedTuple):
     def if_healthy(self, tree: Any) -> Any:
         """The tree, zeros if what this replica has is not finite."""
         return _finite.or_zeros(jnp.asarray(self.healthy), tree)
-
-
-class Group(Protocol):
-    """What may be done across replicas, for parts that know no axis.
-
-    All methods communicate, and all replicas must call them in the same order. A mean
-    is over all N of them; who takes no part contributes zeros (`LocalStep.weighted`),
-    and its residual.
-
-    Example:
-      >>> from curvadion_jax._collectives import Replicas
-      >>> alone: Group = Replicas()
-      >>> alone.size, alone.mean({"w": 2.0})
-      (1, {'w': 2.0})
-    """
-
-    @property
-    def size(self) -> int:
-        """Number of replicas N."""
-        ...
-
-    @property
-    def replica(self) -> jax.Array | int:
-        """Which of them this one is, int32[]. Replica-varying."""
-        ...
-
-    @property
-    def layout(self) -> Layout:
-        """How the arrays of a replica lie on its devices."""
-        ...
-
-    def laid_out(self, layout: Layout) -> "Group":
-        """The same replicas, for arrays that lie otherwise, such as factors."""
-        ...
-
-    def mean(self, tree: Any) -> Any:
-        """Means over the replicas, in at least float32, cast back; an all-reduce."""
-        ...
-
-    def all_to_all(self, tree: Any) -> Any:
-        """Arrays [N, ...]: part k goes to replica k, and part k is from replica k."""
-        ...
-
-    def all_gather(self, tree: Any) -> Any:
-        """Arrays [...] as [N, ...], of which part k is replica k's."""
-        ...
-
-    def by_device(
-        self, function: Callable[["Group", list], list], tree: Any
-    ) -> list[tuple[jax.Array, ...]]:
-        """What ``function(group, leaves)`` returns, for every device's part of them.
-
-        For every leaf of the tree a tuple of arrays like it. Where a replica has
-        several devices, each calls the function with its own parts of the leaves, and
-        the group to use there; once for all leaves that are sharded over the same axes.
-        So taking an array apart moves nothing inside the replica. Of a part that
-        several devices hold, each gets a piece, in one dimension, and the results are
-        put together inside the replica: nothing crosses between replicas twice.
-        """
-        ...

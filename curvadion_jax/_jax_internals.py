@@ -51,13 +51,6 @@ class Traced(NamedTuple):
     program: ClosedJaxpr
     result: Any
 
-    @property
-    def types(self) -> Any:
-        """The result with the types of arrays, how they are divided included."""
-        return jax.tree.unflatten(
-            jax.tree.structure(self.result), self.program.out_avals
-        )
-
     def __call__(self, *operands: Any) -> Any:
         leaves = jaxpr_as_fun(self.program)(*jax.tree.leaves(operands))
         return jax.tree.unflatten(jax.tree.structure(self.result), leaves)

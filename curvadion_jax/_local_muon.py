@@ -155,6 +155,5 @@ def default_sync(
         # optimizer.
         None if axis_name is None else outer,
         compressor=compressors.quantize(_BITS if bits is None else bits),
-        momentum=False,
         residual_dtype=_STATE,
     )

@@ -174,11 +174,7 @@ def _check_local(mapped: Mapped, gradients, batched) -> None:
     differs = jax.tree.leaves(batched)
     for index, (path, _) in enumerate(leaves):
         if index in mapped.reduced and not differs[index]:
-            raise ValueError(
-                f"Gradient {jax.tree_util.keystr(path)} was already averaged over "
-                f"axis {mapped.axis_name!r}, so every step would communicate in full. "
-                "Remove the pmean or psum of the gradients."
-            )
+            raise _guards.already_averaged(path, mapped.axis_name)
 
 
 def _with_consts(function, mapped: Mapped, given):

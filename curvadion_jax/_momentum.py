@@ -47,23 +47,6 @@ def value_of(state: optax.OptState, field: str) -> Any:
     return getattr(found[0], field) if len(found) == 1 else None
 
 
-def in_field(
-    state: optax.OptState, field: str | None, fields: tuple[str, ...] = _FIELDS
-) -> list[bool]:
-    """For every leaf of an optimizer's state whether it lies in that field.
-
-    Args:
-      state: the optimizer's state.
-      field: the field's name; None is in no state.
-      fields: those that tell a state; what lies below one of them is no state.
-    """
-    found = []
-    for node in _outermost(state, *fields, field):
-        for path, _ in jax.tree.leaves_with_path(node):
-            found.append(bool(path) and getattr(path[0], "name", None) == field)
-    return found
-
-
 def momentum_by_name(state: optax.OptState) -> dict[str, jax.Array]:
     """Path of the parameter -> its momentum.
 
@@ -73,9 +56,9 @@ def momentum_by_name(state: optax.OptState) -> dict[str, jax.Array]:
     field = find_field(state)
     if field is None:
         raise ValueError(
-            "the inner optimizer keeps no momentum: its state has no field named "
-            f"{', '.join(map(repr, _FIELDS))}. Use an inner optimizer with momentum, a "
-            "trigger that needs none (every_k, always), or pass momentum_fn"
+            "The inner optimizer keeps no momentum: its state has no field named "
+            f"{', '.join(map(repr, _FIELDS))}. Use an optimizer with momentum, or a "
+            "trigger that needs none, such as every_k."
         )
     return {
         name: leaf
@@ -86,7 +69,7 @@ def momentum_by_name(state: optax.OptState) -> dict[str, jax.Array]:
 
 
 def after_local_step(
-    update: Callable[..., tuple[Any, Any]], gradients: Any, state: Any, params: Any
+    update: Callable[..., tuple[Any, Any]], gradients: Any, state: optax.OptState
 ) -> optax.OptState:
     """The state with the momentum that a local step would give, and no step taken.
 
@@ -94,12 +77,12 @@ def after_local_step(
     of which the compiler keeps what is used.
     """
     asked = _Asked()
-    _, after = update(gradients, state, params, momentum_only=asked)
+    _, after = update(gradients, state, momentum_only=asked)
     if dion_states(state) and not asked.seen:
         raise ValueError(
-            "a transformation around Dion does not pass on the extra argument "
+            "A transformation around Dion does not pass on the extra argument "
             "momentum_only. Build it as an optax.GradientTransformationExtraArgs "
-            "that forwards extra arguments"
+            "that forwards extra arguments."
         )
     return after
 

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import _finite
-from curvadion_jax._interfaces import Group, Payload, Views
+from curvadion_jax._collectives import Group
+from curvadion_jax._interfaces import Payload, Views
 from curvadion_jax._orthonormalize import compute_dtype
 
 __all__ = ["Averaged", "Codec", "Compressor", "Payload", "exact", "quantize"]

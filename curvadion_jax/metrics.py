@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from curvadion_jax import _paths
-from curvadion_jax._counters import WORD, SyncMetrics, initial, ways
+from curvadion_jax._counters import WORD, SyncMetrics, counter_paths, initial
 from curvadion_jax._interfaces import Payload
 
 _FAULTS = ("nonfinite", "zeroed", "excluded")
@@ -56,7 +56,7 @@ def observe(opt_state: Any) -> SyncMetrics:
       The counters, with a leading replica axis if the state has one.
     """
     leaves = dict(_paths.leaves_with_names(opt_state))
-    found = ways(leaves)
+    found = counter_paths(leaves)
     if len(found) != 1:
         raise ValueError(
             f"A {type(opt_state).__name__} holds the states of {len(found)} optimizers "
@@ -94,7 +94,7 @@ def read(opt_state: Any, params: Any = None, *, replicas: int | None = None) -> 
       * `nonfinite`: steps on which gradients were not finite; `zeroed`: steps on which
         an optimizer's updates were not; `excluded`: syncs that a replica was
         excluded from; `absent`: syncs without weight, all over the replicas of this
-        process; `empty_syncs`: syncs that no replica took part in,
+        process,
       * `troubled`: number of a replica -> its own counts of the first three.
 
     Warns:
@@ -152,7 +152,6 @@ def read(opt_state: Any, params: Any = None, *, replicas: int | None = None) -> 
         replicas=number,
         bytes=round(sync_bytes(Payload(averaged, gathered), number)),
         synchronous_bytes=round(sync_bytes(Payload(synchronous), number)),
-        empty_syncs=_common(found.empty, "empty"),
         **{name: int(getattr(found, name).sum()) for name in (*_FAULTS, "absent")},
         troubled=_troubled(found, own),
     )

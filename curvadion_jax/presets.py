@@ -133,7 +133,7 @@ def _every(
     return adaptive_sync(
         inner,
         triggers.every_k(k),
-        synchronizers.reconcile(outer, momentum=False),
+        synchronizers.reconcile(outer),
         axis_name,
         dimension_numbers=dimension_numbers,
     )
@@ -236,15 +236,14 @@ def authors_code(
     """
     if other_optimizer is None:
         other_optimizer = optax.lion(learning_rate, b1=0.95, b2=0.98, weight_decay=0.0)
-    change = triggers.relative_momentum_change(
-        threshold, floor=0.1, momentum_fn=lambda momenta: momenta, remember=False
-    )
+    change = triggers.relative_momentum_change(threshold, floor=0.1, remember=False)
 
     def decide(observation, state):
         momenta = _all_momenta(observation.inner_state)
         plus_gradients = jax.tree.map(jnp.add, momenta, observation.gradients)
         seen = observation._replace(
-            inner_state=momenta, next_inner_state=lambda: plus_gradients
+            inner_state=optax.TraceState(momenta),
+            next_inner_state=lambda: optax.TraceState(plus_gradients),
         )
         decision, state = triggers.answer(change, seen, state)
         # There are no momenta to compare with on the first step.

@@ -131,7 +131,7 @@ def every_k(k: int) -> Trigger:
     return _scheduled(lambda steps, cost: (steps + 1) % k == 0)
 
 
-def evenly(rate: float, *, cost: float | None = None) -> Trigger:
+def evenly(rate: float) -> Trigger:
     r"""Spends a share of the bytes of synchronous training at even distances.
 
     The fixed period of a byte budget, which need not be a whole number of steps. Of n
@@ -140,19 +140,17 @@ def evenly(rate: float, *, cost: float | None = None) -> Trigger:
     .. math::
       \lfloor n \, \mathrm{rate} / \mathrm{cost} \rfloor
 
-    synchronise, with rate / cost at most 1. It depends on the number of the step alone:
-    after a restart with another rate what was spent before is neither paid back nor
-    made up for.
+    synchronise, with the cost of a sync in the same unit and rate / cost at most 1. It
+    depends on the number of the step alone: after a restart with another rate what was
+    spent before is neither paid back nor made up for.
 
     Args:
       rate: share of the bytes of synchronous training, an all-reduce of all gradients
         in float32 on every step; 0.01 is one percent. A Python number, so static under
         `optax.inject_hyperparams`.
-      cost: what a sync counts, in all-reduces of all gradients in float32. None takes
-        what the synchronizer sends; with 1.0 the rate is a share of the steps.
 
     Raises:
-      ValueError: if the rate or the cost is not above 0 and finite.
+      ValueError: if the rate is not above 0 and finite.
 
     Example:
       >>> trigger = evenly(0.8)  # a sync sends twice the gradients: 2 / 0.8 steps
@@ -161,11 +159,9 @@ def evenly(rate: float, *, cost: float | None = None) -> Trigger:
     """
     _arguments.check_static(rate, "budget")
     _arguments.check_positive(rate, "rate")
-    if cost is not None:
-        _arguments.check_positive(cost, "cost")
 
-    def due(steps, sync_cost):
-        share = _share(rate, sync_cost if cost is None else cost)
+    def due(steps, cost):
+        share = _share(rate, cost)
         within, part = steps % share.denominator, share.numerator
         return (within + 1) * part // share.denominator > (
             within * part // share.denominator
@@ -210,7 +206,6 @@ def budget(
     rate: float,
     of: Trigger | None = None,
     *,
-    cost: float | None = None,
     ahead: float = 3.0,
     behind: float = 3.0,
 ) -> Trigger:
@@ -219,7 +214,8 @@ def budget(
     Moves the threshold :math:`\tau` of another trigger, so that its value x decides
     when the replicas synchronise, and the budget how often. After n steps with s
     syncs, :math:`e = s - p n` syncs more were made than are paid for, with
-    :math:`p = \mathrm{rate} / \mathrm{cost}`, at most 1. The next step synchronises if
+    :math:`p = \mathrm{rate} / \mathrm{cost}`, at most 1. The next step synchronises
+    if
 
     .. math::
       x > e^{c} \tau, \qquad c = g e + i, \qquad i \leftarrow i + \tfrac12 g^2 p \, e
@@ -245,8 +241,6 @@ def budget(
       of: trigger whose value and threshold are compared. Combinators go around
         `budget`: what they add to the comparison is not seen inside it. None means
         ``relative_momentum_change(0.1)``.
-      cost: what a sync counts, in all-reduces of all gradients in float32. None takes
-        what the synchronizer sends; with 1.0 the rate is a share of the steps.
       ahead: syncs that may be made before they are paid for, at least 1.
       behind: syncs that may be left unspent.
 
@@ -261,7 +255,7 @@ def budget(
     Example:
       >>> from curvadion_jax import triggers
       >>> constant = triggers.stateless(lambda seen: triggers.decision(0, 0.3, 2.0))
-      >>> trigger, syncs, fired = budget(0.5, constant, cost=1.0), 0, []
+      >>> trigger, syncs, fired = budget(0.5, constant), 0, []
       >>> state = trigger.init(None, None, {})
       >>> for steps in range(100):
       ...     seen = triggers.Observation(steps=steps, syncs=syncs)
@@ -280,8 +274,6 @@ def budget(
     _arguments.check_static(rate, "budget")
     _arguments.check_positive(rate, "rate")
     _arguments.check_numbers(behind=behind)
-    if cost is not None:
-        _arguments.check_positive(cost, "cost")
     if ahead < 1:
         raise ValueError(
             f"ahead must be at least 1, got {ahead}. With less no sync could take "
@@ -301,8 +293,7 @@ def budget(
 
     def decide(observation, state: BudgetState):
         chosen, of_state = of_decide(observation, state.of_state)
-        sync_cost = observation.sync_cost if cost is None else cost
-        share = jnp.float32(min(rate / max(sync_cost, 1e-30), 1.0))
+        share = jnp.float32(min(rate / max(observation.sync_cost, 1e-30), 1.0))
         same = share == state.share  # False for the NaN of the first step
         since_step = jnp.where(same, state.since_step, observation.steps)
         since_sync = jnp.where(same, state.since_sync, observation.syncs)
@@ -471,14 +462,10 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
     return Trigger(init, decide, lambda steps, cost: (steps + 1) % k == 0)
 
 
-MomentumFn = Callable[[optax.OptState], Any]
-
-
 def relative_momentum_change(
     threshold: optax.ScalarOrSchedule,
     *,
     floor: jax.typing.ArrayLike = 0.0,
-    momentum_fn: MomentumFn | None = None,
     remember: bool = True,
 ) -> Trigger:
     r"""Synchronises when the momentum of any layer changes its norm fast.
@@ -507,8 +494,6 @@ def relative_momentum_change(
       threshold: number, or schedule of the number of steps taken.
       floor: layers of which the momentum to compare with has a smaller norm are left
         out.
-      momentum_fn: function from the inner optimizer's state to a tree of momenta, for
-        optimizers that keep theirs elsewhere.
       remember: False compares with the momentum in the state instead of the remembered
         norms, as the published code does.
 
@@ -543,10 +528,7 @@ def relative_momentum_change(
     _arguments.check_numbers(floor=floor)
 
     def norms(state: optax.OptState, views) -> dict[str, jax.Array]:
-        if momentum_fn is None:
-            momenta = _momentum.momentum_by_name(state)
-        else:
-            momenta = dict(_paths.leaves_with_path(momentum_fn(state)))
+        momenta = _momentum.momentum_by_name(state)
         return {name: _norms(name, m, views) for name, m in momenta.items()}
 
     def init(params, inner_state, views):

@@ -84,7 +84,6 @@ def curvadion_with(*wanted: cd.triggers.Trigger) -> methods.Method:
         synchronizer = cd.synchronizers.reconcile(
             optax.sgd(1.0, 0.4, nesterov=True),
             compressor=cd.compressors.quantize(2),
-            momentum=False,
         )
         return cd.adaptive_sync(inner, trigger, synchronizer, axis)
 

@@ -144,7 +144,6 @@ def _synchronizer(run: Run) -> synchronizers.Synchronizer:
         return synchronizers.reconcile(
             _choose(run.outer, outers),
             compressor=compressor,
-            momentum=False,
             residual_dtype=run.state if compressor else None,
         )
     raise ValueError(f"no synchronizer {run.sync!r}")

@@ -83,7 +83,7 @@ def _weighted_means(
     weight = jnp.where(_finite.all_finite(arrays), weight, 0)
     wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays]
     weighted = [jnp.where(weight > 0, weight.astype(x.dtype) * x, 0) for x in wide]
-    group = _collectives.Replicas(axis_name, _layout.current())
+    group = _collectives.Group(axis_name, _layout.current())
     *sums, total = group.mean([*weighted, weight])
     return [
         jnp.where(total > 0, each / total, x).astype(x.dtype)

@@ -126,7 +126,7 @@ def _inspect(
 
 def _check_batch(batch: Any, number: int) -> None:
     leaves = _paths.leaves_with_path(batch)
-    if _counters.ways(tuple(name.split("/")) for name, _ in leaves):
+    if _counters.counter_paths(tuple(name.split("/")) for name, _ in leaves):
         raise ValueError(
             "The batch holds an optimizer state. A step takes (state, batch), with "
             "parameters and optimizer state in one tree, and returns (state, metrics)."

@@ -6,7 +6,8 @@ big batch. *After the step*, `reconcile` lets every replica take its own step an
 averages the results.
 """
 
-from curvadion_jax._interfaces import Group, LocalStep, Synchronizer, SyncState
+from curvadion_jax._collectives import Group
+from curvadion_jax._interfaces import LocalStep, Synchronizer, SyncState
 from curvadion_jax.synchronizers._factors import average_factors
 from curvadion_jax.synchronizers._gradients import average_gradients
 from curvadion_jax.synchronizers._reconcile import ReconcileCommon, reconcile

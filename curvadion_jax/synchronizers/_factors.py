@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from curvadion_jax import _finite, _momentum, _paths, _trees, compressors
-from curvadion_jax._interfaces import Group, LocalStep, Synchronizer, SyncState
+from curvadion_jax._collectives import Group
+from curvadion_jax._interfaces import LocalStep, Synchronizer, SyncState
 from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax._power_iteration import reduces_factors
 from curvadion_jax.synchronizers import _feedback
@@ -77,8 +78,8 @@ def average_factors(
         if not states:
             raise ValueError(
                 "average_factors needs Dion as the inner optimizer, and there is no "
-                "DionState in its state: use curvadion_jax.dion, or the synchronizer "
-                "average_gradients or reconcile"
+                "DionState in its state. Use curvadion_jax.dion, or the synchronizer "
+                "average_gradients or reconcile."
             )
         taken = {name for s in states for name, _ in _paths.leaves_with_path(s.q)}
         # Copies, so that both can be donated.
@@ -143,10 +144,10 @@ def _sync(compressor, local: LocalStep, state: SyncState, group: Group):
     expected = len(ranks) + len(factored)
     if len(reduced) < expected:
         raise ValueError(
-            f"of {expected} arrays of Dion {len(reduced)} were averaged: a "
+            f"Of {expected} arrays of Dion {len(reduced)} were averaged: a "
             "transformation around it does not pass on the extra argument reduce_fn. "
             "Build it as an optax.GradientTransformationExtraArgs that forwards extra "
-            "arguments"
+            "arguments."
         )
     q = [dion.q for dion in _momentum.dion_states(inner_state)]
     if group.size > 1:
@@ -160,14 +161,6 @@ def _sync(compressor, local: LocalStep, state: SyncState, group: Group):
             return jnp.where(local.present, own, whole)
 
         inner_state = _with_momenta(inner_state, whole, of_replica)
-
-        def unless_empty(name, own, whole):
-            return jnp.where(local.anybody, own, whole)
-
-        waiting = _with_momenta(before, whole, unless_empty)
-        inner_state = _finite.where(local.anybody, inner_state, waiting)
-        q = _finite.where(local.anybody, q, state.common)
-    updates = _finite.or_zeros(local.anybody, updates)
     return updates, inner_state, SyncState(common=q, residual=residual)
 
 
@@ -183,7 +176,7 @@ def _mean_of_others(compressor, local: LocalStep, state: SyncState, group, ranks
         mean, residual, _ = _feedback.mean_with_feedback(
             compressor, others, residual, (), local, group
         )
-        residual = _feedback.with_absent(local, residual, state.residual, others)
+        residual = _feedback.with_absent(local, residual, others)
     leaves = _paths.leaves_with_path(local.gradients)
     found = [mean.get(name, leaf).astype(leaf.dtype) for name, leaf in leaves]
     structure = jax.tree.structure(local.gradients)

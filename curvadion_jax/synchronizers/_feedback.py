@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import _finite, _paths
+from curvadion_jax._collectives import Group
 from curvadion_jax._dion import DionState
-from curvadion_jax._interfaces import Group, LocalStep, Views
+from curvadion_jax._interfaces import LocalStep, Views
 from curvadion_jax._matrices import MatrixView
 from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax.compressors import Compressor
@@ -58,21 +59,13 @@ def mean_with_feedback(
     return result.mean, unsent, result.state
 
 
-def with_absent(local: LocalStep, residual: Any, before: Any, tree: Any) -> Any:
+def with_absent(local: LocalStep, residual: Any, gradients: Any) -> Any:
     """The residual after a mean of gradients, which are there for one step only.
 
-    A replica that is absent adds its own gradient. Where nobody is there the mean is
-    not used, and the residual stays.
-
-    Args:
-      local: its part in the sync.
-      residual: what `mean_with_feedback` returned.
-      before: what it was given.
-      tree: the gradients.
+    A replica that is absent adds its own.
     """
-    kept = _finite.where(local.anybody, residual, local.if_healthy(before))
-    later = _finite.or_zeros(~local.present, tree)
-    return jax.tree.map(lambda r, x: r + x.astype(r.dtype), kept, later)
+    later = _finite.or_zeros(~local.present, gradients)
+    return jax.tree.map(lambda r, x: r + x.astype(r.dtype), residual, later)
 
 
 def own_unsent(local: LocalStep, unsent: Any) -> Any:
@@ -98,8 +91,8 @@ def matrices(state: DionState, views: Views) -> dict[str, tuple[MatrixView, int]
         if view is None or (*view.batch, view.cols) != q.shape[:-1]:
             raise ValueError(
                 f"Dion sees the parameter {name!r} otherwise than adaptive_sync does "
-                f"(Q of shape {q.shape}, {view}): pass adaptive_sync the same "
-                "dimension_numbers"
+                f"(Q of shape {q.shape}, {view}). Pass adaptive_sync the same "
+                "dimension_numbers."
             )
         found[name] = (view, q.shape[-1])
     return found

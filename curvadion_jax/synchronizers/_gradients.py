@@ -2,8 +2,9 @@
 
 import jax
 
-from curvadion_jax import _finite, compressors
-from curvadion_jax._interfaces import Group, LocalStep, Synchronizer, SyncState
+from curvadion_jax import compressors
+from curvadion_jax._collectives import Group
+from curvadion_jax._interfaces import LocalStep, Synchronizer, SyncState
 from curvadion_jax.synchronizers import _feedback
 
 
@@ -20,8 +21,7 @@ def average_gradients(
     Args:
       compressor: form in which gradients are sent, with error feedback: what a
         replica's gradient holds and was not sent is added to its next one. None sends
-        them as they are, in at
-        least float32.
+        them as they are, in at least float32.
 
     Returns:
       A synchronizer for any inner optimizer. With a compressor `residual` holds what of
@@ -60,24 +60,14 @@ def average_gradients(
         if compressor is None:
             mean = local.mean(gradients, group)
         else:
-            mean, state = _feedback_mean(compressor, local, state, group)
-        updates, inner_state = local.take(mean, local.inner_state)
-        updates = _finite.or_zeros(local.anybody, updates)
-        inner_state = _finite.where(local.anybody, inner_state, local.inner_state)
-        return updates, inner_state, state
+            mean, residual, common = _feedback.mean_with_feedback(
+                compressor, gradients, state.residual, state.common, local, group
+            )
+            mean = jax.tree.map(lambda m, g: m.astype(g.dtype), mean, gradients)
+            residual = _feedback.with_absent(local, residual, gradients)
+            state = SyncState(residual=residual, common=common)
+        return *local.take(mean, local.inner_state), state
 
     return Synchronizer(
         init, sync, lambda params, inner_state, views: form.payload(params, views)
     )
-
-
-def _feedback_mean(compressor, local: LocalStep, state: SyncState, group: Group):
-    """The mean gradient, in the gradients' dtypes, and the sync state."""
-    gradients = local.gradients
-    mean, residual, common = _feedback.mean_with_feedback(
-        compressor, gradients, state.residual, state.common, local, group
-    )
-    mean = jax.tree.map(lambda m, g: m.astype(g.dtype), mean, gradients)
-    residual = _feedback.with_absent(local, residual, state.residual, gradients)
-    common = _finite.where(local.anybody, common, state.common)
-    return mean, SyncState(residual=residual, common=common)

@@ -84,7 +84,7 @@ def of_weight(weight):
 def test_one_replica_sends_nothing_and_owes_nothing(name, weight):
     tree, owed = {"w": np.float32([1, 2, 3])}, {"w": np.float32([4, 5, 6])}
     mean, residual, _ = mean_with_feedback(
-        ALL[name], tree, owed, (), of_weight(weight), _collectives.Replicas()
+        ALL[name], tree, owed, (), of_weight(weight), _collectives.Group()
     )
     np.testing.assert_array_equal(mean["w"], [5, 7, 9] if weight else owed["w"])
     np.testing.assert_array_equal(residual["w"], [0, 0, 0])

@@ -69,8 +69,13 @@ def stack_is_transposed(params):
 )
 def test_dimension_numbers_must_be_those_of_dion(numbers):
     params = {**helpers.make_params(), "stack": jnp.ones((2, 4, 4))}
-    tx = build(inner=cd.dion(0.1), axis_name=helpers.AXIS, dimension_numbers=numbers)
-    with pytest.raises(ValueError, match="pass adaptive_sync the same dimension_num"):
+    tx = build(
+        inner=cd.dion(0.1),
+        synchronizer=synchronizers.average_factors(),
+        axis_name=helpers.AXIS,
+        dimension_numbers=numbers,
+    )
+    with pytest.raises(ValueError, match="Pass adaptive_sync the same dimension_num"):
         helpers.trace(lambda p, o, g: tx.update(g, o, p), tx, params)
 
 

@@ -31,7 +31,7 @@ def counted(payload, gradient_bytes, steps, syncs):
     """The counters after so many steps, of which the first synchronised."""
 
     def one(step, counters):
-        return _counters.following(
+        return _counters.update(
             counters,
             triggers.decision(True),
             voted=True,
@@ -58,10 +58,7 @@ PAYLOADS = [
     pytest.param(synchronizers.average_factors(), 1, 4 * (10 + 10 + 26), id="rank-1"),
     # (6 + 4) x 4 > 24: the matrices themselves.
     pytest.param(synchronizers.average_factors(), 1.0, GRADIENTS, id="full-rank"),
-    # Parameters, and the momenta of the matrices.
-    pytest.param(reconcile(), 2, GRADIENTS + 4 * 48, id="reconcile"),
-    pytest.param(reconcile(momentum=False), 2, GRADIENTS, id="parameters-only"),
-    pytest.param(reconcile(optax.adam(0.1)), 2, GRADIENTS + 4 * 48, id="outer"),
+    pytest.param(reconcile(optax.adam(0.1)), 2, GRADIENTS, id="reconcile"),
 ]
 
 
@@ -75,7 +72,7 @@ def test_the_payload_of_a_sync_by_hand(synchronizer, rank, payload):
 def test_small_numbers_are_averaged_in_float32(dtype):
     params = helpers.make_params(dtype=dtype)
     found = payload_of(reconcile(), cd.dion(0.1, 2), params)
-    assert found == compressors.Payload(averaged=GRADIENTS + 4 * 48)
+    assert found == compressors.Payload(averaged=GRADIENTS)
 
 
 def test_more_bytes_than_an_int32_holds():
@@ -108,7 +105,7 @@ def test_a_run_goes_on_in_another_form_and_counts_what_that_sends():
     params, state, expected = helpers.make_params(), None, 0
     for bits in (2, 8):
         form = compressors.quantize(bits, 8)
-        synchronizer = reconcile(compressor=form, momentum=False)
+        synchronizer = reconcile(compressor=form)
         tx = cd.adaptive_sync(optax.sgd(0.1), on_first(100), synchronizer, helpers.AXIS)
         state = run_one(tx, params, 3, state)
         expected += 3 * (form.payload(params, {}).averaged + 4 + 4)

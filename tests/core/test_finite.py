@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import curvadion_jax as cd
-from curvadion_jax import _faults, _finite
+from curvadion_jax import _finite, _nan_policy
 
 # More than a vector of the processor holds, and some more.
 SIZE = 131
@@ -61,7 +61,7 @@ def test_what_there_is_not_is_finite():
     assert _finite.all_finite(tree)
     assert _finite.all_finite(())
     assert not _finite.all_finite([*tree, jnp.array(jnp.nan)])
-    assert _faults.is_finite([*tree, jnp.array(jnp.inf)], params={})
+    assert _nan_policy.is_finite([*tree, jnp.array(jnp.inf)], params={})
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
@@ -72,13 +72,13 @@ def test_arrays_of_a_state_count_and_scalars_of_scalar_parameters(name, number):
     tx = optax.chain(optax.scale_by_adam(), optax.contrib.reduce_on_plateau())
     adam, plateau = tx.init(params)
     assert np.isinf(plateau.best_value)  # of no parameter
-    assert _faults.is_finite((adam, plateau), params)
+    assert _nan_policy.is_finite((adam, plateau), params)
 
     def spoilt(path, x):
         return jnp.full_like(x, number) if path[-1].key == name else x
 
     adam = adam._replace(nu=jax.tree.map_with_path(spoilt, adam.nu))
-    assert not _faults.is_finite((adam, plateau), params)
+    assert not _nan_policy.is_finite((adam, plateau), params)
 
 
 @pytest.mark.parametrize("build", [cd.local_muon, cd.curvadion])

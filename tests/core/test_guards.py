@@ -12,9 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
 from curvadion_jax import (
+    _adaptive_sync,
     _collectives,
-    _guards,
-    _xla,
     compressors,
     synchronizers,
     triggers,
@@ -190,11 +189,11 @@ def in_own_part(function, decide):
 
 
 DECIDING = {
-    "cond": lambda fire, x: _guards.cond(
+    "cond": lambda fire, x: _adaptive_sync._choose(
         fire, lambda x: lax.pmean(x, AXIS), lambda x: x, x, axis_name=AXIS
     ),
-    "loop": lambda fire, x: _xla.run_once(
-        fire, lambda x: vary(lax.pmean(x, AXIS)), x, axis_name=AXIS
+    "loop": lambda fire, x: _adaptive_sync._then_once(
+        fire, lambda x: (vary(lax.pmean(x, AXIS)),), (x,), AXIS
     ),
 }
 
@@ -206,23 +205,7 @@ def test_a_decision_of_one_replica_is_rejected(name):
 
     with pytest.raises(ValueError, match="Reduce it over the axis first"):
         in_own_part(DECIDING[name], own)
-    in_own_part(DECIDING[name], lambda x: _collectives.any_replica(own(x), AXIS))
-
-
-@pytest.mark.parametrize(
-    ("local", "message"),
-    [
-        pytest.param(lambda x: x.astype(jnp.float16), "float32.*float16", id="dtype"),
-        pytest.param(lambda x: x[:2], r"\[5\].*\[2\]", id="shape"),
-        pytest.param(lambda x: (x,), "return different trees", id="tree"),
-    ],
-)
-def test_branches_that_return_different_things_are_rejected(local, message):
-    def choose(fire, x):
-        return _guards.cond(fire, lambda x: x, local, x, axis_name=AXIS)
-
-    with pytest.raises(ValueError, match=message):
-        in_own_part(choose, lambda x: _collectives.any_replica(x[0] > 0, AXIS))
+    in_own_part(DECIDING[name], lambda x: _adaptive_sync._vote(own(x), AXIS))
 
 
 def looping():
@@ -278,34 +261,25 @@ def synchronizing(sync, after_local_step):
     )
 
 
-@pytest.mark.parametrize("after_local_step", [False, True])
-def test_a_synchronizer_that_changes_its_states_dtype_is_rejected(after_local_step):
+def test_a_synchronizer_that_changes_its_states_shape_is_rejected():
     def sync(local, state, group):
         del group
-        return *local.take(), SyncState(residual=state.residual.astype(jnp.bfloat16))
+        changed = SyncState(residual=state.residual[:1])
+        return *local.take(local.gradients, local.inner_state), changed
 
-    with pytest.raises(ValueError, match="Keep the shapes and dtypes"):
-        traced(synchronizing(sync, after_local_step))
+    with pytest.raises(TypeError, match="branches must have equal output types"):
+        traced(synchronizing(sync, after_local_step=False))
 
 
 @pytest.mark.parametrize("after_local_step", [False, True])
 def test_a_synchronizer_that_waits_for_some_replicas_is_rejected(after_local_step):
     def sync(local, state, group):
-        updates, inner_state = local.take()
-        large = updates["bias"][0] > 0
+        large = local.params["bias"][0] > 0
         state = lax.cond(large, lambda x: group.mean(x), vary, vary(state))
-        return updates, inner_state, state
+        return local.params, local.inner_state, state
 
     with pytest.raises(ValueError, match="replicas may decide differently"):
         traced(synchronizing(sync, after_local_step))
-
-
-def test_after_the_local_step_there_is_no_other():
-    def sync(local, state, group):
-        return *local.take(group.mean(local.params), local.inner_state), state
-
-    with pytest.raises(TypeError, match="positional argument"):
-        traced(synchronizing(sync, True))
 
 
 def test_updates_and_states_may_be_the_same_on_all_replicas():

@@ -1,8 +1,6 @@
 """A local step sends nothing, or one scalar where replicas vote: seen in programs."""
 
 import functools
-import math
-import re
 
 import helpers
 import hlo
@@ -13,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import _collectives, compressors, synchronizers, triggers
+from curvadion_jax import compressors, synchronizers, triggers
 
 REPLICAS = 8
 # Steps within which every optimizer here synchronises.
@@ -22,7 +20,7 @@ AXIS = helpers.AXIS
 
 
 def sgd(trigger, synchronizer=None):
-    synchronizer = synchronizer or synchronizers.reconcile(momentum=False)
+    synchronizer = synchronizer or synchronizers.reconcile()
     return cd.adaptive_sync(optax.sgd(0.1, 0.9), trigger, synchronizer, AXIS)
 
 
@@ -194,41 +192,6 @@ def test_a_sync_sends_the_bytes_that_metrics_count(name):
     assert bytes_counted_at_a_sync(name).tolist() == [expected] * REPLICAS
 
 
-# Dion's other gradients, P and R; drift and momenta; no codes; else one.
-AVERAGED = {"synchronous_dion": 3, "averaging_dion": 2, "every-part": 2}
-AVERAGED |= dict.fromkeys(IN_CODES, 0)
-
-
-def averaged_arrays(program) -> list[int]:
-    """Elements of every float32 array that is averaged over the replicas."""
-    all_reduces = [
-        x for x in program.collectives([program.entry]) if x.opcode == "all-reduce"
-    ]
-    shapes = [s for x in all_reduces for s in re.findall(r"f32\[([\d,]*)\]", x.shape)]
-    return [math.prod(map(int, shape.split(","))) for shape in shapes]
-
-
-@pytest.mark.parametrize("name", some(OPTIMIZERS))
-def test_a_sync_averages_few_arrays(name):
-    """On a CPU they are sent one after another, which on a long link takes its time."""
-    assert len(averaged_arrays(program_of(name))) == AVERAGED.get(name, 1)
-
-
-@pytest.mark.parametrize("limit", [0, 21, 100])
-def test_large_arrays_are_sent_by_themselves(limit, monkeypatch):
-    monkeypatch.setattr(_collectives, "_SMALL", 4 * limit)
-    tx, mesh = cd.presets.local_sgd(0.1, k=1, axis_name=AXIS), cd.replicas.make_mesh(2)
-    state = helpers.start(tx, helpers.make_params(), mesh)
-    (batch,) = helpers.make_gradients(1, 2)
-    step = helpers.replica_step(tx, mesh)
-    program = hlo.parse(step.lower(state, batch, due=True).compile().as_text())
-    sizes = [math.prod(shape) for shape in helpers.SHAPES.values()]
-    expected = [size for size in sizes if size > limit]
-    if limit:
-        expected.append(sum(sizes) - sum(expected))
-    assert sorted(averaged_arrays(program)) == sorted(expected)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -243,7 +206,7 @@ def test_large_arrays_are_sent_by_themselves(limit, monkeypatch):
     ],
 )
 def test_a_local_step_copies_nothing_of_the_synchronizers(options):
-    synchronizer = synchronizers.reconcile(momentum=False, **options)
+    synchronizer = synchronizers.reconcile(**options)
     tx, mesh = sgd(triggers.every_k(5), synchronizer), cd.replicas.make_mesh(REPLICAS)
     state = helpers.start(tx, helpers.make_params(), mesh)
     (batch,) = helpers.make_gradients(1, REPLICAS)

@@ -30,8 +30,7 @@ def changed(opt_state, **counters):
 
 KINDS = {
     **dict.fromkeys(("steps", "syncs", "votes", "replicas"), int),
-    **dict.fromkeys(("nonfinite", "zeroed", "excluded"), int),
-    **dict.fromkeys(("absent", "empty_syncs"), int),
+    **dict.fromkeys(("nonfinite", "zeroed", "excluded", "absent"), int),
     "troubled": dict,
     **dict.fromkeys(("bytes", "synchronous_bytes"), int),
     "sync_rate": float,
@@ -99,7 +98,7 @@ def test_observe_inside_of_a_step_and_read_later():
     np.testing.assert_equal(metrics.read(late[2]), metrics.read(state))
 
 
-@pytest.mark.parametrize("name", ["steps", "syncs", "votes", "synced", "empty"])
+@pytest.mark.parametrize("name", ["steps", "syncs", "votes", "synced"])
 def test_replicas_that_disagree_are_not_averaged(name):
     state = optimizer().init(helpers.make_params())
     state = cd.replicas.replicate(state, cd.replicas.make_mesh(2))

@@ -50,17 +50,6 @@ def test_a_gradient_that_is_not_finite_is_zero(name):
         helpers.assert_bitwise(arrays(state), arrays(wanted))
 
 
-@pytest.mark.parametrize("name", ["gradients", "factors"])
-def test_a_sync_of_gradients_changes_nothing_where_there_are_none(name):
-    gradients = poisoned(helpers.make_gradients(4, REPLICAS), 2, range(REPLICAS))
-    _, second, third, last = run(name, gradients)
-    helpers.assert_bitwise(arrays(second), arrays(third))
-    assert third[1].metrics.empty.tolist() == [1] * REPLICAS
-    assert third[1].metrics.excluded.tolist() == [1] * REPLICAS
-    assert third[1].metrics.last_excluded.tolist() == [-1] * REPLICAS
-    assert_finite(last)
-
-
 @pytest.mark.parametrize("where", ["momentum", "residual", "parameters", "anchor"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_spoilt_replica_is_excluded(name, where):
@@ -109,7 +98,7 @@ def spoiling(kind):
 
 
 def reconciled(outer, compressor=None):
-    parts = cd.synchronizers.reconcile(outer, compressor=compressor, momentum=False)
+    parts = cd.synchronizers.reconcile(outer, compressor=compressor)
     return cd.adaptive_sync(
         optax.sgd(0.01), cd.triggers.every_k(2), parts, helpers.AXIS
     )

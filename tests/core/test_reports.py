@@ -61,7 +61,7 @@ def nan_at_first(steps, elements=None):
 @pytest.mark.parametrize(
     "synchronizer",
     [
-        pytest.param(synchronizers.reconcile(momentum=False), id="reconcile"),
+        pytest.param(synchronizers.reconcile(), id="reconcile"),
         pytest.param(synchronizers.average_gradients(), id="gradients"),
     ],
 )

@@ -3,6 +3,7 @@
 import chex
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -10,9 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
 from curvadion_jax import (
-    _faults,
     _jax_internals,
     _momentum,
+    _nan_policy,
     _power_iteration,
     synchronizers,
     triggers,
@@ -83,19 +84,17 @@ def test_what_starts_afresh_and_what_stays():
             state = tx.init(params)
             for _ in range(2):
                 _, state = tx.update(params, state, params)
-            fresh = _faults.fresh_state(tx, params, state)
-            again = _faults._restarted(state, fresh, np.array(False))
+            again = _nan_policy.restarted(tx, params, state, jnp.array(False))
             helpers.assert_bitwise(again.hyperparams, state.hyperparams)
             assert (again.count, state.count) == (2, 2)  # of the injected schedule
             counts = optax.tree.get_all_with_path(again.inner_state, "count")
             assert counts
             assert {int(x) for _, x in counts} == {0}
-            helpers.assert_bitwise(
-                _faults._restarted(state, fresh, np.array(True)), state
-            )
+            kept = _nan_policy.restarted(tx, params, state, jnp.array(True))
+            helpers.assert_bitwise(kept, state)
     tx = optax.adam(optax.linear_schedule(0.1, 0, 9))
     _, state = tx.update(params, tx.init(params), params)
-    adam, schedule = _faults.fresh_state(tx, params, state)
+    adam, schedule = _nan_policy.restarted(tx, params, state, jnp.array(False))
     assert (adam.count, schedule.count) == (0, 1)
 
 

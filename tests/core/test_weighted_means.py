@@ -10,7 +10,7 @@ import pytest
 from weighted_runs import FORMS
 
 import curvadion_jax as cd
-from curvadion_jax import _collectives, _faults
+from curvadion_jax import _collectives, _nan_policy
 from curvadion_jax.synchronizers import LocalStep, SyncState
 
 AXIS = cd.replicas.AXIS
@@ -37,10 +37,10 @@ def tree(seed=0):
 
 def part_in_sync(params, weight):
     """A replica's part in a sync that everybody expects it to take, inside a `vmap`."""
-    local = LocalStep((), (), params, {}, tuple)
-    healthy = _faults.is_healthy(local.params, SyncState(), sound=jnp.array(True))
-    own = _faults.contribution(weight, healthy)
-    return _faults.taking_part(local, (), healthy, own, healthy, AXIS)
+    part = _nan_policy.participation(
+        params, (), SyncState(), weight, jnp.array(True), AXIS
+    )
+    return LocalStep((), params, {}, weight=part.weight)
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def averaged(name):
 
     def body(tree, weight):
         contributed = part_in_sync(tree, weight).weighted(tree)
-        group, state = _collectives.Replicas(AXIS), form.init(one, {})
+        group, state = _collectives.Group(AXIS), form.init(one, {})
         result = form.average(contributed, state, group, {})
         return contributed, result.mean, result.unsent
 

@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import chex
 import helpers
 import numpy as np
 import optax
 import pytest
 import reference_replicas as reference
 
-import curvadion_jax as cd
 from curvadion_jax import synchronizers, triggers
 
 STEPS, LEARNING_RATE, MU, RANK = 12, 0.1, 0.9, 2
@@ -29,10 +27,6 @@ SYNCHRONIZERS = {
     "reconcile-nesterov": (
         synchronizers.reconcile(optax.sgd(0.7, momentum=0.9, nesterov=True)),
         {"outer": reference.nesterov(0.7, 0.9)},
-    ),
-    "reconcile-local-momentum": (
-        synchronizers.reconcile(momentum=False),
-        {"average_momentum": False},
     ),
 }
 TRIGGERS = {
@@ -131,16 +125,3 @@ def test_the_library_is_the_reference(name, trigger, run, replicas):
     decided, expected = compare(RUNS[run](tx, params, gradients), simulations)
     assert decided == expected
     assert {*decided} == {True, False}
-
-
-def test_a_sync_behind_the_local_step_is_one_in_its_place():
-    behind = synchronizers.reconcile()
-    params, gradients = helpers.make_params(), helpers.make_gradients(7, 2)
-    results = []
-    for synchronizer in (behind, behind._replace(after_local_step=False)):
-        tx = cd.adaptive_sync(
-            optax.adamw(0.1), triggers.every_k(2), synchronizer, helpers.AXIS
-        )
-        results.append(helpers.last(helpers.run_mesh(tx, params, gradients)))
-    # Another program may round otherwise; seven steps of size 0.1 from order 1.
-    chex.assert_trees_all_close(*results, rtol=0, atol=1e-6)

@@ -213,8 +213,6 @@ AVERAGED_FACTORS = {
 # Replica 1: K = [[0, -8], [0, 0]], K^T (.8, -.6) = (0, -6.4), p = (0, -1), R = (8, 0),
 # q' = (1, 0); M' = [[0, -4], [0, 0]]; W = [[1, 2.9], [3, 3.7]], b = (0, -1).
 # Mean drift from START: [[0, 0], [0, -.3]] and (-1, -1.5).
-# Mean M = [[0, -1], [2, .75]]; with Q_bar = (1, 0), the initial Q: M^T Q_bar =
-# (0, -1), p = (0, -1), R = M p = (1, -.75), norm 1.25, Q = (.8, -.6).
 RECONCILED = [
     {"W": np.array([[0.0, 2], [2, 3]]), "b": np.array([0.0, 2])},
     {"W": np.array([[0.0, -4], [2, -3]]), "b": np.array([2.0, 0])},
@@ -222,16 +220,11 @@ RECONCILED = [
 COMMON = {
     "w": [[[1, 2], [3, 3.7]]] * 2,
     "b": [[0, -0.5]] * 2,
-    "m": [[[0, -1], [2, 0.75]]] * 2,
-    "q": [[0.8, -0.6]] * 2,
-}
-# First Nesterov step: t' = g, step = -lr (1 + momentum) g = 1.5 x 0.5 x drift.
-NESTEROV = {**COMMON, "w": [[[1, 2], [3, 3.775]]] * 2, "b": [[0.25, -0.125]] * 2}
-LOCAL_MOMENTUM = {
-    **COMMON,
     "m": [[[0, 2], [4, 1.5]], [[0, -4], [0, 0]]],
     "q": [[0.8, 0.6], [1, 0]],
 }
+# First Nesterov step: t' = g, step = -lr (1 + momentum) g = 1.5 x 0.5 x drift.
+NESTEROV = {**COMMON, "w": [[[1, 2], [3, 3.775]]] * 2, "b": [[0.25, -0.125]] * 2}
 
 
 def check(simulation, *, w, b, m, q):
@@ -251,7 +244,6 @@ CASES = {
         RECONCILED,
         NESTEROV,
     ),
-    "reconcile-local": ({"average_momentum": False}, RECONCILED, LOCAL_MOMENTUM),
 }
 
 

@@ -30,7 +30,7 @@ def test_multi_steps_inside():
     # Three replicas, each accumulating two micro-batches between syncs.
     inner = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
     gradients = helpers.make_gradients(2, 3)
-    local = synchronizers.reconcile(momentum=False)
+    local = synchronizers.reconcile()
     tx = cd.adaptive_sync(inner, triggers.every_k(2), local, AXIS)
     first, (params, state) = helpers.run_mesh(tx, helpers.make_params(), gradients)
     assert helpers.decisions([first, (params, state)]) == [False, True]

@@ -44,7 +44,7 @@ def mean_of(form, mesh, given):
 
     def train(state, batch):
         del batch
-        group = _collectives.Replicas(AXIS, _layout.current())
+        group = _collectives.Group(AXIS, _layout.current())
         result = form.average(state, (), group, {})
         return result.mean, {"unsent": result.unsent}
 
@@ -130,7 +130,7 @@ def test_divided_is_whole_however_matrices_lie():
         layout = _layout.current()
 
         def reduce_fn(arrays, made_of):
-            group = _collectives.Replicas(AXIS, layout.of_factors(arrays, made_of))
+            group = _collectives.Group(AXIS, layout.of_factors(arrays, made_of))
             return group.mean(arrays), None
 
         gradients = jax.tree.map(lambda x: x[0].astype(jnp.float32), gradients)

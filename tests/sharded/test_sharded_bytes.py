@@ -46,7 +46,7 @@ OPTIMIZERS = {
         synchronizers.average_factors(compressors.quantize(8))
     ),
     "quantize": lambda: every_second(
-        synchronizers.reconcile(compressor=compressors.quantize(4), momentum=False)
+        synchronizers.reconcile(compressor=compressors.quantize(4))
     ),
 }
 CASES = [("synchronous_dion", place) for place in PLACES]
@@ -122,7 +122,7 @@ def test_means_in_pieces_are_means():
 
     def train(state, batch):
         del batch
-        return _collectives.Replicas(AXIS, _layout.current()).mean(state), {}
+        return _collectives.Group(AXIS, _layout.current()).mean(state), {}
 
     run = helpers.manual(train, mesh, given)
     compiled = run.lower(given, np.ones(2)).compile()

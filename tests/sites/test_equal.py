@@ -29,7 +29,7 @@ def in_one_program(outer, compressor):
     tx = cd.adaptive_sync(
         INNER,
         cd.triggers.every_k(EVERY),
-        cd.synchronizers.reconcile(outer, compressor=compressor, momentum=False),
+        cd.synchronizers.reconcile(outer, compressor=compressor),
         cd.replicas.AXIS,
     )
     mesh = cd.replicas.make_mesh(SITES)

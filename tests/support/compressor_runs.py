@@ -45,7 +45,7 @@ def _averaging(compressor, shapes, run, piece) -> Any:
 
 def _mapped(compressor, stacked, run):
     def body(tree):
-        group = _collectives.Replicas(helpers.AXIS)
+        group = _collectives.Group(helpers.AXIS)
         return compressor.average(tree, (), group, {})
 
     if run == "vmap":

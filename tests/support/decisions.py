@@ -188,7 +188,7 @@ class Case:
     trigger: triggers.Trigger
     model: Callable[[], Model]  # makes that of one replica
     synchronizer: synchronizers.Synchronizer = dataclasses.field(
-        default_factory=lambda: synchronizers.reconcile(momentum=False)
+        default_factory=lambda: synchronizers.reconcile()
     )
     interval: int = 1  # of the steps on which replicas vote
     inner: optax.GradientTransformation = SGD
@@ -215,7 +215,7 @@ CASES = {
     "every_k": EVERY_K,
     # Numbers of which no sum is rounded.
     "evenly": Case(
-        triggers.evenly(0.375, cost=1.0),
+        triggers.evenly(0.375),
         lambda: lambda seen: (seen.steps + 1) * 3 // 8 > seen.steps * 3 // 8,
     ),
     "any_of": Case(
@@ -233,9 +233,7 @@ CASES = {
         lambda: at_intervals_model(signal_model()),
         interval=3,
     ),
-    "budget": Case(
-        triggers.budget(0.125, signal(), cost=1.0, ahead=2, behind=1), budget_model
-    ),
+    "budget": Case(triggers.budget(0.125, signal(), ahead=2, behind=1), budget_model),
     "all": Case(
         triggers.at_intervals(
             triggers.at_least_every(triggers.any_of(signal(), signal(SECOND)), 9), 2
@@ -247,9 +245,7 @@ CASES = {
     ),
     # What the library measures; the model is given its values.
     "momentum_change": Case(triggers.relative_momentum_change(0.4), signal_model),
-    "budget-of-change": Case(
-        triggers.budget(0.125, cost=1.0, ahead=2, behind=1), budget_model
-    ),
+    "budget-of-change": Case(triggers.budget(0.125, ahead=2, behind=1), budget_model),
     **{
         f"{name}-{wrapper}": dataclasses.replace(
             case, inner=optax.chain(optax.stateless(only_small), inner)

@@ -31,7 +31,7 @@ AXIS = helpers.AXIS
 def dion_evenly() -> Any:
     """Dion's local steps between even syncs, which are `curvadion`'s."""
     outer, form = optax.sgd(1.0, 0.4, nesterov=True), cd.compressors.quantize(2)
-    sync = cd.synchronizers.reconcile(outer, compressor=form, momentum=False)
+    sync = cd.synchronizers.reconcile(outer, compressor=form)
     inner = cd.dion(0.1, 0.5, momentum=0.9)
     return cd.adaptive_sync(inner, cd.triggers.evenly(0.25), sync, AXIS)
 

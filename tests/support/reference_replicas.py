@@ -11,12 +11,9 @@ import numpy as np
 from reference import (
     Array,
     Tree,
-    column_normalize,
-    dion_factors,
     dion_step,
     dion_step_average_factors,
     relative_momentum_change,
-    rows_view,
     tree_mean,
 )
 
@@ -98,7 +95,6 @@ class ReplicaSimulation:
         synchronizer: "average_gradients", "average_factors" or "reconcile".
         outer: for reconcile, (mean drift, outer state) -> (step, outer state), the
             state None at first; None is the plain average.
-        average_momentum: for reconcile, whether momentum is averaged too.
 
     Attributes:
         params, momenta, qs: lists over replicas of name to array.
@@ -118,14 +114,12 @@ class ReplicaSimulation:
         trigger: Callable[[LocalStep], Any],
         synchronizer: str,
         outer: OuterStep | None = None,
-        average_momentum: bool = True,
     ):
         params = {name: np.array(p, np.float64) for name, p in params.items()}
         q = {name: np.array(v, np.float64) for name, v in q.items()}
         self.learning_rate, self.mu = learning_rate, mu
         self.trigger, self.synchronizer = trigger, synchronizer
         self.outer, self.outer_state = outer, None
-        self.average_momentum = average_momentum
         self.params = [dict(params) for _ in range(n_replicas)]
         self.qs = [dict(q) for _ in range(n_replicas)]
         self.momenta = [
@@ -133,7 +127,7 @@ class ReplicaSimulation:
         ]
         self.last_totals: list[Tree] = [dict(tree) for tree in self.momenta]
         self.anchor = dict(params)
-        self.anchor_q = dict(q)
+        self.anchor_q = dict(q)  # of the last sync
         self.synced: list[bool] = []
 
     def step(self, gradients: Sequence[Tree]) -> None:
@@ -202,15 +196,3 @@ class ReplicaSimulation:
         # anchor += outer(drift);  X_i = anchor
         self.anchor = {name: anchor[name] + step[name] for name in anchor}
         self.params = [dict(self.anchor) for _ in self.params]
-        if self.average_momentum:
-            # M = mean_i M_i
-            momentum = tree_mean(self.momenta)
-            q = {n: common_q(m, self.anchor_q[n]) for n, m in momentum.items()}
-            self.anchor_q = q
-            self.momenta = [dict(momentum) for _ in self.momenta]
-            self.qs = [dict(q) for _ in self.qs]
-
-
-def common_q(momentum: Array, anchor_q: Array) -> Array:
-    """Q = ColumnNormalize(M^T Orthonormalize(M Q_bar)), from the common momentum."""
-    return column_normalize(dion_factors(rows_view(momentum), anchor_q)[1], anchor_q)

@@ -42,10 +42,8 @@ OPTIMIZERS = {
     "factors-quantize": lambda: dion(synchronizers.average_factors(FOUR_BITS)),
     "reconcile": lambda: sgd(reconcile()),
     "reconcile-dion": lambda: dion(reconcile()),
-    "reconcile-outer": lambda: sgd(reconcile(NESTEROV, momentum=False)),
-    "reconcile-quantize": lambda: sgd(
-        reconcile(NESTEROV, compressor=FOUR_BITS, momentum=False)
-    ),
+    "reconcile-outer": lambda: sgd(reconcile(NESTEROV)),
+    "reconcile-quantize": lambda: sgd(reconcile(NESTEROV, compressor=FOUR_BITS)),
     "local_muon": lambda: cd.local_muon(
         0.1, weight_decay=0.1, axis_name=AXIS, trigger=triggers.every_k(EVERY)
     ),

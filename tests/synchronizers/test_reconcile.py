@@ -1,4 +1,4 @@
-"""After a sync of `reconcile` replicas are together: anchor, parameters, momentum."""
+"""After a sync of `reconcile` replicas are together: anchor and parameters."""
 
 from typing import Any
 
@@ -53,7 +53,6 @@ def test_replicas_come_together(dtype):
     anchor = state.sync_state.anchor["w"]
     assert anchor.dtype == dtype
     assert equal_rows(anchor)
-    assert equal_rows(state.inner_state[0].trace["w"])
     assert not equal_rows(apart["w"])
     wide = np.float64(together["w"])
     unequal = wide != np.float64(anchor)
@@ -78,48 +77,17 @@ def test_drift_is_measured_from_the_anchor():
     np.testing.assert_array_equal(history[2][0]["w"], drifted)
 
 
-@pytest.mark.parametrize("momentum", [True, False], ids=["average", "local"])
-def test_momentum_is_averaged_or_stays_and_the_rest_stays(momentum):
+def test_the_inner_state_stays_each_replicas_own():
     # After one step of Adam mu = g / 2 and nu = g^2 / 4.
     g = np.array([[1.0, 2], [3, -2]], np.float32)
     inner = optax.inject_hyperparams(optax.adam)(0.1, b1=0.5, b2=0.75)
-    tx = optimizer(inner, k=1, momentum=momentum)
-    ((_, state),) = run(tx, {"w": jnp.zeros(2)}, [{"w": g}])
+    ((_, state),) = run(optimizer(inner, k=1), {"w": jnp.zeros(2)}, [{"w": g}])
     adam = state.inner_state.inner_state[0]
-    mu = np.broadcast_to((g / 2).mean(0), g.shape) if momentum else g / 2
-    np.testing.assert_array_equal(adam.mu["w"], mu)
+    np.testing.assert_array_equal(adam.mu["w"], g / 2)
     np.testing.assert_array_equal(adam.nu["w"], g**2 / 4)
     np.testing.assert_array_equal(adam.count, [1, 1])
     rate = state.inner_state.hyperparams["learning_rate"]
     np.testing.assert_array_equal(rate, np.full(2, 0.1, np.float32))
-
-
-@pytest.mark.parametrize(
-    "inner", [optax.contrib.ademamix(0.1), optax.ema(0.9)], ids=["ademamix", "ema"]
-)
-def test_a_momentum_of_another_name_is_not_overlooked(inner):
-    with pytest.raises(ValueError, match=r"of a parameter's shape\. Pass momentum=Fal"):
-        optimizer(inner).init(helpers.make_params())
-    optimizer(inner, momentum=False).init(helpers.make_params())
-
-
-def test_q_is_recomputed_by_the_users_own_orthonormalisation():
-    seen = []
-
-    def spy(a):
-        seen.append(a.shape)
-        return cd.cholesky_qr(a)
-
-    tx = helpers.averaging_dion(
-        orthonormalize=spy, axis_name=AXIS, trigger=triggers.always()
-    )
-    inner: Any = cd.dion(0.1, orthonormalize=spy)
-    params = {"w": jnp.ones((6, 4))}
-    jax.eval_shape(inner.update, params, inner.init(params), params)
-    once = len(seen)
-    helpers.trace(lambda p, o, g: tx.update(g, o, p), tx, params)
-    # One local step for all steps, and one power iteration at the sync.
-    assert len(seen) == once + 2 * once
 
 
 def test_an_outer_schedule_advances_at_syncs_only():
@@ -142,16 +110,3 @@ def test_the_outer_optimizer_gets_the_anchor_as_parameters():
     params = {"w": jnp.array([4.0])}
     ((_, state),) = run(tx, params, [{"w": np.ones((2, 1), np.float32)}])
     assert state.sync_state.anchor["w"].tolist() == [[2.5], [2.5]]
-
-
-def test_a_synchronizer_in_the_steps_place_has_a_reverse_mode():
-    in_place = synchronizers.reconcile()._replace(after_local_step=False)
-    tx = cd.adaptive_sync(optax.sgd(0.5), triggers.every_k(1), in_place)
-
-    def loss(gradient):
-        params = {"w": jnp.ones(3)}
-        updates, _ = tx.update({"w": gradient}, tx.init(params), params)
-        return jnp.sum(updates["w"])
-
-    slope = jax.jit(jax.grad(loss))(jnp.ones(3))
-    assert slope.tolist() == [-0.5] * 3

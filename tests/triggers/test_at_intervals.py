@@ -65,7 +65,7 @@ def test_a_request_is_kept_until_the_next_vote_and_met_once(replica, run):
     read = metrics.read(history[-1][1])
     if run is by_step:
         assert read["votes"] == 4
-        payload = 2 * 4 * 74  # parameters and traces
+        payload = 4 * 74
         assert read["bytes"] == round(4 / 3 * (3 * payload + 4 * 4)) + 3 * 2 * 4
 
 

@@ -13,11 +13,11 @@ The whole policy; `_adaptive_sync` calls what is here around a step and a sync:
   averaged). An inner state that is not finite starts afresh, and the residual is
   dropped; with `reconcile` its finite parameters go to the anchor. Parameters that are
   not finite stay so until `replicas.repair` replaces them.
-* *Absent.* A replica of weight 0 contributes nothing. With `reconcile` it keeps its own
-  momentum and drift; where a compressor averages gradients, it adds them to its
-  residual. (Without one, a gradient that is averaged is that of the others.) It
-  contributes the residual that it had before.
-* *Empty.* Where nobody takes part a sync changes nothing.
+* *Absent.* A replica of weight 0 contributes nothing. With `reconcile` it keeps its
+  drift; where a compressor averages gradients, it adds them to its residual. (Without
+  one, a gradient that is averaged is that of the others.) It contributes the residual
+  that it had before.
+* *Empty.* Where nobody takes part the mean is zero, and the sync one like any other.
 * *Cooldown.* A replica that a sync could not help must not trigger the next one: an
   excluded replica requests none for 10 steps, and one without weight none at all.
   (Syncs that are due by the number of the step take place all the same.)
@@ -27,15 +27,15 @@ to a scalar parameter; others may be meant to be infinite, as the best loss so f
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from curvadion_jax import _collectives, _finite, _momentum, _paths, _power_iteration
-from curvadion_jax._counters import Faults, SyncMetrics
-from curvadion_jax._interfaces import LocalStep, SyncState
+from curvadion_jax._counters import SyncMetrics
+from curvadion_jax._interfaces import SyncState
 
 # In steps, before an excluded replica may request a sync.
 COOLDOWN = 10
@@ -67,73 +67,56 @@ def may_request(counters: SyncMetrics, weight: jax.Array | None) -> jax.Array:
     return may if weight is None else may & (weight > 0)
 
 
-def is_healthy(params: optax.Params, state: SyncState, sound: jax.Array) -> jax.Array:
-    """Whether all that a replica has is finite, bool[]; `sound` is its inner state."""
-    return sound & _finite.all_finite(params) & is_finite(state, params)
+class Participation(NamedTuple):
+    """One replica's part in a sync. Replica-varying, but for `expected`.
+
+    Attributes:
+      weight, expected, healthy: see `LocalStep`.
+      excluded: bool[], whether it has nothing finite to contribute.
+      keeps_inner_state: bool[], whether its inner state is finite.
+    """
+
+    weight: jax.Array
+    expected: jax.Array
+    healthy: jax.Array
+    excluded: jax.Array
+    keeps_inner_state: jax.Array
 
 
-def contribution(
-    weight: jax.Array | None, healthy: jax.Array, there: jax.Array | bool = True
-) -> jax.Array:
-    """The weight of a replica, 0 if it is absent, -1 if what it has is not finite."""
-    own = jnp.asarray(1 if weight is None else weight, jnp.float32)
-    return jnp.where(healthy & there, own, -1)
-
-
-def taking_part(
-    local: LocalStep,
-    fresh: optax.OptState,
-    sound: jax.Array,
-    own: jax.Array,
-    healthy: jax.Array,
+def participation(
+    params: optax.Params,
+    inner_state: optax.OptState,
+    sync_state: SyncState,
+    weight: jax.Array | None,
+    contributes: jax.Array | bool,
     axis_name: str | None,
-) -> LocalStep:
-    """A local step with this replica's part in the sync, and a sound inner state.
-
-    Every replica gathers one number of each, its `contribution`. So all know who takes
-    part.
+) -> Participation:
+    """Who takes part in a sync: every replica gathers one number of each.
 
     Args:
-      local: the step, with the inner state as it is.
-      fresh: inner state to start afresh from.
-      sound: bool[], whether the inner state is finite.
-      own: float32[], this replica's `contribution`.
-      healthy: see `LocalStep`.
+      params: parameters that the replica comes with.
+      inner_state: of the inner optimizer.
+      sync_state: of the synchronizer.
+      weight: float32[], how much it is to count; None means 1.
+      contributes: bool[], whether what it would send is finite.
       axis_name: replica axis.
     """
-    given = _collectives.gathered(own, axis_name)
-    there, expected = given > 0, given >= 0
-    anybody = jnp.any(there)
+    is_sound = is_finite(inner_state, params)
+    healthy = is_sound & _finite.all_finite(params) & is_finite(sync_state, params)
+    excluded = ~(healthy & contributes)
+    own = jnp.asarray(1 if weight is None else weight, jnp.float32)
+    given = _collectives.gathered(jnp.where(excluded, -1, own), axis_name)
+    present = given > 0
     # In units of the largest, so that the sum does not overflow.
-    unit = jnp.where(anybody, jnp.max(given), 1)
-    mean = jnp.sum(jnp.maximum(given, 0) / unit) / given.size
-    return local._replace(
-        inner_state=_restarted(local.inner_state, fresh, sound),
-        weight=jnp.maximum(own, 0) / unit / jnp.where(anybody, mean, 1),
-        expected=jnp.sum(there) / jnp.maximum(jnp.sum(expected), 1),
+    unit = jnp.where(jnp.any(present), jnp.max(given), 1)
+    mean = jnp.sum(jnp.where(present, given, 0) / unit) / given.size
+    return Participation(
+        weight=jnp.where(excluded, 0, own) / unit / jnp.where(mean > 0, mean, 1),
+        expected=jnp.sum(present) / jnp.maximum(jnp.sum(given >= 0), 1),
         healthy=healthy,
-        anybody=anybody,
-    )
-
-
-def after_sync(
-    updates: optax.Updates, local: LocalStep, excluded: jax.Array
-) -> tuple[optax.Updates, Faults]:
-    """Finite updates, and what kept this replica from the sync.
-
-    Args:
-      updates: of the synchronizer.
-      local: the step, as `taking_part` returned it.
-      excluded: whether this replica was.
-    """
-    faults = Faults(
-        zeroed=jnp.asarray(local.healthy) & ~_finite.all_finite(updates),
         excluded=excluded,
-        absent=~excluded & ~local.present,
-        empty=~jnp.asarray(local.anybody),
-        weight=jnp.asarray(local.weight, jnp.float32),
+        keeps_inner_state=is_sound,
     )
-    return _finite.finite_elements(updates), faults
 
 
 def is_finite(state: Any, params: optax.Params) -> jax.Array:
@@ -151,19 +134,25 @@ def is_finite(state: Any, params: optax.Params) -> jax.Array:
     )
 
 
-def fresh_state(inner: optax.GradientTransformation, params, state) -> optax.OptState:
-    """The inner optimizer's state at the start, with Q as Dion restarts it.
+def restarted(
+    inner: optax.GradientTransformation, params, state, keep: jax.Array
+) -> optax.OptState:
+    """The inner optimizer's state, or one that starts afresh.
 
     Where schedules have come to and hyperparameters that were injected
-    (`optax.inject_hyperparams`) stay. To draw Q at random, as at the start, takes
-    longer than the rest of a sync.
+    (`optax.inject_hyperparams`) stay. To draw Dion's Q at random, as at the start,
+    would take longer than the rest of a sync.
     """
     own = iter(_momentum.dion_states(state))
     fresh = _momentum.with_dion(
         inner.init(params),
         lambda x: x._replace(q=jax.tree.map(_power_iteration.cosines, next(own).q)),
     )
-    return _keeping_schedules(state, fresh)
+    return jax.tree.map(
+        lambda x, new: x if x is new else jnp.where(keep, x, jnp.asarray(new, x.dtype)),
+        state,
+        _keeping_schedules(state, fresh),
+    )
 
 
 def _keeping_schedules(state: Any, fresh: Any) -> Any:
@@ -180,12 +169,3 @@ def _keeping_schedules(state: Any, fresh: Any) -> Any:
         return old if is_kept(old) else new
 
     return jax.tree.map(choose, state, fresh, is_leaf=is_kept)
-
-
-def _restarted(state: Any, fresh: Any, is_sound: jax.Array) -> Any:
-    """The state, or a fresh one if it is not sound."""
-
-    def either(x, new):
-        return x if x is new else jnp.where(is_sound, x, jnp.asarray(new, x.dtype))
-
-    return jax.tree.map(either, state, fresh)
