@@ -12,7 +12,7 @@ from curvadion_jax import compressors
 FORMS = {
     "exact": compressors.exact(),
     "int8": compressors.quantize(8, block=8),
-    "int2-mean4": compressors.quantize(2, block=8, mean_bits=4),
+    "int2": compressors.quantize(2, block=8),
     "sign": compressors.quantize(1, block=8),
 }
 

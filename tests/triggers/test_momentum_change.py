@@ -1,5 +1,7 @@
 """The relative momentum change: its values by hand, and what it looks at."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
