@@ -82,13 +82,11 @@ def synced_dion(
 
 
 def averaging_dion(learning_rate: Any = 0.1, rank: Any = 0.25, **options: Any) -> Any:
-    """Local Dion steps; parameters, momenta and Q come together on large changes."""
+    """Local Dion steps; parameters come together on large changes."""
     change = cd.triggers.relative_momentum_change(0.5)
     defaults = {
         "trigger": cd.triggers.at_least_every(change, 20),
-        "synchronizer": cd.synchronizers.reconcile(
-            orthonormalize=options.get("orthonormalize")
-        ),
+        "synchronizer": cd.synchronizers.reconcile(),
         "momentum": 0.9,
     }
     return synced_dion(learning_rate, rank, **{**defaults, **options})
