@@ -177,7 +177,7 @@ def test_the_first_sync_keeps_parameters_that_were_reanchored():
 
 def test_reanchor_drops_residuals_and_keeps_the_rest():
     compressed = synchronizers.reconcile(
-        optax.sgd(0.7, 0.9), compressor=cd.compressors.quantize(4), momentum=False
+        optax.sgd(0.7, 0.9), compressor=cd.compressors.quantize(4)
     )
     tx = cd.adaptive_sync(
         optax.sgd(0.1, 0.9), triggers.every_k(3), compressed, helpers.AXIS
