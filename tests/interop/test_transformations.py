@@ -103,7 +103,6 @@ def test_the_default_is_made_of_public_parts(name):
         synchronizers.reconcile(
             optax.sgd(1.0, 0.4, nesterov=True, accumulator_dtype="bfloat16"),
             compressor=cd.compressors.quantize(2),
-            momentum=False,
             residual_dtype="bfloat16",
         ),
         AXIS,
