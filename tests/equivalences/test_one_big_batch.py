@@ -1,7 +1,6 @@
 """`always` is one big batch, and one replica is plain Dion."""
 
 import functools
-import itertools
 from typing import Any
 
 import helpers
@@ -57,14 +56,12 @@ def one_batch(rank):
     return list(helpers.run_alone(plain(rank), helpers.make_params(), means))
 
 
-QUICK = (1, "average_factors")
-
-
 @pytest.mark.parametrize(
     ("rank", "name"),
     [
-        pytest.param(*case, marks=() if case == QUICK else pytest.mark.slow)
-        for case in itertools.product((1, 1.0), WITHIN)
+        (1, "average_factors"),
+        pytest.param(1.0, "average_factors", marks=pytest.mark.slow),
+        pytest.param(1, "average_gradients", marks=pytest.mark.slow),
     ],
 )
 def test_always_within_the_step_is_one_big_batch(rank, name):
