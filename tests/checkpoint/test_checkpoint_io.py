@@ -22,16 +22,15 @@ def simple() -> dict[str, Any]:
     return differ({"b": jnp.zeros(3), "w": {"kernel": jnp.ones((4, 2), jnp.bfloat16)}})
 
 
-@pytest.mark.parametrize("target", [lambda x: x, blank], ids=["arrays", "abstract"])
-def test_round_trip_is_bitwise(tmp_path, target):
+def test_round_trip_is_bitwise(tmp_path):
     state = differ(train_state())
-    kernel = state["train"].params["kernel"]
-    assert kernel.dtype == jnp.bfloat16
+    assert state["train"].params["kernel"].dtype == jnp.bfloat16
     checkpoint.save(tmp_path, 12, state)
-    restored = checkpoint.restore(tmp_path, target(state))
-    assert_same(restored, state)
-    assert restored["train"].apply_fn is state["train"].apply_fn
-    assert restored["train"].tx is state["train"].tx
+    for target in (state, blank(state)):
+        restored = checkpoint.restore(tmp_path, target)
+        assert_same(restored, state)
+        assert restored["train"].apply_fn is state["train"].apply_fn
+        assert restored["train"].tx is state["train"].tx
     shards = restored["train"].params["kernel"].addressable_shards
     assert [s.data.shape for s in shards] == [(1, 16, 8)] * REPLICAS
 
@@ -127,9 +126,7 @@ def test_extra_and_relative_directory(tmp_path, simple, monkeypatch):
     assert_same(checkpoint.restore("runs/first", simple, 10), simple)
 
 
-@pytest.mark.parametrize(
-    ("keep", "left"), [(None, [1, 2, 10]), (2, [2, 10]), (1, [10])], ids=str
-)
+@pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 10]), (1, [10])], ids=str)
 def test_keep(tmp_path, simple, keep, left):
     for step in (1, 2, 10):
         checkpoint.save(tmp_path, step, simple, keep=keep)
@@ -173,22 +170,17 @@ def test_a_part_alone_is_restored_by_its_paths(tmp_path):
     np.testing.assert_allclose(np.float64(mean), expected, rtol=2**-8)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        pytest.param(lambda x: x[:4], "target has 4 replicas, .* has 8", id="replicas"),
-        pytest.param(lambda x: x[..., :1], "'b' is float32", id="shape"),
-        pytest.param(lambda x: x.astype(jnp.float16), "'b' is float32", id="dtype"),
-        pytest.param(lambda x: 3, "'b' is 3, and not an array", id="no array"),
-        pytest.param(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), "sharding", id="nowhere"
-        ),
-    ],
-)
-def test_another_target_is_refused(tmp_path, simple, change, said):
+def test_another_target_is_refused(tmp_path, simple):
     checkpoint.save(tmp_path, 1, simple)
-    with pytest.raises(ValueError, match=said):
-        checkpoint.restore(tmp_path, jax.tree.map(change, simple))
+    for change, said in (
+        (lambda x: x[:4], "target has 4 replicas, .* has 8"),
+        (lambda x: x[..., :1], "'b' is float32"),
+        (lambda x: x.astype(jnp.float16), "'b' is float32"),
+        (lambda x: 3, "'b' is 3, and not an array"),
+        (lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), "sharding"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            checkpoint.restore(tmp_path, jax.tree.map(change, simple))
 
 
 def test_no_checkpoint(tmp_path, simple):
