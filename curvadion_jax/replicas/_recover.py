@@ -114,7 +114,7 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
     Args:
       state: all that differs between replicas, in any tree with a leading replica axis.
       mesh: mesh with the new number of replicas. Within a replica arrays are sharded as
-        they were, as far as its axes have the same names.
+        they were, if it has the axes.
       axis_name: name of the replica axis.
 
     Returns:
@@ -135,14 +135,12 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
     count_replicas(state, "state")
     number = mesh.shape[axis_name]
 
-    def known(entry):
-        names = tuple(name for name in jax.tree.leaves(entry) if name in mesh.shape)
-        return (names[0] if len(names) == 1 else names) or None
-
     def placed(leaf, average):
         old = getattr(leaf, "sharding", None)
-        spec = old.spec[1:] if isinstance(old, NamedSharding) else ()
-        sharding = NamedSharding(mesh, P(axis_name, *map(known, spec)))
+        inner = old.spec[1:] if isinstance(old, NamedSharding) else ()
+        if not set(jax.tree.leaves(tuple(inner))) <= set(mesh.shape):
+            inner = ()
+        sharding = NamedSharding(mesh, P(axis_name, *inner))
         if old is not None:
             sharding = sharding.with_memory_kind(str(old.memory_kind))
         x = _resized(leaf, number=number, average=average)

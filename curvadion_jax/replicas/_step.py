@@ -5,7 +5,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,13 +82,6 @@ def step(
     return CompiledStep(function, run, mesh, axis_name, donate, local)
 
 
-class _Program(NamedTuple):
-    """A jitted step, and what was seen of it when it was traced."""
-
-    jitted: Any
-    mapped: _mapped.Mapped
-
-
 class CompiledStep:
     """A training step on all replicas, compiled when it is called.
 
@@ -109,8 +102,8 @@ class CompiledStep:
         functools.update_wrapper(self, function, updated=())
         self._function, self._run, self._donate = function, run, donate
         self._mesh, self._axis_name = mesh, axis_name
-        # Keys are the structure of a state and how it lies on the devices.
-        self._programs: dict[Any, _Program] = {}
+        # A key is the structure of a state and how it lies on the devices.
+        self._programs: dict[Any, tuple[Any, _mapped.Mapped]] = {}  # by key and `due`
         self._compiled: set[Any] = set()
         self._counts: dict[Any, _StepCount | None] = {}
         self._last: Any = None  # key and shardings of the state that was returned
@@ -121,7 +114,7 @@ class CompiledStep:
         operands = (state, batch, *shared)
         everything = jax.tree.leaves(operands)
         if any(isinstance(x, Tracer) for x in everything):
-            return self._program(self._key(state), None).jitted(*operands)
+            return self._program(self._key(state), None)[0](*operands)
         if self._donate and len(set(map(id, everything))) < len(everything):
             operands = _without_aliases(operands)
             state, batch, *_ = operands
@@ -136,7 +129,7 @@ class CompiledStep:
             self._check.at_start(state)
         operands = (state, jax.tree.map(self._divided, batch), *operands[2:])
         due = self._due(key, operands, leaves)
-        program = self._program(key, due).jitted
+        program, _ = self._program(key, due)
         if (key, due) not in self._compiled:
             self._compile(program, operands, due)
             self._compiled.add((key, due))
@@ -160,8 +153,8 @@ class CompiledStep:
           due: where the host knows whether a decision is due, True or False for the
             program of such a step; else None.
         """
-        program = self._program(self._key(state), due)
-        return program.jitted.trace(state, batch, *shared)
+        program, _ = self._program(self._key(state), due)
+        return program.trace(state, batch, *shared)
 
     def lower(
         self, state: Any, batch: Any, *shared: Any, due: bool | None = None
@@ -186,9 +179,8 @@ class CompiledStep:
     def _due(self, key, operands, leaves) -> bool | None:
         """Whether a decision is due; None where the program has to find out."""
         if key not in self._counts:
-            program = self._program(key, False)
-            program.jitted.trace(*operands)
-            mapped = program.mapped
+            program, mapped = self._program(key, False)
+            program.trace(*operands)
             self._counts[key] = _StepCount.of(mapped, operands[0])
             if mapped.due_of is None:  # The program did not depend on `due`.
                 mapped.due = None
@@ -196,10 +188,11 @@ class CompiledStep:
         count = self._counts[key]
         return count.due(leaves) if count else None
 
-    def _program(self, key, due: bool | None) -> _Program:
+    def _program(self, key, due: bool | None) -> tuple[Any, _mapped.Mapped]:
+        """A jitted step, and what was found when it was traced."""
         if (key, due) not in self._programs:
             mapped = _mapped.Mapped(self._mesh, self._axis_name, due)
-            self._programs[key, due] = _Program(self._jitted(key, mapped), mapped)
+            self._programs[key, due] = self._jitted(key, mapped), mapped
         return self._programs[key, due]
 
     def _jitted(self, key, mapped: _mapped.Mapped) -> Any:
