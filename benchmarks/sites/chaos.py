@@ -5,8 +5,8 @@
 Every site is a process that trains the model of examples/char_lm at a small size. A
 step begins every `--pace` seconds at the earliest, so that the machine's few cores are
 not what is measured. The supervisor restarts what dies, from a process that has
-imported JAX, and kills only what has trained since. Runs are kept in `--out`, and the
-same command goes on with those that are missing. Goodput is the steps that were
+imported JAX, and kills only what has contributed since. Runs are kept in `--out`, and
+the same command goes on with those that are missing. Goodput is the steps that were
 counted in committed rounds over those that the sites would have taken undisturbed in
 that time (a slow or absent site as many as it would have taken so).
 """
@@ -85,7 +85,7 @@ class Supervisor:
         self.processes[name].start()
 
     def ready(self, name: str) -> Path:
-        """Is there once a process has trained for some steps."""
+        """Is there once a process has contributed."""
         return self.folder / f"{name}.ready"
 
     def look(self) -> None:
@@ -135,7 +135,7 @@ def schedule(faults: frozenset[str], seconds: float, names: list[str], seed: int
 
 
 def strike(sites: Supervisor, what: str, name: str) -> bool:
-    """Does it; not yet if it is to kill a site that has not trained."""
+    """Does it; not yet if it is to kill a site that has not contributed."""
     process = sites.processes.get(name)
     if what == "kill" and name not in sites.gone and not sites.ready(name).exists():
         return False
@@ -196,7 +196,7 @@ def run(name: str, out: Path, seconds: float, pace: float) -> dict[str, Any]:
 
 
 def ready(sites: Supervisor, names: list[str]) -> None:
-    """Until all have compiled, and taken a few steps."""
+    """Until all have compiled, and contributed."""
     while not all(sites.ready(name).exists() for name in names):
         sites.look()
         if len(sites.ended) > 8:

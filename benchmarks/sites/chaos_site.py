@@ -76,7 +76,7 @@ class Paced:
         while not self.ended:
             step += 1
             yield step
-            if step == 5:
+            if step == EVERY + 5:  # it has contributed
                 self._ready.touch()
             self._next = max(self._next + self._pace, time.monotonic())
             time.sleep(max(0.0, self._next - time.monotonic()))

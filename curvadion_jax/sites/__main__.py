@@ -23,8 +23,7 @@ def status(url: Any) -> str:
     if (run := store.read(_run.RUN)) is None:
         raise ValueError(f"There is no run at {store.url}.")
     store.run = run[0]["sha256"]
-    found, strays = store.objects("")
-    keys = {meta["path"] for meta in found}
+    keys, strays = store.find("")
     members = _run.members(keys)
     # Commits follow each other: one far ahead is not the run's.
     number = next(n for n in itertools.count() if _run.commit_key(n) not in keys)

@@ -74,7 +74,9 @@ class Follower:
         """Takes up the run where it stands, or begins it at these parameters."""
         _run.enter(self.store, self.model, self._quorum)
         self.incarnation = _run.join(self.store, self.name)
-        _run.write_first_snapshot(self.store, self.model, params)
+        if self.store.read(_run.commit_key(0)) is None:
+            # Of several sites that begin the run at once, the first snapshot stands.
+            _run.write_snapshot(self.store, self.model.initial(params), {}, 0)
         self.outer, self._roster, self.number = _run.load(self.store, self.model)
         while self.advance():
             pass
@@ -148,8 +150,7 @@ class Follower:
                 f"Another site has joined the run as {self.name!r} since this one "
                 "did, and this one stops. Give every site a name of its own."
             )
-        listed, strays = self.store.objects(_run.contribution_key(number, ""))
-        keys = {meta["path"] for meta in listed}
+        keys, strays = self.store.find(_run.contribution_key(number, ""))
         # Only contributions of members are read. A listing with strays may lack names.
         for name in members.newest:
             there = strays or _run.contribution_key(number, name) in keys

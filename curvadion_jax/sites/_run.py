@@ -260,15 +260,6 @@ def load(store: Store, model: Model, least: int = 0) -> tuple[Outer, Roster, int
     )
 
 
-def write_first_snapshot(store: Store, model: Model, params: Arrays) -> None:
-    """Lets a new run begin at these parameters.
-
-    If several sites begin it at once, the first of their snapshots stands.
-    """
-    if store.read(commit_key(0)) is None:
-        write_snapshot(store, model.initial(params), {}, 0)
-
-
 def write_snapshot(store: Store, outer: Outer, roster: Roster, number: int) -> None:
     """Writes the outer side before a round, and collects what older rounds left."""
     numbers = _snapshots(store)

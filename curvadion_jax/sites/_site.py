@@ -175,8 +175,8 @@ class Site:
         Raises:
           RuntimeError: if another site has joined under this name, or this site's outer
             parameters differ from the run's.
-          ValueError: for parameters of another structure, shape or dtype; for tokens
-            that are not positive and finite.
+          ValueError: for parameters of another structure or shape, and for tokens that
+            are not positive and finite.
         """
         self._check_open()
         if self._worker is not None and not 1e-9 <= float(tokens) <= 1e15:

@@ -107,27 +107,26 @@ class Store:
                 return b"".join(pieces)
         return None
 
-    def keys(self, prefix: str) -> list[str]:
-        return [meta["path"] for meta in self.objects(prefix)[0]]
+    def find(self, prefix: str) -> tuple[set[str], int]:
+        """Keys below a prefix, and the number of names that obstore cannot parse.
 
-    def objects(self, prefix: str) -> tuple[list[dict[str, Any]], int]:
-        """Keys, sizes and times (the store's) of the objects below a prefix.
-
-        Also the number of names that obstore cannot parse. On S3 the names after such
-        a name on the same page are missing.
+        On S3 the names after such a name on the same page are missing.
         """
-        found, strays = [], 0
+        found, strays = set(), 0
         with _one_error(self.url, f"list {prefix}"):
             # In chunks of one object, since an error ends a chunk.
             listing = iter(self._store.list(prefix=prefix, chunk_size=1))
             while strays < 1000:
                 try:
-                    found += next(listing)
+                    found |= {meta["path"] for meta in next(listing)}
                 except _obstore().exceptions.InvalidPathError:
                     strays += 1
                 except StopIteration:
                     break
-        return sorted(found, key=lambda meta: meta["path"]), strays
+        return found, strays
+
+    def keys(self, prefix: str) -> Sequence[str]:
+        return sorted(self.find(prefix)[0])
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
