@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from hypothesis import strategies as st
 from jax import lax
 
 import curvadion_jax as cd
@@ -86,13 +85,12 @@ SPECIAL = np.float32(
 )
 
 
-@st.composite
-def scripts(draw, spoilt=(), absent=False):
+def random_script(seed, spoilt=(), absent=False) -> Script:
     """Mostly 0 for the signals and 1 for the limit; the rest are special numbers.
 
     Replicas that may be absent go and come again.
     """
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rng = np.random.default_rng(seed)
     numbers, spoilt_numbers, weights = usual_script()
     often = rng.choice([0.0, 0.003, 0.02, 0.1, 1.0])
     # The same numbers with the bits of bfloat16, and some that have nothing special.
