@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from curvadion_jax import _counters, _layout, _mapped, _paths
 from curvadion_jax.replicas import _arrays, _traffic
@@ -117,7 +116,7 @@ class CompiledStep:
             return self._program(self._key(state), None)[0](*operands)
         if self._donate and len(set(map(id, everything))) < len(everything):
             operands = _without_aliases(operands)
-            state, batch, *_ = operands
+            state = operands[0]
         leaves, structure = jax.tree.flatten(state)
         key = self._known_key(leaves, structure)
         if key is None:
@@ -127,7 +126,6 @@ class CompiledStep:
         count = self._counts.get(key)
         if key not in self._counts or (count and count.is_at_start(leaves)):
             self._check.at_start(state)
-        operands = (state, jax.tree.map(self._divided, batch), *operands[2:])
         due = self._due(key, operands, leaves)
         program, _ = self._program(key, due)
         if (key, due) not in self._compiled:
@@ -236,18 +234,6 @@ class CompiledStep:
                 "metrics.",
                 stacklevel=4,
             )
-
-    def _divided(self, leaf: Any) -> Any:
-        """What has no place yet, divided over the replicas along its first axis.
-
-        Else the compiler chooses one, and may have replicas exchange rows.
-        """
-        if (is_array(leaf) and leaf.committed) or jax.process_count() > 1:
-            return leaf
-        rows = np.shape(leaf)[:1]
-        if not rows or rows[0] % self._mesh.shape[self._axis_name]:
-            return leaf  # rejected when traced
-        return jax.device_put(leaf, NamedSharding(self._mesh, P(self._axis_name)))
 
 
 def _without_aliases(operands: Any) -> Any:
