@@ -166,7 +166,7 @@ class Group:
         if not self.layout.axes:
             return function(self, leaves)
         self.layout.check_known()
-        specs = self.layout.specs(tree, by_shape=True)
+        specs = self.layout.specs(tree)
         specs = [spec or PartitionSpec() for spec in specs]
         alone = self.laid_out(ONE_DEVICE)
         return _within_replica.by_device(
@@ -182,7 +182,7 @@ class Group:
     def _sums(self, tree: Any) -> list[jax.Array]:
         """Sums of varying arrays, each element sent once where it can be seen how."""
         leaves, layout = jax.tree.leaves(tree), self.layout
-        specs = layout.specs(tree, by_shape=False) if layout.axes else []
+        specs = layout.specs(tree) if layout.axes else []
         cut = {
             index: (leaves[index], spec)
             for index, spec in enumerate(specs)

@@ -5,7 +5,6 @@ Other replicas, and the devices of this one, come in through extra arguments of
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -35,11 +34,11 @@ class DionState(NamedTuple):
     """State of :func:`scale_by_dion`.
 
     Attributes:
-      momentum: tree of the parameters' structure and shapes, in `mu_dtype` or the
-        parameter's dtype, after error feedback. Replica-varying.
-      q: array for every parameter; ``[*batch, smaller side, r]``, unit columns, same
-        dtype as the momentum. Shared while every step reduces the factors,
-        replica-varying otherwise. Not parameter-shaped.
+      momentum: tree like the parameters, in `mu_dtype` or their dtype, after error
+        feedback. Replica-varying.
+      q: right factor of every parameter, ``[*batch, smaller side, r]`` with unit
+        columns, in the momentum's dtype. Replica-varying unless every step reduces the
+        factors.
     """
 
     momentum: optax.Updates
@@ -98,8 +97,8 @@ def scale_by_dion(
     Raises:
       TypeError: if the rank is not a plain number, or a parameter not of real
         floating-point numbers.
-      ValueError: for a rank or momentum out of range, an int rank above every
-        matrix, or a parameter that is not a matrix.
+      ValueError: for a rank or momentum out of range, or a parameter that is not a
+        matrix.
 
     Example:
       >>> tx = scale_by_dion(rank=1)
@@ -127,12 +126,6 @@ def scale_by_dion(
 
     def init_fn(params):
         views = _partition.matrices_only(params, dimension_numbers)
-        largest = max((view.cols for view in views.values()), default=math.inf)
-        if isinstance(rank, int) and rank > largest:
-            raise ValueError(
-                f"rank {rank} exceeds the smaller side of every matrix; the largest is "
-                f"{largest}. Pass a smaller rank, or rank=1.0 for full rank."
-            )
         zeros = optax.tree.zeros_like(params, dtype=mu_dtype)
         if _trees.is_placeholder(params):
             return DionState(zeros, q=jnp.zeros([]))

@@ -48,20 +48,14 @@ class Layout:
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     placed: tuple[Placed, ...] = ()
 
-    def specs(self, tree: Any, *, by_shape: bool) -> list[PartitionSpec | None]:
+    def specs(self, tree: Any) -> list[PartitionSpec | None]:
         """How each array of a tree like the parameters is sharded, None if unknown.
 
         As the array of the state that has the same shape and a path that ends with the
-        leaf's; with `by_shape` else as the first of that shape.
+        leaf's.
         """
-        found = []
-        for path, leaf in _paths.leaves_with_path(tree):
-            spec = self._by_path(path, leaf.shape)
-            if spec is None and by_shape:
-                alike = (x.spec for x in self.placed if x.shape == leaf.shape)
-                spec = next(alike, None)
-            found.append(None if spec is None else _over(spec, self.axes))
-        return found
+        known = [self._by_path(p, x.shape) for p, x in _paths.leaves_with_path(tree)]
+        return [None if spec is None else _over(spec, self.axes) for spec in known]
 
     def of_factors(
         self, factors: Mapping[str, jax.Array], made_of: Mapping[str, MadeOf]

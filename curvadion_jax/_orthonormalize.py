@@ -137,18 +137,12 @@ def _identities(gram: jax.Array) -> jax.Array:
 
 def _inverse_factors(gram: jax.Array) -> jax.Array:
     """U^{-1} of the Cholesky factorisation gram = U^T U, for [..., r, r]."""
+    over_stack = functools.partial(jnp.vectorize, signature="(r,r)->(r,r)")
     return lax.platform_dependent(
         gram,
-        cpu=functools.partial(_over_stack, _inverse_factor_alone),
-        default=functools.partial(_over_stack, _inverse_factor),
+        cpu=over_stack(_inverse_factor_alone),
+        default=over_stack(_inverse_factor),
     )
-
-
-def _over_stack(function: Callable[[jax.Array], jax.Array], a: jax.Array) -> jax.Array:
-    """A function of one matrix, of [..., rows, cols]."""
-    for _ in range(a.ndim - 2):
-        function = jax.vmap(function)
-    return function(a)
 
 
 def _inverse_factor(gram: jax.Array) -> jax.Array:

@@ -174,7 +174,7 @@ def by_matrix(
       fewest: matrices for each device below which they are too few.
     """
     # In the order in which JAX flattens a dict.
-    known = zip(sorted(arrays), layout.specs(arrays, by_shape=False), strict=True)
+    known = zip(sorted(arrays), layout.specs(arrays), strict=True)
     specs = {path: spec for path, spec in known if spec is not None}
     kinds = defaultdict(list)
     for path, spec in specs.items():

@@ -69,7 +69,7 @@ def test_q_follows_the_first_of_merged_axes():
     assert q["key"].sharding.spec == PartitionSpec(None, None)
 
 
-def test_arrays_are_found_by_path_and_then_by_shape():
+def test_arrays_are_found_by_path():
     rows, columns = PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")
     notes = (
         _layout.Placed("0/params/layer/b", (4, 4), columns),
@@ -79,13 +79,7 @@ def test_arrays_are_found_by_path_and_then_by_shape():
     shapes = {"a": (4, 4), "b": (4, 4), "er/a": (4, 4), "other": (2,)}
     tree = {"layer": {name: jnp.ones(shape) for name, shape in shapes.items()}}
     layout = _layout.Layout({"fsdp": 2}, notes)
-    found = dict(zip(sorted(shapes), layout.specs(tree, by_shape=True), strict=True))
-    surely = layout.specs(tree, by_shape=False)
-    assert surely == [rows, columns, None, None]
-    assert found["a"] == rows
-    assert found["b"] == columns
-    assert found["er/a"] == columns  # no such path: the first of the shape
-    assert found["other"] is None
+    assert layout.specs(tree) == [rows, columns, None, None]
 
 
 def test_factors_follow_the_axes_that_they_are_made_of():
@@ -96,12 +90,12 @@ def test_factors_follow_the_axes_that_they_are_made_of():
 
     def found(axes):
         of_factors = layout.of_factors({"a": factor}, {"a": (view.shape, axes)})
-        (spec,) = of_factors.specs({"a": factor}, by_shape=False)
+        (spec,) = of_factors.specs({"a": factor})
         return spec
 
     assert found(view.p_axes) == PartitionSpec(None, "y", None)
     assert found(view.q_axes) == PartitionSpec(None, "x", None)
-    assert layout.specs({"a": factor}, by_shape=False) == [None]
+    assert layout.specs({"a": factor}) == [None]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +109,7 @@ def test_factors_follow_the_axes_that_they_are_made_of():
 def test_of_a_division_that_over_inner_axes_counts(spec, kept):
     notes = (_layout.Placed("a", (4, 4), PartitionSpec(*spec)),)
     layout = _layout.Layout({"expert": 2, "fsdp": 2}, notes)
-    found = layout.specs({"a": jnp.ones((4, 4))}, by_shape=True)
+    found = layout.specs({"a": jnp.ones((4, 4))})
     assert found == [PartitionSpec(*kept)]
 
 
