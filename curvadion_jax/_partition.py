@@ -284,9 +284,7 @@ def matrices_only(
 
 
 def describe_partition(
-    params: optax.Params,
-    dimension_numbers: DimensionNumbersOrFn = None,
-    rank: int | float | None = None,
+    params: optax.Params, dimension_numbers: DimensionNumbersOrFn = None
 ) -> str:
     """A table of the optimizer and the fans of every parameter, to be printed.
 
@@ -294,28 +292,22 @@ def describe_partition(
 
     Args:
       params: any tree of arrays or abstract values.
-      dimension_numbers: as for :func:`dion`; None means the default rule.
-      rank: as for :func:`dion`, for a column of ranks; None means no such column.
+      dimension_numbers: as for :func:`dion`.
 
     Example:
       >>> params = {"embed": jax.numpy.ones((9, 4)), "mlp": jax.numpy.ones((3, 4, 8))}
-      >>> print(describe_partition(params, rank=0.25))
-      parameter  shape      optimizer  matrices  fan_in  fan_out  rank
+      >>> print(describe_partition(params))
+      parameter  shape      optimizer  matrices  fan_in  fan_out
       embed      (9, 4)     other
-      mlp        (3, 4, 8)  matrix     3         4       8        1
+      mlp        (3, 4, 8)  matrix     3         4       8
     """
     views = matrix_views(params, dimension_numbers)
-    shapes = {path: leaf.shape for path, leaf in _paths.leaves_with_path(params)}
-    head = "parameter shape optimizer matrices fan_in fan_out".split()
-    rows = [head if rank is None else [*head, "rank"]]
-    for name, view in views.items():
-        kind, sizes = "other", []
-        if view is not None:
-            kind, sizes = "matrix", [math.prod(view.batch), view.fan_in, view.fan_out]
-            if rank is not None:
-                sizes.append(_matrices.resolve_rank(view.cols, rank))
-        row = [name, str(shapes[name]), kind, *map(str, sizes)]
-        rows.append(row + [""] * (len(rows[0]) - len(row)))
+    rows = ["parameter shape optimizer matrices fan_in fan_out".split()]
+    for name, leaf in _paths.leaves_with_path(params):
+        kind, sizes = "other", ("", "", "")
+        if (view := views[name]) is not None:
+            kind, sizes = "matrix", (math.prod(view.batch), view.fan_in, view.fan_out)
+        rows.append([name, str(leaf.shape), kind, *map(str, sizes)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join(lines)

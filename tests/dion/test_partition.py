@@ -218,10 +218,10 @@ def test_a_leaf_without_elements_is_no_matrix():
 
 def test_description():
     params = arrays({"mlp": (3, 4, 8), "wte": (9, 4), "attention": {"q": (4, 4)}})
-    assert cd.describe_partition(params, rank=2).splitlines() == [
-        "parameter    shape      optimizer  matrices  fan_in  fan_out  rank",
-        "attention/q  (4, 4)     matrix     1         4       4        2",
-        "mlp          (3, 4, 8)  matrix     3         4       8        2",
+    assert cd.describe_partition(params).splitlines() == [
+        "parameter    shape      optimizer  matrices  fan_in  fan_out",
+        "attention/q  (4, 4)     matrix     1         4       4",
+        "mlp          (3, 4, 8)  matrix     3         4       8",
         "wte          (9, 4)     other",
     ]
     numbers = {"mlp": cd.DimensionNumbers(-1, -2), "wte": None, "attention": None}
