@@ -95,10 +95,8 @@ def scale_by_dion(
       the same on all replicas. `layout` tells how this replica is sharded.
 
     Raises:
-      TypeError: if the rank is not a plain number, or a parameter not of real
-        floating-point numbers.
-      ValueError: for a rank or momentum out of range, or a parameter that is not a
-        matrix.
+      TypeError: if the rank is traced, or a parameter is not real floating-point.
+      ValueError: if an argument is out of range, or a parameter not a matrix.
 
     Example:
       >>> tx = scale_by_dion(rank=1)
@@ -244,9 +242,8 @@ def dion(
       :func:`scale_by_dion`.
 
     Raises:
-      ValueError: for a learning rate or weight decay that is negative or NaN, if no
-        parameter is a matrix, and if both `other_optimizer` and `adam_learning_rate`
-        are given; else as for :func:`scale_by_dion`.
+      ValueError: if an argument is out of range, no parameter is a matrix, or both
+        `other_optimizer` and `adam_learning_rate` are given.
 
     Example:
       >>> params = {"embed": jnp.ones((9, 4)), "kernel": jnp.ones((4, 8))}

@@ -1,14 +1,12 @@
 """How the arrays of one replica lie on its devices.
 
-Inside a step nobody can see it: axes inside a replica are automatic, and the compiler
-divides the work. That is right for matrix products and elementwise arithmetic. Code
-that cuts an array into blocks must know: the compiler would gather the array first. So
-`replicas.step`, which sees how the state lies, notes it while the step is traced, and
-the optimizer hands the note down (`current`).
+Axes inside a replica are automatic in a step: nobody sees how an array is sharded, and
+the compiler divides the work. That suits matrix products and elementwise arithmetic,
+but an array that is cut into blocks would be gathered first. So `replicas.step`, which
+sees how the state lies, notes it while the step is traced (`noting`, `current`).
 
-Axes of type Explicit (https://docs.jax.dev/en/latest/notebooks/explicit-sharding.html)
-are part of an array's type. A model may use them; the optimizer's update sees automatic
-axes only.
+Explicit axes (https://docs.jax.dev/en/latest/notebooks/explicit-sharding.html) are part
+of an array's type. A model may use them; the optimizer's update sees automatic ones.
 """
 
 import contextlib
@@ -140,13 +138,9 @@ def named_axes(spec: PartitionSpec) -> frozenset[str]:
 
 
 def of_axes(spec: Iterable[Any], axes: Sequence[tuple[int, ...]]) -> list[Any]:
-    """The sharding of an array whose axes are made of a parameter's axes.
+    """A parameter's sharding as that of an array whose axes are made of its axes.
 
     Of several axes that are merged only the first may be sharded.
-
-    Args:
-      spec: the parameter's, per axis.
-      axes: for every axis of the array the parameter's axes that it is made of.
     """
     known = dict(enumerate(spec))
     return [
@@ -184,9 +178,7 @@ def _axes_of_type(
 def explicit_specs(tree: Any, stacked: Any) -> Any:
     """How arrays are sharded over Explicit axes, the replica axis left out.
 
-    Args:
-      tree: arrays.
-      stacked: for each whether it has a leading replica axis.
+    `stacked` says of each whether it has a leading replica axis.
     """
 
     def within(x, has_axis):
@@ -206,17 +198,9 @@ def over_replicas(
 ) -> Callable[..., Any]:
     """A function of one replica under `shard_map`, for stacked operands and results.
 
-    Inside, the axes of a replica are automatic. (Explicit ones keep the compiler from
-    dividing the work, and at the boundary of a `shard_map` over another axis JAX 0.10.2
-    gathers what lies over them.)
-
-    Args:
-      function: of the operands, the replica axis not stripped.
-      mesh: mesh with the replica axis, which is automatic.
-      axis_name: name of the replica axis.
-      in_specs: tree prefix of the operands, over the replica axis.
-      like: `explicit_specs` of the results.
-      check_vma: as for `jax.shard_map`.
+    Inside, the axes of a replica are automatic: at the boundary of a `shard_map` over
+    another axis JAX 0.10.2 gathers what is sharded over Explicit ones. `in_specs` are
+    over the replica axis, `like` are `explicit_specs` of the results.
     """
     automatic = dict.fromkeys(mesh.axis_names, AxisType.Auto)
     mapped = jax.shard_map(

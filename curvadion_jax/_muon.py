@@ -145,15 +145,10 @@ def _newton_schulz(stack: Stack, eps: jax.typing.ArrayLike) -> jax.Array:
 def _by_kind(
     function: Callable[[Stack], jax.Array], stacks: list[Stack], together: int
 ) -> list[jax.Array]:
-    """The function of stacks, single matrices of one kind joined.
+    """A function of stacks; single matrices of one kind, up to a size, are joined.
 
     With a call for every parameter the program grows with the layers. A stack of layers
     is a call of its own: it may be sharded along them, and does not grow the program.
-
-    Args:
-      function: takes a stack to an array of its shape, every matrix by itself.
-      stacks: of any shapes.
-      together: about how many elements to join; 0 joins nothing.
     """
     calls, sizes = defaultdict(list), defaultdict(int)
     for index, stack in enumerate(stacks):

@@ -4,11 +4,9 @@ Cholesky QR, column-scaled, shifted and repeated: matrix products and one small 
 factorisation, so it runs in float32 on accelerators, shards along the rows and batches.
 
 The basis follows the order of the columns, with the signs of a QR whose triangle has a
-positive diagonal, so replicas with similar matrices get similar bases. Where columns
-are dependent a basis has to invent directions: they come from rounding noise, or the
-columns are zero. Whether an invented direction may move anything is decided where the
-matrix is known (`_power_iteration.unit_columns`). NaN or infinity in the input gives
-NaN in the output.
+positive diagonal: similar matrices on replicas get similar bases. Directions that are
+invented for dependent columns come from rounding noise; whether they move anything is
+decided in `_power_iteration.unit_columns`. NaN and infinity give NaN.
 """
 
 import functools

@@ -38,11 +38,7 @@ _EPSILON = 1e-8
 def initial_q(
     name: str, view: MatrixView, r: int, seed: jax.typing.ArrayLike, dtype
 ) -> jax.Array:
-    """Random unit columns [*batch, cols, r] to start from.
-
-    The key depends on the path alone: the same on every replica, whatever else is in
-    the tree.
-    """
+    """Random unit columns [*batch, cols, r]; the key depends on the path alone."""
     key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
     q = jax.random.normal(key, (*view.batch, view.cols, r), jnp.float32)
     return (q / jnp.linalg.norm(q, axis=-2, keepdims=True)).astype(dtype)
@@ -72,34 +68,19 @@ def power_iteration(
     bases: OfFactors,
     reduce: OfFactors = lambda factors: factors,
 ) -> tuple[Named, Named]:
-    """P = bases(reduce(B Q)) and this replica's R = B^T P.
-
-    Args:
-      matrices: B of each parameter.
-      qs: Q of each.
-      bases: takes B Q to orthonormal bases of its columns.
-      reduce: mean over replicas of B Q; nothing for one.
-    """
+    """P = bases(reduce(B Q)) and this replica's R = B^T P, of matrices B and Q."""
     products = {n: matmul(B, qs[n].astype(B.dtype)) for n, B in matrices.items()}
     left = bases(reduce(products))
     return left, {name: matmul(B.mT, left[name]) for name, B in matrices.items()}
 
 
 def unit_columns(R: jax.Array, Q: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Next Q: R with unit columns, and which columns hold anything.
+    """Next Q: R with unit columns, and which columns hold anything, bool[*batch, 1, r].
 
     A column of R that is zero up to rounding says that the matrix has nothing along
     that column of P. Its column of Q is kept, and it must not move the parameters:
     P Q^T would turn rounding noise into a step of full length. (microsoft/dion has this
-    rule for an all-zero matrix.) Only R decides, which replicas share once reduced.
-
-    Args:
-      R: [*batch, cols, r].
-      Q: [*batch, cols, r], the previous one.
-
-    Returns:
-      The next Q in the dtype of R, and a bool [*batch, 1, r] that is True where the
-      column holds something (NaN does).
+    rule for an all-zero matrix.) NaN holds something.
     """
     # In units of the largest element, so that squares neither overflow nor vanish.
     largest = jnp.max(jnp.abs(R), axis=(-2, -1), keepdims=True)

@@ -93,21 +93,13 @@ Function = Callable[[list[Stack]], list[jax.Array]]
 
 
 class _Kind(NamedTuple):
-    """What matrices have in common that are worked on in one stack.
+    """What matrices have in common that are worked on in one stack."""
 
-    Attributes:
-      shape: of a matrix, its axes in the order of the parameter.
-      fan_in_axes, fan_out_axes: of a stack [number, *shape].
-      sharded: for every axis of a matrix the mesh axes that shard it.
-      stacked: mesh axes that shard the stack itself.
-      dtype: of the elements.
-    """
-
-    shape: tuple[int, ...]
-    fan_in_axes: tuple[int, ...]
+    shape: tuple[int, ...]  # of a matrix
+    fan_in_axes: tuple[int, ...]  # of a stack [number, *shape]
     fan_out_axes: tuple[int, ...]
-    sharded: tuple[tuple[str, ...], ...]
-    stacked: frozenset[str]
+    sharded: tuple[tuple[str, ...], ...]  # mesh axes, for every axis of a matrix
+    stacked: frozenset[str]  # mesh axes that shard the stack itself
     dtype: Any
 
     @property
@@ -258,13 +250,7 @@ def bases(
 
     Left to itself the compiler has every device make all, where an axis shards the
     matrix along its other side. A user's own function is left to the compiler: it may
-    hold sharding constraints.
-
-    Args:
-      factors: path of the parameter -> [*batch, rows, r].
-      views: how each parameter is seen as matrices.
-      orthonormalize: see `_orthonormalize`.
-      layout: where parameters lie.
+    hold sharding constraints. `views` and `layout` are the parameters'.
     """
     by_shape = functools.partial(_orthonormalize.by_shape, orthonormalize)
     if not layout.axes or orthonormalize is not _orthonormalize.cholesky_qr:

@@ -25,14 +25,9 @@ class Report(dict[str, Any]):
 
 
 def sync_bytes(payload: Payload, replicas: int) -> float:
-    """Bytes that one replica sends in a sync.
+    """Bytes that one of N replicas sends in a sync.
 
-    Args:
-      payload: what the `payload` of a compressor or synchronizer returns.
-      replicas: number of replicas N.
-
-    Returns:
-      2 (N - 1) / N times the averaged and N - 1 times the gathered bytes.
+    2 (N - 1) / N times the averaged and N - 1 times the gathered bytes of `payload`.
 
     Example:
       >>> sync_bytes(Payload(averaged=8, gathered=2), replicas=4)  # 12 + 6
@@ -124,9 +119,8 @@ def read(opt_state: Any, params: Any = None, *, replicas: int | None = None) -> 
     join = lambda held: np.concatenate([*held.values()])  # noqa: E731
     found = jax.tree.map(join, parts, is_leaf=lambda x: isinstance(x, dict))
     steps, syncs = _common(found.steps, "steps"), _common(found.syncs, "syncs")
-    # Of models that are trained together under `vmap`, those of all.
-    averaged, gathered = (found.sent[0] @ [WORD, 1]).reshape(-1, 2).sum(0).tolist()
-    synchronous = int((found.synchronous[0] @ [WORD, 1]).sum())
+    averaged, gathered = (found.sent[0] @ [WORD, 1]).tolist()
+    synchronous = int(found.synchronous[0] @ [WORD, 1])
     # A sync sends a weight to every other replica.
     if not has_axis and number > 1 and syncs > 1 and not gathered:
         raise ValueError(
@@ -135,9 +129,8 @@ def read(opt_state: Any, params: Any = None, *, replicas: int | None = None) -> 
             "axis_name, and run the step with replicas.step."
         )
     # NaN where nothing was compared; a NaN on one replica only is its own.
-    values, layers = found.value.reshape(-1), found.layer.reshape(-1)
-    worst = int(np.argmax(np.where(np.isnan(values), -math.inf, values)))
-    layer = int(layers[worst])
+    worst = int(np.argmax(np.where(np.isnan(found.value), -math.inf, found.value)))
+    layer = int(found.layer[worst])
     if params is not None and layer >= 0:
         layer, _ = _paths.leaves_with_path(params)[layer]
     return Report(
@@ -145,8 +138,8 @@ def read(opt_state: Any, params: Any = None, *, replicas: int | None = None) -> 
         syncs=syncs,
         sync_rate=syncs / steps if steps else 0.0,
         synced=bool(_common(found.synced, "synced")),
-        value=_shortest(values[worst]),
-        threshold=_shortest(found.threshold.reshape(-1)[worst]),
+        value=_shortest(found.value[worst]),
+        threshold=_shortest(found.threshold[worst]),
         layer=None if layer == -1 else layer,
         votes=_common(found.votes, "votes"),
         replicas=number,
@@ -185,8 +178,7 @@ def _troubled(found: SyncMetrics, numbers: list[int]) -> dict[int, dict[str, int
     troubled: dict[int, dict[str, int]] = {}
     for name in _FAULTS:
         possible = int(np.max(found.syncs if name == "excluded" else found.steps))
-        # Of models that are trained together under `vmap`, the worst.
-        counts = getattr(found, name).reshape(len(numbers), -1).max(1).tolist()
+        counts = getattr(found, name).tolist()
         for number, count in zip(numbers, counts, strict=True):
             if count:
                 troubled.setdefault(number, {})[name] = count
