@@ -114,9 +114,11 @@ def _inspect(
             "curvadion or adaptive_sync."
         )
     after = [names for names, _ in _paths.leaves_with_names(traced.result[0])]
-    for path in _counters.optimizers(after):
-        counter = after.index((*path, "metrics", "steps"))
-        if _jax_internals.is_selected(jaxpr, jaxpr.outvars[counter], _guards.SCOPE):
+    optimizers = _counters.optimizers(after)
+    for names, x in zip(after, jaxpr.outvars, strict=False):
+        # What is the same on all replicas; each may keep an inner state of its own.
+        common = _counters.is_within(names, optimizers, {"sync_state", "metrics"})
+        if common and _jax_internals.is_selected(jaxpr, x, _guards.SCOPE):
             raise ValueError(
                 "The step keeps the old optimizer state on a condition, as by "
                 "jnp.where, on which replicas may disagree. Put the condition inside: "

@@ -93,7 +93,6 @@ def test_roundings_of_bfloat16(moved):
 CLEAN = {
     "2 bits": lambda: optimizer(compressor=compressors.quantize(2)),
     "nesterov": lambda: optimizer(outer=optax.sgd(0.7, 0.9, nesterov=True)),
-    "local_muon": lambda: cd.local_muon(0.1, budget=0.5, axis_name=helpers.AXIS),
     "curvadion": lambda: cd.curvadion(0.1, budget=0.5, axis_name=helpers.AXIS),
     # Where gradients are averaged replicas stay apart by design.
     "paper": lambda: cd.presets.paper(0.1, axis_name=helpers.AXIS),

@@ -90,7 +90,8 @@ def kept_where_finite(tx):
     def update(updates, state, params=None):
         finite = jnp.isfinite(optax.tree.norm(updates))
         updates, new = tx.update(updates, state, params)
-        return updates, jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, state)
+        keep = lambda x, y: jnp.where(finite, x, y) if x.dtype == "float32" else x  # noqa: E731
+        return updates, jax.tree.map(keep, new, state)
 
     return optax.GradientTransformation(tx.init, update)
 
