@@ -94,8 +94,8 @@ def naming(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        message = f"{file} cannot be written: {error.strerror}"
-        raise OSError(error.errno, message) from error
+        message = f"{file} cannot be written: {error.strerror or error}"
+        raise OSError(message) from error
 
 
 def read_json(file: Path, default: Any) -> Any:
