@@ -13,17 +13,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
 from curvadion_jax import _layout, _muon
-from curvadion_jax._within_replica import Stack
 
 AXIS = cd.replicas.AXIS
 SHAPES = {
     "down": (5, 48, 32),
-    "lone": (32, 48),
     "one": (32, 32),
     "query": (2, 32, 4, 8),
     "two": (32, 32),
 }
-LONE = "lone"
 QUERY = optax.contrib.MuonDimensionNumbers(1, (2, 3))
 # Axes inside a replica, and how the last axes of an array are divided.
 PLACES = {
@@ -92,60 +89,39 @@ def place(mesh, divided, tree):
     return {name: put(name, x) for name, x in tree.items()}
 
 
-def muon_of_devices():
-    """Muon that is told of the devices of its replica, as `adaptive_sync` does."""
-    tx = _muon.muon(0.1, numbers)
-
-    def update(gradients, state, params):
-        return tx.update(gradients, state, params, layout=_layout.current())
-
-    return optax.GradientTransformation(tx.init, update)
-
-
-def prepare(mesh, divided, params):
-    tx = muon_of_devices()
-    params = place(mesh, divided, params)
-    state = cd.replicas.replicate((params, tx.init(params)), mesh)
-    return compiled(tx, mesh, state), state
-
-
-def compiled(tx, mesh, state):
-    """A step of all replicas, whose update knows how the state lies."""
-    train = helpers.train_step(tx)
-
-    def local(state, gradients):
-        return train(state, jax.tree.map(lambda g: g[0], gradients))
-
-    return helpers.quick(helpers.manual(local, mesh, state), state, state[0])
-
-
-def check_steps(step, state, mesh, divided, params, gradients):
-    for each in gradients:
-        state, _ = step(state, cd.replicas.replicate(place(mesh, divided, each), mesh))
-    expected = run(optaxs(), params, gradients)
-    for path, x in jax.device_get(state[0]).items():
-        np.testing.assert_array_equal(x[0], x[1])
-        np.testing.assert_allclose(x[0], expected[path], rtol=0, atol=CLOSE)
-
-
 @pytest.mark.parametrize(
     "name",
     [pytest.param(x, marks=() if x == "both" else pytest.mark.slow) for x in PLACES],
 )
-def test_divided_matrices_move_there_and_back(name):
+def test_sharded_matrices_move_there_and_back(name):
     inner, divided = PLACES[name]
-    mesh = cd.replicas.make_mesh(2, inner)
-    params, *gradients = ({k: x for k, x in t.items() if k != LONE} for t in trees(3))
-    step, state = prepare(mesh, divided, params)
+    mesh, tx = cd.replicas.make_mesh(2, inner), _muon.muon(0.1, numbers)
+    given, *gradients = trees(3)
+
+    def local(state, gradients):
+        params, muon_state = state
+        gradients = jax.tree.map(lambda g: g[0], gradients)
+        layout = _layout.current()
+        updates, muon_state = tx.update(gradients, muon_state, params, layout=layout)
+        return (optax.apply_updates(params, updates), muon_state), {}
+
+    params = place(mesh, divided, given)
+    state = cd.replicas.replicate((params, tx.init(params)), mesh)
+    step = helpers.quick(helpers.manual(local, mesh, state), state, state[0])
     program = hlo.parse(step.as_text())
     inside = program.collectives([program.entry])
-    sent = collections.Counter(each.opcode for each in inside)
     kinds = 3  # of matrices: two leaves are worked on in one stack
     along = len(jax.tree.leaves(divided))
     shared = along < len(inner)
     expected = {"all-to-all": 2 * along * kinds, "all-gather": shared * kinds}
+    sent = collections.Counter(each.opcode for each in inside)
     assert sent == collections.Counter(expected)
-    check_steps(step, state, mesh, divided, params, gradients)
+    for each in gradients:
+        state, _ = step(state, cd.replicas.replicate(place(mesh, divided, each), mesh))
+    expected = run(optaxs(), given, gradients)
+    for path, x in jax.device_get(state[0]).items():
+        np.testing.assert_array_equal(x[0], x[1])
+        np.testing.assert_allclose(x[0], expected[path], rtol=0, atol=CLOSE)
 
 
 def test_matrices_of_one_shape_are_iterated_on_together():
@@ -156,38 +132,11 @@ def test_matrices_of_one_shape_are_iterated_on_together():
     tx = cd.local_muon(0.1)
 
     def products(params):
-        program = jax.jit(tx.update, static_argnames="sync").lower(
-            params, tx.init(params), params, due=False
-        )
+        program = jax.jit(tx.update).lower(params, tx.init(params), params)
         return program.as_text().count("dot_general")
 
     two = {name: layers[name] for name in ("layer_0", "layer_1")}
     assert products(two) == products(layers) > 0
-
-
-def test_matrices_join_up_to_a_number_of_elements():
-    calls = []
-
-    def function(stack):
-        calls.append((stack.fan_in_axes, stack.array.shape))
-        return -stack.array
-
-    def stack(number, *shape, fan_in=1):
-        array = jax.numpy.full((number, *shape), float(len(stacks)))
-        stacks.append(Stack(array, (fan_in,), (3 - fan_in,)))
-
-    stacks = []
-    for _ in range(2):
-        stack(1, 2, 3)
-        stack(1, 2, 3)
-        stack(1, 2, 3, fan_in=2)
-        stack(2, 2, 3)  # layers, which may be sharded
-    found = _muon._by_kind(function, stacks, together=15)
-    assert sorted(calls) == [
-        *(((1,), (1, 2, 3)), ((1,), (2, 2, 3)), ((1,), (2, 2, 3))),
-        *(((1,), (3, 2, 3)), ((2,), (2, 2, 3))),
-    ]
-    chex.assert_trees_all_equal(found, [-each.array for each in stacks])
 
 
 def divided(specs, axis_type):
