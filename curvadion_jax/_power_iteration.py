@@ -1,4 +1,4 @@
-"""One step of power iteration from a right factor, and Dion's step made of it.
+"""Dion's step: one step of power iteration from a right factor.
 
 Mathematics without Optax, axes or layouts: communication comes in as functions that are
 applied between the two products. Symbols as in Ahn et al. (arXiv 2504.05295), for
@@ -62,18 +62,6 @@ def reduces_factors(view: MatrixView, r: int) -> bool:
     return (view.rows + view.cols) * r < view.rows * view.cols
 
 
-def power_iteration(
-    matrices: Named,
-    qs: Named,
-    bases: OfFactors,
-    reduce: OfFactors = lambda factors: factors,
-) -> tuple[Named, Named]:
-    """P = bases(reduce(B Q)) and this replica's R = B^T P, of matrices B and Q."""
-    products = {n: matmul(B, qs[n].astype(B.dtype)) for n, B in matrices.items()}
-    left = bases(reduce(products))
-    return left, {name: matmul(B.mT, left[name]) for name, B in matrices.items()}
-
-
 def unit_columns(R: jax.Array, Q: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Next Q: R with unit columns, and which columns hold anything, bool[*batch, 1, r].
 
@@ -135,13 +123,11 @@ def dion_step(
         return [(axis,) for axis in range(len(view.shape))]
 
     common, put_in = reduced(total, itself, total.keys() - compressed)
-    left, own = power_iteration(
-        {name: views[name].to_matrix(b) for name, b in common.items()},
-        qs,
-        bases,
-        lambda factors: reduced(factors, lambda view: view.p_axes, compressed)[0],
-    )
-    mean_right, own = reduced(own, lambda view: view.q_axes, compressed)
+    matrices = {name: views[name].to_matrix(b) for name, b in common.items()}
+    products = {n: matmul(B, qs[n].astype(B.dtype)) for n, B in matrices.items()}
+    left = bases(reduced(products, lambda view: view.p_axes, compressed)[0])
+    right = {name: matmul(B.mT, left[name]) for name, B in matrices.items()}
+    mean_right, own = reduced(right, lambda view: view.q_axes, compressed)
     directions, momenta, new_qs = {}, {}, {}
     for name, view in views.items():
         P, momentum = left[name], common[name]

@@ -96,12 +96,10 @@ TWO_ROWS = {"w": jnp.ones((2, 3))}
 CASES = {
     # Numbers that would train something else.
     "learning rate NaN": (lambda: cd.dion(float("nan")), ValueError, "nan"),
-    "learning rate below 0": (lambda: cd.local_muon(-0.1), ValueError, "-0.1"),
     "momentum of 1": (lambda: cd.curvadion(0.1, momentum=1), ValueError, "got 1"),
     "threshold below 0": (lambda: cd.curvadion(0.1, -0.3), ValueError, "-0.3"),
     "budget in percent": (lambda: cd.curvadion(0.1, budget=10), ValueError, "10"),
     "rank 2.0": (lambda: cd.dion(0.1, rank=2.0), ValueError, "2.0"),
-    "rank 0": (lambda: cd.curvadion(0.1, rank=0), ValueError, "0"),
     "rank as an array": (lambda: cd.dion(0.1, rank=np.ones(())), TypeError, "array"),
     "injected rank": (
         lambda: init(optax.inject_hyperparams(cd.dion)(0.1, rank=2)),
@@ -112,17 +110,9 @@ CASES = {
         lambda: cd.curvadion(0.1, threshold=0.3, budget=0.01),
         *(ValueError, "threshold.*budget"),
     ),
-    "budget and trigger": (
-        lambda: cd.local_muon(0.1, budget=0.1, trigger=triggers.always()),
-        *(ValueError, "budget.*trigger"),
-    ),
     "bits and synchronizer": (
         lambda: cd.local_muon(0.1, bits=4, synchronizer=synchronizers.reconcile()),
         *(ValueError, "bits.*synchronizer"),
-    ),
-    "two learning rates of the others": (
-        lambda: cd.dion(0.1, other_optimizer=SGD, adam_learning_rate=0.3),
-        *(ValueError, "adam_learning_rate"),
     ),
     # Trees that do not belong together.
     "no parameters": (
@@ -135,7 +125,6 @@ CASES = {
         lambda: update(cd.scale_by_dion(), ONE_ROW, TALL),
         *(ValueError, r"\(1, 4\), expected \(6, 4\)"),
     ),
-    "integer parameter": (lambda: init(synced(), INTEGERS), TypeError, "int32"),
     "complex parameter": (lambda: init(synced(), COMPLEX), TypeError, "complex64"),
     "float8 parameter": (lambda: init(synced(), EIGHT_BITS), TypeError, "float8"),
     "two parameters of one path": (
@@ -155,15 +144,7 @@ CASES = {
         *(TypeError, "'dion'"),
     ),
     "bias for scale_by_dion": (lambda: init(cd.scale_by_dion()), ValueError, "bias"),
-    "axis that a bias lacks": (
-        lambda: init(cd.dion(0.1, dimension_numbers=cd.DimensionNumbers(0, 1))),
-        *(ValueError, "bias"),
-    ),
     "weight below 0": (lambda: update(synced(), weight=-1), ValueError, "-1"),
-    "a weight for every row": (
-        lambda: update(synced(), weight=jnp.ones(2)),
-        *(ValueError, "weight"),
-    ),
     # Parts that do not go together.
     "RMMC without a momentum": (
         lambda: update(synced(optax.sgd(0.1), change)),
@@ -180,10 +161,6 @@ CASES = {
         *(ValueError, "extra argument"),
     ),
     # Replicas that would train apart, or average what is not theirs.
-    "another axis": (
-        lambda: on_replicas(cd.curvadion(0.1, axis_name="pod")),
-        *(ValueError, "'pod'"),
-    ),
     "no axis": (
         lambda: on_replicas(cd.presets.local_sgd(0.1)),
         *(ValueError, "axis_name=None"),

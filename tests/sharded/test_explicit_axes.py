@@ -110,18 +110,3 @@ def test_a_state_made_on_a_mesh_of_explicit_axes_alone():
     state = cd.replicas.replicate(params, mesh)
     expected = NamedSharding(mesh, PartitionSpec("replica", None, "fsdp"))
     assert state["w"].sharding == expected
-
-
-def test_rows_that_types_do_not_divide():
-    """Given undivided, they are: the step may divide them itself."""
-    mesh = cd.replicas.make_mesh(2, {"fsdp": 2}, inner_type=AxisType.Explicit)
-
-    def train(state, batch):
-        assert jax.typeof(batch).sharding.spec[0] is None
-        batch = jax.sharding.reshard(batch, PartitionSpec("fsdp"))
-        return state, jnp.sum(batch)
-
-    with jax.set_mesh(mesh):
-        state = cd.replicas.replicate(jnp.zeros(4), mesh)
-        state, total = cd.replicas.step(train, mesh)(state, np.arange(8.0))
-    assert total.tolist() == [6, 22]

@@ -205,12 +205,3 @@ def test_compressed_means_of_sharded_arrays():
         np.testing.assert_allclose(mean[name][0], x.mean(axis=0), rtol=0, atol=bound)
         sent = x - np.asarray(metrics["unsent"][name])
         np.testing.assert_allclose(sent.mean(axis=0), mean[name][0], rtol=0, atol=1e-6)
-
-
-def test_an_axis_of_one_device_is_no_axis():
-    mesh = cd.replicas.make_mesh(2, {"fsdp": 1, "tensor": 2})
-    spec = PartitionSpec(AXIS, "fsdp", "tensor")
-    state = jax.device_put(np.ones((2, 64, 64), np.float32), NamedSharding(mesh, spec))
-    run = mean_of(compressors.quantize(8, 64), mesh, state)
-    mean, _ = run(state, np.ones(2))
-    np.testing.assert_allclose(mean, 1)

@@ -46,8 +46,7 @@ def test_state_is_divided_as_parameters_are():
                 checked += 1
     # Momenta of five kinds, the anchor, its outer momentum, and the residual.
     assert checked >= 4 * len(SHAPES)
-    common = state.sync_state.common
-    (q,) = common.q
+    q = helpers.dion_state(state).q
     specs = {name: q[name].sharding.spec for name in ("down", "stack", "up")}
     assert specs["up"] == PartitionSpec(AXIS, "fsdp", None)
     assert specs["down"] == PartitionSpec(AXIS, "fsdp", None)
@@ -71,15 +70,16 @@ def test_q_follows_the_first_of_merged_axes():
 
 def test_arrays_are_found_by_path():
     rows, columns = PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")
+    both = PartitionSpec(None, ("tensor", "fsdp"))
     notes = (
-        _layout.Placed("0/params/layer/b", (4, 4), columns),
+        _layout.Placed("0/params/layer/b", (4, 4), both),
         _layout.Placed("0/params/layer/a", (4, 4), rows),
         _layout.Placed("1/count", (), PartitionSpec()),
     )
     shapes = {"a": (4, 4), "b": (4, 4), "er/a": (4, 4), "other": (2,)}
     tree = {"layer": {name: jnp.ones(shape) for name, shape in shapes.items()}}
     layout = _layout.Layout({"fsdp": 2}, notes)
-    assert layout.specs(tree) == [rows, columns, None, None]
+    assert layout.specs(tree) == [rows, columns, None, None]  # without "tensor"
 
 
 def test_factors_follow_the_axes_that_they_are_made_of():
@@ -96,21 +96,6 @@ def test_factors_follow_the_axes_that_they_are_made_of():
     assert found(view.p_axes) == PartitionSpec(None, "y", None)
     assert found(view.q_axes) == PartitionSpec(None, "x", None)
     assert layout.specs({"a": factor}) == [None]
-
-
-@pytest.mark.parametrize(
-    ("spec", "kept"),
-    [
-        (("fsdp", "tensor"), ("fsdp", None)),
-        ((("fsdp", "tensor"), None), ("fsdp", None)),
-        ((("tensor",), ("expert", "fsdp")), (None, ("expert", "fsdp"))),
-    ],
-)
-def test_of_a_division_that_over_inner_axes_counts(spec, kept):
-    notes = (_layout.Placed("a", (4, 4), PartitionSpec(*spec)),)
-    layout = _layout.Layout({"expert": 2, "fsdp": 2}, notes)
-    found = layout.specs({"a": jnp.ones((4, 4))})
-    assert found == [PartitionSpec(*kept)]
 
 
 @pytest.mark.slow
