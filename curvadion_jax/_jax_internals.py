@@ -173,30 +173,39 @@ def reduced_inputs(
     return found
 
 
-def is_selected(jaxpr: Jaxpr, variable: Any, scope: str) -> bool:
-    """Whether a result of a step is chosen from others, as by `jnp.where`.
+def selected_results(jaxpr: Jaxpr, scope: str) -> list[bool]:
+    """Which results of a step are chosen from others, as by `jnp.where`.
 
     Followed back through jitted functions, loops, and equations of one operand.
 
     Args:
       jaxpr: the program.
-      variable: the result.
       scope: name of the scope around an update.
     """
-    made_by = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
-    while not isinstance(variable, Literal) and variable in made_by:
-        equation = made_by[variable]
-        if equation.primitive.name in ("select_n", "cond"):
-            return True
-        inner = inner_jaxprs(equation)
-        if _is_update(equation, scope) or not (inner or len(equation.invars) == 1):
-            return False
-        if inner:
-            body = inner[-1]  # A while loop has its condition in front.
-            result = body.outvars[equation.outvars.index(variable)]
-            return is_selected(body, result, scope)
-        (variable,) = equation.invars
-    return False
+    made_by = {x: (e, i) for e in jaxpr.eqns for i, x in enumerate(e.outvars)}
+    of_bodies: dict[int, list[bool]] = {}
+
+    def is_selected(variable: Any) -> bool:
+        while not isinstance(variable, Literal) and variable in made_by:
+            equation, index = made_by[variable]
+            if equation.primitive.name in ("select_n", "cond"):
+                return True
+            inner, operands = inner_jaxprs(equation), equation.invars
+            if _is_update(equation, scope) or not (inner or len(operands) == 1):
+                return False
+            if not inner:
+                (variable,) = operands
+                continue
+            body = inner[-1]  # A while loop has its condition in front of it.
+            if id(equation) not in of_bodies:
+                of_bodies[id(equation)] = selected_results(body, scope)
+            result, inputs = body.outvars[index], body.invars
+            if result not in inputs or len(inputs) != len(operands):
+                return of_bodies[id(equation)][index]
+            variable = operands[inputs.index(result)]  # given, and returned as it is
+        return False
+
+    return [is_selected(x) for x in jaxpr.outvars]
 
 
 def bytes_given(equation: JaxprEqn) -> int:

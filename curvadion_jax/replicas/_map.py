@@ -115,10 +115,11 @@ def _inspect(
         )
     after = [names for names, _ in _paths.leaves_with_names(traced.result[0])]
     optimizers = _counters.optimizers(after)
-    for names, x in zip(after, jaxpr.outvars, strict=False):
+    selected = _jax_internals.selected_results(jaxpr, _guards.SCOPE)
+    for names, is_selected in zip(after, selected, strict=False):
         # What is the same on all replicas; each may keep an inner state of its own.
         common = _counters.is_within(names, optimizers, {"sync_state", "metrics"})
-        if common and _jax_internals.is_selected(jaxpr, x, _guards.SCOPE):
+        if common and is_selected:
             raise ValueError(
                 "The step keeps the old optimizer state on a condition, as by "
                 "jnp.where, on which replicas may disagree. Put the condition inside: "

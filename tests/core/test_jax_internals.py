@@ -182,3 +182,18 @@ def test_traces_are_kept_apart_by_the_user_context():
         with context(value):
             function(X)
     assert traces == ["first", "second"]
+
+
+def test_results_that_are_chosen_from_others():
+    def chosen(x, y):
+        new = jax.tree.map(lambda x: jnp.where(y > 0, x, 0 * x), x)
+        return jax.jit(lambda x: (x, 2 * x))(new), lax.cond(y > 0, jnp.sin, jnp.cos, y)
+
+    def function(x, y):
+        looped, _ = lax.scan(lambda x, _: (chosen(x, y)[0][0], None), x, None, 2)
+        return chosen(x, y), looped, x * y, y
+
+    program = internals.trace(function, jnp.ones([]), jnp.ones([])).program
+    found = internals.selected_results(program.jaxpr, "scope")
+    # A product of two operands is a new number, whatever made them.
+    assert found == [True, False, True, True, False, False]
