@@ -37,7 +37,6 @@ def curvadion(
     dimension_numbers: _partition.DimensionNumbersOrFn = None,
     orthonormalize: _orthonormalize.Orthonormalize | None = None,
     error_feedback: bool = True,
-    seed: jax.typing.ArrayLike = 0,
     synchronizer: synchronizers.Synchronizer | None = None,
     axis_name: str | None = None,
     decision_interval: int | None = None,
@@ -95,7 +94,7 @@ def curvadion(
       bits: bits per element of the pseudo-gradients: 8, 4, 2 or 1. None means 2. Cannot
         be combined with `synchronizer`.
       adam_learning_rate, other_optimizer, dimension_numbers: as for :func:`dion`.
-      orthonormalize, error_feedback, seed: as for :func:`dion`.
+      orthonormalize, error_feedback: as for :func:`dion`.
       synchronizer: replaces the sync described above.
       axis_name: name of the replica axis. None means a single replica, on which the
         default sync sends nothing and takes no outer step: the result is Dion's.
@@ -152,7 +151,6 @@ def curvadion(
         dimension_numbers=dimension_numbers,
         orthonormalize=orthonormalize,
         error_feedback=error_feedback,
-        seed=seed,
     )
     return adaptive_sync(
         inner,

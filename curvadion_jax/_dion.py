@@ -53,7 +53,6 @@ def scale_by_dion(
     dimension_numbers: _partition.DimensionNumbersOrFn = None,
     orthonormalize: _orthonormalize.Orthonormalize | None = None,
     error_feedback: bool = True,
-    seed: jax.typing.ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales updates of matrix parameters according to Dion.
 
@@ -85,7 +84,6 @@ def scale_by_dion(
         shape. None means :func:`cholesky_qr`. Static likewise.
       error_feedback: False gives the momentum of CurvaDion's formula instead,
         B = mu M + G and M <- B.
-      seed: seed of the initial Q, which is the same on every replica.
 
     Returns:
       A transformation with :class:`DionState`. `update` takes these optional arguments:
@@ -131,7 +129,7 @@ def scale_by_dion(
         def initial(name, leaf):
             view, dtype = views[name], mu_dtype or leaf.dtype
             r = _matrices.resolve_rank(view.cols, rank)
-            q = _power_iteration.initial_q(name, view, r, seed, dtype)
+            q = _power_iteration.initial_q(name, view, r, dtype)
             return _layout.place_like(q, leaf, view.q_axes)
 
         qs = iter([initial(*each) for each in _paths.leaves_with_path(params)])
@@ -150,10 +148,8 @@ def scale_by_dion(
         momentum_only: bool = False,
         **extra_args,
     ):
-        del extra_args
-        if params is not None:
-            _trees.check_gradients(updates, params)
-        _trees.check_shapes(state.momentum, updates, "Momentum")
+        del params, extra_args
+        _trees.check_shapes(updates, state.momentum, "Gradient")
         views = _partition.matrices_only(updates, dimension_numbers)
         decay = None if error_feedback else momentum
         leaves = (views, jax.tree.leaves(state.momentum), jax.tree.leaves(updates))
@@ -211,7 +207,6 @@ def dion(
     dimension_numbers: _partition.DimensionNumbersOrFn = None,
     orthonormalize: _orthonormalize.Orthonormalize | None = None,
     error_feedback: bool = True,
-    seed: jax.typing.ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Dion for the matrices, another optimizer for all other parameters.
 
@@ -223,7 +218,7 @@ def dion(
 
     Args:
       learning_rate: number or schedule.
-      rank, orthonormalize, error_feedback, seed: see :func:`scale_by_dion`.
+      rank, orthonormalize, error_feedback: see :func:`scale_by_dion`.
       momentum: decay rate mu; a number in [0, 1) or a schedule.
       weight_decay: decoupled, of the matrices, times the learning rate.
       weight_decay_mask: as for `optax.add_decayed_weights`.
@@ -279,7 +274,6 @@ def dion(
                 dimension_numbers=numbers,
                 orthonormalize=orthonormalize,
                 error_feedback=error_feedback,
-                seed=seed,
             )
 
         return optax.chain(

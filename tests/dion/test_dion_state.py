@@ -43,9 +43,9 @@ def test_initial_state():
 
 
 @pytest.mark.slow
-def test_initial_q_depends_on_path_and_seed_only():
-    def init(tree, **settings) -> Any:
-        return optax.tree.get(cd.scale_by_dion(3, **settings).init(tree), "q")
+def test_initial_q_depends_on_the_path_only():
+    def init(tree) -> Any:
+        return optax.tree.get(cd.scale_by_dion(3).init(tree), "q")
 
     params = {"a": jnp.ones((9, 5)), "b": jnp.ones((5, 9))}
     q = init(params)
@@ -60,7 +60,6 @@ def test_initial_q_depends_on_path_and_seed_only():
             np.testing.assert_array_equal(other[name], q[name])
     for name, jitted in jax.jit(init)(params).items():
         close(jitted, q[name], EPS, name)  # a compiled norm may round otherwise
-    assert np.abs(np.asarray(init(params, seed=1)["a"] - q["a"])).max() > 0.1
     assert np.abs(np.asarray(q["a"] - q["b"])).max() > 0.1
 
 
