@@ -9,7 +9,7 @@ train without an error under Dion or Muon, and train badly.
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -302,7 +302,8 @@ def describe_partition(
       mlp        (3, 4, 8)  matrix     3         4       8
     """
     views = matrix_views(params, dimension_numbers)
-    rows = ["parameter shape optimizer matrices fan_in fan_out".split()]
+    head = "parameter", "shape", "optimizer", "matrices", "fan_in", "fan_out"
+    rows: list[Sequence[str]] = [head]
     for name, leaf in _paths.leaves_with_path(params):
         kind, sizes = "other", ("", "", "")
         if (view := views[name]) is not None:

@@ -23,12 +23,10 @@ MATRICES = {**ATTENTION, "up/kernel": DENSE, "down/kernel": DENSE}
 class Block(nn.Module):
     """Attention and a dense part, with a norm before each."""
 
-    normalize_qk: bool = False
-
     @nn.compact
     def __call__(self, x, _=None):
         attention = nn.MultiHeadDotProductAttention(
-            num_heads=HEADS, normalize_qk=self.normalize_qk, name="attention"
+            num_heads=HEADS, normalize_qk=True, name="attention"
         )
         h = nn.LayerNorm()(x)
         x = x + attention(h, h)
@@ -40,7 +38,6 @@ class LinenModel(nn.Module):
     """Token and position embeddings, blocks, a final norm, a head, a convolution."""
 
     scan: bool = False
-    normalize_qk: bool = False
 
     @nn.compact
     def __call__(self, tokens):
@@ -55,9 +52,9 @@ class LinenModel(nn.Module):
                 split_rngs={"params": True},
                 length=LAYERS,
             )
-            x, _ = stack(self.normalize_qk, name="layers")(x, None)
+            x, _ = stack(name="layers")(x, None)
         else:
-            x, _ = Block(self.normalize_qk, name="block")(x)
+            x, _ = Block(name="block")(x)
         return nn.Dense(VOCABULARY, name="lm_head")(nn.LayerNorm()(x))
 
 
@@ -75,12 +72,6 @@ class NnxModel(nnx.Module):
         self.lm_head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 
 
-def linen_params(**settings):
-    tokens = jnp.zeros((1, 5), jnp.int32)
-    init = LinenModel(**settings).init
-    return jax.eval_shape(init, jax.random.key(0), tokens)["params"]
-
-
 def chosen(params):
     """Path -> dimension numbers, of the parameters that Dion takes."""
     numbers = cd.default_dimension_numbers(params)
@@ -91,12 +82,12 @@ def chosen(params):
     return {keystr(p).removesuffix("/value"): tuple(each) for p, each in leaves}
 
 
-@pytest.mark.parametrize("qk", [False, True], ids=["plain", "qk-norm"])
 @pytest.mark.parametrize(
     ("scan", "name"), [(False, "block"), (True, "layers")], ids=["unrolled", "scanned"]
 )
-def test_linen(scan, name, qk):
-    params = linen_params(scan=scan, normalize_qk=qk)
+def test_linen(scan, name):
+    init, tokens = LinenModel(scan).init, jnp.zeros((1, 5), jnp.int32)
+    params = jax.eval_shape(init, jax.random.key(0), tokens)["params"]
     assert chosen(params) == {f"{name}/{key}": n for key, n in MATRICES.items()}
     # Inside of `optax.partition` as well, where each part sees its own leaves.
     for tx, node in ((cd.dion(0.01), cd.DionState), (cd.local_muon(0.01), MuonState)):
