@@ -12,6 +12,7 @@ from curvadion_jax._adaptive_sync import AdaptiveSyncState
 from curvadion_jax._paths import Names
 from curvadion_jax.replicas._arrays import on_host
 
+Arrays = dict[Names, Any]
 _CHECKS = 8
 
 
@@ -35,21 +36,18 @@ class ConsistencyCheck:
         would undo parameters that were loaded after ``tx.init``. States that took a
         step pass.
         """
-        leaves = dict(_paths.leaves_with_names(state))
-        optimizers = _counters.optimizers(leaves)
-        if not optimizers:
+        counters, anchors, common = self._split(state)
+        if not counters:
             return
-        steps = [leaves[*path, "metrics", "steps"] for path in optimizers]
-        common = self._common(leaves, optimizers)
         # Arrays that may be the parameter of an anchor end with its name.
         parameters = {
             names: (x, copies)
-            for path in optimizers
-            for names, x in _anchor(leaves, path).items()
+            for anchor in anchors
+            for names, x in anchor.items()
             if (copies := _ending_with(names, x.shape, common))
         }
         started, differs, moved = on_host(
-            _compare_at_start, steps, [*common.values()], [*parameters.values()]
+            _compare_at_start, counters, [*common.values()], [*parameters.values()]
         )
         if started:
             return
@@ -97,51 +95,47 @@ class ConsistencyCheck:
 
     def _differing(self, state: Any) -> list[str]:
         """None unless all replicas have just synchronised, to an anchor."""
-        leaves = dict(_paths.leaves_with_names(state))
-        optimizers = _counters.optimizers(leaves)
-        if not optimizers or not all(_anchor(leaves, path) for path in optimizers):
+        counters, anchors, common = self._split(state)
+        if not counters or not all(anchors):
             return []
-        counters = [
-            [
-                leaves[*path, "metrics", each]
-                for each in ("synced", "excluded", "absent")
-            ]
-            for path in optimizers
-        ]
-        common = self._common(leaves, optimizers)
         synced, differs = on_host(_compare_after_sync, counters, [*common.values()])
         pairs = zip(common, differs, strict=True)
         return ["/".join(names) for names, yes in pairs if synced and yes]
 
-    def _common(self, leaves: dict[Names, Any], optimizers: Any) -> dict[Names, Any]:
-        """The arrays that replicas should have in common after a sync."""
-        return {
+    def _split(self, state: Any) -> tuple[list, list[Arrays], Arrays]:
+        """Counters and anchors of the optimizers, and arrays to have in common."""
+        leaves = dict(_paths.leaves_with_names(state))
+        optimizers = _counters.optimizers(leaves)
+        fields = ("steps", "synced", "excluded", "absent")
+        counters = [[leaves[*p, "metrics", f] for f in fields] for p in optimizers]
+        anchors = [_below((*p, "sync_state", "anchor"), leaves) for p in optimizers]
+        common = {
             names: x
             for names, x in leaves.items()
             if jnp.issubdtype(x.dtype, jnp.inexact)
             and not _paths.lies_in(names, self._local)
             and not _counters.is_within(names, optimizers, AdaptiveSyncState._fields)
         }
+        return counters, anchors, common
 
 
-def _anchor(leaves: dict[Names, Any], path: Names) -> dict[Names, Any]:
-    before = (*path, "sync_state", "anchor")
-    size = len(before)
-    return {names[size:]: x for names, x in leaves.items() if names[:size] == before}
+def _below(path: Names, arrays: Arrays) -> Arrays:
+    size = len(path)
+    return {names[size:]: x for names, x in arrays.items() if names[:size] == path}
 
 
-def _ending_with(names: Names, shape: Any, arrays: dict[Names, Any]) -> list[Any]:
+def _ending_with(names: Names, shape: Any, arrays: Arrays) -> list[Any]:
     pairs = ((path[len(path) - len(names) :], x) for path, x in arrays.items())
     return [x for end, x in pairs if end == names and x.shape == shape]
 
 
-def _compare_at_start(steps: Any, arrays: list[jax.Array], parameters: Any) -> Any:
+def _compare_at_start(counters: Any, arrays: list[jax.Array], parameters: Any) -> Any:
     """Whether a step was taken, what differs between replicas, and from the anchor."""
 
     def differs(x, y):
         return jnp.any((x != y) & ~(jnp.isnan(x) & jnp.isnan(y)))
 
-    started = jnp.any(jnp.stack([jnp.any(each > 0) for each in steps]))
+    started = jnp.any(jnp.stack([jnp.any(steps > 0) for steps, *_ in counters]))
     anchors = [x for x, _ in parameters]
     moved = [
         jnp.all(jnp.stack([differs(x, copy) for copy in copies]))
@@ -163,6 +157,6 @@ def _compare_after_sync(counters: Any, arrays: list[jax.Array]) -> Any:
 
     synced = [
         jnp.all(synced) & ~jnp.any(excluded + absent > 0)
-        for synced, excluded, absent in counters
+        for _, synced, excluded, absent in counters
     ]
     return jnp.all(jnp.stack(synced)), [differs(x) for x in arrays]

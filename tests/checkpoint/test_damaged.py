@@ -45,19 +45,13 @@ def noted(folder: Path):
         pytest.param(lambda at: shutil.rmtree(at / "state"), id="no arrays"),
         pytest.param(halve("state/manifest.ocdbt"), id="list of arrays cut off"),
         pytest.param(halve("state/**/d/*"), id="arrays cut off"),
+        pytest.param(lambda at: at.rename(at.parent / "4"), id="renamed"),
     ],
 )
 def test_damaged_checkpoint_is_refused(tmp_path, damage):
     checkpoint.save(tmp_path, 3, STATE, extra={"position": 7})
     damage(tmp_path / "3")
-    with pytest.raises(ValueError, match=r"[Ss]tep 3 in .* Restore another step"):
-        checkpoint.restore(tmp_path, STATE)
-
-
-def test_a_renamed_step_is_refused(tmp_path):
-    checkpoint.save(tmp_path, 3, STATE)
-    (tmp_path / "3").rename(tmp_path / "4")
-    with pytest.raises(ValueError, match="renamed, it holds step 3"):
+    with pytest.raises(ValueError, match=r"Step [34] in .* Restore another step"):
         checkpoint.restore(tmp_path, STATE)
 
 

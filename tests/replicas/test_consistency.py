@@ -22,7 +22,6 @@ MODELS = [helpers.make_params(seed) for seed in range(REPLICAS)]
 AFTER = {
     "nothing": optax.identity(),
     "scale": optax.scale(0.999),
-    "decay": optax.add_decayed_weights(-1e-5),
     # With a state of the parameters' shapes.
     "average": optax.chain(optax.scale(0.999), optax.ema(0.9)),
     "apply_every": optax.apply_every(3),
