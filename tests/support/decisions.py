@@ -71,11 +71,6 @@ def staying_away() -> Script:
     return script
 
 
-def rounded(number):
-    with np.errstate(all="ignore"):
-        return float(np.float32(number).astype(jnp.bfloat16))
-
-
 SPECIAL = np.float32(
     [
         *(0.0, -0.0, 1.0, -1.0, np.nan, -np.nan, np.inf, -np.inf),

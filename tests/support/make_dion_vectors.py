@@ -4,15 +4,11 @@
     python -m venv ENV && ENV/bin/pip install torch==2.13.0 numpy
     ENV/bin/python tests/support/make_dion_vectors.py DION
 
-``dion_update`` of ``dion/dion_reference.py`` runs uncompiled, on float64 tensors, with
-``qr_method="qr"`` and one power iteration. That function casts to float32 inside its QR
-factorisation and its column normalisation whatever it is given, so P and Q carry
-float32 rounding. The rank, the orientation and the initial Q come from their ``Dion``.
-
-The file holds, for each case, ``<case>/X``, ``<case>/M`` and ``<case>/Q``: float64
-stacks of the 6 states before and after 5 steps, ``<case>/G``: the 5 gradients, all in
-torch's layout (fan_out, fan_in), and ``provenance``: a JSON string with the commit, the
-versions, the date and the settings of every case.
+``dion_update`` runs uncompiled on float64 tensors. It casts to float32 inside its QR
+and its column normalisation, so P and Q carry float32 rounding. Rank, orientation and
+the initial Q come from their ``Dion``. For each case the file holds float64 stacks of
+X, M and Q before and after 5 steps and of the gradients G, in torch's layout (fan_out,
+fan_in), and as JSON what they were made with, ``provenance``.
 """
 
 import datetime
@@ -50,9 +46,7 @@ def cases() -> dict[str, dict[str, Any]]:
     }
 
 
-def run_case(
-    torch: Any, module: Any, case: dict[str, Any], seed: int
-) -> dict[str, Any]:
+def run_case(torch: Any, module: Any, case: dict[str, Any], seed: int) -> Any:
     """Stacks of X, M, Q around every step and of G; adds the rank to ``case``."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)  # their initial Q
@@ -63,34 +57,25 @@ def run_case(
     transpose = optimizer._get_dion_param_config(x).is_transposed
     momentum, q = state["momentum"], state["Q"]
     case |= {"rank": q.shape[1], "transpose": transpose, "seed": seed}
+    numbers = {"lr": LEARNING_RATE, "mu": MU, "weight_decay": case["weight_decay"]}
+    numbers = {k: torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}
+    options = {"epsilon": EPSILON, "transpose": transpose, "power_iters": 1}
+    options |= {"qr_method": "qr", "compressed_all_reduce": False}
 
     gradients = rng.normal(size=(STEPS, *case["shape"]))
     if case["zero_first"]:
         gradients[0] = 0.0
     states = [(x.clone(), momentum.clone(), q.clone())]
-    for gradient in gradients:
-        q = module.dion_update(
-            X=x,
-            G=torch.from_numpy(gradient),
-            M=momentum,
-            Q=q,
-            lr=torch.tensor(LEARNING_RATE, dtype=torch.float64),
-            mu=torch.tensor(MU, dtype=torch.float64),
-            weight_decay=torch.tensor(case["weight_decay"], dtype=torch.float64),
-            epsilon=EPSILON,
-            transpose=transpose,
-            power_iters=1,
-            qr_method="qr",
-            compressed_all_reduce=False,
-        )
+    for gradient in map(torch.from_numpy, gradients):
+        # X and M are updated in place.
+        q = module.dion_update(X=x, G=gradient, M=momentum, Q=q, **numbers, **options)
         states.append((x.clone(), momentum.clone(), q.clone()))
     xs, momenta, qs = (torch.stack(each).numpy() for each in zip(*states, strict=True))
     return {"X": xs, "M": momenta, "Q": qs, "G": gradients}
 
 
-def main() -> None:
+def main(clone: str) -> None:
     """Run every case and write the file."""
-    clone = sys.argv[1]
     command = ["git", "-C", clone, "rev-parse", "HEAD"]
     commit = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when torch is imported
@@ -98,9 +83,7 @@ def main() -> None:
     torch = importlib.import_module("torch")
     module = importlib.import_module("dion.dion_reference")
     torch.set_num_threads(1)
-
-    settings = cases()
-    arrays: dict[str, Any] = {}
+    settings, arrays = cases(), {}
     for seed, (name, case) in enumerate(settings.items()):
         stacks = run_case(torch, module, case, seed)
         arrays |= {f"{name}/{key}": value for key, value in stacks.items()}
@@ -119,4 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -84,23 +84,15 @@ class ReplicaSimulation:
 
     Matrices take Dion steps, vectors plain SGD steps with the same learning rate.
 
-    Args:
-        params: name to 2-D kernel [fan_in, fan_out] or 1-D vector, common to all.
-        q: name to initial Q, one for each matrix, common to all.
-        n_replicas: number of replicas.
-        learning_rate: lr of equation (9).
-        mu: momentum factor.
-        trigger: called with each replica's ``LocalStep``; a true value or NaN from any
-            replica makes all of them sync.
-        synchronizer: "average_gradients", "average_factors" or "reconcile".
-        outer: for reconcile, (mean drift, outer state) -> (step, outer state), the
-            state None at first; None is the plain average.
+    ``params`` are 2-D kernels [fan_in, fan_out] and 1-D vectors by name and ``q`` the
+    initial Q of each matrix, common to all. ``trigger`` is called with each replica's
+    ``LocalStep``; a true value or NaN from any makes all sync, by ``synchronizer``:
+    "average_gradients", "average_factors" or "reconcile", the latter with ``outer``:
+    (mean drift, its state) -> (step, its state), None for the plain average.
 
-    Attributes:
-        params, momenta, qs: lists over replicas of name to array.
-        anchor: parameters after the latest sync of reconcile; the initial ones before
-            it, and for the other synchronizers.
-        synced: one bool a step.
+    ``params``, ``momenta`` and ``qs`` are lists over replicas of name to array,
+    ``anchor`` the parameters after the latest sync of reconcile, ``synced`` one bool
+    per step.
     """
 
     def __init__(
