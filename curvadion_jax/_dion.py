@@ -126,17 +126,19 @@ def scale_by_dion(
         if _trees.is_placeholder(params):
             return DionState(zeros, q=jnp.zeros([]))
 
-        def initial(name, leaf):
+        leaves = iter(_paths.leaves_with_path(params))
+
+        def initial(node):
+            if not jax.tree.leaves(node):  # another optimizer takes the parameter
+                return node
+            name, leaf = next(leaves)
             view, dtype = views[name], mu_dtype or leaf.dtype
             r = _matrices.resolve_rank(view.cols, rank)
             q = _power_iteration.initial_q(name, view, r, dtype)
-            return _layout.place_like(q, leaf, view.q_axes)
+            q = _layout.place_like(q, leaf, view.q_axes)
+            return _layout.boxed_like(q, node, view.q_axes)
 
-        qs = iter([initial(*each) for each in _paths.leaves_with_path(params)])
-        # In place of Flax's boxes, whose names of axes are those of the parameter.
-        nodes, structure = jax.tree.flatten(params, is_leaf=_paths.is_box)
-        nodes = [next(qs) if jax.tree.leaves(node) else node for node in nodes]
-        return DionState(zeros, structure.unflatten(nodes))
+        return DionState(zeros, jax.tree.map(initial, params, is_leaf=_paths.is_box))
 
     def update_fn(
         updates,

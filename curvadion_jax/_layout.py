@@ -168,6 +168,26 @@ def place_like(
     return jax.jit(lambda x: x, out_shardings=placement)(x)
 
 
+def boxed_like(x: jax.Array, node: Any, axes: Sequence[tuple[int, ...]]) -> Any:
+    """An array made of a parameter's axes, in a Flax box if the parameter has one.
+
+    The box names the array's axes, so that Flax shards it as it shards the parameter.
+    """
+    box = jax.tree.structure(node).unflatten([x])
+
+    def renamed(names):
+        known = isinstance(names, tuple | list)
+        return tuple(of_axes(names, axes)) if known else names
+
+    if hasattr(box, "set_metadata"):  # an nnx variable
+        metadata = box.get_metadata()
+        for key in {"out_sharding", "sharding_names", "sharding"} & set(metadata):
+            box.set_metadata(key, renamed(metadata[key]))
+    elif hasattr(box, "names"):
+        box = box.replace(names=renamed(box.names))
+    return box
+
+
 def _axes_of_type(
     mesh: Mesh | jax.sharding.AbstractMesh, kind: AxisType
 ) -> tuple[str, ...]:

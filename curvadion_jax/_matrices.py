@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from numpy.lib.array_utils import normalize_axis_tuple
 
@@ -115,7 +116,7 @@ class MatrixView:
     def _from_sides(self, stack: jax.Array) -> jax.Array:
         order = self._order()
         x = stack.reshape([self.shape[axis] for axis in order])
-        return jnp.transpose(x, sorted(range(len(order)), key=order.__getitem__))
+        return jnp.transpose(x, np.argsort(order))
 
     def norms(self, x: jax.Array) -> jax.Array:
         """Frobenius norm of every matrix, ``[shape] -> [*batch]``, at least float32."""

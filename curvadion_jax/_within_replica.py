@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -140,7 +141,7 @@ def _stack(x: jax.Array, view: MatrixView) -> jax.Array:
 def _unstack(stack: jax.Array, view: MatrixView, like: jax.Array) -> jax.Array:
     order = (*view.batch_axes, *_matrix_axes(view))
     x = stack.reshape([like.shape[axis] for axis in order])
-    return jnp.transpose(x, sorted(range(len(order)), key=order.__getitem__))
+    return jnp.transpose(x, np.argsort(order))
 
 
 def by_matrix(

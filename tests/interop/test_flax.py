@@ -144,7 +144,7 @@ def test_boxes_with_names_of_axes_are_seen_through():
     state = tx.init(boxed)
     dion = linen.get_partition_spec(state).inner_states["dion"].inner_state[0]
     assert dion.momentum["up"]["kernel"] == PartitionSpec("embed", "mlp")
-    assert dion.q["up"]["kernel"] == PartitionSpec()  # which has no box
+    assert dion.q["up"]["kernel"] == PartitionSpec("embed", None)
     updates, after = jax.jit(tx.update)(boxed, state, boxed)
     assert jax.tree.structure(after) == jax.tree.structure(state)
     expected, _ = jax.jit(tx.update)(plain, tx.init(plain), plain)
@@ -167,4 +167,5 @@ def test_variables_with_names_of_axes_place_their_state():
     dion = optimizer.opt_state.inner_state.inner_states["dion"].inner_state[0]
     momentum, q = dion.momentum["up"]["kernel"], dion.q["up"]["kernel"]
     assert momentum.get_metadata()["out_sharding"] == ("fsdp", "tensor")
+    assert q.get_metadata()["out_sharding"] == ("fsdp", None)
     assert q.get_value().sharding.spec == PartitionSpec("fsdp", None)
