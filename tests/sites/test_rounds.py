@@ -35,15 +35,6 @@ def counted(site: ByHand, number: int) -> list[str]:
     return [entry["name"] for entry in site.commit_of(number)["contributors"]]
 
 
-def test_sites_are_weighted_by_their_tokens():
-    a, b = named("ab", quorum=2)
-    a.send(4.0, tokens=300)
-    b.send(8.0, tokens=100)
-    settle(a, b)
-    assert a.moved() == pytest.approx(0.75 * 4 + 0.25 * 8, abs=ROUNDING)
-    assert a.outcomes == b.outcomes == [""]
-
-
 def test_contributions_that_cannot_count_make_no_quorum():
     a, b, c = named("abc", quorum=3)
     a.send(4.0)

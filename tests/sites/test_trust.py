@@ -75,7 +75,6 @@ CASES = {
     "with a huge header": (changed(lambda x: x + bytes(2**22)), "and not 4194304"),
     "with a huge body": (changed(lambda x: x + bytes(2**22), BODY), "and not 40"),
     "a pickle": (changed(lambda x: pickle.dumps(Bomb())), "no header in JSON"),
-    "a number": (changed(lambda x: b"3"), "no header in JSON"),
     "deep": (changed(lambda x: b"[" * 10**5), "no header in JSON"),
 }
 
