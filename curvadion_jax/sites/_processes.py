@@ -7,7 +7,7 @@ what is submitted, or what is raised.
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,15 +15,13 @@ from jax.experimental.multihost_utils import broadcast_one_to_all, process_allga
 
 from curvadion_jax.sites._store import RunError
 
-T = TypeVar("T")
-
 # Bytes broadcast at once; each device has room for them.
 _PIECE = 2**24
 # Errors that another process can unpickle.
 _ERRORS = (ImportError, OSError, RuntimeError, TypeError, ValueError)
 
 
-def from_first(function: Callable[[], T]) -> T:
+def from_first(function: Callable[[], Any]) -> Any:
     """Returns or raises in all processes what a function does in the first."""
     if jax.process_count() == 1:
         return function()
@@ -35,7 +33,7 @@ def from_first(function: Callable[[], T]) -> T:
             known = isinstance(error, _ERRORS)
             found = error if known else RunError(f"{type(error).__name__}: {error}")
         data = pickle.dumps(found)
-    found: Any = pickle.loads(_broadcast(data))
+    found = pickle.loads(_broadcast(data))
     if isinstance(found, Exception):
         raise found
     return found
