@@ -114,7 +114,6 @@ def test_a_process_that_cannot_write_says_so_and_no_other_waits_for_it(run, tmp_
     assert status == 74
     assert f"{checkpoints} cannot be written: " in said
     assert "File too large" in said
-    assert "Traceback" not in said
     assert first == -signal.SIGABRT  # JAX ends it
     assert cd.checkpoint.latest_step(checkpoints) == 3
 
