@@ -95,7 +95,7 @@ def factor_payload(size: ModelSize, rank: float) -> Payload:
 def drift_payload(parameters: int, bits: int = 2) -> Payload:
     """What `local_muon` sends in a sync: the parameters' drift in codes of few bits."""
     shape = jax.ShapeDtypeStruct((parameters,), jnp.float32)
-    return compressors.quantize(bits).payload(shape, {})
+    return compressors.quantize(bits).payload(shape)
 
 
 def sync_bytes(payload: Payload, replicas: int) -> float:

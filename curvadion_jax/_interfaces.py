@@ -207,7 +207,7 @@ class Synchronizer(NamedTuple):
       >>> average_signs = Synchronizer(
       ...     init=lambda params, inner_state, views: SyncState(),
       ...     sync=sync,
-      ...     payload=lambda params, inner_state, views: exact().payload(params, views),
+      ...     payload=lambda params, inner_state, views: exact().payload(params),
       ... )
     """
 

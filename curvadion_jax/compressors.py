@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from curvadion_jax import _finite
 from curvadion_jax._collectives import Group
-from curvadion_jax._interfaces import Payload, Views
+from curvadion_jax._interfaces import Payload
 from curvadion_jax._orthonormalize import compute_dtype
 
 __all__ = ["Averaged", "Codec", "Compressor", "Payload", "exact", "quantize"]
@@ -42,12 +41,10 @@ class Averaged(NamedTuple):
       unsent: tree of what this replica did not contribute, of the same shapes and
         dtypes. Zero in every element that would not be finite, since NaN that is held
         back would be in all that follows. Replica-varying.
-      state: state of the compressor; the same on all replicas.
     """
 
     mean: Any
     unsent: Any
-    state: Any
 
 
 class Codec(NamedTuple):
@@ -77,75 +74,55 @@ class Compressor(NamedTuple):
     """Functions that say in what form a tree of arrays is averaged.
 
     Attributes:
-      init: (tree of the parameters, views) -> compressor state, a tree of arrays the
-        same on all replicas; called once, possibly on abstract values.
-      average: (tree, state, group, views) -> :class:`Averaged`. `group` is a
+      average: (tree, group) -> :class:`Averaged`. `group` is a
         :class:`curvadion_jax.synchronizers.Group`.
-      payload: (tree, views) -> :class:`Payload`, the bytes of one mean, from shapes
-        alone.
+      payload: tree -> :class:`Payload`, the bytes of one mean, from shapes alone.
       codec: :class:`Codec` for contributions that are read one by one; None where
         replicas must run together.
 
-    `views` says for every path how Dion sees the parameter as matrices, or None.
     Nothing checks that all replicas get the mean of their contributions.
 
     Example:
-      >>> def average(tree, state, group, views):
+      >>> def average(tree, group):
       ...     sent = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
       ...     gathered = group.all_gather(sent)  # arrays [N, ...]
       ...     mean = jax.tree.map(lambda x: jnp.mean(x, 0, jnp.float32), gathered)
       ...     unsent = jax.tree.map(lambda x, y: jnp.nan_to_num(x - y), tree, sent)
-      ...     return Averaged(mean, unsent, state)
-      >>> def payload(tree, views):
+      ...     return Averaged(mean, unsent)
+      >>> def payload(tree):
       ...     return Payload(gathered=sum(2 * x.size for x in jax.tree.leaves(tree)))
-      >>> rounded = Compressor(lambda params, views: (), average, payload)
-      >>> rounded.payload({"w": jnp.ones((32, 16))}, {})
+      >>> rounded = Compressor(average, payload)
+      >>> rounded.payload({"w": jnp.ones((32, 16))})
       Payload(averaged=0, gathered=1024)
     """
 
-    init: Callable[[optax.Params, Views], Any]
-    average: Callable[[Any, Any, Group, Views], Averaged]
-    payload: Callable[[Any, Views], Payload]
+    average: Callable[[Any, Group], Averaged]
+    payload: Callable[[Any], Payload]
     codec: Codec | None = None
-
-
-def check_compressor(compressor: Any, what: str = "compressor") -> Compressor:
-    """Returns a compressor, and rejects everything else."""
-    if not isinstance(compressor, Compressor):
-        raise TypeError(
-            f"{what} is {compressor!r}, which is no Compressor. "
-            "Call a function of curvadion_jax.compressors, such as quantize(8)."
-        )
-    return compressor
 
 
 def exact() -> Compressor:
     """Everything is sent, in at least float32.
 
     Example:
-      >>> exact().payload({"kernel": jnp.ones((2, 3), jnp.bfloat16)}, {})
+      >>> exact().payload({"kernel": jnp.ones((2, 3), jnp.bfloat16)})
       Payload(averaged=24, gathered=0)
     """
 
-    def average(tree, state, group, views):
-        del views
+    def average(tree, group):
         tree = jax.tree.map(_wide, tree)
-        return Averaged(group.mean(tree), jax.tree.map(jnp.zeros_like, tree), state)
+        return Averaged(group.mean(tree), jax.tree.map(jnp.zeros_like, tree))
 
-    def payload(tree, views):
-        del views
-        sizes = (
-            x.size * compute_dtype(x.dtype).itemsize for x in jax.tree.leaves(tree)
-        )
+    def payload(tree):
+        leaves = jax.tree.leaves(tree)
+        sizes = (x.size * compute_dtype(x.dtype).itemsize for x in leaves)
         return Payload(averaged=sum(sizes))
 
     codec = Codec(lambda tree: jax.tree.map(_wide, tree), lambda message, like: message)
-    return Compressor(lambda params, views: (), average, payload, codec)
+    return Compressor(average, payload, codec)
 
 
-def quantize(
-    bits: int = 8, block: int = 256, *, mean_bits: int | None = None
-) -> Compressor:
+def quantize(bits: int = 8, block: int = 256) -> Compressor:
     r"""Sends codes of 8, 4, 2 or 1 bits with one or two float32 scales per block.
 
     With 8 and 4 bits a block of consecutive elements is divided by its largest absolute
@@ -157,15 +134,11 @@ def quantize(
     averages an N-th part of all blocks (all-to-all) and sends the codes of the result
     to all (all-gather). The loss of the second rounding is charged to the replica that
     rounded, N-fold, so error feedback loses nothing. Two replicas exchange their codes
-    in one stage if both stages have the same bits: that is as many bytes, and nothing
-    is rounded twice.
+    in one stage: that is as many bytes, and nothing is rounded twice.
 
     Args:
       bits: 8, 4, 2 or 1.
       block: elements that share a scale; their codes fill whole bytes.
-      mean_bits: bits of the second stage; None is `bits`. What N replicas lose in the
-        first stage is averaged, and the loss of the mean is not: ``quantize(2,
-        mean_bits=4)`` loses hardly more than ``quantize(4)``.
 
     Returns:
       The compressor. It costs bits / 8 + 4 / block bytes per element (8 / block with
@@ -175,48 +148,41 @@ def quantize(
       ValueError: for other bits, or a block whose codes do not fill whole bytes.
 
     Example:
-      >>> quantize(8).payload({"w": jnp.ones((64, 64))}, {})  # float32: 16384
+      >>> quantize(8).payload({"w": jnp.ones((64, 64))})  # float32: 16384
       Payload(averaged=4160, gathered=0)
 
     References:
       Lloyd, `Least squares quantization in PCM
       <https://doi.org/10.1109/TIT.1982.1056489>`_, 1982, for two bits
     """
-    stages = bits, bits if mean_bits is None else mean_bits
-    if not set(stages) <= set(_BITS):
+    if bits not in _BITS:
+        raise ValueError(f"bits is {bits}. Give 8, 4, 2 or 1.")
+    if block < 1 or block * bits % 8:
         raise ValueError(
-            f"bits and mean_bits are {stages[0]} and {stages[1]}. "
-            "Give 8, 4, 2 or 1 for each."
-        )
-    if block < 1 or block * min(stages) % 8:
-        raise ValueError(
-            f"block is {block}, and codes of {min(stages)} bits would not fill bytes. "
-            f"Give a multiple of {8 // min(stages)}."
+            f"block is {block}, and codes of {bits} bits would not fill bytes. Give a "
+            f"multiple of {8 // bits}."
         )
 
-    def average(tree, state, group, views):
-        del views
+    def average(tree, group):
         if group.size == 1:
-            return Averaged(tree, jax.tree.map(jnp.zeros_like, tree), state)
-        run = functools.partial(_average, stages=stages, block=block)
+            return Averaged(tree, jax.tree.map(jnp.zeros_like, tree))
+        run = functools.partial(_average, bits=bits, block=block)
         pairs = group.by_device(run, jax.tree.map(_wide, tree))
         mean, unsent = (
             jax.tree.unflatten(jax.tree.structure(tree), [pair[part] for pair in pairs])
             for part in (0, 1)
         )
-        return Averaged(mean, unsent, state)
+        return Averaged(mean, unsent)
 
-    def payload(tree, views):
-        del views
+    def payload(tree):
         blocks = sum(math.ceil(x.size / block) for x in jax.tree.leaves(tree))
-        row = sum(_row_bytes(block, bits) for bits in stages)
-        return Payload(averaged=blocks * row // 2)
+        return Payload(averaged=blocks * _row_bytes(block, bits))
 
     codec = Codec(
         functools.partial(_encode, bits=bits, block=block),
         functools.partial(_decode, bits=bits, block=block),
     )
-    return Compressor(lambda params, views: (), average, payload, codec)
+    return Compressor(average, payload, codec)
 
 
 def _wide(x: jax.Array) -> jax.Array:
@@ -224,15 +190,15 @@ def _wide(x: jax.Array) -> jax.Array:
     return x.astype(compute_dtype(x.dtype))
 
 
-def _average(group, leaves, stages: tuple[int, int], block: int):
+def _average(group, leaves, bits: int, block: int):
     """For every array the mean over replicas, and what this one did not contribute."""
-    number, (bits, mean_bits) = group.size, stages
+    number = group.size
     buckets = _buckets(leaves, block)
     if not buckets:
         return [(leaf, leaf) for leaf in leaves]
     read = functools.partial(_from_rows, block=block, bits=bits)
     rows = jnp.concatenate([bucket.to_rows(bits) for bucket in buckets])
-    if number == 2 and bits == mean_bits:
+    if number == 2:
         mean_rows = jnp.concatenate(group.all_gather(rows), axis=-1)
 
         def read_mean(rows):
@@ -247,11 +213,11 @@ def _average(group, leaves, stages: tuple[int, int], block: int):
         padded = jnp.pad(rows, [(0, -len(rows) % number), (0, 0)])
         received = group.all_to_all(padded.reshape(number, -1, rows.shape[-1]))
         mine = jnp.sum(read(received), 0) / number
-        mine_rows = _to_rows(mine, mean_bits)
+        mine_rows = _to_rows(mine, bits)
         mean_rows = group.all_gather(mine_rows).reshape(-1, mine_rows.shape[-1])
-        read_mean = functools.partial(_from_rows, block=block, bits=mean_bits)
+        read_mean = read
         # The loss of rounding the mean, as a contribution of this replica alone.
-        lost = (mine - read_mean(mine_rows)) * number
+        lost = (mine - read(mine_rows)) * number
 
         def contributed(rows, first):
             # Zeros around it, for rows that other replicas have averaged.

@@ -97,8 +97,8 @@ def _less_last(run: Run, params: optax.Params) -> str:
     if name not in ("evenly", "budget"):
         return run.trigger
     form = _choose(run.compressor, _COMPRESSORS) or compressors.exact()
-    whole = compressors.exact().payload(params, {}).averaged * run.steps
-    cost = form.payload(params, {}).as_averaged(run.replicas) / whole
+    whole = compressors.exact().payload(params).averaged * run.steps
+    cost = form.payload(params).as_averaged(run.replicas) / whole
     return " ".join([name, f"{numbers[0] - cost:.8f}", *map(str, numbers[1:])])
 
 

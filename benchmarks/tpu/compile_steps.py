@@ -62,7 +62,7 @@ def counted(params: Any, optimizer: str, replicas: int) -> float:
     elif optimizer.startswith("synchronous_dion"):
         payload = cost_model.factor_payload(size, RANK)
     else:
-        payload = cost_model.compressors.quantize(2).payload(params, {})
+        payload = cost_model.compressors.quantize(2).payload(params)
     return cost_model.sync_bytes(payload, replicas)
 
 

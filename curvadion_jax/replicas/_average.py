@@ -45,7 +45,7 @@ def average_where_synced(
         synced |= now
     sent = (*counters[0], "sent")
     operands = [arrays[names] for names in (*averaged, sent)]
-    size = compressors.exact().payload([x[0] for x in operands[:-1]], {}).averaged
+    size = compressors.exact().payload([x[0] for x in operands[:-1]]).averaged
 
     def mean(weight, *operands):
         *local, sent = operands

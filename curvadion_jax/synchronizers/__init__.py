@@ -10,12 +10,11 @@ from curvadion_jax._collectives import Group
 from curvadion_jax._interfaces import LocalStep, Synchronizer, SyncState
 from curvadion_jax.synchronizers._factors import average_factors
 from curvadion_jax.synchronizers._gradients import average_gradients
-from curvadion_jax.synchronizers._reconcile import ReconcileCommon, reconcile
+from curvadion_jax.synchronizers._reconcile import reconcile
 
 __all__ = [
     "Group",
     "LocalStep",
-    "ReconcileCommon",
     "SyncState",
     "Synchronizer",
     "average_factors",

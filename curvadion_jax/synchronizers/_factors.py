@@ -32,7 +32,7 @@ def average_factors(
 
     Args:
       compressor: form in which factors, momenta sent whole and the gradients of the
-        other parameters are sent, such as `quantize(8)`, without a state. What it does
+        other parameters are sent, such as `quantize(8)`. What it does
         not send of a gradient is added to the next one. None sends them as they are, in
         at least float32.
 
@@ -44,9 +44,8 @@ def average_factors(
       path -> array, of the parameters that Dion does not take.
 
     Raises:
-      TypeError: if `compressor` is not a Compressor.
-      ValueError: if the compressor has a state; at `init` if the inner optimizer's
-        state holds none of Dion's, and when traced if something between swallows the
+      ValueError: at `init` if the inner optimizer's state holds none of Dion's, and
+        when traced if something between swallows the
         extra argument `reduce_fn`.
 
     .. warning::
@@ -68,9 +67,7 @@ def average_factors(
       Ahn et al., `Dion <https://arxiv.org/abs/2504.05295>`_, section on compressed
       data-parallel synchronisation
     """
-    form = compressors.exact()
-    if compressor is not None:
-        form = compressors.check_compressor(compressor)
+    form = compressors.exact() if compressor is None else compressor
 
     def init(params, inner_state, views):
         del views
@@ -99,7 +96,7 @@ def average_factors(
                 shapes = [(*view.batch, side, r) for side in (view.rows, view.cols)]
             dtype = compute_dtype(leaf.dtype)
             sent += [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-        return form.payload(sent, {})
+        return form.payload(sent)
 
     return Synchronizer(init, sync, payload)
 
@@ -127,7 +124,7 @@ def _sync(compressor, local: LocalStep, state: SyncState, group: Group):
         there = group.laid_out(group.layout.of_factors(arrays, made_of))
         if compressor is None:
             return local.mean(arrays, there), None
-        result = compressor.average(local.weighted(arrays), (), there, {})
+        result = compressor.average(local.weighted(arrays), there)
         unsent = _feedback.own_unsent(local, result.unsent)
         lost.update({n: x for n, x in unsent.items() if n not in factored})
         # One that is absent put nothing in; it may hold what rounding lost of the mean.
@@ -173,8 +170,8 @@ def _mean_of_others(compressor, local: LocalStep, state: SyncState, group, ranks
     if compressor is None:
         mean = local.mean(others, group)
     else:
-        mean, residual, _ = _feedback.mean_with_feedback(
-            compressor, others, residual, (), local, group
+        mean, residual = _feedback.mean_with_feedback(
+            compressor, others, residual, local, group
         )
         residual = _feedback.with_absent(local, residual, others)
     leaves = _paths.leaves_with_path(local.gradients)

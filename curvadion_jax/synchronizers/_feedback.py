@@ -26,10 +26,9 @@ def mean_with_feedback(
     compressor: Compressor,
     tree: Any,
     residual: Any,
-    state: Any,
     local: LocalStep,
     group: Group,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, Any]:
     """Mean in a compressor's form of replicas' arrays and residuals.
 
     Residuals belong to arrays times their weight: what a replica did not send at one
@@ -42,21 +41,20 @@ def mean_with_feedback(
       compressor: see `Compressor`.
       tree: arrays of this replica.
       residual: what of earlier ones it has not sent.
-      state: of the compressor.
       local: its part in the sync.
       group: the replicas.
 
     Returns:
-      The mean, the residual and the compressor's state.
+      The mean and the residual.
     """
     whole = jax.tree.map(
         lambda x, r: x * jnp.asarray(local.expected, x.dtype) + r,
         local.weighted(tree),
         local.if_healthy(residual),
     )
-    result = compressor.average(whole, state, group, local.views)
+    result = compressor.average(whole, group)
     unsent = jax.tree.map(lambda new, r: new.astype(r.dtype), result.unsent, residual)
-    return result.mean, unsent, result.state
+    return result.mean, unsent
 
 
 def with_absent(local: LocalStep, residual: Any, gradients: Any) -> Any:

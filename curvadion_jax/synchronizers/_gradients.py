@@ -14,9 +14,8 @@ def average_gradients(
     """At a sync every replica takes its step with the mean gradient.
 
     This is what CurvaDion's formula and code send. It does not make replicas equal:
-    what parameters and momenta have drifted apart on local steps stays
-    apart (`reconcile` mends that). With `always` it equals training on one big batch,
-    whatever the inner optimizer.
+    what has drifted apart on local steps stays apart. (`reconcile` mends that.) With
+    `always` it equals training on one big batch, whatever the inner optimizer.
 
     Args:
       compressor: form in which gradients are sent, with error feedback: what a
@@ -25,11 +24,8 @@ def average_gradients(
 
     Returns:
       A synchronizer for any inner optimizer. With a compressor `residual` holds what of
-      earlier gradients a replica has not sent yet, at least float32, and `common` the
-      compressor's state. A replica that is absent then sends its gradient later.
-
-    Raises:
-      TypeError: if `compressor` is not a Compressor.
+      earlier gradients a replica has not sent yet, at least float32. A replica that is
+      absent then sends its gradient later.
 
     Example:
       >>> params = {"kernel": jax.numpy.ones((16, 32))}
@@ -44,30 +40,30 @@ def average_gradients(
 
       Vogels et al., `PowerSGD <https://arxiv.org/abs/1905.13727>`_, 2019
     """
-    form = compressors.exact()
-    if compressor is not None:
-        form = compressors.check_compressor(compressor)
+    form = compressors.exact() if compressor is None else compressor
 
     def init(params, inner_state, views):
+        del inner_state, views
         if compressor is None:
             return SyncState()
-        return SyncState(
-            residual=_feedback.zero_residual(params), common=form.init(params, views)
-        )
+        return SyncState(residual=_feedback.zero_residual(params))
 
     def sync(local: LocalStep, state: SyncState, group: Group):
         gradients = local.gradients
         if compressor is None:
             mean = local.mean(gradients, group)
         else:
-            mean, residual, common = _feedback.mean_with_feedback(
-                compressor, gradients, state.residual, state.common, local, group
+            mean, residual = _feedback.mean_with_feedback(
+                compressor, gradients, state.residual, local, group
             )
             mean = jax.tree.map(lambda m, g: m.astype(g.dtype), mean, gradients)
-            residual = _feedback.with_absent(local, residual, gradients)
-            state = SyncState(residual=residual, common=common)
+            state = SyncState(
+                residual=_feedback.with_absent(local, residual, gradients)
+            )
         return *local.take(mean, local.inner_state), state
 
-    return Synchronizer(
-        init, sync, lambda params, inner_state, views: form.payload(params, views)
-    )
+    def payload(params, inner_state, views):
+        del inner_state, views
+        return form.payload(params)
+
+    return Synchronizer(init, sync, payload)

@@ -1,7 +1,5 @@
 """The sync that keeps replicas together: their parameters meet in a common anchor."""
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -10,25 +8,6 @@ from curvadion_jax import _finite, _trees, compressors
 from curvadion_jax._collectives import Group
 from curvadion_jax._interfaces import LocalStep, Synchronizer, SyncState
 from curvadion_jax.synchronizers import _feedback
-
-
-class ReconcileCommon(NamedTuple):
-    """What `reconcile` keeps besides the anchor, the same on all replicas.
-
-    Attributes:
-      outer_state: state of the outer optimizer.
-      compressor_state: state of the compressor.
-
-    Example:
-      >>> from curvadion_jax import synchronizers
-      >>> parts = synchronizers.reconcile(optax.trace(0.9))
-      >>> state = parts.init({"w": jnp.ones(2)}, inner_state=(), views={})
-      >>> state.anchor["w"].tolist(), state.common.outer_state.trace["w"].tolist()
-      ([1.0, 1.0], [0.0, 0.0])
-    """
-
-    outer_state: optax.OptState
-    compressor_state: Any
 
 
 def reconcile(
@@ -64,10 +43,10 @@ def reconcile(
 
     Returns:
       A synchronizer for any inner optimizer. It keeps a copy of the parameters, with a
-      compressor another, and the outer optimizer's state. The copy has the parameters'
-      dtype: in bfloat16 a mean move of less than half of a last digit (1/512 of the
-      parameter) is rounded away at every sync, so keep parameters in float32 and
-      compute in bfloat16.
+      compressor another, and as `common` the outer optimizer's state. The copy has the
+      parameters' dtype: in bfloat16 a mean move of less than half of a last digit
+      (1/512 of the parameter) is rounded away at every sync, so keep parameters in
+      float32 and compute in bfloat16.
 
     Example:
       >>> diloco = reconcile(optax.sgd(0.7, momentum=0.9, nesterov=True))
@@ -78,21 +57,17 @@ def reconcile(
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023
     """
     outer = optax.with_extra_args_support(optax.scale(-1) if outer is None else outer)
-    form = compressors.exact()
-    if compressor is not None:
-        form = compressors.check_compressor(compressor)
+    form = compressors.exact() if compressor is None else compressor
 
     def init(params, inner_state, views) -> SyncState:
-        del inner_state
+        del inner_state, views
         anchor = jax.tree.map(jnp.copy, params)  # so that both can be donated
         residual = ()
         if compressor is not None:
             residual = _feedback.zero_residual(params, residual_dtype)
-        common = ReconcileCommon(outer.init(anchor), form.init(params, views))
-        return SyncState(anchor=anchor, common=common, residual=residual)
+        return SyncState(anchor=anchor, common=outer.init(anchor), residual=residual)
 
     def sync(local: LocalStep, state: SyncState, group: Group):
-        common: ReconcileCommon = state.common
         anchor, params = state.anchor, local.params
         moved = optax.apply_updates(params, local.updates)
         drift = jax.tree.map(_difference, moved, anchor)
@@ -104,24 +79,22 @@ def reconcile(
                 lambda x: x * jnp.asarray(local.expected, x.dtype),
                 local.mean(drift, group),
             )
-            residual, form_state = state.residual, common.compressor_state
+            residual = state.residual
         else:
-            mean, residual, form_state = _feedback.mean_with_feedback(
-                compressor, drift, state.residual, common.compressor_state, local, group
+            mean, residual = _feedback.mean_with_feedback(
+                compressor, drift, state.residual, local, group
             )
 
         # 2. The outer step, from the anchor. (`optax.apply_updates` would add in the
         # anchor's dtype.)
         pseudo_gradient = jax.tree.map(jnp.negative, mean)
         more = {"layout": group.layout} if group.layout.axes else {}
-        step, outer_state = outer.update(
-            pseudo_gradient, common.outer_state, anchor, **more
-        )
+        step, outer_state = outer.update(pseudo_gradient, state.common, anchor, **more)
         new = jax.tree.map(lambda a, u: (a + u).astype(a.dtype), anchor, step)
         # Where it is not finite the anchor stays, and the next sync sends what this one
         # would have sent.
-        outer_state = _trees.like(outer_state, common.outer_state)
-        outer_state = _finite.repaired(outer_state, common.outer_state)
+        outer_state = _trees.like(outer_state, state.common)
+        outer_state = _finite.repaired(outer_state, state.common)
         if compressor is not None:
             unsent = local.if_healthy(state.residual)
             residual = _finite.where_finite(new, residual, unsent)
@@ -132,14 +105,14 @@ def reconcile(
         updates = jax.tree.map(_move_to, target, params)
         state = SyncState(
             anchor=_finite.where_finite(new, new, anchor),
-            common=ReconcileCommon(outer_state, form_state),
+            common=outer_state,
             residual=residual,
         )
         return updates, local.inner_state, state
 
     def payload(params, inner_state, views):
-        del inner_state
-        return form.payload(params, views)
+        del inner_state, views
+        return form.payload(params)
 
     return Synchronizer(init, sync, payload, after_local_step=True)
 

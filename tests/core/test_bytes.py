@@ -108,7 +108,7 @@ def test_a_run_goes_on_in_another_form_and_counts_what_that_sends():
         synchronizer = reconcile(compressor=form)
         tx = cd.adaptive_sync(optax.sgd(0.1), on_first(100), synchronizer, helpers.AXIS)
         state = run_one(tx, params, 3, state)
-        expected += 3 * (form.payload(params, {}).averaged + 4 + 4)
+        expected += 3 * (form.payload(params).averaged + 4 + 4)
         assert metrics.read(state, replicas=2)["bytes"] == expected
 
 

@@ -101,7 +101,7 @@ def test_where_nobody_takes_part_the_mean_is_zero(outer):
         if outer is None:
             wanted = anchor
         else:  # pseudo-gradient 0: trace 0.5 t, update 0.25 t
-            trace = before[1].sync_state.common.outer_state[0].trace[name]
+            trace = before[1].sync_state.common[0].trace[name]
             wanted = anchor - 0.25 * trace
         found = after.sync_state.anchor[name]
         np.testing.assert_allclose(found, wanted, atol=ATOL)

@@ -47,12 +47,10 @@ def part_in_sync(params, weight):
 def averaged(name):
     """(tree, weights) -> what each contributes, the mean, and what was not sent."""
     form = FORMS[name]
-    one = jax.tree.map(lambda x: x[0], tree())
 
     def body(tree, weight):
         contributed = part_in_sync(tree, weight).weighted(tree)
-        group, state = _collectives.Group(AXIS), form.init(one, {})
-        result = form.average(contributed, state, group, {})
+        result = form.average(contributed, _collectives.Group(AXIS))
         return contributed, result.mean, result.unsent
 
     mapped = jax.jit(jax.vmap(body, axis_name=AXIS))

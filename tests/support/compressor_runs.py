@@ -46,7 +46,7 @@ def _averaging(compressor, shapes, run, piece) -> Any:
 def _mapped(compressor, stacked, run):
     def body(tree):
         group = _collectives.Group(helpers.AXIS)
-        return compressor.average(tree, (), group, {})
+        return compressor.average(tree, group)
 
     if run == "vmap":
         return jax.jit(jax.vmap(body, axis_name=helpers.AXIS))

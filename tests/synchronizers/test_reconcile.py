@@ -99,7 +99,7 @@ def test_an_outer_schedule_advances_at_syncs_only():
     history = run(tx, {"w": jnp.zeros(1)}, gradients)
     anchors = [float(state.sync_state.anchor["w"][0, 0]) for _, state in history]
     assert anchors == [0, -1, -1, -1.5, -1.5, -1.75, -1.75]
-    outer_state = history[-1][1].sync_state.common.outer_state
+    outer_state = history[-1][1].sync_state.common
     assert [int(x) for x in jax.tree.leaves(outer_state)[0]] == [3, 3]
 
 
