@@ -94,8 +94,9 @@ def naming(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        message = f"{file} cannot be written: {error.strerror or error}"
-        raise OSError(message) from error
+        if str(file) in str(error):
+            raise
+        raise OSError(f"{file} cannot be written: {error.strerror}") from error
 
 
 def read_json(file: Path, default: Any) -> Any:

@@ -112,7 +112,7 @@ def test_a_process_that_cannot_write_says_so_and_no_other_waits_for_it(run, tmp_
     checkpoints = tmp_path / "out/checkpoints/diloco"
     (first, _), (status, said) = run(tmp_path / "out", "5:full")
     assert status == 74
-    assert f"{checkpoints} cannot be written: " in said
+    assert f"stopped: Step 6 cannot be written to {checkpoints}: " in said
     assert "File too large" in said
     assert first == -signal.SIGABRT  # JAX ends it
     assert cd.checkpoint.latest_step(checkpoints) == 3
