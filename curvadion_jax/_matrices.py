@@ -116,7 +116,7 @@ class MatrixView:
     def _from_sides(self, stack: jax.Array) -> jax.Array:
         order = self._order()
         x = stack.reshape([self.shape[axis] for axis in order])
-        return jnp.transpose(x, np.argsort(order))
+        return jnp.transpose(x, np.argsort(order).tolist())
 
     def norms(self, x: jax.Array) -> jax.Array:
         """Frobenius norm of every matrix, ``[shape] -> [*batch]``, at least float32."""

@@ -141,7 +141,7 @@ def _stack(x: jax.Array, view: MatrixView) -> jax.Array:
 def _unstack(stack: jax.Array, view: MatrixView, like: jax.Array) -> jax.Array:
     order = (*view.batch_axes, *_matrix_axes(view))
     x = stack.reshape([like.shape[axis] for axis in order])
-    return jnp.transpose(x, np.argsort(order))
+    return jnp.transpose(x, np.argsort(order).tolist())
 
 
 def by_matrix(
