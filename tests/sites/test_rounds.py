@@ -31,10 +31,6 @@ def named(names, **options):
     return [ByHand(store, name, **options) for name in names]
 
 
-def counted(site: ByHand, number: int) -> list[str]:
-    return [entry["name"] for entry in site.commit_of(number)["contributors"]]
-
-
 def test_contributions_that_cannot_count_make_no_quorum():
     a, b, c = named("abc", quorum=3)
     a.send(4.0)
@@ -195,7 +191,7 @@ def test_a_crashed_site_is_waited_for_until_grace_is_over(clock):
         assert not a.advance()
         clock.now += 1
         settle(a, b)
-        assert counted(a, number) == ["a", "b"]
+        assert [x["name"] for x in a.commit_of(number)["contributors"]] == ["a", "b"]
 
 
 def test_the_log_says_once_a_minute_which_sites_the_quorum_lacks(clock, caplog):

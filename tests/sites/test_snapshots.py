@@ -41,27 +41,21 @@ def test_old_rounds_are_collected_and_commits_stay():
     assert b.digest == a.digest
 
 
-class Overtaken:
-    """A store in which another site begins the run just before an object is made."""
-
-    def __init__(self, moment):
-        self._store, self._moment = MemoryStore(), moment
-        self.get, self.list = self._store.get, self._store.list
-        self.delete = self._store.delete
-
-    def put(self, key, data, **options):
-        if key == self._moment:
-            self._moment = None
-            self.other = ByHand(self._store, "a")
-        self._store.put(key, data, **options)
-
-
 @pytest.mark.parametrize("moment", [_run.RUN, _run.snapshot_key(0)])
-def test_sites_that_begin_a_run_at_once_begin_at_the_same(moment):
-    store = Overtaken(moment)
+def test_sites_that_begin_a_run_at_once_begin_at_the_same(moment, monkeypatch):
+    """The other begins it just before this one creates an object."""
+    store, create, others = MemoryStore(), _store.Store.create, []
+
+    def overtaken(self, key, data):
+        if key == moment and not others:
+            others.append("a")
+            others[0] = ByHand(store, "a")
+        return create(self, key, data)
+
+    monkeypatch.setattr(_store.Store, "create", overtaken)
     b = ByHand(store, "b", params={k: v + 7 for k, v in PARAMS.items()})
-    assert b.digest == store.other.digest
-    assert b.store.run == store.other.store.run
+    assert b.digest == others[0].digest
+    assert b.store.run == others[0].store.run
 
 
 @pytest.mark.parametrize("damage", ["a bit", "cut off", "away", "another model"])

@@ -57,8 +57,7 @@ def test_a_create_that_is_refused_although_nothing_is_there_is_repeated(pauses):
     a = ByHand(Slow(MemoryStore()), "a")
     a.step()
     assert a.moved() == 1.0
-    assert pauses
-    assert all(0 < pause < 1 for pause in pauses)
+    assert 0 < min(pauses) <= max(pauses) < 1
 
 
 def test_a_create_that_is_always_refused_is_an_error(pauses):
@@ -83,12 +82,6 @@ def test_a_contribution_that_is_not_found_at_once_is_read_again():
     b.send(8.0)
     settle(a, b)
     assert a.moved() == 6.0
-    a.send(4.0)
-    b.send(8.0)
-    b.commit()
-    a.follow()
-    a.follow()  # the commit itself was not found at first
-    assert a.moved() == 12.0
 
 
 def test_a_follower_waits_for_a_contribution_that_stays_away():
@@ -122,7 +115,6 @@ def test_names_that_no_object_can_have_spoil_no_listing(tmp_path):
 @pytest.mark.parametrize(
     "url",
     [
-        "s3://SECRET@bucket/run-7",
         "s3://:SECRET@bucket/run",
         "az://container/run?sv=2024&sig=SECRET",
         "s3://bucket/run#SECRET",
