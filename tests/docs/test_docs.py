@@ -1,7 +1,9 @@
 """The documentation site builds without a warning and covers every public name."""
 
 import doctest
+import importlib
 import inspect
+import operator
 import re
 import subprocess
 import sys
@@ -29,6 +31,17 @@ def public() -> set[str]:
         names = getattr(module, "__all__", default)
         found |= {f"{module.__name__}.{x}" for x in names}
     return found - {module.__name__ for module in modules}
+
+
+def test_the_reference_names_what_is_there():
+    for page in (DOCS / "api").glob("*.rst"):
+        module = cd
+        directives = re.findall(r"^\.\. (\w+):: (\S+)$", page.read_text(), re.MULTILINE)
+        for kind, name in directives:
+            if kind in ("automodule", "currentmodule"):
+                module = importlib.import_module(name)
+            elif kind.startswith("auto"):
+                assert operator.attrgetter(name)(module), name
 
 
 @pytest.mark.slow
