@@ -59,9 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m curvadion_jax.sites", description="Looks at a run of sites."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("status", help="rounds, sites, weights, rejections")
-    command.add_argument("url", help="of the run, as given to sites.Site")
+    parser.add_argument("command", choices=["status"])
+    parser.add_argument("url", help="of the run, as given to sites.Site")
     try:
         print(status(parser.parse_args(arguments).url))
     except (ImportError, OSError, RuntimeError, ValueError) as error:

@@ -1,7 +1,4 @@
-"""A site of two processes: the first alone talks to the store, both do the same.
-
-Beside it is a site of one process and another mesh, with the same bits.
-"""
+"""A site of two processes, of which one talks to the store; and one of another mesh."""
 
 import json
 
