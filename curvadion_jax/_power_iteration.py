@@ -27,9 +27,8 @@ from curvadion_jax._matrices import MadeOf, MatrixView, Named, matmul
 
 OfFactors = Callable[[Named], Named]
 """Takes factors to as many of the same shapes."""
-ReduceFn = Callable[[Named, Mapping[str, MadeOf]], tuple[Named, Named | None]]
-"""Takes arrays to their means over replicas, and to what of its own arrays this replica
-put into them; None is all of them."""
+ReduceFn = Callable[[Named, Mapping[str, MadeOf]], Named]
+"""Takes arrays, and what they are made of, to their means over replicas."""
 
 # The paper's and microsoft/dion's epsilon in the column normalisation.
 _EPSILON = 1e-8
@@ -109,23 +108,22 @@ def dion_step(
     compressed = {n for n, q in qs.items() if reduces_factors(views[n], q.shape[-1])}
 
     def reduced(arrays, axes, which):
-        """Means of some of the arrays, and what this replica put in."""
+        """The arrays, of which some are averaged."""
         some = {name: x for name, x in arrays.items() if name in which}
         if reduce_fn is None or not some:
-            return arrays, arrays
+            return arrays
         made_of = {name: (views[name].shape, axes(views[name])) for name in some}
-        means, put_in = reduce_fn(some, made_of)
-        return arrays | means, arrays | (put_in or {})
+        return arrays | reduce_fn(some, made_of)
 
     def itself(view):
         return [(axis,) for axis in range(len(view.shape))]
 
-    common, put_in = reduced(total, itself, total.keys() - compressed)
+    common = reduced(total, itself, total.keys() - compressed)
     matrices = {name: views[name].to_matrix(b) for name, b in common.items()}
     products = {n: matmul(B, qs[n].astype(B.dtype)) for n, B in matrices.items()}
-    left = bases(reduced(products, lambda view: view.p_axes, compressed)[0])
+    left = bases(reduced(products, lambda view: view.p_axes, compressed))
     right = {name: matmul(B.mT, left[name]) for name, B in matrices.items()}
-    mean_right, own = reduced(right, lambda view: view.q_axes, compressed)
+    mean_right = reduced(right, lambda view: view.q_axes, compressed)
     directions, momenta, new_qs = {}, {}, {}
     for name, view in views.items():
         P, momentum = left[name], common[name]
@@ -134,9 +132,7 @@ def dion_step(
         if feedback is not None:
             # Each replica takes away its own contribution: with the mean of R the
             # replicas' differences would add up in their momenta.
-            momentum -= jnp.asarray(feedback, P.dtype) * view.product(P, own[name])
-        if put_in[name] is not total[name]:
-            momentum += total[name] - put_in[name]
+            momentum -= jnp.asarray(feedback, P.dtype) * view.product(P, right[name])
         directions[name] = view.product(jnp.where(present, view.scale * P, 0), Q)
         momenta[name], new_qs[name] = momentum, Q
     return directions, momenta, new_qs

@@ -133,7 +133,7 @@ def _synchronizer(run: Run) -> synchronizers.Synchronizer:
     if run.sync == "gradients":
         return synchronizers.average_gradients(compressor)
     if run.sync == "factors":
-        return synchronizers.average_factors(compressor)
+        return synchronizers.average_factors()
     if run.sync == "reconcile":
         outers = {
             "mean": lambda: None,

@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _finite, _paths
+from curvadion_jax import _finite
 from curvadion_jax._collectives import Group
-from curvadion_jax._dion import DionState
-from curvadion_jax._interfaces import LocalStep, Views
-from curvadion_jax._matrices import MatrixView
+from curvadion_jax._interfaces import LocalStep
 from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax.compressors import Compressor
 
@@ -64,33 +62,3 @@ def with_absent(local: LocalStep, residual: Any, gradients: Any) -> Any:
     """
     later = _finite.or_zeros(~local.present, gradients)
     return jax.tree.map(lambda r, x: r + x.astype(r.dtype), residual, later)
-
-
-def own_unsent(local: LocalStep, unsent: Any) -> Any:
-    """What a replica did not send of its own arrays, for those that keep it themselves.
-
-    `unsent` belongs to arrays times their weight. A replica that counts little, or
-    nothing, gets it back as one that counts like the others: it holds what rounding has
-    lost of the mean, too, which must not come back many times.
-    """
-    weight = jnp.maximum(jnp.asarray(local.weight), 1 / jnp.asarray(local.expected))
-    return jax.tree.map(lambda x: x / weight.astype(x.dtype), unsent)
-
-
-def matrices(state: DionState, views: Views) -> dict[str, tuple[MatrixView, int]]:
-    """Path -> view and rank of every matrix of a Dion, in the order of its leaves.
-
-    Raises:
-      ValueError: if that Dion sees a parameter otherwise than the views say.
-    """
-    found = {}
-    for name, q in _paths.leaves_with_path(state.q):
-        view = views.get(name)
-        if view is None or (*view.batch, view.cols) != q.shape[:-1]:
-            raise ValueError(
-                f"Dion sees the parameter {name!r} otherwise than adaptive_sync does "
-                f"(Q of shape {q.shape}, {view}). Pass adaptive_sync the same "
-                "dimension_numbers."
-            )
-        found[name] = (view, q.shape[-1])
-    return found

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 import curvadion_jax as cd
-from curvadion_jax import compressors, synchronizers, triggers
 
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64]
 AXIS = helpers.AXIS
@@ -26,12 +25,6 @@ OPTIMIZERS: dict[str, Any] = {
 # One replica alone sends nothing.
 REPLICATED: dict[str, Any] = {
     "local_muon": cd.local_muon(0.1, axis_name=AXIS),
-    "factors-int4": cd.adaptive_sync(
-        cd.dion(0.1, 2),
-        triggers.evenly(0.01),
-        synchronizers.average_factors(compressors.quantize(4)),
-        AXIS,
-    ),
 }
 QUICK = ("diloco",)
 

@@ -40,9 +40,6 @@ OPTIMIZERS = {
         0.01, rank=RANK, axis_name=AXIS
     ),
     "everything": lambda: every_second(synchronizers.reconcile()),
-    "factors_in_8_bits": lambda: every_second(
-        synchronizers.average_factors(compressors.quantize(8))
-    ),
     "quantize": lambda: every_second(
         synchronizers.reconcile(compressor=compressors.quantize(4))
     ),

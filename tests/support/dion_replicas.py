@@ -42,7 +42,7 @@ def reduced(tx):
     def mean(arrays, made_of):
         assert arrays.keys() == made_of.keys()
         means = lax.pmean(arrays, "replica")
-        return lax.pcast(means, ("replica",), to="varying"), None
+        return lax.pcast(means, ("replica",), to="varying")
 
     return tx._replace(update=functools.partial(tx.update, reduce_fn=mean))
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import compressors, synchronizers, triggers
+from curvadion_jax import synchronizers, triggers
 
 AXIS = cd.replicas.AXIS
 RANK = 2
@@ -58,9 +58,7 @@ OPTIMIZERS = {
     ),
     "curvadion": lambda: cd.curvadion(0.01, 0.3, RANK, axis_name=AXIS),
     "everything": lambda: reconciling(reconcile()),
-    "factors_in_8_bits": lambda: reconciling(
-        synchronizers.average_factors(compressors.quantize(8))
-    ),
+    "factors": lambda: reconciling(synchronizers.average_factors()),
     "local_muon": lambda: cd.local_muon(0.01, budget=0.05, axis_name=AXIS),
 }
 

@@ -39,7 +39,6 @@ NESTEROV = optax.sgd(0.7, 0.9, nesterov=True)
 OPTIMIZERS = {
     "gradients": lambda: sgd(synchronizers.average_gradients()),
     "factors": lambda: dion(synchronizers.average_factors()),
-    "factors-quantize": lambda: dion(synchronizers.average_factors(FOUR_BITS)),
     "reconcile": lambda: sgd(reconcile()),
     "reconcile-dion": lambda: dion(reconcile()),
     "reconcile-outer": lambda: sgd(reconcile(NESTEROV)),

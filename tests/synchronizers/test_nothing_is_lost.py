@@ -125,10 +125,6 @@ BOUNDED = {
         1,
         synced(optax.sgd(0.1, 0.5), synchronizers.average_gradients(TWO_BITS)),
     ),
-    "factors": (
-        1,
-        synced(cd.dion(0.05, 4), synchronizers.average_factors(TWO_BITS)),
-    ),
 }
 
 
