@@ -345,22 +345,12 @@ def _choose(
     *operands: Any,
     axis_name: str | None,
 ) -> Any:
-    """The one `lax.cond`: takes a sync, or a step that sends nothing; cannot hang.
+    """The one `lax.cond`: takes a sync, or a step that sends nothing.
 
-    Args:
-      fire: bool[], the same on all replicas. A Python bool is known, and that branch
-        the program.
-      sync: branch that may communicate over the axis.
-      local: branch that may not.
-      *operands: trees of arrays, passed on.
-      axis_name: replica axis.
-
-    Returns:
-      What the chosen branch returns, marked as varying over the axis.
-
-    Raises:
-      ValueError: if the choice may differ between replicas (the program would wait
-        indefinitely), or if the local branch holds a collective over the axis.
+    `fire` is the same on all replicas; where it is a Python bool that branch is the
+    program. The results are marked as varying over the axis. A choice that may differ
+    between replicas, which would hang, and a local branch that communicates over the
+    axis are refused.
     """
     synced = trace(sync, *operands)
     _guards.require_no_deadlock(synced.program.jaxpr, axis_name)
@@ -385,18 +375,12 @@ def _then_once(
     stepped: tuple[Any, ...],
     axis_name: str | None,
 ) -> tuple[Any, ...]:
-    """What a local step gave, or what a sync makes of it; cannot hang.
+    """What a local step gave, or what a sync makes of it.
 
     A loop of one pass or none: XLA copies what a conditional hands through
     (https://github.com/jax-ml/jax/issues/39449), and leaves what goes through a loop
     that does not run where it is. The conditional inside keeps XLA from computing in
     front of the loop what a sync needs and no pass changes.
-
-    Args:
-      fire: as for `_choose`.
-      sync: function of what the local step gave that may communicate over the axis.
-      stepped: what the local step gave, trees of arrays.
-      axis_name: replica axis.
     """
     stepped = _collectives.vary(stepped, axis_name)
     keep = lambda *stepped: stepped  # noqa: E731

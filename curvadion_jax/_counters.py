@@ -159,15 +159,8 @@ def update(
 ) -> SyncMetrics:
     """The counters after a step.
 
-    Args:
-      old: those before it.
-      decision: of this replica's trigger.
-      voted: whether replicas reduced their requests.
-      synced: whether it was a sync step.
-      finite: whether this replica's gradients were finite.
-      faults: what went wrong.
-      payload: what a sync sends.
-      gradient_bytes: those of all gradients in float32.
+    `finite` says whether this replica's gradients were; `payload` is what a sync sends,
+    `gradient_bytes` what gradients in float32 take.
     """
     synced = jnp.asarray(synced)
     sent = jnp.where(synced, _plus(old.sent, _words(payload)), old.sent)

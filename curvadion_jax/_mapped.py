@@ -92,9 +92,7 @@ def is_tracing() -> bool:
 def known_due(trigger: Trigger, cost: Callable[[int], float]) -> bool | None:
     """Whether the host knows a decision to be due; None if it does not know.
 
-    Args:
-      trigger: of the optimizer.
-      cost: number of replicas -> `Observation.sync_cost`.
+    `cost` takes the number of replicas to `Observation.sync_cost`.
     """
     mapped = current()
     if mapped is None or trigger.due is None:
@@ -117,22 +115,9 @@ def update(
 ) -> tuple[Any, Any]:
     """``function(gradients, state, params, **arguments)`` of one replica.
 
-    Inside `replicas.step` under `shard_map`; elsewhere where it is called.
-
-    Args:
-      function: of one replica.
-      axis_name: replica axis.
-      gradients, state, params, arguments: what the function is given.
-      has_constants: whether it may close over values that are being traced, as under
-        `optax.inject_hyperparams`.
-
-    Returns:
-      Updates, in the shapes and dtypes of the parameters, and a state like the one that
-      was given.
-
-    Raises:
-      ValueError: inside `replicas.step`, for another axis than that of the step, or for
-        gradients that were averaged.
+    Inside `replicas.step` under `shard_map`; elsewhere where it is called. With
+    `has_constants` the function may close over values that are being traced, as under
+    `optax.inject_hyperparams`.
     """
     mapped = current()
     if mapped is None or jax.sharding.get_abstract_mesh().manual_axes:

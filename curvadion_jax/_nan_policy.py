@@ -93,13 +93,8 @@ def participation(
 ) -> Participation:
     """Who takes part in a sync: every replica gathers one number of each.
 
-    Args:
-      params: parameters that the replica comes with.
-      inner_state: of the inner optimizer.
-      sync_state: of the synchronizer.
-      weight: float32[], how much it is to count; None means 1.
-      contributes: bool[], whether what it would send is finite.
-      axis_name: replica axis.
+    `params` are those that the replica comes with, and `contributes` says whether what
+    it would send is finite.
     """
     is_sound = is_finite(inner_state, params)
     healthy = is_sound & _finite.all_finite(params) & is_finite(sync_state, params)
