@@ -262,9 +262,8 @@ def dion(
         adam_learning_rate=adam_learning_rate, other_optimizer=other_optimizer
     )
     if other_optimizer is None:
-        rate = learning_rate if adam_learning_rate is None else adam_learning_rate
-        other_optimizer = optax.adamw(
-            rate, b2=0.95, eps=_EPSILON, weight_decay=0.0, mu_dtype=mu_dtype
+        other_optimizer = _partition.adamw(
+            learning_rate, adam_learning_rate, _EPSILON, mu_dtype
         )
 
     def matrices(numbers):

@@ -12,7 +12,7 @@ alone, tried on JAX 0.10.2, 0.11.2 and 0.12.0, with a test in
 * `manual_axis_type` of an array's type: over which axes it may differ.
 * `jax.make_user_context`: a value by which JAX tells traces of one function apart.
 
-(`replicas/_traffic.py` reads the text of compiled programs.)
+(`replicas/_stray_collectives.py` reads the text of compiled programs.)
 """
 
 import math

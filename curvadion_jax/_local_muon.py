@@ -8,7 +8,7 @@ import optax
 
 from curvadion_jax import _arguments, _partition, compressors, synchronizers, triggers
 from curvadion_jax._adaptive_sync import adaptive_sync
-from curvadion_jax._muon import EPSILON, muon, muon_adamw
+from curvadion_jax._muon import EPSILON, muon
 
 BUDGET = 0.01
 _BITS = 2
@@ -114,8 +114,9 @@ def local_muon(
         _arguments.check_fraction(budget, "budget")
         trigger = triggers.evenly(budget)
     if other_optimizer is None:
-        rate = learning_rate if adam_learning_rate is None else adam_learning_rate
-        other_optimizer = muon_adamw(rate, EPSILON, mu_dtype)
+        other_optimizer = _partition.adamw(
+            learning_rate, adam_learning_rate, EPSILON, mu_dtype, nesterov=True
+        )
 
     def matrices(numbers):
         return muon(

@@ -58,17 +58,6 @@ def muon(
     )
 
 
-def muon_adamw(
-    learning_rate: optax.ScalarOrSchedule,
-    eps: jax.typing.ArrayLike = 1e-8,
-    mu_dtype: jax.typing.DTypeLike | None = None,
-) -> optax.GradientTransformation:
-    """What `optax.contrib.muon` does with all else, with b2 = 0.95."""
-    return optax.adamw(
-        learning_rate, 0.9, 0.95, eps, weight_decay=0, mu_dtype=mu_dtype, nesterov=True
-    )
-
-
 def _nesterov(
     beta: jax.typing.ArrayLike, mu_dtype: jax.typing.DTypeLike | None
 ) -> optax.GradientTransformation:

@@ -314,6 +314,23 @@ def describe_partition(
     return "\n".join(lines)
 
 
+def adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    adam_learning_rate: optax.ScalarOrSchedule | None,
+    eps: jax.typing.ArrayLike = 1e-8,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    nesterov: bool = False,
+) -> optax.GradientTransformation:
+    """AdamW of all that is no matrix: embeddings, heads, norms, biases.
+
+    Without a learning rate of its own it has that of the matrices.
+    """
+    rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    return optax.adamw(
+        rate, 0.9, 0.95, eps, weight_decay=0.0, mu_dtype=mu_dtype, nesterov=nesterov
+    )
+
+
 def optimizer(
     matrices: Callable[[Any], optax.GradientTransformation],
     other: optax.GradientTransformation,

@@ -16,7 +16,7 @@ import optax
 from curvadion_jax import _momentum, _partition, synchronizers, triggers
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import dion
-from curvadion_jax._muon import muon, muon_adamw
+from curvadion_jax._muon import muon
 
 __all__ = ["authors_code", "diloco", "local_sgd", "muloco", "paper", "synchronous_dion"]
 
@@ -112,10 +112,9 @@ def muloco(
     References:
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
     """
-    rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     inner = _partition.optimizer(
         lambda numbers: muon(learning_rate, numbers, weight_decay=weight_decay),
-        muon_adamw(rate),
+        _partition.adamw(learning_rate, adam_learning_rate, nesterov=True),
         dimension_numbers,
     )
     outer = optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)

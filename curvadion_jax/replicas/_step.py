@@ -14,11 +14,12 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from curvadion_jax import _counters, _layout, _mapped, _paths
-from curvadion_jax.replicas import _arrays, _traffic
+from curvadion_jax.replicas import _arrays
 from curvadion_jax.replicas._arrays import is_array
 from curvadion_jax.replicas._consistency import ConsistencyCheck
 from curvadion_jax.replicas._map import map_over_replicas
 from curvadion_jax.replicas._mesh import AXIS, check_mesh
+from curvadion_jax.replicas._stray_collectives import between_replicas
 
 _log = logging.getLogger("curvadion_jax")
 
@@ -225,7 +226,7 @@ class CompiledStep:
         if self._mesh.shape[self._axis_name] == 1 or self._compiled:
             return
         text = compiled.as_text() or ""
-        if sent := _traffic.between_replicas(text, self._mesh, self._axis_name):
+        if sent := between_replicas(text, self._mesh, self._axis_name):
             warnings.warn(
                 "XLA added communication between replicas outside the optimizer, so "
                 "every step waits for the slow link: "

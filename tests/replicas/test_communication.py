@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax.replicas import _traffic
+from curvadion_jax.replicas._stray_collectives import groups as groups_of
 
 REPLICAS = 4
 AXIS = helpers.AXIS
@@ -164,4 +164,4 @@ def test_messages_that_the_compiler_adds(constrained):
 )
 def test_devices_that_a_collective_joins(written, groups):
     """As versions of XLA write them."""
-    assert _traffic.groups(f"channel_id=1, replica_groups={written}") == groups
+    assert groups_of(f"channel_id=1, replica_groups={written}") == groups
