@@ -5,13 +5,12 @@
 A model of six matrices a layer and an embedding, under `replicas.step` on 8 CPU
 devices. Every kernel is a leaf of its own, or with `--stacked` all layers are one stack
 (`nn.scan`). Given are processor seconds to trace and lower, lines of the lowered
-program, and processor seconds to compile; of `--rounds` the median. `muon` and `adamw`
-are Optax's, which never synchronise. Where counters alone decide there are two
-programs, of a local step, which is the first, and of a sync, compiled at the first
-sync. Nothing is run, and no persistent cache is used.
+program, and processor seconds to compile. `muon` and `adamw` are Optax's, which never
+synchronise. Where counters alone decide there are two programs, of a local step, which
+is the first, and of a sync, compiled at the first sync. Nothing is run, and no
+persistent cache is used.
 """
 
-import statistics
 from typing import Any
 
 import jax
@@ -99,7 +98,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[10])
     parser.add_argument("--stacked", action="store_true")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
-    parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", REPLICAS)
     jax.config.update("jax_enable_compilation_cache", False)
@@ -109,13 +107,8 @@ def main() -> None:
             params = parameters(layers, options.stacked)
             for name in options.methods:
                 for program, due in PROGRAMS.get(name, EVERY).items():
-                    found = [
-                        measure(METHODS[name](params), params, due)
-                        for _ in range(options.rounds)
-                    ]
-                    trace, compiling, lines = (
-                        statistics.median(x) for x in zip(*found, strict=True)
-                    )
+                    tx = METHODS[name](params)
+                    trace, compiling, lines = measure(tx, params, due)
                     yield (
                         *(f"`{name}`", program, str(layers), f"{trace:.1f}"),
                         *(f"{lines:,.0f}", f"{compiling:.1f}"),

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import cost_model
+import measuring
 from cost_model import Link, Method
 
 REPLICAS = 8
@@ -136,8 +137,7 @@ def table() -> list[str]:
         *("model", "computation", "link", "synchronous", *budgets),
         *(f"budget that waits {TOLERATED:.0%}", "steps between its syncs"),
     )
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows())]
-    return [lines[0], "|" + "---|" * len(head), *lines[1:]]
+    return [*measuring.markdown(head, rows())]
 
 
 if __name__ == "__main__":

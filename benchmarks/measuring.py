@@ -11,7 +11,7 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -74,11 +74,18 @@ def seconds(rounds: Sequence[Mapping[str, float]], name: str) -> float:
     return statistics.median(each[name] for each in rounds)
 
 
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The lines of a Markdown table."""
+    yield f"| {' | '.join(header)} |"
+    yield f"{'|---' * len(header)}|"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints a Markdown table, each row as soon as it is there."""
-    print(f"| {' | '.join(header)} |\n{'|---' * len(header)}|")
-    for row in rows:
-        print(f"| {' | '.join(row)} |", flush=True)
+    for line in markdown(header, rows):
+        print(line, flush=True)
 
 
 def where(options: argparse.Namespace) -> str:

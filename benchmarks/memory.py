@@ -2,7 +2,6 @@
 
     python benchmarks/memory.py
     python benchmarks/memory.py --peak
-    python -m pip install libtpu && python benchmarks/memory.py --peak --platform tpu
 
 The model is a GPT of 160 million parameters: 12 layers of width 768 in one stack, and
 a vocabulary of 50304 with an output head of its own. Nothing is run. State is what
@@ -13,25 +12,18 @@ writes the rest.
 `--peak` is what the compiler says of a step from given gradients, parameters and state
 to new parameters and state, which are donated; one replica on each of four devices.
 *kept* is what of the results is not written over an argument, *temporary* all else that
-is reserved. Where counters alone decide, a local step and a sync are two programs. For
-a TPU it is compiled ahead of time for the four chips of a v5e host, without one.
+is reserved. Where counters alone decide, a local step and a sync are two programs.
+(`tpu/compile_steps.py` has training steps on TPUs.)
 """
 
 import math
-import os
 from collections.abc import Iterator
 from typing import Any
-
-# Without it libtpu asks a cloud's metadata server where it is.
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-# And refuses a second process, or one after another that was killed.
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
 import jax.numpy as jnp
 import measuring
 import optax
-from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 from measuring import AXIS
 
@@ -127,13 +119,9 @@ def compiled(tx: Any, params: Any, mesh: jax.sharding.Mesh, due: bool | None) ->
     return step.lower(*arguments, **measuring.known(due)).compile()
 
 
-def peaks(platform: str, only: str) -> Iterator[list[str]]:
+def peaks(only: str) -> Iterator[list[str]]:
     """The cells of the other table."""
-    if platform == "tpu":
-        devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
-    else:
-        devices = jax.devices()
-    mesh = cd.replicas.make_mesh(len(devices), devices=devices)
+    mesh = cd.replicas.make_mesh(len(jax.devices()))
     compared = None
     for name, tx in optimizers().items():
         if name != ADAMW and only not in name:
@@ -152,7 +140,6 @@ def peaks(platform: str, only: str) -> Iterator[list[str]]:
 def main() -> None:
     parser = measuring.parser(__doc__)
     parser.add_argument("--peak", action="store_true")
-    parser.add_argument("--platform", choices=["cpu", "tpu"], default="cpu")
     parser.add_argument("--only", default="", help="rows with this in their name")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
@@ -160,7 +147,7 @@ def main() -> None:
     if options.peak:
         header = ["optimizer", "arguments, MiB", "kept", "temporary", "peak"]
         header.append("over AdamW's")
-        measuring.table(header, peaks(options.platform, options.only))
+        measuring.table(header, peaks(options.only))
         print(measuring.where(options))
     else:
         header = ["optimizer", "every step", "syncs only", "together"]

@@ -2,22 +2,16 @@
 
     taskset -c 0 python benchmarks/overhead.py                 # of the optimizer's step
     taskset -c 0 python benchmarks/overhead.py --tokens 1024   # of a training step
-    python benchmarks/overhead.py --host                       # of a call, 600 leaves
 
 A step of the optimizer takes given gradients to new parameters; with `--tokens` those
 of the example's model are computed in front. A replica is a device under
 `replicas.step`. The program is that of a run, syncs and their collectives included, or
 where counters alone decide that of a local step; nothing synchronises while time is
 taken. State is donated. *Temporary* is memory that the compiler reserves besides.
-
-`--host` times calls with 600 small leaves, of which the host's work is all: of
-`replicas.step` over calls of the program that it compiles, by the clock.
 """
 
 import argparse
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,11 +72,8 @@ def setting(options: argparse.Namespace) -> tuple[Any, Any, Any]:
         shape = (options.replicas, options.tokens // options.length, options.length + 1)
         batch = jax.random.randint(key, shape, 0, options.vocabulary)
         return params, jax.grad(lambda *x: model.next_token_loss(gpt, *x)), batch
-    shapes = jax.tree.map(lambda x: (options.replicas, *x.shape), params)
-    leaves, structure = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
-    keys = jax.random.split(key, len(leaves))
-    drawn = [jax.random.normal(*pair) for pair in zip(keys, leaves, strict=True)]
-    return params, lambda params, batch: batch, jax.tree.unflatten(structure, drawn)
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * options.replicas), params)
+    return params, lambda params, batch: batch, optax.tree.random_like(key, stacked)
 
 
 def compiled(case: Case, mesh: Any, params: Any, differentiate: Any, batch: Any) -> Any:
@@ -154,42 +145,6 @@ def table(options: argparse.Namespace) -> None:
     )
 
 
-def host(options: argparse.Namespace) -> None:
-    """Prints milliseconds of a call, of `replicas.step` and of its program alone."""
-    mesh = cd.replicas.make_mesh(options.replicas)
-    params = {f"layer_{n}": {"kernel": jnp.ones((4, 4))} for n in range(options.leaves)}
-    batch = jnp.ones((options.replicas, 1))
-
-    def rows():
-        for name in ("local_muon", "relative_momentum_change"):
-            tx = cases(params)[name].optimizer
-
-            def train(state, batch, tx=tx):
-                params, opt_state = state
-                gradients = optax.tree.scale(batch.mean(), params)
-                updates, opt_state = tx.update(gradients, opt_state, params)
-                return (optax.apply_updates(params, updates), opt_state), ()
-
-            state = cd.replicas.replicate((params, tx.init(params)), mesh)
-            step = cd.replicas.step(train, mesh)
-            known = measuring.known(cases(params)[name].due)
-            program = step.lower(state, batch, **known).compile()
-            taken = {}
-            for what, call in (("step", step), ("program", program)):
-                times = []
-                for _ in range(options.steps):
-                    jax.block_until_ready(state)
-                    start = time.perf_counter()
-                    state, _ = call(state, batch)
-                    times.append(1e3 * (time.perf_counter() - start))
-                taken[what] = statistics.median(times[2:])
-            ratio = taken["step"] / taken["program"]
-            yield f"`{name}`", *(f"{x:.2f}" for x in taken.values()), f"{ratio:.2f}"
-
-    header = ["optimizer", "`replicas.step`, ms", "its program, ms", "ratio"]
-    measuring.table(header, rows())
-
-
 def main() -> None:
     parser = measuring.parser(__doc__)
     parser.add_argument("--width", type=int, default=768)
@@ -201,11 +156,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="each from new arrays")
     parser.add_argument("--steps", type=int, default=5, help="of each in a round")
     parser.add_argument("--only", default="", help="rows with this in their name")
-    parser.add_argument("--host", action="store_true")
-    parser.add_argument("--leaves", type=int, default=600, help="with --host")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.replicas)
-    host(options) if options.host else table(options)
+    table(options)
     print(measuring.where(options))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import cost_model
 import jax
 import jax.numpy as jnp
+import measuring
 from cost_model import Link, Method, Payload
 
 TOLERANCE = 0.05
@@ -152,21 +153,9 @@ def _variations() -> dict[str, dict[str, dict]]:
 def tables() -> str:
     """Both, as Markdown."""
     head = ("link", "Gb/s", "RTT ms", "paper", "no overlap", "full overlap")
-    return "\n".join(
-        [
-            *_table((*head, "comes out"), projections()),
-            "",
-            *_table(
-                ("input", "values", *(list(LINKS)[i] for i in (1, 6))), sensitivity()
-            ),
-        ]
-    )
-
-
-def _table(head, rows) -> list[str]:
-    rule = "|" + "---|" * len(head)
-    first, *rest = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
-    return [first, rule, *rest]
+    other = ("input", "values", *(list(LINKS)[i] for i in (1, 6)))
+    first = measuring.markdown((*head, "comes out"), projections())
+    return "\n".join([*first, "", *measuring.markdown(other, sensitivity())])
 
 
 if __name__ == "__main__":

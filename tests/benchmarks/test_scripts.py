@@ -17,7 +17,7 @@ TINY = {
     "compile_time.py": ["--layers", "1", "--methods", "adamw"],
     "memory.py": [],
     "optimizer_speed.py": ["--model", "tiny", "--layers", "1", "--ranks", "0.25"],
-    "overhead.py": ["--host", "--leaves", "2", "--steps", "3"],
+    "overhead.py": "--width 16 --layers 1 --rounds 1 --only every_k".split(),
 }
 
 
