@@ -90,28 +90,6 @@ def test_more_bytes_than_an_int32_holds():
         assert read["synchronous_bytes"] == factor * 1000 * gradients
 
 
-def run_one(tx, params, steps, state=None):
-    """The state of one replica; what it sends does not depend on how many there are."""
-    add = lambda tree: jax.tree.map(lambda x: jnp.asarray(x)[None], tree)  # noqa: E731
-    update = jax.jit(jax.vmap(tx.update, axis_name=helpers.AXIS))
-    state, params = add(tx.init(params) if state is None else state), add(params)
-    for _ in range(steps):
-        _, state = update(params, state, params)
-    return jax.tree.map(lambda x: x[0], state)
-
-
-def test_a_run_goes_on_in_another_form_and_counts_what_that_sends():
-    """The payload is the optimizer's own, and nothing of it lies in the state."""
-    params, state, expected = helpers.make_params(), None, 0
-    for bits in (2, 8):
-        form = compressors.quantize(bits, 8)
-        synchronizer = reconcile(compressor=form)
-        tx = cd.adaptive_sync(optax.sgd(0.1), on_first(100), synchronizer, helpers.AXIS)
-        state = run_one(tx, params, 3, state)
-        expected += 3 * (form.payload(params).averaged + 4 + 4)
-        assert metrics.read(state, replicas=2)["bytes"] == expected
-
-
 @pytest.mark.parametrize("trigger", [on_first(2), triggers.always()])
 def test_one_replica_sends_nothing_and_is_not_read_as_several(trigger):
     """Under jit with a divided batch the counters would show a saving that is none."""

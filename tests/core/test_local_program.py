@@ -105,16 +105,6 @@ def talks(equation):
     return AXIS in jax.tree.leaves(names) and not silent
 
 
-def test_all_presets_are_looked_at():
-    presets = {
-        name
-        for name, value in vars(cd.presets).items()
-        if getattr(value, "__module__", "").startswith(cd.presets.__name__)
-        and not name.startswith("_")
-    }
-    assert presets <= set(OPTIMIZERS)
-
-
 @pytest.mark.parametrize("name", SCHEDULED | AT_INTERVALS)
 def test_a_step_that_is_not_due_sends_nothing_and_decides_nothing(name):
     step, arguments = prepare(name, 2)

@@ -68,13 +68,6 @@ def test_the_largest_value_and_its_layer(values, worst):
     assert metrics.read(state, params)["layer"] == f"layer_0{read['layer']}/kernel"
 
 
-def test_it_prints_as_a_table():
-    read = metrics.read(optimizer().init(helpers.make_params()), replicas=8)
-    lines = str(read).splitlines()
-    assert [line.split()[0] for line in lines] == list(read)
-    assert len({line.index(line.split()[1]) for line in lines}) == 1
-
-
 @pytest.mark.slow
 def test_observe_inside_of_a_step_and_read_later():
     tx = cd.presets.local_sgd(0.1, 2, axis_name=helpers.AXIS)
@@ -122,14 +115,3 @@ def test_wrapped_states_are_found(wrap):
     params = helpers.make_params()
     wrapped = metrics.observe(wrap(tx).init(params))
     helpers.assert_bitwise(wrapped, tx.init(params).metrics)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [optimizer, lambda: cd.local_muon(0.1), lambda: cd.curvadion(0.1)],
-    ids=["parts", "local_muon", "curvadion"],
-)
-def test_optax_finds_metrics_by_name(make):
-    state = make().init(helpers.make_params())
-    for name in state.metrics._fields:
-        assert optax.tree.get(state, name) is getattr(state.metrics, name)

@@ -86,7 +86,6 @@ def disagreeing() -> Any:
 change = triggers.relative_momentum_change(0.1)
 FEWER = {name: leaf for name, leaf in PARAMS.items() if name != "bias"}
 WIDER = changed("bias", jnp.zeros(9))
-INTEGERS = changed("bias", jnp.ones(5, "int32"))
 COMPLEX = changed("bias", jnp.ones(5, "complex64"))
 EIGHT_BITS = changed("tall", jnp.ones((6, 4), jnp.float8_e4m3fn))
 TALL, ONE_ROW = {"tall": jnp.ones((6, 4))}, {"tall": jnp.ones((1, 4))}

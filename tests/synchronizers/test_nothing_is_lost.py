@@ -27,7 +27,6 @@ CLOSE = 0.06
 FORMS = {
     "exact": compressors.exact(),
     **{f"int{bits}": compressors.quantize(bits, block=8) for bits in (8, 4, 2, 1)},
-    "int2": weighted_runs.FORMS["int2"],
 }
 TWO_BITS = compressors.quantize(2, block=16)
 # Down the gradient, and up: drifts and gradients.

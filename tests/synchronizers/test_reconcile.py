@@ -63,33 +63,6 @@ def test_replicas_come_together(dtype):
     ).all()
 
 
-def test_drift_is_measured_from_the_anchor():
-    # Constant gradients g_i: after 2 steps replica i has drifted by -2 lr g_i.
-    params = {"w": jnp.array([1.0, -2.0])}
-    gradients = {"w": np.array([[1.0, 2], [5, -1]], np.float32)}
-    history = run(optimizer(optax.sgd(0.125)), params, [gradients] * 4)
-    anchors = [state.sync_state.anchor["w"][0] for _, state in history]
-    mean_drift = np.array([-0.75, -0.125])
-    start = np.asarray(params["w"])
-    expected = [start, start + mean_drift, start + mean_drift, start + 2 * mean_drift]
-    np.testing.assert_array_equal(anchors, expected)
-    drifted = start + mean_drift - 0.125 * gradients["w"]
-    np.testing.assert_array_equal(history[2][0]["w"], drifted)
-
-
-def test_the_inner_state_stays_each_replicas_own():
-    # After one step of Adam mu = g / 2 and nu = g^2 / 4.
-    g = np.array([[1.0, 2], [3, -2]], np.float32)
-    inner = optax.inject_hyperparams(optax.adam)(0.1, b1=0.5, b2=0.75)
-    ((_, state),) = run(optimizer(inner, k=1), {"w": jnp.zeros(2)}, [{"w": g}])
-    adam = state.inner_state.inner_state[0]
-    np.testing.assert_array_equal(adam.mu["w"], g / 2)
-    np.testing.assert_array_equal(adam.nu["w"], g**2 / 4)
-    np.testing.assert_array_equal(adam.count, [1, 1])
-    rate = state.inner_state.hyperparams["learning_rate"]
-    np.testing.assert_array_equal(rate, np.full(2, 0.1, np.float32))
-
-
 def test_an_outer_schedule_advances_at_syncs_only():
     # Each replica drifts by -2 x 0.5 x 1 between syncs; the outer rates are 1, 1/2,
     # 1/4, so the anchor moves by -1, -1/2, -1/4.

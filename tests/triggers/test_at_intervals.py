@@ -11,13 +11,10 @@ import pytest
 import curvadion_jax as cd
 from curvadion_jax import metrics, synchronizers, triggers
 
-AXIS = helpers.AXIS
 
-
-def optimizer(trigger, axis_name: str | None = AXIS) -> Any:
-    return cd.adaptive_sync(
-        optax.sgd(0.1, 0.9), trigger, synchronizers.reconcile(), axis_name
-    )
+def optimizer(trigger) -> Any:
+    inner, synchronizer = optax.sgd(0.1, 0.9), synchronizers.reconcile()
+    return cd.adaptive_sync(inner, trigger, synchronizer, helpers.AXIS)
 
 
 def requesting():
@@ -82,42 +79,9 @@ def test_the_first_request_of_a_change_is_met_at_the_first_vote():
     assert np.flatnonzero(helpers.decisions(history)).tolist() == [2, 5]
 
 
-@pytest.mark.parametrize("axis_name", [None, AXIS])
-def test_an_interval_of_one_is_none(axis_name):
-    change, gradients = triggers.budget(0.5), helpers.make_gradients(8, 1)
-    runs = [
-        list(
-            helpers.run_mesh(
-                optimizer(each, axis_name), helpers.make_params(), gradients
-            )
-        )
-        for each in (change, triggers.at_intervals(change, 1))
-    ]
-    for (params, one), (others, other) in zip(*runs, strict=True):
-        helpers.assert_bitwise((params, one.metrics), (others, other.metrics))
-    assert {*helpers.decisions(runs[0])} == {True, False}
-
-
 def test_a_trigger_that_measures_nothing_needs_no_vote():
     with pytest.raises(ValueError, match="on which replicas vote"):
         triggers.at_intervals(triggers.every_k(3), 2)
-
-
-@pytest.mark.parametrize("k", [3, 500])
-def test_curvadion_and_its_interval(k):
-    tx = cd.curvadion(0.1, threshold=0.0, axis_name=AXIS, decision_interval=k)
-    gradients = helpers.make_gradients(6, 2)
-    mesh = cd.replicas.make_mesh(2)
-    state, step = (
-        helpers.start(tx, helpers.make_params(), mesh),
-        helpers.replica_step(tx, mesh),
-    )
-    for tree in gradients:
-        state, _ = step(state, tree)
-    assert state[1].metrics.votes.tolist() == [6 // k] * 2
-    assert state[1].metrics.syncs.tolist() == [6 // k] * 2
-    sent = np.asarray(state[1].metrics.sent)
-    assert bool(sent.any()) == (k == 3)
 
 
 @pytest.mark.parametrize(

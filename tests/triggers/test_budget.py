@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import curvadion_jax as cd
-from curvadion_jax import metrics, synchronizers, triggers
+from curvadion_jax import synchronizers, triggers
 from curvadion_jax.triggers import budget
 
 STEPS = 3000
@@ -209,25 +209,6 @@ def test_a_trigger_is_told_what_a_sync_costs_and_the_anchor():
         lambda seen: (seen.sync_cost, 1.0 if seen.anchor == () else 0.0),
     )
     assert (found.value, found.threshold) == (1, 1)
-
-
-@pytest.mark.slow
-def test_eight_replicas_spend_the_bytes_that_metrics_count():
-    trigger = budget(0.05, ahead=2.0, behind=1.0)
-    tx = cd.adaptive_sync(
-        optax.sgd(0.1, 0.9), trigger, synchronizers.reconcile(), helpers.AXIS
-    )
-    gradients = helpers.make_gradients(120, 8, scales=np.linspace(3, 0.1, 120))
-    history = list(helpers.run_mesh(tx, helpers.make_params(), gradients))
-    fired = helpers.decisions(history)
-    assert fired[0]
-    excess = np.cumsum(fired) - 0.05 * np.arange(1, 121)
-    assert excess.max() <= 2 + ATOL
-    assert excess.min() >= -1 - ATOL
-    read = metrics.read(history[-1][1])
-    flags, weights = 120 * 4 * 7 / 4, sum(fired) * 4 * 7
-    share = (read["bytes"] - flags - weights) / read["synchronous_bytes"]
-    assert abs(share - 0.05) <= 2 / 120 + ATOL
 
 
 def test_steps_that_are_not_finite_say_nothing_of_the_signal():

@@ -4,7 +4,6 @@ import math
 from fractions import Fraction
 from typing import Any
 
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,23 +158,3 @@ def test_evenly_waits_for_each_sync_until_it_is_paid_for():
     fired = [n + 1 for n in range(60) if evenly(0.1).due(n, 0.75)]
     assert fired == [math.ceil(7.5 * j) for j in range(1, 9)]
     assert all(evenly(0.3).due(n, 0.2) for n in range(9))
-
-
-def test_one_replica_decides_for_all_and_values_stay_its_own():
-    # The trigger looks at the first element of the gradient.
-    def decide(seen: Any):
-        first = seen.gradients["bias"][0]
-        return triggers.decision(first > 0, first, 0)
-
-    trigger = triggers.stateless(decide)
-    tx: Any = cd.adaptive_sync(
-        optax.sgd(0.1), trigger, synchronizers.average_gradients(), helpers.AXIS
-    )
-    gradients = helpers.make_gradients(3, 4)
-    firsts = np.array([[-1, -2, 5, -3], [-1, -1, -1, -1], [0, 0, 0, 7]], np.float32)
-    for tree, first in zip(gradients, firsts, strict=True):
-        tree["bias"][:, 0] = first
-    history = list(helpers.run_mesh(tx, helpers.make_params(), gradients))
-    assert helpers.decisions(history) == [True, False, True]
-    for (_, state), first in zip(history, firsts, strict=True):
-        np.testing.assert_array_equal(state.metrics.value, first)
