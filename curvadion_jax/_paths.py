@@ -1,6 +1,6 @@
 """Names of parameters: their paths in a tree, joined by slashes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -47,3 +47,14 @@ def lies_in(names: Names, given: Iterable[str]) -> bool:
     """Whether a leaf has one of these names, or paths as `stats/mean`, in its path."""
     path = f"/{'/'.join(names)}/"
     return any(f"/{each}/" in path for each in given)
+
+
+def check_named(known: Sequence[Names], given: Iterable[str], what: str) -> None:
+    """Rejects names that none of the known paths holds."""
+    for name in given:
+        if not any(lies_in(names, [name]) for names in known):
+            some = ", ".join("/".join(names) for names in known[:4])
+            raise ValueError(
+                f"{what} names {name!r}, and no such array of the state has it in its "
+                f"path. Give a part of a path, such as of {some}."
+            )

@@ -66,13 +66,7 @@ def average_where_synced(
 
 def _named(arrays: dict[_paths.Names, Any], average: Sequence[str]) -> list[Any]:
     floating = [n for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)]
-    for name in average:
-        if not any(_paths.lies_in(names, [name]) for names in floating):
-            some = ", ".join("/".join(names) for names in floating[:4])
-            raise ValueError(
-                f"average names {name!r}, and no floating-point array of the state has "
-                f"it in its path. The state begins with {some}."
-            )
+    _paths.check_named(floating, average, "average")
     return [names for names in floating if _paths.lies_in(names, average)]
 
 

@@ -62,6 +62,8 @@ def map_over_replicas(
 
     def run(state, batch, *shared):
         check_replica_axis(state, number, "state")
+        known = [names for names, _ in _paths.leaves_with_names(state)]
+        _paths.check_named(known, local, "local")
         _check_batch(batch, number)
         axes = (0, 0, *[None] * len(shared))
         mapped = jax.vmap(

@@ -81,5 +81,5 @@ def test_bytes_are_counted_as_they_are_sent(measured):
 
 @pytest.mark.parametrize("average", ["statistics", ["tats"]])
 def test_names_of_nothing_are_rejected(average):
-    with pytest.raises(ValueError, match="no floating-point array"):
+    with pytest.raises(ValueError, match="and no such array"):
         run(average=average)

@@ -253,6 +253,13 @@ def test_an_array_that_is_given_twice_is_copied():
     assert state["old"].tolist() == [[2.0] * 4] * 2
 
 
+def test_a_local_name_of_nothing_is_refused():
+    state = cd.replicas.replicate({"w": jnp.ones(4), "old": jnp.zeros(4)}, MESH)
+    step = cd.replicas.step(add, MESH, local=["w", "ema"])
+    with pytest.raises(ValueError, match="local names 'ema', and no such array"):
+        step(state, np.ones(2))
+
+
 def test_a_state_without_replica_axis_is_named():
     state = {"w": jnp.ones([]), "old": jnp.zeros([])}
     step = cd.replicas.step(add, MESH, local=["w"])
