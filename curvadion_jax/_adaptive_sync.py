@@ -105,7 +105,7 @@ def adaptive_sync(
       synchronizer: what is sent, see `curvadion_jax.synchronizers`.
       axis_name: name of the replica axis; None means one replica.
       dimension_numbers: how parameters are seen as matrices, by triggers that look at
-        layers and by `reconcile`; the same as given to the inner optimizer.
+        layers and by `average_factors`; the same as given to the inner optimizer.
       allow_unchecked: accept `shard_map(..., check_vma=False)`, under which it cannot
         be seen whether the gradients were averaged already.
 
@@ -178,7 +178,9 @@ def adaptive_sync(
             )
             return _trees.like(updates, params), _trees.like(new_state, inner_state)
 
-        def observe(gradients, state):
+        def look(gradients, state):
+            if trigger.decide is None:
+                return triggers.decision(True), state.trigger_state
             observation = Observation(
                 gradients=gradients,
                 finite=finite,
@@ -191,12 +193,10 @@ def adaptive_sync(
                 steps=counters.steps,
                 syncs=counters.syncs,
                 local_steps=counters.local_steps,
-                anchor=state.sync_state.anchor,
+                anchor=_memory.to_device(state.sync_state.anchor),
                 sync_cost=_sync_cost(payload, params, group.size),
             )
-            decision, new_state = triggers.answer(
-                trigger, observation, state.trigger_state
-            )
+            decision, new_state = trigger.decide(observation, state.trigger_state)
             return decision, _trees.like(new_state, state.trigger_state)
 
         def local_step(gradients, inner_state, sync_state):
@@ -249,16 +249,17 @@ def adaptive_sync(
 
         # 1. The trigger looks at this replica.
         decision, trigger_state = _guards.locally(
-            observe, gradients, state, axis_name=axis_name
+            look, gradients, state, axis_name=axis_name
         )
 
         # 2. The replicas vote. What is known as a Python bool needs no vote.
-        if due is None and trigger.due is not None:
-            due = trigger.due(counters.steps, _sync_cost(payload, params, group.size))
         fire: Any = due
-        if trigger.decide is not None and due is not False:
+        if due is None:
+            cost = _sync_cost(payload, params, group.size)
+            fire = True if trigger.due is None else trigger.due(counters.steps, cost)
+        if trigger.decide is not None and fire is not False:
             request = decision.fire & _nan_policy.may_request(counters, weight)
-            fire = request if due is None else request & due
+            fire = request & fire
         voted = not isinstance(fire, bool)
         if voted:
             fire = _vote(fire, axis_name)

@@ -1,5 +1,6 @@
 """CurvaDion: local Dion steps, synchronised when a momentum changes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,7 +54,8 @@ def curvadion(
 
     Set `threshold`, or set `budget` to have the threshold adjusted during training. The
     default is ``budget=0.01``. A budget keeps the number of syncs within one of even
-    spacing, so RMMC then only chooses the step within each period.
+    spacing (without `decision_interval`), so RMMC then only chooses the step within
+    each period.
 
     .. note::
       In this library's benchmarks, syncs placed by RMMC have not given a lower loss
@@ -100,7 +102,8 @@ def curvadion(
         default sync sends nothing and takes no outer step: the result is Dion's.
       decision_interval: number of steps from one vote of the replicas to the next; None
         means 1. A vote costs a round trip over the slow link. A request waits up to
-        ``decision_interval - 1`` steps, on which nothing is sent.
+        ``decision_interval - 1`` steps, on which nothing is sent, and a budget must not
+        pay for more than a sync per interval.
       allow_unchecked: as for :func:`adaptive_sync`.
 
     Returns:
@@ -138,6 +141,9 @@ def curvadion(
         trigger = triggers.relative_momentum_change(threshold)
     if decision_interval is not None:
         trigger = triggers.at_intervals(trigger, decision_interval)
+        trigger = trigger._replace(
+            due=_spendable(trigger.due, decision_interval, budget or 0.0)
+        )
     synchronizer = default_sync(bits, synchronizer, axis_name)
     inner = dion(
         learning_rate,
@@ -160,3 +166,17 @@ def curvadion(
         dimension_numbers=dimension_numbers,
         allow_unchecked=allow_unchecked,
     )
+
+
+def _spendable(due: Any, interval: int, budget: float) -> Callable[[Any, float], Any]:
+    """When a decision is due; refuses a budget of more than a sync per interval."""
+
+    def checked(steps, cost):
+        if 0 < cost < budget * interval:
+            raise ValueError(
+                f"decision_interval is {interval}, and budget={budget} pays for a sync "
+                f"every {cost / budget:.1f} steps. Pass a smaller interval or budget."
+            )
+        return due(steps, cost)
+
+    return checked

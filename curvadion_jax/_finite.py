@@ -77,10 +77,3 @@ def repaired(state: Any, before: Any) -> Any:
 def or_zeros(condition: jax.Array | bool, tree: Any) -> Any:
     """The tree where one bool[] says so, zeros else, whatever is in the tree."""
     return jax.tree.map(lambda x: jnp.where(condition, x, 0), tree)
-
-
-def where(condition: jax.Array | bool, tree: Any, other: Any) -> Any:
-    """The leaves of one tree or of another, as one bool[] says."""
-    return jax.tree.map(
-        lambda x, y: x if x is y else jnp.where(condition, x, y), tree, other
-    )

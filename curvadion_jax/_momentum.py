@@ -76,9 +76,11 @@ def after_local_step(
     Dion's before error feedback (`momentum_only`); other optimizers run their update,
     of which the compiler keeps what is used.
     """
+    if not dion_states(state):
+        return update(gradients, state)[1]
     asked = _Asked()
     _, after = update(gradients, state, momentum_only=asked)
-    if dion_states(state) and not asked.seen:
+    if not asked.seen:
         raise ValueError(
             "A transformation around Dion does not pass on the extra argument "
             "momentum_only. Build it as an optax.GradientTransformationExtraArgs "

@@ -17,13 +17,14 @@ The whole policy; `_adaptive_sync` calls what is here around a step and a sync:
   drift; where a compressor averages gradients, it adds them to its residual. (Without
   one, a gradient that is averaged is that of the others.) It contributes the residual
   that it had before.
-* *Empty.* Where nobody takes part the mean is zero, and the sync one like any other.
+* *Empty.* Where nobody takes part the mean is zero, but for residuals, and the sync one
+  like any other.
 * *Cooldown.* A replica that a sync could not help must not trigger the next one: an
   excluded replica requests none for 10 steps, and one without weight none at all.
   (Syncs that are due by the number of the step take place all the same.)
 
-All of it is counted (`_counters`). Scalars of a state are looked at where they belong
-to a scalar parameter; others may be meant to be infinite, as the best loss so far is.
+All of it is counted (`_counters`). Scalars of a state that belong to no scalar
+parameter may be infinite, as the best loss so far is, and not NaN.
 """
 
 import math
@@ -115,17 +116,19 @@ def participation(
 
 
 def is_finite(state: Any, params: optax.Params) -> jax.Array:
-    """Whether a state's arrays, and its scalars of scalar parameters, are finite."""
+    """Whether arrays and scalars of scalar parameters are finite, others not NaN."""
     leaves = _paths.leaves_with_names(params)
     scalars = {names for names, x in leaves if names and not jnp.ndim(x)}
 
     def looked_at(names, x):
         ends = (names[start:] for start in range(len(names)))
-        return jnp.ndim(x) > 0 or any(end in scalars for end in ends)
+        if jnp.ndim(x) > 0 or any(end in scalars for end in ends):
+            return x
+        return jnp.where(jnp.isinf(x), 0, x)
 
     found = _paths.leaves_with_names(state)
     return _finite.all_finite(
-        [x for names, x in found if looked_at(names, x) and _finite.is_float(x)]
+        [looked_at(names, x) for names, x in found if _finite.is_float(x)]
     )
 
 

@@ -164,10 +164,11 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
         )
 
     def average(tree, group):
+        tree = jax.tree.map(_wide, tree)
         if group.size == 1:
             return Averaged(tree, jax.tree.map(jnp.zeros_like, tree))
         run = functools.partial(_average, bits=bits, block=block)
-        pairs = group.by_device(run, jax.tree.map(_wide, tree))
+        pairs = group.by_device(run, tree)
         mean, unsent = (
             jax.tree.unflatten(jax.tree.structure(tree), [pair[part] for pair in pairs])
             for part in (0, 1)

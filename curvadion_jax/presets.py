@@ -236,6 +236,7 @@ def authors_code(
     if other_optimizer is None:
         other_optimizer = optax.lion(learning_rate, b1=0.95, b2=0.98, weight_decay=0.0)
     change = triggers.relative_momentum_change(threshold, floor=0.1, remember=False)
+    decide_change = triggers.decider(change, "authors_code")
 
     def decide(observation, state):
         momenta = _all_momenta(observation.inner_state)
@@ -244,7 +245,7 @@ def authors_code(
             inner_state=optax.TraceState(momenta),
             next_inner_state=lambda: optax.TraceState(plus_gradients),
         )
-        decision, state = triggers.answer(change, seen, state)
+        decision, state = decide_change(seen, state)
         # There are no momenta to compare with on the first step.
         return decision._replace(fire=decision.fire & (observation.steps > 0)), state
 

@@ -82,14 +82,19 @@ def stateless(decide: Callable[[Observation], Decision]) -> Trigger:
     return Trigger(lambda *_: (), lambda seen, state: (decide(seen), state))
 
 
-def answer(trigger: Trigger, observation: Observation, state: Any) -> Any:
-    """What any trigger says on this step, and its state; what is due if that is all."""
+def decider(trigger: Trigger, around: str) -> Callable[[Observation, Any], Any]:
+    """`Trigger.decide` of any trigger, for what decides on every step itself."""
     due = trigger.due
-    fire = True if due is None else due(observation.steps, observation.sync_cost)
     if trigger.decide is None:
-        return decision(fire), state
-    chosen, state = trigger.decide(observation, state)
-    return chosen._replace(fire=chosen.fire & fire), state
+        if due is None:
+            return lambda seen, state: (decision(True), state)
+        return lambda seen, state: (decision(due(seen.steps, seen.sync_cost)), state)
+    if due is not None:
+        raise ValueError(
+            f"{around} decides on every step, and the trigger in it is due on some of "
+            f"them only. Put triggers.at_intervals around {around}."
+        )
+    return trigger.decide
 
 
 def _scheduled(due: Callable[[Any, float], Any]) -> Trigger:
@@ -174,9 +179,9 @@ def _share(rate: float, cost: float) -> fractions.Fraction:
     """Syncs per step that a rate pays for, at most 1."""
     if cost <= rate:
         return fractions.Fraction(1)
-    share = fractions.Fraction(rate / cost)
+    share = fractions.Fraction(float(rate) / cost)
     if share < fractions.Fraction(1, _LARGEST_PERIOD):
-        return fractions.Fraction(1, math.ceil(1 / share))
+        return fractions.Fraction(1, min(math.ceil(1 / share), 2**31 - 1))
     return share.limit_denominator(_LARGEST_PERIOD)
 
 
@@ -270,7 +275,7 @@ def budget(
             "budget needs a trigger that measures something, and this one goes by the "
             "number of the step. Use triggers.evenly(rate) alone."
         )
-    of_decide = of.decide
+    of_decide = decider(of, "budget")
     _arguments.check_static(rate, "budget")
     _arguments.check_positive(rate, "rate")
     _arguments.check_numbers(behind=behind)
@@ -327,7 +332,7 @@ def budget(
             of_state, integral, peak, share, since_step, since_sync
         )
 
-    return Trigger(init, decide, of.due)
+    return Trigger(init, decide)
 
 
 def any_of(*triggers: Trigger) -> Trigger:
@@ -347,8 +352,8 @@ def any_of(*triggers: Trigger) -> Trigger:
     """
     if not triggers:
         raise ValueError("any_of needs at least one trigger. Use triggers.never().")
-    if all(trigger.decide is None for trigger in triggers):
-        dues: list[Any] = [trigger.due for trigger in triggers]
+    dues = [trigger.due for trigger in triggers if trigger.due and not trigger.decide]
+    if len(dues) == len(triggers):
 
         def due(steps, cost):
             fired = dues[0](steps, cost)
@@ -358,12 +363,14 @@ def any_of(*triggers: Trigger) -> Trigger:
 
         return _scheduled(due)
 
+    deciders = [decider(trigger, "any_of") for trigger in triggers]
+
     def init(params, inner_state, views):
         return tuple(trigger.init(params, inner_state, views) for trigger in triggers)
 
     def decide(observation, states):
-        pairs = zip(triggers, states, strict=True)
-        results = [answer(trigger, observation, state) for trigger, state in pairs]
+        pairs = zip(deciders, states, strict=True)
+        results = [decides(observation, state) for decides, state in pairs]
         chosen, *rest = [decision for decision, _ in results]
         for other in rest:
             take = ~chosen.fire & other.fire
@@ -392,9 +399,10 @@ def at_least_every(trigger: Trigger, k: int) -> Trigger:
       True
     """
     _arguments.check_int(k, "k", 1)
+    decides = decider(trigger, "at_least_every")
 
     def decide(observation, state):
-        chosen, state = answer(trigger, observation, state)
+        chosen, state = decides(observation, state)
         late = observation.local_steps + 1 >= k
         return chosen._replace(fire=chosen.fire | late), state
 
@@ -417,7 +425,8 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
     """Lets replicas vote on every k-th step only, and send nothing in between.
 
     A vote costs a round trip over the slow link. What a replica requests in between is
-    kept, and granted at the next vote.
+    kept, and granted at the next vote. So at most one step in k synchronises. Other
+    combinators go inside.
 
     Args:
       trigger: one that measures something; it looks at every step.
@@ -448,7 +457,7 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
             "at_intervals is for triggers on which replicas vote, and this one goes "
             "by the number of the step. Use it as it is."
         )
-    decide_of = trigger.decide
+    decide_of = decider(trigger, "at_intervals")
 
     def init(params, inner_state, views):
         no = jnp.zeros([], jnp.bool_)

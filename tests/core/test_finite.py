@@ -73,6 +73,8 @@ def test_arrays_of_a_state_count_and_scalars_of_scalar_parameters(name, number):
     adam, plateau = tx.init(params)
     assert np.isinf(plateau.best_value)  # of no parameter
     assert _nan_policy.is_finite((adam, plateau), params)
+    spoilt_plateau = plateau._replace(best_value=jnp.array(jnp.nan))
+    assert not _nan_policy.is_finite((adam, spoilt_plateau), params)
 
     def spoilt(path, x):
         return jnp.full_like(x, number) if path[-1].key == name else x

@@ -86,16 +86,33 @@ def test_a_trigger_that_measures_nothing_needs_no_vote():
 
 @pytest.mark.parametrize(
     "combine",
-    [lambda t: triggers.at_least_every(t, 100), lambda t: triggers.any_of(t)],
-    ids=["at_least_every", "any_of"],
+    [
+        lambda t: triggers.at_least_every(t, 100),
+        triggers.any_of,
+        lambda t: triggers.budget(0.1, t),
+        lambda t: triggers.at_intervals(t, 3),
+    ],
+    ids=["at_least_every", "any_of", "budget", "at_intervals"],
 )
-def test_a_combinator_around_it_keeps_the_interval(combine):
-    """A request on step 5 is granted on step 8, and not at once."""
-    asked = triggers.stateless(lambda seen: triggers.decision(seen.steps == 4))
-    trigger, fired = combine(triggers.at_intervals(asked, 4)), []
-    state = trigger.init({}, (), {})
-    for steps in range(8):
-        seen = triggers.Observation(steps=steps, local_steps=steps)
-        decision, state = triggers.answer(trigger, seen, state)
-        fired += [1 + steps] if decision.fire else []
-    assert fired == [8]
+def test_it_goes_around_other_combinators(combine):
+    """Inside them replicas would vote on every step, or lose what it has kept."""
+    with pytest.raises(ValueError, match=r"Put triggers\.at_intervals around"):
+        combine(triggers.at_intervals(requesting(), 4))
+
+
+def test_a_budget_that_the_interval_cannot_spend_is_refused():
+    """A sync in 2 bits costs some 7% of the gradients: 0.1 pays for more than one."""
+    tx = cd.curvadion(0.1, budget=0.1, decision_interval=2)
+    params = {"w": np.ones((64, 64), np.float32)}
+    with pytest.raises(ValueError, match=r"pays for a sync every 0\.7 steps"):
+        tx.update(params, tx.init(params), params)
+
+
+def test_the_caller_says_when_a_decision_is_due():
+    """In place of the trigger: step 1 is none of its own."""
+    always = triggers.stateless(lambda seen: triggers.decision(True))
+    tx = optimizer(triggers.at_intervals(always, 4), axis_name=None)
+    params = helpers.make_params()
+    for due, synced in ((True, True), (None, False), (False, False)):
+        _, state = tx.update(params, tx.init(params), params, due=due)
+        assert bool(state.metrics.synced) == synced

@@ -56,6 +56,7 @@ def as_text(synced):
     ("trigger", "schedule"),
     [
         pytest.param(always(), "1111", id="always"),
+        pytest.param(triggers.Trigger(lambda *_: (), None), "1111", id="neither"),
         pytest.param(never(), "0000", id="never"),
         pytest.param(every_k(1), "1111", id="every-1"),
         pytest.param(every_k(3), "0010010010", id="every-3"),
@@ -121,7 +122,7 @@ def test_any_of_reports_the_first_that_fires():
     "trigger",
     [
         *map(every_k, (1, 7, 1000)),
-        *map(evenly, (0.01, 0.3, 1e-7, 0.9999)),
+        *map(evenly, (0.01, np.float32(0.3), 1e-7, 1e-10, 0.9999)),
         any_of(every_k(6), evenly(0.07)),
     ],
 )
