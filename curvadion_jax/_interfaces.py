@@ -126,11 +126,12 @@ class Decision(NamedTuple):
 
 
 class Trigger(NamedTuple):
-    """Decides when replicas synchronise, in two questions.
+    """Decides when replicas synchronise.
 
-    *When is a decision due* follows from the number of the step alone, so that the host
-    knows it. On all other steps nothing is sent. *Whether to synchronise then* is
-    settled by that, or measured on the devices; then replicas vote.
+    `due` says on which steps the replicas decide; the host can compute it, and on all
+    other steps nothing is sent. `decide` measures on the devices: where a decision is
+    due, the request of any replica synchronises all. Without `decide` every due step is
+    a sync.
 
     Attributes:
       init: (params, inner_state, views) -> trigger state, a tree of arrays; called
@@ -172,8 +173,9 @@ class SyncState(NamedTuple):
       anchor: the parameters after the last sync, tree of the parameters; the same on
         all replicas.
       common: what else is the same on all replicas.
-      residual: what this replica has not sent yet, in parts of a mean: error feedback.
-        Replica-varying; a copy of a replica starts with zeros.
+      residual: error feedback, what this replica has not contributed yet, already
+        multiplied by its weight. Replica-varying; a copy of a replica starts with
+        zeros.
 
     Example:
       >>> SyncState(anchor={"w": jax.numpy.ones(2)}).residual
@@ -231,12 +233,11 @@ class LocalStep(NamedTuple):
         the step), the inner optimizer's update, which communicates nothing; None with
         `after_local_step`.
       updates: with `after_local_step` those of the step that was taken.
-      weight: float32[], how much this replica counts in the means of this sync. 1 if
-        all count alike, 0 if it takes no part; all replicas' add up to N, or to 0.
-        Replica-varying.
-      expected: float32[], the share of the expected replicas that takes part. The
-        others keep what they have for a later sync, so a mean to which they will add
-        should be multiplied by this.
+      weight: float32[], how much this replica counts in the means of this sync,
+        normalised to a mean of 1 over the replicas, so that `group.mean` of weight
+        times x is the weighted mean; 0 if it takes no part. Replica-varying.
+      expected: float32[], replicas that take part over those that are not excluded.
+        Multiply a mean by it if absent replicas will add their part later.
       healthy: bool[], whether all that this replica has is finite. Replica-varying.
 
     Example:

@@ -4,10 +4,10 @@ The whole policy; `_adaptive_sync` calls what is here around a step and a sync:
 
 * *Non-finite gradients.* A replica whose gradients hold a NaN or an infinity, or whose
   norms are infinite, takes the step of a zero gradient, and its trigger sees zeros.
-* *Zeroed updates.* Where the inner or the outer optimizer makes updates that are not
-  finite of what is, these elements are zero: parameters, to which updates are added,
-  cannot be repaired by adding. Of an outer step anchor and outer state stay there as
-  they were, replicas stay apart, and the next sync makes them equal.
+* *Zeroed updates.* Where finite gradients give updates that are not finite, in the
+  inner or the outer optimizer, these elements of the updates are set to zero: no later
+  update could repair the parameters. In an outer step those elements of the anchor and
+  of the outer state stay as they were, and the next sync makes the replicas equal.
 * *Excluded.* A replica contributes nothing to a sync if its parameters, its inner state
   or its sync state hold a NaN or an infinity (or its gradients, where these are what is
   averaged). An inner state that is not finite starts afresh, and the residual is

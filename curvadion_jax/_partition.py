@@ -364,11 +364,11 @@ def optimizer(
             return DimensionNumbers(view.fan_in_axes, view.fan_out_axes)
 
         def label(path, _):
-            return "other" if views[path] is None else "dion"
+            return "other" if views[path] is None else "matrix"
 
         return optax.partition(
             {
-                "dion": matrices(functools.partial(_paths.map_with_path, numbers)),
+                "matrix": matrices(functools.partial(_paths.map_with_path, numbers)),
                 "other": other,
             },
             functools.partial(_paths.map_with_path, label),

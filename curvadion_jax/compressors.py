@@ -1,9 +1,9 @@
 """Compressors decide in what form replicas send something whose mean they want.
 
 A compressor replaces a mean by an approximate one that costs fewer bytes. It also says
-what of its own array each replica did not contribute. The two agree: the mean of all
-contributions *is* the mean that all replicas get. So a caller that keeps the rest and
-adds it next time (error feedback) loses nothing, whatever the compressor.
+what of its own array each replica did not contribute (`unsent`), so that ``mean ==
+group.mean(tree - unsent)``. A caller that adds `unsent` next time (error feedback)
+loses nothing, whatever the compressor.
 
 Compressors know no weights. A synchronizer gives them arrays times their weight, and
 zeros for a replica that takes no part.
@@ -80,7 +80,7 @@ class Compressor(NamedTuple):
       codec: :class:`Codec` for contributions that are read one by one; None where
         replicas must run together.
 
-    Nothing checks that all replicas get the mean of their contributions.
+    Nothing checks that ``mean == group.mean(tree - unsent)``.
 
     Example:
       >>> def average(tree, group):

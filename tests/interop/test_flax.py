@@ -142,7 +142,7 @@ def test_boxes_with_names_of_axes_are_seen_through():
     plain, tx = linen.meta.unbox(boxed), cd.dion(0.01)
     assert cd.describe_partition(boxed) == cd.describe_partition(plain)
     state = tx.init(boxed)
-    dion = linen.get_partition_spec(state).inner_states["dion"].inner_state[0]
+    dion = linen.get_partition_spec(state).inner_states["matrix"].inner_state[0]
     assert dion.momentum["up"]["kernel"] == PartitionSpec("embed", "mlp")
     assert dion.q["up"]["kernel"] == PartitionSpec("embed", None)
     updates, after = jax.jit(tx.update)(boxed, state, boxed)
@@ -164,7 +164,7 @@ def test_variables_with_names_of_axes_place_their_state():
     with jax.set_mesh(mesh):
         model = NamedAxesOfNNX(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    dion = optimizer.opt_state.inner_state.inner_states["dion"].inner_state[0]
+    dion = optimizer.opt_state.inner_state.inner_states["matrix"].inner_state[0]
     momentum, q = dion.momentum["up"]["kernel"], dion.q["up"]["kernel"]
     assert momentum.get_metadata()["out_sharding"] == ("fsdp", "tensor")
     assert q.get_metadata()["out_sharding"] == ("fsdp", None)
