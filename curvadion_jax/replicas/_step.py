@@ -39,7 +39,7 @@ def step(
     constraints over the axes inside a replica: `jax.vmap` maps it over the leading axis
     of the state, so its gradients are a replica's own. The optimizer inside, built with
     `axis_name`, does what has to be sent. ``jax.lax.axis_index(axis_name)`` is the
-    replica's number.
+    replica's number; fold it into keys for dropout, which all replicas share otherwise.
 
     Warns if the step or the compiler adds communication between replicas, or if
     replicas still differ after a sync.
