@@ -111,7 +111,8 @@ def test_a_budget_that_the_interval_cannot_spend_is_refused():
 def test_the_caller_says_when_a_decision_is_due():
     """In place of the trigger: step 1 is none of its own."""
     always = triggers.stateless(lambda seen: triggers.decision(True))
-    tx = optimizer(triggers.at_intervals(always, 4), axis_name=None)
+    trigger = triggers.at_intervals(always, 4)
+    tx = cd.adaptive_sync(optax.sgd(0.1), trigger, synchronizers.reconcile())
     params = helpers.make_params()
     for due, synced in ((True, True), (None, False), (False, False)):
         _, state = tx.update(params, tx.init(params), params, due=due)
