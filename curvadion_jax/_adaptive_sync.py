@@ -1,8 +1,8 @@
 """One optimizer out of an inner one, a trigger and a synchronizer.
 
 One step of one replica is `update_of_replica` below, top to bottom: the trigger looks,
-the replicas vote (`_vote`), one `lax.cond` takes a local step or a sync (`_choose`),
-and what happened is counted. `_nan_policy` says who takes part in a sync, and `_guards`
+the replicas vote, one `lax.cond` takes a local step or a sync (`_choose`), and what
+happened is counted. `_nan_policy` says who takes part in a sync, and `_guards`
 what a branch may not do.
 """
 
@@ -165,6 +165,7 @@ def adaptive_sync(
             # In a mapped step gradients are local by construction.
             allow_unchecked=allow_unchecked or _mapped.current() is not None,
         )
+        sync_cost = _sync_cost(payload, params, group.size)
         weight = _nan_policy.checked_weight(weight)
         finite = _finite.norms_finite(gradients)
         gradients = _finite.or_zeros(finite, gradients)
@@ -194,7 +195,7 @@ def adaptive_sync(
                 syncs=counters.syncs,
                 local_steps=counters.local_steps,
                 anchor=_memory.to_device(state.sync_state.anchor),
-                sync_cost=_sync_cost(payload, params, group.size),
+                sync_cost=sync_cost,
             )
             decision, new_state = trigger.decide(observation, state.trigger_state)
             return decision, _trees.like(new_state, state.trigger_state)
@@ -255,14 +256,15 @@ def adaptive_sync(
         # 2. The replicas vote. What is known as a Python bool needs no vote.
         fire: Any = due
         if due is None:
-            cost = _sync_cost(payload, params, group.size)
-            fire = True if trigger.due is None else trigger.due(counters.steps, cost)
+            fire = trigger.due(counters.steps, sync_cost) if trigger.due else True
         if trigger.decide is not None and fire is not False:
             request = decision.fire & _nan_policy.may_request(counters, weight)
             fire = request & fire
         voted = not isinstance(fire, bool)
         if voted:
-            fire = _vote(fire, axis_name)
+            fire = _collectives.any_replica(fire, axis_name)
+            if axis_name is not None:
+                fire = _guards.one_decision(fire)
 
         # 3. A local step, or a sync if any replica requested one.
         operands = gradients, state.inner_state, state.sync_state
@@ -326,17 +328,6 @@ def _check_update(gradients, state, params) -> None:
 def _sync_cost(payload: Payload, params, replicas: int) -> float:
     """See `Observation`."""
     return payload.as_averaged(replicas) / max(_trees.float32_bytes(params), 1)
-
-
-def _vote(request: jax.Array, axis_name: str | None) -> jax.Array:
-    """Whether any replica requests a sync, bool[]: one int32 scalar all-reduce.
-
-    An integer, because a float maximum drops NaN in shard_map on CPU.
-    """
-    if axis_name is None:
-        return request
-    request = _collectives.vary(request.astype(jnp.int32), axis_name)
-    return _guards.one_decision(lax.pmax(request, axis_name) > 0)
 
 
 def _choose(

@@ -1,4 +1,4 @@
-"""What talks between replicas (the vote in `_adaptive_sync` apart).
+"""The only part that talks between replicas.
 
 Everything takes `axis_name: str | None`; None is one replica, for which every reduction
 is the identity. First what JAX knows of who holds what, then what communicates. What
@@ -189,23 +189,18 @@ class Group:
             if spec is not None
             and _within_replica.shared_by(leaves[index], spec, layout)
         }
-        rest = [x for index, x in enumerate(leaves) if index not in cut]
-        found = iter(lax.psum(rest, self.axis_name))
-        pieces = iter(())
+        rest = {index: x for index, x in enumerate(leaves) if index not in cut}
+        sums = lax.psum(rest, self.axis_name)
         if cut:
             arrays, divisions = zip(*cut.values(), strict=True)
-            pieces = iter(
-                _within_replica.by_device(
-                    lambda parts: [(x,) for x in lax.psum(parts, self.axis_name)],
-                    arrays,
-                    divisions,
-                    layout,
-                )
+            pieces = _within_replica.by_device(
+                lambda parts: [(x,) for x in lax.psum(parts, self.axis_name)],
+                arrays,
+                divisions,
+                layout,
             )
-        return [
-            next(pieces)[0] if index in cut else next(found)
-            for index in range(len(leaves))
-        ]
+            sums |= {index: x for index, (x,) in zip(cut, pieces, strict=True)}
+        return [sums[index] for index in range(len(leaves))]
 
 
 def gathered(x: jax.Array, axis_name: str | None) -> jax.Array:
@@ -214,3 +209,13 @@ def gathered(x: jax.Array, axis_name: str | None) -> jax.Array:
         return jnp.reshape(x, 1)
     to = "invarying" if is_checked(axis_name) else "varying"
     return lax.all_gather(vary(x, axis_name), axis_name, to=to)
+
+
+def any_replica(flag: jax.Array, axis_name: str | None) -> jax.Array:
+    """Whether any replica says so, bool[]: one int32 scalar all-reduce.
+
+    An integer, because a float maximum drops NaN in shard_map on CPU.
+    """
+    if axis_name is None:
+        return flag
+    return lax.pmax(vary(flag.astype(jnp.int32), axis_name), axis_name) > 0

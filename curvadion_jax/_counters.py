@@ -141,8 +141,10 @@ def is_within(
 ) -> bool:
     """Whether a leaf lies in one of these fields of one of the states."""
     return any(
-        names[: len(way)] == way and len(names) > len(way) and names[len(way)] in fields
-        for way in states
+        names[: len(path)] == path
+        and len(names) > len(path)
+        and names[len(path)] in fields
+        for path in states
     )
 
 
@@ -163,9 +165,9 @@ def update(
     `gradient_bytes` what gradients in float32 take.
     """
     synced = jnp.asarray(synced)
-    sent = jnp.where(synced, _plus(old.sent, _words(payload)), old.sent)
+    sent = jnp.where(synced, charged(old.sent, payload), old.sent)
     if voted:
-        sent = _plus(sent, _words(FLAG))
+        sent = charged(sent, FLAG)
     return SyncMetrics(
         steps=jnp.asarray(optax.safe_increment(old.steps)),
         syncs=_counted(old.syncs, synced),
@@ -188,16 +190,12 @@ def update(
 
 def charged(sent: jax.Array, payload: Payload) -> jax.Array:
     """`SyncMetrics.sent` with the bytes of one more payload."""
-    return _plus(sent, _words(payload))
+    words = [divmod(number, WORD) for number in payload]
+    return _plus(sent, jnp.array(words, jnp.int32))
 
 
 def _counted(count: jax.Array, event: jax.Array | bool) -> jax.Array:
     return jnp.where(event, optax.safe_increment(count), count)
-
-
-def _words(payload: Payload) -> jax.Array:
-    """Bytes as [high, low] in base 2^30: int32[2, 2]."""
-    return jnp.array([divmod(number, WORD) for number in payload], jnp.int32)
 
 
 def _plus(words: jax.Array, more: jax.Array) -> jax.Array:

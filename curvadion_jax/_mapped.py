@@ -35,7 +35,6 @@ class Mapped:
       due: whether a decision is due on this step, where the host knows; else None.
       due_of: number of steps taken -> `due`, by which the host can know; None where
         the trigger has none.
-      is_measured: whether replicas vote where a decision is due.
       updates: how many updates of optimizers that synchronise the step makes.
       reduced: which inputs of an update come from a collective over the axis.
     """
@@ -44,16 +43,13 @@ class Mapped:
     axis_name: str
     due: bool | None = None
     due_of: Callable[[int], bool] | None = None
-    is_measured: bool = True
     updates: int = 0
     reduced: Collection[int] = ()
 
     @property
-    def known_sync(self) -> bool | None:
-        """Whether this is a sync step; None where the devices decide it."""
-        if self.due_of is None:
-            return None
-        return self.due if self.due is False or not self.is_measured else None
+    def is_known_local(self) -> bool:
+        """Whether the host knows that this step does not synchronise."""
+        return self.due_of is not None and self.due is False
 
 
 # Whether the step is a program already, and mapped: what is mapped before is not it.
@@ -99,7 +95,6 @@ def known_due(trigger: Trigger, cost: Callable[[int], float]) -> bool | None:
         return None
     due, sync_cost = trigger.due, cost(mapped.mesh.shape[mapped.axis_name])
     mapped.due_of = lambda steps: bool(due(steps, sync_cost))
-    mapped.is_measured = trigger.decide is not None
     return mapped.due
 
 

@@ -22,7 +22,7 @@ def _names(node: Any) -> tuple[str, ...]:
     return ()
 
 
-def _outermost(state: optax.OptState, *fields: str | None) -> list[Any]:
+def _outermost(state: optax.OptState, *fields: str) -> list[Any]:
     """Leaves, and the outermost nodes that have one of these fields.
 
     Not what lies below them: parameters may have fields of these names too.
@@ -32,15 +32,6 @@ def _outermost(state: optax.OptState, *fields: str | None) -> list[Any]:
     )
 
 
-def find_field(state: optax.OptState) -> str | None:
-    """Name of the field that holds the momentum: Dion's, else `trace`, else `mu`."""
-    nodes = _outermost(state, *_FIELDS)
-    for field in _FIELDS:
-        if any(field in _names(node) for node in nodes):
-            return field
-    return None
-
-
 def value_of(state: optax.OptState, field: str) -> Any:
     """That field of the one state that has it, None if none has, or several."""
     found = [node for node in _outermost(state, field) if field in _names(node)]
@@ -48,24 +39,24 @@ def value_of(state: optax.OptState, field: str) -> Any:
 
 
 def momentum_by_name(state: optax.OptState) -> dict[str, jax.Array]:
-    """Path of the parameter -> its momentum.
+    """Path of the parameter -> its momentum: Dion's, else `trace`, else `mu`.
 
     Raises:
       ValueError: if the state has no field `momentum`, `trace` or `mu`.
     """
-    field = find_field(state)
-    if field is None:
-        raise ValueError(
-            "The inner optimizer keeps no momentum: its state has no field named "
-            f"{', '.join(map(repr, _FIELDS))}. Use an optimizer with momentum, or a "
-            "trigger that needs none, such as every_k."
-        )
-    return {
-        name: leaf
-        for node in _outermost(state, *_FIELDS, field)
-        if field in _names(node)
-        for name, leaf in _paths.leaves_with_path(getattr(node, field))
-    }
+    nodes = _outermost(state, *_FIELDS)
+    for field in _FIELDS:
+        if found := [node for node in nodes if field in _names(node)]:
+            return {
+                name: leaf
+                for node in found
+                for name, leaf in _paths.leaves_with_path(getattr(node, field))
+            }
+    raise ValueError(
+        "The inner optimizer keeps no momentum: its state has no field named "
+        f"{', '.join(map(repr, _FIELDS))}. Use an optimizer with momentum, or a "
+        "trigger that needs none, such as every_k."
+    )
 
 
 def after_local_step(

@@ -36,7 +36,7 @@ def average_where_synced(
     averaged = _named(arrays, average)
     counters = [(*path, "metrics") for path in _counters.optimizers(arrays)]
     step = _mapped.current()
-    if not counters or (step and step.known_sync is False):
+    if not counters or (step and step.is_known_local):
         return state
     synced, weight = jnp.zeros([], jnp.bool_), jnp.zeros([])
     for path in counters:

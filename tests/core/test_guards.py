@@ -205,7 +205,7 @@ def test_a_decision_of_one_replica_is_rejected(name):
 
     with pytest.raises(ValueError, match="Reduce it over the axis first"):
         in_own_part(DECIDING[name], own)
-    in_own_part(DECIDING[name], lambda x: _adaptive_sync._vote(own(x), AXIS))
+    in_own_part(DECIDING[name], lambda x: _collectives.any_replica(own(x), AXIS))
 
 
 def looping():

@@ -14,7 +14,7 @@ COLLECTIVES = {
     *("all_to_all", "ragged_all_to_all", "axis_index", "axis_size"),
 }
 # Communication between replicas, and between the devices of one.
-TALKING = {"_collectives", "_within_replica", "_adaptive_sync"}  # its vote
+TALKING = {"_collectives", "_within_replica"}
 MATHS = {"_orthonormalize", "_power_iteration", "_matrices"}
 # What users call around training; nothing that computes a step knows of it.
 OUTER = {"replicas", "checkpoint", "metrics", "presets", "sites"}
@@ -83,7 +83,7 @@ def reached(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [x for x in SOURCES if room(x) not in TALKING])
-def test_few_parts_use_collectives(name):
+def test_two_parts_alone_use_collectives(name):
     assert collectives(SOURCES[name]) == set()
 
 
