@@ -258,13 +258,9 @@ def dion(
         weight_decay=weight_decay,
         adam_learning_rate=adam_learning_rate,
     )
-    _arguments.check_one(
-        adam_learning_rate=adam_learning_rate, other_optimizer=other_optimizer
+    other_optimizer = _partition.other_optimizer(
+        other_optimizer, learning_rate, adam_learning_rate, _EPSILON, mu_dtype
     )
-    if other_optimizer is None:
-        other_optimizer = _partition.adamw(
-            learning_rate, adam_learning_rate, _EPSILON, mu_dtype
-        )
 
     def matrices(numbers):
         def scale(momentum):

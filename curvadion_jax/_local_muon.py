@@ -106,17 +106,18 @@ def local_muon(
     )
     _arguments.check_numbers(below=1, momentum=momentum)
     _arguments.check_one(budget=budget, trigger=trigger)
-    _arguments.check_one(
-        adam_learning_rate=adam_learning_rate, other_optimizer=other_optimizer
+    other_optimizer = _partition.other_optimizer(
+        other_optimizer,
+        learning_rate,
+        adam_learning_rate,
+        EPSILON,
+        mu_dtype,
+        nesterov=True,
     )
     if trigger is None:
         budget = BUDGET if budget is None else budget
         _arguments.check_fraction(budget, "budget")
         trigger = triggers.evenly(budget)
-    if other_optimizer is None:
-        other_optimizer = _partition.adamw(
-            learning_rate, adam_learning_rate, EPSILON, mu_dtype, nesterov=True
-        )
 
     def matrices(numbers):
         return muon(

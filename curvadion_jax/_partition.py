@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import optax
 
-from curvadion_jax import _matrices, _paths, _trees
+from curvadion_jax import _arguments, _matrices, _paths, _trees
 
 DimensionNumbers = optax.contrib.MuonDimensionNumbers
 DimensionNumbersOrFn = Any | Callable[[optax.Params], Any] | None
@@ -314,17 +314,22 @@ def describe_partition(
     return "\n".join(lines)
 
 
-def adamw(
+def other_optimizer(
+    given: optax.GradientTransformation | None,
     learning_rate: optax.ScalarOrSchedule,
     adam_learning_rate: optax.ScalarOrSchedule | None,
     eps: jax.typing.ArrayLike = 1e-8,
     mu_dtype: jax.typing.DTypeLike | None = None,
     nesterov: bool = False,
 ) -> optax.GradientTransformation:
-    """AdamW of all that is no matrix: embeddings, heads, norms, biases.
+    """What trains all that is no matrix: embeddings, heads, norms, biases.
 
-    Without a learning rate of its own it has that of the matrices.
+    If none is given AdamW, which has the learning rate of the matrices if it is given
+    none of its own.
     """
+    _arguments.check_one(adam_learning_rate=adam_learning_rate, other_optimizer=given)
+    if given is not None:
+        return given
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     return optax.adamw(
         rate, 0.9, 0.95, eps, weight_decay=0.0, mu_dtype=mu_dtype, nesterov=nesterov

@@ -114,7 +114,9 @@ def muloco(
     """
     inner = _partition.optimizer(
         lambda numbers: muon(learning_rate, numbers, weight_decay=weight_decay),
-        _partition.adamw(learning_rate, adam_learning_rate, nesterov=True),
+        _partition.other_optimizer(
+            None, learning_rate, adam_learning_rate, nesterov=True
+        ),
         dimension_numbers,
     )
     outer = optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
