@@ -62,8 +62,6 @@ def map_over_replicas(
 
     def run(state, batch, *shared):
         check_replica_axis(state, number, "state")
-        known = [names for names, _ in _paths.leaves_with_names(state)]
-        _paths.check_named(known, local, "local")
         _check_batch(batch, number)
         axes = (0, 0, *[None] * len(shared))
         mapped = jax.vmap(
@@ -103,6 +101,7 @@ def _inspect(
             stacklevel=3,
         )
     before = [names for names, _ in _paths.leaves_with_names(state)]
+    _paths.check_named(before, local, "local")
     moved = any(
         x is not y
         and jnp.issubdtype(x.aval.dtype, jnp.inexact)

@@ -112,13 +112,13 @@ class CompiledStep:
     def __call__(self, state: Any, batch: Any, *shared: Any) -> tuple[Any, Any]:
         """The state after the step, and the metrics; see :func:`step`."""
         operands = (state, batch, *shared)
-        everything = jax.tree.leaves(operands)
+        leaves, structure = jax.tree.flatten(state)
+        everything = [*leaves, *jax.tree.leaves((batch, shared))]
         if any(isinstance(x, Tracer) for x in everything):
             return self._program(self._key(state), None)[0](*operands)
         if self._donate and len(set(map(id, everything))) < len(everything):
             operands = _without_aliases(operands)
-            state = operands[0]
-        leaves, structure = jax.tree.flatten(state)
+            leaves = jax.tree.leaves(state := operands[0])
         key = self._known_key(leaves, structure)
         if key is None:
             number = self._mesh.shape[self._axis_name]
