@@ -101,7 +101,7 @@ def save(
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             checkpointer.save(f"{path}/{step}", args=items)
-    except ValueError as error:  # TensorStore's, with all of its settings
+    except (OSError, ValueError) as error:  # TensorStore's has all of its settings
         message = f"Step {step} cannot be written to {path}: {error}"
         raise OSError(message.partition(" [tensorstore_spec")[0]) from error
     if is_first and keep:
