@@ -15,12 +15,17 @@ Shapes are in the names: B sequences, T tokens, D width, H heads, K head width,
 V vocabulary.
 """
 
+import functools
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 
 _ROTARY_BASE = 10_000.0
+
+Dense = Callable[..., nn.Dense]  # without a bias, of one type for all products
 
 
 def rotary(x_BxTxHxK: jax.Array) -> jax.Array:
@@ -52,6 +57,7 @@ class Attention(nn.Module):
     """Causal self-attention with rotary positions and normalised queries and keys."""
 
     heads: int
+    dense: Dense
     dtype: jnp.dtype
 
     @nn.compact
@@ -60,43 +66,32 @@ class Attention(nn.Module):
         shape = (B, T, self.heads, D // self.heads)
 
         def project(name: str) -> jax.Array:
-            dense = nn.Dense(D, use_bias=False, dtype=self.dtype, name=name)
-            return dense(x_BxTxD).reshape(shape)
+            return self.dense(D, name=name)(x_BxTxD).reshape(shape)
 
         normalize = nn.RMSNorm(use_scale=False, dtype=self.dtype)
         query, key = (rotary(normalize(project(name))) for name in ("query", "key"))
         mixed = jax.nn.dot_product_attention(
             query, key, project("value"), is_causal=True
         )
-        return nn.Dense(
-            D,
-            use_bias=False,
-            dtype=self.dtype,
-            kernel_init=nn.initializers.zeros,
-            name="out",
-        )(mixed.reshape(x_BxTxD.shape))
+        out = self.dense(D, kernel_init=nn.initializers.zeros, name="out")
+        return out(mixed.reshape(x_BxTxD.shape))
 
 
 class Block(nn.Module):
     """Attention and a squared-ReLU MLP, each added to the residual stream."""
 
     heads: int
+    dense: Dense
     dtype: jnp.dtype
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array, _: None) -> tuple[jax.Array, None]:
         D = x_BxTxD.shape[-1]
-        attention = Attention(self.heads, self.dtype, name="attention")
+        attention = Attention(self.heads, self.dense, self.dtype, name="attention")
         attention_norm = nn.RMSNorm(dtype=self.dtype, name="attention_norm")
         x_BxTxD = x_BxTxD + attention(attention_norm(x_BxTxD))
-        up = nn.Dense(4 * D, use_bias=False, dtype=self.dtype, name="up")
-        down = nn.Dense(
-            D,
-            use_bias=False,
-            dtype=self.dtype,
-            kernel_init=nn.initializers.zeros,
-            name="down",
-        )
+        up = self.dense(4 * D, name="up")
+        down = self.dense(D, kernel_init=nn.initializers.zeros, name="down")
         mlp_norm = nn.RMSNorm(dtype=self.dtype, name="mlp_norm")
         return x_BxTxD + down(jnp.square(nn.relu(up(mlp_norm(x_BxTxD))))), None
 
@@ -115,6 +110,7 @@ class GPT(nn.Module):
             as long.
         remat: Keep of a block what goes in, and compute the rest again in the backward
             pass: less memory, more time.
+        dot_general: Computes the products with kernels; None is Flax's own.
 
     Examples:
         >>> gpt = GPT(vocabulary=256, layers=3, width=32, heads=2)
@@ -133,9 +129,13 @@ class GPT(nn.Module):
     dtype: jnp.dtype = jnp.float32
     unroll: int = 1
     remat: bool = False
+    dot_general: Callable[..., jax.Array] | None = None
 
     @nn.compact
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
+        dense = functools.partial(
+            nn.Dense, use_bias=False, dtype=self.dtype, dot_general=self.dot_general
+        )
         embed = nn.Embed(
             self.vocabulary,
             self.width,
@@ -151,15 +151,10 @@ class GPT(nn.Module):
             split_rngs={"params": True},
             length=self.layers,
             unroll=self.unroll,
-        )(self.heads, self.dtype, name="blocks")
+        )(self.heads, dense, self.dtype, name="blocks")
         x_BxTxD, _ = blocks(embed(tokens_BxT), None)
-        head = nn.Dense(
-            self.vocabulary,
-            use_bias=False,
-            dtype=self.dtype,
-            kernel_init=nn.initializers.zeros,
-            name="lm_head",
-        )
+        zeros = nn.initializers.zeros
+        head = dense(self.vocabulary, kernel_init=zeros, name="lm_head")
         final_norm = nn.RMSNorm(dtype=self.dtype, name="final_norm")
         return head(final_norm(x_BxTxD)).astype(jnp.float32)
 

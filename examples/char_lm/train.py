@@ -145,8 +145,7 @@ def _train(
             if last or stopping or step % config.checkpoint_every == 0:
                 progress.flush()
                 extra = {"seconds": progress.seconds()}
-                with report.naming(checkpoints):
-                    cd.checkpoint.save(checkpoints, step, state, keep=2, extra=extra)
+                cd.checkpoint.save(checkpoints, step, state, keep=2, extra=extra)
             if stopping:
                 raise stop.interrupted(
                     f"{name} is saved at step {step} of {config.steps}; the same "

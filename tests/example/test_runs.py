@@ -83,7 +83,7 @@ def test_run_without_room_says_so_and_goes_on_when_there_is_some(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     said = capsys.readouterr().err
-    assert "checkpoints/curvadion cannot be written: " in said
+    assert f"cannot be written to {out}/checkpoints/curvadion: " in said
     assert "File too large" in said
     written = journal.read_journal(out / "curvadion.jsonl")
     assert [line["step"] for line in written] == [1, 2, 3, 4]

@@ -1,0 +1,209 @@
+"""One run, its replicas simulated on one device.
+
+Gradients are taken replica by replica, and the optimizer runs under `vmap` with the
+replica axis's name: its collectives compute there what they compute between devices,
+and the bytes are those of its counters. A small model trains so several times faster
+than on as many CPU devices, and one process of it fills one core.
+"""
+
+import dataclasses
+import functools
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import data
+import jax
+import jax.numpy as jnp
+import model
+import numpy as np
+import optax
+from methods import AXIS, METHODS
+
+import curvadion_jax as cd
+
+REPLICAS = 8
+_WARMUP, _LAST_RATE = 0.05, 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What is the same in all runs that are compared.
+
+    Attributes:
+        layers, width, heads: The model's size.
+        length: Tokens of a sequence.
+        sequences: Sequences of a replica and step.
+        evaluation: Held-out sequences in an evaluation.
+    """
+
+    layers: int = 4
+    width: int = 128
+    heads: int = 2
+    length: int = 128
+    sequences: int = 16
+    evaluation: int = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What differs between runs: a method of `methods.py`, its peak learning rate, the
+    seed of parameters and data, and the number of steps."""
+
+    method: str
+    rate: float
+    seed: int
+    steps: int
+
+
+def simulate(
+    run: Run, corpus: data.Corpus, folder: Path, size: Size = Size()
+) -> dict[str, Any]:
+    """Trains, and returns what there is to say about it, ready for JSON.
+
+    `loss` is that of the mean of the replicas after the last step, in nats a token,
+    `curve` that after each quarter; `bytes` and `synchronous_bytes` are those of
+    `curvadion_jax.metrics.read`. The run is kept in `folder` at each eighth, and goes
+    on from there.
+    """
+    gpt = transformer(size, corpus)
+    params = parameters(gpt, run.seed)
+    peak, warmup = run.rate, round(_WARMUP * run.steps)
+    tx = METHODS[run.method](
+        optax.warmup_cosine_decay_schedule(
+            0.0, peak, warmup, run.steps, peak * _LAST_RATE
+        ),
+        run.steps,
+        params,
+    )
+    step = train_step(gpt, tx)
+    evaluate = evaluation(gpt, size, corpus)
+    training = on_replicas((params, tx.init(params)))
+    done, curve, before = 0, {}, 0.0
+    if cd.checkpoint.latest_step(folder) is not None:
+        training = cd.checkpoint.restore(folder, training)
+        kept = cd.checkpoint.read_extra(folder)
+        done, curve, before = kept["step"], kept["curve"], kept["seconds"]
+    batches = Batches(corpus, run.seed, size)
+    began = time.process_time() - before
+    while done < run.steps:
+        training = step(*training, batches.of(done))
+        done += 1
+        if done % (run.steps // 4) == 0:
+            curve[str(done)] = evaluate(training[0])
+        if done % (run.steps // 8) == 0 and done < run.steps:
+            seconds = time.process_time() - began
+            extra = {"step": done, "curve": curve, "seconds": seconds}
+            cd.checkpoint.save(folder, done, training, keep=1, extra=extra)
+    shutil.rmtree(folder, ignore_errors=True)
+    params, state = training
+    sent = cd.metrics.read(state)
+    return {
+        "loss": curve[str(run.steps)],
+        "curve": curve,
+        **{key: sent[key] for key in ("syncs", "bytes", "synchronous_bytes")},
+        "divergence": float(cd.replicas.divergence(params)),
+        "cpu_seconds": round(time.process_time() - began, 1),
+    }
+
+
+class Batches:
+    """What the replicas see: each window of the text once, in an order of the seed."""
+
+    def __init__(self, corpus: data.Corpus, seed: int, size: Size):
+        (self._text,) = corpus.training
+        self._size = size
+        windows = (self._text.size - 1) // size.length
+        self._order = np.random.default_rng(seed).permutation(windows)
+
+    def of(self, step: int) -> np.ndarray:
+        """Those of a step, int32 [replicas, sequences, length + 1]."""
+        number, length = REPLICAS * self._size.sequences, self._size.length
+        windows = self._order[step * number : (step + 1) * number]
+        if len(windows) < number:
+            raise ValueError(f"The text ends at step {step}.")
+        places = windows[:, None] * length + np.arange(length + 1)
+        return self._text[places].astype(np.int32).reshape(REPLICAS, -1, length + 1)
+
+
+def transformer(size: Size, corpus: data.Corpus) -> model.GPT:
+    """The example's model, of this size and for these tokens."""
+    return model.GPT(
+        corpus.vocabulary,
+        *(size.layers, size.width, size.heads),
+        unroll=size.layers,
+        dot_general=product,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def product(x, w, dimension_numbers, precision=None):
+    """[..., i] @ [i, j] of bfloat16 operands, summed in float32, backward too.
+
+    As mixed precision has it on accelerators; the newer CPUs have units for it, which
+    XLA uses where the result is float32.
+    """
+    return _product(x, w, dimension_numbers)
+
+
+def _forward(x, w, dimension_numbers, precision):
+    return _product(x, w, dimension_numbers), (x, w)
+
+
+def _backward(dimension_numbers, precision, operands, of_result):
+    x, w = operands
+    others = tuple(range(x.ndim - 1))
+    of_x = _product(of_result, w, (((x.ndim - 1,), (1,)), ((), ())))
+    return of_x, _product(x, of_result, ((others, others), ((), ())))
+
+
+def _product(x, y, dimension_numbers):
+    x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+    return jax.lax.dot_general(
+        x, y, dimension_numbers, preferred_element_type=jnp.float32
+    )
+
+
+product.defvjp(_forward, _backward)
+
+
+def parameters(gpt: model.GPT, seed: int) -> Any:
+    """The parameters that a run starts with, of one replica."""
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    return jax.jit(gpt.init)(jax.random.key(seed), tokens)["params"]
+
+
+def on_replicas(tree: Any) -> Any:
+    """A tree with a leading axis of equal copies."""
+    return jax.tree.map(
+        lambda x: jnp.array(jnp.broadcast_to(x, (REPLICAS, *x.shape))), tree
+    )
+
+
+def train_step(
+    gpt: model.GPT, tx: optax.GradientTransformationExtraArgs
+) -> Callable[..., tuple[Any, Any]]:
+    """A function from parameters, state and batch of all replicas to the next ones."""
+    of_batch = jax.grad(functools.partial(model.next_token_loss, gpt))
+
+    def step(params, state, batch):
+        gradients = jax.lax.map(lambda of_one: of_batch(*of_one), (params, batch))
+        updates, state = jax.vmap(tx.update, axis_name=AXIS)(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def evaluation(gpt: model.GPT, size: Size, corpus: data.Corpus) -> Callable:
+    """A function from all replicas' parameters to the loss of their mean."""
+    batch = corpus.validation_batch(0, 1, size.evaluation, size.length)
+    parts = np.split(batch, max(1, size.evaluation // 16))
+    loss = jax.jit(functools.partial(model.next_token_loss, gpt))
+
+    def evaluate(params) -> float:
+        mean = jax.tree.map(lambda x: jnp.mean(x, axis=0), params)
+        return float(np.mean([loss(mean, part) for part in parts]))
+
+    return evaluate

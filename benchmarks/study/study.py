@@ -1,0 +1,144 @@
+"""Train the study's runs, and write each result as soon as it is there.
+
+    python benchmarks/study/corpus.py                    # the text, once
+    python benchmarks/study/study.py [--workers 2]       # all runs, some 8 core-hours
+    python benchmarks/study/table.py                     # the table and the picture
+
+Each method takes the best of three learning rates at a quarter of the steps on one
+seed; where the best is at an edge, the next one is tried too. Then all methods train a
+quarter of the steps and all of them, on three seeds. A line for each run goes to
+`results/runs.jsonl` beside this file; what is there is not trained again, and what was
+stopped goes on from its last eighth: stop the command whenever you like.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import datetime
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
+
+import corpus
+import jax
+from methods import METHODS, RATES, SAME_RATE
+from simulate import Run, simulate
+
+STEPS, QUARTER = 1040, 260  # 20 tokens a parameter, and 5
+SEEDS = (0, 1, 2)
+RESULTS = Path(__file__).with_name("results")
+FILE = RESULTS / "runs.jsonl"
+
+Results = dict[Run, dict[str, Any]]
+
+
+def read(file: Path = FILE) -> Results:
+    """The results so far; a line cut off by a kill is left out."""
+    text = file.read_text() if file.exists() else ""
+    rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return {Run(**row["run"]): row for row in rows}
+
+
+def losses_by_rate(results: Results, method: str) -> dict[float, float]:
+    """Losses of a method by learning rate, at a quarter of the steps on seed 0."""
+    return {
+        run.rate: row["loss"]
+        for run, row in results.items()
+        if (run.method, run.seed, run.steps) == (method, 0, QUARTER)
+    }
+
+
+def best_rate(results: Results, method: str) -> float | None:
+    """The learning rate at which a method ended lowest; None while more is to try."""
+    method = SAME_RATE.get(method, method)
+    losses = losses_by_rate(results, method)
+    return None if rates_to_try(losses, method) else min(losses, key=losses.__getitem__)
+
+
+def rates_to_try(losses: dict[float, float], method: str) -> list[float]:
+    """Learning rates of which the loss is needed before one can be the best.
+
+    Examples:
+        >>> rates_to_try({0.02: 2.0}, "`local_muon`")
+        [0.04, 0.08]
+        >>> rates_to_try({0.02: 2.0, 0.04: 1.9, 0.08: 1.8}, "`local_muon`")
+        [0.16]
+    """
+    if first := [rate for rate in RATES[method] if rate not in losses]:
+        return first
+    best = min(losses, key=losses.__getitem__)
+    return [rate for rate in (best / 2, 2 * best) if rate not in losses]
+
+
+def plan(results: Results) -> list[Run]:
+    """The runs that are to be trained next, in their order."""
+    grid = [
+        Run(method, rate, 0, QUARTER)
+        for method in RATES
+        for rate in rates_to_try(losses_by_rate(results, method), method)
+    ]
+    rates = {method: best_rate(results, method) for method in METHODS}
+    table = [
+        Run(method, rate, seed, steps)
+        for seed in SEEDS
+        for steps in (QUARTER, STEPS)
+        for method, rate in rates.items()
+        if rate is not None
+    ]
+    return grid or [run for run in table if run not in results]
+
+
+def train(run: Run) -> dict[str, Any]:
+    """One run, in a process of its own: JAX starts there."""
+    import data
+
+    text = data.load(str(corpus.TEXT))
+    name = hashlib.sha256(repr(run).encode()).hexdigest()[:16]
+    result = simulate(run, text, RESULTS / "unfinished" / name)
+    return {
+        "run": dataclasses.asdict(run),
+        **result,
+        "text": text.fingerprint,
+        "jax": jax.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def trained(runs: Sequence[Run], workers: int) -> Iterator[dict[str, Any]]:
+    """The results as they come, of processes of one thread each."""
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    with concurrent.futures.ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), max_tasks_per_child=1
+    ) as pool:
+        for future in concurrent.futures.as_completed(
+            [pool.submit(train, run) for run in runs]
+        ):
+            yield future.result()
+
+
+def main() -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    RESULTS.mkdir(exist_ok=True)
+    while runs := plan(read()):
+        print(f"{len(runs)} runs to train", flush=True)
+        for row in trained(runs, options.workers):
+            with FILE.open("a") as stream:
+                stream.write(json.dumps(row) + "\n")
+            print(f"{row['loss']:.4f} {row['run']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
