@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import model
 import numpy as np
 import optax
-from methods import AXIS, METHODS
+from rows import AXIS, METHODS
 
 import curvadion_jax as cd
 
@@ -49,7 +49,7 @@ class Size:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What differs between runs: a method of `methods.py`, its peak learning rate, the
+    """What differs between runs: a method of `rows.py`, its peak learning rate, the
     seed of parameters and data, and the number of steps."""
 
     method: str

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
 
 import corpus
 import jax
-from methods import METHODS, RATES, SAME_RATE
+from rows import METHODS, RATES, SAME_RATE
 from simulate import Run, simulate
 
 STEPS, QUARTER = 1040, 260  # 20 tokens a parameter, and 5
