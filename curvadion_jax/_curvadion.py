@@ -84,8 +84,8 @@ def curvadion(
     Args:
       learning_rate: number or schedule.
       threshold: RMMC above which the replicas synchronise; a number or a schedule. It
-        depends on the batch size: RMMC is about 0.2 to 0.6 with a thousand tokens per
-        replica and 0.02 to 0.03 with a million. Cannot be combined with `budget`.
+        depends on the batch size, because RMMC is mostly gradient noise: to find one,
+        train with a budget first. Cannot be combined with `budget`.
       rank: as for :func:`dion`, but None means full rank (1.0). A low rank reduces what
         Dion sends, and local steps send nothing.
       momentum: decay rate of the local momentum; a number in [0, 1) or a schedule.
@@ -102,8 +102,8 @@ def curvadion(
         default sync sends nothing and takes no outer step: the result is Dion's.
       decision_interval: number of steps from one vote of the replicas to the next; None
         means 1. A vote costs a round trip over the slow link. A request waits up to
-        ``decision_interval - 1`` steps, on which nothing is sent, and a budget must not
-        pay for more than a sync per interval.
+        ``decision_interval - 1`` steps, on which nothing is sent. A budget must not
+        allow more than one sync per interval.
       allow_unchecked: as for :func:`adaptive_sync`.
 
     Returns:

@@ -1,9 +1,9 @@
-"""Compressors decide in what form replicas send something whose mean they want.
+"""Compressors decide in what form replicas send arrays that they average.
 
 A compressor replaces a mean by an approximate one that costs fewer bytes. It also says
 what of its own array each replica did not contribute (`unsent`), so that ``mean ==
 group.mean(tree - unsent)``. A caller that adds `unsent` next time (error feedback)
-loses nothing, whatever the compressor.
+delays information and drops none; the delay may still cost loss.
 
 Compressors know no weights. A synchronizer gives them arrays times their weight, and
 zeros for a replica that takes no part.
@@ -133,7 +133,7 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
     The mean is taken in two stages, each with one message for all arrays. Each replica
     averages an N-th part of all blocks (all-to-all) and sends the codes of the result
     to all (all-gather). The loss of the second rounding is charged to the replica that
-    rounded, N-fold, so error feedback loses nothing. Two replicas exchange their codes
+    rounded, N-fold, so error feedback covers it. Two replicas exchange their codes
     in one stage: that is as many bytes, and nothing is rounded twice.
 
     Args:

@@ -233,10 +233,10 @@ def budget(
       -\mathrm{behind} \le s - p n \le \mathrm{ahead}
 
     At these bounds a threshold that is far off is found quickly: i rises by g on every
-    step on which the signal is refused a sync, and falls, at a sync that it did not ask
-    for, to where the largest value since the last one would just not have fired. Both
-    i and c stay within log 1000, and i stands still on steps with a value that is not
-    finite, so that it does not wind up. Where the rate or the cost changes, as after a
+    step on which the signal is refused a sync, and falls, at a sync that it did not
+    request, to where the largest value since the last one would just not have fired.
+    Both i and c stay within log 1000, and i stands still on steps with a non-finite
+    value, so it does not wind up. Where the rate or the cost changes, as after a
     restart with another budget, counting starts anew.
 
     Args:
@@ -477,27 +477,28 @@ def relative_momentum_change(
     floor: jax.typing.ArrayLike = 0.0,
     remember: bool = True,
 ) -> Trigger:
-    r"""Synchronises when the momentum of any layer changes its norm fast.
+    r"""Synchronises when the norm of any layer's momentum changes fast.
 
     The relative momentum change (RMMC) of a layer is
 
     .. math::
       \mathrm{RMMC} = \bigl|\, \|m_t\| - \|m_{t-1}\| \,\bigr| \,/\, \|m_{t-1}\|
 
-    with :math:`m_t` the momentum that this step would have if nobody communicated: for
-    Dion M + G, before error feedback. Its norms are remembered, one number per matrix:
-    what error feedback leaves in the state is smaller, and would read as a change that
-    never ends. With constant gradients the change goes to 0, whatever the optimizer.
-    Every matrix of a stack is a layer. The largest value over the layers decides;
-    `adaptive_sync` then synchronises if it exceeds `threshold` on any replica. Without
-    a momentum to compare with (the first step) and for NaN it is infinite.
+    with :math:`m_t` the momentum that a local step would give; for Dion M + G, before
+    Dion's error feedback. Its Frobenius norms are remembered from step to step, one
+    number per matrix: what error feedback leaves in the state is smaller, and would
+    read as a change that never ends. With constant gradients the change goes to 0,
+    whatever the optimizer. Every matrix of a stack is a layer. The largest value over
+    the layers decides; `adaptive_sync` then synchronises if it exceeds `threshold` on
+    any replica. Without a momentum to compare with (the first step) and for NaN it is
+    infinite.
 
     The inner optimizer's momentum is found by its field: `momentum` (Dion), else
-    `trace` (`optax.sgd`, `optax.trace`), else `mu` (Adam, Lion, Muon).
+    `trace` (`optax.sgd`, `optax.trace`), else `mu` (Adam, Lion, Muon). With Dion only
+    its matrices count, not the parameters of the other optimizer.
 
-    RMMC measures gradient noise as much as anything: with a thousand tokens per replica
-    it lies at 0.2 to 0.6, with a million at 0.02 to 0.03. A threshold belongs to a
-    batch size.
+    RMMC measures gradient noise as much as anything, so a threshold belongs to a batch
+    size.
 
     Args:
       threshold: number, or schedule of the number of steps taken.
