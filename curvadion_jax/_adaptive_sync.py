@@ -88,7 +88,7 @@ def adaptive_sync(
 
     Call it inside `curvadion_jax.replicas.step`, or your own `shard_map` in which
     parameters and optimizer state have a leading replica axis (the body strips it) and
-    nobody averages the gradients. It returns finished parameter updates: nothing may
+    gradients are not averaged. It returns finished parameter updates: nothing may
     follow it in a chain. Wrappers that decide per replica (`optax.apply_if_finite`,
     `optax.MultiSteps` with a skip function) belong inside, around `inner`; outside,
     they would deadlock. To accumulate gradients over micro-batches add them up before

@@ -225,7 +225,7 @@ def dion(
       weight_decay: decoupled, of the matrices, times the learning rate.
       weight_decay_mask: as for `optax.add_decayed_weights`.
       mu_dtype: dtype of Dion's momentum and Q, and of AdamW's first moment. None means
-        that of the parameters.
+        the parameters' dtype.
       adam_learning_rate: learning rate of AdamW, which trains all other parameters
         (embeddings, output heads, norms, biases) with b1 = 0.9, b2 = 0.95 and
         eps = 1e-7. None means `learning_rate`.

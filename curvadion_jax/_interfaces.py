@@ -164,10 +164,10 @@ class Trigger(NamedTuple):
 
 
 class SyncState(NamedTuple):
-    """What a synchronizer keeps, by what it is to the replicas; changes at syncs only.
+    """What a synchronizer keeps, by whether replicas share it; changes at syncs only.
 
-    Where something stands says how it may be copied, averaged and read, which
-    `replicas.anchor`, `repair`, `resize` and `offload` go by.
+    `replicas.anchor`, `repair`, `resize` and `offload` copy, average and read an array
+    by the field that it is in.
 
     Attributes:
       anchor: the parameters after the last sync, tree of the parameters; the same on

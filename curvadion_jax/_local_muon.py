@@ -58,7 +58,7 @@ def local_muon(
         short runs, try a schedule that rises from 0.8 to 0.95.
       weight_decay: decoupled, of matrices only, times the learning rate.
       weight_decay_mask: as for `optax.contrib.muon`.
-      mu_dtype: dtype of the momenta. None means that of the parameters.
+      mu_dtype: dtype of the momenta. None means the parameters' dtype.
       adam_learning_rate: learning rate of AdamW, which trains all other parameters
         (embeddings, output heads, norms, biases) with Nesterov momentum, b1 = 0.9 and
         b2 = 0.95. None means `learning_rate`.

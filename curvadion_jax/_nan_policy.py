@@ -15,10 +15,10 @@ The whole policy; `_adaptive_sync` calls what is here around a step and a sync:
   not finite stay so until `replicas.repair` replaces them.
 * *Absent.* A replica of weight 0 contributes nothing. With `reconcile` it keeps its
   drift; where a compressor averages gradients, it adds them to its residual. (Without
-  one, a gradient that is averaged is that of the others.) It contributes the residual
+  one, only the other replicas' gradients are averaged.) It contributes the residual
   that it had before.
-* *Empty.* Where nobody takes part the mean is zero, but for residuals, and the sync one
-  like any other.
+* *Empty.* Where no replica takes part the mean is zero, but for residuals; the sync is
+  one like any other.
 * *Cooldown.* A replica that a sync could not help must not trigger the next one: an
   excluded replica requests none for 10 steps, and one without weight none at all.
   (Syncs that are due by the number of the step take place all the same.)

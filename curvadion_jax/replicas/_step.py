@@ -33,12 +33,12 @@ def step(
     average: Sequence[str] = (),
     local: Sequence[str] = (),
 ) -> "CompiledStep":
-    """Runs the training step that you have on every replica.
+    """Runs your training step on every replica.
 
     A step written for a data-parallel `jit` runs unchanged, with its sharding
     constraints over the axes inside a replica: `jax.vmap` maps it over the leading axis
     of the state, so its gradients are a replica's own. The optimizer inside, built with
-    `axis_name`, does what has to be sent. ``jax.lax.axis_index(axis_name)`` is the
+    `axis_name`, communicates. ``jax.lax.axis_index(axis_name)`` is the
     replica's number; fold it into keys for dropout, which all replicas share otherwise.
 
     Warns if the step or the compiler adds communication between replicas, or if

@@ -18,7 +18,7 @@ def average_factors() -> Synchronizer:
     Matrices send (rows + cols) r elements instead of rows x cols, in two messages one
     after the other, and momenta stay on their replicas; where the factors would be
     larger than the matrix, momentum plus gradient is averaged instead. The gradients
-    of the other parameters are averaged in full. The update is that of Dion on the
+    of the other parameters are averaged in full. The update is Dion's on the
     replicas' mean momentum and gradient: with `always` this is training on one big
     batch, at any rank. Like `average_gradients` it does not make replicas equal.
 
