@@ -497,8 +497,7 @@ def relative_momentum_change(
     `trace` (`optax.sgd`, `optax.trace`), else `mu` (Adam, Lion, Muon). With Dion only
     its matrices count, not the parameters of the other optimizer.
 
-    RMMC measures gradient noise as much as anything, so a threshold belongs to a batch
-    size.
+    RMMC is mostly gradient noise, so a threshold belongs to a batch size.
 
     Args:
       threshold: number, or schedule of the number of steps taken.
