@@ -13,21 +13,22 @@ from curvadion_jax._paths import Names
 from curvadion_jax.replicas._arrays import on_host
 
 Arrays = dict[Names, Any]
-_CHECKS = 8
+_LOOKS = 1000  # so that a run without syncs does not wait for ever
 
 
 class ConsistencyCheck:
     """Compares replicas in the arrays outside of optimizers that synchronise.
 
-    A comparison waits for the step, so it is made at the start, and after steps 1, 2,
-    4, 8, ... that may have synchronised.
+    A comparison waits for the step, so it is made at the start, and at the first sync
+    after 1, 2, 4, 8, ... steps that may have synchronised.
 
     Args:
       local: names in the paths of arrays that are meant to differ.
     """
 
     def __init__(self, local: Sequence[str]):
-        self._local, self._sync_steps, self._left = tuple(local), 0, _CHECKS
+        self._local, self._left = tuple(local), _LOOKS
+        self._sync_steps, self._next = 0, 1
 
     def at_start(self, state: Any) -> None:
         """Rejects a run that would start from another model than its anchor.
@@ -79,10 +80,12 @@ class ConsistencyCheck:
         if due is False or not self._left:
             return
         self._sync_steps += 1
-        if self._sync_steps & (self._sync_steps - 1):
+        if self._sync_steps < self._next:
             return
         self._left -= 1
-        if names := self._differing(state):
+        if (names := self._differing(state)) is not None:
+            self._next = 2 * self._sync_steps
+        if names:
             self._left = 0
             some = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
             warnings.warn(
@@ -93,14 +96,16 @@ class ConsistencyCheck:
                 stacklevel=4,
             )
 
-    def _differing(self, state: Any) -> list[str]:
-        """None unless all replicas have just synchronised, to an anchor."""
+    def _differing(self, state: Any) -> list[str] | None:
+        """None unless all replicas have just synchronised; [] without an anchor."""
         counters, anchors, common = self._split(state)
         if not counters or not all(anchors):
             return []
-        synced, differs = on_host(_compare_after_sync, counters, [*common.values()])
+        if not on_host(_all_synced, counters):
+            return None
+        differs = on_host(_differ_after_sync, [*common.values()])
         pairs = zip(common, differs, strict=True)
-        return ["/".join(names) for names, yes in pairs if synced and yes]
+        return ["/".join(names) for names, yes in pairs if yes]
 
     def _split(self, state: Any) -> tuple[list, list[Arrays], Arrays]:
         """Counters and anchors of the optimizers, and arrays to have in common."""
@@ -144,8 +149,17 @@ def _compare_at_start(counters: Any, arrays: list[jax.Array], parameters: Any) -
     return started, [differs(x, x[:1]) for x in (*arrays, *anchors)], moved
 
 
-def _compare_after_sync(counters: Any, arrays: list[jax.Array]) -> Any:
-    """Whether all synchronised, and what differs by more than a rounding of one sum."""
+def _all_synced(counters: Any) -> jax.Array:
+    """Whether all replicas took part in a sync of every optimizer."""
+    synced = [
+        jnp.all(synced) & ~jnp.any(excluded + absent > 0)
+        for _, synced, excluded, absent in counters
+    ]
+    return jnp.all(jnp.stack(synced))
+
+
+def _differ_after_sync(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Which arrays differ between replicas by more than a rounding of one sum."""
 
     def norm(x):
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -155,8 +169,4 @@ def _compare_after_sync(counters: Any, arrays: list[jax.Array]) -> Any:
         # A wider bound would hide what bfloat16 parameters move between syncs.
         return jnp.any(norm(x - x[:1]) > float(jnp.finfo(x.dtype).eps) * norm(x[:1]))
 
-    synced = [
-        jnp.all(synced) & ~jnp.any(excluded + absent > 0)
-        for _, synced, excluded, absent in counters
-    ]
-    return jnp.all(jnp.stack(synced)), [differs(x) for x in arrays]
+    return [differs(x) for x in arrays]

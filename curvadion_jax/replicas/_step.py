@@ -5,7 +5,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +105,9 @@ class CompiledStep:
         # A key is the structure of a state and how it lies on the devices.
         self._programs: dict[Any, tuple[Any, _mapped.Mapped]] = {}  # by key and `due`
         self._compiled: set[Any] = set()
-        self._counts: dict[Any, _StepCount | None] = {}
+        self._schedules: dict[Any, _Schedule | None] = {}  # by key and shapes given
+        self._counter: Any = None  # a counter of steps on devices, and its number
+        self._steps = 0
         self._last: Any = None  # key and shardings of the state that was returned
         self._check = ConsistencyCheck(local)
 
@@ -113,7 +115,8 @@ class CompiledStep:
         """The state after the step, and the metrics; see :func:`step`."""
         operands = (state, batch, *shared)
         leaves, structure = jax.tree.flatten(state)
-        everything = [*leaves, *jax.tree.leaves((batch, shared))]
+        rest, form = jax.tree.flatten((batch, shared))
+        everything = [*leaves, *rest]
         if any(isinstance(x, Tracer) for x in everything):
             return self._program(self._key(state), None)[0](*operands)
         if self._donate and len(set(map(id, everything))) < len(everything):
@@ -124,10 +127,15 @@ class CompiledStep:
             number = self._mesh.shape[self._axis_name]
             _arrays.check_replica_axis(state, number, "state")
             key = self._key(state)
-        count = self._counts.get(key)
-        if key not in self._counts or (count and count.is_at_start(leaves)):
+        # By these a step may choose what it does, such as evaluate only.
+        given = (key, form, *map(np.shape, rest))
+        is_new = given not in self._schedules
+        schedule = None if is_new else self._schedules[given]
+        if is_new or (schedule and self._is_at_start(leaves[schedule.index])):
             self._check.at_start(state)
-        due = self._due(key, operands, leaves)
+        if is_new:
+            schedule = self._schedules[given] = self._schedule(key, operands)
+        due = schedule and schedule.due_of(self._read(leaves[schedule.index]))
         program, _ = self._program(key, due)
         if (key, due) not in self._compiled:
             self._compile(program, operands, due)
@@ -135,8 +143,8 @@ class CompiledStep:
         new, metrics = program(*operands)
         leaves, returned = jax.tree.flatten(new)
         self._last = (key, [x.sharding for x in leaves]) if returned == key[0] else None
-        if (count := self._counts[key]) and self._last:
-            count.advance(leaves)
+        if schedule and self._last:
+            self._counter, self._steps = leaves[schedule.index], self._steps + 1
         self._check.after_step(new, due)
         return new, metrics
 
@@ -175,17 +183,35 @@ class CompiledStep:
         pairs = zip(leaves, shardings, strict=True)
         return key if all(getattr(x, "sharding", 0) is s for x, s in pairs) else None
 
-    def _due(self, key, operands, leaves) -> bool | None:
-        """Whether a decision is due; None where the program has to find out."""
-        if key not in self._counts:
-            program, mapped = self._program(key, False)
-            program.trace(*operands)
-            self._counts[key] = _StepCount.of(mapped, operands[0])
-            if mapped.due_of is None:  # The program did not depend on `due`.
-                mapped.due = None
-                self._programs[key, None] = self._programs.pop((key, False))
-        count = self._counts[key]
-        return count.due(leaves) if count else None
+    def _schedule(self, key, operands) -> "_Schedule | None":
+        """None where the host cannot know what is due: devices decide on every step."""
+        program, mapped = self._program(key, False)
+        program.trace(*operands)
+        if mapped.due_of is None:  # The program did not depend on `due`.
+            mapped.due = None
+            self._programs[key, None] = self._programs.pop((key, False))
+        # By names, since a framework may keep the state in its own classes.
+        names = [names for names, _ in _paths.leaves_with_names(operands[0])]
+        optimizers = _counters.optimizers(names)
+        if mapped.due_of is None or mapped.updates != 1 or len(optimizers) != 1:
+            return None
+        index = names.index((*optimizers[0], "metrics", "steps"))
+        return _Schedule(index, mapped.due_of)
+
+    def _is_at_start(self, counter: Any) -> bool:
+        """Whether it is of a state that the step did not return, and that took none."""
+        return counter is not self._counter and self._read(counter) == 0
+
+    def _read(self, counter: Any) -> int:
+        """The number of steps taken, counted on the host.
+
+        Read from the devices only in a state that the last step did not return.
+        """
+        if counter is not self._counter:
+            # Equal on all replicas: the first row of this process will do.
+            row = counter.addressable_data(0) if is_array(counter) else counter
+            self._counter, self._steps = counter, int(np.asarray(row).ravel()[0])
+        return self._steps
 
     def _program(self, key, due: bool | None) -> tuple[Any, _mapped.Mapped]:
         """A jitted step, and what was found when it was traced."""
@@ -252,42 +278,13 @@ def _without_aliases(operands: Any) -> Any:
     return jax.tree.map(unique, operands)
 
 
-class _StepCount:
-    """The number of steps that a state has taken, counted on the host.
+class _Schedule(NamedTuple):
+    """Where a state counts its steps, and number of steps -> whether a decision is due.
 
-    The counter, a leaf of this index, is read from the devices only in a state that
-    the last step did not return. `due_of` says by the number whether a decision is due.
+    Attributes:
+      index: of the counter among the leaves.
+      due_of: see `_mapped.Mapped`.
     """
 
-    def __init__(self, index: int, due_of: Callable[[int], bool]):
-        self._index, self._due_of = index, due_of
-        self._counter: Any = None
-        self._steps = 0
-
-    @classmethod
-    def of(cls, mapped: _mapped.Mapped, state: Any) -> "_StepCount | None":
-        """None where the host cannot know what is due: devices decide on every step."""
-        # By names, since a framework may keep the state in its own classes.
-        names = [names for names, _ in _paths.leaves_with_names(state)]
-        optimizers = _counters.optimizers(names)
-        if mapped.due_of is None or mapped.updates != 1 or len(optimizers) != 1:
-            return None
-        return cls(names.index((*optimizers[0], "metrics", "steps")), mapped.due_of)
-
-    def is_at_start(self, leaves: Sequence[Any]) -> bool:
-        """Whether this is a state that the step did not return, and that took none."""
-        return leaves[self._index] is not self._counter and self._read(leaves) == 0
-
-    def due(self, leaves: Sequence[Any]) -> bool:
-        return self._due_of(self._read(leaves))
-
-    def advance(self, leaves: Sequence[Any]) -> None:
-        self._counter, self._steps = leaves[self._index], self._steps + 1
-
-    def _read(self, leaves: Sequence[Any]) -> int:
-        counter = leaves[self._index]
-        if counter is not self._counter:
-            # Equal on all replicas: the first row of this process will do.
-            row = counter.addressable_data(0) if is_array(counter) else counter
-            self._counter, self._steps = counter, int(np.asarray(row).ravel()[0])
-        return self._steps
+    index: int
+    due_of: Callable[[int], bool]

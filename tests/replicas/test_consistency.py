@@ -63,6 +63,13 @@ def test_a_transformation_after_the_optimizer(after):
     assert found is None or len(found) == 1
 
 
+def test_a_sync_of_which_only_devices_know():
+    """And which is on none of the steps 1, 2, 4, 8, ..."""
+    seldom = triggers.at_least_every(triggers.relative_momentum_change(1e9), 5)
+    with warns():
+        trained(optax.chain(optimizer(seldom), optax.scale(0.999)))
+
+
 def test_parameters_that_a_wrapper_keeps_for_itself():
     with warns():
         trained(optax.contrib.schedule_free(optimizer(), 0.1))
@@ -140,17 +147,22 @@ def test_parameters_of_another_optimizer(local):
         assert name in str(found[0].message)
 
 
-def test_comparisons_are_few(monkeypatch):
-    """After 1, 2, 4, 8, ... steps that may have synchronised, and never on others."""
+@pytest.mark.parametrize(
+    ("differing", "looks"),
+    [([], [2**power for power in range(11)]), (None, [*range(1, 1001)])],
+    ids=["synced", "no sync"],
+)
+def test_comparisons_are_few(monkeypatch, differing, looks):
+    """After 1, 2, 4, ... steps that may have synchronised, and never on others."""
     steps, found = [], []
-    count = lambda *_: found.append(len(steps)) or []  # noqa: E731
-    monkeypatch.setattr(_consistency.ConsistencyCheck, "_differing", count)
+    look = lambda *_: found.append(len(steps)) or differing  # noqa: E731
+    monkeypatch.setattr(_consistency.ConsistencyCheck, "_differing", look)
     check = _consistency.ConsistencyCheck(())
     for _ in range(2000):
         check.after_step({}, due=False)
         steps.append(0)
         check.after_step({}, due=True)
-    assert found == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert found == looks
 
 
 def stacked(*trees):

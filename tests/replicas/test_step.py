@@ -146,6 +146,22 @@ def test_several_steps_in_a_scan():
     assert metrics["loss"].shape == (REPLICAS, 4)
 
 
+def test_a_step_may_update_by_what_its_batch_is():
+    """Such as evaluate on a batch of another shape, or take several at once."""
+    tx = local_sgd()
+
+    def train(state, batches):
+        for x in batches:
+            state = train_step(tx)(state, x)[0]
+        return state, {}
+
+    step, state = cd.replicas.step(train, MESH, average=["mean"]), start(tx)
+    for number in (1, 0, 1, 0, 1, 2, 1):
+        state, _ = step(state, [X] * number)
+    assert state["opt"].metrics.syncs.tolist() == [3, 3]
+    assert not np.ptp(state["w"], axis=0).any()
+
+
 def test_averages_are_taken_at_a_sync_of_any_optimizer():
     """The second of three updates a call, and of the second of two optimizers."""
     often, seldom = local_sgd(), local_sgd(k=100)
