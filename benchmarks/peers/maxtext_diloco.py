@@ -26,6 +26,7 @@ import jax
 import numpy as np
 import optax
 import race
+import simulate
 from flax import nnx
 
 import curvadion_jax as cd
@@ -51,13 +52,13 @@ class Theirs:
         theirs = importlib.import_module("maxtext.trainers.diloco.diloco")
         states = importlib.import_module("maxtext.common.train_state_nnx")
         config = types.SimpleNamespace(
-            num_diloco_replicas=task.run.replicas,
+            num_diloco_replicas=race.REPLICAS,
             diloco_sync_period=PERIOD,
             diloco_outer_lr=OUTER_RATE,
             diloco_outer_momentum=OUTER_MOMENTUM,
             enable_streaming_diloco=False,
         )
-        rate = race.schedule(RATE, task.run.steps)
+        rate = simulate.schedule(RATE, task.steps)
         adamw = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.0)
         model = _Parameters(task.params)
         start = states.TrainStateNNX(model, nnx.Optimizer(model, adamw, wrt=nnx.Param))
@@ -90,7 +91,7 @@ class Theirs:
 
 
 def _ours(task: race.Task) -> race.Ours:
-    rate = race.schedule(RATE, task.run.steps)
+    rate = simulate.schedule(RATE, task.steps)
     values = PERIOD, OUTER_RATE, OUTER_MOMENTUM
     return race.Ours(task, cd.presets.diloco(rate, *values, axis_name=race.AXIS))
 

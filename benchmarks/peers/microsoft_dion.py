@@ -46,8 +46,8 @@ class Theirs:
         self._torch = torch = importlib.import_module("torch")
         dion = importlib.import_module("dion.dion_reference")
         torch.set_num_threads(1)
-        torch.manual_seed(task.run.seed)
-        self._task, self._rates = task, race.rates(RATE, task.run.steps)
+        torch.manual_seed(task.seed)
+        self._task, self._rates = task, race.rates(RATE, task.steps)
         self._parameters = {
             name: torch.nn.Parameter(torch.from_numpy(array.copy()))
             for name, array in layouts.split(task.params).items()
@@ -72,7 +72,7 @@ class Theirs:
     def _everywhere(self) -> None:
         arrays = {n: p.detach().numpy() for n, p in self._parameters.items()}
         tree = layouts.join(arrays, self._task.params)
-        self.params = simulate.on_replicas(tree, self._task.run.replicas)
+        self.params = simulate.on_replicas(tree)
 
     def step(self, number: int, batch: np.ndarray) -> None:
         """A step of all replicas together."""
@@ -95,7 +95,7 @@ def _matrices(params: Any) -> set[str]:
 
 def _trainers(task: race.Task, options: argparse.Namespace) -> dict[str, race.Trainer]:
     tx = cd.presets.synchronous_dion(
-        race.schedule(RATE, task.run.steps),
+        simulate.schedule(RATE, task.steps),
         rank=1.0,
         momentum=MOMENTUM,
         axis_name=race.AXIS,

@@ -1,8 +1,8 @@
 """Optimizers side by side on the model, the data and the steps of the study.
 
-What is compared starts with the same parameters and sees the same batches, those of the
-study's runs (`benchmarks/communication`), and gradients are JAX's for all of them: only
-the optimizer and what joins the replicas differ.
+What is compared starts with the same parameters and sees the same batches, and
+gradients are JAX's for all of them: only the optimizer and what joins the replicas
+differ. The model is smaller than that of `benchmarks/study`, and all of it float32.
 """
 
 import argparse
@@ -20,21 +20,21 @@ os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 _ROOT = Path(__file__).parents[2]
 sys.path[1:1] = [
-    str(_ROOT / place)
-    for place in (".", "examples/char_lm", "benchmarks/communication")
+    str(_ROOT / place) for place in (".", "examples/char_lm", "benchmarks/study")
 ]
 
 import data  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+import model  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 import simulate  # noqa: E402
-from optimizers import AXIS  # noqa: E402
-from runs import Run  # noqa: E402
-from sizes import SIZES, Size  # noqa: E402
+from rows import AXIS  # noqa: E402
+from simulate import REPLICAS, Size  # noqa: E402
 
 RESULTS = Path(__file__).with_name("results.jsonl")
+SIZES = {"test": Size(1, 16, 1, 16, 2, 8), "cpu": Size(2, 64, 2, 64, 16)}
 _AT = (1, 2, 3, 5, 10, 20, 30, 50, 100, 200)
 
 
@@ -42,23 +42,24 @@ class Task:
     """What all that is compared have in common.
 
     Attributes:
-        run: Seed, steps and number of replicas; its other words are not read.
+        seed, steps: Of the run.
         params: What every replica starts with.
         gradients: (parameters, batch) -> gradients, all with a leading replica axis.
         loss: Held-out loss of the mean of all replicas' parameters.
     """
 
-    def __init__(self, run: Run, size: Size, corpus: data.Corpus):
-        self.run, self._size, self._corpus = run, size, corpus
-        gpt = simulate.transformer(size, corpus)
-        self.params = simulate.parameters(gpt, run, size)
-        of = simulate.losses_and_gradients
-        self.gradients = jax.jit(lambda p, batch: of(gpt, p, batch)[1])
+    def __init__(self, seed: int, steps: int, size: Size, corpus: data.Corpus):
+        self.seed, self.steps = seed, steps
+        shape = (size.layers, size.width, size.heads)
+        gpt = model.GPT(corpus.vocabulary, *shape, unroll=size.layers)
+        self.params = simulate.parameters(gpt, seed)
+        self.gradients = jax.jit(lambda p, batch: simulate.gradients_of(gpt, p, batch))
         self.loss = simulate.evaluation(gpt, size, corpus)
+        self._batches = simulate.Batches(corpus, seed, size)
 
     def batch(self, number: int) -> np.ndarray:
         """What the replicas see on a step, counted from 1."""
-        return simulate.batch_of(self.run, self._size, self._corpus, number)
+        return self._batches.of(number - 1)
 
 
 class Trainer(Protocol):
@@ -87,7 +88,7 @@ class Ours:
         if nudge:
             params = jax.tree.map(lambda x: x * np.float32(1 + 2.0**-23), params)
         start = (params, tx.init(params))
-        self.params, self._state = simulate.on_replicas(start, task.run.replicas)
+        self.params, self._state = simulate.on_replicas(start)
 
         def step(params, state, batch):
             updates, state = jax.vmap(tx.update, axis_name=AXIS)(
@@ -119,7 +120,7 @@ def race(
     """
     first, *others = trainers
     distance: dict[str, dict[int, float]] = {name: {} for name in others}
-    until = until or task.run.steps
+    until = until or task.steps
     for number in range(1, until + 1):
         batch = task.batch(number)
         for trainer in trainers.values():
@@ -179,16 +180,15 @@ def main(
     options = parser.parse_args()
     corpus = data.load(None)
     for seed in options.seeds:
-        run = Run("", 0.0, seed=seed, steps=options.steps)
-        task = Task(run, SIZES[options.size], corpus)
+        task = Task(seed, options.steps, SIZES[options.size], corpus)
         row = {
             "peer": peer,
             "setting": setting,
             "size": options.size,
             "seed": seed,
-            "steps": run.steps,
-            "until": options.until or run.steps,
-            "replicas": run.replicas,
+            "steps": options.steps,
+            "until": options.until or options.steps,
+            "replicas": REPLICAS,
             **race(task, trainers(task, options), options.until),
             "versions": {name: importlib.metadata.version(name) for name in packages},
             "python": platform.python_version(),
@@ -200,13 +200,6 @@ def main(
             stream.write(json.dumps(row) + "\n")
 
 
-def schedule(peak: float, steps: int) -> optax.Schedule:
-    """The study's: a linear warmup, and cosine decay to a twentieth."""
-    from optimizers import schedule as of_run
-
-    return of_run(Run("", peak, steps=steps))
-
-
 def rates(peak: float, steps: int) -> np.ndarray:
-    """The same, as a number a step, float32."""
-    return np.asarray(schedule(peak, steps)(jnp.arange(steps)))
+    """The study's learning rates, a number a step, float32."""
+    return np.asarray(simulate.schedule(peak, steps)(jnp.arange(steps)))

@@ -70,14 +70,7 @@ def simulate(
     """
     gpt = transformer(size, corpus)
     params = parameters(gpt, run.seed)
-    peak, warmup = run.rate, round(_WARMUP * run.steps)
-    tx = METHODS[run.method](
-        optax.warmup_cosine_decay_schedule(
-            0.0, peak, warmup, run.steps, peak * _LAST_RATE
-        ),
-        run.steps,
-        params,
-    )
+    tx = METHODS[run.method](schedule(run.rate, run.steps), run.steps, params)
     step = train_step(gpt, tx)
     evaluate = evaluation(gpt, size, corpus)
     training = on_replicas((params, tx.init(params)))
@@ -107,6 +100,14 @@ def simulate(
         "divergence": float(cd.replicas.divergence(params)),
         "cpu_seconds": round(time.process_time() - began, 1),
     }
+
+
+def schedule(peak: float, steps: int) -> optax.Schedule:
+    """A linear warmup, and cosine decay to a twentieth."""
+    warmup = round(_WARMUP * steps)
+    return optax.warmup_cosine_decay_schedule(
+        0.0, peak, warmup, steps, peak * _LAST_RATE
+    )
 
 
 class Batches:
@@ -182,14 +183,19 @@ def on_replicas(tree: Any) -> Any:
     )
 
 
+def gradients_of(gpt: model.GPT, params: Any, batch: jax.Array) -> Any:
+    """Each replica's gradient on its part of the batch."""
+    of_batch = jax.grad(functools.partial(model.next_token_loss, gpt))
+    return jax.lax.map(lambda of_one: of_batch(*of_one), (params, batch))
+
+
 def train_step(
     gpt: model.GPT, tx: optax.GradientTransformationExtraArgs
 ) -> Callable[..., tuple[Any, Any]]:
     """A function from parameters, state and batch of all replicas to the next ones."""
-    of_batch = jax.grad(functools.partial(model.next_token_loss, gpt))
 
     def step(params, state, batch):
-        gradients = jax.lax.map(lambda of_one: of_batch(*of_one), (params, batch))
+        gradients = gradients_of(gpt, params, batch)
         updates, state = jax.vmap(tx.update, axis_name=AXIS)(gradients, state, params)
         return optax.apply_updates(params, updates), state
 

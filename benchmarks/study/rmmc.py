@@ -1,0 +1,296 @@
+"""What the relative momentum change (RMMC) measures, in training the study's model.
+
+    python benchmarks/study/rmmc.py      # some 20 minutes of a core; results/rmmc.json
+    python benchmarks/study/rmmc.py --picture       # results/rmmc.png, and the numbers
+
+`start`: the CurvaDion authors' rules, replicas that stay equal as in their script: Dion
+of rank 1/8 for matrices, Lion for other parameters, a learning rate of 0.02 without
+warmup (1/sqrt(width) of it for the head). Norms of the momentum M and of M + G of each
+layer, on every step, for three decay rates of Lion's momentum. From these follows what
+each rule would see: all parameters or matrices, with a floor of 0.1 or without, and
+with Lion's momentum corrected for its zero start.
+
+`whole`: `curvadion(budget=0.01)` with its defaults on 8 replicas. On every step RMMC
+and its threshold, the learning rate, the gradient noise scale tr(covariance) / |mean|^2
+over the replicas' gradients, in tokens, and the curvature d'Hd / |d|^2 of one
+replica's loss along its update d. From two thirds of the steps on, the text is that of
+other packages.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
+
+import corpus
+import data
+import jax
+import jax.numpy as jnp
+import matplotlib
+import model
+import numpy as np
+import optax
+import scipy.stats
+from rows import AXIS, CURVADION, METHODS
+from simulate import (
+    REPLICAS,
+    Batches,
+    Size,
+    gradients_of,
+    on_replicas,
+    parameters,
+    transformer,
+)
+
+import curvadion_jax as cd
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+FILE = Path(__file__).with_name("results") / "rmmc.json"
+RATE, WIDTH_OF_HEAD, THRESHOLD, FLOOR = 0.02, 128, 0.1, 0.1
+BETAS = (0.9, 0.95, 0.99)
+START, WHOLE = 100, 260
+
+
+def start(text: data.Corpus, beta: float, steps: int, size: Size) -> Any:
+    """Norms of M and of M + G, by layer, [steps, layers]."""
+    gpt = transformer(size, text)
+    params = parameters(gpt, 0)
+    tx = cd.dion(RATE, 0.125, 0.95, 0.01, other_optimizer=_lion(beta))
+    of_batch = jax.grad(functools.partial(model.next_token_loss, gpt))
+
+    @jax.jit
+    def step(params, state, batch):
+        gradients = of_batch(params, batch)
+        momenta = _momenta(state)
+        both = optax.tree.add(momenta, gradients)
+        updates, state = tx.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+        return params, state, (_norms(momenta), _norms(both))
+
+    state, batches = tx.init(params), Batches(text, 0, size)
+    rows = []
+    for number in range(steps):
+        batch = batches.of(number).reshape(-1, size.length + 1)
+        params, state, norms = step(params, state, batch)
+        rows.append([np.asarray(x).tolist() for x in norms])
+    before, after = zip(*rows, strict=True)
+    last = np.asarray(_norms(_momenta(state))).tolist()
+    return {
+        "before": before,
+        "after": after,
+        "last": last,
+        "matrix": _is_matrix(params),
+    }
+
+
+def _lion(beta: float) -> optax.GradientTransformation:
+    def scaled(updates, params=None):
+        return jax.tree.map_with_path(
+            lambda path, x: (
+                x / math.sqrt(WIDTH_OF_HEAD) if "lm_head" in str(path) else x
+            ),
+            updates,
+        )
+
+    return optax.chain(
+        optax.scale_by_lion(b1=0.9, b2=beta),
+        optax.stateless(scaled),
+        optax.scale_by_learning_rate(RATE),
+    )
+
+
+def _momenta(state: Any) -> Any:
+    """Dion's momenta, and Lion's in the place of other parameters."""
+    of_dion = optax.tree.get(state, "momentum")
+    of_lion = optax.tree.get(state, "mu")
+    return jax.tree.map(
+        lambda m, mu: mu if isinstance(m, optax.MaskedNode) else m,
+        *(of_dion, of_lion),
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+    )
+
+
+def _norms(tree: Any) -> jax.Array:
+    """One of each layer; kernels of the blocks are stacks of them."""
+    return jnp.concatenate([_of_layers(x) for x in jax.tree.leaves(tree)])
+
+
+def _of_layers(x: jax.Array) -> jax.Array:
+    layers = x.reshape(len(x), -1) if x.ndim == 3 else x.reshape(1, -1)
+    return jnp.linalg.norm(layers, axis=1)
+
+
+def _is_matrix(params: Any) -> list[bool]:
+    leaves = jax.tree.leaves(params)
+    return [x.ndim == 3 for x in leaves for _ in range(len(x) if x.ndim == 3 else 1)]
+
+
+def whole(text: data.Corpus, steps: int, size: Size) -> Any:
+    """What there is to see on each step of a run of `curvadion`."""
+    gpt = transformer(size, text)
+    params = parameters(gpt, 0)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.04, steps // 10, steps, 0.002)
+    tx = METHODS[CURVADION](schedule, steps, params)
+    loss = functools.partial(model.next_token_loss, gpt)
+
+    @jax.jit
+    def step(params, state, batch):
+        gradients = gradients_of(gpt, params, batch)
+        updates, state = jax.vmap(tx.update, axis_name=AXIS)(gradients, state, params)
+        mean = jax.tree.map(lambda x: jnp.mean(x, axis=0), gradients)
+        inside = optax.tree.norm(optax.tree.sub(gradients, mean), squared=True)
+        variance = inside / (REPLICAS - 1)
+        signal = optax.tree.norm(mean, squared=True) - variance / REPLICAS
+        noise = size.sequences * size.length * variance / signal
+        first, along = jax.tree.map(lambda x: x[0], (params, updates))
+        _, turned = jax.jvp(lambda p: jax.grad(loss)(p, batch[0]), (first,), (along,))
+        curvature = optax.tree.vdot(along, turned) / optax.tree.norm(
+            along, squared=True
+        )
+        metrics = jax.tree.map(lambda x: x[0], state.metrics)
+        seen = (metrics.value, metrics.threshold, metrics.synced, noise, curvature)
+        return optax.apply_updates(params, updates), state, seen
+
+    training = on_replicas((params, tx.init(params)))
+    first, second = _halves(text)
+    names = ("rmmc", "threshold", "synced", "noise", "curvature")
+    rows: dict[str, list[float]] = {name: [] for name in (*names, "rate")}
+    batches = [Batches(part, 0, size) for part in (first, second)]
+    for number in range(steps):
+        batch = batches[number >= 2 * steps // 3].of(number)
+        *training, seen = step(*training, batch)
+        rows["rate"].append(float(schedule(number)))
+        for name, value in zip(names, seen, strict=True):
+            rows[name].append(float(value))
+    return rows
+
+
+def _halves(text: data.Corpus) -> list[data.Corpus]:
+    """The packages of the first half of the alphabet, and the others."""
+    (whole_text,) = text.training
+    parts = np.array_split(whole_text, 2)
+    return [dataclasses.replace(text, training=[part]) for part in parts]
+
+
+def read_by(log: Any, beta: float, rule: str) -> np.ndarray:
+    """What a rule sees on each step but the first: the largest change over layers.
+
+    Args:
+        log: That of `start`.
+        beta: Decay rate of Lion's momentum there.
+        rule: 'published'; the same with 'no floor'; of 'matrices' alone; or
+            'corrected', Lion's momentum before and after divided by 1 - beta^t.
+    """
+    before, after = (np.array(log[name])[1:] for name in ("before", "after"))
+    matrix, counted = np.array(log["matrix"]), before > FLOOR
+    if rule == "no floor":
+        counted = before > 0
+    if rule == "matrices":
+        counted = counted & matrix
+    change = np.abs(after - before) / np.where(counted, before, 1)
+    if rule == "corrected":
+        ages = 1 - beta ** np.arange(1, 2 + len(before))[:, None]
+        momenta = np.vstack([before, log["last"]]) / ages
+        ratio = momenta[1:] / np.where(counted, momenta[:-1], 1)
+        change = np.where(matrix, change, np.abs(ratio - 1))
+    return np.max(np.where(counted, change, 0), axis=1)
+
+
+RULES = ("published", "no floor", "matrices", "corrected")
+
+
+def report(found: dict[str, Any]) -> str:
+    """The numbers, as two Markdown tables."""
+    lines = [
+        "| Lion's beta | rule | steps 1, 2, 3 | 1/(1 - beta^t) "
+        f"| steps above {THRESHOLD}: of the first 20 | of the others |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, log in found["start"].items():
+        beta = float(name)
+        expected = " ".join(f"{1 / (1 - beta**t):.2f}" for t in (1, 2, 3))
+        for rule in RULES:
+            values = read_by(log, beta, rule)
+            first = " ".join(f"{value:.2f}" for value in values[:3])
+            fires = values > THRESHOLD
+            counts = f"{fires[:20].sum()} | {fires[20:].sum()} of {len(fires) - 20}"
+            lines.append(f"| {name} | {rule} | {first} | {expected} | {counts} |")
+    run = {name: np.array(values)[1:] for name, values in found["whole"].items()}
+    lines += ["", "| RMMC's rank correlation with | all steps | after warmup |"]
+    lines.append("|---|---|---|")
+    for name in ("curvature", "noise", "rate"):
+        later = slice(len(run["rmmc"]) // 10, None)
+        both = [
+            scipy.stats.spearmanr(run["rmmc"][part], run[name][part]).statistic
+            for part in (slice(None), later)
+        ]
+        lines.append(f"| {name} | {both[0]:.2f} | {both[1]:.2f} |")
+    return "\n".join(lines)
+
+
+def draw(found: dict[str, Any]) -> None:
+    """The picture of both parts."""
+    figure, (left, *others) = pyplot.subplots(
+        1, 3, figsize=(13, 4), layout="constrained"
+    )
+    for color, (name, log) in enumerate(found["start"].items()):
+        beta, steps = float(name), np.arange(1, len(log["before"]))
+        values = read_by(log, beta, "published")
+        left.plot(steps, values, color=f"C{color}", label=f"Lion's beta = {name}")
+        left.plot(steps, 1 / (1 - beta**steps), color=f"C{color}", linestyle=":")
+    values = read_by(found["start"]["0.95"], 0.95, "matrices")
+    left.plot(steps, values, color="black", label="matrices alone (beta = 0.95)")
+    left.axhline(THRESHOLD, color="gray", linewidth=0.8)
+    left.set_title("The authors' rule; dotted: 1/(1 - beta^t)")
+    run = found["whole"]
+    steps = np.arange(1, len(run["rmmc"]))
+    others[0].plot(steps, run["rmmc"][1:], linewidth=0.8, label="RMMC")
+    others[0].plot(steps, run["threshold"][1:], label="threshold")
+    others[0].plot(steps, run["rate"][1:], label="learning rate")
+    others[0].set_title("curvadion(budget=0.01)")
+    others[1].plot(
+        steps, run["noise"][1:], linewidth=0.8, label="gradient noise, tokens"
+    )
+    curvature = np.abs(run["curvature"][1:])
+    others[1].plot(
+        steps, curvature, linewidth=0.8, label="|curvature along the update|"
+    )
+    others[1].set_title("in the same run")
+    for axes in (left, *others):
+        axes.set_yscale("log")
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    for axes in others:
+        axes.axvline(2 * len(run["rmmc"]) // 3, color="gray", linewidth=0.8)
+    figure.savefig(FILE.with_suffix(".png"), dpi=120)
+
+
+def main() -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--picture", action="store_true", help="of what was found")
+    if not parser.parse_args().picture:
+        text = data.load(str(corpus.TEXT))
+        found = {"jax": jax.__version__, "date": datetime.date.today().isoformat()}
+        found["start"] = {str(beta): start(text, beta, START, Size()) for beta in BETAS}
+        found["whole"] = whole(text, WHOLE, Size())
+        FILE.write_text(json.dumps(found))
+    found = json.loads(FILE.read_text())
+    draw(found)
+    print(report(found))
+
+
+if __name__ == "__main__":
+    main()

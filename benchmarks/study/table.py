@@ -1,0 +1,165 @@
+"""The tables and the picture of the study, from its results.
+
+    python benchmarks/study/table.py
+
+Writes `table.md` and `picture.png` beside the results.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import study
+from rows import METHODS, MUON
+from simulate import Run
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+
+def by_seed(results: study.Results, method: str, steps: int) -> dict[int, dict]:
+    """The results of a method at its best learning rate, by seed."""
+    rate = study.best_rate(results, method)
+    runs = {seed: Run(method, rate or 0.0, seed, steps) for seed in study.SEEDS}
+    return {seed: results[run] for seed, run in runs.items() if run in results}
+
+
+def above(rows: Mapping[int, Any], references: Mapping[int, Any]) -> list[float]:
+    """Percent above the reference with the same seed, of the seeds of both.
+
+    Examples:
+        >>> above({0: {"loss": 3.0}, 1: {"loss": 2.0}}, {0: {"loss": 2.0}})
+        [50.0]
+    """
+    both = sorted(rows.keys() & references.keys())
+    return [100 * (rows[seed]["loss"] / references[seed]["loss"] - 1) for seed in both]
+
+
+def spread(numbers: Sequence[float], digits: int = 2, unit: str = "") -> str:
+    """Mean, and the standard deviation where there are several; of none nothing.
+
+    Examples:
+        >>> spread([1.0]), spread([1.0, 2.0], 1, "%"), spread([])
+        ('1.00', '1.5 ± 0.7%', '')
+    """
+    if not numbers:
+        return ""
+    mean = f"{statistics.fmean(numbers):.{digits}f}"
+    if len(numbers) > 1:
+        mean += f" ± {statistics.stdev(numbers):.{digits}f}"
+    return mean + unit
+
+
+def steps_to(wanted: float, short: float, long: float) -> float:
+    """Share of the steps at which Muon would end at a loss.
+
+    Muon's loss after a quarter of the steps and after all is taken for a power of them.
+
+    Examples:
+        >>> steps_to(2.0, short=4.0, long=2.0), steps_to(4.0, short=4.0, long=2.0)
+        (1.0, 0.25)
+    """
+    slope = math.log(short / long) / math.log(study.QUARTER / study.STEPS)
+    return (wanted / long) ** (1 / slope)
+
+
+def table(results: study.Results, steps: int) -> str:
+    """All methods after so many steps, in Markdown; losses in nats a byte."""
+    muon = {n: by_seed(results, MUON, n) for n in (study.QUARTER, study.STEPS)}
+    lines = [
+        "| method | learning rate | bytes | syncs | loss | above Muon | "
+        "steps of Muon for this loss | seeds |",
+        "|" + "---|" * 8,
+    ]
+    for method in METHODS:
+        rows = by_seed(results, method, steps)
+        if not rows:
+            continue
+        share = [100 * x["bytes"] / x["synchronous_bytes"] for x in rows.values()]
+        known = rows.keys() & muon[study.QUARTER].keys() & muon[study.STEPS].keys()
+        needed = [
+            100
+            * study.STEPS
+            / steps
+            * steps_to(
+                rows[seed]["loss"],
+                *(muon[n][seed]["loss"] for n in (study.QUARTER, study.STEPS)),
+            )
+            for seed in known
+        ]
+        cells = [
+            method,
+            f"{study.best_rate(results, method):g}",
+            f"{statistics.fmean(share):.2f}%",
+            f"{statistics.fmean(x['syncs'] for x in rows.values()):.0f}",
+            spread([x["loss"] for x in rows.values()], 4),
+            spread(above(rows, muon[steps]), unit="%"),
+            spread(needed, 0, "%"),
+            str(len(rows)),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def rates(results: study.Results) -> str:
+    """Loss by learning rate, from which each method took its own."""
+    lines = ["| method | loss by learning rate |", "|---|---|"]
+    for method in study.RATES:
+        losses = sorted(study.losses_by_rate(results, method).items())
+        cells = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses)
+        lines.append(f"| {method} | {cells} |")
+    return "\n".join(lines)
+
+
+def document(results: study.Results) -> str:
+    """All tables."""
+    dates = sorted({row["date"] for row in results.values()})
+    versions = ", ".join(sorted({row["jax"] for row in results.values()}))
+    parts = [
+        "# Results of the study\n\nWritten by `table.py`. 2 CPU cores, JAX "
+        f"{versions}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. ± is "
+        "the standard deviation over seeds; 'above Muon' compares equal seeds."
+    ]
+    for steps in (study.STEPS, study.QUARTER):
+        parts.append(f"## {steps:,} steps\n\n{table(results, steps)}")
+    text = f"## Learning rates\n\nOne seed, {study.QUARTER} steps.\n\n{rates(results)}"
+    return "\n\n".join([*parts, text]) + "\n"
+
+
+def draw(results: study.Results) -> None:
+    """Loss above Muon over bytes, after a quarter of the steps and after all."""
+    figure, panels = pyplot.subplots(
+        1, 2, figsize=(11, 4.5), layout="constrained", sharey=True
+    )
+    for axes, steps in zip(panels, (study.QUARTER, study.STEPS), strict=True):
+        muon = by_seed(results, MUON, steps)
+        for method in METHODS:
+            rows = by_seed(results, method, steps)
+            if gaps := above(rows, muon):
+                row = next(iter(rows.values()))
+                share = 100 * row["bytes"] / row["synchronous_bytes"]
+                error = statistics.stdev(gaps) if len(gaps) > 1 else 0.0
+                mean = statistics.fmean(gaps)
+                axes.errorbar(share, mean, error, marker="o", capsize=3, label=method)
+        axes.set_xscale("log")
+        axes.set_xlabel("bytes sent, percent of an all-reduce of all gradients")
+        axes.set_title(f"{steps:,} steps")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("loss above synchronous Muon, percent")
+    panels[0].legend(fontsize=7)
+    figure.savefig(study.RESULTS / "picture.png", dpi=120)
+
+
+def main() -> None:
+    """Run the program."""
+    results = study.read()
+    text = document(results)
+    (study.RESULTS / "table.md").write_text(text)
+    draw(results)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The study at a tiny size: its plan, runs that resume, and what RMMC reads."""
+
+import doctest
+
+import data
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rmmc
+import rows
+import simulate
+import study
+import table
+from simulate import Run
+
+import curvadion_jax as cd
+
+SIZE = simulate.Size(1, 16, 1, 16, 2, 8)
+PARAMS = {"kernel": jax.ShapeDtypeStruct((8, 16), np.float32)}
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return data.load(None)
+
+
+def test_examples():
+    assert doctest.testmod(study).failed == doctest.testmod(table).failed == 0
+
+
+@pytest.mark.parametrize("method", rows.METHODS)
+def test_every_method_can_be_built(method):
+    tx = rows.METHODS[method](simulate.schedule(0.02, 100), 100, PARAMS)
+    assert jax.tree.leaves(jax.eval_shape(tx.init, PARAMS))
+
+
+def test_the_plan_ends_where_no_best_rate_is_at_an_edge():
+    results, counted = {}, []
+    while runs := study.plan(results):
+        counted.append(len(runs))
+        for run in runs:  # best at twice the highest of the rates that are tried first
+            best = 2 * max(study.RATES.get(run.method, (0.08,)))
+            results[run] = {"loss": abs(np.log(run.rate / best))}
+    grid, total = len(study.RATES), len(rows.METHODS) * len(study.SEEDS) * 2
+    # Those of seed 0 at a quarter of the steps are in the grid, but for SAME_RATE.
+    assert counted == [3 * grid, grid, grid, total - grid]
+    assert study.best_rate(results, rows.LOCAL_MUON + rows.RISING) == 0.16
+
+
+def test_no_part_of_the_text_is_read_twice(corpus):
+    batches = simulate.Batches(corpus, 0, SIZE)
+    seen = np.concatenate([batches.of(step)[..., :-1].reshape(-1) for step in (0, 1)])
+    windows = {row.tobytes() for row in seen.reshape(-1, SIZE.length)}
+    assert len(windows) >= 31  # of 32; two may be blanks
+    with pytest.raises(ValueError, match="The text ends"):
+        batches.of(10**9)
+
+
+def test_products_are_those_of_float32_up_to_bfloat16():
+    x, w = (jax.random.normal(jax.random.key(n), (2, 8, 8)) for n in (0, 1))
+    dimensions = (((2,), (0,)), ((), ()))
+
+    def total(product):
+        of_both = lambda x, w: jnp.sum(jnp.sin(product(x, w[0], dimensions)))  # noqa: E731
+        return jax.value_and_grad(of_both, argnums=(0, 1))(x, w)
+
+    ours, exact = total(simulate.product), total(jax.lax.dot_general)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.2), ours, exact)
+    assert (ours[0] != exact[0]).any()
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_and_is_the_same_run(corpus, tmp_path, monkeypatch):
+    run = Run(rows.LOCAL_MUON, 0.02, 0, 16)
+    whole = simulate.simulate(run, corpus, tmp_path / "whole", SIZE)
+    save = cd.checkpoint.save
+
+    def save_and_die(folder, step, *arguments, **options):
+        save(folder, step, *arguments, **options)
+        if step == 12:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cd.checkpoint, "save", save_and_die)
+        with pytest.raises(KeyboardInterrupt):
+            simulate.simulate(run, corpus, tmp_path / "killed", SIZE)
+    again = simulate.simulate(run, corpus, tmp_path / "killed", SIZE)
+    assert again | {"cpu_seconds": 0} == whole | {"cpu_seconds": 0}
+    assert whole["syncs"] == 2
+    assert 0 < whole["divergence"]  # local steps since the last sync
+    assert not list(tmp_path.iterdir())
+
+
+def test_constant_gradients_read_as_the_age_of_lions_momentum():
+    beta, steps = 0.95, np.arange(7)[:, None]
+    momenta = 3.0 * (1 - beta**steps)  # of a gradient of norm 3
+    log = {"before": momenta, "after": momenta + 3.0, "matrix": [False]}
+    log["last"] = [3.0 * (1 - beta**7)]
+    expected = 1 / (1 - beta ** np.arange(1, 7))
+    np.testing.assert_allclose(rmmc.read_by(log, beta, "published"), expected)
+    assert rmmc.read_by(log, beta, "published")[1] == pytest.approx(10.256, abs=1e-3)
+    assert not rmmc.read_by(log, beta, "matrices").any()
+    np.testing.assert_allclose(rmmc.read_by(log, beta, "corrected"), 0, atol=1e-12)
