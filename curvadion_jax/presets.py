@@ -226,7 +226,8 @@ def authors_code(
     is a full Dion step. Unlike in their training script, replicas do take local steps.
 
     `other_optimizer` needs a momentum `mu`. None means `optax.lion` with the same
-    learning rate, b1 = 0.95, b2 = 0.98 and no weight decay.
+    learning rate, b1 = 0.9, b2 = 0.95 and no weight decay: their optimizer's defaults,
+    which stay in force since it does not read the `betas` of their script.
 
     Example:
       >>> tx = authors_code(0.01, threshold=0.2, axis_name="replica")
@@ -236,7 +237,7 @@ def authors_code(
       optimizers/curvadion.py and train.py
     """
     if other_optimizer is None:
-        other_optimizer = optax.lion(learning_rate, b1=0.95, b2=0.98, weight_decay=0.0)
+        other_optimizer = optax.lion(learning_rate, b1=0.9, b2=0.95, weight_decay=0.0)
     change = triggers.relative_momentum_change(threshold, floor=0.1, remember=False)
     decide_change = triggers.decider(change, "authors_code")
 

@@ -159,15 +159,15 @@ def heavy_ball():
 
 @pytest.mark.slow
 def test_the_authors_rule_looks_at_every_momentum_but_not_at_the_first_step():
-    # Lion keeps M = 0.98 M + 0.02 G of the bias: 0.2, then 0.196 + 0.8 = 0.996. What is
-    # compared is M + G: 0.2 + 40, then 0.996 + 0.1. The matrix stays below the floor.
+    # Lion keeps M = 0.95 M + 0.05 G of the bias: 0.5, then 0.475 + 2 = 2.475. What is
+    # compared is M + G: 0.5 + 40, then 2.475 + 0.1. The matrix stays below the floor.
     gradients = {
         "bias": [[10.0, 0], [40, 0], [0.1, 0]],
         "w": [[[0.05, 0], [0, 0]], [[0.05, 0], [0, 0]], [[0.0, 0], [0, 0]]],
     }
     metrics = run_optimizer(cd.presets.authors_code(0.1, 0.3, momentum=0.5), gradients)
     assert metrics.synced.tolist() == [False, True, False]
-    changes = [INF, 40 / 0.2, 0.1 / 0.996]
+    changes = [INF, 40 / 0.5, 0.1 / 2.475]
     np.testing.assert_allclose(metrics.value, changes, rtol=RTOL, atol=ATOL)
     assert metrics.layer.tolist() == [-1, 0, 0]
 
