@@ -19,7 +19,7 @@ import numpy as np
 from curvadion_jax.sites import _run
 from curvadion_jax.sites._model import Arrays, Model, Outer, to_host
 from curvadion_jax.sites._run import Received, Roster
-from curvadion_jax.sites._store import InvalidError, RunError, Store, StoreError
+from curvadion_jax.sites._store import InvalidError, Store, StoreError
 
 log = logging.getLogger("curvadion_jax.sites")
 
@@ -37,10 +37,7 @@ class Contribution(NamedTuple):
     residual: Arrays  # once the contribution has counted
     tokens: float  # since the last contribution
     uid: str  # by which commits name it
-    round: int = -1  # to which it was sent, perhaps in vain: an answer may be lost
-    # Whether it is in the store. False if a killed predecessor's is there in its place,
-    # which stands; None if there is none.
-    created: bool | None = None
+    sent: bool = False  # whether the store has it, or a killed predecessor's
 
 
 class Follower:
@@ -91,7 +88,7 @@ class Follower:
         self._check_digest(commit["before"])
         contributors, roster = commit["contributors"], commit["roster"]
         found = [self._committed(entry) for entry in contributors]
-        if None in found:  # collected while this site was away
+        if None in found:  # collected while this site was away, or damaged
             outer, roster, after = _run.load(self.store, self.model, after)
         elif found:
             due = number > 0 and number % self.snapshot_every == 0
@@ -107,13 +104,16 @@ class Follower:
         self.outer, self._roster, self.number = outer, roster, after
         self.contributors = len(contributors)
         self._open_round()
-        own, self.decided = self.contribution, None
-        if own is not None and own.round == number:
-            why = self._outcome(own, commit)
+        own, self.contribution, self.decided = self.contribution, None, None
+        if own is not None:
+            # One that nobody could read is late: it has no uid, and is sent again.
+            entries = [*contributors, *commit["rejected"]]
+            outcomes = {entry["uid"]: entry.get("why", "") for entry in entries}
+            why = outcomes.get(own.uid, "late")
             if why != "late":
                 self._residual = self.model.zeros() if why else own.residual
                 self._since = after
-            self.contribution, self.decided = None, (own, why)
+            self.decided = own, why
         return True
 
     def prepare(self, captured: Arrays, anchor: Arrays, tokens: float) -> None:
@@ -125,9 +125,8 @@ class Follower:
     def send(self) -> None:
         """Creates this site's contribution to the open round."""
         own = self.contribution
-        if own is None or own.created is not None:
+        if own is None or own.sent:
             return
-        self.contribution = own = own._replace(round=self.number)
         header = {
             "uid": own.uid,
             "before": self.outer.digest,
@@ -135,26 +134,24 @@ class Follower:
             "rounds": self.number + 1 - self._since,
         }
         key = _run.contribution_key(self.number, self.name)
-        created = self.store.write(key, header, own.message)
-        self.contribution = own._replace(created=created)
+        self.store.write(key, header, own.message)
+        self.contribution = own._replace(sent=True)
         self._reported = time.monotonic()
 
     def propose(self) -> bool:
         """Creates the commit of the open round if it is time; whether there is one."""
-        if self.contribution is None or self.contribution.created is None:
+        if self.contribution is None or not self.contribution.sent:
             return False
         number = self.number
         members = _run.members(self.store.keys(_run.MEMBERS))
         if members.newest.get(self.name, 0) > self.incarnation:
-            raise RunError(
+            raise RuntimeError(
                 f"Another site has joined the run as {self.name!r} since this one "
                 "did, and this one stops. Give every site a name of its own."
             )
-        keys, strays = self.store.find(_run.contribution_key(number, ""))
-        # Only contributions of members are read. A listing with strays may lack names.
-        for name in members.newest:
-            there = strays or _run.contribution_key(number, name) in keys
-            if there and name not in self._received:
+        keys = self.store.keys(_run.contribution_key(number, ""))
+        for name in members.newest.keys() - self._received:  # no stranger's is read
+            if _run.contribution_key(number, name) in keys:
                 self._read(name)
         now = time.monotonic()
         if len(self._received) < members.needed(self._quorum):
@@ -197,21 +194,17 @@ class Follower:
         return received
 
     def _committed(self, entry: dict[str, Any]) -> Received | None:
-        """A contribution that counts in the open round; None if it was collected."""
+        """A contribution that counts in the open round; None if it is not there."""
         found = self._received.get(entry["name"])
         if found is None or found.header.get("sha256") != entry["sha256"]:
             found = self._read(entry["name"])
-        if found is not None and found.header.get("sha256") != entry["sha256"]:
-            raise RunError(
-                f"The contribution of {entry['name']!r} to round {self.number} is not "
-                f"the committed one. {found.why or 'It has another digest.'} Find out "
-                "what else writes into the run's folder."
-            )
+        if found is None or found.header.get("sha256") != entry["sha256"]:
+            return None
         return found
 
     def _check_digest(self, theirs: Any) -> None:
         if theirs != self.outer.digest:
-            raise RunError(
+            raise RuntimeError(
                 f"Before round {self.number} the outer parameters of this site, "
                 f"{self.name!r}, have the digest {self.outer.digest} and the run's "
                 f"{theirs!r:.40}. Give all sites the same outer optimizer, compressor, "
@@ -226,14 +219,6 @@ class Follower:
             missing = set(members.newest) - members.left - set(self._received)
             who = ", ".join(sorted(missing)) or "nobody known"
             log.warning(text, self.number, self.store.url, len(self._received), who)
-
-    def _outcome(self, own: Contribution, commit: dict[str, Any]) -> str:
-        for entry in [*commit["contributors"], *commit["rejected"]]:
-            # What could not be read may be this one, or a killed predecessor's.
-            ours = entry["uid"] is None and entry["name"] == self.name and own.created
-            if entry["uid"] == own.uid or ours:
-                return entry.get("why", "")
-        return "late"
 
 
 class Update(NamedTuple):

@@ -13,8 +13,6 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
 
-from curvadion_jax.sites._store import RunError
-
 # Bytes broadcast at once; each device has room for them.
 _PIECE = 2**24
 # Errors that another process can unpickle.
@@ -31,7 +29,7 @@ def from_first(function: Callable[[], Any]) -> Any:
             found = function()
         except Exception as error:
             known = isinstance(error, _ERRORS)
-            found = error if known else RunError(f"{type(error).__name__}: {error}")
+            found = error if known else RuntimeError(repr(error))
         data = pickle.dumps(found)
     found = pickle.loads(_broadcast(data))
     if isinstance(found, Exception):

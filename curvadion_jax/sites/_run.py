@@ -22,8 +22,8 @@ log = logging.getLogger("curvadion_jax.sites")
 # After so many rounds without a contribution a site is not waited for, and its share
 # of the mean goes to the others.
 FORGET = 4
-# Of three or more contributions, those beyond so many times the median norm are
-# rejected.
+# Of three or more contributions, those beyond so many times the median norm per round
+# are rejected.
 MAX_NORM = 10.0
 # Snapshots that are kept. Rounds before the first of them are collected.
 _KEPT = 2
@@ -115,19 +115,18 @@ def join(store: Store, name: str) -> int:
 
     One object is kept for each name, of the site that joined last.
     """
-    while True:
-        keys = store.keys(f"{MEMBERS}{name}/")
-        incarnation = members(keys).newest.get(name, 0) + 1
-        key = member_key(name, incarnation, "json")
-        if not store.write(key, {"uid": uuid.uuid4().hex}):
-            continue
-        if store.create(key, b"{}"):
-            raise RuntimeError(
-                f"The store {store.url} overwrites objects, so two sites could both "
-                "commit a round. Use a store with conditional writes (If-None-Match)."
-            )
-        store.delete([old for old in keys if members([old]).newest])
-        return incarnation
+    keys = store.keys(f"{MEMBERS}{name}/")
+    incarnation, uid = members(keys).newest.get(name, 0) + 1, uuid.uuid4().hex
+    # A listing may be old. So what is there is passed, and not listed again.
+    while not store.write(member_key(name, incarnation, "json"), {"uid": uid}):
+        incarnation += 1
+    if store.create(member_key(name, incarnation, "json"), b"{}"):
+        raise RuntimeError(
+            f"The store {store.url} overwrites objects, so two sites could both "
+            "commit a round. Use a store with conditional writes (If-None-Match)."
+        )
+    store.delete([old for old in keys if members([old]).newest])
+    return incarnation
 
 
 def leave(store: Store, name: str, incarnation: int) -> None:
@@ -159,18 +158,22 @@ def digest_of_most(received: Iterable[Received], own: str) -> str:
 
 def judged(received: Sequence[Received], before: str) -> list[Received]:
     """The contributions, each with the reason why it cannot count, if there is one."""
-    fine = [x.norm for x in received if not x.why and x.header["before"] == before]
+    # A site that was late for many rounds has gone as much further.
+    paces = {x.name: x.norm / x.header["rounds"] for x in received if not x.why}
+    fine = sorted(
+        paces[x.name] for x in received if not x.why and x.header["before"] == before
+    )
     # With two contributions nobody can tell which of them is wrong.
-    median = sorted(fine)[len(fine) // 2] if len(fine) >= 3 else math.inf
+    median = fine[len(fine) // 2] if len(fine) >= 3 else math.inf
 
     def fault(each: Received) -> str:
         if each.why:
             return each.why
         if (other := each.header["before"]) != before:
             return f"It is measured from other outer parameters, {other!r:.40}."
-        if each.norm > MAX_NORM * median > 0:
-            norms = f"{each.norm:.3g}, is beyond {MAX_NORM:g} times the median"
-            return f"Its norm, {norms}, {median:.3g}."
+        if (pace := paces[each.name]) > MAX_NORM * median > 0:
+            norms = f"{pace:.3g}, is beyond {MAX_NORM:g} times the median"
+            return f"Its norm per round, {norms}, {median:.3g}."
         return ""
 
     return [each._replace(why=fault(each)) for each in received]
@@ -256,7 +259,8 @@ def load(store: Store, model: Model, least: int = 0) -> tuple[Outer, Roster, int
             log.warning("A snapshot is not used: %s", error)
     raise StoreError(
         f"The store {store.url} has no snapshot that can be used of round {least} or "
-        "later, and earlier contributions are gone. Begin a run at another URL."
+        "later, and an earlier contribution that counts is gone or damaged. Wait for "
+        "the next snapshot, or begin a run at another URL."
     )
 
 

@@ -8,8 +8,8 @@ shapes and dtypes, and nothing is unpickled.
 `obstore` makes the connections, finds the credentials, and repeats requests that end
 in an answer 5xx, a lost connection or, if they only read, a timeout. `_attempts` covers
 the rest: a create that is refused although there is no object (S3 answers 409 when
-conditional writes collide), and an object that exists and is not found yet (network
-file systems, caches).
+conditional writes collide), and an object that exists and is not found yet, or is read
+in part (network file systems, caches).
 """
 
 import hashlib
@@ -43,21 +43,17 @@ class StoreError(OSError):
     """The store cannot be reached, or refuses a request; it may work later."""
 
 
-class RunError(RuntimeError):
-    """This site cannot continue with the run; the other sites can."""
-
-
-class InvalidError(RunError):
+class InvalidError(RuntimeError):
     """An object is not what it should be."""
 
 
 class Store:
     """Objects by their keys. An object is created whole, once, and never changed."""
 
-    def __init__(self, given: Any, make: bool = True) -> None:
+    def __init__(self, given: Any) -> None:
         given = os.fspath(given) if isinstance(given, os.PathLike) else given
         self.url = given if isinstance(given, str) else type(given).__name__
-        self._store = _opened(given, make) if isinstance(given, str) else given
+        self._store = _opened(given) if isinstance(given, str) else given
         self.run = ""  # the digest of the run's description, which messages have
         self.up = self.down = 0  # bytes written and read
 
@@ -84,49 +80,30 @@ class Store:
             "object exists, and then that it does not."
         )
 
-    def get(self, key: str, at_most: int, exists: bool = False) -> bytes | None:
+    def get(self, key: str, at_most: int) -> bytes | None:
         """The bytes of an object; None if there is none.
 
-        An object that is known to exist is looked for repeatedly. One of more than
-        `at_most` bytes is not read and raises an `InvalidError`.
+        One of more than `at_most` bytes is not read and raises an `InvalidError`.
         """
-        for _ in _attempts() if exists else range(1):
-            with _one_error(self.url, f"read {key}"), suppress(FileNotFoundError):
-                found = self._store.get(key)
-                if (size := found.meta["size"]) > at_most:
-                    raise InvalidError(f"{key} has {size} bytes, and not {at_most}.")
-                self.down += size
-                if size <= PIECE:
-                    return bytes(found.bytes())
-                pieces = (
-                    self._store.get_range(
-                        key, start=first, length=min(PIECE, size - first)
-                    )
-                    for first in range(0, size, PIECE)
-                )
-                return b"".join(pieces)
+        with _one_error(self.url, f"read {key}"), suppress(FileNotFoundError):
+            found = self._store.get(key)
+            if (size := found.meta["size"]) > at_most:
+                raise InvalidError(f"{key} has {size} bytes, and not {at_most}.")
+            self.down += size
+            if size <= PIECE:
+                return bytes(found.bytes())
+            starts = range(0, size, PIECE)
+            return b"".join(
+                self._store.get_range(key, start=x, end=min(x + PIECE, size))
+                for x in starts
+            )
         return None
 
-    def find(self, prefix: str) -> tuple[set[str], int]:
-        """Keys below a prefix, and the number of names that obstore cannot parse.
-
-        On S3 the names after such a name on the same page are missing.
-        """
-        found, strays = set(), 0
+    def keys(self, prefix: str) -> list[str]:
+        """Keys below a prefix, sorted."""
         with _one_error(self.url, f"list {prefix}"):
-            # In chunks of one object, since an error ends a chunk.
-            listing = iter(self._store.list(prefix=prefix, chunk_size=1))
-            while strays < 1000:
-                try:
-                    found |= {meta["path"] for meta in next(listing)}
-                except _obstore().exceptions.InvalidPathError:
-                    strays += 1
-                except StopIteration:
-                    break
-        return found, strays
-
-    def keys(self, prefix: str) -> Sequence[str]:
-        return sorted(self.find(prefix)[0])
+            listing = self._store.list(prefix=prefix)
+            return sorted(meta["path"] for chunk in listing for meta in chunk)
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -156,15 +133,32 @@ class Store:
     ) -> tuple[dict[str, Any], list[np.ndarray]] | None:
         """Header and arrays of a message; None if it is not there, or its body is not.
 
+        A message that is damaged, or is known to exist and is not found, is read again
+        before that is believed.
+
         Raises:
           InvalidError: if it is damaged, belongs elsewhere, or has another size.
         """
-        if (data := self.get(key, HEADER, exists)) is None:
+        damage = None
+        for _ in _attempts():
+            try:
+                found, damage = self._read(key, shapes), None
+            except InvalidError as error:
+                damage = error
+                continue
+            if found is not None or not exists:
+                return found
+        if damage is not None:
+            raise damage
+        return None
+
+    def _read(self, key: str, shapes: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        if (data := self.get(key, HEADER)) is None:
             return None
         header, body = self._unsealed(key, data), b""
         ends = np.cumsum([0, *(x.size * x.dtype.itemsize for x in shapes)])
         if shapes:
-            body = self.get(_body_key(key, header["sha256"]), ends[-1], exists)
+            body = self.get(_body_key(key, header["sha256"]), ends[-1])
             if body is None:
                 return None
         if len(body) != ends[-1] or _sha256(body) != header.get("body"):
@@ -220,7 +214,7 @@ def _attempts() -> Iterator[int]:
         yield attempt
 
 
-def _opened(url: str, make: bool) -> Any:
+def _opened(url: str) -> Any:
     url = url if "://" in url else Path(url).absolute().as_uri()
     parts = urllib.parse.urlsplit(url)
     # Azure's own form is abfs://container@account.dfs.core.windows.net.
@@ -233,7 +227,7 @@ def _opened(url: str, make: bool) -> Any:
         )
     options: Any = {"retry_config": _RETRIES}
     if parts.scheme == "file":
-        options = {"mkdir": make, "automatic_cleanup": True}
+        options = {"mkdir": True, "automatic_cleanup": True}
     with _one_error(url, "be opened"):
         return _obstore().store.from_url(url, **options)
 

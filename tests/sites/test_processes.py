@@ -44,4 +44,4 @@ def test_a_site_of_two_processes_beside_one_of_one(tmp_path):
         assert "cannot be opened: No such file" in no_folder
         assert "another compressor" in other_form
         assert "on devices of some of this site's 2 proc" in of_one_process
-        assert "RunError: Another site has joined the run as 'oslo'" in of_two
+        assert "RuntimeError: Another site has joined the run as 'oslo'" in of_two

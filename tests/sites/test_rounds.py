@@ -129,11 +129,11 @@ def test_a_site_whose_outer_parameters_differ_stops_and_the_others_do_not():
     other.follower.outer = outer._replace(digest="0" * 32)
     for site in (a, b, other):
         site.send(1.0)
-    with pytest.raises(_store.RunError, match="Give all sites the same outer"):
+    with pytest.raises(RuntimeError, match="Give all sites the same outer"):
         other.follower.propose()
     settle(a, b)
     assert [entry["name"] for entry in a.commit_of(0)["rejected"]] == ["c"]
-    with pytest.raises(_store.RunError, match="have the digest"):
+    with pytest.raises(RuntimeError, match="have the digest"):
         other.follow()
 
 

@@ -59,8 +59,7 @@ def test_sites_that_begin_a_run_at_once_begin_at_the_same(moment, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["a bit", "cut off", "away", "another model"])
-def test_a_snapshot_that_cannot_be_used_is_passed_over(damage, monkeypatch):
-    monkeypatch.setattr(_store, "_PAUSE", 0)
+def test_a_snapshot_that_cannot_be_used_is_passed_over(damage):
     store = MemoryStore()
     a = ByHand(store, "a", snapshot_every=5)
     for _ in range(12):
@@ -88,8 +87,7 @@ def test_a_snapshot_that_cannot_be_used_is_passed_over(damage, monkeypatch):
     assert a.store.keys("rounds/")[0] == _run.contribution_key(first, "a")
 
 
-def test_without_a_usable_snapshot_nobody_starts_anew(monkeypatch):
-    monkeypatch.setattr(_store, "_PAUSE", 0)
+def test_without_a_usable_snapshot_nobody_starts_anew():
     store = MemoryStore()
     a = ByHand(store, "a", snapshot_every=2)
     for _ in range(5):
