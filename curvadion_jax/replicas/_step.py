@@ -131,11 +131,11 @@ class CompiledStep:
         given = (key, form, *map(np.shape, rest))
         is_new = given not in self._schedules
         schedule = None if is_new else self._schedules[given]
-        if is_new or (schedule and self._is_at_start(leaves[schedule.index])):
+        if is_new or (schedule and self._is_at_start(leaves[schedule.counter])):
             self._check.at_start(state)
         if is_new:
             schedule = self._schedules[given] = self._schedule(key, operands)
-        due = schedule and schedule.due_of(self._read(leaves[schedule.index]))
+        due = schedule and schedule.due_of(self._read(leaves[schedule.counter]))
         program, _ = self._program(key, due)
         if (key, due) not in self._compiled:
             self._compile(program, operands, due)
@@ -144,7 +144,7 @@ class CompiledStep:
         leaves, returned = jax.tree.flatten(new)
         self._last = (key, [x.sharding for x in leaves]) if returned == key[0] else None
         if schedule and self._last:
-            self._counter, self._steps = leaves[schedule.index], self._steps + 1
+            self._counter, self._steps = leaves[schedule.counter], self._steps + 1
         self._check.after_step(new, due)
         return new, metrics
 
@@ -195,8 +195,8 @@ class CompiledStep:
         optimizers = _counters.optimizers(names)
         if mapped.due_of is None or mapped.updates != 1 or len(optimizers) != 1:
             return None
-        index = names.index((*optimizers[0], "metrics", "steps"))
-        return _Schedule(index, mapped.due_of)
+        counter = names.index((*optimizers[0], "metrics", "steps"))
+        return _Schedule(counter, mapped.due_of)
 
     def _is_at_start(self, counter: Any) -> bool:
         """Whether it is of a state that the step did not return, and that took none."""
@@ -282,9 +282,9 @@ class _Schedule(NamedTuple):
     """Where a state counts its steps, and number of steps -> whether a decision is due.
 
     Attributes:
-      index: of the counter among the leaves.
+      counter: which leaf counts the steps.
       due_of: see `_mapped.Mapped`.
     """
 
-    index: int
+    counter: int
     due_of: Callable[[int], bool]
