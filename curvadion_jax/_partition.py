@@ -89,15 +89,19 @@ def default_dimension_numbers(params: Any) -> Any:
       >>> default_dimension_numbers(params)["embed"] is None
       True
     """
-    shapes = {names: leaf.shape for names, leaf in _paths.leaves_with_names(params)}
+    leaves = _paths.leaves_with_names(params)
+    # A name may be a whole path: Haiku's `gpt/~/embed`, `wte.weight`, a flattened tree.
+    parts = {n: tuple(re.findall(r"[^/.,'() ]+", "/".join(n))) for n, _ in leaves}
+    shapes = {parts[names]: leaf.shape for names, leaf in leaves}
     head, equinox = _only_head(shapes), _equinox_weights(params)
 
     def numbers_of(names):
-        numbers = None if names == head else _default_numbers(names, shapes)
+        path = parts[names]
+        numbers = None if path == head else _default_numbers(path, shapes)
         return numbers and equinox.get(names, numbers)
 
     return jax.tree.unflatten(
-        jax.tree.structure(params), [numbers_of(names) for names in shapes]
+        jax.tree.structure(params), [numbers_of(names) for names, _ in leaves]
     )
 
 

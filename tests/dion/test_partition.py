@@ -47,6 +47,10 @@ def test_names_of_the_other_optimizer(name):
     # A module's name says nothing of what is in its parts.
     tree = {name: {"query": {"kernel": (8, 4)}}}
     assert numbers_at(tree, name, "query", "kernel") == DENSE
+    # Nor where a name is a path: Haiku's, PyTorch's, of a flattened tree.
+    for path in (f"m/~/{name}/w", f"m.{name}.weight", ("m", name, "kernel")):
+        assert numbers_at({path: (8, 4)}, path) is None
+    assert numbers_at({f"{name}/~/linear/w": (8, 4)}, f"{name}/~/linear/w") == DENSE
 
 
 MATRICES = (

@@ -42,7 +42,8 @@ def update(tx: Any, gradients=PARAMS, params=PARAMS, initial=None, **more) -> No
 
 
 def on_replicas(tx: Any) -> None:
-    helpers.trace(lambda p, s, g: tx.update(g, s, p), tx)
+    value = lambda g: g["bias"].sum()  # noqa: E731
+    helpers.trace(lambda p, s, g: tx.update(g, s, p, value=value(g)), tx)
 
 
 def own_shard_map(strip: bool, **settings: Any) -> None:
@@ -88,6 +89,7 @@ FEWER = {name: leaf for name, leaf in PARAMS.items() if name != "bias"}
 WIDER = changed("bias", jnp.zeros(9))
 COMPLEX = changed("bias", jnp.ones(5, "complex64"))
 EIGHT_BITS = changed("tall", jnp.ones((6, 4), jnp.float8_e4m3fn))
+PLATEAU = optax.chain(SGD, optax.contrib.reduce_on_plateau())
 TALL, ONE_ROW = {"tall": jnp.ones((6, 4))}, {"tall": jnp.ones((1, 4))}
 TWO_ROWS = {"w": jnp.ones((2, 3))}
 
@@ -158,6 +160,10 @@ CASES = {
     "wrapper that drops extra arguments": (
         lambda: on_replicas(synced(swallowing(cd.dion(0.1)), change, axis_name=AXIS)),
         *(ValueError, "extra argument"),
+    ),
+    "reduce_on_plateau inside": (  # JAX's own words, which docs/troubleshooting.md has
+        lambda: on_replicas(synced(PLATEAU, axis_name=AXIS)),
+        *(TypeError, "cond branches must have equal output types.*\n(.*\n)*.*varying"),
     ),
     # Replicas that would train apart, or average what is not theirs.
     "no axis": (
