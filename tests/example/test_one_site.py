@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import launch
 import main
 import pytest
 
@@ -23,7 +24,9 @@ def test_two_terminals_have_one_model(tmp_path, text):
     """The two commands of the page; a third site comes when they have left."""
     first = [sys.executable, main.__file__]
     running = [
-        subprocess.Popen([*first, *command(name, tmp_path, text, "--short")])
+        subprocess.Popen(
+            [*first, *command(name, tmp_path, text, "--short")], env=launch.ENVIRONMENT
+        )
         for name in ("paris", "rome")
     ]
     assert [process.wait(200) for process in running] == [0, 0]

@@ -154,6 +154,7 @@ def ended(all_commands, folder: Path) -> list[tuple[int | None, str]]:
         workers = [
             subprocess.Popen(
                 [sys.executable, *command],
+                env=launch.ENVIRONMENT,
                 stdout=stack.enter_context(file.open("w")),
                 stderr=subprocess.STDOUT,
             )
