@@ -33,3 +33,15 @@ def test_measures_each_once(tmp_path):
     before = file.read_text()
     assert lines(file, "--only", "uon") == shown == lines(file, "--table")
     assert file.read_text() == before
+
+
+@pytest.mark.slow
+def test_trains_both_and_leaves_a_profile(text, tmp_path):
+    command = [sys.executable, RUN.with_name("train.py"), "--size", "tiny"]
+    command += ["--steps", "8", "--text", text, "--results", tmp_path, "--profile"]
+    subprocess.run(command, check=True, timeout=300)
+    lines = (tmp_path / "runs.jsonl").read_text().splitlines()
+    muon, local = map(json.loads, lines)
+    assert (muon["syncs"], local["syncs"]) == (8, 1)
+    assert 0 == muon["divergence"] < local["divergence"]
+    assert list(tmp_path.rglob("*.xplane.pb"))

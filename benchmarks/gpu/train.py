@@ -1,0 +1,100 @@
+"""Synchronous Muon against `local_muon`, 25 million parameters on an accelerator.
+
+    python benchmarks/study/corpus.py                 # or carry its text.tar.xz there
+    python benchmarks/gpu/train.py --limit 240        # stops in time; the same goes on
+
+Eight replicas on one device, 16,384 tokens per replica and step, products of bfloat16:
+the study's runs with a larger model (`benchmarks/study`). What ends is a line of
+`runs.jsonl` in `--results`. With `--profile` it then traces eight steps of
+`local_muon`, a sync among them, to `profile` there, for TensorBoard or Perfetto.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import signal
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parents[2]
+sys.path[1:1] = [
+    str(_ROOT / place) for place in (".", "examples/char_lm", "benchmarks/study")
+]
+
+import corpus  # noqa: E402
+import data  # noqa: E402
+import jax  # noqa: E402
+import simulate  # noqa: E402
+from rows import LOCAL_MUON, METHODS, MUON  # noqa: E402
+from simulate import Run, Size  # noqa: E402
+
+SIZES = {
+    "25m": Size(8, 512, 8, 512, 32, 256),
+    "tiny": Size(1, 16, 1, 16, 2, 16),
+}
+RATE = 0.04
+
+
+def text_of(path: Path | None) -> data.Corpus:
+    """The study's text, unpacked where only its archive is; or what is given."""
+    archive = corpus.TEXT.with_suffix(".tar.xz")
+    if path is None and not corpus.TEXT.exists() and archive.exists():
+        with tarfile.open(archive) as packed:
+            packed.extractall(corpus.TEXT.parent, filter="data")
+    return data.load(str(path or corpus.TEXT))
+
+
+def profile(text: data.Corpus, size: Size, folder: Path) -> None:
+    """Traces eight steps of `local_muon`; the seventh synchronises."""
+    gpt = simulate.transformer(size, text)
+    params = simulate.parameters(gpt, 0)
+    tx = METHODS[LOCAL_MUON](simulate.schedule(RATE, 100), 100, params)
+    step = simulate.train_step(gpt, tx)
+    training: Any = simulate.on_replicas((params, tx.init(params)))
+    batches = simulate.Batches(text, 0, size)
+    training = jax.block_until_ready(step(*training, batches.of(0)))  # compiled
+    with jax.profiler.trace(str(folder)):
+        for number in range(1, 9):
+            with jax.profiler.StepTraceAnnotation("step", step_num=number):
+                training = jax.block_until_ready(step(*training, batches.of(number)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=SIZES, default="25m")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--limit", type=int, default=0, help="seconds; 0 is none")
+    parser.add_argument("--text", type=Path, help="a folder of other text")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "train")
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit("stopped; the same goes on"))
+    signal.alarm(options.limit)
+    options.results.mkdir(parents=True, exist_ok=True)
+    file = options.results / "runs.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    done = [json.loads(line)["run"] for line in lines]
+    size, text = SIZES[options.size], text_of(options.text)
+    for method in (MUON, LOCAL_MUON):
+        run = Run(method, RATE, 0, options.steps)
+        if dataclasses.asdict(run) in done:
+            continue
+        folder = options.results / method.strip("`").replace(" ", "_")
+        row = {"run": dataclasses.asdict(run), "size": options.size}
+        row |= simulate.simulate(run, text, folder, size)
+        row |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+        row |= {"text": text.fingerprint, "date": datetime.date.today().isoformat()}
+        with file.open("a") as stream:
+            stream.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+    if options.profile:
+        profile(text, size, options.results / "profile")
+
+
+if __name__ == "__main__":
+    main()
