@@ -5,6 +5,7 @@ contributes to the open round. A `Worker` is the thread that calls it. It runs n
 of a training step: it copies arrays from the devices, and computes on the host's CPU.
 """
 
+import itertools
 import logging
 import math
 import threading
@@ -87,8 +88,8 @@ class Follower:
         commit, outer, after = read[0], self.outer, number + 1
         self._check_digest(commit["before"])
         contributors, roster = commit["contributors"], commit["roster"]
-        found = [self._committed(entry) for entry in contributors]
-        if None in found:  # collected while this site was away, or damaged
+        found = list(itertools.takewhile(bool, map(self._committed, contributors)))
+        if len(found) < len(contributors):  # collected meanwhile, or damaged
             outer, roster, after = _run.load(self.store, self.model, after)
         elif found:
             due = number > 0 and number % self.snapshot_every == 0
@@ -184,7 +185,6 @@ class Follower:
             found = self.store.read(key, self.model.message, exists=True)
             if found is None:
                 return None
-            _run.check_contribution(found[0])
             norm = self.model.norm(found[1])
             why = "" if math.isfinite(norm) else "It contains NaN or Inf."
             received = Received(name, *found, norm, why)

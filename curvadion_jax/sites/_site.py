@@ -149,11 +149,9 @@ class Site:
         if self._structure is not None:
             raise RuntimeError("This site has started. Make a site for each start.")
         _check(params)
-        leaves, structure = jax.tree.flatten(params)
-        arrays = _processes.gather(leaves)
-        found = _processes.from_first(lambda: self._enter(params, arrays))
-        self._every, self._max_lag, update = found
-        self._structure = structure
+        arrays = _processes.gather(jax.tree.leaves(params))
+        update = _processes.from_first(lambda: self._enter(params, arrays))
+        self._structure = jax.tree.structure(params)
         atexit.register(self.close)
         return self._apply(update, params)
 
@@ -179,13 +177,13 @@ class Site:
             are not positive and finite.
         """
         self._check_open()
-        if self._worker is not None and not 1e-9 <= float(tokens) <= 1e15:
+        if not 1e-9 <= float(tokens) <= 1e15:
             raise ValueError(
                 f"tokens must be positive and at most 1e15, got {tokens}. Give the "
                 "tokens that this site has seen in the step."
             )
         self._steps += 1
-        self._tokens += float(tokens) if self._worker is not None else 1.0
+        self._tokens += float(tokens)
         due = min(self._every, self._max_lag)
         if jax.process_count() > 1 and self._steps < due and self._steps % _LOOK:
             return params
@@ -241,22 +239,26 @@ class Site:
     @property
     def metrics(self) -> SiteMetrics:
         """See :class:`SiteMetrics`."""
-        lag = 0 if self._under_way is None else self._steps
-        store, counts = self._follower and self._follower.store, self._outcomes
+        store = self._follower and self._follower.store
         return SiteMetrics(
-            *(self._round, self._contributors),
-            *(counts["counted"], counts["late"], counts["rejected"]),
-            *(lag, self._blocked),
-            *((store.up, store.down) if store else (0, 0)),
+            round=self._round,
+            contributors=self._contributors,
+            counted=self._outcomes["counted"],
+            late=self._outcomes["late"],
+            rejected=self._outcomes["rejected"],
+            lag=0 if self._under_way is None else self._steps,
+            blocked=self._blocked,
+            bytes_up=store.up if store else 0,
+            bytes_down=store.down if store else 0,
         )
 
-    def _enter(self, params: Any, arrays: list[Any]) -> tuple[int, float, Any]:
+    def _enter(self, params: Any, arrays: list[Any]) -> Update | None:
         store, model = Store(self._url), Model(params, self._outer, self._codec)
         self._follower = Follower(store, model, self.name, *self._rules)
         self._follower.start(arrays)
         self._worker = Worker(self._follower, self._poll)
         self._worker.start()
-        return self._every, self._max_lag, self._worker.take()
+        return self._worker.take()
 
     def _check_open(self) -> None:
         if self._structure is None or self._closed:
