@@ -107,7 +107,7 @@ class Follower:
         self._open_round()
         own, self.contribution, self.decided = self.contribution, None, None
         if own is not None:
-            # One that nobody could read is late: it has no uid, and is sent again.
+            # What could not be read has no uid in the commit: it is late.
             entries = [*contributors, *commit["rejected"]]
             outcomes = {entry["uid"]: entry.get("why", "") for entry in entries}
             why = outcomes.get(own.uid, "late")
@@ -151,9 +151,15 @@ class Follower:
                 "did, and this one stops. Give every site a name of its own."
             )
         keys = self.store.keys(_run.contribution_key(number, ""))
-        for name in members.newest.keys() - self._received:  # no stranger's is read
-            if _run.contribution_key(number, name) in keys:
-                self._read(name)
+        there = {
+            name
+            for name in members.newest
+            if _run.contribution_key(number, name) in keys
+        }
+        if self.name not in there:  # deleted
+            self.contribution = self.contribution._replace(sent=False)
+        for name in there - self._received.keys():
+            self._read(name)
         now = time.monotonic()
         if len(self._received) < members.needed(self._quorum):
             self._report(now, members)

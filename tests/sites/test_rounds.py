@@ -175,6 +175,18 @@ def test_a_contribution_whose_answer_was_lost_counts_once(monkeypatch):
     assert a.moved() == b.moved() == 1.0
 
 
+def test_a_contribution_that_was_deleted_is_sent_again():
+    a, b = named("ab", quorum=2)
+    for site in (a, b):
+        site.send(1.0)
+    a.store.delete(a.store.keys("rounds/") + a.store.keys("bodies/rounds/"))
+    for site in (a, b):
+        assert not site.follower.propose()
+        site.follower.send()
+    settle(a, b)
+    assert a.moved() == 1.0
+
+
 def test_a_crashed_site_is_waited_for_until_grace_is_over(clock):
     a, b, c = named("abc", grace=GRACE, quorum=2)
     for site in (a, b, c):
