@@ -161,7 +161,8 @@ class Follower:
         for name in there - self._received.keys():
             self._read(name)
         now = time.monotonic()
-        if len(self._received) < members.needed(self._quorum):
+        needed = members.needed(self._quorum)
+        if len(self._received) < needed:
             self._report(now, members)
             return False
         self._complete = now if self._complete is None else self._complete
@@ -171,9 +172,7 @@ class Follower:
         received = [self._received[name] for name in sorted(self._received)]
         before = self.outer.digest
         self._check_digest(_run.digest_of_most(received, before))
-        received = _run.judged(received, before)
-        run = self._roster, members, self._quorum
-        commit = _run.commit(number, before, received, *run)
+        commit = _run.commit(number, before, received, awaited, needed)
         self.store.write(_run.commit_key(number), commit)
         return True
 

@@ -66,12 +66,6 @@ class Received(NamedTuple):
     why: str = ""
 
 
-def number_of(key: str) -> int | None:
-    """The round that a key belongs to; None for keys that are not a run's."""
-    found = _NUMBERED.fullmatch(key)
-    return int(found[1]) if found else None
-
-
 def members(keys: Iterable[str]) -> Members:
     """From the keys below `MEMBERS`."""
     newest: dict[str, tuple[int, bool]] = {}
@@ -143,7 +137,7 @@ def digest_of_most(received: Iterable[Received], own: str) -> str:
     return own if own in likely or not likely else likely[0]
 
 
-def judged(received: Sequence[Received], before: str) -> list[Received]:
+def _judged(received: Sequence[Received], before: str) -> list[Received]:
     """The contributions, each with the reason why it cannot count, if there is one."""
     # A site that was late for many rounds has gone as much further.
     paces = {x.name: x.norm / x.header["rounds"] for x in received if not x.why}
@@ -181,12 +175,18 @@ def expected(roster: Roster, number: int, left: frozenset[str]) -> Roster:
 def commit(
     number: int,
     before: str,
-    received: Iterable[Received],
-    roster: Roster,
-    members: Members,
-    quorum: int,
+    received: Sequence[Received],
+    awaited: Roster,
+    needed: int,
 ) -> dict[str, Any]:
     """The commit of a round: which contributions count, and how much.
+
+    Args:
+      number: of the round.
+      before: digest of the outer parameters before it.
+      received: contributions.
+      awaited: the sites that are expected in this round.
+      needed: contributions without which nothing counts.
 
     A site's share of the mean is its tokens per round over those of all expected sites.
     An absent site contributes its drift later, with the same share, so nothing counts
@@ -196,14 +196,12 @@ def commit(
     Below the quorum nothing counts. The round then ends for rejected sites, and the
     others contribute the same to the next one.
     """
+    received = _judged(received, before)
     valid = [each for each in received if not each.why]
-    if len(valid) < members.needed(quorum):
+    if len(valid) < needed:
         valid = []
     rates = {x.name: x.header["tokens"] / x.header["rounds"] for x in valid}
-    roster = {
-        **expected(roster, number, members.left),
-        **{name: [number, rate] for name, rate in rates.items()},
-    }
+    roster = {**awaited, **{name: [number, rate] for name, rate in rates.items()}}
     mean = math.fsum(rate for _, rate in roster.values()) / max(1, len(roster))
     return {
         "before": before,
@@ -263,11 +261,15 @@ def write_snapshot(store: Store, outer: Outer, roster: Roster, number: int) -> N
         return
     first = older[_KEPT - 1]
     for prefix in (SNAPSHOTS, "rounds/", "bodies/"):
-        found = [(number_of(key), key) for key in store.keys(prefix)]
-        store.delete([key for n, key in found if n is not None and n < first])
+        store.delete([key for n, key in _numbered(store, prefix) if n < first])
+
+
+def _numbered(store: Store, prefix: str) -> list[tuple[int, str]]:
+    """Keys below a prefix with their rounds, without those that are not a run's."""
+    found = map(_NUMBERED.fullmatch, store.keys(prefix))
+    return [(int(match[1]), match[0]) for match in found if match]
 
 
 def _snapshots(store: Store) -> list[int]:
     """Numbers of the rounds before which there is a snapshot, the newest first."""
-    found = map(number_of, store.keys(SNAPSHOTS))
-    return sorted({n for n in found if n is not None}, reverse=True)
+    return sorted({number for number, _ in _numbered(store, SNAPSHOTS)}, reverse=True)
