@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _counters, _paths
+from curvadion_jax import _counters, _finite, _paths
 from curvadion_jax._adaptive_sync import AdaptiveSyncState
 from curvadion_jax._paths import Names
 from curvadion_jax.replicas._arrays import on_host
@@ -37,7 +37,7 @@ class ConsistencyCheck:
         would undo parameters that were loaded after ``tx.init``. States that took a
         step pass.
         """
-        counters, anchors, common = self._split(state)
+        counters, anchors, common, inner = self._split(state)
         if not counters:
             return
         # Arrays that may be the parameter of an anchor end with its name.
@@ -47,23 +47,32 @@ class ConsistencyCheck:
             for names, x in anchor.items()
             if (copies := _ending_with(names, x.shape, common))
         }
-        started, differs, moved = on_host(
-            _compare_at_start, counters, [*common.values()], [*parameters.values()]
+        started, differs, moved, spoilt = on_host(
+            _compare_at_start,
+            counters,
+            *([*x.values()] for x in (common, parameters, inner)),
         )
         if started:
             return
-        names = ["/".join(each) for each in (*common, *parameters)]
+        names = ["/".join(each) for each in (*common, *parameters, *inner)]
         if any(differs):
             raise ValueError(
                 f"Replicas start from different values ({names[differs.index(True)]!r})"
                 ", and would never meet. Give replicas.replicate the state of one "
                 "replica, and name what is meant to differ in replicas.step(local=...)."
             )
+        names = names[len(common) :]
         if any(moved):
             raise ValueError(
-                f"The parameters ({'/'.join(list(parameters)[moved.index(True)])!r}) "
-                "are not those given to tx.init, to which the first sync would return. "
-                "Call tx.init with them, or replicas.reanchor(params, opt_state)."
+                f"The parameters ({names[moved.index(True)]!r}) are not those given to "
+                "tx.init, to which the first sync would return. Call tx.init with "
+                "them, or replicas.reanchor(params, opt_state)."
+            )
+        if any(spoilt):
+            raise ValueError(
+                f"{names[spoilt.index(True)]!r} holds NaN or Inf, so that syncs would "
+                "exclude every replica. Keep such arrays, as masks are, out of the "
+                "parameters and of the inner optimizer's state."
             )
 
     def after_step(self, state: Any, due: bool | None) -> None:
@@ -98,7 +107,7 @@ class ConsistencyCheck:
 
     def _differing(self, state: Any) -> list[str] | None:
         """None unless all replicas have just synchronised; [] without an anchor."""
-        counters, anchors, common = self._split(state)
+        counters, anchors, common, _ = self._split(state)
         if not counters or not all(anchors):
             return []
         if not on_host(_all_synced, counters):
@@ -107,21 +116,26 @@ class ConsistencyCheck:
         pairs = zip(common, differs, strict=True)
         return ["/".join(names) for names, yes in pairs if yes]
 
-    def _split(self, state: Any) -> tuple[list, list[Arrays], Arrays]:
-        """Counters and anchors of the optimizers, and arrays to have in common."""
+    def _split(self, state: Any) -> tuple[list, list[Arrays], Arrays, Arrays]:
+        """Of optimizers counters, anchors and inner arrays; third, what is common."""
         leaves = dict(_paths.leaves_with_names(state))
         optimizers = _counters.optimizers(leaves)
         fields = ("steps", "synced", "excluded", "absent")
         counters = [[leaves[*p, "metrics", f] for f in fields] for p in optimizers]
         anchors = [_below((*p, "sync_state", "anchor"), leaves) for p in optimizers]
+        floats = {n: x for n, x in leaves.items() if _finite.is_float(x)}
         common = {
             names: x
-            for names, x in leaves.items()
-            if jnp.issubdtype(x.dtype, jnp.inexact)
-            and not _paths.lies_in(names, self._local)
+            for names, x in floats.items()
+            if not _paths.lies_in(names, self._local)
             and not _counters.is_within(names, optimizers, AdaptiveSyncState._fields)
         }
-        return counters, anchors, common
+        inner = {
+            names: x
+            for names, x in floats.items()
+            if x.ndim > 1 and _counters.is_within(names, optimizers, {"inner_state"})
+        }
+        return counters, anchors, common, inner
 
 
 def _below(path: Names, arrays: Arrays) -> Arrays:
@@ -134,8 +148,8 @@ def _ending_with(names: Names, shape: Any, arrays: Arrays) -> list[Any]:
     return [x for end, x in pairs if end == names and x.shape == shape]
 
 
-def _compare_at_start(counters: Any, arrays: list[jax.Array], parameters: Any) -> Any:
-    """Whether a step was taken, what differs between replicas, and from the anchor."""
+def _compare_at_start(counters, arrays, parameters, inner) -> Any:
+    """Whether a step was taken, what differs, from the anchor too, or is not finite."""
 
     def differs(x, y):
         return jnp.any((x != y) & ~(jnp.isnan(x) & jnp.isnan(y)))
@@ -146,7 +160,8 @@ def _compare_at_start(counters: Any, arrays: list[jax.Array], parameters: Any) -
         jnp.all(jnp.stack([differs(x, copy) for copy in copies]))
         for x, copies in parameters
     ]
-    return started, [differs(x, x[:1]) for x in (*arrays, *anchors)], moved
+    spoilt = [~jnp.all(jnp.isfinite(x)) for x in (*anchors, *inner)]
+    return started, [differs(x, x[:1]) for x in (*arrays, *anchors)], moved, spoilt
 
 
 def _all_synced(counters: Any) -> jax.Array:

@@ -112,7 +112,7 @@ def _inspect(
         raise ValueError(
             "The training step changes its state, and no optimizer in it synchronises: "
             f"{replicas} replicas would train {replicas} models. Use local_muon, "
-            "curvadion or adaptive_sync."
+            "curvadion or adaptive_sync, or name in local= what may differ."
         )
     after = [names for names, _ in _paths.leaves_with_names(traced.result[0])]
     optimizers = _counters.optimizers(after)
