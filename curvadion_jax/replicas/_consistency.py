@@ -13,7 +13,7 @@ from curvadion_jax._paths import Names
 from curvadion_jax.replicas._arrays import on_host
 
 Arrays = dict[Names, Any]
-_LOOKS = 1000  # so that a run without syncs does not wait for ever
+_LOOKS = 1000  # so that a run without syncs does not wait indefinitely
 
 
 class ConsistencyCheck:
@@ -47,7 +47,7 @@ class ConsistencyCheck:
             for names, x in anchor.items()
             if (copies := _ending_with(names, x.shape, common))
         }
-        started, differs, moved, spoilt = on_host(
+        started, differs, moved, nonfinite = on_host(
             _compare_at_start,
             counters,
             *([*x.values()] for x in (common, parameters, inner)),
@@ -68,9 +68,9 @@ class ConsistencyCheck:
                 "tx.init, to which the first sync would return. Call tx.init with "
                 "them, or replicas.reanchor(params, opt_state)."
             )
-        if any(spoilt):
+        if any(nonfinite):
             raise ValueError(
-                f"{names[spoilt.index(True)]!r} holds NaN or Inf, so that syncs would "
+                f"{names[nonfinite.index(True)]!r} holds NaN or Inf, so syncs would "
                 "exclude every replica. Keep such arrays, as masks are, out of the "
                 "parameters and of the inner optimizer's state."
             )
@@ -160,8 +160,8 @@ def _compare_at_start(counters, arrays, parameters, inner) -> Any:
         jnp.all(jnp.stack([differs(x, copy) for copy in copies]))
         for x, copies in parameters
     ]
-    spoilt = [~jnp.all(jnp.isfinite(x)) for x in (*anchors, *inner)]
-    return started, [differs(x, x[:1]) for x in (*arrays, *anchors)], moved, spoilt
+    nonfinite = [~jnp.all(jnp.isfinite(x)) for x in (*anchors, *inner)]
+    return started, [differs(x, x[:1]) for x in (*arrays, *anchors)], moved, nonfinite
 
 
 def _all_synced(counters: Any) -> jax.Array:

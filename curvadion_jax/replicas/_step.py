@@ -199,7 +199,7 @@ class CompiledStep:
         return _Schedule(counter, mapped.due_of)
 
     def _is_at_start(self, counter: Any) -> bool:
-        """Whether it is of a state that the step did not return, and that took none."""
+        """Whether a state that the step did not return has taken no step."""
         return counter is not self._counter and self._read(counter) == 0
 
     def _read(self, counter: Any) -> int:
