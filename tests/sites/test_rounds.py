@@ -175,6 +175,18 @@ def test_a_contribution_whose_answer_was_lost_counts_once(monkeypatch):
     assert a.moved() == b.moved() == 1.0
 
 
+def test_a_site_that_was_away_may_have_gone_far_but_not_in_one_round():
+    a, b, c = named("abc", quorum=2)
+    for number in range(13):
+        for site in (a, b):
+            site.send(1.0)
+        if number >= 11:
+            c.send(12.0)
+        settle(a, b, c)
+    assert c.outcomes[0] == ""
+    assert c.outcomes[1].startswith("Its norm per round")
+
+
 def test_a_contribution_that_was_deleted_is_sent_again():
     a, b = named("ab", quorum=2)
     for site in (a, b):
