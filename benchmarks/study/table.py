@@ -123,7 +123,8 @@ def document(results: study.Results) -> str:
         "the standard deviation over seeds; 'above Muon' compares equal seeds."
     ]
     for steps in (study.STEPS, study.QUARTER):
-        parts.append(f"## {steps:,} steps\n\n{table(results, steps)}")
+        if by_seed(results, MUON, steps):
+            parts.append(f"## {steps:,} steps\n\n{table(results, steps)}")
     text = f"## Learning rates\n\nOne seed, {study.QUARTER} steps.\n\n{rates(results)}"
     return "\n\n".join([*parts, text]) + "\n"
 
@@ -148,7 +149,8 @@ def draw(results: study.Results) -> None:
         axes.set_title(f"{steps:,} steps")
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("loss above synchronous Muon, percent")
-    panels[0].legend(fontsize=7)
+    if panels[0].has_data():
+        panels[0].legend(fontsize=7)
     figure.savefig(study.RESULTS / "picture.png", dpi=120)
 
 

@@ -102,3 +102,8 @@ def test_constant_gradients_read_as_the_age_of_lions_momentum():
     assert rmmc.read_by(log, beta, "published")[1] == pytest.approx(10.256, abs=1e-3)
     assert not rmmc.read_by(log, beta, "matrices").any()
     np.testing.assert_allclose(rmmc.read_by(log, beta, "corrected"), 0, atol=1e-12)
+
+
+def test_the_page_has_the_tables_of_the_results():
+    page = (study.RESULTS / "table.md").read_text("utf-8")
+    assert table.document(study.read()) == page
