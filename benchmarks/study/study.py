@@ -1,8 +1,8 @@
 """Train the study's runs, and write each result as soon as it is there.
 
-    python benchmarks/study/corpus.py                    # the text, once
-    python benchmarks/study/study.py [--workers 2]       # all runs, some 20 hours of a core
-    python benchmarks/study/table.py                     # the table and the picture
+    python benchmarks/study/corpus.py               # the text, once
+    python benchmarks/study/study.py [--workers 2]  # some 20 hours of a core
+    python benchmarks/study/table.py                # the table and the picture
 
 Each method takes the best of three learning rates at a quarter of the steps on one
 seed; where the best is at an edge, the next one is tried too. Then all methods train a
