@@ -12,7 +12,9 @@ the study's runs with a larger model (`benchmarks/study`). What ends is a line o
 import argparse
 import dataclasses
 import datetime
+import hashlib
 import json
+import shutil
 import signal
 import sys
 import tarfile
@@ -28,6 +30,7 @@ import corpus  # noqa: E402
 import data  # noqa: E402
 import jax  # noqa: E402
 import simulate  # noqa: E402
+import study  # noqa: E402
 from rows import LOCAL_MUON, METHODS, MUON  # noqa: E402
 from simulate import Run, Size  # noqa: E402
 
@@ -77,20 +80,19 @@ def main() -> None:
     signal.alarm(options.limit)
     options.results.mkdir(parents=True, exist_ok=True)
     file = options.results / "runs.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    done = [json.loads(line)["run"] for line in lines]
     size, text = SIZES[options.size], text_of(options.text)
+    done = [json.loads(line) for line in study.lines(file).splitlines()]
     for method in (MUON, LOCAL_MUON):
         run = Run(method, RATE, 0, options.steps)
-        if dataclasses.asdict(run) in done:
-            continue
-        folder = options.results / method.strip("`").replace(" ", "_")
         row = {"run": dataclasses.asdict(run), "size": options.size}
-        row |= simulate.simulate(run, text, folder, size)
+        row["text"] = text.fingerprint
+        if any(row.items() <= other.items() for other in done):
+            continue
+        key = hashlib.sha256(json.dumps(row).encode()).hexdigest()[:16]
+        row |= simulate.simulate(run, text, options.results / key, size)
         row |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-        row |= {"text": text.fingerprint, "date": datetime.date.today().isoformat()}
-        with file.open("a") as stream:
-            stream.write(json.dumps(row) + "\n")
+        study.append(file, row | {"date": datetime.date.today().isoformat()})
+        shutil.rmtree(options.results / key, ignore_errors=True)
         print(json.dumps(row), flush=True)
     if options.profile:
         profile(text, size, options.results / "profile")

@@ -12,9 +12,9 @@ with Lion's momentum corrected for its zero start.
 
 `whole`: `curvadion(budget=0.01)` with its defaults on 8 replicas. On every step RMMC
 and its threshold, the learning rate, the gradient noise scale tr(covariance) / |mean|^2
-over the replicas' gradients, in tokens, and the curvature d'Hd / |d|^2 of one
-replica's loss along its update d. From two thirds of the steps on, the text is that of
-other packages.
+over the replicas' gradients, in tokens, which between syncs has their drift in it, and
+the curvature d'Hd / |d|^2 of one replica's loss on its batch along its update d. From
+two thirds of the steps on, the text is that of other packages.
 """
 
 import argparse
@@ -189,7 +189,7 @@ def read_by(log: Any, beta: float, rule: str) -> np.ndarray:
         log: That of `start`.
         beta: Decay rate of Lion's momentum there.
         rule: 'published'; the same with 'no floor'; of 'matrices' alone; or
-            'corrected', Lion's momentum before and after divided by 1 - beta^t.
+            'corrected', Lion's momentum over 1 - beta^t compared with the last one.
     """
     before, after = (np.array(log[name])[1:] for name in ("before", "after"))
     matrix, counted = np.array(log["matrix"]), before > FLOOR
@@ -228,7 +228,7 @@ def report(found: dict[str, Any]) -> str:
     run = seen_after_the_first_step(found)
     lines += ["", "| RMMC's rank correlation with | all steps | after warmup |"]
     lines.append("|---|---|---|")
-    for name in ("curvature", "noise", "rate"):
+    for name in ("curvature", "noise", "rate", "rate x curvature"):
         later = slice(len(run["rmmc"]) // 10, None)
         both = [
             scipy.stats.spearmanr(run["rmmc"][part], run[name][part]).statistic
@@ -239,9 +239,10 @@ def report(found: dict[str, Any]) -> str:
 
 
 def seen_after_the_first_step(found: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Of the whole run; noise without end where the mean gradient is lost in it."""
+    """Of the whole run; the noise is infinite where the mean gradient is lost in it."""
     run = {name: np.array(values)[1:] for name, values in found["whole"].items()}
     run["noise"] = np.where(run["noise"] > 0, run["noise"], np.inf)
+    run["rate x curvature"] = run["rate"] * run["curvature"]
     return run
 
 

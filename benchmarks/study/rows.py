@@ -38,6 +38,10 @@ def _muon_with(momentum, rate, params):
     )
 
 
+def _muon_as_local(rate, steps, params):
+    return _synchronous(_muon_with(0.9, rate, params))
+
+
 def _rising_muon(rate, steps, params):
     make = optax.inject_hyperparams(lambda momentum: _muon_with(momentum, rate, params))
     return _synchronous(make(momentum=_rising_momentum(steps)))
@@ -86,6 +90,7 @@ RISING = ", momentum from 0.8 to 0.95"
 DION, CURVADION = "Dion, synchronous", "`curvadion(budget=0.01)`"
 METHODS: dict[str, Method] = {
     MUON: _muon,
+    MUON + ", momentum 0.9": _muon_as_local,
     MUON + RISING: _rising_muon,
     DION: _dion,
     "Dion, synchronous, rank 1/4": _dion_of_a_quarter,
@@ -109,6 +114,7 @@ RATES: dict[str, tuple[float, ...]] = {
 }
 SAME_RATE = {
     "Dion, synchronous, rank 1/4": DION,
+    MUON + ", momentum 0.9": MUON,
     MUON + RISING: MUON,
     LOCAL_MUON + RISING: LOCAL_MUON,
     "`curvadion(threshold=0.3)`": CURVADION,

@@ -8,7 +8,6 @@ than on as many CPU devices, and one process of it fills one core.
 
 import dataclasses
 import functools
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -65,8 +64,8 @@ def simulate(
 
     `loss` is that of the mean of the replicas after the last step, in nats a token,
     `curve` that after each quarter; `bytes` and `synchronous_bytes` are those of
-    `curvadion_jax.metrics.read`. The run is kept in `folder` at each eighth, and goes
-    on from there.
+    `curvadion_jax.metrics.read`. The run is kept in `folder` after each eighth, and
+    resumes from there; the caller removes it when it has the result.
     """
     gpt = transformer(size, corpus)
     params = parameters(gpt, run.seed)
@@ -84,13 +83,12 @@ def simulate(
     while done < run.steps:
         training = step(*training, batches.of(done))
         done += 1
-        if done % (run.steps // 4) == 0:
+        if done % max(1, run.steps // 4) == 0 or done == run.steps:
             curve[str(done)] = evaluate(training[0])
-        if done % (run.steps // 8) == 0 and done < run.steps:
+        if done % max(1, run.steps // 8) == 0:
             seconds = time.process_time() - began
             extra = {"step": done, "curve": curve, "seconds": seconds}
             cd.checkpoint.save(folder, done, training, keep=1, extra=extra)
-    shutil.rmtree(folder, ignore_errors=True)
     params, state = training
     sent = cd.metrics.read(state)
     return {

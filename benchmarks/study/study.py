@@ -17,8 +17,10 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import math
 import multiprocessing
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,17 +41,30 @@ FILE = RESULTS / "runs.jsonl"
 Results = dict[Run, dict[str, Any]]
 
 
-def read(file: Path = FILE) -> Results:
-    """The results so far; a line cut off by a kill is left out."""
+def lines(file: Path) -> str:
+    """The whole lines of a file that may be missing; a kill may cut off the last."""
     text = file.read_text() if file.exists() else ""
-    rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return text[: text.rfind("\n") + 1]
+
+
+def append(file: Path, row: dict[str, Any]) -> None:
+    """Writes a line behind the whole ones."""
+    whole = lines(file)
+    with file.open("a") as stream:
+        stream.truncate(len(whole.encode()))
+        stream.write(json.dumps(row) + "\n")
+
+
+def read(file: Path = FILE) -> Results:
+    """The results so far."""
+    rows = map(json.loads, lines(file).splitlines())
     return {Run(**row["run"]): row for row in rows}
 
 
 def losses_by_rate(results: Results, method: str) -> dict[float, float]:
     """Losses of a method by learning rate, at a quarter of the steps on seed 0."""
     return {
-        run.rate: row["loss"]
+        run.rate: row["loss"] if math.isfinite(row["loss"]) else math.inf
         for run, row in results.items()
         if (run.method, run.seed, run.steps) == (method, 0, QUARTER)
     }
@@ -95,13 +110,18 @@ def plan(results: Results) -> list[Run]:
     return grid or [run for run in table if run not in results]
 
 
+def folder_of(run: Run) -> Path:
+    """Where a run is kept until its result is written."""
+    name = hashlib.sha256(repr(run).encode()).hexdigest()[:16]
+    return RESULTS / "unfinished" / name
+
+
 def train(run: Run) -> dict[str, Any]:
     """One run, in a process of its own: JAX starts there."""
     import data
 
     text = data.load(str(corpus.TEXT))
-    name = hashlib.sha256(repr(run).encode()).hexdigest()[:16]
-    result = simulate(run, text, RESULTS / "unfinished" / name)
+    result = simulate(run, text, folder_of(run))
     return {
         "run": dataclasses.asdict(run),
         **result,
@@ -112,16 +132,21 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def trained(runs: Sequence[Run], workers: int) -> Iterator[dict[str, Any]]:
-    """The results as they come, of processes of one thread each."""
+    """The results as they come, of processes of one thread each.
+
+    Where a run fails the others still end; its error is raised after them.
+    """
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with concurrent.futures.ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), max_tasks_per_child=1
     ) as pool:
-        for future in concurrent.futures.as_completed(
-            [pool.submit(train, run) for run in runs]
-        ):
-            yield future.result()
+        futures = [pool.submit(train, run) for run in runs]
+        for future in concurrent.futures.as_completed(futures):
+            if future.exception() is None:
+                yield future.result()
+    for future in futures:
+        future.result()
 
 
 def main() -> None:
@@ -135,8 +160,8 @@ def main() -> None:
     while runs := plan(read()):
         print(f"{len(runs)} runs to train", flush=True)
         for row in trained(runs, options.workers):
-            with FILE.open("a") as stream:
-                stream.write(json.dumps(row) + "\n")
+            append(FILE, row)
+            shutil.rmtree(folder_of(Run(**row["run"])), ignore_errors=True)
             print(f"{row['loss']:.4f} {row['run']}", flush=True)
 
 

@@ -52,6 +52,12 @@ def spread(numbers: Sequence[float], digits: int = 2, unit: str = "") -> str:
     return mean + unit
 
 
+def share_of_bytes(row: Mapping[str, Any], steps: int) -> float:
+    """Bytes over those of synchronous training, with the mean that ends local steps."""
+    last = 1 / steps if row["divergence"] > 1e-6 else 0
+    return row["bytes"] / row["synchronous_bytes"] + last
+
+
 def steps_to(wanted: float, short: float, long: float) -> float:
     """Share of the steps at which Muon would end at a loss.
 
@@ -77,7 +83,7 @@ def table(results: study.Results, steps: int) -> str:
         rows = by_seed(results, method, steps)
         if not rows:
             continue
-        share = [100 * x["bytes"] / x["synchronous_bytes"] for x in rows.values()]
+        share = [100 * share_of_bytes(x, steps) for x in rows.values()]
         known = rows.keys() & muon[study.QUARTER].keys() & muon[study.STEPS].keys()
         needed = [
             100
@@ -116,6 +122,8 @@ def rates(results: study.Results) -> str:
 def document(results: study.Results) -> str:
     """All tables."""
     dates = sorted({row["date"] for row in results.values()})
+    if len(texts := {row["text"] for row in results.values()}) > 1:
+        raise SystemExit(f"The results are of several texts: {texts}.")
     versions = ", ".join(sorted({row["jax"] for row in results.values()}))
     parts = [
         "# Results of the study\n\nWritten by `table.py`. 2 CPU cores, JAX "
@@ -139,8 +147,7 @@ def draw(results: study.Results) -> None:
         for method in METHODS:
             rows = by_seed(results, method, steps)
             if gaps := above(rows, muon):
-                row = next(iter(rows.values()))
-                share = 100 * row["bytes"] / row["synchronous_bytes"]
+                share = 100 * share_of_bytes(next(iter(rows.values())), steps)
                 error = statistics.stdev(gaps) if len(gaps) > 1 else 0.0
                 mean = statistics.fmean(gaps)
                 axes.errorbar(share, mean, error, marker="o", capsize=3, label=method)

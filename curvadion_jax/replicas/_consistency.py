@@ -13,7 +13,7 @@ from curvadion_jax._paths import Names
 from curvadion_jax.replicas._arrays import on_host
 
 Arrays = dict[Names, Any]
-_LOOKS = 1000  # so that a run without syncs does not wait indefinitely
+_LOOKS = 100  # so that a run without syncs does not wait on every step
 
 
 class ConsistencyCheck:

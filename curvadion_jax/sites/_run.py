@@ -129,6 +129,19 @@ def leave(store: Store, name: str, incarnation: int) -> None:
     store.delete([member_key(name, incarnation, "json")])
 
 
+def check_contribution(header: Mapping[str, Any]) -> None:
+    """Rejects a header that would stop the other sites, or make a commit infinite."""
+    match header:
+        case {
+            "tokens": int() | float() as tokens,
+            "rounds": int() as rounds,
+            "before": str() as before,
+            "uid": str() as uid,
+        } if 1e-9 <= tokens < 1e18 and 1 <= rounds < 10**9 and len(before + uid) < 200:
+            return
+    raise InvalidError("It has no usable tokens, rounds, digest and name.")
+
+
 def digest_of_most(received: Iterable[Received], own: str) -> str:
     """The digest of the anchor from which most readable contributions are measured."""
     found = Counter(each.header["before"] for each in received if not each.why)

@@ -89,7 +89,15 @@ def test_a_killed_run_goes_on_and_is_the_same_run(corpus, tmp_path, monkeypatch)
     assert again | {"cpu_seconds": 0} == whole | {"cpu_seconds": 0}
     assert whole["syncs"] == 2
     assert 0 < whole["divergence"]  # local steps since the last sync
-    assert not list(tmp_path.iterdir())
+
+
+def test_a_row_that_was_cut_off_is_written_again(tmp_path):
+    file, row = tmp_path / "runs.jsonl", {"run": "a"}
+    study.append(file, row)
+    with file.open("a") as stream:
+        stream.write('{"ru')
+    study.append(file, row)
+    assert file.read_text() == 2 * '{"run": "a"}\n'
 
 
 def test_constant_gradients_read_as_the_age_of_lions_momentum():

@@ -61,6 +61,9 @@ CASES = {
     "of another run": (copied(run="0" * 64), "of the run '00"),
     "of another site": (copied("rounds/00000000/d"), "at 'rounds/00000000/d'"),
     "of another round": (copied("rounds/00000003/c"), "at 'rounds/00000003/c'"),
+    "without tokens": (sent(tokens=0), "no usable tokens"),
+    "of endless tokens": (sent(tokens=float("inf")), "no usable tokens"),
+    "of no rounds": (sent(rounds=None), "no usable tokens"),
     "newer": (
         changed(lambda x: x.replace(b'"format": 1', b'"format": 9')),
         "of format 9, and this curvadion_jax reads 1",
