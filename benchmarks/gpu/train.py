@@ -42,7 +42,7 @@ RATE = 0.04
 
 
 def text_of(path: Path | None) -> data.Corpus:
-    """The study's text, unpacked where only its archive is; or what is given."""
+    """The study's text, from its archive if need be, or what is given."""
     archive = corpus.TEXT.with_suffix(".tar.xz")
     if path is None and not corpus.TEXT.exists() and archive.exists():
         with tarfile.open(archive) as packed:

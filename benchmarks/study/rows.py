@@ -21,15 +21,7 @@ def _synchronous(
     return cd.adaptive_sync(optimizer, always, mean, AXIS)
 
 
-def _adamw(rate, steps, params):
-    return _synchronous(optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.0))
-
-
-def _muon(rate, steps, params):
-    return _synchronous(_muon_with(0.95, rate, params))
-
-
-def _muon_with(momentum, rate, params):
+def _muon(rate, params, momentum=0.95):
     return optax.contrib.muon(
         rate,
         beta=momentum,
@@ -38,84 +30,50 @@ def _muon_with(momentum, rate, params):
     )
 
 
-def _muon_as_local(rate, steps, params):
-    return _synchronous(_muon_with(0.9, rate, params))
-
-
 def _rising_muon(rate, steps, params):
-    make = optax.inject_hyperparams(lambda momentum: _muon_with(momentum, rate, params))
-    return _synchronous(make(momentum=_rising_momentum(steps)))
+    make = optax.inject_hyperparams(lambda momentum: _muon(rate, params, momentum))
+    return _synchronous(make(momentum=_rising(steps)))
 
 
-def _rising_momentum(steps):
+def _rising(steps):
     return optax.linear_schedule(0.8, 0.95, steps)
-
-
-def _dion(rate, steps, params):
-    return cd.presets.synchronous_dion(rate, rank=1.0, axis_name=AXIS)
-
-
-def _dion_of_a_quarter(rate, steps, params):
-    return cd.presets.synchronous_dion(rate, rank=0.25, axis_name=AXIS)
-
-
-def _local_muon(rate, steps, params):
-    return cd.local_muon(rate, budget=0.01, axis_name=AXIS)
-
-
-def _rising_local_muon(rate, steps, params):
-    momentum = _rising_momentum(steps)
-    return cd.local_muon(rate, budget=0.01, momentum=momentum, axis_name=AXIS)
-
-
-def _budget(rate, steps, params):
-    return cd.curvadion(rate, budget=0.01, axis_name=AXIS)
-
-
-def _threshold(rate, steps, params):
-    return cd.curvadion(rate, threshold=0.3, axis_name=AXIS)
-
-
-def _diloco(rate, steps, params):
-    return cd.presets.diloco(rate, axis_name=AXIS)
-
-
-def _muloco(rate, steps, params):
-    return cd.presets.muloco(rate, axis_name=AXIS)
 
 
 Method = Callable[[optax.Schedule, int, optax.Params], optax.GradientTransformation]
 MUON, LOCAL_MUON = "Muon, synchronous", "`local_muon`"
-RISING = ", momentum from 0.8 to 0.95"
 DION, CURVADION = "Dion, synchronous", "`curvadion(budget=0.01)`"
+ADAMW = "AdamW, synchronous"
+RISING = ", momentum from 0.8 to 0.95"
 METHODS: dict[str, Method] = {
-    MUON: _muon,
-    MUON + ", momentum 0.9": _muon_as_local,
+    MUON: lambda rate, _, params: _synchronous(_muon(rate, params)),
+    MUON + ", momentum 0.9": lambda rate, _, p: _synchronous(_muon(rate, p, 0.9)),
     MUON + RISING: _rising_muon,
-    DION: _dion,
-    "Dion, synchronous, rank 1/4": _dion_of_a_quarter,
-    "AdamW, synchronous": _adamw,
-    LOCAL_MUON: _local_muon,
-    LOCAL_MUON + RISING: _rising_local_muon,
-    CURVADION: _budget,
-    "`curvadion(threshold=0.3)`": _threshold,
-    "MuLoCo": _muloco,
-    "DiLoCo": _diloco,
+    DION: lambda rate, *_: cd.presets.synchronous_dion(rate, rank=1.0, axis_name=AXIS),
+    DION + ", rank 1/4": lambda rate, *_: cd.presets.synchronous_dion(
+        rate, rank=0.25, axis_name=AXIS
+    ),
+    ADAMW: lambda rate, *_: _synchronous(optax.adamw(rate, 0.9, 0.95, weight_decay=0)),
+    LOCAL_MUON: lambda rate, *_: cd.local_muon(rate, budget=0.01, axis_name=AXIS),
+    LOCAL_MUON + RISING: lambda rate, steps, _: cd.local_muon(
+        rate, budget=0.01, momentum=_rising(steps), axis_name=AXIS
+    ),
+    CURVADION: lambda rate, *_: cd.curvadion(rate, budget=0.01, axis_name=AXIS),
+    "`curvadion(threshold=0.3)`": lambda rate, *_: cd.curvadion(
+        rate, threshold=0.3, axis_name=AXIS
+    ),
+    "MuLoCo": lambda rate, *_: cd.presets.muloco(rate, axis_name=AXIS),
+    "DiLoCo": lambda rate, *_: cd.presets.diloco(rate, axis_name=AXIS),
 }
 # The learning rates that are tried first, and whose best one a method takes.
+_LARGE, _SMALL = (0.02, 0.04, 0.08), (0.005, 0.01, 0.02)
 RATES: dict[str, tuple[float, ...]] = {
-    MUON: (0.02, 0.04, 0.08),
-    LOCAL_MUON: (0.02, 0.04, 0.08),
-    CURVADION: (0.02, 0.04, 0.08),
-    DION: (0.02, 0.04, 0.08),
-    "MuLoCo": (0.02, 0.04, 0.08),
-    "AdamW, synchronous": (0.005, 0.01, 0.02),
-    "DiLoCo": (0.005, 0.01, 0.02),
+    **dict.fromkeys((MUON, LOCAL_MUON, CURVADION, DION, "MuLoCo"), _LARGE),
+    **dict.fromkeys((ADAMW, "DiLoCo"), _SMALL),
 }
 SAME_RATE = {
-    "Dion, synchronous, rank 1/4": DION,
     MUON + ", momentum 0.9": MUON,
     MUON + RISING: MUON,
+    DION + ", rank 1/4": DION,
     LOCAL_MUON + RISING: LOCAL_MUON,
     "`curvadion(threshold=0.3)`": CURVADION,
 }

@@ -8,7 +8,6 @@ than on as many CPU devices, and one process of it fills one core.
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,21 +72,19 @@ def simulate(
     step = train_step(gpt, tx)
     evaluate = evaluation(gpt, size, corpus)
     training = on_replicas((params, tx.init(params)))
-    done, curve, before = 0, {}, 0.0
+    done, curve = 0, {}
     if cd.checkpoint.latest_step(folder) is not None:
         training = cd.checkpoint.restore(folder, training)
         kept = cd.checkpoint.read_extra(folder)
-        done, curve, before = kept["step"], kept["curve"], kept["seconds"]
+        done, curve = kept["step"], kept["curve"]
     batches = Batches(corpus, run.seed, size)
-    began = time.process_time() - before
     while done < run.steps:
         training = step(*training, batches.of(done))
         done += 1
         if done % max(1, run.steps // 4) == 0 or done == run.steps:
             curve[str(done)] = evaluate(training[0])
         if done % max(1, run.steps // 8) == 0:
-            seconds = time.process_time() - began
-            extra = {"step": done, "curve": curve, "seconds": seconds}
+            extra = {"step": done, "curve": curve}
             cd.checkpoint.save(folder, done, training, keep=1, extra=extra)
     params, state = training
     sent = cd.metrics.read(state)
@@ -96,7 +93,6 @@ def simulate(
         "curve": curve,
         **{key: sent[key] for key in ("syncs", "bytes", "synchronous_bytes")},
         "divergence": float(cd.replicas.divergence(params)),
-        "cpu_seconds": round(time.process_time() - began, 1),
     }
 
 

@@ -86,7 +86,7 @@ def test_a_killed_run_goes_on_and_is_the_same_run(corpus, tmp_path, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             simulate.simulate(run, corpus, tmp_path / "killed", SIZE)
     again = simulate.simulate(run, corpus, tmp_path / "killed", SIZE)
-    assert again | {"cpu_seconds": 0} == whole | {"cpu_seconds": 0}
+    assert again == whole
     assert whole["syncs"] == 2
     assert 0 < whole["divergence"]  # local steps since the last sync
 
