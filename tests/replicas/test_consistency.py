@@ -149,7 +149,7 @@ def test_parameters_of_another_optimizer(local):
 
 @pytest.mark.parametrize(
     ("differing", "looks"),
-    [([], [2**power for power in range(11)]), (None, [*range(1, 1001)])],
+    [([], [2**power for power in range(11)]), (None, [*range(1, 101)])],
     ids=["synced", "no sync"],
 )
 def test_comparisons_are_few(monkeypatch, differing, looks):
