@@ -23,7 +23,8 @@ from typing import Any
 
 _ROOT = Path(__file__).parents[2]
 sys.path[1:1] = [
-    str(_ROOT / place) for place in (".", "examples/char_lm", "benchmarks/study")
+    str(_ROOT / place)
+    for place in (".", "examples/char_lm", "benchmarks", "benchmarks/study")
 ]
 
 import corpus  # noqa: E402

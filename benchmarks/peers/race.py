@@ -20,7 +20,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 _ROOT = Path(__file__).parents[2]
 sys.path[1:1] = [
-    str(_ROOT / place) for place in (".", "examples/char_lm", "benchmarks/study")
+    str(_ROOT / place)
+    for place in (".", "examples/char_lm", "benchmarks", "benchmarks/study")
 ]
 
 import data  # noqa: E402

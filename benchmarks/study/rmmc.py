@@ -27,6 +27,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
 
 import corpus
@@ -34,6 +35,7 @@ import data
 import jax
 import jax.numpy as jnp
 import matplotlib
+import measuring
 import model
 import numpy as np
 import optax
@@ -211,11 +213,7 @@ RULES = ("published", "no floor", "matrices", "corrected")
 
 def report(found: dict[str, Any]) -> str:
     """The numbers, as two Markdown tables."""
-    lines = [
-        "| Lion's beta | rule | steps 1, 2, 3 | 1/(1 - beta^t) "
-        f"| steps above {THRESHOLD}: of the first 20 | of the others |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name, log in found["start"].items():
         beta = float(name)
         expected = " ".join(f"{1 / (1 - beta**t):.2f}" for t in (1, 2, 3))
@@ -223,19 +221,18 @@ def report(found: dict[str, Any]) -> str:
             values = read_by(log, beta, rule)
             first = " ".join(f"{value:.2f}" for value in values[:3])
             fires = values > THRESHOLD
-            counts = f"{fires[:20].sum()} | {fires[20:].sum()} of {len(fires) - 20}"
-            lines.append(f"| {name} | {rule} | {first} | {expected} | {counts} |")
-    run = seen_after_the_first_step(found)
-    lines += ["", "| RMMC's rank correlation with | all steps | after warmup |"]
-    lines.append("|---|---|---|")
+            later = f"{fires[20:].sum()} of {len(fires) - 20}"
+            rows.append([name, rule, first, expected, str(fires[:20].sum()), later])
+    header = ["Lion's beta", "rule", "steps 1, 2, 3", "1/(1 - beta^t)"]
+    header += [f"steps above {THRESHOLD}: of the first 20", "of the others"]
+    lines = [*measuring.markdown(header, rows), ""]
+    run, rows = seen_after_the_first_step(found), []
     for name in ("curvature", "noise", "rate", "rate x curvature"):
-        later = slice(len(run["rmmc"]) // 10, None)
-        both = [
-            scipy.stats.spearmanr(run["rmmc"][part], run[name][part]).statistic
-            for part in (slice(None), later)
-        ]
-        lines.append(f"| {name} | {both[0]:.2f} | {both[1]:.2f} |")
-    return "\n".join(lines)
+        parts = slice(None), slice(len(run["rmmc"]) // 10, None)
+        found_in = (scipy.stats.spearmanr(run["rmmc"][x], run[name][x]) for x in parts)
+        rows.append([name, *(f"{each.statistic:.2f}" for each in found_in)])
+    header = ["RMMC's rank correlation with", "all steps", "after warmup"]
+    return "\n".join([*lines, *measuring.markdown(header, rows)])
 
 
 def seen_after_the_first_step(found: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -260,19 +257,15 @@ def draw(found: dict[str, Any]) -> None:
     left.plot(steps, values, color="black", label="matrices alone (beta = 0.95)")
     left.axhline(THRESHOLD, color="gray", linewidth=0.8)
     left.set_title("The authors' rule; dotted: 1/(1 - beta^t)")
-    run = found["whole"]
-    steps = np.arange(1, len(run["rmmc"]))
-    others[0].plot(steps, run["rmmc"][1:], linewidth=0.8, label="RMMC")
-    others[0].plot(steps, run["threshold"][1:], label="threshold")
-    others[0].plot(steps, run["rate"][1:], label="learning rate")
-    others[0].set_title("curvadion(budget=0.01)")
-    others[1].plot(
-        steps, run["noise"][1:], linewidth=0.8, label="gradient noise, tokens"
-    )
-    curvature = np.abs(run["curvature"][1:])
-    others[1].plot(
-        steps, curvature, linewidth=0.8, label="|curvature along the update|"
-    )
+    run = seen_after_the_first_step(found)
+    steps = np.arange(1, 1 + len(run["rmmc"]))
+    others[0].plot(steps, run["rmmc"], linewidth=0.8, label="RMMC")
+    others[0].plot(steps, run["threshold"], label="threshold")
+    others[0].plot(steps, run["rate"], label="learning rate")
+    others[0].set_title("curvadion(budget=0.01); gray: other text from here")
+    others[1].plot(steps, run["noise"], linewidth=0.8, label="gradient noise, tokens")
+    along = np.abs(run["curvature"])
+    others[1].plot(steps, along, linewidth=0.8, label="|curvature along the update|")
     others[1].set_title("in the same run")
     for axes in (left, *others):
         axes.set_yscale("log")
@@ -280,7 +273,7 @@ def draw(found: dict[str, Any]) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     for axes in others:
-        axes.axvline(2 * len(run["rmmc"]) // 3, color="gray", linewidth=0.8)
+        axes.axvline(2 * len(found["whole"]["rmmc"]) // 3, color="gray", linewidth=0.8)
     figure.savefig(PICTURE, dpi=120)
 
 

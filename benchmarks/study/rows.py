@@ -6,6 +6,7 @@ them. What a row says of a method is what is written here; other arguments are d
 
 from collections.abc import Callable
 
+import measuring
 import optax
 
 import curvadion_jax as cd
@@ -22,12 +23,7 @@ def _synchronous(
 
 
 def _muon(rate, params, momentum=0.95):
-    return optax.contrib.muon(
-        rate,
-        beta=momentum,
-        adam_b2=0.95,
-        muon_weight_dimension_numbers=cd.default_dimension_numbers(params),
-    )
+    return measuring.muon(rate, params, beta=momentum, adam_b2=0.95)
 
 
 def _rising_muon(rate, steps, params):

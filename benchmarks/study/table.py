@@ -7,10 +7,15 @@ Writes `table.md` and `picture.png` beside the results.
 
 import math
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import matplotlib
+import measuring
 import study
 from rows import METHODS, MUON
 from simulate import Run
@@ -74,11 +79,9 @@ def steps_to(wanted: float, short: float, long: float) -> float:
 def table(results: study.Results, steps: int) -> str:
     """All methods after so many steps, in Markdown; losses in nats a byte."""
     muon = {n: by_seed(results, MUON, n) for n in (study.QUARTER, study.STEPS)}
-    lines = [
-        "| method | learning rate | bytes | syncs | loss | above Muon | "
-        "steps of Muon for this loss | seeds |",
-        "|" + "---|" * 8,
-    ]
+    header = ["method", "learning rate", "bytes", "syncs", "loss", "above Muon"]
+    header += ["steps of Muon for this loss", "seeds"]
+    lines = []
     for method in METHODS:
         rows = by_seed(results, method, steps)
         if not rows:
@@ -105,18 +108,18 @@ def table(results: study.Results, steps: int) -> str:
             spread(needed, 0, "%"),
             str(len(rows)),
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return "\n".join(measuring.markdown(header, lines))
 
 
 def rates(results: study.Results) -> str:
     """Loss by learning rate, from which each method took its own."""
-    lines = ["| method | loss by learning rate |", "|---|---|"]
+    lines = []
     for method in study.RATES:
         losses = sorted(study.losses_by_rate(results, method).items())
         cells = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses)
-        lines.append(f"| {method} | {cells} |")
-    return "\n".join(lines)
+        lines.append([method, cells])
+    return "\n".join(measuring.markdown(["method", "loss by learning rate"], lines))
 
 
 def document(results: study.Results) -> str:
