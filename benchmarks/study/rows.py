@@ -61,7 +61,7 @@ METHODS: dict[str, Method] = {
     "DiLoCo": lambda rate, *_: cd.presets.diloco(rate, axis_name=AXIS),
 }
 # The learning rates that are tried first, and whose best one a method takes.
-_LARGE, _SMALL = (0.02, 0.04, 0.08), (0.005, 0.01, 0.02)
+_LARGE, _SMALL = (0.02, 0.04, 0.08, 0.16), (0.0025, 0.005, 0.01, 0.02)
 RATES: dict[str, tuple[float, ...]] = {
     **dict.fromkeys((MUON, LOCAL_MUON, CURVADION, DION, "MuLoCo"), _LARGE),
     **dict.fromkeys((ADAMW, "DiLoCo"), _SMALL),

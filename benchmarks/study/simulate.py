@@ -8,6 +8,7 @@ than on as many CPU devices, and one process of it fills one core.
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from rows import AXIS, METHODS
 import curvadion_jax as cd
 
 REPLICAS = 8
+KEPT_EVERY = 120.0  # seconds between the copies that a stopped run resumes from
 _WARMUP, _LAST_RATE = 0.05, 0.05
 
 
@@ -35,6 +37,8 @@ class Size:
         length: Tokens of a sequence.
         sequences: Sequences of a replica and step.
         evaluation: Held-out sequences in an evaluation.
+        at_once: Whether the replicas' gradients are taken together, which suits small
+            models on accelerators, or one by one.
     """
 
     layers: int = 4
@@ -43,6 +47,7 @@ class Size:
     length: int = 128
     sequences: int = 16
     evaluation: int = 1024
+    at_once: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +68,13 @@ def simulate(
 
     `loss` is that of the mean of the replicas after the last step, in nats a token,
     `curve` that after each quarter; `bytes` and `synchronous_bytes` are those of
-    `curvadion_jax.metrics.read`. The run is kept in `folder` after each eighth, and
+    `curvadion_jax.metrics.read`. The run is kept in `folder` every two minutes, and
     resumes from there; the caller removes it when it has the result.
     """
     gpt = transformer(size, corpus)
     params = parameters(gpt, run.seed)
     tx = METHODS[run.method](schedule(run.rate, run.steps), run.steps, params)
-    step = train_step(gpt, tx)
+    step = train_step(gpt, tx, size.at_once)
     evaluate = evaluation(gpt, size, corpus)
     training = on_replicas((params, tx.init(params)))
     done, curve = 0, {}
@@ -78,14 +83,16 @@ def simulate(
         kept = cd.checkpoint.read_extra(folder)
         done, curve = kept["step"], kept["curve"]
     batches = Batches(corpus, run.seed, size)
+    kept_at = time.monotonic()
     while done < run.steps:
         training = step(*training, batches.of(done))
         done += 1
         if done % max(1, run.steps // 4) == 0 or done == run.steps:
             curve[str(done)] = evaluate(training[0])
-        if done % max(1, run.steps // 8) == 0:
+        if time.monotonic() - kept_at >= KEPT_EVERY:
             extra = {"step": done, "curve": curve}
             cd.checkpoint.save(folder, done, training, keep=1, extra=extra)
+            kept_at = time.monotonic()
     params, state = training
     sent = cd.metrics.read(state)
     return {
@@ -177,19 +184,23 @@ def on_replicas(tree: Any) -> Any:
     )
 
 
-def gradients_of(gpt: model.GPT, params: Any, batch: jax.Array) -> Any:
+def gradients_of(
+    gpt: model.GPT, params: Any, batch: jax.Array, at_once: bool = False
+) -> Any:
     """Each replica's gradient on its part of the batch."""
     of_batch = jax.grad(functools.partial(model.next_token_loss, gpt))
+    if at_once:
+        return jax.vmap(of_batch)(params, batch)
     return jax.lax.map(lambda of_one: of_batch(*of_one), (params, batch))
 
 
 def train_step(
-    gpt: model.GPT, tx: optax.GradientTransformationExtraArgs
+    gpt: model.GPT, tx: optax.GradientTransformationExtraArgs, at_once: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
     """A function from parameters, state and batch of all replicas to the next ones."""
 
     def step(params, state, batch):
-        gradients = gradients_of(gpt, params, batch)
+        gradients = gradients_of(gpt, params, batch, at_once)
         updates, state = jax.vmap(tx.update, axis_name=AXIS)(gradients, state, params)
         return optax.apply_updates(params, updates), state
 

@@ -4,11 +4,11 @@
     python benchmarks/study/study.py [--workers 2]  # some 20 hours of a core
     python benchmarks/study/table.py                # the table and the picture
 
-Each method takes the best of three learning rates at a quarter of the steps on one
+Each method takes the best of four learning rates at a quarter of the steps on one
 seed; where the best is at an edge, the next one is tried too. Then all methods train a
 quarter of the steps and all of them, on three seeds. A line for each run goes to
 `results/runs.jsonl` beside this file; what is there is not trained again, and what was
-stopped goes on from its last eighth: stop the command whenever you like.
+stopped goes on: stop the command whenever you like.
 """
 
 import argparse
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
 import corpus
 import jax
 from rows import METHODS, RATES, SAME_RATE
-from simulate import Run, simulate
+from simulate import Run, Size, simulate
 
 STEPS, QUARTER = 1040, 260  # 20 tokens a parameter, and 5
 SEEDS = (0, 1, 2)
@@ -82,10 +82,10 @@ def rates_to_try(losses: dict[float, float], method: str) -> list[float]:
     """Learning rates of which the loss is needed before one can be the best.
 
     Examples:
-        >>> rates_to_try({0.02: 2.0}, "`local_muon`")
-        [0.04, 0.08]
-        >>> rates_to_try({0.02: 2.0, 0.04: 1.9, 0.08: 1.8}, "`local_muon`")
-        [0.16]
+        >>> rates_to_try({0.02: 2.0, 0.04: 1.9}, "`local_muon`")
+        [0.08, 0.16]
+        >>> rates_to_try({0.02: 2.0, 0.04: 1.9, 0.08: 1.8, 0.16: 1.7}, "`local_muon`")
+        [0.32]
     """
     if first := [rate for rate in RATES[method] if rate not in losses]:
         return first
@@ -122,11 +122,13 @@ def train(run: Run) -> dict[str, Any]:
     import data
 
     text = data.load(str(corpus.TEXT))
-    result = simulate(run, text, folder_of(run))
+    at_once = jax.default_backend() != "cpu"
+    result = simulate(run, text, folder_of(run), Size(at_once=at_once))
     return {
         "run": dataclasses.asdict(run),
         **result,
         "text": text.fingerprint,
+        "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),
     }

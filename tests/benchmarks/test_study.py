@@ -40,12 +40,12 @@ def test_the_plan_ends_where_no_best_rate_is_at_an_edge():
     while runs := study.plan(results):
         counted.append(len(runs))
         for run in runs:  # best at twice the highest of the rates that are tried first
-            best = 2 * max(study.RATES.get(run.method, (0.08,)))
+            best = 2 * max(study.RATES.get(run.method, (0.16,)))
             results[run] = {"loss": abs(np.log(run.rate / best))}
     grid, total = len(study.RATES), len(rows.METHODS) * len(study.SEEDS) * 2
     # Those of seed 0 at a quarter of the steps are in the grid, but for SAME_RATE.
-    assert counted == [3 * grid, grid, grid, total - grid]
-    assert study.best_rate(results, rows.LOCAL_MUON + rows.RISING) == 0.16
+    assert counted == [4 * grid, grid, grid, total - grid]
+    assert study.best_rate(results, rows.LOCAL_MUON + rows.RISING) == 0.32
 
 
 def test_no_part_of_the_text_is_read_twice(corpus):
@@ -72,6 +72,7 @@ def test_products_are_those_of_float32_up_to_bfloat16():
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_and_is_the_same_run(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(simulate, "KEPT_EVERY", 0.0)
     run = Run(rows.LOCAL_MUON, 0.02, 0, 16)
     whole = simulate.simulate(run, corpus, tmp_path / "whole", SIZE)
     save = cd.checkpoint.save
