@@ -38,7 +38,7 @@ def _rising(steps):
 Method = Callable[[optax.Schedule, int, optax.Params], optax.GradientTransformation]
 MUON, LOCAL_MUON = "Muon, synchronous", "`local_muon`"
 DION, CURVADION = "Dion, synchronous", "`curvadion(budget=0.01)`"
-ADAMW = "AdamW, synchronous"
+ADAMW, THRESHOLD = "AdamW, synchronous", "`curvadion(threshold=0.3)`"
 RISING = ", momentum from 0.8 to 0.95"
 METHODS: dict[str, Method] = {
     MUON: lambda rate, _, params: _synchronous(_muon(rate, params)),
@@ -54,9 +54,7 @@ METHODS: dict[str, Method] = {
         rate, budget=0.01, momentum=_rising(steps), axis_name=AXIS
     ),
     CURVADION: lambda rate, *_: cd.curvadion(rate, budget=0.01, axis_name=AXIS),
-    "`curvadion(threshold=0.3)`": lambda rate, *_: cd.curvadion(
-        rate, threshold=0.3, axis_name=AXIS
-    ),
+    THRESHOLD: lambda rate, *_: cd.curvadion(rate, threshold=0.3, axis_name=AXIS),
     "MuLoCo": lambda rate, *_: cd.presets.muloco(rate, axis_name=AXIS),
     "DiLoCo": lambda rate, *_: cd.presets.diloco(rate, axis_name=AXIS),
 }
@@ -71,5 +69,5 @@ SAME_RATE = {
     MUON + RISING: MUON,
     DION + ", rank 1/4": DION,
     LOCAL_MUON + RISING: LOCAL_MUON,
-    "`curvadion(threshold=0.3)`": CURVADION,
+    THRESHOLD: CURVADION,
 }

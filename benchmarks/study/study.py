@@ -2,7 +2,7 @@
 
     python benchmarks/study/corpus.py               # the text, once
     python benchmarks/study/study.py [--workers 2]  # some 20 hours of a core
-    python benchmarks/study/table.py                # the table and the picture
+    python benchmarks/study/table.py                # the tables
 
 Each method takes the best of four learning rates at a quarter of the steps on one
 seed; where the best is at an edge, the next one is tried too. Then all methods train a

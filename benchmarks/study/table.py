@@ -1,10 +1,11 @@
-"""The tables and the picture of the study, from its results.
+"""The tables of the study, from its results.
 
     python benchmarks/study/table.py
 
-Writes `table.md` and `picture.png` beside the results.
+Writes `table.md` beside the results; `docs/pictures/make.py` draws them.
 """
 
+import collections
 import math
 import statistics
 import sys
@@ -14,14 +15,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import matplotlib
 import measuring
 import study
 from rows import METHODS, MUON
 from simulate import Run
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 
 def by_seed(results: study.Results, method: str, steps: int) -> dict[int, dict]:
@@ -127,10 +124,13 @@ def document(results: study.Results) -> str:
     dates = sorted({row["date"] for row in results.values()})
     if len(texts := {row["text"] for row in results.values()}) > 1:
         raise SystemExit(f"The results are of several texts: {texts}.")
-    versions = ", ".join(sorted({row["jax"] for row in results.values()}))
+    machines = collections.Counter(
+        f"{row['device']} with JAX {row['jax']}" for row in results.values()
+    )
+    where = ", ".join(f"{runs} runs on {name}" for name, runs in machines.items())
     parts = [
-        "# Results of the study\n\nWritten by `table.py`. 2 CPU cores, JAX "
-        f"{versions}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. ± is "
+        f"# Results of the study\n\nWritten by `table.py`. {where}; "
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}. ± is "
         "the standard deviation over seeds; 'above Muon' compares equal seeds."
     ]
     for steps in (study.STEPS, study.QUARTER):
@@ -140,36 +140,11 @@ def document(results: study.Results) -> str:
     return "\n\n".join([*parts, text]) + "\n"
 
 
-def draw(results: study.Results) -> None:
-    """Loss above Muon over bytes, after a quarter of the steps and after all."""
-    figure, panels = pyplot.subplots(
-        1, 2, figsize=(11, 4.5), layout="constrained", sharey=True
-    )
-    for axes, steps in zip(panels, (study.QUARTER, study.STEPS), strict=True):
-        muon = by_seed(results, MUON, steps)
-        for method in METHODS:
-            rows = by_seed(results, method, steps)
-            if gaps := above(rows, muon):
-                share = 100 * share_of_bytes(next(iter(rows.values())), steps)
-                error = statistics.stdev(gaps) if len(gaps) > 1 else 0.0
-                mean = statistics.fmean(gaps)
-                axes.errorbar(share, mean, error, marker="o", capsize=3, label=method)
-        axes.set_xscale("log")
-        axes.set_xlabel("bytes sent, percent of an all-reduce of all gradients")
-        axes.set_title(f"{steps:,} steps")
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("loss above synchronous Muon, percent")
-    if panels[0].has_data():
-        panels[0].legend(fontsize=7)
-    figure.savefig(study.RESULTS / "picture.png", dpi=120)
-
-
 def main() -> None:
     """Run the program."""
     results = study.read()
     text = document(results)
     (study.RESULTS / "table.md").write_text(text)
-    draw(results)
     print(text)
 
 

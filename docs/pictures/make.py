@@ -10,11 +10,13 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "communication"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "study"))
 
-import plans
+import rows
 import study
-import tables
+import table
 from matplotlib import pyplot
 
 HERE = Path(__file__).parent
@@ -23,6 +25,16 @@ HERE = Path(__file__).parent
 pyplot.rcParams |= {"svg.hashsalt": "curvadion_jax", "svg.fonttype": "none"}
 pyplot.rcParams |= {"font.family": "sans-serif", "font.size": 11}
 BLUE, ORANGE, GREY = "#1f77b4", "#d95f02", "0.45"
+# Label, marker, colour, and on which side of the label the point is.
+POINTS = {
+    rows.MUON: ("Muon, synchronous (baseline)", "s", GREY, "right"),
+    rows.DION: ("Dion, synchronous", "D", GREY, "right"),
+    rows.ADAMW: ("AdamW, synchronous", "v", GREY, "right"),
+    rows.LOCAL_MUON: ("local_muon", "o", BLUE, "left"),
+    rows.CURVADION: ("curvadion(budget=0.01)", "^", ORANGE, "left"),
+    rows.THRESHOLD: ("curvadion(threshold=0.3)", "^", ORANGE, "left"),
+    "MuLoCo": ("MuLoCo", "P", GREY, "left"),
+}
 
 
 def save(figure, name: str) -> None:
@@ -57,36 +69,26 @@ def idea() -> None:
 
 def result() -> None:
     """Loss above synchronous Muon over bytes, of the README's table."""
-    results = study.read(study.RESULTS / study.FILE)
-
-    def losses(run):
-        return tables.by_seed(results, "cpu-32k", run.but(steps=1200))
-
-    figure, axes = pyplot.subplots(figsize=(6.6, 2.9))
-    rows = [
-        ("Muon, synchronous (baseline)", plans.MUON, 100, "s", GREY),
-        ("Dion, synchronous", plans.DION, 100, "D", GREY),
-        ("local_muon", plans.LOCAL_MUON, 1, "o", BLUE),
-        ("curvadion(budget=0.01)", plans.CURVADION, 1, "^", ORANGE),
-    ]
-    for name, run, share, marker, color in rows:
-        gaps = tables.above(losses(run), losses(plans.MUON))
-        mean, spread = statistics.fmean(gaps), statistics.stdev(gaps)
-        # Side by side where two share a place.
-        x = share * (1.12 if marker in "^D" else 1)
-        error = spread if spread else None
-        axes.errorbar(x, mean, error, fmt=marker, color=color, capsize=4, markersize=8)
-        left = share == 1
+    results = study.read()
+    muon = table.by_seed(results, rows.MUON, study.STEPS)
+    figure, axes = pyplot.subplots(figsize=(7.2, 3.4))
+    for method, (name, marker, color, place) in POINTS.items():
+        runs = table.by_seed(results, method, study.STEPS)
+        gaps = table.above(runs, muon)
+        share = 100 * table.share_of_bytes(next(iter(runs.values())), study.STEPS)
+        spread = statistics.stdev(gaps) if len(gaps) > 1 else None
+        mean = statistics.fmean(gaps)
+        axes.errorbar(share, mean, spread, fmt=marker, color=color, capsize=4)
         axes.annotate(
             name,
-            (x, mean),
-            xytext=(14 if left else -14, 0),
+            (share, mean),
+            xytext=(9 if place == "left" else -9, 0),
             textcoords="offset points",
-            ha="left" if left else "right",
+            ha=place,
             va="center",
             color=color,
         )
-    axes.set(xscale="log", xlim=(0.7, 160), ylim=(-0.4, 2.8))
+    axes.set(xscale="log", xlim=(0.7, 160), ylim=(-1.5, 20))
     axes.set_xticks([1, 10, 100], ["1%", "10%", "100%"])
     axes.set_xlabel("bytes sent (100%: float32 gradients on every step)")
     axes.set_ylabel("loss above Muon (%)")
