@@ -8,7 +8,6 @@ import optax
 
 from curvadion_jax import (
     _arguments,
-    _orthonormalize,
     _partition,
     synchronizers,
     triggers,
@@ -36,8 +35,6 @@ def curvadion(
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     other_optimizer: optax.GradientTransformation | None = None,
     dimension_numbers: _partition.DimensionNumbersOrFn = None,
-    orthonormalize: _orthonormalize.Orthonormalize | None = None,
-    error_feedback: bool = True,
     synchronizer: synchronizers.Synchronizer | None = None,
     axis_name: str | None = None,
     decision_interval: int | None = None,
@@ -96,7 +93,6 @@ def curvadion(
       bits: bits per element of the pseudo-gradients: 8, 4, 2 or 1. None means 2. Cannot
         be combined with `synchronizer`.
       adam_learning_rate, other_optimizer, dimension_numbers: as for :func:`dion`.
-      orthonormalize, error_feedback: as for :func:`dion`.
       synchronizer: replaces the sync described above.
       axis_name: name of the replica axis. None means a single replica, on which the
         default sync sends nothing and takes no outer step: the result is Dion's.
@@ -155,8 +151,6 @@ def curvadion(
         adam_learning_rate=adam_learning_rate,
         other_optimizer=other_optimizer,
         dimension_numbers=dimension_numbers,
-        orthonormalize=orthonormalize,
-        error_feedback=error_feedback,
     )
     return adaptive_sync(
         inner,

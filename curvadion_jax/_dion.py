@@ -51,7 +51,6 @@ def scale_by_dion(
     mu_dtype: jax.typing.DTypeLike | None = None,
     *,
     dimension_numbers: _partition.DimensionNumbersOrFn = None,
-    orthonormalize: _orthonormalize.Orthonormalize | None = None,
     error_feedback: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales updates of matrix parameters according to Dion.
@@ -80,8 +79,6 @@ def scale_by_dion(
         function of the parameters that returns one; axes not named are batch axes.
         None means :func:`default_dimension_numbers`. A function is static under
         `optax.inject_hyperparams`.
-      orthonormalize: function from [..., rows, r] to an orthonormal basis of the same
-        shape. None means :func:`cholesky_qr`. Static likewise.
       error_feedback: False gives the momentum of CurvaDion's formula instead,
         B = mu M + G and M <- B.
 
@@ -118,7 +115,6 @@ def scale_by_dion(
     rank = _RANK if rank is None else rank
     _matrices.check_rank(rank)
     _arguments.check_numbers(below=1, momentum=momentum)
-    orthonormalize = orthonormalize or _orthonormalize.cholesky_qr
 
     def init_fn(params):
         views = _partition.matrices_only(params, dimension_numbers)
@@ -166,12 +162,7 @@ def scale_by_dion(
             total,
             dict(zip(views, jax.tree.leaves(state.q), strict=True)),
             feedback=1 - momentum if error_feedback else None,
-            bases=functools.partial(
-                _within_replica.bases,
-                views=views,
-                orthonormalize=orthonormalize,
-                layout=layout,
-            ),
+            bases=functools.partial(_within_replica.bases, views=views, layout=layout),
             keep_whole=layout.keep_whole,
             reduce_fn=reduce_fn,
         )
@@ -207,7 +198,6 @@ def dion(
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     other_optimizer: optax.GradientTransformation | None = None,
     dimension_numbers: _partition.DimensionNumbersOrFn = None,
-    orthonormalize: _orthonormalize.Orthonormalize | None = None,
     error_feedback: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Dion for the matrices, another optimizer for all other parameters.
@@ -220,7 +210,7 @@ def dion(
 
     Args:
       learning_rate: number or schedule.
-      rank, orthonormalize, error_feedback: see :func:`scale_by_dion`.
+      rank, error_feedback: see :func:`scale_by_dion`.
       momentum: decay rate mu; a number in [0, 1) or a schedule.
       weight_decay: decoupled, of the matrices, times the learning rate.
       weight_decay_mask: as for `optax.add_decayed_weights`.
@@ -269,7 +259,6 @@ def dion(
                 momentum,
                 mu_dtype,
                 dimension_numbers=numbers,
-                orthonormalize=orthonormalize,
                 error_feedback=error_feedback,
             )
 

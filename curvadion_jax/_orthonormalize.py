@@ -11,7 +11,6 @@ decided in `_power_iteration.unit_columns`. NaN and infinity give NaN.
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +19,6 @@ from jax import lax
 from jax.scipy.linalg import solve_triangular
 
 from curvadion_jax._matrices import matmul
-
-Orthonormalize = Callable[[jax.Array], jax.Array]
-"""Takes [..., rows, cols] with rows >= cols, float32 or float64; returns the same."""
 
 # After three passes an independent column keeps nearly all of its squared length beside
 # the others; a copy keeps less than this.
@@ -66,10 +62,8 @@ def cholesky_qr(a: jax.Array) -> jax.Array:
     return _final_pass(a, shift)
 
 
-def by_shape(
-    orthonormalize: Orthonormalize, factors: list[jax.Array]
-) -> list[jax.Array]:
-    """Orthonormalises factors [..., rows, r], those of equal shape as one stack.
+def by_shape(factors: list[jax.Array]) -> list[jax.Array]:
+    """`cholesky_qr` of factors [..., rows, r], those of equal shape as one stack.
 
     The program has one factorisation per shape, and not one per parameter. Only factors
     are stacked: momenta would be copied and resharded.
@@ -80,11 +74,11 @@ def by_shape(
     result = list(factors)
     for (shape, _), members in groups.items():
         if len(members) == 1:
-            result[members[0]] = orthonormalize(factors[members[0]])
+            result[members[0]] = cholesky_qr(factors[members[0]])
             continue
         stacks = [factors[index].reshape(-1, *shape) for index in members]
         ends = np.cumsum([len(stack) for stack in stacks])[:-1]
-        found = jnp.split(orthonormalize(jnp.concatenate(stacks)), ends)
+        found = jnp.split(cholesky_qr(jnp.concatenate(stacks)), ends)
         for index, part in zip(members, found, strict=True):
             result[index] = part.reshape(factors[index].shape)
     return result

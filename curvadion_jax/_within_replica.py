@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec
 from curvadion_jax import _orthonormalize
 from curvadion_jax._layout import Layout, named_axes
 from curvadion_jax._matrices import MatrixView, Named, make_view
-from curvadion_jax._orthonormalize import Orthonormalize
 
 # Elements per device. A smaller array is sent whole by every device: to put its pieces
 # together again takes another message inside the replica.
@@ -241,20 +240,14 @@ def _apart(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
     return stack
 
 
-def bases(
-    factors: Named,
-    views: Mapping[str, MatrixView],
-    orthonormalize: Orthonormalize,
-    layout: Layout,
-) -> Named:
+def bases(factors: Named, views: Mapping[str, MatrixView], layout: Layout) -> Named:
     """Orthonormal bases of left factors; each device of a replica makes some of them.
 
     Left to itself the compiler has every device make all, where an axis shards the
-    matrix along its other side. A user's own function is left to the compiler: it may
-    hold sharding constraints. `views` and `layout` are the parameters'.
+    matrix along its other side. `views` and `layout` are the parameters'.
     """
-    by_shape = functools.partial(_orthonormalize.by_shape, orthonormalize)
-    if not layout.axes or orthonormalize is not _orthonormalize.cholesky_qr:
+    by_shape = _orthonormalize.by_shape
+    if not layout.axes:
         return dict(zip(factors, by_shape([*factors.values()]), strict=True))
     made_of = {name: (view.shape, view.p_axes) for name, view in views.items()}
     found = by_matrix(

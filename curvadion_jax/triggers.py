@@ -29,7 +29,6 @@ __all__ = [
     "Observation",
     "Trigger",
     "always",
-    "any_of",
     "at_intervals",
     "at_least_every",
     "budget",
@@ -331,52 +330,6 @@ def budget(
         return chosen, BudgetState(
             of_state, integral, peak, share, since_step, since_sync
         )
-
-    return Trigger(init, decide)
-
-
-def any_of(*triggers: Trigger) -> Trigger:
-    """Synchronises when one of several triggers wants to.
-
-    Value, threshold and layer are those of the first trigger that fires, or of the
-    first one when none does.
-
-    Args:
-      *triggers: one or more; all decide on every step.
-
-    Example:
-      >>> from curvadion_jax import triggers
-      >>> trigger = any_of(triggers.every_k(100), triggers.every_k(30))
-      >>> [1 + step for step in range(101) if trigger.due(step, 1.0)]
-      [30, 60, 90, 100]
-    """
-    if not triggers:
-        raise ValueError("any_of needs at least one trigger. Use triggers.never().")
-    dues = [trigger.due for trigger in triggers if trigger.due and not trigger.decide]
-    if len(dues) == len(triggers):
-
-        def due(steps, cost):
-            fired = dues[0](steps, cost)
-            for other in dues[1:]:
-                fired = fired | other(steps, cost)
-            return fired
-
-        return _scheduled(due)
-
-    deciders = [decider(trigger, "any_of") for trigger in triggers]
-
-    def init(params, inner_state, views):
-        return tuple(trigger.init(params, inner_state, views) for trigger in triggers)
-
-    def decide(observation, states):
-        pairs = zip(deciders, states, strict=True)
-        results = [decides(observation, state) for decides, state in pairs]
-        chosen, *rest = [decision for decision, _ in results]
-        for other in rest:
-            take = ~chosen.fire & other.fire
-            both = zip(other, chosen, strict=True)
-            chosen = Decision(*(jnp.where(take, new, old) for new, old in both))
-        return chosen, tuple(state for _, state in results)
 
     return Trigger(init, decide)
 

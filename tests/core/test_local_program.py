@@ -30,7 +30,7 @@ def with_every_part():
     return helpers.synced_dion(
         0.1,
         0.25,
-        triggers.at_least_every(triggers.any_of(triggers.every_k(7), change), 9),
+        triggers.at_least_every(change, 9),
         synchronizers.reconcile(optax.adam(0.1)),
         axis_name=AXIS,
     )
@@ -44,7 +44,6 @@ SCHEDULED = {
     "diloco": lambda: cd.presets.diloco(0.1, 3, axis_name=AXIS),
     "muloco": lambda: cd.presets.muloco(0.1, 3, axis_name=AXIS),
     "gradients": lambda: sgd(triggers.every_k(3), synchronizers.average_gradients()),
-    "any_of": lambda: sgd(triggers.any_of(triggers.every_k(3), triggers.every_k(4))),
 }
 # Replicas vote on every step.
 VOTING = {
@@ -113,7 +112,7 @@ def test_a_step_that_is_not_due_sends_nothing_and_decides_nothing(name):
     assert [x for x in due if talks(x)]
     # Muon and Dion have conditions of their own, by which they orthonormalise.
     assert conditions(local) <= conditions(due)
-    if name in ("local_sgd", "gradients", "any_of"):
+    if name in ("local_sgd", "gradients"):
         assert conditions(local) == 0
 
 

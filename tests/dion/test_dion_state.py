@@ -70,7 +70,7 @@ def test_initial_q_depends_on_the_path_only():
 def test_low_precision_is_storage_only(dtype, mu_dtype):
     """All algebra in float32: a step from the stored state rounds at its end only."""
     stored = mu_dtype or dtype
-    tx = cd.scale_by_dion(3, MU, mu_dtype, orthonormalize=helpers.householder_qr)
+    tx = cd.scale_by_dion(3, MU, mu_dtype)
     update, state = jax.jit(tx.update), random_state(gradients_at(0), Q_SHAPES)
     state = jax.tree.map(lambda x: jnp.asarray(x, stored), state)
     for t in range(3):

@@ -70,8 +70,7 @@ def test_sharded_replicas_train_as_whole_ones_and_move_no_matrix(name, mesh):
         assert apart / moved < BLOCKS.get(name, CLOSE), path
 
 
-def stacks_seen(monkeypatch, mesh, orthonormalize) -> set[tuple[int, ...]]:
-    """Shapes of the stacks of factors with 192 rows that a device orthonormalises."""
+def test_devices_of_a_replica_share_the_bases(monkeypatch):
     seen, first = set(), _orthonormalize._shifted_pass
 
     def recorded(factors, shift):
@@ -79,27 +78,12 @@ def stacks_seen(monkeypatch, mesh, orthonormalize) -> set[tuple[int, ...]]:
         return first(factors, shift)
 
     monkeypatch.setattr(_orthonormalize, "_shifted_pass", recorded)
-    tx = cd.presets.synchronous_dion(
-        0.01, rank=RANK, axis_name=AXIS, orthonormalize=orthonormalize
-    )
+    mesh = mesh_of("2x2x2")
+    tx = cd.presets.synchronous_dion(0.01, rank=RANK, axis_name=AXIS)
     state = make_state(tx, mesh)
     helpers.replica_step(tx, mesh).lower(state, make_gradients(mesh))
-    return {shape for shape in seen if shape[-2] == 192}
-
-
-def test_devices_of_a_replica_share_the_bases(monkeypatch):
     # The stack of four, "up" and "down" have 192 rows; four devices take two each.
-    assert stacks_seen(monkeypatch, mesh_of("2x2x2"), None) == {(2, 192, RANK)}
-
-
-def test_a_function_of_the_users_is_left_to_the_compiler(monkeypatch):
-    def own(factors):
-        spec = PartitionSpec(*[None] * (factors.ndim - 2), "fsdp", None)
-        factors = jax.lax.with_sharding_constraint(factors, spec)
-        return cd.cholesky_qr(factors)
-
-    seen = stacks_seen(monkeypatch, mesh_of("2x2x2"), own)
-    assert seen == {(6, 192, RANK)}
+    assert {shape for shape in seen if shape[-2] == 192} == {(2, 192, RANK)}
 
 
 @pytest.mark.slow

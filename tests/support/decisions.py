@@ -146,10 +146,6 @@ def budget_model(rate=0.125, ahead=2, behind=1) -> Model:
     return request
 
 
-def any_of_model(*models: Model) -> Model:
-    return lambda seen: any([model(seen) for model in models])
-
-
 def encoded(numbers):
     """The bits of float32 as two numbers from 0 to 1, which are finite: [..., 2]."""
     bits = np.ascontiguousarray(numbers, np.float32).view(np.uint32)
@@ -211,12 +207,6 @@ CASES = {
         triggers.evenly(0.375),
         lambda: lambda seen: (seen.steps + 1) * 3 // 8 > seen.steps * 3 // 8,
     ),
-    "any_of": Case(
-        triggers.any_of(signal(), signal(SECOND), triggers.every_k(30)),
-        lambda: any_of_model(
-            signal_model(), signal_model(SECOND), lambda seen: seen.steps == 29
-        ),
-    ),
     "at_least_every": Case(
         triggers.at_least_every(signal(), 4),
         lambda: at_least_every_model(signal_model(), 4),
@@ -228,12 +218,8 @@ CASES = {
     ),
     "budget": Case(triggers.budget(0.125, signal(), ahead=2, behind=1), budget_model),
     "all": Case(
-        triggers.at_intervals(
-            triggers.at_least_every(triggers.any_of(signal(), signal(SECOND)), 9), 2
-        ),
-        lambda: at_intervals_model(
-            at_least_every_model(any_of_model(signal_model(), signal_model(SECOND)), 9)
-        ),
+        triggers.at_intervals(triggers.at_least_every(signal(), 9), 2),
+        lambda: at_intervals_model(at_least_every_model(signal_model(), 9)),
         interval=2,
     ),
     # What the library measures; the model is given its values.

@@ -23,20 +23,6 @@ AXIS = cd.replicas.AXIS
 NOTHING = {} if jax.__version_info__[:2] == (0, 11) else {"nothing": (0, 3)}
 
 
-@jax.custom_batching.sequential_vmap  # see `_orthonormalize`: batches deadlock on CPU
-def _positive_qr(a: jax.Array) -> jax.Array:
-    basis, triangle = jnp.linalg.qr(a)
-    return basis * jnp.where(jnp.diagonal(triangle) < 0, -1, 1)[None, :]
-
-
-def householder_qr(a: jax.Array) -> jax.Array:
-    """`cholesky_qr` by Householder reflections: a reference that compiles quickly."""
-    function = _positive_qr
-    for _ in range(a.ndim - 2):
-        function = jax.vmap(function)
-    return function(a)
-
-
 # Two matrices of either orientation, a vector, and an embedding that is no matrix.
 SHAPES = {"bias": (5,), "embed": (7, 3), "tall": (6, 4), "wide": (4, 6)}
 MATRICES = ("tall", "wide")

@@ -88,11 +88,10 @@ def test_a_trigger_that_measures_nothing_needs_no_vote():
     "combine",
     [
         lambda t: triggers.at_least_every(t, 100),
-        triggers.any_of,
         lambda t: triggers.budget(0.1, t),
         lambda t: triggers.at_intervals(t, 3),
     ],
-    ids=["at_least_every", "any_of", "budget", "at_intervals"],
+    ids=["at_least_every", "budget", "at_intervals"],
 )
 def test_it_goes_around_other_combinators(combine):
     """Inside them replicas would vote on every step, or lose what it has kept."""

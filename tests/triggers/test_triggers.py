@@ -15,7 +15,6 @@ import curvadion_jax as cd
 from curvadion_jax import synchronizers, triggers
 from curvadion_jax.triggers import (
     always,
-    any_of,
     at_intervals,
     at_least_every,
     evenly,
@@ -64,12 +63,7 @@ def as_text(synced):
         # 3 steps after a sync or the start, and after steps 4, 8, 12.
         pytest.param(at_least_every(never(), 3), "001001001", id="at-least-never"),
         pytest.param(at_least_every(every_k(4), 3), "001100110011", id="at-least"),
-        # Multiples of 2 or 3.
-        pytest.param(any_of(every_k(2), every_k(3)), "011101011101", id="any-of"),
-        pytest.param(any_of(never()), "000", id="any-of-one"),
         pytest.param(DOUBLING, "00100010000000100", id="doubling"),
-        # The doubling trigger looks at every step, whoever decides.
-        pytest.param(any_of(never(), DOUBLING), "00100010", id="any-of-doubling"),
         # It requests 3 and 7; the bound adds 2 steps after each sync.
         pytest.param(at_least_every(DOUBLING, 2), "01101010", id="at-least-doubling"),
         # Granted on multiples of 4 and of 5.
@@ -94,14 +88,6 @@ def test_triggers_without_a_threshold_report_none():
     assert (metrics.layer == -1).all()
 
 
-def reporting(fire, number):
-    """Fires on steps that a string says, with a value, threshold and layer."""
-    wanted = jnp.array([letter == "1" for letter in fire])
-    return triggers.stateless(
-        lambda seen: triggers.decision(wanted[seen.steps], number, -number, number)
-    )
-
-
 def test_a_decision_of_python_numbers_becomes_arrays():
     decision = triggers.Decision(jnp.array(True), 0.5, 0.25, 3)  # type: ignore
     metrics = run(triggers.stateless(lambda seen: decision), 2)
@@ -110,20 +96,11 @@ def test_a_decision_of_python_numbers_becomes_arrays():
     assert metrics.layer.dtype == np.int32
 
 
-def test_any_of_reports_the_first_that_fires():
-    metrics = run(any_of(*map(reporting, ("0010", "0110", "1000"), (1, 2, 3))), 4)
-    assert as_text(metrics.synced) == "1110"
-    assert metrics.value.tolist() == [3, 2, 1, 1]  # the first one when none fires
-    assert metrics.threshold.tolist() == [-3, -2, -1, -1]
-    assert metrics.layer.tolist() == [3, 2, 1, 1]
-
-
 @pytest.mark.parametrize(
     "trigger",
     [
         *map(every_k, (1, 7, 1000)),
         *map(evenly, (0.01, np.float32(0.3), 1e-7, 1e-10, 0.9999)),
-        any_of(every_k(6), evenly(0.07)),
     ],
 )
 @pytest.mark.parametrize("cost", [0.0626, 0.987654321, 1.0, 2.0])
