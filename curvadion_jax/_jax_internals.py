@@ -5,8 +5,7 @@ devices, and the promise that a local step sends nothing rests on that. Each use
 alone, tried on JAX 0.10.2, 0.11.2 and 0.12.0, with a test in
 `tests/core/test_jax_internals.py` that says what broke:
 
-* `jax.extend.core`: programs (jaxprs), to look for collectives, and to give every
-  convolution a rule for `vmap`. Since JAX 0.12 a `ClosedJaxpr` is a `Jaxpr`.
+* `jax.extend.core`: programs (jaxprs), to look for collectives.
 * names of primitives and of their parameters (`axes`, `axis_name`, `cond_jaxpr`,
   `length`), and the scopes in an equation's `source_info`.
 * `manual_axis_type` of an array's type: over which axes it may differ.
@@ -212,45 +211,3 @@ def bytes_given(equation: JaxprEqn) -> int:
     """Bytes of the arrays that an equation is given."""
     avals: list[Any] = [x.aval for x in equation.invars]
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
-
-
-def replaced(
-    program: Any, name: str, replacement: Callable[[JaxprEqn], Callable[..., Any]]
-) -> Any:
-    """A program in which another function stands for every primitive of a name.
-
-    Args:
-      program: `Traced.program`, or a part of it.
-      name: of the primitive.
-      replacement: equation -> a function of its operands that traces to one equation.
-    """
-
-    def of_value(value: Any) -> Any:
-        """A program, or what holds programs as the parameters of an equation do."""
-        if isinstance(value, Jaxpr | ClosedJaxpr):
-            inner: Any = value.jaxpr if isinstance(value, ClosedJaxpr) else value
-            if not _has_any(inner, name):
-                return value
-            new = inner.replace(eqns=[*map(of_equation, inner.eqns)])
-            return new if inner is value else value.replace(jaxpr=new)
-        if type(value) is tuple:  # the branches of a condition
-            return tuple(map(of_value, value))
-        return value
-
-    def of_equation(equation: JaxprEqn) -> JaxprEqn:
-        if equation.primitive.name == name:
-            avals = [x.aval for x in equation.invars]
-            (call,) = jax.make_jaxpr(replacement(equation))(*avals).eqns
-            return equation.replace(primitive=call.primitive, params=call.params)
-        params = {key: of_value(value) for key, value in equation.params.items()}
-        return equation.replace(params=params)
-
-    return of_value(program)
-
-
-def _has_any(jaxpr: Jaxpr, name: str) -> bool:
-    return any(
-        equation.primitive.name == name
-        or any(_has_any(each, name) for each in inner_jaxprs(equation))
-        for equation in jaxpr.eqns
-    )

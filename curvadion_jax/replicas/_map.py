@@ -19,7 +19,6 @@ from curvadion_jax import (
     _mapped,
     _paths,
 )
-from curvadion_jax.replicas import _convolutions
 from curvadion_jax.replicas._arrays import check_replica_axis
 from curvadion_jax.replicas._average import average_where_synced
 
@@ -48,9 +47,8 @@ def map_over_replicas(
     def inspected(state, batch, *shared):
         traced = _jax_internals.trace(of_replica, state, batch, *shared)
         _inspect(traced, axis_name, number, state, local)
-        program = _convolutions.keep_apart(traced.program, mesh, axis_name)
         with _mapped.mapping_program():
-            return traced._replace(program=program)(state, batch, *shared)
+            return traced(state, batch, *shared)
 
     def sharded(x):
         spec = P(axis_name, *[P.UNCONSTRAINED] * (x.ndim - 1))
