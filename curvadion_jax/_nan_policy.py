@@ -13,10 +13,9 @@ The whole policy; `_adaptive_sync` calls what is here around a step and a sync:
   averaged). An inner state that is not finite starts afresh, and the residual is
   dropped; with `reconcile` its finite parameters go to the anchor. Parameters that are
   not finite stay so until `replicas.repair` replaces them.
-* *Absent.* A replica of weight 0 contributes nothing. With `reconcile` it keeps its
-  drift; where a compressor averages gradients, it adds them to its residual. (Without
-  one, only the other replicas' gradients are averaged.) It contributes the residual
-  that it had before.
+* *Absent.* A replica of weight 0 contributes nothing but the residual that it had
+  before. With `reconcile` it keeps its drift; of gradients, only those of the other
+  replicas are averaged.
 * *Empty.* Where no replica takes part the mean is zero, but for residuals; the sync is
   one like any other.
 * *Cooldown.* A replica that a sync could not help must not trigger the next one: an

@@ -1,5 +1,7 @@
 """The sync that keeps replicas together: their parameters meet in a common anchor."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -7,7 +9,7 @@ import optax
 from curvadion_jax import _finite, _trees, compressors
 from curvadion_jax._collectives import Group
 from curvadion_jax._interfaces import LocalStep, Synchronizer, SyncState
-from curvadion_jax.synchronizers import _feedback
+from curvadion_jax._orthonormalize import compute_dtype
 
 
 def reconcile(
@@ -64,7 +66,10 @@ def reconcile(
         anchor = jax.tree.map(jnp.copy, params)  # so that both can be donated
         residual = ()
         if compressor is not None:
-            residual = _feedback.zero_residual(params, residual_dtype)
+            residual = jax.tree.map(
+                lambda x: jnp.zeros_like(x, residual_dtype or compute_dtype(x.dtype)),
+                params,
+            )
         return SyncState(anchor=anchor, common=outer.init(anchor), residual=residual)
 
     def sync(local: LocalStep, state: SyncState, group: Group):
@@ -81,7 +86,7 @@ def reconcile(
             )
             residual = state.residual
         else:
-            mean, residual = _feedback.mean_with_feedback(
+            mean, residual = mean_with_feedback(
                 compressor, drift, state.residual, local, group
             )
 
@@ -115,6 +120,30 @@ def reconcile(
         return form.payload(params)
 
     return Synchronizer(init, sync, payload, after_local_step=True)
+
+
+def mean_with_feedback(
+    compressor: compressors.Compressor,
+    tree: Any,
+    residual: Any,
+    local: LocalStep,
+    group: Group,
+) -> tuple[Any, Any]:
+    """The mean of the replicas' arrays in a compressor's form, and the new residual.
+
+    Residuals belong to arrays times their weight: what a replica did not send at one
+    weight it sends in full at any other. A replica that takes no part contributes its
+    residual alone, so the old residual need not be kept with the new one. The mean is
+    over all who are expected, and not over those who are there: else the drift of a
+    replica that takes part every second time would count twice.
+    """
+    whole = jax.tree.map(
+        lambda x, r: x * jnp.asarray(local.expected, x.dtype) + r,
+        local.weighted(tree),
+        local.if_healthy(residual),
+    )
+    mean, unsent = compressor.average(whole, group)
+    return mean, jax.tree.map(lambda new, r: new.astype(r.dtype), unsent, residual)
 
 
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ from compressor_runs import ATOL, average, averaging, one_of, trees
 
 from curvadion_jax import _collectives, compressors
 from curvadion_jax._interfaces import LocalStep
-from curvadion_jax.synchronizers._feedback import mean_with_feedback
+from curvadion_jax.synchronizers._reconcile import mean_with_feedback
 
 ALL = {
     "exact": compressors.exact(),
