@@ -8,9 +8,8 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+FORMAT = 1
 
 
 def audit(folder: Path) -> tuple[int, list[str]]:
@@ -23,10 +22,9 @@ def audit(folder: Path) -> tuple[int, list[str]]:
     run = headers["run.json"]["sha256"]
     for key, header in headers.items():
         own = {name: x for name, x in header.items() if name != "sha256"}
-        if _sha256(json.dumps(own).encode()) != header["sha256"]:
-            wrong.append(f"{key} does not match its digest")
-        if header["key"] != key or header["run"] != ("" if key == "run.json" else run):
-            wrong.append(f"{key} belongs elsewhere")
+        place = [FORMAT, "" if key == "run.json" else run, key, own]
+        if _sha256(json.dumps(place).encode()) != header["sha256"]:
+            wrong.append(f"{key} does not match its digest, or belongs elsewhere")
         if key.startswith(("rounds/", "snapshots/")):
             body = objects.get(f"bodies/{key}/{header['sha256']}")
             if body is None or _sha256(body) != header["body"]:
@@ -54,19 +52,13 @@ def audit(folder: Path) -> tuple[int, list[str]]:
         following = headers.get(f"commits/{key[-8:]}.json")
         if key.startswith("snapshots/") and following is not None:
             body = objects[f"bodies/{key}/{header['sha256']}"]
-            anchor = body[: sum(map(_size, headers["run.json"]["model"]))]
-            if _sha256(anchor)[:32] != following["before"]:
+            if _sha256(body)[:32] != following["before"]:
                 wrong.append(f"{key} is not what the commit after it confirms")
     return len(objects), wrong
 
 
 def _has_header(key: str) -> bool:
-    return not key.startswith("bodies/") and not key.endswith(".left")
-
-
-def _size(form: list[Any]) -> int:
-    _, dtype, shape = form
-    return math.prod(shape) * np.dtype(dtype).itemsize
+    return not key.startswith(("bodies/", "members/"))
 
 
 def _sha256(data: bytes) -> str:

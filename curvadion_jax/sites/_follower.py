@@ -82,29 +82,28 @@ class Follower:
 
     def advance(self) -> bool:
         """Takes the outer step of the open round, if it is committed."""
-        read, number = self.store.read(_run.commit_key(self.number)), self.number
-        if read is None:
+        number = self.number
+        if (read := self.store.read(_run.commit_key(number))) is None:
             return False
         commit, outer, after = read[0], self.outer, number + 1
         self._check_digest(commit["before"])
         contributors, roster = commit["contributors"], commit["roster"]
-        found = list(itertools.takewhile(bool, map(self._committed, contributors)))
+        found: list[Any] = list(
+            itertools.takewhile(bool, map(self._committed, contributors))
+        )
         if len(found) < len(contributors):  # collected meanwhile, or damaged
             outer, roster, after = _run.load(self.store, self.model, after)
         elif found:
             due = number > 0 and number % self.snapshot_every == 0
-            if due and contributors[0]["name"] == self.name:
+            if due and found[0].name == self.name:
                 # The commit has confirmed the outer side before it.
                 _run.write_snapshot(self.store, outer, self._roster, number)
             weights = [entry["weight"] for entry in contributors]
-            pairs = zip([x.arrays for x in found if x], weights, strict=True)
+            pairs = zip([x.arrays for x in found], weights, strict=True)
             outer = self.model.step(outer, pairs, len(roster))
         for entry in commit["rejected"]:
             text = "round %d: the contribution of %.99r does not count: %.999r"
             log.warning(text, number, entry["name"], entry["why"])
-        self.outer, self._roster, self.number = outer, roster, after
-        self.contributors = len(contributors)
-        self._open_round()
         own, self.contribution, self.decided = self.contribution, None, None
         if own is not None:
             # What could not be read has no uid in the commit: it is late.
@@ -115,6 +114,9 @@ class Follower:
                 self._residual = self.model.zeros() if why else own.residual
                 self._since = after
             self.decided = own, why
+        self.outer, self._roster, self.number = outer, roster, after
+        self.contributors = len(contributors)
+        self._open_round()
         return True
 
     def prepare(self, captured: Arrays, anchor: Arrays, tokens: float) -> None:
@@ -141,27 +143,23 @@ class Follower:
 
     def propose(self) -> bool:
         """Creates the commit of the open round if it is time; whether there is one."""
-        if self.contribution is None or not self.contribution.sent:
+        own, number = self.contribution, self.number
+        if own is None or not own.sent:
             return False
-        number = self.number
         members = _run.members(self.store.keys(_run.MEMBERS))
         if members.newest.get(self.name, 0) > self.incarnation:
             raise RuntimeError(
                 f"Another site has joined the run as {self.name!r} since this one "
                 "did, and this one stops. Give every site a name of its own."
             )
-        keys = self.store.keys(_run.contribution_key(number, ""))
-        there = {
-            name
-            for name in members.newest
-            if _run.contribution_key(number, name) in keys
-        }
-        if self.name not in there:  # deleted
-            self.contribution = self.contribution._replace(sent=False)
-        for name in there - self._received.keys():
-            self._read(name)
+        there = self.store.keys(_run.contribution_key(number, ""))
+        for name in members.newest.keys() - self._received.keys():
+            if _run.contribution_key(number, name) in there:
+                self._read(name)
+        if self.name not in self._received:  # the store has lost it, or its body
+            self.contribution = own._replace(sent=False)
         now = time.monotonic()
-        needed = members.needed(self._quorum)
+        needed = members.needed(self._quorum, self._roster)
         if len(self._received) < needed:
             self._report(now, members)
             return False
@@ -190,7 +188,6 @@ class Follower:
             found = self.store.read(key, self.model.message, exists=True)
             if found is None:
                 return None
-            _run.check_contribution(found[0])
             norm = self.model.norm(found[1])
             why = "" if math.isfinite(norm) else "It contains NaN or Inf."
             received = Received(name, *found, norm, why)
@@ -201,12 +198,11 @@ class Follower:
 
     def _committed(self, entry: dict[str, Any]) -> Received | None:
         """A contribution that counts in the open round; None if it is not there."""
-        found = self._received.get(entry["name"])
-        if found is None or found.header.get("sha256") != entry["sha256"]:
-            found = self._read(entry["name"])
-        if found is None or found.header.get("sha256") != entry["sha256"]:
-            return None
-        return found
+        for look in (self._received.get, self._read):
+            found = look(entry["name"])
+            if found and found.header.get("sha256") == entry["sha256"]:
+                return found
+        return None
 
     def _check_digest(self, theirs: Any) -> None:
         if theirs != self.outer.digest:
@@ -250,7 +246,7 @@ class Worker(threading.Thread):
         super().__init__(name="curvadion_jax.sites", daemon=True)
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._follower, self._poll = follower, poll
+        self.follower, self._poll = follower, poll
         # Parameters, the anchor that they are measured from, and tokens.
         self._submitted: tuple[list[Any], Arrays, float] | None = None
         self._busy = self._ending = False
@@ -328,7 +324,7 @@ class Worker(threading.Thread):
 
     def _turn(self) -> None:
         """Does everything that can be done now."""
-        follower = self._follower
+        follower = self.follower
         while True:
             while follower.advance():
                 self._publish()
@@ -342,7 +338,7 @@ class Worker(threading.Thread):
 
     def _publish(self) -> None:
         """Tells the main thread where the run stands, and what it has decided."""
-        follower = self._follower
+        follower = self.follower
         with self._changed:
             landed = self._taken[2]
             if follower.decided is not None:

@@ -29,7 +29,7 @@ class Outer(NamedTuple):
 
     anchor: Arrays
     state: Arrays  # the leaves of the outer optimizer's state
-    digest: str  # of the anchor
+    digest: str  # of both
 
 
 class Model:
@@ -42,7 +42,7 @@ class Model:
         self.names = [jax.tree_util.keystr(path) for path, _ in leaves]
         self.shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in leaves]
         self._outer, self._codec = outer, codec
-        self._wide = [
+        self._wide: Any = [
             jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32))
             for x in self.shapes
         ]
@@ -67,17 +67,18 @@ class Model:
         self.norm(message)
         outer = self.initial(anchor)
         self.step(outer, [(message, 1.0)], 1)
-        for _ in range(2):
-            outer = self._outer_step(outer, drift)
-        return _digest([*outer.anchor, *outer.state])
+        return self._outer_step(self._outer_step(outer, drift), drift).digest
 
     def initial(self, params: Arrays) -> Outer:
         """The outer side of a run that begins at these parameters."""
         return self.from_snapshot([*params, *to_host(self._run(self._initial, params))])
 
     def from_snapshot(self, arrays: Arrays) -> Outer:
-        anchor = arrays[: len(self.shapes)]
-        return Outer(anchor, arrays[len(self.shapes) :], _digest(anchor))
+        """The outer side of an anchor and the outer state, in this order."""
+        digest, count = hashlib.sha256(), len(self.shapes)
+        for x in arrays:
+            digest.update(as_bytes(x))
+        return Outer(arrays[:count], arrays[count:], digest.hexdigest()[:32])
 
     def zeros(self) -> Arrays:
         return [np.zeros(x.shape, x.dtype) for x in self._wide]
@@ -86,7 +87,6 @@ class Model:
         """The drift (parameters minus anchor, in at least float32), the message for
         drift plus residual, and the residual after it.
         """
-        params = [x.reshape(y.shape) for x, y in zip(params, self.shapes, strict=True)]
         return [to_host(x) for x in self._run(self._encode, params, anchor, residual)]
 
     def norm(self, message: Arrays) -> float:
@@ -113,20 +113,14 @@ class Model:
 
     def _outer_step(self, outer: Outer, drift: Arrays) -> Outer:
         with jax.default_device(_cpu()), jax.disable_jit():
-            anchor, old, gradient = (
-                [jnp.asarray(x) for x in arrays]
-                for arrays in (outer.anchor, outer.state, drift)
-            )
+            anchor, old = jax.tree.map(jnp.asarray, (outer.anchor, outer.state))
             updates, state = self._outer.update(
-                self._tree([-x for x in gradient]),
+                self._tree([-jnp.asarray(x) for x in drift]),
                 jax.tree.unflatten(self._state_tree, old),
                 self._tree(anchor),
             )
-            # `optax.apply_updates` would add in the anchor's dtype.
-            pairs = zip(anchor, jax.tree.leaves(updates), strict=True)
-            new = [(x + u).astype(x.dtype) for x, u in pairs]
-            pairs = zip(jax.tree.leaves(state), old, strict=True)
-            state = [x.astype(y.dtype) for x, y in pairs]
+            new: Any = optax.apply_updates(anchor, jax.tree.leaves(updates))
+            state = optax.tree.cast_like(jax.tree.leaves(state), old)
             # A scalar of the state may be infinite on purpose: a minimum begins so.
             arrays = [*new, *(x for x in state if x.ndim)]
             if not all(jnp.isfinite(x).all() for x in arrays):
@@ -144,20 +138,18 @@ class Model:
         return self._outer.init(self._tree(leaves))
 
     def _encode(self, params, anchor, residual):
-        pairs = zip(params, anchor, self._wide, strict=True)
-        drift = [x.astype(z.dtype) - y.astype(z.dtype) for x, y, z in pairs]
-        whole = [x + y for x, y in zip(drift, residual, strict=True)]
+        params, anchor = (optax.tree.cast_like(x, self._wide) for x in (params, anchor))
+        drift = jax.tree.map(jax.lax.sub, params, anchor)  # which broadcasts nothing
+        whole = optax.tree.add(drift, residual)
         message = self._codec.encode(whole)
-        sent = self._codec.decode(message, whole)
-        return drift, message, [x - y for x, y in zip(whole, sent, strict=True)]
+        return drift, message, optax.tree.sub(whole, self._codec.decode(message, whole))
 
     def _decode(self, message: Any) -> list[jax.Array]:
         tree = jax.tree.unflatten(self._message_tree, message)
         return self._codec.decode(tree, self._wide)
 
     def _norm(self, message: Any) -> jax.Array:
-        found = [x.reshape(-1) for x in self._decode(message) if x.size]
-        return jnp.linalg.norm(jnp.stack([jnp.linalg.norm(x) for x in found]))
+        return optax.tree.norm(self._decode(message))
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Runs a program on the CPU, compiled once."""
@@ -171,10 +163,3 @@ def _cpu() -> Any:
 
 def to_host(tree: Any) -> Arrays:
     return [np.asarray(x) for x in jax.tree.leaves(tree)]
-
-
-def _digest(arrays: Arrays) -> str:
-    found = hashlib.sha256()
-    for x in arrays:
-        found.update(as_bytes(x))
-    return found.hexdigest()[:32]

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
 
-# Bytes broadcast at once; each device has room for them.
-_PIECE = 2**24
+# KiB broadcast at once; each device has room for them.
+_PIECE = 2**14
 # Errors that another process can unpickle.
 _ERRORS = (ImportError, OSError, RuntimeError, TypeError, ValueError)
 
@@ -31,7 +31,7 @@ def from_first(function: Callable[[], Any]) -> Any:
             known = isinstance(error, _ERRORS)
             found = error if known else RuntimeError(repr(error))
         data = pickle.dumps(found)
-    found = pickle.loads(_broadcast(data))
+    found = pickle.loads(_broadcast(data))  # which ignores zeros after the end
     if isinstance(found, Exception):
         raise found
     return found
@@ -45,16 +45,10 @@ def gather(arrays: Sequence[jax.Array]) -> list[np.ndarray]:
 
 
 def _broadcast(data: bytes) -> bytes:
-    """Bytes of the first process, in pieces of few lengths, since each compiles."""
-    # Two numbers, since 32 bits are too few for the size of a model.
-    pieces, rest = broadcast_one_to_all(
-        np.array(divmod(len(data), _PIECE), np.int32)
-    ).tolist()
-    found = []
-    for first in range(0, pieces * _PIECE + rest, _PIECE):
-        count = min(pieces * _PIECE + rest - first, _PIECE)
-        piece = np.zeros(max(1024, 1 << (count - 1).bit_length()), np.uint8)
-        if jax.process_index() == 0:
-            piece[:count] = np.frombuffer(data, np.uint8, count, first)
-        found.append(np.asarray(broadcast_one_to_all(piece))[:count].tobytes())
-    return b"".join(found)
+    """Bytes of the first process, and zeros: few lengths, since each compiles."""
+    # In KiB, since 32 bits are too few for the bytes of a model.
+    length = int(broadcast_one_to_all(np.int32(-(-len(data) // 1024))))
+    piece = min(_PIECE, 1 << (length - 1).bit_length())
+    data = data.ljust(-(-length // piece) * piece * 1024, b"\0")
+    pieces = np.frombuffer(data, np.uint8).reshape(-1, piece * 1024)
+    return b"".join(np.asarray(broadcast_one_to_all(x)).tobytes() for x in pieces)

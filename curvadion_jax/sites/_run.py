@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 import re
+import statistics
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,11 +50,13 @@ class Members(NamedTuple):
     newest: dict[str, int]
     left: frozenset[str]
 
-    def needed(self, quorum: int) -> int:
+    def needed(self, quorum: int, roster: Roster) -> int:
         """Contributions that a round needs; fewer once sites have left for good."""
-        if len(self.newest) < quorum:
+        # A listing may lack sites, which must not look as if they had left.
+        names = self.newest.keys() | roster.keys()
+        if len(names) < quorum:
             return quorum
-        return max(1, min(quorum, len(self.newest) - len(self.left)))
+        return max(1, min(quorum, len(names - self.left)))
 
 
 class Received(NamedTuple):
@@ -110,9 +113,9 @@ def join(store: Store, name: str) -> int:
     One object is kept for each name, of the site that joined last.
     """
     keys = store.keys(f"{MEMBERS}{name}/")
-    incarnation, uid = members(keys).newest.get(name, 0) + 1, uuid.uuid4().hex
+    incarnation, own = members(keys).newest.get(name, 0) + 1, uuid.uuid4().bytes
     # A listing may be old. So what is there is passed, and not listed again.
-    while not store.write(member_key(name, incarnation, "json"), {"uid": uid}):
+    while not store.create(member_key(name, incarnation, "json"), own):
         incarnation += 1
     if store.create(member_key(name, incarnation, "json"), b"{}"):
         raise RuntimeError(
@@ -129,19 +132,6 @@ def leave(store: Store, name: str, incarnation: int) -> None:
     store.delete([member_key(name, incarnation, "json")])
 
 
-def check_contribution(header: Mapping[str, Any]) -> None:
-    """Rejects a header that would stop the other sites, or make a commit infinite."""
-    match header:
-        case {
-            "tokens": int() | float() as tokens,
-            "rounds": int() as rounds,
-            "before": str() as before,
-            "uid": str() as uid,
-        } if 1e-9 <= tokens < 1e18 and 1 <= rounds < 10**9 and len(before + uid) < 200:
-            return
-    raise InvalidError("It has no usable tokens, rounds, digest and name.")
-
-
 def digest_of_most(received: Iterable[Received], own: str) -> str:
     """The digest of the anchor from which most readable contributions are measured."""
     found = Counter(each.header["before"] for each in received if not each.why)
@@ -150,34 +140,28 @@ def digest_of_most(received: Iterable[Received], own: str) -> str:
     return own if own in likely or not likely else likely[0]
 
 
-def _judged(received: Sequence[Received], before: str) -> list[Received]:
+def _judged(received: Iterable[Received], before: str) -> list[Received]:
     """The contributions, each with the reason why it cannot count, if there is one."""
     # A site that was late for many rounds has gone as much further.
     paces = {x.name: x.norm / x.header["rounds"] for x in received if not x.why}
-    fine = sorted(
-        paces[x.name] for x in received if not x.why and x.header["before"] == before
-    )
+    fine = [x for x in received if not x.why and x.header["before"] == before]
     # With two contributions nobody can tell which of them is wrong.
-    median = fine[len(fine) // 2] if len(fine) >= 3 else math.inf
-
-    def fault(each: Received) -> str:
-        if each.why:
-            return each.why
-        if (other := each.header["before"]) != before:
-            return f"It is measured from other outer parameters, {other!r:.40}."
-        if (pace := paces[each.name]) > MAX_NORM * median > 0:
+    median = statistics.median_high([paces[x.name] for x in fine] or [0.0])
+    most = MAX_NORM * median if len(fine) >= 3 and median > 0 else math.inf
+    judged = []
+    for each in received:
+        why = each.why
+        if not why and (other := each.header["before"]) != before:
+            why = f"It is measured from other outer parameters, {other!r:.40}."
+        elif not why and (pace := paces[each.name]) > most:
             norms = f"{pace:.3g}, is beyond {MAX_NORM:g} times the median"
-            return f"Its norm per round, {norms}, {median:.3g}."
-        return ""
-
-    return [each._replace(why=fault(each)) for each in received]
+            why = f"Its norm per round, {norms}, {median:.3g}."
+        judged.append(each._replace(why=why))
+    return judged
 
 
 def expected(roster: Roster, number: int, left: frozenset[str]) -> Roster:
-    """The sites that are expected in a round: recent contributors that have not left.
-
-    A new site becomes one with its first contribution.
-    """
+    """The sites that a round waits for: recent contributors that have not left."""
     return {
         name: pair
         for name, pair in roster.items()
@@ -194,25 +178,17 @@ def commit(
 ) -> dict[str, Any]:
     """The commit of a round: which contributions count, and how much.
 
-    Args:
-      number: of the round.
-      before: digest of the outer parameters before it.
-      received: contributions.
-      awaited: the sites that are expected in this round.
-      needed: contributions without which nothing counts.
-
     A site's share of the mean is its tokens per round over those of all expected sites.
     An absent site contributes its drift later, with the same share, so nothing counts
     twice and nothing is lost. Weights are in units of the mean share: they add up to
     the number of expected sites if all contribute.
 
-    Below the quorum nothing counts. The round then ends for rejected sites, and the
-    others contribute the same to the next one.
+    Below the contributions that are needed nothing counts. The round then ends for
+    rejected sites, and the others contribute the same to the next one.
     """
     received = _judged(received, before)
     valid = [each for each in received if not each.why]
-    if len(valid) < needed:
-        valid = []
+    valid = valid if len(valid) >= needed else []
     rates = {x.name: x.header["tokens"] / x.header["rounds"] for x in valid}
     roster = {**awaited, **{name: [number, rate] for name, rate in rates.items()}}
     mean = math.fsum(rate for _, rate in roster.values()) / max(1, len(roster))
@@ -269,12 +245,11 @@ def write_snapshot(store: Store, outer: Outer, roster: Roster, number: int) -> N
         return
     arrays = [*outer.anchor, *outer.state]
     store.write(snapshot_key(number), {"roster": roster}, arrays)
-    older = [number, *(each for each in numbers if each < number)]
-    if len(older) < _KEPT:
-        return
-    first = older[_KEPT - 1]
-    for prefix in (SNAPSHOTS, "rounds/", "bodies/"):
-        store.delete([key for n, key in _numbered(store, prefix) if n < first])
+    kept = [number, *(each for each in numbers if each < number)][:_KEPT]
+    if len(kept) == _KEPT:
+        for prefix in (SNAPSHOTS, "rounds/", "bodies/"):
+            old = [key for n, key in _numbered(store, prefix) if n < kept[-1]]
+            store.delete(old)
 
 
 def _numbered(store: Store, prefix: str) -> list[tuple[int, str]]:

@@ -4,7 +4,6 @@ import atexit
 import logging
 import math
 import time
-from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
@@ -111,9 +110,7 @@ class Site:
         self._rules, self._poll = (quorum, grace), poll
         self._outer = outer or optax.scale(-1)
         self._codec: Any = (compressor or compressors.exact()).codec
-        # The first process has these two.
-        self._follower: Follower | None = None
-        self._worker: Worker | None = None
+        self._worker: Worker | None = None  # of the first process
         self._structure: Any = None
         self._closed = False
         self._round = self._contributors = 0
@@ -121,7 +118,7 @@ class Site:
         self._under_way: float | None = None
         # Since the last contribution was taken.
         self._steps, self._tokens, self._blocked = 0, 0.0, 0.0
-        self._outcomes: Counter[str] = Counter()
+        self._outcomes = {"counted": 0, "late": 0, "rejected": 0}
 
     def __enter__(self) -> "Site":
         return self
@@ -140,9 +137,8 @@ class Site:
           Parameters with the shardings of the given ones.
 
         Raises:
-          ImportError: without `obstore`, the extra ``curvadion-jax[sites]``.
           OSError: if the store cannot be reached, read, or written. Call it again.
-          RuntimeError: if the run is damaged, or of a newer version, or if the store
+          RuntimeError: if the run is damaged or of another version, or if the store
             overwrites objects that it should create.
           ValueError: for another model, compressor, outer optimizer or quorum.
         """
@@ -173,8 +169,8 @@ class Site:
         Raises:
           RuntimeError: if another site has joined under this name, or this site's outer
             parameters differ from the run's.
-          ValueError: for parameters of another structure or shape, and for tokens that
-            are not positive and finite.
+          TypeError, ValueError: for parameters of another shape or structure, and for
+            tokens that are not positive and finite.
         """
         self._check_open()
         if not 1e-9 <= float(tokens) <= 1e15:
@@ -222,7 +218,8 @@ class Site:
         if self._under_way is not None or self._tokens:
             log.warning("%s leaves, and its last steps do not count", self.name)
         try:
-            if (own := self._follower) is not None:
+            if self._worker is not None:
+                own = self._worker.follower
                 _run.leave(own.store, self.name, own.incarnation)
         except StoreError as error:
             log.warning("%s leaves and cannot tell the others: %s", self.name, error)
@@ -239,13 +236,11 @@ class Site:
     @property
     def metrics(self) -> SiteMetrics:
         """See :class:`SiteMetrics`."""
-        store = self._follower and self._follower.store
+        store = self._worker and self._worker.follower.store
         return SiteMetrics(
             round=self._round,
             contributors=self._contributors,
-            counted=self._outcomes["counted"],
-            late=self._outcomes["late"],
-            rejected=self._outcomes["rejected"],
+            **self._outcomes,
             lag=0 if self._under_way is None else self._steps,
             blocked=self._blocked,
             bytes_up=store.up if store else 0,
@@ -254,9 +249,9 @@ class Site:
 
     def _enter(self, params: Any, arrays: list[Any]) -> Update | None:
         store, model = Store(self._url), Model(params, self._outer, self._codec)
-        self._follower = Follower(store, model, self.name, *self._rules)
-        self._follower.start(arrays)
-        self._worker = Worker(self._follower, self._poll)
+        follower = Follower(store, model, self.name, *self._rules)
+        follower.start(arrays)
+        self._worker = Worker(follower, self._poll)
         self._worker.start()
         return self._worker.take()
 
@@ -288,15 +283,14 @@ class Site:
             tokens, self._under_way = self._under_way or 0.0, None
             kind = {"": "counted", "late": "late"}.get(why, "rejected")
             self._outcomes[kind] += 1
-            if kind == "late":
+            if kind == "late":  # and due again, at once
                 self._tokens += tokens
                 self._steps = max(self._steps, self._every)
             elif kind == "rejected":
                 text = "The contribution of %r, this site, and its steps are lost: %s"
                 log.error(text, self.name, why[:999])
                 self._steps, self._tokens = 0, 0.0
-        leaves = self._structure.flatten_up_to(params)
-        leaves = moved(leaves, update)
+        leaves = moved(self._structure.flatten_up_to(params), update)
         return jax.tree.unflatten(self._structure, leaves)
 
     def _wait(self, end: float = math.inf) -> None:

@@ -1,9 +1,9 @@
 """The object store of a run, and the messages in it.
 
 A message is an object of JSON, its header, and for its arrays another object, its body:
-their bytes, little endian and in C order, which are written first. The header says
-where the message belongs, and has digests of itself and of the body. The reader knows
-shapes and dtypes, and nothing is unpickled.
+their bytes, little endian and in C order, which are written first. The header has a
+digest of the body, and one of itself, its key and its run. The reader knows shapes and
+dtypes, and nothing is unpickled.
 
 `obstore` makes the connections, finds the credentials, and repeats requests that end
 in an answer 5xx, a lost connection or, if they only read, a timeout. `_attempts` covers
@@ -115,15 +115,13 @@ class Store:
     ) -> bool:
         """Creates a message unless there is one. Returns whether it is there now."""
         body = b"".join(as_bytes(x) for x in arrays)
-        place = {"format": FORMAT, "key": key, "run": self.run}
-        header = place | header | {"body": _sha256(body)}
-        digest = _sha256(json.dumps(header).encode())
+        header = self._sealed(key, header | {"body": _sha256(body)})
         if body:  # overwrites the same bytes, since the digest is in its key
             options = {"chunk_size": PIECE, "max_concurrency": 2}
             with _one_error(self.url, f"write the body of {key}"):
-                self._store.put(_body_key(key, digest), body, **options)
+                self._store.put(_body_key(key, header), body, **options)
             self.up += len(body)
-        return self.create(key, json.dumps({"sha256": digest} | header).encode())
+        return self.create(key, json.dumps(header).encode())
 
     def read(
         self,
@@ -155,48 +153,37 @@ class Store:
     def _read(self, key: str, shapes: Sequence[jax.ShapeDtypeStruct]) -> Any:
         if (data := self.get(key, HEADER)) is None:
             return None
-        header, body = self._unsealed(key, data), b""
+        header, body, sealed = {}, b"", False
+        with suppress(ValueError, AttributeError, RecursionError):
+            header = json.loads(data)
+            sealed = header == self._sealed(key, header)
+        if not sealed:
+            raise InvalidError(
+                f"{key} is damaged, or of another run, place or version of the library."
+            )
         ends = np.cumsum([0, *(x.size * x.dtype.itemsize for x in shapes)])
-        if shapes:
-            body = self.get(_body_key(key, header["sha256"]), ends[-1])
-            if body is None:
-                return None
-        if len(body) != ends[-1] or _sha256(body) != header.get("body"):
+        if shapes and (body := self.get(_body_key(key, header), ends[-1])) is None:
+            return None
+        if len(body) != ends[-1] or _sha256(body) != header["body"]:
             raise InvalidError(f"{key} has a body that does not match its digest.")
         return header, [
             np.frombuffer(body, x.dtype, x.size, first).reshape(x.shape)
             for x, first in zip(shapes, ends, strict=False)
         ]
 
-    def _unsealed(self, key: str, head: bytes) -> dict[str, Any]:
-        """The header of a message, which is one of this run and this place."""
-        try:
-            found = json.loads(head)
-            header = {name: x for name, x in found.items() if name != "sha256"}
-            digest = _sha256(json.dumps(header).encode())
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise InvalidError(f"{key} has no header in JSON.") from error
-        if (number := found.get("format")) != FORMAT:
-            raise InvalidError(
-                f"{key} is of format {number!r:.20}, and this curvadion_jax reads "
-                f"{FORMAT}."
-            )
-        if found.get("sha256") != digest:
-            raise InvalidError(f"{key} does not match its digest.")
-        if (found.get("key"), found.get("run")) != (key, self.run):
-            raise InvalidError(
-                f"{key} belongs at {found.get('key')!r:.99} of the run "
-                f"{found.get('run')!r:.20}."
-            )
-        return found
+    def _sealed(self, key: str, header: dict[str, Any]) -> dict[str, Any]:
+        """The header with its digest, which holds in this place of this run alone."""
+        own = {name: x for name, x in header.items() if name != "sha256"}
+        place = json.dumps([FORMAT, self.run, key, own])
+        return {"sha256": _sha256(place.encode())} | own
 
 
 def as_bytes(x: np.ndarray) -> memoryview:
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
-def _body_key(key: str, digest: str) -> str:
-    return f"bodies/{key}/{digest}"
+def _body_key(key: str, header: dict[str, Any]) -> str:
+    return f"bodies/{key}/{header['sha256']}"
 
 
 def _sha256(data: bytes) -> str:
@@ -204,7 +191,7 @@ def _sha256(data: bytes) -> str:
 
 
 def _attempts() -> Iterator[int]:
-    """Numbers of attempts, with longer and longer pauses between.
+    """Numbers of attempts, between which are longer and longer pauses.
 
     Pauses are random, so that sites that collided do not collide again.
     """

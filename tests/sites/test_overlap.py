@@ -158,7 +158,7 @@ def test_a_rejected_site_continues_from_the_outer_parameters():
         bonn.send(1.0)
         params = site.sync(stepped(params))
         assert store.reached.wait(60)
-        assert site._worker._follower.contribution.tokens == 1
+        assert site._worker.follower.contribution.tokens == 1
         store.open.set()
         decided(site)
         rome.follow()

@@ -111,6 +111,17 @@ def test_a_site_that_left_is_neither_waited_for_nor_expected():
     assert a.moved() == pytest.approx(2.0)
 
 
+def test_a_listing_that_lacks_a_site_does_not_lower_the_quorum():
+    a, b, c = named("abc", quorum=2)
+    for site in (a, b, c):
+        site.send(1.0)
+    settle(a, b, c)
+    _run.leave(c.store, "c", 1)
+    b.store.delete(b.store.keys("members/b/"))
+    a.send(1.0)
+    assert not a.follower.propose()
+
+
 @pytest.mark.parametrize(("by", "moved"), [(1.0, 2.0), (float("nan"), 3.0)])
 def test_a_killed_predecessors_contribution_stands(by, moved):
     store = MemoryStore()
@@ -187,11 +198,12 @@ def test_a_site_that_was_away_may_have_gone_far_but_not_in_one_round():
     assert c.outcomes[1].startswith("Its norm per round")
 
 
-def test_a_contribution_that_was_deleted_is_sent_again():
+@pytest.mark.parametrize("lost", ["rounds/", "bodies/rounds/"])
+def test_a_contribution_that_was_deleted_is_sent_again(lost):
     a, b = named("ab", quorum=2)
     for site in (a, b):
         site.send(1.0)
-    a.store.delete(a.store.keys("rounds/") + a.store.keys("bodies/rounds/"))
+    a.store.delete(a.store.keys(lost))
     for site in (a, b):
         assert not site.follower.propose()
         site.follower.send()

@@ -87,6 +87,18 @@ def test_a_snapshot_that_cannot_be_used_is_passed_over(damage):
     assert a.store.keys("rounds/")[0] == _run.contribution_key(first, "a")
 
 
+def test_a_snapshot_with_another_outer_state_is_passed_over():
+    store, parts = MemoryStore(), {"outer": NESTEROV, "snapshot_every": 2}
+    a = ByHand(store, "a", **parts)
+    for _ in range(5):
+        a.step()
+    key, model = _run.snapshot_key(4), a.follower.model
+    _, arrays = a.store.read(key, model.snapshot)
+    store.delete(key)
+    a.store.write(key, {"roster": {}}, [*arrays[:2], *(x + 1 for x in arrays[2:])])
+    assert ByHand(store, "b", **parts).digest == a.digest
+
+
 def test_without_a_usable_snapshot_nobody_starts_anew():
     store = MemoryStore()
     a = ByHand(store, "a", snapshot_every=2)
