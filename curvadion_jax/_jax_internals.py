@@ -34,7 +34,7 @@ _SILENT = ("axis_index", "pvary")
 
 
 def user_context() -> Any:
-    """A value around a trace, of which JAX keeps traces of jitted functions apart."""
+    """A context manager of a value, which JAX keeps traces of functions apart by."""
     return jax.make_user_context(None)
 
 

@@ -9,11 +9,9 @@ Explicit axes (https://docs.jax.dev/en/latest/notebooks/explicit-sharding.html) 
 of an array's type. A model may use them; the optimizer's update sees automatic ones.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +19,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from curvadion_jax import _paths
+from curvadion_jax import _jax_internals, _paths
 from curvadion_jax._matrices import MadeOf
 
 
@@ -97,19 +95,8 @@ class Layout:
 
 ONE_DEVICE = Layout()
 
-_noted: contextvars.ContextVar[tuple[Placed, ...]] = contextvars.ContextVar(
-    "noted", default=()
-)
-
-
-@contextlib.contextmanager
-def noting(arrays: Sequence[Placed]) -> Iterator[None]:
-    """Lets `current` know these arrays."""
-    token = _noted.set(tuple(arrays))
-    try:
-        yield
-    finally:
-        _noted.reset(token)
+# `with noting(arrays):` lets `current` know how these lie, a tuple of `Placed`.
+noting: Any = _jax_internals.user_context()
 
 
 def current() -> Layout:
@@ -119,7 +106,7 @@ def current() -> Layout:
         return ONE_DEVICE
     automatic = _axes_of_type(mesh, AxisType.Auto)
     axes = {axis: mesh.shape[axis] for axis in automatic if mesh.shape[axis] > 1}
-    return Layout(axes, _noted.get()) if axes else ONE_DEVICE
+    return Layout(axes, noting.value or ()) if axes else ONE_DEVICE
 
 
 def _over(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
@@ -251,17 +238,12 @@ def split_rows(x: jax.Array, number: int) -> jax.Array:
 
 def constrain(x: jax.Array, placement: NamedSharding) -> jax.Array:
     """The array sharded as given: over Explicit axes by its type."""
-    if not (explicit := set(_axes_of_type(placement.mesh, AxisType.Explicit))):
+    if not (explicit := _axes_of_type(placement.mesh, AxisType.Explicit)):
         return lax.with_sharding_constraint(x, placement)
-
-    def part(entry, of_type):
-        names = tuple(n for n in jax.tree.leaves(entry) if (n in explicit) == of_type)
-        if of_type or len(names) == len(jax.tree.leaves(entry)):
-            return names or None
-        return PartitionSpec.UNCONSTRAINED
-
-    typed, free = (
-        placement.update(spec=PartitionSpec(*[part(e, of) for e in placement.spec]))
-        for of in (True, False)
-    )
-    return lax.with_sharding_constraint(jax.sharding.reshard(x, typed), free)
+    typed = _over(placement.spec, explicit)
+    free = [
+        PartitionSpec.UNCONSTRAINED if in_type else entry
+        for entry, in_type in zip(placement.spec, typed, strict=True)
+    ]
+    x = jax.sharding.reshard(x, placement.update(spec=typed))
+    return lax.with_sharding_constraint(x, placement.update(spec=PartitionSpec(*free)))

@@ -6,11 +6,9 @@ runs unchanged and its gradients are each replica's own. The update alone enters
 send what they are given. (Under `vmap` alone both branches would run on every step.)
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -37,6 +35,8 @@ class Mapped:
         the trigger has none.
       updates: how many updates of optimizers that synchronise the step makes.
       reduced: which inputs of an update come from a collective over the axis.
+      is_program: whether the step is a program already, which is being mapped over the
+        replicas. What is mapped before is not the replicas.
     """
 
     mesh: Mesh
@@ -45,39 +45,16 @@ class Mapped:
     due_of: Callable[[int], bool] | None = None
     updates: int = 0
     reduced: Collection[int] = ()
-
-    @property
-    def is_known_local(self) -> bool:
-        """Whether the host knows that this step does not synchronise."""
-        return self.due_of is not None and self.due is False
+    is_program: bool = False
 
 
-# Whether the step is a program already, and mapped: what is mapped before is not it.
-_is_program: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "is_program", default=False
-)
-# JAX keeps traces of jitted functions in the step by its value too.
-_step: Any = _jax_internals.user_context()
-
-
-def mapping(mapped: Mapped) -> contextlib.AbstractContextManager:
-    """Lets `update` know the step around it."""
-    return _step(mapped)
-
-
-@contextlib.contextmanager
-def mapping_program() -> Iterator[None]:
-    """Lets `update` know that the step is a program, which is mapped over replicas."""
-    token = _is_program.set(True)
-    try:
-        yield
-    finally:
-        _is_program.reset(token)
+# `with mapping(step):` lets `update` know the step around it.
+mapping: Any = _jax_internals.user_context()
 
 
 def current() -> Mapped | None:
     """The step that is being traced, if any."""
-    return _step.value
+    return mapping.value
 
 
 def is_tracing() -> bool:
@@ -136,7 +113,7 @@ def update(
 
     @one.def_vmap
     def _(size, batched, *operands):
-        if not _is_program.get():
+        if not mapped.is_program:
             raise ValueError(_guards.SEVERAL_MODELS.format(size))
         _check_local(mapped, operands[0], batched[0])
         # A gradient that is a constant, such as zeros, is the same on all replicas.

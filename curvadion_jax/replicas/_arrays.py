@@ -70,14 +70,14 @@ def constrain(x: jax.Array, placement: NamedSharding | None) -> jax.Array:
     return _layout.constrain(x, placement)
 
 
-def within_replica(state: Any, placements: Placements) -> list[_layout.Placed]:
+def within_replica(state: Any, placements: Placements) -> tuple[_layout.Placed, ...]:
     """How the arrays of the state are sharded within a replica."""
     leaves = _paths.leaves_with_path(state)
-    return [
+    return tuple(
         _layout.Placed(name, leaf.shape[1:], P(*placement.spec[1:]))
         for (name, leaf), placement in zip(leaves, placements, strict=True)
         if placement is not None
-    ]
+    )
 
 
 def on_host(function: Callable[..., Any], *trees: Any) -> Any:

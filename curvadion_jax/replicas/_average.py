@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import (
@@ -24,7 +23,7 @@ from curvadion_jax._interfaces import Payload
 
 @jax.named_scope(_guards.SCOPE)
 def average_where_synced(
-    state: Any, before: Any, average: Sequence[str], mesh: Mesh, axis_name: str
+    state: Any, before: Any, average: Sequence[str], step: _mapped.Mapped
 ) -> Any:
     """The state [replicas, ...] with some arrays averaged if the step synchronised.
 
@@ -35,8 +34,8 @@ def average_where_synced(
     arrays, old = (dict(_paths.leaves_with_names(each)) for each in (state, before))
     averaged = _named(arrays, average)
     counters = [(*path, "metrics") for path in _counters.optimizers(arrays)]
-    step = _mapped.current()
-    if not counters or (step and step.is_known_local):
+    is_known_local = step.due_of is not None and step.due is False
+    if not counters or is_known_local:
         return state
     synced, weight = jnp.zeros([], jnp.bool_), jnp.zeros([])
     for path in counters:
@@ -49,7 +48,7 @@ def average_where_synced(
 
     def mean(weight, *operands):
         *local, sent = operands
-        means = _weighted_means(local, weight, axis_name)
+        means = _weighted_means(local, weight, step.axis_name)
         return [*means, _counters.charged(sent, Payload(averaged=size))]
 
     def of_replica(*operands):
@@ -58,8 +57,10 @@ def average_where_synced(
         return [jnp.expand_dims(x, 0) for x in new]
 
     like = _layout.explicit_specs(operands, [True] * len(operands))
-    mapped = _layout.over_replicas(of_replica, mesh, axis_name, P(axis_name), like)
-    new = mapped(synced, weight, *operands)
+    over_replicas = _layout.over_replicas(
+        of_replica, step.mesh, step.axis_name, P(step.axis_name), like
+    )
+    new = over_replicas(synced, weight, *operands)
     arrays.update(zip((*averaged, sent), new, strict=True))
     return jax.tree.unflatten(jax.tree.structure(state), arrays.values())
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import (
@@ -25,10 +25,9 @@ from curvadion_jax.replicas._average import average_where_synced
 
 def map_over_replicas(
     function: Callable[..., tuple[Any, Any]],
-    mesh: Mesh,
-    axis_name: str,
-    average: Sequence[str] = (),
-    local: Sequence[str] = (),
+    step: _mapped.Mapped,
+    average: Sequence[str],
+    local: Sequence[str],
 ) -> Callable[..., tuple[Any, Any]]:
     """The step for stacked state [replicas, ...] and the global batch.
 
@@ -37,6 +36,7 @@ def map_over_replicas(
     it enters a `shard_map` (`_mapped`). Arrays of the state with a name of `average` in
     their path are averaged at syncs, and those with one of `local` are meant to differ.
     """
+    mesh, axis_name = step.mesh, step.axis_name
     number = mesh.shape[axis_name]
 
     def of_replica(state, batch, *shared):
@@ -45,10 +45,11 @@ def map_over_replicas(
         return result
 
     def inspected(state, batch, *shared):
+        step.is_program = False
         traced = _jax_internals.trace(of_replica, state, batch, *shared)
-        _inspect(traced, axis_name, number, state, local)
-        with _mapped.mapping_program():
-            return traced(state, batch, *shared)
+        _inspect(traced, step, state, local)
+        step.is_program = True
+        return traced(state, batch, *shared)
 
     def sharded(x):
         spec = P(axis_name, *[P.UNCONSTRAINED] * (x.ndim - 1))
@@ -67,7 +68,7 @@ def map_over_replicas(
         )
         new, metrics = mapped(state, jax.tree.map(rows, batch), *shared)
         if average:
-            new = average_where_synced(new, state, average, mesh, axis_name)
+            new = average_where_synced(new, state, average, step)
         return new, jax.tree.map(sharded, metrics)
 
     return run
@@ -75,19 +76,17 @@ def map_over_replicas(
 
 def _inspect(
     traced: _jax_internals.Traced,
-    axis_name: str,
-    replicas: int,
+    step: _mapped.Mapped,
     state: Any,
     local: Sequence[str],
 ) -> None:
     """Looks at a step's program for what it sends itself, and for its optimizer."""
-    jaxpr, step = traced.program.jaxpr, _mapped.current()
+    jaxpr, axis_name = traced.program.jaxpr, step.axis_name
     updates = _jax_internals.updates_in(jaxpr, _guards.SCOPE)
     found = _jax_internals.collectives_in(jaxpr, axis_name, outside=_guards.SCOPE)
-    if step:
-        step.updates = updates
-        step.reduced = _jax_internals.reduced_inputs(jaxpr, axis_name, _guards.SCOPE)
-    if found and not (step and step.due):  # once for both programs of a step
+    step.updates = updates
+    step.reduced = _jax_internals.reduced_inputs(jaxpr, axis_name, _guards.SCOPE)
+    if found and not step.due:  # once for both programs of a step
         what = ", ".join(
             f"{e.primitive.name} of {e.invars[0].aval.str_short()}" for e in found
         )
@@ -106,6 +105,7 @@ def _inspect(
         and not _paths.lies_in(names, local)
         for x, y, names in zip(jaxpr.outvars, jaxpr.invars, before, strict=False)
     )
+    replicas = step.mesh.shape[axis_name]
     if replicas > 1 and moved and not updates:
         raise ValueError(
             "The training step changes its state, and no optimizer in it synchronises: "

@@ -78,8 +78,7 @@ def step(
       [4.0]
     """
     check_mesh(mesh, axis_name)
-    run = map_over_replicas(function, mesh, axis_name, tuple(average), local)
-    return CompiledStep(function, run, mesh, axis_name, donate, local)
+    return CompiledStep(function, mesh, axis_name, donate, average, local)
 
 
 class CompiledStep:
@@ -93,15 +92,16 @@ class CompiledStep:
     def __init__(
         self,
         function: Callable[..., Any],
-        run: Callable[..., Any],
         mesh: Mesh,
         axis_name: str,
         donate: bool,
-        local: Sequence[str] = (),
+        average: Sequence[str],
+        local: Sequence[str],
     ):
         functools.update_wrapper(self, function, updated=())
-        self._function, self._run, self._donate = function, run, donate
+        self._function, self._donate = function, donate
         self._mesh, self._axis_name = mesh, axis_name
+        self._average, self._local = average, local
         # A key is the structure of a state and how it lies on the devices.
         self._programs: dict[Any, tuple[Any, _mapped.Mapped]] = {}  # by key and `due`
         self._compiled: set[Any] = set()
@@ -222,13 +222,16 @@ class CompiledStep:
 
     def _jitted(self, key, mapped: _mapped.Mapped) -> Any:
         structure, placements = key
+        mapped_step = map_over_replicas(
+            self._function, mapped, self._average, self._local
+        )
 
         def run(state, batch, *shared):
             leaves = [*map(_arrays.constrain, jax.tree.leaves(state), placements)]
             state = jax.tree.unflatten(structure, leaves)
             inner = _arrays.within_replica(state, placements)
             with _layout.noting(inner), _mapped.mapping(mapped):
-                new, metrics = self._run(state, batch, *shared)
+                new, metrics = mapped_step(state, batch, *shared)
             if jax.tree.structure(new) == structure:
                 triples = zip(jax.tree.leaves(new), leaves, placements, strict=True)
                 new = [

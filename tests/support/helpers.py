@@ -121,10 +121,10 @@ def manual(function: Any, mesh: Any, state: Any) -> Any:
     function may communicate.
     """
     like = state
-    placed = [
+    placed = tuple(
         _layout.Placed(name, x.shape[1:], PartitionSpec(*x.sharding.spec[1:]))
         for name, x in _paths.leaves_with_path(state)
-    ]
+    )
 
     mapped = in_shard_map(function, mesh)
 
