@@ -121,9 +121,8 @@ def adaptive_sync(
       all else is.)
 
     Raises:
-      ValueError: at `update`, if `params` is missing, trees or shapes do not match, the
-        axis is not bound, gradients were averaged before, or something that must stay
-        local communicates.
+      ValueError: at `update`, if `params` is missing, trees or shapes do not match,
+        gradients were averaged before, or something that must stay local communicates.
 
     Example:
       >>> import jax.numpy as jnp
@@ -263,8 +262,6 @@ def adaptive_sync(
         voted = not isinstance(fire, bool)
         if voted:
             fire = _collectives.any_replica(fire, axis_name)
-            if axis_name is not None:
-                fire = _guards.one_decision(fire)
 
         # 3. A local step, or a sync if any replica requested one.
         operands = gradients, state.inner_state, state.sync_state
@@ -340,9 +337,8 @@ def _choose(
     """The one `lax.cond`: takes a sync, or a step that sends nothing.
 
     `fire` is the same on all replicas; where it is a Python bool that branch is the
-    program. The results are marked as varying over the axis. A choice that may differ
-    between replicas, which would hang, and a local branch that communicates over the
-    axis are refused.
+    program. The results are marked as varying over the axis. A local branch that
+    communicates over the axis is refused.
     """
     synced = trace(sync, *operands)
     _guards.require_no_deadlock(synced.program.jaxpr, axis_name)
@@ -357,7 +353,6 @@ def _choose(
 
     if isinstance(fire, bool):
         return marked(synced if fire else alone)(*operands)
-    _guards.require_shared(fire, axis_name)
     return lax.cond(fire, marked(synced), marked(alone), *operands)
 
 

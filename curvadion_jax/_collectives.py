@@ -26,23 +26,8 @@ def check_axis_name(axis_name: Any) -> None:
 
 
 def axis_size(axis_name: str | None) -> int:
-    """Number of replicas.
-
-    Raises:
-      ValueError: if no such axis is bound where this is called.
-    """
-    if axis_name is None:
-        return 1
-    try:
-        return lax.axis_size(axis_name)
-    except NameError as error:
-        bound = list(jax.sharding.get_abstract_mesh().manual_axes)
-        here = f" (bound here: {', '.join(map(repr, bound))})" if bound else ""
-        raise ValueError(
-            f"The axis {axis_name!r} is not bound here{here}. Call `update` inside "
-            f"curvadion_jax.replicas.step, or a shard_map or vmap with the axis "
-            f"{axis_name!r}, or pass axis_name=None for one replica."
-        ) from error
+    """Number of replicas."""
+    return 1 if axis_name is None else lax.axis_size(axis_name)
 
 
 def is_checked(axis_name: str | None) -> bool:

@@ -4,7 +4,7 @@ Inspects each branch's jaxpr before it is used, and rejects collectives over the
 axis where there may be none, or where not all replicas take the branch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,11 +22,6 @@ from curvadion_jax._jax_internals import (
 
 # Around the optimizer's own communication, in the names of a program's equations.
 SCOPE = "curvadion_jax.update"
-SEVERAL_MODELS = (
-    "The optimizer's update runs under vmap, for {} models, where both branches of a "
-    "condition run: every step would send what a sync sends. Give one update the "
-    "stacked parameters of all models."
-)
 
 
 def axes_of_results(*branches: Traced) -> list[frozenset[str]]:
@@ -47,15 +42,6 @@ def locally(function: Callable[..., Any], *operands: Any, axis_name: str | None)
     return trace_local(function, *operands, axis_name=axis_name)(*operands)
 
 
-def require_shared(fire: jax.Array, axis_name: str | None) -> None:
-    """Rejects a decision about a collective that may differ between replicas."""
-    if axis_name is not None and _collectives.is_varying(fire, axis_name):
-        raise ValueError(
-            f"The decision to synchronise differs between the replicas of axis "
-            f"{axis_name!r}, which would deadlock. Reduce it over the axis first."
-        )
-
-
 def trace_local(
     function: Callable[..., Any], *operands: Any, axis_name: str | None
 ) -> Traced:
@@ -70,7 +56,7 @@ def trace_local(
             f"({found[0].primitive.name}). Remove it from the inner optimizer or the "
             "trigger: the synchronizer does what has to be sent."
         )
-    if _layout.current().axes and _has_own_condition(jaxpr, axis_name):
+    if _layout.current().axes and any(_own_decisions(jaxpr, axis_name)):
         raise ValueError(
             "The inner optimizer or the trigger has a lax.cond or while_loop that "
             f"replicas of axis {axis_name!r} may decide differently, which would "
@@ -80,43 +66,28 @@ def trace_local(
     return traced
 
 
-def _has_own_condition(jaxpr: Jaxpr, axis_name: str) -> bool:
-    return any(
-        decides_alone(equation, axis_name)
-        or any(_has_own_condition(x, axis_name) for x in inner_jaxprs(equation))
-        for equation in jaxpr.eqns
-    )
-
-
 def require_no_deadlock(jaxpr: Jaxpr, axis_name: str | None) -> None:
     """Rejects a collective in a branch that replicas may not take together."""
     if axis_name is None:
         return
-    for equation in jaxpr.eqns:
-        inner = inner_jaxprs(equation)
-        alone = decides_alone(equation, axis_name)
-        if alone and any(collectives_in(program, axis_name) for program in inner):
+    for branches in _own_decisions(jaxpr, axis_name):
+        if any(collectives_in(branch, axis_name) for branch in branches):
             raise ValueError(
                 f"A collective over axis {axis_name!r} is inside a lax.cond or "
                 "while_loop that replicas may decide differently, which would "
                 "deadlock. Put the condition around the inner optimizer: "
                 "adaptive_sync(optax.apply_if_finite(inner, 3), ...)."
             )
+
+
+def _own_decisions(jaxpr: Jaxpr, axis_name: str) -> Iterator[list[Jaxpr]]:
+    """The programs in each condition or loop that replicas may decide differently."""
+    for equation in jaxpr.eqns:
+        inner = inner_jaxprs(equation)
+        if decides_alone(equation, axis_name):
+            yield inner
         for program in inner:
-            require_no_deadlock(program, axis_name)
-
-
-@jax.custom_batching.custom_vmap
-def one_decision(which: jax.Array) -> jax.Array:
-    """The decision to synchronise as it is; rejects several at once, under `vmap`."""
-    return which
-
-
-@one_decision.def_vmap
-def _(size, batched, which):
-    if batched[0]:
-        raise ValueError(SEVERAL_MODELS.format(size))
-    return which, batched[0]
+            yield from _own_decisions(program, axis_name)
 
 
 def require_local_gradients(
@@ -141,7 +112,6 @@ def require_local_gradients(
                     f"Pass axis_name={min(axes)!r}."
                 )
         return
-    _collectives.axis_size(axis_name)
     if not _collectives.is_manual(axis_name):
         return
     if not _collectives.is_checked(axis_name):

@@ -114,7 +114,11 @@ def update(
     @one.def_vmap
     def _(size, batched, *operands):
         if not mapped.is_program:
-            raise ValueError(_guards.SEVERAL_MODELS.format(size))
+            raise ValueError(
+                f"The optimizer's update runs under vmap, for {size} models, where "
+                "both branches of a condition run: every step would send what a sync "
+                "sends. Give one update the stacked parameters of all models."
+            )
         _check_local(mapped, operands[0], batched[0])
         # A gradient that is a constant, such as zeros, is the same on all replicas.
         flags = [jax.tree.map(lambda _: True, batched[0]), *batched[1:]]

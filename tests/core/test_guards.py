@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
 from curvadion_jax import (
-    _adaptive_sync,
     _collectives,
     compressors,
     synchronizers,
@@ -176,36 +175,6 @@ def test_an_unchecked_shard_map_takes_the_word_and_is_the_same():
     for tree in gradients:
         state = step(state, tree)
     helpers.assert_bitwise(jax.device_get(state), expected)
-
-
-def in_own_part(function, decide):
-    """Traces a function of (decision, float32[5]) as the optimizer's own code runs."""
-
-    def step(params, opt_state, gradients):
-        del params, opt_state
-        return function(decide(gradients["bias"]), gradients["bias"]), ()
-
-    helpers.trace(step, optimizer(), manual=True)
-
-
-DECIDING = {
-    "cond": lambda fire, x: _adaptive_sync._choose(
-        fire, lambda x: lax.pmean(x, AXIS), lambda x: x, x, axis_name=AXIS
-    ),
-    "loop": lambda fire, x: _adaptive_sync._then_once(
-        fire, lambda x: (vary(lax.pmean(x, AXIS)),), (x,), AXIS
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DECIDING)
-def test_a_decision_of_one_replica_is_rejected(name):
-    def own(x):
-        return x.sum() > 0
-
-    with pytest.raises(ValueError, match="Reduce it over the axis first"):
-        in_own_part(DECIDING[name], own)
-    in_own_part(DECIDING[name], lambda x: _collectives.any_replica(own(x), AXIS))
 
 
 def looping():

@@ -172,7 +172,7 @@ CASES = {
     ),
     "axis outside of a step": (
         lambda: update(cd.curvadion(0.1, axis_name=AXIS)),
-        *(ValueError, "'replica'"),
+        *(NameError, "replica"),
     ),
     "check_vma=False": (
         lambda: own_shard_map(True, check_vma=False),
