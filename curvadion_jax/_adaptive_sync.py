@@ -299,6 +299,7 @@ def adaptive_sync(
         if due is None:
             cost = functools.partial(_sync_cost, payload, params)
             due = _mapped.known_due(trigger, cost)
+        due = None if due is None else bool(due)  # NumPy's are no Python bools
         return _mapped.update(
             functools.partial(update_of_replica, views=views, payload=payload, due=due),
             axis_name,

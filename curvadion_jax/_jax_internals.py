@@ -31,6 +31,8 @@ from jax.extend.core import (
 # What may name an axis without sending anything over it; all else counts as
 # communication, so that a collective new to JAX is not overlooked.
 _SILENT = ("axis_index", "pvary")
+# What may choose between two arrays, the last three by a factor of 0 or 1.
+_MIXES = ("select_n", "cond", "add", "add_any", "sub")
 
 
 def user_context() -> Any:
@@ -173,7 +175,7 @@ def reduced_inputs(
 
 
 def selected_results(jaxpr: Jaxpr, scope: str) -> list[bool]:
-    """Which results of a step are chosen from others, as by `jnp.where`.
+    """Which results of a step are mixed of others, as by `jnp.where`.
 
     Followed back through jitted functions, loops, and equations of one operand.
 
@@ -187,7 +189,7 @@ def selected_results(jaxpr: Jaxpr, scope: str) -> list[bool]:
     def is_selected(variable: Any) -> bool:
         while not isinstance(variable, Literal) and variable in made_by:
             equation, index = made_by[variable]
-            if equation.primitive.name in ("select_n", "cond"):
+            if equation.primitive.name in _MIXES:
                 return True
             inner, operands = inner_jaxprs(equation), equation.invars
             if _is_update(equation, scope) or not (inner or len(operands) == 1):

@@ -95,19 +95,20 @@ def default_dimension_numbers(params: Any) -> Any:
     shapes = {parts[names]: leaf.shape for names, leaf in leaves}
     head, equinox = _only_head(shapes), _equinox_weights(params)
 
-    def numbers_of(names):
+    def numbers_of(names, shape):
         path = parts[names]
-        numbers = None if path == head else _default_numbers(path, shapes)
+        numbers = None if path == head else _default_numbers(path, shape, shapes)
         return numbers and equinox.get(names, numbers)
 
     return jax.tree.unflatten(
-        jax.tree.structure(params), [numbers_of(names) for names, _ in leaves]
+        jax.tree.structure(params), [numbers_of(names, x.shape) for names, x in leaves]
     )
 
 
-def _default_numbers(names: tuple[str, ...], shapes: Shapes) -> DimensionNumbers | None:
-    shape, last = shapes[names], names[-2:]
-    ndim = len(shape)
+def _default_numbers(
+    names: tuple[str, ...], shape: tuple[int, ...], shapes: Shapes
+) -> DimensionNumbers | None:
+    last, ndim = names[-2:], len(shape)
     if ndim < 2 or 0 in shape or _any(_VECTOR, names[-1:]) or _any(_OTHER, last):
         return None
     if _any(_SCALE_OF_NORM, ["/".join(last)]):
@@ -120,7 +121,7 @@ def _default_numbers(names: tuple[str, ...], shapes: Shapes) -> DimensionNumbers
         return DimensionNumbers((-3, -2), -1)
     side = _attention_side(names, shapes) if ndim in (3, 4) else None
     try:
-        axis = _scan_axis(names, shapes)
+        axis = _scan_axis(names, shape, shapes)
     except LookupError:
         if side and ndim == 3:
             raise ValueError(
@@ -160,7 +161,9 @@ def _only_head(shapes: Shapes) -> tuple[str, ...] | None:
     return None
 
 
-def _scan_axis(names: tuple[str, ...], shapes: Shapes) -> int | None:
+def _scan_axis(
+    names: tuple[str, ...], shape: tuple[int, ...], shapes: Shapes
+) -> int | None:
     """The axis of a scan over layers: 0, or 1 as in MaxText; None without a scan.
 
     [layers, D, H*Dh] and [D, H, Dh] look alike; the norms' scales nearest in the tree,
@@ -177,7 +180,6 @@ def _scan_axis(names: tuple[str, ...], shapes: Shapes) -> int | None:
         beside = [
             s for o, s in shapes.items() if o[:depth] == names[:depth] and len(s) > 2
         ]
-        shape = shapes[names]
         axes = [a for a in (0, 1) if {s[a] for s in near} == {shape[a]}]
         if len(axes) == 2:  # [layers, D, ...] or [D, layers, ...]
             firsts, seconds = ({s[axis] for s in beside} for axis in (0, 1))

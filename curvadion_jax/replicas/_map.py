@@ -84,6 +84,12 @@ def _inspect(
     jaxpr, axis_name = traced.program.jaxpr, step.axis_name
     updates = _jax_internals.updates_in(jaxpr, _guards.SCOPE)
     found = _jax_internals.collectives_in(jaxpr, axis_name, outside=_guards.SCOPE)
+    before = [names for names, _ in _paths.leaves_with_names(state)]
+    pairs = zip(jaxpr.outvars, jaxpr.invars, before, strict=False)
+    kept = {names for x, y, names in pairs if x is y}
+    optimizers = _counters.optimizers(before)
+    if optimizers and kept.issuperset((*p, "metrics", "steps") for p in optimizers):
+        updates = 0  # Its state is dropped: a step that is looked at and not taken.
     step.updates = updates
     step.reduced = _jax_internals.reduced_inputs(jaxpr, axis_name, _guards.SCOPE)
     if found and not step.due:  # once for both programs of a step
@@ -97,20 +103,20 @@ def _inspect(
             "losses and norms each replica's own; metrics.read does not count this.",
             stacklevel=3,
         )
-    before = [names for names, _ in _paths.leaves_with_names(state)]
     _paths.check_named(before, local, "local")
     moved = any(
-        x is not y
+        names not in kept
         and jnp.issubdtype(x.aval.dtype, jnp.inexact)
         and not _paths.lies_in(names, local)
-        for x, y, names in zip(jaxpr.outvars, jaxpr.invars, before, strict=False)
+        for x, names in zip(jaxpr.outvars, before, strict=False)
     )
     replicas = step.mesh.shape[axis_name]
     if replicas > 1 and moved and not updates:
         raise ValueError(
             "The training step changes its state, and no optimizer in it synchronises: "
             f"{replicas} replicas would train {replicas} models. Use local_muon, "
-            "curvadion or adaptive_sync, or name in local= what may differ."
+            "curvadion or adaptive_sync and keep its state, or name in local= what may "
+            "differ."
         )
     after = [names for names, _ in _paths.leaves_with_names(traced.result[0])]
     optimizers = _counters.optimizers(after)

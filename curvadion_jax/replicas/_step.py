@@ -102,7 +102,7 @@ class CompiledStep:
         self._function, self._donate = function, donate
         self._mesh, self._axis_name = mesh, axis_name
         self._average, self._local = average, local
-        # A key is the structure of a state and how it lies on the devices.
+        # A key is the structure of a state, how it lies on the devices, and its shapes.
         self._programs: dict[Any, tuple[Any, _mapped.Mapped]] = {}  # by key and `due`
         self._compiled: set[Any] = set()
         self._schedules: dict[Any, _Schedule | None] = {}  # by key and shapes given
@@ -171,17 +171,18 @@ class CompiledStep:
 
     def _key(self, state: Any) -> Any:
         leaves, structure = jax.tree.flatten(state)
-        return structure, tuple(
-            _arrays.placement(x, self._mesh, self._axis_name) for x in leaves
-        )
+        places = (_arrays.placement(x, self._mesh, self._axis_name) for x in leaves)
+        return structure, tuple(places), tuple(map(np.shape, leaves))
 
     def _known_key(self, leaves, structure) -> Any:
         """The key of a state that lies as the last step returned it, else None."""
         if self._last is None or self._last[0][0] != structure:
             return None
         key, shardings = self._last
-        pairs = zip(leaves, shardings, strict=True)
-        return key if all(getattr(x, "sharding", 0) is s for x, s in pairs) else None
+        for x, sharding, shape in zip(leaves, shardings, key[2], strict=True):
+            if getattr(x, "sharding", None) is not sharding or x.shape != shape:
+                return None
+        return key
 
     def _schedule(self, key, operands) -> "_Schedule | None":
         """None where the host cannot know what is due: devices decide on every step."""
@@ -221,7 +222,7 @@ class CompiledStep:
         return self._programs[key, due]
 
     def _jitted(self, key, mapped: _mapped.Mapped) -> Any:
-        structure, placements = key
+        structure, placements, _ = key
         mapped_step = map_over_replicas(
             self._function, mapped, self._average, self._local
         )

@@ -265,7 +265,7 @@ def of_rows(train):
     return lambda state, batch: train(state, jax.tree.map(lambda g: g[0], batch))
 
 
-@pytest.mark.parametrize("due", [True, False])
+@pytest.mark.parametrize("due", [True, np.False_])
 def test_the_caller_may_say_what_the_step_is(due):
     """In a loop of one's own, under `shard_map`."""
     tx, mesh = OPTIMIZERS["local_sgd"](), cd.replicas.make_mesh(2)

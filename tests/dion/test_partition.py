@@ -139,6 +139,10 @@ def test_bare_array():
     assert cd.default_dimension_numbers(jnp.ones(3)) is None
 
 
+def test_paths_of_the_same_parts_have_shapes_of_their_own():
+    assert numbers_at({"a": {"b": (8, 4)}, "a.b": (8,)}, "a", "b") == DENSE
+
+
 class Attention(NamedTuple):
     query: object
     value: object

@@ -110,6 +110,16 @@ def test_nothing_is_said_of_a_clean_run(name):
     trained(CLEAN[name](), jnp.bfloat16 if name == "2 bits" else jnp.float32)
 
 
+def test_nothing_is_said_of_parameters_that_begin_at_zero():
+    """Before a sync they are larger than their mean, and so is its rounding."""
+    params, step = {"bias": jnp.zeros(99)}, helpers.replica_step(TX, MESH)
+    state = cd.replicas.replicate((params, TX.init(params)), MESH)
+    gradients = {"bias": np.outer([1, -0.97], np.linspace(0.1, 1, 99))}
+    for _ in range(EVERY):
+        state, _ = step(state, gradients)
+    assert np.ptp(state[0]["bias"])  # The sync was not exact.
+
+
 def test_nothing_is_said_where_a_replica_takes_no_part():
     tx = optimizer(inner=optax.sgd(0.1))
 

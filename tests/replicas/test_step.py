@@ -84,14 +84,25 @@ def on_a_condition(tx):
     return optax.GradientTransformation(tx.init, update)
 
 
-def kept_where_finite(tx):
+def kept_where_finite(tx, choose=jnp.where):
     """As Flax's examples do with loss scaling: the replica's own gradients decide."""
 
     def update(updates, state, params=None):
         finite = jnp.isfinite(optax.tree.norm(updates))
         updates, new = tx.update(updates, state, params)
-        keep = lambda x, y: jnp.where(finite, x, y) if x.dtype == "float32" else x  # noqa: E731
+        keep = lambda x, y: choose(finite, x, y) if x.dtype == "float32" else x  # noqa: E731
         return updates, jax.tree.map(keep, new, state)
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+def by_a_factor(finite, new, old):
+    return finite * new + (1 - finite) * old
+
+
+def dropped_state(tx):
+    def update(updates, state, params=None):
+        return tx.update(updates, state, params)[0], state
 
     return optax.GradientTransformation(tx.init, update)
 
@@ -106,8 +117,10 @@ def kept_where_finite(tx):
         (loop(local_sgd()), "inside a lax.cond or while_loop"),
         (on_a_condition(local_sgd()), "inside a lax.cond or while_loop"),
         (kept_where_finite(local_sgd()), "keeps the old optimizer state"),
+        (kept_where_finite(local_sgd(), by_a_factor), "keeps the old optimizer state"),
+        (dropped_state(local_sgd()), "synchronises.* and keep its state"),
     ],
-    ids=["another axis", "no axis", "adamw", "MultiSteps", "loop", "cond", "where"],
+    ids="axis no-axis adamw MultiSteps loop cond where factor dropped".split(),
 )
 def test_what_would_not_train_one_model_is_rejected(tx, message):
     with pytest.raises(ValueError, match=message):
@@ -160,6 +173,39 @@ def test_a_step_may_update_by_what_its_batch_is():
         state, _ = step(state, [X] * number)
     assert state["opt"].metrics.syncs.tolist() == [3, 3]
     assert not np.ptp(state["w"], axis=0).any()
+
+
+def test_an_update_that_is_only_looked_at_is_no_step():
+    train = train_step(local_sgd())
+
+    def look(state, x):
+        new, metrics = train(state, x)
+        return (new if x.shape[0] == 8 else state), metrics
+
+    step, state = cd.replicas.step(look, MESH, local=["mean"]), start(local_sgd())
+    for x in (X, X[:4], X):
+        state, _ = step(state, x)
+    assert state["opt"].metrics.syncs.tolist() == [1, 1]
+    assert not np.ptp(state["w"], axis=0).any()
+
+
+def test_a_larger_model_spends_a_budget_of_its_own():
+    """A sync of few elements costs more than their gradients: blocks are padded."""
+    reconcile = cd.synchronizers.reconcile(compressor=cd.compressors.quantize(2))
+    evenly = cd.triggers.evenly(0.1)
+    tx = cd.adaptive_sync(optax.sgd(0.1), evenly, reconcile, AXIS)
+
+    def train(w, opt):
+        updates, opt = tx.update(w, opt, w)
+        return optax.apply_updates(w, updates), opt
+
+    step = cd.replicas.step(lambda state, _: (train(*state), {}), MESH)
+    for size, syncs in ((2, 0), (512, 2)):
+        w = jnp.ones(size)
+        state = cd.replicas.replicate((w, tx.init(w)), MESH)
+        for _ in range(2):
+            state, _ = step(state, None)
+        assert state[1].metrics.syncs.tolist() == [syncs] * 2
 
 
 def test_averages_are_taken_at_a_sync_of_any_optimizer():
