@@ -32,9 +32,7 @@ def axis_size(axis_name: str | None) -> int:
 
 def is_checked(axis_name: str | None) -> bool:
     """Whether JAX tracks here what differs over the axis (shard_map, check_vma on)."""
-    if axis_name is None or not is_manual(axis_name):
-        return False
-    return axis_name in varying(lax.axis_index(axis_name))
+    return is_manual(axis_name) and axis_name in varying(lax.axis_index(axis_name))
 
 
 def is_manual(axis_name: str | None) -> bool:
@@ -48,22 +46,12 @@ def varying_manual_axes(x: Any) -> frozenset[str]:
     return frozenset(axis for axis in varying(x) if sizes.get(axis, 1) > 1)
 
 
-def is_varying(x: Any, axis_name: str) -> bool:
-    """Whether x may differ over the axis, as far as JAX tracks it."""
-    return axis_name in varying(x)
-
-
 def vary(tree: Any, axis_name: str | None) -> Any:
     """Marks every array as one that may differ over the axis; no communication."""
     if axis_name is None or not is_checked(axis_name):
         return tree
-
-    def cast(x):
-        if axis_name in varying(x):
-            return x
-        return lax.pcast(x, (axis_name,), to="varying")
-
-    return jax.tree.map(cast, tree)
+    axes = [frozenset([axis_name])] * len(jax.tree.leaves(tree))
+    return vary_over(tree, axes)
 
 
 def vary_over(tree: Any, axes: Sequence[frozenset[str]]) -> Any:
@@ -141,11 +129,10 @@ class Group:
         """What ``function(group, leaves)`` returns, for every device's part of them.
 
         For every leaf of the tree a tuple of arrays like it. Where a replica has
-        several devices, each calls the function with its own parts of the leaves, and
-        the group to use there; once for all leaves that are sharded over the same axes.
-        So taking an array apart moves nothing inside the replica. Of a part that
-        several devices hold, each gets a piece, in one dimension, and the results are
-        put together inside the replica: nothing crosses between replicas twice.
+        several devices, each calls the function with its own parts of the leaves and
+        the group to use there (see `_within_replica.by_device`). So taking an array
+        apart moves nothing inside the replica, and nothing crosses between replicas
+        twice.
         """
         leaves = jax.tree.leaves(vary(tree, self.axis_name))
         if not self.layout.axes:

@@ -17,14 +17,7 @@ FLAG, WEIGHT = Payload(averaged=4), Payload(gathered=4)
 
 
 class Faults(NamedTuple):
-    """What went wrong on this replica on one step; see `_nan_policy`.
-
-    Attributes:
-      zeroed: bool[], of finite gradients the optimizer made updates that are not.
-      excluded: bool[], it had nothing finite to contribute to a sync.
-      absent: bool[], it was given no weight.
-      weight: float32[], how much it counted in a sync.
-    """
+    """What `SyncMetrics` of the same names count, on this replica on one step."""
 
     zeroed: jax.Array
     excluded: jax.Array
@@ -39,11 +32,9 @@ def no_faults() -> Faults:
 
 
 class SyncMetrics(NamedTuple):
-    """What happened so far; small, and a part of the state like any other.
+    """What happened so far, which `curvadion_jax.metrics.read` makes readable.
 
-    `curvadion_jax.metrics.read` makes it readable. Bytes are added up as they are sent,
-    in two words each, since an int32 would overflow after one sync of a model of 500
-    million parameters.
+    Bytes take two words each: an int32 overflows at one sync of 500 million parameters.
 
     Attributes:
       steps: int32[], steps taken.
@@ -72,11 +63,6 @@ class SyncMetrics(NamedTuple):
         those that were averaged, and those put into all-gathers (see
         `curvadion_jax.compressors.Payload`).
       synchronous: int32[2], bytes of float32 gradients of all steps, likewise.
-
-    Example:
-      >>> counters = initial()
-      >>> int(counters.syncs), counters.sent.tolist()
-      (0, [[0, 0], [0, 0]])
     """
 
     steps: jax.Array

@@ -124,7 +124,7 @@ def require_local_gradients(
             "yourself and pass allow_unchecked=True."
         )
     for path, leaf in leaves:
-        if not _collectives.is_varying(leaf, axis_name):
+        if axis_name not in varying(leaf):
             raise already_averaged(path, axis_name)
 
 

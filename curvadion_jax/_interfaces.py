@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _finite
 from curvadion_jax._collectives import Group
 from curvadion_jax._matrices import MatrixView
 from curvadion_jax._orthonormalize import compute_dtype
@@ -33,8 +32,9 @@ class Payload(NamedTuple):
         many.
 
     Example:
-      >>> Payload(averaged=100) + Payload(averaged=20, gathered=3)
-      Payload(averaged=120, gathered=3)
+      >>> both = Payload(averaged=15) + Payload(averaged=5, gathered=3)
+      >>> both, both.as_averaged(replicas=8)
+      (Payload(averaged=20, gathered=3), 32.0)
     """
 
     averaged: int = 0
@@ -45,12 +45,7 @@ class Payload(NamedTuple):
         return Payload(self.averaged + other.averaged, self.gathered + other.gathered)
 
     def as_averaged(self, replicas: int) -> float:
-        """Bytes of the all-reduce for which so many replicas send as much.
-
-        Example:
-          >>> Payload(averaged=20, gathered=3).as_averaged(replicas=8)
-          32.0
-        """
+        """Bytes of the all-reduce for which so many replicas send as much."""
         return self.averaged + self.gathered * replicas / 2
 
 
@@ -111,12 +106,6 @@ class Decision(NamedTuple):
       threshold: float32[], what it was compared with; NaN where nothing was.
       layer: int32[], index of the parameter, in the order of the parameters' leaves,
         whose value was the largest; -1 where no parameter is meant.
-
-    Example:
-      >>> from curvadion_jax import triggers
-      >>> answer = triggers.decision(True, value=0.5, threshold=0.25)
-      >>> bool(answer.fire), float(answer.value), int(answer.layer)
-      (True, 0.5, -1)
     """
 
     fire: jax.Array
@@ -176,10 +165,6 @@ class SyncState(NamedTuple):
       residual: error feedback, what this replica has not contributed yet, already
         multiplied by its weight. Replica-varying; a copy of a replica starts with
         zeros.
-
-    Example:
-      >>> SyncState(anchor={"w": jax.numpy.ones(2)}).residual
-      ()
     """
 
     anchor: Any = ()
@@ -239,14 +224,6 @@ class LocalStep(NamedTuple):
       expected: float32[], replicas that take part over those that are not excluded.
         Multiply a mean by it if absent replicas will add their part later.
       healthy: bool[], whether all that this replica has is finite. Replica-varying.
-
-    Example:
-      >>> inner, params = optax.sgd(0.5), {"w": jnp.ones(2)}
-      >>> state = inner.init(params)
-      >>> local = LocalStep(state, params, {}, gradients=params, take=inner.update)
-      >>> updates, _ = local.take(local.gradients, local.inner_state)
-      >>> updates["w"].tolist()
-      [-0.5, -0.5]
     """
 
     inner_state: optax.OptState
@@ -271,10 +248,8 @@ class LocalStep(NamedTuple):
         """
 
         def contribution(x):
-            wide = x.astype(compute_dtype(x.dtype))
-            return jnp.where(
-                self.present, jnp.asarray(self.weight, wide.dtype) * wide, 0
-            )
+            x = x.astype(compute_dtype(x.dtype))
+            return jnp.where(self.present, jnp.asarray(self.weight, x.dtype) * x, 0)
 
         return jax.tree.map(contribution, tree)
 
@@ -282,7 +257,3 @@ class LocalStep(NamedTuple):
         """Weighted mean over those who take part, in the dtypes of the tree."""
         means = group.mean(self.weighted(tree))
         return jax.tree.map(lambda m, x: m.astype(x.dtype), means, tree)
-
-    def if_healthy(self, tree: Any) -> Any:
-        """The tree, zeros if what this replica has is not finite."""
-        return _finite.or_zeros(jnp.asarray(self.healthy), tree)

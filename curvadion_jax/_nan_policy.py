@@ -26,7 +26,6 @@ All of it is counted (`_counters`). Scalars of a state that belong to no scalar
 parameter may be infinite, as the best loss so far is, and not NaN.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -42,14 +41,9 @@ COOLDOWN = 10
 
 
 def checked_weight(weight: Any) -> jax.Array | None:
-    """The weight of a replica, float32[]; 0 for NaN and the like."""
+    """The weight of a replica, float32[]; 0 where it is not finite, or negative."""
     if weight is None:
         return None
-    if isinstance(weight, int | float) and not 0 <= weight < math.inf:
-        raise ValueError(
-            f"weight must be finite and not negative, got {weight}. It is how much "
-            "this replica counts in a sync."
-        )
     given = jnp.asarray(weight)
     if given.shape:
         raise ValueError(
@@ -68,19 +62,13 @@ def may_request(counters: SyncMetrics, weight: jax.Array | None) -> jax.Array:
 
 
 class Participation(NamedTuple):
-    """One replica's part in a sync. Replica-varying, but for `expected`.
-
-    Attributes:
-      weight, expected, healthy: see `LocalStep`.
-      excluded: bool[], whether it has nothing finite to contribute.
-      keeps_inner_state: bool[], whether its inner state is finite.
-    """
+    """One replica's part in a sync: three fields of `LocalStep`, and two bool[]."""
 
     weight: jax.Array
     expected: jax.Array
     healthy: jax.Array
-    excluded: jax.Array
-    keeps_inner_state: jax.Array
+    excluded: jax.Array  # it has nothing finite to contribute
+    keeps_inner_state: jax.Array  # which is finite
 
 
 def participation(

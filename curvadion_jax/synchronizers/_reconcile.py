@@ -101,7 +101,7 @@ def reconcile(
         outer_state = _trees.like(outer_state, state.common)
         outer_state = _finite.repaired(outer_state, state.common)
         if compressor is not None:
-            unsent = local.if_healthy(state.residual)
+            unsent = _finite.or_zeros(local.healthy, state.residual)
             residual = _finite.where_finite(new, residual, unsent)
 
         # 3. Parameters go to the new anchor; an absent replica keeps its drift on top.
@@ -140,7 +140,7 @@ def mean_with_feedback(
     whole = jax.tree.map(
         lambda x, r: x * jnp.asarray(local.expected, x.dtype) + r,
         local.weighted(tree),
-        local.if_healthy(residual),
+        _finite.or_zeros(local.healthy, residual),
     )
     mean, unsent = compressor.average(whole, group)
     return mean, jax.tree.map(lambda new, r: new.astype(r.dtype), unsent, residual)

@@ -122,9 +122,3 @@ def test_what_is_no_weight_is_none(weight):
     wanted = helpers.make_params()["wide"] - gradients["wide"][[0, 2, 3]].mean(0)
     np.testing.assert_allclose(params["wide"][1], wanted, atol=ATOL)
     assert state.metrics.absent.tolist() == [0, 1, 0, 0]
-    alone = cd.adaptive_sync(
-        optax.sgd(1.0), triggers.always(), synchronizers.average_gradients()
-    )
-    params = helpers.make_params()
-    with pytest.raises(ValueError, match="weight must be finite and not negative"):
-        alone.update(params, alone.init(params), params, weight=weight)
