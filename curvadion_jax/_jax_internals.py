@@ -14,7 +14,6 @@ alone, tried on JAX 0.10.2, 0.11.2 and 0.12.0, with a test in
 (`replicas/_stray_collectives.py` reads the text of compiled programs.)
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -207,9 +206,3 @@ def selected_results(jaxpr: Jaxpr, scope: str) -> list[bool]:
         return False
 
     return [is_selected(x) for x in jaxpr.outvars]
-
-
-def bytes_given(equation: JaxprEqn) -> int:
-    """Bytes of the arrays that an equation is given."""
-    avals: list[Any] = [x.aval for x in equation.invars]
-    return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)

@@ -43,6 +43,14 @@ def map_with_path(function: Callable[[str, Any], Any], tree: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), results)
 
 
+def sync_field(names: Names) -> tuple[str | None, Names]:
+    """The field of a `SyncState` that a leaf lies in, and the names below it."""
+    if "sync_state" not in names[:-1]:
+        return None, ()
+    index = names.index("sync_state") + 1
+    return names[index], names[index + 1 :]
+
+
 def lies_in(names: Names, given: Iterable[str]) -> bool:
     """Whether a leaf has one of these names, or paths as `stats/mean`, in its path."""
     path = f"/{'/'.join(names)}/"

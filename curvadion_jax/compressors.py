@@ -25,7 +25,6 @@ from curvadion_jax._orthonormalize import compute_dtype
 
 __all__ = ["Averaged", "Codec", "Compressor", "Payload", "exact", "quantize"]
 
-_BITS = (8, 4, 2, 1)
 # Elements that are encoded at once. Arrays are taken apart into blocks, which on TPUs
 # takes a copy of what is being encoded, at times two.
 _PIECE = 2**22
@@ -155,7 +154,7 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
       Lloyd, `Least squares quantization in PCM
       <https://doi.org/10.1109/TIT.1982.1056489>`_, 1982, for two bits
     """
-    if bits not in _BITS:
+    if bits not in (8, 4, 2, 1):
         raise ValueError(f"bits is {bits}. Give 8, 4, 2 or 1.")
     if block < 1 or block * bits % 8:
         raise ValueError(
@@ -195,8 +194,6 @@ def _average(group, leaves, bits: int, block: int):
     """For every array the mean over replicas, and what this one did not contribute."""
     number = group.size
     buckets = _buckets(leaves, block)
-    if not buckets:
-        return [(leaf, leaf) for leaf in leaves]
     read = functools.partial(_from_rows, block=block, bits=bits)
     rows = jnp.concatenate([bucket.to_rows(bits) for bucket in buckets])
     if number == 2:
@@ -229,15 +226,13 @@ def _average(group, leaves, bits: int, block: int):
 
     means = [x for bucket in buckets for x in bucket.from_rows(mean_rows, read_mean)]
     unsent = [x for bucket in buckets for x in bucket.minus(rows, contributed)]
-    found = zip(means, unsent, strict=True)
-    return [next(found) if leaf.size else (leaf, leaf) for leaf in leaves]
+    return [*zip(means, unsent, strict=True)]
 
 
 def _encode(tree: Any, bits: int, block: int) -> jax.Array:
     """The rows of all arrays, uint8[blocks, bytes]."""
     buckets = _buckets([_wide(x) for x in jax.tree.leaves(tree)], block)
-    empty = jnp.zeros((0, _row_bytes(block, bits)), jnp.uint8)
-    return jnp.concatenate([empty, *(bucket.to_rows(bits) for bucket in buckets)])
+    return jnp.concatenate([bucket.to_rows(bits) for bucket in buckets])
 
 
 def _decode(rows: jax.Array, like: Any, bits: int, block: int) -> Any:
@@ -246,8 +241,9 @@ def _decode(rows: jax.Array, like: Any, bits: int, block: int) -> Any:
     zeros = [jnp.zeros(x.shape, compute_dtype(x.dtype)) for x in leaves]
     read = functools.partial(_from_rows, block=block, bits=bits)
     buckets = _buckets(zeros, block)
-    found = iter([x for bucket in buckets for x in bucket.from_rows(rows, read)])
-    return structure.unflatten([next(found) if x.size else x for x in zeros])
+    return structure.unflatten(
+        [x for bucket in buckets for x in bucket.from_rows(rows, read)]
+    )
 
 
 # Codes. A code is a multiple of a fraction of its block's largest absolute value (8 and
@@ -336,14 +332,14 @@ def _unpack(packed: jax.Array, bits: int) -> jax.Array:
 
 
 def _buckets(arrays: Sequence[jax.Array], block: int) -> list["_Bucket"]:
-    """Neighbours of a dtype together, up to a piece; without empty arrays."""
+    """Neighbours of a dtype together, up to a piece."""
     together: list[list[jax.Array]] = []
     size = 0
     for x in arrays:
         if together and together[-1][0].dtype == x.dtype and size + x.size <= _PIECE:
-            together[-1] += [x] * bool(x.size)
+            together[-1].append(x)
             size += x.size
-        elif x.size:
+        else:
             together.append([x])
             size = x.size
     sizes = (sum(math.ceil(x.size / block) for x in some) for some in together)
@@ -364,7 +360,7 @@ class _Bucket:
         self.arrays, self.block = arrays, block
         self.first = first  # block among those of all buckets
         joined = arrays[0]
-        if len(arrays) > 1:
+        if len(arrays) > 1 or not joined.size:
             joined = jnp.concatenate([_in_blocks(x, block) for x in arrays])
         self.table = joined.reshape(-1, *joined.shape[1:][-1:])
         rows, self.columns = len(self.table), math.prod(self.table.shape[1:])
@@ -420,7 +416,7 @@ class _Bucket:
             numbers = jnp.arange(self.count)
             found = jax.lax.map(lambda index: function(index, self.height), numbers)
             parts.append(found.reshape(-1, *found.shape[2:]))
-        if self.rest:
+        if self.rest or not parts:  # an array may be empty
             parts.append(function(self.count, self.rest))
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 

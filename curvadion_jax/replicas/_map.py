@@ -96,11 +96,10 @@ def _inspect(
         what = ", ".join(
             f"{e.primitive.name} of {e.invars[0].aval.str_short()}" for e in found
         )
-        sent = sum(map(_jax_internals.bytes_given, found))
         warnings.warn(
             f"The training step itself communicates over {axis_name!r}, besides the "
-            f"optimizer: {what}, {sent} bytes per replica and step. Keep gradients, "
-            "losses and norms each replica's own; metrics.read does not count this.",
+            f"optimizer: {what}. Keep gradients, losses and norms each replica's own; "
+            "metrics.read does not count this.",
             stacklevel=3,
         )
     _paths.check_named(before, local, "local")

@@ -176,7 +176,7 @@ def reanchor(params: Any, opt_state: Any) -> Any:
     has_axis = any(names[-1:] == ("steps",) and np.ndim(x) for names, x in leaves)
     anchors, new = {}, []
     for names, leaf in leaves:
-        field, name = _in_sync_state(names)
+        field, name = _paths.sync_field(names)
         if field == "anchor":
             shape = np.shape(given[name]) if name in given else "missing"
             if shape != leaf.shape:
@@ -201,14 +201,6 @@ def reanchor(params: Any, opt_state: Any) -> Any:
             "those of replicas.replicate(replicas.consensus(params), mesh)."
         )
     return jax.tree.unflatten(jax.tree.structure(opt_state), new)
-
-
-def _in_sync_state(names: _paths.Names) -> tuple[str | None, _paths.Names]:
-    """The field of a `SyncState` that a leaf lies in, and the names below it."""
-    if "sync_state" not in names[:-1]:
-        return None, ()
-    index = names.index("sync_state") + 1
-    return names[index], names[index + 1 :]
 
 
 def _differ(arrays: list[jax.Array]) -> list[jax.Array]:

@@ -1,6 +1,5 @@
 """Copies of replicas: in place of those that are not finite, or for another number."""
 
-import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,8 +13,6 @@ from jax.sharding import PartitionSpec as P
 from curvadion_jax import _counters, _memory, _paths
 from curvadion_jax.replicas._arrays import count_replicas, on_host
 from curvadion_jax.replicas._mesh import AXIS, check_mesh
-
-_EQUAL_ON_ALL = {("sync_state", "anchor"), ("sync_state", "common")}
 
 
 def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
@@ -75,7 +72,7 @@ def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
             return x
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return _distinct(x, source, ~sound)
-        if ("sync_state", "residual") in itertools.pairwise(names):
+        if _paths.sync_field(names)[0] == "residual":
             return jnp.where(sound.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
         return x[source]
 
@@ -167,7 +164,7 @@ def is_averaged(state: Any) -> list[bool]:
     return [
         jnp.issubdtype(leaf.dtype, jnp.inexact)
         and not _counters.is_within(names, optimizers, {"trigger_state", "metrics"})
-        and _EQUAL_ON_ALL.isdisjoint(itertools.pairwise(names))
+        and _paths.sync_field(names)[0] not in ("anchor", "common")
         and not any(is_q(names, index) for index in range(len(names)))
         for names, leaf in leaves
     ]

@@ -118,12 +118,12 @@ def offload(state: Any) -> Any:
     """
     # By name and not by type: `flax.nnx.split` makes dictionaries of named tuples.
     leaves = _paths.leaves_with_names(state)
-    if not any("sync_state" in names[:-1] for names, _ in leaves):
+    if not any(_paths.sync_field(names)[0] for names, _ in leaves):
         raise ValueError(
             "The state holds no array of a synchronizer. Give the state of an "
             "optimizer that keeps some, such as curvadion or diloco."
         )
     moved = [
-        _memory.to_host(x) if "sync_state" in names[:-1] else x for names, x in leaves
+        _memory.to_host(x) if _paths.sync_field(names)[0] else x for names, x in leaves
     ]
     return jax.tree.unflatten(jax.tree.structure(state), moved)

@@ -283,12 +283,7 @@ def _without_aliases(operands: Any) -> Any:
 
 
 class _Schedule(NamedTuple):
-    """Where a state counts its steps, and number of steps -> whether a decision is due.
+    """By which the host knows whether a decision is due."""
 
-    Attributes:
-      counter: which leaf counts the steps.
-      due_of: see `_mapped.Mapped`.
-    """
-
-    counter: int
-    due_of: Callable[[int], bool]
+    counter: int  # which leaf of the state counts the steps
+    due_of: Callable[[int], bool]  # see `_mapped.Mapped`

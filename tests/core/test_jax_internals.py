@@ -1,7 +1,5 @@
 """What is used of JAX's insides still is what it was; a failure says what broke."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -60,7 +58,6 @@ NESTED = {
 def test_a_collective_is_found_inside(name):
     (found,) = internals.collectives_in(on_replicas(NESTED[name]), AXIS)
     assert found.primitive.name.startswith("psum")
-    assert internals.bytes_given(found) == 4 * math.prod(X.shape[1:])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from curvadion_jax.replicas._stray_collectives import groups as groups_of
 
 REPLICAS = 4
 AXIS = helpers.AXIS
-ELEMENTS = sum(int(np.prod(shape)) for shape in helpers.SHAPES.values())
 TX = cd.presets.local_sgd(0.1, k=2, axis_name=AXIS)
 
 
@@ -70,15 +69,9 @@ def arguments(tx=TX):
     return helpers.start(tx, helpers.make_params(), mesh), gradients
 
 
-@pytest.mark.parametrize(
-    ("function", "primitive", "sent"),
-    [
-        (with_noise, "psum", 4 * ELEMENTS),
-        (clipped, "psum", 4),
-    ],
-)
-def test_it_is_counted_and_named(function, primitive, sent):
-    with pytest.warns(UserWarning, match=f"{primitive}.* {sent} bytes") as found:
+@pytest.mark.parametrize("function", [with_noise, clipped])
+def test_it_is_named(function):
+    with pytest.warns(UserWarning, match="step itself communicates.* psum") as found:
         step_of(function).lower(*arguments())
     assert len(found) == 1
 
