@@ -59,9 +59,12 @@ class Follower:
         self.number = 0  # of the open round, the next to be committed
         self.contributors = 0  # to the last one
         self.contribution: Contribution | None = None  # to the open round
-        # What the last commit has decided on, and "" if it counted, "late" if it came
-        # too late, or why it was rejected.
+        # What has been decided on and is not taken yet, and "" if it counted, "late" if
+        # it came too late, or why it was rejected.
         self.decided: tuple[Contribution, str] | None = None
+        # Guards what the training loop takes: `outer`, `number`, `contributors` and
+        # `decided`.
+        self.changed = threading.Condition()
         self._roster: Roster = {}
         self._residual = model.zeros()
         self._since = 0  # the round from which this site's tokens are counted
@@ -104,19 +107,20 @@ class Follower:
         for entry in commit["rejected"]:
             text = "round %d: the contribution of %.99r does not count: %.999r"
             log.warning(text, number, entry["name"], entry["why"])
-        own, self.contribution, self.decided = self.contribution, None, None
-        if own is not None:
-            # What could not be read has no uid in the commit: it is late.
-            entries = [*contributors, *commit["rejected"]]
-            outcomes = {entry["uid"]: entry.get("why", "") for entry in entries}
-            why = outcomes.get(own.uid, "late")
-            if why != "late":
-                self._residual = self.model.zeros() if why else own.residual
-                self._since = after
-            self.decided = own, why
-        self.outer, self._roster, self.number = outer, roster, after
-        self.contributors = len(contributors)
-        self._open_round()
+        with self.changed:
+            if (own := self.contribution) is not None:
+                # What could not be read has no uid in the commit: it is late.
+                entries = [*contributors, *commit["rejected"]]
+                outcomes = {entry["uid"]: entry.get("why", "") for entry in entries}
+                why = outcomes.get(own.uid, "late")
+                if why != "late":
+                    self._residual = self.model.zeros() if why else own.residual
+                    self._since = after
+                self.decided, self.contribution = (own, why), None
+            self.outer, self._roster, self.number = outer, roster, after
+            self.contributors = len(contributors)
+            self._open_round()
+            self.changed.notify_all()
         return True
 
     def prepare(self, captured: Arrays, anchor: Arrays, tokens: float) -> None:
@@ -236,7 +240,7 @@ class Update(NamedTuple):
 
 
 class Worker(threading.Thread):
-    """See the module. `_changed` guards what both threads use.
+    """See the module. `_changed`, the follower's, guards what both threads use.
 
     The main thread gives it parameters (`submit`) and takes from it what to change in
     them (`take`).
@@ -244,35 +248,37 @@ class Worker(threading.Thread):
 
     def __init__(self, follower: Follower, poll: float) -> None:
         super().__init__(name="curvadion_jax.sites", daemon=True)
-        self._changed = threading.Condition()
+        self.follower, self._poll, self._changed = follower, poll, follower.changed
         self._error: BaseException | None = None
-        self.follower, self._poll = follower, poll
         # Parameters, the anchor that they are measured from, and tokens.
         self._submitted: tuple[list[Any], Arrays, float] | None = None
-        self._busy = self._ending = False
-        # Open round, contributors and outer parameters; what the main thread has taken.
-        self._known: tuple[int, int, Arrays] = 0, 0, []
-        self._taken = self._known
-        self._outcome: str | None = None
-        self._base: Arrays | None = None
-        self._publish()
+        self._ending = False
+        # The open round and the anchor that the main thread knows.
+        self._taken: tuple[int, Arrays] = -1, []
 
     def take(self) -> Update | None:
         """What is new since the last call, in which all was taken.
 
         Raises what has ended the thread.
         """
+        follower, (number, landed) = self.follower, self._taken
         with self._changed:
             if self._error is not None:
                 raise self._error
-            if self._known is self._taken:
+            if follower.number == number:
                 return None
-            (*_, old), (number, contributors, new) = self._taken, self._known
-            outcome, base = self._outcome, self._base
-            if outcome in (None, "late"):  # all progress is still to be counted
-                new, base = None if new is old else new, old or None
-            self._taken, self._outcome, self._base = self._known, None, None
-            return Update(number, contributors, outcome, new, base)
+            new, decided = follower.outer.anchor, follower.decided
+            self._taken, follower.decided = (follower.number, new), None
+            known = follower.number, follower.contributors
+        own, why = decided or (None, None)
+        if own is None or why == "late":  # all progress is still to be counted
+            return Update(*known, why, None if new is landed else new, landed or None)
+        if why:
+            return Update(*known, why, new, None)
+        if own.anchor is landed:
+            return Update(*known, why, new, own.captured)
+        base = [x + y for x, y in zip(landed, own.drift, strict=True)]  # wide
+        return Update(*known, why, new, base)
 
     def submit(self, arrays: list[Any], tokens: float) -> None:
         """Takes over arrays, which nobody else may hold.
@@ -281,14 +287,14 @@ class Worker(threading.Thread):
         progress that has counted already, and it would count twice.
         """
         with self._changed:
-            self._submitted, self._busy = (arrays, self._taken[2], tokens), True
+            self._submitted = arrays, self._taken[1], tokens
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> None:
         """Returns when what was submitted is decided, or the thread has ended."""
         with self._changed:
             self._changed.wait_for(
-                lambda: not self._busy or self._error or self._ending, seconds
+                lambda: self.follower.decided or self._error or self._ending, seconds
             )
 
     def end(self, seconds: float) -> None:
@@ -327,7 +333,7 @@ class Worker(threading.Thread):
         follower = self.follower
         while True:
             while follower.advance():
-                self._publish()
+                pass
             with self._changed:
                 given, self._submitted = self._submitted, None
             if given is not None:
@@ -335,25 +341,6 @@ class Worker(threading.Thread):
             follower.send()
             if not follower.propose():
                 return
-
-    def _publish(self) -> None:
-        """Tells the main thread where the run stands, and what it has decided."""
-        follower = self.follower
-        with self._changed:
-            landed = self._taken[2]
-            if follower.decided is not None:
-                own, self._outcome = follower.decided
-                if self._outcome:
-                    self._base = None
-                elif own.anchor is landed:
-                    self._base = own.captured
-                else:  # in at least float32
-                    pairs = zip(landed, own.drift, strict=True)
-                    self._base = [x + y for x, y in pairs]
-                self._busy = False
-            anchor = follower.outer.anchor
-            self._known = follower.number, follower.contributors, anchor
-            self._changed.notify_all()
 
 
 def moved(now: list[jax.Array], update: Update) -> list[jax.Array]:

@@ -97,6 +97,7 @@ class Program:
         while self.site.follower.advance():
             if self.site.follower.decided is not None:
                 own, why = self.site.follower.decided
+                self.site.follower.decided = None
                 if not why:
                     self.counted.add(own.uid)
                 elif why != "late":

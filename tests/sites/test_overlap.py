@@ -17,7 +17,7 @@ PARAMS = {"w": jnp.zeros((4, 8))}
 def decided(site):
     """Waits for what becomes of the contribution that is under way."""
     site._worker.wait(60)
-    assert not site._worker._busy
+    assert site._worker.follower.decided
 
 
 def test_sync_waits_beyond_the_bound_alone(monkeypatch):
@@ -78,7 +78,8 @@ def test_progress_counts_from_where_another_round_has_moved_it(monkeypatch):
             rome.send(8.0, tokens=2)
             rome.commit()
             with worker._changed:
-                assert worker._changed.wait_for(lambda: worker._known[0] == 1, 60)
+                found = worker._changed.wait_for(lambda: worker.follower.number, 60)
+                assert found
             submit(*given)
 
         monkeypatch.setattr(worker, "submit", submit_after_a_round)

@@ -72,8 +72,9 @@ class ByHand:
 
     def advance(self) -> bool:
         advanced = self.follower.advance()
-        if advanced and self.follower.decided is not None:
+        if self.follower.decided is not None:
             self.outcomes.append(self.follower.decided[1])
+            self.follower.decided = None
         return advanced
 
     def follow(self) -> None:
