@@ -46,15 +46,14 @@ def save(
     resumed loop may begin with a save.
 
     Args:
-      directory: the folder of the run, made if it is missing, with one per step in it.
+      directory: the folder of the run, which gets a folder per step.
       step: the number of this checkpoint, above those of the checkpoints there are.
       state: any pytree of ``jax.Array`` leaves [N, ...], with N the number of replicas,
         of any dtype, typed PRNG keys included.
       keep: how many checkpoints to keep, this one included. None keeps all.
       extra: a small dictionary for JSON, such as a data position, for `read_extra`.
         With several processes, the first one's is stored.
-      overwrite: whether to remove this step and later ones first, from which a run
-        went back.
+      overwrite: whether to remove this step and later ones first.
 
     Raises:
       ValueError: if the step does not lie above the latest one, or the leaves do not
@@ -178,10 +177,7 @@ def restore(
 def latest_step(directory: Directory) -> int | None:
     """The highest step that has a complete checkpoint; None if there is none.
 
-    Only lists the directory, so one process may call it alone.
-
-    Args:
-      directory: the folder given to `save`; it need not exist.
+    One process may call it alone. The directory need not exist.
     """
     return max(_steps(_path(directory)), default=None)
 
@@ -189,13 +185,7 @@ def latest_step(directory: Directory) -> int | None:
 def read_extra(directory: Directory, step: int | None = None) -> dict[str, Any]:
     """The dictionary that was given to `save` as ``extra``, as JSON has it.
 
-    Args:
-      directory: the folder given to `save`.
-      step: the step to read; None is the latest.
-
-    Raises:
-      FileNotFoundError: if there is no checkpoint, or none of this step.
-      ValueError: if its files are damaged.
+    Steps and errors are those of `restore`.
     """
     return _read_notes(_path(directory), step)["extra"]
 
