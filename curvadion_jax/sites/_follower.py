@@ -156,6 +156,9 @@ class Follower:
                 f"Another site has joined the run as {self.name!r} since this one "
                 "did, and this one stops. Give every site a name of its own."
             )
+        if self.name not in members.newest:  # the store has lost it
+            own_key = _run.member_key(self.name, self.incarnation, "json")
+            self.store.create(own_key, b"")
         there = self.store.keys(_run.contribution_key(number, ""))
         for name in members.newest.keys() - self._received.keys():
             if _run.contribution_key(number, name) in there:

@@ -142,11 +142,17 @@ def digest_of_most(received: Iterable[Received], own: str) -> str:
 
 def _judged(received: Iterable[Received], before: str) -> list[Received]:
     """The contributions, each with the reason why it cannot count, if there is one."""
-    # A site that was late for many rounds has gone as much further.
-    paces = {x.name: x.norm / x.header["rounds"] for x in received if not x.why}
-    fine = [x for x in received if not x.why and x.header["before"] == before]
+    readable = [x for x in received if not x.why]
+    fine = [x for x in readable if x.header["before"] == before]
+    # A site that was late for many rounds has gone as much further, and so has one that
+    # has trained on while the others were away.
+    tokens = _median(x.header["tokens"] for x in fine)
+    paces = {
+        x.name: x.norm / max(x.header["rounds"], x.header["tokens"] / tokens)
+        for x in readable
+    }
     # With two contributions nobody can tell which of them is wrong.
-    median = statistics.median_high([paces[x.name] for x in fine] or [0.0])
+    median = _median(paces[x.name] for x in fine)
     most = MAX_NORM * median if len(fine) >= 3 and median > 0 else math.inf
     judged = []
     for each in received:
@@ -158,6 +164,10 @@ def _judged(received: Iterable[Received], before: str) -> list[Received]:
             why = f"Its norm per round, {norms}, {median:.3g}."
         judged.append(each._replace(why=why))
     return judged
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median_high([*values] or [1.0])
 
 
 def expected(roster: Roster, number: int, left: frozenset[str]) -> Roster:

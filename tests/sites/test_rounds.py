@@ -198,8 +198,16 @@ def test_a_site_that_was_away_may_have_gone_far_but_not_in_one_round():
     assert c.outcomes[1].startswith("Its norm per round")
 
 
-@pytest.mark.parametrize("lost", ["rounds/", "bodies/rounds/"])
-def test_a_contribution_that_was_deleted_is_sent_again(lost):
+def test_a_site_that_trained_while_the_others_were_away_may_have_gone_far():
+    a, b, c = named("abc", quorum=3)
+    for site, steps in ((a, 1), (b, 1), (c, 20)):
+        site.send(1.0 * steps, tokens=steps)
+    settle(a, b, c)
+    assert c.outcomes == [""]
+
+
+@pytest.mark.parametrize("lost", ["rounds/", "bodies/rounds/", "members/"])
+def test_what_the_store_has_lost_is_sent_again(lost):
     a, b = named("ab", quorum=2)
     for site in (a, b):
         site.send(1.0)

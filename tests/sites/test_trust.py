@@ -17,7 +17,7 @@ def sent(arrays=GOOD, key=KEY, run=None, **other):
     """Writes a contribution of c to the first round, or what differs from it."""
 
     def write(site):
-        header = {"uid": "0", "before": site.digest, "tokens": 4096.0, "rounds": 1}
+        header = {"uid": "0", "before": site.digest, "tokens": 1.0, "rounds": 1}
         store = _store.Store(site.store._store)
         store.run = run or site.store.run
         store.write(key, header | other, arrays)
