@@ -11,6 +11,7 @@ import math
 import threading
 import time
 import uuid
+from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
@@ -171,12 +172,18 @@ class Follower:
             self._report(now, members)
             return False
         self._complete = now if self._complete is None else self._complete
-        awaited = _run.expected(self._roster, number, members.left)
+        awaited = {
+            name: pair
+            for name, pair in self._roster.items()
+            if number - pair[0] <= _run.FORGET and name not in members.left
+        }
         if awaited.keys() - self._received and now - self._complete < self._grace:
             return False
         received = [self._received[name] for name in sorted(self._received)]
         before = self.outer.digest
-        self._check_digest(_run.digest_of_most(received, before))
+        votes = Counter(x.header["before"] for x in received if not x.why)
+        most = max(votes, key=lambda x: (votes[x], x == before), default=before)
+        self._check_digest(most)
         commit = _run.commit(number, before, received, awaited, needed)
         self.store.write(_run.commit_key(number), commit)
         return True
@@ -308,28 +315,28 @@ class Worker(threading.Thread):
             self.join(seconds)
 
     def run(self) -> None:
-        failed, warned = False, -_PATIENCE
+        warned = -_PATIENCE
         try:
             while not self._ending:
+                failed = False
                 try:
                     self._turn()
-                    failed = False
                 except StoreError as error:
                     failed = True
                     if time.monotonic() - warned >= _PATIENCE:
                         warned = time.monotonic()
                         log.warning("%s This site tries again.", error)
-                self._pause(failed)
+                with self._changed:  # after a failure a new contribution waits as well
+                    self._changed.wait_for(
+                        lambda failed=failed: (
+                            self._ending or (self._submitted and not failed)
+                        ),
+                        self._poll,
+                    )
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
-
-    def _pause(self, failed: bool) -> None:
-        with self._changed:  # after a failure a new contribution waits as well
-            self._changed.wait_for(
-                lambda: self._ending or (self._submitted and not failed), self._poll
-            )
 
     def _turn(self) -> None:
         """Does everything that can be done now."""

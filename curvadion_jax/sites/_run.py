@@ -11,7 +11,6 @@ import math
 import re
 import statistics
 import uuid
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -132,14 +131,6 @@ def leave(store: Store, name: str, incarnation: int) -> None:
     store.delete([member_key(name, incarnation, "json")])
 
 
-def digest_of_most(received: Iterable[Received], own: str) -> str:
-    """The digest of the anchor from which most readable contributions are measured."""
-    found = Counter(each.header["before"] for each in received if not each.why)
-    most = max(found.values(), default=0)
-    likely = sorted(digest for digest, count in found.items() if count == most)
-    return own if own in likely or not likely else likely[0]
-
-
 def _judged(received: Iterable[Received], before: str) -> list[Received]:
     """The contributions, each with the reason why it cannot count, if there is one."""
     readable = [x for x in received if not x.why]
@@ -168,15 +159,6 @@ def _judged(received: Iterable[Received], before: str) -> list[Received]:
 
 def _median(values: Iterable[float]) -> float:
     return statistics.median_high([*values] or [1.0])
-
-
-def expected(roster: Roster, number: int, left: frozenset[str]) -> Roster:
-    """The sites that a round waits for: recent contributors that have not left."""
-    return {
-        name: pair
-        for name, pair in roster.items()
-        if number - pair[0] <= FORGET and name not in left
-    }
 
 
 def commit(
