@@ -31,12 +31,7 @@ def axes_of_results(*branches: Traced) -> list[frozenset[str]]:
 
 
 def locally(function: Callable[..., Any], *operands: Any, axis_name: str | None) -> Any:
-    """Result of a computation that must stay on its replica.
-
-    Raises:
-      ValueError: if it would communicate over the axis, or decide by what differs
-        between replicas of several devices.
-    """
+    """Result of a computation that must stay on its replica; see `trace_local`."""
     if axis_name is None:
         return function(*operands)
     return trace_local(function, *operands, axis_name=axis_name)(*operands)
@@ -45,7 +40,10 @@ def locally(function: Callable[..., Any], *operands: Any, axis_name: str | None)
 def trace_local(
     function: Callable[..., Any], *operands: Any, axis_name: str | None
 ) -> Traced:
-    """The program of a function that must not communicate over the axis."""
+    """The program of a function that must not communicate over the axis.
+
+    Nor may replicas of several devices decide in it by what differs between them.
+    """
     traced = trace(function, *operands)
     if axis_name is None:
         return traced
@@ -95,11 +93,8 @@ def require_local_gradients(
 ) -> None:
     """Rejects gradients that were averaged over the replicas before they came here.
 
-    Raises:
-      ValueError: if a gradient is the same on all replicas by its type, so that it was
-        reduced already; if nothing is tracked because of check_vma=False and that was
-        not allowed; or, for axis_name=None, if gradients differ between the devices
-        of an enclosing shard_map.
+    Such a gradient is the same on all replicas by its type. Under check_vma=False types
+    do not tell, which `allow_unchecked` accepts.
     """
     leaves = jax.tree.leaves_with_path(gradients)
     if axis_name is None:

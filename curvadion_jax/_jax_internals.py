@@ -93,13 +93,7 @@ def named_axes(equation: JaxprEqn) -> set[Any]:
 def collectives_in(
     jaxpr: Jaxpr, axis_name: str, outside: str | None = None
 ) -> list[JaxprEqn]:
-    """The collectives over the axis in a program, nested ones included.
-
-    Args:
-      jaxpr: the program.
-      axis_name: replica axis.
-      outside: name of a scope; what is in it is left out.
-    """
+    """The collectives over the axis in a program, but for those in a scope."""
     found = []
     for equation in jaxpr.eqns:
         if outside and _is_in(outside, equation):
@@ -119,12 +113,7 @@ def _is_update(equation: JaxprEqn, scope: str) -> bool:
 def updates_in(jaxpr: Jaxpr, scope: str) -> int:
     """How many updates of optimizers that synchronise a step's program makes.
 
-    Args:
-      jaxpr: the program.
-      scope: name of the scope around an update.
-
-    Raises:
-      ValueError: if one stands in a condition or a while loop.
+    One in a condition or a while loop is refused. `scope` is that around an update.
     """
     found = 0
     for equation in jaxpr.eqns:
@@ -149,11 +138,7 @@ def reduced_inputs(
 ) -> set[int]:
     """Which inputs of a step's updates come from a collective over the axis.
 
-    Args:
-      jaxpr: the program.
-      axis_name: replica axis.
-      scope: name of the scope around an update.
-      given: for inputs of the program whether they do.
+    `given` says of the program's inputs whether they do.
     """
     found: set[int] = set()
     reduced = {x for x, yes in zip(jaxpr.invars, given, strict=False) if yes}
@@ -177,10 +162,6 @@ def selected_results(jaxpr: Jaxpr, scope: str) -> list[bool]:
     """Which results of a step are mixed of others, as by `jnp.where`.
 
     Followed back through jitted functions, loops, and equations of one operand.
-
-    Args:
-      jaxpr: the program.
-      scope: name of the scope around an update.
     """
     made_by = {x: (e, i) for e in jaxpr.eqns for i, x in enumerate(e.outvars)}
     of_bodies: dict[int, list[bool]] = {}

@@ -40,13 +40,9 @@ def by_device(
 ) -> list[tuple[jax.Array, ...]]:
     """What a function returns for the devices' own parts of arrays, put together.
 
-    Args:
-      function: takes parts to a tuple of arrays like each. Called once for all arrays
-        that are sharded over the same axes. Of a part that several devices hold, it
-        gets the device's piece, in one dimension.
-      leaves: arrays.
-      specs: how each is sharded over inner axes.
-      layout: the inner axes.
+    The function takes parts to a tuple of arrays like each, and is called once for all
+    arrays that are sharded over the same axes. Of a part that several devices hold, it
+    gets the device's piece, in one dimension.
     """
     together = defaultdict(list)
     for index, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
@@ -155,15 +151,11 @@ def by_matrix(
     Inside a replica of several devices each of them gets some of the matrices, whole,
     and the results go back to where the matrices were: two all-to-alls for an axis that
     shards matrices, whatever the function does. Where a parameter's placement is not
-    known, or too few matrices lie alike, the compiler divides the function's work.
+    known, or fewer than `fewest` matrices for each device lie alike, the compiler
+    divides the function's work.
 
-    Args:
-      function: takes stacks to arrays of their shapes, each matrix by itself. A stack
-        may be padded with copies of its last matrix.
-      arrays: by path.
-      views: how each is seen as matrices.
-      layout: where they lie.
-      fewest: matrices for each device below which they are too few.
+    The function takes stacks to arrays of their shapes, each matrix by itself. A stack
+    may be padded with copies of its last matrix.
     """
     # In the order in which JAX flattens a dict.
     known = zip(sorted(arrays), layout.specs(arrays), strict=True)

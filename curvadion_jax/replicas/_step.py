@@ -1,8 +1,6 @@
 """The training step that a user has, compiled for all replicas."""
 
 import functools
-import logging
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,8 +18,6 @@ from curvadion_jax.replicas._consistency import ConsistencyCheck
 from curvadion_jax.replicas._map import map_over_replicas
 from curvadion_jax.replicas._mesh import AXIS, check_mesh
 from curvadion_jax.replicas._stray_collectives import between_replicas
-
-_log = logging.getLogger("curvadion_jax")
 
 
 def step(
@@ -104,7 +100,7 @@ class CompiledStep:
         self._average, self._local = average, local
         # A key is the structure of a state, how it lies on the devices, and its shapes.
         self._programs: dict[Any, tuple[Any, _mapped.Mapped]] = {}  # by key and `due`
-        self._compiled: set[Any] = set()
+        self._is_inspected = False
         self._schedules: dict[Any, _Schedule | None] = {}  # by key and shapes given
         self._counter: Any = None  # a counter of steps on devices, and its number
         self._steps = 0
@@ -137,9 +133,7 @@ class CompiledStep:
             schedule = self._schedules[given] = self._schedule(key, operands)
         due = schedule and schedule.due_of(self._read(leaves[schedule.counter]))
         program, _ = self._program(key, due)
-        if (key, due) not in self._compiled:
-            self._compile(program, operands, due)
-            self._compiled.add((key, due))
+        self._inspect(program, operands)
         new, metrics = program(*operands)
         leaves, returned = jax.tree.flatten(new)
         self._last = (key, [x.sharding for x in leaves]) if returned == key[0] else None
@@ -245,17 +239,12 @@ class CompiledStep:
         functools.update_wrapper(run, self._function)
         return jax.jit(run, donate_argnums=(0,) if self._donate else ())
 
-    def _compile(self, program: Any, operands: Any, due: bool | None) -> None:
-        """Compiles a program, which JAX keeps for the call, and reads it once."""
-        kind = {None: "step", False: "local step", True: "sync step"}[due]
-        name = f"{getattr(self, '__name__', 'step')} ({kind})"
-        start = time.perf_counter()
-        _log.info("compiling %s for %s", name, dict(self._mesh.shape))
-        compiled = program.lower(*operands).compile()
-        _log.info("compiled %s in %.1f s", name, time.perf_counter() - start)
-        if self._mesh.shape[self._axis_name] == 1 or self._compiled:
+    def _inspect(self, program: Any, operands: Any) -> None:
+        """Looks, once, at what a compiled program sends; JAX keeps it for the call."""
+        if self._is_inspected or self._mesh.shape[self._axis_name] == 1:
             return
-        text = compiled.as_text() or ""
+        self._is_inspected = True
+        text = program.lower(*operands).compile().as_text() or ""
         if sent := between_replicas(text, self._mesh, self._axis_name):
             warnings.warn(
                 "XLA added communication between replicas outside the optimizer, so "

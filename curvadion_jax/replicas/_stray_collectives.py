@@ -30,13 +30,7 @@ _MESH = re.compile(
 
 
 def between_replicas(text: str, mesh: Mesh, axis_name: str) -> list[str]:
-    """Collectives between replicas that are not the optimizer's, one line each.
-
-    Args:
-      text: of the compiled program.
-      mesh: mesh with the replica axis.
-      axis_name: name of the replica axis.
-    """
+    """Collectives between replicas that are not the optimizer's, one line each."""
     axis = list(mesh.shape).index(axis_name)
     replica = np.indices(mesh.devices.shape)[axis].ravel()  # of every device
     found = []
