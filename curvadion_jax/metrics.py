@@ -1,7 +1,6 @@
 """What was sent, when and why: the counters in the optimizer state, made readable."""
 
 import math
-import warnings
 from typing import Any
 
 import jax
@@ -92,9 +91,6 @@ def read(opt_state: Any, params: Any = None, *, replicas: int | None = None) -> 
         process,
       * `troubled`: number of a replica -> its own counts of the first three.
 
-    Warns:
-      RuntimeWarning: if a replica is troubled on most steps or syncs.
-
     Raises:
       ValueError: if there are no counters, the number of replicas is unknown, replicas
         disagree, or the optimizer of several replicas has no `axis_name`.
@@ -174,19 +170,10 @@ def _common(array: np.ndarray, what: str) -> int:
 
 
 def _troubled(found: SyncMetrics, numbers: list[int]) -> dict[int, dict[str, int]]:
-    """Counts of faults by replica, and a warning where they are the rule."""
-    troubled: dict[int, dict[str, int]] = {}
-    for name in _FAULTS:
-        possible = int(np.max(found.syncs if name == "excluded" else found.steps))
-        counts = getattr(found, name).tolist()
-        for number, count in zip(numbers, counts, strict=True):
-            if count:
-                troubled.setdefault(number, {})[name] = count
-            if count > max(possible / 2, 2):
-                warnings.warn(
-                    f"Replica {number} was {name} {count} times of {possible}. Look at "
-                    "its data and learning rate, or restore it with replicas.repair.",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-    return troubled
+    """Counts of faults, where there are any, by replica."""
+    counts = np.stack([getattr(found, name) for name in _FAULTS], axis=1).tolist()
+    return {
+        number: {name: count for name, count in zip(_FAULTS, row, strict=True) if count}
+        for number, row in zip(numbers, counts, strict=True)
+        if any(row)
+    }

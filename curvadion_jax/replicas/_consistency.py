@@ -20,10 +20,8 @@ class ConsistencyCheck:
     """Compares replicas in the arrays outside of optimizers that synchronise.
 
     A comparison waits for the step, so it is made at the start, and at the first sync
-    after 1, 2, 4, 8, ... steps that may have synchronised.
-
-    Args:
-      local: names in the paths of arrays that are meant to differ.
+    after 1, 2, 4, 8, ... steps that may have synchronised. Arrays with a name of
+    `local` in their path are meant to differ.
     """
 
     def __init__(self, local: Sequence[str]):
@@ -41,38 +39,35 @@ class ConsistencyCheck:
         if not counters:
             return
         # Arrays that may be the parameter of an anchor end with its name.
-        parameters = {
-            names: (x, copies)
+        copies = {
+            names: found
             for anchor in anchors
             for names, x in anchor.items()
-            if (copies := _ending_with(names, x.shape, common))
+            if (found := _ending_with(names, x.shape, common))
         }
+        parameters = {n: x for each in anchors for n, x in each.items() if n in copies}
         started, differs, moved, nonfinite = on_host(
-            _compare_at_start,
-            counters,
-            *([*x.values()] for x in (common, parameters, inner)),
+            _compare_at_start, counters, common, parameters, copies, inner
         )
         if started:
             return
-        names = ["/".join(each) for each in (*common, *parameters, *inner)]
-        if any(differs):
+        if name := _first(differs):
             raise ValueError(
-                f"Replicas start from different values ({names[differs.index(True)]!r})"
-                ", and would never meet. Give replicas.replicate the state of one "
-                "replica, and name what is meant to differ in replicas.step(local=...)."
+                f"Replicas start from different values ({name!r}), and would never "
+                "meet. Give replicas.replicate the state of one replica, and name what "
+                "is meant to differ in replicas.step(local=...)."
             )
-        names = names[len(common) :]
-        if any(moved):
+        if name := _first(moved):
             raise ValueError(
-                f"The parameters ({names[moved.index(True)]!r}) are not those given to "
-                "tx.init, to which the first sync would return. Call tx.init with "
-                "them, or replicas.reanchor(params, opt_state)."
+                f"The parameters ({name!r}) are not those given to tx.init, to which "
+                "the first sync would return. Call tx.init with them, or "
+                "replicas.reanchor(params, opt_state)."
             )
-        if any(nonfinite):
+        if name := _first(nonfinite):
             raise ValueError(
-                f"{names[nonfinite.index(True)]!r} holds NaN or Inf, so syncs would "
-                "exclude every replica. Keep such arrays, as masks are, out of the "
-                "parameters and of the inner optimizer's state."
+                f"{name!r} holds NaN or Inf, so syncs would exclude every replica. "
+                "Keep such arrays, as masks are, out of the parameters and of the "
+                "inner optimizer's state."
             )
 
     def after_step(self, state: Any, due: bool | None) -> None:
@@ -80,11 +75,8 @@ class ConsistencyCheck:
 
         Something changes them after the optimizer, such as a transformation that
         follows it in `optax.chain` or a clamp of a parameter, or no sync reaches them,
-        such as parameters of another optimizer or batch statistics.
-
-        Args:
-          state: what a step returned, with a leading replica axis.
-          due: whether a decision was due, None if on every step.
+        such as parameters of another optimizer or batch statistics. `due` says whether
+        a decision was due, None if on every step.
         """
         if due is False or not self._left:
             return
@@ -112,9 +104,8 @@ class ConsistencyCheck:
             return []
         if not on_host(_all_synced, counters):
             return None
-        differs = on_host(_differ_after_sync, [*common.values()])
-        pairs = zip(common, differs, strict=True)
-        return ["/".join(names) for names, yes in pairs if yes]
+        differs = on_host(_differ_after_sync, common)
+        return ["/".join(names) for names, yes in differs.items() if yes]
 
     def _split(self, state: Any) -> tuple[list, list[Arrays], Arrays, Arrays]:
         """Of optimizers counters, anchors and inner arrays; third, what is common."""
@@ -148,20 +139,24 @@ def _ending_with(names: Names, shape: Any, arrays: Arrays) -> list[Any]:
     return [x for end, x in pairs if end == names and x.shape == shape]
 
 
-def _compare_at_start(counters, arrays, parameters, inner) -> Any:
-    """Whether a step was taken, what differs, from the anchor too, or is not finite."""
+def _first(flags: dict[Names, bool]) -> str | None:
+    return next(("/".join(names) for names, yes in flags.items() if yes), None)
+
+
+def _compare_at_start(counters, common, anchors, copies, inner) -> Any:
+    """Whether a step was taken; by name what differs, has moved, or is not finite."""
 
     def differs(x, y):
         return jnp.any((x != y) & ~(jnp.isnan(x) & jnp.isnan(y)))
 
     started = jnp.any(jnp.stack([jnp.any(steps > 0) for steps, *_ in counters]))
-    anchors = [x for x, _ in parameters]
-    moved = [
-        jnp.all(jnp.stack([differs(x, copy) for copy in copies]))
-        for x, copies in parameters
-    ]
-    nonfinite = [~jnp.all(jnp.isfinite(x)) for x in (*anchors, *inner)]
-    return started, [differs(x, x[:1]) for x in (*arrays, *anchors)], moved, nonfinite
+    between = {names: differs(x, x[:1]) for names, x in common.items()}
+    moved = {
+        names: jnp.all(jnp.stack([differs(x, copy) for copy in copies[names]]))
+        for names, x in anchors.items()
+    }
+    nonfinite = {n: ~jnp.all(jnp.isfinite(x)) for n, x in {**anchors, **inner}.items()}
+    return started, between, moved, nonfinite
 
 
 def _all_synced(counters: Any) -> jax.Array:
@@ -173,7 +168,7 @@ def _all_synced(counters: Any) -> jax.Array:
     return jnp.all(jnp.stack(synced))
 
 
-def _differ_after_sync(arrays: list[jax.Array]) -> list[jax.Array]:
+def _differ_after_sync(arrays: Arrays) -> dict[Names, jax.Array]:
     """Which arrays differ between replicas by more than rounding."""
 
     def norm(x):
@@ -186,4 +181,4 @@ def _differ_after_sync(arrays: list[jax.Array]) -> list[jax.Array]:
         bound = max(float(jnp.finfo(x.dtype).eps), 1e-5)
         return jnp.any(norm(x - x[:1]) > bound * norm(x[:1]))
 
-    return [differs(x) for x in arrays]
+    return {names: differs(x) for names, x in arrays.items()}

@@ -81,14 +81,11 @@ def _divergence(params: list[jax.Array]) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.inexact)
     ]
 
-    def square(x):
-        return jnp.sum(jnp.real(x * jnp.conj(x)))
-
     # From the first replica, so that equal replicas give exactly zero: the mean of
     # equal numbers may be rounded.
     distances = [x - x[:1] for x in leaves]
-    spread = sum(square(x - jnp.mean(x, 0, keepdims=True)) for x in distances)
-    size = sum(map(square, leaves))
+    spread = sum(jnp.sum((x - jnp.mean(x, 0, keepdims=True)) ** 2) for x in distances)
+    size = sum(jnp.sum(x**2) for x in leaves)
     return jnp.sqrt(spread / jnp.where(size == 0, 1, size))
 
 

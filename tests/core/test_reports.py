@@ -38,8 +38,7 @@ def test_one_that_stays_bad_does_not_force_syncs():
         assert all(np.isfinite(x).all() for x in state[0].values())
     # The first step always; the second heals it; then it has to wait.
     assert np.flatnonzero(synced).tolist() == [0, 1, 12, 23]
-    with pytest.warns(RuntimeWarning, match="Replica 1 was"):
-        read = metrics.read(state[1])
+    read = metrics.read(state[1])
     assert (read["excluded"], read["zeroed"]) == (3, 25)
     assert read["troubled"] == {1: {"zeroed": 25, "excluded": 3}}
 
@@ -79,13 +78,12 @@ def test_updates_that_are_not_finite_are_zeroed_and_reported(synchronizer, eleme
     helpers.assert_bitwise(params["tall"], start["tall"])
     moved = not np.array_equal(params["wide"], start["wide"])
     assert moved == (elements is not None)
-    with pytest.warns(RuntimeWarning, match="Replica 0 was zeroed 10 times of 10"):
-        read = metrics.read(state, replicas=1)
+    read = metrics.read(state, replicas=1)
     assert (read["nonfinite"], read["excluded"]) == (0, 0)
     assert read["troubled"] == {0: {"zeroed": number}}
     for _ in range(number):
         (params, state), _ = step((params, state), gradients)
-    assert metrics.read(state, replicas=1)["zeroed"] == number  # no warning again
+    assert metrics.read(state, replicas=1)["zeroed"] == number
     assert not np.array_equal(params["tall"], start["tall"])
 
 
@@ -99,6 +97,5 @@ def test_a_replica_that_no_sync_takes_is_reported():
 
     gradients = helpers.make_gradients(9, REPLICAS)
     state = run("reconcile-quantize", gradients, change=change)[-1]
-    with pytest.warns(RuntimeWarning, match="Replica 3 was excluded 3 times of 3"):
-        read = metrics.read(state)
+    read = metrics.read(state)
     assert read["troubled"] == {3: {"excluded": 3}}
