@@ -85,19 +85,18 @@ class SyncMetrics(NamedTuple):
 
 def initial() -> SyncMetrics:
     """The counters before the first step."""
-    counts = {name: jnp.zeros([], jnp.int32) for name in SyncMetrics._fields}
-    never, nan = jnp.full([], -1, jnp.int32), jnp.full([], jnp.nan, jnp.float32)
-    others = {
-        "synced": jnp.zeros([], jnp.bool_),
-        "value": nan,
-        "threshold": nan,
-        "layer": never,
-        "last_excluded": never,
-        "weight": jnp.zeros([], jnp.float32),
-        "sent": jnp.zeros((2, 2), jnp.int32),
-        "synchronous": jnp.zeros(2, jnp.int32),
-    }
-    return SyncMetrics(**{**counts, **others})
+    zero, never = jnp.zeros([], jnp.int32), jnp.full([], -1, jnp.int32)
+    nan = jnp.full([], jnp.nan, jnp.float32)
+    return SyncMetrics(*[zero] * len(SyncMetrics._fields))._replace(
+        synced=jnp.zeros([], jnp.bool_),
+        value=nan,
+        threshold=nan,
+        layer=never,
+        last_excluded=never,
+        weight=jnp.zeros([], jnp.float32),
+        sent=jnp.zeros((2, 2), jnp.int32),
+        synchronous=jnp.zeros(2, jnp.int32),
+    )
 
 
 @functools.cache

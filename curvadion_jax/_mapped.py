@@ -25,26 +25,16 @@ from curvadion_jax._interfaces import Trigger
 
 @dataclasses.dataclass(eq=False)
 class Mapped:
-    """The training step that is being traced, and what was seen of it.
-
-    Attributes:
-      mesh: mesh with the replica axis.
-      axis_name: name of the replica axis.
-      due: whether a decision is due on this step, where the host knows; else None.
-      due_of: number of steps taken -> `due`, by which the host can know; None where
-        the trigger has none.
-      updates: how many updates of optimizers that synchronise the step makes.
-      reduced: which inputs of an update come from a collective over the axis.
-      is_program: whether the step is a program already, which is being mapped over the
-        replicas. What is mapped before is not the replicas.
-    """
+    """The training step that is being traced, and what was seen of it."""
 
     mesh: Mesh
     axis_name: str
-    due: bool | None = None
+    due: bool | None = None  # whether a decision is due, where the host knows
+    # Number of steps taken -> `due`, by which the host can know.
     due_of: Callable[[int], bool] | None = None
-    updates: int = 0
-    reduced: Collection[int] = ()
+    updates: int = 0  # of optimizers that synchronise
+    reduced: Collection[int] = ()  # inputs of an update that come from a collective
+    # Whether it is traced and being mapped. What is mapped before is not the replicas.
     is_program: bool = False
 
 

@@ -1,6 +1,5 @@
 """The mesh whose first axis is the replicas."""
 
-import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -29,8 +28,8 @@ def make_mesh(
       inner: axes inside a replica and their sizes, such as {"fsdp": 4}.
       axis_name: name of the replica axis.
       devices: devices to use, in this order; neighbours belong to one replica. None
-        means `jax.devices()`, as many of each slice and process; a warning is logged if
-        some stay idle.
+        means `jax.devices()`, by slice and process; a warning is logged if some stay
+        idle.
       inner_type: type of the inner axes, Auto or Explicit.
 
     Returns:
@@ -61,8 +60,12 @@ def make_mesh(
         )
     if devices is None:
         idle = len(available) - needed
-        available = _neighbours(available, replicas, needed)
-        processes = {device.process_index for device in available}
+        # Devices that are joined by fast links stand next to each other. (Not every
+        # platform has slices.)
+        available = sorted(
+            available, key=lambda d: (getattr(d, "slice_index", 0), d.process_index)
+        )
+        processes = {device.process_index for device in available[:needed]}
         if unused := set(range(jax.process_count())) - processes:
             raise ValueError(
                 f"A mesh of {sizes} leaves process {min(unused)} without a device. "
@@ -73,25 +76,6 @@ def make_mesh(
     grid = np.array(available[:needed], dtype=object).reshape(list(sizes.values()))
     types = (AxisType.Auto, *[inner_type] * len(inner))
     return Mesh(grid, tuple(sizes), axis_types=types)
-
-
-def _neighbours(devices: Sequence[Any], replicas: int, needed: int) -> list[Any]:
-    """The devices that a mesh takes, those joined by fast links next to each other."""
-
-    def slice_of(device):
-        return getattr(device, "slice_index", 0)  # Not every platform has slices.
-
-    def process_of(device):
-        return device.process_index
-
-    devices = sorted(devices, key=lambda d: (slice_of(d), process_of(d)))
-    for unit in (slice_of, process_of):
-        units = [list(group) for _, group in itertools.groupby(devices, unit)]
-        share, rest = divmod(needed, len(units))
-        fits = replicas % len(units) == 0 and min(map(len, units)) >= share
-        if len(units) > 1 and not rest and fits:
-            return [device for group in units for device in group[:share]]
-    return devices[:needed]
 
 
 def check_mesh(mesh: Mesh, axis_name: str) -> None:

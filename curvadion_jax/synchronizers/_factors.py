@@ -5,7 +5,6 @@ import jax.numpy as jnp
 
 from curvadion_jax import _momentum, _paths, compressors
 from curvadion_jax._collectives import Group
-from curvadion_jax._dion import DionState
 from curvadion_jax._interfaces import LocalStep, Synchronizer, SyncState, Views
 from curvadion_jax._matrices import MatrixView
 from curvadion_jax._orthonormalize import compute_dtype
@@ -115,21 +114,17 @@ def _payload(params, inner_state, views):
 
 def _ranks(inner_state, views: Views) -> dict[str, tuple[MatrixView, int]]:
     """Path -> view and rank of every matrix that Dion takes."""
-    states = _momentum.dion_states(inner_state)
-    return {n: pair for s in states for n, pair in _matrices(s, views).items()}
-
-
-def _matrices(state: DionState, views: Views) -> dict[str, tuple[MatrixView, int]]:
     found = {}
-    for name, q in _paths.leaves_with_path(state.q):
-        view = views.get(name)
-        if view is None or (*view.batch, view.cols) != q.shape[:-1]:
-            raise ValueError(
-                f"Dion sees the parameter {name!r} otherwise than adaptive_sync does "
-                f"(Q of shape {q.shape}, {view}). Pass adaptive_sync the same "
-                "dimension_numbers."
-            )
-        found[name] = (view, q.shape[-1])
+    for state in _momentum.dion_states(inner_state):
+        for name, q in _paths.leaves_with_path(state.q):
+            view = views.get(name)
+            if view is None or (*view.batch, view.cols) != q.shape[:-1]:
+                raise ValueError(
+                    f"Dion sees the parameter {name!r} otherwise than adaptive_sync "
+                    f"does (Q of shape {q.shape}, {view}). Pass adaptive_sync the same "
+                    "dimension_numbers."
+                )
+            found[name] = (view, q.shape[-1])
     return found
 
 

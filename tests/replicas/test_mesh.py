@@ -48,7 +48,6 @@ def machine(monkeypatch, slices: int, processes: int, chips: int) -> None:
     [
         pytest.param((2, 2, 4), 2, 8, [{0}, {1}], id="a-slice-each"),
         pytest.param((2, 2, 4), 4, 4, [{0}, {0}, {1}, {1}], id="two-in-a-slice"),
-        pytest.param((2, 1, 8), 2, 4, [{0}, {1}], id="half-of-each-slice"),
         pytest.param((4, 1, 2), 2, 4, [{0, 1}, {2, 3}], id="two-slices-each"),
     ],
 )
@@ -61,10 +60,8 @@ def test_a_replica_is_made_of_a_slice(monkeypatch, shape, number, inner, slices)
         assert places == sorted(places)
 
 
-def test_replicas_are_spread_over_the_processes_of_a_slice(monkeypatch):
+def test_every_process_has_a_device(monkeypatch):
     machine(monkeypatch, 1, 4, 8)
-    hosts = [device.process_index for device in replicas.make_mesh(8).devices]
-    assert hosts == [0, 0, 1, 1, 2, 2, 3, 3]
     with pytest.raises(ValueError, match="leaves process 2 without a device"):
         replicas.make_mesh(10)
 
