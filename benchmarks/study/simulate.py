@@ -85,7 +85,7 @@ def simulate(
     batches = Batches(corpus, run.seed, size)
     kept_at = time.monotonic()
     while done < run.steps:
-        training = step(*training, batches.of(done))
+        training = jax.block_until_ready(step(*training, batches.of(done)))
         done += 1
         if done % max(1, run.steps // 4) == 0 or done == run.steps:
             curve[str(done)] = evaluate(training[0])

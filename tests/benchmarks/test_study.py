@@ -70,6 +70,16 @@ def test_products_are_those_of_float32_up_to_bfloat16():
     assert (ours[0] != exact[0]).any()
 
 
+def test_gradients_taken_together_are_those_taken_one_by_one(corpus):
+    gpt, batch = simulate.transformer(SIZE, corpus), simulate.Batches(corpus, 0, SIZE)
+    params = simulate.on_replicas(simulate.parameters(gpt, 0))
+    take = jax.jit(simulate.gradients_of, static_argnums=(0, 3))
+    together, each = (take(gpt, params, batch.of(0), x) for x in (True, False))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), together, each
+    )
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_and_is_the_same_run(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(simulate, "KEPT_EVERY", 0.0)
