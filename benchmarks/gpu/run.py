@@ -67,12 +67,12 @@ def methods(numbers: Any) -> dict[str, Callable[[], optax.GradientTransformation
     return {
         "AdamW": lambda: optax.adamw(RATE),
         "Muon": lambda: optax.contrib.muon(RATE, **muon),
-        **dions,
         "`local_muon`": lambda: cd.local_muon(RATE, **ours),
         "`curvadion`": lambda: cd.curvadion(RATE, threshold=0.0, **ours),
         "`curvadion`, rank 1/4": lambda: cd.curvadion(
             RATE, threshold=0.0, rank=0.25, **ours
         ),
+        **dions,
     }
 
 
