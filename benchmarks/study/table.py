@@ -86,15 +86,16 @@ def table(results: study.Results, steps: int) -> str:
         share = [100 * share_of_bytes(x, steps) for x in rows.values()]
         known = rows.keys() & muon[study.QUARTER].keys() & muon[study.STEPS].keys()
         needed = [
-            100
-            * study.STEPS
-            / steps
-            * steps_to(
+            steps_to(
                 rows[seed]["loss"],
                 *(muon[n][seed]["loss"] for n in (study.QUARTER, study.STEPS)),
             )
             for seed in known
         ]
+        # Below a quarter of the steps Muon was not trained, and nothing is known.
+        if needed and min(needed) < 0.99 * study.QUARTER / study.STEPS:
+            needed = []
+        needed = [100 * study.STEPS / steps * share for share in needed]
         cells = [
             method,
             f"{study.best_rate(results, method):g}",

@@ -25,15 +25,15 @@ HERE = Path(__file__).parent
 pyplot.rcParams |= {"svg.hashsalt": "curvadion_jax", "svg.fonttype": "none"}
 pyplot.rcParams |= {"font.family": "sans-serif", "font.size": 11}
 BLUE, ORANGE, GREY = "#1f77b4", "#d95f02", "0.45"
-# Label, marker, colour, and on which side of the label the point is.
+# Label, marker, colour, and where the label is: right or left of the point, and up.
 POINTS = {
-    rows.MUON: ("Muon, synchronous (baseline)", "s", GREY, "right"),
-    rows.DION: ("Dion, synchronous", "D", GREY, "right"),
-    rows.ADAMW: ("AdamW, synchronous", "v", GREY, "right"),
-    rows.LOCAL_MUON: ("local_muon", "o", BLUE, "left"),
-    rows.CURVADION: ("curvadion(budget=0.01)", "^", ORANGE, "left"),
-    rows.THRESHOLD: ("curvadion(threshold=0.3)", "^", ORANGE, "left"),
-    "MuLoCo": ("MuLoCo", "P", GREY, "left"),
+    rows.MUON: ("Muon, synchronous (baseline)", "s", GREY, -9, 0),
+    rows.DION: ("Dion, synchronous", "D", GREY, -9, 0),
+    rows.ADAMW: ("AdamW, synchronous", "v", GREY, -9, 0),
+    rows.LOCAL_MUON: ("local_muon", "o", BLUE, 5, -10),
+    rows.CURVADION: ("curvadion(budget=0.01)", "^", ORANGE, 5, 10),
+    rows.THRESHOLD: ("curvadion(threshold=0.3)", "^", ORANGE, 9, 0),
+    "MuLoCo": ("MuLoCo", "P", GREY, 9, 0),
 }
 
 
@@ -72,7 +72,7 @@ def result() -> None:
     results = study.read()
     muon = table.by_seed(results, rows.MUON, study.STEPS)
     figure, axes = pyplot.subplots(figsize=(7.2, 3.4))
-    for method, (name, marker, color, place) in POINTS.items():
+    for method, (name, marker, color, right, up) in POINTS.items():
         runs = table.by_seed(results, method, study.STEPS)
         gaps = table.above(runs, muon)
         share = 100 * table.share_of_bytes(next(iter(runs.values())), study.STEPS)
@@ -82,9 +82,9 @@ def result() -> None:
         axes.annotate(
             name,
             (share, mean),
-            xytext=(9 if place == "left" else -9, 0),
+            xytext=(right, up),
             textcoords="offset points",
-            ha=place,
+            ha="left" if right > 0 else "right",
             va="center",
             color=color,
         )
