@@ -1,6 +1,7 @@
 """What a training loop calls."""
 
 import atexit
+import functools
 import logging
 import math
 import time
@@ -119,6 +120,8 @@ class Site:
         # Since the last contribution was taken.
         self._steps, self._tokens, self._blocked = 0, 0.0, 0.0
         self._outcomes = {"counted": 0, "late": 0, "rejected": 0}
+        # What a call has applied. If it is interrupted, the next one applies it again.
+        self._applied: list[Update] = []
 
     def __enter__(self) -> "Site":
         return self
@@ -149,7 +152,9 @@ class Site:
         update = _processes.from_first(lambda: self._enter(params, arrays))
         self._structure = jax.tree.structure(params)
         atexit.register(self.close)
-        return self._apply(update, params)
+        params = self._apply(update, params)
+        self._applied.clear()
+        return params
 
     def sync(self, params: Any, tokens: float = 1) -> Any:
         """Call it after every step; it returns at once on most.
@@ -183,15 +188,15 @@ class Site:
         due = min(self._every, self._max_lag)
         if jax.process_count() > 1 and self._steps < due and self._steps % _LOOK:
             return params
+        params = self._resumed(params)
         while True:
             params = self._apply(self._take(), params)
-            if self._under_way is not None:
-                if self._steps < self._max_lag:
-                    return params
-                self._wait()
-            elif self._steps >= self._every:
+            if self._under_way is None and self._steps >= self._every:
                 self._submit(params)
+            elif self._under_way is not None and self._steps >= self._max_lag:
+                self._wait()
             else:
+                self._applied.clear()
                 return params
 
     def leave(self, params: Any, timeout: float = 600.0) -> Any:
@@ -205,7 +210,7 @@ class Site:
           The parameters after the newest round that this site knows.
         """
         self._check_open()
-        end = time.monotonic() + timeout
+        params, end = self._resumed(params), time.monotonic() + timeout
         while True:
             params = self._apply(self._take(), params)
             due = self._under_way is not None or self._tokens > 0
@@ -278,6 +283,7 @@ class Site:
         """The parameters after what has been decided, which it counts."""
         if update is None:
             return params
+        self._applied.append(update)
         self._round, self._contributors = update.number, update.contributors
         if (why := update.outcome) is not None:
             tokens, self._under_way = self._under_way or 0.0, None
@@ -290,6 +296,12 @@ class Site:
                 text = "The contribution of %r, this site, and its steps are lost: %s"
                 log.error(text, self.name, why[:999])
                 self._steps, self._tokens = 0, 0.0
+        return self._moved(params, update)
+
+    def _resumed(self, params: Any) -> Any:
+        return functools.reduce(self._moved, self._applied, params)
+
+    def _moved(self, params: Any, update: Update) -> Any:
         leaves = moved(self._structure.flatten_up_to(params), update)
         return jax.tree.unflatten(self._structure, leaves)
 

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from faulty import FaultyStore
 from gated_sites import Gated, stepped
 from obstore.store import MemoryStore
@@ -204,3 +205,34 @@ def test_who_leaves_contributes_what_is_left_and_does_not_wait_for_ever():
         params = site.sync(stepped(site.start(PARAMS)))
         params = site.leave(params, timeout=0.2)
         np.testing.assert_array_equal(params["w"], 1.0)
+
+
+def test_a_sync_that_is_interrupted_takes_nothing_with_it(monkeypatch):
+    """Ctrl-C while it waits for a second round, after rome's has landed."""
+    memory = MemoryStore()
+    store, rome = Gated(memory, "rounds/"), ByHand(memory, "rome", params=PARAMS)
+    options = {"every": 1, "max_lag": 0, "grace": 0, "poll": 0.01}
+    with sites.Site(store, "oslo", **options) as site:
+        params = site.start(PARAMS)
+        wait, waits = site._worker.wait, []
+
+        def late_and_interrupted(seconds):
+            if waits:
+                raise KeyboardInterrupt
+            waits.append(seconds)
+            assert store.reached.wait(60)
+            rome.step(8.0)
+            store.open.set()
+            wait(seconds)
+
+        monkeypatch.setattr(site._worker, "wait", late_and_interrupted)
+        params = stepped(params)
+        with pytest.raises(KeyboardInterrupt):
+            site.sync(params)
+        monkeypatch.undo()
+        params = site.sync(stepped(params))
+    rome.follow()
+    # Of its first step, in two rounds, a third counts beside rome's share; of the other
+    # one half.
+    np.testing.assert_allclose(rome.anchor[0], 8.0 + 1 / 3 + 1 / 2, rtol=1e-6)
+    np.testing.assert_array_equal(params["w"], rome.anchor[0])
