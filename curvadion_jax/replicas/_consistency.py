@@ -178,7 +178,8 @@ def _differ_after_sync(arrays: Arrays) -> dict[Names, jax.Array]:
     def differs(x):
         # Rounding is of the parameters before the sync: a bias that began at zero was
         # larger than the mean. In 16 bits that would hide what moves between syncs.
-        bound = max(float(jnp.finfo(x.dtype).eps), 1e-5)
+        roundings = 32 if x.dtype.itemsize > 2 else 1
+        bound = roundings * float(jnp.finfo(x.dtype).eps)
         return jnp.any(norm(x - x[:1]) > bound * norm(x[:1]))
 
     return {names: differs(x) for names, x in arrays.items()}

@@ -101,7 +101,7 @@ class CompiledStep:
         # A key is the structure of a state, how it lies on the devices, and its shapes.
         self._programs: dict[Any, tuple[Any, _mapped.Mapped]] = {}  # by key and `due`
         self._is_inspected = False
-        self._schedules: dict[Any, _Schedule | None] = {}  # by key and shapes given
+        self._schedules: dict[Any, _Schedule | None] = {}  # by key and arrays given
         self._counter: Any = None  # a counter of steps on devices, and its number
         self._steps = 0
         self._last: Any = None  # key and shardings of the state that was returned
@@ -124,7 +124,7 @@ class CompiledStep:
             _arrays.check_replica_axis(state, number, "state")
             key = self._key(state)
         # By these a step may choose what it does, such as evaluate only.
-        given = (key, form, *map(np.shape, rest))
+        given = key, form, *((np.shape(x), getattr(x, "dtype", None)) for x in rest)
         is_new = given not in self._schedules
         schedule = None if is_new else self._schedules[given]
         if is_new or (schedule and self._is_at_start(leaves[schedule.counter])):

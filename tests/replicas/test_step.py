@@ -175,15 +175,17 @@ def test_a_step_may_update_by_what_its_batch_is():
     assert not np.ptp(state["w"], axis=0).any()
 
 
-def test_an_update_that_is_only_looked_at_is_no_step():
+@pytest.mark.parametrize("other", [X[:4], X.astype(int)], ids=["shape", "dtype"])
+def test_an_update_that_is_only_looked_at_is_no_step(other):
     train = train_step(local_sgd())
 
     def look(state, x):
         new, metrics = train(state, x)
-        return (new if x.shape[0] == 8 else state), metrics
+        trains = x.shape == (8, 6) and x.dtype == "float32"
+        return (new if trains else state), metrics
 
     step, state = cd.replicas.step(look, MESH, local=["mean"]), start(local_sgd())
-    for x in (X, X[:4], X):
+    for x in (X, other, X):
         state, _ = step(state, x)
     assert state["opt"].metrics.syncs.tolist() == [1, 1]
     assert not np.ptp(state["w"], axis=0).any()
