@@ -100,7 +100,6 @@ class CompiledStep:
         self._average, self._local = average, local
         # A key is the structure of a state, how it lies on the devices, and its shapes.
         self._programs: dict[Any, tuple[Any, _mapped.Mapped]] = {}  # by key and `due`
-        self._is_inspected = False
         self._schedules: dict[Any, _Schedule | None] = {}  # by key and arrays given
         self._counter: Any = None  # a counter of steps on devices, and its number
         self._steps = 0
@@ -133,7 +132,8 @@ class CompiledStep:
             schedule = self._schedules[given] = self._schedule(key, operands)
         due = schedule and schedule.due_of(self._read(leaves[schedule.counter]))
         program, _ = self._program(key, due)
-        self._inspect(program, operands)
+        if is_new:
+            self._inspect(program, operands)
         new, metrics = program(*operands)
         leaves, returned = jax.tree.flatten(new)
         self._last = (key, [x.sharding for x in leaves]) if returned == key[0] else None
@@ -240,10 +240,9 @@ class CompiledStep:
         return jax.jit(run, donate_argnums=(0,) if self._donate else ())
 
     def _inspect(self, program: Any, operands: Any) -> None:
-        """Looks, once, at what a compiled program sends; JAX keeps it for the call."""
-        if self._is_inspected or self._mesh.shape[self._axis_name] == 1:
+        """Looks at what a compiled program sends; JAX keeps it for the call."""
+        if self._mesh.shape[self._axis_name] == 1:
             return
-        self._is_inspected = True
         text = program.lower(*operands).compile().as_text() or ""
         if sent := between_replicas(text, self._mesh, self._axis_name):
             warnings.warn(
