@@ -112,8 +112,8 @@ class Store:
 
     def write(
         self, key: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()
-    ) -> bool:
-        """Creates a message unless there is one. Returns whether it is there now."""
+    ) -> None:
+        """Creates a message unless there is one."""
         body = b"".join(as_bytes(x) for x in arrays)
         header = self._sealed(key, header | {"body": _sha256(body)})
         if body:  # overwrites the same bytes, since the digest is in its key
@@ -121,7 +121,7 @@ class Store:
             with _one_error(self.url, f"write the body of {key}"):
                 self._store.put(_body_key(key, header), body, **options)
             self.up += len(body)
-        return self.create(key, json.dumps(header).encode())
+        self.create(key, json.dumps(header).encode())
 
     def read(
         self,
