@@ -19,7 +19,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from curvadion_jax import _jax_internals, _paths
+from curvadion_jax import _jax_internals, _memory, _paths
 from curvadion_jax._matrices import MadeOf
 
 
@@ -226,18 +226,10 @@ def over_replicas(
     return jax.sharding.auto_axes(mapped, axes=explicit, out_sharding=results)
 
 
-def split_rows(x: jax.Array, number: int) -> jax.Array:
-    """[rows, ...] -> [number, rows / number, ...], sharded as before."""
-    sharding = jax.typeof(x).sharding
-    return lax.reshape(
-        x,
-        (number, x.shape[0] // number, *x.shape[1:]),
-        out_sharding=sharding.update(spec=PartitionSpec(None, *sharding.spec)),
-    )
-
-
-def constrain(x: jax.Array, placement: NamedSharding) -> jax.Array:
-    """The array sharded as given: over Explicit axes by its type."""
+def constrain(x: jax.Array, placement: NamedSharding | None) -> jax.Array:
+    """The array sharded as given, if it is: over Explicit axes by its type."""
+    if placement is None or placement.memory_kind == _memory.HOST_KIND:
+        return x  # The type of an array in host memory keeps it there.
     if not (explicit := _axes_of_type(placement.mesh, AxisType.Explicit)):
         return lax.with_sharding_constraint(x, placement)
     typed = _over(placement.spec, explicit)

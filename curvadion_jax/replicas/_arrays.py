@@ -63,13 +63,6 @@ def placement(leaf: Any, mesh: Mesh, axis_name: str) -> NamedSharding | None:
     return sharding.update(spec=P(axis_name, *sharding.spec[1:]))
 
 
-def constrain(x: jax.Array, placement: NamedSharding | None) -> jax.Array:
-    """The array of a traced step, which stays where it was."""
-    if placement is None or placement.memory_kind == _memory.HOST_KIND:
-        return x  # The type of an array in host memory keeps it there.
-    return _layout.constrain(x, placement)
-
-
 def within_replica(state: Any, placements: Placements) -> tuple[_layout.Placed, ...]:
     """How the arrays of the state are sharded within a replica."""
     leaves = _paths.leaves_with_path(state)

@@ -15,7 +15,6 @@ from curvadion_jax import (
     _counters,
     _guards,
     _jax_internals,
-    _layout,
     _mapped,
     _paths,
 )
@@ -56,8 +55,15 @@ def map_over_replicas(
         return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     def rows(x):
-        """[global batch, ...] -> [replicas, batch, ...]."""
-        return sharded(_layout.split_rows(jnp.asarray(x), number))
+        """[global batch, ...] -> [replicas, batch, ...], sharded as before."""
+        x = jnp.asarray(x)
+        old = jax.typeof(x).sharding
+        split = lax.reshape(
+            x,
+            (number, len(x) // number, *x.shape[1:]),
+            out_sharding=old.update(spec=P(None, *old.spec)),
+        )
+        return sharded(split)
 
     def run(state, batch, *shared):
         check_replica_axis(state, number, "state")

@@ -222,7 +222,7 @@ class CompiledStep:
         )
 
         def run(state, batch, *shared):
-            leaves = [*map(_arrays.constrain, jax.tree.leaves(state), placements)]
+            leaves = [*map(_layout.constrain, jax.tree.leaves(state), placements)]
             state = jax.tree.unflatten(structure, leaves)
             inner = _arrays.within_replica(state, placements)
             with _layout.noting(inner), _mapped.mapping(mapped):
@@ -230,7 +230,7 @@ class CompiledStep:
             if jax.tree.structure(new) == structure:
                 triples = zip(jax.tree.leaves(new), leaves, placements, strict=True)
                 new = [
-                    _arrays.constrain(x, place) if x.shape == old.shape else x
+                    _layout.constrain(x, place) if x.shape == old.shape else x
                     for x, old, place in triples
                 ]
                 new = jax.tree.unflatten(structure, new)
