@@ -18,9 +18,10 @@ on the device, with donated state:
 * *sync*: the same of steps that all synchronise, nothing sent: what a sync computes.
 * *over the limit*: the time of a step over that of reading what it is given and writing
   what it returns once, at the bandwidth that adding a number to 1 GiB of them shows.
-* *peak*: of the device's memory, over the bytes of the parameters.
+* *peak*: arguments and temporary arrays of the larger program, as compiled, over the
+  bytes of the parameters.
 
-On a CPU the times are a clock's and say little; a peak is not known there.
+On a CPU the times are a clock's and say little.
 """
 
 import argparse
@@ -119,9 +120,8 @@ def measure(model: str, method: str, seconds: float) -> dict[str, Any]:
         moved = memory.argument_size_in_bytes + memory.output_size_in_bytes
         state, row[name] = steps_take(compiled, state, gradients, seconds)
         row.setdefault("limit", moved / bandwidth())
-    stats = jax.devices()[0].memory_stats() or {}
-    if peak := stats.get("peak_bytes_in_use"):
-        row["peak"] = peak / size
+        held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        row["peak"] = max(row.get("peak", 0), held / size)
     return row
 
 

@@ -56,6 +56,15 @@ METHODS: dict[str, Method] = {
     CURVADION: lambda rate, *_: cd.curvadion(rate, budget=0.01, axis_name=AXIS),
     THRESHOLD: lambda rate, *_: cd.curvadion(rate, threshold=0.3, axis_name=AXIS),
     "MuLoCo": lambda rate, *_: cd.presets.muloco(rate, axis_name=AXIS),
+    "MuLoCo, 2 bits": lambda rate, *_: cd.local_muon(
+        rate,
+        budget=0.01,
+        momentum=0.95,
+        synchronizer=synchronizers.reconcile(
+            optax.sgd(0.7, 0.6, nesterov=True), compressor=cd.compressors.quantize(2)
+        ),
+        axis_name=AXIS,
+    ),
     "DiLoCo": lambda rate, *_: cd.presets.diloco(rate, axis_name=AXIS),
 }
 # The learning rates that are tried first, and whose best one a method takes.
@@ -70,4 +79,5 @@ SAME_RATE = {
     DION + ", rank 1/4": DION,
     LOCAL_MUON + RISING: LOCAL_MUON,
     THRESHOLD: CURVADION,
+    "MuLoCo, 2 bits": LOCAL_MUON,
 }

@@ -1,7 +1,7 @@
 """Train the study's runs, and write each result as soon as it is there.
 
     python benchmarks/study/corpus.py               # the text, once
-    python benchmarks/study/study.py [--workers 2]  # some 20 hours of a core
+    python benchmarks/study/study.py [--workers 2]  # some 25 hours of a core
     python benchmarks/study/table.py                # the tables
 
 Each method takes the best of four learning rates at a quarter of the steps on one
