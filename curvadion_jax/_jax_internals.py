@@ -32,6 +32,7 @@ from jax.extend.core import (
 _SILENT = ("axis_index", "pvary")
 # What may choose between two arrays, the last three by a factor of 0 or 1.
 _MIXES = ("select_n", "cond", "add", "add_any", "sub")
+MIXED = -1
 
 
 def user_context() -> Any:
@@ -158,32 +159,39 @@ def reduced_inputs(
     return found
 
 
-def selected_results(jaxpr: Jaxpr, scope: str) -> list[bool]:
-    """Which results of a step are mixed of others, as by `jnp.where`.
+def sources(jaxpr: Jaxpr, scope: str) -> list[int | None]:
+    """Which input each result of a step is, handed through; else None, or MIXED.
 
     Followed back through jitted functions, loops, and equations of one operand.
+
+    Args:
+      jaxpr: the program.
+      scope: name of the scope around an update.
     """
     made_by = {x: (e, i) for e in jaxpr.eqns for i, x in enumerate(e.outvars)}
-    of_bodies: dict[int, list[bool]] = {}
+    inputs = {x: i for i, x in enumerate(jaxpr.invars)}
+    of_bodies: dict[int, list[int | None]] = {}
 
-    def is_selected(variable: Any) -> bool:
+    def source(variable: Any) -> int | None:
         while not isinstance(variable, Literal) and variable in made_by:
             equation, index = made_by[variable]
             if equation.primitive.name in _MIXES:
-                return True
+                return MIXED
             inner, operands = inner_jaxprs(equation), equation.invars
             if _is_update(equation, scope) or not (inner or len(operands) == 1):
-                return False
-            if not inner:
-                (variable,) = operands
-                continue
-            body = inner[-1]  # A while loop has its condition in front of it.
-            if id(equation) not in of_bodies:
-                of_bodies[id(equation)] = selected_results(body, scope)
-            result, inputs = body.outvars[index], body.invars
-            if result not in inputs or len(inputs) != len(operands):
-                return of_bodies[id(equation)][index]
-            variable = operands[inputs.index(result)]  # given, and returned as it is
-        return False
+                return None
+            position = 0
+            if inner:
+                body = inner[-1]  # A while loop has its condition in front of it.
+                if id(equation) not in of_bodies:
+                    of_bodies[id(equation)] = sources(body, scope)
+                found = of_bodies[id(equation)][index]
+                if found is None or found == MIXED:
+                    return found
+                if len(body.invars) != len(operands):
+                    return None
+                position = found
+            variable = operands[position]
+        return None if isinstance(variable, Literal) else inputs.get(variable)
 
-    return [is_selected(x) for x in jaxpr.outvars]
+    return [source(x) for x in jaxpr.outvars]

@@ -90,10 +90,14 @@ def _inspect(
     jaxpr, axis_name = traced.program.jaxpr, step.axis_name
     updates = _jax_internals.updates_in(jaxpr, _guards.SCOPE)
     found = _jax_internals.collectives_in(jaxpr, axis_name, outside=_guards.SCOPE)
-    before = [names for names, _ in _paths.leaves_with_names(state)]
-    pairs = zip(jaxpr.outvars, jaxpr.invars, before, strict=False)
-    kept = {names for x, y, names in pairs if x is y}
-    optimizers = _counters.optimizers(before)
+    before, after = (
+        [names for names, _ in _paths.leaves_with_names(each)]
+        for each in (state, traced.result[0])
+    )
+    sources = _jax_internals.sources(jaxpr, _guards.SCOPE)
+    pairs = zip(before, sources, strict=False)
+    kept = {names for index, (names, source) in enumerate(pairs) if source == index}
+    optimizers = _counters.optimizers(after)
     if optimizers and kept.issuperset((*p, "metrics", "steps") for p in optimizers):
         updates = 0  # Its state is dropped: a step that is looked at and not taken.
     step.updates = updates
@@ -123,13 +127,10 @@ def _inspect(
             "curvadion or adaptive_sync and keep its state, or name in local= what may "
             "differ."
         )
-    after = [names for names, _ in _paths.leaves_with_names(traced.result[0])]
-    optimizers = _counters.optimizers(after)
-    selected = _jax_internals.selected_results(jaxpr, _guards.SCOPE)
-    for names, is_selected in zip(after, selected, strict=False):
+    for names, source in zip(after, sources, strict=False):
         # What is the same on all replicas; each may keep an inner state of its own.
         common = _counters.is_within(names, optimizers, {"sync_state", "metrics"})
-        if common and is_selected:
+        if common and source == _jax_internals.MIXED:
             raise ValueError(
                 "The step keeps the old optimizer state on a condition, as by "
                 "jnp.where, on which replicas may disagree. Put the condition inside: "
