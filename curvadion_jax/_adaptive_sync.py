@@ -262,6 +262,8 @@ def adaptive_sync(
         voted = not isinstance(fire, bool)
         if voted:
             fire = _collectives.any_replica(fire, axis_name)
+            if axis_name is not None:
+                fire = _guards.one_decision(fire)
 
         # 3. A local step, or a sync if any replica requested one.
         operands = gradients, state.inner_state, state.sync_state

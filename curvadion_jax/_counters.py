@@ -26,7 +26,7 @@ class Faults(NamedTuple):
 
 
 def no_faults() -> Faults:
-    """Those of a local step in which all is well."""
+    """The faults of a local step without any."""
     no = jnp.zeros([], jnp.bool_)
     return Faults(no, no, no, weight=jnp.zeros([], jnp.float32))
 

@@ -22,6 +22,11 @@ from curvadion_jax._jax_internals import (
 
 # Around the optimizer's own communication, in the names of a program's equations.
 SCOPE = "curvadion_jax.update"
+SEVERAL_MODELS = (
+    "The optimizer's update runs under vmap, for {} models, where both branches of a "
+    "condition run: every step would send what a sync sends. Give one update the "
+    "stacked parameters of all models."
+)
 
 
 def axes_of_results(*branches: Traced) -> list[frozenset[str]]:
@@ -86,6 +91,19 @@ def _own_decisions(jaxpr: Jaxpr, axis_name: str) -> Iterator[list[Jaxpr]]:
             yield inner
         for program in inner:
             yield from _own_decisions(program, axis_name)
+
+
+@jax.custom_batching.custom_vmap
+def one_decision(fire: jax.Array) -> jax.Array:
+    """The decision to synchronise as it is; rejects several at once, under `vmap`."""
+    return fire
+
+
+@one_decision.def_vmap
+def _(size, batched, fire):
+    if batched[0]:
+        raise ValueError(SEVERAL_MODELS.format(size))
+    return fire, batched[0]
 
 
 def require_local_gradients(

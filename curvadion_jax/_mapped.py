@@ -34,7 +34,7 @@ class Mapped:
     due_of: Callable[[int], bool] | None = None
     updates: int = 0  # of optimizers that synchronise
     reduced: Collection[int] = ()  # inputs of an update that come from a collective
-    # Whether it is traced and being mapped. What is mapped before is not the replicas.
+    # Whether it is traced and being mapped; a vmap before that is one of the user's.
     is_program: bool = False
 
 
@@ -104,11 +104,7 @@ def update(
     @one.def_vmap
     def _(size, batched, *operands):
         if not mapped.is_program:
-            raise ValueError(
-                f"The optimizer's update runs under vmap, for {size} models, where "
-                "both branches of a condition run: every step would send what a sync "
-                "sends. Give one update the stacked parameters of all models."
-            )
+            raise ValueError(_guards.SEVERAL_MODELS.format(size))
         _check_local(mapped, operands[0], batched[0])
         # A gradient that is a constant, such as zeros, is the same on all replicas.
         flags = [jax.tree.map(lambda _: True, batched[0]), *batched[1:]]

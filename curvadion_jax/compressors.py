@@ -194,6 +194,8 @@ def _average(group, leaves, bits: int, block: int):
     """For every array the mean over replicas, and what this one did not contribute."""
     number = group.size
     buckets = _buckets(leaves, block)
+    if not buckets:
+        return []
     read = functools.partial(_from_rows, block=block, bits=bits)
     rows = jnp.concatenate([bucket.to_rows(bits) for bucket in buckets])
     if number == 2:

@@ -271,7 +271,7 @@ def _without_aliases(operands: Any) -> Any:
 
 
 class _Schedule(NamedTuple):
-    """By which the host knows whether a decision is due."""
+    """Tells the host whether a decision is due."""
 
     counter: int  # which leaf of the state counts the steps
     due_of: Callable[[int], bool]  # see `_mapped.Mapped`

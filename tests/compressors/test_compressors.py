@@ -38,6 +38,15 @@ def test_contributions_have_the_mean_that_all_get(name, run):
 
 
 @every
+def test_there_may_be_nothing_to_send(name):
+    result = jax.vmap(
+        lambda _: ALL[name].average({}, _collectives.Group(helpers.AXIS)),
+        axis_name=helpers.AXIS,
+    )(jnp.zeros(2))
+    assert result == ({}, {})
+
+
+@every
 def test_error_feedback_conserves(name):
     """Sent plus held is what there was, over several rounds."""
     mapped = averaging(ALL[name], trees())

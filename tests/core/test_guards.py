@@ -233,3 +233,16 @@ def test_updates_and_states_may_be_the_same_on_all_replicas():
     for inner in (frozen, optax.sgd(0.1, 0.9)):
         tx = optimizer(inner, eight_bits)
         helpers.trace(lambda p, _, g, tx=tx: tx.update(g, tx.init(p), p), tx)
+
+
+def test_models_under_vmap_are_rejected_in_a_shard_map_too():
+    tx = optimizer(synchronizer=synchronizers.average_gradients())
+    several = optax.GradientTransformation(jax.vmap(tx.init), jax.vmap(tx.update))
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * 3), helpers.make_params())
+    with pytest.raises(ValueError, match="under vmap, for 3 models"):
+        helpers.trace(
+            lambda params, state, gradients: several.update(gradients, state, params),
+            several,
+            stacked,
+            manual=True,
+        )
