@@ -202,6 +202,7 @@ class Follower:
             found = self.store.read(key, self.model.message, exists=True)
             if found is None:
                 return None
+            _run.check_contribution(found[0])
             norm = self.model.norm(found[1])
             why = "" if math.isfinite(norm) else "It contains NaN or Inf."
             received = Received(name, *found, norm, why)

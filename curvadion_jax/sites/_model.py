@@ -139,7 +139,13 @@ class Model:
 
     def _encode(self, params, anchor, residual):
         params, anchor = (optax.tree.cast_like(x, self._wide) for x in (params, anchor))
-        drift = jax.tree.map(jax.lax.sub, params, anchor)  # which broadcasts nothing
+        for name, x, y in zip(self.names, params, anchor, strict=True):
+            if x.shape != y.shape:  # which might be broadcast
+                raise ValueError(
+                    f"Parameter {name} has shape {x.shape}, and had {y.shape} when "
+                    "the site joined. Join again with another URL to change the model."
+                )
+        drift = optax.tree.sub(params, anchor)
         whole = optax.tree.add(drift, residual)
         message = self._codec.encode(whole)
         return drift, message, optax.tree.sub(whole, self._codec.decode(message, whole))

@@ -131,17 +131,34 @@ def leave(store: Store, name: str, incarnation: int) -> None:
     store.delete([member_key(name, incarnation, "json")])
 
 
-def _judged(received: Iterable[Received], before: str) -> list[Received]:
+def check_contribution(header: Mapping[str, Any]) -> None:
+    """Rejects a header that would stop the other sites, or make a commit infinite."""
+    match header:
+        case {
+            "tokens": int() | float() as tokens,
+            "rounds": int() as rounds,
+            "before": str(),
+            "uid": str(),
+        } if 1e-9 <= tokens < 1e18 and 1 <= rounds < 10**9:
+            return
+    raise InvalidError("It has no usable tokens, rounds, digest and name.")
+
+
+def _judged(
+    received: Iterable[Received], before: str, awaited: Roster
+) -> list[Received]:
     """The contributions, each with the reason why it cannot count, if there is one."""
     readable = [x for x in received if not x.why]
     fine = [x for x in readable if x.header["before"] == before]
     # A site that was late for many rounds has gone as much further, and so has one that
-    # has trained on while the others were away.
-    tokens = _median(x.header["tokens"] for x in fine)
-    paces = {
-        x.name: x.norm / max(x.header["rounds"], x.header["tokens"] / tokens)
-        for x in readable
-    }
+    # has trained on while the others were away: by more tokens than are usual, for it
+    # too.
+    usual = _median(x.header["tokens"] for x in fine)
+    paces = {}
+    for x in readable:
+        _, own = awaited.get(x.name, (0, usual))
+        times = x.header["tokens"] / max(own, usual)
+        paces[x.name] = x.norm / max(x.header["rounds"], times)
     # With two contributions nobody can tell which of them is wrong.
     median = _median(paces[x.name] for x in fine)
     most = MAX_NORM * median if len(fine) >= 3 and median > 0 else math.inf
@@ -178,7 +195,7 @@ def commit(
     Below the contributions that are needed nothing counts. The round then ends for
     rejected sites, and the others contribute the same to the next one.
     """
-    received = _judged(received, before)
+    received = _judged(received, before, awaited)
     valid = [each for each in received if not each.why]
     valid = valid if len(valid) >= needed else []
     rates = {x.name: x.header["tokens"] / x.header["rounds"] for x in valid}
