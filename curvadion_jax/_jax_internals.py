@@ -30,13 +30,13 @@ from jax.extend.core import (
 # What may name an axis without sending anything over it; all else counts as
 # communication, so that a collective new to JAX is not overlooked.
 _SILENT = ("axis_index", "pvary")
-# What may choose between two arrays, the last three by a factor of 0 or 1.
-_MIXES = ("select_n", "cond", "add", "add_any", "sub")
+# What chooses between two arrays; sums do of products with factors of 0 and 1.
+_CHOICES, _SUMS = ("select_n", "cond"), ("add", "add_any", "sub")
 MIXED = -1
 
 
 def user_context() -> Any:
-    """A context manager of a value, which JAX keeps traces of functions apart by."""
+    """A context manager of a value; JAX keeps traces under different values apart."""
     return jax.make_user_context(None)
 
 
@@ -172,12 +172,20 @@ def sources(jaxpr: Jaxpr, scope: str) -> list[int | None]:
     inputs = {x: i for i, x in enumerate(jaxpr.invars)}
     of_bodies: dict[int, list[int | None]] = {}
 
+    def is_product(variable: Any) -> bool:
+        return (
+            not isinstance(variable, Literal)
+            and variable in made_by
+            and made_by[variable][0].primitive.name == "mul"
+        )
+
     def source(variable: Any) -> int | None:
         while not isinstance(variable, Literal) and variable in made_by:
             equation, index = made_by[variable]
-            if equation.primitive.name in _MIXES:
+            name, operands = equation.primitive.name, equation.invars
+            if name in _CHOICES or (name in _SUMS and all(map(is_product, operands))):
                 return MIXED
-            inner, operands = inner_jaxprs(equation), equation.invars
+            inner = inner_jaxprs(equation)
             if _is_update(equation, scope) or not (inner or len(operands) == 1):
                 return None
             position = 0

@@ -127,6 +127,24 @@ def test_what_would_not_train_one_model_is_rejected(tx, message):
         on_mesh(tx)
 
 
+def test_parameters_and_anchor_may_be_moved_alike():
+    """A sum is a choice only of products with factors of 0 and 1."""
+
+    def shifted(tx):
+        def update(updates, state, params=None):
+            updates, state = tx.update(updates, state, params)
+            anchor, updates = (
+                jax.tree.map(lambda x: x + 0.5, tree)
+                for tree in (state.sync_state.anchor, updates)
+            )
+            sync_state = state.sync_state._replace(anchor=anchor)
+            return updates, state._replace(sync_state=sync_state)
+
+        return optax.GradientTransformation(tx.init, update)
+
+    assert on_mesh(shifted(local_sgd()), average=("mean",))
+
+
 def test_models_under_vmap_are_rejected():
     """Several decisions at once run both branches: each step would send all."""
     tx, models = local_sgd(), 3
