@@ -174,8 +174,8 @@ class Site:
         Raises:
           RuntimeError: if another site has joined under this name, or this site's outer
             parameters differ from the run's.
-          TypeError, ValueError: for parameters of another shape or structure, and for
-            tokens that are not positive and finite.
+          ValueError: for parameters of another shape or structure, and for tokens that
+            are not positive and finite.
         """
         self._check_open()
         if not 1e-9 <= float(tokens) <= 1e15:
