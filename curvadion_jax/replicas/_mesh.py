@@ -69,7 +69,7 @@ def make_mesh(
         if unused := set(range(jax.process_count())) - processes:
             raise ValueError(
                 f"A mesh of {sizes} leaves process {min(unused)} without a device. "
-                "Make more replicas, or start fewer processes."
+                "Make more replicas, start fewer processes, or choose devices=."
             )
         if idle and jax.process_index() == 0:
             _log.warning("make_mesh uses %d of %d devices", needed, needed + idle)
