@@ -26,6 +26,7 @@ All of it is counted (`_counters`). Scalars of a state that belong to no scalar
 parameter may be infinite, as the best loss so far is, and not NaN.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +45,11 @@ def checked_weight(weight: Any) -> jax.Array | None:
     """The weight of a replica, float32[]; 0 where it is not finite, or negative."""
     if weight is None:
         return None
+    if isinstance(weight, int | float) and not 0 <= weight < math.inf:
+        raise ValueError(
+            f"weight must be finite and not negative, got {weight}. It is how much "
+            "this replica counts in a sync."
+        )
     given = jnp.asarray(weight)
     if given.shape:
         raise ValueError(
