@@ -176,8 +176,9 @@ def _differ_after_sync(arrays: Arrays) -> dict[Names, jax.Array]:
         return jnp.sqrt(jnp.sum(jnp.abs(wide) ** 2, axis=tuple(range(1, x.ndim))))
 
     def differs(x):
-        # Rounding is of the parameters before the sync: a bias that began at zero was
-        # larger than the mean. In 16 bits that would hide what moves between syncs.
+        # A sync rounds what the replicas had before it: where these are far apart, as
+        # biases that began at zero, that is larger than their mean. In 16 bits as many
+        # roundings would hide what moves between syncs.
         roundings = 32 if x.dtype.itemsize > 2 else 1
         bound = roundings * float(jnp.finfo(x.dtype).eps)
         return jnp.any(norm(x - x[:1]) > bound * norm(x[:1]))

@@ -192,7 +192,7 @@ def commit(
     twice and nothing is lost. Weights are in units of the mean share: they add up to
     the number of expected sites if all contribute.
 
-    Below the contributions that are needed nothing counts. The round then ends for
+    With fewer contributions than are needed none counts. The round then ends for
     rejected sites, and the others contribute the same to the next one.
     """
     received = _judged(received, before, awaited)
