@@ -68,13 +68,15 @@ def idea() -> None:
 
 
 def result() -> None:
-    """Loss above synchronous Muon over bytes, of the README's table."""
+    """Loss above synchronous Muon over bytes, on the seeds that all methods have."""
     results = study.read()
-    muon = table.by_seed(results, rows.MUON, study.STEPS)
+    found = {name: table.by_seed(results, name, study.STEPS) for name in POINTS}
+    seeds = set.intersection(*(set(runs) for runs in found.values()))
+    found = {name: {s: runs[s] for s in seeds} for name, runs in found.items()}
     figure, axes = pyplot.subplots(figsize=(7.2, 3.4))
     for method, (name, marker, color, right, up) in POINTS.items():
-        runs = table.by_seed(results, method, study.STEPS)
-        gaps = table.above(runs, muon)
+        runs = found[method]
+        gaps = table.above(runs, found[rows.MUON])
         share = 100 * table.share_of_bytes(next(iter(runs.values())), study.STEPS)
         spread = statistics.stdev(gaps) if len(gaps) > 1 else None
         mean = statistics.fmean(gaps)
