@@ -191,7 +191,7 @@ def _sha256(data: bytes) -> str:
 
 
 def _attempts() -> Iterator[int]:
-    """Numbers of attempts, between which are longer and longer pauses.
+    """Numbers of attempts, with longer and longer pauses between.
 
     Pauses are random, so that sites that collided do not collide again.
     """
