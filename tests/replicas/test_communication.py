@@ -151,14 +151,14 @@ def test_messages_that_the_compiler_adds(constrained):
         step(state, tokens)
 
 
-def test_convolutions_are_gathered_and_named():
+def test_convolutions_are_gathered_and_warned_of():
     def train(w, images):
         loss = lambda w: jnp.sum(lax.conv(images, w, (1, 1), "SAME") ** 2)  # noqa: E731
         return w, {"gradient": jax.grad(loss)(w)}
 
     mesh = cd.replicas.make_mesh(REPLICAS)
     weights = cd.replicas.replicate(jnp.ones((2, 3, 3, 3)), mesh)
-    with pytest.warns(UserWarning, match="XLA added .*conv"):
+    with pytest.warns(UserWarning, match="XLA added .*all-gather of f32"):
         cd.replicas.step(train, mesh)(weights, jnp.ones((8, 3, 4, 4)))
 
 
