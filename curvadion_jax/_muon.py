@@ -2,8 +2,6 @@
 
 import functools
 import math
-from collections import defaultdict
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +10,7 @@ import optax
 
 from curvadion_jax import _arguments, _layout, _partition, _paths
 from curvadion_jax._matrices import make_view
-from curvadion_jax._within_replica import Stack, by_matrix
+from curvadion_jax._within_replica import Stack, by_matrix, joined
 
 EPSILON = 1e-7  # 1e-8 is zero in float16
 _NS, _NS_STEPS = (3.4445, -4.7750, 2.0315), 5  # Optax's
@@ -92,10 +90,10 @@ def _orthogonalized(
         views = _partition.matrices_only(updates, dimension_numbers)
         found = by_matrix(
             functools.partial(
-                _by_kind,
+                joined,
                 functools.partial(_newton_schulz, eps=eps),
                 # What the compiler divides stays as it lies.
-                together=0 if layout.axes else _TOGETHER,
+                largest=0 if layout.axes else _TOGETHER,
             ),
             dict(_paths.leaves_with_path(updates)),
             views,
@@ -129,29 +127,3 @@ def _newton_schulz(stack: Stack, eps: jax.typing.ArrayLike) -> jax.Array:
         return _NS[0] * x + (_NS[1] * a + _NS[2] * a @ a) @ x
 
     return view.from_matrix(jax.lax.fori_loop(0, _NS_STEPS, iteration, x).mT)
-
-
-def _by_kind(
-    function: Callable[[Stack], jax.Array], stacks: list[Stack], together: int
-) -> list[jax.Array]:
-    """A function of stacks; single matrices of one kind, up to a size, are joined.
-
-    With a call for every parameter the program grows with the layers. A stack of layers
-    is a call of its own: it may be sharded along them, and does not grow the program.
-    """
-    calls, sizes = defaultdict(list), defaultdict(int)
-    for index, stack in enumerate(stacks):
-        kind: Any = (stack[1:], jax.typeof(stack.array))  # with its sharding
-        if not together or len(stack.array) > 1:
-            kind = index
-        calls[kind, together and sizes[kind] // together].append(index)
-        sizes[kind] += stack.array.size
-    results = {}
-    for call in calls.values():
-        joined = stacks[call[0]]
-        if len(call) > 1:
-            arrays = [stacks[index].array for index in call]
-            joined = joined._replace(array=jnp.concatenate(arrays))
-        parts = jnp.split(function(joined), len(call))
-        results |= dict(zip(call, parts, strict=True))
-    return [results[index] for index in range(len(stacks))]

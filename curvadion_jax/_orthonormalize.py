@@ -10,11 +10,9 @@ decided in `_power_iteration.unit_columns`. NaN and infinity give NaN.
 """
 
 import functools
-from collections import defaultdict
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.scipy.linalg import solve_triangular
 
@@ -60,28 +58,6 @@ def cholesky_qr(a: jax.Array) -> jax.Array:
     for _ in range(3):
         a = _shifted_pass(a, shift)
     return _final_pass(a, shift)
-
-
-def by_shape(factors: list[jax.Array]) -> list[jax.Array]:
-    """`cholesky_qr` of factors [..., rows, r], those of equal shape as one stack.
-
-    The program has one factorisation per shape, and not one per parameter. Only factors
-    are stacked: momenta would be copied and resharded.
-    """
-    groups = defaultdict(list)
-    for index, factor in enumerate(factors):
-        groups[factor.shape[-2:], factor.dtype].append(index)
-    result = list(factors)
-    for (shape, _), members in groups.items():
-        if len(members) == 1:
-            result[members[0]] = cholesky_qr(factors[members[0]])
-            continue
-        stacks = [factors[index].reshape(-1, *shape) for index in members]
-        ends = np.cumsum([len(stack) for stack in stacks])[:-1]
-        found = jnp.split(cholesky_qr(jnp.concatenate(stacks)), ends)
-        for index, part in zip(members, found, strict=True):
-            result[index] = part.reshape(factors[index].shape)
-    return result
 
 
 def _shifted_pass(a: jax.Array, shift: float) -> jax.Array:

@@ -232,18 +232,44 @@ def _apart(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
     return stack
 
 
+def joined(
+    function: Callable[[Stack], jax.Array], stacks: list[Stack], largest: float | None
+) -> list[jax.Array]:
+    """A function of stacks, called once for those of one kind, put together.
+
+    With a call for every parameter the program grows with the layers. `largest` is how
+    many elements of single matrices are put together, and copied for it: stacks of
+    layers stay alone then, since they may be sharded along them. None means all.
+    """
+    calls, sizes = defaultdict(list), defaultdict(int)
+    for index, stack in enumerate(stacks):
+        x = stack.array
+        kind: Any = (stack[1:], x.shape[1:], x.dtype, jax.typeof(x).sharding.spec)
+        if largest is not None and (len(x) > 1 or not largest):
+            kind = index
+        calls[kind, sizes[kind] // largest if largest else 0].append(index)
+        sizes[kind] += x.size
+    results = {}
+    for call in calls.values():
+        arrays = [stacks[index].array for index in call]
+        array = jnp.concatenate(arrays) if len(call) > 1 else arrays[0]
+        ends = np.cumsum([len(x) for x in arrays])[:-1]
+        parts = jnp.split(function(stacks[call[0]]._replace(array=array)), ends)
+        results |= dict(zip(call, parts, strict=True))
+    return [results[index] for index in range(len(stacks))]
+
+
 def bases(factors: Named, views: Mapping[str, MatrixView], layout: Layout) -> Named:
     """Orthonormal bases of left factors; each device of a replica makes some of them.
 
     Left to itself the compiler has every device make all, where an axis shards the
     matrix along its other side. `views` and `layout` are the parameters'.
     """
-    by_shape = _orthonormalize.by_shape
-    if not layout.axes:
-        return dict(zip(factors, by_shape([*factors.values()]), strict=True))
     made_of = {name: (view.shape, view.p_axes) for name, view in views.items()}
     found = by_matrix(
-        lambda stacks: by_shape([stack.array for stack in stacks]),
+        lambda stacks: joined(
+            lambda stack: _orthonormalize.cholesky_qr(stack.array), stacks, None
+        ),
         factors,
         {name: make_view(x.shape, -2, -1) for name, x in factors.items()},
         layout.of_factors(factors, made_of),
