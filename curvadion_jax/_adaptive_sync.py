@@ -49,16 +49,6 @@ class AdaptiveSyncState(NamedTuple):
       trigger_state: what the trigger remembers.
       sync_state: what the synchronizer keeps; changes at syncs only.
       metrics: `SyncMetrics`; changes on every step.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from curvadion_jax import adaptive_sync, synchronizers, triggers
-      >>> tx = adaptive_sync(
-      ...     optax.sgd(0.1), triggers.every_k(4), synchronizers.reconcile()
-      ... )
-      >>> state = tx.init({"w": jnp.ones(3)})
-      >>> state.sync_state.anchor["w"].tolist()
-      [1.0, 1.0, 1.0]
     """
 
     inner_state: optax.OptState

@@ -37,24 +37,16 @@ class SyncMetrics(NamedTuple):
     Bytes take two words each: an int32 overflows at one sync of 500 million parameters.
 
     Attributes:
-      steps: int32[], steps taken.
-      syncs: int32[], sync steps among them.
+      steps, syncs: int32[], steps taken, and sync steps among them.
       local_steps: int32[], steps since the last sync, or since the start.
       votes: int32[], steps on which replicas reduced their requests to one decision.
       synced: bool[], whether the last step synchronised.
-      value: float32[], the trigger's value on this replica on the last step, NaN if
-        it has none. Replica-varying.
-      threshold: float32[], what the value was compared with. Replica-varying.
-      layer: int32[], index of the parameter with the largest value on this replica,
-        -1 if none. Replica-varying.
-      nonfinite: int32[], steps on which this replica's gradients were not finite, and
-        zeros were taken in their place. Replica-varying.
-      zeroed: int32[], steps on which the optimizer returned updates that were not
-        finite, of finite gradients; these elements were set to zero. Replica-varying.
-      excluded: int32[], syncs from which this replica was excluded, because what it had
-        was not finite. Replica-varying.
-      absent: int32[], syncs in which it had something finite, and no weight.
-        Replica-varying.
+      value, threshold, layer: of the trigger's last `triggers.Decision` on this
+        replica. Replica-varying.
+      nonfinite, zeroed: int32[], steps on which this replica's gradients were not
+        finite, or updates of finite gradients. Replica-varying.
+      excluded, absent: int32[], syncs in which this replica had nothing finite to
+        contribute, or no weight. Replica-varying.
       last_excluded: int32[], number of the step of the last sync from which it was
         excluded, -1 if none. Replica-varying.
       weight: float32[], how much this replica counted in the last sync, 1 if all

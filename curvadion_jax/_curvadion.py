@@ -59,21 +59,11 @@ def curvadion(
       than evenly spaced syncs of the same size. :func:`local_muon` is the recommended
       default.
 
-    Differences from the paper:
-
-    ================== ============================== ================================
-    part               the paper's formula            this function
-    ================== ============================== ================================
-    state              momentum and Q                 the same
-    trigger            maximum RMMC over layers       maximum over layers and replicas,
-                                                      of M + G before error feedback
-    local step         plain gradient step            Dion step on the local gradient
-    sync step          Dion step on the mean gradient local Dion step, then a Nesterov
-                                                      outer step along the mean
-                                                      pseudo-gradient, sent in 2 bits
-                                                      with error feedback
-    after a sync       replicas still differ          replicas are equal
-    ================== ============================== ================================
+    In the paper's formula a local step is a plain gradient step, a sync a Dion step
+    with the mean gradient, and replicas still differ after it. Here every step is a
+    Dion step on the local gradient. A sync adds a Nesterov outer step along the mean
+    pseudo-gradient, sent in 2 bits with error feedback; after it the replicas are
+    equal. RMMC is that of M + G, before error feedback.
 
     `presets.paper` implements the paper's formula as far as we know it, and
     `presets.authors_code` the rules of the authors' code.

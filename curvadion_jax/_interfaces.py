@@ -71,17 +71,6 @@ class Observation(NamedTuple):
         parameters; () where the synchronizer keeps none.
       sync_cost: Python float, the bytes of one sync over those of an all-reduce of
         all gradients in float32.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from curvadion_jax import triggers
-      >>> def decide(seen: Observation) -> Decision:
-      ...     norm = optax.tree.norm(seen.gradients)
-      ...     return triggers.decision(norm > 10, value=norm, threshold=10)
-      >>> on_large_gradients = triggers.stateless(decide)
-      >>> seen = Observation(gradients={"w": jnp.array([12.0, 16.0])})
-      >>> float(on_large_gradients.decide(seen, ())[0].value)
-      20.0
     """
 
     gradients: optax.Updates = ()

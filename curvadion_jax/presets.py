@@ -238,19 +238,20 @@ def authors_code(
     """
     if other_optimizer is None:
         other_optimizer = optax.lion(learning_rate, b1=0.9, b2=0.95, weight_decay=0.0)
-    change = triggers.relative_momentum_change(threshold, floor=0.1, remember=False)
-    decide_change = triggers.decider(change, "authors_code")
 
-    def decide(observation, state):
-        momenta = _all_momenta(observation.inner_state)
-        plus_gradients = jax.tree.map(jnp.add, momenta, observation.gradients)
-        seen = observation._replace(
-            inner_state=optax.TraceState(momenta),
-            next_inner_state=lambda: optax.TraceState(plus_gradients),
+    def decide(seen):
+        old = _all_momenta(seen.inner_state)
+        new = jax.tree.map(jnp.add, old, seen.gradients)
+        old, new = (
+            jnp.stack([optax.tree.norm(m) for m in jax.tree.leaves(momenta)])
+            for momenta in (old, new)
         )
-        decision, state = decide_change(seen, state)
+        change = jnp.where(old < 0.1, 0, jnp.abs(new - old) / old)
+        value, layer = jnp.max(change), jnp.argmax(change)
+        limit = threshold(seen.steps) if callable(threshold) else threshold
         # There are no momenta to compare with on the first step.
-        return decision._replace(fire=decision.fire & (observation.steps > 0)), state
+        fire = ~(value <= limit) & (seen.steps > 0)
+        return triggers.decision(fire, value, limit, layer)
 
     return adaptive_sync(
         dion(
@@ -259,7 +260,7 @@ def authors_code(
             other_optimizer=other_optimizer,
             **dion_arguments,
         ),
-        triggers.Trigger(change.init, decide),
+        triggers.stateless(decide),
         synchronizers.average_gradients(),
         axis_name,
         dimension_numbers=dimension_numbers,

@@ -81,17 +81,13 @@ def stateless(decide: Callable[[Observation], Decision]) -> Trigger:
     return Trigger(lambda *_: (), lambda seen, state: (decide(seen), state))
 
 
-def decider(trigger: Trigger, around: str) -> Callable[[Observation, Any], Any]:
-    """`Trigger.decide` of any trigger, for what decides on every step itself."""
-    due = trigger.due
-    if trigger.decide is None:
-        if due is None:
-            return lambda seen, state: (decision(True), state)
-        return lambda seen, state: (decision(due(seen.steps, seen.sync_cost)), state)
-    if due is not None:
+def _decide(trigger: Trigger, around: str) -> Callable[[Observation, Any], Any]:
+    """`Trigger.decide` of a trigger that another one goes around."""
+    if trigger.decide is None or trigger.due is not None:
         raise ValueError(
-            f"{around} decides on every step, and the trigger in it is due on some of "
-            f"them only. Put triggers.at_intervals around {around}."
+            f"{around} is for triggers that measure something on every step, and this "
+            "one is due on some steps only. Put at_intervals around all others, and "
+            "use evenly or every_k alone."
         )
     return trigger.decide
 
@@ -215,36 +211,24 @@ def budget(
 ) -> Trigger:
     r"""Spends a share of the bytes of synchronous training when a signal says so.
 
-    Moves the threshold :math:`\tau` of another trigger, so that its value x decides
-    when the replicas synchronise, and the budget how often. After n steps with s
-    syncs, :math:`e = s - p n` syncs more were made than are paid for, with
-    :math:`p = \mathrm{rate} / \mathrm{cost}`, at most 1. The next step synchronises
-    if
+    Moves the threshold of another trigger, so that its value decides when the replicas
+    synchronise, and the budget how often. Whatever the values are, after n steps with s
+    syncs
 
     .. math::
-      x > e^{c} \tau, \qquad c = g e + i, \qquad i \leftarrow i + \tfrac12 g^2 p \, e
+      -\mathrm{behind} \le s - n \, \mathrm{rate} / \mathrm{cost} \le \mathrm{ahead}
 
-    with g = 0.3. Whatever the signal does, the budget is kept: a sync that would be
-    more than `ahead` syncs above what is paid for does not take place, and one takes
-    place when there would be more than `behind` unspent. So after every step
-
-    .. math::
-      -\mathrm{behind} \le s - p n \le \mathrm{ahead}
-
-    At these bounds a threshold that is far off is found quickly: i rises by g on every
-    step on which the signal is refused a sync, and falls, at a sync that it did not
-    request, to where the largest value since the last one would just not have fired.
-    Both i and c stay within log 1000, and i stands still on steps with a non-finite
-    value, so it does not wind up. Where the rate or the cost changes, as after a
-    restart with another budget, counting starts anew.
+    with the cost of a sync in the same unit and rate / cost at most 1: at these bounds
+    a request is refused, or a sync takes place without one. Where the rate or the cost
+    changes, as after a restart with another budget, counting starts anew. The page on
+    the algorithm has the control law.
 
     Args:
       rate: share of the bytes of synchronous training, an all-reduce of all gradients
         in float32 on every step; 0.01 is one percent. The 4 bytes of each vote are not
         counted. A Python number, so static under `optax.inject_hyperparams`.
-      of: trigger whose value and threshold are compared. Combinators go around
-        `budget`: what they add to the comparison is not seen inside it. None means
-        ``relative_momentum_change(0.1)``.
+      of: trigger whose value and threshold are compared; combinators go around
+        `budget`. None means ``relative_momentum_change(0.1)``.
       ahead: syncs that may be made before they are paid for, at least 1.
       behind: syncs that may be left unspent.
 
@@ -254,7 +238,7 @@ def budget(
 
     Raises:
       ValueError: if the rate is not above 0 and finite, `ahead` below 1, `behind`
-        negative, or `of` measures nothing.
+        negative, or `of` does not measure something on every step.
 
     Example:
       >>> from curvadion_jax import triggers
@@ -269,12 +253,7 @@ def budget(
       True
     """
     of = relative_momentum_change(0.1) if of is None else of
-    if of.decide is None:
-        raise ValueError(
-            "budget needs a trigger that measures something, and this one goes by the "
-            "number of the step. Use triggers.evenly(rate) alone."
-        )
-    of_decide = decider(of, "budget")
+    of_decide = _decide(of, "budget")
     _arguments.check_static(rate, "budget")
     _arguments.check_positive(rate, "rate")
     _arguments.check_numbers(behind=behind)
@@ -338,24 +317,22 @@ def at_least_every(trigger: Trigger, k: int) -> Trigger:
     """Synchronises when the trigger says so, and in any case k steps after a sync.
 
     Args:
-      trigger: any trigger.
+      trigger: one that measures something on every step.
       k: largest number of steps from one sync to the next, at least 1.
 
     Returns:
       The trigger, with the value, threshold and layer of the one that was given.
 
     Example:
-      >>> from curvadion_jax import triggers
-      >>> trigger = at_least_every(triggers.never(), 50)
-      >>> decision, _ = trigger.decide(triggers.Observation(local_steps=49), ())
-      >>> bool(decision.fire)
+      >>> trigger = at_least_every(stateless(lambda seen: decision(False)), 50)
+      >>> bool(trigger.decide(Observation(local_steps=49), ())[0].fire)
       True
     """
     _arguments.check_int(k, "k", 1)
-    decides = decider(trigger, "at_least_every")
+    decide_of = _decide(trigger, "at_least_every")
 
     def decide(observation, state):
-        chosen, state = decides(observation, state)
+        chosen, state = decide_of(observation, state)
         late = observation.local_steps + 1 >= k
         return chosen._replace(fire=chosen.fire | late), state
 
@@ -405,12 +382,7 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
       [8, 12]
     """
     _arguments.check_int(k, "k", 1)
-    if trigger.decide is None:
-        raise ValueError(
-            "at_intervals is for triggers on which replicas vote, and this one goes "
-            "by the number of the step. Use it as it is."
-        )
-    decide_of = decider(trigger, "at_intervals")
+    decide_of = _decide(trigger, "at_intervals")
 
     def init(params, inner_state, views):
         no = jnp.zeros([], jnp.bool_)
@@ -426,9 +398,6 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
 
 def relative_momentum_change(
     threshold: optax.ScalarOrSchedule,
-    *,
-    floor: jax.typing.ArrayLike = 0.0,
-    remember: bool = True,
 ) -> Trigger:
     r"""Synchronises when the norm of any layer's momentum changes fast.
 
@@ -454,18 +423,14 @@ def relative_momentum_change(
 
     Args:
       threshold: number, or schedule of the number of steps taken.
-      floor: layers of which the momentum to compare with has a smaller norm are left
-        out.
-      remember: False compares with the momentum in the state instead of the remembered
-        norms, as the published code does.
 
     Returns:
       The trigger. Its value is the largest change over the layers, its state the norms
       that it remembers, path of the parameter -> float32[matrices] (at least float32).
 
     Raises:
-      ValueError: for a negative or NaN threshold, or a negative floor; when traced, if
-        the inner optimizer keeps no momentum, or none of a matrix.
+      ValueError: for a negative or NaN threshold; when traced, if the inner optimizer
+        keeps no momentum.
 
     Example:
       >>> from curvadion_jax.triggers import Observation
@@ -487,7 +452,6 @@ def relative_momentum_change(
     """
     if not callable(threshold):
         _arguments.check_numbers(threshold=threshold)
-    _arguments.check_numbers(floor=floor)
 
     def norms(state: optax.OptState, views) -> dict[str, jax.Array]:
         momenta = _momentum.momentum_by_name(state)
@@ -496,7 +460,7 @@ def relative_momentum_change(
     def init(params, inner_state, views):
         if _trees.is_placeholder(params):
             return jnp.zeros([])
-        if not remember or not jax.tree.leaves(params):
+        if not jax.tree.leaves(params):
             return {}
         return jax.tree.map(jnp.zeros_like, norms(inner_state, views))
 
@@ -504,12 +468,11 @@ def relative_momentum_change(
         if not jax.tree.leaves(observation.params):
             return decision(observation.steps == 0), last
         new = norms(observation.next_inner_state(), observation.views)
-        old = last if remember else norms(observation.inner_state, observation.views)
         leaves = _paths.leaves_with_path(observation.params)
         order = {name: index for index, (name, _) in enumerate(leaves)}
         changes, layers = [jnp.zeros(1)], [-1]
-        for name, norm in old.items():
-            change = _relative_change(new[name], norm, floor)
+        for name, norm in last.items():
+            change = _relative_change(new[name], norm)
             changes.append(jnp.max(change, initial=0).astype(jnp.float32).reshape(1))
             layers.append(order.get(name, -1))
         change = jnp.concatenate(changes)
@@ -521,8 +484,7 @@ def relative_momentum_change(
         value = jnp.max(change)
         layer = jnp.asarray(layers)[jnp.argmax(change)]
         # Spelled so that NaN synchronises.
-        result = decision(~(value <= limit), value, limit, layer)
-        return result, new if remember else last
+        return decision(~(value <= limit), value, limit, layer), new
 
     return Trigger(init, decide)
 
@@ -536,9 +498,8 @@ def _norms(name: str, momentum: jax.Array, views) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.square(wide))).reshape(1)
 
 
-def _relative_change(new: jax.Array, old: jax.Array, floor) -> jax.Array:
-    """|new - old| / old; 0 where old is under the floor or both are 0; NaN is inf."""
+def _relative_change(new: jax.Array, old: jax.Array) -> jax.Array:
+    """|new - old| / old; 0 where both are 0; NaN is inf."""
     ratio = jnp.abs(new - old) / jnp.where(old == 0, 1, old)
     ratio = jnp.where(old == 0, jnp.where(new == 0, 0, jnp.inf), ratio)
-    ratio = jnp.where(jnp.isnan(ratio), jnp.inf, ratio)
-    return jnp.where((old < floor) & ~jnp.isnan(new), 0, ratio)
+    return jnp.where(jnp.isnan(ratio), jnp.inf, ratio)

@@ -14,7 +14,7 @@ MAKE = {
     "at_intervals": lambda: cd.curvadion(0.1, threshold=0.3, decision_interval=2),
     "combined": lambda: cd.local_muon(
         0.1,
-        trigger=triggers.at_least_every(triggers.evenly(0.1), 3),
+        trigger=triggers.at_least_every(triggers.relative_momentum_change(1.0), 3),
     ),
 }
 
