@@ -4,7 +4,6 @@ Only plain numbers are looked at: schedules pass, and so do traced numbers, such
 those of `optax.inject_hyperparams`.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -44,15 +43,10 @@ def check_numbers(below: float | None = None, **values: Any) -> None:
             raise ValueError(f"{name} must be at least 0{limit}, got {value}.")
 
 
-def check_positive(value: Any, what: str) -> None:
-    """Rejects a number that is not above 0 and finite."""
-    if isinstance(value, _PLAIN) and not 0 < value < math.inf:
-        raise ValueError(f"{what} must be above 0 and finite, got {value}.")
-
-
 def check_fraction(value: Any, what: str) -> None:
-    """Rejects a number outside (0, 1], such as a percentage."""
-    if isinstance(value, _PLAIN) and not 0 < value <= 1:
+    """Rejects a traced number, and one outside (0, 1], such as a percentage."""
+    check_static(value, what)
+    if not 0 < value <= 1:
         raise ValueError(
             f"{what} is a fraction in (0, 1], got {value}. Ten percent is 0.1."
         )

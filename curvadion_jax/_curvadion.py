@@ -1,6 +1,5 @@
 """CurvaDion: local Dion steps, synchronised when a momentum changes."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -88,8 +87,8 @@ def curvadion(
         default sync sends nothing and takes no outer step: the result is Dion's.
       decision_interval: number of steps from one vote of the replicas to the next; None
         means 1. A vote costs a round trip over the slow link. A request waits up to
-        ``decision_interval - 1`` steps, on which nothing is sent. A budget must not
-        allow more than one sync per interval.
+        ``decision_interval - 1`` steps, on which nothing is sent. Of a budget of more
+        than one sync per interval the rest is not spent.
       allow_unchecked: as for :func:`adaptive_sync`.
 
     Returns:
@@ -114,22 +113,15 @@ def curvadion(
 
     References:
       `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
-
-      Ahn et al., `Dion: Distributed Orthonormalized Updates
-      <https://arxiv.org/abs/2504.05295>`_, 2025
     """
     _arguments.check_one(threshold=threshold, budget=budget)
     if threshold is None:
         budget = BUDGET if budget is None else budget
-        _arguments.check_fraction(budget, "budget")
         trigger = triggers.budget(budget, ahead=_BOUNDS, behind=_BOUNDS)
     else:
         trigger = triggers.relative_momentum_change(threshold)
     if decision_interval is not None:
         trigger = triggers.at_intervals(trigger, decision_interval)
-        trigger = trigger._replace(
-            due=_spendable(trigger.due, decision_interval, budget or 0.0)
-        )
     synchronizer = default_sync(bits, synchronizer, axis_name)
     inner = dion(
         learning_rate,
@@ -150,17 +142,3 @@ def curvadion(
         dimension_numbers=dimension_numbers,
         allow_unchecked=allow_unchecked,
     )
-
-
-def _spendable(due: Any, interval: int, budget: float) -> Callable[[Any, float], Any]:
-    """When a decision is due; refuses a budget of more than a sync per interval."""
-
-    def checked(steps, cost):
-        if 0 < cost < budget * interval:
-            raise ValueError(
-                f"decision_interval is {interval}, and budget={budget} pays for a sync "
-                f"every {cost / budget:.1f} steps. Pass a smaller interval or budget."
-            )
-        return due(steps, cost)
-
-    return checked

@@ -115,9 +115,7 @@ def local_muon(
         nesterov=True,
     )
     if trigger is None:
-        budget = BUDGET if budget is None else budget
-        _arguments.check_fraction(budget, "budget")
-        trigger = triggers.evenly(budget)
+        trigger = triggers.evenly(BUDGET if budget is None else budget)
 
     def matrices(numbers):
         return muon(

@@ -56,13 +56,6 @@ class Codec(NamedTuple):
       encode: (tree of arrays) -> message, a tree of arrays.
       decode: (message, tree of arrays or their shapes) -> what the message stands for,
         a tree of at least float32.
-
-    Example:
-      >>> tree = {"w": jnp.arange(4.0)}
-      >>> codec = quantize(8, block=4).codec
-      >>> message = codec.encode(tree)
-      >>> message.shape, message.dtype, codec.decode(message, tree)["w"].tolist()[-1]
-      ((1, 8), dtype('uint8'), 3.0)
     """
 
     encode: Callable[[Any], Any]

@@ -97,14 +97,6 @@ def test_combinators_take_triggers_that_measure_on_every_step(combine, trigger):
         combine(trigger)
 
 
-def test_a_budget_that_the_interval_cannot_spend_is_refused():
-    """A sync in 2 bits costs some 7% of the gradients: 0.1 pays for more than one."""
-    tx = cd.curvadion(0.1, budget=0.1, decision_interval=2)
-    params = {"w": np.ones((64, 64), np.float32)}
-    with pytest.raises(ValueError, match=r"pays for a sync every 0\.7 steps"):
-        tx.update(params, tx.init(params), params)
-
-
 def test_the_caller_says_when_a_decision_is_due():
     """In place of the trigger: step 1 is none of its own."""
     always = triggers.stateless(lambda seen: triggers.decision(True))
