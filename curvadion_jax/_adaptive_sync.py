@@ -38,7 +38,7 @@ from curvadion_jax._interfaces import (
     SyncState,
     Trigger,
 )
-from curvadion_jax._jax_internals import trace
+from curvadion_jax._jax_internals import SCOPE, trace
 
 
 class AdaptiveSyncState(NamedTuple):
@@ -281,7 +281,7 @@ def adaptive_sync(
         state = AdaptiveSyncState(inner_state, trigger_state, sync_state, metrics)
         return updates, _collectives.vary(state, axis_name)
 
-    @jax.named_scope(_guards.SCOPE)
+    @jax.named_scope(SCOPE)
     def update_fn(
         updates, state, params: Any = None, *, due: bool | None = None, **extra_args
     ):

@@ -4,7 +4,7 @@ Inspects each branch's jaxpr before it is used, and rejects collectives over the
 axis where there may be none, or where not all replicas take the branch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,14 +14,13 @@ from curvadion_jax import _collectives, _layout
 from curvadion_jax._jax_internals import (
     Traced,
     collectives_in,
+    communicates,
     decides_alone,
-    inner_jaxprs,
+    equations,
     trace,
     varying,
 )
 
-# Around the optimizer's own communication, in the names of a program's equations.
-SCOPE = "curvadion_jax.update"
 SEVERAL_MODELS = (
     "The optimizer's update runs under vmap, for {} models, where both branches of a "
     "condition run: every step would send what a sync sends. Give one update the "
@@ -59,7 +58,8 @@ def trace_local(
             f"({found[0].primitive.name}). Remove it from the inner optimizer or the "
             "trigger: the synchronizer does what has to be sent."
         )
-    if _layout.current().axes and any(_own_decisions(jaxpr, axis_name)):
+    alone = (decides_alone(each, axis_name) for each, _ in equations(jaxpr))
+    if _layout.current().axes and any(alone):
         raise ValueError(
             "The inner optimizer or the trigger has a lax.cond or while_loop that "
             f"replicas of axis {axis_name!r} may decide differently, which would "
@@ -73,24 +73,15 @@ def require_no_deadlock(jaxpr: Jaxpr, axis_name: str | None) -> None:
     """Rejects a collective in a branch that replicas may not take together."""
     if axis_name is None:
         return
-    for branches in _own_decisions(jaxpr, axis_name):
-        if any(collectives_in(branch, axis_name) for branch in branches):
+    for equation, around in equations(jaxpr):
+        alone = (decides_alone(each, axis_name) for each in around)
+        if communicates(equation, axis_name) and any(alone):
             raise ValueError(
                 f"A collective over axis {axis_name!r} is inside a lax.cond or "
                 "while_loop that replicas may decide differently, which would "
                 "deadlock. Put the condition around the inner optimizer: "
                 "adaptive_sync(optax.apply_if_finite(inner, 3), ...)."
             )
-
-
-def _own_decisions(jaxpr: Jaxpr, axis_name: str) -> Iterator[list[Jaxpr]]:
-    """The programs in each condition or loop that replicas may decide differently."""
-    for equation in jaxpr.eqns:
-        inner = inner_jaxprs(equation)
-        if decides_alone(equation, axis_name):
-            yield inner
-        for program in inner:
-            yield from _own_decisions(program, axis_name)
 
 
 @jax.custom_batching.custom_vmap

@@ -14,7 +14,8 @@ alone, tried on JAX 0.10.2, 0.11.2 and 0.12.0, with a test in
 (`replicas/_stray_collectives.py` reads the text of compiled programs.)
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +34,8 @@ _SILENT = ("axis_index", "pvary")
 # What chooses between two arrays; sums do of products with factors of 0 and 1.
 _CHOICES, _SUMS = ("select_n", "cond"), ("add", "add_any", "sub")
 MIXED = -1
+# Around the optimizer's own communication, in the names of a program's equations.
+SCOPE = "curvadion_jax.update"
 
 
 def user_context() -> Any:
@@ -69,6 +72,27 @@ def inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
     return list(jaxprs_in_params(equation.params))
 
 
+def equations(
+    jaxpr: Jaxpr, around: tuple[JaxprEqn, ...] = ()
+) -> Iterator[tuple[JaxprEqn, tuple[JaxprEqn, ...]]]:
+    """Every equation of a program, and the equations around it, outermost first."""
+    for equation in jaxpr.eqns:
+        yield equation, around
+        for program in inner_jaxprs(equation):
+            yield from equations(program, (*around, equation))
+
+
+def communicates(equation: JaxprEqn, axis_name: str) -> bool:
+    """Whether the equation itself is a collective over the axis."""
+    named = jax.tree.leaves([equation.params.get(x) for x in ("axes", "axis_name")])
+    return equation.primitive.name not in _SILENT and axis_name in named
+
+
+def collectives_in(jaxpr: Jaxpr, axis_name: str) -> list[JaxprEqn]:
+    """The collectives over the axis in a program."""
+    return [each for each, _ in equations(jaxpr) if communicates(each, axis_name)]
+
+
 def decides_alone(equation: JaxprEqn, axis_name: str) -> bool:
     """Whether replicas may not take a branch, or repeat a loop, alike."""
     decided_by: list[Any] = []
@@ -79,63 +103,29 @@ def decides_alone(equation: JaxprEqn, axis_name: str) -> bool:
     return any(axis_name in varying(aval) for aval in decided_by)
 
 
-def _is_in(scope: str, equation: JaxprEqn) -> bool:
-    return scope in str(equation.source_info.name_stack)
+def _is_update(equation: JaxprEqn) -> bool:
+    in_scope = SCOPE in str(equation.source_info.name_stack)
+    return equation.primitive.name == "custom_vmap_call" and in_scope
 
 
-def named_axes(equation: JaxprEqn) -> set[Any]:
-    named = set()
-    for key in ("axes", "axis_name"):
-        axes = equation.params.get(key, ())
-        named.update(axes if isinstance(axes, tuple | list) else (axes,))
-    return named
-
-
-def collectives_in(
-    jaxpr: Jaxpr, axis_name: str, outside: str | None = None
-) -> list[JaxprEqn]:
-    """The collectives over the axis in a program, but for those in a scope."""
-    found = []
-    for equation in jaxpr.eqns:
-        if outside and _is_in(outside, equation):
-            continue
-        name = equation.primitive.name
-        if name not in _SILENT and axis_name in named_axes(equation):
-            found.append(equation)
-        for program in inner_jaxprs(equation):
-            found.extend(collectives_in(program, axis_name, outside))
-    return found
-
-
-def _is_update(equation: JaxprEqn, scope: str) -> bool:
-    return equation.primitive.name == "custom_vmap_call" and _is_in(scope, equation)
-
-
-def updates_in(jaxpr: Jaxpr, scope: str) -> int:
+def updates_in(jaxpr: Jaxpr) -> int:
     """How many updates of optimizers that synchronise a step's program makes.
 
-    One in a condition or a while loop is refused. `scope` is that around an update.
+    One in a condition or a while loop is refused.
     """
-    found = 0
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if _is_update(equation, scope):
-            found += 1
-            continue
-        inside = sum(updates_in(each, scope) for each in inner_jaxprs(equation))
-        if inside and name in ("cond", "while"):
-            raise ValueError(
-                "The optimizer's update is inside a lax.cond or while_loop, as by "
-                "optax.MultiSteps, and replicas.step would run every branch. Put the "
-                "condition inside, adaptive_sync(optax.apply_if_finite(inner, 3), "
-                "...), and accumulate gradients by optax.microbatch."
-            )
-        found += inside * equation.params.get("length", 1)
-    return found
+    found = [around for each, around in equations(jaxpr) if _is_update(each)]
+    if {x.primitive.name for around in found for x in around} & {"cond", "while"}:
+        raise ValueError(
+            "The optimizer's update is inside a lax.cond or while_loop, as by "
+            "optax.MultiSteps, and replicas.step would run every branch. Put the "
+            "condition inside, adaptive_sync(optax.apply_if_finite(inner, 3), "
+            "...), and accumulate gradients by optax.microbatch."
+        )
+    return sum(math.prod(x.params.get("length", 1) for x in xs) for xs in found)
 
 
 def reduced_inputs(
-    jaxpr: Jaxpr, axis_name: str, scope: str, given: Sequence[bool] = ()
+    jaxpr: Jaxpr, axis_name: str, given: Sequence[bool] = ()
 ) -> set[int]:
     """Which inputs of a step's updates come from a collective over the axis.
 
@@ -145,61 +135,54 @@ def reduced_inputs(
     reduced = {x for x, yes in zip(jaxpr.invars, given, strict=False) if yes}
     for equation in jaxpr.eqns:
         hit = [not isinstance(x, Literal) and x in reduced for x in equation.invars]
-        if _is_update(equation, scope):
+        if _is_update(equation):
             found.update(i for i, yes in enumerate(hit) if yes)
             continue
-        inner, sends = inner_jaxprs(equation), axis_name in named_axes(equation)
-        for program in inner:
+        sends = communicates(equation, axis_name)
+        for program in inner_jaxprs(equation):
             # The predicate of a condition comes before what its branches get.
             inputs = hit[max(len(hit) - len(program.invars), 0) :]
-            found |= reduced_inputs(program, axis_name, scope, inputs)
-            sends |= bool(collectives_in(program, axis_name, scope))
-        if any(hit) or (sends and equation.primitive.name not in _SILENT):
+            found |= reduced_inputs(program, axis_name, inputs)
+            sends |= bool(collectives_in(program, axis_name))
+        if any(hit) or sends:
             reduced.update(equation.outvars)
     return found
 
 
-def sources(jaxpr: Jaxpr, scope: str) -> list[int | None]:
+def sources(jaxpr: Jaxpr) -> list[int | None]:
     """Which input each result of a step is, handed through; else None, or MIXED.
 
     Followed back through jitted functions, loops, and equations of one operand.
-
-    Args:
-      jaxpr: the program.
-      scope: name of the scope around an update.
     """
     made_by = {x: (e, i) for e in jaxpr.eqns for i, x in enumerate(e.outvars)}
     inputs = {x: i for i, x in enumerate(jaxpr.invars)}
     of_bodies: dict[int, list[int | None]] = {}
 
     def is_product(variable: Any) -> bool:
-        return (
-            not isinstance(variable, Literal)
-            and variable in made_by
-            and made_by[variable][0].primitive.name == "mul"
-        )
+        if isinstance(variable, Literal) or variable not in made_by:
+            return False
+        return made_by[variable][0].primitive.name == "mul"
 
     def source(variable: Any) -> int | None:
-        while not isinstance(variable, Literal) and variable in made_by:
-            equation, index = made_by[variable]
-            name, operands = equation.primitive.name, equation.invars
-            if name in _CHOICES or (name in _SUMS and all(map(is_product, operands))):
-                return MIXED
-            inner = inner_jaxprs(equation)
-            if _is_update(equation, scope) or not (inner or len(operands) == 1):
-                return None
-            position = 0
-            if inner:
-                body = inner[-1]  # A while loop has its condition in front of it.
-                if id(equation) not in of_bodies:
-                    of_bodies[id(equation)] = sources(body, scope)
-                found = of_bodies[id(equation)][index]
-                if found is None or found == MIXED:
-                    return found
-                if len(body.invars) != len(operands):
-                    return None
-                position = found
-            variable = operands[position]
-        return None if isinstance(variable, Literal) else inputs.get(variable)
+        if isinstance(variable, Literal):
+            return None
+        if variable not in made_by:
+            return inputs.get(variable)
+        equation, index = made_by[variable]
+        name, operands = equation.primitive.name, equation.invars
+        if name in _CHOICES or (name in _SUMS and all(map(is_product, operands))):
+            return MIXED
+        if _is_update(equation):
+            return None
+        if inner := inner_jaxprs(equation):
+            body = inner[-1]  # A while loop has its condition in front of it.
+            if id(equation) not in of_bodies:
+                of_bodies[id(equation)] = sources(body)
+            found = of_bodies[id(equation)][index]
+            if found is None or found == MIXED:
+                return found
+            is_whole = len(body.invars) == len(operands)
+            return source(operands[found]) if is_whole else None
+        return source(operands[0]) if len(operands) == 1 else None
 
     return [source(x) for x in jaxpr.outvars]

@@ -1,5 +1,6 @@
 """The arrays of a state: with a replica axis, and placed on the mesh."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,28 +15,18 @@ from curvadion_jax import _layout, _memory, _paths
 Placements = tuple[NamedSharding | None, ...]
 
 
-def is_array(x: Any) -> bool:
-    """Whether it is an array on devices."""
-    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
-
-
-def count_replicas(tree: Any, what: str) -> int:
-    """The length of the replica axis, which all leaves must have."""
-    leaves = jax.tree.leaves(tree)
-    number = len(leaves[0]) if leaves and np.ndim(leaves[0]) else 1
-    check_replica_axis(tree, number, what)
-    return number
-
-
-def check_replica_axis(tree: Any, number: int, what: str) -> None:
-    """Rejects a tree with a leaf that lacks the replica axis."""
-    for name, leaf in _paths.leaves_with_path(tree):
+def count_replicas(tree: Any, what: str, expected: int | None = None) -> int:
+    """The length of the replica axis; rejects a tree with a leaf that lacks it."""
+    leaves = _paths.leaves_with_path(tree)
+    number = expected or next((len(x) for _, x in leaves if np.ndim(x)), 1)
+    for name, leaf in leaves:
         if np.shape(leaf)[:1] != (number,):
             raise ValueError(
                 f"The {what} {name!r} has shape {np.shape(leaf)}, and needs a leading "
                 f"axis of {number} replicas. Give what replicas.replicate or a step "
                 "returned."
             )
+    return number
 
 
 def check_unshared(tree: Any) -> None:
@@ -58,8 +49,11 @@ def placement(leaf: Any, mesh: Mesh, axis_name: str) -> NamedSharding | None:
     sharding = getattr(leaf, "sharding", None)
     if isinstance(leaf, Tracer) or not isinstance(sharding, NamedSharding):
         return None
-    if sharding.mesh != mesh:
-        return None
+    return _over_replicas(sharding, axis_name) if sharding.mesh == mesh else None
+
+
+@functools.cache  # for every array on every step
+def _over_replicas(sharding: NamedSharding, axis_name: str) -> NamedSharding:
     return sharding.update(spec=P(axis_name, *sharding.spec[1:]))
 
 

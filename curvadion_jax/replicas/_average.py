@@ -12,7 +12,7 @@ from curvadion_jax import (
     _collectives,
     _counters,
     _finite,
-    _guards,
+    _jax_internals,
     _layout,
     _mapped,
     _paths,
@@ -21,7 +21,7 @@ from curvadion_jax import (
 from curvadion_jax._interfaces import Payload
 
 
-@jax.named_scope(_guards.SCOPE)
+@jax.named_scope(_jax_internals.SCOPE)
 def average_where_synced(
     state: Any, before: Any, average: Sequence[str], step: _mapped.Mapped
 ) -> Any:

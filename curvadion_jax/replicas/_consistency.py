@@ -35,7 +35,7 @@ class ConsistencyCheck:
         would undo parameters that were loaded after ``tx.init``. States that took a
         step pass.
         """
-        counters, anchors, common, inner = self._split(state)
+        counters, anchors, common = self._split(state)
         if not counters:
             return
         # Arrays that may be the parameter of an anchor end with its name.
@@ -47,7 +47,7 @@ class ConsistencyCheck:
         }
         parameters = {n: x for each in anchors for n, x in each.items() if n in copies}
         started, differs, moved, nonfinite = on_host(
-            _compare_at_start, counters, common, parameters, copies, inner
+            _compare_at_start, counters, common, parameters, copies
         )
         if started:
             return
@@ -66,8 +66,7 @@ class ConsistencyCheck:
         if name := _first(nonfinite):
             raise ValueError(
                 f"{name!r} holds NaN or Inf, so syncs would exclude every replica. "
-                "Keep such arrays, as masks are, out of the parameters and of the "
-                "inner optimizer's state."
+                "Keep such arrays, as masks are, out of the parameters."
             )
 
     def after_step(self, state: Any, due: bool | None) -> None:
@@ -99,34 +98,29 @@ class ConsistencyCheck:
 
     def _differing(self, state: Any) -> list[str] | None:
         """None unless all replicas have just synchronised; [] without an anchor."""
-        counters, anchors, common, _ = self._split(state)
+        counters, anchors, common = self._split(state)
         if not counters or not all(anchors):
             return []
         if not on_host(_all_synced, counters):
-            return None
+            return None  # without a comparison, which sends a whole model
         differs = on_host(_differ_after_sync, common)
         return ["/".join(names) for names, yes in differs.items() if yes]
 
-    def _split(self, state: Any) -> tuple[list, list[Arrays], Arrays, Arrays]:
-        """Of optimizers counters, anchors and inner arrays; third, what is common."""
+    def _split(self, state: Any) -> tuple[list, list[Arrays], Arrays]:
+        """Counters and anchors of each optimizer, and what is to be equal."""
         leaves = dict(_paths.leaves_with_names(state))
         optimizers = _counters.optimizers(leaves)
         fields = ("steps", "synced", "excluded", "absent")
         counters = [[leaves[*p, "metrics", f] for f in fields] for p in optimizers]
         anchors = [_below((*p, "sync_state", "anchor"), leaves) for p in optimizers]
-        floats = {n: x for n, x in leaves.items() if _finite.is_float(x)}
         common = {
             names: x
-            for names, x in floats.items()
-            if not _paths.lies_in(names, self._local)
+            for names, x in leaves.items()
+            if _finite.is_float(x)
+            and not _paths.lies_in(names, self._local)
             and not _counters.is_within(names, optimizers, AdaptiveSyncState._fields)
         }
-        inner = {
-            names: x
-            for names, x in floats.items()
-            if x.ndim > 1 and _counters.is_within(names, optimizers, {"inner_state"})
-        }
-        return counters, anchors, common, inner
+        return counters, anchors, common
 
 
 def _below(path: Names, arrays: Arrays) -> Arrays:
@@ -143,7 +137,7 @@ def _first(flags: dict[Names, bool]) -> str | None:
     return next(("/".join(names) for names, yes in flags.items() if yes), None)
 
 
-def _compare_at_start(counters, common, anchors, copies, inner) -> Any:
+def _compare_at_start(counters, common, anchors, copies) -> Any:
     """Whether a step was taken; by name what differs, has moved, or is not finite."""
 
     def differs(x, y):
@@ -155,7 +149,7 @@ def _compare_at_start(counters, common, anchors, copies, inner) -> Any:
         names: jnp.all(jnp.stack([differs(x, copy) for copy in copies[names]]))
         for names, x in anchors.items()
     }
-    nonfinite = {n: ~jnp.all(jnp.isfinite(x)) for n, x in {**anchors, **inner}.items()}
+    nonfinite = {names: ~jnp.all(jnp.isfinite(x)) for names, x in anchors.items()}
     return started, between, moved, nonfinite
 
 

@@ -11,14 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import (
-    _counters,
-    _guards,
-    _jax_internals,
-    _mapped,
-    _paths,
-)
-from curvadion_jax.replicas._arrays import check_replica_axis
+from curvadion_jax import _counters, _jax_internals, _mapped, _paths
 from curvadion_jax.replicas._average import average_where_synced
 
 
@@ -66,7 +59,6 @@ def map_over_replicas(
         return sharded(split)
 
     def run(state, batch, *shared):
-        check_replica_axis(state, number, "state")
         _check_batch(batch, number)
         axes = (0, 0, *[None] * len(shared))
         mapped = jax.vmap(
@@ -88,20 +80,20 @@ def _inspect(
 ) -> None:
     """Looks at a step's program for what it sends itself, and for its optimizer."""
     jaxpr, axis_name = traced.program.jaxpr, step.axis_name
-    updates = _jax_internals.updates_in(jaxpr, _guards.SCOPE)
-    found = _jax_internals.collectives_in(jaxpr, axis_name, outside=_guards.SCOPE)
+    updates = _jax_internals.updates_in(jaxpr)
+    found = _jax_internals.collectives_in(jaxpr, axis_name)
     before, after = (
         [names for names, _ in _paths.leaves_with_names(each)]
         for each in (state, traced.result[0])
     )
-    sources = _jax_internals.sources(jaxpr, _guards.SCOPE)
+    sources = _jax_internals.sources(jaxpr)
     pairs = zip(before, sources, strict=False)
     kept = {names for index, (names, source) in enumerate(pairs) if source == index}
     optimizers = _counters.optimizers(after)
     if optimizers and kept.issuperset((*p, "metrics", "steps") for p in optimizers):
         updates = 0  # Its state is dropped: a step that is looked at and not taken.
     step.updates = updates
-    step.reduced = _jax_internals.reduced_inputs(jaxpr, axis_name, _guards.SCOPE)
+    step.reduced = _jax_internals.reduced_inputs(jaxpr, axis_name)
     if found and not step.due:  # once for both programs of a step
         what = ", ".join(
             f"{e.primitive.name} of {e.invars[0].aval.str_short()}" for e in found
@@ -140,11 +132,6 @@ def _inspect(
 
 def _check_batch(batch: Any, number: int) -> None:
     leaves = _paths.leaves_with_path(batch)
-    if _counters.counter_paths(tuple(name.split("/")) for name, _ in leaves):
-        raise ValueError(
-            "The batch holds an optimizer state. A step takes (state, batch), with "
-            "parameters and optimizer state in one tree, and returns (state, metrics)."
-        )
     rows = {np.shape(x)[:1] or (0,): name for name, x in leaves}
     if len(rows) > 1 or any(count % number or not count for (count,) in rows):
         found = ", ".join(f"{name!r} has {count}" for (count,), name in rows.items())

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from curvadion_jax import _counters, _layout, _mapped, _paths
 from curvadion_jax.replicas import _arrays
-from curvadion_jax.replicas._arrays import is_array
 from curvadion_jax.replicas._consistency import ConsistencyCheck
 from curvadion_jax.replicas._map import map_over_replicas
 from curvadion_jax.replicas._mesh import AXIS, check_mesh
@@ -103,7 +102,6 @@ class CompiledStep:
         self._schedules: dict[Any, _Schedule | None] = {}  # by key and arrays given
         self._counter: Any = None  # a counter of steps on devices, and its number
         self._steps = 0
-        self._last: Any = None  # key and shardings of the state that was returned
         self._check = ConsistencyCheck(local)
 
     def __call__(self, state: Any, batch: Any, *shared: Any) -> tuple[Any, Any]:
@@ -117,27 +115,21 @@ class CompiledStep:
         if self._donate and len(set(map(id, everything))) < len(everything):
             operands = _without_aliases(operands)
             leaves = jax.tree.leaves(state := operands[0])
-        key = self._known_key(leaves, structure)
-        if key is None:
-            number = self._mesh.shape[self._axis_name]
-            _arrays.check_replica_axis(state, number, "state")
-            key = self._key(state)
+        key = self._key(state)
         # By these a step may choose what it does, such as evaluate only.
         given = key, form, *((np.shape(x), getattr(x, "dtype", None)) for x in rest)
         is_new = given not in self._schedules
-        schedule = None if is_new else self._schedules[given]
+        schedule = self._schedule(key, operands) if is_new else self._schedules[given]
         if is_new or (schedule and self._is_at_start(leaves[schedule.counter])):
             self._check.at_start(state)
-        if is_new:
-            schedule = self._schedules[given] = self._schedule(key, operands)
+        self._schedules[given] = schedule
         due = schedule and schedule.due_of(self._read(leaves[schedule.counter]))
         program, _ = self._program(key, due)
         if is_new:
             self._inspect(program, operands)
         new, metrics = program(*operands)
         leaves, returned = jax.tree.flatten(new)
-        self._last = (key, [x.sharding for x in leaves]) if returned == key[0] else None
-        if schedule and self._last:
+        if schedule and returned == structure:
             self._counter, self._steps = leaves[schedule.counter], self._steps + 1
         self._check.after_step(new, due)
         return new, metrics
@@ -168,16 +160,6 @@ class CompiledStep:
         places = (_arrays.placement(x, self._mesh, self._axis_name) for x in leaves)
         return structure, tuple(places), tuple(map(np.shape, leaves))
 
-    def _known_key(self, leaves, structure) -> Any:
-        """The key of a state that lies as the last step returned it, else None."""
-        if self._last is None or self._last[0][0] != structure:
-            return None
-        key, shardings = self._last
-        for x, sharding, shape in zip(leaves, shardings, key[2], strict=True):
-            if getattr(x, "sharding", None) is not sharding or x.shape != shape:
-                return None
-        return key
-
     def _schedule(self, key, operands) -> "_Schedule | None":
         """None where the host cannot know what is due: devices decide on every step."""
         program, mapped = self._program(key, False)
@@ -204,7 +186,11 @@ class CompiledStep:
         """
         if counter is not self._counter:
             # Equal on all replicas: the first row of this process will do.
-            row = counter.addressable_data(0) if is_array(counter) else counter
+            row = (
+                counter.addressable_data(0)
+                if isinstance(counter, jax.Array)
+                else counter
+            )
             self._counter, self._steps = counter, int(np.asarray(row).ravel()[0])
         return self._steps
 
@@ -222,6 +208,8 @@ class CompiledStep:
         )
 
         def run(state, batch, *shared):
+            number = self._mesh.shape[self._axis_name]
+            _arrays.count_replicas(state, "state", expected=number)
             leaves = [*map(_layout.constrain, jax.tree.leaves(state), placements)]
             state = jax.tree.unflatten(structure, leaves)
             inner = _arrays.within_replica(state, placements)
@@ -265,7 +253,7 @@ def _without_aliases(operands: Any) -> Any:
     def unique(x):
         is_alias = id(x) in seen
         seen.add(id(x))
-        return jnp.copy(x) if is_alias and is_array(x) else x
+        return jnp.copy(x) if is_alias and isinstance(x, jax.Array) else x
 
     return jax.tree.map(unique, operands)
 

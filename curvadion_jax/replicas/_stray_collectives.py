@@ -10,7 +10,7 @@ import re
 import numpy as np
 from jax.sharding import Mesh
 
-from curvadion_jax import _guards
+from curvadion_jax._jax_internals import SCOPE
 
 # %name = f32[8,16]{1,0} all-reduce(...), ..., metadata={op_name="..."}
 _COLLECTIVE = re.compile(
@@ -37,7 +37,7 @@ def between_replicas(text: str, mesh: Mesh, axis_name: str) -> list[str]:
     for line in text.splitlines():
         operation, name = _COLLECTIVE.search(line), _NAME.search(line)
         # The compiler makes some without a name, whose size says too little.
-        if not operation or not name or _guards.SCOPE in name[1]:
+        if not operation or not name or SCOPE in name[1]:
             continue
         if any(len(set(replica[group])) > 1 for group in groups(line)):
             result = re.sub(r"\{[^}]*\}", "", operation[1])  # without its layout

@@ -293,9 +293,8 @@ def test_what_a_step_is_given_and_gives_back():
         ({"x": X, "class_weights": np.ones(4)}, "'x' has 16.*comes after"),
         ({"x": X, "key": jax.random.key(0)}, "'key' has 0"),
         ({"x": X[:5]}, "divisible by 2"),
-        (local_sgd().init(jnp.ones(2)), "The batch holds an optimizer state"),
     ],
-    ids=["a table", "a key", "odd", "(params, opt_state)"],
+    ids=["a table", "a key", "odd"],
 )
 def test_a_batch_is_of_rows(batch, message):
     step = cd.replicas.step(lambda state, _: (state, {}), MESH)

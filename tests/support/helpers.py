@@ -15,7 +15,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import _collectives, _layout, _paths
+from curvadion_jax import _collectives, _jax_internals, _layout, _paths
 
 AXIS = cd.replicas.AXIS
 # An array without elements. On CPU JAX 0.11.2 crashes when it compiles a `shard_map` of
@@ -247,9 +247,4 @@ def assert_bitwise(actual: Any, expected: Any) -> None:
 
 def equations(jaxpr):
     """All equations of a program, nested ones included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(list(equation.params.values())):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
+    return [each for each, _ in _jax_internals.equations(jaxpr)]
