@@ -358,14 +358,11 @@ def moved(now: list[jax.Array], update: Update) -> list[jax.Array]:
     """The parameters after an update."""
     if update.new is None:
         return now
-    bases = update.base or [None] * len(now)
-    found = []
-    for x, new, base in zip(now, update.new, bases, strict=True):
-        new = _placed(new, x)
-        if base is not None:
-            new = _progressed(x, _placed(base, x), new)
-        found.append(new)
-    return found
+    found = [_placed(new, x) for new, x in zip(update.new, now, strict=True)]
+    if update.base is None:
+        return found
+    triples = zip(now, update.base, found, strict=True)
+    return [_progressed(x, _placed(base, x), new) for x, base, new in triples]
 
 
 def _placed(x: np.ndarray, like: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
 
@@ -37,10 +38,10 @@ def from_first(function: Callable[[], Any]) -> Any:
     return found
 
 
-def gather(arrays: Sequence[jax.Array]) -> list[np.ndarray]:
-    """Copies arrays to the host, one after the other."""
-    if jax.process_count() == 1:
-        return [np.array(x) for x in arrays]
+def copies(arrays: Sequence[jax.Array]) -> list[Any]:
+    """Copies of arrays where they lie; of several processes on the host of each."""
+    if jax.process_count() == 1:  # one by one: they may lie on different devices
+        return [jnp.copy(x) for x in arrays]
     return [process_allgather(x, tiled=True) for x in arrays]
 
 

@@ -14,7 +14,7 @@ import optax
 from curvadion_jax import compressors
 from curvadion_jax.sites import _processes, _run
 from curvadion_jax.sites._follower import Follower, Update, Worker, moved
-from curvadion_jax.sites._model import Model
+from curvadion_jax.sites._model import Model, to_host
 from curvadion_jax.sites._store import Store, StoreError
 
 log = logging.getLogger("curvadion_jax.sites")
@@ -121,7 +121,7 @@ class Site:
         self._steps, self._tokens, self._blocked = 0, 0.0, 0.0
         self._outcomes = {"counted": 0, "late": 0, "rejected": 0}
         # What a call has applied. If it is interrupted, the next one applies it again.
-        self._applied: list[Update] = []
+        self._news: list[Update] = []
 
     def __enter__(self) -> "Site":
         return self
@@ -148,13 +148,12 @@ class Site:
         if self._structure is not None:
             raise RuntimeError("This site has started. Make a site for each start.")
         _check(params)
-        arrays = _processes.gather(jax.tree.leaves(params))
-        update = _processes.from_first(lambda: self._enter(params, arrays))
+        arrays = _processes.copies(jax.tree.leaves(params))
+        _processes.from_first(lambda: self._enter(params, arrays))
         self._structure = jax.tree.structure(params)
         atexit.register(self.close)
-        params = self._apply(update, params)
-        self._applied.clear()
-        return params
+        self._look()
+        return self._returned(params)
 
     def sync(self, params: Any, tokens: float = 1) -> Any:
         """Call it after every step; it returns at once on most.
@@ -188,16 +187,14 @@ class Site:
         due = min(self._every, self._max_lag)
         if jax.process_count() > 1 and self._steps < due and self._steps % _LOOK:
             return params
-        params = self._resumed(params)
         while True:
-            params = self._apply(self._take(), params)
+            self._look()
             if self._under_way is None and self._steps >= self._every:
                 self._submit(params)
             elif self._under_way is not None and self._steps >= self._max_lag:
                 self._wait()
             else:
-                self._applied.clear()
-                return params
+                return self._returned(params)
 
     def leave(self, params: Any, timeout: float = 600.0) -> Any:
         """Contributes the last steps, and tells the others not to wait any more.
@@ -210,9 +207,9 @@ class Site:
           The parameters after the newest round that this site knows.
         """
         self._check_open()
-        params, end = self._resumed(params), time.monotonic() + timeout
+        end = time.monotonic() + timeout
         while True:
-            params = self._apply(self._take(), params)
+            self._look()
             due = self._under_way is not None or self._tokens > 0
             going = due and time.monotonic() < end
             if not _processes.from_first(lambda going=going: going):
@@ -229,7 +226,7 @@ class Site:
         except StoreError as error:
             log.warning("%s leaves and cannot tell the others: %s", self.name, error)
         self.close()
-        return params
+        return self._returned(params)
 
     def close(self) -> None:
         """Ends the thread. The other sites wait for this one as if it had crashed."""
@@ -252,13 +249,12 @@ class Site:
             bytes_down=store.down if store else 0,
         )
 
-    def _enter(self, params: Any, arrays: list[Any]) -> Update | None:
+    def _enter(self, params: Any, arrays: list[Any]) -> None:
         store, model = Store(self._url), Model(params, self._outer, self._codec)
         follower = Follower(store, model, self.name, *self._rules)
-        follower.start(arrays)
+        follower.start(to_host(arrays))
         self._worker = Worker(follower, self._poll)
         self._worker.start()
-        return self._worker.take()
 
     def _check_open(self) -> None:
         if self._structure is None or self._closed:
@@ -266,44 +262,41 @@ class Site:
                 "This site has not started, or has left. Call start of a new one."
             )
 
-    def _take(self) -> Update | None:
-        return _processes.from_first(lambda: self._worker and self._worker.take())
+    def _look(self) -> None:
+        """Takes and counts what has been decided since the last look."""
+        look = lambda: self._worker and self._worker.take()  # noqa: E731
+        if (update := _processes.from_first(look)) is None:
+            return
+        self._news.append(update)
+        self._round, self._contributors = update.number, update.contributors
+        if (why := update.outcome) is None:
+            return
+        tokens, self._under_way = self._under_way or 0.0, None
+        kind = {"": "counted", "late": "late"}.get(why, "rejected")
+        self._outcomes[kind] += 1
+        if kind == "late":  # and due again, at once
+            self._tokens += tokens
+            self._steps = max(self._steps, self._every)
+        elif kind == "rejected":
+            text = "The contribution of %r, this site, and its steps are lost: %s"
+            log.error(text, self.name, why[:999])
+            self._steps, self._tokens = 0, 0.0
+
+    def _moved(self, params: Any) -> list[jax.Array]:
+        """The parameters' leaves, moved as has been decided."""
+        leaves = self._structure.flatten_up_to(params)
+        return functools.reduce(moved, self._news, leaves)
+
+    def _returned(self, params: Any) -> Any:
+        leaves = self._moved(params)
+        self._news.clear()
+        return jax.tree.unflatten(self._structure, leaves)
 
     def _submit(self, params: Any) -> None:
-        leaves = self._structure.flatten_up_to(params)
-        if jax.process_count() > 1:
-            leaves = _processes.gather(leaves)
-        else:  # one by one: they may lie on different devices
-            leaves = [jnp.copy(x) for x in leaves]
+        leaves = _processes.copies(self._moved(params))
         if self._worker is not None:
             self._worker.submit(leaves, self._tokens)
         self._under_way, self._steps, self._tokens = self._tokens, 0, 0.0
-
-    def _apply(self, update: Update | None, params: Any) -> Any:
-        """The parameters after what has been decided, which it counts."""
-        if update is None:
-            return params
-        self._applied.append(update)
-        self._round, self._contributors = update.number, update.contributors
-        if (why := update.outcome) is not None:
-            tokens, self._under_way = self._under_way or 0.0, None
-            kind = {"": "counted", "late": "late"}.get(why, "rejected")
-            self._outcomes[kind] += 1
-            if kind == "late":  # and due again, at once
-                self._tokens += tokens
-                self._steps = max(self._steps, self._every)
-            elif kind == "rejected":
-                text = "The contribution of %r, this site, and its steps are lost: %s"
-                log.error(text, self.name, why[:999])
-                self._steps, self._tokens = 0, 0.0
-        return self._moved(params, update)
-
-    def _resumed(self, params: Any) -> Any:
-        return functools.reduce(self._moved, self._applied, params)
-
-    def _moved(self, params: Any, update: Update) -> Any:
-        leaves = moved(self._structure.flatten_up_to(params), update)
-        return jax.tree.unflatten(self._structure, leaves)
 
     def _wait(self, end: float = math.inf) -> None:
         start = time.monotonic()
