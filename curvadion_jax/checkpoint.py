@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _memory, _paths
 from curvadion_jax.replicas import _recover
+from curvadion_jax.replicas._arrays import on_host
 
 _FORMAT = 3
 
@@ -222,17 +222,10 @@ def _describe(leaf: Any) -> str:
 def _digests(arrays: Leaves) -> dict[str, list[int]]:
     """For each array a uint32 per replica, by which a flipped bit is noticed.
 
-    They are computed where the arrays lie, and do not depend on the sharding. All
-    processes call this, and get the digests of all replicas.
+    They are computed where the arrays lie, and do not depend on the sharding.
     """
-    rows = []
-    for x in arrays.values():
-        digests = _digests_of_rows(_memory.to_device(x))
-        rows.append(np.zeros(digests.shape, digests.dtype))
-        for shard in digests.addressable_shards:
-            rows[-1][shard.index] = shard.data
-    if jax.process_count() > 1:  # Replicas of other processes are zero here.
-        rows = np.asarray(multihost_utils.process_allgather(np.stack(rows))).max(axis=0)
+    found = [_digests_of_rows(_memory.to_device(x)) for x in arrays.values()]
+    rows = on_host(list, found)
     return {name: row.tolist() for name, row in zip(arrays, rows, strict=True)}
 
 

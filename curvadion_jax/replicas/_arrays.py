@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
@@ -65,6 +66,11 @@ def within_replica(state: Any, placements: Placements) -> tuple[_layout.Placed, 
         for (name, leaf), placement in zip(leaves, placements, strict=True)
         if placement is not None
     )
+
+
+def differ(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Whether any element differs; NaN equals NaN."""
+    return jnp.any((x != other) & ~(jnp.isnan(x) & jnp.isnan(other)))
 
 
 def on_host(function: Callable[..., Any], *trees: Any) -> Any:

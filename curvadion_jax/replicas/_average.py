@@ -32,7 +32,9 @@ def average_where_synced(
     The first optimizer counts the bytes.
     """
     arrays, old = (dict(_paths.leaves_with_names(each)) for each in (state, before))
-    averaged = _named(arrays, average)
+    floating = [n for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)]
+    _paths.check_named(floating, average, "average")
+    averaged = [names for names in floating if _paths.lies_in(names, average)]
     counters = [(*path, "metrics") for path in _counters.optimizers(arrays)]
     is_known_local = step.due_of is not None and step.due is False
     if not counters or is_known_local:
@@ -63,12 +65,6 @@ def average_where_synced(
     new = over_replicas(synced, weight, *operands)
     arrays.update(zip((*averaged, sent), new, strict=True))
     return jax.tree.unflatten(jax.tree.structure(state), arrays.values())
-
-
-def _named(arrays: dict[_paths.Names, Any], average: Sequence[str]) -> list[Any]:
-    floating = [n for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)]
-    _paths.check_named(floating, average, "average")
-    return [names for names in floating if _paths.lies_in(names, average)]
 
 
 def _weighted_means(

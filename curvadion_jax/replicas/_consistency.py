@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from curvadion_jax import _counters, _finite, _paths
 from curvadion_jax._adaptive_sync import AdaptiveSyncState
 from curvadion_jax._paths import Names
-from curvadion_jax.replicas._arrays import on_host
+from curvadion_jax.replicas._arrays import differ, on_host
 
 Arrays = dict[Names, Any]
 _LOOKS = 100  # so that a run without syncs does not wait on every step
@@ -139,14 +139,10 @@ def _first(flags: dict[Names, bool]) -> str | None:
 
 def _compare_at_start(counters, common, anchors, copies) -> Any:
     """Whether a step was taken; by name what differs, has moved, or is not finite."""
-
-    def differs(x, y):
-        return jnp.any((x != y) & ~(jnp.isnan(x) & jnp.isnan(y)))
-
     started = jnp.any(jnp.stack([jnp.any(steps > 0) for steps, *_ in counters]))
-    between = {names: differs(x, x[:1]) for names, x in common.items()}
+    between = {names: differ(x, x[:1]) for names, x in common.items()}
     moved = {
-        names: jnp.all(jnp.stack([differs(x, copy) for copy in copies[names]]))
+        names: jnp.all(jnp.stack([differ(x, copy) for copy in copies[names]]))
         for names, x in anchors.items()
     }
     nonfinite = {names: ~jnp.all(jnp.isfinite(x)) for names, x in anchors.items()}

@@ -10,7 +10,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _memory, _paths
-from curvadion_jax.replicas._arrays import check_unshared, count_replicas, on_host
+from curvadion_jax.replicas._arrays import (
+    check_unshared,
+    count_replicas,
+    differ,
+    on_host,
+)
 
 
 def consensus(params: Any) -> Any:
@@ -50,8 +55,7 @@ def _mean(params: Any) -> Any:
 def divergence(params: Any) -> jax.Array:
     """How far apart the replicas are, relative to the size of the parameters.
 
-    Right after a sync it is rounding, below 1e-6 in float32. If it is larger, something
-    moves parameters after the optimizer.
+    Right after a sync it is rounding, below 1e-6 in float32.
 
     Args:
       params: parameters with a leading replica axis.
@@ -192,14 +196,10 @@ def reanchor(params: Any, opt_state: Any) -> Any:
             "The optimizer state holds no anchor. Only synchronizers.reconcile keeps "
             "one; with other synchronizers there is nothing to do."
         )
-    if has_axis and any(on_host(_differ, list(anchors.values()))):
+    between = lambda arrays: [differ(x, x[:1]) for x in arrays]  # noqa: E731
+    if has_axis and any(on_host(between, [*anchors.values()])):
         raise ValueError(
             "The parameters differ between the replicas, and an anchor must not. Give "
             "those of replicas.replicate(replicas.consensus(params), mesh)."
         )
     return jax.tree.unflatten(jax.tree.structure(opt_state), new)
-
-
-def _differ(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Whether each array [replicas, ...] differs between replicas."""
-    return [jnp.any((x != x[:1]) & ~jnp.isnan(x)) for x in arrays]

@@ -30,11 +30,10 @@ def step(
 ) -> "CompiledStep":
     """Runs your training step on every replica.
 
-    A step written for a data-parallel `jit` runs unchanged, with its sharding
-    constraints over the axes inside a replica: `jax.vmap` maps it over the leading axis
-    of the state, so its gradients are a replica's own. The optimizer inside, built with
-    `axis_name`, communicates. ``jax.lax.axis_index(axis_name)`` is the
-    replica's number; fold it into keys for dropout, which all replicas share otherwise.
+    A step written for a data-parallel `jit` runs unchanged: `jax.vmap` maps it over the
+    leading axis of the state, so its gradients are a replica's own. The optimizer
+    inside, built with `axis_name`, communicates. ``jax.lax.axis_index(axis_name)`` is
+    the replica's number; fold it into keys for dropout, which all share otherwise.
 
     Warns if the step or the compiler adds communication between replicas, or if
     replicas still differ after a sync.
@@ -45,10 +44,9 @@ def step(
       mesh: mesh with the replica axis, of type Auto (`make_mesh`).
       axis_name: name of the replica axis.
       donate: whether the state's buffers are reused; the state passed in is then gone.
-      average: names or paths in the state, such as ("batch_stats",): floating-point
-        arrays below them are averaged over the replicas at every sync, in float32, with
-        its weights. Replicas that it excludes, or whose arrays are not finite, do not
-        count. The bytes are counted.
+      average: names or paths in the state, such as ("batch_stats",), of floating-point
+        arrays that are averaged at every sync, with its weights and in float32.
+        Replicas that it excludes, or whose arrays are not finite, do not count.
       local: names or paths of arrays that are meant to differ between replicas, such as
         metrics; no warning names them.
 
@@ -80,8 +78,7 @@ class CompiledStep:
     """A training step on all replicas, compiled when it is called.
 
     Once for every way in which a state lies on the devices; and twice, without a
-    decision and with one, where the host knows by the number of the step which is due.
-    Made by `curvadion_jax.replicas.step`.
+    decision and with one, where the host knows which is due.
     """
 
     def __init__(
