@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import _arguments, _layout, _partition, _paths
-from curvadion_jax._matrices import make_view
-from curvadion_jax._within_replica import Stack, by_matrix, joined
+from curvadion_jax._within_replica import by_matrix, by_shape
 
 EPSILON = 1e-7  # 1e-8 is zero in float16
 _NS, _NS_STEPS = (3.4445, -4.7750, 2.0315), 5  # Optax's
@@ -90,7 +89,7 @@ def _orthogonalized(
         views = _partition.matrices_only(updates, dimension_numbers)
         found = by_matrix(
             functools.partial(
-                joined,
+                by_shape,
                 functools.partial(_newton_schulz, eps=eps),
                 # What the compiler divides stays as it lies.
                 largest=0 if layout.axes else _TOGETHER,
@@ -112,18 +111,19 @@ def _orthogonalized(
     return optax.GradientTransformationExtraArgs(optax.identity().init, update_fn)
 
 
-def _newton_schulz(stack: Stack, eps: jax.typing.ArrayLike) -> jax.Array:
+def _newton_schulz(x: jax.Array, eps: jax.typing.ArrayLike) -> jax.Array:
     """`optax.contrib.scale_by_muon` without momentum, of every matrix of a stack.
 
     In a loop that is not unrolled: five times as much program takes five times as long
     to compile.
     """
-    view = make_view(stack.array.shape, stack.fan_in_axes, stack.fan_out_axes)
-    x = view.to_matrix(stack.array).mT  # the short side first: small Gram matrices
+    is_wide = x.shape[-2] <= x.shape[-1]
+    x = x if is_wide else x.mT  # for small Gram matrices
     x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + eps)
 
     def iteration(_, x):
         a = x @ x.mT
         return _NS[0] * x + (_NS[1] * a + _NS[2] * a @ a) @ x
 
-    return view.from_matrix(jax.lax.fori_loop(0, _NS_STEPS, iteration, x).mT)
+    x = jax.lax.fori_loop(0, _NS_STEPS, iteration, x)
+    return x if is_wide else x.mT

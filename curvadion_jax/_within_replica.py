@@ -7,7 +7,7 @@ matrices of a stack; `bases` makes the bases of Dion's left factors that way.
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -77,24 +77,14 @@ def _of_pieces(function, shared: tuple[str, ...], parts: list) -> list:
     return [tuple(joined(found, x) for found in result) for result, x in results]
 
 
-class Stack(NamedTuple):
-    """Matrices of one shape: the array [number, *matrix], and which axes are which."""
-
-    array: jax.Array
-    fan_in_axes: tuple[int, ...]
-    fan_out_axes: tuple[int, ...]
-
-
-Function = Callable[[list[Stack]], list[jax.Array]]
+Function = Callable[[list[jax.Array]], list[jax.Array]]
 
 
 class _Kind(NamedTuple):
     """What matrices have in common that are worked on in one stack."""
 
-    shape: tuple[int, ...]  # of a matrix
-    fan_in_axes: tuple[int, ...]  # of a stack [number, *shape]
-    fan_out_axes: tuple[int, ...]
-    sharded: tuple[tuple[str, ...], ...]  # mesh axes, for every axis of a matrix
+    shape: tuple[int, int]  # of a matrix, (fan_in, fan_out)
+    sharded: tuple[tuple[str, ...], ...]  # mesh axes, for both sides of a matrix
     stacked: frozenset[str]  # mesh axes that shard the stack itself
     dtype: Any
 
@@ -110,31 +100,34 @@ class _Kind(NamedTuple):
         return tuple(axis for axis in axes if axis not in named)
 
 
-def _matrix_axes(view: MatrixView) -> list[int]:
-    return [axis for axis in range(len(view.shape)) if axis not in view.batch_axes]
-
-
 def _kind(view: MatrixView, spec: PartitionSpec, dtype: Any) -> _Kind:
-    rest, entries = _matrix_axes(view), dict(enumerate(spec))
-    names = [tuple(jax.tree.leaves(entries.get(i))) for i in range(len(view.shape))]
-    return _Kind(
-        shape=tuple(view.shape[axis] for axis in rest),
-        fan_in_axes=tuple(1 + rest.index(axis) for axis in view.fan_in_axes),
-        fan_out_axes=tuple(1 + rest.index(axis) for axis in view.fan_out_axes),
-        sharded=tuple(names[axis] for axis in rest),
-        stacked=frozenset(name for axis in view.batch_axes for name in names[axis]),
-        dtype=dtype,
-    )
+    entries = dict(enumerate(spec))
+
+    def names(axes):
+        return tuple(jax.tree.leaves([entries.get(axis) for axis in axes]))
+
+    sides = names(view.fan_in_axes), names(view.fan_out_axes)
+    stacked = frozenset(names(view.batch_axes))
+    return _Kind((view.fan_in, view.fan_out), sides, stacked, dtype)
+
+
+def _order(view: MatrixView) -> tuple[int, ...]:
+    return (*view.batch_axes, *view.fan_in_axes, *view.fan_out_axes)
 
 
 def _stack(x: jax.Array, view: MatrixView) -> jax.Array:
-    """[number, *matrix] of an array or of a device's part of it."""
-    x = jnp.transpose(x, (*view.batch_axes, *_matrix_axes(view)))
-    return x.reshape(-1, *x.shape[len(view.batch_axes) :])
+    """[number, fan_in, fan_out] of an array, or of a device's part of it.
+
+    Where axes are merged, the rows or columns of several devices' parts are not in the
+    order of the array. Functions of matrices here do not depend on it.
+    """
+    fan_in = math.prod(x.shape[axis] for axis in view.fan_in_axes)
+    fan_out = math.prod(x.shape[axis] for axis in view.fan_out_axes)
+    return jnp.transpose(x, _order(view)).reshape(-1, fan_in, fan_out)
 
 
 def _unstack(stack: jax.Array, view: MatrixView, like: jax.Array) -> jax.Array:
-    order = (*view.batch_axes, *_matrix_axes(view))
+    order = _order(view)
     x = stack.reshape([like.shape[axis] for axis in order])
     return jnp.transpose(x, np.argsort(order).tolist())
 
@@ -154,8 +147,9 @@ def by_matrix(
     known, or fewer than `fewest` matrices for each device lie alike, the compiler
     divides the function's work.
 
-    The function takes stacks to arrays of their shapes, each matrix by itself. A stack
-    may be padded with copies of its last matrix.
+    The function takes stacks [number, fan_in, fan_out] to arrays of their shapes, each
+    matrix by itself, and with rows in another order to the same rows in that order. A
+    stack may be padded with copies of its last matrix.
     """
     # In the order in which JAX flattens a dict.
     known = zip(sorted(arrays), layout.specs(arrays), strict=True)
@@ -171,16 +165,10 @@ def by_matrix(
     }
     results = _moved(function, moved, arrays, views, specs, layout) if moved else {}
     rest = [path for path in arrays if path not in results]
-    whole = [_kind(views[path], PartitionSpec(), arrays[path].dtype) for path in rest]
     stacks = [_stack(arrays[path], views[path]) for path in rest]
-    for path, stack in zip(rest, _applied(function, whole, stacks), strict=True):
+    for path, stack in zip(rest, function(stacks), strict=True):
         results[path] = _unstack(stack, views[path], arrays[path])
     return results
-
-
-def _applied(function: Function, kinds: Iterable[_Kind], stacks: Iterable[jax.Array]):
-    pairs = zip(kinds, stacks, strict=True)
-    return function([Stack(x, k.fan_in_axes, k.fan_out_axes) for k, x in pairs])
 
 
 def _moved(function, kinds: Mapping[_Kind, list[str]], arrays, views, specs, layout):
@@ -192,8 +180,7 @@ def _moved(function, kinds: Mapping[_Kind, list[str]], arrays, views, specs, lay
         for kind, paths in kinds.items():
             stacks = [_stack(parts[path], views[path]) for path in paths]
             whole.append(_together(jnp.concatenate(stacks), kind, axes))
-        found = _applied(function, kinds, whole)
-        for (kind, paths), stack in zip(kinds.items(), found, strict=True):
+        for (kind, paths), stack in zip(kinds.items(), function(whole), strict=True):
             stack = _apart(stack, kind, axes)
             for path in paths:
                 batch = views[path].batch_axes
@@ -232,29 +219,30 @@ def _apart(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
     return stack
 
 
-def joined(
-    function: Callable[[Stack], jax.Array], stacks: list[Stack], largest: float | None
+def by_shape(
+    function: Callable[[jax.Array], jax.Array],
+    stacks: list[jax.Array],
+    largest: float | None,
 ) -> list[jax.Array]:
-    """A function of stacks, called once for those of one kind, put together.
+    """A function of stacks, called once for all of one shape of matrices.
 
     With a call for every parameter the program grows with the layers. `largest` is how
     many elements of single matrices are put together, and copied for it: stacks of
     layers stay alone then, since they may be sharded along them. None means all.
     """
     calls, sizes = defaultdict(list), defaultdict(int)
-    for index, stack in enumerate(stacks):
-        x = stack.array
-        kind: Any = (stack[1:], x.shape[1:], x.dtype, jax.typeof(x).sharding.spec)
+    for index, x in enumerate(stacks):
+        kind: Any = (x.shape[1:], x.dtype, jax.typeof(x).sharding.spec)
         if largest is not None and (len(x) > 1 or not largest):
             kind = index
         calls[kind, sizes[kind] // largest if largest else 0].append(index)
         sizes[kind] += x.size
     results = {}
     for call in calls.values():
-        arrays = [stacks[index].array for index in call]
-        array = jnp.concatenate(arrays) if len(call) > 1 else arrays[0]
+        arrays = [stacks[index] for index in call]
+        whole = jnp.concatenate(arrays) if len(call) > 1 else arrays[0]
         ends = np.cumsum([len(x) for x in arrays])[:-1]
-        parts = jnp.split(function(stacks[call[0]]._replace(array=array)), ends)
+        parts = jnp.split(function(whole), ends)
         results |= dict(zip(call, parts, strict=True))
     return [results[index] for index in range(len(stacks))]
 
@@ -267,9 +255,7 @@ def bases(factors: Named, views: Mapping[str, MatrixView], layout: Layout) -> Na
     """
     made_of = {name: (view.shape, view.p_axes) for name, view in views.items()}
     found = by_matrix(
-        lambda stacks: joined(
-            lambda stack: _orthonormalize.cholesky_qr(stack.array), stacks, None
-        ),
+        lambda stacks: by_shape(_orthonormalize.cholesky_qr, stacks, None),
         factors,
         {name: make_view(x.shape, -2, -1) for name, x in factors.items()},
         layout.of_factors(factors, made_of),
