@@ -15,7 +15,7 @@ alone, tried on JAX 0.10.2, 0.11.2 and 0.12.0, with a test in
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -122,31 +122,6 @@ def updates_in(jaxpr: Jaxpr) -> int:
             "...), and accumulate gradients by optax.microbatch."
         )
     return sum(math.prod(x.params.get("length", 1) for x in xs) for xs in found)
-
-
-def reduced_inputs(
-    jaxpr: Jaxpr, axis_name: str, given: Sequence[bool] = ()
-) -> set[int]:
-    """Which inputs of a step's updates come from a collective over the axis.
-
-    `given` says of the program's inputs whether they do.
-    """
-    found: set[int] = set()
-    reduced = {x for x, yes in zip(jaxpr.invars, given, strict=False) if yes}
-    for equation in jaxpr.eqns:
-        hit = [not isinstance(x, Literal) and x in reduced for x in equation.invars]
-        if _is_update(equation):
-            found.update(i for i, yes in enumerate(hit) if yes)
-            continue
-        sends = communicates(equation, axis_name)
-        for program in inner_jaxprs(equation):
-            # The predicate of a condition comes before what its branches get.
-            inputs = hit[max(len(hit) - len(program.invars), 0) :]
-            found |= reduced_inputs(program, axis_name, inputs)
-            sends |= bool(collectives_in(program, axis_name))
-        if any(hit) or sends:
-            reduced.update(equation.outvars)
-    return found
 
 
 def sources(jaxpr: Jaxpr) -> list[int | None]:

@@ -8,7 +8,7 @@ send what they are given. (Under `vmap` alone both branches would run on every s
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ class Mapped:
     # Number of steps taken -> `due`, by which the host can know.
     due_of: Callable[[int], bool] | None = None
     updates: int = 0  # of optimizers that synchronise
-    reduced: Collection[int] = ()  # inputs of an update that come from a collective
+    communicates: bool = False  # over the axis, besides the optimizer
     # Whether it is traced and being mapped; a vmap before that is one of the user's.
     is_program: bool = False
 
@@ -105,7 +105,9 @@ def update(
     def _(size, batched, *operands):
         if not mapped.is_program:
             raise ValueError(_guards.SEVERAL_MODELS.format(size))
-        _check_local(mapped, operands[0], batched[0])
+        paths = [path for path, _ in jax.tree.leaves_with_path(operands[0])]
+        if paths and mapped.communicates and not any(jax.tree.leaves(batched[0])):
+            raise _guards.already_averaged(paths[0], mapped.axis_name)
         # A gradient that is a constant, such as zeros, is the same on all replicas.
         flags = [jax.tree.map(lambda _: True, batched[0]), *batched[1:]]
         operands = (_stacked(operands[0], batched[0], size), *operands[1:])
@@ -113,15 +115,6 @@ def update(
         return results, jax.tree.map(lambda _: True, results)
 
     return one(*given)
-
-
-def _check_local(mapped: Mapped, gradients, batched) -> None:
-    """Rejects gradients that were averaged over the replicas."""
-    leaves = jax.tree.leaves_with_path(gradients)
-    differs = jax.tree.leaves(batched)
-    for index, (path, _) in enumerate(leaves):
-        if index in mapped.reduced and not differs[index]:
-            raise _guards.already_averaged(path, mapped.axis_name)
 
 
 def _with_consts(function, mapped: Mapped, given):

@@ -93,7 +93,7 @@ def _inspect(
     if optimizers and kept.issuperset((*p, "metrics", "steps") for p in optimizers):
         updates = 0  # Its state is dropped: a step that is looked at and not taken.
     step.updates = updates
-    step.reduced = _jax_internals.reduced_inputs(jaxpr, axis_name)
+    step.communicates = bool(found)
     if found and not step.due:  # once for both programs of a step
         what = ", ".join(
             f"{e.primitive.name} of {e.invars[0].aval.str_short()}" for e in found

@@ -105,7 +105,6 @@ def test_collectives_within_a_replica_pass():
     jax.eval_shape(both, *stacked, stacked[1])
 
 
-@pytest.mark.parametrize("leaf", ["every", "tall", "bias"])
 @pytest.mark.parametrize(
     "tx",
     [
@@ -118,16 +117,9 @@ def test_collectives_within_a_replica_pass():
     ],
 )
 @pytest.mark.filterwarnings("ignore:The training step itself communicates")
-def test_averaged_gradients_are_rejected(tx, leaf):
-    def reduced(gradients):
-        return {
-            name: lax.pmean(g, AXIS) if leaf in ("every", name) else g
-            for name, g in gradients.items()
-        }
-
-    name = "bias|tall|embed" if leaf == "every" else leaf
-    with pytest.raises(ValueError, match=rf"({name}).* was already averaged over"):
-        traced(tx, change=reduced)
+def test_averaged_gradients_are_rejected(tx):
+    with pytest.raises(ValueError, match=r"was already averaged over"):
+        traced(tx, change=lambda gradients: lax.pmean(gradients, AXIS))
 
 
 def test_gradients_that_the_parameters_type_sums_are_rejected():
