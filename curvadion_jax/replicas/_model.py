@@ -160,11 +160,11 @@ def reanchor(params: Any, opt_state: Any) -> Any:
       opt_state: the optimizer state. Both have a leading replica axis, or neither has.
 
     Returns:
-      The optimizer state.
+      The optimizer state; without an anchor as it is.
 
     Raises:
-      ValueError: if the state holds no anchor, a parameter of the anchor is missing, or
-        parameters differ between replicas.
+      ValueError: if a parameter of the anchor is missing, or parameters differ between
+        replicas.
 
     Example:
       >>> import curvadion_jax as cd
@@ -191,11 +191,6 @@ def reanchor(params: Any, opt_state: Any) -> Any:
         elif field == "residual":
             leaf = jnp.zeros_like(leaf)
         new.append(leaf)
-    if not anchors:
-        raise ValueError(
-            "The optimizer state holds no anchor. Only synchronizers.reconcile keeps "
-            "one; with other synchronizers there is nothing to do."
-        )
     between = lambda arrays: [differ(x, x[:1]) for x in arrays]  # noqa: E731
     if has_axis and any(on_host(between, [*anchors.values()])):
         raise ValueError(

@@ -23,8 +23,7 @@ def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
     excluded again and again. Where syncs average gradients or factors, a replica whose
     momentum restarted is finite and differs from the others: name it in `also`.
 
-    A copy keeps its own counters, has no residual, and its random keys
-    (`jax.random.key`, not arrays of `uint32`) are folded with its number.
+    A copy keeps its own counters, and has no residual.
 
     Args:
       state: all that differs between replicas, in any tree with a leading replica axis.
@@ -70,8 +69,6 @@ def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
     def row(names, x):
         if _counters.is_within(names, optimizers, {"metrics"}):
             return x
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return _distinct(x, source, ~sound)
         if _paths.sync_field(names)[0] == "residual":
             return jnp.where(sound.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
         return x[source]
@@ -102,8 +99,7 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
 
     With fewer replicas, each new one gets the mean of k neighbours' floating-point
     arrays, and all else (integers, keys, Dion's Q, the trigger's state, the anchor,
-    counters) of the first of them. With more, each is copied k times; copies of a
-    random key are folded with the number of the replica.
+    counters) of the first of them. With more, each is copied k times.
 
     With several processes save and restore a checkpoint instead,
     ``checkpoint.restore(directory, target, replicas=n)``.
@@ -181,8 +177,6 @@ def resized(x: jax.Array, number: int, average: bool) -> jax.Array:
             f"multiple or a divisor of {old}."
         )
     x, first = _memory.to_device(x), np.arange(number) * old // number
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return _distinct(x, first, np.append(False, first[1:] == first[:-1]))
     if not average or number > old:
         return x[first]
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -195,12 +189,3 @@ def resized(x: jax.Array, number: int, average: bool) -> jax.Array:
 
 
 _resized = jax.jit(resized, static_argnames=("number", "average"))
-
-
-def _distinct(keys: jax.Array, source: np.ndarray, copied: np.ndarray) -> jax.Array:
-    """Random keys of other replicas, the copies folded with their own number."""
-    rows = keys[source].reshape(len(source), -1)
-    numbers = jnp.arange(len(source))
-    fold_row = jax.vmap(jax.random.fold_in, (0, None))
-    folded = jax.vmap(fold_row)(rows, numbers)
-    return jnp.where(copied[:, None], folded, rows).reshape(keys[source].shape)

@@ -63,7 +63,7 @@ def test_a_replica_that_is_finite_but_another_one_is_repaired_by_name():
 
 
 def test_a_repaired_state_of_ones_own():
-    """Arrays stay where they are, and copies of a random key are others."""
+    """Arrays stay where they are."""
     mesh = cd.replicas.make_mesh(4, {"fsdp": 2})
     place = NamedSharding(mesh, PartitionSpec(AXIS, "fsdp"))
     x = np.arange(16, dtype=np.float32).reshape(4, 4)
@@ -77,9 +77,7 @@ def test_a_repaired_state_of_ones_own():
     assert replaced == [1]
     assert repaired["w"].sharding == place
     np.testing.assert_array_equal(repaired["w"][1], x[0])
-    found = jax.random.key_data(repaired["key"])
-    np.testing.assert_array_equal(found[2:], jax.random.key_data(keys)[2:])
-    assert len(np.unique(found, axis=0)) == 4
+    assert (repaired["key"] == keys[jnp.array([0, 0, 2, 3])]).all()
     with pytest.raises(ValueError, match="None of the 3 replicas is finite"):
         cd.replicas.repair({"w": jnp.full((3, 2), jnp.nan)})
 
@@ -116,9 +114,8 @@ def test_resized_by_hand():
     assert (fewer["equal"] == state["equal"][0]).all()
     more = cd.replicas.resize(fewer, cd.replicas.make_mesh(4))
     assert more["w"].ravel().tolist() == [1, 1, 4, 4]
-    data = np.asarray(jax.random.key_data(more["key"]))
-    assert len({tuple(row) for row in data.tolist()}) == 4
-    np.testing.assert_array_equal(data[[0, 2]], jax.random.key_data(fewer["key"]))
+    data = np.asarray(jax.random.key_data(fewer["key"]))
+    np.testing.assert_array_equal(jax.random.key_data(more["key"]), data[[0, 0, 1, 1]])
     with pytest.raises(ValueError, match="of 6 replicas cannot become one of 4"):
         cd.replicas.resize(state, cd.replicas.make_mesh(4))
 
