@@ -85,10 +85,8 @@ def read(opt_state: Any, params: Any = None, *, replicas: int | None = None) -> 
       * `bytes`: what one replica has sent, as :func:`sync_bytes` counts it, with each
         decision and each weight; `synchronous_bytes`: what float32 gradients averaged
         on every step would have sent,
-      * `nonfinite`: steps on which gradients were not finite; `zeroed`: steps on which
-        an optimizer's updates were not; `excluded`: syncs that a replica was
-        excluded from; `absent`: syncs without weight, all over the replicas of this
-        process,
+      * `nonfinite`, `zeroed`, `excluded` and `absent`: as in
+        :class:`curvadion_jax.SyncMetrics`, summed over the replicas of this process,
       * `troubled`: number of a replica -> its own counts of the first three.
 
     Raises:

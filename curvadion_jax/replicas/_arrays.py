@@ -1,7 +1,7 @@
 """The arrays of a state: with a replica axis, and placed on the mesh."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _layout, _memory, _paths
-
-Placements = tuple[NamedSharding | None, ...]
 
 
 def count_replicas(tree: Any, what: str, expected: int | None = None) -> int:
@@ -58,7 +56,9 @@ def _over_replicas(sharding: NamedSharding, axis_name: str) -> NamedSharding:
     return sharding.update(spec=P(axis_name, *sharding.spec[1:]))
 
 
-def within_replica(state: Any, placements: Placements) -> tuple[_layout.Placed, ...]:
+def within_replica(
+    state: Any, placements: Sequence[NamedSharding | None]
+) -> tuple[_layout.Placed, ...]:
     """How the arrays of the state are sharded within a replica."""
     leaves = _paths.leaves_with_path(state)
     return tuple(

@@ -29,11 +29,10 @@ class ConsistencyCheck:
         self._sync_steps, self._next = 0, 1
 
     def at_start(self, state: Any) -> None:
-        """Rejects a run that would start from another model than its anchor.
+        """Rejects a run that would start from several models, or not from its anchor.
 
-        Replicas that start from different parameters never meet, and the first sync
-        would undo parameters that were loaded after ``tx.init``. States that took a
-        step pass.
+        The first sync would undo parameters that were loaded after ``tx.init``. States
+        that took a step pass.
         """
         counters, anchors, common = self._split(state)
         if not counters:
@@ -72,10 +71,8 @@ class ConsistencyCheck:
     def after_step(self, state: Any, due: bool | None) -> None:
         """Warns, once, of arrays in which replicas still differ after a sync.
 
-        Something changes them after the optimizer, such as a transformation that
-        follows it in `optax.chain` or a clamp of a parameter, or no sync reaches them,
-        such as parameters of another optimizer or batch statistics. `due` says whether
-        a decision was due, None if on every step.
+        Something changes them after the optimizer, or no sync reaches them. `due` says
+        whether a decision was due, None if on every step.
         """
         if due is False or not self._left:
             return

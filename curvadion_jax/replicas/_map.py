@@ -24,21 +24,16 @@ def map_over_replicas(
     """The step for stacked state [replicas, ...] and the global batch.
 
     By `vmap`: what the step does stays as it is written, sharding constraints over the
-    axes inside a replica included, and gradients are a replica's own. The optimizer in
-    it enters a `shard_map` (`_mapped`). Arrays of the state with a name of `average` in
-    their path are averaged at syncs, and those with one of `local` are meant to differ.
+    axes inside a replica included. The optimizer in it enters a `shard_map`
+    (`_mapped`).
     """
     mesh, axis_name = step.mesh, step.axis_name
     number = mesh.shape[axis_name]
 
-    def of_replica(state, batch, *shared):
-        result = function(state, batch, *shared)
-        _check_result(result, state)
-        return result
-
     def inspected(state, batch, *shared):
         step.is_program = False
-        traced = _jax_internals.trace(of_replica, state, batch, *shared)
+        traced = _jax_internals.trace(function, state, batch, *shared)
+        _check_result(traced.result, state)
         _inspect(traced, step, state, local)
         step.is_program = True
         return traced(state, batch, *shared)
@@ -148,6 +143,5 @@ def _check_result(result: Any, state: Any) -> None:
     if not pair or jax.tree.structure(result) == jax.tree.structure(state):
         raise TypeError(
             "The training step must return (state, metrics), and returned "
-            f"{'the state alone' if pair else type(result).__name__}. Return {{}} if "
-            "there are no metrics."
+            f"{result!r:.200}. Return {{}} if there are no metrics."
         )

@@ -138,8 +138,7 @@ class CompiledStep:
 
         Args:
           state: arrays, or `jax.ShapeDtypeStruct` with the sharding of the arrays.
-          batch: as for a call.
-          *shared: as for a call.
+          batch: as for a call, and so are `shared`.
           due: where the host knows whether a decision is due, True or False for the
             program of such a step; else None.
         """

@@ -5,11 +5,10 @@ their bytes, little endian and in C order, which are written first. The header h
 digest of the body, and one of itself, its key and its run. The reader knows shapes and
 dtypes, and nothing is unpickled.
 
-`obstore` makes the connections, finds the credentials, and repeats requests that end
-in an answer 5xx, a lost connection or, if they only read, a timeout. `_attempts` covers
-the rest: a create that is refused although there is no object (S3 answers 409 when
-conditional writes collide), and an object that exists and is not found yet, or is read
-in part (network file systems, caches).
+`obstore` repeats requests that fail on their way. `_attempts` covers the rest: a create
+that is refused although there is no object (S3 answers 409 when conditional writes
+collide), and an object that exists and is not found yet, or is read in part (network
+file systems, caches).
 """
 
 import hashlib
