@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +14,6 @@ from curvadion_jax._within_replica import by_matrix, by_shape
 EPSILON = 1e-7  # 1e-8 is zero in float16
 _NS, _NS_STEPS = (3.4445, -4.7750, 2.0315), 5  # Optax's
 _TOGETHER = 2**23  # elements that are joined in one call, and copied for it
-
-
-class MuonState(NamedTuple):
-    """State of Muon's momentum.
-
-    Attributes:
-      count: int32[], steps taken.
-      mu: the momenta, of the parameters' structure and shapes, in `mu_dtype` or the
-        parameter's dtype. Both are replica-varying.
-    """
-
-    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    mu: optax.Updates
 
 
 def muon(
@@ -62,7 +49,9 @@ def _nesterov(
 
     def init_fn(params):
         mu = optax.tree.zeros_like(params, dtype=mu_dtype)
-        return MuonState(jnp.zeros([], jnp.int32), mu)
+        # The coefficients of the iterations are constants.
+        zero = jnp.zeros([], jnp.int32)
+        return optax.contrib.MuonState(zero, mu, ())  # pyright: ignore[reportArgumentType]
 
     def update_fn(updates, state, params=None):
         del params
@@ -72,7 +61,7 @@ def _nesterov(
         ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
         now = optax.tree.bias_correction(updates, beta, count)
         looked = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
-        return looked, MuonState(count, optax.tree.cast(mu, mu_dtype))
+        return looked, state._replace(count=count, mu=optax.tree.cast(mu, mu_dtype))
 
     return optax.GradientTransformation(init_fn, update_fn)
 

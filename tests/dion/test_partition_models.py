@@ -4,12 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
 
 import curvadion_jax as cd
-from curvadion_jax._muon import MuonState
 
 WIDTH, HEADS, VOCABULARY, LAYERS = 8, 2, 11, 3
 QUERY, OUT, DENSE = ((-3, (-2, -1)), ((-3, -2), -1), (-2, -1))
@@ -90,7 +90,10 @@ def test_linen(scan, name):
     params = jax.eval_shape(init, jax.random.key(0), tokens)["params"]
     assert chosen(params) == {f"{name}/{key}": n for key, n in MATRICES.items()}
     # Inside of `optax.partition` as well, where each part sees its own leaves.
-    for tx, node in ((cd.dion(0.01), cd.DionState), (cd.local_muon(0.01), MuonState)):
+    for tx, node in (
+        (cd.dion(0.01), cd.DionState),
+        (cd.local_muon(0.01), optax.contrib.MuonState),
+    ):
         state = jax.eval_shape(tx.init, params)
         nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, node))  # noqa: B023
         (found,) = [x for x in nodes if isinstance(x, node)]
