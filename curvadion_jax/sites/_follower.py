@@ -69,7 +69,7 @@ class Follower:
         self._roster: Roster = {}
         self._residual = model.zeros()
         self._since = 0  # the round from which this site's tokens are counted
-        self._reported = 0.0  # when this site contributed, or last reported a round
+        self._reported = 0.0  # when this site had a contribution, or reported a round
         self._open_round()
 
     def start(self, params: Arrays) -> None:
@@ -129,6 +129,7 @@ class Follower:
         self.contribution = Contribution(
             captured, anchor, drift, message, residual, tokens, uuid.uuid4().hex
         )
+        self._reported = time.monotonic()
 
     def send(self) -> None:
         """Creates this site's contribution to the open round."""
@@ -144,7 +145,6 @@ class Follower:
         key = _run.contribution_key(self.number, self.name)
         self.store.write(key, header, own.message)
         self.contribution = own._replace(sent=True)
-        self._reported = time.monotonic()
 
     def propose(self) -> bool:
         """Creates the commit of the open round if it is time; whether there is one."""
@@ -168,16 +168,16 @@ class Follower:
             self.contribution = own._replace(sent=False)
         now = time.monotonic()
         needed = members.needed(self._quorum, self._roster)
-        if len(self._received) < needed:
-            self._report(now, members)
-            return False
-        self._complete = now if self._complete is None else self._complete
+        if enough := len(self._received) >= needed:
+            self._complete = min(self._complete, now)
         awaited = {
             name: pair
             for name, pair in self._roster.items()
             if number - pair[0] <= _run.FORGET and name not in members.left
         }
-        if awaited.keys() - self._received and now - self._complete < self._grace:
+        late = awaited.keys() - self._received
+        if not enough or (late and now - self._complete < self._grace):
+            self._report(now, members)
             return False
         received = [self._received[name] for name in sorted(self._received)]
         before = self.outer.digest
@@ -190,7 +190,7 @@ class Follower:
 
     def _open_round(self) -> None:
         self._received: dict[str, Received] = {}
-        self._complete: float | None = None  # when the quorum was there
+        self._complete = math.inf  # when the quorum was there
 
     def _read(self, name: str) -> Received | None:
         """A contribution to the open round, as it is in the store; None if it is not.
@@ -229,7 +229,7 @@ class Follower:
             )
 
     def _report(self, now: float, members: _run.Members) -> None:
-        """Logs once a minute that a round lacks its quorum."""
+        """Logs once a minute whom a round waits for."""
         if now - self._reported > _PATIENCE:
             self._reported = now
             text = "round %d of %s has %d of the contributions it needs; missing: %s"

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import compressors
+from curvadion_jax import _arguments, compressors
 from curvadion_jax.sites import _processes, _run
 from curvadion_jax.sites._follower import Follower, Update, Worker, moved
 from curvadion_jax.sites._model import Model, to_host
@@ -106,6 +106,7 @@ class Site:
                 f"name must have 1 to 64 letters, digits, '-' and '_', got {name!r}. "
                 "The first must be a letter or digit."
             )
+        _arguments.check_int(every, "every")
         self.name, self._url, self._every = name, url, every
         self._max_lag = 2 * every if max_lag is None else max_lag
         self._rules, self._poll = (quorum, grace), poll

@@ -135,6 +135,12 @@ def test_names_that_are_no_part_of_a_key(name):
         sites.Site(MemoryStore(), name)
 
 
+def test_no_steps_between_contributions():
+    """A sync would contribute nothing again and again, and never return."""
+    with pytest.raises(ValueError, match="every must be at least 1"):
+        sites.Site(MemoryStore(), "oslo", every=0)
+
+
 def test_without_obstore(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "obstore.store", None)
     with pytest.raises(ImportError, match="pip install obstore"):

@@ -238,18 +238,38 @@ def test_a_crashed_site_is_waited_for_until_grace_is_over(clock):
         assert [x["name"] for x in a.commit_of(number)["contributors"]] == ["a", "b"]
 
 
-def test_the_log_says_once_a_minute_which_sites_the_quorum_lacks(clock, caplog):
-    a, _, _ = named("abc", quorum=3)
+@pytest.mark.parametrize("case", ["quorum", "grace", "listing"])
+def test_the_log_says_once_a_minute_whom_a_round_waits_for(
+    clock, caplog, monkeypatch, case
+):
+    """Also within a long grace, and if the site's own message is never listed."""
+    sites = named("abc", quorum=1 if case == "grace" else 3, grace=1e6)
+    a = sites[0]
+    if case == "grace":  # all are awaited
+        for site in sites:
+            site.send(1.0)
+        settle(*sites)
     a.send(1.0)
+    if case == "listing":
+        listed = a.store.keys
+
+        def hidden(prefix):
+            return [] if prefix.startswith("rounds") else listed(prefix)
+
+        monkeypatch.setattr(a.store, "keys", hidden)
 
     def lines_after(seconds: float) -> list[str]:
         clock.now += seconds
         caplog.clear()
+        a.follower.send()
         assert not a.follower.propose()
         return [record.getMessage() for record in caplog.records]
 
     assert lines_after(0) == lines_after(MINUTE) == []
     (line,) = lines_after(1)
-    assert line.endswith("has 1 of the contributions it needs; missing: b, c")
+    ending = "0 of the contributions it needs; missing: a, b, c"
+    if case != "listing":
+        ending = "1 of the contributions it needs; missing: b, c"
+    assert line.endswith(f"has {ending}")
     assert lines_after(MINUTE) == []
     assert lines_after(1) == [line]
