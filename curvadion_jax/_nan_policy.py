@@ -50,13 +50,13 @@ def checked_weight(weight: Any) -> jax.Array | None:
             f"weight must be finite and not negative, got {weight}. It is how much "
             "this replica counts in a sync."
         )
-    given = jnp.asarray(weight)
+    given = jnp.asarray(weight, jnp.float32)  # 2**40 tokens are more than int32 holds
     if given.shape:
         raise ValueError(
             f"weight has shape {given.shape} and must be one number per replica. "
             "Reduce it, as by jax.numpy.sum."
         )
-    return jnp.where(jnp.isfinite(given) & (given > 0), given, 0).astype(jnp.float32)
+    return jnp.where(jnp.isfinite(given) & (given > 0), given, 0)
 
 
 def may_request(counters: SyncMetrics, weight: jax.Array | None) -> jax.Array:

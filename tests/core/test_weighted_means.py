@@ -109,3 +109,9 @@ def test_weights_of_any_size(size):
     for key, x in averaged("exact")(given, shares * np.float32(size))[1].items():
         np.testing.assert_allclose(x, mean[key], rtol=0, atol=ATOL)
         assert np.any(contributed[key][3] != 0)
+
+
+@pytest.mark.parametrize("kind", [int, np.int64])
+def test_a_weight_that_int32_does_not_hold(kind):
+    """It would wrap around to 0, and every replica be absent from every sync."""
+    assert float(_nan_policy.checked_weight(kind(2**40))) == 2.0**40
