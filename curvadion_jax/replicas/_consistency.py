@@ -104,7 +104,7 @@ class ConsistencyCheck:
         return ["/".join(names) for names, yes in differs.items() if yes]
 
     def _split(self, state: Any) -> tuple[list, list[Arrays], Arrays]:
-        """Counters and anchors of each optimizer, and what is to be equal."""
+        """Counters and anchors of each optimizer, and what should be equal."""
         leaves = dict(_paths.leaves_with_names(state))
         optimizers = _counters.optimizers(leaves)
         fields = ("steps", "synced", "excluded", "absent")
