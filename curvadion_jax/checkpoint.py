@@ -37,7 +37,6 @@ def save(
     *,
     keep: int | None = None,
     extra: Mapping[str, Any] | None = None,
-    overwrite: bool = False,
 ) -> None:
     """Writes the state of all replicas to disk and waits until it is there.
 
@@ -53,7 +52,6 @@ def save(
       keep: how many checkpoints to keep, this one included. None keeps all.
       extra: a small dictionary for JSON, such as a data position, for `read_extra`.
         With several processes, the first one's is stored.
-      overwrite: whether to remove this step and later ones first.
 
     Raises:
       ValueError: if the step does not lie above the latest one, or the leaves do not
@@ -80,19 +78,18 @@ def save(
     contents |= {"digests": digests, "replicas": len(next(iter(digests.values())))}
     steps = _steps(path)
     latest = max(steps, default=-1)
-    if step <= latest and not overwrite:
+    if step <= latest:
         if step in steps and contents.items() <= _read_notes(path, step).items():
             return
         raise ValueError(
             f"Step {step} does not lie above {latest}, the latest in {path}. Save to "
-            "another directory, or pass overwrite=True to remove the steps from it on."
+            "another directory, or remove the folders of the steps from it on."
         )
     notes = {"format": _FORMAT, "step": step, "extra": dict(extra or {}), **contents}
     ocp, is_first = _orbax(), jax.process_index() == 0
     if is_first:  # The others wait for it where orbax begins.
         for crashed in ocp.utils.tmp_checkpoints(path):
             crashed.get().rmtree()
-        _remove(path, [each for each in steps if each >= step])
     items = ocp.args.Composite(
         state=ocp.args.StandardSave(leaves),
         info=ocp.args.JsonSave({"notes": notes, "crc32": _crc32(notes)}),
@@ -104,7 +101,8 @@ def save(
         message = f"Step {step} cannot be written to {path}: {error}"
         raise OSError(message.partition(" [tensorstore_spec")[0]) from error
     if is_first and keep:
-        _remove(path, _steps(path)[:-keep])
+        for old in _steps(path)[:-keep]:
+            _remove(path, old)
 
 
 def restore(
@@ -276,13 +274,12 @@ def _steps(path: str) -> list[int]:
     return sorted(metadata.step for metadata in found)
 
 
-def _remove(path: str, steps: list[int]) -> None:
-    for step in steps:
-        folder = _orbax().path.step.standard_name_format().find_step(path, step).path
-        if "://" not in path:
-            # As orbax names what is not complete: half removed it would be listed.
-            folder = folder.rename(f"{folder}.orbax-checkpoint-tmp")
-        folder.rmtree()
+def _remove(path: str, step: int) -> None:
+    folder = _orbax().path.step.standard_name_format().find_step(path, step).path
+    if "://" not in path:
+        # As orbax names what is not complete: half removed it would be listed.
+        folder = folder.rename(f"{folder}.orbax-checkpoint-tmp")
+    folder.rmtree()
 
 
 def _damaged(path: str, step: int, what: str) -> ValueError:

@@ -131,10 +131,10 @@ class CompiledStep:
         self._check.after_step(new, due)
         return new, metrics
 
-    def trace(
+    def lower(
         self, state: Any, batch: Any, *shared: Any, due: bool | None = None
-    ) -> jax.stages.Traced:
-        """The program, to look at: ``trace(...).jaxpr``, ``trace(...).lower()``.
+    ) -> jax.stages.Lowered:
+        """The program before it is compiled.
 
         Args:
           state: arrays, or `jax.ShapeDtypeStruct` with the sharding of the arrays.
@@ -143,13 +143,7 @@ class CompiledStep:
             program of such a step; else None.
         """
         program, _ = self._program(self._key(state), due)
-        return program.trace(state, batch, *shared)
-
-    def lower(
-        self, state: Any, batch: Any, *shared: Any, due: bool | None = None
-    ) -> jax.stages.Lowered:
-        """The program before it is compiled; with the arguments of `trace`."""
-        return self.trace(state, batch, *shared, due=due).lower()
+        return program.lower(state, batch, *shared)
 
     def _key(self, state: Any) -> Any:
         leaves, structure = jax.tree.flatten(state)
@@ -182,12 +176,8 @@ class CompiledStep:
         """
         if counter is not self._counter:
             # Equal on all replicas: the first row of this process will do.
-            row = (
-                counter.addressable_data(0)
-                if isinstance(counter, jax.Array)
-                else counter
-            )
-            self._counter, self._steps = counter, int(np.asarray(row).ravel()[0])
+            row = getattr(counter, "addressable_data", lambda _: counter)(0)
+            self._counter, self._steps = counter, int(np.ravel(row)[0])
         return self._steps
 
     def _program(self, key, due: bool | None) -> tuple[Any, _mapped.Mapped]:

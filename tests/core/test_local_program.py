@@ -91,7 +91,7 @@ def program_of(name: str) -> hlo.Program:
 
 
 def equations(step, arguments, due):
-    return list(helpers.equations(step.trace(*arguments, due=due).jaxpr.jaxpr))
+    return helpers.equations(helpers.program_of(step, *arguments, due=due))
 
 
 def conditions(found):

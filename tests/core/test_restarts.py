@@ -61,7 +61,7 @@ def conditions(tx, inner):
     mesh, state = placed(tx, inner)
     (gradients,) = helpers.make_gradients(1, REPLICAS)
     step = helpers.replica_step(tx, mesh)
-    equations = helpers.equations(step.trace(state, gradients).jaxpr.jaxpr)
+    equations = helpers.equations(helpers.program_of(step, state, gradients))
     return [x for x in equations if x.primitive.name in ("cond", "while")]
 
 

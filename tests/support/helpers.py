@@ -245,6 +245,12 @@ def assert_bitwise(actual: Any, expected: Any) -> None:
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
+def program_of(step, *arguments, due=None):
+    """The jaxpr of a compiled step of `replicas.step`."""
+    program, _ = step._program(step._key(arguments[0]), due)
+    return program.trace(*arguments).jaxpr.jaxpr
+
+
 def equations(jaxpr):
     """All equations of a program, nested ones included."""
     return [each for each, _ in _jax_internals.equations(jaxpr)]

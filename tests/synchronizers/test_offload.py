@@ -74,7 +74,7 @@ def test_arrays_are_copied_at_a_sync_alone():
     (gradients,) = helpers.make_gradients(1, 3)
     there_and_back = 2 * len(jax.tree.leaves(host[1].sync_state))
     programs = {
-        due: step.trace(host, gradients, due=due).jaxpr.jaxpr
+        due: helpers.program_of(step, host, gradients, due=due)
         for due in (True, False, None)
     }
     assert [*map(transfers, programs.values())] == [there_and_back, 0, there_and_back]
