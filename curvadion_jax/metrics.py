@@ -62,17 +62,16 @@ def observe(opt_state: Any) -> SyncMetrics:
     return jax.tree.unflatten(jax.tree.structure(template), counters)
 
 
-def read(opt_state: Any, params: Any = None, *, replicas: int | None = None) -> Report:
+def read(opt_state: Any, params: Any = None) -> Report:
     """The counters as Python numbers.
 
     This waits for the step that computed them. To keep the device busy, read what
     :func:`observe` returned one step late.
 
     Args:
-      opt_state: optimizer state, or anything that holds what `observe` returned, with
-        or without the leading replica axis.
+      opt_state: optimizer state, or anything that holds what `observe` returned, with a
+        leading replica axis; without one, of an optimizer without `axis_name`.
       params: the parameters, or their shapes, whose paths name the `layer`.
-      replicas: number of replicas, for a state without that axis.
 
     Returns:
       A dictionary, printed as a table, with
@@ -90,23 +89,17 @@ def read(opt_state: Any, params: Any = None, *, replicas: int | None = None) -> 
       * `troubled`: number of a replica -> its own counts of the first three.
 
     Raises:
-      ValueError: if there are no counters, the number of replicas is unknown, replicas
-        disagree, or the optimizer of several replicas has no `axis_name`.
+      ValueError: if there are no counters, replicas disagree, or their axis is missing.
 
     Example:
       >>> import curvadion_jax as cd, jax.numpy as jnp
       >>> state = cd.local_muon(0.01).init({"w": jnp.ones((2, 2))})
-      >>> read(state, replicas=8)["steps"]
+      >>> read(state)["steps"]
       0
     """
     counters = observe(opt_state)
     has_axis = np.ndim(counters.steps) > 0
-    number = np.shape(counters.steps)[0] if has_axis else replicas
-    if number is None:
-        raise ValueError(
-            "The counters have no replica axis, and replicas is None. Give the number "
-            "of replicas, 1 for an optimizer without axis_name."
-        )
+    number = np.shape(counters.steps)[0] if has_axis else 1
     # One transfer for all of them.
     parts = jax.device_get(jax.tree.map(lambda x: _held(x, has_axis), counters))
     own = [start + i for start, part in parts.steps.items() for i in range(len(part))]
@@ -115,12 +108,10 @@ def read(opt_state: Any, params: Any = None, *, replicas: int | None = None) -> 
     steps, syncs = _common(found.steps, "steps"), _common(found.syncs, "syncs")
     averaged, gathered = (found.sent[0] @ [WORD, 1]).tolist()
     synchronous = int(found.synchronous[0] @ [WORD, 1])
-    # A sync sends a weight to every other replica.
-    if not has_axis and number > 1 and syncs > 1 and not gathered:
+    if averaged + gathered and not has_axis:
         raise ValueError(
-            f"replicas={number}, and {syncs} syncs have sent nothing: every step of an "
-            "optimizer without axis_name averages all gradients under jit. Give "
-            "axis_name, and run the step with replicas.step."
+            "The counters are those of one of several replicas, whose axis is missing. "
+            "Give the state of all replicas, or what observe returned for all."
         )
     # NaN where nothing was compared; a NaN on one replica only is its own.
     worst = int(np.argmax(np.where(np.isnan(found.value), -math.inf, found.value)))

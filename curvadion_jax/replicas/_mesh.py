@@ -32,9 +32,6 @@ def make_mesh(
         idle.
       inner_type: type of the inner axes, Auto or Explicit.
 
-    Returns:
-      The mesh, the replica axis first and then those of `inner`.
-
     Raises:
       ValueError: if there are too few devices, an inner axis has the replica axis's
         name, or a process would have no device in the mesh.

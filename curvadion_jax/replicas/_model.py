@@ -30,9 +30,6 @@ def consensus(params: Any) -> Any:
       The tree without the replica axis. Means are taken in at least float32, and of
       integers and keys the first replica's value.
 
-    Raises:
-      ValueError: if leaves have no common leading axis, or an nnx variable is shared.
-
     Example:
       >>> consensus({"w": jnp.array([[1.0], [3.0]])})["w"].tolist()
       [2.0]
@@ -63,9 +60,6 @@ def divergence(params: Any) -> jax.Array:
     Returns:
       float32[], the RMS distance of the replicas from their mean, over the RMS of the
       parameters.
-
-    Raises:
-      ValueError: if leaves have no common leading axis, or an nnx variable is shared.
 
     Example:
       >>> spread = divergence({"w": jnp.array([[3.0], [5.0]])})
@@ -106,8 +100,7 @@ def anchor(opt_state: Any) -> Any:
       A tree like the parameters, without the replica axis.
 
     Raises:
-      ValueError: if leaves have no common leading axis, or the state does not hold one
-        anchor.
+      ValueError: if the state does not hold one anchor.
 
     Example:
       >>> import curvadion_jax as cd

@@ -35,7 +35,7 @@ def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
       The state, and the numbers of the replicas that were replaced.
 
     Raises:
-      ValueError: if leaves have no common leading axis, or no replica is finite.
+      ValueError: if no replica is finite.
 
     Example:
       >>> state = {"w": jnp.array([[1.0], [jnp.nan], [3.0]])}
@@ -114,8 +114,7 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
       The state on the mesh.
 
     Raises:
-      ValueError: if neither number of replicas divides the other, leaves have no common
-        leading axis, or the mesh has no axis of the name.
+      ValueError: if neither number of replicas divides the other.
 
     Example:
       >>> from curvadion_jax import replicas

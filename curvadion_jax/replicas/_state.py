@@ -31,8 +31,8 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
       lies elsewhere, such as a restored array, is copied.
 
     Raises:
-      ValueError: if the mesh has no such axis, an array is sharded over it already, or
-        an nnx variable is shared (give ``nnx.split(model)[1]``).
+      ValueError: if an array is sharded over the axis already, or an nnx variable is
+        shared (give ``nnx.split(model)[1]``).
 
     Example:
       >>> from curvadion_jax.replicas import make_mesh

@@ -79,11 +79,7 @@ def members(keys: Iterable[str]) -> Members:
 
 
 def enter(store: Store, model: Model, quorum: int) -> None:
-    """Compares the description of the run, and creates it if there is none.
-
-    Raises:
-      ValueError: if the run has another model, compressor, outer optimizer or quorum.
-    """
+    """Compares the description of the run, and creates it if there is none."""
     pairs = zip(model.names, model.shapes, strict=True)
     own = {
         "model": [[name, str(x.dtype), [*x.shape]] for name, x in pairs],
@@ -189,8 +185,7 @@ def commit(
 
     A site's share of the mean is its tokens per round over those of all expected sites.
     An absent site contributes its drift later, with the same share, so nothing counts
-    twice and nothing is lost. Weights are in units of the mean share: they add up to
-    the number of expected sites if all contribute.
+    twice. Weights are in units of the mean share.
 
     With fewer contributions than are needed none counts. The round then ends for
     rejected sites, and the others contribute the same to the next one.

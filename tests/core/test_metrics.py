@@ -40,7 +40,7 @@ KINDS = {
 
 
 def test_before_the_first_step():
-    read = metrics.read(optimizer().init(helpers.make_params()), replicas=8)
+    read = metrics.read(optimizer().init(helpers.make_params()))
     assert {name: type(value) for name, value in read.items()} == KINDS
     assert (read["steps"], read["bytes"], read["sync_rate"]) == (0, 0, 0)
     assert (read["value"], read["threshold"], read["layer"]) == (None, None, None)

@@ -78,12 +78,12 @@ def test_updates_that_are_not_finite_are_zeroed_and_reported(synchronizer, eleme
     helpers.assert_bitwise(params["tall"], start["tall"])
     moved = not np.array_equal(params["wide"], start["wide"])
     assert moved == (elements is not None)
-    read = metrics.read(state, replicas=1)
+    read = metrics.read(state)
     assert (read["nonfinite"], read["excluded"]) == (0, 0)
     assert read["troubled"] == {0: {"zeroed": number}}
     for _ in range(number):
         (params, state), _ = step((params, state), gradients)
-    assert metrics.read(state, replicas=1)["zeroed"] == number
+    assert metrics.read(state)["zeroed"] == number
     assert not np.array_equal(params["tall"], start["tall"])
 
 
