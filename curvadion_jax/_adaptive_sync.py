@@ -68,13 +68,10 @@ def adaptive_sync(
 ) -> optax.GradientTransformationExtraArgs:
     """Lets replicas take local steps, and synchronises them when the trigger says so.
 
-    On a step on which a decision is due each replica's trigger answers, and the answers
-    are reduced to one: if any replica requests a sync, all take a sync step; else all
-    take a local step, which sends nothing. The two are the branches of one `lax.cond`;
-    a sync that follows the local step, as `reconcile`'s, is in a loop of one pass or
-    none.
-    Triggers that go by the number of the step (`triggers.evenly`, `every_k`) need no
-    vote.
+    On a step on which a decision is due each replica's trigger answers. If any replica
+    requests a sync, all take a sync step; else all take a local step, which sends
+    nothing. Triggers that go by the number of the step (`triggers.evenly`, `every_k`)
+    need no vote.
 
     Call it inside `curvadion_jax.replicas.step`, or your own `shard_map` in which
     parameters and optimizer state have a leading replica axis (the body strips it) and
@@ -115,7 +112,6 @@ def adaptive_sync(
         gradients were averaged before, or something that must stay local communicates.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> from curvadion_jax import synchronizers, triggers
       >>> local_sgd = adaptive_sync(
       ...     optax.sgd(0.1), triggers.every_k(4), synchronizers.reconcile()

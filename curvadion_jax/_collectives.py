@@ -76,11 +76,6 @@ class Group:
     Attributes:
       axis_name: replica axis; None is one replica, which sends nothing.
       layout: how the arrays of a replica lie on its devices.
-
-    Example:
-      >>> alone = Group()
-      >>> alone.size, alone.mean({"w": 2.0})
-      (1, {'w': 2.0})
     """
 
     axis_name: str | None = None

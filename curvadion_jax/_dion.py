@@ -65,9 +65,9 @@ def scale_by_dion(
       M &\leftarrow B - (1 - \mu) P R^\top \\
       Q &\leftarrow R\,/\,\text{column norms}
 
-    The update is :math:`\sqrt{\text{fan out}/\text{fan in}}\; P Q^\top`, where
-    :math:`\mu` is `momentum`. P lies on the larger side of the matrix, on fan_out if
-    they are equal. All algebra is done in float32 (float64 for float64 input).
+    The update is :math:`\sqrt{\text{fan out}/\text{fan in}}\; P Q^\top`. P lies on the
+    larger side of the matrix, on fan_out if they are equal. All algebra is done in
+    float32 (float64 for float64 input).
 
     Args:
       rank: number of columns of Q. An int is clipped to each matrix; a float in (0, 1]
@@ -101,8 +101,6 @@ def scale_by_dion(
       >>> updates, state = jax.jit(tx.update)(gradients, state, params)
       >>> print(f"{abs(updates['kernel'][0, 0]):.3f}")
       1.000
-      >>> print(f"{state.momentum['kernel'][0, 0]:.3f}")  # 3 - 0.05 * 3
-      2.850
 
     References:
       Ahn et al., `Dion: Distributed Orthonormalized Updates

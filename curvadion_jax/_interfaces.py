@@ -30,11 +30,6 @@ class Payload(NamedTuple):
         2 (N - 1) / N times as many.
       gathered: bytes that each replica puts into all-gathers. It sends N - 1 times as
         many.
-
-    Example:
-      >>> both = Payload(averaged=15) + Payload(averaged=5, gathered=3)
-      >>> both, both.as_averaged(replicas=8)
-      (Payload(averaged=20, gathered=3), 32.0)
     """
 
     averaged: int = 0

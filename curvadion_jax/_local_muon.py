@@ -55,7 +55,7 @@ def local_muon(
       bits: bits per element of the pseudo-gradients: 8, 4, 2 or 1. None means 2. For
         very small budgets (0.001), try 4. Cannot be combined with `synchronizer`.
       momentum: decay rate of the local momentum; a number in [0, 1) or a schedule. For
-        short runs, try a schedule that rises from 0.8 to 0.95.
+        short runs, try ``optax.linear_schedule(0.8, 0.95, steps)``.
       weight_decay: decoupled, of matrices only, times the learning rate.
       weight_decay_mask: as for `optax.contrib.muon`.
       mu_dtype: dtype of the momenta. None means the parameters' dtype.
@@ -91,10 +91,6 @@ def local_muon(
       ...     syncs.append(int(state.metrics.synced))
       >>> syncs
       [0, 1, 0, 1]
-
-      A momentum that rises over a run of 1000 steps:
-
-      >>> tx = local_muon(0.01, momentum=optax.linear_schedule(0.8, 0.95, 1000))
 
     References:
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025

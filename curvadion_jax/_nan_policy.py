@@ -22,8 +22,7 @@ The whole policy; `_adaptive_sync` calls what is here around a step and a sync:
   excluded replica requests none for 10 steps, and one without weight none at all.
   (Syncs that are due by the number of the step take place all the same.)
 
-All of it is counted (`_counters`). Scalars of a state that belong to no scalar
-parameter may be infinite, as the best loss so far is, and not NaN.
+All of it is counted (`_counters`).
 """
 
 import math

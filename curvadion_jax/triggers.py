@@ -389,22 +389,17 @@ def relative_momentum_change(
       \mathrm{RMMC} = \bigl|\, \|m_t\| - \|m_{t-1}\| \,\bigr| \,/\, \|m_{t-1}\|
 
     with :math:`m_t` the momentum that a local step would give; for Dion M + G, before
-    Dion's error feedback. Its Frobenius norms are remembered from step to step, one
-    number per matrix: what error feedback leaves in the state is smaller, and would
-    read as a change that never ends. With constant gradients the change goes to 0,
-    whatever the optimizer. Every matrix of a stack is a layer. The largest value over
-    the layers decides; `adaptive_sync` then synchronises if it exceeds `threshold` on
-    any replica. Without a momentum to compare with (the first step) and for NaN it is
-    infinite.
+    Dion's error feedback. Its Frobenius norms are remembered from step to step: what
+    error feedback leaves in the state is smaller, and would read as a change that never
+    ends. Every matrix of a stack is a layer. The largest value over the layers decides,
+    and any replica's suffices. On the first step and for NaN it is infinite.
 
-    The inner optimizer's momentum is found by its field: `momentum` (Dion), else
-    `trace` (`optax.sgd`, `optax.trace`), else `mu` (Adam, Lion, Muon). With Dion only
-    its matrices count, not the parameters of the other optimizer.
-
-    RMMC is mostly gradient noise, so a threshold belongs to a batch size.
+    The inner optimizer's momentum is found by its field: `momentum` (Dion, whose
+    matrices alone count), else `trace` (`optax.sgd`), else `mu` (Adam, Lion, Muon).
 
     Args:
-      threshold: number, or schedule of the number of steps taken.
+      threshold: number, or schedule of the number of steps taken. It belongs to a batch
+        size, since RMMC is mostly gradient noise.
 
     Returns:
       The trigger. Its value is the largest change over the layers, its state the norms

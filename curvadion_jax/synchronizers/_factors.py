@@ -31,13 +31,9 @@ def average_factors() -> Synchronizer:
         when traced if something between swallows the extra argument `reduce_fn`.
 
     Example:
-      >>> from curvadion_jax import dion
-      >>> from curvadion_jax._matrices import make_view
-      >>> params = {"kernel": jnp.ones((32, 64))}  # its gradients have 8192 bytes
-      >>> views = {"kernel": make_view((32, 64), 0, 1)}
-      >>> state = dion(0.01, rank=8).init(params)
-      >>> average_factors().payload(params, state, views).averaged
-      3072
+      >>> import curvadion_jax as cd
+      >>> always, factors = cd.triggers.always(), average_factors()
+      >>> tx = cd.adaptive_sync(cd.dion(0.01, rank=8), always, factors, "replica")
 
     References:
       Ahn et al., `Dion <https://arxiv.org/abs/2504.05295>`_, section on compressed

@@ -52,8 +52,6 @@ def reconcile(
 
     Example:
       >>> diloco = reconcile(optax.sgd(0.7, momentum=0.9, nesterov=True))
-      >>> diloco.payload({"kernel": jax.numpy.ones((4, 8))}, (), {}).averaged
-      128
 
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023
