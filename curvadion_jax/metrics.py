@@ -8,7 +8,6 @@ import numpy as np
 
 from curvadion_jax import _paths
 from curvadion_jax._counters import WORD, SyncMetrics, counter_paths, initial
-from curvadion_jax._interfaces import Payload
 
 _FAULTS = ("nonfinite", "zeroed", "excluded")
 
@@ -21,19 +20,6 @@ class Report(dict[str, Any]):
         forms = {int: "{:,}", float: "{:.4g}"}
         shown = {name: forms.get(type(x), "{}").format(x) for name, x in self.items()}
         return "\n".join(f"{name:{width}}  {text}" for name, text in shown.items())
-
-
-def sync_bytes(payload: Payload, replicas: int) -> float:
-    """Bytes that one of N replicas sends in a sync.
-
-    2 (N - 1) / N times the averaged and N - 1 times the gathered bytes of `payload`.
-
-    Example:
-      >>> sync_bytes(Payload(averaged=8, gathered=2), replicas=4)  # 12 + 6
-      18.0
-    """
-    others = replicas - 1
-    return 2 * others * payload.averaged / replicas + others * payload.gathered
 
 
 def observe(opt_state: Any) -> SyncMetrics:
@@ -81,9 +67,9 @@ def read(opt_state: Any, params: Any = None) -> Report:
       * `value`: the trigger's last value, the largest of this process; `threshold`:
         what it was compared with; `layer`: path of its parameter in `params`, else its
         index among the leaves. None for a trigger without one,
-      * `bytes`: what one replica has sent, as :func:`sync_bytes` counts it, with each
-        decision and each weight; `synchronous_bytes`: what float32 gradients averaged
-        on every step would have sent,
+      * `bytes`: what one of N replicas has sent, 2 (N - 1) / N times what was averaged
+        and N - 1 times what was gathered; `synchronous_bytes`: what float32 gradients
+        averaged on every step would have sent,
       * `nonfinite`, `zeroed`, `excluded` and `absent`: as in
         :class:`curvadion_jax.SyncMetrics`, summed over the replicas of this process,
       * `troubled`: number of a replica -> its own counts of the first three.
@@ -113,6 +99,7 @@ def read(opt_state: Any, params: Any = None) -> Report:
             "The counters are those of one of several replicas, whose axis is missing. "
             "Give the state of all replicas, or what observe returned for all."
         )
+    others = number - 1
     # NaN where nothing was compared; a NaN on one replica only is its own.
     worst = int(np.argmax(np.where(np.isnan(found.value), -math.inf, found.value)))
     layer = int(found.layer[worst])
@@ -128,8 +115,8 @@ def read(opt_state: Any, params: Any = None) -> Report:
         layer=None if layer == -1 else layer,
         votes=_common(found.votes, "votes"),
         replicas=number,
-        bytes=round(sync_bytes(Payload(averaged, gathered), number)),
-        synchronous_bytes=round(sync_bytes(Payload(synchronous), number)),
+        bytes=round(2 * others * averaged / number + others * gathered),
+        synchronous_bytes=round(2 * others * synchronous / number),
         **{name: int(getattr(found, name).sum()) for name in (*_FAULTS, "absent")},
         troubled=_troubled(found, own),
     )

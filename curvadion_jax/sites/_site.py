@@ -137,9 +137,6 @@ class Site:
           params: as the model's `init` returned them. In a run that has begun, only
             their shapes, dtypes and shardings matter.
 
-        Returns:
-          Parameters with the shardings of the given ones.
-
         Raises:
           OSError: if the store cannot be reached, read, or written. Call it again.
           RuntimeError: if the run is damaged or of another version, or if the store
@@ -157,7 +154,7 @@ class Site:
         return self._returned(params)
 
     def sync(self, params: Any, tokens: float = 1) -> Any:
-        """Call it after every step; it returns at once on most.
+        """Returns the parameters to continue with; call it after every step.
 
         It applies what the run has decided meanwhile. Every `every` steps it hands a
         copy of the parameters to the thread that contributes it. It waits only if a
@@ -167,9 +164,6 @@ class Site:
           params: after the step. They may be donated to the next one.
           tokens: that this site has seen in the step, its weight in a round. With
             several processes the first one's number counts.
-
-        Returns:
-          The parameters to continue with.
 
         Raises:
           RuntimeError: if another site has joined under this name, or this site's outer
