@@ -115,12 +115,11 @@ class Site:
         self._worker: Worker | None = None  # of the first process
         self._structure: Any = None
         self._closed = False
-        self._round = self._contributors = 0
         # Tokens of the contribution that is under way, if one is.
         self._under_way: float | None = None
         # Since the last contribution was taken.
-        self._steps, self._tokens, self._blocked = 0, 0.0, 0.0
-        self._outcomes = {"counted": 0, "late": 0, "rejected": 0}
+        self._steps, self._tokens = 0, 0.0
+        self._metrics: dict[str, Any] = dict.fromkeys(SiteMetrics._fields, 0)
         # What a call has applied. If it is interrupted, the next one applies it again.
         self._news: list[Update] = []
 
@@ -233,16 +232,11 @@ class Site:
     @property
     def metrics(self) -> SiteMetrics:
         """See :class:`SiteMetrics`."""
-        store = self._worker and self._worker.follower.store
-        return SiteMetrics(
-            round=self._round,
-            contributors=self._contributors,
-            **self._outcomes,
-            lag=0 if self._under_way is None else self._steps,
-            blocked=self._blocked,
-            bytes_up=store.up if store else 0,
-            bytes_down=store.down if store else 0,
-        )
+        self._metrics["lag"] = 0 if self._under_way is None else self._steps
+        if self._worker is not None:
+            store = self._worker.follower.store
+            self._metrics |= {"bytes_up": store.up, "bytes_down": store.down}
+        return SiteMetrics(**self._metrics)
 
     def _enter(self, params: Any, arrays: list[Any]) -> None:
         store, model = Store(self._url), Model(params, self._outer, self._codec)
@@ -263,12 +257,13 @@ class Site:
         if (update := _processes.from_first(look)) is None:
             return
         self._news.append(update)
-        self._round, self._contributors = update.number, update.contributors
+        self._metrics["round"] = update.number
+        self._metrics["contributors"] = update.contributors
         if (why := update.outcome) is None:
             return
         tokens, self._under_way = self._under_way or 0.0, None
         kind = {"": "counted", "late": "late"}.get(why, "rejected")
-        self._outcomes[kind] += 1
+        self._metrics[kind] += 1
         if kind == "late":  # and due again, at once
             self._tokens += tokens
             self._steps = max(self._steps, self._every)
@@ -298,7 +293,7 @@ class Site:
         if self._worker is not None:
             self._worker.wait(min(_WAIT, max(end - start, 0.0)))
         self._check_open()  # a signal's handler may have closed it
-        self._blocked += time.monotonic() - start
+        self._metrics["blocked"] += time.monotonic() - start
 
 
 def _check(params: Any) -> None:

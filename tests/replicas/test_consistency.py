@@ -56,36 +56,30 @@ def warns(yes=True):
     return pytest.warns(UserWarning, match="After a sync the replicas still differ in")
 
 
-@pytest.mark.parametrize("after", AFTER)
-def test_a_transformation_after_the_optimizer(after):
-    with warns(after != "nothing") as found:
-        trained(optax.chain(optimizer(), AFTER[after]))
+SELDOM = triggers.at_least_every(triggers.relative_momentum_change(1e9), 5)
+WRAPPED = {
+    **{name: lambda tx, after=tx: optax.chain(tx, after) for name, tx in AFTER.items()},
+    # Parameters of its own, and slow ones.
+    "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 0.1),
+    "lookahead": lambda tx: optax.lookahead(tx, sync_period=3, slow_step_size=0.5),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_what_wraps_or_follows_the_optimizer(name):
+    params = helpers.make_params()
+    if name == "lookahead":
+        params = optax.LookaheadParams.init_synced(params)
+    with warns(name != "nothing") as found:
+        trained(WRAPPED[name](optimizer()), params=params)
     assert found is None or len(found) == 1
 
 
-def test_a_sync_of_which_only_devices_know():
+def test_replicas_of_two_devices_and_a_sync_of_which_only_devices_know():
     """And which is on none of the steps 1, 2, 4, 8, ..."""
-    seldom = triggers.at_least_every(triggers.relative_momentum_change(1e9), 5)
-    with warns():
-        trained(optax.chain(optimizer(seldom), optax.scale(0.999)))
-
-
-def test_parameters_that_a_wrapper_keeps_for_itself():
-    with warns():
-        trained(optax.contrib.schedule_free(optimizer(), 0.1))
-
-
-def test_slow_parameters_of_a_wrapper():
-    tx = optax.lookahead(optimizer(), sync_period=3, slow_step_size=0.5)
-    params = optax.LookaheadParams.init_synced(helpers.make_params())
-    with warns():
-        trained(tx, params=params)
-
-
-def test_replicas_of_two_devices():
     mesh = cd.replicas.make_mesh(REPLICAS, {"fsdp": 2})
     with warns():
-        trained(optax.chain(optimizer(), optax.scale(0.999)), mesh=mesh)
+        trained(optax.chain(optimizer(SELDOM), optax.scale(0.999)), mesh=mesh)
 
 
 @pytest.mark.parametrize("moved", [True, False])

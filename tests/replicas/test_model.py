@@ -9,7 +9,6 @@ import pytest
 import reference
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
 from curvadion_jax import replicas, synchronizers, triggers
@@ -70,17 +69,6 @@ def test_the_anchor_of_each_device_is_its_own():
         assert shard.device == part.device
         helpers.assert_bitwise(shard.data, part[0])
     helpers.assert_bitwise(jax.jit(replicas.anchor)(state)["w"], parts[0][0])
-
-
-def test_the_anchor_under_a_mesh_that_is_set():
-    mesh = replicas.make_mesh(2, {"fsdp": 2}, inner_type=AxisType.Explicit)
-    params = {"w": jnp.arange(8.0).reshape(2, 4)}
-    with jax.set_mesh(mesh):
-        params = jax.device_put(params, NamedSharding(mesh, PartitionSpec("fsdp")))
-        state = LOCAL_SGD.init(params)
-        model = replicas.anchor(replicas.replicate(state, mesh))["w"]
-    assert model.sharding.spec[0] == "fsdp"
-    np.testing.assert_array_equal(model, np.arange(8).reshape(2, 4))
 
 
 def test_anchor_and_consensus_after_a_local_step():
