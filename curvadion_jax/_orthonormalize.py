@@ -31,11 +31,10 @@ def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 def cholesky_qr(a: jax.Array) -> jax.Array:
     r"""Orthonormal basis of the columns, by repeated Cholesky QR.
 
-    Four passes of :math:`A \leftarrow A U^{-1}, U^\top U = A^\top A + s I`. Each
-    scales the columns first. The shift s of the first three keeps the factorisation
-    from failing on an ill-conditioned A, and every pass shrinks the condition number by
-    about :math:`\sqrt{s}`. Two passes suffice up to condition numbers of 1e6 in
-    float32; momenta at full rank reach 1e9.
+    Four passes of :math:`A \leftarrow A U^{-1}, U^\top U = A^\top A + s I`, after
+    scaling the columns. The shift s of the first three keeps the factorisation from
+    failing, and every pass shrinks the condition number by about :math:`\sqrt{s}`.
+    Momenta at full rank have condition numbers of up to 1e9.
 
     Args:
       a: [..., rows, cols] with rows >= cols, float32 or float64.

@@ -231,13 +231,7 @@ def _equinox_weights(params: Any) -> dict[tuple[str, ...], DimensionNumbers | No
 def matrix_views(
     params: optax.Params, dimension_numbers: DimensionNumbersOrFn = None
 ) -> dict[str, _matrices.MatrixView | None]:
-    """Path -> how that parameter is seen as matrices, None for the other optimizer's.
-
-    Raises:
-      TypeError: if something in the tree of dimension numbers is neither those nor
-        None, or a parameter has no real floating-point numbers.
-      ValueError: if dimension numbers do not fit a shape or the tree of parameters.
-    """
+    """Path -> how that parameter is seen as matrices; None for other optimizers'."""
     _trees.check_trainable(params)
     if dimension_numbers is None:
         dimension_numbers = default_dimension_numbers
@@ -349,15 +343,10 @@ def optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """One optimizer for the matrices and another for the rest.
 
-    The rule sees the whole tree of parameters. Inside `optax.partition` each part sees
-    its own leaves only, and a rule that looks at a parameter's neighbours would decide
-    otherwise there.
-
-    Args:
-      matrices: takes a function from any masked tree of the parameters to the dimension
-        numbers of its leaves, and returns the optimizer of the matrices.
-      other: optimizer of the other parameters.
-      dimension_numbers: as given by the user.
+    The rule for `dimension_numbers` sees the whole tree of parameters. Inside
+    `optax.partition` each part sees its own leaves only, so `matrices` is given a
+    function from any masked tree of the parameters to the dimension numbers of its
+    leaves, and returns the optimizer of the matrices.
     """
 
     def make(params):

@@ -72,8 +72,6 @@ class Compressor(NamedTuple):
       codec: :class:`Codec` for contributions that are read one by one; None where
         replicas must run together.
 
-    Nothing checks that ``mean == group.mean(tree - unsent)``.
-
     Example:
       >>> def average(tree, group):
       ...     sent = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)

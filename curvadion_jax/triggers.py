@@ -53,11 +53,11 @@ def decision(
     threshold: jax.typing.ArrayLike = jnp.nan,
     layer: jax.typing.ArrayLike = -1,
 ) -> Decision:
-    """A `Decision` of scalar arrays of the right dtypes; for its fields see there.
+    """A `Decision` of scalar arrays of the right dtypes.
 
     Example:
-      >>> decision(True).layer.dtype
-      dtype('int32')
+      >>> norm = jnp.float32(3.0)
+      >>> answer = decision(norm > 2, value=norm, threshold=2.0)
     """
     return Decision(
         jnp.asarray(fire, jnp.bool_),
@@ -185,7 +185,7 @@ class BudgetState(NamedTuple):
     Attributes:
       of_state: what the other trigger remembers.
       integral: float32[], the lasting part of the logarithm of the threshold's factor.
-        Replica-varying: its own values move it at the bounds.
+        Replica-varying.
       peak: float32[], largest value since the last sync, in units of the threshold of
         the other trigger. Replica-varying.
       share: float32[], syncs per step that are paid for; NaN before the first step.
