@@ -31,8 +31,6 @@ from jax.extend.core import (
 # What may name an axis without sending anything over it; all else counts as
 # communication, so that a collective new to JAX is not overlooked.
 _SILENT = ("axis_index", "pvary")
-# What chooses between two arrays.
-_CHOICES = ("select_n", "cond")
 MIXED = -1
 # Around the optimizer's own communication, in the names of a program's equations.
 SCOPE = "curvadion_jax.update"
@@ -125,9 +123,10 @@ def updates_in(jaxpr: Jaxpr) -> int:
 
 
 def sources(jaxpr: Jaxpr) -> list[int | None]:
-    """Which input each result of a step is, handed through; else None, or MIXED.
+    """Which input each result of a step is, handed through; else None.
 
-    Followed back through jitted functions, loops, and equations of one operand.
+    MIXED if it is chosen from two arrays. Followed back through jitted functions,
+    loops, and equations of one operand.
     """
     made_by = {x: (e, i) for e in jaxpr.eqns for i, x in enumerate(e.outvars)}
     inputs = {x: i for i, x in enumerate(jaxpr.invars)}
@@ -140,7 +139,7 @@ def sources(jaxpr: Jaxpr) -> list[int | None]:
             return inputs.get(variable)
         equation, index = made_by[variable]
         operands = equation.invars
-        if equation.primitive.name in _CHOICES:
+        if equation.primitive.name in ("select_n", "cond"):
             return MIXED
         if _is_update(equation):
             return None

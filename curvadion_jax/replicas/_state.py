@@ -4,8 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -45,10 +43,8 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
 
     def broadcast(x):
         x = jnp.broadcast_to(x, (number, *jnp.shape(x)))
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return x
         # A weakly typed number would change its type on the first step.
-        return lax.convert_element_type(x, x.dtype)
+        return jnp.asarray(x, x.dtype)
 
     def sharding(x):
         inner = getattr(x, "sharding", None)
@@ -83,11 +79,9 @@ def _on_mesh(x: Any, mesh: Mesh, axis_name: str) -> Any:
     if any(mesh.shape.get(axis) != sharding.mesh.shape[axis] for axis in axes):
         spec = P()
     if x.is_fully_addressable and mesh.is_multi_process:
-        # Arrays of one process are not put on all, and every process has the value.
-        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return np.asarray(x)
-        data = jnp.asarray(np.asarray(jax.random.key_data(x)))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        # `device_put` takes no arrays of one process. Every process has the value.
+        place = NamedSharding(mesh, spec)
+        return jax.make_array_from_callback(x.shape, place, lambda index: x[index])
     return jax.device_put(x, NamedSharding(mesh, spec))
 
 
