@@ -113,7 +113,7 @@ def restore(
     replicas: int | None = None,
     partial: bool = False,
 ) -> Any:
-    """Reads a state, bit for bit, into the structure and shardings of a target.
+    """Returns a saved state, bit for bit, in the structure and shardings of a target.
 
     Args:
       directory: the folder given to `save`.
@@ -125,9 +125,6 @@ def restore(
         another one: it is then changed as by `curvadion_jax.replicas.resize`.
       partial: whether the target may be a part of what was saved, by its paths, such as
         ``{"params": ...}`` for inference or fine-tuning.
-
-    Returns:
-      The restored state, with the target's structure, static parts and shardings.
 
     Raises:
       FileNotFoundError: if there is no checkpoint, or none of this step.

@@ -37,34 +37,33 @@ class ConsistencyCheck:
         counters, anchors, common = self._split(state)
         if not counters:
             return
-        # Arrays that may be the parameter of an anchor end with its name.
-        copies = {
-            names: found
+        # An anchor with arrays that may be its parameter: they end with its name.
+        pairs = {
+            names: (x, found)
             for anchor in anchors
             for names, x in anchor.items()
             if (found := _ending_with(names, x.shape, common))
         }
-        parameters = {n: x for each in anchors for n, x in each.items() if n in copies}
         started, differs, moved, nonfinite = on_host(
-            _compare_at_start, counters, common, parameters, copies
+            _compare_at_start, counters, common, pairs
         )
         if started:
             return
-        if name := _first(differs):
+        if names := _named(differs):
             raise ValueError(
-                f"Replicas start from different values ({name!r}), and would never "
+                f"Replicas start from different values ({names[0]!r}), and would never "
                 "meet. Give replicas.replicate the state of one replica, and name what "
                 "is meant to differ in replicas.step(local=...)."
             )
-        if name := _first(moved):
+        if names := _named(moved):
             raise ValueError(
-                f"The parameters ({name!r}) are not those given to tx.init, to which "
-                "the first sync would return. Call tx.init with them, or "
+                f"The parameters ({names[0]!r}) are not those given to tx.init, to "
+                "which the first sync would return. Call tx.init with them, or "
                 "replicas.reanchor(params, opt_state)."
             )
-        if name := _first(nonfinite):
+        if names := _named(nonfinite):
             raise ValueError(
-                f"{name!r} holds NaN or Inf, so syncs would exclude every replica. "
+                f"{names[0]!r} holds NaN or Inf, so syncs would exclude every replica. "
                 "Keep such arrays, as masks are, out of the parameters."
             )
 
@@ -100,8 +99,7 @@ class ConsistencyCheck:
             return []
         if not on_host(_all_synced, counters):
             return None  # without a comparison, which sends a whole model
-        differs = on_host(_differ_after_sync, common)
-        return ["/".join(names) for names, yes in differs.items() if yes]
+        return _named(on_host(_differ_after_sync, common))
 
     def _split(self, state: Any) -> tuple[list, list[Arrays], Arrays]:
         """Counters and anchors of each optimizer, and what should be equal."""
@@ -130,19 +128,19 @@ def _ending_with(names: Names, shape: Any, arrays: Arrays) -> list[Any]:
     return [x for end, x in pairs if end == names and x.shape == shape]
 
 
-def _first(flags: dict[Names, bool]) -> str | None:
-    return next(("/".join(names) for names, yes in flags.items() if yes), None)
+def _named(flags: dict[Names, bool]) -> list[str]:
+    return ["/".join(names) for names, yes in flags.items() if yes]
 
 
-def _compare_at_start(counters, common, anchors, copies) -> Any:
+def _compare_at_start(counters, common, pairs) -> Any:
     """Whether a step was taken; by name what differs, has moved, or is not finite."""
     started = jnp.any(jnp.stack([jnp.any(steps > 0) for steps, *_ in counters]))
     between = {names: differ(x, x[:1]) for names, x in common.items()}
     moved = {
-        names: jnp.all(jnp.stack([differ(x, copy) for copy in copies[names]]))
-        for names, x in anchors.items()
+        names: jnp.all(jnp.stack([differ(x, copy) for copy in copies]))
+        for names, (x, copies) in pairs.items()
     }
-    nonfinite = {names: ~jnp.all(jnp.isfinite(x)) for names, x in anchors.items()}
+    nonfinite = {n: ~jnp.all(jnp.isfinite(x)) for n, (x, _) in pairs.items()}
     return started, between, moved, nonfinite
 
 

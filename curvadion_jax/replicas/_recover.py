@@ -110,9 +110,6 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
         they were, if it has the axes.
       axis_name: name of the replica axis.
 
-    Returns:
-      The state on the mesh.
-
     Raises:
       ValueError: if neither number of replicas divides the other.
 

@@ -1,5 +1,6 @@
 """The training step that a user has, compiled for all replicas."""
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -74,6 +75,7 @@ def step(
     return CompiledStep(function, mesh, axis_name, donate, average, local)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class CompiledStep:
     """A training step on all replicas, compiled when it is called.
 
@@ -81,25 +83,21 @@ class CompiledStep:
     decision and with one, where the host knows which is due.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        mesh: Mesh,
-        axis_name: str,
-        donate: bool,
-        average: Sequence[str],
-        local: Sequence[str],
-    ):
-        functools.update_wrapper(self, function, updated=())
-        self._function, self._donate = function, donate
-        self._mesh, self._axis_name = mesh, axis_name
-        self._average, self._local = average, local
+    _function: Callable[..., Any]
+    _mesh: Mesh
+    _axis_name: str
+    _donate: bool
+    _average: Sequence[str]
+    _local: Sequence[str]
+
+    def __post_init__(self):
+        functools.update_wrapper(self, self._function, updated=())
         # A key is the structure of a state, how it lies on the devices, and its shapes.
         self._programs: dict[Any, tuple[Any, _mapped.Mapped]] = {}  # by key and `due`
         self._schedules: dict[Any, _Schedule | None] = {}  # by key and arrays given
         self._counter: Any = None  # a counter of steps on devices, and its number
         self._steps = 0
-        self._check = ConsistencyCheck(local)
+        self._check = ConsistencyCheck(self._local)
 
     def __call__(self, state: Any, batch: Any, *shared: Any) -> tuple[Any, Any]:
         """The state after the step, and the metrics; see :func:`step`."""
