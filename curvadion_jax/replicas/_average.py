@@ -36,8 +36,7 @@ def average_where_synced(
     _paths.check_named(floating, average, "average")
     averaged = [names for names in floating if _paths.lies_in(names, average)]
     counters = [(*path, "metrics") for path in _counters.optimizers(arrays)]
-    is_known_local = step.due_of is not None and step.due is False
-    if not counters or is_known_local:
+    if not counters or (step.due_of and step.due is False):  # a local step
         return state
     synced, weight = jnp.zeros([], jnp.bool_), jnp.zeros([])
     for path in counters:

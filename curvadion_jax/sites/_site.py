@@ -34,7 +34,6 @@ class SiteMetrics(NamedTuple):
       round: rounds that are committed.
       contributors: sites in the last of them.
       counted, late, rejected: contributions of this site, by what became of them.
-      lag: steps since the contribution that is under way was taken; 0 if none is.
       blocked: seconds in which `sync` has waited.
       bytes_up, bytes_down: written to and read from the store, headers included.
     """
@@ -44,7 +43,6 @@ class SiteMetrics(NamedTuple):
     counted: int
     late: int
     rejected: int
-    lag: int
     blocked: float
     bytes_up: int
     bytes_down: int
@@ -232,7 +230,6 @@ class Site:
     @property
     def metrics(self) -> SiteMetrics:
         """See :class:`SiteMetrics`."""
-        self._metrics["lag"] = 0 if self._under_way is None else self._steps
         if self._worker is not None:
             store = self._worker.follower.store
             self._metrics |= {"bytes_up": store.up, "bytes_down": store.down}

@@ -28,20 +28,10 @@ def changed(opt_state, **counters):
     return opt_state._replace(metrics=opt_state.metrics._replace(**counters))
 
 
-KINDS = {
-    **dict.fromkeys(("steps", "syncs", "votes", "replicas"), int),
-    **dict.fromkeys(("nonfinite", "zeroed", "excluded", "absent"), int),
-    "troubled": dict,
-    **dict.fromkeys(("bytes", "synchronous_bytes"), int),
-    "sync_rate": float,
-    **dict.fromkeys(("value", "threshold", "layer"), type(None)),
-    "synced": bool,
-}
-
-
 def test_before_the_first_step():
     read = metrics.read(optimizer().init(helpers.make_params()))
-    assert {name: type(value) for name, value in read.items()} == KINDS
+    kinds = {type(value) for value in read.values()}  # of Python alone
+    assert kinds == {int, float, bool, dict, type(None)}
     assert (read["steps"], read["bytes"], read["sync_rate"]) == (0, 0, 0)
     assert (read["value"], read["threshold"], read["layer"]) == (None, None, None)
 
