@@ -112,7 +112,9 @@ def join(store: Store, name: str) -> int:
     # A listing may be old. So what is there is passed, and not listed again.
     while not store.create(member_key(name, incarnation, "json"), own):
         incarnation += 1
-    if store.create(member_key(name, incarnation, "json"), b"{}"):
+    again = store.create(member_key(name, incarnation, "json"), b"{}")
+    # A site that has joined under this name meanwhile may have removed the first.
+    if again and incarnation >= members(store.keys(MEMBERS)).newest.get(name, 0):
         raise RuntimeError(
             f"The store {store.url} overwrites objects, so two sites could both "
             "commit a round. Use a store with conditional writes (If-None-Match)."

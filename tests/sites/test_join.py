@@ -33,6 +33,22 @@ def test_a_store_that_overwrites():
         started(overwriting(MemoryStore()))
 
 
+def test_a_twin_that_joins_meanwhile_is_no_fault_of_the_store(monkeypatch):
+    """It removes what the older one has created, which is told of it later."""
+    older, twin = (_store.Store(store) for store in [MemoryStore()] * 2)
+    create, joined = older.create, []
+
+    def slow(key, data):
+        found = create(key, data)
+        if not joined:
+            joined.append(_run.join(twin, "oslo"))
+        return found
+
+    monkeypatch.setattr(older, "create", slow)
+    assert (_run.join(older, "oslo"), joined) == (1, [2])
+    assert _run.members(older.keys(_run.MEMBERS)).newest == {"oslo": 2}
+
+
 def test_start_may_be_repeated_after_a_failure():
     def refuse(*_, **__):
         raise PermissionDeniedError("Forbidden\nAuthorization: AWS4 secret")
