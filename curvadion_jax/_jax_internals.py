@@ -65,18 +65,13 @@ def trace(function: Callable[..., Any], *operands: Any) -> Traced:
     return Traced(*jax.make_jaxpr(function, return_shape=True)(*operands))
 
 
-def inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
-    """The programs in an equation: branches, bodies, jitted functions."""
-    return list(jaxprs_in_params(equation.params))
-
-
 def equations(
     jaxpr: Jaxpr, around: tuple[JaxprEqn, ...] = ()
 ) -> Iterator[tuple[JaxprEqn, tuple[JaxprEqn, ...]]]:
     """Every equation of a program, and the equations around it, outermost first."""
     for equation in jaxpr.eqns:
         yield equation, around
-        for program in inner_jaxprs(equation):
+        for program in jaxprs_in_params(equation.params):
             yield from equations(program, (*around, equation))
 
 
@@ -143,7 +138,7 @@ def sources(jaxpr: Jaxpr) -> list[int | None]:
             return MIXED
         if _is_update(equation):
             return None
-        if inner := inner_jaxprs(equation):
+        if inner := list(jaxprs_in_params(equation.params)):
             body = inner[-1]  # A while loop has its condition in front of it.
             if id(equation) not in of_bodies:
                 of_bodies[id(equation)] = sources(body)

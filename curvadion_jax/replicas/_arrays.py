@@ -16,6 +16,7 @@ from curvadion_jax import _layout, _memory, _paths
 
 def count_replicas(tree: Any, what: str, expected: int | None = None) -> int:
     """The length of the replica axis; rejects a tree with a leaf that lacks it."""
+    check_unshared(tree)
     leaves = _paths.leaves_with_path(tree)
     number = expected or next((len(x) for _, x in leaves if np.ndim(x)), 1)
     for name, leaf in leaves:

@@ -48,8 +48,17 @@ def average_where_synced(
     size = compressors.exact().payload([x[0] for x in operands[:-1]]).averaged
 
     def mean(weight, *operands):
+        """Over replicas whose arrays are finite; without any, arrays as they are."""
         *local, sent = operands
-        means = _weighted_means(local, weight, step.axis_name)
+        weight = jnp.where(_finite.all_finite(local), weight, 0)
+        wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in local]
+        weighted = [jnp.where(weight > 0, weight.astype(x.dtype) * x, 0) for x in wide]
+        group = _collectives.Group(step.axis_name, _layout.current())
+        *sums, total = group.mean([*weighted, weight])
+        means = [
+            jnp.where(total > 0, each / total, x).astype(x.dtype)
+            for each, x in zip(sums, local, strict=True)
+        ]
         return [*means, _counters.charged(sent, Payload(averaged=size))]
 
     def of_replica(*operands):
@@ -64,18 +73,3 @@ def average_where_synced(
     new = over_replicas(synced, weight, *operands)
     arrays.update(zip((*averaged, sent), new, strict=True))
     return jax.tree.unflatten(jax.tree.structure(state), arrays.values())
-
-
-def _weighted_means(
-    arrays: list[jax.Array], weight: jax.Array, axis_name: str
-) -> list[jax.Array]:
-    """Means over replicas whose arrays are finite; without any, arrays as they are."""
-    weight = jnp.where(_finite.all_finite(arrays), weight, 0)
-    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays]
-    weighted = [jnp.where(weight > 0, weight.astype(x.dtype) * x, 0) for x in wide]
-    group = _collectives.Group(axis_name, _layout.current())
-    *sums, total = group.mean([*weighted, weight])
-    return [
-        jnp.where(total > 0, each / total, x).astype(x.dtype)
-        for each, x in zip(sums, arrays, strict=True)
-    ]

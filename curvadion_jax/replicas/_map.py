@@ -33,7 +33,14 @@ def map_over_replicas(
     def inspected(state, batch, *shared):
         step.is_program = False
         traced = _jax_internals.trace(function, state, batch, *shared)
-        _check_result(traced.result, state)
+        result = traced.result
+        pair = isinstance(result, tuple | list) and len(result) == 2
+        # (state, metrics) never has the structure of the state alone, which is in it.
+        if not pair or jax.tree.structure(result) == jax.tree.structure(state):
+            raise TypeError(
+                "The training step must return (state, metrics), and returned "
+                f"{result!r:.200}. Return {{}} if there are no metrics."
+            )
         _inspect(traced, step, state, local)
         step.is_program = True
         return traced(state, batch, *shared)
@@ -134,14 +141,4 @@ def _check_batch(batch: Any, number: int) -> None:
             f"The arrays of a batch need one number of rows, divisible by {number} "
             f"replicas: {found}. Give the global batch; what all replicas share comes "
             "after it: step(state, batch, shared)."
-        )
-
-
-def _check_result(result: Any, state: Any) -> None:
-    pair = isinstance(result, tuple | list) and len(result) == 2
-    # (state, metrics) never has the structure of the state alone, which is in it.
-    if not pair or jax.tree.structure(result) == jax.tree.structure(state):
-        raise TypeError(
-            "The training step must return (state, metrics), and returned "
-            f"{result!r:.200}. Return {{}} if there are no metrics."
         )

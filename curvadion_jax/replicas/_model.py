@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _memory, _paths
 from curvadion_jax.replicas._arrays import (
-    check_unshared,
     count_replicas,
     differ,
     on_host,
@@ -35,7 +34,6 @@ def consensus(params: Any) -> Any:
       [2.0]
     """
     count_replicas(params, "parameters")
-    check_unshared(params)
     return _mean(params)
 
 
@@ -67,7 +65,6 @@ def divergence(params: Any) -> jax.Array:
       0.2425
     """
     count_replicas(params, "parameters")
-    check_unshared(params)
     return _divergence(jax.tree.leaves(params))
 
 

@@ -15,9 +15,6 @@ from curvadion_jax.replicas._mesh import AXIS, check_mesh
 def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
     """The same state on every replica: gives every array a leading replica axis.
 
-    A PRNG key is the same on every replica as well. For noise of its own a replica
-    folds its number in: ``jax.random.fold_in(key, jax.lax.axis_index("replica"))``.
-
     Args:
       tree: any tree of arrays and numbers, such as a whole Flax `TrainState`.
       mesh: mesh with the replica axis.

@@ -115,10 +115,13 @@ class CompiledStep:
         given = key, form, *((np.shape(x), getattr(x, "dtype", None)) for x in rest)
         is_new = given not in self._schedules
         schedule = self._schedule(key, operands) if is_new else self._schedules[given]
-        if is_new or (schedule and self._is_at_start(leaves[schedule.counter])):
+        counter = schedule and leaves[schedule.counter]
+        # A state that the step did not return may be one that is made anew.
+        is_given = schedule and counter is not self._counter
+        if is_new or (is_given and self._read(counter) == 0):
             self._check.at_start(state)
         self._schedules[given] = schedule
-        due = schedule and schedule.due_of(self._read(leaves[schedule.counter]))
+        due = schedule and schedule.due_of(self._read(counter))
         program, _ = self._program(key, due)
         if is_new:
             self._inspect(program, operands)
@@ -162,10 +165,6 @@ class CompiledStep:
             return None
         counter = names.index((*optimizers[0], "metrics", "steps"))
         return _Schedule(counter, mapped.due_of)
-
-    def _is_at_start(self, counter: Any) -> bool:
-        """Whether a state that the step did not return has taken no step."""
-        return counter is not self._counter and self._read(counter) == 0
 
     def _read(self, counter: Any) -> int:
         """The number of steps taken, counted on the host.
