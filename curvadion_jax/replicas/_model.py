@@ -71,11 +71,11 @@ def divergence(params: Any) -> jax.Array:
 @jax.jit
 def _divergence(params: list[jax.Array]) -> jax.Array:
     leaves = [
-        x.astype(jnp.promote_types(x, jnp.float32))
+        part.astype(jnp.promote_types(part, jnp.float32))
         for x in _memory.to_device(params)
         if jnp.issubdtype(x.dtype, jnp.inexact)
+        for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))
     ]
-
     # From the first replica, so that equal replicas give exactly zero: the mean of
     # equal numbers may be rounded.
     distances = [x - x[:1] for x in leaves]
