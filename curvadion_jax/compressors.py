@@ -352,15 +352,18 @@ class _Bucket:
     def __init__(self, arrays: Sequence[jax.Array], block: int, first: int) -> None:
         self.arrays, self.block = arrays, block
         self.first = first  # block among those of all buckets
-        joined = arrays[0]
+        joined, piece = arrays[0], _PIECE
         if len(arrays) > 1 or not joined.size:
             joined = jnp.concatenate([_in_blocks(x, block) for x in arrays])
+            # Outside of a loop XLA would put the work into the program once for every
+            # array that is cut out of the result.
+            piece = min(piece, joined.size // 2)
         self.table = joined.reshape(-1, *joined.shape[1:][-1:])
         rows, self.columns = len(self.table), math.prod(self.table.shape[1:])
         # Rows that fill blocks, eight together as TPUs keep them.
         unit = math.lcm(8, block // math.gcd(block, self.columns))
-        self.height = max(_PIECE // (self.columns * unit), 1) * unit
-        self.count = rows // self.height if joined.size > _PIECE else 0
+        self.height = max(piece // (self.columns * unit), 1) * unit
+        self.count = rows // self.height if joined.size > piece else 0
         self.rest = rows - self.count * self.height  # rows of a last, shorter piece
 
     def to_rows(self, bits: int) -> jax.Array:
