@@ -94,9 +94,10 @@ class CompiledStep:
         functools.update_wrapper(self, self._function, updated=())
         # A key is the structure of a state, how it lies on the devices, and its shapes.
         self._programs: dict[Any, tuple[Any, _mapped.Mapped]] = {}  # by key and `due`
-        self._schedules: dict[Any, _Schedule | None] = {}  # by key and arrays given
+        self._schedules: dict[Any, _Schedule] = {}  # by key and arrays given
         self._counter: Any = None  # a counter of steps on devices, and its number
         self._steps = 0
+        self._returned: Any = None  # the counter in the state that was returned last
         self._check = ConsistencyCheck(self._local)
 
     def __call__(self, state: Any, batch: Any, *shared: Any) -> tuple[Any, Any]:
@@ -115,20 +116,22 @@ class CompiledStep:
         given = key, form, *((np.shape(x), getattr(x, "dtype", None)) for x in rest)
         is_new = given not in self._schedules
         schedule = self._schedule(key, operands) if is_new else self._schedules[given]
-        counter = schedule and leaves[schedule.counter]
+        counter = None if schedule.counter is None else leaves[schedule.counter]
         # A state that the step did not return may be one that is made anew.
-        is_given = schedule and counter is not self._counter
+        is_given = counter is not None and counter is not self._returned
         if is_new or (is_given and self._read(counter) == 0):
             self._check.at_start(state)
         self._schedules[given] = schedule
-        due = schedule and schedule.due_of(self._read(counter))
+        due = schedule.due_of and schedule.due_of(self._read(counter))
         program, _ = self._program(key, due)
         if is_new:
             self._inspect(program, operands)
         new, metrics = program(*operands)
         leaves, returned = jax.tree.flatten(new)
-        if schedule and returned == structure:
-            self._counter, self._steps = leaves[schedule.counter], self._steps + 1
+        if schedule.counter is not None and returned == structure:
+            self._returned = leaves[schedule.counter]
+            if schedule.due_of:
+                self._counter, self._steps = self._returned, self._steps + 1
         self._check.after_step(new, due)
         return new, metrics
 
@@ -151,8 +154,8 @@ class CompiledStep:
         places = (_arrays.placement(x, self._mesh, self._axis_name) for x in leaves)
         return structure, tuple(places), tuple(map(np.shape, leaves))
 
-    def _schedule(self, key, operands) -> "_Schedule | None":
-        """None where the host cannot know what is due: devices decide on every step."""
+    def _schedule(self, key, operands) -> "_Schedule":
+        """What the host can know of a step's decisions."""
         program, mapped = self._program(key, False)
         program.trace(*operands)
         if mapped.due_of is None:  # The program did not depend on `due`.
@@ -160,11 +163,10 @@ class CompiledStep:
             self._programs[key, None] = self._programs.pop((key, False))
         # By names, since a framework may keep the state in its own classes.
         names = [names for names, _ in _paths.leaves_with_names(operands[0])]
-        optimizers = _counters.optimizers(names)
-        if mapped.due_of is None or mapped.updates != 1 or len(optimizers) != 1:
-            return None
-        counter = names.index((*optimizers[0], "metrics", "steps"))
-        return _Schedule(counter, mapped.due_of)
+        counters = [(*path, "metrics", "steps") for path in _counters.optimizers(names)]
+        is_known = mapped.updates == 1 and len(counters) == 1
+        counter = names.index(counters[0]) if counters else None
+        return _Schedule(counter, mapped.due_of if is_known else None)
 
     def _read(self, counter: Any) -> int:
         """The number of steps taken, counted on the host.
@@ -244,5 +246,5 @@ def _without_aliases(operands: Any) -> Any:
 class _Schedule(NamedTuple):
     """Tells the host whether a decision is due."""
 
-    counter: int  # which leaf of the state counts the steps
-    due_of: Callable[[int], bool]  # see `_mapped.Mapped`
+    counter: int | None  # which leaf of the state counts the steps of an optimizer
+    due_of: Callable[[int], bool] | None  # see `_mapped.Mapped`; None if devices decide

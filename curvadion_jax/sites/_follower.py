@@ -266,6 +266,9 @@ class Worker(threading.Thread):
         self._ending = False
         # The open round and the anchor that the main thread knows.
         self._taken: tuple[int, Arrays] = -1, []
+        self._turned = (
+            time.monotonic()
+        )  # when the store last answered, or was warned of
 
     def take(self) -> Update | None:
         """What is new since the last call, in which all was taken.
@@ -307,6 +310,12 @@ class Worker(threading.Thread):
             self._changed.wait_for(
                 lambda: self.follower.decided or self._error or self._ending, seconds
             )
+        if time.monotonic() - self._turned > _PATIENCE:
+            self._turned = time.monotonic()
+            text = (
+                "A request to %s has had no answer for a minute, and this site waits."
+            )
+            log.warning(text, self.follower.store.url)
 
     def end(self, seconds: float) -> None:
         with self._changed:
@@ -327,6 +336,7 @@ class Worker(threading.Thread):
                     if time.monotonic() - warned >= _PATIENCE:
                         warned = time.monotonic()
                         log.warning("%s This site tries again.", error)
+                self._turned = time.monotonic()
                 with self._changed:  # after a failure a new contribution waits as well
                     self._changed.wait_for(
                         lambda failed=failed: (

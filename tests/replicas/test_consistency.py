@@ -35,6 +35,8 @@ def optimizer(trigger=None, inner=None, **options):
 
 
 TX = optimizer()
+NO_REQUEST = triggers.stateless(lambda seen: triggers.decision(False))
+VOTING = cd.local_muon(0.1, trigger=NO_REQUEST, axis_name=helpers.AXIS)
 NO_ANCHOR = cd.presets.synchronous_dion(0.1, axis_name=helpers.AXIS)
 
 
@@ -207,13 +209,14 @@ MOVED = r"The parameters \('bias'\) are not those given to tx.init"
     ("tx", "initialised", "params", "message"),
     [
         (TX, SAME, SAME, None),
+        (VOTING, SAME, SAME, None),
         (TX, MODELS, MODELS, APART),
         (TX, SAME, MODELS, APART),
         (TX, SAME, OTHER, MOVED),
         (NO_ANCHOR, MODELS, MODELS, APART),
         (TX, SPOILT, SPOILT, "'bias' holds NaN or Inf"),
     ],
-    ids=["one", "seeds", "apart", "loaded", "no anchor", "a mask"],
+    ids=["one", "voting", "seeds", "apart", "loaded", "no anchor", "a mask"],
 )
 def test_the_first_step_rejects_another_model(tx, initialised, params, message):
     state, (batch,) = start(tx, initialised, params), helpers.make_gradients(1, 2)
@@ -263,6 +266,5 @@ def test_each_of_two_optimizers_has_an_anchor_of_its_own():
     step, batch = cd.replicas.step(train_both, MESH), np.ones(REPLICAS)
     step(cd.replicas.replicate(pairs, MESH), batch)
     pairs["d"] = ({"w": 0 * w}, pairs["d"][1])
-    step = cd.replicas.step(train_both, MESH)
     with pytest.raises(ValueError, match=r"'w'\) are not those"):
         step(cd.replicas.replicate(pairs, MESH), batch)

@@ -11,6 +11,7 @@ from site_runs import start_params, together, train
 from site_steps import ByHand
 
 from curvadion_jax import compressors, sites
+from curvadion_jax.sites import _follower
 
 PARAMS = {"w": jnp.zeros((4, 8))}
 
@@ -21,7 +22,7 @@ def decided(site):
     assert site._worker.follower.decided
 
 
-def test_sync_waits_beyond_the_bound_alone(monkeypatch):
+def test_sync_waits_beyond_the_bound_alone(monkeypatch, caplog):
     store = Gated()
     with sites.Site(store, "oslo", every=2, max_lag=2, poll=0.01) as site:
         params = site.start(PARAMS)
@@ -30,6 +31,9 @@ def test_sync_waits_beyond_the_bound_alone(monkeypatch):
 
         def opening(seconds):
             waits.append(seconds)
+            with monkeypatch.context() as patch:  # as after a minute
+                patch.setattr(_follower, "_PATIENCE", 0.0)
+                wait(0)
             store.open.set()
             wait(seconds)
 
@@ -40,6 +44,7 @@ def test_sync_waits_beyond_the_bound_alone(monkeypatch):
         assert site.metrics.blocked == 0
         params = site.sync(stepped(params))  # the second since it was taken
         assert waits
+        assert "has had no answer" in caplog.text
         assert site.metrics.counted >= 1
         np.testing.assert_array_equal(params["w"], 4.0)
 
