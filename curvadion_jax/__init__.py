@@ -19,7 +19,6 @@ from curvadion_jax._counters import SyncMetrics
 from curvadion_jax._curvadion import curvadion
 from curvadion_jax._dion import DionState, dion, scale_by_dion
 from curvadion_jax._local_muon import local_muon
-from curvadion_jax._orthonormalize import cholesky_qr
 from curvadion_jax._partition import (
     DimensionNumbers,
     default_dimension_numbers,
@@ -34,7 +33,6 @@ __all__ = [
     "SyncMetrics",
     "adaptive_sync",
     "checkpoint",
-    "cholesky_qr",
     "compressors",
     "curvadion",
     "default_dimension_numbers",

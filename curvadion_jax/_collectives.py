@@ -132,7 +132,6 @@ class Group:
         leaves = jax.tree.leaves(vary(tree, self.axis_name))
         if not self.layout.axes:
             return function(self, leaves)
-        self.layout.check_known()
         specs = self.layout.specs(tree)
         specs = [spec or PartitionSpec() for spec in specs]
         alone = self.laid_out(ONE_DEVICE)

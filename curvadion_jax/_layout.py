@@ -10,7 +10,6 @@ of an array's type. A model may use them; the optimizer's update sees automatic 
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -75,16 +74,6 @@ class Layout:
             return factor
         others = [PartitionSpec.UNCONSTRAINED] * (factor.ndim - 1)
         return lax.with_sharding_constraint(factor, PartitionSpec(*others, None))
-
-    def check_known(self) -> None:
-        """Warns where no array's place is known."""
-        if self.axes and not self.placed:
-            warnings.warn(
-                "A sync cannot see how the state is sharded inside a replica, and "
-                "gathers whole arrays. Call the step with arrays on its mesh, or with "
-                "jax.ShapeDtypeStruct that have shardings.",
-                stacklevel=2,
-            )
 
     def _by_path(self, path: str, shape: tuple[int, ...]) -> PartitionSpec | None:
         for each in self.placed:

@@ -35,22 +35,11 @@ def cholesky_qr(a: jax.Array) -> jax.Array:
     scaling the columns. The shift s of the first three keeps the factorisation from
     failing, and every pass shrinks the condition number by about :math:`\sqrt{s}`.
     Momenta at full rank have condition numbers of up to 1e9.
+    (Fukaya et al., `Shifted Cholesky QR for computing the QR factorization of
+    ill-conditioned matrices <https://arxiv.org/abs/1809.11085>`_, 2020)
 
-    Args:
-      a: [..., rows, cols] with rows >= cols, float32 or float64.
-
-    Returns:
-      [..., rows, cols] of the same dtype. Columns are orthonormal, or zero where the
-      input has a zero column or an exact copy.
-
-    Example:
-      >>> basis = cholesky_qr(jnp.array([[3.0, 1.0], [4.0, 1.0], [0.0, 1.0]]))
-      >>> bool(jnp.allclose(basis.T @ basis, jnp.eye(2), atol=1e-6))
-      True
-
-    References:
-      Fukaya et al., `Shifted Cholesky QR for computing the QR factorization of
-      ill-conditioned matrices <https://arxiv.org/abs/1809.11085>`_, 2020
+    Takes [..., rows, cols] with rows >= cols, float32 or float64. Columns of the result
+    are orthonormal, or zero where the input has a zero column or an exact copy.
     """
     # Above the rounding error of a Gram matrix of unit columns and its factorisation.
     shift = max(20, 2 * a.shape[-1]) * float(jnp.finfo(a.dtype).eps)

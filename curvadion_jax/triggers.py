@@ -97,22 +97,12 @@ def _scheduled(due: Callable[[Any, float], Any]) -> Trigger:
 
 
 def always() -> Trigger:
-    """Every step synchronises.
-
-    Example:
-      >>> always().due(7, 1.0)
-      True
-    """
+    """Every step synchronises."""
     return _scheduled(lambda steps, cost: True)
 
 
 def never() -> Trigger:
-    """No step synchronises.
-
-    Example:
-      >>> never().due(7, 1.0)
-      False
-    """
+    """No step synchronises."""
     return _scheduled(lambda steps, cost: False)
 
 

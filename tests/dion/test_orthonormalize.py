@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import curvadion_jax as cd
+from curvadion_jax._orthonormalize import cholesky_qr
 
 # |P^T P - I|, largest entry. Measured over the inputs below, float32: 7e-7, whatever
 # the condition number; float64: 2e-15.
@@ -25,7 +25,7 @@ SPAN_RTOL = 8e-6
 # the spectral norm exceeds 1 by up to 2e-4 (Kahan's matrix) and 5e-5, measured.
 EXCESS = 1e-3
 
-BASIS = jax.jit(cd.cholesky_qr)
+BASIS = jax.jit(cholesky_qr)
 
 
 def normal(*shape, seed=0):
@@ -80,7 +80,7 @@ def test_bad_matrix_of_a_stack_leaves_the_others_alone():
 
 def test_lapack_is_given_one_matrix_at_a_time():
     """Batched calls on several devices of one CPU deadlock."""
-    over_replicas = jax.jit(jax.vmap(cd.cholesky_qr))
+    over_replicas = jax.jit(jax.vmap(cholesky_qr))
     text = over_replicas.lower(jnp.ones((3, 2, 8, 4))).as_text()
     calls = [line for line in text.splitlines() if "@lapack_" in line]
     assert len(calls) >= 2
