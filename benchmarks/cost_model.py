@@ -111,19 +111,10 @@ def sync_bytes(payload: Payload, replicas: int) -> float:
 
 @dataclass(frozen=True)
 class Link:
-    """A link from a replica to its neighbours.
-
-    Attributes:
-        bandwidth: What one replica can send, in bits per second.
-        round_trip_time: Of a small message, in seconds.
-    """
+    """A link to a neighbour: bits a second, and seconds of a small round trip."""
 
     bandwidth: float
     round_trip_time: float
-
-    def __post_init__(self) -> None:
-        if not (self.bandwidth > 0 and self.round_trip_time >= 0):
-            raise ValueError(f"{self} is no link. Give bits per second and seconds.")
 
     @property
     def latency(self) -> float:
@@ -206,18 +197,6 @@ def speedup(method: Method, baseline: Method, overlap: bool = False) -> float:
     if overlap:
         return baseline.overlapped_step_time / method.overlapped_step_time
     return baseline.step_time / method.step_time
-
-
-def break_even(method: Method, baseline: Method) -> float:
-    """Largest sync rate at which the method's step takes no longer; below 0 for none.
-
-    Examples:
-        >>> triggered = Method(compute_time=0.3, sync_time=2.0, flag_time=0.1)
-        >>> round(break_even(triggered, Method(0.3, sync_time=0.3)), 6)
-        0.1
-    """
-    spare = baseline.step_time - method.compute_time - method.flag_time
-    return spare / method.sync_time
 
 
 class Row(NamedTuple):

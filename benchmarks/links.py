@@ -100,8 +100,7 @@ def largest_budget(training: Training, link: Link) -> float:
     """The budget that leaves `TOLERATED` of a step without votes to the link."""
     tolerated = training.compute_time * TOLERATED / (1 - TOLERATED)
     evenly, _ = budgeted(training, link, training.share)
-    rate = cost_model.break_even(evenly, Method(training.compute_time, tolerated))
-    return training.share * min(rate, 1.0)
+    return training.share * min(tolerated / evenly.sync_time, 1.0)
 
 
 def rows() -> Iterator[tuple[str, ...]]:

@@ -19,7 +19,6 @@ import signal
 import sys
 import tarfile
 from pathlib import Path
-from typing import Any
 
 _ROOT = Path(__file__).parents[2]
 sys.path[1:1] = [
@@ -32,7 +31,7 @@ import data  # noqa: E402
 import jax  # noqa: E402
 import simulate  # noqa: E402
 import study  # noqa: E402
-from rows import LOCAL_MUON, METHODS, MUON  # noqa: E402
+from rows import LOCAL_MUON, MUON  # noqa: E402
 from simulate import Run, Size  # noqa: E402
 
 SIZES = {
@@ -53,12 +52,8 @@ def text_of(path: Path | None) -> data.Corpus:
 
 def profile(text: data.Corpus, size: Size, folder: Path) -> None:
     """Traces eight steps of `local_muon`; the seventh synchronises."""
-    gpt = simulate.transformer(size, text)
-    params = simulate.parameters(gpt, 0)
-    tx = METHODS[LOCAL_MUON](simulate.schedule(RATE, 100), 100, params)
-    step = simulate.train_step(gpt, tx)
-    training: Any = simulate.on_replicas((params, tx.init(params)))
-    batches = simulate.Batches(text, 0, size)
+    run = Run(LOCAL_MUON, RATE, 0, 100)
+    _, step, training, batches = simulate.begin(run, text, size)
     training = jax.block_until_ready(step(*training, batches.of(0)))  # compiled
     with jax.profiler.trace(str(folder)):
         for number in range(1, 9):

@@ -71,18 +71,13 @@ def simulate(
     `curvadion_jax.metrics.read`. The run is kept in `folder` every two minutes, and
     resumes from there; the caller removes it when it has the result.
     """
-    gpt = transformer(size, corpus)
-    params = parameters(gpt, run.seed)
-    tx = METHODS[run.method](schedule(run.rate, run.steps), run.steps, params)
-    step = train_step(gpt, tx, size.at_once)
+    gpt, step, training, batches = begin(run, corpus, size)
     evaluate = evaluation(gpt, size, corpus)
-    training = on_replicas((params, tx.init(params)))
     done, curve = 0, {}
     if cd.checkpoint.latest_step(folder) is not None:
         training = cd.checkpoint.restore(folder, training)
         kept = cd.checkpoint.read_extra(folder)
         done, curve = kept["step"], kept["curve"]
-    batches = Batches(corpus, run.seed, size)
     kept_at = time.monotonic()
     while done < run.steps:
         training = jax.block_until_ready(step(*training, batches.of(done)))
@@ -101,6 +96,16 @@ def simulate(
         **{key: sent[key] for key in ("syncs", "bytes", "synchronous_bytes")},
         "divergence": float(cd.replicas.divergence(params)),
     }
+
+
+def begin(run: Run, corpus: data.Corpus, size: Size) -> tuple[Any, ...]:
+    """Model, step, parameters with optimizer state of all replicas, and batches."""
+    gpt = transformer(size, corpus)
+    params = parameters(gpt, run.seed)
+    tx = METHODS[run.method](schedule(run.rate, run.steps), run.steps, params)
+    training = on_replicas((params, tx.init(params)))
+    step = train_step(gpt, tx, size.at_once)
+    return gpt, step, training, Batches(corpus, run.seed, size)
 
 
 def schedule(peak: float, steps: int) -> optax.Schedule:
