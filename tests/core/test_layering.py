@@ -72,16 +72,6 @@ def collectives(source: str) -> set[str]:
     return used & COLLECTIVES
 
 
-def reached(name: str) -> set[str]:
-    """All modules of this package that one imports, directly or not."""
-    found, waiting = set(), [name]
-    while waiting:
-        for other in own_modules(SOURCES[waiting.pop()]) - found:
-            found.add(other)
-            waiting.append(other)
-    return found
-
-
 @pytest.mark.parametrize("name", [x for x in SOURCES if room(x) not in TALKING])
 def test_two_parts_alone_use_collectives(name):
     assert collectives(SOURCES[name]) == set()
@@ -91,22 +81,6 @@ def test_two_parts_alone_use_collectives(name):
 def test_pure_mathematics_knows_no_optimizer_axis_or_layout(name):
     assert own_modules(SOURCES[name]) <= MATHS
     assert not any(x.startswith("optax") for x in imported(SOURCES[name]))
-
-
-@pytest.mark.parametrize(
-    ("name", "unknown"),
-    [
-        # For one replica: what talks to others comes in through arguments.
-        ("_dion", {"_collectives", "_interfaces", "_guards"}),
-        # A trigger knows no axis, and not what is sent.
-        ("triggers", TALKING | {"synchronizers"}),
-        ("synchronizers", {"triggers", "_adaptive_sync"}),
-    ],
-)
-def test_parts_that_stand_alone(name, unknown):
-    found = set().union(*(own_modules(SOURCES[x]) for x in SOURCES if room(x) == name))
-    found = found if name == "triggers" else reached(name)
-    assert not {room(x) for x in found} & unknown
 
 
 @pytest.mark.parametrize("name", [x for x in SOURCES if x and room(x) not in OUTER])

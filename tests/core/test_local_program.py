@@ -284,14 +284,6 @@ def test_the_caller_may_say_what_the_step_is(due):
     helpers.assert_bitwise(mapped(state, batch)[0], step(state, batch)[0])
 
 
-def test_a_sync_that_cannot_be_traced_fails_at_once():
-    broken = synchronizers.reconcile()._replace(sync=lambda *_: 1 / 0)
-    tx, mesh = sgd(triggers.every_k(500), broken), cd.replicas.make_mesh(2)
-    state = helpers.start(tx, helpers.make_params(), mesh)
-    with pytest.raises(ZeroDivisionError):
-        helpers.replica_step(tx, mesh)(state, helpers.make_gradients(1, 2)[0])
-
-
 @pytest.mark.parametrize("name", some(["local_muon", "averaging_dion", "paper"]))
 def test_another_replicas_gradient_changes_nothing_until_the_sync(name):
     """Three replicas, four steps, of which 1 and 2 are local; one gradient differs."""

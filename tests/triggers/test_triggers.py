@@ -78,13 +78,6 @@ def test_schedule(trigger, schedule):
     np.testing.assert_array_equal(metrics.local_steps, since)
 
 
-def test_triggers_without_a_threshold_report_none():
-    metrics = run(at_least_every(DOUBLING, 3), 2)
-    assert np.isnan(metrics.value).all()
-    assert np.isnan(metrics.threshold).all()
-    assert (metrics.layer == -1).all()
-
-
 def test_a_decision_of_python_numbers_becomes_arrays():
     decision = triggers.Decision(jnp.array(True), 0.5, 0.25, 3)  # type: ignore
     metrics = run(triggers.stateless(lambda seen: decision), 2)
