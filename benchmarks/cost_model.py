@@ -32,7 +32,7 @@ from curvadion_jax import compressors, default_dimension_numbers
 from curvadion_jax.compressors import Payload
 
 FLOAT32_BYTES = 4
-FLAG = Payload(averaged=4)
+VOTE = Payload(averaged=4)
 
 # Local steps for the loss of one synchronous step, of Muon, at 1% of the bytes: 1.4 to
 # 1.7 in four settings of a model of 0.13 million parameters (communication/GAP.md).
@@ -141,7 +141,7 @@ def flag_time(replicas: int, link: Link, interval: int = 1) -> float:
         >>> round(flag_time(8, Link(5e9, 0.1)), 3)  # 3 round trips
         0.3
     """
-    message = link.latency + 8 * FLAG.averaged / link.bandwidth
+    message = link.latency + 8 * VOTE.averaged / link.bandwidth
     return 2 * math.ceil(math.log2(replicas)) * message / interval
 
 
@@ -227,7 +227,7 @@ def compare(
     overlapped = Method(step_time, times[half], hidden=BACKWARD * step_time)
     local = Method(step_time, times[drift], rate)
     asking = Method(step_time, times[drift], rate, voting)
-    flag = sync_bytes(FLAG, replicas)
+    flag = sync_bytes(VOTE, replicas)
     return [
         Row("synchronous, float32", full, Method(step_time, times[whole])),
         Row("synchronous, bfloat16 behind the backward pass", full / 2, overlapped),

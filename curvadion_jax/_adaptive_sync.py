@@ -70,7 +70,7 @@ def adaptive_sync(
 
     On a step on which a decision is due each replica's trigger answers. If any replica
     requests a sync, all take a sync step; else all take a local step, which sends
-    nothing. Triggers that go by the number of the step (`triggers.evenly`, `every_k`)
+    nothing. Triggers that go by the step number alone (`triggers.evenly`, `every_k`)
     need no vote.
 
     Call it inside `curvadion_jax.replicas.step`, or your own `shard_map` in which
@@ -79,7 +79,7 @@ def adaptive_sync(
     follow it in a chain. Wrappers that decide per replica (`optax.apply_if_finite`,
     `optax.MultiSteps` with a skip function) belong inside, around `inner`; outside,
     they would deadlock. To accumulate gradients over micro-batches add them up before
-    `update`, as by `optax.microbatching`.
+    `update`, as by `optax.microbatch`.
 
     A replica whose gradients are not finite takes the step of a zero gradient, one
     whose state is not finite is excluded from syncs, one of weight 0 is absent from
@@ -205,7 +205,7 @@ def adaptive_sync(
             return *results, new_faults._replace(zeroed=zeroed)
 
         def synchronise(moved, inner_state, sync_state, step, contributes: Any = True):
-            """A sync of a replica that comes with the parameters `moved`."""
+            """A sync of this replica, whose parameters are now `moved`."""
             before = _memory.to_device(sync_state)
             part = _nan_policy.participation(
                 moved, inner_state, before, weight, contributes, axis_name
@@ -332,7 +332,7 @@ def _choose(
     synced = trace(sync, *operands)
     _guards.require_no_deadlock(synced.program.jaxpr, axis_name)
     alone = _guards.trace_local(local, *operands, axis_name=axis_name)
-    # Both, known or not: what is wrong with a sync is reported before the first one.
+    # Both, even if `fire` is known: a faulty sync is reported on the first step.
     axes = _guards.axes_of_results(synced, alone)
 
     def marked(branch):
@@ -365,7 +365,7 @@ def _then_once(
     branches = trace(sync, *stepped), trace(keep, *stepped)
     axes = _guards.axes_of_results(*branches)
     if axes != _guards.axes_of_results(branches[1]):
-        # A loop hands on what it began with, and marked as what it ends with.
+        # A loop must begin with arrays marked like those that it ends with.
         stepped = _collectives.vary_over(stepped, axes)
         branches = trace(sync, *stepped), trace(keep, *stepped)
 

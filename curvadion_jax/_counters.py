@@ -12,8 +12,8 @@ from curvadion_jax import _paths
 from curvadion_jax._interfaces import Decision, Payload
 
 WORD = 2**30
-# A decision is an int32 all-reduce, and a sync gathers a float32 weight per replica.
-FLAG, WEIGHT = Payload(averaged=4), Payload(gathered=4)
+# A vote is an int32 all-reduce, and a sync gathers a float32 weight per replica.
+VOTE, WEIGHT = Payload(averaged=4), Payload(gathered=4)
 
 
 class Faults(NamedTuple):
@@ -92,7 +92,7 @@ def initial() -> SyncMetrics:
 
 
 @functools.cache
-def _names() -> list[_paths.Names]:
+def _fields() -> list[_paths.Names]:
     return [names for names, _ in _paths.leaves_with_names(jax.eval_shape(initial))]
 
 
@@ -102,9 +102,9 @@ def counter_paths(names: Iterable[_paths.Names]) -> list[_paths.Names]:
     By names and not by type: `flax.nnx.split` makes dictionaries of named tuples. By
     all of them, since a state may have `metrics` with a count of `steps` of its own.
     """
-    known, last = dict.fromkeys(names), _names()[0]
+    known, last = dict.fromkeys(names), _fields()[0]
     found = [each[: -len(last)] for each in known if each[-len(last) :] == last]
-    return [path for path in found if all((*path, *x) in known for x in _names())]
+    return [path for path in found if all((*path, *x) in known for x in _fields())]
 
 
 def optimizers(names: Iterable[_paths.Names]) -> list[_paths.Names]:
@@ -144,7 +144,7 @@ def update(
     synced = jnp.asarray(synced)
     sent = jnp.where(synced, charged(old.sent, payload), old.sent)
     if voted:
-        sent = charged(sent, FLAG)
+        sent = charged(sent, VOTE)
     return SyncMetrics(
         steps=jnp.asarray(optax.safe_increment(old.steps)),
         syncs=_counted(old.syncs, synced),

@@ -171,7 +171,7 @@ def scale_by_dion(
 
 
 def _accumulate(momentum: jax.Array, gradient: jax.Array, decay) -> jax.Array:
-    """decay M + G in the dtype of the algebra; decay None is 1."""
+    """decay M + G in at least float32; decay None is 1."""
     both = jnp.promote_types(momentum.dtype, gradient.dtype)
     dtype = _orthonormalize.compute_dtype(both)
     decayed = momentum.astype(dtype)

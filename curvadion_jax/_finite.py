@@ -19,7 +19,7 @@ def all_finite(tree: Any) -> jax.Array:
     `max(abs(x))` is, but drops NaN; and XLA multiplies the constants in `x * 2 * 0`.)
     """
     floats = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_float(x)]
-    return _sum([jnp.sum(x - x) for x in floats]) == 0
+    return _sum_of_squares([jnp.sum(x - x) for x in floats]) == 0
 
 
 def norms_finite(tree: Any) -> jax.Array:
@@ -35,7 +35,7 @@ def norms_finite(tree: Any) -> jax.Array:
     return all_finite([squares(x) for x in jax.tree.leaves(tree) if is_float(x)])
 
 
-def _sum(numbers: Sequence[jax.Array]) -> jax.Array:
+def _sum_of_squares(numbers: Sequence[jax.Array]) -> jax.Array:
     """The sum of the squares of some scalars, float32[].
 
     Of `any(stack(...))` XLA makes a chain of n operations, and puts all of it into each

@@ -52,7 +52,6 @@ class Observation(NamedTuple):
     Attributes:
       gradients: this step's gradients, tree of the parameters; zeros where `finite` is
         False.
-      finite: bool[], whether the gradients are finite.
       inner_state: state of the inner optimizer before this step.
       params: parameters before this step.
       views: path of a parameter -> how it is seen as matrices, or None.
@@ -66,6 +65,7 @@ class Observation(NamedTuple):
         parameters; () where the synchronizer keeps none.
       sync_cost: Python float, the bytes of one sync over those of an all-reduce of
         all gradients in float32.
+      finite: bool[], whether the gradients are finite.
     """
 
     gradients: optax.Updates = ()

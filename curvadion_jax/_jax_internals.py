@@ -1,4 +1,4 @@
-"""All that is used of JAX and is not its documented interface.
+"""Everything that the library uses of JAX and JAX does not document.
 
 JAX has no public way to ask what a program communicates, or what differs between
 devices, and the promise that a local step sends nothing rests on that. Each use is here

@@ -85,7 +85,7 @@ def update(
     if mapped is None or jax.sharding.get_abstract_mesh().manual_axes:
         return function(gradients, state, params, **arguments)
     _check_axis(mapped, axis_name)
-    # What is no array stays as it is: a Python number can be looked at.
+    # Python numbers stay as they are, so that they can be checked.
     arrays = {k: v for k, v in arguments.items() if _has_arrays(v)}
     rest = {k: v for k, v in arguments.items() if k not in arrays}
     function = functools.partial(function, **rest)
@@ -118,10 +118,10 @@ def update(
 
 
 def _with_consts(function, mapped: Mapped, given):
-    """The function with what it closes over as a last argument, and that.
+    """The function with its constants as a last argument, and these constants.
 
-    It is a program then, traced without types that say what differs between replicas:
-    what it closes over has none yet.
+    Constants are what it closes over. It becomes a program, traced without types that
+    say what differs between replicas: its constants have none yet.
     """
     found = []
 

@@ -13,7 +13,7 @@ from curvadion_jax._dion import DionState
 _FIELDS = ("momentum", "trace", "mu")
 
 
-def _names(node: Any) -> tuple[str, ...]:
+def _field_names(node: Any) -> tuple[str, ...]:
     """Fields of a state: those of a named tuple or of a dataclass."""
     if isinstance(node, tuple):
         return getattr(node, "_fields", ())
@@ -28,13 +28,13 @@ def _outermost(state: optax.OptState, *fields: str) -> list[Any]:
     Not what lies below them: parameters may have fields of these names too.
     """
     return jax.tree.leaves(
-        state, is_leaf=lambda node: not set(fields).isdisjoint(_names(node))
+        state, is_leaf=lambda node: not set(fields).isdisjoint(_field_names(node))
     )
 
 
 def value_of(state: optax.OptState, field: str) -> Any:
     """That field of the one state that has it, None if none has, or several."""
-    found = [node for node in _outermost(state, field) if field in _names(node)]
+    found = [node for node in _outermost(state, field) if field in _field_names(node)]
     return getattr(found[0], field) if len(found) == 1 else None
 
 
@@ -46,7 +46,7 @@ def momentum_by_name(state: optax.OptState) -> dict[str, jax.Array]:
     """
     nodes = _outermost(state, *_FIELDS)
     for field in _FIELDS:
-        if found := [node for node in nodes if field in _names(node)]:
+        if found := [node for node in nodes if field in _field_names(node)]:
             return {
                 name: leaf
                 for node in found

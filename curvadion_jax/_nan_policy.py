@@ -20,7 +20,7 @@ The whole policy; `_adaptive_sync` calls what is here around a step and a sync:
   one like any other.
 * *Cooldown.* A replica that a sync could not help must not trigger the next one: an
   excluded replica requests none for 10 steps, and one without weight none at all.
-  (Syncs that are due by the number of the step take place all the same.)
+  (Syncs that the step number makes due take place all the same.)
 
 All of it is counted (`_counters`).
 """
@@ -60,7 +60,7 @@ def checked_weight(weight: Any) -> jax.Array | None:
 
 def may_request(counters: SyncMetrics, weight: jax.Array | None) -> jax.Array:
     """Whether a sync could help this replica, bool[]."""
-    last = counters.steps - counters.local_steps - 1
+    last = counters.steps - counters.local_steps - 1  # the last sync step, or -1
     excluded = (counters.last_excluded == last) & (last >= 0)
     may = ~excluded | (counters.local_steps >= COOLDOWN)
     return may if weight is None else may & (weight > 0)
@@ -108,7 +108,7 @@ def participation(
 
 
 def is_finite(state: Any, params: optax.Params) -> jax.Array:
-    """Whether arrays and scalars of scalar parameters are finite, others not NaN."""
+    """Whether all is finite; scalars that belong to no parameter may be infinite."""
     leaves = _paths.leaves_with_names(params)
     scalars = {names for names, x in leaves if names and not jnp.ndim(x)}
 
@@ -129,9 +129,9 @@ def restarted(
 ) -> optax.OptState:
     """The inner optimizer's state, or one that starts afresh.
 
-    Where schedules have come to and hyperparameters that were injected
-    (`optax.inject_hyperparams`) stay. To draw Dion's Q at random, as at the start,
-    would take longer than the rest of a sync.
+    Counts of schedules and injected hyperparameters (`optax.inject_hyperparams`) are
+    kept. Drawing Dion's Q at random, as at the start, would take longer than the rest
+    of a sync.
     """
     own = iter(_momentum.dion_states(state))
     fresh = _momentum.with_dion(

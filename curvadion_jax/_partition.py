@@ -44,7 +44,7 @@ _EINSUM_IN = r"(q|kv|qkv)_einsum"
 _EINSUM_OUT = r"attn_vec_einsum"
 
 
-def _any(pattern: str, names: Iterable[str]) -> bool:
+def _match(pattern: str, names: Iterable[str]) -> bool:
     return any(re.fullmatch(pattern, name.lower()) for name in names)
 
 
@@ -109,15 +109,15 @@ def _default_numbers(
     names: tuple[str, ...], shape: tuple[int, ...], shapes: Shapes
 ) -> DimensionNumbers | None:
     last, ndim = names[-2:], len(shape)
-    if ndim < 2 or 0 in shape or _any(_VECTOR, names[-1:]) or _any(_OTHER, last):
+    if ndim < 2 or 0 in shape or _match(_VECTOR, names[-1:]) or _match(_OTHER, last):
         return None
-    if _any(_SCALE_OF_NORM, ["/".join(last)]):
+    if _match(_SCALE_OF_NORM, ["/".join(last)]):
         return None
     if ndim == 2:
         return DimensionNumbers(-2, -1)
-    if _any(_EINSUM_IN, last):
+    if _match(_EINSUM_IN, last):
         return DimensionNumbers(-2, (-3, -1))
-    if _any(_EINSUM_OUT, last):
+    if _match(_EINSUM_OUT, last):
         return DimensionNumbers((-3, -2), -1)
     side = _attention_side(names, shapes) if ndim in (3, 4) else None
     try:
@@ -147,8 +147,8 @@ def _only_head(shapes: Shapes) -> tuple[str, ...] | None:
         names: shape
         for names, shape in shapes.items()
         if len(shape) == 2
-        and _any(_TOKENS, names[-2:])
-        and not _any(_POSITIONS, names[-2:])
+        and _match(_TOKENS, names[-2:])
+        and not _match(_POSITIONS, names[-2:])
     }
     for vocabulary in {shape[0] for shape in tables.values()}:
         others = [
@@ -195,9 +195,9 @@ def _attention_side(names: tuple[str, ...], shapes: Shapes) -> str | None:
     """
     for depth in range(len(names) - 1, max(len(names) - 3, -1), -1):
         beside = {other[depth] for other in shapes if other[:depth] == names[:depth]}
-        if _any(_QUERY, beside):
+        if _match(_QUERY, beside):
             for side, pattern in (("in", _ATTENTION_IN), ("out", _ATTENTION_OUT)):
-                if _any(pattern, [names[depth]]):
+                if _match(pattern, [names[depth]]):
                     return side
     return None
 

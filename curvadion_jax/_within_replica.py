@@ -77,9 +77,6 @@ def _of_pieces(function, shared: tuple[str, ...], parts: list) -> list:
     return [tuple(joined(found, x) for found in result) for result, x in results]
 
 
-Function = Callable[[list[jax.Array]], list[jax.Array]]
-
-
 class _Kind(NamedTuple):
     """What matrices have in common that are worked on in one stack."""
 
@@ -133,7 +130,7 @@ def _unstack(stack: jax.Array, view: MatrixView, like: jax.Array) -> jax.Array:
 
 
 def by_matrix(
-    function: Function,
+    function: Callable[[list[jax.Array]], list[jax.Array]],
     arrays: Mapping[str, jax.Array],
     views: Mapping[str, MatrixView],
     layout: Layout,

@@ -177,19 +177,19 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """The array in the dtype of the algebra, at least float32."""
+    """The array in at least float32."""
     return x.astype(compute_dtype(x.dtype))
 
 
 def _average(group, leaves, bits: int, block: int):
     """For every array the mean over replicas, and what this one did not contribute."""
-    number = group.size
+    replicas = group.size
     buckets = _buckets(leaves, block)
     if not buckets:
         return []
     read = functools.partial(_from_rows, block=block, bits=bits)
     rows = jnp.concatenate([bucket.to_rows(bits) for bucket in buckets])
-    if number == 2:
+    if replicas == 2:
         mean_rows = jnp.concatenate(group.all_gather(rows), axis=-1)
 
         def read_mean(rows):
@@ -201,14 +201,14 @@ def _average(group, leaves, bits: int, block: int):
             return read(rows)
 
     else:
-        padded = jnp.pad(rows, [(0, -len(rows) % number), (0, 0)])
-        received = group.all_to_all(padded.reshape(number, -1, rows.shape[-1]))
-        mine = jnp.sum(read(received), 0) / number
+        padded = jnp.pad(rows, [(0, -len(rows) % replicas), (0, 0)])
+        received = group.all_to_all(padded.reshape(replicas, -1, rows.shape[-1]))
+        mine = jnp.sum(read(received), 0) / replicas
         mine_rows = _to_rows(mine, bits)
         mean_rows = group.all_gather(mine_rows).reshape(-1, mine_rows.shape[-1])
         read_mean = read
         # The loss of rounding the mean, as a contribution of this replica alone.
-        lost = (mine - read(mine_rows)) * number
+        lost = (mine - read(mine_rows)) * replicas
 
         def contributed(rows, first):
             # Zeros around it, for rows that other replicas have averaged.

@@ -5,7 +5,7 @@ knows no axis and sends nothing: `adaptive_sync` synchronises all replicas if on
 to. So a trigger decides *when*, and knows neither what is sent (the synchronizer) nor
 what a step does (the inner optimizer).
 
-`every_k(10)` and `evenly(0.01)` go by the number of the step, and replicas need not
+`every_k(10)` and `evenly(0.01)` go by the step number alone, and replicas need not
 agree on each sync. `relative_momentum_change(0.1)` measures momenta, so replicas vote:
 on every step, or with `at_intervals` on every k-th.
 """
@@ -81,8 +81,8 @@ def stateless(decide: Callable[[Observation], Decision]) -> Trigger:
     return Trigger(lambda *_: (), lambda seen, state: (decide(seen), state))
 
 
-def _decide(trigger: Trigger, around: str) -> Callable[[Observation, Any], Any]:
-    """`Trigger.decide` of a trigger that another one goes around."""
+def _measuring(trigger: Trigger, around: str) -> Callable[[Observation, Any], Any]:
+    """The `decide` of a trigger for the combinator `around` it, or an error."""
     if trigger.decide is None or trigger.due is not None:
         raise ValueError(
             f"{around} is for triggers that measure something on every step, and this "
@@ -131,7 +131,7 @@ def evenly(rate: float) -> Trigger:
       \lfloor n \, \mathrm{rate} / \mathrm{cost} \rfloor
 
     synchronise, with the cost of a sync in the same unit and rate / cost at most 1. It
-    depends on the number of the step alone: after a restart with another rate what was
+    depends on the step number alone: after a restart with another rate what was
     spent before is neither paid back nor made up for.
 
     Args:
@@ -233,7 +233,7 @@ def budget(
       >>> trigger = budget(0.01, relative_momentum_change(0.3))
     """
     of = relative_momentum_change(0.1) if of is None else of
-    of_decide = _decide(of, "budget")
+    of_decide = _measuring(of, "budget")
     _arguments.check_fraction(rate, "budget")
     _arguments.check_numbers(behind=behind)
     if ahead < 1:
@@ -308,7 +308,7 @@ def at_least_every(trigger: Trigger, k: int) -> Trigger:
       True
     """
     _arguments.check_int(k, "k", 1)
-    decide_of = _decide(trigger, "at_least_every")
+    decide_of = _measuring(trigger, "at_least_every")
 
     def decide(observation, state):
         chosen, state = decide_of(observation, state)
@@ -346,7 +346,7 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
       :class:`IntervalState`.
 
     Raises:
-      ValueError: if k is below 1, or the trigger goes by the number of the step.
+      ValueError: if k is below 1, or the trigger is due on some steps only.
 
     Example:
       >>> trigger = at_intervals(relative_momentum_change(0.3), 4)
@@ -354,7 +354,7 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
       [4, 8, 12]
     """
     _arguments.check_int(k, "k", 1)
-    decide_of = _decide(trigger, "at_intervals")
+    decide_of = _measuring(trigger, "at_intervals")
 
     def init(params, inner_state, views):
         no = jnp.zeros([], jnp.bool_)

@@ -13,7 +13,7 @@ from curvadion_jax._paths import Names
 from curvadion_jax.replicas._arrays import differ, on_host
 
 Arrays = dict[Names, Any]
-_LOOKS = 100  # so that a run without syncs does not wait on every step
+_MOST_LOOKS = 100  # so that a run without syncs does not wait on every step
 
 
 class ConsistencyCheck:
@@ -25,8 +25,8 @@ class ConsistencyCheck:
     """
 
     def __init__(self, local: Sequence[str]):
-        self._local, self._left = tuple(local), _LOOKS
-        self._sync_steps, self._next = 0, 1
+        self._local, self._looks_left = tuple(local), _MOST_LOOKS
+        self._sync_steps, self._next_look = 0, 1
 
     def at_start(self, state: Any) -> None:
         """Rejects a run that would start from several models, or not from its anchor.
@@ -73,16 +73,16 @@ class ConsistencyCheck:
         Something changes them after the optimizer, or no sync reaches them. `due` says
         whether a decision was due, None if on every step.
         """
-        if due is False or not self._left:
+        if due is False or not self._looks_left:
             return
         self._sync_steps += 1
-        if self._sync_steps < self._next:
+        if self._sync_steps < self._next_look:
             return
-        self._left -= 1
+        self._looks_left -= 1
         if (names := self._differing(state)) is not None:
-            self._next = 2 * self._sync_steps
+            self._next_look = 2 * self._sync_steps
         if names:
-            self._left = 0
+            self._looks_left = 0
             some = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
             warnings.warn(
                 f"After a sync the replicas still differ in {len(names)} arrays: "

@@ -117,9 +117,9 @@ class CompiledStep:
         is_new = given not in self._schedules
         schedule = self._schedule(key, operands) if is_new else self._schedules[given]
         counter = None if schedule.counter is None else leaves[schedule.counter]
-        # A state that the step did not return may be one that is made anew.
-        is_given = counter is not None and counter is not self._returned
-        if is_new or (is_given and self._read(counter) == 0):
+        # A state that the last call did not return may be a fresh one.
+        is_foreign = counter is not None and counter is not self._returned
+        if is_new or (is_foreign and self._read(counter) == 0):
             self._check.at_start(state)
         self._schedules[given] = schedule
         due = schedule.due_of and schedule.due_of(self._read(counter))
