@@ -1,8 +1,8 @@
 """The only part that talks between replicas.
 
 Everything takes `axis_name: str | None`; None is one replica, for which every reduction
-is the identity. First what JAX knows of who holds what, then what communicates. What
-moves between the devices of one replica is in `_within_replica`.
+is the identity. First what JAX knows of which arrays differ, then what communicates.
+What moves between the devices of one replica is in `_within_replica`.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from curvadion_jax import _within_replica
+from curvadion_jax import _trees, _within_replica
 from curvadion_jax._jax_internals import varying
 from curvadion_jax._layout import ONE_DEVICE, Layout
 
 
 def check_axis_name(axis_name: Any) -> None:
-    """Rejects what is not one name: a tuple of them would blind the guards."""
+    """Rejects what is not one name: the guards would overlook a tuple."""
     if axis_name is not None and not isinstance(axis_name, str):
         raise TypeError(f"axis_name must be a string or None, got {axis_name!r}.")
 
@@ -100,8 +100,7 @@ class Group:
         if self.axis_name is None:
             return tree
         leaves, structure = jax.tree.flatten(vary(tree, self.axis_name))
-        wide = [x.astype(jnp.promote_types(x, jnp.float32)) for x in leaves]
-        sums = self._sums(jax.tree.unflatten(structure, wide))
+        sums = self._sums(structure.unflatten(map(_trees.wide, leaves)))
         means = [
             (total / self.size).astype(x.dtype)
             for total, x in zip(sums, leaves, strict=True)

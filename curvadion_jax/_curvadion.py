@@ -5,12 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from curvadion_jax import (
-    _arguments,
-    _partition,
-    synchronizers,
-    triggers,
-)
+from curvadion_jax import _arguments, _partition, synchronizers, triggers
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import dion
 from curvadion_jax._local_muon import BUDGET, default_sync
@@ -87,8 +82,8 @@ def curvadion(
         default sync sends nothing and takes no outer step: the result is Dion's.
       decision_interval: number of steps from one vote of the replicas to the next; None
         means 1. A vote costs a round trip over the slow link. A request waits up to
-        ``decision_interval - 1`` steps, on which nothing is sent. Of a budget of more
-        than one sync per interval the rest is not spent.
+        ``decision_interval - 1`` steps, on which nothing is sent. What a
+        budget allows beyond one sync per interval is not spent.
       allow_unchecked: as for :func:`adaptive_sync`.
 
     Returns:

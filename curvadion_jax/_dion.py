@@ -1,4 +1,4 @@
-r"""Dion: distributed orthonormalised updates, as Optax transformations of one replica.
+"""Dion: distributed orthonormalised updates, as Optax transformations of one replica.
 
 Other replicas, and the devices of this one, come in through extra arguments of
 `update`. `_power_iteration` has the step, and the paper's symbols.
@@ -15,7 +15,6 @@ from curvadion_jax import (
     _arguments,
     _layout,
     _matrices,
-    _orthonormalize,
     _partition,
     _paths,
     _power_iteration,
@@ -172,8 +171,7 @@ def scale_by_dion(
 
 def _accumulate(momentum: jax.Array, gradient: jax.Array, decay) -> jax.Array:
     """decay M + G in at least float32; decay None is 1."""
-    both = jnp.promote_types(momentum.dtype, gradient.dtype)
-    dtype = _orthonormalize.compute_dtype(both)
+    dtype = _trees.compute_dtype(jnp.promote_types(momentum.dtype, gradient.dtype))
     decayed = momentum.astype(dtype)
     if decay is not None:
         decayed = decayed * jnp.asarray(decay, dtype)

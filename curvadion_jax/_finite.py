@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from curvadion_jax import _trees
+
 
 def is_float(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
@@ -16,7 +18,7 @@ def all_finite(tree: Any) -> jax.Array:
 
     A NaN or Inf less itself is NaN, and so is a sum with it. On CPU that takes a
     third of the time of `all(isfinite(x))`, whose reduction is not vectorised. (That of
-    `max(abs(x))` is, but drops NaN; and XLA multiplies the constants in `x * 2 * 0`.)
+    `max(abs(x))` is, but drops NaN; and XLA folds `(2 * x) * 0`, so misses overflows.)
     """
     floats = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_float(x)]
     return _sum_of_squares([jnp.sum(x - x) for x in floats]) == 0
@@ -29,8 +31,7 @@ def norms_finite(tree: Any) -> jax.Array:
     """
 
     def squares(x):
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        return jnp.sum(jnp.square(jnp.abs(wide)))
+        return jnp.sum(jnp.square(jnp.abs(_trees.wide(x))))
 
     return all_finite([squares(x) for x in jax.tree.leaves(tree) if is_float(x)])
 

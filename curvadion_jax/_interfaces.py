@@ -16,7 +16,7 @@ import optax
 
 from curvadion_jax._collectives import Group
 from curvadion_jax._matrices import MatrixView
-from curvadion_jax._orthonormalize import compute_dtype
+from curvadion_jax._trees import wide
 
 Views = Mapping[str, MatrixView | None]
 """Path of a parameter -> how it is seen as matrices; None if it is not a matrix."""
@@ -232,7 +232,7 @@ class LocalStep(NamedTuple):
         """
 
         def contribution(x):
-            x = x.astype(compute_dtype(x.dtype))
+            x = wide(x)
             return jnp.where(self.present, jnp.asarray(self.weight, x.dtype) * x, 0)
 
         return jax.tree.map(contribution, tree)

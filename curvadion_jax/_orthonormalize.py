@@ -23,11 +23,6 @@ from curvadion_jax._matrices import matmul
 _COPY = 1e-3
 
 
-def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """The dtype in which the algebra is done: float32, or float64 for float64."""
-    return jnp.promote_types(jnp.float32, dtype)
-
-
 def cholesky_qr(a: jax.Array) -> jax.Array:
     r"""Orthonormal basis of the columns, by repeated Cholesky QR.
 

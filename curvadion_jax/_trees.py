@@ -1,6 +1,6 @@
-"""Trees that belong together, or are refused by the name of a leaf.
+"""Checks of trees that must match, such as gradients and parameters, and their dtypes.
 
-Only shapes and dtypes are looked at, when a program is traced.
+The checks look at shapes and dtypes alone, when a program is traced.
 """
 
 from typing import Any
@@ -58,6 +58,16 @@ def like(tree: Any, other: Any) -> Any:
     return jax.tree.map(
         lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype), tree, other
     )
+
+
+def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """The dtype to compute in: float32, or float64 for float64."""
+    return jnp.promote_types(jnp.float32, dtype)
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """The array in at least float32."""
+    return x.astype(compute_dtype(x.dtype))
 
 
 def float32_bytes(tree: Any) -> int:

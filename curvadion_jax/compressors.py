@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from curvadion_jax import _finite
 from curvadion_jax._collectives import Group
 from curvadion_jax._interfaces import Payload
-from curvadion_jax._orthonormalize import compute_dtype
+from curvadion_jax._trees import compute_dtype, wide
 
 __all__ = ["Averaged", "Codec", "Compressor", "Payload", "exact", "quantize"]
 
@@ -100,7 +100,7 @@ def exact() -> Compressor:
     """
 
     def average(tree, group):
-        tree = jax.tree.map(_wide, tree)
+        tree = jax.tree.map(wide, tree)
         return Averaged(group.mean(tree), jax.tree.map(jnp.zeros_like, tree))
 
     def payload(tree):
@@ -108,7 +108,7 @@ def exact() -> Compressor:
         sizes = (x.size * compute_dtype(x.dtype).itemsize for x in leaves)
         return Payload(averaged=sum(sizes))
 
-    codec = Codec(lambda tree: jax.tree.map(_wide, tree), lambda message, like: message)
+    codec = Codec(lambda tree: jax.tree.map(wide, tree), lambda message, like: message)
     return Compressor(average, payload, codec)
 
 
@@ -154,16 +154,13 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
         )
 
     def average(tree, group):
-        tree = jax.tree.map(_wide, tree)
+        tree = jax.tree.map(wide, tree)
         if group.size == 1:
             return Averaged(tree, jax.tree.map(jnp.zeros_like, tree))
         run = functools.partial(_average, bits=bits, block=block)
         pairs = group.by_device(run, tree)
-        mean, unsent = (
-            jax.tree.unflatten(jax.tree.structure(tree), [pair[part] for pair in pairs])
-            for part in (0, 1)
-        )
-        return Averaged(mean, unsent)
+        parts = ([pair[part] for pair in pairs] for part in (0, 1))
+        return Averaged(*map(jax.tree.structure(tree).unflatten, parts))
 
     def payload(tree):
         blocks = sum(math.ceil(x.size / block) for x in jax.tree.leaves(tree))
@@ -174,11 +171,6 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
         functools.partial(_decode, bits=bits, block=block),
     )
     return Compressor(average, payload, codec)
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    """The array in at least float32."""
-    return x.astype(compute_dtype(x.dtype))
 
 
 def _average(group, leaves, bits: int, block: int):
@@ -224,7 +216,7 @@ def _average(group, leaves, bits: int, block: int):
 
 def _encode(tree: Any, bits: int, block: int) -> jax.Array:
     """The rows of all arrays, uint8[blocks, bytes]."""
-    buckets = _buckets([_wide(x) for x in jax.tree.leaves(tree)], block)
+    buckets = _buckets([wide(x) for x in jax.tree.leaves(tree)], block)
     return jnp.concatenate([bucket.to_rows(bits) for bucket in buckets])
 
 

@@ -450,8 +450,7 @@ def _norms(name: str, momentum: jax.Array, views) -> jax.Array:
     view = views.get(name)
     if view is not None and view.shape == momentum.shape:
         return view.norms(momentum).reshape(-1)
-    wide = momentum.astype(jnp.promote_types(jnp.float32, momentum.dtype))
-    return jnp.sqrt(jnp.sum(jnp.square(wide))).reshape(1)
+    return jnp.sqrt(jnp.sum(jnp.square(_trees.wide(momentum)))).reshape(1)
 
 
 def _relative_change(new: jax.Array, old: jax.Array) -> jax.Array:

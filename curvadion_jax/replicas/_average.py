@@ -16,6 +16,7 @@ from curvadion_jax import (
     _layout,
     _mapped,
     _paths,
+    _trees,
     compressors,
 )
 from curvadion_jax._interfaces import Payload
@@ -51,7 +52,7 @@ def average_where_synced(
         """Over replicas whose arrays are finite; without any, arrays as they are."""
         *local, sent = operands
         weight = jnp.where(_finite.all_finite(local), weight, 0)
-        wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in local]
+        wide = map(_trees.wide, local)
         weighted = [jnp.where(weight > 0, weight.astype(x.dtype) * x, 0) for x in wide]
         group = _collectives.Group(step.axis_name, _layout.current())
         *sums, total = group.mean([*weighted, weight])

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _counters, _finite, _paths
+from curvadion_jax import _counters, _finite, _paths, _trees
 from curvadion_jax._adaptive_sync import AdaptiveSyncState
 from curvadion_jax._paths import Names
 from curvadion_jax.replicas._arrays import differ, on_host
@@ -157,8 +157,8 @@ def _differ_after_sync(arrays: Arrays) -> dict[Names, jax.Array]:
     """Which arrays differ between replicas by more than rounding."""
 
     def norm(x):
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        return jnp.sqrt(jnp.sum(jnp.abs(wide) ** 2, axis=tuple(range(1, x.ndim))))
+        squares = jnp.abs(_trees.wide(x)) ** 2
+        return jnp.sqrt(jnp.sum(squares, axis=tuple(range(1, x.ndim))))
 
     def differs(x):
         # A sync rounds what the replicas had before it: where these are far apart, as

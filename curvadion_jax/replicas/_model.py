@@ -9,12 +9,8 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _memory, _paths
-from curvadion_jax.replicas._arrays import (
-    count_replicas,
-    differ,
-    on_host,
-)
+from curvadion_jax import _memory, _paths, _trees
+from curvadion_jax.replicas._arrays import count_replicas, differ, on_host
 
 
 def consensus(params: Any) -> Any:
@@ -42,7 +38,7 @@ def _mean(params: Any) -> Any:
     def mean(x):
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x[0]
-        return jnp.mean(x.astype(jnp.promote_types(x, jnp.float32)), 0).astype(x.dtype)
+        return jnp.mean(_trees.wide(x), 0).astype(x.dtype)
 
     return jax.tree.map(mean, _memory.to_device(params))
 
@@ -71,7 +67,7 @@ def divergence(params: Any) -> jax.Array:
 @jax.jit
 def _divergence(params: list[jax.Array]) -> jax.Array:
     leaves = [
-        part.astype(jnp.promote_types(part, jnp.float32))
+        _trees.wide(part)
         for x in _memory.to_device(params)
         if jnp.issubdtype(x.dtype, jnp.inexact)
         for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))

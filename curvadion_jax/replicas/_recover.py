@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _counters, _memory, _paths
+from curvadion_jax import _counters, _memory, _paths, _trees
 from curvadion_jax.replicas._arrays import count_replicas, on_host
 from curvadion_jax.replicas._mesh import AXIS, check_mesh
 
@@ -175,8 +175,7 @@ def resized(x: jax.Array, number: int, average: bool) -> jax.Array:
     x, first = _memory.to_device(x), np.arange(number) * old // number
     if not average or number > old:
         return x[first]
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    groups = wide.reshape(number, old // number, *x.shape[1:])
+    groups = _trees.wide(x).reshape(number, old // number, *x.shape[1:])
     # From the first of each group, so that equal replicas give their own value.
     base = groups[:, 0]
     mean = base + jnp.mean(groups - groups[:, :1], axis=1)

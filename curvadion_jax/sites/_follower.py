@@ -15,9 +15,9 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from curvadion_jax import _trees
 from curvadion_jax.sites import _run
 from curvadion_jax.sites._model import Arrays, Model, Outer, to_host
 from curvadion_jax.sites._run import Received, Roster
@@ -385,6 +385,5 @@ def _placed(x: np.ndarray, like: jax.Array) -> jax.Array:
 @jax.jit
 def _progressed(now, base, new):
     """new + (now - base); the bits of `new` if there was no progress."""
-    wide = jnp.promote_types(now.dtype, jnp.float32)
-    progress = now.astype(wide) - base.astype(wide)
-    return (new.astype(wide) + progress).astype(now.dtype)
+    progress = _trees.wide(now) - _trees.wide(base)
+    return (_trees.wide(new) + progress).astype(now.dtype)

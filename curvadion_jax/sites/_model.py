@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from curvadion_jax._trees import compute_dtype
 from curvadion_jax.compressors import Codec
 from curvadion_jax.sites._store import as_bytes
 
@@ -43,8 +44,7 @@ class Model:
         self.shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in leaves]
         self._outer, self._codec = outer, codec
         self._wide: Any = [
-            jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32))
-            for x in self.shapes
+            jax.ShapeDtypeStruct(x.shape, compute_dtype(x.dtype)) for x in self.shapes
         ]
         # Shapes of a contribution, and of a snapshot: anchor and outer state.
         message = jax.eval_shape(codec.encode, self._wide)

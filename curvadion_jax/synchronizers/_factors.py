@@ -7,8 +7,8 @@ from curvadion_jax import _momentum, _paths, compressors
 from curvadion_jax._collectives import Group
 from curvadion_jax._interfaces import LocalStep, Synchronizer, SyncState, Views
 from curvadion_jax._matrices import MatrixView
-from curvadion_jax._orthonormalize import compute_dtype
 from curvadion_jax._power_iteration import reduces_factors
+from curvadion_jax._trees import compute_dtype
 
 
 def average_factors() -> Synchronizer:

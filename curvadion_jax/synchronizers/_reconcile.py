@@ -9,7 +9,6 @@ import optax
 from curvadion_jax import _finite, _trees, compressors
 from curvadion_jax._collectives import Group
 from curvadion_jax._interfaces import LocalStep, Synchronizer, SyncState
-from curvadion_jax._orthonormalize import compute_dtype
 
 
 def reconcile(
@@ -65,7 +64,9 @@ def reconcile(
         residual = ()
         if compressor is not None:
             residual = jax.tree.map(
-                lambda x: jnp.zeros_like(x, residual_dtype or compute_dtype(x.dtype)),
+                lambda x: jnp.zeros_like(
+                    x, residual_dtype or _trees.compute_dtype(x.dtype)
+                ),
                 params,
             )
         return SyncState(anchor=anchor, common=outer.init(anchor), residual=residual)
@@ -145,8 +146,7 @@ def mean_with_feedback(
 
 
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(new.dtype, jnp.float32)
-    return new.astype(wide) - old.astype(wide)
+    return _trees.wide(new) - _trees.wide(old)
 
 
 def _move_to(target: jax.Array, params: jax.Array) -> jax.Array:
