@@ -42,13 +42,13 @@ from curvadion_jax._jax_internals import SCOPE, trace
 
 
 class AdaptiveSyncState(NamedTuple):
-    """State of `adaptive_sync`. Shared fields have equal values on all replicas.
+    """State of `adaptive_sync`.
 
     Attributes:
-      inner_state: the inner optimizer's, as after a local step. Replica-varying.
-      trigger_state: what the trigger remembers.
+      inner_state: the inner optimizer's. Replica-varying.
+      trigger_state: what the trigger remembers. Replica-varying.
       sync_state: what the synchronizer keeps; changes at syncs only.
-      metrics: `SyncMetrics`; changes on every step.
+      metrics: `SyncMetrics`, which says what varies; changes on every step.
     """
 
     inner_state: optax.OptState
@@ -230,7 +230,7 @@ def adaptive_sync(
                 absent=~part.excluded & ~local.present,
                 weight=part.weight,
             )
-            new = jax.tree.map(_memory.beside, new, sync_state)
+            new = jax.tree.map(_memory.to_memory_of, new, sync_state)
             return _finite.finite_elements(updates), inner_state, new, faults
 
         # 1. The trigger looks at this replica.
@@ -239,12 +239,12 @@ def adaptive_sync(
         )
 
         # 2. The replicas vote. What is known as a Python bool needs no vote.
-        fire: Any = due
+        is_due: Any = due
         if due is None:
-            fire = trigger.due(counters.steps, sync_cost) if trigger.due else True
-        if trigger.decide is not None and fire is not False:
-            request = decision.fire & _nan_policy.may_request(counters, weight)
-            fire = request & fire
+            is_due = trigger.due(counters.steps, sync_cost) if trigger.due else True
+        fire = is_due
+        if trigger.decide is not None and is_due is not False:
+            fire = decision.fire & _nan_policy.may_request(counters, weight) & is_due
         voted = not isinstance(fire, bool)
         if voted:
             fire = _collectives.any_replica(fire, axis_name)
@@ -287,7 +287,7 @@ def adaptive_sync(
         if due is None:
             cost = functools.partial(_sync_cost, payload, params)
             due = _mapped.known_due(trigger, cost)
-        due = None if due is None else bool(due)  # NumPy's are no Python bools
+        due = None if due is None else bool(due)  # it may be a NumPy bool
         return _mapped.update(
             functools.partial(update_of_replica, views=views, payload=payload, due=due),
             axis_name,
@@ -323,7 +323,7 @@ def _choose(
     *operands: Any,
     axis_name: str | None,
 ) -> Any:
-    """The one `lax.cond`: takes a sync, or a step that sends nothing.
+    """The one `lax.cond` of an update: a sync, or a step that sends nothing.
 
     `fire` is the same on all replicas; where it is a Python bool that branch is the
     program. The results are marked as varying over the axis. A local branch that

@@ -52,7 +52,7 @@ def check_fraction(value: Any, what: str) -> None:
         )
 
 
-def check_one(**values: Any) -> None:
+def check_exclusive(**values: Any) -> None:
     """Rejects two arguments of which one would be ignored."""
     given = [name for name, value in values.items() if value is not None]
     if len(given) > 1:

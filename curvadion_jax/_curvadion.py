@@ -109,7 +109,7 @@ def curvadion(
     References:
       `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
     """
-    _arguments.check_one(threshold=threshold, budget=budget)
+    _arguments.check_exclusive(threshold=threshold, budget=budget)
     if threshold is None:
         budget = BUDGET if budget is None else budget
         trigger = triggers.budget(budget, ahead=_BOUNDS, behind=_BOUNDS)

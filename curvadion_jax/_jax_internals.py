@@ -118,10 +118,10 @@ def updates_in(jaxpr: Jaxpr) -> int:
 
 
 def sources(jaxpr: Jaxpr) -> list[int | None]:
-    """Which input each result of a step is, handed through; else None.
+    """For each result of a step the number of the input that it hands through.
 
-    MIXED if it is chosen from two arrays. Followed back through jitted functions,
-    loops, and equations of one operand.
+    None if it is computed, MIXED if it is chosen from two arrays. Followed back through
+    jitted functions, loops, and equations of one operand.
     """
     made_by = {x: (e, i) for e in jaxpr.eqns for i, x in enumerate(e.outvars)}
     inputs = {x: i for i, x in enumerate(jaxpr.invars)}

@@ -46,8 +46,8 @@ class Layout:
     def specs(self, tree: Any) -> list[PartitionSpec | None]:
         """How each array of a tree like the parameters is sharded, None if unknown.
 
-        As the array of the state that has the same shape and a path that ends with the
-        leaf's.
+        That is taken from the array of the state whose shape is the leaf's and whose
+        path ends with the leaf's path.
         """
         known = [self._by_path(p, x.shape) for p, x in _paths.leaves_with_path(tree)]
         return [None if spec is None else _over(spec, self.axes) for spec in known]
@@ -120,8 +120,8 @@ def of_axes(spec: Iterable[Any], axes: Sequence[tuple[int, ...]]) -> list[Any]:
     """
     known = dict(enumerate(spec))
     return [
-        None if not of or any(map(known.get, of[1:])) else known.get(of[0])
-        for of in axes
+        None if not merged or any(map(known.get, merged[1:])) else known.get(merged[0])
+        for merged in axes
     ]
 
 

@@ -101,7 +101,7 @@ def local_muon(
         adam_learning_rate=adam_learning_rate,
     )
     _arguments.check_numbers(below=1, momentum=momentum)
-    _arguments.check_one(budget=budget, trigger=trigger)
+    _arguments.check_exclusive(budget=budget, trigger=trigger)
     other_optimizer = _partition.other_optimizer(
         other_optimizer,
         learning_rate,
@@ -140,15 +140,14 @@ def default_sync(
     axis_name: str | None,
 ) -> synchronizers.Synchronizer:
     """The sync of `local_muon` and `curvadion`, or the synchronizer that was given."""
-    _arguments.check_one(bits=bits, synchronizer=synchronizer)
+    _arguments.check_exclusive(bits=bits, synchronizer=synchronizer)
     if synchronizer is not None:
         return synchronizer
     outer = optax.sgd(
         _OUTER_LEARNING_RATE, _OUTER_MOMENTUM, nesterov=True, accumulator_dtype=_STATE
     )
     return synchronizers.reconcile(
-        # A Nesterov step along a single replica's own way would only be another inner
-        # optimizer.
+        # With one replica an outer step would only change the inner optimizer.
         None if axis_name is None else outer,
         compressor=compressors.quantize(_BITS if bits is None else bits),
         residual_dtype=_STATE,

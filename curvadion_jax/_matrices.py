@@ -18,8 +18,8 @@ from numpy.lib.array_utils import normalize_axis_tuple
 Named = dict[str, jax.Array]
 """Arrays by the paths of their parameters."""
 MadeOf = tuple[tuple[int, ...], Sequence[tuple[int, ...]]]
-"""Shape of a parameter, and for every axis of an array made of it the parameter's axes
-that it is made of."""
+"""Of a factor: its parameter's shape, and for each axis of the factor the axes of the
+parameter that it merges."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,21 +101,14 @@ class MatrixView:
         # The transposition comes last, where a matrix product absorbs it.
         return stack if self._rows_first else stack.mT
 
-    def from_matrix(self, matrix: jax.Array) -> jax.Array:
-        """``[*batch, rows, cols] -> [shape]``."""
-        return self._from_sides(matrix if self._rows_first else matrix.mT)
-
     def product(self, left: jax.Array, right: jax.Array) -> jax.Array:
         """L R^T of ``[*batch, rows, r]`` and ``[*batch, cols, r]``: ``[shape]``.
 
         Computed in the parameter's order: to transpose the product costs as much again.
         """
         first, second = (left, right) if self._rows_first else (right, left)
-        return self._from_sides(matmul(first, second.mT))
-
-    def _from_sides(self, stack: jax.Array) -> jax.Array:
         order = self._order()
-        x = stack.reshape([self.shape[axis] for axis in order])
+        x = matmul(first, second.mT).reshape([self.shape[axis] for axis in order])
         return jnp.transpose(x, np.argsort(order).tolist())
 
     def norms(self, x: jax.Array) -> jax.Array:

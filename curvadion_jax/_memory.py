@@ -16,8 +16,8 @@ def to_host(x: jax.Array) -> jax.Array:
     return jax.device_put(x, x.sharding.with_memory_kind(HOST_KIND))
 
 
-def beside(x: Any, other: Any) -> Any:
-    """An array on the device, moved to the memory of another array."""
+def to_memory_of(x: Any, other: Any) -> Any:
+    """An array on the device, moved to where another array is kept."""
     space = jax.typeof(other).memory_space
     return x if space == jax.memory.Space.Device else jax.device_put(x, space)
 

@@ -1,4 +1,4 @@
-"""Muon's steps, as Optax takes them, for matrices that lie on several devices."""
+"""`optax.contrib.muon`, for matrices that are sharded over several devices."""
 
 import functools
 import math
@@ -36,7 +36,7 @@ def muon(
     return optax.chain(
         _arguments.with_schedule(lambda beta: _nesterov(beta, mu_dtype), beta),
         _orthogonalized(dimension_numbers, eps),
-        # It takes schedules.
+        # It takes schedules, whatever its types say.
         optax.add_decayed_weights(weight_decay, weight_decay_mask),  # pyright: ignore[reportArgumentType]
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -49,8 +49,8 @@ def _nesterov(
 
     def init_fn(params):
         mu = optax.tree.zeros_like(params, dtype=mu_dtype)
-        # The coefficients of the iterations are constants.
         zero = jnp.zeros([], jnp.int32)
+        # Without the coefficients of the iterations, which are constants here.
         return optax.contrib.MuonState(zero, mu, ())  # pyright: ignore[reportArgumentType]
 
     def update_fn(updates, state, params=None):
@@ -60,8 +60,8 @@ def _nesterov(
         # Nesterov: this step's gradient stands for that of the next one.
         ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
         now = optax.tree.bias_correction(updates, beta, count)
-        looked = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
-        return looked, state._replace(count=count, mu=optax.tree.cast(mu, mu_dtype))
+        mu_hat = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
+        return mu_hat, state._replace(count=count, mu=optax.tree.cast(mu, mu_dtype))
 
     return optax.GradientTransformation(init_fn, update_fn)
 

@@ -16,8 +16,8 @@ The whole policy; `_adaptive_sync` calls what is here around a step and a sync:
 * *Absent.* A replica of weight 0 contributes nothing but the residual that it had
   before. With `reconcile` it keeps its drift; of gradients, only those of the other
   replicas are averaged.
-* *Empty.* Where no replica takes part the mean is zero, but for residuals; the sync is
-  one like any other.
+* *Empty.* If no replica takes part the mean is zero, apart from residuals. The sync
+  counts like any other.
 * *Cooldown.* A replica that a sync could not help must not trigger the next one: an
   excluded replica requests none for 10 steps, and one without weight none at all.
   (Syncs that the step number makes due take place all the same.)
@@ -89,21 +89,22 @@ def participation(
     `params` are those that the replica comes with, and `contributes` says whether what
     it would send is finite.
     """
-    is_sound = is_finite(inner_state, params)
-    healthy = is_sound & _finite.all_finite(params) & is_finite(sync_state, params)
+    inner_finite = is_finite(inner_state, params)
+    healthy = inner_finite & _finite.all_finite(params) & is_finite(sync_state, params)
     excluded = ~(healthy & contributes)
     own = jnp.asarray(1 if weight is None else weight, jnp.float32)
-    given = _collectives.gathered(jnp.where(excluded, -1, own), axis_name)
-    present = given > 0
+    # -1 marks an excluded replica.
+    weights = _collectives.gathered(jnp.where(excluded, -1, own), axis_name)
+    present = weights > 0
     # In units of the largest, so that the sum does not overflow.
-    unit = jnp.where(jnp.any(present), jnp.max(given), 1)
-    mean = jnp.sum(jnp.where(present, given, 0) / unit) / given.size
+    unit = jnp.where(jnp.any(present), jnp.max(weights), 1)
+    mean = jnp.sum(jnp.where(present, weights, 0) / unit) / weights.size
     return Participation(
         weight=jnp.where(excluded, 0, own) / unit / jnp.where(mean > 0, mean, 1),
-        expected=jnp.sum(present) / jnp.maximum(jnp.sum(given >= 0), 1),
+        expected=jnp.sum(present) / jnp.maximum(jnp.sum(weights >= 0), 1),
         healthy=healthy,
         excluded=excluded,
-        keeps_inner_state=is_sound,
+        keeps_inner_state=inner_finite,
     )
 
 

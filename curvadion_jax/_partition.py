@@ -130,16 +130,16 @@ def _default_numbers(
                 "head_dim]. Pass dimension_numbers to say which."
             ) from None
         axis = None
-    first = 0 if axis == 1 else -3
+    first = 0 if axis == 1 else -3  # MaxText has layers on the second axis
     if side is None or (ndim == 3 and axis is not None):
         return DimensionNumbers(0 if axis == 1 and ndim == 3 else -2, -1)
     if side == "in":
-        return DimensionNumbers(first, (-2, -1))
-    return DimensionNumbers((first, -2), -1)
+        return DimensionNumbers(first, (-2, -1))  # [D, H, Dh]
+    return DimensionNumbers((first, -2), -1)  # [H, Dh, D]
 
 
 def _only_head(shapes: Shapes) -> tuple[str, ...] | None:
-    """The one parameter with a side as long as the vocabulary, but for its table.
+    """The one parameter, besides the table, with a side as long as the vocabulary.
 
     Where several have one, the length may be the width of something else.
     """
@@ -327,7 +327,9 @@ def other_optimizer(
     If none is given AdamW, which has the learning rate of the matrices if it is given
     none of its own.
     """
-    _arguments.check_one(adam_learning_rate=adam_learning_rate, other_optimizer=given)
+    _arguments.check_exclusive(
+        adam_learning_rate=adam_learning_rate, other_optimizer=given
+    )
     if given is not None:
         return given
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate

@@ -219,13 +219,13 @@ def _apart(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
 def by_shape(
     function: Callable[[jax.Array], jax.Array],
     stacks: list[jax.Array],
-    largest: float | None,
+    largest: int | None,
 ) -> list[jax.Array]:
     """A function of stacks, called once for all of one shape of matrices.
 
-    With a call for every parameter the program grows with the layers. `largest` is how
-    many elements of single matrices are put together, and copied for it: stacks of
-    layers stay alone then, since they may be sharded along them. None means all.
+    With a call for every parameter the program grows with the layers. At most `largest`
+    elements of single matrices are joined, which copies them; stacks of layers, which
+    may be sharded along the layers, are then not joined. None joins all.
     """
     calls, sizes = defaultdict(list), defaultdict(int)
     for index, x in enumerate(stacks):

@@ -265,9 +265,13 @@ def _to_rows(x: jax.Array, bits: int) -> jax.Array:
 
 
 def _two_magnitudes(x: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # Means of what they stand for, as in Lloyd's condition for the least squared error,
-    # lose less than there was in any block. Steps of the largest value would not, where
-    # one element is large. In units of the largest, so that no sum overflows.
+    """Codes of 2 bits, and a block's two magnitudes [..., 2].
+
+    Each magnitude is the mean of those that it replaces (Lloyd's condition for the
+    least squared error), so a block's error is smaller than the block. With multiples
+    of the largest value it need not be, if one element is large.
+    """
+    # In units of the largest, so that no sum overflows.
     size = jnp.abs(x) / jnp.where(largest == 0, 1, largest)
     is_large = size > jnp.mean(size, axis=-1, keepdims=True)
     means = [

@@ -183,18 +183,18 @@ def _alternating(
     at_syncs: optax.GradientTransformationExtraArgs,
     between: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """One optimizer on sync steps, which otherwise accumulates its momentum only."""
+    """One optimizer at syncs and another between them, when the first accumulates."""
 
     def init(params):
         return at_syncs.init(params), between.init(params)
 
     def update(updates, state, params=None, *, synchronised=False, **extra_args):
-        of_syncs, of_others = state
-        others, of_others = between.update(updates, of_others, params)
+        sync_state, local_state = state
+        local, local_state = between.update(updates, local_state, params)
         if not synchronised:
             extra_args.setdefault("momentum_only", True)
-        updates, of_syncs = at_syncs.update(updates, of_syncs, params, **extra_args)
-        return updates if synchronised else others, (of_syncs, of_others)
+        synced, sync_state = at_syncs.update(updates, sync_state, params, **extra_args)
+        return synced if synchronised else local, (sync_state, local_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -122,7 +122,7 @@ def every_k(k: int) -> Trigger:
 
 
 def evenly(rate: float) -> Trigger:
-    r"""Spends a share of the bytes of synchronous training at even distances.
+    r"""Spends a share of the bytes of synchronous training at even intervals.
 
     The fixed period of a byte budget, which need not be a whole number of steps. Of n
     steps
@@ -262,9 +262,10 @@ def budget(
         paid = share * (observation.steps - since_step)
         spent = observation.syncs - since_sync
 
-        largest = jnp.log(jnp.float32(_REACH))
+        # docs/algorithm.md has this control law, with e = spent - paid, i = integral.
+        bound = jnp.log(jnp.float32(_REACH))
         proportional = _GAIN * (spent - paid)
-        logarithm = jnp.clip(proportional + state.integral, -largest, largest)
+        logarithm = jnp.clip(proportional + state.integral, -bound, bound)
         threshold = jnp.exp(logarithm) * chosen.threshold
         wanted = jnp.where(
             jnp.isnan(threshold), chosen.fire, ~(chosen.value <= threshold)
@@ -278,9 +279,10 @@ def budget(
         peak = jnp.maximum(peak, jnp.where(finite, ratio, 0))
         integral = state.integral + _GAIN / 2 * share * proportional
         integral += jnp.where(wanted & ~allowed, _GAIN, 0)
+        # After a sync without a request, to where the peak would just not have fired.
         lowered = jnp.minimum(state.integral, jnp.log(peak) - proportional)
         integral = jnp.where(required & ~wanted, lowered, integral)
-        integral = jnp.clip(integral, -largest, largest)
+        integral = jnp.clip(integral, -bound, bound)
         integral = jnp.where(finite, integral, state.integral)
 
         fire = (wanted & allowed) | required

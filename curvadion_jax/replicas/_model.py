@@ -173,7 +173,7 @@ def reanchor(params: Any, opt_state: Any) -> Any:
                     "was initialised with."
                 )
             anchors[name] = given[name]
-            leaf = _memory.beside(jnp.array(given[name], leaf.dtype), leaf)
+            leaf = _memory.to_memory_of(jnp.array(given[name], leaf.dtype), leaf)
         elif field == "residual":
             leaf = jnp.zeros_like(leaf)
         new.append(leaf)

@@ -56,7 +56,7 @@ def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
         if jnp.issubdtype(x.dtype, jnp.inexact)
         and not _counters.is_within(names, optimizers, {"trigger_state", "metrics"})
     ]
-    sound = ~named & (on_host(_finite, floating) if floating else True)
+    sound = ~named & (on_host(_are_finite, floating) if floating else True)
     if sound.all():
         return state, []
     if not sound.any():
@@ -83,7 +83,7 @@ def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
     return structure.unflatten(arrays), np.flatnonzero(~sound).tolist()
 
 
-def _finite(arrays: list[jax.Array]) -> jax.Array:
+def _are_finite(arrays: list[jax.Array]) -> jax.Array:
     """Which replicas are finite, bool[N]."""
     # The best loss so far, or a mask, may be infinite on all replicas.
     wrong = [

@@ -76,8 +76,8 @@ def reconcile(
         moved = optax.apply_updates(params, local.updates)
         drift = jax.tree.map(_difference, moved, anchor)
 
-        # 1. The mean drift, and what of its own each replica has not sent. What an
-        # absent replica has it contributes later.
+        # 1. The mean drift, and what of its own each replica has not sent. An absent
+        # replica contributes its drift later.
         if compressor is None:
             mean = jax.tree.map(
                 lambda x: x * jnp.asarray(local.expected, x.dtype),
@@ -95,8 +95,8 @@ def reconcile(
         more = {"layout": group.layout} if group.layout.axes else {}
         step, outer_state = outer.update(pseudo_gradient, state.common, anchor, **more)
         new = jax.tree.map(lambda a, u: (a + u).astype(a.dtype), anchor, step)
-        # Where it is not finite the anchor stays, and the next sync sends what this one
-        # would have sent.
+        # Where the new anchor is not finite the old one stays, and the next sync sends
+        # what this one would have sent.
         outer_state = _trees.like(outer_state, state.common)
         outer_state = _finite.repaired(outer_state, state.common)
         if compressor is not None:
