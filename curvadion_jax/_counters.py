@@ -107,7 +107,7 @@ def counter_paths(names: Iterable[_paths.Names]) -> list[_paths.Names]:
     return [path for path in found if all((*path, *x) in known for x in _fields())]
 
 
-def optimizers(names: Iterable[_paths.Names]) -> list[_paths.Names]:
+def optimizer_paths(names: Iterable[_paths.Names]) -> list[_paths.Names]:
     """The paths to all states of `adaptive_sync`, which keep their counters."""
     found = counter_paths(names)
     return [path[:-1] for path in found if path[-1:] == ("metrics",)]

@@ -26,7 +26,6 @@ from curvadion_jax._power_iteration import ReduceFn
 
 # The default is None: `optax.inject_hyperparams` would trace a number.
 _RANK = 0.25
-_EPSILON = 1e-7  # AdamW's; 1e-8 is zero in float16
 
 
 class DionState(NamedTuple):
@@ -245,7 +244,7 @@ def dion(
         adam_learning_rate=adam_learning_rate,
     )
     other_optimizer = _partition.other_optimizer(
-        other_optimizer, learning_rate, adam_learning_rate, _EPSILON, mu_dtype
+        other_optimizer, learning_rate, adam_learning_rate, mu_dtype=mu_dtype
     )
 
     def matrices(numbers):

@@ -8,7 +8,7 @@ import optax
 
 from curvadion_jax import _arguments, _partition, compressors, synchronizers, triggers
 from curvadion_jax._adaptive_sync import adaptive_sync
-from curvadion_jax._muon import EPSILON, muon
+from curvadion_jax._muon import muon
 
 BUDGET = 0.01
 _BITS = 2
@@ -106,8 +106,7 @@ def local_muon(
         other_optimizer,
         learning_rate,
         adam_learning_rate,
-        EPSILON,
-        mu_dtype,
+        mu_dtype=mu_dtype,
         nesterov=True,
     )
     if trigger is None:
@@ -118,7 +117,7 @@ def local_muon(
             learning_rate,
             numbers,
             beta=momentum,
-            eps=EPSILON,
+            eps=_partition.EPSILON,
             weight_decay=weight_decay,
             weight_decay_mask=weight_decay_mask,
             mu_dtype=mu_dtype,

@@ -11,7 +11,6 @@ import optax
 from curvadion_jax import _arguments, _layout, _partition, _paths
 from curvadion_jax._within_replica import by_matrix, by_shape
 
-EPSILON = 1e-7  # 1e-8 is zero in float16
 _NS, _NS_STEPS = (3.4445, -4.7750, 2.0315), 5  # Optax's
 _TOGETHER = 2**23  # elements that are joined in one call, and copied for it
 

@@ -22,6 +22,8 @@ DimensionNumbersOrFn = Any | Callable[[optax.Params], Any] | None
 """A tree (or prefix) of DimensionNumbers and None, a function of the parameters that
 returns one, or None for `default_dimension_numbers`."""
 
+EPSILON = 1e-7  # of AdamW and Muon; 1e-8, Optax's, is zero in float16
+
 Shapes = Mapping[tuple[str, ...], tuple[int, ...]]
 """Names along the path of a parameter -> its shape."""
 
@@ -318,7 +320,7 @@ def other_optimizer(
     given: optax.GradientTransformation | None,
     learning_rate: optax.ScalarOrSchedule,
     adam_learning_rate: optax.ScalarOrSchedule | None,
-    eps: jax.typing.ArrayLike = 1e-8,
+    eps: jax.typing.ArrayLike = EPSILON,
     mu_dtype: jax.typing.DTypeLike | None = None,
     nesterov: bool = False,
 ) -> optax.GradientTransformation:

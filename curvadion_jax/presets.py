@@ -115,7 +115,7 @@ def muloco(
     inner = _partition.optimizer(
         lambda numbers: muon(learning_rate, numbers, weight_decay=weight_decay),
         _partition.other_optimizer(
-            None, learning_rate, adam_learning_rate, nesterov=True
+            None, learning_rate, adam_learning_rate, 1e-8, nesterov=True
         ),
         dimension_numbers,
     )

@@ -36,7 +36,7 @@ def average_where_synced(
     floating = [n for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)]
     _paths.check_named(floating, average, "average")
     averaged = [names for names in floating if _paths.lies_in(names, average)]
-    counters = [(*path, "metrics") for path in _counters.optimizers(arrays)]
+    counters = [(*path, "metrics") for path in _counters.optimizer_paths(arrays)]
     if not counters or (step.due_of and step.due is False):  # a local step
         return state
     synced, weight = jnp.zeros([], jnp.bool_), jnp.zeros([])

@@ -104,7 +104,7 @@ class ConsistencyCheck:
     def _split(self, state: Any) -> tuple[list, list[Arrays], Arrays]:
         """Counters and anchors of each optimizer, and what should be equal."""
         leaves = dict(_paths.leaves_with_names(state))
-        optimizers = _counters.optimizers(leaves)
+        optimizers = _counters.optimizer_paths(leaves)
         fields = ("steps", "synced", "excluded", "absent")
         counters = [[leaves[*p, "metrics", f] for f in fields] for p in optimizers]
         anchors = [_below((*p, "sync_state", "anchor"), leaves) for p in optimizers]

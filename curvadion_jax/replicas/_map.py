@@ -91,7 +91,7 @@ def _inspect(
     sources = _jax_internals.sources(jaxpr)
     pairs = zip(before, sources, strict=False)
     kept = {names for index, (names, source) in enumerate(pairs) if source == index}
-    optimizers = _counters.optimizers(after)
+    optimizers = _counters.optimizer_paths(after)
     if optimizers and kept.issuperset((*p, "metrics", "steps") for p in optimizers):
         updates = 0  # Its state is dropped: a step that is looked at and not taken.
     step.updates = updates

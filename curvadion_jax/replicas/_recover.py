@@ -49,7 +49,7 @@ def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
     if jax.process_count() > 1:
         named = np.any(multihost_utils.process_allgather(named), axis=0)
     leaves = _paths.leaves_with_names(state)
-    optimizers = _counters.optimizers(names for names, _ in leaves)
+    optimizers = _counters.optimizer_paths(names for names, _ in leaves)
     floating = [
         x
         for names, x in leaves
@@ -145,7 +145,7 @@ def is_averaged(state: Any) -> list[bool]:
     """For every leaf of a state whether `resize` takes means of it."""
     leaves = _paths.leaves_with_names(state)
     known = {names for names, _ in leaves}
-    optimizers = _counters.optimizers(known)
+    optimizers = _counters.optimizer_paths(known)
 
     def is_q(names, index):
         # Columns of Q may have opposite signs, and cancel in a mean. By name and not by

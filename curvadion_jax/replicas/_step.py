@@ -163,7 +163,9 @@ class CompiledStep:
             self._programs[key, None] = self._programs.pop((key, False))
         # By names, since a framework may keep the state in its own classes.
         names = [names for names, _ in _paths.leaves_with_names(operands[0])]
-        counters = [(*path, "metrics", "steps") for path in _counters.optimizers(names)]
+        counters = [
+            (*path, "metrics", "steps") for path in _counters.optimizer_paths(names)
+        ]
         is_known = mapped.updates == 1 and len(counters) == 1
         counter = names.index(counters[0]) if counters else None
         return _Schedule(counter, mapped.due_of if is_known else None)
