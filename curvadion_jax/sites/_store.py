@@ -201,7 +201,7 @@ def _attempts() -> Iterator[int]:
 
 
 def _opened(url: str) -> Any:
-    url = url if "://" in url else Path(url).absolute().as_uri()
+    url = url if re.match(r"\w\w+:/", url) else Path(url).absolute().as_uri()
     parts = urllib.parse.urlsplit(url)
     # Azure's own form is abfs://container@account.dfs.core.windows.net.
     user = parts.username is not None and not parts.scheme.startswith("abfs")

@@ -1,6 +1,7 @@
 """Stores that misbehave: a site asks again before it decides anything."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from obstore.exceptions import AlreadyExistsError
@@ -35,8 +36,7 @@ def test_a_create_says_whose_object_is_there():
     store = _store.Store(MemoryStore())
     assert store.create("key", b"ours")
     assert store.create("key", b"ours")  # its answer was lost
-    assert not store.create("key", b"others")
-    assert not store.create("key", b"ou")
+    assert not any(store.create("key", x) for x in (b"others", b"ou"))
 
 
 @pytest.mark.parametrize("damage", ["gone", "another"])
@@ -76,17 +76,17 @@ def test_a_site_joins_although_a_listing_is_old():
 
 
 @pytest.mark.parametrize(
-    "url",
-    [
-        "s3://:SECRET@bucket/run",
-        "az://container/run?sv=2024&sig=SECRET",
-        "s3://bucket/run#SECRET",
-    ],
+    "run", [":SECRET@bucket/run", "bucket/run?sv=1&sig=SECRET", "bucket/run#SECRET"]
 )
-def test_credentials_in_a_url_are_refused_and_not_shown(url):
+def test_credentials_in_a_url_are_refused_and_not_shown(run):
     with pytest.raises(ValueError, match="no user, query or fragment") as raised:
-        _store.Store(url)
+        _store.Store(f"s3://{run}")
     assert "SECRET" not in str(raised.value)
+
+
+def test_a_url_that_was_made_a_path_is_no_folder():
+    with pytest.raises(OSError, match=r"s3:/bucket/run cannot be opened"):
+        _store.Store(Path("s3://bucket/run"))
 
 
 def test_a_query_in_a_stores_error_is_not_shown():
