@@ -31,6 +31,8 @@ from jax.extend.core import (
 # What may name an axis without sending anything over it; all else counts as
 # communication, so that a collective new to JAX is not overlooked.
 _SILENT = ("axis_index", "pvary")
+# What chooses between two arrays; sums do of products with factors of 0 and 1.
+_CHOICES, _SUMS = ("select_n", "cond"), ("add", "add_any", "sub")
 MIXED = -1
 # Around the optimizer's own communication, in the names of a program's equations.
 SCOPE = "curvadion_jax.update"
@@ -127,14 +129,19 @@ def sources(jaxpr: Jaxpr) -> list[int | None]:
     inputs = {x: i for i, x in enumerate(jaxpr.invars)}
     of_bodies: dict[int, list[int | None]] = {}
 
+    def is_product(variable: Any) -> bool:
+        if isinstance(variable, Literal) or variable not in made_by:
+            return False
+        return made_by[variable][0].primitive.name == "mul"
+
     def source(variable: Any) -> int | None:
         if isinstance(variable, Literal):
             return None
         if variable not in made_by:
             return inputs.get(variable)
         equation, index = made_by[variable]
-        operands = equation.invars
-        if equation.primitive.name in ("select_n", "cond"):
+        name, operands = equation.primitive.name, equation.invars
+        if name in _CHOICES or (name in _SUMS and all(map(is_product, operands))):
             return MIXED
         if _is_update(equation):
             return None

@@ -34,7 +34,7 @@ class ConsistencyCheck:
         The first sync would undo parameters that were loaded after ``tx.init``. States
         that took a step pass.
         """
-        counters, anchors, common = self._split(state)
+        counters, anchors, common, inner = self._split(state)
         if not counters:
             return
         # An anchor with arrays that may be its parameter: they end with its name.
@@ -45,7 +45,7 @@ class ConsistencyCheck:
             if (found := _ending_with(names, x.shape, common))
         }
         started, differs, moved, nonfinite = on_host(
-            _compare_at_start, counters, common, pairs
+            _compare_at_start, counters, common, pairs, inner
         )
         if started:
             return
@@ -64,7 +64,8 @@ class ConsistencyCheck:
         if names := _named(nonfinite):
             raise ValueError(
                 f"{names[0]!r} holds NaN or Inf, so syncs would exclude every replica. "
-                "Keep such arrays, as masks are, out of the parameters."
+                "Keep such arrays, as masks are, out of the parameters and of the "
+                "inner optimizer's state."
             )
 
     def after_step(self, state: Any, due: bool | None) -> None:
@@ -94,28 +95,33 @@ class ConsistencyCheck:
 
     def _differing(self, state: Any) -> list[str] | None:
         """None unless all replicas have just synchronised; [] without an anchor."""
-        counters, anchors, common = self._split(state)
+        counters, anchors, common, _ = self._split(state)
         if not counters or not all(anchors):
             return []
         if not on_host(_all_synced, counters):
             return None  # without a comparison, which sends a whole model
         return _named(on_host(_differ_after_sync, common))
 
-    def _split(self, state: Any) -> tuple[list, list[Arrays], Arrays]:
-        """Counters and anchors of each optimizer, and what should be equal."""
+    def _split(self, state: Any) -> tuple[list, list[Arrays], Arrays, Arrays]:
+        """Counters and anchors of optimizers, what should be equal, inner arrays."""
         leaves = dict(_paths.leaves_with_names(state))
         optimizers = _counters.optimizer_paths(leaves)
         fields = ("steps", "synced", "excluded", "absent")
         counters = [[leaves[*p, "metrics", f] for f in fields] for p in optimizers]
         anchors = [_below((*p, "sync_state", "anchor"), leaves) for p in optimizers]
+        floats = {n: x for n, x in leaves.items() if _finite.is_float(x)}
         common = {
             names: x
-            for names, x in leaves.items()
-            if _finite.is_float(x)
-            and not _paths.lies_in(names, self._local)
+            for names, x in floats.items()
+            if not _paths.lies_in(names, self._local)
             and not _counters.is_within(names, optimizers, AdaptiveSyncState._fields)
         }
-        return counters, anchors, common
+        inner = {
+            names: x
+            for names, x in floats.items()
+            if x.ndim > 1 and _counters.is_within(names, optimizers, {"inner_state"})
+        }
+        return counters, anchors, common, inner
 
 
 def _below(path: Names, arrays: Arrays) -> Arrays:
@@ -132,7 +138,7 @@ def _named(flags: dict[Names, bool]) -> list[str]:
     return ["/".join(names) for names, yes in flags.items() if yes]
 
 
-def _compare_at_start(counters, common, pairs) -> Any:
+def _compare_at_start(counters, common, pairs, inner) -> Any:
     """Whether a step was taken; by name what differs, has moved, or is not finite."""
     started = jnp.any(jnp.stack([jnp.any(steps > 0) for steps, *_ in counters]))
     between = {names: differ(x, x[:1]) for names, x in common.items()}
@@ -140,7 +146,8 @@ def _compare_at_start(counters, common, pairs) -> Any:
         names: jnp.all(jnp.stack([differ(x, copy) for copy in copies]))
         for names, (x, copies) in pairs.items()
     }
-    nonfinite = {n: ~jnp.all(jnp.isfinite(x)) for n, (x, _) in pairs.items()}
+    looked_at = inner | {names: x for names, (x, _) in pairs.items()}
+    nonfinite = {n: ~jnp.all(jnp.isfinite(x)) for n, x in looked_at.items()}
     return started, between, moved, nonfinite
 
 

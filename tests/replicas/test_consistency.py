@@ -202,6 +202,11 @@ def start(tx, initialised, params):
 SAME, OTHER = [MODELS[0]] * REPLICAS, [MODELS[1]] * REPLICAS
 APART = r"start from different values \('model/bias'\)"
 SPOILT = [MODELS[0] | {"bias": jnp.full(5, -jnp.inf)}] * REPLICAS  # as a mask
+LOWEST = optax.GradientTransformation(
+    lambda _: jnp.full(3, jnp.inf),  # as of the lowest losses so far
+    lambda updates, state, params=None: (updates, state),
+)
+IN_STATE = "'opt_state/inner_state' holds NaN or Inf"
 MOVED = r"The parameters \('bias'\) are not those given to tx.init"
 
 
@@ -215,8 +220,9 @@ MOVED = r"The parameters \('bias'\) are not those given to tx.init"
         (TX, SAME, OTHER, MOVED),
         (NO_ANCHOR, MODELS, MODELS, APART),
         (TX, SPOILT, SPOILT, "'bias' holds NaN or Inf"),
+        (optimizer(inner=LOWEST), SAME, SAME, IN_STATE),
     ],
-    ids=["one", "voting", "seeds", "apart", "loaded", "no anchor", "a mask"],
+    ids=["one", "voting", *"seeds apart loaded no-anchor a-mask in-state".split()],
 )
 def test_the_first_step_rejects_another_model(tx, initialised, params, message):
     state, (batch,) = start(tx, initialised, params), helpers.make_gradients(1, 2)

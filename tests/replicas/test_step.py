@@ -84,16 +84,20 @@ def on_a_condition(tx):
     return optax.GradientTransformation(tx.init, update)
 
 
-def kept_where_finite(tx):
+def kept_where_finite(tx, choose=jnp.where):
     """As Flax's examples do with loss scaling: the replica's own gradients decide."""
 
     def update(updates, state, params=None):
         finite = jnp.isfinite(optax.tree.norm(updates))
         updates, new = tx.update(updates, state, params)
-        keep = lambda x, y: jnp.where(finite, x, y) if x.dtype == "float32" else x  # noqa: E731
+        keep = lambda x, y: choose(finite, x, y) if x.dtype == "float32" else x  # noqa: E731
         return updates, jax.tree.map(keep, new, state)
 
     return optax.GradientTransformation(tx.init, update)
+
+
+def by_a_factor(finite, new, old):
+    return finite * new + (1 - finite) * old
 
 
 def dropped_state(tx):
@@ -113,13 +117,30 @@ def dropped_state(tx):
         (loop(local_sgd()), "inside a lax.cond or while_loop"),
         (on_a_condition(local_sgd()), "inside a lax.cond or while_loop"),
         (kept_where_finite(local_sgd()), "keeps the old optimizer state"),
+        (kept_where_finite(local_sgd(), by_a_factor), "keeps the old optimizer state"),
         (dropped_state(local_sgd()), "synchronises.* and keep its state"),
     ],
-    ids="axis no-axis adamw MultiSteps loop cond where dropped".split(),
+    ids="axis no-axis adamw MultiSteps loop cond where factor dropped".split(),
 )
 def test_what_would_not_train_one_model_is_rejected(tx, message):
     with pytest.raises(ValueError, match=message):
         on_mesh(tx)
+
+
+def test_parameters_and_anchor_may_be_moved_alike():
+    """A sum is a choice only of products with factors of 0 and 1."""
+
+    def shifted(tx):
+        def update(updates, state, params=None):
+            updates, state = tx.update(updates, state, params)
+            both = state.sync_state.anchor, updates
+            anchor, updates = jax.tree.map(lambda x: x + 0.5, both)
+            sync_state = state.sync_state._replace(anchor=anchor)
+            return updates, state._replace(sync_state=sync_state)
+
+        return optax.GradientTransformation(tx.init, update)
+
+    assert on_mesh(shifted(local_sgd()), average=("mean",))
 
 
 def test_models_under_vmap_are_rejected():
