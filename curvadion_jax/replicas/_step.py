@@ -114,14 +114,15 @@ class CompiledStep:
         key = self._key(state)
         # By these a step may choose what it does, such as evaluate only.
         given = key, form, *((np.shape(x), getattr(x, "dtype", None)) for x in rest)
-        is_new = given not in self._schedules
-        schedule = self._schedule(key, operands) if is_new else self._schedules[given]
+        known = self._schedules.get(given)
+        is_new, schedule = known is None, known or self._schedule(key, operands)
         counter = None if schedule.counter is None else leaves[schedule.counter]
         # A state that the last call did not return may be a fresh one.
         is_foreign = counter is not None and counter is not self._returned
         if is_new or (is_foreign and self._read(counter) == 0):
             self._check.at_start(state)
-        self._schedules[given] = schedule
+        if is_new:
+            self._schedules[given] = schedule
         due = schedule.due_of and schedule.due_of(self._read(counter))
         program, _ = self._program(key, due)
         if is_new:
@@ -183,10 +184,11 @@ class CompiledStep:
 
     def _program(self, key, due: bool | None) -> tuple[Any, _mapped.Mapped]:
         """A jitted step, and what was found when it was traced."""
-        if (key, due) not in self._programs:
+        found = self._programs.get((key, due))
+        if found is None:
             mapped = _mapped.Mapped(self._mesh, self._axis_name, due)
-            self._programs[key, due] = self._jitted(key, mapped), mapped
-        return self._programs[key, due]
+            found = self._programs[key, due] = self._jitted(key, mapped), mapped
+        return found
 
     def _jitted(self, key, mapped: _mapped.Mapped) -> Any:
         structure, placements, _ = key
