@@ -266,9 +266,7 @@ class Worker(threading.Thread):
         self._ending = False
         # The open round and the anchor that the main thread knows.
         self._taken: tuple[int, Arrays] = -1, []
-        self._turned = (
-            time.monotonic()
-        )  # when the store last answered, or was warned of
+        self._turned = time.monotonic()  # the store last answered, or was warned of
 
     def take(self) -> Update | None:
         """What is new since the last call, in which all was taken.
@@ -312,10 +310,8 @@ class Worker(threading.Thread):
             )
         if time.monotonic() - self._turned > _PATIENCE:
             self._turned = time.monotonic()
-            text = (
-                "A request to %s has had no answer for a minute, and this site waits."
-            )
-            log.warning(text, self.follower.store.url)
+            text = "%s has had no answer to a request for a minute, and waits for it."
+            log.warning(text, self.follower.name)
 
     def end(self, seconds: float) -> None:
         with self._changed:
