@@ -16,10 +16,7 @@ ALL = {
     **{f"int{bits}": compressors.quantize(bits, block=16) for bits in (8, 4, 2, 1)},
 }
 QUICK = ("exact", "int2")
-every = pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ALL],
-)
+every = pytest.mark.parametrize("name", helpers.slow_but(QUICK, ALL))
 
 
 def sent(result, stacked, key):

@@ -64,12 +64,6 @@ IN_THE_STEP = ("paper", "authors_code")
 QUICK = ("local_muon", "at_intervals")
 
 
-def some(names):
-    return [
-        pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in names
-    ]
-
-
 @functools.cache
 def prepare(name: str, replicas: int = REPLICAS):
     """A step, and what it is given."""
@@ -126,7 +120,7 @@ def test_the_compiled_step_that_is_not_due_sends_nothing(name):
     assert "all-reduce" not in text
 
 
-@pytest.mark.parametrize("name", some(VOTING | AT_INTERVALS))
+@pytest.mark.parametrize("name", helpers.slow_but(QUICK, VOTING | AT_INTERVALS))
 def test_a_vote_sends_one_scalar_and_the_local_branch_nothing(name):
     program = program_of(name)
     (flag,) = program.collectives([program.entry], branches=False)
@@ -142,7 +136,7 @@ def test_a_vote_sends_one_scalar_and_the_local_branch_nothing(name):
     assert {instruction.opcode for instruction in inside} == kinds
 
 
-@pytest.mark.parametrize("name", some(SCHEDULED))
+@pytest.mark.parametrize("name", helpers.slow_but(QUICK, SCHEDULED))
 def test_what_is_scheduled_needs_no_vote(name):
     program = program_of(name)
     shapes = [x.shape for x in program.collectives([program.entry])]
@@ -161,7 +155,7 @@ def bytes_counted_at_a_sync(name):
     raise AssertionError("no sync")
 
 
-@pytest.mark.parametrize("name", some(OPTIMIZERS))
+@pytest.mark.parametrize("name", helpers.slow_but(QUICK, OPTIMIZERS))
 def test_a_sync_sends_the_bytes_that_metrics_count(name):
     program = program_of(name)
     sent = [x for x in program.collectives([program.entry]) if x.shape != "s32[]"]
@@ -284,7 +278,9 @@ def test_the_caller_may_say_what_the_step_is(due):
     helpers.assert_bitwise(mapped(state, batch)[0], step(state, batch)[0])
 
 
-@pytest.mark.parametrize("name", some(["local_muon", "averaging_dion", "paper"]))
+@pytest.mark.parametrize(
+    "name", helpers.slow_but(QUICK, ["local_muon", "averaging_dion", "paper"])
+)
 def test_another_replicas_gradient_changes_nothing_until_the_sync(name):
     """Three replicas, four steps, of which 1 and 2 are local; one gradient differs."""
     changed_one, kept = 1, [0, 2]

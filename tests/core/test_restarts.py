@@ -38,10 +38,7 @@ OPTIMIZERS = {
     "factors": lambda: dion(synchronizers.average_factors()),
     "gradients": lambda: dion(synchronizers.average_gradients()),
 }
-NAMES = [
-    pytest.param(x, marks=() if x in ("curvadion", "factors") else pytest.mark.slow)
-    for x in OPTIMIZERS
-]
+NAMES = helpers.slow_but(["curvadion", "factors"], OPTIMIZERS)
 
 
 def placed(tx, inner):

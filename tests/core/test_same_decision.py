@@ -5,6 +5,7 @@ at is generated, and different on every replica; what they ought to decide is sa
 model of the trigger in plain Python. A program that hangs meets the suite's time limit.
 """
 
+import helpers
 import jax
 import numpy as np
 import optax
@@ -133,12 +134,6 @@ def check(name: str, script: Script):
     return last
 
 
-def some(names):
-    return [
-        pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in names
-    ]
-
-
 KINDS = {
     "usual": {},
     "not finite": {"spoilt": POISON},
@@ -147,7 +142,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", some(CASES))
+@pytest.mark.parametrize("name", helpers.slow_but(QUICK, CASES))
 def test_a_sync_takes_place_where_any_replica_requests_it(name, kind):
     if kind == "usual":
         for script in (one_by_one(), cooling_down(), staying_away()):
@@ -164,7 +159,7 @@ def test_what_is_measured_of_extreme_gradients(name):
         check(name, random_script(seed, extreme))
 
 
-@pytest.mark.parametrize("name", some(WRAPPED))
+@pytest.mark.parametrize("name", helpers.slow_but(QUICK, WRAPPED))
 def test_wrappers_that_decide_for_one_replica_are_fine_inside(name):
     for seed in range(10):
         script = random_script(seed, (np.nan, LARGE, LARGE))

@@ -59,10 +59,7 @@ def averaged(name):
 
 
 QUICK = ("exact", "int8")
-NAMES = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-    for name in FORMS
-]
+NAMES = helpers.slow_but(QUICK, FORMS)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)

@@ -89,10 +89,7 @@ def place(mesh, divided, tree):
     return {name: put(name, x) for name, x in tree.items()}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=() if x == "both" else pytest.mark.slow) for x in PLACES],
-)
+@pytest.mark.parametrize("name", helpers.slow_but(["both"], PLACES))
 def test_sharded_matrices_move_there_and_back(name):
     inner, divided = PLACES[name]
     mesh, tx = cd.replicas.make_mesh(2, inner), _muon.muon(0.1, numbers)

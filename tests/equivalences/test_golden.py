@@ -2,6 +2,7 @@
 
 import json
 
+import helpers
 import jax
 import make_golden
 import numpy as np
@@ -21,13 +22,7 @@ HOW = (
 QUICK = ("local_sgd", "diloco")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in make_golden.OPTIMIZERS
-    ],
-)
+@pytest.mark.parametrize("name", helpers.slow_but(QUICK, make_golden.OPTIMIZERS))
 def test_numerics_are_those_of_the_file(name):
     golden = json.loads((make_golden.FOLDER / f"{name}.json").read_text())
     same = golden.pop("versions") == make_golden.versions()

@@ -9,6 +9,7 @@ import data
 import journal
 import main
 import pytest
+from interrupted_main import results
 
 MICRO = (
     "--layers 2 --width 16 --heads 2 --batch 2 --sequence-length 16 --replicas 2 "
@@ -21,15 +22,6 @@ def run_micro(text: Path, out: Path, *more: str) -> int:
     return main.main(
         [*MICRO, *arguments, "--data", str(text), "--out", str(out), *more]
     )
-
-
-def results(out: Path) -> tuple[list, list]:
-    """Summary and journal without the seconds."""
-    summary = json.loads((out / "summary.json").read_text())
-    lines = journal.read_journal(out / "curvadion.jsonl")
-    for row in (*summary, *lines):
-        row.pop("seconds")
-    return summary, lines
 
 
 @pytest.fixture(scope="module")

@@ -42,10 +42,7 @@ def wide(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "f16", "f32", "f64"])
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in OPTIMIZERS],
-)
+@pytest.mark.parametrize("name", helpers.slow_but(QUICK, OPTIMIZERS))
 def test_dtypes_and_shapes_are_kept(name, dtype):
     tx = OPTIMIZERS[name]
     with wide(dtype):

@@ -5,10 +5,11 @@ import hlo
 import jax
 import numpy as np
 import pytest
+from divided_replicas import reconciling
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import _collectives, _layout, compressors, synchronizers, triggers
+from curvadion_jax import _collectives, _layout, compressors, synchronizers
 
 AXIS = cd.replicas.AXIS
 REPLICAS = 2
@@ -29,19 +30,13 @@ RANK = 32
 FILLED = 0.02
 
 
-def every_second(synchronizer, rank=RANK):
-    return cd.adaptive_sync(
-        cd.dion(0.01, rank), triggers.every_k(2), synchronizer, AXIS
-    )
-
-
 OPTIMIZERS = {
     "synchronous_dion": lambda: cd.presets.synchronous_dion(
         0.01, rank=RANK, axis_name=AXIS
     ),
-    "everything": lambda: every_second(synchronizers.reconcile()),
-    "quantize": lambda: every_second(
-        synchronizers.reconcile(compressor=compressors.quantize(4))
+    "everything": lambda: reconciling(synchronizers.reconcile(), RANK),
+    "quantize": lambda: reconciling(
+        synchronizers.reconcile(compressor=compressors.quantize(4)), RANK
     ),
 }
 CASES = [("synchronous_dion", place) for place in PLACES]

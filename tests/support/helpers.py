@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
@@ -235,6 +236,13 @@ def decisions(trajectory: list) -> list[bool]:
     synced = [np.asarray(state.metrics.synced) for _, state in trajectory]
     assert all((s == s.flat[0]).all() for s in synced)
     return [bool(s.flat[0]) for s in synced]
+
+
+def slow_but(quick, names):
+    """Parameters of a test, of which all but some are slow."""
+    return [
+        pytest.param(x, marks=() if x in quick else pytest.mark.slow) for x in names
+    ]
 
 
 def assert_bitwise(actual: Any, expected: Any) -> None:

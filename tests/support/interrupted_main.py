@@ -69,7 +69,8 @@ def commands(
 def results(out: Path) -> tuple[list, list]:
     """Summary and journal without the seconds."""
     summary = json.loads((out / "summary.json").read_text())
-    lines = journal.read_journal(out / "diloco.jsonl")
+    (file,) = out.glob("*.jsonl")  # of the one method
+    lines = journal.read_journal(file)
     for row in (*summary, *lines):
         row.pop("seconds")
     return summary, lines

@@ -8,7 +8,6 @@ import helpers
 import jax
 import numpy as np
 import optax
-import pytest
 import weighted_runs
 
 import curvadion_jax as cd
@@ -48,10 +47,7 @@ OPTIMIZERS = {
     ),
 }
 QUICK = ("gradients", "reconcile-quantize")
-NAMES = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-    for name in OPTIMIZERS
-]
+NAMES = helpers.slow_but(QUICK, OPTIMIZERS)
 
 
 @functools.cache
