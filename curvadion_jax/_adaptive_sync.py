@@ -1,11 +1,11 @@
 """One optimizer out of an inner one, a trigger and a synchronizer.
 
-One step of one replica is `update_of_replica` below, top to bottom: the trigger looks,
-the replicas vote, one `lax.cond` takes a local step or a sync (`_choose`), and what
-happened is counted. `_nan_policy` says who takes part in a sync, and `_guards`
-what a branch may not do.
+`_Replica.step` is the algorithm: the trigger looks, the replicas vote, one `lax.cond`
+takes a local step or a sync, and what happened is counted. `_nan_policy` says who takes
+part in a sync, and `_guards` what a branch may not do.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from curvadion_jax._interfaces import (
     Synchronizer,
     SyncState,
     Trigger,
+    Views,
 )
 from curvadion_jax._jax_internals import SCOPE, trace
 
@@ -142,140 +143,28 @@ def adaptive_sync(
     def update_of_replica(
         gradients, state, params, *, views, payload, due, weight=None, **extra_args
     ):
-        counters, layout = state.metrics, _layout.current()
-        group = _collectives.Group(axis_name, layout)
         _guards.require_local_gradients(
             gradients,
             axis_name,
             # In a mapped step gradients are local by construction.
             allow_unchecked=allow_unchecked or _mapped.current() is not None,
         )
-        sync_cost = _sync_cost(payload, params, group.size)
-        weight = _nan_policy.checked_weight(weight)
         finite = _finite.norms_finite(gradients)
-        gradients = _finite.or_zeros(finite, gradients)
-
-        def inner_update(gradients, inner_state, **more):
-            """The inner optimizer's, in the dtypes of parameters and state."""
-            if layout.axes:
-                more["layout"] = layout
-            updates, new_state = inner.update(
-                gradients, inner_state, params, **extra_args, **more
-            )
-            return _trees.like(updates, params), _trees.like(new_state, inner_state)
-
-        def look(gradients, state):
-            if trigger.decide is None:
-                return triggers.decision(True), state.trigger_state
-            observation = Observation(
-                gradients=gradients,
-                finite=finite,
-                inner_state=state.inner_state,
-                params=params,
-                views=views,
-                next_inner_state=lambda: _momentum.after_local_step(
-                    inner_update, gradients, state.inner_state
-                ),
-                steps=counters.steps,
-                syncs=counters.syncs,
-                local_steps=counters.local_steps,
-                anchor=_memory.to_device(state.sync_state.anchor),
-                sync_cost=sync_cost,
-            )
-            decision, new_state = trigger.decide(observation, state.trigger_state)
-            return decision, _trees.like(new_state, state.trigger_state)
-
-        def local_step(gradients, inner_state, sync_state):
-            updates, inner_state = inner_update(gradients, inner_state)
-            faults = _counters.no_faults()._replace(zeroed=~_finite.all_finite(updates))
-            return _finite.finite_elements(updates), inner_state, sync_state, faults
-
-        def sync_instead(gradients, inner_state, sync_state):
-            """A sync that replaces the local step, such as `average_gradients`."""
-            step = {"gradients": gradients, "take": inner_update}
-            return synchronise(params, inner_state, sync_state, step, finite)
-
-        def sync_after(updates, inner_state, sync_state, faults):
-            """A sync that follows the local step, such as `reconcile`."""
-            moved = optax.apply_updates(params, updates)
-            *results, new_faults = synchronise(
-                moved, inner_state, sync_state, {"updates": updates}
-            )
-            zeroed = faults.zeroed | new_faults.zeroed
-            return *results, new_faults._replace(zeroed=zeroed)
-
-        def synchronise(moved, inner_state, sync_state, step, contributes: Any = True):
-            """A sync of this replica, whose parameters are now `moved`."""
-            before = _memory.to_device(sync_state)
-            part = _nan_policy.participation(
-                moved, inner_state, before, weight, contributes, axis_name
-            )
-            inner_state = _nan_policy.restarted(
-                inner, params, inner_state, part.keeps_inner_state
-            )
-            local = LocalStep(
-                inner_state=inner_state,
-                params=params,
-                views=views,
-                weight=part.weight,
-                expected=part.expected,
-                healthy=part.healthy,
-                **step,
-            )
-            updates, inner_state, new = synchronizer.sync(local, before, group)
-            updates = _trees.like(updates, params)
-            faults = _counters.Faults(
-                zeroed=part.healthy & ~_finite.all_finite(updates),
-                excluded=part.excluded,
-                absent=~part.excluded & ~local.present,
-                weight=part.weight,
-            )
-            new = jax.tree.map(_memory.to_memory_of, new, sync_state)
-            return _finite.finite_elements(updates), inner_state, new, faults
-
-        # 1. The trigger looks at this replica.
-        decision, trigger_state = _guards.locally(
-            look, gradients, state, axis_name=axis_name
-        )
-
-        # 2. The replicas vote. What is known as a Python bool needs no vote.
-        is_due: Any = due
-        if due is None:
-            is_due = trigger.due(counters.steps, sync_cost) if trigger.due else True
-        fire = is_due
-        if trigger.decide is not None and is_due is not False:
-            fire = decision.fire & _nan_policy.may_request(counters, weight) & is_due
-        voted = not isinstance(fire, bool)
-        if voted:
-            fire = _collectives.any_replica(fire, axis_name)
-            if axis_name is not None:
-                fire = _guards.one_decision(fire)
-
-        # 3. A local step, or a sync if any replica requested one.
-        operands = gradients, state.inner_state, state.sync_state
-        if synchronizer.after_local_step:
-            stepped = _guards.locally(local_step, *operands, axis_name=axis_name)
-            results = _then_once(fire, sync_after, stepped, axis_name)
-        else:
-            results = _choose(
-                fire, sync_instead, local_step, *operands, axis_name=axis_name
-            )
-        updates, inner_state, sync_state, faults = results
-
-        # 4. What happened is counted. One replica sends nothing.
-        sent = Payload() if axis_name is None else payload + _counters.WEIGHT
-        metrics = _counters.update(
-            counters,
-            decision,
-            voted=voted and axis_name is not None,
-            synced=fire,
+        group = _collectives.Group(axis_name, _layout.current())
+        replica = _Replica(
+            inner=inner,
+            trigger=trigger,
+            synchronizer=synchronizer,
+            group=group,
+            params=params,
+            views=views,
+            payload=payload,
+            sync_cost=_sync_cost(payload, params, group.size),
             finite=finite,
-            faults=faults,
-            payload=sent,
-            gradient_bytes=_trees.float32_bytes(params),
+            weight=_nan_policy.checked_weight(weight),
+            extra_args=extra_args,
         )
-        state = AdaptiveSyncState(inner_state, trigger_state, sync_state, metrics)
-        return updates, _collectives.vary(state, axis_name)
+        return replica.step(_finite.or_zeros(finite, gradients), state, due)
 
     @jax.named_scope(SCOPE)
     def update_fn(
@@ -301,6 +190,169 @@ def adaptive_sync(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Replica:
+    """One replica on one step.
+
+    Attributes:
+      group: all replicas, and how the arrays of one lie on its devices.
+      params: parameters before the step.
+      payload, sync_cost: what one sync sends; see `Observation`.
+      finite: whether the gradients are finite, bool[]; `step` is given zeros if not.
+      weight: how much this replica counts in a sync, float32[]; None is 1.
+      extra_args: what the caller passed for the inner optimizer.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    trigger: Trigger
+    synchronizer: Synchronizer
+    group: _collectives.Group
+    params: optax.Params
+    views: Views
+    payload: Payload
+    sync_cost: float
+    finite: jax.Array
+    weight: jax.Array | None
+    extra_args: dict[str, Any]
+
+    def step(self, gradients, state: AdaptiveSyncState, due: bool | None):
+        """The updates, and the optimizer state after the step."""
+        axis_name = self.group.axis_name
+
+        # 1. The trigger looks at this replica.
+        decision, trigger_state = _guards.locally(
+            self.look, gradients, state, axis_name=axis_name
+        )
+
+        # 2. The replicas vote.
+        fire = self.vote(decision, state.metrics, due)
+
+        # 3. A local step, or a sync if any replica requested one.
+        operands = gradients, state.inner_state, state.sync_state
+        if self.synchronizer.after_local_step:
+            stepped = _guards.locally(self.local_step, *operands, axis_name=axis_name)
+            results = _then_once(fire, self.sync_after, stepped, axis_name)
+        else:
+            results = _choose(
+                fire, self.sync_instead, self.local_step, *operands, axis_name=axis_name
+            )
+        updates, inner_state, sync_state, faults = results
+
+        # 4. What happened is counted. One replica sends nothing.
+        alone = axis_name is None
+        metrics = _counters.update(
+            state.metrics,
+            decision,
+            voted=not (alone or isinstance(fire, bool)),
+            synced=fire,
+            finite=self.finite,
+            faults=faults,
+            payload=Payload() if alone else self.payload + _counters.WEIGHT,
+            gradient_bytes=_trees.float32_bytes(self.params),
+        )
+        state = AdaptiveSyncState(inner_state, trigger_state, sync_state, metrics)
+        return updates, _collectives.vary(state, axis_name)
+
+    def look(self, gradients, state: AdaptiveSyncState):
+        """The trigger's decision, and its state after it."""
+        if self.trigger.decide is None:
+            return triggers.decision(True), state.trigger_state
+        observation = Observation(
+            gradients=gradients,
+            finite=self.finite,
+            inner_state=state.inner_state,
+            params=self.params,
+            views=self.views,
+            next_inner_state=lambda: _momentum.after_local_step(
+                self.inner_update, gradients, state.inner_state
+            ),
+            steps=state.metrics.steps,
+            syncs=state.metrics.syncs,
+            local_steps=state.metrics.local_steps,
+            anchor=_memory.to_device(state.sync_state.anchor),
+            sync_cost=self.sync_cost,
+        )
+        decision, new_state = self.trigger.decide(observation, state.trigger_state)
+        return decision, _trees.like(new_state, state.trigger_state)
+
+    def vote(self, decision, counters: SyncMetrics, due: Any) -> jax.Array | bool:
+        """Whether to synchronise; a Python bool where that is known without a vote."""
+        decide, due_at = self.trigger.decide, self.trigger.due
+        if due is None:
+            due = due_at(counters.steps, self.sync_cost) if due_at else True
+        if decide is None or due is False:
+            fire = due
+        else:
+            may_request = _nan_policy.may_request(counters, self.weight)
+            fire = decision.fire & may_request & due
+        if isinstance(fire, bool):
+            return fire
+        fire = _collectives.any_replica(fire, self.group.axis_name)
+        return fire if self.group.axis_name is None else _guards.one_decision(fire)
+
+    def local_step(self, gradients, inner_state, sync_state):
+        """A step that sends nothing."""
+        updates, inner_state = self.inner_update(gradients, inner_state)
+        faults = _counters.no_faults()._replace(zeroed=~_finite.all_finite(updates))
+        return _finite.finite_elements(updates), inner_state, sync_state, faults
+
+    def sync_instead(self, gradients, inner_state, sync_state):
+        """A sync that replaces the local step, such as `average_gradients`."""
+        step = {"gradients": gradients, "take": self.inner_update}
+        return self.synchronise(
+            self.params, inner_state, sync_state, step, contributes=self.finite
+        )
+
+    def sync_after(self, updates, inner_state, sync_state, faults):
+        """A sync that follows the local step, such as `reconcile`."""
+        moved = optax.apply_updates(self.params, updates)
+        *results, new_faults = self.synchronise(
+            moved, inner_state, sync_state, {"updates": updates}
+        )
+        zeroed = faults.zeroed | new_faults.zeroed
+        return *results, new_faults._replace(zeroed=zeroed)
+
+    def synchronise(
+        self, moved, inner_state, sync_state, step, contributes: Any = True
+    ):
+        """A sync of this replica, whose parameters are now `moved`."""
+        before = _memory.to_device(sync_state)
+        part = _nan_policy.participation(
+            moved, inner_state, before, self.weight, contributes, self.group.axis_name
+        )
+        inner_state = _nan_policy.restarted(
+            self.inner, self.params, inner_state, part.keeps_inner_state
+        )
+        local = LocalStep(
+            inner_state=inner_state,
+            params=self.params,
+            views=self.views,
+            weight=part.weight,
+            expected=part.expected,
+            healthy=part.healthy,
+            **step,
+        )
+        updates, inner_state, after = self.synchronizer.sync(local, before, self.group)
+        updates = _trees.like(updates, self.params)
+        faults = _counters.Faults(
+            zeroed=part.healthy & ~_finite.all_finite(updates),
+            excluded=part.excluded,
+            absent=~part.excluded & ~local.present,
+            weight=part.weight,
+        )
+        after = jax.tree.map(_memory.to_memory_of, after, sync_state)
+        return _finite.finite_elements(updates), inner_state, after, faults
+
+    def inner_update(self, gradients, inner_state, **more):
+        """The inner optimizer's update, in the dtypes of parameters and state."""
+        if self.group.layout.axes:
+            more["layout"] = self.group.layout
+        updates, new_state = self.inner.update(
+            gradients, inner_state, self.params, **self.extra_args, **more
+        )
+        return _trees.like(updates, self.params), _trees.like(new_state, inner_state)
+
+
 def _check_update(gradients, state, params) -> None:
     _trees.check_gradients(gradients, params)
     if jnp.ndim(state.metrics.steps):
@@ -323,16 +375,30 @@ def _choose(
     *operands: Any,
     axis_name: str | None,
 ) -> Any:
-    """The one `lax.cond` of an update: a sync, or a step that sends nothing.
+    """The results of a sync, or of a step that sends nothing, by the one `lax.cond`.
 
     `fire` is the same on all replicas; where it is a Python bool that branch is the
-    program. The results are marked as varying over the axis. A local branch that
-    communicates over the axis is refused.
+    program.
+    """
+    branches = _branches(sync, local, *operands, axis_name=axis_name)
+    if isinstance(fire, bool):
+        return branches[0 if fire else 1](*operands)
+    return lax.cond(fire, *branches, *operands)
+
+
+def _branches(
+    sync: Callable[..., Any],
+    local: Callable[..., Any],
+    *operands: Any,
+    axis_name: str | None,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Both branches checked, with results marked as varying over the same axes.
+
+    Both, even if `fire` is known: a faulty sync is reported on the first step.
     """
     synced = trace(sync, *operands)
     _guards.require_no_deadlock(synced.program.jaxpr, axis_name)
     alone = _guards.trace_local(local, *operands, axis_name=axis_name)
-    # Both, even if `fire` is known: a faulty sync is reported on the first step.
     axes = _guards.axes_of_results(synced, alone)
 
     def marked(branch):
@@ -340,9 +406,7 @@ def _choose(
             _collectives.vary_over(branch(*args), axes), axis_name
         )
 
-    if isinstance(fire, bool):
-        return marked(synced if fire else alone)(*operands)
-    return lax.cond(fire, marked(synced), marked(alone), *operands)
+    return marked(synced), marked(alone)
 
 
 def _then_once(
@@ -351,25 +415,24 @@ def _then_once(
     stepped: tuple[Any, ...],
     axis_name: str | None,
 ) -> tuple[Any, ...]:
-    """What a local step gave, or what a sync makes of it.
+    """The results of a local step, or of a sync that follows it.
 
     A loop of one pass or none: XLA copies what a conditional hands through
     (https://github.com/jax-ml/jax/issues/39449), and leaves what goes through a loop
     that does not run where it is. The conditional inside keeps XLA from computing in
     front of the loop what a sync needs and no pass changes.
     """
-    stepped = _collectives.vary(stepped, axis_name)
     keep = lambda *stepped: stepped  # noqa: E731
+    stepped = _collectives.vary(stepped, axis_name)
+    branches = _branches(sync, keep, *stepped, axis_name=axis_name)
     if isinstance(fire, bool):
-        return _choose(fire, sync, keep, *stepped, axis_name=axis_name)
-    branches = trace(sync, *stepped), trace(keep, *stepped)
-    axes = _guards.axes_of_results(*branches)
-    if axes != _guards.axes_of_results(branches[1]):
-        # A loop must begin with arrays marked like those that it ends with.
-        stepped = _collectives.vary_over(stepped, axes)
-        branches = trace(sync, *stepped), trace(keep, *stepped)
+        return branches[0 if fire else 1](*stepped)
+    # A loop must begin with arrays marked like those that it ends with.
+    marked = branches[1](*stepped)
+    if jax.tree.map(jax.typeof, marked) != jax.tree.map(jax.typeof, stepped):
+        branches = _branches(sync, keep, *marked, axis_name=axis_name)
 
     def once(_, stepped):
-        return _choose(fire, *branches, *stepped, axis_name=axis_name)
+        return lax.cond(fire, *branches, *stepped)
 
-    return lax.fori_loop(0, fire.astype(jnp.int32), once, stepped)
+    return lax.fori_loop(0, fire.astype(jnp.int32), once, marked)
