@@ -6,6 +6,7 @@ What moves between the devices of one replica is in `_within_replica`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,13 +57,13 @@ def vary(tree: Any, axis_name: str | None) -> Any:
 
 def vary_over(tree: Any, axes: Sequence[frozenset[str]]) -> Any:
     """Marks every array as one that may differ over these axes; no communication."""
+
+    def cast(x, wanted):
+        missing = tuple(wanted - varying(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
     leaves, structure = jax.tree.flatten(tree)
-    missing = [tuple(a - varying(x)) for x, a in zip(leaves, axes, strict=True)]
-    cast = [
-        lax.pcast(x, names, to="varying") if names else x
-        for x, names in zip(leaves, missing, strict=True)
-    ]
-    return jax.tree.unflatten(structure, cast)
+    return structure.unflatten(map(cast, leaves, axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,15 +98,12 @@ class Group:
 
     def mean(self, tree: Any) -> Any:
         """Means over the replicas, in at least float32, cast back; an all-reduce."""
-        if self.axis_name is None:
+        tree = vary(tree, self.axis_name)
+        if self.size == 1:  # XLA may fail to compile an all-reduce of one
             return tree
-        leaves, structure = jax.tree.flatten(vary(tree, self.axis_name))
-        sums = self._sums(structure.unflatten(map(_trees.wide, leaves)))
-        means = [
-            (total / self.size).astype(x.dtype)
-            for total, x in zip(sums, leaves, strict=True)
-        ]
-        return vary(jax.tree.unflatten(structure, means), self.axis_name)
+        sums = self._sums(jax.tree.map(_trees.wide, tree))
+        mean = lambda total, x: (total / self.size).astype(x.dtype)  # noqa: E731
+        return vary(jax.tree.map(mean, sums, tree), self.axis_name)
 
     def all_to_all(self, tree: Any) -> Any:
         """Arrays [N, ...]: part k goes to replica k, and part k is from replica k."""
@@ -113,8 +111,8 @@ class Group:
 
     def all_gather(self, tree: Any) -> Any:
         """Arrays [...] as [N, ...], of which part k is replica k's."""
-        if self.axis_name is None:
-            return jax.tree.map(lambda x: x[None], tree)
+        if self.size == 1:
+            return jax.tree.map(lambda x: x[None], vary(tree, self.axis_name))
         return self._each(lambda x: lax.all_gather(x, self.axis_name), tree)
 
     def by_device(
@@ -131,22 +129,19 @@ class Group:
         leaves = jax.tree.leaves(vary(tree, self.axis_name))
         if not self.layout.axes:
             return function(self, leaves)
-        specs = self.layout.specs(tree)
-        specs = [spec or PartitionSpec() for spec in specs]
-        alone = self.laid_out(ONE_DEVICE)
-        return _within_replica.by_device(
-            lambda parts: function(alone, parts), leaves, specs, self.layout
-        )
+        specs = [spec or PartitionSpec() for spec in self.layout.specs(tree)]
+        run = functools.partial(function, self.laid_out(ONE_DEVICE))
+        return _within_replica.by_device(run, leaves, specs, self.layout)
 
     def _each(self, collective: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
-        if self.axis_name is None:
+        tree = vary(tree, self.axis_name)
+        if self.size == 1:
             return tree
-        tree = jax.tree.map(collective, vary(tree, self.axis_name))
-        return vary(tree, self.axis_name)
+        return vary(jax.tree.map(collective, tree), self.axis_name)
 
-    def _sums(self, tree: Any) -> list[jax.Array]:
+    def _sums(self, tree: Any) -> Any:
         """Sums of varying arrays, each element sent once where it can be seen how."""
-        leaves, layout = jax.tree.leaves(tree), self.layout
+        (leaves, structure), layout = jax.tree.flatten(tree), self.layout
         specs = layout.specs(tree) if layout.axes else []
         cut = {
             index: (leaves[index], spec)
@@ -158,14 +153,10 @@ class Group:
         sums = lax.psum(rest, self.axis_name)
         if cut:
             arrays, divisions = zip(*cut.values(), strict=True)
-            pieces = _within_replica.by_device(
-                lambda parts: [(x,) for x in lax.psum(parts, self.axis_name)],
-                arrays,
-                divisions,
-                layout,
-            )
+            sums_of = lambda xs: [(x,) for x in lax.psum(xs, self.axis_name)]  # noqa: E731
+            pieces = _within_replica.by_device(sums_of, arrays, divisions, layout)
             sums |= {index: x for index, (x,) in zip(cut, pieces, strict=True)}
-        return [sums[index] for index in range(len(leaves))]
+        return structure.unflatten(sums[index] for index in range(len(leaves)))
 
 
 def gathered(x: jax.Array, axis_name: str | None) -> jax.Array:

@@ -32,6 +32,7 @@ MESHES = {
     "2x2x2": (2, {"fsdp": 2, "tensor": 2}),
     "4x2": (4, {"fsdp": 2}),
     "2x4": (2, {"tensor": 4}),
+    "1x2": (1, {"fsdp": 2}),
 }
 
 
@@ -66,7 +67,7 @@ OPTIMIZERS = {
 # On 2x2x2 rows and columns are sharded, and on the others one of them.
 CASES = [
     *((name, "2x2x2") for name in OPTIMIZERS),
-    *[("curvadion", "4x2"), ("synchronous_dion", "2x4")],
+    *[("curvadion", "4x2"), ("synchronous_dion", "2x4"), ("everything", "1x2")],
 ]
 
 
