@@ -71,8 +71,9 @@ class ConsistencyCheck:
     def after_step(self, state: Any, due: bool | None) -> None:
         """Warns, once, of arrays in which replicas still differ after a sync.
 
-        Something changes them after the optimizer, or no sync reaches them. `due` says
-        whether a decision was due, None if on every step.
+        Something changes them after the optimizer, or no sync reaches them. Rejects
+        replicas that have counted different steps. `due` says whether a decision was
+        due, None if on every step.
         """
         if due is False or not self._looks_left:
             return
@@ -96,11 +97,18 @@ class ConsistencyCheck:
     def _differing(self, state: Any) -> list[str] | None:
         """None unless all replicas have just synchronised; [] without an anchor."""
         counters, anchors, common, _ = self._split(state)
-        if not counters or not all(anchors):
+        if not counters:
             return []
-        if not on_host(_all_synced, counters):
-            return None  # without a comparison, which sends a whole model
-        return _named(on_host(_differ_after_sync, common))
+        counted_apart, all_synced = on_host(_compare_counters, counters)
+        if counted_apart:
+            raise ValueError(
+                "Replicas counted different steps: some kept an old optimizer state. "
+                "Keep the new one always, which takes non-finite gradients as zeros."
+            )
+        if not all(anchors):
+            return []
+        # A comparison sends a whole model.
+        return _named(on_host(_differ_after_sync, common)) if all_synced else None
 
     def _split(self, state: Any) -> tuple[list, list[Arrays], Arrays, Arrays]:
         """Counters and anchors of optimizers, what should be equal, inner arrays."""
@@ -151,13 +159,11 @@ def _compare_at_start(counters, common, pairs, inner) -> Any:
     return started, between, moved, nonfinite
 
 
-def _all_synced(counters: Any) -> jax.Array:
-    """Whether all replicas took part in a sync of every optimizer."""
-    synced = [
-        jnp.all(synced) & ~jnp.any(excluded + absent > 0)
-        for _, synced, excluded, absent in counters
-    ]
-    return jnp.all(jnp.stack(synced))
+def _compare_counters(counters: Any) -> tuple[jax.Array, jax.Array]:
+    """Whether steps of replicas differ; whether all synchronised every optimizer."""
+    steps, synced, excluded, absent = map(jnp.stack, zip(*counters, strict=True))
+    all_synced = jnp.all(synced) & ~jnp.any(excluded + absent > 0)
+    return jnp.any(steps != steps[:, :1]), all_synced
 
 
 def _differ_after_sync(arrays: Arrays) -> dict[Names, jax.Array]:
