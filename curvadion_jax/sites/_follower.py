@@ -263,7 +263,7 @@ class Worker(threading.Thread):
         self._error: BaseException | None = None
         # Parameters, the anchor that they are measured from, and tokens.
         self._submitted: tuple[list[Any], Arrays, float] | None = None
-        self._ending = False
+        self._ending = self._leaving = False
         # The open round and the anchor that the main thread knows.
         self._taken: tuple[int, Arrays] = -1, []
         self._turned = time.monotonic()  # the store last answered, or was warned of
@@ -313,12 +313,16 @@ class Worker(threading.Thread):
             text = "%s has had no answer to a request for a minute, and waits for it."
             log.warning(text, self.follower.name)
 
-    def end(self, seconds: float) -> None:
+    def end(self, seconds: float, leaves: bool) -> None:
+        """Ends the thread, which first tells the others if the site leaves."""
         with self._changed:
-            self._ending = True
+            self._leaving, self._ending = leaves, not leaves
             self._changed.notify_all()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(seconds)
+        self._ending = True
+        if self._leaving:
+            log.warning("%s leaves and cannot tell the others", self.follower.name)
 
     def run(self) -> None:
         warned = -_PATIENCE
@@ -336,7 +340,8 @@ class Worker(threading.Thread):
                 with self._changed:  # after a failure a new contribution waits as well
                     self._changed.wait_for(
                         lambda failed=failed: (
-                            self._ending or (self._submitted and not failed)
+                            self._ending
+                            or ((self._submitted or self._leaving) and not failed)
                         ),
                         self._poll,
                     )
@@ -348,7 +353,7 @@ class Worker(threading.Thread):
     def _turn(self) -> None:
         """Does everything that can be done now."""
         follower = self.follower
-        while True:
+        while not self._leaving:
             while follower.advance():
                 pass
             with self._changed:
@@ -358,6 +363,8 @@ class Worker(threading.Thread):
             follower.send()
             if not follower.propose():
                 return
+        _run.leave(follower.store, follower.name, follower.incarnation)
+        self._leaving, self._ending = False, True
 
 
 def moved(now: list[jax.Array], update: Update) -> list[jax.Array]:

@@ -15,7 +15,7 @@ from curvadion_jax import _arguments, compressors
 from curvadion_jax.sites import _processes, _run
 from curvadion_jax.sites._follower import Follower, Update, Worker, moved
 from curvadion_jax.sites._model import Model, to_host
-from curvadion_jax.sites._store import Store, StoreError
+from curvadion_jax.sites._store import Store
 
 log = logging.getLogger("curvadion_jax.sites")
 
@@ -194,38 +194,34 @@ class Site:
         Args:
           params: after the last step.
           timeout: seconds after which it leaves although its last steps do not count.
+            Telling the others may take 5 more.
 
         Returns:
           The parameters after the newest round that this site knows.
         """
         self._check_open()
         end = time.monotonic() + timeout
-        while True:
-            self._look()
-            due = self._under_way is not None or self._tokens > 0
-            going = due and time.monotonic() < end
-            if not _processes.from_first(lambda going=going: going):
+        self._look()
+        while self._under_way is not None or self._tokens:
+            if not _processes.from_first(lambda: time.monotonic() < end):
+                log.warning("%s leaves, and its last steps do not count", self.name)
                 break
             if self._under_way is None:
                 self._submit(params)
             self._wait(end)
-        if self._under_way is not None or self._tokens:
-            log.warning("%s leaves, and its last steps do not count", self.name)
-        try:
-            if self._worker is not None:
-                own = self._worker.follower
-                _run.leave(own.store, self.name, own.incarnation)
-        except StoreError as error:
-            log.warning("%s leaves and cannot tell the others: %s", self.name, error)
-        self.close()
+            self._look()
+        self._end(max(end - time.monotonic(), _WAIT), leaves=True)
         return self._returned(params)
 
     def close(self) -> None:
         """Ends the thread. The other sites wait for this one as if it had crashed."""
+        self._end(0.0 if self._closed else 60.0)
+
+    def _end(self, seconds: float, leaves: bool = False) -> None:
         atexit.unregister(self.close)
         self._closed = True
         if self._worker is not None:
-            self._worker.end(seconds=60.0)
+            self._worker.end(seconds, leaves)
 
     @property
     def metrics(self) -> SiteMetrics:

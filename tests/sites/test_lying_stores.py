@@ -153,6 +153,7 @@ class Program:
             if self.store.rates and self._rng.random() < 0.02:
                 site, self.site = self.site, None
                 site.leave(self._params, timeout=0)
+                site._worker._turn()
             elif self._rng.random() < 0.7:
                 self.site._worker._turn()
         except _store.StoreError:

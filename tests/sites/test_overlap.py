@@ -11,7 +11,7 @@ from site_runs import start_params, together, train
 from site_steps import ByHand
 
 from curvadion_jax import compressors, sites
-from curvadion_jax.sites import _follower
+from curvadion_jax.sites import _follower, _site
 
 PARAMS = {"w": jnp.zeros((4, 8))}
 
@@ -196,19 +196,24 @@ def test_a_store_that_fails_costs_time_and_nothing_else():
     assert len(set(found.values())) == 1
 
 
-def test_who_leaves_contributes_what_is_left_and_does_not_wait_for_ever():
-    options = {"every": 2, "max_lag": 0, "poll": 0.01}
-    with sites.Site(MemoryStore(), "oslo", **options) as site:
+def test_who_leaves_contributes_what_is_left_and_does_not_wait_for_ever(monkeypatch):
+    store, left = FaultyStore(memory := MemoryStore()), "members/oslo/000001.left"
+    with sites.Site(store, "oslo", every=2, max_lag=0, poll=0.01) as site:
         params = site.start(PARAMS)
         for _ in range(5):
             params = site.sync(stepped(params))
+        store.refuse = 0.6  # also of the requests that tell the others
         params = site.leave(params)
         assert site.metrics.counted == 3
         np.testing.assert_array_equal(params["w"], 5.0)
-    with sites.Site(MemoryStore(), "oslo", quorum=2, every=1, poll=0.01) as site:
+    assert [x["path"] for part in memory.list("members/") for x in part] == [left]
+    store = Gated(prefix=left)
+    monkeypatch.setattr(_site, "_WAIT", 0.1)
+    with sites.Site(store, "oslo", quorum=2, every=1, poll=0.01) as site:
         params = site.sync(stepped(site.start(PARAMS)))
         params = site.leave(params, timeout=0.2)
         np.testing.assert_array_equal(params["w"], 1.0)
+    store.open.set()
 
 
 def test_a_sync_that_is_interrupted_takes_nothing_with_it(monkeypatch):
