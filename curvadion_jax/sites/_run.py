@@ -254,8 +254,7 @@ def write_snapshot(store: Store, outer: Outer, roster: Roster, number: int) -> N
     kept = [number, *(each for each in numbers if each < number)][:_KEPT]
     if len(kept) == _KEPT:
         for prefix in (SNAPSHOTS, "rounds/", "bodies/"):
-            old = [key for n, key in _numbered(store, prefix) if n < kept[-1]]
-            store.delete(old)
+            store.delete([x for n, x in _numbered(store, prefix) if n < kept[-1]])
 
 
 def _numbered(store: Store, prefix: str) -> list[tuple[int, str]]:

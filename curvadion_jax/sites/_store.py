@@ -91,10 +91,9 @@ class Store:
             self.down += size
             if size <= PIECE:
                 return bytes(found.bytes())
-            starts = range(0, size, PIECE)
             return b"".join(
                 self._store.get_range(key, start=x, end=min(x + PIECE, size))
-                for x in starts
+                for x in range(0, size, PIECE)
             )
         return None
 
@@ -146,7 +145,9 @@ class Store:
             if found is not None or not exists:
                 return found
         if damage is not None:
-            raise damage
+            # Nobody can do without a message without arrays, such as a commit.
+            advice = " Use the version that began the run, or begin one at another URL."
+            raise InvalidError(f"{damage}{'' if shapes else advice}")
         return None
 
     def _read(self, key: str, shapes: Sequence[jax.ShapeDtypeStruct]) -> Any:
@@ -203,9 +204,9 @@ def _attempts() -> Iterator[int]:
 def _opened(url: str) -> Any:
     url = url if re.match(r"\w\w+:/", url) else Path(url).absolute().as_uri()
     parts = urllib.parse.urlsplit(url)
-    # Azure's own form is abfs://container@account.dfs.core.windows.net.
-    user = parts.username is not None and not parts.scheme.startswith("abfs")
-    if user or parts.password is not None or parts.query or parts.fragment:
+    # Azure's own form is abfs://container@account. A password may hold slashes.
+    user = "@" in re.sub("^(file:.*|abfss?://[^:/@]*@)", "", url)
+    if user or parts.query or parts.fragment:
         raise ValueError(
             "The URL of a run must have no user, query or fragment, which may hold "
             "credentials. Give them in the environment (AWS_ACCESS_KEY_ID, "

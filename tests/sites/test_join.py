@@ -89,6 +89,9 @@ def test_another_run_than_this_sites(message, other):
 def test_a_run_of_another_version(monkeypatch):
     store = MemoryStore()
     started(store).close()
+    store.put(_run.commit_key(0), bytes(_store.HEADER + 1))
+    with pytest.raises(RuntimeError, match=r"not 4194304\. Use .* another URL"):
+        started(store)
     monkeypatch.setattr(_store, "FORMAT", _store.FORMAT + 1)
     with pytest.raises(RuntimeError, match=r"run\.json is damaged, or of .* version"):
         started(store)

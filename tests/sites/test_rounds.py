@@ -44,9 +44,7 @@ def test_contributions_that_cannot_count_make_no_quorum():
     assert a.moved() == 0
     assert [a.outcomes, b.outcomes] == [["late"], ["It contains NaN or Inf."]]
     # The round is over, so all can contribute again.
-    for site in (a, b, c):
-        site.send(3.0)
-    settle(a, b, c)
+    settle(a, b, c, by=[3.0, 3.0, 3.0])
     assert a.moved() == pytest.approx(3.0)
 
 
@@ -89,9 +87,7 @@ def test_two_sites_propose_and_one_commit_is_followed():
 
 def test_an_absent_site_has_a_share_for_a_few_rounds():
     a, b = named("ab", quorum=1)
-    a.send(1.0)
-    b.send(1.0)
-    settle(a, b)
+    settle(a, b, by=[1.0, 1.0])
     moved = [a.moved()]
     for _ in range(_run.FORGET + 1):
         a.step()
@@ -103,9 +99,7 @@ def test_an_absent_site_has_a_share_for_a_few_rounds():
 
 def test_a_site_that_left_is_neither_waited_for_nor_expected():
     a, b = named("ab", quorum=2, grace=1e9)
-    a.send(1.0)
-    b.send(1.0)
-    settle(a, b)
+    settle(a, b, by=[1.0, 1.0])
     _run.leave(b.store, "b", 1)
     a.step()
     assert a.moved() == pytest.approx(2.0)
@@ -113,9 +107,7 @@ def test_a_site_that_left_is_neither_waited_for_nor_expected():
 
 def test_a_listing_that_lacks_a_site_does_not_lower_the_quorum():
     a, b, c = named("abc", quorum=2)
-    for site in (a, b, c):
-        site.send(1.0)
-    settle(a, b, c)
+    settle(a, b, c, by=[1.0, 1.0, 1.0])
     _run.leave(c.store, "c", 1)
     b.store.delete(b.store.keys("members/b/"))
     a.send(1.0)
@@ -159,9 +151,7 @@ def test_an_outer_step_that_is_not_finite_changes_nothing(caplog):
 def test_params_in_bfloat16_move_in_float32():
     params = {k: x.astype(jnp.bfloat16) for k, x in PARAMS.items()}
     a, b = named("ab", params=params, quorum=2)
-    a.send(2.0)
-    b.send(1.0)
-    settle(a, b)
+    settle(a, b, by=[2.0, 1.0])
     assert a.anchor[0].dtype == jnp.bfloat16
     assert np.float32(a.anchor[0])[0, 0] == 1.5
 
@@ -221,9 +211,7 @@ def test_what_the_store_has_lost_is_sent_again(lost):
 
 def test_a_crashed_site_is_waited_for_until_grace_is_over(clock):
     a, b, c = named("abc", grace=GRACE, quorum=2)
-    for site in (a, b, c):
-        site.send(1.0)
-    settle(a, b, c)
+    settle(a, b, c, by=[1.0, 1.0, 1.0])
     for number in (1, 2):  # each round has a window of its own
         a.send(1.0)
         clock.now += 10 * GRACE  # which begins once the quorum is there
@@ -246,9 +234,7 @@ def test_the_log_says_once_a_minute_whom_a_round_waits_for(
     sites = named("abc", quorum=1 if case == "grace" else 3, grace=1e6)
     a = sites[0]
     if case == "grace":  # all are awaited
-        for site in sites:
-            site.send(1.0)
-        settle(*sites)
+        settle(*sites, by=[1.0, 1.0, 1.0])
     a.send(1.0)
     if case == "listing":
         listed = a.store.keys

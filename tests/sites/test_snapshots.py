@@ -19,9 +19,7 @@ def test_a_newcomer_has_the_bits_of_the_others(monkeypatch):
     b = ByHand(store, "b", params={k: v + 7 for k, v in PARAMS.items()}, **parts)
     assert b.follower.number == 8
     assert b.digest == a.digest
-    a.send(1.0)
-    b.send(2.0)
-    settle(b, a)
+    settle(b, a, by=[2.0, 1.0])
 
 
 def test_old_rounds_are_collected_and_commits_stay():

@@ -76,7 +76,8 @@ def test_a_site_joins_although_a_listing_is_old():
 
 
 @pytest.mark.parametrize(
-    "run", [":SECRET@bucket/run", "bucket/run?sv=1&sig=SECRET", "bucket/run#SECRET"]
+    "run",
+    [":SECRET@b/x", "/me:SECRET@b/x", "me:a/SECRET@b", "b/x?sig=SECRET", "b#SECRET"],
 )
 def test_credentials_in_a_url_are_refused_and_not_shown(run):
     with pytest.raises(ValueError, match="no user, query or fragment") as raised:

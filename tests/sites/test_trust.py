@@ -80,9 +80,7 @@ def test_it_is_not_counted_and_the_commit_says_why(name):
     a, b, c = (ByHand(store, name, quorum=2) for name in "abc")
     write(c)
     read = a.store.down
-    a.send(1.0)
-    b.send(3.0)
-    settle(a, b)
+    settle(a, b, by=[1.0, 3.0])
     assert a.moved() == pytest.approx(2.0)
     (entry,) = a.commit_of(0)["rejected"]
     assert entry["name"] == "c"

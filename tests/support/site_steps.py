@@ -1,6 +1,7 @@
 """Sites without threads: every request is made when a test says so."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -99,8 +100,10 @@ class ByHand:
         return found[0]
 
 
-def settle(*sites: ByHand) -> None:
-    """The first proposes, all follow, and have the same bits."""
+def settle(*sites: ByHand, by: Sequence[float] = ()) -> None:
+    """They send, the first proposes, all follow, and have the same bits."""
+    for site, own in zip(sites, by, strict=False):
+        site.send(own)
     sites[0].commit()
     for site in sites[1:]:
         site.follow()
