@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr
 
 from curvadion_jax import _collectives, _layout
 from curvadion_jax._jax_internals import (
+    Jaxpr,
     Traced,
     collectives_in,
     communicates,

@@ -24,25 +24,25 @@ from curvadion_jax._interfaces import Trigger
 
 
 @dataclasses.dataclass(eq=False)
-class Mapped:
-    """The training step that is being traced, and what was seen of it."""
+class MappedStep:
+    """The training step that is being traced, and what was found in it."""
 
     mesh: Mesh
     axis_name: str
-    due: bool | None = None  # whether a decision is due, where the host knows
-    # Number of steps taken -> `due`, by which the host can know.
+    due: bool | None = None  # whether a decision is due; None if the host cannot know
+    # Number of steps taken -> `due`, set by an optimizer whose trigger says so.
     due_of: Callable[[int], bool] | None = None
-    updates: int = 0  # of optimizers that synchronise
+    updates: int = 0  # by optimizers that synchronise
     communicates: bool = False  # over the axis, besides the optimizer
-    # Whether it is traced and being mapped; a vmap before that is one of the user's.
+    # Whether `vmap` maps the traced step now; an earlier one is the user's own.
     is_program: bool = False
 
 
-# `with mapping(step):` lets `update` know the step around it.
+# `with mapping(step):` makes the step `current` while it is traced.
 mapping: Any = _jax_internals.user_context()
 
 
-def current() -> Mapped | None:
+def current() -> MappedStep | None:
     """The step that is being traced, if any."""
     return mapping.value
 
@@ -55,14 +55,15 @@ def is_tracing() -> bool:
 def known_due(trigger: Trigger, cost: Callable[[int], float]) -> bool | None:
     """Whether the host knows a decision to be due; None if it does not know.
 
-    `cost` takes the number of replicas to `Observation.sync_cost`.
+    Also tells the current step how the host can know (`due_of`). `cost` is a function
+    from the number of replicas to `Observation.sync_cost`.
     """
-    mapped = current()
-    if mapped is None or trigger.due is None:
+    step = current()
+    if step is None or trigger.due is None:
         return None
-    due, sync_cost = trigger.due, cost(mapped.mesh.shape[mapped.axis_name])
-    mapped.due_of = lambda steps: bool(due(steps, sync_cost))
-    return mapped.due
+    due, sync_cost = trigger.due, cost(step.mesh.shape[step.axis_name])
+    step.due_of = lambda steps: bool(due(steps, sync_cost))
+    return step.due
 
 
 def update(
@@ -81,47 +82,48 @@ def update(
     `has_constants` the function may close over values that are being traced, as under
     `optax.inject_hyperparams`.
     """
-    mapped = current()
-    if mapped is None or jax.sharding.get_abstract_mesh().manual_axes:
+    step = current()
+    if step is None or jax.sharding.get_abstract_mesh().manual_axes:
         return function(gradients, state, params, **arguments)
-    _check_axis(mapped, axis_name)
-    # Python numbers stay as they are, so that they can be checked.
+    _check_axis(step, axis_name)
+    # Arrays are mapped. Python numbers stay as they are, so that they can be checked.
     arrays = {k: v for k, v in arguments.items() if _has_arrays(v)}
-    rest = {k: v for k, v in arguments.items() if k not in arrays}
-    function = functools.partial(function, **rest)
-    given = [gradients, state, params, arrays]
+    static = {k: v for k, v in arguments.items() if k not in arrays}
+    function = functools.partial(function, **static)
+    operands = [gradients, state, params, arrays]
     # A function among the arguments may close over traced values, too.
-    has_constants |= any(map(callable, rest.values()))
-    if has_constants:  # these are mapped as well
-        function, consts = _with_consts(function, mapped, given)
-        given.append(consts)
+    has_constants |= any(map(callable, static.values()))
+    if has_constants:
+        function, consts = _with_consts(function, step, operands)
+        operands.append(consts)
 
     @custom_vmap
-    def one(gradients, state, params, *others):
-        del gradients, others  # for the types of the results; never run
+    def of_replica(gradients, state, params, *others):
+        del gradients, others  # It only tells the types of the results.
         return jax.tree.map(jnp.zeros_like, params), state
 
-    @one.def_vmap
-    def _(size, batched, *operands):
-        if not mapped.is_program:
+    @of_replica.def_vmap
+    def of_all_replicas(size, batched, gradients, *others):
+        if not step.is_program:
             raise ValueError(_guards.SEVERAL_MODELS.format(size))
-        paths = [path for path, _ in jax.tree.leaves_with_path(operands[0])]
-        if paths and mapped.communicates and not any(jax.tree.leaves(batched[0])):
-            raise _guards.already_averaged(paths[0], mapped.axis_name)
+        paths = [path for path, _ in jax.tree.leaves_with_path(gradients)]
+        if paths and step.communicates and not any(jax.tree.leaves(batched[0])):
+            raise _guards.already_averaged(paths[0], step.axis_name)
         # A gradient that is a constant, such as zeros, is the same on all replicas.
-        flags = [jax.tree.map(lambda _: True, batched[0]), *batched[1:]]
-        operands = (_stacked(operands[0], batched[0], size), *operands[1:])
-        results = _in_shard_map(function, mapped, flags, not has_constants)(*operands)
+        gradients = _stacked(gradients, batched[0], size)
+        batched = [jax.tree.map(lambda _: True, batched[0]), *batched[1:]]
+        call = _in_shard_map(function, step, batched, checked=not has_constants)
+        results = call(gradients, *others)
         return results, jax.tree.map(lambda _: True, results)
 
-    return one(*given)
+    return of_replica(*operands)
 
 
-def _with_consts(function, mapped: Mapped, given):
-    """The function with its constants as a last argument, and these constants.
+def _with_consts(function, step: MappedStep, operands):
+    """The function with the arrays that it closes over as a last argument, and these.
 
-    Constants are what it closes over. It becomes a program, traced without types that
-    say what differs between replicas: its constants have none yet.
+    It becomes a program, traced without types that say what differs between replicas:
+    the arrays that it closes over have none yet.
     """
     found = []
 
@@ -132,10 +134,10 @@ def _with_consts(function, mapped: Mapped, given):
         found.append(_jax_internals.trace(call, gradients, state, params, arguments))
         return jax.tree.map(jnp.zeros_like, params), state
 
-    flags = jax.tree.map(lambda _: True, given)
-    size = mapped.mesh.shape[mapped.axis_name]
-    stacked = _stacked(given, jax.tree.map(lambda _: False, given), size)
-    jax.eval_shape(_in_shard_map(of_replica, mapped, flags, checked=False), *stacked)
+    size = step.mesh.shape[step.axis_name]
+    stacked = _stacked(operands, jax.tree.map(lambda _: False, operands), size)
+    batched = jax.tree.map(lambda _: True, operands)
+    jax.eval_shape(_in_shard_map(of_replica, step, batched, checked=False), *stacked)
     (traced,) = found
 
     def with_consts(gradients, state, params, consts, **arguments):
@@ -145,9 +147,12 @@ def _with_consts(function, mapped: Mapped, given):
     return with_consts, list(traced.program.consts)
 
 
-def _in_shard_map(function, mapped: Mapped, batched, checked: bool):
-    """The update with stacked results, of operands some of which are stacked."""
-    axis = mapped.axis_name
+def _in_shard_map(function, step: MappedStep, batched, checked: bool):
+    """The function of one replica on stacked arrays; `batched` says which are stacked.
+
+    Its results are stacked, all of them.
+    """
+    axis = step.axis_name
 
     def body(*operands):
         operands = jax.tree.map(
@@ -161,17 +166,18 @@ def _in_shard_map(function, mapped: Mapped, batched, checked: bool):
 
     def call(*operands):
         _, state, params, *_ = operands
-        _, of_state, of_params, *_ = batched
-        like = _layout.explicit_specs((params, state), (of_params, of_state))
+        _, state_batched, params_batched, *_ = batched
+        like = _layout.explicit_specs((params, state), (params_batched, state_batched))
         in_specs = jax.tree.map(lambda b: P(axis) if b else P(), tuple(batched))
         return _layout.over_replicas(
-            body, mapped.mesh, axis, in_specs, like, check_vma=checked
+            body, step.mesh, axis, in_specs, like, check_vma=checked
         )(*operands)
 
     return call
 
 
 def _stacked(tree, batched, size: int):
+    """Gives arrays that lack it a leading axis of replicas."""
     return jax.tree.map(
         lambda b, x: x if b else jnp.broadcast_to(x, (size, *x.shape)), batched, tree
     )
@@ -181,11 +187,11 @@ def _has_arrays(tree: Any) -> bool:
     return any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(tree))
 
 
-def _check_axis(mapped: Mapped, axis_name: str | None) -> None:
-    alone = axis_name is None and mapped.mesh.shape[mapped.axis_name] == 1
-    if axis_name != mapped.axis_name and not alone:
+def _check_axis(step: MappedStep, axis_name: str | None) -> None:
+    alone = axis_name is None and step.mesh.shape[step.axis_name] == 1
+    if axis_name != step.axis_name and not alone:
         raise ValueError(
             f"The optimizer has axis_name={axis_name!r}, and replicas.step maps over "
-            f"{mapped.axis_name!r}. Build the optimizer with "
-            f"axis_name={mapped.axis_name!r}."
+            f"{step.axis_name!r}. Build the optimizer with "
+            f"axis_name={step.axis_name!r}."
         )

@@ -10,25 +10,18 @@ zeros for a replica that takes no part.
 """
 
 import functools
-import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _finite
+from curvadion_jax._buckets import count_blocks, make_buckets
 from curvadion_jax._collectives import Group
 from curvadion_jax._interfaces import Payload
 from curvadion_jax._trees import compute_dtype, wide
 
 __all__ = ["Averaged", "Codec", "Compressor", "Payload", "exact", "quantize"]
-
-# Elements that are encoded at once. Arrays are taken apart into blocks, which on TPUs
-# takes a copy of what is being encoded, at times two.
-_PIECE = 2**22
-_take = jax.lax.dynamic_slice_in_dim
 
 
 class Averaged(NamedTuple):
@@ -163,8 +156,8 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
         return Averaged(*map(jax.tree.structure(tree).unflatten, parts))
 
     def payload(tree):
-        blocks = sum(math.ceil(x.size / block) for x in jax.tree.leaves(tree))
-        return Payload(averaged=blocks * _row_bytes(block, bits))
+        blocks = sum(count_blocks(x, block) for x in jax.tree.leaves(tree))
+        return Payload(averaged=blocks * _encoded_bytes(block, bits))
 
     codec = Codec(
         functools.partial(_encode, bits=bits, block=block),
@@ -175,73 +168,92 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
 
 def _average(group, leaves, bits: int, block: int):
     """For every array the mean over replicas, and what this one did not contribute."""
-    replicas = group.size
-    buckets = _buckets(leaves, block)
+    buckets = make_buckets(leaves, block)
     if not buckets:
         return []
-    read = functools.partial(_from_rows, block=block, bits=bits)
-    rows = jnp.concatenate([bucket.to_rows(bits) for bucket in buckets])
-    if replicas == 2:
-        mean_rows = jnp.concatenate(group.all_gather(rows), axis=-1)
-
-        def read_mean(rows):
-            one, other = jnp.split(rows, 2, axis=-1)
-            return (read(one) + read(other)) / 2
-
-        def contributed(rows, first):
-            del first
-            return read(rows)
-
-    else:
-        padded = jnp.pad(rows, [(0, -len(rows) % replicas), (0, 0)])
-        received = group.all_to_all(padded.reshape(replicas, -1, rows.shape[-1]))
-        mine = jnp.sum(read(received), 0) / replicas
-        mine_rows = _to_rows(mine, bits)
-        mean_rows = group.all_gather(mine_rows).reshape(-1, mine_rows.shape[-1])
-        read_mean = read
-        # The loss of rounding the mean, as a contribution of this replica alone.
-        lost = (mine - read(mine_rows)) * replicas
-
-        def contributed(rows, first):
-            # Zeros around it, for rows that other replicas have averaged.
-            around = jnp.pad(lost, [(len(rows), len(rows)), (0, 0)])
-            start = first - group.replica * len(lost) + len(rows)
-            start = jnp.clip(start, 0, len(lost) + len(rows))
-            return read(rows) - _take(around, start, len(rows))
-
-    means = [x for bucket in buckets for x in bucket.from_rows(mean_rows, read_mean)]
-    unsent = [x for bucket in buckets for x in bucket.minus(rows, contributed)]
+    encode = functools.partial(_encode_blocks, bits=bits)
+    decode = functools.partial(_decode_blocks, block=block, bits=bits)
+    encoded = jnp.concatenate([bucket.encode(encode) for bucket in buckets])
+    send = _send_once if group.size == 2 else _send_twice
+    mean, decode_mean, contribution = send(encoded, group, encode, decode)
+    means = [x for bucket in buckets for x in bucket.decode(mean, decode_mean)]
+    unsent = [x for bucket in buckets for x in bucket.subtract(encoded, contribution)]
     return [*zip(means, unsent, strict=True)]
 
 
+def _send_once(encoded, group, encode, decode):
+    """Each of two replicas sends its blocks, uint8[blocks, bytes], to the other one.
+
+    Returns:
+      The encoded mean, a function that decodes some blocks of it, and a function of
+      some encoded blocks, and the number of the first, that returns this replica's
+      contribution to the mean.
+    """
+    del encode
+    both = jnp.concatenate(group.all_gather(encoded), axis=-1)  # [blocks, 2 * bytes]
+
+    def decode_mean(both):
+        one, other = jnp.split(both, 2, axis=-1)
+        return (decode(one) + decode(other)) / 2
+
+    return both, decode_mean, lambda encoded, first_block: decode(encoded)
+
+
+def _send_twice(encoded, group, encode, decode):
+    """Each of N replicas averages n blocks of all, and sends their mean to all.
+
+    Takes and returns what `_send_once` does.
+    """
+    replicas = group.size
+    padded = jnp.pad(encoded, [(0, -len(encoded) % replicas), (0, 0)])  # [N * n, bytes]
+    parts = padded.reshape(replicas, -1, encoded.shape[-1])
+    received = group.all_to_all(parts)  # [N, n, bytes]
+    own_mean = jnp.sum(decode(received), 0) / replicas  # [n, block]
+    own_encoded = encode(own_mean)  # [n, bytes]
+    mean = group.all_gather(own_encoded).reshape(-1, own_encoded.shape[-1])
+    # The loss of the second rounding, as a contribution of this replica alone.
+    lost = (own_mean - decode(own_encoded)) * replicas  # [n, block]
+
+    def contribution(encoded, first_block):
+        # Zeros stand around it, for blocks that other replicas have averaged.
+        count = len(encoded)
+        surrounded = jnp.pad(lost, [(count, count), (0, 0)])
+        start = first_block - group.replica * len(lost) + count
+        start = jnp.clip(start, 0, len(lost) + count)
+        return decode(encoded) - jax.lax.dynamic_slice_in_dim(surrounded, start, count)
+
+    return mean, decode, contribution
+
+
 def _encode(tree: Any, bits: int, block: int) -> jax.Array:
-    """The rows of all arrays, uint8[blocks, bytes]."""
-    buckets = _buckets([wide(x) for x in jax.tree.leaves(tree)], block)
-    return jnp.concatenate([bucket.to_rows(bits) for bucket in buckets])
+    """The encoded blocks of all arrays, uint8[blocks, bytes]."""
+    buckets = make_buckets([wide(x) for x in jax.tree.leaves(tree)], block)
+    encode = functools.partial(_encode_blocks, bits=bits)
+    return jnp.concatenate([bucket.encode(encode) for bucket in buckets])
 
 
-def _decode(rows: jax.Array, like: Any, bits: int, block: int) -> Any:
-    """What rows of `_encode` stand for, in a tree like the one that it was given."""
+def _decode(encoded: jax.Array, like: Any, bits: int, block: int) -> Any:
+    """The inverse of `_encode`, for a tree of arrays or their shapes."""
     leaves, structure = jax.tree.flatten(like)
     zeros = [jnp.zeros(x.shape, compute_dtype(x.dtype)) for x in leaves]
-    read = functools.partial(_from_rows, block=block, bits=bits)
-    buckets = _buckets(zeros, block)
+    decode = functools.partial(_decode_blocks, block=block, bits=bits)
+    buckets = make_buckets(zeros, block)
     return structure.unflatten(
-        [x for bucket in buckets for x in bucket.from_rows(rows, read)]
+        [x for bucket in buckets for x in bucket.decode(encoded, decode)]
     )
 
 
 # Codes. A code is a multiple of a fraction of its block's largest absolute value (8 and
 # 4 bits), or a sign and one of its block's two magnitudes (2 bits) or its one magnitude
-# (1 bit). A row has the codes of a block and, behind them, the bytes of its scales.
+# (1 bit). An encoded block has its codes and, after them, the bytes of its scales.
 
 
-def _row_bytes(block: int, bits: int) -> int:
+def _encoded_bytes(block: int, bits: int) -> int:
     return block * bits // 8 + 4 * (2 if bits == 2 else 1)
 
 
-def _to_rows(x: jax.Array, bits: int) -> jax.Array:
-    """Rows uint8[..., bytes] of blocks [..., block] of at least float32.
+def _encode_blocks(x: jax.Array, bits: int) -> jax.Array:
+    """Encodes blocks [..., block] of at least float32 as uint8[..., bytes].
 
     A block that is not finite has NaN for its scales.
     """
@@ -259,6 +271,7 @@ def _to_rows(x: jax.Array, bits: int) -> jax.Array:
     finite = jnp.all(jnp.isfinite(x), axis=-1, keepdims=True)
     scales = jnp.where(finite, scales, jnp.nan).astype(jnp.float32)
     words = jax.lax.bitcast_convert_type(scales, jnp.uint32)
+    # Four arrays [..., scales]: the lowest byte of every scale first.
     octets = [(words >> shift).astype(jnp.uint8) for shift in (0, 8, 16, 24)]
     packed = _pack(jax.lax.bitcast_convert_type(codes, jnp.uint8), bits)
     return jnp.concatenate([packed, *octets], axis=-1)
@@ -283,9 +296,9 @@ def _two_magnitudes(x: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Ar
     return codes, jnp.concatenate(means, axis=-1) * largest
 
 
-def _from_rows(rows: jax.Array, block: int, bits: int) -> jax.Array:
-    """What the rows of `_to_rows` stand for, float32[..., block]."""
-    codes, octets = jnp.split(rows, [block * bits // 8], axis=-1)
+def _decode_blocks(encoded: jax.Array, block: int, bits: int) -> jax.Array:
+    """Decodes uint8[..., bytes] to blocks float32[..., block]."""
+    codes, octets = jnp.split(encoded, [block * bits // 8], axis=-1)
     octets = jnp.split(octets.astype(jnp.uint32), 4, axis=-1)
     words = sum(octet << 8 * index for index, octet in enumerate(octets))
     scales = jax.lax.bitcast_convert_type(words, jnp.float32)
@@ -315,126 +328,3 @@ def _unpack(packed: jax.Array, bits: int) -> jax.Array:
     """The codes uint8[..., n] that `_pack` was given."""
     runs = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
     return jnp.concatenate(runs, axis=-1)
-
-
-# Pieces: large arrays are taken apart, small ones are put together.
-
-
-def _buckets(arrays: Sequence[jax.Array], block: int) -> list["_Bucket"]:
-    """Neighbours of a dtype together, up to a piece."""
-    together: list[list[jax.Array]] = []
-    size = 0
-    for x in arrays:
-        if together and together[-1][0].dtype == x.dtype and size + x.size <= _PIECE:
-            together[-1].append(x)
-            size += x.size
-        else:
-            together.append([x])
-            size = x.size
-    sizes = (sum(math.ceil(x.size / block) for x in some) for some in together)
-    pairs = zip(together, itertools.accumulate(sizes, initial=0), strict=False)
-    return [_Bucket(some, block, first) for some, first in pairs]
-
-
-class _Bucket:
-    """Arrays of a dtype as one, in pieces of whole rows and blocks.
-
-    Each of several arrays begins a block, so a program grows with the number of
-    elements and not of arrays. Pieces are worked on one after the other, so temporary
-    memory is as large as a piece. Eight rows, or rows that fill whole blocks, are never
-    taken apart, however long they are.
-    """
-
-    def __init__(self, arrays: Sequence[jax.Array], block: int, first: int) -> None:
-        self.arrays, self.block = arrays, block
-        self.first = first  # block among those of all buckets
-        joined, piece = arrays[0], _PIECE
-        if len(arrays) > 1 or not joined.size:
-            joined = jnp.concatenate([_in_blocks(x, block) for x in arrays])
-            # Outside of a loop XLA would put the work into the program once for every
-            # array that is cut out of the result.
-            piece = min(piece, joined.size // 2)
-        self.table = joined.reshape(-1, *joined.shape[1:][-1:])
-        rows, self.columns = len(self.table), math.prod(self.table.shape[1:])
-        # Rows that fill blocks, eight together as TPUs keep them.
-        unit = math.lcm(8, block // math.gcd(block, self.columns))
-        self.height = max(piece // (self.columns * unit), 1) * unit
-        self.count = rows // self.height if joined.size > piece else 0
-        self.rest = rows - self.count * self.height  # rows of a last, shorter piece
-
-    def to_rows(self, bits: int) -> jax.Array:
-        """The bytes of all blocks."""
-
-        def piece(index, height):
-            part = _take(self.table, index * self.height, height)
-            return _to_rows(_in_blocks(part, self.block), bits)
-
-        return self._each(piece)
-
-    def from_rows(
-        self, rows: jax.Array, read: Callable[[jax.Array], jax.Array]
-    ) -> list[jax.Array]:
-        """Arrays like the bucket's, of what rows of all buckets stand for."""
-
-        def piece(index, height):
-            return _like(read(self._rows(rows, index, height)[0]), self.table[:height])
-
-        return self._split(self._each(piece))
-
-    def minus(
-        self, rows: jax.Array, read: Callable[[jax.Array, Any], jax.Array]
-    ) -> list[jax.Array]:
-        """The arrays less what (rows, number of the first) stand for; finite."""
-
-        def write(index, table, height):
-            part = _take(table, index * self.height, height)
-            new = part - _like(read(*self._rows(rows, index, height)), part)
-            return jax.lax.dynamic_update_slice_in_dim(
-                table, _finite.finite_elements(new), index * self.height, 0
-            )
-
-        table = self.table  # which the result overwrites where nothing else needs it
-        if self.count:
-            one = functools.partial(write, height=self.height)
-            table = jax.lax.fori_loop(0, self.count, one, table)
-        if self.rest:
-            table = write(self.count, table, self.rest)
-        return self._split(table)
-
-    def _each(self, function: Callable[[Any, int], jax.Array]) -> jax.Array:
-        """What function(number of the piece, its height) gives, in one array."""
-        parts = []
-        if self.count:
-            numbers = jnp.arange(self.count)
-            found = jax.lax.map(lambda index: function(index, self.height), numbers)
-            parts.append(found.reshape(-1, *found.shape[2:]))
-        if self.rest or not parts:  # an array may be empty
-            parts.append(function(self.count, self.rest))
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-
-    def _rows(self, rows: jax.Array, index: Any, height: int) -> tuple[jax.Array, Any]:
-        """A piece's rows of bytes, and the number of the first of them."""
-        first = self.first + index * (self.height * self.columns // self.block)
-        return _take(rows, first, math.ceil(height * self.columns / self.block)), first
-
-    def _split(self, table: jax.Array) -> list[jax.Array]:
-        if len(self.arrays) == 1:
-            return [table.reshape(self.arrays[0].shape)]
-        sizes = [math.ceil(x.size / self.block) for x in self.arrays]
-        parts = jnp.split(table, list(itertools.accumulate(sizes))[:-1])
-        return [_like(part, x) for part, x in zip(parts, self.arrays, strict=True)]
-
-
-def _in_blocks(x: jax.Array, block: int) -> jax.Array:
-    """The elements of an array [blocks, block].
-
-    The last ones are repeated to fill their block: zeros would make its scales smaller.
-    """
-    x = x.reshape(-1)
-    if last := x.size % block:
-        x = jnp.concatenate([x, jnp.resize(x[-last:], (block - last,))])
-    return x.reshape(-1, block)
-
-
-def _like(blocks: jax.Array, piece: jax.Array) -> jax.Array:
-    return blocks.reshape(-1)[: piece.size].reshape(piece.shape)

@@ -24,7 +24,7 @@ from curvadion_jax._interfaces import Payload
 
 @jax.named_scope(_jax_internals.SCOPE)
 def average_where_synced(
-    state: Any, before: Any, average: Sequence[str], step: _mapped.Mapped
+    state: Any, before: Any, average: Sequence[str], step: _mapped.MappedStep
 ) -> Any:
     """The state [replicas, ...] with some arrays averaged if the step synchronised.
 

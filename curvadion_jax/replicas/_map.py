@@ -17,7 +17,7 @@ from curvadion_jax.replicas._average import average_where_synced
 
 def map_over_replicas(
     function: Callable[..., tuple[Any, Any]],
-    step: _mapped.Mapped,
+    step: _mapped.MappedStep,
     average: Sequence[str],
     local: Sequence[str],
 ) -> Callable[..., tuple[Any, Any]]:
@@ -28,19 +28,13 @@ def map_over_replicas(
     (`_mapped`).
     """
     mesh, axis_name = step.mesh, step.axis_name
-    number = mesh.shape[axis_name]
+    replicas = mesh.shape[axis_name]
 
-    def inspected(state, batch, *shared):
+    def checked(state, batch, *shared):
+        """The user's step of one replica, after a look at its program."""
         step.is_program = False
         traced = _jax_internals.trace(function, state, batch, *shared)
-        result = traced.result
-        pair = isinstance(result, tuple | list) and len(result) == 2
-        # (state, metrics) never has the structure of the state alone, which is in it.
-        if not pair or jax.tree.structure(result) == jax.tree.structure(state):
-            raise TypeError(
-                "The training step must return (state, metrics), and returned "
-                f"{result!r:.200}. Return {{}} if there are no metrics."
-            )
+        _check_result(traced.result, state)
         _inspect(traced, step, state, local)
         step.is_program = True
         return traced(state, batch, *shared)
@@ -49,24 +43,22 @@ def map_over_replicas(
         spec = P(axis_name, *[P.UNCONSTRAINED] * (x.ndim - 1))
         return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
-    def rows(x):
+    def divided(x):
         """[global batch, ...] -> [replicas, batch, ...], sharded as before."""
         x = jnp.asarray(x)
         old = jax.typeof(x).sharding
         split = lax.reshape(
             x,
-            (number, len(x) // number, *x.shape[1:]),
+            (replicas, len(x) // replicas, *x.shape[1:]),
             out_sharding=old.update(spec=P(None, *old.spec)),
         )
         return sharded(split)
 
     def run(state, batch, *shared):
-        _check_batch(batch, number)
+        _check_batch(batch, replicas)
         axes = (0, 0, *[None] * len(shared))
-        mapped = jax.vmap(
-            inspected, axes, axis_name=axis_name, spmd_axis_name=axis_name
-        )
-        new, metrics = mapped(state, jax.tree.map(rows, batch), *shared)
+        mapped = jax.vmap(checked, axes, axis_name=axis_name, spmd_axis_name=axis_name)
+        new, metrics = mapped(state, jax.tree.map(divided, batch), *shared)
         if average:
             new = average_where_synced(new, state, average, step)
         return new, jax.tree.map(sharded, metrics)
@@ -76,51 +68,74 @@ def map_over_replicas(
 
 def _inspect(
     traced: _jax_internals.Traced,
-    step: _mapped.Mapped,
+    step: _mapped.MappedStep,
     state: Any,
     local: Sequence[str],
 ) -> None:
-    """Looks at a step's program for what it sends itself, and for its optimizer."""
-    jaxpr, axis_name = traced.program.jaxpr, step.axis_name
-    updates = _jax_internals.updates_in(jaxpr)
-    found = _jax_internals.collectives_in(jaxpr, axis_name)
+    """Notes what the program of a step does, and refuses one that trains wrongly."""
     before, after = (
-        [names for names, _ in _paths.leaves_with_names(each)]
-        for each in (state, traced.result[0])
+        [names for names, _ in _paths.leaves_with_names(tree)]
+        for tree in (state, traced.result[0])
     )
+    jaxpr = traced.program.jaxpr
     sources = _jax_internals.sources(jaxpr)
-    pairs = zip(before, sources, strict=False)
-    kept = {names for index, (names, source) in enumerate(pairs) if source == index}
+    # The arrays of the state that the step returns as they are.
+    kept = {x for i, (x, j) in enumerate(zip(before, sources, strict=False)) if i == j}
     optimizers = _counters.optimizer_paths(after)
-    if optimizers and kept.issuperset((*p, "metrics", "steps") for p in optimizers):
-        updates = 0  # Its state is dropped: a step that is looked at and not taken.
-    step.updates = updates
-    step.communicates = bool(found)
+    step.updates = _count_updates(jaxpr, optimizers, kept)
+    step.communicates = _warn_of_collectives(jaxpr, step)
+    _paths.check_named(before, local, "local")
+    changed = [
+        names
+        for x, names in zip(jaxpr.outvars, before, strict=False)
+        if names not in kept
+        and jnp.issubdtype(x.aval.dtype, jnp.inexact)
+        and not _paths.lies_in(names, local)
+    ]
+    if changed and not step.updates:
+        _require_one_replica(step)
+    _check_sources(after, sources, optimizers)
+
+
+def _count_updates(
+    jaxpr: _jax_internals.Jaxpr, optimizers, kept: set[_paths.Names]
+) -> int:
+    """The updates of optimizers that synchronise, if the step keeps their states."""
+    updates = _jax_internals.updates_in(jaxpr)
+    # Where no step is counted the update was looked at and dropped.
+    counters = [(*path, "metrics", "steps") for path in optimizers]
+    return 0 if counters and kept.issuperset(counters) else updates
+
+
+def _warn_of_collectives(jaxpr: _jax_internals.Jaxpr, step: _mapped.MappedStep) -> bool:
+    """Whether the step communicates over the replica axis, besides its optimizer."""
+    found = _jax_internals.collectives_in(jaxpr, step.axis_name)
     if found and not step.due:  # once for both programs of a step
         what = ", ".join(
             f"{e.primitive.name} of {e.invars[0].aval.str_short()}" for e in found
         )
         warnings.warn(
-            f"The training step itself communicates over {axis_name!r}, besides the "
-            f"optimizer: {what}. Keep gradients, losses and norms each replica's own; "
-            "metrics.read does not count this.",
-            stacklevel=3,
+            f"The training step itself communicates over {step.axis_name!r}, besides "
+            f"the optimizer: {what}. Keep gradients, losses and norms each replica's "
+            "own; metrics.read does not count this.",
+            stacklevel=4,
         )
-    _paths.check_named(before, local, "local")
-    moved = any(
-        names not in kept
-        and jnp.issubdtype(x.aval.dtype, jnp.inexact)
-        and not _paths.lies_in(names, local)
-        for x, names in zip(jaxpr.outvars, before, strict=False)
-    )
-    replicas = step.mesh.shape[axis_name]
-    if replicas > 1 and moved and not updates:
+    return bool(found)
+
+
+def _require_one_replica(step: _mapped.MappedStep) -> None:
+    """Rejects a step that changes its state and never synchronises it."""
+    if (replicas := step.mesh.shape[step.axis_name]) > 1:
         raise ValueError(
             "The training step changes its state, and no optimizer in it synchronises: "
             f"{replicas} replicas would train {replicas} models. Use local_muon, "
             "curvadion or adaptive_sync and keep its state, or name in local= what may "
             "differ."
         )
+
+
+def _check_sources(after: list[_paths.Names], sources, optimizers) -> None:
+    """Rejects a step that chooses between two states of its optimizer."""
     for names, source in zip(after, sources, strict=False):
         # What is the same on all replicas; each may keep an inner state of its own.
         common = _counters.is_within(names, optimizers, {"sync_state", "metrics"})
@@ -132,13 +147,23 @@ def _inspect(
             )
 
 
-def _check_batch(batch: Any, number: int) -> None:
+def _check_result(result: Any, state: Any) -> None:
+    is_pair = isinstance(result, tuple | list) and len(result) == 2
+    # (state, metrics) never has the structure of the state alone, which is in it.
+    if not is_pair or jax.tree.structure(result) == jax.tree.structure(state):
+        raise TypeError(
+            "The training step must return (state, metrics), and returned "
+            f"{result!r:.200}. Return {{}} if there are no metrics."
+        )
+
+
+def _check_batch(batch: Any, replicas: int) -> None:
     leaves = _paths.leaves_with_path(batch)
-    rows = {np.shape(x)[:1] or (0,): name for name, x in leaves}
-    if len(rows) > 1 or any(count % number or not count for (count,) in rows):
-        found = ", ".join(f"{name!r} has {count}" for (count,), name in rows.items())
+    lengths = {np.shape(x)[:1] or (0,): name for name, x in leaves}
+    if len(lengths) > 1 or any(n % replicas or not n for (n,) in lengths):
+        found = ", ".join(f"{name!r} has {n}" for (n,), name in lengths.items())
         raise ValueError(
-            f"The arrays of a batch need one number of rows, divisible by {number} "
+            f"The arrays of a batch need one number of rows, divisible by {replicas} "
             f"replicas: {found}. Give the global batch; what all replicas share comes "
             "after it: step(state, batch, shared)."
         )

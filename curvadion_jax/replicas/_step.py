@@ -93,46 +93,42 @@ class CompiledStep:
     def __post_init__(self):
         functools.update_wrapper(self, self._function, updated=())
         # A key is the structure of a state, how it lies on the devices, and its shapes.
-        self._programs: dict[Any, tuple[Any, _mapped.Mapped]] = {}  # by key and `due`
+        self._programs: dict[Any, tuple[Any, _mapped.MappedStep]] = {}  # by key and due
         self._schedules: dict[Any, _Schedule] = {}  # by key and arrays given
-        self._counter: Any = None  # a counter of steps on devices, and its number
-        self._steps = 0
-        self._returned: Any = None  # the counter in the state that was returned last
+        self._count = _StepCount()
         self._check = ConsistencyCheck(self._local)
 
     def __call__(self, state: Any, batch: Any, *shared: Any) -> tuple[Any, Any]:
         """The state after the step, and the metrics; see :func:`step`."""
         operands = (state, batch, *shared)
         leaves, structure = jax.tree.flatten(state)
-        rest, form = jax.tree.flatten((batch, shared))
-        everything = [*leaves, *rest]
+        others, others_structure = jax.tree.flatten((batch, shared))
+        everything = [*leaves, *others]
         if any(isinstance(x, Tracer) for x in everything):
-            return self._program(self._key(state), None)[0](*operands)
+            program, _ = self._program(self._key(state), None)
+            return program(*operands)
         if self._donate and len(set(map(id, everything))) < len(everything):
-            operands = _without_aliases(operands)
-            leaves = jax.tree.leaves(state := operands[0])
+            state, *_ = operands = _without_aliases(operands)
+            leaves = jax.tree.leaves(state)
         key = self._key(state)
-        # By these a step may choose what it does, such as evaluate only.
-        given = key, form, *((np.shape(x), getattr(x, "dtype", None)) for x in rest)
-        known = self._schedules.get(given)
-        is_new, schedule = known is None, known or self._schedule(key, operands)
+        # By the shapes of a batch a step may choose what it does, such as evaluate.
+        shapes = ((np.shape(x), getattr(x, "dtype", None)) for x in others)
+        call = (key, others_structure, *shapes)
+        known = self._schedules.get(call)
+        schedule = self._schedule(key, operands) if known is None else known
         counter = None if schedule.counter is None else leaves[schedule.counter]
-        # A state that the last call did not return may be a fresh one.
-        is_foreign = counter is not None and counter is not self._returned
-        if is_new or (is_foreign and self._read(counter) == 0):
+        if known is None or self._count.may_be_initial(counter):
             self._check.at_start(state)
-        if is_new:
-            self._schedules[given] = schedule
-        due = schedule.due_of and schedule.due_of(self._read(counter))
+        due = schedule.due_of and schedule.due_of(self._count.read(counter))
         program, _ = self._program(key, due)
-        if is_new:
+        if known is None:
             self._inspect(program, operands)
+            self._schedules[call] = schedule
         new, metrics = program(*operands)
-        leaves, returned = jax.tree.flatten(new)
-        if schedule.counter is not None and returned == structure:
-            self._returned = leaves[schedule.counter]
-            if schedule.due_of:
-                self._counter, self._steps = self._returned, self._steps + 1
+        leaves, new_structure = jax.tree.flatten(new)
+        if schedule.counter is not None and new_structure == structure:
+            is_one_step = schedule.due_of is not None
+            self._count.advance(leaves[schedule.counter], is_one_step)
         self._check.after_step(new, due)
         return new, metrics
 
@@ -171,26 +167,15 @@ class CompiledStep:
         counter = names.index(counters[0]) if counters else None
         return _Schedule(counter, mapped.due_of if is_known else None)
 
-    def _read(self, counter: Any) -> int:
-        """The number of steps taken, counted on the host.
-
-        Read from the devices only in a state that the last step did not return.
-        """
-        if counter is not self._counter:
-            # Equal on all replicas: the first row of this process will do.
-            row = getattr(counter, "addressable_data", lambda _: counter)(0)
-            self._counter, self._steps = counter, int(np.ravel(row)[0])
-        return self._steps
-
-    def _program(self, key, due: bool | None) -> tuple[Any, _mapped.Mapped]:
+    def _program(self, key, due: bool | None) -> tuple[Any, _mapped.MappedStep]:
         """A jitted step, and what was found when it was traced."""
         found = self._programs.get((key, due))
         if found is None:
-            mapped = _mapped.Mapped(self._mesh, self._axis_name, due)
+            mapped = _mapped.MappedStep(self._mesh, self._axis_name, due)
             found = self._programs[key, due] = self._jitted(key, mapped), mapped
         return found
 
-    def _jitted(self, key, mapped: _mapped.Mapped) -> Any:
+    def _jitted(self, key, mapped: _mapped.MappedStep) -> Any:
         structure, placements, _ = key
         mapped_step = map_over_replicas(
             self._function, mapped, self._average, self._local
@@ -228,7 +213,7 @@ class CompiledStep:
                 f"{'; '.join(sent[:4])}{' ...' if len(sent) > 4 else ''}. Constrain "
                 "the sharding of the array that is read; in place of jax.debug return "
                 "metrics.",
-                stacklevel=4,
+                stacklevel=3,
             )
 
 
@@ -251,4 +236,34 @@ class _Schedule(NamedTuple):
     """Tells the host whether a decision is due."""
 
     counter: int | None  # which leaf of the state counts the steps of an optimizer
-    due_of: Callable[[int], bool] | None  # see `_mapped.Mapped`; None if devices decide
+    due_of: Callable[[int], bool] | None  # of `MappedStep`; None if devices decide
+
+
+class _StepCount:
+    """The number of steps taken, known on the host without waiting for a step.
+
+    A counter is read from the devices where the last call did not return it.
+    """
+
+    def __init__(self) -> None:
+        self._counter: Any = None  # in the state that was returned, or read, last
+        self._steps: int | None = None  # what it holds; None if that was not read
+
+    def read(self, counter: Any) -> int:
+        """The steps that a counter has counted."""
+        if counter is not self._counter or self._steps is None:
+            # Equal on all replicas: the first row of this process will do.
+            row = getattr(counter, "addressable_data", lambda _: counter)(0)
+            self._counter, self._steps = counter, int(np.ravel(row)[0])
+        return self._steps
+
+    def may_be_initial(self, counter: Any) -> bool:
+        """Whether a state is one before the first step, and no call returned it."""
+        is_foreign = counter is not None and counter is not self._counter
+        return is_foreign and self.read(counter) == 0
+
+    def advance(self, returned: Any, is_one_step: bool) -> None:
+        """Notes the counter that a call returned; `is_one_step` if it took just one."""
+        if self._steps is not None:
+            self._steps = self._steps + 1 if is_one_step else None
+        self._counter = returned

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from curvadion_jax.compressors import _from_rows, _pack, _to_rows, _unpack
+from curvadion_jax.compressors import _decode_blocks, _encode_blocks, _pack, _unpack
 
 every_bits = pytest.mark.parametrize("bits", [8, 4, 2, 1])
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def back(x, bits):
-    return _from_rows(_to_rows(x, bits), x.shape[-1], bits)
+    return _decode_blocks(_encode_blocks(x, bits), x.shape[-1], bits)
 
 
 @every_bits

@@ -16,7 +16,7 @@ from compressor_runs import (
     trees,
 )
 
-from curvadion_jax import compressors
+from curvadion_jax import _buckets, compressors
 
 KINDS = re.compile(r"\b([a-z]+\d+)\[")
 
@@ -83,7 +83,7 @@ def test_two_replicas_round_once(monkeypatch, bits):
                 unsent.reshape(-1), own - put_in[index], atol=ATOL
             )
     helpers.assert_bitwise(*({k: x[i] for k, x in result.mean.items()} for i in (0, 1)))
-    monkeypatch.setattr(compressors, "_PIECE", 256)
+    monkeypatch.setattr(_buckets, "PIECE", 256)
     helpers.assert_bitwise(average(form, stacked | empty, "mesh"), result)
 
 
@@ -106,9 +106,9 @@ def test_large_arrays_in_pieces_are_the_same_to_the_bit(monkeypatch, shape, piec
     }
     form = compressors.quantize(4, block=16)
     whole = average(form, stacked)
-    monkeypatch.setattr(compressors, "_PIECE", 256)
-    cut = compressors._Bucket([stacked["large"][0]], 16, 0)
-    assert [cut.height] * cut.count + [cut.rest] * bool(cut.rest) == pieces
+    monkeypatch.setattr(_buckets, "PIECE", 256)
+    cut = _buckets.Bucket([stacked["large"][0]], 16, 0)
+    assert [cut.piece_rows] * cut.pieces + [cut.last_rows] == pieces
     helpers.assert_bitwise(average(form, stacked), whole)
 
 

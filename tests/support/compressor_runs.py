@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import curvadion_jax as cd
-from curvadion_jax import _collectives, compressors
+from curvadion_jax import _buckets, _collectives
 
 REPLICAS = 4
 # float32 sums and products of some hundreds of numbers of order one. Measured: 4e-6.
@@ -32,7 +32,7 @@ def one_of(stacked):
 def averaging(compressor, stacked, run="vmap") -> Any:
     """Compiled stacked tree -> `Averaged` of every replica."""
     shapes = tuple((name, x.shape, x.dtype) for name, x in stacked.items())
-    return _averaging(compressor, shapes, run, compressors._PIECE)
+    return _averaging(compressor, shapes, run, _buckets.PIECE)
 
 
 @functools.lru_cache(maxsize=32)

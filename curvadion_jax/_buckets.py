@@ -1,0 +1,169 @@
+"""Arrays in pieces of bounded size, for compressors that encode blocks of elements.
+
+Small arrays are put together, and large ones are taken apart. So a program grows with
+the number of elements and not of arrays, and its temporary memory with neither.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from curvadion_jax import _finite
+
+# Elements that are encoded at once. Arrays are taken apart into blocks, which on TPUs
+# takes a copy of what is being encoded, at times two.
+PIECE = 2**22
+_take = jax.lax.dynamic_slice_in_dim
+
+
+def count_blocks(x: Any, block: int) -> int:
+    """Number of blocks of an array, the last of which may be padded."""
+    return math.ceil(x.size / block)
+
+
+def make_buckets(arrays: Sequence[jax.Array], block: int) -> list["Bucket"]:
+    """Puts neighbours of one dtype together, up to `PIECE` elements."""
+    groups: list[list[jax.Array]] = []
+    size = 0
+    for x in arrays:
+        if groups and groups[-1][0].dtype == x.dtype and size + x.size <= PIECE:
+            groups[-1].append(x)
+            size += x.size
+        else:
+            groups.append([x])
+            size = x.size
+    buckets, first_block = [], 0
+    for group in groups:
+        buckets.append(Bucket(group, block, first_block))
+        first_block += sum(count_blocks(x, block) for x in group)
+    return buckets
+
+
+class Bucket:
+    """Arrays of one dtype as a table, which is encoded in pieces, one after the other.
+
+    Each of several arrays begins a block. A piece has whole rows and whole blocks, so
+    eight rows, or rows that fill whole blocks, are in one piece however long they are.
+    """
+
+    def __init__(self, arrays: Sequence[jax.Array], block: int, first_block: int):
+        self.arrays, self.block = arrays, block
+        self.first_block = first_block  # Its number among the blocks of all buckets.
+        joined, piece = arrays[0], PIECE
+        if len(arrays) > 1 or not joined.size:
+            joined = jnp.concatenate([_in_blocks(x, block) for x in arrays])
+            # In two pieces at least: outside of a loop XLA would put the work into the
+            # program once for every array that is cut out of the result.
+            piece = min(piece, joined.size // 2)
+        self.table = _as_table(joined)
+        rows, self._columns = len(self.table), math.prod(self.table.shape[1:])
+        # Rows that fill blocks, eight together as TPUs keep them.
+        unit = math.lcm(8, block // math.gcd(block, self._columns))
+        self.piece_rows = max(piece // (self._columns * unit), 1) * unit
+        self.pieces = rows // self.piece_rows if joined.size > piece else 0
+        self.last_rows = rows - self.pieces * self.piece_rows  # of a shorter last piece
+
+    def encode(self, encode: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Encodes all blocks, by a function [n, block] -> [n, bytes]."""
+
+        def encode_piece(index, rows):
+            piece = _take(self.table, index * self.piece_rows, rows)
+            return encode(_in_blocks(piece, self.block))
+
+        return self._over_pieces(encode_piece)
+
+    def decode(
+        self, encoded: jax.Array, decode: Callable[[jax.Array], jax.Array]
+    ) -> list[jax.Array]:
+        """Decodes the arrays, by a function [n, bytes] -> [n, block].
+
+        `encoded` has the blocks of all buckets.
+        """
+
+        def decode_piece(index, rows):
+            blocks, _ = self._blocks_of(encoded, index, rows)
+            return _reshaped_like(decode(blocks), self.table[:rows])
+
+        return self._split(self._over_pieces(decode_piece))
+
+    def subtract(
+        self, encoded: jax.Array, decode: Callable[[jax.Array, Any], jax.Array]
+    ) -> list[jax.Array]:
+        """Subtracts what is encoded, and sets to zero what would not be finite.
+
+        The function is also given the number of the first block that it decodes.
+        """
+
+        def subtract_piece(index, table, rows):
+            piece = _take(table, index * self.piece_rows, rows)
+            blocks, first_block = self._blocks_of(encoded, index, rows)
+            new = piece - _reshaped_like(decode(blocks, first_block), piece)
+            return jax.lax.dynamic_update_slice_in_dim(
+                table, _finite.finite_elements(new), index * self.piece_rows, 0
+            )
+
+        table = self.table  # The result overwrites it where nothing else needs it.
+        if self.pieces:
+            whole = functools.partial(subtract_piece, rows=self.piece_rows)
+            table = jax.lax.fori_loop(0, self.pieces, whole, table)
+        if self.last_rows:
+            table = subtract_piece(self.pieces, table, self.last_rows)
+        return self._split(table)
+
+    def _over_pieces(self, function: Callable[[Any, int], jax.Array]) -> jax.Array:
+        """Joins the results of function(index of a piece, number of its rows)."""
+        parts = []
+        if self.pieces:
+            found = jax.lax.map(
+                lambda index: function(index, self.piece_rows), jnp.arange(self.pieces)
+            )
+            parts.append(found.reshape(-1, *found.shape[2:]))  # [pieces, n, ...] before
+        if self.last_rows or not parts:  # An array may be empty.
+            parts.append(function(self.pieces, self.last_rows))
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+    def _blocks_of(self, encoded: jax.Array, index: Any, rows: int) -> tuple[Any, Any]:
+        """A piece's encoded blocks [n, bytes], and the number of the first."""
+        blocks_per_piece = self.piece_rows * self._columns // self.block
+        first = self.first_block + index * blocks_per_piece
+        return _take(
+            encoded, first, math.ceil(rows * self._columns / self.block)
+        ), first
+
+    def _split(self, table: jax.Array) -> list[jax.Array]:
+        """The arrays that a table like the bucket's is made of."""
+        if len(self.arrays) == 1:
+            return [table.reshape(self.arrays[0].shape)]
+        sizes = (count_blocks(x, self.block) for x in self.arrays)
+        parts = jnp.split(table, list(itertools.accumulate(sizes))[:-1])
+        return [_reshaped_like(x, y) for x, y in zip(parts, self.arrays, strict=True)]
+
+
+def _as_table(x: jax.Array) -> jax.Array:
+    """[a, b, columns] -> [a * b, columns]; a vector or a scalar -> [rows].
+
+    The last axis stays, so that elements stay where they are in memory. A vector gets
+    no axis of one column, which TPUs would pad to 128.
+    """
+    return x.reshape(-1, x.shape[-1]) if x.ndim > 1 else x.reshape(-1)
+
+
+def _in_blocks(x: jax.Array, block: int) -> jax.Array:
+    """The elements of an array, [blocks, block].
+
+    The last ones are repeated to fill their block: zeros would make its scales smaller.
+    """
+    x = x.reshape(-1)
+    if last := x.size % block:
+        x = jnp.concatenate([x, jnp.resize(x[-last:], (block - last,))])
+    return x.reshape(-1, block)
+
+
+def _reshaped_like(blocks: jax.Array, piece: jax.Array) -> jax.Array:
+    """Blocks [n, block] in the shape of a piece, without what fills the last block."""
+    return blocks.reshape(-1)[: piece.size].reshape(piece.shape)
