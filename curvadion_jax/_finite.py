@@ -1,6 +1,5 @@
 """Whether numbers are finite, and choices between trees by one bool."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,7 +20,12 @@ def all_finite(tree: Any) -> jax.Array:
     `max(abs(x))` is, but drops NaN; and XLA folds `(2 * x) * 0`, so misses overflows.)
     """
     floats = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_float(x)]
-    return _sum_of_squares([jnp.sum(x - x) for x in floats]) == 0
+    if not floats:
+        return jnp.array(True)
+    sums = jnp.stack([jnp.sum(x - x).astype(jnp.float32) for x in floats])
+    # Of `any` XLA makes a chain of n operations, and puts all of it into each of the n
+    # fusions that choose an array by the result; a sum of squares stays a reduction.
+    return jnp.sum(sums * sums) == 0
 
 
 def norms_finite(tree: Any) -> jax.Array:
@@ -34,19 +38,6 @@ def norms_finite(tree: Any) -> jax.Array:
         return jnp.sum(jnp.square(jnp.abs(_trees.wide(x))))
 
     return all_finite([squares(x) for x in jax.tree.leaves(tree) if is_float(x)])
-
-
-def _sum_of_squares(numbers: Sequence[jax.Array]) -> jax.Array:
-    """The sum of the squares of some scalars, float32[].
-
-    Of `any(stack(...))` XLA makes a chain of n operations, and puts all of it into each
-    of the n fusions that choose an array by the result; a sum of squares stays a
-    reduction.
-    """
-    if not numbers:
-        return jnp.zeros([], jnp.float32)
-    stacked = jnp.stack([x.astype(jnp.float32) for x in numbers])
-    return jnp.sum(stacked * stacked)
 
 
 def finite_elements(tree: Any) -> Any:

@@ -88,8 +88,9 @@ class MatrixView:
     def _rows_first(self) -> bool:
         return self.row_axes < self.col_axes
 
+    @property
     def _order(self) -> tuple[int, ...]:
-        """Batch axes, then those of both sides in the order of the parameter."""
+        """Batch axes, then the axes of both sides in the order of the parameter."""
         sides = (self.row_axes, self.col_axes)
         return self.batch_axes + sum(sides if self._rows_first else sides[::-1], ())
 
@@ -97,7 +98,7 @@ class MatrixView:
         """``[shape] -> [*batch, rows, cols]``."""
         sides = (self.rows, self.cols)
         sides = sides if self._rows_first else sides[::-1]
-        stack = jnp.transpose(x, self._order()).reshape(*self.batch, *sides)
+        stack = jnp.transpose(x, self._order).reshape(*self.batch, *sides)
         # The transposition comes last, where a matrix product absorbs it.
         return stack if self._rows_first else stack.mT
 
@@ -107,14 +108,34 @@ class MatrixView:
         Computed in the parameter's order: to transpose the product costs as much again.
         """
         first, second = (left, right) if self._rows_first else (right, left)
-        order = self._order()
-        x = matmul(first, second.mT).reshape([self.shape[axis] for axis in order])
-        return jnp.transpose(x, np.argsort(order).tolist())
+        return _in_shape(matmul(first, second.mT), self.shape, self._order)
+
+    def to_stack(self, x: jax.Array) -> jax.Array:
+        """``[shape] -> [number, fan_in, fan_out]``, also of a device's part of it.
+
+        Where axes are merged, the rows or columns of several devices' parts are not in
+        the order of the parameter.
+        """
+        fan_in = math.prod(x.shape[axis] for axis in self.fan_in_axes)
+        order = self.batch_axes + self.fan_in_axes + self.fan_out_axes
+        batch = math.prod(x.shape[axis] for axis in self.batch_axes)
+        return jnp.transpose(x, order).reshape(batch, fan_in, -1)
+
+    def from_stack(self, stack: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The inverse of `to_stack`, for an array of this shape."""
+        order = self.batch_axes + self.fan_in_axes + self.fan_out_axes
+        return _in_shape(stack, shape, order)
 
     def norms(self, x: jax.Array) -> jax.Array:
         """Frobenius norm of every matrix, ``[shape] -> [*batch]``, at least float32."""
         x = x.astype(jnp.promote_types(jnp.float32, x.dtype))
         return jnp.sqrt(jnp.sum(jnp.square(x), self.fan_in_axes + self.fan_out_axes))
+
+
+def _in_shape(x: jax.Array, shape: tuple[int, ...], order: tuple[int, ...]):
+    """Undoes a transposition to this order of axes, and merges of axes after it."""
+    x = x.reshape([shape[axis] for axis in order])
+    return jnp.transpose(x, np.argsort(order).tolist())
 
 
 def make_view(

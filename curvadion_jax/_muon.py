@@ -75,20 +75,17 @@ def _orthogonalized(
     ):
         del params, extra_args
         views = _partition.matrices_only(updates, dimension_numbers)
-        found = by_matrix(
-            functools.partial(
-                by_shape,
-                functools.partial(_newton_schulz, eps=eps),
-                # What the compiler divides stays as it lies.
-                largest=0 if layout.axes else _TOGETHER,
-            ),
-            dict(_paths.leaves_with_path(updates)),
-            views,
-            layout,
-            # Even with half of the devices idle: else the compiler would gather all
-            # matrices in each iteration.
-            fewest=0.5,
-        )
+        newton_schulz = functools.partial(_newton_schulz, eps=eps)
+
+        def orthogonalize(stacks):
+            if layout.axes:  # What the compiler divides stays as it lies.
+                return [newton_schulz(stack) for stack in stacks]
+            return by_shape(newton_schulz, stacks, largest=_TOGETHER)
+
+        arrays = dict(_paths.leaves_with_path(updates))
+        # Even with half of the devices idle: else the compiler would gather all
+        # matrices in each iteration.
+        found = by_matrix(orthogonalize, arrays, views, layout, fewest=0.5)
 
         def scaled(path, _):
             ratio = views[path].fan_out / views[path].fan_in

@@ -45,6 +45,17 @@ _ATTENTION_OUT = r"(attn_|attention_)?(o|out)(_?proj(ection)?)?"
 _EINSUM_IN = r"(q|kv|qkv)_einsum"
 _EINSUM_OUT = r"attn_vec_einsum"
 
+# By the side of attention that has an axis of heads, and whether layers are on the
+# second axis, as in MaxText.
+_STACKED = {
+    (None, False): DimensionNumbers(-2, -1),  # [..., fan_in, fan_out]
+    (None, True): DimensionNumbers(0, -1),  # [fan_in, layers, fan_out]
+    ("in", False): DimensionNumbers(-3, (-2, -1)),  # [..., D, H, Dh]
+    ("in", True): DimensionNumbers(0, (-2, -1)),  # [D, layers, H, Dh]
+    ("out", False): DimensionNumbers((-3, -2), -1),  # [..., H, Dh, D]
+    ("out", True): DimensionNumbers((0, -2), -1),  # [H, layers, Dh, D]
+}
+
 
 def _match(pattern: str, names: Iterable[str]) -> bool:
     return any(re.fullmatch(pattern, name.lower()) for name in names)
@@ -123,7 +134,7 @@ def _default_numbers(
         return DimensionNumbers((-3, -2), -1)
     side = _attention_side(names, shapes) if ndim in (3, 4) else None
     try:
-        axis = _scan_axis(names, shape, shapes)
+        layers_axis = _scan_axis(names, shape, shapes)
     except LookupError:
         if side and ndim == 3:
             raise ValueError(
@@ -131,13 +142,11 @@ def _default_numbers(
                 "matrices [layers, fan_in, fan_out] or one attention kernel [D, heads, "
                 "head_dim]. Pass dimension_numbers to say which."
             ) from None
-        axis = None
-    first = 0 if axis == 1 else -3  # MaxText has layers on the second axis
-    if side is None or (ndim == 3 and axis is not None):
-        return DimensionNumbers(0 if axis == 1 and ndim == 3 else -2, -1)
-    if side == "in":
-        return DimensionNumbers(first, (-2, -1))  # [D, H, Dh]
-    return DimensionNumbers((first, -2), -1)  # [H, Dh, D]
+        layers_axis = None
+    if ndim == 3 and layers_axis is not None:
+        side = None  # With an axis of layers there is none of heads.
+    layers_second = layers_axis == 1 and (ndim == 3 or side is not None)
+    return _STACKED[side, layers_second]
 
 
 def _only_head(shapes: Shapes) -> tuple[str, ...] | None:

@@ -108,27 +108,6 @@ def _kind(view: MatrixView, spec: PartitionSpec, dtype: Any) -> _Kind:
     return _Kind((view.fan_in, view.fan_out), sides, stacked, dtype)
 
 
-def _order(view: MatrixView) -> tuple[int, ...]:
-    return (*view.batch_axes, *view.fan_in_axes, *view.fan_out_axes)
-
-
-def _stack(x: jax.Array, view: MatrixView) -> jax.Array:
-    """[number, fan_in, fan_out] of an array, or of a device's part of it.
-
-    Where axes are merged, the rows or columns of several devices' parts are not in the
-    order of the array. Functions of matrices here do not depend on it.
-    """
-    fan_in = math.prod(x.shape[axis] for axis in view.fan_in_axes)
-    fan_out = math.prod(x.shape[axis] for axis in view.fan_out_axes)
-    return jnp.transpose(x, _order(view)).reshape(-1, fan_in, fan_out)
-
-
-def _unstack(stack: jax.Array, view: MatrixView, like: jax.Array) -> jax.Array:
-    order = _order(view)
-    x = stack.reshape([like.shape[axis] for axis in order])
-    return jnp.transpose(x, np.argsort(order).tolist())
-
-
 def by_matrix(
     function: Callable[[list[jax.Array]], list[jax.Array]],
     arrays: Mapping[str, jax.Array],
@@ -162,9 +141,9 @@ def by_matrix(
     }
     results = _moved(function, moved, arrays, views, specs, layout) if moved else {}
     rest = [path for path in arrays if path not in results]
-    stacks = [_stack(arrays[path], views[path]) for path in rest]
+    stacks = [views[path].to_stack(arrays[path]) for path in rest]
     for path, stack in zip(rest, function(stacks), strict=True):
-        results[path] = _unstack(stack, views[path], arrays[path])
+        results[path] = views[path].from_stack(stack, arrays[path].shape)
     return results
 
 
@@ -175,15 +154,15 @@ def _moved(function, kinds: Mapping[_Kind, list[str]], arrays, views, specs, lay
     def of_parts(parts):
         whole, results = [], {}
         for kind, paths in kinds.items():
-            stacks = [_stack(parts[path], views[path]) for path in paths]
+            stacks = [views[path].to_stack(parts[path]) for path in paths]
             whole.append(_together(jnp.concatenate(stacks), kind, axes))
         for (kind, paths), stack in zip(kinds.items(), function(whole), strict=True):
             stack = _apart(stack, kind, axes)
             for path in paths:
-                batch = views[path].batch_axes
-                number = math.prod(parts[path].shape[axis] for axis in batch)
-                each, stack = stack[:number], stack[number:]
-                results[path] = _unstack(each, views[path], parts[path])
+                view, shape = views[path], parts[path].shape
+                number = math.prod(shape[axis] for axis in view.batch_axes)
+                own, stack = stack[:number], stack[number:]
+                results[path] = view.from_stack(own, shape)
         return results
 
     mapped = jax.shard_map(
@@ -219,18 +198,18 @@ def _apart(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
 def by_shape(
     function: Callable[[jax.Array], jax.Array],
     stacks: list[jax.Array],
-    largest: int | None,
+    largest: int | None = None,
 ) -> list[jax.Array]:
-    """A function of stacks, called once for all of one shape of matrices.
+    """Calls a function of stacks once for all stacks of one shape of matrices.
 
-    With a call for every parameter the program grows with the layers. At most `largest`
-    elements of single matrices are joined, which copies them; stacks of layers, which
-    may be sharded along the layers, are then not joined. None joins all.
+    With a call for every parameter the program would grow with the layers. `largest`
+    bounds the number of elements that are joined, because joining copies them. Then
+    only single matrices are joined: a stack of layers may be sharded along the layers.
     """
     calls, sizes = defaultdict(list), defaultdict(int)
     for index, x in enumerate(stacks):
         kind: Any = (x.shape[1:], x.dtype, jax.typeof(x).sharding.spec)
-        if largest is not None and (len(x) > 1 or not largest):
+        if largest is not None and len(x) > 1:
             kind = index
         calls[kind, sizes[kind] // largest if largest else 0].append(index)
         sizes[kind] += x.size
@@ -252,7 +231,7 @@ def bases(factors: Named, views: Mapping[str, MatrixView], layout: Layout) -> Na
     """
     made_of = {name: (view.shape, view.p_axes) for name, view in views.items()}
     found = by_matrix(
-        lambda stacks: by_shape(_orthonormalize.cholesky_qr, stacks, None),
+        lambda stacks: by_shape(_orthonormalize.cholesky_qr, stacks),
         factors,
         {name: make_view(x.shape, -2, -1) for name, x in factors.items()},
         layout.of_factors(factors, made_of),
