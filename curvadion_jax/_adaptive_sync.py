@@ -41,6 +41,8 @@ from curvadion_jax._interfaces import (
 )
 from curvadion_jax._jax_internals import SCOPE, trace
 
+Branch = Callable[..., Any]  # of a `lax.cond`
+
 
 class AdaptiveSyncState(NamedTuple):
     """State of `adaptive_sync`.
@@ -277,14 +279,11 @@ class _Replica:
 
     def vote(self, decision, counters: SyncMetrics, due: Any) -> jax.Array | bool:
         """Whether to synchronise; a Python bool where that is known without a vote."""
-        decide, due_at = self.trigger.decide, self.trigger.due
-        if due is None:
-            due = due_at(counters.steps, self.sync_cost) if due_at else True
-        if decide is None or due is False:
-            fire = due
-        else:
-            may_request = _nan_policy.may_request(counters, self.weight)
-            fire = decision.fire & may_request & due
+        if due is None and self.trigger.due is not None:
+            due = self.trigger.due(counters.steps, self.sync_cost)
+        fire = True if due is None else due
+        if self.trigger.decide is not None and fire is not False:
+            fire &= decision.fire & _nan_policy.may_request(counters, self.weight)
         if isinstance(fire, bool):
             return fire
         fire = _collectives.any_replica(fire, self.group.axis_name)
@@ -298,39 +297,37 @@ class _Replica:
 
     def sync_instead(self, gradients, inner_state, sync_state):
         """A sync that replaces the local step, such as `average_gradients`."""
-        step = {"gradients": gradients, "take": self.inner_update}
-        return self.synchronise(
-            self.params, inner_state, sync_state, step, contributes=self.finite
+        local = LocalStep(
+            inner_state, self.params, self.views, gradients, take=self.inner_update
         )
+        return self.synchronise(local, self.params, sync_state, self.finite)
 
     def sync_after(self, updates, inner_state, sync_state, faults):
         """A sync that follows the local step, such as `reconcile`."""
+        local = LocalStep(inner_state, self.params, self.views, updates=updates)
         moved = optax.apply_updates(self.params, updates)
-        *results, new_faults = self.synchronise(
-            moved, inner_state, sync_state, {"updates": updates}
-        )
+        *results, new_faults = self.synchronise(local, moved, sync_state)
         zeroed = faults.zeroed | new_faults.zeroed
         return *results, new_faults._replace(zeroed=zeroed)
 
-    def synchronise(
-        self, moved, inner_state, sync_state, step, contributes: Any = True
-    ):
+    def synchronise(self, local, moved, sync_state, contributes: Any = True):
         """A sync of this replica, whose parameters are now `moved`."""
         before = _memory.to_device(sync_state)
         part = _nan_policy.participation(
-            moved, inner_state, before, self.weight, contributes, self.group.axis_name
+            moved,
+            local.inner_state,
+            before,
+            self.weight,
+            contributes,
+            self.group.axis_name,
         )
-        inner_state = _nan_policy.restarted(
-            self.inner, self.params, inner_state, part.keeps_inner_state
-        )
-        local = LocalStep(
-            inner_state=inner_state,
-            params=self.params,
-            views=self.views,
+        local = local._replace(
+            inner_state=_nan_policy.restarted(
+                self.inner, self.params, local.inner_state, part.keeps_inner_state
+            ),
             weight=part.weight,
             expected=part.expected,
             healthy=part.healthy,
-            **step,
         )
         updates, inner_state, after = self.synchronizer.sync(local, before, self.group)
         updates = _trees.like(updates, self.params)
@@ -368,13 +365,7 @@ def _sync_cost(payload: Payload, params, replicas: int) -> float:
     return payload.as_averaged(replicas) / max(_trees.float32_bytes(params), 1)
 
 
-def _choose(
-    fire: jax.Array | bool,
-    sync: Callable[..., Any],
-    local: Callable[..., Any],
-    *operands: Any,
-    axis_name: str | None,
-) -> Any:
+def _choose(fire, sync: Branch, local: Branch, *operands, axis_name: str | None):
     """The results of a sync, or of a step that sends nothing, by the one `lax.cond`.
 
     `fire` is the same on all replicas; where it is a Python bool that branch is the
@@ -386,12 +377,7 @@ def _choose(
     return lax.cond(fire, *branches, *operands)
 
 
-def _branches(
-    sync: Callable[..., Any],
-    local: Callable[..., Any],
-    *operands: Any,
-    axis_name: str | None,
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _branches(sync: Branch, local: Branch, *operands, axis_name: str | None):
     """Both branches checked, with results marked as varying over the same axes.
 
     Both, even if `fire` is known: a faulty sync is reported on the first step.
@@ -409,12 +395,7 @@ def _branches(
     return marked(synced), marked(alone)
 
 
-def _then_once(
-    fire: jax.Array | bool,
-    sync: Callable[..., Any],
-    stepped: tuple[Any, ...],
-    axis_name: str | None,
-) -> tuple[Any, ...]:
+def _then_once(fire, sync: Branch, stepped: tuple, axis_name: str | None):
     """The results of a local step, or of a sync that follows it.
 
     A loop of one pass or none: XLA copies what a conditional hands through
