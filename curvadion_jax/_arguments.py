@@ -1,6 +1,6 @@
-"""Checks of arguments that several parts take, with one wording.
+"""Arguments that several functions take: their checks, and numbers or schedules.
 
-Only plain numbers are looked at: schedules pass, and so do traced numbers, such as
+Checks look at plain numbers only. Schedules pass, and so do traced numbers, such as
 those of `optax.inject_hyperparams`.
 """
 
@@ -59,10 +59,15 @@ def check_exclusive(**values: Any) -> None:
         raise ValueError(f"{' and '.join(given)} cannot be combined. Pass one of them.")
 
 
+def at_step(value: Any, step: Any) -> Any:
+    """Evaluates a schedule; a number is the same at every step."""
+    return value(step) if callable(value) else value
+
+
 def with_schedule(
     make: Callable[[Any], optax.GradientTransformation], value: Any
 ) -> optax.GradientTransformation:
-    """The transformation made of a number, or on every step of a schedule's value."""
+    """Makes a transformation, of a number or at every step of a schedule's value."""
     if not callable(value):
         return make(value)
     # By default Optax casts to the dtype of the updates; 0.999 in bfloat16 is 1.

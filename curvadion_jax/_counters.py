@@ -1,4 +1,4 @@
-"""The counters that `adaptive_sync` keeps in its state."""
+"""The counters in the state of `adaptive_sync`."""
 
 import functools
 from collections.abc import Container, Iterable
@@ -17,7 +17,7 @@ VOTE, WEIGHT = Payload(averaged=4), Payload(gathered=4)
 
 
 class Faults(NamedTuple):
-    """What `SyncMetrics` of the same names count, on this replica on one step."""
+    """This replica's events on one step; see `SyncMetrics` for the names."""
 
     zeroed: jax.Array
     excluded: jax.Array
@@ -32,7 +32,7 @@ def no_faults() -> Faults:
 
 
 class SyncMetrics(NamedTuple):
-    """What happened so far, which `curvadion_jax.metrics.read` makes readable.
+    """Counters of what happened so far; `curvadion_jax.metrics.read` reads them.
 
     Bytes take two words each: an int32 overflows at one sync of 500 million parameters.
 
@@ -97,10 +97,10 @@ def _fields() -> list[_paths.Names]:
 
 
 def counter_paths(names: Iterable[_paths.Names]) -> list[_paths.Names]:
-    """The paths to all counters of optimizers, among the names of a tree's leaves.
+    """Finds all counters of optimizers, among the names of a tree's leaves.
 
-    By names and not by type: `flax.nnx.split` makes dictionaries of named tuples. By
-    all of them, since a state may have `metrics` with a count of `steps` of its own.
+    It goes by names and not by type: `flax.nnx.split` makes dictionaries of named
+    tuples. All names must be there: a state may have `metrics` with its own `steps`.
     """
     known, last = dict.fromkeys(names), _fields()[0]
     found = [each[: -len(last)] for each in known if each[-len(last) :] == last]
@@ -108,7 +108,7 @@ def counter_paths(names: Iterable[_paths.Names]) -> list[_paths.Names]:
 
 
 def optimizer_paths(names: Iterable[_paths.Names]) -> list[_paths.Names]:
-    """The paths to all states of `adaptive_sync`, which keep their counters."""
+    """Finds all states of `adaptive_sync`, by their counters."""
     found = counter_paths(names)
     return [path[:-1] for path in found if path[-1:] == ("metrics",)]
 
@@ -136,10 +136,10 @@ def update(
     payload: Payload,
     gradient_bytes: int,
 ) -> SyncMetrics:
-    """The counters after a step.
+    """Counts a step.
 
-    `finite` says whether this replica's gradients were; `payload` is what a sync sends,
-    `gradient_bytes` what gradients in float32 take.
+    `finite` tells whether this replica's gradients were finite, `payload` what a sync
+    sends, and `gradient_bytes` the bytes of gradients in float32.
     """
     synced = jnp.asarray(synced)
     sent = jnp.where(synced, charged(old.sent, payload), old.sent)
@@ -166,7 +166,7 @@ def update(
 
 
 def charged(sent: jax.Array, payload: Payload) -> jax.Array:
-    """`SyncMetrics.sent` with the bytes of one more payload."""
+    """Adds the bytes of a payload to `SyncMetrics.sent`."""
     words = [divmod(number, WORD) for number in payload]
     return _plus(sent, jnp.array(words, jnp.int32))
 
@@ -176,7 +176,7 @@ def _counted(count: jax.Array, event: jax.Array | bool) -> jax.Array:
 
 
 def _plus(words: jax.Array, more: jax.Array) -> jax.Array:
-    """The sum of numbers [..., 2] in base 2^30."""
+    """Adds numbers [..., 2] in base 2^30."""
     low = words[..., 1] + more[..., 1].astype(jnp.int32)
     high = words[..., 0] + more[..., 0].astype(jnp.int32) + low // WORD
     return jnp.stack([high, low % WORD], axis=-1)

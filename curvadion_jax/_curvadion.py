@@ -34,14 +34,11 @@ def curvadion(
     decision_interval: int | None = None,
     allow_unchecked: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""CurvaDion: local Dion steps, synchronised when a momentum changes.
+    """CurvaDion: local Dion steps, synchronised when a momentum changes.
 
     Each replica takes Dion steps on its own gradients. All replicas synchronise when
-    the relative momentum change (RMMC) of any matrix, on any replica, exceeds a
-    threshold:
-
-    .. math::
-      \mathrm{RMMC} = \bigl|\, \|m_t\| - \|m_{t-1}\| \,\bigr| \,/\, \|m_{t-1}\|
+    the relative momentum change of any matrix, on any replica, exceeds a threshold
+    (RMMC, see `triggers.relative_momentum_change`).
 
     Set `threshold`, or set `budget` to have the threshold adjusted during training. The
     default is ``budget=0.01``. A budget keeps the number of syncs within one of even

@@ -1,7 +1,7 @@
 """Dion: distributed orthonormalised updates, as Optax transformations of one replica.
 
-Other replicas, and the devices of this one, come in through extra arguments of
-`update`. `_power_iteration` has the step, and the paper's symbols.
+`update` learns of other replicas, and of this one's devices, by extra arguments.
+`_power_iteration` has the step and the paper's symbols.
 """
 
 import functools
@@ -117,20 +117,7 @@ def scale_by_dion(
         zeros = optax.tree.zeros_like(params, dtype=mu_dtype)
         if _trees.is_placeholder(params):
             return DionState(zeros, q=jnp.zeros([]))
-
-        leaves = iter(_paths.leaves_with_path(params))
-
-        def initial(node):
-            if not jax.tree.leaves(node):  # another optimizer takes the parameter
-                return node
-            name, leaf = next(leaves)
-            view, dtype = views[name], mu_dtype or leaf.dtype
-            r = _matrices.resolve_rank(view.cols, rank)
-            q = _power_iteration.initial_q(name, view, r, dtype)
-            q = _layout.place_like(q, leaf, view.q_axes)
-            return _layout.boxed_like(q, node, view.q_axes)
-
-        return DionState(zeros, jax.tree.map(initial, params, is_leaf=_paths.is_box))
+        return DionState(zeros, _initial_qs(params, views, rank, mu_dtype))
 
     def update_fn(
         updates,
@@ -168,8 +155,25 @@ def scale_by_dion(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def _initial_qs(params, views, rank: int | float, dtype) -> Any:
+    """Draws Q of every parameter, sharded and boxed as the parameter is."""
+    leaves = iter(_paths.leaves_with_path(params))
+
+    def initial(node):
+        if not jax.tree.leaves(node):  # another optimizer takes the parameter
+            return node
+        name, leaf = next(leaves)
+        view = views[name]
+        r = _matrices.resolve_rank(view.cols, rank)
+        q = _power_iteration.initial_q(name, view, r, dtype or leaf.dtype)
+        q = _layout.place_like(q, leaf, view.q_axes)
+        return _layout.boxed_like(q, node, view.q_axes)
+
+    return jax.tree.map(initial, params, is_leaf=_paths.is_box)
+
+
 def _accumulate(momentum: jax.Array, gradient: jax.Array, decay) -> jax.Array:
-    """decay M + G in at least float32; decay None is 1."""
+    """Computes decay M + G in at least float32; None means a decay of 1."""
     dtype = _trees.compute_dtype(jnp.promote_types(momentum.dtype, gradient.dtype))
     decayed = momentum.astype(dtype)
     if decay is not None:
@@ -178,7 +182,7 @@ def _accumulate(momentum: jax.Array, gradient: jax.Array, decay) -> jax.Array:
 
 
 def _like(tree: Any, new: _matrices.Named) -> Any:
-    """Arrays by path in the structure and dtypes of a tree."""
+    """Returns arrays by path in the structure and the dtypes of a tree."""
     return _paths.map_with_path(lambda name, x: new[name].astype(x.dtype), tree)
 
 
@@ -238,11 +242,7 @@ def dion(
     rank = _RANK if rank is None else rank
     _matrices.check_rank(rank)
     _arguments.check_numbers(below=1, momentum=momentum)
-    _arguments.check_numbers(
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        adam_learning_rate=adam_learning_rate,
-    )
+    _arguments.check_numbers(weight_decay=weight_decay)
     other_optimizer = _partition.other_optimizer(
         other_optimizer, learning_rate, adam_learning_rate, mu_dtype=mu_dtype
     )

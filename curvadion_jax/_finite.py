@@ -29,9 +29,9 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def norms_finite(tree: Any) -> jax.Array:
-    """Whether no array has a NaN, an infinity, or a square that is infinite, bool[].
+    """Whether no array has a NaN or Inf, or squares that overflow, bool[].
 
-    In float32 elements of 1e19 have: their matrix has no norm.
+    In float32 squares of 1e20 do, so their matrix has no norm.
     """
 
     def squares(x):
@@ -41,22 +41,19 @@ def norms_finite(tree: Any) -> jax.Array:
 
 
 def finite_elements(tree: Any) -> Any:
-    """The tree with zeros in place of NaN and infinities."""
+    """Replaces NaN and infinities by zeros."""
     return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), tree)
 
 
 def where_finite(numbers: Any, tree: Any, other: Any) -> Any:
-    """The elements of one tree where some numbers are finite, else of another."""
+    """Chooses elements of one tree where numbers are finite, else of another."""
     return jax.tree.map(
         lambda x, y, z: jnp.where(jnp.isfinite(x), y, z), numbers, tree, other
     )
 
 
 def repaired(state: Any, before: Any) -> Any:
-    """A state with what it was before where its arrays are not finite.
-
-    Scalars may be meant to be infinite, and stay so.
-    """
+    """Replaces non-finite elements of a state by those before; scalars may be Inf."""
 
     def either(x, old):
         if not is_float(x):
@@ -67,5 +64,5 @@ def repaired(state: Any, before: Any) -> Any:
 
 
 def or_zeros(condition: jax.Array | bool, tree: Any) -> Any:
-    """The tree where one bool[] says so, zeros else, whatever is in the tree."""
+    """Replaces the tree by zeros if the condition, bool[], is false."""
     return jax.tree.map(lambda x: jnp.where(condition, x, 0), tree)

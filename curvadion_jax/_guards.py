@@ -1,7 +1,7 @@
 """Trace-time checks: local steps stay local, nothing can hang, gradients are local.
 
-Inspects each branch's jaxpr before it is used, and rejects collectives over the replica
-axis where there may be none, or where not all replicas take the branch.
+They look at the jaxpr of a branch before it is used, and reject collectives over the
+replica axis that are not allowed there, or that not all replicas might reach.
 """
 
 from collections.abc import Callable
@@ -29,13 +29,13 @@ SEVERAL_MODELS = (
 
 
 def axes_of_results(*branches: Traced) -> list[frozenset[str]]:
-    """For every result the axes over which that of any branch differs."""
+    """The axes over which each result differs in any of the branches."""
     avals = zip(*(traced.program.out_avals for traced in branches), strict=False)
     return [frozenset().union(*map(varying, results)) for results in avals]
 
 
 def locally(function: Callable[..., Any], *operands: Any, axis_name: str | None) -> Any:
-    """Result of a computation that must stay on its replica; see `trace_local`."""
+    """Calls a function that must stay on its replica; see `trace_local`."""
     if axis_name is None:
         return function(*operands)
     return trace_local(function, *operands, axis_name=axis_name)(*operands)
@@ -44,9 +44,9 @@ def locally(function: Callable[..., Any], *operands: Any, axis_name: str | None)
 def trace_local(
     function: Callable[..., Any], *operands: Any, axis_name: str | None
 ) -> Traced:
-    """The program of a function that must not communicate over the axis.
+    """Traces a function that must not communicate over the axis.
 
-    Nor may replicas of several devices decide in it by what differs between them.
+    Replicas of several devices must not branch in it by what differs between them.
     """
     traced = trace(function, *operands)
     if axis_name is None:
@@ -86,7 +86,7 @@ def require_no_deadlock(jaxpr: Jaxpr, axis_name: str | None) -> None:
 
 @jax.custom_batching.custom_vmap
 def one_decision(fire: jax.Array) -> jax.Array:
-    """The decision to synchronise as it is; rejects several at once, under `vmap`."""
+    """Returns the decision to synchronise; rejects several at once, under `vmap`."""
     return fire
 
 
@@ -100,10 +100,10 @@ def _(size, batched, fire):
 def require_local_gradients(
     gradients: Any, axis_name: str | None, *, allow_unchecked: bool = False
 ) -> None:
-    """Rejects gradients that were averaged over the replicas before they came here.
+    """Rejects gradients that were already averaged over the replicas.
 
-    Such a gradient is the same on all replicas by its type. Under check_vma=False types
-    do not tell, which `allow_unchecked` accepts.
+    By their type they are the same on all replicas. Under check_vma=False types do not
+    tell, which `allow_unchecked` accepts.
     """
     leaves = jax.tree.leaves_with_path(gradients)
     if axis_name is None:
@@ -133,7 +133,7 @@ def require_local_gradients(
 
 
 def already_averaged(path: Any, axis_name: str) -> ValueError:
-    """The error for a gradient that is the same on all replicas."""
+    """Makes the error for a gradient that is the same on all replicas."""
     return ValueError(
         f"Gradient {jax.tree_util.keystr(path)} was already averaged over axis "
         f"{axis_name!r}, so every step would communicate in full. Remove the pmean or "

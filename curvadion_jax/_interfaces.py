@@ -1,9 +1,8 @@
-"""The small interfaces between the parts: who is called when, and with what.
+"""The interfaces of triggers and synchronizers.
 
-On every step of a replica a :class:`Trigger` is given an :class:`Observation` and
-answers with a :class:`Decision`. On a sync step a :class:`Synchronizer` is given the
-replica's :class:`LocalStep` and the :class:`Group` of all replicas. None of them knows
-an axis.
+On every step of a replica a :class:`Trigger` turns an :class:`Observation` into a
+:class:`Decision`. On a sync step a :class:`Synchronizer` is given the replica's
+:class:`LocalStep` and the :class:`Group` of all replicas. Neither knows the axis.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,29 +22,28 @@ Views = Mapping[str, MatrixView | None]
 
 
 class Payload(NamedTuple):
-    """Bytes of one sync, by how they travel; from shapes alone. Payloads add up.
+    """Bytes of one sync, computed from shapes alone. Payloads add up.
 
     Attributes:
-      averaged: bytes of an all-reduce that costs as much. One replica of N sends
-        2 (N - 1) / N times as many.
-      gathered: bytes that each replica puts into all-gathers. It sends N - 1 times as
+      averaged: bytes in all-reduces. One of N replicas sends 2 (N - 1) / N times as
         many.
+      gathered: bytes in all-gathers, of each replica. It sends N - 1 times as many.
     """
 
     averaged: int = 0
     gathered: int = 0
 
-    # In place of the tuples' own, which would concatenate them.
+    # A tuple's own method would concatenate them.
     def __add__(self, other: "Payload") -> "Payload":  # pyright: ignore[reportIncompatibleMethodOverride]
         return Payload(self.averaged + other.averaged, self.gathered + other.gathered)
 
     def as_averaged(self, replicas: int) -> float:
-        """Bytes of the all-reduce for which so many replicas send as much."""
+        """The bytes of an all-reduce for which each replica sends as much."""
         return self.averaged + self.gathered * replicas / 2
 
 
 class Observation(NamedTuple):
-    """What a trigger sees on every step, all of it this replica's own.
+    """What a trigger sees of its own replica on every step.
 
     The fields have defaults so that a trigger can be called by hand, as in its tests.
 
@@ -82,14 +80,14 @@ class Observation(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What a trigger answers; made by `triggers.decision`.
+    """The result of a trigger on one step; made by `triggers.decision`.
 
     Attributes:
       fire: bool[], whether this replica requests a sync on this step.
-      value: float32[], what was compared with the threshold; NaN where nothing was.
-      threshold: float32[], what it was compared with; NaN where nothing was.
-      layer: int32[], index of the parameter, in the order of the parameters' leaves,
-        whose value was the largest; -1 where no parameter is meant.
+      value: float32[], the measured value; NaN if nothing was measured.
+      threshold: float32[], the threshold of the value; NaN if nothing was measured.
+      layer: int32[], index of the parameter with the largest value, in the order of
+        the parameters' leaves; -1 if it belongs to no parameter.
     """
 
     fire: jax.Array
@@ -101,17 +99,17 @@ class Decision(NamedTuple):
 class Trigger(NamedTuple):
     """Decides when replicas synchronise.
 
-    `due` says on which steps the replicas decide; the host can compute it, and on all
-    other steps nothing is sent. `decide` measures on the devices: where a decision is
-    due, the request of any replica synchronises all. Without `decide` every due step is
-    a sync.
+    `due` says on which steps the replicas decide. The host can compute it, and on all
+    other steps nothing is sent. `decide` measures on the devices. If a decision is due,
+    the request of any replica synchronises all. Without `decide` every due step is a
+    sync.
 
     Attributes:
       init: (params, inner_state, views) -> trigger state, a tree of arrays; called
         once, outside `shard_map` and possibly on abstract values.
       decide: (observation, trigger state) -> (Decision, trigger state); called on
         every step on every replica, traced, before anything is sent. It must not
-        communicate (that is checked). None where `due` settles it.
+        communicate (this is checked). None if `due` alone decides.
       due: (steps taken before this one, `Observation.sync_cost`) -> whether a decision
         is due, for Python ints and int32[] alike. None means on every step.
 
@@ -137,7 +135,7 @@ class Trigger(NamedTuple):
 
 
 class SyncState(NamedTuple):
-    """What a synchronizer keeps, by whether replicas share it; changes at syncs only.
+    """State of a synchronizer, which changes at syncs only.
 
     `replicas.anchor`, `repair`, `resize` and `offload` copy, average and read an array
     by the field that it is in.
@@ -157,7 +155,7 @@ class SyncState(NamedTuple):
 
 
 class Synchronizer(NamedTuple):
-    """Says what replicas send at a sync, and what they make of it.
+    """Decides what replicas send at a sync, and how it changes them.
 
     Attributes:
       init: (params, inner_state, views) -> :class:`SyncState`; called once, outside
@@ -166,8 +164,7 @@ class Synchronizer(NamedTuple):
         called on sync steps only.
       payload: (params, inner_state, views) -> the `Payload` of one sync (see
         `curvadion_jax.compressors`), from shapes alone.
-      after_local_step: whether `sync` follows the plain local step and does not replace
-        it. The step is then taken before anyone knows whether replicas synchronise.
+      after_local_step: whether `sync` follows the local step; else it replaces it.
 
     Example:
       >>> from curvadion_jax.compressors import exact
@@ -202,9 +199,9 @@ class LocalStep(NamedTuple):
         the step), the inner optimizer's update, which communicates nothing; None with
         `after_local_step`.
       updates: with `after_local_step` those of the step that was taken.
-      weight: float32[], how much this replica counts in the means of this sync,
-        normalised to a mean of 1 over the replicas, so that `group.mean` of weight
-        times x is the weighted mean; 0 if it takes no part. Replica-varying.
+      weight: float32[], weight of this replica in the means of this sync; 0 if it
+        takes no part. Weights have a mean of 1 over the replicas, so `group.mean` of
+        weight times x is the weighted mean. Replica-varying.
       expected: float32[], replicas that take part over those that are not excluded.
         Multiply a mean by it if absent replicas will add their part later.
       healthy: bool[], whether all that this replica has is finite. Replica-varying.
@@ -226,9 +223,9 @@ class LocalStep(NamedTuple):
         return jnp.asarray(self.weight) > 0
 
     def weighted(self, tree: Any) -> Any:
-        """What this replica contributes to a mean: its arrays times its weight.
+        """Multiplies arrays by the weight, in at least float32.
 
-        In at least float32, and zeros if it takes no part, whatever is in the tree.
+        The result is zero, whatever is in the tree, if this replica takes no part.
         """
 
         def contribution(x):
@@ -238,6 +235,6 @@ class LocalStep(NamedTuple):
         return jax.tree.map(contribution, tree)
 
     def mean(self, tree: Any, group: Group) -> Any:
-        """Weighted mean over those who take part, in the dtypes of the tree."""
+        """The weighted mean over participating replicas, in the dtypes of the tree."""
         means = group.mean(self.weighted(tree))
         return jax.tree.map(lambda m, x: m.astype(x.dtype), means, tree)

@@ -1,9 +1,8 @@
-"""Everything that the library uses of JAX and JAX does not document.
+"""Undocumented parts of JAX that the library uses, all in this file.
 
-JAX has no public way to ask what a program communicates, or what differs between
-devices, and the promise that a local step sends nothing rests on that. Each use is here
-alone, tried on JAX 0.10.2, 0.11.2 and 0.12.0, with a test in
-`tests/core/test_jax_internals.py` that says what broke:
+JAX has no public way to ask what a program communicates or what differs between
+devices, and the checks that a local step sends nothing need both. This was tried on JAX
+0.10.2, 0.11.2 and 0.12.0; `tests/core/test_jax_internals.py` tells what broke:
 
 * `jax.extend.core`: programs (jaxprs), to look for collectives.
 * names of primitives and of their parameters (`axes`, `axis_name`, `cond_jaxpr`,
@@ -28,18 +27,18 @@ from jax.extend.core import (
     jaxprs_in_params,
 )
 
-# What may name an axis without sending anything over it; all else counts as
-# communication, so that a collective new to JAX is not overlooked.
+# Primitives that may name an axis and send nothing. All others count as communication,
+# so that a collective new to JAX is not overlooked.
 _SILENT = ("axis_index", "pvary")
-# What chooses between two arrays; sums do of products with factors of 0 and 1.
+# Primitives that choose between two arrays; a sum of products with 0 and 1 does so too.
 _CHOICES, _SUMS = ("select_n", "cond"), ("add", "add_any", "sub")
 MIXED = -1
-# Around the optimizer's own communication, in the names of a program's equations.
+# Name scope of the optimizer's own communication.
 SCOPE = "curvadion_jax.update"
 
 
 def user_context() -> Any:
-    """A context manager of a value; JAX keeps traces under different values apart."""
+    """Makes a context manager of a value; JAX does not share traces between values."""
     return jax.make_user_context(None)
 
 
@@ -50,7 +49,7 @@ def varying(x: Any) -> frozenset[str]:
 
 
 class Traced(NamedTuple):
-    """A function as a program: inspected once, and run without tracing it again."""
+    """A traced function, which can be inspected and run without tracing it again."""
 
     program: ClosedJaxpr
     result: Any
@@ -61,7 +60,7 @@ class Traced(NamedTuple):
 
 
 def trace(function: Callable[..., Any], *operands: Any) -> Traced:
-    """The program of a function; one that is traced already as it is."""
+    """Traces a function, unless it is traced already."""
     if isinstance(function, Traced):
         return function
     return Traced(*jax.make_jaxpr(function, return_shape=True)(*operands))
@@ -70,7 +69,7 @@ def trace(function: Callable[..., Any], *operands: Any) -> Traced:
 def equations(
     jaxpr: Jaxpr, around: tuple[JaxprEqn, ...] = ()
 ) -> Iterator[tuple[JaxprEqn, tuple[JaxprEqn, ...]]]:
-    """Every equation of a program, and the equations around it, outermost first."""
+    """Yields every equation of a program, and those around it, outermost first."""
     for equation in jaxpr.eqns:
         yield equation, around
         for program in jaxprs_in_params(equation.params):
@@ -89,7 +88,7 @@ def collectives_in(jaxpr: Jaxpr, axis_name: str) -> list[JaxprEqn]:
 
 
 def decides_alone(equation: JaxprEqn, axis_name: str) -> bool:
-    """Whether replicas may not take a branch, or repeat a loop, alike."""
+    """Whether replicas may take different branches, or repeat a loop differently."""
     decided_by: list[Any] = []
     if equation.primitive.name == "cond":
         decided_by = [equation.invars[0].aval]
@@ -104,10 +103,7 @@ def _is_update(equation: JaxprEqn) -> bool:
 
 
 def updates_in(jaxpr: Jaxpr) -> int:
-    """How many updates of optimizers that synchronise a step's program makes.
-
-    One in a condition or a while loop is refused.
-    """
+    """Counts updates of optimizers that synchronise; rejects one in a condition."""
     found = [around for each, around in equations(jaxpr) if _is_update(each)]
     if {x.primitive.name for around in found for x in around} & {"cond", "while"}:
         raise ValueError(
@@ -120,10 +116,10 @@ def updates_in(jaxpr: Jaxpr) -> int:
 
 
 def sources(jaxpr: Jaxpr) -> list[int | None]:
-    """For each result of a step the number of the input that it hands through.
+    """The index of the input that each result of a step is equal to.
 
-    None if it is computed, MIXED if it is chosen from two arrays. Followed back through
-    jitted functions, loops, and equations of one operand.
+    None if the result is computed, MIXED if it is chosen from two arrays. Results are
+    followed back through jitted functions, loops, and equations of one operand.
     """
     made_by = {x: (e, i) for e in jaxpr.eqns for i, x in enumerate(e.outvars)}
     inputs = {x: i for i, x in enumerate(jaxpr.invars)}

@@ -1,9 +1,9 @@
-"""How the arrays of one replica lie on its devices.
+"""How the arrays of one replica are sharded over its devices.
 
-Axes inside a replica are automatic in a step: nobody sees how an array is sharded, and
-the compiler divides the work. That suits matrix products and elementwise arithmetic,
-but an array that is cut into blocks would be gathered first. So `replicas.step`, which
-sees how the state lies, notes it while the step is traced (`noting`, `current`).
+Axes inside a replica are automatic in a step: arrays do not show how they are sharded,
+and the compiler divides the work. That suits matrix products and elementwise
+arithmetic, but it would gather an array that is cut into blocks. So `replicas.step`
+notes how the state is sharded while the step is traced (`noting`, `current`).
 
 Explicit axes (https://docs.jax.dev/en/latest/notebooks/explicit-sharding.html) are part
 of an array's type. A model may use them; the optimizer's update sees automatic ones.
@@ -23,7 +23,7 @@ from curvadion_jax._matrices import MadeOf
 
 
 class Placed(NamedTuple):
-    """An array of the state: its path, its shape in one replica, and how it lies."""
+    """An array of the state: its path, its shape in one replica, and its sharding."""
 
     path: str
     shape: tuple[int, ...]
@@ -32,22 +32,20 @@ class Placed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How arrays of a replica are sharded over its devices, as far as it is known.
+    """How arrays of a replica are sharded over its devices.
 
     Attributes:
-      axes: mesh axes inside the replica, of several devices, and their sizes; empty for
-        a replica of one device.
-      placed: arrays whose place is known.
+      axes: sizes of the mesh axes inside the replica; empty for one device.
+      placed: arrays whose sharding is known.
     """
 
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     placed: tuple[Placed, ...] = ()
 
     def specs(self, tree: Any) -> list[PartitionSpec | None]:
-        """How each array of a tree like the parameters is sharded, None if unknown.
+        """The sharding of each array of a tree like the parameters, None if unknown.
 
-        That is taken from the array of the state whose shape is the leaf's and whose
-        path ends with the leaf's path.
+        An array of the state has it, of the same shape and a path that ends alike.
         """
         known = [self._by_path(p, x.shape) for p, x in _paths.leaves_with_path(tree)]
         return [None if spec is None else _over(spec, self.axes) for spec in known]
@@ -55,7 +53,7 @@ class Layout:
     def of_factors(
         self, factors: Mapping[str, jax.Array], made_of: Mapping[str, MadeOf]
     ) -> "Layout":
-        """The layout of arrays made of parameters, by the parameters' paths."""
+        """Adds factors to the layout, by the paths of their parameters."""
         known = []
         for path, x in factors.items():
             shape, axes = made_of[path]
@@ -65,10 +63,10 @@ class Layout:
         return dataclasses.replace(self, placed=(*known, *self.placed))
 
     def keep_whole(self, factor: jax.Array) -> jax.Array:
-        """A factor [..., r], unsharded along r.
+        """Leaves a factor [..., r] unsharded along r.
 
-        With r sharded over an axis that also shards the matrix, the compiler gathers
-        the matrix for their product, or adds up products of its size.
+        Else, over an axis that also shards the matrix, the compiler would gather the
+        matrix for their product, or add up products of its size.
         """
         if not self.axes:
             return factor
@@ -84,12 +82,12 @@ class Layout:
 
 ONE_DEVICE = Layout()
 
-# `with noting(arrays):` lets `current` know how these lie, a tuple of `Placed`.
+# `with noting(placed):` tells `current` of a tuple of `Placed`.
 noting: Any = _jax_internals.user_context()
 
 
 def current() -> Layout:
-    """The layout where this is traced: inner axes of the mesh, and what was noted."""
+    """The layout of the replica that is traced here."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes:
         return ONE_DEVICE
@@ -99,7 +97,7 @@ def current() -> Layout:
 
 
 def _over(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
-    """The part of a sharding that is over these axes."""
+    """Leaves out all but these mesh axes."""
 
     def kept(entry):
         names = tuple(name for name in jax.tree.leaves(entry) if name in axes)
@@ -114,7 +112,7 @@ def named_axes(spec: PartitionSpec) -> frozenset[str]:
 
 
 def of_axes(spec: Iterable[Any], axes: Sequence[tuple[int, ...]]) -> list[Any]:
-    """A parameter's sharding as that of an array whose axes are made of its axes.
+    """The sharding of an array that merges a parameter's axes, as far as it is known.
 
     Of several axes that are merged only the first may be sharded.
     """
@@ -128,9 +126,9 @@ def of_axes(spec: Iterable[Any], axes: Sequence[tuple[int, ...]]) -> list[Any]:
 def place_like(
     x: jax.Array, parameter: Any, axes: Sequence[tuple[int, ...]]
 ) -> jax.Array:
-    """An array made of a parameter's axes (see `of_axes`), placed on its mesh.
+    """Shards an array that merges a parameter's axes (see `of_axes`) as the parameter.
 
-    Unchanged where the parameter lies on no mesh, or is being traced.
+    Unchanged if the parameter is on no mesh, or is being traced.
     """
     sharding = getattr(parameter, "sharding", None)
     if isinstance(parameter, Tracer) or not isinstance(sharding, NamedSharding):
@@ -145,7 +143,7 @@ def place_like(
 
 
 def boxed_like(x: jax.Array, node: Any, axes: Sequence[tuple[int, ...]]) -> Any:
-    """An array made of a parameter's axes, in a Flax box if the parameter has one.
+    """Boxes an array that merges a parameter's axes as Flax boxed the parameter.
 
     The box names the array's axes, so that Flax shards it as it shards the parameter.
     """
@@ -172,9 +170,9 @@ def _axes_of_type(
 
 
 def explicit_specs(tree: Any, stacked: Any) -> Any:
-    """How arrays are sharded over Explicit axes, the replica axis left out.
+    """The shardings of arrays over Explicit axes, without the replica axis.
 
-    `stacked` says of each whether it has a leading replica axis.
+    `stacked` tells which arrays have a leading replica axis.
     """
 
     def within(x, has_axis):
@@ -192,11 +190,11 @@ def over_replicas(
     *,
     check_vma: bool = True,
 ) -> Callable[..., Any]:
-    """A function of one replica under `shard_map`, for stacked operands and results.
+    """Maps a function of one replica by `shard_map`, for stacked arrays.
 
     Inside, the axes of a replica are automatic: at the boundary of a `shard_map` over
     another axis JAX 0.10.2 gathers what is sharded over Explicit ones. `in_specs` are
-    over the replica axis, `like` are `explicit_specs` of the results.
+    over the replica axis, and `like` has `explicit_specs` of the results.
     """
     automatic = dict.fromkeys(mesh.axis_names, AxisType.Auto)
     mapped = jax.shard_map(
@@ -216,7 +214,7 @@ def over_replicas(
 
 
 def constrain(x: jax.Array, placement: NamedSharding | None) -> jax.Array:
-    """The array sharded as given, if it is: over Explicit axes by its type."""
+    """Constrains the sharding of an array, over Explicit axes by its type."""
     if placement is None or placement.memory_kind == _memory.HOST_KIND:
         return x  # The type of an array in host memory keeps it there.
     if not (explicit := _axes_of_type(placement.mesh, AxisType.Explicit)):

@@ -14,8 +14,8 @@ BUDGET = 0.01
 _BITS = 2
 # MuLoCo has 0.7 and 0.6; these lost less in benchmarks/communication.
 _OUTER_LEARNING_RATE, _OUTER_MOMENTUM = 1.0, 0.4
-# bfloat16 state changes the loss by less than the spread over seeds.
-_STATE = jnp.bfloat16
+# Of the sync's state; it changes the loss by less than the spread over seeds.
+_DTYPE = jnp.bfloat16
 
 
 def local_muon(
@@ -95,11 +95,7 @@ def local_muon(
     References:
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
     """
-    _arguments.check_numbers(
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        adam_learning_rate=adam_learning_rate,
-    )
+    _arguments.check_numbers(weight_decay=weight_decay)
     _arguments.check_numbers(below=1, momentum=momentum)
     _arguments.check_exclusive(budget=budget, trigger=trigger)
     other_optimizer = _partition.other_optimizer(
@@ -138,16 +134,16 @@ def default_sync(
     synchronizer: synchronizers.Synchronizer | None,
     axis_name: str | None,
 ) -> synchronizers.Synchronizer:
-    """The sync of `local_muon` and `curvadion`, or the synchronizer that was given."""
+    """The synchronizer of `local_muon` and `curvadion`, unless one is given."""
     _arguments.check_exclusive(bits=bits, synchronizer=synchronizer)
     if synchronizer is not None:
         return synchronizer
     outer = optax.sgd(
-        _OUTER_LEARNING_RATE, _OUTER_MOMENTUM, nesterov=True, accumulator_dtype=_STATE
+        _OUTER_LEARNING_RATE, _OUTER_MOMENTUM, nesterov=True, accumulator_dtype=_DTYPE
     )
     return synchronizers.reconcile(
         # With one replica an outer step would only change the inner optimizer.
         None if axis_name is None else outer,
         compressor=compressors.quantize(_BITS if bits is None else bits),
-        residual_dtype=_STATE,
+        residual_dtype=_DTYPE,
     )

@@ -87,7 +87,11 @@ def update(
         return function(gradients, state, params, **arguments)
     _check_axis(step, axis_name)
     # Arrays are mapped. Python numbers stay as they are, so that they can be checked.
-    arrays = {k: v for k, v in arguments.items() if _has_arrays(v)}
+    arrays = {
+        name: value
+        for name, value in arguments.items()
+        if any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(value))
+    }
     static = {k: v for k, v in arguments.items() if k not in arrays}
     function = functools.partial(function, **static)
     operands = [gradients, state, params, arrays]
@@ -181,10 +185,6 @@ def _stacked(tree, batched, size: int):
     return jax.tree.map(
         lambda b, x: x if b else jnp.broadcast_to(x, (size, *x.shape)), batched, tree
     )
-
-
-def _has_arrays(tree: Any) -> bool:
-    return any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(tree))
 
 
 def _check_axis(step: MappedStep, axis_name: str | None) -> None:

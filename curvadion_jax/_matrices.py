@@ -1,4 +1,4 @@
-"""How a parameter is seen as a stack of matrices with at least as many rows as columns.
+"""Parameters as stacks of matrices with at least as many rows as columns.
 
 A Flax kernel is (fan_in, fan_out). Dion wants the orthonormal factor P on the larger
 of the two sides (on fan_out when they are equal) and the right factor Q on the other.
@@ -76,12 +76,12 @@ class MatrixView:
 
     @property
     def p_axes(self) -> list[tuple[int, ...]]:
-        """For every axis of P the axes of the parameter that it is made of."""
+        """The axes of the parameter that each axis of P merges."""
         return [*[(axis,) for axis in self.batch_axes], self.row_axes, ()]
 
     @property
     def q_axes(self) -> list[tuple[int, ...]]:
-        """For every axis of Q, or R, the axes of the parameter that it is made of."""
+        """The axes of the parameter that each axis of Q, or R, merges."""
         return [*[(axis,) for axis in self.batch_axes], self.col_axes, ()]
 
     @property
@@ -178,7 +178,7 @@ def resolve_rank(cols: int, rank: int | float) -> int:
 
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Product of stacks of matrices in full precision on every backend."""
+    """Multiplies stacks of matrices in full precision on every backend."""
     # Products of bfloat16 passes, the default on TPU, leave noise in R where the
     # momentum has nothing, and noise in R becomes a step of full length.
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)

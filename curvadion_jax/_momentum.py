@@ -1,4 +1,4 @@
-"""Where an optimizer's state keeps its momentum, and which leaves those are."""
+"""Finds the momentum, and Dion's states, in the state of any optimizer."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,7 +14,7 @@ _FIELDS = ("momentum", "trace", "mu")
 
 
 def _field_names(node: Any) -> tuple[str, ...]:
-    """Fields of a state: those of a named tuple or of a dataclass."""
+    """The fields of a named tuple or of a dataclass."""
     if isinstance(node, tuple):
         return getattr(node, "_fields", ())
     if dataclasses.is_dataclass(node):
@@ -23,9 +23,9 @@ def _field_names(node: Any) -> tuple[str, ...]:
 
 
 def _outermost(state: optax.OptState, *fields: str) -> list[Any]:
-    """Leaves, and the outermost nodes that have one of these fields.
+    """The outermost nodes that have one of these fields, and all other leaves.
 
-    Not what lies below them: parameters may have fields of these names too.
+    Nodes below them are left out: parameters may have fields of these names too.
     """
     return jax.tree.leaves(
         state, is_leaf=lambda node: not set(fields).isdisjoint(_field_names(node))
@@ -33,17 +33,13 @@ def _outermost(state: optax.OptState, *fields: str) -> list[Any]:
 
 
 def value_of(state: optax.OptState, field: str) -> Any:
-    """That field of the one state that has it, None if none has, or several."""
+    """The field of the only node that has it; None if none has it, or several have."""
     found = [node for node in _outermost(state, field) if field in _field_names(node)]
     return getattr(found[0], field) if len(found) == 1 else None
 
 
 def momentum_by_name(state: optax.OptState) -> dict[str, jax.Array]:
-    """Path of the parameter -> its momentum: Dion's, else `trace`, else `mu`.
-
-    Raises:
-      ValueError: if the state has no field `momentum`, `trace` or `mu`.
-    """
+    """The momenta by the paths of parameters: Dion's, else `trace`, else `mu`."""
     nodes = _outermost(state, *_FIELDS)
     for field in _FIELDS:
         if found := [node for node in nodes if field in _field_names(node)]:
@@ -62,16 +58,16 @@ def momentum_by_name(state: optax.OptState) -> dict[str, jax.Array]:
 def after_local_step(
     update: Callable[..., tuple[Any, Any]], gradients: Any, state: optax.OptState
 ) -> optax.OptState:
-    """The state with the momentum that a local step would give, and no step taken.
+    """Computes the state with the momentum that a local step would give.
 
-    Dion's before error feedback (`momentum_only`); other optimizers run their update,
-    of which the compiler keeps what is used.
+    Dion returns it before error feedback (`momentum_only`). Other optimizers run their
+    update, of which the compiler keeps what is used.
     """
     if not dion_states(state):
         return update(gradients, state)[1]
-    asked = _Asked()
-    _, after = update(gradients, state, momentum_only=asked)
-    if not asked.seen:
+    momentum_only = _Watched()
+    _, after = update(gradients, state, momentum_only=momentum_only)
+    if not momentum_only.was_read:
         raise ValueError(
             "A transformation around Dion does not pass on the extra argument "
             "momentum_only. Build it as an optax.GradientTransformationExtraArgs "
@@ -80,13 +76,13 @@ def after_local_step(
     return after
 
 
-class _Asked:
-    """A true value that knows whether anyone has looked at it."""
+class _Watched:
+    """A true value that knows whether it was read."""
 
-    seen = False
+    was_read = False
 
     def __bool__(self) -> bool:
-        self.seen = True
+        self.was_read = True
         return True
 
 
@@ -95,14 +91,14 @@ def _is_dion(node: Any) -> bool:
 
 
 def dion_states(state: optax.OptState) -> list[DionState]:
-    """The states of Dion in the state of an optimizer."""
+    """Dion's states in the state of an optimizer."""
     return [x for x in jax.tree.leaves(state, is_leaf=_is_dion) if _is_dion(x)]
 
 
 def with_dion(
     state: optax.OptState, function: Callable[[DionState], DionState]
 ) -> optax.OptState:
-    """The state of an optimizer with its states of Dion replaced, in order."""
+    """Replaces Dion's states in the state of an optimizer, in order."""
     return jax.tree.map(
         lambda x: function(x) if _is_dion(x) else x, state, is_leaf=_is_dion
     )

@@ -12,7 +12,7 @@ from curvadion_jax import _arguments, _layout, _partition, _paths
 from curvadion_jax._within_replica import by_matrix, by_shape
 
 _NS, _NS_STEPS = (3.4445, -4.7750, 2.0315), 5  # Optax's
-_TOGETHER = 2**23  # elements that are joined in one call, and copied for it
+_LARGEST_STACK = 2**23  # elements that are joined in one call, and copied for it
 
 
 def muon(
@@ -25,12 +25,12 @@ def muon(
     weight_decay_mask: Any | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """What `optax.contrib.muon` does with matrices, by the same arguments.
+    """Muon for matrices, with the results and the arguments of `optax.contrib.muon`.
 
-    There the compiler divides the Newton-Schulz iterations: inside a replica of several
-    devices every iteration gathers whole stacks. Here every device gets whole matrices
-    once, and iterates alone. `dimension_numbers` is a function from a masked tree of
-    the parameters to the dimension numbers of its leaves.
+    In a replica of several devices Optax gathers whole stacks in every Newton-Schulz
+    iteration. Here every device gets whole matrices once, and iterates alone.
+    `dimension_numbers` is a function from a masked tree of the parameters to the
+    dimension numbers of its leaves.
     """
     return optax.chain(
         _arguments.with_schedule(lambda beta: _nesterov(beta, mu_dtype), beta),
@@ -44,7 +44,7 @@ def muon(
 def _nesterov(
     beta: jax.typing.ArrayLike, mu_dtype: jax.typing.DTypeLike | None
 ) -> optax.GradientTransformation:
-    """The momentum of `optax.contrib.scale_by_muon`."""
+    """Replaces gradients by the momentum of `optax.contrib.scale_by_muon`."""
 
     def init_fn(params):
         mu = optax.tree.zeros_like(params, dtype=mu_dtype)
@@ -56,7 +56,7 @@ def _nesterov(
         del params
         count = jnp.asarray(optax.safe_increment(state.count))
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
-        # Nesterov: this step's gradient stands for that of the next one.
+        # Nesterov: the next step's gradient is taken to be this one's.
         ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
         now = optax.tree.bias_correction(updates, beta, count)
         mu_hat = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
@@ -68,7 +68,7 @@ def _nesterov(
 def _orthogonalized(
     dimension_numbers: Any, eps: jax.typing.ArrayLike
 ) -> optax.GradientTransformationExtraArgs:
-    """Newton-Schulz iterations, and Muon's scale by width."""
+    """Orthogonalizes by Newton-Schulz iterations, and scales by width."""
 
     def update_fn(
         updates, state, params=None, *, layout=_layout.ONE_DEVICE, **extra_args
@@ -80,7 +80,7 @@ def _orthogonalized(
         def orthogonalize(stacks):
             if layout.axes:  # What the compiler divides stays as it lies.
                 return [newton_schulz(stack) for stack in stacks]
-            return by_shape(newton_schulz, stacks, largest=_TOGETHER)
+            return by_shape(newton_schulz, stacks, largest=_LARGEST_STACK)
 
         arrays = dict(_paths.leaves_with_path(updates))
         # Even with half of the devices idle: else the compiler would gather all
@@ -97,10 +97,9 @@ def _orthogonalized(
 
 
 def _newton_schulz(x: jax.Array, eps: jax.typing.ArrayLike) -> jax.Array:
-    """`optax.contrib.scale_by_muon` without momentum, of every matrix of a stack.
+    """Orthogonalizes every matrix of a stack, as `optax.contrib.scale_by_muon` does.
 
-    In a loop that is not unrolled: five times as much program takes five times as long
-    to compile.
+    The loop is not unrolled: that would take five times as long to compile.
     """
     is_wide = x.shape[-2] <= x.shape[-1]
     x = x if is_wide else x.mT  # for small Gram matrices

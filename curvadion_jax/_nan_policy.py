@@ -1,6 +1,4 @@
-"""What happens to replicas whose numbers are not finite, or that are not there.
-
-The whole policy; `_adaptive_sync` calls what is here around a step and a sync:
+"""The policy for replicas that are not finite, and for absent ones.
 
 * *Non-finite gradients.* A replica whose gradients hold a NaN or an infinity, or whose
   norms are infinite, takes the step of a zero gradient, and its trigger sees zeros.
@@ -22,7 +20,7 @@ The whole policy; `_adaptive_sync` calls what is here around a step and a sync:
   excluded replica requests none for 10 steps, and one without weight none at all.
   (Syncs that the step number makes due take place all the same.)
 
-All of it is counted (`_counters`).
+`_adaptive_sync` applies the policy around a step and a sync, and `_counters` counts.
 """
 
 import math
@@ -67,13 +65,13 @@ def may_request(counters: SyncMetrics, weight: jax.Array | None) -> jax.Array:
 
 
 class Participation(NamedTuple):
-    """One replica's part in a sync: three fields of `LocalStep`, and two bool[]."""
+    """One replica's part in a sync; see `LocalStep` for the first three fields."""
 
     weight: jax.Array
     expected: jax.Array
     healthy: jax.Array
-    excluded: jax.Array  # it has nothing finite to contribute
-    keeps_inner_state: jax.Array  # which is finite
+    excluded: jax.Array  # bool[], whether it has nothing finite to contribute
+    keeps_inner_state: jax.Array  # bool[], whether its inner state is finite
 
 
 def participation(
@@ -84,10 +82,9 @@ def participation(
     contributes: jax.Array | bool,
     axis_name: str | None,
 ) -> Participation:
-    """Who takes part in a sync: every replica gathers one number of each.
+    """Finds out who takes part in a sync, by gathering one number of each replica.
 
-    `params` are those that the replica comes with, and `contributes` says whether what
-    it would send is finite.
+    `contributes` says whether what this replica would send is finite.
     """
     inner_finite = is_finite(inner_state, params)
     healthy = inner_finite & _finite.all_finite(params) & is_finite(sync_state, params)
@@ -109,32 +106,32 @@ def participation(
 
 
 def is_finite(state: Any, params: optax.Params) -> jax.Array:
-    """Whether all is finite; scalars that belong to no parameter may be infinite."""
+    """Whether a state is finite; scalars of no parameter may be infinite."""
     leaves = _paths.leaves_with_names(params)
     scalars = {names for names, x in leaves if names and not jnp.ndim(x)}
 
-    def looked_at(names, x):
+    def without_infinity(names, x):
         ends = (names[start:] for start in range(len(names)))
         if jnp.ndim(x) > 0 or any(end in scalars for end in ends):
             return x
         return jnp.where(jnp.isinf(x), 0, x)
 
-    found = _paths.leaves_with_names(state)
+    arrays = _paths.leaves_with_names(state)
     return _finite.all_finite(
-        [looked_at(names, x) for names, x in found if _finite.is_float(x)]
+        [without_infinity(names, x) for names, x in arrays if _finite.is_float(x)]
     )
 
 
 def restarted(
     inner: optax.GradientTransformation, params, state, keep: jax.Array
 ) -> optax.OptState:
-    """The inner optimizer's state, or one that starts afresh.
+    """Restarts the inner optimizer's state unless it is to be kept.
 
-    Counts of schedules and injected hyperparameters (`optax.inject_hyperparams`) are
-    kept. Drawing Dion's Q at random, as at the start, would take longer than the rest
-    of a sync.
+    Counts of schedules and injected hyperparameters (`optax.inject_hyperparams`) stay.
     """
     own = iter(_momentum.dion_states(state))
+    # To draw Dion's Q at random, as at the start, would take longer than the rest of a
+    # sync.
     fresh = _momentum.with_dion(
         inner.init(params),
         lambda x: x._replace(q=jax.tree.map(_power_iteration.cosines, next(own).q)),
@@ -147,6 +144,8 @@ def restarted(
 
 
 def _keeping_schedules(state: Any, fresh: Any) -> Any:
+    """A fresh state with the schedules and injected hyperparameters of another."""
+
     def is_injected(node):
         return "hyperparams" in getattr(node, "_fields", ())
 

@@ -1,9 +1,8 @@
-"""Which parameters are matrices, along which axes, and which optimizer trains them.
+"""Finds which parameters are matrices, along which axes, and their optimizers.
 
-A rule gives every parameter dimension numbers in the manner of
-`optax.contrib.MuonDimensionNumbers` (axes not named are batch axes), or None for the
-other optimizer: an embedding table and an output head have two axes like any matrix,
-train without an error under Dion or Muon, and train badly.
+A rule gives every parameter `optax.contrib.MuonDimensionNumbers`, or None for the other
+optimizer: an embedding table and an output head have two axes like any matrix, but
+train badly under Dion or Muon.
 """
 
 import functools
@@ -62,7 +61,7 @@ def _match(pattern: str, names: Iterable[str]) -> bool:
 
 
 def default_dimension_numbers(params: Any) -> Any:
-    """The default rule: which parameters are matrices, and along which axes.
+    """Applies the default rule: which parameters are matrices, along which axes.
 
     It reads shapes and the last two names of a path, so a module's own name never
     decides for what is inside of its parts. :func:`describe_partition` shows the
@@ -150,9 +149,9 @@ def _default_numbers(
 
 
 def _only_head(shapes: Shapes) -> tuple[str, ...] | None:
-    """The one parameter, besides the table, with a side as long as the vocabulary.
+    """The only parameter, besides the table, with a side as long as the vocabulary.
 
-    Where several have one, the length may be the width of something else.
+    If several parameters have one, the length may be another width.
     """
     tables = {
         names: shape
@@ -200,9 +199,9 @@ def _scan_axis(
 
 
 def _attention_side(names: tuple[str, ...], shapes: Shapes) -> str | None:
-    """'in' for a query, key or value projection, 'out' for what follows attention.
+    """'in' for a query, key or value projection, 'out' for the output projection.
 
-    Only next to a query projection: elsewhere `out` and `v` are names like others.
+    Only next to a query projection: elsewhere `out` and `v` mean something else.
     """
     for depth in range(len(names) - 1, max(len(names) - 3, -1), -1):
         beside = {other[depth] for other in shapes if other[:depth] == names[:depth]}
@@ -214,9 +213,9 @@ def _attention_side(names: tuple[str, ...], shapes: Shapes) -> str | None:
 
 
 def _equinox_weights(params: Any) -> dict[tuple[str, ...], DimensionNumbers | None]:
-    """Weights [fan_out, fan_in] in Equinox's modules.
+    """Finds weights [fan_out, fan_in] in Equinox's modules.
 
-    By the names of their classes, because Equinox is not a dependency.
+    It goes by the names of classes, because Equinox is not a dependency.
     """
     weights = ("weight", "weight_ih", "weight_hh")
 
@@ -242,7 +241,7 @@ def _equinox_weights(params: Any) -> dict[tuple[str, ...], DimensionNumbers | No
 def matrix_views(
     params: optax.Params, dimension_numbers: DimensionNumbersOrFn = None
 ) -> dict[str, _matrices.MatrixView | None]:
-    """Path -> how that parameter is seen as matrices; None for other optimizers'."""
+    """The view of each parameter by its path; None for the other optimizer's."""
     _trees.check_trainable(params)
     if dimension_numbers is None:
         dimension_numbers = default_dimension_numbers
@@ -297,7 +296,7 @@ def matrices_only(
 def describe_partition(
     params: optax.Params, dimension_numbers: DimensionNumbersOrFn = None
 ) -> str:
-    """A table of the optimizer and the fans of every parameter, to be printed.
+    """Makes a printable table of the optimizer and the fans of every parameter.
 
     `matrix` goes to Dion or Muon, `other` to AdamW or `other_optimizer`.
 
@@ -333,13 +332,15 @@ def other_optimizer(
     mu_dtype: jax.typing.DTypeLike | None = None,
     nesterov: bool = False,
 ) -> optax.GradientTransformation:
-    """What trains all that is no matrix: embeddings, heads, norms, biases.
+    """The optimizer of embeddings, heads, norms and biases; AdamW if none is given.
 
-    If none is given AdamW, which has the learning rate of the matrices if it is given
-    none of its own.
+    Without `adam_learning_rate` AdamW has the learning rate of the matrices.
     """
     _arguments.check_exclusive(
         adam_learning_rate=adam_learning_rate, other_optimizer=given
+    )
+    _arguments.check_numbers(
+        learning_rate=learning_rate, adam_learning_rate=adam_learning_rate
     )
     if given is not None:
         return given
@@ -354,12 +355,11 @@ def optimizer(
     other: optax.GradientTransformation,
     dimension_numbers: DimensionNumbersOrFn,
 ) -> optax.GradientTransformationExtraArgs:
-    """One optimizer for the matrices and another for the rest.
+    """Combines an optimizer for the matrices with another for the rest.
 
-    The rule for `dimension_numbers` sees the whole tree of parameters. Inside
-    `optax.partition` each part sees its own leaves only, so `matrices` is given a
-    function from any masked tree of the parameters to the dimension numbers of its
-    leaves, and returns the optimizer of the matrices.
+    The rule for `dimension_numbers` sees the whole tree of parameters, but inside
+    `optax.partition` an optimizer sees its own leaves only. So `matrices` makes its
+    optimizer from a function from a masked tree to the dimension numbers of its leaves.
     """
 
     def make(params):

@@ -22,7 +22,7 @@ def is_box(node: Any) -> bool:
 
 
 def leaves_with_names(tree: Any) -> list[tuple[Names, Any]]:
-    """Names along the path, and the leaf, in the order of `jax.tree.leaves`."""
+    """The names along the path of every leaf, and the leaf."""
     found = []
     for path, node in jax.tree.leaves_with_path(tree, is_leaf=is_box):
         for inner, leaf in jax.tree.leaves_with_path(node):
@@ -33,12 +33,12 @@ def leaves_with_names(tree: Any) -> list[tuple[Names, Any]]:
 
 
 def leaves_with_path(tree: Any) -> list[tuple[str, Any]]:
-    """Path, as 'layers/attention/kernel', and leaf, in the order of the leaves."""
+    """The path of every leaf, such as 'layers/attention/kernel', and the leaf."""
     return [("/".join(names), leaf) for names, leaf in leaves_with_names(tree)]
 
 
 def map_with_path(function: Callable[[str, Any], Any], tree: Any) -> Any:
-    """`jax.tree.map` of a function of the path and the leaf."""
+    """Maps a function of the path and the leaf."""
     results = [function(path, leaf) for path, leaf in leaves_with_path(tree)]
     return jax.tree.unflatten(jax.tree.structure(tree), results)
 
@@ -52,7 +52,7 @@ def sync_field(names: Names) -> tuple[str | None, Names]:
 
 
 def lies_in(names: Names, given: Iterable[str]) -> bool:
-    """Whether a leaf has one of these names, or paths as `stats/mean`, in its path."""
+    """Whether the path of a leaf holds a name, or a path such as `stats/mean`."""
     path = f"/{'/'.join(names)}/"
     return any(f"/{each}/" in path for each in given)
 

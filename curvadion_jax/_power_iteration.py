@@ -25,27 +25,25 @@ import jax.numpy as jnp
 
 from curvadion_jax._matrices import MadeOf, MatrixView, Named, matmul
 
-OfFactors = Callable[[Named], Named]
-"""Takes factors to as many of the same shapes."""
 ReduceFn = Callable[[Named, Mapping[str, MadeOf]], Named]
-"""Takes arrays, and what they are made of, to their means over replicas."""
+"""(arrays, the axes that they merge) -> their means over replicas."""
 
 # The paper's and microsoft/dion's epsilon in the column normalisation.
 _EPSILON = 1e-8
 
 
 def initial_q(name: str, view: MatrixView, r: int, dtype) -> jax.Array:
-    """Random unit columns [*batch, cols, r]; the key depends on the path alone."""
+    """Draws unit columns [*batch, cols, r]; the key depends on the path alone."""
     key = jax.random.fold_in(jax.random.key(0), zlib.crc32(name.encode()))
     q = jax.random.normal(key, (*view.batch, view.cols, r), jnp.float32)
     return (q / jnp.linalg.norm(q, axis=-2, keepdims=True)).astype(dtype)
 
 
 def cosines(q: jax.Array) -> jax.Array:
-    """Orthonormal columns like Q that cost little: those of a cosine transform.
+    """Orthonormal columns of the shape of Q, from a cosine transform.
 
-    All of their elements count, so that no column is lost where the matrix has a zero
-    column, as from an input that is never active.
+    They cost little, and none of their elements is zero for all columns: the matrix may
+    have a zero column, as of an input that is never active.
     """
     cols, r = q.shape[-2:]
     frequency = jnp.arange(r)[None]
@@ -60,12 +58,12 @@ def reduces_factors(view: MatrixView, r: int) -> bool:
 
 
 def unit_columns(R: jax.Array, Q: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Next Q: R with unit columns, and which columns hold anything, bool[*batch, 1, r].
+    """Scales R to the next Q, and tells which columns are present, bool[*batch, 1, r].
 
-    A column of R that is zero up to rounding says that the matrix has nothing along
-    that column of P. Its column of Q is kept, and it must not move the parameters:
-    P Q^T would turn rounding noise into a step of full length. (microsoft/dion has this
-    rule for an all-zero matrix.) NaN holds something.
+    If a column of R is zero up to rounding, the matrix has nothing along that column
+    of P. Then Q keeps its column, which must not move the parameters: P Q^T would turn
+    rounding noise into a step of full length. (microsoft/dion has this rule for an
+    all-zero matrix.) NaN counts as present.
     """
     # In units of the largest element, so that squares neither overflow nor vanish.
     largest = jnp.max(jnp.abs(R), axis=(-2, -1), keepdims=True)
@@ -84,7 +82,7 @@ def dion_step(
     qs: Named,
     *,
     feedback: jax.typing.ArrayLike | None,
-    bases: OfFactors,
+    bases: Callable[[Named], Named],
     keep_whole: Callable[[jax.Array], jax.Array],
     reduce_fn: ReduceFn | None,
 ) -> tuple[Named, Named, Named]:
@@ -95,8 +93,8 @@ def dion_step(
       total: B = M + G of each, in the parameter's shape.
       qs: Q of each.
       feedback: 1 - mu for error feedback, None to leave B as it is.
-      bases: takes B Q to orthonormal bases of its columns.
-      keep_whole: keeps a right factor unsharded along r.
+      bases: function from B Q to orthonormal bases of its columns.
+      keep_whole: function that leaves a right factor unsharded along r.
       reduce_fn: means over replicas of B Q, then of B^T P; of B where the factors are
         no smaller; None for one replica.
 
@@ -108,7 +106,7 @@ def dion_step(
     compressed = {n for n, q in qs.items() if reduces_factors(views[n], q.shape[-1])}
 
     def reduced(arrays, axes, which):
-        """The arrays, of which some are averaged."""
+        """Averages some of the arrays."""
         some = {name: x for name, x in arrays.items() if name in which}
         if reduce_fn is None or not some:
             return arrays

@@ -1,7 +1,4 @@
-"""Checks of trees that must match, such as gradients and parameters, and their dtypes.
-
-The checks look at shapes and dtypes alone, when a program is traced.
-"""
+"""Checks of trees by shapes and dtypes, and the dtypes to compute in."""
 
 from typing import Any
 
@@ -51,7 +48,7 @@ def check_shapes(tree: Any, expected: Any, what: str) -> None:
 
 
 def like(tree: Any, other: Any) -> Any:
-    """A tree with the dtypes of another, where the structures agree."""
+    """Casts a tree to the dtypes of another, if their structures agree."""
     if jax.tree.structure(tree) != jax.tree.structure(other):
         return tree
     # A random key has no cast, not even to its own type.
@@ -61,17 +58,17 @@ def like(tree: Any, other: Any) -> Any:
 
 
 def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """The dtype to compute in: float32, or float64 for float64."""
+    """Promotes a dtype to at least float32."""
     return jnp.promote_types(jnp.float32, dtype)
 
 
 def wide(x: jax.Array) -> jax.Array:
-    """The array in at least float32."""
+    """Casts an array to at least float32."""
     return x.astype(compute_dtype(x.dtype))
 
 
 def float32_bytes(tree: Any) -> int:
-    """Bytes of all arrays if they were float32, as gradients are sent."""
+    """Counts the bytes of all arrays in float32."""
     return 4 * sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 

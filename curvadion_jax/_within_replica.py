@@ -1,4 +1,4 @@
-"""What moves data between the devices of one replica, and never to another one.
+"""Moves data between the devices of one replica, and never to another replica.
 
 `by_device` lets every device work on its own parts of arrays, `by_matrix` on some whole
 matrices of a stack; `bases` makes the bases of Dion's left factors that way.
@@ -20,8 +20,8 @@ from curvadion_jax import _orthonormalize
 from curvadion_jax._layout import Layout, named_axes
 from curvadion_jax._matrices import MatrixView, Named, make_view
 
-# Elements per device. A smaller array is sent whole by every device: to put its pieces
-# together again takes another message inside the replica.
+# Elements per device. Every device sends a smaller array whole: to join its pieces
+# again would take another message inside the replica.
 _LEAST_PIECE = 256
 
 
@@ -38,11 +38,11 @@ def by_device(
     specs: Sequence[PartitionSpec],
     layout: Layout,
 ) -> list[tuple[jax.Array, ...]]:
-    """What a function returns for the devices' own parts of arrays, put together.
+    """Calls a function on every device's own parts of arrays, and joins the results.
 
-    The function takes parts to a tuple of arrays like each, and is called once for all
-    arrays that are sharded over the same axes. Of a part that several devices hold, it
-    gets the device's piece, in one dimension.
+    The function returns a tuple of arrays like each part, and is called once for all
+    arrays that are sharded over the same axes. If several devices hold the same part,
+    each call is given another piece of it, in one dimension.
     """
     together = defaultdict(list)
     for index, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
@@ -63,6 +63,7 @@ def by_device(
 
 
 def _of_pieces(function, shared: tuple[str, ...], parts: list) -> list:
+    """Calls a function on this device's pieces of parts that `shared` axes share."""
     number = lax.axis_size(shared)
 
     def piece(x):
@@ -78,7 +79,7 @@ def _of_pieces(function, shared: tuple[str, ...], parts: list) -> list:
 
 
 class _Kind(NamedTuple):
-    """What matrices have in common that are worked on in one stack."""
+    """What matrices of one stack have in common."""
 
     shape: tuple[int, int]  # of a matrix, (fan_in, fan_out)
     sharded: tuple[tuple[str, ...], ...]  # mesh axes, for both sides of a matrix
@@ -87,7 +88,7 @@ class _Kind(NamedTuple):
 
     @property
     def moves(self) -> list[tuple[int, str]]:
-        """Axes of a stack and the mesh axes along which to put them together."""
+        """Axes of a stack, and the mesh axes over which they are gathered."""
         pairs = enumerate(self.sharded, start=1)
         return [(axis, name) for axis, names in pairs for name in reversed(names)]
 
@@ -115,17 +116,17 @@ def by_matrix(
     layout: Layout,
     fewest: float = 1.0,
 ) -> Named:
-    """What a function makes of stacks of matrices, by the path of the parameter.
+    """Applies a function of stacks of matrices to arrays, by the paths of parameters.
 
     Inside a replica of several devices each of them gets some of the matrices, whole,
-    and the results go back to where the matrices were: two all-to-alls for an axis that
-    shards matrices, whatever the function does. Where a parameter's placement is not
-    known, or fewer than `fewest` matrices for each device lie alike, the compiler
-    divides the function's work.
+    and the results go back to where the matrices were. That takes two all-to-alls for
+    every axis that shards matrices. The compiler divides the function's work if a
+    parameter's sharding is not known, or if fewer than `fewest` matrices per device are
+    sharded alike.
 
-    The function takes stacks [number, fan_in, fan_out] to arrays of their shapes, each
-    matrix by itself, and with rows in another order to the same rows in that order. A
-    stack may be padded with copies of its last matrix.
+    The function maps stacks [number, fan_in, fan_out] to arrays of their shapes, each
+    matrix by itself. It commutes with permutations of rows and of columns. A stack may
+    be padded with copies of its last matrix.
     """
     # In the order in which JAX flattens a dict.
     known = zip(sorted(arrays), layout.specs(arrays), strict=True)
@@ -172,7 +173,7 @@ def _moved(function, kinds: Mapping[_Kind, list[str]], arrays, views, specs, lay
 
 
 def _together(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
-    """All-to-all from shards of every matrix to whole matrices; pads by repetition."""
+    """Turns shards of every matrix into whole matrices; pads by repetition."""
     shared, moves = kind.shared(axes), kind.moves
     pieces = math.prod(axes[name] for name in (*shared, *(name for _, name in moves)))
     padding = [(0, -len(stack) % pieces), *[(0, 0)] * (stack.ndim - 1)]

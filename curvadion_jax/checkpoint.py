@@ -134,12 +134,11 @@ def restore(
     notes = _read_notes(path, step)
     found: int = notes["step"]
     arrays, before = notes["arrays"], notes["replicas"]
-    number = next(iter(leaves.values())).shape[0]
-    if number != (before if replicas is None else replicas):
+    after = next(iter(leaves.values())).shape[0]
+    if after != (before if replicas is None else replicas):
         raise ValueError(
-            f"The target has {number} replicas, step {found} in {path} has {before}, "
-            f"and replicas is {replicas}. Pass replicas={number} to change their "
-            "number."
+            f"The target has {after} replicas, step {found} in {path} has {before}, "
+            f"and replicas is {replicas}. Pass replicas={after} to change their number."
         )
     for name in leaves if partial else {**leaves, **arrays}:
         wanted = _describe(leaves[name]) if name in leaves else "missing"
@@ -152,16 +151,16 @@ def restore(
     averaged = dict(zip(leaves, _recover.is_averaged(target), strict=True))
     restored, digests = {}, {}
     # For another number of replicas one array at a time: all would be large.
-    for names in [leaves] if before == number else [[name] for name in leaves]:
+    for names in [leaves] if before == after else [[name] for name in leaves]:
         read = _read_arrays(path, found, {n: leaves[n] for n in names}, before)
         digests |= _digests(read)
         for name, x in read.items():
-            if before != number:
+            if before != after:
                 x = jax.jit(
                     _recover.resized,
-                    static_argnames=("number", "average"),
+                    static_argnames=("replicas", "average"),
                     out_shardings=leaves[name].sharding,
-                )(x, number=number, average=averaged[name])
+                )(x, replicas=after, average=averaged[name])
             restored[name] = x
     if bad := [n for n in leaves if digests.get(n) != notes["digests"][n]]:
         raise _damaged(path, found, f"differs in {len(bad)} arrays {bad[:5]}")
@@ -191,7 +190,7 @@ def _path(directory: Directory) -> str:
 
 
 def _by_path(state: Any) -> Leaves:
-    """The leaves by path, all with one leading replica axis and a place.
+    """The leaves by path, all of which need a sharding and the replica axis.
 
     A flat dictionary: orbax would join the keys of a nested tree, so that {"a.b": x}
     and {"a": {"b": y}} share a name, and sort the mixed keys of nnx modules.
@@ -215,9 +214,9 @@ def _describe(leaf: Any) -> str:
 
 
 def _digests(arrays: Leaves) -> dict[str, list[int]]:
-    """For each array a uint32 per replica, by which a flipped bit is noticed.
+    """Hashes each array to a uint32 per replica, so that a flipped bit is noticed.
 
-    They are computed where the arrays lie, and do not depend on the sharding.
+    Hashes are computed on the arrays' devices, and do not depend on the sharding.
     """
     found = [_digests_of_rows(_memory.to_device(x)) for x in arrays.values()]
     rows = on_host(list, found)
@@ -266,7 +265,7 @@ def _orbax() -> ModuleType:
 
 
 def _steps(path: str) -> list[int]:
-    """The complete steps of a folder, which need not exist, ascending."""
+    """The complete steps of a folder, which need not exist, in ascending order."""
     found = _orbax().path.step.standard_name_format().find_all(path)
     return sorted(metadata.step for metadata in found)
 
@@ -286,7 +285,7 @@ def _damaged(path: str, step: int, what: str) -> ValueError:
 
 
 def _read_notes(path: str, step: int | None) -> dict[str, Any]:
-    """What is noted of a step, or of the latest one."""
+    """Reads the notes of a step, or of the latest one."""
     steps = _steps(path)
     found = max(steps, default=None) if step is None else step
     if found not in steps:
@@ -304,7 +303,7 @@ def _read_notes(path: str, step: int | None) -> dict[str, Any]:
 
 
 def _read_arrays(path: str, step: int, wanted: Leaves, replicas: int) -> Leaves:
-    """Arrays of so many replicas, onto the devices of the replicas they become."""
+    """Reads arrays of so many replicas to the devices of the wanted ones."""
 
     def place(leaf):
         sharding, shape = leaf.sharding, (replicas, *leaf.shape[1:])

@@ -1,12 +1,12 @@
 """Compressors decide in what form replicas send arrays that they average.
 
-A compressor replaces a mean by an approximate one that costs fewer bytes. It also says
-what of its own array each replica did not contribute (`unsent`), so that ``mean ==
-group.mean(tree - unsent)``. A caller that adds `unsent` next time (error feedback)
-delays information and drops none; the delay may still cost loss.
+A compressor replaces a mean by an approximation that costs fewer bytes. It also returns
+the part of each replica's arrays that is missing from the mean (`unsent`), so that
+``mean == group.mean(tree - unsent)``. A caller that adds it to the next arrays (error
+feedback) delays information and drops none; the delay may still cost loss.
 
-Compressors know no weights. A synchronizer gives them arrays times their weight, and
-zeros for a replica that takes no part.
+A synchronizer multiplies the arrays by their weights first, and gives zeros for a
+replica that takes no part.
 """
 
 import functools
@@ -31,8 +31,8 @@ class Averaged(NamedTuple):
       mean: tree of the approximate means, like the given tree and at least float32; the
         same on all replicas.
       unsent: tree of what this replica did not contribute, of the same shapes and
-        dtypes. Zero in every element that would not be finite, since NaN that is held
-        back would be in all that follows. Replica-varying.
+        dtypes. Elements that would not be finite are zero: NaN in error feedback would
+        never end. Replica-varying.
     """
 
     mean: Any
@@ -40,15 +40,14 @@ class Averaged(NamedTuple):
 
 
 class Codec(NamedTuple):
-    """A form in which one replica's contribution is read without the others.
+    """Encodes one replica's contribution, for others to decode at any time.
 
-    `curvadion_jax.sites` has no second round in which to send means: each site writes
-    its contribution once, and all read it.
+    In `curvadion_jax.sites` each site writes its contribution once, and all read it.
 
     Attributes:
       encode: (tree of arrays) -> message, a tree of arrays.
-      decode: (message, tree of arrays or their shapes) -> what the message stands for,
-        a tree of at least float32.
+      decode: (message, tree of arrays or their shapes) -> the decoded tree, in at least
+        float32.
     """
 
     encode: Callable[[Any], Any]
@@ -56,14 +55,13 @@ class Codec(NamedTuple):
 
 
 class Compressor(NamedTuple):
-    """Functions that say in what form a tree of arrays is averaged.
+    """Averages trees of arrays in a form of its own.
 
     Attributes:
       average: (tree, group) -> :class:`Averaged`. `group` is a
         :class:`curvadion_jax.synchronizers.Group`.
       payload: tree -> :class:`Payload`, the bytes of one mean, from shapes alone.
-      codec: :class:`Codec` for contributions that are read one by one; None where
-        replicas must run together.
+      codec: :class:`Codec` for contributions that are decoded one by one, or None.
 
     Example:
       >>> def average(tree, group):
@@ -85,7 +83,7 @@ class Compressor(NamedTuple):
 
 
 def exact() -> Compressor:
-    """Everything is sent, in at least float32.
+    """Sends everything, in at least float32.
 
     Example:
       >>> exact().payload({"kernel": jnp.ones((2, 3), jnp.bfloat16)})
@@ -167,7 +165,7 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
 
 
 def _average(group, leaves, bits: int, block: int):
-    """For every array the mean over replicas, and what this one did not contribute."""
+    """Returns (mean, unsent) of every array; see `Averaged`."""
     buckets = make_buckets(leaves, block)
     if not buckets:
         return []
@@ -243,8 +241,8 @@ def _decode(encoded: jax.Array, like: Any, bits: int, block: int) -> Any:
     )
 
 
-# Codes. A code is a multiple of a fraction of its block's largest absolute value (8 and
-# 4 bits), or a sign and one of its block's two magnitudes (2 bits) or its one magnitude
+# A code is a multiple of a fraction of its block's largest absolute value (8 and 4
+# bits), or a sign and one of its block's two magnitudes (2 bits) or its one magnitude
 # (1 bit). An encoded block has its codes and, after them, the bytes of its scales.
 
 
@@ -278,7 +276,7 @@ def _encode_blocks(x: jax.Array, bits: int) -> jax.Array:
 
 
 def _two_magnitudes(x: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Codes of 2 bits, and a block's two magnitudes [..., 2].
+    """Returns codes of 2 bits [..., block], and two magnitudes [..., 2] of each block.
 
     Each magnitude is the mean of those that it replaces (Lloyd's condition for the
     least squared error), so a block's error is smaller than the block. With multiples
@@ -314,7 +312,7 @@ def _decode_blocks(encoded: jax.Array, block: int, bits: int) -> jax.Array:
 
 
 def _pack(codes: jax.Array, bits: int) -> jax.Array:
-    """The lowest bits of uint8[..., n] without the bits between them.
+    """Packs codes uint8[..., n] of few bits into bytes uint8[..., n * bits / 8].
 
     The codes of a byte come from equally long runs of the last axis. Neighbours would
     make an axis as short as a byte has codes, and TPUs pad the last axis to 128.
@@ -325,6 +323,6 @@ def _pack(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def _unpack(packed: jax.Array, bits: int) -> jax.Array:
-    """The codes uint8[..., n] that `_pack` was given."""
+    """The inverse of `_pack`."""
     runs = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
     return jnp.concatenate(runs, axis=-1)

@@ -1,4 +1,4 @@
-"""What was sent, when and why: the counters in the optimizer state, made readable."""
+"""Reads the counters in the optimizer state: what was sent, when and why."""
 
 import math
 from typing import Any
@@ -23,7 +23,7 @@ class Report(dict[str, Any]):
 
 
 def observe(opt_state: Any) -> SyncMetrics:
-    """The counters in an optimizer state, for use inside a training step.
+    """Finds the counters in an optimizer state, for use inside a training step.
 
     Return them among the step's metrics: a few scalars that are not donated with the
     state, so the host can read them while the next step runs.
@@ -49,7 +49,7 @@ def observe(opt_state: Any) -> SyncMetrics:
 
 
 def read(opt_state: Any, params: Any = None) -> Report:
-    """The counters as Python numbers.
+    """Reads the counters as Python numbers.
 
     This waits for the step that computed them. To keep the device busy, read what
     :func:`observe` returned one step late.
@@ -85,7 +85,7 @@ def read(opt_state: Any, params: Any = None) -> Report:
     """
     counters = observe(opt_state)
     has_axis = np.ndim(counters.steps) > 0
-    number = np.shape(counters.steps)[0] if has_axis else 1
+    replicas = np.shape(counters.steps)[0] if has_axis else 1
     # One transfer for all of them.
     parts = jax.device_get(jax.tree.map(lambda x: _held(x, has_axis), counters))
     own = [start + i for start, part in parts.steps.items() for i in range(len(part))]
@@ -99,7 +99,7 @@ def read(opt_state: Any, params: Any = None) -> Report:
             "The counters are those of one of several replicas, whose axis is missing. "
             "Give the state of all replicas, or what observe returned for all."
         )
-    others = number - 1
+    others = replicas - 1
     # NaN where nothing was compared; a NaN on one replica only is its own.
     worst = int(np.argmax(np.where(np.isnan(found.value), -math.inf, found.value)))
     layer = int(found.layer[worst])
@@ -114,16 +114,16 @@ def read(opt_state: Any, params: Any = None) -> Report:
         threshold=_shortest(found.threshold[worst]),
         layer=None if layer == -1 else layer,
         votes=_common(found.votes, "votes"),
-        replicas=number,
-        bytes=round(2 * others * averaged / number + others * gathered),
-        synchronous_bytes=round(2 * others * synchronous / number),
+        replicas=replicas,
+        bytes=round(2 * others * averaged / replicas + others * gathered),
+        synchronous_bytes=round(2 * others * synchronous / replicas),
         **{name: int(getattr(found, name).sum()) for name in (*_FAULTS, "absent")},
         troubled=_troubled(found, own),
     )
 
 
 def _held(array: Any, has_axis: bool) -> dict[int, Any]:
-    """Number of a replica -> the part of an array that begins with it, on this host."""
+    """Index of a replica -> the part of an array on this host that begins with it."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         # The devices of one replica hold the same.
         return {x.index[0].start or 0: x.data for x in array.addressable_shards}
@@ -131,7 +131,7 @@ def _held(array: Any, has_axis: bool) -> dict[int, Any]:
 
 
 def _shortest(number: np.floating) -> float | None:
-    """0.3, where float() has 0.30000001192092896; None for NaN."""
+    """Turns float32 0.3 into 0.3, and not 0.30000001192092896; None for NaN."""
     return None if np.isnan(number) else float(str(number))
 
 
@@ -146,7 +146,7 @@ def _common(array: np.ndarray, what: str) -> int:
 
 
 def _troubled(found: SyncMetrics, numbers: list[int]) -> dict[int, dict[str, int]]:
-    """Counts of faults, where there are any, by replica."""
+    """Counts the faults of each replica that has any."""
     counts = np.stack([getattr(found, name) for name in _FAULTS], axis=1).tolist()
     return {
         number: {name: count for name, count in zip(_FAULTS, row, strict=True) if count}

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _momentum, _partition, synchronizers, triggers
+from curvadion_jax import _arguments, _momentum, _partition, synchronizers, triggers
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import dion
 from curvadion_jax._muon import muon
@@ -183,7 +183,10 @@ def _alternating(
     at_syncs: optax.GradientTransformationExtraArgs,
     between: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """One optimizer at syncs and another between them, when the first accumulates."""
+    """Steps by one optimizer at syncs and by another in between.
+
+    On local steps the first one only accumulates its momentum.
+    """
 
     def init(params):
         return at_syncs.init(params), between.init(params)
@@ -200,7 +203,7 @@ def _alternating(
 
 
 def _with_mean_gradients() -> synchronizers.Synchronizer:
-    """`average_gradients` that tells the inner optimizer of a sync."""
+    """Averages gradients, and passes `synchronised=True` to the inner optimizer."""
     plain = synchronizers.average_gradients()
 
     def sync(local, state, group):
@@ -248,7 +251,7 @@ def authors_code(
         )
         change = jnp.where(old < 0.1, 0, jnp.abs(new - old) / old)
         value, layer = jnp.max(change), jnp.argmax(change)
-        limit = threshold(seen.steps) if callable(threshold) else threshold
+        limit = _arguments.at_step(threshold, seen.steps)
         # There are no momenta to compare with on the first step.
         fire = ~(value <= limit) & (seen.steps > 0)
         return triggers.decision(fire, value, limit, layer)

@@ -1,13 +1,12 @@
-"""When replicas synchronise.
+"""Triggers decide when replicas synchronise.
 
-A trigger looks at one replica's own quantities and says whether it wants a sync. It
-knows no axis and sends nothing: `adaptive_sync` synchronises all replicas if one wants
-to. So a trigger decides *when*, and knows neither what is sent (the synchronizer) nor
-what a step does (the inner optimizer).
+A trigger looks at one replica's own quantities and requests a sync or does not. It
+knows no axis and sends nothing: `adaptive_sync` synchronises all replicas if one of
+them requests it.
 
-`every_k(10)` and `evenly(0.01)` go by the step number alone, and replicas need not
-agree on each sync. `relative_momentum_change(0.1)` measures momenta, so replicas vote:
-on every step, or with `at_intervals` on every k-th.
+`every_k(10)` and `evenly(0.01)` depend on the step number alone, so replicas need no
+vote. `relative_momentum_change(0.1)` measures momenta, so replicas vote: on every step,
+or with `at_intervals` on every k-th.
 """
 
 import fractions
@@ -40,11 +39,11 @@ __all__ = [
     "stateless",
 ]
 
-# Denominators of a share of the steps: its multiples stay within int32.
+# Largest denominator of `evenly`'s share of steps: its multiples stay within int32.
 _LARGEST_PERIOD = 2**15
-# Of `budget`: how much the logarithm of the threshold rises at a sync, and the largest
-# factor by which the threshold is moved.
-_GAIN, _REACH = 0.3, 1000.0
+# `budget` raises the logarithm of its threshold by _GAIN at a sync, and multiplies or
+# divides the threshold by _MAX_FACTOR at most.
+_GAIN, _MAX_FACTOR = 0.3, 1000.0
 
 
 def decision(
@@ -53,7 +52,7 @@ def decision(
     threshold: jax.typing.ArrayLike = jnp.nan,
     layer: jax.typing.ArrayLike = -1,
 ) -> Decision:
-    """A `Decision` of scalar arrays of the right dtypes.
+    """Makes a `Decision`, of scalar arrays of the right dtypes.
 
     Example:
       >>> norm = jnp.float32(3.0)
@@ -68,7 +67,7 @@ def decision(
 
 
 def stateless(decide: Callable[[Observation], Decision]) -> Trigger:
-    """A trigger that measures something and remembers nothing.
+    """Makes a trigger that measures something and remembers nothing.
 
     Args:
       decide: observation -> `Decision`, as the trigger's `decide` without a state.
@@ -82,7 +81,7 @@ def stateless(decide: Callable[[Observation], Decision]) -> Trigger:
 
 
 def _measuring(trigger: Trigger, around: str) -> Callable[[Observation, Any], Any]:
-    """The `decide` of a trigger for the combinator `around` it, or an error."""
+    """Returns the `decide` of a trigger, for the combinator `around` it."""
     if trigger.decide is None or trigger.due is not None:
         raise ValueError(
             f"{around} is for triggers that measure something on every step, and this "
@@ -93,16 +92,17 @@ def _measuring(trigger: Trigger, around: str) -> Callable[[Observation, Any], An
 
 
 def _scheduled(due: Callable[[Any, float], Any]) -> Trigger:
+    """Makes a trigger that depends on the step number alone."""
     return Trigger(lambda *_: (), None, due)
 
 
 def always() -> Trigger:
-    """Every step synchronises."""
+    """Synchronises after every step."""
     return _scheduled(lambda steps, cost: True)
 
 
 def never() -> Trigger:
-    """No step synchronises."""
+    """Synchronises after no step."""
     return _scheduled(lambda steps, cost: False)
 
 
@@ -124,15 +124,14 @@ def every_k(k: int) -> Trigger:
 def evenly(rate: float) -> Trigger:
     r"""Spends a share of the bytes of synchronous training at even intervals.
 
-    The fixed period of a byte budget, which need not be a whole number of steps. Of n
-    steps
+    The period need not be a whole number of steps. Of n steps
 
     .. math::
       \lfloor n \, \mathrm{rate} / \mathrm{cost} \rfloor
 
     synchronise, with the cost of a sync in the same unit and rate / cost at most 1. It
-    depends on the step number alone: after a restart with another rate what was
-    spent before is neither paid back nor made up for.
+    depends on the step number alone, so after a restart with another rate it does not
+    make up for what was spent before.
 
     Args:
       rate: share of the bytes of synchronous training, an all-reduce of all gradients
@@ -151,16 +150,16 @@ def evenly(rate: float) -> Trigger:
 
     def due(steps, cost):
         share = _share(rate, cost)
-        within, part = steps % share.denominator, share.numerator
-        return (within + 1) * part // share.denominator > (
-            within * part // share.denominator
-        )
+        # The syncs of n steps are n * share, rounded down.
+        syncs, period = share.numerator, share.denominator
+        step = steps % period
+        return (step + 1) * syncs // period > step * syncs // period
 
     return _scheduled(due)
 
 
 def _share(rate: float, cost: float) -> fractions.Fraction:
-    """Syncs per step that a rate pays for, at most 1."""
+    """The syncs per step that a rate pays for, at most 1."""
     if cost <= rate:
         return fractions.Fraction(1)
     share = fractions.Fraction(float(rate) / cost)
@@ -173,13 +172,12 @@ class BudgetState(NamedTuple):
     """State of `budget`.
 
     Attributes:
-      of_state: what the other trigger remembers.
-      integral: float32[], the lasting part of the logarithm of the threshold's factor.
-        Replica-varying.
+      of_state: state of the other trigger.
+      integral: float32[], integral term of the control law. Replica-varying.
       peak: float32[], largest value since the last sync, in units of the threshold of
         the other trigger. Replica-varying.
       share: float32[], syncs per step that are paid for; NaN before the first step.
-      since_step: int32[], steps taken when the share became what it is.
+      since_step: int32[], steps taken when this share came into force.
       since_sync: int32[], sync steps among them.
     """
 
@@ -254,7 +252,7 @@ def budget(
         )
 
     def decide(observation, state: BudgetState):
-        chosen, of_state = of_decide(observation, state.of_state)
+        measured, of_state = of_decide(observation, state.of_state)
         share = jnp.float32(min(rate / max(observation.sync_cost, 1e-30), 1.0))
         same = share == state.share  # False for the NaN of the first step
         since_step = jnp.where(same, state.since_step, observation.steps)
@@ -263,35 +261,37 @@ def budget(
         spent = observation.syncs - since_sync
 
         # docs/algorithm.md has this control law, with e = spent - paid, i = integral.
-        bound = jnp.log(jnp.float32(_REACH))
         proportional = _GAIN * (spent - paid)
-        logarithm = jnp.clip(proportional + state.integral, -bound, bound)
-        threshold = jnp.exp(logarithm) * chosen.threshold
-        wanted = jnp.where(
-            jnp.isnan(threshold), chosen.fire, ~(chosen.value <= threshold)
+        log_factor = _clip_log_factor(proportional + state.integral)
+        threshold = jnp.exp(log_factor) * measured.threshold
+        requested = jnp.where(
+            jnp.isnan(threshold), measured.fire, ~(measured.value <= threshold)
         )
         allowed = spent + 1 <= paid + share + ahead
         required = spent < paid + share - behind
 
-        ratio = chosen.value / chosen.threshold
+        ratio = measured.value / measured.threshold
         finite = jnp.isfinite(ratio) & observation.finite
         peak = jnp.where(observation.local_steps > 0, state.peak, 0)
         peak = jnp.maximum(peak, jnp.where(finite, ratio, 0))
         integral = state.integral + _GAIN / 2 * share * proportional
-        integral += jnp.where(wanted & ~allowed, _GAIN, 0)
-        # After a sync without a request, to where the peak would just not have fired.
+        integral += jnp.where(requested & ~allowed, _GAIN, 0)
+        # A sync without a request lowers the threshold to the peak.
         lowered = jnp.minimum(state.integral, jnp.log(peak) - proportional)
-        integral = jnp.where(required & ~wanted, lowered, integral)
-        integral = jnp.clip(integral, -bound, bound)
-        integral = jnp.where(finite, integral, state.integral)
+        integral = jnp.where(required & ~requested, lowered, integral)
+        integral = jnp.where(finite, _clip_log_factor(integral), state.integral)
 
-        fire = (wanted & allowed) | required
-        chosen = chosen._replace(fire=fire, threshold=threshold)
-        return chosen, BudgetState(
+        fire = (requested & allowed) | required
+        return measured._replace(fire=fire, threshold=threshold), BudgetState(
             of_state, integral, peak, share, since_step, since_sync
         )
 
     return Trigger(init, decide)
+
+
+def _clip_log_factor(x: jax.Array) -> jax.Array:
+    bound = jnp.log(jnp.float32(_MAX_FACTOR))
+    return jnp.clip(x, -bound, bound)
 
 
 def at_least_every(trigger: Trigger, k: int) -> Trigger:
@@ -313,9 +313,9 @@ def at_least_every(trigger: Trigger, k: int) -> Trigger:
     decide_of = _measuring(trigger, "at_least_every")
 
     def decide(observation, state):
-        chosen, state = decide_of(observation, state)
+        measured, state = decide_of(observation, state)
         late = observation.local_steps + 1 >= k
-        return chosen._replace(fire=chosen.fire | late), state
+        return measured._replace(fire=measured.fire | late), state
 
     return Trigger(trigger.init, decide)
 
@@ -324,7 +324,7 @@ class IntervalState(NamedTuple):
     """State of `at_intervals`. Replica-varying.
 
     Attributes:
-      of_state: what the other trigger remembers.
+      of_state: state of the other trigger.
       requested: bool[], whether it has requested a sync since the last one.
     """
 
@@ -335,9 +335,8 @@ class IntervalState(NamedTuple):
 def at_intervals(trigger: Trigger, k: int) -> Trigger:
     """Lets replicas vote on every k-th step only, and send nothing in between.
 
-    A vote costs a round trip over the slow link. What a replica requests in between is
-    kept, and granted at the next vote. So at most one step in k synchronises. Other
-    combinators go inside.
+    A vote costs a round trip over the slow link. A request between votes is kept until
+    the next vote, so at most one step in k synchronises. Other combinators go inside.
 
     Args:
       trigger: one that measures something; it looks at every step.
@@ -363,16 +362,15 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
         return IntervalState(trigger.init(params, inner_state, views), no)
 
     def decide(observation, state: IntervalState):
-        now, of_state = decide_of(observation, state.of_state)
-        requested = (state.requested & (observation.local_steps > 0)) | now.fire
-        return now._replace(fire=requested), IntervalState(of_state, requested)
+        measured, of_state = decide_of(observation, state.of_state)
+        pending = state.requested & (observation.local_steps > 0)
+        requested = pending | measured.fire
+        return measured._replace(fire=requested), IntervalState(of_state, requested)
 
     return Trigger(init, decide, lambda steps, cost: (steps + 1) % k == 0)
 
 
-def relative_momentum_change(
-    threshold: optax.ScalarOrSchedule,
-) -> Trigger:
+def relative_momentum_change(threshold: optax.ScalarOrSchedule) -> Trigger:
     r"""Synchronises when the norm of any layer's momentum changes fast.
 
     The relative momentum change (RMMC) of a layer is
@@ -380,11 +378,10 @@ def relative_momentum_change(
     .. math::
       \mathrm{RMMC} = \bigl|\, \|m_t\| - \|m_{t-1}\| \,\bigr| \,/\, \|m_{t-1}\|
 
-    with :math:`m_t` the momentum that a local step would give; for Dion M + G, before
-    Dion's error feedback. Its Frobenius norms are remembered from step to step: what
-    error feedback leaves in the state is smaller, and would read as a change that never
-    ends. Every matrix of a stack is a layer. The largest value over the layers decides,
-    and any replica's suffices. On the first step and for NaN it is infinite.
+    with Frobenius norms and :math:`m_t` the momentum that a local step would give. For
+    Dion it is M + G, before error feedback, so the norms are remembered from step to
+    step: the momentum in the state is smaller. Every matrix of a stack is a layer. The
+    largest RMMC over the layers decides. On the first step and for NaN it is infinite.
 
     The inner optimizer's momentum is found by its field: `momentum` (Dion, whose
     matrices alone count), else `trace` (`optax.sgd`), else `mu` (Adam, Lion, Muon).
@@ -408,8 +405,7 @@ def relative_momentum_change(
     References:
       `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
     """
-    if not callable(threshold):
-        _arguments.check_numbers(threshold=threshold)
+    _arguments.check_numbers(threshold=threshold)
 
     def norms(state: optax.OptState, views) -> dict[str, jax.Array]:
         momenta = _momentum.momentum_by_name(state)
@@ -434,11 +430,11 @@ def relative_momentum_change(
             changes.append(jnp.max(change, initial=0).astype(jnp.float32).reshape(1))
             layers.append(order.get(name, -1))
         change = jnp.concatenate(changes)
-        # Gradients of zeros in place of NaN say nothing; the first step has nothing
-        # to compare with.
+        # Zeros in place of non-finite gradients say nothing, and the first step has
+        # nothing to compare with.
         change = jnp.where(observation.finite, change, 0)
         change = jnp.where(observation.steps == 0, jnp.inf, change)
-        limit = threshold(observation.steps) if callable(threshold) else threshold
+        limit = _arguments.at_step(threshold, observation.steps)
         value = jnp.max(change)
         layer = jnp.asarray(layers)[jnp.argmax(change)]
         # Spelled so that NaN synchronises.
@@ -448,7 +444,7 @@ def relative_momentum_change(
 
 
 def _norms(name: str, momentum: jax.Array, views) -> jax.Array:
-    """Norm of every matrix of a parameter, of shape [number of matrices]."""
+    """The norm of every matrix of a parameter, [number of matrices]."""
     view = views.get(name)
     if view is not None and view.shape == momentum.shape:
         return view.norms(momentum).reshape(-1)

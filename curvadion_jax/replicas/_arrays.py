@@ -15,18 +15,18 @@ from curvadion_jax import _layout, _memory, _paths
 
 
 def count_replicas(tree: Any, what: str, expected: int | None = None) -> int:
-    """The length of the replica axis; rejects a tree with a leaf that lacks it."""
+    """Counts the replicas of a tree; rejects a leaf without their axis."""
     check_unshared(tree)
     leaves = _paths.leaves_with_path(tree)
-    number = expected or next((len(x) for _, x in leaves if np.ndim(x)), 1)
+    replicas = expected or next((len(x) for _, x in leaves if np.ndim(x)), 1)
     for name, leaf in leaves:
-        if np.shape(leaf)[:1] != (number,):
+        if np.shape(leaf)[:1] != (replicas,):
             raise ValueError(
                 f"The {what} {name!r} has shape {np.shape(leaf)}, and needs a leading "
-                f"axis of {number} replicas. Give what replicas.replicate or a step "
+                f"axis of {replicas} replicas. Give what replicas.replicate or a step "
                 "returned."
             )
-    return number
+    return replicas
 
 
 def check_unshared(tree: Any) -> None:
@@ -45,7 +45,7 @@ def check_unshared(tree: Any) -> None:
 
 
 def placement(leaf: Any, mesh: Mesh, axis_name: str) -> NamedSharding | None:
-    """How an array lies on the mesh, over its replicas; None if it does not."""
+    """The sharding of an array over the replicas of the mesh; None if it has none."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(leaf, Tracer) or not isinstance(sharding, NamedSharding):
         return None
@@ -60,7 +60,7 @@ def _over_replicas(sharding: NamedSharding, axis_name: str) -> NamedSharding:
 def within_replica(
     state: Any, placements: Sequence[NamedSharding | None]
 ) -> tuple[_layout.Placed, ...]:
-    """How the arrays of the state are sharded within a replica."""
+    """The shardings of a state's arrays within a replica."""
     leaves = _paths.leaves_with_path(state)
     return tuple(
         _layout.Placed(name, leaf.shape[1:], P(*placement.spec[1:]))
@@ -75,7 +75,7 @@ def differ(x: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def on_host(function: Callable[..., Any], *trees: Any) -> Any:
-    """What a function of arrays returns, on the host, in every process."""
+    """Calls a jitted function, and copies its results to the host in every process."""
     shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(trees))
     meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
     mesh = next(meshes, None)

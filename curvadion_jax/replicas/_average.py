@@ -1,4 +1,4 @@
-"""State besides the optimizer's that a sync averages too, such as BatchNorm's."""
+"""Averages other state at a sync, such as BatchNorm's statistics."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,11 +26,10 @@ from curvadion_jax._interfaces import Payload
 def average_where_synced(
     state: Any, before: Any, average: Sequence[str], step: _mapped.MappedStep
 ) -> Any:
-    """The state [replicas, ...] with some arrays averaged if the step synchronised.
+    """Averages some arrays of the state [replicas, ...] if the step synchronised.
 
-    That is, if an optimizer in it has counted more syncs than before the step. Replicas
-    count as in that sync: by their weights, and not at all where they were excluded.
-    The first optimizer counts the bytes.
+    It did if an optimizer in it counted a sync. Replicas have their weights in that
+    sync, 0 where they were excluded. The first optimizer counts the bytes.
     """
     arrays, old = (dict(_paths.leaves_with_names(each)) for each in (state, before))
     floating = [n for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -49,7 +48,7 @@ def average_where_synced(
     size = compressors.exact().payload([x[0] for x in operands[:-1]]).averaged
 
     def mean(weight, *operands):
-        """Over replicas whose arrays are finite; without any, arrays as they are."""
+        """Means over replicas with finite arrays; if there is none, the old arrays."""
         *local, sent = operands
         weight = jnp.where(_finite.all_finite(local), weight, 0)
         wide = map(_trees.wide, local)

@@ -1,4 +1,4 @@
-"""The mesh whose first axis is the replicas."""
+"""Makes a mesh whose first axis is the replicas."""
 
 import logging
 import math
@@ -21,7 +21,7 @@ def make_mesh(
     devices: Sequence[Any] | None = None,
     inner_type: AxisType = AxisType.Auto,
 ) -> Mesh:
-    """A mesh whose first axis is the replicas, of type Auto.
+    """Makes a mesh whose first axis is the replicas, of type Auto.
 
     Args:
       replicas: number of replicas.

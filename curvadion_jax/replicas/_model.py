@@ -1,4 +1,4 @@
-"""The one model of all replicas: their mean, their last common point, their spread."""
+"""The consensus, the anchor and the divergence of all replicas."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from curvadion_jax.replicas._arrays import count_replicas, differ, on_host
 
 
 def consensus(params: Any) -> Any:
-    """The one model, to evaluate, export and keep: the mean over the replicas.
+    """The mean over the replicas: the model to evaluate and export.
 
     Costs a full all-reduce.
 
@@ -44,9 +44,9 @@ def _mean(params: Any) -> Any:
 
 
 def divergence(params: Any) -> jax.Array:
-    """How far apart the replicas are, relative to the size of the parameters.
+    """Measures how far apart the replicas are, relative to the parameters.
 
-    Right after a sync it is rounding, below 1e-6 in float32.
+    Right after a sync this is rounding, below 1e-6 in float32.
 
     Args:
       params: parameters with a leading replica axis.
@@ -66,12 +66,8 @@ def divergence(params: Any) -> jax.Array:
 
 @jax.jit
 def _divergence(params: list[jax.Array]) -> jax.Array:
-    leaves = [
-        _trees.wide(part)
-        for x in _memory.to_device(params)
-        if jnp.issubdtype(x.dtype, jnp.inexact)
-        for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))
-    ]
+    floating = [x for x in params if jnp.issubdtype(x.dtype, jnp.floating)]
+    leaves = [_trees.wide(x) for x in _memory.to_device(floating)]
     # From the first replica, so that equal replicas give exactly zero: the mean of
     # equal numbers may be rounded.
     distances = [x - x[:1] for x in leaves]

@@ -1,4 +1,4 @@
-"""Copies of replicas: in place of those that are not finite, or for another number."""
+"""Copies replicas: to replace those that are not finite, or to change their number."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -43,8 +43,8 @@ def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
       >>> state["w"].ravel().tolist(), replaced
       ([1.0, 1.0, 3.0], [1])
     """
-    number = count_replicas(state, "state")
-    named = np.zeros(number, bool)
+    replicas = count_replicas(state, "state")
+    named = np.zeros(replicas, bool)
     named[list(also)] = True
     if jax.process_count() > 1:
         named = np.any(multihost_utils.process_allgather(named), axis=0)
@@ -61,10 +61,10 @@ def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
         return state, []
     if not sound.any():
         raise ValueError(
-            f"None of the {number} replicas is finite, or all that are stand in also. "
-            "Restore a checkpoint."
+            f"None of the {replicas} replicas is finite and not in also. Restore a "
+            "checkpoint."
         )
-    source = np.where(sound, np.arange(number), np.flatnonzero(sound)[0])
+    source = np.where(sound, np.arange(replicas), np.flatnonzero(sound)[0])
 
     def row(names, x):
         if _counters.is_within(names, optimizers, {"metrics"}):
@@ -94,8 +94,8 @@ def _are_finite(arrays: list[jax.Array]) -> jax.Array:
     return ~jnp.any(jnp.stack(found), axis=0)
 
 
-def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
-    """Gives a state to a multiple, or to a divisor, of the number of its replicas.
+def resize(state: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
+    """Changes the number of replicas of a state to a multiple or a divisor of it.
 
     With fewer replicas, each new one gets the mean of k neighbours' floating-point
     arrays, and all else (integers, keys, Dion's Q, the trigger's state, the anchor,
@@ -122,7 +122,7 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
     """
     check_mesh(mesh, axis_name)
     count_replicas(state, "state")
-    number = mesh.shape[axis_name]
+    replicas = mesh.shape[axis_name]
 
     def placed(leaf, average):
         old = getattr(leaf, "sharding", None)
@@ -132,7 +132,7 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
         sharding = NamedSharding(mesh, P(axis_name, *inner))
         if old is not None:
             sharding = sharding.with_memory_kind(str(old.memory_kind))
-        x = _resized(leaf, number=number, average=average)
+        x = _resized(leaf, replicas=replicas, average=average)
         # One at a time: on a CPU of few cores many small programs that communicate
         # wait for each other, until XLA aborts.
         return jax.block_until_ready(jax.device_put(x, sharding))
@@ -142,7 +142,7 @@ def resize(state: Any, mesh: Mesh, axis_name: str = AXIS) -> Any:
 
 
 def is_averaged(state: Any) -> list[bool]:
-    """For every leaf of a state whether `resize` takes means of it."""
+    """Whether `resize` takes means, for every leaf of a state."""
     leaves = _paths.leaves_with_names(state)
     known = {names for names, _ in leaves}
     optimizers = _counters.optimizer_paths(known)
@@ -162,20 +162,20 @@ def is_averaged(state: Any) -> list[bool]:
     ]
 
 
-def resized(x: jax.Array, number: int, average: bool) -> jax.Array:
-    """One array of a state for another number of replicas."""
+def resized(x: jax.Array, replicas: int, average: bool) -> jax.Array:
+    """Changes the number of replicas of one array, [old, ...] -> [replicas, ...]."""
     old = len(x)
-    if old == number:
+    if old == replicas:
         return x
-    if old % number and number % old:
+    if old % replicas and replicas % old:
         raise ValueError(
-            f"A state of {old} replicas cannot become one of {number}. Choose a "
+            f"A state of {old} replicas cannot become one of {replicas}. Choose a "
             f"multiple or a divisor of {old}."
         )
-    x, first = _memory.to_device(x), np.arange(number) * old // number
-    if not average or number > old:
+    x, first = _memory.to_device(x), np.arange(replicas) * old // replicas
+    if not average or replicas > old:
         return x[first]
-    groups = _trees.wide(x).reshape(number, old // number, *x.shape[1:])
+    groups = _trees.wide(x).reshape(replicas, old // replicas, *x.shape[1:])
     # From the first of each group, so that equal replicas give their own value.
     base = groups[:, 0]
     mean = base + jnp.mean(groups - groups[:, :1], axis=1)
@@ -183,4 +183,4 @@ def resized(x: jax.Array, number: int, average: bool) -> jax.Array:
     return jnp.where(jnp.isfinite(base), mean, base).astype(x.dtype)
 
 
-_resized = jax.jit(resized, static_argnames=("number", "average"))
+_resized = jax.jit(resized, static_argnames=("replicas", "average"))

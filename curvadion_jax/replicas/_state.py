@@ -1,4 +1,4 @@
-"""State with a leading replica axis: made, and kept in host memory."""
+"""Makes state with a leading replica axis, and keeps some of it in host memory."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from curvadion_jax.replicas._mesh import AXIS, check_mesh
 
 
 def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
-    """The same state on every replica: gives every array a leading replica axis.
+    """Copies a state to every replica: gives every array a leading replica axis.
 
     Args:
       tree: any tree of arrays and numbers, such as a whole Flax `TrainState`.
@@ -36,10 +36,10 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
     """
     check_mesh(mesh, axis_name)
     check_unshared(tree)
-    number = mesh.shape[axis_name]
+    replicas = mesh.shape[axis_name]
 
     def broadcast(x):
-        x = jnp.broadcast_to(x, (number, *jnp.shape(x)))
+        x = jnp.broadcast_to(x, (replicas, *jnp.shape(x)))
         # A weakly typed number would change its type on the first step.
         return jnp.asarray(x, x.dtype)
 
@@ -58,7 +58,7 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
 
 
 def _on_mesh(x: Any, mesh: Mesh, axis_name: str) -> Any:
-    """An array of one replica on this mesh, wherever it was put before.
+    """Moves an array of one replica to this mesh.
 
     Checkpoints are restored to one device, and Flax (0.12.8) makes models on meshes of
     one type of axes alone.
@@ -83,10 +83,10 @@ def _on_mesh(x: Any, mesh: Mesh, axis_name: str) -> Any:
 
 
 def offload(state: Any) -> Any:
-    """Keeps what only syncs touch, such as the anchor, in the hosts' memory.
+    """Moves what only syncs touch, such as the anchor, to the hosts' memory.
 
-    A sync copies it to the device and back. Steps and checkpoints keep it where it is,
-    and the numbers are the same.
+    A sync copies it to the device and back. Steps and checkpoints leave it there, and
+    the numbers are the same.
 
     Args:
       state: a training or optimizer state that :func:`replicate` returned. Drop it

@@ -1,4 +1,4 @@
-"""The training step that a user has, compiled for all replicas."""
+"""Compiles a user's training step for all replicas."""
 
 import dataclasses
 import functools
@@ -79,8 +79,8 @@ def step(
 class CompiledStep:
     """A training step on all replicas, compiled when it is called.
 
-    Once for every way in which a state lies on the devices; and twice, without a
-    decision and with one, where the host knows which is due.
+    It is compiled for every sharding of a state; and twice, without a decision and with
+    one, if the host knows whether one is due.
     """
 
     _function: Callable[..., Any]
@@ -152,7 +152,7 @@ class CompiledStep:
         return structure, tuple(places), tuple(map(np.shape, leaves))
 
     def _schedule(self, key, operands) -> "_Schedule":
-        """What the host can know of a step's decisions."""
+        """Traces a step to learn how the host can know whether a decision is due."""
         program, mapped = self._program(key, False)
         program.trace(*operands)
         if mapped.due_of is None:  # The program did not depend on `due`.
@@ -168,7 +168,7 @@ class CompiledStep:
         return _Schedule(counter, mapped.due_of if is_known else None)
 
     def _program(self, key, due: bool | None) -> tuple[Any, _mapped.MappedStep]:
-        """A jitted step, and what was found when it was traced."""
+        """The jitted step, and what was found when it was traced."""
         found = self._programs.get((key, due))
         if found is None:
             mapped = _mapped.MappedStep(self._mesh, self._axis_name, due)
@@ -182,8 +182,8 @@ class CompiledStep:
         )
 
         def run(state, batch, *shared):
-            number = self._mesh.shape[self._axis_name]
-            _arrays.count_replicas(state, "state", expected=number)
+            replicas = self._mesh.shape[self._axis_name]
+            _arrays.count_replicas(state, "state", expected=replicas)
             leaves = [*map(_layout.constrain, jax.tree.leaves(state), placements)]
             state = jax.tree.unflatten(structure, leaves)
             inner = _arrays.within_replica(state, placements)
@@ -202,7 +202,7 @@ class CompiledStep:
         return jax.jit(run, donate_argnums=(0,) if self._donate else ())
 
     def _inspect(self, program: Any, operands: Any) -> None:
-        """Looks at what a compiled program sends; JAX keeps it for the call."""
+        """Warns of what a compiled program sends; JAX keeps it for the call."""
         if self._mesh.shape[self._axis_name] == 1:
             return
         text = program.lower(*operands).compile().as_text() or ""
@@ -218,9 +218,9 @@ class CompiledStep:
 
 
 def _without_aliases(operands: Any) -> Any:
-    """The operands with copies of arrays that are in them twice.
+    """Copies arrays that the operands hold twice.
 
-    XLA ends the process where a donated buffer is given twice (JAX 0.10.2).
+    XLA ends the process if a donated buffer is given twice (JAX 0.10.2).
     """
     seen: set[int] = set()
 

@@ -1,8 +1,8 @@
-"""What a compiled step sends between replicas, in addition to the optimizer.
+"""Finds communication between replicas that the compiler added to a step.
 
-Within a replica the compiler divides the work and adds collectives of its own. Now and
-then one of them goes over all devices where devices of one replica would have done, and
-then replicas wait for each other on every step. Only the compiled program shows it.
+Within a replica the compiler divides the work and adds collectives. Now and then one of
+them joins the devices of all replicas, so that they wait for each other on every step.
+Only the compiled program shows it.
 """
 
 import re
@@ -30,7 +30,7 @@ _MESH = re.compile(
 
 
 def between_replicas(text: str, mesh: Mesh, axis_name: str) -> list[str]:
-    """Collectives between replicas that are not the optimizer's, one line each."""
+    """Describes each collective between replicas that is not the optimizer's."""
     axis = list(mesh.shape).index(axis_name)
     replica = np.indices(mesh.devices.shape)[axis].ravel()  # of every device
     found = []
@@ -46,7 +46,7 @@ def between_replicas(text: str, mesh: Mesh, axis_name: str) -> list[str]:
 
 
 def groups(attributes: str) -> list[list[int]]:
-    """Devices that a collective joins; none where they are written in a new way."""
+    """The groups of devices that a collective joins; none in an unknown notation."""
     if listed := _LISTED.search(attributes):
         return [_numbers(group) for group in re.findall(r"\{(.*?)\}", listed[1])]
     if found := _MESH.search(attributes):

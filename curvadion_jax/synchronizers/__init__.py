@@ -1,9 +1,8 @@
-"""What replicas send at a sync, and what they make of it; see `Synchronizer`.
+"""Synchronizers decide what replicas send at a sync, and how it changes them.
 
-There are two kinds. *Within the step*, `average_gradients` and `average_factors`
-average what the inner optimizer works on; with `always` they equal training on one
-big batch. *After the step*, `reconcile` lets every replica take its own step and then
-averages the results.
+`average_gradients` and `average_factors` average within the step, before the inner
+optimizer's update; with `always` they equal training on one big batch. `reconcile` lets
+every replica take its own step and then averages the results.
 """
 
 from curvadion_jax._collectives import Group

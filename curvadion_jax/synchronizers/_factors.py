@@ -1,4 +1,6 @@
-"""Dion's compressed sync: the low-rank factors are averaged, not the gradients."""
+"""Dion's compressed sync: it averages low-rank factors in place of gradients."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +14,14 @@ from curvadion_jax._trees import compute_dtype
 
 
 def average_factors() -> Synchronizer:
-    """At a sync the factors P and R of Dion are averaged while the step is taken.
+    """Averages Dion's factors P and R at a sync, within the step.
 
-    Matrices send (rows + cols) r elements instead of rows x cols, in two messages one
-    after the other, and momenta stay on their replicas; where the factors would be
-    larger than the matrix, momentum plus gradient is averaged instead. The gradients
-    of the other parameters are averaged in full. The update is Dion's on the
-    replicas' mean momentum and gradient: with `always` this is training on one big
-    batch, at any rank. Like `average_gradients` it does not make replicas equal.
+    Each matrix sends (rows + cols) r elements in place of rows x cols, in two messages,
+    and momenta stay on their replicas. If its factors would be larger than the matrix,
+    momentum plus gradient is averaged. The gradients of other parameters are averaged
+    in full. The update is Dion's on the replicas' mean momentum and gradient: with
+    `always` this is training on one big batch, at any rank. Like `average_gradients` it
+    does not make replicas equal.
 
     Returns:
       A synchronizer for inner optimizers made of :func:`dion` or
@@ -82,15 +84,12 @@ def _sync(local: LocalStep, state: SyncState, group: Group):
     if group.size > 1:
         # An absent replica keeps all of its momentum and gradient for a later sync.
         _, kept = local.take(gradients, before, momentum_only=True)
-        others = iter(_momentum.dion_states(kept))
+        whole = iter([dion.momentum for dion in _momentum.dion_states(kept)])
+        if_present = functools.partial(jnp.where, local.present)
         inner_state = _momentum.with_dion(
             inner_state,
             lambda x: x._replace(
-                momentum=jax.tree.map(
-                    lambda own, whole: jnp.where(local.present, own, whole),
-                    x.momentum,
-                    next(others).momentum,
-                )
+                momentum=jax.tree.map(if_present, x.momentum, next(whole))
             ),
         )
     return updates, inner_state, SyncState(common=q)
@@ -109,7 +108,7 @@ def _payload(params, inner_state, views):
 
 
 def _ranks(inner_state, views: Views) -> dict[str, tuple[MatrixView, int]]:
-    """Path -> view and rank of every matrix that Dion takes."""
+    """The view and the rank of every matrix of Dion, by its path."""
     found = {}
     for state in _momentum.dion_states(inner_state):
         for name, q in _paths.leaves_with_path(state.q):
@@ -125,7 +124,7 @@ def _ranks(inner_state, views: Views) -> dict[str, tuple[MatrixView, int]]:
 
 
 def _mean_of_others(local: LocalStep, group: Group, ranks):
-    """Gradients, of which those that Dion does not take are averaged."""
+    """Averages the gradients of parameters that are not Dion's."""
     leaves = _paths.leaves_with_path(local.gradients)
     others = {name: leaf for name, leaf in leaves if name not in ranks}
     mean = local.mean(others, group)

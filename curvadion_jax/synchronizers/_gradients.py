@@ -1,4 +1,4 @@
-"""The paper's sync: all replicas step with the mean gradient."""
+"""The paper's sync: every replica takes its step with the mean gradient."""
 
 from curvadion_jax import compressors
 from curvadion_jax._collectives import Group
@@ -6,11 +6,11 @@ from curvadion_jax._interfaces import LocalStep, Synchronizer, SyncState
 
 
 def average_gradients() -> Synchronizer:
-    """At a sync every replica takes its step with the mean gradient.
+    """Averages gradients at a sync, within the step.
 
-    This is what CurvaDion's formula and code send. It does not make replicas equal:
-    what has drifted apart on local steps stays apart. (`reconcile` mends that.) With
-    `always` it equals training on one big batch, whatever the inner optimizer.
+    CurvaDion's formula and code do this. It does not make replicas equal: their drift
+    on local steps stays (`reconcile` removes it). With `always` it equals training on
+    one big batch, for any inner optimizer.
 
     Returns:
       A synchronizer for any inner optimizer. It keeps nothing.

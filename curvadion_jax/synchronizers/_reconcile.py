@@ -1,4 +1,4 @@
-"""The sync that keeps replicas together: their parameters meet in a common anchor."""
+"""The sync after which all replicas continue from common parameters, the anchor."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def reconcile(
     compressor: compressors.Compressor | None = None,
     residual_dtype: jax.typing.DTypeLike | None = None,
 ) -> Synchronizer:
-    r"""At a sync replicas take their own step, and then continue from a common anchor.
+    r"""Moves replicas to a common anchor at a sync, after their own steps.
 
     With :math:`\theta_i` the parameters of replica i after its local step and
     :math:`a` the anchor, the parameters all had after the last sync, the outer
@@ -27,9 +27,9 @@ def reconcile(
       d = \tfrac1N \textstyle\sum_i (a - \theta_i), \qquad
       a \leftarrow a + \mathrm{outer}(d), \qquad \theta_i \leftarrow a
 
-    Afterwards the anchors of the replicas agree to the bit, and the parameters do but
-    for the rounding of `params + update`, which does not add up: pseudo-gradients are
-    measured from the anchor. The state of the inner optimizer stays each replica's own.
+    Afterwards the replicas' anchors agree to the bit, and their parameters up to the
+    rounding of `params + update`. It does not add up, because pseudo-gradients are
+    measured from the anchor. Each replica keeps the state of its inner optimizer.
 
     Args:
       outer: Optax transformation for the outer step. It is given the pseudo-gradient
@@ -37,8 +37,7 @@ def reconcile(
         ``optax.sgd(0.7, momentum=0.9, nesterov=True)``. None takes a - d, the plain
         average.
       compressor: form in which pseudo-gradients are sent, with error feedback: what a
-        replica sent less than it had is added to its next one. None sends them as they
-        are, in at least float32.
+        replica did not send is added to its next one. None means at least float32.
       residual_dtype: dtype in which error feedback is kept from sync to sync; None is
         float32. (For the outer step `optax.sgd` has `accumulator_dtype`.)
 
@@ -61,33 +60,25 @@ def reconcile(
     def init(params, inner_state, views) -> SyncState:
         del inner_state, views
         anchor = jax.tree.map(jnp.copy, params)  # so that both can be donated
-        residual = ()
-        if compressor is not None:
-            residual = jax.tree.map(
-                lambda x: jnp.zeros_like(
-                    x, residual_dtype or _trees.compute_dtype(x.dtype)
-                ),
-                params,
-            )
+
+        def zeros(x):
+            return jnp.zeros_like(x, residual_dtype or _trees.compute_dtype(x.dtype))
+
+        residual = () if compressor is None else jax.tree.map(zeros, params)
         return SyncState(anchor=anchor, common=outer.init(anchor), residual=residual)
 
     def sync(local: LocalStep, state: SyncState, group: Group):
         anchor, params = state.anchor, local.params
         moved = optax.apply_updates(params, local.updates)
-        drift = jax.tree.map(_difference, moved, anchor)
+        drift = jax.tree.map(
+            lambda x, a: _trees.wide(x) - _trees.wide(a), moved, anchor
+        )
 
-        # 1. The mean drift, and what of its own each replica has not sent. An absent
+        # 1. The mean drift, and what each replica has not sent of its own. An absent
         # replica contributes its drift later.
-        if compressor is None:
-            mean = jax.tree.map(
-                lambda x: x * jnp.asarray(local.expected, x.dtype),
-                local.mean(drift, group),
-            )
-            residual = state.residual
-        else:
-            mean, residual = mean_with_feedback(
-                compressor, drift, state.residual, local, group
-            )
+        mean, residual = mean_with_feedback(
+            compressor, drift, state.residual, local, group
+        )
 
         # 2. The outer step, from the anchor. (`optax.apply_updates` would add in the
         # anchor's dtype.)
@@ -122,22 +113,27 @@ def reconcile(
 
 
 def mean_with_feedback(
-    compressor: compressors.Compressor,
+    compressor: compressors.Compressor | None,
     tree: Any,
     residual: Any,
     local: LocalStep,
     group: Group,
 ) -> tuple[Any, Any]:
-    """The mean of the replicas' arrays in a compressor's form, and the new residual.
+    """Averages arrays in a compressor's form; returns the mean and the new residual.
 
-    Residuals belong to arrays times their weight: what a replica did not send at one
-    weight it sends in full at any other. A replica that takes no part contributes its
-    residual alone, so the old residual need not be kept with the new one. The mean is
-    over all who are expected, and not over those who are there: else the drift of a
-    replica that takes part every second time would count twice.
+    A residual is already multiplied by its weight, so it is sent in full at any later
+    weight. A replica that takes no part contributes its residual alone. The mean is
+    over all expected replicas: over those that take part, the drift of a replica that
+    takes part every second time would count twice.
     """
+
+    def expected(x):
+        return x * jnp.asarray(local.expected, x.dtype)
+
+    if compressor is None:
+        return jax.tree.map(expected, local.mean(tree, group)), residual
     whole = jax.tree.map(
-        lambda x, r: x * jnp.asarray(local.expected, x.dtype) + r,
+        lambda x, r: expected(x) + r,
         local.weighted(tree),
         _finite.or_zeros(local.healthy, residual),
     )
@@ -145,15 +141,11 @@ def mean_with_feedback(
     return mean, jax.tree.map(lambda new, r: new.astype(r.dtype), unsent, residual)
 
 
-def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
-    return _trees.wide(new) - _trees.wide(old)
-
-
 def _move_to(target: jax.Array, params: jax.Array) -> jax.Array:
-    """Update that takes the parameters to the target, to the last bit if it can.
+    """The update from the parameters to the target, to the last bit if possible.
 
-    `params + (target - params)` may miss the target by a rounding; what it misses by
-    is added to the update once.
+    `params + (target - params)` may miss the target by a rounding error, which is added
+    to the update once.
     """
     update = target - params
     missed = target - (params + update)

@@ -54,12 +54,6 @@ def test_divergence_is_the_references(dtype):
     np.testing.assert_allclose(replicas.divergence(stacked), expected, rtol=RTOL)
 
 
-def test_divergence_of_complex_parameters_is_that_of_their_parts():
-    x = np.random.default_rng(0).normal(size=(2, 5, 7)).astype(np.float32)
-    found = replicas.divergence({"w": x[0] + 1j * x[1]})
-    assert found == replicas.divergence({"real": x[0], "imag": x[1]})
-
-
 def test_the_anchor_of_each_device_is_its_own():
     """It is read without communication: what a device returns is what it had."""
     mesh = replicas.make_mesh(4)
