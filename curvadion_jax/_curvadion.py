@@ -50,14 +50,11 @@ def curvadion(
       than evenly spaced syncs of the same size. :func:`local_muon` is the recommended
       default.
 
-    In the paper's formula a local step is a plain gradient step, a sync a Dion step
-    with the mean gradient, and replicas still differ after it. Here every step is a
-    Dion step on the local gradient. A sync adds a Nesterov outer step along the mean
-    pseudo-gradient, sent in 2 bits with error feedback; after it the replicas are
-    equal. RMMC is that of M + G, before error feedback.
-
-    `presets.paper` implements the paper's formula as far as we know it, and
-    `presets.authors_code` the rules of the authors' code.
+    Every step is a Dion step on the local gradient. A sync adds a Nesterov outer step
+    along the mean pseudo-gradient, sent in 2 bits with error feedback, after which the
+    replicas are equal. In the paper's formula (`presets.paper`) a local step is a plain
+    gradient step, a sync a Dion step with the mean gradient, and replicas still differ
+    after it. `presets.authors_code` has the rules of the authors' code.
 
     Args:
       learning_rate: number or schedule.
@@ -86,10 +83,6 @@ def curvadion(
     Returns:
       An optimizer with state :class:`AdaptiveSyncState`. In `optax.chain` it must come
       last. `curvadion_jax.metrics.read` reports syncs and bytes.
-
-    Raises:
-      ValueError: if an argument is out of range, if no parameter is a matrix, or if
-        both `threshold` and `budget`, or both `bits` and `synchronizer`, are given.
 
     Example:
       >>> import jax.numpy as jnp

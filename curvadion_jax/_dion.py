@@ -87,10 +87,6 @@ def scale_by_dion(
       factors are no smaller): the update is that of Dion on the mean gradient if Q is
       the same on all replicas. `layout` tells how this replica is sharded.
 
-    Raises:
-      TypeError: if the rank is traced, or a parameter is not real floating-point.
-      ValueError: if an argument is out of range, or a parameter not a matrix.
-
     Example:
       >>> tx = scale_by_dion(rank=1)
       >>> params = {"kernel": jnp.zeros((2, 2))}
@@ -226,10 +222,6 @@ def dion(
     Returns:
       An `optax.partition` of the two. `update` takes the optional arguments of
       :func:`scale_by_dion`.
-
-    Raises:
-      ValueError: if an argument is out of range, no parameter is a matrix, or both
-        `other_optimizer` and `adam_learning_rate` are given.
 
     Example:
       >>> params = {"embed": jnp.ones((9, 4)), "kernel": jnp.ones((4, 8))}

@@ -76,11 +76,6 @@ def local_muon(
       An optimizer with state :class:`AdaptiveSyncState`. In `optax.chain` it must come
       last. `curvadion_jax.metrics.read` reports syncs and bytes.
 
-    Raises:
-      ValueError: if an argument is out of range, if no parameter is a matrix, or if
-        both `budget` and `trigger`, both `bits` and `synchronizer`, or both
-        `other_optimizer` and `adam_learning_rate`, are given.
-
     Example:
       >>> params = {"kernel": jnp.ones((64, 64))}
       >>> tx = local_muon(0.01, budget=0.0352)  # a sync in 2 bits: 7% of float32

@@ -119,14 +119,11 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
 
     Args:
       bits: 8, 4, 2 or 1.
-      block: elements that share a scale; their codes fill whole bytes.
+      block: number of elements that share a scale; their codes must fill whole bytes.
 
     Returns:
       The compressor. It costs bits / 8 + 4 / block bytes per element (8 / block with
       two bits), half of that for each of two stages. Arrays are padded to whole blocks.
-
-    Raises:
-      ValueError: for other bits, or a block whose codes do not fill whole bytes.
 
     Example:
       >>> quantize(8).payload({"w": jnp.ones((64, 64))})  # float32: 16384

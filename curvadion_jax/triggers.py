@@ -134,12 +134,9 @@ def evenly(rate: float) -> Trigger:
     make up for what was spent before.
 
     Args:
-      rate: share of the bytes of synchronous training, an all-reduce of all gradients
-        in float32 on every step; 0.01 is one percent. A Python number, so static under
+      rate: share, in (0, 1], of the bytes of synchronous training, an all-reduce of all
+        gradients in float32 on every step. A Python number, so static under
         `optax.inject_hyperparams`.
-
-    Raises:
-      ValueError: if the rate is not in (0, 1].
 
     Example:
       >>> trigger = evenly(0.8)  # a sync sends twice the gradients: 2 / 0.8 steps
@@ -211,21 +208,15 @@ def budget(
     the algorithm has the control law.
 
     Args:
-      rate: share of the bytes of synchronous training, an all-reduce of all gradients
-        in float32 on every step; 0.01 is one percent. The 4 bytes of each vote are not
-        counted. A Python number, so static under `optax.inject_hyperparams`.
-      of: trigger whose value and threshold are compared; combinators go around
-        `budget`. None means ``relative_momentum_change(0.1)``.
+      rate: as for `evenly`. The 4 bytes of each vote are not counted.
+      of: trigger that measures something on every step, whose threshold is moved;
+        combinators go around `budget`. None means ``relative_momentum_change(0.1)``.
       ahead: syncs that may be made before they are paid for, at least 1.
-      behind: syncs that may be left unspent.
+      behind: syncs that may be left unspent, at least 0.
 
     Returns:
       The trigger, with the value and layer of the other one and the threshold that it
       was compared with. Its state is :class:`BudgetState`.
-
-    Raises:
-      ValueError: if the rate is not in (0, 1], `ahead` below 1, `behind` negative, or
-        `of` does not measure something on every step.
 
     Example:
       >>> trigger = budget(0.01, relative_momentum_change(0.3))
@@ -339,15 +330,12 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
     the next vote, so at most one step in k synchronises. Other combinators go inside.
 
     Args:
-      trigger: one that measures something; it looks at every step.
+      trigger: one that measures something on every step.
       k: number of steps from one vote to the next, at least 1.
 
     Returns:
       The trigger, with the value, threshold and layer of this step. Its state is
       :class:`IntervalState`.
-
-    Raises:
-      ValueError: if k is below 1, or the trigger is due on some steps only.
 
     Example:
       >>> trigger = at_intervals(relative_momentum_change(0.3), 4)
@@ -393,10 +381,6 @@ def relative_momentum_change(threshold: optax.ScalarOrSchedule) -> Trigger:
     Returns:
       The trigger. Its value is the largest change over the layers, its state the norms
       that it remembers, path of the parameter -> float32[matrices] (at least float32).
-
-    Raises:
-      ValueError: for a negative or NaN threshold; when traced, if the inner optimizer
-        keeps no momentum.
 
     Example:
       >>> trigger = relative_momentum_change(0.3)

@@ -97,18 +97,16 @@ def _inspect(
     _check_sources(after, sources, optimizers)
 
 
-def _count_updates(
-    jaxpr: _jax_internals.Jaxpr, optimizers, kept: set[_paths.Names]
-) -> int:
-    """The updates of optimizers that synchronise, if the step keeps their states."""
+def _count_updates(jaxpr, optimizers, kept: set[_paths.Names]) -> int:
+    """Counts updates of optimizers that synchronise, if the step keeps their states."""
     updates = _jax_internals.updates_in(jaxpr)
-    # Where no step is counted the update was looked at and dropped.
+    # If no step is counted, the update was looked at and dropped.
     counters = [(*path, "metrics", "steps") for path in optimizers]
     return 0 if counters and kept.issuperset(counters) else updates
 
 
-def _warn_of_collectives(jaxpr: _jax_internals.Jaxpr, step: _mapped.MappedStep) -> bool:
-    """Whether the step communicates over the replica axis, besides its optimizer."""
+def _warn_of_collectives(jaxpr, step: _mapped.MappedStep) -> bool:
+    """Returns whether the step communicates over its axis, besides the optimizer."""
     found = _jax_internals.collectives_in(jaxpr, step.axis_name)
     if found and not step.due:  # once for both programs of a step
         what = ", ".join(

@@ -83,13 +83,10 @@ def anchor(opt_state: Any) -> Any:
     evaluate and export :func:`consensus`.
 
     Args:
-      opt_state: the optimizer state with a leading replica axis, nnx's included.
+      opt_state: state of one optimizer with an anchor, with a leading replica axis.
 
     Returns:
       A tree like the parameters, without the replica axis.
-
-    Raises:
-      ValueError: if the state does not hold one anchor.
 
     Example:
       >>> import curvadion_jax as cd

@@ -110,9 +110,6 @@ def resize(state: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
         they were, if it has the axes.
       axis_name: name of the replica axis.
 
-    Raises:
-      ValueError: if neither number of replicas divides the other.
-
     Example:
       >>> from curvadion_jax import replicas
       >>> state = {"w": jnp.array([[1.0], [2.0]]), "count": jnp.array([5, 5])}

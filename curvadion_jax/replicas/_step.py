@@ -135,13 +135,10 @@ class CompiledStep:
     def lower(
         self, state: Any, batch: Any, *shared: Any, due: bool | None = None
     ) -> jax.stages.Lowered:
-        """The program before it is compiled.
+        """Lowers the program of a step.
 
-        Args:
-          state: arrays, or `jax.ShapeDtypeStruct` with the sharding of the arrays.
-          batch: as for a call, and so are `shared`.
-          due: where the host knows whether a decision is due, True or False for the
-            program of such a step; else None.
+        Arrays may be `jax.ShapeDtypeStruct` with a sharding. If the host knows whether
+        a decision is due, True or False choose the program of such a step; else None.
         """
         program, _ = self._program(self._key(state), due)
         return program.lower(state, batch, *shared)
@@ -177,9 +174,7 @@ class CompiledStep:
 
     def _jitted(self, key, mapped: _mapped.MappedStep) -> Any:
         structure, placements, _ = key
-        mapped_step = map_over_replicas(
-            self._function, mapped, self._average, self._local
-        )
+        function = map_over_replicas(self._function, mapped, self._average, self._local)
 
         def run(state, batch, *shared):
             replicas = self._mesh.shape[self._axis_name]
@@ -188,7 +183,7 @@ class CompiledStep:
             state = jax.tree.unflatten(structure, leaves)
             inner = _arrays.within_replica(state, placements)
             with _layout.noting(inner), _mapped.mapping(mapped):
-                new, metrics = mapped_step(state, batch, *shared)
+                new, metrics = function(state, batch, *shared)
             if jax.tree.structure(new) == structure:
                 triples = zip(jax.tree.leaves(new), leaves, placements, strict=True)
                 new = [

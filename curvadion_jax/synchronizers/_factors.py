@@ -24,13 +24,9 @@ def average_factors() -> Synchronizer:
     does not make replicas equal.
 
     Returns:
-      A synchronizer for inner optimizers made of :func:`dion` or
-      :func:`scale_by_dion`. `common` holds Q of every state of Dion after the last
-      sync, in order: the power iteration of the next starts from it on every replica.
-
-    Raises:
-      ValueError: at `init` if the inner optimizer's state holds none of Dion's, and
-        when traced if something between swallows the extra argument `reduce_fn`.
+      A synchronizer for inner optimizers made of :func:`dion` or :func:`scale_by_dion`,
+      which must pass on the extra argument `reduce_fn`. `common` holds Q of every state
+      of Dion after the last sync: every replica starts the next power iteration there.
 
     Example:
       >>> import curvadion_jax as cd

@@ -33,9 +33,7 @@ def reconcile(
 
     Args:
       outer: Optax transformation for the outer step. It is given the pseudo-gradient
-        with the anchor as parameters; for DiLoCo
-        ``optax.sgd(0.7, momentum=0.9, nesterov=True)``. None takes a - d, the plain
-        average.
+        with the anchor as parameters. None takes a - d, the plain average.
       compressor: form in which pseudo-gradients are sent, with error feedback: what a
         replica did not send is added to its next one. None means at least float32.
       residual_dtype: dtype in which error feedback is kept from sync to sync; None is
