@@ -64,10 +64,10 @@ def by_device(
 
 def _of_pieces(function, shared: tuple[str, ...], parts: list) -> list:
     """Calls a function on this device's pieces of parts that `shared` axes share."""
-    number = lax.axis_size(shared)
+    devices = lax.axis_size(shared)
 
     def piece(x):
-        pieces = jnp.pad(x.reshape(-1), (0, -x.size % number)).reshape(number, -1)
+        pieces = jnp.pad(x.reshape(-1), (0, -x.size % devices)).reshape(devices, -1)
         return lax.dynamic_index_in_dim(pieces, lax.axis_index(shared), keepdims=False)
 
     def joined(found, x):
@@ -125,8 +125,8 @@ def by_matrix(
     sharded alike.
 
     The function maps stacks [number, fan_in, fan_out] to arrays of their shapes, each
-    matrix by itself. It commutes with permutations of rows and of columns. A stack may
-    be padded with copies of its last matrix.
+    matrix by itself. It must commute with permutations of rows, and of columns if they
+    merge sharded axes. A stack may be padded with copies of its last matrix.
     """
     # In the order in which JAX flattens a dict.
     known = zip(sorted(arrays), layout.specs(arrays), strict=True)
@@ -149,6 +149,7 @@ def by_matrix(
 
 
 def _moved(function, kinds: Mapping[_Kind, list[str]], arrays, views, specs, layout):
+    """Applies the function to whole matrices, some of them on each device."""
     axes = layout.axes
     sharded = {path: specs[path] for paths in kinds.values() for path in paths}
 

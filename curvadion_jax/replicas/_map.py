@@ -21,11 +21,10 @@ def map_over_replicas(
     average: Sequence[str],
     local: Sequence[str],
 ) -> Callable[..., tuple[Any, Any]]:
-    """The step for stacked state [replicas, ...] and the global batch.
+    """Maps a step over stacked state [replicas, ...] and the global batch.
 
-    By `vmap`: what the step does stays as it is written, sharding constraints over the
-    axes inside a replica included. The optimizer in it enters a `shard_map`
-    (`_mapped`).
+    `vmap` leaves the step as it is written, with its sharding constraints over axes
+    inside a replica. The optimizer in it enters a `shard_map` (`_mapped`).
     """
     mesh, axis_name = step.mesh, step.axis_name
     replicas = mesh.shape[axis_name]
@@ -72,7 +71,7 @@ def _inspect(
     state: Any,
     local: Sequence[str],
 ) -> None:
-    """Notes what the program of a step does, and refuses one that trains wrongly."""
+    """Notes what a step's program does, and rejects one that would train wrongly."""
     before, after = (
         [names for names, _ in _paths.leaves_with_names(tree)]
         for tree in (state, traced.result[0])
@@ -122,7 +121,7 @@ def _warn_of_collectives(jaxpr, step: _mapped.MappedStep) -> bool:
 
 
 def _require_one_replica(step: _mapped.MappedStep) -> None:
-    """Rejects a step that changes its state and never synchronises it."""
+    """Rejects, with several replicas, a step that changes its state without a sync."""
     if (replicas := step.mesh.shape[step.axis_name]) > 1:
         raise ValueError(
             "The training step changes its state, and no optimizer in it synchronises: "
@@ -135,7 +134,7 @@ def _require_one_replica(step: _mapped.MappedStep) -> None:
 def _check_sources(after: list[_paths.Names], sources, optimizers) -> None:
     """Rejects a step that chooses between two states of its optimizer."""
     for names, source in zip(after, sources, strict=False):
-        # What is the same on all replicas; each may keep an inner state of its own.
+        # The fields that must agree on all replicas; inner states need not.
         common = _counters.is_within(names, optimizers, {"sync_state", "metrics"})
         if common and source == _jax_internals.MIXED:
             raise ValueError(
