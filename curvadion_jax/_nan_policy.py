@@ -125,7 +125,7 @@ def is_finite(state: Any, params: optax.Params) -> jax.Array:
 def restarted(
     inner: optax.GradientTransformation, params, state, keep: jax.Array
 ) -> optax.OptState:
-    """Restarts the inner optimizer's state unless it is to be kept.
+    """Restarts the inner optimizer's state unless `keep` is true.
 
     Counts of schedules and injected hyperparameters (`optax.inject_hyperparams`) stay.
     """

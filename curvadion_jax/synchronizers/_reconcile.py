@@ -72,8 +72,7 @@ def reconcile(
             lambda x, a: _trees.wide(x) - _trees.wide(a), moved, anchor
         )
 
-        # 1. The mean drift, and what each replica has not sent of its own. An absent
-        # replica contributes its drift later.
+        # 1. The mean drift, and what is left unsent. An absent replica sends its later.
         mean, residual = mean_with_feedback(
             compressor, drift, state.residual, local, group
         )
@@ -96,18 +95,16 @@ def reconcile(
         kept = _finite.or_zeros(~local.present & local.healthy, drift)
         target = jax.tree.map(lambda a, d: (a + d).astype(a.dtype), new, kept)
         updates = jax.tree.map(_move_to, target, params)
-        state = SyncState(
-            anchor=_finite.where_finite(new, new, anchor),
-            common=outer_state,
-            residual=residual,
-        )
+        anchor = _finite.where_finite(new, new, anchor)
+        state = SyncState(anchor=anchor, common=outer_state, residual=residual)
         return updates, local.inner_state, state
 
-    def payload(params, inner_state, views):
-        del inner_state, views
-        return form.payload(params)
-
-    return Synchronizer(init, sync, payload, after_local_step=True)
+    return Synchronizer(
+        init=init,
+        sync=sync,
+        payload=lambda params, inner_state, views: form.payload(params),
+        after_local_step=True,
+    )
 
 
 def mean_with_feedback(
