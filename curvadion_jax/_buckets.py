@@ -122,7 +122,7 @@ class Bucket:
             found = jax.lax.map(
                 lambda index: function(index, self.piece_rows), jnp.arange(self.pieces)
             )
-            parts.append(found.reshape(-1, *found.shape[2:]))  # [pieces, n, ...] before
+            parts.append(found.reshape(-1, *found.shape[2:]))  # from [pieces, n, ...]
         if self.last_rows or not parts:  # An array may be empty.
             parts.append(function(self.pieces, self.last_rows))
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

@@ -76,11 +76,10 @@ def update(
     has_constants: bool = False,
     **arguments: Any,
 ) -> tuple[Any, Any]:
-    """``function(gradients, state, params, **arguments)`` of one replica.
+    """Calls ``function(gradients, state, params, **arguments)`` of one replica.
 
-    Inside `replicas.step` under `shard_map`; elsewhere where it is called. With
-    `has_constants` the function may close over values that are being traced, as under
-    `optax.inject_hyperparams`.
+    In `replicas.step` it runs under `shard_map`. With `has_constants` the function may
+    close over values that are being traced, as under `optax.inject_hyperparams`.
     """
     step = current()
     if step is None or jax.sharding.get_abstract_mesh().manual_axes:
@@ -92,7 +91,7 @@ def update(
         for name, value in arguments.items()
         if any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(value))
     }
-    static = {k: v for k, v in arguments.items() if k not in arrays}
+    static = {name: x for name, x in arguments.items() if name not in arrays}
     function = functools.partial(function, **static)
     operands = [gradients, state, params, arrays]
     # A function among the arguments may close over traced values, too.
@@ -124,10 +123,10 @@ def update(
 
 
 def _with_consts(function, step: MappedStep, operands):
-    """The function with the arrays that it closes over as a last argument, and these.
+    """Returns the function with its constants as a last argument, and the constants.
 
-    It becomes a program, traced without types that say what differs between replicas:
-    the arrays that it closes over have none yet.
+    These are the arrays that it closes over. It is traced without types that say what
+    differs between replicas, because the constants have none yet.
     """
     found = []
 

@@ -273,9 +273,8 @@ def budget(
         integral = jnp.where(finite, _clip_log_factor(integral), state.integral)
 
         fire = (requested & allowed) | required
-        return measured._replace(fire=fire, threshold=threshold), BudgetState(
-            of_state, integral, peak, share, since_step, since_sync
-        )
+        state = BudgetState(of_state, integral, peak, share, since_step, since_sync)
+        return measured._replace(fire=fire, threshold=threshold), state
 
     return Trigger(init, decide)
 
