@@ -235,9 +235,10 @@ class _Replica:
             stepped = _guards.locally(self.local_step, *operands, axis_name=axis_name)
             results = _then_once(fire, self.sync_after, stepped, axis_name)
         else:
-            results = _choose(
-                fire, self.sync_instead, self.local_step, *operands, axis_name=axis_name
+            branches = _branches(
+                self.sync_instead, self.local_step, *operands, axis_name=axis_name
             )
+            results = _choose(fire, branches, operands)
         updates, inner_state, sync_state, faults = results
 
         # 4. What happened is counted. One replica sends nothing.
@@ -365,18 +366,6 @@ def _sync_cost(payload: Payload, params, replicas: int) -> float:
     return payload.as_averaged(replicas) / max(_trees.float32_bytes(params), 1)
 
 
-def _choose(fire, sync: Branch, local: Branch, *operands, axis_name: str | None):
-    """The results of a sync, or of a step that sends nothing, by the one `lax.cond`.
-
-    `fire` is the same on all replicas; where it is a Python bool that branch is the
-    program.
-    """
-    branches = _branches(sync, local, *operands, axis_name=axis_name)
-    if isinstance(fire, bool):
-        return branches[0 if fire else 1](*operands)
-    return lax.cond(fire, *branches, *operands)
-
-
 def _branches(sync: Branch, local: Branch, *operands, axis_name: str | None):
     """Both branches checked, with results marked as varying over the same axes.
 
@@ -395,6 +384,17 @@ def _branches(sync: Branch, local: Branch, *operands, axis_name: str | None):
     return marked(synced), marked(alone)
 
 
+def _choose(fire, branches: tuple[Branch, Branch], operands: tuple) -> Any:
+    """The results of a sync, or of a step that sends nothing, by the one `lax.cond`.
+
+    `fire` is the same on all replicas. A Python bool makes that branch the program.
+    """
+    sync, local = branches
+    if isinstance(fire, bool):
+        return sync(*operands) if fire else local(*operands)
+    return lax.cond(fire, sync, local, *operands)
+
+
 def _then_once(fire, sync: Branch, stepped: tuple, axis_name: str | None):
     """The results of a local step, or of a sync that follows it.
 
@@ -407,13 +407,10 @@ def _then_once(fire, sync: Branch, stepped: tuple, axis_name: str | None):
     stepped = _collectives.vary(stepped, axis_name)
     branches = _branches(sync, keep, *stepped, axis_name=axis_name)
     if isinstance(fire, bool):
-        return branches[0 if fire else 1](*stepped)
+        return _choose(fire, branches, stepped)
     # A loop must begin with arrays marked like those that it ends with.
     marked = branches[1](*stepped)
     if jax.tree.map(jax.typeof, marked) != jax.tree.map(jax.typeof, stepped):
         branches = _branches(sync, keep, *marked, axis_name=axis_name)
-
-    def once(_, stepped):
-        return lax.cond(fire, *branches, *stepped)
-
+    once = lambda _, stepped: _choose(fire, branches, stepped)  # noqa: E731
     return lax.fori_loop(0, fire.astype(jnp.int32), once, marked)

@@ -91,7 +91,7 @@ class ConsistencyCheck:
                 f"{some}. Move what changes them before or into the optimizer, average "
                 "them with replicas.step(average=...), or name them in "
                 "replicas.step(local=...) if they are meant to differ.",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def _differing(self, state: Any) -> list[str] | None:
