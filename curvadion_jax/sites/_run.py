@@ -112,7 +112,7 @@ def join(store: Store, name: str) -> int:
     # A listing may be old. So what is there is passed, and not listed again.
     while not store.create(member_key(name, incarnation, "json"), own):
         incarnation += 1
-    again = store.create(member_key(name, incarnation, "json"), b"{}")
+    again = store.create(member_key(name, incarnation, "json"), uuid.uuid4().bytes)
     # A site that has joined under this name meanwhile may have removed the first.
     if again and incarnation >= members(store.keys(MEMBERS)).newest.get(name, 0):
         raise RuntimeError(
