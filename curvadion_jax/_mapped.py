@@ -8,7 +8,7 @@ send what they are given. (Under `vmap` alone both branches would run on every s
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _collectives, _guards, _jax_internals, _layout
+from curvadion_jax import _collectives, _guards, _jax_internals, _layout, _paths
 from curvadion_jax._interfaces import Trigger
 
 
@@ -33,6 +33,7 @@ class MappedStep:
     # Number of steps taken -> `due`, set by an optimizer whose trigger says so.
     due_of: Callable[[int], bool] | None = None
     updates: int = 0  # by optimizers that synchronise
+    counters: Sequence[_paths.Names] = ()  # of their steps, as far as they change
     communicates: bool = False  # over the axis, besides the optimizer
     # Whether `vmap` maps the traced step now; an earlier one is the user's own.
     is_program: bool = False

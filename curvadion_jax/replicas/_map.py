@@ -81,7 +81,11 @@ def _inspect(
     # The arrays of the state that the step returns as they are.
     kept = {x for i, (x, j) in enumerate(zip(before, sources, strict=False)) if i == j}
     optimizers = _counters.optimizer_paths(after)
-    step.updates = _count_updates(jaxpr, optimizers, kept)
+    counters = [(*path, "metrics", "steps") for path in optimizers]
+    step.counters = [names for names in counters if names not in kept]
+    # If no step is counted, the update was looked at and dropped.
+    dropped = bool(counters) and not step.counters
+    step.updates = 0 if dropped else _jax_internals.updates_in(jaxpr)
     step.communicates = _warn_of_collectives(jaxpr, step)
     _paths.check_named(before, local, "local")
     changed = [
@@ -94,14 +98,6 @@ def _inspect(
     if changed and not step.updates:
         _require_one_replica(step)
     _check_sources(after, sources, optimizers)
-
-
-def _count_updates(jaxpr, optimizers, kept: set[_paths.Names]) -> int:
-    """Counts updates of optimizers that synchronise, if the step keeps their states."""
-    updates = _jax_internals.updates_in(jaxpr)
-    # If no step is counted, the update was looked at and dropped.
-    counters = [(*path, "metrics", "steps") for path in optimizers]
-    return 0 if counters and kept.issuperset(counters) else updates
 
 
 def _warn_of_collectives(jaxpr, step: _mapped.MappedStep) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from curvadion_jax import _counters, _layout, _mapped, _paths
+from curvadion_jax import _layout, _mapped, _paths
 from curvadion_jax.replicas import _arrays
 from curvadion_jax.replicas._consistency import ConsistencyCheck
 from curvadion_jax.replicas._map import map_over_replicas
@@ -157,11 +157,9 @@ class CompiledStep:
             self._programs[key, None] = self._programs.pop((key, False))
         # By names, since a framework may keep the state in its own classes.
         names = [names for names, _ in _paths.leaves_with_names(operands[0])]
-        counters = [
-            (*path, "metrics", "steps") for path in _counters.optimizer_paths(names)
-        ]
+        counters = [names.index(each) for each in mapped.counters if each in names]
         is_known = mapped.updates == 1 and len(counters) == 1
-        counter = names.index(counters[0]) if counters else None
+        counter = counters[0] if counters else None
         return _Schedule(counter, mapped.due_of if is_known else None)
 
     def _program(self, key, due: bool | None) -> tuple[Any, _mapped.MappedStep]:

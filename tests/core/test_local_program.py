@@ -254,6 +254,21 @@ def test_what_is_traced_for_one_step_does_not_serve_another():
         assert now[1].metrics.votes.tolist() == [0, 0]
 
 
+def test_steps_of_two_optimizers_in_turn_need_no_vote():
+    """As those of a GAN: each hands the other's state through."""
+    tx, mesh = OPTIMIZERS["local_sgd"](), cd.replicas.make_mesh(2)
+    both = dict.fromkeys("ab", helpers.start(tx, helpers.make_params(), mesh))
+    (batch,) = helpers.make_gradients(1, 2)
+    train = of_rows(helpers.train_step(tx))
+    for one in "ab":
+        turn = lambda both, x, one=one: (both | {one: train(both[one], x)[0]}, {})  # noqa: E731
+        step = cd.replicas.step(turn, mesh)
+        for _ in range(3):
+            both, _ = step(both, batch)
+        assert both[one][1].metrics.syncs.tolist() == [1, 1]
+        assert both[one][1].metrics.votes.tolist() == [0, 0]
+
+
 def of_rows(train):
     """The step for gradients [replicas, ...], of which a replica has one row."""
     return lambda state, batch: train(state, jax.tree.map(lambda g: g[0], batch))

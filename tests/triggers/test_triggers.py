@@ -13,14 +13,7 @@ from jax import lax
 
 import curvadion_jax as cd
 from curvadion_jax import synchronizers, triggers
-from curvadion_jax.triggers import (
-    always,
-    at_intervals,
-    at_least_every,
-    evenly,
-    every_k,
-    never,
-)
+from curvadion_jax.triggers import at_intervals, at_least_every, evenly, every_k
 
 # Fires after steps 3, 7, 15, ...; remembers the step that it last fired after.
 DOUBLING = triggers.Trigger(
@@ -54,9 +47,9 @@ def as_text(synced):
 @pytest.mark.parametrize(
     ("trigger", "schedule"),
     [
-        pytest.param(always(), "1111", id="always"),
+        pytest.param(triggers.always(), "1111", id="always"),
         pytest.param(triggers.Trigger(lambda *_: (), None), "1111", id="neither"),
-        pytest.param(never(), "0000", id="never"),
+        pytest.param(triggers.never(), "0000", id="never"),
         pytest.param(every_k(1), "1111", id="every-1"),
         pytest.param(every_k(3), "0010010010", id="every-3"),
         pytest.param(evenly(0.4), "0010100101", id="evenly"),
