@@ -74,7 +74,7 @@ def adaptive_sync(
     On a step on which a decision is due each replica's trigger answers. If any replica
     requests a sync, all take a sync step; else all take a local step, which sends
     nothing. Triggers that go by the step number alone (`triggers.evenly`, `every_k`)
-    need no vote.
+    need no vote under `replicas.step`, or where `due` is passed.
 
     Call it inside `curvadion_jax.replicas.step`, or your own `shard_map` in which
     parameters and optimizer state have a leading replica axis (the body strips it) and
@@ -127,7 +127,7 @@ def adaptive_sync(
     """
     inner = optax.with_extra_args_support(inner)
     _collectives.check_axis_name(axis_name)
-    built_in_trace = _mapped.is_tracing()
+    built_while_tracing = _mapped.is_tracing()
 
     def init_fn(params):
         views = _partition.matrix_views(params, dimension_numbers)
@@ -185,7 +185,7 @@ def adaptive_sync(
             updates,
             state,
             params,
-            has_constants=built_in_trace,
+            has_constants=built_while_tracing,
             **extra_args,
         )
 
@@ -398,19 +398,20 @@ def _choose(fire, branches: tuple[Branch, Branch], operands: tuple) -> Any:
 def _then_once(fire, sync: Branch, stepped: tuple, axis_name: str | None):
     """The results of a local step, or of a sync that follows it.
 
-    A loop of one pass or none: XLA copies what a conditional hands through
-    (https://github.com/jax-ml/jax/issues/39449), and leaves what goes through a loop
-    that does not run where it is. The conditional inside keeps XLA from computing in
-    front of the loop what a sync needs and no pass changes.
+    The conditional is in a loop of one pass or none. Alone, XLA would copy all that it
+    passes through unchanged (https://github.com/jax-ml/jax/issues/39449); a loop that
+    does not run copies nothing. And a loop alone would not do: XLA would move what does
+    not depend on the pass in front of it, and compute it on every step.
     """
     keep = lambda *stepped: stepped  # noqa: E731
     stepped = _collectives.vary(stepped, axis_name)
     branches = _branches(sync, keep, *stepped, axis_name=axis_name)
     if isinstance(fire, bool):
         return _choose(fire, branches, stepped)
-    # A loop must begin with arrays marked like those that it ends with.
-    marked = branches[1](*stepped)
-    if jax.tree.map(jax.typeof, marked) != jax.tree.map(jax.typeof, stepped):
-        branches = _branches(sync, keep, *marked, axis_name=axis_name)
+    # A loop must begin with the types that it ends with, marks of what varies included.
+    _, kept = branches
+    begin = kept(*stepped)
+    if jax.tree.map(jax.typeof, begin) != jax.tree.map(jax.typeof, stepped):
+        branches = _branches(sync, keep, *begin, axis_name=axis_name)
     once = lambda _, stepped: _choose(fire, branches, stepped)  # noqa: E731
-    return lax.fori_loop(0, fire.astype(jnp.int32), once, marked)
+    return lax.fori_loop(0, fire.astype(jnp.int32), once, begin)

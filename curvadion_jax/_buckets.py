@@ -1,7 +1,7 @@
 """Arrays in pieces of bounded size, for compressors that encode blocks of elements.
 
 Small arrays are put together, and large ones are taken apart. So a program grows with
-the number of elements and not of arrays, and its temporary memory with neither.
+the number of elements and not of arrays, and the work of encoding stays in a piece.
 """
 
 import functools
@@ -45,27 +45,27 @@ def make_buckets(arrays: Sequence[jax.Array], block: int) -> list["Bucket"]:
 
 
 class Bucket:
-    """Arrays of one dtype as a table, which is encoded in pieces, one after the other.
+    """Arrays of one dtype as a table, which is encoded piece by piece.
 
-    Each of several arrays begins a block. A piece has whole rows and whole blocks, so
-    eight rows, or rows that fill whole blocks, are in one piece however long they are.
+    A single array keeps its last axis as the table's columns. Of several arrays each
+    row is a block. A piece has whole rows and whole blocks, about `PIECE` elements.
     """
 
     def __init__(self, arrays: Sequence[jax.Array], block: int, first_block: int):
         self.arrays, self.block = arrays, block
         self.first_block = first_block  # Its number among the blocks of all buckets.
-        joined, piece = arrays[0], PIECE
-        if len(arrays) > 1 or not joined.size:
-            joined = jnp.concatenate([_in_blocks(x, block) for x in arrays])
+        if len(arrays) == 1 and arrays[0].size:
+            self.table, largest = _as_table(arrays[0]), PIECE
+        else:
+            self.table = jnp.concatenate([_in_blocks(x, block) for x in arrays])
             # In two pieces at least: outside of a loop XLA would put the work into the
             # program once for every array that is cut out of the result.
-            piece = min(piece, joined.size // 2)
-        self.table = _as_table(joined)
+            largest = min(PIECE, self.table.size // 2)
         rows, self._columns = len(self.table), math.prod(self.table.shape[1:])
-        # Rows that fill blocks, eight together as TPUs keep them.
+        # The fewest rows that fill whole blocks, in groups of eight as TPUs keep them.
         unit = math.lcm(8, block // math.gcd(block, self._columns))
-        self.piece_rows = max(piece // (self._columns * unit), 1) * unit
-        self.pieces = rows // self.piece_rows if joined.size > piece else 0
+        self.piece_rows = max(largest // (self._columns * unit), 1) * unit
+        self.pieces = rows // self.piece_rows if self.table.size > largest else 0
         self.last_rows = rows - self.pieces * self.piece_rows  # of a shorter last piece
 
     def encode(self, encode: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -131,9 +131,8 @@ class Bucket:
         """A piece's encoded blocks [n, bytes], and the number of the first."""
         blocks_per_piece = self.piece_rows * self._columns // self.block
         first = self.first_block + index * blocks_per_piece
-        return _take(
-            encoded, first, math.ceil(rows * self._columns / self.block)
-        ), first
+        count = math.ceil(rows * self._columns / self.block)
+        return _take(encoded, first, count), first
 
     def _split(self, table: jax.Array) -> list[jax.Array]:
         """The arrays that a table like the bucket's is made of."""

@@ -120,7 +120,7 @@ class Group:
     ) -> list[tuple[jax.Array, ...]]:
         """What ``function(group, leaves)`` returns, for every device's part of them.
 
-        For every leaf of the tree a tuple of arrays like it. Where a replica has
+        It is, for each leaf, a tuple of arrays of its shape. Where a replica has
         several devices, each calls the function with its own parts of the leaves and
         the group to use there (see `_within_replica.by_device`). So taking an array
         apart moves nothing inside the replica, and nothing crosses between replicas
@@ -140,22 +140,26 @@ class Group:
         return vary(jax.tree.map(collective, tree), self.axis_name)
 
     def _sums(self, tree: Any) -> Any:
-        """Sums of varying arrays, each element sent once where it can be seen how."""
-        (leaves, structure), layout = jax.tree.flatten(tree), self.layout
-        specs = layout.specs(tree) if layout.axes else []
-        cut = {
-            index: (leaves[index], spec)
-            for index, spec in enumerate(specs)
-            if spec is not None
-            and _within_replica.shared_by(leaves[index], spec, layout)
-        }
-        rest = {index: x for index, x in enumerate(leaves) if index not in cut}
-        sums = lax.psum(rest, self.axis_name)
-        if cut:
-            arrays, divisions = zip(*cut.values(), strict=True)
-            sums_of = lambda xs: [(x,) for x in lax.psum(xs, self.axis_name)]  # noqa: E731
-            pieces = _within_replica.by_device(sums_of, arrays, divisions, layout)
-            sums |= {index: x for index, (x,) in zip(cut, pieces, strict=True)}
+        """Sums of varying arrays. What several devices hold is sent in pieces, once."""
+        psum = functools.partial(lax.psum, axis_name=self.axis_name)
+        if not self.layout.axes:
+            return psum(tree)
+        leaves, structure = jax.tree.flatten(tree)
+        specs: list[Any] = self.layout.specs(tree)
+        shared = [
+            spec is not None and _within_replica.shared_by(x, spec, self.layout)
+            for x, spec in zip(leaves, specs, strict=True)
+        ]
+        cut = [index for index, axes in enumerate(shared) if axes]
+        rest = [index for index, axes in enumerate(shared) if not axes]
+        pieces = _within_replica.by_device(
+            lambda xs: [(total,) for total in psum(xs)],
+            [leaves[index] for index in cut],
+            [specs[index] for index in cut],
+            self.layout,
+        )
+        sums = dict(zip(rest, psum([leaves[index] for index in rest]), strict=True))
+        sums |= {index: total for index, (total,) in zip(cut, pieces, strict=True)}
         return structure.unflatten(sums[index] for index in range(len(leaves)))
 
 

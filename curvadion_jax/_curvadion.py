@@ -66,8 +66,7 @@ def curvadion(
       momentum: decay rate of the local momentum; a number in [0, 1) or a schedule.
       weight_decay, weight_decay_mask, mu_dtype: as for :func:`dion`.
       budget: bytes to send, as a fraction of an all-reduce of all gradients in float32
-        on every step. If neither `budget` nor `threshold` is given, 0.01. The 4 bytes
-        sent for each decision are not counted.
+        on every step. The 4 bytes of each vote are not counted.
       bits: bits per element of the pseudo-gradients: 8, 4, 2 or 1. None means 2. Cannot
         be combined with `synchronizer`.
       adam_learning_rate, other_optimizer, dimension_numbers: as for :func:`dion`.
@@ -102,6 +101,7 @@ def curvadion(
     _arguments.check_exclusive(threshold=threshold, budget=budget)
     if threshold is None:
         budget = BUDGET if budget is None else budget
+        _arguments.check_fraction(budget, "budget")
         trigger = triggers.budget(budget, ahead=_BOUNDS, behind=_BOUNDS)
     else:
         trigger = triggers.relative_momentum_change(threshold)

@@ -31,7 +31,7 @@ def all_finite(tree: Any) -> jax.Array:
 def norms_finite(tree: Any) -> jax.Array:
     """Whether no array has a NaN or Inf, or squares that overflow, bool[].
 
-    In float32 squares of 1e20 do, so their matrix has no norm.
+    The square of 1e20 overflows float32, so a matrix that holds it has no norm.
     """
 
     def squares(x):

@@ -46,7 +46,7 @@ def trace_local(
 ) -> Traced:
     """Traces a function that must not communicate over the axis.
 
-    Replicas of several devices must not branch in it by what differs between them.
+    With several devices per replica, it must not branch on replica-varying values.
     """
     traced = trace(function, *operands)
     if axis_name is None:

@@ -38,14 +38,12 @@ class Payload(NamedTuple):
         return Payload(self.averaged + other.averaged, self.gathered + other.gathered)
 
     def as_averaged(self, replicas: int) -> float:
-        """The bytes of an all-reduce for which each replica sends as much."""
+        """Size of the all-reduce that costs each replica as many bytes."""
         return self.averaged + self.gathered * replicas / 2
 
 
 class Observation(NamedTuple):
     """What a trigger sees of its own replica on every step.
-
-    The fields have defaults so that a trigger can be called by hand, as in its tests.
 
     Attributes:
       gradients: this step's gradients, tree of the parameters; zeros where `finite` is
@@ -200,8 +198,8 @@ class LocalStep(NamedTuple):
         `after_local_step`.
       updates: with `after_local_step` those of the step that was taken.
       weight: float32[], weight of this replica in the means of this sync; 0 if it
-        takes no part. Weights have a mean of 1 over the replicas, so `group.mean` of
-        weight times x is the weighted mean. Replica-varying.
+        takes no part. Weights have a mean of 1 over the replicas (0 if none takes
+        part), so `group.mean` of weight times x is the weighted mean. Replica-varying.
       expected: float32[], replicas that take part over those that are not excluded.
         Multiply a mean by it if absent replicas will add their part later.
       healthy: bool[], whether all that this replica has is finite. Replica-varying.

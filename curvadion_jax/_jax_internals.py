@@ -32,6 +32,9 @@ from jax.extend.core import (
 _SILENT = ("axis_index", "pvary")
 # Primitives that choose between two arrays; a sum of products with 0 and 1 does so too.
 _CHOICES, _SUMS = ("select_n", "cond"), ("add", "add_any", "sub")
+# Primitives that leave the numbers of their only operand as they are.
+_COPIES = ("convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim")
+_COPIES += ("sharding_constraint", "reshard", "optimization_barrier", "pvary")
 MIXED = -1
 # Name scope of the optimizer's own communication.
 SCOPE = "curvadion_jax.update"
@@ -118,8 +121,9 @@ def updates_in(jaxpr: Jaxpr) -> int:
 def sources(jaxpr: Jaxpr) -> list[int | None]:
     """The index of the input that each result of a step is equal to.
 
-    None if the result is computed, MIXED if it is chosen from two arrays. Results are
-    followed back through jitted functions, loops, and equations of one operand.
+    None if the result is computed, MIXED if it is chosen from two arrays, or computed
+    from such a choice alone. Results are followed back through jitted functions, loops
+    that hand an array through, and equations of one operand.
     """
     made_by = {x: (e, i) for e in jaxpr.eqns for i, x in enumerate(e.outvars)}
     inputs = {x: i for i, x in enumerate(jaxpr.invars)}
@@ -148,8 +152,10 @@ def sources(jaxpr: Jaxpr) -> list[int | None]:
             found = of_bodies[id(equation)][index]
             if found is None or found == MIXED:
                 return found
-            is_whole = len(body.invars) == len(operands)
-            return source(operands[found]) if is_whole else None
-        return source(operands[0]) if len(operands) == 1 else None
+            # A while loop has operands for its condition, so indices do not match.
+            matches = len(body.invars) == len(operands)
+            return source(operands[found]) if matches else None
+        found = source(operands[0]) if len(operands) == 1 else None
+        return found if name in _COPIES or found == MIXED else None
 
     return [source(x) for x in jaxpr.outvars]

@@ -45,7 +45,7 @@ class Layout:
     def specs(self, tree: Any) -> list[PartitionSpec | None]:
         """The sharding of each array of a tree like the parameters, None if unknown.
 
-        An array of the state has it, of the same shape and a path that ends alike.
+        It is that of the state's array of the same shape whose path ends in this one.
         """
         known = [self._by_path(p, x.shape) for p, x in _paths.leaves_with_path(tree)]
         return [None if spec is None else _over(spec, self.axes) for spec in known]
@@ -74,10 +74,13 @@ class Layout:
         return lax.with_sharding_constraint(factor, PartitionSpec(*others, None))
 
     def _by_path(self, path: str, shape: tuple[int, ...]) -> PartitionSpec | None:
-        for each in self.placed:
-            if each.shape == shape and f"/{each.path}".endswith(f"/{path}"):
-                return each.spec
-        return None
+        """The sharding of the array with the shortest path that ends in this one."""
+        found = [
+            each
+            for each in self.placed
+            if each.shape == shape and f"/{each.path}".endswith(f"/{path}")
+        ]
+        return min(found, key=lambda each: len(each.path)).spec if found else None
 
 
 ONE_DEVICE = Layout()

@@ -101,7 +101,9 @@ def local_muon(
         nesterov=True,
     )
     if trigger is None:
-        trigger = triggers.evenly(BUDGET if budget is None else budget)
+        budget = BUDGET if budget is None else budget
+        _arguments.check_fraction(budget, "budget")
+        trigger = triggers.evenly(budget)
 
     def matrices(numbers):
         return muon(

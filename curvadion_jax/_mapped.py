@@ -2,8 +2,8 @@
 
 `replicas.step` maps the user's step by `vmap` over the leading replica axis, so that it
 runs unchanged and its gradients are each replica's own. The update alone enters a
-`shard_map` over the replica axis: there `lax.cond` stays a condition, and collectives
-send what they are given. (Under `vmap` alone both branches would run on every step.)
+`shard_map` over the replica axis: there collectives send what they are given, and types
+tell what differs between replicas.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ class MappedStep:
     due_of: Callable[[int], bool] | None = None
     updates: int = 0  # by optimizers that synchronise
     counters: Sequence[_paths.Names] = ()  # of their steps, as far as they change
-    communicates: bool = False  # over the axis, besides the optimizer
-    # Whether `vmap` maps the traced step now; an earlier one is the user's own.
+    communicates: str = ""  # what it sends over the axis, besides the optimizer
+    # False while the step is traced by itself: then a `vmap` is the user's own.
     is_program: bool = False
 
 

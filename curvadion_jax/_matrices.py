@@ -105,7 +105,7 @@ class MatrixView:
     def product(self, left: jax.Array, right: jax.Array) -> jax.Array:
         """L R^T of ``[*batch, rows, r]`` and ``[*batch, cols, r]``: ``[shape]``.
 
-        Computed in the parameter's order: to transpose the product costs as much again.
+        Computed in the parameter's order: transposing the product would cost as much.
         """
         first, second = (left, right) if self._rows_first else (right, left)
         return _in_shape(matmul(first, second.mT), self.shape, self._order)
@@ -147,11 +147,6 @@ def make_view(
 
     Axes may be negative. An axis that does not exist or is named twice, and a matrix
     without elements, are a ValueError.
-
-    Example:
-      >>> view = make_view((12, 64, 256), 1, 2)
-      >>> view.batch, view.rows, view.cols, view.scale
-      ((12,), 256, 64, 2.0)
     """
     fan_in = normalize_axis_tuple(fan_in_axes, len(shape), "reduction_axis")
     fan_out = normalize_axis_tuple(fan_out_axes, len(shape), "output_axis")
@@ -165,12 +160,7 @@ def make_view(
 
 
 def resolve_rank(cols: int, rank: int | float) -> int:
-    """The rank of a matrix: an int, clipped to the smaller side, or a fraction of it.
-
-    Example:
-      >>> [resolve_rank(30, rank) for rank in (0.25, 4, 64, 1.0)]
-      [8, 4, 30, 30]
-    """
+    """Rank of a matrix: an int, clipped to the smaller side, or a fraction of it."""
     if isinstance(rank, int):
         return min(rank, cols)
     # 0.07 * 100 is 7.000000000000001 in floating point, and means 7.

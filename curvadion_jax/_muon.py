@@ -25,7 +25,7 @@ def muon(
     weight_decay_mask: Any | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Muon for matrices, with the results and the arguments of `optax.contrib.muon`.
+    """Muon for matrices, with the results and defaults of `optax.contrib.muon`.
 
     In a replica of several devices Optax gathers whole stacks in every Newton-Schulz
     iteration. Here every device gets whole matrices once, and iterates alone.

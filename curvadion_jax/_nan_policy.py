@@ -106,7 +106,7 @@ def participation(
 
 
 def is_finite(state: Any, params: optax.Params) -> jax.Array:
-    """Whether a state is finite; scalars of no parameter may be infinite."""
+    """Whether a state is finite; scalars that belong to no parameter may be Inf."""
     leaves = _paths.leaves_with_names(params)
     scalars = {names for names, x in leaves if names and not jnp.ndim(x)}
 
@@ -129,12 +129,10 @@ def restarted(
 
     Counts of schedules and injected hyperparameters (`optax.inject_hyperparams`) stay.
     """
-    own = iter(_momentum.dion_states(state))
-    # To draw Dion's Q at random, as at the start, would take longer than the rest of a
-    # sync.
+    # Drawing Dion's Q at random, as `init` does, takes longer than the rest of a sync.
     fresh = _momentum.with_dion(
         inner.init(params),
-        lambda x: x._replace(q=jax.tree.map(_power_iteration.cosines, next(own).q)),
+        lambda x: x._replace(q=jax.tree.map(_power_iteration.cosines, x.q)),
     )
     return jax.tree.map(
         lambda x, new: x if x is new else jnp.where(keep, x, jnp.asarray(new, x.dtype)),

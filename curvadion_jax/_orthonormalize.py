@@ -1,7 +1,7 @@
 """Orthonormal bases of tall matrices, one or a stack of them, on every backend.
 
-Cholesky QR, column-scaled, shifted and repeated: matrix products and one small (r, r)
-factorisation, so it runs in float32 on accelerators, shards along the rows and batches.
+Cholesky QR, column-scaled, shifted and repeated: matrix products and small (r, r)
+factorisations, so it runs in float32 on accelerators, shards along rows and batches.
 
 The basis follows the order of the columns, with the signs of a QR whose triangle has a
 positive diagonal: similar matrices on replicas get similar bases. Directions that are

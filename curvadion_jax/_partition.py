@@ -176,25 +176,26 @@ def _scan_axis(
 ) -> int | None:
     """The axis of a scan over layers: 0, or 1 as in MaxText; None without a scan.
 
-    [layers, D, H*Dh] and [D, H, Dh] look alike; the norms' scales nearest in the tree,
-    [layers, D], [D, layers] or [D], tell them apart, and kernels next to them where
-    there are as many layers as D. A LookupError where there is no scale.
+    [layers, D, H*Dh] and [D, H, Dh] look alike. The scales of the nearest norms tell
+    them apart: [layers, D], [D, layers] or, without a scan, [D]. If there are as many
+    layers as D, the axis that all kernels nearby have alike is that of the layers.
+
+    Raises:
+      LookupError: if no norm has a scale.
     """
-    scales = {o[:-1]: s for o, s in shapes.items() if o and o[-1].lower() == "scale"}
     for depth in range(len(names) - 1, -1, -1):
-        near = [s for other, s in scales.items() if other[:depth] == names[:depth]]
-        if not near:
+        near = {o: s for o, s in shapes.items() if o[:depth] == names[:depth]}
+        scales = [s for o, s in near.items() if o and o[-1].lower() == "scale"]
+        if not scales:
             continue
-        if any(len(s) != 2 for s in near):
+        if any(len(scale) != 2 for scale in scales):
             return None
-        beside = [
-            s for o, s in shapes.items() if o[:depth] == names[:depth] and len(s) > 2
-        ]
-        axes = [a for a in (0, 1) if {s[a] for s in near} == {shape[a]}]
-        if len(axes) == 2:  # [layers, D, ...] or [D, layers, ...]
-            firsts, seconds = ({s[axis] for s in beside} for axis in (0, 1))
-            return 1 if len(firsts) > 1 and len(seconds) == 1 else 0
-        return axes[0] if axes else None
+        axes = [axis for axis in (0, 1) if {s[axis] for s in scales} == {shape[axis]}]
+        if len(axes) < 2:
+            return axes[0] if axes else None
+        kernels = [s for s in near.values() if len(s) > 2]
+        first, second = ({s[axis] for s in kernels} for axis in (0, 1))
+        return 1 if len(first) > 1 and len(second) == 1 else 0
     raise LookupError(names)
 
 

@@ -1,7 +1,7 @@
 """Dion's step: one step of power iteration from a right factor.
 
-Mathematics without Optax, axes or layouts: communication comes in as functions that are
-applied between the two products. Symbols as in Ahn et al. (arXiv 2504.05295), for
+Mathematics without Optax, axes or layouts: communication comes in as functions, applied
+to B or to each of the two products. Symbols as in Ahn et al. (arXiv 2504.05295), for
 parameters seen as stacks [..., rows, cols] with rows >= cols:
 
 ====== ==================== ==================== ===================================
@@ -42,8 +42,8 @@ def initial_q(name: str, view: MatrixView, r: int, dtype) -> jax.Array:
 def cosines(q: jax.Array) -> jax.Array:
     """Orthonormal columns of the shape of Q, from a cosine transform.
 
-    They cost little, and none of their elements is zero for all columns: the matrix may
-    have a zero column, as of an input that is never active.
+    They cost little. Unit vectors would not do: one of them may meet a zero column of
+    the matrix, as of an input that is never active, and give nothing.
     """
     cols, r = q.shape[-2:]
     frequency = jnp.arange(r)[None]

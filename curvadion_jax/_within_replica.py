@@ -20,8 +20,8 @@ from curvadion_jax import _orthonormalize
 from curvadion_jax._layout import Layout, named_axes
 from curvadion_jax._matrices import MatrixView, Named, make_view
 
-# Elements per device. Every device sends a smaller array whole: to join its pieces
-# again would take another message inside the replica.
+# Elements per device. Every device sends a smaller array whole, because joining its
+# pieces again takes another message inside the replica.
 _LEAST_PIECE = 256
 
 

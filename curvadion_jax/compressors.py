@@ -3,7 +3,7 @@
 A compressor replaces a mean by an approximation that costs fewer bytes. It also returns
 the part of each replica's arrays that is missing from the mean (`unsent`), so that
 ``mean == group.mean(tree - unsent)``. A caller that adds it to the next arrays (error
-feedback) delays information and drops none; the delay may still cost loss.
+feedback) delays information and drops none; the delay may still raise the loss.
 
 A synchronizer multiplies the arrays by their weights first, and gives zeros for a
 replica that takes no part.
@@ -83,12 +83,7 @@ class Compressor(NamedTuple):
 
 
 def exact() -> Compressor:
-    """Sends everything, in at least float32.
-
-    Example:
-      >>> exact().payload({"kernel": jnp.ones((2, 3), jnp.bfloat16)})
-      Payload(averaged=24, gathered=0)
-    """
+    """Sends everything, in at least float32."""
 
     def average(tree, group):
         tree = jax.tree.map(wide, tree)
@@ -180,9 +175,8 @@ def _send_once(encoded, group, encode, decode):
     """Each of two replicas sends its blocks, uint8[blocks, bytes], to the other one.
 
     Returns:
-      The encoded mean, a function that decodes some blocks of it, and a function of
-      some encoded blocks, and the number of the first, that returns this replica's
-      contribution to the mean.
+      The encoded mean; a function that decodes blocks of it; and a function (encoded
+      blocks, number of the first) -> this replica's contribution to their mean.
     """
     del encode
     both = jnp.concatenate(group.all_gather(encoded), axis=-1)  # [blocks, 2 * bytes]

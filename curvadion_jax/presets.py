@@ -1,6 +1,6 @@
 """Published methods as points in one space: inner optimizer, trigger, synchronizer.
 
-Each is a few lines of the public parts, to be read as much as called, and returns an
+Each is a few lines of the parts, to be read as much as called, and returns an
 optimizer with state :class:`AdaptiveSyncState`. Learning rates are numbers or
 schedules. ``axis_name`` is the name of the replica axis, None for one replica;
 ``dimension_numbers`` and ``**dion_arguments`` are those of :func:`dion`.
@@ -35,10 +35,6 @@ def synchronous_dion(
       >>> state = tx.init({"kernel": jnp.ones((4, 8))})
       >>> state.sync_state.common[0]["kernel"].shape  # Q
       (4, 1)
-
-    References:
-      Ahn et al., `Dion: Distributed Orthonormalized Updates
-      <https://arxiv.org/abs/2504.05295>`_, 2025
     """
     return adaptive_sync(
         dion(learning_rate, dimension_numbers=dimension_numbers, **dion_arguments),
@@ -230,7 +226,7 @@ def authors_code(
 
     `other_optimizer` needs a momentum `mu`. None means `optax.lion` with the same
     learning rate, b1 = 0.9, b2 = 0.95 and no weight decay: their optimizer's defaults,
-    which stay in force since it does not read the `betas` of their script.
+    which stay in force because it ignores the `betas` of their script.
 
     Example:
       >>> tx = authors_code(0.01, threshold=0.2, axis_name="replica")

@@ -5,8 +5,8 @@ knows no axis and sends nothing: `adaptive_sync` synchronises all replicas if on
 them requests it.
 
 `every_k(10)` and `evenly(0.01)` depend on the step number alone, so replicas need no
-vote. `relative_momentum_change(0.1)` measures momenta, so replicas vote: on every step,
-or with `at_intervals` on every k-th.
+vote in `replicas.step`. `relative_momentum_change(0.1)` measures momenta, so replicas
+vote: on every step, or with `at_intervals` on every k-th.
 """
 
 import fractions
@@ -52,12 +52,7 @@ def decision(
     threshold: jax.typing.ArrayLike = jnp.nan,
     layer: jax.typing.ArrayLike = -1,
 ) -> Decision:
-    """Makes a `Decision`, of scalar arrays of the right dtypes.
-
-    Example:
-      >>> norm = jnp.float32(3.0)
-      >>> answer = decision(norm > 2, value=norm, threshold=2.0)
-    """
+    """Makes a `Decision`, of scalar arrays of the right dtypes."""
     return Decision(
         jnp.asarray(fire, jnp.bool_),
         jnp.asarray(value, jnp.float32),
@@ -129,9 +124,9 @@ def evenly(rate: float) -> Trigger:
     .. math::
       \lfloor n \, \mathrm{rate} / \mathrm{cost} \rfloor
 
-    synchronise, with the cost of a sync in the same unit and rate / cost at most 1. It
-    depends on the step number alone, so after a restart with another rate it does not
-    make up for what was spent before.
+    synchronise, with the cost of a sync in the same unit, and rate / cost at most 1 and
+    rounded to a fraction. It depends on the step number alone, so after a restart with
+    another rate it does not make up for what was spent before.
 
     Args:
       rate: share, in (0, 1], of the bytes of synchronous training, an all-reduce of all
@@ -143,7 +138,7 @@ def evenly(rate: float) -> Trigger:
       >>> [int(trigger.due(steps, 2.0)) for steps in range(12)]
       [0, 0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 0]
     """
-    _arguments.check_fraction(rate, "budget")
+    _arguments.check_fraction(rate, "rate")
 
     def due(steps, cost):
         share = _share(rate, cost)
@@ -223,7 +218,7 @@ def budget(
     """
     of = relative_momentum_change(0.1) if of is None else of
     of_decide = _measuring(of, "budget")
-    _arguments.check_fraction(rate, "budget")
+    _arguments.check_fraction(rate, "rate")
     _arguments.check_numbers(behind=behind)
     if ahead < 1:
         raise ValueError(
@@ -244,7 +239,8 @@ def budget(
 
     def decide(observation, state: BudgetState):
         measured, of_state = of_decide(observation, state.of_state)
-        share = jnp.float32(min(rate / max(observation.sync_cost, 1e-30), 1.0))
+        cost = observation.sync_cost
+        share = jnp.float32(1 if cost <= rate else rate / cost)
         same = share == state.share  # False for the NaN of the first step
         since_step = jnp.where(same, state.since_step, observation.steps)
         since_sync = jnp.where(same, state.since_sync, observation.syncs)
@@ -382,7 +378,6 @@ def relative_momentum_change(threshold: optax.ScalarOrSchedule) -> Trigger:
       that it remembers, path of the parameter -> float32[matrices] (at least float32).
 
     Example:
-      >>> trigger = relative_momentum_change(0.3)
       >>> falling = relative_momentum_change(optax.linear_schedule(0.3, 0.1, 1000))
 
     References:
@@ -397,22 +392,18 @@ def relative_momentum_change(threshold: optax.ScalarOrSchedule) -> Trigger:
     def init(params, inner_state, views):
         if _trees.is_placeholder(params):
             return jnp.zeros([])
-        if not jax.tree.leaves(params):
-            return {}
         return jax.tree.map(jnp.zeros_like, norms(inner_state, views))
 
     def decide(observation: Observation, last: dict[str, jax.Array]):
-        if not jax.tree.leaves(observation.params):
-            return decision(observation.steps == 0), last
         new = norms(observation.next_inner_state(), observation.views)
         leaves = _paths.leaves_with_path(observation.params)
         order = {name: index for index, (name, _) in enumerate(leaves)}
-        changes, layers = [jnp.zeros(1)], [-1]
+        changes, layers = [jnp.float32(0)], [-1]
         for name, norm in last.items():
-            change = _relative_change(new[name], norm)
-            changes.append(jnp.max(change, initial=0).astype(jnp.float32).reshape(1))
+            change = jnp.max(_relative_change(new[name], norm))
+            changes.append(change.astype(jnp.float32))
             layers.append(order.get(name, -1))
-        change = jnp.concatenate(changes)
+        change = jnp.stack(changes)
         # Zeros in place of non-finite gradients say nothing, and the first step has
         # nothing to compare with.
         change = jnp.where(observation.finite, change, 0)

@@ -147,7 +147,7 @@ def _named(flags: dict[Names, bool]) -> list[str]:
 
 
 def _compare_at_start(counters, common, pairs, inner) -> Any:
-    """Whether a step was taken; by name what differs, has moved, or is not finite."""
+    """Whether a step was taken, and which arrays differ, moved or are not finite."""
     started = jnp.any(jnp.stack([jnp.any(steps > 0) for steps, *_ in counters]))
     between = {names: differ(x, x[:1]) for names, x in common.items()}
     moved = {

@@ -1,6 +1,5 @@
 """A training step of one replica, mapped over the leading axis of state and batch."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,7 +85,10 @@ def _inspect(
     # If no step is counted, the update was looked at and dropped.
     dropped = bool(counters) and not step.counters
     step.updates = 0 if dropped else _jax_internals.updates_in(jaxpr)
-    step.communicates = _warn_of_collectives(jaxpr, step)
+    step.communicates = ", ".join(
+        f"{each.primitive.name} of {each.invars[0].aval.str_short()}"
+        for each in _jax_internals.collectives_in(jaxpr, step.axis_name)
+    )
     _paths.check_named(before, local, "local")
     changed = [
         names
@@ -98,22 +100,6 @@ def _inspect(
     if changed and not step.updates:
         _require_one_replica(step)
     _check_sources(after, sources, optimizers)
-
-
-def _warn_of_collectives(jaxpr, step: _mapped.MappedStep) -> bool:
-    """Returns whether the step communicates over its axis, besides the optimizer."""
-    found = _jax_internals.collectives_in(jaxpr, step.axis_name)
-    if found and not step.due:  # once for both programs of a step
-        what = ", ".join(
-            f"{e.primitive.name} of {e.invars[0].aval.str_short()}" for e in found
-        )
-        warnings.warn(
-            f"The training step itself communicates over {step.axis_name!r}, besides "
-            f"the optimizer: {what}. Keep gradients, losses and norms each replica's "
-            "own; metrics.read does not count this.",
-            stacklevel=4,
-        )
-    return bool(found)
 
 
 def _require_one_replica(step: _mapped.MappedStep) -> None:

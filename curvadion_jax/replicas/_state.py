@@ -101,10 +101,9 @@ def offload(state: Any) -> Any:
 
     Example:
       >>> import curvadion_jax as cd
-      >>> params = {"w": jnp.ones((2, 2))}
-      >>> mesh = cd.replicas.make_mesh(1)
-      >>> state = replicate(cd.curvadion(0.01).init(params), mesh)
-      >>> offload(state).sync_state.anchor["w"].sharding.memory_kind
+      >>> state = cd.curvadion(0.01).init({"w": jnp.ones((2, 2))})
+      >>> state = offload(replicate(state, cd.replicas.make_mesh(1)))
+      >>> state.sync_state.anchor["w"].sharding.memory_kind
       'pinned_host'
     """
     # By name and not by type: `flax.nnx.split` makes dictionaries of named tuples.

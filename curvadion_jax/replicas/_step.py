@@ -105,26 +105,38 @@ class CompiledStep:
         others, others_structure = jax.tree.flatten((batch, shared))
         everything = [*leaves, *others]
         if any(isinstance(x, Tracer) for x in everything):
-            program, _ = self._program(self._key(state), None)
-            return program(*operands)
+            program, mapped = self._program(self._key(state), None)
+            results = program(*operands)
+            _warn_of_collectives(mapped)
+            return results
         if self._donate and len(set(map(id, everything))) < len(everything):
             state, *_ = operands = _without_aliases(operands)
             leaves = jax.tree.leaves(state)
+
+        # 1. The host looks up what it knows of steps with such arrays. By the shapes of
+        # a batch a step may choose what it does, such as evaluate.
         key = self._key(state)
-        # By the shapes of a batch a step may choose what it does, such as evaluate.
         shapes = ((np.shape(x), getattr(x, "dtype", None)) for x in others)
         call = (key, others_structure, *shapes)
-        known = self._schedules.get(call)
-        schedule = self._schedule(key, operands) if known is None else known
+        is_first = call not in self._schedules
+        schedule = self._schedule(key, operands) if is_first else self._schedules[call]
+
+        # 2. A state that no step returned is checked. Is a decision due?
         counter = None if schedule.counter is None else leaves[schedule.counter]
-        if known is None or self._count.may_be_initial(counter):
+        if is_first or self._count.may_be_initial(counter):
             self._check.at_start(state)
         due = schedule.due_of and schedule.due_of(self._count.read(counter))
-        program, _ = self._program(key, due)
-        if known is None:
-            self._inspect(program, operands)
+
+        # 3. The step. Its program is inspected once.
+        program, mapped = self._program(key, due)
+        if is_first:
+            lowered = program.lower(*operands)  # JAX keeps it for the call.
+            _warn_of_collectives(mapped)
+            self._warn_of_xla(lowered)
             self._schedules[call] = schedule
         new, metrics = program(*operands)
+
+        # 4. The step is counted, and after syncs replicas are compared.
         leaves, new_structure = jax.tree.flatten(new)
         if schedule.counter is not None and new_structure == structure:
             is_one_step = schedule.due_of is not None
@@ -140,8 +152,10 @@ class CompiledStep:
         Arrays may be `jax.ShapeDtypeStruct` with a sharding. If the host knows whether
         a decision is due, True or False choose the program of such a step; else None.
         """
-        program, _ = self._program(self._key(state), due)
-        return program.lower(state, batch, *shared)
+        program, mapped = self._program(self._key(state), due)
+        lowered = program.lower(state, batch, *shared)
+        _warn_of_collectives(mapped)
+        return lowered
 
     def _key(self, state: Any) -> Any:
         leaves, structure = jax.tree.flatten(state)
@@ -194,11 +208,11 @@ class CompiledStep:
         functools.update_wrapper(run, self._function)
         return jax.jit(run, donate_argnums=(0,) if self._donate else ())
 
-    def _inspect(self, program: Any, operands: Any) -> None:
-        """Warns of what a compiled program sends; JAX keeps it for the call."""
+    def _warn_of_xla(self, lowered: jax.stages.Lowered) -> None:
+        """Warns of what the compiler has added to a program."""
         if self._mesh.shape[self._axis_name] == 1:
             return
-        text = program.lower(*operands).compile().as_text() or ""
+        text = lowered.compile().as_text() or ""
         if sent := between_replicas(text, self._mesh, self._axis_name):
             warnings.warn(
                 "XLA added communication between replicas outside the optimizer, so "
@@ -208,6 +222,17 @@ class CompiledStep:
                 "metrics.",
                 stacklevel=3,
             )
+
+
+def _warn_of_collectives(mapped: _mapped.MappedStep) -> None:
+    """Warns of what the user's step sends itself."""
+    if mapped.communicates:
+        warnings.warn(
+            f"The training step itself communicates over {mapped.axis_name!r}, besides "
+            f"the optimizer: {mapped.communicates}. Keep gradients, losses and norms "
+            "each replica's own; metrics.read does not count this.",
+            stacklevel=3,
+        )
 
 
 def _without_aliases(operands: Any) -> Any:

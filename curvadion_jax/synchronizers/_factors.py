@@ -20,18 +20,13 @@ def average_factors() -> Synchronizer:
     and momenta stay on their replicas. If its factors would be larger than the matrix,
     momentum plus gradient is averaged. The gradients of other parameters are averaged
     in full. The update is Dion's on the replicas' mean momentum and gradient: with
-    `always` this is training on one big batch, at any rank. Like `average_gradients` it
-    does not make replicas equal.
+    `always` (`presets.synchronous_dion`) this is training on one big batch, at any
+    rank. Like `average_gradients` it does not make replicas equal.
 
     Returns:
       A synchronizer for inner optimizers made of :func:`dion` or :func:`scale_by_dion`,
       which must pass on the extra argument `reduce_fn`. `common` holds Q of every state
       of Dion after the last sync: every replica starts the next power iteration there.
-
-    Example:
-      >>> import curvadion_jax as cd
-      >>> always, factors = cd.triggers.always(), average_factors()
-      >>> tx = cd.adaptive_sync(cd.dion(0.01, rank=8), always, factors, "replica")
 
     References:
       Ahn et al., `Dion <https://arxiv.org/abs/2504.05295>`_, section on compressed

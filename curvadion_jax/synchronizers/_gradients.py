@@ -14,15 +14,6 @@ def average_gradients() -> Synchronizer:
 
     Returns:
       A synchronizer for any inner optimizer. It keeps nothing.
-
-    Example:
-      >>> import numpy as np
-      >>> params = {"kernel": np.ones((16, 32), np.float32)}
-      >>> average_gradients().payload(params, inner_state=(), views={})
-      Payload(averaged=2048, gathered=0)
-
-    References:
-      `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
     """
 
     def sync(local: LocalStep, state: SyncState, group: Group):
