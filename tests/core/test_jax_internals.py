@@ -79,6 +79,11 @@ def test_every_collective_names_its_axis(collective, types):
     assert internals.collectives_in(program, "another") == []
 
 
+def test_a_result_is_an_input_through_copies_alone():
+    traced = internals.trace(lambda x, y: (x, -x, y.reshape(3, 2)), X, X)
+    assert internals.sources(traced.program.jaxpr) == [0, None, 1]
+
+
 def test_what_is_silent_sends_nothing():
     silent = lambda x: vary(jnp.zeros(3)) + lax.axis_index(AXIS) + x  # noqa: E731
     assert internals.collectives_in(on_replicas(silent), AXIS) == []

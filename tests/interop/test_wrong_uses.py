@@ -97,6 +97,7 @@ TWO_ROWS = {"w": jnp.ones((2, 3))}
 CASES = {
     # Numbers that would train something else.
     "learning rate NaN": (lambda: cd.dion(float("nan")), ValueError, "nan"),
+    "rate in percent": (lambda: cd.triggers.evenly(10), ValueError, "rate is"),
     "momentum of 1": (lambda: cd.curvadion(0.1, momentum=1), ValueError, "got 1"),
     "threshold below 0": (lambda: cd.curvadion(0.1, -0.3), ValueError, "-0.3"),
     "budget in percent": (lambda: cd.curvadion(0.1, budget=10), ValueError, "10"),

@@ -37,12 +37,11 @@ def test_the_mean_over_replicas():
 
 
 def test_equal_replicas():
-    number = 3
     one = np.random.default_rng(0).normal(size=(400,)).astype(np.float32)
-    params = {"w": jnp.asarray(np.stack([one] * number)), "zero": jnp.zeros(number)}
+    params = {"w": jnp.asarray(np.stack([one] * 3)), "zero": jnp.zeros(3)}
     assert float(replicas.divergence(params)) == 0
     assert float(replicas.divergence({"zero": params["zero"]})) == 0
-    np.testing.assert_allclose(replicas.consensus(params)["w"], one, rtol=number * EPS)
+    np.testing.assert_allclose(replicas.consensus(params)["w"], one, rtol=3 * EPS)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])

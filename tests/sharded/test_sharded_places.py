@@ -72,6 +72,7 @@ def test_arrays_are_found_by_path():
     rows, columns = PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")
     both = PartitionSpec(None, ("tensor", "fsdp"))
     notes = (
+        _layout.Placed("0/params/of/layer/a", (4, 4), columns),  # a longer path
         _layout.Placed("0/params/layer/b", (4, 4), both),
         _layout.Placed("0/params/layer/a", (4, 4), rows),
         _layout.Placed("1/count", (), PartitionSpec()),

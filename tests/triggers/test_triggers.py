@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 
 import curvadion_jax as cd
-from curvadion_jax import synchronizers, triggers
+from curvadion_jax import triggers
+from curvadion_jax.synchronizers import average_gradients
 from curvadion_jax.triggers import at_intervals, at_least_every, evenly, every_k
 
 # Fires after steps 3, 7, 15, ...; remembers the step that it last fired after.
@@ -27,9 +28,7 @@ DOUBLING = triggers.Trigger(
 
 def run(trigger, steps):
     """Metrics of every step of one replica."""
-    tx: Any = cd.adaptive_sync(
-        optax.sgd(0.1), trigger, synchronizers.average_gradients()
-    )
+    tx: Any = cd.adaptive_sync(optax.sgd(0.1), trigger, average_gradients())
     params = {"w": jnp.zeros(2)}
 
     def body(state, _):
@@ -38,10 +37,6 @@ def run(trigger, steps):
 
     scan = jax.jit(lambda: lax.scan(body, tx.init(params), length=steps)[1])
     return jax.device_get(scan())
-
-
-def as_text(synced):
-    return "".join(str(int(x)) for x in synced)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +58,7 @@ def as_text(synced):
 )
 def test_schedule(trigger, schedule):
     metrics = run(trigger, len(schedule))
-    assert as_text(metrics.synced) == schedule
+    assert "".join(str(int(x)) for x in metrics.synced) == schedule
     requested = np.array([letter == "1" for letter in schedule])
     np.testing.assert_array_equal(metrics.syncs, np.cumsum(requested))
     np.testing.assert_array_equal(metrics.steps, 1 + np.arange(len(schedule)))
@@ -107,8 +102,7 @@ def test_evenly_is_exact_over_millions_of_steps(rate, cost):
     number = 2_000_000
     fired = trigger.due(np.arange(number), cost)
     spent = np.cumsum(fired)
-    steps = 1 + np.arange(number)
-    exact = [math.floor(step * share) for step in steps[:: number // 500].tolist()]
+    exact = [math.floor(n * share) for n in range(1, 1 + number, number // 500)]
     # Denominators are bounded, so that over n steps it may be off by n / 2^30.
     assert np.abs(spent[:: number // 500] - exact).max() <= 1 + number / 2**30
     gaps = np.diff(np.flatnonzero(fired))
