@@ -126,6 +126,17 @@ def _forget_programs(request):
         jax.clear_caches()
 
 
+@pytest.fixture(autouse=True)
+def _end_reads(request):
+    """What Orbax leaves behind ends with its test, whose mark says so.
+
+    Else the collector ends it, with a warning, in some later test.
+    """
+    yield
+    if request.node.get_closest_marker("filterwarnings"):
+        gc.collect()
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
     """A directory of small files, some of which are held out."""
