@@ -1,4 +1,4 @@
-"""One optimizer out of an inner one, a trigger and a synchronizer.
+"""Makes one optimizer from an inner optimizer, a trigger and a synchronizer.
 
 `_Replica.step` is the algorithm: the trigger looks, the replicas vote, one `lax.cond`
 takes a local step or a sync, and what happened is counted. `_nan_policy` says who takes
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.core import Tracer
 
 from curvadion_jax import (
     _collectives,
@@ -96,19 +97,19 @@ def adaptive_sync(
       axis_name: name of the replica axis; None means one replica.
       dimension_numbers: how parameters are seen as matrices, by triggers that look at
         layers and by `average_factors`; the same as given to the inner optimizer.
-      allow_unchecked: accept `shard_map(..., check_vma=False)`, under which it cannot
-        be seen whether the gradients were averaged already.
+      allow_unchecked: accept `shard_map(..., check_vma=False)`, which hides whether the
+        gradients were already averaged.
 
     Returns:
       A transformation with :class:`AdaptiveSyncState`. Updates have the parameters'
       dtypes, and are finite. `update` takes ``weight=w``, float32[], replica-varying:
       how much this replica counts in means over the replicas, such as the number of
-      tokens in its batch; 0 means absent, None means 1. And ``due=True`` or
+      tokens in its batch; 0 means absent, None means 1. It also takes ``due=True`` or
       ``due=False``, static and the same on all replicas: whether a decision is due on
       this step, in place of ``trigger.due``. A step that is not due is a program
-      without a collective and without a condition. `replicas.step` passes it by itself;
+      without collectives or conditionals. `replicas.step` passes `due` by itself;
       without it replicas vote on every step. (These two are not passed on to `inner`;
-      all else is.)
+      everything else is.)
 
     Raises:
       ValueError: at `update`, if `params` is missing, trees or shapes do not match,
@@ -127,7 +128,7 @@ def adaptive_sync(
     """
     inner = optax.with_extra_args_support(inner)
     _collectives.check_axis_name(axis_name)
-    built_while_tracing = _mapped.is_tracing()
+    built_while_tracing = isinstance(jnp.zeros([]), Tracer)
 
     def init_fn(params):
         views = _partition.matrix_views(params, dimension_numbers)
@@ -229,7 +230,7 @@ class _Replica:
         # 2. The replicas vote.
         fire = self.vote(decision, state.metrics, due)
 
-        # 3. A local step, or a sync if any replica requested one.
+        # 3. A local step; a sync follows or replaces it if any replica requested one.
         operands = gradients, state.inner_state, state.sync_state
         if self.synchronizer.after_local_step:
             stepped = _guards.locally(self.local_step, *operands, axis_name=axis_name)
@@ -398,12 +399,12 @@ def _choose(fire, branches: tuple[Branch, Branch], operands: tuple) -> Any:
 def _then_once(fire, sync: Branch, stepped: tuple, axis_name: str | None):
     """The results of a local step, or of a sync that follows it.
 
-    The conditional is in a loop of one pass or none. Alone, XLA would copy all that it
-    passes through unchanged (https://github.com/jax-ml/jax/issues/39449); a loop that
-    does not run copies nothing. And a loop alone would not do: XLA would move what does
-    not depend on the pass in front of it, and compute it on every step.
+    The conditional is inside a loop that runs once or not at all. A bare conditional
+    copies what it passes through (https://github.com/jax-ml/jax/issues/39449); a loop
+    that does not run copies nothing. A bare loop would not do either: XLA hoists
+    loop-invariant work out of it, and would then do that work on every step.
     """
-    keep = lambda *stepped: stepped  # noqa: E731
+    keep = lambda *stepped: stepped
     stepped = _collectives.vary(stepped, axis_name)
     branches = _branches(sync, keep, *stepped, axis_name=axis_name)
     if isinstance(fire, bool):
@@ -413,5 +414,5 @@ def _then_once(fire, sync: Branch, stepped: tuple, axis_name: str | None):
     begin = kept(*stepped)
     if jax.tree.map(jax.typeof, begin) != jax.tree.map(jax.typeof, stepped):
         branches = _branches(sync, keep, *begin, axis_name=axis_name)
-    once = lambda _, stepped: _choose(fire, branches, stepped)  # noqa: E731
+    once = lambda _, stepped: _choose(fire, branches, stepped)
     return lax.fori_loop(0, fire.astype(jnp.int32), once, begin)

@@ -24,13 +24,13 @@ def check_static(value: Any, what: str) -> None:
         )
 
 
-def check_int(value: Any, what: str, at_least: int = 1) -> None:
-    """Rejects what is not a plain int, a traced number included, or is too small."""
+def check_int(value: Any, what: str) -> None:
+    """Rejects what is not a plain int, a traced number included, or is below 1."""
     check_static(value, what)
     if not isinstance(value, int):
         raise TypeError(f"{what} must be an int, got {value!r}.")
-    if value < at_least:
-        raise ValueError(f"{what} must be at least {at_least}, got {value}.")
+    if value < 1:
+        raise ValueError(f"{what} must be at least 1, got {value}.")
 
 
 def check_numbers(below: float | None = None, **values: Any) -> None:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from curvadion_jax import _finite
 
-# Elements that are encoded at once. Arrays are taken apart into blocks, which on TPUs
-# takes a copy of what is being encoded, at times two.
+# Elements that are encoded at once. On TPUs cutting an array into blocks copies what is
+# being encoded, sometimes twice.
 PIECE = 2**22
 _take = jax.lax.dynamic_slice_in_dim
 
@@ -58,13 +58,13 @@ class Bucket:
             self.table, largest = _as_table(arrays[0]), PIECE
         else:
             self.table = jnp.concatenate([_in_blocks(x, block) for x in arrays])
-            # In two pieces at least: outside of a loop XLA would put the work into the
-            # program once for every array that is cut out of the result.
+            # At least two pieces, so that there is a loop: without one XLA repeats the
+            # work for every array that is cut out of the result.
             largest = min(PIECE, self.table.size // 2)
-        rows, self._columns = len(self.table), math.prod(self.table.shape[1:])
+        rows, self.columns = len(self.table), math.prod(self.table.shape[1:])
         # The fewest rows that fill whole blocks, in groups of eight as TPUs keep them.
-        unit = math.lcm(8, block // math.gcd(block, self._columns))
-        self.piece_rows = max(largest // (self._columns * unit), 1) * unit
+        unit = math.lcm(8, block // math.gcd(block, self.columns))
+        self.piece_rows = max(largest // (self.columns * unit), 1) * unit
         self.pieces = rows // self.piece_rows if self.table.size > largest else 0
         self.last_rows = rows - self.pieces * self.piece_rows  # of a shorter last piece
 
@@ -129,9 +129,9 @@ class Bucket:
 
     def _blocks_of(self, encoded: jax.Array, index: Any, rows: int) -> tuple[Any, Any]:
         """A piece's encoded blocks [n, bytes], and the number of the first."""
-        blocks_per_piece = self.piece_rows * self._columns // self.block
+        blocks_per_piece = self.piece_rows * self.columns // self.block
         first = self.first_block + index * blocks_per_piece
-        count = math.ceil(rows * self._columns / self.block)
+        count = math.ceil(rows * self.columns / self.block)
         return _take(encoded, first, count), first
 
     def _split(self, table: jax.Array) -> list[jax.Array]:

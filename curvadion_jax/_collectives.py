@@ -1,4 +1,4 @@
-"""The only part that talks between replicas.
+"""All communication between replicas in a training step.
 
 Everything takes `axis_name: str | None`; None is one replica, for which every reduction
 is the identity. First what JAX knows of which arrays differ, then what communicates.
@@ -24,11 +24,6 @@ def check_axis_name(axis_name: Any) -> None:
     """Rejects what is not one name: the guards would overlook a tuple."""
     if axis_name is not None and not isinstance(axis_name, str):
         raise TypeError(f"axis_name must be a string or None, got {axis_name!r}.")
-
-
-def axis_size(axis_name: str | None) -> int:
-    """Number of replicas."""
-    return 1 if axis_name is None else lax.axis_size(axis_name)
 
 
 def is_checked(axis_name: str | None) -> bool:
@@ -85,7 +80,7 @@ class Group:
     @property
     def size(self) -> int:
         """Number of replicas N."""
-        return axis_size(self.axis_name)
+        return 1 if self.axis_name is None else lax.axis_size(self.axis_name)
 
     @property
     def replica(self) -> jax.Array | int:
@@ -102,7 +97,7 @@ class Group:
         if self.size == 1:  # XLA may fail to compile an all-reduce of one
             return tree
         sums = self._sums(jax.tree.map(_trees.wide, tree))
-        mean = lambda total, x: (total / self.size).astype(x.dtype)  # noqa: E731
+        mean = lambda total, x: (total / self.size).astype(x.dtype)
         return vary(jax.tree.map(mean, sums, tree), self.axis_name)
 
     def all_to_all(self, tree: Any) -> Any:
@@ -120,7 +115,7 @@ class Group:
     ) -> list[tuple[jax.Array, ...]]:
         """What ``function(group, leaves)`` returns, for every device's part of them.
 
-        It is, for each leaf, a tuple of arrays of its shape. Where a replica has
+        For each leaf that is a tuple of arrays of its shape. Where a replica has
         several devices, each calls the function with its own parts of the leaves and
         the group to use there (see `_within_replica.by_device`). So taking an array
         apart moves nothing inside the replica, and nothing crosses between replicas

@@ -26,7 +26,7 @@ class Faults(NamedTuple):
 
 
 def no_faults() -> Faults:
-    """The faults of a local step without any."""
+    """The faults of a local step that has none."""
     no = jnp.zeros([], jnp.bool_)
     return Faults(no, no, no, weight=jnp.zeros([], jnp.float32))
 

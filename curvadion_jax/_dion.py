@@ -1,6 +1,6 @@
 """Dion: distributed orthonormalised updates, as Optax transformations of one replica.
 
-`update` learns of other replicas, and of this one's devices, by extra arguments.
+Extra arguments of `update` tell of other replicas, and of this one's devices.
 `_power_iteration` has the step and the paper's symbols.
 """
 

@@ -38,7 +38,7 @@ class Payload(NamedTuple):
         return Payload(self.averaged + other.averaged, self.gathered + other.gathered)
 
     def as_averaged(self, replicas: int) -> float:
-        """Size of the all-reduce that costs each replica as many bytes."""
+        """The size of an all-reduce that would cost each replica the same bytes."""
         return self.averaged + self.gathered * replicas / 2
 
 
@@ -143,8 +143,8 @@ class SyncState(NamedTuple):
         all replicas.
       common: what else is the same on all replicas.
       residual: error feedback, what this replica has not contributed yet, already
-        multiplied by its weight. Replica-varying; a copy of a replica starts with
-        zeros.
+        multiplied by its weight. Replica-varying; copies that `repair` makes start
+        with zeros.
     """
 
     anchor: Any = ()

@@ -90,7 +90,7 @@ noting: Any = _jax_internals.user_context()
 
 
 def current() -> Layout:
-    """The layout of the replica that is traced here."""
+    """The layout of the replica that is being traced."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes:
         return ONE_DEVICE

@@ -14,7 +14,7 @@ BUDGET = 0.01
 _BITS = 2
 # MuLoCo has 0.7 and 0.6; these lost less in benchmarks/communication.
 _OUTER_LEARNING_RATE, _OUTER_MOMENTUM = 1.0, 0.4
-# Of the sync's state; it changes the loss by less than the spread over seeds.
+# Dtype of the sync's state. It changes the loss by less than the spread over seeds.
 _DTYPE = jnp.bfloat16
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -46,11 +45,6 @@ mapping: Any = _jax_internals.user_context()
 def current() -> MappedStep | None:
     """The step that is being traced, if any."""
     return mapping.value
-
-
-def is_tracing() -> bool:
-    """Whether a function is being traced here."""
-    return isinstance(jnp.zeros([]), Tracer)
 
 
 def known_due(trigger: Trigger, cost: Callable[[int], float]) -> bool | None:
@@ -103,7 +97,7 @@ def update(
 
     @custom_vmap
     def of_replica(gradients, state, params, *others):
-        del gradients, others  # It only tells the types of the results.
+        del gradients, others  # Traced for the types alone; `of_all_replicas` runs.
         return jax.tree.map(jnp.zeros_like, params), state
 
     @of_replica.def_vmap

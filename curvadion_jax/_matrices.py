@@ -145,8 +145,8 @@ def make_view(
 ) -> MatrixView:
     """View of a parameter whose other axes are batch axes.
 
-    Axes may be negative. An axis that does not exist or is named twice, and a matrix
-    without elements, are a ValueError.
+    Axes may be negative. Raises ValueError if an axis does not exist or is named twice,
+    or if the matrix has no elements.
     """
     fan_in = normalize_axis_tuple(fan_in_axes, len(shape), "reduction_axis")
     fan_out = normalize_axis_tuple(fan_out_axes, len(shape), "output_axis")

@@ -61,7 +61,7 @@ def after_local_step(
     """Computes the state with the momentum that a local step would give.
 
     Dion returns it before error feedback (`momentum_only`). Other optimizers run their
-    update, of which the compiler keeps what is used.
+    whole update, and the compiler drops what is not used.
     """
     if not dion_states(state):
         return update(gradients, state)[1]

@@ -32,7 +32,7 @@ _POSITIONS = r"wpe|pos(_.*)?|.*_pos(ition)?_.*|.*position.*"
 _HEAD = r"(?!multi|att)(.*_|lm|output)?(head|classifier|readout)|heads|.*logit.*"
 _LAYER_NORM = r"(.*_)?ln(_?\w)?|(.*_)?(layer_?|rms_?)norm(_?\w)?"
 _OTHER = rf"{_TOKENS}|{_POSITIONS}|.*_token|{_HEAD}|.*conv.*|{_LAYER_NORM}"
-# A projection inside of a norm must be named otherwise.
+# A projection inside a norm must have another name.
 _SCALE_OF_NORM = r"((.*_)?norm(_?\w)?|rms)/(w|weight)"
 # Of the last name.
 _VECTOR = r"(.*_)?(bias|scale|gamma|beta|norm(_.*)?)|bias_.*"
@@ -63,8 +63,8 @@ def _match(pattern: str, names: Iterable[str]) -> bool:
 def default_dimension_numbers(params: Any) -> Any:
     """Applies the default rule: which parameters are matrices, along which axes.
 
-    It reads shapes and the last two names of a path, so a module's own name never
-    decides for what is inside of its parts. :func:`describe_partition` shows the
+    It reads shapes and the last two names of a path, so the name of a module says
+    nothing about what lies deeper inside it. :func:`describe_partition` shows the
     result. Parameters of the other optimizer are those
 
     * with fewer than two axes or no elements, or a last name such as `bias`, `scale`,
@@ -105,12 +105,13 @@ def default_dimension_numbers(params: Any) -> Any:
     # A name may be a whole path: Haiku's `gpt/~/embed`, `wte.weight`, a flattened tree.
     parts = {n: tuple(re.findall(r"[^/.,'() ]+", "/".join(n))) for n, _ in leaves}
     shapes = {parts[names]: leaf.shape for names, leaf in leaves}
-    head, equinox = _only_head(shapes), _equinox_weights(params)
+    heads = _only_heads(shapes)
+    equinox = _equinox_weights(params)
 
     def numbers_of(names, shape):
         path = parts[names]
-        numbers = None if path == head else _default_numbers(path, shape, shapes)
-        return numbers and equinox.get(names, numbers)
+        numbers = None if path in heads else _default_numbers(path, shape, shapes)
+        return None if numbers is None else equinox.get(names, numbers)
 
     return jax.tree.unflatten(
         jax.tree.structure(params), [numbers_of(names, x.shape) for names, x in leaves]
@@ -148,8 +149,8 @@ def _default_numbers(
     return _STACKED[side, layers_second]
 
 
-def _only_head(shapes: Shapes) -> tuple[str, ...] | None:
-    """The only parameter, besides the table, with a side as long as the vocabulary.
+def _only_heads(shapes: Shapes) -> set[tuple[str, ...]]:
+    """For each table, the only other parameter with a side as long as its vocabulary.
 
     If several parameters have one, the length may be another width.
     """
@@ -160,6 +161,7 @@ def _only_head(shapes: Shapes) -> tuple[str, ...] | None:
         and _match(_TOKENS, names[-2:])
         and not _match(_POSITIONS, names[-2:])
     }
+    heads = set()
     for vocabulary in {shape[0] for shape in tables.values()}:
         others = [
             names
@@ -167,8 +169,8 @@ def _only_head(shapes: Shapes) -> tuple[str, ...] | None:
             if vocabulary in shape and len(shape) > 1 and names not in tables
         ]
         if len(others) == 1 and len(shapes[others[0]]) == 2:
-            return others[0]
-    return None
+            heads.add(others[0])
+    return heads
 
 
 def _scan_axis(
@@ -205,8 +207,8 @@ def _attention_side(names: tuple[str, ...], shapes: Shapes) -> str | None:
     Only next to a query projection: elsewhere `out` and `v` mean something else.
     """
     for depth in range(len(names) - 1, max(len(names) - 3, -1), -1):
-        beside = {other[depth] for other in shapes if other[:depth] == names[:depth]}
-        if _match(_QUERY, beside):
+        beside = [other[depth:] for other in shapes if other[:depth] == names[:depth]]
+        if _match(_QUERY, (rest[0] for rest in beside if rest)):
             for side, pattern in (("in", _ATTENTION_IN), ("out", _ATTENTION_OUT)):
                 if _match(pattern, [names[depth]]):
                     return side
@@ -287,8 +289,8 @@ def matrices_only(
     for name, view in matrix_views(tree, dimension_numbers).items():
         if view is None:
             raise ValueError(
-                f"scale_by_dion cannot take parameter {name!r}, which is not a matrix. "
-                "Use curvadion_jax.dion, which has another optimizer for it."
+                f"Parameter {name!r} is not a matrix. Use curvadion_jax.dion or "
+                "local_muon, which have another optimizer for it."
             )
         views[name] = view
     return views

@@ -42,8 +42,8 @@ def initial_q(name: str, view: MatrixView, r: int, dtype) -> jax.Array:
 def cosines(q: jax.Array) -> jax.Array:
     """Orthonormal columns of the shape of Q, from a cosine transform.
 
-    They cost little. Unit vectors would not do: one of them may meet a zero column of
-    the matrix, as of an input that is never active, and give nothing.
+    They cost little. Unit vectors would not do: one of them may pick a zero column of
+    the matrix, such as that of an input that is never active, and find nothing.
     """
     cols, r = q.shape[-2:]
     frequency = jnp.arange(r)[None]
@@ -106,7 +106,7 @@ def dion_step(
     compressed = {n for n, q in qs.items() if reduces_factors(views[n], q.shape[-1])}
 
     def reduced(arrays, axes, which):
-        """Averages some of the arrays."""
+        """Averages the arrays named in `which`; `axes` tells what their axes merge."""
         some = {name: x for name, x in arrays.items() if name in which}
         if reduce_fn is None or not some:
             return arrays

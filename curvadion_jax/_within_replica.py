@@ -204,16 +204,17 @@ def by_shape(
 ) -> list[jax.Array]:
     """Calls a function of stacks once for all stacks of one shape of matrices.
 
-    With a call for every parameter the program would grow with the layers. `largest`
-    bounds the number of elements that are joined, because joining copies them. Then
-    only single matrices are joined: a stack of layers may be sharded along the layers.
+    With a call for every parameter the program would grow with the layers. Joining
+    copies, so with `largest` a call takes about that many elements, and only single
+    matrices are joined: a stack of layers may be sharded along the layers.
     """
     calls, sizes = defaultdict(list), defaultdict(int)
     for index, x in enumerate(stacks):
         kind: Any = (x.shape[1:], x.dtype, jax.typeof(x).sharding.spec)
         if largest is not None and len(x) > 1:
             kind = index
-        calls[kind, sizes[kind] // largest if largest else 0].append(index)
+        part = sizes[kind] // largest if largest else 0
+        calls[kind, part].append(index)
         sizes[kind] += x.size
     results = {}
     for call in calls.values():
@@ -228,8 +229,8 @@ def by_shape(
 def bases(factors: Named, views: Mapping[str, MatrixView], layout: Layout) -> Named:
     """Orthonormal bases of left factors; each device of a replica makes some of them.
 
-    Left to itself the compiler has every device make all, where an axis shards the
-    matrix along its other side. `views` and `layout` are the parameters'.
+    Left to itself, the compiler makes all of them on every device where an axis shards
+    the matrix along its other side. `views` and `layout` are the parameters'.
     """
     made_of = {name: (view.shape, view.p_axes) for name, view in views.items()}
     found = by_matrix(

@@ -2,7 +2,7 @@
 
 Between two syncs the replicas differ, so a checkpoint holds all of them. The work is
 done by orbax-checkpoint, which comes with the extra ``curvadion-jax[checkpoint]``;
-nothing that is read is run. With several processes, all of them call `save`, `restore`
+no stored code is ever run. With several processes, all of them call `save`, `restore`
 and `read_extra`, with a directory that all of them see. One job at a time writes to it.
 """
 
@@ -46,7 +46,7 @@ def save(
 
     Args:
       directory: the folder of the run, which gets a folder per step.
-      step: the number of this checkpoint, above those of the checkpoints there are.
+      step: the number of this checkpoint, higher than that of any other there.
       state: any pytree of ``jax.Array`` leaves [N, ...], with N the number of replicas,
         of any dtype, typed PRNG keys included.
       keep: how many checkpoints to keep, this one included. None keeps all.
@@ -70,7 +70,9 @@ def save(
       >>> checkpoint.latest_step(folder), checkpoint.read_extra(folder)
       (100, {'tokens': 4096})
     """
-    path, step, leaves = _path(directory), operator.index(step), _by_path(state)
+    path = _path(directory)
+    step = operator.index(step)
+    leaves = _by_path(state)
     if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}. Give at least 1, or None to keep all.")
     digests = _digests(leaves)

@@ -31,8 +31,8 @@ class Averaged(NamedTuple):
       mean: tree of the approximate means, like the given tree and at least float32; the
         same on all replicas.
       unsent: tree of what this replica did not contribute, of the same shapes and
-        dtypes. Elements that would not be finite are zero: NaN in error feedback would
-        never end. Replica-varying.
+        dtypes. Elements that would not be finite are zero: NaN would stay in error
+        feedback for good. Replica-varying.
     """
 
     mean: Any
@@ -142,8 +142,9 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
             return Averaged(tree, jax.tree.map(jnp.zeros_like, tree))
         run = functools.partial(_average, bits=bits, block=block)
         pairs = group.by_device(run, tree)
-        parts = ([pair[part] for pair in pairs] for part in (0, 1))
-        return Averaged(*map(jax.tree.structure(tree).unflatten, parts))
+        structure = jax.tree.structure(tree)
+        means, unsent = ([pair[i] for pair in pairs] for i in (0, 1))
+        return Averaged(structure.unflatten(means), structure.unflatten(unsent))
 
     def payload(tree):
         blocks = sum(count_blocks(x, block) for x in jax.tree.leaves(tree))

@@ -86,10 +86,10 @@ def read(opt_state: Any, params: Any = None) -> Report:
     counters = observe(opt_state)
     has_axis = np.ndim(counters.steps) > 0
     replicas = np.shape(counters.steps)[0] if has_axis else 1
-    # One transfer for all of them.
+    # The rows of this process, by their first replica, in one transfer.
     parts = jax.device_get(jax.tree.map(lambda x: _held(x, has_axis), counters))
     own = [start + i for start, part in parts.steps.items() for i in range(len(part))]
-    join = lambda held: np.concatenate([*held.values()])  # noqa: E731
+    join = lambda held: np.concatenate([*held.values()])
     found = jax.tree.map(join, parts, is_leaf=lambda x: isinstance(x, dict))
     steps, syncs = _common(found.steps, "steps"), _common(found.syncs, "syncs")
     averaged, gathered = (found.sent[0] @ [WORD, 1]).tolist()

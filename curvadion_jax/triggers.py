@@ -39,7 +39,7 @@ __all__ = [
     "stateless",
 ]
 
-# Largest denominator of `evenly`'s share of steps: its multiples stay within int32.
+# Largest denominator of `evenly`'s share, but for 1 / n: products stay within int32.
 _LARGEST_PERIOD = 2**15
 # `budget` raises the logarithm of its threshold by _GAIN at a sync, and multiplies or
 # divides the threshold by _MAX_FACTOR at most.
@@ -80,7 +80,7 @@ def _measuring(trigger: Trigger, around: str) -> Callable[[Observation, Any], An
     if trigger.decide is None or trigger.due is not None:
         raise ValueError(
             f"{around} is for triggers that measure something on every step, and this "
-            "one is due on some steps only. Put at_intervals around all others, and "
+            "one goes by the step number. Put at_intervals around all others, and "
             "use evenly or every_k alone."
         )
     return trigger.decide
@@ -112,7 +112,7 @@ def every_k(k: int) -> Trigger:
       >>> [1 + step for step in range(60) if trigger.due(step, 1.0)]
       [30, 60]
     """
-    _arguments.check_int(k, "k", 1)
+    _arguments.check_int(k, "k")
     return _scheduled(lambda steps, cost: (steps + 1) % k == 0)
 
 
@@ -281,7 +281,7 @@ def _clip_log_factor(x: jax.Array) -> jax.Array:
 
 
 def at_least_every(trigger: Trigger, k: int) -> Trigger:
-    """Synchronises when the trigger says so, and in any case k steps after a sync.
+    """Synchronises when the trigger says so, and at the latest k steps after a sync.
 
     Args:
       trigger: one that measures something on every step.
@@ -295,7 +295,7 @@ def at_least_every(trigger: Trigger, k: int) -> Trigger:
       >>> bool(trigger.decide(Observation(local_steps=49), ())[0].fire)
       True
     """
-    _arguments.check_int(k, "k", 1)
+    _arguments.check_int(k, "k")
     decide_of = _measuring(trigger, "at_least_every")
 
     def decide(observation, state):
@@ -337,7 +337,7 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
       >>> [1 + step for step in range(12) if trigger.due(step, 1.0)]
       [4, 8, 12]
     """
-    _arguments.check_int(k, "k", 1)
+    _arguments.check_int(k, "k")
     decide_of = _measuring(trigger, "at_intervals")
 
     def init(params, inner_state, views):
@@ -370,8 +370,8 @@ def relative_momentum_change(threshold: optax.ScalarOrSchedule) -> Trigger:
     matrices alone count), else `trace` (`optax.sgd`), else `mu` (Adam, Lion, Muon).
 
     Args:
-      threshold: number, or schedule of the number of steps taken. It belongs to a batch
-        size, since RMMC is mostly gradient noise.
+      threshold: number, or schedule of the number of steps taken. A good one depends on
+        the batch size, since RMMC is mostly gradient noise.
 
     Returns:
       The trigger. Its value is the largest change over the layers, its state the norms

@@ -144,10 +144,10 @@ def relative_distance(params: Any, reference: Any) -> float:
         >>> print(f"{relative_distance(params, {'w': np.array([[1.0, 1.0]])}):.4f}")
         0.7071
     """
-    mean = lambda x: np.mean(np.asarray(x, np.float64), axis=0)  # noqa: E731
+    mean = lambda x: np.mean(np.asarray(x, np.float64), axis=0)
     ours = jax.tree.map(mean, reference)
     apart = jax.tree.map(lambda x, y: mean(x) - y, params, ours)
-    squares = lambda tree: sum(float(np.sum(x**2)) for x in jax.tree.leaves(tree))  # noqa: E731
+    squares = lambda tree: sum(float(np.sum(x**2)) for x in jax.tree.leaves(tree))
     return (squares(apart) / squares(ours)) ** 0.5
 
 

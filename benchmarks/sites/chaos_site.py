@@ -112,7 +112,7 @@ def site(name: str, folder: Path, pace: float) -> None:
 
     @jax.jit
     def step_fn(params, opt_state, tokens):
-        loss_fn = lambda p: train.model.next_token_loss(gpt, p, tokens)  # noqa: E731
+        loss_fn = lambda p: train.model.next_token_loss(gpt, p, tokens)
         grads = jax.grad(loss_fn)(params)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state

@@ -288,7 +288,7 @@ def main() -> None:
         found = {"jax": jax.__version__, "date": datetime.date.today().isoformat()}
         found["start"] = {str(beta): start(text, beta, START, Size()) for beta in BETAS}
         found["whole"] = whole(text, WHOLE, Size())
-        rounded = lambda x: float(f"{x:.5g}") if isinstance(x, float) else x  # noqa: E731
+        rounded = lambda x: float(f"{x:.5g}") if isinstance(x, float) else x
         FILE.write_text(json.dumps(jax.tree.map(rounded, found)))
     found = json.loads(FILE.read_text())
     draw(found)

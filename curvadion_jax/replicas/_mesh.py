@@ -28,8 +28,8 @@ def make_mesh(
       inner: axes inside a replica and their sizes, such as {"fsdp": 4}.
       axis_name: name of the replica axis.
       devices: devices to use, in this order; neighbours belong to one replica. None
-        means `jax.devices()`, by slice and process, of which each process must have
-        one; a warning is logged if some stay idle.
+        means `jax.devices()`, by slice and process, at least one of each process; a
+        warning is logged if some stay idle.
       inner_type: type of the inner axes, Auto or Explicit.
 
     Example:

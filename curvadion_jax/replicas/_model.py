@@ -170,7 +170,7 @@ def reanchor(params: Any, opt_state: Any) -> Any:
         elif field == "residual":
             leaf = jnp.zeros_like(leaf)
         new.append(leaf)
-    between = lambda arrays: [differ(x, x[:1]) for x in arrays]  # noqa: E731
+    between = lambda arrays: [differ(x, x[:1]) for x in arrays]
     if has_axis and any(on_host(between, [*anchors.values()])):
         raise ValueError(
             "The parameters differ between the replicas, and an anchor must not. Give "

@@ -169,7 +169,8 @@ def resized(x: jax.Array, replicas: int, average: bool) -> jax.Array:
             f"A state of {old} replicas cannot become one of {replicas}. Choose a "
             f"multiple or a divisor of {old}."
         )
-    x, first = _memory.to_device(x), np.arange(replicas) * old // replicas
+    x = _memory.to_device(x)
+    first = np.arange(replicas) * old // replicas
     if not average or replicas > old:
         return x[first]
     groups = _trees.wide(x).reshape(replicas, old // replicas, *x.shape[1:])

@@ -55,7 +55,7 @@ def step(
       A compiled function ``(state, batch, *shared)`` -> (state, metrics). The state has
       a leading replica axis (`replicate`), and comes back sharded as it came. The batch
       has none: its arrays [global batch, ...] are divided over the replicas. All get
-      the same `shared`. The metrics come back with a replica axis, nothing averaged.
+      the same `shared`. The metrics come back with a replica axis, not averaged.
 
     Raises:
       TypeError: when called, if the function does not return a pair.
@@ -113,15 +113,15 @@ class CompiledStep:
             state, *_ = operands = _without_aliases(operands)
             leaves = jax.tree.leaves(state)
 
-        # 1. The host looks up what it knows of steps with such arrays. By the shapes of
-        # a batch a step may choose what it does, such as evaluate.
+        # 1. The host looks up what it knows of steps with such arrays. A step may do
+        # something else for batches of another shape, such as evaluate.
         key = self._key(state)
         shapes = ((np.shape(x), getattr(x, "dtype", None)) for x in others)
         call = (key, others_structure, *shapes)
         is_first = call not in self._schedules
         schedule = self._schedule(key, operands) if is_first else self._schedules[call]
 
-        # 2. A state that no step returned is checked. Is a decision due?
+        # 2. A state that comes from no step is checked. Is a decision due?
         counter = None if schedule.counter is None else leaves[schedule.counter]
         if is_first or self._count.may_be_initial(counter):
             self._check.at_start(state)

@@ -246,7 +246,7 @@ class Site:
 
     def _look(self) -> None:
         """Takes and counts what has been decided since the last look."""
-        look = lambda: self._worker and self._worker.take()  # noqa: E731
+        look = lambda: self._worker and self._worker.take()
         if (update := _processes.from_first(look)) is None:
             return
         self._news.append(update)

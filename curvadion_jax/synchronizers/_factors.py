@@ -49,8 +49,10 @@ def _init(params, inner_state, views) -> SyncState:
 
 
 def _sync(local: LocalStep, state: SyncState, group: Group):
-    ranks, before = _ranks(local.inner_state, local.views), local.inner_state
-    gradients, reduced = _mean_of_others(local, group, ranks), []
+    before = local.inner_state
+    ranks = _ranks(before, local.views)
+    gradients = _mean_of_others(local, group, ranks)
+    reduced = []  # arrays that Dion passed to reduce_fn
 
     def reduce_fn(arrays, made_of):
         reduced.extend(arrays)
@@ -87,7 +89,8 @@ def _sync(local: LocalStep, state: SyncState, group: Group):
 
 
 def _payload(params, inner_state, views):
-    ranks, sent = _ranks(inner_state, views), []
+    ranks = _ranks(inner_state, views)
+    sent = []
     for name, leaf in _paths.leaves_with_path(params):
         shapes = [leaf.shape]
         if name in ranks and reduces_factors(*ranks[name]):

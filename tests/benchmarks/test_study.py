@@ -62,7 +62,7 @@ def test_products_are_those_of_float32_up_to_bfloat16():
     dimensions = (((2,), (0,)), ((), ()))
 
     def total(product):
-        of_both = lambda x, w: jnp.sum(jnp.sin(product(x, w[0], dimensions)))  # noqa: E731
+        of_both = lambda x, w: jnp.sum(jnp.sin(product(x, w[0], dimensions)))
         return jax.value_and_grad(of_both, argnums=(0, 1))(x, w)
 
     ours, exact = total(simulate.product), total(jax.lax.dot_general)

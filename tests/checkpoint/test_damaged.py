@@ -101,7 +101,7 @@ def test_a_digest_is_of_the_numbers_and_not_of_their_places(dtype):
     x = np.asarray(jax.numpy.asarray(numbers).astype(dtype))
     mesh = cd.replicas.make_mesh(2, {"fsdp": 2})
     spec = PartitionSpec(cd.replicas.AXIS, "fsdp")
-    digests = lambda x: checkpoint._digests({"x": x})["x"]  # noqa: E731
+    digests = lambda x: checkpoint._digests({"x": x})["x"]
     found = digests(jax.device_put(x, NamedSharding(mesh, spec)))
     assert found == digests(jax.device_put(x))
     moved = np.array(x)

@@ -127,9 +127,7 @@ def test_gradients_that_the_parameters_type_sums_are_rejected():
 
     def body(params, opt_state, gradients):
         opt_state, gradients = jax.tree.map(lambda x: x[0], (opt_state, gradients))
-        loss = lambda p: sum(  # noqa: E731
-            jnp.vdot(p[name], g) for name, g in gradients.items()
-        )
+        loss = lambda p: sum(jnp.vdot(p[name], g) for name, g in gradients.items())
         updates, _ = tx.update(jax.grad(loss)(params), opt_state, params)
         return updates
 
@@ -219,7 +217,7 @@ def test_a_synchronizer_that_waits_for_some_replicas_is_rejected(after_local_ste
 
 def test_updates_and_states_may_be_the_same_on_all_replicas():
     """As of a parameter that is frozen by hand, or of a state made in the step."""
-    zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype)
     frozen = optax.stateless(lambda updates, params: jax.tree.map(zeros, updates))
     eight_bits = synchronizers.reconcile(compressor=compressors.quantize(8))
     for inner in (frozen, optax.sgd(0.1, 0.9)):

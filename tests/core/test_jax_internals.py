@@ -85,7 +85,7 @@ def test_a_result_is_an_input_through_copies_alone():
 
 
 def test_what_is_silent_sends_nothing():
-    silent = lambda x: vary(jnp.zeros(3)) + lax.axis_index(AXIS) + x  # noqa: E731
+    silent = lambda x: vary(jnp.zeros(3)) + lax.axis_index(AXIS) + x
     assert internals.collectives_in(on_replicas(silent), AXIS) == []
 
 

@@ -261,7 +261,7 @@ def test_steps_of_two_optimizers_in_turn_need_no_vote():
     (batch,) = helpers.make_gradients(1, 2)
     train = of_rows(helpers.train_step(tx))
     for one in "ab":
-        turn = lambda both, x, one=one: (both | {one: train(both[one], x)[0]}, {})  # noqa: E731
+        turn = lambda both, x, one=one: (both | {one: train(both[one], x)[0]}, {})
         step = cd.replicas.step(turn, mesh)
         for _ in range(3):
             both, _ = step(both, batch)

@@ -69,7 +69,9 @@ def test_other_names_are_matrices(name):
 def test_an_only_side_as_long_as_the_vocabulary_is_a_head():
     name = "output_layer"
     tree = {"token_emb": {"embedding": (11, 4)}, name: {"kernel": (4, 11)}}
+    tree |= {"tgt_emb": (7, 4), "output": {"w": (4, 7)}}  # another, with its own head
     assert numbers_at(tree, name, "kernel") is None
+    assert numbers_at(tree, "output", "w") is None
     # A vocabulary as long as the dense layers are wide tells nothing.
     tree |= {"down": {"kernel": (11, 4)}}
     assert numbers_at(tree, "down", "kernel") == DENSE

@@ -42,7 +42,7 @@ def update(tx: Any, gradients=PARAMS, params=PARAMS, initial=None, **more) -> No
 
 
 def on_replicas(tx: Any) -> None:
-    value = lambda g: g["bias"].sum()  # noqa: E731
+    value = lambda g: g["bias"].sum()
     helpers.trace(lambda p, s, g: tx.update(g, s, p, value=value(g)), tx)
 
 

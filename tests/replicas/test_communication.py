@@ -153,7 +153,7 @@ def test_messages_that_the_compiler_adds(constrained):
 
 def test_convolutions_are_gathered_and_warned_of():
     def train(w, images):
-        loss = lambda w: jnp.sum(lax.conv(images, w, (1, 1), "SAME") ** 2)  # noqa: E731
+        loss = lambda w: jnp.sum(lax.conv(images, w, (1, 1), "SAME") ** 2)
         return w, {"gradient": jax.grad(loss)(w)}
 
     mesh = cd.replicas.make_mesh(REPLICAS)

@@ -144,7 +144,7 @@ def test_parameters_of_another_optimizer(local):
     def step(state, gradients):
         gradients = jax.tree.map(lambda g: g[0], gradients)
         pair, metrics = train(state["train"], gradients)
-        loss = lambda critic: jnp.sum((critic @ pair[0]["tall"]) ** 2)  # noqa: E731
+        loss = lambda critic: jnp.sum((critic @ pair[0]["tall"]) ** 2)
         updates, adam = other.update(jax.grad(loss)(state["critic"]), state["adam"])
         critic = optax.apply_updates(state["critic"], updates)
         return {"train": pair, "critic": critic, "adam": adam}, metrics
@@ -170,7 +170,7 @@ def test_parameters_of_another_optimizer(local):
 def test_comparisons_are_few(monkeypatch, differing, looks):
     """After 1, 2, 4, ... steps that may have synchronised, and never on others."""
     steps, found = [], []
-    look = lambda *_: found.append(len(steps)) or differing  # noqa: E731
+    look = lambda *_: found.append(len(steps)) or differing
     monkeypatch.setattr(_consistency.ConsistencyCheck, "_differing", look)
     check = _consistency.ConsistencyCheck(())
     for _ in range(2000):

@@ -90,7 +90,7 @@ def kept_where_finite(tx, choose=jnp.where):
     def update(updates, state, params=None):
         finite = jnp.isfinite(optax.tree.norm(updates))
         updates, new = tx.update(updates, state, params)
-        keep = lambda x, y: choose(finite, x, y) if x.dtype == "float32" else x  # noqa: E731
+        keep = lambda x, y: choose(finite, x, y) if x.dtype == "float32" else x
         return updates, jax.tree.map(keep, new, state)
 
     return optax.GradientTransformation(tx.init, update)
@@ -302,7 +302,7 @@ def test_a_batch_is_of_rows(batch, message):
 
 def test_a_step_may_return_another_structure():
     tx = local_sgd()
-    train = lambda state, x: (({"a": 1.0} | train_step(tx)(state, x)[0]), {})  # noqa: E731
+    train = lambda state, x: (({"a": 1.0} | train_step(tx)(state, x)[0]), {})
     state, _ = cd.replicas.step(train, MESH)(start(tx) | {"gone": jnp.ones(2)}, X)
     assert state.keys() == {"a", "w", "opt", "mean"}
 

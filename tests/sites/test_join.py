@@ -18,7 +18,7 @@ PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.zeros(3)}
 
 def overwriting(store):
     """As stores that do not know If-None-Match, and say nothing."""
-    put = lambda key, data, **_: store.put(key, data)  # noqa: E731
+    put = lambda key, data, **_: store.put(key, data)
     return SimpleNamespace(get=store.get, list=store.list, delete=store.delete, put=put)
 
 

@@ -132,7 +132,7 @@ def manual(function: Any, mesh: Any, state: Any) -> Any:
     def run(state, batch):
         with _layout.noting(placed):
             new, metrics = mapped(state, batch)
-        keep = lambda x, y: jax.lax.with_sharding_constraint(x, y.sharding)  # noqa: E731
+        keep = lambda x, y: jax.lax.with_sharding_constraint(x, y.sharding)
         return jax.tree.map(keep, new, like), metrics
 
     return jax.jit(run)

@@ -46,7 +46,7 @@ def train(folder: Path) -> dict:
     put = jax.device_put(first, jax.local_devices()[0])
     restored = cd.checkpoint.restore(folder, cd.replicas.replicate(put, mesh))
     model = cd.replicas.anchor(state[1])
-    spoil = lambda x: x.at[1, 0].set(jnp.nan)  # noqa: E731
+    spoil = lambda x: x.at[1, 0].set(jnp.nan)
     spoilt = jax.jit(lambda params: jax.tree.map(spoil, params))(state[0])
     mended, replaced = cd.replicas.repair((spoilt, state[1]))
     # One of the processes names it.

@@ -128,7 +128,7 @@ def heavy_ball():
         state = jax.tree.map(lambda v, g: v / 2 + g, state, {"velocity": updates})
         return state["velocity"], state
 
-    init = lambda params: {"velocity": jax.tree.map(jnp.zeros_like, params)}  # noqa: E731
+    init = lambda params: {"velocity": jax.tree.map(jnp.zeros_like, params)}
     return optax.GradientTransformation(init, update)
 
 
