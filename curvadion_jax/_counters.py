@@ -1,7 +1,7 @@
 """The counters in the state of `adaptive_sync`."""
 
 import functools
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -14,6 +14,8 @@ from curvadion_jax._interfaces import Decision, Payload
 WORD = 2**30
 # A vote is an int32 all-reduce, and a sync gathers a float32 weight per replica.
 VOTE, WEIGHT = Payload(averaged=4), Payload(gathered=4)
+# Of an `AdaptiveSyncState`.
+_STATE_FIELDS = {"inner_state", "trigger_state", "sync_state", "metrics"}
 
 
 class Faults(NamedTuple):
@@ -113,16 +115,21 @@ def optimizer_paths(names: Iterable[_paths.Names]) -> list[_paths.Names]:
     return [path[:-1] for path in found if path[-1:] == ("metrics",)]
 
 
+def inside(names: _paths.Names, optimizers: Iterable[_paths.Names]) -> _paths.Names:
+    """The path of a leaf inside the state of an optimizer; () if it lies in none."""
+    for path in optimizers:
+        below = names[len(path) :]
+        if names[: len(path)] == path and set(below[:1]) <= _STATE_FIELDS:
+            return below
+    return ()
+
+
 def is_within(
-    names: _paths.Names, states: Iterable[_paths.Names], fields: Container[str]
+    names: _paths.Names, optimizers: Iterable[_paths.Names], *fields: str
 ) -> bool:
-    """Whether a leaf lies in one of these fields of one of the states."""
-    return any(
-        names[: len(path)] == path
-        and len(names) > len(path)
-        and names[len(path)] in fields
-        for path in states
-    )
+    """Whether a leaf lies in one of these fields, such as `sync_state/anchor`."""
+    path = f"{'/'.join(inside(names, optimizers))}/"
+    return any(path.startswith(f"{field}/") for field in fields)
 
 
 def update(

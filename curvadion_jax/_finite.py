@@ -33,10 +33,7 @@ def norms_finite(tree: Any) -> jax.Array:
 
     The square of 1e20 overflows float32, so a matrix that holds it has no norm.
     """
-
-    def squares(x):
-        return jnp.sum(jnp.square(jnp.abs(_trees.wide(x))))
-
+    squares = lambda x: jnp.sum(jnp.square(jnp.abs(_trees.wide(x))))
     return all_finite([squares(x) for x in jax.tree.leaves(tree) if is_float(x)])
 
 

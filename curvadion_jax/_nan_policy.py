@@ -143,9 +143,7 @@ def restarted(
 
 def _keeping_schedules(state: Any, fresh: Any) -> Any:
     """A fresh state with the schedules and injected hyperparameters of another."""
-
-    def is_injected(node):
-        return "hyperparams" in getattr(node, "_fields", ())
+    is_injected = lambda node: "hyperparams" in getattr(node, "_fields", ())
 
     def is_kept(node):
         return isinstance(node, optax.ScaleByScheduleState) or is_injected(node)

@@ -43,14 +43,6 @@ def map_with_path(function: Callable[[str, Any], Any], tree: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), results)
 
 
-def sync_field(names: Names) -> tuple[str | None, Names]:
-    """The field of a `SyncState` that a leaf lies in, and the names below it."""
-    if "sync_state" not in names[:-1]:
-        return None, ()
-    index = names.index("sync_state") + 1
-    return names[index], names[index + 1 :]
-
-
 def lies_in(names: Names, given: Iterable[str]) -> bool:
     """Whether the path of a leaf holds a name, or a path such as `stats/mean`."""
     path = f"/{'/'.join(names)}/"

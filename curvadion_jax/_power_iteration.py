@@ -113,9 +113,7 @@ def dion_step(
         made_of = {name: (views[name].shape, axes(views[name])) for name in some}
         return arrays | reduce_fn(some, made_of)
 
-    def itself(view):
-        return [(axis,) for axis in range(len(view.shape))]
-
+    itself = lambda view: [(axis,) for axis in range(len(view.shape))]
     common = reduced(total, itself, total.keys() - compressed)
     matrices = {name: views[name].to_matrix(b) for name, b in common.items()}
     products = {n: matmul(B, qs[n].astype(B.dtype)) for n, B in matrices.items()}

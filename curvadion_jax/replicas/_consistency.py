@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from curvadion_jax import _counters, _finite, _paths, _trees
-from curvadion_jax._adaptive_sync import AdaptiveSyncState
 from curvadion_jax._paths import Names
 from curvadion_jax.replicas._arrays import differ, on_host
 
@@ -122,12 +121,12 @@ class ConsistencyCheck:
             names: x
             for names, x in floats.items()
             if not _paths.lies_in(names, self._local)
-            and not _counters.is_within(names, optimizers, AdaptiveSyncState._fields)
+            and not _counters.inside(names, optimizers)
         }
         inner = {
             names: x
             for names, x in floats.items()
-            if x.ndim > 1 and _counters.is_within(names, optimizers, {"inner_state"})
+            if x.ndim > 1 and _counters.is_within(names, optimizers, "inner_state")
         }
         return counters, anchors, common, inner
 

@@ -117,7 +117,7 @@ def _check_sources(after: list[_paths.Names], sources, optimizers) -> None:
     """Rejects a step that chooses between two states of its optimizer."""
     for names, source in zip(after, sources, strict=False):
         # The fields that must agree on all replicas; inner states need not.
-        common = _counters.is_within(names, optimizers, {"sync_state", "metrics"})
+        common = _counters.is_within(names, optimizers, "sync_state", "metrics")
         if common and source == _jax_internals.MIXED:
             raise ValueError(
                 "The step keeps the old optimizer state on a condition, as by "

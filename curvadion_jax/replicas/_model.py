@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _memory, _paths, _trees
+from curvadion_jax import _counters, _memory, _paths, _trees
 from curvadion_jax.replicas._arrays import count_replicas, differ, on_host
 
 
@@ -154,10 +154,11 @@ def reanchor(params: Any, opt_state: Any) -> Any:
     given = dict(_paths.leaves_with_names(params))
     leaves = _paths.leaves_with_names(opt_state)
     has_axis = any(names[-1:] == ("steps",) and np.ndim(x) for names, x in leaves)
+    optimizers = _counters.optimizer_paths(names for names, _ in leaves)
     anchors, new = {}, []
     for names, leaf in leaves:
-        field, name = _paths.sync_field(names)
-        if field == "anchor":
+        if _counters.is_within(names, optimizers, "sync_state/anchor"):
+            name = _counters.inside(names, optimizers)[2:]
             shape = np.shape(given[name]) if name in given else "missing"
             if shape != leaf.shape:
                 raise ValueError(
@@ -167,7 +168,7 @@ def reanchor(params: Any, opt_state: Any) -> Any:
                 )
             anchors[name] = given[name]
             leaf = _memory.to_memory_of(jnp.array(given[name], leaf.dtype), leaf)
-        elif field == "residual":
+        elif _counters.is_within(names, optimizers, "sync_state/residual"):
             leaf = jnp.zeros_like(leaf)
         new.append(leaf)
     between = lambda arrays: [differ(x, x[:1]) for x in arrays]

@@ -1,5 +1,7 @@
 """Copies replicas: to replace those that are not finite, or to change their number."""
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _counters, _memory, _paths, _trees
+from curvadion_jax._dion import DionState
 from curvadion_jax.replicas._arrays import count_replicas, on_host
 from curvadion_jax.replicas._mesh import AXIS, check_mesh
 
@@ -54,7 +57,7 @@ def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
         x
         for names, x in leaves
         if jnp.issubdtype(x.dtype, jnp.inexact)
-        and not _counters.is_within(names, optimizers, {"trigger_state", "metrics"})
+        and not _counters.is_within(names, optimizers, "trigger_state", "metrics")
     ]
     sound = ~named & (on_host(_are_finite, floating) if floating else True)
     if sound.all():
@@ -67,9 +70,9 @@ def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
     source = np.where(sound, np.arange(replicas), np.flatnonzero(sound)[0])
 
     def row(names, x):
-        if _counters.is_within(names, optimizers, {"metrics"}):
+        if _counters.is_within(names, optimizers, "metrics"):
             return x
-        if _paths.sync_field(names)[0] == "residual":
+        if _counters.is_within(names, optimizers, "sync_state/residual"):
             return jnp.where(sound.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
         return x[source]
 
@@ -141,20 +144,24 @@ def resize(state: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
 def is_averaged(state: Any) -> list[bool]:
     """Whether `resize` takes means, for every leaf of a state."""
     leaves = _paths.leaves_with_names(state)
-    known = {names for names, _ in leaves}
-    optimizers = _counters.optimizer_paths(known)
+    optimizers = _counters.optimizer_paths(names for names, _ in leaves)
+    kept = ("trigger_state", "metrics", "sync_state/anchor", "sync_state/common")
+    fields = defaultdict(set)  # of every node of an inner state
+    for names, _ in leaves:
+        if _counters.is_within(names, optimizers, "inner_state"):
+            for depth, name in enumerate(names):
+                fields[names[:depth]].add(name)
 
-    def is_q(names, index):
+    def is_q(names):
         # Columns of Q may have opposite signs, and cancel in a mean. By name and not by
         # type: `flax.nnx.split` makes dictionaries of named tuples.
-        momentum = (*names[:index], "momentum", *names[index + 1 :])
-        return names[index] == "q" and momentum in known
+        of_dion = (fields[names[:d]] == {*DionState._fields} for d in range(len(names)))
+        return [*itertools.compress(names, of_dion)][:1] == ["q"]
 
     return [
         jnp.issubdtype(leaf.dtype, jnp.inexact)
-        and not _counters.is_within(names, optimizers, {"trigger_state", "metrics"})
-        and _paths.sync_field(names)[0] not in ("anchor", "common")
-        and not any(is_q(names, index) for index in range(len(names)))
+        and not _counters.is_within(names, optimizers, *kept)
+        and not is_q(names)
         for names, leaf in leaves
     ]
 

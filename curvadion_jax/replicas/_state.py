@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _memory, _paths
+from curvadion_jax import _counters, _memory, _paths
 from curvadion_jax.replicas._arrays import check_unshared
 from curvadion_jax.replicas._mesh import AXIS, check_mesh
 
@@ -108,7 +108,11 @@ def offload(state: Any) -> Any:
     """
     # By name and not by type: `flax.nnx.split` makes dictionaries of named tuples.
     leaves = _paths.leaves_with_names(state)
+    optimizers = _counters.optimizer_paths(names for names, _ in leaves)
     moved = [
-        _memory.to_host(x) if _paths.sync_field(names)[0] else x for names, x in leaves
+        _memory.to_host(x)
+        if _counters.is_within(names, optimizers, "sync_state")
+        else x
+        for names, x in leaves
     ]
     return jax.tree.unflatten(jax.tree.structure(state), moved)

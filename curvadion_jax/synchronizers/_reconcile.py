@@ -121,10 +121,7 @@ def mean_with_feedback(
     over all expected replicas: over those that take part, the drift of a replica that
     takes part every second time would count twice.
     """
-
-    def expected(x):
-        return x * jnp.asarray(local.expected, x.dtype)
-
+    expected = lambda x: x * jnp.asarray(local.expected, x.dtype)
     if compressor is None:
         return jax.tree.map(expected, local.mean(tree, group)), residual
     whole = jax.tree.map(

@@ -70,6 +70,7 @@ def test_products_are_those_of_float32_up_to_bfloat16():
     assert (ours[0] != exact[0]).any()
 
 
+@pytest.mark.slow
 def test_gradients_taken_together_are_those_taken_one_by_one(corpus):
     gpt, batch = simulate.transformer(SIZE, corpus), simulate.Batches(corpus, 0, SIZE)
     params = simulate.on_replicas(simulate.parameters(gpt, 0))

@@ -62,7 +62,8 @@ def test_quantised_means_are_the_references(bits):
         np.testing.assert_allclose(result.mean[name][0].reshape(-1), mean, atol=ATOL)
 
 
-@pytest.mark.parametrize("bits", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [2, 8])
 def test_two_replicas_round_once(monkeypatch, bits):
     block, stacked = 16, trees(3, replicas=2)
     stacked["stack"][1] = 0  # who is absent brings zeros
@@ -87,6 +88,7 @@ def test_two_replicas_round_once(monkeypatch, bits):
     helpers.assert_bitwise(average(form, stacked | empty, "mesh"), result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "pieces"),
     [
@@ -94,7 +96,7 @@ def test_two_replicas_round_once(monkeypatch, bits):
         ((2, 42, 16), [16, 16, 16, 16, 16, 4]),
         ((770,), [256, 256, 256, 2]),
         # The last piece ends within a block.
-        pytest.param((43, 10), [24, 19], marks=pytest.mark.slow),
+        ((43, 10), [24, 19]),
     ],
 )
 def test_large_arrays_in_pieces_are_the_same_to_the_bit(monkeypatch, shape, pieces):

@@ -19,15 +19,12 @@ MAKE = {
 }
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", helpers.slow_but(["local_muon"], MAKE))
 def test_a_fresh_state_can_be_donated(name):
     tx = MAKE[name]()
     params = jax.tree.map(jax.numpy.asarray, helpers.make_params())
     arrays = jax.tree.leaves((params, tx.init(params)))
     places = [x.unsafe_buffer_pointer() for x in arrays if x.size]
     assert len(set(places)) == len(places)
-
-    def update(params, state):
-        return tx.update(params, state, params)
-
+    update = lambda params, state: tx.update(params, state, params)
     jax.jit(update, donate_argnums=(0, 1))(params, tx.init(params))

@@ -98,7 +98,7 @@ def talks(equation):
     return AXIS in jax.tree.leaves(names) and not silent
 
 
-@pytest.mark.parametrize("name", SCHEDULED | AT_INTERVALS)
+@pytest.mark.parametrize("name", helpers.slow_but(QUICK[:1], SCHEDULED | AT_INTERVALS))
 def test_a_step_that_is_not_due_sends_nothing_and_decides_nothing(name):
     step, arguments = prepare(name, 2)
     local, due = (equations(step, arguments, each) for each in (False, True))

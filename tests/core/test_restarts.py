@@ -23,6 +23,7 @@ AXIS = helpers.AXIS
 REPLICAS = 2
 # Columns of a cosine transform, or R / (||R|| + 1e-8), in float32.
 UNIT = 1e-6
+pytestmark = pytest.mark.slow  # many programs
 
 
 def dion(synchronizer):
@@ -38,7 +39,6 @@ OPTIMIZERS = {
     "factors": lambda: dion(synchronizers.average_factors()),
     "gradients": lambda: dion(synchronizers.average_gradients()),
 }
-NAMES = helpers.slow_but(["curvadion", "factors"], OPTIMIZERS)
 
 
 def placed(tx, inner):
@@ -63,7 +63,7 @@ def conditions(tx, inner):
 
 
 @pytest.mark.parametrize("inner", [{}, {"fsdp": 2}], ids=["one", "two"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_condition_differs_between_replicas(name, inner):
     """Neither where several devices of a replica move arrays, nor anywhere else."""
     found = conditions(OPTIMIZERS[name](), inner)
@@ -102,7 +102,6 @@ def test_q_starts_afresh_with_orthonormal_columns(shape):
     np.testing.assert_allclose(q.swapaxes(-1, -2) @ q, unit, atol=UNIT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("inner", [{}, {"fsdp": 2}], ids=["one", "two"])
 @pytest.mark.parametrize("name", ["reconcile", "factors"])
 def test_q_of_a_spoilt_replica_restarts(name, inner):

@@ -64,16 +64,12 @@ CASES = [
 @pytest.mark.parametrize("case", CASES)
 def test_microsoft_dion(case):
     settings = SETTINGS["cases"][f"tall-{case}"]
-
-    def vectors(key):
-        return {shape: VECTORS[f"{shape}-{case}/{key}"] for shape in SHAPES}
+    vectors = lambda key: {shape: VECTORS[f"{shape}-{case}/{key}"] for shape in SHAPES}
 
     def flax(key):  # (fan_out, fan_in) there, (fan_in, fan_out) here
         return {shape: x.transpose(0, 2, 1) for shape, x in vectors(key).items()}
 
-    def first(tree):
-        return {shape: x[0] for shape, x in tree.items()}
-
+    first = lambda tree: {shape: x[0] for shape, x in tree.items()}
     # Their first Q is normal, ours has unit columns. P does not depend on lengths.
     q = jax.tree.map(lambda q: q / np.linalg.norm(q, axis=0), first(vectors("Q")))
     with jax.enable_x64(True):

@@ -44,9 +44,7 @@ def test_initial_state():
 
 @pytest.mark.slow
 def test_initial_q_depends_on_the_path_only():
-    def init(tree) -> Any:
-        return optax.tree.get(cd.scale_by_dion(3).init(tree), "q")
-
+    init = lambda tree: optax.tree.get(cd.scale_by_dion(3).init(tree), "q")
     params = {"a": jnp.ones((9, 5)), "b": jnp.ones((5, 9))}
     q = init(params)
     same = [

@@ -62,9 +62,7 @@ class EquinoxModel(eqx.Module):
     stack: eqx.nn.Linear
 
     def __init__(self, key):
-        def linear(key):
-            return eqx.nn.Linear(8, 24, key=key)
-
+        linear = lambda key: eqx.nn.Linear(8, 24, key=key)
         self.embedding = eqx.nn.Embedding(11, 8, key=key)
         self.wide = linear(key)
         self.normalised = eqx.nn.SpectralNorm(linear(key), "weight", key=key)

@@ -8,6 +8,7 @@ import pytest
 
 import curvadion_jax as cd
 
+pytestmark = pytest.mark.slow  # many programs
 REPLICAS, EVERY = 4, 2
 MESH = cd.replicas.make_mesh(REPLICAS, devices=jax.devices()[:REPLICAS])
 TX = cd.presets.local_sgd(0.02, k=EVERY, axis_name="replica")

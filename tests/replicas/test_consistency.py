@@ -16,6 +16,7 @@ from curvadion_jax import compressors, triggers
 from curvadion_jax.replicas import _consistency
 from curvadion_jax.synchronizers import reconcile
 
+pytestmark = pytest.mark.slow  # many programs
 REPLICAS, STEPS, EVERY = 2, 6, 2
 MESH = cd.replicas.make_mesh(REPLICAS, devices=jax.devices()[:REPLICAS])
 MODELS = [helpers.make_params(seed) for seed in range(REPLICAS)]

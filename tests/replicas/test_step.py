@@ -165,10 +165,7 @@ def test_models_under_vmap_are_rejected():
 
 def test_several_steps_in_a_scan():
     tx = local_sgd()
-
-    def train(state, batch):
-        return lax.scan(train_step(tx), state, batch.reshape(4, 2, 6))
-
+    train = lambda state, batch: lax.scan(train_step(tx), state, batch.reshape(4, 2, 6))
     state, metrics = cd.replicas.step(train, MESH, average=["mean"])(start(tx), X)
     assert state["opt"].metrics.steps.tolist() == [4, 4]
     assert state["opt"].metrics.syncs.tolist() == [2, 2]

@@ -16,6 +16,7 @@ from site_runs import EVERY, STEPS, start_params, target, together, train
 import curvadion_jax as cd
 from curvadion_jax import compressors, sites
 
+pytestmark = pytest.mark.slow  # many programs
 SITES = 4
 INNER = optax.adam(0.1)
 # Products with these are exact, so that it is all one whether XLA rounds them.

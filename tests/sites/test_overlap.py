@@ -174,6 +174,7 @@ def test_a_rejected_site_continues_from_the_outer_parameters():
         assert site.metrics.counted == 1
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_costs_time_and_nothing_else():
     """Refused requests and lost answers: what is created once is counted once."""
     found = {}

@@ -196,9 +196,7 @@ def test_a_trigger_is_told_what_a_sync_costs_and_the_anchor():
         tx: Any = cd.adaptive_sync(optax.sgd(0.1, 0.9), record(look), synchronizer)
         return tx.update(params, tx.init(params), params)[1].metrics
 
-    def both(seen):
-        return seen.sync_cost, seen.anchor["tall"][1, 2]
-
+    both = lambda seen: (seen.sync_cost, seen.anchor["tall"][1, 2])
     found = looked(synchronizers.reconcile(), both)
     assert found.value == 1
     assert found.threshold == params["tall"][1, 2]
