@@ -31,7 +31,7 @@ POINTS = {
     rows.DION: ("Dion, synchronous", "D", GREY, -9, 0),
     rows.ADAMW: ("AdamW, synchronous", "v", GREY, -9, 0),
     rows.LOCAL_MUON: ("local_muon", "o", BLUE, 5, -38),
-    rows.CURVADION: ("curvadion(budget=0.01)", "^", ORANGE, 5, 10),
+    rows.CURVADION: ("curvadion(budget=0.01)", "^", ORANGE, 5, 24),
     rows.THRESHOLD: ("curvadion(threshold=0.3)", "^", ORANGE, 9, 0),
     "MuLoCo": ("MuLoCo", "P", GREY, 9, 0),
 }
