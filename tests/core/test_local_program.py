@@ -254,6 +254,7 @@ def test_what_is_traced_for_one_step_does_not_serve_another():
         assert now[1].metrics.votes.tolist() == [0, 0]
 
 
+@pytest.mark.slow
 def test_steps_of_two_optimizers_in_turn_need_no_vote():
     """As those of a GAN: each hands the other's state through."""
     tx, mesh = OPTIMIZERS["local_sgd"](), cd.replicas.make_mesh(2)

@@ -205,6 +205,7 @@ def test_an_update_that_is_only_looked_at_is_no_step(other):
     assert not np.ptp(state["w"], axis=0).any()
 
 
+@pytest.mark.slow
 def test_a_larger_model_spends_a_budget_of_its_own():
     """A sync of few elements costs more than their gradients: blocks are padded."""
     reconcile = cd.synchronizers.reconcile(compressor=cd.compressors.quantize(2))
@@ -224,6 +225,7 @@ def test_a_larger_model_spends_a_budget_of_its_own():
         assert state[1].metrics.syncs.tolist() == [syncs] * 2
 
 
+@pytest.mark.slow
 def test_averages_are_taken_at_a_sync_of_any_optimizer():
     """The second of three updates a call, and of the second of two optimizers."""
     often, seldom = local_sgd(), local_sgd(k=100)
@@ -243,6 +245,7 @@ def test_averages_are_taken_at_a_sync_of_any_optimizer():
     np.testing.assert_allclose(after["rows"], [X.mean()] * 2, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_jitted_step_on_one_mesh_and_then_another():
     """A trace of it is kept by JAX; which mesh it runs on is not."""
     tx, rows = local_sgd(), X.reshape(REPLICAS, 8, 6)

@@ -141,6 +141,7 @@ def test_a_state_that_lies_elsewhere_is_divided_over_the_replicas(spec):
     assert after["x"].sharding.is_equivalent_to(wanted, 2)
 
 
+@pytest.mark.slow
 def test_what_lies_in_host_memory_stays_divided():
     mesh = mesh_of("4x2")
     tx = cd.presets.local_sgd(0.01, k=2, axis_name=AXIS)

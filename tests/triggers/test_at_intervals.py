@@ -66,6 +66,7 @@ def test_a_request_is_kept_until_the_next_vote_and_met_once(replica, run):
         assert read["bytes"] == round(4 / 3 * (3 * payload + 4 * 4)) + 3 * 2 * 4
 
 
+@pytest.mark.slow
 def test_the_first_request_of_a_change_is_met_at_the_first_vote():
     """And that of a step with gradients that are not finite."""
     change = triggers.relative_momentum_change(1e6)
