@@ -288,7 +288,7 @@ class _Replica:
             fire &= decision.fire & _nan_policy.may_request(counters, self.weight)
         if isinstance(fire, bool):
             return fire
-        fire = _collectives.any_replica(fire, self.group.axis_name)
+        fire = _collectives.any_replica_requests(fire, self.group.axis_name)
         return fire if self.group.axis_name is None else _guards.one_decision(fire)
 
     def local_step(self, gradients, inner_state, sync_state):

@@ -166,7 +166,7 @@ def gathered(x: jax.Array, axis_name: str | None) -> jax.Array:
     return lax.all_gather(vary(x, axis_name), axis_name, to=to)
 
 
-def any_replica(flag: jax.Array, axis_name: str | None) -> jax.Array:
+def any_replica_requests(flag: jax.Array, axis_name: str | None) -> jax.Array:
     """Whether any replica says so, bool[]: one int32 scalar all-reduce.
 
     An integer, because a float maximum drops NaN in shard_map on CPU.
