@@ -7,25 +7,25 @@ those of `optax.inject_hyperparams`.
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 
 _PLAIN = (int, float, np.number)
 
 
 def check_static(value: Any, what: str) -> None:
-    """Rejects a traced number where a Python number is needed."""
-    if isinstance(value, Tracer):
+    """Rejects an array, traced or not, where a Python number is needed."""
+    if isinstance(value, jax.Array):
         raise TypeError(
-            f"{what} must be a Python number, got a traced value. With "
+            f"{what} must be a Python number, got an array. With "
             f"optax.inject_hyperparams, pass static_args=({what!r},)."
         )
 
 
 def check_int(value: Any, what: str) -> None:
-    """Rejects what is not a plain int, a traced number included, or is below 1."""
+    """Rejects what is not a plain int, an array included, or is below 1."""
     check_static(value, what)
     if not isinstance(value, int):
         raise TypeError(f"{what} must be an int, got {value!r}.")
@@ -44,7 +44,7 @@ def check_numbers(below: float | None = None, **values: Any) -> None:
 
 
 def check_fraction(value: Any, what: str) -> None:
-    """Rejects a traced number, and one outside (0, 1], such as a percentage."""
+    """Rejects an array, and a number outside (0, 1], such as a percentage."""
     check_static(value, what)
     if not 0 < value <= 1:
         raise ValueError(

@@ -111,8 +111,11 @@ def counter_paths(names: Iterable[_paths.Names]) -> list[_paths.Names]:
 
 def optimizer_paths(names: Iterable[_paths.Names]) -> list[_paths.Names]:
     """Finds all states of `adaptive_sync`, by their counters."""
-    found = counter_paths(names)
-    return [path[:-1] for path in found if path[-1:] == ("metrics",)]
+    known = dict.fromkeys(names)
+    found = [path[:-1] for path in counter_paths(known) if path[-1:] == ("metrics",)]
+    fields = {path: {inside(each, [path])[:1] for each in known} for path in found}
+    # A copy of counters has no other field beside it. (A state without arrays neither.)
+    return [path for path in found if fields[path] - {(), ("metrics",)}] or found
 
 
 def inside(names: _paths.Names, optimizers: Iterable[_paths.Names]) -> _paths.Names:

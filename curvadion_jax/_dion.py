@@ -34,13 +34,13 @@ class DionState(NamedTuple):
     Attributes:
       momentum: tree like the parameters, in `mu_dtype` or their dtype, after error
         feedback. Replica-varying.
-      q: right factor of every parameter, ``[*batch, smaller side, r]`` with unit
-        columns, in the momentum's dtype. Replica-varying unless every step reduces the
-        factors.
+      dion_q: right factor Q of every parameter, ``[*batch, smaller side, r]`` with
+        unit columns, in the momentum's dtype. Replica-varying unless every step reduces
+        the factors. (`replicas.resize` goes by this name, which no parameter has.)
     """
 
     momentum: optax.Updates
-    q: Any
+    dion_q: Any
 
 
 def scale_by_dion(
@@ -112,7 +112,7 @@ def scale_by_dion(
         views = _partition.matrices_only(params, dimension_numbers)
         zeros = optax.tree.zeros_like(params, dtype=mu_dtype)
         if _trees.is_placeholder(params):
-            return DionState(zeros, q=jnp.zeros([]))
+            return DionState(zeros, dion_q=jnp.zeros([]))
         return DionState(zeros, _initial_qs(params, views, rank, mu_dtype))
 
     def update_fn(
@@ -139,13 +139,13 @@ def scale_by_dion(
         directions, momenta, qs = _power_iteration.dion_step(
             views,
             total,
-            dict(zip(views, jax.tree.leaves(state.q), strict=True)),
+            dict(zip(views, jax.tree.leaves(state.dion_q), strict=True)),
             feedback=1 - momentum if error_feedback else None,
             bases=functools.partial(_within_replica.bases, views=views, layout=layout),
             keep_whole=layout.keep_whole,
             reduce_fn=reduce_fn,
         )
-        after = DionState(_like(state.momentum, momenta), _like(state.q, qs))
+        after = DionState(_like(state.momentum, momenta), _like(state.dion_q, qs))
         return _like(updates, directions), after
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

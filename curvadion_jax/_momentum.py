@@ -1,7 +1,7 @@
 """Finds the momentum, and Dion's states, in the state of any optimizer."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -38,16 +38,20 @@ def value_of(state: optax.OptState, field: str) -> Any:
     return getattr(found[0], field) if len(found) == 1 else None
 
 
-def momentum_by_name(state: optax.OptState) -> dict[str, jax.Array]:
+def momentum_by_name(
+    state: optax.OptState, views: Mapping[str, Any]
+) -> dict[str, jax.Array]:
     """The momenta by the paths of parameters: Dion's, else `trace`, else `mu`."""
     nodes = _outermost(state, *_FIELDS)
     for field in _FIELDS:
-        if found := [node for node in nodes if field in _field_names(node)]:
-            return {
-                name: leaf
-                for node in found
-                for name, leaf in _paths.leaves_with_path(getattr(node, field))
-            }
+        named = (
+            dict(_paths.leaves_with_path(getattr(node, field)))
+            for node in nodes
+            if field in _field_names(node)
+        )
+        # Parameters may be a named tuple with a field of this name.
+        if found := [each for each in named if each.keys() <= views.keys()]:
+            return {name: x for each in found for name, x in each.items()}
     raise ValueError(
         "The inner optimizer keeps no momentum: its state has no field named "
         f"{', '.join(map(repr, _FIELDS))}. Use an optimizer with momentum, or a "

@@ -132,7 +132,7 @@ def restarted(
     # Drawing Dion's Q at random, as `init` does, takes longer than the rest of a sync.
     fresh = _momentum.with_dion(
         inner.init(params),
-        lambda x: x._replace(q=jax.tree.map(_power_iteration.cosines, x.q)),
+        lambda x: x._replace(dion_q=jax.tree.map(_power_iteration.cosines, x.dion_q)),
     )
     return jax.tree.map(
         lambda x, new: x if x is new else jnp.where(keep, x, jnp.asarray(new, x.dtype)),

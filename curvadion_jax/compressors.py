@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from curvadion_jax import _arguments
 from curvadion_jax._buckets import count_blocks, make_buckets
 from curvadion_jax._collectives import Group
 from curvadion_jax._interfaces import Payload
@@ -128,6 +129,7 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
       Lloyd, `Least squares quantization in PCM
       <https://doi.org/10.1109/TIT.1982.1056489>`_, 1982, for two bits
     """
+    _arguments.check_static(bits, "bits")
     if bits not in (8, 4, 2, 1):
         raise ValueError(f"bits is {bits}. Give 8, 4, 2 or 1.")
     if block < 1 or block * bits % 8:

@@ -386,7 +386,7 @@ def relative_momentum_change(threshold: optax.ScalarOrSchedule) -> Trigger:
     _arguments.check_numbers(threshold=threshold)
 
     def norms(state: optax.OptState, views) -> dict[str, jax.Array]:
-        momenta = _momentum.momentum_by_name(state)
+        momenta = _momentum.momentum_by_name(state, views)
         return {name: _norms(name, m, views) for name, m in momenta.items()}
 
     def init(params, inner_state, views):

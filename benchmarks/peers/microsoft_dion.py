@@ -100,7 +100,7 @@ def _trainers(task: race.Task, options: argparse.Namespace) -> dict[str, race.Tr
         momentum=MOMENTUM,
         axis_name=race.AXIS,
     )
-    q = _first_q(optax.tree.get(tx.init(task.params), "q"))
+    q = _first_q(optax.tree.get(tx.init(task.params), "dion_q"))
     ours, theirs = race.Ours(task, tx), Theirs(task, options.dion, q)
     if options.nudged:
         nudged = race.Ours(task, tx, nudge=True)

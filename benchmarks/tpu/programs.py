@@ -177,7 +177,7 @@ def _laid_out(tree: Any, params: Any, mesh: Mesh, leading: int) -> Any:
             if shape == x.shape:
                 inner = found
                 break
-            if names[start:] in factors and {"q", "common"} & set(names):
+            if names[start:] in factors and {"dion_q", "common"} & set(names):
                 inner = P(*factors[names[start:]])
                 break
         if not leading:

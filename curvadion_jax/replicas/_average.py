@@ -32,10 +32,12 @@ def average_where_synced(
     sync, 0 where they were excluded. The first optimizer counts the bytes.
     """
     arrays, old = (dict(_paths.leaves_with_names(each)) for each in (state, before))
-    floating = [n for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)]
-    _paths.check_named(floating, average, "average")
-    averaged = [names for names in floating if _paths.lies_in(names, average)]
-    counters = [(*path, "metrics") for path in _counters.optimizer_paths(arrays)]
+    optimizers = _counters.optimizer_paths(arrays)
+    floating = [names for names, x in arrays.items() if _finite.is_float(x)]
+    others = [names for names in floating if not _counters.inside(names, optimizers)]
+    _paths.check_named(others, average, "average")
+    averaged = [names for names in others if _paths.lies_in(names, average)]
+    counters = [(*path, "metrics") for path in optimizers]
     if not counters or (step.due_of and step.due is False):  # a local step
         return state
     synced, weight = jnp.zeros([], jnp.bool_), jnp.zeros([])

@@ -95,10 +95,12 @@ def anchor(opt_state: Any) -> Any:
       [1.0, 1.0, 1.0, 1.0]
     """
     count_replicas(opt_state, "optimizer state")
+    names = (names for names, _ in _paths.leaves_with_names(opt_state))
+    paths = [(*p, "sync_state", "anchor") for p in _counters.optimizer_paths(names)]
 
     def is_anchor(path, node):
-        names = [jax.tree_util.keystr((key,), simple=True) for key in path[-2:]]
-        return names == ["sync_state", "anchor"] and bool(jax.tree.leaves(node))
+        names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+        return names in paths and bool(jax.tree.leaves(node))
 
     nodes = jax.tree.leaves_with_path(
         opt_state, is_leaf=is_anchor, is_leaf_takes_path=True
@@ -153,8 +155,8 @@ def reanchor(params: Any, opt_state: Any) -> Any:
     """
     given = dict(_paths.leaves_with_names(params))
     leaves = _paths.leaves_with_names(opt_state)
-    has_axis = any(names[-1:] == ("steps",) and np.ndim(x) for names, x in leaves)
     optimizers = _counters.optimizer_paths(names for names, _ in leaves)
+    has_axis = any(np.ndim(dict(leaves)[*p, "metrics", "steps"]) for p in optimizers)
     anchors, new = {}, []
     for names, leaf in leaves:
         if _counters.is_within(names, optimizers, "sync_state/anchor"):

@@ -1,7 +1,5 @@
 """Copies replicas: to replace those that are not finite, or to change their number."""
 
-import itertools
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _counters, _memory, _paths, _trees
-from curvadion_jax._dion import DionState
 from curvadion_jax.replicas._arrays import count_replicas, on_host
 from curvadion_jax.replicas._mesh import AXIS, check_mesh
 
@@ -146,22 +143,11 @@ def is_averaged(state: Any) -> list[bool]:
     leaves = _paths.leaves_with_names(state)
     optimizers = _counters.optimizer_paths(names for names, _ in leaves)
     kept = ("trigger_state", "metrics", "sync_state/anchor", "sync_state/common")
-    fields = defaultdict(set)  # of every node of an inner state
-    for names, _ in leaves:
-        if _counters.is_within(names, optimizers, "inner_state"):
-            for depth, name in enumerate(names):
-                fields[names[:depth]].add(name)
-
-    def is_q(names):
-        # Columns of Q may have opposite signs, and cancel in a mean. By name and not by
-        # type: `flax.nnx.split` makes dictionaries of named tuples.
-        of_dion = (fields[names[:d]] == {*DionState._fields} for d in range(len(names)))
-        return [*itertools.compress(names, of_dion)][:1] == ["q"]
-
     return [
         jnp.issubdtype(leaf.dtype, jnp.inexact)
         and not _counters.is_within(names, optimizers, *kept)
-        and not is_q(names)
+        # Columns of Q may have opposite signs, and cancel in a mean.
+        and "dion_q" not in names
         for names, leaf in leaves
     ]
 

@@ -160,7 +160,7 @@ class CompiledStep:
     def _key(self, state: Any) -> Any:
         leaves, structure = jax.tree.flatten(state)
         places = (_arrays.placement(x, self._mesh, self._axis_name) for x in leaves)
-        return structure, tuple(places), tuple(map(np.shape, leaves))
+        return structure, tuple(places), tuple((np.shape(x), x.dtype) for x in leaves)
 
     def _schedule(self, key, operands) -> "_Schedule":
         """Traces a step to learn how the host can know whether a decision is due."""

@@ -20,8 +20,8 @@ def average_factors() -> Synchronizer:
     and momenta stay on their replicas. If its factors would be larger than the matrix,
     momentum plus gradient is averaged. The gradients of other parameters are averaged
     in full. The update is Dion's on the replicas' mean momentum and gradient: with
-    `always` (`presets.synchronous_dion`) this is training on one big batch, at any
-    rank. Like `average_gradients` it does not make replicas equal.
+    `always` (`presets.synchronous_dion`) and equal weights this is training on one big
+    batch, at any rank. Like `average_gradients` it does not make replicas equal.
 
     Returns:
       A synchronizer for inner optimizers made of :func:`dion` or :func:`scale_by_dion`,
@@ -45,7 +45,7 @@ def _init(params, inner_state, views) -> SyncState:
             "average_gradients or reconcile."
         )
     # Copies, so that both can be donated.
-    return SyncState(common=[jax.tree.map(jnp.copy, state.q) for state in states])
+    return SyncState(common=[jax.tree.map(jnp.copy, state.dion_q) for state in states])
 
 
 def _sync(local: LocalStep, state: SyncState, group: Group):
@@ -63,7 +63,9 @@ def _sync(local: LocalStep, state: SyncState, group: Group):
     if group.size > 1:  # one replica is plain Dion
         # On local steps every replica moves its own Q: products with them could cancel.
         common = iter(state.common)
-        inner_state = _momentum.with_dion(before, lambda x: x._replace(q=next(common)))
+        inner_state = _momentum.with_dion(
+            before, lambda x: x._replace(dion_q=next(common))
+        )
     updates, inner_state = local.take(gradients, inner_state, reduce_fn=reduce_fn)
     expected = len(ranks) + sum(reduces_factors(*pair) for pair in ranks.values())
     if len(reduced) < expected:
@@ -73,7 +75,7 @@ def _sync(local: LocalStep, state: SyncState, group: Group):
             "Build it as an optax.GradientTransformationExtraArgs that forwards extra "
             "arguments."
         )
-    q = [dion.q for dion in _momentum.dion_states(inner_state)]
+    q = [dion.dion_q for dion in _momentum.dion_states(inner_state)]
     if group.size > 1:
         # An absent replica keeps all of its momentum and gradient for a later sync.
         _, kept = local.take(gradients, before, momentum_only=True)
@@ -105,7 +107,7 @@ def _ranks(inner_state, views: Views) -> dict[str, tuple[MatrixView, int]]:
     """The view and the rank of every matrix of Dion, by its path."""
     found = {}
     for state in _momentum.dion_states(inner_state):
-        for name, q in _paths.leaves_with_path(state.q):
+        for name, q in _paths.leaves_with_path(state.dion_q):
             view = views.get(name)
             if view is None or (*view.batch, view.cols) != q.shape[:-1]:
                 raise ValueError(

@@ -60,13 +60,7 @@ def stack_is_transposed(params):
     return {**numbers, "stack": cd.DimensionNumbers(0, 1)}
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        pytest.param(wide_is_other, id="not-a-matrix"),
-        pytest.param(stack_is_transposed, id="other-axes"),
-    ],
-)
+@pytest.mark.parametrize("numbers", [wide_is_other, stack_is_transposed])
 def test_dimension_numbers_must_be_those_of_dion(numbers):
     params = {**helpers.make_params(), "stack": jnp.ones((2, 4, 4))}
     tx = build(

@@ -14,6 +14,7 @@ from curvadion_jax._momentum import momentum_by_name
 
 VECTORS = {"bias": True, "embed": True, "tall": False, "wide": False}
 NAMES = set(helpers.SHAPES)
+ADAM = optax.adam(0.1)
 LABELS = {name: "a" if vector else "b" for name, vector in VECTORS.items()}
 
 
@@ -26,11 +27,9 @@ LABELS = {name: "a" if vector else "b" for name, vector in VECTORS.items()}
         pytest.param(optax.contrib.muon(0.1), NAMES, id="muon"),
         pytest.param(cd.dion(0.1), {"tall", "wide"}, id="dion"),
         pytest.param(optax.chain(optax.clip(1.0), optax.adamw(0.1)), NAMES, id="chain"),
+        pytest.param(optax.masked(ADAM, VECTORS), {"bias", "embed"}, id="masked"),
         pytest.param(
-            optax.masked(optax.adam(0.1), VECTORS), {"bias", "embed"}, id="masked"
-        ),
-        pytest.param(
-            optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, LABELS),
+            optax.partition({"a": ADAM, "b": optax.sgd(0.1)}, LABELS),
             {"bias", "embed"},
             id="partition",
         ),
@@ -39,9 +38,7 @@ LABELS = {name: "a" if vector else "b" for name, vector in VECTORS.items()}
             NAMES,
             id="inject_hyperparams",
         ),
-        pytest.param(
-            optax.apply_if_finite(optax.adam(0.1), 3), NAMES, id="apply_if_finite"
-        ),
+        pytest.param(optax.apply_if_finite(ADAM, 3), NAMES, id="apply_if_finite"),
         pytest.param(
             optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
             NAMES,
@@ -51,7 +48,7 @@ LABELS = {name: "a" if vector else "b" for name, vector in VECTORS.items()}
 )
 def test_momentum_is_found(inner, names):
     params = helpers.make_params()
-    found = momentum_by_name(inner.init(params))
+    found = momentum_by_name(inner.init(params), params)
     assert set(found) == names
     for name, momentum in found.items():
         assert momentum.shape == params[name].shape
@@ -68,9 +65,12 @@ class Encoder(NamedTuple):
     trace: jax.Array
 
 
-@pytest.mark.parametrize("inner", [optax.sgd(0.1, 0.9), optax.adam(0.1), optax.lion(1)])
+INNER = [optax.sgd(0.1, 0.9), optax.adam(0.1), optax.rmsprop(1, momentum=1)]
+
+
+@pytest.mark.parametrize("inner", INNER)
 def test_parameters_named_like_states_are_no_momentum(inner):
     params = Encoder(jnp.ones((2, 2)), jnp.ones((3, 2)), jnp.ones(4))
-    found = momentum_by_name(inner.init(params))
+    found = momentum_by_name(inner.init(params), params._asdict())
     shapes = {name: momentum.shape for name, momentum in found.items()}
     assert shapes == {"mu": (2, 2), "q": (3, 2), "trace": (4,)}

@@ -131,7 +131,7 @@ def test_q_of_a_spoilt_replica_restarts(name, inner):
         chex.assert_tree_all_finite((state[0], state[1].inner_state))
         found = helpers.dion_state(state[1])
         for name in helpers.MATRICES:
-            lengths = np.linalg.norm(found.q[name], axis=-2)
+            lengths = np.linalg.norm(found.dion_q[name], axis=-2)
             np.testing.assert_allclose(lengths, 1, atol=UNIT)
         state, _ = step(state, third)
     assert state[1].metrics.excluded.tolist() == [0, 1]

@@ -38,14 +38,14 @@ def microsoft_run(rank):
             SETTINGS["settings"]["mu"],
             weight_decay,
         )
-        state = optax.tree.set(tx.init(x), momentum=momentum, q=q)
+        state = optax.tree.set(tx.init(x), momentum=momentum, dion_q=q)
 
         def one(carry, gradient):
             x, state = carry
             updates, state = tx.update(gradient, state, x)
             x = optax.apply_updates(x, updates)
             get = functools.partial(optax.tree.get, state)
-            return (x, state), {"X": x, "M": get("momentum"), "Q": get("q")}
+            return (x, state), {"X": x, "M": get("momentum"), "Q": get("dion_q")}
 
         return jax.lax.scan(one, (x, state), gradients)[1]
 

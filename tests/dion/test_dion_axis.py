@@ -44,13 +44,14 @@ def test_equals_the_reference_and_dion_on_the_mean_gradient(rank, by):
     with jax.enable_x64(True):
         first, updates, states = run(rank, by, gradients)
     for name in SHAPES:
-        for array in (updates[name], states.q[name]):  # to the bit
+        for array in (updates[name], states.dion_q[name]):  # to the bit
             np.testing.assert_array_equal(array, np.stack([array[0]] * REPLICAS))
         for part in kernels(name):
             index = (slice(None), slice(None), part)
             g, u = gradients[name][index], updates[name][index]
-            m, q = states.momentum[name][index], states.q[name][index]
-            momenta, qs = [np.zeros(g.shape[2:])] * REPLICAS, [first.q[name][part]] * 8
+            m, q = states.momentum[name][index], states.dion_q[name][index]
+            momenta = [np.zeros(g.shape[2:])] * REPLICAS
+            qs = [first.dion_q[name][part]] * REPLICAS
             mean_momentum, mean_q = momenta[0], qs[0]
             for t in range(STEPS):
                 what = (name, part, t)

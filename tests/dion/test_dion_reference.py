@@ -59,13 +59,13 @@ def test_ten_steps_in_float64(rank, error_feedback):
     with jax.enable_x64(True):
         updates, states = run(tx, params, gradients, first)
     for name in SHAPES:
-        assert states.q[name].dtype == np.float64
+        assert states.dion_q[name].dtype == np.float64
         direction, momentum, q = reference_run(
-            gradients[name], first.q[name], mu=MU, error_feedback=error_feedback
+            gradients[name], first.dion_q[name], mu=MU, error_feedback=error_feedback
         )
         close(updates[name], direction, FLOAT64_ATOL, name)
         close(states.momentum[name], momentum, FLOAT64_ATOL, name)
-        same_columns(states.q[name], q, FLOAT64_ATOL, name)
+        same_columns(states.dion_q[name], q, FLOAT64_ATOL, name)
 
 
 def test_each_step_in_float32():
@@ -81,7 +81,7 @@ def test_each_step_in_float32():
             direction, momentum, q = ref.dion_step(*before, mu=MU)
             close(updates[name], direction, FLOAT32_ATOL, (name, t))
             close(new_state.momentum[name], momentum, FLOAT32_ATOL, (name, t))
-            same_columns(new_state.q[name], q, FLOAT32_ATOL, (name, t))
+            same_columns(new_state.dion_q[name], q, FLOAT32_ATOL, (name, t))
         state = new_state
 
 
@@ -122,14 +122,14 @@ def test_layouts_equal_the_plain_kernel():
     for name, (_, _, q_shape, parts) in LAYOUTS.items():
         for i, part in enumerate(parts):
             gradient = [kernel(g, part) for g in gradients[name]]
-            q = first.q[name].reshape(-1, *q_shape[-2:])[i]
+            q = first.dion_q[name].reshape(-1, *q_shape[-2:])[i]
             direction, momentum, q = reference_run(gradient, q, mu=MU)
             for t in range(3):
                 got = kernel(np.asarray(updates[name][t]), part)
                 close(got, direction[t], FLOAT64_ATOL, (name, i, t))
             got = kernel(np.asarray(states.momentum[name][-1]), part)
             close(got, momentum[-1], FLOAT64_ATOL, (name, i))
-            got = np.asarray(states.q[name][-1]).reshape(-1, *q_shape[-2:])[i]
+            got = np.asarray(states.dion_q[name][-1]).reshape(-1, *q_shape[-2:])[i]
             same_columns(got, q[-1], FLOAT64_ATOL, (name, i))
 
 

@@ -34,8 +34,8 @@ def test_initial_state():
     state: Any = jax.jit(cd.scale_by_dion(rank=3).init)(params)
     assert not any(x.any() for x in state.momentum.values())
     for name, shape in {"kernel": (5, 3), "stack": (2, 5, 3)}.items():
-        assert state.momentum[name].dtype == state.q[name].dtype == jnp.bfloat16
-        q = np.asarray(state.q[name], np.float64)
+        assert state.momentum[name].dtype == state.dion_q[name].dtype == jnp.bfloat16
+        q = np.asarray(state.dion_q[name], np.float64)
         assert q.shape == shape
         # Nine entries rounded to bfloat16.
         close(np.linalg.norm(q, axis=-2), np.ones((*shape[:-2], 3)), 4e-3)
@@ -44,14 +44,14 @@ def test_initial_state():
 
 @pytest.mark.slow
 def test_initial_q_depends_on_the_path_only():
-    init = lambda tree: optax.tree.get(cd.scale_by_dion(3).init(tree), "q")
+    init = lambda tree: optax.tree.get(cd.scale_by_dion(3).init(tree), "dion_q")
     params = {"a": jnp.ones((9, 5)), "b": jnp.ones((5, 9))}
     q = init(params)
     same = [
         init({name: x + 1 for name, x in params.items()}),
         init(params | {"another": jnp.ones((9, 5))}),
         init({"a": params["a"]}) | {"b": q["b"]},
-        optax.tree.get(cd.dion(0.1, 3).init(params | {"bias": jnp.ones(3)}), "q"),
+        optax.tree.get(cd.dion(0.1, 3).init(params | {"bias": jnp.ones(3)}), "dion_q"),
     ]
     for other in same:
         for name in params:
@@ -77,7 +77,7 @@ def test_low_precision_is_storage_only(dtype, mu_dtype):
         for name in SHAPES:
             assert updates[name].dtype == jnp.dtype(dtype)
             assert new_state.momentum[name].dtype == jnp.dtype(stored)
-            assert new_state.q[name].dtype == jnp.dtype(stored)
+            assert new_state.dion_q[name].dtype == jnp.dtype(stored)
             direction, momentum, q = ref.dion_step(
                 *(np.asarray(x[name], np.float64) for x in (gradients, *state)), mu=MU
             )
@@ -87,7 +87,8 @@ def test_low_precision_is_storage_only(dtype, mu_dtype):
             ):
                 limit = FLOAT32_ATOL + ROUNDING[kind] * np.abs(expected).max()
                 close(got, expected, limit, (name, t))
-            same_columns(new_state.q[name], q, FLOAT32_ATOL + ROUNDING[stored], name)
+            atol = FLOAT32_ATOL + ROUNDING[stored]
+            same_columns(new_state.dion_q[name], q, atol, name)
         state = new_state
 
 
@@ -121,7 +122,7 @@ def test_momentum_only(error_feedback):
     updates, new_state = update(gradients_at(2), state)
     for name in SHAPES:
         assert not np.asarray(updates[name]).any()
-        np.testing.assert_array_equal(new_state.q[name], state.q[name])
+        np.testing.assert_array_equal(new_state.dion_q[name], state.dion_q[name])
         decay = 1 if error_feedback else MU
         expected = decay * state.momentum[name] + gradients_at(2)[name]
         close(new_state.momentum[name], expected, 8 * EPS, name)
@@ -133,6 +134,6 @@ def test_map_params_touches_the_momentum_and_not_q():
     mapped = optax.tree.map_params(tx, lambda x: x + 7, state)
     momentum = optax.tree.get(mapped, "momentum")["kernel"]
     np.testing.assert_array_equal(momentum, np.full((4, 8), 7.0))
-    q = [optax.tree.get(tree, "q")["kernel"] for tree in (mapped, state)]
+    q = [optax.tree.get(tree, "dion_q")["kernel"] for tree in (mapped, state)]
     np.testing.assert_array_equal(*q)
     assert jax.tree.structure(mapped) == jax.tree.structure(state)

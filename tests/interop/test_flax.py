@@ -121,7 +121,7 @@ def test_q_starts_alike_with_and_without_nnx():
     variables = nnx.state(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Param)
     pure = nnx.to_pure_dict(variables)
     states = [
-        jax.tree.leaves(helpers.dion_state(TX.init(params)).q)
+        jax.tree.leaves(helpers.dion_state(TX.init(params)).dion_q)
         for params in (variables, pure)
     ]
     helpers.assert_bitwise(*states)
@@ -144,7 +144,7 @@ def test_boxes_with_names_of_axes_are_seen_through():
     state = tx.init(boxed)
     dion = linen.get_partition_spec(state).inner_states["matrix"].inner_state[0]
     assert dion.momentum["up"]["kernel"] == PartitionSpec("embed", "mlp")
-    assert dion.q["up"]["kernel"] == PartitionSpec("embed", None)
+    assert dion.dion_q["up"]["kernel"] == PartitionSpec("embed", None)
     updates, after = jax.jit(tx.update)(boxed, state, boxed)
     assert jax.tree.structure(after) == jax.tree.structure(state)
     expected, _ = jax.jit(tx.update)(plain, tx.init(plain), plain)
@@ -165,7 +165,7 @@ def test_variables_with_names_of_axes_place_their_state():
         model = NamedAxesOfNNX(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     dion = optimizer.opt_state.inner_state.inner_states["matrix"].inner_state[0]
-    momentum, q = dion.momentum["up"]["kernel"], dion.q["up"]["kernel"]
+    momentum, q = dion.momentum["up"]["kernel"], dion.dion_q["up"]["kernel"]
     assert momentum.get_metadata()["out_sharding"] == ("fsdp", "tensor")
     assert q.get_metadata()["out_sharding"] == ("fsdp", None)
     assert q.get_value().sharding.spec == PartitionSpec("fsdp", None)

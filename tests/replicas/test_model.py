@@ -160,6 +160,8 @@ def test_the_first_sync_keeps_parameters_that_were_reanchored():
         pair, _ = step(pair, zeros)
     assert int(cd.metrics.read(pair[1])["syncs"]) == 1
     helpers.assert_bitwise(pair[0], stacked(*[MODELS[1]] * 2))
+    named = {"steps": jnp.zeros(2), "w": jnp.ones(3)}  # not the optimizer's steps
+    replicas.reanchor(named, LOCAL_SGD.init(named))
 
 
 def test_reanchor_drops_residuals_and_keeps_the_rest():

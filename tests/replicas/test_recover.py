@@ -136,7 +136,8 @@ def test_what_is_averaged_and_what_is_taken():
         AXIS,
     )
     params = {"q": {"kernel": jnp.ones((4, 8))}, "momentum": jnp.ones((8, 4))}
-    state = jax.tree.map(lambda x: jnp.stack([x] * 2), (params, tx.init(params)))
+    state = params, tx.init(params), cd.dion(0.1, 2).init(params)
+    state = jax.tree.map(lambda x: jnp.stack([x] * 2), state)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
     averaged = dict(zip(paths, _recover.is_averaged(state), strict=True))
     # Parameters, momenta and residuals, whatever the names of parameters are.
@@ -144,11 +145,9 @@ def test_what_is_averaged_and_what_is_taken():
         assert averaged["[0]" + name]
         assert averaged["[1].sync_state.residual" + name]
         assert not averaged["[1].sync_state.anchor" + name]
-        inner = [path for path in paths if ".inner_state" in path and name in path]
-        for field, yes in ((".momentum", True), (".q", False)):
-            found = [averaged[path] for path in inner if field + name in path]
-            assert found
-            assert set(found) == {yes}
+        for field, yes in ((".momentum", True), (".dion_q", False)):
+            found = [averaged[path] for path in paths if field + name in path]
+            assert found == [yes] * 2
     assert not any(averaged[path] for path in paths if ".metrics" in path)
     assert not any(averaged[path] for path in paths if "outer_state" in path)
 

@@ -121,7 +121,7 @@ def test_divided_is_whole_however_matrices_lie():
         updates, state = tx.update(
             gradients, tx.init(params), reduce_fn=reduce_fn, layout=layout
         )
-        return params, (updates, state.q)
+        return params, (updates, state.dion_q)
 
     results = {}
     for mesh in (mesh_of("2x2x2"), cd.replicas.make_mesh(2)):

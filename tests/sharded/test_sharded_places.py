@@ -46,7 +46,7 @@ def test_state_is_divided_as_parameters_are():
                 checked += 1
     # Momenta of five kinds, the anchor, its outer momentum, and the residual.
     assert checked >= 4 * len(SHAPES)
-    q = helpers.dion_state(state).q
+    q = helpers.dion_state(state).dion_q
     specs = {name: q[name].sharding.spec for name in ("down", "stack", "up")}
     assert specs["up"] == PartitionSpec(AXIS, "fsdp", None)
     assert specs["down"] == PartitionSpec(AXIS, "fsdp", None)
@@ -63,7 +63,7 @@ def test_q_follows_the_first_of_merged_axes():
         for name, spec in specs.items()
     }
     numbers = cd.DimensionNumbers(0, (1, 2))
-    q = cd.scale_by_dion(RANK, dimension_numbers=numbers).init(params).q
+    q = cd.scale_by_dion(RANK, dimension_numbers=numbers).init(params).dion_q
     assert q["query"].sharding.spec == PartitionSpec("tensor", None)
     assert q["key"].sharding.spec == PartitionSpec(None, None)
 

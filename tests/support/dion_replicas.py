@@ -76,7 +76,7 @@ def state_of(rank, by, dtype: Any = np.float64):
         return dion, dion
     outer = synchronous(cd.scale_by_dion(rank, MU)).init(zeros(SHAPES, dtype))
     return dion, outer._replace(
-        inner_state=dion, sync_state=outer.sync_state._replace(common=[dion.q])
+        inner_state=dion, sync_state=outer.sync_state._replace(common=[dion.dion_q])
     )
 
 
