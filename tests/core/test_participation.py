@@ -12,6 +12,7 @@ import weighted_runs
 import curvadion_jax as cd
 from curvadion_jax import compressors, synchronizers, triggers
 
+pytestmark = pytest.mark.slow  # many programs
 AXIS = cd.replicas.AXIS
 REPLICAS = 4
 ONES = np.ones(REPLICAS, np.float32)

@@ -23,6 +23,8 @@ from spoilt_runs import (
 
 import curvadion_jax as cd
 
+pytestmark = pytest.mark.slow  # many programs
+
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gradient_that_is_not_finite_is_zero(name):
@@ -75,7 +77,6 @@ def test_a_spoilt_replica_is_excluded(name, where):
                 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["reconcile", "reconcile-outer", "gradients"])
 def test_the_others_do_as_if_it_did_not_exist(name):
     found, others = spoilt(name, "parameters"), without(2)

@@ -5,7 +5,6 @@ at is generated, and different on every replica; what they ought to decide is sa
 model of the trigger in plain Python. A program that hangs meets the suite's time limit.
 """
 
-import helpers
 import jax
 import numpy as np
 import optax
@@ -28,6 +27,7 @@ from decisions import (
 )
 
 # Steps before a replica that was excluded from a sync may request one.
+pytestmark = pytest.mark.slow  # many programs
 COOLDOWN = 10
 # Parameters of up to 5: an update may miss where all meet by a rounding.
 ROUNDING = 2e-6
@@ -142,7 +142,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", helpers.slow_but(QUICK, CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_a_sync_takes_place_where_any_replica_requests_it(name, kind):
     if kind == "usual":
         for script in (one_by_one(), cooling_down(), staying_away()):
@@ -151,7 +151,6 @@ def test_a_sync_takes_place_where_any_replica_requests_it(name, kind):
         check(name, random_script(seed, **KINDS[kind]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MEASURED)
 def test_what_is_measured_of_extreme_gradients(name):
     for seed in range(30):
@@ -159,7 +158,7 @@ def test_what_is_measured_of_extreme_gradients(name):
         check(name, random_script(seed, extreme))
 
 
-@pytest.mark.parametrize("name", helpers.slow_but(QUICK, WRAPPED))
+@pytest.mark.parametrize("name", WRAPPED)
 def test_wrappers_that_decide_for_one_replica_are_fine_inside(name):
     for seed in range(10):
         script = random_script(seed, (np.nan, LARGE, LARGE))

@@ -8,6 +8,7 @@ import pytest
 
 import curvadion_jax as cd
 
+pytestmark = pytest.mark.slow  # many programs
 RATE = 0.1
 RNG = np.random.default_rng(0)
 PARAMS = {

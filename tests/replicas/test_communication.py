@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import curvadion_jax as cd
 from curvadion_jax.replicas._stray_collectives import groups as groups_of
 
+pytestmark = pytest.mark.slow  # many programs
 REPLICAS = 4
 AXIS = helpers.AXIS
 TX = cd.presets.local_sgd(0.1, k=2, axis_name=AXIS)

@@ -15,6 +15,7 @@ from curvadion_jax import replicas, synchronizers, triggers
 
 # One float32 sum of some dozens of squares.
 RTOL = 1e-5
+pytestmark = pytest.mark.slow  # many programs
 # A sum of so many float32 numbers is off by so many roundings.
 EPS = np.finfo(np.float32).eps
 MODELS = [helpers.make_params(seed) for seed in range(2)]

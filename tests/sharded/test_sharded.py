@@ -35,6 +35,7 @@ from curvadion_jax import (
 
 # Sums in another order, over some steps: of how far the parameters have moved.
 CLOSE = 2e-3
+pytestmark = pytest.mark.slow  # many programs
 # Blocks of a device's own part are other blocks, which lose something else.
 BLOCKS = {"curvadion": 0.5, "local_muon": 0.5}
 
@@ -51,7 +52,6 @@ def mean_of(form, mesh, given):
     return helpers.manual(train, mesh, given)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_sharded_replicas_train_as_whole_ones_and_move_no_matrix(name, mesh):
     mesh = mesh_of(mesh)
@@ -86,7 +86,6 @@ def test_devices_of_a_replica_share_the_bases(monkeypatch):
     assert {shape for shape in seen if shape[-2] == 192} == {(2, 192, RANK)}
 
 
-@pytest.mark.slow
 def test_divided_is_whole_however_matrices_lie():
     """Experts, sides of several axes, equal shapes that lie otherwise, one spoilt."""
     shapes = {
@@ -155,7 +154,6 @@ def all_finite(tree) -> bool:
     return all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(tree)))
 
 
-@pytest.mark.slow
 def test_a_spoilt_replica_of_several_devices_comes_back():
     """Its momenta and Q start afresh, and those of the others do not."""
     mesh = mesh_of("2x2x2")

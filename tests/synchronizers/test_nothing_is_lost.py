@@ -17,6 +17,7 @@ import weighted_runs
 import curvadion_jax as cd
 from curvadion_jax import compressors, synchronizers, triggers
 
+pytestmark = pytest.mark.slow  # many programs
 AXIS = helpers.AXIS
 REPLICAS, SYNCS = 8, 12
 PARAMS = {name: np.ones(s, np.float32) for name, s in {"b": (5,), "w": (12, 8)}.items()}
@@ -51,10 +52,7 @@ def weights_of(kind, rng):
 
 
 @pytest.mark.parametrize("kind", ["equal", "unequal", "absent"])
-@pytest.mark.parametrize(
-    "form",
-    [x if x == "int2" else pytest.param(x, marks=pytest.mark.slow) for x in FORMS],
-)
+@pytest.mark.parametrize("form", FORMS)
 def test_all_drifts_arrive_or_are_owed(form, kind):
     """SGD of rate 1 and a sync on every step: their sum is known."""
     synchronizer = synchronizers.reconcile(compressor=FORMS[form])
@@ -100,10 +98,7 @@ def noisy_run(tx, replicas, steps) -> Any:
     return lambda weights: np.asarray(compiled(state, (noise, weights.T))[0])
 
 
-@pytest.mark.parametrize(
-    ("replicas", "heavy", "light"),
-    [(8, 512, 0.1), pytest.param(4, 1024, 1, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("replicas", "heavy", "light"), [(8, 512, 0.1), (4, 1024, 1)])
 def test_a_replica_that_is_light_once_does_no_harm(replicas, heavy, light):
     """What it rounds, of the mean of all, is not multiplied by how little it counts."""
     period = 7

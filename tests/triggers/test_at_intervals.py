@@ -11,6 +11,8 @@ import pytest
 import curvadion_jax as cd
 from curvadion_jax import metrics, synchronizers, triggers
 
+pytestmark = pytest.mark.slow  # many programs
+
 
 def optimizer(trigger) -> Any:
     inner, synchronizer = optax.sgd(0.1, 0.9), synchronizers.reconcile()
@@ -66,7 +68,6 @@ def test_a_request_is_kept_until_the_next_vote_and_met_once(replica, run):
         assert read["bytes"] == round(4 / 3 * (3 * payload + 4 * 4)) + 3 * 2 * 4
 
 
-@pytest.mark.slow
 def test_the_first_request_of_a_change_is_met_at_the_first_vote():
     """And that of a step with gradients that are not finite."""
     change = triggers.relative_momentum_change(1e6)
