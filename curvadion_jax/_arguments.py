@@ -1,25 +1,25 @@
 """Arguments that several functions take: their checks, and numbers or schedules.
 
-Checks look at plain numbers only. Schedules pass, and so do traced numbers, such as
-those of `optax.inject_hyperparams`.
+`check_numbers` looks at plain numbers alone: schedules pass, and traced numbers, such
+as those of `optax.inject_hyperparams`.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 _PLAIN = (int, float, np.number)
 
 
 def check_static(value: Any, what: str) -> None:
-    """Rejects an array, traced or not, where a Python number is needed."""
-    if isinstance(value, jax.Array):
+    """Rejects a traced number where a Python number is needed."""
+    if isinstance(value, Tracer):
         raise TypeError(
-            f"{what} must be a Python number, got an array. With "
+            f"{what} must be a Python number, got a traced value. With "
             f"optax.inject_hyperparams, pass static_args=({what!r},)."
         )
 
@@ -28,7 +28,8 @@ def check_int(value: Any, what: str) -> None:
     """Rejects what is not a plain int, an array included, or is below 1."""
     check_static(value, what)
     if not isinstance(value, int):
-        raise TypeError(f"{what} must be an int, got {value!r}.")
+        hint = "With optax.inject_hyperparams, make it one of static_args."
+        raise TypeError(f"{what} must be an int, got {value!r}. {hint}")
     if value < 1:
         raise ValueError(f"{what} must be at least 1, got {value}.")
 
@@ -44,7 +45,7 @@ def check_numbers(below: float | None = None, **values: Any) -> None:
 
 
 def check_fraction(value: Any, what: str) -> None:
-    """Rejects an array, and a number outside (0, 1], such as a percentage."""
+    """Rejects a traced number, and one outside (0, 1], such as a percentage."""
     check_static(value, what)
     if not 0 < value <= 1:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ WORD = 2**30
 # A vote is an int32 all-reduce, and a sync gathers a float32 weight per replica.
 VOTE, WEIGHT = Payload(averaged=4), Payload(gathered=4)
 # Of an `AdaptiveSyncState`.
-_STATE_FIELDS = {"inner_state", "trigger_state", "sync_state", "metrics"}
+_STATE_FIELDS = ("inner_state", "trigger_state", "sync_state", "metrics")
 
 
 class Faults(NamedTuple):
@@ -109,20 +109,22 @@ def counter_paths(names: Iterable[_paths.Names]) -> list[_paths.Names]:
     return [path for path in found if all((*path, *x) in known for x in _fields())]
 
 
-def optimizer_paths(names: Iterable[_paths.Names]) -> list[_paths.Names]:
-    """Finds all states of `adaptive_sync`, by their counters."""
-    known = dict.fromkeys(names)
+def optimizer_paths(tree: Any) -> list[_paths.Names]:
+    """Finds all states of `adaptive_sync` in a tree, by their counters."""
+    known = dict.fromkeys(names for names, _ in _paths.leaves_with_names(tree))
     found = [path[:-1] for path in counter_paths(known) if path[-1:] == ("metrics",)]
-    fields = {path: {inside(each, [path])[:1] for each in known} for path in found}
-    # A copy of counters has no other field beside it. (A state without arrays neither.)
-    return [path for path in found if fields[path] - {(), ("metrics",)}] or found
+    # Where there are types, a copy of counters can be told from a state.
+    is_state = lambda node: getattr(node, "_fields", ()) == _STATE_FIELDS
+    nodes = jax.tree.leaves_with_path(tree, is_leaf=is_state)
+    typed = {_paths.names_of(path) for path, node in nodes if is_state(node)}
+    return [path for path in found if path in typed] or found
 
 
 def inside(names: _paths.Names, optimizers: Iterable[_paths.Names]) -> _paths.Names:
     """The path of a leaf inside the state of an optimizer; () if it lies in none."""
     for path in optimizers:
         below = names[len(path) :]
-        if names[: len(path)] == path and set(below[:1]) <= _STATE_FIELDS:
+        if names[: len(path)] == path and set(below[:1]) <= {*_STATE_FIELDS}:
             return below
     return ()
 

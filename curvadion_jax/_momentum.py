@@ -38,20 +38,20 @@ def value_of(state: optax.OptState, field: str) -> Any:
     return getattr(found[0], field) if len(found) == 1 else None
 
 
-def momentum_by_name(
-    state: optax.OptState, views: Mapping[str, Any]
-) -> dict[str, jax.Array]:
+def momentum_by_name(state: Any, views: Mapping[str, Any]) -> dict[str, jax.Array]:
     """The momenta by the paths of parameters: Dion's, else `trace`, else `mu`."""
     nodes = _outermost(state, *_FIELDS)
-    for field in _FIELDS:
-        named = (
-            dict(_paths.leaves_with_path(getattr(node, field)))
-            for node in nodes
-            if field in _field_names(node)
-        )
-        # Parameters may be a named tuple with a field of this name.
-        if found := [each for each in named if each.keys() <= views.keys()]:
-            return {name: x for each in found for name, x in each.items()}
+    named = [
+        (field, dict(_paths.leaves_with_path(getattr(node, field))))
+        for field in _FIELDS
+        for node in nodes
+        if field in _field_names(node)
+    ]
+    # Parameters may be a named tuple with such a field. `optax.flatten` has no names.
+    named = [(field, x) for field, x in named if x.keys() <= views.keys()] or named
+    if named:
+        first = [momenta for field, momenta in named if field == named[0][0]]
+        return {name: leaf for momenta in first for name, leaf in momenta.items()}
     raise ValueError(
         "The inner optimizer keeps no momentum: its state has no field named "
         f"{', '.join(map(repr, _FIELDS))}. Use an optimizer with momentum, or a "

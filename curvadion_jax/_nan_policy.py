@@ -144,9 +144,8 @@ def restarted(
 def _keeping_schedules(state: Any, fresh: Any) -> Any:
     """A fresh state with the schedules and injected hyperparameters of another."""
     is_injected = lambda node: "hyperparams" in getattr(node, "_fields", ())
-
-    def is_kept(node):
-        return isinstance(node, optax.ScaleByScheduleState) or is_injected(node)
+    is_count = lambda node: isinstance(node, optax.ScaleByScheduleState)
+    is_kept = lambda node: is_count(node) or is_injected(node)
 
     def choose(old, new):
         if is_injected(old):

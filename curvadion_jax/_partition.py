@@ -379,9 +379,7 @@ def optimizer(
                 return None
             return DimensionNumbers(view.fan_in_axes, view.fan_out_axes)
 
-        def label(path, _):
-            return "other" if views[path] is None else "matrix"
-
+        label = lambda path, _: "other" if views[path] is None else "matrix"
         return optax.partition(
             {
                 "matrix": matrices(functools.partial(_paths.map_with_path, numbers)),
@@ -390,8 +388,7 @@ def optimizer(
             functools.partial(_paths.map_with_path, label),
         )
 
-    def init(params):
-        return make(params).init(params)
+    init = lambda params: make(params).init(params)
 
     def update(updates, state, params=None, **extra_args):
         _trees.check_gradients(updates, params)

@@ -26,10 +26,14 @@ def leaves_with_names(tree: Any) -> list[tuple[Names, Any]]:
     found = []
     for path, node in jax.tree.leaves_with_path(tree, is_leaf=is_box):
         for inner, leaf in jax.tree.leaves_with_path(node):
-            keys = (*path, *inner[1:])  # without the `value` of a box
-            names = (jax.tree_util.keystr((key,), simple=True) for key in keys)
-            found.append((tuple(names), leaf))
+            # Without the `value` of a box.
+            found.append((names_of((*path, *inner[1:])), leaf))
     return found
+
+
+def names_of(path: Sequence[Any]) -> Names:
+    """The names along a path of JAX's keys."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def leaves_with_path(tree: Any) -> list[tuple[str, Any]]:

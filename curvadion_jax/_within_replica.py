@@ -100,10 +100,7 @@ class _Kind(NamedTuple):
 
 def _kind(view: MatrixView, spec: PartitionSpec, dtype: Any) -> _Kind:
     entries = dict(enumerate(spec))
-
-    def names(axes):
-        return tuple(jax.tree.leaves([entries.get(axis) for axis in axes]))
-
+    names = lambda axes: tuple(jax.tree.leaves([entries.get(axis) for axis in axes]))
     sides = names(view.fan_in_axes), names(view.fan_out_axes)
     stacked = frozenset(names(view.batch_axes))
     return _Kind((view.fan_in, view.fan_out), sides, stacked, dtype)

@@ -184,8 +184,7 @@ def _alternating(
     On local steps the first one only accumulates its momentum.
     """
 
-    def init(params):
-        return at_syncs.init(params), between.init(params)
+    init = lambda params: (at_syncs.init(params), between.init(params))
 
     def update(updates, state, params=None, *, synchronised=False, **extra_args):
         sync_state, local_state = state

@@ -32,7 +32,7 @@ def average_where_synced(
     sync, 0 where they were excluded. The first optimizer counts the bytes.
     """
     arrays, old = (dict(_paths.leaves_with_names(each)) for each in (state, before))
-    optimizers = _counters.optimizer_paths(arrays)
+    optimizers = _counters.optimizer_paths(state)
     floating = [names for names, x in arrays.items() if _finite.is_float(x)]
     others = [names for names in floating if not _counters.inside(names, optimizers)]
     _paths.check_named(others, average, "average")

@@ -112,7 +112,7 @@ class ConsistencyCheck:
     def _split(self, state: Any) -> tuple[list, list[Arrays], Arrays, Arrays]:
         """Counters and anchors of optimizers, what should be equal, inner arrays."""
         leaves = dict(_paths.leaves_with_names(state))
-        optimizers = _counters.optimizer_paths(leaves)
+        optimizers = _counters.optimizer_paths(state)
         fields = ("steps", "synced", "excluded", "absent")
         counters = [[leaves[*p, "metrics", f] for f in fields] for p in optimizers]
         anchors = [_below((*p, "sync_state", "anchor"), leaves) for p in optimizers]

@@ -79,7 +79,7 @@ def _inspect(
     sources = _jax_internals.sources(jaxpr)
     # The arrays of the state that the step returns as they are.
     kept = {x for i, (x, j) in enumerate(zip(before, sources, strict=False)) if i == j}
-    optimizers = _counters.optimizer_paths(after)
+    optimizers = _counters.optimizer_paths(traced.result[0])
     counters = [(*path, "metrics", "steps") for path in optimizers]
     step.counters = [names for names in counters if names not in kept]
     # If no step is counted, the update was looked at and dropped.

@@ -95,12 +95,12 @@ def anchor(opt_state: Any) -> Any:
       [1.0, 1.0, 1.0, 1.0]
     """
     count_replicas(opt_state, "optimizer state")
-    names = (names for names, _ in _paths.leaves_with_names(opt_state))
-    paths = [(*p, "sync_state", "anchor") for p in _counters.optimizer_paths(names)]
 
     def is_anchor(path, node):
-        names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-        return names in paths and bool(jax.tree.leaves(node))
+        names = _paths.names_of(path)
+        of_params = {"inner_state", "sync_state"} & {*names[:-2]}  # names of one's own
+        is_one = names[-2:] == ("sync_state", "anchor") and not of_params
+        return is_one and bool(jax.tree.leaves(node))
 
     nodes = jax.tree.leaves_with_path(
         opt_state, is_leaf=is_anchor, is_leaf_takes_path=True
@@ -155,12 +155,13 @@ def reanchor(params: Any, opt_state: Any) -> Any:
     """
     given = dict(_paths.leaves_with_names(params))
     leaves = _paths.leaves_with_names(opt_state)
-    optimizers = _counters.optimizer_paths(names for names, _ in leaves)
+    optimizers = _counters.optimizer_paths(opt_state)
     has_axis = any(np.ndim(dict(leaves)[*p, "metrics", "steps"]) for p in optimizers)
     anchors, new = {}, []
     for names, leaf in leaves:
-        if _counters.is_within(names, optimizers, "sync_state/anchor"):
-            name = _counters.inside(names, optimizers)[2:]
+        inside = _counters.inside(names, optimizers)
+        field, name = inside[:2], inside[2:]
+        if field == ("sync_state", "anchor"):
             shape = np.shape(given[name]) if name in given else "missing"
             if shape != leaf.shape:
                 raise ValueError(
@@ -170,7 +171,7 @@ def reanchor(params: Any, opt_state: Any) -> Any:
                 )
             anchors[name] = given[name]
             leaf = _memory.to_memory_of(jnp.array(given[name], leaf.dtype), leaf)
-        elif _counters.is_within(names, optimizers, "sync_state/residual"):
+        elif field == ("sync_state", "residual"):
             leaf = jnp.zeros_like(leaf)
         new.append(leaf)
     between = lambda arrays: [differ(x, x[:1]) for x in arrays]

@@ -49,7 +49,7 @@ def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
     if jax.process_count() > 1:
         named = np.any(multihost_utils.process_allgather(named), axis=0)
     leaves = _paths.leaves_with_names(state)
-    optimizers = _counters.optimizer_paths(names for names, _ in leaves)
+    optimizers = _counters.optimizer_paths(state)
     floating = [
         x
         for names, x in leaves
@@ -141,7 +141,7 @@ def resize(state: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
 def is_averaged(state: Any) -> list[bool]:
     """Whether `resize` takes means, for every leaf of a state."""
     leaves = _paths.leaves_with_names(state)
-    optimizers = _counters.optimizer_paths(names for names, _ in leaves)
+    optimizers = _counters.optimizer_paths(state)
     kept = ("trigger_state", "metrics", "sync_state/anchor", "sync_state/common")
     return [
         jnp.issubdtype(leaf.dtype, jnp.inexact)

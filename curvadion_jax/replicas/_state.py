@@ -108,7 +108,7 @@ def offload(state: Any) -> Any:
     """
     # By name and not by type: `flax.nnx.split` makes dictionaries of named tuples.
     leaves = _paths.leaves_with_names(state)
-    optimizers = _counters.optimizer_paths(names for names, _ in leaves)
+    optimizers = _counters.optimizer_paths(state)
     moved = [
         _memory.to_host(x)
         if _counters.is_within(names, optimizers, "sync_state")

@@ -45,8 +45,8 @@ def step(
       mesh: mesh with the replica axis, of type Auto (`make_mesh`).
       axis_name: name of the replica axis.
       donate: whether the state's buffers are reused; the state passed in is then gone.
-      average: names or paths in the state, such as ("batch_stats",), of floating-point
-        arrays that are averaged at every sync, with its weights and in float32.
+      average: names or paths, such as ("batch_stats",), of floating-point arrays not
+        of the optimizer, averaged at every sync with its weights and in float32.
         Replicas that it excludes, or whose arrays are not finite, do not count.
       local: names or paths of arrays that are meant to differ between replicas, such as
         metrics; no warning names them.
@@ -160,7 +160,8 @@ class CompiledStep:
     def _key(self, state: Any) -> Any:
         leaves, structure = jax.tree.flatten(state)
         places = (_arrays.placement(x, self._mesh, self._axis_name) for x in leaves)
-        return structure, tuple(places), tuple((np.shape(x), x.dtype) for x in leaves)
+        kinds = ((np.shape(x), getattr(x, "dtype", None)) for x in leaves)
+        return structure, tuple(places), tuple(kinds)
 
     def _schedule(self, key, operands) -> "_Schedule":
         """Traces a step to learn how the host can know whether a decision is due."""

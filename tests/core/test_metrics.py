@@ -9,11 +9,7 @@ import optax
 import pytest
 
 import curvadion_jax as cd
-from curvadion_jax import (
-    metrics,
-    synchronizers,
-    triggers,
-)
+from curvadion_jax import _counters, metrics, synchronizers, triggers
 
 
 def optimizer() -> Any:
@@ -113,3 +109,11 @@ def test_wrapped_states_are_found(wrap):
     params = helpers.make_params()
     wrapped = metrics.observe(wrap(tx).init(params))
     helpers.assert_bitwise(wrapped, tx.init(params).metrics)
+
+
+def test_a_copy_of_counters_is_no_state_and_an_optimizer_without_arrays_is_one():
+    make = lambda inner, sync: cd.adaptive_sync(inner, triggers.every_k(2), sync)
+    adam = make(optax.adam(0.1), synchronizers.reconcile()).init(np.ones(2))
+    sgd = make(optax.sgd(0.1), synchronizers.average_gradients()).init(np.ones(2))
+    state = {"adam": adam, "sgd": sgd, "copy": {"metrics": metrics.observe(adam)}}
+    assert _counters.optimizer_paths(state) == [("adam",), ("sgd",)]

@@ -53,10 +53,7 @@ def test_a_scalar_parameters_momentum_that_overflows_is_noticed(spoilt):
     small = jax.tree.map(np.ones_like, state[0])
     large = {**small, "scale": small["scale"].copy()}
     large["scale"][list(spoilt)] = 60_000
-
-    def momentum(state):
-        return np.asarray(state[1].inner_state[1][0].trace["scale"])
-
+    momentum = lambda state: np.asarray(state[1].inner_state[1][0].trace["scale"])
     expected = [int(index in spoilt) for index in range(replicas)]
     for gradients in (large, large, small):
         state = step(state, gradients)
