@@ -17,6 +17,8 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 6)).astype(np.float32)
 W = jnp.ones((6, 4))
 
+pytestmark = pytest.mark.slow  # many programs
+
 
 def local_sgd(axis_name=AXIS, k=2):
     return cd.presets.local_sgd(0.02, k=k, axis_name=axis_name)
@@ -205,7 +207,6 @@ def test_an_update_that_is_only_looked_at_is_no_step(other):
     assert not np.ptp(state["w"], axis=0).any()
 
 
-@pytest.mark.slow
 def test_a_larger_model_spends_a_budget_of_its_own():
     """A sync of few elements costs more than their gradients: blocks are padded."""
     reconcile = cd.synchronizers.reconcile(compressor=cd.compressors.quantize(2))
@@ -225,7 +226,6 @@ def test_a_larger_model_spends_a_budget_of_its_own():
         assert state[1].metrics.syncs.tolist() == [syncs] * 2
 
 
-@pytest.mark.slow
 def test_averages_are_taken_at_a_sync_of_any_optimizer():
     """The second of three updates a call, and of the second of two optimizers."""
     often, seldom = local_sgd(), local_sgd(k=100)
@@ -245,7 +245,6 @@ def test_averages_are_taken_at_a_sync_of_any_optimizer():
     np.testing.assert_allclose(after["rows"], [X.mean()] * 2, rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_jitted_step_on_one_mesh_and_then_another():
     """A trace of it is kept by JAX; which mesh it runs on is not."""
     tx, rows = local_sgd(), X.reshape(REPLICAS, 8, 6)
