@@ -30,10 +30,10 @@ POINTS = {
     rows.MUON: ("Muon, synchronous (baseline)", "s", GREY, -9, 0),
     rows.DION: ("Dion, synchronous", "D", GREY, -9, 0),
     rows.ADAMW: ("AdamW, synchronous", "v", GREY, -9, 0),
-    rows.LOCAL_MUON: ("local_muon", "o", BLUE, 5, -38),
-    rows.CURVADION: ("curvadion(budget=0.01)", "^", ORANGE, 5, 24),
+    rows.LOCAL_MUON: ("local_muon", "o", BLUE, 5, -27),
+    rows.CURVADION: ("curvadion(budget=0.01)", "^", ORANGE, 5, 13),
     rows.THRESHOLD: ("curvadion(threshold=0.3)", "^", ORANGE, 9, 0),
-    "MuLoCo": ("MuLoCo", "P", GREY, 9, 0),
+    "MuLoCo": ("MuLoCo", "P", GREY, 9, 5),
 }
 
 
@@ -92,12 +92,12 @@ def result() -> None:
     gaps = table.above(diloco, found[rows.MUON])
     axes.text(
         1.05,
-        19,
+        28,
         f"DiLoCo: {statistics.fmean(gaps):.0f}%, not drawn",
         color=GREY,
         va="center",
     )
-    axes.set(xscale="log", xlim=(0.7, 160), ylim=(-1.5, 20))
+    axes.set(xscale="log", xlim=(0.7, 160), ylim=(-1.5, 30))
     axes.set_xticks([1, 10, 100], ["1%", "10%", "100%"])
     axes.set_xlabel("bytes sent (100%: float32 gradients on every step)")
     axes.set_ylabel("loss above Muon (%)")
