@@ -231,7 +231,7 @@ def _equinox_weights(params: Any) -> dict[tuple[str, ...], DimensionNumbers | No
         if not holds_weights(node):
             continue
         kind = " ".join(base.__name__ for base in type(node).__mro__)
-        above = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+        above = _paths.names_of(path)
         for names, leaf in _paths.leaves_with_names(node):
             # Other weights of more than two axes are convolutions.
             matrix = leaf.ndim == 2 or (leaf.ndim > 2 and "Linear" in kind)

@@ -12,8 +12,8 @@ M      the parameter's      ``momentum``         differs ("decoupled")
 B      the parameter's      M + G                differs
 P      [..., rows, r]       orthonormal          the same after a reduction
 R      [..., cols, r]       B^T P                the same after a reduction
-Q      [..., cols, r]       ``q``, R with unit   the same after a reduction
-                            columns
+Q      [..., cols, r]       ``dion_q``, R with   the same after a reduction
+                            unit columns
 ====== ==================== ==================== ===================================
 """
 

@@ -98,8 +98,8 @@ def anchor(opt_state: Any) -> Any:
 
     def is_anchor(path, node):
         names = _paths.names_of(path)
-        of_params = {"inner_state", "sync_state"} & {*names[:-2]}  # names of one's own
-        is_one = names[-2:] == ("sync_state", "anchor") and not of_params
+        is_below = {"inner_state", "sync_state"} & {*names[:-2]}  # a parameter's name
+        is_one = names[-2:] == ("sync_state", "anchor") and not is_below
         return is_one and bool(jax.tree.leaves(node))
 
     nodes = jax.tree.leaves_with_path(
@@ -156,7 +156,8 @@ def reanchor(params: Any, opt_state: Any) -> Any:
     given = dict(_paths.leaves_with_names(params))
     leaves = _paths.leaves_with_names(opt_state)
     optimizers = _counters.optimizer_paths(opt_state)
-    has_axis = any(np.ndim(dict(leaves)[*p, "metrics", "steps"]) for p in optimizers)
+    steps = {(*path, "metrics", "steps") for path in optimizers}
+    has_axis = any(names in steps and np.ndim(x) for names, x in leaves)
     anchors, new = {}, []
     for names, leaf in leaves:
         inside = _counters.inside(names, optimizers)

@@ -106,7 +106,6 @@ def offload(state: Any) -> Any:
       >>> state.sync_state.anchor["w"].sharding.memory_kind
       'pinned_host'
     """
-    # By name and not by type: `flax.nnx.split` makes dictionaries of named tuples.
     leaves = _paths.leaves_with_names(state)
     optimizers = _counters.optimizer_paths(state)
     moved = [

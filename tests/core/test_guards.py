@@ -174,9 +174,10 @@ def looping():
     def update(updates, state, params=None, **extra_args):
         times = (updates["tall"][0, 0] > 0).astype(jnp.int32)
         nothing = jax.tree.map(lambda g: 0 * g, updates)
-        again = lambda _, carry: vary(
-            dion.update(updates, carry[1], params, **extra_args)
-        )
+
+        def again(_, carry):
+            return vary(dion.update(updates, carry[1], params, **extra_args))
+
         return lax.fori_loop(0, times, again, (nothing, state))
 
     return optax.GradientTransformationExtraArgs(dion.init, update)

@@ -26,8 +26,8 @@ from decisions import (
     staying_away,
 )
 
-# Steps before a replica that was excluded from a sync may request one.
 pytestmark = pytest.mark.slow  # many programs
+# Steps before a replica that was excluded from a sync may request one.
 COOLDOWN = 10
 # Parameters of up to 5: an update may miss where all meet by a rounding.
 ROUNDING = 2e-6
