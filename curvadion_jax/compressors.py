@@ -132,7 +132,8 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
     _arguments.check_static(bits, "bits")
     if bits not in (8, 4, 2, 1):
         raise ValueError(f"bits is {bits}. Give 8, 4, 2 or 1.")
-    if block < 1 or block * bits % 8:
+    _arguments.check_int(block, "block")
+    if block * bits % 8:
         raise ValueError(
             f"block is {block}, and codes of {bits} bits would not fill bytes. Give a "
             f"multiple of {8 // bits}."

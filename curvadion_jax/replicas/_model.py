@@ -96,11 +96,11 @@ def anchor(opt_state: Any) -> Any:
     """
     count_replicas(opt_state, "optimizer state")
 
+    optimizers = _counters.optimizer_paths(opt_state)
+
     def is_anchor(path, node):
-        names = _paths.names_of(path)
-        is_below = {"inner_state", "sync_state"} & {*names[:-2]}  # a parameter's name
-        is_one = names[-2:] == ("sync_state", "anchor") and not is_below
-        return is_one and bool(jax.tree.leaves(node))
+        field = _counters.inside(_paths.names_of(path), optimizers)
+        return field == ("sync_state", "anchor") and bool(jax.tree.leaves(node))
 
     nodes = jax.tree.leaves_with_path(
         opt_state, is_leaf=is_anchor, is_leaf_takes_path=True
