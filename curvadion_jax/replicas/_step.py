@@ -92,34 +92,29 @@ class CompiledStep:
 
     def __post_init__(self):
         functools.update_wrapper(self, self._function, updated=())
-        # A key is the structure of a state, how it lies on the devices, and its shapes.
         self._programs: dict[Any, tuple[Any, _mapped.MappedStep]] = {}  # by key and due
-        self._schedules: dict[Any, _Schedule] = {}  # by key and arrays given
+        self._schedules: dict[Any, _Schedule] = {}  # by key
         self._count = _StepCount()
         self._check = ConsistencyCheck(self._local)
 
     def __call__(self, state: Any, batch: Any, *shared: Any) -> tuple[Any, Any]:
         """The state after the step, and the metrics; see :func:`step`."""
         operands = (state, batch, *shared)
-        leaves, structure = jax.tree.flatten(state)
-        others, others_structure = jax.tree.flatten((batch, shared))
-        everything = [*leaves, *others]
+        everything = jax.tree.leaves(operands)
+        key = self._key(*operands)
         if any(isinstance(x, Tracer) for x in everything):
-            program, mapped = self._program(self._key(state), None)
+            program, mapped = self._program(key, None)
             results = program(*operands)
             _warn_of_collectives(mapped)
             return results
         if self._donate and len(set(map(id, everything))) < len(everything):
             state, *_ = operands = _without_aliases(operands)
-            leaves = jax.tree.leaves(state)
+        leaves, structure = jax.tree.flatten(state)
 
         # 1. The host looks up what it knows of steps with such arrays. A step may do
         # something else for batches of another shape, such as evaluate.
-        key = self._key(state)
-        shapes = ((np.shape(x), getattr(x, "dtype", None)) for x in others)
-        call = (key, others_structure, *shapes)
-        is_first = call not in self._schedules
-        schedule = self._schedule(key, operands) if is_first else self._schedules[call]
+        is_first = key not in self._schedules
+        schedule = self._schedule(key, operands) if is_first else self._schedules[key]
 
         # 2. A state that comes from no step is checked. Is a decision due?
         counter = None if schedule.counter is None else leaves[schedule.counter]
@@ -133,7 +128,7 @@ class CompiledStep:
             lowered = program.lower(*operands)  # JAX keeps it for the call.
             _warn_of_collectives(mapped)
             self._warn_of_xla(lowered)
-            self._schedules[call] = schedule
+            self._schedules[key] = schedule
         new, metrics = program(*operands)
 
         # 4. The step is counted, and after syncs replicas are compared.
@@ -152,16 +147,18 @@ class CompiledStep:
         Arrays may be `jax.ShapeDtypeStruct` with a sharding. If the host knows whether
         a decision is due, True or False choose the program of such a step; else None.
         """
-        program, mapped = self._program(self._key(state), due)
+        program, mapped = self._program(self._key(state, batch, *shared), due)
         lowered = program.lower(state, batch, *shared)
         _warn_of_collectives(mapped)
         return lowered
 
-    def _key(self, state: Any) -> Any:
+    def _key(self, state: Any, *others: Any) -> Any:
+        """What the program depends on; of each, one `MappedStep` is traced, once."""
         leaves, structure = jax.tree.flatten(state)
         places = (_arrays.placement(x, self._mesh, self._axis_name) for x in leaves)
-        kinds = ((np.shape(x), getattr(x, "dtype", None)) for x in leaves)
-        return structure, tuple(places), tuple(kinds)
+        arrays, others_structure = jax.tree.flatten(others)
+        types = map(jax.typeof, [*leaves, *arrays])
+        return structure, tuple(places), others_structure, tuple(types)
 
     def _schedule(self, key, operands) -> "_Schedule":
         """Traces a step to learn how the host can know whether a decision is due."""
@@ -186,7 +183,7 @@ class CompiledStep:
         return found
 
     def _jitted(self, key, mapped: _mapped.MappedStep) -> Any:
-        structure, placements, _ = key
+        structure, placements, *_ = key
         function = map_over_replicas(self._function, mapped, self._average, self._local)
 
         def run(state, batch, *shared):
