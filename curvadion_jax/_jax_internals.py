@@ -13,8 +13,10 @@ devices, and the checks that a local step sends nothing need both. This was trie
 (`replicas/_stray_collectives.py` reads the text of compiled programs.)
 """
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,12 +32,13 @@ from jax.extend.core import (
 # Primitives that may name an axis and send nothing. All others count as communication,
 # so that a collective new to JAX is not overlooked.
 _SILENT = ("axis_index", "pvary")
-# Primitives that choose between two arrays; a sum of products with 0 and 1 does so too.
-_CHOICES, _SUMS = ("select_n", "cond"), ("add", "add_any", "sub")
+# Sums of products, which choose where factors are 0 and 1.
+_SUMS = ("add", "add_any", "sub")
 # Primitives that leave the numbers of their only operand as they are.
 _COPIES = ("convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim")
 _COPIES += ("sharding_constraint", "reshard", "optimization_barrier", "pvary")
-MIXED = -1
+COMPUTED, MIXED = -1, -2  # in place of an input's index
+Sources = frozenset[int]
 # Name scope of the optimizer's own communication.
 SCOPE = "curvadion_jax.update"
 
@@ -118,44 +121,65 @@ def updates_in(jaxpr: Jaxpr) -> int:
     return sum(math.prod(x.params.get("length", 1) for x in xs) for xs in found)
 
 
-def sources(jaxpr: Jaxpr) -> list[int | None]:
-    """The index of the input that each result of a step is equal to.
+def sources(jaxpr: Jaxpr) -> tuple[list[Sources], Sources]:
+    """The inputs that each result of a step may be, and those of optimizers' updates.
 
-    None if the result is computed, MIXED if it is chosen from two arrays, or computed
-    from such a choice alone. Results are followed back through jitted functions, loops
-    that hand an array through, and equations of one operand.
+    Inputs have their index; COMPUTED stands for any other array, MIXED for a choice.
+    Results are followed back through choices, jitted functions, loops that hand an
+    array through, and equations of one operand.
     """
-    made_by = {x: (e, i) for e in jaxpr.eqns for i, x in enumerate(e.outvars)}
     inputs = {x: i for i, x in enumerate(jaxpr.invars)}
-    of_bodies: dict[int, list[int | None]] = {}
+    made_by = {x: (e, i) for e in jaxpr.eqns for i, x in enumerate(e.outvars)}
+    of_body = functools.cache(sources)
 
-    def is_product(variable: Any) -> bool:
-        if isinstance(variable, Literal) or variable not in made_by:
-            return False
-        return made_by[variable][0].primitive.name == "mul"
+    def union(variables: Iterable[Any], *others: int) -> Sources:
+        return frozenset(others).union(*map(source, variables))
 
-    def source(variable: Any) -> int | None:
-        if isinstance(variable, Literal):
-            return None
+    def outside(found: Sources, body: Jaxpr, equation: JaxprEqn) -> Sources:
+        """What are sources in a body of an equation, as sources around it."""
+        operands = equation.invars[equation.primitive.name == "cond" :]
+        if len(body.invars) != len(operands):  # A while loop has a condition's, too.
+            return frozenset(min(i, COMPUTED) for i in found)
+        return union((operands[i] for i in found if i >= 0), *found & {COMPUTED, MIXED})
+
+    def factors(variable: Any) -> Sequence[Any]:
+        made = None if isinstance(variable, Literal) else made_by.get(variable)
+        return made[0].invars if made and made[0].primitive.name == "mul" else ()
+
+    def source(variable: Any) -> Sources:
+        is_literal = isinstance(variable, Literal)
+        return frozenset([COMPUTED]) if is_literal else of_variable(variable)
+
+    @functools.cache
+    def of_variable(variable: Any) -> Sources:
         if variable not in made_by:
-            return inputs.get(variable)
+            return frozenset([inputs.get(variable, COMPUTED)])
         equation, index = made_by[variable]
         name, operands = equation.primitive.name, equation.invars
-        if name in _CHOICES or (name in _SUMS and all(map(is_product, operands))):
-            return MIXED
-        if _is_update(equation):
-            return None
-        if inner := list(jaxprs_in_params(equation.params)):
-            body = inner[-1]  # A while loop has its condition in front of it.
-            if id(equation) not in of_bodies:
-                of_bodies[id(equation)] = sources(body)
-            found = of_bodies[id(equation)][index]
-            if found is None or found == MIXED:
-                return found
-            # A while loop has operands for its condition, so indices do not match.
-            matches = len(body.invars) == len(operands)
-            return source(operands[found]) if matches else None
-        found = source(operands[0]) if len(operands) == 1 else None
-        return found if name in _COPIES or found == MIXED else None
+        if name == "select_n":
+            return union(operands[1:], MIXED)
+        products = [factors(x) for x in operands] if name in _SUMS else []
+        if products and all(products):
+            return union(itertools.chain(*products), MIXED)
+        if bodies := _bodies(equation):
+            found = [outside(of_body(x)[0][index], x, equation) for x in bodies]
+            return frozenset([MIXED] if name == "cond" else []).union(*found)
+        found = source(operands[0]) if len(operands) == 1 else frozenset([COMPUTED])
+        return found if name in _COPIES else found & {MIXED} | {COMPUTED}
 
-    return [source(x) for x in jaxpr.outvars]
+    given: Sources = frozenset()
+    for equation in jaxpr.eqns:
+        if _is_update(equation):
+            given |= union(equation.invars)
+        for body in _bodies(equation):
+            given |= outside(of_body(body)[1], body, equation)
+    return [source(x) for x in jaxpr.outvars], given
+
+
+def _bodies(equation: JaxprEqn) -> list[Jaxpr]:
+    """The programs of which one gives an equation's results."""
+    if _is_update(equation):
+        return []
+    # A while loop has its condition in front of its body.
+    last = slice(None) if equation.primitive.name == "cond" else slice(-1, None)
+    return list(jaxprs_in_params(equation.params))[last]

@@ -76,9 +76,10 @@ def _inspect(
         for tree in (state, traced.result[0])
     )
     jaxpr = traced.program.jaxpr
-    sources = _jax_internals.sources(jaxpr)
+    sources, given = _jax_internals.sources(jaxpr)
+    pairs = enumerate(zip(before, sources, strict=False))
     # The arrays of the state that the step returns as they are.
-    kept = {x for i, (x, j) in enumerate(zip(before, sources, strict=False)) if i == j}
+    kept = {names for i, (names, found) in pairs if found == {i}}
     optimizers = _counters.optimizer_paths(traced.result[0])
     counters = [(*path, "metrics", "steps") for path in optimizers]
     step.counters = [names for names in counters if names not in kept]
@@ -99,7 +100,10 @@ def _inspect(
     ]
     if changed and not step.updates:
         _require_one_replica(step)
-    _check_sources(after, sources, optimizers)
+    for i, (names, found) in enumerate(zip(after, sources, strict=False)):
+        is_given = names in before[i : i + 1] and i in given & found
+        if _jax_internals.MIXED in found:
+            _check_choice(names, is_given, optimizers)
 
 
 def _require_one_replica(step: _mapped.MappedStep) -> None:
@@ -113,17 +117,18 @@ def _require_one_replica(step: _mapped.MappedStep) -> None:
         )
 
 
-def _check_sources(after: list[_paths.Names], sources, optimizers) -> None:
-    """Rejects a step that chooses between two states of its optimizer."""
-    for names, source in zip(after, sources, strict=False):
-        # The fields that must agree on all replicas; inner states need not.
-        common = _counters.is_within(names, optimizers, "sync_state", "metrics")
-        if common and source == _jax_internals.MIXED:
-            raise ValueError(
-                "The step keeps the old optimizer state on a condition, as by "
-                "jnp.where, on which replicas may disagree. Put the condition inside: "
-                "adaptive_sync(optax.apply_if_finite(inner, 3), ...)."
-            )
+def _check_choice(names: _paths.Names, is_given: bool, optimizers) -> None:
+    """Rejects a choice between new and old parameters, or states of an optimizer."""
+    if _counters.inside(names, optimizers):
+        # Fields that must agree on all replicas; inner states need not.
+        is_given = _counters.is_within(names, optimizers, "sync_state", "metrics")
+    if is_given:
+        raise ValueError(
+            f"The step keeps the old {'/'.join(names)!r} on a condition, as by "
+            "jnp.where, and may miss a sync. Drop the condition, because updates are "
+            "finite, or put it inside: adaptive_sync(optax.apply_if_finite(inner, 3), "
+            "...)."
+        )
 
 
 def _check_result(result: Any, state: Any) -> None:

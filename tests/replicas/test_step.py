@@ -118,8 +118,8 @@ def dropped_state(tx):
         (optax.MultiSteps(local_sgd(), 2), r"inside a lax.cond .*optax\.microbatch"),
         (loop(local_sgd()), "inside a lax.cond or while_loop"),
         (on_a_condition(local_sgd()), "inside a lax.cond or while_loop"),
-        (kept_where_finite(local_sgd()), "keeps the old optimizer state"),
-        (kept_where_finite(local_sgd(), by_a_factor), "keeps the old optimizer state"),
+        (kept_where_finite(local_sgd()), "keeps the old 'opt/sync_state/anchor'"),
+        (kept_where_finite(local_sgd(), by_a_factor), "keeps the old 'opt/sync_state"),
         (dropped_state(local_sgd()), "synchronises.* and keep its state"),
     ],
     ids="axis no-axis adamw MultiSteps loop cond where factor dropped".split(),
@@ -127,6 +127,20 @@ def dropped_state(tx):
 def test_what_would_not_train_one_model_is_rejected(tx, message):
     with pytest.raises(ValueError, match=message):
         on_mesh(tx)
+
+
+@pytest.mark.parametrize("wrap", [lambda train: train, jax.jit], ids=["", "jit"])
+def test_parameters_that_would_miss_a_sync_are_refused(wrap):
+    """As in Flax's loss scaling; the replica's drift would be sent twice."""
+    update = train_step(local_sgd())
+
+    def train(state, x):
+        new, metrics = update(state, x)
+        keep = lambda name: jnp.where(metrics["loss"] > 0, new[name], state[name])
+        return new | {"mean": keep("mean"), "w": keep("w")}, metrics
+
+    with pytest.raises(ValueError, match="keeps the old 'w' on a condition"):
+        cd.replicas.step(wrap(train), MESH)(start(local_sgd()), X)
 
 
 def test_parameters_and_anchor_may_be_moved_alike():
@@ -205,6 +219,17 @@ def test_an_update_that_is_only_looked_at_is_no_step(other):
         state, _ = step(state, x)
     assert state["opt"].metrics.syncs.tolist() == [1, 1]
     assert not np.ptp(state["w"], axis=0).any()
+
+
+def test_labels_may_come_from_the_host_or_lie_on_the_device():
+    """There int64 is int32, for which JAX keeps the trace of a step."""
+    tx, rows = local_sgd(), np.zeros((4, 6), np.int64)
+    update = train_step(tx)
+    train = lambda state, x: (state, {}) if x.dtype == "int32" else update(state, x)
+    step, state = cd.replicas.step(train, MESH, average=["mean"]), start(tx)
+    for x in (X, rows, X[:8], X, jnp.asarray(rows), X, jnp.asarray(rows), X):
+        state, _ = step(state, x)
+    assert state["opt"].metrics.syncs.tolist() == [2, 2]
 
 
 def test_a_larger_model_spends_a_budget_of_its_own():
