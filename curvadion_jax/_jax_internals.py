@@ -6,14 +6,13 @@ devices, and the checks that a local step sends nothing need both. This was trie
 
 * `jax.extend.core`: programs (jaxprs), to look for collectives.
 * names of primitives and of their parameters (`axes`, `axis_name`, `cond_jaxpr`,
-  `length`), and the scopes in an equation's `source_info`.
+  `length`, `in_tree`, `cond_nconsts`), and the scopes in an equation's `source_info`.
 * `manual_axis_type` of an array's type: over which axes it may differ.
 * `jax.make_user_context`: a value by which JAX tells traces of one function apart.
 
 (`replicas/_stray_collectives.py` reads the text of compiled programs.)
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,6 +38,7 @@ _COPIES = ("convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_d
 _COPIES += ("sharding_constraint", "reshard", "optimization_barrier", "pvary")
 COMPUTED, MIXED = -1, -2  # in place of an input's index
 Sources = frozenset[int]
+_COMPUTED, _NO_INPUTS = frozenset([COMPUTED]), frozenset([COMPUTED, MIXED])
 # Name scope of the optimizer's own communication.
 SCOPE = "curvadion_jax.update"
 
@@ -121,65 +121,69 @@ def updates_in(jaxpr: Jaxpr) -> int:
     return sum(math.prod(x.params.get("length", 1) for x in xs) for xs in found)
 
 
-def sources(jaxpr: Jaxpr) -> tuple[list[Sources], Sources]:
-    """The inputs that each result of a step may be, and those of optimizers' updates.
+def sources(
+    jaxpr: Jaxpr, known: dict[Jaxpr, Any] | None = None
+) -> tuple[list[Sources], Sources]:
+    """The inputs that each result of a step may be, and those that are parameters.
 
     Inputs have their index; COMPUTED stands for any other array, MIXED for a choice.
-    Results are followed back through choices, jitted functions, loops that hand an
-    array through, and equations of one operand.
+    They are followed through choices, jitted functions, loops that hand an array
+    through, and equations of one operand. Parameters are those that an optimizer that
+    synchronises is given. `known` has what was found of programs inside.
     """
-    inputs = {x: i for i, x in enumerate(jaxpr.invars)}
-    made_by = {x: (e, i) for e in jaxpr.eqns for i, x in enumerate(e.outvars)}
-    of_body = functools.cache(sources)
+    known = {} if known is None else known
+    found: dict[Any, Sources] = {x: frozenset([i]) for i, x in enumerate(jaxpr.invars)}
+    factors: dict[Any, Sequence[Any]] = {}  # of products
+    params = Sources()
+
+    def source(variable: Any) -> Sources:
+        is_literal = isinstance(variable, Literal)
+        return _COMPUTED if is_literal else found.get(variable, _COMPUTED)
 
     def union(variables: Iterable[Any], *others: int) -> Sources:
         return frozenset(others).union(*map(source, variables))
 
-    def outside(found: Sources, body: Jaxpr, equation: JaxprEqn) -> Sources:
-        """What are sources in a body of an equation, as sources around it."""
-        operands = equation.invars[equation.primitive.name == "cond" :]
-        if len(body.invars) != len(operands):  # A while loop has a condition's, too.
-            return frozenset(min(i, COMPUTED) for i in found)
-        return union((operands[i] for i in found if i >= 0), *found & {COMPUTED, MIXED})
-
-    def factors(variable: Any) -> Sequence[Any]:
-        made = None if isinstance(variable, Literal) else made_by.get(variable)
-        return made[0].invars if made and made[0].primitive.name == "mul" else ()
-
-    def source(variable: Any) -> Sources:
-        is_literal = isinstance(variable, Literal)
-        return frozenset([COMPUTED]) if is_literal else of_variable(variable)
-
-    @functools.cache
-    def of_variable(variable: Any) -> Sources:
-        if variable not in made_by:
-            return frozenset([inputs.get(variable, COMPUTED)])
-        equation, index = made_by[variable]
+    for equation in jaxpr.eqns:  # In their order: recursion would be too deep.
         name, operands = equation.primitive.name, equation.invars
-        if name == "select_n":
-            return union(operands[1:], MIXED)
-        products = [factors(x) for x in operands] if name in _SUMS else []
-        if products and all(products):
-            return union(itertools.chain(*products), MIXED)
-        if bodies := _bodies(equation):
-            found = [outside(of_body(x)[0][index], x, equation) for x in bodies]
-            return frozenset([MIXED] if name == "cond" else []).union(*found)
-        found = source(operands[0]) if len(operands) == 1 else frozenset([COMPUTED])
-        return found if name in _COPIES else found & {MIXED} | {COMPUTED}
-
-    given: Sources = frozenset()
-    for equation in jaxpr.eqns:
-        if _is_update(equation):
-            given |= union(equation.invars)
-        for body in _bodies(equation):
-            given |= outside(of_body(body)[1], body, equation)
-    return [source(x) for x in jaxpr.outvars], given
+        results: list[Any] = [_COMPUTED] * len(equation.outvars)
+        variables = [None if isinstance(x, Literal) else x for x in operands]
+        products = [factors.get(x, ()) for x in variables]
+        if name == "mul":
+            factors[equation.outvars[0]] = operands
+        elif name == "select_n":
+            results = [union(operands[1:], MIXED)]
+        elif name in _SUMS and all(products):
+            results = [union(itertools.chain(*products), MIXED)]
+        elif _is_update(equation):
+            _, given = jax.tree.unflatten(equation.params["in_tree"], operands)
+            params |= union(jax.tree.leaves(given[2]))
+        elif bodies := _bodies(equation):
+            operands = operands[len(operands) - len(bodies[0].invars) :]
+            for body in bodies:
+                known[body] = known.get(body) or sources(body, known)
+            inner = zip(*([*known[x][0], known[x][1]] for x in bodies), strict=True)
+            *results, inside = (
+                union((operands[i] for i in each if i >= 0), *each & _NO_INPUTS)
+                for each in (Sources().union(*of_bodies) for of_bodies in inner)
+            )
+            results = [x | {MIXED} for x in results] if name == "cond" else results
+            params |= inside
+        elif len(operands) == 1:
+            each = source(operands[0])
+            kept = each if name in _COPIES else each & {MIXED} | _COMPUTED
+            results = [kept] * len(results)
+        found.update(zip(equation.outvars, results, strict=True))
+    return [source(x) for x in jaxpr.outvars], params
 
 
 def _bodies(equation: JaxprEqn) -> list[Jaxpr]:
-    """The programs of which one gives an equation's results."""
-    if _is_update(equation):
-        return []
-    # A while loop has its condition in front of its body.
-    last = slice(None) if equation.primitive.name == "cond" else slice(-1, None)
-    return list(jaxprs_in_params(equation.params))[last]
+    """The programs of which one gives an equation's results.
+
+    Not those of kernels, which write into references.
+    """
+    name, bodies = equation.primitive.name, list(jaxprs_in_params(equation.params))
+    # Operands in front of a body's are a condition, or a while loop's condition's.
+    first = 1 if name == "cond" else equation.params.get("cond_nconsts", 0)
+    sizes = len(equation.invars) - first, len(equation.outvars)
+    bodies = bodies if name == "cond" else bodies[-1:]
+    return [x for x in bodies if (len(x.invars), len(x.outvars)) == sizes]

@@ -1,7 +1,7 @@
 """Checks that replicas agree where they should: at the start, and after syncs."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -27,21 +27,25 @@ class ConsistencyCheck:
         self._local, self._looks_left = tuple(local), _MOST_LOOKS
         self._sync_steps, self._next_look = 0, 1
 
-    def at_start(self, state: Any) -> None:
+    def at_start(self, state: Any, params: Set[Names]) -> None:
         """Rejects a run that would start from several models, or not from its anchor.
 
-        The first sync would undo parameters that were loaded after ``tx.init``. States
-        that took a step pass.
+        The first sync would undo what was loaded after ``tx.init``. Later states pass.
         """
         counters, anchors, common, inner = self._split(state)
         if not counters:
             return
-        # An anchor with arrays that may be its parameter: they end with its name.
+        # An anchor with arrays that may be its parameter: they end with its name. Of
+        # parameters that the step computes, such as casts, nothing else is known.
+        known = {names: x for names, x in common.items() if names in params}
         pairs = {
             names: (x, found)
             for anchor in anchors
             for names, x in anchor.items()
-            if (found := _ending_with(names, x.shape, common))
+            if (
+                found := _ending_with(names, x.shape, known)
+                or _ending_with(names, x.shape, common)
+            )
         }
         started, differs, moved, nonfinite = on_host(
             _compare_at_start, counters, common, pairs, inner

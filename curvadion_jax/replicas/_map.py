@@ -76,7 +76,8 @@ def _inspect(
         for tree in (state, traced.result[0])
     )
     jaxpr = traced.program.jaxpr
-    sources, given = _jax_internals.sources(jaxpr)
+    sources, params = _jax_internals.sources(jaxpr)
+    step.params = [names for i, names in enumerate(before) if i in params]
     pairs = enumerate(zip(before, sources, strict=False))
     # The arrays of the state that the step returns as they are.
     kept = {names for i, (names, found) in pairs if found == {i}}
@@ -101,9 +102,9 @@ def _inspect(
     if changed and not step.updates:
         _require_one_replica(step)
     for i, (names, found) in enumerate(zip(after, sources, strict=False)):
-        is_given = names in before[i : i + 1] and i in given & found
+        is_old = i in found & params and names in before[i : i + 1]
         if _jax_internals.MIXED in found:
-            _check_choice(names, is_given, optimizers)
+            _check_choice(names, is_old, optimizers)
 
 
 def _require_one_replica(step: _mapped.MappedStep) -> None:
@@ -117,17 +118,15 @@ def _require_one_replica(step: _mapped.MappedStep) -> None:
         )
 
 
-def _check_choice(names: _paths.Names, is_given: bool, optimizers) -> None:
+def _check_choice(names: _paths.Names, is_old: bool, optimizers) -> None:
     """Rejects a choice between new and old parameters, or states of an optimizer."""
-    if _counters.inside(names, optimizers):
-        # Fields that must agree on all replicas; inner states need not.
-        is_given = _counters.is_within(names, optimizers, "sync_state", "metrics")
-    if is_given:
+    # Fields that must agree on all replicas; inner states need not.
+    if is_old or _counters.is_within(names, optimizers, "sync_state", "metrics"):
         raise ValueError(
             f"The step keeps the old {'/'.join(names)!r} on a condition, as by "
-            "jnp.where, and may miss a sync. Drop the condition, because updates are "
-            "finite, or put it inside: adaptive_sync(optax.apply_if_finite(inner, 3), "
-            "...)."
+            "jnp.where, and may miss a sync. Drop the condition, as updates are always "
+            "finite; freeze parameters in the forward pass, or put it inside: "
+            "adaptive_sync(optax.apply_if_finite(inner, 3), ...)."
         )
 
 

@@ -53,8 +53,7 @@ def make_mesh(
         )
     if devices is None:
         idle = len(available) - needed
-        # Devices that are joined by fast links stand next to each other. (Not every
-        # platform has slices.)
+        # Devices joined by fast links stand together. (Not every platform has slices.)
         available = sorted(
             available, key=lambda d: (getattr(d, "slice_index", 0), d.process_index)
         )

@@ -52,8 +52,7 @@ def divergence(params: Any) -> jax.Array:
       params: parameters with a leading replica axis.
 
     Returns:
-      float32[], the RMS distance of the replicas from their mean, over the RMS of the
-      parameters.
+      float32[], the replicas' RMS distance from their mean, over the parameters' RMS.
 
     Example:
       >>> spread = divergence({"w": jnp.array([[3.0], [5.0]])})
@@ -68,8 +67,7 @@ def divergence(params: Any) -> jax.Array:
 def _divergence(params: list[jax.Array]) -> jax.Array:
     floating = [x for x in params if jnp.issubdtype(x.dtype, jnp.floating)]
     leaves = [_trees.wide(x) for x in _memory.to_device(floating)]
-    # From the first replica, so that equal replicas give exactly zero: the mean of
-    # equal numbers may be rounded.
+    # From the first replica: the mean of equal numbers may be rounded.
     distances = [x - x[:1] for x in leaves]
     spread = sum(jnp.sum((x - jnp.mean(x, 0, keepdims=True)) ** 2) for x in distances)
     size = sum(jnp.sum(x**2) for x in leaves)
@@ -144,8 +142,7 @@ def reanchor(params: Any, opt_state: Any) -> Any:
       The optimizer state; without an anchor as it is.
 
     Raises:
-      ValueError: if a parameter of the anchor is missing, or parameters differ between
-        replicas.
+      ValueError: if a parameter of the anchor is missing, or replicas differ.
 
     Example:
       >>> import curvadion_jax as cd

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
@@ -83,6 +84,20 @@ def test_a_result_is_an_input_through_copies_alone():
     traced = internals.trace(lambda x, y: (x, -x, y.reshape(3, 2)), X, X)
     (*results,), _ = internals.sources(traced.program.jaxpr)
     assert results == [{0}, {internals.COMPUTED}, {1}]
+
+
+def test_results_are_followed_through_long_programs_and_kernels():
+    def function(x, y, z):
+        for _ in range(400):  # recursion would be too deep
+            y = lax.select(y > 0, y, x)
+        kernel = lambda z_ref, out_ref: out_ref.__setitem__(..., z_ref[...])
+        z = jax.jit(pallas.pallas_call(kernel, out_shape=z, interpret=True))(z)
+        held = lax.while_loop(lambda c: c[0] < z.sum(), lambda c: c, (0.0, x))[1]
+        return y, z, held, lax.cond(z.sum() > 0, lambda x, y: x, lambda x, y: y, x, z)
+
+    (*results,), _ = internals.sources(internals.trace(function, X, X, X).program.jaxpr)
+    mixed, computed = internals.MIXED, internals.COMPUTED
+    assert results == [{0, 1, mixed}, {computed}, {0}, {0, computed, mixed}]
 
 
 def test_what_is_silent_sends_nothing():

@@ -197,8 +197,8 @@ def train(tx, wrap=lambda f: f):
 
 
 def start(tx, initialised, params):
-    """For each replica parameters, and an optimizer that began with others."""
-    average = jax.tree.map(jnp.zeros_like, params[0])
+    """For each replica parameters, and an optimizer and an average of others."""
+    average = initialised[0]
     pairs = zip(params, initialised, strict=True)
     each = [{"model": x, "opt_state": tx.init(y), "average": average} for x, y in pairs]
     return jax.tree.map(lambda *x: jnp.stack(x), *each)

@@ -159,6 +159,18 @@ def test_parameters_and_anchor_may_be_moved_alike():
     assert on_mesh(shifted(local_sgd()), average=("mean",))
 
 
+def test_a_mean_of_gradients_is_no_choice():
+    tx = local_sgd()
+
+    def update(updates, state, params=None):
+        mean = 0.9 * state[0] + 0.1 * updates
+        updates, inner = tx.update(mean, state[1], params)
+        return updates, (mean, inner)
+
+    smoothed = optax.GradientTransformation(lambda w: (0 * w, tx.init(w)), update)
+    assert on_mesh(smoothed, average=("mean",), local=("opt/0",))
+
+
 def test_models_under_vmap_are_rejected():
     """Several decisions at once run both branches: each step would send all."""
     tx, models = local_sgd(), 3
