@@ -44,8 +44,7 @@ _ATTENTION_OUT = r"(attn_|attention_)?(o|out)(_?proj(ection)?)?"
 _EINSUM_IN = r"(q|kv|qkv)_einsum"
 _EINSUM_OUT = r"attn_vec_einsum"
 
-# By the side of attention that has an axis of heads, and whether layers are on the
-# second axis, as in MaxText.
+# By the side of attention with an axis of heads, and whether layers are on axis 1.
 _STACKED = {
     (None, False): DimensionNumbers(-2, -1),  # [..., fan_in, fan_out]
     (None, True): DimensionNumbers(0, -1),  # [fan_in, layers, fan_out]
@@ -65,7 +64,8 @@ def default_dimension_numbers(params: Any) -> Any:
 
     It reads shapes and the last two names of a path, so the name of a module says
     nothing about what lies deeper inside it. :func:`describe_partition` shows the
-    result. Parameters of the other optimizer are those
+    result, but `optax.partition` or `optax.masked` around an optimizer hides parameters
+    that tell: give `dimension_numbers` there. To the other optimizer go
 
     * with fewer than two axes or no elements, or a last name such as `bias`, `scale`,
       `gamma`, `beta` or `norm`,

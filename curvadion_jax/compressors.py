@@ -5,8 +5,7 @@ the part of each replica's arrays that is missing from the mean (`unsent`), so t
 ``mean == group.mean(tree - unsent)``. A caller that adds it to the next arrays (error
 feedback) delays information and drops none; the delay may still raise the loss.
 
-A synchronizer multiplies the arrays by their weights first, and gives zeros for a
-replica that takes no part.
+A synchronizer multiplies by weights first, and zeros whatever takes no part.
 """
 
 import functools
@@ -29,8 +28,7 @@ class Averaged(NamedTuple):
     """A compressed mean.
 
     Attributes:
-      mean: tree of the approximate means, like the given tree and at least float32; the
-        same on all replicas.
+      mean: the approximate means, in at least float32; the same on all replicas.
       unsent: tree of what this replica did not contribute, of the same shapes and
         dtypes. Elements that would not be finite are zero: NaN would stay in error
         feedback for good. Replica-varying.
@@ -47,8 +45,7 @@ class Codec(NamedTuple):
 
     Attributes:
       encode: (tree of arrays) -> message, a tree of arrays.
-      decode: (message, tree of arrays or their shapes) -> the decoded tree, in at least
-        float32.
+      decode: (message, tree of arrays or shapes) -> the tree, in at least float32.
     """
 
     encode: Callable[[Any], Any]
@@ -106,6 +103,7 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
     value and rounded to :math:`\{-L, \dots, L\}`, L = 127 or 7. With two bits an
     element becomes its sign times one of two magnitudes, the means of the magnitudes
     above and below the block's mean; with one bit, times the block's mean magnitude.
+    Neither can encode 0: zeros in a block with other elements become nonzero.
 
     The mean is taken in two stages, each with one message for all arrays. Each replica
     averages an N-th part of all blocks (all-to-all) and sends the codes of the result

@@ -2,8 +2,8 @@
 
 Each is a few lines of the parts, to be read as much as called, and returns an
 optimizer with state :class:`AdaptiveSyncState`. Learning rates are numbers or
-schedules. ``axis_name`` is the name of the replica axis, None for one replica;
-``dimension_numbers`` and ``**dion_arguments`` are those of :func:`dion`.
+schedules; outer ones count syncs. ``axis_name`` is the name of the replica axis, None
+for one replica; ``dimension_numbers`` and ``**dion_arguments`` are :func:`dion`'s.
 """
 
 import functools
@@ -99,8 +99,7 @@ def muloco(
 ) -> optax.GradientTransformationExtraArgs:
     """MuLoCo: DiLoCo with Muon as the inner optimizer, as in `optax.contrib.muon`.
 
-    AdamW with `adam_learning_rate`, by default `learning_rate`, trains all other
-    parameters.
+    AdamW with `adam_learning_rate`, by default `learning_rate`, trains all others.
 
     Example:
       >>> tx = muloco(0.01, k=30, axis_name="replica")

@@ -33,7 +33,7 @@ def reconcile(
 
     Args:
       outer: Optax transformation for the outer step. It is given the pseudo-gradient
-        with the anchor as parameters. None takes a - d, the plain average.
+        with the anchor as parameters; schedules count syncs. None: the plain average.
       compressor: form in which pseudo-gradients are sent, with error feedback: what a
         replica did not send is added to its next one. None means at least float32.
       residual_dtype: dtype in which error feedback is kept from sync to sync; None is
@@ -136,8 +136,7 @@ def mean_with_feedback(
 def _move_to(target: jax.Array, params: jax.Array) -> jax.Array:
     """The update from the parameters to the target, to the last bit if possible.
 
-    `params + (target - params)` may miss the target by a rounding error, which is added
-    to the update once.
+    `params + (target - params)` may miss by a rounding error, which is added once.
     """
     update = target - params
     missed = target - (params + update)
