@@ -27,7 +27,7 @@ def check_static(value: Any, what: str) -> None:
 def check_int(value: Any, what: str) -> None:
     """Rejects what is not a plain int, an array included, or is below 1."""
     if not isinstance(value, int):
-        hint = "Pass one, as one of static_args where optax.inject_hyperparams is used."
+        hint = "Pass a Python int; name it in static_args of optax.inject_hyperparams."
         raise TypeError(f"{what} must be an int, got {value!r}. {hint}")
     if value < 1:
         raise ValueError(f"{what} must be at least 1, got {value}.")

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 
 from curvadion_jax import _finite
 
-# Elements that are encoded at once. On TPUs cutting an array into blocks copies what is
-# being encoded, sometimes twice.
+# Elements that are encoded at once: on TPUs cutting an array into blocks copies it.
 PIECE = 2**22
 _take = jax.lax.dynamic_slice_in_dim
 

@@ -118,8 +118,7 @@ class Group:
         For each leaf that is a tuple of arrays of its shape. Where a replica has
         several devices, each calls the function with its own parts of the leaves and
         the group to use there (see `_within_replica.by_device`). So taking an array
-        apart moves nothing inside the replica, and nothing crosses between replicas
-        twice.
+        apart moves nothing inside, and nothing crosses between replicas twice.
         """
         leaves = jax.tree.leaves(vary(tree, self.axis_name))
         if not self.layout.axes:

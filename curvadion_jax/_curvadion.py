@@ -42,13 +42,11 @@ def curvadion(
 
     Set `threshold`, or set `budget` to have the threshold adjusted during training. The
     default is ``budget=0.01``. A budget keeps the number of syncs within one of even
-    spacing (without `decision_interval`), so RMMC then only chooses the step within
-    each period.
+    spacing (without `decision_interval`): RMMC only chooses the step in each period.
 
     .. note::
       In this library's benchmarks, syncs placed by RMMC have not given a lower loss
-      than evenly spaced syncs of the same size. :func:`local_muon` is the recommended
-      default.
+      than evenly spaced syncs of the same size. We recommend :func:`local_muon`.
 
     Every step is a Dion step on the local gradient. A sync adds a Nesterov outer step
     along the mean pseudo-gradient, sent in 2 bits with error feedback, after which the
@@ -67,8 +65,7 @@ def curvadion(
       weight_decay, weight_decay_mask, mu_dtype: as for :func:`dion`.
       budget: bytes to send, as a fraction of an all-reduce of all gradients in float32
         on every step. The 4 bytes of each vote are not counted.
-      bits: bits per element of the pseudo-gradients: 8, 4, 2 or 1. None means 2. Cannot
-        be combined with `synchronizer`.
+      bits: bits per element sent: 8, 4, 2 or 1. None means 2. Not with `synchronizer`.
       adam_learning_rate, other_optimizer, dimension_numbers: as for :func:`dion`.
       synchronizer: replaces the sync described above.
       axis_name: name of the replica axis. None means a single replica, on which the

@@ -209,8 +209,7 @@ def dion(
       momentum: decay rate mu; a number in [0, 1) or a schedule.
       weight_decay: decoupled, of the matrices, times the learning rate.
       weight_decay_mask: as for `optax.add_decayed_weights`.
-      mu_dtype: dtype of Dion's momentum and Q, and of AdamW's first moment. None means
-        the parameters' dtype.
+      mu_dtype: dtype of momentum, Q and AdamW's first moment. None: the parameters'.
       adam_learning_rate: learning rate of AdamW, which trains all other parameters
         (embeddings, output heads, norms, biases) with b1 = 0.9, b2 = 0.95 and
         eps = 1e-7. None means `learning_rate`.
@@ -220,8 +219,7 @@ def dion(
         the other optimizer. :func:`describe_partition` shows the result.
 
     Returns:
-      An `optax.partition` of the two. `update` takes the optional arguments of
-      :func:`scale_by_dion`.
+      An `optax.partition` of the two. `update` takes :func:`scale_by_dion`'s arguments.
 
     Example:
       >>> params = {"embed": jnp.ones((9, 4)), "kernel": jnp.ones((4, 8))}

@@ -25,8 +25,7 @@ class Payload(NamedTuple):
     """Bytes of one sync, computed from shapes alone. Payloads add up.
 
     Attributes:
-      averaged: bytes in all-reduces. One of N replicas sends 2 (N - 1) / N times as
-        many.
+      averaged: bytes in all-reduces. One of N replicas sends 2 (N - 1) / N times that.
       gathered: bytes in all-gathers, of each replica. It sends N - 1 times as many.
     """
 
@@ -46,8 +45,7 @@ class Observation(NamedTuple):
     """What a trigger sees of its own replica on every step.
 
     Attributes:
-      gradients: this step's gradients, tree of the parameters; zeros where `finite` is
-        False.
+      gradients: this step's, tree of the parameters; zeros where `finite` is False.
       inner_state: state of the inner optimizer before this step.
       params: parameters before this step.
       views: path of a parameter -> how it is seen as matrices, or None.
@@ -59,8 +57,7 @@ class Observation(NamedTuple):
       local_steps: int32[], local steps since the last sync, or since the start.
       anchor: the parameters that all replicas had after the last sync, tree of the
         parameters; () where the synchronizer keeps none.
-      sync_cost: Python float, the bytes of one sync over those of an all-reduce of
-        all gradients in float32.
+      sync_cost: float, bytes of a sync over those of a float32 gradient all-reduce.
       finite: bool[], whether the gradients are finite.
     """
 
@@ -99,8 +96,7 @@ class Trigger(NamedTuple):
 
     `due` says on which steps the replicas decide. The host can compute it, and on all
     other steps nothing is sent. `decide` measures on the devices. If a decision is due,
-    the request of any replica synchronises all. Without `decide` every due step is a
-    sync.
+    the request of any replica synchronises all. Without `decide` each due step syncs.
 
     Attributes:
       init: (params, inner_state, views) -> trigger state, a tree of arrays; called
@@ -139,12 +135,10 @@ class SyncState(NamedTuple):
     by the field that it is in.
 
     Attributes:
-      anchor: the parameters after the last sync, tree of the parameters; the same on
-        all replicas.
+      anchor: the parameters after the last sync; the same on all replicas.
       common: what else is the same on all replicas.
       residual: error feedback, what this replica has not contributed yet, already
-        multiplied by its weight. Replica-varying; copies that `repair` makes start
-        with zeros.
+        multiplied by its weight. Replica-varying; zeros in copies that `repair` makes.
     """
 
     anchor: Any = ()
@@ -191,8 +185,7 @@ class LocalStep(NamedTuple):
         synchronizers with `after_local_step`.
       params: this replica's parameters before the step.
       views: path of a parameter -> how it is seen as matrices, or None.
-      gradients: this replica's gradients, tree of the parameters; () with
-        `after_local_step`.
+      gradients: this replica's, tree of the parameters; () with `after_local_step`.
       take: ``(gradients, inner_state, **extra_args)`` -> (updates, inner state after
         the step), the inner optimizer's update, which communicates nothing; None with
         `after_local_step`.

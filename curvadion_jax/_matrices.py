@@ -113,8 +113,7 @@ class MatrixView:
     def to_stack(self, x: jax.Array) -> jax.Array:
         """``[shape] -> [number, fan_in, fan_out]``, also of a device's part of it.
 
-        Where axes are merged, the rows or columns of several devices' parts are not in
-        the order of the parameter.
+        Where axes are merged, rows or columns are not in the order of the parameter.
         """
         fan_in = math.prod(x.shape[axis] for axis in self.fan_in_axes)
         order = self.batch_axes + self.fan_in_axes + self.fan_out_axes

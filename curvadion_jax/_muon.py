@@ -83,8 +83,7 @@ def _orthogonalized(
             return by_shape(newton_schulz, stacks, largest=_LARGEST_STACK)
 
         arrays = dict(_paths.leaves_with_path(updates))
-        # Even with half of the devices idle: else the compiler would gather all
-        # matrices in each iteration.
+        # Even with half of the devices idle: else each iteration gathers all matrices.
         found = by_matrix(orthogonalize, arrays, views, layout, fewest=0.5)
 
         def scaled(path, _):

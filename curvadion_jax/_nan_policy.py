@@ -12,10 +12,8 @@
   dropped; with `reconcile` its finite parameters go to the anchor. Parameters that are
   not finite stay so until `replicas.repair` replaces them.
 * *Absent.* A replica of weight 0 contributes nothing but the residual that it had
-  before. With `reconcile` it keeps its drift; of gradients, only those of the other
-  replicas are averaged.
-* *Empty.* If no replica takes part the mean is zero, apart from residuals. The sync
-  counts like any other.
+  before. With `reconcile` it keeps its drift; of gradients, only others' are averaged.
+* *Empty.* If no replica takes part the mean is zero, apart from residuals.
 * *Cooldown.* A replica that a sync could not help must not trigger the next one: an
   excluded replica requests none for 10 steps, and one without weight none at all.
   (Syncs that the step number makes due take place all the same.)

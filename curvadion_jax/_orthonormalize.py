@@ -90,9 +90,7 @@ def _inverse_factors(gram: jax.Array) -> jax.Array:
     """U^{-1} of the Cholesky factorisation gram = U^T U, for [..., r, r]."""
     over_stack = functools.partial(jnp.vectorize, signature="(r,r)->(r,r)")
     return lax.platform_dependent(
-        gram,
-        cpu=over_stack(_inverse_factor_alone),
-        default=over_stack(_inverse_factor),
+        gram, cpu=over_stack(_inverse_factor_alone), default=over_stack(_inverse_factor)
     )
 
 

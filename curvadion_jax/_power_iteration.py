@@ -99,8 +99,7 @@ def dion_step(
         no smaller; None for one replica.
 
     Returns:
-      The directions sqrt(fan_out / fan_in) P Q^T and the momenta, in the parameters'
-      shapes, and the next Qs.
+      sqrt(fan_out / fan_in) P Q^T, momenta (like the parameters), and the next Qs.
     """
     qs = {name: keep_whole(q) for name, q in qs.items()}
     compressed = {n for n, q in qs.items() if reduces_factors(views[n], q.shape[-1])}

@@ -54,8 +54,7 @@ def save(
         With several processes, the first one's is stored.
 
     Raises:
-      ValueError: if the step does not lie above the latest one, or the leaves do not
-        share one leading replica axis.
+      ValueError: if the step is not above the latest, or leaves share no replica axis.
       OSError: if the system refuses a write. Older checkpoints stay as they were. With
         several processes the others wait for this one: end it (``os._exit``).
 

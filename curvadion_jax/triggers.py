@@ -1,8 +1,7 @@
 """Triggers decide when replicas synchronise.
 
 A trigger looks at one replica's own quantities and requests a sync or does not. It
-knows no axis and sends nothing: `adaptive_sync` synchronises all replicas if one of
-them requests it.
+knows no axis and sends nothing: `adaptive_sync` synchronises all if one requests it.
 
 `every_k(10)` and `evenly(0.01)` depend on the step number alone, so replicas need no
 vote in `replicas.step`. `relative_momentum_change(0.1)` measures momenta, so replicas
@@ -182,11 +181,7 @@ class BudgetState(NamedTuple):
 
 
 def budget(
-    rate: float,
-    of: Trigger | None = None,
-    *,
-    ahead: float = 3.0,
-    behind: float = 3.0,
+    rate: float, of: Trigger | None = None, *, ahead: float = 3.0, behind: float = 3.0
 ) -> Trigger:
     r"""Spends a share of the bytes of synchronous training when a signal says so.
 
@@ -199,8 +194,7 @@ def budget(
 
     with the cost of a sync in the same unit and rate / cost at most 1: at these bounds
     a request is refused, or a sync takes place without one. Where the rate or the cost
-    changes, as after a restart with another budget, counting starts anew. The page on
-    the algorithm has the control law.
+    changes, as after a restart with another budget, counting starts anew.
 
     Args:
       rate: as for `evenly`. The 4 bytes of each vote are not counted.
@@ -404,8 +398,7 @@ def relative_momentum_change(threshold: optax.ScalarOrSchedule) -> Trigger:
             changes.append(change.astype(jnp.float32))
             layers.append(order.get(name, -1))
         change = jnp.stack(changes)
-        # Zeros in place of non-finite gradients say nothing, and the first step has
-        # nothing to compare with.
+        # Zeros for non-finite gradients say nothing; the first step has no predecessor.
         change = jnp.where(observation.finite, change, 0)
         change = jnp.where(observation.steps == 0, jnp.inf, change)
         limit = _arguments.at_step(threshold, observation.steps)

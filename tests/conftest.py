@@ -46,8 +46,7 @@ XLA_FLAGS = [
 def _known(flags: list[str]) -> list[str]:
     """The flags that this jaxlib knows: it ends a process that is given another.
 
-    Each is tried in a process of its own, once per jaxlib: the answers are kept in a
-    temporary file.
+    Each is tried in a process of its own, once per jaxlib: answers are kept in a file.
     """
     version = importlib.metadata.version("jaxlib")
     kept = Path(tempfile.gettempdir(), f"curvadion-xla-flags-{version}-{os.getuid()}")

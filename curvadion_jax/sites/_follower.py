@@ -63,8 +63,7 @@ class Follower:
         # What has been decided on and is not taken yet, and "" if it counted, "late" if
         # it came too late, or why it was rejected.
         self.decided: tuple[Contribution, str] | None = None
-        # Guards what the training loop takes: `outer`, `number`, `contributors` and
-        # `decided`.
+        # Guards what training takes: `outer`, `number`, `contributors` and `decided`.
         self.changed = threading.Condition()
         self._roster: Roster = {}
         self._residual = model.zeros()
@@ -243,8 +242,7 @@ class Update(NamedTuple):
 
     number: int  # of the open round
     contributors: int  # to the round before
-    # Of what was submitted: "" if it counted, "late", or why it was rejected. None if
-    # nothing was decided.
+    # Of what was submitted: "" if it counted, "late", or why not. None if undecided.
     outcome: str | None
     new: Arrays | None  # None if parameters stay as they are
     base: Arrays | None  # None leaves no progress
@@ -253,8 +251,7 @@ class Update(NamedTuple):
 class Worker(threading.Thread):
     """See the module. `_changed`, the follower's, guards what both threads use.
 
-    The main thread gives it parameters (`submit`) and takes from it what to change in
-    them (`take`).
+    The main thread gives it parameters (`submit`) and takes their changes (`take`).
     """
 
     def __init__(self, follower: Follower, poll: float) -> None:

@@ -22,8 +22,7 @@ log = logging.getLogger("curvadion_jax.sites")
 # After so many rounds without a contribution a site is not waited for, and its share
 # of the mean goes to the others.
 FORGET = 4
-# Of three or more contributions, those beyond so many times the median norm per round
-# are rejected.
+# Of three or more contributions, those beyond so many median norms are rejected.
 MAX_NORM = 10.0
 # Snapshots that are kept. Rounds before the first of them are collected.
 _KEPT = 2
@@ -149,8 +148,7 @@ def _judged(
     readable = [x for x in received if not x.why]
     fine = [x for x in readable if x.header["before"] == before]
     # A site that was late for many rounds has gone as much further, and so has one that
-    # has trained on while the others were away: by more tokens than are usual, for it
-    # too.
+    # has trained on while the others were away: by more tokens than usual.
     usual = _median(x.header["tokens"] for x in fine)
     paces = {}
     for x in readable:
@@ -177,11 +175,7 @@ def _median(values: Iterable[float]) -> float:
 
 
 def commit(
-    number: int,
-    before: str,
-    received: Sequence[Received],
-    awaited: Roster,
-    needed: int,
+    number: int, before: str, received: Sequence[Received], awaited: Roster, needed: int
 ) -> dict[str, Any]:
     """The commit of a round: which contributions count, and how much.
 
@@ -217,8 +211,7 @@ def commit(
 def load(store: Store, model: Model, least: int = 0) -> tuple[Outer, Roster, int]:
     """The newest outer side that can be read, its roster, and the next round's number.
 
-    A snapshot is used only if the commit after it confirms its digest. Otherwise an
-    older one is used.
+    A snapshot is used if the commit after it confirms its digest; else an older one.
     """
     for number in _snapshots(store):
         if number < least:

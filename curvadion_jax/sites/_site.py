@@ -22,8 +22,7 @@ log = logging.getLogger("curvadion_jax.sites")
 # Seconds that a process of a site waits at most before the next collective: some
 # runtimes take a longer wait in one collective for a hang.
 _WAIT = 5.0
-# Steps between looks for news at a site of several processes, which wait for each
-# other at a look.
+# Steps between looks for news where a site's processes wait for each other.
 _LOOK = 8
 
 
@@ -62,10 +61,8 @@ class Site:
       name: of this site: letters, digits, ``-`` and ``_``. Of several sites that join
         under one name the last stays, and the others raise an error.
       every: steps between contributions.
-      outer: Optax transformation of the mean pseudo-gradient. None is the plain
-        average.
-      compressor: form of contributions, `quantize` or `exact`, with error feedback.
-        None is `exact`.
+      outer: Optax transformation of the mean pseudo-gradient. None: plain averaging.
+      compressor: of contributions, with error feedback: `quantize`, or `exact` (None).
       quorum: contributions without which a round changes nothing; fewer when sites have
         left for good. The same for all sites.
       grace: seconds for which a round that has its quorum waits for other known sites.

@@ -30,8 +30,7 @@ import numpy as np
 FORMAT = 1
 # Bytes of the largest header.
 HEADER = 2**22
-# Bytes in one request. Links of 5 Mbit/s carry them within the 30 seconds that obstore
-# gives it.
+# Bytes in one request: 5 Mbit/s carry them in the 30 seconds that obstore gives it.
 PIECE = 2**24
 _RETRIES: Any = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
 # Seconds before the second attempt, and attempts: five seconds in all.
@@ -129,8 +128,7 @@ class Store:
     ) -> tuple[dict[str, Any], list[np.ndarray]] | None:
         """Header and arrays of a message; None if it is not there, or its body is not.
 
-        A message that is damaged, or is known to exist and is not found, is read again
-        before that is believed.
+        A message that is damaged, or known to exist and not found, is read again.
 
         Raises:
           InvalidError: if it is damaged, belongs elsewhere, or has another size.

@@ -72,8 +72,7 @@ def test_error_feedback_sends_all_of_a_constant_in_the_end(name):
         held = jax.device_get(mapped(tree)).unsent
     for key, rest in held.items():
         # Measured: at most 15.3 times the mean (`int1`, a bias of 5 elements in a block
-        # of 16), others 5.1. Without feedback 40 sends of `int2` would miss 18 times
-        # the mean, others more.
+        # of 16), others 5.1. Without feedback 40 sends of `int2` would miss 18 times.
         size = np.linalg.norm(stacked[key].mean(0))
         limit = 16 if name == "int1" else 12
         assert np.linalg.norm(rest.mean(0)) < limit * size

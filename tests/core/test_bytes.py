@@ -79,8 +79,7 @@ def test_more_bytes_than_an_int32_holds():
     payload = compressors.Payload(averaged=5 * 2**33 + 123, gathered=2**35 + 7)
     gradients = 4 * (2**33 + 1)
     counters = counted(payload, gradients, steps=1000, syncs=999)
-    # An all-reduce of B bytes sends 2 (N - 1) / N B, a vote 4 of these; a sync 4 of a
-    # weight to each of the others.
+    # An all-reduce of B bytes sends 2 (N - 1) / N B, a vote 4; a weight 4 to each.
     with pytest.raises(ValueError, match="whose axis is missing"):
         metrics.read(counters)
     for replicas, factor in ((2, 1), (8, 7 / 4)):

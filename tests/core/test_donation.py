@@ -13,8 +13,7 @@ MAKE = {
     "synchronous_dion": lambda: cd.presets.synchronous_dion(0.1),
     "at_intervals": lambda: cd.curvadion(0.1, threshold=0.3, decision_interval=2),
     "combined": lambda: cd.local_muon(
-        0.1,
-        trigger=triggers.at_least_every(triggers.relative_momentum_change(1.0), 3),
+        0.1, trigger=triggers.at_least_every(triggers.relative_momentum_change(1.0), 3)
     ),
 }
 

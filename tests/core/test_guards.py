@@ -11,12 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
-from curvadion_jax import (
-    _collectives,
-    compressors,
-    synchronizers,
-    triggers,
-)
+from curvadion_jax import _collectives, compressors, synchronizers, triggers
 from curvadion_jax.synchronizers import SyncState
 
 AXIS = helpers.AXIS

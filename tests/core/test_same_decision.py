@@ -100,8 +100,7 @@ def assert_together(synced, params, anchor):
 def assert_counted(case: Case, script: Script, metrics, synced):
     """Where gradients are averaged, those are excluded that have none.
 
-    Else nobody is: parameters and states are finite here. Absent are others, those
-    without weight.
+    Else nobody is: parameters and states are finite. Absent are those without weight.
     """
     finite = np.isfinite(script.spoilt)
     after_step = case.synchronizer.after_local_step

@@ -15,12 +15,7 @@ import curvadion_jax as cd
 from curvadion_jax import _layout, _muon
 
 AXIS = cd.replicas.AXIS
-SHAPES = {
-    "down": (5, 48, 32),
-    "one": (32, 32),
-    "query": (2, 32, 4, 8),
-    "two": (32, 32),
-}
+SHAPES = {"down": (5, 48, 32), "one": (32, 32), "query": (2, 32, 4, 8), "two": (32, 32)}
 QUERY = optax.contrib.MuonDimensionNumbers(1, (2, 3))
 # Axes inside a replica, and how the last axes of an array are divided.
 PLACES = {

@@ -158,8 +158,7 @@ def test_relative_momentum_change_decides_for_all_replicas():
 
 
 # One 2 x 2 kernel W (rank 1, Q = (1, 0)), one bias b; lr = mu = 1/2; a sync every two
-# steps. For a square kernel K: B Q = K^T q, R = K p, P R^T is R p^T and the direction
-# Q' p^T.
+# steps. For a square K: B Q = K^T q, R = K p, P R^T is R p^T, the direction Q' p^T.
 START = {"W": np.array([[1.0, 2], [3, 4]]), "b": np.array([1.0, 1])}
 LOCAL_GRADIENTS = [
     {"W": np.array([[0.0, 4], [2, 0]]), "b": np.array([2.0, 0])},

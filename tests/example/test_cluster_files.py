@@ -32,13 +32,7 @@ def test_the_slurm_job_has_a_task_for_each_replica_and_is_told_in_time():
 
 @pytest.mark.parametrize(
     ("status", "restarts", "requeued"),
-    [
-        (0, 0, False),
-        (74, 0, False),
-        (75, 99, True),
-        (134, 9, True),
-        (134, 10, False),
-    ],
+    [(0, 0, False), (74, 0, False), (75, 99, True), (134, 9, True), (134, 10, False)],
 )
 def test_the_script_requeues_what_is_not_at_its_end(
     tmp_path, status, restarts, requeued

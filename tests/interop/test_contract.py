@@ -1,8 +1,7 @@
 """Optax's own contract tests for contributed optimizers, run on ours.
 
 The wheel holds them: optax/contrib/_common_test.py. Its source is executed here under
-another name, with its registries of optimizers replaced by ours; nothing else of it is
-changed, and no case may be skipped.
+another name, with our registries of optimizers; no case may be skipped.
 """
 
 import ast

@@ -23,9 +23,7 @@ OPTIMIZERS: dict[str, Any] = {
     "mu_dtype": cd.local_muon(0.1, mu_dtype=jnp.bfloat16),
 }
 # One replica alone sends nothing.
-REPLICATED: dict[str, Any] = {
-    "local_muon": cd.local_muon(0.1, axis_name=AXIS),
-}
+REPLICATED: dict[str, Any] = {"local_muon": cd.local_muon(0.1, axis_name=AXIS)}
 QUICK = ("diloco",)
 
 

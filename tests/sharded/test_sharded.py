@@ -25,13 +25,7 @@ from divided_replicas import (
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import (
-    _collectives,
-    _layout,
-    _orthonormalize,
-    compressors,
-    triggers,
-)
+from curvadion_jax import _collectives, _layout, _orthonormalize, compressors, triggers
 
 # Sums in another order, over some steps: of how far the parameters have moved.
 CLOSE = 2e-3

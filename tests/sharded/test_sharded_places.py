@@ -24,11 +24,7 @@ from divided_replicas import (
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import (
-    _layout,
-    _matrices,
-    compressors,
-)
+from curvadion_jax import _layout, _matrices, compressors
 
 
 def test_state_is_divided_as_parameters_are():
@@ -117,10 +113,7 @@ def test_checkpoint_moves_to_another_mesh(tmp_path):
 def test_the_one_model_is_divided_as_a_replica_is():
     mesh = mesh_of("2x2x2")
     params, opt_state = make_state(OPTIMIZERS["curvadion"](), mesh)
-    for model in (
-        cd.replicas.consensus(params),
-        cd.replicas.anchor(opt_state),
-    ):
+    for model in (cd.replicas.consensus(params), cd.replicas.anchor(opt_state)):
         for name, x in model.items():
             place = NamedSharding(mesh, divided(name, {"fsdp", "tensor"}))
             assert x.sharding.is_equivalent_to(place, x.ndim), name

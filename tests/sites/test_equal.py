@@ -21,8 +21,7 @@ SITES = 4
 INNER = optax.adam(0.1)
 # Products with these are exact, so that it is all one whether XLA rounds them.
 NESTEROV = optax.sgd(0.5, momentum=0.25, nesterov=True)
-# Half a step of 8 bits for the largest drift here, of three syncs: one program rounds
-# the mean as well, sites do not.
+# Half a step of 8 bits for the largest drift here: one program rounds the mean, too.
 HALF_A_CODE = 3 * 0.5 / 127
 
 

@@ -4,8 +4,7 @@ Requests fail before or after their effect, writes and deletions arrive later or
 reads find nothing, something else or a part, listings are old or have holes, sites are
 killed at any request, leave and come back, and two have one name. No good contribution
 may be rejected, lost or counted twice: a site's parameters are always the outer ones
-and the steps of which it does not know that they counted. All have the same bits in the
-end.
+and the steps that it does not know to have counted. All end with the same bits.
 """
 
 import contextlib

@@ -242,7 +242,6 @@ def test_a_sync_that_is_interrupted_takes_nothing_with_it(monkeypatch):
         monkeypatch.undo()
         params = site.sync(stepped(params))
     rome.follow()
-    # Of its first step, in two rounds, a third counts beside rome's share; of the other
-    # one half.
+    # Of its first step, in two rounds, a third counts, of the other one half.
     np.testing.assert_allclose(rome.anchor[0], 8.0 + 1 / 3 + 1 / 2, rtol=1e-6)
     np.testing.assert_array_equal(params["w"], rome.anchor[0])

@@ -118,8 +118,7 @@ def in_shard_map(function: Any, mesh: Any) -> Any:
 def manual(function: Any, mesh: Any, state: Any) -> Any:
     """(state, batch) -> (state, metrics) of one replica, jitted under `shard_map`.
 
-    As the optimizer's update is run in a step: how the state lies is known, and the
-    function may communicate.
+    As an update runs in a step: how the state lies is known, and it may communicate.
     """
     like = state
     placed = tuple(

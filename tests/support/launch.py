@@ -28,9 +28,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def together(
-    commands: Sequence[Sequence[str | Path]],
-) -> list[tuple[int, str]]:
+def together(commands: Sequence[Sequence[str | Path]]) -> list[tuple[int, str]]:
     """Exit status and output of Python programs that run at the same time."""
     workers = [
         subprocess.Popen(

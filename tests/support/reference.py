@@ -1,7 +1,6 @@
 """NumPy float64 reference of Dion, and of what is measured of replicas.
 
-Written from the equations, no JAX. `reference_replicas` has replicas that step alone
-and synchronise.
+Written from the equations, no JAX. `reference_replicas` has those that step alone.
 
 Dion (arXiv 2504.05295, as microsoft/dion implements it), for a matrix B seen with
 rows >= columns and a right factor Q of shape (columns, r):
@@ -33,8 +32,7 @@ def orthonormal_factor(a: Array) -> Array:
 
     Householder QR. A column that is zero, or whose part orthogonal to the earlier
     columns is below 1e-9 of its own norm, is a zero column of the result and left out
-    of the factorisation: Householder QR would put an arbitrary direction there and take
-    it away from later columns.
+    of the factorisation: Householder QR would put an arbitrary direction there.
     """
     norms = np.linalg.norm(a, axis=0)
     kept = [j for j in range(a.shape[1]) if norms[j] != 0]

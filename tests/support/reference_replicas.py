@@ -91,8 +91,7 @@ class ReplicaSimulation:
     (mean drift, its state) -> (step, its state), None for the plain average.
 
     ``params``, ``momenta`` and ``qs`` are lists over replicas of name to array,
-    ``anchor`` the parameters after the latest sync of reconcile, ``synced`` one bool
-    per step.
+    ``anchor`` the parameters after the last sync, ``synced`` one bool per step.
     """
 
     def __init__(

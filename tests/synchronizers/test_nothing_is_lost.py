@@ -1,7 +1,6 @@
 """At any weights, and in whatever form replicas send, nothing is lost.
 
-What a replica owes is of arrays times their weight: at whatever weight it owed it, it
-pays it in full at the next.
+What a replica owes is of arrays times their weight, and is paid in full.
 """
 
 from typing import Any

@@ -21,10 +21,7 @@ UNEQUAL_SHARE = 0.01
 
 def optimizer(inner, k=2, outer=None, **options) -> Any:
     return cd.adaptive_sync(
-        inner,
-        triggers.every_k(k),
-        synchronizers.reconcile(outer, **options),
-        AXIS,
+        inner, triggers.every_k(k), synchronizers.reconcile(outer, **options), AXIS
     )
 
 

@@ -85,8 +85,7 @@ def test_threshold_schedule_counts_steps():
 
 
 def test_the_layer_with_the_largest_change_is_named():
-    # Sizes 4, 4, 4 and 4, 8, 8 and 4, 5, 2.5: the changes of step 1 are 0, 1, 1/4,
-    # of step 2 they are 0, 0, 1/2.
+    # Sizes 4, 4, 4 and 4, 8, 8 and 4, 5, 2.5: changes are 0, 1, 1/4 and 0, 0, 1/2.
     gradients = {
         "a": [[4.0], [2], [2]],
         "b": {"bias": [[4.0], [6], [4]]},
