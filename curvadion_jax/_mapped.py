@@ -8,7 +8,7 @@ tell what differs between replicas.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ class MappedStep:
     due_of: Callable[[int], bool] | None = None
     updates: int = 0  # by optimizers that synchronise
     counters: Sequence[_paths.Names] = ()  # of their steps, as far as they change
-    params: Sequence[_paths.Names] = ()  # that they are given of the state
+    params: Set[_paths.Names] = frozenset()  # that they are given of the state
     communicates: str = ""  # what it sends over the axis, besides the optimizer
     # False while the step is traced by itself: then a `vmap` is the user's own.
     is_program: bool = False

@@ -77,7 +77,7 @@ def _inspect(
     )
     jaxpr = traced.program.jaxpr
     sources, params = _jax_internals.sources(jaxpr)
-    step.params = [names for i, names in enumerate(before) if i in params]
+    step.params = {names for i, names in enumerate(before) if i in params}
     pairs = enumerate(zip(before, sources, strict=False))
     # The arrays of the state that the step returns as they are.
     kept = {names for i, (names, found) in pairs if found == {i}}

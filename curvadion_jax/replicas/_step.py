@@ -173,7 +173,7 @@ class CompiledStep:
         is_known = mapped.updates == 1 and len(counters) == 1
         counter = counters[0] if counters else None
         due_of = mapped.due_of if is_known else None
-        return _Schedule(counter, due_of, {*mapped.params})
+        return _Schedule(counter, due_of, mapped.params)
 
     def _program(self, key, due: bool | None) -> tuple[Any, _mapped.MappedStep]:
         """The jitted step, and what was found when it was traced."""
