@@ -21,13 +21,13 @@ from curvadion_jax import (
     _counters,
     _finite,
     _guards,
-    _layout,
     _mapped,
     _memory,
     _momentum,
     _nan_policy,
     _partition,
     _trees,
+    _within_replica,
     triggers,
 )
 from curvadion_jax._counters import SyncMetrics
@@ -144,7 +144,7 @@ def adaptive_sync(
         )
 
     def update_of_replica(
-        gradients, state, params, *, views, payload, due, weight=None, **extra_args
+        gradients, state, params, *, make, due, weight=None, **extra_args
     ):
         _guards.require_local_gradients(
             gradients,
@@ -153,16 +153,8 @@ def adaptive_sync(
             allow_unchecked=allow_unchecked or _mapped.current() is not None,
         )
         finite = _finite.norms_finite(gradients)
-        group = _collectives.Group(axis_name, _layout.current())
-        replica = _Replica(
-            inner=inner,
-            trigger=trigger,
-            synchronizer=synchronizer,
-            group=group,
+        replica: _Replica = make(
             params=params,
-            views=views,
-            payload=payload,
-            sync_cost=_sync_cost(payload, params, group.size),
             finite=finite,
             weight=_nan_policy.checked_weight(weight),
             extra_args=extra_args,
@@ -175,13 +167,18 @@ def adaptive_sync(
     ):
         _check_update(updates, state, params)
         views = _partition.matrix_views(params, dimension_numbers)
-        payload = synchronizer.payload(params, state.inner_state, views)
-        if due is None:
-            cost = functools.partial(_sync_cost, payload, params)
-            due = _mapped.known_due(trigger, cost)
+        group = _collectives.Group(axis_name, _mapped.layout())
+        payload = synchronizer.payload(params, state.inner_state, views, group.layout)
+        parts = _within_replica.parts(params, group.layout)
+        whole = group.layout.devices * _trees.float32_bytes(parts)
+        cost = lambda replicas: payload.as_averaged(replicas) / max(whole, 1)
+        due = _mapped.known_due(trigger, cost) if due is None else due
         due = None if due is None else bool(due)  # it may be a NumPy bool
+        make = functools.partial(
+            _Replica, inner, trigger, synchronizer, group, views, payload, whole, cost
+        )
         return _mapped.update(
-            functools.partial(update_of_replica, views=views, payload=payload, due=due),
+            functools.partial(update_of_replica, make=make, due=due),
             axis_name,
             updates,
             state,
@@ -199,8 +196,9 @@ class _Replica:
 
     Attributes:
       group: all replicas, and how the arrays of one lie on its devices.
+      payload, gradient_bytes: what one sync sends, and an all-reduce of all gradients.
+      cost: from the number of replicas to `Observation.sync_cost`.
       params: parameters before the step.
-      payload, sync_cost: what one sync sends; see `Observation`.
       finite: whether the gradients are finite, bool[]; `step` is given zeros if not.
       weight: how much this replica counts in a sync, float32[]; None is 1.
       extra_args: what the caller passed for the inner optimizer.
@@ -210,10 +208,11 @@ class _Replica:
     trigger: Trigger
     synchronizer: Synchronizer
     group: _collectives.Group
-    params: optax.Params
     views: Views
     payload: Payload
-    sync_cost: float
+    gradient_bytes: int
+    cost: Callable[[int], float]
+    params: optax.Params
     finite: jax.Array
     weight: jax.Array | None
     extra_args: dict[str, Any]
@@ -243,16 +242,17 @@ class _Replica:
         updates, inner_state, sync_state, faults = results
 
         # 4. What happened is counted. One replica sends nothing.
-        alone = axis_name is None
+        alone, devices = axis_name is None, self.group.layout.devices
+        weights = Payload(gathered=4 * devices)  # a float32 of each
         metrics = _counters.update(
             state.metrics,
             decision,
-            voted=not (alone or isinstance(fire, bool)),
+            voters=0 if alone or isinstance(fire, bool) else devices,
             synced=fire,
             finite=self.finite,
             faults=faults,
-            payload=Payload() if alone else self.payload + _counters.WEIGHT,
-            gradient_bytes=_trees.float32_bytes(self.params),
+            payload=Payload() if alone else self.payload + weights,
+            gradient_bytes=self.gradient_bytes,
         )
         state = AdaptiveSyncState(inner_state, trigger_state, sync_state, metrics)
         return updates, _collectives.vary(state, axis_name)
@@ -274,7 +274,7 @@ class _Replica:
             syncs=state.metrics.syncs,
             local_steps=state.metrics.local_steps,
             anchor=_memory.to_device(state.sync_state.anchor),
-            sync_cost=self.sync_cost,
+            sync_cost=self.cost(self.group.size),
         )
         decision, new_state = self.trigger.decide(observation, state.trigger_state)
         return decision, _trees.like(new_state, state.trigger_state)
@@ -282,7 +282,7 @@ class _Replica:
     def vote(self, decision, counters: SyncMetrics, due: Any) -> jax.Array | bool:
         """Whether to synchronise; a Python bool where that is known without a vote."""
         if due is None and self.trigger.due is not None:
-            due = self.trigger.due(counters.steps, self.sync_cost)
+            due = self.trigger.due(counters.steps, self.cost(self.group.size))
         fire = True if due is None else due
         if self.trigger.decide is not None and fire is not False:
             fire &= decision.fire & _nan_policy.may_request(counters, self.weight)
@@ -315,17 +315,13 @@ class _Replica:
     def synchronise(self, local, moved, sync_state, contributes: Any = True):
         """A sync of this replica, whose parameters are now `moved`."""
         before = _memory.to_device(sync_state)
+        inner_state, axis = local.inner_state, self.group.axis_name
         part = _nan_policy.participation(
-            moved,
-            local.inner_state,
-            before,
-            self.weight,
-            contributes,
-            self.group.axis_name,
+            moved, inner_state, before, self.weight, contributes, axis
         )
         local = local._replace(
             inner_state=_nan_policy.restarted(
-                self.inner, self.params, local.inner_state, part.keeps_inner_state
+                self.inner, self.params, inner_state, part.keeps_inner_state
             ),
             weight=part.weight,
             expected=part.expected,
@@ -360,11 +356,6 @@ def _check_update(gradients, state, params) -> None:
             "Inside a shard_map of your own strip it from state, parameters and "
             "gradients; curvadion_jax.replicas.step does that by itself."
         )
-
-
-def _sync_cost(payload: Payload, params, replicas: int) -> float:
-    """See `Observation`."""
-    return payload.as_averaged(replicas) / max(_trees.float32_bytes(params), 1)
 
 
 def _branches(sync: Branch, local: Branch, *operands, axis_name: str | None):

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from curvadion_jax import _trees, _within_replica
 from curvadion_jax._jax_internals import varying
@@ -111,21 +110,21 @@ class Group:
         return self._each(lambda x: lax.all_gather(x, self.axis_name), tree)
 
     def by_device(
-        self, function: Callable[["Group", list], list], tree: Any
+        self, function: Callable[["Group", Any], list], tree: Any
     ) -> list[tuple[jax.Array, ...]]:
-        """What ``function(group, leaves)`` returns, for every device's part of them.
+        """What ``function(group, tree)`` returns, for every device's part of the tree.
 
         For each leaf that is a tuple of arrays of its shape. Where a replica has
-        several devices, each calls the function with its own parts of the leaves and
-        the group to use there (see `_within_replica.by_device`). So taking an array
-        apart moves nothing inside, and nothing crosses between replicas twice.
+        several devices, each calls the function with lists of its own parts, and the
+        group to use there (see `_within_replica.by_device`). So taking an array apart
+        moves nothing inside, and nothing crosses between replicas twice. Arrays whose
+        sharding is unknown are gathered.
         """
-        leaves = jax.tree.leaves(vary(tree, self.axis_name))
-        if not self.layout.axes:
-            return function(self, leaves)
-        specs = [spec or PartitionSpec() for spec in self.layout.specs(tree)]
+        tree = vary(tree, self.axis_name)
+        if self.size == 1 or not self.layout.axes:
+            return function(self, tree)
         run = functools.partial(function, self.laid_out(ONE_DEVICE))
-        return _within_replica.by_device(run, leaves, specs, self.layout)
+        return _within_replica.by_device(run, tree, self.layout)
 
     def _each(self, collective: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
         tree = vary(tree, self.axis_name)
@@ -136,25 +135,11 @@ class Group:
     def _sums(self, tree: Any) -> Any:
         """Sums of varying arrays. What several devices hold is sent in pieces, once."""
         psum = functools.partial(lax.psum, axis_name=self.axis_name)
-        if not self.layout.axes:
+        if not self.layout.placed:  # the compiler divides the sums
             return psum(tree)
-        leaves, structure = jax.tree.flatten(tree)
-        specs: list[Any] = self.layout.specs(tree)
-        shared = [
-            spec is not None and _within_replica.shared_by(x, spec, self.layout)
-            for x, spec in zip(leaves, specs, strict=True)
-        ]
-        cut = [index for index, axes in enumerate(shared) if axes]
-        rest = [index for index, axes in enumerate(shared) if not axes]
-        pieces = _within_replica.by_device(
-            lambda xs: [(total,) for total in psum(xs)],
-            [leaves[index] for index in cut],
-            [specs[index] for index in cut],
-            self.layout,
-        )
-        sums = dict(zip(rest, psum([leaves[index] for index in rest]), strict=True))
-        sums |= {index: total for index, (total,) in zip(cut, pieces, strict=True)}
-        return structure.unflatten(sums[index] for index in range(len(leaves)))
+        one_each = lambda parts: [(total,) for total in psum(parts)]
+        sums = _within_replica.by_device(one_each, tree, self.layout)
+        return jax.tree.unflatten(jax.tree.structure(tree), [x for (x,) in sums])
 
 
 def gathered(x: jax.Array, axis_name: str | None) -> jax.Array:

@@ -12,8 +12,6 @@ from curvadion_jax import _paths
 from curvadion_jax._interfaces import Decision, Payload
 
 WORD = 2**30
-# A vote is an int32 all-reduce, and a sync gathers a float32 weight per replica.
-VOTE, WEIGHT = Payload(averaged=4), Payload(gathered=4)
 # Of an `AdaptiveSyncState`.
 _STATE_FIELDS = ("inner_state", "trigger_state", "sync_state", "metrics")
 
@@ -141,7 +139,7 @@ def update(
     old: SyncMetrics,
     decision: Decision,
     *,
-    voted: bool,
+    voters: int,
     synced: jax.Array | bool,
     finite: jax.Array,
     faults: Faults,
@@ -151,17 +149,17 @@ def update(
     """Counts a step.
 
     `finite` tells whether this replica's gradients were finite, `payload` what a sync
-    sends, and `gradient_bytes` the bytes of gradients in float32.
+    sends, `gradient_bytes` the bytes of gradients in float32, and `voters` how many
+    devices of this replica reduce an int32, the vote.
     """
     synced = jnp.asarray(synced)
     sent = jnp.where(synced, charged(old.sent, payload), old.sent)
-    if voted:
-        sent = charged(sent, VOTE)
+    sent = charged(sent, Payload(averaged=4 * voters))
     return SyncMetrics(
         steps=jnp.asarray(optax.safe_increment(old.steps)),
         syncs=_counted(old.syncs, synced),
         local_steps=jnp.where(synced, 0, optax.safe_increment(old.local_steps)),
-        votes=_counted(old.votes, voted),
+        votes=_counted(old.votes, voters > 0),
         synced=synced,
         value=jnp.asarray(decision.value, jnp.float32),
         threshold=jnp.asarray(decision.threshold, jnp.float32),

@@ -64,7 +64,7 @@ def curvadion(
       momentum: decay rate of the local momentum; a number in [0, 1) or a schedule.
       weight_decay, weight_decay_mask, mu_dtype: as for :func:`dion`.
       budget: bytes to send, as a fraction of an all-reduce of all gradients in float32
-        on every step. The 4 bytes of each vote are not counted.
+        on every step. The bytes of votes are not counted.
       bits: bits per element sent: 8, 4, 2 or 1. None means 2. Not with `synchronizer`.
       adam_learning_rate, other_optimizer, dimension_numbers: as for :func:`dion`.
       synchronizer: replaces the sync described above.
@@ -72,8 +72,8 @@ def curvadion(
         default sync sends nothing and takes no outer step: the result is Dion's.
       decision_interval: number of steps from one vote of the replicas to the next; None
         means 1. A vote costs a round trip over the slow link. A request waits up to
-        ``decision_interval - 1`` steps, on which nothing is sent. What a
-        budget allows beyond one sync per interval is not spent.
+        ``decision_interval - 1`` steps, on which nothing is sent. What a budget allows
+        beyond one sync per interval is not spent.
       allow_unchecked: as for :func:`adaptive_sync`.
 
     Returns:

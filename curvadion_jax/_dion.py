@@ -101,8 +101,7 @@ def scale_by_dion(
       <https://arxiv.org/abs/2504.05295>`_, 2025
 
       `microsoft/dion <https://github.com/microsoft/dion>`_, dion/dion_reference.py;
-      there a column of P along which the momentum has nothing moves by rounding noise,
-      and here it stays
+      there a column of P that meets no momentum moves by rounding noise; here it stays
     """
     rank = _RANK if rank is None else rank
     _matrices.check_rank(rank)
@@ -213,8 +212,7 @@ def dion(
       adam_learning_rate: learning rate of AdamW, which trains all other parameters
         (embeddings, output heads, norms, biases) with b1 = 0.9, b2 = 0.95 and
         eps = 1e-7. None means `learning_rate`.
-      other_optimizer: replaces that AdamW. Cannot be combined with
-        `adam_learning_rate`.
+      other_optimizer: replaces that AdamW. Not with `adam_learning_rate`.
       dimension_numbers: as for :func:`scale_by_dion`. None for a parameter sends it to
         the other optimizer. :func:`describe_partition` shows the result.
 

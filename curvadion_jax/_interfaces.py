@@ -22,7 +22,7 @@ Views = Mapping[str, MatrixView | None]
 
 
 class Payload(NamedTuple):
-    """Bytes of one sync, computed from shapes alone. Payloads add up.
+    """Bytes of one sync. Payloads add up.
 
     Attributes:
       averaged: bytes in all-reduces. One of N replicas sends 2 (N - 1) / N times that.
@@ -49,9 +49,8 @@ class Observation(NamedTuple):
       inner_state: state of the inner optimizer before this step.
       params: parameters before this step.
       views: path of a parameter -> how it is seen as matrices, or None.
-      next_inner_state: function without arguments that returns the state that the
-        inner optimizer would have after a local step, with its momentum before error
-        feedback.
+      next_inner_state: function without arguments: the inner optimizer's state after
+        a local step, with its momentum before error feedback.
       steps: int32[], steps taken before this one.
       syncs: int32[], sync steps among them.
       local_steps: int32[], local steps since the last sync, or since the start.
@@ -154,8 +153,9 @@ class Synchronizer(NamedTuple):
         `shard_map` and possibly on abstract values.
       sync: (local step, sync state, group) -> (updates, inner state, sync state);
         called on sync steps only.
-      payload: (params, inner_state, views) -> the `Payload` of one sync (see
-        `curvadion_jax.compressors`), from shapes alone.
+      payload: (params, inner_state, views, layout) -> the `Payload` of one sync (see
+        `curvadion_jax.compressors`), from shapes, and from how they lie on devices.
+        Without an anchor a sync must keep equal replicas equal.
       after_local_step: whether `sync` follows the local step; else it replaces it.
 
     Example:
@@ -167,7 +167,9 @@ class Synchronizer(NamedTuple):
       >>> average_signs = Synchronizer(
       ...     init=lambda params, inner_state, views: SyncState(),
       ...     sync=sync,
-      ...     payload=lambda params, inner_state, views: exact().payload(params),
+      ...     payload=lambda params, inner_state, views, layout: (
+      ...         exact().payload_by_device(params, layout)
+      ...     ),
       ... )
     """
 
@@ -187,8 +189,7 @@ class LocalStep(NamedTuple):
       views: path of a parameter -> how it is seen as matrices, or None.
       gradients: this replica's, tree of the parameters; () with `after_local_step`.
       take: ``(gradients, inner_state, **extra_args)`` -> (updates, inner state after
-        the step), the inner optimizer's update, which communicates nothing; None with
-        `after_local_step`.
+        the step), the inner optimizer's update; None with `after_local_step`.
       updates: with `after_local_step` those of the step that was taken.
       weight: float32[], weight of this replica in the means of this sync; 0 if it
         takes no part. Weights have a mean of 1 over the replicas (0 if none takes

@@ -3,13 +3,15 @@
 Axes inside a replica are automatic in a step: arrays do not show how they are sharded,
 and the compiler divides the work. That suits matrix products and elementwise
 arithmetic, but it would gather an array that is cut into blocks. So `replicas.step`
-notes how the state is sharded while the step is traced (`noting`, `current`).
+notes how the state is sharded while the step is traced (`MappedStep.placed`).
 
 Explicit axes (https://docs.jax.dev/en/latest/notebooks/explicit-sharding.html) are part
 of an array's type. A model may use them; the optimizer's update sees automatic ones.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from curvadion_jax import _jax_internals, _memory, _paths
+from curvadion_jax import _memory, _paths
 from curvadion_jax._matrices import MadeOf
 
 
@@ -42,12 +44,18 @@ class Layout:
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     placed: tuple[Placed, ...] = ()
 
+    @property
+    def devices(self) -> int:
+        """Number of devices of a replica."""
+        return math.prod(self.axes.values())
+
     def specs(self, tree: Any) -> list[PartitionSpec | None]:
         """The sharding of each array of a tree like the parameters, None if unknown.
 
         It is that of the state's array of the same shape whose path ends in this one.
         """
-        known = [self._by_path(p, x.shape) for p, x in _paths.leaves_with_path(tree)]
+        leaves = _paths.leaves_with_path(tree)
+        known = [self._known.get((path, x.shape)) for path, x in leaves]
         return [None if spec is None else _over(spec, self.axes) for spec in known]
 
     def of_factors(
@@ -57,7 +65,7 @@ class Layout:
         known = []
         for path, x in factors.items():
             shape, axes = made_of[path]
-            if (spec := self._by_path(path, shape)) is not None:
+            if (spec := self._known.get((path, shape))) is not None:
                 spec = PartitionSpec(*of_axes(spec, axes))
                 known.append(Placed(path, x.shape, spec))
         return dataclasses.replace(self, placed=(*known, *self.placed))
@@ -73,30 +81,31 @@ class Layout:
         others = [PartitionSpec.UNCONSTRAINED] * (factor.ndim - 1)
         return lax.with_sharding_constraint(factor, PartitionSpec(*others, None))
 
-    def _by_path(self, path: str, shape: tuple[int, ...]) -> PartitionSpec | None:
-        """The sharding of the array with the shortest path that ends in this one."""
-        found = [
-            each
-            for each in self.placed
-            if each.shape == shape and f"/{each.path}".endswith(f"/{path}")
-        ]
-        return min(found, key=lambda each: len(each.path)).spec if found else None
+    @functools.cached_property
+    def _known(self) -> dict[tuple[str, tuple[int, ...]], PartitionSpec]:
+        """Shardings by ends of paths, and shapes; that of the shortest path."""
+        found = {}
+        for path, shape, spec in sorted(self.placed, key=lambda each: len(each.path)):
+            names = path.split("/")
+            for start in range(len(names) + 1):
+                found.setdefault(("/".join(names[start:]), shape), spec)
+        return found
 
 
 ONE_DEVICE = Layout()
 
-# `with noting(placed):` tells `current` of a tuple of `Placed`.
-noting: Any = _jax_internals.user_context()
-
 
 def current() -> Layout:
-    """The layout of the replica that is being traced."""
+    """The layout inside a `shard_map` over the replicas, in which no array is known."""
     mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.manual_axes:
-        return ONE_DEVICE
-    automatic = _axes_of_type(mesh, AxisType.Auto)
-    axes = {axis: mesh.shape[axis] for axis in automatic if mesh.shape[axis] > 1}
-    return Layout(axes, noting.value or ()) if axes else ONE_DEVICE
+    automatic = _axes_of_type(mesh, AxisType.Auto) if mesh.manual_axes else ()
+    return over({axis: mesh.shape[axis] for axis in automatic})
+
+
+def over(axes: Mapping[str, int], placed: tuple[Placed, ...] = ()) -> Layout:
+    """The layout of known arrays over mesh axes, some of which may have one device."""
+    axes = {axis: size for axis, size in axes.items() if size > 1}
+    return Layout(axes, placed) if axes else ONE_DEVICE
 
 
 def _over(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:

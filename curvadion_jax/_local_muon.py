@@ -61,8 +61,7 @@ def local_muon(
       adam_learning_rate: learning rate of AdamW, which trains all other parameters
         (embeddings, output heads, norms, biases) with Nesterov momentum, b1 = 0.9 and
         b2 = 0.95. None means `learning_rate`.
-      other_optimizer: replaces that AdamW. Cannot be combined with
-        `adam_learning_rate`.
+      other_optimizer: replaces that AdamW. Not with `adam_learning_rate`.
       dimension_numbers: as for :func:`dion`.
       trigger: when to synchronise. None means ``triggers.evenly(budget)``.
       synchronizer: how replicas synchronise. None means the `reconcile` described

@@ -28,6 +28,7 @@ class MappedStep:
 
     mesh: Mesh
     axis_name: str
+    placed: tuple[_layout.Placed, ...] = ()  # of the state, as far as known
     due: bool | None = None  # whether a decision is due; None if the host cannot know
     # Number of steps taken -> `due`, set by an optimizer whose trigger says so.
     due_of: Callable[[int], bool] | None = None
@@ -46,6 +47,13 @@ mapping: Any = _jax_internals.user_context()
 def current() -> MappedStep | None:
     """The step that is being traced, if any."""
     return mapping.value
+
+
+def layout() -> _layout.Layout:
+    """How the arrays of a replica lie on its devices, as far as that is known."""
+    if (step := current()) is None:
+        return _layout.current()
+    return _layout.over({**step.mesh.shape, step.axis_name: 1}, step.placed)
 
 
 def known_due(trigger: Trigger, cost: Callable[[int], float]) -> bool | None:

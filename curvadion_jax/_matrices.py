@@ -31,27 +31,19 @@ class MatrixView:
       batch_axes: axes over which the matrices are stacked, ascending.
       fan_in_axes: axes that a matrix-vector product sums over.
       fan_out_axes: axes that it produces.
+      fan_in, fan_out: how many elements these have.
     """
 
     shape: tuple[int, ...]
     batch_axes: tuple[int, ...]
     fan_in_axes: tuple[int, ...]
     fan_out_axes: tuple[int, ...]
-
-    def _size(self, axes: tuple[int, ...]) -> int:
-        return math.prod(self.shape[axis] for axis in axes)
+    fan_in: int
+    fan_out: int
 
     @property
     def batch(self) -> tuple[int, ...]:
         return tuple(self.shape[axis] for axis in self.batch_axes)
-
-    @property
-    def fan_in(self) -> int:
-        return self._size(self.fan_in_axes)
-
-    @property
-    def fan_out(self) -> int:
-        return self._size(self.fan_out_axes)
 
     @property
     def rows(self) -> int:
@@ -60,11 +52,6 @@ class MatrixView:
     @property
     def cols(self) -> int:
         return min(self.fan_in, self.fan_out)
-
-    @property
-    def scale(self) -> float:
-        """sqrt(fan_out / fan_in), the length of an update per unit learning rate."""
-        return math.sqrt(self.fan_out / self.fan_in)
 
     @property
     def row_axes(self) -> tuple[int, ...]:
@@ -155,7 +142,8 @@ def make_view(
             "not a matrix. None sends a parameter to the other optimizer."
         )
     batch = tuple(axis for axis in range(len(shape)) if axis not in fan_in + fan_out)
-    return MatrixView(tuple(shape), batch, fan_in, fan_out)
+    sizes = (math.prod(shape[axis] for axis in axes) for axes in (fan_in, fan_out))
+    return MatrixView(tuple(shape), batch, fan_in, fan_out, *sizes)
 
 
 def resolve_rank(cols: int, rank: int | float) -> int:

@@ -17,6 +17,7 @@ Q      [..., cols, r]       ``dion_q``, R with   the same after a reduction
 ====== ==================== ==================== ===================================
 """
 
+import math
 import zlib
 from collections.abc import Callable, Mapping
 
@@ -128,6 +129,7 @@ def dion_step(
             # Each replica takes away its own contribution: with the mean of R the
             # replicas' differences would add up in their momenta.
             momentum -= jnp.asarray(feedback, P.dtype) * view.product(P, right[name])
-        directions[name] = view.product(jnp.where(present, view.scale * P, 0), Q)
+        scale = math.sqrt(view.fan_out / view.fan_in)
+        directions[name] = view.product(jnp.where(present, scale * P, 0), Q)
         momenta[name], new_qs[name] = momentum, Q
     return directions, momenta, new_qs

@@ -7,14 +7,14 @@ matrices of a stack; `bases` makes the bases of Dion's left factors that way.
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from curvadion_jax import _orthonormalize
 from curvadion_jax._layout import Layout, named_axes
@@ -28,14 +28,31 @@ _LEAST_PIECE = 256
 def shared_by(x: Any, spec: PartitionSpec, layout: Layout) -> tuple[str, ...]:
     """Inner axes whose devices hold the same part, of which each takes a piece."""
     named = named_axes(spec)
-    enough = x.size >= math.prod(layout.axes.values()) * _LEAST_PIECE
+    enough = x.size >= layout.devices * _LEAST_PIECE
     return tuple(axis for axis in layout.axes if enough and axis not in named)
+
+
+def parts(tree: Any, layout: Layout) -> Any:
+    """The shapes of what `by_device` gives each device of a tree of arrays."""
+    if not layout.axes:
+        return tree
+    mesh = AbstractMesh(tuple(layout.axes.values()), tuple(layout.axes))
+
+    def part(x, spec):
+        shape = NamedSharding(mesh, spec).shard_shape(x.shape)
+        if shared := shared_by(x, spec, layout):
+            devices = math.prod(layout.axes[axis] for axis in shared)
+            shape = (math.ceil(math.prod(shape) / devices),)
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    leaves, structure = jax.tree.flatten(tree)
+    specs = [spec or PartitionSpec() for spec in layout.specs(tree)]
+    return structure.unflatten(map(part, leaves, specs))
 
 
 def by_device(
     function: Callable[[list[jax.Array]], list[tuple[jax.Array, ...]]],
-    leaves: Sequence[jax.Array],
-    specs: Sequence[PartitionSpec],
+    tree: Any,
     layout: Layout,
 ) -> list[tuple[jax.Array, ...]]:
     """Calls a function on every device's own parts of arrays, and joins the results.
@@ -44,6 +61,8 @@ def by_device(
     arrays that are sharded over the same axes. If several devices hold the same part,
     each call is given another piece of it, in one dimension.
     """
+    leaves = jax.tree.leaves(tree)
+    specs = [spec or PartitionSpec() for spec in layout.specs(tree)]
     together = defaultdict(list)
     for index, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
         together[named_axes(spec), shared_by(leaf, spec, layout)].append(index)
@@ -118,8 +137,7 @@ def by_matrix(
     Inside a replica of several devices each of them gets some of the matrices, whole,
     and the results go back to where the matrices were. That takes two all-to-alls for
     every axis that shards matrices. The compiler divides the function's work if a
-    parameter's sharding is not known, or if fewer than `fewest` matrices per device are
-    sharded alike.
+    parameter's sharding is unknown, or fewer than `fewest` a device are sharded alike.
 
     The function maps stacks [number, fan_in, fan_out] to arrays of their shapes, each
     matrix by itself. It must commute with permutations of rows, and of columns if they
@@ -131,7 +149,7 @@ def by_matrix(
     kinds = defaultdict(list)
     for path, spec in specs.items():
         kinds[_kind(views[path], spec, arrays[path].dtype)].append(path)
-    enough = fewest * math.prod(layout.axes.values())
+    enough = fewest * layout.devices
     moved = {
         kind: paths
         for kind, paths in kinds.items()

@@ -178,10 +178,7 @@ def latest_step(directory: Directory) -> int | None:
 
 
 def read_extra(directory: Directory, step: int | None = None) -> dict[str, Any]:
-    """The dictionary that was given to `save` as ``extra``, as JSON has it.
-
-    Steps and errors are those of `restore`.
-    """
+    """The ``extra`` that was given to `save`; steps and errors as for `restore`."""
     return _read_notes(_path(directory), step)["extra"]
 
 

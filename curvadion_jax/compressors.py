@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _arguments
+from curvadion_jax import _arguments, _within_replica
 from curvadion_jax._buckets import count_blocks, make_buckets
 from curvadion_jax._collectives import Group
 from curvadion_jax._interfaces import Payload
+from curvadion_jax._layout import Layout
 from curvadion_jax._trees import compute_dtype, wide
 
 __all__ = ["Averaged", "Codec", "Compressor", "Payload", "exact", "quantize"]
@@ -57,7 +58,8 @@ class Compressor(NamedTuple):
 
     Attributes:
       average: (tree, group) -> :class:`Averaged`. `group` is a
-        :class:`curvadion_jax.synchronizers.Group`.
+        :class:`curvadion_jax.synchronizers.Group`. Synchronizers call it, and
+        `payload`, by device: with lists of the parts that one device holds.
       payload: tree -> :class:`Payload`, the bytes of one mean, from shapes alone.
       codec: :class:`Codec` for contributions that are decoded one by one, or None.
 
@@ -78,6 +80,20 @@ class Compressor(NamedTuple):
     average: Callable[[Any, Group], Averaged]
     payload: Callable[[Any], Payload]
     codec: Codec | None = None
+
+    def average_by_device(self, tree: Any, group: Group) -> Averaged:
+        """`average`, by each device of a replica, of its own parts of the arrays."""
+
+        def pairs(group, tree):
+            return [*zip(*map(jax.tree.leaves, self.average(tree, group)), strict=True)]
+
+        structure, found = jax.tree.structure(tree), group.by_device(pairs, tree)
+        return Averaged(*(structure.unflatten(x[i] for x in found) for i in (0, 1)))
+
+    def payload_by_device(self, tree: Any, layout: Layout) -> Payload:
+        """The bytes of `average_by_device`, of all devices of a replica."""
+        payload = self.payload(_within_replica.parts(tree, layout))
+        return Payload(*(layout.devices * number for number in payload))
 
 
 def exact() -> Compressor:
@@ -139,13 +155,10 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
 
     def average(tree, group):
         tree = jax.tree.map(wide, tree)
-        if group.size == 1:
+        leaves, structure = jax.tree.flatten(tree)
+        if group.size == 1 or not leaves:
             return Averaged(tree, jax.tree.map(jnp.zeros_like, tree))
-        run = functools.partial(_average, bits=bits, block=block)
-        pairs = group.by_device(run, tree)
-        structure = jax.tree.structure(tree)
-        means, unsent = ([pair[i] for pair in pairs] for i in (0, 1))
-        return Averaged(structure.unflatten(means), structure.unflatten(unsent))
+        return Averaged(*map(structure.unflatten, _average(group, leaves, bits, block)))
 
     def payload(tree):
         blocks = sum(count_blocks(x, block) for x in jax.tree.leaves(tree))
@@ -159,10 +172,8 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
 
 
 def _average(group, leaves, bits: int, block: int):
-    """Returns (mean, unsent) of every array; see `Averaged`."""
+    """Returns means and unsent arrays; see `Averaged`."""
     buckets = make_buckets(leaves, block)
-    if not buckets:
-        return []
     encode = functools.partial(_encode_blocks, bits=bits)
     decode = functools.partial(_decode_blocks, block=block, bits=bits)
     encoded = jnp.concatenate([bucket.encode(encode) for bucket in buckets])
@@ -170,7 +181,7 @@ def _average(group, leaves, bits: int, block: int):
     mean, decode_mean, contribution = send(encoded, group, encode, decode)
     means = [x for bucket in buckets for x in bucket.decode(mean, decode_mean)]
     unsent = [x for bucket in buckets for x in bucket.subtract(encoded, contribution)]
-    return [*zip(means, unsent, strict=True)]
+    return means, unsent
 
 
 def _send_once(encoded, group, encode, decode):

@@ -186,8 +186,7 @@ def budget(
     r"""Spends a share of the bytes of synchronous training when a signal says so.
 
     Moves the threshold of another trigger, so that its value decides when the replicas
-    synchronise, and the budget how often. Whatever the values are, after n steps with s
-    syncs
+    synchronise, and the budget how often. After n steps with s syncs, always
 
     .. math::
       -\mathrm{behind} \le s - n \, \mathrm{rate} / \mathrm{cost} \le \mathrm{ahead}
@@ -197,7 +196,7 @@ def budget(
     changes, as after a restart with another budget, counting starts anew.
 
     Args:
-      rate: as for `evenly`. The 4 bytes of each vote are not counted.
+      rate: as for `evenly`. The bytes of votes are not counted.
       of: trigger that measures something on every step, whose threshold is moved;
         combinators go around `budget`. None means ``relative_momentum_change(0.1)``.
       ahead: syncs that may be made before they are paid for, at least 1.

@@ -2,8 +2,7 @@
 
 Everything that may differ between replicas has a leading replica axis: parameters,
 optimizer state, counters. A training step is written for one replica, without that
-axis, and `step` runs it on all of them. There is always one well-defined model,
-`consensus`.
+axis, and `step` runs it on all of them. `consensus` is the model of all.
 """
 
 from curvadion_jax.replicas._mesh import AXIS, make_mesh

@@ -19,7 +19,6 @@ from curvadion_jax import (
     _trees,
     compressors,
 )
-from curvadion_jax._interfaces import Payload
 
 
 @jax.named_scope(_jax_internals.SCOPE)
@@ -47,7 +46,9 @@ def average_where_synced(
         synced |= now
     sent = (*counters[0], "sent")
     operands = [arrays[names] for names in (*averaged, sent)]
-    size = compressors.exact().payload([x[0] for x in operands[:-1]]).averaged
+    paths = ["/".join(names) for names in averaged]
+    if len({*paths}) < len(paths):  # as of "a/b" and "b" in "a"
+        paths = [*map(str, range(len(paths)))]
 
     def mean(weight, *operands):
         """Means over replicas with finite arrays; if there is none, the old arrays."""
@@ -55,13 +56,16 @@ def average_where_synced(
         weight = jnp.where(_finite.all_finite(local), weight, 0)
         wide = map(_trees.wide, local)
         weighted = [jnp.where(weight > 0, weight.astype(x.dtype) * x, 0) for x in wide]
-        group = _collectives.Group(step.axis_name, _layout.current())
-        *sums, total = group.mean([*weighted, weight])
+        group = _collectives.Group(step.axis_name, _mapped.layout())
+        tree = {**dict(zip(paths, weighted, strict=True)), "": weight}
+        sums = group.mean(tree)
+        total = sums[""]
+        payload = compressors.exact().payload_by_device(tree, group.layout)
         means = [
-            jnp.where(total > 0, each / total, x).astype(x.dtype)
-            for each, x in zip(sums, local, strict=True)
+            jnp.where(total > 0, sums[path] / total, x).astype(x.dtype)
+            for path, x in zip(paths, local, strict=True)
         ]
-        return [*means, _counters.charged(sent, Payload(averaged=size))]
+        return [*means, _counters.charged(sent, payload)]
 
     def of_replica(*operands):
         synced, weight, *operands = (jnp.squeeze(x, 0) for x in operands)

@@ -60,8 +60,7 @@ def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
 def _on_mesh(x: Any, mesh: Mesh, axis_name: str) -> Any:
     """Moves an array of one replica to this mesh.
 
-    Checkpoints are restored to one device, and Flax (0.12.8) makes models on meshes of
-    one type of axes alone.
+    Checkpoints are restored to one device, and Flax (0.12.8) wants one type of axes.
     """
     sharding = getattr(x, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else P()
@@ -93,8 +92,7 @@ def offload(state: Any) -> Any:
         afterwards to free the device's memory.
 
     Returns:
-      The state with the arrays of `sync_state` in memory of the kind `pinned_host`,
-      sharded as before.
+      The state with the arrays of `sync_state` in `pinned_host`, sharded as before.
 
     Raises:
       ValueError: if a device has no such memory.

@@ -179,7 +179,7 @@ class CompiledStep:
         """The jitted step, and what was found when it was traced."""
         found = self._programs.get((key, due))
         if found is None:
-            mapped = _mapped.MappedStep(self._mesh, self._axis_name, due)
+            mapped = _mapped.MappedStep(self._mesh, self._axis_name, due=due)
             found = self._programs[key, due] = self._jitted(key, mapped), mapped
         return found
 
@@ -192,8 +192,8 @@ class CompiledStep:
             _arrays.count_replicas(state, "state", expected=replicas)
             leaves = [*map(_layout.constrain, jax.tree.leaves(state), placements)]
             state = jax.tree.unflatten(structure, leaves)
-            inner = _arrays.within_replica(state, placements)
-            with _layout.noting(inner), _mapped.mapping(mapped):
+            mapped.placed = _arrays.within_replica(state, placements)
+            with _mapped.mapping(mapped):
                 new, metrics = function(state, batch, *shared)
             if jax.tree.structure(new) == structure:
                 triples = zip(jax.tree.leaves(new), leaves, placements, strict=True)

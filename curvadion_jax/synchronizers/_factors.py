@@ -10,7 +10,6 @@ from curvadion_jax._collectives import Group
 from curvadion_jax._interfaces import LocalStep, Synchronizer, SyncState, Views
 from curvadion_jax._matrices import MatrixView
 from curvadion_jax._power_iteration import reduces_factors
-from curvadion_jax._trees import compute_dtype
 
 
 def average_factors() -> Synchronizer:
@@ -90,17 +89,20 @@ def _sync(local: LocalStep, state: SyncState, group: Group):
     return updates, inner_state, SyncState(common=q)
 
 
-def _payload(params, inner_state, views):
-    ranks = _ranks(inner_state, views)
-    sent = []
-    for name, leaf in _paths.leaves_with_path(params):
-        shapes = [leaf.shape]
-        if name in ranks and reduces_factors(*ranks[name]):
+def _payload(params, inner_state, views, layout):
+    ranks, form = _ranks(inner_state, views), compressors.exact()
+    others = dict(_paths.leaves_with_path(params))
+    factored = {n: others.pop(n) for n in ranks if reduces_factors(*ranks[n])}
+    total = form.payload_by_device(others, layout)
+    for side, axes in (("rows", "p_axes"), ("cols", "q_axes")):
+        factors, made_of = {}, {}
+        for name, leaf in factored.items():
             view, r = ranks[name]
-            shapes = [(*view.batch, side, r) for side in (view.rows, view.cols)]
-        dtype = compute_dtype(leaf.dtype)
-        sent += [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    return compressors.exact().payload(sent)
+            shape = (*view.batch, getattr(view, side), r)
+            factors[name] = jax.ShapeDtypeStruct(shape, leaf.dtype)
+            made_of[name] = view.shape, getattr(view, axes)
+        total += form.payload_by_device(factors, layout.of_factors(factors, made_of))
+    return total
 
 
 def _ranks(inner_state, views: Views) -> dict[str, tuple[MatrixView, int]]:

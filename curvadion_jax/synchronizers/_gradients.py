@@ -20,8 +20,9 @@ def average_gradients() -> Synchronizer:
         mean = local.mean(local.gradients, group)
         return *local.take(mean, local.inner_state), state
 
+    form = compressors.exact()
     return Synchronizer(
         init=lambda params, inner_state, views: SyncState(),
         sync=sync,
-        payload=lambda params, inner_state, views: compressors.exact().payload(params),
+        payload=lambda params, _, __, layout: form.payload_by_device(params, layout),
     )

@@ -102,7 +102,7 @@ def reconcile(
     return Synchronizer(
         init=init,
         sync=sync,
-        payload=lambda params, inner_state, views: form.payload(params),
+        payload=lambda params, _, __, layout: form.payload_by_device(params, layout),
         after_local_step=True,
     )
 
@@ -129,7 +129,7 @@ def mean_with_feedback(
         local.weighted(tree),
         _finite.or_zeros(local.healthy, residual),
     )
-    mean, unsent = compressor.average(whole, group)
+    mean, unsent = compressor.average_by_device(whole, group)
     return mean, jax.tree.map(lambda new, r: new.astype(r.dtype), unsent, residual)
 
 

@@ -9,6 +9,7 @@ import pytest
 import curvadion_jax as cd
 from curvadion_jax import (
     _counters,
+    _layout,
     _partition,
     compressors,
     metrics,
@@ -24,7 +25,8 @@ GRADIENTS = 4 * 74
 def payload_of(synchronizer, inner, params):
     """What a sync sends, from shapes alone."""
     inner_state = jax.eval_shape(inner.init, params)
-    return synchronizer.payload(params, inner_state, _partition.matrix_views(params))
+    views = _partition.matrix_views(params)
+    return synchronizer.payload(params, inner_state, views, _layout.ONE_DEVICE)
 
 
 def counted(payload, gradient_bytes, steps, syncs):
@@ -34,11 +36,11 @@ def counted(payload, gradient_bytes, steps, syncs):
         return _counters.update(
             counters,
             triggers.decision(True),
-            voted=True,
+            voters=1,
             synced=step < syncs,
             finite=jnp.array(True),
             faults=_counters.no_faults(),
-            payload=payload + _counters.WEIGHT,
+            payload=payload + compressors.Payload(gathered=4),
             gradient_bytes=gradient_bytes,
         )
 

@@ -203,7 +203,7 @@ def test_a_synchronizer_that_waits_for_some_replicas_is_rejected(after_local_ste
     waiting = synchronizers.Synchronizer(
         lambda params, inner_state, views: SyncState(residual=jnp.zeros(2)),
         sync,
-        lambda params, inner_state, views: compressors.Payload(),
+        lambda *_: compressors.Payload(),
         after_local_step=after_local_step,
     )
     with pytest.raises(ValueError, match="replicas may decide differently"):

@@ -58,13 +58,6 @@ def test_norms_are_those_of_each_matrix():
     np.testing.assert_allclose(norms, np.linalg.norm(exact, axis=(-2, -1)), rtol=1e-6)
 
 
-def test_scale():
-    assert make_view((2, 8), 0, 1).scale == 2
-    assert make_view((8, 2), 1, 0).scale == 2  # as in PyTorch
-    assert make_view((7, 3, 3), 1, 2).scale == 1  # the stack does not count
-    assert make_view((2, 4, 8), 0, (1, 2)).scale == 4
-
-
 @pytest.mark.parametrize(
     ("shape", "fan_in", "fan_out", "message"),
     [

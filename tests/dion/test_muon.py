@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import _layout, _muon
+from curvadion_jax import _mapped, _muon
 
 AXIS = cd.replicas.AXIS
 SHAPES = {"down": (5, 48, 32), "one": (32, 32), "query": (2, 32, 4, 8), "two": (32, 32)}
@@ -93,7 +93,7 @@ def test_sharded_matrices_move_there_and_back(name):
     def local(state, gradients):
         params, muon_state = state
         gradients = jax.tree.map(lambda g: g[0], gradients)
-        layout = _layout.current()
+        layout = _mapped.layout()
         updates, muon_state = tx.update(gradients, muon_state, params, layout=layout)
         return (optax.apply_updates(params, updates), muon_state), {}
 

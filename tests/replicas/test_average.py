@@ -68,7 +68,7 @@ def test_replicas_count_as_in_the_sync(weights, spoil, right):
 
 @pytest.mark.parametrize("measured", [False, True])
 def test_bytes_are_counted_as_they_are_sent(measured):
-    """A number in float32 at every sync, also where the devices decide."""
+    """A number and its weight, in float32, also where the devices decide."""
     trigger = cd.triggers.relative_momentum_change(1e-9)
     tx = cd.adaptive_sync(
         optax.sgd(0.02, 0.9),
@@ -80,7 +80,7 @@ def test_bytes_are_counted_as_they_are_sent(measured):
     other = run(dtype=jnp.bfloat16, tx=tx, average=())
     assert state["metrics"]["mean"].dtype == jnp.bfloat16
     more, less = (cd.metrics.read(x["opt_state"])["bytes"] for x in (state, other))
-    assert more - less == EVERY * 2 * (REPLICAS - 1) / REPLICAS * 4
+    assert more - less == EVERY * 2 * (REPLICAS - 1) / REPLICAS * 8
 
 
 @pytest.mark.parametrize("average", ["statistics", ["etrics"]])

@@ -25,7 +25,7 @@ from divided_replicas import (
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import _collectives, _layout, _orthonormalize, compressors, triggers
+from curvadion_jax import _collectives, _mapped, _orthonormalize, compressors, triggers
 
 # Sums in another order, over some steps: of how far the parameters have moved.
 CLOSE = 2e-3
@@ -39,8 +39,8 @@ def mean_of(form, mesh, given):
 
     def train(state, batch):
         del batch
-        group = _collectives.Group(AXIS, _layout.current())
-        result = form.average(state, group)
+        group = _collectives.Group(AXIS, _mapped.layout())
+        result = form.average_by_device(state, group)
         return result.mean, {"unsent": result.unsent}
 
     return helpers.manual(train, mesh, given)
@@ -104,7 +104,7 @@ def test_divided_is_whole_however_matrices_lie():
     tx = cd.scale_by_dion(3, dimension_numbers=numbers)
 
     def train(params, gradients):
-        layout = _layout.current()
+        layout = _mapped.layout()
 
         def reduce_fn(arrays, made_of):
             group = _collectives.Group(AXIS, layout.of_factors(arrays, made_of))

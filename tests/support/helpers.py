@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import _collectives, _jax_internals, _layout, _paths
+from curvadion_jax import _collectives, _jax_internals, _layout, _mapped, _paths
 
 AXIS = cd.replicas.AXIS
 # An array without elements. On CPU JAX 0.11.2 crashes when it compiles a `shard_map` of
@@ -126,10 +126,11 @@ def manual(function: Any, mesh: Any, state: Any) -> Any:
         for name, x in _paths.leaves_with_path(state)
     )
 
+    step = _mapped.MappedStep(mesh, AXIS, placed)
     mapped = in_shard_map(function, mesh)
 
     def run(state, batch):
-        with _layout.noting(placed):
+        with _mapped.mapping(step):
             new, metrics = mapped(state, batch)
         keep = lambda x, y: jax.lax.with_sharding_constraint(x, y.sharding)
         return jax.tree.map(keep, new, like), metrics
