@@ -1,17 +1,19 @@
 """Checks that replicas agree where they should: at the start, and after syncs."""
 
 import warnings
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from curvadion_jax import _counters, _finite, _paths, _trees
+from curvadion_jax._mapped import MappedStep
 from curvadion_jax._paths import Names
 from curvadion_jax.replicas._arrays import differ, on_host
 
 Arrays = dict[Names, Any]
+_ANCHOR = ("sync_state", "anchor")
 _MOST_LOOKS = 100  # so that a run without syncs does not wait on every step
 
 
@@ -27,7 +29,7 @@ class ConsistencyCheck:
         self._local, self._looks_left = tuple(local), _MOST_LOOKS
         self._sync_steps, self._next_look = 0, 1
 
-    def at_start(self, state: Any, params: Set[Names]) -> None:
+    def at_start(self, state: Any, step: MappedStep) -> None:
         """Rejects a run that would start from several models, or not from its anchor.
 
         The first sync would undo what was loaded after ``tx.init``. Later states pass.
@@ -37,22 +39,19 @@ class ConsistencyCheck:
             return
         # An anchor with arrays that may be its parameter: they end with its name. Of
         # parameters that the step computes, such as casts, nothing else is known.
-        known = {names: x for names, x in common.items() if names in params}
+        known = {names: x for names, x in common.items() if names in step.params}
+        updated = {names[:-2] for names in step.counters}
         pairs = {
-            names: (x, found)
-            for anchor in anchors
+            (*path, *_ANCHOR, *names): (x, found, counters[path][0])
+            for path, anchor in anchors.items()
+            if path in updated
             for names, x in anchor.items()
-            if (
-                found := _ending_with(names, x.shape, known)
-                or _ending_with(names, x.shape, common)
-            )
+            if (found := _ending_with(names, x.shape, known, common))
         }
         started, differs, moved, nonfinite = on_host(
             _compare_at_start, counters, common, pairs, inner
         )
-        if started:
-            return
-        if names := _named(differs):
+        if (names := _named(differs)) and not started:
             raise ValueError(
                 f"Replicas start from different values ({names[0]!r}), and would never "
                 "meet. Give replicas.replicate the state of one replica, and name what "
@@ -60,11 +59,11 @@ class ConsistencyCheck:
             )
         if names := _named(moved):
             raise ValueError(
-                f"The parameters ({names[0]!r}) are not those given to tx.init, to "
-                "which the first sync would return. Call tx.init with them, or "
+                f"The parameters are not those of {names[0]!r}, which tx.init was "
+                "given and the first sync would return to. Call tx.init with them, or "
                 "replicas.reanchor(params, opt_state)."
             )
-        if names := _named(nonfinite):
+        if (names := _named(nonfinite)) and not started:
             raise ValueError(
                 f"{names[0]!r} holds NaN or Inf, so syncs would exclude every replica. "
                 "Keep such arrays, as masks are, out of the parameters and of the "
@@ -98,28 +97,32 @@ class ConsistencyCheck:
             )
 
     def _differing(self, state: Any) -> list[str] | None:
-        """None unless all replicas have just synchronised; [] without an anchor."""
-        counters, anchors, common, _ = self._split(state)
+        """None unless all replicas have just synchronised."""
+        counters, _, common, _ = self._split(state)
         if not counters:
             return []
-        counted_apart, all_synced = on_host(_compare_counters, counters)
+        counted_apart, lost, all_synced = on_host(_compare_counters, counters)
         if counted_apart:
             raise ValueError(
                 "Replicas counted different steps: some kept an old optimizer state. "
                 "Keep the new one always, which takes non-finite gradients as zeros."
             )
-        if not all(anchors):
+        if lost:  # No later sync makes them equal.
             return []
         # A comparison sends a whole model.
         return _named(on_host(_differ_after_sync, common)) if all_synced else None
 
-    def _split(self, state: Any) -> tuple[list, list[Arrays], Arrays, Arrays]:
+    def _split(self, state: Any) -> tuple[Any, dict[Names, Arrays], Arrays, Arrays]:
         """Counters and anchors of optimizers, what should be equal, inner arrays."""
         leaves = dict(_paths.leaves_with_names(state))
         optimizers = _counters.optimizer_paths(state)
+        anchors = {path: _below((*path, *_ANCHOR), leaves) for path in optimizers}
         fields = ("steps", "synced", "excluded", "absent")
-        counters = [[leaves[*p, "metrics", f] for f in fields] for p in optimizers]
-        anchors = [_below((*p, "sync_state", "anchor"), leaves) for p in optimizers]
+        # Without an anchor a sync makes replicas equal that always synchronised.
+        counters = {
+            p: [leaves[*p, "metrics", f] for f in (*fields, "steps" if x else "syncs")]
+            for p, x in anchors.items()
+        }
         floats = {n: x for n, x in leaves.items() if _finite.is_float(x)}
         common = {
             names: x
@@ -140,9 +143,13 @@ def _below(path: Names, arrays: Arrays) -> Arrays:
     return {names[size:]: x for names, x in arrays.items() if names[:size] == path}
 
 
-def _ending_with(names: Names, shape: Any, arrays: Arrays) -> list[Any]:
-    pairs = ((path[len(path) - len(names) :], x) for path, x in arrays.items())
-    return [x for end, x in pairs if end == names and x.shape == shape]
+def _ending_with(names: Names, shape: Any, *groups: Arrays) -> list[Any]:
+    """The arrays of such a path and shape in the first group that has one."""
+    for arrays in groups:
+        pairs = ((path[len(path) - len(names) :], x) for path, x in arrays.items())
+        if found := [x for end, x in pairs if end == names and x.shape == shape]:
+            return found
+    return []
 
 
 def _named(flags: dict[Names, bool]) -> list[str]:
@@ -151,22 +158,22 @@ def _named(flags: dict[Names, bool]) -> list[str]:
 
 def _compare_at_start(counters, common, pairs, inner) -> Any:
     """Whether a step was taken, and which arrays differ, moved or are not finite."""
-    started = jnp.any(jnp.stack([jnp.any(steps > 0) for steps, *_ in counters]))
+    steps = jnp.stack([steps for steps, *_ in counters.values()])
     between = {names: differ(x, x[:1]) for names, x in common.items()}
     moved = {
-        names: jnp.all(jnp.stack([differ(x, copy) for copy in copies]))
-        for names, (x, copies) in pairs.items()
+        names: jnp.all(jnp.stack([differ(x, y) for y in found])) & jnp.all(steps == 0)
+        for names, (x, found, steps) in pairs.items()
     }
-    looked_at = inner | {names: x for names, (x, _) in pairs.items()}
+    looked_at = inner | {names: x for names, (x, *_) in pairs.items()}
     nonfinite = {n: ~jnp.all(jnp.isfinite(x)) for n, x in looked_at.items()}
-    return started, between, moved, nonfinite
+    return jnp.any(steps > 0), between, moved, nonfinite
 
 
-def _compare_counters(counters: Any) -> tuple[jax.Array, jax.Array]:
-    """Whether steps of replicas differ; whether all synchronised every optimizer."""
-    steps, synced, excluded, absent = map(jnp.stack, zip(*counters, strict=True))
-    all_synced = jnp.all(synced) & ~jnp.any(excluded + absent > 0)
-    return jnp.any(steps != steps[:, :1]), all_synced
+def _compare_counters(counters: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Whether steps differ, replicas may differ for good, and all just synchronised."""
+    steps, synced, *faults, syncs = map(jnp.stack, zip(*counters.values(), strict=True))
+    lost = jnp.any(syncs != steps) | jnp.any(jnp.stack(faults) > 0)
+    return jnp.any(steps != steps[:, :1]), lost, jnp.all(synced)
 
 
 def _differ_after_sync(arrays: Arrays) -> dict[Names, jax.Array]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -119,7 +119,7 @@ class CompiledStep:
         # 2. A state that comes from no step is checked. Is a decision due?
         counter = None if schedule.counter is None else leaves[schedule.counter]
         if is_first or self._count.may_be_initial(counter):
-            self._check.at_start(state, schedule.params)
+            self._check.at_start(state, schedule.step)
         due = schedule.due_of and schedule.due_of(self._count.read(counter))
 
         # 3. The step. Its program is inspected once.
@@ -173,7 +173,7 @@ class CompiledStep:
         is_known = mapped.updates == 1 and len(counters) == 1
         counter = counters[0] if counters else None
         due_of = mapped.due_of if is_known else None
-        return _Schedule(counter, due_of, mapped.params)
+        return _Schedule(counter, due_of, mapped)
 
     def _program(self, key, due: bool | None) -> tuple[Any, _mapped.MappedStep]:
         """The jitted step, and what was found when it was traced."""
@@ -250,11 +250,11 @@ def _without_aliases(operands: Any) -> Any:
 
 
 class _Schedule(NamedTuple):
-    """Tells the host whether a decision is due, and which arrays are parameters."""
+    """What the host knows of steps with such arrays."""
 
     counter: int | None  # which leaf of the state counts the steps of an optimizer
     due_of: Callable[[int], bool] | None  # of `MappedStep`; None if devices decide
-    params: Set[_paths.Names]  # of `MappedStep`
+    step: _mapped.MappedStep
 
 
 class _StepCount:
