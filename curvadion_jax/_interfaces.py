@@ -167,9 +167,7 @@ class Synchronizer(NamedTuple):
       >>> average_signs = Synchronizer(
       ...     init=lambda params, inner_state, views: SyncState(),
       ...     sync=sync,
-      ...     payload=lambda params, inner_state, views, layout: (
-      ...         exact().payload_by_device(params, layout)
-      ...     ),
+      ...     payload=lambda x, _, __, layout: exact().payload_by_device(x, layout),
       ... )
     """
 

@@ -46,7 +46,7 @@ class ConsistencyCheck:
             for path, anchor in anchors.items()
             if path in updated
             for names, x in anchor.items()
-            if (found := _ending_with(names, x.shape, known, common))
+            if (found := _candidates(names, x.shape, known, common))
         }
         started, differs, moved, nonfinite = on_host(
             _compare_at_start, counters, common, pairs, inner
@@ -143,11 +143,12 @@ def _below(path: Names, arrays: Arrays) -> Arrays:
     return {names[size:]: x for names, x in arrays.items() if names[:size] == path}
 
 
-def _ending_with(names: Names, shape: Any, *groups: Arrays) -> list[Any]:
-    """The arrays of such a path and shape in the first group that has one."""
-    for arrays in groups:
-        pairs = ((path[len(path) - len(names) :], x) for path, x in arrays.items())
-        if found := [x for end, x in pairs if end == names and x.shape == shape]:
+def _candidates(names: Names, shape: Any, known: Arrays, common: Arrays) -> list[Any]:
+    """Arrays whose paths end so; else, of what is known, in fewer of these names."""
+    fewer = [(names[start:], known) for start in range(1, len(names))]  # of a tuple
+    for end, arrays in [(names, known), (names, common), *fewer]:
+        pairs = ((path[len(path) - len(end) :], x) for path, x in arrays.items())
+        if found := [x for path, x in pairs if path == end and x.shape == shape]:
             return found
     return []
 
@@ -161,7 +162,8 @@ def _compare_at_start(counters, common, pairs, inner) -> Any:
     steps = jnp.stack([steps for steps, *_ in counters.values()])
     between = {names: differ(x, x[:1]) for names, x in common.items()}
     moved = {
-        names: jnp.all(jnp.stack([differ(x, y) for y in found])) & jnp.all(steps == 0)
+        names: jnp.all(steps == 0)
+        & (differ(x, x[:1]) | jnp.all(jnp.stack([differ(x, y) for y in found])))
         for names, (x, found, steps) in pairs.items()
     }
     looked_at = inner | {names: x for names, (x, *_) in pairs.items()}

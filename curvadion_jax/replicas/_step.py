@@ -46,8 +46,9 @@ def step(
       axis_name: name of the replica axis.
       donate: whether the state's buffers are reused; the state passed in is then gone.
       average: names or paths, such as ("batch_stats",), of floating-point arrays not
-        of the optimizer, averaged at every sync with its weights and in float32.
-        Replicas that it excludes, or whose arrays are not finite, do not count.
+        of the optimizer, averaged at every sync in float32 and with its weights (of
+        several syncs, the largest). Replicas that it excludes, or whose arrays are not
+        finite, do not count.
       local: names or paths of arrays that are meant to differ between replicas, such as
         metrics; no warning names them.
 

@@ -194,10 +194,7 @@ CASES = {
         lambda: replicas.replicate(PARAMS, jax.make_mesh((2,), ("data",))),
         *(ValueError, "data"),
     ),
-    "counters that differ": (
-        lambda: metrics.read(disagreeing()),
-        *(ValueError, "steps"),
-    ),
+    "counters that differ": (lambda: metrics.read(disagreeing()), ValueError, "steps"),
 }
 
 

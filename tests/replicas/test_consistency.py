@@ -31,6 +31,10 @@ def optimizer(trigger=None, inner=None, **options):
 TX = optimizer()
 NO_REQUEST = triggers.stateless(lambda seen: triggers.decision(False))
 VOTING = cd.local_muon(0.1, trigger=NO_REQUEST, axis_name=helpers.AXIS)
+TUPLE = optax.GradientTransformation(
+    lambda params: TX.init((params,)),
+    lambda g, s, p: (lambda u, s: (u[0], s))(*TX.update((g,), s, (p,))),
+)
 NO_ANCHOR = cd.presets.synchronous_dion(0.1, axis_name=helpers.AXIS)
 
 
@@ -224,11 +228,12 @@ MOVED = "not those of 'opt_state/sync_state/anchor/bias', which tx.init was"
         (TX, MODELS, MODELS, APART),
         (TX, SAME, MODELS, APART),
         (TX, SAME, OTHER, MOVED),
+        (TUPLE, SAME, OTHER, "not those of 'opt_state/sync_state/anchor/0/bias'"),
         (NO_ANCHOR, MODELS, MODELS, APART),
         (TX, SPOILT, SPOILT, "anchor/bias' holds NaN or Inf"),
         (optimizer(inner=LOWEST), SAME, SAME, IN_STATE),
     ],
-    ids=["one", "voting", *"seeds apart loaded no-anchor a-mask in-state".split()],
+    ids="one voting seeds apart loaded tuple no-anchor a-mask in-state".split(),
 )
 def test_the_first_step_rejects_another_model(tx, initialised, params, message):
     state, (batch,) = start(tx, initialised, params), helpers.make_gradients(1, 2)
@@ -273,8 +278,10 @@ def test_each_of_two_optimizers_has_an_anchor_of_its_own(loaded, together):
     """Networks of one architecture, as in a GAN, in one step or in a step each."""
     pairs = {k: (x, TX.init(x)) for k, x in zip("dg", MODELS, strict=True)}
     if loaded:
-        other = jax.tree.map(lambda x: x + 1, pairs[loaded][0])
-        pairs[loaded] = (other, pairs[loaded][1])
+        pairs[loaded] = (
+            {x: y + 1 for x, y in pairs[loaded][0].items()},
+            pairs[loaded][1],
+        )
 
     def train(names):
         def step(state, batch):
