@@ -14,7 +14,7 @@ sys.path.insert(0, str(PORTS))
 
 import upstream  # noqa: E402
 
-STEPS = 4
+STEPS = 6
 
 
 @pytest.fixture(scope="module")
