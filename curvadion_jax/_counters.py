@@ -154,7 +154,8 @@ def update(
     """
     synced = jnp.asarray(synced)
     sent = jnp.where(synced, charged(old.sent, payload), old.sent)
-    sent = charged(sent, Payload(averaged=4 * voters))
+    if voters:
+        sent = charged(sent, Payload(averaged=4 * voters))
     return SyncMetrics(
         steps=jnp.asarray(optax.safe_increment(old.steps)),
         syncs=_counted(old.syncs, synced),
