@@ -152,10 +152,9 @@ class Synchronizer(NamedTuple):
       init: (params, inner_state, views) -> :class:`SyncState`; called once, outside
         `shard_map` and possibly on abstract values.
       sync: (local step, sync state, group) -> (updates, inner state, sync state);
-        called on sync steps only.
+        called on sync steps only. Without an anchor it keeps equal replicas equal.
       payload: (params, inner_state, views, layout) -> the `Payload` of one sync (see
         `curvadion_jax.compressors`), from shapes, and from how they lie on devices.
-        Without an anchor a sync must keep equal replicas equal.
       after_local_step: whether `sync` follows the local step; else it replaces it.
 
     Example:

@@ -99,10 +99,10 @@ def current() -> Layout:
     """The layout inside a `shard_map` over the replicas, in which no array is known."""
     mesh = jax.sharding.get_abstract_mesh()
     automatic = _axes_of_type(mesh, AxisType.Auto) if mesh.manual_axes else ()
-    return over({axis: mesh.shape[axis] for axis in automatic})
+    return make_layout({axis: mesh.shape[axis] for axis in automatic})
 
 
-def over(axes: Mapping[str, int], placed: tuple[Placed, ...] = ()) -> Layout:
+def make_layout(axes: Mapping[str, int], placed: tuple[Placed, ...] = ()) -> Layout:
     """The layout of known arrays over mesh axes, some of which may have one device."""
     axes = {axis: size for axis, size in axes.items() if size > 1}
     return Layout(axes, placed) if axes else ONE_DEVICE

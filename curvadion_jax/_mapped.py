@@ -53,7 +53,7 @@ def layout() -> _layout.Layout:
     """How the arrays of a replica lie on its devices, as far as that is known."""
     if (step := current()) is None:
         return _layout.current()
-    return _layout.over({**step.mesh.shape, step.axis_name: 1}, step.placed)
+    return _layout.make_layout({**step.mesh.shape, step.axis_name: 1}, step.placed)
 
 
 def known_due(trigger: Trigger, cost: Callable[[int], float]) -> bool | None:
