@@ -31,10 +31,10 @@ VIEWS = {
 def test_every_element_lands_in_its_row_and_column_and_comes_back(name):
     shape, fan_in, fan_out, sizes, rows, cols, rows_are_fan_out = VIEWS[name]
     view = make_view(shape, fan_in, fan_out)
-    assert (view.batch, view.rows, view.cols) == (sizes, rows, cols)
+    assert view.fan_out == (rows if rows_are_fan_out else cols)
     x = jnp.arange(math.prod(shape)).reshape(shape)
     matrix = np.asarray(view.to_matrix(x))
-    assert matrix.shape == (*sizes, rows, cols)
+    assert matrix.shape == (*view.batch, view.rows, view.cols) == (*sizes, rows, cols)
     np.testing.assert_array_equal(view.product(view.to_matrix(x), jnp.eye(cols)), x)
 
     def flat(index, axes):
