@@ -33,6 +33,7 @@ POINTS = {
     rows.LOCAL_MUON: ("local_muon", "o", BLUE, 5, -27),
     rows.CURVADION: ("curvadion(budget=0.01)", "^", ORANGE, 5, 13),
     rows.THRESHOLD: ("curvadion(threshold=0.3)", "^", ORANGE, 9, 0),
+    "MuLoCo, 2 bits": ("MuLoCo, 2 bits", "P", GREY, 5, 50),
     "MuLoCo": ("MuLoCo", "P", GREY, 9, 5),
 }
 
