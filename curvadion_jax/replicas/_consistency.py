@@ -1,5 +1,6 @@
 """Checks that replicas agree where they should: at the start, and after syncs."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -14,20 +15,20 @@ from curvadion_jax.replicas._arrays import differ, on_host
 
 Arrays = dict[Names, Any]
 _ANCHOR = ("sync_state", "anchor")
-_MOST_LOOKS = 100  # so that a run without syncs does not wait on every step
+_SPACE = 101  # between looks for a sync, after as many; a prime meets most periods
 
 
 class ConsistencyCheck:
     """Compares replicas in the arrays outside of optimizers that synchronise.
 
     A comparison waits for the step, so it is made at the start, and at the first sync
-    after 1, 2, 4, 8, ... steps that may have synchronised. Arrays with a name of
+    found after 1, 2, 4, 8, ... steps that may have synchronised. Arrays with a name of
     `local` in their path are meant to differ.
     """
 
     def __init__(self, local: Sequence[str]):
-        self._local, self._looks_left = tuple(local), _MOST_LOOKS
-        self._sync_steps, self._next_look = 0, 1
+        self._local = tuple(local)
+        self._sync_steps, self._next_look = 0, 1.0
 
     def at_start(self, state: Any, step: MappedStep) -> None:
         """Rejects a run that would start from several models, or not from its anchor.
@@ -77,16 +78,15 @@ class ConsistencyCheck:
         replicas that have counted different steps. `due` says whether a decision was
         due, None if on every step.
         """
-        if due is False or not self._looks_left:
+        self._sync_steps += due is not False
+        if due is False or self._sync_steps < self._next_look:
             return
-        self._sync_steps += 1
-        if self._sync_steps < self._next_look:
-            return
-        self._looks_left -= 1
-        if (names := self._differing(state)) is not None:
-            self._next_look = 2 * self._sync_steps
+        names = self._differing(state)
+        if names is None:
+            self._next_look += 1 if self._sync_steps < _SPACE else _SPACE
+        else:
+            self._next_look = math.inf if names else 2 * self._sync_steps
         if names:
-            self._looks_left = 0
             some = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
             warnings.warn(
                 f"After a sync the replicas still differ in {len(names)} arrays: "
