@@ -30,10 +30,16 @@ def consensus(params: Any) -> Any:
       [2.0]
     """
     count_replicas(params, "parameters")
-    return _mean(params)
+
+    def place(x):
+        sharding = _named_sharding(x)
+        return sharding and NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+
+    # Left to XLA, arrays of one replica lie divided over the axis of replicas.
+    places = jax.tree.map(place, params)
+    return jax.jit(_mean, out_shardings=places)(params)
 
 
-@jax.jit
 def _mean(params: Any) -> Any:
     def mean(x):
         if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -114,8 +120,7 @@ def anchor(opt_state: Any) -> Any:
 
 def _of_one_replica(x: jax.Array) -> jax.Array:
     """An array that is the same on all replicas, without their axis."""
-    sharding = getattr(x, "sharding", None)
-    if isinstance(x, Tracer) or not isinstance(sharding, NamedSharding):
+    if (sharding := _named_sharding(x)) is None:
         return jnp.asarray(x)[0]
     # Each device reads its own copy: `x[0]` of a sharded array is an all-reduce.
     first = jax.shard_map(
@@ -126,6 +131,12 @@ def _of_one_replica(x: jax.Array) -> jax.Array:
         check_vma=False,
     )
     return first(x)
+
+
+def _named_sharding(x: Any) -> NamedSharding | None:
+    sharding = getattr(x, "sharding", None)
+    is_named = isinstance(sharding, NamedSharding) and not isinstance(x, Tracer)
+    return sharding if is_named else None
 
 
 def reanchor(params: Any, opt_state: Any) -> Any:

@@ -45,6 +45,13 @@ def test_equal_replicas():
     np.testing.assert_allclose(replicas.consensus(params)["w"], one, rtol=3 * EPS)
 
 
+def test_the_consensus_of_one_replica_can_be_replicated_anew():
+    one = replicas.make_mesh(1)
+    stacked = replicas.replicate({"w": jnp.ones((16, 16)), "b": jnp.ones(7)}, one)
+    state = replicas.replicate(replicas.consensus(stacked), replicas.make_mesh(4))
+    assert state["w"].sharding.spec == jax.sharding.PartitionSpec("replica")
+
+
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_divergence_is_the_references(dtype):
     trees = [helpers.make_params(seed, dtype) for seed in range(5)]
