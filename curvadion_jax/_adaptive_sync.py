@@ -40,7 +40,7 @@ from curvadion_jax._interfaces import (
     Trigger,
     Views,
 )
-from curvadion_jax._jax_internals import SCOPE, trace
+from curvadion_jax._jax_internals import SCOPE, trace, varying
 
 Branch = Callable[..., Any]  # of a `lax.cond`
 
@@ -127,7 +127,8 @@ def adaptive_sync(
       [-0.1 -0.1 -0.1] 0
     """
     inner = optax.with_extra_args_support(inner)
-    _collectives.check_axis_name(axis_name)
+    if not isinstance(axis_name, str | None):  # the guards would overlook a tuple
+        raise TypeError(f"axis_name must be a string or None, got {axis_name!r}.")
     built_while_tracing = isinstance(jnp.zeros([]), Tracer)
 
     def init_fn(params):
@@ -170,7 +171,7 @@ def adaptive_sync(
         group = _collectives.Group(axis_name, _mapped.layout())
         payload = synchronizer.payload(params, state.inner_state, views, group.layout)
         parts = _within_replica.parts(params, group.layout)
-        whole = group.layout.devices * _trees.float32_bytes(parts)
+        whole = 4 * group.layout.devices * sum(x.size for x in jax.tree.leaves(parts))
         cost = lambda replicas: payload.as_averaged(replicas) / max(whole, 1)
         due = _mapped.known_due(trigger, cost) if due is None else due
         due = None if due is None else bool(due)  # it may be a NumPy bool
@@ -294,7 +295,8 @@ class _Replica:
     def local_step(self, gradients, inner_state, sync_state):
         """A step that sends nothing."""
         updates, inner_state = self.inner_update(gradients, inner_state)
-        faults = _counters.no_faults()._replace(zeroed=~_finite.all_finite(updates))
+        no, zeroed = jnp.zeros([], jnp.bool_), ~_finite.all_finite(updates)
+        faults = _counters.Faults(zeroed, no, no, weight=jnp.zeros([], jnp.float32))
         return _finite.finite_elements(updates), inner_state, sync_state, faults
 
     def sync_instead(self, gradients, inner_state, sync_state):
@@ -314,26 +316,21 @@ class _Replica:
 
     def synchronise(self, local, moved, sync_state, contributes: Any = True):
         """A sync of this replica, whose parameters are now `moved`."""
-        before = _memory.to_device(sync_state)
-        inner_state, axis = local.inner_state, self.group.axis_name
-        part = _nan_policy.participation(
-            moved, inner_state, before, self.weight, contributes, axis
+        before, axis = _memory.to_device(sync_state), self.group.axis_name
+        local, excluded, keep = _nan_policy.participation(
+            local, moved, before, self.weight, contributes, axis
         )
-        local = local._replace(
-            inner_state=_nan_policy.restarted(
-                self.inner, self.params, inner_state, part.keeps_inner_state
-            ),
-            weight=part.weight,
-            expected=part.expected,
-            healthy=part.healthy,
+        inner_state = _nan_policy.restarted(
+            self.inner, self.params, local.inner_state, keep
         )
+        local = local._replace(inner_state=inner_state)
         updates, inner_state, after = self.synchronizer.sync(local, before, self.group)
         updates = _trees.like(updates, self.params)
         faults = _counters.Faults(
-            zeroed=part.healthy & ~_finite.all_finite(updates),
-            excluded=part.excluded,
-            absent=~part.excluded & ~local.present,
-            weight=part.weight,
+            zeroed=local.healthy & ~_finite.all_finite(updates),
+            excluded=excluded,
+            absent=~excluded & ~local.present,
+            weight=jnp.asarray(local.weight),
         )
         after = jax.tree.map(_memory.to_memory_of, after, sync_state)
         return _finite.finite_elements(updates), inner_state, after, faults
@@ -366,7 +363,8 @@ def _branches(sync: Branch, local: Branch, *operands, axis_name: str | None):
     synced = trace(sync, *operands)
     _guards.require_no_deadlock(synced.program.jaxpr, axis_name)
     alone = _guards.trace_local(local, *operands, axis_name=axis_name)
-    axes = _guards.axes_of_results(synced, alone)
+    avals = zip(synced.program.out_avals, alone.program.out_avals, strict=False)
+    axes = [varying(x) | varying(y) for x, y in avals]
 
     def marked(branch):
         return lambda *args: _collectives.vary(
@@ -400,7 +398,8 @@ def _then_once(fire, sync: Branch, stepped: tuple, axis_name: str | None):
     branches = _branches(sync, keep, *stepped, axis_name=axis_name)
     if isinstance(fire, bool):
         return _choose(fire, branches, stepped)
-    # A loop must begin with the types that it ends with, marks of what varies included.
+    # A loop must begin with the types that it ends with, and these say what varies. If
+    # the results of a sync vary in more than the step's, it is traced again for those.
     _, kept = branches
     begin = kept(*stepped)
     if jax.tree.map(jax.typeof, begin) != jax.tree.map(jax.typeof, stepped):

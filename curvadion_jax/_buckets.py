@@ -54,7 +54,10 @@ class Bucket:
         self.arrays, self.block = arrays, block
         self.first_block = first_block  # Its number among the blocks of all buckets.
         if len(arrays) == 1 and arrays[0].size:
-            self.table, largest = _as_table(arrays[0]), PIECE
+            # The last axis stays, so that elements stay where they are in memory. A
+            # vector gets no axis of one column, which TPUs would pad to 128.
+            columns = arrays[0].shape[1:][-1:]
+            self.table, largest = arrays[0].reshape(-1, *columns), PIECE
         else:
             self.table = jnp.concatenate([_in_blocks(x, block) for x in arrays])
             # At least two pieces, so that there is a loop: without one XLA repeats the
@@ -140,15 +143,6 @@ class Bucket:
         sizes = (count_blocks(x, self.block) for x in self.arrays)
         parts = jnp.split(table, list(itertools.accumulate(sizes))[:-1])
         return [_reshaped_like(x, y) for x, y in zip(parts, self.arrays, strict=True)]
-
-
-def _as_table(x: jax.Array) -> jax.Array:
-    """[a, b, columns] -> [a * b, columns]; a vector or a scalar -> [rows].
-
-    The last axis stays, so that elements stay where they are in memory. A vector gets
-    no axis of one column, which TPUs would pad to 128.
-    """
-    return x.reshape(-1, x.shape[-1]) if x.ndim > 1 else x.reshape(-1)
 
 
 def _in_blocks(x: jax.Array, block: int) -> jax.Array:

@@ -5,10 +5,9 @@ is the identity. First what JAX knows of which arrays differ, then what communic
 What moves between the devices of one replica is in `_within_replica`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +18,6 @@ from curvadion_jax._jax_internals import varying
 from curvadion_jax._layout import ONE_DEVICE, Layout
 
 
-def check_axis_name(axis_name: Any) -> None:
-    """Rejects what is not one name: the guards would overlook a tuple."""
-    if axis_name is not None and not isinstance(axis_name, str):
-        raise TypeError(f"axis_name must be a string or None, got {axis_name!r}.")
-
-
 def is_checked(axis_name: str | None) -> bool:
     """Whether JAX tracks here what differs over the axis (shard_map, check_vma on)."""
     return is_manual(axis_name) and axis_name in varying(lax.axis_index(axis_name))
@@ -33,12 +26,6 @@ def is_checked(axis_name: str | None) -> bool:
 def is_manual(axis_name: str | None) -> bool:
     """Whether the axis is one of an enclosing shard_map (and not of a vmap)."""
     return axis_name in jax.sharding.get_abstract_mesh().manual_axes
-
-
-def varying_manual_axes(x: Any) -> frozenset[str]:
-    """Axes of enclosing shard_maps, of more than one device, over which x differs."""
-    sizes = jax.sharding.get_abstract_mesh().shape
-    return frozenset(axis for axis in varying(x) if sizes.get(axis, 1) > 1)
 
 
 def vary(tree: Any, axis_name: str | None) -> Any:
@@ -60,8 +47,7 @@ def vary_over(tree: Any, axes: Sequence[frozenset[str]]) -> Any:
     return structure.unflatten(map(cast, leaves, axes))
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """What may be done across replicas, for parts that know no axis.
 
     All methods communicate, and all replicas must call them in the same order. Results
@@ -85,10 +71,6 @@ class Group:
     def replica(self) -> jax.Array | int:
         """Which of them this one is, int32[]. Replica-varying."""
         return 0 if self.axis_name is None else lax.axis_index(self.axis_name)
-
-    def laid_out(self, layout: Layout) -> "Group":
-        """The same replicas, for arrays that lie otherwise, such as factors."""
-        return dataclasses.replace(self, layout=layout)
 
     def mean(self, tree: Any) -> Any:
         """Means over the replicas, in at least float32, cast back; an all-reduce."""
@@ -123,7 +105,7 @@ class Group:
         tree = vary(tree, self.axis_name)
         if self.size == 1 or not self.layout.axes:
             return function(self, tree)
-        run = functools.partial(function, self.laid_out(ONE_DEVICE))
+        run = functools.partial(function, self._replace(layout=ONE_DEVICE))
         return _within_replica.by_device(run, tree, self.layout)
 
     def _each(self, collective: Callable[[jax.Array], jax.Array], tree: Any) -> Any:

@@ -1,6 +1,5 @@
 """The counters in the state of `adaptive_sync`."""
 
-import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -23,12 +22,6 @@ class Faults(NamedTuple):
     excluded: jax.Array
     absent: jax.Array
     weight: jax.Array
-
-
-def no_faults() -> Faults:
-    """The faults of a local step that has none."""
-    no = jnp.zeros([], jnp.bool_)
-    return Faults(no, no, no, weight=jnp.zeros([], jnp.float32))
 
 
 class SyncMetrics(NamedTuple):
@@ -91,20 +84,15 @@ def initial() -> SyncMetrics:
     )
 
 
-@functools.cache
-def _fields() -> list[_paths.Names]:
-    return [names for names, _ in _paths.leaves_with_names(jax.eval_shape(initial))]
-
-
 def counter_paths(names: Iterable[_paths.Names]) -> list[_paths.Names]:
     """Finds all counters of optimizers, among the names of a tree's leaves.
 
     It goes by names and not by type: `flax.nnx.split` makes dictionaries of named
     tuples. All names must be there: a state may have `metrics` with its own `steps`.
     """
-    known, last = dict.fromkeys(names), _fields()[0]
-    found = [each[: -len(last)] for each in known if each[-len(last) :] == last]
-    return [path for path in found if all((*path, *x) in known for x in _fields())]
+    known, fields = dict.fromkeys(names), SyncMetrics._fields
+    found = [each[:-1] for each in known if each[-1:] == ("steps",)]
+    return [path for path in found if all((*path, x) in known for x in fields)]
 
 
 def optimizer_paths(tree: Any) -> list[_paths.Names]:
@@ -172,22 +160,17 @@ def update(
         last_excluded=jnp.where(faults.excluded, old.steps, old.last_excluded),
         weight=jnp.where(synced, faults.weight, old.weight),
         sent=sent,
-        synchronous=_plus(old.synchronous, jnp.array(divmod(gradient_bytes, WORD))),
+        synchronous=charged(old.synchronous[None], [gradient_bytes])[0],
     )
 
 
-def charged(sent: jax.Array, payload: Payload) -> jax.Array:
-    """Adds the bytes of a payload to `SyncMetrics.sent`."""
-    words = [divmod(number, WORD) for number in payload]
-    return _plus(sent, jnp.array(words, jnp.int32))
+def charged(words: jax.Array, numbers: Iterable[int]) -> jax.Array:
+    """Adds numbers to rows [n, 2] in base 2^30, as a payload to `SyncMetrics.sent`."""
+    more = jnp.array([divmod(number, WORD) for number in numbers], jnp.int32)
+    low = words[:, 1] + more[:, 1]
+    high = words[:, 0] + more[:, 0] + low // WORD
+    return jnp.stack([high, low % WORD], axis=-1)
 
 
 def _counted(count: jax.Array, event: jax.Array | bool) -> jax.Array:
     return jnp.where(event, optax.safe_increment(count), count)
-
-
-def _plus(words: jax.Array, more: jax.Array) -> jax.Array:
-    """Adds numbers [..., 2] in base 2^30."""
-    low = words[..., 1] + more[..., 1].astype(jnp.int32)
-    high = words[..., 0] + more[..., 0].astype(jnp.int32) + low // WORD
-    return jnp.stack([high, low % WORD], axis=-1)

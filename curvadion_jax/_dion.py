@@ -127,7 +127,7 @@ def scale_by_dion(
         del params, extra_args
         _trees.check_shapes(updates, state.momentum, "Gradient")
         views = _partition.matrices_only(updates, dimension_numbers)
-        decay = None if error_feedback else momentum
+        decay = 1 if error_feedback else momentum
         leaves = (views, jax.tree.leaves(state.momentum), jax.tree.leaves(updates))
         total = {
             name: _accumulate(m, g, decay) for name, m, g in zip(*leaves, strict=True)
@@ -168,12 +168,9 @@ def _initial_qs(params, views, rank: int | float, dtype) -> Any:
 
 
 def _accumulate(momentum: jax.Array, gradient: jax.Array, decay) -> jax.Array:
-    """Computes decay M + G in at least float32; None means a decay of 1."""
+    """Computes decay M + G in at least float32."""
     dtype = _trees.compute_dtype(jnp.promote_types(momentum.dtype, gradient.dtype))
-    decayed = momentum.astype(dtype)
-    if decay is not None:
-        decayed = decayed * jnp.asarray(decay, dtype)
-    return decayed + gradient.astype(dtype)
+    return jnp.asarray(decay, dtype) * momentum.astype(dtype) + gradient.astype(dtype)
 
 
 def _like(tree: Any, new: _matrices.Named) -> Any:

@@ -28,12 +28,6 @@ SEVERAL_MODELS = (
 )
 
 
-def axes_of_results(*branches: Traced) -> list[frozenset[str]]:
-    """The axes over which each result differs in any of the branches."""
-    avals = zip(*(traced.program.out_avals for traced in branches), strict=False)
-    return [frozenset().union(*map(varying, results)) for results in avals]
-
-
 def locally(function: Callable[..., Any], *operands: Any, axis_name: str | None) -> Any:
     """Calls a function that must stay on its replica; see `trace_local`."""
     if axis_name is None:
@@ -107,8 +101,9 @@ def require_local_gradients(
     """
     leaves = jax.tree.leaves_with_path(gradients)
     if axis_name is None:
+        sizes = jax.sharding.get_abstract_mesh().shape
         for path, leaf in leaves:
-            if axes := _collectives.varying_manual_axes(leaf):
+            if axes := [axis for axis in varying(leaf) if sizes.get(axis, 1) > 1]:
                 raise ValueError(
                     f"axis_name is None, but the gradient "
                     f"{jax.tree_util.keystr(path)} differs along the mesh axis "

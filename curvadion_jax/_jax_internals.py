@@ -43,9 +43,8 @@ _COMPUTED, _NO_INPUTS = frozenset([COMPUTED]), frozenset([COMPUTED, MIXED])
 SCOPE = "curvadion_jax.update"
 
 
-def user_context() -> Any:
-    """Makes a context manager of a value; JAX does not share traces between values."""
-    return jax.make_user_context(None)
+# Makes a context manager of a value; JAX does not share traces between values.
+user_context = jax.make_user_context
 
 
 def varying(x: Any) -> frozenset[str]:
@@ -66,9 +65,6 @@ class Traced(NamedTuple):
 
 
 def trace(function: Callable[..., Any], *operands: Any) -> Traced:
-    """Traces a function, unless it is traced already."""
-    if isinstance(function, Traced):
-        return function
     return Traced(*jax.make_jaxpr(function, return_shape=True)(*operands))
 
 
@@ -126,10 +122,13 @@ def sources(
 ) -> tuple[list[Sources], Sources]:
     """The inputs that each result of a step may be, and those that are parameters.
 
-    Inputs have their index; COMPUTED stands for any other array, MIXED for a choice.
-    They are followed through choices, jitted functions, loops that hand an array
-    through, and equations of one operand. Parameters are those that an optimizer that
-    synchronises is given. `known` has what was found of programs inside.
+    It finds steps that keep the old state on a condition. Inputs have their index;
+    COMPUTED stands for any other array, MIXED for a choice: of inputs x and y the
+    result ``x`` is {0}, ``-x`` {COMPUTED}, ``where(c, x, y)`` {0, 1, MIXED}, and so is
+    ``c * x + (1 - c) * y``. They are followed through choices, jitted functions, loops
+    that hand an array through, and equations of one operand. Parameters are those that
+    an optimizer that synchronises is given. `known` has what was found of programs
+    inside.
     """
     known = {} if known is None else known
     found: dict[Any, Sources] = {x: frozenset([i]) for i, x in enumerate(jaxpr.invars)}

@@ -36,12 +36,13 @@ class MappedStep:
     counters: Sequence[_paths.Names] = ()  # of their steps, as far as they change
     params: Set[_paths.Names] = frozenset()  # that they are given of the state
     communicates: str = ""  # what it sends over the axis, besides the optimizer
-    # False while the step is traced by itself: then a `vmap` is the user's own.
+    # The step is traced by itself first, for its types, and then mapped over replicas.
+    # False while it is traced by itself: then a `vmap` is the user's own.
     is_program: bool = False
 
 
 # `with mapping(step):` makes the step `current` while it is traced.
-mapping: Any = _jax_internals.user_context()
+mapping: Any = _jax_internals.user_context(None)
 
 
 def current() -> MappedStep | None:
@@ -106,7 +107,9 @@ def update(
 
     @custom_vmap
     def of_replica(gradients, state, params, *others):
-        del gradients, others  # Traced for the types alone; `of_all_replicas` runs.
+        # This supplies types alone: under the `vmap` over replicas JAX calls the rule
+        # below in its place.
+        del gradients, others
         return jax.tree.map(jnp.zeros_like, params), state
 
     @of_replica.def_vmap

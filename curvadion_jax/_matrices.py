@@ -112,11 +112,6 @@ class MatrixView:
         order = self.batch_axes + self.fan_in_axes + self.fan_out_axes
         return _in_shape(stack, shape, order)
 
-    def norms(self, x: jax.Array) -> jax.Array:
-        """Frobenius norm of every matrix, ``[shape] -> [*batch]``, at least float32."""
-        x = x.astype(jnp.promote_types(jnp.float32, x.dtype))
-        return jnp.sqrt(jnp.sum(jnp.square(x), self.fan_in_axes + self.fan_out_axes))
-
 
 def _in_shape(x: jax.Array, shape: tuple[int, ...], order: tuple[int, ...]):
     """Undoes a transposition to this order of axes, and merges of axes after it."""

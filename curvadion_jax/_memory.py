@@ -11,23 +11,16 @@ import jax
 HOST_KIND = "pinned_host"
 
 
-def to_host(x: jax.Array) -> jax.Array:
-    """The array in pinned memory of the hosts of its devices."""
-    return jax.device_put(x, x.sharding.with_memory_kind(HOST_KIND))
+def to_memory(x: Any, space: Any) -> Any:
+    """An array, copied if it is not there already."""
+    return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)
 
 
 def to_memory_of(x: Any, other: Any) -> Any:
-    """An array on the device, moved to where another array is kept."""
-    space = jax.typeof(other).memory_space
-    return x if space == jax.memory.Space.Device else jax.device_put(x, space)
+    """An array, moved to where another array is kept."""
+    return to_memory(x, jax.typeof(other).memory_space)
 
 
 def to_device(tree: Any) -> Any:
     """The tree, its arrays in host memory copied to the device."""
-
-    def move(x):
-        if jax.typeof(x).memory_space == jax.memory.Space.Device:
-            return x
-        return jax.device_put(x, jax.memory.Space.Device)
-
-    return jax.tree.map(move, tree)
+    return jax.tree.map(lambda x: to_memory(x, jax.memory.Space.Device), tree)

@@ -22,7 +22,7 @@
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ import optax
 
 from curvadion_jax import _collectives, _finite, _momentum, _paths, _power_iteration
 from curvadion_jax._counters import SyncMetrics
-from curvadion_jax._interfaces import SyncState
+from curvadion_jax._interfaces import LocalStep, SyncState
 
 # In steps, before an excluded replica may request a sync.
 COOLDOWN = 10
@@ -62,29 +62,20 @@ def may_request(counters: SyncMetrics, weight: jax.Array | None) -> jax.Array:
     return may if weight is None else may & (weight > 0)
 
 
-class Participation(NamedTuple):
-    """One replica's part in a sync; see `LocalStep` for the first three fields."""
-
-    weight: jax.Array
-    expected: jax.Array
-    healthy: jax.Array
-    excluded: jax.Array  # bool[], whether it has nothing finite to contribute
-    keeps_inner_state: jax.Array  # bool[], whether its inner state is finite
-
-
 def participation(
+    local: LocalStep,
     params: optax.Params,
-    inner_state: optax.OptState,
     sync_state: SyncState,
     weight: jax.Array | None,
     contributes: jax.Array | bool,
     axis_name: str | None,
-) -> Participation:
+) -> tuple[LocalStep, jax.Array, jax.Array]:
     """Finds out who takes part in a sync, by gathering one number of each replica.
 
-    `contributes` says whether what this replica would send is finite.
+    `contributes` says whether what this replica would send is finite. Returns its step
+    with its part in the sync, and whether it is excluded, and its inner state finite.
     """
-    inner_finite = is_finite(inner_state, params)
+    inner_finite = is_finite(local.inner_state, params)
     healthy = inner_finite & _finite.all_finite(params) & is_finite(sync_state, params)
     excluded = ~(healthy & contributes)
     own = jnp.asarray(1 if weight is None else weight, jnp.float32)
@@ -94,13 +85,12 @@ def participation(
     # In units of the largest, so that the sum does not overflow.
     unit = jnp.where(jnp.any(present), jnp.max(weights), 1)
     mean = jnp.sum(jnp.where(present, weights, 0) / unit) / weights.size
-    return Participation(
+    local = local._replace(
         weight=jnp.where(excluded, 0, own) / unit / jnp.where(mean > 0, mean, 1),
         expected=jnp.sum(present) / jnp.maximum(jnp.sum(weights >= 0), 1),
         healthy=healthy,
-        excluded=excluded,
-        keeps_inner_state=inner_finite,
     )
+    return local, excluded, inner_finite
 
 
 def is_finite(state: Any, params: optax.Params) -> jax.Array:

@@ -133,16 +133,7 @@ def _default_numbers(
     if _match(_EINSUM_OUT, last):
         return DimensionNumbers((-3, -2), -1)
     side = _attention_side(names, shapes) if ndim in (3, 4) else None
-    try:
-        layers_axis = _scan_axis(names, shape, shapes)
-    except LookupError:
-        if side and ndim == 3:
-            raise ValueError(
-                f"Parameter {'/'.join(names)!r} of shape {shape} may be a stack of "
-                "matrices [layers, fan_in, fan_out] or one attention kernel [D, heads, "
-                "head_dim]. Pass dimension_numbers to say which."
-            ) from None
-        layers_axis = None
+    layers_axis = _scan_axis(names, shape, shapes, side)
     if ndim == 3 and layers_axis is not None:
         side = None  # With an axis of layers there is none of heads.
     layers_second = layers_axis == 1 and (ndim == 3 or side is not None)
@@ -174,16 +165,13 @@ def _only_heads(shapes: Shapes) -> set[tuple[str, ...]]:
 
 
 def _scan_axis(
-    names: tuple[str, ...], shape: tuple[int, ...], shapes: Shapes
+    names: tuple[str, ...], shape: tuple[int, ...], shapes: Shapes, side: str | None
 ) -> int | None:
     """The axis of a scan over layers: 0, or 1 as in MaxText; None without a scan.
 
     [layers, D, H*Dh] and [D, H, Dh] look alike. The scales of the nearest norms tell
     them apart: [layers, D], [D, layers] or, without a scan, [D]. If there are as many
     layers as D, the axis that all kernels nearby have alike is that of the layers.
-
-    Raises:
-      LookupError: if no norm has a scale.
     """
     for depth in range(len(names) - 1, -1, -1):
         near = {o: s for o, s in shapes.items() if o[:depth] == names[:depth]}
@@ -198,7 +186,13 @@ def _scan_axis(
         kernels = [s for s in near.values() if len(s) > 2]
         first, second = ({s[axis] for s in kernels} for axis in (0, 1))
         return 1 if len(first) > 1 and len(second) == 1 else 0
-    raise LookupError(names)
+    if side and len(shape) == 3:  # no norm has a scale
+        raise ValueError(
+            f"Parameter {'/'.join(names)!r} of shape {shape} may be a stack of "
+            "matrices [layers, fan_in, fan_out] or one attention kernel [D, heads, "
+            "head_dim]. Pass dimension_numbers to say which."
+        )
+    return None
 
 
 def _attention_side(names: tuple[str, ...], shapes: Shapes) -> str | None:

@@ -67,11 +67,6 @@ def wide(x: jax.Array) -> jax.Array:
     return x.astype(compute_dtype(x.dtype))
 
 
-def float32_bytes(tree: Any) -> int:
-    """Counts the bytes of all arrays in float32."""
-    return 4 * sum(leaf.size for leaf in jax.tree.leaves(tree))
-
-
 def is_placeholder(params: Any) -> bool:
     """Whether `optax.tree.map_params` looks for what is parameter-like."""
     return type(params).__name__ == "_ParamsPlaceholder"  # private to Optax

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from curvadion_jax import _paths
-from curvadion_jax._counters import WORD, SyncMetrics, counter_paths, initial
+from curvadion_jax._counters import WORD, SyncMetrics, counter_paths
 
 _FAULTS = ("nonfinite", "zeroed", "excluded")
 
@@ -42,10 +42,7 @@ def observe(opt_state: Any) -> SyncMetrics:
             f"A {type(opt_state).__name__} holds the states of {len(found)} optimizers "
             "that synchronise. Give the state of one, or what observe returned."
         )
-    template = initial()
-    wanted = [names for names, _ in _paths.leaves_with_names(template)]
-    counters = [leaves[*found[0], *names] for names in wanted]
-    return jax.tree.unflatten(jax.tree.structure(template), counters)
+    return SyncMetrics(*(leaves[*found[0], field] for field in SyncMetrics._fields))
 
 
 def read(opt_state: Any, params: Any = None) -> Report:

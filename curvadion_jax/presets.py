@@ -6,7 +6,6 @@ schedules; outer ones count syncs. ``axis_name`` is the name of the replica axis
 for one replica; ``dimension_numbers`` and ``**dion_arguments`` are :func:`dion`'s.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -165,10 +164,15 @@ def paper(
         error_feedback=False,
         **dion_arguments,
     )
+
+    def sync(local, state, group):
+        mean = local.mean(local.gradients, group)
+        return *local.take(mean, local.inner_state, synchronised=True), state
+
     return adaptive_sync(
         _alternating(at_syncs, optax.sgd(local_learning_rate)),
         triggers.relative_momentum_change(threshold),
-        _with_mean_gradients(),
+        synchronizers.average_gradients()._replace(sync=sync),
         axis_name,
         dimension_numbers=dimension_numbers,
     )
@@ -194,17 +198,6 @@ def _alternating(
         return synced if synchronised else local, (sync_state, local_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _with_mean_gradients() -> synchronizers.Synchronizer:
-    """Averages gradients, and passes `synchronised=True` to the inner optimizer."""
-    plain = synchronizers.average_gradients()
-
-    def sync(local, state, group):
-        take = functools.partial(local.take, synchronised=True)
-        return plain.sync(local._replace(take=take), state, group)
-
-    return plain._replace(sync=sync)
 
 
 def authors_code(
@@ -266,8 +259,10 @@ def authors_code(
 
 def _all_momenta(inner_state: optax.OptState) -> optax.Params:
     """Dion's momenta, and those of the other parameters' optimizer in their place."""
-    others = _momentum.value_of(inner_state, "mu")
-    if others is None:
+    keeps_mu = lambda node: "mu" in getattr(node, "_fields", ())
+    nodes = jax.tree.leaves(inner_state, is_leaf=keeps_mu)
+    found = [node.mu for node in nodes if keeps_mu(node)]
+    if len(found) != 1:
         raise ValueError(
             "authors_code looks at the momenta of all parameters, and other_optimizer "
             "keeps none as `mu`. Pass one that does, such as optax.lion."
@@ -276,6 +271,6 @@ def _all_momenta(inner_state: optax.OptState) -> optax.Params:
     return jax.tree.map(
         lambda momentum, mu: mu if isinstance(momentum, optax.MaskedNode) else momentum,
         of_dion.momentum,
-        others,
+        found[0],
         is_leaf=lambda x: isinstance(x, optax.MaskedNode),
     )

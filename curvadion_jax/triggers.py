@@ -18,25 +18,9 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import _arguments, _momentum, _paths, _trees
-from curvadion_jax._interfaces import Decision, Observation, Trigger
-
-__all__ = [
-    "BudgetState",
-    "Decision",
-    "IntervalState",
-    "Observation",
-    "Trigger",
-    "always",
-    "at_intervals",
-    "at_least_every",
-    "budget",
-    "decision",
-    "evenly",
-    "every_k",
-    "never",
-    "relative_momentum_change",
-    "stateless",
-]
+from curvadion_jax._interfaces import Decision as Decision
+from curvadion_jax._interfaces import Observation as Observation
+from curvadion_jax._interfaces import Trigger as Trigger
 
 # Largest denominator of `evenly`'s share, but for 1 / n: products stay within int32.
 _LARGEST_PERIOD = 2**15
@@ -411,10 +395,10 @@ def relative_momentum_change(threshold: optax.ScalarOrSchedule) -> Trigger:
 
 def _norms(name: str, momentum: jax.Array, views) -> jax.Array:
     """The norm of every matrix of a parameter, [number of matrices]."""
-    view = views.get(name)
+    view, axes = views.get(name), None
     if view is not None and view.shape == momentum.shape:
-        return view.norms(momentum).reshape(-1)
-    return jnp.sqrt(jnp.sum(jnp.square(_trees.wide(momentum)))).reshape(1)
+        axes = view.fan_in_axes + view.fan_out_axes
+    return jnp.sqrt(jnp.sum(jnp.square(_trees.wide(momentum)), axes)).reshape(-1)
 
 
 def _relative_change(new: jax.Array, old: jax.Array) -> jax.Array:

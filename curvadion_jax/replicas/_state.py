@@ -107,7 +107,7 @@ def offload(state: Any) -> Any:
     leaves = _paths.leaves_with_names(state)
     optimizers = _counters.optimizer_paths(state)
     moved = [
-        _memory.to_host(x)
+        jax.device_put(x, x.sharding.with_memory_kind(_memory.HOST_KIND))
         if _counters.is_within(names, optimizers, "sync_state")
         else x
         for names, x in leaves

@@ -162,10 +162,13 @@ class CompiledStep:
         return structure, tuple(places), others_structure, tuple(types)
 
     def _schedule(self, key, operands) -> "_Schedule":
-        """Traces a step to learn how the host can know whether a decision is due."""
+        """Traces a step to learn how the host can know whether a decision is due.
+
+        As if none were: if the trigger cannot say, that program is the only one.
+        """
         program, mapped = self._program(key, False)
         program.trace(*operands)
-        if mapped.due_of is None:  # The program did not depend on `due`.
+        if mapped.due_of is None:
             mapped.due = None
             self._programs[key, None] = self._programs.pop((key, False))
         # By names, since a framework may keep the state in its own classes.

@@ -6,7 +6,6 @@ of a training step: it copies arrays from the devices, and computes on the host'
 """
 
 import itertools
-import logging
 import math
 import threading
 import time
@@ -19,11 +18,9 @@ import numpy as np
 
 from curvadion_jax import _trees
 from curvadion_jax.sites import _run
-from curvadion_jax.sites._model import Arrays, Model, Outer, to_host
+from curvadion_jax.sites._model import Arrays, Model, Outer, log, to_host
 from curvadion_jax.sites._run import Received, Roster
 from curvadion_jax.sites._store import InvalidError, Store, StoreError
-
-log = logging.getLogger("curvadion_jax.sites")
 
 # Seconds for which a round may wait, or a store be away, before the log reports it.
 _PATIENCE = 60.0
@@ -238,7 +235,11 @@ class Follower:
 
 
 class Update(NamedTuple):
-    """What a training loop learns: parameters become new + (now - base)."""
+    """What a training loop learns: parameters become new + (now - base).
+
+    The base is the old anchor, from which all progress is left, while a contribution is
+    undecided or late; what was captured, once it has counted; nothing, if it does not.
+    """
 
     number: int  # of the open round
     contributors: int  # to the round before
@@ -286,6 +287,7 @@ class Worker(threading.Thread):
             return Update(*known, why, new, None)
         if own.anchor is landed:
             return Update(*known, why, new, own.captured)
+        # The loop has landed elsewhere since, with the same progress.
         base = [x + y for x, y in zip(landed, own.drift, strict=True)]  # wide
         return Update(*known, why, new, base)
 

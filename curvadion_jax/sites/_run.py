@@ -6,7 +6,6 @@ may decide differently.
 """
 
 import itertools
-import logging
 import math
 import re
 import statistics
@@ -14,10 +13,8 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from curvadion_jax.sites._model import Arrays, Model, Outer
+from curvadion_jax.sites._model import Arrays, Model, Outer, log
 from curvadion_jax.sites._store import InvalidError, Store, StoreError
-
-log = logging.getLogger("curvadion_jax.sites")
 
 # After so many rounds without a contribution a site is not waited for, and its share
 # of the mean goes to the others.

@@ -2,7 +2,6 @@
 
 import atexit
 import functools
-import logging
 import math
 import time
 from typing import Any, NamedTuple
@@ -14,10 +13,8 @@ import optax
 from curvadion_jax import _arguments, compressors
 from curvadion_jax.sites import _processes, _run
 from curvadion_jax.sites._follower import Follower, Update, Worker, moved
-from curvadion_jax.sites._model import Model, to_host
+from curvadion_jax.sites._model import Model, log, to_host
 from curvadion_jax.sites._store import Store
-
-log = logging.getLogger("curvadion_jax.sites")
 
 # Seconds that a process of a site waits at most before the next collective: some
 # runtimes take a longer wait in one collective for a hang.

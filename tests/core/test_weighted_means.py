@@ -37,10 +37,10 @@ def tree(seed=0):
 
 def part_in_sync(params, weight):
     """A replica's part in a sync that everybody expects it to take, inside a `vmap`."""
-    part = _nan_policy.participation(
-        params, (), SyncState(), weight, jnp.array(True), AXIS
-    )
-    return LocalStep((), params, {}, weight=part.weight)
+    local = LocalStep((), params, {})
+    return _nan_policy.participation(
+        local, params, SyncState(), weight, jnp.array(True), AXIS
+    )[0]
 
 
 @functools.cache
