@@ -5,9 +5,10 @@ is the identity. First what JAX knows of which arrays differ, then what communic
 What moves between the devices of one replica is in `_within_replica`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,8 @@ def vary_over(tree: Any, axes: Sequence[frozenset[str]]) -> Any:
     return structure.unflatten(map(cast, leaves, axes))
 
 
-class Group(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Group:
     """What may be done across replicas, for parts that know no axis.
 
     All methods communicate, and all replicas must call them in the same order. Results
@@ -71,6 +73,10 @@ class Group(NamedTuple):
     def replica(self) -> jax.Array | int:
         """Which of them this one is, int32[]. Replica-varying."""
         return 0 if self.axis_name is None else lax.axis_index(self.axis_name)
+
+    def laid_out(self, layout: Layout) -> "Group":
+        """The same replicas, for arrays that lie otherwise, such as factors."""
+        return dataclasses.replace(self, layout=layout)
 
     def mean(self, tree: Any) -> Any:
         """Means over the replicas, in at least float32, cast back; an all-reduce."""
@@ -105,7 +111,7 @@ class Group(NamedTuple):
         tree = vary(tree, self.axis_name)
         if self.size == 1 or not self.layout.axes:
             return function(self, tree)
-        run = functools.partial(function, self._replace(layout=ONE_DEVICE))
+        run = functools.partial(function, self.laid_out(ONE_DEVICE))
         return _within_replica.by_device(run, tree, self.layout)
 
     def _each(self, collective: Callable[[jax.Array], jax.Array], tree: Any) -> Any:

@@ -160,17 +160,22 @@ def update(
         last_excluded=jnp.where(faults.excluded, old.steps, old.last_excluded),
         weight=jnp.where(synced, faults.weight, old.weight),
         sent=sent,
-        synchronous=charged(old.synchronous[None], [gradient_bytes])[0],
+        synchronous=_plus(old.synchronous, jnp.array(divmod(gradient_bytes, WORD))),
     )
 
 
-def charged(words: jax.Array, numbers: Iterable[int]) -> jax.Array:
-    """Adds numbers to rows [n, 2] in base 2^30, as a payload to `SyncMetrics.sent`."""
-    more = jnp.array([divmod(number, WORD) for number in numbers], jnp.int32)
-    low = words[:, 1] + more[:, 1]
-    high = words[:, 0] + more[:, 0] + low // WORD
-    return jnp.stack([high, low % WORD], axis=-1)
+def charged(sent: jax.Array, payload: Payload) -> jax.Array:
+    """Adds the bytes of a payload to `SyncMetrics.sent`."""
+    words = [divmod(number, WORD) for number in payload]
+    return _plus(sent, jnp.array(words, jnp.int32))
 
 
 def _counted(count: jax.Array, event: jax.Array | bool) -> jax.Array:
     return jnp.where(event, optax.safe_increment(count), count)
+
+
+def _plus(words: jax.Array, more: jax.Array) -> jax.Array:
+    """Adds numbers [..., 2] in base 2^30."""
+    low = words[..., 1] + more[..., 1].astype(jnp.int32)
+    high = words[..., 0] + more[..., 0].astype(jnp.int32) + low // WORD
+    return jnp.stack([high, low % WORD], axis=-1)

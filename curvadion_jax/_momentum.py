@@ -32,6 +32,12 @@ def _outermost(state: optax.OptState, *fields: str) -> list[Any]:
     )
 
 
+def value_of(state: optax.OptState, field: str) -> Any:
+    """The field of the only node that has it; None if none has it, or several have."""
+    found = [node for node in _outermost(state, field) if field in _field_names(node)]
+    return getattr(found[0], field) if len(found) == 1 else None
+
+
 def momentum_by_name(state: Any, views: Mapping[str, Any]) -> dict[str, jax.Array]:
     """The momenta by the paths of parameters: Dion's, else `trace`, else `mu`."""
     nodes = _outermost(state, *_FIELDS)

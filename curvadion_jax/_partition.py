@@ -172,6 +172,10 @@ def _scan_axis(
     [layers, D, H*Dh] and [D, H, Dh] look alike. The scales of the nearest norms tell
     them apart: [layers, D], [D, layers] or, without a scan, [D]. If there are as many
     layers as D, the axis that all kernels nearby have alike is that of the layers.
+
+    Raises:
+      ValueError: if no norm has a scale, and a kernel of a `side` of attention may have
+        layers or heads.
     """
     for depth in range(len(names) - 1, -1, -1):
         near = {o: s for o, s in shapes.items() if o[:depth] == names[:depth]}

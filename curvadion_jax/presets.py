@@ -259,10 +259,8 @@ def authors_code(
 
 def _all_momenta(inner_state: optax.OptState) -> optax.Params:
     """Dion's momenta, and those of the other parameters' optimizer in their place."""
-    keeps_mu = lambda node: "mu" in getattr(node, "_fields", ())
-    nodes = jax.tree.leaves(inner_state, is_leaf=keeps_mu)
-    found = [node.mu for node in nodes if keeps_mu(node)]
-    if len(found) != 1:
+    others = _momentum.value_of(inner_state, "mu")
+    if others is None:
         raise ValueError(
             "authors_code looks at the momenta of all parameters, and other_optimizer "
             "keeps none as `mu`. Pass one that does, such as optax.lion."
@@ -271,6 +269,6 @@ def _all_momenta(inner_state: optax.OptState) -> optax.Params:
     return jax.tree.map(
         lambda momentum, mu: mu if isinstance(momentum, optax.MaskedNode) else momentum,
         of_dion.momentum,
-        found[0],
+        others,
         is_leaf=lambda x: isinstance(x, optax.MaskedNode),
     )

@@ -15,7 +15,7 @@ from curvadion_jax.replicas._arrays import differ, on_host
 
 Arrays = dict[Names, Any]
 _ANCHOR = ("sync_state", "anchor")
-_SPACE = 101  # between looks for a sync, after as many; a prime meets most periods
+_SPACE = 101  # of looks for a sync, after as many misses; a prime meets most periods
 
 
 class ConsistencyCheck:
@@ -28,7 +28,7 @@ class ConsistencyCheck:
 
     def __init__(self, local: Sequence[str]):
         self._local = tuple(local)
-        self._sync_steps, self._next_look = 0, 1.0
+        self._sync_steps, self._next_look, self._misses = 0, 1.0, 0
 
     def at_start(self, state: Any, step: MappedStep) -> None:
         """Rejects a run that would start from several models, or not from its anchor.
@@ -83,8 +83,10 @@ class ConsistencyCheck:
             return
         names = self._differing(state)
         if names is None:
-            self._next_look += 1 if self._sync_steps < _SPACE else _SPACE
+            self._misses += 1
+            self._next_look += 1 if self._misses < _SPACE else _SPACE
         else:
+            self._misses = 0
             self._next_look = math.inf if names else 2 * self._sync_steps
         if names:
             some = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")

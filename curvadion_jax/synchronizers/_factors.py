@@ -56,7 +56,7 @@ def _sync(local: LocalStep, state: SyncState, group: Group):
     def reduce_fn(arrays, made_of):
         reduced.extend(arrays)
         layout = group.layout.of_factors(arrays, made_of)
-        return local.mean(arrays, group._replace(layout=layout))
+        return local.mean(arrays, group.laid_out(layout))
 
     inner_state = before
     if group.size > 1:  # one replica is plain Dion
