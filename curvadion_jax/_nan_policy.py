@@ -73,7 +73,8 @@ def participation(
     """Finds out who takes part in a sync, by gathering one number of each replica.
 
     `contributes` says whether what this replica would send is finite. Returns its step
-    with its part in the sync, and whether it is excluded, and its inner state finite.
+    with its part in the sync, whether it is excluded, and whether its inner state is
+    finite.
     """
     inner_finite = is_finite(local.inner_state, params)
     healthy = inner_finite & _finite.all_finite(params) & is_finite(sync_state, params)

@@ -89,15 +89,6 @@ def result() -> None:
             va="center",
             color=color,
         )
-    diloco = table.by_seed(results, "DiLoCo", study.STEPS)
-    gaps = table.above(diloco, found[rows.MUON])
-    axes.text(
-        1.05,
-        28,
-        f"DiLoCo: {statistics.fmean(gaps):.0f}%, not drawn",
-        color=GREY,
-        va="center",
-    )
     axes.set(xscale="log", xlim=(0.7, 160), ylim=(-1.5, 30))
     axes.set_xticks([1, 10, 100], ["1%", "10%", "100%"])
     axes.set_xlabel("bytes sent (100%: float32 gradients on every step)")
