@@ -135,6 +135,13 @@ def of_axes(spec: Iterable[Any], axes: Sequence[tuple[int, ...]]) -> list[Any]:
     ]
 
 
+def named_sharding(x: Any) -> NamedSharding | None:
+    """How an array lies on a mesh; None if on no mesh, or if it is being traced."""
+    sharding = getattr(x, "sharding", None)
+    is_named = isinstance(sharding, NamedSharding) and not isinstance(x, Tracer)
+    return sharding if is_named else None
+
+
 def place_like(
     x: jax.Array, parameter: Any, axes: Sequence[tuple[int, ...]]
 ) -> jax.Array:
@@ -142,8 +149,7 @@ def place_like(
 
     Unchanged if the parameter is on no mesh, or is being traced.
     """
-    sharding = getattr(parameter, "sharding", None)
-    if isinstance(parameter, Tracer) or not isinstance(sharding, NamedSharding):
+    if (sharding := named_sharding(parameter)) is None:
         return x
     placement = NamedSharding(
         sharding.mesh, PartitionSpec(*of_axes(sharding.spec, axes))

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -46,10 +45,10 @@ def check_unshared(tree: Any) -> None:
 
 def placement(leaf: Any, mesh: Mesh, axis_name: str) -> NamedSharding | None:
     """The sharding of an array over the replicas of the mesh; None if it has none."""
-    sharding = getattr(leaf, "sharding", None)
-    if isinstance(leaf, Tracer) or not isinstance(sharding, NamedSharding):
+    sharding = _layout.named_sharding(leaf)
+    if sharding is None or sharding.mesh != mesh:
         return None
-    return _over_replicas(sharding, axis_name) if sharding.mesh == mesh else None
+    return _over_replicas(sharding, axis_name)
 
 
 @functools.cache  # for every array on every step

@@ -78,8 +78,10 @@ class ConsistencyCheck:
         replicas that have counted different steps. `due` says whether a decision was
         due, None if on every step.
         """
-        self._sync_steps += due is not False
-        if due is False or self._sync_steps < self._next_look:
+        if due is False:
+            return
+        self._sync_steps += 1
+        if self._sync_steps < self._next_look:
             return
         names = self._differing(state)
         if names is None:

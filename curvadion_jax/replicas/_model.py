@@ -5,11 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _counters, _memory, _paths, _trees
+from curvadion_jax import _counters, _layout, _memory, _paths, _trees
 from curvadion_jax.replicas._arrays import count_replicas, differ, on_host
 
 
@@ -32,7 +31,7 @@ def consensus(params: Any) -> Any:
     count_replicas(params, "parameters")
 
     def place(x):
-        sharding = _named_sharding(x)
+        sharding = _layout.named_sharding(x)
         return sharding and NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
 
     # Left to XLA, arrays of one replica lie divided over the axis of replicas.
@@ -120,7 +119,7 @@ def anchor(opt_state: Any) -> Any:
 
 def _of_one_replica(x: jax.Array) -> jax.Array:
     """An array that is the same on all replicas, without their axis."""
-    if (sharding := _named_sharding(x)) is None:
+    if (sharding := _layout.named_sharding(x)) is None:
         return jnp.asarray(x)[0]
     # Each device reads its own copy: `x[0]` of a sharded array is an all-reduce.
     first = jax.shard_map(
@@ -131,12 +130,6 @@ def _of_one_replica(x: jax.Array) -> jax.Array:
         check_vma=False,
     )
     return first(x)
-
-
-def _named_sharding(x: Any) -> NamedSharding | None:
-    sharding = getattr(x, "sharding", None)
-    is_named = isinstance(sharding, NamedSharding) and not isinstance(x, Tracer)
-    return sharding if is_named else None
 
 
 def reanchor(params: Any, opt_state: Any) -> Any:

@@ -37,10 +37,8 @@ def tree(seed=0):
 
 def part_in_sync(params, weight):
     """A replica's part in a sync that everybody expects it to take, inside a `vmap`."""
-    local = LocalStep((), params, {})
-    return _nan_policy.participation(
-        local, params, SyncState(), weight, jnp.array(True), AXIS
-    )[0]
+    part = LocalStep((), params, {}), params, SyncState(), weight, jnp.array(True)
+    return _nan_policy.participation(*part, AXIS)[0]
 
 
 @functools.cache

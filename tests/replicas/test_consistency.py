@@ -280,10 +280,8 @@ def test_each_of_two_optimizers_has_an_anchor_of_its_own(loaded, together):
     """Networks of one architecture, as in a GAN, in one step or in a step each."""
     pairs = {k: (x, TX.init(x)) for k, x in zip("dg", MODELS, strict=True)}
     if loaded:
-        pairs[loaded] = (
-            {x: y + 1 for x, y in pairs[loaded][0].items()},
-            pairs[loaded][1],
-        )
+        params, state = pairs[loaded]
+        pairs[loaded] = {x: y + 1 for x, y in params.items()}, state
 
     def train(names):
         def step(state, batch):
