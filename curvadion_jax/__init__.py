@@ -15,7 +15,6 @@ from curvadion_jax import (
     triggers,
 )
 from curvadion_jax._adaptive_sync import AdaptiveSyncState, adaptive_sync
-from curvadion_jax._counters import SyncMetrics
 from curvadion_jax._curvadion import curvadion
 from curvadion_jax._dion import DionState, dion, scale_by_dion
 from curvadion_jax._local_muon import local_muon
@@ -30,7 +29,6 @@ __all__ = [
     "AdaptiveSyncState",
     "DimensionNumbers",
     "DionState",
-    "SyncMetrics",
     "adaptive_sync",
     "checkpoint",
     "compressors",

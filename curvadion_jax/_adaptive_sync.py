@@ -1,8 +1,8 @@
-"""Makes one optimizer from an inner optimizer, a trigger and a synchronizer.
+"""Makes one optimizer of rows from an inner optimizer, a trigger and a synchronizer.
 
-`_Replica.step` is the algorithm: the trigger looks, the replicas vote, one `lax.cond`
-takes a local step or a sync, and what happened is counted. `_nan_policy` says who takes
-part in a sync, and `_guards` what a branch may not do.
+`update` is the algorithm: every replica takes its own step, one number decides, a sync
+follows (or replaces) the step or nothing does, and what happened is counted.
+`_participation` says who takes part in a sync.
 """
 
 import dataclasses
@@ -17,392 +17,591 @@ from jax import lax
 from jax.core import Tracer
 
 from curvadion_jax import (
-    _collectives,
-    _counters,
+    _checksum,
     _finite,
-    _guards,
-    _mapped,
     _memory,
     _momentum,
-    _nan_policy,
-    _partition,
+    _participation,
+    _placement,
+    _rows,
     _trees,
     _within_replica,
-    triggers,
+    metrics,
 )
-from curvadion_jax._counters import SyncMetrics
-from curvadion_jax._interfaces import (
-    LocalStep,
-    Observation,
-    Payload,
-    Synchronizer,
-    SyncState,
-    Trigger,
-    Views,
-)
-from curvadion_jax._jax_internals import SCOPE, trace, varying
-
-Branch = Callable[..., Any]  # of a `lax.cond`
+from curvadion_jax._group import Group
+from curvadion_jax._layout import Layout, make_layout
+from curvadion_jax._participation import Part
+from curvadion_jax._rows import Replicas
+from curvadion_jax.synchronizers import AfterStep, Synchronizer
+from curvadion_jax.triggers import Clock, Measured, Seen, Trigger
 
 
 class AdaptiveSyncState(NamedTuple):
-    """State of `adaptive_sync`.
+    """State of `adaptive_sync`: first what is common, then rows, then counters.
 
     Attributes:
-      inner_state: the inner optimizer's. Replica-varying.
-      trigger_state: what the trigger remembers. Replica-varying.
-      sync_state: what the synchronizer keeps; changes at syncs only.
-      metrics: `SyncMetrics`, which says what varies; changes on every step.
+      anchor: the parameters that all replicas had after the last sync, [...]; () where
+        the synchronizer keeps none. Common.
+      common: what else a synchronizer keeps that is the same on all replicas, such as
+        the outer optimizer's state.
+      trigger_state: the trigger's common state.
+      before_state: state of `before`, [R, ...].
+      inner_state: the inner optimizer's state, [R, ...].
+      remembered: what the trigger remembers of each replica, [R, ...].
+      residual: what each replica has not sent yet, already multiplied by its weight,
+        [R, ...]; () without error feedback.
+      counters: :class:`curvadion_jax.metrics.Counters`.
     """
 
-    inner_state: optax.OptState
+    anchor: Any
+    common: Any
     trigger_state: Any
-    sync_state: SyncState
-    metrics: SyncMetrics
+    before_state: Any
+    inner_state: Any
+    remembered: Any
+    residual: Any
+    counters: metrics.Counters
 
 
 def adaptive_sync(
     inner: optax.GradientTransformation,
     trigger: Trigger,
     synchronizer: Synchronizer,
-    axis_name: str | None = None,
+    mesh: Replicas = None,
     *,
-    dimension_numbers: _partition.DimensionNumbersOrFn = None,
-    allow_unchecked: bool = False,
+    before: optax.GradientTransformation | None = None,
+    specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Lets replicas take local steps, and synchronises them when the trigger says so.
 
-    On a step on which a decision is due each replica's trigger answers. If any replica
-    requests a sync, all take a sync step; else all take a local step, which sends
-    nothing. Triggers that go by the step number alone (`triggers.evenly`, `every_k`)
-    need no vote under `replicas.step`, or where `due` is passed.
+    The result is an ordinary Optax transformation of rows: gradients and parameters are
+    [R, ...], with a row for each replica. On most steps every replica takes its own
+    step of the inner optimizer, and nothing is sent. Where the trigger decides so all
+    take part in a sync. The decision is one number for all replicas, so Optax's
+    wrappers (`optax.MultiSteps`, `optax.apply_if_finite`) work around this optimizer
+    and inside it.
 
-    Call it inside `curvadion_jax.replicas.step`, or your own `shard_map` in which
-    parameters and optimizer state have a leading replica axis (the body strips it) and
-    gradients are not averaged. It returns finished parameter updates: nothing may
-    follow it in a chain. Wrappers that decide per replica (`optax.apply_if_finite`,
-    `optax.MultiSteps` with a skip function) belong inside, around `inner`; outside,
-    they would deadlock. To accumulate gradients over micro-batches add them up before
-    `update`, as by `optax.microbatch`.
+    A replica whose gradients are not finite takes the step of a zero gradient. One
+    whose state is not finite is excluded from syncs, and begins again from the anchor
+    at the next one. One of weight 0 is absent. All of that is counted
+    (:func:`curvadion_jax.metrics.read`).
 
-    A replica whose gradients are not finite takes the step of a zero gradient, one
-    whose state is not finite is excluded from syncs, one of weight 0 is absent from
-    them; all of that is counted (`curvadion_jax.metrics.read`).
+    .. warning::
+      A transformation around this one sees all replicas at once. One that looks at more
+      than a single element, such as `optax.clip_by_global_norm`, would clip by the norm
+      over all replicas and send a number on every step. Pass it as `before`, or make it
+      one of rows with :func:`curvadion_jax.replicas.lift`.
 
     Args:
-      inner: optimizer of one replica, learning rate included. It must not communicate
-        over the axis itself (that is checked).
+      inner: optimizer of one replica, learning rate included.
       trigger: when to synchronise, see `curvadion_jax.triggers`.
       synchronizer: what is sent, see `curvadion_jax.synchronizers`.
-      axis_name: name of the replica axis; None means one replica.
-      dimension_numbers: how parameters are seen as matrices, by triggers that look at
-        layers and by `average_factors`; the same as given to the inner optimizer.
-      allow_unchecked: accept `shard_map(..., check_vma=False)`, which hides whether the
-        gradients were already averaged.
+      mesh: from `replicas.make_mesh` or `replicas.simulated`. None is one replica,
+        whose arrays have no axis of replicas.
+      before: transformation of one replica's gradients, in front of the trigger and
+        the inner optimizer, such as ``optax.clip_by_global_norm(1.0)``.
+      specs: tree of `jax.sharding.PartitionSpec` of one replica's parameters over the
+        axes inside a replica, or a prefix of it. Needed where these axes are automatic.
 
     Returns:
       A transformation with :class:`AdaptiveSyncState`. Updates have the parameters'
-      dtypes, and are finite. `update` takes ``weight=w``, float32[], replica-varying:
-      how much this replica counts in means over the replicas, such as the number of
-      tokens in its batch; 0 means absent, None means 1. It also takes ``due=True`` or
-      ``due=False``, static and the same on all replicas: whether a decision is due on
-      this step, in place of ``trigger.due``. A step that is not due is a program
-      without collectives or conditionals. `replicas.step` passes `due` by itself;
-      without it replicas vote on every step. (These two are not passed on to `inner`;
-      everything else is.)
+      dtypes, and are finite. `update` takes ``weight=w``, float32[R]: how much each
+      replica counts in means over the replicas, such as the number of tokens in its
+      batch; 0 means absent, None means 1. It also takes ``due=True`` or ``due=False``,
+      static: whether a decision is due on this step, in place of ``trigger.due``. The
+      program of a step that is not due has no condition, and no sync to compile. All
+      other extra arguments go to `inner`, the same for all replicas.
 
     Raises:
-      ValueError: at `update`, if `params` is missing, trees or shapes do not match,
-        gradients were averaged before, or something that must stay local communicates.
+      ValueError: at `init`, if the replicas' parameters differ, or the inner optimizer
+        keeps a copy of them; at `update`, if `params` is missing, trees or shapes do
+        not match, or `weight` is not one number for each replica.
 
     Example:
-      >>> from curvadion_jax import synchronizers, triggers
+      >>> from curvadion_jax import replicas, synchronizers, triggers
+      >>> mesh = replicas.simulated(2)
       >>> local_sgd = adaptive_sync(
-      ...     optax.sgd(0.1), triggers.every_k(4), synchronizers.reconcile()
+      ...     optax.sgd(0.1), triggers.every_k(2), synchronizers.reconcile(), mesh
       ... )
-      >>> params = {"w": jnp.ones(3)}
+      >>> params = replicas.replicate({"w": jnp.zeros(1)}, mesh)
+      >>> gradients = {"w": jnp.array([[1.0], [3.0]])}  # a row for each replica
       >>> state = local_sgd.init(params)
-      >>> updates, state = local_sgd.update(params, state, params)
-      >>> print(updates["w"], state.metrics.syncs)
-      [-0.1 -0.1 -0.1] 0
+      >>> for _ in range(2):
+      ...     updates, state = local_sgd.update(gradients, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(params["w"].ravel().round(1).tolist())
+      [-0.1, -0.3]
+      [-0.4, -0.4]
     """
-    inner = optax.with_extra_args_support(inner)
-    if not isinstance(axis_name, str | None):  # the guards would overlook a tuple
-        raise TypeError(f"axis_name must be a string or None, got {axis_name!r}.")
-    built_while_tracing = isinstance(jnp.zeros([]), Tracer)
-
-    def init_fn(params):
-        views = _partition.matrix_views(params, dimension_numbers)
-        inner_state = inner.init(params)
-        initial = trigger.init(params, inner_state, views), _counters.initial()
-        # An array of its own for every field, so that the state can be donated.
-        trigger_state, metrics = jax.tree.map(jnp.copy, initial)
-        return AdaptiveSyncState(
-            inner_state=inner_state,
-            trigger_state=trigger_state,
-            sync_state=synchronizer.init(params, inner_state, views),
-            metrics=metrics,
-        )
-
-    def update_of_replica(
-        gradients, state, params, *, make, due, weight=None, **extra_args
-    ):
-        _guards.require_local_gradients(
-            gradients,
-            axis_name,
-            # In a mapped step gradients are local by construction.
-            allow_unchecked=allow_unchecked or _mapped.current() is not None,
-        )
-        finite = _finite.norms_finite(gradients)
-        replica: _Replica = make(
-            params=params,
-            finite=finite,
-            weight=_nan_policy.checked_weight(weight),
-            extra_args=extra_args,
-        )
-        return replica.step(_finite.or_zeros(finite, gradients), state, due)
-
-    @jax.named_scope(SCOPE)
-    def update_fn(
-        updates, state, params: Any = None, *, due: bool | None = None, **extra_args
-    ):
-        _check_update(updates, state, params)
-        views = _partition.matrix_views(params, dimension_numbers)
-        group = _collectives.Group(axis_name, _mapped.layout())
-        payload = synchronizer.payload(params, state.inner_state, views, group.layout)
-        parts = _within_replica.parts(params, group.layout)
-        whole = 4 * group.layout.devices * sum(x.size for x in jax.tree.leaves(parts))
-        cost = lambda replicas: payload.as_averaged(replicas) / max(whole, 1)
-        due = _mapped.known_due(trigger, cost) if due is None else due
-        due = None if due is None else bool(due)  # it may be a NumPy bool
-        make = functools.partial(
-            _Replica, inner, trigger, synchronizer, group, views, payload, whole, cost
-        )
-        return _mapped.update(
-            functools.partial(update_of_replica, make=make, due=due),
-            axis_name,
-            updates,
-            state,
-            params,
-            has_constants=built_while_tracing,
-            **extra_args,
-        )
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    _rows.check_mesh(mesh)
+    optimizer = _AdaptiveSync(
+        inner=optax.with_extra_args_support(inner),
+        trigger=trigger,
+        synchronizer=synchronizer,
+        mesh=mesh,
+        before=optax.with_extra_args_support(before or optax.identity()),
+        specs=specs,
+    )
+    init, update = optimizer.init, optimizer.update
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Replica:
-    """One replica on one step.
-
-    Attributes:
-      group: all replicas, and how the arrays of one lie on its devices.
-      payload, gradient_bytes: what one sync sends, and an all-reduce of all gradients.
-      cost: from the number of replicas to `Observation.sync_cost`.
-      params: parameters before the step.
-      finite: whether the gradients are finite, bool[]; `step` is given zeros if not.
-      weight: how much this replica counts in a sync, float32[]; None is 1.
-      extra_args: what the caller passed for the inner optimizer.
-    """
+class _AdaptiveSync:
+    """The transformation; see `adaptive_sync` for the attributes."""
 
     inner: optax.GradientTransformationExtraArgs
     trigger: Trigger
     synchronizer: Synchronizer
-    group: _collectives.Group
-    views: Views
-    payload: Payload
-    gradient_bytes: int
-    cost: Callable[[int], float]
-    params: optax.Params
-    finite: jax.Array
-    weight: jax.Array | None
-    extra_args: dict[str, Any]
+    mesh: Replicas
+    before: optax.GradientTransformationExtraArgs
+    specs: Any
 
-    def step(self, gradients, state: AdaptiveSyncState, due: bool | None):
-        """The updates, and the optimizer state after the step."""
-        axis_name = self.group.axis_name
+    @property
+    def reconciles(self) -> bool:
+        """Whether a sync follows the replicas' own steps and ends at an anchor."""
+        return isinstance(self.synchronizer, AfterStep)
 
-        # 1. The trigger looks at this replica.
-        decision, trigger_state = _guards.locally(
-            self.look, gradients, state, axis_name=axis_name
-        )
+    def init(self, params) -> AdaptiveSyncState:
+        _rows.check_rows(params, self.mesh, "Parameter")
+        layout = make_layout(self.mesh, self.specs, params)
+        if _rows.explicit_axes(self.mesh):
+            params = _placement.on_automatic_axes(params, self.mesh, layout)
+        state = jax.jit(lambda params: self._initial_state(params, layout))(params)
+        if self.mesh is not None:
+            _refuse_unequal(state.counters.checksum)
+            _refuse_copies(params, state.inner_state)
+        if _rows.explicit_axes(self.mesh):
+            state = _placement.on_mesh(state, self.mesh)
+        return state
 
-        # 2. The replicas vote.
-        fire = self.vote(decision, state.metrics, due)
+    def _initial_state(self, params, layout: Layout) -> AdaptiveSyncState:
+        anchor = first_row(params, self.mesh)
 
-        # 3. A local step; a sync follows or replaces it if any replica requested one.
-        operands = gradients, state.inner_state, state.sync_state
-        if self.synchronizer.after_local_step:
-            stepped = _guards.locally(self.local_step, *operands, axis_name=axis_name)
-            results = _then_once(fire, self.sync_after, stepped, axis_name)
-        else:
-            branches = _branches(
-                self.sync_instead, self.local_step, *operands, axis_name=axis_name
-            )
-            results = _choose(fire, branches, operands)
-        updates, inner_state, sync_state, faults = results
+        def of_one(params, anchor):
+            inner_state = self.inner.init(params)
+            residual = ()
+            if self.reconciles:
+                residual = self.synchronizer.init_residual(anchor)
+            remembered = self.trigger.init(params, inner_state)
+            before_state, checksum = self.before.init(params), _checksum.of(params)
+            return (before_state, inner_state, remembered, residual, checksum), ()
 
-        # 4. What happened is counted. One replica sends nothing.
-        alone, devices = axis_name is None, self.group.layout.devices
-        weights = Payload(gathered=4 * devices)  # a float32 of each
-        metrics = _counters.update(
-            state.metrics,
-            decision,
-            voters=0 if alone or isinstance(fire, bool) else devices,
-            synced=fire,
-            finite=self.finite,
-            faults=faults,
-            payload=Payload() if alone else self.payload + weights,
-            gradient_bytes=self.gradient_bytes,
-        )
-        state = AdaptiveSyncState(inner_state, trigger_state, sync_state, metrics)
-        return updates, _collectives.vary(state, axis_name)
-
-    def look(self, gradients, state: AdaptiveSyncState):
-        """The trigger's decision, and its state after it."""
-        if self.trigger.decide is None:
-            return triggers.decision(True), state.trigger_state
-        observation = Observation(
-            gradients=gradients,
-            finite=self.finite,
-            inner_state=state.inner_state,
-            params=self.params,
-            views=self.views,
-            next_inner_state=lambda: _momentum.after_local_step(
-                self.inner_update, gradients, state.inner_state
+        rows, _ = _rows.over(of_one, self.mesh)(params, anchor)
+        before_state, inner_state, remembered, residual, checksum = rows
+        start = anchor if self.reconciles else first_row(inner_state, self.mesh)
+        state = AdaptiveSyncState(
+            anchor=anchor if self.reconciles else (),
+            common=self.synchronizer.init_common(start),
+            trigger_state=self.trigger.init_state(),
+            before_state=before_state,
+            inner_state=inner_state,
+            remembered=remembered,
+            residual=residual,
+            counters=metrics.initial(
+                checksum, self._costs(params, inner_state, layout)
             ),
-            steps=state.metrics.steps,
-            syncs=state.metrics.syncs,
-            local_steps=state.metrics.local_steps,
-            anchor=_memory.to_device(state.sync_state.anchor),
-            sync_cost=self.cost(self.group.size),
         )
-        decision, new_state = self.trigger.decide(observation, state.trigger_state)
-        return decision, _trees.like(new_state, state.trigger_state)
-
-    def vote(self, decision, counters: SyncMetrics, due: Any) -> jax.Array | bool:
-        """Whether to synchronise; a Python bool where that is known without a vote."""
-        if due is None and self.trigger.due is not None:
-            due = self.trigger.due(counters.steps, self.cost(self.group.size))
-        fire = True if due is None else due
-        if self.trigger.decide is not None and fire is not False:
-            fire &= decision.fire & _nan_policy.may_request(counters, self.weight)
-        if isinstance(fire, bool):
-            return fire
-        fire = _collectives.any_replica_requests(fire, self.group.axis_name)
-        return fire if self.group.axis_name is None else _guards.one_decision(fire)
-
-    def local_step(self, gradients, inner_state, sync_state):
-        """A step that sends nothing."""
-        updates, inner_state = self.inner_update(gradients, inner_state)
-        no, zeroed = jnp.zeros([], jnp.bool_), ~_finite.all_finite(updates)
-        faults = _counters.Faults(zeroed, no, no, weight=jnp.zeros([], jnp.float32))
-        return _finite.finite_elements(updates), inner_state, sync_state, faults
-
-    def sync_instead(self, gradients, inner_state, sync_state):
-        """A sync that replaces the local step, such as `average_gradients`."""
-        local = LocalStep(
-            inner_state, self.params, self.views, gradients, take=self.inner_update
+        return _placement.placed(
+            state, self.inner, self.synchronizer, params, self.mesh, layout
         )
-        return self.synchronise(local, self.params, sync_state, self.finite)
 
-    def sync_after(self, updates, inner_state, sync_state, faults):
-        """A sync that follows the local step, such as `reconcile`."""
-        local = LocalStep(inner_state, self.params, self.views, updates=updates)
-        moved = optax.apply_updates(self.params, updates)
-        *results, new_faults = self.synchronise(local, moved, sync_state)
-        zeroed = faults.zeroed | new_faults.zeroed
-        return *results, new_faults._replace(zeroed=zeroed)
+    def update(
+        self,
+        gradients,
+        state: AdaptiveSyncState,
+        params=None,
+        *,
+        weight=None,
+        due: bool | None = None,
+        **extra_args,
+    ):
+        _trees.check_gradients(gradients, params)
+        _rows.check_rows(params, self.mesh, "Parameter")
+        layout = make_layout(self.mesh, self.specs, params)
+        weight = _participation.checked_weight(weight, state.counters.value)
+        run = functools.partial(self._update, layout=layout, static_due=due)
+        if axes := _rows.explicit_axes(self.mesh):
+            results = jax.tree.map(lambda x: jax.typeof(x).sharding, (params, state))
+            run = jax.sharding.auto_axes(run, axes=axes, out_sharding=results)
+        return run(gradients, state, params, weight, extra_args)
 
-    def synchronise(self, local, moved, sync_state, contributes: Any = True):
-        """A sync of this replica, whose parameters are now `moved`."""
-        before, axis = _memory.to_device(sync_state), self.group.axis_name
-        local, excluded, keep = _nan_policy.participation(
-            local, moved, before, self.weight, contributes, axis
-        )
-        inner_state = _nan_policy.restarted(
-            self.inner, self.params, local.inner_state, keep
-        )
-        local = local._replace(inner_state=inner_state)
-        updates, inner_state, after = self.synchronizer.sync(local, before, self.group)
-        updates = _trees.like(updates, self.params)
-        faults = _counters.Faults(
-            zeroed=local.healthy & ~_finite.all_finite(updates),
-            excluded=excluded,
-            absent=~excluded & ~local.present,
-            weight=jnp.asarray(local.weight),
-        )
-        after = jax.tree.map(_memory.to_memory_of, after, sync_state)
-        return _finite.finite_elements(updates), inner_state, after, faults
+    def _update(
+        self, gradients, state, params, weight, extra_args, *, layout, static_due
+    ):
+        counters: metrics.Counters = state.counters
+        costs = self._costs(params, state.inner_state, layout)
+        cost_of_sync = costs.of_sync(_rows.count(self.mesh))
+        clock = Clock(counters.steps, counters.syncs, counters.since, cost_of_sync)
+        common = _Common(extra_args, state.anchor, state.common, clock)
 
-    def inner_update(self, gradients, inner_state, **more):
+        # 1. The trigger looks at every replica.
+        seen = self._look(gradients, state, params, common, layout)
+        row = _Row(params, seen.gradients, state.inner_state, seen.finite, weight)
+
+        # 2. One decision, for all replicas.
+        due = self.trigger.due(clock) if static_due is None else bool(static_due)
+        threshold = self.trigger.threshold(clock, state.trigger_state)
+        voted = self.trigger.look is not None and due is not False
+        requested = due
+        if voted:
+            # NaN is a request. A replica without weight requests nothing.
+            requests = ~(seen.value <= threshold) & (weight > 0) & due
+            requested = _any(requests, self.mesh)
+        fire, trigger_state = self.trigger.decide(clock, requested, state.trigger_state)
+        fire = fire & due
+
+        # 3. Every replica's own step. A sync follows it or replaces it, or none does.
+        if self.reconciles:
+            outcome = self._own_step(row, state.residual, common, layout)
+            outcome, (anchor, kept) = self._reconcile_if(
+                fire, outcome, row, common, layout
+            )
+        else:
+            anchor = ()
+            outcome, kept = self._step_with_mean_if(fire, row, common, layout)
+        # Nothing may fuse these with their sum with the parameters, whose bits count.
+        updates = lax.optimization_barrier(outcome.updates)
+
+        # 4. What happened is counted.
+        state = AdaptiveSyncState(
+            anchor=anchor,
+            common=kept,
+            trigger_state=trigger_state,
+            before_state=seen.before_state,
+            inner_state=outcome.inner_state,
+            remembered=seen.remembered,
+            residual=outcome.residual,
+            counters=metrics.counted(
+                counters,
+                costs,
+                seen,
+                outcome,
+                threshold=threshold,
+                fire=fire,
+                voted=due if voted else False,
+                checksum=self._checksum_after(params, updates),
+            ),
+        )
+        state = _placement.placed(
+            state, self.inner, self.synchronizer, params, self.mesh, layout
+        )
+        return updates, state
+
+    def _costs(self, params, inner_state, layout: Layout) -> metrics.Costs:
+        """The bytes of a sync, of a vote, and of all gradients in float32."""
+        params, inner_state = _shapes_of_one((params, inner_state), self.mesh)
+        payload = self.synchronizer.payload(params, inner_state, layout)
+        parts = jax.tree.leaves(_within_replica.parts(params, layout))
+        number = 4 * layout.devices  # one of each device
+        return metrics.Costs(
+            averaged=payload.averaged,
+            gathered=payload.gathered + number,  # the weights
+            vote=number,
+            gradients=number * sum(x.size for x in parts),
+        )
+
+    def _look(self, gradients, state, params, common: "_Common", layout) -> "_Look":
+        """What the trigger sees of every replica; nothing is sent."""
+
+        def of_one(row, common):
+            gradients, params, before_state, inner_state, remembered = row
+            finite = _finite.norms_finite(gradients)
+            gradients = _finite.or_zeros(finite, gradients)
+            gradients, before_state = self.before.update(
+                gradients, before_state, params
+            )
+            measured = Measured(jnp.nan)
+            if self.trigger.look is not None:
+                take = self._take(params, common, layout)
+                after = _momentum.after_local_step(take, gradients, inner_state)
+                view = Seen(
+                    gradients=gradients,
+                    params=params,
+                    inner_state=inner_state,
+                    after=after,
+                    finite=finite,
+                    anchor=common.anchor,
+                    clock=common.clock,
+                )
+                measured, new = self.trigger.look(view, remembered)
+                remembered = _trees.like(new, remembered)
+            look = _Look(
+                gradients=gradients,
+                before_state=before_state,
+                remembered=remembered,
+                finite=finite,
+                value=jnp.asarray(measured.value, jnp.float32),
+                layer=jnp.asarray(measured.layer, jnp.int32),
+                checksum=_checksum.of(params),
+            )
+            return look, ()
+
+        row = (
+            gradients,
+            params,
+            state.before_state,
+            state.inner_state,
+            state.remembered,
+        )
+        measures = self.trigger.look is not None
+        anchor = _memory.to_device(common.anchor) if measures else ()
+        common = common._replace(anchor=anchor, kept=())
+        return _rows.over(of_one, self.mesh)(row, common)[0]
+
+    def _take(self, params, common: "_Common", layout: Layout) -> Callable[..., Any]:
         """The inner optimizer's update, in the dtypes of parameters and state."""
-        if self.group.layout.axes:
-            more["layout"] = self.group.layout
-        updates, new_state = self.inner.update(
-            gradients, inner_state, self.params, **self.extra_args, **more
-        )
-        return _trees.like(updates, self.params), _trees.like(new_state, inner_state)
+        given = dict(common.extra_args)
+        if layout.axes:
+            given["layout"] = layout
+
+        def take(gradients, inner_state, **more):
+            updates, new = self.inner.update(
+                gradients, inner_state, params, **given, **more
+            )
+            return _trees.like(updates, params), _trees.like(new, inner_state)
+
+        return take
+
+    def _own_step(self, row: "_Row", residual, common, layout) -> "Outcome":
+        """Every replica's step of its own inner optimizer; nothing is sent."""
+
+        def of_one(given, common):
+            row, residual = given
+            take = self._take(row.params, common, layout)
+            updates, inner_state = take(row.gradients, row.inner_state)
+            return _outcome(updates, inner_state, residual), ()
+
+        common = common._replace(anchor=(), kept=())
+        return _rows.over(of_one, self.mesh)((row, residual), common)[0]
+
+    def _reconcile_if(self, fire, outcome: "Outcome", row: "_Row", common, layout):
+        """A sync that follows the replicas' own steps, if `fire` says so."""
+        group = Group(_rows.axis_name(self.mesh), layout)
+
+        def of_one(given, common):
+            row, outcome = given
+            moved = optax.apply_updates(row.params, outcome.updates)
+            inner_sound = _finite.is_sound(outcome.inner_state)
+            healthy = inner_sound & _finite.all_finite(
+                [row.params, moved, outcome.residual]
+            )
+            part = _participation.take_part(group, row.weight, healthy, healthy)
+            target, anchor, kept, residual = self.synchronizer.sync(
+                moved, common.anchor, common.kept, outcome.residual, part
+            )
+            inner_state = _participation.restarted(
+                self.inner, anchor, outcome.inner_state, inner_sound
+            )
+            updates = jax.tree.map(jnp.subtract, target, row.params)
+            synced = _outcome(updates, inner_state, residual, part, excluded=~healthy)
+            synced = synced._replace(
+                zeroed=outcome.zeroed | (synced.zeroed & healthy),
+                anchor_checksum=_checksum.of(anchor),
+            )
+            return synced, (anchor, kept)
+
+        def synchronise(outcome, anchor_and_kept):
+            anchor, kept = _memory.to_device(anchor_and_kept)
+            on_device = outcome._replace(residual=_memory.to_device(outcome.residual))
+            new, shared = _rows.over(of_one, self.mesh)(
+                (row, on_device), common._replace(anchor=anchor, kept=kept)
+            )
+            residual = _memory.to_memory_of(new.residual, outcome.residual)
+            shared = _memory.to_memory_of(shared, anchor_and_kept)
+            return new._replace(residual=residual), shared
+
+        return _once_if(fire, synchronise, outcome, (common.anchor, common.kept))
+
+    def _step_with_mean_if(self, fire, row: "_Row", common: "_Common", layout):
+        """A step with means over the replicas if `fire` says so, else their own."""
+        group = Group(_rows.axis_name(self.mesh), layout)
+
+        def of_one(row, common):
+            inner_sound = _finite.is_sound(row.inner_state)
+            healthy = inner_sound & _finite.all_finite(row.params)
+            able = healthy & row.finite
+            part = _participation.take_part(group, row.weight, healthy, able)
+            inner_state = _participation.restarted(
+                self.inner, row.params, row.inner_state, inner_sound
+            )
+            updates, inner_state, kept = self.synchronizer.sync(
+                self._take(row.params, common, layout),
+                row.gradients,
+                inner_state,
+                common.kept,
+                part,
+            )
+            synced = _outcome(updates, inner_state, (), part, excluded=~able)
+            return synced._replace(zeroed=synced.zeroed & healthy), kept
+
+        def synchronise(row, kept):
+            on_device = common._replace(kept=_memory.to_device(kept))
+            outcome, new = _rows.over(of_one, self.mesh)(row, on_device)
+            return outcome, _memory.to_memory_of(new, kept)
+
+        def alone(row, kept):
+            return self._own_step(row, (), common, layout), kept
+
+        if isinstance(fire, bool):
+            return (synchronise if fire else alone)(row, common.kept)
+        return lax.cond(fire, synchronise, alone, row, common.kept)
+
+    def _checksum_after(self, params, updates) -> jax.Array:
+        def of_one(row, _):
+            return _checksum.of(optax.apply_updates(*row)), ()
+
+        return _rows.over(of_one, self.mesh)((params, updates), ())[0]
 
 
-def _check_update(gradients, state, params) -> None:
-    _trees.check_gradients(gradients, params)
-    if jnp.ndim(state.metrics.steps):
-        raise ValueError(
-            f"The optimizer state has a leading axis of {len(state.metrics.steps)}. "
-            "Inside a shard_map of your own strip it from state, parameters and "
-            "gradients; curvadion_jax.replicas.step does that by itself."
-        )
+class _Row(NamedTuple):
+    """What one replica brings to a step.
 
-
-def _branches(sync: Branch, local: Branch, *operands, axis_name: str | None):
-    """Both branches checked, with results marked as varying over the same axes.
-
-    Both, even if `fire` is known: a faulty sync is reported on the first step.
+    Attributes:
+      gradients: zeros where they are not finite, and after `before`.
+      finite: bool[], whether the gradients were finite.
+      weight: float32[], how much this replica counts in a sync.
     """
-    synced = trace(sync, *operands)
-    _guards.require_no_deadlock(synced.program.jaxpr, axis_name)
-    alone = _guards.trace_local(local, *operands, axis_name=axis_name)
-    avals = zip(synced.program.out_avals, alone.program.out_avals, strict=False)
-    axes = [varying(x) | varying(y) for x, y in avals]
 
-    def marked(branch):
-        return lambda *args: _collectives.vary(
-            _collectives.vary_over(branch(*args), axes), axis_name
-        )
-
-    return marked(synced), marked(alone)
+    params: Any
+    gradients: Any
+    inner_state: Any
+    finite: jax.Array
+    weight: jax.Array
 
 
-def _choose(fire, branches: tuple[Branch, Branch], operands: tuple) -> Any:
-    """The results of a sync, or of a step that sends nothing, by the one `lax.cond`.
+class _Common(NamedTuple):
+    """What a step has that is the same for all replicas."""
 
-    `fire` is the same on all replicas. A Python bool makes that branch the program.
+    extra_args: dict[str, Any]
+    anchor: Any
+    kept: Any  # by the synchronizer
+    clock: Clock
+
+
+class _Look(NamedTuple):
+    """One replica, after its trigger has looked at it."""
+
+    gradients: Any
+    before_state: Any
+    remembered: Any
+    finite: jax.Array
+    value: jax.Array
+    layer: jax.Array
+    checksum: jax.Array
+
+
+class Outcome(NamedTuple):
+    """One replica's step: its own, or what a sync made of it.
+
+    Attributes:
+      zeroed: bool[], whether finite gradients gave updates that were not finite.
+      excluded, absent: bool[], whether this replica took no part in a sync.
+      anchor_checksum: uint32[], of this replica's copy of the anchor; 0 without a sync.
     """
-    sync, local = branches
-    if isinstance(fire, bool):
-        return sync(*operands) if fire else local(*operands)
-    return lax.cond(fire, sync, local, *operands)
+
+    updates: Any
+    inner_state: Any
+    residual: Any
+    zeroed: jax.Array
+    excluded: jax.Array
+    absent: jax.Array
+    anchor_checksum: jax.Array
 
 
-def _then_once(fire, sync: Branch, stepped: tuple, axis_name: str | None):
-    """The results of a local step, or of a sync that follows it.
+def _outcome(
+    updates, inner_state, residual, part: Part | None = None, excluded: Any = False
+) -> Outcome:
+    """The outcome of a step, whose updates are finite: what is not becomes zero."""
+    excluded = jnp.asarray(excluded)
+    absent = jnp.array(False) if part is None else ~excluded & ~part.present
+    return Outcome(
+        updates=_finite.finite_elements(updates),
+        inner_state=inner_state,
+        residual=residual,
+        zeroed=~_finite.all_finite(updates),
+        excluded=excluded,
+        absent=absent,
+        anchor_checksum=jnp.zeros([], jnp.uint32),
+    )
+
+
+def _any(requests: jax.Array, mesh: Replicas) -> jax.Array:
+    """Whether any replica says so, bool[]: one int32 scalar all-reduce."""
+    if mesh is None:
+        return requests
+
+    def reduce(request, _):
+        # An integer: on a CPU a maximum of floats drops NaN.
+        return (), lax.pmax(request.astype(jnp.int32), _rows.AXIS) > 0
+
+    return _rows.over(reduce, mesh)(requests, ())[1]
+
+
+def _once_if(fire, synchronise, outcome, shared):
+    """What a sync makes of an outcome and of what is common, or both as they are.
 
     The conditional is inside a loop that runs once or not at all. A bare conditional
     copies what it passes through (https://github.com/jax-ml/jax/issues/39449); a loop
     that does not run copies nothing. A bare loop would not do either: XLA hoists
     loop-invariant work out of it, and would then do that work on every step.
     """
-    keep = lambda *stepped: stepped
-    stepped = _collectives.vary(stepped, axis_name)
-    branches = _branches(sync, keep, *stepped, axis_name=axis_name)
     if isinstance(fire, bool):
-        return _choose(fire, branches, stepped)
-    # A loop must begin with the types that it ends with, and these say what varies. If
-    # the results of a sync vary in more than the step's, it is traced again for those.
-    _, kept = branches
-    begin = kept(*stepped)
-    if jax.tree.map(jax.typeof, begin) != jax.tree.map(jax.typeof, stepped):
-        branches = _branches(sync, keep, *begin, axis_name=axis_name)
-    once = lambda _, stepped: _choose(fire, branches, stepped)
-    return lax.fori_loop(0, fire.astype(jnp.int32), once, begin)
+        return synchronise(outcome, shared) if fire else (outcome, shared)
+    keep = lambda outcome, shared: (outcome, shared)
+    once = lambda _, carried: lax.cond(fire, synchronise, keep, *carried)
+    return lax.fori_loop(0, fire.astype(jnp.int32), once, (outcome, shared))
+
+
+def first_row(tree: Any, mesh: Replicas) -> Any:
+    """The arrays of the first replica."""
+    return tree if mesh is None else jax.tree.map(lambda x: x[0], tree)
+
+
+def _shapes_of_one(tree: Any, mesh: Replicas) -> Any:
+    """The shapes and dtypes of one replica's arrays."""
+    lead = 0 if mesh is None else 1
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype)
+    return jax.tree.map(shape, tree)
+
+
+def _refuse_unequal(checksum: jax.Array) -> None:
+    """Rejects replicas that begin with different parameters."""
+    if isinstance(checksum, Tracer) or not checksum.is_fully_addressable:
+        return
+    if len({*jax.device_get(checksum).ravel().tolist()}) > 1:
+        raise ValueError(
+            "The replicas' parameters differ, and all replicas must begin alike. Give "
+            "the parameters of replicas.replicate(params, mesh); after training, those "
+            "of replicas.replicate(replicas.consensus(params), mesh)."
+        )
+
+
+def _refuse_copies(params: Any, inner_state: Any) -> None:
+    """Rejects an inner optimizer that keeps a copy of the parameters.
+
+    A sync would move the parameters and not the copy, and the next step would take the
+    replicas apart again.
+    """
+    arrays = [*jax.tree.leaves(params), *jax.tree.leaves(inner_state)]
+    if any(isinstance(x, Tracer) or not x.is_fully_addressable for x in arrays):
+        return
+    for path, x in jax.tree.leaves_with_path(inner_state):
+        if not _finite.is_float(x) or x.ndim < 2:
+            continue
+        for param in jax.tree.leaves(params):
+            # Zeros and ones are everywhere; other numbers are copies.
+            if x.shape == param.shape and _is_copy(x, param):
+                name = jax.tree_util.keystr(path)
+                raise ValueError(
+                    f"The inner optimizer's state{name} is a copy of a parameter. A "
+                    "sync would move the parameters and leave the copy behind. Keep "
+                    "parameters in float32 and cast them in the loss, or put what "
+                    "keeps the copy around the optimizer."
+                )
+
+
+@jax.jit
+def _is_copy(x: jax.Array, param: jax.Array) -> jax.Array:
+    same = x.astype(jnp.float32) == param.astype(jnp.float32)
+    return jnp.all(same) & jnp.any(param != param.ravel()[0])

@@ -4,6 +4,7 @@
 as those of `optax.inject_hyperparams`.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -43,12 +44,19 @@ def check_numbers(below: float | None = None, **values: Any) -> None:
             raise ValueError(f"{name} must be at least 0{limit}, got {value}.")
 
 
-def check_fraction(value: Any, what: str) -> None:
-    """Rejects a traced number, and one outside (0, 1], such as a percentage."""
-    check_static(value, what)
-    if not 0 < value <= 1:
+def check_budget(value: Any) -> None:
+    """Rejects a budget that is no fraction; warns of one that is hardly less."""
+    check_static(value, "budget")
+    if not isinstance(value, _PLAIN) or not 0 < value <= 1:
         raise ValueError(
-            f"{what} is a fraction in (0, 1], got {value}. Ten percent is 0.1."
+            f"budget is a fraction in (0, 1] of the bytes of synchronous training, got "
+            f"{value!r}. One percent is 0.01."
+        )
+    if value > 0.5:
+        warnings.warn(
+            f"budget={value} is {value:.0%} of the bytes of synchronous training. One "
+            "percent is 0.01.",
+            stacklevel=4,
         )
 
 

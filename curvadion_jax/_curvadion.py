@@ -9,10 +9,9 @@ from curvadion_jax import _arguments, _partition, synchronizers, triggers
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import dion
 from curvadion_jax._local_muon import BUDGET, default_sync
+from curvadion_jax._rows import Replicas
 
 _RANK = 1.0
-# Syncs by which the budget may be ahead of its share, or behind.
-_BOUNDS = 1.0
 
 
 def curvadion(
@@ -30,15 +29,16 @@ def curvadion(
     other_optimizer: optax.GradientTransformation | None = None,
     dimension_numbers: _partition.DimensionNumbersOrFn = None,
     synchronizer: synchronizers.Synchronizer | None = None,
-    axis_name: str | None = None,
     decision_interval: int | None = None,
-    allow_unchecked: bool = False,
+    before: optax.GradientTransformation | None = None,
+    mesh: Replicas = None,
+    specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """CurvaDion: local Dion steps, synchronised when a momentum changes.
 
     Each replica takes Dion steps on its own gradients. All replicas synchronise when
     the relative momentum change of any matrix, on any replica, exceeds a threshold
-    (RMMC, see `triggers.relative_momentum_change`).
+    (RMMC, relative maximum momentum change; see `triggers.relative_momentum_change`).
 
     Set `threshold`, or set `budget` to have the threshold adjusted during training. The
     default is ``budget=0.01``. A budget keeps the number of syncs within one of even
@@ -68,17 +68,17 @@ def curvadion(
       bits: bits per element sent: 8, 4, 2 or 1. None means 2. Not with `synchronizer`.
       adam_learning_rate, other_optimizer, dimension_numbers: as for :func:`dion`.
       synchronizer: replaces the sync described above.
-      axis_name: name of the replica axis. None means a single replica, on which the
-        default sync sends nothing and takes no outer step: the result is Dion's.
       decision_interval: number of steps from one vote of the replicas to the next; None
         means 1. A vote costs a round trip over the slow link. A request waits up to
         ``decision_interval - 1`` steps, on which nothing is sent. What a budget allows
         beyond one sync per interval is not spent.
-      allow_unchecked: as for :func:`adaptive_sync`.
+      before: as for :func:`adaptive_sync`, such as ``optax.clip_by_global_norm(1.0)``.
+      mesh: as for :func:`adaptive_sync`. None means a single replica, on which the
+        default sync sends nothing and takes no outer step: the result is Dion's.
+      specs: as for :func:`adaptive_sync`.
 
     Returns:
-      An optimizer with state :class:`AdaptiveSyncState`. In `optax.chain` it must come
-      last. `curvadion_jax.metrics.read` reports syncs and bytes.
+      An optimizer of rows, with state :class:`AdaptiveSyncState`. `curvadion_jax.metrics.read` reports syncs and bytes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -88,23 +88,24 @@ def curvadion(
       >>> update = jax.jit(tx.update)
       >>> for _ in range(4):  # constant gradients: RMMC decreases
       ...     updates, state = update(params, state, params)
-      ...     values.append(f"{state.metrics.value:.2f}")
-      >>> print(*values, state.metrics.syncs)
+      ...     values.append(f"{state.counters.value:.2f}")
+      >>> print(*values, state.counters.syncs)
       inf 0.80 0.36 0.21 3
 
     References:
-      `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
+      Kumar, Jin and Quesnelle, `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
     """
     _arguments.check_exclusive(threshold=threshold, budget=budget)
     if threshold is None:
         budget = BUDGET if budget is None else budget
-        _arguments.check_fraction(budget, "budget")
-        trigger = triggers.budget(budget, ahead=_BOUNDS, behind=_BOUNDS)
+        trigger = triggers.budget(
+            budget, triggers.relative_momentum_change(0.1, dimension_numbers)
+        )
     else:
-        trigger = triggers.relative_momentum_change(threshold)
+        trigger = triggers.relative_momentum_change(threshold, dimension_numbers)
     if decision_interval is not None:
         trigger = triggers.at_intervals(trigger, decision_interval)
-    synchronizer = default_sync(bits, synchronizer, axis_name)
+    synchronizer = default_sync(bits, synchronizer, mesh)
     inner = dion(
         learning_rate,
         _RANK if rank is None else rank,
@@ -116,11 +117,4 @@ def curvadion(
         other_optimizer=other_optimizer,
         dimension_numbers=dimension_numbers,
     )
-    return adaptive_sync(
-        inner,
-        trigger,
-        synchronizer,
-        axis_name,
-        dimension_numbers=dimension_numbers,
-        allow_unchecked=allow_unchecked,
-    )
+    return adaptive_sync(inner, trigger, synchronizer, mesh, before=before, specs=specs)

@@ -33,10 +33,9 @@ class DionState(NamedTuple):
 
     Attributes:
       momentum: tree like the parameters, in `mu_dtype` or their dtype, after error
-        feedback. Replica-varying.
+        feedback.
       dion_q: right factor Q of every parameter, ``[*batch, smaller side, r]`` with
-        unit columns, in the momentum's dtype. Replica-varying unless every step reduces
-        the factors. (`replicas.resize` goes by this name, which no parameter has.)
+        unit columns, in the momentum's dtype.
     """
 
     momentum: optax.Updates
@@ -110,7 +109,7 @@ def scale_by_dion(
     def init_fn(params):
         views = _partition.matrices_only(params, dimension_numbers)
         zeros = optax.tree.zeros_like(params, dtype=mu_dtype)
-        if _trees.is_placeholder(params):
+        if not jax.tree.leaves(params):  # as where Optax looks for what is like them
             return DionState(zeros, dion_q=jnp.zeros([]))
         return DionState(zeros, _initial_qs(params, views, rank, mu_dtype))
 
@@ -128,6 +127,8 @@ def scale_by_dion(
         _trees.check_shapes(updates, state.momentum, "Gradient")
         views = _partition.matrices_only(updates, dimension_numbers)
         decay = 1 if error_feedback else momentum
+        if not views:
+            return updates, state
         leaves = (views, jax.tree.leaves(state.momentum), jax.tree.leaves(updates))
         total = {
             name: _accumulate(m, g, decay) for name, m, g in zip(*leaves, strict=True)
@@ -151,20 +152,14 @@ def scale_by_dion(
 
 
 def _initial_qs(params, views, rank: int | float, dtype) -> Any:
-    """Draws Q of every parameter, sharded and boxed as the parameter is."""
-    leaves = iter(_paths.leaves_with_path(params))
+    """Draws Q of every parameter."""
 
-    def initial(node):
-        if not jax.tree.leaves(node):  # another optimizer takes the parameter
-            return node
-        name, leaf = next(leaves)
+    def initial(name, leaf):
         view = views[name]
         r = _matrices.resolve_rank(view.cols, rank)
-        q = _power_iteration.initial_q(name, view, r, dtype or leaf.dtype)
-        q = _layout.place_like(q, leaf, view.q_axes)
-        return _layout.boxed_like(q, node, view.q_axes)
+        return _power_iteration.initial_q(name, view, r, dtype or leaf.dtype)
 
-    return jax.tree.map(initial, params, is_leaf=_paths.is_box)
+    return _paths.map_with_path(initial, params)
 
 
 def _accumulate(momentum: jax.Array, gradient: jax.Array, decay) -> jax.Array:

@@ -28,6 +28,16 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.sum(sums * sums) == 0
 
 
+def is_sound(state: Any) -> jax.Array:
+    """Whether a state is finite, bool[]; a single number may be infinite.
+
+    Such as the best loss so far, or a loss scale.
+    """
+    arrays = [x for x in jax.tree.leaves(state) if is_float(x)]
+    single = [jnp.where(jnp.isinf(x), 0, x) for x in arrays if jnp.ndim(x) == 0]
+    return all_finite([*single, *(x for x in arrays if jnp.ndim(x))])
+
+
 def norms_finite(tree: Any) -> jax.Array:
     """Whether no array has a NaN or Inf, or squares that overflow, bool[].
 

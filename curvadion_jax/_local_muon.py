@@ -9,6 +9,7 @@ import optax
 from curvadion_jax import _arguments, _partition, compressors, synchronizers, triggers
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._muon import muon
+from curvadion_jax._rows import Replicas
 
 BUDGET = 0.01
 _BITS = 2
@@ -32,8 +33,9 @@ def local_muon(
     dimension_numbers: _partition.DimensionNumbersOrFn = None,
     trigger: triggers.Trigger | None = None,
     synchronizer: synchronizers.Synchronizer | None = None,
-    axis_name: str | None = None,
-    allow_unchecked: bool = False,
+    before: optax.GradientTransformation | None = None,
+    mesh: Replicas = None,
+    specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Local Muon steps with evenly spaced, compressed syncs.
 
@@ -66,13 +68,14 @@ def local_muon(
       trigger: when to synchronise. None means ``triggers.evenly(budget)``.
       synchronizer: how replicas synchronise. None means the `reconcile` described
         above, which keeps momenta local and its own state in bfloat16.
-      axis_name: name of the replica axis. None means a single replica, on which the
+      before: as for :func:`adaptive_sync`, such as ``optax.clip_by_global_norm(1.0)``.
+      mesh: as for :func:`adaptive_sync`. None means a single replica, on which the
         default sync sends nothing and takes no outer step: the result is Muon's.
-      allow_unchecked: as for :func:`adaptive_sync`.
+      specs: as for :func:`adaptive_sync`.
 
     Returns:
-      An optimizer with state :class:`AdaptiveSyncState`. In `optax.chain` it must come
-      last. `curvadion_jax.metrics.read` reports syncs and bytes.
+      An optimizer of rows, with state :class:`AdaptiveSyncState`.
+      `curvadion_jax.metrics.read` reports syncs and bytes.
 
     Example:
       >>> params = {"kernel": jnp.ones((64, 64))}
@@ -81,9 +84,9 @@ def local_muon(
       >>> update = jax.jit(tx.update)
       >>> for _ in range(4):
       ...     updates, state = update(params, state, params)
-      ...     syncs.append(int(state.metrics.synced))
+      ...     syncs.append(int(state.counters.syncs))
       >>> syncs
-      [0, 1, 0, 1]
+      [0, 1, 1, 2]
 
     References:
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
@@ -99,9 +102,7 @@ def local_muon(
         nesterov=True,
     )
     if trigger is None:
-        budget = BUDGET if budget is None else budget
-        _arguments.check_fraction(budget, "budget")
-        trigger = triggers.evenly(budget)
+        trigger = triggers.evenly(BUDGET if budget is None else budget)
 
     def matrices(numbers):
         return muon(
@@ -117,17 +118,17 @@ def local_muon(
     return adaptive_sync(
         _partition.optimizer(matrices, other_optimizer, dimension_numbers),
         trigger,
-        default_sync(bits, synchronizer, axis_name),
-        axis_name,
-        dimension_numbers=dimension_numbers,
-        allow_unchecked=allow_unchecked,
+        default_sync(bits, synchronizer, mesh),
+        mesh,
+        before=before,
+        specs=specs,
     )
 
 
 def default_sync(
     bits: int | None,
     synchronizer: synchronizers.Synchronizer | None,
-    axis_name: str | None,
+    mesh: Replicas,
 ) -> synchronizers.Synchronizer:
     """The synchronizer of `local_muon` and `curvadion`, unless one is given."""
     _arguments.check_exclusive(bits=bits, synchronizer=synchronizer)
@@ -138,7 +139,7 @@ def default_sync(
     )
     return synchronizers.reconcile(
         # With one replica an outer step would only change the inner optimizer.
-        None if axis_name is None else outer,
+        None if mesh is None else outer,
         compressor=compressors.quantize(_BITS if bits is None else bits),
         residual_dtype=_DTYPE,
     )

@@ -11,16 +11,22 @@ import jax
 HOST_KIND = "pinned_host"
 
 
-def to_memory(x: Any, space: Any) -> Any:
-    """An array, copied if it is not there already."""
-    return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)
-
-
-def to_memory_of(x: Any, other: Any) -> Any:
-    """An array, moved to where another array is kept."""
-    return to_memory(x, jax.typeof(other).memory_space)
+def is_on_device(x: Any) -> bool:
+    return jax.typeof(x).memory_space == jax.memory.Space.Device
 
 
 def to_device(tree: Any) -> Any:
     """The tree, its arrays in host memory copied to the device."""
-    return jax.tree.map(lambda x: to_memory(x, jax.memory.Space.Device), tree)
+    space = jax.memory.Space.Device
+    move = lambda x: x if is_on_device(x) else jax.device_put(x, space)
+    return jax.tree.map(move, tree)
+
+
+def to_memory_of(tree: Any, other: Any) -> Any:
+    """The tree, each array moved to where the other tree's is kept."""
+
+    def move(x, y):
+        space = jax.typeof(y).memory_space
+        return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)
+
+    return jax.tree.map(move, tree, other)

@@ -69,25 +69,7 @@ def after_local_step(
     """
     if not dion_states(state):
         return update(gradients, state)[1]
-    momentum_only = _Watched()
-    _, after = update(gradients, state, momentum_only=momentum_only)
-    if not momentum_only.was_read:
-        raise ValueError(
-            "A transformation around Dion does not pass on the extra argument "
-            "momentum_only. Build it as an optax.GradientTransformationExtraArgs "
-            "that forwards extra arguments."
-        )
-    return after
-
-
-class _Watched:
-    """A true value that knows whether it was read."""
-
-    was_read = False
-
-    def __bool__(self) -> bool:
-        self.was_read = True
-        return True
+    return update(gradients, state, momentum_only=True)[1]
 
 
 def _is_dion(node: Any) -> bool:

@@ -43,7 +43,7 @@ def check_shapes(tree: Any, expected: Any, what: str) -> None:
         if shape != other:
             raise ValueError(
                 f"{what} {name!r} is {shape}, expected {other}. Pass gradients and "
-                "state of these parameters, without a replica axis."
+                "state of these parameters."
             )
 
 
@@ -65,8 +65,3 @@ def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 def wide(x: jax.Array) -> jax.Array:
     """Casts an array to at least float32."""
     return x.astype(compute_dtype(x.dtype))
-
-
-def is_placeholder(params: Any) -> bool:
-    """Whether `optax.tree.map_params` looks for what is parameter-like."""
-    return type(params).__name__ == "_ParamsPlaceholder"  # private to Optax

@@ -46,8 +46,7 @@ def parts(tree: Any, layout: Layout) -> Any:
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
     leaves, structure = jax.tree.flatten(tree)
-    specs = [spec or PartitionSpec() for spec in layout.specs(tree)]
-    return structure.unflatten(map(part, leaves, specs))
+    return structure.unflatten(map(part, leaves, layout.of(tree)))
 
 
 def by_device(
@@ -62,7 +61,7 @@ def by_device(
     each call is given another piece of it, in one dimension.
     """
     leaves = jax.tree.leaves(tree)
-    specs = [spec or PartitionSpec() for spec in layout.specs(tree)]
+    specs = layout.of(tree)
     together = defaultdict(list)
     for index, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
         together[named_axes(spec), shared_by(leaf, spec, layout)].append(index)
@@ -74,6 +73,7 @@ def by_device(
             in_specs=(sharded,),
             out_specs=sharded,
             axis_names=set(layout.axes),
+            check_vma=False,
         )
         found = mapped([leaves[index] for index in members])
         for index, each in zip(members, found, strict=True):
@@ -90,7 +90,7 @@ def _of_pieces(function, shared: tuple[str, ...], parts: list) -> list:
         return lax.dynamic_index_in_dim(pieces, lax.axis_index(shared), keepdims=False)
 
     def joined(found, x):
-        whole = lax.all_gather(found, shared, tiled=True, to="invarying")
+        whole = lax.all_gather(found, shared, tiled=True)
         return whole[: x.size].reshape(x.shape)
 
     results = zip(function([piece(x) for x in parts]), parts, strict=True)
@@ -136,26 +136,27 @@ def by_matrix(
 
     Inside a replica of several devices each of them gets some of the matrices, whole,
     and the results go back to where the matrices were. That takes two all-to-alls for
-    every axis that shards matrices. The compiler divides the function's work if a
-    parameter's sharding is unknown, or fewer than `fewest` a device are sharded alike.
+    every axis that shards matrices. The compiler divides the function's work if fewer
+    than `fewest` a device are sharded alike.
 
     The function maps stacks [number, fan_in, fan_out] to arrays of their shapes, each
     matrix by itself. It must commute with permutations of rows, and of columns if they
     merge sharded axes. A stack may be padded with copies of its last matrix.
     """
-    # In the order in which JAX flattens a dict.
-    known = zip(sorted(arrays), layout.specs(arrays), strict=True)
-    specs = {path: spec for path, spec in known if spec is not None}
-    kinds = defaultdict(list)
-    for path, spec in specs.items():
-        kinds[_kind(views[path], spec, arrays[path].dtype)].append(path)
-    enough = fewest * layout.devices
-    moved = {
-        kind: paths
-        for kind, paths in kinds.items()
-        if sum(math.prod(views[path].batch) for path in paths) >= enough
-    }
-    results = _moved(function, moved, arrays, views, specs, layout) if moved else {}
+    results = {}
+    if layout.axes:
+        specs = {path: layout.specs.get(path, PartitionSpec()) for path in arrays}
+        kinds = defaultdict(list)
+        for path, spec in specs.items():
+            kinds[_kind(views[path], spec, arrays[path].dtype)].append(path)
+        enough = fewest * layout.devices
+        moved = {
+            kind: paths
+            for kind, paths in kinds.items()
+            if sum(math.prod(views[path].batch) for path in paths) >= enough
+        }
+        if moved:
+            results = _moved(function, moved, arrays, views, specs, layout)
     rest = [path for path in arrays if path not in results]
     stacks = [views[path].to_stack(arrays[path]) for path in rest]
     for path, stack in zip(rest, function(stacks), strict=True):
@@ -183,7 +184,11 @@ def _moved(function, kinds: Mapping[_Kind, list[str]], arrays, views, specs, lay
         return results
 
     mapped = jax.shard_map(
-        of_parts, in_specs=(sharded,), out_specs=sharded, axis_names=set(axes)
+        of_parts,
+        in_specs=(sharded,),
+        out_specs=sharded,
+        axis_names=set(axes),
+        check_vma=False,
     )
     return mapped({path: arrays[path] for path in sharded})
 
@@ -208,7 +213,7 @@ def _apart(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
     for axis, name in reversed(kind.moves):
         stack = lax.all_to_all(stack, name, split_axis=axis, concat_axis=0, tiled=True)
     if shared := kind.shared(axes):
-        stack = lax.all_gather(stack, shared, tiled=True, to="invarying")
+        stack = lax.all_gather(stack, shared, tiled=True)
     return stack
 
 

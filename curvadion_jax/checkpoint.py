@@ -1,7 +1,7 @@
 """Save and restore a whole training state, with every replica in it.
 
-Between two syncs the replicas differ, so a checkpoint holds all of them. The work is
-done by orbax-checkpoint, which comes with the extra ``curvadion-jax[checkpoint]``;
+Between two syncs the replicas differ, so a checkpoint holds all rows, and what is
+common once. The work is done by orbax-checkpoint, which comes with the extra ``curvadion-jax[checkpoint]``;
 no stored code is ever run. With several processes, all of them call `save`, `restore`
 and `read_extra`, with a directory that all of them see. One job at a time writes to it.
 """
@@ -22,9 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _memory, _paths
 from curvadion_jax.replicas import _recover
-from curvadion_jax.replicas._arrays import on_host
 
-_FORMAT = 3
+_FORMAT = 4
 
 Directory = str | os.PathLike[str]
 Leaves = dict[str, Any]  # arrays, abstract or not, by their path in the state
@@ -47,14 +46,14 @@ def save(
     Args:
       directory: the folder of the run, which gets a folder per step.
       step: the number of this checkpoint, higher than that of any other there.
-      state: any pytree of ``jax.Array`` leaves [N, ...], with N the number of replicas,
-        of any dtype, typed PRNG keys included.
+      state: any pytree of ``jax.Array`` leaves, of any dtype, typed PRNG keys included.
+        (`replicas.place` makes arrays of numbers.)
       keep: how many checkpoints to keep, this one included. None keeps all.
       extra: a small dictionary for JSON, such as a data position, for `read_extra`.
         With several processes, the first one's is stored.
 
     Raises:
-      ValueError: if the step is not above the latest, or leaves share no replica axis.
+      ValueError: if the step is not above the latest, or a leaf is no array.
       OSError: if the system refuses a write. Older checkpoints stay as they were. With
         several processes the others wait for this one: end it (``os._exit``).
 
@@ -76,7 +75,7 @@ def save(
         raise ValueError(f"keep is {keep}. Give at least 1, or None to keep all.")
     digests = _digests(leaves)
     contents = {"arrays": {n: _describe(x) for n, x in leaves.items()}}
-    contents |= {"digests": digests, "replicas": len(next(iter(digests.values())))}
+    contents |= {"digests": digests}
     steps = _steps(path)
     latest = max(steps, default=-1)
     if step <= latest:
@@ -111,7 +110,7 @@ def restore(
     target: Any,
     step: int | None = None,
     *,
-    replicas: int | None = None,
+    resize: bool = False,
     partial: bool = False,
 ) -> Any:
     """Returns a saved state, bit for bit, in the structure and shardings of a target.
@@ -122,8 +121,8 @@ def restore(
         used: arrays, also donated ones, or ``jax.ShapeDtypeStruct`` with a
         ``sharding``. The devices need not be those of the saved run.
       step: the step to read; None is the latest.
-      replicas: the number of replicas of the target, where the saved state may have
-        another one: it is then changed as by `curvadion_jax.replicas.resize`.
+      resize: whether the saved state may have another number of replicas than the
+        target: it is then changed as by `curvadion_jax.replicas.resize`.
       partial: whether the target may be a part of what was saved, by its paths, such as
         ``{"params": ...}`` for inference or fine-tuning.
 
@@ -134,39 +133,45 @@ def restore(
     path, leaves = _path(directory), _by_path(target)
     notes = _read_notes(path, step)
     found: int = notes["step"]
-    arrays, before = notes["arrays"], notes["replicas"]
-    after = next(iter(leaves.values())).shape[0]
-    if after != (before if replicas is None else replicas):
-        raise ValueError(
-            f"The target has {after} replicas, step {found} in {path} has {before}, "
-            f"and replicas is {replicas}. Pass replicas={after} to change their number."
-        )
+    arrays = notes["arrays"]
+    kinds = dict(zip(leaves, jax.tree.leaves(_recover.row_kinds(target)), strict=True))
+    lengths = {}  # of saved rows, where their number changes
     for name in leaves if partial else {**leaves, **arrays}:
         wanted = _describe(leaves[name]) if name in leaves else "missing"
-        if (saved := arrays.get(name, "missing")) != wanted:
-            raise ValueError(
-                f"{name!r} is {saved} at step {found} in {path} and {wanted} in the "
-                "target. Build it as the saved run did, or pass partial=True for a "
-                "part."
-            )
-    averaged = dict(zip(leaves, _recover.is_averaged(target), strict=True))
+        saved = arrays.get(name, "missing")
+        if saved == wanted:
+            continue
+        is_row = resize and kinds.get(name, "common") != "common"
+        if is_row and saved != "missing" and _of_row(saved) == _of_row(wanted):
+            lengths[name] = saved["shape"][0]
+            continue
+        hint = ""
+        if saved != "missing" and wanted != "missing" and not resize:
+            hint = " To change the number of replicas pass resize=True."
+        raise ValueError(
+            f"{name!r} is {_shown(saved)} at step {found} in {path} and "
+            f"{_shown(wanted)} in the target. Build it as the saved run did, or pass "
+            f"partial=True for a part.{hint}"
+        )
     restored, digests = {}, {}
-    # For another number of replicas one array at a time: all would be large.
-    for names in [leaves] if before == after else [[name] for name in leaves]:
-        read = _read_arrays(path, found, {n: leaves[n] for n in names}, before)
+    # Where rows are resized one array at a time: all of them would be large.
+    for names in [[name] for name in leaves] if lengths else [leaves]:
+        read = _read_arrays(path, found, {n: leaves[n] for n in names}, lengths)
         digests |= _digests(read)
         for name, x in read.items():
-            if before != after:
-                x = jax.jit(
-                    _recover.resized,
-                    static_argnames=("replicas", "average"),
-                    out_shardings=leaves[name].sharding,
-                )(x, replicas=after, average=averaged[name])
+            if name in lengths:
+                x = _resized(x, leaves[name], average=kinds[name] == "average")
             restored[name] = x
     if bad := [n for n in leaves if digests.get(n) != notes["digests"][n]]:
         raise _damaged(path, found, f"differs in {len(bad)} arrays {bad[:5]}")
     values = [restored[name] for name in leaves]
     return jax.tree.unflatten(jax.tree.structure(target), values)
+
+
+def _resized(x: jax.Array, wanted: Any, average: bool) -> jax.Array:
+    """Rows in another number, where the wanted ones lie."""
+    rows = _recover.resized_rows(x, replicas=wanted.shape[0], average=average)
+    return jax.device_put(rows, wanted.sharding)
 
 
 def latest_step(directory: Directory) -> int | None:
@@ -188,7 +193,7 @@ def _path(directory: Directory) -> str:
 
 
 def _by_path(state: Any) -> Leaves:
-    """The leaves by path, all of which need a sharding and the replica axis.
+    """The leaves by path, all of which need a sharding.
 
     A flat dictionary: orbax would join the keys of a nested tree, so that {"a.b": x}
     and {"a": {"b": y}} share a name, and sort the mixed keys of nnx modules.
@@ -198,31 +203,47 @@ def _by_path(state: Any) -> Leaves:
     if not leaves or len(leaves) < len(pairs):
         raise ValueError("The state has no leaves, or two of one path. Rename one.")
     for name, leaf in pairs:
-        shapes = [np.shape(leaf)[:1], np.shape(pairs[0][1])[:1]]
-        if shapes[0] != shapes[1] or not getattr(leaf, "sharding", None):
+        if not getattr(leaf, "sharding", None):
             raise ValueError(
-                f"{name!r} is {leaf!r:.60}, and not an array with a sharding and the "
-                "replica axis of all leaves. Make the state with replicas.replicate."
+                f"{name!r} is {leaf!r:.60}, and not an array on devices. Make arrays of "
+                "numbers with replicas.place(state, mesh)."
             )
     return leaves
 
 
-def _describe(leaf: Any) -> str:
-    return f"{leaf.dtype}[N, {', '.join(map(str, leaf.shape[1:]))}]"
+def _describe(leaf: Any) -> dict[str, Any]:
+    return {"dtype": str(leaf.dtype), "shape": [*leaf.shape]}
 
 
-def _digests(arrays: Leaves) -> dict[str, list[int]]:
-    """Hashes each array to a uint32 per replica, so that a flipped bit is noticed.
+def _of_row(described: Any) -> Any:
+    """A description without the number of rows."""
+    if described == "missing":
+        return described
+    return described["dtype"], described["shape"][1:]
+
+
+def _shown(described: Any) -> str:
+    if described == "missing":
+        return described
+    return f"{described['dtype']}[{', '.join(map(str, described['shape']))}]"
+
+
+def _digests(arrays: Leaves) -> dict[str, int]:
+    """Hashes each array to a uint32, so that a flipped bit is noticed.
 
     Hashes are computed on the arrays' devices, and do not depend on the sharding.
     """
-    found = [_digests_of_rows(_memory.to_device(x)) for x in arrays.values()]
-    rows = on_host(list, found)
-    return {name: row.tolist() for name, row in zip(arrays, rows, strict=True)}
+    found = {name: _digest(_memory.to_device(x)) for name, x in arrays.items()}
+    return {name: _on_host(x) for name, x in found.items()}
+
+
+def _on_host(x: jax.Array) -> int:
+    """A number that is the same on all devices, of which other processes have some."""
+    return int(np.asarray(x.addressable_data(0)))
 
 
 @jax.jit
-def _digests_of_rows(x: jax.Array) -> jax.Array:
+def _digest(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
@@ -232,14 +253,14 @@ def _digests_of_rows(x: jax.Array) -> jax.Array:
         x = jax.lax.bitcast_convert_type(x, f"uint{bits}")
     words = x.astype(jnp.uint32)
     place = jnp.zeros([], jnp.uint32)
-    for axis in range(1, words.ndim):
+    for axis in range(words.ndim):
         along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
         place = place * np.uint32(words.shape[axis]) + along
     # Each word is permuted, in a way of its place: one changed word changes the sum.
     mixed = (words ^ (place * np.uint32(0x9E3779B9))) * np.uint32(0x85EBCA6B)
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0xC2B2AE35)
     mixed = mixed ^ (mixed >> 13)
-    return jnp.sum(mixed, axis=range(1, words.ndim), dtype=jnp.uint32)
+    return jnp.sum(mixed, dtype=jnp.uint32)
 
 
 def _crc32(notes: Any) -> int:
@@ -300,18 +321,21 @@ def _read_notes(path: str, step: int | None) -> dict[str, Any]:
     return notes
 
 
-def _read_arrays(path: str, step: int, wanted: Leaves, replicas: int) -> Leaves:
-    """Reads arrays of so many replicas to the devices of the wanted ones."""
+def _read_arrays(path: str, step: int, wanted: Leaves, lengths: dict[str, int]):
+    """Reads arrays to the devices of the wanted ones, some with another number of rows."""
 
-    def place(leaf):
-        sharding, shape = leaf.sharding, (replicas, *leaf.shape[1:])
-        if replicas != leaf.shape[0] and isinstance(sharding, NamedSharding):
+    def place(name, leaf):
+        sharding, rows = leaf.sharding, lengths.get(name)
+        if rows is None:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        if isinstance(sharding, NamedSharding):
             sharding = sharding.update(memory_kind=None)
-            if replicas % leaf.shape[0]:  # Then each device gets all replicas.
+            if rows % leaf.shape[0]:  # Then each device gets all rows.
                 sharding = sharding.update(spec=P(None, *sharding.spec[1:]))
+        shape = (rows, *leaf.shape[1:])
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
-    ocp, places = _orbax(), {name: place(x) for name, x in wanted.items()}
+    ocp, places = _orbax(), {name: place(name, x) for name, x in wanted.items()}
     how = {n: ocp.ArrayRestoreArgs(sharding=x.sharding) for n, x in places.items()}
     item = ocp.args.PyTreeRestore(places, how, partial_restore=True)
     arrays = _read(path, step, state=item).state

@@ -17,12 +17,27 @@ import jax.numpy as jnp
 
 from curvadion_jax import _arguments, _within_replica
 from curvadion_jax._buckets import count_blocks, make_buckets
-from curvadion_jax._collectives import Group
-from curvadion_jax._interfaces import Payload
+from curvadion_jax._group import Group
 from curvadion_jax._layout import Layout
 from curvadion_jax._trees import compute_dtype, wide
 
 __all__ = ["Averaged", "Codec", "Compressor", "Payload", "exact", "quantize"]
+
+
+class Payload(NamedTuple):
+    """Bytes of one sync.
+
+    Attributes:
+      averaged: bytes in all-reduces. One of N replicas sends 2 (N - 1) / N times that.
+      gathered: bytes in all-gathers, of each replica. It sends N - 1 times as many.
+    """
+
+    averaged: int = 0
+    gathered: int = 0
+
+    def as_averaged(self, replicas: int) -> float:
+        """The size of an all-reduce that would cost each replica the same bytes."""
+        return self.averaged + self.gathered * replicas / 2
 
 
 class Averaged(NamedTuple):
@@ -32,7 +47,7 @@ class Averaged(NamedTuple):
       mean: the approximate means, in at least float32; the same on all replicas.
       unsent: tree of what this replica did not contribute, of the same shapes and
         dtypes. Elements that would not be finite are zero: NaN would stay in error
-        feedback for good. Replica-varying.
+        feedback for good.
     """
 
     mean: Any

@@ -1,15 +1,137 @@
-"""Reads the counters in the optimizer state: what was sent, when and why."""
+"""What was sent, when and why: counters in the optimizer state, and how to read them."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from curvadion_jax import _paths
-from curvadion_jax._counters import WORD, SyncMetrics, counter_paths
 
-_FAULTS = ("nonfinite", "zeroed", "excluded")
+__all__ = ["Counters", "Report", "observe", "read"]
+
+_WORD = 2**30
+
+
+class Counters(NamedTuple):
+    """Counters of what happened so far, which :func:`read` reads.
+
+    Scalars are common to all replicas; [R] are rows, of one number for each replica.
+
+    Attributes:
+      steps, syncs: int32[], steps taken, and sync steps among them.
+      since: int32[], local steps since the last sync, or since the start.
+      votes: int32[], steps on which replicas reduced their requests to one decision.
+      threshold: float32[], what the last value was compared with; NaN if nothing was.
+      costs: int32[4, 2], bytes as [high, low] words in base 2**30: of a sync those that
+        are averaged and those that are gathered, of a vote, and of all gradients in
+        float32 (see `curvadion_jax.compressors.Payload`).
+      value: float32[R], the trigger's last value.
+      layer: int32[R], index of the parameter that it belongs to; -1 if to none.
+      nonfinite: int32[R], steps on which gradients were not finite.
+      zeroed: int32[R], steps on which finite gradients gave updates that were not.
+      excluded: int32[R], syncs in which a replica had something that was not finite.
+      absent: int32[R], syncs in which its weight was 0.
+      displaced: int32[R], steps whose parameters were not those of the last step plus
+        the updates that it returned.
+      checksum: uint32[R], of the parameters after the last step.
+      anchor_checksum: uint32[R], of each replica's copy of the anchor.
+    """
+
+    steps: Any
+    syncs: Any
+    since: Any
+    votes: Any
+    threshold: Any
+    costs: Any
+    value: Any
+    layer: Any
+    nonfinite: Any
+    zeroed: Any
+    excluded: Any
+    absent: Any
+    displaced: Any
+    checksum: Any
+    anchor_checksum: Any
+
+
+class Costs(NamedTuple):
+    """Bytes, as counted by `curvadion_jax.compressors.Payload`."""
+
+    averaged: int
+    gathered: int
+    vote: int
+    gradients: int
+
+    def of_sync(self, replicas: int) -> float:
+        """A sync's bytes over those of a float32 all-reduce of all gradients."""
+        averaged = self.averaged + self.gathered * replicas / 2
+        return averaged / max(self.gradients, 1)
+
+    def as_words(self) -> jax.Array:
+        return jnp.array([divmod(number, _WORD) for number in self], jnp.int32)
+
+
+def initial(checksum: jax.Array, costs: Costs) -> Counters:
+    """The counters before the first step."""
+    zero = jnp.zeros([], jnp.int32)
+    zeros = jnp.zeros_like(checksum, jnp.int32)
+    return Counters(
+        steps=zero,
+        syncs=zero,
+        since=zero,
+        votes=zero,
+        threshold=jnp.full([], jnp.nan, jnp.float32),
+        costs=costs.as_words(),
+        value=jnp.full_like(checksum, jnp.nan, jnp.float32),
+        layer=jnp.full_like(checksum, -1, jnp.int32),
+        nonfinite=zeros,
+        zeroed=zeros,
+        excluded=zeros,
+        absent=zeros,
+        displaced=zeros,
+        checksum=checksum,
+        anchor_checksum=jnp.zeros_like(checksum),
+    )
+
+
+def counted(
+    counters: Counters,
+    costs: Costs,
+    seen: Any,
+    outcome: Any,
+    *,
+    threshold: Any,
+    fire: Any,
+    voted: Any,
+    checksum: jax.Array,
+) -> Counters:
+    """Counts a step; `seen` and `outcome` are `_adaptive_sync`'s, as rows."""
+
+    def plus(count, event):
+        return jnp.where(event, jnp.asarray(optax.safe_increment(count)), count)
+
+    return Counters(
+        steps=plus(counters.steps, True),
+        syncs=plus(counters.syncs, fire),
+        since=jnp.where(fire, 0, plus(counters.since, True)),
+        votes=plus(counters.votes, voted),
+        threshold=jnp.asarray(threshold, jnp.float32),
+        costs=costs.as_words(),
+        value=seen.value,
+        layer=seen.layer,
+        nonfinite=plus(counters.nonfinite, ~seen.finite),
+        zeroed=plus(counters.zeroed, seen.finite & outcome.zeroed),
+        excluded=plus(counters.excluded, outcome.excluded),
+        absent=plus(counters.absent, outcome.absent),
+        displaced=plus(counters.displaced, seen.checksum != counters.checksum),
+        checksum=checksum,
+        anchor_checksum=jnp.where(
+            fire, outcome.anchor_checksum, counters.anchor_checksum
+        ),
+    )
 
 
 class Report(dict[str, Any]):
@@ -17,32 +139,42 @@ class Report(dict[str, Any]):
 
     def __str__(self) -> str:
         width = max(map(len, self), default=0)
-        forms = {int: "{:,}", float: "{:.4g}"}
-        shown = {name: forms.get(type(x), "{}").format(x) for name, x in self.items()}
-        return "\n".join(f"{name:{width}}  {text}" for name, text in shown.items())
+        lines = []
+        for name, value in self.items():
+            if name in ("share", "sync_rate"):
+                text = f"{value:.2%}"
+            elif isinstance(value, bool) or not isinstance(value, int | float):
+                text = str(value)
+            else:
+                text = f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+            lines.append(f"{name:{width}}  {text}")
+        return "\n".join(lines)
 
 
-def observe(opt_state: Any) -> SyncMetrics:
+def observe(opt_state: Any) -> Counters:
     """Finds the counters in an optimizer state, for use inside a training step.
 
-    Return them among the step's metrics: a few scalars that are not donated with the
+    Return them among the step's metrics: a few numbers that are not donated with the
     state, so the host can read them while the next step runs.
 
     Args:
       opt_state: state that holds one optimizer that synchronises, such as
-        `local_muon`, in a chain, wrapped or inside nnx.
+        `local_muon`, in a chain or wrapped. Of nnx, ``optimizer.opt_state``.
 
-    Returns:
-      The counters, with a leading replica axis if the state has one.
+    Raises:
+      ValueError: if it holds none, or several.
     """
-    leaves = dict(_paths.leaves_with_names(opt_state))
-    found = counter_paths(leaves)
+    is_counters = lambda node: isinstance(node, Counters)
+    nodes = jax.tree.leaves(opt_state, is_leaf=is_counters)
+    found = [node for node in nodes if is_counters(node)]
     if len(found) != 1:
         raise ValueError(
             f"A {type(opt_state).__name__} holds the states of {len(found)} optimizers "
-            "that synchronise. Give the state of one, or what observe returned."
+            "that synchronise. Give the opt_state of one, or what observe returned."
         )
-    return SyncMetrics(*(leaves[*found[0], field] for field in SyncMetrics._fields))
+    # nnx keeps each array in a variable.
+    values = [jax.tree.leaves(value) for value in found[0]]
+    return Counters(*[value[0] for value in values])
 
 
 def read(opt_state: Any, params: Any = None) -> Report:
@@ -52,101 +184,96 @@ def read(opt_state: Any, params: Any = None) -> Report:
     :func:`observe` returned one step late.
 
     Args:
-      opt_state: optimizer state, or anything that holds what `observe` returned, with a
-        leading replica axis; without one, of an optimizer without `axis_name`.
+      opt_state: optimizer state, or anything that holds what `observe` returned.
       params: the parameters, or their shapes, whose paths name the `layer`.
 
     Returns:
       A dictionary, printed as a table, with
 
-      * `steps`, `syncs`, `sync_rate` (their ratio), `synced` (the last step),
-        `replicas`, and `votes`: steps on which replicas reduced a decision,
-      * `value`: the trigger's last value, the largest of this process; `threshold`:
-        what it was compared with; `layer`: path of its parameter in `params`, else its
-        index among the leaves. None for a trigger without one,
+      * `share`: bytes sent, over those of synchronous training,
+      * `steps`, `syncs`, `sync_rate` (their ratio), `since` (local steps since the last
+        sync), `replicas`, and `votes`: steps on which replicas reduced a decision,
       * `bytes`: what one of N replicas has sent, 2 (N - 1) / N times what was averaged
-        and N - 1 times what was gathered; `synchronous_bytes`: what float32 gradients
-        averaged on every step would have sent,
-      * `nonfinite`, `zeroed`, `excluded` and `absent`: as in
-        :class:`curvadion_jax.SyncMetrics`, summed over the replicas of this process,
-      * `troubled`: number of a replica -> its own counts of the first three.
+        and N - 1 times what was gathered, if all syncs cost what they cost now;
+        `synchronous_bytes`: what float32 gradients averaged on every step would have
+        sent,
+      * of triggers that measure, `value`: the last value, the largest of this process;
+        `threshold`: what it was compared with; `layer`: path of its parameter in
+        `params`, else its index among the leaves,
+      * what is not as it should be, where it happened: the counts of
+        :class:`Counters` from `nonfinite` to `displaced`, a list of one number for each
+        replica of this process; `alike`: replicas have the same parameters although
+        they took local steps, so their gradients were averaged, or they were given the
+        same batch; `anchors_differ`: copies of the anchor that should be the same are
+        not.
 
     Raises:
-      ValueError: if there are no counters, replicas disagree, or their axis is missing.
+      ValueError: if there are no counters, or several.
 
     Example:
       >>> import curvadion_jax as cd, jax.numpy as jnp
       >>> state = cd.local_muon(0.01).init({"w": jnp.ones((2, 2))})
-      >>> read(state)["steps"]
-      0
+      >>> print(read(state))
+      share              0.00%
+      steps              0
+      syncs              0
+      sync_rate          0.00%
+      since              0
+      replicas           1
+      votes              0
+      bytes              0
+      synchronous_bytes  0
     """
     counters = observe(opt_state)
-    has_axis = np.ndim(counters.steps) > 0
-    replicas = np.shape(counters.steps)[0] if has_axis else 1
-    # The rows of this process, by their first replica, in one transfer.
-    parts = jax.device_get(jax.tree.map(lambda x: _held(x, has_axis), counters))
-    own = [start + i for start, part in parts.steps.items() for i in range(len(part))]
-    join = lambda held: np.concatenate([*held.values()])
-    found = jax.tree.map(join, parts, is_leaf=lambda x: isinstance(x, dict))
-    steps, syncs = _common(found.steps, "steps"), _common(found.syncs, "syncs")
-    averaged, gathered = (found.sent[0] @ [WORD, 1]).tolist()
-    synchronous = int(found.synchronous[0] @ [WORD, 1])
-    if averaged + gathered and not has_axis:
-        raise ValueError(
-            "The counters are those of one of several replicas, whose axis is missing. "
-            "Give the state of all replicas, or what observe returned for all."
-        )
+    replicas = counters.value.shape[0] if counters.value.ndim else 1
+    found = jax.tree.map(_own_rows, counters)
+    steps, syncs, votes = int(found.steps), int(found.syncs), int(found.votes)
+    costs = Costs(*[high * _WORD + low for high, low in found.costs.tolist()])
     others = replicas - 1
-    # NaN where nothing was compared; a NaN on one replica only is its own.
-    worst = int(np.argmax(np.where(np.isnan(found.value), -math.inf, found.value)))
-    layer = int(found.layer[worst])
-    if params is not None and layer >= 0:
-        layer, _ = _paths.leaves_with_path(params)[layer]
-    return Report(
+    averaged = syncs * costs.averaged + votes * costs.vote
+    sent = round(2 * others * averaged / replicas + others * syncs * costs.gathered)
+    synchronous = round(2 * others * steps * costs.gradients / replicas)
+    report = Report(
+        share=sent / synchronous if synchronous else 0.0,
         steps=steps,
         syncs=syncs,
         sync_rate=syncs / steps if steps else 0.0,
-        synced=bool(_common(found.synced, "synced")),
-        value=_shortest(found.value[worst]),
-        threshold=_shortest(found.threshold[worst]),
-        layer=None if layer == -1 else layer,
-        votes=_common(found.votes, "votes"),
+        since=int(found.since),
         replicas=replicas,
-        bytes=round(2 * others * averaged / replicas + others * gathered),
-        synchronous_bytes=round(2 * others * synchronous / replicas),
-        **{name: int(getattr(found, name).sum()) for name in (*_FAULTS, "absent")},
-        troubled=_troubled(found, own),
+        votes=votes,
+        bytes=sent,
+        synchronous_bytes=synchronous,
     )
+    value = np.atleast_1d(found.value)
+    if not np.all(np.isnan(value)) or not np.isnan(found.threshold):
+        # A replica's NaN is its own.
+        worst = int(np.argmax(np.where(np.isnan(value), -math.inf, value)))
+        layer = int(np.atleast_1d(found.layer)[worst])
+        if params is not None and layer >= 0:
+            layer, _ = _paths.leaves_with_path(params)[layer]
+        report |= {
+            "value": float(str(value[worst])),  # float32 0.3 as 0.3
+            "threshold": float(str(found.threshold)),
+            "layer": None if layer == -1 else layer,
+        }
+    for name in ("nonfinite", "zeroed", "excluded", "absent", "displaced"):
+        counts = np.atleast_1d(getattr(found, name)).tolist()
+        if any(counts):
+            report[name] = counts
+    own = np.atleast_1d(found.checksum)
+    if report["since"] and len(own) > 1 and len({*own.tolist()}) == 1:
+        report["alike"] = True
+    if len({*np.atleast_1d(found.anchor_checksum).tolist()}) > 1:
+        report["anchors_differ"] = True
+    return Report(report)
 
 
-def _held(array: Any, has_axis: bool) -> dict[int, Any]:
-    """Index of a replica -> the part of an array on this host that begins with it."""
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        # The devices of one replica hold the same.
-        return {x.index[0].start or 0: x.data for x in array.addressable_shards}
-    return {0: array if has_axis else array[None]}
-
-
-def _shortest(number: np.floating) -> float | None:
-    """Turns float32 0.3 into 0.3, and not 0.30000001192092896; None for NaN."""
-    return None if np.isnan(number) else float(str(number))
-
-
-def _common(array: np.ndarray, what: str) -> int:
-    values = np.unique(array)
-    if len(values) != 1:
-        raise ValueError(
-            f"Replicas disagree on {what}, {array.tolist()}: they did not run the same "
-            "program, and the state cannot be trusted. Restore a checkpoint."
-        )
-    return int(values[0])
-
-
-def _troubled(found: SyncMetrics, numbers: list[int]) -> dict[int, dict[str, int]]:
-    """Counts the faults of each replica that has any."""
-    counts = np.stack([getattr(found, name) for name in _FAULTS], axis=1).tolist()
-    return {
-        number: {name: count for name, count in zip(_FAULTS, row, strict=True) if count}
-        for number, row in zip(numbers, counts, strict=True)
-        if any(row)
-    }
+def _own_rows(x: Any) -> np.ndarray:
+    """An array as NumPy's; of rows in several processes, those of this one."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.ndim == 0:
+        return np.asarray(jax.device_get(x))
+    if x.is_fully_replicated:
+        return np.asarray(x.addressable_data(0))
+    # The devices of one replica hold the same rows.
+    shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])

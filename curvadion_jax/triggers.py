@@ -1,11 +1,9 @@
 """Triggers decide when replicas synchronise.
 
-A trigger looks at one replica's own quantities and requests a sync or does not. It
-knows no axis and sends nothing: `adaptive_sync` synchronises all if one requests it.
-
-`every_k(10)` and `evenly(0.01)` depend on the step number alone, so replicas need no
-vote in `replicas.step`. `relative_momentum_change(0.1)` measures momenta, so replicas
-vote: on every step, or with `at_intervals` on every k-th.
+`every_k(10)` and `evenly(0.01)` go by the step number, which all replicas have, so
+nothing is sent. `relative_momentum_change(0.1)` looks at each replica: all synchronise
+if the value of any is above the threshold. That is one integer of each replica on the
+wire, on every step, or with `at_intervals` on every k-th.
 """
 
 import fractions
@@ -17,71 +15,105 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _momentum, _paths, _trees
-from curvadion_jax._interfaces import Decision as Decision
-from curvadion_jax._interfaces import Observation as Observation
-from curvadion_jax._interfaces import Trigger as Trigger
+from curvadion_jax import _arguments, _momentum, _partition, _trees
 
 # Largest denominator of `evenly`'s share, but for 1 / n: products stay within int32.
 _LARGEST_PERIOD = 2**15
-# `budget` raises the logarithm of its threshold by _GAIN at a sync, and multiplies or
-# divides the threshold by _MAX_FACTOR at most.
-_GAIN, _MAX_FACTOR = 0.3, 1000.0
 
 
-def decision(
-    fire: jax.typing.ArrayLike,
-    value: jax.typing.ArrayLike = jnp.nan,
-    threshold: jax.typing.ArrayLike = jnp.nan,
-    layer: jax.typing.ArrayLike = -1,
-) -> Decision:
-    """Makes a `Decision`, of scalar arrays of the right dtypes."""
-    return Decision(
-        jnp.asarray(fire, jnp.bool_),
-        jnp.asarray(value, jnp.float32),
-        jnp.asarray(threshold, jnp.float32),
-        jnp.asarray(layer, jnp.int32),
-    )
+class Clock(NamedTuple):
+    """What all replicas know of a step. Python numbers do, too.
+
+    Attributes:
+      steps: int32[], steps taken before this one.
+      syncs: int32[], sync steps among them.
+      since: int32[], local steps since the last sync, or since the start.
+      cost: float, bytes of a sync over those of a float32 gradient all-reduce.
+    """
+
+    steps: Any = 0
+    syncs: Any = 0
+    since: Any = 0
+    cost: float = 1.0
 
 
-def stateless(decide: Callable[[Observation], Decision]) -> Trigger:
-    """Makes a trigger that measures something and remembers nothing.
+class Seen(NamedTuple):
+    """What a trigger sees of one replica.
 
-    Args:
-      decide: observation -> `Decision`, as the trigger's `decide` without a state.
+    Attributes:
+      gradients: this step's, after `before`; zeros where they are not finite.
+      params: parameters before this step.
+      inner_state: the inner optimizer's state before this step.
+      after: its state after a local step, with the momentum before error feedback.
+      finite: bool[], whether the gradients are finite.
+      anchor: the parameters that all replicas had after the last sync; () where the
+        synchronizer keeps none.
+      clock: :class:`Clock`.
+    """
+
+    gradients: optax.Updates = ()
+    params: optax.Params = ()
+    inner_state: optax.OptState = ()
+    after: optax.OptState = ()
+    finite: jax.Array | bool = True
+    anchor: optax.Params = ()
+    clock: Clock = Clock()
+
+
+class Measured(NamedTuple):
+    """What a trigger measured on one replica.
+
+    Attributes:
+      value: float32[]; a sync is requested unless it is at most the threshold, so NaN
+        requests one.
+      layer: int32[], index of the parameter that it belongs to, in the order of the
+        parameters' leaves; -1 if it belongs to none.
+    """
+
+    value: Any
+    layer: Any = -1
+
+
+class Trigger(NamedTuple):
+    """Decides when replicas synchronise. Two functions see the clock, one a replica.
+
+    Attributes:
+      due: :class:`Clock` -> whether a decision is due on this step, bool[]. Python
+        numbers give a Python bool.
+      look: (:class:`Seen`, remembered) -> (:class:`Measured`, remembered), of one
+        replica; called on every step, and communicates nothing. None synchronises on
+        all steps that are due, without a message.
+      threshold: (`Clock`, state) -> float32[], what values are compared with.
+      decide: (`Clock`, whether any replica requests a sync, state) -> (whether to
+        synchronise, state). On a step that is not due no replica requests one.
+      init: (params, inner state) -> what `look` remembers, of one replica.
+      init_state: () -> the state of `threshold` and `decide`, which is common.
 
     Example:
-      >>> on_even_steps = stateless(lambda seen: decision(seen.steps % 2 == 0))
-      >>> bool(on_even_steps.decide(Observation(steps=4), ())[0].fire)
-      True
+      >>> from curvadion_jax.triggers import Clock, Trigger
+      >>> powers = Trigger(due=lambda clock: (clock.steps + 1).bit_count() == 1)
+      >>> [1 + step for step in range(20) if powers.due(Clock(step))]
+      [1, 2, 4, 8, 16]
     """
-    return Trigger(lambda *_: (), lambda seen, state: (decide(seen), state))
 
-
-def _measuring(trigger: Trigger, around: str) -> Callable[[Observation, Any], Any]:
-    """Returns the `decide` of a trigger, for the combinator `around` it."""
-    if trigger.decide is None or trigger.due is not None:
-        raise ValueError(
-            f"{around} is for triggers that measure something on every step, and this "
-            "one goes by the step number. Put at_intervals around all others, and "
-            "use evenly or every_k alone."
-        )
-    return trigger.decide
-
-
-def _scheduled(due: Callable[[Any, float], Any]) -> Trigger:
-    """Makes a trigger that depends on the step number alone."""
-    return Trigger(lambda *_: (), None, due)
+    due: Callable[[Clock], Any] = lambda clock: True
+    look: Callable[[Seen, Any], tuple[Measured, Any]] | None = None
+    threshold: Callable[[Clock, Any], Any] = lambda clock, state: jnp.nan
+    decide: Callable[[Clock, Any, Any], tuple[Any, Any]] = (
+        lambda clock, requested, state: (requested, state)
+    )
+    init: Callable[[optax.Params, optax.OptState], Any] = lambda params, inner_state: ()
+    init_state: Callable[[], Any] = lambda: ()
 
 
 def always() -> Trigger:
     """Synchronises after every step."""
-    return _scheduled(lambda steps, cost: True)
+    return Trigger()
 
 
 def never() -> Trigger:
     """Synchronises after no step."""
-    return _scheduled(lambda steps, cost: False)
+    return Trigger(due=lambda clock: False)
 
 
 def every_k(k: int) -> Trigger:
@@ -92,11 +124,11 @@ def every_k(k: int) -> Trigger:
 
     Example:
       >>> trigger = every_k(30)
-      >>> [1 + step for step in range(60) if trigger.due(step, 1.0)]
+      >>> [1 + step for step in range(60) if trigger.due(Clock(step))]
       [30, 60]
     """
     _arguments.check_int(k, "k")
-    return _scheduled(lambda steps, cost: (steps + 1) % k == 0)
+    return Trigger(due=lambda clock: (clock.steps + 1) % k == 0)
 
 
 def evenly(rate: float) -> Trigger:
@@ -112,25 +144,25 @@ def evenly(rate: float) -> Trigger:
     another rate it does not make up for what was spent before.
 
     Args:
-      rate: share, in (0, 1], of the bytes of synchronous training, an all-reduce of all
-        gradients in float32 on every step. A Python number, so static under
+      rate: share, in (0, 1], of the bytes of synchronous training, an all-reduce of
+        all gradients in float32 on every step. A Python number, so static under
         `optax.inject_hyperparams`.
 
     Example:
       >>> trigger = evenly(0.8)  # a sync sends twice the gradients: 2 / 0.8 steps
-      >>> [int(trigger.due(steps, 2.0)) for steps in range(12)]
+      >>> [int(trigger.due(Clock(steps, cost=2.0))) for steps in range(12)]
       [0, 0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 0]
     """
-    _arguments.check_fraction(rate, "rate")
+    _arguments.check_budget(rate)
 
-    def due(steps, cost):
-        share = _share(rate, cost)
+    def due(clock):
+        share = _share(rate, clock.cost)
         # The syncs of n steps are n * share, rounded down.
         syncs, period = share.numerator, share.denominator
-        step = steps % period
+        step = clock.steps % period
         return (step + 1) * syncs // period > step * syncs // period
 
-    return _scheduled(due)
+    return Trigger(due)
 
 
 def _share(rate: float, cost: float) -> fractions.Fraction:
@@ -143,205 +175,179 @@ def _share(rate: float, cost: float) -> fractions.Fraction:
     return share.limit_denominator(_LARGEST_PERIOD)
 
 
+def _check_measures(trigger: Trigger, around: str) -> None:
+    if trigger.look is None:
+        raise ValueError(
+            f"{around} is for triggers that measure something, and this one goes by the "
+            "step number. Use evenly or every_k alone."
+        )
+
+
 class BudgetState(NamedTuple):
-    """State of `budget`.
+    """State of `budget`, common to all replicas.
 
     Attributes:
+      log_factor: float32[], log of the factor of the other trigger's threshold.
       of_state: state of the other trigger.
-      integral: float32[], integral term of the control law. Replica-varying.
-      peak: float32[], largest value since the last sync, in units of the threshold of
-        the other trigger. Replica-varying.
+      start: int32[2], steps and syncs when the present share came into force.
       share: float32[], syncs per step that are paid for; NaN before the first step.
-      since_step: int32[], steps taken when this share came into force.
-      since_sync: int32[], sync steps among them.
     """
 
+    log_factor: jax.Array
     of_state: Any
-    integral: jax.Array
-    peak: jax.Array
+    start: jax.Array
     share: jax.Array
-    since_step: jax.Array
-    since_sync: jax.Array
 
 
 def budget(
-    rate: float, of: Trigger | None = None, *, ahead: float = 3.0, behind: float = 3.0
+    rate: float, of: Trigger | None = None, *, ahead: float = 1.0, behind: float = 1.0
 ) -> Trigger:
-    r"""Spends a share of the bytes of synchronous training when a signal says so.
+    r"""Spends a share of the bytes of synchronous training when a value says so.
 
-    Moves the threshold of another trigger, so that its value decides when the replicas
-    synchronise, and the budget how often. After n steps with s syncs, always
+    The value of another trigger decides when the replicas synchronise, and the rate
+    how often. With p = rate / cost, the syncs per step that are paid for, the
+    threshold follows
 
     .. math::
-      -\mathrm{behind} \le s - n \, \mathrm{rate} / \mathrm{cost} \le \mathrm{ahead}
+      \log \tau \leftarrow \log \tau + g \, (\mathrm{requested} - p)
 
-    with the cost of a sync in the same unit and rate / cost at most 1: at these bounds
-    a request is refused, or a sync takes place without one. Where the rate or the cost
-    changes, as after a restart with another budget, counting starts anew.
+    (g = 0.3): it rises where more steps request a sync than are paid for, and falls
+    otherwise, so it approaches the value that a share p of the steps exceeds (Robbins
+    and Monro's stochastic approximation of a quantile). A cap and a floor keep the
+    number of syncs s after n steps within :math:`-\mathrm{behind} \le s - n p \le
+    \mathrm{ahead}` meanwhile: a request is refused, or a sync takes place without one.
 
     Args:
       rate: as for `evenly`. The bytes of votes are not counted.
-      of: trigger that measures something on every step, whose threshold is moved;
-        combinators go around `budget`. None means ``relative_momentum_change(0.1)``.
+      of: a trigger that measures something. None means
+        ``relative_momentum_change(0.1)``, whose 0.1 is where the threshold begins.
       ahead: syncs that may be made before they are paid for, at least 1.
       behind: syncs that may be left unspent, at least 0.
 
     Returns:
-      The trigger, with the value and layer of the other one and the threshold that it
-      was compared with. Its state is :class:`BudgetState`.
+      The trigger, with :class:`BudgetState`. Where the rate or the cost changes, as
+      after a restart, counting starts anew.
+
+    References:
+      Robbins and Monro, `A Stochastic Approximation Method
+      <https://doi.org/10.1214/aoms/1177729586>`_, 1951
 
     Example:
       >>> trigger = budget(0.01, relative_momentum_change(0.3))
     """
     of = relative_momentum_change(0.1) if of is None else of
-    of_decide = _measuring(of, "budget")
-    _arguments.check_fraction(rate, "rate")
+    _check_measures(of, "budget")
+    _arguments.check_budget(rate)
     _arguments.check_numbers(behind=behind)
-    if ahead < 1:
+    if not ahead >= 1:
         raise ValueError(
             f"ahead must be at least 1, got {ahead}. With less no sync could take "
             "place before it is paid for in full."
         )
+    gain, largest = 0.3, math.log(1000)
 
-    def init(params, inner_state, views):
-        zero = jnp.zeros([], jnp.float32)
+    def init_state():
         return BudgetState(
-            of_state=of.init(params, inner_state, views),
-            integral=zero,
-            peak=zero,
+            log_factor=jnp.zeros([], jnp.float32),
+            of_state=of.init_state(),
+            start=jnp.zeros(2, jnp.int32),
             share=jnp.full([], jnp.nan, jnp.float32),
-            since_step=jnp.zeros([], jnp.int32),
-            since_sync=jnp.zeros([], jnp.int32),
         )
 
-    def decide(observation, state: BudgetState):
-        measured, of_state = of_decide(observation, state.of_state)
-        cost = observation.sync_cost
-        share = jnp.float32(1 if cost <= rate else rate / cost)
-        same = share == state.share  # False for the NaN of the first step
-        since_step = jnp.where(same, state.since_step, observation.steps)
-        since_sync = jnp.where(same, state.since_sync, observation.syncs)
-        paid = share * (observation.steps - since_step)
-        spent = observation.syncs - since_sync
+    def threshold(clock, state: BudgetState):
+        return jnp.exp(state.log_factor) * of.threshold(clock, state.of_state)
 
-        # docs/algorithm.md has this control law, with e = spent - paid, i = integral.
-        proportional = _GAIN * (spent - paid)
-        log_factor = _clip_log_factor(proportional + state.integral)
-        threshold = jnp.exp(log_factor) * measured.threshold
-        requested = jnp.where(
-            jnp.isnan(threshold), measured.fire, ~(measured.value <= threshold)
-        )
-        allowed = spent + 1 <= paid + share + ahead
-        required = spent < paid + share - behind
+    def decide(clock, requested, state: BudgetState):
+        requested, of_state = of.decide(clock, requested, state.of_state)
+        share = jnp.float32(min(1.0, rate / clock.cost) if clock.cost else 1.0)
+        counts = jnp.stack([jnp.asarray(x, jnp.int32) for x in clock[:2]])
+        start = jnp.where(share == state.share, state.start, counts)
+        steps, spent = counts - start
+        paid = share * (steps + 1).astype(jnp.float32)
+        spent = spent.astype(jnp.float32)
+        fire = (requested & (spent + 1 <= paid + ahead)) | (spent < paid - behind)
+        log_factor = state.log_factor + gain * (requested.astype(jnp.float32) - share)
+        log_factor = jnp.clip(log_factor, -largest, largest)
+        return fire, BudgetState(log_factor, of_state, start, share)
 
-        ratio = measured.value / measured.threshold
-        finite = jnp.isfinite(ratio) & observation.finite
-        peak = jnp.where(observation.local_steps > 0, state.peak, 0)
-        peak = jnp.maximum(peak, jnp.where(finite, ratio, 0))
-        integral = state.integral + _GAIN / 2 * share * proportional
-        integral += jnp.where(requested & ~allowed, _GAIN, 0)
-        # A sync without a request lowers the threshold to the peak.
-        lowered = jnp.minimum(state.integral, jnp.log(peak) - proportional)
-        integral = jnp.where(required & ~requested, lowered, integral)
-        integral = jnp.where(finite, _clip_log_factor(integral), state.integral)
-
-        fire = (requested & allowed) | required
-        state = BudgetState(of_state, integral, peak, share, since_step, since_sync)
-        return measured._replace(fire=fire, threshold=threshold), state
-
-    return Trigger(init, decide)
-
-
-def _clip_log_factor(x: jax.Array) -> jax.Array:
-    bound = jnp.log(jnp.float32(_MAX_FACTOR))
-    return jnp.clip(x, -bound, bound)
+    return Trigger(of.due, of.look, threshold, decide, of.init, init_state)
 
 
 def at_least_every(trigger: Trigger, k: int) -> Trigger:
     """Synchronises when the trigger says so, and at the latest k steps after a sync.
 
     Args:
-      trigger: one that measures something on every step.
+      trigger: one that measures something.
       k: largest number of steps from one sync to the next, at least 1.
 
-    Returns:
-      The trigger, with the value, threshold and layer of the one that was given.
-
     Example:
-      >>> trigger = at_least_every(stateless(lambda seen: decision(False)), 50)
-      >>> bool(trigger.decide(Observation(local_steps=49), ())[0].fire)
+      >>> trigger = at_least_every(relative_momentum_change(0.3), 50)
+      >>> trigger.decide(Clock(since=49), False, ())[0]
       True
     """
     _arguments.check_int(k, "k")
-    decide_of = _measuring(trigger, "at_least_every")
+    _check_measures(trigger, "at_least_every")
 
-    def decide(observation, state):
-        measured, state = decide_of(observation, state)
-        late = observation.local_steps + 1 >= k
-        return measured._replace(fire=measured.fire | late), state
+    def decide(clock, requested, state):
+        fire, state = trigger.decide(clock, requested, state)
+        return fire | (clock.since + 1 >= k), state
 
-    return Trigger(trigger.init, decide)
-
-
-class IntervalState(NamedTuple):
-    """State of `at_intervals`. Replica-varying.
-
-    Attributes:
-      of_state: state of the other trigger.
-      requested: bool[], whether it has requested a sync since the last one.
-    """
-
-    of_state: Any
-    requested: jax.Array
+    return trigger._replace(decide=decide)
 
 
 def at_intervals(trigger: Trigger, k: int) -> Trigger:
     """Lets replicas vote on every k-th step only, and send nothing in between.
 
-    A vote costs a round trip over the slow link. A request between votes is kept until
-    the next vote, so at most one step in k synchronises. Other combinators go inside.
+    A vote costs a round trip over the slow link. The largest value since the last sync
+    is what a vote compares, so at most one step in k synchronises.
 
     Args:
-      trigger: one that measures something on every step.
+      trigger: one that measures something.
       k: number of steps from one vote to the next, at least 1.
-
-    Returns:
-      The trigger, with the value, threshold and layer of this step. Its state is
-      :class:`IntervalState`.
 
     Example:
       >>> trigger = at_intervals(relative_momentum_change(0.3), 4)
-      >>> [1 + step for step in range(12) if trigger.due(step, 1.0)]
+      >>> [1 + step for step in range(12) if trigger.due(Clock(step))]
       [4, 8, 12]
     """
     _arguments.check_int(k, "k")
-    decide_of = _measuring(trigger, "at_intervals")
+    _check_measures(trigger, "at_intervals")
 
-    def init(params, inner_state, views):
-        no = jnp.zeros([], jnp.bool_)
-        return IntervalState(trigger.init(params, inner_state, views), no)
+    def init(params, inner_state):
+        nothing = Measured(jnp.float32(-jnp.inf), jnp.int32(-1))
+        return trigger.init(params, inner_state), nothing
 
-    def decide(observation, state: IntervalState):
-        measured, of_state = decide_of(observation, state.of_state)
-        pending = state.requested & (observation.local_steps > 0)
-        requested = pending | measured.fire
-        return measured._replace(fire=requested), IntervalState(of_state, requested)
+    def look(seen, state):
+        of_state, largest = state
+        measured, of_state = trigger.look(seen, of_state)
+        # A sync meets all requests before it. NaN requests one, and stays.
+        is_new = (seen.clock.since == 0) | ~(measured.value <= largest.value)
+        value = jnp.where(is_new, measured.value, largest.value).astype(jnp.float32)
+        layer = jnp.where(is_new, measured.layer, largest.layer).astype(jnp.int32)
+        kept = Measured(jnp.where(jnp.isnan(value), jnp.inf, value), layer)
+        return kept, (of_state, kept)
 
-    return Trigger(init, decide, lambda steps, cost: (steps + 1) % k == 0)
+    due = lambda clock: (clock.steps + 1) % k == 0
+    return trigger._replace(due=due, look=look, init=init)
 
 
-def relative_momentum_change(threshold: optax.ScalarOrSchedule) -> Trigger:
+def relative_momentum_change(
+    threshold: optax.ScalarOrSchedule,
+    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+) -> Trigger:
     r"""Synchronises when the norm of any layer's momentum changes fast.
 
-    The relative momentum change (RMMC) of a layer is
+    The relative maximum momentum change (RMMC) is, with Frobenius norms and the largest
+    over the layers and replicas,
 
     .. math::
-      \mathrm{RMMC} = \bigl|\, \|m_t\| - \|m_{t-1}\| \,\bigr| \,/\, \|m_{t-1}\|
+      \mathrm{RMMC} = \max_l \bigl|\, \|m_{l,t}\| - \|m_{l,t-1}\| \,\bigr|
+      \,/\, \|m_{l,t-1}\|
 
-    with Frobenius norms and :math:`m_t` the momentum that a local step would give. For
-    Dion it is M + G, before error feedback, so the norms are remembered from step to
-    step: the momentum in the state is smaller. Every matrix of a stack is a layer. The
-    largest RMMC over the layers decides. On the first step and for NaN it is infinite.
+    and :math:`m_t` the momentum that a local step would give. For Dion it is M + G,
+    before error feedback, so the norms are remembered from step to step: the momentum
+    in the state is smaller. Every matrix of a stack is a layer. On the first step and
+    for NaN it is infinite.
 
     The inner optimizer's momentum is found by its field: `momentum` (Dion, whose
     matrices alone count), else `trace` (`optax.sgd`), else `mu` (Adam, Lion, Muon).
@@ -349,53 +355,52 @@ def relative_momentum_change(threshold: optax.ScalarOrSchedule) -> Trigger:
     Args:
       threshold: number, or schedule of the number of steps taken. A good one depends on
         the batch size, since RMMC is mostly gradient noise.
+      dimension_numbers: which axes make a layer, as for :func:`curvadion_jax.dion`.
 
     Returns:
-      The trigger. Its value is the largest change over the layers, its state the norms
-      that it remembers, path of the parameter -> float32[matrices] (at least float32).
+      The trigger. It remembers the norms of all layers, float32[layers].
 
     Example:
       >>> falling = relative_momentum_change(optax.linear_schedule(0.3, 0.1, 1000))
 
     References:
-      `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
+      Kumar, Jin and Quesnelle, `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
     """
     _arguments.check_numbers(threshold=threshold)
 
-    def norms(state: optax.OptState, views) -> dict[str, jax.Array]:
-        momenta = _momentum.momentum_by_name(state, views)
-        return {name: _norms(name, m, views) for name, m in momenta.items()}
+    def norms(params, state) -> tuple[jax.Array, list[int]]:
+        """The norms of all layers, and for each the index of its parameter."""
+        views = _partition.matrix_views(params, dimension_numbers)
+        order = {name: index for index, name in enumerate(views)}
+        found, layers = [jnp.zeros(0, jnp.float32)], []
+        for name, momentum in _momentum.momentum_by_name(state, views).items():
+            new = _norms(momentum, views.get(name))
+            found.append(new)
+            layers += [order.get(name, -1)] * len(new)
+        return jnp.concatenate(found), layers
 
-    def init(params, inner_state, views):
-        if _trees.is_placeholder(params):
-            return jnp.zeros([])
-        return jax.tree.map(jnp.zeros_like, norms(inner_state, views))
+    def init(params, inner_state):
+        if not jax.tree.leaves(params):
+            return jnp.zeros(0, jnp.float32)
+        return jnp.zeros_like(norms(params, inner_state)[0])
 
-    def decide(observation: Observation, last: dict[str, jax.Array]):
-        new = norms(observation.next_inner_state(), observation.views)
-        leaves = _paths.leaves_with_path(observation.params)
-        order = {name: index for index, (name, _) in enumerate(leaves)}
-        changes, layers = [jnp.float32(0)], [-1]
-        for name, norm in last.items():
-            change = jnp.max(_relative_change(new[name], norm))
-            changes.append(change.astype(jnp.float32))
-            layers.append(order.get(name, -1))
-        change = jnp.stack(changes)
+    def look(seen: Seen, last: jax.Array):
+        new, layers = norms(seen.params, seen.after)
+        change = _relative_change(new, last)
         # Zeros for non-finite gradients say nothing; the first step has no predecessor.
-        change = jnp.where(observation.finite, change, 0)
-        change = jnp.where(observation.steps == 0, jnp.inf, change)
-        limit = _arguments.at_step(threshold, observation.steps)
-        value = jnp.max(change)
-        layer = jnp.asarray(layers)[jnp.argmax(change)]
-        # Spelled so that NaN synchronises.
-        return decision(~(value <= limit), value, limit, layer), new
+        change = jnp.where(seen.finite, change, 0)
+        change = jnp.where(seen.clock.steps == 0, jnp.inf, change)
+        if not layers:
+            return Measured(jnp.float32(0)), new
+        return Measured(jnp.max(change), jnp.asarray(layers)[jnp.argmax(change)]), new
 
-    return Trigger(init, decide)
+    limit = lambda clock, state: _arguments.at_step(threshold, clock.steps)
+    return Trigger(look=look, threshold=limit, init=init)
 
 
-def _norms(name: str, momentum: jax.Array, views) -> jax.Array:
+def _norms(momentum: jax.Array, view: Any) -> jax.Array:
     """The norm of every matrix of a parameter, [number of matrices]."""
-    view, axes = views.get(name), None
+    axes = None
     if view is not None and view.shape == momentum.shape:
         axes = view.fan_in_axes + view.fan_out_axes
     return jnp.sqrt(jnp.sum(jnp.square(_trees.wide(momentum)), axes)).reshape(-1)

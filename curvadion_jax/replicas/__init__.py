@@ -1,27 +1,33 @@
-"""Replicas on a mesh: state that differs between them, and the step that moves it.
+"""Replicas as rows: arrays with a leading axis of replicas, and what is done with them.
 
-Everything that may differ between replicas has a leading replica axis: parameters,
-optimizer state, counters. A training step is written for one replica, without that
-axis, and `step` runs it on all of them. `consensus` is the model of all.
+`replicate` gives parameters a row for each replica, `map` runs a loss of one replica on
+all rows, and the optimizer is given the rows. `consensus` is the model of all.
 """
 
-from curvadion_jax.replicas._mesh import AXIS, make_mesh
-from curvadion_jax.replicas._model import anchor, consensus, divergence, reanchor
-from curvadion_jax.replicas._recover import repair, resize
-from curvadion_jax.replicas._state import offload, replicate
-from curvadion_jax.replicas._step import CompiledStep, step
+from curvadion_jax._rows import AXIS
+from curvadion_jax.replicas._audit import Audit, Message, audit
+from curvadion_jax.replicas._map import lift, map
+from curvadion_jax.replicas._mesh import make_mesh, simulated
+from curvadion_jax.replicas._model import anchor, consensus, divergence
+from curvadion_jax.replicas._recover import offload, repair, resize
+from curvadion_jax.replicas._state import place, replicate, split
 
 __all__ = [
     "AXIS",
-    "CompiledStep",
+    "Audit",
+    "Message",
     "anchor",
+    "audit",
     "consensus",
     "divergence",
+    "lift",
     "make_mesh",
+    "map",
     "offload",
-    "reanchor",
+    "place",
     "repair",
     "replicate",
     "resize",
-    "step",
+    "simulated",
+    "split",
 ]

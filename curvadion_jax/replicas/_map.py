@@ -1,152 +1,143 @@
-"""A training step of one replica, mapped over the leading axis of state and batch."""
+"""Runs a function of one replica on the rows of all, and nothing can cross."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+import optax
+from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh
 
-from curvadion_jax import _counters, _jax_internals, _mapped, _paths
-from curvadion_jax.replicas._average import average_where_synced
+from curvadion_jax import _rows
+from curvadion_jax._rows import AXIS, Replicas
 
 
-def map_over_replicas(
-    function: Callable[..., tuple[Any, Any]],
-    step: _mapped.MappedStep,
-    average: Sequence[str],
-    local: Sequence[str],
-) -> Callable[..., tuple[Any, Any]]:
-    """Maps a step over stacked state [replicas, ...] and the global batch.
+def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
+    """Applies a function of one replica to all of them.
 
-    `vmap` leaves the step as it is written, with its sharding constraints over axes
-    inside a replica. The optimizer in it enters a `shard_map` (`_mapped`).
+    Each replica computes with its own row, and nothing is sent between replicas. What
+    is `jax.value_and_grad` of a loss for one replica becomes that of all, and their
+    gradients are local by construction.
+
+    Args:
+      function: of one replica's arrays, such as ``jax.value_and_grad(loss_fn)``.
+      mesh: from :func:`make_mesh` or :func:`simulated`; None is one replica, whose
+        arrays have no axis of replicas: then `function` is called as it is.
+
+    Returns:
+      A function. Its positional arguments are rows, arrays [R, ...], of which
+      `function` is given one, [...]. Its keyword arguments are common: each replica is
+      given all of them. Results are rows.
+
+    Raises:
+      ValueError: if an argument has no row for each replica; if the function uses
+        traced values that are not its arguments, such as a batch from outside, of which
+        every replica would take all; or if it communicates over the replica axis.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> mesh = _rows.Simulated(2)
+      >>> loss_fn = lambda w, x, scale: scale * jnp.sum(w * x)
+      >>> gradients = map(jax.grad(loss_fn), mesh)
+      >>> w, batch = jnp.ones((2, 3)), jnp.array([[1.0, 2, 3], [4, 5, 6]])
+      >>> gradients(w, batch, scale=10.0).tolist()
+      [[10.0, 20.0, 30.0], [40.0, 50.0, 60.0]]
     """
-    mesh, axis_name = step.mesh, step.axis_name
-    replicas = mesh.shape[axis_name]
+    _rows.check_mesh(mesh)
+    if mesh is None:
+        return function
 
-    def checked(state, batch, *shared):
-        """The user's step of one replica, after a look at its program."""
-        step.is_program = False
-        traced = _jax_internals.trace(function, state, batch, *shared)
-        _check_result(traced.result, state)
-        _inspect(traced, step, state, local)
-        step.is_program = True
-        return traced(state, batch, *shared)
+    def of_one(rows, common):
+        # Traced once, looked at, and then called.
+        trace = jax.make_jaxpr(function, return_shape=True)
+        program, shapes = trace(*rows, **common)
+        _refuse_captured(program.consts)
+        _refuse_collectives(program.jaxpr)
+        results = jaxpr_as_fun(program)(*jax.tree.leaves((rows, common)))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results), ()
 
-    def sharded(x):
-        spec = P(axis_name, *[P.UNCONSTRAINED] * (x.ndim - 1))
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-    def divided(x):
-        """[global batch, ...] -> [replicas, batch, ...], sharded as before."""
-        x = jnp.asarray(x)
-        old = jax.typeof(x).sharding
-        split = lax.reshape(
-            x,
-            (replicas, len(x) // replicas, *x.shape[1:]),
-            out_sharding=old.update(spec=P(None, *old.spec)),
-        )
-        return sharded(split)
-
-    def run(state, batch, *shared):
-        _check_batch(batch, replicas)
-        axes = (0, 0, *[None] * len(shared))
-        mapped = jax.vmap(checked, axes, axis_name=axis_name, spmd_axis_name=axis_name)
-        new, metrics = mapped(state, jax.tree.map(divided, batch), *shared)
-        if average:
-            new = average_where_synced(new, state, average, step)
-        return new, jax.tree.map(sharded, metrics)
+    def run(*rows, **common):
+        for index, argument in enumerate(rows):
+            _rows.check_rows(argument, mesh, f"Argument {index}")
+        if isinstance(mesh, Mesh) and _rows.explicit_axes(mesh):
+            # JAX gathers arrays over Explicit axes at the boundary of a shard_map.
+            mapped = jax.vmap(of_one, (0, None), axis_name=AXIS, spmd_axis_name=AXIS)
+            return jax.jit(mapped)(rows, common)[0]
+        return _rows.over(of_one, mesh)(rows, common)[0]
 
     return run
 
 
-def _inspect(
-    traced: _jax_internals.Traced,
-    step: _mapped.MappedStep,
-    state: Any,
-    local: Sequence[str],
-) -> None:
-    """Notes what a step's program does, and rejects one that would train wrongly."""
-    before, after = (
-        [names for names, _ in _paths.leaves_with_names(tree)]
-        for tree in (state, traced.result[0])
-    )
-    jaxpr = traced.program.jaxpr
-    sources, params = _jax_internals.sources(jaxpr)
-    step.params = {names for i, names in enumerate(before) if i in params}
-    pairs = enumerate(zip(before, sources, strict=False))
-    # The arrays of the state that the step returns as they are.
-    kept = {names for i, (names, found) in pairs if found == {i}}
-    optimizers = _counters.optimizer_paths(traced.result[0])
-    counters = [(*path, "metrics", "steps") for path in optimizers]
-    step.counters = [names for names in counters if names not in kept]
-    # If no step is counted, the update was looked at and dropped.
-    dropped = bool(counters) and not step.counters
-    step.updates = 0 if dropped else _jax_internals.updates_in(jaxpr)
-    step.communicates = ", ".join(
-        f"{each.primitive.name} of {each.invars[0].aval.str_short()}"
-        for each in _jax_internals.collectives_in(jaxpr, step.axis_name)
-    )
-    _paths.check_named(before, local, "local")
-    changed = [
-        names
-        for x, names in zip(jaxpr.outvars, before, strict=False)
-        if names not in kept
-        and jnp.issubdtype(x.aval.dtype, jnp.inexact)
-        and not _paths.lies_in(names, local)
-    ]
-    if changed and not step.updates:
-        _require_one_replica(step)
-    for i, (names, found) in enumerate(zip(after, sources, strict=False)):
-        is_old = i in found & params and names in before[i : i + 1]
-        if _jax_internals.MIXED in found:
-            _check_choice(names, is_old, optimizers)
+def lift(
+    transformation: optax.GradientTransformation,
+    mesh: Replicas,
+    *,
+    rows: Sequence[str] = (),
+) -> optax.GradientTransformationExtraArgs:
+    """Makes an Optax transformation of one replica one of rows.
+
+    Whatever looks at more than one element, such as `optax.clip_by_global_norm`, would
+    otherwise see all replicas at once: it would clip by the norm over all of them, and
+    send a number between them on every step. Optimizers of this library are of rows
+    already, and take such a transformation as ``before=``.
+
+    Args:
+      transformation: any Optax transformation of one replica.
+      mesh: as for :func:`map`.
+      rows: names of extra arguments of `update` that are rows, such as ``["value"]``;
+        all others are common.
+
+    Returns:
+      A transformation whose gradients, parameters and state are rows.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> clip = lift(optax.clip_by_global_norm(1.0), _rows.Simulated(2))
+      >>> gradients = jnp.array([[3.0, 4.0], [0.3, 0.4]])
+      >>> updates, _ = clip.update(gradients, clip.init(gradients))
+      >>> updates.round(3).tolist()
+      [[0.6, 0.8], [0.3, 0.4]]
+    """
+    of_one = optax.with_extra_args_support(transformation)
+
+    def update_one(updates, state, params, own, *, common):
+        return of_one.update(updates, state, params, **own, **common)
+
+    def init(params):
+        return map(of_one.init, mesh)(params)
+
+    def update(updates, state, params=None, **extra_args):
+        own = {name: extra_args.pop(name) for name in rows if name in extra_args}
+        run = map(update_one, mesh)
+        return run(updates, state, params, own, common=extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _require_one_replica(step: _mapped.MappedStep) -> None:
-    """Rejects, with several replicas, a step that changes its state without a sync."""
-    if (replicas := step.mesh.shape[step.axis_name]) > 1:
+def _refuse_captured(constants: Any) -> None:
+    captured = [jax.typeof(x).str_short() for x in constants if isinstance(x, Tracer)]
+    if captured:
         raise ValueError(
-            "The training step changes its state, and no optimizer in it synchronises: "
-            f"{replicas} replicas would train {replicas} models. Use local_muon, "
-            "curvadion or adaptive_sync and keep its state, or name in local= what may "
-            "differ."
+            "The function given to replicas.map uses traced values that are not its "
+            f"arguments: {', '.join(captured[:3])}. Each replica would take all of them. "
+            "Pass rows as arguments, map(f, mesh)(params, batch), and what is common by "
+            "keyword, map(f, mesh)(params, batch, key=key)."
         )
 
 
-def _check_choice(names: _paths.Names, is_old: bool, optimizers) -> None:
-    """Rejects a choice between new and old parameters, or states of an optimizer."""
-    # Fields that must agree on all replicas; inner states need not.
-    if is_old or _counters.is_within(names, optimizers, "sync_state", "metrics"):
-        raise ValueError(
-            f"The step keeps the old {'/'.join(names)!r} on a condition, as by "
-            "jnp.where, and may miss a sync. Drop the condition, as updates are always "
-            "finite; freeze parameters in the forward pass, or put it inside: "
-            "adaptive_sync(optax.apply_if_finite(inner, 3), ...)."
-        )
-
-
-def _check_result(result: Any, state: Any) -> None:
-    is_pair = isinstance(result, tuple | list) and len(result) == 2
-    # (state, metrics) never has the structure of the state alone, which is in it.
-    if not is_pair or jax.tree.structure(result) == jax.tree.structure(state):
-        raise TypeError(
-            "The training step must return (state, metrics), and returned "
-            f"{result!r:.200}. Return {{}} if there are no metrics."
-        )
-
-
-def _check_batch(batch: Any, replicas: int) -> None:
-    leaves = _paths.leaves_with_path(batch)
-    lengths = {np.shape(x)[:1] or (0,): name for name, x in leaves}
-    if len(lengths) > 1 or any(n % replicas or not n for (n,) in lengths):
-        found = ", ".join(f"{name!r} has {n}" for (n,), name in lengths.items())
-        raise ValueError(
-            f"The arrays of a batch need one number of rows, divisible by {replicas} "
-            f"replicas: {found}. Give the global batch; what all replicas share comes "
-            "after it: step(state, batch, shared)."
-        )
+def _refuse_collectives(jaxpr: Any) -> None:
+    """Looks for communication over the replica axis, in inner programs too."""
+    for equation in jaxpr.eqns:
+        given = equation.params
+        axes = jax.tree.leaves([given.get("axes", ()), given.get("axis_name", ())])
+        if AXIS in axes and equation.primitive.name != "axis_index":
+            raise ValueError(
+                f"The function given to replicas.map calls {equation.primitive.name} "
+                f"over {AXIS!r}. The optimizer averages, at syncs: drop the pmean from "
+                "the loss and the gradients, and average metrics after map, on the host."
+            )
+        is_program = lambda x: hasattr(getattr(x, "jaxpr", x), "eqns")
+        for inner in jax.tree.leaves([*given.values()], is_leaf=is_program):
+            if is_program(inner):
+                _refuse_collectives(getattr(inner, "jaxpr", inner))

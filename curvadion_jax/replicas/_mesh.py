@@ -1,4 +1,4 @@
-"""Makes a mesh whose first axis is the replicas."""
+"""Where replicas live: on a mesh whose first axis they are, or on one device."""
 
 import logging
 import math
@@ -9,24 +9,23 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-AXIS = "replica"
+from curvadion_jax._rows import AXIS, Simulated
+
 _log = logging.getLogger("curvadion_jax")
 
 
 def make_mesh(
-    replicas: int,
+    replicas: int | None = None,
     inner: Mapping[str, int] | None = None,
     *,
-    axis_name: str = AXIS,
     devices: Sequence[Any] | None = None,
     inner_type: AxisType = AxisType.Auto,
 ) -> Mesh:
-    """Makes a mesh whose first axis is the replicas, of type Auto.
+    """Makes a mesh whose first axis, "replica", is the replicas, of type Auto.
 
     Args:
-      replicas: number of replicas.
+      replicas: number of replicas. None means as many as the devices make.
       inner: axes inside a replica and their sizes, such as {"fsdp": 4}.
-      axis_name: name of the replica axis.
       devices: devices to use, in this order; neighbours belong to one replica. None
         means `jax.devices()`, by slice and process, at least one of each process; a
         warning is logged if some stay idle.
@@ -36,15 +35,22 @@ def make_mesh(
       >>> make_mesh(1).axis_names
       ('replica',)
     """
+    if not isinstance(inner, Mapping | None):
+        raise TypeError(
+            f"inner must be a mapping from axes to sizes, got {inner!r}. For replicas of "
+            '4 devices give {"fsdp": 4}.'
+        )
     inner = dict(inner or {})
-    if axis_name in inner:
+    if AXIS in inner:
         raise ValueError(
-            f"The replica axis and an inner axis are both named {axis_name!r}. Rename "
+            f"The replica axis and an inner axis are both named {AXIS!r}. Rename "
             "the inner one."
         )
-    sizes = {axis_name: replicas, **inner}
-    needed = math.prod(sizes.values())
     available = jax.devices() if devices is None else list(devices)
+    if replicas is None:
+        replicas = len(available) // math.prod(inner.values())
+    sizes = {AXIS: replicas, **inner}
+    needed = math.prod(sizes.values())
     if not 0 < needed <= len(available):
         raise ValueError(
             f"A mesh of {sizes} needs {needed} devices, and there are "
@@ -70,12 +76,19 @@ def make_mesh(
     return Mesh(grid, tuple(sizes), axis_types=types)
 
 
-def check_mesh(mesh: Mesh, axis_name: str) -> None:
-    """Rejects a mesh whose replica axis is missing, or Explicit."""
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    # JAX cannot take one replica, x[0], of an Explicit axis.
-    if types.get(axis_name) != AxisType.Auto:
-        raise ValueError(
-            f"The mesh needs an axis {axis_name!r} of type Auto, and has {types}. Make "
-            "it with replicas.make_mesh."
-        )
+def simulated(replicas: int) -> Simulated:
+    """Replicas that share one device, for studies, tests and debugging.
+
+    Every function that takes a mesh takes this one. Rows are then ordinary arrays
+    [R, ...], and `map` is `jax.vmap`: the numbers are those of a mesh up to rounding.
+
+    Args:
+      replicas: their number, at least 1.
+
+    Example:
+      >>> simulated(8)
+      Simulated(replicas=8)
+    """
+    if not isinstance(replicas, int) or replicas < 1:
+        raise ValueError(f"replicas must be an int of at least 1, got {replicas!r}.")
+    return Simulated(replicas)

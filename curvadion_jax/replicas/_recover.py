@@ -1,159 +1,164 @@
-"""Copies replicas: to replace those that are not finite, or to change their number."""
+"""Mends rows that are not finite, changes the number of rows, moves some to the host."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _counters, _memory, _paths, _trees
-from curvadion_jax.replicas._arrays import count_replicas, on_host
-from curvadion_jax.replicas._mesh import AXIS, check_mesh
+from curvadion_jax import _memory, _rows, _trees
+from curvadion_jax._adaptive_sync import AdaptiveSyncState
+from curvadion_jax._dion import DionState
+from curvadion_jax._rows import AXIS, Replicas
 
 
-def repair(state: Any, also: Iterable[int] = ()) -> tuple[Any, list[int]]:
-    """Replaces replicas that are not finite by copies of the first finite one.
+def repair(rows: Any, anchor: Any = None) -> Any:
+    """Replaces rows that are not finite.
 
-    A sync excludes a replica whose parameters hold NaN or Inf until they are replaced.
-    Call it, in all processes, when `curvadion_jax.metrics.read` shows a replica as
-    excluded again and again. Where syncs average gradients or factors, a replica whose
-    momentum restarted is finite and differs from the others: name it in `also`.
-
-    A copy keeps its own counters, and has no residual.
+    An update adds to parameters, so it cannot mend a NaN in them. A sync excludes such
+    a replica, and `curvadion_jax.metrics.read` shows it as excluded again and again;
+    what the optimizer keeps of it begins again at a sync by itself.
 
     Args:
-      state: all that differs between replicas, in any tree with a leading replica axis.
-        A replica is not finite if it has a NaN, or an Inf where another has none;
-        counters and the trigger's state aside.
-      also: numbers of replicas to replace in any case, the union over processes.
+      rows: parameters, or other arrays [R, ...]. A row is not finite if any of its
+        arrays holds a NaN or an infinity.
+      anchor: what is put in place of such a row, [...], such as
+        ``replicas.anchor(opt_state)``. None takes the first row that is finite.
 
     Returns:
-      The state, and the numbers of the replicas that were replaced.
-
-    Raises:
-      ValueError: if no replica is finite.
+      The rows, of which no other is changed.
 
     Example:
-      >>> state = {"w": jnp.array([[1.0], [jnp.nan], [3.0]])}
-      >>> state, replaced = repair(state)
-      >>> state["w"].ravel().tolist(), replaced
-      ([1.0, 1.0, 3.0], [1])
+      >>> rows = {"w": jnp.array([[1.0], [jnp.nan], [3.0]])}
+      >>> repair(rows)["w"].ravel().tolist()
+      [1.0, 1.0, 3.0]
+      >>> repair(rows, {"w": jnp.array([2.0])})["w"].ravel().tolist()
+      [1.0, 2.0, 3.0]
     """
-    replicas = count_replicas(state, "state")
-    named = np.zeros(replicas, bool)
-    named[list(also)] = True
-    if jax.process_count() > 1:
-        named = np.any(multihost_utils.process_allgather(named), axis=0)
-    leaves = _paths.leaves_with_names(state)
-    optimizers = _counters.optimizer_paths(state)
-    floating = [
-        x
-        for names, x in leaves
-        if jnp.issubdtype(x.dtype, jnp.inexact)
-        and not _counters.is_within(names, optimizers, "trigger_state", "metrics")
-    ]
-    sound = ~named & (on_host(_are_finite, floating) if floating else True)
-    if sound.all():
-        return state, []
-    if not sound.any():
-        raise ValueError(
-            f"None of the {replicas} replicas is finite and not in also. Restore a "
-            "checkpoint."
-        )
-    source = np.where(sound, np.arange(replicas), np.flatnonzero(sound)[0])
-
-    def row(names, x):
-        if _counters.is_within(names, optimizers, "metrics"):
-            return x
-        if _counters.is_within(names, optimizers, "sync_state/residual"):
-            return jnp.where(sound.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
-        return x[source]
-
-    def copy(arrays):
-        pairs = zip(leaves, _memory.to_device(arrays), strict=True)
-        return [row(names, x) for (names, _), x in pairs]
-
-    arrays, structure = jax.tree.flatten(state)
-    shardings = [x.sharding for x in arrays]
-    arrays = jax.jit(copy, out_shardings=shardings)(arrays)
-    return structure.unflatten(arrays), np.flatnonzero(~sound).tolist()
+    return jax.jit(_repaired)(rows, anchor)
 
 
-def _are_finite(arrays: list[jax.Array]) -> jax.Array:
-    """Which replicas are finite, bool[N]."""
-    # The best loss so far, or a mask, may be infinite on all replicas.
-    wrong = [
-        jnp.isnan(x) | (jnp.isinf(x) & ~jnp.all(jnp.isinf(x), 0, keepdims=True))
-        for x in arrays
-    ]
-    found = [jnp.any(x, axis=tuple(range(1, x.ndim))) for x in wrong]
-    return ~jnp.any(jnp.stack(found), axis=0)
+def _repaired(rows: Any, anchor: Any) -> Any:
+    def is_finite(x):
+        return jnp.all(jnp.isfinite(x), tuple(range(1, x.ndim)))
+
+    floats = [x for x in jax.tree.leaves(rows) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    if not floats:
+        return rows
+    sound = jnp.all(jnp.stack([is_finite(x) for x in floats]), axis=0)
+    if anchor is None:
+        anchor = jax.tree.map(lambda x: x[jnp.argmax(sound)], rows)
+    shaped = lambda x: sound.reshape(-1, *[1] * (x.ndim - 1))
+    return jax.tree.map(lambda x, a: jnp.where(shaped(x), x, a), rows, anchor)
 
 
-def resize(state: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
+def resize(state: Any, mesh: Replicas) -> Any:
     """Changes the number of replicas of a state to a multiple or a divisor of it.
 
     With fewer replicas, each new one gets the mean of k neighbours' floating-point
-    arrays, and all else (integers, keys, Dion's Q, the trigger's state, the anchor,
-    counters) of the first of them. With more, each is copied k times.
+    numbers, and all else (integers, keys, Dion's Q, what a trigger remembers) of the
+    first of them. With more, each is copied k times. What is common stays.
 
     With several processes save and restore a checkpoint instead,
-    ``checkpoint.restore(directory, target, replicas=n)``.
+    ``checkpoint.restore(directory, target, resize=True)``.
 
     Args:
-      state: all that differs between replicas, in any tree with a leading replica axis.
-      mesh: mesh with the new number of replicas. Within a replica arrays are sharded as
-        they were, if it has the axes.
-      axis_name: name of the replica axis.
+      state: any tree. In the states of this library's optimizers what is common is
+        known; outside of them numbers without an axis are, and all else is rows.
+      mesh: with the new number of replicas. Within a replica arrays are sharded as they
+        were, if it has the axes.
 
     Example:
       >>> from curvadion_jax import replicas
-      >>> state = {"w": jnp.array([[1.0], [2.0]]), "count": jnp.array([5, 5])}
-      >>> state = replicas.resize(state, replicas.make_mesh(1))
-      >>> state["w"].tolist(), state["count"].tolist()
-      ([[1.5]], [5])
+      >>> state = {"w": jnp.array([[1.0], [2.0]]), "step": jnp.array(5)}
+      >>> state = replicas.resize(state, replicas.simulated(1))
+      >>> state["w"].tolist(), int(state["step"])
+      ([[1.5]], 5)
     """
-    check_mesh(mesh, axis_name)
-    count_replicas(state, "state")
-    replicas = mesh.shape[axis_name]
+    _rows.check_mesh(mesh)
+    if mesh is None:
+        raise ValueError("resize needs a mesh, from make_mesh or simulated.")
+    replicas = _rows.count(mesh)
 
-    def placed(leaf, average):
-        old = getattr(leaf, "sharding", None)
-        inner = old.spec[1:] if isinstance(old, NamedSharding) else ()
-        if not set(jax.tree.leaves(tuple(inner))) <= set(mesh.shape):
-            inner = ()
-        sharding = NamedSharding(mesh, P(axis_name, *inner))
-        if old is not None:
-            sharding = sharding.with_memory_kind(str(old.memory_kind))
-        x = _resized(leaf, replicas=replicas, average=average)
-        # One at a time: on a CPU of few cores many small programs that communicate
-        # wait for each other, until XLA aborts.
-        return jax.block_until_ready(jax.device_put(x, sharding))
+    def resized(x, kind):
+        if kind != "common":
+            x = resized_rows(x, replicas=replicas, average=kind == "average")
+        return _placed(x, mesh, kind != "common")
 
-    leaves, structure = jax.tree.flatten(state)
-    return structure.unflatten(map(placed, leaves, is_averaged(state)))
+    return jax.tree.map(resized, state, row_kinds(state))
 
 
-def is_averaged(state: Any) -> list[bool]:
-    """Whether `resize` takes means, for every leaf of a state."""
-    leaves = _paths.leaves_with_names(state)
-    optimizers = _counters.optimizer_paths(state)
-    kept = ("trigger_state", "metrics", "sync_state/anchor", "sync_state/common")
-    return [
-        jnp.issubdtype(leaf.dtype, jnp.inexact)
-        and not _counters.is_within(names, optimizers, *kept)
+def row_kinds(state: Any) -> Any:
+    """For every leaf of a state "common", or how its rows are resized.
+
+    That is "average", or "copy" where a mean would mean nothing.
+    """
+
+    def of_rows(tree, copied=False):
+        def kind(x):
+            is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+            return "average" if is_float and not copied else "copy"
+
+        return jax.tree.map(kind, tree)
+
+    common = lambda tree: jax.tree.map(lambda x: "common", tree)
+
+    is_dion = lambda node: isinstance(node, DionState)
+
+    def of_inner(node):
+        kinds = of_rows(node)
+        if not is_dion(node):
+            return kinds
         # Columns of Q may have opposite signs, and cancel in a mean.
-        and "dion_q" not in names
-        for names, leaf in leaves
-    ]
+        return kinds._replace(dion_q=of_rows(node.dion_q, copied=True))
+
+    def of_state(node):
+        if not isinstance(node, AdaptiveSyncState):
+            return "common" if jnp.ndim(node) == 0 else of_rows(node)
+        counters = node.counters
+        scalars = ("steps", "syncs", "since", "votes", "threshold", "costs")
+        return AdaptiveSyncState(
+            anchor=common(node.anchor),
+            common=common(node.common),
+            trigger_state=common(node.trigger_state),
+            before_state=of_rows(node.before_state),
+            inner_state=jax.tree.map(of_inner, node.inner_state, is_leaf=is_dion),
+            remembered=of_rows(node.remembered, copied=True),
+            residual=of_rows(node.residual),
+            counters=type(counters)(
+                **{
+                    name: "common" if name in scalars else "copy"
+                    for name in counters._fields
+                }
+            ),
+        )
+
+    is_state = lambda node: isinstance(node, AdaptiveSyncState)
+    return jax.tree.map(of_state, state, is_leaf=is_state)
 
 
-def resized(x: jax.Array, replicas: int, average: bool) -> jax.Array:
-    """Changes the number of replicas of one array, [old, ...] -> [replicas, ...]."""
+def _placed(x: jax.Array, mesh: Replicas, is_row: bool) -> jax.Array:
+    if not isinstance(mesh, Mesh):
+        return x
+    old = getattr(x, "sharding", None)
+    spec = old.spec if isinstance(old, NamedSharding) else P()
+    inner = [entry if entry != AXIS else None for entry in spec]
+    if not set(jax.tree.leaves(tuple(inner))) <= set(mesh.shape):
+        inner = []
+    if is_row:
+        inner = [AXIS, *inner[1:]]
+    sharding = NamedSharding(mesh, P(*inner))
+    if old is not None:
+        sharding = sharding.with_memory_kind(str(old.memory_kind))
+    # One at a time: on a CPU of few cores many small programs that communicate wait
+    # for each other, until XLA aborts.
+    return jax.block_until_ready(jax.device_put(x, sharding))
+
+
+def _resized(x: jax.Array, replicas: int, average: bool) -> jax.Array:
+    """Changes the number of rows of one array, [old, ...] -> [replicas, ...]."""
     old = len(x)
     if old == replicas:
         return x
@@ -174,4 +179,41 @@ def resized(x: jax.Array, replicas: int, average: bool) -> jax.Array:
     return jnp.where(jnp.isfinite(base), mean, base).astype(x.dtype)
 
 
-_resized = jax.jit(resized, static_argnames=("replicas", "average"))
+resized_rows = jax.jit(_resized, static_argnames=("replicas", "average"))
+
+
+def offload(opt_state: Any) -> Any:
+    """Moves what only syncs touch to the hosts' memory.
+
+    That is the anchor, the outer optimizer's state and the residuals. A sync copies
+    them to the device and back. Steps and checkpoints leave them there, and the numbers
+    are the same.
+
+    Args:
+      opt_state: optimizer state, or a training state. Drop it afterwards to free the
+        device's memory.
+
+    Returns:
+      The state with these arrays in `pinned_host`, sharded as before.
+
+    Example:
+      >>> import curvadion_jax as cd
+      >>> state = offload(cd.local_muon(0.01).init({"w": jnp.ones((2, 2))}))
+      >>> state.anchor["w"].sharding.memory_kind
+      'pinned_host'
+    """
+
+    def to_host(x):
+        return jax.device_put(x, x.sharding.with_memory_kind(_memory.HOST_KIND))
+
+    def of_state(node):
+        if not isinstance(node, AdaptiveSyncState):
+            return node
+        return node._replace(
+            anchor=jax.tree.map(to_host, node.anchor),
+            common=jax.tree.map(to_host, node.common),
+            residual=jax.tree.map(to_host, node.residual),
+        )
+
+    is_state = lambda node: isinstance(node, AdaptiveSyncState)
+    return jax.tree.map(of_state, opt_state, is_leaf=is_state)

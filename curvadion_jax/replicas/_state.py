@@ -1,63 +1,64 @@
-"""Makes state with a leading replica axis, and keeps some of it in host memory."""
+"""Makes rows of a state and of batches, and places what is common."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _counters, _memory, _paths
-from curvadion_jax.replicas._arrays import check_unshared
-from curvadion_jax.replicas._mesh import AXIS, check_mesh
+from curvadion_jax import _rows
+from curvadion_jax._rows import AXIS, Replicas, Simulated
 
 
-def replicate(tree: Any, mesh: Mesh, *, axis_name: str = AXIS) -> Any:
-    """Copies a state to every replica: gives every array a leading replica axis.
+def replicate(tree: Any, mesh: Replicas) -> Any:
+    """Gives every array a row for each replica, all of them alike.
 
     Args:
-      tree: any tree of arrays and numbers, such as a whole Flax `TrainState`.
-      mesh: mesh with the replica axis.
-      axis_name: name of the replica axis.
+      tree: what differs between replicas once they train: parameters, statistics of
+        batch norm. What is common, such as a step number, needs no rows.
+      mesh: from :func:`make_mesh` or :func:`simulated`. None returns the arrays as they
+        are.
 
     Returns:
-      The tree with leaves [replicas, ...], sharded over the replica axis. An array that
-      is sharded over other axes of this mesh stays so within each replica; one that
-      lies elsewhere, such as a restored array, is copied.
+      The tree with leaves [R, ...]. On a mesh each replica has its own row; an array
+      that is sharded over other axes of this mesh stays so within each replica, and one
+      that lies elsewhere, such as a restored array, is copied.
 
     Raises:
-      ValueError: if an array is sharded over the axis already, or an nnx variable is
-        shared (give ``nnx.split(model)[1]``).
+      ValueError: if an array is sharded over the replica axis already.
 
     Example:
-      >>> from curvadion_jax.replicas import make_mesh
-      >>> replicate({"w": jnp.ones(3)}, make_mesh(1))["w"].shape
-      (1, 3)
+      >>> from curvadion_jax.replicas import simulated
+      >>> replicate({"w": jnp.ones(3)}, simulated(2))["w"].tolist()
+      [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
-    check_mesh(mesh, axis_name)
-    check_unshared(tree)
-    replicas = mesh.shape[axis_name]
+    _rows.check_mesh(mesh)
+    if mesh is None:
+        return jax.tree.map(jnp.asarray, tree)
+    replicas = _rows.count(mesh)
 
     def broadcast(x):
         x = jnp.broadcast_to(x, (replicas, *jnp.shape(x)))
         # A weakly typed number would change its type on the first step.
         return jnp.asarray(x, x.dtype)
 
+    copy = lambda tree: jax.tree.map(broadcast, tree)
+    if isinstance(mesh, Simulated):
+        return jax.jit(copy)(tree)
+
     def sharding(x):
         inner = getattr(x, "sharding", None)
         if isinstance(inner, NamedSharding) and inner.mesh == mesh:
-            return NamedSharding(mesh, P(axis_name, *inner.spec))
-        return NamedSharding(mesh, P(axis_name))
+            return NamedSharding(mesh, P(AXIS, *inner.spec))
+        return NamedSharding(mesh, P(AXIS))
 
-    tree = jax.tree.map(lambda x: _on_mesh(x, mesh, axis_name), tree)
-    copy = jax.jit(
-        lambda tree: jax.tree.map(broadcast, tree),
-        out_shardings=jax.tree.map(sharding, tree),
-    )
-    return copy(tree)
+    tree = jax.tree.map(lambda x: _on_mesh(x, mesh), tree)
+    return jax.jit(copy, out_shardings=jax.tree.map(sharding, tree))(tree)
 
 
-def _on_mesh(x: Any, mesh: Mesh, axis_name: str) -> Any:
+def _on_mesh(x: Any, mesh: Mesh) -> Any:
     """Moves an array of one replica to this mesh.
 
     Checkpoints are restored to one device, and Flax (0.12.8) wants one type of axes.
@@ -65,12 +66,12 @@ def _on_mesh(x: Any, mesh: Mesh, axis_name: str) -> Any:
     sharding = getattr(x, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else P()
     axes = jax.tree.leaves(tuple(spec))
-    if axis_name in axes:
+    if AXIS in axes:
         raise ValueError(
-            f"An array of shape {x.shape} is sharded over {axis_name!r} already. Give "
-            "replicate the state of one replica, once."
+            f"An array of shape {x.shape} is sharded over {AXIS!r} already. Give "
+            "replicate the arrays of one replica, once."
         )
-    if sharding is None or not x.committed:
+    if sharding is None or isinstance(x, Tracer) or not x.committed:
         return x
     if any(mesh.shape.get(axis) != sharding.mesh.shape[axis] for axis in axes):
         spec = P()
@@ -81,35 +82,66 @@ def _on_mesh(x: Any, mesh: Mesh, axis_name: str) -> Any:
     return jax.device_put(x, NamedSharding(mesh, spec))
 
 
-def offload(state: Any) -> Any:
-    """Moves what only syncs touch, such as the anchor, to the hosts' memory.
+def place(tree: Any, mesh: Replicas) -> Any:
+    """Copies numbers and arrays that are on no mesh yet to all devices of this one.
 
-    A sync copies it to the device and back. Steps and checkpoints leave it there, and
-    the numbers are the same.
+    Such as the step number of a Flax `TrainState`. Without it the second call of a step
+    compiles again, for arrays of other types.
 
     Args:
-      state: a training or optimizer state that :func:`replicate` returned. Drop it
-        afterwards to free the device's memory.
-
-    Returns:
-      The state with the arrays of `sync_state` in `pinned_host`, sharded as before.
-
-    Raises:
-      ValueError: if a device has no such memory.
+      tree: any tree, such as a whole training state. Arrays on the mesh stay.
+      mesh: as for :func:`replicate`.
 
     Example:
-      >>> import curvadion_jax as cd
-      >>> state = cd.curvadion(0.01).init({"w": jnp.ones((2, 2))})
-      >>> state = offload(replicate(state, cd.replicas.make_mesh(1)))
-      >>> state.sync_state.anchor["w"].sharding.memory_kind
-      'pinned_host'
+      >>> from curvadion_jax.replicas import make_mesh
+      >>> place({"step": 0}, make_mesh(1))["step"].sharding.spec
+      PartitionSpec()
     """
-    leaves = _paths.leaves_with_names(state)
-    optimizers = _counters.optimizer_paths(state)
-    moved = [
-        jax.device_put(x, x.sharding.with_memory_kind(_memory.HOST_KIND))
-        if _counters.is_within(names, optimizers, "sync_state")
-        else x
-        for names, x in leaves
-    ]
-    return jax.tree.unflatten(jax.tree.structure(state), moved)
+    _rows.check_mesh(mesh)
+    if not isinstance(mesh, Mesh):
+        return tree
+
+    def common(x):
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+            return x
+        copy = jax.jit(jnp.array, out_shardings=NamedSharding(mesh, P()))
+        return copy(jnp.asarray(x))
+
+    return jax.tree.map(common, tree)
+
+
+def split(batch: Any, mesh: Replicas) -> Any:
+    """Divides a global batch [R * n, ...] into one of each replica, [R, n, ...].
+
+    Args:
+      batch: tree of arrays with one number of examples, on the host or the device.
+      mesh: as for :func:`replicate`. None returns the batch as it is.
+
+    Raises:
+      ValueError: if an array has no equal number of examples for each replica.
+
+    Example:
+      >>> from curvadion_jax.replicas import simulated
+      >>> split({"x": jnp.arange(4)}, simulated(2))["x"].tolist()
+      [[0, 1], [2, 3]]
+    """
+    _rows.check_mesh(mesh)
+    if mesh is None:
+        return batch
+    replicas = _rows.count(mesh)
+
+    def divide(path, x):
+        shape = jnp.shape(x)
+        if not shape or shape[0] % replicas or not shape[0]:
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} has shape {shape}, which cannot be "
+                f"divided among {replicas} replicas. Give a number of examples that is "
+                f"a multiple of {replicas}."
+            )
+        x = x.reshape(replicas, shape[0] // replicas, *shape[1:])
+        if isinstance(mesh, Mesh) and not isinstance(x, Tracer):
+            return jax.device_put(x, NamedSharding(mesh, P(AXIS)))
+        return x
+
+    return jax.tree.map_with_path(divide, batch)

@@ -1,21 +1,27 @@
 """Synchronizers decide what replicas send at a sync, and how it changes them.
 
+`reconcile` lets every replica take its own step and then averages the results.
 `average_gradients` and `average_factors` average within the step, before the inner
-optimizer's update; with `always` they equal training on one big batch. `reconcile` lets
-every replica take its own step and then averages the results.
+optimizer's update; with `always` they equal training on one big batch.
 """
 
-from curvadion_jax._collectives import Group
-from curvadion_jax._interfaces import LocalStep, Synchronizer, SyncState
 from curvadion_jax.synchronizers._factors import average_factors
 from curvadion_jax.synchronizers._gradients import average_gradients
 from curvadion_jax.synchronizers._reconcile import reconcile
+from curvadion_jax.synchronizers._types import (
+    AfterStep,
+    Group,
+    Part,
+    Synchronizer,
+    WithinStep,
+)
 
 __all__ = [
+    "AfterStep",
     "Group",
-    "LocalStep",
-    "SyncState",
+    "Part",
     "Synchronizer",
+    "WithinStep",
     "average_factors",
     "average_gradients",
     "reconcile",

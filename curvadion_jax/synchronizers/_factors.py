@@ -1,18 +1,21 @@
 """Dion's compressed sync: it averages low-rank factors in place of gradients."""
 
-import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _momentum, _paths, compressors
-from curvadion_jax._collectives import Group
-from curvadion_jax._interfaces import LocalStep, Synchronizer, SyncState, Views
+from curvadion_jax import _momentum, _partition, _paths, compressors
+from curvadion_jax._layout import Layout
 from curvadion_jax._matrices import MatrixView
+from curvadion_jax._participation import Part
 from curvadion_jax._power_iteration import reduces_factors
+from curvadion_jax.synchronizers._types import WithinStep
 
 
-def average_factors() -> Synchronizer:
+def average_factors(
+    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+) -> WithinStep:
     """Averages Dion's factors P and R at a sync, within the step.
 
     Each matrix sends (rows + cols) r elements in place of rows x cols, in two messages,
@@ -21,6 +24,9 @@ def average_factors() -> Synchronizer:
     in full. The update is Dion's on the replicas' mean momentum and gradient: with
     `always` (`presets.synchronous_dion`) and equal weights this is training on one big
     batch, at any rank. Like `average_gradients` it does not make replicas equal.
+
+    Args:
+      dimension_numbers: the same as given to Dion.
 
     Returns:
       A synchronizer for inner optimizers made of :func:`dion` or :func:`scale_by_dion`,
@@ -31,81 +37,107 @@ def average_factors() -> Synchronizer:
       Ahn et al., `Dion <https://arxiv.org/abs/2504.05295>`_, section on compressed
       data-parallel synchronisation
     """
-    return Synchronizer(_init, _sync, _payload)
+
+    def ranks_of(tree, inner_state):
+        return _ranks(inner_state, _partition.matrix_views(tree, dimension_numbers))
+
+    def sync(take, gradients, before, common, part: Part):
+        ranks = ranks_of(gradients, before)
+        mean = _mean_of_others(part, gradients, ranks)
+        if part.group.size == 1:  # plain Dion
+            updates, inner_state = take(mean, before)
+            return updates, inner_state, _qs(inner_state)
+
+        averaged = []
+
+        def reduce_fn(factors, made_of):
+            averaged.extend(factors)
+            return part.mean(factors, part.group.of_factors(factors, made_of))
+
+        # All start from the common Q: on local steps every replica moves its own, and
+        # products with those could cancel.
+        start = _with_qs(before, common)
+        updates, inner_state = take(mean, start, reduce_fn=reduce_fn)
+        expected = len(ranks) + sum(reduces_factors(*pair) for pair in ranks.values())
+        if len(averaged) < expected:
+            raise ValueError(
+                f"Of {expected} arrays of Dion {len(averaged)} were averaged: a "
+                "transformation around it does not pass on the extra argument "
+                "reduce_fn. Build it as an optax.GradientTransformationExtraArgs that "
+                "forwards extra arguments."
+            )
+
+        # An absent replica keeps all of its momentum and gradient for a later sync.
+        _, kept = take(gradients, before, momentum_only=True)
+        whole = [dion.momentum for dion in _momentum.dion_states(kept)]
+        inner_state = _keep_momenta(inner_state, whole, ~part.present)
+        return updates, inner_state, _qs(inner_state)
+
+    def payload(params, inner_state, layout):
+        return _payload(params, ranks_of(params, inner_state), layout)
+
+    return WithinStep(sync, payload, init_common=_initial_qs)
 
 
-def _init(params, inner_state, views) -> SyncState:
-    del params, views
-    states = _momentum.dion_states(inner_state)
-    if not states:
+def _initial_qs(inner_state) -> list[Any]:
+    if not _momentum.dion_states(inner_state):
         raise ValueError(
             "average_factors needs Dion as the inner optimizer, and there is no "
             "DionState in its state. Use curvadion_jax.dion, or the synchronizer "
             "average_gradients or reconcile."
         )
-    # Copies, so that both can be donated.
-    return SyncState(common=[jax.tree.map(jnp.copy, state.dion_q) for state in states])
+    return _qs(inner_state)
 
 
-def _sync(local: LocalStep, state: SyncState, group: Group):
-    before = local.inner_state
-    ranks = _ranks(before, local.views)
-    gradients = _mean_of_others(local, group, ranks)
-    reduced = []  # arrays that Dion passed to reduce_fn
-
-    def reduce_fn(arrays, made_of):
-        reduced.extend(arrays)
-        layout = group.layout.of_factors(arrays, made_of)
-        return local.mean(arrays, group.laid_out(layout))
-
-    inner_state = before
-    if group.size > 1:  # one replica is plain Dion
-        # On local steps every replica moves its own Q: products with them could cancel.
-        common = iter(state.common)
-        inner_state = _momentum.with_dion(
-            before, lambda x: x._replace(dion_q=next(common))
-        )
-    updates, inner_state = local.take(gradients, inner_state, reduce_fn=reduce_fn)
-    expected = len(ranks) + sum(reduces_factors(*pair) for pair in ranks.values())
-    if len(reduced) < expected:
-        raise ValueError(
-            f"Of {expected} arrays of Dion {len(reduced)} were averaged: a "
-            "transformation around it does not pass on the extra argument reduce_fn. "
-            "Build it as an optax.GradientTransformationExtraArgs that forwards extra "
-            "arguments."
-        )
-    q = [dion.dion_q for dion in _momentum.dion_states(inner_state)]
-    if group.size > 1:
-        # An absent replica keeps all of its momentum and gradient for a later sync.
-        _, kept = local.take(gradients, before, momentum_only=True)
-        whole = iter([dion.momentum for dion in _momentum.dion_states(kept)])
-        if_present = functools.partial(jnp.where, local.present)
-        inner_state = _momentum.with_dion(
-            inner_state,
-            lambda x: x._replace(
-                momentum=jax.tree.map(if_present, x.momentum, next(whole))
-            ),
-        )
-    return updates, inner_state, SyncState(common=q)
+def _qs(inner_state) -> list[Any]:
+    """Q of every state of Dion."""
+    return [dion.dion_q for dion in _momentum.dion_states(inner_state)]
 
 
-def _payload(params, inner_state, views, layout):
-    ranks, form = _ranks(inner_state, views), compressors.exact()
+def _with_qs(inner_state, qs: list[Any]):
+    """The state with these Qs in Dion's states."""
+    new = iter(qs)
+    return _momentum.with_dion(
+        inner_state, lambda dion: dion._replace(dion_q=next(new))
+    )
+
+
+def _keep_momenta(inner_state, momenta: list[Any], keep: jax.Array):
+    """The state with these momenta in Dion's states, if `keep` is true."""
+    others = iter(momenta)
+
+    def choose(dion):
+        either = lambda other, own: jnp.where(keep, other, own)
+        momentum = jax.tree.map(either, next(others), dion.momentum)
+        return dion._replace(momentum=momentum)
+
+    return _momentum.with_dion(inner_state, choose)
+
+
+def _payload(params, ranks, layout: Layout) -> compressors.Payload:
+    """The bytes of all factors, and of the parameters that are not Dion's."""
     others = dict(_paths.leaves_with_path(params))
-    factored = {n: others.pop(n) for n in ranks if reduces_factors(*ranks[n])}
-    total = form.payload_by_device(others, layout)
-    for side, axes in (("rows", "p_axes"), ("cols", "q_axes")):
-        factors, made_of = {}, {}
-        for name, leaf in factored.items():
-            view, r = ranks[name]
-            shape = (*view.batch, getattr(view, side), r)
-            factors[name] = jax.ShapeDtypeStruct(shape, leaf.dtype)
-            made_of[name] = view.shape, getattr(view, axes)
-        total += form.payload_by_device(factors, layout.of_factors(factors, made_of))
-    return total
+    rows, cols, made_of_rows, made_of_cols = {}, {}, {}, {}
+    for name, (view, r) in ranks.items():
+        if reduces_factors(view, r):
+            dtype = others.pop(name).dtype
+            rows[name] = jax.ShapeDtypeStruct((*view.batch, view.rows, r), dtype)
+            cols[name] = jax.ShapeDtypeStruct((*view.batch, view.cols, r), dtype)
+            made_of_rows[name] = view.shape, view.p_axes
+            made_of_cols[name] = view.shape, view.q_axes
+    form = compressors.exact()
+    payloads = [
+        form.payload_by_device(others, layout),
+        form.payload_by_device(rows, layout.of_factors(rows, made_of_rows)),
+        form.payload_by_device(cols, layout.of_factors(cols, made_of_cols)),
+    ]
+    return compressors.Payload(
+        averaged=sum(payload.averaged for payload in payloads),
+        gathered=sum(payload.gathered for payload in payloads),
+    )
 
 
-def _ranks(inner_state, views: Views) -> dict[str, tuple[MatrixView, int]]:
+def _ranks(inner_state, views) -> dict[str, tuple[MatrixView, int]]:
     """The view and the rank of every matrix of Dion, by its path."""
     found = {}
     for state in _momentum.dion_states(inner_state):
@@ -113,18 +145,18 @@ def _ranks(inner_state, views: Views) -> dict[str, tuple[MatrixView, int]]:
             view = views.get(name)
             if view is None or (*view.batch, view.cols) != q.shape[:-1]:
                 raise ValueError(
-                    f"Dion sees the parameter {name!r} otherwise than adaptive_sync "
-                    f"does (Q of shape {q.shape}, {view}). Pass adaptive_sync the same "
+                    f"Dion sees the parameter {name!r} otherwise than average_factors "
+                    f"does (Q of shape {q.shape}, {view}). Pass both the same "
                     "dimension_numbers."
                 )
             found[name] = (view, q.shape[-1])
     return found
 
 
-def _mean_of_others(local: LocalStep, group: Group, ranks):
+def _mean_of_others(part: Part, gradients, ranks):
     """Averages the gradients of parameters that are not Dion's."""
-    leaves = _paths.leaves_with_path(local.gradients)
+    leaves = _paths.leaves_with_path(gradients)
     others = {name: leaf for name, leaf in leaves if name not in ranks}
-    mean = local.mean(others, group)
+    mean = part.mean(others)
     found = [mean.get(name, leaf) for name, leaf in leaves]
-    return jax.tree.unflatten(jax.tree.structure(local.gradients), found)
+    return jax.tree.unflatten(jax.tree.structure(gradients), found)

@@ -1,11 +1,10 @@
 """The paper's sync: every replica takes its step with the mean gradient."""
 
 from curvadion_jax import compressors
-from curvadion_jax._collectives import Group
-from curvadion_jax._interfaces import LocalStep, Synchronizer, SyncState
+from curvadion_jax.synchronizers._types import WithinStep
 
 
-def average_gradients() -> Synchronizer:
+def average_gradients() -> WithinStep:
     """Averages gradients at a sync, within the step.
 
     CurvaDion's formula and code do this. It does not make replicas equal: their drift
@@ -14,15 +13,19 @@ def average_gradients() -> Synchronizer:
 
     Returns:
       A synchronizer for any inner optimizer. It keeps nothing.
+
+    Example:
+      >>> from curvadion_jax import adaptive_sync, triggers
+      >>> import optax
+      >>> synchronous = adaptive_sync(
+      ...     optax.adam(1e-3), triggers.always(), average_gradients()
+      ... )
     """
 
-    def sync(local: LocalStep, state: SyncState, group: Group):
-        mean = local.mean(local.gradients, group)
-        return *local.take(mean, local.inner_state), state
+    def sync(take, gradients, inner_state, common, part):
+        return *take(part.mean(gradients), inner_state), common
 
-    form = compressors.exact()
-    return Synchronizer(
-        init=lambda params, inner_state, views: SyncState(),
-        sync=sync,
-        payload=lambda params, _, __, layout: form.payload_by_device(params, layout),
-    )
+    def payload(params, inner_state, layout):
+        return compressors.exact().payload_by_device(params, layout)
+
+    return WithinStep(sync, payload)

@@ -1,14 +1,12 @@
 """The sync after which all replicas continue from common parameters, the anchor."""
 
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from curvadion_jax import _finite, _trees, compressors
-from curvadion_jax._collectives import Group
-from curvadion_jax._interfaces import LocalStep, Synchronizer, SyncState
+from curvadion_jax.synchronizers._types import AfterStep, Part
 
 
 def reconcile(
@@ -16,7 +14,7 @@ def reconcile(
     *,
     compressor: compressors.Compressor | None = None,
     residual_dtype: jax.typing.DTypeLike | None = None,
-) -> Synchronizer:
+) -> AfterStep:
     r"""Moves replicas to a common anchor at a sync, after their own steps.
 
     With :math:`\theta_i` the parameters of replica i after its local step and
@@ -27,9 +25,9 @@ def reconcile(
       d = \tfrac1N \textstyle\sum_i (a - \theta_i), \qquad
       a \leftarrow a + \mathrm{outer}(d), \qquad \theta_i \leftarrow a
 
-    Afterwards the replicas' anchors agree to the bit, and their parameters up to the
-    rounding of `params + update`. It does not add up, because pseudo-gradients are
-    measured from the anchor. Each replica keeps the state of its inner optimizer.
+    Afterwards all replicas have the parameters of the one anchor, up to the rounding of
+    `params + update`. It does not add up, because pseudo-gradients are measured from
+    the anchor. Each replica keeps the state of its inner optimizer.
 
     Args:
       outer: Optax transformation for the outer step. It is given the pseudo-gradient
@@ -40,8 +38,8 @@ def reconcile(
         float32. (For the outer step `optax.sgd` has `accumulator_dtype`.)
 
     Returns:
-      A synchronizer for any inner optimizer. It keeps a copy of the parameters, with a
-      compressor another, and as `common` the outer optimizer's state. The copy has the
+      A synchronizer for any inner optimizer. It keeps one anchor, the outer optimizer's
+      state, and with a compressor a residual for each replica. The anchor has the
       parameters' dtype: in bfloat16 a mean move of less than half of a last digit
       (1/512 of the parameter) is rounded away at every sync, so keep parameters in
       float32 and compute in bfloat16.
@@ -55,89 +53,55 @@ def reconcile(
     outer = optax.with_extra_args_support(optax.scale(-1) if outer is None else outer)
     form = compressors.exact() if compressor is None else compressor
 
-    def init(params, inner_state, views) -> SyncState:
-        del inner_state, views
-        anchor = jax.tree.map(jnp.copy, params)  # so that both can be donated
-
-        def zeros(x):
-            return jnp.zeros_like(x, residual_dtype or _trees.compute_dtype(x.dtype))
-
-        residual = () if compressor is None else jax.tree.map(zeros, params)
-        return SyncState(anchor=anchor, common=outer.init(anchor), residual=residual)
-
-    def sync(local: LocalStep, state: SyncState, group: Group):
-        anchor, params = state.anchor, local.params
-        moved = optax.apply_updates(params, local.updates)
-        drift = jax.tree.map(
-            lambda x, a: _trees.wide(x) - _trees.wide(a), moved, anchor
+    def init_residual(anchor):
+        if compressor is None:
+            return ()
+        zeros = lambda x: jnp.zeros_like(
+            x, residual_dtype or _trees.compute_dtype(x.dtype)
         )
+        return jax.tree.map(zeros, anchor)
 
-        # 1. The mean drift, and what is left unsent. An absent replica sends its later.
-        mean, residual = mean_with_feedback(
-            compressor, drift, state.residual, local, group
+    def sync(moved, anchor, common, residual, part: Part):
+        # 1. The mean drift. A replica sends its drift times its weight, and what it has
+        # not sent before, which was multiplied then.
+        wide = _trees.wide
+        drift = jax.tree.map(lambda x, a: wide(x) - wide(a), moved, anchor)
+        share = jax.tree.map(
+            lambda x: x * jnp.asarray(part.expected, x.dtype), part.weighted(drift)
         )
+        owed = _finite.or_zeros(part.healthy, residual)
+        if compressor is None:
+            mean, unsent = part.group.mean(share), ()
+        else:
+            whole = jax.tree.map(lambda x, r: x + r, share, owed)
+            mean, unsent = compressor.average_by_device(whole, part.group)
 
-        # 2. The outer step, from the anchor. (`optax.apply_updates` would add in the
-        # anchor's dtype.)
+        # 2. The outer step, from the anchor. Elements that would not be finite stay as
+        # they are, and if no replica takes part all do: the next sync sends what this
+        # one would have sent.
         pseudo_gradient = jax.tree.map(jnp.negative, mean)
-        more = {"layout": group.layout} if group.layout.axes else {}
-        step, outer_state = outer.update(pseudo_gradient, state.common, anchor, **more)
+        layout = part.group.layout
+        more = {"layout": layout} if layout.axes else {}
+        step, outer_state = outer.update(pseudo_gradient, common, anchor, **more)
         new = jax.tree.map(lambda a, u: (a + u).astype(a.dtype), anchor, step)
-        # Where the new anchor is not finite the old one stays, and the next sync sends
-        # what this one would have sent.
-        outer_state = _trees.like(outer_state, state.common)
-        outer_state = _finite.repaired(outer_state, state.common)
+        is_new = jax.tree.map(lambda x: jnp.isfinite(x) & part.someone, new)
+        anchor = jax.tree.map(jnp.where, is_new, new, anchor)
+        outer_state = _finite.repaired(_trees.like(outer_state, common), common)
+        common = jax.tree.map(
+            lambda x, old: jnp.where(part.someone, x, old), outer_state, common
+        )
         if compressor is not None:
-            unsent = _finite.or_zeros(local.healthy, state.residual)
-            residual = _finite.where_finite(new, residual, unsent)
+            unsent = jax.tree.map(jnp.where, is_new, unsent, owed)
+            residual = _trees.like(unsent, residual)
 
-        # 3. Parameters go to the new anchor; an absent replica keeps its drift on top.
-        kept = _finite.or_zeros(~local.present & local.healthy, drift)
+        # 3. All go to the new anchor; an absent replica keeps its drift on top. Where
+        # the new anchor is not finite, so is the target, which is counted.
+        kept = _finite.or_zeros(~part.present & part.healthy, drift)
         target = jax.tree.map(lambda a, d: (a + d).astype(a.dtype), new, kept)
-        updates = jax.tree.map(_move_to, target, params)
-        anchor = _finite.where_finite(new, new, anchor)
-        state = SyncState(anchor=anchor, common=outer_state, residual=residual)
-        return updates, local.inner_state, state
+        target = jax.tree.map(lambda x, y: jnp.where(part.someone, x, y), target, moved)
+        return target, anchor, common, residual
 
-    return Synchronizer(
-        init=init,
-        sync=sync,
-        payload=lambda params, _, __, layout: form.payload_by_device(params, layout),
-        after_local_step=True,
-    )
+    def payload(params, inner_state, layout):
+        return form.payload_by_device(params, layout)
 
-
-def mean_with_feedback(
-    compressor: compressors.Compressor | None,
-    tree: Any,
-    residual: Any,
-    local: LocalStep,
-    group: Group,
-) -> tuple[Any, Any]:
-    """Averages arrays in a compressor's form; returns the mean and the new residual.
-
-    A residual is already multiplied by its weight, so it is sent in full at any later
-    weight. A replica that takes no part contributes its residual alone. The mean is
-    over all expected replicas: over those that take part, the drift of a replica that
-    takes part every second time would count twice.
-    """
-    expected = lambda x: x * jnp.asarray(local.expected, x.dtype)
-    if compressor is None:
-        return jax.tree.map(expected, local.mean(tree, group)), residual
-    whole = jax.tree.map(
-        lambda x, r: expected(x) + r,
-        local.weighted(tree),
-        _finite.or_zeros(local.healthy, residual),
-    )
-    mean, unsent = compressor.average_by_device(whole, group)
-    return mean, jax.tree.map(lambda new, r: new.astype(r.dtype), unsent, residual)
-
-
-def _move_to(target: jax.Array, params: jax.Array) -> jax.Array:
-    """The update from the parameters to the target, to the last bit if possible.
-
-    `params + (target - params)` may miss by a rounding error, which is added once.
-    """
-    update = target - params
-    missed = target - (params + update)
-    return update + missed
+    return AfterStep(sync, payload, outer.init, init_residual)

@@ -13,10 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import _collectives, _jax_internals, _layout, _mapped, _paths
 
 AXIS = cd.replicas.AXIS
 # An array without elements. On CPU JAX 0.11.2 crashes when it compiles a `shard_map` of
@@ -55,7 +53,7 @@ def make_gradients(
     ]
 
 
-OF_SYNC = ("axis_name", "allow_unchecked")
+OF_SYNC = ("mesh", "before", "specs")
 
 
 def synced_dion(
@@ -63,7 +61,6 @@ def synced_dion(
 ) -> Any:
     """Dion inside `adaptive_sync`."""
     outside = {x: options.pop(x) for x in OF_SYNC if x in options}
-    outside["dimension_numbers"] = options.get("dimension_numbers")
     inner = cd.dion(learning_rate, rank, **options)
     return cd.adaptive_sync(inner, trigger, synchronizer, **outside)
 
@@ -80,138 +77,62 @@ def averaging_dion(learning_rate: Any = 0.1, rank: Any = 0.25, **options: Any) -
 
 
 def train_step(tx: Any):
-    """A step of one replica whose batch is its gradients."""
+    """A step of rows whose batch is their gradients, [R, ...]."""
 
-    def train(state, gradients):
+    def train(state, gradients, **extra):
         params, opt_state = state
-        updates, opt_state = tx.update(gradients, opt_state, params)
-        metrics = {"updates": updates}
-        return (optax.apply_updates(params, updates), opt_state), metrics
+        updates, opt_state = tx.update(gradients, opt_state, params, **extra)
+        return (optax.apply_updates(params, updates), opt_state), {"updates": updates}
 
     return train
 
 
-def replica_step(tx: Any, mesh: Any, **options: Any) -> Any:
-    """`train_step` under `replicas.step`; the batch is [replicas, ...] gradients."""
-    train = train_step(tx)
-
-    def local(state, gradients):
-        return train(state, jax.tree.map(lambda g: g[0], gradients))
-
-    return cd.replicas.step(local, mesh, **{"donate": False, **options})
-
-
-def in_shard_map(function: Any, mesh: Any) -> Any:
-    """(state, batch) -> results of one replica, for state [replicas, ...]."""
-
-    def body(state, batch):
-        state = jax.tree.map(lambda x: x[0], state)
-        result = _collectives.vary(function(state, batch), AXIS)
-        return jax.tree.map(lambda x: x[None], result)
-
-    spec = PartitionSpec(AXIS)
-    return jax.shard_map(
-        body, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={AXIS}
-    )
-
-
-def manual(function: Any, mesh: Any, state: Any) -> Any:
-    """(state, batch) -> (state, metrics) of one replica, jitted under `shard_map`.
-
-    As an update runs in a step: how the state lies is known, and it may communicate.
-    """
-    like = state
-    placed = tuple(
-        _layout.Placed(name, x.shape[1:], PartitionSpec(*x.sharding.spec[1:]))
-        for name, x in _paths.leaves_with_path(state)
-    )
-
-    step = _mapped.MappedStep(mesh, AXIS, placed)
-    mapped = in_shard_map(function, mesh)
-
-    def run(state, batch):
-        with _mapped.mapping(step):
-            new, metrics = mapped(state, batch)
-        keep = lambda x, y: jax.lax.with_sharding_constraint(x, y.sharding)
-        return jax.tree.map(keep, new, like), metrics
-
-    return jax.jit(run)
-
-
-def stacked(tx: Any, params: Any, replicas: int) -> Any:
-    """(Parameters, optimizer state) of all replicas, on the host."""
-    return jax.tree.map(
-        lambda x: np.broadcast_to(x, (replicas, *np.shape(x))),
-        (params, tx.init(params)),
-    )
-
-
 def start(tx: Any, params: Any, mesh: Any) -> Any:
-    """The same as `replicas.replicate` places it, without compiling."""
-    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
-    return jax.device_put(stacked(tx, params, mesh.shape[AXIS]), sharding)
+    """(Parameters, optimizer state) of all replicas."""
+    rows = cd.replicas.replicate(params, mesh)
+    return rows, tx.init(rows)
 
 
-def quick(step: Any, *arguments: Any) -> Any:
+def quick(step: Any, *arguments: Any, **named: Any) -> Any:
     """A jitted function compiled in less time, for arguments like these."""
-    return step.lower(*arguments).compile(compiler_options=QUICK)
+    return step.lower(*arguments, **named).compile(compiler_options=QUICK)
 
 
-def trace(step: Any, tx: Any, params: Any = None, *, manual: bool = False) -> None:
-    """Traces (params, opt_state, gradients) -> (updates, _) of one replica of two.
+def run(tx: Any, mesh: Any, params: Any, gradients: list, **extra: Any) -> Iterator:
+    """(params, optimizer state) after each step of an optimizer made for this mesh.
 
-    In `replicas.step`, or with `manual` where the optimizer's update runs in it: under
-    `shard_map`, whose types say what differs between replicas.
+    Extra arguments are lists too, of one for each step.
     """
-    params = make_params() if params is None else params
-    state = jax.eval_shape(lambda p: (p, tx.init(p)), params)
-    stacked = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), state
-    )
-
-    def body(state, batch):
-        return state, step(*state, jax.tree.map(lambda g: g[0], batch))[0]
-
-    mesh = cd.replicas.make_mesh(2)
-    if manual:
-        mapped = in_shard_map(body, mesh)
-    else:
-        mapped = cd.replicas.step(body, mesh, donate=False)
-    jax.eval_shape(mapped, stacked, stacked[0])
-
-
-def run_mesh(tx: Any, params: Any, gradients: list) -> Iterator:
-    """(params, optimizer state) after each step, on as many devices as replicas."""
-    mesh = cd.replicas.make_mesh(replicas_of(gradients))
     state = start(tx, params, mesh)
-    step = quick(replica_step(tx, mesh), state, gradients[0])
-    for tree in gradients:
-        state, _ = step(state, tree)
+    each = [{k: v[i] for k, v in extra.items()} for i in range(len(gradients))]
+    first = {k: v[0] for k, v in extra.items()}
+    step = quick(_jitted(tx), state, gradients[0], **first)
+    for tree, more in zip(gradients, each, strict=True):
+        state, _ = step(state, tree, **more)
         yield jax.device_get(state)
-
-
-def run_vmap(tx: Any, params: Any, gradients: list) -> Iterator:
-    """The same on one device, by `jax.vmap(axis_name=...)`."""
-    state, step = stacked(tx, params, replicas_of(gradients)), _vmapped(tx)
-    for tree in gradients:
-        state, _ = step(state, tree)
-        state = jax.device_get(state)
-        yield state
 
 
 @functools.lru_cache(maxsize=8)
-def _vmapped(tx: Any) -> Any:
-    """Compiled once where a test runs one optimizer from several starts."""
-    return jax.jit(jax.vmap(train_step(tx), axis_name=AXIS))
+def _jitted(tx: Any) -> Any:
+    """Traced once where a test runs one optimizer from several starts."""
+    return jax.jit(train_step(tx))
 
 
-def run_alone(tx: Any, params: Any, gradients: list) -> Iterator:
-    """The same for one replica, without any axis: gradients without a replica axis."""
-    state = (params, tx.init(params))
-    step = quick(jax.jit(train_step(tx)), state, gradients[0])
-    for tree in gradients:
-        state, _ = step(state, tree)
-        yield jax.device_get(state)
+def run_mesh(make: Any, params: Any, gradients: list, **extra: Any) -> Iterator:
+    """`run` on as many devices as replicas, of ``make(mesh)``."""
+    mesh = cd.replicas.make_mesh(replicas_of(gradients))
+    return run(make(mesh), mesh, params, gradients, **extra)
+
+
+def run_simulated(make: Any, params: Any, gradients: list, **extra: Any) -> Iterator:
+    """`run` of all replicas on one device, of ``make(mesh)``."""
+    mesh = cd.replicas.simulated(replicas_of(gradients))
+    return run(make(mesh), mesh, params, gradients, **extra)
+
+
+def run_alone(make: Any, params: Any, gradients: list, **extra: Any) -> Iterator:
+    """`run` of one replica, whose gradients have no replica axis."""
+    return run(make(None), None, params, gradients, **extra)
 
 
 def replicas_of(gradients: list) -> int:
@@ -232,10 +153,8 @@ def dion_state(opt_state: Any) -> Any:
 
 
 def decisions(trajectory: list) -> list[bool]:
-    """Whether each step synchronised, on which all replicas must agree."""
-    synced = [np.asarray(state.metrics.synced) for _, state in trajectory]
-    assert all((s == s.flat[0]).all() for s in synced)
-    return [bool(s.flat[0]) for s in synced]
+    """Whether each step synchronised."""
+    return [int(state.counters.since) == 0 for _, state in trajectory]
 
 
 def slow_but(quick, names):
@@ -251,14 +170,3 @@ def assert_bitwise(actual: Any, expected: Any) -> None:
     for one, other in pairs:
         assert np.asarray(one).dtype == np.asarray(other).dtype
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
-
-
-def program_of(step, *arguments, due=None):
-    """The jaxpr of a compiled step of `replicas.step`."""
-    program, _ = step._program(step._key(arguments[0]), due)
-    return program.trace(*arguments).jaxpr.jaxpr
-
-
-def equations(jaxpr):
-    """All equations of a program, nested ones included."""
-    return [each for each, _ in _jax_internals.equations(jaxpr)]

@@ -25,7 +25,7 @@ import curvadion_jax as cd
 
 FOLDER = Path(__file__).parent / "golden"
 REPLICAS, STEPS = 4, 20
-AXIS = helpers.AXIS
+MESH = cd.replicas.simulated(REPLICAS)
 
 
 def dion_evenly() -> Any:
@@ -33,27 +33,23 @@ def dion_evenly() -> Any:
     outer, form = optax.sgd(1.0, 0.4, nesterov=True), cd.compressors.quantize(2)
     sync = cd.synchronizers.reconcile(outer, compressor=form)
     inner = cd.dion(0.1, 0.5, momentum=0.9)
-    return cd.adaptive_sync(inner, cd.triggers.evenly(0.25), sync, AXIS)
+    return cd.adaptive_sync(inner, cd.triggers.evenly(0.25), sync, MESH)
 
 
 # Several syncs each, and local steps; no momentum's change is within 3% of a threshold.
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "curvadion": lambda: cd.curvadion(
-        0.1, optax.linear_schedule(0.25, 0.0, 20), axis_name=AXIS
+        0.1, optax.linear_schedule(0.25, 0.0, 20), mesh=MESH
     ),
-    "curvadion-budget": lambda: cd.curvadion(0.1, rank=0.5, budget=0.5, axis_name=AXIS),
+    "curvadion-budget": lambda: cd.curvadion(0.1, rank=0.5, budget=0.5, mesh=MESH),
     "dion-evenly": dion_evenly,
-    "local_muon": lambda: cd.local_muon(0.1, budget=0.25, axis_name=AXIS),
-    "synchronous_dion": lambda: cd.presets.synchronous_dion(
-        0.1, rank=0.5, axis_name=AXIS
-    ),
-    "paper": lambda: cd.presets.paper(0.1, 0.1, rank=0.5, axis_name=AXIS),
-    "authors_code": lambda: cd.presets.authors_code(
-        0.05, 7.5, rank=0.5, axis_name=AXIS
-    ),
-    "local_sgd": lambda: cd.presets.local_sgd(0.05, 3, axis_name=AXIS),
-    "diloco": lambda: cd.presets.diloco(0.1, 6, weight_decay=0.1, axis_name=AXIS),
-    "muloco": lambda: cd.presets.muloco(0.1, 6, weight_decay=0.1, axis_name=AXIS),
+    "local_muon": lambda: cd.local_muon(0.1, budget=0.25, mesh=MESH),
+    "synchronous_dion": lambda: cd.presets.synchronous_dion(0.1, rank=0.5, mesh=MESH),
+    "paper": lambda: cd.presets.paper(0.1, 0.1, rank=0.5, mesh=MESH),
+    "authors_code": lambda: cd.presets.authors_code(0.05, 7.5, rank=0.5, mesh=MESH),
+    "local_sgd": lambda: cd.presets.local_sgd(0.05, 3, mesh=MESH),
+    "diloco": lambda: cd.presets.diloco(0.1, 6, weight_decay=0.1, mesh=MESH),
+    "muloco": lambda: cd.presets.muloco(0.1, 6, weight_decay=0.1, mesh=MESH),
 }
 
 
@@ -87,23 +83,26 @@ def run(name: str) -> dict[str, Any]:
 
         return sum(jax.tree.leaves(jax.tree.map(one, params, curvatures, target)))
 
+    @jax.jit
     def train(state, target):
         params, opt_state = state
-        value, gradients = jax.value_and_grad(loss)(params, target)
+        run = cd.replicas.map(jax.value_and_grad(loss), MESH)
+        value, gradients = run(params, target)
         updates, opt_state = tx.update(gradients, opt_state, params)
-        synced = opt_state.metrics.synced
+        synced = opt_state.counters.since == 0
         return (optax.apply_updates(params, updates), opt_state), (value, synced)
 
-    def replica(targets):
-        (params, _), history = lax.scan(train, (start, tx.init(start)), targets)
-        return params, history
-
-    mapped = jax.jit(jax.vmap(replica, axis_name=AXIS))
-    params, (losses, synced) = jax.device_get(helpers.quick(mapped, targets)(targets))
+    params = cd.replicas.replicate(start, MESH)
+    by_step = jax.tree.map(lambda x: jnp.moveaxis(jnp.asarray(x), 1, 0), targets)
+    run = jax.jit(lambda state, targets: lax.scan(train, state, targets))
+    state = params, tx.init(params)
+    (params, _), (losses, synced) = jax.device_get(
+        helpers.quick(run, state, by_step)(state, by_step)
+    )
     rows = {key: x.reshape(REPLICAS, -1) for key, x in params.items()}
     return {
-        "synced": synced[0].astype(int).tolist(),
-        "losses": losses.mean(0).tolist(),
+        "synced": synced.astype(int).tolist(),
+        "losses": losses.mean(1).tolist(),
         "norms": {key: np.linalg.norm(x, axis=1).tolist() for key, x in rows.items()},
         "elements": {key: x[:, :3].tolist() for key, x in rows.items()},
     }

@@ -1,0 +1,101 @@
+"""Where the arrays of an optimizer's state lie on the mesh."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from curvadion_jax import _memory, _rows
+from curvadion_jax._layout import Layout
+from curvadion_jax._rows import AXIS, Replicas
+from curvadion_jax.synchronizers import AfterStep, Synchronizer
+
+
+def placed(
+    state: Any,
+    inner: optax.GradientTransformation,
+    synchronizer: Synchronizer,
+    params: Any,
+    mesh: Replicas,
+    layout: Layout,
+) -> Any:
+    """The state of `adaptive_sync`, with all that is like parameters as these lie.
+
+    On every step, or arrays would lie otherwise after the first one, and the second
+    call would compile again.
+    """
+    if not isinstance(mesh, Mesh):
+        return state
+    specs = jax.tree.unflatten(jax.tree.structure(params), layout.of(params))
+    row = lambda x, spec: _constrain(x, mesh, P(AXIS, *spec))
+    common = lambda x, spec: _constrain(x, mesh, spec)
+    scalars = lambda x: _constrain(x, mesh, P()) if x.ndim == 0 else x
+    counter = lambda x: _constrain(x, mesh, P(AXIS) if x.ndim == 1 else P())
+    state = state._replace(
+        inner_state=_like_params(state.inner_state, inner, specs, row),
+        trigger_state=jax.tree.map(scalars, state.trigger_state),
+        counters=jax.tree.map(counter, state.counters),
+    )
+    if not isinstance(synchronizer, AfterStep):
+        return state
+    outer = _like_params(state.common, synchronizer.init_common, specs, common)
+    residual = state.residual
+    if jax.tree.leaves(residual):
+        residual = jax.tree.map(row, residual, specs)
+    return state._replace(
+        anchor=jax.tree.map(common, state.anchor, specs),
+        common=jax.tree.map(scalars, outer),
+        residual=residual,
+    )
+
+
+def _like_params(
+    tree: Any,
+    init: Callable[[Any], Any] | optax.GradientTransformation,
+    specs: Any,
+    place: Callable[[jax.Array, P], jax.Array],
+) -> Any:
+    """Places all that is like parameters; Optax knows what is, from `init`."""
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)
+
+    def place_like(x, spec):
+        return x if is_masked(x) else place(x, spec)
+
+    return optax.tree.map_params(init, place_like, tree, specs, is_leaf=is_masked)
+
+
+def _constrain(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
+    if not _memory.is_on_device(x):
+        return x  # its type keeps it there
+    sharding = NamedSharding(_rows.automatic(mesh), spec)
+    return lax.with_sharding_constraint(x, sharding)
+
+
+def on_automatic_axes(params: Any, mesh: Mesh, layout: Layout) -> Any:
+    """Moves rows to the same devices, with automatic axes in place of Explicit ones."""
+    arrays, structure = jax.tree.flatten(params)
+    if any(isinstance(x, Tracer) for x in arrays):
+        raise ValueError(
+            "tx.init is being traced, and the mesh has Explicit axes. Call it outside "
+            "of jit, where arrays lie on their devices."
+        )
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    twin = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    shardings = [NamedSharding(twin, P(AXIS, *spec)) for spec in layout.of(params)]
+    return structure.unflatten(jax.device_put(arrays, shardings))
+
+
+def on_mesh(state: Any, mesh: Mesh) -> Any:
+    """Moves arrays to this mesh, whose axes have other types, as they lie."""
+
+    def move(x):
+        if not isinstance(x.sharding, NamedSharding):
+            return jax.device_put(x, NamedSharding(mesh, P()))
+        return jax.device_put(x, NamedSharding(mesh, x.sharding.spec))
+
+    return jax.tree.map(move, state)

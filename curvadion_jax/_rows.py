@@ -1,0 +1,142 @@
+"""Functions of one replica, run on all of them.
+
+What differs between replicas has a leading axis of replicas, ``[R, ...]`` (*rows*);
+what is the same for all has no such axis (*common*). `over` runs a function of one
+replica on every row. It is the only place where the package enters a `jax.shard_map`
+over the replica axis.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+AXIS = "replica"
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulated:
+    """Replicas that share one device; see :func:`curvadion_jax.replicas.simulated`."""
+
+    replicas: int
+
+
+Replicas = Mesh | Simulated | None
+"""Where replicas live: on a mesh, on one device, or a single one without an axis."""
+
+
+def count(mesh: Replicas) -> int:
+    """The number of replicas."""
+    if mesh is None:
+        return 1
+    return mesh.replicas if isinstance(mesh, Simulated) else mesh.shape[AXIS]
+
+
+def axis_name(mesh: Replicas) -> str | None:
+    """The name of the replica axis inside `over`; None if there is no axis."""
+    return None if mesh is None else AXIS
+
+
+def inner_axes(mesh: Replicas) -> dict[str, int]:
+    """The axes inside a replica that have several devices, and their sizes."""
+    if not isinstance(mesh, Mesh):
+        return {}
+    return {name: n for name, n in mesh.shape.items() if name != AXIS and n > 1}
+
+
+def explicit_axes(mesh: Replicas) -> tuple[str, ...]:
+    """The axes inside a replica that are a part of an array's type."""
+    if not isinstance(mesh, Mesh):
+        return ()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return tuple(x for x in inner_axes(mesh) if types[x] == AxisType.Explicit)
+
+
+def check_mesh(mesh: Any) -> None:
+    """Rejects what is no mesh, or one whose replica axis is missing or Explicit."""
+    if mesh is None or isinstance(mesh, Simulated):
+        return
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh must be what replicas.make_mesh or replicas.simulated returns, or "
+            f"None for one replica, got {mesh!r:.80}."
+        )
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    # JAX cannot take one replica, x[0], of an Explicit axis.
+    if types.get(AXIS) != AxisType.Auto:
+        raise ValueError(
+            f"The mesh needs an axis {AXIS!r} of type Auto, and has {types}. Make it "
+            "with replicas.make_mesh."
+        )
+
+
+def check_rows(tree: Any, mesh: Replicas, what: str) -> None:
+    """Rejects arrays without a row for each replica."""
+    if mesh is None:
+        return
+    replicas = count(mesh)
+    for path, x in jax.tree.leaves_with_path(tree):
+        if jnp.shape(x)[:1] != (replicas,):
+            raise ValueError(
+                f"{what}{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, and "
+                f"needs a row for each of {replicas} replicas, ({replicas}, ...). Copy "
+                "parameters with replicas.replicate, split a batch with "
+                "replicas.split, and pass what is common by keyword."
+            )
+
+
+def over(
+    function: Callable[[Any, Any], tuple[Any, Any]], mesh: Replicas
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Runs ``function(row, common) -> (row, common)`` on the rows of all replicas.
+
+    Inside, `AXIS` is the axis that collectives communicate over. Nothing checks that
+    what is returned as common is the same on all replicas: it must be made of common
+    arguments and of the results of collectives.
+    """
+    if mesh is None:
+        return function
+    if isinstance(mesh, Simulated):
+        return _simulate(function, mesh.replicas)
+
+    def of_one(rows, common):
+        row, common = function(jax.tree.map(lambda x: x[0], rows), common)
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], row), common
+
+    mapped = jax.shard_map(
+        of_one,
+        mesh=automatic(mesh),
+        in_specs=(P(AXIS), P()),
+        out_specs=(P(AXIS), P()),
+        axis_names={AXIS},
+        # Types that say what differs would refuse scans with a constant carry and
+        # constraints over the whole mesh, and none is needed: rows differ.
+        check_vma=False,
+    )
+    return jax.jit(mapped)  # shard_map over some of the axes needs a trace
+
+
+def _simulate(function, replicas: int):
+    mapped = jax.vmap(function, (0, None), axis_name=AXIS, axis_size=replicas)
+
+    def run(rows, common):
+        rows, common = mapped(rows, common)
+        return rows, jax.tree.map(lambda x: x[0], common)
+
+    return run
+
+
+def automatic(mesh: Mesh) -> Any:
+    """The mesh with automatic axes inside a replica, where they are Explicit.
+
+    At the boundary of a `shard_map` over another axis JAX gathers what is sharded over
+    Explicit axes, so the optimizer's update sees automatic ones.
+    """
+    if not explicit_axes(mesh):
+        return mesh
+    types = dict.fromkeys(mesh.axis_names, AxisType.Auto)
+    return mesh.abstract_mesh.update_axis_types(types)

@@ -1,0 +1,204 @@
+"""Says what a training step sends between replicas, from its compiled program."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from curvadion_jax import _rows
+from curvadion_jax._rows import AXIS
+
+
+class Message(NamedTuple):
+    """One collective that joins devices of different replicas.
+
+    Attributes:
+      kind: such as "all-reduce".
+      arrays: dtypes and shapes of its result, such as "f32[128,64]".
+      bytes: size of its result.
+      origin: the operation that it was made for, as JAX names it.
+    """
+
+    kind: str
+    arrays: str
+    bytes: int
+    origin: str
+
+
+class Audit(NamedTuple):
+    """What a step sends between replicas, printed as a table.
+
+    Attributes:
+      every_step: messages of every step.
+      sync: messages inside a condition, which a sync step takes.
+    """
+
+    every_step: list[Message]
+    sync: list[Message]
+
+    def __str__(self) -> str:
+        lines = []
+        for title, messages in (("every step", self.every_step), ("sync", self.sync)):
+            if not messages:
+                lines.append(f"{title:10}  nothing")
+            for message in messages:
+                kind, arrays, size, origin = message
+                lines.append(
+                    f"{title:10}  {kind:14}  {size:>11,} B  {arrays}  {origin}"
+                )
+        return "\n".join(lines)
+
+
+def audit(step: Callable[..., Any], mesh: Mesh, *arguments: Any) -> Audit:
+    """Compiles a training step and says what it sends between replicas.
+
+    Call it once, before training, as a proof of what is sent. A step that goes by the
+    step number sends nothing outside of syncs; one with RMMC an ``s32[]``, the vote. If
+    anything else stands under "every step", something in the step looks at all replicas
+    at once: a transformation around the optimizer that is not elementwise
+    (`optax.clip_by_global_norm`: pass it as ``before=``), or a mean of metrics (return
+    rows, and average on the host).
+
+    Args:
+      step: the training step, jitted or not.
+      mesh: mesh of the replicas, from :func:`make_mesh`.
+      *arguments: what it is called with. They are not changed, nor is it run.
+
+    Returns:
+      An :class:`Audit`; print it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from curvadion_jax import replicas
+      >>> mesh = replicas.make_mesh(2)
+      >>> rows = replicas.replicate(jnp.ones(4), mesh)
+      >>> print(audit(lambda x: x - jnp.mean(x), mesh, rows))  # a mean over all replicas
+      every step  all-reduce                4 B  f32[]  jit(<lambda>)/reduce_sum
+      sync        nothing
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"audit needs a mesh of devices, from replicas.make_mesh, got {mesh!r}. "
+            "Without one nothing is sent."
+        )
+    _rows.check_mesh(mesh)
+    compiled = jax.jit(step).lower(*arguments).compile()
+    axis = list(mesh.shape).index(AXIS)
+    replica = np.indices(mesh.devices.shape)[axis].ravel()  # of every device
+    return read_program(compiled.as_text(), replica)
+
+
+# The text of compiled programs is read here and in tests, and nowhere else.
+
+# %name (arguments) -> result {
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+# %name = f32[8,16]{1,0} all-reduce(...), ..., metadata={op_name="..."}
+_COLLECTIVE = re.compile(
+    r"= (.*?) ((?:ragged-)?all-(?:reduce|gather|to-all)|reduce-scatter|"
+    r"collective-(?:permute|broadcast))(?:-start)?\("
+)
+_BRANCHES = re.compile(
+    r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=(%?[\w.\-]+))"
+)
+_CALLED = re.compile(
+    r"(?:calls|body|condition|to_apply|called_computations)=\{?(%?[\w.\-]+)"
+)
+_NAME = re.compile(r'op_name="([^"]*)"')
+_ARRAY = re.compile(r"(pred|bf16|c64|c128|[fsu]\d+\w*)\[([\d,]*)\]")
+# replica_groups={{0,1},{2,3}}; of a permutation its pairs of a sender and a receiver
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[^=]*?\})\}")
+# An arange, transposed: replica_groups=[2,4]<=[2,2,2]T(1,0,2)
+_ARANGE = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+# Axes of a mesh: replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^]]+)\]"
+    r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]+)\}"
+)
+
+
+def read_program(text: str, replica: np.ndarray) -> Audit:
+    """Finds the messages between replicas; `replica` is that of every device."""
+    messages = defaultdict(list)  # by the computation that they are in
+    called, branches = defaultdict(set), set()
+    computation = entry = ""
+    for line in text.splitlines():
+        if not line.startswith(" ") and (start := _COMPUTATION.match(line)):
+            computation = start[2]
+            entry = computation if start[1] else entry
+            continue
+        for listed, single in _BRANCHES.findall(line):
+            names = re.findall(r"[\w.\-]+", listed or single)
+            branches.update(names)
+            called[computation].update(names)
+        called[computation].update(x.lstrip("%") for x in _CALLED.findall(line))
+        if message := _message(line, replica):
+            messages[computation].append(message)
+
+    def reached(start: set[str], stop: set[str]) -> set[str]:
+        found, waiting = set(), [*start]
+        while waiting:
+            name = waiting.pop()
+            if name not in found and name not in stop:
+                found.add(name)
+                waiting.extend(called[name])
+        return found
+
+    always = reached({entry}, branches)
+    sometimes = reached(branches, set()) - always
+    of = lambda names: [
+        each for name in messages if name in names for each in messages[name]
+    ]
+    return Audit(of(always), of(sometimes))
+
+
+def _message(line: str, replica: np.ndarray) -> Message | None:
+    operation = _COLLECTIVE.search(line)
+    if not operation:
+        return None
+    groups = groups_of(line) or [[*range(len(replica))]]
+    if all(len({*replica[group].tolist()}) == 1 for group in groups):
+        return None
+    arrays = _ARRAY.findall(operation[1])
+    size = sum(_bytes_of(dtype, shape) for dtype, shape in arrays)
+    shown = ", ".join(f"{dtype}[{shape}]" for dtype, shape in arrays)
+    name = _NAME.search(line)
+    return Message(operation[2], shown, size, name[1] if name else "")
+
+
+def _bytes_of(dtype: str, shape: str) -> int:
+    bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
+    return math.prod(_numbers(shape)) * bits // 8
+
+
+def groups_of(attributes: str) -> list[list[int]]:
+    """The groups of devices that a collective joins; none in an unknown notation."""
+    if listed := _LISTED.search(attributes):
+        return [_numbers(group) for group in re.findall(r"\{(.*?)\}", listed[1])]
+    if found := _MESH.search(attributes):
+        axes, sizes, order, joined = found.groups()
+        names, inside = (re.findall(r"'(\w+)'", each) for each in (axes, joined))
+        shape = [int(size) for size in re.findall(r"=(\d+)", axes)]
+        devices = _arange(sizes or ",".join(map(str, shape)), order).reshape(shape)
+        last = [names.index(name) for name in inside]
+        first = [axis for axis in range(len(names)) if axis not in last]
+        devices = devices.transpose(first + last)
+        return devices.reshape(-1, math.prod(shape[i] for i in last)).tolist()
+    if found := _ARANGE.search(attributes):
+        shape, sizes, order = found.groups()
+        return _arange(sizes, order).reshape(_numbers(shape)).tolist()
+    return []
+
+
+def _numbers(text: str | None) -> list[int]:
+    return [int(x) for x in (text or "").split(",") if x]
+
+
+def _arange(sizes: str, order: str | None) -> np.ndarray:
+    shape = _numbers(sizes)
+    devices = np.arange(math.prod(shape)).reshape(shape)
+    return devices.transpose(_numbers(order) or range(len(shape)))

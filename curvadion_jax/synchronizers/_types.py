@@ -1,0 +1,77 @@
+"""The two kinds of synchronizers."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from curvadion_jax._group import Group as Group
+from curvadion_jax._layout import Layout
+from curvadion_jax._participation import Part as Part
+from curvadion_jax.compressors import Payload
+
+
+def _nothing(*_: Any) -> Any:
+    return ()
+
+
+class AfterStep(NamedTuple):
+    """A sync that follows every replica's own step, and ends in common parameters.
+
+    All functions are of one replica.
+
+    Attributes:
+      sync: (moved, anchor, common, residual, part) -> (target, anchor, common,
+        residual). `moved` are this replica's parameters after its own step, `target`
+        those that it shall have, and `anchor` and `common` must come out the same on
+        all replicas: make them of common values and of means. `part` is a
+        :class:`Part`.
+      init_common: anchor -> what else is the same on all replicas.
+      init_residual: anchor -> what a replica has not sent yet.
+      payload: (parameters, inner state, `Layout`) -> the `Payload` of one sync (see
+        `curvadion_jax.compressors`), from shapes.
+
+    Example:
+      >>> from curvadion_jax.compressors import exact
+      >>> def sync(moved, anchor, common, residual, part):
+      ...     drift = jax.tree.map(jax.numpy.subtract, moved, anchor)
+      ...     mean = part.mean(drift)
+      ...     anchor = jax.tree.map(jax.numpy.add, anchor, mean)
+      ...     return anchor, anchor, common, residual
+      >>> average = AfterStep(
+      ...     sync, payload=lambda x, _, layout: exact().payload_by_device(x, layout)
+      ... )
+    """
+
+    sync: Callable[..., tuple[Any, Any, Any, Any]]
+    payload: Callable[[Any, Any, Layout], Payload]
+    init_common: Callable[[Any], Any] = _nothing
+    init_residual: Callable[[Any], Any] = _nothing
+
+
+class WithinStep(NamedTuple):
+    """A sync that replaces every replica's own step, such as a mean of gradients.
+
+    It keeps equal replicas equal, and does not make others equal.
+
+    Attributes:
+      sync: (take, gradients, inner state, common, part) -> (updates, inner state,
+        common), with ``take(gradients, inner_state, **extra)`` -> (updates, inner
+        state), the inner optimizer's update.
+      init_common: inner state -> what is the same on all replicas.
+      payload: as for :class:`AfterStep`.
+
+    Example:
+      >>> from curvadion_jax.compressors import exact
+      >>> def sync(take, gradients, inner_state, common, part):
+      ...     signs = jax.tree.map(jax.numpy.sign, gradients)
+      ...     return *take(part.mean(signs), inner_state), common
+      >>> average_signs = WithinStep(
+      ...     sync, payload=lambda x, _, layout: exact().payload_by_device(x, layout)
+      ... )
+    """
+
+    sync: Callable[..., tuple[Any, Any, Any]]
+    payload: Callable[[Any, Any, Layout], Payload]
+    init_common: Callable[[Any], Any] = _nothing
+
+
+Synchronizer = AfterStep | WithinStep
