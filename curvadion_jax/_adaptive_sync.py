@@ -385,9 +385,7 @@ class _AdaptiveSync:
             row, outcome = given
             moved = optax.apply_updates(row.params, outcome.updates)
             inner_sound = _finite.is_sound(outcome.inner_state)
-            healthy = inner_sound & _finite.all_finite(
-                [row.params, moved, outcome.residual]
-            )
+            healthy = inner_sound & _finite.all_finite([moved, outcome.residual])
             part = _participation.take_part(group, row.weight, healthy, healthy)
             target, anchor, kept, residual = sync(
                 moved, common.anchor, common.kept, outcome.residual, part
