@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from curvadion_jax import _trees
 from curvadion_jax.sites import _run
-from curvadion_jax.sites._model import Arrays, Model, Outer, log, to_host
+from curvadion_jax.sites._model import Arrays, Model, Outer, log, to_host, wide
 from curvadion_jax.sites._run import Received, Roster
 from curvadion_jax.sites._store import InvalidError, Store, StoreError
 
@@ -387,5 +386,6 @@ def _placed(x: np.ndarray, like: jax.Array) -> jax.Array:
 @jax.jit
 def _progressed(now, base, new):
     """new + (now - base); the bits of `new` if there was no progress."""
-    progress = _trees.wide(now) - _trees.wide(base)
-    return (_trees.wide(new) + progress).astype(now.dtype)
+    dtype = wide(now.dtype)
+    progress = now.astype(dtype) - base.astype(dtype)
+    return (new.astype(dtype) + progress).astype(now.dtype)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from curvadion_jax._trees import compute_dtype
 from curvadion_jax.compressors import Codec
 from curvadion_jax.sites._store import as_bytes
 
@@ -44,7 +43,7 @@ class Model:
         self.shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in leaves]
         self._outer, self._codec = outer, codec
         self._wide: Any = [
-            jax.ShapeDtypeStruct(x.shape, compute_dtype(x.dtype)) for x in self.shapes
+            jax.ShapeDtypeStruct(x.shape, wide(x.dtype)) for x in self.shapes
         ]
         # Shapes of a contribution, and of a snapshot: anchor and outer state.
         message = jax.eval_shape(codec.encode, self._wide)
@@ -165,6 +164,11 @@ class Model:
 
 def _cpu() -> Any:
     return jax.local_devices(backend="cpu")[0]
+
+
+def wide(dtype: Any) -> jnp.dtype:
+    """The dtype to compute in: at least float32."""
+    return jnp.promote_types(jnp.float32, dtype)
 
 
 def to_host(tree: Any) -> Arrays:

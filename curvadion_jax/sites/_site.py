@@ -7,11 +7,10 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, compressors
-from curvadion_jax.sites import _processes, _run
+from curvadion_jax import compressors
+from curvadion_jax.sites import _arguments, _processes, _run
 from curvadion_jax.sites._follower import Follower, Update, Worker, moved
 from curvadion_jax.sites._model import Model, log, to_host
 from curvadion_jax.sites._store import Store
@@ -98,7 +97,7 @@ class Site:
                 f"name must have 1 to 64 letters, digits, '-' and '_', got {name!r}. "
                 "The first must be a letter or digit."
             )
-        _arguments.check_int(every, "every")
+        _arguments.check_count(every, "every")
         self.name, self._url, self._every = name, url, every
         self._max_lag = 2 * every if max_lag is None else max_lag
         self._rules, self._poll = (quorum, grace), poll
@@ -136,7 +135,7 @@ class Site:
         """
         if self._structure is not None:
             raise RuntimeError("This site has started. Make a site for each start.")
-        _check(params)
+        _arguments.check_params(params)
         arrays = _processes.copies(jax.tree.leaves(params))
         _processes.from_first(lambda: self._enter(params, arrays))
         self._structure = jax.tree.structure(params)
@@ -281,20 +280,3 @@ class Site:
             self._worker.wait(min(_WAIT, max(end - start, 0.0)))
         self._check_open()  # a signal's handler may have closed it
         self._metrics["blocked"] += time.monotonic() - start
-
-
-def _check(params: Any) -> None:
-    for path, x in jax.tree.leaves_with_path(params):
-        name = jax.tree_util.keystr(path)
-        if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jnp.floating):
-            kind = x.dtype if hasattr(x, "dtype") else type(x).__name__
-            raise TypeError(
-                f"{name} is {kind}, and no floating-point jax.Array. Give the "
-                "parameters alone, without the optimizer's state."
-            )
-        processes = {device.process_index for device in x.sharding.device_set}
-        if len(processes) != jax.process_count():
-            raise ValueError(
-                f"{name} lies on devices of some of this site's {jax.process_count()} "
-                "processes. Give parameters on a mesh of all devices."
-            )

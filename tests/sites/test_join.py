@@ -156,7 +156,7 @@ def test_names_that_are_no_part_of_a_key(name):
 
 def test_no_steps_between_contributions():
     """A sync would contribute nothing again and again, and never return."""
-    with pytest.raises(ValueError, match="every must be at least 1"):
+    with pytest.raises(ValueError, match="every must be at least 1 and a Python int"):
         sites.Site(MemoryStore(), "oslo", every=0)
 
 
