@@ -276,7 +276,7 @@ class Worker(threading.Thread):
                 raise self._error
             if follower.number == number:
                 return None
-            new, decided = follower.outer.anchor, follower.decided
+            new, decided = follower.outer.params, follower.decided
             self._taken, follower.decided = (follower.number, new), None
             known = follower.number, follower.contributors
         own, why = decided or (None, None)

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-FORMAT = 1
+FORMAT = 2
 # Bytes of the largest header.
 HEADER = 2**22
 # Bytes in one request: 5 Mbit/s carry them in the 30 seconds that obstore gives it.
