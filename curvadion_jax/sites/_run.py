@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from curvadion_jax.sites._model import Arrays, Model, Outer, log
-from curvadion_jax.sites._store import InvalidError, Store, StoreError
+from curvadion_jax.sites._store import InvalidError, Store, StoreError, attempts
 
 # After so many rounds without a contribution a site is not waited for, and its share
 # of the mean goes to the others.
@@ -101,22 +101,41 @@ def enter(store: Store, model: Model, quorum: int) -> None:
 def join(store: Store, name: str) -> int:
     """Makes the site a member. Returns how often a site of this name has joined.
 
-    One object is kept for each name, of the site that joined last.
+    One object is kept for each name, of the site that joined last. A listing may be
+    older than what was created, and may lack a predecessor whose number is higher. So
+    the site is a member once a listing holds its object, and none that is newer.
     """
-    keys = store.keys(f"{MEMBERS}{name}/")
-    incarnation, own = members(keys).newest.get(name, 0) + 1, uuid.uuid4().bytes
-    # A listing may be old. So what is there is passed, and not listed again.
-    while not store.create(member_key(name, incarnation, "json"), own):
-        incarnation += 1
-    again = store.create(member_key(name, incarnation, "json"), uuid.uuid4().bytes)
-    # A site that has joined under this name meanwhile may have removed the first.
-    if again and incarnation >= members(store.keys(MEMBERS)).newest.get(name, 0):
-        raise RuntimeError(
-            f"The store {store.url} overwrites objects, so two sites could both "
-            "commit a round. Use a store with conditional writes (If-None-Match)."
-        )
-    store.delete([old for old in keys if members([old]).newest])
-    return incarnation
+    prefix, key, incarnation, overwrites = f"{MEMBERS}{name}/", "", 0, False
+    found = members(store.keys(prefix))
+    for _ in attempts():
+        if not key or _is_newer(found, name, incarnation):
+            incarnation, own = found.newest.get(name, 0) + 1, uuid.uuid4().bytes
+            while not store.create(member_key(name, incarnation, "json"), own):
+                incarnation += 1
+            key = member_key(name, incarnation, "json")
+            # Other bytes must be refused, unless a newer site has removed the object.
+            overwrites = store.create(key, uuid.uuid4().bytes)
+        keys = store.keys(prefix)
+        found = members(keys)
+        if key in keys and not _is_newer(found, name, incarnation):
+            if overwrites:
+                raise RuntimeError(
+                    f"The store {store.url} overwrites objects, so two sites could "
+                    "both commit a round. Use a store with conditional writes "
+                    "(If-None-Match)."
+                )
+            store.delete([old for old in keys if old != key and members([old]).newest])
+            return incarnation
+    raise StoreError(
+        f"The store {store.url} lists {prefix} without {key}, which was created "
+        "before, or other sites join under this name at once. Start this site again."
+    )
+
+
+def _is_newer(found: Members, name: str, incarnation: int) -> bool:
+    """Whether a listing has a newer site of this name, or one that left as this."""
+    newest = found.newest.get(name, 0)
+    return newest > incarnation or (newest == incarnation and name in found.left)
 
 
 def leave(store: Store, name: str, incarnation: int) -> None:
@@ -210,7 +229,11 @@ def load(store: Store, model: Model, least: int = 0) -> tuple[Outer, Roster, int
 
     A snapshot is used if the commit after it confirms its digest; else an older one.
     """
-    for number in _snapshots(store):
+    numbers: list[int] = []
+    for _ in attempts():  # the first snapshot may be newer than a listing
+        if numbers := _snapshots(store):
+            break
+    for number in numbers:
         if number < least:
             break
         key = snapshot_key(number)

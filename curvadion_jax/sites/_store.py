@@ -5,7 +5,7 @@ their bytes, little endian and in C order, which are written first. The header h
 digest of the body, and one of itself, its key and its run. The reader knows shapes and
 dtypes, and nothing is unpickled.
 
-`obstore` repeats requests that fail on their way. `_attempts` covers the rest: a create
+`obstore` repeats requests that fail on their way. `attempts` covers the rest: a create
 that is refused although there is no object (S3 answers 409 when conditional writes
 collide), and an object that exists and is not found yet, or is read in part (network
 file systems, caches).
@@ -63,7 +63,7 @@ class Store:
         read, and created again if it is not there.
         """
         there = _obstore().exceptions.AlreadyExistsError, FileExistsError
-        for _ in _attempts():
+        for _ in attempts():
             with _one_error(self.url, f"write {key}"), suppress(*there):
                 self._store.put(key, data, mode="create")
                 self.up += len(data)
@@ -134,7 +134,7 @@ class Store:
           InvalidError: if it is damaged, belongs elsewhere, or has another size.
         """
         damage = None
-        for _ in _attempts():
+        for _ in attempts():
             try:
                 found, damage = self._read(key, shapes), None
             except InvalidError as error:
@@ -188,7 +188,7 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _attempts() -> Iterator[int]:
+def attempts() -> Iterator[int]:
     """Numbers of attempts, with longer and longer pauses between.
 
     Pauses are random, so that sites that collided do not collide again.

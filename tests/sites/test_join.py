@@ -34,9 +34,9 @@ def test_a_store_that_overwrites():
 
 
 def test_a_twin_that_joins_meanwhile_is_no_fault_of_the_store(monkeypatch):
-    """It removes what the older one has created, which is told of it later."""
-    older, twin = (_store.Store(store) for store in [MemoryStore()] * 2)
-    create, joined = older.create, []
+    """It removes what this one has created, which joins after it, once more."""
+    slower, twin = (_store.Store(store) for store in [MemoryStore()] * 2)
+    create, joined = slower.create, []
 
     def slow(key, data):
         found = create(key, data)
@@ -44,9 +44,9 @@ def test_a_twin_that_joins_meanwhile_is_no_fault_of_the_store(monkeypatch):
             joined.append(_run.join(twin, "oslo"))
         return found
 
-    monkeypatch.setattr(older, "create", slow)
-    assert (_run.join(older, "oslo"), joined) == (1, [2])
-    assert _run.members(older.keys(_run.MEMBERS)).newest == {"oslo": 2}
+    monkeypatch.setattr(slower, "create", slow)
+    assert (_run.join(slower, "oslo"), joined) == (3, [2])
+    assert slower.keys(_run.MEMBERS) == ["members/oslo/000003.json"]
 
 
 def test_start_may_be_repeated_after_a_failure():

@@ -65,14 +65,50 @@ def test_a_name_that_no_object_can_have_is_an_error_that_shows_it(tmp_path):
         a.follower.propose()
 
 
-def test_a_site_joins_although_a_listing_is_old():
+class Old(Wrapped):
+    """A store whose first listings of a prefix are those of long ago: empty."""
+
+    def __init__(self, store, prefix, times):
+        super().__init__(store)
+        self._prefix, self._times = prefix, times
+
+    def list(self, prefix):
+        if prefix == self._prefix and self._times > 0:
+            self._times -= 1
+            return iter([])
+        return self._store.list(prefix=prefix)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["killed", "left"])
+@pytest.mark.parametrize("times", [1, 2, 4])
+@pytest.mark.parametrize("before", [1, 2, 3])
+def test_a_site_joins_after_its_predecessors_although_listings_are_old(
+    before, times, leaves
+):
+    """What they were removed of can be created again, so a free number says nothing."""
     store = MemoryStore()
-    ByHand(store, "a")
-    old = Wrapped(store)
-    old.list = lambda **_: iter([])
-    assert _run.join(_store.Store(store), "a") == 2
-    store.put("members/a/000001.json", b"{}")
-    assert _run.join(_store.Store(old), "a") == 3
+    predecessors = [ByHand(store, "b") for _ in range(before)]
+    if leaves:
+        _run.leave(predecessors[-1].store, "b", before)
+    b = ByHand(Old(store, "members/b/", times), "b")
+    assert b.follower.incarnation > before
+    own = _run.member_key("b", b.follower.incarnation, "json")
+    assert b.store.keys("members/b/") == [own]
+    assert "b" not in _run.members(b.store.keys(_run.MEMBERS)).left
+    b.step(2.0)  # nobody else is said to have joined
+    assert b.moved() == 2.0
+
+
+def test_a_listing_that_never_shows_a_site_is_an_error_at_its_start(pauses):
+    with pytest.raises(OSError, match=r"lists members/b/ without members/b/000001"):
+        ByHand(Old(MemoryStore(), "members/b/", 10**6), "b")
+    assert 0 < sum(pauses) < 10
+
+
+def test_a_run_begins_although_the_listing_of_its_snapshots_is_old():
+    a = ByHand(Old(MemoryStore(), "snapshots/", 3), "a")
+    a.step()
+    assert a.moved() == 1.0
 
 
 @pytest.mark.parametrize(
