@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from curvadion_jax.sites import _run
+from curvadion_jax.sites import _headers, _run
 from curvadion_jax.sites._model import Arrays, Model, Outer, log, to_host, wide
 from curvadion_jax.sites._run import Received, Roster
 from curvadion_jax.sites._store import InvalidError, Store, StoreError
@@ -71,7 +71,7 @@ class Follower:
         """Takes up the run where it stands, or begins it at these parameters."""
         _run.enter(self.store, self.model, self._quorum)
         self.incarnation = _run.join(self.store, self.name)
-        if self.store.read(_run.commit_key(0)) is None:
+        if _run.read_commit(self.store, 0) is None:
             # Of several sites that begin the run at once, the first snapshot stands.
             _run.write_snapshot(self.store, self.model.initial(params), {}, 0)
         self.outer, self._roster, self.number = _run.load(self.store, self.model)
@@ -82,9 +82,9 @@ class Follower:
     def advance(self) -> bool:
         """Takes the outer step of the open round, if it is committed."""
         number = self.number
-        if (read := self.store.read(_run.commit_key(number))) is None:
+        if (commit := _run.read_commit(self.store, number)) is None:
             return False
-        commit, outer, after = read[0], self.outer, number + 1
+        outer, after = self.outer, number + 1
         self._check_digest(commit["before"])
         contributors, roster = commit["contributors"], commit["roster"]
         found: list[Any] = list(
@@ -197,7 +197,7 @@ class Follower:
             found = self.store.read(key, self.model.message, exists=True)
             if found is None:
                 return None
-            _run.check_contribution(found[0])
+            _headers.check_contribution(found[0])
             norm = self.model.norm(found[1])
             why = "" if math.isfinite(norm) else "It contains NaN or Inf."
             received = Received(name, *found, norm, why)

@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from curvadion_jax.sites import _headers
+from curvadion_jax.sites._headers import NAME
 from curvadion_jax.sites._model import Arrays, Model, Outer, log
 from curvadion_jax.sites._store import InvalidError, Store, StoreError, attempts
 
@@ -29,7 +31,6 @@ contribution_key = "rounds/{:08d}/{}".format
 commit_key = "commits/{:08d}.json".format
 snapshot_key = "snapshots/{:08d}".format
 member_key = "members/{}/{:06d}.{}".format
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _MEMBER = re.compile(rf"members/({NAME.pattern})/([0-9]{{6,15}})\.(json|left)")
 _NUMBERED = re.compile(
     r"(?:bodies/)?(?:snapshots|commits|rounds)/([0-9]{8})(?:\.json|/.*)?"
@@ -89,7 +90,9 @@ def enter(store: Store, model: Model, quorum: int) -> None:
     if found is None:
         raise StoreError(f"{RUN} was created at {store.url} and is gone.")
     for what, ours in own.items():
-        for one, other in itertools.zip_longest(ours, found[0].get(what) or []):
+        theirs = found[0].get(what) or []
+        theirs = theirs if isinstance(theirs, list) else [theirs]
+        for one, other in itertools.zip_longest(ours, theirs):
             if one != other:
                 raise ValueError(
                     f"The run was begun with another {what}: {one} here, "
@@ -142,19 +145,6 @@ def leave(store: Store, name: str, incarnation: int) -> None:
     """The other sites do not wait for this one any more."""
     store.create(member_key(name, incarnation, "left"), b"{}")
     store.delete([member_key(name, incarnation, "json")])
-
-
-def check_contribution(header: Mapping[str, Any]) -> None:
-    """Rejects a header that would stop the other sites, or make a commit infinite."""
-    match header:
-        case {
-            "tokens": int() | float() as tokens,
-            "rounds": int() as rounds,
-            "before": str(),
-            "uid": str(),
-        } if 1e-9 <= tokens < 1e18 and 1 <= rounds < 10**9:
-            return
-    raise InvalidError("It has no usable tokens, rounds, digest and name.")
 
 
 def _judged(
@@ -224,6 +214,17 @@ def commit(
     }
 
 
+def read_commit(
+    store: Store, number: int, exists: bool = False
+) -> dict[str, Any] | None:
+    """The commit of a round, if there is one."""
+    key = commit_key(number)
+    if (found := store.read(key, exists=exists)) is None:
+        return None
+    _headers.check_commit(key, found[0])
+    return found[0]
+
+
 def load(store: Store, model: Model, least: int = 0) -> tuple[Outer, Roster, int]:
     """The newest outer side that can be read, its roster, and the next round's number.
 
@@ -240,12 +241,13 @@ def load(store: Store, model: Model, least: int = 0) -> tuple[Outer, Roster, int
         try:
             found = store.read(key, model.snapshot, exists=True)
             # The first snapshot has no commit until the first round is over.
-            commit = store.read(commit_key(number), exists=number > 0)
+            commit = read_commit(store, number, exists=number > 0)
             if found is None or (number and commit is None):
                 raise InvalidError(f"{key} is missing, or the commit after it.")
             header, arrays = found
+            _headers.check_snapshot(key, header)
             outer = model.from_snapshot(arrays)
-            if commit is not None and commit[0]["before"] != outer.digest:
+            if commit is not None and commit["before"] != outer.digest:
                 raise InvalidError(f"The commit after {key} does not confirm it.")
             return outer, header["roster"], number
         except InvalidError as error:

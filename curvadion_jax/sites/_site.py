@@ -10,7 +10,7 @@ import jax
 import optax
 
 from curvadion_jax import compressors
-from curvadion_jax.sites import _arguments, _processes, _run
+from curvadion_jax.sites import _arguments, _headers, _processes
 from curvadion_jax.sites._follower import Follower, Update, Worker, moved
 from curvadion_jax.sites._model import Model, log, to_host
 from curvadion_jax.sites._store import Store
@@ -92,7 +92,7 @@ class Site:
         max_lag: float | None = None,
         poll: float = 1.0,
     ) -> None:
-        if not _run.NAME.fullmatch(name):
+        if not _headers.NAME.fullmatch(name):
             raise ValueError(
                 f"name must have 1 to 64 letters, digits, '-' and '_', got {name!r}. "
                 "The first must be a letter or digit."

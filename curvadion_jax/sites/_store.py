@@ -162,7 +162,7 @@ class Store:
         ends = np.cumsum([0, *(x.size * x.dtype.itemsize for x in shapes)])
         if shapes and (body := self.get(_body_key(key, header), ends[-1])) is None:
             return None
-        if len(body) != ends[-1] or _sha256(body) != header["body"]:
+        if len(body) != ends[-1] or _sha256(body) != header.get("body"):
             raise InvalidError(f"{key} has a body that does not match its digest.")
         return header, [
             np.frombuffer(body, x.dtype, x.size, first).reshape(x.shape)
