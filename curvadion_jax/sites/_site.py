@@ -31,6 +31,7 @@ class SiteMetrics(NamedTuple):
       counted, late, rejected: contributions of this site, by what became of them.
       blocked: seconds in which `sync` has waited.
       bytes_up, bytes_down: written to and read from the store, headers included.
+      ignored: entries of the store's folder that are no objects.
     """
 
     round: int
@@ -41,6 +42,7 @@ class SiteMetrics(NamedTuple):
     blocked: float
     bytes_up: int
     bytes_down: int
+    ignored: int
 
 
 class Site:
@@ -221,7 +223,11 @@ class Site:
         """See :class:`SiteMetrics`."""
         if self._worker is not None:
             store = self._worker.follower.store
-            self._metrics |= {"bytes_up": store.up, "bytes_down": store.down}
+            self._metrics |= {
+                "bytes_up": store.up,
+                "bytes_down": store.down,
+                "ignored": store.ignored,
+            }
         return SiteMetrics(**self._metrics)
 
     def _enter(self, params: Any, arrays: list[Any]) -> None:

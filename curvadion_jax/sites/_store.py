@@ -27,6 +27,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from curvadion_jax.sites._folder import Folder
+
 FORMAT = 2
 # Bytes of the largest header.
 HEADER = 2**22
@@ -52,8 +54,14 @@ class Store:
         given = os.fspath(given) if isinstance(given, os.PathLike) else given
         self.url = given if isinstance(given, str) else type(given).__name__
         self._store = _opened(given) if isinstance(given, str) else given
+        self._folder = _folder_of(self._store)
         self.run = ""  # the digest of the run's description, which messages have
         self.up = self.down = 0  # bytes written and read
+
+    @property
+    def ignored(self) -> int:
+        """Entries of a folder that are no objects."""
+        return len(self._folder.odd) if self._folder else 0
 
     def create(self, key: str, data: bytes) -> bool:
         """Creates the object unless there is one. Returns whether it holds this data.
@@ -63,6 +71,7 @@ class Store:
         read, and created again if it is not there.
         """
         there = _obstore().exceptions.AlreadyExistsError, FileExistsError
+        self._make_room(key)
         for _ in attempts():
             with _one_error(self.url, f"write {key}"), suppress(*there):
                 self._store.put(key, data, mode="create")
@@ -83,6 +92,8 @@ class Store:
 
         One of more than `at_most` bytes is not read and raises an `InvalidError`.
         """
+        if self._folder and self._folder.has_odd(key):
+            return None
         with _one_error(self.url, f"read {key}"), suppress(FileNotFoundError):
             found = self._store.get(key)
             if (size := found.meta["size"]) > at_most:
@@ -99,6 +110,8 @@ class Store:
     def keys(self, prefix: str) -> list[str]:
         """Keys below a prefix, sorted."""
         with _one_error(self.url, f"list {prefix}"):
+            if self._folder:
+                return sorted(self._folder.keys(prefix))
             listing = self._store.list(prefix=prefix)
             return sorted(meta["path"] for chunk in listing for meta in chunk)
 
@@ -114,9 +127,11 @@ class Store:
         body = b"".join(as_bytes(x) for x in arrays)
         header = self._sealed(key, header | {"body": _sha256(body)})
         if body:  # overwrites the same bytes, since the digest is in its key
+            body_key = _body_key(key, header)
             options = {"chunk_size": PIECE, "max_concurrency": 2}
+            self._make_room(body_key)
             with _one_error(self.url, f"write the body of {key}"):
-                self._store.put(_body_key(key, header), body, **options)
+                self._store.put(body_key, body, **options)
             self.up += len(body)
         self.create(key, json.dumps(header).encode())
 
@@ -147,6 +162,12 @@ class Store:
             advice = " Use the version that began the run, or begin one at another URL."
             raise InvalidError(f"{damage}{'' if shapes else advice}")
         return None
+
+    def _make_room(self, key: str) -> None:
+        if self._folder and not self._folder.make_room(key):
+            raise StoreError(
+                f"{key} in {self.url} is no file, and no empty folder. Remove it."
+            )
 
     def _read(self, key: str, shapes: Sequence[jax.ShapeDtypeStruct]) -> Any:
         if (data := self.get(key, HEADER)) is None:
@@ -215,6 +236,12 @@ def _opened(url: str) -> Any:
         options = {"mkdir": True, "automatic_cleanup": True}
     with _one_error(url, "be opened"):
         return _obstore().store.from_url(url, **options)
+
+
+def _folder_of(store: Any) -> Folder | None:
+    """The folder of a store that is one."""
+    is_local = isinstance(store, _obstore().store.LocalStore)
+    return Folder(Path(store.prefix)) if is_local and store.prefix else None
 
 
 @contextmanager

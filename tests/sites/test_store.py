@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from obstore.exceptions import AlreadyExistsError
-from obstore.store import LocalStore, MemoryStore
+from obstore.store import MemoryStore
 from site_steps import ByHand, settle
 
 from curvadion_jax.sites import _run, _store
@@ -54,15 +54,6 @@ def test_a_follower_waits_for_a_contribution_that_counts(damage):
     b.step()  # with a snapshot
     a.follow()
     assert a.digest == b.digest
-
-
-def test_a_name_that_no_object_can_have_is_an_error_that_shows_it(tmp_path):
-    """S3 shows no name at all beside it."""
-    a = ByHand(LocalStore(tmp_path), "a")
-    (tmp_path / "members" / "a\tb").write_bytes(b"junk")
-    a.send(4.0)
-    with pytest.raises(OSError, match=r"cannot list members/: .*members/a"):
-        a.follower.propose()
 
 
 class Old(Wrapped):
