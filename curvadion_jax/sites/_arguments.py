@@ -1,9 +1,32 @@
 """What a user gives: checked when a site is made, and when it starts."""
 
+import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from curvadion_jax.sites._headers import NAME
+
+# Seconds of the longest pause between looks at the store.
+_DAY = 86400.0
+
+
+def check_url(url: Any) -> None:
+    """Rejects no URL, which is often a variable that is not set."""
+    if url is None or url == "":
+        raise ValueError(
+            f"url is {url!r}. Give a bucket's URL such as 's3://bucket/run-7', a "
+            "folder, or a store of obstore."
+        )
+
+
+def check_name(name: Any) -> None:
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(
+            f"name must have 1 to 64 letters, digits, '-' and '_', got {name!r}. "
+            "The first must be a letter or digit."
+        )
 
 
 def check_count(value: Any, what: str) -> None:
@@ -12,6 +35,33 @@ def check_count(value: Any, what: str) -> None:
         raise ValueError(
             f"{what} must be at least 1 and a Python int, got {value!r}. "
             "Pass a whole number."
+        )
+
+
+def check_at_least_zero(value: Any, what: str) -> None:
+    """Rejects negative numbers, NaN, and what is no number."""
+    if not isinstance(value, numbers.Real) or not float(value) >= 0:
+        raise ValueError(
+            f"{what} must be a number of at least 0, got {value!r}. Pass 0 not to "
+            "wait, or math.inf to wait without a limit."
+        )
+
+
+def check_poll(value: Any) -> None:
+    """Rejects pauses without an end, and those without a length."""
+    if not isinstance(value, numbers.Real) or not 0 < float(value) <= _DAY:
+        raise ValueError(
+            f"poll must be above 0 and at most {_DAY:g} seconds, got {value!r}. Pass "
+            "the seconds between two looks at the store."
+        )
+
+
+def check_compressor(compressor: Any) -> None:
+    if compressor is not None and getattr(compressor, "codec", None) is None:
+        raise ValueError(
+            f"compressor is {compressor!r:.99} and has no codec, with which sites read "
+            "each other's contributions. Pass quantize(...), exact(), or a Compressor "
+            "with one."
         )
 
 

@@ -317,7 +317,7 @@ class Worker(threading.Thread):
             self._leaving, self._ending = leaves, not leaves
             self._changed.notify_all()
         if self.is_alive() and threading.current_thread() is not self:
-            self.join(seconds)
+            self.join(min(seconds, threading.TIMEOUT_MAX))
         self._ending = True
         if self._leaving:
             log.warning("%s leaves and cannot tell the others", self.follower.name)

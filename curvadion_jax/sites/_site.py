@@ -10,7 +10,7 @@ import jax
 import optax
 
 from curvadion_jax import compressors
-from curvadion_jax.sites import _arguments, _headers, _processes
+from curvadion_jax.sites import _arguments, _processes
 from curvadion_jax.sites._follower import Follower, Update, Worker, moved
 from curvadion_jax.sites._model import Model, log, to_host
 from curvadion_jax.sites._store import Store
@@ -94,15 +94,18 @@ class Site:
         max_lag: float | None = None,
         poll: float = 1.0,
     ) -> None:
-        if not _headers.NAME.fullmatch(name):
-            raise ValueError(
-                f"name must have 1 to 64 letters, digits, '-' and '_', got {name!r}. "
-                "The first must be a letter or digit."
-            )
+        _arguments.check_url(url)
+        _arguments.check_name(name)
+        _arguments.check_compressor(compressor)
         _arguments.check_count(every, "every")
-        self.name, self._url, self._every = name, url, every
-        self._max_lag = 2 * every if max_lag is None else max_lag
-        self._rules, self._poll = (quorum, grace), poll
+        _arguments.check_count(quorum, "quorum")
+        _arguments.check_at_least_zero(grace, "grace")
+        _arguments.check_poll(poll)
+        max_lag = 2 * every if max_lag is None else max_lag
+        _arguments.check_at_least_zero(max_lag, "max_lag")
+        self.name, self._url = name, url
+        self._every, self._max_lag = every, max_lag
+        self._rules, self._poll = (quorum, float(grace)), float(poll)
         self._outer = outer or optax.scale(-1)
         self._codec: Any = (compressor or compressors.exact()).codec
         self._worker: Worker | None = None  # of the first process
@@ -194,8 +197,9 @@ class Site:
         Returns:
           The parameters after the newest round that this site knows.
         """
+        _arguments.check_at_least_zero(timeout, "timeout")
         self._check_open()
-        end = time.monotonic() + timeout
+        end = time.monotonic() + float(timeout)
         self._look()
         while self._under_way is not None or self._tokens:
             if not _processes.from_first(lambda: time.monotonic() < end):
