@@ -252,9 +252,11 @@ def _one_error(url: str, what: str) -> Iterator[None]:
     except (_obstore().exceptions.BaseError, OSError) as error:
         why = str(error).strip().partition("\n")[0].partition("<?xml")[0]
         why = re.sub(r"\?\S*", "?...", why)[:300]
+        advice = "Check its address, your credentials and the connection."
+        if "http://" in why and "builder error" in why:  # before it asks anybody
+            advice = "Set AWS_ALLOW_HTTP=true for an endpoint of http, or use https."
         raise StoreError(
-            f"The store {url} cannot {what}: {why} ({type(error).__name__}). Check "
-            "its address, your credentials and the connection."
+            f"The store {url} cannot {what}: {why} ({type(error).__name__}). {advice}"
         ) from None
 
 

@@ -117,6 +117,26 @@ def test_a_url_that_was_made_a_path_is_no_folder():
         _store.Store(Path("s3://bucket/run"))
 
 
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_an_endpoint_of_http_is_an_error_that_says_what_to_set(scheme, monkeypatch):
+    """Port 9 discards; `obstore` does not even ask it if the endpoint is http."""
+    monkeypatch.setattr(_store, "_RETRIES", {"max_retries": 0})
+    monkeypatch.delenv("AWS_ALLOW_HTTP", raising=False)
+    environment = {
+        "AWS_ENDPOINT_URL": f"{scheme}://127.0.0.1:9",
+        "AWS_ACCESS_KEY_ID": "any",
+        "AWS_SECRET_ACCESS_KEY": "any",
+        "AWS_REGION": "us-east-1",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    store = _store.Store("s3://bucket/run")
+    with pytest.raises(OSError, match=r"cannot read run\.json") as raised:
+        store.get(_run.RUN, 100)
+    advised = "Set AWS_ALLOW_HTTP=true for an endpoint of http" in str(raised.value)
+    assert advised == (scheme == "http")
+
+
 def test_a_query_in_a_stores_error_is_not_shown():
     def refuse(**_):
         raise OSError("403 for https://host/run?sig=SECRET (denied)")
