@@ -77,9 +77,11 @@ def members(keys: Iterable[str]) -> Members:
 
 def enter(store: Store, model: Model, quorum: int) -> None:
     """Compares the description of the run, and creates it if there is none."""
-    pairs = zip(model.names, model.shapes, strict=True)
     own = {
-        "model": [[name, str(x.dtype), [*x.shape]] for name, x in pairs],
+        "model": [
+            [name, str(x.dtype), [*x.shape]]
+            for name, x in zip(model.names, model.shapes, strict=True)
+        ],
         "compressor": [[str(x.dtype), [*x.shape]] for x in model.message],
         "outer optimizer (or JAX, or Optax)": [model.fingerprint],
         "quorum": [quorum],
@@ -201,8 +203,13 @@ def commit(
     return {
         "before": before,
         "contributors": [
-            {field: x.header[field] for field in ("uid", "sha256", "tokens")}
-            | {"name": x.name, "weight": rates[x.name] / mean}
+            {
+                "name": x.name,
+                "uid": x.header["uid"],
+                "sha256": x.header["sha256"],
+                "tokens": x.header["tokens"],
+                "weight": rates[x.name] / mean,
+            }
             for x in valid
         ],
         "rejected": [

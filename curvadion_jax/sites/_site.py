@@ -1,7 +1,6 @@
 """What a training loop calls."""
 
 import atexit
-import functools
 import math
 import time
 from typing import Any, NamedTuple
@@ -105,7 +104,7 @@ class Site:
         _arguments.check_at_least_zero(max_lag, "max_lag")
         self.name, self._url = name, url
         self._every, self._max_lag = every, max_lag
-        self._rules, self._poll = (quorum, float(grace)), float(poll)
+        self._quorum, self._grace, self._poll = quorum, float(grace), float(poll)
         self._outer = outer or optax.scale(-1)
         self._codec: Any = (compressor or compressors.exact()).codec
         self._worker: Worker | None = None  # of the first process
@@ -236,7 +235,7 @@ class Site:
 
     def _enter(self, params: Any, arrays: list[Any]) -> None:
         store, model = Store(self._url), Model(params, self._outer, self._codec)
-        follower = Follower(store, model, self.name, *self._rules)
+        follower = Follower(store, model, self.name, self._quorum, self._grace)
         follower.start(to_host(arrays))
         self._worker = Worker(follower, self._poll)
         self._worker.start()
@@ -271,7 +270,9 @@ class Site:
     def _moved(self, params: Any) -> list[jax.Array]:
         """The parameters' leaves, moved as has been decided."""
         leaves = self._structure.flatten_up_to(params)
-        return functools.reduce(moved, self._news, leaves)
+        for update in self._news:
+            leaves = moved(leaves, update)
+        return leaves
 
     def _returned(self, params: Any) -> Any:
         leaves = self._moved(params)

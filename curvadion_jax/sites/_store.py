@@ -180,15 +180,17 @@ class Store:
             raise InvalidError(
                 f"{key} is damaged, or of another run, place or version of the library."
             )
-        ends = np.cumsum([0, *(x.size * x.dtype.itemsize for x in shapes)])
-        if shapes and (body := self.get(_body_key(key, header), ends[-1])) is None:
+        size = sum(x.size * x.dtype.itemsize for x in shapes)
+        if shapes and (body := self.get(_body_key(key, header), size)) is None:
             return None
-        if len(body) != ends[-1] or _sha256(body) != header.get("body"):
+        if len(body) != size or _sha256(body) != header.get("body"):
             raise InvalidError(f"{key} has a body that does not match its digest.")
-        return header, [
-            np.frombuffer(body, x.dtype, x.size, first).reshape(x.shape)
-            for x, first in zip(shapes, ends, strict=False)
-        ]
+        arrays, start = [], 0
+        for x in shapes:
+            flat = np.frombuffer(body, x.dtype, x.size, start)
+            arrays.append(flat.reshape(x.shape))
+            start += flat.nbytes
+        return header, arrays
 
     def _sealed(self, key: str, header: dict[str, Any]) -> dict[str, Any]:
         """The header with its digest, which holds in this place of this run alone."""
