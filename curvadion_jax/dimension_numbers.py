@@ -1,0 +1,531 @@
+"""Which parameters are matrices, along which axes, and why.
+
+`optax.contrib.MuonDimensionNumbers` says which axes of a parameter a product sums over
+and which it produces; all others are a stack. None sends a parameter to the other
+optimizer: embeddings and output heads have two axes, but train badly under Dion or
+Muon.
+
+The default rule goes by evidence in the tree. A bias has the output axes of its kernel.
+The scale of a norm is as long as the model is wide, and [layers, width] under a scan
+over layers. An output head is as long as the embedding. Names tell tables, heads and
+convolutions. Where nothing tells, a parameter is left to the other optimizer, with a
+warning.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+import warnings
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from curvadion_jax import _paths
+
+DimensionNumbers = optax.contrib.MuonDimensionNumbers
+Axes = tuple[int, ...]
+
+# Names are in lower case; each pattern has to match a whole name.
+_EMBEDDING = r"(?!.*(proj|dense|mlp|map))(.*_|un|tok|pos)?emb(s|ed.*)?(_.*)?|wte|wpe"
+_TABLE = (
+    r"(.*[_ ])?(vocab|table|token|latent|code|codebook|codevector|probe|grid)s?"
+    r"|(latent|vocab)[_ ].*|pos(ition)?(_.*)?|rope"
+)
+_POSITIONS = r".*pos.*|wpe"
+_HEAD = (
+    r"(?!multi|att)(.*_|lm|output)?(head|classifier|readout)|heads|(?!pre_).*logit.*"
+)
+_CONVOLUTION = r"(?!pw|point).*conv.*"
+_LAYER_NORM = r"(.*_)?(ln|layer_?norm|rms_?norm)(_?\w)?"
+_NORM = rf"{_LAYER_NORM}|.*norm(_?\w)?|rms"
+_SCALE = r"(.*_)?(scale|gamma)|gamma_.*"
+_VECTOR = (
+    r"(.*_)?(bias|offset|shift|beta|norm|log|lambda)|(bias|norm|log|lambda|time)_.*|b"
+)
+_STATE_SPACE = r"[ABCDP](_?(re|im|real|imag|\d))?"  # in upper case
+_WEIGHT = r"kernel|weights?|w"
+_LIKE_WEIGHT = r"w.*|.*(kernel|weight|matrix|proj|dense|linear|einsum|lora).*"
+_DENSE = r"(out_?proj|dense|linear|fc)(_?\d+)?"
+# Gemma's query is [heads, D, head_dim], after an axis of keys and values.
+_EINSUM_IN, _EINSUM_OUT = r"(q|kv|qkv)_einsum(_\d)?", r"attn_vec_einsum(_\d)?"
+_ATTENTION_IN = r"(q|k|v|query|key|value)(_?proj(ection)?)?"
+_ATTENTION_OUT = r"(attn_|attention_)?(o|out|output|post)(_?proj(ection)?)?"
+# Of Equinox and other modules in PyTorch's order, (out, in).
+_TORCH_WEIGHTS = [
+    jax.tree_util.GetAttrKey(name) for name in ("weight", "weight_ih", "weight_hh")
+]
+
+
+class PartitionWarning(UserWarning):
+    """Nothing tells whether a parameter is a matrix, or along which axes."""
+
+
+class Finding(NamedTuple):
+    """What the default rule finds out about a parameter.
+
+    Attributes:
+      path: such as 'layers/attention/kernel'.
+      shape: of the parameter.
+      numbers: its dimension numbers, or None for the other optimizer.
+      why: the evidence, in a few words.
+      unknown: whether nothing tells; then `numbers` is None.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    numbers: DimensionNumbers | None
+    why: str
+    unknown: bool
+
+
+@dataclasses.dataclass(eq=False)
+class _Array:
+    """A parameter, and what the parameters around it say of it."""
+
+    path: str
+    names: tuple[str, ...]  # along the path, as they are written
+    shape: tuple[int, ...]
+    is_torch_weight: bool  # an attribute `weight` of an object
+    layers: int | None = None  # the axis of a scan over layers
+    bias: "_Array | None" = None
+    is_bias: bool = False
+
+    @functools.cached_property
+    def words(self) -> list[str]:
+        """The names that say something, in lower case."""
+        return [n.lower() for n in self.names if not n.isdigit() and n != "layers"]
+
+    @functools.cached_property
+    def is_scale(self) -> bool:
+        of_norm = self.matches("weights?|w|g", 1) and self.matches(f"{_NORM}|scale", 2)
+        return self.matches(_SCALE, 1) or of_norm
+
+    @functools.cached_property
+    def axes(self) -> tuple[int, ...]:
+        """The axes of one layer that are longer than 1."""
+        axes = enumerate(self.shape)
+        return tuple(axis for axis, n in axes if n != 1 and axis != self.layers)
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.shape[axis] for axis in self.axes)
+
+    @property
+    def bias_sizes(self) -> tuple[int, ...]:
+        return self.bias.sizes if self.bias else ()
+
+    def matches(self, pattern: str, *places: int) -> bool:
+        """Whether a whole name matches, at one of these places from the end."""
+        found = [self.words[-place] for place in places if place <= len(self.words)]
+        return any(re.fullmatch(pattern, word) for word in found)
+
+
+class _Tree:
+    """All parameters, and which are below a path."""
+
+    def __init__(self, params: Any):
+        self.arrays: list[_Array] = []
+        self.below: dict[tuple[str, ...], list[_Array]] = collections.defaultdict(list)
+        leaves = _paths.leaves_with_names(params)
+        keys = [path for path, _ in jax.tree.leaves_with_path(params)]
+        for (names, leaf), path in zip(leaves, keys, strict=True):
+            name = "/".join(names)
+            is_torch_weight = any(key in path for key in _TORCH_WEIGHTS)
+            array = _Array(name, _split(name), leaf.shape, is_torch_weight)
+            self.arrays.append(array)
+            for depth in range(len(array.names)):
+                self.below[array.names[:depth]].append(array)
+        near = functools.cache(self._norms_and_kernels)
+        for array in self.arrays:
+            array.layers = _layers_axis(array, near)
+        self._find_biases()
+        scales = [array for array in self.arrays if array.is_scale]
+        self.widths = {array.sizes[-1] for array in scales if array.sizes}
+        self.counts = collections.Counter(n for a in self.arrays for n in set(a.sizes))
+
+    def _find_biases(self) -> None:
+        """Pairs `kernel` with `bias`, `w` with `b`, `wi_0` with `wi_0_bias`."""
+        by_names = {array.names: array for array in self.arrays}
+        for array in self.arrays:
+            *above, last = array.names
+            stem = re.sub(rf"({_WEIGHT})$", "", last)
+            stem = stem if stem != last else f"{last}_"
+            # In a pair (kernel, bias), as of stax, names are positions.
+            endings = ["1"] if last == "0" else [stem + "bias", stem + "b"]
+            for ending in endings:
+                bias = by_names.get((*above, ending))
+                if bias and (last != "0" or bias.sizes == array.sizes[-1:]):
+                    array.bias, bias.is_bias = bias, True
+
+    def _norms_and_kernels(self, prefix: tuple[str, ...]):
+        near = self.below[prefix]
+        scales = [array.shape for array in near if array.is_scale]
+        return scales, [array.shape for array in near if len(array.shape) > 2]
+
+    def beside(self, array: _Array) -> list[_Array]:
+        """The arrays of the modules next to an array's."""
+        depth = len(array.names)
+        near = self.below[array.names[:-2]]
+        return [o for o in near if o is not array and len(o.names) <= depth]
+
+
+def _split(path: str) -> tuple[str, ...]:
+    """A name may be a path: Haiku's `gpt/~/embed`, `wte.weight`, a flattened tree."""
+    path = re.sub(r"\('|', '|'\)", "/", path.removesuffix("/array"))  # haliax: /array
+    return tuple(re.findall(r"[^/.~]+", path)) or ("",)
+
+
+def _layers_axis(array: _Array, near: Callable) -> int | None:
+    """The axis of a scan over layers: 0, or 1 as in MaxText; None without a scan.
+
+    Under a scan the scales of the nearest norms are [layers, width] or [width, layers].
+    They have the axis of the layers alike, and share it with most kernels.
+    """
+    for depth in reversed(range(len(array.names))):
+        scales, kernels = near(array.names[:depth])
+        if scales and kernels:
+            break
+    else:
+        return None
+    if len(array.shape) < 2 or any(len(scale) < 2 for scale in scales):
+        return None
+    found = {}
+    for axis in (0, 1):
+        alike = sum(kernel[axis] == array.shape[axis] for kernel in kernels)
+        told = {scale[axis] for scale in scales} == {array.shape[axis]}
+        if told and 2 * alike > len(kernels):
+            found[axis] = alike
+    return max(found, key=found.__getitem__, default=None)
+
+
+def _why_other(array: _Array, tree: _Tree) -> str | None:
+    """Why an array is no matrix; None if it may be one."""
+    if 0 in array.shape:
+        return "no elements"
+    if len(array.sizes) < 2:
+        return "a vector"
+    if array.shape[-1] == 1:
+        return "one output"
+    if array.is_scale:
+        return "scale of a norm"
+    if array.is_bias:
+        return "a bias"
+    if re.fullmatch(_STATE_SPACE, array.names[-1]):
+        return "state space, by its name"
+    if array.matches(f"{_VECTOR}|{_NORM}", 1):
+        return "a vector, by its name"
+    if array.matches(_HEAD, 1, 2):
+        return "a head, by its name"
+    in_head = array.matches(f"{_HEAD}|embed|embedding", 3) and array.matches(_DENSE, 2)
+    if in_head and not set(array.sizes) <= tree.widths:  # between norms it is hidden
+        return "a head, by its name"
+    if array.matches(_CONVOLUTION, 1, 2):
+        return "a convolution, by its name"
+    if bias := array.bias:
+        apart = len(array.shape) - (array.layers is not None)
+        if bias.shape[-1] == 1 or (apart > 3 and len(bias.sizes) == 1):
+            return "a convolution, by its bias"
+    if len(array.sizes) == 4 and array.sizes[2:] in ((3, 3), (5, 5), (7, 7)):
+        return "a convolution, by its window"
+    if array.bias is None and array.matches(_EMBEDDING, 1, 2):
+        return "an embedding, by its name"
+    if array.matches(f"{_TABLE}|{_LAYER_NORM}", 1, 2):
+        return "a table, by its name"
+    return None
+
+
+def _sides(array: _Array, tree: _Tree) -> tuple[Axes, Axes, str] | None:
+    """The axes of one side and of the other, and why; None if nothing tells."""
+    k, b, at = array.sizes, array.bias_sizes, array.axes
+    if array.matches(_EINSUM_IN, 1, 2):
+        return at[-2:-1], (*at[-3:-2], *at[-1:]), "[heads, D, head_dim], by its name"
+    if array.matches(_EINSUM_OUT, 1, 2):
+        return at[-3:-1], at[-1:], "[heads, head_dim, D], by its name"
+    if len(k) == 2:
+        # A table of the model's width has rows that nothing else has.
+        alone = any(tree.counts[n] == 1 for n in k) and tree.widths.intersection(k)
+        if alone and not b and not array.matches(_LIKE_WEIGHT, 1):
+            return None
+        return at[:1], at[1:], "two axes"
+    if b and b in (k[1:], k[:1]):
+        return at[:1], at[1:], "its bias has the axes of one side"
+    if b and (b == (k[0], *k[2:]) or (len(k) == 3 and b == k[:2])):
+        return at[1:2], at[2:], "a stack, like its bias"
+    beside = tree.beside(array)
+    # [experts, D, F] or [2, D, F] next to [experts, F, D] or [F, D]
+    mirrored = any(o.shape[-2:] == k[:0:-1] != k[1:] for o in beside)
+    of_attention = array.matches(f"{_ATTENTION_IN}|{_ATTENTION_OUT}", 1, 2)
+    if len(k) == 3 and not b and mirrored and not of_attention:
+        return at[1:2], at[2:], "a stack, with its transpose beside it"
+    # [heads, head_dim, D] next to [..., heads, head_dim], or [width, heads, ...]
+    others = [o.sizes for o in beside if len(o.sizes) > 2]
+    heads = any(
+        s[-2] == k[0] and (s[-1] == k[1] or s[0] in tree.widths) for s in others
+    )
+    if len(k) == 3 and heads:
+        return at[:2], at[2:], "[heads, head_dim, D], by what is beside it"
+    # [D, heads, head_dim]: of its sides that are a norm's, the first is the widest.
+    widest = max(tree.widths.intersection(k), default=None)
+    split = k[-1] != k[-2] or any(s[:-1] == k[-2:] for s in others)
+    if not b and k[0] == widest and k[0] not in k[1:] and split:
+        return at[:1], at[1:], f"[D, ...], with a norm of {k[0]}"
+    return None
+
+
+def _out_first(array: _Array, sides: tuple[Axes, Axes, str]) -> bool | None:
+    """Whether an array is (out, in), by its bias or heads; None if nothing tells."""
+    k, b = array.sizes, array.bias_sizes
+    first, last = b == k[: len(b)], b[-1:] == k[-1:]
+    if b and len(b) < len(k) and first != last:
+        return first
+    heads = [len(axes) for axes in sides[:2]]
+    if array.matches(_ATTENTION_IN, 1, 2) and heads != [1, 1]:
+        return heads == [2, 1]
+    if array.matches(_ATTENTION_OUT, 1, 2) and heads == [1, 2]:
+        return True
+    return None
+
+
+def _vote(tree: _Tree, sides: Mapping[_Array, Any]) -> dict[str, list[bool]]:
+    """Whether arrays that tell are (out, in), by their last name.
+
+    An output projection has no vote: it may be [D, heads, head_dim] where others are
+    (in, out).
+    """
+    votes = collections.defaultdict(list)
+    for array in tree.arrays:
+        if sides.get(array) and not array.matches(_ATTENTION_OUT, 1, 2):
+            vote = _out_first(array, sides[array])
+            votes[array.names[-1]] += [] if vote is None else [vote]
+    return votes
+
+
+def _find_heads(tree: _Tree, others: Mapping[_Array, str]) -> set[_Array]:
+    """For each embedding, the only other array as long as its vocabulary.
+
+    If several arrays are as long, the length may be another width.
+    """
+    tables = [
+        array
+        for array in others
+        if array.matches(_EMBEDDING, 1, 2, 3)
+        and not array.matches(_POSITIONS, 1, 2, 3)
+        and len(array.sizes) == 2
+    ]
+    heads = set()
+    for vocabulary in {table.sizes[0] for table in tables}:
+        long = [
+            array
+            for array in tree.arrays
+            if vocabulary in array.sizes
+            and len(array.sizes) > 1
+            and array not in tables
+        ]
+        if len(long) == 1:
+            heads.add(long[0])
+    return heads
+
+
+def _axis_or_axes(axes: Axes) -> int | Axes:
+    if len(axes) == 1:
+        return axes[0]
+    return axes
+
+
+def explain(params: Any) -> list[Finding]:
+    """Applies the default rule, and says why; without a warning.
+
+    Args:
+      params: any tree of arrays or abstract values.
+
+    Returns:
+      A :class:`Finding` for each parameter, in the order of the leaves.
+
+    Example:
+      >>> params = {"kernel": jax.numpy.ones((4, 8)), "bias": jax.numpy.ones(8)}
+      >>> [(found.path, found.why) for found in explain(params)]
+      [('bias', 'a vector'), ('kernel', 'two axes')]
+    """
+    tree = _Tree(params)
+    others = {a: why for a in tree.arrays if (why := _why_other(a, tree))}
+    others |= dict.fromkeys(_find_heads(tree, others), "as long as the vocabulary")
+    sides = {a: _sides(a, tree) for a in tree.arrays if a not in others}
+    votes = _vote(tree, sides)
+
+    def find(array):
+        if array in others:
+            return None, others[array], False
+        if (found := sides[array]) is None:
+            return None, "nothing tells", True
+        first, second, why = found
+        out_first = _out_first(array, found)
+        if out_first is None:
+            ballot = votes[array.names[-1]] or [array.is_torch_weight]
+            out_first = 2 * sum(ballot) > len(ballot)
+        if out_first:
+            first, second, why = second, first, f"{why}; (out, in)"
+        return DimensionNumbers(*map(_axis_or_axes, (first, second))), why, False
+
+    return [Finding(array.path, array.shape, *find(array)) for array in tree.arrays]
+
+
+def default(
+    params: Any, given: Mapping[str, DimensionNumbers | None] | None = None
+) -> Any:
+    """Applies the default rule: which parameters are matrices, along which axes.
+
+    :func:`curvadion_jax.describe_partition` shows the result, with the evidence. To the
+    other optimizer go
+
+    * vectors, also stacked over layers or with axes of length 1,
+    * embeddings and other tables, output heads, convolutions and parameters of
+      state-space models: by their names, by a side as long as the vocabulary that one
+      other parameter has, or by a bias that is shared over a window,
+    * what has more than two axes that nothing tells apart, with a warning.
+
+    All else are matrices from the first axis to the last, or from the last to the first
+    where biases tell so or the parameter is an attribute `weight`, as of Equinox. Of
+    three axes and more, these are told apart:
+
+    * layers on the first axis, or on the second as in MaxText, by the norms' scales,
+    * stacks such as experts, by their biases or a transpose beside them,
+    * heads, which count as one side together with their dimension, by a bias, a norm's
+      width or the query beside them.
+
+    `optax.partition` or `optax.masked` around an optimizer hides parameters that tell:
+    give `dimension_numbers` there.
+
+    Args:
+      params: any tree of arrays or abstract values, nnx state included.
+      given: dimension numbers by a parameter's path, or by a part of paths such as
+        `mlp/gate`. They replace the rule's.
+
+    Returns:
+      A tree of the same structure, with dimension numbers or None.
+
+    Raises:
+      ValueError: if no parameter has a given path.
+
+    Example:
+      >>> params = {"embed": jax.numpy.ones((9, 4)), "mlp": jax.numpy.ones((4, 8))}
+      >>> default(params)["mlp"]
+      MuonDimensionNumbers(reduction_axis=0, output_axis=1)
+      >>> default(params)["embed"] is None
+      True
+      >>> default(params, {"mlp": None})["mlp"] is None
+      True
+    """
+    known = [names for names, _ in _paths.leaves_with_names(params)]
+    chosen = {}
+    for part, numbers in (given or {}).items():
+        found = ["/".join(names) for names in known if _paths.lies_in(names, [part])]
+        if not found:
+            raise ValueError(
+                f"given names {part!r}, which no parameter has in its path. Give a part "
+                "of a path as curvadion_jax.describe_partition(params) prints it."
+            )
+        chosen |= dict.fromkeys(found, numbers)
+    return _replace(params, chosen)
+
+
+def equinox(params: Any) -> Any:
+    """The default rule, but with Equinox's modules by their classes.
+
+    A `weight` of `equinox.nn` is (fan_out, fan_in), also if a module of another library
+    wraps it. Weights of norms, embeddings and convolutions are no matrices.
+
+    Args:
+      params: a model, or a tree with models in it, such as `eqx.filter` returns.
+
+    Returns:
+      A tree of the same structure, with dimension numbers or None.
+    """
+    weights = [key.name for key in _TORCH_WEIGHTS]
+
+    def holds_weights(node):
+        modules = [base.__module__.partition(".")[0] for base in type(node).__mro__]
+        return "equinox" in modules and any(hasattr(node, name) for name in weights)
+
+    chosen = {}
+    for path, node in jax.tree.leaves_with_path(params, is_leaf=holds_weights):
+        if not holds_weights(node):
+            continue
+        kind = " ".join(base.__name__ for base in type(node).__mro__)
+        for names, leaf in _paths.leaves_with_names(node):
+            # Other weights of more than two axes are convolutions.
+            is_matrix = leaf.ndim == 2 or (leaf.ndim > 2 and "Linear" in kind)
+            if re.search("Norm|Embedding", kind) or names[0] not in weights:
+                is_matrix = False
+            numbers = DimensionNumbers(-1, -2) if is_matrix else None
+            chosen["/".join((*_paths.names_of(path), *names))] = numbers
+    return _replace(params, chosen)
+
+
+def haliax(params: Any) -> Any:
+    """The default rule, but with Haliax's `Linear` by its named axes `In` and `Out`.
+
+    Args:
+      params: a model, or a tree with models in it, such as Levanter's.
+
+    Returns:
+      A tree of the same structure, with dimension numbers or None.
+    """
+
+    def is_linear(node):
+        weight = getattr(node, "weight", None)
+        return hasattr(weight, "axes") and hasattr(node, "In") and hasattr(node, "Out")
+
+    def places(axes, of):
+        several = axes if isinstance(axes, tuple | list) else (axes,)
+        return tuple(of.index(axis) for axis in several)
+
+    chosen = {}
+    for path, node in jax.tree.leaves_with_path(params, is_leaf=is_linear):
+        if is_linear(node):
+            axes = node.weight.axes
+            numbers = DimensionNumbers(places(node.In, axes), places(node.Out, axes))
+            for names, _ in _paths.leaves_with_names(node):
+                of_weight = names[0] == "weight"
+                name = "/".join((*_paths.names_of(path), *names))
+                chosen[name] = numbers if of_weight else None
+    return _replace(params, chosen)
+
+
+def _replace(params: Any, chosen: Mapping[str, DimensionNumbers | None]) -> Any:
+    """A tree of the default rule's dimension numbers, but for the chosen, by path."""
+    findings = explain(params)
+    warn(findings, chosen)
+    return jax.tree.unflatten(
+        jax.tree.structure(params),
+        [chosen.get(found.path, found.numbers) for found in findings],
+    )
+
+
+def warn(findings: Sequence[Finding], chosen: Container[str] = ()) -> None:
+    """Warns of the unknown parameters of a tree, but for the paths that were chosen."""
+    unknown = [each for each in findings if each.unknown and each.path not in chosen]
+    if not unknown:
+        return
+    size = lambda several: sum(math.prod(each.shape) for each in several)
+    arrays = ", ".join(f"{found.path} {found.shape}" for found in unknown)
+    known = [f"/{found.path}/" for found in findings if not found.unknown]
+
+    def short(path):
+        """The last two names, if no other parameter has them."""
+        part = "/".join(path.split("/")[-2:])
+        return path if any(f"/{part}/" in other for other in known) else part
+
+    given = dict.fromkeys(short(found.path) for found in unknown)
+    warnings.warn(
+        f"AdamW trains {size(unknown) / size(findings):.1%} of the parameters, because "
+        f"nothing tells whether these are matrices: {arrays}. To choose, pass "
+        "dimension_numbers=lambda params: curvadion_jax.default_dimension_numbers("
+        f"params, {given}), with curvadion_jax.DimensionNumbers(reduction_axis, "
+        "output_axis) in place of None for a matrix.",
+        PartitionWarning,
+        stacklevel=4,
+    )
