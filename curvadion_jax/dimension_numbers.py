@@ -30,12 +30,13 @@ DimensionNumbers = optax.contrib.MuonDimensionNumbers
 Axes = tuple[int, ...]
 
 # Names are in lower case; each pattern has to match a whole name.
-_EMBEDDING = r"(?!.*(proj|dense|mlp|map))(.*_|un|tok|pos)?emb(s|ed.*)?(_.*)?|wte|wpe"
+_NO_PROJECTION = r"(?!.*(proj|dense|linear|mlp|map))"
+_EMBEDDING = rf"{_NO_PROJECTION}(.*_|un|tok|pos)?emb(s|ed.*)?(_.*)?|wte|wpe"
+_POSITIONS = rf"{_NO_PROJECTION}(.*_)?(rel)?pos(s|_.*|ition.*)?|wpe|rope"
 _TABLE = (
-    r"(.*[_ ])?(vocab|table|token|latent|code|codebook|codevector|probe|grid)s?"
-    r"|(latent|vocab)[_ ].*|pos(ition)?(_.*)?|rope"
+    r"(.*[_ ])?(vocab|table|token|latent|code|codebook|codevector|grid|probe|prompt"
+    r"|prototype|register|slot|anchor|centroid)s?|(latent|vocab)[_ ].*"
 )
-_POSITIONS = r".*pos.*|wpe"
 _HEAD = (
     r"(?!multi|att)(.*_|lm|output)?(head|classifier|readout)|heads|(?!pre_).*logit.*"
 )
@@ -52,7 +53,9 @@ _LIKE_WEIGHT = r"w.*|.*(kernel|weight|matrix|proj|dense|linear|einsum|lora).*"
 _DENSE = r"(out_?proj|dense|linear|fc)(_?\d+)?"
 # Gemma's query is [heads, D, head_dim], after an axis of keys and values.
 _EINSUM_IN, _EINSUM_OUT = r"(q|kv|qkv)_einsum(_\d)?", r"attn_vec_einsum(_\d)?"
-_ATTENTION_IN = r"(q|k|v|query|key|value)(_?proj(ection)?)?"
+_ATTENTION_IN = (
+    r"(w_?|to_)?(q|k|v|kv|qkv|query|key|value)(_?proj(ection)?|_kernel|_w|_b)?"
+)
 _ATTENTION_OUT = r"(attn_|attention_)?(o|out|output|post)(_?proj(ection)?)?"
 # Of Equinox and other modules in PyTorch's order, (out, in).
 _TORCH_WEIGHTS = [
@@ -175,7 +178,8 @@ class _Tree:
 
 def _split(path: str) -> tuple[str, ...]:
     """A name may be a path: Haiku's `gpt/~/embed`, `wte.weight`, a flattened tree."""
-    path = re.sub(r"\('|', '|'\)", "/", path.removesuffix("/array"))  # haliax: /array
+    path = re.sub(r"\('|', '|'\)", "/", path)
+    path = re.sub(r"/(value/)?(data_)?array$", "", path)  # of Haliax and Penzai
     return tuple(re.findall(r"[^/.~]+", path)) or ("",)
 
 
@@ -233,7 +237,7 @@ def _why_other(array: _Array, tree: _Tree) -> str | None:
         return "a convolution, by its window"
     if array.bias is None and array.matches(_EMBEDDING, 1, 2):
         return "an embedding, by its name"
-    if array.matches(f"{_TABLE}|{_LAYER_NORM}", 1, 2):
+    if array.matches(f"{_TABLE}|{_POSITIONS}|{_LAYER_NORM}", 1, 2):
         return "a table, by its name"
     return None
 
@@ -241,10 +245,12 @@ def _why_other(array: _Array, tree: _Tree) -> str | None:
 def _sides(array: _Array, tree: _Tree) -> tuple[Axes, Axes, str] | None:
     """The axes of one side and of the other, and why; None if nothing tells."""
     k, b, at = array.sizes, array.bias_sizes, array.axes
-    if array.matches(_EINSUM_IN, 1, 2):
-        return at[-2:-1], (*at[-3:-2], *at[-1:]), "[heads, D, head_dim], by its name"
-    if array.matches(_EINSUM_OUT, 1, 2):
-        return at[-3:-1], at[-1:], "[heads, head_dim, D], by its name"
+    if array.matches(_EINSUM_IN, 1, 2) and len(array.shape) > 2:
+        *_, heads, width, head_dim = range(len(array.shape))
+        return (width,), (heads, head_dim), "[heads, D, head_dim], by its name"
+    if array.matches(_EINSUM_OUT, 1, 2) and len(array.shape) > 2:
+        *_, heads, head_dim, width = range(len(array.shape))
+        return (heads, head_dim), (width,), "[heads, head_dim, D], by its name"
     if len(k) == 2:
         # A table of the model's width has rows that nothing else has.
         alone = any(tree.counts[n] == 1 for n in k) and tree.widths.intersection(k)
@@ -255,24 +261,41 @@ def _sides(array: _Array, tree: _Tree) -> tuple[Axes, Axes, str] | None:
         return at[:1], at[1:], "its bias has the axes of one side"
     if b and (b == (k[0], *k[2:]) or (len(k) == 3 and b == k[:2])):
         return at[1:2], at[2:], "a stack, like its bias"
+    return _sides_by_neighbours(array, tree)
+
+
+def _sides_by_neighbours(array: _Array, tree: _Tree) -> tuple[Axes, Axes, str] | None:
+    """The sides of an array of three axes and more, by norms and what is beside it."""
+    k, b, at = array.sizes, array.bias_sizes, array.axes
     beside = tree.beside(array)
-    # [experts, D, F] or [2, D, F] next to [experts, F, D] or [F, D]
-    mirrored = any(o.shape[-2:] == k[:0:-1] != k[1:] for o in beside)
-    of_attention = array.matches(f"{_ATTENTION_IN}|{_ATTENTION_OUT}", 1, 2)
-    if len(k) == 3 and not b and mirrored and not of_attention:
-        return at[1:2], at[2:], "a stack, with its transpose beside it"
-    # [heads, head_dim, D] next to [..., heads, head_dim], or [width, heads, ...]
-    others = [o.sizes for o in beside if len(o.sizes) > 2]
-    heads = any(
-        s[-2] == k[0] and (s[-1] == k[1] or s[0] in tree.widths) for s in others
-    )
-    if len(k) == 3 and heads:
-        return at[:2], at[2:], "[heads, head_dim, D], by what is beside it"
-    # [D, heads, head_dim]: of its sides that are a norm's, the first is the widest.
-    widest = max(tree.widths.intersection(k), default=None)
-    split = k[-1] != k[-2] or any(s[:-1] == k[-2:] for s in others)
-    if not b and k[0] == widest and k[0] not in k[1:] and split:
-        return at[:1], at[1:], f"[D, ...], with a norm of {k[0]}"
+    widest = max(tree.widths.intersection(k), default=None)  # the model's width, D
+
+    def mirrors(other):
+        """[experts, D, F] and [experts, F, D], or [2, D, F] and [F, D]."""
+        if other.matches(_ATTENTION_IN, 1, 2) or len(other.sizes) not in (2, 3):
+            return False
+        s = other.sizes
+        alike = len(s) == 3 and s[0] == k[0] and k[1] != k[2]
+        across = widest in k[1:] and widest == s[-(k[1:].index(widest) + 1)]
+        return other.shape[-2:] == k[:0:-1] != k[1:] or (alike and across)
+
+    if len(k) == 3 and not b and not array.matches(_ATTENTION_IN, 1, 2):
+        if any(map(mirrors, beside)):
+            return at[1:2], at[2:], "a stack, with its transpose beside it"
+    heads = [other.sizes for other in beside if len(other.sizes) > 2]
+    if len(k) == 3 and b in ((), k[2:]) and widest in (None, k[2]):
+        for s in heads:  # [..., heads, head_dim], [heads, D, head_dim], [D, heads, ...]
+            alike = k[0] in (s[0], s[-2]) and k[1] == s[-1]
+            if alike or (k[0] == s[-2] and s[0] in tree.widths):
+                return at[:2], at[2:], "[heads, head_dim, D], by what is beside it"
+    if len(k) == 3 and not b and k[1] == widest != k[0]:
+        if array.matches(_ATTENTION_IN, 1, 2):
+            return at[1:2], (at[0], at[2]), "[heads, D, head_dim], by name and norms"
+    # [D, heads, head_dim], also fused: D, queries or keys or values, ...
+    first = 1 if len(k) == 4 and k[0] in (2, 3) else 0
+    split = k[-1] != k[-2] or any(s[:-1] == k[-2:] for s in heads)
+    if not b and k[first] == widest and k.count(widest) == 1 and split:
+        return at[first : first + 1], at[first + 1 :], f"[{widest}, ...] after a norm"
     return None
 
 
@@ -425,8 +448,8 @@ def default(
         found = ["/".join(names) for names in known if _paths.lies_in(names, [part])]
         if not found:
             raise ValueError(
-                f"given names {part!r}, which no parameter has in its path. Give a part "
-                "of a path as curvadion_jax.describe_partition(params) prints it."
+                f"given names {part!r}, and no parameter has it in its path. Give a "
+                "part of a path as curvadion_jax.describe_partition(params) prints it."
             )
         chosen |= dict.fromkeys(found, numbers)
     return _replace(params, chosen)
