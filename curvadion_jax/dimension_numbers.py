@@ -15,6 +15,7 @@ warning.
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import warnings
@@ -27,7 +28,7 @@ import optax
 from curvadion_jax import _paths
 
 DimensionNumbers = optax.contrib.MuonDimensionNumbers
-Axes = tuple[int, ...]
+Axes = Sizes = tuple[int, ...]
 
 # Names are in lower case; each pattern has to match a whole name.
 _NO_PROJECTION = r"(?!.*(proj|dense|linear|mlp|map))"
@@ -108,17 +109,22 @@ class _Array:
         return self.matches(_SCALE, 1) or of_norm
 
     @functools.cached_property
-    def axes(self) -> tuple[int, ...]:
+    def is_query(self) -> bool:
+        """Whether it is a projection to queries, keys or values, by its name."""
+        return self.matches(_ATTENTION_IN, 1, 2)
+
+    @functools.cached_property
+    def axes(self) -> Axes:
         """The axes of one layer that are longer than 1."""
         axes = enumerate(self.shape)
         return tuple(axis for axis, n in axes if n != 1 and axis != self.layers)
 
     @functools.cached_property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> Sizes:
         return tuple(self.shape[axis] for axis in self.axes)
 
     @property
-    def bias_sizes(self) -> tuple[int, ...]:
+    def bias_sizes(self) -> Sizes:
         return self.bias.sizes if self.bias else ()
 
     def matches(self, pattern: str, *places: int) -> bool:
@@ -133,6 +139,7 @@ class _Tree:
     def __init__(self, params: Any):
         self.arrays: list[_Array] = []
         self.below: dict[tuple[str, ...], list[_Array]] = collections.defaultdict(list)
+        self._beside = {}
         leaves = _paths.leaves_with_names(params)
         keys = [path for path, _ in jax.tree.leaves_with_path(params)]
         for (names, leaf), path in zip(leaves, keys, strict=True):
@@ -148,7 +155,12 @@ class _Tree:
         self._find_biases()
         scales = [array for array in self.arrays if array.is_scale]
         self.widths = {array.sizes[-1] for array in scales if array.sizes}
-        self.counts = collections.Counter(n for a in self.arrays for n in set(a.sizes))
+        self.others = {a: why for a in self.arrays if (why := _why_other(a, self))}
+        heads = _find_heads(self)
+        self.others |= dict.fromkeys(heads, "as long as the vocabulary")
+        # How many arrays have a side of a length, without tables.
+        told = [a for a in self.arrays if a not in self.others or len(a.sizes) < 2]
+        self.counts = collections.Counter(n for a in told for n in set(a.sizes))
 
     def _find_biases(self) -> None:
         """Pairs `kernel` with `bias`, `w` with `b`, `wi_0` with `wi_0_bias`."""
@@ -169,11 +181,13 @@ class _Tree:
         scales = [array.shape for array in near if array.is_scale]
         return scales, [array.shape for array in near if len(array.shape) > 2]
 
-    def beside(self, array: _Array) -> list[_Array]:
-        """The arrays of the modules next to an array's."""
-        depth = len(array.names)
-        near = self.below[array.names[:-2]]
-        return [o for o in near if o is not array and len(o.names) <= depth]
+    def beside(self, array: _Array) -> set[tuple[tuple[int, ...], Sizes, bool]]:
+        """Shape, sizes and whether it is a query's, in the modules next to an array's."""
+        key = array.names[:-2], len(array.names)
+        if key not in self._beside:
+            near = [o for o in self.below[key[0]] if len(o.names) <= key[1]]
+            self._beside[key] = {(o.shape, o.sizes, o.is_query) for o in near}
+        return self._beside[key]
 
 
 def _split(path: str) -> tuple[str, ...]:
@@ -257,7 +271,7 @@ def _sides(array: _Array, tree: _Tree) -> tuple[Axes, Axes, str] | None:
         if alone and not b and not array.matches(_LIKE_WEIGHT, 1):
             return None
         return at[:1], at[1:], "two axes"
-    if b and b in (k[1:], k[:1]):
+    if b and b in (k[1:], k[:1]) and (len(b) == 1 or k[0] != k[1]):
         return at[:1], at[1:], "its bias has the axes of one side"
     if b and (b == (k[0], *k[2:]) or (len(k) == 3 and b == k[:2])):
         return at[1:2], at[2:], "a stack, like its bias"
@@ -270,26 +284,27 @@ def _sides_by_neighbours(array: _Array, tree: _Tree) -> tuple[Axes, Axes, str] |
     beside = tree.beside(array)
     widest = max(tree.widths.intersection(k), default=None)  # the model's width, D
 
-    def mirrors(other):
+    def mirrors(shape, s, is_query):
         """[experts, D, F] and [experts, F, D], or [2, D, F] and [F, D]."""
-        if other.matches(_ATTENTION_IN, 1, 2) or len(other.sizes) not in (2, 3):
+        if is_query or len(s) not in (2, 3):
             return False
-        s = other.sizes
         alike = len(s) == 3 and s[0] == k[0] and k[1] != k[2]
         across = widest in k[1:] and widest == s[-(k[1:].index(widest) + 1)]
-        return other.shape[-2:] == k[:0:-1] != k[1:] or (alike and across)
+        return shape[-2:] == k[:0:-1] != k[1:] or (alike and across)
 
-    if len(k) == 3 and not b and not array.matches(_ATTENTION_IN, 1, 2):
-        if any(map(mirrors, beside)):
+    if len(k) == 3 and not b and not array.is_query:
+        if any(itertools.starmap(mirrors, beside)):
             return at[1:2], at[2:], "a stack, with its transpose beside it"
-    heads = [other.sizes for other in beside if len(other.sizes) > 2]
+    if len(k) == 3 and not b and k[1] == k[2] == widest != k[0]:
+        return at[1:2], at[2:], "a stack of square matrices"
+    heads = [s for _, s, _ in beside if len(s) > 2 and s != k]
     if len(k) == 3 and b in ((), k[2:]) and widest in (None, k[2]):
         for s in heads:  # [..., heads, head_dim], [heads, D, head_dim], [D, heads, ...]
             alike = k[0] in (s[0], s[-2]) and k[1] == s[-1]
             if alike or (k[0] == s[-2] and s[0] in tree.widths):
                 return at[:2], at[2:], "[heads, head_dim, D], by what is beside it"
     if len(k) == 3 and not b and k[1] == widest != k[0]:
-        if array.matches(_ATTENTION_IN, 1, 2):
+        if array.is_query:
             return at[1:2], (at[0], at[2]), "[heads, D, head_dim], by name and norms"
     # [D, heads, head_dim], also fused: D, queries or keys or values, ...
     first = 1 if len(k) == 4 and k[0] in (2, 3) else 0
@@ -306,7 +321,7 @@ def _out_first(array: _Array, sides: tuple[Axes, Axes, str]) -> bool | None:
     if b and len(b) < len(k) and first != last:
         return first
     heads = [len(axes) for axes in sides[:2]]
-    if array.matches(_ATTENTION_IN, 1, 2) and heads != [1, 1]:
+    if array.is_query and heads != [1, 1]:
         return heads == [2, 1]
     if array.matches(_ATTENTION_OUT, 1, 2) and heads == [1, 2]:
         return True
@@ -327,14 +342,14 @@ def _vote(tree: _Tree, sides: Mapping[_Array, Any]) -> dict[str, list[bool]]:
     return votes
 
 
-def _find_heads(tree: _Tree, others: Mapping[_Array, str]) -> set[_Array]:
+def _find_heads(tree: _Tree) -> set[_Array]:
     """For each embedding, the only other array as long as its vocabulary.
 
     If several arrays are as long, the length may be another width.
     """
     tables = [
         array
-        for array in others
+        for array in tree.others
         if array.matches(_EMBEDDING, 1, 2, 3)
         and not array.matches(_POSITIONS, 1, 2, 3)
         and len(array.sizes) == 2
@@ -374,14 +389,12 @@ def explain(params: Any) -> list[Finding]:
       [('bias', 'a vector'), ('kernel', 'two axes')]
     """
     tree = _Tree(params)
-    others = {a: why for a in tree.arrays if (why := _why_other(a, tree))}
-    others |= dict.fromkeys(_find_heads(tree, others), "as long as the vocabulary")
-    sides = {a: _sides(a, tree) for a in tree.arrays if a not in others}
+    sides = {a: _sides(a, tree) for a in tree.arrays if a not in tree.others}
     votes = _vote(tree, sides)
 
     def find(array):
-        if array in others:
-            return None, others[array], False
+        if array in tree.others:
+            return None, tree.others[array], False
         if (found := sides[array]) is None:
             return None, "nothing tells", True
         first, second, why = found
@@ -391,6 +404,8 @@ def explain(params: Any) -> list[Finding]:
             out_first = 2 * sum(ballot) > len(ballot)
         if out_first:
             first, second, why = second, first, f"{why}; (out, in)"
+        if array.layers is not None:
+            why = f"{why}; layers on axis {array.layers}"
         return DimensionNumbers(*map(_axis_or_axes, (first, second))), why, False
 
     return [Finding(array.path, array.shape, *find(array)) for array in tree.arrays]
