@@ -198,6 +198,7 @@ def test_haliax_says_its_axes():
     params = {
         "stack": HaliaxLinear(of("LLL", "DD", "FFFF"), of("LLL", "FFFF"), "DD", "FFFF"),
         "out": HaliaxLinear(of("HHH", "dd", "DD"), None, ("HHH", "dd"), "DD"),
+        "lm_head": HaliaxLinear(of("DD", "VVVVV"), None, "DD", "VVVVV"),
         "weight": jnp.ones((8, 4)),
     }
     with warnings.catch_warnings():
