@@ -99,8 +99,11 @@ class Tree:
         attributes = [jax.tree_util.GetAttrKey(name) for name in TORCH_WEIGHTS]
         for path, (names, leaf) in zip(keys, leaves, strict=True):
             name = "/".join(names)
+            # An object's only array may have no name, as of Haliax's named arrays.
+            unnamed = path[-1:] == (jax.tree_util.FlattenedIndexKey(0),)
+            place = name.removesuffix("/0") if unnamed else name
             is_torch_weight = any(key in path for key in attributes)
-            array = Array(name, _split(name), leaf.shape, is_torch_weight)
+            array = Array(name, _split(place), leaf.shape, is_torch_weight)
             self.arrays.append(array)
             for depth in range(len(array.names)):
                 self._below[array.names[:depth]].append(array)

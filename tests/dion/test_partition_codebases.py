@@ -184,6 +184,30 @@ class NamedArray(eqx.Module):
     axes: tuple[str, ...] = eqx.field(static=True)
 
 
+@jax.tree_util.register_pytree_node_class
+class WithoutKeys:
+    """As Haliax's own class: its array has no name."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def tree_flatten(self):
+        return (self.array,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, arrays):
+        return cls(*arrays)
+
+
+def test_an_array_in_an_object_is_named_as_the_object():
+    of = lambda *shape: WithoutKeys(jnp.ones(shape))
+    params = {"norm": {"weight": of(4, 8), "bias": of(4, 8)}}
+    params |= {"up": {"weight": of(4, 16, 8), "bias": of(4, 16)}}
+    views = _partition.matrix_views(params)
+    (view,) = [view for view in views.values() if view]
+    assert (view.batch, view.fan_in, view.fan_out) == ((4,), 8, 16)
+
+
 class HaliaxLinear(eqx.Module):
     """As of Haliax: `In` and `Out` are an axis or several."""
 
