@@ -25,6 +25,8 @@ import optax
 from curvadion_jax import _evidence, _paths
 from curvadion_jax._evidence import Array, Axes, Tree
 
+__all__ = ["Finding", "PartitionWarning", "default", "equinox", "explain", "haliax"]
+
 DimensionNumbers = optax.contrib.MuonDimensionNumbers
 
 # Names are in lower case; each pattern has to match a whole name.
@@ -206,12 +208,12 @@ def _sides(array: Array, tree: Tree, lengths: Mapping[int, int]) -> _Sides | Non
 
 
 def _sides_without_bias(array: Array, tree: Tree) -> _Sides | None:
-    """The sides of an array of three axes or more, by norms and what is beside it."""
+    """The sides of an array of three axes or more, by norms and neighbours."""
     axes, sizes = array.axes, array.sizes
     width = max(tree.widths.intersection(sizes), default=None)  # D
     if len(sizes) == 3:
         if not array.is_query and _is_mirrored(sizes, width, tree.beside(array)):
-            return _Sides(axes[1:2], axes[2:], "a stack, with its transpose beside it")
+            return _Sides(axes[1:2], axes[2:], "a stack, with its transpose next to it")
         if sizes[1] == sizes[2] == width != sizes[0]:
             return _Sides(axes[1:2], axes[2:], "a stack of square matrices")
         if width in (None, sizes[2]) and (found := _output_of_heads(array, tree)):
@@ -222,7 +224,7 @@ def _sides_without_bias(array: Array, tree: Tree) -> _Sides | None:
     # [D, heads, head_dim], or with an axis of queries, keys and values on either side.
     place = 1 if len(sizes) == 4 and sizes[0] in (2, 3) else 0
     outputs = [other for _, other, _ in tree.beside(array) if len(other) > 2]
-    # [stack, n, n] looks like heads, but for an output [n, n, D] beside it.
+    # [stack, n, n] looks like heads. They have an output [n, n, D] next to them.
     split = sizes[-1] != sizes[-2] or any(o[:-1] == sizes[-2:] for o in outputs)
     if sizes[place] == width and sizes.count(width) == 1 and split:
         why = f"[{width}, ...], with a norm of {width}"
@@ -231,7 +233,7 @@ def _sides_without_bias(array: Array, tree: Tree) -> _Sides | None:
 
 
 def _is_mirrored(sizes: Axes, width: int | None, beside: Iterable) -> bool:
-    """Whether [experts, D, F] is beside [experts, F, D], or [2, D, F] beside [F, D].
+    """Whether [experts, D, F] has [experts, F, D] next to it, or [2, D, F] has [F, D].
 
     Also where gates are fused: [experts, D, 2F].
     """
@@ -248,7 +250,7 @@ def _is_mirrored(sizes: Axes, width: int | None, beside: Iterable) -> bool:
 
 
 def _output_of_heads(array: Array, tree: Tree) -> _Sides | None:
-    """Whether [heads, head_dim, D] is beside a query [D, heads, head_dim] or alike."""
+    """[heads, head_dim, D], with a query [D, heads, head_dim] or alike next to it."""
     if len(array.sizes) != 3:
         return None
     heads, head_dim, _ = array.sizes
@@ -258,7 +260,7 @@ def _output_of_heads(array: Array, tree: Tree) -> _Sides | None:
         alike = heads in (other[0], other[-2]) and other[-1] == head_dim
         # Values may have another head_dim.
         if alike or (other[-2] == heads and other[0] in tree.widths):
-            why = "[heads, head_dim, D], by what is beside it"
+            why = "[heads, head_dim, D], by a query next to it"
             return _Sides(array.axes[:2], array.axes[2:], why)
     return None
 
@@ -308,12 +310,12 @@ def default(
 
     All else are matrices from the first axis to the last, or from the last to the first
     where biases tell so or the parameter is an attribute `weight`, as of Equinox. Of
-    three axes and more, these are told apart:
+    three axes and more, the rule tells apart
 
     * layers on the first axis, or on the second as in MaxText, by the norms' scales,
-    * stacks such as experts, by their biases or a transpose beside them,
+    * stacks such as experts, by their biases or a transpose next to them,
     * heads, which count as one side together with their dimension, by a bias, a norm's
-      width or the query beside them.
+      width or the query next to them.
 
     `optax.partition` or `optax.masked` around an optimizer hides parameters that tell:
     give `dimension_numbers` there.
