@@ -99,9 +99,12 @@ def explain(params: Any) -> list[Finding]:
     tree = _evidence.Tree(params)
     others = {array: why for array in tree.arrays if (why := _why_other(array, tree))}
     others |= dict.fromkeys(_heads(tree, others), "as long as the vocabulary")
-    # How many arrays have a side of a length, without tables.
+    # How many parameters of one layer, without tables, have a side of a length.
     counted = [a for a in tree.arrays if a not in others or len(a.sizes) < 2]
-    lengths = collections.Counter(n for a in counted for n in set(a.sizes))
+    unnumbered = {
+        (re.sub(r"\d+(?=.*/)", "", a.path), n) for a in counted for n in a.sizes
+    }
+    lengths = collections.Counter(n for _, n in unnumbered)
     sides = {a: _sides(a, tree, lengths) for a in tree.arrays if a not in others}
     votes = _votes(sides)
 
@@ -192,8 +195,8 @@ def _sides(array: Array, tree: Tree, lengths: Mapping[int, int]) -> _Sides | Non
         *_, heads, head_dim, width = range(len(array.shape))
         return _Sides((heads, head_dim), (width,), "[heads, head_dim, D], by its name")
     if len(sizes) == 2:
-        # A table of the model's width has rows that nothing else has.
-        alone = any(lengths[n] == 1 for n in sizes) and tree.widths.intersection(sizes)
+        # A table has rows, and a vector of each head has heads, that nothing else has.
+        alone = tree.widths and any(lengths[n] == 1 for n in sizes)
         if alone and not bias and not array.matches(_LIKE_WEIGHT, 1):
             return None
         return _Sides(axes[:1], axes[1:], "two axes")

@@ -232,6 +232,10 @@ def test_rows_that_nothing_else_has_may_be_a_table():
         assert numbers_at(tree, "basis") is None
     tree["basis"] = (16, 8)
     assert numbers_at(tree, "basis") == DENSE
+    # As RWKV's vector of each head, in every layer.
+    tree = {"norm": NORM_1, **{f"layer_{i}": {"r_k": (2, 4)} for i in (0, 1)}}
+    with pytest.warns(cd.dimension_numbers.PartitionWarning, match="layer_1/r_k"):
+        assert numbers_at(tree, "layer_0", "r_k") is None
 
 
 def test_bare_array():
