@@ -179,14 +179,11 @@ def optimizer(
             functools.partial(_paths.map_with_path, label),
         )
 
-    warned = set()  # trees, because a restart in an update inits again
+    warned: set[tuple] = set()
 
     def init(params):
-        findings = rules.explain(params)
-        tree = tuple((found.path, found.shape) for found in findings)
-        if is_default(dimension_numbers) and tree not in warned:
-            rules.warn(findings)
-            warned.add(tree)
+        if is_default(dimension_numbers):
+            _warn_once(params, warned)
         return make(params).init(params)
 
     def update(updates, state, params=None, **extra_args):
@@ -194,3 +191,12 @@ def optimizer(
         return make(params).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _warn_once(params: Any, warned: set[tuple]) -> None:
+    """Warns of a tree not yet warned of: a restart in an update inits again."""
+    findings = rules.explain(params)
+    tree = tuple((found.path, found.shape) for found in findings)
+    if tree not in warned:
+        rules.warn(findings)
+        warned.add(tree)
