@@ -164,7 +164,7 @@ WRAPPERS = (in_scan, in_cond, in_custom_vjp, in_backward, jax.jit, jax.checkpoin
 @pytest.mark.parametrize("mesh", [MESHES["mesh"], MESHES["simulated"]])
 def test_collectives_are_refused_however_deep(wrap, mesh):
     function = replicas.map(wrap(COLLECTIVES["pmean"]), mesh())
-    with pytest.raises(ValueError, match="calls .* over 'replica'.*drop the pmean"):
+    with pytest.raises(ValueError, match=r"calls .* over 'replica'.*drop the pmean"):
         jax.jit(function)(jnp.ones((REPLICAS, 2)))
 
 
