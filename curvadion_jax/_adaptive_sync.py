@@ -209,7 +209,7 @@ class _AdaptiveSync:
 
     def _placed_qs(self, params, inner_state, layout: Layout):
         """The state with Dion's Q sharded as after a step: its update knows how."""
-        if not layout.axes:
+        if not layout.axes or not _momentum.dion_states(inner_state):
             return inner_state
         take = self._take(params, _Common({}, (), (), Clock()), layout)
         zeros = jax.tree.map(jnp.zeros_like, params)

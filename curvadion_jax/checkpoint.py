@@ -161,7 +161,7 @@ def restore(
         digests |= _digests(read)
         for name, x in read.items():
             if name in lengths:
-                x = _resized(x, leaves[name], average=kinds[name] == "average")
+                x = _resized(x, leaves[name], kinds[name])
             restored[name] = x
     if bad := [n for n in leaves if digests.get(n) != notes["digests"][n]]:
         raise _damaged(path, found, f"differs in {len(bad)} arrays {bad[:5]}")
@@ -169,9 +169,9 @@ def restore(
     return jax.tree.unflatten(jax.tree.structure(target), values)
 
 
-def _resized(x: jax.Array, wanted: Any, average: bool) -> jax.Array:
+def _resized(x: jax.Array, wanted: Any, kind: str) -> jax.Array:
     """Rows in another number, where the wanted ones lie."""
-    rows = _recover.resized_rows(x, replicas=wanted.shape[0], average=average)
+    rows = _recover.resized_rows(x, replicas=wanted.shape[0], kind=kind)
     return jax.device_put(rows, wanted.sharding)
 
 

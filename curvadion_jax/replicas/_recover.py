@@ -84,7 +84,7 @@ def resize(state: Any, mesh: Replicas) -> Any:
 
     def resized(x, kind):
         if kind != "common":
-            x = resized_rows(x, replicas=replicas, average=kind == "average")
+            x = resized_rows(x, replicas=replicas, kind=kind)
         return _placed(x, mesh, kind != "common")
 
     return jax.tree.map(resized, state, row_kinds(state))
@@ -93,7 +93,7 @@ def resize(state: Any, mesh: Replicas) -> Any:
 def row_kinds(state: Any) -> Any:
     """For every leaf of a state "common", or how its rows are resized.
 
-    That is "average", or "copy" where a mean would mean nothing.
+    That is "average", "copy" where a mean would mean nothing, or "forget".
     """
 
     def of_rows(tree, copied=False):
@@ -117,8 +117,10 @@ def row_kinds(state: Any) -> Any:
     def of_state(node):
         if not isinstance(node, AdaptiveSyncState):
             return "common" if jnp.ndim(node) == 0 else of_rows(node)
-        counters = node.counters
-        scalars = ("steps", "syncs", "since", "votes", "threshold", "costs")
+        kinds = dict.fromkeys(node.counters._fields, "copy")
+        for name in ("steps", "syncs", "since", "votes", "threshold", "costs"):
+            kinds[name] = "common"
+        kinds["checksum"] = "forget"  # means of parameters have another one
         return AdaptiveSyncState(
             anchor=common(node.anchor),
             common=common(node.common),
@@ -127,12 +129,7 @@ def row_kinds(state: Any) -> Any:
             inner_state=jax.tree.map(of_inner, node.inner_state, is_leaf=is_dion),
             remembered=of_rows(node.remembered, copied=True),
             residual=of_rows(node.residual),
-            counters=type(counters)(
-                **{
-                    name: "common" if name in scalars else "copy"
-                    for name in counters._fields
-                }
-            ),
+            counters=type(node.counters)(**kinds),
         )
 
     is_state = lambda node: isinstance(node, AdaptiveSyncState)
@@ -157,7 +154,7 @@ def _placed(x: jax.Array, mesh: Replicas, is_row: bool) -> jax.Array:
     return jax.block_until_ready(jax.device_put(x, sharding))
 
 
-def _resized(x: jax.Array, replicas: int, average: bool) -> jax.Array:
+def _resized(x: jax.Array, replicas: int, kind: str) -> jax.Array:
     """Changes the number of rows of one array, [old, ...] -> [replicas, ...]."""
     old = len(x)
     if old == replicas:
@@ -167,9 +164,11 @@ def _resized(x: jax.Array, replicas: int, average: bool) -> jax.Array:
             f"A state of {old} replicas cannot become one of {replicas}. Choose a "
             f"multiple or a divisor of {old}."
         )
+    if kind == "forget":
+        return jnp.zeros((replicas, *x.shape[1:]), x.dtype)
     x = _memory.to_device(x)
     first = np.arange(replicas) * old // replicas
-    if not average or replicas > old:
+    if kind == "copy" or replicas > old:
         return x[first]
     groups = _trees.wide(x).reshape(replicas, old // replicas, *x.shape[1:])
     # From the first of each group, so that equal replicas give their own value.
@@ -179,7 +178,7 @@ def _resized(x: jax.Array, replicas: int, average: bool) -> jax.Array:
     return jnp.where(jnp.isfinite(base), mean, base).astype(x.dtype)
 
 
-resized_rows = jax.jit(_resized, static_argnames=("replicas", "average"))
+resized_rows = jax.jit(_resized, static_argnames=("replicas", "kind"))
 
 
 def offload(opt_state: Any) -> Any:
