@@ -206,8 +206,9 @@ def _by_path(state: Any) -> Leaves:
     for name, leaf in pairs:
         if not getattr(leaf, "sharding", None):
             raise ValueError(
-                f"{name!r} is {leaf!r:.60}, and not an array on devices. Make arrays "
-                "of numbers with replicas.place(state, mesh)."
+                f"{name!r} is {leaf!r:.60}, which has no sharding. Make arrays of "
+                "numbers with replicas.place(state, mesh), and give abstract arrays a "
+                "sharding."
             )
     return leaves
 
