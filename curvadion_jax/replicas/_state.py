@@ -107,7 +107,8 @@ def place(tree: Any, mesh: Replicas) -> Any:
         if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
             return x
         copy = jax.jit(jnp.array, out_shardings=NamedSharding(mesh, P()))
-        return copy(jnp.asarray(x))
+        # Not weakly typed: what a checkpoint restores is not.
+        return copy(jnp.asarray(x, jnp.result_type(x)))
 
     return jax.tree.map(common, tree)
 

@@ -100,8 +100,7 @@ def test_a_sync_sends_codes_or_one_mean_and_a_number_of_each_replica(name):
         assert {kind for kind, _ in messages} == {"all-reduce"}
         assert all(arrays.startswith("f32[") for _, arrays in messages)
         # Dion's factors P are averaged before R is made of them.
-        factors = name == "factors"
-        assert len(messages) == (3 if factors else 1)
+        assert len(messages) == (2 if name == "factors" else 1)
 
 
 @pytest.mark.parametrize("name", helpers.slow_but(QUICK, OPTIMIZERS))
