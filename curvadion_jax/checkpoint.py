@@ -172,7 +172,7 @@ def restore(
 def _resized(x: jax.Array, wanted: Any, kind: str) -> jax.Array:
     """Rows in another number, where the wanted ones lie."""
     rows = _recover.resized_rows(x, replicas=wanted.shape[0], kind=kind)
-    return jax.device_put(rows, wanted.sharding)
+    return _memory.put(rows, wanted.sharding)
 
 
 def latest_step(directory: Directory) -> int | None:

@@ -83,9 +83,9 @@ def resize(state: Any, mesh: Replicas) -> Any:
     replicas = _rows.count(mesh)
 
     def resized(x, kind):
-        if kind != "common":
-            x = resized_rows(x, replicas=replicas, kind=kind)
-        return _placed(x, mesh, kind != "common")
+        is_row = kind != "common"
+        new = resized_rows(x, replicas=replicas, kind=kind) if is_row else x
+        return _placed(new, x, mesh, is_row)
 
     return jax.tree.map(resized, state, row_kinds(state))
 
@@ -136,10 +136,11 @@ def row_kinds(state: Any) -> Any:
     return jax.tree.map(of_state, state, is_leaf=is_state)
 
 
-def _placed(x: jax.Array, mesh: Replicas, is_row: bool) -> jax.Array:
+def _placed(x: Any, like: Any, mesh: Replicas, is_row: bool) -> Any:
+    """Moves an array to the mesh, sharded and in the memory as another one was."""
+    old = getattr(like, "sharding", None)
     if not isinstance(mesh, Mesh):
-        return x
-    old = getattr(x, "sharding", None)
+        return x if old is None else _memory.to_memory_of(x, like)
     spec = old.spec if isinstance(old, NamedSharding) else P()
     inner = [entry if entry != AXIS else None for entry in spec]
     if not set(jax.tree.leaves(tuple(inner))) <= set(mesh.shape):
@@ -151,7 +152,7 @@ def _placed(x: jax.Array, mesh: Replicas, is_row: bool) -> jax.Array:
         sharding = sharding.with_memory_kind(str(old.memory_kind))
     # One at a time: on a CPU of few cores many small programs that communicate wait
     # for each other, until XLA aborts.
-    return jax.block_until_ready(jax.device_put(x, sharding))
+    return jax.block_until_ready(_memory.put(x, sharding))
 
 
 def _resized(x: jax.Array, replicas: int, kind: str) -> jax.Array:
