@@ -8,6 +8,7 @@ import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
+import curvadion_jax as cd
 from curvadion_jax import replicas
 
 
@@ -54,7 +55,7 @@ def test_without_a_mesh_of_devices_rows_are_ordinary_arrays(mesh):
     lead = () if mesh is None else (3,)
     assert rows["w"].shape == (*lead, 4)
     assert rows["w"].devices() == {jax.devices()[0]}
-    assert not rows["weak"].weak_type or mesh is None
+    assert rows["weak"].weak_type == (mesh is None)
     assert replicas.place(params, mesh) is params
     batch = replicas.split({"x": np.arange(6)}, mesh)["x"]
     assert batch.shape == ((6,) if mesh is None else (3, 2))
@@ -68,11 +69,39 @@ def test_placed_numbers_are_on_all_devices_and_arrays_on_the_mesh_stay():
     placed = replicas.place((state, jax.random.key(0), 2.5, np.arange(3)), mesh)
     for x in jax.tree.leaves(placed):
         assert x.sharding.mesh == mesh
-        assert not x.weak_type
+        assert not getattr(x, "weak_type", False)
     assert placed[0].params["w"] is rows["w"]
     assert placed[0].step.sharding.is_fully_replicated
     assert int(placed[0].step) == 0
     assert placed[3].tolist() == [0, 1, 2]
+
+
+def test_the_second_call_of_a_step_does_not_compile_again(caplog):
+    """With Flax's step number, which `place` puts on the mesh, and keys made of it."""
+    mesh = replicas.make_mesh(2)
+    tx = optax.chain(optax.ema(0.9), cd.local_muon(0.1, budget=0.1, mesh=mesh))
+    rows = replicas.replicate({"w": jnp.ones((4, 8)), "b": jnp.ones(8)}, mesh)
+    state = TrainState.create(apply_fn=None, params=rows, tx=tx)
+    state = replicas.place(state, mesh)
+
+    @jax.jit
+    def my_step(state, x):
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(0), state.step), 2)
+
+        def loss_fn(params, x, key):
+            x = x + jax.random.normal(key, x.shape)
+            return jnp.mean((x @ params["w"] + params["b"][None]) ** 2)
+
+        grads = replicas.map(jax.grad(loss_fn), mesh)(state.params, x, keys)
+        return state.apply_gradients(grads=grads)
+
+    with jax.log_compiles():
+        for _ in range(4):
+            state = my_step(state, replicas.split(np.ones((6, 4), np.float32), mesh))
+    finished = "Finished XLA compilation of jit(my_step)"
+    assert sum(finished in x.getMessage() for x in caplog.records) == 1
+    assert my_step._cache_size() == 1
+    assert int(state.step) == 4
 
 
 def test_a_batch_is_divided_among_the_replicas():
