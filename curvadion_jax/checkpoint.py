@@ -161,7 +161,7 @@ def restore(
         digests |= _digests(read)
         for name, x in read.items():
             if name in lengths:
-                x = _resized(x, leaves[name], average=kinds[name] == "average")
+                x = _resized(x, leaves[name], kinds[name])
             restored[name] = x
     if bad := [n for n in leaves if digests.get(n) != notes["digests"][n]]:
         raise _damaged(path, found, f"differs in {len(bad)} arrays {bad[:5]}")
@@ -169,10 +169,10 @@ def restore(
     return jax.tree.unflatten(jax.tree.structure(target), values)
 
 
-def _resized(x: jax.Array, wanted: Any, average: bool) -> jax.Array:
+def _resized(x: jax.Array, wanted: Any, kind: str) -> jax.Array:
     """Rows in another number, where the wanted ones lie."""
-    rows = _recover.resized_rows(x, replicas=wanted.shape[0], average=average)
-    return jax.device_put(rows, wanted.sharding)
+    rows = _recover.resized_rows(x, replicas=wanted.shape[0], kind=kind)
+    return _memory.put(rows, wanted.sharding)
 
 
 def latest_step(directory: Directory) -> int | None:
@@ -206,8 +206,9 @@ def _by_path(state: Any) -> Leaves:
     for name, leaf in pairs:
         if not getattr(leaf, "sharding", None):
             raise ValueError(
-                f"{name!r} is {leaf!r:.60}, and not an array on devices. Make arrays "
-                "of numbers with replicas.place(state, mesh)."
+                f"{name!r} is {leaf!r:.60}, which has no sharding. Make arrays of "
+                "numbers with replicas.place(state, mesh), and give abstract arrays a "
+                "sharding."
             )
     return leaves
 
