@@ -90,9 +90,7 @@ def main(arguments: list[str] | None = None) -> dict:
     kernel = jax.tree.leaves(state.params["blocks_0"]["Mlp_0"])[0]
     spec = str(kernel.sharding.spec)
     sent = cd.metrics.read(state.opt_state) if ours else {}
-    return command.report(
-        options, sent, losses=losses, loss=losses[-1][1], spec=spec
-    )
+    return command.report(options, sent, losses=losses, loss=losses[-1][1], spec=spec)
 
 
 if __name__ == "__main__":
