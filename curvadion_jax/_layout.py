@@ -94,7 +94,7 @@ def make_layout(mesh: Replicas, specs: Any, params: Any) -> Layout:
     if not axes:
         return ONE_DEVICE
     if specs is None:
-        if len(_rows.explicit_axes(mesh)) < len(axes):
+        if not set(axes) <= set(_rows.explicit_axes(mesh)):
             raise ValueError(
                 f"A replica has several devices, {axes}, and nothing says how its "
                 "parameters are sharded over them. Pass specs=: PartitionSpec() if "

@@ -235,8 +235,9 @@ def _digests(arrays: Leaves) -> dict[str, int]:
 
     Hashes are computed on the arrays' devices, and do not depend on the sharding.
     """
-    found = {name: _digest(_memory.to_device(x)) for name, x in arrays.items()}
-    return {name: _on_host(x) for name, x in found.items()}
+    # One at a time: on a CPU of few cores many small programs that communicate wait
+    # for each other, until XLA aborts.
+    return {n: _on_host(_digest(_memory.to_device(x))) for n, x in arrays.items()}
 
 
 def _on_host(x: jax.Array) -> int:

@@ -76,11 +76,16 @@ def _on_mesh(x: Any, mesh: Mesh) -> Any:
         return x
     if any(mesh.shape.get(axis) != sharding.mesh.shape[axis] for axis in axes):
         spec = P()
-    if x.is_fully_addressable and mesh.is_multi_process:
-        # `device_put` takes no arrays of one process. Every process has the value.
-        place = NamedSharding(mesh, spec)
+    return _on_devices(x, NamedSharding(mesh, spec))
+
+
+def _on_devices(x: Any, place: NamedSharding) -> Any:
+    is_global = isinstance(x, jax.Array) and not x.is_fully_addressable
+    if place.mesh.is_multi_process and not is_global:
+        # Every process has the value. `device_put` would refuse the arrays of one
+        # process, and compare those of the hosts, by a message.
         return jax.make_array_from_callback(x.shape, place, lambda index: x[index])
-    return jax.device_put(x, NamedSharding(mesh, spec))
+    return jax.device_put(x, place)
 
 
 def place(tree: Any, mesh: Replicas) -> Any:
@@ -118,6 +123,7 @@ def split(batch: Any, mesh: Replicas, spec: P | None = None) -> Any:
 
     Args:
       batch: tree of arrays with one number of examples, on the host or the device.
+        With several processes each has all of it, and places its replicas' part.
       mesh: as for :func:`replicate`. None returns the batch as it is.
       spec: how the devices of one replica share its batch [n, ...], such as
         ``PartitionSpec("fsdp")``; with ``PartitionSpec()`` each of them has all of it.
@@ -142,9 +148,9 @@ def split(batch: Any, mesh: Replicas, spec: P | None = None) -> Any:
             f"{next(iter(axes))!r})) to share it, or PartitionSpec() if this is meant.",
             stacklevel=2,
         )
-    place = (
-        NamedSharding(mesh, P(AXIS, *(spec or ()))) if isinstance(mesh, Mesh) else None
-    )
+    place = None
+    if isinstance(mesh, Mesh):
+        place = NamedSharding(mesh, P(AXIS, *(spec or ())))
 
     def divide(path, x):
         shape = jnp.shape(x)
@@ -157,6 +163,6 @@ def split(batch: Any, mesh: Replicas, spec: P | None = None) -> Any:
         x = x.reshape(replicas, shape[0] // replicas, *shape[1:])
         if place is None or isinstance(x, Tracer):
             return x
-        return jax.device_put(x, place)
+        return _on_devices(x, place)
 
     return jax.tree.map_with_path(divide, batch)
