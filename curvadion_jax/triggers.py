@@ -122,6 +122,10 @@ def every_k(k: int) -> Trigger:
     Args:
       k: period in steps, at least 1.
 
+    Raises:
+      TypeError: if `k` is not a Python int.
+      ValueError: if `k` is below 1.
+
     Example:
       >>> trigger = every_k(30)
       >>> [1 + step for step in range(60) if trigger.due(Clock(step))]
@@ -147,6 +151,10 @@ def evenly(rate: float) -> Trigger:
       rate: share, in (0, 1], of the bytes of synchronous training, an all-reduce of
         all gradients in float32 on every step. A Python number, so static under
         `optax.inject_hyperparams`.
+
+    Raises:
+      TypeError: if `rate` is traced.
+      ValueError: if `rate` is not in (0, 1].
 
     Example:
       >>> trigger = evenly(0.8)  # a sync sends twice the gradients: 2 / 0.8 steps
@@ -227,6 +235,10 @@ def budget(
     Returns:
       The trigger, with :class:`BudgetState`. Where the rate or the cost changes, as
       after a restart, counting starts anew.
+
+    Raises:
+      ValueError: if `rate`, `ahead` or `behind` is out of range, or `of` goes by the
+        step number, such as `every_k`.
 
     References:
       Robbins and Monro, `A Stochastic Approximation Method

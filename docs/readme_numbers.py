@@ -10,9 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "study")]
 
-import rows
-import study
-import table
+import rows  # noqa: E402
+import study  # noqa: E402
+import table  # noqa: E402
 
 
 def spread(numbers: list[float], digits: int = 1) -> str:

@@ -26,7 +26,9 @@ if importlib.util.find_spec("curvadion_jax") is None:
 def notebook() -> nbformat.NotebookNode:
     """The page's text and blocks as cells, after one that installs the library."""
     text = PAGE.read_text("utf-8")
-    text = text.replace("; with outputs it is a [notebook](../notebooks/tutorial.ipynb)", "")
+    text = text.replace(
+        "; with outputs it is a [notebook](../notebooks/tutorial.ipynb)", ""
+    )
     text = text.replace("](", "](../docs/")
     # Every other part is a block of Python.
     parts = re.split(r"```python\n(.*?)```\n", text, flags=re.DOTALL)
@@ -37,7 +39,11 @@ def notebook() -> nbformat.NotebookNode:
     for number, cell in enumerate(cells):
         cell["id"] = f"cell-{number}"
     metadata = {
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "kernelspec": {
+            "display_name": "Python 3",
+            "language": "python",
+            "name": "python3",
+        },
         "language_info": {"name": "python"},
     }
     return v4.new_notebook(cells=cells, metadata=metadata)

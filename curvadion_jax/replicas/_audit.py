@@ -72,6 +72,9 @@ def audit(step: Callable[..., Any], mesh: Mesh, *arguments: Any) -> Audit:
     Returns:
       An :class:`Audit`; print it.
 
+    Raises:
+      TypeError: if `mesh` is no mesh of devices.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from curvadion_jax import replicas
