@@ -82,15 +82,12 @@ def curvadion(
     Returns:
       An optimizer of rows, with state :class:`AdaptiveSyncState`.
       `curvadion_jax.metrics.read` reports syncs and bytes.
-<<<<<<< HEAD
 
     Raises:
       TypeError: if an argument has the wrong type.
       ValueError: if an argument is out of range, or both `threshold` and `budget`, both
         `bits` and `synchronizer`, or both `other_optimizer` and `adam_learning_rate`
         are given; at `init` and `update` as for :func:`adaptive_sync`.
-=======
->>>>>>> rows
 
     Example:
       >>> import jax.numpy as jnp

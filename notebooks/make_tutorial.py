@@ -57,7 +57,8 @@ def run(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
         cell["metadata"] = {}
         if cell.cell_type == "code":
             is_print = lambda x: x.output_type == "stream" and x.name == "stdout"
-            cell["outputs"] = [x for x in cell.outputs if is_print(x)]
+            text = "".join(x.text for x in cell.outputs if is_print(x))
+            cell["outputs"] = [v4.new_output("stream", text=text)] if text else []
     return notebook
 
 
