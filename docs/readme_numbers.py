@@ -7,12 +7,12 @@ import statistics
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "study")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "study"))
 
-import rows  # noqa: E402
-import study  # noqa: E402
-import table  # noqa: E402
+import rows
+import study
+import table
 
 
 def spread(numbers: list[float], digits: int = 1) -> str:
