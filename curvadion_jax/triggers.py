@@ -297,6 +297,10 @@ def at_least_every(trigger: Trigger, k: int) -> Trigger:
       trigger: one that measures something.
       k: largest number of steps from one sync to the next, at least 1.
 
+    Raises:
+      TypeError: if `k` is not a Python int.
+      ValueError: if `k` is below 1, or `trigger` goes by the step number.
+
     Example:
       >>> trigger = at_least_every(relative_momentum_change(0.3), 50)
       >>> trigger.decide(Clock(since=49), False, ())[0]
@@ -321,6 +325,10 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
     Args:
       trigger: one that measures something.
       k: number of steps from one vote to the next, at least 1.
+
+    Raises:
+      TypeError: if `k` is not a Python int.
+      ValueError: if `k` is below 1, or `trigger` goes by the step number.
 
     Example:
       >>> trigger = at_intervals(relative_momentum_change(0.3), 4)
