@@ -4,6 +4,8 @@ Extra arguments of `update` tell of other replicas, and of this one's devices.
 `_power_iteration` has the step and the paper's symbols.
 """
 
+from __future__ import annotations  # types by the names that they are written with
+
 import functools
 from typing import Any, NamedTuple
 
@@ -85,6 +87,11 @@ def scale_by_dion(
       updates. `reduce_fn` averages B Q, then B^T P, over replicas (B itself where the
       factors are no smaller): the update is that of Dion on the mean gradient if Q is
       the same on all replicas. `layout` tells how this replica is sharded.
+
+    Raises:
+      TypeError: if `rank` is traced.
+      ValueError: if `rank` or `momentum` is out of range; at `init`, if a parameter is
+        not a matrix.
 
     Example:
       >>> tx = scale_by_dion(rank=1)
@@ -214,6 +221,11 @@ def dion(
 
     Returns:
       An `optax.partition` of the two. `update` takes :func:`scale_by_dion`'s arguments.
+
+    Raises:
+      TypeError: if `rank` is traced.
+      ValueError: if an argument is out of range, or both `other_optimizer` and
+        `adam_learning_rate` are given; at `init`, if no parameter is a matrix.
 
     Example:
       >>> params = {"embed": jnp.ones((9, 4)), "kernel": jnp.ones((4, 8))}

@@ -91,10 +91,15 @@ def on_automatic_axes(params: Any, mesh: Any, layout: Layout) -> Any:
             "tx.init is being traced, and the mesh has Explicit axes. Call it outside "
             "of jit, where arrays lie on their devices."
         )
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    twin = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    twin = automatic_twin(mesh)
     shardings = [NamedSharding(twin, P(AXIS, *spec)) for spec in layout.of(params)]
     return structure.unflatten(jax.device_put(arrays, shardings))
+
+
+def automatic_twin(mesh: Mesh) -> Mesh:
+    """A mesh of the same devices, all of whose axes are automatic."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def on_mesh(state: Any, mesh: Any) -> Any:

@@ -2,9 +2,9 @@
 
 Between two syncs the replicas differ, so a checkpoint holds all rows, and what is
 common once. The work is done by orbax-checkpoint, which comes with the extra
-``curvadion-jax[checkpoint]``;
-no stored code is ever run. With several processes, all of them call `save`, `restore`
-and `read_extra`, with a directory that all of them see. One job at a time writes to it.
+``curvadion-jax[checkpoint]``; no stored code is ever run. With several processes, all
+of them call `save`, `restore` and `read_extra`, with a directory that all of them see.
+One job at a time writes to it.
 """
 
 import json
@@ -121,15 +121,29 @@ def restore(
       target: a state of the saved structure, shapes and dtypes, whose values are not
         used: arrays, also donated ones, or ``jax.ShapeDtypeStruct`` with a
         ``sharding``. The devices need not be those of the saved run.
-      step: the step to read; None is the latest.
+      step: the step to read. None means the latest.
       resize: whether the saved state may have another number of replicas than the
         target: it is then changed as by `curvadion_jax.replicas.resize`.
       partial: whether the target may be a part of what was saved, by its paths, such as
         ``{"params": ...}`` for inference or fine-tuning.
 
+    Returns:
+      A tree like `target`, with its shardings.
+
     Raises:
       FileNotFoundError: if there is no checkpoint, or none of this step.
-      ValueError: if target and checkpoint differ, or the files are damaged.
+      ValueError: if target and checkpoint differ, or the files are damaged. The message
+        names the arrays.
+
+    Example:
+      >>> import tempfile
+      >>> import jax.numpy as jnp
+      >>> from curvadion_jax import checkpoint
+      >>> folder = tempfile.mkdtemp()
+      >>> checkpoint.save(folder, 100, {"w": jnp.array([[0.0, 1.0], [2.0, 3.0]])})
+      >>> target = {"w": jnp.zeros((1, 2))}  # one replica in place of two
+      >>> checkpoint.restore(folder, target, resize=True)["w"].tolist()
+      [[1.0, 2.0]]
     """
     path, leaves = _path(directory), _by_path(target)
     notes = _read_notes(path, step)

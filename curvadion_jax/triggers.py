@@ -124,6 +124,10 @@ def every_k(k: int) -> Trigger:
     Args:
       k: period in steps, at least 1.
 
+    Raises:
+      TypeError: if `k` is not a Python int.
+      ValueError: if `k` is below 1.
+
     Example:
       >>> trigger = every_k(30)
       >>> [1 + step for step in range(60) if trigger.due(Clock(step))]
@@ -149,6 +153,10 @@ def evenly(rate: float) -> Trigger:
       rate: share, in (0, 1], of the bytes of synchronous training, an all-reduce of
         all gradients in float32 on every step. A Python number, so static under
         `optax.inject_hyperparams`.
+
+    Raises:
+      TypeError: if `rate` is traced.
+      ValueError: if `rate` is not in (0, 1].
 
     Example:
       >>> trigger = evenly(0.8)  # a sync sends twice the gradients: 2 / 0.8 steps
@@ -232,6 +240,10 @@ def budget(
       The trigger, with :class:`BudgetState`. Where the rate or the cost changes, as
       after a restart, counting starts anew.
 
+    Raises:
+      ValueError: if `rate`, `ahead` or `behind` is out of range, or `of` goes by the
+        step number, such as `every_k`.
+
     References:
       Robbins and Monro, `A Stochastic Approximation Method
       <https://doi.org/10.1214/aoms/1177729586>`_, 1951
@@ -285,6 +297,10 @@ def at_least_every(trigger: Trigger, k: int) -> Trigger:
       trigger: one that measures something.
       k: largest number of steps from one sync to the next, at least 1.
 
+    Raises:
+      TypeError: if `k` is not a Python int.
+      ValueError: if `k` is below 1, or `trigger` goes by the step number.
+
     Example:
       >>> trigger = at_least_every(relative_momentum_change(0.3), 50)
       >>> trigger.decide(Clock(since=49), False, ())[0]
@@ -309,6 +325,10 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
     Args:
       trigger: one that measures something.
       k: number of steps from one vote to the next, at least 1.
+
+    Raises:
+      TypeError: if `k` is not a Python int.
+      ValueError: if `k` is below 1, or `trigger` goes by the step number.
 
     Example:
       >>> trigger = at_intervals(relative_momentum_change(0.3), 4)

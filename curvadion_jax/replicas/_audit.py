@@ -76,6 +76,9 @@ def audit(
     Returns:
       An :class:`Audit`; print it.
 
+    Raises:
+      TypeError: if `mesh` is no mesh of devices.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from curvadion_jax import replicas

@@ -31,6 +31,14 @@ def make_mesh(
         warning is logged if some stay idle.
       inner_type: type of the inner axes, Auto or Explicit.
 
+    Returns:
+      A `jax.sharding.Mesh` with the axes "replica" and those of `inner`.
+
+    Raises:
+      TypeError: if `inner` is no mapping.
+      ValueError: if there are fewer devices than the mesh needs, if an inner axis is
+        named "replica", or if a process would have no device.
+
     Example:
       >>> make_mesh(1).axis_names
       ('replica',)
@@ -84,6 +92,9 @@ def simulated(replicas: int) -> Simulated:
 
     Args:
       replicas: their number, at least 1.
+
+    Raises:
+      ValueError: if `replicas` is not an int of at least 1.
 
     Example:
       >>> simulated(8)

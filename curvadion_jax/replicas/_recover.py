@@ -70,6 +70,13 @@ def resize(state: Any, mesh: Replicas) -> Any:
       mesh: with the new number of replicas. Within a replica arrays are sharded as they
         were, if it has the axes.
 
+    Returns:
+      The state with rows of the new number.
+
+    Raises:
+      ValueError: if the new number is no multiple or divisor of the old one, or `mesh`
+        is None.
+
     Example:
       >>> from curvadion_jax import replicas
       >>> state = {"w": jnp.array([[1.0], [2.0]]), "step": jnp.array(5)}
