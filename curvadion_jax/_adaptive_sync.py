@@ -5,6 +5,7 @@ follows (or replaces) the step or nothing does, and what happened is counted.
 `_participation` says who takes part in a sync.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -129,9 +130,9 @@ def adaptive_sync(
       >>> for _ in range(2):
       ...     updates, state = local_sgd.update(gradients, state, params)
       ...     params = optax.apply_updates(params, updates)
-      ...     print(params["w"].ravel().round(1).tolist())
-      [-0.1, -0.3]
-      [-0.4, -0.4]
+      ...     print(params["w"].ravel())
+      [-0.1 -0.3]
+      [-0.4 -0.4]
     """
     _rows.check_mesh(mesh)
     optimizer = _AdaptiveSync(
@@ -165,34 +166,39 @@ class _AdaptiveSync:
     def init(self, params) -> AdaptiveSyncState:
         _rows.check_rows(params, self.mesh, "Parameter")
         layout = make_layout(self.mesh, self.specs, params)
+        context = contextlib.nullcontext()
         if _rows.explicit_axes(self.mesh):
             params = _placement.on_automatic_axes(params, self.mesh, layout)
-        state = jax.jit(lambda params: self._initial_state(params, layout))(params)
-        if self.mesh is not None:
-            _refuse_unequal(state.counters.checksum)
-            _refuse_copies(params, state.inner_state)
+            # A mesh that the caller has set has axes of other types.
+            context = jax.set_mesh(_placement.automatic_twin(self.mesh))
+        with context:
+            state = jax.jit(lambda params: self._initial_state(params, layout))(params)
+            if self.mesh is not None:
+                _refuse_unequal(state.counters.checksum)
+                _refuse_copies(params, state.inner_state)
         if _rows.explicit_axes(self.mesh):
             state = _placement.on_mesh(state, self.mesh)
         return state
 
     def _initial_state(self, params, layout: Layout) -> AdaptiveSyncState:
-        anchor = first_row(params, self.mesh)
-
-        def of_one(params, anchor):
-            inner_state = self.inner.init(params)
+        def of_one(params, _):
+            inner_state = self._placed_qs(params, self.inner.init(params), layout)
             residual = ()
-            if self.reconciles:
-                residual = self.synchronizer.init_residual(anchor)
+            if isinstance(self.synchronizer, AfterStep):
+                residual = self.synchronizer.init_residual(params)
             remembered = self.trigger.init(params, inner_state)
             before_state, checksum = self.before.init(params), _checksum.of(params)
-            return (before_state, inner_state, remembered, residual, checksum), ()
+            row = before_state, inner_state, remembered, residual, checksum
+            # Common, because all replicas begin alike.
+            anchor = params if self.reconciles else ()
+            start = params if self.reconciles else inner_state
+            return row, (anchor, self.synchronizer.init_common(start))
 
-        rows, _ = _rows.over(of_one, self.mesh)(params, anchor)
-        before_state, inner_state, remembered, residual, checksum = rows
-        start = anchor if self.reconciles else first_row(inner_state, self.mesh)
+        row, (anchor, kept) = _rows.over(of_one, self.mesh)(params, ())
+        before_state, inner_state, remembered, residual, checksum = row
         state = AdaptiveSyncState(
-            anchor=anchor if self.reconciles else (),
-            common=self.synchronizer.init_common(start),
+            anchor=anchor,
+            common=kept,
             trigger_state=self.trigger.init_state(),
             before_state=before_state,
             inner_state=inner_state,
@@ -206,25 +212,38 @@ class _AdaptiveSync:
             state, self.inner, self.synchronizer, params, self.mesh, layout
         )
 
+    def _placed_qs(self, params, inner_state, layout: Layout):
+        """The state with Dion's Q sharded as after a step: its update knows how."""
+        if not layout.axes or not _momentum.dion_states(inner_state):
+            return inner_state
+        take = self._take(params, _Common({}, (), (), Clock()), layout)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        _, after = take(zeros, inner_state, momentum_only=True)
+        new = iter(_momentum.dion_states(after))
+        return _momentum.with_dion(
+            inner_state, lambda dion: dion._replace(dion_q=next(new).dion_q)
+        )
+
     def update(
         self,
-        gradients,
-        state: AdaptiveSyncState,
+        updates,
+        state,
         params=None,
         *,
         weight=None,
         due: bool | None = None,
         **extra_args,
     ):
-        _trees.check_gradients(gradients, params)
+        _trees.check_gradients(updates, params)
         _rows.check_rows(params, self.mesh, "Parameter")
         layout = make_layout(self.mesh, self.specs, params)
         weight = _participation.checked_weight(weight, state.counters.value)
         run = functools.partial(self._update, layout=layout, static_due=due)
         if axes := _rows.explicit_axes(self.mesh):
             results = jax.tree.map(lambda x: jax.typeof(x).sharding, (params, state))
-            run = jax.sharding.auto_axes(run, axes=axes, out_sharding=results)
-        return run(gradients, state, params, weight, extra_args)
+            auto_axes: Any = jax.sharding.auto_axes
+            run = auto_axes(run, axes=axes, out_sharding=results)
+        return run(updates, state, params, weight, extra_args)
 
     def _update(
         self, gradients, state, params, weight, extra_args, *, layout, static_due
@@ -293,11 +312,11 @@ class _AdaptiveSync:
         params, inner_state = _shapes_of_one((params, inner_state), self.mesh)
         payload = self.synchronizer.payload(params, inner_state, layout)
         parts = jax.tree.leaves(_within_replica.parts(params, layout))
-        number = 4 * layout.devices  # one of each device
+        number = 4 * layout.devices
         return metrics.Costs(
             averaged=payload.averaged,
-            gathered=payload.gathered + number,  # the weights
-            vote=number,
+            gathered=payload.gathered,
+            number=number,
             gradients=number * sum(x.size for x in parts),
         )
 
@@ -311,7 +330,7 @@ class _AdaptiveSync:
             gradients, before_state = self.before.update(
                 gradients, before_state, params
             )
-            measured = Measured(jnp.nan)
+            measured = Measured(0.0)
             if self.trigger.look is not None:
                 take = self._take(params, common, layout)
                 after = _momentum.after_local_step(take, gradients, inner_state)
@@ -378,16 +397,15 @@ class _AdaptiveSync:
     def _reconcile_if(self, fire, outcome: "Outcome", row: "_Row", common, layout):
         """A sync that follows the replicas' own steps, if `fire` says so."""
         group = Group(_rows.axis_name(self.mesh), layout)
+        sync: Callable[..., Any] = self.synchronizer.sync
 
         def of_one(given, common):
             row, outcome = given
             moved = optax.apply_updates(row.params, outcome.updates)
             inner_sound = _finite.is_sound(outcome.inner_state)
-            healthy = inner_sound & _finite.all_finite(
-                [row.params, moved, outcome.residual]
-            )
+            healthy = inner_sound & _finite.all_finite([moved, outcome.residual])
             part = _participation.take_part(group, row.weight, healthy, healthy)
-            target, anchor, kept, residual = self.synchronizer.sync(
+            target, anchor, kept, residual = sync(
                 moved, common.anchor, common.kept, outcome.residual, part
             )
             inner_state = _participation.restarted(
@@ -416,6 +434,7 @@ class _AdaptiveSync:
     def _step_with_mean_if(self, fire, row: "_Row", common: "_Common", layout):
         """A step with means over the replicas if `fire` says so, else their own."""
         group = Group(_rows.axis_name(self.mesh), layout)
+        sync: Callable[..., Any] = self.synchronizer.sync
 
         def of_one(row, common):
             inner_sound = _finite.is_sound(row.inner_state)
@@ -425,7 +444,7 @@ class _AdaptiveSync:
             inner_state = _participation.restarted(
                 self.inner, row.params, row.inner_state, inner_sound
             )
-            updates, inner_state, kept = self.synchronizer.sync(
+            updates, inner_state, kept = sync(
                 self._take(row.params, common, layout),
                 row.gradients,
                 inner_state,
@@ -551,11 +570,6 @@ def _once_if(fire, synchronise, outcome, shared):
     keep = lambda outcome, shared: (outcome, shared)
     once = lambda _, carried: lax.cond(fire, synchronise, keep, *carried)
     return lax.fori_loop(0, fire.astype(jnp.int32), once, (outcome, shared))
-
-
-def first_row(tree: Any, mesh: Replicas) -> Any:
-    """The arrays of the first replica."""
-    return tree if mesh is None else jax.tree.map(lambda x: x[0], tree)
 
 
 def _shapes_of_one(tree: Any, mesh: Replicas) -> Any:

@@ -1,5 +1,7 @@
 """CurvaDion: local Dion steps, synchronised when a momentum changes."""
 
+from __future__ import annotations  # types by the names that they are written with
+
 from typing import Any
 
 import jax
@@ -78,7 +80,14 @@ def curvadion(
       specs: as for :func:`adaptive_sync`.
 
     Returns:
-      An optimizer of rows, with state :class:`AdaptiveSyncState`. `curvadion_jax.metrics.read` reports syncs and bytes.
+      An optimizer of rows, with state :class:`AdaptiveSyncState`.
+      `curvadion_jax.metrics.read` reports syncs and bytes.
+
+    Raises:
+      TypeError: if an argument has the wrong type.
+      ValueError: if an argument is out of range, or both `threshold` and `budget`, both
+        `bits` and `synchronizer`, or both `other_optimizer` and `adam_learning_rate`
+        are given; at `init` and `update` as for :func:`adaptive_sync`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -88,14 +97,16 @@ def curvadion(
       >>> update = jax.jit(tx.update)
       >>> for _ in range(4):  # constant gradients: RMMC decreases
       ...     updates, state = update(params, state, params)
-      ...     values.append(f"{state.counters.value:.2f}")
+      ...     values.append(f"{state.counters.value:.2g}")
       >>> print(*values, state.counters.syncs)
-      inf 0.80 0.36 0.21 3
+      3.4e+38 0.8 0.36 0.21 3
 
     References:
       Kumar, Jin and Quesnelle, `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
     """
     _arguments.check_exclusive(threshold=threshold, budget=budget)
+    if budget is not None:
+        _arguments.check_budget(budget)
     if threshold is None:
         budget = BUDGET if budget is None else budget
         trigger = triggers.budget(

@@ -54,7 +54,9 @@ class Audit(NamedTuple):
         return "\n".join(lines)
 
 
-def audit(step: Callable[..., Any], mesh: Mesh, *arguments: Any) -> Audit:
+def audit(
+    step: Callable[..., Any] | jax.stages.Compiled, mesh: Mesh, *arguments: Any
+) -> Audit:
     """Compiles a training step and says what it sends between replicas.
 
     Call it once, before training, as a proof of what is sent. A step that goes by the
@@ -65,20 +67,25 @@ def audit(step: Callable[..., Any], mesh: Mesh, *arguments: Any) -> Audit:
     rows, and average on the host).
 
     Args:
-      step: the training step, jitted or not.
+      step: the training step, jitted or not; or the compiled one, such as
+        ``jax.jit(step).lower(*arguments).compile()``, which is not compiled again.
       mesh: mesh of the replicas, from :func:`make_mesh`.
-      *arguments: what it is called with. They are not changed, nor is it run.
+      *arguments: what it is called with; none with a compiled step. They are not
+        changed, nor is it run.
 
     Returns:
       An :class:`Audit`; print it.
 
+    Raises:
+      TypeError: if `mesh` is no mesh of devices.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from curvadion_jax import replicas
-      >>> mesh = replicas.make_mesh(2)
+      >>> mesh = replicas.make_mesh()
       >>> rows = replicas.replicate(jnp.ones(4), mesh)
-      >>> print(audit(lambda x: x - jnp.mean(x), mesh, rows))  # a mean over all replicas
-      every step  all-reduce                4 B  f32[]  jit(<lambda>)/reduce_sum
+      >>> print(audit(replicas.map(jnp.sin, mesh), mesh, rows))
+      every step  nothing
       sync        nothing
     """
     if not isinstance(mesh, Mesh):
@@ -87,10 +94,12 @@ def audit(step: Callable[..., Any], mesh: Mesh, *arguments: Any) -> Audit:
             "Without one nothing is sent."
         )
     _rows.check_mesh(mesh)
-    compiled = jax.jit(step).lower(*arguments).compile()
+    compiled = step
+    if not isinstance(step, jax.stages.Compiled):
+        compiled = jax.jit(step).lower(*arguments).compile()
     axis = list(mesh.shape).index(AXIS)
     replica = np.indices(mesh.devices.shape)[axis].ravel()  # of every device
-    return read_program(compiled.as_text(), replica)
+    return read_program(compiled.as_text() or "", replica)
 
 
 # The text of compiled programs is read here and in tests, and nowhere else.
