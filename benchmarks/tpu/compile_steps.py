@@ -20,6 +20,8 @@ from typing import Any
 # Without it libtpu asks a cloud's metadata server where it is.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Nothing uses a chip, so several processes may load libtpu.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
