@@ -148,16 +148,15 @@ def headline(results: study.Results) -> str:
         share = 100 * statistics.fmean(
             share_of_bytes(x, study.STEPS) for x in rows.values()
         )
-        against = {
-            "above Muon": (MUON, 1),
-            "above the best Muon": (BEST_MUON, 1),
-            "below AdamW": (ADAMW, -1),
-        }
+        against = {"Muon": MUON, "the best Muon": BEST_MUON, "AdamW": ADAMW}
         parts = []
-        for words, (name, sign) in against.items():
+        for words, name in against.items():
             found = above(rows, by_seed(results, name, study.STEPS))
             if found:
-                parts.append(f"{spread([sign * x for x in found], 1, '%')} {words}")
+                is_above = statistics.fmean(found) >= 0
+                sign, side = (1, "above") if is_above else (-1, "below")
+                distance = spread([sign * x for x in found], 1, "%")
+                parts.append(f"{distance} {side} {words}")
         for name, words in ((MUON, "Muon"), (BEST_MUON, "the best Muon")):
             if needed := share_of_steps(results, method, name, study.STEPS):
                 text = spread(needed, 0, "%")

@@ -179,9 +179,28 @@ def _as_init_places(tx: Any, params: Any, mesh: Mesh) -> Any:
     compiled = jax.jit(tx.init).lower(params).compile()
     places = jax.tree.leaves(compiled.output_shardings)
     leaves, structure = jax.tree.flatten(jax.eval_shape(tx.init, params))
-    return structure.unflatten(
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-        for x, place in zip(leaves, places, strict=True)
+
+    def placed(x, place):
+        # A constant of `init` lies on no device of the mesh.
+        on_mesh = place.device_set == {*mesh.devices.flat}
+        sharding = place if on_mesh else NamedSharding(mesh, P())
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return structure.unflatten(map(placed, leaves, places))
+
+
+def _as_parameters(tx: Any, params: Any, mesh: Mesh) -> Any:
+    """The state of an optimizer of Optax, whose moments lie as parameters do."""
+
+    def placed(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return optax.tree.map_params(
+        tx,
+        lambda x, like: placed(x, like.sharding),
+        jax.eval_shape(tx.init, params),
+        params,
+        transform_non_params=lambda x: placed(x, NamedSharding(mesh, P())),
     )
 
 
@@ -226,7 +245,8 @@ def build(size: Size, optimizer: str, mesh: Mesh, due: bool | None = None) -> St
         places = NamedSharding(mesh, P(AXIS, "fsdp"))
     batch = jax.ShapeDtypeStruct((*shape, size.length + 1), jnp.int32, sharding=places)
     params = _placed(shapes, inner, mesh, rows=not synchronous)
-    state = params, _as_init_places(tx, params, mesh)
+    place = _as_parameters if synchronous else _as_init_places
+    state = params, place(tx, params, mesh)
     return Step(jax.jit(train_step, donate_argnums=0), state, batch)
 
 
