@@ -89,7 +89,7 @@ def on_automatic_axes(params: Any, mesh: Any, layout: Layout) -> Any:
     return structure.unflatten(jax.device_put(arrays, shardings))
 
 
-def automatic_twin(mesh: Mesh) -> Mesh:
+def automatic_twin(mesh: Any) -> Mesh:
     """A mesh of the same devices, all of whose axes are automatic."""
     types = (AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
