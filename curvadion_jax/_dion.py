@@ -114,10 +114,10 @@ def scale_by_dion(
     _arguments.check_numbers(below=1, momentum=momentum)
 
     def init_fn(params):
-        views = _partition.matrices_only(params, dimension_numbers)
         zeros = optax.tree.zeros_like(params, dtype=mu_dtype)
         if not jax.tree.leaves(params):  # as where Optax looks for what is like them
             return DionState(zeros, dion_q=jnp.zeros([]))
+        views = _partition.matrices_only(params, dimension_numbers)
         return DionState(zeros, _initial_qs(params, views, rank, mu_dtype))
 
     def update_fn(
@@ -140,18 +140,22 @@ def scale_by_dion(
         total = {
             name: _accumulate(m, g, decay) for name, m, g in zip(*leaves, strict=True)
         }
+        qs = dict(zip(views, jax.tree.leaves(state.dion_q), strict=True))
+        made_of = {name: (view.shape, view.q_axes) for name, view in views.items()}
         if momentum_only:
-            accumulated = state._replace(momentum=_like(state.momentum, total))
-            return optax.tree.zeros_like(updates), accumulated
+            qs = layout.place(qs, made_of)
+            after = DionState(_like(state.momentum, total), _like(state.dion_q, qs))
+            return optax.tree.zeros_like(updates), after
         directions, momenta, qs = _power_iteration.dion_step(
             views,
             total,
-            dict(zip(views, jax.tree.leaves(state.dion_q), strict=True)),
+            qs,
             feedback=1 - momentum if error_feedback else None,
             bases=functools.partial(_within_replica.bases, views=views, layout=layout),
             keep_whole=layout.keep_whole,
             reduce_fn=reduce_fn,
         )
+        qs = layout.place(qs, made_of)
         after = DionState(_like(state.momentum, momenta), _like(state.dion_q, qs))
         return _like(updates, directions), after
 

@@ -31,15 +31,22 @@ def placed(
     """
     if not isinstance(mesh, Mesh):
         return state
+    row = lambda x, spec=(): _constrain(x, mesh, P(AXIS, *spec))
+    common = lambda x, spec=(): _constrain(x, mesh, P(*spec))
+    counter = lambda x: row(x) if x.ndim == 1 else common(x)
+    state = state._replace(counters=jax.tree.map(counter, state.counters))
+    if not layout.axes:
+        shared = ("anchor", "common", "trigger_state")
+        rows = ("before_state", "inner_state", "remembered", "residual")
+        place = dict.fromkeys(shared, common) | dict.fromkeys(rows, row)
+        return state._replace(
+            **{name: jax.tree.map(f, getattr(state, name)) for name, f in place.items()}
+        )
     specs = jax.tree.unflatten(jax.tree.structure(params), layout.of(params))
-    row = lambda x, spec: _constrain(x, mesh, P(AXIS, *spec))
-    common = lambda x, spec: _constrain(x, mesh, spec)
-    scalars = lambda x: _constrain(x, mesh, P()) if x.ndim == 0 else x
-    counter = lambda x: _constrain(x, mesh, P(AXIS) if x.ndim == 1 else P())
+    scalars = lambda tree: jax.tree.map(lambda x: x if x.ndim else common(x), tree)
     state = state._replace(
         inner_state=_like_params(state.inner_state, inner, specs, row),
-        trigger_state=jax.tree.map(scalars, state.trigger_state),
-        counters=jax.tree.map(counter, state.counters),
+        trigger_state=scalars(state.trigger_state),
     )
     if not isinstance(synchronizer, AfterStep):
         return state
@@ -49,7 +56,7 @@ def placed(
         residual = jax.tree.map(row, residual, specs)
     return state._replace(
         anchor=jax.tree.map(common, state.anchor, specs),
-        common=jax.tree.map(scalars, outer),
+        common=scalars(outer),
         residual=residual,
     )
 

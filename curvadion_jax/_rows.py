@@ -49,11 +49,11 @@ def inner_axes(mesh: Replicas) -> dict[str, int]:
 
 
 def explicit_axes(mesh: Replicas) -> tuple[str, ...]:
-    """The axes inside a replica that are a part of an array's type."""
+    """The axes that are a part of an array's type, those of one device too."""
     if not isinstance(mesh, Mesh):
         return ()
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return tuple(x for x in inner_axes(mesh) if types[x] == AxisType.Explicit)
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in types if kind == AxisType.Explicit)
 
 
 def check_mesh(mesh: Any) -> None:

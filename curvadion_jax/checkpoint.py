@@ -175,7 +175,7 @@ def restore(
         digests |= _digests(read)
         for name, x in read.items():
             if name in lengths:
-                x = _resized(x, leaves[name], average=kinds[name] == "average")
+                x = _resized(x, leaves[name], kinds[name])
             restored[name] = x
     if bad := [n for n in leaves if digests.get(n) != notes["digests"][n]]:
         raise _damaged(path, found, f"differs in {len(bad)} arrays {bad[:5]}")
@@ -183,10 +183,10 @@ def restore(
     return jax.tree.unflatten(jax.tree.structure(target), values)
 
 
-def _resized(x: jax.Array, wanted: Any, average: bool) -> jax.Array:
+def _resized(x: jax.Array, wanted: Any, kind: str) -> jax.Array:
     """Rows in another number, where the wanted ones lie."""
-    rows = _recover.resized_rows(x, replicas=wanted.shape[0], average=average)
-    return jax.device_put(rows, wanted.sharding)
+    rows = _recover.resized_rows(x, replicas=wanted.shape[0], kind=kind)
+    return _memory.put(rows, wanted.sharding)
 
 
 def latest_step(directory: Directory) -> int | None:
@@ -220,8 +220,9 @@ def _by_path(state: Any) -> Leaves:
     for name, leaf in pairs:
         if not getattr(leaf, "sharding", None):
             raise ValueError(
-                f"{name!r} is {leaf!r:.60}, and not an array on devices. Make arrays "
-                "of numbers with replicas.place(state, mesh)."
+                f"{name!r} is {leaf!r:.60}, which has no sharding. Make arrays of "
+                "numbers with replicas.place(state, mesh), and give abstract arrays a "
+                "sharding."
             )
     return leaves
 
@@ -248,8 +249,9 @@ def _digests(arrays: Leaves) -> dict[str, int]:
 
     Hashes are computed on the arrays' devices, and do not depend on the sharding.
     """
-    found = {name: _digest(_memory.to_device(x)) for name, x in arrays.items()}
-    return {name: _on_host(x) for name, x in found.items()}
+    # One at a time: on a CPU of few cores many small programs that communicate wait
+    # for each other, until XLA aborts.
+    return {n: _on_host(_digest(_memory.to_device(x))) for n, x in arrays.items()}
 
 
 def _on_host(x: jax.Array) -> int:

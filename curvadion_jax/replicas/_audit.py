@@ -54,7 +54,9 @@ class Audit(NamedTuple):
         return "\n".join(lines)
 
 
-def audit(step: Callable[..., Any], mesh: Mesh, *arguments: Any) -> Audit:
+def audit(
+    step: Callable[..., Any] | jax.stages.Compiled, mesh: Mesh, *arguments: Any
+) -> Audit:
     """Compiles a training step and says what it sends between replicas.
 
     Call it once, before training, as a proof of what is sent. A step that goes by the
@@ -65,9 +67,11 @@ def audit(step: Callable[..., Any], mesh: Mesh, *arguments: Any) -> Audit:
     rows, and average on the host).
 
     Args:
-      step: the training step, jitted or not.
+      step: the training step, jitted or not; or the compiled one, such as
+        ``jax.jit(step).lower(*arguments).compile()``, which is not compiled again.
       mesh: mesh of the replicas, from :func:`make_mesh`.
-      *arguments: what it is called with. They are not changed, nor is it run.
+      *arguments: what it is called with; none with a compiled step. They are not
+        changed, nor is it run.
 
     Returns:
       An :class:`Audit`; print it.
@@ -90,7 +94,9 @@ def audit(step: Callable[..., Any], mesh: Mesh, *arguments: Any) -> Audit:
             "Without one nothing is sent."
         )
     _rows.check_mesh(mesh)
-    compiled = jax.jit(step).lower(*arguments).compile()
+    compiled = step
+    if not isinstance(step, jax.stages.Compiled):
+        compiled = jax.jit(step).lower(*arguments).compile()
     axis = list(mesh.shape).index(AXIS)
     replica = np.indices(mesh.devices.shape)[axis].ravel()  # of every device
     return read_program(compiled.as_text() or "", replica)

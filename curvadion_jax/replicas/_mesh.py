@@ -56,7 +56,7 @@ def make_mesh(
         )
     available = jax.devices() if devices is None else list(devices)
     if replicas is None:
-        replicas = len(available) // math.prod(inner.values())
+        replicas = len(available) // max(math.prod(inner.values()), 1)
     sizes = {AXIS: replicas, **inner}
     needed = math.prod(sizes.values())
     if not 0 < needed <= len(available):

@@ -52,27 +52,26 @@ class Corpus:
 
     def training_batch(
         self,
-        seed: tuple[int, int],
+        seed: tuple[int, ...],
         sequences: int,
         length: int,
-        rows: slice = slice(None),
     ) -> np.ndarray:
         """Crops at random places, the same for the same seed.
 
         Args:
-            seed: Seed of the run and number of the step.
+            seed: Seed of the run and number of the step, and what else tells
+                one site's batch from another's.
             sequences: Number of crops.
             length: Tokens that the model is to see of each.
-            rows: Which of the crops to make, and look at the text for.
 
         Returns:
-            int32 [rows, length + 1]; the last token is only ever a target.
+            int32 [sequences, length + 1]; the last token is only ever a target.
 
         Raises:
             ValueError: no piece is long enough, or a token is out of range.
         """
         places = np.random.default_rng(seed).random(sequences)
-        return self._crops(self.training, places[rows], length)
+        return self._crops(self.training, places, length)
 
     def validation_batch(
         self,
@@ -80,7 +79,6 @@ class Corpus:
         batches: int,
         sequences: int,
         length: int,
-        rows: slice = slice(None),
     ) -> np.ndarray:
         """Batch `index` of `batches`, which are spread evenly over the held-out tokens.
 
@@ -88,7 +86,7 @@ class Corpus:
         and errors are those of `training_batch`.
         """
         places = (index + np.arange(sequences) * batches) / (batches * sequences)
-        return self._crops(self.validation, places[rows], length)
+        return self._crops(self.validation, places, length)
 
     def _crops(
         self, pieces: Sequence[np.ndarray], places: np.ndarray, length: int

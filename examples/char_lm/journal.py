@@ -3,6 +3,7 @@
 import contextlib
 import json
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -140,12 +141,27 @@ def read_journal(file: Path) -> list[dict[str, Any]]:
         raise report.unreadable(file, error) from error
 
 
+@contextlib.contextmanager
+def compiling(name: str) -> Iterator[None]:
+    """Say that a method is compiled, and how long that took."""
+    start = time.perf_counter()
+    _say(f"{name}: compiles")
+    yield
+    _say(f"{name}: compiled in {time.perf_counter() - start:.0f} s")
+
+
+def _say(text: str) -> None:
+    if processes.is_first():
+        print(text, file=sys.stderr, flush=True)
+
+
 class Progress:
     """The bar and the journal, one step late.
 
     A step's metrics are read once the next step has been dispatched, so that the
     device has work while the host waits for them. With several processes they are read
-    in groups, one message each for the losses, and the first process writes.
+    in groups, one message each for the losses, and the first process writes. Where
+    stderr is no terminal each evaluation is a line of its own in place of the bar.
 
     Args:
         name: The method.
@@ -157,10 +173,14 @@ class Progress:
 
     def __init__(self, name: str, steps: int, out: Path, start: int, seconds: float):
         first = processes.is_first()
-        self._name = name
+        self._name, self._steps = name, steps
         self._journal = Journal(out / f"{name}.jsonl", start) if first else None
         self._bar = tqdm(
-            total=steps, initial=start, desc=name, dynamic_ncols=True, disable=not first
+            total=steps,
+            initial=start,
+            desc=name,
+            dynamic_ncols=True,
+            disable=None if first else True,  # None: unless stderr is a terminal
         )
         self._began = time.perf_counter() - seconds
         self._pending: list[tuple[int, Any, float | None]] = []
@@ -173,18 +193,6 @@ class Progress:
         self._bar.close()
         if self._journal:
             self._journal.close()
-
-    @contextlib.contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Says that and how long it compiles; those seconds are not counted."""
-        start = time.perf_counter()
-        self._bar.set_description(f"{self._name} compiles")
-        yield
-        took = time.perf_counter() - start
-        self._began += took
-        self._bar.set_description(self._name)
-        if not self._bar.disable:
-            self._bar.write(f"{self._name}: compiled in {took:.0f} s")
 
     def seconds(self) -> float:
         """Seconds of this method without compiling, earlier, stopped runs included."""
@@ -202,29 +210,31 @@ class Progress:
     def flush(self) -> None:
         """Report what is kept. A checkpoint comes after the lines of its steps."""
         kept, self._pending = self._pending, []
-        if not kept:
-            return
         losses = processes.mean_over_replicas([row[1]["loss"] for row in kept])
         if self._journal is None:
             return
         for (step, metrics, validation_loss), loss in zip(kept, losses, strict=True):
+            sync = cd.metrics.read(metrics["sync"])
             line = {"step": step, "loss": loss, "seconds": round(self.seconds(), 2)}
-            self._report(line, cd.metrics.read(metrics["sync"]), validation_loss)
-
-    def _report(
-        self, line: dict[str, Any], sync: dict[str, Any], validation_loss: float | None
-    ) -> None:
-        for key in ("syncs", "synced", "value", "threshold", "layer", "bytes"):
-            line[key] = sync[key]
-        if validation_loss is not None:
-            line["validation_loss"] = validation_loss
-        if self._journal:
+            line |= {key: sync[key] for key in ("share", "bytes", "syncs")}
+            line["synced"] = sync["since"] == 0
+            # What does not apply to a method is not read.
+            line |= {key: sync.get(key) for key in ("value", "threshold", "layer")}
+            if validation_loss is not None:
+                line["validation_loss"] = validation_loss
             self._journal.write(line)
-        self._bar.set_postfix(
-            loss=f"{line['loss']:.3f}",
-            syncs=sync["syncs"],
-            sent=report.human_bytes(sync["bytes"]),
-            share=f"{100 * sync['bytes'] / max(1, sync['synchronous_bytes']):.2f}%",
-            refresh=False,
-        )
+            self._show(line)
+
+    def _show(self, line: dict[str, Any]) -> None:
+        shown = {
+            "loss": f"{line['loss']:.3f}",
+            "share": f"{line['share']:.2%}",
+            "sent": report.human_bytes(line["bytes"]),
+            "syncs": line["syncs"],
+        }
+        if self._bar.disable and "validation_loss" in line:
+            shown["held-out loss"] = f"{line['validation_loss']:.3f}"
+            words = ", ".join(f"{key} {value}" for key, value in shown.items())
+            _say(f"{self._name}: step {line['step']} of {self._steps}, {words}")
+        self._bar.set_postfix(shown, refresh=False)
         self._bar.update()

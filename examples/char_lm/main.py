@@ -1,4 +1,4 @@
-"""Train a small GPT with 8 replicas: CurvaDion, local Muon, and synchronously Dion.
+"""Train a small GPT with 8 replicas: local Muon, synchronous AdamW and Muon, CurvaDion.
 
     python examples/char_lm/main.py
     python examples/char_lm/main.py --short
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--preset", choices=PRESETS, default="tiny", help="size")
     parser.add_argument(
         "--method",
-        default="curvadion,local_muon,synchronous_dion",
+        default="local_muon,synchronous_adamw,synchronous_muon,curvadion",
         metavar="NAME[,NAME...]",
         help=f"what to train, in this order: {', '.join(methods.METHODS)} (default: "
         "%(default)s)",

@@ -9,13 +9,14 @@ from typing import Any
 
 import optax
 from config import Config, UserError, flag
+from jax.sharding import Mesh
 
 import curvadion_jax as cd
 
-# Peaks. Those of synchronous Dion and of local steps of Dion and of Muon, and their
-# momentum, were the best in benchmarks/communication, whose model is a little smaller.
-# The others are usual values and were not tuned.
-_DION, _LOCAL_DION, _MUON, _LION, _ADAM, _SGD = 0.04, 0.08, 0.08, 0.001, 0.005, 0.1
+# Peaks. Those of Muon, AdamW and Dion were the best on models of a similar size, of
+# local steps and of synchronous ones (benchmarks/study, benchmarks/communication).
+# Those of Lion and SGD are usual values and were not tuned.
+_DION, _LOCAL_DION, _MUON, _LION, _ADAM, _SGD = 0.04, 0.08, 0.08, 0.001, 0.02, 0.1
 _MOMENTUM = 0.9
 _WARMUP, _FINAL = 0.05, 0.05
 
@@ -25,12 +26,12 @@ class Method:
     """One method.
 
     Attributes:
-        build: (config, axis name) -> optimizer.
+        build: (configuration, mesh) -> optimizer of rows.
         reads: Fields of the configuration that not every method reads.
     """
 
-    build: Callable[[Config, str], optax.GradientTransformation]
-    reads: frozenset[str]
+    build: Callable[[Config, Mesh], optax.GradientTransformation]
+    reads: frozenset[str] = frozenset()
 
 
 def check(names: Sequence[str], given: Collection[str]) -> None:
@@ -59,7 +60,7 @@ def check(names: Sequence[str], given: Collection[str]) -> None:
             )
 
 
-def _schedule(config: Config, default: float) -> optax.Schedule:
+def schedule(config: Config, default: float) -> optax.Schedule:
     """Linear warmup to the peak, `--learning-rate` or the default, and cosine decay."""
     peak = config.learning_rate or default
     warmup = max(1, round(_WARMUP * config.steps))
@@ -70,93 +71,77 @@ def _schedule(config: Config, default: float) -> optax.Schedule:
     )
 
 
-def _dion_arguments(config: Config) -> dict[str, Any]:
-    """What every Dion method is given."""
+def local_muon(config: Config, **options: Any) -> optax.GradientTransformation:
+    """`cd.local_muon` with the example's schedule and momentum."""
+    rate = schedule(config, _MUON)
+    return cd.local_muon(rate, momentum=_MOMENTUM, **options)
+
+
+def _curvadion(config: Config, mesh: Mesh, **when: float):
+    # At full rank, its default: local steps send no factors, whatever their rank.
+    rate = schedule(config, _LOCAL_DION)
+    return cd.curvadion(rate, momentum=_MOMENTUM, mesh=mesh, **when)
+
+
+def _dion(config: Config, mesh: Mesh) -> dict[str, Any]:
     return {
-        "learning_rate": _schedule(config, _DION),
+        "learning_rate": schedule(config, _DION),
         "rank": config.rank,
         "momentum": _MOMENTUM,
+        "mesh": mesh,
     }
 
 
-def curvadion_arguments(config: Config) -> dict[str, Any]:
-    """What `curvadion` is given in addition to its threshold or budget."""
-    return {"learning_rate": _schedule(config, _LOCAL_DION), "momentum": _MOMENTUM}
-
-
-def _curvadion(config: Config, axis: str) -> optax.GradientTransformation:
-    # At full rank, its default: a low one is there to send little, and what it sends
-    # are not factors.
-    arguments = curvadion_arguments(config)
-    return cd.curvadion(**arguments, threshold=config.threshold, axis_name=axis)
-
-
-def _curvadion_budget(config: Config, axis: str) -> optax.GradientTransformation:
-    arguments = curvadion_arguments(config)
-    return cd.curvadion(**arguments, budget=config.budget, axis_name=axis)
-
-
-def local_muon_arguments(config: Config) -> dict[str, Any]:
-    """What `local_muon` is given in addition to its budget or trigger."""
-    return {"learning_rate": _schedule(config, _MUON), "momentum": _MOMENTUM}
-
-
-def _local_muon(config: Config, axis: str) -> optax.GradientTransformation:
-    arguments = local_muon_arguments(config)
-    return cd.local_muon(**arguments, budget=config.budget, axis_name=axis)
-
-
-def _synchronous_dion(config: Config, axis: str) -> optax.GradientTransformation:
-    return cd.presets.synchronous_dion(**_dion_arguments(config), axis_name=axis)
-
-
-def _paper(config: Config, axis: str) -> optax.GradientTransformation:
-    return cd.presets.paper(
-        **_dion_arguments(config), threshold=config.threshold, axis_name=axis
-    )
-
-
-def _authors_code(config: Config, axis: str) -> optax.GradientTransformation:
+def _authors_code(config: Config, mesh: Mesh) -> optax.GradientTransformation:
     # A sign update is as long as AdamW's largest: Lion wants a smaller rate. It keeps
     # its proportion to that of the matrices.
-    rate = _schedule(config, _DION)
-    lion = optax.lion(
-        lambda step: rate(step) * _LION / _DION,
-        b1=0.95,
-        b2=0.98,
-        weight_decay=0.0,
-    )
+    rate = schedule(config, _DION)
+    scaled = lambda step: rate(step) * _LION / _DION
     return cd.presets.authors_code(
-        **_dion_arguments(config),
         threshold=config.threshold,
-        other_optimizer=lion,
-        axis_name=axis,
+        other_optimizer=optax.lion(scaled, b1=0.95, b2=0.98, weight_decay=0.0),
+        **_dion(config, mesh),
     )
 
 
-def _local_sgd(config: Config, axis: str) -> optax.GradientTransformation:
-    rate = _schedule(config, _SGD)
-    return cd.presets.local_sgd(rate, config.sync_every, axis_name=axis)
-
-
-def _diloco(config: Config, axis: str) -> optax.GradientTransformation:
-    rate = _schedule(config, _ADAM)
-    return cd.presets.diloco(rate, config.sync_every, axis_name=axis)
-
-
-def _muloco(config: Config, axis: str) -> optax.GradientTransformation:
-    rate = _schedule(config, _MUON)
-    return cd.presets.muloco(rate, config.sync_every, axis_name=axis)
+def _periodic(preset: Callable[..., Any], rate: float) -> Method:
+    """A preset that synchronises every `sync_every` steps."""
+    return Method(
+        lambda c, mesh: preset(schedule(c, rate), c.sync_every, mesh=mesh),
+        frozenset({"sync_every"}),
+    )
 
 
 METHODS = {
-    "curvadion": Method(_curvadion, frozenset({"threshold"})),
-    "curvadion_budget": Method(_curvadion_budget, frozenset({"budget"})),
-    "local_muon": Method(_local_muon, frozenset({"budget"})),
-    "synchronous_dion": Method(_synchronous_dion, frozenset({"rank"})),
-    "paper": Method(_paper, frozenset({"rank", "threshold"})),
+    "local_muon": Method(
+        lambda c, mesh: local_muon(c, budget=c.budget, mesh=mesh),
+        frozenset({"budget"}),
+    ),
+    "synchronous_adamw": Method(
+        lambda c, mesh: cd.presets.synchronous_adamw(schedule(c, _ADAM), mesh=mesh)
+    ),
+    "synchronous_muon": Method(
+        lambda c, mesh: cd.presets.synchronous_muon(
+            schedule(c, _MUON), _MOMENTUM, mesh=mesh
+        )
+    ),
+    "curvadion": Method(
+        lambda c, mesh: _curvadion(c, mesh, threshold=c.threshold),
+        frozenset({"threshold"}),
+    ),
+    "curvadion_budget": Method(
+        lambda c, mesh: _curvadion(c, mesh, budget=c.budget), frozenset({"budget"})
+    ),
+    "synchronous_dion": Method(
+        lambda c, mesh: cd.presets.synchronous_dion(**_dion(c, mesh)),
+        frozenset({"rank"}),
+    ),
+    "paper": Method(
+        lambda c, mesh: cd.presets.paper(threshold=c.threshold, **_dion(c, mesh)),
+        frozenset({"rank", "threshold"}),
+    ),
     "authors_code": Method(_authors_code, frozenset({"rank", "threshold"})),
-    "local_sgd": Method(_local_sgd, frozenset({"sync_every"})),
-    "diloco": Method(_diloco, frozenset({"sync_every"})),
-    "muloco": Method(_muloco, frozenset({"sync_every"})),
+    "local_sgd": _periodic(cd.presets.local_sgd, _SGD),
+    "diloco": _periodic(cd.presets.diloco, _ADAM),
+    "muloco": _periodic(cd.presets.muloco, _MUON),
 }

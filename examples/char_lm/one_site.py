@@ -66,7 +66,7 @@ def run(config: Config, name: str, url: Any, out: Path, **join: Any) -> float:
     checkpoints = out / "checkpoints" / name
     start = cd.checkpoint.latest_step(checkpoints) or 0
     if start:
-        opt_state = restored(checkpoints, opt_state, start)
+        opt_state = cd.checkpoint.restore(checkpoints, opt_state, start)
     out.mkdir(parents=True, exist_ok=True)
     place, tokens = zlib.crc32(name.encode()), config.batch * config.sequence_length
     kept = closing(journal.Journal(out / f"{name}.jsonl", start))
@@ -75,7 +75,7 @@ def run(config: Config, name: str, url: Any, out: Path, **join: Any) -> float:
         with _told_to_the_user():
             params = site.start(params)
         for step in range(start + 1, config.steps + 1):
-            seed: Any = (config.seed, step, place)
+            seed = (config.seed, step, place)
             batch = corpus.training_batch(seed, config.batch, config.sequence_length)
             params, opt_state, loss = step_fn(params, opt_state, batch)
             params = site.sync(params, tokens=tokens)
@@ -87,7 +87,8 @@ def run(config: Config, name: str, url: Any, out: Path, **join: Any) -> float:
             stopping = stop.after_step()
             last = step == config.steps
             if last or stopping or step % config.checkpoint_every == 0:
-                save(checkpoints, step, opt_state)
+                # The parameters are in the run.
+                cd.checkpoint.save(checkpoints, step, opt_state, keep=2)
             if stopping:
                 raise stop.interrupted(
                     f"{name} stopped at step {step} of {config.steps}; the same "
@@ -128,8 +129,8 @@ def _joined(url: Any, name: str, **join: Any) -> Iterator[cd.sites.Site]:
 
 def inner_optimizer(config: Config) -> optax.GradientTransformation:
     """Muon for matrices, AdamW for the rest: `local_muon`'s step, that never syncs."""
-    return cd.local_muon(
-        **methods.local_muon_arguments(config),
+    return methods.local_muon(
+        config,
         trigger=cd.triggers.never(),
         synchronizer=cd.synchronizers.average_gradients(),
     )
@@ -141,19 +142,6 @@ def outer_side() -> dict[str, Any]:
         "outer": optax.sgd(1.0, momentum=0.4, nesterov=True),
         "compressor": cd.compressors.quantize(2),
     }
-
-
-def save(checkpoints: Path, step: int, opt_state: Any) -> None:
-    """Keep the optimizer's state; the parameters are in the run."""
-    one = jax.tree.map(lambda x: x[None], opt_state)
-    cd.checkpoint.save(checkpoints, step, one, keep=2)
-
-
-def restored(checkpoints: Path, opt_state: Any, step: int) -> Any:
-    """What `save` kept at a step, like this state."""
-    like = jax.tree.map(lambda x: x[None], opt_state)
-    found = cd.checkpoint.restore(checkpoints, like, step)
-    return jax.tree.map(lambda x: x[0], found)
 
 
 def _evaluation(gpt: Any, config: Config, corpus: Any) -> Any:

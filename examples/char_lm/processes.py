@@ -17,7 +17,6 @@ import jax
 import numpy as np
 from config import UserError
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
 
 T = TypeVar("T")
 
@@ -201,7 +200,7 @@ def from_first(value: np.ndarray) -> np.ndarray:
 
 
 def mean_over_replicas(values: list[jax.Array]) -> list[float]:
-    """The mean of each array, of one element a replica, in one message."""
+    """The mean of each array [R], all of them in one message."""
     if jax.process_count() == 1:
         return [float(np.mean(value)) for value in jax.device_get(values)]
     gathered = multihost_utils.process_allgather(jax.jit(_stack)(values), tiled=True)
@@ -216,19 +215,3 @@ def _gathered(value: np.ndarray) -> np.ndarray:
     if jax.process_count() == 1:
         return value[None]
     return np.asarray(multihost_utils.process_allgather(value))
-
-
-def rows(sharding: NamedSharding, count: int) -> slice:
-    """Rows of a batch of `count` that lie on this process's devices, all in a row."""
-    spans = [
-        index[0].indices(count)
-        for index in sharding.addressable_devices_indices_map((count,)).values()
-        if index is not None
-    ]
-    return slice(min(span[0] for span in spans), max(span[1] for span in spans))
-
-
-def divided(local: np.ndarray, sharding: NamedSharding, count: int) -> jax.Array:
-    """The batch of `count` rows of which this process made its own."""
-    shape = (count, *local.shape[1:])
-    return jax.make_array_from_process_local_data(sharding, local, shape)

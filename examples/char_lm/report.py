@@ -15,7 +15,7 @@ from typing import Any
 
 from config import UserError, flag
 
-_COLUMNS = ("method", "loss", "difference", "syncs", "sent", "share", "seconds")
+_COLUMNS = ("method", "loss", "difference", "share", "sent", "syncs", "seconds")
 
 
 def open_directory(
@@ -134,24 +134,28 @@ def human_bytes(count: float) -> str:
 
 
 def baseline(summary: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The row of the first method that synchronised on every step, if there is one."""
-    return next((row for row in summary if row["syncs"] == row["steps"]), None)
+    """The row with the lowest loss of those that synchronised on every step."""
+    rows = [row for row in summary if row["syncs"] == row["steps"]]
+    rows = [row for row in rows if row["validation_loss"] is not None]
+    return min(rows, key=lambda row: row["validation_loss"], default=None)
 
 
 def table(summary: list[dict[str, Any]]) -> str:
-    """The summary as aligned text, and what its columns are.
+    """The summary as aligned text, by bytes, and what its columns are.
 
     Examples:
         >>> row = dict(method="synchronous", validation_loss=1.5, syncs=3, steps=3)
-        >>> row |= dict(bytes=1e6, synchronous_bytes=1e6, seconds=60.0)
-        >>> local = row | dict(method="local", validation_loss=1.53, syncs=1, bytes=1e4)
-        >>> print(table([local, row]).partition("\\n\\n")[0])
-        method        loss  difference  syncs   sent  share  seconds
-        local        1.530       +2.0%      1  10 kB  1.00%       60
-        synchronous  1.500           -      3   1 MB   100%       60
+        >>> row |= dict(bytes=1e6, share=1.0, seconds=60.0)
+        >>> local = row | dict(method="local", validation_loss=1.53, syncs=1)
+        >>> local |= dict(bytes=1e4, share=0.01)
+        >>> print(table([row, local]).partition("\\n\\n")[0])
+        method        loss  difference  share   sent  syncs  seconds
+        local        1.530       +2.0%  1.00%  10 kB      1       60
+        synchronous  1.500           -   100%   1 MB      3       60
     """
     compared = baseline(summary)
-    rows = [_COLUMNS, *(_cells(row, compared) for row in summary)]
+    by_bytes = sorted(summary, key=lambda row: row["bytes"])
+    rows = [_COLUMNS, *(_cells(row, compared) for row in by_bytes)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:
@@ -162,9 +166,9 @@ def table(summary: list[dict[str, Any]]) -> str:
         "",
         "loss        of the mean of the replicas, on held-out text; lower is better",
         f"difference  from {name}",
-        "syncs       steps on which the replicas communicated",
-        "sent        by one replica, for training",
         "share       of what averaging float32 gradients on every step sends",
+        "sent        by one replica, for training",
+        "syncs       steps on which the replicas communicated",
         "seconds     of training and evaluating, without compiling the steps",
     ]
     if sent := sum(row.get("evaluation_bytes", 0) for row in summary):
@@ -173,8 +177,7 @@ def table(summary: list[dict[str, Any]]) -> str:
 
 
 def _cells(row: dict[str, Any], compared: dict[str, Any] | None) -> tuple[str, ...]:
-    # One replica sends nothing, whatever the method.
-    share = row["bytes"] / row["synchronous_bytes"] if row["synchronous_bytes"] else 0.0
+    share = row["share"]
     loss, other = row["validation_loss"], compared and compared["validation_loss"]
     apart = "-"
     if loss is not None and other is not None and compared is not row:
@@ -183,8 +186,8 @@ def _cells(row: dict[str, Any], compared: dict[str, Any] | None) -> tuple[str, .
         row["method"],
         "not finite" if loss is None else f"{loss:.3f}",
         apart,
-        str(row["syncs"]),
-        human_bytes(row["bytes"]),
         f"{100 * share:.3g}%" if share >= 0.1 else f"{100 * share:.2f}%",
+        human_bytes(row["bytes"]),
+        str(row["syncs"]),
         f"{row['seconds']:.0f}",
     )

@@ -1,7 +1,8 @@
 """The training loop: several methods in a row, on the same data in the same order.
 
-`train_step` is written for one replica and has no collective in it; what is sent, and
-when, is the optimizer's business.
+What differs between replicas has a row for each of them, [R, ...]. `make_train_step`
+is a plain step under `jax.jit`, but for one line: the loss and the gradients of one
+replica are mapped over the rows. What is sent, and when, is the optimizer's business.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ import report
 from config import Config, UserError
 from data import Corpus, load
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 import curvadion_jax as cd
 
@@ -51,8 +52,8 @@ def run(
     processes.check_devices(config.replicas)
     settings = dataclasses.asdict(config) | {"data": corpus.fingerprint}
     processes.check_same(settings | {"method": list(names), "restart": restart})
-    # How often a run is saved changes nothing in it.
-    del settings["checkpoint_every"]
+    # How often a run is saved changes nothing in it, and replicas may come and go.
+    del settings["checkpoint_every"], settings["replicas"]
     _open(out, settings, restart)
     mesh = cd.replicas.make_mesh(config.replicas)
     summary = report.read_json(out / "summary.json", [])
@@ -111,71 +112,65 @@ def _train(
 ) -> dict[str, Any]:
     """Train one method to the end and return its row of the summary."""
     gpt = make_model(config, corpus)
-    state = cd.replicas.replicate(initial_state(gpt, name, config), mesh)
-    step_fn = cd.replicas.step(make_train_step(gpt), mesh)
-    evaluate = make_evaluation(gpt, config, corpus, mesh)
-    checkpoints = out / "checkpoints" / name
-    start, seconds = cd.checkpoint.latest_step(checkpoints) or 0, 0.0
-    start = int(processes.from_first(np.array(start)))
-    if start:
-        state = cd.checkpoint.restore(checkpoints, state, start)
-        seconds = cd.checkpoint.read_extra(checkpoints, start)["seconds"]
+    state = initial_state(gpt, name, config, mesh)
+    state, start, seconds = _restored(out / "checkpoints" / name, state)
+    held_out = validation_batches(config, corpus, mesh)
+    with journal.compiling(name):
+        step_fn = jax.jit(make_train_step(gpt, mesh), donate_argnums=0)
+        # Compiled for these very arrays: a step that were to compile again would fail.
+        step_fn = step_fn.lower(state, held_out[0]).compile()
+        evaluate = make_evaluation(gpt, held_out, mesh)
+        loss = evaluate(state.params)
+    if name == "local_muon" and processes.is_first():
+        print("What a step sends between replicas:")
+        print(cd.replicas.audit(step_fn, mesh))
     sequences = config.replicas * config.batch
-    divided = NamedSharding(mesh, PartitionSpec(cd.replicas.AXIS))
-    rows = processes.rows(divided, sequences)
-    loss = None
     with processes.together(
         lambda: journal.Progress(name, config.steps, out, start, seconds)
     ) as progress:
         for step in range(start + 1, config.steps + 1):
             seed = (config.seed, step)
-            local = corpus.training_batch(seed, sequences, config.sequence_length, rows)
-            batch = processes.divided(local, divided, sequences)
-            if step == start + 1:
-                with progress.compiling():
-                    _compile(step_fn, state, batch)
-                    state, metrics = jax.block_until_ready(step_fn(state, batch))
-            else:
-                state, metrics = step_fn(state, batch)
+            batch = corpus.training_batch(seed, sequences, config.sequence_length)
+            state, metrics = step_fn(state, cd.replicas.split(batch, mesh))
             last = step == config.steps
             evaluated = last or step % config.evaluate_every == 0
-            loss = evaluate(state) if evaluated else None
-            progress.add(step, metrics, loss)
+            loss = evaluate(state.params) if evaluated else loss
+            progress.add(step, metrics, loss if evaluated else None)
             stopping = stop.after_step()
             if last or stopping or step % config.checkpoint_every == 0:
                 progress.flush()
                 extra = {"seconds": progress.seconds()}
+                checkpoints = out / "checkpoints" / name
                 cd.checkpoint.save(checkpoints, step, state, keep=2, extra=extra)
             if stopping:
                 raise stop.interrupted(
                     f"{name} is saved at step {step} of {config.steps}; the same "
                     "command goes on from there"
                 )
-    if loss is None:  # an earlier run took the last step
-        loss = evaluate(state)
     sent = cd.metrics.read(state.opt_state)
     # Every evaluation averages the parameters, as synchronous steps do gradients.
     each = sent["synchronous_bytes"] // sent["steps"]
     evaluations = math.ceil(config.steps / config.evaluate_every)
     return {
         "method": name,
-        "replicas": config.replicas,
-        "steps": config.steps,
-        **{key: sent[key] for key in ("syncs", "bytes", "synchronous_bytes")},
         "validation_loss": report.finite(loss),
+        **{key: sent[key] for key in ("share", "bytes", "synchronous_bytes", "syncs")},
+        "steps": config.steps,
+        "replicas": config.replicas,
         "evaluation_bytes": evaluations * each,
         "divergence": report.finite(float(cd.replicas.divergence(state.params))),
         "seconds": round(progress.seconds(), 1),
     }
 
 
-def _compile(step_fn: Any, state: TrainState, batch: jax.Array) -> None:
-    """Compiles the local step and the sync step, which is first run much later."""
-    local, sync = (step_fn.lower(state, batch, due=due) for due in (False, True))
-    local.compile()
-    # With a trigger that decides on every step they are one.
-    if local.as_text() != sync.as_text():
-        sync.compile()
+def _restored(checkpoints: Path, state: TrainState) -> tuple[TrainState, int, float]:
+    """The latest checkpoint, of any number of replicas: state, step, and seconds."""
+    start = cd.checkpoint.latest_step(checkpoints) or 0
+    start = int(processes.from_first(np.array(start)))
+    if not start:
+        return state, 0, 0.0
+    state = cd.checkpoint.restore(checkpoints, state, start, resize=True)
+    return state, start, cd.checkpoint.read_extra(checkpoints, start)["seconds"]
 
 
 def make_model(config: Config, corpus: Corpus) -> model.GPT:
@@ -190,50 +185,61 @@ def make_model(config: Config, corpus: Corpus) -> model.GPT:
 
 
 def initial_params(gpt: model.GPT, config: Config) -> Any:
-    """The parameters before the first step."""
+    """The parameters of one replica before the first step."""
     tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
     return jax.jit(gpt.init)(jax.random.key(config.seed), tokens)["params"]
 
 
-def initial_state(gpt: model.GPT, name: str, config: Config) -> TrainState:
-    """The state of one replica before the first step; equal parameters for all."""
-    params = initial_params(gpt, config)
-    tx = methods.METHODS[name].build(config, cd.replicas.AXIS)
-    return TrainState.create(apply_fn=gpt.apply, params=params, tx=tx)
+def initial_state(gpt: model.GPT, name: str, config: Config, mesh: Mesh) -> TrainState:
+    """The state before the first step; equal parameters for all replicas."""
+    state = TrainState.create(
+        apply_fn=gpt.apply,
+        params=cd.replicas.replicate(initial_params(gpt, config), mesh),
+        tx=methods.METHODS[name].build(config, mesh),
+    )
+    return cd.replicas.place(state, mesh)  # the number of the step
 
 
-def make_train_step(gpt: model.GPT) -> Callable[[TrainState, jax.Array], Any]:
-    """The step of one replica, on its own part of the batch."""
+def make_train_step(gpt: model.GPT, mesh: Mesh) -> Callable[..., Any]:
+    """The step of all replicas; tokens are [R, B, T + 1], and losses [R]."""
 
-    def loss_fn(params: dict, tokens_BxT: jax.Array) -> jax.Array:
+    def loss_fn(params: Any, tokens_BxT: jax.Array) -> jax.Array:
         return model.next_token_loss(gpt, params, tokens_BxT)
 
-    def train_step(state: TrainState, tokens_BxT: jax.Array):
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens_BxT)
+    def train_step(state: TrainState, tokens: jax.Array):
+        loss, grads = cd.replicas.map(jax.value_and_grad(loss_fn), mesh)(
+            state.params, tokens
+        )
         state = state.apply_gradients(grads=grads)
         return state, {"loss": loss, "sync": cd.metrics.observe(state.opt_state)}
 
     return train_step
 
 
-def make_evaluation(
-    gpt: model.GPT, config: Config, corpus: Corpus, mesh: Mesh
-) -> Callable[[TrainState], float]:
-    """The loss of the one model, the replicas' mean, on the fixed held-out batches."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    divided = NamedSharding(mesh, PartitionSpec(cd.replicas.AXIS))
-    loss_fn = jax.jit(lambda params, batch: model.next_token_loss(gpt, params, batch))
+def validation_batches(config: Config, corpus: Corpus, mesh: Mesh) -> list[jax.Array]:
+    """The fixed held-out batches, [R, B, T + 1] each."""
     count, sequences = config.evaluation_batches, config.replicas * config.batch
-    length, rows = config.sequence_length, processes.rows(divided, sequences)
     batches = [
-        corpus.validation_batch(index, count, sequences, length, rows)
+        corpus.validation_batch(index, count, sequences, config.sequence_length)
         for index in range(count)
     ]
-    batches = [processes.divided(batch, divided, sequences) for batch in batches]
+    return [cd.replicas.split(batch, mesh) for batch in batches]
 
-    def evaluate(state: TrainState) -> float:
-        params = cd.replicas.consensus(state.params)
-        params = jax.device_put(params, everywhere)
-        return float(np.mean([loss_fn(params, batch) for batch in batches]))
+
+def make_evaluation(
+    gpt: model.GPT, held_out: list[jax.Array], mesh: Mesh
+) -> Callable[[Any], float]:
+    """From rows of parameters to the loss of the one model, the replicas' mean."""
+
+    def loss_fn(tokens_BxT: jax.Array, params: Any) -> jax.Array:
+        return model.next_token_loss(gpt, params, tokens_BxT)
+
+    # Each replica reads its part of a batch, all with the same parameters.
+    losses = jax.jit(cd.replicas.map(loss_fn, mesh))
+
+    def evaluate(rows: Any) -> float:
+        params = cd.replicas.consensus(rows)
+        each = [losses(batch, params=params) for batch in held_out]
+        return float(np.mean(processes.mean_over_replicas(each)))
 
     return evaluate

@@ -27,6 +27,10 @@ class Writer:
         for name, value in scalars.items():
             self.scalars.setdefault(name, []).append((int(step), float(value)))
 
+    def last(self, *names: str) -> dict[str, float]:
+        """The last value of these scalars, of which AdamW writes none."""
+        return {x: self.scalars[x][-1][1] for x in names if x in self.scalars}
+
     def ignore(self, *args: Any, **arguments: Any) -> None:
         """Hyperparameters, texts and `flush` are not kept."""
 

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compressor_runs import ATOL, average, averaging, one_of, trees
+from curvadion_jax._interfaces import LocalStep
 
 from curvadion_jax import _collectives, compressors
-from curvadion_jax._interfaces import LocalStep
 from curvadion_jax.synchronizers._reconcile import mean_with_feedback
 
 ALL = {

@@ -15,6 +15,8 @@ import pytest
 import report
 import train
 
+import curvadion_jax as cd
+
 
 @pytest.mark.slow
 def test_a_logit_depends_on_no_later_token():
@@ -32,12 +34,13 @@ def test_a_logit_depends_on_no_later_token():
     assert (np.abs(before[5:] - after[5:]).max(axis=-1) > 1e-4).all()
 
 
-def test_every_method_takes_the_parameters_of_stacked_blocks():
+@pytest.mark.parametrize("name", methods.METHODS)
+def test_every_method_has_a_state_for_rows_of_stacked_blocks(name):
     settings, gpt = config.PRESETS["tiny"], model.GPT(11, layers=2, width=16, heads=2)
-    params = jax.eval_shape(lambda: train.initial_params(gpt, settings))
-    assert params["blocks"]["up"]["kernel"].shape == (2, 16, 64)
-    for method in methods.METHODS.values():
-        assert jax.eval_shape(method.build(settings, "replica").init, params)
+    mesh = cd.replicas.simulated(2)
+    state = jax.eval_shape(lambda: train.initial_state(gpt, name, settings, mesh))
+    assert state.params["blocks"]["up"]["kernel"].shape == (2, 2, 16, 64)
+    assert cd.metrics.observe(state.opt_state).value.shape == (2,)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +57,7 @@ def test_flags_say_what_is_run(monkeypatch, arguments, changed, out):
     monkeypatch.setattr(train, "run", lambda *run, **_: runs.append(run))
     assert main.main(arguments.split()) == 0
     settings = dataclasses.replace(config.PRESETS["tiny"], **changed)
-    names = ["curvadion", "local_muon", "synchronous_dion"]
+    names = ["local_muon", "synchronous_adamw", "synchronous_muon", "curvadion"]
     assert runs == [(settings, names, Path(out))]
 
 

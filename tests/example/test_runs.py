@@ -62,6 +62,17 @@ def test_a_signal_saves_and_the_same_command_goes_on_to_the_same_result(
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_replicas(text, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        disturb(patch, 3, lambda: signal.raise_signal(signal.SIGINT))
+        assert run_micro(text, tmp_path) == 130
+    assert run_micro(text, tmp_path, "--replicas", "4") == 0
+    ((row,), lines) = results(tmp_path)
+    assert (row["replicas"], row["steps"]) == (4, 6)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
 # Orbax stops at the first array; the others report to its event loop, closed by then.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_run_without_room_says_so_and_goes_on_when_there_is_some(
@@ -112,11 +123,11 @@ def test_run_leaves_the_promised_files_and_is_kept_until_restart(
     tmp_path, text, monkeypatch, capsys
 ):
     out = tmp_path / "out"
-    methods = ["--method", "synchronous_dion,diloco", "--sync-every", "2"]
+    methods = ["--method", "synchronous_adamw,diloco", "--sync-every", "2"]
     arguments = [*MICRO, *methods, "--data", str(text), "--out", str(out)]
     assert main.main([*arguments, "--steps", "3"]) == 0
     summary = json.loads((out / "summary.json").read_text())
-    assert [row["method"] for row in summary] == ["synchronous_dion", "diloco"]
+    assert [row["method"] for row in summary] == ["synchronous_adamw", "diloco"]
     for row in summary:
         assert (row["replicas"], row["steps"]) == (2, 3)
         lines = journal.read_journal(out / f"{row['method']}.jsonl")

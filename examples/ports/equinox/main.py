@@ -60,21 +60,26 @@ def compute_loss(model, state, x, y):
     return losses.mean(), state
 
 
-def make_train_step(optim, mesh):
-    """As in Equinox's example: what is changed is in its last lines."""
-    model_sharding = NamedSharding(mesh, P())
+def make_train_step(optim, static, mesh, replicas):
+    """As in Equinox's examples, but for `split` and `map`.
+
+    With ``replicas=None`` these two do nothing.
+    """
     data_sharding = NamedSharding(mesh, P("batch"))
 
-    @eqx.filter_jit
-    def train_step(model, state, opt_state, x, y):
-        model, opt_state = eqx.filter_shard((model, opt_state), model_sharding)
+    def loss_fn(params, state, x, y):
         x, y = eqx.filter_shard((x, y), data_sharding)
-        differentiate = eqx.filter_value_and_grad(compute_loss, has_aux=True)
-        (loss, state), grads = differentiate(model, state, x, y)
-        params = eqx.filter(model, eqx.is_inexact_array)
+        return compute_loss(eqx.combine(params, static), state, x, y)
+
+    @eqx.filter_jit(donate="all")
+    def train_step(params, state, opt_state, x, y):
+        x, y = cd.replicas.split((x, y), replicas)
+        differentiate = eqx.filter_value_and_grad(loss_fn, has_aux=True)
+        differentiate = cd.replicas.map(differentiate, replicas)
+        (loss, state), grads = differentiate(params, state, x, y)
         updates, opt_state = optim.update(grads, opt_state, params)
-        model = eqx.apply_updates(model, updates)
-        return model, state, opt_state, loss
+        params = eqx.apply_updates(params, updates)
+        return params, state, opt_state, loss
 
     return train_step
 
@@ -89,55 +94,35 @@ def main(arguments: list[str] | None = None) -> dict:
     parser.add_argument("--model", choices=("layernorm", "batchnorm"), required=True)
     options = parser.parse_args(arguments)
     jax.config.update("jax_num_cpu_devices", 8)
+    ours = options.optimizer == "local_muon"
+    rate = options.rate or (0.02 if ours else 0.002)
+    schedule = optax.cosine_decay_schedule(rate, options.steps, 0.1)
+    if ours:
+        mesh = replicas = cd.replicas.make_mesh(REPLICAS, {"batch": 2})
+        optim = cd.local_muon(schedule, budget=0.02, mesh=replicas, specs=P())
+    else:
+        mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
+        replicas, optim = None, optax.adamw(schedule)
+
     make = eqx.nn.make_with_state(Model)
     model, state = make(options.width, options.model == "batchnorm", jr.key(0))
-    run = train_adamw if options.optimizer == "adamw" else train_replicas
-    rate = options.rate or (0.02 if options.optimizer == "local_muon" else 0.002)
-    schedule = optax.cosine_decay_schedule(rate, options.steps, 0.1)
-    model, state, opt_state = run(model, state, schedule, options.steps)
-    model, held_out = eqx.nn.inference_mode(model), batches(True)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    params, state = cd.replicas.replicate((params, state), replicas)
+    opt_state = optim.init(params)
+    train_step = make_train_step(optim, static, mesh, replicas)
+    for _, (x, y) in zip(range(options.steps), batches(False), strict=False):
+        params, state, opt_state, loss = train_step(params, state, opt_state, x, y)
+        jax.block_until_ready(loss)  # CPU devices must not be many steps behind
+    if ours:  # of BatchNorm's statistics too
+        params, state = cd.replicas.consensus((params, state))
+
+    model = eqx.nn.inference_mode(eqx.combine(params, static))
     evaluate = eqx.filter_jit(lambda x, y: compute_loss(model, state, x, y)[0])
+    held_out = batches(True)
     losses = [float(evaluate(*next(held_out))) for _ in range(20)]
+    sent = cd.metrics.read(opt_state) if ours else {}
     loss = sum(losses) / len(losses)
-    return command.report(options, opt_state, model=options.model, loss=loss)
-
-
-def train_adamw(model, state, schedule, steps):
-    mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
-    optim = optax.adamw(schedule)
-    opt_state = optim.init(eqx.filter(model, eqx.is_inexact_array))
-    train_step = make_train_step(optim, mesh)
-    for _, (x, y) in zip(range(steps), batches(False), strict=False):
-        model, state, opt_state, _ = train_step(model, state, opt_state, x, y)
-    return model, state, opt_state
-
-
-def train_replicas(model, state, schedule, steps):
-    mesh = cd.replicas.make_mesh(REPLICAS, {"batch": 2})
-    optim = cd.local_muon(schedule, budget=0.02, axis_name="replica")
-    opt_state = optim.init(eqx.filter(model, eqx.is_inexact_array))
-    train_step = make_train_step(optim, mesh)
-    params, static = eqx.partition(model, eqx.is_array)
-
-    def of_replica(whole, batch):
-        model = eqx.combine(whole["params"], static)
-        model, state, opt_state, loss = train_step(
-            model, whole["state"], whole["opt_state"], *batch
-        )
-        params = eqx.filter(model, eqx.is_array)
-        whole = {"params": params, "state": state, "opt_state": opt_state}
-        return whole, {"loss": loss}
-
-    whole = {"params": params, "state": state, "opt_state": opt_state}
-    whole = cd.replicas.replicate(whole, mesh)
-    average = ["state"] if jax.tree.leaves(state) else []
-    step = cd.replicas.step(of_replica, mesh, average=average)
-    for _, batch in zip(range(steps), batches(False), strict=False):
-        whole, metrics = step(whole, batch)
-        jax.block_until_ready(metrics)  # CPU devices must not be many steps behind
-    opt_state = whole.pop("opt_state")
-    model = cd.replicas.consensus(whole)
-    return eqx.combine(model["params"], static), model["state"], opt_state
+    return command.report(options, sent, model=options.model, loss=loss)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,6 @@ def main(arguments: list[str] | None = None) -> dict:
     import train
     from configs import tiny
 
-    import curvadion_jax as cd
-
     # The sampler wants a real tokenizer, and is not what is tried.
     said = types.SimpleNamespace(text="")
     train.sampler_lib.Sampler = lambda **given: lambda *text, **more: said
@@ -59,13 +57,12 @@ def main(arguments: list[str] | None = None) -> dict:
         checkpoint_every_steps=options.steps,
         use_bfloat16=False,
     )
-    cd.replicas.step = command.Remembered
     with tempfile.TemporaryDirectory() as folder:
         train.train_and_evaluate(config, folder)
     losses = writer.scalars["eval_loss"]
-    return command.report(
-        options, command.Remembered.state, losses=losses, loss=losses[-1][1]
-    )
+    sent = writer.last("train_share", "train_syncs")
+    sent = {name.removeprefix("train_"): value for name, value in sent.items()}
+    return command.report(options, sent, losses=losses, loss=losses[-1][1])
 
 
 def get_datasets(*, config, vocab_path, data_sharding):

@@ -35,8 +35,6 @@ def main(arguments: list[str] | None = None) -> dict:
     import train
     from configs import default
 
-    import curvadion_jax as cd
-
     config = default.get_config()  # its own defaults but for size and length
     config.update(
         qkv_dim=options.width, emb_dim=options.width, mlp_dim=4 * options.width
@@ -45,17 +43,17 @@ def main(arguments: list[str] | None = None) -> dict:
     config.update(max_target_length=128, max_eval_target_length=128)
     config.update(per_device_batch_size=4, eval_per_device_batch_size=4)
     config.update(ici_data_parallelism=REPLICAS, ici_fsdp_parallelism=FSDP)
+    config.update(replicas=REPLICAS)
     config.update(dcn_data_parallelism=1, restore_checkpoints=False)
     config.update(num_train_steps=options.steps, warmup_steps=options.steps // 10 + 1)
     config.update(learning_rate=options.rate or (0.02 if ours else 0.004))
     config.update(num_eval_steps=10, eval_every_steps=max(options.steps // 4, 2))
     config.update(save_checkpoints=False, max_predict_length=16, budget=0.02)
-    cd.replicas.step = command.Remembered
     with tempfile.TemporaryDirectory() as folder:
         train.train_and_evaluate(config, folder)
     losses = writer.scalars["eval_loss"]
     return command.report(
-        options, command.Remembered.state, losses=losses, loss=losses[-1][1]
+        options, writer.last("share", "syncs"), losses=losses, loss=losses[-1][1]
     )
 
 

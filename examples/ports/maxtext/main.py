@@ -41,8 +41,6 @@ def main(arguments: list[str] | None = None) -> dict:
     from maxtext.input_pipeline import synthetic_data_processing
     from maxtext.trainers.pre_train import train
 
-    import curvadion_jax as cd
-
     length = 128
     crops = tokens.batches(32, length + 1)
 
@@ -55,12 +53,11 @@ def main(arguments: list[str] | None = None) -> dict:
         return self.data_generator(self.config, (crop, places, whole))
 
     synthetic_data_processing.SyntheticDataIterator.__next__ = next_batch
-    losses = []
+    written = []
     logger = metric_logger.MetricLogger
-    logger.write_metrics = lambda self, metrics, *_: losses.append(
-        float(metrics["scalar"]["learning/loss"])
+    logger.write_metrics = lambda self, metrics, *_: written.append(
+        {name: float(value) for name, value in metrics["scalar"].items()}
     )
-    cd.replicas.step = command.Remembered
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "run_name": "port",
@@ -92,9 +89,11 @@ def main(arguments: list[str] | None = None) -> dict:
         base = Path(pyconfig.__file__).parent / "base.yml"
         named = [f"{name}={value}" for name, value in settings.items()]
         train.main(["train", str(base), *named])
+    losses = [metrics["learning/loss"] for metrics in written]
     loss = sum(losses[-20:]) / len(losses[-20:])
-    state = command.Remembered.state
-    return command.report(options, state, first=losses[0], loss=loss)
+    names = ("share", "syncs")
+    sent = {x: written[-1][f"sync/{x}"] for x in names} if ours else {}
+    return command.report(options, sent, first=losses[0], loss=loss)
 
 
 if __name__ == "__main__":

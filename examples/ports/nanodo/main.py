@@ -50,6 +50,8 @@ def main(arguments: list[str] | None = None) -> dict:
     from nanodo import data, train
     from nanodo.configs import default
 
+    import curvadion_jax as cd
+
     class Source:
         """Pieces of text, in place of a TFDS data source."""
 
@@ -87,9 +89,8 @@ def main(arguments: list[str] | None = None) -> dict:
     losses, state = writer.scalars["eval_loss"], trainers[0].state
     kernel = jax.tree.leaves(state.params["blocks_0"]["Mlp_0"])[0]
     spec = str(kernel.sharding.spec)
-    return command.report(
-        options, state.opt_state, losses=losses, loss=losses[-1][1], spec=spec
-    )
+    sent = cd.metrics.read(state.opt_state) if ours else {}
+    return command.report(options, sent, losses=losses, loss=losses[-1][1], spec=spec)
 
 
 if __name__ == "__main__":
