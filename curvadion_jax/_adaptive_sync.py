@@ -5,7 +5,6 @@ follows (or replaces) the step or nothing does, and what happened is counted.
 `_participation` says who takes part in a sync.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -166,19 +165,17 @@ class _AdaptiveSync:
     def init(self, params) -> AdaptiveSyncState:
         _rows.check_rows(params, self.mesh, "Parameter")
         layout = make_layout(self.mesh, self.specs, params)
-        context = contextlib.nullcontext()
-        if _rows.explicit_axes(self.mesh):
-            params = _placement.on_automatic_axes(params, self.mesh, layout)
-            # A mesh that the caller has set has axes of other types.
-            context = jax.set_mesh(_placement.automatic_twin(self.mesh))
-        with context:
+
+        def start(params):
             state = jax.jit(lambda params: self._initial_state(params, layout))(params)
             if self.mesh is not None:
                 _refuse_unequal(state.counters.checksum)
                 _refuse_copies(params, state.inner_state)
+            return state
+
         if _rows.explicit_axes(self.mesh):
-            state = _placement.on_mesh(state, self.mesh)
-        return state
+            return _placement.on_automatic_axes(start, params, self.mesh, layout)
+        return start(params)
 
     def _initial_state(self, params, layout: Layout) -> AdaptiveSyncState:
         def of_one(params, _):
