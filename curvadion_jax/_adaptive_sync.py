@@ -129,9 +129,9 @@ def adaptive_sync(
       >>> for _ in range(2):
       ...     updates, state = local_sgd.update(gradients, state, params)
       ...     params = optax.apply_updates(params, updates)
-      ...     print(params["w"].ravel().round(1).tolist())
-      [-0.1, -0.3]
-      [-0.4, -0.4]
+      ...     print(params["w"].ravel())
+      [-0.1 -0.3]
+      [-0.4 -0.4]
     """
     _rows.check_mesh(mesh)
     optimizer = _AdaptiveSync(
@@ -181,7 +181,7 @@ class _AdaptiveSync:
         def of_one(params, anchor):
             inner_state = self.inner.init(params)
             residual = ()
-            if self.reconciles:
+            if isinstance(self.synchronizer, AfterStep):
                 residual = self.synchronizer.init_residual(anchor)
             remembered = self.trigger.init(params, inner_state)
             before_state, checksum = self.before.init(params), _checksum.of(params)
@@ -208,23 +208,24 @@ class _AdaptiveSync:
 
     def update(
         self,
-        gradients,
-        state: AdaptiveSyncState,
+        updates,
+        state,
         params=None,
         *,
         weight=None,
         due: bool | None = None,
         **extra_args,
     ):
-        _trees.check_gradients(gradients, params)
+        _trees.check_gradients(updates, params)
         _rows.check_rows(params, self.mesh, "Parameter")
         layout = make_layout(self.mesh, self.specs, params)
         weight = _participation.checked_weight(weight, state.counters.value)
         run = functools.partial(self._update, layout=layout, static_due=due)
         if axes := _rows.explicit_axes(self.mesh):
             results = jax.tree.map(lambda x: jax.typeof(x).sharding, (params, state))
-            run = jax.sharding.auto_axes(run, axes=axes, out_sharding=results)
-        return run(gradients, state, params, weight, extra_args)
+            auto_axes: Any = jax.sharding.auto_axes
+            run = auto_axes(run, axes=axes, out_sharding=results)
+        return run(updates, state, params, weight, extra_args)
 
     def _update(
         self, gradients, state, params, weight, extra_args, *, layout, static_due
@@ -293,11 +294,11 @@ class _AdaptiveSync:
         params, inner_state = _shapes_of_one((params, inner_state), self.mesh)
         payload = self.synchronizer.payload(params, inner_state, layout)
         parts = jax.tree.leaves(_within_replica.parts(params, layout))
-        number = 4 * layout.devices  # one of each device
+        number = 4 * layout.devices
         return metrics.Costs(
             averaged=payload.averaged,
-            gathered=payload.gathered + number,  # the weights
-            vote=number,
+            gathered=payload.gathered,
+            number=number,
             gradients=number * sum(x.size for x in parts),
         )
 
@@ -311,7 +312,7 @@ class _AdaptiveSync:
             gradients, before_state = self.before.update(
                 gradients, before_state, params
             )
-            measured = Measured(jnp.nan)
+            measured = Measured(0.0)
             if self.trigger.look is not None:
                 take = self._take(params, common, layout)
                 after = _momentum.after_local_step(take, gradients, inner_state)
@@ -378,16 +379,15 @@ class _AdaptiveSync:
     def _reconcile_if(self, fire, outcome: "Outcome", row: "_Row", common, layout):
         """A sync that follows the replicas' own steps, if `fire` says so."""
         group = Group(_rows.axis_name(self.mesh), layout)
+        sync: Callable[..., Any] = self.synchronizer.sync
 
         def of_one(given, common):
             row, outcome = given
             moved = optax.apply_updates(row.params, outcome.updates)
             inner_sound = _finite.is_sound(outcome.inner_state)
-            healthy = inner_sound & _finite.all_finite(
-                [row.params, moved, outcome.residual]
-            )
+            healthy = inner_sound & _finite.all_finite([moved, outcome.residual])
             part = _participation.take_part(group, row.weight, healthy, healthy)
-            target, anchor, kept, residual = self.synchronizer.sync(
+            target, anchor, kept, residual = sync(
                 moved, common.anchor, common.kept, outcome.residual, part
             )
             inner_state = _participation.restarted(
@@ -416,6 +416,7 @@ class _AdaptiveSync:
     def _step_with_mean_if(self, fire, row: "_Row", common: "_Common", layout):
         """A step with means over the replicas if `fire` says so, else their own."""
         group = Group(_rows.axis_name(self.mesh), layout)
+        sync: Callable[..., Any] = self.synchronizer.sync
 
         def of_one(row, common):
             inner_sound = _finite.is_sound(row.inner_state)
@@ -425,7 +426,7 @@ class _AdaptiveSync:
             inner_state = _participation.restarted(
                 self.inner, row.params, row.inner_state, inner_sound
             )
-            updates, inner_state, kept = self.synchronizer.sync(
+            updates, inner_state, kept = sync(
                 self._take(row.params, common, layout),
                 row.gradients,
                 inner_state,

@@ -44,19 +44,23 @@ def check_numbers(below: float | None = None, **values: Any) -> None:
             raise ValueError(f"{name} must be at least 0{limit}, got {value}.")
 
 
-def check_budget(value: Any) -> None:
-    """Rejects a budget that is no fraction; warns of one that is hardly less."""
-    check_static(value, "budget")
+def check_fraction(value: Any, what: str) -> None:
+    """Rejects what is no fraction in (0, 1]: a traced number, or a percentage."""
+    check_static(value, what)
     if not isinstance(value, _PLAIN) or not 0 < value <= 1:
         raise ValueError(
-            f"budget is a fraction in (0, 1] of the bytes of synchronous training, got "
-            f"{value!r}. One percent is 0.01."
+            f"{what} is a fraction in (0, 1], got {value!r}. One percent is 0.01."
         )
+
+
+def check_budget(value: Any) -> None:
+    """Rejects a budget that is no fraction; warns of one that is hardly less than 1."""
+    check_fraction(value, "budget")
     if value > 0.5:
         warnings.warn(
             f"budget={value} is {value:.0%} of the bytes of synchronous training. One "
             "percent is 0.01.",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

@@ -78,7 +78,8 @@ def curvadion(
       specs: as for :func:`adaptive_sync`.
 
     Returns:
-      An optimizer of rows, with state :class:`AdaptiveSyncState`. `curvadion_jax.metrics.read` reports syncs and bytes.
+      An optimizer of rows, with state :class:`AdaptiveSyncState`.
+      `curvadion_jax.metrics.read` reports syncs and bytes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -88,14 +89,16 @@ def curvadion(
       >>> update = jax.jit(tx.update)
       >>> for _ in range(4):  # constant gradients: RMMC decreases
       ...     updates, state = update(params, state, params)
-      ...     values.append(f"{state.counters.value:.2f}")
+      ...     values.append(f"{state.counters.value:.2g}")
       >>> print(*values, state.counters.syncs)
-      inf 0.80 0.36 0.21 3
+      3.4e+38 0.8 0.36 0.21 3
 
     References:
       Kumar, Jin and Quesnelle, `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
     """
     _arguments.check_exclusive(threshold=threshold, budget=budget)
+    if budget is not None:
+        _arguments.check_budget(budget)
     if threshold is None:
         budget = BUDGET if budget is None else budget
         trigger = triggers.budget(

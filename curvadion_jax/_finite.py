@@ -52,13 +52,6 @@ def finite_elements(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), tree)
 
 
-def where_finite(numbers: Any, tree: Any, other: Any) -> Any:
-    """Chooses elements of one tree where numbers are finite, else of another."""
-    return jax.tree.map(
-        lambda x, y, z: jnp.where(jnp.isfinite(x), y, z), numbers, tree, other
-    )
-
-
 def repaired(state: Any, before: Any) -> Any:
     """Replaces non-finite elements of a state by those before; scalars may be Inf."""
 

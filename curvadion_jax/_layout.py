@@ -87,10 +87,10 @@ def make_layout(mesh: Replicas, specs: Any, params: Any) -> Layout:
         if len(_rows.explicit_axes(mesh)) < len(axes):
             raise ValueError(
                 f"A replica has several devices, {axes}, and nothing says how its "
-                "parameters are sharded over them. Pass specs=, a tree of PartitionSpec "
-                "of one replica's parameters, such as jax.tree.map(lambda x: "
-                "x.sharding.spec, params) before replicas.replicate, or specs="
-                "PartitionSpec() if each device holds all of them."
+                "parameters are sharded over them. Pass specs=: PartitionSpec() if "
+                "each device holds all of them, or a tree of PartitionSpec of one "
+                "replica's parameters, such as jax.tree.map(lambda x: x.sharding.spec, "
+                "params) before replicas.replicate."
             )
         specs = jax.tree.map(lambda x: P(*jax.typeof(x).sharding.spec[1:]), params)
     is_spec = lambda x: isinstance(x, P | NamedSharding)

@@ -101,6 +101,8 @@ def local_muon(
         mu_dtype=mu_dtype,
         nesterov=True,
     )
+    if budget is not None:
+        _arguments.check_budget(budget)
     if trigger is None:
         trigger = triggers.evenly(BUDGET if budget is None else budget)
 

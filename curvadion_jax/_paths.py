@@ -1,6 +1,6 @@
 """Names of parameters: their paths in a tree, joined by slashes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -45,20 +45,3 @@ def map_with_path(function: Callable[[str, Any], Any], tree: Any) -> Any:
     """Maps a function of the path and the leaf."""
     results = [function(path, leaf) for path, leaf in leaves_with_path(tree)]
     return jax.tree.unflatten(jax.tree.structure(tree), results)
-
-
-def lies_in(names: Names, given: Iterable[str]) -> bool:
-    """Whether the path of a leaf holds a name, or a path such as `stats/mean`."""
-    path = f"/{'/'.join(names)}/"
-    return any(f"/{each}/" in path for each in given)
-
-
-def check_named(known: Sequence[Names], given: Iterable[str], what: str) -> None:
-    """Rejects names that none of the known paths holds."""
-    for name in given:
-        if not any(lies_in(names, [name]) for names in known):
-            some = ", ".join("/".join(names) for names in known[:4])
-            raise ValueError(
-                f"{what} names {name!r}, and no such array of the state has it in its "
-                f"path. Give a part of a path, such as of {some}."
-            )

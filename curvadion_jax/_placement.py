@@ -76,7 +76,7 @@ def _constrain(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
     return lax.with_sharding_constraint(x, sharding)
 
 
-def on_automatic_axes(params: Any, mesh: Mesh, layout: Layout) -> Any:
+def on_automatic_axes(params: Any, mesh: Any, layout: Layout) -> Any:
     """Moves rows to the same devices, with automatic axes in place of Explicit ones."""
     arrays, structure = jax.tree.flatten(params)
     if any(isinstance(x, Tracer) for x in arrays):
@@ -90,7 +90,7 @@ def on_automatic_axes(params: Any, mesh: Mesh, layout: Layout) -> Any:
     return structure.unflatten(jax.device_put(arrays, shardings))
 
 
-def on_mesh(state: Any, mesh: Mesh) -> Any:
+def on_mesh(state: Any, mesh: Any) -> Any:
     """Moves arrays to this mesh, whose axes have other types, as they lie."""
 
     def move(x):

@@ -1,7 +1,8 @@
 """Save and restore a whole training state, with every replica in it.
 
 Between two syncs the replicas differ, so a checkpoint holds all rows, and what is
-common once. The work is done by orbax-checkpoint, which comes with the extra ``curvadion-jax[checkpoint]``;
+common once. The work is done by orbax-checkpoint, which comes with the extra
+``curvadion-jax[checkpoint]``;
 no stored code is ever run. With several processes, all of them call `save`, `restore`
 and `read_extra`, with a directory that all of them see. One job at a time writes to it.
 """
@@ -205,8 +206,8 @@ def _by_path(state: Any) -> Leaves:
     for name, leaf in pairs:
         if not getattr(leaf, "sharding", None):
             raise ValueError(
-                f"{name!r} is {leaf!r:.60}, and not an array on devices. Make arrays of "
-                "numbers with replicas.place(state, mesh)."
+                f"{name!r} is {leaf!r:.60}, and not an array on devices. Make arrays "
+                "of numbers with replicas.place(state, mesh)."
             )
     return leaves
 
@@ -322,7 +323,7 @@ def _read_notes(path: str, step: int | None) -> dict[str, Any]:
 
 
 def _read_arrays(path: str, step: int, wanted: Leaves, lengths: dict[str, int]):
-    """Reads arrays to the devices of the wanted ones, some with another number of rows."""
+    """Reads arrays to where the wanted ones are, some with another number of rows."""
 
     def place(name, leaf):
         sharding, rows = leaf.sharding, lengths.get(name)

@@ -1,4 +1,4 @@
-"""What was sent, when and why: counters in the optimizer state, and how to read them."""
+"""What was sent, when and why: counters in the optimizer state, and their reading."""
 
 import math
 from typing import Any, NamedTuple
@@ -24,11 +24,9 @@ class Counters(NamedTuple):
       steps, syncs: int32[], steps taken, and sync steps among them.
       since: int32[], local steps since the last sync, or since the start.
       votes: int32[], steps on which replicas reduced their requests to one decision.
-      threshold: float32[], what the last value was compared with; NaN if nothing was.
-      costs: int32[4, 2], bytes as [high, low] words in base 2**30: of a sync those that
-        are averaged and those that are gathered, of a vote, and of all gradients in
-        float32 (see `curvadion_jax.compressors.Payload`).
-      value: float32[R], the trigger's last value.
+      threshold: float32[], what the last value was compared with.
+      costs: int32[4, 2], :class:`Costs` as [high, low] words in base 2**30.
+      value: float32[R], the trigger's last value; 0 if it measures nothing.
       layer: int32[R], index of the parameter that it belongs to; -1 if to none.
       nonfinite: int32[R], steps on which gradients were not finite.
       zeroed: int32[R], steps on which finite gradients gave updates that were not.
@@ -58,15 +56,21 @@ class Counters(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Bytes, as counted by `curvadion_jax.compressors.Payload`."""
+    """Bytes of one replica, of all its devices.
+
+    Attributes:
+      averaged, gathered: of a sync, see :class:`curvadion_jax.compressors.Payload`.
+      number: of a number of each device, such as a vote, or a weight at a sync.
+      gradients: of all gradients in float32.
+    """
 
     averaged: int
     gathered: int
-    vote: int
+    number: int
     gradients: int
 
     def of_sync(self, replicas: int) -> float:
-        """A sync's bytes over those of a float32 all-reduce of all gradients."""
+        """A sync's bytes over those of an all-reduce of all gradients in float32."""
         averaged = self.averaged + self.gathered * replicas / 2
         return averaged / max(self.gradients, 1)
 
@@ -83,9 +87,9 @@ def initial(checksum: jax.Array, costs: Costs) -> Counters:
         syncs=zero,
         since=zero,
         votes=zero,
-        threshold=jnp.full([], jnp.nan, jnp.float32),
+        threshold=jnp.zeros([], jnp.float32),
         costs=costs.as_words(),
-        value=jnp.full_like(checksum, jnp.nan, jnp.float32),
+        value=jnp.zeros_like(checksum, jnp.float32),
         layer=jnp.full_like(checksum, -1, jnp.int32),
         nonfinite=zeros,
         zeroed=zeros,
@@ -230,8 +234,9 @@ def read(opt_state: Any, params: Any = None) -> Report:
     steps, syncs, votes = int(found.steps), int(found.syncs), int(found.votes)
     costs = Costs(*[high * _WORD + low for high, low in found.costs.tolist()])
     others = replicas - 1
-    averaged = syncs * costs.averaged + votes * costs.vote
-    sent = round(2 * others * averaged / replicas + others * syncs * costs.gathered)
+    averaged = syncs * costs.averaged + votes * costs.number
+    gathered = syncs * (costs.gathered + costs.number)
+    sent = round(2 * others * averaged / replicas + others * gathered)
     synchronous = round(2 * others * steps * costs.gradients / replicas)
     report = Report(
         share=sent / synchronous if synchronous else 0.0,
@@ -245,7 +250,7 @@ def read(opt_state: Any, params: Any = None) -> Report:
         synchronous_bytes=synchronous,
     )
     value = np.atleast_1d(found.value)
-    if not np.all(np.isnan(value)) or not np.isnan(found.threshold):
+    if votes or found.threshold != 0 or np.any(value != 0):
         # A replica's NaN is its own.
         worst = int(np.argmax(np.where(np.isnan(value), -math.inf, value)))
         layer = int(np.atleast_1d(found.layer)[worst])

@@ -17,6 +17,8 @@ import optax
 
 from curvadion_jax import _arguments, _momentum, _partition, _trees
 
+# Not infinity, which `jax_debug_infs` would stop at.
+_LARGEST = float(jnp.finfo(jnp.float32).max)
 # Largest denominator of `evenly`'s share, but for 1 / n: products stay within int32.
 _LARGEST_PERIOD = 2**15
 
@@ -98,7 +100,7 @@ class Trigger(NamedTuple):
 
     due: Callable[[Clock], Any] = lambda clock: True
     look: Callable[[Seen, Any], tuple[Measured, Any]] | None = None
-    threshold: Callable[[Clock, Any], Any] = lambda clock, state: jnp.nan
+    threshold: Callable[[Clock, Any], Any] = lambda clock, state: 0.0
     decide: Callable[[Clock, Any, Any], tuple[Any, Any]] = (
         lambda clock, requested, state: (requested, state)
     )
@@ -153,7 +155,7 @@ def evenly(rate: float) -> Trigger:
       >>> [int(trigger.due(Clock(steps, cost=2.0))) for steps in range(12)]
       [0, 0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 0]
     """
-    _arguments.check_budget(rate)
+    _arguments.check_fraction(rate, "rate")
 
     def due(clock):
         share = _share(rate, clock.cost)
@@ -175,12 +177,14 @@ def _share(rate: float, cost: float) -> fractions.Fraction:
     return share.limit_denominator(_LARGEST_PERIOD)
 
 
-def _check_measures(trigger: Trigger, around: str) -> None:
+def _look_of(trigger: Trigger, around: str) -> Callable[[Seen, Any], Any]:
+    """The `look` of a trigger, for the combinator `around` it."""
     if trigger.look is None:
         raise ValueError(
-            f"{around} is for triggers that measure something, and this one goes by the "
-            "step number. Use evenly or every_k alone."
+            f"{around} is for triggers that measure something, and this one goes by "
+            "the step number. Use evenly or every_k alone."
         )
+    return trigger.look
 
 
 class BudgetState(NamedTuple):
@@ -190,7 +194,7 @@ class BudgetState(NamedTuple):
       log_factor: float32[], log of the factor of the other trigger's threshold.
       of_state: state of the other trigger.
       start: int32[2], steps and syncs when the present share came into force.
-      share: float32[], syncs per step that are paid for; NaN before the first step.
+      share: float32[], syncs per step that are paid for; -1 before the first step.
     """
 
     log_factor: jax.Array
@@ -236,8 +240,8 @@ def budget(
       >>> trigger = budget(0.01, relative_momentum_change(0.3))
     """
     of = relative_momentum_change(0.1) if of is None else of
-    _check_measures(of, "budget")
-    _arguments.check_budget(rate)
+    look = _look_of(of, "budget")
+    _arguments.check_fraction(rate, "rate")
     _arguments.check_numbers(behind=behind)
     if not ahead >= 1:
         raise ValueError(
@@ -251,7 +255,7 @@ def budget(
             log_factor=jnp.zeros([], jnp.float32),
             of_state=of.init_state(),
             start=jnp.zeros(2, jnp.int32),
-            share=jnp.full([], jnp.nan, jnp.float32),
+            share=jnp.full([], -1, jnp.float32),
         )
 
     def threshold(clock, state: BudgetState):
@@ -259,6 +263,7 @@ def budget(
 
     def decide(clock, requested, state: BudgetState):
         requested, of_state = of.decide(clock, requested, state.of_state)
+        requested = jnp.asarray(requested)
         share = jnp.float32(min(1.0, rate / clock.cost) if clock.cost else 1.0)
         counts = jnp.stack([jnp.asarray(x, jnp.int32) for x in clock[:2]])
         start = jnp.where(share == state.share, state.start, counts)
@@ -270,7 +275,7 @@ def budget(
         log_factor = jnp.clip(log_factor, -largest, largest)
         return fire, BudgetState(log_factor, of_state, start, share)
 
-    return Trigger(of.due, of.look, threshold, decide, of.init, init_state)
+    return Trigger(of.due, look, threshold, decide, of.init, init_state)
 
 
 def at_least_every(trigger: Trigger, k: int) -> Trigger:
@@ -286,7 +291,7 @@ def at_least_every(trigger: Trigger, k: int) -> Trigger:
       True
     """
     _arguments.check_int(k, "k")
-    _check_measures(trigger, "at_least_every")
+    _look_of(trigger, "at_least_every")
 
     def decide(clock, requested, state):
         fire, state = trigger.decide(clock, requested, state)
@@ -311,20 +316,20 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
       [4, 8, 12]
     """
     _arguments.check_int(k, "k")
-    _check_measures(trigger, "at_intervals")
+    look_of = _look_of(trigger, "at_intervals")
 
     def init(params, inner_state):
-        nothing = Measured(jnp.float32(-jnp.inf), jnp.int32(-1))
+        nothing = Measured(jnp.float32(-_LARGEST), jnp.int32(-1))
         return trigger.init(params, inner_state), nothing
 
     def look(seen, state):
         of_state, largest = state
-        measured, of_state = trigger.look(seen, of_state)
+        measured, of_state = look_of(seen, of_state)
         # A sync meets all requests before it. NaN requests one, and stays.
         is_new = (seen.clock.since == 0) | ~(measured.value <= largest.value)
         value = jnp.where(is_new, measured.value, largest.value).astype(jnp.float32)
         layer = jnp.where(is_new, measured.layer, largest.layer).astype(jnp.int32)
-        kept = Measured(jnp.where(jnp.isnan(value), jnp.inf, value), layer)
+        kept = Measured(jnp.where(jnp.isnan(value), _LARGEST, value), layer)
         return kept, (of_state, kept)
 
     due = lambda clock: (clock.steps + 1) % k == 0
@@ -347,7 +352,7 @@ def relative_momentum_change(
     and :math:`m_t` the momentum that a local step would give. For Dion it is M + G,
     before error feedback, so the norms are remembered from step to step: the momentum
     in the state is smaller. Every matrix of a stack is a layer. On the first step and
-    for NaN it is infinite.
+    for NaN it is the largest float32.
 
     The inner optimizer's momentum is found by its field: `momentum` (Dion, whose
     matrices alone count), else `trace` (`optax.sgd`), else `mu` (Adam, Lion, Muon).
@@ -389,7 +394,7 @@ def relative_momentum_change(
         change = _relative_change(new, last)
         # Zeros for non-finite gradients say nothing; the first step has no predecessor.
         change = jnp.where(seen.finite, change, 0)
-        change = jnp.where(seen.clock.steps == 0, jnp.inf, change)
+        change = jnp.where(seen.clock.steps == 0, _LARGEST, change)
         if not layers:
             return Measured(jnp.float32(0)), new
         return Measured(jnp.max(change), jnp.asarray(layers)[jnp.argmax(change)]), new
@@ -407,7 +412,7 @@ def _norms(momentum: jax.Array, view: Any) -> jax.Array:
 
 
 def _relative_change(new: jax.Array, old: jax.Array) -> jax.Array:
-    """|new - old| / old; 0 where both are 0; NaN is inf."""
+    """|new - old| / old; 0 where both are 0, the largest float32 for NaN."""
     ratio = jnp.abs(new - old) / jnp.where(old == 0, 1, old)
-    ratio = jnp.where(old == 0, jnp.where(new == 0, 0, jnp.inf), ratio)
-    return jnp.where(jnp.isnan(ratio), jnp.inf, ratio)
+    ratio = jnp.where(old == 0, jnp.where(new == 0, 0, _LARGEST), ratio)
+    return jnp.where(ratio <= _LARGEST, ratio, _LARGEST)

@@ -9,7 +9,7 @@ import math
 import sys
 from pathlib import Path
 
-FORMAT = 1
+FORMAT = 2
 
 
 def audit(folder: Path) -> tuple[int, list[str]]:

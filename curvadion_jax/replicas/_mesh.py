@@ -37,8 +37,8 @@ def make_mesh(
     """
     if not isinstance(inner, Mapping | None):
         raise TypeError(
-            f"inner must be a mapping from axes to sizes, got {inner!r}. For replicas of "
-            '4 devices give {"fsdp": 4}.'
+            f"inner must be a mapping from axes to sizes, got {inner!r}. For replicas "
+            'of 4 devices give {"fsdp": 4}.'
         )
     inner = dict(inner or {})
     if AXIS in inner:

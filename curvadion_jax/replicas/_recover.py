@@ -1,4 +1,4 @@
-"""Mends rows that are not finite, changes the number of rows, moves some to the host."""
+"""Mends rows that are not finite, changes their number, moves some to the host."""
 
 from typing import Any
 

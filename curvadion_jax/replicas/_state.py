@@ -94,8 +94,8 @@ def place(tree: Any, mesh: Replicas) -> Any:
 
     Example:
       >>> from curvadion_jax.replicas import make_mesh
-      >>> place({"step": 0}, make_mesh(1))["step"].sharding.spec
-      PartitionSpec()
+      >>> place({"step": 0}, make_mesh(1))["step"].sharding.is_fully_replicated
+      True
     """
     _rows.check_mesh(mesh)
     if not isinstance(mesh, Mesh):

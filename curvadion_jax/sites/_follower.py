@@ -5,7 +5,6 @@ contributes to the open round. A `Worker` is the thread that calls it. It runs n
 of a training step: it copies arrays from the devices, and computes on the host's CPU.
 """
 
-import itertools
 import math
 import threading
 import time
@@ -16,9 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from curvadion_jax import _trees
-from curvadion_jax.sites import _run
-from curvadion_jax.sites._model import Arrays, Model, Outer, log, to_host
+from curvadion_jax.sites import _headers, _run
+from curvadion_jax.sites._model import Arrays, Model, Outer, log, to_host, wide
 from curvadion_jax.sites._run import Received, Roster
 from curvadion_jax.sites._store import InvalidError, Store, StoreError
 
@@ -72,7 +70,7 @@ class Follower:
         """Takes up the run where it stands, or begins it at these parameters."""
         _run.enter(self.store, self.model, self._quorum)
         self.incarnation = _run.join(self.store, self.name)
-        if self.store.read(_run.commit_key(0)) is None:
+        if _run.read_commit(self.store, 0) is None:
             # Of several sites that begin the run at once, the first snapshot stands.
             _run.write_snapshot(self.store, self.model.initial(params), {}, 0)
         self.outer, self._roster, self.number = _run.load(self.store, self.model)
@@ -83,42 +81,55 @@ class Follower:
     def advance(self) -> bool:
         """Takes the outer step of the open round, if it is committed."""
         number = self.number
-        if (read := self.store.read(_run.commit_key(number))) is None:
+        if (commit := _run.read_commit(self.store, number)) is None:
             return False
-        commit, outer, after = read[0], self.outer, number + 1
         self._check_digest(commit["before"])
         contributors, roster = commit["contributors"], commit["roster"]
-        found: list[Any] = list(
-            itertools.takewhile(bool, map(self._committed, contributors))
-        )
-        if len(found) < len(contributors):  # collected meanwhile, or damaged
+        outer, after = self.outer, number + 1
+        messages = self._messages(contributors)
+        if messages is None:  # collected meanwhile, or damaged
             outer, roster, after = _run.load(self.store, self.model, after)
-        elif found:
+        elif messages:
             due = number > 0 and number % self.snapshot_every == 0
-            if due and found[0].name == self.name:
+            if due and contributors[0]["name"] == self.name:
                 # The commit has confirmed the outer side before it.
                 _run.write_snapshot(self.store, outer, self._roster, number)
-            weights = [entry["weight"] for entry in contributors]
-            pairs = zip([x.arrays for x in found], weights, strict=True)
-            outer = self.model.step(outer, pairs, len(roster))
+            outer = self.model.step(outer, messages, len(roster))
         for entry in commit["rejected"]:
             text = "round %d: the contribution of %.99r does not count: %.999r"
             log.warning(text, number, entry["name"], entry["why"])
         with self.changed:
-            if (own := self.contribution) is not None:
-                # What could not be read has no uid in the commit: it is late.
-                entries = [*contributors, *commit["rejected"]]
-                outcomes = {entry["uid"]: entry.get("why", "") for entry in entries}
-                why = outcomes.get(own.uid, "late")
-                if why != "late":
-                    self._residual = self.model.zeros() if why else own.residual
-                    self._since = after
-                self.decided, self.contribution = (own, why), None
+            if self.contribution is not None:
+                self._decide(self.contribution, commit, after)
             self.outer, self._roster, self.number = outer, roster, after
             self.contributors = len(contributors)
             self._open_round()
             self.changed.notify_all()
         return True
+
+    def _messages(
+        self, contributors: list[dict[str, Any]]
+    ) -> list[tuple[Arrays, float]] | None:
+        """The messages that count, with their weights; None if one is not there."""
+        found = []
+        for entry in contributors:
+            received = self._committed(entry)
+            if received is None:
+                return None
+            found.append((received.arrays, entry["weight"]))
+        return found
+
+    def _decide(self, own: Contribution, commit: dict[str, Any], after: int) -> None:
+        """What a commit says of this site's contribution."""
+        # What could not be read has no uid in the commit: it is late.
+        counted = {entry["uid"] for entry in commit["contributors"]}
+        rejected = {entry["uid"]: entry["why"] for entry in commit["rejected"]}
+        why = "" if own.uid in counted else rejected.get(own.uid, "late")
+        if why == "":
+            self._residual, self._since = own.residual, after
+        elif why != "late":
+            self._residual, self._since = self.model.zeros(), after
+        self.decided, self.contribution = (own, why), None
 
     def prepare(self, captured: Arrays, anchor: Arrays, tokens: float) -> None:
         drift, message, residual = self.model.encode(captured, anchor, self._residual)
@@ -147,15 +158,7 @@ class Follower:
         own, number = self.contribution, self.number
         if own is None or not own.sent:
             return False
-        members = _run.members(self.store.keys(_run.MEMBERS))
-        if members.newest.get(self.name, 0) > self.incarnation:
-            raise RuntimeError(
-                f"Another site has joined the run as {self.name!r} since this one "
-                "did, and this one stops. Give every site a name of its own."
-            )
-        if self.name not in members.newest:  # the store has lost it
-            own_key = _run.member_key(self.name, self.incarnation, "json")
-            self.store.create(own_key, b"")
+        members = self._members()
         there = self.store.keys(_run.contribution_key(number, ""))
         for name in members.newest.keys() - self._received.keys():
             if _run.contribution_key(number, name) in there:
@@ -176,13 +179,31 @@ class Follower:
             self._report(now, members)
             return False
         received = [self._received[name] for name in sorted(self._received)]
-        before = self.outer.digest
-        votes = Counter(x.header["before"] for x in received if not x.why)
-        most = max(votes, key=lambda x: (votes[x], x == before), default=before)
-        self._check_digest(most)
-        commit = _run.commit(number, before, received, awaited, needed)
+        self._check_majority(received)
+        commit = _run.commit(number, self.outer.digest, received, awaited, needed)
         self.store.write(_run.commit_key(number), commit)
         return True
+
+    def _members(self) -> _run.Members:
+        """The run's members, of which this site is one."""
+        members = _run.members(self.store.keys(_run.MEMBERS))
+        if members.newest.get(self.name, 0) > self.incarnation:
+            raise RuntimeError(
+                f"Another site has joined the run as {self.name!r} since this one "
+                "did, and this one stops. Give every site a name of its own."
+            )
+        if self.name not in members.newest:  # the store has lost it
+            own_key = _run.member_key(self.name, self.incarnation, "json")
+            self.store.create(own_key, b"")
+        return members
+
+    def _check_majority(self, received: list[Received]) -> None:
+        """Raises an error if most sites have other outer parameters than this one."""
+        own = self.outer.digest
+        votes = Counter(x.header["before"] for x in received if not x.why)
+        for theirs, count in votes.most_common():
+            if count > votes[own]:
+                self._check_digest(theirs)
 
     def _open_round(self) -> None:
         self._received: dict[str, Received] = {}
@@ -198,7 +219,7 @@ class Follower:
             found = self.store.read(key, self.model.message, exists=True)
             if found is None:
                 return None
-            _run.check_contribution(found[0])
+            _headers.check_contribution(found[0])
             norm = self.model.norm(found[1])
             why = "" if math.isfinite(norm) else "It contains NaN or Inf."
             received = Received(name, *found, norm, why)
@@ -277,19 +298,20 @@ class Worker(threading.Thread):
                 raise self._error
             if follower.number == number:
                 return None
-            new, decided = follower.outer.anchor, follower.decided
-            self._taken, follower.decided = (follower.number, new), None
-            known = follower.number, follower.contributors
+            new, decided = follower.outer.params, follower.decided
+            number, contributors = follower.number, follower.contributors
+            self._taken, follower.decided = (number, new), None
         own, why = decided or (None, None)
         if own is None or why == "late":  # all progress is still to be counted
-            return Update(*known, why, None if new is landed else new, landed or None)
-        if why:
-            return Update(*known, why, new, None)
-        if own.anchor is landed:
-            return Update(*known, why, new, own.captured)
-        # The loop has landed elsewhere since, with the same progress.
-        base = [x + y for x, y in zip(landed, own.drift, strict=True)]  # wide
-        return Update(*known, why, new, base)
+            base = landed or None
+            new = None if new is landed else new
+        elif why:
+            base = None
+        elif own.anchor is landed:
+            base = own.captured
+        else:  # the loop has landed elsewhere since, with the same progress
+            base = [x + y for x, y in zip(landed, own.drift, strict=True)]  # wide
+        return Update(number, contributors, why, new, base)
 
     def submit(self, arrays: list[Any], tokens: float) -> None:
         """Takes over arrays, which nobody else may hold.
@@ -318,7 +340,7 @@ class Worker(threading.Thread):
             self._leaving, self._ending = leaves, not leaves
             self._changed.notify_all()
         if self.is_alive() and threading.current_thread() is not self:
-            self.join(seconds)
+            self.join(min(seconds, threading.TIMEOUT_MAX))
         self._ending = True
         if self._leaving:
             log.warning("%s leaves and cannot tell the others", self.follower.name)
@@ -358,7 +380,8 @@ class Worker(threading.Thread):
             with self._changed:
                 given, self._submitted = self._submitted, None
             if given is not None:
-                follower.prepare(to_host(given[0]), *given[1:])
+                arrays, anchor, tokens = given
+                follower.prepare(to_host(arrays), anchor, tokens)
             follower.send()
             if not follower.propose():
                 return
@@ -373,8 +396,8 @@ def moved(now: list[jax.Array], update: Update) -> list[jax.Array]:
     found = [_placed(new, x) for new, x in zip(update.new, now, strict=True)]
     if update.base is None:
         return found
-    triples = zip(now, update.base, found, strict=True)
-    return [_progressed(x, _placed(base, x), new) for x, base, new in triples]
+    bases = [_placed(base, x) for base, x in zip(update.base, now, strict=True)]
+    return [*map(_progressed, now, bases, found)]
 
 
 def _placed(x: np.ndarray, like: jax.Array) -> jax.Array:
@@ -387,5 +410,6 @@ def _placed(x: np.ndarray, like: jax.Array) -> jax.Array:
 @jax.jit
 def _progressed(now, base, new):
     """new + (now - base); the bits of `new` if there was no progress."""
-    progress = _trees.wide(now) - _trees.wide(base)
-    return (_trees.wide(new) + progress).astype(now.dtype)
+    dtype = wide(now.dtype)
+    progress = now.astype(dtype) - base.astype(dtype)
+    return (new.astype(dtype) + progress).astype(now.dtype)

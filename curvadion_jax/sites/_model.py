@@ -8,7 +8,7 @@ the parameters' leaves.
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from curvadion_jax._trees import compute_dtype
 from curvadion_jax.compressors import Codec
 from curvadion_jax.sites._store import as_bytes
 
@@ -26,11 +25,16 @@ Arrays = list[np.ndarray]
 
 
 class Outer(NamedTuple):
-    """The outer side of a run before a round, the same at all sites."""
+    """The outer side of a run before a round, the same at all sites.
+
+    The anchor has at least float32: a mean of many sites is often smaller than what
+    bfloat16 can add to a parameter, and would be lost round after round.
+    """
 
     anchor: Arrays
     state: Arrays  # the leaves of the outer optimizer's state
     digest: str  # of both
+    params: Arrays  # the anchor, rounded to the dtypes that are trained
 
 
 class Model:
@@ -43,15 +47,16 @@ class Model:
         self.names = [jax.tree_util.keystr(path) for path, _ in leaves]
         self.shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in leaves]
         self._outer, self._codec = outer, codec
+        # Shapes of the anchor, of drifts and of residuals.
         self._wide: Any = [
-            jax.ShapeDtypeStruct(x.shape, compute_dtype(x.dtype)) for x in self.shapes
+            jax.ShapeDtypeStruct(x.shape, wide(x.dtype)) for x in self.shapes
         ]
         # Shapes of a contribution, and of a snapshot: anchor and outer state.
         message = jax.eval_shape(codec.encode, self._wide)
         self.message, self._message_tree = jax.tree.flatten(message)
-        state = jax.eval_shape(self._initial, self.shapes)
+        state = jax.eval_shape(self._initial, self._wide)
         state, self._state_tree = jax.tree.flatten(state)
-        self.snapshot = [*self.shapes, *state]
+        self.snapshot = [*self._wide, *state]
         self._jit = functools.cache(jax.jit)
 
     @functools.cached_property
@@ -61,24 +66,27 @@ class Model:
         It compiles every program on the way, so that no round waits for that.
         """
         line = np.linspace(-1, 1, 251)
-        anchor = [np.resize(line, x.shape).astype(x.dtype) for x in self.shapes]
+        params = [np.resize(line, x.shape).astype(x.dtype) for x in self.shapes]
         drift = [np.resize(line + 0.5, x.shape).astype(x.dtype) for x in self._wide]
-        _, message, _ = self.encode(anchor, anchor, self.zeros())
+        _, message, _ = self.encode(params, params, self.zeros())
         self.norm(message)
-        outer = self.initial(anchor)
+        outer = self.initial(params)
         self.step(outer, [(message, 1.0)], 1)
         return self._outer_step(self._outer_step(outer, drift), drift).digest
 
     def initial(self, params: Arrays) -> Outer:
         """The outer side of a run that begins at these parameters."""
-        return self.from_snapshot([*params, *to_host(self._run(self._initial, params))])
+        anchor = _cast(params, self._wide)
+        return self.from_snapshot([*anchor, *to_host(self._run(self._initial, anchor))])
 
     def from_snapshot(self, arrays: Arrays) -> Outer:
         """The outer side of an anchor and the outer state, in this order."""
         digest, count = hashlib.sha256(), len(self.shapes)
         for x in arrays:
             digest.update(as_bytes(x))
-        return Outer(arrays[:count], arrays[count:], digest.hexdigest()[:32])
+        anchor, state = arrays[:count], arrays[count:]
+        params = _cast(anchor, self.shapes)
+        return Outer(anchor, state, digest.hexdigest()[:32], params)
 
     def zeros(self) -> Arrays:
         return [np.zeros(x.shape, x.dtype) for x in self._wide]
@@ -86,6 +94,9 @@ class Model:
     def encode(self, params: Arrays, anchor: Arrays, residual: Arrays) -> list[Arrays]:
         """The drift (parameters minus anchor, in at least float32), the message for
         drift plus residual, and the residual after it.
+
+        The anchor is what training was given, in the parameters' dtypes. Measured from
+        the wider one, every drift would take back what rounding had dropped.
         """
         return [to_host(x) for x in self._run(self._encode, params, anchor, residual)]
 
@@ -121,15 +132,16 @@ class Model:
             )
             new: Any = optax.apply_updates(anchor, jax.tree.leaves(updates))
             state = optax.tree.cast_like(jax.tree.leaves(state), old)
-            # A scalar of the state may be infinite on purpose: a minimum begins so.
-            arrays = [*new, *(x for x in state if x.ndim)]
-            if not all(jnp.isfinite(x).all() for x in arrays):
-                log.error(
-                    "The outer step contains NaN or Inf, and nothing changes in this "
-                    "round. Look at the outer optimizer."
-                )
-                return outer
-        return self.from_snapshot(to_host([new, state]))
+        after = self.from_snapshot(to_host([new, state]))
+        # A scalar of the state may be infinite on purpose: a minimum begins so.
+        arrays = [*after.params, *(x for x in after.state if x.ndim)]
+        if not all(jnp.isfinite(x).all() for x in arrays):
+            log.error(
+                "The outer step contains NaN or Inf, and nothing changes in this "
+                "round. Look at the outer optimizer."
+            )
+            return outer
+        return after
 
     def _tree(self, leaves: Any) -> Any:
         return jax.tree.unflatten(self._structure, leaves)
@@ -165,6 +177,18 @@ class Model:
 
 def _cpu() -> Any:
     return jax.local_devices(backend="cpu")[0]
+
+
+def _cast(arrays: Arrays, like: Sequence[Any]) -> Arrays:
+    """The arrays in the dtypes of others; not copied where they have them."""
+    with np.errstate(over="ignore"):  # what becomes Inf is found by who checks it
+        pairs = zip(arrays, like, strict=True)
+        return [x.astype(other.dtype, copy=False) for x, other in pairs]
+
+
+def wide(dtype: Any) -> jnp.dtype:
+    """The dtype to compute in: at least float32."""
+    return jnp.promote_types(jnp.float32, dtype)
 
 
 def to_host(tree: Any) -> Arrays:

@@ -13,8 +13,10 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from curvadion_jax.sites import _headers
+from curvadion_jax.sites._headers import NAME
 from curvadion_jax.sites._model import Arrays, Model, Outer, log
-from curvadion_jax.sites._store import InvalidError, Store, StoreError
+from curvadion_jax.sites._store import InvalidError, Store, StoreError, attempts
 
 # After so many rounds without a contribution a site is not waited for, and its share
 # of the mean goes to the others.
@@ -29,7 +31,6 @@ contribution_key = "rounds/{:08d}/{}".format
 commit_key = "commits/{:08d}.json".format
 snapshot_key = "snapshots/{:08d}".format
 member_key = "members/{}/{:06d}.{}".format
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _MEMBER = re.compile(rf"members/({NAME.pattern})/([0-9]{{6,15}})\.(json|left)")
 _NUMBERED = re.compile(
     r"(?:bodies/)?(?:snapshots|commits|rounds)/([0-9]{8})(?:\.json|/.*)?"
@@ -76,9 +77,11 @@ def members(keys: Iterable[str]) -> Members:
 
 def enter(store: Store, model: Model, quorum: int) -> None:
     """Compares the description of the run, and creates it if there is none."""
-    pairs = zip(model.names, model.shapes, strict=True)
     own = {
-        "model": [[name, str(x.dtype), [*x.shape]] for name, x in pairs],
+        "model": [
+            [name, str(x.dtype), [*x.shape]]
+            for name, x in zip(model.names, model.shapes, strict=True)
+        ],
         "compressor": [[str(x.dtype), [*x.shape]] for x in model.message],
         "outer optimizer (or JAX, or Optax)": [model.fingerprint],
         "quorum": [quorum],
@@ -89,7 +92,9 @@ def enter(store: Store, model: Model, quorum: int) -> None:
     if found is None:
         raise StoreError(f"{RUN} was created at {store.url} and is gone.")
     for what, ours in own.items():
-        for one, other in itertools.zip_longest(ours, found[0].get(what) or []):
+        theirs = found[0].get(what) or []
+        theirs = theirs if isinstance(theirs, list) else [theirs]
+        for one, other in itertools.zip_longest(ours, theirs):
             if one != other:
                 raise ValueError(
                     f"The run was begun with another {what}: {one} here, "
@@ -101,41 +106,47 @@ def enter(store: Store, model: Model, quorum: int) -> None:
 def join(store: Store, name: str) -> int:
     """Makes the site a member. Returns how often a site of this name has joined.
 
-    One object is kept for each name, of the site that joined last.
+    One object is kept for each name, of the site that joined last. A listing may be
+    older than what was created, and may lack a predecessor whose number is higher. So
+    the site is a member once a listing holds its object, and none that is newer.
     """
-    keys = store.keys(f"{MEMBERS}{name}/")
-    incarnation, own = members(keys).newest.get(name, 0) + 1, uuid.uuid4().bytes
-    # A listing may be old. So what is there is passed, and not listed again.
-    while not store.create(member_key(name, incarnation, "json"), own):
-        incarnation += 1
-    again = store.create(member_key(name, incarnation, "json"), uuid.uuid4().bytes)
-    # A site that has joined under this name meanwhile may have removed the first.
-    if again and incarnation >= members(store.keys(MEMBERS)).newest.get(name, 0):
-        raise RuntimeError(
-            f"The store {store.url} overwrites objects, so two sites could both "
-            "commit a round. Use a store with conditional writes (If-None-Match)."
-        )
-    store.delete([old for old in keys if members([old]).newest])
-    return incarnation
+    prefix, key, incarnation, overwrites = f"{MEMBERS}{name}/", "", 0, False
+    found = members(store.keys(prefix))
+    for _ in attempts():
+        if not key or _is_newer(found, name, incarnation):
+            incarnation, own = found.newest.get(name, 0) + 1, uuid.uuid4().bytes
+            while not store.create(member_key(name, incarnation, "json"), own):
+                incarnation += 1
+            key = member_key(name, incarnation, "json")
+            # Other bytes must be refused, unless a newer site has removed the object.
+            overwrites = store.create(key, uuid.uuid4().bytes)
+        keys = store.keys(prefix)
+        found = members(keys)
+        if key in keys and not _is_newer(found, name, incarnation):
+            if overwrites:
+                raise RuntimeError(
+                    f"The store {store.url} overwrites objects, so two sites could "
+                    "both commit a round. Use a store with conditional writes "
+                    "(If-None-Match)."
+                )
+            store.delete([old for old in keys if old != key and members([old]).newest])
+            return incarnation
+    raise StoreError(
+        f"The store {store.url} lists {prefix} without {key}, which was created "
+        "before, or other sites join under this name at once. Start this site again."
+    )
+
+
+def _is_newer(found: Members, name: str, incarnation: int) -> bool:
+    """Whether a listing has a newer site of this name, or one that left as this."""
+    newest = found.newest.get(name, 0)
+    return newest > incarnation or (newest == incarnation and name in found.left)
 
 
 def leave(store: Store, name: str, incarnation: int) -> None:
     """The other sites do not wait for this one any more."""
     store.create(member_key(name, incarnation, "left"), b"{}")
     store.delete([member_key(name, incarnation, "json")])
-
-
-def check_contribution(header: Mapping[str, Any]) -> None:
-    """Rejects a header that would stop the other sites, or make a commit infinite."""
-    match header:
-        case {
-            "tokens": int() | float() as tokens,
-            "rounds": int() as rounds,
-            "before": str(),
-            "uid": str(),
-        } if 1e-9 <= tokens < 1e18 and 1 <= rounds < 10**9:
-            return
-    raise InvalidError("It has no usable tokens, rounds, digest and name.")
 
 
 def _judged(
@@ -192,8 +203,13 @@ def commit(
     return {
         "before": before,
         "contributors": [
-            {field: x.header[field] for field in ("uid", "sha256", "tokens")}
-            | {"name": x.name, "weight": rates[x.name] / mean}
+            {
+                "name": x.name,
+                "uid": x.header["uid"],
+                "sha256": x.header["sha256"],
+                "tokens": x.header["tokens"],
+                "weight": rates[x.name] / mean,
+            }
             for x in valid
         ],
         "rejected": [
@@ -205,24 +221,40 @@ def commit(
     }
 
 
+def read_commit(
+    store: Store, number: int, exists: bool = False
+) -> dict[str, Any] | None:
+    """The commit of a round, if there is one."""
+    key = commit_key(number)
+    if (found := store.read(key, exists=exists)) is None:
+        return None
+    _headers.check_commit(key, found[0])
+    return found[0]
+
+
 def load(store: Store, model: Model, least: int = 0) -> tuple[Outer, Roster, int]:
     """The newest outer side that can be read, its roster, and the next round's number.
 
     A snapshot is used if the commit after it confirms its digest; else an older one.
     """
-    for number in _snapshots(store):
+    numbers: list[int] = []
+    for _ in attempts():  # the first snapshot may be newer than a listing
+        if numbers := _snapshots(store):
+            break
+    for number in numbers:
         if number < least:
             break
         key = snapshot_key(number)
         try:
             found = store.read(key, model.snapshot, exists=True)
             # The first snapshot has no commit until the first round is over.
-            commit = store.read(commit_key(number), exists=number > 0)
+            commit = read_commit(store, number, exists=number > 0)
             if found is None or (number and commit is None):
                 raise InvalidError(f"{key} is missing, or the commit after it.")
             header, arrays = found
+            _headers.check_snapshot(key, header)
             outer = model.from_snapshot(arrays)
-            if commit is not None and commit[0]["before"] != outer.digest:
+            if commit is not None and commit["before"] != outer.digest:
                 raise InvalidError(f"The commit after {key} does not confirm it.")
             return outer, header["roster"], number
         except InvalidError as error:

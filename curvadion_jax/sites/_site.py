@@ -1,17 +1,15 @@
 """What a training loop calls."""
 
 import atexit
-import functools
 import math
 import time
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, compressors
-from curvadion_jax.sites import _processes, _run
+from curvadion_jax import compressors
+from curvadion_jax.sites import _arguments, _processes
 from curvadion_jax.sites._follower import Follower, Update, Worker, moved
 from curvadion_jax.sites._model import Model, log, to_host
 from curvadion_jax.sites._store import Store
@@ -32,6 +30,7 @@ class SiteMetrics(NamedTuple):
       counted, late, rejected: contributions of this site, by what became of them.
       blocked: seconds in which `sync` has waited.
       bytes_up, bytes_down: written to and read from the store, headers included.
+      ignored: entries of the store's folder that are no objects.
     """
 
     round: int
@@ -42,6 +41,7 @@ class SiteMetrics(NamedTuple):
     blocked: float
     bytes_up: int
     bytes_down: int
+    ignored: int
 
 
 class Site:
@@ -93,15 +93,18 @@ class Site:
         max_lag: float | None = None,
         poll: float = 1.0,
     ) -> None:
-        if not _run.NAME.fullmatch(name):
-            raise ValueError(
-                f"name must have 1 to 64 letters, digits, '-' and '_', got {name!r}. "
-                "The first must be a letter or digit."
-            )
-        _arguments.check_int(every, "every")
-        self.name, self._url, self._every = name, url, every
-        self._max_lag = 2 * every if max_lag is None else max_lag
-        self._rules, self._poll = (quorum, grace), poll
+        _arguments.check_url(url)
+        _arguments.check_name(name)
+        _arguments.check_compressor(compressor)
+        _arguments.check_count(every, "every")
+        _arguments.check_count(quorum, "quorum")
+        _arguments.check_at_least_zero(grace, "grace")
+        _arguments.check_poll(poll)
+        max_lag = 2 * every if max_lag is None else max_lag
+        _arguments.check_at_least_zero(max_lag, "max_lag")
+        self.name, self._url = name, url
+        self._every, self._max_lag = every, max_lag
+        self._quorum, self._grace, self._poll = quorum, float(grace), float(poll)
         self._outer = outer or optax.scale(-1)
         self._codec: Any = (compressor or compressors.exact()).codec
         self._worker: Worker | None = None  # of the first process
@@ -136,7 +139,7 @@ class Site:
         """
         if self._structure is not None:
             raise RuntimeError("This site has started. Make a site for each start.")
-        _check(params)
+        _arguments.check_params(params)
         arrays = _processes.copies(jax.tree.leaves(params))
         _processes.from_first(lambda: self._enter(params, arrays))
         self._structure = jax.tree.structure(params)
@@ -193,8 +196,9 @@ class Site:
         Returns:
           The parameters after the newest round that this site knows.
         """
+        _arguments.check_at_least_zero(timeout, "timeout")
         self._check_open()
-        end = time.monotonic() + timeout
+        end = time.monotonic() + float(timeout)
         self._look()
         while self._under_way is not None or self._tokens:
             if not _processes.from_first(lambda: time.monotonic() < end):
@@ -222,12 +226,16 @@ class Site:
         """See :class:`SiteMetrics`."""
         if self._worker is not None:
             store = self._worker.follower.store
-            self._metrics |= {"bytes_up": store.up, "bytes_down": store.down}
+            self._metrics |= {
+                "bytes_up": store.up,
+                "bytes_down": store.down,
+                "ignored": store.ignored,
+            }
         return SiteMetrics(**self._metrics)
 
     def _enter(self, params: Any, arrays: list[Any]) -> None:
         store, model = Store(self._url), Model(params, self._outer, self._codec)
-        follower = Follower(store, model, self.name, *self._rules)
+        follower = Follower(store, model, self.name, self._quorum, self._grace)
         follower.start(to_host(arrays))
         self._worker = Worker(follower, self._poll)
         self._worker.start()
@@ -262,7 +270,9 @@ class Site:
     def _moved(self, params: Any) -> list[jax.Array]:
         """The parameters' leaves, moved as has been decided."""
         leaves = self._structure.flatten_up_to(params)
-        return functools.reduce(moved, self._news, leaves)
+        for update in self._news:
+            leaves = moved(leaves, update)
+        return leaves
 
     def _returned(self, params: Any) -> Any:
         leaves = self._moved(params)
@@ -281,20 +291,3 @@ class Site:
             self._worker.wait(min(_WAIT, max(end - start, 0.0)))
         self._check_open()  # a signal's handler may have closed it
         self._metrics["blocked"] += time.monotonic() - start
-
-
-def _check(params: Any) -> None:
-    for path, x in jax.tree.leaves_with_path(params):
-        name = jax.tree_util.keystr(path)
-        if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jnp.floating):
-            kind = x.dtype if hasattr(x, "dtype") else type(x).__name__
-            raise TypeError(
-                f"{name} is {kind}, and no floating-point jax.Array. Give the "
-                "parameters alone, without the optimizer's state."
-            )
-        processes = {device.process_index for device in x.sharding.device_set}
-        if len(processes) != jax.process_count():
-            raise ValueError(
-                f"{name} lies on devices of some of this site's {jax.process_count()} "
-                "processes. Give parameters on a mesh of all devices."
-            )

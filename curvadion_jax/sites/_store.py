@@ -5,7 +5,7 @@ their bytes, little endian and in C order, which are written first. The header h
 digest of the body, and one of itself, its key and its run. The reader knows shapes and
 dtypes, and nothing is unpickled.
 
-`obstore` repeats requests that fail on their way. `_attempts` covers the rest: a create
+`obstore` repeats requests that fail on their way. `attempts` covers the rest: a create
 that is refused although there is no object (S3 answers 409 when conditional writes
 collide), and an object that exists and is not found yet, or is read in part (network
 file systems, caches).
@@ -27,7 +27,9 @@ from typing import Any
 import jax
 import numpy as np
 
-FORMAT = 1
+from curvadion_jax.sites._folder import Folder
+
+FORMAT = 2
 # Bytes of the largest header.
 HEADER = 2**22
 # Bytes in one request: 5 Mbit/s carry them in the 30 seconds that obstore gives it.
@@ -52,8 +54,14 @@ class Store:
         given = os.fspath(given) if isinstance(given, os.PathLike) else given
         self.url = given if isinstance(given, str) else type(given).__name__
         self._store = _opened(given) if isinstance(given, str) else given
+        self._folder = _folder_of(self._store)
         self.run = ""  # the digest of the run's description, which messages have
         self.up = self.down = 0  # bytes written and read
+
+    @property
+    def ignored(self) -> int:
+        """Entries of a folder that are no objects."""
+        return len(self._folder.odd) if self._folder else 0
 
     def create(self, key: str, data: bytes) -> bool:
         """Creates the object unless there is one. Returns whether it holds this data.
@@ -63,7 +71,8 @@ class Store:
         read, and created again if it is not there.
         """
         there = _obstore().exceptions.AlreadyExistsError, FileExistsError
-        for _ in _attempts():
+        self._make_room(key)
+        for _ in attempts():
             with _one_error(self.url, f"write {key}"), suppress(*there):
                 self._store.put(key, data, mode="create")
                 self.up += len(data)
@@ -83,6 +92,8 @@ class Store:
 
         One of more than `at_most` bytes is not read and raises an `InvalidError`.
         """
+        if self._folder and self._folder.has_odd(key):
+            return None
         with _one_error(self.url, f"read {key}"), suppress(FileNotFoundError):
             found = self._store.get(key)
             if (size := found.meta["size"]) > at_most:
@@ -99,6 +110,8 @@ class Store:
     def keys(self, prefix: str) -> list[str]:
         """Keys below a prefix, sorted."""
         with _one_error(self.url, f"list {prefix}"):
+            if self._folder:
+                return sorted(self._folder.keys(prefix))
             listing = self._store.list(prefix=prefix)
             return sorted(meta["path"] for chunk in listing for meta in chunk)
 
@@ -114,9 +127,11 @@ class Store:
         body = b"".join(as_bytes(x) for x in arrays)
         header = self._sealed(key, header | {"body": _sha256(body)})
         if body:  # overwrites the same bytes, since the digest is in its key
+            body_key = _body_key(key, header)
             options = {"chunk_size": PIECE, "max_concurrency": 2}
+            self._make_room(body_key)
             with _one_error(self.url, f"write the body of {key}"):
-                self._store.put(_body_key(key, header), body, **options)
+                self._store.put(body_key, body, **options)
             self.up += len(body)
         self.create(key, json.dumps(header).encode())
 
@@ -134,7 +149,7 @@ class Store:
           InvalidError: if it is damaged, belongs elsewhere, or has another size.
         """
         damage = None
-        for _ in _attempts():
+        for _ in attempts():
             try:
                 found, damage = self._read(key, shapes), None
             except InvalidError as error:
@@ -148,6 +163,12 @@ class Store:
             raise InvalidError(f"{damage}{'' if shapes else advice}")
         return None
 
+    def _make_room(self, key: str) -> None:
+        if self._folder and not self._folder.make_room(key):
+            raise StoreError(
+                f"{key} in {self.url} is no file, and no empty folder. Remove it."
+            )
+
     def _read(self, key: str, shapes: Sequence[jax.ShapeDtypeStruct]) -> Any:
         if (data := self.get(key, HEADER)) is None:
             return None
@@ -159,15 +180,17 @@ class Store:
             raise InvalidError(
                 f"{key} is damaged, or of another run, place or version of the library."
             )
-        ends = np.cumsum([0, *(x.size * x.dtype.itemsize for x in shapes)])
-        if shapes and (body := self.get(_body_key(key, header), ends[-1])) is None:
+        size = sum(x.size * x.dtype.itemsize for x in shapes)
+        if shapes and (body := self.get(_body_key(key, header), size)) is None:
             return None
-        if len(body) != ends[-1] or _sha256(body) != header["body"]:
+        if len(body) != size or _sha256(body) != header.get("body"):
             raise InvalidError(f"{key} has a body that does not match its digest.")
-        return header, [
-            np.frombuffer(body, x.dtype, x.size, first).reshape(x.shape)
-            for x, first in zip(shapes, ends, strict=False)
-        ]
+        arrays, start = [], 0
+        for x in shapes:
+            flat = np.frombuffer(body, x.dtype, x.size, start)
+            arrays.append(flat.reshape(x.shape))
+            start += flat.nbytes
+        return header, arrays
 
     def _sealed(self, key: str, header: dict[str, Any]) -> dict[str, Any]:
         """The header with its digest, which holds in this place of this run alone."""
@@ -188,7 +211,7 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _attempts() -> Iterator[int]:
+def attempts() -> Iterator[int]:
     """Numbers of attempts, with longer and longer pauses between.
 
     Pauses are random, so that sites that collided do not collide again.
@@ -217,6 +240,12 @@ def _opened(url: str) -> Any:
         return _obstore().store.from_url(url, **options)
 
 
+def _folder_of(store: Any) -> Folder | None:
+    """The folder of a store that is one."""
+    is_local = isinstance(store, _obstore().store.LocalStore)
+    return Folder(Path(store.prefix)) if is_local and store.prefix else None
+
+
 @contextmanager
 def _one_error(url: str, what: str) -> Iterator[None]:
     """One kind of error, without queries (they may hold a signature) and bodies."""
@@ -225,9 +254,11 @@ def _one_error(url: str, what: str) -> Iterator[None]:
     except (_obstore().exceptions.BaseError, OSError) as error:
         why = str(error).strip().partition("\n")[0].partition("<?xml")[0]
         why = re.sub(r"\?\S*", "?...", why)[:300]
+        advice = "Check its address, your credentials and the connection."
+        if "http://" in why and "builder error" in why:  # before it asks anybody
+            advice = "Set AWS_ALLOW_HTTP=true for an endpoint of http, or use https."
         raise StoreError(
-            f"The store {url} cannot {what}: {why} ({type(error).__name__}). Check "
-            "its address, your credentials and the connection."
+            f"The store {url} cannot {what}: {why} ({type(error).__name__}). {advice}"
         ) from None
 
 

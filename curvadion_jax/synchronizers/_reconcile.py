@@ -1,6 +1,5 @@
 """The sync after which all replicas continue from common parameters, the anchor."""
 
-
 import jax
 import jax.numpy as jnp
 import optax

@@ -34,9 +34,9 @@ def test_a_store_that_overwrites():
 
 
 def test_a_twin_that_joins_meanwhile_is_no_fault_of_the_store(monkeypatch):
-    """It removes what the older one has created, which is told of it later."""
-    older, twin = (_store.Store(store) for store in [MemoryStore()] * 2)
-    create, joined = older.create, []
+    """It removes what this one has created, which joins after it, once more."""
+    slower, twin = (_store.Store(store) for store in [MemoryStore()] * 2)
+    create, joined = slower.create, []
 
     def slow(key, data):
         found = create(key, data)
@@ -44,9 +44,9 @@ def test_a_twin_that_joins_meanwhile_is_no_fault_of_the_store(monkeypatch):
             joined.append(_run.join(twin, "oslo"))
         return found
 
-    monkeypatch.setattr(older, "create", slow)
-    assert (_run.join(older, "oslo"), joined) == (1, [2])
-    assert _run.members(older.keys(_run.MEMBERS)).newest == {"oslo": 2}
+    monkeypatch.setattr(slower, "create", slow)
+    assert (_run.join(slower, "oslo"), joined) == (3, [2])
+    assert slower.keys(_run.MEMBERS) == ["members/oslo/000003.json"]
 
 
 def test_start_may_be_repeated_after_a_failure():
@@ -148,16 +148,51 @@ def test_tokens():
         assert site.metrics.counted == 5
 
 
-@pytest.mark.parametrize("name", ["a/b", ""])
-def test_names_that_are_no_part_of_a_key(name):
-    with pytest.raises(ValueError, match="name must have"):
-        sites.Site(MemoryStore(), name)
+EXACT = compressors.exact()
+UNUSABLE = [
+    ("url", [None, ""]),
+    ("name", ["a/b", "", "-a", "a" * 65, "..", None, 7]),
+    # A sync would contribute nothing again and again, and never return.
+    ("every", [0, -1, 2.5, math.nan, "2", None]),
+    ("quorum", [0, -1, 2.5, math.nan, math.inf, "2", None]),
+    ("max_lag", [-1, -0.5, math.nan, -math.inf, "2"]),
+    ("grace", [-1, math.nan, "2", None]),
+    ("poll", [0, -1, math.nan, math.inf, 1e12, "2", None]),
+    ("compressor", [EXACT._replace(codec=None), compressors.quantize, 8]),
+]
 
 
-def test_no_steps_between_contributions():
-    """A sync would contribute nothing again and again, and never return."""
-    with pytest.raises(ValueError, match="every must be at least 1"):
-        sites.Site(MemoryStore(), "oslo", every=0)
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [(argument, value) for argument, values in UNUSABLE for value in values],
+)
+def test_an_unusable_argument_is_named_when_a_site_is_made(argument, value):
+    given = {"url": MemoryStore(), "name": "oslo"} | {argument: value}
+    with pytest.raises(ValueError, match=rf"^{argument} (is|must).*\. (Give|Pass|The)"):
+        sites.Site(given.pop("url"), given.pop("name"), **given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_lag": 0, "grace": 0, "poll": 1e-3, "quorum": 1},
+        {"max_lag": math.inf, "grace": math.inf, "poll": np.float32(0.01)},
+        {"max_lag": 2.5, "grace": 1e9, "compressor": EXACT},
+    ],
+)
+def test_a_site_with_arguments_at_their_ends_contributes(given):
+    with sites.Site(MemoryStore(), "oslo", every=1, **({"poll": 0.01} | given)) as site:
+        site.leave(site.sync(site.start(PARAMS)), timeout=math.inf)
+        assert site.metrics.counted == 1
+
+
+@pytest.mark.parametrize("timeout", [-1, math.nan, "2", None])
+def test_an_unusable_timeout_is_named_and_the_site_stays(timeout):
+    with started(MemoryStore(), every=1, max_lag=0) as site:
+        with pytest.raises(ValueError, match="timeout must be a number of at least 0"):
+            site.leave(PARAMS, timeout=timeout)
+        site.sync(PARAMS)
+        assert site.metrics.counted == 1
 
 
 def test_without_obstore(monkeypatch):

@@ -148,14 +148,6 @@ def test_an_outer_step_that_is_not_finite_changes_nothing(caplog):
     assert "The outer step contains NaN or Inf" in caplog.text
 
 
-def test_params_in_bfloat16_move_in_float32():
-    params = {k: x.astype(jnp.bfloat16) for k, x in PARAMS.items()}
-    a, b = named("ab", params=params, quorum=2)
-    settle(a, b, by=[2.0, 1.0])
-    assert a.anchor[0].dtype == jnp.bfloat16
-    assert np.float32(a.anchor[0])[0, 0] == 1.5
-
-
 def test_a_contribution_whose_answer_was_lost_counts_once(monkeypatch):
     a, b = named("ab", quorum=2)
     create = a.store.create

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from obstore.exceptions import AlreadyExistsError
-from obstore.store import LocalStore, MemoryStore
+from obstore.store import MemoryStore
 from site_steps import ByHand, settle
 
 from curvadion_jax.sites import _run, _store
@@ -56,23 +56,50 @@ def test_a_follower_waits_for_a_contribution_that_counts(damage):
     assert a.digest == b.digest
 
 
-def test_a_name_that_no_object_can_have_is_an_error_that_shows_it(tmp_path):
-    """S3 shows no name at all beside it."""
-    a = ByHand(LocalStore(tmp_path), "a")
-    (tmp_path / "members" / "a\tb").write_bytes(b"junk")
-    a.send(4.0)
-    with pytest.raises(OSError, match=r"cannot list members/: .*members/a"):
-        a.follower.propose()
+class Old(Wrapped):
+    """A store whose first listings of a prefix are those of long ago: empty."""
+
+    def __init__(self, store, prefix, times):
+        super().__init__(store)
+        self._prefix, self._times = prefix, times
+
+    def list(self, prefix):
+        if prefix == self._prefix and self._times > 0:
+            self._times -= 1
+            return iter([])
+        return self._store.list(prefix=prefix)
 
 
-def test_a_site_joins_although_a_listing_is_old():
+@pytest.mark.parametrize("leaves", [False, True], ids=["killed", "left"])
+@pytest.mark.parametrize("times", [1, 2, 4])
+@pytest.mark.parametrize("before", [1, 2, 3])
+def test_a_site_joins_after_its_predecessors_although_listings_are_old(
+    before, times, leaves
+):
+    """What they were removed of can be created again, so a free number says nothing."""
     store = MemoryStore()
-    ByHand(store, "a")
-    old = Wrapped(store)
-    old.list = lambda **_: iter([])
-    assert _run.join(_store.Store(store), "a") == 2
-    store.put("members/a/000001.json", b"{}")
-    assert _run.join(_store.Store(old), "a") == 3
+    predecessors = [ByHand(store, "b") for _ in range(before)]
+    if leaves:
+        _run.leave(predecessors[-1].store, "b", before)
+    b = ByHand(Old(store, "members/b/", times), "b")
+    assert b.follower.incarnation > before
+    own = _run.member_key("b", b.follower.incarnation, "json")
+    assert b.store.keys("members/b/") == [own]
+    assert "b" not in _run.members(b.store.keys(_run.MEMBERS)).left
+    b.step(2.0)  # nobody else is said to have joined
+    assert b.moved() == 2.0
+
+
+def test_a_listing_that_never_shows_a_site_is_an_error_at_its_start(pauses):
+    with pytest.raises(OSError, match=r"lists members/b/ without members/b/000001"):
+        ByHand(Old(MemoryStore(), "members/b/", 10**6), "b")
+    assert 0 < sum(pauses) < 10
+
+
+def test_a_run_begins_although_the_listing_of_its_snapshots_is_old():
+    a = ByHand(Old(MemoryStore(), "snapshots/", 3), "a")
+    a.step()
+    assert a.moved() == 1.0
 
 
 @pytest.mark.parametrize(
@@ -88,6 +115,26 @@ def test_credentials_in_a_url_are_refused_and_not_shown(run):
 def test_a_url_that_was_made_a_path_is_no_folder():
     with pytest.raises(OSError, match=r"s3:/bucket/run cannot be opened"):
         _store.Store(Path("s3://bucket/run"))
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_an_endpoint_of_http_is_an_error_that_says_what_to_set(scheme, monkeypatch):
+    """Port 9 discards; `obstore` does not even ask it if the endpoint is http."""
+    monkeypatch.setattr(_store, "_RETRIES", {"max_retries": 0})
+    monkeypatch.delenv("AWS_ALLOW_HTTP", raising=False)
+    environment = {
+        "AWS_ENDPOINT_URL": f"{scheme}://127.0.0.1:9",
+        "AWS_ACCESS_KEY_ID": "any",
+        "AWS_SECRET_ACCESS_KEY": "any",
+        "AWS_REGION": "us-east-1",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    store = _store.Store("s3://bucket/run")
+    with pytest.raises(OSError, match=r"cannot read run\.json") as raised:
+        store.get(_run.RUN, 100)
+    advised = "Set AWS_ALLOW_HTTP=true for an endpoint of http" in str(raised.value)
+    assert advised == (scheme == "http")
 
 
 def test_a_query_in_a_stores_error_is_not_shown():

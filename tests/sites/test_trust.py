@@ -1,5 +1,6 @@
 """What is in the store is checked before it counts, and nothing in it is run."""
 
+import json
 import pickle
 
 import numpy as np
@@ -113,3 +114,102 @@ def test_what_the_store_has_damaged_is_sent_again():
     b.send(3.0)
     settle(b, a)
     assert a.outcomes == ["late"]
+
+
+COMMIT = _run.commit_key(0)
+ENTRY = {"name": "a", "uid": "0", "sha256": "0", "tokens": 1.0, "weight": 1.0}
+RIGHT = {"contributors": [ENTRY], "rejected": [], "roster": {"a": [0, 1.0]}}
+REJECTED = {"name": "a", "uid": None, "why": "so"}
+FORGED = {
+    "nothing": (None, "before, roster, rejected"),
+    "no digest": ({"before": 7}, "before"),
+    "no contributors": ({"contributors": None}, "contributors"),
+    "contributors by name": ({"contributors": {"a": ENTRY}}, "contributors"),
+    "an empty contributor": ({"contributors": [{}]}, "contributors"),
+    "a path": ({"contributors": [ENTRY | {"name": "../../x"}]}, "contributors"),
+    "a name in a list": ({"contributors": [ENTRY | {"name": ["a"]}]}, "contributors"),
+    "an id in a list": ({"contributors": [ENTRY | {"uid": []}]}, "contributors"),
+    "a word for a weight": (
+        {"contributors": [ENTRY | {"weight": "1"}]},
+        "contributors",
+    ),
+    "NaN": ({"contributors": [ENTRY | {"weight": float("nan")}]}, "contributors"),
+    "a huge weight": ({"contributors": [ENTRY | {"weight": 10**400}]}, "contributors"),
+    "nobody expected": ({"roster": {}}, "contributors"),
+    "an empty rejection": ({"rejected": [{}]}, "rejected"),
+    "a rejection's id": ({"rejected": [REJECTED | {"uid": {}}]}, "rejected"),
+    "a rejection's reason": ({"rejected": [REJECTED | {"why": 7}]}, "rejected"),
+    "no roster": ({"roster": None}, "roster"),
+    "a roster as a list": ({"roster": [1, 2]}, "roster"),
+    "a roster of words": ({"roster": {"a": "one"}}, "roster"),
+    "a roster of paths": ({"roster": {"a": [0, 1.0], "../x": [0, 1.0]}}, "roster"),
+    "endless tokens": ({"roster": {"a": [0, 1e308]}}, "roster"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_commit_with_a_digest_and_unusable_fields_is_named(name):
+    changed_fields, fields = FORGED[name]
+    store = MemoryStore()
+    a = ByHand(store, "a")
+    a.send(1.0)
+    right = {"before": a.digest, **RIGHT}
+    a.store.write(COMMIT, {} if changed_fields is None else right | changed_fields)
+    for follow in (a.follower.advance, lambda: ByHand(store, "b")):
+        with pytest.raises(RuntimeError) as raised:
+            follow()
+        message = f"{COMMIT} has no usable {fields}, and was not written by this"
+        assert str(raised.value).startswith(message)
+    assert (a.moved(), a.follower.number, a.outcomes) == (0, 0, [])
+    assert a.follower.contribution is not None
+
+
+def test_a_commit_that_rejects_by_these_rules_is_followed():
+    a = ByHand(MemoryStore(), "a")
+    fields = {"before": a.digest, "contributors": [], "rejected": [REJECTED]}
+    a.store.write(COMMIT, fields | {"roster": RIGHT["roster"]})
+    assert a.advance()
+    assert a.follower.number == 1
+
+
+@pytest.mark.parametrize("roster", [None, [], {"a": 7}, {"a": [0, float("nan")]}])
+def test_a_snapshot_with_a_digest_and_no_usable_roster_is_passed_over(roster):
+    store = MemoryStore()
+    a = ByHand(store, "a", snapshot_every=2)
+    for _ in range(5):
+        a.step()
+    key = _run.snapshot_key(4)
+    _, arrays = a.store.read(key, a.follower.model.snapshot)
+    a.store.delete([key])
+    a.store.write(key, {} if roster is None else {"roster": roster}, arrays)
+    assert ByHand(store, "b").digest == a.digest
+
+
+@pytest.mark.parametrize("what", ["model", "compressor", "quorum"])
+@pytest.mark.parametrize("theirs", [None, 7, "x", {}, [[]], [None]])
+def test_a_run_of_an_unusable_description_is_of_another(what, theirs):
+    raw = MemoryStore()
+    ByHand(raw, "a")
+    store = _store.Store(raw)
+    header, _ = store.read(_run.RUN)
+    store.delete([_run.RUN])
+    store.write(_run.RUN, header | {what: theirs})
+    with pytest.raises(ValueError, match=f"begun with another {what}: "):
+        ByHand(raw, "b")
+
+
+def test_a_header_that_names_no_body_is_invalid():
+    store = _store.Store(MemoryStore())
+    store.create("key", json.dumps(store._sealed("key", {})).encode())
+    with pytest.raises(_store.InvalidError, match="a body that does not match"):
+        store.read("key")
+
+
+def test_a_long_id_does_not_make_the_commit_too_large_to_be_read():
+    """Commits repeat ids, and headers of more than 4 MiB are not read."""
+    store = MemoryStore()
+    a = ByHand(store, "a")
+    sent(uid="x" * (_store.HEADER - 10_000))(ByHand(store, "c"))
+    a.step()
+    (entry,) = a.commit_of(0)["rejected"]
+    assert "no usable tokens, rounds, digest and name" in entry["why"]

@@ -60,8 +60,9 @@ class ByHand:
 
     def prepare(self, by: float, tokens: float = 1.0) -> None:
         """All parameters have moved from the anchor by so much."""
-        moved = [(x + by).astype(x.dtype) for x in self.anchor]
-        self.follower.prepare(moved, self.anchor, tokens)
+        params = self.follower.outer.params
+        moved = [(x + by).astype(x.dtype) for x in params]
+        self.follower.prepare(moved, params, tokens)
 
     def send(self, by: float, tokens: float = 1.0) -> None:
         self.prepare(by, tokens)

@@ -1,0 +1,83 @@
+"""What a user gives: checked when a site is made, and when it starts."""
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from curvadion_jax.sites._headers import NAME
+
+# Seconds of the longest pause between looks at the store.
+_DAY = 86400.0
+
+
+def check_url(url: Any) -> None:
+    """Rejects no URL, which is often a variable that is not set."""
+    if url is None or url == "":
+        raise ValueError(
+            f"url is {url!r}. Give a bucket's URL such as 's3://bucket/run-7', a "
+            "folder, or a store of obstore."
+        )
+
+
+def check_name(name: Any) -> None:
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(
+            f"name must have 1 to 64 letters, digits, '-' and '_', got {name!r}. "
+            "The first must be a letter or digit."
+        )
+
+
+def check_count(value: Any, what: str) -> None:
+    """Rejects what is not a whole number of 1 or more."""
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"{what} must be at least 1 and a Python int, got {value!r}. "
+            "Pass a whole number."
+        )
+
+
+def check_at_least_zero(value: Any, what: str) -> None:
+    """Rejects negative numbers, NaN, and what is no number."""
+    if not isinstance(value, numbers.Real) or not float(value) >= 0:
+        raise ValueError(
+            f"{what} must be a number of at least 0, got {value!r}. Pass 0 not to "
+            "wait, or math.inf to wait without a limit."
+        )
+
+
+def check_poll(value: Any) -> None:
+    """Rejects pauses without an end, and those without a length."""
+    if not isinstance(value, numbers.Real) or not 0 < float(value) <= _DAY:
+        raise ValueError(
+            f"poll must be above 0 and at most {_DAY:g} seconds, got {value!r}. Pass "
+            "the seconds between two looks at the store."
+        )
+
+
+def check_compressor(compressor: Any) -> None:
+    if compressor is not None and getattr(compressor, "codec", None) is None:
+        raise ValueError(
+            f"compressor is {compressor!r:.99} and has no codec, with which sites read "
+            "each other's contributions. Pass quantize(...), exact(), or a Compressor "
+            "with one."
+        )
+
+
+def check_params(params: Any) -> None:
+    """Rejects what is not trained, and what this site's processes do not all hold."""
+    for path, x in jax.tree.leaves_with_path(params):
+        name = jax.tree_util.keystr(path)
+        if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jnp.floating):
+            kind = x.dtype if hasattr(x, "dtype") else type(x).__name__
+            raise TypeError(
+                f"{name} is {kind}, and no floating-point jax.Array. Give the "
+                "parameters alone, without the optimizer's state."
+            )
+        processes = {device.process_index for device in x.sharding.device_set}
+        if len(processes) != jax.process_count():
+            raise ValueError(
+                f"{name} lies on devices of some of this site's {jax.process_count()} "
+                "processes. Give parameters on a mesh of all devices."
+            )
