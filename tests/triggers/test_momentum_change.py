@@ -19,7 +19,8 @@ ATOL = 1e-6
 RTOL = 1e-6
 # The difference of two norms that agree to 1.5e-4 has four digits left in float32.
 CANCELLED_RTOL = 1e-2
-INF = np.inf
+# In place of infinity.
+LARGEST = np.finfo(np.float32).max
 
 
 def run(trigger, gradients, inner=None):
@@ -47,9 +48,9 @@ def synced(counters):
 
 
 # The trace of sgd(momentum=1/2) is g + trace / 2: the sizes 4, 5, 5, 8, 2, of which
-# the changes are inf on the first step, then 1/4, 0, 3/5, 3/4.
+# the changes are the largest float on the first step, then 1/4, 0, 3/5, 3/4.
 GRADIENTS = {"w": [[4.0, 0], [3, 0], [2.5, 0], [5.5, 0], [-2, 0]]}
-CHANGES = [INF, 0.25, 0, 0.6, 0.75]
+CHANGES = [LARGEST, 0.25, 0, 0.6, 0.75]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ CHANGES = [INF, 0.25, 0, 0.6, 0.75]
         pytest.param(0.25, [1, 0, 0, 1, 1], id="equal-does-not-fire"),
         pytest.param(np.nextafter(np.float32(0.25), 0), [1, 1, 0, 1, 1], id="below"),
         pytest.param(0, [1, 1, 0, 1, 1], id="zero"),
-        pytest.param(INF, [0, 0, 0, 0, 0], id="never"),
+        pytest.param(np.inf, [0, 0, 0, 0, 0], id="never"),
     ],
 )
 def test_values_and_decisions(threshold, expected):
@@ -77,7 +78,7 @@ def test_values_of_dion(error_feedback):
     # 4, 2.5, 2.25, 1.125, as does the paper's m = m / 2 + g.
     gradients = {"w": np.array([4.0, 0.5, 1, 0])[:, None, None] * np.eye(2)}
     inner = cd.dion(0.1, 1.0, 0.5, error_feedback=error_feedback)
-    found, values = run(change(0.4), gradients, inner), [INF, 0.375, 0.1, 0.5]
+    found, values = run(change(0.4), gradients, inner), [LARGEST, 0.375, 0.1, 0.5]
     np.testing.assert_allclose(found.value, values, atol=ATOL)
     assert synced(found).tolist() == [value > 0.4 for value in values]
 
@@ -98,13 +99,13 @@ def test_the_layer_with_the_largest_change_is_named():
     }
     found = run(change(0.4), gradients)
     assert found.layer.tolist() == [0, 1, 2]
-    np.testing.assert_allclose(found.value, [INF, 1, 0.5])
+    np.testing.assert_allclose(found.value, [LARGEST, 1, 0.5])
 
 
-def test_from_zero_is_infinite_and_zero_to_zero_is_nothing():
+def test_from_zero_is_the_largest_float_and_zero_to_zero_is_nothing():
     gradients = {"a": [[4.0], [2], [2]], "b": [[0.0], [0], [1]]}
     found = run(change(0.5), gradients)
-    np.testing.assert_array_equal(found.value, [INF, 0, INF])
+    np.testing.assert_array_equal(found.value, [LARGEST, 0, LARGEST])
     assert found.layer.tolist() == [0, 0, 1]
 
 
@@ -192,4 +193,4 @@ def test_a_gradient_that_is_not_finite_requests_nothing():
 def test_the_first_step_synchronises_whatever_its_gradients_are():
     found = run(change(0.1), {"a": [[np.nan], [4.0], [4]]})
     assert synced(found).tolist()[0]
-    assert found.value[0] == INF
+    assert found.value[0] == LARGEST
