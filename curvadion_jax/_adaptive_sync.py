@@ -163,6 +163,7 @@ class _AdaptiveSync:
         return isinstance(self.synchronizer, AfterStep)
 
     def init(self, params) -> AdaptiveSyncState:
+        _trees.check_trainable(params)
         _rows.check_rows(params, self.mesh, "Parameter")
         layout = make_layout(self.mesh, self.specs, params)
         if _rows.explicit_axes(self.mesh):
