@@ -251,7 +251,7 @@ class _AdaptiveSync:
             requests = ~(seen.value <= threshold) & (weight > 0) & due
             requested = _any(requests, self.mesh)
         fire, trigger_state = self.trigger.decide(clock, requested, state.trigger_state)
-        fire = fire & due
+        fire = False if due is False else fire & due
 
         # 3. Every replica's own step. A sync follows it or replaces it, or none does.
         if self.reconciles:
