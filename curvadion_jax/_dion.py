@@ -164,7 +164,7 @@ def _initial_qs(params, views, rank: int | float, dtype) -> Any:
 
 def _accumulate(momentum: jax.Array, gradient: jax.Array, decay) -> jax.Array:
     """Computes decay M + G in at least float32."""
-    dtype = _trees.compute_dtype(jnp.promote_types(momentum.dtype, gradient.dtype))
+    dtype = _trees.promoted(jnp.float32, momentum.dtype, gradient.dtype)
     return jnp.asarray(decay, dtype) * momentum.astype(dtype) + gradient.astype(dtype)
 
 
