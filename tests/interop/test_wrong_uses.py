@@ -8,7 +8,6 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
