@@ -33,7 +33,7 @@ class Mutant(NamedTuple):
 CORE, SYNC = "_adaptive_sync.py", "synchronizers/_reconcile.py"
 PART, TRIGGERS = "_participation.py", "triggers.py"
 DECISIONS, FAULTS = "core/test_decisions.py", "core/test_faults.py"
-WHO, DISPLACED = "core/test_participation.py", "core/test_displaced.py"
+WHO, CHECKSUMS = "core/test_participation.py", "core/test_checksums.py"
 STARTS, METRICS = "core/test_starts.py", "core/test_metrics.py"
 BUDGET, INTERVALS = "triggers/test_budget.py", "triggers/test_at_intervals.py"
 CHANGE = "triggers/test_momentum_change.py"
@@ -145,13 +145,13 @@ MUTANTS = {
     ),
     # What is counted and refused.
     "the checksum is constant": Mutant(
-        "_checksum.py", "total += np.uint32", "total += 0 * np.uint32", DISPLACED
+        "_checksum.py", "total += np.uint32", "total += 0 * np.uint32", CHECKSUMS
     ),
     "arrays may change places": Mutant(
-        "_checksum.py", "np.uint32(2 * index + 1)", "np.uint32(1)", DISPLACED, "by_hand"
+        "_checksum.py", "np.uint32(2 * index + 1)", "np.uint32(1)", CHECKSUMS, "by_hand"
     ),
     "displaced is never counted": Mutant(
-        "metrics.py", "seen.checksum != counters.checksum", "False", DISPLACED
+        "metrics.py", "seen.checksum != counters.checksum", "False", CHECKSUMS
     ),
     "copies are not refused": Mutant(
         CORE, "            _refuse_copies(params, state.inner_state)\n", "", STARTS
