@@ -31,8 +31,9 @@ def run(trigger, gradients, inner=None):
 
 
 def run_optimizer(tx: Any, gradients):
-    gradients = jax.tree.map(np.float32, gradients, is_leaf=lambda x: type(x) is list)
-    params = jax.tree.map(lambda g: np.zeros(g.shape[1:], np.float32), gradients)
+    as_array = lambda x: x if isinstance(x, jax.Array) else np.float32(x)
+    gradients = jax.tree.map(as_array, gradients, is_leaf=lambda x: type(x) is list)
+    params = jax.tree.map(lambda g: np.zeros(g.shape[1:], g.dtype), gradients)
 
     def body(state, gradient):
         state = tx.update(gradient, state, params)[1]
@@ -124,6 +125,14 @@ def test_every_matrix_of_a_stack_is_a_layer(name):
     expected = 1 if name == "mlp" else whole
     np.testing.assert_allclose(found.value[1], expected, rtol=CANCELLED_RTOL)
     assert synced(found).tolist() == [True, name == "mlp"]
+
+
+def test_norms_of_momenta_of_few_bits_are_taken_in_float32():
+    # The trace is 1, then 1 for 256 elements and 1/2 for 44.
+    second = np.where(np.arange(300) < 256, 0.5, 0)
+    gradients = {"w": jnp.asarray([np.ones(300), second], jnp.bfloat16)}
+    found = run(change(0.5), gradients)
+    np.testing.assert_allclose(found.value[1], 1 - np.sqrt(267 / 300), rtol=1e-5)
 
 
 def heavy_ball():
