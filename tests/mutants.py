@@ -247,8 +247,8 @@ MUTANTS = {
         CORE,
         "gradients=gradients,\n                    params=params,",
         "gradients=row[0],\n                    params=params,",
-        WRAPPERS,
-        "before",
+        "triggers/test_triggers.py",
+        "sees",
     ),
     # Bytes.
     "the weights have no bytes": Mutant(

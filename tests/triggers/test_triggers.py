@@ -4,6 +4,7 @@ import math
 from fractions import Fraction
 from typing import Any
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,3 +161,54 @@ def test_periods_that_int32_does_not_hold_never_come(trigger):
     longest = at_least_every(triggers.relative_momentum_change(0.1), 2**40)
     clock = triggers.Clock(since=jnp.int32(5))
     assert not jax.jit(lambda: longest.decide(clock, jnp.array(False), ())[0])()
+
+
+# What a trigger sees of replica 1 on the second step, whose gradient is (30, 40) there,
+# clipped to (3, 4) before SGD of rate 1 and momentum 1/2. The first one was (0, 1).
+SEEN = {
+    "gradients": (lambda seen: seen.gradients["w"][1], 4.0),
+    "params": (lambda seen: seen.params["w"][1], 9.0),
+    "inner_state": (lambda seen: seen.inner_state[0].trace["w"][1], 1.0),
+    "after": (lambda seen: seen.after[0].trace["w"][1], 4.5),
+    "anchor": (lambda seen: seen.anchor["w"][1], 10.0),
+    "finite": (lambda seen: seen.finite, 1.0),
+    "steps": (lambda seen: seen.clock.steps, 1.0),
+    "since": (lambda seen: seen.clock.since, 1.0),
+    "syncs": (lambda seen: seen.clock.syncs, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_a_trigger_sees_of_a_replica(name):
+    look, expected = SEEN[name]
+    trigger = triggers.Trigger(
+        look=lambda seen, state: (triggers.Measured(look(seen) * 1.0), state),
+        threshold=lambda clock, state: 1e9,
+    )
+    mesh = cd.replicas.simulated(2)
+    tx = cd.adaptive_sync(
+        optax.sgd(1.0, 0.5),
+        trigger,
+        cd.synchronizers.reconcile(),
+        mesh,
+        before=optax.clip_by_global_norm(5.0),
+    )
+    trees = [{"w": np.float32([[0, 2], second])} for second in ([0, 1], [30, 40])]
+    params = {"w": np.float32([5, 10])}
+    _, (_, state) = helpers.run(tx, mesh, params, trees)
+    np.testing.assert_allclose(state.counters.value[1], expected, rtol=1e-6)
+
+
+def test_a_trigger_sees_zeros_for_a_gradient_that_is_not_finite():
+    trigger = triggers.Trigger(
+        look=lambda seen, state: (
+            triggers.Measured(seen.gradients["w"][0] + 2.0 * seen.finite),
+            state,
+        ),
+        threshold=lambda clock, state: 1e9,
+    )
+    mesh = cd.replicas.simulated(2)
+    tx = cd.adaptive_sync(optax.sgd(1.0), trigger, average_gradients(), mesh)
+    trees = [{"w": np.float32([[np.nan, 1], [5, 1]])}]
+    ((_, state),) = helpers.run(tx, mesh, {"w": np.zeros(2, np.float32)}, trees)
+    assert state.counters.value.tolist() == [0, 7]
