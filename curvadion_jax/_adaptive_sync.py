@@ -163,6 +163,7 @@ class _AdaptiveSync:
         return isinstance(self.synchronizer, AfterStep)
 
     def init(self, params) -> AdaptiveSyncState:
+        _trees.check_trainable(params)
         _rows.check_rows(params, self.mesh, "Parameter")
         layout = make_layout(self.mesh, self.specs, params)
 
@@ -265,7 +266,7 @@ class _AdaptiveSync:
             requests = ~(seen.value <= threshold) & (weight > 0) & due
             requested = _any(requests, self.mesh)
         fire, trigger_state = self.trigger.decide(clock, requested, state.trigger_state)
-        fire = fire & due
+        fire = False if due is False else fire & due
 
         # 3. Every replica's own step. A sync follows it or replaces it, or none does.
         if self.reconciles:
