@@ -164,18 +164,23 @@ def scale_by_dion(
 
 def _initial_qs(params, views, rank: int | float, dtype) -> Any:
     """Draws Q of every parameter."""
+    leaves = iter(_paths.leaves_with_path(params))
 
-    def initial(name, leaf):
+    def initial(node):
+        if not jax.tree.leaves(node):  # another optimizer's
+            return node
+        name, leaf = next(leaves)
         view = views[name]
         r = _matrices.resolve_rank(view.cols, rank)
         return _power_iteration.initial_q(name, view, r, dtype or leaf.dtype)
 
-    return _paths.map_with_path(initial, params)
+    # Without Flax's box around a parameter, whose names of axes are not Q's.
+    return jax.tree.map(initial, params, is_leaf=_paths.is_box)
 
 
 def _accumulate(momentum: jax.Array, gradient: jax.Array, decay) -> jax.Array:
     """Computes decay M + G in at least float32."""
-    dtype = _trees.compute_dtype(jnp.promote_types(momentum.dtype, gradient.dtype))
+    dtype = _trees.promoted(jnp.float32, momentum.dtype, gradient.dtype)
     return jnp.asarray(decay, dtype) * momentum.astype(dtype) + gradient.astype(dtype)
 
 
