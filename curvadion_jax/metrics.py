@@ -276,7 +276,7 @@ def read(opt_state: Any, params: Any = None) -> Report:
     return Report(report)
 
 
-def _as_number(x: np.ndarray) -> float:
+def _as_number(x: Any) -> float:
     """0.3 for float32 0.3, and infinity for the largest, which stands for it."""
     return float(str(x)) if x < np.finfo(np.float32).max else math.inf
 
