@@ -66,7 +66,7 @@ def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 def promoted(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
     """The dtype that holds all of them, in JAX's "strict" mode of promotion too."""
     with jax.numpy_dtype_promotion("standard"):
-        return functools.reduce(jnp.promote_types, dtypes)
+        return jnp.dtype(functools.reduce(jnp.promote_types, dtypes))
 
 
 def wide(x: jax.Array) -> jax.Array:
