@@ -63,6 +63,7 @@ def stack_is_transposed(params):
 @pytest.mark.parametrize("numbers", [wide_is_other, stack_is_transposed])
 def test_dimension_numbers_must_be_those_of_dion(numbers):
     params = {**helpers.make_params(), "stack": jnp.ones((2, 4, 4))}
+    params["stack_bias"] = jnp.ones((2, 4))  # tells that it is a stack
     tx = build(
         inner=cd.dion(0.1),
         synchronizer=synchronizers.average_factors(),

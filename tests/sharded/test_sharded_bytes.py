@@ -20,11 +20,11 @@ SHAPES = {
     "down": (512, 256),
     "norm": (1024,),
     "square": (256, 256),
-    "stack": (2, 256, 384),
+    "stack": (2, 256, 512),  # the transpose of `down`, which tells that it is one
 }
 # Parts of few elements: blocks are mostly empty, and vectors are sent whole. Of 4098
 # elements four devices get no equal parts.
-SMALL = {"kernel": (68, 16), "bias": (40,), "odd": (4098,), "stack": (2, 24, 40)}
+SMALL = {"kernel": (68, 16), "bias": (40,), "odd": (4098,), "stack": (2, 16, 68)}
 # Axes inside a replica, and how a matrix is sharded; `whole` is data parallelism.
 PLACES = {
     "both": ({"fsdp": 2, "tensor": 2}, ("fsdp", "tensor")),

@@ -112,7 +112,8 @@ def test_every_matrix_of_a_stack_is_a_layer(name):
     stack = np.zeros((2, 2, 2, 2))
     stack[0, :, 0, 0] = [100, 1]
     stack[1, :, 0, 0] = [50, 1.5]
-    metrics = run(change(0.5), {name: stack})
+    biases = np.zeros((2, 2, 2))  # tell that it is a stack
+    metrics = run(change(0.5), {name: stack, f"{name}_bias": biases})
     whole = np.sqrt(10004) / np.sqrt(10001) - 1
     expected = 1 if name == "mlp" else whole
     np.testing.assert_allclose(metrics.value[1], expected, rtol=CANCELLED_RTOL)
