@@ -544,15 +544,11 @@ def _outcome(
 
 
 def _any(requests: jax.Array, mesh: Replicas) -> jax.Array:
-    """Whether any replica says so, bool[]: one int32 scalar all-reduce."""
-    if mesh is None:
-        return requests
-
-    def reduce(request, _):
-        # An integer: on a CPU a maximum of floats drops NaN.
-        return (), lax.pmax(request.astype(jnp.int32), _rows.AXIS) > 0
-
-    return _rows.over(reduce, mesh)(requests, ())[1]
+    """Whether any replica says so, bool[]."""
+    group = Group(_rows.axis_name(mesh))
+    return _rows.over(lambda request, _: ((), group.any(request)), mesh)(requests, ())[
+        1
+    ]
 
 
 def _once_if(fire, synchronise, outcome, shared):
