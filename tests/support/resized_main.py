@@ -25,9 +25,9 @@ STEPS, PERIOD = 200, 5
 MIDDLE = 98
 
 
-def optimizer() -> Any:
+def optimizer(mesh: Any) -> Any:
     rate = optax.linear_schedule(0.1, 0.0, STEPS)
-    return cd.presets.muloco(rate, k=PERIOD, axis_name=cd.replicas.AXIS)
+    return cd.presets.muloco(rate, k=PERIOD, mesh=mesh)
 
 
 def loss(params: Any, batch: Any) -> jax.Array:
@@ -46,24 +46,25 @@ def batch_of(index: int) -> dict[str, np.ndarray]:
 
 def started(number: int) -> Any:
     """(Parameters, optimizer state) of this number of replicas."""
-    params = {"w": jnp.zeros((16, 24))}
-    state = params, optimizer().init(params)
-    return cd.replicas.replicate(state, cd.replicas.make_mesh(number))
+    mesh = cd.replicas.make_mesh(number)
+    rows = cd.replicas.replicate({"w": jnp.zeros((16, 24))}, mesh)
+    return rows, optimizer(mesh).init(rows)
 
 
 def trained(state: Any, number: int, steps: range) -> Any:
     """The state of this number of replicas after these steps."""
-    tx = optimizer()
+    mesh = cd.replicas.make_mesh(number)
+    tx = optimizer(mesh)
 
-    def train(state, batch):
+    @jax.jit
+    def step(state, batch):
         params, opt_state = state
-        value, gradients = jax.value_and_grad(loss)(params, batch)
+        gradients = cd.replicas.map(jax.grad(loss), mesh)(params, batch)
         updates, opt_state = tx.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), {"loss": value}
+        return optax.apply_updates(params, updates), opt_state
 
-    step = cd.replicas.step(train, cd.replicas.make_mesh(number))
     for index in steps:
-        state, _ = step(state, batch_of(index))
+        state = step(state, cd.replicas.split(batch_of(index), mesh))
     return state
 
 
@@ -74,7 +75,7 @@ def trained_by_eight(steps: int) -> Any:
 
 def restored(folder: str | Path, number: int) -> Any:
     """The checkpoint in the folder, for this number of replicas."""
-    return cd.checkpoint.restore(folder, started(number), replicas=number)
+    return cd.checkpoint.restore(folder, started(number), resize=True)
 
 
 def final_loss(state: Any) -> float:
