@@ -2,13 +2,13 @@
 
     python benchmarks/compile_time.py [--layers 10] [--methods muon local_muon]
 
-A model of six matrices a layer and an embedding, under `replicas.step` on 8 CPU
-devices. Every kernel is a leaf of its own, or with `--stacked` all layers are one stack
-(`nn.scan`). Given are processor seconds to trace and lower, lines of the lowered
-program, and processor seconds to compile. `muon` and `adamw` are Optax's, which never
-synchronise. Where counters alone decide there are two programs, of a local step, which
-is the first, and of a sync, compiled at the first sync. Nothing is run, and no
-persistent cache is used.
+A model of six matrices a layer and an embedding, on 8 CPU devices. Every kernel is a
+leaf of its own, or with `--stacked` all layers are one stack (`nn.scan`). Given are
+processor seconds to trace and lower, lines of the lowered program, and processor
+seconds to compile. `muon` and `adamw` are Optax's, `dion` is bare; these never
+synchronise. Where the step number decides, `step` has a local step and a sync in one
+program, as in a run, and ``due=False`` and ``due=True`` say which of them alone.
+Nothing is run, and no persistent cache is used.
 """
 
 from typing import Any
@@ -18,21 +18,21 @@ import jax.numpy as jnp
 import measuring
 import numpy as np
 import optax
-from measuring import AXIS
 
 import curvadion_jax as cd
 
 WIDTH, ROWS, REPLICAS = 64, 16, 8
 METHODS = {
-    "adamw": lambda params: optax.adamw(1e-3),
-    "muon": lambda params: measuring.muon(0.02, params),
-    "dion": lambda params: cd.dion(0.02, 0.25),
-    "local_muon": lambda params: cd.local_muon(0.02, axis_name=AXIS),
-    "curvadion": lambda params: cd.curvadion(0.02, axis_name=AXIS),
-    "diloco": lambda params: cd.presets.diloco(1e-3, 20, axis_name=AXIS),
+    "adamw": lambda mesh: cd.replicas.lift(optax.adamw(1e-3), mesh),
+    "muon": lambda mesh: cd.replicas.lift(measuring.muon(0.02), mesh),
+    "dion": lambda mesh: cd.replicas.lift(cd.dion(0.02, 0.25), mesh),
+    "local_muon": lambda mesh: cd.local_muon(0.02, mesh=mesh),
+    "curvadion": lambda mesh: cd.curvadion(0.02, mesh=mesh),
+    "diloco": lambda mesh: cd.presets.diloco(1e-3, 20, mesh=mesh),
 }
-EVERY, BY_COUNTERS = {"step": None}, {"local step": False, "sync": True}
-PROGRAMS = dict.fromkeys(("local_muon", "diloco"), BY_COUNTERS)
+EVERY: dict[str, bool | None] = {"step": None}
+BY_STEP_NUMBER = EVERY | {"due=False": False, "due=True": True}
+PROGRAMS = dict.fromkeys(("local_muon", "diloco"), BY_STEP_NUMBER)
 SHAPES = dict.fromkeys(("query", "key", "value", "out"), (WIDTH, WIDTH))
 SHAPES |= {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
 
@@ -71,23 +71,25 @@ def loss_fn(params: dict, tokens: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
-def measure(tx: Any, params: Any, due: bool | None) -> tuple[float, float, int]:
+def measure(method: str, params: Any, due: bool | None) -> tuple[float, float, int]:
     """Seconds to trace and lower, seconds to compile, and lines."""
     mesh, now = cd.replicas.make_mesh(REPLICAS), measuring.clock()
+    tx = METHODS[method](mesh)
+    differentiate = jax.value_and_grad(loss_fn)
+    known = measuring.known(due)
 
-    def train(state, tokens):
+    def train_step(state, batch):
         params, opt_state = state
-        loss, gradients = jax.value_and_grad(loss_fn)(params, tokens)
-        updates, opt_state = tx.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+        loss, gradients = cd.replicas.map(differentiate, mesh)(params, batch)
+        updates, opt_state = tx.update(gradients, opt_state, params, **known)
+        return (optax.apply_updates(params, updates), opt_state), loss
 
-    state = cd.replicas.replicate((params, tx.init(params)), mesh)
-    place = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(AXIS))
-    tokens = jax.device_put(np.zeros((REPLICAS * ROWS,), np.int32), place)
-    step = measuring.on_replicas(tx, train, params, mesh)
+    rows = cd.replicas.replicate(params, mesh)
+    state = rows, tx.init(rows)
+    tokens = cd.replicas.split(np.zeros((REPLICAS * ROWS,), np.int32), mesh)
     jax.clear_caches()
     start = now()
-    lowered = step.lower(state, tokens, **measuring.known(due))
+    lowered = jax.jit(train_step, donate_argnums=0).lower(state, tokens)
     traced = now()
     lowered.compile()
     return traced - start, now() - traced, lowered.as_text().count("\n")
@@ -107,8 +109,7 @@ def main() -> None:
             params = parameters(layers, options.stacked)
             for name in options.methods:
                 for program, due in PROGRAMS.get(name, EVERY).items():
-                    tx = METHODS[name](params)
-                    trace, compiling, lines = measure(tx, params, due)
+                    trace, compiling, lines = measure(name, params, due)
                     yield (
                         *(f"`{name}`", program, str(layers), f"{trace:.1f}"),
                         *(f"{lines:,.0f}", f"{compiling:.1f}"),

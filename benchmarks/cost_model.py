@@ -48,16 +48,18 @@ class ModelSize(NamedTuple):
     matrices: tuple[tuple[int, int, int], ...] = ()
 
 
-def model_size(params: Any) -> ModelSize:
+def model_size(params: Any, given: Any = None) -> ModelSize:
     """Size of a model from its parameters, or from their shapes.
+
+    `given` has the dimension numbers of what the default rule does not tell.
 
     Examples:
         >>> kernels = {"kernel": jax.ShapeDtypeStruct((3, 8, 4), jnp.float32)}
-        >>> model_size(kernels | {"bias": jax.ShapeDtypeStruct((4,), jnp.float32)})
-        ModelSize(parameters=100, matrices=((3, 8, 4),))
+        >>> model_size(kernels | {"bias": jax.ShapeDtypeStruct((3, 4), jnp.float32)})
+        ModelSize(parameters=108, matrices=((3, 8, 4),))
     """
     leaves, structure = jax.tree.flatten(params)
-    numbers = structure.flatten_up_to(default_dimension_numbers(params))
+    numbers = structure.flatten_up_to(default_dimension_numbers(params, given))
     matrices = []
     for leaf, axes in zip(leaves, numbers, strict=True):
         if axes is not None:

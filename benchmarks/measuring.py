@@ -19,7 +19,6 @@ import optax
 
 import curvadion_jax as cd
 
-AXIS = cd.replicas.AXIS
 Turn = Callable[[], Callable[[], Any]]
 """Makes new arrays, and returns a function that takes one step and waits for it."""
 
@@ -103,32 +102,43 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
 
 
+def train_step(tx: Any, differentiate: Callable, mesh: Any, **known: Any) -> Callable:
+    """A jitted step from (parameters, optimizer state), rows, and a batch.
+
+    `differentiate` takes one replica's parameters and batch to gradients, and `known`
+    is what the host knows of a step, such as ``due=False``.
+    """
+
+    def step(state, batch):
+        params, opt_state = state
+        gradients = cd.replicas.map(differentiate, mesh)(params, batch)
+        updates, opt_state = tx.update(gradients, opt_state, params, **known)
+        return optax.apply_updates(params, updates), opt_state
+
+    return jax.jit(step, donate_argnums=0)
+
+
 def known(due: bool | None) -> dict[str, bool]:
-    """How `update` and `lower` are told whether a decision is due on a step."""
+    """How `update` is told whether a decision is due on a step."""
     return {} if due is None else {"due": due}
 
 
-def on_replicas(tx: Any, train: Callable, params: Any, mesh: Any) -> Any:
-    """A training step on all replicas of a mesh, of a bare optimizer by `shard_map`.
+def muon(rate: Any, **options: Any) -> optax.GradientTransformation:
+    """Optax's Muon of one replica, on the matrices that Dion's rule finds."""
 
-    (`replicas.step` refuses what never synchronises.)
-    """
-    if isinstance(jax.eval_shape(tx.init, params), cd.AdaptiveSyncState):
-        return cd.replicas.step(train, mesh)
+    def make(params):  # The rule sees all parameters, and Optax's own place does not.
+        numbers = cd.default_dimension_numbers(params)
+        return optax.contrib.muon(
+            rate, muon_weight_dimension_numbers=numbers, **options
+        )
 
-    def of_one(state, batch):
-        state, metrics = train(jax.tree.map(lambda x: x[0], state), batch)
-        return jax.tree.map(lambda x: x[None], (state, metrics))
+    def init(params):
+        return make(params).init(params)
 
-    each = jax.sharding.PartitionSpec(AXIS)
-    mapped = jax.shard_map(of_one, mesh=mesh, in_specs=each, out_specs=each)
-    return jax.jit(mapped, donate_argnums=0)
+    def update(updates, state, params=None):
+        return make(params).update(updates, state, params)
 
-
-def muon(rate: Any, params: Any, **options: Any) -> optax.GradientTransformation:
-    """Optax's Muon on the matrices that Dion's rule finds."""
-    numbers = cd.default_dimension_numbers(params)
-    return optax.contrib.muon(rate, muon_weight_dimension_numbers=numbers, **options)
+    return optax.GradientTransformation(init, update)
 
 
 def in_mebibytes(compiled: Any) -> tuple[float, float, float]:

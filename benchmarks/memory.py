@@ -6,8 +6,9 @@
 The model is a GPT of 160 million parameters: 12 layers of width 768 in one stack, and
 a vocabulary of 50304 with an output head of its own. Nothing is run. State is what
 `jax.eval_shape` says of `init`; parameters are float32, not counted, and 4 bytes more.
-What only a sync touches is the `sync_state` of `adaptive_sync`; every step reads and
-writes the rest.
+What only a sync touches are the anchor, the outer optimizer's state and the residual of
+`AdaptiveSyncState`; every step reads and writes the rest. It is the state of one
+replica, `mesh=cd.replicas.simulated(1)`.
 
 `--peak` is what the compiler says of a step from given gradients, parameters and state
 to new parameters and state, which are donated; one replica on each of four devices.
@@ -25,7 +26,6 @@ import jax.numpy as jnp
 import measuring
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from measuring import AXIS
 
 import curvadion_jax as cd
 from curvadion_jax import presets, synchronizers
@@ -59,15 +59,16 @@ def parameters() -> dict:
     }
 
 
-def optimizers() -> dict[str, optax.GradientTransformation]:
+def optimizers(mesh: Any) -> dict[str, optax.GradientTransformation]:
     """What the tables have a row for, by its name there."""
-    half, ours = jnp.bfloat16, {"axis_name": AXIS}
+    half, ours, lift = jnp.bfloat16, {"mesh": mesh}, cd.replicas.lift
     plain = synchronizers.reconcile()
+    muon = measuring.muon(RATE)
     return {
-        ADAMW: optax.adamw(RATE),
-        "`optax.contrib.muon`, AdamW for the rest": measuring.muon(RATE, parameters()),
-        "`dion`, rank 1/4": cd.dion(RATE, 0.25),
-        "`dion`, full rank": cd.dion(RATE, 1.0),
+        ADAMW: lift(optax.adamw(RATE), mesh),
+        "`optax.contrib.muon`, AdamW for the rest": lift(muon, mesh),
+        "`dion`, rank 1/4": lift(cd.dion(RATE, 0.25), mesh),
+        "`dion`, full rank": lift(cd.dion(RATE, 1.0), mesh),
         "`curvadion`": cd.curvadion(RATE, **ours),
         "`local_muon`": cd.local_muon(RATE, **ours),
         "`local_muon`, bfloat16 momenta": cd.local_muon(RATE, mu_dtype=half, **ours),
@@ -82,56 +83,56 @@ def _bytes(tree) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+def _shapes(mesh: Any, place: Any = None) -> Any:
+    """Shapes of the rows of the model's parameters."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            (_replicas(mesh), *x.shape), x.dtype, sharding=place
+        ),
+        parameters(),
+    )
+
+
+def _replicas(mesh: Any) -> int:
+    return mesh.size if isinstance(mesh, jax.sharding.Mesh) else mesh.replicas
+
+
 def rows() -> Iterator[tuple[str, float, float]]:
     """Name, and bytes a parameter that every step and that only a sync touches."""
-    params = parameters()
+    mesh = cd.replicas.simulated(1)
+    params = _shapes(mesh)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-    for name, tx in optimizers().items():
+    for name, tx in optimizers(mesh).items():
         state = jax.eval_shape(tx.init, params)
-        replicated = isinstance(state, cd.AdaptiveSyncState)
-        at_syncs = _bytes(state.sync_state) if replicated else 0
+        at_syncs = 0
+        if isinstance(state, cd.AdaptiveSyncState):
+            at_syncs = _bytes((state.anchor, state.common, state.residual))
         yield name, (_bytes(state) - at_syncs) / count, at_syncs / count
 
 
-def compiled(tx: Any, params: Any, mesh: jax.sharding.Mesh, due: bool | None) -> Any:
+def compiled(tx: Any, mesh: jax.sharding.Mesh, due: bool | None) -> Any:
     """A step of the optimizer on every device, as it is compiled."""
-
-    def update(state, gradients):
-        params, opt_state = state
-        updates, opt_state = tx.update(gradients, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    def replica(state, gradients):
-        return update(state, jax.tree.map(lambda x: x[0], gradients)), ()
-
-    state = (params, jax.eval_shape(tx.init, params))
-    replicated = isinstance(state[1], cd.AdaptiveSyncState)
-    place = NamedSharding(mesh, PartitionSpec(AXIS) if replicated else PartitionSpec())
-
-    def placed(x):
-        shape = (mesh.size, *x.shape) if replicated else x.shape
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=place)
-
-    step = jax.jit(update, donate_argnums=0)
-    if replicated:
-        step = cd.replicas.step(replica, mesh)
-    arguments = jax.tree.map(placed, (state, params))
-    return step.lower(*arguments, **measuring.known(due)).compile()
+    params = _shapes(mesh, NamedSharding(mesh, PartitionSpec(cd.replicas.AXIS)))
+    state = params, jax.eval_shape(tx.init, params)
+    step = measuring.train_step(
+        tx, lambda _, gradients: gradients, mesh, **measuring.known(due)
+    )
+    return step.lower(state, params).compile()
 
 
 def peaks(only: str) -> Iterator[list[str]]:
     """The cells of the other table."""
     mesh = cd.replicas.make_mesh(len(jax.devices()))
     compared = None
-    for name, tx in optimizers().items():
+    for name, tx in optimizers(mesh).items():
         if name != ADAMW and only not in name:
             continue
-        by_counters = "local_muon" in name or "loco" in name
-        programs = (
-            {", local step": False, ", sync": True} if by_counters else {"": None}
-        )
+        by_step_number = "local_muon" in name or "loco" in name
+        programs: dict[str, bool | None] = {"": None}
+        if by_step_number:
+            programs |= {", local step": False, ", sync": True}
         for program, due in programs.items():
-            sizes = measuring.in_mebibytes(compiled(tx, parameters(), mesh, due))
+            sizes = measuring.in_mebibytes(compiled(tx, mesh, due))
             compared = compared or sum(sizes)
             cells = (f"{size:.0f}" for size in (*sizes, sum(sizes)))
             yield [name + program, *cells, f"{sum(sizes) / compared:.2f}"]

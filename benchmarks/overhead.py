@@ -4,14 +4,18 @@
     taskset -c 0 python benchmarks/overhead.py --tokens 1024   # of a training step
 
 A step of the optimizer takes given gradients to new parameters; with `--tokens` those
-of the example's model are computed in front. A replica is a device under
-`replicas.step`. The program is that of a run, syncs and their collectives included, or
-where counters alone decide that of a local step; nothing synchronises while time is
-taken. State is donated. *Temporary* is memory that the compiler reserves besides.
+of the example's model are computed in front. A replica is a device. The program is that
+of a run, syncs and their collectives included; `due=False` is that of a local step
+alone. Nothing synchronises while time is taken. State is donated. *Temporary* is memory
+that the compiler reserves besides. The host's time of a call is another table:
+
+    taskset -c 0 python benchmarks/overhead.py --host          # at 600 arrays
 """
 
 import argparse
+import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import measuring
 import optax
-from measuring import AXIS
 
 # The example's model.
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "char_lm"))
@@ -40,28 +43,30 @@ class Case(NamedTuple):
     due: bool | None
 
 
-def cases(params: Any) -> dict[str, Case]:
+def cases(mesh: Any) -> dict[str, Case]:
     """Bare optimizers, which name themselves, and the rows of the table."""
-    dion, muon = cd.dion(RATE), measuring.muon(RATE, params)
+    dion = cd.dion(RATE)
     change = triggers.relative_momentum_change(NEVER)
 
     def of_dion(trigger):
-        return cd.adaptive_sync(dion, trigger, synchronizers.reconcile(), AXIS)
+        return cd.adaptive_sync(dion, trigger, synchronizers.reconcile(), mesh)
 
-    local_muon = cd.local_muon(RATE, axis_name=AXIS, budget=LITTLE)
+    lift = cd.replicas.lift
+    local_muon = cd.local_muon(RATE, budget=LITTLE, mesh=mesh)
     asking = triggers.budget(LITTLE, change)
     return {
-        "dion": Case(dion, "dion", None),
-        "muon": Case(muon, "muon", None),
-        "local_muon": Case(local_muon, "muon", False),
-        "every_k": Case(of_dion(triggers.every_k(10**6)), "dion", False),
-        "evenly": Case(of_dion(triggers.evenly(LITTLE)), "dion", False),
+        "dion": Case(lift(dion, mesh), "dion", None),
+        "muon": Case(lift(measuring.muon(RATE), mesh), "muon", None),
+        "local_muon": Case(local_muon, "muon", None),
+        "local_muon, due=False": Case(local_muon, "muon", False),
+        "every_k": Case(of_dion(triggers.every_k(10**6)), "dion", None),
+        "evenly": Case(of_dion(triggers.evenly(LITTLE)), "dion", None),
         "relative_momentum_change": Case(of_dion(change), "dion", None),
         "budget(relative_momentum_change)": Case(of_dion(asking), "dion", None),
     }
 
 
-def setting(options: argparse.Namespace) -> tuple[Any, Any, Any]:
+def setting(options: argparse.Namespace, mesh: Any) -> tuple[Any, Any, Any]:
     """Parameters, how a replica gets gradients from its batch, and the batches."""
     import model
 
@@ -69,28 +74,25 @@ def setting(options: argparse.Namespace) -> tuple[Any, Any, Any]:
     key = jax.random.key(0)
     params = gpt.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
     if options.tokens:
-        shape = (options.replicas, options.tokens // options.length, options.length + 1)
+        sequences = options.replicas * (options.tokens // options.length)
+        shape = (sequences, options.length + 1)
         batch = jax.random.randint(key, shape, 0, options.vocabulary)
+        batch = cd.replicas.split(batch, mesh)
         return params, jax.grad(lambda *x: model.next_token_loss(gpt, *x)), batch
-    stacked = jax.tree.map(lambda x: jnp.stack([x] * options.replicas), params)
-    return params, lambda params, batch: batch, optax.tree.random_like(key, stacked)
+    gradients = cd.replicas.replicate(optax.tree.random_like(key, params), mesh)
+    return params, lambda params, batch: batch, gradients
 
 
 def compiled(case: Case, mesh: Any, params: Any, differentiate: Any, batch: Any) -> Any:
     """The program, and how it starts."""
-    tx = case.optimizer
-    known = measuring.known(case.due)
-
-    def train(state, batch):
-        params, opt_state = state
-        gradients = differentiate(params, jax.tree.map(lambda x: x[0], batch))
-        updates, opt_state = tx.update(gradients, opt_state, params, **known)
-        return (optax.apply_updates(params, updates), opt_state), ()
+    step = measuring.train_step(
+        case.optimizer, differentiate, mesh, **measuring.known(case.due)
+    )
 
     def start():
-        return cd.replicas.replicate((params, tx.init(params)), mesh)
+        rows = cd.replicas.replicate(params, mesh)
+        return rows, case.optimizer.init(rows)
 
-    step = measuring.on_replicas(tx, train, params, mesh)
     return step.lower(start(), batch).compile(), start
 
 
@@ -101,7 +103,7 @@ def turn(program: Any, start: Any, batch: Any, name: str, last: dict) -> measuri
         last[name] = start()
 
         def run():
-            last[name], _ = jax.block_until_ready(program(last[name], batch))
+            last[name] = jax.block_until_ready(program(last[name], batch))
 
         return run
 
@@ -113,15 +115,15 @@ def check_quiet(last: dict[str, Any]) -> None:
     for name, (_, state) in last.items():
         # Momenta that were zero change by an infinite factor, which synchronises: on
         # the first step, and after kernels that start at zero on the next two.
-        if (metrics := getattr(state, "metrics", None)) and metrics.syncs.max() > 3:
+        if isinstance(state, cd.AdaptiveSyncState) and state.counters.syncs > 3:
             raise RuntimeError(f"{name} synchronised: give other --steps.")
 
 
 def table(options: argparse.Namespace) -> None:
     """Prints the rows."""
     mesh = cd.replicas.make_mesh(options.replicas)
-    params, differentiate, batch = setting(options)
-    every = cases(params)
+    params, differentiate, batch = setting(options, mesh)
+    every = cases(mesh)
     wanted = {name for name in every if options.only in name}
     wanted |= {every[name].local for name in wanted}
     turns, temporary, last = {}, {}, {}
@@ -145,6 +147,39 @@ def table(options: argparse.Namespace) -> None:
     )
 
 
+def host(options: argparse.Namespace) -> None:
+    """Prints how long the host is busy with a call of a step, before it returns.
+
+    The arrays are small and lie on one device per replica. `identity` is a jitted
+    function of as many arrays, which returns them.
+    """
+    mesh = cd.replicas.make_mesh(options.replicas)
+    # Of each parameter a local step has the row, its momentum, an anchor, outer
+    # momentum and a residual; of the other parameters AdamW has two momenta.
+    kernels = {f"layer_{n}": jnp.ones((4, 4)) for n in range(options.arrays // 5)}
+    rows = cd.replicas.replicate({"kernel": kernels}, mesh)
+    tx = cd.local_muon(RATE, budget=LITTLE, mesh=mesh)
+    state = rows, tx.init(rows)
+    programs = {"identity": jax.jit(lambda state, batch: state, donate_argnums=0)}
+    for name, due in (("local_muon", None), ("local_muon, due=False", False)):
+        given = measuring.known(due)
+        step = measuring.train_step(tx, lambda _, gradient: gradient, mesh, **given)
+        programs[name] = step
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(options.rounds):
+        for name, program in programs.items():
+            carried = jax.block_until_ready(program(copy(state), rows))
+            for _ in range(options.steps):
+                start = time.perf_counter()
+                result = program(carried, rows)
+                seconds[name].append(time.perf_counter() - start)
+                carried = jax.block_until_ready(result)
+    leaves = len(jax.tree.leaves((state, rows)))
+    cells = ((n, f"{1e3 * statistics.median(x):.2f}") for n, x in seconds.items())
+    measuring.table(["a call with " + f"{leaves} arrays", "ms of the host"], cells)
+
+
 def main() -> None:
     parser = measuring.parser(__doc__)
     parser.add_argument("--width", type=int, default=768)
@@ -156,9 +191,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="each from new arrays")
     parser.add_argument("--steps", type=int, default=5, help="of each in a round")
     parser.add_argument("--only", default="", help="rows with this in their name")
+    parser.add_argument("--host", action="store_true", help="the host's time of a call")
+    parser.add_argument("--arrays", type=int, default=600, help="of that call, about")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.replicas)
-    table(options)
+    (host if options.host else table)(options)
     print(measuring.where(options))
 
 

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import measuring
 from cost_model import Link, Method, Payload
 
+from curvadion_jax import DimensionNumbers
+
 TOLERANCE = 0.05
 """Relative distance up to which a projection counts as coming out."""
 
@@ -34,7 +36,8 @@ AUTHORS_MODEL = cost_model.model_size(
             "embedding": (50_304, 768),
             "head": (50_304, 768),
         }.items()
-    }
+    },
+    dict.fromkeys(["square", "mlp"], DimensionNumbers(-2, -1)),
 )
 """The 160M model of the authors' released logs."""
 

@@ -7,6 +7,7 @@ with :func:`local_muon` or :func:`curvadion`, and `curvadion_jax.replicas`.
 from curvadion_jax import (
     checkpoint,
     compressors,
+    dimension_numbers,
     metrics,
     presets,
     replicas,
@@ -18,12 +19,10 @@ from curvadion_jax._adaptive_sync import AdaptiveSyncState, adaptive_sync
 from curvadion_jax._curvadion import curvadion
 from curvadion_jax._dion import DionState, dion, scale_by_dion
 from curvadion_jax._local_muon import local_muon
-from curvadion_jax._partition import (
-    DimensionNumbers,
-    default_dimension_numbers,
-    describe_partition,
-)
+from curvadion_jax._partition import describe_partition
 from curvadion_jax._version import __version__ as __version__
+from curvadion_jax.dimension_numbers import DimensionNumbers
+from curvadion_jax.dimension_numbers import default as default_dimension_numbers
 
 __all__ = [
     "AdaptiveSyncState",
@@ -35,6 +34,7 @@ __all__ = [
     "curvadion",
     "default_dimension_numbers",
     "describe_partition",
+    "dimension_numbers",
     "dion",
     "local_muon",
     "metrics",

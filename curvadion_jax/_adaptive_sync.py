@@ -163,36 +163,40 @@ class _AdaptiveSync:
         return isinstance(self.synchronizer, AfterStep)
 
     def init(self, params) -> AdaptiveSyncState:
+        _trees.check_trainable(params)
         _rows.check_rows(params, self.mesh, "Parameter")
         layout = make_layout(self.mesh, self.specs, params)
+
+        def start(params):
+            state = jax.jit(lambda params: self._initial_state(params, layout))(params)
+            if self.mesh is not None:
+                _refuse_unequal(state.counters.checksum)
+                _refuse_copies(params, state.inner_state)
+            return state
+
         if _rows.explicit_axes(self.mesh):
-            params = _placement.on_automatic_axes(params, self.mesh, layout)
-        state = jax.jit(lambda params: self._initial_state(params, layout))(params)
-        if self.mesh is not None:
-            _refuse_unequal(state.counters.checksum)
-            _refuse_copies(params, state.inner_state)
-        if _rows.explicit_axes(self.mesh):
-            state = _placement.on_mesh(state, self.mesh)
-        return state
+            return _placement.on_automatic_axes(start, params, self.mesh, layout)
+        return start(params)
 
     def _initial_state(self, params, layout: Layout) -> AdaptiveSyncState:
-        anchor = first_row(params, self.mesh)
-
-        def of_one(params, anchor):
-            inner_state = self.inner.init(params)
+        def of_one(params, _):
+            inner_state = self._placed_qs(params, self.inner.init(params), layout)
             residual = ()
             if isinstance(self.synchronizer, AfterStep):
-                residual = self.synchronizer.init_residual(anchor)
+                residual = self.synchronizer.init_residual(params)
             remembered = self.trigger.init(params, inner_state)
             before_state, checksum = self.before.init(params), _checksum.of(params)
-            return (before_state, inner_state, remembered, residual, checksum), ()
+            row = before_state, inner_state, remembered, residual, checksum
+            # Common, because all replicas begin alike.
+            anchor = params if self.reconciles else ()
+            start = params if self.reconciles else inner_state
+            return row, (anchor, self.synchronizer.init_common(start))
 
-        rows, _ = _rows.over(of_one, self.mesh)(params, anchor)
-        before_state, inner_state, remembered, residual, checksum = rows
-        start = anchor if self.reconciles else first_row(inner_state, self.mesh)
+        row, (anchor, kept) = _rows.over(of_one, self.mesh)(params, ())
+        before_state, inner_state, remembered, residual, checksum = row
         state = AdaptiveSyncState(
-            anchor=anchor if self.reconciles else (),
-            common=self.synchronizer.init_common(start),
+            anchor=anchor,
+            common=kept,
             trigger_state=self.trigger.init_state(),
             before_state=before_state,
             inner_state=inner_state,
@@ -204,6 +208,18 @@ class _AdaptiveSync:
         )
         return _placement.placed(
             state, self.inner, self.synchronizer, params, self.mesh, layout
+        )
+
+    def _placed_qs(self, params, inner_state, layout: Layout):
+        """The state with Dion's Q sharded as after a step: its update knows how."""
+        if not layout.axes or not _momentum.dion_states(inner_state):
+            return inner_state
+        take = self._take(params, _Common({}, (), (), Clock()), layout)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        _, after = take(zeros, inner_state, momentum_only=True)
+        new = iter(_momentum.dion_states(after))
+        return _momentum.with_dion(
+            inner_state, lambda dion: dion._replace(dion_q=next(new).dion_q)
         )
 
     def update(
@@ -250,7 +266,7 @@ class _AdaptiveSync:
             requests = ~(seen.value <= threshold) & (weight > 0) & due
             requested = _any(requests, self.mesh)
         fire, trigger_state = self.trigger.decide(clock, requested, state.trigger_state)
-        fire = fire & due
+        fire = False if due is False else fire & due
 
         # 3. Every replica's own step. A sync follows it or replaces it, or none does.
         if self.reconciles:
@@ -552,11 +568,6 @@ def _once_if(fire, synchronise, outcome, shared):
     keep = lambda outcome, shared: (outcome, shared)
     once = lambda _, carried: lax.cond(fire, synchronise, keep, *carried)
     return lax.fori_loop(0, fire.astype(jnp.int32), once, (outcome, shared))
-
-
-def first_row(tree: Any, mesh: Replicas) -> Any:
-    """The arrays of the first replica."""
-    return tree if mesh is None else jax.tree.map(lambda x: x[0], tree)
 
 
 def _shapes_of_one(tree: Any, mesh: Replicas) -> Any:

@@ -1,5 +1,7 @@
 """CurvaDion: local Dion steps, synchronised when a momentum changes."""
 
+from __future__ import annotations  # types by the names that they are written with
+
 from typing import Any
 
 import jax
@@ -80,6 +82,12 @@ def curvadion(
     Returns:
       An optimizer of rows, with state :class:`AdaptiveSyncState`.
       `curvadion_jax.metrics.read` reports syncs and bytes.
+
+    Raises:
+      TypeError: if an argument has the wrong type.
+      ValueError: if an argument is out of range, or both `threshold` and `budget`, both
+        `bits` and `synchronizer`, or both `other_optimizer` and `adam_learning_rate`
+        are given; at `init` and `update` as for :func:`adaptive_sync`.
 
     Example:
       >>> import jax.numpy as jnp

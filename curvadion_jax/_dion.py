@@ -4,6 +4,8 @@ Extra arguments of `update` tell of other replicas, and of this one's devices.
 `_power_iteration` has the step and the paper's symbols.
 """
 
+from __future__ import annotations  # types by the names that they are written with
+
 import functools
 from typing import Any, NamedTuple
 
@@ -86,6 +88,11 @@ def scale_by_dion(
       factors are no smaller): the update is that of Dion on the mean gradient if Q is
       the same on all replicas. `layout` tells how this replica is sharded.
 
+    Raises:
+      TypeError: if `rank` is traced.
+      ValueError: if `rank` or `momentum` is out of range; at `init`, if a parameter is
+        not a matrix.
+
     Example:
       >>> tx = scale_by_dion(rank=1)
       >>> params = {"kernel": jnp.zeros((2, 2))}
@@ -107,10 +114,10 @@ def scale_by_dion(
     _arguments.check_numbers(below=1, momentum=momentum)
 
     def init_fn(params):
-        views = _partition.matrices_only(params, dimension_numbers)
         zeros = optax.tree.zeros_like(params, dtype=mu_dtype)
         if not jax.tree.leaves(params):  # as where Optax looks for what is like them
             return DionState(zeros, dion_q=jnp.zeros([]))
+        views = _partition.matrices_only(params, dimension_numbers)
         return DionState(zeros, _initial_qs(params, views, rank, mu_dtype))
 
     def update_fn(
@@ -133,18 +140,22 @@ def scale_by_dion(
         total = {
             name: _accumulate(m, g, decay) for name, m, g in zip(*leaves, strict=True)
         }
+        qs = dict(zip(views, jax.tree.leaves(state.dion_q), strict=True))
+        made_of = {name: (view.shape, view.q_axes) for name, view in views.items()}
         if momentum_only:
-            accumulated = state._replace(momentum=_like(state.momentum, total))
-            return optax.tree.zeros_like(updates), accumulated
+            qs = layout.place(qs, made_of)
+            after = DionState(_like(state.momentum, total), _like(state.dion_q, qs))
+            return optax.tree.zeros_like(updates), after
         directions, momenta, qs = _power_iteration.dion_step(
             views,
             total,
-            dict(zip(views, jax.tree.leaves(state.dion_q), strict=True)),
+            qs,
             feedback=1 - momentum if error_feedback else None,
             bases=functools.partial(_within_replica.bases, views=views, layout=layout),
             keep_whole=layout.keep_whole,
             reduce_fn=reduce_fn,
         )
+        qs = layout.place(qs, made_of)
         after = DionState(_like(state.momentum, momenta), _like(state.dion_q, qs))
         return _like(updates, directions), after
 
@@ -153,18 +164,23 @@ def scale_by_dion(
 
 def _initial_qs(params, views, rank: int | float, dtype) -> Any:
     """Draws Q of every parameter."""
+    leaves = iter(_paths.leaves_with_path(params))
 
-    def initial(name, leaf):
+    def initial(node):
+        if not jax.tree.leaves(node):  # another optimizer's
+            return node
+        name, leaf = next(leaves)
         view = views[name]
         r = _matrices.resolve_rank(view.cols, rank)
         return _power_iteration.initial_q(name, view, r, dtype or leaf.dtype)
 
-    return _paths.map_with_path(initial, params)
+    # Without Flax's box around a parameter, whose names of axes are not Q's.
+    return jax.tree.map(initial, params, is_leaf=_paths.is_box)
 
 
 def _accumulate(momentum: jax.Array, gradient: jax.Array, decay) -> jax.Array:
     """Computes decay M + G in at least float32."""
-    dtype = _trees.compute_dtype(jnp.promote_types(momentum.dtype, gradient.dtype))
+    dtype = _trees.promoted(jnp.float32, momentum.dtype, gradient.dtype)
     return jnp.asarray(decay, dtype) * momentum.astype(dtype) + gradient.astype(dtype)
 
 
@@ -210,6 +226,11 @@ def dion(
 
     Returns:
       An `optax.partition` of the two. `update` takes :func:`scale_by_dion`'s arguments.
+
+    Raises:
+      TypeError: if `rank` is traced.
+      ValueError: if an argument is out of range, or both `other_optimizer` and
+        `adam_learning_rate` are given; at `init`, if no parameter is a matrix.
 
     Example:
       >>> params = {"embed": jnp.ones((9, 4)), "kernel": jnp.ones((4, 8))}

@@ -52,6 +52,16 @@ class Layout:
             specs[path] = P(*of_axes(self.specs.get(path, P()), axes))
         return Layout(self.axes, specs)
 
+    def place(
+        self, factors: Mapping[str, jax.Array], made_of: Mapping[str, MadeOf]
+    ) -> dict[str, jax.Array]:
+        """Shards factors of matrices as their parameters are."""
+        if not self.axes:
+            return dict(factors)
+        specs = self.of_factors(factors, made_of).specs
+        place = lax.with_sharding_constraint
+        return {path: place(x, specs[path]) for path, x in factors.items()}
+
     def keep_whole(self, factor: jax.Array) -> jax.Array:
         """Leaves a factor [..., r] unsharded along r.
 

@@ -1,5 +1,7 @@
 """Local Muon steps with evenly spaced, compressed syncs."""
 
+from __future__ import annotations  # types by the names that they are written with
+
 from typing import Any
 
 import jax
@@ -37,17 +39,30 @@ def local_muon(
     mesh: Replicas = None,
     specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Local Muon steps with evenly spaced, compressed syncs.
+    r"""Local Muon steps with evenly spaced, compressed syncs.
 
-    Each replica takes Muon steps on its own gradients. At a sync the replicas' mean
-    pseudo-gradient (how far they have moved from the last common parameters, the
-    anchor) is computed in 2 bits with error feedback; the anchor takes a Nesterov step
-    along it, and every replica continues from there. Syncs are evenly spaced, as often
-    as `budget` allows. Local steps send nothing.
+    Each replica i takes Muon steps on its own gradients, which send nothing. For a
+    matrix of (fan_in, fan_out), with momentum M, gradient g and learning rate
+    :math:`\eta`:
 
-    This is MuLoCo in 2 bits, with a different outer step and a byte budget in place of
-    a period; `presets.muloco` has the paper's values. It is the recommended method. For
-    syncs triggered by the momentum see :func:`curvadion`.
+    .. math::
+      M_i &\leftarrow \mu M_i + g_i \\
+      \theta_i &\leftarrow \theta_i - \eta\,
+      \sqrt{\max(1, \text{fan out}/\text{fan in})} \; \mathrm{orth}(\mu M_i + g_i)
+
+    with orth by five Newton-Schulz iterations, and up to the bias correction of
+    `optax.contrib.muon`. Syncs are evenly spaced, as often as
+    `budget` allows. At a sync the replicas average their pseudo-gradients, how far they
+    are from the last common parameters (the anchor a), in 2 bits with error feedback.
+    The anchor takes a Nesterov step along the mean, and all replicas continue from it:
+
+    .. math::
+      d &= \mathrm{mean}_i(a - \theta_i), \qquad v \leftarrow d + 0.4\, v \\
+      a &\leftarrow a - (d + 0.4\, v), \qquad \theta_i \leftarrow a
+
+    This is MuLoCo in 2 bits, with other constants in the outer step, and a byte budget
+    in place of a period; `presets.muloco` has the authors' values. It is the
+    recommended method. For syncs triggered by the momentum see :func:`curvadion`.
 
     Args:
       learning_rate: number or schedule.
@@ -77,16 +92,30 @@ def local_muon(
       An optimizer of rows, with state :class:`AdaptiveSyncState`.
       `curvadion_jax.metrics.read` reports syncs and bytes.
 
+    Raises:
+      TypeError: if `bits` or `budget` is not a Python number, or `mesh` is no mesh.
+      ValueError: if an argument is out of range, or both `budget` and `trigger`, both
+        `bits` and `synchronizer`, or both `other_optimizer` and `adam_learning_rate`
+        are given; at `init` and `update` as for :func:`adaptive_sync`.
+
     Example:
-      >>> params = {"kernel": jnp.ones((64, 64))}
-      >>> tx = local_muon(0.01, budget=0.0352)  # a sync in 2 bits: 7% of float32
-      >>> state, syncs = tx.init(params), []
-      >>> update = jax.jit(tx.update)
-      >>> for _ in range(4):
-      ...     updates, state = update(params, state, params)
-      ...     syncs.append(int(state.counters.syncs))
-      >>> syncs
-      [0, 1, 1, 2]
+      >>> from curvadion_jax import replicas
+      >>> mesh = replicas.simulated(2)
+      >>> tx = local_muon(0.5, budget=0.036, mesh=mesh)  # a sync costs 7%
+      >>> params = replicas.replicate({"kernel": jnp.zeros((32, 32))}, mesh)
+      >>> target = jnp.array([2 * jnp.eye(32), 4 * jnp.eye(32)])  # one for each replica
+      >>> loss_fn = lambda params, x: jnp.sum((params["kernel"] - x) ** 2) / 32
+      >>> differentiate = replicas.map(jax.value_and_grad(loss_fn), mesh)
+      >>> state, update = tx.init(params), jax.jit(tx.update)
+      >>> for step in range(4):
+      ...     loss, gradients = differentiate(params, target)
+      ...     updates, state = update(gradients, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(f"loss {loss.mean():.1f}, {state.counters.syncs} syncs")
+      loss 10.0, 0 syncs
+      loss 7.2, 1 syncs
+      loss 3.5, 1 syncs
+      loss 2.1, 2 syncs
 
     References:
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025

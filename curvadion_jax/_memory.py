@@ -22,6 +22,16 @@ def to_device(tree: Any) -> Any:
     return jax.tree.map(move, tree)
 
 
+def put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """`jax.device_put`, where devices and memories change one after the other.
+
+    Both at once is an error of JAX 0.10.2 if there is one device.
+    """
+    on_device: Any = sharding.with_memory_kind
+    x = jax.device_put(to_device(x), on_device(None))
+    return jax.device_put(x, sharding) if sharding.memory_kind == HOST_KIND else x
+
+
 def to_memory_of(tree: Any, other: Any) -> Any:
     """The tree, each array moved to where the other tree's is kept."""
 

@@ -1,242 +1,29 @@
-"""Finds which parameters are matrices, along which axes, and their optimizers.
+"""Divides the parameters between an optimizer of matrices and another for the rest.
 
-A rule gives every parameter `optax.contrib.MuonDimensionNumbers`, or None for the other
-optimizer: an embedding table and an output head have two axes like any matrix, but
-train badly under Dion or Muon.
+Which are matrices, `dimension_numbers.py` finds out, or the user says.
 """
 
 import functools
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import optax
 
 from curvadion_jax import _arguments, _matrices, _paths, _trees
+from curvadion_jax import dimension_numbers as rules
 
-DimensionNumbers = optax.contrib.MuonDimensionNumbers
+DimensionNumbers = rules.DimensionNumbers
 DimensionNumbersOrFn = Any | Callable[[optax.Params], Any] | None
 """A tree (or prefix) of DimensionNumbers and None, a function of the parameters that
-returns one, or None for `default_dimension_numbers`."""
+returns one, or None for `dimension_numbers.default`."""
 
 EPSILON = 1e-7  # of AdamW and Muon; 1e-8, Optax's, is zero in float16
 
-Shapes = Mapping[tuple[str, ...], tuple[int, ...]]
-"""Names along the path of a parameter -> its shape."""
 
-# Of the last two names of a path, in lower case.
-_TOKENS = r".*embed.*|(.*_)?emb|wte|vocab.*"
-_POSITIONS = r"wpe|pos(_.*)?|.*_pos(ition)?_.*|.*position.*"
-_HEAD = r"(?!multi|att)(.*_|lm|output)?(head|classifier|readout)|heads|.*logit.*"
-_LAYER_NORM = r"(.*_)?ln(_?\w)?|(.*_)?(layer_?|rms_?)norm(_?\w)?"
-_OTHER = rf"{_TOKENS}|{_POSITIONS}|.*_token|{_HEAD}|.*conv.*|{_LAYER_NORM}"
-# A projection inside a norm must have another name.
-_SCALE_OF_NORM = r"((.*_)?norm(_?\w)?|rms)/(w|weight)"
-# Of the last name.
-_VECTOR = r"(.*_)?(bias|scale|gamma|beta|norm(_.*)?)|bias_.*"
-# Of one of the last two names, next to a query.
-_QUERY = r"(q|query)(_?proj(ection)?)?|wq(_b)?"
-_ATTENTION_IN = r"(q|k|v|query|key|value)(_?proj(ection)?)?|w(q|kv)_b"
-_ATTENTION_OUT = r"(attn_|attention_)?(o|out)(_?proj(ection)?)?"
-# Gemma's: [heads, D, head_dim], after an axis of keys and values, and back.
-_EINSUM_IN = r"(q|kv|qkv)_einsum"
-_EINSUM_OUT = r"attn_vec_einsum"
-
-# By the side of attention with an axis of heads, and whether layers are on axis 1.
-_STACKED = {
-    (None, False): DimensionNumbers(-2, -1),  # [..., fan_in, fan_out]
-    (None, True): DimensionNumbers(0, -1),  # [fan_in, layers, fan_out]
-    ("in", False): DimensionNumbers(-3, (-2, -1)),  # [..., D, H, Dh]
-    ("in", True): DimensionNumbers(0, (-2, -1)),  # [D, layers, H, Dh]
-    ("out", False): DimensionNumbers((-3, -2), -1),  # [..., H, Dh, D]
-    ("out", True): DimensionNumbers((0, -2), -1),  # [H, layers, Dh, D]
-}
-
-
-def _match(pattern: str, names: Iterable[str]) -> bool:
-    return any(re.fullmatch(pattern, name.lower()) for name in names)
-
-
-def default_dimension_numbers(params: Any) -> Any:
-    """Applies the default rule: which parameters are matrices, along which axes.
-
-    It reads shapes and the last two names of a path, so the name of a module says
-    nothing about what lies deeper inside it. :func:`describe_partition` shows the
-    result, but `optax.partition` or `optax.masked` around an optimizer hides parameters
-    that tell: give `dimension_numbers` there. To the other optimizer go
-
-    * with fewer than two axes or no elements, or a last name such as `bias`, `scale`,
-      `gamma`, `beta` or `norm`,
-    * of an embedding (`embed`, `emb`, `wte`, `wpe`, `vocab`, `pos`, `cls_token`), an
-      output head (`head`, `lm_head`, `logits`, `classifier`, `readout`, `unembed`), a
-      layer norm or a convolution,
-    * with a side as long as a token embedding's vocabulary, if no other parameter has
-      one: an output head, whatever its name.
-
-    All else are matrices. The last two axes are (fan_in, fan_out) and axes in front are
-    a stack (`nn.scan` over layers, experts), except for
-
-    * attention with a head axis: [D, H, Dh] for `query`, `key` and `value`, [H, Dh, D]
-      for `out`, next to a `query`; and Gemma's `q_einsum`, `kv_einsum` [..., H, D, Dh].
-      Both head axes count as one side,
-    * layers on the second axis, as in MaxText, where norms' scales are [D, layers],
-    * the `weight` of an Equinox module, which is (fan_out, fan_in).
-
-    Args:
-      params: any tree of arrays or abstract values, nnx state included.
-
-    Returns:
-      A tree of the same structure, with dimension numbers or None.
-
-    Raises:
-      ValueError: for a three-dimensional attention kernel that may be either a stack
-        of layers or split into heads, where no norm's scale nearby tells.
-
-    Example:
-      >>> params = {"embed": jax.numpy.ones((9, 4)), "mlp": jax.numpy.ones((3, 4, 8))}
-      >>> default_dimension_numbers(params)["mlp"]
-      MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-      >>> default_dimension_numbers(params)["embed"] is None
-      True
-    """
-    leaves = _paths.leaves_with_names(params)
-    # A name may be a whole path: Haiku's `gpt/~/embed`, `wte.weight`, a flattened tree.
-    parts = {n: tuple(re.findall(r"[^/.,'() ]+", "/".join(n))) for n, _ in leaves}
-    shapes = {parts[names]: leaf.shape for names, leaf in leaves}
-    heads = _only_heads(shapes)
-    equinox = _equinox_weights(params)
-
-    def numbers_of(names, shape):
-        path = parts[names]
-        numbers = None if path in heads else _default_numbers(path, shape, shapes)
-        return None if numbers is None else equinox.get(names, numbers)
-
-    return jax.tree.unflatten(
-        jax.tree.structure(params), [numbers_of(names, x.shape) for names, x in leaves]
-    )
-
-
-def _default_numbers(
-    names: tuple[str, ...], shape: tuple[int, ...], shapes: Shapes
-) -> DimensionNumbers | None:
-    last, ndim = names[-2:], len(shape)
-    if ndim < 2 or 0 in shape or _match(_VECTOR, names[-1:]) or _match(_OTHER, last):
-        return None
-    if _match(_SCALE_OF_NORM, ["/".join(last)]):
-        return None
-    if ndim == 2:
-        return DimensionNumbers(-2, -1)
-    if _match(_EINSUM_IN, last):
-        return DimensionNumbers(-2, (-3, -1))
-    if _match(_EINSUM_OUT, last):
-        return DimensionNumbers((-3, -2), -1)
-    side = _attention_side(names, shapes) if ndim in (3, 4) else None
-    layers_axis = _scan_axis(names, shape, shapes, side)
-    if ndim == 3 and layers_axis is not None:
-        side = None  # With an axis of layers there is none of heads.
-    layers_second = layers_axis == 1 and (ndim == 3 or side is not None)
-    return _STACKED[side, layers_second]
-
-
-def _only_heads(shapes: Shapes) -> set[tuple[str, ...]]:
-    """For each table, the only other parameter with a side as long as its vocabulary.
-
-    If several parameters have one, the length may be another width.
-    """
-    tables = {
-        names: shape
-        for names, shape in shapes.items()
-        if len(shape) == 2
-        and _match(_TOKENS, names[-2:])
-        and not _match(_POSITIONS, names[-2:])
-    }
-    heads = set()
-    for vocabulary in {shape[0] for shape in tables.values()}:
-        others = [
-            names
-            for names, shape in shapes.items()
-            if vocabulary in shape and len(shape) > 1 and names not in tables
-        ]
-        if len(others) == 1 and len(shapes[others[0]]) == 2:
-            heads.add(others[0])
-    return heads
-
-
-def _scan_axis(
-    names: tuple[str, ...], shape: tuple[int, ...], shapes: Shapes, side: str | None
-) -> int | None:
-    """The axis of a scan over layers: 0, or 1 as in MaxText; None without a scan.
-
-    [layers, D, H*Dh] and [D, H, Dh] look alike. The scales of the nearest norms tell
-    them apart: [layers, D], [D, layers] or, without a scan, [D]. If there are as many
-    layers as D, the axis that all kernels nearby have alike is that of the layers.
-
-    Raises:
-      ValueError: if no norm has a scale, and a kernel of a `side` of attention may have
-        layers or heads.
-    """
-    for depth in range(len(names) - 1, -1, -1):
-        near = {o: s for o, s in shapes.items() if o[:depth] == names[:depth]}
-        scales = [s for o, s in near.items() if o and o[-1].lower() == "scale"]
-        if not scales:
-            continue
-        if any(len(scale) != 2 for scale in scales):
-            return None
-        axes = [axis for axis in (0, 1) if {s[axis] for s in scales} == {shape[axis]}]
-        if len(axes) < 2:
-            return axes[0] if axes else None
-        kernels = [s for s in near.values() if len(s) > 2]
-        first, second = ({s[axis] for s in kernels} for axis in (0, 1))
-        return 1 if len(first) > 1 and len(second) == 1 else 0
-    if side and len(shape) == 3:  # no norm has a scale
-        raise ValueError(
-            f"Parameter {'/'.join(names)!r} of shape {shape} may be a stack of "
-            "matrices [layers, fan_in, fan_out] or one attention kernel [D, heads, "
-            "head_dim]. Pass dimension_numbers to say which."
-        )
-    return None
-
-
-def _attention_side(names: tuple[str, ...], shapes: Shapes) -> str | None:
-    """'in' for a query, key or value projection, 'out' for the output projection.
-
-    Only next to a query projection: elsewhere `out` and `v` mean something else.
-    """
-    for depth in range(len(names) - 1, max(len(names) - 3, -1), -1):
-        beside = [other[depth:] for other in shapes if other[:depth] == names[:depth]]
-        if _match(_QUERY, (rest[0] for rest in beside if rest)):
-            for side, pattern in (("in", _ATTENTION_IN), ("out", _ATTENTION_OUT)):
-                if _match(pattern, [names[depth]]):
-                    return side
-    return None
-
-
-def _equinox_weights(params: Any) -> dict[tuple[str, ...], DimensionNumbers | None]:
-    """Finds weights [fan_out, fan_in] in Equinox's modules.
-
-    It goes by the names of classes, because Equinox is not a dependency.
-    """
-    weights = ("weight", "weight_ih", "weight_hh")
-
-    def holds_weights(node):
-        modules = [base.__module__.partition(".")[0] for base in type(node).__mro__]
-        return "equinox" in modules and any(hasattr(node, name) for name in weights)
-
-    found = {}
-    for path, node in jax.tree.leaves_with_path(params, is_leaf=holds_weights):
-        if not holds_weights(node):
-            continue
-        kind = " ".join(base.__name__ for base in type(node).__mro__)
-        above = _paths.names_of(path)
-        for names, leaf in _paths.leaves_with_names(node):
-            # Other weights of more than two axes are convolutions.
-            matrix = leaf.ndim == 2 or (leaf.ndim > 2 and "Linear" in kind)
-            if re.search("Norm|Embedding", kind) or names[0] not in weights:
-                matrix = False
-            found[above + names] = DimensionNumbers(-1, -2) if matrix else None
-    return found
+def is_default(dimension_numbers: DimensionNumbersOrFn) -> bool:
+    return dimension_numbers is None or dimension_numbers is rules.default
 
 
 def matrix_views(
@@ -244,8 +31,9 @@ def matrix_views(
 ) -> dict[str, _matrices.MatrixView | None]:
     """The view of each parameter by its path; None for the other optimizer's."""
     _trees.check_trainable(params)
-    if dimension_numbers is None:
-        dimension_numbers = default_dimension_numbers
+    if is_default(dimension_numbers):
+        found = [each.numbers for each in rules.explain(params)]
+        dimension_numbers = jax.tree.unflatten(jax.tree.structure(params), found)
     # An Equinox module, the tree of the parameters itself, can be called too.
     if callable(dimension_numbers) and type(dimension_numbers) is not type(params):
         dimension_numbers = dimension_numbers(params)
@@ -297,29 +85,34 @@ def matrices_only(
 def describe_partition(
     params: optax.Params, dimension_numbers: DimensionNumbersOrFn = None
 ) -> str:
-    """Makes a printable table of the optimizer and the fans of every parameter.
+    """Makes a printable table of every parameter: its optimizer, fans and the reason.
 
-    `matrix` goes to Dion or Muon, `other` to AdamW or `other_optimizer`.
+    `matrix` goes to Dion or Muon, `other` to AdamW or `other_optimizer`. The column
+    *why* has the default rule's evidence, or `given` where the dimension numbers differ
+    from the rule's.
 
     Args:
       params: any tree of arrays or abstract values.
       dimension_numbers: as for :func:`dion`.
 
     Example:
-      >>> params = {"embed": jax.numpy.ones((9, 4)), "mlp": jax.numpy.ones((3, 4, 8))}
+      >>> params = {"embed": jax.numpy.ones((9, 4)), "mlp": jax.numpy.ones((4, 8))}
       >>> print(describe_partition(params))
-      parameter  shape      optimizer  matrices  fan_in  fan_out
-      embed      (9, 4)     other
-      mlp        (3, 4, 8)  matrix     3         4       8
+      parameter  shape   optimizer  matrices  fan_in  fan_out  why
+      embed      (9, 4)  other                                 an embedding, by its name
+      mlp        (4, 8)  matrix     1         4       8        two axes
     """
     views = matrix_views(params, dimension_numbers)
-    head = "parameter", "shape", "optimizer", "matrices", "fan_in", "fan_out"
+    rule = matrix_views(params)
+    head = "parameter", "shape", "optimizer", "matrices", "fan_in", "fan_out", "why"
     rows: list[Sequence[str]] = [head]
-    for name, leaf in _paths.leaves_with_path(params):
+    for name, shape, _, why, unknown in rules.explain(params):
         kind, sizes = "other", ("", "", "")
         if (view := views[name]) is not None:
             kind, sizes = "matrix", (math.prod(view.batch), view.fan_in, view.fan_out)
-        rows.append([name, str(leaf.shape), kind, *map(str, sizes)])
+        if view != rule[name] or (unknown and not is_default(dimension_numbers)):
+            why = "given"
+        rows.append([name, str(shape), kind, *map(str, sizes), why])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join(lines)
@@ -386,10 +179,24 @@ def optimizer(
             functools.partial(_paths.map_with_path, label),
         )
 
-    init = lambda params: make(params).init(params)
+    warned: set[tuple] = set()
+
+    def init(params):
+        if is_default(dimension_numbers):
+            _warn_once(params, warned)
+        return make(params).init(params)
 
     def update(updates, state, params=None, **extra_args):
         _trees.check_gradients(updates, params)
         return make(params).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _warn_once(params: Any, warned: set[tuple]) -> None:
+    """Warns of a tree not yet warned of: a restart in an update inits again."""
+    findings = rules.explain(params)
+    tree = tuple((found.path, found.shape) for found in findings)
+    if tree not in warned:
+        rules.warn(findings)
+        warned.add(tree)

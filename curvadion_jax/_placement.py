@@ -31,15 +31,22 @@ def placed(
     """
     if not isinstance(mesh, Mesh):
         return state
+    row = lambda x, spec=(): _constrain(x, mesh, P(AXIS, *spec))
+    common = lambda x, spec=(): _constrain(x, mesh, P(*spec))
+    counter = lambda x: row(x) if x.ndim == 1 else common(x)
+    state = state._replace(counters=jax.tree.map(counter, state.counters))
+    if not layout.axes:
+        shared = ("anchor", "common", "trigger_state")
+        rows = ("before_state", "inner_state", "remembered", "residual")
+        place = dict.fromkeys(shared, common) | dict.fromkeys(rows, row)
+        return state._replace(
+            **{name: jax.tree.map(f, getattr(state, name)) for name, f in place.items()}
+        )
     specs = jax.tree.unflatten(jax.tree.structure(params), layout.of(params))
-    row = lambda x, spec: _constrain(x, mesh, P(AXIS, *spec))
-    common = lambda x, spec: _constrain(x, mesh, spec)
-    scalars = lambda x: _constrain(x, mesh, P()) if x.ndim == 0 else x
-    counter = lambda x: _constrain(x, mesh, P(AXIS) if x.ndim == 1 else P())
+    scalars = lambda tree: jax.tree.map(lambda x: x if x.ndim else common(x), tree)
     state = state._replace(
         inner_state=_like_params(state.inner_state, inner, specs, row),
-        trigger_state=jax.tree.map(scalars, state.trigger_state),
-        counters=jax.tree.map(counter, state.counters),
+        trigger_state=scalars(state.trigger_state),
     )
     if not isinstance(synchronizer, AfterStep):
         return state
@@ -49,7 +56,7 @@ def placed(
         residual = jax.tree.map(row, residual, specs)
     return state._replace(
         anchor=jax.tree.map(common, state.anchor, specs),
-        common=jax.tree.map(scalars, outer),
+        common=scalars(outer),
         residual=residual,
     )
 
@@ -76,8 +83,13 @@ def _constrain(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
     return lax.with_sharding_constraint(x, sharding)
 
 
-def on_automatic_axes(params: Any, mesh: Any, layout: Layout) -> Any:
-    """Moves rows to the same devices, with automatic axes in place of Explicit ones."""
+def on_automatic_axes(
+    function: Callable[[Any], Any], params: Any, mesh: Any, layout: Layout
+) -> Any:
+    """Calls a function of rows on the same devices, all of whose axes are automatic.
+
+    Its results lie on the mesh with Explicit axes, as the function left them.
+    """
     arrays, structure = jax.tree.flatten(params)
     if any(isinstance(x, Tracer) for x in arrays):
         raise ValueError(
@@ -87,15 +99,13 @@ def on_automatic_axes(params: Any, mesh: Any, layout: Layout) -> Any:
     types = (AxisType.Auto,) * len(mesh.axis_names)
     twin = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
     shardings = [NamedSharding(twin, P(AXIS, *spec)) for spec in layout.of(params)]
-    return structure.unflatten(jax.device_put(arrays, shardings))
 
+    def back(x):
+        is_named = isinstance(x.sharding, NamedSharding)
+        return jax.device_put(
+            x, NamedSharding(mesh, x.sharding.spec if is_named else P())
+        )
 
-def on_mesh(state: Any, mesh: Any) -> Any:
-    """Moves arrays to this mesh, whose axes have other types, as they lie."""
-
-    def move(x):
-        if not isinstance(x.sharding, NamedSharding):
-            return jax.device_put(x, NamedSharding(mesh, P()))
-        return jax.device_put(x, NamedSharding(mesh, x.sharding.spec))
-
-    return jax.tree.map(move, state)
+    with jax.set_mesh(twin):  # the caller's may be one with axes of other types
+        results = function(structure.unflatten(jax.device_put(arrays, shardings)))
+    return jax.tree.map(back, results)

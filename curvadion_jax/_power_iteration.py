@@ -47,8 +47,10 @@ def cosines(q: jax.Array) -> jax.Array:
     the matrix, such as that of an input that is never active, and find nothing.
     """
     cols, r = q.shape[-2:]
-    frequency = jnp.arange(r)[None]
-    angles = jnp.arange(0.5, cols)[:, None] * frequency * (jnp.pi / cols)
+    frequency = jnp.arange(r, dtype=jnp.float32)[None]
+    angles = (
+        jnp.arange(0.5, cols, dtype=jnp.float32)[:, None] * frequency * (jnp.pi / cols)
+    )
     waves = jnp.cos(angles) * jnp.where(frequency == 0, 1, 2**0.5) / cols**0.5
     return jnp.broadcast_to(waves, q.shape).astype(q.dtype)
 

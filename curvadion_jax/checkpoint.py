@@ -2,9 +2,9 @@
 
 Between two syncs the replicas differ, so a checkpoint holds all rows, and what is
 common once. The work is done by orbax-checkpoint, which comes with the extra
-``curvadion-jax[checkpoint]``;
-no stored code is ever run. With several processes, all of them call `save`, `restore`
-and `read_extra`, with a directory that all of them see. One job at a time writes to it.
+``curvadion-jax[checkpoint]``; no stored code is ever run. With several processes, all
+of them call `save`, `restore` and `read_extra`, with a directory that all of them see.
+One job at a time writes to it.
 """
 
 import json
@@ -121,15 +121,29 @@ def restore(
       target: a state of the saved structure, shapes and dtypes, whose values are not
         used: arrays, also donated ones, or ``jax.ShapeDtypeStruct`` with a
         ``sharding``. The devices need not be those of the saved run.
-      step: the step to read; None is the latest.
+      step: the step to read. None means the latest.
       resize: whether the saved state may have another number of replicas than the
         target: it is then changed as by `curvadion_jax.replicas.resize`.
       partial: whether the target may be a part of what was saved, by its paths, such as
         ``{"params": ...}`` for inference or fine-tuning.
 
+    Returns:
+      A tree like `target`, with its shardings.
+
     Raises:
       FileNotFoundError: if there is no checkpoint, or none of this step.
-      ValueError: if target and checkpoint differ, or the files are damaged.
+      ValueError: if target and checkpoint differ, or the files are damaged. The message
+        names the arrays.
+
+    Example:
+      >>> import tempfile
+      >>> import jax.numpy as jnp
+      >>> from curvadion_jax import checkpoint
+      >>> folder = tempfile.mkdtemp()
+      >>> checkpoint.save(folder, 100, {"w": jnp.array([[0.0, 1.0], [2.0, 3.0]])})
+      >>> target = {"w": jnp.zeros((1, 2))}  # one replica in place of two
+      >>> checkpoint.restore(folder, target, resize=True)["w"].tolist()
+      [[1.0, 2.0]]
     """
     path, leaves = _path(directory), _by_path(target)
     notes = _read_notes(path, step)
@@ -161,7 +175,7 @@ def restore(
         digests |= _digests(read)
         for name, x in read.items():
             if name in lengths:
-                x = _resized(x, leaves[name], average=kinds[name] == "average")
+                x = _resized(x, leaves[name], kinds[name])
             restored[name] = x
     if bad := [n for n in leaves if digests.get(n) != notes["digests"][n]]:
         raise _damaged(path, found, f"differs in {len(bad)} arrays {bad[:5]}")
@@ -169,10 +183,10 @@ def restore(
     return jax.tree.unflatten(jax.tree.structure(target), values)
 
 
-def _resized(x: jax.Array, wanted: Any, average: bool) -> jax.Array:
+def _resized(x: jax.Array, wanted: Any, kind: str) -> jax.Array:
     """Rows in another number, where the wanted ones lie."""
-    rows = _recover.resized_rows(x, replicas=wanted.shape[0], average=average)
-    return jax.device_put(rows, wanted.sharding)
+    rows = _recover.resized_rows(x, replicas=wanted.shape[0], kind=kind)
+    return _memory.put(rows, wanted.sharding)
 
 
 def latest_step(directory: Directory) -> int | None:
@@ -206,8 +220,9 @@ def _by_path(state: Any) -> Leaves:
     for name, leaf in pairs:
         if not getattr(leaf, "sharding", None):
             raise ValueError(
-                f"{name!r} is {leaf!r:.60}, and not an array on devices. Make arrays "
-                "of numbers with replicas.place(state, mesh)."
+                f"{name!r} is {leaf!r:.60}, which has no sharding. Make arrays of "
+                "numbers with replicas.place(state, mesh), and give abstract arrays a "
+                "sharding."
             )
     return leaves
 

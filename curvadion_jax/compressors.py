@@ -150,6 +150,10 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
       The compressor. It costs bits / 8 + 4 / block bytes per element (8 / block with
       two bits), half of that for each of two stages. Arrays are padded to whole blocks.
 
+    Raises:
+      TypeError: if `bits` is traced, or `block` is not a Python int.
+      ValueError: if `bits` is none of these, or the codes of a block fill no bytes.
+
     Example:
       >>> quantize(8).payload({"w": jnp.ones((64, 64))})  # float32: 16384
       Payload(averaged=4160, gathered=0)
@@ -157,6 +161,8 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
     References:
       Lloyd, `Least squares quantization in PCM
       <https://doi.org/10.1109/TIT.1982.1056489>`_, 1982, for two bits
+
+      Bernstein et al., `signSGD <https://arxiv.org/abs/1802.04434>`_, 2018, for one
     """
     _arguments.check_static(bits, "bits")
     if bits not in (8, 4, 2, 1):
@@ -306,10 +312,10 @@ def _two_magnitudes(x: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Ar
     is_large = size > jnp.mean(size, axis=-1, keepdims=True)
     means = [
         jnp.sum(jnp.where(chosen, size, 0), axis=-1, keepdims=True)
-        / jnp.maximum(jnp.sum(chosen, axis=-1, keepdims=True), 1)
+        / jnp.maximum(jnp.sum(chosen, axis=-1, keepdims=True, dtype=size.dtype), 1)
         for chosen in (~is_large, is_large)
     ]
-    codes = is_large + 2 * (x < 0).astype(jnp.int8)
+    codes = is_large.astype(jnp.int8) + 2 * (x < 0).astype(jnp.int8)
     return codes, jnp.concatenate(means, axis=-1) * largest
 
 

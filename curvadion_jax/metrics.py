@@ -34,7 +34,7 @@ class Counters(NamedTuple):
       absent: int32[R], syncs in which its weight was 0.
       displaced: int32[R], steps whose parameters were not those of the last step plus
         the updates that it returned.
-      checksum: uint32[R], of the parameters after the last step.
+      checksum: uint32[R], of the parameters after the last step; 0 is unknown.
       anchor_checksum: uint32[R], of each replica's copy of the anchor.
     """
 
@@ -130,7 +130,10 @@ def counted(
         zeroed=plus(counters.zeroed, seen.finite & outcome.zeroed),
         excluded=plus(counters.excluded, outcome.excluded),
         absent=plus(counters.absent, outcome.absent),
-        displaced=plus(counters.displaced, seen.checksum != counters.checksum),
+        displaced=plus(
+            counters.displaced,
+            (seen.checksum != counters.checksum) & (counters.checksum != 0),
+        ),
         checksum=checksum,
         anchor_checksum=jnp.where(
             fire, outcome.anchor_checksum, counters.anchor_checksum
@@ -266,7 +269,7 @@ def read(opt_state: Any, params: Any = None) -> Report:
         if any(counts):
             report[name] = counts
     own = np.atleast_1d(found.checksum)
-    if report["since"] and len(own) > 1 and len({*own.tolist()}) == 1:
+    if report["since"] and len(own) > 1 and len({*own.tolist()}) == 1 and own.any():
         report["alike"] = True
     if len({*np.atleast_1d(found.anchor_checksum).tolist()}) > 1:
         report["anchors_differ"] = True

@@ -1,11 +1,16 @@
 """Published methods as points in one space: inner optimizer, trigger, synchronizer.
 
 Each is a few lines of the parts, to be read as much as called. All return an optimizer
-of rows with state :class:`curvadion_jax.AdaptiveSyncState`. Learning rates are numbers
-or schedules; outer ones count syncs. `before`, `mesh` and `specs` are those of
-:func:`curvadion_jax.adaptive_sync`, and `dimension_numbers` and ``**dion_arguments``
-those of :func:`curvadion_jax.dion`.
+of rows with state :class:`curvadion_jax.AdaptiveSyncState`. These arguments mean the
+same in all of them:
+
+* `before`, `mesh`, `specs`: as for :func:`curvadion_jax.adaptive_sync`;
+* `dimension_numbers`, ``**dion_arguments``: as for :func:`curvadion_jax.dion`;
+* `weight_decay`: decoupled, times the learning rate; 0 by default;
+* learning rates: a number or a schedule of steps; outer ones of syncs.
 """
+
+from __future__ import annotations  # types by the names that they are written with
 
 from typing import Any
 
@@ -44,9 +49,32 @@ def synchronous_adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW on the mean gradient of every step: training on one big batch.
 
+    Args:
+      learning_rate: of all parameters.
+      b1, b2: decay rates of the two moments. 0.9 and 0.95 are usual for language
+        models; `optax.adamw` has 0.9 and 0.999.
+      weight_decay: of all parameters.
+      before, mesh, specs: see above.
+
+    Returns:
+      An optimizer of rows. All replicas stay equal.
+
     Example:
       >>> from curvadion_jax import replicas
-      >>> tx = synchronous_adamw(1e-3, mesh=replicas.simulated(2))
+      >>> mesh = replicas.simulated(2)
+      >>> tx = synchronous_adamw(0.1, mesh=mesh)
+      >>> params = replicas.replicate({"w": jnp.zeros(1)}, mesh)
+      >>> loss_fn = lambda params, x: jnp.sum((params["w"] - x) ** 2)
+      >>> differentiate = replicas.map(jax.value_and_grad(loss_fn), mesh)
+      >>> state, x = tx.init(params), jnp.array([1.0, 3.0])  # a number for each replica
+      >>> for step in range(3):
+      ...     loss, gradients = differentiate(params, x)
+      ...     updates, state = tx.update(gradients, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(f"{loss.mean():.2f}")
+      5.00
+      4.61
+      4.24
 
     References:
       Loshchilov and Hutter, `Decoupled Weight Decay Regularization
@@ -75,11 +103,35 @@ def synchronous_muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Muon on the mean gradient of every step: training on one big batch.
 
-    AdamW with `adam_learning_rate`, by default `learning_rate`, trains all others.
+    Args:
+      learning_rate: of the matrices.
+      momentum: decay rate, in [0, 1); a number or a schedule. 0.95 is Jordan et al.'s.
+      adam_learning_rate: of AdamW (b1 = 0.9, b2 = 0.95), which trains all other
+        parameters. None means `learning_rate`.
+      weight_decay: of the matrices.
+      dimension_numbers, before, mesh, specs: see above.
+
+    Returns:
+      An optimizer of rows. All replicas stay equal, and take the steps of
+      `optax.contrib.muon` with the mean gradient.
 
     Example:
       >>> from curvadion_jax import replicas
-      >>> tx = synchronous_muon(0.02, mesh=replicas.simulated(2))
+      >>> mesh = replicas.simulated(2)
+      >>> tx = synchronous_muon(0.5, mesh=mesh)
+      >>> params = replicas.replicate({"kernel": jnp.zeros((2, 2))}, mesh)
+      >>> target = jnp.array([2 * jnp.eye(2), 4 * jnp.eye(2)])  # one for each replica
+      >>> loss_fn = lambda params, x: jnp.mean((params["kernel"] - x) ** 2)
+      >>> differentiate = replicas.map(jax.value_and_grad(loss_fn), mesh)
+      >>> state, update = tx.init(params), jax.jit(tx.update)
+      >>> for step in range(3):
+      ...     loss, gradients = differentiate(params, target)
+      ...     updates, state = update(gradients, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(f"{loss.mean():.1f}")
+      5.0
+      3.5
+      2.3
 
     References:
       Jordan et al., `Muon <https://kellerjordan.github.io/posts/muon/>`_, 2024
@@ -106,6 +158,15 @@ def synchronous_dion(
     **dion_arguments: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Dion that averages its factors over the replicas on every step.
+
+    Args:
+      learning_rate: of the matrices.
+      dimension_numbers, before, mesh, specs: see above.
+      **dion_arguments: of :func:`curvadion_jax.dion`, such as `rank` (0.25 there),
+        `momentum` (0.95, the paper's) and `adam_learning_rate`.
+
+    Returns:
+      An optimizer of rows. Momenta differ between replicas, parameters do not.
 
     Example:
       >>> from curvadion_jax import replicas
@@ -137,11 +198,38 @@ def local_sgd(
     mesh: Replicas = None,
     specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """SGD with a local momentum; parameters are averaged every k steps.
+    """Local SGD: SGD with a local momentum; parameters are averaged every k steps.
+
+    Args:
+      learning_rate: of all parameters.
+      k: local steps per sync, at least 1. The paper's H; it is a free parameter there.
+      momentum: of each replica, in [0, 1), which syncs leave as it is. 0.9 is the usual
+        one; the paper's method has none (0).
+      before, mesh, specs: see above.
+
+    Returns:
+      An optimizer of rows. A sync sends float32 pseudo-gradients, 1/k of the bytes of
+      synchronous training.
+
+    Raises:
+      ValueError: if `k` is below 1.
 
     Example:
       >>> from curvadion_jax import replicas
-      >>> tx = local_sgd(0.1, k=10, mesh=replicas.simulated(2))
+      >>> mesh = replicas.simulated(2)
+      >>> tx = local_sgd(0.25, k=2, momentum=0.0, mesh=mesh)
+      >>> params = replicas.replicate({"w": jnp.zeros(1)}, mesh)
+      >>> state, x = tx.init(params), jnp.array([1.0, 3.0])  # a number for each replica
+      >>> loss_fn = lambda params, x: jnp.sum((params["w"] - x) ** 2)
+      >>> differentiate = replicas.map(jax.grad(loss_fn), mesh)
+      >>> for _ in range(4):
+      ...     updates, state = tx.update(differentiate(params, x), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(params["w"].ravel().tolist())
+      [0.5, 1.5]
+      [1.5, 1.5]
+      [1.25, 2.25]
+      [1.875, 1.875]
 
     References:
       Stich, `Local SGD Converges Fast and Communicates Little
@@ -168,11 +256,44 @@ def diloco(
     mesh: Replicas = None,
     specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """DiLoCo: local AdamW, and a Nesterov outer step every k steps.
+    """DiLoCo: AdamW locally, and an outer Nesterov step every `k` steps.
+
+    Each replica takes `k` AdamW steps (H in the paper). Then all replicas average their
+    pseudo-gradients in float32, without compression, and take the outer step.
+
+    Args:
+      learning_rate: of AdamW (b1 = 0.9, b2 = 0.95), for all parameters.
+      k: local steps per sync, at least 1. The paper used 500; 30 is the period of the
+        MuLoCo paper's comparisons, and sends 1/30 of the bytes of synchronous training.
+      outer_learning_rate: of the outer step; 0.7 is the paper's.
+      outer_momentum: Nesterov momentum of the outer step, in [0, 1); 0.9 is the
+        paper's.
+      weight_decay: of all parameters; the paper used 0.1.
+      before, mesh, specs: see above.
+
+    Returns:
+      An optimizer of rows.
+
+    Raises:
+      ValueError: if `k` is below 1.
 
     Example:
       >>> from curvadion_jax import replicas
-      >>> tx = diloco(1e-3, k=30, mesh=replicas.simulated(2))
+      >>> mesh = replicas.simulated(2)
+      >>> tx = diloco(0.1, k=2, mesh=mesh)
+      >>> params = replicas.replicate({"w": jnp.zeros(1)}, mesh)
+      >>> state, x = tx.init(params), jnp.array([1.0, 3.0])  # a number for each replica
+      >>> loss_fn = lambda params, x: jnp.sum((params["w"] - x) ** 2)
+      >>> differentiate = replicas.map(jax.value_and_grad(loss_fn), mesh)
+      >>> for step in range(4):
+      ...     loss, gradients = differentiate(params, x)
+      ...     updates, state = tx.update(gradients, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(f"loss {loss.mean():.2f}, {state.counters.syncs} syncs")
+      loss 5.00, 0 syncs
+      loss 4.61, 1 syncs
+      loss 4.01, 1 syncs
+      loss 3.67, 2 syncs
 
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023
@@ -204,11 +325,47 @@ def muloco(
 ) -> optax.GradientTransformationExtraArgs:
     """MuLoCo: DiLoCo with Muon as the inner optimizer, as in `optax.contrib.muon`.
 
-    AdamW with `adam_learning_rate`, by default `learning_rate`, trains all others.
+    Pseudo-gradients are sent in float32. In 2 bits, as in the paper's headline:
+    :func:`curvadion_jax.local_muon` with
+    ``synchronizer=reconcile(optax.sgd(0.7, 0.6, nesterov=True),
+    compressor=quantize(2))``.
+
+    Args:
+      learning_rate: of Muon, for the matrices.
+      k: local steps per sync, at least 1; 30 is the paper's.
+      outer_learning_rate, outer_momentum: of the outer Nesterov step; a number or a
+        schedule of syncs, and a number in [0, 1). The authors' values depend on the
+        number of replicas: 0.7 and 0.6 for one, 0.9 and 0.8 for eight, 1.0 and 0.9 for
+        sixteen (their configurations, read on 2026-11-27). The defaults are the first.
+      adam_learning_rate: of AdamW (b1 = 0.9, b2 = 0.95), which trains all other
+        parameters. None means `learning_rate`.
+      weight_decay: of the matrices.
+      dimension_numbers, before, mesh, specs: see above.
+
+    Returns:
+      An optimizer of rows. The local momentum is 0.95, as in `optax.contrib.muon`; the
+      authors' configurations have 0.9.
+
+    Raises:
+      ValueError: if `k` is below 1.
 
     Example:
       >>> from curvadion_jax import replicas
-      >>> tx = muloco(0.01, k=30, mesh=replicas.simulated(2))
+      >>> mesh = replicas.simulated(2)
+      >>> tx = muloco(0.5, k=2, mesh=mesh)
+      >>> params = replicas.replicate({"kernel": jnp.zeros((2, 2))}, mesh)
+      >>> target = jnp.array([2 * jnp.eye(2), 4 * jnp.eye(2)])  # one for each replica
+      >>> loss_fn = lambda params, x: jnp.mean((params["kernel"] - x) ** 2)
+      >>> differentiate = replicas.map(jax.value_and_grad(loss_fn), mesh)
+      >>> state, update = tx.init(params), jax.jit(tx.update)
+      >>> for step in range(3):
+      ...     loss, gradients = differentiate(params, target)
+      ...     updates, state = update(gradients, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(f"loss {loss.mean():.1f}, {state.counters.syncs} syncs")
+      loss 5.0, 0 syncs
+      loss 3.5, 1 syncs
+      loss 2.0, 1 syncs
 
     References:
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
@@ -255,13 +412,33 @@ def paper(
 
     Momentum m <- mu m + g without error feedback. If the relative momentum change of
     any layer exceeds `threshold`, a Dion step with the mean gradient; otherwise a plain
-    local gradient step with `local_learning_rate` (None for `learning_rate`), which
-    leaves Q as it is. Replicas drift apart; :func:`curvadion_jax.curvadion`
-    synchronises them.
+    local gradient step, which leaves Q as it is. Replicas drift apart;
+    :func:`curvadion_jax.curvadion` synchronises them.
+
+    The paper itself was read in part; the formula is that of `zij
+    <https://github.com/junaidaliop/zij>`_, docs/math/curvadion.
+
+    Args:
+      learning_rate: of the Dion steps.
+      threshold: RMMC above which all synchronise; a number or a schedule. 0.3 is one of
+        the authors' three (0.1, 0.3, 0.9); it depends on the batch size.
+      local_learning_rate: of the plain local steps; None means `learning_rate`.
+      dimension_numbers, before, mesh, specs: see above.
+      **dion_arguments: see above.
+
+    Returns:
+      An optimizer of rows. A sync sends all gradients in float32.
 
     Example:
       >>> from curvadion_jax import replicas
-      >>> tx = paper(0.01, threshold=0.2, mesh=replicas.simulated(2))
+      >>> mesh = replicas.simulated(2)
+      >>> tx = paper(0.01, threshold=0.5, mesh=mesh)
+      >>> params = {"kernel": jnp.ones((2, 8, 8))}  # two equal rows
+      >>> state, update = tx.init(params), jax.jit(tx.update)
+      >>> for _ in range(6):  # constant gradients: RMMC decreases
+      ...     updates, state = update(params, state, params)
+      >>> int(state.counters.syncs)
+      2
 
     References:
       Kumar, Jin and Quesnelle, `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
@@ -329,17 +506,37 @@ def authors_code(
     parameter whose M has a norm above 0.1. A sync averages full gradients; a local step
     is a full Dion step. Unlike in their training script, replicas do take local steps.
 
-    `other_optimizer` needs a momentum `mu`. None means `optax.lion` with the same
-    learning rate, b1 = 0.9, b2 = 0.95 and no weight decay: their optimizer's defaults,
-    which stay in force because it ignores the `betas` of their script.
+    Args:
+      learning_rate: of Dion, and of the default `other_optimizer`.
+      threshold: a number or a schedule. Their runs have 0.1, 0.3 and 0.9.
+      other_optimizer: trains all other parameters; it needs a momentum `mu`. None means
+        `optax.lion` with b1 = 0.9, b2 = 0.95 and no weight decay: their optimizer's
+        defaults, which stay in force because it ignores the `betas` of their script.
+      dimension_numbers, before, mesh, specs: see above.
+      **dion_arguments: see above.
+
+    Returns:
+      An optimizer of rows.
+
+    Raises:
+      ValueError: if `other_optimizer` keeps no momentum `mu`.
 
     Example:
       >>> from curvadion_jax import replicas
-      >>> tx = authors_code(0.01, threshold=0.2, mesh=replicas.simulated(2))
+      >>> mesh = replicas.simulated(2)
+      >>> tx = authors_code(0.01, threshold=0.3, mesh=mesh)
+      >>> params = {"kernel": jnp.ones((2, 8, 8)), "bias": jnp.ones((2, 8))}
+      >>> state, update = tx.init(params), jax.jit(tx.update)
+      >>> syncs = []
+      >>> for _ in range(4):  # the first step has no momentum to compare with
+      ...     updates, state = update(params, state, params)
+      ...     syncs.append(int(state.counters.syncs))
+      >>> syncs
+      [0, 1, 2, 3]
 
     References:
-      `Bhavkumar21/CurvaDion <https://github.com/Bhavkumar21/CurvaDion>`_,
-      optimizers/curvadion.py and train.py
+      `Bhavkumar21/CurvaDion <https://github.com/Bhavkumar21/CurvaDion>`_, commit
+      50dacf7, optimizers/curvadion.py and train.py
     """
     if other_optimizer is None:
         other_optimizer = optax.lion(learning_rate, b1=0.9, b2=0.95, weight_decay=0.0)

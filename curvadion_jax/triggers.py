@@ -19,6 +19,8 @@ from curvadion_jax import _arguments, _momentum, _partition, _trees
 
 # Not infinity, which `jax_debug_infs` would stop at.
 _LARGEST = float(jnp.finfo(jnp.float32).max)
+# Steps are counted in int32. A longer period does not come either.
+_LONGEST = 2**31 - 1
 # Largest denominator of `evenly`'s share, but for 1 / n: products stay within int32.
 _LARGEST_PERIOD = 2**15
 
@@ -124,13 +126,22 @@ def every_k(k: int) -> Trigger:
     Args:
       k: period in steps, at least 1.
 
+    Raises:
+      TypeError: if `k` is not a Python int.
+      ValueError: if `k` is below 1.
+
     Example:
       >>> trigger = every_k(30)
       >>> [1 + step for step in range(60) if trigger.due(Clock(step))]
       [30, 60]
     """
-    _arguments.check_int(k, "k")
+    k = _period(k)
     return Trigger(due=lambda clock: (clock.steps + 1) % k == 0)
+
+
+def _period(k: Any) -> int:
+    _arguments.check_int(k, "k")
+    return min(k, _LONGEST)
 
 
 def evenly(rate: float) -> Trigger:
@@ -149,6 +160,10 @@ def evenly(rate: float) -> Trigger:
       rate: share, in (0, 1], of the bytes of synchronous training, an all-reduce of
         all gradients in float32 on every step. A Python number, so static under
         `optax.inject_hyperparams`.
+
+    Raises:
+      TypeError: if `rate` is traced.
+      ValueError: if `rate` is not in (0, 1].
 
     Example:
       >>> trigger = evenly(0.8)  # a sync sends twice the gradients: 2 / 0.8 steps
@@ -173,7 +188,7 @@ def _share(rate: float, cost: float) -> fractions.Fraction:
         return fractions.Fraction(1)
     share = fractions.Fraction(float(rate) / cost)
     if share < fractions.Fraction(1, _LARGEST_PERIOD):
-        return fractions.Fraction(1, min(math.ceil(1 / share), 2**31 - 1))
+        return fractions.Fraction(1, min(math.ceil(1 / share), _LONGEST))
     return share.limit_denominator(_LARGEST_PERIOD)
 
 
@@ -232,6 +247,10 @@ def budget(
       The trigger, with :class:`BudgetState`. Where the rate or the cost changes, as
       after a restart, counting starts anew.
 
+    Raises:
+      ValueError: if `rate`, `ahead` or `behind` is out of range, or `of` goes by the
+        step number, such as `every_k`.
+
     References:
       Robbins and Monro, `A Stochastic Approximation Method
       <https://doi.org/10.1214/aoms/1177729586>`_, 1951
@@ -285,12 +304,16 @@ def at_least_every(trigger: Trigger, k: int) -> Trigger:
       trigger: one that measures something.
       k: largest number of steps from one sync to the next, at least 1.
 
+    Raises:
+      TypeError: if `k` is not a Python int.
+      ValueError: if `k` is below 1, or `trigger` goes by the step number.
+
     Example:
       >>> trigger = at_least_every(relative_momentum_change(0.3), 50)
       >>> trigger.decide(Clock(since=49), False, ())[0]
       True
     """
-    _arguments.check_int(k, "k")
+    k = _period(k)
     _look_of(trigger, "at_least_every")
 
     def decide(clock, requested, state):
@@ -310,12 +333,16 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
       trigger: one that measures something.
       k: number of steps from one vote to the next, at least 1.
 
+    Raises:
+      TypeError: if `k` is not a Python int.
+      ValueError: if `k` is below 1, or `trigger` goes by the step number.
+
     Example:
       >>> trigger = at_intervals(relative_momentum_change(0.3), 4)
       >>> [1 + step for step in range(12) if trigger.due(Clock(step))]
       [4, 8, 12]
     """
-    _arguments.check_int(k, "k")
+    k = _period(k)
     look_of = _look_of(trigger, "at_intervals")
 
     def init(params, inner_state):

@@ -2,8 +2,11 @@
 
 import ast
 import inspect
+import os
 import re
+import shutil
 import textwrap
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -29,6 +32,26 @@ html_theme = "furo"
 html_title = f"{project} {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_favicon = "_static/favicon.svg"
+html_theme_options: dict[str, Any] = {
+    "light_css_variables": {
+        "color-brand-primary": "#1f77b4",
+        "color-brand-content": "#1f77b4",
+    },
+    "dark_css_variables": {
+        "color-brand-primary": "#6db3e8",
+        "color-brand-content": "#6db3e8",
+    },
+}
+# The address of the repository, such as https://github.com/owner/name; the workflow
+# that publishes the site sets it. Without it links to files are plain text.
+REPOSITORY = os.environ.get("DOCS_REPOSITORY", "").rstrip("/")
+if REPOSITORY:
+    html_theme_options |= {
+        "source_repository": REPOSITORY,
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }
 # Dashes only: curly quotes would spoil code in prose.
 smartquotes_action = "D"
 
@@ -42,6 +65,9 @@ napoleon_attr_annotations = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 myst_heading_anchors = 3
+myst_enable_extensions = ["deflist"]
+# Pages of the repository have headings of all levels, and lists of other renderers.
+suppress_warnings = ["myst.header"]
 
 # In a docstring, single backticks are code; a name of the library becomes a link.
 default_role = "py:obj"
@@ -54,7 +80,7 @@ nitpick_ignore_regex = [
     # The same, imported by their names.
     ("py:class", r"Any|AxisType|Callable|Iterable|Mapping|Mesh|Sequence"),
     # Aliases, and what only a Group shows.
-    ("py:class", r"Views|(curvadion_jax\._layout\.)?Layout"),
+    ("py:class", r"Views|Replicas|Simulated|Costs|(curvadion_jax\._layout\.)?Layout"),
 ]
 
 
@@ -109,18 +135,83 @@ def _resolve(
     )
 
 
-def _files(app: Sphinx, name: str, source: list[str]) -> None:
-    """Links to files that are no pages get MyST's word for them.
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+# Pages of the repository that the site shows, in docs/repository.
+MIRRORED = ("benchmarks/**/*.md", "examples/**/*.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
-    In the source they are plain, so that they work where the Markdown is read. There is
-    no place inside of such a file to link to.
+
+def _mirror(app: Sphinx) -> None:
+    """Copies pages of the repository beside those of the site, with their pictures."""
+    del app
+    target = HERE / "repository"
+    pages = {page for pattern in MIRRORED for page in ROOT.glob(pattern)}
+    for page in sorted(pages):
+        text = page.read_text("utf-8")
+
+        def link(found: re.Match[str], page: Path = page) -> str:
+            return _link(found, page.parent, pages)
+
+        text = re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", link, text)
+        copy = target / page.relative_to(ROOT)
+        text = f"---\norphan: true\n---\n\n{text}"
+        if not copy.is_file() or copy.read_text("utf-8") != text:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(text, "utf-8")
+
+
+def _link(found: re.Match[str], folder: Path, pages: set[Path]) -> str:
+    """A link of a page of the repository, as its copy or a page of the site has it."""
+    picture, text, address = found.groups()
+    path, _, anchor = address.partition("#")
+    if not path or re.match(r"\w+:", path):
+        return found[0]
+    file = (folder / path).resolve()
+    copied = HERE / "repository" / folder.relative_to(ROOT)
+    anchor = f"#{anchor}" if anchor else ""
+    if picture:
+        place = HERE / "repository" / file.relative_to(ROOT)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, place)
+        return found[0]
+    if file.is_dir() and (file / "README.md") in pages:
+        file = file / "README.md"
+    if file in pages:
+        place = HERE / "repository" / file.relative_to(ROOT)
+    elif file.is_relative_to(HERE) and file.suffix in (".md", ".rst"):
+        place = file
+    else:
+        return _of_repository(text, file)
+    return f"[{text}]({os.path.relpath(place, copied)}{anchor})"
+
+
+def _of_repository(text: str, file: Path) -> str:
+    """A link to a file that is no page."""
+    path = file.relative_to(ROOT)
+    return f"[{text}]({REPOSITORY}/blob/main/{path})" if REPOSITORY else text
+
+
+def _files(app: Sphinx, name: str, source: list[str]) -> None:
+    """Leads links out of docs/ to the copies of these pages, or to the repository.
+
+    In the source they are relative, so that they work where the Markdown is read.
     """
-    del app, name
-    link = r"(?<!!)(\[[^\]]*\]\()(\.\./[^)#]*|\w+\.ipynb)(#[^)]*)?\)"
-    source[0] = re.sub(link, r"\1path:\2)", source[0])
+    if name.startswith("repository/"):
+        return
+    pages = {page for pattern in MIRRORED for page in ROOT.glob(pattern)}
+
+    def link(found: re.Match[str]) -> str:
+        text, path, anchor = found.groups()
+        file = (HERE / path).resolve()
+        if file in pages:
+            return f"[{text}](repository/{file.relative_to(ROOT)}{anchor or ''})"
+        return _of_repository(text, file)
+
+    source[0] = re.sub(r"(?<!!)\[([^\]]*)\]\((\.\./[^)#]*)(#[^)]*)?\)", link, source[0])
 
 
 def setup(app: Sphinx) -> None:
+    app.connect("builder-inited", _mirror)
     app.connect("source-read", _files)
     app.connect("autodoc-process-signature", _signature)
     app.connect("missing-reference", _resolve)

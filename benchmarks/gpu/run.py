@@ -8,8 +8,8 @@ Every measurement is a process of its own, since a device's peak of memory is th
 process, and goes to `results.jsonl` at once; what is there is not run again. One that
 fails, as for want of memory, is noted with its error. The models are those of
 `optimizer_speed.py` with embedding and head, float32, all layers at `160m` and one at
-`1b`. A step takes given gradients to new parameters under `replicas.step`, one replica
-on the device, with donated state:
+`1b`. A step takes given gradients to new parameters, one replica on the device (a mesh
+of it), with donated state:
 
 * *first step*: seconds to trace, lower and compile; of a sync too, where that is a
   program of its own.
@@ -40,11 +40,12 @@ import jax.numpy as jnp
 import optax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import measuring
 import optimizer_speed
 
 import curvadion_jax as cd
 
-AXIS, RATE = cd.replicas.AXIS, 0.01
+RATE = 0.01
 RESULTS = Path(__file__).with_name("results.jsonl")
 LAYERS = {"tiny": 2, "160m": 12, "1b": 1}
 RANKS = (0.5, 0.25, 0.125, 0.0625)
@@ -55,19 +56,23 @@ HEADER = [
 ]
 
 
-def methods(numbers: Any) -> dict[str, Callable[[], optax.GradientTransformation]]:
+def methods(numbers: Any, mesh: Any) -> dict[str, Callable[[], Any]]:
     """What is measured, by its name in the table."""
     muon = {"muon_weight_dimension_numbers": numbers}
+    ours = {"mesh": mesh, "dimension_numbers": numbers}
+
+    def bare(tx):
+        return cd.replicas.lift(tx, mesh)
+
     dions = {
-        optimizer_speed.dion_name(rank): lambda rank=rank: cd.dion(
-            RATE, rank, dimension_numbers=numbers
+        optimizer_speed.dion_name(rank): lambda rank=rank: bare(
+            cd.dion(RATE, rank, dimension_numbers=numbers)
         )
         for rank in RANKS
     }
-    ours = {"axis_name": AXIS, "dimension_numbers": numbers}
     return {
-        "AdamW": lambda: optax.adamw(RATE),
-        "Muon": lambda: optax.contrib.muon(RATE, **muon),
+        "AdamW": lambda: bare(optax.adamw(RATE)),
+        "Muon": lambda: bare(optax.contrib.muon(RATE, **muon)),
         "`local_muon`": lambda: cd.local_muon(RATE, **ours),
         "`curvadion`": lambda: cd.curvadion(RATE, threshold=0.0, **ours),
         "`curvadion`, rank 1/4": lambda: cd.curvadion(
@@ -91,28 +96,23 @@ def matrices_of(model: str) -> Any:
 
 def measure(model: str, method: str, seconds: float) -> dict[str, Any]:
     """One line of the results."""
-    tx = methods(matrices_of(model))[method]()
     mesh = cd.replicas.make_mesh(1)
-    params = optimizer_speed.normal(shapes(model), seed=0)
-    size = sum(x.nbytes for x in params.values())
-
-    def train(state, gradients, **known):
-        params, opt_state = state
-        gradients = jax.tree.map(lambda g: g[0], gradients)
-        updates, opt_state = tx.update(gradients, opt_state, params, **known)
-        return (optax.apply_updates(params, updates), opt_state), {}
-
-    state = cd.replicas.replicate((params, tx.init(params)), mesh)
-    gradients = cd.replicas.replicate(
-        optimizer_speed.normal(shapes(model), seed=1), mesh
+    tx = methods(matrices_of(model), mesh)[method]()
+    rows = lambda seed: cd.replicas.replicate(
+        optimizer_speed.normal(shapes(model), seed), mesh
     )
+    params = rows(0)
+    size = sum(x.nbytes for x in params.values())
+    state, gradients = (params, tx.init(params)), rows(1)
     del params
     row: dict[str, Any] = {"model": model, "method": method}
-    known = [{}]
+    known: dict[str, bool | None] = {"step": None}
     if isinstance(state[1], cd.AdaptiveSyncState):
-        known = [{"due": False}, {"due": True}]
-    for options, name in zip(known, ("step", "sync"), strict=False):
-        step = cd.replicas.step(lambda s, g, o=options: train(s, g, **o), mesh)
+        known = {"step": False, "sync": True}
+    for name, due in known.items():
+        step = measuring.train_step(
+            tx, lambda _, gradients: gradients, mesh, **measuring.known(due)
+        )
         start = time.perf_counter()
         compiled = step.lower(state, gradients).compile()
         row[f"first_{name}"] = time.perf_counter() - start
@@ -132,7 +132,7 @@ def steps_take(compiled: Any, state: Any, gradients: Any, seconds: float):
         jax.block_until_ready(state)
         start = time.perf_counter()
         for _ in range(AT_ONCE):
-            state, _ = compiled(state, gradients)
+            state = compiled(state, gradients)
         jax.block_until_ready(state)
         taken.append((time.perf_counter() - start) / AT_ONCE)
     return state, statistics.median(taken[1:])
@@ -213,7 +213,7 @@ def main() -> None:
         return
     end = time.monotonic() + options.limit
     for model in () if options.table else options.models.split(","):
-        for method in methods(matrices_of(model)):
+        for method in methods(matrices_of(model), None):
             there = (model, method) in stored(options.results)
             if there or options.only not in method or time.monotonic() > end:
                 continue

@@ -53,12 +53,13 @@ def text_of(path: Path | None) -> data.Corpus:
 def profile(text: data.Corpus, size: Size, folder: Path) -> None:
     """Traces eight steps of `local_muon`; the seventh synchronises."""
     run = Run(LOCAL_MUON, RATE, 0, 100)
-    _, step, training, batches = simulate.begin(run, text, size)
-    training = jax.block_until_ready(step(*training, batches.of(0)))  # compiled
+    training = simulate.begin(run, text, size)
+    step, batches = training.step, training.batches
+    state = jax.block_until_ready(step(*training.state, batches.of(0)))  # compiled
     with jax.profiler.trace(str(folder)):
         for number in range(1, 9):
             with jax.profiler.StepTraceAnnotation("step", step_num=number):
-                training = jax.block_until_ready(step(*training, batches.of(number)))
+                state = jax.block_until_ready(step(*state, batches.of(number)))
 
 
 def main() -> None:

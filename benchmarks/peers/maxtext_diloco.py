@@ -52,7 +52,7 @@ class Theirs:
         theirs = importlib.import_module("maxtext.trainers.diloco.diloco")
         states = importlib.import_module("maxtext.common.train_state_nnx")
         config = types.SimpleNamespace(
-            num_diloco_replicas=race.REPLICAS,
+            num_diloco_replicas=task.mesh.replicas,
             diloco_sync_period=PERIOD,
             diloco_outer_lr=OUTER_RATE,
             diloco_outer_momentum=OUTER_MOMENTUM,
@@ -93,7 +93,7 @@ class Theirs:
 def _ours(task: race.Task) -> race.Ours:
     rate = simulate.schedule(RATE, task.steps)
     values = PERIOD, OUTER_RATE, OUTER_MOMENTUM
-    return race.Ours(task, cd.presets.diloco(rate, *values, axis_name=race.AXIS))
+    return race.Ours(task, cd.presets.diloco(rate, *values, mesh=task.mesh))
 
 
 def _trainers(task: race.Task, options: argparse.Namespace) -> dict[str, race.Trainer]:

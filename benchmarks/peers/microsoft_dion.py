@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import layouts
 import numpy as np
-import optax
 import race
 import simulate
 
@@ -72,7 +71,7 @@ class Theirs:
     def _everywhere(self) -> None:
         arrays = {n: p.detach().numpy() for n, p in self._parameters.items()}
         tree = layouts.join(arrays, self._task.params)
-        self.params = simulate.on_replicas(tree)
+        self.params = cd.replicas.replicate(tree, self._task.mesh)
 
     def step(self, number: int, batch: np.ndarray) -> None:
         """A step of all replicas together."""
@@ -98,9 +97,10 @@ def _trainers(task: race.Task, options: argparse.Namespace) -> dict[str, race.Tr
         simulate.schedule(RATE, task.steps),
         rank=1.0,
         momentum=MOMENTUM,
-        axis_name=race.AXIS,
+        mesh=task.mesh,
     )
-    q = _first_q(optax.tree.get(tx.init(task.params), "dion_q"))
+    rows = cd.replicas.replicate(task.params, task.mesh)
+    q = _first_q(tx.init(rows).common[0])
     ours, theirs = race.Ours(task, tx), Theirs(task, options.dion, q)
     if options.nudged:
         nudged = race.Ours(task, tx, nudge=True)

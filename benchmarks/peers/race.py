@@ -31,8 +31,9 @@ import model  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 import simulate  # noqa: E402
-from rows import AXIS  # noqa: E402
-from simulate import REPLICAS, Size  # noqa: E402
+from simulate import Size  # noqa: E402
+
+import curvadion_jax as cd  # noqa: E402
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 SIZES = {"test": Size(1, 16, 1, 16, 2, 8), "cpu": Size(2, 64, 2, 64, 16)}
@@ -44,13 +45,15 @@ class Task:
 
     Attributes:
         seed, steps: Of the run.
+        mesh: Of the replicas, which share a device.
         params: What every replica starts with.
-        gradients: (parameters, batch) -> gradients, all with a leading replica axis.
+        gradients: (parameters, batch) -> gradients, all of them rows.
         loss: Held-out loss of the mean of all replicas' parameters.
     """
 
     def __init__(self, seed: int, steps: int, size: Size, corpus: data.Corpus):
         self.seed, self.steps = seed, steps
+        self.mesh = cd.replicas.simulated(size.replicas)
         shape = (size.layers, size.width, size.heads)
         gpt = model.GPT(corpus.vocabulary, *shape, unroll=size.layers)
         self.params = simulate.parameters(gpt, seed)
@@ -66,7 +69,7 @@ class Task:
 class Trainer(Protocol):
     """An optimizer with the parameters of all replicas."""
 
-    params: Any  # with a leading replica axis
+    params: Any  # rows
 
     def step(self, number: int, batch: np.ndarray) -> None:
         """A step of every replica, the steps counted from 1."""
@@ -74,7 +77,7 @@ class Trainer(Protocol):
 
 
 class Ours:
-    """An optimizer of this library over the axis `AXIS`.
+    """An optimizer of this library for the mesh of the task.
 
     Args:
         task: The task.
@@ -88,13 +91,11 @@ class Ours:
         params = task.params
         if nudge:
             params = jax.tree.map(lambda x: x * np.float32(1 + 2.0**-23), params)
-        start = (params, tx.init(params))
-        self.params, self._state = simulate.on_replicas(start)
+        self.params = cd.replicas.replicate(params, task.mesh)
+        self._state = tx.init(self.params)
 
         def step(params, state, batch):
-            updates, state = jax.vmap(tx.update, axis_name=AXIS)(
-                task.gradients(params, batch), state, params
-            )
+            updates, state = tx.update(task.gradients(params, batch), state, params)
             return optax.apply_updates(params, updates), state
 
         self._step = jax.jit(step, donate_argnums=(0, 1))
@@ -189,7 +190,7 @@ def main(
             "seed": seed,
             "steps": options.steps,
             "until": options.until or options.steps,
-            "replicas": REPLICAS,
+            "replicas": task.mesh.replicas,
             **race(task, trainers(task, options), options.until),
             "versions": {name: importlib.metadata.version(name) for name in packages},
             "python": platform.python_version(),

@@ -23,13 +23,16 @@ import optax
 import study
 from simulate import Run, Size, begin, evaluation
 
+import curvadion_jax as cd
+
 
 def main() -> None:
     method, seed = sys.argv[1], int(sys.argv[2])
     rate = study.best_rate(study.read(), method) or 0.0
     text, size = data.load(str(corpus.TEXT)), Size(evaluation=256)
     run = Run(method, rate, seed, study.STEPS)
-    gpt, step, training, batches = begin(run, text, size)
+    training = begin(run, text, size)
+    gpt, state = training.gpt, training.state
     evaluate, held_out = evaluation(gpt, size, text), text.validation[0]
     starts = np.random.default_rng(5).integers(0, held_out.size - 65, 256)
     once = held_out[starts[:, None] + np.arange(64)].astype(np.int32)
@@ -37,15 +40,15 @@ def main() -> None:
 
     @jax.jit
     def copied(params):
-        mean = jax.tree.map(lambda x: jnp.mean(x, axis=0), params)
+        mean = cd.replicas.consensus(params)
         logits = gpt.apply({"params": mean}, twice[:, :-1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, twice[:, 1:])
         return losses[:, 8:63].mean() - losses[:, 72:127].mean()
 
     for number in range(1, study.STEPS // 2 + 1):
-        training = step(*training, batches.of(number - 1))
+        state = training.step(*state, training.batches.of(number - 1))
         if number % 20 == 0:
-            loss, gain = evaluate(training[0]), float(copied(training[0]))
+            loss, gain = evaluate(state[0]), float(copied(state[0]))
             print(f"{number} {loss:.4f} {gain:.3f}", flush=True)
 
 

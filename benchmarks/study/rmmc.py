@@ -40,16 +40,8 @@ import model
 import numpy as np
 import optax
 import scipy.stats
-from rows import AXIS, CURVADION, METHODS
-from simulate import (
-    REPLICAS,
-    Batches,
-    Size,
-    gradients_of,
-    on_replicas,
-    parameters,
-    transformer,
-)
+from rows import CURVADION, METHODS
+from simulate import Batches, Size, gradients_of, parameters, transformer
 
 import curvadion_jax as cd
 
@@ -140,30 +132,32 @@ def _is_matrix(params: Any) -> list[bool]:
 def whole(text: data.Corpus, steps: int, size: Size) -> Any:
     """What there is to see on each step of a run of `curvadion`."""
     gpt = transformer(size, text)
-    params = parameters(gpt, 0)
+    mesh = cd.replicas.simulated(size.replicas)
+    params = cd.replicas.replicate(parameters(gpt, 0), mesh)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 0.04, steps // 10, steps, 0.002)
-    tx = METHODS[CURVADION](schedule, steps, params)
+    tx = METHODS[CURVADION](schedule, steps, mesh)
     loss = functools.partial(model.next_token_loss, gpt)
 
     @jax.jit
     def step(params, state, batch):
         gradients = gradients_of(gpt, params, batch)
-        updates, state = jax.vmap(tx.update, axis_name=AXIS)(gradients, state, params)
+        updates, state = tx.update(gradients, state, params)
         mean = jax.tree.map(lambda x: jnp.mean(x, axis=0), gradients)
         inside = optax.tree.norm(optax.tree.sub(gradients, mean), squared=True)
-        variance = inside / (REPLICAS - 1)
-        signal = optax.tree.norm(mean, squared=True) - variance / REPLICAS
+        variance = inside / (size.replicas - 1)
+        signal = optax.tree.norm(mean, squared=True) - variance / size.replicas
         noise = size.sequences * size.length * variance / signal
         first, along = jax.tree.map(lambda x: x[0], (params, updates))
         _, turned = jax.jvp(lambda p: jax.grad(loss)(p, batch[0]), (first,), (along,))
         curvature = optax.tree.vdot(along, turned) / optax.tree.norm(
             along, squared=True
         )
-        metrics = jax.tree.map(lambda x: x[0], state.metrics)
-        seen = (metrics.value, metrics.threshold, metrics.synced, noise, curvature)
+        counters = state.counters
+        value, synced = jnp.max(counters.value), counters.since == 0
+        seen = (value, counters.threshold, synced, noise, curvature)
         return optax.apply_updates(params, updates), state, seen
 
-    training = on_replicas((params, tx.init(params)))
+    training = params, tx.init(params)
     first, second = _halves(text)
     names = ("rmmc", "threshold", "synced", "noise", "curvature")
     rows: dict[str, list[float]] = {name: [] for name in (*names, "rate")}

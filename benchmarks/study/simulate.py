@@ -1,9 +1,8 @@
 """One run, its replicas simulated on one device.
 
-Gradients are taken replica by replica, and the optimizer runs under `vmap` with the
-replica axis's name: its collectives compute there what they compute between devices,
-and the bytes are those of its counters. A small model trains so several times faster
-than on as many CPU devices, and one process of it fills one core.
+The optimizer has ``mesh=cd.replicas.simulated(8)``, so rows are ordinary arrays, and
+the bytes are those of its counters. A small model trains so several times faster than
+on as many CPU devices, and one process of it fills one core.
 """
 
 import dataclasses
@@ -12,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import data
 import jax
@@ -19,11 +19,10 @@ import jax.numpy as jnp
 import model
 import numpy as np
 import optax
-from rows import AXIS, METHODS
+from rows import METHODS
 
 import curvadion_jax as cd
 
-REPLICAS = 8
 KEPT_EVERY = 120.0  # seconds between the copies that a stopped run resumes from
 _WARMUP, _LAST_RATE = 0.05, 0.05
 
@@ -34,11 +33,15 @@ class Size:
 
     Attributes:
         layers, width, heads: The model's size.
-        length: Tokens of a sequence.
-        sequences: Sequences of a replica and step.
+        length: Tokens in a sequence.
+        sequences: Sequences per replica and step.
         evaluation: Held-out sequences in an evaluation.
         at_once: Whether the replicas' gradients are taken together, which suits small
             models on accelerators, or one by one.
+        replicas: Their number.
+        half: Whether activations are bfloat16 too, and not products alone.
+        attention: Implementation of `jax.nn.dot_product_attention`; "cudnn" needs
+            `half`, and the empty name leaves it to JAX.
     """
 
     layers: int = 4
@@ -48,6 +51,9 @@ class Size:
     sequences: int = 16
     evaluation: int = 1024
     at_once: bool = False
+    replicas: int = 8
+    half: bool = False
+    attention: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,50 +68,88 @@ class Run:
 
 
 def simulate(
-    run: Run, corpus: data.Corpus, folder: Path, size: Size = Size()
-) -> dict[str, Any]:
-    """Trains, and returns what there is to say about it, ready for JSON.
+    run: Run,
+    corpus: data.Corpus,
+    folder: Path,
+    size: Size = Size(),
+    stopped: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
+    """Trains, and returns the run's results, ready for JSON; None if it was stopped.
 
     `loss` is that of the mean of the replicas after the last step, in nats a token,
     `curve` that after each quarter; `bytes` and `synchronous_bytes` are those of
-    `curvadion_jax.metrics.read`. The run is kept in `folder` every two minutes, and
-    resumes from there; the caller removes it when it has the result.
+    `curvadion_jax.metrics.read`. The run is kept in `folder` every two minutes and when
+    `stopped` says so, and resumes from there; the caller removes it when it has the
+    result.
     """
-    gpt, step, training, batches = begin(run, corpus, size)
-    evaluate = evaluation(gpt, size, corpus)
+    training = begin(run, corpus, size)
+    state, batches, step = training.state, training.batches, training.step
+    evaluate = evaluation(training.gpt, size, corpus)
     done, curve = 0, {}
     if cd.checkpoint.latest_step(folder) is not None:
-        training = cd.checkpoint.restore(folder, training)
+        state = cd.checkpoint.restore(folder, state)
         kept = cd.checkpoint.read_extra(folder)
         done, curve = kept["step"], kept["curve"]
-    kept_at = time.monotonic()
+    kept_at, began = time.monotonic(), None
     while done < run.steps:
-        training = jax.block_until_ready(step(*training, batches.of(done)))
+        state = jax.block_until_ready(step(*state, batches.of(done)))
         done += 1
+        began = began or (time.monotonic(), done)  # after the step that compiles
         if done % max(1, run.steps // 4) == 0 or done == run.steps:
-            curve[str(done)] = evaluate(training[0])
-        if time.monotonic() - kept_at >= KEPT_EVERY:
+            curve[str(done)] = evaluate(state[0])
+        last = stopped() and done < run.steps
+        if last or time.monotonic() - kept_at >= KEPT_EVERY:
             extra = {"step": done, "curve": curve}
-            cd.checkpoint.save(folder, done, training, keep=1, extra=extra)
+            cd.checkpoint.save(folder, done, state, keep=1, extra=extra)
             kept_at = time.monotonic()
-    params, state = training
-    sent = cd.metrics.read(state)
+        if last:
+            return None
+    params, opt_state = state
+    sent = cd.metrics.read(opt_state)
     return {
         "loss": curve[str(run.steps)],
         "curve": curve,
         **{key: sent[key] for key in ("syncs", "bytes", "synchronous_bytes")},
         "divergence": float(cd.replicas.divergence(params)),
-    }
+    } | _speed(began, done, size)
 
 
-def begin(run: Run, corpus: data.Corpus, size: Size) -> tuple[Any, ...]:
-    """Model, step, parameters with optimizer state of all replicas, and batches."""
+def _speed(began: tuple[float, int] | None, done: int, size: Size) -> dict[str, float]:
+    """Tokens a second of all replicas since the first step of this process."""
+    if began is None or done == began[1]:
+        return {}
+    start, first = began
+    tokens = (done - first) * size.replicas * size.sequences * size.length
+    return {"tokens_a_second": round(tokens / (time.monotonic() - start))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What a run begins with.
+
+    Attributes:
+        gpt: The model.
+        step: (parameters, optimizer state, batch) -> the next parameters and state, all
+            of them rows.
+        state: Parameters and optimizer state.
+        batches: What the replicas see.
+    """
+
+    gpt: model.GPT
+    step: Callable[..., tuple[Any, Any]]
+    state: tuple[Any, Any]
+    batches: "Batches"
+
+
+def begin(run: Run, corpus: data.Corpus, size: Size) -> Training:
+    """Model, step, rows of parameters and optimizer state, and batches."""
+    mesh = cd.replicas.simulated(size.replicas)
     gpt = transformer(size, corpus)
-    params = parameters(gpt, run.seed)
-    tx = METHODS[run.method](schedule(run.rate, run.steps), run.steps, params)
-    training = on_replicas((params, tx.init(params)))
-    step = train_step(gpt, tx, size.at_once)
-    return gpt, step, training, Batches(corpus, run.seed, size)
+    tx = METHODS[run.method](schedule(run.rate, run.steps), run.steps, mesh)
+    params = cd.replicas.replicate(parameters(gpt, run.seed), mesh)
+    state = params, tx.init(params)
+    step = train_step(gpt, tx, size)
+    return Training(gpt, step, state, Batches(corpus, run.seed, size))
 
 
 def schedule(peak: float, steps: int) -> optax.Schedule:
@@ -127,12 +171,13 @@ class Batches:
 
     def of(self, step: int) -> np.ndarray:
         """Those of a step, int32 [replicas, sequences, length + 1]."""
-        number, length = REPLICAS * self._size.sequences, self._size.length
+        replicas, length = self._size.replicas, self._size.length
+        number = replicas * self._size.sequences
         windows = self._order[step * number : (step + 1) * number]
         if len(windows) < number:
             raise ValueError(f"The text ends at step {step}.")
         places = windows[:, None] * length + np.arange(length + 1)
-        return self._text[places].astype(np.int32).reshape(REPLICAS, -1, length + 1)
+        return self._text[places].astype(np.int32).reshape(replicas, -1, length + 1)
 
 
 def transformer(size: Size, corpus: data.Corpus) -> model.GPT:
@@ -141,7 +186,8 @@ def transformer(size: Size, corpus: data.Corpus) -> model.GPT:
         corpus.vocabulary,
         *(size.layers, size.width, size.heads),
         unroll=size.layers,
-        dot_general=product,
+        dtype=jnp.bfloat16 if size.half else jnp.float32,
+        dot_general=None if size.half else product,
     )
 
 
@@ -182,31 +228,41 @@ def parameters(gpt: model.GPT, seed: int) -> Any:
     return jax.jit(gpt.init)(jax.random.key(seed), tokens)["params"]
 
 
-def on_replicas(tree: Any) -> Any:
-    """A tree with a leading axis of equal copies."""
-    return jax.tree.map(
-        lambda x: jnp.array(jnp.broadcast_to(x, (REPLICAS, *x.shape))), tree
-    )
-
-
 def gradients_of(
-    gpt: model.GPT, params: Any, batch: jax.Array, at_once: bool = False
+    gpt: model.GPT, params: Any, batch: jax.Array, size: Size = Size()
 ) -> Any:
     """Each replica's gradient on its part of the batch."""
     of_batch = jax.grad(functools.partial(model.next_token_loss, gpt))
-    if at_once:
-        return jax.vmap(of_batch)(params, batch)
+    if size.attention:
+        of_batch = _with_attention(of_batch, size.attention)
+    if size.at_once:
+        return cd.replicas.map(of_batch, cd.replicas.simulated(len(batch)))(
+            params, batch
+        )
     return jax.lax.map(lambda of_one: of_batch(*of_one), (params, batch))
 
 
+def _with_attention(function: Callable, implementation: str) -> Callable:
+    """The function, traced with this implementation of attention."""
+    attention = functools.partial(
+        jax.nn.dot_product_attention, implementation=implementation
+    )
+
+    def run(*arguments):
+        with mock.patch.object(jax.nn, "dot_product_attention", attention):
+            return function(*arguments)
+
+    return run
+
+
 def train_step(
-    gpt: model.GPT, tx: optax.GradientTransformationExtraArgs, at_once: bool = False
+    gpt: model.GPT, tx: optax.GradientTransformationExtraArgs, size: Size = Size()
 ) -> Callable[..., tuple[Any, Any]]:
     """A function from parameters, state and batch of all replicas to the next ones."""
 
     def step(params, state, batch):
-        gradients = gradients_of(gpt, params, batch, at_once)
-        updates, state = jax.vmap(tx.update, axis_name=AXIS)(gradients, state, params)
+        gradients = gradients_of(gpt, params, batch, size)
+        updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
     return jax.jit(step, donate_argnums=(0, 1))
@@ -219,7 +275,7 @@ def evaluation(gpt: model.GPT, size: Size, corpus: data.Corpus) -> Callable:
     loss = jax.jit(functools.partial(model.next_token_loss, gpt))
 
     def evaluate(params) -> float:
-        mean = jax.tree.map(lambda x: jnp.mean(x, axis=0), params)
+        mean = cd.replicas.consensus(params)
         return float(np.mean([loss(mean, part) for part in parts]))
 
     return evaluate

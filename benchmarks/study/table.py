@@ -17,7 +17,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import measuring
 import study
-from rows import METHODS, MUON
+from rows import (
+    ADAMW,
+    BEST_MUON,
+    CURVADION,
+    DILOCO,
+    LARGE_BATCH,
+    LOCAL_MUON,
+    METHODS,
+    MULOCO,
+    MUON,
+)
 from simulate import Run
 
 
@@ -73,41 +83,90 @@ def steps_to(wanted: float, short: float, long: float) -> float:
     return (wanted / long) ** (1 / slope)
 
 
+def share_of_steps(
+    results: study.Results, method: str, against: str, steps: int
+) -> list[float]:
+    """Percent of the steps at which another method would end at this one's loss.
+
+    Of every seed; nothing where that is below a quarter of the steps, at which the
+    other method was not trained.
+    """
+    rows = by_seed(results, method, steps)
+    short, long = (by_seed(results, against, n) for n in (study.QUARTER, study.STEPS))
+    needed = [
+        steps_to(rows[seed]["loss"], short[seed]["loss"], long[seed]["loss"])
+        for seed in sorted(rows.keys() & short.keys() & long.keys())
+    ]
+    if needed and min(needed) < 0.99 * study.QUARTER / study.STEPS:
+        return []
+    return [100 * study.STEPS / steps * share for share in needed]
+
+
+HEADER = [
+    *("method", "learning rate", "bytes", "syncs", "loss", "above Muon"),
+    *("above the best Muon", "below AdamW"),
+    *("steps of Muon for this loss", "steps of the best Muon", "seeds"),
+]
+
+
 def table(results: study.Results, steps: int) -> str:
     """All methods after so many steps, in Markdown; losses in nats a byte."""
-    muon = {n: by_seed(results, MUON, n) for n in (study.QUARTER, study.STEPS)}
-    header = ["method", "learning rate", "bytes", "syncs", "loss", "above Muon"]
-    header += ["steps of Muon for this loss", "seeds"]
+    muon, best, adamw = (
+        by_seed(results, name, steps) for name in (MUON, BEST_MUON, ADAMW)
+    )
     lines = []
     for method in METHODS:
         rows = by_seed(results, method, steps)
         if not rows:
             continue
         share = [100 * share_of_bytes(x, steps) for x in rows.values()]
-        known = rows.keys() & muon[study.QUARTER].keys() & muon[study.STEPS].keys()
-        needed = [
-            steps_to(
-                rows[seed]["loss"],
-                *(muon[n][seed]["loss"] for n in (study.QUARTER, study.STEPS)),
-            )
-            for seed in known
-        ]
-        # Below a quarter of the steps Muon was not trained, and nothing is known.
-        if needed and min(needed) < 0.99 * study.QUARTER / study.STEPS:
-            needed = []
-        needed = [100 * study.STEPS / steps * share for share in needed]
         cells = [
             method,
             f"{study.best_rate(results, method):g}",
             f"{statistics.fmean(share):.2f}%",
             f"{statistics.fmean(x['syncs'] for x in rows.values()):.0f}",
             spread([x["loss"] for x in rows.values()], 4),
-            spread(above(rows, muon[steps]), unit="%"),
-            spread(needed, 0, "%"),
+            *(spread(above(rows, x), unit="%") for x in (muon, best)),
+            spread([-x for x in above(rows, adamw)], 1, "%"),
+            *(
+                spread(share_of_steps(results, method, x, steps), 0, "%")
+                for x in (MUON, BEST_MUON)
+            ),
             str(len(rows)),
         ]
         lines.append(cells)
-    return "\n".join(measuring.markdown(header, lines))
+    return "\n".join(measuring.markdown(HEADER, lines))
+
+
+def headline(results: study.Results) -> str:
+    """The sentences of the README and the documentation, from the same rows."""
+    lines = []
+    for method in (LOCAL_MUON, CURVADION, LARGE_BATCH, MULOCO, DILOCO):
+        rows = by_seed(results, method, study.STEPS)
+        if not rows:
+            continue
+        share = 100 * statistics.fmean(
+            share_of_bytes(x, study.STEPS) for x in rows.values()
+        )
+        against = {
+            "above Muon": (MUON, 1),
+            "above the best Muon": (BEST_MUON, 1),
+            "below AdamW": (ADAMW, -1),
+        }
+        parts = []
+        for words, (name, sign) in against.items():
+            found = above(rows, by_seed(results, name, study.STEPS))
+            if found:
+                parts.append(f"{spread([sign * x for x in found], 1, '%')} {words}")
+        for name, words in ((MUON, "Muon"), (BEST_MUON, "the best Muon")):
+            if needed := share_of_steps(results, method, name, study.STEPS):
+                text = spread(needed, 0, "%")
+                parts.append(f"a loss that {words} has after {text} of the steps")
+        seeds = f"{len(rows)} seed{'s' * (len(rows) > 1)}"
+        lines.append(
+            f"* {method}, {share:.1f}% of the bytes, {seeds}: {'; '.join(parts)}."
+        )
+    return "\n".join(lines)
 
 
 def rates(results: study.Results) -> str:
@@ -115,6 +174,8 @@ def rates(results: study.Results) -> str:
     lines = []
     for method in study.RATES:
         losses = sorted(study.losses_by_rate(results, method).items())
+        if not losses:
+            continue
         cells = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses)
         lines.append([method, cells])
     return "\n".join(measuring.markdown(["method", "loss by learning rate"], lines))
@@ -132,7 +193,9 @@ def document(results: study.Results) -> str:
     parts = [
         f"# Results of the study\n\nWritten by `table.py`. {where}; "
         f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}. ± is "
-        "the standard deviation over seeds; 'above Muon' compares equal seeds."
+        "the standard deviation over seeds; methods are compared on equal seeds. The "
+        f"best Muon is {BEST_MUON!r}.",
+        f"## In words\n\n{study.STEPS:,} steps.\n\n{headline(results)}",
     ]
     for steps in (study.STEPS, study.QUARTER):
         if by_seed(results, MUON, steps):

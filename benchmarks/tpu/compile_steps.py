@@ -6,7 +6,7 @@
 
 prints a row as soon as a program is compiled: minutes each from 160m on. Nothing is
 run: the numbers say what the compiler has planned, and none of it has been on a TPU.
-Where counters decide, it is the program of a sync.
+Where the step number decides, it is the program of a sync.
 """
 
 import os
@@ -66,14 +66,13 @@ def counted(params: Any, optimizer: str, replicas: int) -> float:
     return cost_model.sync_bytes(payload, replicas)
 
 
-def compiled(built: programs.Step, optimizer: str) -> tuple[Any, str]:
+def compiled(built: programs.Step) -> tuple[Any, str]:
     """The program, and its text."""
-    due = measuring.known(True if optimizer in programs.BY_COUNTERS else None)
     with tempfile.TemporaryDirectory() as folder:
         # `compiled.as_text()` fails on some of these programs; the compiler's own files
         # hold the same text.
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        lowered = built.step.lower(built.state, built.batch, **due)
+        lowered = built.step.lower(built.state, built.batch)
         program = lowered.compile(compiler_options=dump)
         texts = [x.read_text() for x in Path(folder).glob("*.after_optimizations.txt")]
     return program, max(texts, key=len)
@@ -83,9 +82,10 @@ def examine(size: str, where: str, optimizer: str) -> Iterator[str]:
     """The cells of a row."""
     place = PLACES[size][where]
     mesh = place.mesh()
-    built = programs.build(programs.SIZES[size], optimizer, mesh)
+    due = True if optimizer in programs.BY_STEP_NUMBER else None
+    built = programs.build(programs.SIZES[size], optimizer, mesh, due)
     start = time.perf_counter()
-    program, text = compiled(built, optimizer)
+    program, text = compiled(built)
     seconds = time.perf_counter() - start
     chips = mesh.size // place.replicas
     found = traffic.transfers(text, chips, place.slices)
@@ -103,7 +103,7 @@ def examine(size: str, where: str, optimizer: str) -> Iterator[str]:
         yield f"{sent / 2**20:,.3g}"
     yield f"{whole / largest:.2f}"
     yield f"{seconds:.0f}"
-    yield f"{programs.device_bytes(built.state.params) / 2**20:,.3g}"
+    yield f"{programs.device_bytes(built.state[0]) / 2**20:,.3g}"
     arguments, _, temporary = measuring.in_mebibytes(program)
     yield from (f"{arguments:,.3g}", f"{temporary:,.3g}")
 

@@ -6,10 +6,10 @@ stream over "fsdp", the other side of a matrix over "tensor", the batch over "fs
 embedding and head only along the width, over both axes.
 Activations are held to the batch between blocks: left to itself the compiler divides
 them like the parameters, and every chip computes the whole batch of its replica.
-Optimizer state of a parameter's shape lies as that parameter does, and Dion's right
-factors as `init` places them beside such parameters.
+The optimizer's state lies as its `init` places it beside such parameters.
 """
 
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -20,7 +20,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from flax.training.train_state import TrainState
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -29,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
 import model
 
 import curvadion_jax as cd
-from curvadion_jax import _layout, _partition
 
 AXIS = cd.replicas.AXIS
 # Rates change no shape.
@@ -79,18 +77,21 @@ class Place(NamedTuple):
         return cd.replicas.make_mesh(self.replicas, dict(self.inner), devices=devices)
 
 
-OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "local_muon": lambda: cd.local_muon(RATE, axis_name=AXIS),
-    "curvadion rank 1/4": lambda: cd.curvadion(RATE, rank=RANK, axis_name=AXIS),
-    "synchronous_dion rank 1/4": lambda: cd.presets.synchronous_dion(
-        RATE, rank=RANK, axis_name=AXIS
+Optimizer = Callable[[Mesh | None, Any], optax.GradientTransformation]
+OPTIMIZERS: dict[str, Optimizer] = {
+    "local_muon": lambda mesh, specs: cd.local_muon(RATE, mesh=mesh, specs=specs),
+    "curvadion rank 1/4": lambda mesh, specs: cd.curvadion(
+        RATE, rank=RANK, mesh=mesh, specs=specs
     ),
-    "adamw": lambda: optax.adamw(RATE),
+    "synchronous_dion rank 1/4": lambda mesh, specs: cd.presets.synchronous_dion(
+        RATE, rank=RANK, mesh=mesh, specs=specs
+    ),
+    "adamw": lambda mesh, specs: optax.adamw(RATE),
 }
 
 
-# Whose syncs follow from counters: two programs, of which one synchronises.
-BY_COUNTERS = ("local_muon",)
+# Whose syncs follow from the step number: `due=True` is the program of one.
+BY_STEP_NUMBER = ("local_muon",)
 # Whose gradients the compiler averages, as in a program without replicas.
 SYNCHRONOUS = ("adamw",)
 
@@ -153,41 +154,35 @@ class _Held(NamedTuple):
     apply: Callable[..., Any]
 
 
-def _names(path: Any) -> tuple[str, ...]:
-    return tuple(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
+def specs(params: Any, mesh: Mesh) -> Any:
+    """`spec` of every parameter."""
+    names = lambda path: tuple(str(key.key) for key in path)
+    return jax.tree.map_with_path(
+        lambda path, x: spec(names(path), x.ndim, mesh), params
+    )
 
 
-def _laid_out(tree: Any, params: Any, mesh: Mesh, leading: int) -> Any:
-    """The tree with shardings, and with so many replicas on a leading axis, or 0."""
-    known = {
-        _names(path): (x.shape, spec(_names(path), x.ndim, mesh))
-        for path, x in jax.tree.leaves_with_path(params)
-    }
-    views = _partition.matrix_views(params, None)
-    factors = {
-        names: _layout.of_axes(found, views["/".join(names)].q_axes)
-        for names, (_, found) in known.items()
-        if views["/".join(names)]
-    }
+def _placed(tree: Any, inner: Any, mesh: Mesh, rows: bool) -> Any:
+    """Shapes with shardings, as rows or of one replica."""
 
-    def place(path, x):
-        names, inner = _names(path), P()
-        for start in range(len(names)):
-            shape, found = known.get(names[start:], (None, None))
-            if shape == x.shape:
-                inner = found
-                break
-            if names[start:] in factors and {"dion_q", "common"} & set(names):
-                inner = P(*factors[names[start:]])
-                break
-        if not leading:
-            return jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=NamedSharding(mesh, inner)
-            )
-        sharding = NamedSharding(mesh, P(AXIS, *inner))
-        return jax.ShapeDtypeStruct((leading, *x.shape), x.dtype, sharding=sharding)
+    def place(x, inner):
+        shape = (mesh.shape[AXIS], *x.shape) if rows else x.shape
+        where = P(AXIS, *inner) if rows else inner
+        sharding = NamedSharding(mesh, where)
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
-    return jax.tree.map_with_path(place, tree)
+    return jax.tree.map(place, tree, inner)
+
+
+def _as_init_places(tx: Any, params: Any, mesh: Mesh) -> Any:
+    """The optimizer's state with the shardings that the compiled `init` gives it."""
+    compiled = jax.jit(tx.init).lower(params).compile()
+    places = jax.tree.leaves(compiled.output_shardings)
+    leaves, structure = jax.tree.flatten(jax.eval_shape(tx.init, params))
+    return structure.unflatten(
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+        for x, place in zip(leaves, places, strict=True)
+    )
 
 
 def gpt(size: Size) -> model.GPT:
@@ -202,44 +197,37 @@ def gpt(size: Size) -> model.GPT:
     )
 
 
-def build(size: Size, optimizer: str, mesh: Mesh) -> Step:
+def build(size: Size, optimizer: str, mesh: Mesh, due: bool | None = None) -> Step:
     """The training step of a model of this size, over the mesh."""
     network = gpt(size)
-    params, tx = parameters(network), OPTIMIZERS[optimizer]()
-
-    def create(params):
-        return TrainState.create(apply_fn=network.apply, params=params, tx=tx)
-
+    shapes = parameters(network)
+    inner = specs(shapes, mesh)
+    tx = OPTIMIZERS[optimizer](mesh, inner)
     synchronous = optimizer in SYNCHRONOUS
-    # Inside a step the replica axis is not to be seen.
-    axes = NamedSharding(mesh, P((AXIS, "fsdp")) if synchronous else P("fsdp"))
-    held = _Held(_held_to_batch(network, axes))
+    axes = NamedSharding(mesh, P((AXIS, "fsdp")))
+    # Inside `map` the replica axis is not to be seen.
+    held = _Held(_held_to_batch(network, axes if synchronous else P("fsdp")))
+    loss_fn = functools.partial(model.next_token_loss, held)
+    known = {} if due is None else {"due": due}
 
-    def loss_fn(params, tokens_BxT):
-        return model.next_token_loss(held, params, tokens_BxT)
+    def train_step(state, batch):
+        params, opt_state = state
+        loss, grads = differentiate(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params, **known)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
 
-    def train_step(state, tokens_BxT):
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens_BxT)
-        state = state.apply_gradients(grads=grads)
-        return state, {"loss": loss, "sync": cd.metrics.observe(state.opt_state)}
-
-    def synchronous_step(state, tokens_BxT):
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens_BxT)
-        return state.apply_gradients(grads=grads), {"loss": loss}
-
-    replicas = mesh.shape[AXIS]
-    rows = replicas * mesh.shape["fsdp"] * size.rows
-    batch = jax.ShapeDtypeStruct(
-        (rows, size.length + 1),
-        jnp.int32,
-        sharding=NamedSharding(mesh, P((AXIS, "fsdp"))),
-    )
-    state = jax.eval_shape(create, params)
+    sequences = mesh.shape["fsdp"] * size.rows
     if synchronous:
-        state = _laid_out(state, params, mesh, 0)
-        return Step(jax.jit(synchronous_step, donate_argnums=0), state, batch)
-    state = _laid_out(state, params, mesh, replicas)
-    return Step(cd.replicas.step(train_step, mesh), state, batch)
+        differentiate = jax.value_and_grad(loss_fn)
+        shape, places = (mesh.shape[AXIS] * sequences,), axes
+    else:
+        differentiate = cd.replicas.map(jax.value_and_grad(loss_fn), mesh)
+        shape = mesh.shape[AXIS], sequences
+        places = NamedSharding(mesh, P(AXIS, "fsdp"))
+    batch = jax.ShapeDtypeStruct((*shape, size.length + 1), jnp.int32, sharding=places)
+    params = _placed(shapes, inner, mesh, rows=not synchronous)
+    state = params, _as_init_places(tx, params, mesh)
+    return Step(jax.jit(train_step, donate_argnums=0), state, batch)
 
 
 def device_bytes(tree: Any) -> int:

@@ -100,6 +100,7 @@ def lift(
       [[0.6 0.8]
        [0.3 0.4]]
     """
+    _rows.check_mesh(mesh)
     of_one = optax.with_extra_args_support(transformation)
 
     def update_one(updates, state, params, own, *, common):

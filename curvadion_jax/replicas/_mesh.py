@@ -31,6 +31,14 @@ def make_mesh(
         warning is logged if some stay idle.
       inner_type: type of the inner axes, Auto or Explicit.
 
+    Returns:
+      A `jax.sharding.Mesh` with the axes "replica" and those of `inner`.
+
+    Raises:
+      TypeError: if `inner` is no mapping.
+      ValueError: if there are fewer devices than the mesh needs, if an inner axis is
+        named "replica", or if a process would have no device.
+
     Example:
       >>> make_mesh(1).axis_names
       ('replica',)
@@ -48,7 +56,7 @@ def make_mesh(
         )
     available = jax.devices() if devices is None else list(devices)
     if replicas is None:
-        replicas = len(available) // math.prod(inner.values())
+        replicas = len(available) // max(math.prod(inner.values()), 1)
     sizes = {AXIS: replicas, **inner}
     needed = math.prod(sizes.values())
     if not 0 < needed <= len(available):
@@ -84,6 +92,9 @@ def simulated(replicas: int) -> Simulated:
 
     Args:
       replicas: their number, at least 1.
+
+    Raises:
+      ValueError: if `replicas` is not an int of at least 1.
 
     Example:
       >>> simulated(8)

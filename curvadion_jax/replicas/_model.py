@@ -70,7 +70,8 @@ def divergence(rows: Any) -> jax.Array:
 
 @jax.jit
 def _divergence(arrays: list[jax.Array]) -> jax.Array:
-    numbers = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
+    is_number = lambda x: jnp.issubdtype(x.dtype, jnp.inexact) and x.size
+    numbers = [x for x in arrays if is_number(x)]
     if not numbers:
         return jnp.zeros([], jnp.float32)
     leaves = [_trees.wide(x) for x in _memory.to_device(numbers)]

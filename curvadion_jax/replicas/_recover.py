@@ -70,6 +70,13 @@ def resize(state: Any, mesh: Replicas) -> Any:
       mesh: with the new number of replicas. Within a replica arrays are sharded as they
         were, if it has the axes.
 
+    Returns:
+      The state with rows of the new number.
+
+    Raises:
+      ValueError: if the new number is no multiple or divisor of the old one, or `mesh`
+        is None.
+
     Example:
       >>> from curvadion_jax import replicas
       >>> state = {"w": jnp.array([[1.0], [2.0]]), "step": jnp.array(5)}
@@ -83,9 +90,9 @@ def resize(state: Any, mesh: Replicas) -> Any:
     replicas = _rows.count(mesh)
 
     def resized(x, kind):
-        if kind != "common":
-            x = resized_rows(x, replicas=replicas, average=kind == "average")
-        return _placed(x, mesh, kind != "common")
+        is_row = kind != "common"
+        new = resized_rows(x, replicas=replicas, kind=kind) if is_row else x
+        return _placed(new, x, mesh, is_row)
 
     return jax.tree.map(resized, state, row_kinds(state))
 
@@ -93,7 +100,7 @@ def resize(state: Any, mesh: Replicas) -> Any:
 def row_kinds(state: Any) -> Any:
     """For every leaf of a state "common", or how its rows are resized.
 
-    That is "average", or "copy" where a mean would mean nothing.
+    That is "average", "copy" where a mean would mean nothing, or "forget".
     """
 
     def of_rows(tree, copied=False):
@@ -117,8 +124,10 @@ def row_kinds(state: Any) -> Any:
     def of_state(node):
         if not isinstance(node, AdaptiveSyncState):
             return "common" if jnp.ndim(node) == 0 else of_rows(node)
-        counters = node.counters
-        scalars = ("steps", "syncs", "since", "votes", "threshold", "costs")
+        kinds = dict.fromkeys(node.counters._fields, "copy")
+        for name in ("steps", "syncs", "since", "votes", "threshold", "costs"):
+            kinds[name] = "common"
+        kinds["checksum"] = "forget"  # means of parameters have another one
         return AdaptiveSyncState(
             anchor=common(node.anchor),
             common=common(node.common),
@@ -127,22 +136,18 @@ def row_kinds(state: Any) -> Any:
             inner_state=jax.tree.map(of_inner, node.inner_state, is_leaf=is_dion),
             remembered=of_rows(node.remembered, copied=True),
             residual=of_rows(node.residual),
-            counters=type(counters)(
-                **{
-                    name: "common" if name in scalars else "copy"
-                    for name in counters._fields
-                }
-            ),
+            counters=type(node.counters)(**kinds),
         )
 
     is_state = lambda node: isinstance(node, AdaptiveSyncState)
     return jax.tree.map(of_state, state, is_leaf=is_state)
 
 
-def _placed(x: jax.Array, mesh: Replicas, is_row: bool) -> jax.Array:
+def _placed(x: Any, like: Any, mesh: Replicas, is_row: bool) -> Any:
+    """Moves an array to the mesh, sharded and in the memory as another one was."""
+    old = getattr(like, "sharding", None)
     if not isinstance(mesh, Mesh):
-        return x
-    old = getattr(x, "sharding", None)
+        return x if old is None else _memory.to_memory_of(x, like)
     spec = old.spec if isinstance(old, NamedSharding) else P()
     inner = [entry if entry != AXIS else None for entry in spec]
     if not set(jax.tree.leaves(tuple(inner))) <= set(mesh.shape):
@@ -154,10 +159,10 @@ def _placed(x: jax.Array, mesh: Replicas, is_row: bool) -> jax.Array:
         sharding = sharding.with_memory_kind(str(old.memory_kind))
     # One at a time: on a CPU of few cores many small programs that communicate wait
     # for each other, until XLA aborts.
-    return jax.block_until_ready(jax.device_put(x, sharding))
+    return jax.block_until_ready(_memory.put(x, sharding))
 
 
-def _resized(x: jax.Array, replicas: int, average: bool) -> jax.Array:
+def _resized(x: jax.Array, replicas: int, kind: str) -> jax.Array:
     """Changes the number of rows of one array, [old, ...] -> [replicas, ...]."""
     old = len(x)
     if old == replicas:
@@ -167,9 +172,11 @@ def _resized(x: jax.Array, replicas: int, average: bool) -> jax.Array:
             f"A state of {old} replicas cannot become one of {replicas}. Choose a "
             f"multiple or a divisor of {old}."
         )
+    if kind == "forget":
+        return jnp.zeros((replicas, *x.shape[1:]), x.dtype)
     x = _memory.to_device(x)
     first = np.arange(replicas) * old // replicas
-    if not average or replicas > old:
+    if kind == "copy" or replicas > old:
         return x[first]
     groups = _trees.wide(x).reshape(replicas, old // replicas, *x.shape[1:])
     # From the first of each group, so that equal replicas give their own value.
@@ -179,7 +186,7 @@ def _resized(x: jax.Array, replicas: int, average: bool) -> jax.Array:
     return jnp.where(jnp.isfinite(base), mean, base).astype(x.dtype)
 
 
-resized_rows = jax.jit(_resized, static_argnames=("replicas", "average"))
+resized_rows = jax.jit(_resized, static_argnames=("replicas", "kind"))
 
 
 def offload(opt_state: Any) -> Any:

@@ -1,5 +1,6 @@
 """Makes rows of a state and of batches, and places what is common."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -111,18 +112,22 @@ def place(tree: Any, mesh: Replicas) -> Any:
         if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
             return x
         copy = jax.jit(jnp.array, out_shardings=NamedSharding(mesh, P()))
-        return copy(jnp.asarray(x))
+        # Not weakly typed: what a checkpoint restores is not.
+        return copy(jnp.asarray(x, jnp.result_type(x)))
 
     return jax.tree.map(common, tree)
 
 
-def split(batch: Any, mesh: Replicas) -> Any:
+def split(batch: Any, mesh: Replicas, spec: P | None = None) -> Any:
     """Divides a global batch [R * n, ...] into one of each replica, [R, n, ...].
 
     Args:
       batch: tree of arrays with one number of examples, on the host or the device.
         With several processes each has all of it, and places its replicas' part.
       mesh: as for :func:`replicate`. None returns the batch as it is.
+      spec: how the devices of one replica share its batch [n, ...], such as
+        ``PartitionSpec("fsdp")``; with ``PartitionSpec()`` each of them has all of it.
+        None means that, too, and warns if a replica has several devices.
 
     Raises:
       ValueError: if an array has no equal number of examples for each replica.
@@ -136,6 +141,16 @@ def split(batch: Any, mesh: Replicas) -> Any:
     if mesh is None:
         return batch
     replicas = _rows.count(mesh)
+    if spec is None and (axes := _rows.inner_axes(mesh)):
+        warnings.warn(
+            f"Each device of a replica ({axes}) gets its whole batch, and may repeat "
+            "the work of the others. Pass split(batch, mesh, PartitionSpec("
+            f"{next(iter(axes))!r})) to share it, or PartitionSpec() if this is meant.",
+            stacklevel=2,
+        )
+    place = None
+    if isinstance(mesh, Mesh):
+        place = NamedSharding(mesh, P(AXIS, *(spec or ())))
 
     def divide(path, x):
         shape = jnp.shape(x)
@@ -146,8 +161,8 @@ def split(batch: Any, mesh: Replicas) -> Any:
                 f"a multiple of {replicas}."
             )
         x = x.reshape(replicas, shape[0] // replicas, *shape[1:])
-        if isinstance(mesh, Mesh) and not isinstance(x, Tracer):
-            return _on_devices(x, NamedSharding(mesh, P(AXIS)))
-        return x
+        if place is None or isinstance(x, Tracer):
+            return x
+        return _on_devices(x, place)
 
     return jax.tree.map_with_path(divide, batch)

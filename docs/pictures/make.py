@@ -1,4 +1,4 @@
-"""Make the pictures of the README: the idea, and what it costs.
+"""Make the pictures of the README and the site: idea, loss by method, time by link.
 
 python docs/pictures/make.py
 """
@@ -10,7 +10,6 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "study"))
 
@@ -20,21 +19,27 @@ import table
 from matplotlib import pyplot
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 
 # The same bytes on every run; text stays text.
 pyplot.rcParams |= {"svg.hashsalt": "curvadion_jax", "svg.fonttype": "none"}
 pyplot.rcParams |= {"font.family": "sans-serif", "font.size": 11}
-BLUE, ORANGE, GREY = "#1f77b4", "#d95f02", "0.45"
-# Label, marker, colour, and where the label is: right or left of the point, and up.
-POINTS = {
-    rows.MUON: ("Muon, synchronous (baseline)", "s", GREY, -9, 0),
-    rows.DION: ("Dion, synchronous", "D", GREY, -9, 0),
-    rows.ADAMW: ("AdamW, synchronous", "v", GREY, -9, 0),
-    rows.LOCAL_MUON: ("local_muon", "o", BLUE, 5, -27),
-    rows.CURVADION: ("curvadion(budget=0.01)", "^", ORANGE, 5, 13),
-    rows.THRESHOLD: ("curvadion(threshold=0.3)", "^", ORANGE, 9, 0),
-    "MuLoCo, 2 bits": ("MuLoCo, 2 bits", "P", GREY, 5, 50),
-    "MuLoCo": ("MuLoCo", "P", GREY, 9, 5),
+BLUE, ORANGE, GREEN = "#1f77b4", "#d95f02", "#2a8a4a"
+GREY, LIGHT = "0.35", "0.75"
+# The rows of the README's table, in its order: label and colour.
+SYNCHRONOUS = {
+    rows.MUON + rows.RISING: "Muon, rising momentum",
+    rows.MUON: "Muon",
+    rows.DION: "Dion, full rank",
+    rows.ADAMW: "AdamW",
+    rows.DION + ", rank 1/4": "Dion, rank 1/4",
+}
+LOCAL = {
+    rows.LOCAL_MUON: ("local_muon", BLUE),
+    "MuLoCo, 2 bits": ("MuLoCo, 2 bits", BLUE),
+    rows.CURVADION: ("curvadion(budget=0.01)", ORANGE),
+    rows.THRESHOLD: ("curvadion(threshold=0.3)", ORANGE),
+    "MuLoCo": ("presets.muloco, float32", BLUE),
 }
 
 
@@ -44,59 +49,101 @@ def save(figure, name: str) -> None:
 
 def idea() -> None:
     """Three replicas, and in the same time the same training on every step in sync."""
-    figure, axes = pyplot.subplots(figsize=(8.4, 2.5))
+    figure, axes = pyplot.subplots(figsize=(8.4, 3.0))
     axes.axis("off")
-    axes.set(xlim=(-3.1, 20.6), ylim=(-1.1, 2.9))
+    axes.set(xlim=(-3.6, 20.6), ylim=(-1.9, 2.9))
+    syncs = (6.5, 13.5)
     for replica in range(3):
-        y = 2.0 - replica
+        y = 2.0 - replica * 0.8
         axes.text(-0.5, y, f"replica {replica + 1}", ha="right", va="center")
-        axes.plot([0, 20.2], [y, y], color="0.8", linewidth=1, zorder=0)
-        steps = [x for x in range(20) if x % 7 != 6]
-        axes.scatter([x + 0.5 for x in steps], [y] * len(steps), s=46, color=BLUE)
-    for x in (6.5, 13.5):
-        axes.plot([x, x], [-0.2, 2.2], color=ORANGE, linewidth=9, zorder=1)
-        axes.text(x, 2.5, "sync", ha="center", color=ORANGE)
-    axes.text(3.2, 2.5, "local steps", ha="center", color=BLUE)
-    axes.text(
-        10,
-        -0.95,
-        "a local step sends nothing; a sync averages what the replicas have learnt, "
-        "in 2 bits per parameter",
-        ha="center",
-        color=GREY,
-    )
+        axes.plot([0, 20.2], [y, y], color="0.85", linewidth=1, zorder=0)
+        steps = [x + 0.5 for x in range(20) if x + 0.5 not in syncs]
+        axes.scatter(steps, [y] * len(steps), s=46, color=BLUE)
+    for x in syncs:
+        axes.plot([x, x], [0.2, 2.2], color=ORANGE, linewidth=9, zorder=1)
+        axes.text(x, 2.5, "sync, 2 bits", ha="center", color=ORANGE)
+    axes.text(2.4, 2.5, "local steps", ha="center", color=BLUE)
+    # In the same time: every step waits for an all-reduce.
+    y = -1.2
+    axes.plot([-3.6, 20.2], [-0.4, -0.4], color="0.9", linewidth=1)
+    axes.text(-0.5, y, "data-parallel", ha="right", va="center", color=GREY)
+    axes.plot([0, 20.2], [y, y], color="0.85", linewidth=1, zorder=0)
+    for start in range(0, 20, 4):
+        axes.scatter([start + 0.5], [y], s=46, color=GREY, zorder=2)
+        wait = (start + 1.2, start + 3.8)
+        axes.plot(wait, [y, y], color=LIGHT, linewidth=9, solid_capstyle="butt")
+    axes.text(2.5, y + 0.35, "all-reduce, float32", ha="center", color=GREY, size=9)
+    axes.text(20.2, -1.8, "time", ha="right", va="center", color=GREY, size=9)
+    axes.annotate("", (18.9, -1.8), (16.2, -1.8), arrowprops={"arrowstyle": "->"})
     save(figure, "idea.svg")
 
 
 def result() -> None:
-    """Loss above synchronous Muon over bytes; bars where a method has several seeds."""
+    """Held-out loss against synchronous Muon, with a dot for each seed."""
     results = study.read()
-    found = {name: table.by_seed(results, name, study.STEPS) for name in POINTS}
-    figure, axes = pyplot.subplots(figsize=(7.2, 3.4))
-    for method, (name, marker, color, right, up) in POINTS.items():
-        runs = found[method]
-        gaps = table.above(runs, found[rows.MUON])
+    muon = table.by_seed(results, rows.MUON, study.STEPS)
+    lines = [(name, label, GREY) for name, label in SYNCHRONOUS.items()]
+    lines += [(name, label, color) for name, (label, color) in LOCAL.items()]
+    figure, axes = pyplot.subplots(figsize=(8.4, 4.4))
+    axes.axvline(0, color=LIGHT, linewidth=1, zorder=0)
+    for number, (name, label, color) in enumerate(lines):
+        y = -number - 0.6 * (number >= len(SYNCHRONOUS))
+        runs = table.by_seed(results, name, study.STEPS)
+        gaps = table.above(runs, muon)
         share = 100 * table.share_of_bytes(next(iter(runs.values())), study.STEPS)
-        spread = statistics.stdev(gaps) if len(gaps) > 1 else None
-        mean = statistics.fmean(gaps)
-        axes.errorbar(share, mean, spread, fmt=marker, color=color, capsize=4)
-        axes.annotate(
-            name,
-            (share, mean),
-            xytext=(right, up),
-            textcoords="offset points",
-            ha="left" if right > 0 else "right",
-            va="center",
-            color=color,
-        )
-    axes.set(xscale="log", xlim=(0.7, 160), ylim=(-1.5, 30))
-    axes.set_xticks([1, 10, 100], ["1%", "10%", "100%"])
-    axes.set_xlabel("bytes sent (100%: float32 gradients on every step)")
-    axes.set_ylabel("loss above Muon (%)")
-    axes.spines[["top", "right"]].set_visible(False)
+        axes.scatter(gaps, [y] * len(gaps), s=22, color=color, alpha=0.45, linewidths=0)
+        axes.plot([min(gaps), max(gaps)], [y, y], color=color, linewidth=1, alpha=0.45)
+        axes.scatter([statistics.fmean(gaps)], [y], s=60, color=color, marker="D")
+        bold = {"weight": "bold"} if name == rows.LOCAL_MUON else {}
+        axes.text(-4.6, y, label, ha="right", va="center", color=color, **bold)
+        sent = f"{share:.0f}%" if share > 10 else f"{share:.1f}%"
+        axes.text(30.5, y, sent, ha="right", va="center", color=color, **bold)
+    axes.text(30.5, 1, "bytes sent", ha="right", va="center", color=GREY)
+    axes.text(-4.6, 1, "synchronous on every step", ha="right", color=GREY, size=9)
+    axes.text(-4.6, -5, "local steps", ha="right", color=GREY, size=9)
+    axes.text(0.3, 1, "synchronous Muon", color=GREY, size=9)
+    axes.annotate("better", (-4, -11.1), (-0.4, -11.1), va="center", color=GREY, size=9,
+                  arrowprops={"arrowstyle": "->", "color": GREY})  # fmt: skip
+    axes.set(xlim=(-4.2, 31), ylim=(-11.6, 1.6), yticks=[])
+    axes.set_xticks(
+        [0, 5, 10, 15, 20, 25], ["0", "+5%", "+10%", "+15%", "+20%", "+25%"]
+    )
+    axes.set_xlabel("held-out loss against synchronous Muon; small dots are seeds")
+    axes.spines[["top", "right", "left"]].set_visible(False)
     save(figure, "result.svg")
+
+
+def links() -> None:
+    """Seconds to a loss over the speed of an emulated link, as measured."""
+    page = ROOT / "benchmarks/wan/results.md"
+    section = page.read_text("utf-8").split("## Seconds to a loss")[1].split("\n## ")[0]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines()]
+    cells = {line[0]: line[1:] for line in lines if len(line) == 5}
+    speeds = {"10 Mbit/s": 10, "100 Mbit/s": 100, "1 Gbit/s": 1000}
+    methods = {
+        "synchronous AdamW": (GREY, "s"),
+        "synchronous Dion, rank 1/4": (ORANGE, "D"),
+        "DiLoCo, every 30 steps": (GREEN, "v"),
+        "local_muon, 1% of the bytes": (BLUE, "o"),
+    }
+    figure, axes = pyplot.subplots(figsize=(7.6, 3.4))
+    for column, (name, (color, marker)) in enumerate(methods.items()):
+        seconds = [
+            float(cells[f"{speed}, 20 ms"][column].split()[0]) for speed in speeds
+        ]
+        axes.plot(speeds.values(), seconds, color=color, marker=marker)
+        axes.text(1100, seconds[-1], name, color=color, va="center", size=10)
+    axes.set(xscale="log", yscale="log", xlim=(8, 1050), ylim=(3, 300))
+    axes.set_xticks([*speeds.values()], [*speeds])
+    axes.set_yticks([5, 10, 30, 100, 200], ["5", "10", "30", "100", "200"])
+    axes.minorticks_off()
+    axes.set_xlabel("emulated link between two replicas, 20 ms")
+    axes.set_ylabel("seconds to a loss of 2.33")
+    axes.spines[["top", "right"]].set_visible(False)
+    save(figure, "links.svg")
 
 
 if __name__ == "__main__":
     idea()
     result()
+    links()

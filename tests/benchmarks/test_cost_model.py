@@ -11,6 +11,7 @@ import links
 import projections
 import pytest
 
+from curvadion_jax import DimensionNumbers
 from curvadion_jax.compressors import Payload
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -25,7 +26,8 @@ def test_examples():
 def test_payloads_by_hand():
     shapes = {"w": (4, 6), "stack": (3, 5, 5), "b": (10,)}
     size = cm.model_size(
-        {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in shapes.items()}
+        {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in shapes.items()},
+        {"stack": DimensionNumbers(1, 2)},
     )
     assert size.parameters == 24 + 75 + 10
     assert sorted((n, *sorted(x)) for n, *x in size.matrices) == [(1, 4, 6), (3, 5, 5)]

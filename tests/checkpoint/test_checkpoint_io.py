@@ -161,7 +161,7 @@ def test_a_part_alone_is_restored_by_its_paths(tmp_path):
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     one = jax.ShapeDtypeStruct((1, *kernel.shape[1:]), kernel.dtype, sharding=place)
     (mean,) = checkpoint.restore(
-        tmp_path, {"train": {"params": {"kernel": one}}}, replicas=1, partial=True
+        tmp_path, {"train": {"params": {"kernel": one}}}, resize=True, partial=True
     )["train"]["params"]["kernel"]
     expected = np.asarray(kernel, np.float64).mean(0)
     np.testing.assert_allclose(np.float64(mean), expected, rtol=2**-8)
@@ -170,14 +170,27 @@ def test_a_part_alone_is_restored_by_its_paths(tmp_path):
 def test_another_target_is_refused(tmp_path, simple):
     checkpoint.save(tmp_path, 1, simple)
     for change, said in (
-        (lambda x: x[:4], "target has 4 replicas, .* has 8"),
-        (lambda x: x[..., :1], "'b' is float32"),
-        (lambda x: x.astype(jnp.float16), "'b' is float32"),
-        (lambda x: 3, "'b' is 3, and not an array"),
-        (lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), "sharding"),
+        (lambda x: x[:4], r"'b' is float32\[8, 3\] .* float32\[4, 3\].* resize=True"),
+        (lambda x: x[..., :1], r"'b' is float32\[8, 3\] .* float32\[8, 1\]"),
+        (lambda x: x.astype(jnp.float16), r"'b' is float32.*float16\[8, 3\]"),
+        (
+            lambda x: 3,
+            r"'b' is 3, which has no sharding.*replicas\.place\(state, mesh\)",
+        ),
+        (lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), "give abstract arrays a"),
     ):
         with pytest.raises(ValueError, match=said):
             checkpoint.restore(tmp_path, jax.tree.map(change, simple))
+
+
+@pytest.mark.parametrize("number", [3, 2.5, np.float32(1), np.arange(3)], ids=repr)
+def test_numbers_and_arrays_of_the_host_are_refused(tmp_path, simple, number):
+    """As the step of a Flax TrainState that was not placed."""
+    with pytest.raises(
+        ValueError, match=r"'step' is .* no sharding.* replicas\.place\(state, mesh\)"
+    ):
+        checkpoint.save(tmp_path, 1, simple | {"step": number})
+    assert not [*tmp_path.iterdir()]
 
 
 def test_no_checkpoint(tmp_path, simple):

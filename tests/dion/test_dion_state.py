@@ -45,12 +45,12 @@ def test_initial_state():
 @pytest.mark.slow
 def test_initial_q_depends_on_the_path_only():
     init = lambda tree: optax.tree.get(cd.scale_by_dion(3).init(tree), "dion_q")
-    params = {"a": jnp.ones((9, 5)), "b": jnp.ones((5, 9))}
+    params = {"a": jnp.ones((9, 5)), "c": jnp.ones((5, 9))}
     q = init(params)
     same = [
         init({name: x + 1 for name, x in params.items()}),
         init(params | {"another": jnp.ones((9, 5))}),
-        init({"a": params["a"]}) | {"b": q["b"]},
+        init({"a": params["a"]}) | {"c": q["c"]},
         optax.tree.get(cd.dion(0.1, 3).init(params | {"bias": jnp.ones(3)}), "dion_q"),
     ]
     for other in same:
@@ -58,7 +58,7 @@ def test_initial_q_depends_on_the_path_only():
             np.testing.assert_array_equal(other[name], q[name])
     for name, jitted in jax.jit(init)(params).items():
         close(jitted, q[name], EPS, name)  # a compiled norm may round otherwise
-    assert np.abs(np.asarray(q["a"] - q["b"])).max() > 0.1
+    assert np.abs(np.asarray(q["a"] - q["c"])).max() > 0.1
 
 
 @pytest.mark.slow
@@ -137,3 +137,35 @@ def test_map_params_touches_the_momentum_and_not_q():
     q = [optax.tree.get(tree, "dion_q")["kernel"] for tree in (mapped, state)]
     np.testing.assert_array_equal(*q)
     assert jax.tree.structure(mapped) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+def test_q_of_a_resized_state_is_copied_and_the_momentum_averaged(replicas):
+    """Columns of Q may have opposite signs, and would cancel in a mean."""
+    mesh = cd.replicas.simulated(4)
+    tx = cd.adaptive_sync(
+        cd.dion(0.1, 2),
+        cd.triggers.relative_momentum_change(0.3),
+        cd.synchronizers.reconcile(),
+        mesh,
+    )
+    rows = cd.replicas.replicate({"w": jnp.ones((4, 6))}, mesh)
+    state = tx.init(rows)
+    number = lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)
+    numbered = state._replace(
+        inner_state=jax.tree.map(number, state.inner_state),
+        remembered=jax.tree.map(number, state.remembered),
+    )
+    found = cd.replicas.resize(numbered, cd.replicas.simulated(replicas))
+    first = np.arange(replicas) * 4 // replicas
+    old, new = helpers.dion_state(numbered), helpers.dion_state(found)
+    np.testing.assert_array_equal(new.dion_q["w"], old.dion_q["w"][first])
+    momentum = np.asarray(old.momentum["w"])
+    if replicas <= 4:
+        wanted = momentum.reshape(replicas, -1, *momentum.shape[1:]).mean(1)
+    else:
+        wanted = momentum[first]
+    np.testing.assert_array_equal(new.momentum["w"], wanted)
+    copied = jax.tree.map(lambda x: x[first], numbered.remembered)
+    helpers.assert_bitwise(found.remembered, copied)
+    helpers.assert_bitwise(found.anchor, state.anchor)

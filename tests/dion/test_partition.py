@@ -1,5 +1,6 @@
 """Which parameters are matrices: the default rule by name and shape, given trees."""
 
+import re
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,7 +13,8 @@ from flax.core import freeze
 import curvadion_jax as cd
 from curvadion_jax import _partition
 
-DENSE, QUERY, OUT = (-2, -1), (-3, (-2, -1)), ((-3, -2), -1)
+DENSE, QUERY, OUT = (0, 1), (0, (1, 2)), ((0, 1), 2)
+STACK = (1, 2)
 NORM_1, NORM_2 = {"scale": (8,)}, {"scale": (3, 8)}
 
 
@@ -36,7 +38,7 @@ OTHERS = (
     "embedding tok_embeddings wte wpe vocab_table tok_emb pos_emb emb pos cls_token "
     "head lm_head lmhead output_head logits readout unembedding LM_Head Embed_0 heads "
     "decoder_logits classifier cls_head conv Conv_0 ln1 ln_f pre_ln layernorm "
-    "rms_norm_1"
+    "rms_norm_1 latents codebook register_tokens hash_table memory_grid"
 ).split()
 
 
@@ -50,20 +52,25 @@ def test_names_of_the_other_optimizer(name):
     # Nor where a name is a path: Haiku's, PyTorch's, of a flattened tree.
     for path in (f"m/~/{name}/w", f"m.{name}.weight", ("m", name, "kernel")):
         assert numbers_at({path: (8, 4)}, path) is None
-    assert numbers_at({f"{name}/~/linear/w": (8, 4)}, f"{name}/~/linear/w") == DENSE
+    assert numbers_at({f"{name}/~/query/w": (8, 4)}, f"{name}/~/query/w") == DENSE
 
 
 MATRICES = (
     "kernel w weight mlp up_proj head_mixer wi attention_heads multi_head beta_proj "
-    "upscale normaliser_in"
+    "upscale normaliser_in pre_logits embed_proj"
 ).split()
 
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_other_names_are_matrices(name):
     assert numbers_at({"layer": {name: (8, 4)}}, "layer", name) == DENSE
-    assert numbers_at({name: {"kernel": (3, 8, 4)}}, name, "kernel") == DENSE
-    assert numbers_at({"layer": {name: (2, 3, 8, 4)}}, "layer", name) == DENSE
+    tree = {name: {"kernel": (8, 4), "bias": (4,)}}
+    assert numbers_at(tree, name, "kernel") == DENSE
+
+
+def test_an_embedding_has_no_bias():
+    tree = {"embeddings_project": {"kernel": (4, 8), "bias": (8,)}}
+    assert numbers_at(tree, "embeddings_project", "kernel") == DENSE
 
 
 def test_an_only_side_as_long_as_the_vocabulary_is_a_head():
@@ -80,19 +87,40 @@ def test_an_only_side_as_long_as_the_vocabulary_is_a_head():
     assert numbers_at(tree, name, "kernel") == DENSE
 
 
+def test_the_last_layer_of_a_head_is_one():
+    tree = {"classifier": {"dense": {"kernel": (8, 8)}, "out_proj": {"kernel": (8, 5)}}}
+    tree |= {"norm": NORM_1}
+    assert numbers_at(tree, "classifier", "out_proj", "kernel") is None
+    # Between two widths of norms it is a hidden layer.
+    assert numbers_at(tree, "classifier", "dense", "kernel") == DENSE
+
+
 @pytest.mark.parametrize(
     ("norm", "scale"), [("norm", "w"), ("attention_norm", "weight"), ("rms", "w")]
 )
 def test_scales_of_a_stack_of_norms_are_no_matrix(norm, scale):
     tree = {norm: {scale: (3, 8)}, "wq": {scale: (3, 8, 8)}}
     assert numbers_at(tree, norm, scale) is None
-    assert numbers_at(tree, "wq", scale) is not None
+    assert numbers_at(tree, "wq", scale) == STACK
     assert numbers_at({norm: {"kernel": (8, 4)}}, norm, "kernel") == DENSE
+
+
+def test_what_is_beside_the_scales_of_a_stack_is_a_stack():
+    layers = {"norm": NORM_2, "up": {"kernel": (3, 8, 16)}, "skip": (3, 16)}
+    assert numbers_at({"blocks": layers}, "blocks", "skip") is None
+    assert numbers_at({"blocks": layers}, "blocks", "up", "kernel") == STACK
+    # As in MaxText, layers may be second.
+    layers = {"norm": {"scale": (8, 3)}, "up": {"kernel": (8, 3, 16)}, "skip": (16, 3)}
+    layers |= {"down": {"kernel": (16, 3, 8)}}
+    assert numbers_at({"blocks": layers}, "blocks", "skip") is None
+    assert numbers_at({"blocks": layers}, "blocks", "up", "kernel") == (0, 2)
 
 
 VECTORS = [
     *(("kernel", shape) for shape in ((8,), (0, 8), (3, 0, 8))),
+    *(("kernel", shape) for shape in ((1, 1, 8), (8, 1), (1, 3, 1))),
     *((x, (3, 8)) for x in ("bias", "scale", "norm_weight", "gamma", "ln_beta")),
+    *((x, (3, 8)) for x in ("b", "offset", "A_log", "time_decay", "lambda_1", "D")),
 ]
 
 
@@ -101,29 +129,80 @@ def test_not_a_matrix(name, shape):
     assert numbers_at({"layer": {name: shape}}, "layer", name) is None
 
 
+BIASES = [
+    pytest.param((8, 4), (4,), DENSE, id="in, out"),
+    pytest.param((8, 4), (8,), (1, 0), id="out, in"),
+    pytest.param((8, 3, 4), (3, 4), QUERY, id="in, several out"),
+    pytest.param((8, 3, 2, 4), (3, 2, 4), (0, (1, 2, 3)), id="fused"),
+    pytest.param((3, 8, 4), (3, 4), STACK, id="stack"),
+    pytest.param((3, 8, 4), (3, 8), (2, 1), id="stack of out, in"),
+    pytest.param((3, 8, 2, 4), (3, 2, 4), (1, (2, 3)), id="stack, several out"),
+    pytest.param((7, 7, 3, 16), (16,), None, id="window"),
+    pytest.param((16, 3, 7), (16, 1), None, id="window of Equinox"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "bias", "expected"), BIASES)
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        *((name, QUERY) for name in ("query", "v", "q_proj")),
-        *((name, OUT) for name in ("out", "attn_out_proj")),
-    ],
+    ("weight", "of_bias"), [("kernel", "bias"), ("w", "b"), ("wi", "wi_bias")]
 )
-def test_attention_names(name, expected):
-    split, stacked = (8, 2, 4) if expected == QUERY else (2, 4, 8), (3, 8, 8)
+def test_a_bias_tells_the_axes(kernel, bias, expected, weight, of_bias):
+    assert numbers_at({"m": {weight: kernel, of_bias: bias}}, "m", weight) == expected
 
-    def seen(attention, *path, norm=NORM_1):
-        beside = {"q": {"kernel": (8, 2, 4)}, **attention}
-        return numbers_at({"attention": beside, "norm": norm}, "attention", *path)
 
-    assert seen({name: {"kernel": split}}, name, "kernel") == expected
-    assert seen({name: {"kernel": stacked}}, name, "kernel", norm=NORM_2) == DENSE
-    assert seen({name: {"kernel": (3, *split)}}, name, "kernel") == expected
-    assert seen({name: {"kernel": (8, 8)}}, name, "kernel") == DENSE
-    assert seen({name: split}, name) == expected
-    # Without a query the names mean nothing.
-    tree = {"experts": {name: (3, 2, 4, 8)}, "norm": NORM_1}
-    if not name.startswith("q"):
-        assert numbers_at(tree, "experts", name) == DENSE
+def test_pairs_of_a_matrix_and_a_bias():
+    """As in JAX's own tutorials."""
+    params = [(jnp.ones((8, 4)), jnp.ones(4)), (jnp.ones((4, 3)), jnp.ones(3))]
+    views = _partition.matrix_views(params)
+    assert [view and view.fan_in for view in views.values()] == [8, None, 4, None]
+
+
+def test_most_biases_tell_the_order_of_the_rest():
+    tree = {
+        "up": {"kernel": (16, 8), "bias": (16,)},
+        "down": {"kernel": (8, 16), "bias": (8,)},
+        "mix": {"kernel": (8, 8), "bias": (8,)},
+        "other": {"w": (8, 8)},
+    }
+    assert numbers_at(tree, "mix", "kernel") == (1, 0)
+    assert numbers_at(tree, "other", "w") == DENSE
+
+
+def test_experts_are_a_stack_by_the_transpose_beside_them():
+    experts = {"wi": (5, 8, 16), "wo": (5, 16, 8), "fused": (2, 8, 16), "down": (16, 8)}
+    for name in ("wi", "wo", "fused"):
+        assert numbers_at({"moe": experts}, "moe", name) == STACK
+    # Without it they may be heads.
+    with pytest.warns(cd.dimension_numbers.PartitionWarning, match="moe/wi"):
+        assert numbers_at({"moe": {"wi": (5, 8, 16)}}, "moe", "wi") is None
+
+
+@pytest.mark.parametrize("name", ["query", "v", "q_proj", "in_proj_q"])
+def test_a_side_as_long_as_a_norm_is_the_input_of_heads(name):
+    seen = lambda tree: numbers_at(tree, "attention", name, "kernel")
+    assert seen({"attention": {name: {"kernel": (8, 2, 4)}}, "norm": NORM_1}) == QUERY
+    assert seen({"attention": {name: {"kernel": (3, 8, 8)}}, "norm": NORM_2}) == STACK
+    assert seen({"attention": {name: {"kernel": (8, 8)}}, "norm": NORM_1}) == DENSE
+    # The fused projections of an attention, and with layers.
+    assert seen({"attention": {name: {"kernel": (8, 3, 2, 4)}}, "norm": NORM_1}) == (
+        (0, (1, 2, 3))
+    )
+    tree = {"attention": {name: {"kernel": (3, 8, 2, 4)}}, "norm": NORM_2}
+    assert seen(tree) == (1, (2, 3))
+
+
+@pytest.mark.parametrize("name", ["out", "attn_out_proj", "c_proj"])
+def test_heads_beside_a_query_are_the_input_of_an_output(name):
+    attention = {"q": {"kernel": (8, 2, 4)}, name: {"kernel": (2, 4, 8)}}
+    tree = {"attention": attention, "norm": NORM_1}
+    assert numbers_at(tree, "attention", name, "kernel") == OUT
+
+
+def test_an_output_may_be_kept_as_width_heads_and_head_dim():
+    attention = {"query": {"w": (8, 2, 4)}, "post": {"w": (8, 2, 4)}}
+    tree = {"attention": attention, "norm": NORM_1}
+    assert numbers_at(tree, "attention", "query", "w") == QUERY
+    assert numbers_at(tree, "attention", "post", "w") == ((1, 2), 0)
 
 
 def test_the_nearest_norm_decides():
@@ -132,8 +211,31 @@ def test_the_nearest_norm_decides():
         "last": {"attention": {"query": {"kernel": (8, 2, 4)}}, "norm": NORM_1},
         "final_norm": NORM_1,
     }
-    assert numbers_at(tree, "layers", "attention", "query", "kernel") == DENSE
+    assert numbers_at(tree, "layers", "attention", "query", "kernel") == STACK
     assert numbers_at(tree, "last", "attention", "query", "kernel") == QUERY
+
+
+def test_experts_as_many_as_a_norm_is_wide_are_no_heads():
+    """128 experts, and norms of queries whose heads have 128: as in Qwen 3."""
+    tree = {"q_norm": {"scale": (16,)}, "norm": {"scale": (32,)}}
+    tree |= {"moe": {"gate_up": (16, 32, 48), "down": (16, 24, 32)}}
+    assert numbers_at(tree, "moe", "gate_up") == STACK
+    assert numbers_at(tree, "moe", "down") == STACK
+    del tree["moe"]["gate_up"]
+    with pytest.warns(cd.dimension_numbers.PartitionWarning, match="down"):
+        assert numbers_at(tree, "moe", "down") is None
+
+
+def test_rows_that_nothing_else_has_may_be_a_table():
+    tree = {"norm": NORM_1, "basis": (30, 8), "up": {"kernel": (8, 16)}}
+    with pytest.warns(cd.dimension_numbers.PartitionWarning, match="basis"):
+        assert numbers_at(tree, "basis") is None
+    tree["basis"] = (16, 8)
+    assert numbers_at(tree, "basis") == DENSE
+    # As RWKV's vector of each head, in every layer.
+    tree = {"norm": NORM_1, **{f"layer_{i}": {"r_k": (2, 4)} for i in (0, 1)}}
+    with pytest.warns(cd.dimension_numbers.PartitionWarning, match="layer_1/r_k"):
+        assert numbers_at(tree, "layer_0", "r_k") is None
 
 
 def test_bare_array():
@@ -142,7 +244,46 @@ def test_bare_array():
 
 
 def test_paths_of_the_same_parts_have_shapes_of_their_own():
-    assert numbers_at({"a": {"b": (8, 4)}, "a.b": (8,)}, "a", "b") == DENSE
+    assert numbers_at({"a": {"c": (8, 4)}, "a.c": (8,)}, "a", "c") == DENSE
+
+
+UNTOLD = {"dense": {"kernel": (8, 4)}, "mix": {"cube": (2, 3, 4)}}
+
+
+@pytest.mark.parametrize("build", [cd.dion, cd.curvadion, cd.local_muon])
+def test_what_nothing_tells_is_named_once(build):
+    """At the first init: every update asks the rule again, and a restart inits."""
+    params = jax.tree.map(lambda x: jnp.ones(x.shape), arrays(UNTOLD))
+    tx = build(0.1)
+    with pytest.warns(cd.dimension_numbers.PartitionWarning) as caught:
+        state = tx.init(params)
+    (warning,) = caught
+    message = str(warning.message)
+    assert "42.9% of the parameters" in message
+    assert "mix/cube (2, 3, 4)" in message
+    assert "dense" not in message
+    for _ in range(2):
+        jax.eval_shape(tx.update, params, state, params)
+        jax.eval_shape(tx.init, params)
+    # The line that it prints is silent.
+    (line,) = re.findall(r"dimension_numbers=(.*?), with", message)
+    numbers = eval(line, {"curvadion_jax": cd})
+    assert _partition.matrix_views(params, numbers)["mix/cube"] is None
+    build(0.1, dimension_numbers=numbers).init(params)
+
+
+def test_the_line_to_paste_names_no_other_parameter():
+    tree = arrays({"a": {"m": {"w": (2, 3, 4)}}, "b": {"m": {"w": (3, 4)}}})
+    with pytest.warns(cd.dimension_numbers.PartitionWarning, match="{'a/m/w': None}"):
+        cd.default_dimension_numbers(tree)
+
+
+def test_given_numbers_replace_those_of_the_rule():
+    given = {"mix/cube": cd.DimensionNumbers(1, 2), "dense": None}
+    numbers = cd.default_dimension_numbers(arrays(UNTOLD), given)
+    assert numbers == {"dense": {"kernel": None}, "mix": {"cube": (1, 2)}}
+    with pytest.raises(ValueError, match="'cubes'"):
+        cd.default_dimension_numbers(arrays(UNTOLD), {"cubes": None})
 
 
 class Attention(NamedTuple):
@@ -227,14 +368,26 @@ def test_a_leaf_without_elements_is_no_matrix():
 
 
 def test_description():
-    params = arrays({"mlp": (3, 4, 8), "wte": (9, 4), "attention": {"q": (4, 4)}})
+    params = arrays({"mlp": (3, 4, 8), "mlp_bias": (3, 8), "wte": (9, 4), "q": (4, 4)})
     assert cd.describe_partition(params).splitlines() == [
-        "parameter    shape      optimizer  matrices  fan_in  fan_out",
-        "attention/q  (4, 4)     matrix     1         4       4",
-        "mlp          (3, 4, 8)  matrix     3         4       8",
-        "wte          (9, 4)     other",
+        "parameter  shape      optimizer  matrices  fan_in  fan_out  why",
+        "mlp        (3, 4, 8)  matrix     3         4       8        "
+        "a stack, like its bias",
+        "mlp_bias   (3, 8)     other                                 a bias",
+        "q          (4, 4)     matrix     1         4       4        two axes",
+        "wte        (9, 4)     other                                 "
+        "an embedding, by its name",
     ]
-    numbers = {"mlp": cd.DimensionNumbers(-1, -2), "wte": None, "attention": None}
-    lines = cd.describe_partition(params, numbers).splitlines()
-    assert lines[2].split()[-4:] == ["matrix", "3", "8", "4"]
+    numbers = {"mlp": cd.DimensionNumbers(-1, -2), "mlp_bias": None, "wte": None}
+    lines = cd.describe_partition(params, numbers | {"q": None}).splitlines()
+    assert lines[1].split()[-5:] == ["matrix", "3", "8", "4", "given"]
+    assert lines[3].split()[-2:] == ["other", "given"]
+    assert lines[4].endswith("an embedding, by its name")
     assert len(cd.describe_partition({}).splitlines()) == 1
+
+
+def test_description_of_what_nothing_tells():
+    params = arrays(UNTOLD)
+    assert cd.describe_partition(params).splitlines()[2].endswith("nothing tells")
+    numbers = {"dense": cd.DimensionNumbers(0, 1), "mix": None}
+    assert cd.describe_partition(params, numbers).splitlines()[2].endswith("given")

@@ -1,52 +1,125 @@
 """The default rule on the parameters of codebases that people train with.
 
-`parameter_trees` holds, of a small model of each, path -> [shape, axes]: the axes that
-its own einsums sum over and produce, or null for embeddings, heads and vectors. Those
-of MaxText are what its `get_muon_weight_dimension_numbers` says.
+`parameter_trees` holds, of a small model of each, where its names and shapes are from,
+and for each path `[shape]` of what is no matrix: vectors, tables, heads, convolutions;
+or `[shape, [[reduction, output], ...]]` with the axes that its own products sum over
+and produce, several where a fused kernel is one matrix or more. `"either"` after them
+says that a matrix or none is right: routers, adapters, output layers of few classes.
+`{0..2}` in a path stands for 0, 1 and 2. `modules` are nodes with attributes, not keys.
 """
 
 import json
+import re
+import warnings
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 
-from curvadion_jax import _partition
+import curvadion_jax as cd
+from curvadion_jax import _partition, dimension_numbers
 
 TREES = sorted((Path(__file__).parents[1] / "support/parameter_trees").glob("*.json"))
+# Matrices that nothing tells: they are named in a warning, and AdamW trains them.
+UNKNOWN = {
+    "dreamerv3": "dec/sp0 dyn/dyngru dyn/dynhid0",
+    "flowjax_maf": "weight/args/1",
+    "gemma3_gm": "mlp/gating_einsum",
+    "nequix": "skip/_weights",
+}
 
 
-def nested(flat):
-    tree = {}
-    for path, leaf in flat.items():
-        *above, last = path.split("/")
-        inner = tree
-        for name in above:
-            inner = inner.setdefault(name, {})
-        inner[last] = leaf
-    return tree
+@jax.tree_util.register_pytree_with_keys_class
+class Module:
+    """A node with attributes, as of Equinox."""
+
+    def __init__(self, attributes):
+        self.attributes = attributes
+
+    def tree_flatten_with_keys(self):
+        key = jax.tree_util.GetAttrKey
+        return [(key(k), v) for k, v in self.attributes.items()], [*self.attributes]
+
+    @classmethod
+    def tree_unflatten(cls, names, values):
+        return cls(dict(zip(names, values, strict=True)))
 
 
-def resolved(axes, ndim):
-    return tuple(sorted(axis % ndim for axis in axes))
+def expanded(path):
+    """`a/{0..1}` -> `a/0`, `a/1`."""
+    if not (found := re.search(r"\{0\.\.(\d+)\}", path)):
+        return [path]
+    start, end = path[: found.start()], path[found.end() :]
+    every = range(int(found[1]) + 1)
+    return [full for i in every for full in expanded(f"{start}{i}{end}")]
+
+
+def read(path):
+    """A tree of abstract arrays, and what is right by the paths of its leaves."""
+    found = json.loads(path.read_text())
+    right = {
+        p: each for key, each in found["parameters"].items() for p in expanded(key)
+    }
+    modules = {p for key in found.get("modules", {}) for p in expanded(key)}
+    root: dict[str, Any] = {}
+    for name, (shape, *_) in right.items():
+        *above, last = name.split("/")
+        inner = root
+        for part in above:
+            inner = inner.setdefault(part, {})
+        inner[last] = jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def with_modules(node, above):
+        if not isinstance(node, dict):
+            return node
+        node = {k: with_modules(inner, (*above, k)) for k, inner in node.items()}
+        return Module(node) if "/".join(above) in modules else node
+
+    return with_modules(root, ()), right
+
+
+def longer_than_1(axes, shape):
+    """Axes of length 1 belong to either side."""
+    return {axis for axis in axes if shape[axis] > 1}
 
 
 @pytest.mark.parametrize("path", TREES, ids=lambda path: path.stem)
-def test_each_matrix_is_one(path):
-    found = json.loads(path.read_text())
-    params = nested({k: jnp.zeros(shape) for k, (shape, _) in found.items()})
+def test_no_parameter_is_mistaken(path):
+    params, right = read(path)
+    findings = dimension_numbers.explain(params)
+    assert {found.path for found in findings} == set(right)
     views = _partition.matrix_views(params)
-    assert len(views) == len(found) > 8
-    for name, (shape, axes) in found.items():
+    for name, shape, _, why, unknown in findings:
+        axes = right[name][1] if len(right[name]) > 1 else []
+        either = "either" in right[name]
         view = views[name]
-        if axes is None:
+        if unknown:
             assert view is None, name
             continue
-        assert view is not None, name
-        fan_in, fan_out = (resolved(each, len(shape)) for each in axes)
-        assert (view.fan_in_axes, view.fan_out_axes) == (fan_in, fan_out), name
+        if view is None:
+            assert either or not axes, f"{name} {shape} is a matrix, not {why}"
+            continue
+        assert either or axes, f"{name} {shape} is no matrix, though {why}"
+        sides = [longer_than_1(s, shape) for s in (view.fan_in_axes, view.fan_out_axes)]
+        every = [[longer_than_1(side, shape) for side in each] for each in axes]
+        assert not axes or sides in every, f"{name} {shape} is {every}, not {sides}"
+
+
+def test_unknown_matrices():
+    """Few, and each for a reason; more would be noise that nobody reads."""
+    found = {}
+    for path in TREES:
+        params, right = read(path)
+        for each in dimension_numbers.explain(params):
+            if each.unknown and len(right[each.path]) == 2:
+                found.setdefault(path.stem, []).append(each.path)
+    assert set(found) == set(UNKNOWN)
+    for stem, paths in found.items():
+        for path in paths:
+            assert any(part in path for part in UNKNOWN[stem].split()), path
 
 
 class EquinoxModel(eqx.Module):
@@ -76,8 +149,9 @@ def equinox_params():
     return eqx.filter(model, eqx.is_inexact_array)
 
 
-def test_equinox_weights_are_fan_out_by_fan_in():
-    views = _partition.matrix_views(equinox_params())
+@pytest.mark.parametrize("rule", [None, dimension_numbers.equinox], ids=str)
+def test_equinox_weights_are_fan_out_by_fan_in(rule):
+    views = _partition.matrix_views(equinox_params(), rule)
     sides = {k: (v.batch, v.fan_in, v.fan_out) for k, v in views.items() if v}
     assert sides == {
         "wide/weight": ((), 8, 24),
@@ -86,4 +160,83 @@ def test_equinox_weights_are_fan_out_by_fan_in():
         "cell/weight_hh": ((), 5, 15),
         "stack/weight": ((3,), 8, 24),
     }
-    assert (views["wide/weight"].fan_in, views["wide/weight"].fan_out) == (8, 24)
+
+
+def test_equinox_without_biases():
+    """The name `weight` tells the order; of a stack, only the class tells."""
+    linear = lambda key: eqx.nn.Linear(8, 24, use_bias=False, key=key)
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"one": linear(keys[0]), "stack": eqx.filter_vmap(linear)(keys)}
+    params = eqx.filter(params, eqx.is_inexact_array)
+    views = _partition.matrix_views(params)
+    assert views["one/weight"] is not None
+    assert views["one/weight"].fan_out == 24
+    assert views["stack/weight"] is None
+    views = _partition.matrix_views(params, dimension_numbers.equinox)
+    assert views["stack/weight"] is not None
+    assert views["stack/weight"].fan_out_axes == (1,)
+
+
+class NamedArray(eqx.Module):
+    """As of Haliax: an array and the names of its axes."""
+
+    array: jax.Array
+    axes: tuple[str, ...] = eqx.field(static=True)
+
+
+@jax.tree_util.register_pytree_node_class
+class WithoutKeys:
+    """As Haliax's own class: its array has no name."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def tree_flatten(self):
+        return (self.array,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, arrays):
+        return cls(*arrays)
+
+
+def test_an_array_in_an_object_is_named_as_the_object():
+    of = lambda *shape: WithoutKeys(jnp.ones(shape))
+    params = {"norm": {"weight": of(4, 8), "bias": of(4, 8)}}
+    params |= {"up": {"weight": of(4, 16, 8), "bias": of(4, 16)}}
+    views = _partition.matrix_views(params)
+    (view,) = [view for view in views.values() if view]
+    assert (view.batch, view.fan_in, view.fan_out) == ((4,), 8, 16)
+
+
+class HaliaxLinear(eqx.Module):
+    """As of Haliax: `In` and `Out` are an axis or several."""
+
+    weight: NamedArray
+    bias: NamedArray | None
+    In: Any = eqx.field(static=True)
+    Out: Any = eqx.field(static=True)
+
+
+def test_haliax_says_its_axes():
+    of = lambda *axes: NamedArray(jnp.ones([len(axis) for axis in axes]), axes)
+    params = {
+        "stack": HaliaxLinear(of("LLL", "DD", "FFFF"), of("LLL", "FFFF"), "DD", "FFFF"),
+        "out": HaliaxLinear(of("HHH", "dd", "DD"), None, ("HHH", "dd"), "DD"),
+        "lm_head": HaliaxLinear(of("DD", "VVVVV"), None, "DD", "VVVVV"),
+        "weight": jnp.ones((8, 4)),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        views = _partition.matrix_views(params, dimension_numbers.haliax)
+    sides = {k: (v.fan_in_axes, v.fan_out_axes) for k, v in views.items() if v}
+    assert sides == {
+        "stack/weight/array": ((1,), (2,)),
+        "out/weight/array": ((0, 1), (2,)),
+        "weight": ((0,), (1,)),
+    }
+
+
+def test_the_default_rule_may_be_named():
+    params = {"kernel": jnp.ones((8, 4))}
+    views = _partition.matrix_views(params, cd.default_dimension_numbers)
+    assert views == _partition.matrix_views(params)

@@ -1,7 +1,5 @@
 """The default rule on whole Flax models: linen, linen under nn.scan, nnx."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -10,9 +8,10 @@ from flax import linen as nn
 from flax import nnx
 
 import curvadion_jax as cd
+from curvadion_jax import _partition
 
 WIDTH, HEADS, VOCABULARY, LAYERS = 8, 2, 11, 3
-QUERY, OUT, DENSE = ((-3, (-2, -1)), ((-3, -2), -1), (-2, -1))
+QUERY, OUT, DENSE = ((-3,), (-2, -1)), ((-3, -2), (-1,)), ((-2,), (-1,))
 ATTENTION = {
     **{f"attention/{name}/kernel": QUERY for name in ("query", "key", "value")},
     "attention/out/kernel": OUT,
@@ -73,13 +72,13 @@ class NnxModel(nnx.Module):
 
 
 def chosen(params):
-    """Path -> dimension numbers, of the parameters that Dion takes."""
-    numbers = cd.default_dimension_numbers(params)
-    leaves = jax.tree.leaves_with_path(
-        numbers, is_leaf=lambda x: isinstance(x, cd.DimensionNumbers)
-    )
-    keystr = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-    return {keystr(p).removesuffix("/value"): tuple(each) for p, each in leaves}
+    """Path -> axes of both sides from the last, of the parameters that Dion takes."""
+    from_last = lambda view, axes: tuple(axis - len(view.shape) for axis in axes)
+    return {
+        name: (from_last(view, view.fan_in_axes), from_last(view, view.fan_out_axes))
+        for name, view in _partition.matrix_views(params).items()
+        if view is not None
+    }
 
 
 @pytest.mark.parametrize(

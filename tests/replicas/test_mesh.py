@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from curvadion_jax import replicas
 
@@ -18,8 +18,8 @@ def test_mesh():
     assert mesh.axis_types == (AxisType.Auto,) * 2
     ids = [[device.id for device in row] for row in mesh.devices]
     assert ids == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    mesh = replicas.make_mesh(2, axis_name="pod", devices=jax.devices()[5:])
-    assert mesh.axis_names == ("pod",)
+    mesh = replicas.make_mesh(2, devices=jax.devices()[5:])
+    assert mesh.axis_names == ("replica",)
     assert [device.id for device in mesh.devices] == [5, 6]
 
 
@@ -80,6 +80,8 @@ def test_idle_devices_are_reported(caplog):
         ((9,), "needs 9 devices, and there are 8"),
         ((0,), "needs 0 devices"),
         ((2, {"replica": 2}), "are both named 'replica'"),
+        ((None, {"fsdp": 16}), "needs 0 devices"),
+        ((None, {"fsdp": 0}), "needs 0 devices"),
     ],
 )
 def test_meshes_that_cannot_be(arguments, message):
@@ -87,12 +89,39 @@ def test_meshes_that_cannot_be(arguments, message):
         replicas.make_mesh(*arguments)
 
 
-def test_meshes_of_ones_own():
+@pytest.mark.parametrize("inner", [4, "fsdp", ["fsdp", 2]], ids=repr)
+def test_a_number_in_place_of_inner_axes_is_refused(inner):
+    with pytest.raises(
+        TypeError, match=r'a mapping from axes to sizes.*give \{"fsdp": 4'
+    ):
+        replicas.make_mesh(2, inner)
+
+
+def test_the_type_of_inner_axes_is_chosen():
+    mesh = replicas.make_mesh(2, {"fsdp": 4}, inner_type=AxisType.Explicit)
+    assert mesh.axis_types == (AxisType.Auto, AxisType.Explicit)
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.0, "2", None])
+def test_a_simulation_needs_a_number_of_replicas(number):
+    with pytest.raises(ValueError, match="must be an int of at least 1"):
+        replicas.simulated(number)
+
+
+def test_a_mesh_without_the_axis_or_with_an_explicit_one_is_refused():
     devices = np.array(jax.devices()[:2])
-    mesh = Mesh(devices, ("data",))
-    renamed = replicas.replicate({"w": jnp.ones(2)}, mesh, axis_name="data")
-    assert renamed["w"].shape == (2, 2)
     explicit = Mesh(devices, ("replica",), axis_types=(AxisType.Explicit,))
-    for wrong in (mesh, explicit):
-        with pytest.raises(ValueError, match="axis 'replica' of type Auto"):
-            replicas.replicate({"w": jnp.ones(2)}, wrong)
+    for wrong in (Mesh(devices, ("data",)), explicit):
+        for function in (replicas.replicate, replicas.place, replicas.split):
+            with pytest.raises(ValueError, match="an axis 'replica' of type Auto"):
+                function({"w": jnp.ones(2)}, wrong)
+
+
+def test_the_replica_axis_of_a_mesh_of_ones_own_may_stand_anywhere():
+    devices = np.array(jax.devices()).reshape(4, 2)
+    mesh = Mesh(devices, ("fsdp", "replica"))
+    rows = replicas.replicate({"w": jnp.arange(4.0)}, mesh)["w"]
+    assert rows.shape == (2, 4)
+    assert rows.sharding.spec == PartitionSpec("replica")
+    found = replicas.audit(lambda x: x.sum(0), mesh, rows)
+    assert [x.kind for x in found.every_step] == ["all-reduce"]

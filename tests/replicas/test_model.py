@@ -6,20 +6,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import reference
-from flax import nnx
-from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
-from curvadion_jax import replicas, synchronizers, triggers
+from curvadion_jax import replicas
 
 # One float32 sum of some dozens of squares.
 RTOL = 1e-5
-pytestmark = pytest.mark.slow  # many programs
 # A sum of so many float32 numbers is off by so many roundings.
 EPS = np.finfo(np.float32).eps
-MODELS = [helpers.make_params(seed) for seed in range(2)]
-LOCAL_SGD = cd.presets.local_sgd(0.1, k=2, axis_name=helpers.AXIS)
+SMALL = replicas.simulated(2)
+
+
+def local_sgd(mesh=SMALL):
+    return cd.presets.local_sgd(0.1, k=2, mesh=mesh)
 
 
 def test_the_mean_over_replicas():
@@ -28,6 +28,7 @@ def test_the_mean_over_replicas():
         "half": jnp.array([[256.0], [257]], jnp.float16),
         "complex": jnp.array([1 + 2j, 3 - 1j]),
         "count": jnp.array([5, 5]),
+        "none": jnp.zeros((2, 0)),
     }
     model = replicas.consensus(params)
     assert model["w"].tolist() == [2, 4]
@@ -35,6 +36,15 @@ def test_the_mean_over_replicas():
     assert model["half"].tolist() == [256.5]
     assert model["complex"] == 2 + 0.5j
     assert model["count"] == 5
+    assert model["none"].shape == (0,)
+
+
+@pytest.mark.parametrize("value", [3e38, -3e38])
+def test_the_mean_of_large_numbers_does_not_overflow(value):
+    rows = {"w": np.full((8, 2), value, np.float32)}
+    np.testing.assert_allclose(replicas.consensus(rows)["w"], value, rtol=8 * EPS)
+    half = {"w": np.full((8, 2), 6e4, np.float16)}
+    assert (replicas.consensus(half)["w"] == half["w"][0]).all()
 
 
 def test_equal_replicas():
@@ -49,40 +59,51 @@ def test_the_consensus_of_one_replica_can_be_replicated_anew():
     one = replicas.make_mesh(1)
     stacked = replicas.replicate({"w": jnp.ones((16, 16)), "b": jnp.ones(7)}, one)
     state = replicas.replicate(replicas.consensus(stacked), replicas.make_mesh(4))
-    assert state["w"].sharding.spec == jax.sharding.PartitionSpec("replica")
+    assert state["w"].sharding.spec == P("replica")
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
-def test_divergence_is_the_references(dtype):
-    trees = [helpers.make_params(seed, dtype) for seed in range(5)]
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
-    expected = reference.divergence([jax.tree.map(np.float64, tree) for tree in trees])
-    stacked["n"] = np.arange(5)  # integers do not count
+def by_hand(tree):
+    """The RMS distance from the mean over the RMS, in float64."""
+    parts = [np.asarray(x) for x in jax.tree.leaves(tree)]
+    wide = [
+        x.astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in parts
+    ]
+    square = lambda x: np.sum(np.abs(x) ** 2)
+    spread = sum(square(x - x.mean(0)) for x in wide)
+    return np.sqrt(spread / sum(map(square, wide)))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-25, 1e25, 3e38])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.complex64])
+def test_divergence_equals_that_of_float64(dtype, scale):
+    trees = [helpers.make_params(seed) for seed in range(5)]
+    largest = max(np.max(np.abs(x)) for x in jax.tree.leaves(trees))
+    turned = 1j if dtype == np.complex64 else 1
+    stacked = jax.tree.map(
+        lambda *x: (np.stack(x) * (turned * scale / largest)).astype(dtype), *trees
+    )
+    expected = by_hand(stacked)
+    assert expected > 0.1
+    stacked |= {"n": np.arange(5), "none": np.zeros((5, 0), np.float32)}
+    stacked["keys"] = jax.random.split(jax.random.key(0), 5)
     np.testing.assert_allclose(replicas.divergence(stacked), expected, rtol=RTOL)
 
 
-def test_the_anchor_of_each_device_is_its_own():
-    """It is read without communication: what a device returns is what it had."""
-    mesh = replicas.make_mesh(4)
-    state = replicas.replicate(LOCAL_SGD.init({"w": jnp.ones((8, 8))}), mesh)
-    w = state.sync_state.anchor["w"]
-    parts = [shard.data + i for i, shard in enumerate(w.addressable_shards)]
-    w = jax.make_array_from_single_device_arrays(w.shape, w.sharding, parts)
-    state = state._replace(sync_state=state.sync_state._replace(anchor={"w": w}))
-    anchor = replicas.anchor(state)["w"]
-    assert anchor.shape == (8, 8)
-    assert anchor.sharding.is_fully_replicated
-    for shard, part in zip(anchor.addressable_shards, parts, strict=True):
-        assert shard.device == part.device
-        helpers.assert_bitwise(shard.data, part[0])
-    helpers.assert_bitwise(jax.jit(replicas.anchor)(state)["w"], parts[0][0])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_the_divergence_of_what_is_not_finite_is_not(value):
+    found = replicas.divergence({"w": np.array([[1.0], [value]], np.float32)})
+    assert not np.isfinite(found)
+
+
+def test_without_numbers_nothing_diverges():
+    assert float(replicas.divergence({"n": jnp.arange(3)})) == 0
+    assert float(replicas.divergence({})) == 0
 
 
 def test_anchor_and_consensus_after_a_local_step():
     """The export is what the replicas have; the anchor, what they had at the sync."""
-    tx = LOCAL_SGD
     history = list(
-        helpers.run_mesh(tx, helpers.make_params(), helpers.make_gradients(3, 4))
+        helpers.run_mesh(local_sgd, helpers.make_params(), helpers.make_gradients(3, 4))
     )
     (synced, _), (params, state) = history[-2:]
     anchor, model = replicas.anchor(state), replicas.consensus(params)
@@ -94,113 +115,39 @@ def test_anchor_and_consensus_after_a_local_step():
 
 
 @pytest.mark.parametrize(
-    ("state", "message"),
+    ("make", "message"),
     [
-        (cd.presets.synchronous_dion(0.1), "holds 0 anchors"),
-        (optax.chain(*[cd.presets.local_sgd(0.1, k=2)] * 2), "holds 2 anchors"),
+        (lambda: cd.presets.synchronous_dion(0.1, mesh=SMALL), "holds 0 anchors"),
+        (lambda: optax.chain(local_sgd(), local_sgd()), "holds 2 anchors"),
     ],
 )
-def test_there_is_one_anchor(state, message):
-    state = jax.tree.map(lambda x: jnp.stack([x]), state.init(helpers.make_params()))
+def test_there_is_one_anchor(make, message):
+    _, state = helpers.start(make(), helpers.make_params(), SMALL)
     with pytest.raises(ValueError, match=message):
         replicas.anchor(state)
-
-
-def test_a_state_without_replica_axis_is_rejected():
-    state = LOCAL_SGD.init(helpers.make_params())
-    for read in (replicas.anchor, replicas.divergence, replicas.consensus):
-        with pytest.raises(ValueError, match="needs a leading axis"):
-            read(state)
-
-
-class Tied(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(8, 4, rngs=rngs)
-        self.head = self.embed.embedding
-        self.up = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
-
-
-def test_shared_variables_of_nnx():
-    """As one tree they would become two; `nnx.split` keeps them one."""
-    mesh, tx = replicas.make_mesh(2), LOCAL_SGD
-    model = Tied(nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"'embed/embedding' and 'head' are one"):
-        replicas.replicate(model, mesh)
-    graph, state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
-    model, optimizer = nnx.merge(graph, replicas.replicate(state, mesh))
-    assert model.head is model.embed.embedding
-    assert cd.metrics.read(optimizer.opt_state)["steps"] == 0
-    for read in (replicas.consensus, replicas.divergence):
-        with pytest.raises(ValueError, match="are one shared variable"):
-            read(model)
-        read(nnx.state(model))
-    assert len(jax.tree.leaves(replicas.consensus(nnx.state(model, nnx.Param)))) == 2
-    assert len(jax.tree.leaves(replicas.anchor(optimizer.opt_state))) == 2
 
 
 def test_the_consensus_has_what_was_changed_after_the_update():
     """Such as a frozen layer, which the anchor has not."""
     frozen = optax.masked(optax.set_to_zero(), {"a": True, "b": False})
-    tx = optax.chain(LOCAL_SGD, frozen)
-    mesh, params = replicas.make_mesh(2), {"a": jnp.ones(3), "b": jnp.ones([])}
-    state = helpers.start(tx, params, mesh)
-    step, down = helpers.replica_step(tx, mesh), -np.ones(2, np.float32)
+    tx = optax.chain(local_sgd(), frozen)
+    state = helpers.start(tx, {"a": jnp.ones(3), "b": jnp.ones([])}, SMALL)
+    down = -np.ones(2, np.float32)
+    step = jax.jit(helpers.train_step(tx))
     for _ in range(2):
         state, _ = step(state, {"a": np.stack([down] * 3, 1), "b": down})
     np.testing.assert_array_equal(replicas.consensus(state[0])["a"], 1)
     assert (replicas.anchor(state[1])["a"] > 1).all()
 
 
-def stacked(*trees):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
-
-
-def test_the_first_sync_keeps_parameters_that_were_reanchored():
-    state = TrainState.create(apply_fn=None, params=MODELS[0], tx=LOCAL_SGD)
-    state = state.replace(params=MODELS[1])
-    opt_state = replicas.reanchor(state.params, state.opt_state)
-    helpers.assert_bitwise(opt_state.sync_state.anchor, MODELS[1])
-    zeros = jax.tree.map(np.zeros_like, helpers.make_gradients(1, 2)[0])
-    mesh = replicas.make_mesh(2)
-    pair = replicas.replicate((state.params, opt_state), mesh)
-    step = helpers.replica_step(LOCAL_SGD, mesh)
-    for _ in range(2):
-        pair, _ = step(pair, zeros)
-    assert int(cd.metrics.read(pair[1])["syncs"]) == 1
-    helpers.assert_bitwise(pair[0], stacked(*[MODELS[1]] * 2))
-    named = {"steps": jnp.zeros(2), "w": jnp.ones(3)}  # not the optimizer's steps
-    replicas.reanchor(named, LOCAL_SGD.init(named))
-
-
-def test_reanchor_drops_residuals_and_keeps_the_rest():
-    compressed = synchronizers.reconcile(
-        optax.sgd(0.7, 0.9), compressor=cd.compressors.quantize(4)
+def test_training_may_begin_anew_from_the_consensus():
+    """With a new optimizer state, whose anchor it is."""
+    mesh, tx = SMALL, local_sgd()
+    *_, (params, _) = helpers.run(
+        tx, mesh, helpers.make_params(), helpers.make_gradients(3, 2)
     )
-    tx = cd.adaptive_sync(
-        optax.sgd(0.1, 0.9), triggers.every_k(3), compressed, helpers.AXIS
-    )
-    *_, (params, opt_state) = helpers.run_vmap(
-        tx, helpers.make_params(), helpers.make_gradients(4, 2)
-    )
-    assert any(np.any(x) for x in jax.tree.leaves(opt_state.sync_state.residual))
-    with pytest.raises(ValueError, match="differ between the replicas"):
-        replicas.reanchor(params, opt_state)
-    same = stacked(*[MODELS[1]] * 2)
-    after = replicas.reanchor(same, opt_state)
-    assert not any(np.any(x) for x in jax.tree.leaves(after.sync_state.residual))
-    helpers.assert_bitwise(after.sync_state.anchor, same)
-    helpers.assert_bitwise(after.sync_state.common, opt_state.sync_state.common)
-    helpers.assert_bitwise(after.inner_state, opt_state.inner_state)
-    helpers.assert_bitwise(after.metrics, opt_state.metrics)
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"bias": MODELS[0]["bias"]}, "the parameter is missing"),
-        (stacked(*MODELS), r"the parameter is \(2, 5\)"),
-    ],
-)
-def test_reanchor_needs_the_anchor_of_these_parameters(params, message):
-    with pytest.raises(ValueError, match=message):
-        replicas.reanchor(params, LOCAL_SGD.init(MODELS[0]))
+    with pytest.raises(ValueError, match="replicas' parameters differ"):
+        tx.init(jax.tree.map(jnp.asarray, params))
+    model = replicas.consensus(params)
+    state = tx.init(replicas.replicate(model, mesh))
+    helpers.assert_bitwise(replicas.anchor(state), model)

@@ -15,39 +15,29 @@ from divided_replicas import (
     largest,
     least_part,
     make_gradients,
+    make_optimizer,
     make_state,
     mesh_of,
     moved_inside,
     prepare,
-    reconcile,
+    put,
     run,
+    specs_of,
 )
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import _collectives, _mapped, _orthonormalize, compressors, triggers
+from curvadion_jax import _orthonormalize, compressors, synchronizers, triggers
 
 # Sums in another order, over some steps: of how far the parameters have moved.
 CLOSE = 2e-3
-pytestmark = pytest.mark.slow  # many programs
 # Blocks of a device's own part are other blocks, which lose something else.
 BLOCKS = {"curvadion": 0.5, "local_muon": 0.5}
-
-
-def mean_of(form, mesh, given):
-    """What takes a tree to its compressed mean, and what was not put in."""
-
-    def train(state, batch):
-        del batch
-        group = _collectives.Group(AXIS, _mapped.layout())
-        result = form.average_by_device(state, group)
-        return result.mean, {"unsent": result.unsent}
-
-    return helpers.manual(train, mesh, given)
+pytestmark = pytest.mark.slow  # many programs
 
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)
-def test_sharded_replicas_train_as_whole_ones_and_move_no_matrix(name, mesh):
+def test_sharded_replicas_train_as_simulated_ones_and_move_no_matrix(name, mesh):
     mesh = mesh_of(mesh)
     if name != "local_muon":  # whose devices exchange matrices
         compiled, _ = prepare(name, mesh)
@@ -56,12 +46,24 @@ def test_sharded_replicas_train_as_whole_ones_and_move_no_matrix(name, mesh):
         # Factors have RANK columns, and Gram matrices of them RANK x RANK elements.
         assert largest(inside) < least_part(mesh)
     found, start = run(name, mesh)
-    expected, _ = run(name, cd.replicas.make_mesh(mesh.shape[AXIS]))
+    expected, _ = run(name, cd.replicas.simulated(mesh.shape[AXIS]))
     for path, wanted in expected.items():
         apart = np.linalg.norm(found[path] - wanted)
         moved = np.linalg.norm(wanted - start[path])
         assert moved > 0
         assert apart / moved < BLOCKS.get(name, CLOSE), path
+
+
+def test_matrices_are_exchanged_and_none_is_gathered_whole():
+    """Each device orthonormalises some of those that are sharded alike."""
+    mesh = mesh_of("2x2x2")
+    compiled, _ = prepare("local_muon", mesh)
+    inside = moved_inside(hlo.parse(compiled.as_text()), mesh)
+    exchanged = [x for x in inside if x.opcode == "all-to-all"]
+    others = [x for x in inside if x.opcode != "all-to-all"]
+    matrix = 4 * least_part(mesh)
+    assert largest(exchanged) >= matrix
+    assert largest(others) < matrix
 
 
 def test_devices_of_a_replica_share_the_bases(monkeypatch):
@@ -73,15 +75,15 @@ def test_devices_of_a_replica_share_the_bases(monkeypatch):
 
     monkeypatch.setattr(_orthonormalize, "_shifted_pass", recorded)
     mesh = mesh_of("2x2x2")
-    tx = cd.presets.synchronous_dion(0.01, rank=RANK, axis_name=AXIS)
+    tx = make_optimizer("synchronous_dion", mesh)
     state = make_state(tx, mesh)
-    helpers.replica_step(tx, mesh).lower(state, make_gradients(mesh))
+    jax.jit(helpers.train_step(tx)).lower(state, make_gradients(mesh))
     # The stack of four, "up" and "down" have 192 rows; four devices take two each.
     assert {shape for shape in seen if shape[-2] == 192} == {(2, 192, RANK)}
 
 
 def test_divided_is_whole_however_matrices_lie():
-    """Experts, sides of several axes, equal shapes that lie otherwise, one spoilt."""
+    """Experts, sides of several axes, equal shapes that lie otherwise."""
     shapes = {
         "experts": ((8, 64, 96), ("fsdp", None, "tensor"), (1,), (2,)),
         "heads": ((6, 64, 8, 12), (None, "fsdp", "tensor", None), (1,), (2, 3)),
@@ -95,89 +97,79 @@ def test_divided_is_whole_however_matrices_lie():
         name: optax.contrib.MuonDimensionNumbers(fan_in, fan_out)
         for name, (*_, fan_in, fan_out) in shapes.items()
     }
+    specs = {name: PartitionSpec(*x[1]) for name, x in shapes.items()}
     rng = np.random.default_rng(0)
-    given = {
-        name: rng.normal(size=x[0]).astype(np.float32) for name, x in shapes.items()
-    }
-    drift = {name: rng.normal(size=(2, *x.shape)) for name, x in given.items()}
-    drift["rows"][:, 3] = np.nan  # one matrix, which shares its stack with others
-    tx = cd.scale_by_dion(3, dimension_numbers=numbers)
-
-    def train(params, gradients):
-        layout = _mapped.layout()
-
-        def reduce_fn(arrays, made_of):
-            group = _collectives.Group(AXIS, layout.of_factors(arrays, made_of))
-            return group.mean(arrays)
-
-        gradients = jax.tree.map(lambda x: x[0].astype(jnp.float32), gradients)
-        updates, state = tx.update(
-            gradients, tx.init(params), reduce_fn=reduce_fn, layout=layout
+    params = {name: np.zeros(x[0], np.float32) for name, x in shapes.items()}
+    drift = {k: np.float32(rng.normal(size=(2, *x.shape))) for k, x in params.items()}
+    results = []
+    for mesh in (mesh_of("2x2x2"), cd.replicas.simulated(2)):
+        given, gradients, divided = params, drift, None
+        if hasattr(mesh, "devices"):
+            given = {k: put(x, mesh, specs[k]) for k, x in params.items()}
+            rows = {k: PartitionSpec(AXIS, *specs[k]) for k in specs}
+            gradients = {k: put(drift[k], mesh, rows[k]) for k in rows}
+            divided = specs
+        tx = cd.adaptive_sync(
+            cd.scale_by_dion(3, dimension_numbers=numbers),
+            triggers.always(),
+            synchronizers.average_factors(numbers),
+            mesh,
+            specs=divided,
         )
-        return params, (updates, state.dion_q)
-
-    results = {}
-    for mesh in (mesh_of("2x2x2"), cd.replicas.make_mesh(2)):
-        inner = set(mesh.axis_names) - {AXIS}
-        params = {
-            name: jax.device_put(
-                x, NamedSharding(mesh, PartitionSpec(*shapes[name][1] if inner else ()))
-            )
-            for name, x in given.items()
-        }
-        state = cd.replicas.replicate(params, mesh)
-        _, found = helpers.manual(train, mesh, state)(state, drift)
-        results[bool(inner)] = jax.device_get(found)
-    updates, _ = results[True]
-    spoilt = np.isnan(updates["rows"]).any(axis=(-2, -1))
-    assert spoilt[..., 3].all()
-    assert spoilt.sum() == spoilt.size // 5
-    chex.assert_trees_all_close(results[True], results[False], atol=CLOSE, rtol=CLOSE)
+        state = helpers.start(tx, given, mesh)
+        step = helpers.quick(jax.jit(helpers.train_step(tx)), state, gradients)
+        (found, opt_state), _ = step(state, gradients)
+        results.append(jax.device_get((found, opt_state.common)))
+    chex.assert_trees_all_close(*results, atol=CLOSE, rtol=CLOSE)
 
 
-def test_a_condition_of_a_replicas_own_is_refused():
-    mesh = mesh_of("2x2x2")
-    inner = optax.apply_if_finite(optax.adam(0.01), 3)
-    tx = cd.adaptive_sync(inner, triggers.every_k(2), reconcile(), AXIS)
-    step, state = helpers.replica_step(tx, mesh), make_state(tx, mesh)
-    with pytest.raises(ValueError, match="may decide differently"):
-        step.lower(state, make_gradients(mesh))
-
-
-def all_finite(tree) -> bool:
-    return all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(tree)))
-
-
-def test_a_spoilt_replica_of_several_devices_comes_back():
+def test_a_spoilt_replica_of_several_devices_begins_again():
     """Its momenta and Q start afresh, and those of the others do not."""
     mesh = mesh_of("2x2x2")
     step, (params, opt_state) = prepare("everything", mesh)
-    inner = opt_state.inner_state
-    spoilt = jax.tree.map(
-        lambda x: x.at[1].set(jnp.nan) if x.ndim > 2 and x.dtype == jnp.float32 else x,
-        inner,
+    gradients = [make_gradients(mesh, seed) for seed in range(2)]
+    sound = opt_state.inner_state
+
+    def spoil(x):
+        is_array = x.ndim > 2 and x.dtype == jnp.float32
+        return jax.device_put(x.at[1].set(jnp.nan) if is_array else x, x.sharding)
+
+    spoilt = opt_state._replace(inner_state=jax.tree.map(spoil, sound))
+    state, whole = (params, spoilt), (params, opt_state)
+    for each in gradients:
+        state, _ = step(state, each)
+        whole, _ = step(whole, each)
+    params, opt_state = jax.device_get(state)
+    chex.assert_tree_all_finite((params, opt_state.inner_state, opt_state.anchor))
+    report = cd.metrics.read(opt_state)
+    assert report["excluded"] == [0, 1]
+    one = lambda tree: jax.tree.map(lambda x: x[0], tree)
+    helpers.assert_bitwise(
+        one(opt_state.inner_state), one(jax.device_get(whole[1].inner_state))
     )
-    assert not all_finite(spoilt)
-    spoilt = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), spoilt, inner)
-    state = (params, opt_state._replace(inner_state=spoilt))
-    for seed in range(3):
-        state, _ = step(state, make_gradients(mesh, seed))
-    params, opt_state = state
-    assert all_finite((params, opt_state.inner_state, opt_state.sync_state))
 
 
-def test_compressed_means_of_sharded_arrays():
+def test_compressed_means_of_sharded_arrays_move_nothing_inside():
     form, rounding = compressors.quantize(8, 64), 2 / 127  # two roundings
     mesh = mesh_of("2x2x2")
-    given = make_gradients(mesh)
-    compiled = helpers.quick(mean_of(form, mesh, given), given, np.ones(4))
-    mean, metrics = compiled(given, np.ones(4))
-    assert not moved_inside(hlo.parse(compiled.as_text()), mesh)
+    tx = cd.adaptive_sync(
+        optax.sgd(1.0),
+        triggers.always(),
+        synchronizers.reconcile(compressor=form),
+        mesh,
+        specs=specs_of(mesh),
+    )
+    state, given = make_state(tx, mesh), make_gradients(mesh)
+    before = jax.device_get(state[0])
+    step = helpers.quick(jax.jit(helpers.train_step(tx)), state, given)
+    (after, opt_state), _ = step(state, given)
+    inside = moved_inside(hlo.parse(step.as_text()), mesh)
+    # Whether all is finite, and checksums, are single numbers.
+    assert largest(inside) <= len(given)
     for name, x in jax.device_get(given).items():
-        bound = rounding * np.max(np.abs(x))
-        np.testing.assert_array_equal(
-            mean[name], np.broadcast_to(mean[name][0], x.shape)
-        )
-        np.testing.assert_allclose(mean[name][0], x.mean(axis=0), rtol=0, atol=bound)
-        sent = x - np.asarray(metrics["unsent"][name])
-        np.testing.assert_allclose(sent.mean(axis=0), mean[name][0], rtol=0, atol=1e-6)
+        mean = before[name] - np.asarray(after[name])
+        np.testing.assert_array_equal(mean[0], mean[1])
+        bound = rounding * np.max(np.abs(x)) + 1e-6
+        np.testing.assert_allclose(mean[0], x.mean(axis=0), rtol=0, atol=bound)
+        sent = x + np.asarray(opt_state.residual[name])  # of minus the gradient
+        np.testing.assert_allclose(sent.mean(axis=0), mean[0], rtol=0, atol=1e-6)

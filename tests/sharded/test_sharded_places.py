@@ -1,7 +1,6 @@
 """Where the arrays of replicas of several devices lie, and stay."""
 
 import helpers
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,90 +8,126 @@ import optax
 import pytest
 from divided_replicas import (
     AXIS,
-    OPTIMIZERS,
     RANK,
     SHAPES,
     assert_as_before,
     divided,
     make_gradients,
+    make_optimizer,
     make_state,
     mesh_of,
     prepare,
-    reconcile,
-    reconciling,
+    specs_of,
 )
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
-from curvadion_jax import _layout, _matrices, compressors
+from curvadion_jax import compressors, synchronizers, triggers
+
+MESH = cd.replicas.make_mesh(2, {"fsdp": 2, "tensor": 2})
+
+
+def compressed(mesh, specs, inner=None):
+    """An optimizer that keeps all that can be kept: anchor, momentum, residual."""
+    reconcile = synchronizers.reconcile(
+        optax.sgd(0.7, 0.9), compressor=compressors.quantize(8)
+    )
+    inner = inner or cd.dion(0.01, RANK)
+    return cd.adaptive_sync(inner, triggers.every_k(2), reconcile, mesh, specs=specs)
 
 
 def test_state_is_divided_as_parameters_are():
-    mesh = mesh_of("2x2x2")
-    tx = reconciling(reconcile(optax.sgd(0.7, 0.9), compressor=compressors.quantize(8)))
-    params, state = make_state(tx, mesh)
-    leaves = {
-        jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(state)
-    }
+    params, state = make_state(compressed(MESH, specs_of(MESH)), MESH)
     checked = 0
-    for name, x in params.items():
-        for path, leaf in leaves.items():
-            if path.endswith(f"['{name}']") and leaf.shape == x.shape:
-                assert leaf.sharding == x.sharding, path
-                checked += 1
-    # Momenta of five kinds, the anchor, its outer momentum, and the residual.
+    for path, leaf in jax.tree.leaves_with_path(state):
+        for name, x in params.items():
+            if not jax.tree_util.keystr(path).endswith(f"['{name}']"):
+                continue
+            spec = x.sharding.spec
+            if leaf.shape == x.shape:
+                wanted = x.sharding
+            elif leaf.shape == x.shape[1:]:  # what is common
+                wanted = NamedSharding(MESH, P(*spec[1:]))
+            else:
+                continue
+            assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), path
+            checked += 1
+    # Momenta, the anchor, its outer momentum, and the residual.
     assert checked >= 4 * len(SHAPES)
     q = helpers.dion_state(state).dion_q
     specs = {name: q[name].sharding.spec for name in ("down", "stack", "up")}
-    assert specs["up"] == PartitionSpec(AXIS, "fsdp", None)
-    assert specs["down"] == PartitionSpec(AXIS, "fsdp", None)
-    assert specs["stack"] == PartitionSpec(AXIS, None, "fsdp", None)
+    assert specs["up"] == P(AXIS, "fsdp")
+    assert specs["down"] == P(AXIS, "fsdp")
+    assert specs["stack"] == P(AXIS, None, "fsdp")
 
 
-def test_q_follows_the_first_of_merged_axes():
-    mesh = mesh_of("2x2x2")
-    specs = {"query": ("fsdp", "tensor"), "key": (None, None, "tensor")}
-    params = {
-        name: jax.device_put(
-            np.ones((96, 4, 8)), NamedSharding(mesh, PartitionSpec(*spec))
-        )
-        for name, spec in specs.items()
-    }
-    numbers = cd.DimensionNumbers(0, (1, 2))
-    q = cd.scale_by_dion(RANK, dimension_numbers=numbers).init(params).dion_q
-    assert q["query"].sharding.spec == PartitionSpec("tensor", None)
-    assert q["key"].sharding.spec == PartitionSpec(None, None)
+@pytest.mark.parametrize(
+    ("spec", "of_q"),
+    [(("fsdp", "tensor"), ("tensor",)), ((None, None, "tensor"), ())],
+)
+def test_q_follows_the_first_of_merged_axes(spec, of_q):
+    place = NamedSharding(MESH, P(*spec))
+    params = {"query": jax.device_put(np.ones((96, 4, 8), np.float32), place)}
+    numbers = {"query": cd.DimensionNumbers(0, (1, 2))}
+    inner = cd.scale_by_dion(RANK, dimension_numbers=numbers)
+    tx = compressed(MESH, {"query": P(*spec)}, inner)
+    _, state = helpers.start(tx, params, MESH)
+    q = helpers.dion_state(state).dion_q["query"]
+    assert q.sharding.spec == P(AXIS, *of_q)
 
 
-def test_arrays_are_found_by_path():
-    rows, columns = PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")
-    both = PartitionSpec(None, ("tensor", "fsdp"))
-    notes = (
-        _layout.Placed("0/params/of/layer/a", (4, 4), columns),  # a longer path
-        _layout.Placed("0/params/layer/b", (4, 4), both),
-        _layout.Placed("0/params/layer/a", (4, 4), rows),
-        _layout.Placed("1/count", (), PartitionSpec()),
+@pytest.mark.parametrize("specs", [P("fsdp"), {"w": P("fsdp"), "b": {"c": P("fsdp")}}])
+def test_specs_are_a_tree_or_a_prefix_of_it(specs):
+    params = {"w": jnp.ones((4, 2)), "b": {"c": jnp.ones(4)}}
+    tx = cd.presets.local_sgd(0.1, 2, mesh=MESH, specs=specs)
+    _, state = helpers.start(tx, params, MESH)
+    for x in jax.tree.leaves(state.anchor):
+        assert x.sharding.spec == P("fsdp")
+
+
+def test_shardings_and_axes_of_the_whole_mesh_are_specs_too():
+    """As what the parameters' own `sharding` is, before or after `replicate`."""
+    place = NamedSharding(MESH, P(("fsdp", "replica")))
+    tx = cd.presets.local_sgd(0.1, 2, mesh=MESH, specs=place)
+    _, state = helpers.start(tx, {"w": jnp.ones((4, 2))}, MESH)
+    assert state.anchor["w"].sharding.spec == P("fsdp")
+
+
+def test_missing_specs_are_refused():
+    tx = cd.presets.local_sgd(0.1, 2, mesh=MESH)
+    with pytest.raises(ValueError, match=r"several devices, .*'fsdp': 2.* Pass specs="):
+        helpers.start(tx, {"w": jnp.ones((4, 2))}, MESH)
+
+
+def test_an_inner_optimizer_whose_init_reads_arrays_needs_one_device_a_replica():
+    """Where all parameters lie alike, nobody needs to know what is like them."""
+
+    def init(params):
+        return {"scale": {name: x.mean() for name, x in params.items()}}
+
+    inner = optax.GradientTransformation(init, lambda g, s, p=None: (g, s))
+    mesh = cd.replicas.make_mesh(2)
+    tx = cd.adaptive_sync(inner, triggers.every_k(2), synchronizers.reconcile(), mesh)
+    _, state = helpers.start(tx, {"w": jnp.ones((4, 2))}, mesh)
+    assert state.inner_state["scale"]["w"].sharding.spec == P(AXIS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", [{}, {"fsdp": 2}], ids=["one", "several"])
+@pytest.mark.parametrize("name", ["local_muon", "curvadion", "factors"])
+def test_the_second_call_does_not_compile_again(name, inner, caplog):
+    mesh = cd.replicas.make_mesh(
+        2, inner, devices=jax.devices()[: 2 * (1 + len(inner))]
     )
-    shapes = {"a": (4, 4), "b": (4, 4), "er/a": (4, 4), "other": (2,)}
-    tree = {"layer": {name: jnp.ones(shape) for name, shape in shapes.items()}}
-    layout = _layout.Layout({"fsdp": 2}, notes)
-    assert layout.specs(tree) == [rows, columns, None, None]  # without "tensor"
-
-
-def test_factors_follow_the_axes_that_they_are_made_of():
-    view = _matrices.make_view((3, 8, 8), 1, 2)
-    notes = (_layout.Placed("0/params/a", (3, 8, 8), PartitionSpec(None, "x", "y")),)
-    layout = _layout.Layout({"x": 2, "y": 2}, notes)
-    factor = jnp.ones((3, 8, 2))  # P and R of a square matrix are alike in shape
-
-    def found(axes):
-        of_factors = layout.of_factors({"a": factor}, {"a": (view.shape, axes)})
-        (spec,) = of_factors.specs({"a": factor})
-        return spec
-
-    assert found(view.p_axes) == PartitionSpec(None, "y", None)
-    assert found(view.q_axes) == PartitionSpec(None, "x", None)
-    assert layout.specs({"a": factor}) == [None]
+    tx = make_optimizer(name, mesh)
+    state, gradients = make_state(tx, mesh), make_gradients(mesh)
+    step = jax.jit(helpers.train_step(tx))
+    with jax.log_compiles():
+        for _ in range(3):
+            state, _ = step(state, gradients)
+    finished = "Finished XLA compilation of jit(train)"
+    assert sum(finished in x.getMessage() for x in caplog.records) == 1
 
 
 @pytest.mark.slow
@@ -108,43 +143,29 @@ def test_checkpoint_moves_to_another_mesh(tmp_path):
     helpers.assert_bitwise(jax.device_get(restored), jax.device_get(state))
     after, _ = step(restored, make_gradients(elsewhere, seed=2))
     assert_as_before(after, target)
+    assert "displaced" not in cd.metrics.read(after[1])
 
 
-def test_the_one_model_is_divided_as_a_replica_is():
-    mesh = mesh_of("2x2x2")
-    params, opt_state = make_state(OPTIMIZERS["curvadion"](), mesh)
+def test_consensus_and_anchor_are_divided_as_a_replica_is():
+    params, opt_state = make_state(compressed(MESH, specs_of(MESH)), MESH)
     for model in (cd.replicas.consensus(params), cd.replicas.anchor(opt_state)):
         for name, x in model.items():
-            place = NamedSharding(mesh, divided(name, {"fsdp", "tensor"}))
+            place = NamedSharding(MESH, divided(name, {"fsdp", "tensor"}))
             assert x.sharding.is_equivalent_to(place, x.ndim), name
     assert float(cd.replicas.divergence(params)) == 0
-
-
-@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec(None, "fsdp")])
-def test_a_state_that_lies_elsewhere_is_divided_over_the_replicas(spec):
-    mesh = cd.replicas.make_mesh(2, {"fsdp": 2})
-    step = cd.replicas.step(
-        lambda state, batch: ({"x": 2 * state["x"]}, {}), mesh, donate=False, local="x"
-    )
-    state = {"x": jax.device_put(np.ones((2, 64)), NamedSharding(mesh, spec))}
-    program = hlo.parse(step.lower(state, np.ones(2)).compile().as_text())
-    assert not program.collectives([program.entry])
-    after, _ = step(state, np.ones(2))
-    wanted = NamedSharding(mesh, PartitionSpec(AXIS, *spec[1:]))
-    assert after["x"].sharding.is_equivalent_to(wanted, 2)
 
 
 @pytest.mark.slow
 def test_what_lies_in_host_memory_stays_divided():
     mesh = mesh_of("4x2")
-    tx = cd.presets.local_sgd(0.01, k=2, axis_name=AXIS)
-    state = cd.replicas.offload(make_state(tx, mesh))
-    compiled = helpers.quick(
-        helpers.replica_step(tx, mesh), state, make_gradients(mesh)
-    )
-    after, _ = compiled(state, make_gradients(mesh))
-    anchors = after[1].sync_state.anchor
-    for name, x in anchors.items():
-        place = NamedSharding(mesh, PartitionSpec(AXIS, *divided(name, {"fsdp"})))
+    tx = cd.presets.local_sgd(0.01, k=2, mesh=mesh, specs=specs_of(mesh))
+    params, opt_state = make_state(tx, mesh)
+    state = params, cd.replicas.offload(opt_state)
+    step = jax.jit(helpers.train_step(tx))
+    after = state
+    for _ in range(2):
+        after, _ = step(after, make_gradients(mesh))
+    for name, x in after[1].anchor.items():
+        place = NamedSharding(mesh, divided(name, {"fsdp"}))
         place = place.with_memory_kind("pinned_host")
         assert x.sharding.is_equivalent_to(place, x.ndim), name

@@ -48,19 +48,19 @@ def divided(name: str, inner: Any) -> PartitionSpec:
 
 
 def reconciling(synchronizer, rank=RANK):
-    return cd.adaptive_sync(
-        cd.dion(0.01, rank), triggers.every_k(2), synchronizer, AXIS
+    """Dion, and what `adaptive_sync` is given besides."""
+    return lambda **where: cd.adaptive_sync(
+        cd.dion(0.01, rank), triggers.every_k(2), synchronizer, **where
     )
 
 
-OPTIMIZERS = {
-    "synchronous_dion": lambda: cd.presets.synchronous_dion(
-        0.01, rank=RANK, axis_name=AXIS
-    ),
-    "curvadion": lambda: cd.curvadion(0.01, 0.3, RANK, axis_name=AXIS),
-    "everything": lambda: reconciling(reconcile()),
-    "factors": lambda: reconciling(synchronizers.average_factors()),
-    "local_muon": lambda: cd.local_muon(0.01, budget=0.05, axis_name=AXIS),
+# Of a mesh and specs.
+OPTIMIZERS: dict[str, Any] = {
+    "synchronous_dion": functools.partial(cd.presets.synchronous_dion, 0.01, rank=RANK),
+    "curvadion": functools.partial(cd.curvadion, 0.01, 0.3, RANK),
+    "everything": reconciling(reconcile()),
+    "factors": reconciling(synchronizers.average_factors()),
+    "local_muon": functools.partial(cd.local_muon, 0.01, budget=0.05),
 }
 
 
@@ -76,30 +76,43 @@ def mesh_of(name: str):
     return cd.replicas.make_mesh(number, inner)
 
 
+def specs_of(mesh) -> Any:
+    """How a replica's parameters are sharded over its devices; None on one device."""
+    inner = _inner(mesh)
+    return {name: divided(name, inner) for name in SHAPES} if inner else None
+
+
+def _inner(mesh) -> set[str]:
+    return set(getattr(mesh, "axis_names", ())) - {AXIS}
+
+
+def make_optimizer(name: str, mesh):
+    return OPTIMIZERS[name](mesh=mesh, specs=specs_of(mesh))
+
+
 def make_state(tx, mesh, dtype=np.float32):
     """(Parameters, optimizer state) of all replicas, parameters as `divided`."""
-    rng = np.random.default_rng(0)
-    inner = set(mesh.axis_names) - {AXIS}
-    params = {
-        name: jax.device_put(
-            rng.normal(size=shape).astype(dtype),
-            NamedSharding(mesh, divided(name, inner)),
-        )
-        for name, shape in SHAPES.items()
-    }
-    return cd.replicas.replicate((params, tx.init(params)), mesh)
+    rng, specs = np.random.default_rng(0), specs_of(mesh)
+    params = {x: rng.normal(size=SHAPES[x]).astype(dtype) for x in SHAPES}
+    if specs:
+        params = {x: put(params[x], mesh, specs[x]) for x in SHAPES}
+    return helpers.start(tx, params, mesh)
+
+
+def put(x, mesh, spec):
+    return jax.device_put(x, NamedSharding(mesh, spec))
 
 
 def make_gradients(mesh, seed=1):
-    rng = np.random.default_rng(seed)
-    number, inner = mesh.shape[AXIS], set(mesh.axis_names) - {AXIS}
-    return {
-        name: jax.device_put(
-            rng.normal(size=(number, *shape)).astype(np.float32),
-            NamedSharding(mesh, PartitionSpec(AXIS, *divided(name, inner))),
-        )
-        for name, shape in SHAPES.items()
-    }
+    """Gradients of all replicas, which lie as their parameters do."""
+    rng, specs = np.random.default_rng(seed), specs_of(mesh)
+    number = mesh.replicas if hasattr(mesh, "replicas") else mesh.shape[AXIS]
+    found = {}
+    for name, shape in SHAPES.items():
+        found[name] = rng.normal(size=(number, *shape)).astype(np.float32)
+        if specs:
+            found[name] = put(found[name], mesh, PartitionSpec(AXIS, *specs[name]))
+    return found
 
 
 def moved_inside(program: hlo.Program, mesh) -> list[hlo.Instruction]:
@@ -132,9 +145,9 @@ def least_part(mesh) -> int:
 @functools.cache
 def prepare(name: str, mesh):
     """A compiled step, and a state to start from."""
-    tx = OPTIMIZERS[name]()
+    tx = make_optimizer(name, mesh)
     state = make_state(tx, mesh)
-    step = helpers.replica_step(tx, mesh)
+    step = jax.jit(helpers.train_step(tx))
     return helpers.quick(step, state, make_gradients(mesh)), state
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from curvadion_jax.replicas import _stray_collectives
+from curvadion_jax.replicas._audit import groups_of
 
 _HEAD = re.compile(r"(ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)$")
@@ -68,7 +68,7 @@ class Instruction(NamedTuple):
     @property
     def groups(self) -> list[list[int]]:
         """Devices that talk to each other; of a permutation pairs of two of them."""
-        found = _stray_collectives.groups(self.attributes)
+        found = groups_of(self.attributes)
         if not found:
             raise ValueError(f"no replica groups in {self.attributes!r}")
         return found

@@ -47,8 +47,8 @@ def batch_of(index: int) -> dict[str, np.ndarray]:
 def started(number: int) -> Any:
     """(Parameters, optimizer state) of this number of replicas."""
     mesh = cd.replicas.make_mesh(number)
-    rows = cd.replicas.replicate({"w": jnp.zeros((16, 24))}, mesh)
-    return rows, optimizer(mesh).init(rows)
+    params = cd.replicas.replicate({"w": jnp.zeros((16, 24))}, mesh)
+    return params, optimizer(mesh).init(params)
 
 
 def trained(state: Any, number: int, steps: range) -> Any:

@@ -14,56 +14,62 @@ import optax
 
 import curvadion_jax as cd
 
-STEPS = 4
+STEPS = 5
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 
 
 def train(folder: Path) -> dict:
-    """Four steps on two replicas, saved and restored; what a loop would log."""
+    """Some steps on two replicas, saved and restored; what a loop would log."""
     mesh = cd.replicas.make_mesh(2)
-    params = {"w": jnp.ones((4, 8)), "b": jnp.ones((1, 8))}
-    tx = cd.presets.local_sgd(0.1, k=2, axis_name="replica")
-    first = (params, tx.init(params))
-    state = cd.replicas.replicate(first, mesh)
+    params = {"w": jnp.ones((4, 8)), "b": jnp.ones(8)}
+    tx = cd.presets.diloco(0.1, k=2, before=optax.clip_by_global_norm(1.0), mesh=mesh)
 
+    def start():
+        # As one model's checkpoint is restored, on a device of each process.
+        put = jax.device_put(params, jax.local_devices()[0])
+        rows = cd.replicas.replicate(put, mesh)
+        return cd.replicas.place((rows, tx.init(rows), 0), mesh)
+
+    def loss_fn(params, x):
+        return jnp.mean((x @ params["w"] + params["b"][None]) ** 2)
+
+    @jax.jit
     def train_step(state, x):
-        params, opt_state = state
+        rows, opt_state, step = state
+        loss, grads = cd.replicas.map(jax.value_and_grad(loss_fn), mesh)(rows, x)
+        updates, opt_state = tx.update(grads, opt_state, rows)
+        rows = optax.apply_updates(rows, updates)
+        return (rows, opt_state, step + 1), (loss, cd.metrics.observe(opt_state))
 
-        def loss_fn(params):
-            return jnp.mean((x @ params["w"] + params["b"]) ** 2)
-
-        _, grads = jax.value_and_grad(loss_fn)(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        return (params, opt_state), cd.metrics.observe(opt_state)
-
-    step = cd.replicas.step(train_step, mesh)
-    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    state, batch = start(), cd.replicas.split(X, mesh)
+    sent = cd.replicas.audit(train_step, mesh, state, batch)
     for _ in range(STEPS):
-        state, observed = step(state, x)
+        state, (_, observed) = train_step(state, batch)
+    rows, opt_state, _ = state
     extra = {"process": jax.process_index()}
     cd.checkpoint.save(folder, STEPS, state, extra=extra)
-    # As one model's checkpoint is restored, on a device of each process.
-    put = jax.device_put(first, jax.local_devices()[0])
-    restored = cd.checkpoint.restore(folder, cd.replicas.replicate(put, mesh))
-    model = cd.replicas.anchor(state[1])
+    restored = cd.checkpoint.restore(folder, start())
+    anchor = cd.replicas.anchor(opt_state)
     spoil = lambda x: x.at[1, 0].set(jnp.nan)
-    spoilt = jax.jit(lambda params: jax.tree.map(spoil, params))(state[0])
-    mended, replaced = cd.replicas.repair((spoilt, state[1]))
-    # One of the processes names it.
-    last = jax.process_index() == jax.process_count() - 1
-    copied, named = cd.replicas.repair(state, also=[1] if last else ())
+    spoilt = jax.jit(lambda params: jax.tree.map(spoil, params))(rows)
+    repaired = cd.replicas.repair(spoilt, anchor)
+    total = lambda tree: float(sum(jnp.sum(x) for x in jax.tree.leaves(tree)))
+    again, _ = train_step((repaired, *restored[1:]), batch)
     return {
-        "replaced": replaced,
-        "named": named,
-        "divergence of copied": float(cd.replicas.divergence(copied[0])),
-        "divergence of mended": float(cd.replicas.divergence(mended[0])),
-        "mended": float(jnp.sum(cd.replicas.anchor(mended[1])["w"])),
+        "every step": len(sent.every_step),
+        "sync": sorted(x.kind for x in sent.sync),
+        "step": int(state[2]),
+        "compiled": train_step._cache_size(),
         "restored": equal(restored, state),
         "extra": cd.checkpoint.read_extra(folder),
-        "state": cd.metrics.read(state[1]),
+        "state": cd.metrics.read(opt_state),
         "observed": cd.metrics.read(observed),
-        "divergence": float(cd.replicas.divergence(state[0])),
-        "model": float(jnp.sum(model["w"])),
+        "divergence": float(cd.replicas.divergence(rows)),
+        "consensus": total(cd.replicas.consensus(rows)),
+        "anchor": total(anchor),
+        "repaired": total(cd.replicas.consensus(repaired)),
+        "goes on": float(cd.replicas.divergence(again[0])),
+        "displaced": cd.metrics.read(again[1]).get("displaced"),
     }
 
 

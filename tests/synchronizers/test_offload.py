@@ -1,10 +1,10 @@
 """State that only syncs touch, in host memory: same numbers, same place, few copies."""
 
+import functools
 from typing import Any
 
 import helpers
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,157 +13,169 @@ from flax import nnx
 import curvadion_jax as cd
 from curvadion_jax import compressors, synchronizers, triggers
 
-pytestmark = pytest.mark.slow
-
+REPLICAS, STEPS = 3, 4
 HOST, DEVICE = {"pinned_host"}, {"device"}
+MESH = cd.replicas.make_mesh(REPLICAS)
 
 
-def optimizer() -> Any:
-    """Anchor, Q, outer momentum, error feedback."""
+def optimizer(mesh: Any = MESH) -> Any:
+    """Anchor, outer momentum, error feedback."""
     synchronizer = synchronizers.reconcile(
         optax.sgd(0.7, 0.9, nesterov=True), compressor=compressors.quantize(4)
     )
-    return helpers.synced_dion(
-        0.1, 0.5, triggers.every_k(2), synchronizer, axis_name=helpers.AXIS
-    )
+    inner = optax.sgd(0.1, 0.9)
+    return cd.adaptive_sync(inner, triggers.every_k(2), synchronizer, mesh)
 
 
 def kinds(tree) -> set[str]:
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
 
 
-def split(state):
-    """What lies under `sync_state`, and the rest of (params, optimizer state)."""
-    params, opt_state = state
-    return opt_state.sync_state, (params, opt_state._replace(sync_state=()))
+def parts(state):
+    """What syncs alone touch, and the rest of (params, optimizer state)."""
+    params, opt = state
+    rest = opt._replace(anchor=(), common=(), residual=())
+    return (opt.anchor, opt.common, opt.residual), (params, rest)
 
 
-@pytest.fixture(scope="module")
+def start(mesh=MESH):
+    params, state = helpers.start(optimizer(mesh), helpers.make_params(), mesh)
+    return (params, state), (params, cd.replicas.offload(state))
+
+
+@functools.cache
 def run():
-    """Four steps with the state on the device, and offloaded; donated."""
-    tx, mesh = optimizer(), cd.replicas.make_mesh(3)
-    step = helpers.replica_step(tx, mesh, donate=True)
-    device = helpers.start(tx, helpers.make_params(), mesh)
-    host = cd.replicas.offload(jax.tree.map(jnp.copy, device))
+    """Some steps with the state on the device, and offloaded."""
+    step = jax.jit(helpers.train_step(optimizer()))
+    device, host = start()
     history = []
-    for tree in helpers.make_gradients(4, 3):
+    for tree in helpers.make_gradients(STEPS, REPLICAS):
         device, host = step(device, tree)[0], step(host, tree)[0]
-        history.append(jax.tree.map(jnp.copy, (device, host)))
-    return history, step
+        history.append((device, host))
+    assert step._cache_size() == 2  # one program of each
+    return history
 
 
-def test_the_numbers_are_the_same_and_stay_where_they_were(run):
-    history, step = run
-    for device, host in history:
+def test_the_numbers_are_the_same_and_stay_where_they_were():
+    for device, host in run():
         helpers.assert_bitwise(host, device)
-        at_syncs, rest = split(host)
+        at_syncs, rest = parts(host)
+        assert len(jax.tree.leaves(at_syncs)) == 3 * len(helpers.SHAPES)
         assert (kinds(at_syncs), kinds(rest)) == (HOST, DEVICE)
         assert kinds(device) == DEVICE
-    # A local step and a sync step, for each of the two placements.
-    assert len(step._programs) == 4
+    assert int(host[1].counters.syncs) == STEPS // 2
 
 
-def transfers(jaxpr) -> int:
-    return sum(x.primitive.name == "device_put" for x in helpers.equations(jaxpr))
+def transfers(jaxpr: Any) -> tuple[int, int]:
+    """Copies between memories inside of conditions, and outside."""
+    inside = outside = 0
+    for equation in jaxpr.eqns:
+        outside += equation.primitive.name == "device_put"
+        for inner in jax.tree.leaves([*equation.params.values()], is_leaf=is_program):
+            if is_program(inner):
+                found = transfers(getattr(inner, "jaxpr", inner))
+                if equation.primitive.name == "cond":
+                    inside += sum(found)
+                else:
+                    inside, outside = inside + found[0], outside + found[1]
+    return inside, outside
 
 
-def test_arrays_are_copied_at_a_sync_alone():
-    tx, mesh = optimizer(), cd.replicas.make_mesh(3)
-    host = cd.replicas.offload(helpers.start(tx, helpers.make_params(), mesh))
-    step = helpers.replica_step(tx, mesh)
-    (gradients,) = helpers.make_gradients(1, 3)
-    there_and_back = 2 * len(jax.tree.leaves(host[1].sync_state))
-    programs = {
-        due: helpers.program_of(step, host, gradients, due=due)
-        for due in (True, False, None)
-    }
-    assert [*map(transfers, programs.values())] == [there_and_back, 0, there_and_back]
-    # Where the devices decide, inside of the condition alone.
-    conditions = [
-        [transfers(branch.jaxpr) for branch in equation.params["branches"]]
-        for equation in helpers.equations(programs[None])
-        if equation.primitive.name == "cond"
-    ]
-    assert [0, there_and_back] in conditions
+def is_program(x: Any) -> bool:
+    return hasattr(getattr(x, "jaxpr", x), "eqns")
 
 
-def test_a_mended_state_stays_in_host_memory(run):
-    params, opt_state = run[0][-1][1]
-    anchor = opt_state.sync_state.anchor
-
-    def spoil(x):
-        numbers = np.array(x)
-        numbers[2] = np.nan
-        return jax.device_put(numbers, x.sharding)
-
-    spoilt = jax.tree.map(spoil, anchor)
-    state = (
-        params,
-        opt_state._replace(sync_state=opt_state.sync_state._replace(anchor=spoilt)),
-    )
-    mended, replaced = cd.replicas.repair(state)
-    assert replaced == [2]
-    at_syncs, rest = split(mended)
-    assert (kinds(at_syncs), kinds(rest)) == (HOST, DEVICE)
-    for x, y in zip(
-        jax.tree.leaves(mended[1].sync_state.anchor),
-        jax.tree.leaves(anchor),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(np.asarray(x)[2], np.asarray(y)[0])
+@pytest.mark.parametrize(
+    ("due", "inside", "outside"),
+    [(None, True, False), (True, False, True), (False,) * 3],
+)
+def test_arrays_are_copied_at_a_sync_alone(due, inside, outside):
+    """There and back, on one side of the condition where there is one."""
+    update = functools.partial(helpers.train_step(optimizer()), due=due)
+    (gradients,) = helpers.make_gradients(1, REPLICAS)
+    kept = start()[1]
+    there_and_back = 2 * len(jax.tree.leaves(parts(kept)[0]))
+    found = transfers(jax.make_jaxpr(update)(kept, gradients).jaxpr)
+    assert found == (inside * there_and_back, outside * there_and_back)
 
 
-def test_a_checkpoint_comes_back_into_host_memory(run, tmp_path):
-    history, _ = run
-    _, host = history[-1]
-    cd.checkpoint.save(tmp_path, 4, host)
-    tx, mesh = optimizer(), cd.replicas.make_mesh(3)
-    fresh = helpers.start(tx, helpers.make_params(), mesh)
-    for target, expected in ((cd.replicas.offload(fresh), HOST), (fresh, DEVICE)):
+def test_a_donated_state_stays_on_the_host():
+    step = jax.jit(helpers.train_step(optimizer()), donate_argnums=0)
+    _, host = start()
+    for tree in helpers.make_gradients(STEPS, REPLICAS):
+        host, _ = step(host, tree)
+    helpers.assert_bitwise(host, run()[-1][0])
+    assert kinds(parts(host)[0]) == HOST
+
+
+def test_a_checkpoint_comes_back_into_host_memory(tmp_path):
+    _, host = run()[-1]
+    cd.checkpoint.save(tmp_path, STEPS, host)
+    fresh, offloaded = start()
+    for target, expected in ((offloaded, HOST), (fresh, DEVICE)):
         restored = cd.checkpoint.restore(tmp_path, target)
         helpers.assert_bitwise(restored, host)
-        at_syncs, rest = split(restored)
+        at_syncs, rest = parts(restored)
         assert (kinds(at_syncs), kinds(rest)) == (expected, DEVICE)
 
 
-def test_the_consensus_is_the_anchor_on_the_device(run):
-    history, _ = run
-    device, host = history[-1]
+@pytest.mark.parametrize("number", [1, 6])
+def test_a_state_for_another_number_stays_on_the_host(tmp_path, number):
+    _, host = run()[-1]
+    mesh = cd.replicas.make_mesh(number)
+    cd.checkpoint.save(tmp_path, STEPS, host)
+    target = start(mesh)[1]
+    resized = cd.replicas.resize(host, mesh)
+    restored = cd.checkpoint.restore(tmp_path, target, resize=True)
+    for state in (resized, restored):
+        at_syncs, rest = parts(state)
+        assert (kinds(at_syncs), kinds(rest)) == (HOST, DEVICE)
+        assert state[1].residual["tall"].shape == (number, 6, 4)
+    helpers.assert_bitwise(restored[1].anchor, host[1].anchor)
+
+
+def test_the_anchor_is_read_on_the_device():
+    device, host = run()[-1]
     model = cd.replicas.anchor(host[1])
     assert kinds(model) == DEVICE
     helpers.assert_bitwise(model, cd.replicas.anchor(device[1]))
 
 
-def test_one_replica_without_an_axis():
-    tx = cd.local_muon(0.1, trigger=triggers.every_k(2))
-    params = helpers.make_params()
-    state = tx.init(params)
-    step = jax.jit(tx.update)
-    gradients = jax.tree.map(jnp.ones_like, params)
+@pytest.mark.parametrize("mesh", [None, cd.replicas.simulated(2)], ids=["one", "two"])
+def test_without_a_mesh_of_devices(mesh):
+    params, state = helpers.start(optimizer(mesh), helpers.make_params(), mesh)
+    update = jax.jit(optimizer(mesh).update)
     host = cd.replicas.offload(state)
     for _ in range(2):
-        one, state = step(gradients, state, params)
-        other, host = step(gradients, host, params)
+        one, state = update(params, state, params)
+        other, host = update(params, host, params)
     helpers.assert_bitwise((one, state), (other, host))
-    assert kinds(host.sync_state) == HOST
+    assert kinds((host.anchor, host.common, host.residual)) == HOST
 
 
-def test_what_is_anchored_anew_stays_there():
-    mesh, tx = cd.replicas.make_mesh(2), optimizer()
-    params = helpers.make_params()
-    state = cd.replicas.replicate((params, tx.init(params)), mesh)
-    opt_state = cd.replicas.reanchor(*cd.replicas.offload(state))
-    assert kinds(opt_state.sync_state) == HOST
+def test_dions_common_q():
+    mesh = cd.replicas.simulated(2)
+    tx = cd.presets.synchronous_dion(0.1, rank=2, mesh=mesh)
+    params, state = helpers.start(tx, helpers.make_params(), mesh)
+    host = cd.replicas.offload(state)
+    update = jax.jit(tx.update)
+    for _ in range(2):
+        one, state = update(params, state, params)
+        other, host = update(params, host, params)
+    helpers.assert_bitwise((one, state), (other, host))
+    assert kinds(host.common) == HOST
+    assert kinds(host.inner_state) == DEVICE
 
 
-def test_an_nnx_state():
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    optimizer_ = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
-    _, state = nnx.split((model, optimizer_))
-    state = cd.replicas.replicate(state, cd.replicas.make_mesh(2))
-    before = jax.tree.leaves(state)
-    moved = jax.tree.leaves(cd.replicas.offload(state))
-    anchors = [x for x in moved if x.sharding.memory_kind == "pinned_host"]
-    expected = jax.tree.leaves(optimizer().init(nnx.state(model, nnx.Param)).sync_state)
-    assert len(anchors) == len(expected)
-    helpers.assert_bitwise(moved, before)
+def test_a_whole_training_state():
+    """Also of nnx, whose variables hold the arrays."""
+    model = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+    mesh = cd.replicas.simulated(2)
+    rows = cd.replicas.replicate(nnx.state(model, nnx.Param), mesh)
+    state = {"params": rows, "opt": optimizer(mesh).init(rows), "step": 0}
+    moved = cd.replicas.offload(state)
+    assert kinds(parts((rows, moved["opt"]))[0]) == HOST
+    assert moved["step"] == 0
+    assert kinds(moved["params"]) == DEVICE
+    helpers.assert_bitwise(moved["opt"], state["opt"])
+    assert np.size(moved["opt"].anchor["kernel"].get_value()) == 24

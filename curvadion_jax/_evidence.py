@@ -1,0 +1,172 @@
+"""What the parameters of a tree say of each other: biases, norms, layers, neighbours.
+
+`dimension_numbers.py` has the rule that goes by it, and the names of tables and heads.
+"""
+
+import collections
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+
+from curvadion_jax import _paths
+
+Axes = tuple[int, ...]
+Sizes = tuple[int, ...]
+Shape = tuple[int, ...]
+Names = tuple[str, ...]
+
+# Names are in lower case; each pattern has to match a whole name.
+LAYER_NORM = r"(.*_)?(ln|layer_?norm|rms_?norm)(_?\w)?"
+NORM = rf"{LAYER_NORM}|.*norm(_?\w)?|rms"
+SCALE = r"(.*_)?(scale|gamma)|gamma_.*"
+WEIGHT = r"kernel|weights?|w"
+QUERY = r"(w_?|to_)?(q|k|v|kv|qkv|query|key|value)(_?proj(ection)?|_kernel|_w|_b)?"
+# Attributes of Equinox's and other modules in PyTorch's order, (out, in).
+TORCH_WEIGHTS = ("weight", "weight_ih", "weight_hh")
+
+
+@dataclasses.dataclass(eq=False)
+class Array:
+    """A parameter, and what the parameters around it say of it.
+
+    Attributes:
+      path: such as 'layers/0/attention/kernel'.
+      names: along the path, as they are written.
+      shape: of the parameter.
+      is_torch_weight: whether it is in an attribute `weight` of an object.
+      layers: the axis of a scan over layers.
+      bias: of a kernel.
+      is_bias: whether it is one.
+    """
+
+    path: str
+    names: Names
+    shape: Shape
+    is_torch_weight: bool
+    layers: int | None = None
+    bias: "Array | None" = None
+    is_bias: bool = False
+
+    @functools.cached_property
+    def words(self) -> list[str]:
+        """The names that say something, in lower case."""
+        return [n.lower() for n in self.names if not n.isdigit() and n != "layers"]
+
+    def matches(self, pattern: str, *places: int) -> bool:
+        """Whether a whole name matches, at one of these places from the end."""
+        found = [self.words[-place] for place in places if place <= len(self.words)]
+        return any(re.fullmatch(pattern, word) for word in found)
+
+    @functools.cached_property
+    def is_scale(self) -> bool:
+        """Whether it is the scale of a norm, by its name."""
+        of_norm = self.matches("weights?|w|g", 1) and self.matches(f"{NORM}|scale", 2)
+        return self.matches(SCALE, 1) or of_norm
+
+    @functools.cached_property
+    def is_query(self) -> bool:
+        """Whether it is a projection to queries, keys or values, by its name."""
+        return self.matches(QUERY, 1, 2)
+
+    @functools.cached_property
+    def axes(self) -> Axes:
+        """The axes of one layer that are longer than 1."""
+        axes = enumerate(self.shape)
+        return tuple(axis for axis, n in axes if n != 1 and axis != self.layers)
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        """The lengths of these axes."""
+        return tuple(self.shape[axis] for axis in self.axes)
+
+
+class Tree:
+    """All parameters.
+
+    Attributes:
+      arrays: in the order of the leaves.
+      widths: lengths of the norms' scales; the model's width is one.
+    """
+
+    def __init__(self, params: Any):
+        self.arrays: list[Array] = []
+        self._below: dict[Names, list[Array]] = collections.defaultdict(list)
+        keys = [path for path, _ in jax.tree.leaves_with_path(params)]
+        leaves = _paths.leaves_with_names(params)
+        attributes = [jax.tree_util.GetAttrKey(name) for name in TORCH_WEIGHTS]
+        for path, (names, leaf) in zip(keys, leaves, strict=True):
+            name = "/".join(names)
+            # An object's only array may have no name, as of Haliax's named arrays.
+            unnamed = path[-1:] == (jax.tree_util.FlattenedIndexKey(0),)
+            place = name.removesuffix("/0") if unnamed else name
+            is_torch_weight = any(key in path for key in attributes)
+            array = Array(name, _split(place), leaf.shape, is_torch_weight)
+            self.arrays.append(array)
+            for depth in range(len(array.names)):
+                self._below[array.names[:depth]].append(array)
+        self._within = functools.cache(self._arrays_within)
+        self._near = functools.cache(self._norms_and_kernels)
+        for array in self.arrays:
+            array.layers = self._layers_axis(array)
+        self._find_biases()
+        scales = [array for array in self.arrays if array.is_scale]
+        self.widths = {array.sizes[-1] for array in scales if array.sizes}
+
+    def _layers_axis(self, array: Array) -> int | None:
+        """The axis of a scan over layers: 0, or 1 as in MaxText; None without a scan.
+
+        Under a scan the scales of the nearest norms are [layers, width], or [width,
+        layers]. They have the axis of the layers alike, and share it with most kernels.
+        """
+        for depth in reversed(range(len(array.names))):
+            scales, kernels = self._near(array.names[:depth])
+            if scales and kernels:
+                break
+        else:
+            return None
+        if len(array.shape) < 2 or any(len(scale) < 2 for scale in scales):
+            return None
+        found = {}
+        for axis in (0, 1):
+            alike = sum(kernel[axis] == array.shape[axis] for kernel in kernels)
+            told = {scale[axis] for scale in scales} == {array.shape[axis]}
+            if told and 2 * alike > len(kernels):
+                found[axis] = alike
+        return max(found, key=found.__getitem__, default=None)
+
+    def _norms_and_kernels(self, prefix: Names) -> tuple[list[Shape], list[Shape]]:
+        near = self._below[prefix]
+        scales = [array.shape for array in near if array.is_scale]
+        return scales, [array.shape for array in near if len(array.shape) > 2]
+
+    def _find_biases(self) -> None:
+        """Pairs `kernel` with `bias`, `w` with `b`, `wi_0` with `wi_0_bias`."""
+        by_names = {array.names: array for array in self.arrays}
+        for array in self.arrays:
+            *above, last = array.names
+            stem = re.sub(rf"({WEIGHT})$", "", last)
+            stem = stem if stem != last else f"{last}_"
+            # In a pair (kernel, bias), as of stax, names are positions.
+            endings = ["1"] if last == "0" else [stem + "bias", stem + "b"]
+            for ending in endings:
+                bias = by_names.get((*above, ending))
+                if bias and (last != "0" or bias.sizes == array.sizes[-1:]):
+                    array.bias, bias.is_bias = bias, True
+
+    def beside(self, array: Array) -> set[tuple[Shape, Sizes, bool]]:
+        """Shape, sizes and whether it is a query, in a module and those next to it."""
+        return self._within(array.names[:-2], len(array.names))
+
+    def _arrays_within(self, prefix: Names, depth: int):
+        near = [array for array in self._below[prefix] if len(array.names) <= depth]
+        return {(array.shape, array.sizes, array.is_query) for array in near}
+
+
+def _split(path: str) -> Names:
+    """A name may be a path: Haiku's `gpt/~/embed`, `wte.weight`, a flattened tree."""
+    path = re.sub(r"\('|', '|'\)", "/", path)
+    path = re.sub(r"/(value/)?(data_)?array$", "", path)  # of Haliax and Penzai
+    return tuple(re.findall(r"[^/.~]+", path)) or ("",)

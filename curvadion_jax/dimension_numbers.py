@@ -1,0 +1,463 @@
+"""Which parameters are matrices, along which axes, and why.
+
+`optax.contrib.MuonDimensionNumbers` says which axes of a parameter a product sums over
+and which it produces; all others are a stack. None sends a parameter to the other
+optimizer: embeddings and output heads have two axes, but train badly under Dion or
+Muon.
+
+The default rule goes by evidence in the tree. A bias has the output axes of its kernel.
+The scale of a norm is as long as the model is wide, and [layers, width] under a scan
+over layers. An output head is as long as the embedding. Names tell tables, heads and
+convolutions. Where nothing tells, a parameter is left to the other optimizer, with a
+warning.
+"""
+
+import collections
+import math
+import re
+import warnings
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from curvadion_jax import _evidence, _paths
+from curvadion_jax._evidence import Array, Axes, Tree
+
+__all__ = ["Finding", "PartitionWarning", "default", "equinox", "explain", "haliax"]
+
+DimensionNumbers = optax.contrib.MuonDimensionNumbers
+
+# Names are in lower case; each pattern has to match a whole name.
+_NO_PROJECTION = r"(?!.*(proj|dense|linear|mlp|map))"
+_EMBEDDING = rf"{_NO_PROJECTION}(.*_|un|tok|pos)?emb(s|ed.*)?(_.*)?|wte|wpe"
+_POSITIONS = rf"{_NO_PROJECTION}(.*_)?(rel)?pos(s|_.*|ition.*)?|wpe|rope"
+_TABLE = (
+    r"(.*[_ ])?(vocab|table|token|latent|code|codebook|codevector|grid|probe|prompt"
+    r"|prototype|register|slot|anchor|centroid)s?|(latent|vocab)[_ ].*"
+)
+_HEAD = (
+    r"(?!multi|att)(.*_|lm|output)?(head|classifier|readout)|heads|(?!pre_).*logit.*"
+)
+_CONVOLUTION = r"(?!pw|point).*conv.*"
+_VECTOR = (
+    r"(.*_)?(bias|offset|shift|beta|norm|log|lambda)|(bias|norm|log|lambda|time)_.*|b"
+)
+_STATE_SPACE = r"[ABCDP](_?(re|im|real|imag|\d))?"  # in upper case
+_DENSE = r"(out_?proj|dense|linear|fc)(_?\d+)?"
+_LIKE_WEIGHT = r"w.*|.*(kernel|weight|matrix|proj|dense|linear|einsum|lora).*"
+_OUTPUT = r"(attn_|attention_)?(o|out|output|post)(_?proj(ection)?)?"
+# Gemma's query is [heads, D, head_dim], after an axis of keys and values.
+_EINSUM_QUERY, _EINSUM_OUTPUT = r"(q|kv|qkv)_einsum(_\d)?", r"attn_vec_einsum(_\d)?"
+
+
+class PartitionWarning(UserWarning):
+    """Nothing tells whether a parameter is a matrix, or along which axes."""
+
+
+class Finding(NamedTuple):
+    """What the default rule finds out about a parameter.
+
+    Attributes:
+      path: such as 'layers/attention/kernel'.
+      shape: of the parameter.
+      numbers: its dimension numbers, or None for the other optimizer.
+      why: the evidence, in a few words.
+      unknown: whether nothing tells; then `numbers` is None.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    numbers: DimensionNumbers | None
+    why: str
+    unknown: bool
+
+
+class _Sides(NamedTuple):
+    """The axes of a matrix's two sides, and what tells them."""
+
+    first: Axes
+    second: Axes
+    why: str
+
+
+def explain(params: Any) -> list[Finding]:
+    """Applies the default rule, and says why; without a warning.
+
+    Args:
+      params: any tree of arrays or abstract values.
+
+    Returns:
+      A :class:`Finding` for each parameter, in the order of the leaves.
+
+    Example:
+      >>> params = {"kernel": jax.numpy.ones((4, 8)), "bias": jax.numpy.ones(8)}
+      >>> [(found.path, found.why) for found in explain(params)]
+      [('bias', 'a vector'), ('kernel', 'two axes')]
+    """
+    tree = _evidence.Tree(params)
+    others = {array: why for array in tree.arrays if (why := _why_other(array, tree))}
+    others |= dict.fromkeys(_heads(tree, others), "as long as the vocabulary")
+    # How many parameters of one layer, without tables, have a side of a length.
+    counted = [a for a in tree.arrays if a not in others or len(a.sizes) < 2]
+    unnumbered = {
+        (re.sub(r"\d+(?=.*/)", "", a.path), n) for a in counted for n in a.sizes
+    }
+    lengths = collections.Counter(n for _, n in unnumbered)
+    sides = {a: _sides(a, tree, lengths) for a in tree.arrays if a not in others}
+    votes = _votes(sides)
+
+    def find(array):
+        if array in others:
+            return None, others[array], False
+        if (found := sides[array]) is None:
+            return None, "nothing tells", True
+        first, second, why = found
+        out_first = _is_out_first(array, found)
+        if out_first is None:
+            ballot = votes[array.names[-1]] or [array.is_torch_weight]
+            out_first = 2 * sum(ballot) > len(ballot)
+        if out_first:
+            first, second, why = second, first, f"{why}; (out, in)"
+        if array.layers is not None:
+            why = f"{why}; layers on axis {array.layers}"
+        one_or_more = lambda axes: axes if len(axes) > 1 else axes[0]
+        return DimensionNumbers(one_or_more(first), one_or_more(second)), why, False
+
+    return [Finding(array.path, array.shape, *find(array)) for array in tree.arrays]
+
+
+def _why_other(array: Array, tree: Tree) -> str | None:
+    """Why an array is no matrix; None if it may be one."""
+    bias, sizes = array.bias, array.sizes
+    if 0 in array.shape:
+        return "no elements"
+    if len(sizes) < 2:
+        return "a vector"
+    if array.shape[-1] == 1:
+        return "one output"
+    if array.is_scale:
+        return "scale of a norm"
+    if array.is_bias:
+        return "a bias"
+    if re.fullmatch(_STATE_SPACE, array.names[-1]):
+        return "state space, by its name"
+    if array.matches(f"{_VECTOR}|{_evidence.NORM}", 1):
+        return "a vector, by its name"
+    in_head = array.matches(f"{_HEAD}|embed|embedding", 3) and array.matches(_DENSE, 2)
+    hidden = set(sizes) <= tree.widths  # between norms
+    if array.matches(_HEAD, 1, 2) or (in_head and not hidden):
+        return "a head, by its name"
+    if array.matches(_CONVOLUTION, 1, 2):
+        return "a convolution, by its name"
+    apart = len(array.shape) - (array.layers is not None)
+    if bias and (bias.shape[-1] == 1 or (apart > 3 and len(bias.sizes) == 1)):
+        return "a convolution, by its bias"
+    if len(sizes) == 4 and sizes[2:] in ((3, 3), (5, 5), (7, 7)):
+        return "a convolution, by its window"
+    if not bias and array.matches(_EMBEDDING, 1, 2):
+        return "an embedding, by its name"
+    if array.matches(f"{_TABLE}|{_POSITIONS}|{_evidence.LAYER_NORM}", 1, 2):
+        return "a table, by its name"
+    return None
+
+
+def _heads(tree: Tree, others: Iterable[Array]) -> set[Array]:
+    """For each embedding, the only other array as long as its vocabulary.
+
+    If several arrays are as long, the length may be another width.
+    """
+    tables = [
+        array
+        for array in others
+        if array.matches(_EMBEDDING, 1, 2, 3)
+        and not array.matches(_POSITIONS, 1, 2, 3)
+        and len(array.sizes) == 2
+    ]
+    heads = set()
+    for vocabulary in {table.sizes[0] for table in tables}:
+        rest = [a for a in tree.arrays if len(a.sizes) > 1 and a not in tables]
+        long = [array for array in rest if vocabulary in array.sizes]
+        if len(long) == 1:
+            heads.add(long[0])
+    return heads
+
+
+def _sides(array: Array, tree: Tree, lengths: Mapping[int, int]) -> _Sides | None:
+    """The axes of one side and of the other; None if nothing tells."""
+    axes, sizes = array.axes, array.sizes
+    bias = array.bias.sizes if array.bias else ()
+    if array.matches(_EINSUM_QUERY, 1, 2) and len(array.shape) > 2:
+        *_, heads, width, head_dim = range(len(array.shape))
+        return _Sides((width,), (heads, head_dim), "[heads, D, head_dim], by its name")
+    if array.matches(_EINSUM_OUTPUT, 1, 2) and len(array.shape) > 2:
+        *_, heads, head_dim, width = range(len(array.shape))
+        return _Sides((heads, head_dim), (width,), "[heads, head_dim, D], by its name")
+    if len(sizes) == 2:
+        # A table has rows, and a vector of each head has heads, that nothing else has.
+        alone = tree.widths and any(lengths[n] == 1 for n in sizes)
+        if alone and not bias and not array.matches(_LIKE_WEIGHT, 1):
+            return None
+        return _Sides(axes[:1], axes[1:], "two axes")
+    if not bias:
+        return _sides_without_bias(array, tree)
+    ambiguous = len(bias) > 1 and sizes[0] == sizes[1]
+    if bias in (sizes[1:], sizes[:1]) and not ambiguous:
+        return _Sides(axes[:1], axes[1:], "its bias has the axes of one side")
+    if bias == (sizes[0], *sizes[2:]) or (len(sizes) == 3 and bias == sizes[:2]):
+        return _Sides(axes[1:2], axes[2:], "a stack, like its bias")
+    return _output_of_heads(array, tree) if bias == sizes[2:] else None
+
+
+def _sides_without_bias(array: Array, tree: Tree) -> _Sides | None:
+    """The sides of an array of three axes or more, by norms and neighbours."""
+    axes, sizes = array.axes, array.sizes
+    width = max(tree.widths.intersection(sizes), default=None)  # D
+    if len(sizes) == 3:
+        if not array.is_query and _is_mirrored(sizes, width, tree.beside(array)):
+            return _Sides(axes[1:2], axes[2:], "a stack, with its transpose next to it")
+        if sizes[1] == sizes[2] == width != sizes[0]:
+            return _Sides(axes[1:2], axes[2:], "a stack of square matrices")
+        if width in (None, sizes[2]) and (found := _output_of_heads(array, tree)):
+            return found
+        if array.is_query and sizes[1] == width != sizes[0]:
+            why = "[heads, D, head_dim], by its name and a norm"
+            return _Sides(axes[1:2], (axes[0], axes[2]), why)
+    # [D, heads, head_dim], or with an axis of queries, keys and values on either side.
+    place = 1 if len(sizes) == 4 and sizes[0] in (2, 3) else 0
+    outputs = [other for _, other, _ in tree.beside(array) if len(other) > 2]
+    # [stack, n, n] looks like heads. They have an output [n, n, D] next to them.
+    split = sizes[-1] != sizes[-2] or any(o[:-1] == sizes[-2:] for o in outputs)
+    if sizes[place] == width and sizes.count(width) == 1 and split:
+        why = f"[{width}, ...], with a norm of {width}"
+        return _Sides(axes[place : place + 1], axes[place + 1 :], why)
+    return None
+
+
+def _is_mirrored(sizes: Axes, width: int | None, beside: Iterable) -> bool:
+    """Whether [experts, D, F] has [experts, F, D] next to it, or [2, D, F] has [F, D].
+
+    Also where gates are fused: [experts, D, 2F].
+    """
+    stack, *matrix = sizes
+    for shape, other, is_query in beside:
+        if is_query or len(other) not in (2, 3):
+            continue
+        transposed = list(shape[-2:]) == matrix[::-1] != matrix
+        across = width in matrix and width == other[-1 - matrix.index(width)]
+        fused = len(other) == 3 and other[0] == stack and across
+        if transposed or (fused and matrix[0] != matrix[1]):
+            return True
+    return False
+
+
+def _output_of_heads(array: Array, tree: Tree) -> _Sides | None:
+    """[heads, head_dim, D], with a query [D, heads, head_dim] or alike next to it."""
+    if len(array.sizes) != 3:
+        return None
+    heads, head_dim, _ = array.sizes
+    for _, other, _ in tree.beside(array):
+        if len(other) < 3 or other == array.sizes:
+            continue
+        alike = heads in (other[0], other[-2]) and other[-1] == head_dim
+        # Values may have another head_dim.
+        if alike or (other[-2] == heads and other[0] in tree.widths):
+            why = "[heads, head_dim, D], by a query next to it"
+            return _Sides(array.axes[:2], array.axes[2:], why)
+    return None
+
+
+def _is_out_first(array: Array, sides: _Sides) -> bool | None:
+    """Whether an array is (out, in), by its bias or heads; None if nothing tells."""
+    sizes = array.sizes
+    if array.bias and len(bias := array.bias.sizes) < len(sizes):
+        first, last = bias == sizes[: len(bias)], bias[-1:] == sizes[-1:]
+        if first != last:
+            return first
+    heads = len(sides.first), len(sides.second)
+    if array.is_query and heads != (1, 1):
+        return heads == (2, 1)
+    if array.matches(_OUTPUT, 1, 2) and heads == (1, 2):
+        return True
+    return None
+
+
+def _votes(sides: Mapping[Array, _Sides | None]) -> dict[str, list[bool]]:
+    """Whether arrays that tell are (out, in), by their last name.
+
+    An output projection has no vote: it may be [D, heads, head_dim] where others are
+    (in, out).
+    """
+    votes = collections.defaultdict(list)
+    for array, found in sides.items():
+        if found and not array.matches(_OUTPUT, 1, 2):
+            vote = _is_out_first(array, found)
+            votes[array.names[-1]] += [] if vote is None else [vote]
+    return votes
+
+
+def default(
+    params: Any, given: Mapping[str, DimensionNumbers | None] | None = None
+) -> Any:
+    """Applies the default rule: which parameters are matrices, along which axes.
+
+    :func:`curvadion_jax.describe_partition` shows the result, with the evidence. To the
+    other optimizer go
+
+    * vectors, also stacked over layers or with axes of length 1,
+    * embeddings and other tables, output heads, convolutions and parameters of
+      state-space models: by their names, by a side as long as the vocabulary that one
+      other parameter has, or by a bias that is shared over a window,
+    * what has more than two axes that nothing tells apart, with a warning.
+
+    All else are matrices from the first axis to the last, or from the last to the first
+    where biases tell so or the parameter is an attribute `weight`, as of Equinox. Of
+    three axes and more, the rule tells apart
+
+    * layers on the first axis, or on the second as in MaxText, by the norms' scales,
+    * stacks such as experts, by their biases or a transpose next to them,
+    * heads, which count as one side together with their dimension, by a bias, a norm's
+      width or the query next to them.
+
+    `optax.partition` or `optax.masked` around an optimizer hides parameters that tell:
+    give `dimension_numbers` there.
+
+    Args:
+      params: any tree of arrays or abstract values, nnx state included.
+      given: dimension numbers by a parameter's path, or by a part of paths such as
+        `mlp/gate`. They replace the rule's.
+
+    Returns:
+      A tree of the same structure, with dimension numbers or None.
+
+    Raises:
+      ValueError: if no parameter has a given path.
+
+    Example:
+      >>> params = {"embed": jax.numpy.ones((9, 4)), "mlp": jax.numpy.ones((4, 8))}
+      >>> default(params)["mlp"]
+      MuonDimensionNumbers(reduction_axis=0, output_axis=1)
+      >>> default(params)["embed"] is None
+      True
+      >>> default(params, {"mlp": None})["mlp"] is None
+      True
+    """
+    findings = explain(params)
+    every = [found.path for found in findings]
+    chosen = {}
+    for part, numbers in (given or {}).items():
+        paths = [path for path in every if f"/{part}/" in f"/{path}/"]
+        if not paths:
+            raise ValueError(
+                f"given names {part!r}, and no parameter has it in its path. Give a "
+                "part of a path as curvadion_jax.describe_partition(params) prints it."
+            )
+        chosen |= dict.fromkeys(paths, numbers)
+    warn(findings, chosen)
+    return _as_tree(params, findings, chosen)
+
+
+def equinox(params: Any) -> Any:
+    """The default rule, but with the axes of Equinox's modules by their classes.
+
+    A `weight` of `equinox.nn` is (fan_out, fan_in), also if another class wraps it.
+    Weights of norms, embeddings and convolutions are no matrices.
+
+    Args:
+      params: a model, or a tree with models in it, such as `eqx.filter` returns.
+
+    Returns:
+      A tree of the same structure, with dimension numbers or None.
+    """
+    weights = _evidence.TORCH_WEIGHTS
+
+    def holds_weights(node):
+        modules = [base.__module__.partition(".")[0] for base in type(node).__mro__]
+        return "equinox" in modules and any(hasattr(node, name) for name in weights)
+
+    chosen = {}
+    for path, node in jax.tree.leaves_with_path(params, is_leaf=holds_weights):
+        if not holds_weights(node):
+            continue
+        kind = " ".join(base.__name__ for base in type(node).__mro__)
+        for names, leaf in _paths.leaves_with_names(node):
+            # Other weights of more than two axes are convolutions.
+            is_matrix = leaf.ndim == 2 or (leaf.ndim > 2 and "Linear" in kind)
+            if re.search("Norm|Embedding", kind) or names[0] not in weights:
+                is_matrix = False
+            numbers = DimensionNumbers(-1, -2) if is_matrix else None
+            chosen["/".join((*_paths.names_of(path), *names))] = numbers
+    return _with_axes(params, chosen)
+
+
+def haliax(params: Any) -> Any:
+    """The default rule, but with the axes of Haliax's `Linear` by their names.
+
+    Args:
+      params: a model, or a tree with models in it, such as Levanter's.
+
+    Returns:
+      A tree of the same structure, with dimension numbers or None.
+    """
+
+    def is_linear(node):
+        weight = getattr(node, "weight", None)
+        return hasattr(weight, "axes") and hasattr(node, "In") and hasattr(node, "Out")
+
+    def places(axes, of):
+        several = axes if isinstance(axes, tuple | list) else (axes,)
+        return tuple(of.index(axis) for axis in several)
+
+    chosen = {}
+    for path, node in jax.tree.leaves_with_path(params, is_leaf=is_linear):
+        if is_linear(node):
+            axes = node.weight.axes
+            numbers = DimensionNumbers(places(node.In, axes), places(node.Out, axes))
+            for names, _ in _paths.leaves_with_names(node.weight):
+                chosen["/".join((*_paths.names_of(path), "weight", *names))] = numbers
+    return _with_axes(params, chosen)
+
+
+def _with_axes(params: Any, axes: Mapping[str, DimensionNumbers | None]) -> Any:
+    """The default rule with other axes by path; it still tells heads and tables."""
+    findings = explain(params)
+    others = {each.path for each in findings if not each.numbers and not each.unknown}
+    chosen = {path: each for path, each in axes.items() if path not in others}
+    warn(findings, chosen)
+    return _as_tree(params, findings, chosen)
+
+
+def _as_tree(
+    params: Any,
+    findings: Sequence[Finding],
+    chosen: Mapping[str, DimensionNumbers | None],
+) -> Any:
+    numbers = [chosen.get(found.path, found.numbers) for found in findings]
+    return jax.tree.unflatten(jax.tree.structure(params), numbers)
+
+
+def warn(findings: Sequence[Finding], chosen: Container[str] = ()) -> None:
+    """Warns of the unknown parameters of a tree, but for the paths that were chosen."""
+    unknown = [each for each in findings if each.unknown and each.path not in chosen]
+    if not unknown:
+        return
+    size = lambda several: sum(math.prod(each.shape) for each in several)
+    arrays = ", ".join(f"{found.path} {found.shape}" for found in unknown)
+    known = [f"/{found.path}/" for found in findings if not found.unknown]
+
+    def short(path):
+        """The last two names, if no other parameter has them."""
+        part = "/".join(path.split("/")[-2:])
+        return path if any(f"/{part}/" in other for other in known) else part
+
+    given = dict.fromkeys(short(found.path) for found in unknown)
+    warnings.warn(
+        f"AdamW trains {size(unknown) / size(findings):.1%} of the parameters, because "
+        f"nothing tells whether these are matrices: {arrays}. To choose, pass "
+        "dimension_numbers=lambda params: curvadion_jax.default_dimension_numbers("
+        f"params, {given}), with curvadion_jax.DimensionNumbers(reduction_axis, "
+        "output_axis) in place of None for a matrix.",
+        PartitionWarning,
+        stacklevel=3,
+    )

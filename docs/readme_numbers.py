@@ -1,0 +1,55 @@
+"""Print the numbers of the README that the study's table does not have.
+
+python docs/readme_numbers.py
+"""
+
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "study"))
+
+import rows
+import study
+import table
+
+
+def spread(numbers: list[float], digits: int = 1) -> str:
+    """Mean, standard deviation and, in brackets, the number of each seed."""
+    each = ", ".join(f"{x:.{digits}f}" for x in numbers)
+    mean, deviation = statistics.fmean(numbers), statistics.stdev(numbers)
+    return f"{mean:.{digits}f} ± {deviation:.{digits}f} ({each})"
+
+
+def main() -> None:
+    """Run the program."""
+    results = study.read()
+
+    def losses(method: str, steps: int = study.STEPS) -> dict[int, dict]:
+        return table.by_seed(results, method, steps)
+
+    local = losses(rows.LOCAL_MUON)
+    print("percent, by seed 0, 1, 2")
+    for name, others in {
+        "local_muon against AdamW": losses(rows.ADAMW),
+        "local_muon against rising Muon": losses(rows.MUON + rows.RISING),
+        "local_muon against Muon": losses(rows.MUON),
+    }.items():
+        print(f"  {name}: {spread(table.above(local, others))}")
+    muloco = table.above(losses("MuLoCo, 2 bits"), local)
+    print(f"  MuLoCo in 2 bits against local_muon: {spread(muloco)}")
+
+    print("steps of synchronous Muon for local_muon's loss, and break-even")
+    for method in (rows.MUON, rows.MUON + rows.RISING):
+        short, long = losses(method, study.QUARTER), losses(method)
+        shares = [
+            table.steps_to(local[seed]["loss"], short[seed]["loss"], long[seed]["loss"])
+            for seed in sorted(local.keys() & short.keys() & long.keys())
+        ]
+        print(f"  {method}: {spread([100 * x for x in shares])}%")
+        print(f"    a synchronous step may take {spread([1 / x for x in shares], 2)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""`audit` names what a compiled step sends between replicas, and when."""
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import curvadion_jax as cd
+from curvadion_jax.replicas._audit import groups_of
+
+REPLICAS = 4
+MESH = cd.replicas.make_mesh(REPLICAS, devices=jax.devices()[:REPLICAS])
+(GRADIENTS,) = helpers.make_gradients(1, REPLICAS)
+NORM = optax.clip_by_global_norm(1.0)
+
+
+def local_sgd(**options):
+    return cd.presets.local_sgd(0.1, k=2, mesh=MESH, **options)
+
+
+def audit(tx, wrap=lambda step: step, batch=GRADIENTS):
+    state = helpers.start(tx, helpers.make_params(), MESH)
+    return cd.replicas.audit(wrap(helpers.train_step(tx)), MESH, state, batch)
+
+
+def kinds(messages):
+    return sorted((x.kind, x.arrays) for x in messages)
+
+
+SYNC = kinds(audit(local_sgd()).sync)
+
+
+def test_a_clean_step_sends_nothing_but_a_sync():
+    found = audit(local_sgd())
+    assert found.every_step == []
+    sizes = ",".join  # of the parameters, in one all-reduce
+    shapes = [f"f32[{sizes(map(str, x))}]" for x in helpers.SHAPES.values()]
+    (weights, mean) = sorted(found.sync)
+    assert (weights.kind, weights.arrays, weights.bytes) == ("all-gather", "f32[4]", 16)
+    assert (mean.kind, mean.arrays) == ("all-reduce", ", ".join(shapes))
+    assert mean.bytes == 4 * 74
+    assert "psum" in mean.origin
+    lines = str(found).splitlines()
+    assert lines[0] == "every step  nothing"
+    assert len(lines) == 3
+    assert all(line.startswith("sync        all-") for line in lines[1:])
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        local_sgd(before=NORM),
+        optax.chain(cd.replicas.lift(NORM, MESH), local_sgd()),
+        optax.chain(optax.clip(1.0), local_sgd()),
+    ],
+    ids=["before", "lift", "elementwise"],
+)
+def test_a_transformation_of_one_replica_sends_nothing(tx):
+    found = audit(tx)
+    assert found.every_step == []
+    assert kinds(found.sync) == SYNC
+
+
+def test_a_norm_of_all_replicas_is_named():
+    """The trap: it clips by the norm over all replicas, and sends a number."""
+    found = audit(optax.chain(NORM, local_sgd()))
+    assert found.every_step
+    assert {
+        (x.kind, x.arrays.split("[")[0].split(" x ")[-1]) for x in found.every_step
+    } == {("all-reduce", "f32")}
+    assert sum(x.bytes for x in found.every_step) <= 4 * len(helpers.SHAPES)
+    assert kinds(found.sync) == SYNC
+    lines = [x for x in str(found).splitlines() if x.startswith("every step")]
+    assert len(lines) == len(found.every_step)
+    assert all("all-reduce" in line and "f32[" in line for line in lines)
+
+
+def test_a_mean_of_metrics_is_named():
+    def with_mean(step):
+        def train(state, batch):
+            state, _ = step(state, batch)
+            return state, cd.replicas.map(lambda x: jnp.sum(x["tall"]), MESH)(
+                batch
+            ).mean()
+
+        return train
+
+    found = audit(local_sgd(), with_mean)
+    assert kinds(found.every_step) == [("all-reduce", "f32[]")]
+    assert kinds(found.sync) == SYNC
+
+
+def test_a_vote_is_named():
+    found = audit(cd.curvadion(0.1, mesh=MESH))
+    assert kinds(found.every_step) == [("all-reduce", "s32[]")]
+    assert found.sync
+
+
+def scanned(step):
+    stacked = lambda batch: jax.tree.map(lambda x: jnp.stack([x] * 3), batch)
+    return lambda state, batch: lax.scan(step, state, stacked(batch))
+
+
+@pytest.mark.parametrize(
+    "wrap", [scanned, jax.jit, lambda step: jax.jit(scanned(step))]
+)
+@pytest.mark.parametrize("before", [(), (NORM,)], ids=["clean", "norm"])
+def test_steps_in_a_loop_are_seen_through(wrap, before):
+    found = audit(optax.chain(*before, local_sgd()), wrap)
+    assert bool(found.every_step) == bool(before)
+    assert kinds(found.sync) == SYNC
+
+
+def test_multisteps_sends_nothing_outside_of_a_sync():
+    """It holds the update in a condition of its own, around the sync's."""
+    tx = optax.MultiSteps(local_sgd(), 3).gradient_transformation()
+    found = audit(tx)
+    assert found.every_step == []
+    assert kinds(found.sync) == SYNC
+
+
+def test_a_convolution_under_vmap_is_named():
+    """It becomes a grouped one, whose operands XLA gathers; in `map` it does not."""
+    convolve = lambda x, w: lax.conv(x, w, (1, 1), "SAME")
+    loss = lambda w, x: jnp.sum(convolve(x, w) ** 2)
+    w = cd.replicas.replicate(jnp.ones((2, 3, 3, 3)), MESH)
+    x = cd.replicas.split(np.ones((8, 3, 4, 4), np.float32), MESH)
+    found = cd.replicas.audit(jax.vmap(jax.grad(loss)), MESH, w, x)
+    assert {x.kind for x in found.every_step} >= {"all-gather"}
+    clean = cd.replicas.audit(cd.replicas.map(jax.grad(loss), MESH), MESH, w, x)
+    assert clean == cd.replicas.Audit([], [])
+
+
+def test_what_moves_inside_a_replica_is_not_named():
+    mesh = cd.replicas.make_mesh(2, {"fsdp": 2}, devices=jax.devices()[:4])
+    x = jax.device_put(jnp.ones((2, 8)), NamedSharding(mesh, P("replica", "fsdp")))
+    inside = cd.replicas.audit(lambda x: x - x.mean(1, keepdims=True), mesh, x)
+    assert inside == cd.replicas.Audit([], [])
+    across = cd.replicas.audit(lambda x: x.mean(0), mesh, x)
+    assert kinds(across.every_step) == [("all-reduce", "f32[4]")]
+
+
+def test_the_step_is_not_run_and_its_arguments_stay():
+    calls = []
+    state = cd.replicas.replicate(jnp.ones(3), MESH)
+
+    def step(state):
+        jax.debug.callback(calls.append, 0)
+        return 2 * state
+
+    cd.replicas.audit(jax.jit(step, donate_argnums=0), MESH, state)
+    assert calls == []
+    assert (state == 1).all()
+
+
+@pytest.mark.parametrize("mesh", [None, cd.replicas.simulated(2), 2])
+def test_what_is_no_mesh_of_devices_is_refused(mesh):
+    with pytest.raises(TypeError, match="audit needs a mesh of devices"):
+        cd.replicas.audit(lambda x: x, mesh, 1)
+
+
+@pytest.mark.parametrize(
+    ("written", "groups"),
+    [
+        ("{{0,2},{1,3}}", [[0, 2], [1, 3]]),
+        ("[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+        ("mesh['a'=2,'b'=2,'c'=1] {'c','a'}", [[0, 2], [1, 3]]),
+        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
+    ],
+)
+def test_devices_that_a_collective_joins(written, groups):
+    """As versions of XLA write them."""
+    assert groups_of(f"channel_id=1, replica_groups={written}") == groups

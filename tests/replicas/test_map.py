@@ -1,0 +1,222 @@
+"""`map` runs a function of one replica on all rows; `lift` an Optax transformation."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from curvadion_jax import replicas
+
+REPLICAS = 4
+# A float32 product of eight terms, vectorised in another way.
+RTOL = 1e-6
+DRAW = np.random.default_rng(0)
+PARAMS = {
+    "w": DRAW.normal(size=(REPLICAS, 8, 3)).astype(np.float32),
+    "b": DRAW.normal(size=(REPLICAS, 3)).astype(np.float32),
+}
+X = DRAW.normal(size=(REPLICAS, 5, 8)).astype(np.float32)
+MESHES = {
+    "mesh": lambda: replicas.make_mesh(REPLICAS),
+    "inner": lambda: replicas.make_mesh(REPLICAS, {"fsdp": 2}),
+    "simulated": lambda: replicas.simulated(REPLICAS),
+}
+on_each_mesh = pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+SMALL = replicas.simulated(2)
+
+
+def loss_fn(params, x, scale=1.0):
+    hidden = jnp.tanh(x @ params["w"] + params["b"][None])
+    return scale * jnp.mean(hidden**2)
+
+
+def row(tree, index):
+    return jax.tree.map(lambda x: x[index], tree)
+
+
+@on_each_mesh
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_gradients_equal_those_of_a_list_of_replicas(mesh, wrap):
+    of_one = jax.value_and_grad(loss_fn)
+    found = wrap(replicas.map(of_one, mesh()))(PARAMS, X, scale=3.0)
+    expected = [of_one(row(PARAMS, i), X[i], 3.0) for i in range(REPLICAS)]
+    expected = jax.tree.map(lambda *x: np.stack(x), *expected)
+    chex.assert_trees_all_close(found, expected, rtol=RTOL, atol=RTOL)
+
+
+def test_one_replica_is_the_function_itself():
+    assert replicas.map(loss_fn, None) is loss_fn
+
+
+@on_each_mesh
+def test_keyword_arguments_and_closed_over_arrays_are_common(mesh):
+    table = jnp.arange(3.0)
+    add = lambda x, key: x + table + jax.random.normal(key, (3,))
+    key = jax.random.key(1)
+    found = replicas.map(add, mesh())(jnp.zeros((REPLICAS, 3)), key=key)
+    one = table + jax.random.normal(key, (3,))
+    np.testing.assert_allclose(found, np.stack([one] * REPLICAS), rtol=RTOL)
+
+
+@on_each_mesh
+def test_keys_are_rows_and_each_replica_has_its_own(mesh):
+    keys = jax.random.split(jax.random.key(2), REPLICAS)
+    draw = lambda key: (jax.random.uniform(key, (6,)), jax.random.fold_in(key, 1))
+    numbers, new = jax.jit(replicas.map(draw, mesh()))(keys)
+    expected = np.stack([jax.random.uniform(key, (6,)) for key in keys])
+    np.testing.assert_allclose(numbers, expected, rtol=RTOL)
+    assert new.shape == (REPLICAS,)
+    assert (new[2] == jax.random.fold_in(keys[2], 1)).all()
+    assert len({tuple(x) for x in np.asarray(numbers).tolist()}) == REPLICAS
+
+
+@on_each_mesh
+def test_a_replica_may_ask_for_its_number(mesh):
+    number = lambda x: x + lax.axis_index(replicas.AXIS)
+    found = replicas.map(number, mesh())(jnp.zeros(REPLICAS, jnp.int32))
+    assert found.tolist() == [*range(REPLICAS)]
+
+
+def test_results_are_rows_that_stay_sharded_inside_a_replica():
+    mesh = MESHES["inner"]()
+    place = NamedSharding(mesh, P("replica", None, "fsdp"))
+    x = jax.device_put(np.ones((REPLICAS, 3, 4), np.float32), place)
+    found = jax.jit(replicas.map(lambda x: (2 * x, 1.5), mesh))(x)
+    assert found[0].sharding.is_equivalent_to(place, 3)
+    assert found[1].tolist() == [1.5] * REPLICAS
+
+
+def closed_over(params, x):
+    return replicas.map(lambda p: loss_fn(p, x[0]), SMALL)(params)
+
+
+def nested(params, x):
+    inner = jax.jit(lambda p: loss_fn(p, x[0]))
+    return replicas.map(
+        lambda p: lax.scan(lambda c, _: (c, inner(p)), 0, None, 2), SMALL
+    )(params)
+
+
+@pytest.mark.parametrize("step", [closed_over, nested])
+@pytest.mark.parametrize("wrap", [jax.jit, jax.grad], ids=["jit", "grad"])
+def test_traced_values_that_are_no_arguments_are_refused(step, wrap):
+    small = (jax.tree.map(lambda x: x[:2], (PARAMS, X)),)
+    function = wrap(lambda given: jax.tree.leaves(step(*given))[-1].sum())
+    with pytest.raises(ValueError, match=r"are not its arguments.*\[.*by keyword"):
+        function(*small)
+
+
+def test_traced_parameters_that_are_no_arguments_are_refused():
+    """As where a loss takes its parameters from the enclosing step."""
+
+    def step(params, x):
+        return replicas.map(lambda x: loss_fn(row(params, 0), x), SMALL)(x)
+
+    with pytest.raises(ValueError, match="uses traced values"):
+        jax.jit(step)(PARAMS, X[:2])
+
+
+@pytest.mark.parametrize("value", [np.zeros((3, 2)), np.zeros(()), 1.0], ids=str)
+def test_arguments_without_a_row_for_each_replica_are_refused(value):
+    add = replicas.map(lambda x, y: x + y["a"], SMALL)
+    with pytest.raises(ValueError, match=r"Argument 1\['a'\] has shape .* of 2 repl"):
+        add(np.zeros((2, 2)), {"a": value})
+
+
+def in_scan(f):
+    return lambda x: lax.scan(lambda carry, _: (f(carry), ()), x, None, length=2)[0]
+
+
+def in_cond(f):
+    return lambda x: lax.cond(jnp.sum(x) > 0, f, lambda x: x, x)
+
+
+def in_custom_vjp(f):
+    of_one = jax.custom_vjp(f)
+    of_one.defvjp(lambda x: (f(x), ()), lambda _, g: (g,))
+    return of_one
+
+
+def in_backward(f):
+    """Only where it is differentiated."""
+    of_one = jax.custom_vjp(lambda x: 2 * x)
+    of_one.defvjp(lambda x: (2 * x, ()), lambda _, g: (f(g),))
+    return jax.grad(lambda x: jnp.sum(of_one(x)))
+
+
+COLLECTIVES = {
+    "pmean": lambda x: lax.pmean(x, "replica"),
+    "psum": lambda x: lax.psum(x, ("replica",)),
+    "pmax": lambda x: lax.pmax(x, "replica"),
+    "all_gather": lambda x: lax.all_gather(x, "replica").sum(0),
+    "ppermute": lambda x: lax.ppermute(x, "replica", [(0, 1)]),
+    "psum_scatter": lambda x: lax.psum_scatter(x, "replica", tiled=True),
+}
+WRAPPERS = (in_scan, in_cond, in_custom_vjp, in_backward, jax.jit, jax.checkpoint)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, *WRAPPERS])
+@pytest.mark.parametrize("mesh", [MESHES["mesh"], MESHES["simulated"]])
+def test_collectives_are_refused_however_deep(wrap, mesh):
+    function = replicas.map(wrap(COLLECTIVES["pmean"]), mesh())
+    with pytest.raises(ValueError, match=r"calls .* over 'replica'.*drop the pmean"):
+        jax.jit(function)(jnp.ones((REPLICAS, 2)))
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_every_collective_is_refused(name):
+    function = replicas.map(COLLECTIVES[name], MESHES["mesh"]())
+    with pytest.raises(ValueError, match="over 'replica'"):
+        function(jnp.ones((REPLICAS, REPLICAS)))
+
+
+def test_a_mean_over_another_axis_is_allowed():
+    mean = jax.vmap(lambda x: lax.pmean(x, "models"), axis_name="models")
+    found = replicas.map(mean, SMALL)(jnp.arange(4.0).reshape(2, 2))
+    assert found.tolist() == [[0.5, 0.5], [2.5, 2.5]]
+
+
+@pytest.mark.parametrize("make", [replicas.map, replicas.lift])
+def test_what_is_no_mesh_is_refused(make):
+    with pytest.raises(TypeError, match=r"mesh must be what replicas\.make_mesh"):
+        make(optax.identity(), 8)
+
+
+@on_each_mesh
+def test_a_lifted_transformation_sees_one_replica(mesh):
+    mesh = mesh()
+    clip = replicas.lift(optax.clip_by_global_norm(1.0), mesh)
+    gradients = jax.tree.map(lambda x: (x.T * np.arange(1, 5)).T, PARAMS)
+    found, _ = jax.jit(clip.update)(gradients, clip.init(gradients))
+    norms = [float(optax.tree.norm(row(found, i))) for i in range(REPLICAS)]
+    np.testing.assert_allclose(norms, 1, rtol=1e-5)
+
+
+def test_a_lifted_state_has_rows():
+    adam = replicas.lift(optax.adam(0.1), SMALL)
+    params = jax.tree.map(lambda x: x[:2], PARAMS)
+    state = adam.init(params)
+    assert state[0].count.shape == (2,)
+    updates, state = adam.update(params, state, params)
+    assert state[0].count.tolist() == [1, 1]
+    chex.assert_trees_all_equal_shapes(updates, params)
+
+
+def test_extra_arguments_that_are_rows_are_named():
+    """Each replica's own loss, and a factor that all share."""
+
+    def update(updates, state, params=None, *, value, factor):
+        return updates * value * factor, state
+
+    of_one = optax.GradientTransformationExtraArgs(lambda _: (), update)
+    tx = replicas.lift(of_one, SMALL, rows=["value"])
+    given = {"value": jnp.array([1.0, 3.0]), "factor": jnp.array([2.0, 2.0])}
+    updates, _ = tx.update(jnp.ones((2, 2)), tx.init(jnp.ones((2, 2))), **given)
+    assert updates.tolist() == [[2, 2], [6, 6]]
+    with pytest.raises(ValueError, match="a row for each of 2 replicas"):
+        tx.update(jnp.ones((2, 2)), (), **given | {"value": 1.0})

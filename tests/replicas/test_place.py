@@ -1,0 +1,164 @@
+"""Rows, batches and common arrays: what they may be made of, and where they lie."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+
+import curvadion_jax as cd
+from curvadion_jax import replicas
+
+
+def test_replicate_keeps_the_sharding_within_a_replica():
+    mesh = replicas.make_mesh(2, {"fsdp": 4})
+    within = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    w = jax.device_put(jnp.arange(32.0).reshape(4, 8), within)
+    copies = replicas.replicate({"w": w, "b": jnp.ones(4)}, mesh)
+    assert copies["w"].sharding.spec == PartitionSpec("replica", None, "fsdp")
+    assert copies["w"].addressable_shards[0].data.shape == (1, 4, 2)
+    assert copies["b"].sharding.spec == PartitionSpec("replica")
+    np.testing.assert_array_equal(copies["w"], np.stack([w, w]))
+
+
+def test_replicate_takes_what_was_put_elsewhere():
+    """On one device, as a checkpoint is restored, or on a mesh of other devices."""
+    mesh = replicas.make_mesh(4, {"fsdp": 2})
+    other = replicas.make_mesh(1, {"fsdp": 2}, devices=jax.devices()[-2:])
+    x, rows = jnp.arange(12.0).reshape(6, 2), PartitionSpec("fsdp")
+    divided = jax.device_put(x, NamedSharding(other, rows))
+    for given in (jax.device_put(x, jax.devices()[5]), divided, jax.random.key(3)):
+        found = replicas.replicate({"w": given}, mesh)["w"]
+        assert found.sharding.mesh == mesh
+        assert found.shape == (4, *given.shape)
+        if given.dtype == x.dtype:
+            np.testing.assert_array_equal(found[3], given)
+    assert replicas.replicate(divided, mesh).sharding.spec == PartitionSpec(
+        "replica", "fsdp"
+    )
+
+
+def test_replicate_refuses_replicas_of_another_mesh():
+    state = replicas.replicate({"w": jnp.ones(3)}, replicas.make_mesh(2))
+    with pytest.raises(ValueError, match="sharded over 'replica' already"):
+        replicas.replicate(state, replicas.make_mesh(4))
+
+
+@pytest.mark.parametrize(
+    "mesh", [None, replicas.simulated(3)], ids=["one", "simulated"]
+)
+def test_without_a_mesh_of_devices_rows_are_ordinary_arrays(mesh):
+    params = {"w": jnp.arange(4.0), "weak": 1.0}
+    rows = replicas.replicate(params, mesh)
+    lead = () if mesh is None else (3,)
+    assert rows["w"].shape == (*lead, 4)
+    assert rows["w"].devices() == {jax.devices()[0]}
+    assert rows["weak"].weak_type == (mesh is None)
+    assert replicas.place(params, mesh) is params
+    batch = replicas.split({"x": np.arange(6)}, mesh)["x"]
+    assert batch.shape == ((6,) if mesh is None else (3, 2))
+
+
+def test_placed_numbers_are_on_all_devices_and_arrays_on_the_mesh_stay():
+    mesh = replicas.make_mesh(2)
+    tx = optax.adam(0.1)
+    rows = replicas.replicate({"w": jnp.ones(3)}, mesh)
+    state = TrainState.create(apply_fn=None, params=rows, tx=tx)
+    placed = replicas.place((state, jax.random.key(0), 2.5, np.arange(3)), mesh)
+    for x in jax.tree.leaves(placed):
+        assert x.sharding.mesh == mesh
+        assert not getattr(x, "weak_type", False)
+    assert placed[0].params["w"] is rows["w"]
+    assert placed[0].step.sharding.is_fully_replicated
+    assert int(placed[0].step) == 0
+    assert placed[3].tolist() == [0, 1, 2]
+
+
+def test_the_second_call_of_a_step_does_not_compile_again(caplog):
+    """With Flax's step number, which `place` puts on the mesh, and keys made of it."""
+    mesh = replicas.make_mesh(2)
+    tx = optax.chain(optax.ema(0.9), cd.local_muon(0.1, budget=0.1, mesh=mesh))
+    rows = replicas.replicate({"w": jnp.ones((4, 8)), "b": jnp.ones(8)}, mesh)
+    state = TrainState.create(apply_fn=None, params=rows, tx=tx)
+    state = replicas.place(state, mesh)
+
+    @jax.jit
+    def my_step(state, x):
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(0), state.step), 2)
+
+        def loss_fn(params, x, key):
+            x = x + jax.random.normal(key, x.shape)
+            return jnp.mean((x @ params["w"] + params["b"][None]) ** 2)
+
+        grads = replicas.map(jax.grad(loss_fn), mesh)(state.params, x, keys)
+        return state.apply_gradients(grads=grads)
+
+    with jax.log_compiles():
+        for _ in range(4):
+            state = my_step(state, replicas.split(np.ones((6, 4), np.float32), mesh))
+    finished = "Finished XLA compilation of jit(my_step)"
+    assert sum(finished in x.getMessage() for x in caplog.records) == 1
+    assert my_step._cache_size() == 1
+    assert int(state.step) == 4
+
+
+def test_a_batch_is_divided_among_the_replicas():
+    mesh = replicas.make_mesh(4)
+    batch = {
+        "x": np.arange(24).reshape(8, 3),
+        "key": jax.random.split(jax.random.key(0), 4),
+    }
+    found = replicas.split(batch, mesh)
+    np.testing.assert_array_equal(found["x"], batch["x"].reshape(4, 2, 3))
+    assert found["key"].shape == (4, 1)
+    for x in jax.tree.leaves(found):
+        assert x.sharding.spec[:1] == ("replica",)
+        assert x.addressable_shards[0].data.shape[0] == 1
+    inside = jax.jit(lambda batch: replicas.split(batch, mesh))(batch)
+    np.testing.assert_array_equal(inside["x"], found["x"])
+
+
+def test_the_devices_of_a_replica_share_its_batch_as_the_caller_says():
+    mesh, batch = replicas.make_mesh(2, {"fsdp": 4}), np.arange(16).reshape(8, 2)
+    found = replicas.split(batch, mesh, PartitionSpec("fsdp"))
+    assert found.sharding.spec == PartitionSpec("replica", "fsdp")
+    assert found.addressable_shards[0].data.shape == (1, 1, 2)
+    whole = replicas.split(batch, mesh, PartitionSpec())
+    assert whole.addressable_shards[0].data.shape == (1, 4, 2)
+    with pytest.warns(
+        UserWarning, match=r"gets its whole batch.*PartitionSpec\('fsdp'\)"
+    ):
+        found = replicas.split(batch, mesh)
+    assert found.sharding == whole.sharding
+
+
+@pytest.mark.parametrize("shape", [(6, 2), (), (0, 2)])
+def test_a_batch_that_cannot_be_divided_is_refused(shape):
+    with pytest.raises(ValueError, match=r"batch\['x'\] has shape .* among 4 replicas"):
+        replicas.split({"x": np.zeros(shape)}, replicas.make_mesh(4))
+
+
+def test_replicate_takes_whatever_a_training_state_holds():
+    params, tx = {"w": jnp.ones(3, jnp.bfloat16)}, optax.adamw(0.1)
+    state = {
+        # Its step is a Python int.
+        "train": TrainState.create(apply_fn=None, params=params, tx=tx),
+        "key": jax.random.key(7),
+        "number": 2.5,
+        "flag": True,
+        "numpy": np.arange(3),
+    }
+    copies = replicas.replicate(state, replicas.make_mesh(4))
+    assert jax.tree.structure(copies) == jax.tree.structure(state)
+    pairs = zip(jax.tree.leaves(copies), jax.tree.leaves(state), strict=True)
+    for copy, leaf in pairs:
+        assert copy.shape == (4, *np.shape(leaf))
+        assert copy.dtype == jnp.asarray(leaf).dtype
+        assert copy.sharding.spec == PartitionSpec("replica")
+        for row in copy:
+            assert (row == leaf).all()
+    assert copies["train"].step.dtype == jnp.int32
+    assert copies["train"].params["w"].dtype == jnp.bfloat16
+    assert copies["number"].dtype == jnp.float32
