@@ -13,6 +13,7 @@ import optax
 
 from curvadion_jax import (
     _arguments,
+    _joined,
     _layout,
     _matrices,
     _partition,
@@ -135,15 +136,19 @@ def scale_by_dion(
         if momentum_only:
             accumulated = state._replace(momentum=_like(state.momentum, total))
             return optax.tree.zeros_like(updates), accumulated
-        directions, momenta, qs = _power_iteration.dion_step(
+        qs = dict(zip(views, jax.tree.leaves(state.dion_q), strict=True))
+        joined = _joined.join(views, total, qs)
+        views = joined.views(views)
+        stepped = _power_iteration.dion_step(
             views,
-            total,
-            dict(zip(views, jax.tree.leaves(state.dion_q), strict=True)),
+            joined.together(total),
+            joined.together(qs),
             feedback=1 - momentum if error_feedback else None,
             bases=functools.partial(_within_replica.bases, views=views, layout=layout),
             keep_whole=layout.keep_whole,
-            reduce_fn=reduce_fn,
+            reduce_fn=joined.reduce_fn(reduce_fn),
         )
+        directions, momenta, qs = map(joined.apart, stepped)
         after = DionState(_like(state.momentum, momenta), _like(state.dion_q, qs))
         return _like(updates, directions), after
 

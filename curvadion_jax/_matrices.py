@@ -71,6 +71,18 @@ class MatrixView:
         """The axes of the parameter that each axis of Q, or R, merges."""
         return [*[(axis,) for axis in self.batch_axes], self.col_axes, ()]
 
+    def stacked(self, number: int) -> "MatrixView":
+        """The view of so many parameters of this shape, stacked on a first axis."""
+        behind = lambda axes: tuple(axis + 1 for axis in axes)
+        return MatrixView(
+            (number, *self.shape),
+            (0, *behind(self.batch_axes)),
+            behind(self.fan_in_axes),
+            behind(self.fan_out_axes),
+            self.fan_in,
+            self.fan_out,
+        )
+
     @property
     def _rows_first(self) -> bool:
         return self.row_axes < self.col_axes
