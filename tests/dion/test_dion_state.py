@@ -113,6 +113,17 @@ def test_all_products_are_in_full_precision():
     assert all(p == highest or p == (highest, highest) for p in precisions)
 
 
+def test_a_lower_precision_is_that_of_the_four_products_alone():
+    params = {"kernel": np.zeros((5, 9), np.float32)}
+    state = random_state(params, {"kernel": (5, 3)})
+    tx = cd.scale_by_dion(3, precision="default")
+    precisions = list(products(jax.make_jaxpr(tx.update)(params, state).jaxpr))
+    highest = jax.lax.Precision.HIGHEST
+    lower = [p for p in precisions if p not in (highest, (highest, highest))]
+    assert len(lower) == 4
+    assert len(precisions) > 4
+
+
 @pytest.mark.parametrize("error_feedback", [True, False])
 def test_momentum_only(error_feedback):
     tx = cd.scale_by_dion(3, MU, error_feedback=error_feedback)
