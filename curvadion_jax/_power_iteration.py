@@ -130,10 +130,13 @@ def dion_step(
         Q, present = unit_columns(mean_right[name], qs[name])
         Q = keep_whole(Q)
         if feedback is not None:
-            # Each replica takes away its own contribution: with the mean of R the
-            # replicas' differences would add up in their momenta.
-            part = view.product(P, right[name], precision)
-            momentum -= jnp.asarray(feedback, P.dtype) * part
+            part = jnp.asarray(feedback, P.dtype)
+            if Q.shape[-1] == view.cols:  # full rank: P R^T = P P^T B = B
+                momentum -= part * momentum
+            else:
+                # Each replica takes away its own contribution: with the mean of R the
+                # replicas' differences would add up in their momenta.
+                momentum -= part * view.product(P, right[name], precision)
         scale = math.sqrt(view.fan_out / view.fan_in)
         left_factor = jnp.where(present, scale * P, 0)
         directions[name] = view.product(left_factor, Q, precision)

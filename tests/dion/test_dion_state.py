@@ -148,3 +148,14 @@ def test_map_params_touches_the_momentum_and_not_q():
     q = [optax.tree.get(tree, "dion_q")["kernel"] for tree in (mapped, state)]
     np.testing.assert_array_equal(*q)
     assert jax.tree.structure(mapped) == jax.tree.structure(state)
+
+
+def test_full_rank_has_three_large_products():
+    """Error feedback takes a part of the whole momentum; `test_dion` has values."""
+    params = {"kernel": np.zeros((5, 9), np.float32)}
+    numbers = []
+    for rank in (5, 3):
+        state = random_state(params, {"kernel": (5, rank)})
+        update = cd.scale_by_dion(rank).update
+        numbers.append(len(list(products(jax.make_jaxpr(update)(params, state).jaxpr))))
+    assert numbers[1] - numbers[0] == 1
