@@ -113,6 +113,17 @@ def test_all_products_are_in_full_precision():
     assert all(p == highest or p == (highest, highest) for p in precisions)
 
 
+def test_a_lower_precision_is_that_of_the_four_products_alone():
+    params = {"kernel": np.zeros((5, 9), np.float32)}
+    state = random_state(params, {"kernel": (5, 3)})
+    tx = cd.scale_by_dion(3, precision="default")
+    precisions = list(products(jax.make_jaxpr(tx.update)(params, state).jaxpr))
+    highest = jax.lax.Precision.HIGHEST
+    lower = [p for p in precisions if p not in (highest, (highest, highest))]
+    assert len(lower) == 4
+    assert len(precisions) > 4
+
+
 @pytest.mark.parametrize("error_feedback", [True, False])
 def test_momentum_only(error_feedback):
     tx = cd.scale_by_dion(3, MU, error_feedback=error_feedback)
@@ -169,3 +180,14 @@ def test_q_of_a_resized_state_is_copied_and_the_momentum_averaged(replicas):
     copied = jax.tree.map(lambda x: x[first], numbered.remembered)
     helpers.assert_bitwise(found.remembered, copied)
     helpers.assert_bitwise(found.anchor, state.anchor)
+
+
+def test_full_rank_has_three_large_products():
+    """Error feedback takes a part of the whole momentum; `test_dion` has values."""
+    params = {"kernel": np.zeros((5, 9), np.float32)}
+    numbers = []
+    for rank in (5, 3):
+        state = random_state(params, {"kernel": (5, rank)})
+        update = cd.scale_by_dion(rank).update
+        numbers.append(len(list(products(jax.make_jaxpr(update)(params, state).jaxpr))))
+    assert numbers[1] - numbers[0] == 1
