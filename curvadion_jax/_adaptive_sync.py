@@ -5,7 +5,6 @@ follows (or replaces) the step or nothing does, and what happened is counted.
 `_participation` says who takes part in a sync.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -164,21 +163,20 @@ class _AdaptiveSync:
         return isinstance(self.synchronizer, AfterStep)
 
     def init(self, params) -> AdaptiveSyncState:
+        _trees.check_trainable(params)
         _rows.check_rows(params, self.mesh, "Parameter")
         layout = make_layout(self.mesh, self.specs, params)
-        context = contextlib.nullcontext()
-        if _rows.explicit_axes(self.mesh):
-            params = _placement.on_automatic_axes(params, self.mesh, layout)
-            # A mesh that the caller has set has axes of other types.
-            context = jax.set_mesh(_placement.automatic_twin(self.mesh))
-        with context:
+
+        def start(params):
             state = jax.jit(lambda params: self._initial_state(params, layout))(params)
             if self.mesh is not None:
                 _refuse_unequal(state.counters.checksum)
                 _refuse_copies(params, state.inner_state)
+            return state
+
         if _rows.explicit_axes(self.mesh):
-            state = _placement.on_mesh(state, self.mesh)
-        return state
+            return _placement.on_automatic_axes(start, params, self.mesh, layout)
+        return start(params)
 
     def _initial_state(self, params, layout: Layout) -> AdaptiveSyncState:
         def of_one(params, _):
@@ -268,7 +266,7 @@ class _AdaptiveSync:
             requests = ~(seen.value <= threshold) & (weight > 0) & due
             requested = _any(requests, self.mesh)
         fire, trigger_state = self.trigger.decide(clock, requested, state.trigger_state)
-        fire = fire & due
+        fire = False if due is False else fire & due
 
         # 3. Every replica's own step. A sync follows it or replaces it, or none does.
         if self.reconciles:
@@ -546,15 +544,11 @@ def _outcome(
 
 
 def _any(requests: jax.Array, mesh: Replicas) -> jax.Array:
-    """Whether any replica says so, bool[]: one int32 scalar all-reduce."""
-    if mesh is None:
-        return requests
-
-    def reduce(request, _):
-        # An integer: on a CPU a maximum of floats drops NaN.
-        return (), lax.pmax(request.astype(jnp.int32), _rows.AXIS) > 0
-
-    return _rows.over(reduce, mesh)(requests, ())[1]
+    """Whether any replica says so, bool[]."""
+    group = Group(_rows.axis_name(mesh))
+    return _rows.over(lambda request, _: ((), group.any(request)), mesh)(requests, ())[
+        1
+    ]
 
 
 def _once_if(fire, synchronise, outcome, shared):

@@ -15,6 +15,7 @@ import optax
 
 from curvadion_jax import (
     _arguments,
+    _joined,
     _layout,
     _matrices,
     _partition,
@@ -51,6 +52,7 @@ def scale_by_dion(
     *,
     dimension_numbers: _partition.DimensionNumbersOrFn = None,
     error_feedback: bool = True,
+    precision: jax.lax.PrecisionLike = "highest",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales updates of matrix parameters according to Dion.
 
@@ -80,6 +82,10 @@ def scale_by_dion(
         `optax.inject_hyperparams`.
       error_feedback: False gives the momentum of CurvaDion's formula instead,
         B = mu M + G and M <- B.
+      precision: of the four products with M or of its size, as for `jax.numpy.matmul`;
+        a CPU computes all in float32. With less than the highest, a column of P that
+        meets no momentum moves by rounding noise. Bases are made in the highest.
+        Static under `optax.inject_hyperparams`.
 
     Returns:
       A transformation with :class:`DionState`. `update` takes these optional arguments:
@@ -146,15 +152,19 @@ def scale_by_dion(
             qs = layout.place(qs, made_of)
             after = DionState(_like(state.momentum, total), _like(state.dion_q, qs))
             return optax.tree.zeros_like(updates), after
-        directions, momenta, qs = _power_iteration.dion_step(
+        joined = _joined.join(views, total, qs)
+        views = joined.views(views)
+        stepped = _power_iteration.dion_step(
             views,
-            total,
-            qs,
+            joined.together(total),
+            joined.together(qs),
             feedback=1 - momentum if error_feedback else None,
             bases=functools.partial(_within_replica.bases, views=views, layout=layout),
             keep_whole=layout.keep_whole,
-            reduce_fn=reduce_fn,
+            reduce_fn=joined.reduce_fn(reduce_fn),
+            precision=precision,
         )
+        directions, momenta, qs = map(joined.apart, stepped)
         qs = layout.place(qs, made_of)
         after = DionState(_like(state.momentum, momenta), _like(state.dion_q, qs))
         return _like(updates, directions), after
@@ -164,18 +174,23 @@ def scale_by_dion(
 
 def _initial_qs(params, views, rank: int | float, dtype) -> Any:
     """Draws Q of every parameter."""
+    leaves = iter(_paths.leaves_with_path(params))
 
-    def initial(name, leaf):
+    def initial(node):
+        if not jax.tree.leaves(node):  # another optimizer's
+            return node
+        name, leaf = next(leaves)
         view = views[name]
         r = _matrices.resolve_rank(view.cols, rank)
         return _power_iteration.initial_q(name, view, r, dtype or leaf.dtype)
 
-    return _paths.map_with_path(initial, params)
+    # Without Flax's box around a parameter, whose names of axes are not Q's.
+    return jax.tree.map(initial, params, is_leaf=_paths.is_box)
 
 
 def _accumulate(momentum: jax.Array, gradient: jax.Array, decay) -> jax.Array:
     """Computes decay M + G in at least float32."""
-    dtype = _trees.compute_dtype(jnp.promote_types(momentum.dtype, gradient.dtype))
+    dtype = _trees.promoted(jnp.float32, momentum.dtype, gradient.dtype)
     return jnp.asarray(decay, dtype) * momentum.astype(dtype) + gradient.astype(dtype)
 
 
@@ -196,6 +211,7 @@ def dion(
     other_optimizer: optax.GradientTransformation | None = None,
     dimension_numbers: _partition.DimensionNumbersOrFn = None,
     error_feedback: bool = True,
+    precision: jax.lax.PrecisionLike = "highest",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Dion for the matrices, another optimizer for all other parameters.
 
@@ -207,7 +223,7 @@ def dion(
 
     Args:
       learning_rate: number or schedule.
-      rank, error_feedback: see :func:`scale_by_dion`.
+      rank, error_feedback, precision: see :func:`scale_by_dion`.
       momentum: decay rate mu; a number in [0, 1) or a schedule.
       weight_decay: decoupled, of the matrices, times the learning rate.
       weight_decay_mask: as for `optax.add_decayed_weights`.
@@ -251,6 +267,7 @@ def dion(
                 mu_dtype,
                 dimension_numbers=numbers,
                 error_feedback=error_feedback,
+                precision=precision,
             )
 
         return optax.chain(

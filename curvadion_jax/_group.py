@@ -45,6 +45,13 @@ class Group:
         sums = self._sums(jax.tree.map(_trees.wide, tree))
         return jax.tree.map(lambda s, x: (s / self.size).astype(x.dtype), sums, tree)
 
+    def any(self, request: jax.Array) -> jax.Array:
+        """Whether any replica says so, bool[]; an all-reduce of one int32."""
+        if self.axis_name is None:
+            return request
+        # An integer: on a CPU a maximum of floats drops NaN.
+        return lax.pmax(request.astype(jnp.int32), self.axis_name) > 0
+
     def all_to_all(self, tree: Any) -> Any:
         """Arrays [N, ...]: part k goes to replica k, and part k is from replica k."""
         if self.size == 1:

@@ -71,6 +71,18 @@ class MatrixView:
         """The axes of the parameter that each axis of Q, or R, merges."""
         return [*[(axis,) for axis in self.batch_axes], self.col_axes, ()]
 
+    def stacked(self, number: int) -> "MatrixView":
+        """The view of so many parameters of this shape, stacked on a first axis."""
+        behind = lambda axes: tuple(axis + 1 for axis in axes)
+        return MatrixView(
+            (number, *self.shape),
+            (0, *behind(self.batch_axes)),
+            behind(self.fan_in_axes),
+            behind(self.fan_out_axes),
+            self.fan_in,
+            self.fan_out,
+        )
+
     @property
     def _rows_first(self) -> bool:
         return self.row_axes < self.col_axes
@@ -89,13 +101,19 @@ class MatrixView:
         # The transposition comes last, where a matrix product absorbs it.
         return stack if self._rows_first else stack.mT
 
-    def product(self, left: jax.Array, right: jax.Array) -> jax.Array:
+    def product(
+        self,
+        left: jax.Array,
+        right: jax.Array,
+        precision: jax.lax.PrecisionLike = lax.Precision.HIGHEST,
+    ) -> jax.Array:
         """L R^T of ``[*batch, rows, r]`` and ``[*batch, cols, r]``: ``[shape]``.
 
         Computed in the parameter's order: transposing the product would cost as much.
         """
         first, second = (left, right) if self._rows_first else (right, left)
-        return _in_shape(matmul(first, second.mT), self.shape, self._order)
+        outer = matmul(first, second.mT, precision)
+        return _in_shape(outer, self.shape, self._order)
 
     def to_stack(self, x: jax.Array) -> jax.Array:
         """``[shape] -> [number, fan_in, fan_out]``, also of a device's part of it.
@@ -149,11 +167,15 @@ def resolve_rank(cols: int, rank: int | float) -> int:
     return max(1, math.ceil(rank * cols - 1e-9))
 
 
-def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Multiplies stacks of matrices in full precision on every backend."""
+def matmul(
+    a: jax.Array,
+    b: jax.Array,
+    precision: jax.lax.PrecisionLike = lax.Precision.HIGHEST,
+) -> jax.Array:
+    """Multiplies stacks of matrices, in full precision unless told otherwise."""
     # Products of bfloat16 passes, the default on TPU, leave noise in R where the
     # momentum has nothing, and noise in R becomes a step of full length.
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+    return jnp.matmul(a, b, precision=precision)
 
 
 def check_rank(rank: int | float) -> None:

@@ -27,7 +27,8 @@ def put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
     Both at once is an error of JAX 0.10.2 if there is one device.
     """
-    x = jax.device_put(to_device(x), sharding.with_memory_kind(None))
+    on_device: Any = sharding.with_memory_kind
+    x = jax.device_put(to_device(x), on_device(None))
     return jax.device_put(x, sharding) if sharding.memory_kind == HOST_KIND else x
 
 

@@ -18,18 +18,24 @@ from jax.scipy.linalg import solve_triangular
 
 from curvadion_jax._matrices import matmul
 
+_SHIFTED_PASSES = 3
+# Squared length of a unit column beside the others, above which none is nearly
+# dependent: what the last pass makes of such columns is orthonormal to rounding.
+_INDEPENDENT = 0.3
 # After three passes an independent column keeps nearly all of its squared length beside
-# the others; a copy keeps less than this.
+# those before it; a copy keeps less than this.
 _COPY = 1e-3
 
 
+@functools.partial(jnp.vectorize, signature="(m,r)->(m,r)")
 def cholesky_qr(a: jax.Array) -> jax.Array:
     r"""Orthonormal basis of the columns, by repeated Cholesky QR.
 
-    Four passes of :math:`A \leftarrow A U^{-1}, U^\top U = A^\top A + s I`, after
-    scaling the columns. The shift s of the first three keeps the factorisation from
-    failing, and every pass shrinks the condition number by about :math:`\sqrt{s}`.
-    Momenta at full rank have condition numbers of up to 1e9.
+    Passes of :math:`A \leftarrow A U^{-1}, U^\top U = A^\top A + s I`, after scaling
+    the columns. Of the first three each matrix of a stack takes as many as it needs;
+    their shift s keeps the factorisation from failing, and every pass shrinks the
+    condition number by about :math:`\sqrt{s}`. The last pass has none. Momenta at full
+    rank have condition numbers of up to 1e9.
     (Fukaya et al., `Shifted Cholesky QR for computing the QR factorization of
     ill-conditioned matrices <https://arxiv.org/abs/1809.11085>`_, 2020)
 
@@ -38,37 +44,51 @@ def cholesky_qr(a: jax.Array) -> jax.Array:
     """
     # Above the rounding error of a Gram matrix of unit columns and its factorisation.
     shift = max(20, 2 * a.shape[-1]) * float(jnp.finfo(a.dtype).eps)
-    for _ in range(3):
-        a = _shifted_pass(a, shift)
-    return _final_pass(a, shift)
+
+    def factorised(a):
+        """A with unit columns, its Gram matrix, and U^{-1}."""
+        a = _unit_columns(a)
+        gram = matmul(a.mT, a)
+        return (
+            a,
+            gram,
+            _inverse_factor(gram + shift * jnp.eye(len(gram), dtype=a.dtype)),
+        )
+
+    def needs_a_pass(carry):
+        passes, (_, gram, inverse) = carry
+        # The diagonal of the inverse of A^T A; 0 for a column of zeros.
+        independent = jnp.diagonal(gram) * jnp.sum(jnp.square(inverse), axis=1)
+        return (passes < _SHIFTED_PASSES) & (jnp.max(independent) > 1 / _INDEPENDENT)
+
+    def shifted_pass(carry):
+        passes, (a, _, inverse) = carry
+        return passes + 1, factorised(matmul(a, inverse))
+
+    # Zero, of the type that its sums have: in `shard_map` it varies like the matrix.
+    none = jnp.where(jnp.isnan(a[0, 0]), 0, 0)
+    start = none, factorised(a)
+    _, (a, gram, inverse) = lax.while_loop(needs_a_pass, shifted_pass, start)
+    return _final_pass(a, gram, inverse, shift)
 
 
-def _shifted_pass(a: jax.Array, shift: float) -> jax.Array:
-    """A -> A U^{-1} with U^T U = A^T A + shift I, for the column-scaled A."""
-    a = _unit_columns(a)
-    gram = matmul(a.mT, a)
-    return matmul(a, _inverse_factors(gram + shift * _identities(gram)))
-
-
-def _final_pass(a: jax.Array, shift: float) -> jax.Array:
+def _final_pass(
+    a: jax.Array, gram: jax.Array, shifted: jax.Array, shift: float
+) -> jax.Array:
     """A -> A U^{-1} with U^T U = A^T A, with the copies among the columns set to zero.
 
-    A first factorisation, shifted so that it cannot fail, finds the copies: U_jj^2 is
-    the squared distance of column j to the columns before it.
+    The shifted factorisation, which cannot fail, finds the copies: U_jj^2 is the
+    squared distance of column j to the columns before it.
     """
-    a = _unit_columns(a)
-    gram = matmul(a.mT, a)
-    eye = _identities(gram)
-    shifted = _inverse_factors(gram + shift * eye)
-    distance = 1 / jnp.square(jnp.diagonal(shifted, axis1=-2, axis2=-1)) - shift
+    distance = 1 / jnp.square(jnp.diagonal(shifted)) - shift
     copy = distance < _COPY  # False for NaN, which stays
-    either = copy[..., :, None] | copy[..., None, :]
-    rounding = 2 * jnp.finfo(a.dtype).eps
-    exact = _inverse_factors(jnp.where(either, eye, gram + rounding * eye))
+    either = copy[:, None] | copy[None, :]
+    eye, rounding = jnp.eye(len(gram), dtype=a.dtype), 2 * jnp.finfo(a.dtype).eps
+    exact = _inverse_factor(jnp.where(either, eye, gram + rounding * eye))
     # A matrix can be singular without a column that depends on those before it (Kahan's
     # is): then the exact factorisation may fail, and the shifted one is finite.
-    failed = ~jnp.all(jnp.isfinite(exact), axis=(-2, -1), keepdims=True)
-    dropped = copy[..., None, :]
+    failed = ~jnp.all(jnp.isfinite(exact))
+    dropped = copy[None, :]
     a = jnp.where(dropped & ~failed, 0, a)
     return jnp.where(dropped, 0, matmul(a, jnp.where(failed, shifted, exact)))
 
@@ -76,31 +96,24 @@ def _final_pass(a: jax.Array, shift: float) -> jax.Array:
 def _unit_columns(a: jax.Array) -> jax.Array:
     """Scales every column to unit length; a zero column stays zero."""
     # In two steps, so that squares neither overflow nor vanish.
-    largest = jnp.max(jnp.abs(a), axis=-2, keepdims=True)
+    largest = jnp.max(jnp.abs(a), axis=0, keepdims=True)
     a = a / jnp.where(largest == 0, 1, largest)
-    norm = jnp.linalg.norm(a, axis=-2, keepdims=True)
+    norm = jnp.linalg.norm(a, axis=0, keepdims=True)
     return a / jnp.where(norm == 0, 1, norm)
 
 
-def _identities(gram: jax.Array) -> jax.Array:
-    return jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
-
-
-def _inverse_factors(gram: jax.Array) -> jax.Array:
-    """U^{-1} of the Cholesky factorisation gram = U^T U, for [..., r, r]."""
-    over_stack = functools.partial(jnp.vectorize, signature="(r,r)->(r,r)")
-    return lax.platform_dependent(
-        gram, cpu=over_stack(_inverse_factor_alone), default=over_stack(_inverse_factor)
-    )
-
-
 def _inverse_factor(gram: jax.Array) -> jax.Array:
+    """U^{-1} of the Cholesky factorisation gram = U^T U."""
+    return lax.platform_dependent(gram, cpu=_factorised_alone, default=_factorised)
+
+
+def _factorised(gram: jax.Array) -> jax.Array:
     lower = jnp.linalg.cholesky(gram, symmetrize_input=False)
-    identity = jnp.eye(gram.shape[-1], dtype=gram.dtype)
+    identity = jnp.eye(len(gram), dtype=gram.dtype)
     return solve_triangular(lower, identity, lower=True).mT
 
 
 # On CPU a batched LAPACK call divides its batch over the thread pool that also runs
 # other parts of the program, and waits for it: two such calls at a time, or several
 # devices, can deadlock. Also under the caller's own vmap, as over replicas.
-_inverse_factor_alone = jax.custom_batching.sequential_vmap(_inverse_factor)
+_factorised_alone = jax.custom_batching.sequential_vmap(_factorised)

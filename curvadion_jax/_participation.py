@@ -106,6 +106,8 @@ def restarted(
 
     Integers and single numbers stay, such as counts of steps and hyperparameters.
     """
+    if not jax.tree.leaves(anchor):
+        return state
     # Q as a cosine transform: to draw it takes longer to compile than a sync.
     cosines = lambda dion: dion._replace(
         dion_q=jax.tree.map(_power_iteration.cosines, dion.dion_q)

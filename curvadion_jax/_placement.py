@@ -83,31 +83,29 @@ def _constrain(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
     return lax.with_sharding_constraint(x, sharding)
 
 
-def on_automatic_axes(params: Any, mesh: Any, layout: Layout) -> Any:
-    """Moves rows to the same devices, with automatic axes in place of Explicit ones."""
+def on_automatic_axes(
+    function: Callable[[Any], Any], params: Any, mesh: Any, layout: Layout
+) -> Any:
+    """Calls a function of rows on the same devices, all of whose axes are automatic.
+
+    Its results lie on the mesh with Explicit axes, as the function left them.
+    """
     arrays, structure = jax.tree.flatten(params)
     if any(isinstance(x, Tracer) for x in arrays):
         raise ValueError(
             "tx.init is being traced, and the mesh has Explicit axes. Call it outside "
             "of jit, where arrays lie on their devices."
         )
-    twin = automatic_twin(mesh)
-    shardings = [NamedSharding(twin, P(AXIS, *spec)) for spec in layout.of(params)]
-    return structure.unflatten(jax.device_put(arrays, shardings))
-
-
-def automatic_twin(mesh: Mesh) -> Mesh:
-    """A mesh of the same devices, all of whose axes are automatic."""
     types = (AxisType.Auto,) * len(mesh.axis_names)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    twin = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    shardings = [NamedSharding(twin, P(AXIS, *spec)) for spec in layout.of(params)]
 
+    def back(x):
+        is_named = isinstance(x.sharding, NamedSharding)
+        return jax.device_put(
+            x, NamedSharding(mesh, x.sharding.spec if is_named else P())
+        )
 
-def on_mesh(state: Any, mesh: Any) -> Any:
-    """Moves arrays to this mesh, whose axes have other types, as they lie."""
-
-    def move(x):
-        if not isinstance(x.sharding, NamedSharding):
-            return jax.device_put(x, NamedSharding(mesh, P()))
-        return jax.device_put(x, NamedSharding(mesh, x.sharding.spec))
-
-    return jax.tree.map(move, state)
+    with jax.set_mesh(twin):  # the caller's may be one with axes of other types
+        results = function(structure.unflatten(jax.device_put(arrays, shardings)))
+    return jax.tree.map(back, results)

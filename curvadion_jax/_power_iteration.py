@@ -17,6 +17,7 @@ Q      [..., cols, r]       ``dion_q``, R with   the same after a reduction
 ====== ==================== ==================== ===================================
 """
 
+import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping
@@ -47,8 +48,10 @@ def cosines(q: jax.Array) -> jax.Array:
     the matrix, such as that of an input that is never active, and find nothing.
     """
     cols, r = q.shape[-2:]
-    frequency = jnp.arange(r)[None]
-    angles = jnp.arange(0.5, cols)[:, None] * frequency * (jnp.pi / cols)
+    frequency = jnp.arange(r, dtype=jnp.float32)[None]
+    angles = (
+        jnp.arange(0.5, cols, dtype=jnp.float32)[:, None] * frequency * (jnp.pi / cols)
+    )
     waves = jnp.cos(angles) * jnp.where(frequency == 0, 1, 2**0.5) / cols**0.5
     return jnp.broadcast_to(waves, q.shape).astype(q.dtype)
 
@@ -86,6 +89,7 @@ def dion_step(
     bases: Callable[[Named], Named],
     keep_whole: Callable[[jax.Array], jax.Array],
     reduce_fn: ReduceFn | None,
+    precision: jax.lax.PrecisionLike,
 ) -> tuple[Named, Named, Named]:
     """One step of Dion for all parameters.
 
@@ -98,6 +102,7 @@ def dion_step(
       keep_whole: function that leaves a right factor unsharded along r.
       reduce_fn: means over replicas of B Q, then of B^T P; of B where the factors are
         no smaller; None for one replica.
+      precision: of the products with matrices. The algebra of factors has the highest.
 
     Returns:
       sqrt(fan_out / fan_in) P Q^T, momenta (like the parameters), and the next Qs.
@@ -116,9 +121,10 @@ def dion_step(
     itself = lambda view: [(axis,) for axis in range(len(view.shape))]
     common = reduced(total, itself, total.keys() - compressed)
     matrices = {name: views[name].to_matrix(b) for name, b in common.items()}
-    products = {n: matmul(B, qs[n].astype(B.dtype)) for n, B in matrices.items()}
+    multiply = functools.partial(matmul, precision=precision)
+    products = {n: multiply(B, qs[n].astype(B.dtype)) for n, B in matrices.items()}
     left = bases(reduced(products, lambda view: view.p_axes, compressed))
-    right = {name: matmul(B.mT, left[name]) for name, B in matrices.items()}
+    right = {name: multiply(B.mT, left[name]) for name, B in matrices.items()}
     mean_right = reduced(right, lambda view: view.q_axes, compressed)
     directions, momenta, new_qs = {}, {}, {}
     for name, view in views.items():
@@ -126,10 +132,15 @@ def dion_step(
         Q, present = unit_columns(mean_right[name], qs[name])
         Q = keep_whole(Q)
         if feedback is not None:
-            # Each replica takes away its own contribution: with the mean of R the
-            # replicas' differences would add up in their momenta.
-            momentum -= jnp.asarray(feedback, P.dtype) * view.product(P, right[name])
+            part = jnp.asarray(feedback, P.dtype)
+            if Q.shape[-1] == view.cols:  # full rank: P R^T = P P^T B = B
+                momentum -= part * momentum
+            else:
+                # Each replica takes away its own contribution: with the mean of R the
+                # replicas' differences would add up in their momenta.
+                momentum -= part * view.product(P, right[name], precision)
         scale = math.sqrt(view.fan_out / view.fan_in)
-        directions[name] = view.product(jnp.where(present, scale * P, 0), Q)
+        left_factor = jnp.where(present, scale * P, 0)
+        directions[name] = view.product(left_factor, Q, precision)
         momenta[name], new_qs[name] = momentum, Q
     return directions, momenta, new_qs

@@ -61,9 +61,12 @@ def check_mesh(mesh: Any) -> None:
     if mesh is None or isinstance(mesh, Simulated):
         return
     if not isinstance(mesh, Mesh):
+        hint = ""
+        if callable(mesh):  # Optax takes a mesh, which can be called, for a schedule.
+            hint = " With optax.inject_hyperparams, pass static_args=('mesh',)."
         raise TypeError(
             f"mesh must be what replicas.make_mesh or replicas.simulated returns, or "
-            f"None for one replica, got {mesh!r:.80}."
+            f"None for one replica, got {mesh!r:.80}.{hint}"
         )
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     # JAX cannot take one replica, x[0], of an Explicit axis.

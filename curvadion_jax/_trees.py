@@ -1,5 +1,6 @@
 """Checks of trees by shapes and dtypes, and the dtypes to compute in."""
 
+import functools
 from typing import Any
 
 import jax
@@ -59,9 +60,21 @@ def like(tree: Any, other: Any) -> Any:
 
 def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """Promotes a dtype to at least float32."""
-    return jnp.promote_types(jnp.float32, dtype)
+    return promoted(jnp.float32, dtype)
+
+
+def promoted(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
+    """The dtype that holds all of them, in JAX's "strict" mode of promotion too."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.dtype(functools.reduce(jnp.promote_types, dtypes))
 
 
 def wide(x: jax.Array) -> jax.Array:
     """Casts an array to at least float32."""
     return x.astype(compute_dtype(x.dtype))
+
+
+def plus(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x + y in the dtype that holds both, cast to that of x."""
+    dtype = promoted(x.dtype, y.dtype)
+    return (x.astype(dtype) + y.astype(dtype)).astype(x.dtype)

@@ -312,10 +312,10 @@ def _two_magnitudes(x: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Ar
     is_large = size > jnp.mean(size, axis=-1, keepdims=True)
     means = [
         jnp.sum(jnp.where(chosen, size, 0), axis=-1, keepdims=True)
-        / jnp.maximum(jnp.sum(chosen, axis=-1, keepdims=True), 1)
+        / jnp.maximum(jnp.sum(chosen, axis=-1, keepdims=True, dtype=size.dtype), 1)
         for chosen in (~is_large, is_large)
     ]
-    codes = is_large + 2 * (x < 0).astype(jnp.int8)
+    codes = is_large.astype(jnp.int8) + 2 * (x < 0).astype(jnp.int8)
     return codes, jnp.concatenate(means, axis=-1) * largest
 
 

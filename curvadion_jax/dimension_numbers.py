@@ -347,7 +347,7 @@ def default(
     every = [found.path for found in findings]
     chosen = {}
     for part, numbers in (given or {}).items():
-        paths = [path for path in every if _paths.lies_in((path,), [part])]
+        paths = [path for path in every if f"/{part}/" in f"/{path}/"]
         if not paths:
             raise ValueError(
                 f"given names {part!r}, and no parameter has it in its path. Give a "

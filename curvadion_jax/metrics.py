@@ -260,8 +260,8 @@ def read(opt_state: Any, params: Any = None) -> Report:
         if params is not None and layer >= 0:
             layer, _ = _paths.leaves_with_path(params)[layer]
         report |= {
-            "value": float(str(value[worst])),  # float32 0.3 as 0.3
-            "threshold": float(str(found.threshold)),
+            "value": _as_number(value[worst]),
+            "threshold": _as_number(found.threshold),
             "layer": None if layer == -1 else layer,
         }
     for name in ("nonfinite", "zeroed", "excluded", "absent", "displaced"):
@@ -274,6 +274,11 @@ def read(opt_state: Any, params: Any = None) -> Report:
     if len({*np.atleast_1d(found.anchor_checksum).tolist()}) > 1:
         report["anchors_differ"] = True
     return Report(report)
+
+
+def _as_number(x: Any) -> float:
+    """0.3 for float32 0.3, and infinity for the largest, which stands for it."""
+    return float(str(x)) if x < np.finfo(np.float32).max else math.inf
 
 
 def _own_rows(x: Any) -> np.ndarray:

@@ -19,6 +19,8 @@ from curvadion_jax import _arguments, _momentum, _partition, _trees
 
 # Not infinity, which `jax_debug_infs` would stop at.
 _LARGEST = float(jnp.finfo(jnp.float32).max)
+# Steps are counted in int32. A longer period does not come either.
+_LONGEST = 2**31 - 1
 # Largest denominator of `evenly`'s share, but for 1 / n: products stay within int32.
 _LARGEST_PERIOD = 2**15
 
@@ -133,8 +135,13 @@ def every_k(k: int) -> Trigger:
       >>> [1 + step for step in range(60) if trigger.due(Clock(step))]
       [30, 60]
     """
-    _arguments.check_int(k, "k")
+    k = _period(k)
     return Trigger(due=lambda clock: (clock.steps + 1) % k == 0)
+
+
+def _period(k: Any) -> int:
+    _arguments.check_int(k, "k")
+    return min(k, _LONGEST)
 
 
 def evenly(rate: float) -> Trigger:
@@ -181,7 +188,7 @@ def _share(rate: float, cost: float) -> fractions.Fraction:
         return fractions.Fraction(1)
     share = fractions.Fraction(float(rate) / cost)
     if share < fractions.Fraction(1, _LARGEST_PERIOD):
-        return fractions.Fraction(1, min(math.ceil(1 / share), 2**31 - 1))
+        return fractions.Fraction(1, min(math.ceil(1 / share), _LONGEST))
     return share.limit_denominator(_LARGEST_PERIOD)
 
 
@@ -306,7 +313,7 @@ def at_least_every(trigger: Trigger, k: int) -> Trigger:
       >>> trigger.decide(Clock(since=49), False, ())[0]
       True
     """
-    _arguments.check_int(k, "k")
+    k = _period(k)
     _look_of(trigger, "at_least_every")
 
     def decide(clock, requested, state):
@@ -335,7 +342,7 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
       >>> [1 + step for step in range(12) if trigger.due(Clock(step))]
       [4, 8, 12]
     """
-    _arguments.check_int(k, "k")
+    k = _period(k)
     look_of = _look_of(trigger, "at_intervals")
 
     def init(params, inner_state):

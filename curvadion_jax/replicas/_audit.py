@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ class Message(NamedTuple):
 
     Attributes:
       kind: such as "all-reduce".
-      arrays: dtypes and shapes of its result, such as "f32[128,64]".
+      arrays: dtypes and shapes of its result, such as "8 x u8[1,72]".
       bytes: size of its result.
       origin: the operation that it was made for, as JAX names it.
     """
@@ -94,8 +94,9 @@ def audit(
             "Without one nothing is sent."
         )
     _rows.check_mesh(mesh)
-    compiled = step
-    if not isinstance(step, jax.stages.Compiled):
+    if isinstance(step, jax.stages.Compiled):
+        compiled = step
+    else:
         compiled = jax.jit(step).lower(*arguments).compile()
     axis = list(mesh.shape).index(AXIS)
     replica = np.indices(mesh.devices.shape)[axis].ravel()  # of every device
@@ -118,6 +119,9 @@ _CALLED = re.compile(
     r"(?:calls|body|condition|to_apply|called_computations)=\{?(%?[\w.\-]+)"
 )
 _NAME = re.compile(r'op_name="([^"]*)"')
+_WRAPPERS = re.compile(
+    r"(?:jit\([^)]*\)|shard_map|while|body|cond|branch_\d+_fun|closed_call)/"
+)
 _ARRAY = re.compile(r"(pred|bf16|c64|c128|[fsu]\d+\w*)\[([\d,]*)\]")
 # replica_groups={{0,1},{2,3}}; of a permutation its pairs of a sender and a receiver
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[^=]*?\})\}")
@@ -174,9 +178,12 @@ def _message(line: str, replica: np.ndarray) -> Message | None:
         return None
     arrays = _ARRAY.findall(operation[1])
     size = sum(_bytes_of(dtype, shape) for dtype, shape in arrays)
-    shown = ", ".join(f"{dtype}[{shape}]" for dtype, shape in arrays)
+    counts = Counter(f"{dtype}[{shape}]" for dtype, shape in arrays)
+    shown = [f"{n} x {array}" if n > 1 else array for array, n in counts.items()]
     name = _NAME.search(line)
-    return Message(operation[2], shown, size, name[1] if name else "")
+    # Without what every name begins with: jit(train_step)/while/body/cond/...
+    origin = _WRAPPERS.sub("", name[1]) if name else ""
+    return Message(operation[2], ", ".join(shown), size, origin)
 
 
 def _bytes_of(dtype: str, shape: str) -> int:

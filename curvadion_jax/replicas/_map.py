@@ -1,5 +1,6 @@
 """Runs a function of one replica on the rows of all, and nothing can cross."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,7 +52,11 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
     def of_one(rows, common):
         # Traced once, looked at, and then called.
         trace = jax.make_jaxpr(function, return_shape=True)
-        program, shapes = trace(*rows, **common)
+        try:
+            program, shapes = trace(*rows, **common)
+        except Exception as error:
+            _explain_captured(error, function)
+            raise
         _refuse_captured(program.consts)
         _refuse_collectives(program.jaxpr)
         results = jaxpr_as_fun(program)(*jax.tree.leaves((rows, common)))
@@ -115,6 +120,21 @@ def lift(
         return run(updates, state, params, own, common=extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _explain_captured(error: Exception, function: Callable[..., Any]) -> None:
+    """Adds a note to an error of a model that was given all rows by a closure."""
+    cells = getattr(inspect.unwrap(function), "__closure__", None) or ()
+    try:
+        captured = jax.tree.leaves([cell.cell_contents for cell in cells])
+    except ValueError:  # a cell that is empty yet
+        return
+    if any(isinstance(x, Tracer) for x in captured):
+        error.add_note(
+            "The function given to replicas.map is a closure over traced values, which "
+            "have all rows, [R, ...]. Pass them as arguments: "
+            "replicas.map(f, mesh)(params, batch)."
+        )
 
 
 def _refuse_captured(constants: Any) -> None:

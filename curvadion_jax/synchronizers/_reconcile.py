@@ -72,7 +72,7 @@ def reconcile(
         if compressor is None:
             mean, unsent = part.group.mean(share), ()
         else:
-            whole = jax.tree.map(lambda x, r: x + r, share, owed)
+            whole = jax.tree.map(_trees.plus, share, owed)
             mean, unsent = compressor.average_by_device(whole, part.group)
 
         # 2. The outer step, from the anchor. Elements that would not be finite stay as
@@ -82,7 +82,7 @@ def reconcile(
         layout = part.group.layout
         more = {"layout": layout} if layout.axes else {}
         step, outer_state = outer.update(pseudo_gradient, common, anchor, **more)
-        new = jax.tree.map(lambda a, u: (a + u).astype(a.dtype), anchor, step)
+        new = jax.tree.map(_trees.plus, anchor, step)
         is_new = jax.tree.map(lambda x: jnp.isfinite(x) & part.someone, new)
         anchor = jax.tree.map(jnp.where, is_new, new, anchor)
         outer_state = _finite.repaired(_trees.like(outer_state, common), common)
@@ -96,7 +96,7 @@ def reconcile(
         # 3. All go to the new anchor; an absent replica keeps its drift on top. Where
         # the new anchor is not finite, so is the target, which is counted.
         kept = _finite.or_zeros(~part.present & part.healthy, drift)
-        target = jax.tree.map(lambda a, d: (a + d).astype(a.dtype), new, kept)
+        target = jax.tree.map(_trees.plus, new, kept)
         target = jax.tree.map(lambda x, y: jnp.where(part.someone, x, y), target, moved)
         return target, anchor, common, residual
 

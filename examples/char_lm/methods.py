@@ -77,7 +77,7 @@ def local_muon(config: Config, **options: Any) -> optax.GradientTransformation:
     return cd.local_muon(rate, momentum=_MOMENTUM, **options)
 
 
-def _curvadion(config: Config, mesh: Mesh, **when: float):
+def _curvadion(config: Config, mesh: Mesh, **when: Any):
     # At full rank, its default: local steps send no factors, whatever their rank.
     rate = schedule(config, _LOCAL_DION)
     return cd.curvadion(rate, momentum=_MOMENTUM, mesh=mesh, **when)

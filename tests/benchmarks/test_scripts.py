@@ -31,7 +31,7 @@ def test_a_script_prints_its_table(script):
 
 
 def test_the_documentation_has_the_table_of_memory():
-    lines = (ROOT / "docs" / "results.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "memory-and-speed.md").read_text().splitlines()
     for name, step, sync in memory.rows():
         assert f"| {name} | {step:.2f} | {sync:.2f} | {step + sync:.2f} |" in lines
 

@@ -6,10 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compressor_runs import ATOL, average, averaging, one_of, trees
-from curvadion_jax._interfaces import LocalStep
 
-from curvadion_jax import _collectives, compressors
-from curvadion_jax.synchronizers._reconcile import mean_with_feedback
+from curvadion_jax import compressors
+from curvadion_jax.synchronizers import Group
 
 ALL = {
     "exact": compressors.exact(),
@@ -25,9 +24,11 @@ def sent(result, stacked, key):
 
 
 @every
-@pytest.mark.parametrize("run", ["vmap", pytest.param("mesh", marks=pytest.mark.slow)])
-def test_contributions_have_the_mean_that_all_get(name, run):
-    result = average(ALL[name], trees(), run)
+@pytest.mark.parametrize(
+    "kind", ["simulated", pytest.param("mesh", marks=pytest.mark.slow)]
+)
+def test_contributions_have_the_mean_that_all_get(name, kind):
+    result = average(ALL[name], trees(), kind)
     for key, mean in result.mean.items():
         helpers.assert_bitwise(mean, np.broadcast_to(mean[0], mean.shape))
         put_in = sent(result, trees(), key).mean(0)
@@ -37,7 +38,7 @@ def test_contributions_have_the_mean_that_all_get(name, run):
 @every
 def test_there_may_be_nothing_to_send(name):
     result = jax.vmap(
-        lambda _: ALL[name].average({}, _collectives.Group(helpers.AXIS)),
+        lambda _: ALL[name].average({}, Group(helpers.AXIS)),
         axis_name=helpers.AXIS,
     )(jnp.zeros(2))
     assert result == ({}, {})
@@ -78,20 +79,12 @@ def test_error_feedback_sends_all_of_a_constant_in_the_end(name):
         assert np.linalg.norm(rest.mean(0)) < limit * size
 
 
-def of_weight(weight):
-    """A replica's part in a sync."""
-    return LocalStep((), (), {}, weight=weight)
-
-
-@pytest.mark.parametrize("weight", [0.0, 1.0])
 @pytest.mark.parametrize("name", ALL)
-def test_one_replica_sends_nothing_and_owes_nothing(name, weight):
-    tree, owed = {"w": np.float32([1, 2, 3])}, {"w": np.float32([4, 5, 6])}
-    mean, residual = mean_with_feedback(
-        ALL[name], tree, owed, of_weight(weight), _collectives.Group()
-    )
-    np.testing.assert_array_equal(mean["w"], [5, 7, 9] if weight else owed["w"])
-    np.testing.assert_array_equal(residual["w"], [0, 0, 0])
+def test_one_replica_sends_nothing_and_rounds_nothing(name):
+    tree = {"w": np.float32([1, 2, 3])}
+    mean, unsent = ALL[name].average(tree, Group())
+    np.testing.assert_array_equal(mean["w"], tree["w"])
+    np.testing.assert_array_equal(unsent["w"], [0, 0, 0])
 
 
 # 5 + 480 + 1152 + 300 elements, in 1 + 30 + 72 + 19 blocks of 16.

@@ -3,6 +3,7 @@
 from typing import Any
 
 import helpers
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -10,31 +11,26 @@ import pytest
 import curvadion_jax as cd
 from curvadion_jax import synchronizers, triggers
 
-SGD = optax.sgd(0.1, 0.9)
+TWO = cd.replicas.simulated(2)
 
 
-def build(**changed) -> Any:
-    arguments = {
-        "inner": SGD,
-        "trigger": triggers.every_k(2),
-        "synchronizer": synchronizers.reconcile(),
-    }
-    return cd.adaptive_sync(**{**arguments, **changed})
+def factors(inner, numbers=None) -> Any:
+    synchronizer = synchronizers.average_factors(numbers)
+    return cd.adaptive_sync(inner, triggers.always(), synchronizer, TWO)
+
+
+def trace(tx, params=None):
+    """Traces `init` and `update`, and runs neither."""
+    params = helpers.make_params() if params is None else params
+    rows = jax.tree.map(lambda x: jnp.stack([x, x]), params)
+    state = jax.eval_shape(tx.init, rows)
+    jax.eval_shape(tx.update, rows, state, rows)
 
 
 def swallowing(tx):
     """A wrapper that does not pass extra arguments on."""
     return optax.GradientTransformation(
         tx.init, lambda updates, state, params=None: tx.update(updates, state, params)
-    )
-
-
-def factors(inner):
-    return build(
-        inner=inner,
-        trigger=triggers.always(),
-        synchronizer=synchronizers.average_factors(),
-        axis_name=helpers.AXIS,
     )
 
 
@@ -45,9 +41,8 @@ def test_average_factors_needs_its_argument_to_reach_every_dion(wide):
         {"a": swallowing(cd.dion(0.1)), "b": wide(cd.dion(0.1))},
         lambda params: {name: "b" if name == "wide" else "a" for name in params},
     )
-    tx = factors(inner)
     with pytest.raises(ValueError, match="does not pass on the extra argument reduce"):
-        helpers.trace(lambda p, o, g: tx.update(g, o, p), tx)
+        trace(factors(inner))
 
 
 def wide_is_other(params):
@@ -64,17 +59,11 @@ def stack_is_transposed(params):
 def test_dimension_numbers_must_be_those_of_dion(numbers):
     params = {**helpers.make_params(), "stack": jnp.ones((2, 4, 4))}
     params["stack_bias"] = jnp.ones((2, 4))  # tells that it is a stack
-    tx = build(
-        inner=cd.dion(0.1),
-        synchronizer=synchronizers.average_factors(),
-        axis_name=helpers.AXIS,
-        dimension_numbers=numbers,
-    )
-    with pytest.raises(ValueError, match="Pass adaptive_sync the same dimension_num"):
-        helpers.trace(lambda p, o, g: tx.update(g, o, p), tx, params)
+    with pytest.raises(ValueError, match="Pass both the same dimension_numbers"):
+        trace(factors(cd.dion(0.1), numbers), params)
 
 
 def test_dimension_numbers_of_other_parameters_do_not_matter():
+    change = triggers.relative_momentum_change(0.1)
     inner = cd.dion(0.1, dimension_numbers=wide_is_other)
-    tx = build(inner=inner, axis_name=helpers.AXIS, dimension_numbers=None)
-    helpers.trace(lambda p, o, g: tx.update(g, o, p), tx)
+    trace(cd.adaptive_sync(inner, change, synchronizers.reconcile(), TWO))

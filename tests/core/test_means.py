@@ -6,26 +6,19 @@ import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
+import pytest
 
-import curvadion_jax as cd
-from curvadion_jax import _collectives
+from curvadion_jax import _rows
+from curvadion_jax.synchronizers import Group
 
-AXIS = cd.replicas.AXIS
 REPLICAS = 4
 # Sums of four float32 of size one; their mean in bfloat16.
-RTOL, RTOL_BF16 = 1e-6, 1e-2
+TOLERANCES = {"float32": 1e-6, "bfloat16": 1e-2}
 
 
 def tree():
     rng = np.random.default_rng(0)
-    shapes = {
-        "matrix": (5, 3),
-        **helpers.NOTHING,
-        "scalar": (),
-        "vector": (7,),
-        "wide": (2, 40),
-    }
+    shapes = {"matrix": (5, 3), **helpers.NOTHING, "scalar": (), "vector": (7,)}
     found = {
         name: jnp.asarray(rng.normal(size=(REPLICAS, *shape)), jnp.float32)
         for name, shape in shapes.items()
@@ -34,34 +27,40 @@ def tree():
     return found | {"half": half, "other_half": half[:, 0]}
 
 
-def test_every_array_comes_back():
-    given, mesh = tree(), cd.replicas.make_mesh(REPLICAS)
-    mean = helpers.in_shard_map(lambda x, _: _collectives.Group(AXIS).mean(x), mesh)
-    found = jax.jit(mean)(given, ())
+@functools.cache
+def together(kind):
+    """Rows -> (the mean, all of them, what each got from each) of every replica."""
+
+    def of_one(x, _):
+        group = Group(helpers.AXIS)
+        parts = jax.tree.map(lambda x: jnp.stack([x + 10 * k for k in range(4)]), x)
+        return (group.mean(x), group.all_gather(x), group.all_to_all(parts)), ()
+
+    mesh = helpers.mesh_of(kind, REPLICAS)
+    return jax.jit(lambda rows: _rows.over(of_one, mesh)(rows, ())[0])
+
+
+@pytest.mark.parametrize("kind", ["simulated", "mesh"])
+def test_every_array_comes_back(kind):
+    given = tree()
+    mean, gathered, exchanged = jax.device_get(together(kind)(given))
     for name, x in given.items():
-        expected = np.asarray(x, np.float64).mean(0)
-        assert (found[name].shape, found[name].dtype) == (x.shape, x.dtype)
-        rtol = RTOL_BF16 if x.dtype == jnp.bfloat16 else RTOL
-        for one in np.asarray(found[name], np.float64):
-            np.testing.assert_allclose(one, expected, rtol=rtol, atol=rtol)
+        expected = np.asarray(x, np.float64)
+        assert (mean[name].shape, mean[name].dtype) == (x.shape, x.dtype)
+        limit = TOLERANCES[x.dtype.name]
+        for replica in range(REPLICAS):
+            np.testing.assert_allclose(
+                np.float64(mean[name][replica]),
+                expected.mean(0),
+                rtol=limit,
+                atol=limit,
+            )
+            np.testing.assert_array_equal(gathered[name][replica], x)
+            np.testing.assert_array_equal(exchanged[name][replica], x + 10 * replica)
 
 
-def test_an_array_stays_the_same_over_another_axis():
-    """One that devices of a second manual axis have alike, beside one that differs."""
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 2), (AXIS, "model"), axis_types=auto)
-    whole, divided = P(AXIS), P(AXIS, "model")
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=((whole, divided),),
-        out_specs=(whole, divided),
-    )
-    def mean(tree):
-        return _collectives.Group(AXIS).mean(tree)
-
-    given = jnp.arange(8.0).reshape(2, 4), jnp.arange(8.0).reshape(2, 4)
-    for x in mean(given):
-        np.testing.assert_array_equal(x, [[2, 3, 4, 5]] * 2)
+def test_one_replica_alone_is_its_own_mean():
+    group, given = Group(), {"w": jnp.arange(3.0)}
+    assert group.mean(given) is given
+    assert group.all_gather(given)["w"].tolist() == [[0, 1, 2]]
+    assert (group.size, group.replica) == (1, 0)

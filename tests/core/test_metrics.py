@@ -9,35 +9,39 @@ import optax
 import pytest
 
 import curvadion_jax as cd
-from curvadion_jax import _counters, metrics, synchronizers, triggers
+from curvadion_jax import metrics, synchronizers, triggers
+
+TWO = cd.replicas.simulated(2)
+PARAMS = {"w": np.ones((2, 2), np.float32), "x": np.ones(3, np.float32)}
 
 
-def optimizer() -> Any:
-    change = triggers.relative_momentum_change(0.5)
-    return helpers.synced_dion(
-        0.1, 2, change, synchronizers.reconcile(), axis_name=helpers.AXIS
-    )
+def optimizer(mesh=TWO, threshold=0.5) -> Any:
+    change = triggers.relative_momentum_change(threshold)
+    inner = optax.sgd(0.1, 0.9)
+    return cd.adaptive_sync(inner, change, synchronizers.reconcile(), mesh)
+
+
+def init(mesh=TWO):
+    return optimizer(mesh).init(cd.replicas.replicate(PARAMS, mesh))
 
 
 def changed(opt_state, **counters):
-    """The state with other counters, replicated where they are lists."""
-    return opt_state._replace(metrics=opt_state.metrics._replace(**counters))
+    return opt_state._replace(counters=opt_state.counters._replace(**counters))
 
 
 KINDS = {
-    **dict.fromkeys(("steps", "syncs", "votes", "replicas"), int),
-    **dict.fromkeys(("nonfinite", "zeroed", "excluded", "absent"), int),
-    **dict.fromkeys(("bytes", "synchronous_bytes"), int),
-    **dict.fromkeys(("value", "threshold", "layer"), type(None)),
-    **{"troubled": dict, "sync_rate": float, "synced": bool},
+    **{"share": float, "steps": int, "syncs": int, "sync_rate": float, "since": int},
+    **dict.fromkeys(("replicas", "votes", "bytes", "synchronous_bytes"), int),
 }
 
 
-def test_before_the_first_step():
-    read = metrics.read(optimizer().init(helpers.make_params()))
-    assert {name: type(value) for name, value in read.items()} == KINDS
-    assert (read["steps"], read["bytes"], read["sync_rate"]) == (0, 0, 0)
-    assert (read["value"], read["threshold"], read["layer"]) == (None, None, None)
+@pytest.mark.parametrize("mesh", [TWO, None], ids=["two", "one"])
+def test_before_the_first_step_rows_that_do_not_apply_are_left_out(mesh):
+    report = metrics.read(init(mesh))
+    assert {name: type(value) for name, value in report.items()} == KINDS
+    assert next(iter(report)) == "share"
+    assert (report["steps"], report["bytes"], report["share"]) == (0, 0, 0)
+    assert report["replicas"] == (2 if mesh else 1)
 
 
 @pytest.mark.parametrize(
@@ -46,51 +50,63 @@ def test_before_the_first_step():
         pytest.param([0.1, 0.5, 0.2], 1, id="largest"),
         pytest.param([0.1, np.nan, 0.2], 2, id="beside-nan"),
         pytest.param([0.1, 3.0, np.inf], 2, id="infinite"),
-        pytest.param([np.nan] * 3, 0, id="none"),
     ],
 )
 def test_the_largest_value_and_its_layer(values, worst):
-    state = optimizer().init(helpers.make_params())
-    state = cd.replicas.replicate(state, cd.replicas.make_mesh(3))
-    layers, thresholds = np.array([7, 8, 9]), np.float32([0.25, 0.5, 0.75])
-    state = changed(state, value=np.float32(values), layer=layers, threshold=thresholds)
-    read = metrics.read(state)
-    assert read["threshold"] == thresholds[worst]
-    np.testing.assert_equal(np.float32(read["value"]), np.float32(values[worst]))
-    assert read["layer"] == [7, 8, 9][worst]
+    state = init(cd.replicas.simulated(3))
+    layers = np.array([7, 8, 9])
+    state = changed(
+        state, value=np.float32(values), layer=layers, threshold=np.float32(0.25)
+    )
+    report = metrics.read(state)
+    assert report["threshold"] == 0.25
+    np.testing.assert_equal(np.float32(report["value"]), np.float32(values[worst]))
+    assert report["layer"] == [7, 8, 9][worst]
     params = {f"layer_{index:02}": {"kernel": 0.0} for index in range(10)}
-    assert metrics.read(state, params)["layer"] == f"layer_0{read['layer']}/kernel"
+    assert metrics.read(state, params)["layer"] == f"layer_0{report['layer']}/kernel"
 
 
-@pytest.mark.slow
-def test_observe_inside_of_a_step_and_read_later():
-    tx = cd.presets.local_sgd(0.1, 2, axis_name=helpers.AXIS)
-    mesh = cd.replicas.make_mesh(2)
+def test_counts_of_what_went_wrong_are_listed_where_there_are_any():
+    state = changed(init(), excluded=np.array([0, 2]), displaced=np.array([1, 0]))
+    report = metrics.read(state)
+    assert (report["excluded"], report["displaced"]) == ([0, 2], [1, 0])
+    assert not {"nonfinite", "zeroed", "absent"} & set(report)
 
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_copies_of_the_anchor_that_differ_are_told(differ):
+    sums = np.array([3, 4 if differ else 3], np.uint32)
+    report = metrics.read(changed(init(), anchor_checksum=sums))
+    assert ("anchors_differ" in report) == differ
+
+
+def test_a_report_is_a_table():
+    text = str(metrics.read(changed(init(), steps=np.int32(1234), votes=np.int32(7))))
+    rows = dict(line.split(None, 1) for line in text.splitlines())
+    assert (rows["steps"], rows["votes"], rows["share"]) == ("1,234", "7", "0.08%")
+
+
+@pytest.mark.parametrize("kind", ["simulated", "mesh"])
+def test_observe_inside_of_a_step_and_read_later(kind):
+    mesh = helpers.mesh_of(kind, 2)
+    tx = cd.presets.local_sgd(0.1, 2, mesh=mesh)
+
+    @jax.jit
     def train(state, gradients):
         params, opt_state = state
-        local = jax.tree.map(lambda g: g[0], gradients)
-        updates, opt_state = tx.update(local, opt_state, params)
+        updates, opt_state = tx.update(gradients, opt_state, params)
         state = (optax.apply_updates(params, updates), opt_state)
-        return state, {"loss": 0.0, "sync": metrics.observe(opt_state)}
+        return state, {"sync": metrics.observe(opt_state)}
 
-    state, late = helpers.start(tx, helpers.make_params(), mesh), []
-    gradients = helpers.make_gradients(3, 2)
-    step = helpers.quick(cd.replicas.step(train, mesh), state, gradients[0])
-    for tree in gradients:
-        state, out = step(state, tree)
+    state, late = helpers.start(tx, PARAMS, mesh), []
+    for step in range(3):
+        gradients = jax.tree.map(lambda x, step=step: np.full_like(x, step), state[0])
+        state, out = train(state, gradients)
         late.append(out)
-    assert [metrics.read(out)["synced"] for out in late] == [False, True, False]
-    assert metrics.read(late[1])["steps"] == 2
-    np.testing.assert_equal(metrics.read(late[2]), metrics.read(state))
-
-
-@pytest.mark.parametrize("name", ["steps", "syncs", "votes", "synced"])
-def test_replicas_that_disagree_are_not_averaged(name):
-    state = optimizer().init(helpers.make_params())
-    state = cd.replicas.replicate(state, cd.replicas.make_mesh(2))
-    with pytest.raises(ValueError, match=rf"disagree on {name}, .*cannot be trusted"):
-        metrics.read(changed(state, **{name: np.array([0, 1])}))
+    reports = [metrics.read(out) for out in late]
+    assert [report["since"] for report in reports] == [1, 0, 1]
+    assert [report["syncs"] for report in reports] == [0, 1, 1]
+    np.testing.assert_equal(reports[2], metrics.read(state[1]))
 
 
 @pytest.mark.parametrize(
@@ -105,15 +121,12 @@ def test_replicas_that_disagree_are_not_averaged(name):
     ],
 )
 def test_wrapped_states_are_found(wrap):
-    tx = optimizer()
-    params = helpers.make_params()
-    wrapped = metrics.observe(wrap(tx).init(params))
-    helpers.assert_bitwise(wrapped, tx.init(params).metrics)
+    rows = cd.replicas.replicate(PARAMS, TWO)
+    wrapped = metrics.observe(wrap(optimizer()).init(rows))
+    helpers.assert_bitwise(wrapped, init().counters)
 
 
-def test_a_copy_of_counters_is_no_state_and_an_optimizer_without_arrays_is_one():
-    make = lambda inner, sync: cd.adaptive_sync(inner, triggers.every_k(2), sync)
-    adam = make(optax.adam(0.1), synchronizers.reconcile()).init(np.ones(2))
-    sgd = make(optax.sgd(0.1), synchronizers.average_gradients()).init(np.ones(2))
-    state = {"adam": adam, "sgd": sgd, "copy": {"metrics": metrics.observe(adam)}}
-    assert _counters.optimizer_paths(state) == [("adam",), ("sgd",)]
+@pytest.mark.parametrize("number", [0, 2])
+def test_none_and_several_optimizers_are_refused(number):
+    with pytest.raises(ValueError, match=f"states of {number} optimizers"):
+        metrics.read([init()] * number)

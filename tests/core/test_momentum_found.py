@@ -54,7 +54,7 @@ def test_momentum_is_found(inner, names):
         assert momentum.shape == params[name].shape
     trigger = triggers.relative_momentum_change(0.1)
     tx: Any = cd.adaptive_sync(inner, trigger, synchronizers.average_gradients())
-    jax.eval_shape(tx.update, params, tx.init(params), params)
+    jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
 
 
 class Encoder(NamedTuple):

@@ -1,125 +1,221 @@
-"""Replicas of weight 0: they lose nothing, and send nothing."""
-
-import functools
+"""Who takes part in a sync: weights, replicas that are absent, and nobody at all."""
 
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import weighted_runs
 
 import curvadion_jax as cd
 from curvadion_jax import compressors, synchronizers, triggers
+from curvadion_jax.triggers import Measured, Trigger
 
-pytestmark = pytest.mark.slow  # many programs
-AXIS = cd.replicas.AXIS
-REPLICAS = 4
-ONES = np.ones(REPLICAS, np.float32)
+reconcile = synchronizers.reconcile
+average_gradients = synchronizers.average_gradients
+NESTEROV = optax.sgd(1.0, momentum=0.5, nesterov=True)
+PARAMS = {"w": np.float32([1, -2, 0.5])}
+BOTH = np.ones(2, np.float32)
 # Sums of a few float32 of size one.
 ATOL = 3e-6
-train_on = functools.partial(weighted_runs.train_on, replicas=REPLICAS)
-start = functools.partial(weighted_runs.start, replicas=REPLICAS)
-reconcile = synchronizers.reconcile
-NESTEROV = optax.sgd(1.0, momentum=0.5, nesterov=True)
+every_kind = pytest.mark.parametrize("kind", ["simulated", "mesh"])
 
 
-def sgd(synchronizer, k=1, rate=0.1, momentum=None):
-    inner = optax.sgd(rate, momentum)
-    return cd.adaptive_sync(inner, triggers.every_k(k), synchronizer, AXIS)
+def sgd(synchronizer, k=1, rate=1.0, momentum=None):
+    """Makes SGD with a sync every k steps, on a mesh."""
+    return lambda mesh: cd.adaptive_sync(
+        optax.sgd(rate, momentum), triggers.every_k(k), synchronizer, mesh
+    )
 
 
+def gradients(steps, replicas=2):
+    rng = np.random.default_rng(1)
+    return [
+        {"w": rng.normal(size=(replicas, 3)).astype(np.float32)} for _ in range(steps)
+    ]
+
+
+def run(make, trees, weights, kind="simulated", params=PARAMS):
+    mesh = helpers.mesh_of(kind, helpers.replicas_of(trees))
+    tx = make(mesh)
+    return list(helpers.run(tx, mesh, params, trees, weight=weights))
+
+
+@every_kind
+@pytest.mark.parametrize("synchronizer", [reconcile(), average_gradients()])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        pytest.param(np.float32([3, 1]), id="unequal"),
+        pytest.param(np.float32([3e38, 1e38]), id="a sum that float32 does not hold"),
+        pytest.param(np.float32([3e-30, 1e-30]), id="tiny"),
+        pytest.param(np.array([3, 1], np.int32), id="int"),
+    ],
+)
+def test_a_mean_is_weighted(kind, synchronizer, weights):
+    trees = gradients(1)
+    ((params, state),) = run(sgd(synchronizer), trees, [weights], kind)
+    mean = (3 * trees[0]["w"][0] + trees[0]["w"][1]) / 4
+    np.testing.assert_allclose(params["w"], [PARAMS["w"] - mean] * 2, atol=ATOL)
+    assert state.counters.absent.tolist() == [0, 0]
+
+
+def test_a_weight_that_int32_does_not_hold_counts():
+    """It would wrap around to 0, and the replica be absent."""
+    tx = sgd(average_gradients())(cd.replicas.simulated(2))
+    rows = cd.replicas.replicate(PARAMS, cd.replicas.simulated(2))
+    _, state = tx.update(rows, tx.init(rows), rows, weight=[2**40, 2**40])
+    assert state.counters.absent.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("synchronizer", [reconcile(), average_gradients()])
+@pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf, -np.inf])
+def test_what_is_no_weight_is_absence(weight, synchronizer):
+    trees = gradients(1)
+    weights = np.float32([1, weight])
+    ((params, state),) = run(sgd(synchronizer), trees, [weights])
+    # The drift of one that is absent comes later; its gradient never does.
+    share = 1 / 2 if isinstance(synchronizer, synchronizers.AfterStep) else 1
+    wanted = PARAMS["w"] - share * trees[0]["w"][0]
+    np.testing.assert_allclose(params["w"][0], wanted, atol=ATOL)
+    assert state.counters.absent.tolist() == [0, 1]
+    assert state.counters.excluded.tolist() == [0, 0]
+
+
+@every_kind
 @pytest.mark.parametrize(
     "compressor", [None, compressors.exact()], ids=["plain", "error feedback"]
 )
-def test_reconcile_by_hand(compressor):
-    """Two syncs after two steps each; replica 1 is away at the first."""
-    tx = sgd(reconcile(compressor=compressor), k=2)
-    step, state = train_on(tx), start(tx)
-    gradients = helpers.make_gradients(4, REPLICAS)
-    key, away = "tall", np.float32([1, 0, 1, 1])
-    first = np.asarray(helpers.make_params()[key], np.float64)
-    drift = -0.1 * (gradients[0][key] + gradients[1][key]).astype(np.float64)
-    anchor = first + drift[[0, 2, 3]].sum(0) / REPLICAS  # what is kept comes later
-    for index in (0, 1):
-        state = step(state, gradients[index], away)
-    kept = np.where(np.arange(REPLICAS)[:, None, None] == 1, drift, 0)
-    found = jax.device_get(state)
-    np.testing.assert_allclose(found[1].sync_state.anchor[key][0], anchor, atol=ATOL)
-    np.testing.assert_allclose(found[0][key], anchor + kept, atol=ATOL)
-    if compressor is not None:  # nothing was rounded, so nothing is held back
-        np.testing.assert_allclose(found[1].sync_state.residual[key], 0, atol=ATOL)
-    assert found[1].metrics.absent.tolist() == [0, 1, 0, 0]
-    assert found[1].metrics.excluded.tolist() == [0] * REPLICAS
-    for index in (2, 3):
-        state = step(state, gradients[index], ONES)
-    drift = kept - 0.1 * (gradients[2][key] + gradients[3][key]).astype(np.float64)
-    wanted = anchor + drift.mean(0)
-    for x in jax.device_get(state[0][key]):
-        np.testing.assert_allclose(x, wanted, atol=ATOL)
-    everything = -0.1 * sum(each[key].astype(np.float64) for each in gradients)
-    np.testing.assert_allclose(wanted, first + everything.mean(0), atol=ATOL)
+def test_an_absent_replica_keeps_its_drift_and_the_mean_is_over_all(kind, compressor):
+    """Two syncs after two steps each; replica 1 of three is away at the first."""
+    trees = gradients(4, 3)
+    away, here = np.float32([1, 0, 1]), np.ones(3, np.float32)
+    weights = [away, away, here, here]
+    history = run(sgd(reconcile(compressor=compressor), k=2), trees, weights, kind)
+    drift = -np.float64(trees[0]["w"]) - trees[1]["w"]
+    anchor = PARAMS["w"] + drift[[0, 2]].sum(0) / 3  # what is kept comes later
+    kept = drift * np.float64([[0], [1], [0]])
+    params, state = history[1]
+    np.testing.assert_allclose(state.anchor["w"], anchor, atol=ATOL)
+    np.testing.assert_allclose(params["w"], anchor + kept, atol=ATOL)
+    for x in jax.tree.leaves(state.residual):
+        np.testing.assert_allclose(x, 0, atol=ATOL)
+    assert state.counters.absent.tolist() == [0, 1, 0]
+    assert state.counters.excluded.tolist() == [0, 0, 0]
+    params, state = history[3]
+    everything = -sum(np.float64(tree["w"]) for tree in trees)
+    wanted = PARAMS["w"] + everything.mean(0)
+    np.testing.assert_allclose(params["w"], [wanted] * 3, atol=ATOL)
+    assert state.counters.absent.tolist() == [0, 1, 0]
+
+
+def test_an_absent_replica_sends_what_it_owes():
+    """Nobody moves at the second sync, and residuals alone move the anchor."""
+    sync = reconcile(compressor=compressors.quantize(1, block=8))
+    trees = [gradients(1)[0], {"w": np.zeros((2, 3), np.float32)}]
+    weights = [BOTH, np.float32([1, 0])]
+    (_, before), (_, after) = run(sgd(sync), trees, weights)
+    assert np.all(before.residual["w"] != 0)
+    sent = before.residual["w"] - after.residual["w"]
+    assert np.all(sent[1] != 0)
+    moved = after.anchor["w"] - before.anchor["w"]
+    np.testing.assert_allclose(moved, sent.mean(0), atol=ATOL)
+
+
+@every_kind
+@pytest.mark.parametrize("outer", [None, NESTEROV], ids=["mean", "nesterov"])
+def test_where_nobody_takes_part_nothing_moves_but_replicas_by_themselves(kind, outer):
+    """Neither the anchor, nor the outer momentum, nor what replicas owe."""
+    sync = reconcile(outer, compressor=compressors.quantize(8, block=8))
+    trees = gradients(4)
+    weights = [BOTH, 0 * BOTH, 0 * BOTH, 0 * BOTH]
+    (first, before), *_, (params, after) = run(
+        sgd(sync, rate=0.1), trees, weights, kind
+    )
+    assert np.all(before.residual["w"] != 0)
+    for name in ("anchor", "common", "residual"):
+        helpers.assert_bitwise(getattr(after, name), getattr(before, name))
+    own = -0.1 * sum(np.float64(tree["w"]) for tree in trees[1:])
+    np.testing.assert_allclose(params["w"], first["w"] + own, atol=ATOL)
+    assert after.counters.absent.tolist() == [3, 3]
+    assert after.counters.syncs == 4
+
+
+@pytest.mark.parametrize("synchronizer", [reconcile(NESTEROV), average_gradients()])
+def test_where_all_are_excluded_nothing_moves(synchronizer):
+    def spoil(index, state):
+        if index == 1:
+            state[0]["w"][:, 0] = np.nan
+        return state
+
+    mesh = cd.replicas.simulated(2)
+    tx = sgd(synchronizer)(mesh)
+    (_, before), (params, after) = helpers.run(tx, mesh, PARAMS, gradients(2), spoil)
+    helpers.assert_bitwise(after.anchor, before.anchor)
+    helpers.assert_bitwise(after.common, before.common)
+    assert after.counters.excluded.tolist() == [1, 1]
+    assert np.isfinite(params["w"][:, 1:]).all()
 
 
 def test_what_overflows_on_its_way_to_a_sync_is_excluded():
     """Parameters and updates are finite, and their sum is not."""
-    tx = sgd(reconcile(), rate=1.0)
     params = {"w": np.full(3, 6e4, np.float16)}
-    gradients = {"w": np.zeros((REPLICAS, 3), np.float16)}
-    gradients["w"][1] = -6e4
-    step = train_on(tx, params=params)
-    state = jax.device_get(step(start(tx, params=params), gradients, ONES))
-    assert state[1].metrics.excluded.tolist() == [0, 1, 0, 0]
-    for found in (state[0]["w"], state[1].sync_state.anchor["w"]):
+    tree = {"w": np.zeros((2, 3), np.float16)}
+    tree["w"][1] = -6e4
+    ((after, state),) = run(sgd(reconcile()), [tree], [BOTH], params=params)
+    assert state.counters.excluded.tolist() == [0, 1]
+    for found in (after["w"], state.anchor["w"]):
         np.testing.assert_array_equal(found, np.float16(6e4))
+
+
+def asking():
+    """A replica requests a sync where the first number of its gradient is positive."""
+    look = lambda seen, state: (Measured(seen.gradients["w"][0]), state)
+    return Trigger(look=look, threshold=lambda clock, state: 0.0)
 
 
 def test_who_has_no_weight_requests_nothing():
     """Others do; so does who has one again."""
-    seen = triggers.stateless(
-        lambda seen: triggers.decision(seen.gradients["bias"][0] > 0)
-    )
-    tx = cd.adaptive_sync(optax.sgd(0.1), seen, reconcile(), AXIS)
-    step, state = train_on(tx), start(tx)
-    (gradients,) = helpers.make_gradients(1, REPLICAS)
-    gradients["bias"][:, 0] = [-1, 1, -1, -1]
-    synced = []
-    for weights in ([1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0]):
-        state = step(state, gradients, np.float32(weights))
-        synced.append(bool(state[1].metrics.synced[0]))
-    assert synced == [False, False, True, True]
+    mesh = cd.replicas.simulated(2)
+    tx = cd.adaptive_sync(optax.sgd(0.1), asking(), reconcile(), mesh)
+    trees = gradients(4)
+    for tree in trees:
+        tree["w"][:, 0] = [-1, 1]
+    weights = [np.float32(x) for x in ([1, 0], [0, 0], [1, 1], [0, 1])]
+    history = list(helpers.run(tx, mesh, PARAMS, trees, weight=weights))
+    assert helpers.decisions(history) == [False, False, True, True]
 
 
-@pytest.mark.parametrize("outer", [None, NESTEROV], ids=["mean", "nesterov"])
-def test_where_nobody_takes_part_the_mean_is_zero(outer):
-    """Each replica keeps what it has moved by, on top of where the anchor goes."""
-    tx = sgd(reconcile(outer))
-    step, state = train_on(tx), start(tx)
-    first, last = helpers.make_gradients(2, REPLICAS)
-    before = jax.device_get(step(state, first, ONES))
-    params, after = jax.device_get(step(before, last, 0 * ONES))
-    for name, anchor in before[1].sync_state.anchor.items():
-        if outer is None:
-            wanted = anchor
-        else:  # pseudo-gradient 0: trace 0.5 t, update 0.25 t
-            trace = before[1].sync_state.common[0].trace[name]
-            wanted = anchor - 0.25 * trace
-        found = after.sync_state.anchor[name]
-        np.testing.assert_allclose(found, wanted, atol=ATOL)
-        np.testing.assert_allclose(
-            params[name],
-            found + (before[0][name] - anchor) - 0.1 * last[name],
-            atol=ATOL,
+@pytest.mark.parametrize("rank", [1, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_an_absent_dion_keeps_its_momentum(rank):
+    """Its B = M + G waits whole; the step is the one of those who are there."""
+
+    def dion(mesh):
+        return cd.adaptive_sync(
+            cd.dion(0.1, rank),
+            triggers.always(),
+            synchronizers.average_factors(),
+            mesh,
         )
-    assert after.metrics.absent.tolist() == [1] * REPLICAS
+
+    params = {"wide": helpers.make_params()["wide"]}
+    (tree,) = helpers.make_gradients(1, 3)
+    tree = {"wide": tree["wide"]}
+    pair = {"wide": tree["wide"][:2]}
+    mesh = cd.replicas.simulated(3)
+    weights = np.float32([1, 1, 0])
+    ((found, state),) = helpers.run(dion(mesh), mesh, params, [tree], weight=[weights])
+    ((wanted, _),) = helpers.run_simulated(dion, params, [pair])
+    momentum = helpers.dion_state(state).momentum["wide"]
+    np.testing.assert_array_equal(momentum[2], tree["wide"][2])
+    assert not np.allclose(momentum[0], tree["wide"][0])
+    np.testing.assert_array_equal(found["wide"][2], found["wide"][0])
+    np.testing.assert_allclose(found["wide"][0], wanted["wide"][0], atol=ATOL)
 
 
-@pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
-def test_what_is_no_weight_is_none(weight):
-    tx = sgd(synchronizers.average_gradients(), rate=1.0)
-    (gradients,) = helpers.make_gradients(1, REPLICAS)
-    weights = np.float32([1, weight, 1, 1])
-    params, state = train_on(tx)(start(tx), gradients, weights)
-    wanted = helpers.make_params()["wide"] - gradients["wide"][[0, 2, 3]].mean(0)
-    np.testing.assert_allclose(params["wide"][1], wanted, atol=ATOL)
-    assert state.metrics.absent.tolist() == [0, 1, 0, 0]
+def test_weights_of_another_number_of_replicas_are_refused():
+    tx = sgd(reconcile())(cd.replicas.simulated(2))
+    rows = cd.replicas.replicate(PARAMS, cd.replicas.simulated(2))
+    for weight in (1.0, jnp.ones(3), jnp.ones((2, 1))):
+        with pytest.raises(ValueError, match="one number for each replica"):
+            tx.update(rows, tx.init(rows), rows, weight=weight)

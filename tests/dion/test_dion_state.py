@@ -113,6 +113,17 @@ def test_all_products_are_in_full_precision():
     assert all(p == highest or p == (highest, highest) for p in precisions)
 
 
+def test_a_lower_precision_is_that_of_the_four_products_alone():
+    params = {"kernel": np.zeros((5, 9), np.float32)}
+    state = random_state(params, {"kernel": (5, 3)})
+    tx = cd.scale_by_dion(3, precision="default")
+    precisions = list(products(jax.make_jaxpr(tx.update)(params, state).jaxpr))
+    highest = jax.lax.Precision.HIGHEST
+    lower = [p for p in precisions if p not in (highest, (highest, highest))]
+    assert len(lower) == 4
+    assert len(precisions) > 4
+
+
 @pytest.mark.parametrize("error_feedback", [True, False])
 def test_momentum_only(error_feedback):
     tx = cd.scale_by_dion(3, MU, error_feedback=error_feedback)
@@ -137,3 +148,46 @@ def test_map_params_touches_the_momentum_and_not_q():
     q = [optax.tree.get(tree, "dion_q")["kernel"] for tree in (mapped, state)]
     np.testing.assert_array_equal(*q)
     assert jax.tree.structure(mapped) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+def test_q_of_a_resized_state_is_copied_and_the_momentum_averaged(replicas):
+    """Columns of Q may have opposite signs, and would cancel in a mean."""
+    mesh = cd.replicas.simulated(4)
+    tx = cd.adaptive_sync(
+        cd.dion(0.1, 2),
+        cd.triggers.relative_momentum_change(0.3),
+        cd.synchronizers.reconcile(),
+        mesh,
+    )
+    rows = cd.replicas.replicate({"w": jnp.ones((4, 6))}, mesh)
+    state = tx.init(rows)
+    number = lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)
+    numbered = state._replace(
+        inner_state=jax.tree.map(number, state.inner_state),
+        remembered=jax.tree.map(number, state.remembered),
+    )
+    found = cd.replicas.resize(numbered, cd.replicas.simulated(replicas))
+    first = np.arange(replicas) * 4 // replicas
+    old, new = helpers.dion_state(numbered), helpers.dion_state(found)
+    np.testing.assert_array_equal(new.dion_q["w"], old.dion_q["w"][first])
+    momentum = np.asarray(old.momentum["w"])
+    if replicas <= 4:
+        wanted = momentum.reshape(replicas, -1, *momentum.shape[1:]).mean(1)
+    else:
+        wanted = momentum[first]
+    np.testing.assert_array_equal(new.momentum["w"], wanted)
+    copied = jax.tree.map(lambda x: x[first], numbered.remembered)
+    helpers.assert_bitwise(found.remembered, copied)
+    helpers.assert_bitwise(found.anchor, state.anchor)
+
+
+def test_full_rank_has_three_large_products():
+    """Error feedback takes a part of the whole momentum; `test_dion` has values."""
+    params = {"kernel": np.zeros((5, 9), np.float32)}
+    numbers = []
+    for rank in (5, 3):
+        state = random_state(params, {"kernel": (5, rank)})
+        update = cd.scale_by_dion(rank).update
+        numbers.append(len(list(products(jax.make_jaxpr(update)(params, state).jaxpr))))
+    assert numbers[1] - numbers[0] == 1

@@ -1,5 +1,7 @@
 """Cholesky QR: accuracy, column order, scaling, rank, stacks, dtypes, eight devices."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,9 @@ import pytest
 
 from curvadion_jax._orthonormalize import cholesky_qr
 
-# |P^T P - I|, largest entry. Measured over the inputs below, float32: 7e-7, whatever
-# the condition number; float64: 2e-15.
-ORTHONORMAL_ATOL = {"float32": 2e-6, "float64": 1e-14}
+# |P^T P - I|, largest entry. Measured over the inputs below, float32: 2e-6, whatever
+# the condition number; float64: 4e-15.
+ORTHONORMAL_ATOL = {"float32": 6e-6, "float64": 2e-14}
 # Column j of the basis turns by (rounding of the input) x (condition number). Measured
 # over the inputs below, as a multiple of eps x condition: 0.11 in float32, 0.04 in
 # float64. For orthogonal columns the rounding of the sums is left, measured 1.5e-7 and
@@ -66,6 +68,28 @@ def test_stack_equals_one_by_one():
         for index in np.ndindex(2, 3):
             condition = conditions[index[0]][index[1]]
             assert_basis(stack[index], np.asarray(basis[index]), condition)
+
+
+def shifted_passes(a):
+    """How many the loop takes."""
+    taken = []
+
+    def while_loop(condition, body, carry):
+        while condition(carry):
+            carry = body(carry)
+        taken.append(carry[0])
+        return carry
+
+    with mock.patch.object(jax.lax, "while_loop", while_loop):
+        cholesky_qr(np.float32(a))
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("condition", "passes"), [(2.0, 0), (100.0, 1), (1e6, 2), (1e12, 3)]
+)
+def test_as_many_passes_as_a_matrix_needs(condition, passes):
+    assert shifted_passes(with_condition(128, 64, condition)) == [passes]
 
 
 def test_bad_matrix_of_a_stack_leaves_the_others_alone():
@@ -127,6 +151,12 @@ def test_dependent_columns(name):
     a = a / np.linalg.norm(a, axis=0)
     rest = a - basis @ np.triu(basis.T @ a)
     assert np.linalg.norm(rest, axis=0).max() < SPAN_RTOL
+
+
+def test_columns_that_are_nearly_dependent_are_not_copies():
+    """After three passes one of 64 keeps less than a tenth of its squared length."""
+    basis = np.asarray(BASIS(np.float32(with_condition(64, 64, 1e12))))
+    assert (np.linalg.norm(basis, axis=0) > 0.5).all()
 
 
 def test_zero_columns_stay_zero_and_change_nothing_else():

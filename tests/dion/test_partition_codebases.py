@@ -149,7 +149,10 @@ def equinox_params():
     return eqx.filter(model, eqx.is_inexact_array)
 
 
-@pytest.mark.parametrize("rule", [None, dimension_numbers.equinox], ids=str)
+RULES = {"default": None, "equinox": dimension_numbers.equinox}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_equinox_weights_are_fan_out_by_fan_in(rule):
     views = _partition.matrix_views(equinox_params(), rule)
     sides = {k: (v.batch, v.fan_in, v.fan_out) for k, v in views.items() if v}

@@ -1,4 +1,4 @@
-"""shard_map = vmap = NumPy reference; always = one big batch; no axis = no library."""
+"""On a mesh and on one device replicas are the NumPy reference's."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import optax
 import pytest
 import reference_replicas as reference
 
+import curvadion_jax as cd
 from curvadion_jax import synchronizers, triggers
 
 STEPS, LEARNING_RATE, MU, RANK = 12, 0.1, 0.9, 2
@@ -36,15 +37,18 @@ TRIGGERS = {
         reference.relative_momentum_change_trigger(THRESHOLD),
     ),
 }
-WAYS = [("every_k", "mesh", 8), ("rmmc", "mesh", 2)]
+WAYS = [
+    *(("every_k", "mesh", 8), ("rmmc", "mesh", 2)),
+    *(("every_k", "simulated", 2), ("rmmc", "simulated", 8)),
+]
 QUICK = [
-    ("average_factors", "every_k", "mesh", 8),
+    ("average_gradients", "rmmc", "simulated", 8),
+    ("average_factors", "every_k", "simulated", 2),
     ("reconcile-nesterov", "every_k", "mesh", 8),
 ]
-RUNS = {"mesh": helpers.run_mesh, "vmap": helpers.run_vmap}
 
 
-def optimizer(trigger, synchronizer) -> Any:
+def optimizer(trigger, synchronizer, mesh) -> Any:
     return helpers.synced_dion(
         LEARNING_RATE,
         RANK,
@@ -52,7 +56,7 @@ def optimizer(trigger, synchronizer) -> Any:
         synchronizer,
         momentum=MU,
         other_optimizer=optax.sgd(LEARNING_RATE),
-        axis_name=helpers.AXIS,
+        mesh=mesh,
     )
 
 
@@ -101,27 +105,25 @@ def close(actual, expected, what):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=ATOL[what], err_msg=what)
 
 
-CASES = [
-    *((name, *way) for name in SYNCHRONIZERS for way in WAYS),
-    ("reconcile-nesterov", "rmmc", "vmap", 8),
-]
+CASES = [(name, *way) for name in SYNCHRONIZERS for way in WAYS]
 
 
 @pytest.mark.parametrize(
-    ("name", "trigger", "run", "replicas"),
+    ("name", "trigger", "kind", "replicas"),
     [
         pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
         for case in CASES
     ],
 )
-def test_the_library_is_the_reference(name, trigger, run, replicas):
+def test_the_library_is_the_reference(name, trigger, kind, replicas):
     synchronizer, options = SYNCHRONIZERS[name]
-    tx = optimizer(TRIGGERS[trigger][0], synchronizer)
+    mesh = helpers.mesh_of(kind, replicas)
+    tx = optimizer(TRIGGERS[trigger][0], synchronizer, mesh)
     params = helpers.make_params()
     gradients = helpers.make_gradients(STEPS, replicas, scales=SCALES)
-    _, q = helpers.dion_state(tx.init(params))
-    q = {k: np.asarray(q[k]) for k in helpers.MATRICES}
+    _, q = helpers.dion_state(tx.init(cd.replicas.replicate(params, mesh)))
+    q = {k: np.asarray(q[k][0]) for k in helpers.MATRICES}
     simulations = simulate(params, q, gradients, TRIGGERS[trigger][1], name, options)
-    decided, expected = compare(RUNS[run](tx, params, gradients), simulations)
+    decided, expected = compare(helpers.run(tx, mesh, params, gradients), simulations)
     assert decided == expected
     assert {*decided} == {True, False}

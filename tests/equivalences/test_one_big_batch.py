@@ -29,7 +29,7 @@ def close(actual, expected, atol):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
 
 
-def optimizer(trigger, synchronizer, rank=0.5, axis_name: Any = helpers.AXIS) -> Any:
+def optimizer(trigger, synchronizer, mesh, rank=0.5) -> Any:
     return helpers.synced_dion(
         LEARNING_RATE,
         rank,
@@ -37,7 +37,7 @@ def optimizer(trigger, synchronizer, rank=0.5, axis_name: Any = helpers.AXIS) ->
         synchronizer,
         momentum=MOMENTUM,
         other_optimizer=optax.adamw(LEARNING_RATE),
-        axis_name=axis_name,
+        mesh=mesh,
     )
 
 
@@ -53,21 +53,29 @@ def one_batch(rank):
         jax.tree.map(lambda g: g.mean(0), tree)
         for tree in helpers.make_gradients(STEPS, 8)
     ]
-    return list(helpers.run_alone(plain(rank), helpers.make_params(), means))
+    return list(helpers.run(plain(rank), None, helpers.make_params(), means))
 
 
 @pytest.mark.parametrize(
-    ("rank", "name"),
+    ("rank", "name", "kind"),
     [
-        (1, "average_factors"),
-        pytest.param(1.0, "average_factors", marks=pytest.mark.slow),
-        pytest.param(1, "average_gradients", marks=pytest.mark.slow),
+        (1, "average_factors", "simulated"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (1, "average_factors", "mesh"),
+                (1.0, "average_factors", "mesh"),
+                (1, "average_gradients", "mesh"),
+                (1, "average_gradients", "simulated"),
+            )
+        ),
     ],
 )
-def test_always_within_the_step_is_one_big_batch(rank, name):
-    tx = optimizer(triggers.always(), WITHIN[name], rank)
+def test_always_within_the_step_is_one_big_batch(rank, name, kind):
+    mesh = helpers.mesh_of(kind, 8)
+    tx = optimizer(triggers.always(), WITHIN[name], mesh, rank)
     params, gradients = helpers.make_params(), helpers.make_gradients(STEPS, 8)
-    run = list(helpers.run_mesh(tx, params, gradients))
+    run = list(helpers.run(tx, mesh, params, gradients))
     assert helpers.decisions(run) == [True] * STEPS
     for (params, state), (expected, one) in zip(run, one_batch(rank), strict=True):
         momenta, qs = helpers.dion_state(state)
@@ -80,17 +88,57 @@ def test_always_within_the_step_is_one_big_batch(rank, name):
             close(qs[name], q, SAME_ATOL)
 
 
+SYNCHRONOUS = {
+    "adamw": (
+        lambda mesh: cd.presets.synchronous_adamw(0.01, weight_decay=0.1, mesh=mesh),
+        lambda: optax.adamw(0.01, b2=0.95, weight_decay=0.1),
+    ),
+    "muon": (
+        lambda mesh: cd.presets.synchronous_muon(
+            0.02, adam_learning_rate=0.005, weight_decay=0.1, mesh=mesh
+        ),
+        lambda: optax.contrib.muon(
+            0.02,
+            adam_learning_rate=0.005,
+            adam_b2=0.95,
+            weight_decay=0.1,
+            muon_weight_dimension_numbers=cd.default_dimension_numbers(
+                helpers.make_params()
+            ),
+        ),
+    ),
+    "dion": (
+        lambda mesh: cd.presets.synchronous_dion(0.1, rank=0.5, mesh=mesh),
+        lambda: cd.dion(0.1, rank=0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", helpers.slow_but(["adamw"], SYNCHRONOUS))
+def test_synchronous_presets_are_one_big_batch(name):
+    """Of two replicas; all of them are alike."""
+    make, alone = SYNCHRONOUS[name]
+    params, gradients = helpers.make_params(), helpers.make_gradients(4, 2)
+    means = [jax.tree.map(lambda g: g.mean(0), tree) for tree in gradients]
+    run = helpers.run_simulated(make, params, gradients)
+    expected = helpers.run(alone(), None, params, means)
+    for (found, state), (wanted, _) in zip(run, expected, strict=True):
+        assert state.counters.since == 0
+        for key, x in wanted.items():
+            close(found[key], np.stack([x, x]), SAME_ATOL)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_one_replica_is_plain_dion(name):
     # Two syncs with local steps between them, from which the momentum goes on.
-    tx = optimizer(triggers.every_k(3), ALL[name], axis_name=None)
+    tx = optimizer(triggers.every_k(3), ALL[name], None)
     gradients = [
         jax.tree.map(lambda g: g[0], tree)
         for tree in helpers.make_gradients(9, 1, seed=3)
     ]
-    dion = helpers.run_alone(plain(), helpers.make_params(), gradients)
-    run = helpers.run_alone(tx, helpers.make_params(), gradients)
+    dion = helpers.run(plain(), None, helpers.make_params(), gradients)
+    run = helpers.run(tx, None, helpers.make_params(), gradients)
     for (params, state), (expected, dion_state) in zip(run, dion, strict=True):
         one, other = helpers.dion_state(state), helpers.dion_state(dion_state)
         for name in helpers.SHAPES:

@@ -11,6 +11,9 @@ import types
 import unittest
 from pathlib import Path
 
+import chex
+import helpers
+import jax
 import optax
 import pytest
 
@@ -99,3 +102,20 @@ def test_no_part_of_the_contract_is_left_out():
     assert len(cases) >= 7
     assert all(len(each) >= len(OURS) for each in cases)
     assert sorted(n for each in cases for n in each) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("kind", ["simulated", "mesh"])
+@pytest.mark.parametrize(
+    "name", helpers.slow_but(["local_muon"], ["curvadion", "local_muon"])
+)
+def test_init_and_update_of_rows_are_pure_and_lower(name, kind):
+    """As the contract says of one replica: same results with and without `jit`."""
+    mesh = helpers.mesh_of(kind, 2)
+    tx = OURS[name](**SETTINGS, mesh=mesh)
+    rows = cd.replicas.replicate(helpers.make_params(), mesh)
+    states = [init(rows) for init in (tx.init, jax.jit(tx.init))]
+    chex.assert_trees_all_close(*states, rtol=1e-6)
+    update = jax.jit(tx.update)
+    first, again = (update(rows, states[0], rows) for _ in range(2))
+    helpers.assert_bitwise(first, again)
+    chex.assert_trees_all_equal_shapes_and_dtypes(first, (rows, states[0]))

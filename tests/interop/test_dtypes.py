@@ -11,20 +11,21 @@ import pytest
 import curvadion_jax as cd
 
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64]
-AXIS = helpers.AXIS
 OPTIMIZERS: dict[str, Any] = {
-    "curvadion": cd.curvadion(0.1),
-    "averaging_dion": helpers.averaging_dion(),
-    "synchronous_dion": cd.presets.synchronous_dion(0.1),
-    "paper": cd.presets.paper(0.1),
-    "authors_code": cd.presets.authors_code(0.1),
-    "diloco": cd.presets.diloco(0.1),
-    "muloco": cd.presets.muloco(0.1),
-    "mu_dtype": cd.local_muon(0.1, mu_dtype=jnp.bfloat16),
+    "curvadion": lambda mesh: cd.curvadion(0.1, mesh=mesh),
+    "at_intervals": lambda mesh: cd.curvadion(0.1, mesh=mesh, decision_interval=2),
+    "averaging_dion": lambda mesh: helpers.averaging_dion(mesh=mesh),
+    "synchronous_dion": lambda mesh: cd.presets.synchronous_dion(0.1, mesh=mesh),
+    "synchronous_adamw": lambda mesh: cd.presets.synchronous_adamw(0.1, mesh=mesh),
+    "paper": lambda mesh: cd.presets.paper(0.1, mesh=mesh),
+    "authors_code": lambda mesh: cd.presets.authors_code(0.1, mesh=mesh),
+    "diloco": lambda mesh: cd.presets.diloco(0.1, mesh=mesh),
+    "muloco": lambda mesh: cd.presets.muloco(0.1, mesh=mesh),
+    "local_muon": lambda mesh: cd.local_muon(0.1, mesh=mesh),
+    "mu_dtype": lambda mesh: cd.local_muon(0.1, mu_dtype=jnp.bfloat16, mesh=mesh),
 }
-# One replica alone sends nothing.
-REPLICATED: dict[str, Any] = {"local_muon": cd.local_muon(0.1, axis_name=AXIS)}
 QUICK = ("diloco",)
+TWO = cd.replicas.simulated(2)
 
 
 def described(tree):
@@ -39,24 +40,32 @@ def wide(dtype):
     return jax.enable_x64(True) if on else contextlib.nullcontext()
 
 
+def traced(tx, params, gradients=None):
+    """Shapes of (state, updates, state after)."""
+    gradients = params if gradients is None else gradients
+    state = jax.eval_shape(tx.init, params)
+    updates, after = jax.eval_shape(tx.update, gradients, state, params)
+    return state, updates, after
+
+
+@pytest.mark.parametrize("mesh", [None, TWO], ids=["one", "two"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "f16", "f32", "f64"])
 @pytest.mark.parametrize("name", helpers.slow_but(QUICK, OPTIMIZERS))
-def test_dtypes_and_shapes_are_kept(name, dtype):
-    tx = OPTIMIZERS[name]
+def test_dtypes_and_shapes_are_kept(name, dtype, mesh):
     with wide(dtype):
-        params = helpers.make_params(dtype=dtype)
-        state = jax.eval_shape(tx.init, params)
-        updates, after = jax.eval_shape(tx.update, params, state, params)
+        params = cd.replicas.replicate(helpers.make_params(dtype=dtype), mesh)
+        state, updates, after = traced(OPTIMIZERS[name](mesh), params)
     assert described(after) == described(state)
     assert described(updates) == described(jax.eval_shape(lambda: params))
 
 
-@pytest.mark.slow
-def test_gradients_of_another_dtype():
-    tx, params = OPTIMIZERS["paper"], helpers.make_params(dtype=jnp.bfloat16)
-    gradients = helpers.make_params()
-    state = jax.eval_shape(tx.init, params)
-    updates, after = jax.eval_shape(tx.update, gradients, state, params)
+@pytest.mark.parametrize("name", helpers.slow_but(QUICK, ["diloco", "paper"]))
+def test_gradients_of_another_dtype(name):
+    params = helpers.make_params(dtype=jnp.bfloat16)
+    rows, gradients = (
+        cd.replicas.replicate(tree, TWO) for tree in (params, helpers.make_params())
+    )
+    state, updates, after = traced(OPTIMIZERS[name](TWO), rows, gradients)
     assert described(after) == described(state)
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
 
@@ -69,18 +78,3 @@ def test_an_embedding_that_saw_nothing_does_not_move():
     updates, _ = jax.jit(tx.update)(gradients, tx.init(params), params)
     assert (updates["embed"][1:] == 0).all()
     assert (updates["embed"][0] < 0).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float64], ids=["bf16", "f64"])
-@pytest.mark.parametrize("name", REPLICATED)
-def test_dtypes_and_shapes_are_kept_on_two_replicas(name, dtype):
-    tx = REPLICATED[name]
-    with wide(dtype):
-        one = helpers.make_params(dtype=dtype)
-        params = jax.tree.map(lambda x: jnp.stack([x, x]), one)
-        state = jax.eval_shape(jax.vmap(tx.init), params)
-        update = jax.vmap(tx.update, axis_name=AXIS)
-        updates, after = jax.eval_shape(update, params, state, params)
-    assert described(after) == described(state)
-    assert described(updates) == described(jax.eval_shape(lambda: params))

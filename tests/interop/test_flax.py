@@ -1,5 +1,6 @@
 """Training loops of Flax, linen's TrainState and nnx's Optimizer, on replicas."""
 
+import dataclasses
 from typing import Any
 
 import chex
@@ -14,10 +15,18 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import triggers
+from curvadion_jax import synchronizers, triggers
 
 REPLICAS, STEPS, VOCABULARY, WIDTH = 4, 6, 9, 8
-TX = helpers.averaging_dion(0.05, axis_name="replica", trigger=triggers.every_k(3))
+
+
+def optimizer(mesh) -> Any:
+    return helpers.averaging_dion(0.05, mesh=mesh, trigger=triggers.every_k(3))
+
+
+def sgd(mesh, k=3) -> Any:
+    synchronizer = synchronizers.reconcile()
+    return cd.adaptive_sync(optax.sgd(0.1), triggers.every_k(k), synchronizer, mesh)
 
 
 class Linen(linen.Module):
@@ -52,68 +61,219 @@ def cross_entropy(logits, batch):
     return losses.mean()
 
 
-def with_linen():
+def with_linen(mesh):
     model = Linen()
     params = model.init(jax.random.key(0), tokens()[:, :-1])["params"]
 
-    def train(state, batch):
-        def loss_fn(params):
-            logits = state.apply_fn({"params": params}, batch[:, :-1])
-            return cross_entropy(logits, batch)
+    def loss_fn(params, batch):
+        return cross_entropy(model.apply({"params": params}, batch[:, :-1]), batch)
 
-        loss, gradients = jax.value_and_grad(loss_fn)(state.params)
+    @jax.jit
+    def train(state, batch):
+        run = cd.replicas.map(jax.value_and_grad(loss_fn), mesh)
+        loss, gradients = run(state.params, batch)
         state = state.apply_gradients(grads=gradients)
         return state, (loss, cd.metrics.observe(state.opt_state))
 
-    return TrainState.create(apply_fn=model.apply, params=params, tx=TX), train
+    params = cd.replicas.replicate(params, mesh)
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer(mesh))
+    return cd.replicas.place(state, mesh), train
 
 
-def with_nnx():
-    model = NNX(nnx.Rngs(0))
-    graph, state = nnx.split((model, nnx.Optimizer(model, TX, wrt=nnx.Param)))
+def with_nnx(mesh):
+    graph, params = nnx.split(NNX(nnx.Rngs(0)))
 
+    def loss_fn(params, batch):
+        return cross_entropy(nnx.merge(graph, params)(batch[:, :-1]), batch)
+
+    model = nnx.merge(graph, cd.replicas.replicate(params, mesh))
+    optimizer_ = nnx.Optimizer(model, optimizer(mesh), wrt=nnx.Param)
+    whole, state = nnx.split((model, optimizer_))
+
+    @jax.jit
     def train(state, batch):
-        model, optimizer = nnx.merge(graph, state)
-        loss, gradients = nnx.value_and_grad(
-            lambda model: cross_entropy(model(batch[:, :-1]), batch)
-        )(model)
-        optimizer.update(model, gradients)
-        sync = cd.metrics.observe(optimizer.opt_state)
-        return nnx.state((model, optimizer)), (loss, sync)
+        model, optimizer_ = nnx.merge(whole, state)
+        run = cd.replicas.map(jax.value_and_grad(loss_fn), mesh)
+        loss, gradients = run(nnx.state(model, nnx.Param), batch)
+        optimizer_.update(model, gradients)
+        sync = cd.metrics.observe(optimizer_.opt_state)
+        return nnx.state((model, optimizer_)), (loss, sync)
 
-    return state, train
+    return cd.replicas.place(state, mesh), train
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["simulated", "mesh"])
 @pytest.mark.parametrize("make", [with_linen, with_nnx])
-def test_a_training_loop(make: Any):
-    state, train = make()
-    mesh = cd.replicas.make_mesh(REPLICAS)
-    state, step = cd.replicas.replicate(state, mesh), cd.replicas.step(train, mesh)
+def test_a_training_loop_learns_and_compiles_once(make: Any, kind):
+    mesh = helpers.mesh_of(kind, REPLICAS)
+    state, train = make(mesh)
     losses, synced = [], []
     for _ in range(STEPS):
-        state, (loss, sync) = step(state, tokens())
+        state, (loss, sync) = train(state, cd.replicas.split(tokens(), mesh))
         losses.append(jax.device_get(loss))
-        read = cd.metrics.read(sync)
-        synced.append(read["synced"])
+        report = cd.metrics.read(sync)
+        synced.append(report["since"] == 0)
+    if kind == "mesh":  # else the step number of Flax starts as an int
+        assert train._cache_size() == 1
     assert losses[0].shape == (REPLICAS,)
     assert np.std(losses[0]) > 0  # each replica's own batch
     assert np.mean(losses[-1]) < 0.9 * np.mean(losses[0])
     assert synced == [False, False, True] * 2
+    assert not {"displaced", "alike", "anchors_differ"} & set(report)
     # embed 72, mlp 64 + 8, norm 16, lm_head 72 + 9 elements.
-    assert read["synchronous_bytes"] == 2 * 3 / 4 * STEPS * 4 * 241
+    assert report["synchronous_bytes"] == 2 * 3 / 4 * STEPS * 4 * 241
 
 
 @pytest.mark.parametrize("merged", [True, False], ids=["merged", "split"])
 def test_counters_and_the_anchor_are_found_in_nnx_states(merged):
     """`nnx.split` makes dictionaries of the named tuples; `nnx.merge` restores them."""
-    model, mesh = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), cd.replicas.make_mesh(2)
-    graph, state = nnx.split(nnx.Optimizer(model, TX, wrt=nnx.Param))
-    anchor, state = nnx.state(model, nnx.Param), cd.replicas.replicate(state, mesh)
-    if merged:
-        state = nnx.merge(graph, state).opt_state
+    mesh = cd.replicas.simulated(2)
+    graph, params = nnx.split(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    model = nnx.merge(graph, cd.replicas.replicate(params, mesh))
+    optimizer_ = nnx.Optimizer(model, sgd(mesh), wrt=nnx.Param)
+    state = optimizer_.opt_state
+    if not merged:
+        whole, variables = nnx.split(optimizer_)
+        state = nnx.merge(whole, variables).opt_state
     assert cd.metrics.read(state)["replicas"] == 2
-    helpers.assert_bitwise(cd.replicas.anchor(state), anchor)
+    helpers.assert_bitwise(cd.replicas.anchor(state), params)
+
+
+def equal(*trees):
+    return all(
+        np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, trees), strict=True)
+    )
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["split keys", "one key"])
+def test_dropout_takes_a_key_of_each_replica_as_rows(own):
+    """With one key for all by keyword, masks are equal."""
+    mesh = cd.replicas.simulated(2)
+
+    def masked(x, key):
+        return nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=key))(x)
+
+    x, key = jnp.ones((2, 64)), jax.random.key(0)
+    if own:
+        found = cd.replicas.map(masked, mesh)(x, jax.random.split(key, 2))
+    else:
+        found = cd.replicas.map(masked, mesh)(x, key=key)
+    assert np.array_equal(found[0], found[1]) == (not own)
+    for row in range(2):
+        one = masked(x[row], jax.random.split(key, 2)[row] if own else key)
+        np.testing.assert_array_equal(found[row], one)
+
+
+class Normalised(linen.Module):
+    @linen.compact
+    def __call__(self, x, train: bool):
+        x = linen.Conv(4, (3,), name="conv")(x)
+        return linen.BatchNorm(use_running_average=not train, momentum=0.5)(x)
+
+
+@pytest.mark.parametrize("kind", ["simulated", "mesh"])
+def test_batch_norm_has_statistics_of_each_replica(kind):
+    """Rows into map and out of it; a line that the reader sees averages them."""
+    mesh, model = helpers.mesh_of(kind, 2), Normalised()
+    batch = np.random.default_rng(0).normal(size=(8, 6, 3)).astype(np.float32)
+    variables = model.init(jax.random.key(0), batch[:1], train=False)
+    params, stats = variables["params"], variables["batch_stats"]
+    tx = sgd(mesh, k=1)
+
+    def loss_fn(params, stats, batch):
+        out, new = model.apply(
+            {"params": params, "batch_stats": stats},
+            batch,
+            train=True,
+            mutable=["batch_stats"],
+        )
+        return jnp.mean(out**4), new["batch_stats"]
+
+    gradient = jax.value_and_grad(loss_fn, has_aux=True)
+
+    @jax.jit
+    def train(params, stats, opt_state, batch):
+        run = cd.replicas.map(gradient, mesh)
+        (loss, stats), gradients = run(params, stats, batch)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), stats, opt_state, loss
+
+    rows = cd.replicas.replicate((params, stats), mesh)
+    halves = cd.replicas.split(batch, mesh)
+    _, found, _, loss = train(*rows, tx.init(rows[0]), halves)
+    assert loss.shape == (2,)
+    alone = [gradient(params, stats, x)[0] for x in batch.reshape(2, 4, 6, 3)]
+    for row, (value, wanted) in enumerate(alone):
+        np.testing.assert_allclose(loss[row], value, rtol=1e-5)
+        own = jax.tree.map(lambda x, row=row: x[row], found)
+        chex.assert_trees_all_close(own, wanted, rtol=1e-4, atol=1e-6)
+    assert not equal(alone[0][1], alone[1][1])
+    averaged = cd.replicas.consensus(found)
+    mean = jax.tree.map(lambda x, y: (x + y) / 2, *(stats for _, stats in alone))
+    chex.assert_trees_all_close(averaged, mean, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["simulated", "mesh"])
+def test_an_average_of_the_weights_is_one_of_rows(kind):
+    """An EMA of rows is elementwise, and its consensus that of the consensus."""
+    mesh = helpers.mesh_of(kind, 2)
+    tx, ema = sgd(mesh, k=2), optax.ema(0.5, debias=False)
+    params = cd.replicas.replicate({"w": jnp.ones(3)}, mesh)
+
+    @jax.jit
+    def train(params, opt_state, average, gradients):
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return params, opt_state, ema.update(params, average)[1]
+
+    state = params, tx.init(params), ema.init(params)
+    wanted = np.zeros(3)
+    for step in range(4):
+        gradients = {"w": np.float32([[1, 2, 3], [step, 0, 1]])}
+        state = train(*state, gradients)
+        wanted = (wanted + cd.replicas.consensus(state[0])["w"]) / 2
+    found = cd.replicas.consensus(state[2].ema)["w"]
+    np.testing.assert_allclose(found, wanted, atol=3e-6)
+    assert "displaced" not in cd.metrics.read(state[1])
+
+
+def test_an_equinox_style_loop_of_arrays_and_static_parts():
+    """A module is a tree, whose arrays are rows and the rest is the function's."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Layer:
+        weight: jax.Array
+        bias: jax.Array
+        name: str = dataclasses.field(metadata={"static": True})
+
+        def __call__(self, x):
+            return x @ self.weight + self.bias[None]
+
+    mesh = cd.replicas.simulated(2)
+    tx = sgd(mesh, k=2)
+    model = cd.replicas.replicate(Layer(jnp.ones((3, 2)), jnp.zeros(2), "first"), mesh)
+
+    def loss_fn(model, batch):
+        assert model.name == "first"
+        return jnp.mean((model(batch) - 1) ** 2)
+
+    @jax.jit
+    def train(model, opt_state, batch):
+        run = cd.replicas.map(jax.value_and_grad(loss_fn), mesh)
+        loss, gradients = run(model, batch)
+        updates, opt_state = tx.update(gradients, opt_state, model)
+        return optax.apply_updates(model, updates), opt_state, loss
+
+    batch = np.random.default_rng(0).normal(size=(2, 8, 3)).astype(np.float32)
+    opt_state, losses = tx.init(model), []
+    for _ in range(4):
+        model, opt_state, loss = train(model, opt_state, batch)
+        losses.append(np.mean(loss))
+    assert losses[-1] < 0.8 * losses[0]
+    assert cd.metrics.read(opt_state)["syncs"] == 2
+    assert cd.replicas.divergence(model) < 1e-6
 
 
 def test_q_starts_alike_with_and_without_nnx():
@@ -121,7 +281,7 @@ def test_q_starts_alike_with_and_without_nnx():
     variables = nnx.state(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Param)
     pure = nnx.to_pure_dict(variables)
     states = [
-        jax.tree.leaves(helpers.dion_state(TX.init(params)).dion_q)
+        jax.tree.leaves(helpers.dion_state(optimizer(None).init(params)).dion_q)
         for params in (variables, pure)
     ]
     helpers.assert_bitwise(*states)
@@ -144,7 +304,7 @@ def test_boxes_with_names_of_axes_are_seen_through():
     state = tx.init(boxed)
     dion = linen.get_partition_spec(state).inner_states["matrix"].inner_state[0]
     assert dion.momentum["up"]["kernel"] == PartitionSpec("embed", "mlp")
-    assert dion.dion_q["up"]["kernel"] == PartitionSpec("embed", None)
+    assert dion.dion_q["up"]["kernel"] == PartitionSpec()
     updates, after = jax.jit(tx.update)(boxed, state, boxed)
     assert jax.tree.structure(after) == jax.tree.structure(state)
     expected, _ = jax.jit(tx.update)(plain, tx.init(plain), plain)
@@ -158,14 +318,18 @@ class NamedAxesOfNNX(nnx.Module):
         self.up = nnx.Linear(16, 64, use_bias=False, kernel_init=up, rngs=rngs)
 
 
-def test_variables_with_names_of_axes_place_their_state():
+def test_variables_with_names_of_axes_place_the_momentum_and_not_q():
+    """Whose axes are others: its last one is the rank, which no axis divides."""
     mesh = cd.replicas.make_mesh(2, {"fsdp": 2, "tensor": 2})
-    tx = cd.curvadion(0.01, rank=3)  # which no axis divides
+    tx = cd.curvadion(0.01, rank=3)
     with jax.set_mesh(mesh):
         model = NamedAxesOfNNX(nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    dion = optimizer.opt_state.inner_state.inner_states["matrix"].inner_state[0]
+        optimizer_ = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    dion = optimizer_.opt_state.inner_state.inner_states["matrix"].inner_state[0]
     momentum, q = dion.momentum["up"]["kernel"], dion.dion_q["up"]["kernel"]
     assert momentum.get_metadata()["out_sharding"] == ("fsdp", "tensor")
-    assert q.get_metadata()["out_sharding"] == ("fsdp", None)
-    assert q.get_value().sharding.spec == PartitionSpec("fsdp", None)
+    assert "out_sharding" not in q.get_metadata()
+    assert q.get_value().sharding.is_fully_replicated
+    ones = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    optimizer_.update(model, ones)
+    assert dion.dion_q["up"]["kernel"].shape == (16, 3)

@@ -8,24 +8,22 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
-from curvadion_jax import metrics, replicas, synchronizers, triggers
+from curvadion_jax import replicas, synchronizers, triggers
 
-AXIS = helpers.AXIS
 PARAMS = helpers.make_params()
-TWO = replicas.make_mesh(2)
+TWO, SIMULATED = replicas.make_mesh(2), replicas.simulated(2)
+ROWS = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
 SGD = optax.sgd(0.1, 0.9)
 
 
-def synced(inner=SGD, trigger=None, synchronizer=None, axis_name=None):
+def synced(inner=SGD, trigger=None, synchronizer=None, mesh=None, **options):
     trigger = trigger or triggers.every_k(2)
     synchronizer = synchronizer or synchronizers.reconcile()
-    return cd.adaptive_sync(inner, trigger, synchronizer, axis_name)
+    return cd.adaptive_sync(inner, trigger, synchronizer, mesh, **options)
 
 
 def changed(name: str, leaf: Any) -> dict[str, Any]:
@@ -41,31 +39,6 @@ def update(tx: Any, gradients=PARAMS, params=PARAMS, initial=None, **more) -> No
     jax.eval_shape(lambda g, s, p: tx.update(g, s, p, **more), gradients, state, params)
 
 
-def on_replicas(tx: Any) -> None:
-    value = lambda g: g["bias"].sum()
-    helpers.trace(lambda p, s, g: tx.update(g, s, p, value=value(g)), tx)
-
-
-def own_shard_map(strip: bool, **settings: Any) -> None:
-    """An update in a shard_map of the user's own."""
-    tx = cd.curvadion(0.1, axis_name=AXIS)
-
-    def body(params, state, gradients):
-        gradients = jax.tree.map(lambda x: x[0], gradients)
-        if strip:
-            params, state = jax.tree.map(lambda x: x[0], (params, state))
-        return jax.tree.leaves(tx.update(gradients, state, params)[0])[0][None]
-
-    mapped = jax.shard_map(
-        body, mesh=TWO, in_specs=P(AXIS), out_specs=P(AXIS), **settings
-    )
-    stacked = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype),
-        (PARAMS, init(tx), PARAMS),
-    )
-    jax.eval_shape(mapped, *stacked)
-
-
 def swallowing(inner: Any) -> Any:
     """A wrapper that does not pass extra arguments on."""
     return optax.GradientTransformation(
@@ -74,14 +47,21 @@ def swallowing(inner: Any) -> Any:
     )
 
 
-def step(state: Any, batch: Any, mesh=TWO) -> None:
-    jax.eval_shape(replicas.step(lambda s, b: (s, {}), mesh), state, batch)
+def loss(params, batch):
+    return jnp.sum(params["bias"]) * jnp.sum(batch)
 
 
-def disagreeing() -> Any:
-    state = cd.curvadion(0.1).init(PARAMS)
-    state = jax.tree.map(lambda x: np.stack([x, x]), state)
-    return state._replace(metrics=state.metrics._replace(steps=np.array([3, 4])))
+def mapped(function, *rows, **common):
+    jax.eval_shape(replicas.map(function, SIMULATED), *rows, **common)
+
+
+def capturing(params, batch):
+    """The whole batch, in every replica."""
+    return replicas.map(lambda p: loss(p, batch), SIMULATED)(params)
+
+
+def communicating(params):
+    return jax.lax.pmean(params["bias"], replicas.AXIS)
 
 
 change = triggers.relative_momentum_change(0.1)
@@ -89,15 +69,13 @@ FEWER = {name: leaf for name, leaf in PARAMS.items() if name != "bias"}
 WIDER = changed("bias", jnp.zeros(9))
 COMPLEX = changed("bias", jnp.ones(5, "complex64"))
 EIGHT_BITS = changed("tall", jnp.ones((6, 4), jnp.float8_e4m3fn))
-PLATEAU = optax.chain(SGD, optax.contrib.reduce_on_plateau())
 TALL, ONE_ROW = {"tall": jnp.ones((6, 4))}, {"tall": jnp.ones((1, 4))}
-TWO_ROWS = {"w": jnp.ones((2, 3))}
 
 # What is wrong -> (use, error, a piece of the message: what was given).
 CASES = {
     # Numbers that would train something else.
     "learning rate NaN": (lambda: cd.dion(float("nan")), ValueError, "nan"),
-    "rate in percent": (lambda: cd.triggers.evenly(10), ValueError, "rate is"),
+    "rate in percent": (lambda: cd.triggers.evenly(10), ValueError, "got 10"),
     "momentum of 1": (lambda: cd.curvadion(0.1, momentum=1), ValueError, "got 1"),
     "threshold below 0": (lambda: cd.curvadion(0.1, -0.3), ValueError, "-0.3"),
     "budget in percent": (lambda: cd.curvadion(0.1, budget=10), ValueError, "10"),
@@ -123,6 +101,10 @@ CASES = {
         *(ValueError, r"\(1, 4\), expected \(6, 4\)"),
     ),
     "complex parameter": (lambda: init(synced(), COMPLEX), TypeError, "complex64"),
+    "integer parameter": (
+        lambda: init(synced(), changed("bias", jnp.arange(5))),
+        *(TypeError, "int32"),
+    ),
     "float8 parameter": (lambda: init(synced(), EIGHT_BITS), TypeError, "float8"),
     "two parameters of one path": (
         lambda: init(cd.dion(0.1), {"a/b": jnp.ones(3), "a": {"b": jnp.ones((2, 3))}}),
@@ -141,7 +123,10 @@ CASES = {
         *(TypeError, "'dion'"),
     ),
     "bias for scale_by_dion": (lambda: init(cd.scale_by_dion()), ValueError, "bias"),
-    "weight below 0": (lambda: update(synced(), weight=-1), ValueError, "-1"),
+    "weight of one replica": (
+        lambda: update(synced(mesh=SIMULATED), ROWS, ROWS, weight=1.0),
+        *(ValueError, "one number for each replica"),
+    ),
     # Parts that do not go together.
     "RMMC without a momentum": (
         lambda: update(synced(optax.sgd(0.1), change)),
@@ -154,47 +139,65 @@ CASES = {
         *(ValueError, "dion"),
     ),
     "wrapper that drops extra arguments": (
-        lambda: on_replicas(synced(swallowing(cd.dion(0.1)), change, axis_name=AXIS)),
+        lambda: update(
+            synced(
+                swallowing(cd.dion(0.1)),
+                synchronizer=synchronizers.average_factors(),
+                mesh=SIMULATED,
+            ),
+            *(ROWS, ROWS),
+        ),
         *(ValueError, "extra argument"),
     ),
-    "reduce_on_plateau inside": (  # JAX's own words, which docs/troubleshooting.md has
-        lambda: on_replicas(synced(PLATEAU, axis_name=AXIS)),
-        *(TypeError, "cond branches must have equal output types.*\n(.*\n)*.*varying"),
+    # Arrays that are no rows.
+    "parameters of one": (
+        lambda: init(synced(mesh=SIMULATED)),
+        *(ValueError, r"'bias'.*\(5,\).*replicas\.replicate"),
     ),
-    # Replicas that would train apart, or average what is not theirs.
-    "no axis": (
-        lambda: on_replicas(cd.presets.local_sgd(0.1)),
-        *(ValueError, "axis_name=None"),
+    "rows of others": (
+        lambda: init(synced(mesh=replicas.simulated(4)), ROWS),
+        *(ValueError, r"\(2, 5\).*each of 4 replicas"),
     ),
-    "check_vma=False": (
-        lambda: own_shard_map(True, check_vma=False),
-        *(ValueError, "check_vma"),
-    ),
-    "replica axis left on the state": (
-        lambda: own_shard_map(False),
-        *(ValueError, "replica axis"),
-    ),
-    "state without replica axis": (
-        lambda: step(PARAMS, jnp.ones(2)),
+    "gradients of one": (
+        lambda: update(synced(mesh=SIMULATED), PARAMS, ROWS),
         *(ValueError, "bias"),
     ),
-    "state of other replicas": (
-        lambda: step(TWO_ROWS, jnp.ones(4), replicas.make_mesh(4)),
-        *(ValueError, r"\(2, 3\)"),
+    "batch that replicas cannot share": (
+        lambda: replicas.split({"x": jnp.ones((5, 4))}, SIMULATED),
+        *(ValueError, r"batch\['x'\].*\(5, 4\).*among 2 replicas"),
     ),
-    "rows that replicas cannot share": (
-        lambda: step(TWO_ROWS, {"x": jnp.ones((5, 4))}),
-        *(ValueError, "has 5"),
+    "batch that is not split": (
+        lambda: mapped(loss, ROWS, jnp.ones((8, 4))),
+        *(ValueError, r"Argument 1.*\(8, 4\).*replicas\.split"),
+    ),
+    "batch from outside": (
+        lambda: jax.eval_shape(capturing, ROWS, jnp.ones((2, 4))),
+        *(ValueError, "traced values that are not its arguments"),
+    ),
+    "mean inside map": (
+        lambda: mapped(communicating, ROWS),
+        *(ValueError, "The optimizer averages, at syncs: drop the pmean"),
+    ),
+    # Meshes that are none.
+    "number for a mesh": (lambda: synced(mesh=2), TypeError, r"mesh must be .* got 2"),
+    "mesh of another axis": (
+        lambda: synced(mesh=jax.make_mesh((2,), ("data",))),
+        *(ValueError, "needs an axis 'replica' of type Auto"),
     ),
     "replicated twice": (
         lambda: replicas.replicate(replicas.replicate(PARAMS, TWO), TWO),
-        *(ValueError, "replica"),
+        *(ValueError, "sharded over 'replica' already"),
     ),
-    "mesh of another axis": (
-        lambda: replicas.replicate(PARAMS, jax.make_mesh((2,), ("data",))),
-        *(ValueError, "data"),
+    "no replica at all": (lambda: replicas.simulated(0), ValueError, "got 0"),
+    # Names of old.
+    "axis_name": (
+        lambda: cd.local_muon(0.1, axis_name="replica"),
+        *(TypeError, "unexpected keyword argument 'axis_name'"),
     ),
-    "counters that differ": (lambda: metrics.read(disagreeing()), ValueError, "steps"),
+    "threshold of local_muon": (
+        lambda: cd.local_muon(0.1, threshold=0.3),
+        *(TypeError, "unexpected keyword argument 'threshold'"),
+    ),
 }
 
 

@@ -163,7 +163,9 @@ ORDINARY = {
 }
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [np.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", helpers.slow_but(["adam", "MultiSteps"], ORDINARY))
 def test_nothing_is_counted_in_an_ordinary_run(name, dtype):
     """A scan of donated steps, of which one has a gradient that is not finite."""

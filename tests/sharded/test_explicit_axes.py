@@ -132,3 +132,22 @@ def test_init_inside_of_jit_is_refused_over_explicit_axes():
     rows = cd.replicas.replicate({"w": jnp.ones((4, 6))}, mesh)
     with pytest.raises(ValueError, match=r"Call it outside of jit"):
         jax.jit(tx.init)(rows)
+
+
+def test_keys_common_arguments_and_lifted_transformations_over_explicit_axes():
+    mesh = cd.replicas.make_mesh(
+        2, {"fsdp": 2}, devices=jax.devices()[:4], inner_type=AxisType.Explicit
+    )
+    x = put(np.arange(16, dtype=np.float32).reshape(2, 8), mesh, P("replica", "fsdp"))
+    keys = jax.random.split(jax.random.key(0), 2)
+    shift = lambda x, key, scale: scale * x + jax.random.uniform(key)
+    found = cd.replicas.map(shift, mesh)(x, keys, scale=2.0)
+    draws = jnp.stack([jax.random.uniform(key) for key in keys])
+    np.testing.assert_allclose(found, 2 * np.asarray(x) + draws[:, None], rtol=1e-6)
+    assert found.sharding.spec[:2] == ("replica", "fsdp")
+    clip = cd.replicas.lift(optax.clip_by_global_norm(1.0), mesh)
+    clipped, _ = jax.jit(clip.update)(x, clip.init(x))
+    np.testing.assert_allclose(np.linalg.norm(clipped, axis=1), 1, rtol=1e-5)
+    assert clipped.sharding.spec[:2] == ("replica", "fsdp")
+    with pytest.raises(ValueError, match="over 'replica'"):
+        cd.replicas.map(lambda x: jax.lax.pmean(x, "replica"), mesh)(x)

@@ -101,7 +101,7 @@ def test_missing_specs_are_refused():
 
 
 def test_an_inner_optimizer_whose_init_reads_arrays_needs_one_device_a_replica():
-    """Optax cannot tell what is like its parameters, and where all lie alike need not."""
+    """Where all rows lie alike nobody asks Optax what is like the parameters."""
 
     def init(params):
         return {"scale": {name: x.mean() for name, x in params.items()}}

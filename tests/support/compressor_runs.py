@@ -8,8 +8,8 @@ import hlo
 import jax
 import numpy as np
 
-import curvadion_jax as cd
-from curvadion_jax import _buckets, _collectives
+from curvadion_jax import _buckets, _rows
+from curvadion_jax.synchronizers import Group
 
 REPLICAS = 4
 # float32 sums and products of some hundreds of numbers of order one. Measured: 4e-6.
@@ -29,35 +29,31 @@ def one_of(stacked):
     return jax.tree.map(lambda x: x[0], stacked)
 
 
-def averaging(compressor, stacked, run="vmap") -> Any:
-    """Compiled stacked tree -> `Averaged` of every replica."""
+def averaging(compressor, stacked, kind="simulated") -> Any:
+    """Compiled rows -> `Averaged` of every replica."""
     shapes = tuple((name, x.shape, x.dtype) for name, x in stacked.items())
-    return _averaging(compressor, shapes, run, _buckets.PIECE)
+    return _averaging(compressor, shapes, kind, _buckets.PIECE)
 
 
 @functools.lru_cache(maxsize=32)
-def _averaging(compressor, shapes, run, piece) -> Any:
+def _averaging(compressor, shapes, kind, piece) -> Any:
     """Once for all tests of a compressor; some of them cut arrays in other pieces."""
     del piece
     stacked = {name: np.zeros(shape, dtype) for name, shape, dtype in shapes}
-    return helpers.quick(_mapped(compressor, stacked, run), stacked)
+    return helpers.quick(_mapped(compressor, stacked, kind), stacked)
 
 
-def _mapped(compressor, stacked, run):
-    def body(tree):
-        group = _collectives.Group(helpers.AXIS)
-        return compressor.average(tree, group)
+def _mapped(compressor, stacked, kind):
+    def of_one(tree, _):
+        return compressor.average(tree, Group(helpers.AXIS)), ()
 
-    if run == "vmap":
-        return jax.jit(jax.vmap(body, axis_name=helpers.AXIS))
-    mesh = cd.replicas.make_mesh(helpers.replicas_of([stacked]))
-    in_manual = helpers.in_shard_map(lambda tree, _: body(tree), mesh)
-    return jax.jit(lambda tree: in_manual(tree, ()))
+    mesh = helpers.mesh_of(kind, helpers.replicas_of([stacked]))
+    return jax.jit(lambda tree: _rows.over(of_one, mesh)(tree, ())[0])
 
 
-def average(compressor, stacked, run="vmap"):
+def average(compressor, stacked, kind="simulated"):
     """`Averaged` of every replica, with a leading replica axis."""
-    return jax.device_get(averaging(compressor, stacked, run)(stacked))
+    return jax.device_get(averaging(compressor, stacked, kind)(stacked))
 
 
 def collectives(compressor, stacked) -> list[hlo.Instruction]:

@@ -98,16 +98,28 @@ def quick(step: Any, *arguments: Any, **named: Any) -> Any:
     return step.lower(*arguments, **named).compile(compiler_options=QUICK)
 
 
-def run(tx: Any, mesh: Any, params: Any, gradients: list, **extra: Any) -> Iterator:
+def run(
+    tx: Any,
+    mesh: Any,
+    params: Any,
+    gradients: list,
+    change: Any = None,
+    **extra: Any,
+) -> Iterator:
     """(params, optimizer state) after each step of an optimizer made for this mesh.
 
-    Extra arguments are lists too, of one for each step.
+    Extra arguments are lists too, of one for each step. `change` maps (index, state on
+    the host) to the state that a step starts with.
     """
     state = start(tx, params, mesh)
     each = [{k: v[i] for k, v in extra.items()} for i in range(len(gradients))]
     first = {k: v[0] for k, v in extra.items()}
     step = quick(_jitted(tx), state, gradients[0], **first)
-    for tree, more in zip(gradients, each, strict=True):
+    for index, (tree, more) in enumerate(zip(gradients, each, strict=True)):
+        if change is not None:
+            changed = change(index, jax.tree.map(np.array, jax.device_get(state)))
+            place = lambda x, old: jax.device_put(x, old.sharding)
+            state = jax.tree.map(place, changed, state)
         state, _ = step(state, tree, **more)
         yield jax.device_get(state)
 
@@ -155,6 +167,24 @@ def dion_state(opt_state: Any) -> Any:
 def decisions(trajectory: list) -> list[bool]:
     """Whether each step synchronised."""
     return [int(state.counters.since) == 0 for _, state in trajectory]
+
+
+def equations(jaxpr: Any) -> list:
+    """All equations of a program, nested ones included."""
+    found = []
+    for equation in jaxpr.eqns:
+        found.append(equation)
+        is_program = lambda x: hasattr(getattr(x, "jaxpr", x), "eqns")
+        for inner in jax.tree.leaves([*equation.params.values()], is_leaf=is_program):
+            if is_program(inner):
+                found += equations(getattr(inner, "jaxpr", inner))
+    return found
+
+
+def mesh_of(kind: str, replicas: int) -> Any:
+    """Replicas that share a device, or have one each."""
+    make = {"simulated": cd.replicas.simulated, "mesh": cd.replicas.make_mesh}[kind]
+    return make(replicas)
 
 
 def slow_but(quick, names):

@@ -44,6 +44,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "curvadion-budget": lambda: cd.curvadion(0.1, rank=0.5, budget=0.5, mesh=MESH),
     "dion-evenly": dion_evenly,
     "local_muon": lambda: cd.local_muon(0.1, budget=0.25, mesh=MESH),
+    "synchronous_adamw": lambda: cd.presets.synchronous_adamw(0.1, mesh=MESH),
+    "synchronous_muon": lambda: cd.presets.synchronous_muon(0.05, mesh=MESH),
     "synchronous_dion": lambda: cd.presets.synchronous_dion(0.1, rank=0.5, mesh=MESH),
     "paper": lambda: cd.presets.paper(0.1, 0.1, rank=0.5, mesh=MESH),
     "authors_code": lambda: cd.presets.authors_code(0.05, 7.5, rank=0.5, mesh=MESH),
@@ -73,7 +75,7 @@ def quadratic(seed: int = 3):
 
 
 def run(name: str) -> dict[str, Any]:
-    """What the optimizer does, on replicas by `jax.vmap`."""
+    """What the optimizer does, on replicas that share a device."""
     tx, start = OPTIMIZERS[name](), helpers.make_params()
     curvatures, targets = quadratic()
 

@@ -11,14 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import weighted_runs
 
 import curvadion_jax as cd
 from curvadion_jax import compressors, synchronizers, triggers
 
-pytestmark = pytest.mark.slow  # many programs
-AXIS = helpers.AXIS
-REPLICAS, SYNCS = 8, 12
+SYNCS = 12
 PARAMS = {name: np.ones(s, np.float32) for name, s in {"b": (5,), "w": (12, 8)}.items()}
 # Float32 sums over 12 syncs, of numbers of up to 30 in 8 replicas. Measured: 2e-6.
 ATOL = 1e-5
@@ -34,9 +31,9 @@ def normal(rng, *shape):
     return rng.normal(size=shape).astype(np.float32)
 
 
-def weights_of(kind, rng):
+def weights_of(kind, replicas, rng):
     """Of the replicas at every sync, and which of their gradients count in the end."""
-    ones = np.ones((SYNCS, REPLICAS), np.float32)
+    ones = np.ones((SYNCS, replicas), np.float32)
     if kind == "equal":
         return ones, ones
     if kind == "absent":  # what is not there now comes later
@@ -46,62 +43,70 @@ def weights_of(kind, rng):
     light, heavy = 0.1, 512.0
     drawn = np.exp(rng.uniform(np.log(light), np.log(heavy), ones.shape))
     for row in drawn:  # both occur each time
-        row[rng.permutation(REPLICAS)[:2]] = light, heavy
+        row[rng.permutation(replicas)[:2]] = light, heavy
     return np.float32(drawn), drawn
 
 
 @pytest.mark.parametrize("kind", ["equal", "unequal", "absent"])
-@pytest.mark.parametrize("form", FORMS)
-def test_all_drifts_arrive_or_are_owed(form, kind):
+@pytest.mark.parametrize(
+    ("form", "replicas"),
+    [
+        ("int2", 2),
+        *(pytest.param(form, 8, marks=pytest.mark.slow) for form in FORMS),
+    ],
+)
+def test_all_drifts_arrive_or_are_owed(form, replicas, kind):
     """SGD of rate 1 and a sync on every step: their sum is known."""
     synchronizer = synchronizers.reconcile(compressor=FORMS[form])
-    tx = cd.adaptive_sync(optax.sgd(1.0), triggers.always(), synchronizer, AXIS)
-    step = weighted_runs.train_on(tx, REPLICAS, PARAMS)
-    state = weighted_runs.start(tx, REPLICAS, PARAMS)
-    rng = np.random.default_rng(0)
-    weights, counting = weights_of(kind, rng)
-    total = dict.fromkeys(PARAMS, 0.0)
-    for given, counted in zip(weights, counting, strict=True):
-        gradients = {k: normal(rng, REPLICAS, *x.shape) for k, x in PARAMS.items()}
-        state = step(state, gradients, given)
-        shares = np.float64(counted) / np.sum(counted, dtype=np.float64)
-        for name, g in gradients.items():
-            total[name] += np.einsum("n,n...->...", shares, g)
-    params, state = jax.device_get(state)
+    mesh, rng = cd.replicas.simulated(replicas), np.random.default_rng(0)
+    tx = cd.adaptive_sync(optax.sgd(1.0), triggers.always(), synchronizer, mesh)
+    weights, counting = weights_of(kind, replicas, rng)
+    trees = [
+        {name: normal(rng, replicas, *x.shape) for name, x in PARAMS.items()}
+        for _ in range(SYNCS)
+    ]
+    params, state = helpers.last(helpers.run(tx, mesh, PARAMS, trees, weight=weights))
+    shares = np.float64(counting) / np.sum(counting, 1, np.float64, keepdims=True)
     for name, start in PARAMS.items():
-        model, residual = params[name], state.sync_state.residual[name]
+        total = sum(
+            np.einsum("n,n...->...", share, tree[name])
+            for share, tree in zip(shares, trees, strict=True)
+        )
+        model, residual = params[name], state.residual[name]
         if kind != "absent":  # else there is drift on top
-            model = state.sync_state.anchor[name]
-            np.testing.assert_array_equal(model, np.stack([model[0]] * REPLICAS))
+            model = state.anchor[name][None]
         arrived = start - np.mean(model, axis=0, dtype=np.float64)
         owed = -np.mean(residual, axis=0, dtype=np.float64)
-        np.testing.assert_allclose(arrived + owed, total[name], rtol=0, atol=ATOL)
+        np.testing.assert_allclose(arrived + owed, total, rtol=0, atol=ATOL)
         assert np.any(residual) == (form != "exact")
 
 
 def noisy_run(tx, replicas, steps) -> Any:
     """Weights -> how far the first replica is from the minimum after every step."""
     rng, side = np.random.default_rng(0), 16
-    target, noise = normal(rng, side, side), normal(rng, replicas, steps, side, side)
-    state = weighted_runs.start(tx, replicas, {"w": np.zeros_like(target)})
+    target, noise = normal(rng, side, side), normal(rng, steps, replicas, side, side)
+    mesh = cd.replicas.simulated(replicas)
+    state = helpers.start(tx, {"w": np.zeros_like(target)}, mesh)
 
     def train(state, given):
         (params, opt_state), (noise, weight) = state, given
-        gradients = {"w": params["w"] - target + noise}
+        gradients = {"w": params["w"] - target[None] + noise}
         updates, opt_state = tx.update(gradients, opt_state, params, weight=weight)
         params = optax.apply_updates(params, updates)
-        return (params, opt_state), jnp.sqrt(jnp.mean((params["w"] - target) ** 2))
+        return (params, opt_state), jnp.sqrt(jnp.mean((params["w"][0] - target) ** 2))
 
-    scan = jax.vmap(lambda *given: jax.lax.scan(train, *given)[1], axis_name=AXIS)
-    compiled = jax.jit(scan)
-    return lambda weights: np.asarray(compiled(state, (noise, weights.T))[0])
+    compiled = jax.jit(lambda *given: jax.lax.scan(train, *given)[1])
+    return lambda weights: np.asarray(compiled(state, (noise, weights)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "heavy", "light"), [(8, 512, 0.1), (4, 1024, 1)])
 def test_a_replica_that_is_light_once_does_no_harm(replicas, heavy, light):
     """What it rounds, of the mean of all, is not multiplied by how little it counts."""
     period = 7
-    tx = cd.local_muon(0.05, axis_name=AXIS, trigger=triggers.every_k(period))
+    tx = cd.local_muon(
+        0.05, mesh=cd.replicas.simulated(replicas), trigger=triggers.every_k(period)
+    )
     steps = 15 * period
     run_with = noisy_run(tx, replicas, steps)
     weights = np.full((steps, replicas), heavy, np.float32)

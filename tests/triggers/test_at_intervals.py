@@ -1,84 +1,101 @@
 """Replicas that vote on every k-th step, and send nothing on the others."""
 
-from typing import Any
-
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import curvadion_jax as cd
 from curvadion_jax import metrics, synchronizers, triggers
+from curvadion_jax.triggers import Measured, Trigger
 
-pytestmark = pytest.mark.slow  # many programs
+PARAMS = {"b": np.ones(3, np.float32)}
 
 
-def optimizer(trigger) -> Any:
+def optimizer(trigger, mesh=None):
     inner, synchronizer = optax.sgd(0.1, 0.9), synchronizers.reconcile()
-    return cd.adaptive_sync(inner, trigger, synchronizer, helpers.AXIS)
+    return cd.adaptive_sync(inner, trigger, synchronizer, mesh)
 
 
 def requesting():
     """A replica requests a sync where the first element of its gradient is positive."""
-
-    def decide(seen: Any):
-        first = seen.gradients["bias"][0]
-        return triggers.decision(first > 0, first, 0)
-
-    return triggers.stateless(decide)
+    look = lambda seen, state: (Measured(seen.gradients["b"][0], 5), state)
+    return Trigger(look=look, threshold=lambda clock, state: 0.0)
 
 
 def gradients_of(requests):
-    gradients = helpers.make_gradients(len(requests), len(requests[0]))
-    for tree, row in zip(gradients, requests, strict=True):
-        tree["bias"][:, 0] = row
-    return gradients
-
-
-def by_step(tx, params, gradients):
-    """As a user steps: the host knows when a decision is due."""
-    mesh = cd.replicas.make_mesh(helpers.replicas_of(gradients))
-    state, step = helpers.start(tx, params, mesh), helpers.replica_step(tx, mesh)
-    for tree in gradients:
-        state, _ = step(state, tree)
-        yield jax.device_get(state)
-    # A step on which none is due, and one on which it is.
-    assert {due for _, due in step._programs} == {False, True}
+    noise = np.random.default_rng(0).normal(size=(*requests.shape, 3))
+    noise[..., 0] = requests
+    return [{"b": tree.astype(np.float32)} for tree in noise]
 
 
 # Votes are on steps 2, 5, 8 and 11.
 REQUESTS = np.array([0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0]) - 0.5
 
 
-@pytest.mark.parametrize("run", [by_step, helpers.run_vmap])
-@pytest.mark.parametrize("replica", [0, 2])
-def test_a_request_is_kept_until_the_next_vote_and_met_once(replica, run):
-    requests = np.full((len(REQUESTS), 3), -1.0)
+@pytest.mark.parametrize("kind", ["simulated", "mesh"])
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_request_is_kept_until_the_next_vote_and_met_once(replica, kind):
+    requests = np.full((len(REQUESTS), 2), -1.0)
     requests[:, replica] = REQUESTS
-    tx = optimizer(triggers.at_intervals(requesting(), 3))
-    history = list(run(tx, helpers.make_params(), gradients_of(requests)))
+    mesh = helpers.mesh_of(kind, 2)
+    tx = optimizer(triggers.at_intervals(requesting(), 3), mesh)
+    history = list(helpers.run(tx, mesh, PARAMS, gradients_of(requests)))
     assert np.flatnonzero(helpers.decisions(history)).tolist() == [5, 8, 11]
-    values = np.stack([state.metrics.value for _, state in history])
-    np.testing.assert_array_equal(values, np.float32(requests))
-    read = metrics.read(history[-1][1])
-    if run is by_step:
-        assert read["votes"] == 4
-        payload = 4 * 74
-        assert read["bytes"] == round(4 / 3 * (3 * payload + 4 * 4)) + 3 * 2 * 4
+    # What a vote compares is the largest since the last sync.
+    values = np.stack([state.counters.value[replica] for _, state in history])
+    largest = np.maximum.accumulate
+    wanted = [*largest(REQUESTS[:6]), *largest(REQUESTS[6:9]), *largest(REQUESTS[9:])]
+    np.testing.assert_array_equal(values, np.float32(wanted))
+    report = metrics.read(history[-1][1])
+    assert (report["votes"], report["syncs"]) == (4, 3)
+    assert report["bytes"] == 3 * 12 + 4 * 4 + 3 * 4
 
 
+def test_a_request_that_a_sync_has_met_is_cleared():
+    """One at the vote itself too, and what comes after it counts anew."""
+    requests = np.full((12, 2), -1.0)
+    requests[[2, 3], 1] = 5
+    mesh = cd.replicas.simulated(2)
+    tx = optimizer(triggers.at_intervals(requesting(), 3), mesh)
+    history = list(helpers.run(tx, mesh, PARAMS, gradients_of(requests)))
+    assert np.flatnonzero(helpers.decisions(history)).tolist() == [2, 5]
+
+
+def test_nan_is_kept_as_a_request():
+    look = lambda seen, state: (Measured(jnp.log(seen.gradients["b"][0])), state)
+    trigger = Trigger(look=look, threshold=lambda clock, state: 10.0)
+    numbers = np.ones((6, 2))
+    numbers[0, 1] = -1  # whose logarithm is NaN
+    mesh = cd.replicas.simulated(2)
+    tx = optimizer(triggers.at_intervals(trigger, 2), mesh)
+    history = list(helpers.run(tx, mesh, PARAMS, gradients_of(numbers)))
+    assert np.flatnonzero(helpers.decisions(history)).tolist() == [1]
+
+
+@pytest.mark.slow
 def test_the_first_request_of_a_change_is_met_at_the_first_vote():
-    """And that of a step with gradients that are not finite."""
+    """And that of a step before gradients that are not finite."""
     change = triggers.relative_momentum_change(1e6)
-    tx, gradients = (
-        optimizer(triggers.at_intervals(change, 3)),
-        helpers.make_gradients(7, 2),
-    )
+    make = lambda mesh: optimizer(triggers.at_intervals(change, 3), mesh)
+    gradients = helpers.make_gradients(7, 2)
     gradients[3]["wide"] *= 1e9
     gradients[4]["wide"][:] = np.nan
-    history = list(by_step(tx, helpers.make_params(), gradients))
+    history = list(helpers.run_simulated(make, helpers.make_params(), gradients))
     assert np.flatnonzero(helpers.decisions(history)).tolist() == [2, 5]
+
+
+def test_an_interval_and_a_longest_distance_combine():
+    """A sync waits for the next vote."""
+    never = Trigger(
+        look=lambda seen, state: (Measured(0.0), state), threshold=lambda *_: 1.0
+    )
+    trigger = triggers.at_intervals(triggers.at_least_every(never, 4), 3)
+    make = lambda mesh: optimizer(trigger, mesh)
+    history = list(helpers.run_simulated(make, PARAMS, gradients_of(np.ones((13, 2)))))
+    assert np.flatnonzero(helpers.decisions(history)).tolist() == [5, 11]
 
 
 @pytest.mark.parametrize(
@@ -90,21 +107,20 @@ def test_the_first_request_of_a_change_is_met_at_the_first_vote():
     ],
     ids=["at_least_every", "budget", "at_intervals"],
 )
-@pytest.mark.parametrize(
-    "trigger", [triggers.at_intervals(requesting(), 4), triggers.every_k(5)]
-)
-def test_combinators_take_triggers_that_measure_on_every_step(combine, trigger):
-    """Inside them replicas would vote on every step, or lose what it has kept."""
+@pytest.mark.parametrize("trigger", [triggers.every_k(5), triggers.evenly(0.1)])
+def test_combinators_take_triggers_that_measure(combine, trigger):
     with pytest.raises(ValueError, match="is for triggers that measure something"):
         combine(trigger)
 
 
-def test_the_caller_says_when_a_decision_is_due():
+@pytest.mark.parametrize("kind", ["simulated", "alone"])
+def test_the_caller_says_when_a_decision_is_due(kind):
     """In place of the trigger: step 1 is none of its own."""
-    always = triggers.stateless(lambda seen: triggers.decision(True))
-    trigger = triggers.at_intervals(always, 4)
-    tx = cd.adaptive_sync(optax.sgd(0.1), trigger, synchronizers.reconcile())
-    params = helpers.make_params()
-    for due, synced in ((True, True), (None, False), (False, False)):
-        _, state = tx.update(params, tx.init(params), params, due=due)
-        assert bool(state.metrics.synced) == synced
+    mesh = None if kind == "alone" else cd.replicas.simulated(2)
+    tx = optimizer(triggers.at_intervals(requesting(), 4), mesh)
+    params = cd.replicas.replicate(PARAMS, mesh)
+    state = tx.init(params)
+    for due, synced in ((True, True), (None, False), (False, False), (np.True_, True)):
+        after = jax.jit(lambda x, due=due: tx.update(x, state, x, due=due)[1])(params)
+        assert (int(after.counters.syncs) == 1) == synced
+        assert int(after.counters.votes) == synced

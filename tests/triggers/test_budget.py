@@ -2,9 +2,7 @@
 
 import functools
 import math
-from typing import Any
 
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,45 +12,48 @@ from jax import lax
 
 import curvadion_jax as cd
 from curvadion_jax import synchronizers, triggers
-from curvadion_jax.triggers import budget
+from curvadion_jax.triggers import Clock, Measured, Trigger, budget
 
 STEPS = 3000
 # Counts up to 3000 times a share, in float32.
 ATOL = 1e-3
 # The controller's sums in float32 against float64, over 3000 steps.
 CONTROLLED_ATOL = 1e-3
+GAIN = 0.3
+
+
+def signal(threshold=1.0):
+    """A trigger of this threshold; what it looks at does not matter here."""
+    nothing = Measured(jnp.float32(0))
+    return Trigger(
+        look=lambda seen, state: (nothing, state),
+        threshold=lambda clock, state: jnp.float32(threshold),
+    )
 
 
 @functools.cache
 def program(cost=1.0, **options):
-    """Values -> (decisions, states) of every step of budget(of=these, threshold 1)."""
+    """Values -> whether each step synchronises, and what it was compared with."""
 
     def run(values):
-        def look(seen: Any):
-            value = values[seen.steps]
-            return triggers.decision(~(value <= 1), value, 1.0)
+        trigger = budget(of=signal(), **options)
 
-        trigger = budget(of=triggers.stateless(look), **options)
-
-        def body(carry, steps):
+        def body(carry, of_step):
+            steps, value = of_step
             syncs, since, state = carry
-            seen = triggers.Observation(
-                steps=steps, syncs=syncs, local_steps=since, sync_cost=cost
-            )
-            decision, state = trigger.decide(seen, state)
-            fire = decision.fire
-            carry = (syncs + fire.astype(int), jnp.where(fire, 0, since + 1), state)
-            return carry, (decision, state)
+            clock = Clock(steps, syncs, since, cost)
+            threshold = trigger.threshold(clock, state)
+            fire, state = trigger.decide(clock, ~(value <= threshold), state)
+            carry = syncs + fire.astype(int), jnp.where(fire, 0, since + 1), state
+            return carry, (fire, threshold)
 
-        nothing = jnp.zeros([], int)
-        start = (nothing, nothing, trigger.init(None, None, {}))
-        return lax.scan(body, start, jnp.arange(len(values)))[1]
+        start = jnp.array(0), jnp.array(0), trigger.init_state()
+        return lax.scan(body, start, (jnp.arange(len(values)), values))[1]
 
     return jax.jit(run)
 
 
 def follow(values, **options):
-    """(Decisions, states) of every step, of a budget around this signal."""
     return jax.device_get(program(**options)(np.float32(values)))
 
 
@@ -83,143 +84,140 @@ def signals():
     [
         pytest.param(0.01, {}, id="percent"),
         pytest.param(0.01, {"ahead": 1, "behind": 0}, id="tight"),
-        pytest.param(0.003, {"cost": 0.3}, id="cheap"),
-        pytest.param(0.6, {"cost": 0.7, "behind": 5.5}, id="often"),
+        pytest.param(0.003, {"cost": 0.3, "ahead": 3}, id="cheap"),
+        pytest.param(0.5, {"cost": 0.7, "behind": 5.5}, id="often"),
         pytest.param(0.3, {"cost": 0.2}, id="more-than-all"),
     ],
 )
-def test_the_share_is_kept_for_any_signal(name, rate, options):
-    decisions, _ = follow(signals()[name], rate=rate, **options)
+def test_the_number_of_syncs_stays_within_ahead_and_behind(name, rate, options):
+    fired, _ = follow(signals()[name], rate=rate, **options)
     share = min(1, rate / options.get("cost", 1))
-    excess = np.cumsum(decisions.fire) - share * np.arange(1, STEPS + 1)
-    assert excess.max() <= options.get("ahead", 3) + ATOL
-    assert excess.min() >= -options.get("behind", 3) - ATOL
+    excess = np.cumsum(fired) - share * np.arange(1, STEPS + 1)
+    assert excess.max() <= options.get("ahead", 1) + ATOL
+    assert excess.min() >= -options.get("behind", 1) - ATOL
 
 
-def expected(values, share, gain=0.3, ahead=3.0, behind=3.0):
-    """(Fired, c, i) of every step, from the equations in float64."""
-    integral, syncs, since, found, reach = 0.0, 0, [], [], math.log(1000)
+def expected(values, share, ahead=1.0, behind=1.0):
+    """(Fired, log of the threshold) of every step, from the equations in float64."""
+    log_factor, syncs, found, reach = 0.0, 0, [], math.log(1000)
     for step, value in enumerate(values):
-        excess, paid = syncs - share * step, share * (step + 1)
-        c = min(max(gain * excess + integral, -reach), reach)
-        wanted = not value <= math.exp(c)
-        allowed = syncs + 1 <= paid + ahead
-        required = syncs < paid - behind
-        fire = (wanted and allowed) or required
-        if math.isfinite(value):
-            since.append(value)
-            if required and not wanted:
-                top = math.log(max(since)) if max(since) > 0 else -math.inf
-                integral = min(integral, top - gain * excess)
-            else:
-                integral += gain**2 / 2 * share * excess
-                integral += gain if wanted and not allowed else 0
-            integral = min(max(integral, -reach), reach)
+        requested = not value <= math.exp(log_factor)
+        paid = share * (step + 1)
+        fire = (requested and syncs + 1 <= paid + ahead) or syncs < paid - behind
+        found.append((fire, log_factor))
+        log_factor += GAIN * (requested - share)
+        log_factor = min(max(log_factor, -reach), reach)
         syncs += fire
-        since = [] if fire else since
-        found.append((fire, c, integral))
     return [np.array(column) for column in zip(*found, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["constant", "noise", "stages", "zero", "poisoned"])
-def test_against_the_equations(name):
+def test_decisions_and_thresholds_are_those_of_the_equations(name):
     values = signals()[name]
-    decisions, states = follow(values, rate=0.02)
-    fired, c, integral = expected(values, 0.02)
-    np.testing.assert_array_equal(decisions.fire, fired)
-    np.testing.assert_allclose(np.log(decisions.threshold), c, atol=CONTROLLED_ATOL)
-    np.testing.assert_allclose(states.integral, integral, atol=CONTROLLED_ATOL)
-    np.testing.assert_array_equal(decisions.value, np.float32(values))
+    fired, threshold = follow(values, rate=0.02)
+    wanted, log_factor = expected(np.float32(values), 0.02)
+    np.testing.assert_array_equal(fired, wanted)
+    np.testing.assert_allclose(np.log(threshold), log_factor, atol=CONTROLLED_ATOL)
 
 
-@pytest.mark.parametrize("scale", [0.001, 0.02, 1.0, 50.0])
-def test_the_threshold_is_found_and_the_signal_decides(scale):
-    """One percent of the steps, of a signal far from the initial threshold."""
-    values = scale * np.exp(np.random.default_rng(1).normal(size=6000))
-    decisions, _ = follow(values, rate=0.01)
-    late = slice(1000, None)  # after ten syncs
-    fired = values[late][decisions.fire[late]]
-    # Even syncs would have 5% of theirs among the largest 5%.
-    assert np.mean(fired > np.quantile(values, 0.95)) > 0.8
-    # The quantile that fires so often, to within what one sync moves it by.
-    middle = np.mean(np.log(decisions.threshold[late]))
-    assert abs(middle - np.log(np.quantile(values, 0.99))) < 0.3
+@pytest.mark.parametrize("scale", [0.02, 1.0, 50.0])
+def test_the_threshold_approaches_the_quantile_of_the_share(scale):
+    """Of a signal far from the first threshold; most syncs are where it says so."""
+    share = 0.05
+    values = scale * np.exp(np.random.default_rng(1).normal(size=8000))
+    fired, threshold = follow(values, rate=share)
+    late = slice(4000, None)
+    middle = np.mean(np.log(threshold[late]))
+    assert abs(middle - np.log(np.quantile(values, 1 - share))) < 0.3
+    asked = values > threshold
+    assert np.mean(asked[late][fired[late]]) > 0.5
+    assert abs(np.mean(asked[late]) - share) < 0.2 * share
 
 
-def test_the_integral_does_not_wind_up():
-    # 20 000 steps below any threshold, then a signal as large as the first one.
+def test_the_threshold_stays_within_a_factor_of_1000():
+    """So that after a long silence it is back soon."""
     noise = np.exp(np.random.default_rng(2).normal(size=21_000))
     values = np.where(np.arange(21_000) < 20_000, 0, noise)
-    decisions, states = follow(values, rate=0.05)
-    np.testing.assert_allclose(states.integral[19_999], -np.log(1000), rtol=1e-6)
-    assert decisions.threshold.min() >= 0.001 * (1 - 1e-6)
-    # Six syncs of the bucket, and log(1000) / 0.3 refusals later it is back.
-    assert decisions.threshold[20_050:].min() > 0.5
+    _, threshold = follow(values, rate=0.05)
+    np.testing.assert_allclose(threshold[19_999], 1e-3, rtol=1e-5)
+    # A request raises it by 0.285 of e: log(1000) / 0.285 of them.
+    assert threshold[20_050:].min() > 0.5
+    _, threshold = follow(np.full(3000, np.inf), rate=0.05)
+    np.testing.assert_allclose(threshold.max(), 1000, rtol=1e-5)
+
+
+@pytest.mark.parametrize("behind", [0.0, 1.0])
+def test_without_requests_syncs_are_paid_for_and_evenly_spaced(behind):
+    fired, _ = follow(np.zeros(100), rate=0.125, behind=behind)
+    assert np.flatnonzero(fired).tolist() == [*range(8 if behind else 0, 100, 8)]
 
 
 def test_another_rate_starts_counting_anew():
     """As after a restart: what was spent before is not paid back."""
-    signal = triggers.stateless(lambda seen: triggers.decision(False, 0.0, 1.0))
-    state, syncs, fired = budget(0.5, signal).init({}, (), {}), 0, []
+    state, syncs, fired = budget(0.5, signal()).init_state(), 0, []
     for steps in range(400):
-        rate = 0.5 if steps < 100 else 0.01
-        seen = triggers.Observation(steps=steps, syncs=syncs)
-        chosen, state = budget(rate, signal).decide(seen, state)
-        syncs += int(chosen.fire)
-        fired += [steps] if chosen.fire and steps >= 100 else []
-    assert (int(state.since_step), int(state.since_sync)) == (100, 47)
-    assert fired == []  # three may be left unspent
-
-
-def test_a_trigger_without_a_threshold_decides_within_the_bounds():
-    each_fifth = triggers.stateless(lambda s: triggers.decision(s.steps % 5 == 4))
-    trigger, syncs, fired = budget(0.1, each_fifth), 0, []
-    state = trigger.init(None, None, {})
-    for steps in range(200):
-        seen = triggers.Observation(steps=steps, syncs=syncs)
-        decision, state = trigger.decide(seen, state)
-        syncs += int(decision.fire)
-        fired += [steps + 1] if decision.fire else []
-    # Three ahead, as 5 - 4 more are made than paid for in 10 steps; then every tenth.
-    assert fired[:7] == [5, 10, 15, 20, 25, 30, 40]
-    assert np.diff(fired[6:]).tolist() == [10] * (len(fired) - 7)
-
-
-def record(look):
-    return triggers.stateless(lambda seen: triggers.decision(False, *look(seen)))
+        trigger = budget(0.5 if steps < 100 else 0.01, signal())
+        chosen, state = trigger.decide(Clock(steps, syncs), jnp.array(False), state)
+        syncs += int(chosen)
+        fired += [steps] if chosen and steps >= 100 else []
+    assert state.start.tolist() == [100, 49]
+    # One may be left unspent: the second that is paid for comes at last.
+    assert fired == [100 + 100, 100 + 200]
 
 
 def test_a_trigger_is_told_what_a_sync_costs_and_the_anchor():
-    params = helpers.make_params()
+    params = {"w": jnp.array([[1.0, 2.0]])}
 
-    def looked(synchronizer, look):
-        tx: Any = cd.adaptive_sync(optax.sgd(0.1, 0.9), record(look), synchronizer)
-        return tx.update(params, tx.init(params), params)[1].metrics
+    def looked(synchronizer):
+        def look(seen, state):
+            anchor = seen.anchor["w"][0, 1] if seen.anchor else -1.0
+            return Measured(anchor), state
 
-    both = lambda seen: (seen.sync_cost, seen.anchor["tall"][1, 2])
-    found = looked(synchronizers.reconcile(), both)
-    assert found.value == 1
-    assert found.threshold == params["tall"][1, 2]
-    found = looked(
-        synchronizers.average_gradients(),
-        lambda seen: (seen.sync_cost, 1.0 if seen.anchor == () else 0.0),
-    )
-    assert (found.value, found.threshold) == (1, 1)
+        threshold = lambda clock, state: jnp.float32(clock.cost)
+        trigger = Trigger(look=look, threshold=threshold)
+        tx = cd.adaptive_sync(optax.sgd(0.1, 0.9), trigger, synchronizer)
+        return tx.update(params, tx.init(params), params)[1].counters
+
+    found = looked(synchronizers.reconcile())
+    assert (found.value, found.threshold) == (2, 1)
+    found = looked(synchronizers.average_gradients())
+    assert (found.value, found.threshold) == (-1, 1)
 
 
-def test_steps_that_are_not_finite_say_nothing_of_the_signal():
-    """A sync that is required on one does not lower the threshold."""
+REFUSED = {
+    "percent": ({"rate": 10}, ValueError, r"got 10\. One percent is 0\.01"),
+    "text": ({"rate": "1%"}, ValueError, r"got '1%'\. One percent is 0\.01"),
+    "zero": ({"rate": 0}, ValueError, "in \\(0, 1\\]"),
+    "negative": ({"rate": -0.1}, ValueError, "in \\(0, 1\\]"),
+    "nan": ({"rate": math.nan}, ValueError, "in \\(0, 1\\]"),
+    "ahead": ({"rate": 0.1, "ahead": 0.5}, ValueError, "at least 1, got 0.5"),
+    "behind": ({"rate": 0.1, "behind": -1}, ValueError, "at least 0, got -1"),
+    "every_k": ({"rate": 0.1, "of": triggers.every_k(3)}, ValueError, "measure"),
+}
 
-    def look(seen: Any):
-        value = jnp.where(seen.finite, 0.5, 0.0)
-        return triggers.decision(~(value <= 1), value, 1.0)
 
-    trigger = budget(0.5, triggers.stateless(look))
-    state = trigger.init(None, None, {})
-    for steps, finite in enumerate([True, *[False] * 9]):
-        seen = triggers.Observation(steps=steps, local_steps=steps, finite=finite)
-        decision, new = trigger.decide(seen, state)
-        if not finite:
-            assert new.integral == state.integral
-        state = new
-    assert decision.fire  # nothing was spent
+@pytest.mark.parametrize("name", REFUSED)
+def test_budgets_that_are_none_are_refused(name):
+    options, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        budget(**options)
+
+
+@pytest.mark.parametrize("make", [cd.local_muon, cd.curvadion])
+@pytest.mark.parametrize("value", [0.51, 0.7, 1])
+def test_a_budget_above_one_half_warns(make, value):
+    with pytest.warns(UserWarning, match=rf"budget={value} is \d+% of the bytes"):
+        make(0.1, budget=value)
+
+
+@pytest.mark.parametrize("make", [cd.local_muon, cd.curvadion])
+@pytest.mark.parametrize("value", [1e-12, 0.01, 0.5, np.float32(0.3)])
+def test_smaller_budgets_do_not_warn(make, value):
+    make(0.1, budget=value)
+
+
+@pytest.mark.parametrize("make", [cd.local_muon, cd.curvadion])
+@pytest.mark.parametrize("value", [10, "1%", 0, -1, math.nan])
+def test_optimizers_refuse_budgets_that_are_none(make, value):
+    with pytest.raises(ValueError, match=r"budget is a fraction .* One percent is"):
+        make(0.1, budget=value)

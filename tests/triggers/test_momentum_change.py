@@ -19,50 +19,57 @@ ATOL = 1e-6
 RTOL = 1e-6
 # The difference of two norms that agree to 1.5e-4 has four digits left in float32.
 CANCELLED_RTOL = 1e-2
-INF = np.inf
+# In place of infinity.
+LARGEST = np.finfo(np.float32).max
 
 
 def run(trigger, gradients, inner=None):
-    """Metrics of every step of one replica; gradients is a tree of [steps, ...]."""
+    """Counters of every step of one replica; gradients is a tree of [steps, ...]."""
     inner = optax.sgd(0.1, momentum=0.5) if inner is None else inner
     tx = cd.adaptive_sync(inner, trigger, synchronizers.average_gradients())
     return run_optimizer(tx, gradients)
 
 
 def run_optimizer(tx: Any, gradients):
-    gradients = jax.tree.map(np.float32, gradients, is_leaf=lambda x: type(x) is list)
-    params = jax.tree.map(lambda g: np.zeros(g.shape[1:], np.float32), gradients)
+    as_array = lambda x: x if isinstance(x, jax.Array) else np.float32(x)
+    gradients = jax.tree.map(as_array, gradients, is_leaf=lambda x: type(x) is list)
+    params = jax.tree.map(lambda g: np.zeros(g.shape[1:], g.dtype), gradients)
 
     def body(state, gradient):
         state = tx.update(gradient, state, params)[1]
-        return state, state.metrics
+        return state, state.counters
 
     scan = jax.jit(lambda xs: lax.scan(body, tx.init(params), xs)[1])
     return jax.device_get(scan(gradients))
 
 
+def synced(counters):
+    """Whether each step synchronised."""
+    return counters.since == 0
+
+
 # The trace of sgd(momentum=1/2) is g + trace / 2: the sizes 4, 5, 5, 8, 2, of which
-# the changes are inf on the first step, then 1/4, 0, 3/5, 3/4.
+# the changes are the largest float on the first step, then 1/4, 0, 3/5, 3/4.
 GRADIENTS = {"w": [[4.0, 0], [3, 0], [2.5, 0], [5.5, 0], [-2, 0]]}
-CHANGES = [INF, 0.25, 0, 0.6, 0.75]
+CHANGES = [LARGEST, 0.25, 0, 0.6, 0.75]
 
 
 @pytest.mark.parametrize(
-    ("threshold", "synced"),
+    ("threshold", "expected"),
     [
         pytest.param(0.65, [1, 0, 0, 0, 1], id="large"),
         pytest.param(0.5, [1, 0, 0, 1, 1], id="small"),
         pytest.param(0.25, [1, 0, 0, 1, 1], id="equal-does-not-fire"),
         pytest.param(np.nextafter(np.float32(0.25), 0), [1, 1, 0, 1, 1], id="below"),
         pytest.param(0, [1, 1, 0, 1, 1], id="zero"),
-        pytest.param(INF, [0, 0, 0, 0, 0], id="never"),
+        pytest.param(np.inf, [0, 0, 0, 0, 0], id="never"),
     ],
 )
-def test_values_and_decisions(threshold, synced):
-    metrics = run(change(threshold), GRADIENTS)
-    np.testing.assert_allclose(metrics.value, CHANGES, rtol=RTOL)
-    np.testing.assert_array_equal(metrics.threshold, np.float32(threshold))
-    assert metrics.synced.tolist() == [bool(x) for x in synced]
+def test_values_and_decisions(threshold, expected):
+    found = run(change(threshold), GRADIENTS)
+    np.testing.assert_allclose(found.value, CHANGES, rtol=RTOL)
+    np.testing.assert_array_equal(found.threshold, np.float32(threshold))
+    assert synced(found).tolist() == [bool(x) for x in expected]
 
 
 @pytest.mark.slow
@@ -72,16 +79,16 @@ def test_values_of_dion(error_feedback):
     # 4, 2.5, 2.25, 1.125, as does the paper's m = m / 2 + g.
     gradients = {"w": np.array([4.0, 0.5, 1, 0])[:, None, None] * np.eye(2)}
     inner = cd.dion(0.1, 1.0, 0.5, error_feedback=error_feedback)
-    metrics, values = run(change(0.4), gradients, inner), [INF, 0.375, 0.1, 0.5]
-    np.testing.assert_allclose(metrics.value, values, atol=ATOL)
-    assert metrics.synced.tolist() == [value > 0.4 for value in values]
+    found, values = run(change(0.4), gradients, inner), [LARGEST, 0.375, 0.1, 0.5]
+    np.testing.assert_allclose(found.value, values, atol=ATOL)
+    assert synced(found).tolist() == [value > 0.4 for value in values]
 
 
 def test_threshold_schedule_counts_steps():
     schedule = optax.piecewise_constant_schedule(0.7, {3: 0.1})  # 0.07 from step 3 on
-    metrics = run(change(schedule), GRADIENTS)
-    np.testing.assert_allclose(metrics.threshold, [0.7] * 3 + [0.07] * 2, rtol=RTOL)
-    assert metrics.synced.tolist() == [True, False, False, True, True]
+    found = run(change(schedule), GRADIENTS)
+    np.testing.assert_allclose(found.threshold, [0.7] * 3 + [0.07] * 2, rtol=RTOL)
+    assert synced(found).tolist() == [True, False, False, True, True]
 
 
 def test_the_layer_with_the_largest_change_is_named():
@@ -91,16 +98,16 @@ def test_the_layer_with_the_largest_change_is_named():
         "b": {"bias": [[4.0], [6], [4]]},
         "c": [[4.0], [3], [0]],
     }
-    metrics = run(change(0.4), gradients)
-    assert metrics.layer.tolist() == [-1, 1, 2]
-    np.testing.assert_allclose(metrics.value, [INF, 1, 0.5])
+    found = run(change(0.4), gradients)
+    assert found.layer.tolist() == [0, 1, 2]
+    np.testing.assert_allclose(found.value, [LARGEST, 1, 0.5])
 
 
-def test_from_zero_is_infinite_and_zero_to_zero_is_nothing():
+def test_from_zero_is_the_largest_float_and_zero_to_zero_is_nothing():
     gradients = {"a": [[4.0], [2], [2]], "b": [[0.0], [0], [1]]}
-    metrics = run(change(0.5), gradients)
-    np.testing.assert_array_equal(metrics.value, [INF, 0, INF])
-    assert metrics.layer.tolist() == [-1, -1, 1]
+    found = run(change(0.5), gradients)
+    np.testing.assert_array_equal(found.value, [LARGEST, 0, LARGEST])
+    assert found.layer.tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -113,11 +120,19 @@ def test_every_matrix_of_a_stack_is_a_layer(name):
     stack[0, :, 0, 0] = [100, 1]
     stack[1, :, 0, 0] = [50, 1.5]
     biases = np.zeros((2, 2, 2))  # tell that it is a stack
-    metrics = run(change(0.5), {name: stack, f"{name}_bias": biases})
+    found = run(change(0.5), {name: stack, f"{name}_bias": biases})
     whole = np.sqrt(10004) / np.sqrt(10001) - 1
     expected = 1 if name == "mlp" else whole
-    np.testing.assert_allclose(metrics.value[1], expected, rtol=CANCELLED_RTOL)
-    assert metrics.synced.tolist() == [True, name == "mlp"]
+    np.testing.assert_allclose(found.value[1], expected, rtol=CANCELLED_RTOL)
+    assert synced(found).tolist() == [True, name == "mlp"]
+
+
+def test_norms_of_momenta_of_few_bits_are_taken_in_float32():
+    # The trace is 1, then 1 for 256 elements and 1/2 for 44.
+    second = np.where(np.arange(300) < 256, 0.5, 0)
+    gradients = {"w": jnp.asarray([np.ones(300), second], jnp.bfloat16)}
+    found = run(change(0.5), gradients)
+    np.testing.assert_allclose(found.value[1], 1 - np.sqrt(267 / 300), rtol=1e-5)
 
 
 def heavy_ball():
@@ -140,11 +155,32 @@ def test_the_authors_rule_looks_at_every_momentum_but_not_at_the_first_step():
         "bias": [[10.0, 0], [40, 0], [0.1, 0]],
         "w": [[[0.05, 0], [0, 0]], [[0.05, 0], [0, 0]], [[0.0, 0], [0, 0]]],
     }
-    metrics = run_optimizer(cd.presets.authors_code(0.1, 0.3, momentum=0.5), gradients)
-    assert metrics.synced.tolist() == [False, True, False]
+    found = run_optimizer(cd.presets.authors_code(0.1, 0.3, momentum=0.5), gradients)
+    assert synced(found).tolist() == [False, True, False]
     changes = [0, 40 / 0.5, 0.1 / 2.475]
-    np.testing.assert_allclose(metrics.value, changes, rtol=RTOL, atol=ATOL)
-    assert metrics.layer.tolist() == [0, 0, 0]
+    np.testing.assert_allclose(found.value, changes, rtol=RTOL, atol=ATOL)
+    assert found.layer.tolist() == [0, 0, 0]
+
+
+# At the first step Lion's momentum of the bias is 1/20 of it; what the second compares
+# is M + G with M, of which norms below 0.1 count as no change.
+@pytest.mark.parametrize(
+    ("first", "value"),
+    [
+        pytest.param(2.0, 1.0, id="at the floor"),
+        pytest.param(2.001, 0.2 / 0.10005 - 1, id="above"),
+        pytest.param(1.99, 0.0, id="below"),
+        pytest.param(0.5, 0.0, id="far below"),
+    ],
+)
+def test_the_authors_floor_of_a_tenth(first, value):
+    matrix = np.zeros((2, 2, 2))
+    momentum = np.float32(0.05) * np.float32(first)
+    gradients = {"bias": [[first, 0.0], [0.2 - momentum, 0.0]], "w": matrix}
+    tx = cd.presets.authors_code(0.1, 0.3, momentum=0.5)
+    found = run_optimizer(tx, gradients)
+    np.testing.assert_allclose(found.value[1], value, rtol=1e-5)
+    assert synced(found).tolist() == [False, value > 0]
 
 
 @pytest.mark.parametrize("inner", [optax.sgd(0.1), heavy_ball()])
@@ -158,13 +194,13 @@ def test_a_gradient_that_is_not_finite_requests_nothing():
     gradients = {"w": [np.eye(3)] * 30}
     gradients["w"][20] = np.full((3, 3), np.nan)
     for inner in (cd.dion(0.01, momentum=0.8), optax.sgd(0.1, 0.8)):
-        metrics = run(change(0.1), gradients, inner)
-        assert metrics.nonfinite[-1] == 1
-        assert metrics.value[20] == 0
-        assert not metrics.synced[15:].any()
+        found = run(change(0.1), gradients, inner)
+        assert found.nonfinite[-1] == 1
+        assert found.value[20] == 0
+        assert not synced(found)[15:].any()
 
 
 def test_the_first_step_synchronises_whatever_its_gradients_are():
-    metrics = run(change(0.1), {"a": [[np.nan], [4.0], [4]]})
-    assert metrics.synced.tolist()[0]
-    assert metrics.value[0] == INF
+    found = run(change(0.1), {"a": [[np.nan], [4.0], [4]]})
+    assert synced(found).tolist()[0]
+    assert found.value[0] == LARGEST

@@ -1,0 +1,94 @@
+"""Joins parameters of one shape into stacks, so that one product serves them all.
+
+A product of one matrix keeps a few cores of an accelerator busy, and a program with a
+product for every matrix grows with the layers. Stacked parameters are a parameter with
+one more batch axis, named after the first of them; `dion_step` sees no difference.
+Joining writes M + G to the stack, one more pass over memory where that is not fused.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+
+from curvadion_jax._matrices import MadeOf, MatrixView, Named
+from curvadion_jax._power_iteration import ReduceFn
+
+# Elements of a stack, which is a temporary array. Matrices of this size need no others.
+_LARGEST = 2**25
+
+
+class Joined(NamedTuple):
+    """Which parameters share a stack: their names, by the name of the first."""
+
+    members: dict[str, list[str]]
+
+    def views(self, views: Mapping[str, MatrixView]) -> dict[str, MatrixView]:
+        """How each stack is seen as matrices."""
+        return {
+            first: views[first].stacked(len(names)) if len(names) > 1 else views[first]
+            for first, names in self.members.items()
+        }
+
+    def together(self, arrays: Named) -> Named:
+        """Stacks the arrays of parameters; some stacks may be left out."""
+        return {
+            first: jnp.stack([arrays[name] for name in names])
+            if len(names) > 1
+            else arrays[first]
+            for first, names in self.members.items()
+            if first in arrays
+        }
+
+    def apart(self, stacks: Named) -> Named:
+        """The inverse of `together`."""
+        found = {}
+        for first, stack in stacks.items():
+            names = self.members[first]
+            found |= zip(names, stack if len(names) > 1 else [stack], strict=True)
+        return found
+
+    def reduce_fn(self, reduce_fn: ReduceFn | None) -> ReduceFn | None:
+        """The same function of stacks: it is still given every parameter by itself."""
+        if reduce_fn is None:
+            return None
+
+        def of_stacks(stacks: Named, made_of: Mapping[str, MadeOf]) -> Named:
+            members = {}
+            for first, (shape, axes) in made_of.items():
+                names = self.members[first]
+                if len(names) > 1:
+                    shape = shape[1:]
+                    axes = [tuple(axis - 1 for axis in merged) for merged in axes[1:]]
+                members |= dict.fromkeys(names, (shape, axes))
+            return self.together(reduce_fn(self.apart(stacks), members))
+
+        return of_stacks
+
+
+def join(views: Mapping[str, MatrixView], total: Named, qs: Named) -> Joined:
+    """Joins single matrices of one shape, rank and dtype; stacks stay as they are.
+
+    So does what several devices may share: to stack matrices that are sharded
+    differently, the compiler would send them.
+    """
+    stacks, sizes = defaultdict(list), defaultdict(int)
+    for name, view in views.items():
+        x, q = total[name], qs[name]
+        kind: Hashable = (view, x.dtype, q.shape, q.dtype)
+        if view.batch_axes or _devices(x) > 1:
+            kind = name
+        stacks[kind, sizes[kind] // _LARGEST].append(name)
+        sizes[kind] += x.size
+    return Joined({names[0]: names for names in stacks.values()})
+
+
+def _devices(x: jax.Array) -> int:
+    """How many devices the compiler may divide an array over; 1 for one replica's."""
+    mesh = jax.typeof(x).sharding.mesh
+    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(size for size, kind in axes if kind != AxisType.Manual)

@@ -1,0 +1,87 @@
+"""Checksums: what they notice, and that they notice nothing in a healthy run."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import curvadion_jax as cd
+from curvadion_jax import metrics, synchronizers, triggers
+
+TWO = cd.replicas.simulated(2)
+PARAMS = {"w": jnp.arange(1.0, 5.0).reshape(2, 2), "b": jnp.ones(3)}
+reconcile = synchronizers.reconcile
+
+
+def optimizer(mesh=TWO, k=2) -> Any:
+    inner, outer = optax.adam(0.05), optax.sgd(1.0, 0.4, nesterov=True)
+    return cd.adaptive_sync(inner, triggers.every_k(k), reconcile(outer), mesh)
+
+
+@pytest.fixture
+def _optimizations():
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("simulated", "float32"),
+        ("mesh", "bfloat16"),
+        *(
+            pytest.param(kind, dtype, marks=pytest.mark.slow)
+            for kind in ("simulated", "mesh", "alone")
+            for dtype in ("bfloat16", "float16", "float32", "float64")
+        ),
+    ],
+)
+@pytest.mark.usefixtures("_optimizations")
+def test_a_run_as_users_compile_it_displaces_nothing(kind, dtype):
+    """With all of XLA's fusions, which may not round the sum otherwise."""
+    mesh = None if kind == "alone" else helpers.mesh_of(kind, 2)
+    with jax.enable_x64(dtype == "float64"):
+        params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
+        params, tx = cd.replicas.replicate(params, mesh), optimizer(mesh)
+        step = jax.jit(helpers.train_step(tx))
+        state = params, tx.init(params)
+        for _ in range(4):
+            state, _ = step(state, jax.tree.map(jnp.sin, state[0]))
+        report = metrics.read(state[1])
+    assert report["steps"] == 4
+    assert not {"displaced", "anchors_differ"} & set(report)
+
+
+def test_replicas_that_are_alike_after_local_steps_are_reported():
+    """Their gradients were averaged, or they were given the same batch."""
+    tx, params = optimizer(k=3), cd.replicas.replicate(PARAMS, TWO)
+    state, update = (params, tx.init(params)), jax.jit(helpers.train_step(tx))
+    same = jax.tree.map(jnp.ones_like, params)
+    state, _ = update(state, same)
+    assert metrics.read(state[1])["alike"] is True
+    for _ in range(2):  # as after a sync they should be
+        state, _ = update(state, same)
+    assert "alike" not in metrics.read(state[1])
+    other = jax.tree.map(lambda x: x.at[1].mul(2), same)
+    state, _ = update(state, other)
+    assert "alike" not in metrics.read(state[1])
+
+
+@pytest.mark.parametrize("changed", ["w", "b", "swapped"])
+def test_any_array_that_is_changed_by_hand_is_noticed(changed):
+    """Two that change places, too."""
+    tx, params = optimizer(), cd.replicas.replicate({**PARAMS, "c": jnp.zeros(3)}, TWO)
+    update = jax.jit(helpers.train_step(tx))
+    gradients = jax.tree.map(jnp.ones_like, params)
+    (params, state), _ = update((params, tx.init(params)), gradients)
+    if changed == "swapped":
+        params = {**params, "b": params["c"], "c": params["b"]}
+    else:
+        params = {**params, changed: params[changed].at[0].multiply(1.0001)}
+    (_, state), _ = update((params, state), gradients)
+    expected = [1, 1] if changed == "swapped" else [1, 0]
+    assert metrics.read(state)["displaced"] == expected

@@ -1,0 +1,92 @@
+"""What replicas may begin with: equal parameters, and no copies of them."""
+
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import curvadion_jax as cd
+from curvadion_jax import synchronizers, triggers
+
+PARAMS = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.zeros(3)}
+every_kind = pytest.mark.parametrize("kind", ["simulated", "mesh"])
+
+
+def optimizer(inner, mesh) -> Any:
+    trigger, synchronizer = triggers.every_k(2), synchronizers.reconcile()
+    return cd.adaptive_sync(inner, trigger, synchronizer, mesh)
+
+
+def with_master(inner):
+    """Parameters of few bits, with a copy of them in float32."""
+
+    def init(params):
+        master = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        return master, inner.init(master)
+
+    def update(gradients, state, params):
+        updates, inner_state = inner.update(gradients, state[1], state[0])
+        master = optax.apply_updates(state[0], updates)
+        less = lambda m, p: m.astype(p.dtype) - p
+        return jax.tree.map(less, master, params), (master, inner_state)
+
+    return optax.GradientTransformation(init, update)
+
+
+COPIES = {
+    "master weights": with_master(optax.sgd(0.1)),
+    "schedule-free": optax.contrib.schedule_free_sgd(0.1),
+}
+
+
+@every_kind
+@pytest.mark.parametrize("name", ["w", "b"])
+def test_parameters_that_differ_are_refused(kind, name):
+    mesh = helpers.mesh_of(kind, 2)
+    rows = cd.replicas.replicate(PARAMS, mesh)
+    rows[name] = rows[name].at[1].add(1)
+    with pytest.raises(ValueError, match=r"parameters differ.*replicas\.replicate"):
+        optimizer(optax.sgd(0.1), mesh).init(rows)
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", COPIES)
+def test_an_inner_optimizer_that_copies_a_parameter_is_refused(kind, dtype, name):
+    mesh = helpers.mesh_of(kind, 2)
+    params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
+    tx = optimizer(COPIES[name], mesh)
+    with pytest.raises(ValueError, match=r"is a copy of a parameter.*leave the copy"):
+        tx.init(cd.replicas.replicate(params, mesh))
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [optax.adam(0.1), optax.sgd(0.1, 0.9), optax.MultiSteps(optax.sgd(0.1), 2)],
+)
+def test_states_like_parameters_are_no_copies(inner):
+    """Zeros, where a parameter is zero or one too."""
+    mesh = cd.replicas.simulated(2)
+    optimizer(inner, mesh).init(cd.replicas.replicate(PARAMS, mesh))
+    ones = jax.tree.map(jnp.ones_like, PARAMS)
+    optimizer(optax.rmsprop(0.1, initial_scale=1.0), mesh).init(
+        cd.replicas.replicate(ones, mesh)
+    )
+
+
+def test_one_replica_may_keep_a_copy():
+    """It never moves by a sync of others."""
+    optimizer(COPIES["master weights"], None).init(PARAMS)
+
+
+def test_rows_are_needed():
+    mesh = cd.replicas.simulated(3)
+    tx = optimizer(optax.sgd(0.1), mesh)
+    with pytest.raises(ValueError, match=r"'b'.*\(2, 3\).*replicas\.replicate"):
+        tx.init({"b": jnp.zeros((2, 3))} | {"a": jnp.zeros((3, 1))})
+    for given in (jnp.zeros([]), jnp.zeros(2)):
+        with pytest.raises(ValueError, match="a row for each of 3 replicas"):
+            tx.init({"x": given})

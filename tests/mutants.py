@@ -1,0 +1,313 @@
+"""One-line faults in the core, each of which the fast tests should notice.
+
+    python tests/mutants.py [NAME ...]
+
+Each fault is put into a copy of the tree, and the narrowest fast tests are run on it.
+It prints whether they fail ("killed") or pass ("SURVIVED"), and ends with the number of
+survivors. Not collected by pytest.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("curvadion_jax", "tests", "benchmarks", "examples", "pyproject.toml")
+
+
+class Mutant(NamedTuple):
+    """A piece of a file that occurs once, what is put in its place, and the tests."""
+
+    file: str
+    old: str
+    new: str
+    tests: str  # files in tests/, and an expression for pytest's -k
+    expression: str = ""
+
+
+CORE, SYNC = "_adaptive_sync.py", "synchronizers/_reconcile.py"
+PART, TRIGGERS = "_participation.py", "triggers.py"
+DECISIONS, FAULTS = "core/test_decisions.py", "core/test_faults.py"
+WHO, CHECKSUMS = "core/test_participation.py", "core/test_checksums.py"
+STARTS, METRICS = "core/test_starts.py", "core/test_metrics.py"
+BUDGET, INTERVALS = "triggers/test_budget.py", "triggers/test_at_intervals.py"
+CHANGE = "triggers/test_momentum_change.py"
+WRAPPERS = "interop/test_transformations.py"
+
+MUTANTS = {
+    # Decisions.
+    "pmax is pmin": Mutant(CORE, "lax.pmax(", "lax.pmin(", DECISIONS),
+    "nan requests nothing": Mutant(
+        CORE, "~(seen.value <= threshold)", "(seen.value > threshold)", DECISIONS
+    ),
+    "a value at the threshold requests": Mutant(
+        CORE, "~(seen.value <= threshold)", "~(seen.value < threshold)", DECISIONS
+    ),
+    "a replica without weight votes": Mutant(
+        CORE, " & (weight > 0) & due", " & due", WHO, "requests"
+    ),
+    "a step that is not due synchronises": Mutant(
+        CORE, "fire = False if due is False else fire & due", "fire = fire", INTERVALS
+    ),
+    # Who takes part.
+    "the mean is over those present": Mutant(
+        SYNC, "x * jnp.asarray(part.expected, x.dtype)", "x", WHO, "absent"
+    ),
+    "excluded replicas are expected": Mutant(
+        PART, "jnp.sum(weights >= 0)", "weights.size", FAULTS, "spoilt"
+    ),
+    "weights are not normalised": Mutant(
+        PART, "/ unit / jnp.where(mean > 0, mean, 1)", "/ unit", WHO, "weighted"
+    ),
+    "the sum of weights overflows": Mutant(
+        PART,
+        "unit = jnp.where(someone, jnp.max(weights), 1)",
+        "unit = jnp.ones_like(weights[0])",
+        WHO,
+        "weighted",
+    ),
+    "nobody is somebody": Mutant(
+        PART, "someone = jnp.any(present)", "someone = jnp.array(True)", WHO, "nobody"
+    ),
+    "the outer state moves without anybody": Mutant(
+        SYNC, "jnp.where(part.someone, x, old)", "x", WHO, "nobody"
+    ),
+    "negative weights count": Mutant(
+        PART, "jnp.isfinite(given) & (given > 0)", "jnp.isfinite(given)", WHO, "weight"
+    ),
+    "infinite weights count": Mutant(
+        PART, "jnp.isfinite(given) & (given > 0)", "given > 0", WHO, "weight"
+    ),
+    "an absent replica loses its drift": Mutant(
+        SYNC, "~part.present & part.healthy, drift", "False, drift", WHO, "absent"
+    ),
+    "an absent dion loses its momentum": Mutant(
+        "synchronizers/_factors.py",
+        "_keep_momenta(inner_state, whole, ~part.present)",
+        "_keep_momenta(inner_state, whole, False)",
+        WHO,
+        "dion",
+    ),
+    # What replicas owe.
+    "what is owed is not sent": Mutant(
+        SYNC, "jax.tree.map(_trees.plus, share, owed)", "share", WHO, "owes"
+    ),
+    "what is owed is forgotten at a bad outer step": Mutant(
+        SYNC, "jnp.where, is_new, unsent, owed", "jnp.add, unsent, 0", FAULTS, "outer"
+    ),
+    "a spoilt residual is sent": Mutant(
+        SYNC,
+        "_finite.or_zeros(part.healthy, residual)",
+        "residual",
+        FAULTS,
+        "spoilt and residual",
+    ),
+    # What is not finite.
+    "a gradient that is not finite is taken": Mutant(
+        CORE, "_finite.or_zeros(finite, gradients)", "gradients", FAULTS
+    ),
+    "a gradient without a norm is taken": Mutant(
+        CORE, "_finite.norms_finite(gradients)", "_finite.all_finite(gradients)", FAULTS
+    ),
+    "updates that are not finite are returned": Mutant(
+        CORE, "updates=_finite.finite_elements(updates)", "updates=updates", FAULTS
+    ),
+    "a spoilt state does not begin again": Mutant(
+        PART, "return jnp.where(keep, x, new)", "return x", FAULTS
+    ),
+    "a spoilt number does not begin again": Mutant(
+        PART, "return jnp.where(jnp.isnan(x), new, x)", "return x", FAULTS, "single"
+    ),
+    "every state begins again": Mutant(
+        PART, "return jnp.where(keep, x, new)", "return new", FAULTS, "begins"
+    ),
+    "a spoilt state is averaged": Mutant(
+        CORE,
+        "healthy = inner_sound & _finite.all_finite([moved, outcome.residual])",
+        "healthy = _finite.all_finite([moved, outcome.residual])",
+        FAULTS,
+        "spoilt",
+    ),
+    "the outer step may be anything": Mutant(
+        SYNC, "jnp.isfinite(x) & part.someone, new", "part.someone, new", FAULTS
+    ),
+    "the outer state may be anything": Mutant(
+        SYNC,
+        "_finite.repaired(_trees.like(outer_state, common), common)",
+        "_trees.like(outer_state, common)",
+        FAULTS,
+        "overflows",
+    ),
+    # What is counted and refused.
+    "the checksum is constant": Mutant(
+        "_checksum.py", "total += np.uint32", "total += 0 * np.uint32", CHECKSUMS
+    ),
+    "arrays may change places": Mutant(
+        "_checksum.py", "np.uint32(2 * index + 1)", "np.uint32(1)", CHECKSUMS, "by_hand"
+    ),
+    "displaced is never counted": Mutant(
+        "metrics.py", "seen.checksum != counters.checksum", "False", CHECKSUMS
+    ),
+    "copies are not refused": Mutant(
+        CORE, "            _refuse_copies(params, state.inner_state)\n", "", STARTS
+    ),
+    "unequal rows are not refused": Mutant(
+        CORE, "            _refuse_unequal(state.counters.checksum)\n", "", STARTS
+    ),
+    # Triggers.
+    "every_k is off by one": Mutant(
+        TRIGGERS,
+        "return Trigger(due=lambda clock: (clock.steps + 1) % k == 0)",
+        "return Trigger(due=lambda clock: clock.steps % k == 0)",
+        "triggers/test_triggers.py",
+        "schedule",
+    ),
+    "at_least_every is off by one": Mutant(
+        TRIGGERS,
+        "clock.since + 1 >= k",
+        "clock.since >= k",
+        "triggers/test_triggers.py",
+        "schedule",
+    ),
+    "a met request is not cleared": Mutant(
+        TRIGGERS, "(seen.clock.since == 0) | ~(measured", "~(measured", INTERVALS
+    ),
+    "a request does not wait": Mutant(
+        TRIGGERS,
+        "(seen.clock.since == 0) | ~(measured.value <= largest.value)",
+        "jnp.array(True)",
+        INTERVALS,
+    ),
+    "the first step has a change": Mutant(
+        TRIGGERS, "jnp.where(seen.clock.steps == 0, _LARGEST, change)", "change", CHANGE
+    ),
+    "a gradient that is not finite is a change": Mutant(
+        TRIGGERS, "jnp.where(seen.finite, change, 0)", "change", CHANGE, "finite"
+    ),
+    "the budget has no cap": Mutant(
+        TRIGGERS, "requested & (spent + 1 <= paid + ahead)", "requested", BUDGET
+    ),
+    "the budget has no floor": Mutant(
+        TRIGGERS, " | (spent < paid - behind)", "", BUDGET
+    ),
+    "the threshold falls on requests": Mutant(
+        TRIGGERS, "state.log_factor + gain *", "state.log_factor - gain *", BUDGET
+    ),
+    "evenly rounds up": Mutant(
+        TRIGGERS,
+        "(step + 1) * syncs // period > step * syncs // period",
+        "-(-(step + 1) * syncs // period) > -(-step * syncs // period)",
+        "triggers/test_triggers.py",
+        "evenly or schedule",
+    ),
+    "the floor is 0.2": Mutant(
+        "presets.py", "jnp.where(old < 0.1, 0,", "jnp.where(old < 0.2, 0,", CHANGE
+    ),
+    "the floor is inclusive": Mutant(
+        "presets.py", "jnp.where(old < 0.1, 0,", "jnp.where(old <= 0.1, 0,", CHANGE
+    ),
+    # Optimizers.
+    "b2 is 0.999": Mutant(
+        "_partition.py", "rate, 0.9, 0.95, eps", "rate, 0.9, 0.999, eps", WRAPPERS
+    ),
+    "adam has the rate of the matrices": Mutant(
+        "_partition.py",
+        "rate = learning_rate if adam_learning_rate is None else adam_learning_rate",
+        "rate = learning_rate",
+        WRAPPERS,
+        "adamw",
+    ),
+    "error feedback by the mean of R": Mutant(
+        "_power_iteration.py",
+        "view.product(P, right[name])",
+        "view.product(P, mean_right[name])",
+        "dion/test_dion_axis.py equivalences/test_equivalences.py",
+        "mean_gradient or factors",
+    ),
+    "a sync starts from each replica's own Q": Mutant(
+        "synchronizers/_factors.py",
+        "start = _with_qs(before, common)",
+        "start = before",
+        "equivalences/test_equivalences.py",
+        "factors",
+    ),
+    "Q is averaged when resized": Mutant(
+        "replicas/_recover.py",
+        "of_rows(node.dion_q, copied=True)",
+        "of_rows(node.dion_q)",
+        "dion/test_dion_state.py",
+        "resized",
+    ),
+    "before comes after the trigger": Mutant(
+        CORE,
+        "gradients=gradients,\n                    params=params,",
+        "gradients=row[0],\n                    params=params,",
+        "triggers/test_triggers.py",
+        "sees",
+    ),
+    # Bytes.
+    "the weights have no bytes": Mutant(
+        "metrics.py",
+        "(costs.gathered + costs.number)",
+        "costs.gathered",
+        "core/test_bytes.py",
+    ),
+    "votes have no bytes": Mutant(
+        "metrics.py", " + votes * costs.number", "", "core/test_bytes.py"
+    ),
+}
+
+
+def run(mutant: Mutant) -> str:
+    """What became of a mutant."""
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name)
+        for each in COPIED:
+            source = ROOT / each
+            if source.is_dir():
+                ignore = shutil.ignore_patterns("__pycache__", "*.npz.tmp")
+                shutil.copytree(source, copy / each, ignore=ignore)
+            else:
+                shutil.copy(source, copy / each)
+        file = copy / "curvadion_jax" / mutant.file
+        text = file.read_text()
+        if text.count(mutant.old) != 1:
+            return f"STALE: {text.count(mutant.old)} places"
+        file.write_text(text.replace(mutant.old, mutant.new))
+        tests = [f"tests/{each}" for each in mutant.tests.split()]
+        options = ["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
+        if mutant.expression:
+            options += ["-k", mutant.expression]
+        ended = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *tests],
+            cwd=copy,
+            env=os.environ | {"PYTHONPATH": str(copy)},
+            capture_output=True,
+            text=True,
+        )
+    if ended.returncode == 0:
+        return "SURVIVED"
+    if ended.returncode != 1:
+        return f"ERROR {ended.returncode}: {ended.stdout[-400:]}"
+    failed = [x for x in ended.stdout.splitlines() if x.startswith("FAILED")]
+    return f"killed by {failed[0].split(' - ')[0][7:]}" if failed else "killed"
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(MUTANTS)
+    survivors = 0
+    for name in names:
+        start = time.monotonic()
+        result = run(MUTANTS[name])
+        survivors += not result.startswith("killed")
+        print(f"{name:48} {time.monotonic() - start:4.0f} s  {result}", flush=True)
+    print(f"{survivors} of {len(names)} not killed")
+
+
+if __name__ == "__main__":
+    main()
