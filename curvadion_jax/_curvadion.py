@@ -1,7 +1,5 @@
 """CurvaDion: local Dion steps, synchronised when a momentum changes."""
 
-from __future__ import annotations  # types by the names that they are written with
-
 from typing import Any
 
 import jax

@@ -4,8 +4,6 @@ Extra arguments of `update` tell of other replicas, and of this one's devices.
 `_power_iteration` has the step and the paper's symbols.
 """
 
-from __future__ import annotations  # types by the names that they are written with
-
 import functools
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Local Muon steps with evenly spaced, compressed syncs."""
 
-from __future__ import annotations  # types by the names that they are written with
-
 from typing import Any
 
 import jax

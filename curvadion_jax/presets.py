@@ -10,8 +10,6 @@ same in all of them:
 * learning rates: a number or a schedule of steps; outer ones of syncs.
 """
 
-from __future__ import annotations  # types by the names that they are written with
-
 from typing import Any
 
 import jax
