@@ -1,7 +1,7 @@
 """Download the study's text: the source of Python packages, pinned by their hashes.
 
     python benchmarks/study/corpus.py             # 75 MB, the study's
-    python benchmarks/study/corpus.py --large     # 305 MB, that of benchmarks/gpu
+    python benchmarks/study/corpus.py --large     # 312 MB, that of benchmarks/gpu
 
 Writes the `.py` files of the wheels in `packages.txt`, without tests, to `text` beside
 this file. `examples/char_lm/data.py` holds out 5% of the files. The study's results are
