@@ -16,6 +16,7 @@ from curvadion_jax import (
     _joined,
     _layout,
     _matrices,
+    _other_optimizer,
     _partition,
     _paths,
     _power_iteration,
@@ -253,7 +254,7 @@ def dion(
     _matrices.check_rank(rank)
     _arguments.check_numbers(below=1, momentum=momentum)
     _arguments.check_numbers(weight_decay=weight_decay)
-    other_optimizer = _partition.other_optimizer(
+    other_optimizer = _other_optimizer.choose(
         other_optimizer, learning_rate, adam_learning_rate, mu_dtype=mu_dtype
     )
 

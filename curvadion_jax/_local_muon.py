@@ -3,20 +3,19 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _partition, compressors, synchronizers, triggers
+from curvadion_jax import (
+    _arguments,
+    _defaults,
+    _other_optimizer,
+    _partition,
+    synchronizers,
+    triggers,
+)
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._muon import muon
 from curvadion_jax._rows import Replicas
-
-BUDGET = 0.01
-_BITS = 2
-# MuLoCo has 0.7 and 0.6; these lost less in benchmarks/communication.
-_OUTER_LEARNING_RATE, _OUTER_MOMENTUM = 1.0, 0.4
-# Dtype of the sync's state. It changes the loss by less than the spread over seeds.
-_DTYPE = jnp.bfloat16
 
 
 def local_muon(
@@ -97,6 +96,7 @@ def local_muon(
         are given; at `init` and `update` as for :func:`adaptive_sync`.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from curvadion_jax import replicas
       >>> mesh = replicas.simulated(2)
       >>> tx = local_muon(0.5, budget=0.036, mesh=mesh)  # a sync costs 7%
@@ -121,7 +121,7 @@ def local_muon(
     _arguments.check_numbers(weight_decay=weight_decay)
     _arguments.check_numbers(below=1, momentum=momentum)
     _arguments.check_exclusive(budget=budget, trigger=trigger)
-    other_optimizer = _partition.other_optimizer(
+    other_optimizer = _other_optimizer.choose(
         other_optimizer,
         learning_rate,
         adam_learning_rate,
@@ -131,14 +131,14 @@ def local_muon(
     if budget is not None:
         _arguments.check_budget(budget)
     if trigger is None:
-        trigger = triggers.evenly(BUDGET if budget is None else budget)
+        trigger = triggers.evenly(_defaults.BUDGET if budget is None else budget)
 
     def matrices(numbers):
         return muon(
             learning_rate,
             numbers,
             beta=momentum,
-            eps=_partition.EPSILON,
+            eps=_other_optimizer.EPSILON,
             weight_decay=weight_decay,
             weight_decay_mask=weight_decay_mask,
             mu_dtype=mu_dtype,
@@ -147,28 +147,8 @@ def local_muon(
     return adaptive_sync(
         _partition.optimizer(matrices, other_optimizer, dimension_numbers),
         trigger,
-        default_sync(bits, synchronizer, mesh),
+        _defaults.sync(bits, synchronizer, mesh),
         mesh,
         before=before,
         specs=specs,
-    )
-
-
-def default_sync(
-    bits: int | None,
-    synchronizer: synchronizers.Synchronizer | None,
-    mesh: Replicas,
-) -> synchronizers.Synchronizer:
-    """The synchronizer of `local_muon` and `curvadion`, unless one is given."""
-    _arguments.check_exclusive(bits=bits, synchronizer=synchronizer)
-    if synchronizer is not None:
-        return synchronizer
-    outer = optax.sgd(
-        _OUTER_LEARNING_RATE, _OUTER_MOMENTUM, nesterov=True, accumulator_dtype=_DTYPE
-    )
-    return synchronizers.reconcile(
-        # With one replica an outer step would only change the inner optimizer.
-        None if mesh is None else outer,
-        compressor=compressors.quantize(_BITS if bits is None else bits),
-        residual_dtype=_DTYPE,
     )

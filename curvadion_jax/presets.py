@@ -16,7 +16,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _momentum, _partition, synchronizers, triggers
+from curvadion_jax import (
+    _arguments,
+    _momentum,
+    _other_optimizer,
+    _partition,
+    synchronizers,
+    triggers,
+)
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import dion
 from curvadion_jax._muon import muon
@@ -388,7 +395,7 @@ def _muon(
         lambda numbers: muon(
             learning_rate, numbers, beta=momentum, weight_decay=weight_decay
         ),
-        _partition.other_optimizer(
+        _other_optimizer.choose(
             None, learning_rate, adam_learning_rate, 1e-8, nesterov=True
         ),
         dimension_numbers,
