@@ -136,7 +136,8 @@ VARIANTS: dict[str, Row] = {
     "products in bfloat16": {},
     "activations in bfloat16": {"half": True},
     "and cuDNN's attention": {"half": True, "attention": "cudnn"},
-    "and replicas together": {"half": True, "attention": "cudnn", "at_once": True},
+    "without it, replicas together": {"half": True, "at_once": True},
+    "with both": {"half": True, "attention": "cudnn", "at_once": True},
 }
 
 
@@ -328,7 +329,8 @@ class Queue:
                 row |= json.loads(lines[-1]) if job.run else {"done": True}
                 shutil.rmtree(folder)
             else:
-                row["error"] = lines[-1][-300:]
+                named = [line for line in lines if "Error" in line.split(":")[0]]
+                row["error"] = [*lines, *named][-1][:300]
             study.append(self._file, row)
             if "OUT" in os.environ:
                 shutil.copy(self._file, os.environ["OUT"])

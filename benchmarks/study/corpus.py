@@ -73,10 +73,12 @@ def write_large(files: Path, folder: Path = LARGE, archive: Path = ARCHIVE) -> N
     (folder / "fingerprint").write_text(found.fingerprint)
     # A dictionary of a quarter of a gigabyte: packages repeat each other.
     form = {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 2**28}
-    with lzma.open(archive, "wb", filters=[form]) as stream:
+    part_of_it = archive.with_suffix(".part")
+    with lzma.open(part_of_it, "wb", filters=[form]) as stream:
         with tarfile.open(fileobj=stream, mode="w") as packed:
             for part in _PARTS:
                 packed.add(folder / part, part)
+    part_of_it.replace(archive)
 
 
 def large(folder: Path = LARGE, archive: Path = ARCHIVE) -> Any:

@@ -49,7 +49,7 @@ def test_no_run_reads_more_than_the_text_has():
 
 def test_the_fastest_variant_that_ends_alike_is_used():
     variants = [x for x in queue_jobs.jobs([], FULL) if x.group == "throughput"]
-    losses, speeds = (2.0, 2.01, 2.5, 2.01), (1, 3, 9, 2)
+    losses, speeds = (2.0, 2.01, 2.5, 2.01, 2.0), (1, 3, 9, 2, 1)
     rows = [
         ended(job, loss, tokens_a_second=speed)
         for job, loss, speed in zip(variants, losses, speeds, strict=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import doctest
 
+import corpus as corpus_files
 import data
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,19 @@ def test_no_part_of_the_text_is_read_twice(corpus):
     assert len(windows) >= 31  # of 32; two may be blanks
     with pytest.raises(ValueError, match="The text ends"):
         batches.of(10**9)
+
+
+def test_the_large_text_is_the_same_unpacked(text, tmp_path):
+    folder, archive = tmp_path / "large", tmp_path / "large.tar.xz"
+    corpus_files.write_large(text, folder, archive)
+    whole, unpacked = (
+        corpus_files.large(x, archive) for x in (folder, tmp_path / "other")
+    )
+    expected = data.load(str(text))
+    for found in (whole, unpacked):
+        assert found.fingerprint == expected.fingerprint
+        np.testing.assert_array_equal(found.training[0], expected.training[0])
+        np.testing.assert_array_equal(found.validation[0], expected.validation[0])
 
 
 def test_products_are_those_of_float32_up_to_bfloat16():
