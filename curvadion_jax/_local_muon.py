@@ -64,7 +64,8 @@ def local_muon(
     Args:
       learning_rate: number or schedule.
       budget: bytes to send, as a fraction of an all-reduce of all gradients in float32
-        on every step. None means 0.01, a sync about every 7 steps. Not with `trigger`.
+        on every step. None means 0.01, a sync about every 7 steps; from about 0.07 on
+        every step is a sync. Not with `trigger`.
       bits: bits per element of the pseudo-gradients: 8, 4, 2 or 1. None means 2. For
         very small budgets (0.001), try 4. Cannot be combined with `synchronizer`.
       momentum: decay rate of the local momentum; a number in [0, 1) or a schedule. For
