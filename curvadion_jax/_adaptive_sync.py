@@ -207,7 +207,13 @@ class _AdaptiveSync:
             ),
         )
         return _placement.placed(
-            state, self.inner, self.synchronizer, params, self.mesh, layout
+            state,
+            self.inner,
+            self.before,
+            self.synchronizer,
+            params,
+            self.mesh,
+            layout,
         )
 
     def _placed_qs(self, params, inner_state, layout: Layout):
@@ -301,7 +307,13 @@ class _AdaptiveSync:
             ),
         )
         state = _placement.placed(
-            state, self.inner, self.synchronizer, params, self.mesh, layout
+            state,
+            self.inner,
+            self.before,
+            self.synchronizer,
+            params,
+            self.mesh,
+            layout,
         )
         return updates, state
 
@@ -380,7 +392,7 @@ class _AdaptiveSync:
 
         return take
 
-    def _own_step(self, row: "_Row", residual, common, layout) -> "Outcome":
+    def _own_step(self, row: "_Row", residual, common, layout) -> "_Outcome":
         """Every replica's step of its own inner optimizer; nothing is sent."""
 
         def of_one(given, common):
@@ -392,7 +404,7 @@ class _AdaptiveSync:
         common = common._replace(anchor=(), kept=())
         return _rows.over(of_one, self.mesh)((row, residual), common)[0]
 
-    def _reconcile_if(self, fire, outcome: "Outcome", row: "_Row", common, layout):
+    def _reconcile_if(self, fire, outcome: "_Outcome", row: "_Row", common, layout):
         """A sync that follows the replicas' own steps, if `fire` says so."""
         group = Group(_rows.axis_name(self.mesh), layout)
         sync: Callable[..., Any] = self.synchronizer.sync
@@ -448,6 +460,13 @@ class _AdaptiveSync:
                 inner_state,
                 common.kept,
                 part,
+            )
+            # If no replica takes part, nothing moves.
+            updates = _finite.or_zeros(part.someone, updates)
+            inner_state, kept = jax.tree.map(
+                lambda new, old: jnp.where(part.someone, new, old),
+                (inner_state, kept),
+                (row.inner_state, common.kept),
             )
             synced = _outcome(updates, inner_state, (), part, excluded=~able)
             return synced._replace(zeroed=synced.zeroed & healthy), kept
@@ -508,7 +527,7 @@ class _Look(NamedTuple):
     checksum: jax.Array
 
 
-class Outcome(NamedTuple):
+class _Outcome(NamedTuple):
     """One replica's step: its own, or what a sync made of it.
 
     Attributes:
@@ -528,11 +547,11 @@ class Outcome(NamedTuple):
 
 def _outcome(
     updates, inner_state, residual, part: Part | None = None, excluded: Any = False
-) -> Outcome:
+) -> _Outcome:
     """The outcome of a step, whose updates are finite: what is not becomes zero."""
     excluded = jnp.asarray(excluded)
     absent = jnp.array(False) if part is None else ~excluded & ~part.present
-    return Outcome(
+    return _Outcome(
         updates=_finite.finite_elements(updates),
         inner_state=inner_state,
         residual=residual,
@@ -591,25 +610,39 @@ def _refuse_copies(params: Any, inner_state: Any) -> None:
     A sync would move the parameters and not the copy, and the next step would take the
     replicas apart again.
     """
-    arrays = [*jax.tree.leaves(params), *jax.tree.leaves(inner_state)]
+    given = [x for x in jax.tree.leaves(params) if x.ndim > 1]
+    shapes = {x.shape for x in given}
+    kept = [
+        (path, x)
+        for path, x in jax.tree.leaves_with_path(inner_state)
+        if _finite.is_float(x) and x.shape in shapes
+    ]
+    arrays = [*given, *[x for _, x in kept]]
     if any(isinstance(x, Tracer) or not x.is_fully_addressable for x in arrays):
         return
-    for path, x in jax.tree.leaves_with_path(inner_state):
-        if not _finite.is_float(x) or x.ndim < 2:
-            continue
-        for param in jax.tree.leaves(params):
-            # Zeros and ones are everywhere; other numbers are copies.
-            if x.shape == param.shape and _is_copy(x, param):
-                name = jax.tree_util.keystr(path)
-                raise ValueError(
-                    f"The inner optimizer's state{name} is a copy of a parameter. A "
-                    "sync would move the parameters and leave the copy behind. Keep "
-                    "parameters in float32 and cast them in the loss, or put what "
-                    "keeps the copy around the optimizer."
-                )
+    digests = [(x.shape, *d) for x, d in zip(arrays, _digests(arrays), strict=True)]
+    known = {digest for digest in digests[: len(given)] if digest[-1]}
+    for (path, _), digest in zip(kept, digests[len(given) :], strict=True):
+        if digest in known:
+            raise ValueError(
+                f"The inner optimizer's state{jax.tree_util.keystr(path)} is a copy of "
+                "a parameter. A sync would move the parameters and leave the copy "
+                "behind. Keep parameters in float32 and cast them in the loss, or put "
+                "what keeps the copy around the optimizer."
+            )
 
 
-@jax.jit
-def _is_copy(x: jax.Array, param: jax.Array) -> jax.Array:
-    same = x.astype(jnp.float32) == param.astype(jnp.float32)
-    return jnp.all(same) & jnp.any(param != param.ravel()[0])
+def _digests(arrays: list[jax.Array]) -> list[tuple[int, bool]]:
+    """A checksum of each array in float32, and whether its elements differ.
+
+    Zeros and ones are everywhere; other equal arrays are copies.
+    """
+
+    @jax.jit
+    def of_all(arrays):
+        arrays = [x.astype(jnp.float32) for x in arrays]
+        differ = [jnp.max(x) > jnp.min(x) for x in arrays]
+        return [_checksum.of_array(x) for x in arrays], differ
+
+    sums, differ = jax.device_get(of_all(arrays))
+    return [(int(x), bool(y)) for x, y in zip(sums, differ, strict=True)]

@@ -1,4 +1,4 @@
-"""A number that changes with any array of a tree."""
+"""Numbers that change with any bit of an array, or of a tree."""
 
 from typing import Any
 
@@ -9,16 +9,33 @@ from jax import lax
 
 
 def of(tree: Any) -> jax.Array:
-    """The sum of the bits of all arrays, uint32[].
-
-    Integers, so it is the same in whatever order the compiler adds them up. Each array
-    counts with an odd factor of its own, so that two of them cannot change places.
-    """
+    """One number for all arrays of a tree, uint32[]."""
     total = jnp.zeros([], jnp.uint32)
     for index, x in enumerate(jax.tree.leaves(tree)):
-        bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-        words = bits.astype(jnp.uint32)
-        if x.dtype.itemsize == 8:
-            words += (bits >> 32).astype(jnp.uint32)
-        total += np.uint32(2 * index + 1) * jnp.sum(words, dtype=jnp.uint32)
+        # An odd factor of its own, so that two arrays cannot change places.
+        total += np.uint32(2 * index + 1) * of_array(x)
     return total
+
+
+def of_array(x: jax.Array) -> jax.Array:
+    """The sum of all words of an array, each mixed with its place, uint32[].
+
+    A sum of integers is the same in whatever order the compiler adds them up, and
+    however the array is sharded. A plain sum would not change where elements change
+    places, or change by amounts that add up to a multiple of 2^32, as in 2 x and -x.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    if jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize > 4:
+        # 64 bits become two words on a last axis.
+        x = lax.bitcast_convert_type(x, f"uint{min(32, 8 * x.dtype.itemsize)}")
+    words = x.astype(jnp.uint32)
+    place = jnp.zeros([], jnp.uint32)
+    for axis in range(words.ndim):
+        along = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        place = place * np.uint32(words.shape[axis]) + along
+    mixed = (words ^ (place * np.uint32(0x9E3779B9))) * np.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 15)) * np.uint32(0xC2B2AE35)
+    return jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)

@@ -1,16 +1,13 @@
 """CurvaDion: local Dion steps, synchronised when a momentum changes."""
 
-from __future__ import annotations  # types by the names that they are written with
-
 from typing import Any
 
 import jax
 import optax
 
-from curvadion_jax import _arguments, _partition, synchronizers, triggers
+from curvadion_jax import _arguments, _defaults, _partition, synchronizers, triggers
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import dion
-from curvadion_jax._local_muon import BUDGET, default_sync
 from curvadion_jax._rows import Replicas
 
 _RANK = 1.0
@@ -108,7 +105,7 @@ def curvadion(
     if budget is not None:
         _arguments.check_budget(budget)
     if threshold is None:
-        budget = BUDGET if budget is None else budget
+        budget = _defaults.BUDGET if budget is None else budget
         trigger = triggers.budget(
             budget, triggers.relative_momentum_change(0.1, dimension_numbers)
         )
@@ -116,7 +113,7 @@ def curvadion(
         trigger = triggers.relative_momentum_change(threshold, dimension_numbers)
     if decision_interval is not None:
         trigger = triggers.at_intervals(trigger, decision_interval)
-    synchronizer = default_sync(bits, synchronizer, mesh)
+    synchronizer = _defaults.sync(bits, synchronizer, mesh)
     inner = dion(
         learning_rate,
         _RANK if rank is None else rank,

@@ -4,8 +4,6 @@ Extra arguments of `update` tell of other replicas, and of this one's devices.
 `_power_iteration` has the step and the paper's symbols.
 """
 
-from __future__ import annotations  # types by the names that they are written with
-
 import functools
 from typing import Any, NamedTuple
 
@@ -18,6 +16,7 @@ from curvadion_jax import (
     _joined,
     _layout,
     _matrices,
+    _other_optimizer,
     _partition,
     _paths,
     _power_iteration,
@@ -255,7 +254,7 @@ def dion(
     _matrices.check_rank(rank)
     _arguments.check_numbers(below=1, momentum=momentum)
     _arguments.check_numbers(weight_decay=weight_decay)
-    other_optimizer = _partition.other_optimizer(
+    other_optimizer = _other_optimizer.choose(
         other_optimizer, learning_rate, adam_learning_rate, mu_dtype=mu_dtype
     )
 

@@ -1,24 +1,21 @@
 """Local Muon steps with evenly spaced, compressed syncs."""
 
-from __future__ import annotations  # types by the names that they are written with
-
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _partition, compressors, synchronizers, triggers
+from curvadion_jax import (
+    _arguments,
+    _defaults,
+    _other_optimizer,
+    _partition,
+    synchronizers,
+    triggers,
+)
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._muon import muon
 from curvadion_jax._rows import Replicas
-
-BUDGET = 0.01
-_BITS = 2
-# MuLoCo has 0.7 and 0.6; these lost less in benchmarks/communication.
-_OUTER_LEARNING_RATE, _OUTER_MOMENTUM = 1.0, 0.4
-# Dtype of the sync's state. It changes the loss by less than the spread over seeds.
-_DTYPE = jnp.bfloat16
 
 
 def local_muon(
@@ -67,7 +64,8 @@ def local_muon(
     Args:
       learning_rate: number or schedule.
       budget: bytes to send, as a fraction of an all-reduce of all gradients in float32
-        on every step. None means 0.01, a sync about every 7 steps. Not with `trigger`.
+        on every step. None means 0.01, a sync about every 7 steps; from about 0.07 on
+        every step is a sync. Not with `trigger`.
       bits: bits per element of the pseudo-gradients: 8, 4, 2 or 1. None means 2. For
         very small budgets (0.001), try 4. Cannot be combined with `synchronizer`.
       momentum: decay rate of the local momentum; a number in [0, 1) or a schedule. For
@@ -99,6 +97,7 @@ def local_muon(
         are given; at `init` and `update` as for :func:`adaptive_sync`.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from curvadion_jax import replicas
       >>> mesh = replicas.simulated(2)
       >>> tx = local_muon(0.5, budget=0.036, mesh=mesh)  # a sync costs 7%
@@ -123,7 +122,7 @@ def local_muon(
     _arguments.check_numbers(weight_decay=weight_decay)
     _arguments.check_numbers(below=1, momentum=momentum)
     _arguments.check_exclusive(budget=budget, trigger=trigger)
-    other_optimizer = _partition.other_optimizer(
+    other_optimizer = _other_optimizer.choose(
         other_optimizer,
         learning_rate,
         adam_learning_rate,
@@ -133,14 +132,14 @@ def local_muon(
     if budget is not None:
         _arguments.check_budget(budget)
     if trigger is None:
-        trigger = triggers.evenly(BUDGET if budget is None else budget)
+        trigger = triggers.evenly(_defaults.BUDGET if budget is None else budget)
 
     def matrices(numbers):
         return muon(
             learning_rate,
             numbers,
             beta=momentum,
-            eps=_partition.EPSILON,
+            eps=_other_optimizer.EPSILON,
             weight_decay=weight_decay,
             weight_decay_mask=weight_decay_mask,
             mu_dtype=mu_dtype,
@@ -149,28 +148,8 @@ def local_muon(
     return adaptive_sync(
         _partition.optimizer(matrices, other_optimizer, dimension_numbers),
         trigger,
-        default_sync(bits, synchronizer, mesh),
+        _defaults.sync(bits, synchronizer, mesh),
         mesh,
         before=before,
         specs=specs,
-    )
-
-
-def default_sync(
-    bits: int | None,
-    synchronizer: synchronizers.Synchronizer | None,
-    mesh: Replicas,
-) -> synchronizers.Synchronizer:
-    """The synchronizer of `local_muon` and `curvadion`, unless one is given."""
-    _arguments.check_exclusive(bits=bits, synchronizer=synchronizer)
-    if synchronizer is not None:
-        return synchronizer
-    outer = optax.sgd(
-        _OUTER_LEARNING_RATE, _OUTER_MOMENTUM, nesterov=True, accumulator_dtype=_DTYPE
-    )
-    return synchronizers.reconcile(
-        # With one replica an outer step would only change the inner optimizer.
-        None if mesh is None else outer,
-        compressor=compressors.quantize(_BITS if bits is None else bits),
-        residual_dtype=_DTYPE,
     )

@@ -106,13 +106,16 @@ def restarted(
 
     Integers and single numbers stay, such as counts of steps and hyperparameters.
     """
-    if not jax.tree.leaves(anchor):
-        return state
-    # Q as a cosine transform: to draw it takes longer to compile than a sync.
-    cosines = lambda dion: dion._replace(
-        dion_q=jax.tree.map(_power_iteration.cosines, dion.dion_q)
+
+    def cosines(q):
+        # To draw Q takes longer to compile than a sync. (A state of Dion without
+        # matrices has a number in its place.)
+        return _power_iteration.cosines(q) if q.ndim > 1 else q
+
+    fresh = _momentum.with_dion(
+        inner.init(anchor),
+        lambda dion: dion._replace(dion_q=jax.tree.map(cosines, dion.dion_q)),
     )
-    fresh = _momentum.with_dion(inner.init(anchor), cosines)
 
     def choose(x, new):
         if not _finite.is_float(x):

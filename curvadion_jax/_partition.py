@@ -11,15 +11,13 @@ from typing import Any
 import jax
 import optax
 
-from curvadion_jax import _arguments, _matrices, _paths, _trees
+from curvadion_jax import _matrices, _paths, _trees
 from curvadion_jax import dimension_numbers as rules
 
 DimensionNumbers = rules.DimensionNumbers
 DimensionNumbersOrFn = Any | Callable[[optax.Params], Any] | None
 """A tree (or prefix) of DimensionNumbers and None, a function of the parameters that
 returns one, or None for `dimension_numbers.default`."""
-
-EPSILON = 1e-7  # of AdamW and Muon; 1e-8, Optax's, is zero in float16
 
 
 def is_default(dimension_numbers: DimensionNumbersOrFn) -> bool:
@@ -116,32 +114,6 @@ def describe_partition(
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join(lines)
-
-
-def other_optimizer(
-    given: optax.GradientTransformation | None,
-    learning_rate: optax.ScalarOrSchedule,
-    adam_learning_rate: optax.ScalarOrSchedule | None,
-    eps: jax.typing.ArrayLike = EPSILON,
-    mu_dtype: jax.typing.DTypeLike | None = None,
-    nesterov: bool = False,
-) -> optax.GradientTransformation:
-    """The optimizer of embeddings, heads, norms and biases; AdamW if none is given.
-
-    Without `adam_learning_rate` AdamW has the learning rate of the matrices.
-    """
-    _arguments.check_exclusive(
-        adam_learning_rate=adam_learning_rate, other_optimizer=given
-    )
-    _arguments.check_numbers(
-        learning_rate=learning_rate, adam_learning_rate=adam_learning_rate
-    )
-    if given is not None:
-        return given
-    rate = learning_rate if adam_learning_rate is None else adam_learning_rate
-    return optax.adamw(
-        rate, 0.9, 0.95, eps, weight_decay=0.0, mu_dtype=mu_dtype, nesterov=nesterov
-    )
 
 
 def optimizer(

@@ -19,6 +19,7 @@ from curvadion_jax.synchronizers import AfterStep, Synchronizer
 def placed(
     state: Any,
     inner: optax.GradientTransformation,
+    before: optax.GradientTransformation,
     synchronizer: Synchronizer,
     params: Any,
     mesh: Replicas,
@@ -46,6 +47,7 @@ def placed(
     scalars = lambda tree: jax.tree.map(lambda x: x if x.ndim else common(x), tree)
     state = state._replace(
         inner_state=_like_params(state.inner_state, inner, specs, row),
+        before_state=_like_params(state.before_state, before, specs, row),
         trigger_state=scalars(state.trigger_state),
     )
     if not isinstance(synchronizer, AfterStep):

@@ -16,12 +16,11 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _memory, _paths
+from curvadion_jax import _checksum, _memory, _paths
 from curvadion_jax.replicas import _recover
 
 _FORMAT = 4
@@ -259,25 +258,7 @@ def _on_host(x: jax.Array) -> int:
     return int(np.asarray(x.addressable_data(0)))
 
 
-@jax.jit
-def _digest(x: jax.Array) -> jax.Array:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    if jnp.iscomplexobj(x):
-        x = jnp.stack([x.real, x.imag], axis=-1)
-    if jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize > 4:
-        bits = min(32, 8 * x.dtype.itemsize)
-        x = jax.lax.bitcast_convert_type(x, f"uint{bits}")
-    words = x.astype(jnp.uint32)
-    place = jnp.zeros([], jnp.uint32)
-    for axis in range(words.ndim):
-        along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-        place = place * np.uint32(words.shape[axis]) + along
-    # Each word is permuted, in a way of its place: one changed word changes the sum.
-    mixed = (words ^ (place * np.uint32(0x9E3779B9))) * np.uint32(0x85EBCA6B)
-    mixed = (mixed ^ (mixed >> 15)) * np.uint32(0xC2B2AE35)
-    mixed = mixed ^ (mixed >> 13)
-    return jnp.sum(mixed, dtype=jnp.uint32)
+_digest = jax.jit(_checksum.of_array)
 
 
 def _crc32(notes: Any) -> int:

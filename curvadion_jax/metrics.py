@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from curvadion_jax import _paths
+from curvadion_jax.compressors import Payload
 
 __all__ = ["Counters", "Report", "observe", "read"]
 
@@ -71,8 +72,8 @@ class Costs(NamedTuple):
 
     def of_sync(self, replicas: int) -> float:
         """A sync's bytes over those of an all-reduce of all gradients in float32."""
-        averaged = self.averaged + self.gathered * replicas / 2
-        return averaged / max(self.gradients, 1)
+        payload = Payload(self.averaged, self.gathered)
+        return payload.as_averaged(replicas) / max(self.gradients, 1)
 
     def as_words(self) -> jax.Array:
         return jnp.array([divmod(number, _WORD) for number in self], jnp.int32)
@@ -273,7 +274,7 @@ def read(opt_state: Any, params: Any = None) -> Report:
         report["alike"] = True
     if len({*np.atleast_1d(found.anchor_checksum).tolist()}) > 1:
         report["anchors_differ"] = True
-    return Report(report)
+    return report
 
 
 def _as_number(x: Any) -> float:

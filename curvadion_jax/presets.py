@@ -10,15 +10,20 @@ same in all of them:
 * learning rates: a number or a schedule of steps; outer ones of syncs.
 """
 
-from __future__ import annotations  # types by the names that they are written with
-
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _momentum, _partition, synchronizers, triggers
+from curvadion_jax import (
+    _arguments,
+    _momentum,
+    _other_optimizer,
+    _partition,
+    synchronizers,
+    triggers,
+)
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import dion
 from curvadion_jax._muon import muon
@@ -390,7 +395,7 @@ def _muon(
         lambda numbers: muon(
             learning_rate, numbers, beta=momentum, weight_decay=weight_decay
         ),
-        _partition.other_optimizer(
+        _other_optimizer.choose(
             None, learning_rate, adam_learning_rate, 1e-8, nesterov=True
         ),
         dimension_numbers,

@@ -300,6 +300,8 @@ def budget(
 def at_least_every(trigger: Trigger, k: int) -> Trigger:
     """Synchronises when the trigger says so, and at the latest k steps after a sync.
 
+    With `at_intervals` that is at the next vote.
+
     Args:
       trigger: one that measures something.
       k: largest number of steps from one sync to the next, at least 1.

@@ -213,10 +213,10 @@ MUTANTS = {
     ),
     # Optimizers.
     "b2 is 0.999": Mutant(
-        "_partition.py", "rate, 0.9, 0.95, eps", "rate, 0.9, 0.999, eps", WRAPPERS
+        "_other_optimizer.py", "rate, 0.9, 0.95, eps", "rate, 0.9, 0.999, eps", WRAPPERS
     ),
     "adam has the rate of the matrices": Mutant(
-        "_partition.py",
+        "_other_optimizer.py",
         "rate = learning_rate if adam_learning_rate is None else adam_learning_rate",
         "rate = learning_rate",
         WRAPPERS,

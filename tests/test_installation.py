@@ -34,23 +34,27 @@ import optax
 
 import curvadion_jax as cd
 
-tx = cd.local_muon(0.1, budget=0.01, axis_name="replica")
-params = {"kernel": jnp.ones((4, 3))}
-mesh = cd.replicas.make_mesh(jax.device_count())
-state = cd.replicas.replicate((params, tx.init(params)), mesh)
+mesh = cd.replicas.make_mesh()
+tx = cd.local_muon(0.1, budget=0.01, mesh=mesh)
+params = cd.replicas.replicate({"kernel": jnp.ones((4, 3))}, mesh)
+opt_state = tx.init(params)
 
 
-def train(state, batch):
-    params, opt_state = state
-    grads = jax.grad(lambda p: jnp.sum((batch @ p["kernel"]) ** 2))(params)
+def loss_fn(params, batch):
+    return jnp.sum((batch @ params["kernel"]) ** 2)
+
+
+@jax.jit
+def step(params, opt_state, batch):
+    grads = cd.replicas.map(jax.grad(loss_fn), mesh)(params, batch)
     updates, opt_state = tx.update(grads, opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), {}
+    return optax.apply_updates(params, updates), opt_state
 
 
-step = cd.replicas.step(train, mesh)
 for _ in range(2):
-    state, _ = step(state, jnp.ones((2, 4)))
-print(cd.__version__, cd.metrics.read(state[1])["steps"], cd.__file__)
+    batch = jnp.ones((jax.device_count(), 2, 4))
+    params, opt_state = step(params, opt_state, batch)
+print(cd.__version__, cd.metrics.read(opt_state)["steps"], cd.__file__)
 """
 
 

@@ -67,8 +67,9 @@ def audit(
     rows, and average on the host).
 
     Args:
-      step: the training step, jitted or not; or the compiled one, such as
-        ``jax.jit(step).lower(*arguments).compile()``, which is not compiled again.
+      step: the training step, jitted (also by `nnx.jit`) or not; or the compiled one,
+        such as ``step.lower(*arguments).compile()``, which is not compiled again. What
+        it computes and does not return is no part of its program.
       mesh: mesh of the replicas, from :func:`make_mesh`.
       *arguments: what it is called with; none with a compiled step. They are not
         changed, nor is it run.
@@ -94,10 +95,12 @@ def audit(
             "Without one nothing is sent."
         )
     _rows.check_mesh(mesh)
-    if isinstance(step, jax.stages.Compiled):
-        compiled = step
-    else:
-        compiled = jax.jit(step).lower(*arguments).compile()
+    compiled: Any = step
+    if not hasattr(step, "as_text"):
+        # Its own `lower`, if it is jitted: what `nnx.jit` changes in place is an output
+        # there, and would be dropped as unused by another jit around it.
+        lower = getattr(step, "lower", None) or jax.jit(step).lower
+        compiled = lower(*arguments).compile()
     axis = list(mesh.shape).index(AXIS)
     replica = np.indices(mesh.devices.shape)[axis].ravel()  # of every device
     return read_program(compiled.as_text() or "", replica)

@@ -8,7 +8,7 @@ import jax
 import optax
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import Mesh
+from jax.sharding import NamedSharding
 
 from curvadion_jax import _rows
 from curvadion_jax._rows import AXIS, Replicas
@@ -33,8 +33,10 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
 
     Raises:
       ValueError: if an argument has no row for each replica; if the function uses
-        traced values that are not its arguments, such as a batch from outside, of which
-        every replica would take all; or if it communicates over the replica axis.
+        traced values, or rows, that are not its arguments, such as a batch from
+        outside, of which every replica would take all; or if it communicates over the
+        replica axis. Differentiate inside, ``map(jax.grad(f), mesh)``: around `map`
+        nothing looks at what `jax.grad` adds.
 
     Example:
       >>> import jax.numpy as jnp
@@ -62,16 +64,24 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
         results = jaxpr_as_fun(program)(*jax.tree.leaves((rows, common)))
         return jax.tree.unflatten(jax.tree.structure(shapes), results), ()
 
+    mapped = _over_model(of_one, mesh)
+
     def run(*rows, **common):
         for index, argument in enumerate(rows):
             _rows.check_rows(argument, mesh, f"Argument {index}")
-        if isinstance(mesh, Mesh) and _rows.explicit_axes(mesh):
-            # JAX gathers arrays over Explicit axes at the boundary of a shard_map.
-            mapped = jax.vmap(of_one, (0, None), axis_name=AXIS, spmd_axis_name=AXIS)
-            return jax.jit(mapped)(rows, common)[0]
-        return _rows.over(of_one, mesh)(rows, common)[0]
+        return mapped(rows, common)[0]
 
     return run
+
+
+def _over_model(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
+    """`_rows.over`, for arrays that lie over Explicit axes as the model says."""
+    if _rows.explicit_axes(mesh):
+        # JAX gathers arrays over Explicit axes at the boundary of a shard_map.
+        return jax.jit(
+            jax.vmap(function, (0, None), axis_name=AXIS, spmd_axis_name=AXIS)
+        )
+    return _rows.over(function, mesh)
 
 
 def lift(
@@ -108,16 +118,21 @@ def lift(
     _rows.check_mesh(mesh)
     of_one = optax.with_extra_args_support(transformation)
 
-    def update_one(updates, state, params, own, *, common):
-        return of_one.update(updates, state, params, **own, **common)
-
+    # Not by `map`, which refuses traced values from outside: hyperparameters may be.
     def init(params):
-        return map(of_one.init, mesh)(params)
+        _rows.check_rows(params, mesh, "Parameter")
+        run = _over_model(lambda params, _: (of_one.init(params), ()), mesh)
+        return run(params, ())[0]
+
+    def update_one(row, common):
+        updates, state, params, own = row
+        return of_one.update(updates, state, params, **own, **common), ()
 
     def update(updates, state, params=None, **extra_args):
         own = {name: extra_args.pop(name) for name in rows if name in extra_args}
-        run = map(update_one, mesh)
-        return run(updates, state, params, own, common=extra_args)
+        _rows.check_rows((updates, own), mesh, "Argument ")
+        row = updates, state, params, own
+        return _over_model(update_one, mesh)(row, extra_args)[0]
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -138,13 +153,21 @@ def _explain_captured(error: Exception, function: Callable[..., Any]) -> None:
 
 
 def _refuse_captured(constants: Any) -> None:
-    captured = [jax.typeof(x).str_short() for x in constants if isinstance(x, Tracer)]
+    def has_rows(x):
+        sharding = getattr(x, "sharding", None)
+        return isinstance(sharding, NamedSharding) and AXIS in sharding.spec
+
+    captured = [
+        jax.typeof(x).str_short()
+        for x in constants
+        if isinstance(x, Tracer) or has_rows(x)
+    ]
     if captured:
         raise ValueError(
-            "The function given to replicas.map uses traced values that are not its "
+            "The function given to replicas.map uses arrays that are not its "
             f"arguments: {', '.join(captured[:3])}. Each replica would take all "
             "of them. Pass rows as arguments, map(f, mesh)(params, batch), and what is "
-            "common by keyword, map(f, mesh)(params, batch, key=key)."
+            "common by keyword, map(f, mesh)(params, batch, step=step)."
         )
 
 

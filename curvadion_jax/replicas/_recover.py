@@ -74,8 +74,8 @@ def resize(state: Any, mesh: Replicas) -> Any:
       The state with rows of the new number.
 
     Raises:
-      ValueError: if the new number is no multiple or divisor of the old one, or `mesh`
-        is None.
+      ValueError: if the new number is no multiple or divisor of the old one, if arrays
+        have rows in different numbers, or if `mesh` is None.
 
     Example:
       >>> from curvadion_jax import replicas
@@ -88,6 +88,7 @@ def resize(state: Any, mesh: Replicas) -> Any:
     if mesh is None:
         raise ValueError("resize needs a mesh, from make_mesh or simulated.")
     replicas = _rows.count(mesh)
+    _check_one_number(state)
 
     def resized(x, kind):
         is_row = kind != "common"
@@ -95,6 +96,22 @@ def resize(state: Any, mesh: Replicas) -> Any:
         return _placed(new, x, mesh, is_row)
 
     return jax.tree.map(resized, state, row_kinds(state))
+
+
+def _check_one_number(state: Any) -> None:
+    """Rejects rows in different numbers: some of them are no rows."""
+    kinds = jax.tree.leaves(row_kinds(state))
+    found: dict[tuple[int, ...], str] = {}
+    pairs = zip(jax.tree.leaves_with_path(state), kinds, strict=True)
+    for (path, x), kind in pairs:
+        if kind != "common":
+            found.setdefault(jnp.shape(x)[:1], jax.tree_util.keystr(path))
+    if len(found) > 1 or () in found:
+        shown = [f"{path} has {length}" for length, path in found.items()]
+        raise ValueError(
+            f"Rows are in different numbers: {', '.join(shown[:3])}. Resize what has a "
+            "row for each replica, and leave out what is common to all."
+        )
 
 
 def row_kinds(state: Any) -> Any:

@@ -141,6 +141,20 @@ def test_where_nobody_takes_part_nothing_moves_but_replicas_by_themselves(kind, 
     assert after.counters.syncs == 4
 
 
+@pytest.mark.parametrize("preset", ["synchronous_adamw", "synchronous_dion"])
+def test_where_nobody_takes_part_in_a_mean_nothing_moves(preset):
+    """Neither by momenta nor by weight decay."""
+    mesh = cd.replicas.simulated(2)
+    tx = getattr(cd.presets, preset)(0.1, weight_decay=0.1, mesh=mesh)
+    params = {"w": np.float32(np.arange(12).reshape(3, 4))}
+    rows = {"w": np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)}
+    weights = [BOTH, 0 * BOTH]
+    first, second = helpers.run(tx, mesh, params, [rows, rows], weight=weights)
+    helpers.assert_bitwise(second[0], first[0])
+    helpers.assert_bitwise(second[1].common, first[1].common)
+    assert np.any(first[0]["w"] != params["w"])
+
+
 @pytest.mark.parametrize("synchronizer", [reconcile(NESTEROV), average_gradients()])
 def test_where_all_are_excluded_nothing_moves(synchronizer):
     def spoil(index, state):

@@ -62,6 +62,7 @@ def test_a_signal_saves_and_the_same_command_goes_on_to_the_same_result(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # it compiles for two numbers of replicas
 def test_a_run_goes_on_with_another_number_of_replicas(text, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         disturb(patch, 3, lambda: signal.raise_signal(signal.SIGINT))

@@ -89,6 +89,8 @@ def case(name):
     return pytest.param(name, id=words, marks=[] if quick else [pytest.mark.slow])
 
 
+# Its parameters have no names, and some three axes.
+@pytest.mark.filterwarnings("ignore::curvadion_jax.dimension_numbers.PartitionWarning")
 @pytest.mark.parametrize("name", [case(name) for name in NAMES])
 def test_contract(name):
     try:

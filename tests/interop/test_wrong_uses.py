@@ -172,7 +172,7 @@ CASES = {
     ),
     "batch from outside": (
         lambda: jax.eval_shape(capturing, ROWS, jnp.ones((2, 4))),
-        *(ValueError, "traced values that are not its arguments"),
+        *(ValueError, "arrays that are not its arguments"),
     ),
     "mean inside map": (
         lambda: mapped(communicating, ROWS),

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,6 +31,27 @@ def audit(tx, wrap=lambda step: step, batch=GRADIENTS):
 
 def kinds(messages):
     return sorted((x.kind, x.arrays) for x in messages)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_nnx_changes_in_place_is_part_of_the_program(compiled):
+    """The step returns nothing; the trap of clipping around the optimizer is seen."""
+    tx = optax.chain(NORM, local_sgd())
+    model = nnx.Linear(3, 5, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    model = nnx.merge(graph, cd.replicas.replicate(state, MESH))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        optimizer.update(model, nnx.state(model, nnx.Param))
+
+    if compiled:
+        found = cd.replicas.audit(step.lower(model, optimizer).compile(), MESH)
+    else:
+        found = cd.replicas.audit(step, MESH, model, optimizer)
+    assert [x.kind for x in found.every_step] == ["all-reduce"]
+    assert len(found.sync) == 2
 
 
 SYNC = kinds(audit(local_sgd()).sync)

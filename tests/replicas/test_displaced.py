@@ -135,8 +135,21 @@ def swapped(state, new):
     }, new[1]
 
 
+def to_all(function):
+    """A change of every parameter, whose bits may add up to the same sum."""
+    return lambda state, new: (jax.tree.map(function, new[0]), new[1])
+
+
 @pytest.mark.parametrize(
-    ("change", "expected"), [(old_state, [1, 1]), (one_bit, [0, 1]), (swapped, [1, 1])]
+    ("change", "expected"),
+    [
+        pytest.param(old_state, [1, 1], id="old state"),
+        pytest.param(one_bit, [0, 1], id="one bit"),
+        pytest.param(swapped, [1, 1], id="swapped arrays"),
+        pytest.param(to_all(lambda x: -x), [1, 1], id="negated"),
+        pytest.param(to_all(lambda x: 2 * x), [1, 1], id="doubled"),
+        pytest.param(to_all(lambda x: x[:, ::-1]), [1, 1], id="swapped elements"),
+    ],
 )
 def test_any_other_change_is_counted_once(change, expected):
     tx = reconciling()

@@ -117,8 +117,17 @@ def test_traced_parameters_that_are_no_arguments_are_refused():
     def step(params, x):
         return replicas.map(lambda x: loss_fn(row(params, 0), x), SMALL)(x)
 
-    with pytest.raises(ValueError, match="uses traced values"):
+    with pytest.raises(ValueError, match="uses arrays that are not its"):
         jax.jit(step)(PARAMS, X[:2])
+
+
+def test_rows_that_are_no_arguments_are_refused_outside_of_jit():
+    mesh = replicas.make_mesh(REPLICAS)
+    batch = replicas.split(jnp.ones((2 * REPLICAS, 3)), mesh)
+    params = replicas.replicate(jnp.ones(3), mesh)
+    run = replicas.map(jax.grad(lambda p: jnp.sum(batch) * jnp.sum(p)), mesh)
+    with pytest.raises(ValueError, match="uses arrays that are not its"):
+        run(params)
 
 
 @pytest.mark.parametrize("value", [np.zeros((3, 2)), np.zeros(()), 1.0], ids=str)
@@ -205,6 +214,17 @@ def test_a_lifted_state_has_rows():
     updates, state = adam.update(params, state, params)
     assert state[0].count.tolist() == [1, 1]
     chex.assert_trees_all_equal_shapes(updates, params)
+
+
+def test_a_lifted_transformation_may_have_injected_hyperparameters():
+    make = lambda rate: replicas.lift(optax.scale(rate), SMALL)
+    tx = optax.inject_hyperparams(make)(rate=optax.linear_schedule(1.0, 0.0, 2))
+    rows, found = jnp.ones((2, 3)), []
+    state = tx.init(rows)
+    for _ in range(2):
+        updates, state = jax.jit(tx.update)(rows, state)
+        found.append(float(updates[1, 2]))
+    assert found == [1.0, 0.5]
 
 
 def test_extra_arguments_that_are_rows_are_named():

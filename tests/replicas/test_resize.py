@@ -88,6 +88,12 @@ def test_another_number_than_a_multiple_or_divisor_is_refused(number):
         cd.replicas.resize(state, None)
 
 
+def test_rows_in_different_numbers_are_refused():
+    state = {"w": jnp.ones((8, 3)), "key": jnp.zeros(2, jnp.uint32)}
+    with pytest.raises(ValueError, match="different numbers"):
+        cd.replicas.resize(state, cd.replicas.simulated(4))
+
+
 def test_arrays_stay_divided_within_a_replica():
     mesh = cd.replicas.make_mesh(2, {"fsdp": 2})
     spec = P(AXIS, None, "fsdp")

@@ -26,30 +26,29 @@ HALF_A_CODE = 3 * 0.5 / 127
 
 
 def in_one_program(outer, compressor):
+    mesh = cd.replicas.make_mesh(SITES)
     tx = cd.adaptive_sync(
         INNER,
         cd.triggers.every_k(EVERY),
         cd.synchronizers.reconcile(outer, compressor=compressor),
-        cd.replicas.AXIS,
+        mesh,
     )
-    mesh = cd.replicas.make_mesh(SITES)
 
-    def step(state, target):
-        params, opt_state = state
-        gradients = jax.tree.map(lambda x, y: x - y[0], params, target)
+    @jax.jit
+    def step(params, opt_state, target):
+        gradients = jax.tree.map(jnp.subtract, params, target)
         updates, opt_state = tx.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), ()
+        return optax.apply_updates(params, updates), opt_state
 
-    run = cd.replicas.step(step, mesh)
-    params = start_params()
-    state = cd.replicas.replicate((params, tx.init(params)), mesh)
+    params = cd.replicas.replicate(start_params(), mesh)
+    opt_state = tx.init(params)
     for index in range(STEPS):
         targets = [target(number, index) for number in range(SITES)]
-        state, _ = run(state, jax.tree.map(lambda *x: jnp.stack(x), *targets))
+        targets = jax.tree.map(lambda *x: jnp.stack(x), *targets)
+        params, opt_state = step(params, opt_state, targets)
         if (index + 1) % EVERY == 0:
-            anchor = cd.replicas.anchor(state[1])
-            state = cd.replicas.replicate(anchor, mesh), state[1]
-    return cd.replicas.anchor(state[1])
+            params = cd.replicas.replicate(cd.replicas.anchor(opt_state), mesh)
+    return cd.replicas.anchor(opt_state)
 
 
 @pytest.mark.parametrize(
