@@ -171,7 +171,8 @@ class _AdaptiveSync:
             state = jax.jit(lambda params: self._initial_state(params, layout))(params)
             if self.mesh is not None:
                 _refuse_unequal(state.counters.checksum)
-                _refuse_copies(params, state.inner_state)
+                if self.reconciles:  # other syncs move no parameters by themselves
+                    _refuse_copies(params, state.inner_state)
             return state
 
         if _rows.explicit_axes(self.mesh):
