@@ -207,6 +207,10 @@ class _AdaptiveSync:
                 checksum, self._costs(params, inner_state, layout)
             ),
         )
+        return self._placed(state, params, layout)
+
+    def _placed(self, state: AdaptiveSyncState, params, layout: Layout):
+        """The state, where its arrays lie on the mesh."""
         return _placement.placed(
             state,
             self.inner,
@@ -307,16 +311,7 @@ class _AdaptiveSync:
                 checksum=self._checksum_after(params, updates),
             ),
         )
-        state = _placement.placed(
-            state,
-            self.inner,
-            self.before,
-            self.synchronizer,
-            params,
-            self.mesh,
-            layout,
-        )
-        return updates, state
+        return updates, self._placed(state, params, layout)
 
     def _costs(self, params, inner_state, layout: Layout) -> metrics.Costs:
         """The bytes of a sync, of a vote, and of all gradients in float32."""
