@@ -447,22 +447,20 @@ class _AdaptiveSync:
             healthy = inner_sound & _finite.all_finite(row.params)
             able = healthy & row.finite
             part = _participation.take_part(group, row.weight, healthy, able)
-            inner_state = _participation.restarted(
+            before = _participation.restarted(
                 self.inner, row.params, row.inner_state, inner_sound
             )
+            take = self._take(row.params, common, layout)
             updates, inner_state, kept = sync(
-                self._take(row.params, common, layout),
-                row.gradients,
-                inner_state,
-                common.kept,
-                part,
+                take, row.gradients, before, common.kept, part
             )
-            # If no replica takes part, nothing moves.
+            # If no replica takes part, nothing moves. (Where all states were not
+            # finite, all have begun again, and take part in the next sync.)
             updates = _finite.or_zeros(part.someone, updates)
             inner_state, kept = jax.tree.map(
                 lambda new, old: jnp.where(part.someone, new, old),
                 (inner_state, kept),
-                (row.inner_state, common.kept),
+                (before, common.kept),
             )
             synced = _outcome(updates, inner_state, (), part, excluded=~able)
             return synced._replace(zeroed=synced.zeroed & healthy), kept

@@ -155,6 +155,22 @@ def test_where_nobody_takes_part_in_a_mean_nothing_moves(preset):
     assert np.any(first[0]["w"] != params["w"])
 
 
+def test_where_all_momenta_are_spoilt_all_begin_again():
+    """Nobody takes part in that step, and all in the next."""
+    mesh = cd.replicas.simulated(2)
+    tx = sgd(average_gradients(), rate=0.1, momentum=0.9)(mesh)
+    rows, state = helpers.start(tx, PARAMS, mesh)
+    nan = lambda x: jnp.full_like(x, jnp.nan)
+    state = state._replace(inner_state=jax.tree.map(nan, state.inner_state))
+    (tree,) = gradients(1)
+    first, state = tx.update(tree, state, rows)
+    assert not np.any(first["w"])
+    second, state = tx.update(tree, state, rows)
+    mean = np.broadcast_to(tree["w"].mean(0), tree["w"].shape)
+    np.testing.assert_allclose(second["w"], -0.1 * mean, atol=ATOL)
+    assert state.counters.excluded.tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("synchronizer", [reconcile(NESTEROV), average_gradients()])
 def test_where_all_are_excluded_nothing_moves(synchronizer):
     def spoil(index, state):
