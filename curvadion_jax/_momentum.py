@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from curvadion_jax import _paths
+from curvadion_jax import _paths, _trees
 from curvadion_jax._dion import DionState
 
 _FIELDS = ("momentum", "trace", "mu")
@@ -72,19 +72,13 @@ def after_local_step(
     return update(gradients, state, momentum_only=True)[1]
 
 
-def _is_dion(node: Any) -> bool:
-    return isinstance(node, DionState)
-
-
 def dion_states(state: optax.OptState) -> list[DionState]:
     """Dion's states in the state of an optimizer."""
-    return [x for x in jax.tree.leaves(state, is_leaf=_is_dion) if _is_dion(x)]
+    return _trees.nodes_of(DionState, state)
 
 
 def with_dion(
     state: optax.OptState, function: Callable[[DionState], DionState]
 ) -> optax.OptState:
     """Replaces Dion's states in the state of an optimizer, in order."""
-    return jax.tree.map(
-        lambda x: function(x) if _is_dion(x) else x, state, is_leaf=_is_dion
-    )
+    return _trees.map_nodes(DionState, function, state)

@@ -1,6 +1,7 @@
-"""Checks of trees by shapes and dtypes, and the dtypes to compute in."""
+"""Trees: their checks, their nodes of one class, and the dtypes to compute in."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,6 +47,18 @@ def check_shapes(tree: Any, expected: Any, what: str) -> None:
                 f"{what} {name!r} is {shape}, expected {other}. Pass gradients and "
                 "state of these parameters."
             )
+
+
+def nodes_of(kind: type, tree: Any) -> list[Any]:
+    """The outermost nodes of a tree that are of this class."""
+    is_one = lambda node: isinstance(node, kind)
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
+
+
+def map_nodes(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Maps the outermost nodes of this class, and leaves all else as it is."""
+    is_one = lambda node: isinstance(node, kind)
+    return jax.tree.map(lambda x: function(x) if is_one(x) else x, tree, is_leaf=is_one)
 
 
 def like(tree: Any, other: Any) -> Any:

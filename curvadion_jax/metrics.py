@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from curvadion_jax import _paths
+from curvadion_jax import _paths, _trees
 from curvadion_jax.compressors import Payload
 
 __all__ = ["Counters", "Report", "observe", "read"]
@@ -172,9 +172,7 @@ def observe(opt_state: Any) -> Counters:
     Raises:
       ValueError: if it holds none, or several.
     """
-    is_counters = lambda node: isinstance(node, Counters)
-    nodes = jax.tree.leaves(opt_state, is_leaf=is_counters)
-    found = [node for node in nodes if is_counters(node)]
+    found = _trees.nodes_of(Counters, opt_state)
     if len(found) != 1:
         raise ValueError(
             f"A {type(opt_state).__name__} holds the states of {len(found)} optimizers "

@@ -108,9 +108,7 @@ def anchor(opt_state: Any) -> Any:
       >>> anchor(state)["w"].tolist()
       [[1.0, 1.0], [1.0, 1.0]]
     """
-    is_state = lambda node: isinstance(node, AdaptiveSyncState)
-    nodes = jax.tree.leaves(opt_state, is_leaf=is_state)
-    anchors = [node.anchor for node in nodes if is_state(node)]
+    anchors = [x.anchor for x in _trees.nodes_of(AdaptiveSyncState, opt_state)]
     anchors = [tree for tree in anchors if jax.tree.leaves(tree)]
     if len(anchors) != 1:
         raise ValueError(

@@ -231,13 +231,10 @@ def offload(opt_state: Any) -> Any:
         return jax.device_put(x, x.sharding.with_memory_kind(_memory.HOST_KIND))
 
     def of_state(node):
-        if not isinstance(node, AdaptiveSyncState):
-            return node
         return node._replace(
             anchor=jax.tree.map(to_host, node.anchor),
             common=jax.tree.map(to_host, node.common),
             residual=jax.tree.map(to_host, node.residual),
         )
 
-    is_state = lambda node: isinstance(node, AdaptiveSyncState)
-    return jax.tree.map(of_state, opt_state, is_leaf=is_state)
+    return _trees.map_nodes(AdaptiveSyncState, of_state, opt_state)
