@@ -5,6 +5,7 @@ Extra arguments of `update` tell of other replicas, and of this one's devices.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,14 +17,16 @@ from curvadion_jax import (
     _joined,
     _layout,
     _matrices,
+    _orthonormalize,
     _other_optimizer,
     _partition,
     _paths,
     _power_iteration,
     _trees,
-    _within_replica,
+    _whole_matrices,
 )
 from curvadion_jax._layout import Layout
+from curvadion_jax._matrices import MatrixView, Named
 from curvadion_jax._power_iteration import ReduceFn
 
 # The default is None: `optax.inject_hyperparams` would trace a number.
@@ -158,7 +161,7 @@ def scale_by_dion(
             joined.together(total),
             joined.together(qs),
             feedback=1 - momentum if error_feedback else None,
-            bases=functools.partial(_within_replica.bases, views=views, layout=layout),
+            bases=functools.partial(_bases, views=views, layout=layout),
             keep_whole=layout.keep_whole,
             reduce_fn=joined.reduce_fn(reduce_fn),
             precision=precision,
@@ -187,13 +190,31 @@ def _initial_qs(params, views, rank: int | float, dtype) -> Any:
     return jax.tree.map(initial, params, is_leaf=_paths.is_box)
 
 
+def _bases(
+    products: Named, *, views: Mapping[str, MatrixView], layout: Layout
+) -> Named:
+    """Orthonormal bases of B Q; each device of a replica makes some of them.
+
+    Left to itself, the compiler makes all of them on every device where an axis shards
+    the matrix along its other side. `views` and `layout` are the parameters'.
+    """
+    made_of = {name: (view.shape, view.p_axes) for name, view in views.items()}
+    found = _whole_matrices.by_matrix(
+        lambda stacks: _joined.by_shape(_orthonormalize.cholesky_qr, stacks),
+        products,
+        {name: _matrices.make_view(x.shape, -2, -1) for name, x in products.items()},
+        layout.of_factors(products, made_of),
+    )
+    return {name: layout.keep_whole(x) for name, x in found.items()}
+
+
 def _accumulate(momentum: jax.Array, gradient: jax.Array, decay) -> jax.Array:
     """Computes decay M + G in at least float32."""
     dtype = _trees.promoted(jnp.float32, momentum.dtype, gradient.dtype)
     return jnp.asarray(decay, dtype) * momentum.astype(dtype) + gradient.astype(dtype)
 
 
-def _like(tree: Any, new: _matrices.Named) -> Any:
+def _like(tree: Any, new: Named) -> Any:
     """Returns arrays by path in the structure and the dtypes of a tree."""
     return _paths.map_with_path(lambda name, x: new[name].astype(x.dtype), tree)
 

@@ -8,11 +8,12 @@ Joining writes M + G to the stack, one more pass over memory where that is not f
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType
 
 from curvadion_jax._matrices import MadeOf, MatrixView, Named
@@ -92,3 +93,32 @@ def _devices(x: jax.Array) -> int:
     mesh = jax.typeof(x).sharding.mesh
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return math.prod(size for size, kind in axes if kind != AxisType.Manual)
+
+
+def by_shape(
+    function: Callable[[jax.Array], jax.Array],
+    stacks: list[jax.Array],
+    largest: int | None = None,
+) -> list[jax.Array]:
+    """Calls a function of stacks once for all stacks of one shape of matrices.
+
+    With a call for every parameter the program would grow with the layers. Joining
+    copies, so with `largest` a call takes about that many elements, and only single
+    matrices are joined: a stack of layers may be sharded along the layers.
+    """
+    calls, sizes = defaultdict(list), defaultdict(int)
+    for index, x in enumerate(stacks):
+        kind: Any = (x.shape[1:], x.dtype, jax.typeof(x).sharding.spec)
+        if largest is not None and len(x) > 1:
+            kind = index
+        part = sizes[kind] // largest if largest else 0
+        calls[kind, part].append(index)
+        sizes[kind] += x.size
+    results = {}
+    for call in calls.values():
+        arrays = [stacks[index] for index in call]
+        whole = jnp.concatenate(arrays) if len(call) > 1 else arrays[0]
+        ends = np.cumsum([len(x) for x in arrays])[:-1]
+        parts = jnp.split(function(whole), ends)
+        results |= dict(zip(call, parts, strict=True))
+    return [results[index] for index in range(len(stacks))]

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import _arguments, _layout, _partition, _paths
-from curvadion_jax._within_replica import by_matrix, by_shape
+from curvadion_jax._joined import by_shape
+from curvadion_jax._whole_matrices import by_matrix
 
 _NS, _NS_STEPS = (3.4445, -4.7750, 2.0315), 5  # Optax's
 _LARGEST_STACK = 2**23  # elements that are joined in one call, and copied for it

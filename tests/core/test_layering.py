@@ -14,10 +14,10 @@ COLLECTIVES = {
     *("all_to_all", "ragged_all_to_all", "axis_index", "axis_size"),
 }
 # Communication between replicas, and between the devices of one.
-TALKING = {"_group", "_within_replica"}
+TALKING = {"_group", "_within_replica", "_whole_matrices"}
 MATHS = {"_orthonormalize", "_power_iteration", "_matrices"}
 # What enters a `shard_map`: over the replicas, and over the devices of one.
-ENTERING = {"_rows", "_within_replica"}
+ENTERING = {"_rows", "_within_replica", "_whole_matrices"}
 # What users call around training; nothing that computes a step knows of it.
 OUTER = {"replicas", "checkpoint", "presets", "sites"}
 
@@ -75,7 +75,7 @@ def collectives(source: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [x for x in SOURCES if room(x) not in TALKING])
-def test_two_parts_alone_use_collectives(name):
+def test_the_talking_parts_alone_use_collectives(name):
     assert collectives(SOURCES[name]) == set()
 
 
@@ -103,7 +103,7 @@ def test_imports_form_no_circle(of):
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_no_private_optax_and_two_parts_alone_enter_a_shard_map(name):
+def test_no_private_optax_and_three_parts_alone_enter_a_shard_map(name):
     assert "optax._src" not in SOURCES[name]
     nodes = [x for x in ast.walk(ast.parse(SOURCES[name])) if isinstance(x, ast.Call)]
     called = {ast.unparse(call.func).rpartition(".")[2] for call in nodes}
