@@ -106,7 +106,9 @@ def rows() -> Iterator[tuple[str, float, float]]:
         state = jax.eval_shape(tx.init, params)
         at_syncs = 0
         if isinstance(state, cd.AdaptiveSyncState):
-            at_syncs = _bytes((state.anchor, state.common, state.residual))
+            at_syncs = _bytes(
+                (state.common.anchor, state.common.sync_state, state.rows.residual)
+            )
         yield name, (_bytes(state) - at_syncs) / count, at_syncs / count
 
 

@@ -36,30 +36,49 @@ from curvadion_jax.synchronizers import AfterStep, Synchronizer
 from curvadion_jax.triggers import Clock, Measured, Seen, Trigger
 
 
-class AdaptiveSyncState(NamedTuple):
-    """State of `adaptive_sync`: first what is common, then rows, then counters.
+class Common(NamedTuple):
+    """What is the same on all replicas: arrays without an axis of replicas.
 
     Attributes:
-      anchor: the parameters that all replicas had after the last sync, [...]; () where
-        the synchronizer keeps none. Common.
-      common: what else a synchronizer keeps that is the same on all replicas, such as
-        the outer optimizer's state.
-      trigger_state: the trigger's common state.
-      before_state: state of `before`, [R, ...].
-      inner_state: the inner optimizer's state, [R, ...].
-      remembered: what the trigger remembers of each replica, [R, ...].
-      residual: what each replica has not sent yet, already multiplied by its weight,
-        [R, ...]; () without error feedback.
-      counters: :class:`curvadion_jax.metrics.Counters`.
+      anchor: the parameters that all replicas had after the last sync; () where the
+        synchronizer keeps none.
+      sync_state: what else the synchronizer keeps, such as the outer optimizer's state.
+      trigger_state: what the trigger keeps, such as a threshold that it adapts.
     """
 
     anchor: Any
-    common: Any
+    sync_state: Any
     trigger_state: Any
+
+
+class Rows(NamedTuple):
+    """What each replica has of its own: arrays [R, ...].
+
+    Attributes:
+      before_state: state of `before`.
+      inner_state: state of the inner optimizer.
+      remembered: what the trigger remembers of the replica.
+      residual: what the replica has not sent yet, already multiplied by its weight; ()
+        without error feedback.
+    """
+
     before_state: Any
     inner_state: Any
     remembered: Any
     residual: Any
+
+
+class AdaptiveSyncState(NamedTuple):
+    """State of `adaptive_sync`.
+
+    Attributes:
+      common: :class:`Common`, the same on all replicas.
+      rows: :class:`Rows`, a row for each replica.
+      counters: :class:`curvadion_jax.metrics.Counters`, some of either kind.
+    """
+
+    common: Common
+    rows: Rows
     counters: metrics.Counters
 
 
@@ -172,7 +191,7 @@ class _AdaptiveSync:
             if self.mesh is not None:
                 _refuse_unequal(state.counters.checksum)
                 if self.reconciles:  # other syncs move no parameters by themselves
-                    _refuse_copies(params, state.inner_state)
+                    _refuse_copies(params, state.rows.inner_state)
             return state
 
         if _rows.explicit_axes(self.mesh):
@@ -182,31 +201,25 @@ class _AdaptiveSync:
     def _initial_state(self, params, layout: Layout) -> AdaptiveSyncState:
         def of_one(params, _):
             inner_state = self._placed_qs(params, self.inner.init(params), layout)
-            residual = ()
-            if isinstance(self.synchronizer, AfterStep):
-                residual = self.synchronizer.init_residual(params)
-            remembered = self.trigger.init(params, inner_state)
-            before_state, checksum = self.before.init(params), _checksum.of(params)
-            row = before_state, inner_state, remembered, residual, checksum
+            rows = Rows(
+                before_state=self.before.init(params),
+                inner_state=inner_state,
+                remembered=self.trigger.init(params, inner_state),
+                residual=self.synchronizer.init_residual(params),
+            )
             # Common, because all replicas begin alike.
-            anchor = params if self.reconciles else ()
             start = params if self.reconciles else inner_state
-            return row, (anchor, self.synchronizer.init_common(start))
+            common = Common(
+                anchor=params if self.reconciles else (),
+                sync_state=self.synchronizer.init_state(start),
+                trigger_state=self.trigger.init_state(),
+            )
+            return (rows, _checksum.of(params)), common
 
-        row, (anchor, kept) = _rows.over(of_one, self.mesh)(params, ())
-        before_state, inner_state, remembered, residual, checksum = row
-        state = AdaptiveSyncState(
-            anchor=anchor,
-            common=kept,
-            trigger_state=self.trigger.init_state(),
-            before_state=before_state,
-            inner_state=inner_state,
-            remembered=remembered,
-            residual=residual,
-            counters=metrics.initial(
-                checksum, self._costs(params, inner_state, layout)
-            ),
-        )
+        (rows, checksum), common = _rows.over(of_one, self.mesh)(params, ())
+        costs = self._costs(params, rows.inner_state, layout)
+        counters = metrics.initial(checksum, costs)
+        state = AdaptiveSyncState(common, rows, counters)
         return self._placed(state, params, layout)
 
     def _placed(self, state: AdaptiveSyncState, params, layout: Layout):
@@ -225,7 +238,7 @@ class _AdaptiveSync:
         """The state with Dion's Q sharded as after a step: its update knows how."""
         if not layout.axes or not _momentum.dion_states(inner_state):
             return inner_state
-        take = self._take(params, _Common({}, (), (), Clock()), layout)
+        take = self._take(params, {}, layout)
         zeros = jax.tree.map(jnp.zeros_like, params)
         _, after = take(zeros, inner_state, momentum_only=True)
         new = iter(_momentum.dion_states(after))
@@ -257,59 +270,68 @@ class _AdaptiveSync:
     def _update(
         self, gradients, state, params, weight, extra_args, *, layout, static_due
     ):
+        common: Common = state.common
+        rows: Rows = state.rows
         counters: metrics.Counters = state.counters
-        costs = self._costs(params, state.inner_state, layout)
+        costs = self._costs(params, rows.inner_state, layout)
         cost_of_sync = costs.of_sync(_rows.count(self.mesh))
         clock = Clock(counters.steps, counters.syncs, counters.since, cost_of_sync)
-        common = _Common(extra_args, state.anchor, state.common, clock)
+        step = _Step(clock, extra_args, layout)
 
         # 1. The trigger looks at every replica.
-        seen = self._look(gradients, state, params, common, layout)
-        row = _Row(params, seen.gradients, state.inner_state, seen.finite, weight)
+        seen = self._look(gradients, params, rows, common.anchor, step)
+        given = _Given(
+            params=params,
+            gradients=seen.gradients,
+            finite=seen.finite,
+            weight=weight,
+            inner_state=rows.inner_state,
+            residual=rows.residual,
+        )
 
         # 2. One decision, for all replicas.
         due = self.trigger.due(clock) if static_due is None else bool(static_due)
-        threshold = self.trigger.threshold(clock, state.trigger_state)
+        threshold = self.trigger.threshold(clock, common.trigger_state)
         voted = self.trigger.look is not None and due is not False
         requested = due
         if voted:
             # NaN is a request. A replica without weight requests nothing.
             requests = ~(seen.value <= threshold) & (weight > 0) & due
             requested = _any(requests, self.mesh)
-        fire, trigger_state = self.trigger.decide(clock, requested, state.trigger_state)
+        fire, trigger_state = self.trigger.decide(
+            clock, requested, common.trigger_state
+        )
         fire = False if due is False else fire & due
 
         # 3. Every replica's own step. A sync follows it or replaces it, or none does.
         if self.reconciles:
-            outcome = self._own_step(row, state.residual, common, layout)
-            outcome, (anchor, kept) = self._reconcile_if(
-                fire, outcome, row, common, layout
-            )
+            outcome = self._own_step(given, step)
+            outcome, common = self._reconcile_if(fire, outcome, given, common, step)
         else:
-            anchor = ()
-            outcome, kept = self._step_with_mean_if(fire, row, common, layout)
+            outcome, common = self._step_with_mean_if(fire, given, common, step)
         # Nothing may fuse these with their sum with the parameters, whose bits count.
         updates = lax.optimization_barrier(outcome.updates)
 
         # 4. What happened is counted.
+        counters = metrics.counted(
+            counters,
+            costs,
+            seen,
+            outcome,
+            threshold=threshold,
+            fire=fire,
+            voted=due if voted else False,
+            checksum=self._checksum_after(params, updates),
+        )
         state = AdaptiveSyncState(
-            anchor=anchor,
-            common=kept,
-            trigger_state=trigger_state,
-            before_state=seen.before_state,
-            inner_state=outcome.inner_state,
-            remembered=seen.remembered,
-            residual=outcome.residual,
-            counters=metrics.counted(
-                counters,
-                costs,
-                seen,
-                outcome,
-                threshold=threshold,
-                fire=fire,
-                voted=due if voted else False,
-                checksum=self._checksum_after(params, updates),
+            common=common._replace(trigger_state=trigger_state),
+            rows=Rows(
+                before_state=seen.before_state,
+                inner_state=outcome.inner_state,
+                remembered=seen.remembered,
+                residual=outcome.residual,
             ),
+            counters=counters,
         )
         return updates, self._placed(state, params, layout)
 
@@ -326,28 +348,29 @@ class _AdaptiveSync:
             gradients=number * sum(x.size for x in parts),
         )
 
-    def _look(self, gradients, state, params, common: "_Common", layout) -> "_Look":
+    def _look(self, gradients, params, rows: Rows, anchor, step: "_Step") -> "_Look":
         """What the trigger sees of every replica; nothing is sent."""
 
         def of_one(row, common):
-            gradients, params, before_state, inner_state, remembered = row
+            gradients, params, rows = row
+            anchor, clock, extra_args = common
             finite = _finite.norms_finite(gradients)
             gradients = _finite.or_zeros(finite, gradients)
             gradients, before_state = self.before.update(
-                gradients, before_state, params
+                gradients, rows.before_state, params
             )
-            measured = Measured(0.0)
+            measured, remembered = Measured(0.0), rows.remembered
             if self.trigger.look is not None:
-                take = self._take(params, common, layout)
-                after = _momentum.after_local_step(take, gradients, inner_state)
+                take = self._take(params, extra_args, step.layout)
+                after = _momentum.after_local_step(take, gradients, rows.inner_state)
                 view = Seen(
                     gradients=gradients,
                     params=params,
-                    inner_state=inner_state,
+                    inner_state=rows.inner_state,
                     after=after,
                     finite=finite,
-                    anchor=common.anchor,
-                    clock=common.clock,
+                    anchor=anchor,
+                    clock=clock,
                 )
                 measured, new = self.trigger.look(view, remembered)
                 remembered = _trees.like(new, remembered)
@@ -362,21 +385,15 @@ class _AdaptiveSync:
             )
             return look, ()
 
-        row = (
-            gradients,
-            params,
-            state.before_state,
-            state.inner_state,
-            state.remembered,
-        )
         measures = self.trigger.look is not None
-        anchor = _memory.to_device(common.anchor) if measures else ()
-        common = common._replace(anchor=anchor, kept=())
+        anchor = _memory.to_device(anchor) if measures else ()
+        row = gradients, params, rows._replace(residual=())
+        common = anchor, step.clock, step.extra_args
         return _rows.over(of_one, self.mesh)(row, common)[0]
 
-    def _take(self, params, common: "_Common", layout: Layout) -> Callable[..., Any]:
+    def _take(self, params, extra_args, layout: Layout) -> Callable[..., Any]:
         """The inner optimizer's update, in the dtypes of parameters and state."""
-        given = dict(common.extra_args)
+        given = dict(extra_args)
         if layout.axes:
             given["layout"] = layout
 
@@ -388,94 +405,105 @@ class _AdaptiveSync:
 
         return take
 
-    def _own_step(self, row: "_Row", residual, common, layout) -> "_Outcome":
+    def _own_step(self, given: "_Given", step: "_Step") -> "_Outcome":
         """Every replica's step of its own inner optimizer; nothing is sent."""
 
-        def of_one(given, common):
-            row, residual = given
-            take = self._take(row.params, common, layout)
-            updates, inner_state = take(row.gradients, row.inner_state)
-            return _outcome(updates, inner_state, residual), ()
+        def of_one(given, extra_args):
+            take = self._take(given.params, extra_args, step.layout)
+            updates, inner_state = take(given.gradients, given.inner_state)
+            return _outcome(updates, inner_state, given.residual), ()
 
-        common = common._replace(anchor=(), kept=())
-        return _rows.over(of_one, self.mesh)((row, residual), common)[0]
+        return _rows.over(of_one, self.mesh)(given, step.extra_args)[0]
 
-    def _reconcile_if(self, fire, outcome: "_Outcome", row: "_Row", common, layout):
+    def _reconcile_if(
+        self, fire, outcome: "_Outcome", given: "_Given", common: Common, step: "_Step"
+    ) -> tuple["_Outcome", Common]:
         """A sync that follows the replicas' own steps, if `fire` says so."""
-        group = Group(_rows.axis_name(self.mesh), layout)
+        group = Group(_rows.axis_name(self.mesh), step.layout)
         sync: Callable[..., Any] = self.synchronizer.sync
 
-        def of_one(given, common):
-            row, outcome = given
-            moved = optax.apply_updates(row.params, outcome.updates)
+        def of_one(row, kept):
+            given, outcome = row
+            anchor, sync_state = kept
+            moved = optax.apply_updates(given.params, outcome.updates)
             inner_sound = _finite.is_sound(outcome.inner_state)
             healthy = inner_sound & _finite.all_finite([moved, outcome.residual])
-            part = _participation.take_part(group, row.weight, healthy, healthy)
-            target, anchor, kept, residual = sync(
-                moved, common.anchor, common.kept, outcome.residual, part
+            part = _participation.take_part(group, given.weight, healthy, healthy)
+            target, anchor, sync_state, residual = sync(
+                moved, anchor, sync_state, outcome.residual, part
             )
             inner_state = _participation.restarted(
                 self.inner, anchor, outcome.inner_state, inner_sound
             )
-            updates = jax.tree.map(jnp.subtract, target, row.params)
+            updates = jax.tree.map(jnp.subtract, target, given.params)
             synced = _outcome(updates, inner_state, residual, part, excluded=~healthy)
             synced = synced._replace(
                 zeroed=outcome.zeroed | (synced.zeroed & healthy),
                 anchor_checksum=_checksum.of(anchor),
             )
-            return synced, (anchor, kept)
+            return synced, (anchor, sync_state)
 
-        def synchronise(outcome, anchor_and_kept):
-            anchor, kept = _memory.to_device(anchor_and_kept)
+        def synchronise(outcome, kept):
             on_device = outcome._replace(residual=_memory.to_device(outcome.residual))
-            new, shared = _rows.over(of_one, self.mesh)(
-                (row, on_device), common._replace(anchor=anchor, kept=kept)
-            )
-            residual = _memory.to_memory_of(new.residual, outcome.residual)
-            shared = _memory.to_memory_of(shared, anchor_and_kept)
-            return new._replace(residual=residual), shared
+            row = given._replace(residual=()), on_device
+            synced, new = _rows.over(of_one, self.mesh)(row, _memory.to_device(kept))
+            residual = _memory.to_memory_of(synced.residual, outcome.residual)
+            return synced._replace(residual=residual), _memory.to_memory_of(new, kept)
 
-        return _once_if(fire, synchronise, outcome, (common.anchor, common.kept))
+        kept = common.anchor, common.sync_state
+        outcome, (anchor, sync_state) = _once_if(fire, synchronise, outcome, kept)
+        return outcome, common._replace(anchor=anchor, sync_state=sync_state)
 
-    def _step_with_mean_if(self, fire, row: "_Row", common: "_Common", layout):
+    def _step_with_mean_if(
+        self, fire, given: "_Given", common: Common, step: "_Step"
+    ) -> tuple["_Outcome", Common]:
         """A step with means over the replicas if `fire` says so, else their own."""
-        group = Group(_rows.axis_name(self.mesh), layout)
+        group = Group(_rows.axis_name(self.mesh), step.layout)
         sync: Callable[..., Any] = self.synchronizer.sync
 
-        def of_one(row, common):
-            inner_sound = _finite.is_sound(row.inner_state)
-            healthy = inner_sound & _finite.all_finite(row.params)
-            able = healthy & row.finite
-            part = _participation.take_part(group, row.weight, healthy, able)
-            before = _participation.restarted(
-                self.inner, row.params, row.inner_state, inner_sound
+        def of_one(given, kept):
+            sync_state, extra_args = kept
+            inner_sound = _finite.is_sound(given.inner_state)
+            healthy = inner_sound & _finite.all_finite([given.params, given.residual])
+            able = healthy & given.finite
+            part = _participation.take_part(group, given.weight, healthy, able)
+            inner_state = _participation.restarted(
+                self.inner, given.params, given.inner_state, inner_sound
             )
-            take = self._take(row.params, common, layout)
-            updates, inner_state, kept = sync(
-                take, row.gradients, before, common.kept, part
-            )
+            residual = _finite.or_zeros(healthy, given.residual)
+            before = inner_state, sync_state, residual
+            take = self._take(given.params, extra_args, step.layout)
+            updates, *after = sync(take, given.gradients, *before, part)
             # If no replica takes part, nothing moves. (Where all states were not
             # finite, all have begun again, and take part in the next sync.)
             updates = _finite.or_zeros(part.someone, updates)
-            inner_state, kept = jax.tree.map(
-                lambda new, old: jnp.where(part.someone, new, old),
-                (inner_state, kept),
-                (before, common.kept),
+            inner_state, sync_state, residual = jax.tree.map(
+                lambda new, old: jnp.where(part.someone, new, old), tuple(after), before
             )
-            synced = _outcome(updates, inner_state, (), part, excluded=~able)
-            return synced._replace(zeroed=synced.zeroed & healthy), kept
+            synced = _outcome(updates, inner_state, residual, part, excluded=~able)
+            return synced._replace(zeroed=synced.zeroed & healthy), sync_state
 
-        def synchronise(row, kept):
-            on_device = common._replace(kept=_memory.to_device(kept))
-            outcome, new = _rows.over(of_one, self.mesh)(row, on_device)
-            return outcome, _memory.to_memory_of(new, kept)
+        def synchronise(given, sync_state):
+            on_device = given._replace(residual=_memory.to_device(given.residual))
+            kept = _memory.to_device(sync_state), step.extra_args
+            synced, new = _rows.over(of_one, self.mesh)(on_device, kept)
+            residual = _memory.to_memory_of(synced.residual, given.residual)
+            return (
+                synced._replace(residual=residual),
+                _memory.to_memory_of(new, sync_state),
+            )
 
-        def alone(row, kept):
-            return self._own_step(row, (), common, layout), kept
+        def alone(given, sync_state):
+            return self._own_step(given, step), sync_state
 
         if isinstance(fire, bool):
-            return (synchronise if fire else alone)(row, common.kept)
-        return lax.cond(fire, synchronise, alone, row, common.kept)
+            take_step = synchronise if fire else alone
+            outcome, sync_state = take_step(given, common.sync_state)
+        else:
+            outcome, sync_state = lax.cond(
+                fire, synchronise, alone, given, common.sync_state
+            )
+        return outcome, common._replace(sync_state=sync_state)
 
     def _checksum_after(self, params, updates) -> jax.Array:
         def of_one(row, _):
@@ -484,7 +512,15 @@ class _AdaptiveSync:
         return _rows.over(of_one, self.mesh)((params, updates), ())[0]
 
 
-class _Row(NamedTuple):
+class _Step(NamedTuple):
+    """What a step has that is the same for all replicas."""
+
+    clock: Clock
+    extra_args: dict[str, Any]
+    layout: Layout
+
+
+class _Given(NamedTuple):
     """What one replica brings to a step.
 
     Attributes:
@@ -495,18 +531,10 @@ class _Row(NamedTuple):
 
     params: Any
     gradients: Any
-    inner_state: Any
     finite: jax.Array
     weight: jax.Array
-
-
-class _Common(NamedTuple):
-    """What a step has that is the same for all replicas."""
-
-    extra_args: dict[str, Any]
-    anchor: Any
-    kept: Any  # by the synchronizer
-    clock: Clock
+    inner_state: Any
+    residual: Any
 
 
 class _Look(NamedTuple):

@@ -37,29 +37,27 @@ def placed(
     counter = lambda x: row(x) if x.ndim == 1 else common(x)
     state = state._replace(counters=jax.tree.map(counter, state.counters))
     if not layout.axes:
-        shared = ("anchor", "common", "trigger_state")
-        rows = ("before_state", "inner_state", "remembered", "residual")
-        place = dict.fromkeys(shared, common) | dict.fromkeys(rows, row)
         return state._replace(
-            **{name: jax.tree.map(f, getattr(state, name)) for name, f in place.items()}
+            common=jax.tree.map(common, state.common),
+            rows=jax.tree.map(row, state.rows),
         )
     specs = jax.tree.unflatten(jax.tree.structure(params), layout.of(params))
     scalars = lambda tree: jax.tree.map(lambda x: x if x.ndim else common(x), tree)
-    state = state._replace(
-        inner_state=_like_params(state.inner_state, inner, specs, row),
-        before_state=_like_params(state.before_state, before, specs, row),
-        trigger_state=scalars(state.trigger_state),
-    )
-    if not isinstance(synchronizer, AfterStep):
-        return state
-    outer = _like_params(state.common, synchronizer.init_common, specs, common)
-    residual = state.residual
+    anchor, sync_state, trigger_state = state.common
+    if isinstance(synchronizer, AfterStep):
+        anchor = jax.tree.map(common, anchor, specs)
+        outer = _like_params(sync_state, synchronizer.init_state, specs, common)
+        sync_state = scalars(outer)
+    residual = state.rows.residual
     if jax.tree.leaves(residual):
         residual = jax.tree.map(row, residual, specs)
-    return state._replace(
-        anchor=jax.tree.map(common, state.anchor, specs),
-        common=scalars(outer),
+    rows = state.rows._replace(
+        inner_state=_like_params(state.rows.inner_state, inner, specs, row),
+        before_state=_like_params(state.rows.before_state, before, specs, row),
         residual=residual,
+    )
+    return state._replace(
+        common=type(state.common)(anchor, sync_state, scalars(trigger_state)), rows=rows
     )
 
 

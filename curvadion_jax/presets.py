@@ -178,7 +178,7 @@ def synchronous_dion(
       >>> mesh = replicas.simulated(2)
       >>> tx = synchronous_dion(0.01, rank=0.25, mesh=mesh)
       >>> state = tx.init({"kernel": jnp.ones((2, 4, 8))})  # two equal rows
-      >>> state.common[0]["kernel"].shape  # Q
+      >>> state.common.sync_state[0]["kernel"].shape  # Q
       (4, 1)
 
     References:
@@ -458,9 +458,9 @@ def paper(
         learning_rate if local_learning_rate is None else local_learning_rate
     )
 
-    def sync(take, gradients, inner_state, common, part):
+    def sync(take, gradients, inner_state, state, residual, part):
         mean = part.mean(gradients)
-        return *take(mean, inner_state, synchronised=True), common
+        return *take(mean, inner_state, synchronised=True), state, residual
 
     return adaptive_sync(
         _alternating(at_syncs, between),

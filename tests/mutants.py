@@ -154,7 +154,7 @@ MUTANTS = {
         "metrics.py", "seen.checksum != counters.checksum", "False", CHECKSUMS
     ),
     "copies are not refused": Mutant(
-        CORE, "            _refuse_copies(params, state.inner_state)\n", "", STARTS
+        CORE, "            _refuse_copies(params, state.rows.inner_state)\n", "", STARTS
     ),
     "unequal rows are not refused": Mutant(
         CORE, "            _refuse_unequal(state.counters.checksum)\n", "", STARTS

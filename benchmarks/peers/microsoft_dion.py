@@ -100,7 +100,7 @@ def _trainers(task: race.Task, options: argparse.Namespace) -> dict[str, race.Tr
         mesh=task.mesh,
     )
     rows = cd.replicas.replicate(task.params, task.mesh)
-    q = _first_q(tx.init(rows).common[0])
+    q = _first_q(tx.init(rows).common.sync_state[0])
     ours, theirs = race.Ours(task, tx), Theirs(task, options.dion, q)
     if options.nudged:
         nudged = race.Ours(task, tx, nudge=True)

@@ -2,7 +2,7 @@
 
 `large_batch` is the alternative to local steps at the same bytes: gradients of several
 steps are accumulated, their mean is sent in few bits with error feedback, and Muon
-takes one step. With a period of 1 it is synchronous Muon on compressed gradients.
+takes one step.
 `outer_nesterov` is MuLoCo with one worker: an outer step every few steps of any
 optimizer, here of a synchronous one.
 """
@@ -36,15 +36,22 @@ def large_batch(
 
     Schedules count the steps that Muon takes. Nothing moves on the others.
     """
-    make = optax.inject_hyperparams(
-        lambda momentum: measuring.muon(learning_rate, beta=momentum, adam_b2=0.95)
-    )
     return cd.adaptive_sync(
-        accumulating(make(momentum=momentum), period),
+        accumulating(muon(learning_rate, momentum), period),
         triggers.every_k(period),
         average_accumulated(compressors.quantize(bits)),
         mesh,
     )
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule, momentum: optax.ScalarOrSchedule
+) -> optax.GradientTransformationExtraArgs:
+    """Muon of one replica, as in `presets.synchronous_muon`."""
+    make = optax.inject_hyperparams(
+        lambda momentum: measuring.muon(learning_rate, beta=momentum, adam_b2=0.95)
+    )
+    return make(momentum=momentum)
 
 
 def accumulating(
@@ -72,13 +79,13 @@ def average_accumulated(
 ) -> synchronizers.WithinStep:
     """Sends what `accumulating` has collected, with error feedback in its state."""
 
-    def sync(take, gradients, inner_state, common, part):
+    def sync(take, gradients, inner_state, state, residual, part):
         _, collected = take(gradients, inner_state)
         mean, unsent = compressor.average_by_device(
             part.weighted(collected.owed), part.group
         )
         updates, new = take(mean, collected, sent=True)
-        return updates, new._replace(owed=unsent), common
+        return updates, new._replace(owed=unsent), state, residual
 
     def payload(params, inner_state, layout):
         return compressor.payload_by_device(params, layout)

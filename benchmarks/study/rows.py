@@ -12,7 +12,7 @@ import baselines
 import optax
 
 import curvadion_jax as cd
-from curvadion_jax import compressors, presets, synchronizers
+from curvadion_jax import compressors, presets, synchronizers, triggers
 
 
 def _rising(steps: int) -> optax.Schedule:
@@ -58,8 +58,11 @@ METHODS: dict[str, Method] = {
     LARGE_BATCH: lambda rate, steps, mesh: baselines.large_batch(
         *(lambda count: rate(7 * count), _rising(steps // 7), 7, mesh)
     ),
-    TWO_BITS: lambda rate, steps, mesh: baselines.large_batch(
-        rate, _rising(steps), 1, mesh
+    TWO_BITS: lambda rate, steps, mesh: cd.adaptive_sync(
+        baselines.muon(rate, _rising(steps)),
+        triggers.always(),
+        synchronizers.average_gradients(compressors.quantize(2)),
+        mesh,
     ),
     DION: lambda rate, _, mesh: presets.synchronous_dion(rate, rank=1.0, mesh=mesh),
     DION + ", rank 1/4": lambda rate, _, mesh: presets.synchronous_dion(

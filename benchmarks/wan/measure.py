@@ -67,7 +67,6 @@ MESSAGES = (4, 4_096, 262_144, 3_400_000)  # bytes
 def optimizer(method: str, steps: int, mesh: Any) -> Any:
     """An optimizer of rows. In 2 bits means have error feedback."""
     import baselines
-    import measuring
     import optax
     import simulate
 
@@ -77,17 +76,12 @@ def optimizer(method: str, steps: int, mesh: Any) -> Any:
     rate = simulate.schedule(METHODS[method][0], steps)
     adamw = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.0)
     momentum = optax.linear_schedule(0.8, 0.95, steps)
-    muon = optax.inject_hyperparams(
-        lambda momentum: measuring.muon(rate, beta=momentum, adam_b2=0.95)
-    )(momentum=momentum)
+    muon = baselines.muon(rate, momentum)
 
     def in_two_bits(inner):
-        return cd.adaptive_sync(
-            baselines.accumulating(inner, 1),
-            triggers.always(),
-            baselines.average_accumulated(cd.compressors.quantize(2)),
-            mesh,
-        )
+        two_bits = cd.compressors.quantize(2)
+        mean = cd.synchronizers.average_gradients(two_bits)
+        return cd.adaptive_sync(inner, triggers.always(), mean, mesh)
 
     made = {
         "AdamW, float32": lambda: presets.synchronous_adamw(rate, mesh=mesh),

@@ -108,7 +108,7 @@ def anchor(opt_state: Any) -> Any:
       >>> anchor(state)["w"].tolist()
       [[1.0, 1.0], [1.0, 1.0]]
     """
-    anchors = [x.anchor for x in _trees.nodes_of(AdaptiveSyncState, opt_state)]
+    anchors = [x.common.anchor for x in _trees.nodes_of(AdaptiveSyncState, opt_state)]
     anchors = [tree for tree in anchors if jax.tree.leaves(tree)]
     if len(anchors) != 1:
         raise ValueError(

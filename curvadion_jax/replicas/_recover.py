@@ -145,15 +145,12 @@ def row_kinds(state: Any) -> Any:
         for name in ("steps", "syncs", "since", "votes", "threshold", "costs"):
             kinds[name] = "common"
         kinds["checksum"] = "forget"  # means of parameters have another one
+        rows = of_rows(node.rows)._replace(
+            inner_state=jax.tree.map(of_inner, node.rows.inner_state, is_leaf=is_dion),
+            remembered=of_rows(node.rows.remembered, copied=True),
+        )
         return AdaptiveSyncState(
-            anchor=common(node.anchor),
-            common=common(node.common),
-            trigger_state=common(node.trigger_state),
-            before_state=of_rows(node.before_state),
-            inner_state=jax.tree.map(of_inner, node.inner_state, is_leaf=is_dion),
-            remembered=of_rows(node.remembered, copied=True),
-            residual=of_rows(node.residual),
-            counters=type(node.counters)(**kinds),
+            common=common(node.common), rows=rows, counters=type(node.counters)(**kinds)
         )
 
     is_state = lambda node: isinstance(node, AdaptiveSyncState)
@@ -223,7 +220,7 @@ def offload(opt_state: Any) -> Any:
     Example:
       >>> import curvadion_jax as cd
       >>> state = offload(cd.local_muon(0.01).init({"w": jnp.ones((2, 2))}))
-      >>> state.anchor["w"].sharding.memory_kind
+      >>> state.common.anchor["w"].sharding.memory_kind
       'pinned_host'
     """
 
@@ -231,10 +228,12 @@ def offload(opt_state: Any) -> Any:
         return jax.device_put(x, x.sharding.with_memory_kind(_memory.HOST_KIND))
 
     def of_state(node):
+        anchor, sync_state, residual = jax.tree.map(
+            to_host, (node.common.anchor, node.common.sync_state, node.rows.residual)
+        )
         return node._replace(
-            anchor=jax.tree.map(to_host, node.anchor),
-            common=jax.tree.map(to_host, node.common),
-            residual=jax.tree.map(to_host, node.residual),
+            common=node.common._replace(anchor=anchor, sync_state=sync_state),
+            rows=node.rows._replace(residual=residual),
         )
 
     return _trees.map_nodes(AdaptiveSyncState, of_state, opt_state)

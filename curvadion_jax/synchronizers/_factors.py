@@ -30,7 +30,7 @@ def average_factors(
 
     Returns:
       A synchronizer for inner optimizers made of :func:`dion` or :func:`scale_by_dion`,
-      which must pass on the extra argument `reduce_fn`. `common` holds Q of every state
+      which must pass on the extra argument `reduce_fn`. Its state is Q of every state
       of Dion after the last sync: every replica starts the next power iteration there.
 
     References:
@@ -41,12 +41,12 @@ def average_factors(
     def ranks_of(tree, inner_state):
         return _ranks(inner_state, _partition.matrix_views(tree, dimension_numbers))
 
-    def sync(take, gradients, before, common, part: Part):
+    def sync(take, gradients, before, qs, residual, part: Part):
         ranks = ranks_of(gradients, before)
         mean = _mean_of_others(part, gradients, ranks)
         if part.group.size == 1:  # plain Dion
             updates, inner_state = take(mean, before)
-            return updates, inner_state, _qs(inner_state)
+            return updates, inner_state, _qs(inner_state), residual
 
         averaged = []
 
@@ -56,7 +56,7 @@ def average_factors(
 
         # All start from the common Q: on local steps every replica moves its own, and
         # products with those could cancel.
-        start = _with_qs(before, common)
+        start = _with_qs(before, qs)
         updates, inner_state = take(mean, start, reduce_fn=reduce_fn)
         expected = len(ranks) + sum(reduces_factors(*pair) for pair in ranks.values())
         if len(averaged) < expected:
@@ -71,12 +71,12 @@ def average_factors(
         _, kept = take(gradients, before, momentum_only=True)
         whole = [dion.momentum for dion in _momentum.dion_states(kept)]
         inner_state = _keep_momenta(inner_state, whole, ~part.present)
-        return updates, inner_state, _qs(inner_state)
+        return updates, inner_state, _qs(inner_state), residual
 
     def payload(params, inner_state, layout):
         return _payload(params, ranks_of(params, inner_state), layout)
 
-    return WithinStep(sync, payload, init_common=_initial_qs)
+    return WithinStep(sync, payload, init_state=_initial_qs)
 
 
 def _initial_qs(inner_state) -> list[Any]:

@@ -60,7 +60,7 @@ def reconcile(
         )
         return jax.tree.map(zeros, anchor)
 
-    def sync(moved, anchor, common, residual, part: Part):
+    def sync(moved, anchor, state, residual, part: Part):
         # 1. The mean drift. A replica sends its drift times its weight, and what it has
         # not sent before, which was multiplied then.
         wide = _trees.wide
@@ -81,13 +81,13 @@ def reconcile(
         pseudo_gradient = jax.tree.map(jnp.negative, mean)
         layout = part.group.layout
         more = {"layout": layout} if layout.axes else {}
-        step, outer_state = outer.update(pseudo_gradient, common, anchor, **more)
+        step, outer_state = outer.update(pseudo_gradient, state, anchor, **more)
         new = jax.tree.map(_trees.plus, anchor, step)
         is_new = jax.tree.map(lambda x: jnp.isfinite(x) & part.someone, new)
         anchor = jax.tree.map(jnp.where, is_new, new, anchor)
-        outer_state = _finite.repaired(_trees.like(outer_state, common), common)
-        common = jax.tree.map(
-            lambda x, old: jnp.where(part.someone, x, old), outer_state, common
+        outer_state = _finite.repaired(_trees.like(outer_state, state), state)
+        state = jax.tree.map(
+            lambda x, old: jnp.where(part.someone, x, old), outer_state, state
         )
         if compressor is not None:
             unsent = jax.tree.map(jnp.where, is_new, unsent, owed)
@@ -98,7 +98,7 @@ def reconcile(
         kept = _finite.or_zeros(~part.present & part.healthy, drift)
         target = jax.tree.map(_trees.plus, new, kept)
         target = jax.tree.map(lambda x, y: jnp.where(part.someone, x, y), target, moved)
-        return target, anchor, common, residual
+        return target, anchor, state, residual
 
     def payload(params, inner_state, layout):
         return form.payload_by_device(params, layout)

@@ -19,23 +19,23 @@ class AfterStep(NamedTuple):
     All functions are of one replica.
 
     Attributes:
-      sync: (moved, anchor, common, residual, part) -> (target, anchor, common,
+      sync: (moved, anchor, state, residual, part) -> (target, anchor, state,
         residual). `moved` are this replica's parameters after its own step, `target`
-        those that it shall have, and `anchor` and `common` must come out the same on
+        those that it shall have, and `anchor` and `state` must come out the same on
         all replicas: make them of common values and of means. `part` is a
         :class:`Part`.
-      init_common: anchor -> what else is the same on all replicas.
-      init_residual: anchor -> what a replica has not sent yet.
       payload: (parameters, inner state, `Layout`) -> the `Payload` of one sync (see
         `curvadion_jax.compressors`), from shapes.
+      init_state: anchor -> `state`, what else is the same on all replicas.
+      init_residual: anchor -> `residual`, what a replica has not sent yet.
 
     Example:
       >>> from curvadion_jax.compressors import exact
-      >>> def sync(moved, anchor, common, residual, part):
+      >>> def sync(moved, anchor, state, residual, part):
       ...     drift = jax.tree.map(jax.numpy.subtract, moved, anchor)
       ...     mean = part.mean(drift)
       ...     anchor = jax.tree.map(jax.numpy.add, anchor, mean)
-      ...     return anchor, anchor, common, residual
+      ...     return anchor, anchor, state, residual
       >>> average = AfterStep(
       ...     sync, payload=lambda x, _, layout: exact().payload_by_device(x, layout)
       ... )
@@ -43,7 +43,7 @@ class AfterStep(NamedTuple):
 
     sync: Callable[..., tuple[Any, Any, Any, Any]]
     payload: Callable[[Any, Any, Layout], Payload]
-    init_common: Callable[[Any], Any] = _nothing
+    init_state: Callable[[Any], Any] = _nothing
     init_residual: Callable[[Any], Any] = _nothing
 
 
@@ -53,25 +53,27 @@ class WithinStep(NamedTuple):
     It keeps equal replicas equal, and does not make others equal.
 
     Attributes:
-      sync: (take, gradients, inner state, common, part) -> (updates, inner state,
-        common), with ``take(gradients, inner_state, **extra)`` -> (updates, inner
-        state), the inner optimizer's update.
-      init_common: inner state -> what is the same on all replicas.
+      sync: (take, gradients, inner state, state, residual, part) -> (updates, inner
+        state, state, residual), with ``take(gradients, inner_state, **extra)`` ->
+        (updates, inner state), the inner optimizer's update.
       payload: as for :class:`AfterStep`.
+      init_state: inner state -> `state`, what is the same on all replicas.
+      init_residual: parameters -> `residual`, what a replica has not sent yet.
 
     Example:
       >>> from curvadion_jax.compressors import exact
-      >>> def sync(take, gradients, inner_state, common, part):
+      >>> def sync(take, gradients, inner_state, state, residual, part):
       ...     signs = jax.tree.map(jax.numpy.sign, gradients)
-      ...     return *take(part.mean(signs), inner_state), common
+      ...     return *take(part.mean(signs), inner_state), state, residual
       >>> average_signs = WithinStep(
       ...     sync, payload=lambda x, _, layout: exact().payload_by_device(x, layout)
       ... )
     """
 
-    sync: Callable[..., tuple[Any, Any, Any]]
+    sync: Callable[..., tuple[Any, Any, Any, Any]]
     payload: Callable[[Any, Any, Layout], Payload]
-    init_common: Callable[[Any], Any] = _nothing
+    init_state: Callable[[Any], Any] = _nothing
+    init_residual: Callable[[Any], Any] = _nothing
 
 
 Synchronizer = AfterStep | WithinStep

@@ -51,9 +51,11 @@ def test_one_step_follows_the_mean_of_a_period_and_nothing_moves_before():
 def test_what_two_bits_do_not_send_is_owed():
     given = gradients(5)
     *_, (params, state) = trajectory(accumulated(compressors.quantize(2), 1), given)
-    sent = sum(gradient.mean(0) for gradient in given) - state.inner_state.owed.mean(0)
+    sent = sum(
+        gradient.mean(0) for gradient in given
+    ) - state.rows.inner_state.owed.mean(0)
     np.testing.assert_allclose(params[0], 1 - sent, atol=10 * ATOL)
-    assert jnp.any(state.inner_state.owed != 0)
+    assert jnp.any(state.rows.inner_state.owed != 0)
     np.testing.assert_array_equal(params[0], params[1])
 
 

@@ -85,10 +85,10 @@ def test_what_is_common_is_stored_once(tmp_path):
         for name, shape in shapes.items()
         if part in name and name.endswith("layers_0/kernel")
     ]
-    for common in ("anchor", "common"):
-        assert named(f"opt_state/{common}") == [kernel]
+    for common in ("anchor", "sync_state"):
+        assert named(f"opt_state/common/{common}") == [kernel]
     for rows in ("inner_state", "residual"):
-        assert named(f"opt_state/{rows}") == [[REPLICAS, *kernel]]
+        assert named(f"opt_state/rows/{rows}") == [[REPLICAS, *kernel]]
     assert shapes["train/step"] == []
     counters = {len(shape) for name, shape in shapes.items() if "counters" in name}
     assert counters == {0, 1, 2}  # numbers, rows of them, and the costs

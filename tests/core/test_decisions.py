@@ -229,7 +229,7 @@ def program(name: str, kind: str):
         (params, opt_state), (gradients, weight) = state, of_step
         updates, opt_state = tx.update(gradients, opt_state, params, weight=weight)
         params = optax.apply_updates(params, updates)
-        out = opt_state.counters, params, opt_state.anchor
+        out = opt_state.counters, params, opt_state.common.anchor
         return (params, opt_state), out
 
     state = helpers.start(tx, PARAMS, mesh)
@@ -308,7 +308,7 @@ def test_eight_devices_decide_alike(name):
 def test_wrappers_that_decide_for_one_replica_are_fine_inside(name):
     for seed in range(6):
         script = random_script(seed, (np.nan, LARGE, LARGE))
-        state = check(name, script, "simulated").inner_state
+        state = check(name, script, "simulated").rows.inner_state
         (inner,) = [x for x in state if isinstance(x, tuple) and x]
         # In place of what is not finite the library shows them zeros.
         large = (script.spoilt == LARGE).sum(0)

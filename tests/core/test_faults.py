@@ -75,7 +75,7 @@ def arrays(state):
 
 def row(state, index):
     params, opt_state = state
-    rows = params, opt_state.inner_state, opt_state.residual
+    rows = params, opt_state.rows.inner_state, opt_state.rows.residual
     return jax.tree.map(lambda x: x[index], rows)
 
 
@@ -112,8 +112,8 @@ def test_a_mean_of_gradients_leaves_out_one_that_is_not_finite():
 
 PLACES = {
     "parameters": lambda state: state[0],
-    "momentum": lambda state: state[1].inner_state,
-    "residual": lambda state: state[1].residual,
+    "momentum": lambda state: state[1].rows.inner_state,
+    "residual": lambda state: state[1].rows.residual,
 }
 
 
@@ -156,7 +156,7 @@ def test_a_spoilt_replica_is_excluded_and_others_do_as_if_it_did_not_exist(name,
         assert not np.isfinite(params["w"][2]).all()
         return
     chex.assert_tree_all_finite(arrays(found[1]))
-    if state.anchor != ():
+    if state.common.anchor != ():
         for x in jax.tree.leaves(params):
             np.testing.assert_allclose(x[2], x[0], rtol=0, atol=ATOL)
 
@@ -174,15 +174,15 @@ def test_what_an_outer_step_that_is_not_finite_held_comes_with_the_next(form):
     make = syncing(optax.sgd(0.1), reconcile(outer_that("step"), compressor=form))
     trees = gradients(PARAMS, 6)
     _, first, _, second, _, third = helpers.run_simulated(make, PARAMS, trees)
-    helpers.assert_bitwise(second[1].anchor, first[1].anchor)
-    helpers.assert_bitwise(second[1].residual, first[1].residual)
+    helpers.assert_bitwise(second[1].common.anchor, first[1].common.anchor)
+    helpers.assert_bitwise(second[1].rows.residual, first[1].rows.residual)
     chex.assert_tree_all_finite(arrays(second))
     assert second[1].counters.excluded.tolist() == [0, 0]
     assert third[1].counters.zeroed.tolist() == [1, 1]
     if form is None:
         taken = sum(trees[index]["w"].mean(0) for index in (2, 4, 5))
-        wanted = first[1].anchor["w"] - 0.1 * taken
-        np.testing.assert_allclose(third[1].anchor["w"], wanted, atol=ATOL)
+        wanted = first[1].common.anchor["w"] - 0.1 * taken
+        np.testing.assert_allclose(third[1].common.anchor["w"], wanted, atol=ATOL)
     np.testing.assert_allclose(third[0]["w"][0], third[0]["w"][1], atol=ATOL)
 
 
@@ -193,7 +193,7 @@ def test_an_outer_state_that_overflows_is_put_back():
     trees[1]["w"][:, 0] = 1e18
     params = {"w": np.zeros(2, np.float32)}
     first, second, third = helpers.run_simulated(make, params, trees)
-    nu = [state.common[0].nu["w"] for _, state in (first, second, third)]
+    nu = [state.common.sync_state[0].nu["w"] for _, state in (first, second, third)]
     assert np.isfinite(nu).all()
     assert nu[1][0] == nu[0][0]
     assert nu[1][1] > nu[0][1]
@@ -237,12 +237,12 @@ def test_what_begins_again_are_arrays_and_what_stays_are_single_numbers():
 
     def change(step, state):
         if step == 1:
-            state[1].inner_state.inner_state[0].mu["w"][1, 0] = np.nan
+            state[1].rows.inner_state.inner_state[0].mu["w"][1, 0] = np.nan
         return state
 
     make = syncing(inner, reconcile())
     _, (_, state) = helpers.run(make(mesh), mesh, PARAMS, trees, change)
-    found = state.inner_state
+    found = state.rows.inner_state
     np.testing.assert_array_equal(found.count, [2, 2])
     adam = found.inner_state[0]
     np.testing.assert_array_equal(adam.count, [2, 2])
@@ -280,7 +280,7 @@ def test_a_single_number_may_be_infinite_and_not_nan():
 
     def change(step, state):
         if step == 1:
-            state[1].inner_state[0].best_value[1] = np.nan
+            state[1].rows.inner_state[0].best_value[1] = np.nan
         return state
 
     values = [np.float32(np.inf)] * 2
@@ -288,9 +288,9 @@ def test_a_single_number_may_be_infinite_and_not_nan():
         make(TWO), TWO, PARAMS, trees, change, value=values
     )
     assert first[1].counters.excluded.tolist() == [0, 0]
-    assert np.isinf(first[1].inner_state[0].best_value).all()
+    assert np.isinf(first[1].rows.inner_state[0].best_value).all()
     assert second.counters.excluded.tolist() == [0, 1]
-    assert np.isinf(second.inner_state[0].best_value).all()
+    assert np.isinf(second.rows.inner_state[0].best_value).all()
 
 
 def test_a_random_key_in_the_state_is_left_alone():
@@ -316,7 +316,7 @@ def test_one_that_stays_bad_is_excluded_from_every_sync_and_counted():
 
     def change(step, state):
         if step:
-            state[1].inner_state[0].trace["w"][1, 0] = np.nan
+            state[1].rows.inner_state[0].trace["w"][1, 0] = np.nan
         return state
 
     trees = gradients(PARAMS, 5)

@@ -225,7 +225,7 @@ def test_another_replicas_gradient_changes_nothing_until_the_sync(name):
         assert helpers.decisions(run) == [True, False, False, True]
     for one, two in [*zip(*runs, strict=True)][1:3]:
         rows = [
-            jax.tree.map(lambda x: x[kept], (state[0], state[1].inner_state))
+            jax.tree.map(lambda x: x[kept], (state[0], state[1].rows.inner_state))
             for state in (one, two)
         ]
         helpers.assert_bitwise(*rows)

@@ -96,9 +96,9 @@ def test_an_absent_replica_keeps_its_drift_and_the_mean_is_over_all(kind, compre
     anchor = PARAMS["w"] + drift[[0, 2]].sum(0) / 3  # what is kept comes later
     kept = drift * np.float64([[0], [1], [0]])
     params, state = history[1]
-    np.testing.assert_allclose(state.anchor["w"], anchor, atol=ATOL)
+    np.testing.assert_allclose(state.common.anchor["w"], anchor, atol=ATOL)
     np.testing.assert_allclose(params["w"], anchor + kept, atol=ATOL)
-    for x in jax.tree.leaves(state.residual):
+    for x in jax.tree.leaves(state.rows.residual):
         np.testing.assert_allclose(x, 0, atol=ATOL)
     assert state.counters.absent.tolist() == [0, 1, 0]
     assert state.counters.excluded.tolist() == [0, 0, 0]
@@ -115,10 +115,10 @@ def test_an_absent_replica_sends_what_it_owes():
     trees = [gradients(1)[0], {"w": np.zeros((2, 3), np.float32)}]
     weights = [BOTH, np.float32([1, 0])]
     (_, before), (_, after) = run(sgd(sync), trees, weights)
-    assert np.all(before.residual["w"] != 0)
-    sent = before.residual["w"] - after.residual["w"]
+    assert np.all(before.rows.residual["w"] != 0)
+    sent = before.rows.residual["w"] - after.rows.residual["w"]
     assert np.all(sent[1] != 0)
-    moved = after.anchor["w"] - before.anchor["w"]
+    moved = after.common.anchor["w"] - before.common.anchor["w"]
     np.testing.assert_allclose(moved, sent.mean(0), atol=ATOL)
 
 
@@ -132,9 +132,9 @@ def test_where_nobody_takes_part_nothing_moves_but_replicas_by_themselves(kind, 
     (first, before), *_, (params, after) = run(
         sgd(sync, rate=0.1), trees, weights, kind
     )
-    assert np.all(before.residual["w"] != 0)
-    for name in ("anchor", "common", "residual"):
-        helpers.assert_bitwise(getattr(after, name), getattr(before, name))
+    assert np.all(before.rows.residual["w"] != 0)
+    helpers.assert_bitwise(after.common, before.common)
+    helpers.assert_bitwise(after.rows.residual, before.rows.residual)
     own = -0.1 * sum(np.float64(tree["w"]) for tree in trees[1:])
     np.testing.assert_allclose(params["w"], first["w"] + own, atol=ATOL)
     assert after.counters.absent.tolist() == [3, 3]
@@ -151,7 +151,7 @@ def test_where_nobody_takes_part_in_a_mean_nothing_moves(preset):
     weights = [BOTH, 0 * BOTH]
     first, second = helpers.run(tx, mesh, params, [rows, rows], weight=weights)
     helpers.assert_bitwise(second[0], first[0])
-    helpers.assert_bitwise(second[1].common, first[1].common)
+    helpers.assert_bitwise(second[1].common.sync_state, first[1].common.sync_state)
     assert np.any(first[0]["w"] != params["w"])
 
 
@@ -161,7 +161,8 @@ def test_where_all_momenta_are_spoilt_all_begin_again():
     tx = sgd(average_gradients(), rate=0.1, momentum=0.9)(mesh)
     rows, state = helpers.start(tx, PARAMS, mesh)
     nan = lambda x: jnp.full_like(x, jnp.nan)
-    state = state._replace(inner_state=jax.tree.map(nan, state.inner_state))
+    inner_state = jax.tree.map(nan, state.rows.inner_state)
+    state = state._replace(rows=state.rows._replace(inner_state=inner_state))
     (tree,) = gradients(1)
     first, state = tx.update(tree, state, rows)
     assert not np.any(first["w"])
@@ -181,8 +182,8 @@ def test_where_all_are_excluded_nothing_moves(synchronizer):
     mesh = cd.replicas.simulated(2)
     tx = sgd(synchronizer)(mesh)
     (_, before), (params, after) = helpers.run(tx, mesh, PARAMS, gradients(2), spoil)
-    helpers.assert_bitwise(after.anchor, before.anchor)
-    helpers.assert_bitwise(after.common, before.common)
+    helpers.assert_bitwise(after.common.anchor, before.common.anchor)
+    helpers.assert_bitwise(after.common.sync_state, before.common.sync_state)
     assert after.counters.excluded.tolist() == [1, 1]
     assert np.isfinite(params["w"][:, 1:]).all()
 
@@ -194,7 +195,7 @@ def test_what_overflows_on_its_way_to_a_sync_is_excluded():
     tree["w"][1] = -6e4
     ((after, state),) = run(sgd(reconcile()), [tree], [BOTH], params=params)
     assert state.counters.excluded.tolist() == [0, 1]
-    for found in (after["w"], state.anchor["w"]):
+    for found in (after["w"], state.common.anchor["w"]):
         np.testing.assert_array_equal(found, np.float16(6e4))
 
 

@@ -163,10 +163,7 @@ def test_q_of_a_resized_state_is_copied_and_the_momentum_averaged(replicas):
     rows = cd.replicas.replicate({"w": jnp.ones((4, 6))}, mesh)
     state = tx.init(rows)
     number = lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)
-    numbered = state._replace(
-        inner_state=jax.tree.map(number, state.inner_state),
-        remembered=jax.tree.map(number, state.remembered),
-    )
+    numbered = state._replace(rows=jax.tree.map(number, state.rows))
     found = cd.replicas.resize(numbered, cd.replicas.simulated(replicas))
     first = np.arange(replicas) * 4 // replicas
     old, new = helpers.dion_state(numbered), helpers.dion_state(found)
@@ -177,9 +174,9 @@ def test_q_of_a_resized_state_is_copied_and_the_momentum_averaged(replicas):
     else:
         wanted = momentum[first]
     np.testing.assert_array_equal(new.momentum["w"], wanted)
-    copied = jax.tree.map(lambda x: x[first], numbered.remembered)
-    helpers.assert_bitwise(found.remembered, copied)
-    helpers.assert_bitwise(found.anchor, state.anchor)
+    copied = jax.tree.map(lambda x: x[first], numbered.rows.remembered)
+    helpers.assert_bitwise(found.rows.remembered, copied)
+    helpers.assert_bitwise(found.common.anchor, state.common.anchor)
 
 
 def test_full_rank_has_three_large_products():

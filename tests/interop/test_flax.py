@@ -325,7 +325,7 @@ def test_variables_with_names_of_axes_place_the_momentum_and_not_q():
     with jax.set_mesh(mesh):
         model = NamedAxesOfNNX(nnx.Rngs(0))
         optimizer_ = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    dion = optimizer_.opt_state.inner_state.inner_states["matrix"].inner_state[0]
+    dion = optimizer_.opt_state.rows.inner_state.inner_states["matrix"].inner_state[0]
     momentum, q = dion.momentum["up"]["kernel"], dion.dion_q["up"]["kernel"]
     assert momentum.get_metadata()["out_sharding"] == ("fsdp", "tensor")
     assert "out_sharding" not in q.get_metadata()

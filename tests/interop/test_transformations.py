@@ -228,7 +228,7 @@ def test_map_params_touches_what_is_like_parameters(name, kind):
     mapped = optax.tree.map_params(tx, lambda x: x + 7, state)
     assert jax.tree.structure(mapped) == jax.tree.structure(state)
     helpers.assert_bitwise(mapped.counters, state.counters)
-    moments = optax.tree.get_all_with_path(mapped.inner_state, "mu")
+    moments = optax.tree.get_all_with_path(mapped.rows.inner_state, "mu")
     assert moments
     for _, moment in moments:
         for x in jax.tree.leaves(moment):

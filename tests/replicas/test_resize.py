@@ -26,17 +26,17 @@ def parts(state):
     """What is common, what is averaged, and what is copied."""
     (params, opt), dion = state["train"], cd.DionState
     is_dion = lambda node: isinstance(node, dion)
-    nodes = jax.tree.leaves(opt.inner_state, is_leaf=is_dion)
+    nodes = jax.tree.leaves(opt.rows.inner_state, is_leaf=is_dion)
     q = [node.dion_q for node in nodes if is_dion(node)]
     no_q = lambda node: node._replace(dion_q=()) if is_dion(node) else node
-    inner = jax.tree.map(no_q, opt.inner_state, is_leaf=is_dion)
+    inner = jax.tree.map(no_q, opt.rows.inner_state, is_leaf=is_dion)
     floats = lambda tree, yes=True: [
         x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating) == yes
     ]
     counters = opt.counters
-    common = (opt.anchor, opt.common, opt.trigger_state, counters[:6], state["step"])
-    copied = (q, opt.remembered, counters[6:-2], floats(inner, False))
-    return common, (params, floats(inner), opt.residual), copied
+    common = (opt.common, counters[:6], state["step"])
+    copied = (q, opt.rows.remembered, counters[6:-2], floats(inner, False))
+    return common, (params, floats(inner), opt.rows.residual), copied
 
 
 @pytest.mark.parametrize(("old", "new"), [(8, 4), (4, 8), (4, 1)])
@@ -132,8 +132,8 @@ def test_only_the_number_of_rows_may_differ(tmp_path):
     _, state = helpers.start(tx, {"w": jnp.ones((4, 6))}, mesh)
     checkpoint.save(tmp_path, 1, state)
     for change in (
-        state._replace(anchor={"w": state.anchor["w"][:2]}),
-        state._replace(inner_state=jax.tree.map(lambda x: x[..., None], state)),
+        state._replace(common=jax.tree.map(lambda x: x[:2], state.common)),
+        state._replace(rows=jax.tree.map(lambda x: x[..., None], state.rows)),
     ):
         with pytest.raises(ValueError, match=r"in the target\. Build it as the saved"):
             checkpoint.restore(tmp_path, change, resize=True)

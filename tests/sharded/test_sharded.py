@@ -119,7 +119,7 @@ def test_divided_is_whole_however_matrices_lie():
         state = helpers.start(tx, given, mesh)
         step = helpers.quick(jax.jit(helpers.train_step(tx)), state, gradients)
         (found, opt_state), _ = step(state, gradients)
-        results.append(jax.device_get((found, opt_state.common)))
+        results.append(jax.device_get((found, opt_state.common.sync_state)))
     chex.assert_trees_all_close(*results, atol=CLOSE, rtol=CLOSE)
 
 
@@ -128,24 +128,27 @@ def test_a_spoilt_replica_of_several_devices_begins_again():
     mesh = mesh_of("2x2x2")
     step, (params, opt_state) = prepare("everything", mesh)
     gradients = [make_gradients(mesh, seed) for seed in range(2)]
-    sound = opt_state.inner_state
+    sound = opt_state.rows.inner_state
 
     def spoil(x):
         is_array = x.ndim > 2 and x.dtype == jnp.float32
         return jax.device_put(x.at[1].set(jnp.nan) if is_array else x, x.sharding)
 
-    spoilt = opt_state._replace(inner_state=jax.tree.map(spoil, sound))
+    rows = opt_state.rows._replace(inner_state=jax.tree.map(spoil, sound))
+    spoilt = opt_state._replace(rows=rows)
     state, whole = (params, spoilt), (params, opt_state)
     for each in gradients:
         state, _ = step(state, each)
         whole, _ = step(whole, each)
     params, opt_state = jax.device_get(state)
-    chex.assert_tree_all_finite((params, opt_state.inner_state, opt_state.anchor))
+    chex.assert_tree_all_finite(
+        (params, opt_state.rows.inner_state, opt_state.common.anchor)
+    )
     report = cd.metrics.read(opt_state)
     assert report["excluded"] == [0, 1]
     one = lambda tree: jax.tree.map(lambda x: x[0], tree)
     helpers.assert_bitwise(
-        one(opt_state.inner_state), one(jax.device_get(whole[1].inner_state))
+        one(opt_state.rows.inner_state), one(jax.device_get(whole[1].rows.inner_state))
     )
 
 
@@ -171,5 +174,5 @@ def test_compressed_means_of_sharded_arrays_move_nothing_inside():
         np.testing.assert_array_equal(mean[0], mean[1])
         bound = rounding * np.max(np.abs(x)) + 1e-6
         np.testing.assert_allclose(mean[0], x.mean(axis=0), rtol=0, atol=bound)
-        sent = x + np.asarray(opt_state.residual[name])  # of minus the gradient
+        sent = x + np.asarray(opt_state.rows.residual[name])  # of minus the gradient
         np.testing.assert_allclose(sent.mean(axis=0), mean[0], rtol=0, atol=1e-6)

@@ -82,7 +82,7 @@ def test_specs_are_a_tree_or_a_prefix_of_it(specs):
     params = {"w": jnp.ones((4, 2)), "b": {"c": jnp.ones(4)}}
     tx = cd.presets.local_sgd(0.1, 2, mesh=MESH, specs=specs)
     _, state = helpers.start(tx, params, MESH)
-    for x in jax.tree.leaves(state.anchor):
+    for x in jax.tree.leaves(state.common.anchor):
         assert x.sharding.spec == P("fsdp")
 
 
@@ -91,7 +91,7 @@ def test_shardings_and_axes_of_the_whole_mesh_are_specs_too():
     place = NamedSharding(MESH, P(("fsdp", "replica")))
     tx = cd.presets.local_sgd(0.1, 2, mesh=MESH, specs=place)
     _, state = helpers.start(tx, {"w": jnp.ones((4, 2))}, MESH)
-    assert state.anchor["w"].sharding.spec == P("fsdp")
+    assert state.common.anchor["w"].sharding.spec == P("fsdp")
 
 
 def test_missing_specs_are_refused():
@@ -110,7 +110,7 @@ def test_an_inner_optimizer_whose_init_reads_arrays_needs_one_device_a_replica()
     mesh = cd.replicas.make_mesh(2)
     tx = cd.adaptive_sync(inner, triggers.every_k(2), synchronizers.reconcile(), mesh)
     _, state = helpers.start(tx, {"w": jnp.ones((4, 2))}, mesh)
-    assert state.inner_state["scale"]["w"].sharding.spec == P(AXIS)
+    assert state.rows.inner_state["scale"]["w"].sharding.spec == P(AXIS)
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_what_lies_in_host_memory_stays_divided():
     after = state
     for _ in range(2):
         after, _ = step(after, make_gradients(mesh))
-    for name, x in after[1].anchor.items():
+    for name, x in after[1].common.anchor.items():
         place = NamedSharding(mesh, divided(name, {"fsdp"}))
         place = place.with_memory_kind("pinned_host")
         assert x.sharding.is_equivalent_to(place, x.ndim), name

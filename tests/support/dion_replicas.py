@@ -67,7 +67,10 @@ def state_of(rank, by, dtype: Any = np.float64):
         return dion, rows
     params = cd.replicas.replicate(zeros(SHAPES, dtype), MESH)
     outer = synchronous(cd.scale_by_dion(rank, MU)).init(params)
-    return dion, outer._replace(inner_state=rows, common=[dion.dion_q])
+    return dion, outer._replace(
+        common=outer.common._replace(sync_state=[dion.dion_q]),
+        rows=outer.rows._replace(inner_state=rows),
+    )
 
 
 def run(rank, by, gradients):
@@ -77,7 +80,7 @@ def run(rank, by, gradients):
     updates, states = compiled(rank, by)(state, by_step)
     if by == "sync":
         assert not np.any(states.counters.since)
-        states = states.inner_state
+        states = states.rows.inner_state
     by_replica = lambda x: np.asarray(x).swapaxes(0, 1)
     return dion, jax.tree.map(by_replica, updates), jax.tree.map(by_replica, states)
 

@@ -158,8 +158,7 @@ def last(trajectory: Iterator) -> Any:
 
 def dion_state(opt_state: Any) -> Any:
     """The one state of Dion in the inner optimizer's."""
-    inner = opt_state.inner_state if hasattr(opt_state, "inner_state") else opt_state
-    nodes = jax.tree.leaves(inner, is_leaf=lambda x: isinstance(x, cd.DionState))
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, cd.DionState))
     (found,) = [node for node in nodes if isinstance(node, cd.DionState)]
     return found
 

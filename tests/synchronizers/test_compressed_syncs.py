@@ -34,12 +34,12 @@ def test_error_feedback_is_kept_in_the_dtype_that_is_asked_for():
     )
     largest = 0.0
     for step, ((_, expected), (_, state)) in enumerate(zip(exact, lossy, strict=True)):
-        for key, anchor in state.anchor.items():
-            residual = state.residual[key]
+        for key, anchor in state.common.anchor.items():
+            residual = state.rows.residual[key]
             assert residual.dtype == "bfloat16"
             residual = residual.astype(np.float32)
             largest = max(largest, np.abs(residual).max())
-            error = anchor + residual.mean(0) - expected.anchor[key]
+            error = anchor + residual.mean(0) - expected.common.anchor[key]
             syncs = (step + 1) // 2
             assert np.abs(error).max() <= syncs * largest * 2.0**-8 + ATOL
     assert largest > 1e-4
@@ -51,6 +51,6 @@ def test_the_anchor_keeps_the_precision_of_its_parameters():
         make = optimizer(synchronizers.reconcile(compressor=INT8), k=1)
         zeros = [{"w": np.zeros((2, 8))}]
         ((after, state),) = helpers.run_simulated(make, {"w": third}, zeros)
-    assert state.anchor["w"].dtype == np.float64
-    np.testing.assert_array_equal(state.anchor["w"], third)
+    assert state.common.anchor["w"].dtype == np.float64
+    np.testing.assert_array_equal(state.common.anchor["w"], third)
     np.testing.assert_array_equal(after["w"][0], third)

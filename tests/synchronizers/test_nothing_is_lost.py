@@ -72,9 +72,9 @@ def test_all_drifts_arrive_or_are_owed(form, replicas, kind):
             np.einsum("n,n...->...", share, tree[name])
             for share, tree in zip(shares, trees, strict=True)
         )
-        model, residual = params[name], state.residual[name]
+        model, residual = params[name], state.rows.residual[name]
         if kind != "absent":  # else there is drift on top
-            model = state.anchor[name][None]
+            model = state.common.anchor[name][None]
         arrived = start - np.mean(model, axis=0, dtype=np.float64)
         owed = -np.mean(residual, axis=0, dtype=np.float64)
         np.testing.assert_allclose(arrived + owed, total, rtol=0, atol=ATOL)

@@ -34,8 +34,9 @@ def kinds(tree) -> set[str]:
 def parts(state):
     """What syncs alone touch, and the rest of (params, optimizer state)."""
     params, opt = state
-    rest = opt._replace(anchor=(), common=(), residual=())
-    return (opt.anchor, opt.common, opt.residual), (params, rest)
+    rest = opt._replace(common=(), rows=opt.rows._replace(residual=()))
+    at_syncs = opt.common.anchor, opt.common.sync_state, opt.rows.residual
+    return at_syncs, (params, rest)
 
 
 def start(mesh=MESH):
@@ -130,8 +131,8 @@ def test_a_state_for_another_number_stays_on_the_host(tmp_path, number):
     for state in (resized, restored):
         at_syncs, rest = parts(state)
         assert (kinds(at_syncs), kinds(rest)) == (HOST, DEVICE)
-        assert state[1].residual["tall"].shape == (number, 6, 4)
-    helpers.assert_bitwise(restored[1].anchor, host[1].anchor)
+        assert state[1].rows.residual["tall"].shape == (number, 6, 4)
+    helpers.assert_bitwise(restored[1].common.anchor, host[1].common.anchor)
 
 
 def test_the_anchor_is_read_on_the_device():
@@ -150,7 +151,7 @@ def test_without_a_mesh_of_devices(mesh):
         one, state = update(params, state, params)
         other, host = update(params, host, params)
     helpers.assert_bitwise((one, state), (other, host))
-    assert kinds((host.anchor, host.common, host.residual)) == HOST
+    assert kinds((host.common, host.rows.residual)) == HOST
 
 
 def test_dions_common_q():
@@ -163,8 +164,8 @@ def test_dions_common_q():
         one, state = update(params, state, params)
         other, host = update(params, host, params)
     helpers.assert_bitwise((one, state), (other, host))
-    assert kinds(host.common) == HOST
-    assert kinds(host.inner_state) == DEVICE
+    assert kinds(host.common.sync_state) == HOST
+    assert kinds(host.rows.inner_state) == DEVICE
 
 
 def test_a_whole_training_state():
@@ -178,4 +179,4 @@ def test_a_whole_training_state():
     assert moved["step"] == 0
     assert kinds(moved["params"]) == DEVICE
     helpers.assert_bitwise(moved["opt"], state["opt"])
-    assert np.size(moved["opt"].anchor["kernel"].get_value()) == 24
+    assert np.size(moved["opt"].common.anchor["kernel"].get_value()) == 24

@@ -47,7 +47,7 @@ def test_replicas_come_together(dtype, kind):
         state, _ = step(state, tree)
         history.append(jax.device_get(state))
     (apart, _), (together, state) = history[-2:]
-    anchor = state.anchor["w"]
+    anchor = state.common.anchor["w"]
     assert anchor.dtype == dtype
     assert not equal_rows(apart["w"])
     wide = np.float64(together["w"])
@@ -66,9 +66,9 @@ def test_an_outer_schedule_advances_at_syncs_only():
     make = optimizer(optax.sgd(0.5), outer=outer)
     gradients = [{"w": np.ones((2, 1), np.float32)}] * 7
     history = run(make, {"w": jnp.zeros(1)}, gradients)
-    anchors = [float(state.anchor["w"][0]) for _, state in history]
+    anchors = [float(state.common.anchor["w"][0]) for _, state in history]
     assert anchors == [0, -1, -1, -1.5, -1.5, -1.75, -1.75]
-    outer_state = history[-1][1].common
+    outer_state = history[-1][1].common.sync_state
     assert [int(x) for x in jax.tree.leaves(outer_state)] == [3]
 
 
@@ -78,4 +78,4 @@ def test_the_outer_optimizer_gets_the_anchor_as_parameters():
     make = optimizer(optax.sgd(0.5), k=1, outer=outer)
     params = {"w": jnp.array([4.0])}
     ((_, state),) = run(make, params, [{"w": np.ones((2, 1), np.float32)}])
-    assert state.anchor["w"].tolist() == [2.5]
+    assert state.common.anchor["w"].tolist() == [2.5]
