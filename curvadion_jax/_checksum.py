@@ -7,18 +7,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from curvadion_jax import _trees
+
 
 def of(tree: Any) -> jax.Array:
     """One number for all arrays of a tree, uint32[]."""
-    total = jnp.zeros([], jnp.uint32)
-    for index, x in enumerate(jax.tree.leaves(tree)):
-        # An odd factor of its own, so that two arrays cannot change places.
-        total += np.uint32(2 * index + 1) * of_array(x)
+    total, start = jnp.zeros([], jnp.uint32), 0
+    for x in _trees.together(jax.tree.leaves(tree)):
+        total += of_array(x, start)
+        start += _words(x)
     return total
 
 
-def of_array(x: jax.Array) -> jax.Array:
+def _words(x: jax.Array) -> int:
+    """The number of words that `of_array` makes of an array."""
+    return x.size * max(1, x.dtype.itemsize // 4)
+
+
+def of_array(x: jax.Array, start: int = 0) -> jax.Array:
     """The sum of all words of an array, each mixed with its place, uint32[].
+
+    `start` is the place of the first.
 
     A sum of integers is the same in whatever order the compiler adds them up, and
     however the array is sharded. A plain sum would not change where elements change
@@ -36,6 +45,7 @@ def of_array(x: jax.Array) -> jax.Array:
     for axis in range(words.ndim):
         along = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
         place = place * np.uint32(words.shape[axis]) + along
+    place += np.uint32(start % 2**32)
     mixed = (words ^ (place * np.uint32(0x9E3779B9))) * np.uint32(0x85EBCA6B)
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0xC2B2AE35)
     return jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)

@@ -22,7 +22,8 @@ def all_finite(tree: Any) -> jax.Array:
     floats = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_float(x)]
     if not floats:
         return jnp.array(True)
-    sums = jnp.stack([jnp.sum(x - x).astype(jnp.float32) for x in floats])
+    vectors = _trees.together(floats)
+    sums = jnp.stack([jnp.sum(x - x).astype(jnp.float32) for x in vectors])
     # XLA unrolls `any` into a chain of n operations, and repeats the chain in each of
     # the n fusions that read the result; a sum of squares stays one reduction.
     return jnp.sum(sums * sums) == 0
@@ -44,7 +45,8 @@ def norms_finite(tree: Any) -> jax.Array:
     The square of 1e20 overflows float32, so a matrix that holds it has no norm.
     """
     squares = lambda x: jnp.sum(jnp.square(jnp.abs(_trees.wide(x))))
-    return all_finite([squares(x) for x in jax.tree.leaves(tree) if is_float(x)])
+    floats = [x for x in jax.tree.leaves(tree) if is_float(x)]
+    return all_finite([squares(x) for x in _trees.together(floats)])
 
 
 def finite_elements(tree: Any) -> Any:

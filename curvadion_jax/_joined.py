@@ -6,7 +6,6 @@ one more batch axis, named after the first of them; `dion_step` sees no differen
 Joining writes M + G to the stack, one more pass over memory where that is not fused.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
@@ -14,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 
+from curvadion_jax import _trees
 from curvadion_jax._matrices import MadeOf, MatrixView, Named
 from curvadion_jax._power_iteration import ReduceFn
 
@@ -81,18 +80,11 @@ def join(views: Mapping[str, MatrixView], total: Named, qs: Named) -> Joined:
     for name, view in views.items():
         x, q = total[name], qs[name]
         kind: Hashable = (view, x.dtype, q.shape, q.dtype)
-        if view.batch_axes or _devices(x) > 1:
+        if view.batch_axes or _trees.devices(x) > 1:
             kind = name
         stacks[kind, sizes[kind] // _LARGEST].append(name)
         sizes[kind] += x.size
     return Joined({names[0]: names for names in stacks.values()})
-
-
-def _devices(x: jax.Array) -> int:
-    """How many devices the compiler may divide an array over; 1 for one replica's."""
-    mesh = jax.typeof(x).sharding.mesh
-    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    return math.prod(size for size, kind in axes if kind != AxisType.Manual)
 
 
 def by_shape(

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from curvadion_jax import _finite, _momentum, _power_iteration
 from curvadion_jax._group import Group
-from curvadion_jax._trees import wide
+from curvadion_jax._trees import like, wide
+from curvadion_jax.compressors import Compressor
 
 
 class Part(NamedTuple):
@@ -61,6 +63,20 @@ class Part(NamedTuple):
         """The weighted mean over participating replicas, in the dtypes of the tree."""
         means = (group or self.group).mean(self.weighted(tree))
         return jax.tree.map(lambda m, x: m.astype(x.dtype), means, tree)
+
+    def compressed_mean(self, compressor: Compressor, tree: Any) -> tuple[Any, Any]:
+        """The mean of what each replica would send, and what it did not send.
+
+        Nothing is sent if no replica takes part. The condition has a second use: no
+        compiler fuses what follows it with the cutting out of each array from the codes
+        of all, and what follows is compiled once for each shape, not for each array.
+        """
+
+        def send(tree):
+            mean, unsent = compressor.average_by_device(tree, self.group)
+            return like(mean, tree), like(unsent, tree)
+
+        return lax.cond(self.someone, send, lambda tree: (tree, tree), tree)
 
 
 def take_part(

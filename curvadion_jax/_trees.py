@@ -1,13 +1,18 @@
 """Trees: their checks, their nodes of one class, and the dtypes to compute in."""
 
 import functools
-from collections.abc import Callable
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from curvadion_jax import _paths
+
+_SMALL = 2**20  # elements of an array that may be joined with others
 
 
 def check_trainable(params: Any) -> None:
@@ -59,6 +64,34 @@ def map_nodes(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
     """Maps the outermost nodes of this class, and leaves all else as it is."""
     is_one = lambda node: isinstance(node, kind)
     return jax.tree.map(lambda x: function(x) if is_one(x) else x, tree, is_leaf=is_one)
+
+
+def together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The large arrays, then the small ones of each dtype joined to a vector.
+
+    For reductions: one for each array would make up half of a program. What several
+    devices may share is not joined, since the compiler would send it, and has the same
+    order.
+    """
+    large, small = [], defaultdict(list)
+    for x in arrays:
+        if x.size > _SMALL or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            large.append(x)
+        else:
+            small[x.dtype].append(x)
+    found = large
+    for group in small.values():
+        if all(devices(x) == 1 for x in group):
+            group = [jnp.concatenate([x.reshape(-1) for x in group])]
+        found += group
+    return found
+
+
+def devices(x: jax.Array) -> int:
+    """How many devices the compiler may divide an array over; 1 for one replica's."""
+    mesh = jax.typeof(x).sharding.mesh
+    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(size for size, kind in axes if kind != AxisType.Manual)
 
 
 def like(tree: Any, other: Any) -> Any:

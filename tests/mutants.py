@@ -41,7 +41,7 @@ WRAPPERS = "interop/test_transformations.py"
 
 MUTANTS = {
     # Decisions.
-    "pmax is pmin": Mutant(CORE, "lax.pmax(", "lax.pmin(", DECISIONS),
+    "pmax is pmin": Mutant("_group.py", "lax.pmax(", "lax.pmin(", DECISIONS),
     "nan requests nothing": Mutant(
         CORE, "~(seen.value <= threshold)", "(seen.value > threshold)", DECISIONS
     ),
@@ -138,17 +138,20 @@ MUTANTS = {
     ),
     "the outer state may be anything": Mutant(
         SYNC,
-        "_finite.repaired(_trees.like(outer_state, common), common)",
-        "_trees.like(outer_state, common)",
+        "_finite.repaired(_trees.like(outer_state, state), state)",
+        "_trees.like(outer_state, state)",
         FAULTS,
         "overflows",
     ),
     # What is counted and refused.
     "the checksum is constant": Mutant(
-        "_checksum.py", "total += np.uint32", "total += 0 * np.uint32", CHECKSUMS
+        "_checksum.py", "total += of_array", "total += 0 * of_array", CHECKSUMS
+    ),
+    "elements may change places": Mutant(
+        "_checksum.py", "words ^ (place *", "words ^ (0 * place *", CHECKSUMS
     ),
     "arrays may change places": Mutant(
-        "_checksum.py", "np.uint32(2 * index + 1)", "np.uint32(1)", CHECKSUMS, "by_hand"
+        "_checksum.py", "        start += _words(x)\n", "", CHECKSUMS, "place"
     ),
     "displaced is never counted": Mutant(
         "metrics.py", "seen.checksum != counters.checksum", "False", CHECKSUMS
@@ -224,14 +227,14 @@ MUTANTS = {
     ),
     "error feedback by the mean of R": Mutant(
         "_power_iteration.py",
-        "view.product(P, right[name])",
-        "view.product(P, mean_right[name])",
+        "view.product(P, right[name], precision)",
+        "view.product(P, mean_right[name], precision)",
         "dion/test_dion_axis.py equivalences/test_equivalences.py",
         "mean_gradient or factors",
     ),
     "a sync starts from each replica's own Q": Mutant(
         "synchronizers/_factors.py",
-        "start = _with_qs(before, common)",
+        "start = _with_qs(before, qs)",
         "start = before",
         "equivalences/test_equivalences.py",
         "factors",

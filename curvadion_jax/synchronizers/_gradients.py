@@ -45,7 +45,7 @@ def average_gradients(
             mean = part.mean(gradients)
         else:
             whole = jax.tree.map(_trees.plus, part.weighted(gradients), residual)
-            mean, residual = compressor.average_by_device(whole, part.group)
+            mean, residual = part.compressed_mean(compressor, whole)
             mean = _trees.like(mean, gradients)
         return *take(mean, inner_state), state, residual
 

@@ -73,7 +73,7 @@ def reconcile(
             mean, unsent = part.group.mean(share), ()
         else:
             whole = jax.tree.map(_trees.plus, share, owed)
-            mean, unsent = compressor.average_by_device(whole, part.group)
+            mean, unsent = part.compressed_mean(compressor, whole)
 
         # 2. The outer step, from the anchor. Elements that would not be finite stay as
         # they are, and if no replica takes part all do: the next sync sends what this

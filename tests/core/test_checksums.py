@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
-from curvadion_jax import metrics, synchronizers, triggers
+from curvadion_jax import _checksum, _trees, metrics, synchronizers, triggers
 
 TWO = cd.replicas.simulated(2)
 PARAMS = {"w": jnp.arange(1.0, 5.0).reshape(2, 2), "b": jnp.ones(3)}
@@ -85,3 +86,26 @@ def test_any_array_that_is_changed_by_hand_is_noticed(changed):
     (_, state), _ = update((params, state), gradients)
     expected = [1, 1] if changed == "swapped" else [1, 0]
     assert metrics.read(state)["displaced"] == expected
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_checksum_has_every_word_with_its_place(devices, monkeypatch):
+    """And is the same whether small arrays are joined or several devices hold them."""
+    tree = {"a": jnp.arange(6.0), "b": jnp.ones((2, 3)), "c": jnp.ones(4, "bfloat16")}
+    joined = _checksum.of(tree)
+    monkeypatch.setattr(_trees, "devices", lambda x: devices)
+    swapped = {**tree, "a": tree["b"].ravel(), "b": tree["a"].reshape(2, 3)}
+    assert _checksum.of(tree) == joined
+    assert _checksum.of(swapped) != joined
+
+
+def test_a_checksum_is_the_same_on_one_device_and_on_several():
+    mesh = cd.replicas.make_mesh(2, {"fsdp": 2})
+    found = []
+    for each, specs in ((TWO, None), (mesh, {"w": P("fsdp"), "b": P()})):
+        tx = cd.adaptive_sync(
+            optax.sgd(0.1), triggers.every_k(2), reconcile(), each, specs=specs
+        )
+        params = cd.replicas.replicate(PARAMS, each)
+        found.append(tx.init(params).counters.checksum.tolist())
+    assert found[0] == found[1]

@@ -132,7 +132,7 @@ def test_where_nobody_takes_part_nothing_moves_but_replicas_by_themselves(kind, 
     (first, before), *_, (params, after) = run(
         sgd(sync, rate=0.1), trees, weights, kind
     )
-    assert np.all(before.rows.residual["w"] != 0)
+    assert np.any(before.rows.residual["w"] != 0)
     helpers.assert_bitwise(after.common, before.common)
     helpers.assert_bitwise(after.rows.residual, before.rows.residual)
     own = -0.1 * sum(np.float64(tree["w"]) for tree in trees[1:])
