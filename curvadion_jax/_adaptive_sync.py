@@ -72,8 +72,10 @@ class AdaptiveSyncState(NamedTuple):
     """State of `adaptive_sync`.
 
     Attributes:
-      common: :class:`Common`, the same on all replicas.
-      rows: :class:`Rows`, a row for each replica.
+      common: what is the same on all replicas: `anchor`, `sync_state` and
+        `trigger_state`.
+      rows: what each replica has of its own, [R, ...]: `before_state`, `inner_state`,
+        `remembered` and `residual`.
       counters: :class:`curvadion_jax.metrics.Counters`, some of either kind.
     """
 

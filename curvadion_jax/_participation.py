@@ -8,6 +8,7 @@
 * If no replica takes part, nothing moves.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jax import lax
 
 from curvadion_jax import _finite, _momentum, _power_iteration
 from curvadion_jax._group import Group
-from curvadion_jax._trees import like, wide
+from curvadion_jax._trees import like, plus, wide
 from curvadion_jax.compressors import Compressor
 
 
@@ -64,19 +65,28 @@ class Part(NamedTuple):
         means = (group or self.group).mean(self.weighted(tree))
         return jax.tree.map(lambda m, x: m.astype(x.dtype), means, tree)
 
-    def compressed_mean(self, compressor: Compressor, tree: Any) -> tuple[Any, Any]:
-        """The mean of what each replica would send, and what it did not send.
+    def compressed_mean(
+        self, compressor: Compressor, contribution: Callable[[], Any], owed: Any
+    ) -> tuple[Any, Any]:
+        """The mean of contributions and what was owed, and what is owed now.
 
         Nothing is sent if no replica takes part. The condition has a second use: no
         compiler fuses what follows it with the cutting out of each array from the codes
-        of all, and what follows is compiled once for each shape, not for each array.
+        of all, so what follows is compiled once for each shape, not for each array. The
+        contribution is computed inside it, where its memory serves for what is owed.
         """
 
-        def send(tree):
-            mean, unsent = compressor.average_by_device(tree, self.group)
-            return like(mean, tree), like(unsent, tree)
+        def send():
+            whole = jax.tree.map(plus, contribution(), owed)
+            mean, unsent = compressor.average_by_device(whole, self.group)
+            return like(mean, whole), like(unsent, whole)
 
-        return lax.cond(self.someone, send, lambda tree: (tree, tree), tree)
+        def keep():
+            shapes = jax.eval_shape(contribution)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            return zeros, like(owed, zeros)
+
+        return lax.cond(self.someone, send, keep)
 
 
 def take_part(

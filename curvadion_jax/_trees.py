@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 from curvadion_jax import _paths
 
-_SMALL = 2**20  # elements of an array that may be joined with others
+_SMALL = 2**16  # elements of an array that may be joined with others
 
 
 def check_trainable(params: Any) -> None:

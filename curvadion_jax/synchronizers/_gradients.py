@@ -44,8 +44,8 @@ def average_gradients(
         if compressor is None:
             mean = part.mean(gradients)
         else:
-            whole = jax.tree.map(_trees.plus, part.weighted(gradients), residual)
-            mean, residual = part.compressed_mean(compressor, whole)
+            own = lambda: part.weighted(gradients)
+            mean, residual = part.compressed_mean(compressor, own, residual)
             mean = _trees.like(mean, gradients)
         return *take(mean, inner_state), state, residual
 

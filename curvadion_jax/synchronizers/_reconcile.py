@@ -63,17 +63,15 @@ def reconcile(
     def sync(moved, anchor, state, residual, part: Part):
         # 1. The mean drift. A replica sends its drift times its weight, and what it has
         # not sent before, which was multiplied then.
-        wide = _trees.wide
-        drift = jax.tree.map(lambda x, a: wide(x) - wide(a), moved, anchor)
-        share = jax.tree.map(
-            lambda x: x * jnp.asarray(part.expected, x.dtype), part.weighted(drift)
-        )
+        def share():
+            expected = lambda x: x * jnp.asarray(part.expected, x.dtype)
+            return jax.tree.map(expected, part.weighted(_drift(moved, anchor)))
+
         owed = _finite.or_zeros(part.healthy, residual)
         if compressor is None:
-            mean, unsent = part.group.mean(share), ()
+            mean, unsent = part.group.mean(share()), ()
         else:
-            whole = jax.tree.map(_trees.plus, share, owed)
-            mean, unsent = part.compressed_mean(compressor, whole)
+            mean, unsent = part.compressed_mean(compressor, share, owed)
 
         # 2. The outer step, from the anchor. Elements that would not be finite stay as
         # they are, and if no replica takes part all do: the next sync sends what this
@@ -84,7 +82,7 @@ def reconcile(
         step, outer_state = outer.update(pseudo_gradient, state, anchor, **more)
         new = jax.tree.map(_trees.plus, anchor, step)
         is_new = jax.tree.map(lambda x: jnp.isfinite(x) & part.someone, new)
-        anchor = jax.tree.map(jnp.where, is_new, new, anchor)
+        next_anchor = jax.tree.map(jnp.where, is_new, new, anchor)
         outer_state = _finite.repaired(_trees.like(outer_state, state), state)
         state = jax.tree.map(
             lambda x, old: jnp.where(part.someone, x, old), outer_state, state
@@ -95,12 +93,19 @@ def reconcile(
 
         # 3. All go to the new anchor; an absent replica keeps its drift on top. Where
         # the new anchor is not finite, so is the target, which is counted.
-        kept = _finite.or_zeros(~part.present & part.healthy, drift)
+        keeps = ~part.present & part.healthy
+        kept = _finite.or_zeros(keeps, _drift(moved, anchor))
         target = jax.tree.map(_trees.plus, new, kept)
         target = jax.tree.map(lambda x, y: jnp.where(part.someone, x, y), target, moved)
-        return target, anchor, state, residual
+        return target, next_anchor, state, residual
 
     def payload(params, inner_state, layout):
         return form.payload_by_device(params, layout)
 
     return AfterStep(sync, payload, outer.init, init_residual)
+
+
+def _drift(moved, anchor):
+    """How far a replica is from the anchor, in at least float32."""
+    wide = _trees.wide
+    return jax.tree.map(lambda x, a: wide(x) - wide(a), moved, anchor)
