@@ -156,6 +156,22 @@ class Tree:
                 if bias and (last != "0" or bias.sizes == array.sizes[-1:]):
                     array.bias, bias.is_bias = bias, True
 
+    def leads_to_another(self, array: Array) -> bool:
+        """Whether a layer's outputs are the inputs of a later one of the same name.
+
+        As in `classifier/layers/0`, whose outputs `classifier/layers/3` takes.
+        """
+        number = lambda array: [int(n) for n in re.findall(r"\d+", array.path)]
+        unnumbered = lambda array: re.sub(r"\d+", "", array.path)
+        for other in self.arrays:
+            if array.bias and other.bias and unnumbered(other) == unnumbered(array):
+                inputs = [*other.sizes]
+                if other.bias.sizes[-1] in inputs:
+                    inputs.remove(other.bias.sizes[-1])
+                if number(other) > number(array) and array.bias.sizes[-1] in inputs:
+                    return True
+        return False
+
     def beside(self, array: Array) -> set[tuple[Shape, Sizes, bool]]:
         """Shape, sizes and whether it is a query, in a module and those next to it."""
         return self._within(array.names[:-2], len(array.names))

@@ -34,9 +34,11 @@ _NO_PROJECTION = r"(?!.*(proj|dense|linear|mlp|map))"
 _EMBEDDING = rf"{_NO_PROJECTION}(.*_|un|tok|pos)?emb(s|ed.*)?(_.*)?|wte|wpe"
 _POSITIONS = rf"{_NO_PROJECTION}(.*_)?(rel)?pos(s|_.*|ition.*)?|wpe|rope"
 _TABLE = (
-    r"(.*[_ ])?(vocab|table|token|latent|code|codebook|codevector|grid|probe|prompt"
-    r"|prototype|register|slot|anchor|centroid)s?|(latent|vocab)[_ ].*"
+    rf"{_NO_PROJECTION}((.*[_ ])?(vocab|table|token|latent|code|codebook|codevector"
+    r"|grid|probe|prompt|prototype|register|slot|anchor|centroid)s?"
+    r"|(latent|vocab)[_ ].*|envelope)"
 )
+_ANY_TABLE = f"{_TABLE}|{_POSITIONS}|{_evidence.LAYER_NORM}"
 _HEAD = (
     r"(?!multi|att)(.*_|lm|output)?(head|classifier|readout)|heads|(?!pre_).*logit.*"
 )
@@ -116,7 +118,7 @@ def explain(params: Any) -> list[Finding]:
         first, second, why = found
         out_first = _is_out_first(array, found)
         if out_first is None:
-            ballot = votes[array.names[-1]] or [array.is_torch_weight]
+            ballot = votes[_kind(array)] or [array.is_torch_weight]
             out_first = 2 * sum(ballot) > len(ballot)
         if out_first:
             first, second, why = second, first, f"{why}; (out, in)"
@@ -147,7 +149,8 @@ def _why_other(array: Array, tree: Tree) -> str | None:
         return "a vector, by its name"
     in_head = array.matches(f"{_HEAD}|embed|embedding", 3) and array.matches(_DENSE, 2)
     hidden = set(sizes) <= tree.widths  # between norms
-    if array.matches(_HEAD, 1, 2) or (in_head and not hidden):
+    is_head = array.matches(_HEAD, 1, 2) or (in_head and not hidden)
+    if is_head and not tree.leads_to_another(array):
         return "a head, by its name"
     if array.matches(_CONVOLUTION, 1, 2):
         return "a convolution, by its name"
@@ -156,9 +159,15 @@ def _why_other(array: Array, tree: Tree) -> str | None:
         return "a convolution, by its bias"
     if len(sizes) == 4 and sizes[2:] in ((3, 3), (5, 5), (7, 7)):
         return "a convolution, by its window"
-    if not bias and array.matches(_EMBEDDING, 1, 2):
+    if bias and len(bias.sizes) < len(sizes):  # of a layer, whatever its name
+        return None
+    # The module of a `w` may be a Linear of Haiku's, whatever its name: see `_sides`.
+    # A kernel of more than two axes is a DenseGeneral's.
+    is_dense = array.matches("w", 1) or (len(sizes) > 2 and array.matches("kernel", 1))
+    places = (1,) if is_dense else (1, 2)
+    if array.matches(_EMBEDDING, *places):
         return "an embedding, by its name"
-    if array.matches(f"{_TABLE}|{_POSITIONS}|{_evidence.LAYER_NORM}", 1, 2):
+    if array.matches(_ANY_TABLE, *places):
         return "a table, by its name"
     return None
 
@@ -168,13 +177,14 @@ def _heads(tree: Tree, others: Iterable[Array]) -> set[Array]:
 
     If several arrays are as long, the length may be another width.
     """
-    tables = [
-        array
-        for array in others
-        if array.matches(_EMBEDDING, 1, 2, 3)
-        and not array.matches(_POSITIONS, 1, 2, 3)
-        and len(array.sizes) == 2
-    ]
+
+    def is_table(array):
+        if not array.words:  # a tree of tuples, where nothing has a name
+            return not array.bias
+        is_embedding = array in others and array.matches(_EMBEDDING, 1, 2, 3)
+        return is_embedding and not array.matches(_POSITIONS, 1, 2, 3)
+
+    tables = [a for a in tree.arrays if len(a.sizes) == 2 and is_table(a)]
     heads = set()
     for vocabulary in {table.sizes[0] for table in tables}:
         rest = [a for a in tree.arrays if len(a.sizes) > 1 and a not in tables]
@@ -197,7 +207,14 @@ def _sides(array: Array, tree: Tree, lengths: Mapping[int, int]) -> _Sides | Non
     if len(sizes) == 2:
         # A table has rows, and a vector of each head has heads, that nothing else has.
         alone = tree.widths and any(lengths[n] == 1 for n in sizes)
-        if alone and not bias and not array.matches(_LIKE_WEIGHT, 1):
+        is_w = array.matches("w", 1)
+        if not bias and is_w and array.matches(f"{_EMBEDDING}|{_ANY_TABLE}", 2):
+            return None  # a Linear, or a table
+        if (
+            (alone or not array.words)
+            and not bias
+            and not array.matches(_LIKE_WEIGHT, 1)
+        ):
             return None
         return _Sides(axes[:1], axes[1:], "two axes")
     if not bias:
@@ -278,13 +295,18 @@ def _is_out_first(array: Array, sides: _Sides) -> bool | None:
     heads = len(sides.first), len(sides.second)
     if array.is_query and heads != (1, 1):
         return heads == (2, 1)
-    if array.matches(_OUTPUT, 1, 2) and heads == (1, 2):
-        return True
+    if heads == (1, 2):  # [D, heads, head_dim]
+        return array.matches(_OUTPUT, 1, 2)
     return None
 
 
-def _votes(sides: Mapping[Array, _Sides | None]) -> dict[str, list[bool]]:
-    """Whether arrays that tell are (out, in), by their last name.
+def _kind(array: Array) -> tuple[str, int]:
+    """What arrays vote together: the last name, and the number of axes."""
+    return array.names[-1], len(array.sizes)
+
+
+def _votes(sides: Mapping[Array, _Sides | None]) -> dict[tuple[str, int], list[bool]]:
+    """Whether arrays that tell are (out, in), by their kind.
 
     An output projection has no vote: it may be [D, heads, head_dim] where others are
     (in, out).
@@ -293,7 +315,7 @@ def _votes(sides: Mapping[Array, _Sides | None]) -> dict[str, list[bool]]:
     for array, found in sides.items():
         if found and not array.matches(_OUTPUT, 1, 2):
             vote = _is_out_first(array, found)
-            votes[array.names[-1]] += [] if vote is None else [vote]
+            votes[_kind(array)] += [] if vote is None else [vote]
     return votes
 
 

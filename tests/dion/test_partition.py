@@ -50,7 +50,7 @@ def test_names_of_the_other_optimizer(name):
     tree = {name: {"query": {"kernel": (8, 4)}}}
     assert numbers_at(tree, name, "query", "kernel") == DENSE
     # Nor where a name is a path: Haiku's, PyTorch's, of a flattened tree.
-    for path in (f"m/~/{name}/w", f"m.{name}.weight", ("m", name, "kernel")):
+    for path in (f"m/~/{name}", f"m.{name}.weight", ("m", name, "kernel")):
         assert numbers_at({path: (8, 4)}, path) is None
     assert numbers_at({f"{name}/~/query/w": (8, 4)}, f"{name}/~/query/w") == DENSE
 
@@ -391,3 +391,39 @@ def test_description_of_what_nothing_tells():
     assert cd.describe_partition(params).splitlines()[2].endswith("nothing tells")
     numbers = {"dense": cd.DimensionNumbers(0, 1), "mix": None}
     assert cd.describe_partition(params, numbers).splitlines()[2].endswith("given")
+
+
+def test_a_layer_with_a_bias_is_a_matrix_whatever_its_name():
+    """Tables have no bias."""
+    for name in ("latent_proj", "to_token", "vocab_map", "actor_ln1", "slot"):
+        tree = {name: {"kernel": (8, 4), "bias": (4,)}}
+        assert numbers_at(tree, name, "kernel") == DENSE
+
+
+def test_the_last_layer_of_a_head_alone_is_the_head():
+    layer = lambda *shape: {"kernel": shape, "bias": shape[-1:]}
+    layers = {"0": layer(8, 16), "3": layer(16, 16), "6": layer(16, 5)}
+    found = [
+        numbers_at({"classifier": layers}, "classifier", n, "kernel") for n in "036"
+    ]
+    assert found == [DENSE, DENSE, None]
+    # Heads side by side are all heads.
+    beside = {"heads": {"0": layer(8, 5), "1": layer(8, 3)}}
+    assert numbers_at(beside, "heads", "0", "kernel") is None
+
+
+def test_heads_that_are_transposed_turn_no_other_kernels():
+    """Two of [heads, head_dim, D] say nothing of kernels of two axes."""
+    tree = {
+        "norm": {"scale": (24,)},
+        "q_projection": {"weights": (2, 4, 24)},
+        "k_projection": {"weights": (2, 4, 24)},
+        "transition": {"weights": (24, 48)},
+    }
+    assert numbers_at(tree, "transition", "weights") == DENSE
+
+
+def test_a_w_of_an_embedding_is_asked_for():
+    """It may be a Linear of Haiku's without a bias."""
+    with pytest.warns(cd.dimension_numbers.PartitionWarning, match="edge_embedding"):
+        numbers_at({"m/~/edge_embedding": {"w": (8, 4)}})
