@@ -5,8 +5,7 @@
 
 prints, for replicas joined by such a link, the bytes and the time of a step of
 synchronous training and of local steps, and which of them pays. Plain arithmetic:
-nothing here touches a device, and no link was measured for it. `links.py` and
-`projections.py` are tables made with it.
+nothing here touches a device. `links.py` and `projections.py` are tables made with it.
 
 A message takes latency plus size over bandwidth (Hockney 1994; Thakur, Rabenseifner and
 Gropp 2005). Payloads travel around a ring, which sends the least possible number of
