@@ -5,17 +5,16 @@
 
 prints, for replicas joined by such a link, the bytes and the time of a step of
 synchronous training and of local steps, and which of them pays. Plain arithmetic:
-nothing here touches a device, and no link was measured for it. `links.py` and
-`projections.py` are tables made with it.
+nothing here touches a device. `links.py` and `projections.py` are tables made with it.
 
 A message takes latency plus size over bandwidth (Hockney 1994; Thakur, Rabenseifner and
 Gropp 2005). Payloads travel around a ring, which sends the least possible number of
 bytes in 2 (N - 1) messages one after another. The flag of a vote is four bytes: only
 messages in a row count, up a binary tree and down again. Links are equal between all
 replicas, unshared, and the same in both directions; arithmetic on received data is
-free. Two real processes with gloo took longer than this by more than 20% on half of the
-links that were emulated (`wan/results.md`): gloo needs two round trips a message, and
-TCP slows down after loss and after idle.
+free. Over emulated links two processes with gloo took up to 2.8 times as long as this
+for a step, because gloo sends one array after another and waits longer for each, and
+TCP does not fill the link (`wan/README.md`). `--gloo` and `--arrays` count that.
 """
 
 import argparse
@@ -39,6 +38,9 @@ VOTE = Payload(averaged=4)
 STEPS_NEEDED = 1.5
 # Of a training step's computation; gradients appear during it, and can be sent.
 BACKWARD = 2 / 3
+# How gloo over TCP (cubic, no loss) uses a link: two constants that fit all-reduces of
+# 4 KB to 3.4 MB between two processes over three emulated links (wan/README.md).
+GLOO = {"share": 0.75, "waits": 2.0}
 
 
 class ModelSize(NamedTuple):
@@ -113,10 +115,19 @@ def sync_bytes(payload: Payload, replicas: int) -> float:
 
 @dataclass(frozen=True)
 class Link:
-    """A link to a neighbour: bits a second, and seconds of a small round trip."""
+    """A link to a neighbour.
+
+    Attributes:
+        bandwidth: Bits a second.
+        round_trip_time: Seconds, of a small message.
+        share: Share of the bandwidth that payloads get.
+        waits: Delays of one way that a payload waits for, on each turn of a ring.
+    """
 
     bandwidth: float
     round_trip_time: float
+    share: float = 1.0
+    waits: float = 1.0
 
     @property
     def latency(self) -> float:
@@ -124,16 +135,22 @@ class Link:
         return self.round_trip_time / 2
 
 
-def ring_time(payload: Payload, replicas: int, link: Link) -> float:
+def ring_time(payload: Payload, replicas: int, link: Link, messages: int = 1) -> float:
     """Seconds of a ring all-reduce of what is averaged, then an all-gather.
+
+    `messages` is the number of arrays that are sent one after another.
 
     Examples:
         >>> ring_time(Payload(10**9), replicas=2, link=Link(8e9, 0.1))  # 2 * 0.05 + 1
         1.1
+        >>> gloo = Link(8e9, 0.1, share=0.5, waits=2)
+        >>> ring_time(Payload(10**9), 2, gloo, messages=3)  # 3 * 2 * 2 * 0.05 + 2
+        2.6
     """
     rounds = 2 * (payload.averaged > 0) + (payload.gathered > 0)
-    sent = 8 * sync_bytes(payload, replicas) / link.bandwidth
-    return (replicas - 1) * rounds * link.latency + sent
+    sent = 8 * sync_bytes(payload, replicas) / (link.share * link.bandwidth)
+    waits = messages * link.waits * (replicas - 1) * rounds
+    return waits * link.latency + sent
 
 
 def flag_time(replicas: int, link: Link, interval: int = 1) -> float:
@@ -217,12 +234,17 @@ def compare(
     replicas: int = 8,
     budget: float = 0.01,
     steps_needed: float = STEPS_NEEDED,
+    arrays: int = 1,
 ) -> list[Row]:
-    """Synchronous training and local steps within a budget, over one link."""
+    """Synchronous training and local steps within a budget, over one link.
+
+    Gradients are `arrays` messages, and codes are one.
+    """
     whole = gradient_payload(ModelSize(parameters))
     half = Payload(whole.averaged // 2)
     drift = drift_payload(parameters)
-    times = {load: ring_time(load, replicas, link) for load in (whole, half, drift)}
+    counts = {whole: arrays, half: arrays, drift: 1}
+    times = {x: ring_time(x, replicas, link, count) for x, count in counts.items()}
     full, rarely = (sync_bytes(load, replicas) for load in (whole, drift))
     rate = min(1.0, budget * full / rarely)
     voting = flag_time(replicas, link)
@@ -273,14 +295,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="local steps for the loss of a synchronous step; 1.5 was measured in a "
         "small model at a budget of 1%%, and is no forecast for a large one",
     )
+    parser.add_argument(
+        "--gloo",
+        action="store_true",
+        help="gloo over TCP: longer waits, 75%% of a link",
+    )
+    parser.add_argument(
+        "--arrays",
+        type=int,
+        default=1,
+        help="arrays of gradients that are averaged one after another, as gloo does; "
+        "by default one that has all",
+    )
     options = parser.parse_args(arguments)
+    use = GLOO if options.gloo else {}
     rows = compare(
         int(options.parameters),
         options.step_time,
-        Link(options.bandwidth, options.round_trip),
+        Link(options.bandwidth, options.round_trip, **use),
         options.replicas,
         options.budget,
         options.steps_needed,
+        options.arrays,
     )
     print("| method | MB a step | s a step | waits | s for a synchronous step's loss |")
     print("|---|---|---|---|---|")

@@ -1,6 +1,7 @@
 """Seconds to a loss over a slow link, measured.
 
     python benchmarks/wan/measure.py --limit 3600    # as root; the same goes on
+    python benchmarks/wan/measure.py --methods local_muon --steps 330  # losses alone
     python benchmarks/wan/measure.py --tiny --links "100 Mbit/s"     # a rehearsal
     python benchmarks/wan/wan_table.py               # the table and the picture
 
@@ -9,13 +10,14 @@ gloo over Linux's TCP, each in a network namespace of its own (`link.py`; it nee
 and /dev/net/tun). The model is the study's, its text the study's, with
 half of the study's sequences per replica and step.
 
-1. *loss*: every method trains all its steps in one process, replicas simulated, and its
-   held-out loss is noted every 10 steps.
+1. *loss*: every method trains `--steps` steps in one process, replicas simulated, and
+   its held-out loss is noted every 10 steps. The learning rate's schedule has that
+   length, so each length is a run of its own.
 2. *time*: every method takes a few steps over each link, at least one more sync than
    the first, which compiles. From the times of steps and of syncs, and the numbers of
    both until a loss, follow the seconds to it. Computation is that of these cores.
 3. *message*: all-reduces of some sizes over each link, from which `cost_model.py`'s
-   constants follow.
+   constants for gloo follow.
 
 A row is written to `rows.jsonl` the moment it exists, and is not measured again.
 """
@@ -252,8 +254,6 @@ def main() -> None:
     if options.one:
         over_link(options)
         return
-    if why := link.refusal():
-        sys.exit(why)
     end = time.monotonic() + options.limit
     plan = [
         {"kind": kind, "link": name, "method": what}
@@ -261,9 +261,10 @@ def main() -> None:
         for kind, whats in (("message", ["message"]), ("time", options.methods))
         for what in whats
     ]
-    plan += [{"kind": "loss", "method": method} for method in options.methods]
+    until = {"until": options.steps}
+    plan += [{"kind": "loss", "method": x} | until for x in options.methods]
     for task in plan:
-        task |= {"tiny": options.tiny, "until": options.steps}
+        task["tiny"] = options.tiny
         done = [json.loads(line) for line in study.lines(options.rows).splitlines()]
         if any(task.items() <= row.items() for row in done):
             continue
@@ -271,6 +272,8 @@ def main() -> None:
             return
         if task["kind"] == "loss":
             found = losses(task["method"], options.steps, options.tiny)
+        elif why := link.refusal():
+            sys.exit(why)
         else:
             found = in_processes(task["link"], task["method"], options)
             conditions = dataclasses.asdict(LINKS[task["link"]])

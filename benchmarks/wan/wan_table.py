@@ -1,17 +1,24 @@
-"""The table and the picture of `measure.py`'s rows.
+"""The tables and the picture of `measure.py`'s rows, as the page has them.
 
 python benchmarks/wan/wan_table.py
 
-Writes `seconds.md` and `seconds.png` beside the rows. The time of a method to a loss is
-that of its steps until then, with the median times of its steps and of its syncs over
-the link. Three losses are those of synchronous Muon after 20, 50 and 100% of the steps.
-`predicted` is `cost_model.py`'s, with the steps of a link that is infinitely fast.
+Prints the tables, and draws `seconds.svg`. The time of a method to a loss is that of
+its steps until then, with the median times of its steps and of its syncs over the link;
+of runs of several lengths the fastest counts. The losses are those of synchronous Muon
+in float32 after 20, 50 and 100% of 300 steps.
+
+The calculator's step is computation and what `cost_model.py` says of the sync.
+Computation is the median local step over the fastest link, without its vote:
+synchronous methods have none of their own, and take that of the method with the same
+inner optimizer.
 """
 
+import itertools
 import json
+import math
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +28,32 @@ import cost_model
 import measuring
 
 HERE = Path(__file__).parent
-BASELINE = "Muon, float32"
-LOSSES = (0.2, 0.5, 1.0)
+BASELINE, STEPS = "Muon, float32", 300
+LOCAL = "local_muon"
+SHARES = (0.2, 0.5, 1.0)
+PARAMETERS = 853_120
+# Messages of a sync, one after another in gloo: one for each of the model's 11 arrays,
+# or one of codes; and the replicas' weights, a number each.
+MESSAGES = {"float32": 12, "2 bits": 2}
+IN_FLOAT32 = ("AdamW, float32", "Muon, float32", "DiLoCo")
+VOTES = ("curvadion",)
+# Whose local steps have the computation of which synchronous method.
+SAME_COMPUTATION = {
+    "AdamW, float32": "DiLoCo",
+    "AdamW, 2 bits": "DiLoCo",
+    "Muon, float32": LOCAL,
+    "Muon, 2 bits": LOCAL,
+}
+# Colour, line and marker of each, in the legend's order.
+STYLES = {
+    "Muon, float32": ("0.2", "-", "s"),
+    "Muon, 2 bits": ("0.2", "--", "s"),
+    "AdamW, float32": ("0.6", "-", "D"),
+    "AdamW, 2 bits": ("0.6", "--", "D"),
+    "local_muon": ("#1f77b4", "-", "o"),
+    "curvadion": ("#d95f02", "-", "^"),
+    "DiLoCo": ("#2a8a4a", "-", "v"),
+}
 Row = Mapping[str, Any]
 
 
@@ -32,8 +63,7 @@ def step_times(row: Row) -> tuple[float, float]:
     for step in row["steps"]:
         kinds[step["synced"]].append(step["seconds"])
     local, sync = (x[1:] or x for x in (kinds[False], kinds[True]))
-    both = statistics.median(local or sync), statistics.median(sync or local)
-    return both
+    return statistics.median(local or sync), statistics.median(sync or local)
 
 
 def steps_to(curve: Mapping[str, float], wanted: float) -> int | None:
@@ -47,85 +77,317 @@ def steps_to(curve: Mapping[str, float], wanted: float) -> int | None:
     return min(reached, default=None)
 
 
-def seconds_to(loss: Row, time: Row, wanted: float) -> float | None:
-    """Seconds to a loss over a link; None where it is not reached."""
-    steps = steps_to(loss["curve"], wanted)
-    if steps is None:
-        return None
+def seconds_to(runs: Sequence[Row], time: Row, wanted: float) -> float | None:
+    """Least seconds to a loss over a link; None where no run reaches it."""
     local, sync = step_times(time)
-    syncs = sum(loss["synced"][:steps])
-    return (steps - syncs) * local + syncs * sync
+    found = []
+    for run in runs:
+        steps = steps_to(run["curve"], wanted)
+        if steps is not None:
+            syncs = sum(run["synced"][:steps])
+            found.append((steps - syncs) * local + syncs * sync)
+    return min(found, default=None)
 
 
-def wanted_losses(loss: Row) -> list[float]:
-    """The baseline's losses after so many of its steps."""
-    curve = {int(step): x for step, x in loss["curve"].items()}
+def wanted_losses(run: Row) -> list[float]:
+    """A run's losses after so many of its steps."""
+    curve = {int(step): x for step, x in run["curve"].items()}
     last = max(curve)
     near = lambda share: min(curve, key=lambda step: abs(step - share * last))
-    return [curve[near(share)] for share in LOSSES]
+    return [curve[near(share)] for share in SHARES]
 
 
-def predicted(time: Row, messages: Row, share_of_compute: float) -> float:
-    """The cost model's seconds of a synchronous step in float32."""
-    conditions = time["conditions"]
-    link = cost_model.Link(conditions["rate"], conditions["round_trip"])
-    size = max(int(x) for x in messages["messages"])
-    return share_of_compute + cost_model.ring_time(
-        cost_model.Payload(averaged=size), 2, link
-    )
+def break_even(
+    rates: Sequence[float], local: Sequence[float], synchronous: Sequence[float]
+) -> float:
+    """The speed of the link at which both take the same seconds.
+
+    Between two links both are straight lines of logarithms. Infinity means that local
+    steps are faster over all links, and 0 that they are over none.
+
+    Examples:
+        >>> round(break_even([1e7, 1e9], [10.0, 10.0], [100.0, 1.0]))
+        100000000
+        >>> break_even([1e7, 1e9], [1.0, 1.0], [100.0, 2.0])
+        inf
+    """
+    gains = [math.log(s / x) for x, s in zip(local, synchronous, strict=True)]
+    if gains[0] <= 0:
+        return 0.0
+    points = zip([math.log(rate) for rate in rates], gains, strict=True)
+    for (left, gain), (right, loss) in itertools.pairwise(points):
+        if loss <= 0:
+            return math.exp(left + (right - left) * gain / (gain - loss))
+    return math.inf
 
 
-def table(rows: Sequence[Row]) -> Iterator[str]:
-    """Lines of a Markdown table: a method and a link, and seconds to each loss."""
-    losses = {row["method"]: row for row in rows if row["kind"] == "loss"}
-    times = [row for row in rows if row["kind"] == "time" and "steps" in row]
-    times = [row for row in times if isinstance(row["steps"], list)]
+def payload(method: str) -> cost_model.Payload:
+    """What a method's sync sends.
+
+    Between two replicas codes are gathered: a mean in two stages would save nothing.
+    """
+    if method in IN_FLOAT32:
+        return cost_model.gradient_payload(cost_model.ModelSize(PARAMETERS))
+    return cost_model.Payload(gathered=sum(cost_model.drift_payload(PARAMETERS)))
+
+
+class Measured:
+    """The rows, by what they are."""
+
+    def __init__(self, rows: Sequence[Row]):
+        self.runs: dict[str, list[Row]] = {}
+        for row in rows:
+            if row["kind"] == "loss":
+                self.runs.setdefault(row["method"], []).append(row)
+        whole = [row for row in rows if "error" not in row]
+        self.times = [row for row in whole if row["kind"] == "time"]
+        self.messages = [row for row in whole if row["kind"] == "message"]
+        first = [x for x in self.runs.get(BASELINE, []) if len(x["synced"]) == STEPS]
+        self.wanted = wanted_losses(first[0]) if first else []
+
+    def seconds(self, method: str, wanted: float) -> dict[float, float]:
+        """Seconds to a loss by the link's bits a second, as far as it is reached."""
+        found = {
+            row["conditions"]["rate"]: seconds_to(
+                self.runs.get(method, []), row, wanted
+            )
+            for row in self.times
+            if row["method"] == method
+        }
+        return {rate: x for rate, x in sorted(found.items()) if x is not None}
+
+    def break_even(self, synchronous: str, wanted: float) -> float | None:
+        """The link's bits a second, or None where one of both is not measured."""
+        ours, theirs = (self.seconds(x, wanted) for x in (LOCAL, synchronous))
+        if not ours or ours.keys() != theirs.keys():
+            return None
+        return break_even([*ours], [*ours.values()], [*theirs.values()])
+
+    def computation(self, method: str) -> float:
+        """Seconds of a step without communication."""
+        name = SAME_COMPUTATION.get(method, method)
+        fastest = max(
+            (row for row in self.times if row["method"] == name),
+            key=lambda row: row["conditions"]["rate"],
+        )
+        vote = cost_model.flag_time(2, link_of(fastest)) * (name in VOTES)
+        return step_times(fastest)[0] - vote
+
+    def predicted(self, row: Row, gloo: bool = False) -> float:
+        """The calculator's seconds of a step with a sync."""
+        method, link = row["method"], link_of(row, gloo)
+        kind = "float32" if method in IN_FLOAT32 else "2 bits"
+        messages = MESSAGES[kind] if gloo else 1
+        sync = cost_model.ring_time(payload(method), 2, link, messages)
+        vote = cost_model.flag_time(2, link) * (method in VOTES)
+        return self.computation(method) + vote + sync
+
+
+def link_of(row: Row, gloo: bool = False) -> cost_model.Link:
+    """A row's link, for the calculator: ideal, or as gloo uses it."""
+    conditions = row["conditions"]
+    use = cost_model.GLOO if gloo else {}
+    return cost_model.Link(conditions["rate"], conditions["round_trip"], **use)
+
+
+def number(x: float) -> str:
+    """Three digits or more.
+
+    Examples:
+        >>> number(1399.2), number(279.8), number(8.67)
+        ('1,399', '280', '8.7')
+    """
+    return f"{x:,.0f}" if x >= 100 else f"{x:.1f}"
+
+
+def seconds_table(measured: Measured) -> Iterator[str]:
+    """Milliseconds of steps, and seconds to each loss, by link and method."""
     header = ["link", "method", "local step, ms", "step with a sync, ms"]
-    if BASELINE not in losses:
-        wanted = []
-    else:
-        wanted = wanted_losses(losses[BASELINE])
-    header += [f"s to {loss:.3f}" for loss in wanted]
+    header += [f"s to {loss:.3f}" for loss in measured.wanted]
+
+    def cell(row: Row, wanted: float) -> str:
+        runs = measured.runs.get(row["method"], [])
+        if not runs:
+            return ""
+        seconds = seconds_to(runs, row, wanted)
+        best = min(min(run["curve"].values()) for run in runs)
+        return f"not reached, {best:.3f}" if seconds is None else number(seconds)
 
     def lines():
-        for row in times:
-            local, sync = step_times(row)
-            cells = [row["link"], row["method"], f"{1e3 * local:.0f}"]
-            cells.append(f"{1e3 * sync:.0f}")
-            for loss in wanted:
-                of_method = losses.get(row["method"])
-                seconds = of_method and seconds_to(of_method, row, loss)
-                cells.append("" if seconds is None else f"{seconds:.1f}")
-            yield cells
+        for row in measured.times:
+            local, sync = (f"{1e3 * x:,.0f}" for x in step_times(row))
+            if all(step["synced"] for step in row["steps"]):
+                local = ""
+            cells = [cell(row, wanted) for wanted in measured.wanted]
+            yield [row["link"], f"`{row['method']}`", local, sync, *cells]
+
+    return measuring.markdown(header, map(_plain, lines()))
+
+
+def _plain(cells: list[str]) -> list[str]:
+    """Names of the library alone are code."""
+    return [x if x in ("`local_muon`", "`curvadion`") else x.strip("`") for x in cells]
+
+
+def lengths_table(measured: Measured) -> Iterator[str]:
+    """The last loss of each run."""
+    lines = (
+        [
+            f"`{method}`",
+            ", ".join(
+                f"{[*run['curve'].values()][-1]:.3f} ({len(run['synced'])})"
+                for run in sorted(runs, key=lambda run: len(run["synced"]))
+            ),
+            f"{sum(runs[0]['synced'])} of {len(runs[0]['synced'])}",
+            f"{100 * runs[0]['share']:.1f}%",
+        ]
+        for method, runs in measured.runs.items()
+    )
+    header = ["method", "last loss (steps)", "syncs", "bytes sent"]
+    return measuring.markdown(header, map(_plain, lines))
+
+
+def steps_table(measured: Measured) -> Iterator[str]:
+    """Steps with a sync: measured, and by the calculator, ideal and as gloo."""
+    header = ["link", "method", "received, kB", "measured, ms"]
+    header += ["ideal, ms", "measured / ideal", "gloo, ms", "measured / gloo"]
+
+    def lines():
+        for row in measured.times:
+            _, sync = step_times(row)
+            received = [x["received"] for x in row["steps"] if x["synced"]]
+            cells = [f"{statistics.median(received) / 1e3:,.0f}", f"{1e3 * sync:,.0f}"]
+            for gloo in (False, True):
+                seconds = measured.predicted(row, gloo)
+                cells += [f"{1e3 * seconds:,.0f}", f"{sync / seconds:.2f}"]
+            yield [row["link"], f"`{row['method']}`", *cells]
+
+    return measuring.markdown(header, map(_plain, lines()))
+
+
+def messages_table(measured: Measured) -> Iterator[str]:
+    """All-reduces of one array: measured, and by the calculator."""
+    header = ["link", "bytes", "measured, ms", "ideal, ms", "measured / ideal"]
+    header += ["gloo, ms", "measured / gloo"]
+
+    def lines():
+        for row in measured.messages:
+            for size, seconds in row["messages"].items():
+                load = cost_model.Payload(averaged=int(size))
+                cells = [row["link"], f"{int(size):,}", f"{1e3 * seconds:,.1f}"]
+                for gloo in (False, True):
+                    time = cost_model.ring_time(load, 2, link_of(row, gloo))
+                    cells += [f"{1e3 * time:,.1f}", f"{seconds / time:.2f}"]
+                yield cells
 
     return measuring.markdown(header, lines())
 
 
+def speed(rate: float, rates: Sequence[float]) -> str:
+    """A break-even in words.
+
+    Examples:
+        >>> speed(2.5e7, [1e7, 1e9]), speed(math.inf, [1e7, 1e9])
+        ('25 Mbit/s', 'above 1,000 Mbit/s')
+    """
+    if 0 < rate < math.inf:
+        return f"{rate / 1e6:.0f} Mbit/s"
+    end = max(rates) if rate else min(rates)
+    return f"{'above' if rate else 'below'} {end / 1e6:,.0f} Mbit/s"
+
+
+def break_even_table(measured: Measured) -> Iterator[str]:
+    """The link's speed up to which `local_muon` is first, by loss."""
+    header = ["`local_muon` against"]
+    header += [f"to {loss:.3f}" for loss in measured.wanted]
+    rates = [row["conditions"]["rate"] for row in measured.times]
+
+    def lines():
+        for method in ("Muon, float32", "Muon, 2 bits"):
+            found = [measured.break_even(method, loss) for loss in measured.wanted]
+            yield [method, *("" if x is None else speed(x, rates) for x in found)]
+
+    return measuring.markdown(header, lines())
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """All tables, as the page has them."""
+    measured = Measured(rows)
+    made: tuple[Callable[[Measured], Iterator[str]], ...] = (
+        seconds_table,
+        break_even_table,
+        lengths_table,
+        steps_table,
+        messages_table,
+    )
+    return "\n\n".join("\n".join(table(measured)) for table in made)
+
+
 def draw(rows: Sequence[Row], file: Path) -> None:
-    """Seconds to the last loss that most reach, over the link's speed."""
+    """Seconds to each loss over the link's speed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    losses = {row["method"]: row for row in rows if row["kind"] == "loss"}
-    times = [row for row in rows if row["kind"] == "time" and "error" not in row]
-    figure, plots = pyplot.subplots(1, 3, figsize=(12, 4), layout="constrained")
-    for axes, wanted in zip(plots, wanted_losses(losses[BASELINE]), strict=True):
-        for method, loss in losses.items():
-            points = [
-                (row["conditions"]["rate"] / 1e6, seconds_to(loss, row, wanted))
-                for row in times
-                if row["method"] == method
-            ]
-            points = sorted(x for x in points if x[1] is not None)
-            if points:
-                axes.plot(*zip(*points, strict=True), marker="o", label=method)
-        axes.set(xscale="log", yscale="log", xlabel="Mbit/s")
-        axes.set_title(f"seconds to a held-out loss of {wanted:.3f}")
-        axes.grid(alpha=0.3)
-    plots[0].legend(fontsize=8)
-    figure.savefig(file, dpi=120)
+    measured = Measured(rows)
+    links = {row["conditions"]["rate"]: row["conditions"] for row in measured.times}
+    rates = sorted(links)
+    pyplot.rcParams |= {"svg.hashsalt": "curvadion_jax", "svg.fonttype": "none"}
+    figure, plots = pyplot.subplots(
+        1, 3, figsize=(11, 4.6), layout="constrained", sharey=True
+    )
+    handles = {}
+    for axes, wanted in zip(plots, measured.wanted, strict=True):
+        for method, (color, line, marker) in STYLES.items():
+            seconds = measured.seconds(method, wanted)
+            if seconds:
+                (handles[method],) = axes.plot(
+                    [*seconds], [*seconds.values()],
+                    color=color, linestyle=line, marker=marker, markersize=5,
+                )  # fmt: skip
+        axes.set(xscale="log", yscale="log", title=f"held-out loss {wanted:.3f}")
+        axes.set_xticks(rates, [_label(links[rate]) for rate in rates], size=9)
+        axes.set_xlim(rates[0] / 2, rates[-1] * 2)
+        axes.minorticks_off()
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        _mark(axes, measured, wanted, rates)
+    ticks = (3, 10, 30, 100, 300, 1000)
+    plots[0].set_yticks(ticks, [f"{x:,}" for x in ticks])
+    plots[0].set_ylabel("seconds to the loss")
+    plots[1].set_xlabel("speed and round trip of the emulated link")
+    names = [method for method in STYLES if method in handles]
+    figure.legend(
+        [handles[name] for name in names], names, loc="outside lower center",
+        ncols=len(names), frameon=False, fontsize=9,
+    )  # fmt: skip
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
+def _label(conditions: Row) -> str:
+    rate = conditions["rate"] / 1e6
+    name = f"{rate:.0f} Mbit/s" if rate < 1000 else f"{rate / 1000:.0f} Gbit/s"
+    return f"{name}\n{1e3 * conditions['round_trip']:.0f} ms"
+
+
+def _mark(axes: Any, measured: Measured, wanted: float, rates: list[float]) -> None:
+    """Where `local_muon` and synchronous Muon are equal, or that they are nowhere."""
+    found = {}
+    for method in ("Muon, float32", "Muon, 2 bits"):
+        rate = measured.break_even(method, wanted)
+        if rate is not None:
+            found[method] = speed(rate, rates)
+            if 0 < rate < math.inf:
+                axes.axvline(rate, color="0.5", linestyle=":", linewidth=1)
+    notes = [f"{method}: {where}" for method, where in found.items()]
+    if len(found) == 2 and len({*found.values()}) == 1:
+        notes = [f"both Muons: {found[BASELINE]}"]
+    if notes:
+        axes.text(0.99, 0.99, "\n".join(["break-even of local_muon", *notes]),
+                  transform=axes.transAxes, ha="right", va="top", color="0.35",
+                  size=8.5)  # fmt: skip
 
 
 def main() -> None:
@@ -134,11 +396,9 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=HERE / "rows.jsonl")
     options = parser.parse_args()
     rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
-    text = "\n".join(table(rows)) + "\n"
-    print(text)
-    options.rows.with_name("seconds.md").write_text(text)
-    if any(row["kind"] == "loss" and row["method"] == BASELINE for row in rows):
-        draw(rows, options.rows.with_name("seconds.png"))
+    print(tables(rows))
+    if Measured(rows).wanted:
+        draw(rows, options.rows.with_name("seconds.svg"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Make the pictures of the README and the site: idea, loss by method, time by link.
+"""Make the pictures of the README and the site: the idea, and loss by method.
 
 python docs/pictures/make.py
 """
@@ -19,12 +19,11 @@ import table
 from matplotlib import pyplot
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 
 # The same bytes on every run; text stays text.
 pyplot.rcParams |= {"svg.hashsalt": "curvadion_jax", "svg.fonttype": "none"}
 pyplot.rcParams |= {"font.family": "sans-serif", "font.size": 11}
-BLUE, ORANGE, GREEN = "#1f77b4", "#d95f02", "#2a8a4a"
+BLUE, ORANGE = "#1f77b4", "#d95f02"
 GREY, LIGHT = "0.35", "0.75"
 # The rows of the README's table, in its order: label and colour.
 SYNCHRONOUS = {
@@ -113,37 +112,6 @@ def result() -> None:
     save(figure, "result.svg")
 
 
-def links() -> None:
-    """Seconds to a loss over the speed of an emulated link, as measured."""
-    page = ROOT / "benchmarks/wan/results.md"
-    section = page.read_text("utf-8").split("## Seconds to a loss")[1].split("\n## ")[0]
-    lines = [line.strip("| ").split(" | ") for line in section.splitlines()]
-    cells = {line[0]: line[1:] for line in lines if len(line) == 5}
-    speeds = {"10 Mbit/s": 10, "100 Mbit/s": 100, "1 Gbit/s": 1000}
-    methods = {
-        "synchronous AdamW": (GREY, "s"),
-        "synchronous Dion, rank 1/4": (ORANGE, "D"),
-        "DiLoCo, every 30 steps": (GREEN, "v"),
-        "local_muon, 1% of the bytes": (BLUE, "o"),
-    }
-    figure, axes = pyplot.subplots(figsize=(7.6, 3.4))
-    for column, (name, (color, marker)) in enumerate(methods.items()):
-        seconds = [
-            float(cells[f"{speed}, 20 ms"][column].split()[0]) for speed in speeds
-        ]
-        axes.plot(speeds.values(), seconds, color=color, marker=marker)
-        axes.text(1100, seconds[-1], name, color=color, va="center", size=10)
-    axes.set(xscale="log", yscale="log", xlim=(8, 1050), ylim=(3, 300))
-    axes.set_xticks([*speeds.values()], [*speeds])
-    axes.set_yticks([5, 10, 30, 100, 200], ["5", "10", "30", "100", "200"])
-    axes.minorticks_off()
-    axes.set_xlabel("emulated link between two replicas, 20 ms")
-    axes.set_ylabel("seconds to a loss of 2.33")
-    axes.spines[["top", "right"]].set_visible(False)
-    save(figure, "links.svg")
-
-
 if __name__ == "__main__":
     idea()
     result()
-    links()

@@ -58,6 +58,17 @@ def test_the_calculator_answers(bandwidth, answer, capsys):
     assert "| 11.2 |" in printed
 
 
+def test_the_calculator_counts_arrays_and_what_gloo_waits_for(capsys):
+    model = ["--parameters", "1e6", "--step-time", "1", "--replicas", "2"]
+    link = ["--bandwidth", "32e6", "--round-trip", "0.1"]
+    cm.main([*model, *link])
+    # 4 MB take 1 s, and two turns 0.1 s.
+    assert "| synchronous, float32 | 4 | 2.1 |" in capsys.readouterr().out
+    cm.main([*model, *link, "--gloo", "--arrays", "10"])
+    # 1.33 s, and ten times 0.2 s.
+    assert "| synchronous, float32 | 4 | 4.33 |" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("page", "table"),
     [("links.md", links.table()), ("projections.md", projections.tables().split("\n"))],
