@@ -158,9 +158,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument(
+        "--steps", type=int, choices=(QUARTER, STEPS), help="only these"
+    )
     options = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
-    while runs := plan(read()):
+    while runs := [x for x in plan(read()) if options.steps in (None, x.steps)]:
         print(f"{len(runs)} runs to train", flush=True)
         for row in trained(runs, options.workers):
             append(FILE, row)
