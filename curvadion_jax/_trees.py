@@ -75,7 +75,7 @@ def together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """
     large, small = [], defaultdict(list)
     for x in arrays:
-        if x.size > _SMALL or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if x.size > _SMALL or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             large.append(x)
         else:
             small[x.dtype].append(x)

@@ -420,7 +420,8 @@ def test_heads_that_are_transposed_turn_no_other_kernels():
         "k_projection": {"weights": (2, 4, 24)},
         "transition": {"weights": (24, 48)},
     }
-    assert numbers_at(tree, "transition", "weights") == DENSE
+    found = {x.path: x.numbers for x in cd.dimension_numbers.explain(arrays(tree))}
+    assert found["transition/weights"] == cd.DimensionNumbers(*DENSE)
 
 
 def test_a_w_of_an_embedding_is_asked_for():
