@@ -177,14 +177,13 @@ def _heads(tree: Tree, others: Iterable[Array]) -> set[Array]:
 
     If several arrays are as long, the length may be another width.
     """
-
-    def is_table(array):
-        if not array.words:  # a tree of tuples, where nothing has a name
-            return not array.bias
-        is_embedding = array in others and array.matches(_EMBEDDING, 1, 2, 3)
-        return is_embedding and not array.matches(_POSITIONS, 1, 2, 3)
-
-    tables = [a for a in tree.arrays if len(a.sizes) == 2 and is_table(a)]
+    tables = [
+        array
+        for array in others
+        if array.matches(_EMBEDDING, 1, 2, 3)
+        and not array.matches(_POSITIONS, 1, 2, 3)
+        and len(array.sizes) == 2
+    ]
     heads = set()
     for vocabulary in {table.sizes[0] for table in tables}:
         rest = [a for a in tree.arrays if len(a.sizes) > 1 and a not in tables]
@@ -210,11 +209,7 @@ def _sides(array: Array, tree: Tree, lengths: Mapping[int, int]) -> _Sides | Non
         is_w = array.matches("w", 1)
         if not bias and is_w and array.matches(f"{_EMBEDDING}|{_ANY_TABLE}", 2):
             return None  # a Linear, or a table
-        if (
-            (alone or not array.words)
-            and not bias
-            and not array.matches(_LIKE_WEIGHT, 1)
-        ):
+        if alone and not bias and not array.matches(_LIKE_WEIGHT, 1):
             return None
         return _Sides(axes[:1], axes[1:], "two axes")
     if not bias:

@@ -80,7 +80,10 @@ nitpick_ignore_regex = [
     # The same, imported by their names.
     ("py:class", r"Any|AxisType|Callable|Iterable|Mapping|Mesh|Sequence"),
     # Aliases, and what only a Group shows.
-    ("py:class", r"Views|Replicas|Simulated|Costs|Common|Rows|P|(curvadion_jax\._layout\.)?Layout"),
+    (
+        "py:class",
+        r"Views|Replicas|Simulated|Costs|Common|Rows|P|(curvadion_jax\._layout\.)?Layout",
+    ),
 ]
 
 
