@@ -161,15 +161,20 @@ class Tree:
 
         As in `classifier/layers/0`, whose outputs `classifier/layers/3` takes.
         """
-        number = lambda array: [int(n) for n in re.findall(r"\d+", array.path)]
+        if array.bias is None:
+            return False
+        numbers = lambda array: [int(n) for n in re.findall(r"\d+", array.path)]
         unnumbered = lambda array: re.sub(r"\d+", "", array.path)
+        outputs = array.bias.shape[-1]
         for other in self.arrays:
-            if array.bias and other.bias and unnumbered(other) == unnumbered(array):
-                inputs = [*other.sizes]
-                if other.bias.sizes[-1] in inputs:
-                    inputs.remove(other.bias.sizes[-1])
-                if number(other) > number(array) and array.bias.sizes[-1] in inputs:
-                    return True
+            is_alike = other.bias and unnumbered(other) == unnumbered(array)
+            if not is_alike or numbers(other) <= numbers(array):
+                continue
+            inputs = [*other.shape]
+            if other.bias.shape[-1] in inputs:
+                inputs.remove(other.bias.shape[-1])
+            if outputs in inputs:
+                return True
         return False
 
     def beside(self, array: Array) -> set[tuple[Shape, Sizes, bool]]:

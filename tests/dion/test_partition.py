@@ -407,6 +407,9 @@ def test_the_last_layer_of_a_head_alone_is_the_head():
         numbers_at({"classifier": layers}, "classifier", n, "kernel") for n in "036"
     ]
     assert found == [DENSE, DENSE, None]
+    # One output, and so a bias of one number.
+    one = {"classifier": {"0": layer(8, 16), "1": layer(16, 1)}}
+    assert numbers_at(one, "classifier", "0", "kernel") == DENSE
     # Heads side by side are all heads.
     beside = {"heads": {"0": layer(8, 5), "1": layer(8, 3)}}
     assert numbers_at(beside, "heads", "0", "kernel") is None
