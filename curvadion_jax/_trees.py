@@ -73,13 +73,11 @@ def together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     devices may share is not joined, since the compiler would send it, and has the same
     order.
     """
-    large, small = [], defaultdict(list)
+    found = [x for x in arrays if x.size > _SMALL]
+    small = defaultdict(list)
     for x in arrays:
-        if x.size > _SMALL or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            large.append(x)
-        else:
+        if x.size <= _SMALL:
             small[x.dtype].append(x)
-    found = large
     for group in small.values():
         if all(devices(x) == 1 for x in group):
             group = [jnp.concatenate([x.reshape(-1) for x in group])]
