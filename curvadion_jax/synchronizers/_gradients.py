@@ -1,10 +1,7 @@
 """The paper's sync: every replica takes its step with the mean gradient."""
 
-import jax
-import jax.numpy as jnp
-
 from curvadion_jax import _trees, compressors
-from curvadion_jax.synchronizers._types import Part, WithinStep
+from curvadion_jax.synchronizers._types import Part, WithinStep, residual_of
 
 
 def average_gradients(
@@ -35,11 +32,6 @@ def average_gradients(
     """
     form = compressors.exact() if compressor is None else compressor
 
-    def init_residual(params):
-        if compressor is None:
-            return ()
-        return jax.tree.map(lambda x: jnp.zeros_like(_trees.wide(x)), params)
-
     def sync(take, gradients, inner_state, state, residual, part: Part):
         if compressor is None:
             mean = part.mean(gradients)
@@ -52,4 +44,4 @@ def average_gradients(
     def payload(params, inner_state, layout):
         return form.payload_by_device(params, layout)
 
-    return WithinStep(sync, payload, init_residual=init_residual)
+    return WithinStep(sync, payload, init_residual=residual_of(compressor))

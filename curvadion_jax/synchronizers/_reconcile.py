@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import _finite, _trees, compressors
-from curvadion_jax.synchronizers._types import AfterStep, Part
+from curvadion_jax.synchronizers._types import AfterStep, Part, residual_of
 
 
 def reconcile(
@@ -52,14 +52,6 @@ def reconcile(
     outer = optax.with_extra_args_support(optax.scale(-1) if outer is None else outer)
     form = compressors.exact() if compressor is None else compressor
 
-    def init_residual(anchor):
-        if compressor is None:
-            return ()
-        zeros = lambda x: jnp.zeros_like(
-            x, residual_dtype or _trees.compute_dtype(x.dtype)
-        )
-        return jax.tree.map(zeros, anchor)
-
     def sync(moved, anchor, state, residual, part: Part):
         # 1. The mean drift. A replica sends its drift times its weight, and what it has
         # not sent before, which was multiplied then.
@@ -102,6 +94,7 @@ def reconcile(
     def payload(params, inner_state, layout):
         return form.payload_by_device(params, layout)
 
+    init_residual = residual_of(compressor, residual_dtype)
     return AfterStep(sync, payload, outer.init, init_residual)
 
 
