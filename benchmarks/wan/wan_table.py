@@ -219,21 +219,21 @@ def seconds_table(measured: Measured) -> Iterator[str]:
             if all(step["synced"] for step in row["steps"]):
                 local = ""
             cells = [cell(row, wanted) for wanted in measured.wanted]
-            yield [row["link"], f"`{row['method']}`", local, sync, *cells]
+            yield [row["link"], _name(row["method"]), local, sync, *cells]
 
-    return measuring.markdown(header, map(_plain, lines()))
+    return measuring.markdown(header, lines())
 
 
-def _plain(cells: list[str]) -> list[str]:
-    """Names of the library alone are code."""
-    return [x if x in ("`local_muon`", "`curvadion`") else x.strip("`") for x in cells]
+def _name(method: str) -> str:
+    """Names of the library are code."""
+    return f"`{method}`" if method in (LOCAL, *VOTES) else method
 
 
 def lengths_table(measured: Measured) -> Iterator[str]:
     """The last loss of each run."""
     lines = (
         [
-            f"`{method}`",
+            _name(method),
             ", ".join(
                 f"{[*run['curve'].values()][-1]:.3f} ({len(run['synced'])})"
                 for run in sorted(runs, key=lambda run: len(run["synced"]))
@@ -244,7 +244,7 @@ def lengths_table(measured: Measured) -> Iterator[str]:
         for method, runs in measured.runs.items()
     )
     header = ["method", "last loss (steps)", "syncs", "bytes sent"]
-    return measuring.markdown(header, map(_plain, lines))
+    return measuring.markdown(header, lines)
 
 
 def steps_table(measured: Measured) -> Iterator[str]:
@@ -260,9 +260,9 @@ def steps_table(measured: Measured) -> Iterator[str]:
             for gloo in (False, True):
                 seconds = measured.predicted(row, gloo)
                 cells += [f"{1e3 * seconds:,.0f}", f"{sync / seconds:.2f}"]
-            yield [row["link"], f"`{row['method']}`", *cells]
+            yield [row["link"], _name(row["method"]), *cells]
 
-    return measuring.markdown(header, map(_plain, lines()))
+    return measuring.markdown(header, lines())
 
 
 def messages_table(measured: Measured) -> Iterator[str]:
