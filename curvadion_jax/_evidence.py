@@ -167,8 +167,9 @@ class Tree:
         unnumbered = lambda array: re.sub(r"\d+", "", array.path)
         outputs = array.bias.shape[-1]
         for other in self.arrays:
-            is_alike = other.bias and unnumbered(other) == unnumbered(array)
-            if not is_alike or numbers(other) <= numbers(array):
+            if other.bias is None or unnumbered(other) != unnumbered(array):
+                continue
+            if numbers(other) <= numbers(array):
                 continue
             inputs = [*other.shape]
             if other.bias.shape[-1] in inputs:
