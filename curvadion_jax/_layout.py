@@ -129,11 +129,6 @@ def _within(spec: P, axes: Mapping[str, int]) -> P:
     return P(*[kept(entry) for entry in spec])
 
 
-def named_axes(spec: P) -> frozenset[str]:
-    """The mesh axes that shard an array."""
-    return frozenset(jax.tree.leaves(tuple(spec)))
-
-
 def of_axes(spec: P, axes: Sequence[tuple[int, ...]]) -> list[Any]:
     """The sharding of an array that merges a parameter's axes, as far as it is known.
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 AXIS = "replica"
@@ -77,15 +78,34 @@ def check_mesh(mesh: Any) -> None:
         )
 
 
+def has_rows(x: Any) -> bool:
+    """Whether an array lies divided over the replicas of a mesh, as far as is known.
+
+    A traced array does not tell.
+    """
+    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    return isinstance(sharding, NamedSharding) and AXIS in named_axes(sharding.spec)
+
+
+def named_axes(spec: P) -> frozenset[str]:
+    """The mesh axes that shard an array."""
+    return frozenset(jax.tree.leaves(tuple(spec)))
+
+
 def check_rows(tree: Any, mesh: Replicas, what: str) -> None:
-    """Rejects arrays without a row for each replica."""
-    if mesh is None:
-        return
+    """Rejects arrays without a row for each replica, and rows without a mesh."""
     replicas = count(mesh)
     for path, x in jax.tree.leaves_with_path(tree):
-        if jnp.shape(x)[:1] != (replicas,):
+        name = f"{what}{jax.tree_util.keystr(path)}"
+        if mesh is None and has_rows(x):
             raise ValueError(
-                f"{what}{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, and "
+                f"{name} has a row for each of {x.shape[0]} replicas, and mesh=None "
+                "means one replica. Give the optimizer the mesh that you gave to "
+                "replicas.replicate."
+            )
+        if mesh is not None and jnp.shape(x)[:1] != (replicas,):
+            raise ValueError(
+                f"{name} has shape {jnp.shape(x)}, and "
                 f"needs a row for each of {replicas} replicas, ({replicas}, ...). Copy "
                 "parameters with replicas.replicate, split a batch with "
                 "replicas.split, and pass what is common by keyword."

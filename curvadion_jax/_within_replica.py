@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from curvadion_jax._layout import Layout, named_axes
+from curvadion_jax import _rows
+from curvadion_jax._layout import Layout
 
 # Elements per device. Every device sends a smaller array whole, because joining its
 # pieces again takes another message inside the replica.
@@ -24,7 +25,7 @@ _LEAST_PIECE = 256
 
 def shared_by(x: Any, spec: PartitionSpec, layout: Layout) -> tuple[str, ...]:
     """Inner axes whose devices hold the same part, of which each takes a piece."""
-    named = named_axes(spec)
+    named = _rows.named_axes(spec)
     enough = x.size >= layout.devices * _LEAST_PIECE
     return tuple(axis for axis in layout.axes if enough and axis not in named)
 
@@ -61,7 +62,7 @@ def by_device(
     specs = layout.of(tree)
     together = defaultdict(list)
     for index, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
-        together[named_axes(spec), shared_by(leaf, spec, layout)].append(index)
+        together[_rows.named_axes(spec), shared_by(leaf, spec, layout)].append(index)
     results: list[Any] = [None] * len(leaves)
     for (_, shared), members in together.items():
         sharded = [specs[index] for index in members]

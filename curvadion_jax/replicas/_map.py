@@ -8,7 +8,6 @@ import jax
 import optax
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import NamedSharding
 
 from curvadion_jax import _rows
 from curvadion_jax._rows import AXIS, Replicas
@@ -153,14 +152,10 @@ def _explain_captured(error: Exception, function: Callable[..., Any]) -> None:
 
 
 def _refuse_captured(constants: Any) -> None:
-    def has_rows(x):
-        sharding = getattr(x, "sharding", None)
-        return isinstance(sharding, NamedSharding) and AXIS in sharding.spec
-
     captured = [
         jax.typeof(x).str_short()
         for x in constants
-        if isinstance(x, Tracer) or has_rows(x)
+        if isinstance(x, Tracer) or _rows.has_rows(x)
     ]
     if captured:
         raise ValueError(

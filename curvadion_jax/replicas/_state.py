@@ -66,15 +66,15 @@ def _on_mesh(x: Any, mesh: Mesh) -> Any:
     """
     sharding = getattr(x, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else P()
-    axes = jax.tree.leaves(tuple(spec))
-    if AXIS in axes:
+    if _rows.has_rows(x):
         raise ValueError(
             f"An array of shape {x.shape} is sharded over {AXIS!r} already. Give "
             "replicate the arrays of one replica, once."
         )
     if sharding is None or isinstance(x, Tracer) or not x.committed:
         return x
-    if any(mesh.shape.get(axis) != sharding.mesh.shape[axis] for axis in axes):
+    sizes = {axis: sharding.mesh.shape[axis] for axis in _rows.named_axes(spec)}
+    if any(mesh.shape.get(axis) != size for axis, size in sizes.items()):
         spec = P()
     return _on_devices(x, NamedSharding(mesh, spec))
 
@@ -96,7 +96,8 @@ def place(tree: Any, mesh: Replicas) -> Any:
 
     Args:
       tree: any tree, such as a whole training state. Arrays on the mesh stay.
-      mesh: as for :func:`replicate`.
+      mesh: as for :func:`replicate`. Without devices to copy to, on `simulated` and
+        None, numbers become arrays all the same.
 
     Example:
       >>> from curvadion_jax.replicas import make_mesh
@@ -104,16 +105,16 @@ def place(tree: Any, mesh: Replicas) -> Any:
       True
     """
     _rows.check_mesh(mesh)
-    if not isinstance(mesh, Mesh):
-        return tree
 
     def common(x):
         sharding = getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
             return x
-        copy = jax.jit(jnp.array, out_shardings=NamedSharding(mesh, P()))
         # Not weakly typed: what a checkpoint restores is not.
-        return copy(jnp.asarray(x, jnp.result_type(x)))
+        x = jnp.asarray(x, jnp.result_type(x))
+        if not isinstance(mesh, Mesh):
+            return x
+        return jax.jit(jnp.array, out_shardings=NamedSharding(mesh, P()))(x)
 
     return jax.tree.map(common, tree)
 

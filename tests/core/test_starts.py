@@ -90,3 +90,15 @@ def test_rows_are_needed():
     for given in (jnp.zeros([]), jnp.zeros(2)):
         with pytest.raises(ValueError, match="a row for each of 3 replicas"):
             tx.init({"x": given})
+
+
+@pytest.mark.parametrize(
+    "init",
+    [cd.local_muon(0.1).init, cd.replicas.lift(optax.adam(0.1), None).init],
+    ids=["optimizer", "lifted"],
+)
+def test_rows_need_a_mesh(init):
+    """Or an optimizer would train them as the parameters of one replica."""
+    rows = cd.replicas.replicate({"w": jnp.ones((4, 8))}, cd.replicas.make_mesh(2))
+    with pytest.raises(ValueError, match=r"\['w'\] has a row for each of 2 replicas"):
+        init(rows)

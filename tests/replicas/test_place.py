@@ -56,7 +56,9 @@ def test_without_a_mesh_of_devices_rows_are_ordinary_arrays(mesh):
     assert rows["w"].shape == (*lead, 4)
     assert rows["w"].devices() == {jax.devices()[0]}
     assert rows["weak"].weak_type == (mesh is None)
-    assert replicas.place(params, mesh) is params
+    placed = replicas.place(params, mesh)
+    assert placed["w"] is params["w"]
+    assert not placed["weak"].weak_type
     batch = replicas.split({"x": np.arange(6)}, mesh)["x"]
     assert batch.shape == ((6,) if mesh is None else (3, 2))
 
