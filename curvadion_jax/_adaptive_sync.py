@@ -7,7 +7,7 @@ follows (or replaces) the step or nothing does, and what happened is counted.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.core import Tracer
+from jax.extend.core import Literal
 
 from curvadion_jax import (
     _checksum,
@@ -187,13 +188,13 @@ class _AdaptiveSync:
         _trees.check_trainable(params)
         _rows.check_rows(params, self.mesh, "Parameter")
         layout = make_layout(self.mesh, self.specs, params)
+        if self.mesh is not None and self.reconciles:  # only such syncs move parameters
+            _refuse_copies(self.inner, _shapes_of_one(params, self.mesh))
 
         def start(params):
             state = jax.jit(lambda params: self._initial_state(params, layout))(params)
             if self.mesh is not None:
                 _refuse_unequal(state.counters.checksum)
-                if self.reconciles:  # other syncs move no parameters by themselves
-                    _refuse_copies(params, state.rows.inner_state)
             return state
 
         if _rows.explicit_axes(self.mesh):
@@ -628,26 +629,17 @@ def _refuse_unequal(checksum: jax.Array) -> None:
         )
 
 
-def _refuse_copies(params: Any, inner_state: Any) -> None:
+def _refuse_copies(inner: optax.GradientTransformation, params: Any) -> None:
     """Rejects an inner optimizer that keeps a copy of the parameters.
 
     A sync would move the parameters and not the copy, and the next step would take the
-    replicas apart again.
+    replicas apart again. The program of `inner.init` tells, whatever the values are.
     """
-    given = [x for x in jax.tree.leaves(params) if x.ndim > 1]
-    shapes = {x.shape for x in given}
-    kept = [
-        (path, x)
-        for path, x in jax.tree.leaves_with_path(inner_state)
-        if _finite.is_float(x) and x.shape in shapes
-    ]
-    arrays = [*given, *[x for _, x in kept]]
-    if any(isinstance(x, Tracer) or not x.is_fully_addressable for x in arrays):
-        return
-    digests = [(x.shape, *d) for x, d in zip(arrays, _digests(arrays), strict=True)]
-    known = {digest for digest in digests[: len(given)] if digest[-1]}
-    for (path, _), digest in zip(kept, digests[len(given) :], strict=True):
-        if digest in known:
+    program, state = jax.make_jaxpr(inner.init, return_shape=True)(params)
+    paths = [path for path, _ in jax.tree.leaves_with_path(state)]
+    copies = _copies(program.jaxpr, [True] * len(program.jaxpr.invars))
+    for path, is_copy in zip(paths, copies, strict=True):
+        if is_copy:
             raise ValueError(
                 f"The inner optimizer's state{jax.tree_util.keystr(path)} is a copy of "
                 "a parameter. A sync would move the parameters and leave the copy "
@@ -656,17 +648,19 @@ def _refuse_copies(params: Any, inner_state: Any) -> None:
             )
 
 
-def _digests(arrays: list[jax.Array]) -> list[tuple[int, bool]]:
-    """A checksum of each array in float32, and whether its elements differ.
-
-    Zeros and ones are everywhere; other equal arrays are copies.
-    """
-
-    @jax.jit
-    def of_all(arrays):
-        arrays = [x.astype(jnp.float32) for x in arrays]
-        differ = [jnp.max(x) > jnp.min(x) for x in arrays]
-        return [_checksum.of_array(x) for x in arrays], differ
-
-    sums, differ = jax.device_get(of_all(arrays))
-    return [(int(x), bool(y)) for x, y in zip(sums, differ, strict=True)]
+def _copies(program: Any, are_params: Sequence[bool]) -> list[bool]:
+    """Which results are a parameter, or made of one alone, such as by a cast."""
+    known = {
+        x for x, is_param in zip(program.invars, are_params, strict=True) if is_param
+    }
+    is_copy = lambda x: not isinstance(x, Literal) and x in known
+    for equation in program.eqns:
+        given = [is_copy(x) for x in equation.invars]
+        if "jaxpr" in equation.params:  # a function under jit
+            inner = equation.params["jaxpr"]
+            made = _copies(getattr(inner, "jaxpr", inner), given)
+        else:
+            shapes = {x.aval.shape for x in (*equation.invars, *equation.outvars)}
+            made = [given == [True] and len(shapes) == 1] * len(equation.outvars)
+        known.update(x for x, copy in zip(equation.outvars, made, strict=True) if copy)
+    return [is_copy(x) for x in program.outvars]

@@ -157,7 +157,7 @@ MUTANTS = {
         "metrics.py", "seen.checksum != counters.checksum", "False", CHECKSUMS
     ),
     "copies are not refused": Mutant(
-        CORE, "            _refuse_copies(params, state.rows.inner_state)\n", "", STARTS
+        CORE, "        if is_copy:", "        if False:", STARTS
     ),
     "unequal rows are not refused": Mutant(
         CORE, "            _refuse_unequal(state.counters.checksum)\n", "", STARTS

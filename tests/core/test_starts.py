@@ -36,9 +36,21 @@ def with_master(inner):
     return optax.GradientTransformation(init, update)
 
 
+def jitted(inner):
+    return optax.GradientTransformation(jax.jit(inner.init), inner.update)
+
+
 COPIES = {
     "master weights": with_master(optax.sgd(0.1)),
+    "master weights, jit": jitted(with_master(optax.sgd(0.1))),
     "schedule-free": optax.contrib.schedule_free_sgd(0.1),
+    "SAM": optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)),
+}
+STARTS = {
+    "float32": PARAMS,
+    "bfloat16": jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS),
+    "zeros": jax.tree.map(jnp.zeros_like, PARAMS),
+    "number": {"scale": jnp.ones([])},
 }
 
 
@@ -53,14 +65,16 @@ def test_parameters_that_differ_are_refused(kind, name):
 
 
 @every_kind
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("params", STARTS.values(), ids=STARTS)
 @pytest.mark.parametrize("name", COPIES)
-def test_an_inner_optimizer_that_copies_a_parameter_is_refused(kind, dtype, name):
+def test_an_inner_optimizer_that_copies_a_parameter_is_refused(
+    kind, wrap, params, name
+):
     mesh = helpers.mesh_of(kind, 2)
-    params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
-    tx = optimizer(COPIES[name], mesh)
+    init = wrap(optimizer(COPIES[name], mesh).init)
     with pytest.raises(ValueError, match=r"is a copy of a parameter.*leave the copy"):
-        tx.init(cd.replicas.replicate(params, mesh))
+        init(cd.replicas.replicate(params, mesh))
 
 
 @pytest.mark.parametrize(
