@@ -25,10 +25,15 @@ from curvadion_jax import _partition, dimension_numbers
 TREES = sorted((Path(__file__).parents[1] / "support/parameter_trees").glob("*.json"))
 # Matrices that nothing tells: they are named in a warning, and AdamW trains them.
 UNKNOWN = {
+    "alphafold3_diffusion": "transformerk_projection transformerv_projection",
+    "alphafold3_trunk": "msa_attention1/v_projection outer_product_mean/output_w",
     "dreamerv3": "dec/sp0 dyn/dyngru dyn/dynhid0",
     "flowjax_maf": "weight/args/1",
     "gemma3_gm": "mlp/gating_einsum",
     "nequix": "skip/_weights",
+    "ott_icnn": "quad_kernel",
+    "palm_jax": "ff_wo",
+    "protein_mpnn": "edge_embedding/w",
 }
 
 
