@@ -144,20 +144,22 @@ def _joined(
 def passes(program: hlo.Program, loop: hlo.Instruction) -> int | None:
     """How often a loop over a counter from 0 runs; None if it has no known limit.
 
-    The counter need not go up by 1: loops that gather an operand of a product
-    while they multiply are unrolled, and take two steps in a pass.
+    At most as often, where it may also end by another number, such as an error that is
+    small enough. The counter need not go up by 1: loops that gather an operand of a
+    product while they multiply are unrolled, and take two steps in a pass.
     """
     condition, names = _computation(program, loop, "condition")
-    compares = [x for x in condition if x.opcode == "compare"]
-    limits = [
-        _constant(names[y])
-        for x in compares
-        for y in x.operands
-        if names[y].opcode == "constant"
-    ]
+    limits = {
+        compare.name: _constant(names[operand])
+        for compare in condition
+        if compare.opcode == "compare"
+        for operand in compare.operands
+        if names[operand].opcode == "constant" and "s32" in names[operand].shape
+    }
     if not limits:
         return None
-    (compare,) = compares
+    ((name, limit),) = limits.items()
+    compare = names[name]
     counter = names[compare.operands[0]]
     (index,) = re.findall(r"index=(\d+)", counter.attributes)
     body, names = _computation(program, loop, "body")
@@ -171,7 +173,7 @@ def passes(program: hlo.Program, loop: hlo.Instruction) -> int | None:
     ]
     if after.opcode != "add" or len(steps) != 1 or "LT" not in compare.attributes:
         raise ValueError(f"{loop.name}: read off the text how often it runs.")
-    return math.ceil(limits[0] / steps[0])
+    return math.ceil(limit / steps[0])
 
 
 def _computation(
