@@ -61,12 +61,15 @@ class Rows(NamedTuple):
       remembered: what the trigger remembers of the replica.
       residual: what the replica has not sent yet, already multiplied by its weight; ()
         without error feedback.
+      weight: the sum of the replica's weights since it last took part in a sync; () if
+        a sync averages what belongs to one step.
     """
 
     before_state: Any
     inner_state: Any
     remembered: Any
     residual: Any
+    weight: Any
 
 
 class AdaptiveSyncState(NamedTuple):
@@ -129,10 +132,12 @@ def adaptive_sync(
       A transformation with :class:`AdaptiveSyncState`. Updates have the parameters'
       dtypes, and are finite. `update` takes ``weight=w``, float32[R]: how much each
       replica counts in means over the replicas, such as the number of tokens in its
-      batch; 0 means absent, None means 1. It also takes ``due=True`` or ``due=False``,
-      static: whether a decision is due on this step, in place of ``trigger.due``. The
-      program of a step that is not due has no condition, and no sync to compile. All
-      other extra arguments go to `inner`, the same for all replicas.
+      batch; 0 means absent, None means 1. A sync that follows local steps counts the
+      sum since the replica last took part. `update` also takes ``due=True`` or
+      ``due=False``, static: whether a decision is due on this step, in place of
+      ``trigger.due``. The program of a step that is not due has no condition, and no
+      sync to compile. All other extra arguments go to `inner`, the same for all
+      replicas.
 
     Raises:
       ValueError: at `init`, if the replicas' parameters differ, or the inner optimizer
@@ -202,6 +207,8 @@ class _AdaptiveSync:
         return start(params)
 
     def _initial_state(self, params, layout: Layout) -> AdaptiveSyncState:
+        group = Group(_rows.axis_name(self.mesh), layout)
+
         def of_one(params, _):
             inner_state = self._placed_qs(params, self.inner.init(params), layout)
             rows = Rows(
@@ -209,11 +216,14 @@ class _AdaptiveSync:
                 inner_state=inner_state,
                 remembered=self.trigger.init(params, inner_state),
                 residual=self.synchronizer.init_residual(params),
+                weight=jnp.zeros([]) if self.reconciles else (),
             )
-            # Common, because all replicas begin alike.
-            start = params if self.reconciles else inner_state
+            # The first replica's, should they not begin alike, which under jit nobody
+            # can refuse: then the first sync brings all of them to one anchor.
+            anchor = group.first(params) if self.reconciles else ()
+            start = anchor if self.reconciles else inner_state
             common = Common(
-                anchor=params if self.reconciles else (),
+                anchor=anchor,
                 sync_state=self.synchronizer.init_state(start),
                 trigger_state=self.trigger.init_state(),
             )
@@ -281,13 +291,18 @@ class _AdaptiveSync:
         clock = Clock(counters.steps, counters.syncs, counters.since, cost_of_sync)
         step = _Step(clock, extra_args, layout)
 
+        # How far a replica has drifted counts by all its steps since the last sync.
+        total = weight
+        if self.reconciles:
+            total = jnp.minimum(rows.weight + weight, jnp.finfo(jnp.float32).max)
+
         # 1. The trigger looks at every replica.
         seen = self._look(gradients, params, rows, common.anchor, step)
         given = _Given(
             params=params,
             gradients=seen.gradients,
             finite=seen.finite,
-            weight=weight,
+            weight=jnp.where(weight > 0, total, 0),
             inner_state=rows.inner_state,
             residual=rows.residual,
         )
@@ -326,6 +341,9 @@ class _AdaptiveSync:
             voted=due if voted else False,
             checksum=self._checksum_after(params, updates),
         )
+        weight_since = rows.weight
+        if self.reconciles:
+            weight_since = jnp.where(fire & ~outcome.absent, 0, total)
         state = AdaptiveSyncState(
             common=common._replace(trigger_state=trigger_state),
             rows=Rows(
@@ -333,6 +351,7 @@ class _AdaptiveSync:
                 inner_state=outcome.inner_state,
                 remembered=seen.remembered,
                 residual=outcome.residual,
+                weight=weight_since,
             ),
             counters=counters,
         )

@@ -33,7 +33,7 @@ def of_array(x: jax.Array, start: int = 0) -> jax.Array:
     however the array is sharded. A plain sum would not change where elements change
     places, or change by amounts that add up to a multiple of 2^32, as in 2 x and -x.
     """
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if _trees.is_key(x):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], axis=-1)

@@ -45,6 +45,13 @@ class Group:
         sums = self._sums(jax.tree.map(_trees.wide, tree))
         return jax.tree.map(lambda s, x: (s / self.size).astype(x.dtype), sums, tree)
 
+    def first(self, tree: Any) -> Any:
+        """The first replica's arrays, on all of them; an all-reduce."""
+        if self.size == 1:
+            return tree
+        is_first = self.replica == 0
+        return self._sums(jax.tree.map(lambda x: jnp.where(is_first, x, 0), tree))
+
     def any(self, request: jax.Array) -> jax.Array:
         """Whether any replica says so, bool[]; an all-reduce of one int32."""
         if self.axis_name is None:

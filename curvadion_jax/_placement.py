@@ -55,6 +55,7 @@ def placed(
         inner_state=_like_params(state.rows.inner_state, inner, specs, row),
         before_state=_like_params(state.rows.before_state, before, specs, row),
         residual=residual,
+        weight=jax.tree.map(row, state.rows.weight),
     )
     return state._replace(
         common=type(state.common)(anchor, sync_state, scalars(trigger_state)), rows=rows

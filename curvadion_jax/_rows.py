@@ -97,10 +97,10 @@ def check_rows(tree: Any, mesh: Replicas, what: str) -> None:
     replicas = count(mesh)
     for path, x in jax.tree.leaves_with_path(tree):
         name = f"{what}{jax.tree_util.keystr(path)}"
-        if mesh is None and has_rows(x):
+        if not isinstance(mesh, Mesh) and has_rows(x):
             raise ValueError(
-                f"{name} has a row for each of {x.shape[0]} replicas, and mesh=None "
-                "means one replica. Give the optimizer the mesh that you gave to "
+                f"{name} has a row on the devices of each of {x.shape[0]} replicas, "
+                f"and the optimizer has mesh={mesh}. Give it the mesh that you gave to "
                 "replicas.replicate."
             )
         if mesh is not None and jnp.shape(x)[:1] != (replicas,):
@@ -108,7 +108,8 @@ def check_rows(tree: Any, mesh: Replicas, what: str) -> None:
                 f"{name} has shape {jnp.shape(x)}, and "
                 f"needs a row for each of {replicas} replicas, ({replicas}, ...). Copy "
                 "parameters with replicas.replicate, split a batch with "
-                "replicas.split, and pass what is common by keyword."
+                "replicas.split, pass what is common by keyword, and give a state of "
+                "another number of replicas to replicas.resize."
             )
 
 

@@ -54,6 +54,17 @@ def check_shapes(tree: Any, expected: Any, what: str) -> None:
             )
 
 
+def is_key(x: Any) -> bool:
+    """Whether an array holds random keys of JAX, whose type tells."""
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+
+
+def split_keys(keys: jax.Array, number: int) -> jax.Array:
+    """Splits every key, [...] -> [number, ...]."""
+    split = jax.vmap(lambda key: jax.random.split(key, number), out_axes=1)
+    return split(keys.reshape(-1)).reshape(number, *keys.shape)
+
+
 def nodes_of(kind: type, tree: Any) -> list[Any]:
     """The outermost nodes of a tree that are of this class."""
     is_one = lambda node: isinstance(node, kind)

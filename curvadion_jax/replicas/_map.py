@@ -33,9 +33,9 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
     Raises:
       ValueError: if an argument has no row for each replica; if the function uses
         traced values, or rows, that are not its arguments, such as a batch from
-        outside, of which every replica would take all; or if it communicates over the
-        replica axis. Differentiate inside, ``map(jax.grad(f), mesh)``: around `map`
-        nothing looks at what `jax.grad` adds.
+        outside, of which every replica would take all; if it communicates over the
+        replica axis; or if the result is differentiated. Differentiate inside,
+        ``map(jax.grad(f), mesh)``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -65,10 +65,23 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
 
     mapped = _over_model(of_one, mesh)
 
+    @jax.custom_jvp
+    def run_rows(rows, common):
+        return mapped(rows, common)[0]
+
+    @run_rows.defjvp
+    def _(primals, tangents):
+        raise ValueError(
+            "replicas.map is differentiated from outside. A mean over the replicas, "
+            f"of which there are {_rows.count(mesh)}, would divide every gradient by "
+            "their number. Differentiate inside: "
+            "replicas.map(jax.grad(loss_fn), mesh)(params, batch)."
+        )
+
     def run(*rows, **common):
         for index, argument in enumerate(rows):
             _rows.check_rows(argument, mesh, f"Argument {index}")
-        return mapped(rows, common)[0]
+        return run_rows(rows, common)
 
     return run
 

@@ -59,7 +59,8 @@ def resize(state: Any, mesh: Replicas) -> Any:
 
     With fewer replicas, each new one gets the mean of k neighbours' floating-point
     numbers, and all else (integers, keys, Dion's Q, what a trigger remembers) of the
-    first of them. With more, each is copied k times. What is common stays.
+    first of them. With more, each is copied k times, but random keys are split. What is
+    common stays.
 
     With several processes save and restore a checkpoint instead,
     ``checkpoint.restore(directory, target, resize=True)``.
@@ -189,6 +190,9 @@ def _resized(x: jax.Array, replicas: int, kind: str) -> jax.Array:
     if kind == "forget":
         return jnp.zeros((replicas, *x.shape[1:]), x.dtype)
     x = _memory.to_device(x)
+    if _trees.is_key(x) and replicas > old:
+        split = _trees.split_keys(x, replicas // old)  # [copies, old, ...]
+        return jnp.swapaxes(split, 0, 1).reshape(replicas, *x.shape[1:])
     first = np.arange(replicas) * old // replicas
     if kind == "copy" or replicas > old:
         return x[first]

@@ -9,16 +9,19 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _rows
+from curvadion_jax import _rows, _trees
 from curvadion_jax._rows import AXIS, Replicas, Simulated
 
 
 def replicate(tree: Any, mesh: Replicas) -> Any:
     """Gives every array a row for each replica, all of them alike.
 
+    Random keys are split, so that every replica draws its own numbers.
+
     Args:
       tree: what differs between replicas once they train: parameters, statistics of
-        batch norm. What is common, such as a step number, needs no rows.
+        batch norm, the keys of an nnx model's dropout. What is common, such as a step
+        number, needs no rows.
       mesh: from :func:`make_mesh` or :func:`simulated`. None returns the arrays as they
         are.
 
@@ -41,6 +44,8 @@ def replicate(tree: Any, mesh: Replicas) -> Any:
     replicas = _rows.count(mesh)
 
     def broadcast(x):
+        if _trees.is_key(x):
+            return _trees.split_keys(x, replicas)
         x = jnp.broadcast_to(x, (replicas, *jnp.shape(x)))
         # A weakly typed number would change its type on the first step.
         return jnp.asarray(x, x.dtype)

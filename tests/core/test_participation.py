@@ -60,6 +60,25 @@ def test_a_mean_is_weighted(kind, synchronizer, weights):
     assert state.counters.absent.tolist() == [0, 0]
 
 
+@every_kind
+def test_a_sync_after_local_steps_counts_the_weights_of_all_of_them(kind):
+    """Not of the last step alone; an absent replica's go on to the next sync."""
+    trees = gradients(6)
+    weights = np.float32([[1, 9], [2, 1], [3, 1], [1, 0], [4, 2], [2, 7]])
+    states = run(sgd(reconcile(), k=2), trees, [*weights], kind)
+    drift = [-sum(x["w"] for x in trees[i : i + 2]) for i in (0, 2, 4)]
+
+    anchor = PARAMS["w"] + (3 * drift[0][0] + 10 * drift[0][1]) / 13
+    np.testing.assert_allclose(states[1][0]["w"], [anchor] * 2, atol=ATOL)
+    # The second replica is absent. It keeps its drift, and its weight of 1.
+    anchor = anchor + drift[1][0] / 2
+    np.testing.assert_allclose(states[3][0]["w"][0], anchor, atol=ATOL)
+    assert states[3][1].rows.weight.tolist() == [0, 1]
+    both = drift[2] + np.stack([np.zeros(3), drift[1][1]])
+    anchor = anchor + (6 * both[0] + 10 * both[1]) / 16
+    np.testing.assert_allclose(states[5][0]["w"], [anchor] * 2, atol=ATOL)
+
+
 def test_a_weight_that_int32_does_not_hold_counts():
     """It would wrap around to 0, and the replica be absent."""
     tx = sgd(average_gradients())(cd.replicas.simulated(2))

@@ -5,6 +5,7 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -106,13 +107,35 @@ def test_rows_are_needed():
             tx.init({"x": given})
 
 
-@pytest.mark.parametrize(
-    "init",
-    [cd.local_muon(0.1).init, cd.replicas.lift(optax.adam(0.1), None).init],
-    ids=["optimizer", "lifted"],
-)
-def test_rows_need_a_mesh(init):
-    """Or an optimizer would train them as the parameters of one replica."""
+ONE = cd.replicas.simulated(2)
+WITHOUT = {
+    "optimizer": cd.local_muon(0.1),
+    "lifted": cd.replicas.lift(optax.adam(0.1), None),
+    "simulated": cd.local_muon(0.1, mesh=ONE),
+    "lifted, simulated": cd.replicas.lift(optax.adam(0.1), ONE),
+}
+
+
+@pytest.mark.parametrize("tx", WITHOUT.values(), ids=WITHOUT)
+def test_rows_on_devices_need_a_mesh_of_devices(tx):
+    """Or one replica would be trained, or rows gathered on every step."""
     rows = cd.replicas.replicate({"w": jnp.ones((4, 8))}, cd.replicas.make_mesh(2))
-    with pytest.raises(ValueError, match=r"\['w'\] has a row for each of 2 replicas"):
-        init(rows)
+    with pytest.raises(ValueError, match=r"\['w'\] has a row on the devices of each"):
+        tx.init(rows)
+
+
+@every_kind
+def test_replicas_that_begin_apart_under_jit_meet_at_the_first_sync(kind):
+    """Values are not known there; all of them take the first one's as the anchor."""
+    mesh = helpers.mesh_of(kind, 2)
+    rows = cd.replicas.replicate(PARAMS, mesh)
+    rows["b"] = rows["b"].at[1].add(1)
+    tx = optimizer(optax.sgd(0.1), mesh)
+    state = jax.jit(tx.init)(rows)
+    np.testing.assert_array_equal(state.common.anchor["b"], PARAMS["b"])
+    for _ in range(2):
+        zeros = jax.tree.map(jnp.zeros_like, rows)
+        updates, state = jax.jit(tx.update)(zeros, state, rows)
+        rows = optax.apply_updates(rows, updates)
+    np.testing.assert_allclose(rows["b"], np.full((2, 3), 0.5))
+    assert "anchors_differ" not in cd.metrics.read(state)

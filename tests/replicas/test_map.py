@@ -103,12 +103,28 @@ def nested(params, x):
 
 
 @pytest.mark.parametrize("step", [closed_over, nested])
-@pytest.mark.parametrize("wrap", [jax.jit, jax.grad], ids=["jit", "grad"])
-def test_traced_values_that_are_no_arguments_are_refused(step, wrap):
-    small = (jax.tree.map(lambda x: x[:2], (PARAMS, X)),)
-    function = wrap(lambda given: jax.tree.leaves(step(*given))[-1].sum())
+def test_traced_values_that_are_no_arguments_are_refused(step):
+    params, x = jax.tree.map(lambda x: x[:2], (PARAMS, X))
     with pytest.raises(ValueError, match=r"are not its arguments.*\[.*by keyword"):
-        function(*small)
+        jax.jit(step)(params, x)
+
+
+@on_each_mesh
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_differentiating_from_outside_is_refused(mesh, wrap):
+    """Of a mean over the replicas gradients are too small, and Muon hides it."""
+    mesh = mesh()
+    mapped = wrap(replicas.map(loss_fn, mesh))
+    outside = lambda params, x: jnp.mean(mapped(params, x))
+    with pytest.raises(ValueError, match=r"would divide every gradient.*map\(jax.grad"):
+        jax.grad(outside)(PARAMS, X)
+
+
+def test_what_is_not_differentiated_may_be_mapped_inside():
+    """Such as a metric beside the loss, of what has no gradient."""
+    double = replicas.map(lambda x: 2 * x, SMALL)
+    gradient = jax.grad(lambda p, x: jnp.sum(p * jax.lax.stop_gradient(double(x))))
+    assert gradient(jnp.ones(2), jnp.ones(2)).tolist() == [2.0, 2.0]
 
 
 def test_traced_parameters_that_are_no_arguments_are_refused():

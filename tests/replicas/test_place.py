@@ -40,6 +40,19 @@ def test_replicate_takes_what_was_put_elsewhere():
     )
 
 
+@pytest.mark.parametrize("shape", [(), (2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [replicas.simulated(4), replicas.make_mesh(4)], ids=["simulated", "mesh"]
+)
+def test_replicas_have_keys_of_their_own(mesh, shape):
+    """Equal dropout masks on all replicas would not show in any loss."""
+    keys = jax.random.split(jax.random.key(0), shape) if shape else jax.random.key(0)
+    rows = replicas.replicate({"key": keys}, mesh)["key"]
+    assert rows.shape == (4, *shape)
+    data = jax.random.key_data(rows).reshape(-1, 2)
+    assert len(np.unique(data, axis=0)) == rows.size
+
+
 def test_replicate_refuses_replicas_of_another_mesh():
     state = replicas.replicate({"w": jnp.ones(3)}, replicas.make_mesh(2))
     with pytest.raises(ValueError, match="sharded over 'replica' already"):
@@ -159,8 +172,8 @@ def test_replicate_takes_whatever_a_training_state_holds():
         assert copy.shape == (4, *np.shape(leaf))
         assert copy.dtype == jnp.asarray(leaf).dtype
         assert copy.sharding.spec == PartitionSpec("replica")
-        for row in copy:
-            assert (row == leaf).all()
+        if not jnp.issubdtype(copy.dtype, jax.dtypes.prng_key):  # split
+            assert all((row == leaf).all() for row in copy)
     assert copies["train"].step.dtype == jnp.int32
     assert copies["train"].params["w"].dtype == jnp.bfloat16
     assert copies["number"].dtype == jnp.float32
