@@ -378,9 +378,12 @@ class _AdaptiveSync:
             anchor, clock, extra_args = common
             finite = _finite.norms_finite(gradients)
             gradients = _finite.or_zeros(finite, gradients)
-            gradients, before_state = self.before.update(
-                gradients, rows.before_state, params
-            )
+            gradients, new = self.before.update(gradients, rows.before_state, params)
+            # What `before` makes of them may not be finite either, such as 0/0.
+            finite &= _finite.norms_finite(gradients)
+            gradients = _finite.or_zeros(finite, gradients)
+            new = _trees.like(new, rows.before_state)
+            before_state = _finite.repaired(new, rows.before_state)
             measured, remembered = Measured(0.0), rows.remembered
             if self.trigger.look is not None:
                 take = self._take(params, extra_args, step.layout)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _layout, _partition, _paths
+from curvadion_jax import _arguments, _layout, _partition, _paths, _trees
 from curvadion_jax._joined import by_shape
 from curvadion_jax._whole_matrices import by_matrix
 
@@ -103,7 +103,10 @@ def _newton_schulz(x: jax.Array, eps: jax.typing.ArrayLike) -> jax.Array:
     """
     is_wide = x.shape[-2] <= x.shape[-1]
     x = x if is_wide else x.mT  # for small Gram matrices
-    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + eps)
+    # Squares of what float16 holds may not fit into float16.
+    wide = _trees.wide(x)
+    norm = jnp.linalg.norm(wide, axis=(-2, -1), keepdims=True)
+    x = (wide / (norm + eps)).astype(x.dtype)
 
     def iteration(_, x):
         a = x @ x.mT

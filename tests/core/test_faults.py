@@ -138,6 +138,46 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("kind", ["simulated", "mesh"])
+@pytest.mark.parametrize("synchronous", [True, False], ids=["gradients", "reconcile"])
+def test_what_before_makes_of_a_gradient_may_not_be_finite(kind, synchronous):
+    """Here 0/0: it is a zero gradient's step, of this replica alone."""
+    unit = optax.stateless(lambda g, _: jax.tree.map(lambda x: x / jnp.sum(x), g))
+    synchronizer = (
+        synchronizers.average_gradients() if synchronous else synchronizers.reconcile()
+    )
+    mesh = helpers.mesh_of(kind, 2)
+    tx = cd.adaptive_sync(
+        optax.sgd(1.0), triggers.always(), synchronizer, mesh, before=unit
+    )
+    params = cd.replicas.replicate({"x": jnp.zeros(2)}, mesh)
+    gradients = {"x": jnp.array([[0.0, 0.0], [1.0, 3.0]])}
+    updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
+    # A mean of gradients leaves the first out, a mean of steps counts its zero.
+    mean = np.array([0.25, 0.75]) / (1 if synchronous else 2)
+    np.testing.assert_allclose(updates["x"], [-mean] * 2, rtol=1e-6)
+    assert state.counters.nonfinite.tolist() == [1, 0]
+    assert state.counters.excluded.tolist() == [int(synchronous), 0]
+
+
+def test_a_state_of_before_that_overflows_is_put_back():
+    """Else its replica would be excluded from every sync."""
+    mesh = cd.replicas.simulated(2)
+    trigger, synchronizer = triggers.every_k(2), synchronizers.reconcile()
+    tx = cd.adaptive_sync(
+        optax.sgd(0.1), trigger, synchronizer, mesh, before=optax.trace(0.9)
+    )
+    params = cd.replicas.replicate({"x": jnp.zeros(2, jnp.float16)}, mesh)
+    state, update = tx.init(params), jax.jit(tx.update)
+    large = jnp.array([[4e4, 1], [1, 1]], jnp.float16)
+    for gradient in [large] * 3 + [jnp.ones_like(large)] * 3:
+        updates, state = update({"x": gradient}, state, params)
+        assert np.isfinite(updates["x"]).all()
+    assert np.isfinite(state.rows.before_state.trace["x"]).all()
+    assert state.rows.before_state.trace["x"].dtype == jnp.float16
+    assert state.counters.excluded.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize(("name", "where"), CASES)
 def test_a_spoilt_replica_is_excluded_and_others_do_as_if_it_did_not_exist(name, where):
     trees = gradients(OPTIMIZERS[name][1], 2, 3)

@@ -171,3 +171,17 @@ def test_layers_that_lie_apart_by_their_types():
         updates, _ = compiled(gradients, state, gradients)
     # Roundings of float32: 2e-6 on JAX 0.12, where the two are fused differently.
     np.testing.assert_allclose(*jax.device_get(list(updates.values())), rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [3e2, 1e-5])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_norm_of_a_gradient_need_not_fit_into_its_dtype(dtype, size):
+    """In float16 the squares of 300 are infinite together, and those of 1e-5 are 0."""
+    gradient = {"w": size * np.random.default_rng(0).normal(size=(16, 16))}
+    params = {"w": np.zeros((16, 16))}
+    gradient, params = jax.tree.map(lambda x: x.astype(dtype), (gradient, params))
+    tx = cd.local_muon(1.0)
+    updates, _ = jax.jit(tx.update)(gradient, tx.init(params), params)
+    # Newton-Schulz leaves singular values between 0.7 and 1.2.
+    singular = np.linalg.svd(updates["w"].astype(np.float32), compute_uv=False)
+    assert 0.5 < singular.min() < singular.max() < 1.3
