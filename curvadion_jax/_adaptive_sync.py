@@ -2,7 +2,7 @@
 
 `update` is the algorithm: every replica takes its own step, one number decides, a sync
 follows (or replaces) the step or nothing does, and what happened is counted.
-`_participation` says who takes part in a sync.
+`_group` says who takes part in a sync.
 """
 
 import dataclasses
@@ -19,19 +19,19 @@ from jax.extend.core import Literal
 
 from curvadion_jax import (
     _checksum,
+    _dion,
     _finite,
+    _group,
     _memory,
-    _momentum,
-    _participation,
     _placement,
+    _power_iteration,
     _rows,
     _trees,
     _within_replica,
     metrics,
 )
-from curvadion_jax._group import Group
+from curvadion_jax._group import Group, Part
 from curvadion_jax._layout import Layout, make_layout
-from curvadion_jax._participation import Part
 from curvadion_jax._rows import Replicas
 from curvadion_jax.synchronizers import AfterStep, Synchronizer
 from curvadion_jax.triggers import Clock, Measured, Seen, Trigger
@@ -104,7 +104,8 @@ def adaptive_sync(
     step of the inner optimizer, and nothing is sent. Where the trigger decides so all
     take part in a sync. The decision is one number for all replicas, so Optax's
     wrappers (`optax.MultiSteps`, `optax.apply_if_finite`) work around this optimizer
-    and inside it.
+    and inside it. Call `update` under `jax.jit`: by itself it would compile on every
+    call.
 
     A replica whose gradients are not finite takes the step of a zero gradient. One
     whose state is not finite is excluded from syncs, and begins again from the anchor
@@ -124,7 +125,8 @@ def adaptive_sync(
       mesh: from `replicas.make_mesh` or `replicas.simulated`. None is one replica,
         whose arrays have no axis of replicas.
       before: transformation of one replica's gradients, in front of the trigger and
-        the inner optimizer, such as ``optax.clip_by_global_norm(1.0)``.
+        the inner optimizer, such as ``optax.clip_by_global_norm(1.0)``. It is given no
+        extra arguments.
       specs: tree of `jax.sharding.PartitionSpec` of one replica's parameters over the
         axes inside a replica, or a prefix of it. Needed where these axes are automatic.
 
@@ -140,9 +142,13 @@ def adaptive_sync(
       replicas.
 
     Raises:
-      ValueError: at `init`, if the replicas' parameters differ, or the inner optimizer
-        keeps a copy of them; at `update`, if `params` is missing, trees or shapes do
-        not match, or `weight` is not one number for each replica.
+      TypeError: if `mesh` is no mesh, or a parameter is no real floating-point number
+        of at least 16 bits.
+      ValueError: at `init`, if the inner optimizer keeps a copy of the parameters, or
+        the replicas' parameters differ (not under jit, where nobody knows: then they
+        meet at the first sync); at `update`, if `params` is missing, trees or shapes do
+        not match, `weight` is not one number for each replica, or another extra
+        argument has a row for each.
 
     Example:
       >>> from curvadion_jax import replicas, synchronizers, triggers
@@ -249,13 +255,13 @@ class _AdaptiveSync:
 
     def _placed_qs(self, params, inner_state, layout: Layout):
         """The state with Dion's Q sharded as after a step: its update knows how."""
-        if not layout.axes or not _momentum.dion_states(inner_state):
+        if not layout.axes or not _dion.states_of(inner_state):
             return inner_state
         take = self._take(params, {}, layout)
         zeros = jax.tree.map(jnp.zeros_like, params)
         _, after = take(zeros, inner_state, momentum_only=True)
-        new = iter(_momentum.dion_states(after))
-        return _momentum.with_dion(
+        new = iter(_dion.states_of(after))
+        return _dion.with_states(
             inner_state, lambda dion: dion._replace(dion_q=next(new).dion_q)
         )
 
@@ -271,8 +277,10 @@ class _AdaptiveSync:
     ):
         _trees.check_gradients(updates, params)
         _rows.check_rows(params, self.mesh, "Parameter")
+        _rows.check_rows(state.rows, self.mesh, "State")
+        _rows.check_common(extra_args, self.mesh, "Argument")
         layout = make_layout(self.mesh, self.specs, params)
-        weight = _participation.checked_weight(weight, state.counters.value)
+        weight = _group.checked_weight(weight, state.counters.value)
         run = functools.partial(self._update, layout=layout, static_due=due)
         if axes := _rows.explicit_axes(self.mesh):
             results = jax.tree.map(lambda x: jax.typeof(x).sharding, (params, state))
@@ -387,7 +395,7 @@ class _AdaptiveSync:
             measured, remembered = Measured(0.0), rows.remembered
             if self.trigger.look is not None:
                 take = self._take(params, extra_args, step.layout)
-                after = _momentum.after_local_step(take, gradients, rows.inner_state)
+                after = _after_local_step(take, gradients, rows.inner_state)
                 view = Seen(
                     gradients=gradients,
                     params=params,
@@ -453,11 +461,11 @@ class _AdaptiveSync:
             moved = optax.apply_updates(given.params, outcome.updates)
             inner_sound = _finite.is_sound(outcome.inner_state)
             healthy = inner_sound & _finite.all_finite([moved, outcome.residual])
-            part = _participation.take_part(group, given.weight, healthy, healthy)
+            part = _group.take_part(group, given.weight, healthy, healthy)
             target, anchor, sync_state, residual = sync(
                 moved, anchor, sync_state, outcome.residual, part
             )
-            inner_state = _participation.restarted(
+            inner_state = _restarted(
                 self.inner, anchor, outcome.inner_state, inner_sound
             )
             updates = jax.tree.map(jnp.subtract, target, given.params)
@@ -491,8 +499,8 @@ class _AdaptiveSync:
             inner_sound = _finite.is_sound(given.inner_state)
             healthy = inner_sound & _finite.all_finite([given.params, given.residual])
             able = healthy & given.finite
-            part = _participation.take_part(group, given.weight, healthy, able)
-            inner_state = _participation.restarted(
+            part = _group.take_part(group, given.weight, healthy, able)
+            inner_state = _restarted(
                 self.inner, given.params, given.inner_state, inner_sound
             )
             residual = _finite.or_zeros(healthy, given.residual)
@@ -686,3 +694,45 @@ def _copies(program: Any, are_params: Sequence[bool]) -> list[bool]:
             made = [given == [True] and len(shapes) == 1] * len(equation.outvars)
         known.update(x for x, copy in zip(equation.outvars, made, strict=True) if copy)
     return [is_copy(x) for x in program.outvars]
+
+
+def _restarted(
+    inner: optax.GradientTransformation, anchor: Any, state: Any, keep: jax.Array
+) -> Any:
+    """Begins the inner optimizer's state again at the anchor, unless `keep` is true.
+
+    Integers and single numbers stay, such as counts of steps and hyperparameters.
+    """
+
+    def cosines(q):
+        # To draw Q takes longer to compile than a sync. (A state of Dion without
+        # matrices has a number in its place.)
+        return _power_iteration.cosines(q) if q.ndim > 1 else q
+
+    fresh = _dion.with_states(
+        inner.init(anchor),
+        lambda dion: dion._replace(dion_q=jax.tree.map(cosines, dion.dion_q)),
+    )
+
+    def choose(x, new):
+        if not _finite.is_float(x):
+            return x
+        new = jnp.asarray(new, x.dtype)
+        if jnp.ndim(x) == 0:
+            return jnp.where(jnp.isnan(x), new, x)
+        return jnp.where(keep, x, new)
+
+    return jax.tree.map(choose, state, fresh)
+
+
+def _after_local_step(
+    update: Callable[..., tuple[Any, Any]], gradients: Any, state: optax.OptState
+) -> optax.OptState:
+    """Computes the state with the momentum that a local step would give.
+
+    Dion returns it before error feedback (`momentum_only`). Other optimizers run their
+    whole update, and the compiler drops what is not used.
+    """
+    if not _dion.states_of(state):
+        return update(gradients, state)[1]
+    return update(gradients, state, momentum_only=True)[1]

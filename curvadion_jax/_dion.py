@@ -5,7 +5,7 @@ Extra arguments of `update` tell of other replicas, and of this one's devices.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,6 @@ from curvadion_jax import (
     _orthonormalize,
     _other_optimizer,
     _partition,
-    _paths,
     _power_iteration,
     _trees,
     _whole_matrices,
@@ -45,6 +44,18 @@ class DionState(NamedTuple):
 
     momentum: optax.Updates
     dion_q: Any
+
+
+def states_of(state: optax.OptState) -> list[DionState]:
+    """Dion's states in the state of an optimizer."""
+    return _trees.nodes_of(DionState, state)
+
+
+def with_states(
+    state: optax.OptState, function: Callable[[DionState], DionState]
+) -> optax.OptState:
+    """Replaces Dion's states in the state of an optimizer, in order."""
+    return _trees.map_nodes(DionState, function, state)
 
 
 def scale_by_dion(
@@ -176,7 +187,7 @@ def scale_by_dion(
 
 def _initial_qs(params, views, rank: int | float, dtype) -> Any:
     """Draws Q of every parameter."""
-    leaves = iter(_paths.leaves_with_path(params))
+    leaves = iter(_trees.leaves_with_path(params))
 
     def initial(node):
         if not jax.tree.leaves(node):  # another optimizer's
@@ -187,7 +198,7 @@ def _initial_qs(params, views, rank: int | float, dtype) -> Any:
         return _power_iteration.initial_q(name, view, r, dtype or leaf.dtype)
 
     # Without Flax's box around a parameter, whose names of axes are not Q's.
-    return jax.tree.map(initial, params, is_leaf=_paths.is_box)
+    return jax.tree.map(initial, params, is_leaf=_trees.is_box)
 
 
 def _bases(
@@ -216,7 +227,7 @@ def _accumulate(momentum: jax.Array, gradient: jax.Array, decay) -> jax.Array:
 
 def _like(tree: Any, new: Named) -> Any:
     """Returns arrays by path in the structure and the dtypes of a tree."""
-    return _paths.map_with_path(lambda name, x: new[name].astype(x.dtype), tree)
+    return _trees.map_with_path(lambda name, x: new[name].astype(x.dtype), tree)
 
 
 def dion(

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from curvadion_jax import _paths
+from curvadion_jax import _trees
 
 Axes = tuple[int, ...]
 Sizes = tuple[int, ...]
@@ -95,7 +95,7 @@ class Tree:
         self.arrays: list[Array] = []
         self._below: dict[Names, list[Array]] = collections.defaultdict(list)
         keys = [path for path, _ in jax.tree.leaves_with_path(params)]
-        leaves = _paths.leaves_with_names(params)
+        leaves = _trees.leaves_with_names(params)
         attributes = [jax.tree_util.GetAttrKey(name) for name in TORCH_WEIGHTS]
         for path, (names, leaf) in zip(keys, leaves, strict=True):
             name = "/".join(names)

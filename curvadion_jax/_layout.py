@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _paths, _rows
+from curvadion_jax import _rows, _trees
 from curvadion_jax._matrices import MadeOf
 from curvadion_jax._rows import Replicas
 
@@ -40,7 +40,7 @@ class Layout:
 
     def of(self, tree: Any) -> list[P]:
         """The sharding of each array of a tree with paths of parameters."""
-        return [self.specs.get(path, P()) for path, _ in _paths.leaves_with_path(tree)]
+        return [self.specs.get(path, P()) for path, _ in _trees.leaves_with_path(tree)]
 
     def of_factors(
         self, factors: Mapping[str, jax.Array], made_of: Mapping[str, MadeOf]
@@ -112,7 +112,7 @@ def make_layout(mesh: Replicas, specs: Any, params: Any) -> Layout:
         is_leaf=is_spec,
     )
     found = {}
-    pairs = zip(_paths.leaves_with_path(params), leaves, strict=True)
+    pairs = zip(_trees.leaves_with_path(params), leaves, strict=True)
     for (path, _), spec in pairs:
         spec = spec.spec if isinstance(spec, NamedSharding) else spec
         found[path] = _within(spec, axes)

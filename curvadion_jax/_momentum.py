@@ -1,14 +1,13 @@
-"""Finds the momentum, and Dion's states, in the state of any optimizer."""
+"""Finds the momentum in the state of any optimizer."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import optax
 
-from curvadion_jax import _paths, _trees
-from curvadion_jax._dion import DionState
+from curvadion_jax import _trees
 
 _FIELDS = ("momentum", "trace", "mu")
 
@@ -42,7 +41,7 @@ def momentum_by_name(state: Any, views: Mapping[str, Any]) -> dict[str, jax.Arra
     """The momenta by the paths of parameters: Dion's, else `trace`, else `mu`."""
     nodes = _outermost(state, *_FIELDS)
     named = [
-        (field, dict(_paths.leaves_with_path(getattr(node, field))))
+        (field, dict(_trees.leaves_with_path(getattr(node, field))))
         for field in _FIELDS
         for node in nodes
         if field in _field_names(node)
@@ -57,28 +56,3 @@ def momentum_by_name(state: Any, views: Mapping[str, Any]) -> dict[str, jax.Arra
         f"{', '.join(map(repr, _FIELDS))}. Use an optimizer with momentum, or a "
         "trigger that needs none, such as every_k."
     )
-
-
-def after_local_step(
-    update: Callable[..., tuple[Any, Any]], gradients: Any, state: optax.OptState
-) -> optax.OptState:
-    """Computes the state with the momentum that a local step would give.
-
-    Dion returns it before error feedback (`momentum_only`). Other optimizers run their
-    whole update, and the compiler drops what is not used.
-    """
-    if not dion_states(state):
-        return update(gradients, state)[1]
-    return update(gradients, state, momentum_only=True)[1]
-
-
-def dion_states(state: optax.OptState) -> list[DionState]:
-    """Dion's states in the state of an optimizer."""
-    return _trees.nodes_of(DionState, state)
-
-
-def with_dion(
-    state: optax.OptState, function: Callable[[DionState], DionState]
-) -> optax.OptState:
-    """Replaces Dion's states in the state of an optimizer, in order."""
-    return _trees.map_nodes(DionState, function, state)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _layout, _partition, _paths, _trees
+from curvadion_jax import _arguments, _layout, _partition, _trees
 from curvadion_jax._joined import by_shape
 from curvadion_jax._whole_matrices import by_matrix
 
@@ -83,7 +83,7 @@ def _orthogonalized(
                 return [newton_schulz(stack) for stack in stacks]
             return by_shape(newton_schulz, stacks, largest=_LARGEST_STACK)
 
-        arrays = dict(_paths.leaves_with_path(updates))
+        arrays = dict(_trees.leaves_with_path(updates))
         # Even with half of the devices idle: else each iteration gathers all matrices.
         found = by_matrix(orthogonalize, arrays, views, layout, fewest=0.5)
 
@@ -91,7 +91,7 @@ def _orthogonalized(
             ratio = views[path].fan_out / views[path].fan_in
             return math.sqrt(max(1.0, ratio)) * found[path]
 
-        return _paths.map_with_path(scaled, updates), state
+        return _trees.map_with_path(scaled, updates), state
 
     return optax.GradientTransformationExtraArgs(optax.identity().init, update_fn)
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from curvadion_jax import _matrices, _paths, _trees
+from curvadion_jax import _matrices, _trees
 from curvadion_jax import dimension_numbers as rules
 
 DimensionNumbers = rules.DimensionNumbers
@@ -47,7 +47,7 @@ def matrix_views(
 
     jax.tree.map(add, dimension_numbers, params, is_leaf=_is_numbers)
     views: dict[str, _matrices.MatrixView | None] = {}
-    leaves = _paths.leaves_with_path(params)
+    leaves = _trees.leaves_with_path(params)
     for (name, leaf), numbers in zip(leaves, spread, strict=True):
         if name in views:
             raise ValueError(
@@ -145,10 +145,10 @@ def optimizer(
         label = lambda path, _: "other" if views[path] is None else "matrix"
         return optax.partition(
             {
-                "matrix": matrices(functools.partial(_paths.map_with_path, numbers)),
+                "matrix": matrices(functools.partial(_trees.map_with_path, numbers)),
                 "other": other,
             },
-            functools.partial(_paths.map_with_path, label),
+            functools.partial(_trees.map_with_path, label),
         )
 
     warned: set[tuple] = set()

@@ -113,6 +113,18 @@ def check_rows(tree: Any, mesh: Replicas, what: str) -> None:
             )
 
 
+def check_common(tree: Any, mesh: Replicas, what: str) -> None:
+    """Rejects rows where every replica is given the whole array."""
+    replicas = count(mesh)
+    for path, x in jax.tree.leaves_with_path(tree):
+        if replicas > 1 and getattr(x, "shape", ())[:1] == (replicas,):
+            raise ValueError(
+                f"{what}{jax.tree_util.keystr(path)} has shape {x.shape}, a row for "
+                f"each of {replicas} replicas, and every replica is given all of it. "
+                "Pass what is the same for all, such as the mean of a loss."
+            )
+
+
 def over(
     function: Callable[[Any, Any], tuple[Any, Any]], mesh: Replicas
 ) -> Callable[[Any, Any], tuple[Any, Any]]:

@@ -1,4 +1,4 @@
-"""Trees: their checks, their nodes of one class, and the dtypes to compute in."""
+"""Trees: names of their leaves, checks, nodes of one class, dtypes to compute in."""
 
 import functools
 import math
@@ -10,9 +10,47 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from curvadion_jax import _paths
-
 _SMALL = 2**16  # elements of an array that may be joined with others
+Names = tuple[str, ...]
+
+
+def is_box(node: Any) -> bool:
+    """Whether a node is Flax's box around one array: an nnx variable, or linen's.
+
+    Its `value` is not part of a name. By the class names, because Flax is not a
+    dependency; a path cannot tell it from a field `value` next to `query` and `key`.
+    """
+    return any(
+        base.__name__ in ("Variable", "VariableState", "AxisMetadata")
+        and base.__module__.partition(".")[0] == "flax"
+        for base in type(node).__mro__
+    )
+
+
+def leaves_with_names(tree: Any) -> list[tuple[Names, Any]]:
+    """The names along the path of every leaf, and the leaf."""
+    found = []
+    for path, node in jax.tree.leaves_with_path(tree, is_leaf=is_box):
+        for inner, leaf in jax.tree.leaves_with_path(node):
+            # Without the `value` of a box.
+            found.append((names_of((*path, *inner[1:])), leaf))
+    return found
+
+
+def names_of(path: Sequence[Any]) -> Names:
+    """The names along a path of JAX's keys."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def leaves_with_path(tree: Any) -> list[tuple[str, Any]]:
+    """The path of every leaf, such as 'layers/attention/kernel', and the leaf."""
+    return [("/".join(names), leaf) for names, leaf in leaves_with_names(tree)]
+
+
+def map_with_path(function: Callable[[str, Any], Any], tree: Any) -> Any:
+    """Maps a function of the path and the leaf."""
+    results = [function(path, leaf) for path, leaf in leaves_with_path(tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree), results)
 
 
 def check_trainable(params: Any) -> None:
@@ -20,7 +58,7 @@ def check_trainable(params: Any) -> None:
 
     Integers and complex numbers would not be averaged, and 8 bits have no arithmetic.
     """
-    for name, leaf in _paths.leaves_with_path(params):
+    for name, leaf in leaves_with_path(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize < 2:
             raise TypeError(
                 f"Parameter {name!r} has dtype {leaf.dtype}; only real floating-point "
@@ -42,7 +80,7 @@ def check_shapes(tree: Any, expected: Any, what: str) -> None:
     """Rejects arrays of other names or shapes, which might be broadcast silently."""
     # By names, because not every class of pytree nodes can be compared.
     found, wanted = (
-        {name: jnp.shape(x) for name, x in _paths.leaves_with_path(each)}
+        {name: jnp.shape(x) for name, x in leaves_with_path(each)}
         for each in (tree, expected)
     )
     for name in [*wanted, *found]:

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _checksum, _memory, _paths
+from curvadion_jax import _checksum, _memory, _trees
 from curvadion_jax.replicas import _recover
 
 _FORMAT = 4
@@ -212,7 +212,7 @@ def _by_path(state: Any) -> Leaves:
     A flat dictionary: orbax would join the keys of a nested tree, so that {"a.b": x}
     and {"a": {"b": y}} share a name, and sort the mixed keys of nnx modules.
     """
-    pairs = _paths.leaves_with_path(state)
+    pairs = _trees.leaves_with_path(state)
     leaves = dict(pairs)
     if not leaves or len(leaves) < len(pairs):
         raise ValueError("The state has no leaves, or two of one path. Rename one.")

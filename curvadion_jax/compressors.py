@@ -17,9 +17,9 @@ import jax.numpy as jnp
 
 from curvadion_jax import _arguments, _within_replica
 from curvadion_jax._buckets import count_blocks, make_buckets
-from curvadion_jax._group import Group
+from curvadion_jax._group import Group, Part
 from curvadion_jax._layout import Layout
-from curvadion_jax._trees import compute_dtype, wide
+from curvadion_jax._trees import compute_dtype, like, plus, wide
 
 __all__ = ["Averaged", "Codec", "Compressor", "Payload", "exact", "quantize"]
 
@@ -104,6 +104,29 @@ class Compressor(NamedTuple):
 
         structure, found = jax.tree.structure(tree), group.by_device(pairs, tree)
         return Averaged(*(structure.unflatten(x[i] for x in found) for i in (0, 1)))
+
+    def mean(
+        self, contribution: Callable[[], Any], owed: Any, part: Part
+    ) -> tuple[Any, Any]:
+        """The mean of contributions and what was owed, and what is owed now.
+
+        Nothing is sent if no replica takes part. The condition has a second use: no
+        compiler fuses what follows it with the cutting out of each array from the codes
+        of all, so what follows is compiled once for each shape, not for each array. The
+        contribution is computed inside it, where its memory serves for what is owed.
+        """
+
+        def send():
+            whole = jax.tree.map(plus, contribution(), owed)
+            mean, unsent = self.average_by_device(whole, part.group)
+            return like(mean, whole), like(unsent, whole)
+
+        def keep():
+            shapes = jax.eval_shape(contribution)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            return zeros, like(owed, zeros)
+
+        return jax.lax.cond(part.someone, send, keep)
 
     def payload_by_device(self, tree: Any, layout: Layout) -> Payload:
         """The bytes of `average_by_device`, of all devices of a replica."""

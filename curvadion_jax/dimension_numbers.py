@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from curvadion_jax import _evidence, _paths
+from curvadion_jax import _evidence, _trees
 from curvadion_jax._evidence import Array, Axes, Tree
 
 __all__ = ["Finding", "PartitionWarning", "default", "equinox", "explain", "haliax"]
@@ -398,13 +398,13 @@ def equinox(params: Any) -> Any:
         if not holds_weights(node):
             continue
         kind = " ".join(base.__name__ for base in type(node).__mro__)
-        for names, leaf in _paths.leaves_with_names(node):
+        for names, leaf in _trees.leaves_with_names(node):
             # Other weights of more than two axes are convolutions.
             is_matrix = leaf.ndim == 2 or (leaf.ndim > 2 and "Linear" in kind)
             if re.search("Norm|Embedding", kind) or names[0] not in weights:
                 is_matrix = False
             numbers = DimensionNumbers(-1, -2) if is_matrix else None
-            chosen["/".join((*_paths.names_of(path), *names))] = numbers
+            chosen["/".join((*_trees.names_of(path), *names))] = numbers
     return _with_axes(params, chosen)
 
 
@@ -431,8 +431,8 @@ def haliax(params: Any) -> Any:
         if is_linear(node):
             axes = node.weight.axes
             numbers = DimensionNumbers(places(node.In, axes), places(node.Out, axes))
-            for names, _ in _paths.leaves_with_names(node.weight):
-                chosen["/".join((*_paths.names_of(path), "weight", *names))] = numbers
+            for names, _ in _trees.leaves_with_names(node.weight):
+                chosen["/".join((*_trees.names_of(path), "weight", *names))] = numbers
     return _with_axes(params, chosen)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from curvadion_jax import _paths, _trees
+from curvadion_jax import _trees
 from curvadion_jax.compressors import Payload
 
 __all__ = ["Counters", "Report", "observe", "read"]
@@ -257,7 +257,7 @@ def read(opt_state: Any, params: Any = None) -> Report:
         worst = int(np.argmax(np.where(np.isnan(value), -math.inf, value)))
         layer = int(np.atleast_1d(found.layer)[worst])
         if params is not None and layer >= 0:
-            layer, _ = _paths.leaves_with_path(params)[layer]
+            layer, _ = _trees.leaves_with_path(params)[layer]
         report |= {
             "value": _as_number(value[worst]),
             "threshold": _as_number(found.threshold),

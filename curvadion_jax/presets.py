@@ -18,6 +18,7 @@ import optax
 
 from curvadion_jax import (
     _arguments,
+    _dion,
     _momentum,
     _other_optimizer,
     _partition,
@@ -584,7 +585,7 @@ def _all_momenta(inner_state: optax.OptState) -> optax.Params:
             "authors_code looks at the momenta of all parameters, and other_optimizer "
             "keeps none as `mu`. Pass one that does, such as optax.lion."
         )
-    (of_dion,) = _momentum.dion_states(inner_state)
+    (of_dion,) = _dion.states_of(inner_state)
     return jax.tree.map(
         lambda momentum, mu: mu if isinstance(momentum, optax.MaskedNode) else momentum,
         of_dion.momentum,

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _momentum, _partition, _paths, compressors
+from curvadion_jax import _dion, _partition, _trees, compressors
+from curvadion_jax._group import Part
 from curvadion_jax._layout import Layout
 from curvadion_jax._matrices import MatrixView
-from curvadion_jax._participation import Part
 from curvadion_jax._power_iteration import reduces_factors
 from curvadion_jax.synchronizers._types import WithinStep
 
@@ -69,7 +69,7 @@ def average_factors(
 
         # An absent replica keeps all of its momentum and gradient for a later sync.
         _, kept = take(gradients, before, momentum_only=True)
-        whole = [dion.momentum for dion in _momentum.dion_states(kept)]
+        whole = [dion.momentum for dion in _dion.states_of(kept)]
         inner_state = _keep_momenta(inner_state, whole, ~part.present)
         return updates, inner_state, _qs(inner_state), residual
 
@@ -80,7 +80,7 @@ def average_factors(
 
 
 def _initial_qs(inner_state) -> list[Any]:
-    if not _momentum.dion_states(inner_state):
+    if not _dion.states_of(inner_state):
         raise ValueError(
             "average_factors needs Dion as the inner optimizer, and there is no "
             "DionState in its state. Use curvadion_jax.dion, or the synchronizer "
@@ -91,15 +91,13 @@ def _initial_qs(inner_state) -> list[Any]:
 
 def _qs(inner_state) -> list[Any]:
     """Q of every state of Dion."""
-    return [dion.dion_q for dion in _momentum.dion_states(inner_state)]
+    return [dion.dion_q for dion in _dion.states_of(inner_state)]
 
 
 def _with_qs(inner_state, qs: list[Any]):
     """The state with these Qs in Dion's states."""
     new = iter(qs)
-    return _momentum.with_dion(
-        inner_state, lambda dion: dion._replace(dion_q=next(new))
-    )
+    return _dion.with_states(inner_state, lambda dion: dion._replace(dion_q=next(new)))
 
 
 def _keep_momenta(inner_state, momenta: list[Any], keep: jax.Array):
@@ -111,12 +109,12 @@ def _keep_momenta(inner_state, momenta: list[Any], keep: jax.Array):
         momentum = jax.tree.map(either, next(others), dion.momentum)
         return dion._replace(momentum=momentum)
 
-    return _momentum.with_dion(inner_state, choose)
+    return _dion.with_states(inner_state, choose)
 
 
 def _payload(params, ranks, layout: Layout) -> compressors.Payload:
     """The bytes of all factors, and of the parameters that are not Dion's."""
-    others = dict(_paths.leaves_with_path(params))
+    others = dict(_trees.leaves_with_path(params))
     rows, cols, made_of_rows, made_of_cols = {}, {}, {}, {}
     for name, (view, r) in ranks.items():
         if reduces_factors(view, r):
@@ -140,8 +138,8 @@ def _payload(params, ranks, layout: Layout) -> compressors.Payload:
 def _ranks(inner_state, views) -> dict[str, tuple[MatrixView, int]]:
     """The view and the rank of every matrix of Dion, by its path."""
     found = {}
-    for state in _momentum.dion_states(inner_state):
-        for name, q in _paths.leaves_with_path(state.dion_q):
+    for state in _dion.states_of(inner_state):
+        for name, q in _trees.leaves_with_path(state.dion_q):
             view = views.get(name)
             if view is None or (*view.batch, view.cols) != q.shape[:-1]:
                 raise ValueError(
@@ -155,7 +153,7 @@ def _ranks(inner_state, views) -> dict[str, tuple[MatrixView, int]]:
 
 def _mean_of_others(part: Part, gradients, ranks):
     """Averages the gradients of parameters that are not Dion's."""
-    leaves = _paths.leaves_with_path(gradients)
+    leaves = _trees.leaves_with_path(gradients)
     others = {name: leaf for name, leaf in leaves if name not in ranks}
     mean = part.mean(others)
     found = [mean.get(name, leaf) for name, leaf in leaves]

@@ -37,7 +37,7 @@ def average_gradients(
             mean = part.mean(gradients)
         else:
             own = lambda: part.weighted(gradients)
-            mean, residual = part.compressed_mean(compressor, own, residual)
+            mean, residual = compressor.mean(own, residual, part)
             mean = _trees.like(mean, gradients)
         return *take(mean, inner_state), state, residual
 

@@ -63,7 +63,7 @@ def reconcile(
         if compressor is None:
             mean, unsent = part.group.mean(share()), ()
         else:
-            mean, unsent = part.compressed_mean(compressor, share, owed)
+            mean, unsent = compressor.mean(share, owed, part)
 
         # 2. The outer step, from the anchor. Elements that would not be finite stay as
         # they are, and if no replica takes part all do: the next sync sends what this

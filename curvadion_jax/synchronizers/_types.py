@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from curvadion_jax import _trees
 from curvadion_jax._group import Group as Group
+from curvadion_jax._group import Part as Part
 from curvadion_jax._layout import Layout
-from curvadion_jax._participation import Part as Part
 from curvadion_jax.compressors import Compressor, Payload
 
 

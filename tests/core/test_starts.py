@@ -139,3 +139,29 @@ def test_replicas_that_begin_apart_under_jit_meet_at_the_first_sync(kind):
         rows = optax.apply_updates(rows, updates)
     np.testing.assert_allclose(rows["b"], np.full((2, 3), 0.5))
     assert "anchors_differ" not in cd.metrics.read(state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: optax.tree.set(state, learning_rate=0.01),
+        lambda state: cd.replicas.resize(state, cd.replicas.simulated(4)),
+    ],
+    ids=["a common number", "another number of rows"],
+)
+def test_a_state_needs_rows(change):
+    tx = optimizer(optax.inject_hyperparams(optax.sgd)(0.1), ONE)
+    rows = cd.replicas.replicate(PARAMS, ONE)
+    state = change(tx.init(rows))
+    with pytest.raises(ValueError, match=r"^State.*needs a row for each of 2 replicas"):
+        tx.update(rows, state, rows)
+
+
+def test_extra_arguments_are_no_rows():
+    """Every replica would be given the losses of all."""
+    tx = optimizer(optax.polyak_sgd(), ONE)
+    rows = cd.replicas.replicate(PARAMS, ONE)
+    state = tx.init(rows)
+    tx.update(rows, state, rows, value=jnp.array(3.0))
+    with pytest.raises(ValueError, match=r"Argument\['value'\] has shape \(2,\)"):
+        tx.update(rows, state, rows, value=jnp.ones(2))
