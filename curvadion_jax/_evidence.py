@@ -131,11 +131,15 @@ class Tree:
             return None
         found = {}
         for axis in (0, 1):
-            alike = sum(kernel[axis] == array.shape[axis] for kernel in kernels)
-            told = {scale[axis] for scale in scales} == {array.shape[axis]}
-            if told and 2 * alike > len(kernels):
+            lengths = {scale[axis] for scale in scales}
+            alike = sum(kernel[axis] in lengths for kernel in kernels)
+            if len(lengths) == 1 and 2 * alike > len(kernels):
                 found[axis] = alike
-        return max(found, key=found.__getitem__, default=None)
+        # One axis for all of these arrays: a square kernel has the width at both.
+        axis = max(found, key=found.__getitem__, default=None)
+        if axis is None or array.shape[axis] != scales[0][axis]:
+            return None
+        return axis
 
     def _norms_and_kernels(self, prefix: Names) -> tuple[list[Shape], list[Shape]]:
         near = self._below[prefix]
