@@ -673,8 +673,9 @@ def _refuse_copies(inner: optax.GradientTransformation, params: Any) -> None:
             raise ValueError(
                 f"The inner optimizer's state{jax.tree_util.keystr(path)} is a copy of "
                 "a parameter. A sync would move the parameters and leave the copy "
-                "behind. Keep parameters in float32 and cast them in the loss, or put "
-                "what keeps the copy around the optimizer."
+                "behind. Keep parameters in float32 and cast them in the loss, or keep "
+                "master weights around the optimizer. What needs its copy inside, such "
+                "as schedule_free, cannot have replicas that take local steps."
             )
 
 
