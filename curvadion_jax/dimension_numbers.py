@@ -242,7 +242,7 @@ def _sides_without_bias(array: Array, tree: Tree) -> _Sides | None:
     # [stack, n, n] looks like heads. They have an output [n, n, D] next to them.
     split = sizes[-1] != sizes[-2] or any(o[:-1] == sizes[-2:] for o in outputs)
     if sizes[place] == width and sizes.count(width) == 1 and split:
-        why = f"[{width}, ...], with a norm of {width}"
+        why = f"its {width} inputs are a norm's width"
         return _Sides(axes[place : place + 1], axes[place + 1 :], why)
     return None
 
