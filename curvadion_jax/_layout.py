@@ -28,10 +28,12 @@ class Layout:
     Attributes:
       axes: sizes of the mesh axes inside the replica; empty for one device.
       specs: the sharding of each parameter over these axes, by its path.
+      replicas: the number of replicas, which the bytes of a sync may depend on.
     """
 
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     specs: Mapping[str, P] = dataclasses.field(default_factory=dict)
+    replicas: int = 1
 
     @property
     def devices(self) -> int:
@@ -50,7 +52,7 @@ class Layout:
         for path in factors:
             _, axes = made_of[path]
             specs[path] = P(*of_axes(self.specs.get(path, P()), axes))
-        return Layout(self.axes, specs)
+        return dataclasses.replace(self, specs=specs)
 
     def place(
         self, factors: Mapping[str, jax.Array], made_of: Mapping[str, MadeOf]
@@ -92,7 +94,7 @@ def make_layout(mesh: Replicas, specs: Any, params: Any) -> Layout:
     """
     axes = _rows.inner_axes(mesh)
     if not axes:
-        return ONE_DEVICE
+        return Layout(replicas=_rows.count(mesh))
     if specs is None:
         if not set(axes) <= set(_rows.explicit_axes(mesh)):
             raise ValueError(
@@ -116,7 +118,7 @@ def make_layout(mesh: Replicas, specs: Any, params: Any) -> Layout:
     for (path, _), spec in pairs:
         spec = spec.spec if isinstance(spec, NamedSharding) else spec
         found[path] = _within(spec, axes)
-    return Layout(axes, found)
+    return Layout(axes, found, _rows.count(mesh))
 
 
 def _within(spec: P, axes: Mapping[str, int]) -> P:

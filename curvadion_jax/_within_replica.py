@@ -31,7 +31,7 @@ def shared_by(x: Any, spec: PartitionSpec, layout: Layout) -> tuple[str, ...]:
 
 
 def parts(tree: Any, layout: Layout) -> Any:
-    """The shapes of what `by_device` gives each device of a tree of arrays."""
+    """The shapes of what each device of a replica works on, of a tree of arrays."""
     if not layout.axes:
         return tree
     mesh = AbstractMesh(tuple(layout.axes.values()), tuple(layout.axes))
@@ -47,6 +47,24 @@ def parts(tree: Any, layout: Layout) -> Any:
     return structure.unflatten(map(part, leaves, layout.of(tree)))
 
 
+def _together(tree: Any, layout: Layout) -> dict[Any, list[int]]:
+    """Which leaves of a tree lie alike: the keys are axes that shard and share."""
+    found = defaultdict(list)
+    pairs = zip(jax.tree.leaves(tree), layout.of(tree), strict=True)
+    for index, (leaf, spec) in enumerate(pairs):
+        found[_rows.named_axes(spec), shared_by(leaf, spec, layout)].append(index)
+    return found
+
+
+def calls(tree: Any, layout: Layout) -> list[Any]:
+    """The shapes that a device is given in each call of `Group.by_device`."""
+    if not layout.axes:
+        return [tree]
+    shapes = jax.tree.leaves(parts(tree, layout))
+    together = _together(tree, layout).values()
+    return [[shapes[index] for index in members] for members in together]
+
+
 def by_device(
     function: Callable[[list[jax.Array]], list[tuple[jax.Array, ...]]],
     tree: Any,
@@ -60,11 +78,8 @@ def by_device(
     """
     leaves = jax.tree.leaves(tree)
     specs = layout.of(tree)
-    together = defaultdict(list)
-    for index, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
-        together[_rows.named_axes(spec), shared_by(leaf, spec, layout)].append(index)
     results: list[Any] = [None] * len(leaves)
-    for (_, shared), members in together.items():
+    for (_, shared), members in _together(tree, layout).items():
         sharded = [specs[index] for index in members]
         mapped = jax.shard_map(
             functools.partial(_of_pieces, function, shared) if shared else function,

@@ -9,6 +9,7 @@ A synchronizer multiplies by weights first, and zeros whatever takes no part.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -77,6 +78,8 @@ class Compressor(NamedTuple):
         `payload`, by device: with lists of the parts that one device holds.
       payload: tree -> :class:`Payload`, the bytes of one mean, from shapes alone.
       codec: :class:`Codec` for contributions that are decoded one by one, or None.
+      of_replicas: (payload, N) -> the payload of a mean over N replicas, should it
+        depend on their number, as where they divide among them what is averaged.
 
     Example:
       >>> def average(tree, group):
@@ -95,6 +98,7 @@ class Compressor(NamedTuple):
     average: Callable[[Any, Group], Averaged]
     payload: Callable[[Any], Payload]
     codec: Codec | None = None
+    of_replicas: Callable[[Payload, int], Payload] = lambda payload, replicas: payload
 
     def average_by_device(self, tree: Any, group: Group) -> Averaged:
         """`average`, by each device of a replica, of its own parts of the arrays."""
@@ -130,8 +134,14 @@ class Compressor(NamedTuple):
 
     def payload_by_device(self, tree: Any, layout: Layout) -> Payload:
         """The bytes of `average_by_device`, of all devices of a replica."""
-        payload = self.payload(_within_replica.parts(tree, layout))
-        return Payload(*(layout.devices * number for number in payload))
+        payloads = [
+            self.of_replicas(self.payload(given), layout.replicas)
+            for given in _within_replica.calls(tree, layout)
+        ]
+        return Payload(
+            averaged=layout.devices * sum(each.averaged for each in payloads),
+            gathered=layout.devices * sum(each.gathered for each in payloads),
+        )
 
 
 def exact() -> Compressor:
@@ -171,7 +181,8 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
 
     Returns:
       The compressor. It costs bits / 8 + 4 / block bytes per element (8 / block with
-      two bits), half of that for each of two stages. Arrays are padded to whole blocks.
+      two bits), half of that for each of two stages. Arrays are padded to whole blocks,
+      and all blocks to a multiple of N, of more than two replicas.
 
     Raises:
       TypeError: if `bits` is traced, or `block` is not a Python int.
@@ -208,11 +219,16 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
         blocks = sum(count_blocks(x, block) for x in jax.tree.leaves(tree))
         return Payload(averaged=blocks * _encoded_bytes(block, bits))
 
+    def of_replicas(payload, replicas):
+        # Of more than two each averages as many blocks as any other.
+        share = replicas * _encoded_bytes(block, bits) if replicas > 2 else 1
+        return Payload(averaged=math.ceil(payload.averaged / share) * share)
+
     codec = Codec(
         functools.partial(_encode, bits=bits, block=block),
         functools.partial(_decode, bits=bits, block=block),
     )
-    return Compressor(average, payload, codec)
+    return Compressor(average, payload, codec, of_replicas)
 
 
 def _average(group, leaves, bits: int, block: int):

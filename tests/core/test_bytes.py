@@ -12,8 +12,9 @@ from curvadion_jax import compressors, metrics, synchronizers, triggers
 reconcile = synchronizers.reconcile
 # Elements: bias 5, embed 7 x 3 = 21, tall 6 x 4 = 24, wide 4 x 6 = 24; 74 together.
 GRADIENTS = 4 * 74
-# A block of each array in codes of a bit and a scale.
-CODES = 4 * (256 // 8 + 4)
+# A block of each array in codes of a bit and a scale. Of eight replicas each averages
+# one, of four more that are empty, too.
+BLOCK = 256 // 8 + 4
 
 
 def read(tx, mesh, params, steps=1, syncs=1, votes=0):
@@ -32,7 +33,12 @@ PAYLOADS = [
     # (6 + 4) x 4 > 24: the matrices themselves.
     pytest.param(synchronizers.average_factors(), 1.0, GRADIENTS, id="full-rank"),
     pytest.param(reconcile(optax.adam(0.1)), 2, GRADIENTS, id="reconcile"),
-    pytest.param(reconcile(compressor=compressors.quantize(1)), 2, CODES, id="codes"),
+    pytest.param(
+        reconcile(compressor=compressors.quantize(1)),
+        2,
+        {2: 4 * BLOCK, 8: 8 * BLOCK},
+        id="codes",
+    ),
 ]
 
 
@@ -44,9 +50,25 @@ def test_a_sync_sends_its_payload_and_a_number(synchronizer, rank, payload, repl
     tx = cd.adaptive_sync(cd.dion(0.1, rank), triggers.always(), synchronizer, mesh)
     report = read(tx, mesh, helpers.make_params())
     others = replicas - 1
+    payload = payload[replicas] if isinstance(payload, dict) else payload
     assert report["bytes"] == round(2 * others * payload / replicas + 4 * others)
     assert report["synchronous_bytes"] == 2 * others * GRADIENTS // replicas
     assert report["share"] == report["bytes"] / report["synchronous_bytes"]
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+@pytest.mark.parametrize("form", [compressors.exact(), compressors.quantize(2)])
+def test_what_is_counted_is_what_the_program_sends(form, replicas):
+    """Two blocks, which three or more replicas fill up to as many as they are."""
+    mesh = cd.replicas.make_mesh(replicas, devices=jax.devices()[:replicas])
+    sync = reconcile(compressor=form)
+    tx = cd.adaptive_sync(optax.sgd(0.1), triggers.always(), sync, mesh)
+    params = {"kernel": jnp.ones((8, 8)), "bias": jnp.ones(3)}
+    state = helpers.start(tx, params, mesh)
+    sent = cd.replicas.audit(helpers.train_step(tx), mesh, state, state[0])
+    messages = [*sent.every_step, *sent.sync]
+    by_hand = sum(helpers.bytes_sent(x, replicas) for x in messages)
+    assert read(tx, mesh, params)["bytes"] == round(by_hand)
 
 
 def test_a_vote_sends_one_integer():

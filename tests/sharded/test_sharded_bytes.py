@@ -2,11 +2,14 @@
 
 import functools
 import itertools
+import math
 import re
 
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from divided_replicas import put, reconciling
 from jax.sharding import PartitionSpec as P
@@ -30,6 +33,7 @@ PLACES = {
     "both": ({"fsdp": 2, "tensor": 2}, ("fsdp", "tensor")),
     "one_of_two": ({"fsdp": 2, "data": 2}, ("fsdp", None)),
     "whole": ({"data": 4}, (None, None)),
+    "pairs": ({"fsdp": 2}, ("fsdp", None)),
 }
 RANK = 32
 
@@ -48,14 +52,16 @@ OPTIMIZERS = {
     "quantize": reconciling(synchronizers.reconcile(compressor=QUANTIZED), RANK),
     "own": reconciling(synchronizers.reconcile(compressor=OWN), RANK),
 }
-CASES = [*itertools.product(list(OPTIMIZERS)[:3], PLACES, ["large", "small"])]
+CASES = [*itertools.product(list(OPTIMIZERS)[:3], list(PLACES)[:3], ["large", "small"])]
 CASES += [("own", "one_of_two", "small")]
 
 
-def prepare(place: str, shapes, optimizer):
+def prepare(place: str, shapes, optimizer, replicas=REPLICAS):
     """A step, and what it is given, its parameters divided and random."""
     inner, divided = PLACES[place]
-    mesh, rng = cd.replicas.make_mesh(REPLICAS, inner), np.random.default_rng(0)
+    devices = jax.devices()[: replicas * math.prod(inner.values())]
+    mesh = cd.replicas.make_mesh(replicas, inner, devices=devices)
+    rng = np.random.default_rng(0)
     specs = {
         name: P(*[None] * (len(shape) - 2), *divided[-len(shape) :])
         for name, shape in shapes.items()
@@ -68,11 +74,6 @@ def prepare(place: str, shapes, optimizer):
     return step, state, mesh
 
 
-def bytes_of(message: cd.replicas.Message) -> float:
-    """As an all-reduce, whose two halves are what else codes cross in."""
-    return message.bytes / (1 if message.kind == "all-reduce" else 2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "place", "case"), CASES)
 def test_what_devices_hold_alike_crosses_once(name, place, case):
@@ -81,7 +82,7 @@ def test_what_devices_hold_alike_crosses_once(name, place, case):
     sent = cd.replicas.audit(step, mesh, state, state[0])
     messages = [*sent.every_step, *sent.sync]
     devices = 8 // REPLICAS
-    by_hand = devices * sum(bytes_of(x) for x in messages)
+    by_hand = devices * sum(helpers.bytes_sent(x, REPLICAS) for x in messages)
     step = helpers.quick(step, state, state[0])
     for _ in range(2):
         state, _ = step(state, state[0])
@@ -97,3 +98,20 @@ def test_what_devices_hold_alike_crosses_once(name, place, case):
             x for each in messages for x in re.findall(r"\w+\[[\d,]*\]", each.arrays)
         }
         assert not arrays & whole
+
+
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_every_device_fills_up_the_blocks_of_each_message(replicas):
+    """Of what is sharded, of what its devices share, and of what they send whole."""
+    sync = synchronizers.average_gradients(compressors.quantize(4, block=64))
+    make = functools.partial(
+        cd.adaptive_sync, optax.sgd(0.1), cd.triggers.always(), sync
+    )
+    step, state, mesh = prepare("pairs", SMALL, make, replicas)
+    sent = cd.replicas.audit(step, mesh, state, state[0])
+    messages = [*sent.every_step, *sent.sync]
+    by_hand = 2 * sum(helpers.bytes_sent(x, replicas) for x in messages)
+    report = cd.metrics.read(
+        state[1].counters._replace(steps=jnp.int32(1), syncs=jnp.int32(1))
+    )
+    assert report["bytes"] == round(by_hand)
