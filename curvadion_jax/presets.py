@@ -22,6 +22,7 @@ from curvadion_jax import (
     _momentum,
     _other_optimizer,
     _partition,
+    _trees,
     synchronizers,
     triggers,
 )
@@ -548,12 +549,15 @@ def authors_code(
         other_optimizer = optax.lion(learning_rate, b1=0.9, b2=0.95, weight_decay=0.0)
 
     def look(seen, remembered):
-        old = _all_momenta(seen.inner_state)
-        new = jax.tree.map(jnp.add, old, seen.gradients)
-        old, new = (
-            jnp.stack([optax.tree.norm(m) for m in jax.tree.leaves(momenta)])
-            for momenta in (old, new)
+        momenta, gradients = (
+            [_trees.wide(x) for x in jax.tree.leaves(tree)]
+            for tree in (_all_momenta(seen.inner_state), seen.gradients)
         )
+        if not momenta:
+            return Measured(0.0), remembered
+        old = jnp.stack([optax.tree.norm(m) for m in momenta])
+        new = [m + g for m, g in zip(momenta, gradients, strict=True)]
+        new = jnp.stack([optax.tree.norm(m) for m in new])
         change = jnp.where(old < 0.1, 0, jnp.abs(new - old) / old)
         # There are no momenta to compare with on the first step.
         change = jnp.where(seen.clock.steps == 0, 0, change)

@@ -139,7 +139,9 @@ def _ranks(inner_state, views) -> dict[str, tuple[MatrixView, int]]:
     """The view and the rank of every matrix of Dion, by its path."""
     found = {}
     for state in _dion.states_of(inner_state):
-        for name, q in _trees.leaves_with_path(state.dion_q):
+        # One without matrices has a number in place of Q.
+        qs = state.dion_q if jax.tree.leaves(state.momentum) else ()
+        for name, q in _trees.leaves_with_path(qs):
             view = views.get(name)
             if view is None or (*view.batch, view.cols) != q.shape[:-1]:
                 raise ValueError(

@@ -349,9 +349,15 @@ def test_dimension_numbers_as_an_equinox_tree():
     assert [name for name, view in views.items() if view] == ["first/weight"]
 
 
-@pytest.mark.parametrize("params", [{}, ()], ids=str)
-@pytest.mark.parametrize("build", [cd.dion, cd.curvadion, cd.local_muon])
-def test_no_parameters_at_all(build, params):
+@pytest.mark.parametrize("params", [{}, (), {"bias": np.ones(3)}], ids=repr)
+@pytest.mark.parametrize(
+    "build",
+    [
+        *(cd.dion, cd.curvadion, cd.local_muon),
+        *(cd.presets.synchronous_dion, cd.presets.authors_code),
+    ],
+)
+def test_no_matrices_or_no_parameters_at_all(build, params):
     """As in a part of `optax.partition`."""
     tx = build(0.1)
     state = jax.eval_shape(tx.init, params)

@@ -183,6 +183,17 @@ def test_the_authors_floor_of_a_tenth(first, value):
     assert synced(found).tolist() == [False, value > 0]
 
 
+def test_the_authors_norms_are_taken_in_float32():
+    """Of 64 elements of 100; their squares overflow float16."""
+    tx = cd.presets.authors_code(0.1, 0.3, momentum=0.5)
+    half, single = (
+        run_optimizer(tx, {"w": jnp.full((4, 8, 8), 100, dtype)})
+        for dtype in (jnp.float16, jnp.float32)
+    )
+    np.testing.assert_allclose(half.value, single.value, rtol=1e-2)
+    np.testing.assert_array_equal(synced(half), synced(single))
+
+
 @pytest.mark.parametrize("inner", [optax.sgd(0.1), heavy_ball()])
 def test_no_momentum_is_an_error(inner):
     with pytest.raises(ValueError, match="keeps no momentum"):
