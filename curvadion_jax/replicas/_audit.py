@@ -35,7 +35,8 @@ class Audit(NamedTuple):
 
     Attributes:
       every_step: messages of every step.
-      sync: messages inside a condition, which a sync step takes.
+      sync: messages inside a condition, which a sync step takes. What nobody is seen to
+        call counts as a part of every step.
     """
 
     every_step: list[Message]
@@ -109,7 +110,7 @@ def audit(
 # The text of compiled programs is read here and in tests, and nowhere else.
 
 # %name (arguments) -> result {
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 # %name = f32[8,16]{1,0} all-reduce(...), ..., metadata={op_name="..."}
 _COLLECTIVE = re.compile(
     r"= (.*?) ((?:ragged-)?all-(?:reduce|gather|to-all)|reduce-scatter|"
@@ -119,8 +120,9 @@ _BRANCHES = re.compile(
     r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=(%?[\w.\-]+))"
 )
 _CALLED = re.compile(
-    r"(?:calls|body|condition|to_apply|called_computations)=\{?(%?[\w.\-]+)"
+    r"(?:calls|body|condition|to_apply|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
+_COMPUTATION = re.compile(r"[\w.\-]+")
 _NAME = re.compile(r'op_name="([^"]*)"')
 _WRAPPERS = re.compile(
     r"(?:jit\([^)]*\)|shard_map|while|body|cond|branch_\d+_fun|closed_call)/"
@@ -143,15 +145,16 @@ def read_program(text: str, replica: np.ndarray) -> Audit:
     called, branches = defaultdict(set), set()
     computation = entry = ""
     for line in text.splitlines():
-        if not line.startswith(" ") and (start := _COMPUTATION.match(line)):
+        if not line.startswith(" ") and (start := _HEAD.match(line)):
             computation = start[2]
             entry = computation if start[1] else entry
             continue
         for listed, single in _BRANCHES.findall(line):
-            names = re.findall(r"[\w.\-]+", listed or single)
+            names = _COMPUTATION.findall(listed or single)
             branches.update(names)
             called[computation].update(names)
-        called[computation].update(x.lstrip("%") for x in _CALLED.findall(line))
+        for names in _CALLED.findall(line):
+            called[computation].update(_COMPUTATION.findall(names))
         if message := _message(line, replica):
             messages[computation].append(message)
 
@@ -164,7 +167,9 @@ def read_program(text: str, replica: np.ndarray) -> Audit:
                 waiting.extend(called[name])
         return found
 
-    always = reached({entry}, branches)
+    # What nobody is seen to call may run on every step.
+    unknown = {*called} - reached({entry}, set())
+    always = reached({entry, *unknown}, branches)
     sometimes = reached(branches, set()) - always
     of = lambda names: [
         each for name in messages if name in names for each in messages[name]

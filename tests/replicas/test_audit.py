@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
-from curvadion_jax.replicas._audit import groups_of
+from curvadion_jax.replicas._audit import groups_of, read_program
 
 REPLICAS = 4
 MESH = cd.replicas.make_mesh(REPLICAS, devices=jax.devices()[:REPLICAS])
@@ -184,6 +184,36 @@ def test_the_step_is_not_run_and_its_arguments_stay():
 def test_what_is_no_mesh_of_devices_is_refused(mesh):
     with pytest.raises(TypeError, match="audit needs a mesh of devices"):
         cd.replicas.audit(lambda x: x, mesh, 1)
+
+
+QUIET, LOUD = "  %a = f32[] add(%x, %x)", "  %b = f32[] all-reduce(%x), to_apply=%add"
+BOTH = "  %c = f32[] custom-call(%x), called_computations={%quiet, %loud}"
+UNHEARD = "  %c = f32[] custom-call(%x), of_tomorrow={%loud}"
+CALL = "  %d = f32[] call(%x), to_apply=%loud"
+CONDITION = "  %e = f32[] conditional(%p, %x), branch_computations={%quiet, %branch}"
+
+
+@pytest.mark.parametrize(
+    ("entry", "branch", "when"),
+    [
+        pytest.param([BOTH], [], "every_step", id="the second of two"),
+        pytest.param([CONDITION], [BOTH], "sync", id="the second of two in a branch"),
+        pytest.param([UNHEARD], [], "every_step", id="called in an unknown way"),
+        pytest.param([CONDITION], [UNHEARD], "every_step", id="unknown in a branch"),
+        pytest.param([CALL, CONDITION], [CALL], "every_step", id="in a branch too"),
+    ],
+)
+def test_what_is_sent_is_found_by_who_calls_it(entry, branch, when):
+    """Once, and on every step where that cannot be told."""
+    programs = {"quiet": [QUIET], "loud": [LOUD], "branch": branch, "ENTRY main": entry}
+    text = "\n".join(
+        line
+        for name, lines in programs.items()
+        for line in (f"{name.replace(' ', ' %')} (x: f32[]) -> f32[] {{", *lines, "}")
+    )
+    found = read_program(text, np.arange(2))._asdict()
+    assert [x.kind for x in found.pop(when)] == ["all-reduce"]
+    assert [*found.values()] == [[]]
 
 
 @pytest.mark.parametrize(
