@@ -36,7 +36,8 @@ class Counters(NamedTuple):
       displaced: int32[R], steps whose parameters were not those of the last step plus
         the updates that it returned.
       checksum: uint32[R], of the parameters after the last step; 0 is unknown.
-      anchor_checksum: uint32[R], of each replica's copy of the anchor.
+      anchor_checksum: uint32[R], of each replica's copy of the anchor; before the first
+        sync, of the first replica's parameters.
     """
 
     steps: Any
@@ -98,7 +99,7 @@ def initial(checksum: jax.Array, costs: Costs) -> Counters:
         absent=zeros,
         displaced=zeros,
         checksum=checksum,
-        anchor_checksum=jnp.zeros_like(checksum),
+        anchor_checksum=jnp.full_like(checksum, checksum.ravel()[0]),
     )
 
 
@@ -209,7 +210,7 @@ def read(opt_state: Any, params: Any = None) -> Report:
       * what is not as it should be, where it happened: the counts of
         :class:`Counters` from `nonfinite` to `displaced`, a list of one number for each
         replica of this process; `alike`: replicas have the same parameters although
-        they took local steps, so their gradients were averaged, or they were given the
+        local steps moved them, so their gradients were averaged, or they were given the
         same batch; `anchors_differ`: copies of the anchor that should be the same are
         not.
 
@@ -267,17 +268,20 @@ def read(opt_state: Any, params: Any = None) -> Report:
         counts = np.atleast_1d(getattr(found, name)).tolist()
         if any(counts):
             report[name] = counts
-    own = np.atleast_1d(found.checksum)
-    if report["since"] and len(own) > 1 and len({*own.tolist()}) == 1 and own.any():
+    own = {*np.atleast_1d(found.checksum).tolist()}
+    anchors = {*np.atleast_1d(found.anchor_checksum).tolist()}
+    # On the first step of a warm-up from 0, say, nothing has moved.
+    moved = not own & {0, *anchors}
+    if report["since"] and value.size > 1 and len(own) == 1 and moved:
         report["alike"] = True
-    if len({*np.atleast_1d(found.anchor_checksum).tolist()}) > 1:
+    if len(anchors) > 1:
         report["anchors_differ"] = True
     return report
 
 
 def _as_number(x: Any) -> float:
     """0.3 for float32 0.3, and infinity for the largest, which stands for it."""
-    return float(str(x)) if x < np.finfo(np.float32).max else math.inf
+    return math.inf if x >= np.finfo(np.float32).max else float(str(x))
 
 
 def _own_rows(x: Any) -> np.ndarray:

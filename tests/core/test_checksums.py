@@ -72,6 +72,18 @@ def test_replicas_that_are_alike_after_local_steps_are_reported():
     assert "alike" not in metrics.read(state[1])
 
 
+def test_replicas_that_have_not_moved_are_not_reported_as_alike():
+    """On the first step of a warm-up from 0."""
+    warmup = optax.linear_schedule(0.0, 0.1, 2)
+    tx = cd.adaptive_sync(optax.sgd(warmup), triggers.every_k(5), reconcile(), TWO)
+    state, update = helpers.start(tx, PARAMS, TWO), jax.jit(helpers.train_step(tx))
+    found = []
+    for _ in range(2):
+        state, _ = update(state, jax.tree.map(jnp.ones_like, state[0]))
+        found.append("alike" in metrics.read(state[1]))
+    assert found == [False, True]
+
+
 @pytest.mark.parametrize("changed", ["w", "b", "swapped"])
 def test_any_array_that_is_changed_by_hand_is_noticed(changed):
     """Two that change places, too."""

@@ -50,6 +50,7 @@ def test_before_the_first_step_rows_that_do_not_apply_are_left_out(mesh):
         pytest.param([0.1, 0.5, 0.2], 1, id="largest"),
         pytest.param([0.1, np.nan, 0.2], 2, id="beside-nan"),
         pytest.param([0.1, 3.0, np.inf], 2, id="infinite"),
+        pytest.param([np.nan, np.nan, np.nan], 0, id="nan"),
     ],
 )
 def test_the_largest_value_and_its_layer(values, worst):
