@@ -329,7 +329,8 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
     """Lets replicas vote on every k-th step only, and send nothing in between.
 
     A vote costs a round trip over the slow link. The largest value since the last sync
-    is what a vote compares, so at most one step in k synchronises.
+    is what a vote compares, so at most one step in k synchronises. Where the trigger is
+    not due itself, no vote takes place either.
 
     Args:
       trigger: one that measures something.
@@ -361,7 +362,7 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
         kept = Measured(jnp.where(jnp.isnan(value), _LARGEST, value), layer)
         return kept, (of_state, kept)
 
-    due = lambda clock: (clock.steps + 1) % k == 0
+    due = lambda clock: trigger.due(clock) & ((clock.steps + 1) % k == 0)
     return trigger._replace(due=due, look=look, init=init)
 
 

@@ -113,6 +113,15 @@ def test_combinators_take_triggers_that_measure(combine, trigger):
         combine(trigger)
 
 
+@pytest.mark.parametrize("number", [int, jnp.int32])
+def test_no_vote_takes_place_where_the_trigger_is_not_due(number):
+    even = requesting()._replace(due=lambda clock: (clock.steps + 1) % 2 == 0)
+    for trigger in (even, triggers.at_intervals(requesting(), 2)):
+        due = triggers.at_intervals(trigger, 3).due
+        found = [step + 1 for step in range(12) if due(triggers.Clock(number(step)))]
+        assert found == [6, 12]
+
+
 @pytest.mark.parametrize("kind", ["simulated", "alone"])
 def test_the_caller_says_when_a_decision_is_due(kind):
     """In place of the trigger: step 1 is none of its own."""
