@@ -291,7 +291,8 @@ def _encode(tree: Any, bits: int, block: int) -> jax.Array:
     """The encoded blocks of all arrays, uint8[blocks, bytes]."""
     buckets = make_buckets([wide(x) for x in jax.tree.leaves(tree)], block)
     encode = functools.partial(_encode_blocks, bits=bits)
-    return jnp.concatenate([bucket.encode(encode) for bucket in buckets])
+    nothing = jnp.zeros((0, _encoded_bytes(block, bits)), jnp.uint8)
+    return jnp.concatenate([nothing, *(bucket.encode(encode) for bucket in buckets)])
 
 
 def _decode(encoded: jax.Array, like: Any, bits: int, block: int) -> Any:

@@ -42,6 +42,10 @@ def test_there_may_be_nothing_to_send(name):
         axis_name=helpers.AXIS,
     )(jnp.zeros(2))
     assert result == ({}, {})
+    codec = ALL[name].codec
+    message = codec.encode({})
+    assert sum(x.nbytes for x in jax.tree.leaves(message)) == 0
+    assert codec.decode(message, {}) == {}
 
 
 @every
