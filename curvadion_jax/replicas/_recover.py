@@ -25,10 +25,11 @@ def repair(rows: Any, anchor: Any = None) -> Any:
       rows: parameters, or other arrays [R, ...]. A row is not finite if any of its
         arrays holds a NaN or an infinity.
       anchor: what is put in place of such a row, [...], such as
-        ``replicas.anchor(opt_state)``. None takes the first row that is finite.
+        ``replicas.anchor(opt_state)``. None takes the first row that is finite; if
+        none is, nothing can be mended without it, and the rows stay NaN or infinite.
 
     Returns:
-      The rows, of which no other is changed.
+      The rows in their own dtypes, of which no other is changed.
 
     Example:
       >>> rows = {"w": jnp.array([[1.0], [jnp.nan], [3.0]])}
@@ -50,6 +51,7 @@ def _repaired(rows: Any, anchor: Any) -> Any:
     sound = jnp.all(jnp.stack([is_finite(x) for x in floats]), axis=0)
     if anchor is None:
         anchor = jax.tree.map(lambda x: x[jnp.argmax(sound)], rows)
+    anchor = _trees.like(anchor, rows)
     shaped = lambda x: sound.reshape(-1, *[1] * (x.ndim - 1))
     return jax.tree.map(lambda x, a: jnp.where(shaped(x), x, a), rows, anchor)
 

@@ -48,6 +48,13 @@ def test_repaired_rows_stay_where_they_are_and_keep_their_dtypes():
     assert (found["keys"][BAD] == found["keys"][0]).all()
 
 
+def test_an_anchor_of_another_dtype_is_cast():
+    rows = {"w": jnp.ones((3, 2), jnp.bfloat16).at[1, 0].set(jnp.nan)}
+    found = cd.replicas.repair(rows, {"w": np.float32([2, 3])})["w"]
+    assert found.dtype == jnp.bfloat16
+    assert found[1].tolist() == [2, 3]
+
+
 def test_where_no_row_is_finite_the_anchor_is_needed():
     rows = {"w": np.full((3, 2), np.nan, np.float32)}
     assert np.isnan(cd.replicas.repair(rows)["w"]).all()
