@@ -136,7 +136,8 @@ def split(batch: Any, mesh: Replicas, spec: P | None = None) -> Any:
         None means that, too, and warns if a replica has several devices.
 
     Raises:
-      ValueError: if an array has no equal number of examples for each replica.
+      ValueError: if an array has no equal number of examples for each replica, such as
+        a single number, which has none.
 
     Example:
       >>> from curvadion_jax.replicas import simulated
@@ -161,10 +162,12 @@ def split(batch: Any, mesh: Replicas, spec: P | None = None) -> Any:
     def divide(path, x):
         shape = jnp.shape(x)
         if not shape or shape[0] % replicas or not shape[0]:
+            hint = f"Give a number of examples that is a multiple of {replicas}."
+            if not shape:
+                hint = "Pass a single number to what replicas.map returns, by keyword."
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} has shape {shape}, which cannot be "
-                f"divided among {replicas} replicas. Give a number of examples that is "
-                f"a multiple of {replicas}."
+                f"divided among {replicas} replicas. {hint}"
             )
         x = x.reshape(replicas, shape[0] // replicas, *shape[1:])
         if place is None or isinstance(x, Tracer):

@@ -149,9 +149,13 @@ def test_the_devices_of_a_replica_share_its_batch_as_the_caller_says():
     assert found.sharding == whole.sharding
 
 
-@pytest.mark.parametrize("shape", [(6, 2), (), (0, 2)])
-def test_a_batch_that_cannot_be_divided_is_refused(shape):
-    with pytest.raises(ValueError, match=r"batch\['x'\] has shape .* among 4 replicas"):
+@pytest.mark.parametrize(
+    ("shape", "hint"),
+    [((6, 2), "a multiple of 4"), ((0, 2), "a multiple of 4"), ((), "by keyword")],
+)
+def test_a_batch_that_cannot_be_divided_is_refused(shape, hint):
+    told = rf"batch\['x'\] has shape .* among 4 replicas.*{hint}"
+    with pytest.raises(ValueError, match=told):
         replicas.split({"x": np.zeros(shape)}, replicas.make_mesh(4))
 
 
