@@ -79,7 +79,10 @@ class Measured(NamedTuple):
 
 
 class Trigger(NamedTuple):
-    """Decides when replicas synchronise. Two functions see the clock, one a replica.
+    """Decides when replicas synchronise.
+
+    Three functions are given the clock, which is the same for all replicas. The fourth,
+    `look`, sees one replica, and the clock too.
 
     Attributes:
       due: :class:`Clock` -> whether a decision is due on this step, bool[]. Python
@@ -382,7 +385,8 @@ def relative_momentum_change(
     and :math:`m_t` the momentum that a local step would give. For Dion it is M + G,
     before error feedback, so the norms are remembered from step to step: the momentum
     in the state is smaller. Every matrix of a stack is a layer. On the first step and
-    for NaN it is the largest float32.
+    for NaN it is the largest float32, and for a layer whose momentum was zero and no
+    longer is: the first gradient of an expert makes all replicas synchronise.
 
     The inner optimizer's momentum is found by its field: `momentum` (Dion, whose
     matrices alone count), else `trace` (`optax.sgd`), else `mu` (Adam, Lion, Muon).
@@ -394,6 +398,10 @@ def relative_momentum_change(
 
     Returns:
       The trigger. It remembers the norms of all layers, float32[layers].
+
+    Raises:
+      ValueError: if the threshold is negative or NaN; at `init` of the optimizer, if
+        the inner one keeps no momentum.
 
     Example:
       >>> falling = relative_momentum_change(optax.linear_schedule(0.3, 0.1, 1000))

@@ -28,7 +28,9 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
     Returns:
       A function. Its positional arguments are rows, arrays [R, ...], of which
       `function` is given one, [...]. Its keyword arguments are common: each replica is
-      given all of them. Results are rows.
+      given all of them. All are traced, so ``if train:`` would fail for a keyword
+      ``train=True``: close over what is static,
+      ``map(functools.partial(function, train=True), mesh)``. Results are rows.
 
     Raises:
       ValueError: if an argument has no row for each replica; if the function uses
@@ -117,6 +119,11 @@ def lift(
 
     Returns:
       A transformation whose gradients, parameters and state are rows.
+
+    Raises:
+      TypeError: if `mesh` is no mesh.
+      ValueError: if the parameters at `init`, or the gradients or extra arguments of
+        `rows` at `update`, have no row for each replica.
 
     Example:
       >>> import jax.numpy as jnp
