@@ -84,7 +84,7 @@ MUTANTS = {
         PART, "jnp.isfinite(given) & (given > 0)", "given > 0", WHO, "weight"
     ),
     "an absent replica loses its drift": Mutant(
-        SYNC, "~part.present & part.healthy, drift", "False, drift", WHO, "absent"
+        SYNC, "keeps = ~part.present & part.healthy", "keeps = False", WHO, "absent"
     ),
     "an absent dion loses its momentum": Mutant(
         "synchronizers/_factors.py",
@@ -95,7 +95,7 @@ MUTANTS = {
     ),
     # What replicas owe.
     "what is owed is not sent": Mutant(
-        SYNC, "jax.tree.map(_trees.plus, share, owed)", "share", WHO, "owes"
+        PART, "jax.tree.map(plus, contribution(), owed)", "contribution()", WHO, "owes"
     ),
     "what is owed is forgotten at a bad outer step": Mutant(
         SYNC, "jnp.where, is_new, unsent, owed", "jnp.add, unsent, 0", FAULTS, "outer"
@@ -143,7 +143,24 @@ MUTANTS = {
         FAULTS,
         "overflows",
     ),
+    "the outer state may hold no infinite number": Mutant(
+        "_finite.py",
+        "jnp.isfinite(x) if jnp.ndim(x) else ~jnp.isnan(x)",
+        "jnp.isfinite(x)",
+        "core/test_finite.py",
+        "put_back",
+    ),
     # What is counted and refused.
+    "what is zeroed is counted twice": Mutant(
+        "metrics.py", "seen.finite & outcome.zeroed", "outcome.zeroed", FAULTS, "twice"
+    ),
+    "what every step sends is a sync's too": Mutant(
+        "replicas/_audit.py",
+        "reached(branches, set()) - always",
+        "reached(branches, set())",
+        "replicas/test_audit.py",
+        "who_calls",
+    ),
     "the checksum is constant": Mutant(
         "_checksum.py", "total += of_array", "total += 0 * of_array", CHECKSUMS
     ),
@@ -215,6 +232,13 @@ MUTANTS = {
         "presets.py", "jnp.where(old < 0.1, 0,", "jnp.where(old <= 0.1, 0,", CHANGE
     ),
     # Optimizers.
+    "the budget of curvadion has layers of its own": Mutant(
+        "_curvadion.py",
+        "budget, triggers.relative_momentum_change(0.1, dimension_numbers)",
+        "budget, triggers.relative_momentum_change(0.1)",
+        "dion/test_curvadion.py",
+        "given",
+    ),
     "b2 is 0.999": Mutant(
         "_other_optimizer.py", "rate, 0.9, 0.95, eps", "rate, 0.9, 0.999, eps", WRAPPERS
     ),
@@ -258,6 +282,12 @@ MUTANTS = {
         "metrics.py",
         "(costs.gathered + costs.number)",
         "costs.gathered",
+        "core/test_bytes.py",
+    ),
+    "the blocks that replicas fill up have no bytes": Mutant(
+        "compressors.py",
+        "if replicas > 2 else 1",
+        "if replicas < 2 else 1",
         "core/test_bytes.py",
     ),
     "votes have no bytes": Mutant(

@@ -12,7 +12,6 @@ import pytest
 
 import curvadion_jax as cd
 from curvadion_jax import compressors, metrics, synchronizers, triggers
-from curvadion_jax.triggers import Measured, Trigger
 
 reconcile = synchronizers.reconcile
 TWO = cd.replicas.simulated(2)
@@ -270,6 +269,16 @@ def test_updates_that_are_not_finite_are_zeroed_and_counted(synchronizer):
     assert not {"nonfinite", "excluded", "absent", "displaced"} & set(report)
 
 
+def test_updates_of_gradients_that_are_not_finite_are_not_counted_twice():
+    trees = gradients(PARAMS, 1)
+    trees[0]["x"][1, 0] = np.nan
+    ((_, state),) = helpers.run_simulated(
+        syncing(nan_at_first(1), reconcile()), PARAMS, trees
+    )
+    assert state.counters.nonfinite.tolist() == [0, 1]
+    assert state.counters.zeroed.tolist() == [1, 0]
+
+
 def test_what_begins_again_are_arrays_and_what_stays_are_single_numbers():
     """Such as a count, and a rate that is injected."""
     inner = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0, 9))
@@ -377,14 +386,3 @@ def test_one_replica_takes_a_zero_gradients_step_too(build):
     )
     chex.assert_trees_all_equal(huge, zero)
     assert int(counted.counters.nonfinite) == 1
-
-
-def test_nan_is_a_request():
-    """Of a trigger of one's own; of finite gradients."""
-    look = lambda seen, state: (Measured(seen.gradients["w"][0] / 0), state)
-    trigger = Trigger(look=look, threshold=lambda clock, state: jnp.inf)
-    tx = cd.adaptive_sync(optax.sgd(0.1), trigger, reconcile(), TWO)
-    trees = gradients(PARAMS, 2)
-    trees[0]["w"][:, 0], trees[1]["w"][:, 0] = [0, 1], [1, -1]
-    history = list(helpers.run(tx, TWO, PARAMS, trees))
-    assert helpers.decisions(history) == [True, False]

@@ -75,3 +75,10 @@ def test_a_gradient_whose_square_overflows_has_no_norm(size, norm):
     tree = {"a": jnp.full(3, size), "b": jnp.ones(2), "n": jnp.arange(3)}
     assert _finite.norms_finite(tree) == norm
     assert _finite.all_finite(tree)
+
+
+def test_what_is_not_finite_is_put_back_and_a_single_number_may_be_infinite():
+    before = [jnp.ones(2), jnp.ones([]), jnp.ones([])]
+    state = [jnp.array([np.inf, 3]), jnp.array(np.inf), jnp.array(np.nan)]
+    found = _finite.repaired([*state, jnp.array(3)], [*before, jnp.array(2)])
+    assert [x.tolist() for x in found] == [[1, 3], np.inf, 1, 3]

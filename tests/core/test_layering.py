@@ -67,8 +67,7 @@ def collectives(source: str) -> set[str]:
     used = {
         node.attr
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute)
-        and ast.unparse(node.value) not in ("_collectives", "group")
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "group"
     }
     used |= {name.rpartition(".")[2] for name in imported(source)}
     return used & COLLECTIVES

@@ -3,7 +3,10 @@
 import functools
 
 import helpers
+import jax
 import numpy as np
+import optax
+import pytest
 import reference as ref
 
 import curvadion_jax as cd
@@ -82,3 +85,13 @@ def test_the_largest_change_of_m_plus_g_of_all_layers_and_replicas_decides():
         assert decided[step]
         assert alone.sum() == 1
     assert not all(decided)
+
+
+@pytest.mark.parametrize("options", [{"threshold": 0.3}, {"budget": 0.1}])
+def test_layers_are_made_by_the_given_dimension_numbers(options):
+    """Of three axes, of which nothing tells that they are a stack."""
+    params = {"w": np.ones((3, 4, 5), np.float32)}
+    numbers = {"w": optax.contrib.MuonDimensionNumbers(1, 2)}
+    tx = cd.curvadion(RATE, dimension_numbers=numbers, **options)
+    state = jax.eval_shape(tx.init, params)
+    assert state.rows.remembered.shape == (3,)
