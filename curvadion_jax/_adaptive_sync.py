@@ -388,8 +388,9 @@ class _AdaptiveSync:
             gradients = _finite.or_zeros(finite, gradients)
             gradients, new = self.before.update(gradients, rows.before_state, params)
             # What `before` makes of them may not be finite either, such as 0/0.
-            finite &= _finite.norms_finite(gradients)
-            gradients = _finite.or_zeros(finite, gradients)
+            sound = _finite.norms_finite(gradients)
+            gradients = _finite.or_zeros(sound, gradients)
+            finite &= sound
             new = _trees.like(new, rows.before_state)
             before_state = _finite.repaired(new, rows.before_state)
             measured, remembered = Measured(0.0), rows.remembered

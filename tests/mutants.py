@@ -31,7 +31,7 @@ class Mutant(NamedTuple):
 
 
 CORE, SYNC = "_adaptive_sync.py", "synchronizers/_reconcile.py"
-PART, TRIGGERS = "_participation.py", "triggers.py"
+PART, TRIGGERS = "_group.py", "triggers.py"
 DECISIONS, FAULTS = "core/test_decisions.py", "core/test_faults.py"
 WHO, CHECKSUMS = "core/test_participation.py", "core/test_checksums.py"
 STARTS, METRICS = "core/test_starts.py", "core/test_metrics.py"
@@ -95,7 +95,11 @@ MUTANTS = {
     ),
     # What replicas owe.
     "what is owed is not sent": Mutant(
-        PART, "jax.tree.map(plus, contribution(), owed)", "contribution()", WHO, "owes"
+        "compressors.py",
+        "jax.tree.map(plus, contribution(), owed)",
+        "contribution()",
+        WHO,
+        "owes",
     ),
     "what is owed is forgotten at a bad outer step": Mutant(
         SYNC, "jnp.where, is_new, unsent, owed", "jnp.add, unsent, 0", FAULTS, "outer"
@@ -108,23 +112,39 @@ MUTANTS = {
         "spoilt and residual",
     ),
     # What is not finite.
-    "a gradient that is not finite is taken": Mutant(
-        CORE, "_finite.or_zeros(finite, gradients)", "gradients", FAULTS
+    "a gradient that is not finite is given to before": Mutant(
+        CORE,
+        "finite = _finite.norms_finite(gradients)\n"
+        "            gradients = _finite.or_zeros(finite, gradients)",
+        "finite = _finite.norms_finite(gradients)",
+        FAULTS,
+        "before",
+    ),
+    "what before returns is taken": Mutant(
+        CORE,
+        "gradients = _finite.or_zeros(sound, gradients)",
+        "pass",
+        FAULTS,
+        "before",
     ),
     "a gradient without a norm is taken": Mutant(
-        CORE, "_finite.norms_finite(gradients)", "_finite.all_finite(gradients)", FAULTS
+        CORE,
+        "sound = _finite.norms_finite(gradients)",
+        "sound = _finite.all_finite(gradients)",
+        FAULTS,
+        "before",
     ),
     "updates that are not finite are returned": Mutant(
         CORE, "updates=_finite.finite_elements(updates)", "updates=updates", FAULTS
     ),
     "a spoilt state does not begin again": Mutant(
-        PART, "return jnp.where(keep, x, new)", "return x", FAULTS
+        CORE, "return jnp.where(keep, x, new)", "return x", FAULTS
     ),
     "a spoilt number does not begin again": Mutant(
-        PART, "return jnp.where(jnp.isnan(x), new, x)", "return x", FAULTS, "single"
+        CORE, "return jnp.where(jnp.isnan(x), new, x)", "return x", FAULTS, "single"
     ),
     "every state begins again": Mutant(
-        PART, "return jnp.where(keep, x, new)", "return new", FAULTS, "begins"
+        CORE, "return jnp.where(keep, x, new)", "return new", FAULTS, "begins"
     ),
     "a spoilt state is averaged": Mutant(
         CORE,

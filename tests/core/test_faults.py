@@ -138,16 +138,21 @@ CASES = [
 
 
 @pytest.mark.parametrize("kind", ["simulated", "mesh"])
+@pytest.mark.parametrize("number", [np.nan, 1e20])
 @pytest.mark.parametrize("synchronous", [True, False], ids=["gradients", "reconcile"])
-def test_what_before_makes_of_a_gradient_may_not_be_finite(kind, synchronous):
-    """Here 0/0: it is a zero gradient's step, of this replica alone."""
-    unit = optax.stateless(lambda g, _: jax.tree.map(lambda x: x / jnp.sum(x), g))
+def test_what_before_makes_of_a_gradient_may_have_no_norm(kind, synchronous, number):
+    """Such as 0/0: it is a zero gradient's step, of this replica alone."""
+    unit = optax.stateless(
+        lambda g, _: jax.tree.map(
+            lambda x: jnp.where(jnp.sum(x) == 0, number, x / jnp.sum(x)), g
+        )
+    )
     synchronizer = (
         synchronizers.average_gradients() if synchronous else synchronizers.reconcile()
     )
     mesh = helpers.mesh_of(kind, 2)
     tx = cd.adaptive_sync(
-        optax.sgd(1.0), triggers.always(), synchronizer, mesh, before=unit
+        optax.sgd(1.0, 0.9), triggers.always(), synchronizer, mesh, before=unit
     )
     params = cd.replicas.replicate({"x": jnp.zeros(2)}, mesh)
     gradients = {"x": jnp.array([[0.0, 0.0], [1.0, 3.0]])}
@@ -157,6 +162,27 @@ def test_what_before_makes_of_a_gradient_may_not_be_finite(kind, synchronous):
     np.testing.assert_allclose(updates["x"], [-mean] * 2, rtol=1e-6)
     assert state.counters.nonfinite.tolist() == [1, 0]
     assert state.counters.excluded.tolist() == [int(synchronous), 0]
+    momentum = np.abs(state.rows.inner_state[0].trace["x"])
+    assert momentum.max() <= 1
+
+
+def test_before_is_given_zeros_for_a_gradient_that_is_not_finite():
+    """Its own momentum decays, and goes on."""
+    tx = cd.adaptive_sync(
+        *(optax.sgd(1.0), triggers.every_k(9), synchronizers.reconcile(), TWO),
+        before=optax.trace(0.5),
+    )
+    params = cd.replicas.replicate({"x": jnp.zeros(2)}, TWO)
+    state, update = tx.init(params), jax.jit(tx.update)
+    bad = [[[np.nan, 1], [1, 1]], [[1e20, 1], [1, 1]]]
+    found = []
+    for gradient in [np.ones((2, 2)), *bad]:
+        updates, state = update({"x": jnp.array(gradient)}, state, params)
+        found.append(updates["x"].tolist())
+    first = [[-1, -1], [-0.5, -0.5], [-0.25, -0.25]]
+    assert [each[0] for each in found] == first
+    assert [each[1] for each in found] == [[-1, -1], [-1.5, -1.5], [-1.75, -1.75]]
+    assert state.counters.nonfinite.tolist() == [2, 0]
 
 
 def test_a_state_of_before_that_overflows_is_put_back():
