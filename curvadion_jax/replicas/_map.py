@@ -83,6 +83,12 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
     def run(*rows, **common):
         for index, argument in enumerate(rows):
             _rows.check_rows(argument, mesh, f"Argument {index}")
+        for path, x in jax.tree.leaves_with_path(common):
+            if _rows.has_rows(x):
+                raise ValueError(
+                    f"Argument{jax.tree_util.keystr(path)} has rows, and by keyword "
+                    "every replica would be given all of them. Pass it by position."
+                )
         return run_rows(rows, common)
 
     return run

@@ -16,7 +16,8 @@ from curvadion_jax._rows import AXIS, Replicas, Simulated
 def replicate(tree: Any, mesh: Replicas) -> Any:
     """Gives every array a row for each replica, all of them alike.
 
-    Random keys are split, so that every replica draws its own numbers.
+    Random keys (`jax.random.key`) are split, so that every replica draws its own
+    numbers. Those of `jax.random.PRNGKey` are numbers like others: split them first.
 
     Args:
       tree: what differs between replicas once they train: parameters, statistics of
@@ -46,6 +47,13 @@ def replicate(tree: Any, mesh: Replicas) -> Any:
     def broadcast(x):
         if _trees.is_key(x):
             return _trees.split_keys(x, replicas)
+        if jnp.result_type(x) == jnp.uint32 and jnp.shape(x)[-1:] == (2,):
+            warnings.warn(
+                f"replicate copies uint32 of shape {jnp.shape(x)}. If it is a key of "
+                "jax.random.PRNGKey, all replicas draw the same numbers: use "
+                "jax.random.key, which is split.",
+                stacklevel=2,
+            )
         x = jnp.broadcast_to(x, (replicas, *jnp.shape(x)))
         # A weakly typed number would change its type on the first step.
         return jnp.asarray(x, x.dtype)

@@ -109,6 +109,13 @@ def test_traced_values_that_are_no_arguments_are_refused(step):
         jax.jit(step)(params, x)
 
 
+def test_rows_by_keyword_are_refused_where_they_lie_on_devices():
+    mesh = replicas.make_mesh(REPLICAS)
+    labels = replicas.split({"y": jnp.ones(REPLICAS)}, mesh)
+    with pytest.raises(ValueError, match=r"\['batch'\]\['y'\] has rows.*by position"):
+        replicas.map(lambda batch: batch["y"], mesh)(batch=labels)
+
+
 @on_each_mesh
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_differentiating_from_outside_is_refused(mesh, wrap):

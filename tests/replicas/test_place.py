@@ -53,6 +53,14 @@ def test_replicas_have_keys_of_their_own(mesh, shape):
     assert len(np.unique(data, axis=0)) == rows.size
 
 
+def test_what_may_be_a_key_of_numbers_is_copied_with_a_warning():
+    mesh = replicas.simulated(3)
+    with pytest.warns(UserWarning, match=r"shape \(2,\).*jax\.random\.key, which"):
+        rows = replicas.replicate(jax.random.PRNGKey(0), mesh)
+    assert rows.tolist() == [[0, 0]] * 3
+    replicas.replicate(jnp.zeros(3, jnp.uint32), mesh)  # a counter, say
+
+
 def test_replicate_refuses_replicas_of_another_mesh():
     state = replicas.replicate({"w": jnp.ones(3)}, replicas.make_mesh(2))
     with pytest.raises(ValueError, match="sharded over 'replica' already"):
