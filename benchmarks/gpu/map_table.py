@@ -1,13 +1,16 @@
 """The map of batch and length: its table, its picture and its sentence.
 
     python benchmarks/gpu/map_table.py
+    python benchmarks/gpu/map_table.py --rows benchmarks/study/map/rows.jsonl --study
 
 From `map/rows.jsonl`, which `queue_jobs.py` writes, to `map/map.md` and `map/map.png`.
+With `--study` the study's own runs on seed 0 belong to it.
 Each cell is the gap of a method to the best synchronous Muon at the same batch, number
 of tokens and replicas; of two learning rates the better one counts on both sides.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Mapping
@@ -23,6 +26,7 @@ sys.path[1:1] = [
 import measuring  # noqa: E402
 import study  # noqa: E402
 from rows import BEST_MUON, LOCAL_MUON  # noqa: E402
+from simulate import Size  # noqa: E402
 
 ROWS = Path(__file__).with_name("map") / "rows.jsonl"
 # Tokens per replica and step, and percent above data parallel, of larger models:
@@ -91,6 +95,16 @@ def table(rows: list[Mapping[str, Any]]) -> list[str]:
     return [*measuring.markdown(header, lines())]
 
 
+def of_study() -> list[dict[str, Any]]:
+    """The study's rows of both methods on seed 0, which have one size."""
+    size = dataclasses.asdict(Size())
+    return [
+        {"group": "study", "size": size, **row}
+        for run, row in study.read().items()
+        if run.seed == 0 and run.method in (BEST_MUON, LOCAL_MUON)
+    ]
+
+
 def throughput(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """The lines of the table of the variants."""
     names = ("at_once", "half", "attention")
@@ -142,9 +156,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--study", action="store_true", help="with the study's runs")
     options = parser.parse_args()
     rows = [json.loads(line) for line in study.lines(options.rows).splitlines()]
     rows = [row for row in rows if "run" in row]
+    if options.study:
+        rows += of_study()
     text = "\n\n".join("\n".join(part) for part in (table(rows), throughput(rows)))
     options.rows.with_name("map.md").write_text(text + "\n")
     draw(rows, options.rows.with_name("map.png"))

@@ -3,6 +3,7 @@
     python benchmarks/gpu/queue_jobs.py --limit 540      # the same command goes on
     python benchmarks/gpu/queue_jobs.py --tiny --text X  # a rehearsal; X is a folder
     python benchmarks/gpu/queue_jobs.py --list           # what is to be done, in order
+    python benchmarks/gpu/queue_jobs.py --study --workers 2   # (a) and (b) on a CPU
 
 Each run is a process of its own, and several train at once where one does not fill the
 card. A row is written to `map/rows.jsonl` the moment it exists, and to `$OUT` too. At
@@ -97,7 +98,7 @@ class Scale:
         batches: Tokens per replica and step of the map.
         parameters: Of the small model, rounded.
         text: Tokens of the text, which bound the longest run.
-        steps: Of the throughput.
+        steps: Of the throughput; 0 leaves only (a) and (b) of the map.
     """
 
     small: Size
@@ -124,12 +125,22 @@ TINY = Scale(
     text=0,
     steps=4,
 )
+# For a CPU: the model of the study, whose best rates grow with the batch.
+STUDY = Scale(
+    small=Size(),
+    large=Size(),
+    batches=(2048, 8192, 32768),
+    parameters=850_000,
+    text=0,
+    steps=0,
+)
 RATES = {
     BEST_MUON: (0.08, 0.04),
     LOCAL_MUON: (0.04, 0.02),
     THRESHOLD: (0.08, 0.04),
     DILOCO: (0.02, 0.01),
 }
+RATES_OF_STUDY = {BEST_MUON: (0.08, 0.16, 0.04), LOCAL_MUON: (0.08, 0.04, 0.02)}
 # Muon's and `local_muon`'s of the larger model; 0.04 was best for neither alone.
 RATE_OF_LARGE = 0.04
 VARIANTS: dict[str, Row] = {
@@ -145,6 +156,7 @@ def jobs(rows: Sequence[Row], scale: Scale) -> list[Job]:
     """All of them, the most valuable first; those of a finished group as it ended."""
     small, middle, wide = scale.batches
     whole = 20 * scale.parameters
+    variants = VARIANTS if scale.steps else ()
     found = [
         Job(
             "throughput",
@@ -152,7 +164,7 @@ def jobs(rows: Sequence[Row], scale: Scale) -> list[Job]:
             _variant(scale, name),
             1.0,
         )
-        for name in VARIANTS
+        for name in variants
     ]
     fastest = chosen(rows, scale)
     of = functools.partial(_of_map, scale, fastest)
@@ -160,6 +172,8 @@ def jobs(rows: Sequence[Row], scale: Scale) -> list[Job]:
     for batch in (middle, wide, small):
         found += of("map (a)", both, batch, whole)
     found += of("map (b)", both, middle, whole // 4)
+    if not scale.steps:
+        return found
     found += of("map (c)", both, middle, whole, replicas=4)
     found += of("map (c)", both, middle, whole, replicas=2)
     found += of("middle", (THRESHOLD, DILOCO), middle, whole)
@@ -187,17 +201,20 @@ def _of_map(
     tokens: int,
     replicas: int = 8,
 ) -> list[Job]:
-    together = batch <= scale.batches[1]
+    on_card = scale.steps > 0
+    together = on_card and batch <= scale.batches[1]
     options = {**fastest, "at_once": together, "replicas": replicas}
     sequences = batch // scale.small.length
     size = dataclasses.replace(scale.small, sequences=sequences, **options)
     # Of the smallest batch's runs four train at once, of the largest's one.
     share = min(1.0, batch / scale.batches[1] / 2) if batch > scale.batches[0] else 0.25
+    if not on_card:
+        share = 0.0  # a process for each core
     steps = tokens // (replicas * batch)
     return [
         Job(group, Run(method, rate, 0, steps), size, share)
         for method in methods
-        for rate in RATES[method]
+        for rate in (RATES if on_card else RATES_OF_STUDY)[method]
     ]
 
 
@@ -382,6 +399,7 @@ def main() -> None:
     )
     parser.add_argument("--limit", type=float, default=1e9, help="seconds")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal")
+    parser.add_argument("--study", action="store_true", help="the study's model")
     parser.add_argument("--text", type=Path, help="a folder of other text")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--workers", type=int, default=6, help="processes at once")
@@ -394,8 +412,10 @@ def main() -> None:
         return
     import data
 
-    text = data.load(str(options.text)) if options.text else corpus.large()
     scale = TINY if options.tiny else FULL
+    if options.study:
+        scale, options.text = STUDY, options.text or corpus.TEXT
+    text = data.load(str(options.text)) if options.text else corpus.large()
     scale = dataclasses.replace(scale, text=int(text.training[0].size))
     queue = Queue(options, scale)
     if options.list:
