@@ -15,7 +15,8 @@ import curvadion_jax as cd
 from curvadion_jax import compressors, presets, synchronizers, triggers
 
 
-def _rising(steps: int) -> optax.Schedule:
+def rising(steps: int) -> optax.Schedule:
+    """The momentum of the best Muon, from 0.8 to 0.95."""
     return optax.linear_schedule(0.8, 0.95, steps)
 
 
@@ -49,17 +50,17 @@ METHODS: dict[str, Method] = {
         rate, 0.9, mesh=mesh
     ),
     BEST_MUON: lambda rate, steps, mesh: presets.synchronous_muon(
-        rate, _rising(steps), mesh=mesh
+        rate, rising(steps), mesh=mesh
     ),
     BEST_MUON + OUTER: lambda rate, steps, mesh: optax.chain(
-        presets.synchronous_muon(rate, _rising(steps), mesh=mesh),
+        presets.synchronous_muon(rate, rising(steps), mesh=mesh),
         cd.replicas.lift(baselines.outer_nesterov(6, 0.7, 0.6), mesh),
     ),
     LARGE_BATCH: lambda rate, steps, mesh: baselines.large_batch(
-        *(lambda count: rate(7 * count), _rising(steps // 7), 7, mesh)
+        *(lambda count: rate(7 * count), rising(steps // 7), 7, mesh)
     ),
     TWO_BITS: lambda rate, steps, mesh: cd.adaptive_sync(
-        baselines.muon(rate, _rising(steps)),
+        baselines.muon(rate, rising(steps)),
         triggers.always(),
         synchronizers.average_gradients(compressors.quantize(2)),
         mesh,
@@ -71,7 +72,7 @@ METHODS: dict[str, Method] = {
     ADAMW: lambda rate, _, mesh: presets.synchronous_adamw(rate, mesh=mesh),
     LOCAL_MUON: lambda rate, _, mesh: cd.local_muon(rate, budget=0.01, mesh=mesh),
     LOCAL_MUON + RISING: lambda rate, steps, mesh: cd.local_muon(
-        rate, budget=0.01, momentum=_rising(steps), mesh=mesh
+        rate, budget=0.01, momentum=rising(steps), mesh=mesh
     ),
     CURVADION: lambda rate, _, mesh: cd.curvadion(rate, budget=0.01, mesh=mesh),
     THRESHOLD: lambda rate, _, mesh: cd.curvadion(rate, threshold=0.3, mesh=mesh),
