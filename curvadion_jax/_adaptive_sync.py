@@ -145,10 +145,10 @@ def adaptive_sync(
       TypeError: if `mesh` is no mesh, or a parameter is no real floating-point number
         of at least 16 bits.
       ValueError: at `init`, if the inner optimizer keeps a copy of the parameters, or
-        the replicas' parameters differ (not under jit, where nobody knows: then they
-        meet at the first sync); at `update`, if `params` is missing, trees or shapes do
-        not match, `weight` is not one number for each replica, or another extra
-        argument has a row for each.
+        the replicas' parameters differ (not under jit, where nobody knows: with
+        `reconcile` they then meet at the first sync); at `update`, if `params` is
+        missing, trees or shapes do not match, `weight` is not one number for each
+        replica, or another extra argument is known to have a row for each.
 
     Example:
       >>> from curvadion_jax import replicas, synchronizers, triggers
@@ -222,7 +222,7 @@ class _AdaptiveSync:
                 inner_state=inner_state,
                 remembered=self.trigger.init(params, inner_state),
                 residual=self.synchronizer.init_residual(params),
-                weight=jnp.zeros([]) if self.reconciles else (),
+                weight=jnp.zeros([], jnp.float32) if self.reconciles else (),
             )
             # The first replica's, should they not begin alike, which under jit nobody
             # can refuse: then the first sync brings all of them to one anchor.

@@ -84,7 +84,7 @@ def has_rows(x: Any) -> bool:
     A traced array does not tell.
     """
     sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
-    return isinstance(sharding, NamedSharding) and AXIS in named_axes(sharding.spec)
+    return isinstance(sharding, NamedSharding) and AXIS in named_axes(sharding.spec[:1])
 
 
 def named_axes(spec: P) -> frozenset[str]:
@@ -114,10 +114,10 @@ def check_rows(tree: Any, mesh: Replicas, what: str) -> None:
 
 
 def check_common(tree: Any, mesh: Replicas, what: str) -> None:
-    """Rejects rows where every replica is given the whole array."""
+    """Rejects rows where every replica is given the whole array, if they are known."""
     replicas = count(mesh)
     for path, x in jax.tree.leaves_with_path(tree):
-        if replicas > 1 and getattr(x, "shape", ())[:1] == (replicas,):
+        if has_rows(x):
             raise ValueError(
                 f"{what}{jax.tree_util.keystr(path)} has shape {x.shape}, a row for "
                 f"each of {replicas} replicas, and every replica is given all of it. "

@@ -159,9 +159,9 @@ def test_a_state_needs_rows(change):
 
 def test_extra_arguments_are_no_rows():
     """Every replica would be given the losses of all."""
-    tx = optimizer(optax.polyak_sgd(), ONE)
-    rows = cd.replicas.replicate(PARAMS, ONE)
-    state = tx.init(rows)
-    tx.update(rows, state, rows, value=jnp.array(3.0))
-    with pytest.raises(ValueError, match=r"Argument\['value'\] has shape \(2,\)"):
-        tx.update(rows, state, rows, value=jnp.ones(2))
+    mesh = cd.replicas.make_mesh(2)
+    tx = optimizer(optax.polyak_sgd(), mesh)
+    rows = cd.replicas.replicate(PARAMS, mesh)
+    losses = cd.replicas.split(jnp.ones(2), mesh)
+    with pytest.raises(ValueError, match=r"Argument\['value'\] has shape \(2, 1\)"):
+        tx.update(rows, tx.init(rows), rows, value=losses)
