@@ -203,7 +203,10 @@ class _AdaptiveSync:
             _refuse_copies(self.inner, _shapes_of_one(params, self.mesh))
 
         def start(params):
-            state = jax.jit(lambda params: self._initial_state(params, layout))(params)
+            initial = functools.partial(
+                self._initial_state, layout=layout, unseen=_are_unseen(params)
+            )
+            state = jax.jit(initial)(params)
             if self.mesh is not None:
                 _refuse_unequal(state.counters.checksum)
             return state
@@ -212,7 +215,7 @@ class _AdaptiveSync:
             return _placement.on_automatic_axes(start, params, self.mesh, layout)
         return start(params)
 
-    def _initial_state(self, params, layout: Layout) -> AdaptiveSyncState:
+    def _initial_state(self, params, layout: Layout, unseen: bool) -> AdaptiveSyncState:
         group = Group(_rows.axis_name(self.mesh), layout)
 
         def of_one(params, _):
@@ -224,9 +227,11 @@ class _AdaptiveSync:
                 residual=self.synchronizer.init_residual(params),
                 weight=jnp.zeros([], jnp.float32) if self.reconciles else (),
             )
-            # The first replica's, should they not begin alike, which under jit nobody
-            # can refuse: then the first sync brings all of them to one anchor.
-            anchor = group.first(params) if self.reconciles else ()
+            anchor = params if self.reconciles else ()
+            if self.reconciles and unseen:
+                # The first replica's. Should they not begin alike, which nobody can
+                # refuse here, the first sync still brings all of them to one anchor.
+                anchor = group.first(params)
             start = anchor if self.reconciles else inner_state
             common = Common(
                 anchor=anchor,
@@ -646,6 +651,14 @@ def _shapes_of_one(tree: Any, mesh: Replicas) -> Any:
     lead = 0 if mesh is None else 1
     shape = lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype)
     return jax.tree.map(shape, tree)
+
+
+def _are_unseen(params: Any) -> bool:
+    """Whether nobody can compare the rows: under jit, or of other processes."""
+    return any(
+        isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True)
+        for x in jax.tree.leaves(params)
+    )
 
 
 def _refuse_unequal(checksum: jax.Array) -> None:

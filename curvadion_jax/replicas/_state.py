@@ -47,7 +47,7 @@ def replicate(tree: Any, mesh: Replicas) -> Any:
     def broadcast(x):
         if _trees.is_key(x):
             return _trees.split_keys(x, replicas)
-        if jnp.result_type(x) == jnp.uint32 and jnp.shape(x)[-1:] == (2,):
+        if jnp.result_type(x) == jnp.uint32 and jnp.shape(x) == (2,):
             warnings.warn(
                 f"replicate copies uint32 of shape {jnp.shape(x)}. If it is a key of "
                 "jax.random.PRNGKey, all replicas draw the same numbers: use "
