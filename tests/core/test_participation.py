@@ -269,3 +269,10 @@ def test_weights_of_another_number_of_replicas_are_refused():
     for weight in (1.0, jnp.ones(3), jnp.ones((2, 1))):
         with pytest.raises(ValueError, match="one number for each replica"):
             tx.update(rows, tx.init(rows), rows, weight=weight)
+
+
+@pytest.mark.parametrize("weight", [-1, np.nan, np.inf])
+def test_a_weight_that_is_none_adds_nothing_to_the_sum(weight):
+    weights = [np.float32([1, 2]), np.float32([weight, 2]), np.float32([1, 2])]
+    states = run(sgd(reconcile(), k=9), gradients(3), weights)
+    assert states[-1][1].rows.weight.tolist() == [2, 6]
