@@ -283,7 +283,7 @@ class _AdaptiveSync:
         _trees.check_gradients(updates, params)
         _rows.check_rows(params, self.mesh, "Parameter")
         _rows.check_rows(state.rows, self.mesh, "State")
-        _rows.check_common(extra_args, self.mesh, "Argument")
+        _rows.check_common(extra_args, "Argument")
         layout = make_layout(self.mesh, self.specs, params)
         weight = _group.checked_weight(weight, state.counters.value)
         run = functools.partial(self._update, layout=layout, static_due=due)
@@ -653,17 +653,17 @@ def _shapes_of_one(tree: Any, mesh: Replicas) -> Any:
     return jax.tree.map(shape, tree)
 
 
-def _are_unseen(params: Any) -> bool:
+def _are_unseen(rows: Any) -> bool:
     """Whether nobody can compare the rows: under jit, or of other processes."""
     return any(
         isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True)
-        for x in jax.tree.leaves(params)
+        for x in jax.tree.leaves(rows)
     )
 
 
 def _refuse_unequal(checksum: jax.Array) -> None:
     """Rejects replicas that begin with different parameters."""
-    if isinstance(checksum, Tracer) or not checksum.is_fully_addressable:
+    if _are_unseen(checksum):
         return
     if len({*jax.device_get(checksum).ravel().tolist()}) > 1:
         raise ValueError(

@@ -113,14 +113,13 @@ def check_rows(tree: Any, mesh: Replicas, what: str) -> None:
             )
 
 
-def check_common(tree: Any, mesh: Replicas, what: str) -> None:
+def check_common(tree: Any, what: str) -> None:
     """Rejects rows where every replica is given the whole array, if they are known."""
-    replicas = count(mesh)
     for path, x in jax.tree.leaves_with_path(tree):
         if has_rows(x):
             raise ValueError(
                 f"{what}{jax.tree_util.keystr(path)} has shape {x.shape}, a row for "
-                f"each of {replicas} replicas, and every replica is given all of it. "
+                f"each of {x.shape[0]} replicas, and every replica is given all of it. "
                 "Pass what is the same for all, such as the mean of a loss."
             )
 
