@@ -7,7 +7,7 @@ follows (or replaces) the step or nothing does, and what happened is counted.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import Literal
 
 from curvadion_jax import (
     _checksum,
+    _copies,
     _dion,
     _finite,
     _group,
@@ -200,7 +200,7 @@ class _AdaptiveSync:
         _rows.check_rows(params, self.mesh, "Parameter")
         layout = make_layout(self.mesh, self.specs, params)
         if self.mesh is not None and self.reconciles:  # only such syncs move parameters
-            _refuse_copies(self.inner, _shapes_of_one(params, self.mesh))
+            _copies.refuse_copies(self.inner, _shapes_of_one(params, self.mesh))
 
         def start(params):
             initial = functools.partial(
@@ -283,7 +283,7 @@ class _AdaptiveSync:
         _trees.check_gradients(updates, params)
         _rows.check_rows(params, self.mesh, "Parameter")
         _rows.check_rows(state.rows, self.mesh, "State")
-        _rows.check_common(extra_args, "Argument")
+        _rows.check_common(extra_args, self.mesh)
         layout = make_layout(self.mesh, self.specs, params)
         weight = _group.checked_weight(weight, state.counters.value)
         run = functools.partial(self._update, layout=layout, static_due=due)
@@ -671,44 +671,6 @@ def _refuse_unequal(checksum: jax.Array) -> None:
             "the parameters of replicas.replicate(params, mesh); after training, those "
             "of replicas.replicate(replicas.consensus(params), mesh)."
         )
-
-
-def _refuse_copies(inner: optax.GradientTransformation, params: Any) -> None:
-    """Rejects an inner optimizer that keeps a copy of the parameters.
-
-    A sync would move the parameters and not the copy, and the next step would take the
-    replicas apart again. The program of `inner.init` tells, whatever the values are.
-    """
-    program, state = jax.make_jaxpr(inner.init, return_shape=True)(params)
-    paths = [path for path, _ in jax.tree.leaves_with_path(state)]
-    copies = _copies(program.jaxpr, [True] * len(program.jaxpr.invars))
-    for path, is_copy in zip(paths, copies, strict=True):
-        if is_copy:
-            raise ValueError(
-                f"The inner optimizer's state{jax.tree_util.keystr(path)} is a copy of "
-                "a parameter. A sync would move the parameters and leave the copy "
-                "behind. Keep parameters in float32 and cast them in the loss, or keep "
-                "master weights around the optimizer. What needs its copy inside, such "
-                "as schedule_free, cannot have replicas that take local steps."
-            )
-
-
-def _copies(program: Any, are_params: Sequence[bool]) -> list[bool]:
-    """Which results are a parameter, or made of one alone, such as by a cast."""
-    known = {
-        x for x, is_param in zip(program.invars, are_params, strict=True) if is_param
-    }
-    is_copy = lambda x: not isinstance(x, Literal) and x in known
-    for equation in program.eqns:
-        given = [is_copy(x) for x in equation.invars]
-        if "jaxpr" in equation.params:  # a function under jit
-            inner = equation.params["jaxpr"]
-            made = _copies(getattr(inner, "jaxpr", inner), given)
-        else:
-            shapes = {x.aval.shape for x in (*equation.invars, *equation.outvars)}
-            made = [given == [True] and len(shapes) == 1] * len(equation.outvars)
-        known.update(x for x, copy in zip(equation.outvars, made, strict=True) if copy)
-    return [is_copy(x) for x in program.outvars]
 
 
 def _restarted(

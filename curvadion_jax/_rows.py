@@ -7,6 +7,7 @@ over the replica axis.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -113,14 +114,29 @@ def check_rows(tree: Any, mesh: Replicas, what: str) -> None:
             )
 
 
-def check_common(tree: Any, what: str) -> None:
-    """Rejects rows where every replica is given the whole array, if they are known."""
-    for path, x in jax.tree.leaves_with_path(tree):
-        if has_rows(x):
+def check_common(arguments: dict[str, Any], mesh: Replicas) -> None:
+    """Rejects rows where every replica is given the whole array.
+
+    It warns where arrays look like rows and nobody knows, as under jit.
+    """
+    replicas = count(mesh)
+    for name, argument in arguments.items():
+        leaves = jax.tree.leaves(argument)
+        if any(has_rows(x) for x in leaves):
             raise ValueError(
-                f"{what}{jax.tree_util.keystr(path)} has shape {x.shape}, a row for "
-                f"each of {x.shape[0]} replicas, and every replica is given all of it. "
-                "Pass what is the same for all, such as the mean of a loss."
+                f"Argument {name!r} has a row for each replica, and every replica is "
+                "given all rows. Pass rows to replicas.map by position, name them to "
+                "replicas.lift with rows=[...], and give an optimizer what is the same "
+                "for all replicas, such as the mean of a loss."
+            )
+        look_like_rows = all(jnp.shape(x)[:1] == (replicas,) for x in leaves)
+        if replicas > 1 and leaves and look_like_rows:
+            warnings.warn(
+                f"Argument {name!r} has shape {jnp.shape(leaves[0])}, and every "
+                f"replica is given all of it. If it is a row for each of {replicas} "
+                "replicas, pass it to replicas.map by position, or name it to "
+                "replicas.lift with rows=[...].",
+                stacklevel=3,
             )
 
 

@@ -83,12 +83,7 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
     def run(*rows, **common):
         for index, argument in enumerate(rows):
             _rows.check_rows(argument, mesh, f"Argument {index}")
-        for path, x in jax.tree.leaves_with_path(common):
-            if _rows.has_rows(x):
-                raise ValueError(
-                    f"Argument{jax.tree_util.keystr(path)} has rows, and by keyword "
-                    "every replica would be given all of them. Pass it by position."
-                )
+        _rows.check_common(common, mesh)
         return run_rows(rows, common)
 
     return run
@@ -156,6 +151,7 @@ def lift(
     def update(updates, state, params=None, **extra_args):
         own = {name: extra_args.pop(name) for name in rows if name in extra_args}
         _rows.check_rows((updates, own), mesh, "Argument ")
+        _rows.check_common(extra_args, mesh)
         row = updates, state, params, own
         return _over_model(update_one, mesh)(row, extra_args)[0]
 

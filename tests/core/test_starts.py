@@ -41,9 +41,24 @@ def jitted(inner):
     return optax.GradientTransformation(jax.jit(inner.init), inner.update)
 
 
+def moved_together(inner):
+    """Several arrays go through one operation."""
+    init = lambda params: inner.init(jax.lax.optimization_barrier(params))
+    return optax.GradientTransformation(init, inner.update)
+
+
+def finite(inner):
+    clean = lambda x: jnp.where(jnp.isfinite(x), x, 0)
+    init = lambda params: inner.init(jax.tree.map(clean, params))
+    return optax.GradientTransformation(init, inner.update)
+
+
 COPIES = {
     "master weights": with_master(optax.sgd(0.1)),
     "master weights, jit": jitted(with_master(optax.sgd(0.1))),
+    "master weights, flat": optax.flatten(with_master(optax.sgd(0.1))),
+    "master weights, copied together": moved_together(with_master(optax.sgd(0.1))),
+    "master weights of finite numbers": finite(with_master(optax.sgd(0.1))),
     "schedule-free": optax.contrib.schedule_free_sgd(0.1),
     "SAM": optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)),
 }
@@ -89,6 +104,32 @@ def test_states_like_parameters_are_no_copies(inner):
     ones = jax.tree.map(jnp.ones_like, PARAMS)
     optimizer(optax.rmsprop(0.1, initial_scale=1.0), mesh).init(
         cd.replicas.replicate(ones, mesh)
+    )
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.contrib.prodigy(0.1),
+        optax.contrib.dog(0.1),
+        optax.contrib.dowg(0.1),
+        optax.contrib.cocob(0.1),
+    ],
+    ids=["prodigy", "dog", "dowg", "cocob"],
+)
+def test_where_a_run_began_is_no_copy(inner):
+    """It does not move by local steps either."""
+    mesh = cd.replicas.simulated(2)
+    optimizer(inner, mesh).init(cd.replicas.replicate(PARAMS, mesh))
+
+
+@pytest.mark.parametrize("function", [jnp.sign, jnp.isfinite, jnp.abs])
+def test_what_is_computed_of_parameters_is_no_copy(function):
+    init = lambda params: jax.tree.map(function, params)
+    update = lambda updates, state, params=None: (updates, init(params))
+    mesh = cd.replicas.simulated(2)
+    optimizer(optax.GradientTransformation(init, update), mesh).init(
+        cd.replicas.replicate(PARAMS, mesh)
     )
 
 
@@ -163,5 +204,7 @@ def test_extra_arguments_are_no_rows():
     tx = optimizer(optax.polyak_sgd(), mesh)
     rows = cd.replicas.replicate(PARAMS, mesh)
     losses = cd.replicas.split(jnp.ones(2), mesh)
-    with pytest.raises(ValueError, match=r"Argument\['value'\] has shape \(2, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"'value' has a row for each.*the mean of a loss"
+    ):
         tx.update(rows, tx.init(rows), rows, value=losses)

@@ -112,8 +112,29 @@ def test_traced_values_that_are_no_arguments_are_refused(step):
 def test_rows_by_keyword_are_refused_where_they_lie_on_devices():
     mesh = replicas.make_mesh(REPLICAS)
     labels = replicas.split({"y": jnp.ones(REPLICAS)}, mesh)
-    with pytest.raises(ValueError, match=r"\['batch'\]\['y'\] has rows.*by position"):
+    with pytest.raises(ValueError, match=r"'batch' has a row for each.*by position"):
         replicas.map(lambda batch: batch["y"], mesh)(batch=labels)
+
+
+@on_each_mesh
+def test_what_looks_like_rows_by_keyword_is_warned_of(mesh):
+    """Under jit nobody knows, and labels [R, n] would broadcast in silence."""
+    mesh = mesh()
+    step = jax.jit(lambda x, y: replicas.map(lambda x, y: x[None] - y, mesh)(x, y=y))
+    with pytest.warns(UserWarning, match=r"'y' has shape \(4, 3\).*by position"):
+        step(jnp.ones((REPLICAS, 3)), jnp.ones((REPLICAS, 3)))
+
+
+def test_a_tree_with_other_arrays_by_keyword_is_common():
+    """Frozen parameters with as many layers as there are replicas."""
+    base = {"layers": jnp.ones((2, 3)), "head": jnp.ones(3)}
+    use = replicas.map(lambda x, base: x + base["layers"][0] + base["head"], SMALL)
+    assert use(jnp.ones((2, 3)), base=base).shape == (2, 3)
+
+
+def test_one_replica_may_be_given_an_axis_of_one_by_keyword():
+    use = replicas.map(lambda x, scale: x * scale[0], replicas.simulated(1))
+    assert use(jnp.ones((1, 3)), scale=jnp.ones((1, 3))).shape == (1, 3)
 
 
 @on_each_mesh
@@ -258,7 +279,7 @@ def test_extra_arguments_that_are_rows_are_named():
 
     of_one = optax.GradientTransformationExtraArgs(lambda _: (), update)
     tx = replicas.lift(of_one, SMALL, rows=["value"])
-    given = {"value": jnp.array([1.0, 3.0]), "factor": jnp.array([2.0, 2.0])}
+    given = {"value": jnp.array([1.0, 3.0]), "factor": 2.0}
     updates, _ = tx.update(jnp.ones((2, 2)), tx.init(jnp.ones((2, 2))), **given)
     assert updates.tolist() == [[2, 2], [6, 6]]
     with pytest.raises(ValueError, match="a row for each of 2 replicas"):
