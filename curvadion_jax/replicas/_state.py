@@ -43,17 +43,18 @@ def replicate(tree: Any, mesh: Replicas) -> Any:
     if mesh is None:
         return jax.tree.map(jnp.asarray, tree)
     replicas = _rows.count(mesh)
+    for path, x in jax.tree.leaves_with_path(tree):
+        if jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32:
+            warnings.warn(
+                f"replicate copies {jax.tree_util.keystr(path) or 'an array'}, uint32 "
+                "of shape (2,). If it is a key of jax.random.PRNGKey, all replicas draw "
+                "the same numbers: use jax.random.key, which is split.",
+                stacklevel=2,
+            )
 
     def broadcast(x):
         if _trees.is_key(x):
             return _trees.split_keys(x, replicas)
-        if jnp.result_type(x) == jnp.uint32 and jnp.shape(x) == (2,):
-            warnings.warn(
-                f"replicate copies uint32 of shape {jnp.shape(x)}. If it is a key of "
-                "jax.random.PRNGKey, all replicas draw the same numbers: use "
-                "jax.random.key, which is split.",
-                stacklevel=2,
-            )
         x = jnp.broadcast_to(x, (replicas, *jnp.shape(x)))
         # A weakly typed number would change its type on the first step.
         return jnp.asarray(x, x.dtype)

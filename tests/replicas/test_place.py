@@ -55,8 +55,9 @@ def test_replicas_have_keys_of_their_own(mesh, shape):
 
 def test_what_may_be_a_key_of_numbers_is_copied_with_a_warning():
     mesh = replicas.simulated(3)
-    with pytest.warns(UserWarning, match=r"shape \(2,\).*jax\.random\.key, which"):
-        rows = replicas.replicate(jax.random.PRNGKey(0), mesh)
+    with pytest.warns(UserWarning, match=r"\['rng'\].*jax\.random\.key, which") as seen:
+        rows = replicas.replicate({"rng": jax.random.PRNGKey(0)}, mesh)["rng"]
+    assert [x.filename for x in seen] == [__file__]
     assert rows.tolist() == [[0, 0]] * 3
     replicas.replicate(jnp.zeros(3, jnp.uint32), mesh)  # a counter, say
 
