@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from curvadion_jax import _checksum, _memory, _trees
 from curvadion_jax.replicas import _recover
 
-_FORMAT = 4
+_FORMAT = 5
 
 Directory = str | os.PathLike[str]
 Leaves = dict[str, Any]  # arrays, abstract or not, by their path in the state
