@@ -29,7 +29,7 @@ def repair(rows: Any, anchor: Any = None) -> Any:
         none is, nothing can be mended without it, and the rows stay NaN or infinite.
 
     Returns:
-      The rows in their own dtypes, of which no other is changed.
+      The rows in their own dtypes, of which no other is changed. Random keys stay.
 
     Example:
       >>> rows = {"w": jnp.array([[1.0], [jnp.nan], [3.0]])}
@@ -52,8 +52,13 @@ def _repaired(rows: Any, anchor: Any) -> Any:
     if anchor is None:
         anchor = jax.tree.map(lambda x: x[jnp.argmax(sound)], rows)
     anchor = _trees.like(anchor, rows)
-    shaped = lambda x: sound.reshape(-1, *[1] * (x.ndim - 1))
-    return jax.tree.map(lambda x, a: jnp.where(shaped(x), x, a), rows, anchor)
+
+    def mended(x, of_anchor):
+        if _trees.is_key(x):  # A replica draws its own numbers, and keeps its key.
+            return x
+        return jnp.where(sound.reshape(-1, *[1] * (x.ndim - 1)), x, of_anchor)
+
+    return jax.tree.map(mended, rows, anchor)
 
 
 def resize(state: Any, mesh: Replicas) -> Any:

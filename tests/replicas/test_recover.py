@@ -45,7 +45,7 @@ def test_repaired_rows_stay_where_they_are_and_keep_their_dtypes():
     np.testing.assert_array_equal(found["w"][BAD], x[0])
     assert found["half"].dtype == jnp.bfloat16
     assert found["count"].tolist() == [0, 1, 0, 3]
-    assert (found["keys"][BAD] == found["keys"][0]).all()
+    assert (found["keys"] == rows["keys"]).all()  # each draws its own numbers
 
 
 def test_an_anchor_of_another_dtype_is_cast():
