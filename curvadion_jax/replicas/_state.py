@@ -47,8 +47,8 @@ def replicate(tree: Any, mesh: Replicas) -> Any:
         if jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32:
             warnings.warn(
                 f"replicate copies {jax.tree_util.keystr(path) or 'an array'}, uint32 "
-                "of shape (2,). If it is a key of jax.random.PRNGKey, all replicas draw "
-                "the same numbers: use jax.random.key, which is split.",
+                "of shape (2,). If it is a key of jax.random.PRNGKey, all replicas "
+                "draw the same numbers: use jax.random.key, which is split.",
                 stacklevel=2,
             )
 
