@@ -9,7 +9,8 @@ import optax
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
-from curvadion_jax import _rows
+from curvadion_jax import _rows, _trees
+from curvadion_jax._adaptive_sync import AdaptiveSyncState
 from curvadion_jax._rows import AXIS, Replicas
 
 
@@ -124,7 +125,8 @@ def lift(
     Raises:
       TypeError: if `mesh` is no mesh.
       ValueError: if the parameters at `init`, or the gradients or extra arguments of
-        `rows` at `update`, have no row for each replica.
+        `rows` at `update`, have no row for each replica; at `init`, if it is an
+        optimizer of this library.
 
     Example:
       >>> import jax.numpy as jnp
@@ -142,7 +144,14 @@ def lift(
     def init(params):
         _rows.check_rows(params, mesh, "Parameter")
         run = _over_model(lambda params, _: (of_one.init(params), ()), mesh)
-        return run(params, ())[0]
+        state = run(params, ())[0]
+        if _trees.nodes_of(AdaptiveSyncState, state):
+            raise ValueError(
+                "lift makes a transformation one of rows, and the optimizers of this "
+                "library are of rows already: lifted, each replica would train alone. "
+                "Pass mesh= to the optimizer, and do not lift it."
+            )
+        return state
 
     def update_one(row, common):
         updates, state, params, own = row

@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import curvadion_jax as cd
 from curvadion_jax import replicas
 
 REPLICAS = 4
@@ -269,6 +270,13 @@ def test_a_lifted_transformation_may_have_injected_hyperparameters():
         updates, state = jax.jit(tx.update)(rows, state)
         found.append(float(updates[1, 2]))
     assert found == [1.0, 0.5]
+
+
+def test_an_optimizer_of_rows_is_not_lifted():
+    """Each replica would train alone, and audit would find no fault."""
+    tx = replicas.lift(optax.chain(cd.local_muon(0.1)), SMALL)
+    with pytest.raises(ValueError, match=r"are of rows already.*Pass mesh="):
+        tx.init({"w": jnp.ones((2, 3, 3))})
 
 
 def test_extra_arguments_that_are_rows_are_named():
