@@ -135,11 +135,11 @@ def adaptive_sync(
       dtypes, and are finite. `update` takes ``weight=w``, float32[R]: how much each
       replica counts in means over the replicas, such as the number of tokens in its
       batch; 0 means absent, None means 1. A sync that follows local steps counts the
-      sum since the replica last took part. `update` also takes ``due=True`` or
-      ``due=False``, static: whether a decision is due on this step, in place of
-      ``trigger.due``. The program of a step that is not due has no condition, and no
-      sync to compile. All other extra arguments go to `inner`, the same for all
-      replicas.
+      sum since the replica last took part, steps of a zero gradient included. `update`
+      also takes ``due=True`` or ``due=False``, static: whether a decision is due on
+      this step, in place of ``trigger.due``. The program of a step that is not due has
+      no condition, and no sync to compile. All other extra arguments go to `inner`,
+      the same for all replicas.
 
     Raises:
       TypeError: if `mesh` is no mesh, or a parameter is no real floating-point number
@@ -626,9 +626,8 @@ def _outcome(
 def _any(requests: jax.Array, mesh: Replicas) -> jax.Array:
     """Whether any replica says so, bool[]."""
     group = Group(_rows.axis_name(mesh))
-    return _rows.over(lambda request, _: ((), group.any(request)), mesh)(requests, ())[
-        1
-    ]
+    vote = _rows.over(lambda request, _: ((), group.any(request)), mesh)
+    return vote(requests, ())[1]
 
 
 def _once_if(fire, synchronise, outcome, shared):
