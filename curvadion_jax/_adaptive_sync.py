@@ -36,6 +36,8 @@ from curvadion_jax._rows import Replicas
 from curvadion_jax.synchronizers import AfterStep, Synchronizer
 from curvadion_jax.triggers import Clock, Measured, Seen, Trigger
 
+SYNC = "curvadion_sync"  # the name of the condition in programs, for `replicas.audit`
+
 
 class Common(NamedTuple):
     """What is the same on all replicas: arrays without an axis of replicas.
@@ -539,9 +541,10 @@ class _AdaptiveSync:
             take_step = synchronise if fire else alone
             outcome, sync_state = take_step(given, common.sync_state)
         else:
-            outcome, sync_state = lax.cond(
-                fire, synchronise, alone, given, common.sync_state
-            )
+            with jax.named_scope(SYNC):
+                outcome, sync_state = lax.cond(
+                    fire, synchronise, alone, given, common.sync_state
+                )
         return outcome, common._replace(sync_state=sync_state)
 
     def _checksum_after(self, params, updates) -> jax.Array:
@@ -641,7 +644,11 @@ def _once_if(fire, synchronise, outcome, shared):
     if isinstance(fire, bool):
         return synchronise(outcome, shared) if fire else (outcome, shared)
     keep = lambda outcome, shared: (outcome, shared)
-    once = lambda _, carried: lax.cond(fire, synchronise, keep, *carried)
+
+    def once(_, carried):
+        with jax.named_scope(SYNC):
+            return lax.cond(fire, synchronise, keep, *carried)
+
     return lax.fori_loop(0, fire.astype(jnp.int32), once, (outcome, shared))
 
 

@@ -176,10 +176,13 @@ MUTANTS = {
     ),
     "what every step sends is a sync's too": Mutant(
         "replicas/_audit.py",
-        "reached(branches, set()) - always",
-        "reached(branches, set())",
+        "reached(synchronising, set()) - always",
+        "reached(synchronising, set())",
         "replicas/test_audit.py",
         "who_calls",
+    ),
+    "every condition is a sync's": Mutant(
+        "replicas/_audit.py", " and SYNC in name[1]", "", "replicas/test_audit.py"
     ),
     "the checksum is constant": Mutant(
         "_checksum.py", "total += of_array", "total += 0 * of_array", CHECKSUMS

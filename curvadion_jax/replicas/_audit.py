@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from curvadion_jax import _rows
+from curvadion_jax._adaptive_sync import SYNC
 from curvadion_jax._rows import AXIS
 
 
@@ -34,9 +35,9 @@ class Audit(NamedTuple):
     """What a step sends between replicas, printed as a table.
 
     Attributes:
-      every_step: messages of every step.
-      sync: messages inside a condition, which a sync step takes. What nobody is seen to
-        call counts as a part of every step.
+      every_step: messages that no trigger decides on. A condition of your own, such as
+        that of `optax.apply_if_finite`, may skip some of them.
+      sync: messages inside the optimizer's condition, which a sync step takes.
     """
 
     every_step: list[Message]
@@ -125,7 +126,8 @@ _CALLED = re.compile(
 _COMPUTATION = re.compile(r"[\w.\-]+")
 _NAME = re.compile(r'op_name="([^"]*)"')
 _WRAPPERS = re.compile(
-    r"(?:jit\([^)]*\)|shard_map|while|body|cond|branch_\d+_fun|closed_call)/"
+    r"(?:jit\([^)]*\)|shard_map|while|body|cond|branch_\d+_fun|closed_call"
+    rf"|{SYNC})/"
 )
 _ARRAY = re.compile(r"(pred|bf16|c64|c128|[fsu]\d+\w*)\[([\d,]*)\]")
 # replica_groups={{0,1},{2,3}}; of a permutation its pairs of a sender and a receiver
@@ -142,7 +144,7 @@ _MESH = re.compile(
 def read_program(text: str, replica: np.ndarray) -> Audit:
     """Finds the messages between replicas; `replica` is that of every device."""
     messages = defaultdict(list)  # by the computation that they are in
-    called, branches = defaultdict(set), set()
+    called, synchronising = defaultdict(set), set()
     computation = entry = ""
     for line in text.splitlines():
         if not line.startswith(" ") and (start := _HEAD.match(line)):
@@ -151,8 +153,9 @@ def read_program(text: str, replica: np.ndarray) -> Audit:
             continue
         for listed, single in _BRANCHES.findall(line):
             names = _COMPUTATION.findall(listed or single)
-            branches.update(names)
             called[computation].update(names)
+            if (name := _NAME.search(line)) and SYNC in name[1]:
+                synchronising.update(names)
         for names in _CALLED.findall(line):
             called[computation].update(_COMPUTATION.findall(names))
         if message := _message(line, replica):
@@ -169,8 +172,8 @@ def read_program(text: str, replica: np.ndarray) -> Audit:
 
     # What nobody is seen to call may run on every step.
     unknown = {*called} - reached({entry}, set())
-    always = reached({entry, *unknown}, branches)
-    sometimes = reached(branches, set()) - always
+    always = reached({entry, *unknown}, synchronising)
+    sometimes = reached(synchronising, set()) - always
     of = lambda names: [
         each for name in messages if name in names for each in messages[name]
     ]

@@ -180,6 +180,24 @@ def test_the_step_is_not_run_and_its_arguments_stay():
     assert (state == 1).all()
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.apply_if_finite(tx, 5),
+        lambda tx: optax.chain(optax.scale_by_novograd(), tx),
+    ],
+    ids=["apply_if_finite", "novograd"],
+)
+def test_what_another_condition_sends_is_no_sync(wrap):
+    """Both branches of novograd's condition take norms over all replicas."""
+    clip = optax.clip_by_global_norm(1.0)
+    tx = wrap(optax.chain(clip, cd.local_muon(0.1, mesh=MESH)))
+    rows = cd.replicas.replicate({"w": jnp.ones((4, 4))}, MESH)
+    found = cd.replicas.audit(tx.update, MESH, rows, tx.init(rows), rows)
+    assert "f32[]" in {x.arrays for x in found.every_step}
+    assert any(x.arrays.startswith("u8") for x in found.sync)
+
+
 @pytest.mark.parametrize("mesh", [None, cd.replicas.simulated(2), 2])
 def test_what_is_no_mesh_of_devices_is_refused(mesh):
     with pytest.raises(TypeError, match="audit needs a mesh of devices"):
@@ -191,16 +209,18 @@ BOTH = "  %c = f32[] custom-call(%x), called_computations={%quiet, %loud}"
 UNHEARD = "  %c = f32[] custom-call(%x), of_tomorrow={%loud}"
 CALL = "  %d = f32[] call(%x), to_apply=%loud"
 CONDITION = "  %e = f32[] conditional(%p, %x), branch_computations={%quiet, %branch}"
+OURS = f'{CONDITION}, metadata={{op_name="jit(f)/while/body/curvadion_sync/cond"}}'
 
 
 @pytest.mark.parametrize(
     ("entry", "branch", "when"),
     [
         pytest.param([BOTH], [], "every_step", id="the second of two"),
-        pytest.param([CONDITION], [BOTH], "sync", id="the second of two in a branch"),
+        pytest.param([OURS], [BOTH], "sync", id="the second of two in a branch"),
         pytest.param([UNHEARD], [], "every_step", id="called in an unknown way"),
-        pytest.param([CONDITION], [UNHEARD], "every_step", id="unknown in a branch"),
-        pytest.param([CALL, CONDITION], [CALL], "every_step", id="in a branch too"),
+        pytest.param([OURS], [UNHEARD], "every_step", id="unknown in a branch"),
+        pytest.param([CALL, OURS], [CALL], "every_step", id="in a branch too"),
+        pytest.param([CONDITION], [CALL], "every_step", id="in a branch of another"),
     ],
 )
 def test_what_is_sent_is_found_by_who_calls_it(entry, branch, when):
