@@ -1,10 +1,12 @@
 """Runs a function of one replica on the rows of all, and nothing can cross."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
@@ -36,12 +38,12 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
     Raises:
       ValueError: if an argument has no row for each replica; if the function uses
         traced values, or rows, that are not its arguments, such as a batch from
-        outside, of which every replica would take all; if it communicates over the
-        replica axis; or if the result is differentiated. Differentiate inside,
+        outside, of which every replica would take all; if it changes an argument in
+        place, such as an nnx module, and does not return it; if it communicates over
+        the replica axis; or if the result is differentiated. Differentiate inside,
         ``map(jax.grad(f), mesh)``.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> mesh = _rows.Simulated(2)
       >>> loss_fn = lambda w, x, scale: scale * jnp.sum(w * x)
       >>> gradients = map(jax.grad(loss_fn), mesh)
@@ -53,15 +55,21 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
     if mesh is None:
         return function
 
+    def watched(*rows, **common):
+        before = jax.tree.leaves((rows, common))
+        results = function(*rows, **common)
+        _refuse_lost(before, jax.tree.leaves((rows, common)), results)
+        return results
+
     def of_one(rows, common):
         # Traced once, looked at, and then called.
-        trace = jax.make_jaxpr(function, return_shape=True)
+        trace = jax.make_jaxpr(watched, return_shape=True)
         try:
             program, shapes = trace(*rows, **common)
         except Exception as error:
             _explain_captured(error, function)
             raise
-        _refuse_captured(program.consts)
+        _refuse_captured(program.consts, mesh)
         _refuse_collectives(program.jaxpr)
         results = jaxpr_as_fun(program)(*jax.tree.leaves((rows, common)))
         return jax.tree.unflatten(jax.tree.structure(shapes), results), ()
@@ -129,7 +137,6 @@ def lift(
         optimizer of this library.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> clip = lift(optax.clip_by_global_norm(1.0), _rows.Simulated(2))
       >>> gradients = jnp.array([[3.0, 4.0], [0.3, 0.4]])
       >>> updates, _ = clip.update(gradients, clip.init(gradients))
@@ -182,7 +189,25 @@ def _explain_captured(error: Exception, function: Callable[..., Any]) -> None:
         )
 
 
-def _refuse_captured(constants: Any) -> None:
+def _refuse_lost(before: Sequence[Any], after: Sequence[Any], results: Any) -> None:
+    """Rejects a function that changes its arguments in place, as nnx modules do.
+
+    Each replica's arguments are new objects, so what a function changes in them and
+    does not return is gone after the call.
+    """
+    old, kept = {id(x) for x in before}, {id(x) for x in after}
+    returned = {id(x) for x in jax.tree.leaves(results)}
+    if not old <= kept and not kept - old <= returned:
+        raise ValueError(
+            "The function given to replicas.map changes an argument in place, such as "
+            "the statistics of an nnx BatchNorm or the keys of its Dropout, and does "
+            "not return what it changed: it would be lost. Split the module outside, "
+            "graph, state = nnx.split(module), merge it inside, and return "
+            "nnx.state(module) too."
+        )
+
+
+def _refuse_captured(constants: Any, mesh: Replicas) -> None:
     captured = [
         jax.typeof(x).str_short()
         for x in constants
@@ -195,6 +220,16 @@ def _refuse_captured(constants: Any) -> None:
             "of them. Pass rows as arguments, map(f, mesh)(params, batch), and what is "
             "common by keyword, map(f, mesh)(params, batch, step=step)."
         )
+    replicas = _rows.count(mesh)
+    for x in constants:
+        # On one device, rows look like all other arrays.
+        if replicas > 1 and jnp.shape(x)[:1] == (replicas,):
+            warnings.warn(
+                f"The function given to replicas.map uses an array of shape {x.shape} "
+                "that is not its argument, and each replica takes all of it. If it is "
+                f"a row for each of {replicas} replicas, pass it as an argument.",
+                stacklevel=2,
+            )
 
 
 def _refuse_collectives(jaxpr: Any) -> None:

@@ -1,5 +1,7 @@
 """`map` runs a function of one replica on all rows; `lift` an Optax transformation."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -124,6 +126,27 @@ def test_what_looks_like_rows_by_keyword_is_warned_of(mesh):
     step = jax.jit(lambda x, y: replicas.map(lambda x, y: x[None] - y, mesh)(x, y=y))
     with pytest.warns(UserWarning, match=r"'y' has shape \(4, 3\).*by position"):
         step(jnp.ones((REPLICAS, 3)), jnp.ones((REPLICAS, 3)))
+
+
+def test_what_looks_like_captured_rows_on_one_device_is_warned_of():
+    batch = jnp.arange(4.0).reshape(2, 2)
+    use = replicas.map(lambda w: jnp.sum(w * batch), SMALL)
+    with pytest.warns(UserWarning, match=r"shape \(2, 2\).*pass it as an argument"):
+        use(jnp.ones(2))
+
+
+def test_a_change_of_an_argument_that_is_not_returned_is_refused():
+    """As of an nnx module: each replica's is a new object."""
+
+    def count(stats, x, returned):
+        stats["n"] = stats["n"] + x
+        return (x, stats) if returned else x
+
+    lost = replicas.map(functools.partial(count, returned=False), SMALL)
+    with pytest.raises(ValueError, match=r"in place.*return.*nnx\.state"):
+        lost({"n": jnp.zeros(2)}, jnp.ones(2))
+    kept = replicas.map(functools.partial(count, returned=True), SMALL)
+    assert kept({"n": jnp.zeros(2)}, jnp.ones(2))[1]["n"].tolist() == [1.0, 1.0]
 
 
 def test_a_tree_with_other_arrays_by_keyword_is_common():
