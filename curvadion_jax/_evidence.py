@@ -34,6 +34,7 @@ class Array:
 
     Attributes:
       path: such as 'layers/0/attention/kernel'.
+      module: the path without the last name, such as 'layers/0/attention/'.
       names: along the path, as they are written.
       shape: of the parameter.
       is_torch_weight: whether it is in an attribute `weight` of an object.
@@ -43,6 +44,7 @@ class Array:
     """
 
     path: str
+    module: str
     names: Names
     shape: Shape
     is_torch_weight: bool
@@ -103,7 +105,7 @@ class Tree:
             unnamed = path[-1:] == (jax.tree_util.FlattenedIndexKey(0),)
             place = name.removesuffix("/0") if unnamed else name
             is_torch_weight = any(key in path for key in attributes)
-            array = Array(name, _split(place), leaf.shape, is_torch_weight)
+            array = Array(name, *_split(place), leaf.shape, is_torch_weight)
             self.arrays.append(array)
             for depth in range(len(array.names)):
                 self._below[array.names[:depth]].append(array)
@@ -121,25 +123,23 @@ class Tree:
         Under a scan the scales of the nearest norms are [layers, width], or [width,
         layers]. They have the axis of the layers alike, and share it with most kernels.
         """
+        if len(array.shape) < 2:
+            return None
+        nearest: tuple[list[Shape], Axes] | None = None
         for depth in reversed(range(len(array.names))):
             scales, kernels = self._near(array.names[:depth])
-            if scales and kernels:
+            if not (scales and kernels):
+                continue
+            axes = _axes_of_scan(scales, kernels)
+            nearest = nearest or (scales, axes)
+            if len(axes) == 1 or not nearest[1]:
                 break
-        else:
+            # [layers, width, n] may be [width, layers, n]: kernels further away tell.
+        if nearest is None or not nearest[1]:
             return None
-        if len(array.shape) < 2 or any(len(scale) < 2 for scale in scales):
-            return None
-        found = {}
-        for axis in (0, 1):
-            lengths = {scale[axis] for scale in scales}
-            alike = sum(kernel[axis] in lengths for kernel in kernels)
-            if len(lengths) == 1 and 2 * alike > len(kernels):
-                found[axis] = alike
-        # One axis for all of these arrays: a square kernel has the width at both.
-        axis = max(found, key=found.__getitem__, default=None)
-        if axis is None or array.shape[axis] != scales[0][axis]:
-            return None
-        return axis
+        scales, possible = nearest
+        axis = axes[0] if len(axes) == 1 else possible[0]
+        return axis if array.shape[axis] == scales[0][axis] else None
 
     def _norms_and_kernels(self, prefix: Names) -> tuple[list[Shape], list[Shape]]:
         near = self._below[prefix]
@@ -148,15 +148,16 @@ class Tree:
 
     def _find_biases(self) -> None:
         """Pairs `kernel` with `bias`, `w` with `b`, `wi_0` with `wi_0_bias`."""
-        by_names = {array.names: array for array in self.arrays}
+        # Haiku's `m/~/linear` and `m/linear` are two modules.
+        by_place = {(array.module, array.names[-1]): array for array in self.arrays}
         for array in self.arrays:
-            *above, last = array.names
+            last = array.names[-1]
             stem = re.sub(rf"({WEIGHT})$", "", last)
             stem = stem if stem != last else f"{last}_"
             # In a pair (kernel, bias), as of stax, names are positions.
             endings = ["1"] if last == "0" else [stem + "bias", stem + "b"]
             for ending in endings:
-                bias = by_names.get((*above, ending))
+                bias = by_place.get((array.module, ending))
                 if bias and (last != "0" or bias.sizes == array.sizes[-1:]):
                     array.bias, bias.is_bias = bias, True
 
@@ -191,8 +192,29 @@ class Tree:
         return {(array.shape, array.sizes, array.is_query) for array in near}
 
 
-def _split(path: str) -> Names:
-    """A name may be a path: Haiku's `gpt/~/embed`, `wte.weight`, a flattened tree."""
+def _axes_of_scan(scales: list[Shape], kernels: list[Shape]) -> Axes:
+    """The axes, of 0 and 1, that scales have alike and that most kernels share.
+
+    One axis for all of these arrays: a square kernel has the width at both.
+    """
+    if any(len(scale) < 2 for scale in scales):
+        return ()
+    found = {}
+    for axis in (0, 1):
+        lengths = {scale[axis] for scale in scales}
+        alike = sum(kernel[axis] in lengths for kernel in kernels)
+        if len(lengths) == 1 and 2 * alike > len(kernels):
+            found[axis] = alike
+    most = max(found.values(), default=0)
+    return tuple(axis for axis, alike in found.items() if alike == most)
+
+
+def _split(path: str) -> tuple[str, Names]:
+    """The module and the names of a path.
+
+    A name may be a path: Haiku's `gpt/~/embed`, `wte.weight`, a flattened tree.
+    """
     path = re.sub(r"\('|', '|'\)", "/", path)
     path = re.sub(r"/(value/)?(data_)?array$", "", path)  # of Haliax and Penzai
-    return tuple(re.findall(r"[^/.~]+", path)) or ("",)
+    names = tuple(re.findall(r"[^/.~]+", path)) or ("",)
+    return path[: path.rindex(names[-1])], names

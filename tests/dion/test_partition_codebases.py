@@ -25,6 +25,7 @@ from curvadion_jax import _partition, dimension_numbers
 TREES = sorted((Path(__file__).parents[1] / "support/parameter_trees").glob("*.json"))
 # Matrices that nothing tells: they are named in a warning, and AdamW trains them.
 UNKNOWN = {
+    "alphafold2": "outer_product_mean/output_w",
     "alphafold3_diffusion": "transformerk_projection transformerv_projection",
     "alphafold3_trunk": "msa_attention1/v_projection outer_product_mean/output_w",
     "dreamerv3": "dec/sp0 dyn/dyngru dyn/dynhid0",
