@@ -63,8 +63,8 @@ class Rows(NamedTuple):
       remembered: what the trigger remembers of the replica.
       residual: what the replica has not sent yet, already multiplied by its weight; ()
         without error feedback.
-      weight: the sum of the replica's weights since it last took part in a sync; () if
-        a sync averages what belongs to one step.
+      weight: the sum of the replica's weights since the last sync; () if a sync
+        averages what belongs to one step.
     """
 
     before_state: Any
@@ -81,7 +81,7 @@ class AdaptiveSyncState(NamedTuple):
       common: what is the same on all replicas: `anchor`, `sync_state` and
         `trigger_state`.
       rows: what each replica has of its own, [R, ...]: `before_state`, `inner_state`,
-        `remembered` and `residual`.
+        `remembered`, `residual` and `weight`.
       counters: :class:`curvadion_jax.metrics.Counters`, some of either kind.
     """
 
@@ -137,7 +137,7 @@ def adaptive_sync(
       dtypes, and are finite. `update` takes ``weight=w``, float32[R]: how much each
       replica counts in means over the replicas, such as the number of tokens in its
       batch; 0 means absent, None means 1. A sync that follows local steps counts the
-      sum since the replica last took part, steps of a zero gradient included. `update`
+      sum since the last sync, steps of a zero gradient included. `update`
       also takes ``due=True`` or ``due=False``, static: whether a decision is due on
       this step, in place of ``trigger.due``. The program of a step that is not due has
       no condition, and no sync to compile. All other extra arguments go to `inner`,
@@ -306,7 +306,8 @@ class _AdaptiveSync:
         clock = Clock(counters.steps, counters.syncs, counters.since, cost_of_sync)
         step = _Step(clock, extra_args, layout)
 
-        # How far a replica has drifted counts by all its steps since the last sync.
+        # A drift counts by the weights of all steps since the last sync. (That of a
+        # replica which was absent then is of several rounds: its length counts them.)
         total = weight
         if self.reconciles:
             total = jnp.minimum(rows.weight + weight, jnp.finfo(jnp.float32).max)
@@ -358,7 +359,7 @@ class _AdaptiveSync:
         )
         weight_since = rows.weight
         if self.reconciles:
-            weight_since = jnp.where(fire & ~outcome.absent, 0, total)
+            weight_since = jnp.where(fire, 0, total)
         state = AdaptiveSyncState(
             common=common._replace(trigger_state=trigger_state),
             rows=Rows(

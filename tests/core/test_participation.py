@@ -62,7 +62,7 @@ def test_a_mean_is_weighted(kind, synchronizer, weights):
 
 @every_kind
 def test_a_sync_after_local_steps_counts_the_weights_of_all_of_them(kind):
-    """Not of the last step alone; an absent replica's go on to the next sync."""
+    """Not of the last step alone."""
     trees = gradients(6)
     weights = np.float32([[1, 9], [2, 1], [3, 1], [1, 0], [4, 2], [2, 7]])
     states = run(sgd(reconcile(), k=2), trees, [*weights], kind)
@@ -70,13 +70,23 @@ def test_a_sync_after_local_steps_counts_the_weights_of_all_of_them(kind):
 
     anchor = PARAMS["w"] + (3 * drift[0][0] + 10 * drift[0][1]) / 13
     np.testing.assert_allclose(states[1][0]["w"], [anchor] * 2, atol=ATOL)
-    # The second replica is absent. It keeps its drift, and its weight of 1.
+    # The second replica is absent, and keeps its drift.
     anchor = anchor + drift[1][0] / 2
     np.testing.assert_allclose(states[3][0]["w"][0], anchor, atol=ATOL)
-    assert states[3][1].rows.weight.tolist() == [0, 1]
+    assert states[3][1].rows.weight.tolist() == [0, 0]
     both = drift[2] + np.stack([np.zeros(3), drift[1][1]])
-    anchor = anchor + (6 * both[0] + 10 * both[1]) / 16
+    anchor = anchor + (6 * both[0] + 9 * both[1]) / 15
     np.testing.assert_allclose(states[5][0]["w"], [anchor] * 2, atol=ATOL)
+
+
+@every_kind
+def test_a_drift_of_several_rounds_counts_by_its_length_alone(kind):
+    """With equal gradients, who is absent at half of the syncs slows down nobody."""
+    trees = [{"w": np.ones((2, 3), np.float32)}] * 8
+    weights = [np.float32([1, 0 if i % 4 == 1 else 1]) for i in range(8)]
+    states = run(sgd(reconcile(), k=2), trees, weights, kind)
+    wanted = PARAMS["w"] - 8
+    np.testing.assert_allclose(states[-1][0]["w"], [wanted] * 2, atol=ATOL)
 
 
 def test_a_weight_that_int32_does_not_hold_counts():
