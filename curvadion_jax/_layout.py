@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _rows, _trees
 from curvadion_jax._matrices import MadeOf
-from curvadion_jax._rows import Replicas
+from curvadion_jax._rows import AXIS, Replicas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +117,20 @@ def make_layout(mesh: Replicas, specs: Any, params: Any) -> Layout:
     pairs = zip(_trees.leaves_with_path(params), leaves, strict=True)
     for (path, _), spec in pairs:
         spec = spec.spec if isinstance(spec, NamedSharding) else spec
+        _check_spec(path, spec, mesh)
         found[path] = _within(spec, axes)
     return Layout(axes, found, _rows.count(mesh))
+
+
+def _check_spec(path: str, spec: P, mesh: Any) -> None:
+    """Rejects axes that the mesh lacks, and the specs of rows."""
+    unknown = {*jax.tree.leaves(tuple(spec))} - {*mesh.axis_names}
+    if unknown or tuple(spec)[:1] == (AXIS,):
+        raise ValueError(
+            f"specs has {spec} for {path}. Give the PartitionSpec of one replica's "
+            "parameter, as before replicas.replicate, over the axes inside a replica: "
+            f"{[name for name in mesh.axis_names if name != AXIS]}."
+        )
 
 
 def _within(spec: P, axes: Mapping[str, int]) -> P:

@@ -87,11 +87,20 @@ def test_specs_are_a_tree_or_a_prefix_of_it(specs):
 
 
 def test_shardings_and_axes_of_the_whole_mesh_are_specs_too():
-    """As what the parameters' own `sharding` is, before or after `replicate`."""
+    """As a model's own rules may have them."""
     place = NamedSharding(MESH, P(("fsdp", "replica")))
     tx = cd.presets.local_sgd(0.1, 2, mesh=MESH, specs=place)
     _, state = helpers.start(tx, {"w": jnp.ones((4, 2))}, MESH)
     assert state.common.anchor["w"].sharding.spec == P("fsdp")
+
+
+@pytest.mark.parametrize(
+    "spec", [P("fspd"), P(None, ("fsdp", "model")), P(AXIS, "fsdp")]
+)
+def test_specs_of_other_axes_and_of_rows_are_refused(spec):
+    tx = cd.presets.local_sgd(0.1, 2, mesh=MESH, specs={"w": spec})
+    with pytest.raises(ValueError, match=r"for w\. Give.*\['fsdp', 'tensor'\]"):
+        helpers.start(tx, {"w": jnp.ones((4, 2))}, MESH)
 
 
 def test_missing_specs_are_refused():
