@@ -98,7 +98,8 @@ class Trigger(NamedTuple):
 
     Example:
       >>> from curvadion_jax.triggers import Clock, Trigger
-      >>> powers = Trigger(due=lambda clock: (clock.steps + 1).bit_count() == 1)
+      >>> is_power = lambda n: n & (n - 1) == 0  # of two; of an array, too
+      >>> powers = Trigger(due=lambda clock: is_power(clock.steps + 1))
       >>> [1 + step for step in range(20) if powers.due(Clock(step))]
       [1, 2, 4, 8, 16]
     """
