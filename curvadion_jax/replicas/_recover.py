@@ -96,7 +96,9 @@ def resize(state: Any, mesh: Replicas) -> Any:
     if mesh is None:
         raise ValueError("resize needs a mesh, from make_mesh or simulated.")
     replicas = _rows.count(mesh)
-    _check_one_number(state)
+    old = _number_of_rows(state)
+    if replicas > old:
+        _trees.warn_of_raw_keys(state, (old,), "resize")
 
     def resized(x, kind):
         is_row = kind != "common"
@@ -106,8 +108,8 @@ def resize(state: Any, mesh: Replicas) -> Any:
     return jax.tree.map(resized, state, row_kinds(state))
 
 
-def _check_one_number(state: Any) -> None:
-    """Rejects rows in different numbers: some of them are no rows."""
+def _number_of_rows(state: Any) -> int:
+    """The number of rows, of which all arrays have as many; 0 without any."""
     kinds = jax.tree.leaves(row_kinds(state))
     found: dict[tuple[int, ...], str] = {}
     pairs = zip(jax.tree.leaves_with_path(state), kinds, strict=True)
@@ -120,6 +122,7 @@ def _check_one_number(state: Any) -> None:
             f"Rows are in different numbers: {', '.join(shown[:3])}. Resize what has a "
             "row for each replica, and leave out what is common to all."
         )
+    return next(iter(found), (0,))[0]
 
 
 def row_kinds(state: Any) -> Any:
@@ -147,6 +150,8 @@ def row_kinds(state: Any) -> Any:
         return kinds._replace(dion_q=of_rows(node.dion_q, copied=True))
 
     def of_state(node):
+        if is_dion(node):  # lifted
+            return of_inner(node)
         if not isinstance(node, AdaptiveSyncState):
             return "common" if jnp.ndim(node) == 0 else of_rows(node)
         kinds = dict.fromkeys(node.counters._fields, "copy")
@@ -161,7 +166,7 @@ def row_kinds(state: Any) -> Any:
             common=common(node.common), rows=rows, counters=type(node.counters)(**kinds)
         )
 
-    is_state = lambda node: isinstance(node, AdaptiveSyncState)
+    is_state = lambda node: isinstance(node, AdaptiveSyncState | DionState)
     return jax.tree.map(of_state, state, is_leaf=is_state)
 
 

@@ -43,14 +43,7 @@ def replicate(tree: Any, mesh: Replicas) -> Any:
     if mesh is None:
         return jax.tree.map(jnp.asarray, tree)
     replicas = _rows.count(mesh)
-    for path, x in jax.tree.leaves_with_path(tree):
-        if jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32:
-            warnings.warn(
-                f"replicate copies {jax.tree_util.keystr(path) or 'an array'}, uint32 "
-                "of shape (2,). If it is a key of jax.random.PRNGKey, all replicas "
-                "draw the same numbers: use jax.random.key, which is split.",
-                stacklevel=2,
-            )
+    _trees.warn_of_raw_keys(tree, (), "replicate")
 
     def broadcast(x):
         if _trees.is_key(x):

@@ -176,3 +176,23 @@ def test_training_goes_on_with_another_number(tmp_path, number):
     assert wanted < 1.1  # of 2 at the start, and 1 for the teacher
     # Fewer replicas may do better, as one big batch does.
     assert loss / wanted - 1 < MAX_LOSS_INCREASE
+
+
+def test_numbers_that_may_be_keys_are_copied_with_a_warning():
+    """Of more replicas; fewer draw other numbers as before."""
+    keys = {"rng": jax.random.split(jax.random.PRNGKey(0), 2)}
+    with pytest.warns(UserWarning, match=r"resize copies \['rng'\].*which is split"):
+        cd.replicas.resize(keys, cd.replicas.simulated(4))
+    cd.replicas.resize(keys, cd.replicas.simulated(1))
+    cd.replicas.resize({"count": jnp.zeros(2, jnp.uint32)}, cd.replicas.simulated(4))
+
+
+def test_q_of_a_lifted_dion_is_copied():
+    """Columns of opposite signs would cancel in a mean."""
+    mesh = cd.replicas.simulated(2)
+    tx = cd.replicas.lift(cd.scale_by_dion(rank=1), mesh)
+    state = tx.init(cd.replicas.replicate({"w": jnp.ones((4, 3))}, mesh))
+    q = state.dion_q["w"]
+    state = state._replace(dion_q={"w": q.at[1].multiply(-1)})
+    found = cd.replicas.resize(state, cd.replicas.simulated(1))
+    np.testing.assert_array_equal(found.dion_q["w"], q[:1])
