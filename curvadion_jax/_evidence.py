@@ -122,23 +122,17 @@ class Tree:
 
         Under a scan the scales of the nearest norms are [layers, width], or [width,
         layers]. They have the axis of the layers alike, and share it with most kernels.
+        Where both axes would do, as of [layers, width, n], kernels further away decide.
         """
-        if len(array.shape) < 2:
+        levels = [
+            self._near(array.names[:n]) for n in reversed(range(len(array.names)))
+        ]
+        levels = [(scales, kernels) for scales, kernels in levels if scales and kernels]
+        found = [_axes_of_scan(*level) for level in levels]
+        if len(array.shape) < 2 or not found or not found[0]:
             return None
-        nearest: tuple[list[Shape], Axes] | None = None
-        for depth in reversed(range(len(array.names))):
-            scales, kernels = self._near(array.names[:depth])
-            if not (scales and kernels):
-                continue
-            axes = _axes_of_scan(scales, kernels)
-            nearest = nearest or (scales, axes)
-            if len(axes) == 1 or not nearest[1]:
-                break
-            # [layers, width, n] may be [width, layers, n]: kernels further away tell.
-        if nearest is None or not nearest[1]:
-            return None
-        scales, possible = nearest
-        axis = axes[0] if len(axes) == 1 else possible[0]
+        axis = next((axes[0] for axes in found if len(axes) == 1), found[0][0])
+        scales = levels[0][0]
         return axis if array.shape[axis] == scales[0][axis] else None
 
     def _norms_and_kernels(self, prefix: Names) -> tuple[list[Shape], list[Shape]]:
