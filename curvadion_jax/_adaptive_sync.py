@@ -24,7 +24,7 @@ from curvadion_jax import (
     _group,
     _memory,
     _placement,
-    _power_iteration,
+    _restart,
     _rows,
     _trees,
     _within_replica,
@@ -33,61 +33,11 @@ from curvadion_jax import (
 from curvadion_jax._group import Group, Part
 from curvadion_jax._layout import Layout, make_layout
 from curvadion_jax._rows import Replicas
+from curvadion_jax._sync_state import AdaptiveSyncState, Common, Rows
 from curvadion_jax.synchronizers import AfterStep, Synchronizer
 from curvadion_jax.triggers import Clock, Measured, Seen, Trigger
 
 SYNC = "curvadion_sync"  # the name of the condition in programs, for `replicas.audit`
-
-
-class Common(NamedTuple):
-    """What is the same on all replicas: arrays without an axis of replicas.
-
-    Attributes:
-      anchor: the parameters that all replicas had after the last sync; () where the
-        synchronizer keeps none.
-      sync_state: what else the synchronizer keeps, such as the outer optimizer's state.
-      trigger_state: what the trigger keeps, such as a threshold that it adapts.
-    """
-
-    anchor: Any
-    sync_state: Any
-    trigger_state: Any
-
-
-class Rows(NamedTuple):
-    """What each replica has of its own: arrays [R, ...].
-
-    Attributes:
-      before_state: state of `before`.
-      inner_state: state of the inner optimizer.
-      remembered: what the trigger remembers of the replica.
-      residual: what the replica has not sent yet, already multiplied by its weight; ()
-        without error feedback.
-      weight: the sum of the replica's weights since the last sync; () if a sync
-        averages what belongs to one step.
-    """
-
-    before_state: Any
-    inner_state: Any
-    remembered: Any
-    residual: Any
-    weight: Any
-
-
-class AdaptiveSyncState(NamedTuple):
-    """State of `adaptive_sync`.
-
-    Attributes:
-      common: what is the same on all replicas: `anchor`, `sync_state` and
-        `trigger_state`.
-      rows: what each replica has of its own, [R, ...]: `before_state`, `inner_state`,
-        `remembered`, `residual` and `weight`.
-      counters: :class:`curvadion_jax.metrics.Counters`, some of either kind.
-    """
-
-    common: Common
-    rows: Rows
-    counters: metrics.Counters
 
 
 def adaptive_sync(
@@ -252,12 +202,12 @@ class _AdaptiveSync:
         """The state, where its arrays lie on the mesh."""
         return _placement.placed(
             state,
-            self.inner,
-            self.before,
-            self.synchronizer,
-            params,
-            self.mesh,
-            layout,
+            inner=self.inner,
+            before=self.before,
+            synchronizer=self.synchronizer,
+            params=params,
+            mesh=self.mesh,
+            layout=layout,
         )
 
     def _placed_qs(self, params, inner_state, layout: Layout):
@@ -399,7 +349,7 @@ class _AdaptiveSync:
             sound = _finite.norms_finite(gradients)
             gradients = _finite.or_zeros(sound, gradients)
             finite &= sound
-            new = _trees.like(new, rows.before_state)
+            new = _trees.cast_like(new, rows.before_state)
             before_state = _finite.repaired(new, rows.before_state)
             measured, remembered = Measured(0.0), rows.remembered
             if self.trigger.look is not None:
@@ -415,7 +365,7 @@ class _AdaptiveSync:
                     clock=clock,
                 )
                 measured, new = self.trigger.look(view, remembered)
-                remembered = _trees.like(new, remembered)
+                remembered = _trees.cast_like(new, remembered)
             look = _Look(
                 gradients=gradients,
                 before_state=before_state,
@@ -443,7 +393,7 @@ class _AdaptiveSync:
             updates, new = self.inner.update(
                 gradients, inner_state, params, **given, **more
             )
-            return _trees.like(updates, params), _trees.like(new, inner_state)
+            return _trees.cast_like(updates, params), _trees.cast_like(new, inner_state)
 
         return take
 
@@ -474,7 +424,7 @@ class _AdaptiveSync:
             target, anchor, sync_state, residual = sync(
                 moved, anchor, sync_state, outcome.residual, part
             )
-            inner_state = _restarted(
+            inner_state = _restart.restarted(
                 self.inner, anchor, outcome.inner_state, inner_sound
             )
             updates = jax.tree.map(jnp.subtract, target, given.params)
@@ -509,7 +459,7 @@ class _AdaptiveSync:
             healthy = inner_sound & _finite.all_finite([given.params, given.residual])
             able = healthy & given.finite
             part = _group.take_part(group, given.weight, healthy, able)
-            inner_state = _restarted(
+            inner_state = _restart.restarted(
                 self.inner, given.params, given.inner_state, inner_sound
             )
             residual = _finite.or_zeros(healthy, given.residual)
@@ -678,35 +628,6 @@ def _refuse_unequal(checksum: jax.Array) -> None:
             "the parameters of replicas.replicate(params, mesh); after training, those "
             "of replicas.replicate(replicas.consensus(params), mesh)."
         )
-
-
-def _restarted(
-    inner: optax.GradientTransformation, anchor: Any, state: Any, keep: jax.Array
-) -> Any:
-    """Begins the inner optimizer's state again at the anchor, unless `keep` is true.
-
-    Integers and single numbers stay, such as counts of steps and hyperparameters.
-    """
-
-    def cosines(q):
-        # To draw Q takes longer to compile than a sync. (A state of Dion without
-        # matrices has a number in its place.)
-        return _power_iteration.cosines(q) if q.ndim > 1 else q
-
-    fresh = _dion.with_states(
-        inner.init(anchor),
-        lambda dion: dion._replace(dion_q=jax.tree.map(cosines, dion.dion_q)),
-    )
-
-    def choose(x, new):
-        if not _finite.is_float(x):
-            return x
-        new = jnp.asarray(new, x.dtype)
-        if jnp.ndim(x) == 0:
-            return jnp.where(jnp.isnan(x), new, x)
-        return jnp.where(keep, x, new)
-
-    return jax.tree.map(choose, state, fresh)
 
 
 def _after_local_step(

@@ -5,7 +5,13 @@ from typing import Any
 import jax
 import optax
 
-from curvadion_jax import _arguments, _defaults, _partition, synchronizers, triggers
+from curvadion_jax import (
+    _arguments,
+    _defaults,
+    _two_optimizers,
+    synchronizers,
+    triggers,
+)
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import dion
 from curvadion_jax._rows import Replicas
@@ -26,7 +32,7 @@ def curvadion(
     bits: int | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     other_optimizer: optax.GradientTransformation | None = None,
-    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
     synchronizer: synchronizers.Synchronizer | None = None,
     decision_interval: int | None = None,
     before: optax.GradientTransformation | None = None,

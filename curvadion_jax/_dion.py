@@ -19,9 +19,9 @@ from curvadion_jax import (
     _matrices,
     _orthonormalize,
     _other_optimizer,
-    _partition,
     _power_iteration,
     _trees,
+    _two_optimizers,
     _whole_matrices,
 )
 from curvadion_jax._layout import Layout
@@ -63,7 +63,7 @@ def scale_by_dion(
     momentum: jax.typing.ArrayLike = 0.95,
     mu_dtype: jax.typing.DTypeLike | None = None,
     *,
-    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
     error_feedback: bool = True,
     precision: jax.lax.PrecisionLike = "highest",
 ) -> optax.GradientTransformationExtraArgs:
@@ -136,7 +136,7 @@ def scale_by_dion(
         zeros = optax.tree.zeros_like(params, dtype=mu_dtype)
         if not jax.tree.leaves(params):  # as where Optax looks for what is like them
             return DionState(zeros, dion_q=jnp.zeros([]))
-        views = _partition.matrices_only(params, dimension_numbers)
+        views = _two_optimizers.matrices_only(params, dimension_numbers)
         return DionState(zeros, _initial_qs(params, views, rank, mu_dtype))
 
     def update_fn(
@@ -151,7 +151,7 @@ def scale_by_dion(
     ):
         del params, extra_args
         _trees.check_shapes(updates, state.momentum, "Gradient")
-        views = _partition.matrices_only(updates, dimension_numbers)
+        views = _two_optimizers.matrices_only(updates, dimension_numbers)
         decay = 1 if error_feedback else momentum
         if not views:
             return updates, state
@@ -240,7 +240,7 @@ def dion(
     *,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     other_optimizer: optax.GradientTransformation | None = None,
-    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
     error_feedback: bool = True,
     precision: jax.lax.PrecisionLike = "highest",
 ) -> optax.GradientTransformationExtraArgs:
@@ -307,4 +307,4 @@ def dion(
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return _partition.optimizer(matrices, other_optimizer, dimension_numbers)
+    return _two_optimizers.optimizer(matrices, other_optimizer, dimension_numbers)

@@ -44,7 +44,7 @@ def norms_finite(tree: Any) -> jax.Array:
 
     The square of 1e20 overflows float32, so a matrix that holds it has no norm.
     """
-    squares = lambda x: jnp.sum(jnp.square(jnp.abs(_trees.wide(x))))
+    squares = lambda x: jnp.sum(jnp.square(jnp.abs(_trees.at_least_float32(x))))
     floats = [x for x in jax.tree.leaves(tree) if is_float(x)]
     return all_finite([squares(x) for x in _trees.together(floats)])
 

@@ -9,7 +9,7 @@ from curvadion_jax import (
     _arguments,
     _defaults,
     _other_optimizer,
-    _partition,
+    _two_optimizers,
     synchronizers,
     triggers,
 )
@@ -29,7 +29,7 @@ def local_muon(
     *,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     other_optimizer: optax.GradientTransformation | None = None,
-    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
     trigger: triggers.Trigger | None = None,
     synchronizer: synchronizers.Synchronizer | None = None,
     before: optax.GradientTransformation | None = None,
@@ -146,7 +146,7 @@ def local_muon(
         )
 
     return adaptive_sync(
-        _partition.optimizer(matrices, other_optimizer, dimension_numbers),
+        _two_optimizers.optimizer(matrices, other_optimizer, dimension_numbers),
         trigger,
         _defaults.sync(bits, synchronizer, mesh),
         mesh,

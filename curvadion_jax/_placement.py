@@ -13,18 +13,20 @@ from jax.sharding import PartitionSpec as P
 from curvadion_jax import _memory, _rows
 from curvadion_jax._layout import Layout
 from curvadion_jax._rows import AXIS, Replicas
+from curvadion_jax._sync_state import AdaptiveSyncState, Common
 from curvadion_jax.synchronizers import AfterStep, Synchronizer
 
 
 def placed(
-    state: Any,
+    state: AdaptiveSyncState,
+    *,
     inner: optax.GradientTransformation,
     before: optax.GradientTransformation,
     synchronizer: Synchronizer,
     params: Any,
     mesh: Replicas,
     layout: Layout,
-) -> Any:
+) -> AdaptiveSyncState:
     """The state of `adaptive_sync`, with all that is like parameters as these lie.
 
     On every step, or arrays would lie otherwise after the first one, and the second
@@ -57,9 +59,8 @@ def placed(
         residual=residual,
         weight=jax.tree.map(row, state.rows.weight),
     )
-    return state._replace(
-        common=type(state.common)(anchor, sync_state, scalars(trigger_state)), rows=rows
-    )
+    common_state = Common(anchor, sync_state, scalars(trigger_state))
+    return AdaptiveSyncState(common_state, rows, state.counters)
 
 
 def _like_params(

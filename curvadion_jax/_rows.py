@@ -114,28 +114,34 @@ def check_rows(tree: Any, mesh: Replicas, what: str) -> None:
             )
 
 
+def look_like_rows(tree: Any, mesh: Replicas) -> bool:
+    """Whether all arrays of a tree could be rows, by their first axes."""
+    replicas = count(mesh)
+    # An object that is no tree is a leaf without a shape.
+    shapes = [getattr(x, "shape", ()) for x in jax.tree.leaves(tree)]
+    return replicas > 1 and bool(shapes) and all(x[:1] == (replicas,) for x in shapes)
+
+
 def check_common(arguments: dict[str, Any], mesh: Replicas) -> None:
     """Rejects rows where every replica is given the whole array.
 
     It warns where arrays look like rows and nobody knows, as under jit.
     """
-    replicas = count(mesh)
     for name, argument in arguments.items():
-        leaves = jax.tree.leaves(argument)
-        if any(has_rows(x) for x in leaves):
+        if any(has_rows(x) for x in jax.tree.leaves(argument)):
             raise ValueError(
                 f"Argument {name!r} has a row for each replica, and every replica is "
                 "given all rows. Pass rows to replicas.map by position, name them to "
                 "replicas.lift with rows=[...], and give an optimizer what is the same "
                 "for all replicas, such as the mean of a loss."
             )
-        look_like_rows = all(jnp.shape(x)[:1] == (replicas,) for x in leaves)
-        if replicas > 1 and leaves and look_like_rows:
+        if look_like_rows(argument, mesh):
+            shape = jnp.shape(jax.tree.leaves(argument)[0])
             warnings.warn(
-                f"Argument {name!r} has shape {jnp.shape(leaves[0])}, and every "
-                f"replica is given all of it. If it is a row for each of {replicas} "
-                "replicas, pass it to replicas.map by position, or name it to "
-                "replicas.lift with rows=[...].",
+                f"Argument {name!r} has shape {shape}, and every replica is given all "
+                f"of it. If it is a row for each of {count(mesh)} replicas, pass it to "
+                "replicas.map by position, or name it to replicas.lift with "
+                "rows=[...].",
                 stacklevel=3,
             )
 

@@ -159,7 +159,7 @@ def devices(x: jax.Array) -> int:
     return math.prod(size for size, kind in axes if kind != AxisType.Manual)
 
 
-def like(tree: Any, other: Any) -> Any:
+def cast_like(tree: Any, other: Any) -> Any:
     """Casts a tree to the dtypes of another, if their structures agree."""
     if jax.tree.structure(tree) != jax.tree.structure(other):
         return tree
@@ -180,12 +180,12 @@ def promoted(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
         return jnp.dtype(functools.reduce(jnp.promote_types, dtypes))
 
 
-def wide(x: jax.Array) -> jax.Array:
+def at_least_float32(x: jax.Array) -> jax.Array:
     """Casts an array to at least float32."""
     return x.astype(compute_dtype(x.dtype))
 
 
-def plus(x: jax.Array, y: jax.Array) -> jax.Array:
+def add_cast(x: jax.Array, y: jax.Array) -> jax.Array:
     """x + y in the dtype that holds both, cast to that of x."""
     dtype = promoted(x.dtype, y.dtype)
     return (x.astype(dtype) + y.astype(dtype)).astype(x.dtype)

@@ -20,7 +20,12 @@ from curvadion_jax import _arguments, _within_replica
 from curvadion_jax._buckets import count_blocks, make_buckets
 from curvadion_jax._group import Group, Part
 from curvadion_jax._layout import Layout
-from curvadion_jax._trees import compute_dtype, like, plus, wide
+from curvadion_jax._trees import (
+    add_cast,
+    at_least_float32,
+    cast_like,
+    compute_dtype,
+)
 
 __all__ = ["Averaged", "Codec", "Compressor", "Payload", "exact", "quantize"]
 
@@ -121,14 +126,14 @@ class Compressor(NamedTuple):
         """
 
         def send():
-            whole = jax.tree.map(plus, contribution(), owed)
+            whole = jax.tree.map(add_cast, contribution(), owed)
             mean, unsent = self.average_by_device(whole, part.group)
-            return like(mean, whole), like(unsent, whole)
+            return cast_like(mean, whole), cast_like(unsent, whole)
 
         def keep():
             shapes = jax.eval_shape(contribution)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            return zeros, like(owed, zeros)
+            return zeros, cast_like(owed, zeros)
 
         return jax.lax.cond(part.someone, send, keep)
 
@@ -148,7 +153,7 @@ def exact() -> Compressor:
     """Sends everything, in at least float32."""
 
     def average(tree, group):
-        tree = jax.tree.map(wide, tree)
+        tree = jax.tree.map(at_least_float32, tree)
         return Averaged(group.mean(tree), jax.tree.map(jnp.zeros_like, tree))
 
     def payload(tree):
@@ -156,7 +161,9 @@ def exact() -> Compressor:
         sizes = (x.size * compute_dtype(x.dtype).itemsize for x in leaves)
         return Payload(averaged=sum(sizes))
 
-    codec = Codec(lambda tree: jax.tree.map(wide, tree), lambda message, like: message)
+    codec = Codec(
+        lambda tree: jax.tree.map(at_least_float32, tree), lambda message, like: message
+    )
     return Compressor(average, payload, codec)
 
 
@@ -209,7 +216,7 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
         )
 
     def average(tree, group):
-        tree = jax.tree.map(wide, tree)
+        tree = jax.tree.map(at_least_float32, tree)
         leaves, structure = jax.tree.flatten(tree)
         if group.size == 1 or not leaves:
             return Averaged(tree, jax.tree.map(jnp.zeros_like, tree))
@@ -289,7 +296,7 @@ def _send_twice(encoded, group, encode, decode):
 
 def _encode(tree: Any, bits: int, block: int) -> jax.Array:
     """The encoded blocks of all arrays, uint8[blocks, bytes]."""
-    buckets = make_buckets([wide(x) for x in jax.tree.leaves(tree)], block)
+    buckets = make_buckets([at_least_float32(x) for x in jax.tree.leaves(tree)], block)
     encode = functools.partial(_encode_blocks, bits=bits)
     nothing = jnp.zeros((0, _encoded_bytes(block, bits)), jnp.uint8)
     return jnp.concatenate([nothing, *(bucket.encode(encode) for bucket in buckets)])

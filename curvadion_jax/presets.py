@@ -21,8 +21,8 @@ from curvadion_jax import (
     _dion,
     _momentum,
     _other_optimizer,
-    _partition,
     _trees,
+    _two_optimizers,
     synchronizers,
     triggers,
 )
@@ -103,7 +103,7 @@ def synchronous_muon(
     *,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     weight_decay: optax.ScalarOrSchedule = 0.0,
-    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
     specs: Any = None,
@@ -158,7 +158,7 @@ def synchronous_muon(
 def synchronous_dion(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
     specs: Any = None,
@@ -325,7 +325,7 @@ def muloco(
     *,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     weight_decay: float = 0.0,
-    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
     specs: Any = None,
@@ -393,7 +393,7 @@ def _muon(
     learning_rate, momentum, adam_learning_rate, weight_decay, dimension_numbers
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.contrib.muon`, with its defaults."""
-    return _partition.optimizer(
+    return _two_optimizers.optimizer(
         lambda numbers: muon(
             learning_rate, numbers, beta=momentum, weight_decay=weight_decay
         ),
@@ -409,7 +409,7 @@ def paper(
     threshold: optax.ScalarOrSchedule = 0.3,
     local_learning_rate: optax.ScalarOrSchedule | None = None,
     *,
-    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
     specs: Any = None,
@@ -501,7 +501,7 @@ def authors_code(
     threshold: optax.ScalarOrSchedule = 0.3,
     *,
     other_optimizer: optax.GradientTransformation | None = None,
-    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
     specs: Any = None,
@@ -550,7 +550,7 @@ def authors_code(
 
     def look(seen, remembered):
         momenta, gradients = (
-            [_trees.wide(x) for x in jax.tree.leaves(tree)]
+            [_trees.at_least_float32(x) for x in jax.tree.leaves(tree)]
             for tree in (_all_momenta(seen.inner_state), seen.gradients)
         )
         if not momenta:

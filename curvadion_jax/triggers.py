@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _momentum, _partition, _trees
+from curvadion_jax import _arguments, _momentum, _trees, _two_optimizers
 
 # Not infinity, which `jax_debug_infs` would stop at.
 _LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -372,7 +372,7 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
 
 def relative_momentum_change(
     threshold: optax.ScalarOrSchedule,
-    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
 ) -> Trigger:
     r"""Synchronises when the norm of any layer's momentum changes fast.
 
@@ -414,7 +414,7 @@ def relative_momentum_change(
 
     def norms(params, state) -> tuple[jax.Array, list[int]]:
         """The norms of all layers, and for each the index of its parameter."""
-        views = _partition.matrix_views(params, dimension_numbers)
+        views = _two_optimizers.matrix_views(params, dimension_numbers)
         order = {name: index for index, name in enumerate(views)}
         found, layers = [jnp.zeros(0, jnp.float32)], []
         for name, momentum in _momentum.momentum_by_name(state, views).items():
@@ -447,7 +447,9 @@ def _norms(momentum: jax.Array, view: Any) -> jax.Array:
     axes = None
     if view is not None and view.shape == momentum.shape:
         axes = view.fan_in_axes + view.fan_out_axes
-    return jnp.sqrt(jnp.sum(jnp.square(_trees.wide(momentum)), axes)).reshape(-1)
+    return jnp.sqrt(
+        jnp.sum(jnp.square(_trees.at_least_float32(momentum)), axes)
+    ).reshape(-1)
 
 
 def _relative_change(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -96,7 +96,7 @@ MUTANTS = {
     # What replicas owe.
     "what is owed is not sent": Mutant(
         "compressors.py",
-        "jax.tree.map(plus, contribution(), owed)",
+        "jax.tree.map(add_cast, contribution(), owed)",
         "contribution()",
         WHO,
         "owes",
@@ -138,13 +138,17 @@ MUTANTS = {
         CORE, "updates=_finite.finite_elements(updates)", "updates=updates", FAULTS
     ),
     "a spoilt state does not begin again": Mutant(
-        CORE, "return jnp.where(keep, x, new)", "return x", FAULTS
+        "_restart.py", "return jnp.where(keep, x, new)", "return x", FAULTS
     ),
     "a spoilt number does not begin again": Mutant(
-        CORE, "return jnp.where(jnp.isnan(x), new, x)", "return x", FAULTS, "single"
+        "_restart.py",
+        "return jnp.where(jnp.isnan(x), new, x)",
+        "return x",
+        FAULTS,
+        "single",
     ),
     "every state begins again": Mutant(
-        CORE, "return jnp.where(keep, x, new)", "return new", FAULTS, "begins"
+        "_restart.py", "return jnp.where(keep, x, new)", "return new", FAULTS, "begins"
     ),
     "a spoilt state is averaged": Mutant(
         CORE,
@@ -158,8 +162,8 @@ MUTANTS = {
     ),
     "the outer state may be anything": Mutant(
         SYNC,
-        "_finite.repaired(_trees.like(outer_state, state), state)",
-        "_trees.like(outer_state, state)",
+        "_finite.repaired(_trees.cast_like(outer_state, state), state)",
+        "_trees.cast_like(outer_state, state)",
         FAULTS,
         "overflows",
     ),
@@ -197,7 +201,17 @@ MUTANTS = {
         "metrics.py", "seen.checksum != counters.checksum", "False", CHECKSUMS
     ),
     "copies are not refused": Mutant(
-        CORE, "        if is_copy:", "        if False:", STARTS
+        "_copies.py", "if is_copy and old is not new", "if False", STARTS
+    ),
+    "where a run began is refused": Mutant(
+        "_copies.py", "is_copy and old is not new", "is_copy", STARTS
+    ),
+    "a drift of two rounds counts twice": Mutant(
+        CORE,
+        "weight_since = jnp.where(fire, 0, total)",
+        "weight_since = jnp.where(fire & ~outcome.absent, 0, total)",
+        WHO,
+        "length",
     ),
     "unequal rows are not refused": Mutant(
         CORE, "            _refuse_unequal(state.counters.checksum)\n", "", STARTS

@@ -12,8 +12,8 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from curvadion_jax import _rows, _trees
-from curvadion_jax._adaptive_sync import AdaptiveSyncState
 from curvadion_jax._rows import AXIS, Replicas
+from curvadion_jax._sync_state import AdaptiveSyncState
 
 
 def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
@@ -69,7 +69,10 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
         except Exception as error:
             _explain_captured(error, function)
             raise
-        _refuse_captured(program.consts, mesh)
+        _refuse_captured(program.consts)
+        for captured in _cells(function):  # on one device, rows look like all else
+            if _rows.look_like_rows(captured, mesh):
+                _warn_of_captured(captured)
         _refuse_collectives(program.jaxpr)
         results = jaxpr_as_fun(program)(*jax.tree.leaves((rows, common)))
         return jax.tree.unflatten(jax.tree.structure(shapes), results), ()
@@ -174,14 +177,18 @@ def lift(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _explain_captured(error: Exception, function: Callable[..., Any]) -> None:
-    """Adds a note to an error of a model that was given all rows by a closure."""
+def _cells(function: Callable[..., Any]) -> list[Any]:
+    """What a function closes over; nothing where a cell is empty yet."""
     cells = getattr(inspect.unwrap(function), "__closure__", None) or ()
     try:
-        captured = jax.tree.leaves([cell.cell_contents for cell in cells])
-    except ValueError:  # a cell that is empty yet
-        return
-    if any(isinstance(x, Tracer) for x in captured):
+        return [cell.cell_contents for cell in cells]
+    except ValueError:
+        return []
+
+
+def _explain_captured(error: Exception, function: Callable[..., Any]) -> None:
+    """Adds a note to an error of a model that was given all rows by a closure."""
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(_cells(function))):
         error.add_note(
             "The function given to replicas.map is a closure over traced values, which "
             "have all rows, [R, ...]. Pass them as arguments: "
@@ -207,7 +214,7 @@ def _refuse_lost(before: Sequence[Any], after: Sequence[Any], results: Any) -> N
         )
 
 
-def _refuse_captured(constants: Any, mesh: Replicas) -> None:
+def _refuse_captured(constants: Any) -> None:
     captured = [
         jax.typeof(x).str_short()
         for x in constants
@@ -220,16 +227,15 @@ def _refuse_captured(constants: Any, mesh: Replicas) -> None:
             "of them. Pass rows as arguments, map(f, mesh)(params, batch), and what is "
             "common by keyword, map(f, mesh)(params, batch, step=step)."
         )
-    replicas = _rows.count(mesh)
-    for x in constants:
-        # On one device, rows look like all other arrays.
-        if replicas > 1 and jnp.shape(x)[:1] == (replicas,):
-            warnings.warn(
-                f"The function given to replicas.map uses an array of shape {x.shape} "
-                "that is not its argument, and each replica takes all of it. If it is "
-                f"a row for each of {replicas} replicas, pass it as an argument.",
-                stacklevel=2,
-            )
+
+
+def _warn_of_captured(tree: Any) -> None:
+    warnings.warn(
+        "The function given to replicas.map closes over an array of shape "
+        f"{jnp.shape(jax.tree.leaves(tree)[0])}, and each replica takes all of it. If "
+        "it is a row for each replica, pass it as an argument.",
+        stacklevel=2,
+    )
 
 
 def _refuse_collectives(jaxpr: Any) -> None:

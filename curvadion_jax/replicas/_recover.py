@@ -9,9 +9,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _memory, _rows, _trees
-from curvadion_jax._adaptive_sync import AdaptiveSyncState
 from curvadion_jax._dion import DionState
 from curvadion_jax._rows import AXIS, Replicas
+from curvadion_jax._sync_state import AdaptiveSyncState
 
 
 def repair(rows: Any, anchor: Any = None) -> Any:
@@ -51,7 +51,7 @@ def _repaired(rows: Any, anchor: Any) -> Any:
     sound = jnp.all(jnp.stack([is_finite(x) for x in floats]), axis=0)
     if anchor is None:
         anchor = jax.tree.map(lambda x: x[jnp.argmax(sound)], rows)
-    anchor = _trees.like(anchor, rows)
+    anchor = _trees.cast_like(anchor, rows)
 
     def mended(x, of_anchor):
         if _trees.is_key(x):  # A replica draws its own numbers, and keeps its key.
@@ -208,7 +208,7 @@ def _resized(x: jax.Array, replicas: int, kind: str) -> jax.Array:
     first = np.arange(replicas) * old // replicas
     if kind == "copy" or replicas > old:
         return x[first]
-    groups = _trees.wide(x).reshape(replicas, old // replicas, *x.shape[1:])
+    groups = _trees.at_least_float32(x).reshape(replicas, old // replicas, *x.shape[1:])
     # From the first of each group, so that equal replicas give their own value.
     base = groups[:, 0]
     mean = base + jnp.mean(groups - groups[:, :1], axis=1)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _dion, _partition, _trees, compressors
+from curvadion_jax import _dion, _trees, _two_optimizers, compressors
 from curvadion_jax._group import Part
 from curvadion_jax._layout import Layout
 from curvadion_jax._matrices import MatrixView
@@ -14,7 +14,7 @@ from curvadion_jax.synchronizers._types import WithinStep
 
 
 def average_factors(
-    dimension_numbers: _partition.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
 ) -> WithinStep:
     """Averages Dion's factors P and R at a sync, within the step.
 
@@ -39,7 +39,9 @@ def average_factors(
     """
 
     def ranks_of(tree, inner_state):
-        return _ranks(inner_state, _partition.matrix_views(tree, dimension_numbers))
+        return _ranks(
+            inner_state, _two_optimizers.matrix_views(tree, dimension_numbers)
+        )
 
     def sync(take, gradients, before, qs, residual, part: Part):
         ranks = ranks_of(gradients, before)

@@ -38,7 +38,7 @@ def average_gradients(
         else:
             own = lambda: part.weighted(gradients)
             mean, residual = compressor.mean(own, residual, part)
-            mean = _trees.like(mean, gradients)
+            mean = _trees.cast_like(mean, gradients)
         return *take(mean, inner_state), state, residual
 
     def payload(params, inner_state, layout):

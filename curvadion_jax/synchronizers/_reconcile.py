@@ -72,22 +72,22 @@ def reconcile(
         layout = part.group.layout
         more = {"layout": layout} if layout.axes else {}
         step, outer_state = outer.update(pseudo_gradient, state, anchor, **more)
-        new = jax.tree.map(_trees.plus, anchor, step)
+        new = jax.tree.map(_trees.add_cast, anchor, step)
         is_new = jax.tree.map(lambda x: jnp.isfinite(x) & part.someone, new)
         next_anchor = jax.tree.map(jnp.where, is_new, new, anchor)
-        outer_state = _finite.repaired(_trees.like(outer_state, state), state)
+        outer_state = _finite.repaired(_trees.cast_like(outer_state, state), state)
         state = jax.tree.map(
             lambda x, old: jnp.where(part.someone, x, old), outer_state, state
         )
         if compressor is not None:
             unsent = jax.tree.map(jnp.where, is_new, unsent, owed)
-            residual = _trees.like(unsent, residual)
+            residual = _trees.cast_like(unsent, residual)
 
         # 3. All go to the new anchor; an absent replica keeps its drift on top. Where
         # the new anchor is not finite, so is the target, which is counted.
         keeps = ~part.present & part.healthy
         kept = _finite.or_zeros(keeps, _drift(moved, anchor))
-        target = jax.tree.map(_trees.plus, new, kept)
+        target = jax.tree.map(_trees.add_cast, new, kept)
         target = jax.tree.map(lambda x, y: jnp.where(part.someone, x, y), target, moved)
         return target, next_anchor, state, residual
 
@@ -100,5 +100,5 @@ def reconcile(
 
 def _drift(moved, anchor):
     """How far a replica is from the anchor, in at least float32."""
-    wide = _trees.wide
+    wide = _trees.at_least_float32
     return jax.tree.map(lambda x, a: wide(x) - wide(a), moved, anchor)

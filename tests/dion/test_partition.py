@@ -11,7 +11,7 @@ import pytest
 from flax.core import freeze
 
 import curvadion_jax as cd
-from curvadion_jax import _partition
+from curvadion_jax import _two_optimizers
 
 DENSE, QUERY, OUT = (0, 1), (0, (1, 2)), ((0, 1), 2)
 STACK = (1, 2)
@@ -153,7 +153,7 @@ def test_a_bias_tells_the_axes(kernel, bias, expected, weight, of_bias):
 def test_pairs_of_a_matrix_and_a_bias():
     """As in JAX's own tutorials."""
     params = [(jnp.ones((8, 4)), jnp.ones(4)), (jnp.ones((4, 3)), jnp.ones(3))]
-    views = _partition.matrix_views(params)
+    views = _two_optimizers.matrix_views(params)
     assert [view and view.fan_in for view in views.values()] == [8, None, 4, None]
 
 
@@ -268,7 +268,7 @@ def test_what_nothing_tells_is_named_once(build):
     # The line that it prints is silent.
     (line,) = re.findall(r"dimension_numbers=(.*?), with", message)
     numbers = eval(line, {"curvadion_jax": cd})
-    assert _partition.matrix_views(params, numbers)["mix/cube"] is None
+    assert _two_optimizers.matrix_views(params, numbers)["mix/cube"] is None
     build(0.1, dimension_numbers=numbers).init(params)
 
 
@@ -294,7 +294,7 @@ class Attention(NamedTuple):
 
 def test_a_field_called_value_is_a_name_like_others():
     tree = arrays({"attention": Attention((8, 2, 4), (8, 2, 4), (8,))})
-    views = _partition.matrix_views(tree)
+    views = _two_optimizers.matrix_views(tree)
     assert list(views) == [f"attention/{name}" for name in Attention._fields]
     value: Any = views["attention/value"]
     assert (value.fan_in, value.fan_out) == (8, 8)
@@ -315,7 +315,7 @@ def test_a_field_called_value_is_a_name_like_others():
 def test_given_dimension_numbers(given):
     params = freeze({"a": {"x": jnp.ones((2, 3))}, "b": [jnp.ones(4), jnp.ones(5)]})
     given = given if callable(given) else freeze(given)
-    views = _partition.matrix_views(params, given)
+    views = _two_optimizers.matrix_views(params, given)
     assert [name for name, view in views.items() if view is not None] == ["a/x"]
     tx = cd.dion(0.1, dimension_numbers=given)
     updates, _ = jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), params)
@@ -324,9 +324,11 @@ def test_given_dimension_numbers(given):
 
 def test_one_entry_for_the_whole_tree():
     params = arrays({"a": (2, 3), "b": (5, 4)})
-    views: dict[str, Any] = _partition.matrix_views(params, cd.DimensionNumbers(1, 0))
+    views: dict[str, Any] = _two_optimizers.matrix_views(
+        params, cd.DimensionNumbers(1, 0)
+    )
     assert [view.fan_out for view in views.values()] == [2, 5]
-    nothing = _partition.matrix_views(params, lambda params: None)
+    nothing = _two_optimizers.matrix_views(params, lambda params: None)
     assert nothing == {"a": None, "b": None}
 
 
@@ -345,7 +347,7 @@ def test_dimension_numbers_as_an_equinox_tree():
     params = eqx.filter(net, eqx.is_inexact_array)
     numbers = cd.default_dimension_numbers(params)
     numbers = eqx.tree_at(lambda n: n.last.weight, numbers, None)
-    views = _partition.matrix_views(params, numbers)
+    views = _two_optimizers.matrix_views(params, numbers)
     assert [name for name, view in views.items() if view] == ["first/weight"]
 
 

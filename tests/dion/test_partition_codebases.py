@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import pytest
 
 import curvadion_jax as cd
-from curvadion_jax import _partition, dimension_numbers
+from curvadion_jax import _two_optimizers, dimension_numbers
 
 TREES = sorted((Path(__file__).parents[1] / "support/parameter_trees").glob("*.json"))
 # Matrices that nothing tells: they are named in a warning, and AdamW trains them.
@@ -97,7 +97,7 @@ def test_no_parameter_is_mistaken(path):
     params, right = read(path)
     findings = dimension_numbers.explain(params)
     assert {found.path for found in findings} == set(right)
-    views = _partition.matrix_views(params)
+    views = _two_optimizers.matrix_views(params)
     for name, shape, _, why, unknown in findings:
         axes = right[name][1] if len(right[name]) > 1 else []
         either = "either" in right[name]
@@ -160,7 +160,7 @@ RULES = {"default": None, "equinox": dimension_numbers.equinox}
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_equinox_weights_are_fan_out_by_fan_in(rule):
-    views = _partition.matrix_views(equinox_params(), rule)
+    views = _two_optimizers.matrix_views(equinox_params(), rule)
     sides = {k: (v.batch, v.fan_in, v.fan_out) for k, v in views.items() if v}
     assert sides == {
         "wide/weight": ((), 8, 24),
@@ -177,11 +177,11 @@ def test_equinox_without_biases():
     keys = jax.random.split(jax.random.key(0), 3)
     params = {"one": linear(keys[0]), "stack": eqx.filter_vmap(linear)(keys)}
     params = eqx.filter(params, eqx.is_inexact_array)
-    views = _partition.matrix_views(params)
+    views = _two_optimizers.matrix_views(params)
     assert views["one/weight"] is not None
     assert views["one/weight"].fan_out == 24
     assert views["stack/weight"] is None
-    views = _partition.matrix_views(params, dimension_numbers.equinox)
+    views = _two_optimizers.matrix_views(params, dimension_numbers.equinox)
     assert views["stack/weight"] is not None
     assert views["stack/weight"].fan_out_axes == (1,)
 
@@ -212,7 +212,7 @@ def test_an_array_in_an_object_is_named_as_the_object():
     of = lambda *shape: WithoutKeys(jnp.ones(shape))
     params = {"norm": {"weight": of(4, 8), "bias": of(4, 8)}}
     params |= {"up": {"weight": of(4, 16, 8), "bias": of(4, 16)}}
-    views = _partition.matrix_views(params)
+    views = _two_optimizers.matrix_views(params)
     (view,) = [view for view in views.values() if view]
     assert (view.batch, view.fan_in, view.fan_out) == ((4,), 8, 16)
 
@@ -236,7 +236,7 @@ def test_haliax_says_its_axes():
     }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        views = _partition.matrix_views(params, dimension_numbers.haliax)
+        views = _two_optimizers.matrix_views(params, dimension_numbers.haliax)
     sides = {k: (v.fan_in_axes, v.fan_out_axes) for k, v in views.items() if v}
     assert sides == {
         "stack/weight/array": ((1,), (2,)),
@@ -247,5 +247,5 @@ def test_haliax_says_its_axes():
 
 def test_the_default_rule_may_be_named():
     params = {"kernel": jnp.ones((8, 4))}
-    views = _partition.matrix_views(params, cd.default_dimension_numbers)
-    assert views == _partition.matrix_views(params)
+    views = _two_optimizers.matrix_views(params, cd.default_dimension_numbers)
+    assert views == _two_optimizers.matrix_views(params)

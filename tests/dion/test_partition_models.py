@@ -8,7 +8,7 @@ from flax import linen as nn
 from flax import nnx
 
 import curvadion_jax as cd
-from curvadion_jax import _partition
+from curvadion_jax import _two_optimizers
 
 WIDTH, HEADS, VOCABULARY, LAYERS = 8, 2, 11, 3
 QUERY, OUT, DENSE = ((-3,), (-2, -1)), ((-3, -2), (-1,)), ((-2,), (-1,))
@@ -76,7 +76,7 @@ def chosen(params):
     from_last = lambda view, axes: tuple(axis - len(view.shape) for axis in axes)
     return {
         name: (from_last(view, view.fan_in_axes), from_last(view, view.fan_out_axes))
-        for name, view in _partition.matrix_views(params).items()
+        for name, view in _two_optimizers.matrix_views(params).items()
         if view is not None
     }
 

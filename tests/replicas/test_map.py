@@ -129,6 +129,9 @@ def test_what_looks_like_rows_by_keyword_is_warned_of(mesh):
 
 
 def test_what_looks_like_captured_rows_on_one_device_is_warned_of():
+    """A tree with other arrays in it, such as of constants, is common."""
+    constants = {"slopes": jnp.ones(2), "scale": jnp.ones(3)}
+    replicas.map(lambda w: w * constants["scale"][0], SMALL)(jnp.ones(2))
     batch = jnp.arange(4.0).reshape(2, 2)
     use = replicas.map(lambda w: jnp.sum(w * batch), SMALL)
     with pytest.warns(UserWarning, match=r"shape \(2, 2\).*pass it as an argument"):
