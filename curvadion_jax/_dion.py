@@ -211,7 +211,7 @@ def _bases(
     """
     made_of = {name: (view.shape, view.p_axes) for name, view in views.items()}
     found = _whole_matrices.by_matrix(
-        lambda stacks: _joined.by_shape(_orthonormalize.cholesky_qr, stacks),
+        lambda stacks: _joined.by_shape(_orthonormalize.orthonormal, stacks),
         products,
         {name: _matrices.make_view(x.shape, -2, -1) for name, x in products.items()},
         layout.of_factors(products, made_of),

@@ -2,6 +2,7 @@
 
 Cholesky QR, column-scaled, shifted and repeated: matrix products and small (r, r)
 factorisations, so it runs in float32 on accelerators, shards along rows and batches.
+On a CPU Householder QR of LAPACK makes the bases of matrices that are nearly square.
 
 The basis follows the order of the columns, with the signs of a QR whose triangle has a
 positive diagonal: similar matrices on replicas get similar bases. Directions that are
@@ -25,6 +26,20 @@ _INDEPENDENT = 0.3
 # After three passes an independent column keeps nearly all of its squared length beside
 # those before it; a copy keeps less than this.
 _COPY = 1e-3
+
+
+@functools.partial(jnp.vectorize, signature="(m,r)->(m,r)")
+def orthonormal(a: jax.Array) -> jax.Array:
+    """Orthonormal basis of the columns.
+
+    Takes [..., rows, cols] with rows >= cols, float32 or float64.
+    """
+    # Of a square matrix Householder QR needs half as many operations as one pass of
+    # Cholesky QR, and momenta at full rank take three or four. LAPACK does them at a
+    # third of the speed of a product, so that tall matrices gain nothing.
+    if a.shape[0] < 2 * a.shape[1]:
+        return lax.platform_dependent(a, cpu=_householder_qr, default=cholesky_qr)
+    return cholesky_qr(a)
 
 
 @functools.partial(jnp.vectorize, signature="(m,r)->(m,r)")
@@ -117,3 +132,13 @@ def _factorised(gram: jax.Array) -> jax.Array:
 # other parts of the program, and waits for it: two such calls at a time, or several
 # devices, can deadlock. Also under the caller's own vmap, as over replicas.
 _factorised_alone = jax.custom_batching.sequential_vmap(_factorised)
+
+
+@jax.custom_batching.sequential_vmap
+def _householder_qr(a: jax.Array) -> jax.Array:
+    """The same basis; where columns are dependent it has an invented column, not 0."""
+    basis, triangle = jnp.linalg.qr(_unit_columns(a))
+    diagonal = jnp.diagonal(triangle)
+    # NaN in the last column of a square matrix is seen here alone.
+    signs = jnp.where(diagonal == 0, 1, jnp.sign(diagonal))
+    return basis * signs[None, :]

@@ -20,7 +20,8 @@ makes the tables and the picture. README.md has the commands for a borrowed mach
 3. *middle*: `curvadion(threshold=0.3)` and DiLoCo at 8,192 tokens, as in (a).
 4. *25m*: 25 million parameters at the largest batch that costs Muon at most 1% in (a),
    with as many tokens as there is text for.
-5. *dion*: step and compile times of Dion, `run.py`.
+5. *dion*: step and compile times of Muon, and of Dion before and after its products
+   were one for each shape, `run.py`. ``--only dion`` does this alone, in some minutes.
 
 (It is not called queue.py: scripts beside it would import that in place of the standard
 library's.)
@@ -54,6 +55,7 @@ from rows import BEST_MUON, DILOCO, LOCAL_MUON, THRESHOLD  # noqa: E402
 from simulate import Run, Size, simulate  # noqa: E402
 
 RESULTS = Path(__file__).with_name("map")
+DIONS = ("Muon", *(f"`dion`, rank {x}" for x in ("1/4", "1/2", "1")), "`curvadion`")
 KEPT = 75  # exit status of a run that was stopped and can go on
 _TRIES = 2
 _GRACE = 20.0  # seconds in which runs are kept at the limit
@@ -188,8 +190,12 @@ def jobs(rows: Sequence[Row], scale: Scale) -> list[Job]:
         for method in both
     ]
     model = "160m" if scale.small == FULL.small else "tiny"
-    run = ("--models", model, "--only", "`dion`, rank 1/4", "--seconds", "3")
-    return [*found, Job("dion", None, None, 1.0, run)]
+    of_dion = (
+        ("--models", model, "--only", *DIONS),
+        ("--models", f"{model} apart", "--only", *DIONS[:2]),
+    )
+    more = ("--seconds", "1", "--before")
+    return [*found, *(Job("dion", None, None, 1.0, (*x, *more)) for x in of_dion)]
 
 
 def _of_map(
@@ -303,7 +309,7 @@ class Queue:
         busy = [job for job, *_ in self._running.values()]
         measured = any(job.group == "throughput" for job in busy)
         for job in waiting(self.rows(), self._scale):
-            if job in busy:
+            if job in busy or not job.group.startswith(self._options.only):
                 continue
             # What follows the throughput depends on it.
             if measured or taken + job.share > 1 or len(busy) >= self._options.workers:
@@ -334,7 +340,8 @@ class Queue:
         self._running[process] = job, time.monotonic(), folder
 
     def _collect(self) -> None:
-        for process in [x for x in self._running if x.poll() is not None]:
+        ended = [x for x in self._running if x.poll() is not None]
+        for process in ended:
             job, began, folder = self._running.pop(process)
             if process.returncode in (KEPT, -signal.SIGTERM):
                 continue
@@ -349,12 +356,11 @@ class Queue:
                 named = [line for line in lines if "Error" in line.split(":")[0]]
                 row["error"] = [*lines, *named][-1][:300]
             study.append(self._file, row)
-            if "OUT" in os.environ:
-                shutil.copy(self._file, os.environ["OUT"])
-                if (steps := self._options.results / "steps.jsonl").exists():
-                    shutil.copy(steps, os.environ["OUT"])
             words = row.get("error", row.get("loss", "done"))
             print(job.group, job.key.get("run", job.command), words, flush=True)
+        if ended and "OUT" in os.environ:
+            for file in self._options.results.glob("*.jsonl"):
+                shutil.copy(file, os.environ["OUT"])
 
 
 def _environment(results: Path) -> dict[str, str]:
@@ -404,6 +410,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--workers", type=int, default=6, help="processes at once")
     parser.add_argument("--list", action="store_true", help="the jobs, in their order")
+    parser.add_argument("--only", default="", help="the group, or how its name begins")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -415,8 +422,9 @@ def main() -> None:
     scale = TINY if options.tiny else FULL
     if options.study:
         scale, options.text = STUDY, options.text or corpus.TEXT
-    text = data.load(str(options.text)) if options.text else corpus.large()
-    scale = dataclasses.replace(scale, text=int(text.training[0].size))
+    if options.only != "dion":  # it needs no text
+        text = data.load(str(options.text)) if options.text else corpus.large()
+        scale = dataclasses.replace(scale, text=int(text.training[0].size))
     queue = Queue(options, scale)
     if options.list:
         for job in waiting(queue.rows(), scale):

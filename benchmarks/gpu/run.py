@@ -3,6 +3,7 @@
     python benchmarks/gpu/run.py                     # until all is measured
     python benchmarks/gpu/run.py --limit 480         # at most eight minutes; goes on
     python benchmarks/gpu/run.py --table             # what there is so far
+    python benchmarks/gpu/run.py --before            # with older code beside today's
 
 Every measurement is a process of its own, since a device's peak of memory is that of a
 process, and goes to `results.jsonl` at once; what is there is not run again. One that
@@ -21,12 +22,15 @@ of it), with donated state:
 * *peak*: arguments and temporary arrays of the larger program, as compiled, over the
   bytes of the parameters.
 
-On a CPU the times are a clock's and say little.
+The older code is in the folder `before`, as README.md says; its methods have ", before"
+in their names. On a CPU the times are a clock's and say little.
 """
 
 import argparse
 import datetime
+import fnmatch
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -48,7 +52,10 @@ import curvadion_jax as cd
 RATE = 0.01
 RESULTS = Path(__file__).with_name("results.jsonl")
 LAYERS = {"tiny": 2, "160m": 12, "1b": 1}
-RANKS = (0.5, 0.25, 0.125, 0.0625)
+APART = " apart"  # behind a model's name: each layer's kernels are arrays of their own
+RANKS = (1.0, 0.5, 0.25, 0.125, 0.0625)
+BEFORE = ", before"
+OLDER = Path(__file__).with_name("before")
 AT_ONCE = 5  # steps that are launched together
 HEADER = [
     *("model", "optimizer", "first step, s", "first sync, s", "step, ms"),
@@ -83,13 +90,20 @@ def methods(numbers: Any, mesh: Any) -> dict[str, Callable[[], Any]]:
 
 
 def shapes(model: str) -> dict[str, tuple[int, ...]]:
-    layers = LAYERS[model]
-    return optimizer_speed.matrices(model, layers) | optimizer_speed.vectors(model)
+    size = model.removesuffix(APART)
+    matrices = optimizer_speed.matrices(size, LAYERS[size])
+    if model != size:
+        matrices = {
+            f"{name} {layer}": shape[1:]
+            for name, shape in matrices.items()
+            for layer in range(LAYERS[size])
+        }
+    return matrices | optimizer_speed.vectors(size)
 
 
 def matrices_of(model: str) -> Any:
     """The dimension numbers of the matrices; embedding and head have none."""
-    others = optimizer_speed.vectors(model)
+    others = optimizer_speed.vectors(model.removesuffix(APART))
     last_two = cd.DimensionNumbers(-2, -1)
     return {name: None if name in others else last_two for name in shapes(model)}
 
@@ -159,13 +173,28 @@ def stored(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["model"], row["method"]): row for row in rows}
 
 
+def names(model: str, patterns: list[str], before: bool) -> Iterator[str]:
+    """Methods that match; ours once more for the older code, which Optax has not."""
+    for method in methods(matrices_of(model), None):
+        if any(fnmatch.fnmatchcase(method, pattern) for pattern in patterns):
+            yield method
+            if before and method.startswith("`"):
+                yield method + BEFORE
+
+
 def in_a_process(model: str, method: str, options: argparse.Namespace) -> dict:
     """A measurement, or why there is none."""
-    command = [sys.executable, __file__, "--one", model, method]
+    command = [sys.executable, __file__, "--one", model, method.removesuffix(BEFORE)]
     command += ["--seconds", str(options.seconds)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    places = os.environ.get("PYTHONPATH", "")
+    if method.endswith(BEFORE):
+        places = f"{OLDER}{os.pathsep}{places}"
+    environment = os.environ | {"PYTHONPATH": places}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment
+    )
     if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1])
+        return json.loads(done.stdout.splitlines()[-1]) | {"method": method}
     why = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
     return {"model": model, "method": method, "error": why[:300]}
 
@@ -198,8 +227,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", default="160m,1b", help=f"of {', '.join(LAYERS)}")
-    parser.add_argument("--only", default="", help="methods with this in their name")
+    parser.add_argument(
+        "--models", default="160m,1b", help=f"of {', '.join(LAYERS)}, or with{APART}"
+    )
+    parser.add_argument("--only", nargs="+", default=["*"], help="names, or patterns")
+    parser.add_argument("--before", action="store_true", help="older code, too")
     parser.add_argument("--seconds", type=float, default=10, help="of steps, for each")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -211,11 +243,13 @@ def main() -> None:
         row["device"] = f"{jax.devices()[0].device_kind}, JAX {jax.__version__}"
         print(json.dumps(row | {"date": datetime.date.today().isoformat()}))
         return
+    if options.before and not (OLDER / "curvadion_jax").exists():
+        parser.error(f"there is no package in {OLDER}: README.md says how to get it")
     end = time.monotonic() + options.limit
     for model in () if options.table else options.models.split(","):
-        for method in methods(matrices_of(model), None):
+        for method in names(model, options.only, options.before):
             there = (model, method) in stored(options.results)
-            if there or options.only not in method or time.monotonic() > end:
+            if there or time.monotonic() > end:
                 continue
             row = in_a_process(model, method, options)
             with options.results.open("a") as file:

@@ -1,4 +1,4 @@
-"""Cholesky QR: accuracy, column order, scaling, rank, stacks, dtypes, eight devices."""
+"""Bases: accuracy, column order, scaling, rank, stacks, dtypes, eight devices."""
 
 from unittest import mock
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from curvadion_jax._orthonormalize import cholesky_qr
+from curvadion_jax._orthonormalize import cholesky_qr, orthonormal
 
 # |P^T P - I|, largest entry. Measured over the inputs below, float32: 2e-6, whatever
 # the condition number; float64: 4e-15.
@@ -28,6 +28,7 @@ SPAN_RTOL = 8e-6
 EXCESS = 1e-3
 
 BASIS = jax.jit(cholesky_qr)
+CHOSEN = jax.jit(orthonormal)  # Householder QR here, where the matrix is square
 
 
 def normal(*shape, seed=0):
@@ -56,9 +57,9 @@ def assert_basis(a, basis, condition=1.0):
 @pytest.mark.parametrize("shape", [(256, 64), (40, 40), (9, 1)], ids=str)
 def test_basis_against_float64_householder(shape, condition):
     a = with_condition(*shape, condition).astype(np.float32)
-    basis = np.asarray(BASIS(a))
-    assert basis.dtype == np.float32
-    assert_basis(a, basis, condition)
+    for basis in map(np.asarray, (BASIS(a), CHOSEN(a))):
+        assert basis.dtype == np.float32
+        assert_basis(a, basis, condition)
 
 
 def test_stack_equals_one_by_one():
@@ -104,10 +105,11 @@ def test_bad_matrix_of_a_stack_leaves_the_others_alone():
 
 def test_lapack_is_given_one_matrix_at_a_time():
     """Batched calls on several devices of one CPU deadlock."""
-    over_replicas = jax.jit(jax.vmap(cholesky_qr))
-    text = over_replicas.lower(jnp.ones((3, 2, 8, 4))).as_text()
-    calls = [line for line in text.splitlines() if "@lapack_" in line]
-    assert len(calls) >= 2
+    over_replicas = jax.jit(jax.vmap(orthonormal))
+    texts = [over_replicas.lower(jnp.ones((3, 2, n, 4))).as_text() for n in (8, 4)]
+    lines = "".join(texts).splitlines()
+    calls = [line for line in lines if "@lapack_" in line]
+    assert len(calls) >= 4
     assert all('num_batch_dims = "0"' in call for call in calls)
 
 
@@ -197,6 +199,17 @@ def test_never_longer_than_an_orthonormal_basis(name):
     assert np.linalg.norm(basis.astype(np.float64), 2) < 1 + EXCESS
 
 
+def test_square_on_a_cpu_is_always_orthonormal():
+    stack = np.stack(
+        [
+            *(products(64, 64, 1), products(64, 64, 32), SINGULAR["rows"]),
+            *(np.zeros((64, 64)), np.ones((64, 64)), 1e37 * np.tri(64)),
+        ]
+    )
+    basis = np.asarray(CHOSEN(np.float32(stack))).astype(np.float64)
+    assert np.abs(basis.mT @ basis - np.eye(64)).max() < ORTHONORMAL_ATOL["float32"]
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
 def test_not_finite_gives_nan(bad):
     for where in ((0, 0), (31, 15)):
@@ -204,3 +217,4 @@ def test_not_finite_gives_nan(bad):
             a = a.astype(np.float32)
             a[where] = bad
             assert np.isnan(np.asarray(BASIS(a))).any()
+            assert np.isnan(np.asarray(CHOSEN(a[:16] + a[16:]))).any()

@@ -67,13 +67,13 @@ def test_matrices_are_exchanged_and_none_is_gathered_whole():
 
 
 def test_devices_of_a_replica_share_the_bases(monkeypatch):
-    seen, first = set(), _orthonormalize.cholesky_qr
+    seen, first = set(), _orthonormalize.orthonormal
 
     def recorded(factors):
         seen.add(factors.shape)
         return first(factors)
 
-    monkeypatch.setattr(_orthonormalize, "cholesky_qr", recorded)
+    monkeypatch.setattr(_orthonormalize, "orthonormal", recorded)
     mesh = mesh_of("2x2x2")
     tx = make_optimizer("synchronous_dion", mesh)
     state = make_state(tx, mesh)
