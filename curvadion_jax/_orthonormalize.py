@@ -62,7 +62,7 @@ def cholesky_qr(a: jax.Array) -> jax.Array:
 
     def factorised(a):
         """A with unit columns, its Gram matrix, and U^{-1}."""
-        a = _unit_columns(a)
+        a = _scaled(a)
         gram = matmul(a.mT, a)
         return (
             a,
@@ -108,7 +108,7 @@ def _final_pass(
     return jnp.where(dropped, 0, matmul(a, jnp.where(failed, shifted, exact)))
 
 
-def _unit_columns(a: jax.Array) -> jax.Array:
+def _scaled(a: jax.Array) -> jax.Array:
     """Scales every column to unit length; a zero column stays zero."""
     # In two steps, so that squares neither overflow nor vanish.
     largest = jnp.max(jnp.abs(a), axis=0, keepdims=True)
@@ -137,7 +137,7 @@ _factorised_alone = jax.custom_batching.sequential_vmap(_factorised)
 @jax.custom_batching.sequential_vmap
 def _householder_qr(a: jax.Array) -> jax.Array:
     """The same basis; where columns are dependent it has an invented column, not 0."""
-    basis, triangle = jnp.linalg.qr(_unit_columns(a))
+    basis, triangle = jnp.linalg.qr(_scaled(a))
     diagonal = jnp.diagonal(triangle)
     # NaN in the last column of a square matrix is seen here alone.
     signs = jnp.where(diagonal == 0, 1, jnp.sign(diagonal))
