@@ -29,6 +29,7 @@ from curvadion_jax import (
     _trees,
     _within_replica,
     metrics,
+    triggers,
 )
 from curvadion_jax._group import Group, Part
 from curvadion_jax._layout import Layout, make_layout
@@ -212,7 +213,7 @@ class _AdaptiveSync:
 
     def _placed_qs(self, params, inner_state, layout: Layout):
         """The state with Dion's Q sharded as after a step: its update knows how."""
-        if not layout.axes or not _dion.states_of(inner_state):
+        if not layout.is_divided or not _dion.states_of(inner_state):
             return inner_state
         take = self._take(params, {}, layout)
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -263,11 +264,11 @@ class _AdaptiveSync:
             total = jnp.minimum(rows.weight + weight, jnp.finfo(jnp.float32).max)
 
         # 1. The trigger looks at every replica.
-        seen = self._look(gradients, params, rows, common.anchor, step)
+        prepared = self._look(gradients, params, rows, common.anchor, step)
         given = _Given(
             params=params,
-            gradients=seen.gradients,
-            finite=seen.finite,
+            gradients=prepared.gradients,
+            finite=prepared.finite,
             weight=jnp.where(weight > 0, total, 0),
             inner_state=rows.inner_state,
             residual=rows.residual,
@@ -275,17 +276,10 @@ class _AdaptiveSync:
 
         # 2. One decision, for all replicas.
         due = self.trigger.due(clock) if static_due is None else bool(static_due)
-        threshold = self.trigger.threshold(clock, common.trigger_state)
-        voted = self.trigger.look is not None and due is not False
-        requested = due
-        if voted:
-            # NaN is a request. A replica without weight requests nothing.
-            requests = ~(seen.value <= threshold) & (weight > 0) & due
-            requested = _any(requests, self.mesh)
-        fire, trigger_state = self.trigger.decide(
-            clock, requested, common.trigger_state
+        decision = self._decide(
+            due, prepared.value, weight > 0, clock, common.trigger_state
         )
-        fire = False if due is False else fire & due
+        fire = decision.fire
 
         # 3. Every replica's own step. A sync follows it or replaces it, or none does.
         if self.reconciles:
@@ -300,22 +294,22 @@ class _AdaptiveSync:
         counters = metrics.counted(
             counters,
             costs,
-            seen,
+            prepared,
             outcome,
-            threshold=threshold,
+            threshold=decision.threshold,
             fire=fire,
-            voted=due if voted else False,
+            voted=decision.voted,
             checksum=self._checksum_after(params, updates),
         )
         weight_since = rows.weight
         if self.reconciles:
             weight_since = jnp.where(fire, 0, total)
         state = AdaptiveSyncState(
-            common=common._replace(trigger_state=trigger_state),
+            common=common._replace(trigger_state=decision.trigger_state),
             rows=Rows(
-                before_state=seen.before_state,
+                before_state=prepared.before_state,
                 inner_state=outcome.inner_state,
-                remembered=seen.remembered,
+                remembered=prepared.remembered,
                 residual=outcome.residual,
                 weight=weight_since,
             ),
@@ -323,20 +317,33 @@ class _AdaptiveSync:
         )
         return updates, self._placed(state, params, layout)
 
+    def _decide(self, due, values, present, clock: Clock, state) -> "_Decision":
+        """Whether all replicas synchronise; `values` and `present` are rows."""
+        threshold = self.trigger.threshold(clock, state)
+        requested, voted = due, False
+        if self.trigger.look is not None and due is not False:
+            # A replica without weight requests nothing.
+            requests = triggers.requests(values, threshold) & present & due
+            requested, voted = _any(requests, self.mesh), due
+        fire, state = self.trigger.decide(clock, requested, state)
+        fire = False if due is False else fire & due
+        return _Decision(fire, voted, threshold, state)
+
     def _costs(self, params, inner_state, layout: Layout) -> metrics.Costs:
         """The bytes of a sync, of a vote, and of all gradients in float32."""
         params, inner_state = _shapes_of_one((params, inner_state), self.mesh)
         payload = self.synchronizer.payload(params, inner_state, layout)
-        parts = jax.tree.leaves(_within_replica.parts(params, layout))
         number = 4 * layout.devices
         return metrics.Costs(
             averaged=payload.averaged,
             gathered=payload.gathered,
             number=number,
-            gradients=number * sum(x.size for x in parts),
+            gradients=number * _within_replica.elements_per_device(params, layout),
         )
 
-    def _look(self, gradients, params, rows: Rows, anchor, step: "_Step") -> "_Look":
+    def _look(
+        self, gradients, params, rows: Rows, anchor, step: "_Step"
+    ) -> "_Prepared":
         """What the trigger sees of every replica; nothing is sent."""
 
         def of_one(row, common):
@@ -355,7 +362,7 @@ class _AdaptiveSync:
             if self.trigger.look is not None:
                 take = self._take(params, extra_args, step.layout)
                 after = _after_local_step(take, gradients, rows.inner_state)
-                view = Seen(
+                seen = Seen(
                     gradients=gradients,
                     params=params,
                     inner_state=rows.inner_state,
@@ -364,9 +371,9 @@ class _AdaptiveSync:
                     anchor=anchor,
                     clock=clock,
                 )
-                measured, new = self.trigger.look(view, remembered)
+                measured, new = self.trigger.look(seen, remembered)
                 remembered = _trees.cast_like(new, remembered)
-            look = _Look(
+            prepared = _Prepared(
                 gradients=gradients,
                 before_state=before_state,
                 remembered=remembered,
@@ -375,7 +382,7 @@ class _AdaptiveSync:
                 layer=jnp.asarray(measured.layer, jnp.int32),
                 checksum=_checksum.of(params),
             )
-            return look, ()
+            return prepared, ()
 
         measures = self.trigger.look is not None
         anchor = _memory.to_device(anchor) if measures else ()
@@ -386,7 +393,7 @@ class _AdaptiveSync:
     def _take(self, params, extra_args, layout: Layout) -> Callable[..., Any]:
         """The inner optimizer's update, in the dtypes of parameters and state."""
         given = dict(extra_args)
-        if layout.axes:
+        if layout.is_divided:
             given["layout"] = layout
 
         def take(gradients, inner_state, **more):
@@ -513,6 +520,15 @@ class _Step(NamedTuple):
     layout: Layout
 
 
+class _Decision(NamedTuple):
+    """What all replicas do: whether they synchronise, and whether they voted on it."""
+
+    fire: jax.Array | bool
+    voted: jax.Array | bool
+    threshold: jax.Array
+    trigger_state: Any
+
+
 class _Given(NamedTuple):
     """What one replica brings to a step.
 
@@ -530,7 +546,7 @@ class _Given(NamedTuple):
     residual: Any
 
 
-class _Look(NamedTuple):
+class _Prepared(NamedTuple):
     """One replica, after its trigger has looked at it."""
 
     gradients: Any

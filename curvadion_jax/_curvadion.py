@@ -108,6 +108,7 @@ def curvadion(
       Kumar, Jin and Quesnelle, `CurvaDion <https://arxiv.org/abs/2512.13728>`_, 2025
     """
     _arguments.check_exclusive(threshold=threshold, budget=budget)
+    _arguments.check_exclusive(bits=bits, synchronizer=synchronizer)
     if budget is not None:
         _arguments.check_budget(budget)
     if threshold is None:
@@ -119,7 +120,7 @@ def curvadion(
         trigger = triggers.relative_momentum_change(threshold, dimension_numbers)
     if decision_interval is not None:
         trigger = triggers.at_intervals(trigger, decision_interval)
-    synchronizer = _defaults.sync(bits, synchronizer, mesh)
+    synchronizer = synchronizer or _defaults.reconcile_in_few_bits(bits, mesh)
     inner = dion(
         learning_rate,
         _RANK if rank is None else rank,

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, compressors, synchronizers
+from curvadion_jax import compressors, synchronizers
 from curvadion_jax._rows import Replicas
 
 BUDGET = 0.01
@@ -14,18 +14,10 @@ _OUTER_LEARNING_RATE, _OUTER_MOMENTUM = 1.0, 0.4
 _DTYPE = jnp.bfloat16
 
 
-def sync(
-    bits: int | None,
-    synchronizer: synchronizers.Synchronizer | None,
-    mesh: Replicas,
+def reconcile_in_few_bits(
+    bits: int | None, mesh: Replicas
 ) -> synchronizers.Synchronizer:
-    """A Nesterov outer step along the mean pseudo-gradient in few bits.
-
-    Unless a synchronizer is given.
-    """
-    _arguments.check_exclusive(bits=bits, synchronizer=synchronizer)
-    if synchronizer is not None:
-        return synchronizer
+    """A Nesterov outer step along the mean pseudo-gradient, sent in few bits."""
     outer = optax.sgd(
         _OUTER_LEARNING_RATE, _OUTER_MOMENTUM, nesterov=True, accumulator_dtype=_DTYPE
     )

@@ -165,6 +165,8 @@ def scale_by_dion(
             qs = layout.place(qs, made_of)
             after = DionState(_like(state.momentum, total), _like(state.dion_q, qs))
             return optax.tree.zeros_like(updates), after
+        # From here on matrices of one shape are a stack, until `apart`: the program
+        # has one product for all of them. The results are the same.
         joined = _joined.join(views, total, qs)
         views = joined.views(views)
         stepped = _power_iteration.dion_step(
@@ -204,7 +206,9 @@ def _initial_qs(params, views, rank: int | float, dtype) -> Any:
 def _bases(
     products: Named, *, views: Mapping[str, MatrixView], layout: Layout
 ) -> Named:
-    """Orthonormal bases of B Q; each device of a replica makes some of them.
+    """Orthonormal bases of B Q, each by `_orthonormalize.orthonormal`.
+
+    If a replica has several devices, each makes some of them.
 
     Left to itself, the compiler makes all of them on every device where an axis shards
     the matrix along its other side. `views` and `layout` are the parameters'.

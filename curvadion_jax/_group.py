@@ -93,7 +93,7 @@ class Group:
         group to use there (see `_within_replica.by_device`). So taking an array apart
         moves nothing inside, and nothing crosses between replicas twice.
         """
-        if self.size == 1 or not self.layout.axes:
+        if self.size == 1 or not self.layout.is_divided:
             return function(self, tree)
         run = functools.partial(function, Group(self.axis_name))
         return _within_replica.by_device(run, tree, self.layout)
@@ -101,7 +101,7 @@ class Group:
     def _sums(self, tree: Any) -> Any:
         """Sums over the replicas. What several devices hold is sent in pieces, once."""
         psum = functools.partial(lax.psum, axis_name=self.axis_name)
-        if not self.layout.axes:
+        if not self.layout.is_divided:
             return psum(tree)
         one_each = lambda parts: [(total,) for total in psum(parts)]
         sums = _within_replica.by_device(one_each, tree, self.layout)

@@ -36,6 +36,11 @@ class Layout:
     replicas: int = 1
 
     @property
+    def is_divided(self) -> bool:
+        """Whether a replica has several devices."""
+        return bool(self.axes)
+
+    @property
     def devices(self) -> int:
         """Number of devices of a replica."""
         return math.prod(self.axes.values())
@@ -58,7 +63,7 @@ class Layout:
         self, factors: Mapping[str, jax.Array], made_of: Mapping[str, MadeOf]
     ) -> dict[str, jax.Array]:
         """Shards factors of matrices as their parameters are."""
-        if not self.axes:
+        if not self.is_divided:
             return dict(factors)
         specs = self.of_factors(factors, made_of).specs
         place = lax.with_sharding_constraint
@@ -70,7 +75,7 @@ class Layout:
         Else, over an axis that also shards the matrix, the compiler would gather the
         matrix for their product, or add up products of its size.
         """
-        if not self.axes:
+        if not self.is_divided:
             return factor
         others = [P.UNCONSTRAINED] * (factor.ndim - 1)
         return lax.with_sharding_constraint(factor, P(*others, None))

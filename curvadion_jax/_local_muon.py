@@ -122,6 +122,7 @@ def local_muon(
     _arguments.check_numbers(weight_decay=weight_decay)
     _arguments.check_numbers(below=1, momentum=momentum)
     _arguments.check_exclusive(budget=budget, trigger=trigger)
+    _arguments.check_exclusive(bits=bits, synchronizer=synchronizer)
     other_optimizer = _other_optimizer.choose(
         other_optimizer,
         learning_rate,
@@ -148,7 +149,7 @@ def local_muon(
     return adaptive_sync(
         _two_optimizers.optimizer(matrices, other_optimizer, dimension_numbers),
         trigger,
-        _defaults.sync(bits, synchronizer, mesh),
+        synchronizer or _defaults.reconcile_in_few_bits(bits, mesh),
         mesh,
         before=before,
         specs=specs,

@@ -79,7 +79,7 @@ def _orthogonalized(
         newton_schulz = functools.partial(_newton_schulz, eps=eps)
 
         def orthogonalize(stacks):
-            if layout.axes:  # What the compiler divides stays as it lies.
+            if layout.is_divided:  # What the compiler divides stays as it lies.
                 return [newton_schulz(stack) for stack in stacks]
             return by_shape(newton_schulz, stacks, largest=_LARGEST_STACK)
 

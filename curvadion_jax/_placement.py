@@ -38,7 +38,7 @@ def placed(
     common = lambda x, spec=(): _constrain(x, mesh, P(*spec))
     counter = lambda x: row(x) if x.ndim == 1 else common(x)
     state = state._replace(counters=jax.tree.map(counter, state.counters))
-    if not layout.axes:
+    if not layout.is_divided:
         return state._replace(
             common=jax.tree.map(common, state.common),
             rows=jax.tree.map(row, state.rows),

@@ -66,7 +66,7 @@ def by_matrix(
     merge sharded axes. A stack may be padded with copies of its last matrix.
     """
     results = {}
-    if layout.axes:
+    if layout.is_divided:
         specs = {path: layout.specs.get(path, PartitionSpec()) for path in arrays}
         kinds = defaultdict(list)
         for path, spec in specs.items():

@@ -30,9 +30,9 @@ def shared_by(x: Any, spec: PartitionSpec, layout: Layout) -> tuple[str, ...]:
     return tuple(axis for axis in layout.axes if enough and axis not in named)
 
 
-def parts(tree: Any, layout: Layout) -> Any:
+def _parts(tree: Any, layout: Layout) -> Any:
     """The shapes of what each device of a replica works on, of a tree of arrays."""
-    if not layout.axes:
+    if not layout.is_divided:
         return tree
     mesh = AbstractMesh(tuple(layout.axes.values()), tuple(layout.axes))
 
@@ -47,6 +47,11 @@ def parts(tree: Any, layout: Layout) -> Any:
     return structure.unflatten(map(part, leaves, layout.of(tree)))
 
 
+def elements_per_device(tree: Any, layout: Layout) -> int:
+    """How many elements of a tree each device of a replica works on."""
+    return sum(x.size for x in jax.tree.leaves(_parts(tree, layout)))
+
+
 def _together(tree: Any, layout: Layout) -> dict[Any, list[int]]:
     """Which leaves of a tree lie alike: the keys are axes that shard and share."""
     found = defaultdict(list)
@@ -58,9 +63,9 @@ def _together(tree: Any, layout: Layout) -> dict[Any, list[int]]:
 
 def calls(tree: Any, layout: Layout) -> list[Any]:
     """The shapes that a device is given in each call of `Group.by_device`."""
-    if not layout.axes:
+    if not layout.is_divided:
         return [tree]
-    shapes = jax.tree.leaves(parts(tree, layout))
+    shapes = jax.tree.leaves(_parts(tree, layout))
     together = _together(tree, layout).values()
     return [[shapes[index] for index in members] for members in together]
 

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _checksum, _memory, _trees
-from curvadion_jax.replicas import _recover
+from curvadion_jax.replicas import _resize
 
 _FORMAT = 5
 
@@ -148,7 +148,7 @@ def restore(
     notes = _read_notes(path, step)
     found: int = notes["step"]
     arrays = notes["arrays"]
-    kinds = dict(zip(leaves, jax.tree.leaves(_recover.row_kinds(target)), strict=True))
+    kinds = dict(zip(leaves, jax.tree.leaves(_resize.row_kinds(target)), strict=True))
     lengths = {}  # of saved rows, where their number changes
     for name in leaves if partial else {**leaves, **arrays}:
         wanted = _describe(leaves[name]) if name in leaves else "missing"
@@ -184,7 +184,7 @@ def restore(
 
 def _resized(x: jax.Array, wanted: Any, kind: str) -> jax.Array:
     """Rows in another number, where the wanted ones lie."""
-    rows = _recover.resized_rows(x, replicas=wanted.shape[0], kind=kind)
+    rows = _resize.resized_rows(x, replicas=wanted.shape[0], kind=kind)
     return _memory.put(rows, wanted.sharding)
 
 

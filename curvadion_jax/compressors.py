@@ -149,6 +149,24 @@ class Compressor(NamedTuple):
         )
 
 
+def residual_of(
+    compressor: Compressor | None, dtype: jax.typing.DTypeLike | None = None
+) -> Callable[[Any], Any]:
+    """A synchronizer's `init_residual`: zeros like the parameters, or () for None.
+
+    The optimizer keeps them as `state.rows.residual`: what :meth:`Compressor.mean` did
+    not send is there until the next sync.
+    """
+
+    def init(params):
+        if compressor is None:
+            return ()
+        zeros = lambda x: jnp.zeros_like(x, dtype or compute_dtype(x.dtype))
+        return jax.tree.map(zeros, params)
+
+    return init
+
+
 def exact() -> Compressor:
     """Sends everything, in at least float32."""
 

@@ -106,7 +106,7 @@ def initial(checksum: jax.Array, costs: Costs) -> Counters:
 def counted(
     counters: Counters,
     costs: Costs,
-    seen: Any,
+    prepared: Any,
     outcome: Any,
     *,
     threshold: Any,
@@ -114,7 +114,7 @@ def counted(
     voted: Any,
     checksum: jax.Array,
 ) -> Counters:
-    """Counts a step; `seen` and `outcome` are `_adaptive_sync`'s, as rows."""
+    """Counts a step; `prepared` and `outcome` are `_adaptive_sync`'s, as rows."""
 
     def plus(count, event):
         return jnp.where(event, jnp.asarray(optax.safe_increment(count)), count)
@@ -126,15 +126,15 @@ def counted(
         votes=plus(counters.votes, voted),
         threshold=jnp.asarray(threshold, jnp.float32),
         costs=costs.as_words(),
-        value=seen.value,
-        layer=seen.layer,
-        nonfinite=plus(counters.nonfinite, ~seen.finite),
-        zeroed=plus(counters.zeroed, seen.finite & outcome.zeroed),
+        value=prepared.value,
+        layer=prepared.layer,
+        nonfinite=plus(counters.nonfinite, ~prepared.finite),
+        zeroed=plus(counters.zeroed, prepared.finite & outcome.zeroed),
         excluded=plus(counters.excluded, outcome.excluded),
         absent=plus(counters.absent, outcome.absent),
         displaced=plus(
             counters.displaced,
-            (seen.checksum != counters.checksum) & (counters.checksum != 0),
+            (prepared.checksum != counters.checksum) & (counters.checksum != 0),
         ),
         checksum=checksum,
         anchor_checksum=jnp.where(

@@ -78,6 +78,11 @@ class Measured(NamedTuple):
     layer: Any = -1
 
 
+def requests(value: jax.Array, threshold: Any) -> jax.Array:
+    """Whether a measured value requests a sync: above the threshold, or NaN."""
+    return ~(value <= threshold)
+
+
 class Trigger(NamedTuple):
     """Decides when replicas synchronise.
 

@@ -43,13 +43,13 @@ MUTANTS = {
     # Decisions.
     "pmax is pmin": Mutant("_group.py", "lax.pmax(", "lax.pmin(", DECISIONS),
     "nan requests nothing": Mutant(
-        CORE, "~(seen.value <= threshold)", "(seen.value > threshold)", DECISIONS
+        TRIGGERS, "~(value <= threshold)", "(value > threshold)", DECISIONS
     ),
     "a value at the threshold requests": Mutant(
-        CORE, "~(seen.value <= threshold)", "~(seen.value < threshold)", DECISIONS
+        TRIGGERS, "~(value <= threshold)", "~(value < threshold)", DECISIONS
     ),
     "a replica without weight votes": Mutant(
-        CORE, " & (weight > 0) & due", " & due", WHO, "requests"
+        CORE, " & present & due", " & due", WHO, "requests"
     ),
     "a step that is not due synchronises": Mutant(
         CORE, "fire = False if due is False else fire & due", "fire = fire", INTERVALS
@@ -176,7 +176,11 @@ MUTANTS = {
     ),
     # What is counted and refused.
     "what is zeroed is counted twice": Mutant(
-        "metrics.py", "seen.finite & outcome.zeroed", "outcome.zeroed", FAULTS, "twice"
+        "metrics.py",
+        "prepared.finite & outcome.zeroed",
+        "outcome.zeroed",
+        FAULTS,
+        "twice",
     ),
     "what every step sends is a sync's too": Mutant(
         "replicas/_audit.py",
@@ -198,7 +202,7 @@ MUTANTS = {
         "_checksum.py", "        start += _words(x)\n", "", CHECKSUMS, "place"
     ),
     "displaced is never counted": Mutant(
-        "metrics.py", "seen.checksum != counters.checksum", "False", CHECKSUMS
+        "metrics.py", "prepared.checksum != counters.checksum", "False", CHECKSUMS
     ),
     "copies are not refused": Mutant(
         "_copies.py", "if is_copy and old is not new", "if False", STARTS
@@ -301,7 +305,7 @@ MUTANTS = {
         "factors",
     ),
     "Q is averaged when resized": Mutant(
-        "replicas/_recover.py",
+        "replicas/_resize.py",
         "of_rows(node.dion_q, copied=True)",
         "of_rows(node.dion_q)",
         "dion/test_dion_state.py",

@@ -9,7 +9,9 @@ from curvadion_jax.replicas._audit import Audit, Message, audit
 from curvadion_jax.replicas._map import lift, map
 from curvadion_jax.replicas._mesh import make_mesh, simulated
 from curvadion_jax.replicas._model import anchor, consensus, divergence
-from curvadion_jax.replicas._recover import offload, repair, resize
+from curvadion_jax.replicas._offload import offload
+from curvadion_jax.replicas._repair import repair
+from curvadion_jax.replicas._resize import resize
 from curvadion_jax.replicas._state import place, replicate, split
 
 __all__ = [

@@ -1,7 +1,7 @@
 """The paper's sync: every replica takes its step with the mean gradient."""
 
 from curvadion_jax import _trees, compressors
-from curvadion_jax.synchronizers._types import Part, WithinStep, residual_of
+from curvadion_jax.synchronizers._types import Part, WithinStep
 
 
 def average_gradients(
@@ -44,4 +44,4 @@ def average_gradients(
     def payload(params, inner_state, layout):
         return form.payload_by_device(params, layout)
 
-    return WithinStep(sync, payload, init_residual=residual_of(compressor))
+    return WithinStep(sync, payload, init_residual=compressors.residual_of(compressor))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import _finite, _trees, compressors
-from curvadion_jax.synchronizers._types import AfterStep, Part, residual_of
+from curvadion_jax.synchronizers._types import AfterStep, Part
 
 
 def reconcile(
@@ -70,7 +70,7 @@ def reconcile(
         # one would have sent.
         pseudo_gradient = jax.tree.map(jnp.negative, mean)
         layout = part.group.layout
-        more = {"layout": layout} if layout.axes else {}
+        more = {"layout": layout} if layout.is_divided else {}
         step, outer_state = outer.update(pseudo_gradient, state, anchor, **more)
         new = jax.tree.map(_trees.add_cast, anchor, step)
         is_new = jax.tree.map(lambda x: jnp.isfinite(x) & part.someone, new)
@@ -94,7 +94,7 @@ def reconcile(
     def payload(params, inner_state, layout):
         return form.payload_by_device(params, layout)
 
-    init_residual = residual_of(compressor, residual_dtype)
+    init_residual = compressors.residual_of(compressor, residual_dtype)
     return AfterStep(sync, payload, outer.init, init_residual)
 
 

@@ -3,32 +3,14 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-
-from curvadion_jax import _trees
 from curvadion_jax._group import Group as Group
 from curvadion_jax._group import Part as Part
 from curvadion_jax._layout import Layout
-from curvadion_jax.compressors import Compressor, Payload
+from curvadion_jax.compressors import Payload
 
 
 def _nothing(*_: Any) -> Any:
     return ()
-
-
-def residual_of(
-    compressor: Compressor | None, dtype: jax.typing.DTypeLike | None = None
-) -> Callable[[Any], Any]:
-    """`init_residual` of what is sent in a compressor's form; nothing without one."""
-    if compressor is None:
-        return _nothing
-
-    def init(params):
-        zeros = lambda x: jnp.zeros_like(x, dtype or _trees.compute_dtype(x.dtype))
-        return jax.tree.map(zeros, params)
-
-    return init
 
 
 class AfterStep(NamedTuple):

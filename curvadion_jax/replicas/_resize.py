@@ -1,4 +1,4 @@
-"""Mends rows that are not finite, changes their number, moves some to the host."""
+"""Changes the number of rows of a state."""
 
 from typing import Any
 
@@ -12,53 +12,6 @@ from curvadion_jax import _memory, _rows, _trees
 from curvadion_jax._dion import DionState
 from curvadion_jax._rows import AXIS, Replicas
 from curvadion_jax._sync_state import AdaptiveSyncState
-
-
-def repair(rows: Any, anchor: Any = None) -> Any:
-    """Replaces rows that are not finite.
-
-    An update adds to parameters, so it cannot mend a NaN in them. A sync excludes such
-    a replica, and `curvadion_jax.metrics.read` shows it as excluded again and again;
-    what the optimizer keeps of it begins again at a sync by itself.
-
-    Args:
-      rows: parameters, or other arrays [R, ...]. A row is not finite if any of its
-        arrays holds a NaN or an infinity.
-      anchor: what is put in place of such a row, [...], such as
-        ``replicas.anchor(opt_state)``. None takes the first row that is finite; if
-        none is, nothing can be mended without it, and the rows stay NaN or infinite.
-
-    Returns:
-      The rows in their own dtypes, of which no other is changed. Random keys stay.
-
-    Example:
-      >>> rows = {"w": jnp.array([[1.0], [jnp.nan], [3.0]])}
-      >>> repair(rows)["w"].ravel().tolist()
-      [1.0, 1.0, 3.0]
-      >>> repair(rows, {"w": jnp.array([2.0])})["w"].ravel().tolist()
-      [1.0, 2.0, 3.0]
-    """
-    return jax.jit(_repaired)(rows, anchor)
-
-
-def _repaired(rows: Any, anchor: Any) -> Any:
-    def is_finite(x):
-        return jnp.all(jnp.isfinite(x), tuple(range(1, x.ndim)))
-
-    floats = [x for x in jax.tree.leaves(rows) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    if not floats:
-        return rows
-    sound = jnp.all(jnp.stack([is_finite(x) for x in floats]), axis=0)
-    if anchor is None:
-        anchor = jax.tree.map(lambda x: x[jnp.argmax(sound)], rows)
-    anchor = _trees.cast_like(anchor, rows)
-
-    def mended(x, of_anchor):
-        if _trees.is_key(x):  # A replica draws its own numbers, and keeps its key.
-            return x
-        return jnp.where(sound.reshape(-1, *[1] * (x.ndim - 1)), x, of_anchor)
-
-    return jax.tree.map(mended, rows, anchor)
 
 
 def resize(state: Any, mesh: Replicas) -> Any:
@@ -217,39 +170,3 @@ def _resized(x: jax.Array, replicas: int, kind: str) -> jax.Array:
 
 
 resized_rows = jax.jit(_resized, static_argnames=("replicas", "kind"))
-
-
-def offload(opt_state: Any) -> Any:
-    """Moves what only syncs touch to the hosts' memory.
-
-    That is the anchor, the outer optimizer's state and the residuals. A sync copies
-    them to the device and back. Steps and checkpoints leave them there, and the numbers
-    are the same.
-
-    Args:
-      opt_state: optimizer state, or a training state. Drop it afterwards to free the
-        device's memory.
-
-    Returns:
-      The state with these arrays in `pinned_host`, sharded as before.
-
-    Example:
-      >>> import curvadion_jax as cd
-      >>> state = offload(cd.local_muon(0.01).init({"w": jnp.ones((2, 2))}))
-      >>> state.common.anchor["w"].sharding.memory_kind
-      'pinned_host'
-    """
-
-    def to_host(x):
-        return jax.device_put(x, x.sharding.with_memory_kind(_memory.HOST_KIND))
-
-    def of_state(node):
-        anchor, sync_state, residual = jax.tree.map(
-            to_host, (node.common.anchor, node.common.sync_state, node.rows.residual)
-        )
-        return node._replace(
-            common=node.common._replace(anchor=anchor, sync_state=sync_state),
-            rows=node.rows._replace(residual=residual),
-        )
-
-    return _trees.map_nodes(AdaptiveSyncState, of_state, opt_state)
