@@ -3,6 +3,7 @@
 Their steps are somewhere inside; XLA is told to write what it compiled of them.
 """
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -88,3 +89,16 @@ def test_a_patched_codebase_trains(port, folder, tmp_path):
 def test_an_equinox_model_trains(model, tmp_path):
     options = ("--optimizer", "local_muon", "--model", model, "--width", "32")
     check(run("equinox", tmp_path, *options), tmp_path, first=5.6)
+
+
+@pytest.mark.slow
+def test_maxtext_trains(folder, tmp_path):
+    """In an environment that has its requirements, which its page lists."""
+    if not importlib.util.find_spec("tokamax"):
+        pytest.skip("MaxText's requirements are not installed")
+    try:
+        upstream.maxtext(folder, patched=True)
+    except upstream.NotReachedError as error:
+        pytest.skip(str(error))
+    options = ("--optimizer", "local_muon", "--folder", str(folder))
+    check(run("maxtext", tmp_path, *options), tmp_path, first=5.6)
