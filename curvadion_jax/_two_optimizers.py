@@ -29,6 +29,8 @@ def matrix_views(
 ) -> dict[str, _matrices.MatrixView | None]:
     """The view of each parameter by its path; None for the other optimizer's."""
     _trees.check_trainable(params)
+    if not jax.tree.leaves(params):  # such as what Optax puts in for the parameters
+        return {}
     if is_default(dimension_numbers):
         found = [each.numbers for each in rules.explain(params)]
         dimension_numbers = jax.tree.unflatten(jax.tree.structure(params), found)

@@ -1,12 +1,19 @@
-"""The ports of other codebases train, in programs of their own, at a tiny size."""
+"""The ports of other codebases train, in programs of their own, at a tiny size.
 
+Their steps are somewhere inside; XLA is told to write what it compiled of them.
+"""
+
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+
+import curvadion_jax as cd
 
 ROOT = Path(__file__).parents[2]
 PORTS = ROOT / "examples" / "ports"
@@ -24,12 +31,16 @@ def folder(request, tmp_path_factory) -> Path:
     return cache.mkdir("ports") if cache else tmp_path_factory.mktemp("ports")
 
 
-def run(port: str, *arguments: str) -> dict:
+def run(port: str, compiled: Path, *arguments: str) -> dict:
     command = [sys.executable, str(PORTS / port / "main.py"), "--steps", str(STEPS)]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         # Compiling takes longer than running here.
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+        # What is taken from a cache is not written.
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={compiled} "
+        "--xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*train_step.*",
     }
     done = subprocess.run(
         [*command, *arguments],
@@ -42,16 +53,25 @@ def run(port: str, *arguments: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def check(result: dict, first: float) -> None:
+def check(result: dict, compiled: Path, first: float) -> None:
     assert result["loss"] < first
     assert 0 < result["syncs"] < STEPS
     # A tiny model's flags of 4 bytes and one sync of so few steps.
     assert result["share"] < 0.2
+    mesh = cd.replicas.make_mesh(4, {"inside": 2})
+    programs = [*compiled.glob("*train_step*after_optimizations.txt")]
+    assert programs
+    for program in programs:
+        audit = cd.replicas.audit(
+            types.SimpleNamespace(as_text=program.read_text), mesh
+        )
+        assert not audit.every_step, audit
+        assert audit.sync
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("port", ["nanodo", "lm1b", "gemma"])
-def test_a_patched_codebase_trains(port, folder):
+def test_a_patched_codebase_trains(port, folder, tmp_path):
     get = upstream.nanodo if port == "nanodo" else upstream.flax_example
     given = () if port == "nanodo" else (port,)
     try:
@@ -59,13 +79,26 @@ def test_a_patched_codebase_trains(port, folder):
     except upstream.NotReachedError as error:
         pytest.skip(str(error))
     options = ("--optimizer", "local_muon", "--width", "32", "--layers", "1")
-    result = run(port, *options, "--folder", str(folder))
-    check(result, first=5.6)  # ln(259) = 5.56 of a model that knows nothing
+    result = run(port, tmp_path, *options, "--folder", str(folder))
+    check(result, tmp_path, first=5.6)  # ln(259) = 5.56 of a model that knows nothing
     assert result["losses"][-1][1] == result["loss"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["layernorm", "batchnorm"])
-def test_an_equinox_model_trains(model):
+def test_an_equinox_model_trains(model, tmp_path):
     options = ("--optimizer", "local_muon", "--model", model, "--width", "32")
-    check(run("equinox", *options), first=5.6)
+    check(run("equinox", tmp_path, *options), tmp_path, first=5.6)
+
+
+@pytest.mark.slow
+def test_maxtext_trains(folder, tmp_path):
+    """In an environment that has its requirements, which its page lists."""
+    if not importlib.util.find_spec("tokamax"):
+        pytest.skip("MaxText's requirements are not installed")
+    try:
+        upstream.maxtext(folder, patched=True)
+    except upstream.NotReachedError as error:
+        pytest.skip(str(error))
+    options = ("--optimizer", "local_muon", "--folder", str(folder))
+    check(run("maxtext", tmp_path, *options), tmp_path, first=5.6)

@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 import curvadion_jax as cd
 from curvadion_jax import synchronizers, triggers
@@ -138,6 +138,25 @@ def test_counters_and_the_anchor_are_found_in_nnx_states(merged):
         state = nnx.merge(whole, variables).opt_state
     assert cd.metrics.read(state)["replicas"] == 2
     helpers.assert_bitwise(cd.replicas.anchor(state), params)
+
+
+def test_specs_of_an_nnx_model_whose_kernel_is_divided():
+    """`nnx.Optimizer` gives `init` variables, and `update` their arrays."""
+    mesh = cd.replicas.make_mesh(2, {"fsdp": 2})
+    init = nnx.with_partitioning(nnx.initializers.ones_init(), (None, "fsdp"))
+    with jax.set_mesh(jax.make_mesh((2,), ("fsdp",), (AxisType.Auto,))):
+        one = nnx.Linear(4, 4, kernel_init=init, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(one)
+    model = nnx.merge(graph, cd.replicas.replicate(params, mesh))
+    for _, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.Variable):  # an axis less than rows have
+            variable.set_metadata("out_sharding", None)
+    specs = nnx.as_pure(nnx.get_partition_spec(params))
+    tx = cd.local_muon(0.1, 0.5, mesh=mesh, specs=specs)
+    optimizer_ = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    gradients = jax.tree.map(jnp.ones_like, nnx.state(model))
+    optimizer_.update(model, gradients)
+    assert model.kernel[...].sharding.spec == PartitionSpec("replica", None, "fsdp")
 
 
 def equal(*trees):

@@ -77,6 +77,24 @@ def test_q_follows_the_first_of_merged_axes(spec, of_q):
     assert q.sharding.spec == P(AXIS, *of_q)
 
 
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_tree_of_dimension_numbers_of_one_model(as_function):
+    """Optax, asked what in a state is like parameters, inits without any."""
+    shapes = {name: jnp.empty(shape) for name, shape in SHAPES.items()}
+    numbers = cd.default_dimension_numbers(shapes)
+    given = (lambda params: numbers) if as_function else numbers
+    states = []
+    for dimension_numbers in (given, None):
+        tx = cd.local_muon(
+            *(0.01, 0.05),
+            dimension_numbers=dimension_numbers,
+            mesh=MESH,
+            specs=specs_of(MESH),
+        )
+        states.append(make_state(tx, MESH))
+    assert_as_before(*states)
+
+
 @pytest.mark.parametrize("specs", [P("fsdp"), {"w": P("fsdp"), "b": {"c": P("fsdp")}}])
 def test_specs_are_a_tree_or_a_prefix_of_it(specs):
     params = {"w": jnp.ones((4, 2)), "b": {"c": jnp.ones(4)}}

@@ -73,7 +73,7 @@ def make_train_step(optim, static, mesh, replicas):
 
     @eqx.filter_jit(donate="all")
     def train_step(params, state, opt_state, x, y):
-        x, y = cd.replicas.split((x, y), replicas)
+        x, y = cd.replicas.split((x, y), replicas, P("batch"))
         differentiate = eqx.filter_value_and_grad(loss_fn, has_aux=True)
         differentiate = cd.replicas.map(differentiate, replicas)
         (loss, state), grads = differentiate(params, state, x, y)
