@@ -135,7 +135,8 @@ def split(batch: Any, mesh: Replicas, spec: P | None = None) -> Any:
       mesh: as for :func:`replicate`. None returns the batch as it is.
       spec: how the devices of one replica share its batch [n, ...], such as
         ``PartitionSpec("fsdp")``; with ``PartitionSpec()`` each of them has all of it.
-        None means that, too, and warns if a replica has several devices.
+        None means that, too, and warns if a replica has several devices. Under jit the
+        compiler places the batch, and `spec` says nothing.
 
     Raises:
       ValueError: if an array has no equal number of examples for each replica, such as
@@ -150,7 +151,8 @@ def split(batch: Any, mesh: Replicas, spec: P | None = None) -> Any:
     if mesh is None:
         return batch
     replicas = _rows.count(mesh)
-    if spec is None and (axes := _rows.inner_axes(mesh)):
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(batch))
+    if spec is None and not traced and (axes := _rows.inner_axes(mesh)):
         warnings.warn(
             f"Each device of a replica ({axes}) gets its whole batch, and may repeat "
             "the work of the others. Pass split(batch, mesh, PartitionSpec("

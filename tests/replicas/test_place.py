@@ -156,6 +156,7 @@ def test_the_devices_of_a_replica_share_its_batch_as_the_caller_says():
     ):
         found = replicas.split(batch, mesh)
     assert found.sharding == whole.sharding
+    jax.jit(lambda batch: replicas.split(batch, mesh))(batch)  # without a warning
 
 
 @pytest.mark.parametrize(
