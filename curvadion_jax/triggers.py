@@ -79,7 +79,12 @@ class Measured(NamedTuple):
 
 
 def requests(value: jax.Array, threshold: Any) -> jax.Array:
-    """Whether a measured value requests a sync: above the threshold, or NaN."""
+    """Whether a measured value requests a sync, bool[]: above the threshold, or NaN.
+
+    Example:
+      >>> requests(jnp.array([0.1, 0.3, jnp.nan]), 0.2).tolist()
+      [False, True, True]
+    """
     return ~(value <= threshold)
 
 

@@ -69,7 +69,8 @@ def audit(
     rows, and average on the host).
 
     Args:
-      step: the training step, jitted (also by `nnx.jit`) or not; or the compiled one,
+      step: the training step, jitted (also by `nnx.jit` or `eqx.filter_jit`) or
+        not; or the compiled one,
         such as ``step.lower(*arguments).compile()``, which is not compiled again. What
         it computes and does not return is no part of its program.
       mesh: mesh of the replicas, from :func:`make_mesh`.
@@ -97,12 +98,13 @@ def audit(
             "Without one nothing is sent."
         )
     _rows.check_mesh(mesh)
-    compiled: Any = step
-    if not hasattr(step, "as_text"):
+    of_jax: Callable[..., Any] = lambda step: getattr(step, "compiled", step)
+    compiled = of_jax(step)  # without Equinox's wrapper
+    if not hasattr(compiled, "as_text"):
         # Its own `lower`, if it is jitted: what `nnx.jit` changes in place is an output
         # there, and would be dropped as unused by another jit around it.
         lower = getattr(step, "lower", None) or jax.jit(step).lower
-        compiled = lower(*arguments).compile()
+        compiled = of_jax(lower(*arguments).compile())
     axis = list(mesh.shape).index(AXIS)
     replica = np.indices(mesh.devices.shape)[axis].ravel()  # of every device
     return read_program(compiled.as_text() or "", replica)

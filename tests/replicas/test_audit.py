@@ -1,5 +1,6 @@
 """`audit` names what a compiled step sends between replicas, and when."""
 
+import equinox as eqx
 import helpers
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,20 @@ def test_what_nnx_changes_in_place_is_part_of_the_program(compiled):
         found = cd.replicas.audit(step, MESH, model, optimizer)
     assert [x.kind for x in found.every_step] == ["all-reduce"]
     assert len(found.sync) == 2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_under_filter_jit_is_audited(compiled):
+    """Equinox's compiled step is an object around JAX's."""
+    tx = local_sgd()
+    state = helpers.start(tx, helpers.make_params(), MESH)
+    step = eqx.filter_jit(helpers.train_step(tx))
+    if compiled:
+        found = cd.replicas.audit(step.lower(state, GRADIENTS).compile(), MESH)
+    else:
+        found = cd.replicas.audit(step, MESH, state, GRADIENTS)
+    assert found.every_step == []
+    assert kinds(found.sync) == SYNC
 
 
 SYNC = kinds(audit(local_sgd()).sync)
