@@ -105,12 +105,19 @@ def check_rows(tree: Any, mesh: Replicas, what: str) -> None:
                 "replicas.replicate."
             )
         if mesh is not None and jnp.shape(x)[:1] != (replicas,):
-            raise ValueError(
-                f"{name} has shape {jnp.shape(x)}, and "
-                f"needs a row for each of {replicas} replicas, ({replicas}, ...). Copy "
-                "parameters with replicas.replicate, split a batch with "
+            advice = (
+                "Copy parameters with replicas.replicate, split a batch with "
                 "replicas.split, pass what is common by keyword, and give a state of "
                 "another number of replicas to replicas.resize."
+            )
+            if not hasattr(x, "shape"):
+                advice = (
+                    "It is no array: close over it, or keep it out of the tree, as "
+                    "eqx.partition(model, eqx.is_array) does."
+                )
+            raise ValueError(
+                f"{name} has shape {jnp.shape(x)}, and needs a row for each of "
+                f"{replicas} replicas, ({replicas}, ...). {advice}"
             )
 
 

@@ -298,6 +298,12 @@ def test_a_lifted_transformation_may_have_injected_hyperparameters():
     assert found == [1.0, 0.5]
 
 
+def test_a_python_number_among_rows_is_refused_with_the_remedy():
+    """Such as the rate of an Equinox dropout."""
+    with pytest.raises(ValueError, match=r"\['p'\].*is no array.*eqx\.partition"):
+        replicas.map(lambda model: model["w"], SMALL)({"w": jnp.ones(2), "p": 0.1})
+
+
 def test_an_optimizer_of_rows_is_not_lifted():
     """Each replica would train alone, and audit would find no fault."""
     tx = replicas.lift(optax.chain(cd.local_muon(0.1)), SMALL)
