@@ -128,6 +128,9 @@ class Tree:
             self._near(array.names[:n]) for n in reversed(range(len(array.names)))
         ]
         levels = [(scales, kernels) for scales, kernels in levels if scales and kernels]
+        # Further away there may be another scan, over another number of layers.
+        lengths = lambda level: {scale[:2] for scale in level[0]}
+        levels = [level for level in levels if lengths(level) == lengths(levels[0])]
         found = [_axes_of_scan(*level) for level in levels]
         if len(array.shape) < 2 or not found or not found[0]:
             return None

@@ -439,3 +439,20 @@ def test_a_w_of_an_embedding_is_asked_for():
     """It may be a Linear of Haiku's without a bias."""
     with pytest.warns(cd.dimension_numbers.PartitionWarning, match="edge_embedding"):
         numbers_at({"m/~/edge_embedding": {"w": (8, 4)}})
+
+
+def test_layers_of_another_scan_do_not_tell_the_axis():
+    """At the root the scales [6, 64] and [4, 64] are alike along the width alone."""
+
+    def tower(layers):
+        return {"norm/scale": (layers, 64), "in_proj/kernel": (layers, 64, 128)}
+
+    shapes = {
+        f"{name}/layers/{path}": shape
+        for name, layers in {"encoder": 6, "decoder": 4}.items()
+        for path, shape in tower(layers).items()
+    }
+    views = _two_optimizers.matrix_views(arrays(shapes))
+    for name in ("encoder", "decoder"):
+        view = views[f"{name}/layers/in_proj/kernel"]
+        assert (view.fan_in, view.fan_out) == (64, 128)
