@@ -4,21 +4,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
 
 # What moves, casts, selects or arranges numbers and makes no new ones.
 _HANDS_ON = {
+    "broadcast_in_dim",
     "concatenate",
     "convert_element_type",
     "copy",
     "device_put",
     "optimization_barrier",
+    "pad",
     "reduce_precision",
     "reshape",
     "select_n",
     "sharding_constraint",
+    "slice",
+    "split",
     "squeeze",
+    "stack",
     "transpose",
 }
 
@@ -36,6 +42,7 @@ def refuse_copies(inner: optax.GradientTransformation, params: Any) -> None:
     if not any(copies):
         return
     paths = [path for path, _ in jax.tree.leaves_with_path(state)]
+    # (Under a jit of its own, an update is not seen to leave a state as it is.)
     step = jax.make_jaxpr(inner.update)(params, state, params).jaxpr
     first = len(jax.tree.leaves(params))
     given = step.invars[first : first + len(paths)]
@@ -52,10 +59,7 @@ def refuse_copies(inner: optax.GradientTransformation, params: Any) -> None:
 
 
 def _handed_on(program: Any, known: Sequence[bool]) -> list[bool]:
-    """Which results of a program are arguments that are known, or made of their parts.
-
-    An argument that decides a condition (`select_n`) makes no result known.
-    """
+    """Which results of a program are arguments that are known, or their parts."""
     found = {x for x, is_known in zip(program.invars, known, strict=True) if is_known}
     is_found = lambda x: not isinstance(x, Literal) and x in found
     for equation in program.eqns:
@@ -65,9 +69,13 @@ def _handed_on(program: Any, known: Sequence[bool]) -> list[bool]:
             made = _handed_on(getattr(inner, "jaxpr", inner), given)
         elif equation.primitive.name not in _HANDS_ON:
             continue
-        elif len(given) == len(equation.outvars):
-            made = given
         else:
-            made = [any(given)]
+            results = len(equation.outvars)
+            made = given if len(given) == results else [any(given)] * results
+        # A mask of booleans is no copy.
+        is_float = lambda x: jnp.issubdtype(x.aval.dtype, jnp.inexact)
+        made = [
+            yes and is_float(x) for yes, x in zip(made, equation.outvars, strict=True)
+        ]
         found.update(x for x, yes in zip(equation.outvars, made, strict=True) if yes)
     return [is_found(x) for x in program.outvars]

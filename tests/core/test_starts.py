@@ -53,11 +53,26 @@ def finite(inner):
     return optax.GradientTransformation(init, inner.update)
 
 
+def stacked(inner):
+    """With a copy of the state in another shape."""
+
+    def init(params):
+        state = inner.init(params)
+        return state, jax.tree.map(lambda x: jnp.stack([x, x]), state)
+
+    def update(updates, state, params):
+        updates, new = inner.update(updates, state[0], params)
+        return updates, (new, jax.tree.map(lambda x: jnp.stack([x, x]), new))
+
+    return optax.GradientTransformation(init, update)
+
+
 COPIES = {
     "master weights": with_master(optax.sgd(0.1)),
     "master weights, jit": jitted(with_master(optax.sgd(0.1))),
     "master weights, flat": optax.flatten(with_master(optax.sgd(0.1))),
     "master weights, copied together": moved_together(with_master(optax.sgd(0.1))),
+    "master weights, stacked": stacked(with_master(optax.sgd(0.1))),
     "master weights of finite numbers": finite(with_master(optax.sgd(0.1))),
     "schedule-free": optax.contrib.schedule_free_sgd(0.1),
     "SAM": optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)),
@@ -123,7 +138,9 @@ def test_where_a_run_began_is_no_copy(inner):
     optimizer(inner, mesh).init(cd.replicas.replicate(PARAMS, mesh))
 
 
-@pytest.mark.parametrize("function", [jnp.sign, jnp.isfinite, jnp.abs])
+@pytest.mark.parametrize(
+    "function", [jnp.sign, jnp.isfinite, jnp.abs, lambda x: x.astype(bool)]
+)
 def test_what_is_computed_of_parameters_is_no_copy(function):
     init = lambda params: jax.tree.map(function, params)
     update = lambda updates, state, params=None: (updates, init(params))
