@@ -88,7 +88,7 @@ def adaptive_sync(
       dtypes, and are finite. `update` takes ``weight=w``, float32[R]: how much each
       replica counts in means over the replicas, such as the number of tokens in its
       batch; 0 means absent, None means 1. A sync that follows local steps counts the
-      sum since the last sync, steps of a zero gradient included. `update`
+      sum since the last sync, also of steps whose gradients were not finite. `update`
       also takes ``due=True`` or ``due=False``, static: whether a decision is due on
       this step, in place of ``trigger.due``. The program of a step that is not due has
       no condition, and no sync to compile. All other extra arguments go to `inner`,

@@ -129,7 +129,8 @@ def make_layout(mesh: Replicas, specs: Any, params: Any) -> Layout:
 
 def _check_spec(path: str, spec: P, mesh: Any) -> None:
     """Rejects axes that the mesh lacks, and the specs of rows."""
-    unknown = {*jax.tree.leaves(tuple(spec))} - {*mesh.axis_names}
+    # Rules of a whole mesh may name the replicas behind another axis.
+    unknown = {*jax.tree.leaves(tuple(spec))} - {*mesh.axis_names, P.UNCONSTRAINED}
     if unknown or tuple(spec)[:1] == (AXIS,):
         raise ValueError(
             f"specs has {spec} for {path}. Give the PartitionSpec of one replica's "

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -122,11 +123,14 @@ def check_rows(tree: Any, mesh: Replicas, what: str) -> None:
 
 
 def look_like_rows(tree: Any, mesh: Replicas) -> bool:
-    """Whether all arrays of a tree could be rows, by their first axes."""
+    """Whether all leaves of a tree are arrays that could be rows."""
     replicas = count(mesh)
-    # An object that is no tree is a leaf without a shape.
-    shapes = [getattr(x, "shape", ()) for x in jax.tree.leaves(tree)]
-    return replicas > 1 and bool(shapes) and all(x[:1] == (replicas,) for x in shapes)
+    leaves = jax.tree.leaves(tree)  # of a closure they are also meshes, or models
+
+    def is_row(x):
+        return isinstance(x, jax.Array | np.ndarray) and x.shape[:1] == (replicas,)
+
+    return replicas > 1 and bool(leaves) and all(map(is_row, leaves))
 
 
 def check_common(arguments: dict[str, Any], mesh: Replicas) -> None:

@@ -1,12 +1,12 @@
 """Runs a function of one replica on the rows of all, and nothing can cross."""
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
@@ -38,12 +38,17 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
     Raises:
       ValueError: if an argument has no row for each replica; if the function uses
         traced values, or rows, that are not its arguments, such as a batch from
-        outside, of which every replica would take all; if it changes an argument in
-        place, such as an nnx module, and does not return it; if it communicates over
-        the replica axis; or if the result is differentiated. Differentiate inside,
+        outside, of which every replica would take all; if it communicates over the
+        replica axis; or if the result is differentiated. Differentiate inside,
         ``map(jax.grad(f), mesh)``.
 
+    Warns:
+      UserWarning: if an argument by keyword, or an array that the function closes over,
+        looks like rows; if the function changes an object in place, such as an nnx
+        module, and seems not to return what it changed.
+
     Example:
+      >>> import jax.numpy as jnp
       >>> mesh = _rows.Simulated(2)
       >>> loss_fn = lambda w, x, scale: scale * jnp.sum(w * x)
       >>> gradients = map(jax.grad(loss_fn), mesh)
@@ -56,9 +61,12 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
         return function
 
     def watched(*rows, **common):
-        before = jax.tree.leaves((rows, common))
+        arguments = [*rows, *common.values()]
+        before = [jax.tree.leaves(x) for x in arguments]
         results = function(*rows, **common)
-        _refuse_lost(before, jax.tree.leaves((rows, common)), results)
+        for argument, old in zip(arguments, before, strict=True):
+            if not isinstance(argument, dict | list | tuple):  # an object
+                _warn_of_lost(old, jax.tree.leaves(argument), results)
         return results
 
     def of_one(rows, common):
@@ -70,9 +78,6 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
             _explain_captured(error, function)
             raise
         _refuse_captured(program.consts)
-        for captured in _cells(function):  # on one device, rows look like all else
-            if _rows.look_like_rows(captured, mesh):
-                _warn_of_captured(captured)
         _refuse_collectives(program.jaxpr)
         results = jaxpr_as_fun(program)(*jax.tree.leaves((rows, common)))
         return jax.tree.unflatten(jax.tree.structure(shapes), results), ()
@@ -96,6 +101,7 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
         for index, argument in enumerate(rows):
             _rows.check_rows(argument, mesh, f"Argument {index}")
         _rows.check_common(common, mesh)
+        _warn_of_captured(function, mesh)
         return run_rows(rows, common)
 
     return run
@@ -140,6 +146,7 @@ def lift(
         optimizer of this library.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> clip = lift(optax.clip_by_global_norm(1.0), _rows.Simulated(2))
       >>> gradients = jnp.array([[3.0, 4.0], [0.3, 0.4]])
       >>> updates, _ = clip.update(gradients, clip.init(gradients))
@@ -178,12 +185,12 @@ def lift(
 
 
 def _cells(function: Callable[..., Any]) -> list[Any]:
-    """What a function closes over; nothing where a cell is empty yet."""
-    cells = getattr(inspect.unwrap(function), "__closure__", None) or ()
-    try:
-        return [cell.cell_contents for cell in cells]
-    except ValueError:
-        return []
+    """What a function closes over, but for cells that are empty yet."""
+    found = []
+    for cell in getattr(inspect.unwrap(function), "__closure__", None) or ():
+        with contextlib.suppress(ValueError):
+            found.append(cell.cell_contents)
+    return found
 
 
 def _explain_captured(error: Exception, function: Callable[..., Any]) -> None:
@@ -196,21 +203,21 @@ def _explain_captured(error: Exception, function: Callable[..., Any]) -> None:
         )
 
 
-def _refuse_lost(before: Sequence[Any], after: Sequence[Any], results: Any) -> None:
-    """Rejects a function that changes its arguments in place, as nnx modules do.
+def _warn_of_lost(before: Sequence[Any], after: Sequence[Any], results: Any) -> None:
+    """Warns of an object that a function changes and does not return, as nnx modules.
 
-    Each replica's arguments are new objects, so what a function changes in them and
-    does not return is gone after the call.
+    Each replica's arguments are new objects, so the change is gone after the call.
     """
     old, kept = {id(x) for x in before}, {id(x) for x in after}
     returned = {id(x) for x in jax.tree.leaves(results)}
     if not old <= kept and not kept - old <= returned:
-        raise ValueError(
+        warnings.warn(
             "The function given to replicas.map changes an argument in place, such as "
-            "the statistics of an nnx BatchNorm or the keys of its Dropout, and does "
-            "not return what it changed: it would be lost. Split the module outside, "
+            "the statistics of an nnx BatchNorm or the keys of its Dropout, and seems "
+            "not to return what it changed: that is lost. Split the module outside, "
             "graph, state = nnx.split(module), merge it inside, and return "
-            "nnx.state(module) too."
+            "nnx.state(module) too.",
+            stacklevel=2,
         )
 
 
@@ -229,13 +236,19 @@ def _refuse_captured(constants: Any) -> None:
         )
 
 
-def _warn_of_captured(tree: Any) -> None:
-    warnings.warn(
-        "The function given to replicas.map closes over an array of shape "
-        f"{jnp.shape(jax.tree.leaves(tree)[0])}, and each replica takes all of it. If "
-        "it is a row for each replica, pass it as an argument.",
-        stacklevel=2,
-    )
+def _warn_of_captured(function: Callable[..., Any], mesh: Replicas) -> None:
+    """Warns of arrays that look like rows: on one device nobody knows."""
+    is_known = lambda x: isinstance(x, Tracer) or _rows.has_rows(x)
+    for captured in _cells(function):
+        leaves = jax.tree.leaves(captured)
+        known = [x for x in leaves if is_known(x)]  # an error, where they are traced
+        if _rows.look_like_rows(captured, mesh) and not known:
+            warnings.warn(
+                "The function given to replicas.map closes over an array of shape "
+                f"{leaves[0].shape}, and each replica takes all of it. If it is a row "
+                "for each replica, pass it as an argument.",
+                stacklevel=3,
+            )
 
 
 def _refuse_collectives(jaxpr: Any) -> None:

@@ -1,13 +1,12 @@
 """`map` runs a function of one replica on all rows; `lift` an Optax transformation."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -138,18 +137,44 @@ def test_what_looks_like_captured_rows_on_one_device_is_warned_of():
         use(jnp.ones(2))
 
 
-def test_a_change_of_an_argument_that_is_not_returned_is_refused():
-    """As of an nnx module: each replica's is a new object."""
+class Counter(nnx.Module):
+    def __init__(self):
+        self.n = nnx.Variable(jnp.zeros(2))
 
-    def count(stats, x, returned):
-        stats["n"] = stats["n"] + x
-        return (x, stats) if returned else x
 
-    lost = replicas.map(functools.partial(count, returned=False), SMALL)
-    with pytest.raises(ValueError, match=r"in place.*return.*nnx\.state"):
-        lost({"n": jnp.zeros(2)}, jnp.ones(2))
-    kept = replicas.map(functools.partial(count, returned=True), SMALL)
-    assert kept({"n": jnp.zeros(2)}, jnp.ones(2))[1]["n"].tolist() == [1.0, 1.0]
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_module_that_is_changed_and_not_returned_is_warned_of(wrap):
+    """Each replica's is a new object."""
+
+    def count(module, x):
+        module.n[...] += x
+        return x
+
+    def counted(module, x):
+        return count(module, x), nnx.state(module)
+
+    run = lambda f: wrap(replicas.map(f, SMALL))(Counter(), jnp.ones(2))
+    with pytest.warns(UserWarning, match=r"in place.*return.*nnx\.state"):
+        run(count)
+    assert run(counted)[1]["n"][...].tolist() == [1.0, 1.0]
+
+
+def test_a_dict_may_be_changed_in_place():
+    """As anywhere under jit, what is not returned is not kept."""
+
+    def loss(w, batch):
+        batch["x"] = batch["x"] / 2
+        return jnp.sum(w * batch["x"]), batch
+
+    run = replicas.map(jax.value_and_grad(loss, has_aux=True), SMALL)
+    (_, batch), _ = run(jnp.ones((2, 3)), {"x": jnp.ones((2, 3))})
+    assert batch["x"].tolist() == [[0.5] * 3] * 2
+
+
+def test_a_function_may_close_over_a_mesh():
+    mesh = replicas.make_mesh(2)
+    use = replicas.map(lambda w: w * mesh.size, mesh)
+    assert use(jnp.ones(2)).tolist() == [2.0, 2.0]
 
 
 def test_a_tree_with_other_arrays_by_keyword_is_common():
