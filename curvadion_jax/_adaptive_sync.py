@@ -388,6 +388,8 @@ class _AdaptiveSync:
         anchor = _memory.to_device(anchor) if measures else ()
         row = gradients, params, rows._replace(residual=())
         common = anchor, step.clock, step.extra_args
+        # Of every replica at once, each with its own row: [0] are rows again, and [1]
+        # would be common.
         return _rows.over(of_one, self.mesh)(row, common)[0]
 
     def _take(self, params, extra_args, layout: Layout) -> Callable[..., Any]:

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import (
+    _adamw_for_the_rest,
     _arguments,
     _joined,
     _layout,
     _matrices,
     _orthonormalize,
-    _other_optimizer,
     _power_iteration,
     _trees,
     _two_optimizers,
@@ -290,7 +290,7 @@ def dion(
     _matrices.check_rank(rank)
     _arguments.check_numbers(below=1, momentum=momentum)
     _arguments.check_numbers(weight_decay=weight_decay)
-    other_optimizer = _other_optimizer.choose(
+    other_optimizer = _adamw_for_the_rest.choose(
         other_optimizer, learning_rate, adam_learning_rate, mu_dtype=mu_dtype
     )
 
@@ -311,4 +311,5 @@ def dion(
             optax.scale_by_learning_rate(learning_rate),
         )
 
+    # An `optax.partition`, made of the parameters on every call.
     return _two_optimizers.optimizer(matrices, other_optimizer, dimension_numbers)

@@ -6,9 +6,9 @@ import jax
 import optax
 
 from curvadion_jax import (
+    _adamw_for_the_rest,
     _arguments,
     _defaults,
-    _other_optimizer,
     _two_optimizers,
     synchronizers,
     triggers,
@@ -123,7 +123,7 @@ def local_muon(
     _arguments.check_numbers(below=1, momentum=momentum)
     _arguments.check_exclusive(budget=budget, trigger=trigger)
     _arguments.check_exclusive(bits=bits, synchronizer=synchronizer)
-    other_optimizer = _other_optimizer.choose(
+    other_optimizer = _adamw_for_the_rest.choose(
         other_optimizer,
         learning_rate,
         adam_learning_rate,
@@ -140,7 +140,7 @@ def local_muon(
             learning_rate,
             numbers,
             beta=momentum,
-            eps=_other_optimizer.EPSILON,
+            eps=_adamw_for_the_rest.EPSILON,
             weight_decay=weight_decay,
             weight_decay_mask=weight_decay_mask,
             mu_dtype=mu_dtype,

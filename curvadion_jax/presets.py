@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import (
+    _adamw_for_the_rest,
     _arguments,
     _dion,
     _momentum,
-    _other_optimizer,
     _trees,
     _two_optimizers,
     synchronizers,
@@ -397,7 +397,7 @@ def _muon(
         lambda numbers: muon(
             learning_rate, numbers, beta=momentum, weight_decay=weight_decay
         ),
-        _other_optimizer.choose(
+        _adamw_for_the_rest.choose(
             None, learning_rate, adam_learning_rate, 1e-8, nesterov=True
         ),
         dimension_numbers,

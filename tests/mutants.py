@@ -281,10 +281,13 @@ MUTANTS = {
         "given",
     ),
     "b2 is 0.999": Mutant(
-        "_other_optimizer.py", "rate, 0.9, 0.95, eps", "rate, 0.9, 0.999, eps", WRAPPERS
+        "_adamw_for_the_rest.py",
+        "rate, 0.9, 0.95, eps",
+        "rate, 0.9, 0.999, eps",
+        WRAPPERS,
     ),
     "adam has the rate of the matrices": Mutant(
-        "_other_optimizer.py",
+        "_adamw_for_the_rest.py",
         "rate = learning_rate if adam_learning_rate is None else adam_learning_rate",
         "rate = learning_rate",
         WRAPPERS,
