@@ -7,7 +7,8 @@ import collections
 import dataclasses
 import functools
 import re
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import jax
 
@@ -110,7 +111,7 @@ class Tree:
             for depth in range(len(array.names)):
                 self._below[array.names[:depth]].append(array)
         self._within = functools.cache(self._arrays_within)
-        self._near = functools.cache(self._norms_and_kernels)
+        self._near = functools.cache(self._scan_within)
         for array in self.arrays:
             array.layers = self._layers_axis(array)
         self._find_biases()
@@ -124,24 +125,27 @@ class Tree:
         layers]. They have the axis of the layers alike, and share it with most kernels.
         Where both axes would do, as of [layers, width, n], kernels further away decide.
         """
-        levels = [
-            self._near(array.names[:n]) for n in reversed(range(len(array.names)))
-        ]
-        levels = [(scales, kernels) for scales, kernels in levels if scales and kernels]
-        # Further away there may be another scan, over another number of layers.
-        lengths = lambda level: {scale[:2] for scale in level[0]}
-        levels = [level for level in levels if lengths(level) == lengths(levels[0])]
-        found = [_axes_of_scan(*level) for level in levels]
-        if len(array.shape) < 2 or not found or not found[0]:
+        if len(array.shape) < 2:
             return None
-        axis = next((axes[0] for axes in found if len(axes) == 1), found[0][0])
-        scales = levels[0][0]
-        return axis if array.shape[axis] == scales[0][axis] else None
+        every = (self._near(array.names[:n]) for n in reversed(range(len(array.names))))
+        levels = [near for near in every if near is not None]
+        if not levels or not levels[0].axes:
+            return None
+        nearest = levels[0]
+        # Further away there may be another scan, over another number of layers.
+        alike = [near.axes for near in levels if near.scales == nearest.scales]
+        axis = next((axes[0] for axes in alike if len(axes) == 1), nearest.axes[0])
+        lengths = {scale[axis] for scale in nearest.scales}
+        return axis if array.shape[axis] in lengths else None
 
-    def _norms_and_kernels(self, prefix: Names) -> tuple[list[Shape], list[Shape]]:
+    def _scan_within(self, prefix: Names) -> "_Scan | None":
+        """What the scales and kernels below a name say; None without either."""
         near = self._below[prefix]
-        scales = [array.shape for array in near if array.is_scale]
-        return scales, [array.shape for array in near if len(array.shape) > 2]
+        scales = frozenset(array.shape[:2] for array in near if array.is_scale)
+        kernels = [array.shape for array in near if len(array.shape) > 2]
+        if not (scales and kernels):
+            return None
+        return _Scan(scales, _axes_of_scan(scales, kernels))
 
     def _find_biases(self) -> None:
         """Pairs `kernel` with `bias`, `w` with `b`, `wi_0` with `wi_0_bias`."""
@@ -189,7 +193,14 @@ class Tree:
         return {(array.shape, array.sizes, array.is_query) for array in near}
 
 
-def _axes_of_scan(scales: list[Shape], kernels: list[Shape]) -> Axes:
+class _Scan(NamedTuple):
+    """The first two lengths of norms' scales, and which axis may be the layers'."""
+
+    scales: frozenset[Shape]
+    axes: Axes
+
+
+def _axes_of_scan(scales: Collection[Shape], kernels: list[Shape]) -> Axes:
     """The axes, of 0 and 1, that scales have alike and that most kernels share.
 
     One axis for all of these arrays: a square kernel has the width at both.
