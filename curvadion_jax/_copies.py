@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
+
+from curvadion_jax import _finite
 
 # What moves, casts, selects or arranges numbers and makes no new ones.
 _HANDS_ON = {
@@ -72,10 +73,7 @@ def _handed_on(program: Any, known: Sequence[bool]) -> list[bool]:
         else:
             results = len(equation.outvars)
             made = given if len(given) == results else [any(given)] * results
-        # A mask of booleans is no copy.
-        is_float = lambda x: jnp.issubdtype(x.aval.dtype, jnp.inexact)
-        made = [
-            yes and is_float(x) for yes, x in zip(made, equation.outvars, strict=True)
-        ]
-        found.update(x for x, yes in zip(equation.outvars, made, strict=True) if yes)
+        for x, is_made in zip(equation.outvars, made, strict=True):
+            if is_made and _finite.is_float(x.aval):  # a mask of booleans is no copy
+                found.add(x)
     return [is_found(x) for x in program.outvars]

@@ -8,7 +8,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _memory, _trees
+from curvadion_jax import _finite, _memory, _trees
 from curvadion_jax._sync_state import AdaptiveSyncState
 
 
@@ -41,7 +41,7 @@ def consensus(rows: Any) -> Any:
 
 def _means(rows: Any) -> Any:
     def mean(x):
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
+        if not _finite.is_float(x):
             return x[0]
         # Parts of the mean, because the sum may overflow.
         return jnp.sum(_trees.at_least_float32(x) / len(x), 0).astype(x.dtype)
@@ -70,7 +70,7 @@ def divergence(rows: Any) -> jax.Array:
 
 @jax.jit
 def _divergence(arrays: list[jax.Array]) -> jax.Array:
-    is_number = lambda x: jnp.issubdtype(x.dtype, jnp.inexact) and x.size
+    is_number = lambda x: _finite.is_float(x) and x.size
     numbers = [x for x in arrays if is_number(x)]
     if not numbers:
         return jnp.zeros([], jnp.float32)

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _memory, _rows, _trees
+from curvadion_jax import _finite, _memory, _rows, _trees
 from curvadion_jax._dion import DionState
 from curvadion_jax._rows import AXIS, Replicas
 from curvadion_jax._sync_state import AdaptiveSyncState
@@ -86,8 +86,7 @@ def row_kinds(state: Any) -> Any:
 
     def of_rows(tree, copied=False):
         def kind(x):
-            is_float = jnp.issubdtype(x.dtype, jnp.inexact)
-            return "average" if is_float and not copied else "copy"
+            return "average" if _finite.is_float(x) and not copied else "copy"
 
         return jax.tree.map(kind, tree)
 
