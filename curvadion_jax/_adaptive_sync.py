@@ -497,14 +497,7 @@ class _AdaptiveSync:
         def alone(given, sync_state):
             return self._own_step(given, step), sync_state
 
-        if isinstance(fire, bool):
-            take_step = synchronise if fire else alone
-            outcome, sync_state = take_step(given, common.sync_state)
-        else:
-            with jax.named_scope(SYNC):
-                outcome, sync_state = lax.cond(
-                    fire, synchronise, alone, given, common.sync_state
-                )
+        outcome, sync_state = _if(fire, synchronise, alone, given, common.sync_state)
         return outcome, common._replace(sync_state=sync_state)
 
     def _checksum_after(self, params, updates) -> jax.Array:
@@ -602,6 +595,14 @@ def _any(requests: jax.Array, mesh: Replicas) -> jax.Array:
     return vote(requests, ())[1]
 
 
+def _if(fire, synchronise, otherwise, *given):
+    """The optimizer's one condition, by the name that `replicas.audit` looks for."""
+    if isinstance(fire, bool):
+        return (synchronise if fire else otherwise)(*given)
+    with jax.named_scope(SYNC):
+        return lax.cond(fire, synchronise, otherwise, *given)
+
+
 def _once_if(fire, synchronise, outcome, shared):
     """What a sync makes of an outcome and of what is common, or both as they are.
 
@@ -610,14 +611,10 @@ def _once_if(fire, synchronise, outcome, shared):
     that does not run copies nothing. A bare loop would not do either: XLA hoists
     loop-invariant work out of it, and would then do that work on every step.
     """
-    if isinstance(fire, bool):
-        return synchronise(outcome, shared) if fire else (outcome, shared)
     keep = lambda outcome, shared: (outcome, shared)
-
-    def once(_, carried):
-        with jax.named_scope(SYNC):
-            return lax.cond(fire, synchronise, keep, *carried)
-
+    if isinstance(fire, bool):
+        return _if(fire, synchronise, keep, outcome, shared)
+    once = lambda _, carried: _if(fire, synchronise, keep, *carried)
     return lax.fori_loop(0, fire.astype(jnp.int32), once, (outcome, shared))
 
 
