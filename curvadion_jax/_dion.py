@@ -17,7 +17,7 @@ from curvadion_jax import (
     _arguments,
     _joined,
     _layout,
-    _matrices,
+    _matrix_view,
     _orthonormalize,
     _power_iteration,
     _trees,
@@ -25,7 +25,7 @@ from curvadion_jax import (
     _whole_matrices,
 )
 from curvadion_jax._layout import Layout
-from curvadion_jax._matrices import MatrixView, Named
+from curvadion_jax._matrix_view import MatrixView, Named
 from curvadion_jax._power_iteration import ReduceFn
 
 # The default is None: `optax.inject_hyperparams` would trace a number.
@@ -129,7 +129,7 @@ def scale_by_dion(
       there a column of P that meets no momentum moves by rounding noise; here it stays
     """
     rank = _RANK if rank is None else rank
-    _matrices.check_rank(rank)
+    _matrix_view.check_rank(rank)
     _arguments.check_numbers(below=1, momentum=momentum)
 
     def init_fn(params):
@@ -196,7 +196,7 @@ def _initial_qs(params, views, rank: int | float, dtype) -> Any:
             return node
         name, leaf = next(leaves)
         view = views[name]
-        r = _matrices.resolve_rank(view.cols, rank)
+        r = _matrix_view.resolve_rank(view.cols, rank)
         return _power_iteration.initial_q(name, view, r, dtype or leaf.dtype)
 
     # Without Flax's box around a parameter, whose names of axes are not Q's.
@@ -217,7 +217,7 @@ def _bases(
     found = _whole_matrices.by_matrix(
         lambda stacks: _joined.by_shape(_orthonormalize.orthonormal, stacks),
         products,
-        {name: _matrices.make_view(x.shape, -2, -1) for name, x in products.items()},
+        {name: _matrix_view.make_view(x.shape, -2, -1) for name, x in products.items()},
         layout.of_factors(products, made_of),
     )
     return {name: layout.keep_whole(x) for name, x in found.items()}
@@ -287,7 +287,7 @@ def dion(
       0.0141
     """
     rank = _RANK if rank is None else rank
-    _matrices.check_rank(rank)
+    _matrix_view.check_rank(rank)
     _arguments.check_numbers(below=1, momentum=momentum)
     _arguments.check_numbers(weight_decay=weight_decay)
     other_optimizer = _adamw_for_the_rest.choose(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from curvadion_jax import _trees
-from curvadion_jax._matrices import MadeOf, MatrixView, Named
+from curvadion_jax._matrix_view import MadeOf, MatrixView, Named
 from curvadion_jax._power_iteration import ReduceFn
 
 # Elements of a stack, which is a temporary array. Matrices of this size need no others.

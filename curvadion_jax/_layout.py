@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _rows, _trees
-from curvadion_jax._matrices import MadeOf
+from curvadion_jax._matrix_view import MadeOf
 from curvadion_jax._rows import AXIS, Replicas
 
 

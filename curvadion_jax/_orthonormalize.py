@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.linalg import solve_triangular
 
-from curvadion_jax._matrices import matmul
+from curvadion_jax._matrix_view import matmul
 
 _SHIFTED_PASSES = 3
 # Squared length of a unit column beside the others, above which none is nearly

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax._matrices import MadeOf, MatrixView, Named, matmul
+from curvadion_jax._matrix_view import MadeOf, MatrixView, Named, matmul
 
 ReduceFn = Callable[[Named, Mapping[str, MadeOf]], Named]
 """(arrays, the axes that they merge) -> their means over replicas."""

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from curvadion_jax import _matrices, _trees
+from curvadion_jax import _matrix_view, _trees
 from curvadion_jax import dimension_numbers as rules
 
 DimensionNumbers = rules.DimensionNumbers
@@ -26,7 +26,7 @@ def is_default(dimension_numbers: DimensionNumbersOrFn) -> bool:
 
 def matrix_views(
     params: optax.Params, dimension_numbers: DimensionNumbersOrFn = None
-) -> dict[str, _matrices.MatrixView | None]:
+) -> dict[str, _matrix_view.MatrixView | None]:
     """The view of each parameter by its path; None for the other optimizer's."""
     _trees.check_trainable(params)
     if not jax.tree.leaves(params):  # such as what Optax puts in for the parameters
@@ -48,7 +48,7 @@ def matrix_views(
         spread.extend([numbers] * len(jax.tree.leaves(subtree)))
 
     jax.tree.map(add, dimension_numbers, params, is_leaf=_is_numbers)
-    views: dict[str, _matrices.MatrixView | None] = {}
+    views: dict[str, _matrix_view.MatrixView | None] = {}
     leaves = _trees.leaves_with_path(params)
     for (name, leaf), numbers in zip(leaves, spread, strict=True):
         if name in views:
@@ -56,7 +56,7 @@ def matrix_views(
                 f"Two parameters have the path {name!r}. Rename one, without slashes."
             )
         try:
-            views[name] = numbers and _matrices.make_view(leaf.shape, *numbers)
+            views[name] = numbers and _matrix_view.make_view(leaf.shape, *numbers)
         except ValueError as error:
             message = f"Dimension numbers of parameter {name!r}: {error}"
             raise ValueError(message) from error
@@ -69,7 +69,7 @@ def _is_numbers(x: Any) -> bool:
 
 def matrices_only(
     tree: Any, dimension_numbers: DimensionNumbersOrFn
-) -> dict[str, _matrices.MatrixView]:
+) -> dict[str, _matrix_view.MatrixView]:
     """`matrix_views` of a tree without parameters of the other optimizer."""
     views = {}
     for name, view in matrix_views(tree, dimension_numbers).items():

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from curvadion_jax._layout import Layout
-from curvadion_jax._matrices import MatrixView, Named
+from curvadion_jax._matrix_view import MatrixView, Named
 
 
 class _Kind(NamedTuple):

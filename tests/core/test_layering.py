@@ -15,7 +15,7 @@ COLLECTIVES = {
 }
 # Communication between replicas, and between the devices of one.
 TALKING = {"_group", "_within_replica", "_whole_matrices"}
-MATHS = {"_orthonormalize", "_power_iteration", "_matrices"}
+MATHS = {"_orthonormalize", "_power_iteration", "_matrix_view"}
 # What enters a `shard_map`: over the replicas, and over the devices of one.
 ENTERING = {"_rows", "_within_replica", "_whole_matrices"}
 # What users call around training; nothing that computes a step knows of it.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from curvadion_jax._matrices import make_view, resolve_rank
+from curvadion_jax._matrix_view import make_view, resolve_rank
 
 # name: shape, fan-in axes, fan-out axes, (batch, rows, cols), whether rows are fan-out
 VIEWS = {
