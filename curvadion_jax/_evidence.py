@@ -25,6 +25,14 @@ NORM = rf"{LAYER_NORM}|.*norm(_?\w)?|rms"
 SCALE = r"(.*_)?(scale|gamma)|gamma_.*"
 WEIGHT = r"kernel|weights?|w"
 QUERY = r"(w_?|to_)?(q|k|v|kv|qkv|query|key|value)(_?proj(ection)?|_kernel|_w|_b)?"
+# Of a matrix, and of no table: its name says what it does in its module.
+PROJECTION = (
+    r"(w_?|to_?)?(\d|q|k|v|o|i|u|d|g|qkv|kv|query|key|value|in|out|up|down|gate)"
+    r"(_?proj(ection)?|_?\d)?|(fc|linear|dense)_?\d*"
+)
+# LoRA's factors: lora_a and lora_b, lora/A and lora/B, lora_A.weight.
+_FACTOR = re.compile(r"(lora[._/]?)([ab])(?![a-z])", re.IGNORECASE)
+_OTHER_FACTOR = str.maketrans("abAB", "baBA")
 # Attributes of Equinox's and other modules in PyTorch's order, (out, in).
 TORCH_WEIGHTS = ("weight", "weight_ih", "weight_hh")
 
@@ -42,6 +50,7 @@ class Array:
       layers: the axis of a scan over layers.
       bias: of a kernel.
       is_bias: whether it is one.
+      partner: of a factor of LoRA, the other one; also of what may be one, `A` and `B`.
     """
 
     path: str
@@ -52,6 +61,7 @@ class Array:
     layers: int | None = None
     bias: "Array | None" = None
     is_bias: bool = False
+    partner: "Array | None" = None
 
     @functools.cached_property
     def words(self) -> list[str]:
@@ -73,6 +83,15 @@ class Array:
     def is_query(self) -> bool:
         """Whether it is a projection to queries, keys or values, by its name."""
         return self.matches(QUERY, 1, 2)
+
+    @functools.cached_property
+    def is_projection(self) -> bool:
+        """Whether it is a projection, whatever the module's name."""
+        return self.matches(PROJECTION, 1)
+
+    @functools.cached_property
+    def is_lora(self) -> bool:
+        return bool(_FACTOR.search(self.path))
 
     @functools.cached_property
     def axes(self) -> Axes:
@@ -115,6 +134,7 @@ class Tree:
         for array in self.arrays:
             array.layers = self._layers_axis(array)
         self._find_biases()
+        self._find_factors()
         scales = [array for array in self.arrays if array.is_scale]
         self.widths = {array.sizes[-1] for array in scales if array.sizes}
 
@@ -162,6 +182,18 @@ class Tree:
                 if bias and (last != "0" or bias.sizes == array.sizes[-1:]):
                     array.bias, bias.is_bias = bias, True
 
+    def _find_factors(self) -> None:
+        """Pairs `lora_a` with `lora_b`, and `A` [m, r] with `B` [r, n] of a small r."""
+        by_path = {array.path: array for array in self.arrays}
+        swapped = lambda found: found[1] + found[2].translate(_OTHER_FACTOR)
+        for array in self.arrays:
+            if array.is_lora:
+                array.partner = by_path.get(_FACTOR.sub(swapped, array.path))
+            elif array.names[-1] == "A":
+                other = by_path.get(f"{array.path[:-1]}B")
+                if other and _are_factors(array.shape, other.shape):
+                    array.partner, other.partner = other, array
+
     def leads_to_another(self, array: Array) -> bool:
         """Whether a layer's outputs are the inputs of a later one of the same name.
 
@@ -184,13 +216,28 @@ class Tree:
                 return True
         return False
 
-    def beside(self, array: Array) -> set[tuple[Shape, Sizes, bool]]:
-        """Shape, sizes and whether it is a query, in a module and those next to it."""
+    def beside(self, array: Array) -> set["Neighbour"]:
+        """What is in an array's module and in those next to it, the array too."""
         return self._within(array.names[:-2], len(array.names))
 
-    def _arrays_within(self, prefix: Names, depth: int):
+    def _arrays_within(self, prefix: Names, depth: int) -> set["Neighbour"]:
         near = [array for array in self._below[prefix] if len(array.names) <= depth]
-        return {(array.shape, array.sizes, array.is_query) for array in near}
+        return {Neighbour(array.shape, array.sizes, array.is_query) for array in near}
+
+
+class Neighbour(NamedTuple):
+    """What counts of an array beside another one; many are alike."""
+
+    shape: Shape
+    sizes: Sizes
+    is_query: bool
+
+
+def _are_factors(a: Shape, b: Shape) -> bool:
+    """Whether [*stack, m, r] and [*stack, r, n] have a product of a lower rank."""
+    if len(a) != len(b) or len(a) < 2 or a[:-2] != b[:-2]:
+        return False
+    return a[-1] == b[-2] < min(a[-2], b[-1])
 
 
 class _Scan(NamedTuple):

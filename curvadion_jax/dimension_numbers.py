@@ -23,14 +23,14 @@ import jax
 import optax
 
 from curvadion_jax import _evidence, _trees
-from curvadion_jax._evidence import Array, Axes, Tree
+from curvadion_jax._evidence import Array, Axes, Neighbour, Sizes, Tree
 
 __all__ = ["Finding", "PartitionWarning", "default", "equinox", "explain", "haliax"]
 
 DimensionNumbers = optax.contrib.MuonDimensionNumbers
 
 # Names are in lower case; each pattern has to match a whole name.
-_NO_PROJECTION = r"(?!.*(proj|dense|linear|mlp|map))"
+_NO_PROJECTION = r"(?!.*(proj|dense|linear|mlp|map|ffn|feed|attention|attn|wise))"
 _EMBEDDING = rf"{_NO_PROJECTION}(.*_|un|tok|pos)?emb(s|ed.*)?(_.*)?|wte|wpe"
 _POSITIONS = rf"{_NO_PROJECTION}(.*_)?(rel)?pos(s|_.*|ition.*)?|wpe|rope"
 _TABLE = (
@@ -42,10 +42,16 @@ _ANY_TABLE = f"{_TABLE}|{_POSITIONS}|{_evidence.LAYER_NORM}"
 _HEAD = (
     r"(?!multi|att)(.*_|lm|output)?(head|classifier|readout)|heads|(?!pre_).*logit.*"
 )
-_CONVOLUTION = r"(?!pw|point).*conv.*"
-_VECTOR = (
-    r"(.*_)?(bias|offset|shift|beta|norm|log|lambda)|(bias|norm|log|lambda|time)_.*|b"
+_CONVOLUTION = (
+    r"(?!pw|point)(?!.*weights?$).*conv(olution.*|transpose.*|[\d_].*|s|\dd.*|layer.*"
+    r"|block.*|net.*|module.*)?"
 )
+_VECTOR = (  # RWKV's time_decay_w1 is a matrix
+    r"(?!.*(proj|dense|linear|mlp|_w\d))((.*_)?(bias|offset|shift|beta|norm|log|lambda)"
+    r"|(bias|norm|log|lambda|time)_.*|b)"
+)
+# Longer sides of an array of two axes are no window of a depthwise convolution.
+_LONGEST_WINDOW = 64
 _STATE_SPACE = r"[ABCDP](_?(re|im|real|imag|\d))?"  # in upper case
 _DENSE = r"(out_?proj|dense|linear|fc)(_?\d+)?"
 _LIKE_WEIGHT = r"w.*|.*(kernel|weight|matrix|proj|dense|linear|einsum|lora).*"
@@ -143,16 +149,19 @@ def _why_other(array: Array, tree: Tree) -> str | None:
         return "scale of a norm"
     if array.is_bias:
         return "a bias"
-    if re.fullmatch(_STATE_SPACE, array.names[-1]):
+    if re.fullmatch(_STATE_SPACE, array.names[-1]) and not array.partner:
         return "state space, by its name"
-    if array.matches(f"{_VECTOR}|{_evidence.NORM}", 1):
+    if array.matches(f"{_VECTOR}|{_evidence.NORM}", 1) and not array.partner:
         return "a vector, by its name"
     in_head = array.matches(f"{_HEAD}|embed|embedding", 3) and array.matches(_DENSE, 2)
     hidden = set(sizes) <= tree.widths  # between norms
-    is_head = array.matches(_HEAD, 1, 2) or (in_head and not hidden)
+    # The name of a module tells little of a projection that has a name of its own.
+    named_head = array.matches(_HEAD, *((1,) if array.is_query else (1, 2)))
+    is_head = named_head or (in_head and not hidden)
     if is_head and not tree.leads_to_another(array):
         return "a head, by its name"
-    if array.matches(_CONVOLUTION, 1, 2):
+    is_window = len(sizes) > 2 or min(sizes) <= _LONGEST_WINDOW
+    if _is_named_convolution(array) and is_window:
         return "a convolution, by its name"
     apart = len(array.shape) - (array.layers is not None)
     if bias and (bias.shape[-1] == 1 or (apart > 3 and len(bias.sizes) == 1)):
@@ -164,12 +173,16 @@ def _why_other(array: Array, tree: Tree) -> str | None:
     # The module of a `w` may be a Linear of Haiku's, whatever its name: see `_sides`.
     # A kernel of more than two axes is a DenseGeneral's.
     is_dense = array.matches("w", 1) or (len(sizes) > 2 and array.matches("kernel", 1))
-    places = (1,) if is_dense else (1, 2)
+    places = (1,) if is_dense or array.is_projection else (1, 2)
     if array.matches(_EMBEDDING, *places):
         return "an embedding, by its name"
     if array.matches(_ANY_TABLE, *places):
         return "a table, by its name"
     return None
+
+
+def _is_named_convolution(array: Array) -> bool:
+    return array.matches(_CONVOLUTION, *((1,) if array.is_projection else (1, 2)))
 
 
 def _heads(tree: Tree, others: Iterable[Array]) -> set[Array]:
@@ -197,10 +210,14 @@ def _sides(array: Array, tree: Tree, lengths: Mapping[int, int]) -> _Sides | Non
     """The axes of one side and of the other; None if nothing tells."""
     axes, sizes = array.axes, array.sizes
     bias = array.bias.sizes if array.bias else ()
-    if array.matches(_EINSUM_QUERY, 1, 2) and len(array.shape) > 2:
+    if array.partner and not array.is_lora:
+        return None  # LoRA's A and B, or a state space's
+    several = len(array.shape) > 2
+    # A query's factors of LoRA are products within each head.
+    if several and array.matches(_EINSUM_QUERY, 1, 2) and not array.partner:
         *_, heads, width, head_dim = range(len(array.shape))
         return _Sides((width,), (heads, head_dim), "[heads, D, head_dim], by its name")
-    if array.matches(_EINSUM_OUTPUT, 1, 2) and len(array.shape) > 2:
+    if several and array.matches(_EINSUM_OUTPUT, 1, 2):
         *_, heads, head_dim, width = range(len(array.shape))
         return _Sides((heads, head_dim), (width,), "[heads, head_dim, D], by its name")
     if len(sizes) == 2:
@@ -209,9 +226,14 @@ def _sides(array: Array, tree: Tree, lengths: Mapping[int, int]) -> _Sides | Non
         is_w = array.matches("w", 1)
         if not bias and is_w and array.matches(f"{_EMBEDDING}|{_ANY_TABLE}", 2):
             return None  # a Linear, or a table
-        if alone and not bias and not array.matches(_LIKE_WEIGHT, 1):
+        if not bias and _is_named_convolution(array):
+            return None  # a layer of a ConvNet, or a convolution
+        has_name = array.is_lora or array.matches(_LIKE_WEIGHT, 1)
+        if alone and not bias and not has_name:
             return None
         return _Sides(axes[:1], axes[1:], "two axes")
+    if array.partner:
+        return _sides_of_factor(array, array.partner)
     if not bias:
         return _sides_without_bias(array, tree)
     ambiguous = len(bias) > 1 and sizes[0] == sizes[1]
@@ -220,6 +242,24 @@ def _sides(array: Array, tree: Tree, lengths: Mapping[int, int]) -> _Sides | Non
     if bias == (sizes[0], *sizes[2:]) or (len(sizes) == 3 and bias == sizes[:2]):
         return _Sides(axes[1:2], axes[2:], "a stack, like its bias")
     return _output_of_heads(array, tree) if bias == sizes[2:] else None
+
+
+def _sides_of_factor(array: Array, partner: Array) -> _Sides | None:
+    """The sides of LoRA's A or B: one is [*stack, *in, rank], one [*stack, rank, *out].
+
+    Which of them is A does not matter: PyTorch's are (out, in).
+    """
+    shape, other = array.shape, partner.shape
+    axes = tuple(range(len(shape)))
+    why = "a factor, by its name and the other one"
+    for stack in range(len(shape) - 1):
+        if shape[:stack] != other[:stack] or len(other) < stack + 2:
+            continue
+        if shape[-1] == other[stack]:
+            return _Sides(axes[stack:-1], axes[-1:], why)
+        if shape[stack] == other[-1]:
+            return _Sides(axes[stack : stack + 1], axes[stack + 1 :], why)
+    return None
 
 
 def _sides_without_bias(array: Array, tree: Tree) -> _Sides | None:
@@ -238,7 +278,8 @@ def _sides_without_bias(array: Array, tree: Tree) -> _Sides | None:
             return _Sides(axes[1:2], (axes[0], axes[2]), why)
     # [D, heads, head_dim], or with an axis of queries, keys and values on either side.
     place = 1 if len(sizes) == 4 and sizes[0] in (2, 3) else 0
-    outputs = [other for _, other, _ in tree.beside(array) if len(other) > 2]
+    beside = [other.sizes for other in tree.beside(array)]
+    outputs = [other for other in beside if len(other) > 2]
     # [stack, n, n] looks like heads. They have an output [n, n, D] next to them.
     split = sizes[-1] != sizes[-2] or any(o[:-1] == sizes[-2:] for o in outputs)
     if sizes[place] == width and sizes.count(width) == 1 and split:
@@ -247,7 +288,7 @@ def _sides_without_bias(array: Array, tree: Tree) -> _Sides | None:
     return None
 
 
-def _is_mirrored(sizes: Axes, width: int | None, beside: Iterable) -> bool:
+def _is_mirrored(sizes: Sizes, width: int | None, beside: Iterable[Neighbour]) -> bool:
     """Whether [experts, D, F] has [experts, F, D] next to it, or [2, D, F] has [F, D].
 
     Also where gates are fused: [experts, D, 2F].
@@ -269,7 +310,7 @@ def _output_of_heads(array: Array, tree: Tree) -> _Sides | None:
     if len(array.sizes) != 3:
         return None
     heads, head_dim, _ = array.sizes
-    for _, other, _ in tree.beside(array):
+    for other in {neighbour.sizes for neighbour in tree.beside(array)}:
         if len(other) < 3 or other == array.sizes:
             continue
         alike = heads in (other[0], other[-2]) and other[-1] == head_dim
@@ -287,6 +328,8 @@ def _is_out_first(array: Array, sides: _Sides) -> bool | None:
         first, last = bias == sizes[: len(bias)], bias[-1:] == sizes[-1:]
         if first != last:
             return first
+    if array.partner:
+        return None
     heads = len(sides.first), len(sides.second)
     if array.is_query and heads != (1, 1):
         return heads == (2, 1)
@@ -335,7 +378,8 @@ def default(
     * layers on the first axis, or on the second as in MaxText, by the norms' scales,
     * stacks such as experts, by their biases or a transpose next to them,
     * heads, which count as one side together with their dimension, by a bias, a norm's
-      width or the query next to them.
+      width or the query next to them,
+    * factors of LoRA, by their names and the rank that both have.
 
     `optax.partition` or `optax.masked` around an optimizer hides parameters that tell:
     give `dimension_numbers` there.

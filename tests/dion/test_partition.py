@@ -441,6 +441,53 @@ def test_a_w_of_an_embedding_is_asked_for():
         numbers_at({"m/~/edge_embedding": {"w": (8, 4)}})
 
 
+MODULES = [
+    *(("latent_attention", "wq"), ("position_wise_ffn", "kernel"), ("token", "w1")),
+    *(("heads", "query"), ("conv_tp_weights", "weight"), ("unconventional", "kernel")),
+    *(("convnext_mlp", "kernel"), ("rwkv", "time_decay_w1"), ("m", "log_mlp")),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), MODULES)
+def test_a_part_of_a_name_tells_no_table_vector_or_convolution(module, name):
+    assert numbers_at({module: {name: (8, 4)}}, module, name) == DENSE
+
+
+def test_a_window_of_two_axes_is_a_short_one():
+    assert numbers_at({"conv": {"kernel": (4, 128)}}, "conv", "kernel") is None
+    with pytest.warns(cd.dimension_numbers.PartitionWarning, match="conv/kernel"):
+        numbers_at({"conv": {"kernel": (128, 256)}})
+
+
+FACTORS = [
+    pytest.param((8, 2), (2, 6), DENSE, DENSE, id="two axes"),
+    pytest.param((3, 8, 2), (3, 2, 6), STACK, STACK, id="stack"),
+    pytest.param((3, 2, 8), (3, 6, 2), STACK, STACK, id="stack of PyTorch's order"),
+    pytest.param((8, 2), (2, 3, 6), DENSE, QUERY, id="of a query"),
+    pytest.param((3, 6, 2), (2, 8), OUT, DENSE, id="of an output"),
+    pytest.param((3, 7, 2), (3, 8, 6), None, None, id="not a pair"),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "of_a", "of_b"), FACTORS)
+@pytest.mark.parametrize("name", ["q/lora_a", "q/w_LoRA_A", "lora/A", "lora_A/weight"])
+@pytest.mark.filterwarnings("ignore::curvadion_jax.dimension_numbers.PartitionWarning")
+def test_factors_of_lora_have_their_rank_in_common(a, b, of_a, of_b, name):
+    other = name.replace("_a", "_b").replace("A", "B").replace("LoRB", "LoRA")
+    tree = {name: a, other: b}
+    assert (numbers_at(tree, name), numbers_at(tree, other)) == (of_a, of_b)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "asked"),
+    [((8, 2), (2, 8), True), ((3, 8, 2), (3, 2, 8), True), ((8, 8), (8, 4), False)],
+)
+def test_a_and_b_of_a_low_rank_are_asked_for(a, b, asked):
+    """LoRA has them, and so have state spaces, of a state that is larger."""
+    found = cd.dimension_numbers.explain(arrays({"A": a, "B": b}))
+    assert [each.unknown for each in found] == [asked, asked]
+
+
 def test_layers_of_another_scan_do_not_tell_the_axis():
     """At the root the scales [6, 64] and [4, 64] are alike along the width alone."""
 

@@ -31,6 +31,7 @@ UNKNOWN = {
     "dreamerv3": "dec/sp0 dyn/dyngru dyn/dynhid0",
     "flowjax_maf": "weight/args/1",
     "gemma3_gm": "mlp/gating_einsum",
+    "gemma3n": "mlp/gating_einsum",
     "nequix": "skip/_weights",
     "ott_icnn": "quad_kernel",
     "palm_jax": "ff_wo",
