@@ -217,7 +217,7 @@ class _AdaptiveSync:
             return inner_state
         take = self._take(params, {}, layout)
         zeros = jax.tree.map(jnp.zeros_like, params)
-        _, after = take(zeros, inner_state, momentum_only=True)
+        after = _dion.after_local_step(take, zeros, inner_state)
         new = iter(_dion.states_of(after))
         return _dion.with_states(
             inner_state, lambda dion: dion._replace(dion_q=next(new).dion_q)
@@ -361,7 +361,7 @@ class _AdaptiveSync:
             measured, remembered = Measured(0.0), rows.remembered
             if self.trigger.look is not None:
                 take = self._take(params, extra_args, step.layout)
-                after = _after_local_step(take, gradients, rows.inner_state)
+                after = _dion.after_local_step(take, gradients, rows.inner_state)
                 seen = Seen(
                     gradients=gradients,
                     params=params,
@@ -643,16 +643,3 @@ def _refuse_unequal(checksum: jax.Array) -> None:
             "the parameters of replicas.replicate(params, mesh); after training, those "
             "of replicas.replicate(replicas.consensus(params), mesh)."
         )
-
-
-def _after_local_step(
-    update: Callable[..., tuple[Any, Any]], gradients: Any, state: optax.OptState
-) -> optax.OptState:
-    """Computes the state with the momentum that a local step would give.
-
-    Dion returns it before error feedback (`momentum_only`). Other optimizers run their
-    whole update, and the compiler drops what is not used.
-    """
-    if not _dion.states_of(state):
-        return update(gradients, state)[1]
-    return update(gradients, state, momentum_only=True)[1]

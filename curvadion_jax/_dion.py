@@ -58,6 +58,32 @@ def with_states(
     return _trees.map_nodes(DionState, function, state)
 
 
+def after_local_step(
+    update: Callable[..., tuple[Any, Any]], gradients: Any, state: optax.OptState
+) -> optax.OptState:
+    """The state with the momentum that a local step of any optimizer would give.
+
+    Dion gives it before error feedback. Other optimizers run their whole update, and
+    the compiler drops what is not used.
+
+    Raises:
+      ValueError: if a transformation around Dion does not pass extra arguments on.
+    """
+    expected = len(states_of(state))
+    if not expected:
+        return update(gradients, state)[1]
+    reached: list[None] = []
+    after = update(gradients, state, momentum_only=lambda: reached.append(None))[1]
+    if len(reached) < expected:
+        raise ValueError(
+            "A transformation around Dion does not pass on the extra argument "
+            "momentum_only, so the momentum before error feedback is not known. Build "
+            "it as an optax.GradientTransformationExtraArgs that forwards extra "
+            "arguments, or put it around the whole optimizer, as optax.MultiSteps."
+        )
+    return after
+
+
 def scale_by_dion(
     rank: int | float | None = None,
     momentum: jax.typing.ArrayLike = 0.95,
@@ -146,10 +172,12 @@ def scale_by_dion(
         *,
         reduce_fn: ReduceFn | None = None,
         layout: Layout = _layout.ONE_DEVICE,
-        momentum_only: bool = False,
+        momentum_only: bool | Callable[[], None] = False,
         **extra_args,
     ):
         del params, extra_args
+        if callable(momentum_only):  # `after_local_step` wants to know
+            momentum_only()
         _trees.check_shapes(updates, state.momentum, "Gradient")
         views = _two_optimizers.matrices_only(updates, dimension_numbers)
         decay = 1 if error_feedback else momentum

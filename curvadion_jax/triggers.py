@@ -298,7 +298,9 @@ def budget(
         requested, of_state = of.decide(clock, requested, state.of_state)
         requested = jnp.asarray(requested)
         share = jnp.float32(min(1.0, rate / clock.cost) if clock.cost else 1.0)
-        counts = jnp.stack([jnp.asarray(x, jnp.int32) for x in clock[:2]])
+        counts = jnp.stack(
+            [jnp.asarray(x, jnp.int32) for x in (clock.steps, clock.syncs)]
+        )
         start = jnp.where(share == state.share, state.start, counts)
         steps, spent = counts - start
         paid = share * (steps + 1).astype(jnp.float32)
@@ -412,7 +414,8 @@ def relative_momentum_change(
 
     Raises:
       ValueError: if the threshold is negative or NaN; at `init` of the optimizer, if
-        the inner one keeps no momentum.
+        the inner one keeps no momentum; at `update`, if it is Dion inside of a
+        transformation that passes no extra arguments on, such as `optax.MultiSteps`.
 
     Example:
       >>> falling = relative_momentum_change(optax.linear_schedule(0.3, 0.1, 1000))

@@ -139,6 +139,24 @@ def test_momentum_only(error_feedback):
         close(new_state.momentum[name], expected, 8 * EPS, name)
 
 
+def test_momentum_is_refused_where_a_transformation_hides_it():
+    """RMMC would go by the momentum after error feedback."""
+    inner = cd.dion(0.1, 2)
+
+    def update(updates, state, params=None):
+        return inner.update(updates, state, params)
+
+    plain = optax.GradientTransformation(inner.init, update)
+    trigger = cd.triggers.relative_momentum_change(0.3)
+    tx = cd.adaptive_sync(plain, trigger, cd.synchronizers.reconcile())
+    params = zeros(SHAPES, np.float32)
+    with pytest.raises(ValueError, match=r"does not pass on.*momentum_only"):
+        tx.update(params, tx.init(params), params)
+    # A trigger that goes by the step number needs none.
+    tx = cd.adaptive_sync(plain, cd.triggers.every_k(2), cd.synchronizers.reconcile())
+    tx.update(params, tx.init(params), params)
+
+
 def test_map_params_touches_the_momentum_and_not_q():
     params, tx = {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(3)}, cd.dion(0.1, 3)
     state = tx.init(params)
