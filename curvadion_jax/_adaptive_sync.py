@@ -1,13 +1,12 @@
 """Makes one optimizer of rows from an inner optimizer, a trigger and a synchronizer.
 
-`update` is the algorithm: every replica takes its own step, one number decides, a sync
-follows (or replaces) the step or nothing does, and what happened is counted.
-`_group` says who takes part in a sync.
+`update` is the algorithm: the trigger looks at every replica, one number decides, every
+replica takes its own step, which a sync follows or replaces (`_step`), and what
+happened is counted.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,21 +23,19 @@ from curvadion_jax import (
     _group,
     _memory,
     _placement,
-    _restart,
     _rows,
+    _step,
     _trees,
     _within_replica,
     metrics,
     triggers,
 )
-from curvadion_jax._group import Group, Part
+from curvadion_jax._group import Group
 from curvadion_jax._layout import Layout, make_layout
 from curvadion_jax._rows import Replicas
 from curvadion_jax._sync_state import AdaptiveSyncState, Common, Rows
 from curvadion_jax.synchronizers import AfterStep, Synchronizer
 from curvadion_jax.triggers import Clock, Measured, Seen, Trigger
-
-SYNC = "curvadion_sync"  # the name of the condition in programs, for `replicas.audit`
 
 
 def adaptive_sync(
@@ -144,6 +141,10 @@ class _AdaptiveSync:
     specs: Any
 
     @property
+    def steps(self) -> _step.Steps:
+        return _step.Steps(self.inner, self.synchronizer, self.mesh)
+
+    @property
     def reconciles(self) -> bool:
         """Whether a sync follows the replicas' own steps and ends at an anchor."""
         return isinstance(self.synchronizer, AfterStep)
@@ -215,7 +216,7 @@ class _AdaptiveSync:
         """The state with Dion's Q sharded as after a step: its update knows how."""
         if not layout.is_divided or not _dion.states_of(inner_state):
             return inner_state
-        take = self._take(params, {}, layout)
+        take = self.steps.take(params, {}, layout)
         zeros = jax.tree.map(jnp.zeros_like, params)
         after = _dion.after_local_step(take, zeros, inner_state)
         new = iter(_dion.states_of(after))
@@ -255,7 +256,7 @@ class _AdaptiveSync:
         costs = self._costs(params, rows.inner_state, layout)
         cost_of_sync = costs.of_sync(_rows.count(self.mesh))
         clock = Clock(counters.steps, counters.syncs, counters.since, cost_of_sync)
-        step = _Step(clock, extra_args, layout)
+        shared = _step.Shared(clock, extra_args, layout)
 
         # A drift counts by the weights of all steps since the last sync. (That of a
         # replica which was absent then is of several rounds: its length counts them.)
@@ -264,14 +265,13 @@ class _AdaptiveSync:
             total = jnp.minimum(rows.weight + weight, jnp.finfo(jnp.float32).max)
 
         # 1. The trigger looks at every replica.
-        prepared = self._look(gradients, params, rows, common.anchor, step)
-        given = _Given(
+        prepared = self._look(gradients, params, rows, common.anchor, shared)
+        given = _step.Given(
             params=params,
             gradients=prepared.gradients,
             finite=prepared.finite,
             weight=jnp.where(weight > 0, total, 0),
             inner_state=rows.inner_state,
-            residual=rows.residual,
         )
 
         # 2. One decision, for all replicas.
@@ -283,10 +283,14 @@ class _AdaptiveSync:
 
         # 3. Every replica's own step. A sync follows it or replaces it, or none does.
         if self.reconciles:
-            outcome = self._own_step(given, step)
-            outcome, common = self._reconcile_if(fire, outcome, given, common, step)
+            outcome = self.steps.own(given, rows.residual, shared)
+            outcome, common = self.steps.reconcile_if(
+                fire, outcome, given, common, shared
+            )
         else:
-            outcome, common = self._step_with_mean_if(fire, given, common, step)
+            outcome, common = self.steps.with_mean_if(
+                fire, given, rows.residual, common, shared
+            )
         # Nothing may fuse these with their sum with the parameters, whose bits count.
         updates = lax.optimization_barrier(outcome.updates)
 
@@ -342,7 +346,7 @@ class _AdaptiveSync:
         )
 
     def _look(
-        self, gradients, params, rows: Rows, anchor, step: "_Step"
+        self, gradients, params, rows: Rows, anchor, shared: _step.Shared
     ) -> "_Prepared":
         """What the trigger sees of every replica; nothing is sent."""
 
@@ -360,7 +364,7 @@ class _AdaptiveSync:
             before_state = _finite.repaired(new, rows.before_state)
             measured, remembered = Measured(0.0), rows.remembered
             if self.trigger.look is not None:
-                take = self._take(params, extra_args, step.layout)
+                take = self.steps.take(params, extra_args, shared.layout)
                 after = _dion.after_local_step(take, gradients, rows.inner_state)
                 seen = Seen(
                     gradients=gradients,
@@ -387,132 +391,16 @@ class _AdaptiveSync:
         measures = self.trigger.look is not None
         anchor = _memory.to_device(anchor) if measures else ()
         row = gradients, params, rows._replace(residual=())
-        common = anchor, step.clock, step.extra_args
+        common = anchor, shared.clock, shared.extra_args
         # Of every replica at once, each with its own row: [0] are rows again, and [1]
         # would be common.
         return _rows.over(of_one, self.mesh)(row, common)[0]
-
-    def _take(self, params, extra_args, layout: Layout) -> Callable[..., Any]:
-        """The inner optimizer's update, in the dtypes of parameters and state."""
-        given = dict(extra_args)
-        if layout.is_divided:
-            given["layout"] = layout
-
-        def take(gradients, inner_state, **more):
-            updates, new = self.inner.update(
-                gradients, inner_state, params, **given, **more
-            )
-            return _trees.cast_like(updates, params), _trees.cast_like(new, inner_state)
-
-        return take
-
-    def _own_step(self, given: "_Given", step: "_Step") -> "_Outcome":
-        """Every replica's step of its own inner optimizer; nothing is sent."""
-
-        def of_one(given, extra_args):
-            take = self._take(given.params, extra_args, step.layout)
-            updates, inner_state = take(given.gradients, given.inner_state)
-            return _outcome(updates, inner_state, given.residual), ()
-
-        return _rows.over(of_one, self.mesh)(given, step.extra_args)[0]
-
-    def _reconcile_if(
-        self, fire, outcome: "_Outcome", given: "_Given", common: Common, step: "_Step"
-    ) -> tuple["_Outcome", Common]:
-        """A sync that follows the replicas' own steps, if `fire` says so."""
-        group = Group(_rows.axis_name(self.mesh), step.layout)
-        sync: Callable[..., Any] = self.synchronizer.sync
-
-        def of_one(row, kept):
-            given, outcome = row
-            anchor, sync_state = kept
-            moved = optax.apply_updates(given.params, outcome.updates)
-            inner_sound = _finite.is_sound(outcome.inner_state)
-            healthy = inner_sound & _finite.all_finite([moved, outcome.residual])
-            part = _group.take_part(group, given.weight, healthy, healthy)
-            target, anchor, sync_state, residual = sync(
-                moved, anchor, sync_state, outcome.residual, part
-            )
-            inner_state = _restart.restarted(
-                self.inner, anchor, outcome.inner_state, inner_sound
-            )
-            updates = jax.tree.map(jnp.subtract, target, given.params)
-            synced = _outcome(updates, inner_state, residual, part, excluded=~healthy)
-            synced = synced._replace(
-                zeroed=outcome.zeroed | (synced.zeroed & healthy),
-                anchor_checksum=_checksum.of(anchor),
-            )
-            return synced, (anchor, sync_state)
-
-        def synchronise(outcome, kept):
-            on_device = outcome._replace(residual=_memory.to_device(outcome.residual))
-            row = given._replace(residual=()), on_device
-            synced, new = _rows.over(of_one, self.mesh)(row, _memory.to_device(kept))
-            residual = _memory.to_memory_of(synced.residual, outcome.residual)
-            return synced._replace(residual=residual), _memory.to_memory_of(new, kept)
-
-        kept = common.anchor, common.sync_state
-        outcome, (anchor, sync_state) = _once_if(fire, synchronise, outcome, kept)
-        return outcome, common._replace(anchor=anchor, sync_state=sync_state)
-
-    def _step_with_mean_if(
-        self, fire, given: "_Given", common: Common, step: "_Step"
-    ) -> tuple["_Outcome", Common]:
-        """A step with means over the replicas if `fire` says so, else their own."""
-        group = Group(_rows.axis_name(self.mesh), step.layout)
-        sync: Callable[..., Any] = self.synchronizer.sync
-
-        def of_one(given, kept):
-            sync_state, extra_args = kept
-            inner_sound = _finite.is_sound(given.inner_state)
-            healthy = inner_sound & _finite.all_finite([given.params, given.residual])
-            able = healthy & given.finite
-            part = _group.take_part(group, given.weight, healthy, able)
-            inner_state = _restart.restarted(
-                self.inner, given.params, given.inner_state, inner_sound
-            )
-            residual = _finite.or_zeros(healthy, given.residual)
-            before = inner_state, sync_state, residual
-            take = self._take(given.params, extra_args, step.layout)
-            updates, *after = sync(take, given.gradients, *before, part)
-            # If no replica takes part, nothing moves. (Where all states were not
-            # finite, all have begun again, and take part in the next sync.)
-            updates = _finite.or_zeros(part.someone, updates)
-            inner_state, sync_state, residual = jax.tree.map(
-                lambda new, old: jnp.where(part.someone, new, old), tuple(after), before
-            )
-            synced = _outcome(updates, inner_state, residual, part, excluded=~able)
-            return synced._replace(zeroed=synced.zeroed & healthy), sync_state
-
-        def synchronise(given, sync_state):
-            on_device = given._replace(residual=_memory.to_device(given.residual))
-            kept = _memory.to_device(sync_state), step.extra_args
-            synced, new = _rows.over(of_one, self.mesh)(on_device, kept)
-            residual = _memory.to_memory_of(synced.residual, given.residual)
-            return (
-                synced._replace(residual=residual),
-                _memory.to_memory_of(new, sync_state),
-            )
-
-        def alone(given, sync_state):
-            return self._own_step(given, step), sync_state
-
-        outcome, sync_state = _if(fire, synchronise, alone, given, common.sync_state)
-        return outcome, common._replace(sync_state=sync_state)
 
     def _checksum_after(self, params, updates) -> jax.Array:
         def of_one(row, _):
             return _checksum.of(optax.apply_updates(*row)), ()
 
         return _rows.over(of_one, self.mesh)((params, updates), ())[0]
-
-
-class _Step(NamedTuple):
-    """What a step has that is the same for all replicas."""
-
-    clock: Clock
-    extra_args: dict[str, Any]
-    layout: Layout
 
 
 class _Decision(NamedTuple):
@@ -522,23 +410,6 @@ class _Decision(NamedTuple):
     voted: jax.Array | bool
     threshold: jax.Array
     trigger_state: Any
-
-
-class _Given(NamedTuple):
-    """What one replica brings to a step.
-
-    Attributes:
-      gradients: zeros where they are not finite, and after `before`.
-      finite: bool[], whether the gradients were finite.
-      weight: float32[], how much this replica counts in a sync.
-    """
-
-    params: Any
-    gradients: Any
-    finite: jax.Array
-    weight: jax.Array
-    inner_state: Any
-    residual: Any
 
 
 class _Prepared(NamedTuple):
@@ -553,69 +424,11 @@ class _Prepared(NamedTuple):
     checksum: jax.Array
 
 
-class _Outcome(NamedTuple):
-    """One replica's step: its own, or what a sync made of it.
-
-    Attributes:
-      zeroed: bool[], whether finite gradients gave updates that were not finite.
-      excluded, absent: bool[], whether this replica took no part in a sync.
-      anchor_checksum: uint32[], of this replica's copy of the anchor; 0 without a sync.
-    """
-
-    updates: Any
-    inner_state: Any
-    residual: Any
-    zeroed: jax.Array
-    excluded: jax.Array
-    absent: jax.Array
-    anchor_checksum: jax.Array
-
-
-def _outcome(
-    updates, inner_state, residual, part: Part | None = None, excluded: Any = False
-) -> _Outcome:
-    """The outcome of a step, whose updates are finite: what is not becomes zero."""
-    excluded = jnp.asarray(excluded)
-    absent = jnp.array(False) if part is None else ~excluded & ~part.present
-    return _Outcome(
-        updates=_finite.finite_elements(updates),
-        inner_state=inner_state,
-        residual=residual,
-        zeroed=~_finite.all_finite(updates),
-        excluded=excluded,
-        absent=absent,
-        anchor_checksum=jnp.zeros([], jnp.uint32),
-    )
-
-
 def _any(requests: jax.Array, mesh: Replicas) -> jax.Array:
     """Whether any replica says so, bool[]."""
     group = Group(_rows.axis_name(mesh))
     vote = _rows.over(lambda request, _: ((), group.any(request)), mesh)
     return vote(requests, ())[1]
-
-
-def _if(fire, synchronise, otherwise, *given):
-    """The optimizer's one condition, by the name that `replicas.audit` looks for."""
-    if isinstance(fire, bool):
-        return (synchronise if fire else otherwise)(*given)
-    with jax.named_scope(SYNC):
-        return lax.cond(fire, synchronise, otherwise, *given)
-
-
-def _once_if(fire, synchronise, outcome, shared):
-    """What a sync makes of an outcome and of what is common, or both as they are.
-
-    The conditional is inside a loop that runs once or not at all. A bare conditional
-    copies what it passes through (https://github.com/jax-ml/jax/issues/39449); a loop
-    that does not run copies nothing. A bare loop would not do either: XLA hoists
-    loop-invariant work out of it, and would then do that work on every step.
-    """
-    keep = lambda outcome, shared: (outcome, shared)
-    if isinstance(fire, bool):
-        return _if(fire, synchronise, keep, outcome, shared)
-    once = lambda _, carried: _if(fire, synchronise, keep, *carried)
-    return lax.fori_loop(0, fire.astype(jnp.int32), once, (outcome, shared))
 
 
 def _shapes_of_one(tree: Any, mesh: Replicas) -> Any:

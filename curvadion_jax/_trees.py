@@ -60,6 +60,11 @@ def check_trainable(params: Any) -> None:
     Integers and complex numbers would not be averaged, and 8 bits have no arithmetic.
     """
     for name, leaf in leaves_with_path(params):
+        if not hasattr(leaf, "dtype"):
+            raise TypeError(
+                f"Parameter {name!r} is {leaf!r:.80}, and no array. Give "
+                "jax.tree.map(jax.numpy.asarray, params)."
+            )
         if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize < 2:
             raise TypeError(
                 f"Parameter {name!r} has dtype {leaf.dtype}; only real floating-point "
@@ -189,3 +194,9 @@ def add_cast(x: jax.Array, y: jax.Array) -> jax.Array:
     """x + y in the dtype that holds both, cast to that of x."""
     dtype = promoted(x.dtype, y.dtype)
     return (x.astype(dtype) + y.astype(dtype)).astype(x.dtype)
+
+
+def difference(tree: Any, other: Any) -> Any:
+    """tree - other, in at least float32."""
+    wide = at_least_float32
+    return jax.tree.map(lambda x, y: wide(x) - wide(y), tree, other)

@@ -31,7 +31,7 @@ class Mutant(NamedTuple):
 
 
 CORE, SYNC = "_adaptive_sync.py", "synchronizers/_reconcile.py"
-PART, TRIGGERS = "_group.py", "triggers.py"
+STEP, PART, TRIGGERS = "_step.py", "_group.py", "triggers.py"
 DECISIONS, FAULTS = "core/test_decisions.py", "core/test_faults.py"
 WHO, CHECKSUMS = "core/test_participation.py", "core/test_checksums.py"
 STARTS, METRICS = "core/test_starts.py", "core/test_metrics.py"
@@ -75,7 +75,13 @@ MUTANTS = {
         PART, "someone = jnp.any(present)", "someone = jnp.array(True)", WHO, "nobody"
     ),
     "the outer state moves without anybody": Mutant(
-        SYNC, "jnp.where(part.someone, x, old)", "x", WHO, "nobody"
+        STEP,
+        "target, anchor, sync_state, residual = _either(\n"
+        "                part.someone, (target, *after), (moved, *before)\n"
+        "            )",
+        "target, (anchor, sync_state, residual) = target, after",
+        WHO,
+        "nobody",
     ),
     "negative weights count": Mutant(
         PART, "jnp.isfinite(given) & (given > 0)", "jnp.isfinite(given)", WHO, "weight"
@@ -84,7 +90,7 @@ MUTANTS = {
         PART, "jnp.isfinite(given) & (given > 0)", "given > 0", WHO, "weight"
     ),
     "an absent replica loses its drift": Mutant(
-        SYNC, "keeps = ~part.present & part.healthy", "keeps = False", WHO, "absent"
+        STEP, "healthy & ~part.present, drift", "False, drift", WHO, "absent"
     ),
     "an absent dion loses its momentum": Mutant(
         "synchronizers/_factors.py",
@@ -102,12 +108,17 @@ MUTANTS = {
         "owes",
     ),
     "what is owed is forgotten at a bad outer step": Mutant(
-        SYNC, "jnp.where, is_new, unsent, owed", "jnp.add, unsent, 0", FAULTS, "outer"
+        SYNC,
+        "jax.tree.map(jnp.where, is_finite, unsent, owed)",
+        "unsent",
+        FAULTS,
+        "outer",
     ),
     "a spoilt residual is sent": Mutant(
-        SYNC,
-        "_finite.or_zeros(part.healthy, residual)",
-        "residual",
+        STEP,
+        "            residual = _finite.or_zeros(healthy, residual)\n"
+        "            before = anchor",
+        "            before = anchor",
         FAULTS,
         "spoilt and residual",
     ),
@@ -135,7 +146,7 @@ MUTANTS = {
         "before",
     ),
     "updates that are not finite are returned": Mutant(
-        CORE, "updates=_finite.finite_elements(updates)", "updates=updates", FAULTS
+        STEP, "updates=_finite.finite_elements(updates)", "updates=updates", FAULTS
     ),
     "a spoilt state does not begin again": Mutant(
         "_restart.py", "return jnp.where(keep, x, new)", "return x", FAULTS
@@ -151,14 +162,14 @@ MUTANTS = {
         "_restart.py", "return jnp.where(keep, x, new)", "return new", FAULTS, "begins"
     ),
     "a spoilt state is averaged": Mutant(
-        CORE,
-        "healthy = inner_sound & _finite.all_finite([moved, outcome.residual])",
-        "healthy = _finite.all_finite([moved, outcome.residual])",
+        STEP,
+        "healthy = inner_sound & _finite.all_finite([moved, residual])",
+        "healthy = _finite.all_finite([moved, residual])",
         FAULTS,
         "spoilt",
     ),
     "the outer step may be anything": Mutant(
-        SYNC, "jnp.isfinite(x) & part.someone, new", "part.someone, new", FAULTS
+        SYNC, "jnp.where, is_finite, target, anchor", "jnp.add, target, 0", FAULTS
     ),
     "the outer state may be anything": Mutant(
         SYNC,

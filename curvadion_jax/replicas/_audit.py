@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from curvadion_jax import _rows
-from curvadion_jax._adaptive_sync import SYNC
 from curvadion_jax._rows import AXIS
+from curvadion_jax._step import SYNC
 
 
 class Message(NamedTuple):

@@ -52,53 +52,37 @@ def reconcile(
     outer = optax.with_extra_args_support(optax.scale(-1) if outer is None else outer)
     form = compressors.exact() if compressor is None else compressor
 
-    def sync(moved, anchor, state, residual, part: Part):
+    def sync(moved, anchor, state, owed, part: Part):
         # 1. The mean drift. A replica sends its drift times its weight, and what it has
         # not sent before, which was multiplied then.
         def share():
             expected = lambda x: x * jnp.asarray(part.expected, x.dtype)
-            return jax.tree.map(expected, part.weighted(_drift(moved, anchor)))
+            drift = _trees.difference(moved, anchor)
+            return jax.tree.map(expected, part.weighted(drift))
 
-        owed = _finite.or_zeros(part.healthy, residual)
         if compressor is None:
             mean, unsent = part.group.mean(share()), ()
         else:
             mean, unsent = compressor.mean(share, owed, part)
 
-        # 2. The outer step, from the anchor. Elements that would not be finite stay as
-        # they are, and if no replica takes part all do: the next sync sends what this
-        # one would have sent.
+        # 2. The outer step, from the anchor.
         pseudo_gradient = jax.tree.map(jnp.negative, mean)
         layout = part.group.layout
         more = {"layout": layout} if layout.is_divided else {}
         step, outer_state = outer.update(pseudo_gradient, state, anchor, **more)
-        new = jax.tree.map(_trees.add_cast, anchor, step)
-        is_new = jax.tree.map(lambda x: jnp.isfinite(x) & part.someone, new)
-        next_anchor = jax.tree.map(jnp.where, is_new, new, anchor)
-        outer_state = _finite.repaired(_trees.cast_like(outer_state, state), state)
-        state = jax.tree.map(
-            lambda x, old: jnp.where(part.someone, x, old), outer_state, state
-        )
-        if compressor is not None:
-            unsent = jax.tree.map(jnp.where, is_new, unsent, owed)
-            residual = _trees.cast_like(unsent, residual)
+        target = jax.tree.map(_trees.add_cast, anchor, step)
 
-        # 3. All go to the new anchor; an absent replica keeps its drift on top. Where
-        # the new anchor is not finite, so is the target, which is counted.
-        keeps = ~part.present & part.healthy
-        kept = _finite.or_zeros(keeps, _drift(moved, anchor))
-        target = jax.tree.map(_trees.add_cast, new, kept)
-        target = jax.tree.map(lambda x, y: jnp.where(part.someone, x, y), target, moved)
-        return target, next_anchor, state, residual
+        # 3. Elements that would not be finite stay as they are in what is kept, and the
+        # next sync sends what this one would have sent. In the target they are counted.
+        is_finite = jax.tree.map(jnp.isfinite, target)
+        anchor = jax.tree.map(jnp.where, is_finite, target, anchor)
+        state = _finite.repaired(_trees.cast_like(outer_state, state), state)
+        if compressor is not None:
+            unsent = jax.tree.map(jnp.where, is_finite, unsent, owed)
+        return target, anchor, state, _trees.cast_like(unsent, owed)
 
     def payload(params, inner_state, layout):
         return form.payload_by_device(params, layout)
 
     init_residual = compressors.residual_of(compressor, residual_dtype)
     return AfterStep(sync, payload, outer.init, init_residual)
-
-
-def _drift(moved, anchor):
-    """How far a replica is from the anchor, in at least float32."""
-    wide = _trees.at_least_float32
-    return jax.tree.map(lambda x, a: wide(x) - wide(a), moved, anchor)

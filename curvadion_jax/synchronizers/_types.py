@@ -16,14 +16,16 @@ def _nothing(*_: Any) -> Any:
 class AfterStep(NamedTuple):
     """A sync that follows every replica's own step, and ends in common parameters.
 
-    All functions are of one replica.
+    All functions are of one replica. The optimizer sees to it that an absent replica
+    keeps its drift on top of its target, and that nothing changes if no replica takes
+    part.
 
     Attributes:
       sync: (moved, anchor, state, residual, part) -> (target, anchor, state,
         residual). `moved` are this replica's parameters after its own step, `target`
         those that it shall have, and `anchor` and `state` must come out the same on
         all replicas: make them of common values and of means. `part` is a
-        :class:`Part`.
+        :class:`Part`. The residual of a replica that is not healthy comes as zeros.
       payload: (parameters, inner state, `Layout`) -> the `Payload` of one sync (see
         `curvadion_jax.compressors`), from shapes.
       init_state: anchor -> `state`, what else is the same on all replicas.
@@ -33,8 +35,8 @@ class AfterStep(NamedTuple):
       >>> from curvadion_jax.compressors import exact
       >>> def sync(moved, anchor, state, residual, part):
       ...     drift = jax.tree.map(jax.numpy.subtract, moved, anchor)
-      ...     mean = part.mean(drift)
-      ...     anchor = jax.tree.map(jax.numpy.add, anchor, mean)
+      ...     mean = part.mean(drift)  # absent replicas add theirs later
+      ...     anchor = jax.tree.map(lambda a, d: a + part.expected * d, anchor, mean)
       ...     return anchor, anchor, state, residual
       >>> average = AfterStep(
       ...     sync, payload=lambda x, _, layout: exact().payload_by_device(x, layout)
@@ -50,7 +52,8 @@ class AfterStep(NamedTuple):
 class WithinStep(NamedTuple):
     """A sync that replaces every replica's own step, such as a mean of gradients.
 
-    It keeps equal replicas equal, and does not make others equal.
+    It keeps equal replicas equal, and does not make others equal. The optimizer sees to
+    it that nothing changes if no replica takes part.
 
     Attributes:
       sync: (take, gradients, inner state, state, residual, part) -> (updates, inner

@@ -89,6 +89,36 @@ def test_a_drift_of_several_rounds_counts_by_its_length_alone(kind):
     np.testing.assert_allclose(states[-1][0]["w"], [wanted] * 2, atol=ATOL)
 
 
+def half_of_the_way():
+    """As short as a synchronizer can be: it says nothing of who takes part."""
+
+    def sync(moved, anchor, state, residual, part):
+        mean = part.mean(jax.tree.map(jnp.subtract, moved, anchor))
+        half = 0.5 * part.expected
+        anchor = jax.tree.map(lambda a, d: a + half * d, anchor, mean)
+        return anchor, anchor, state, residual
+
+    payload = reconcile().payload
+    return synchronizers.AfterStep(sync, payload)
+
+
+@pytest.mark.parametrize(
+    ("weights", "wanted"),
+    [
+        pytest.param([1, 1], [-2, -2], id="both"),
+        pytest.param([1, 0], [-0.5, -6.5], id="the second keeps its drift"),
+        pytest.param([0, 0], [-2, -6], id="nobody moves"),
+        pytest.param([1, np.nan], [-0.5, -6.5], id="no number is absence"),
+    ],
+)
+def test_any_synchronizer_leaves_absent_replicas_their_drift(weights, wanted):
+    trees = [{"w": np.float32([[1] * 3, [3] * 3])}] * 2
+    params = {"w": np.zeros(3, np.float32)}
+    every = [BOTH, np.float32(weights)]
+    *_, (found, _) = run(sgd(half_of_the_way(), k=2), trees, every, params=params)
+    np.testing.assert_allclose(found["w"][:, 0], wanted, atol=ATOL)
+
+
 def test_a_weight_that_int32_does_not_hold_counts():
     """It would wrap around to 0, and the replica be absent."""
     tx = sgd(average_gradients())(cd.replicas.simulated(2))

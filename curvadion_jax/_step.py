@@ -1,0 +1,253 @@
+"""One step of all replicas: their own, with a sync after it, or one with their means.
+
+`_adaptive_sync` says whether a sync fires; what it sends is the synchronizer's. Here
+stands what holds for every synchronizer: who takes part (`_group`), what an absent
+replica keeps, that nothing moves where nobody takes part, and that updates are finite.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from curvadion_jax import (
+    _checksum,
+    _finite,
+    _group,
+    _memory,
+    _restart,
+    _rows,
+    _trees,
+)
+from curvadion_jax._group import Group, Part
+from curvadion_jax._layout import Layout
+from curvadion_jax._rows import Replicas
+from curvadion_jax._sync_state import Common
+from curvadion_jax.synchronizers import Synchronizer
+from curvadion_jax.triggers import Clock
+
+SYNC = "curvadion_sync"  # the name of the condition in programs, for `replicas.audit`
+
+
+class Shared(NamedTuple):
+    """What a step has that is the same for all replicas."""
+
+    clock: Clock
+    extra_args: dict[str, Any]
+    layout: Layout
+
+
+class Given(NamedTuple):
+    """What one replica brings to a step.
+
+    Attributes:
+      gradients: zeros where they are not finite, and after `before`.
+      finite: bool[], whether the gradients were finite.
+      weight: float32[], how much this replica counts in a sync.
+    """
+
+    params: Any
+    gradients: Any
+    finite: jax.Array
+    weight: jax.Array
+    inner_state: Any
+
+
+class Outcome(NamedTuple):
+    """One replica's step: its own, or what a sync made of it.
+
+    Attributes:
+      updates: finite; what was not is zero.
+      zeroed: bool[], whether finite gradients gave updates that were not finite.
+      excluded, absent: bool[], whether this replica took no part in a sync.
+      anchor_checksum: uint32[], of this replica's copy of the anchor; 0 without a sync.
+    """
+
+    updates: Any
+    inner_state: Any
+    residual: Any
+    zeroed: jax.Array
+    excluded: jax.Array
+    absent: jax.Array
+    anchor_checksum: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Steps:
+    """The steps of an inner optimizer under a synchronizer."""
+
+    inner: optax.GradientTransformationExtraArgs
+    synchronizer: Synchronizer
+    mesh: Replicas
+
+    def take(self, params, extra_args, layout: Layout) -> Callable[..., Any]:
+        """The inner optimizer's update, in the dtypes of parameters and state."""
+        given = dict(extra_args)
+        if layout.is_divided:
+            given["layout"] = layout
+
+        def take(gradients, inner_state, **more):
+            updates, new = self.inner.update(
+                gradients, inner_state, params, **given, **more
+            )
+            return _trees.cast_like(updates, params), _trees.cast_like(new, inner_state)
+
+        return take
+
+    def own(self, given: Given, residual, shared: Shared) -> Outcome:
+        """Every replica's step of its own inner optimizer; nothing is sent."""
+
+        def of_one(row, extra_args):
+            given, residual = row
+            take = self.take(given.params, extra_args, shared.layout)
+            updates, inner_state = take(given.gradients, given.inner_state)
+            return _outcome(updates, inner_state, residual), ()
+
+        return _rows.over(of_one, self.mesh)((given, residual), shared.extra_args)[0]
+
+    def reconcile_if(
+        self, fire, outcome: Outcome, given: Given, common: Common, shared: Shared
+    ) -> tuple[Outcome, Common]:
+        """A sync that follows the replicas' own steps, if `fire` says so."""
+        group = Group(_rows.axis_name(self.mesh), shared.layout)
+        sync: Callable[..., Any] = self.synchronizer.sync
+
+        def of_one(row, kept, _):
+            (given, outcome), residual = row
+            anchor, sync_state = kept
+            moved = optax.apply_updates(given.params, outcome.updates)
+            inner_sound = _finite.is_sound(outcome.inner_state)
+            healthy = inner_sound & _finite.all_finite([moved, residual])
+            part = _group.take_part(group, given.weight, healthy, healthy)
+            residual = _finite.or_zeros(healthy, residual)
+            before = anchor, sync_state, residual
+            target, *after = sync(moved, *before, part)
+            # An absent replica keeps its drift on top of the target, for a later sync.
+            drift = _trees.difference(moved, anchor)
+            drift = _finite.or_zeros(healthy & ~part.present, drift)
+            target = jax.tree.map(_trees.add_cast, target, drift)
+            target, anchor, sync_state, residual = _either(
+                part.someone, (target, *after), (moved, *before)
+            )
+            inner_state = _restart.restarted(
+                self.inner, anchor, outcome.inner_state, inner_sound
+            )
+            updates = jax.tree.map(jnp.subtract, target, given.params)
+            synced = _outcome(updates, inner_state, residual, part, excluded=~healthy)
+            synced = synced._replace(
+                zeroed=outcome.zeroed | (synced.zeroed & healthy),
+                anchor_checksum=_checksum.of(anchor),
+            )
+            return synced, (anchor, sync_state)
+
+        def synchronise(outcome, kept):
+            rows = given, outcome._replace(residual=())
+            return self._synced(of_one, rows, outcome.residual, kept)
+
+        kept = common.anchor, common.sync_state
+        outcome, (anchor, sync_state) = _once_if(fire, synchronise, outcome, kept)
+        return outcome, common._replace(anchor=anchor, sync_state=sync_state)
+
+    def with_mean_if(
+        self, fire, given: Given, residual, common: Common, shared: Shared
+    ) -> tuple[Outcome, Common]:
+        """A step with means over the replicas if `fire` says so, else their own."""
+        group = Group(_rows.axis_name(self.mesh), shared.layout)
+        sync: Callable[..., Any] = self.synchronizer.sync
+
+        def of_one(row, sync_state, extra_args):
+            given, residual = row
+            inner_sound = _finite.is_sound(given.inner_state)
+            healthy = inner_sound & _finite.all_finite([given.params, residual])
+            able = healthy & given.finite
+            part = _group.take_part(group, given.weight, healthy, able)
+            inner_state = _restart.restarted(
+                self.inner, given.params, given.inner_state, inner_sound
+            )
+            residual = _finite.or_zeros(healthy, residual)
+            before = inner_state, sync_state, residual
+            take = self.take(given.params, extra_args, shared.layout)
+            updates, *after = sync(take, given.gradients, *before, part)
+            # (Where all states were not finite, all have begun again, and take part in
+            # the next sync.)
+            updates = _finite.or_zeros(part.someone, updates)
+            inner_state, sync_state, residual = _either(
+                part.someone, tuple(after), before
+            )
+            synced = _outcome(updates, inner_state, residual, part, excluded=~able)
+            return synced._replace(zeroed=synced.zeroed & healthy), sync_state
+
+        def synchronise(given, residual, sync_state):
+            return self._synced(of_one, given, residual, sync_state, shared.extra_args)
+
+        def alone(given, residual, sync_state):
+            return self.own(given, residual, shared), sync_state
+
+        outcome, sync_state = _if(
+            fire, synchronise, alone, given, residual, common.sync_state
+        )
+        return outcome, common._replace(sync_state=sync_state)
+
+    def _synced(self, of_one, rows, residual, kept, extra_args=()):
+        """Synchronises the rows; what syncs alone touch may lie in host memory.
+
+        `of_one` is a function (row and residual, kept, extra arguments) -> (outcome,
+        kept). Residual and what is kept go to the device and back where they lay.
+        """
+
+        def run(row, common):
+            return of_one(row, *common)
+
+        synced, new = _rows.over(run, self.mesh)(
+            (rows, _memory.to_device(residual)), (_memory.to_device(kept), extra_args)
+        )
+        residual = _memory.to_memory_of(synced.residual, residual)
+        return synced._replace(residual=residual), _memory.to_memory_of(new, kept)
+
+
+def _outcome(
+    updates, inner_state, residual, part: Part | None = None, excluded: Any = False
+) -> Outcome:
+    """The outcome of a step, whose updates are finite: what is not becomes zero."""
+    excluded = jnp.asarray(excluded)
+    absent = jnp.array(False) if part is None else ~excluded & ~part.present
+    return Outcome(
+        updates=_finite.finite_elements(updates),
+        inner_state=inner_state,
+        residual=residual,
+        zeroed=~_finite.all_finite(updates),
+        excluded=excluded,
+        absent=absent,
+        anchor_checksum=jnp.zeros([], jnp.uint32),
+    )
+
+
+def _either(condition: jax.Array | bool, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
+
+
+def _if(fire, synchronise, otherwise, *given):
+    """The condition of a sync, by the name that `replicas.audit` looks for."""
+    if isinstance(fire, bool):
+        return (synchronise if fire else otherwise)(*given)
+    with jax.named_scope(SYNC):
+        return lax.cond(fire, synchronise, otherwise, *given)
+
+
+def _once_if(fire, synchronise, outcome, shared):
+    """What a sync makes of an outcome and of what is common, or both as they are.
+
+    The conditional is inside a loop that runs once or not at all. A bare conditional
+    copies what it passes through (https://github.com/jax-ml/jax/issues/39449); a loop
+    that does not run copies nothing. A bare loop would not do either: XLA hoists
+    loop-invariant work out of it, and would then do that work on every step.
+    """
+    keep = lambda outcome, shared: (outcome, shared)
+    if isinstance(fire, bool):
+        return _if(fire, synchronise, keep, outcome, shared)
+    once = lambda _, carried: _if(fire, synchronise, keep, *carried)
+    return lax.fori_loop(0, fire.astype(jnp.int32), once, (outcome, shared))
