@@ -22,7 +22,8 @@ def reconcile_in_few_bits(
         _OUTER_LEARNING_RATE, _OUTER_MOMENTUM, nesterov=True, accumulator_dtype=_DTYPE
     )
     return synchronizers.reconcile(
-        # With one replica an outer step would only change the inner optimizer.
+        # With one replica an outer step would only change the inner optimizer. (A mesh
+        # of one has it, so that its state can be resized to more.)
         None if mesh is None else outer,
         compressor=compressors.quantize(_BITS if bits is None else bits),
         residual_dtype=_DTYPE,

@@ -74,8 +74,8 @@ def local_muon(
       weight_decay_mask: as for `optax.contrib.muon`.
       mu_dtype: dtype of the momenta. None means the parameters' dtype.
       adam_learning_rate: learning rate of AdamW, which trains all other parameters
-        (embeddings, output heads, norms, biases) with Nesterov momentum, b1 = 0.9 and
-        b2 = 0.95. None means `learning_rate`.
+        (embeddings, output heads, norms, biases) with Nesterov momentum, b1 = 0.9,
+        b2 = 0.95 and eps = 1e-7. None means `learning_rate`.
       other_optimizer: replaces that AdamW. Not with `adam_learning_rate`.
       dimension_numbers: as for :func:`dion`.
       trigger: when to synchronise. None means ``triggers.evenly(budget)``.

@@ -41,21 +41,6 @@ def initial_q(name: str, view: MatrixView, r: int, dtype) -> jax.Array:
     return (q / jnp.linalg.norm(q, axis=-2, keepdims=True)).astype(dtype)
 
 
-def cosines(q: jax.Array) -> jax.Array:
-    """Orthonormal columns of the shape of Q, from a cosine transform.
-
-    They cost little. Unit vectors would not do: one of them may pick a zero column of
-    the matrix, such as that of an input that is never active, and find nothing.
-    """
-    cols, r = q.shape[-2:]
-    frequency = jnp.arange(r, dtype=jnp.float32)[None]
-    angles = (
-        jnp.arange(0.5, cols, dtype=jnp.float32)[:, None] * frequency * (jnp.pi / cols)
-    )
-    waves = jnp.cos(angles) * jnp.where(frequency == 0, 1, 2**0.5) / cols**0.5
-    return jnp.broadcast_to(waves, q.shape).astype(q.dtype)
-
-
 def reduces_factors(view: MatrixView, r: int) -> bool:
     """Whether P and R together are smaller than the matrix they stand for."""
     return (view.rows + view.cols) * r < view.rows * view.cols

@@ -56,7 +56,9 @@ def matrix_views(
                 f"Two parameters have the path {name!r}. Rename one, without slashes."
             )
         try:
-            views[name] = numbers and _matrix_view.make_view(leaf.shape, *numbers)
+            views[name] = numbers and _matrix_view.make_view(
+                leaf.shape, numbers.reduction_axis, numbers.output_axis
+            )
         except ValueError as error:
             message = f"Dimension numbers of parameter {name!r}: {error}"
             raise ValueError(message) from error
