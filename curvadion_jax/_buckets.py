@@ -5,7 +5,6 @@ the number of elements and not of arrays, and the work of encoding stays in a pi
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from curvadion_jax import _finite
+from curvadion_jax._cut import cut
 
 # Elements that are encoded at once: on TPUs cutting an array into blocks copies it.
 PIECE = 2**22
@@ -140,8 +140,7 @@ class Bucket:
         """The arrays that a table like the bucket's is made of."""
         if len(self.arrays) == 1:
             return [table.reshape(self.arrays[0].shape)]
-        sizes = (count_blocks(x, self.block) for x in self.arrays)
-        parts = jnp.split(table, list(itertools.accumulate(sizes))[:-1])
+        parts = cut(table, [count_blocks(x, self.block) for x in self.arrays])
         return [_reshaped_like(x, y) for x, y in zip(parts, self.arrays, strict=True)]
 
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from curvadion_jax import _trees
+from curvadion_jax._cut import cut
 from curvadion_jax._matrix_view import MadeOf, MatrixView, Named
 from curvadion_jax._power_iteration import ReduceFn
 
@@ -49,7 +49,11 @@ class Joined(NamedTuple):
         found = {}
         for first, stack in stacks.items():
             names = self.members[first]
-            found |= zip(names, stack if len(names) > 1 else [stack], strict=True)
+            if len(names) == 1:
+                found[first] = stack
+                continue
+            parts = cut(stack, [1] * len(names))
+            found |= {name: x[0] for name, x in zip(names, parts, strict=True)}
         return found
 
     def reduce_fn(self, reduce_fn: ReduceFn | None) -> ReduceFn | None:
@@ -110,7 +114,6 @@ def by_shape(
     for call in calls.values():
         arrays = [stacks[index] for index in call]
         whole = jnp.concatenate(arrays) if len(call) > 1 else arrays[0]
-        ends = np.cumsum([len(x) for x in arrays])[:-1]
-        parts = jnp.split(function(whole), ends)
+        parts = cut(function(whole), [len(x) for x in arrays])
         results |= dict(zip(call, parts, strict=True))
     return [results[index] for index in range(len(stacks))]
