@@ -19,6 +19,7 @@ from curvadion_jax import (
     _checksum,
     _copies,
     _dion,
+    _dtypes,
     _finite,
     _group,
     _memory,
@@ -360,7 +361,7 @@ class _AdaptiveSync:
             sound = _finite.norms_finite(gradients)
             gradients = _finite.or_zeros(sound, gradients)
             finite &= sound
-            new = _trees.cast_like(new, rows.before_state)
+            new = _dtypes.cast_like(new, rows.before_state)
             before_state = _finite.repaired(new, rows.before_state)
             measured, remembered = Measured(0.0), rows.remembered
             if self.trigger.look is not None:
@@ -376,7 +377,7 @@ class _AdaptiveSync:
                     clock=clock,
                 )
                 measured, new = self.trigger.look(seen, remembered)
-                remembered = _trees.cast_like(new, remembered)
+                remembered = _dtypes.cast_like(new, remembered)
             prepared = _Prepared(
                 gradients=gradients,
                 before_state=before_state,

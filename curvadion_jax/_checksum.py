@@ -13,7 +13,7 @@ from curvadion_jax import _trees
 def of(tree: Any) -> jax.Array:
     """One number for all arrays of a tree, uint32[]."""
     total, start = jnp.zeros([], jnp.uint32), 0
-    for x in _trees.together(jax.tree.leaves(tree)):
+    for x in _trees.packed(jax.tree.leaves(tree)):
         total += of_array(x, start)
         start += _words(x)
     return total

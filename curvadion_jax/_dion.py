@@ -15,6 +15,7 @@ import optax
 from curvadion_jax import (
     _adamw_for_the_rest,
     _arguments,
+    _dtypes,
     _joined,
     _layout,
     _matrix_view,
@@ -253,7 +254,7 @@ def _bases(
 
 def _accumulate(momentum: jax.Array, gradient: jax.Array, decay) -> jax.Array:
     """Computes decay M + G in at least float32."""
-    dtype = _trees.promoted(jnp.float32, momentum.dtype, gradient.dtype)
+    dtype = _dtypes.promoted(jnp.float32, momentum.dtype, gradient.dtype)
     return jnp.asarray(decay, dtype) * momentum.astype(dtype) + gradient.astype(dtype)
 
 

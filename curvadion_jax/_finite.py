@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _trees
+from curvadion_jax import _dtypes, _trees
 
 
 def is_float(x: Any) -> bool:
@@ -22,7 +22,7 @@ def all_finite(tree: Any) -> jax.Array:
     floats = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_float(x)]
     if not floats:
         return jnp.array(True)
-    vectors = _trees.together(floats)
+    vectors = _trees.packed(floats)
     sums = jnp.stack([jnp.sum(x - x).astype(jnp.float32) for x in vectors])
     # XLA unrolls `any` into a chain of n operations, and repeats the chain in each of
     # the n fusions that read the result; a sum of squares stays one reduction.
@@ -44,9 +44,9 @@ def norms_finite(tree: Any) -> jax.Array:
 
     The square of 1e20 overflows float32, so a matrix that holds it has no norm.
     """
-    squares = lambda x: jnp.sum(jnp.square(jnp.abs(_trees.at_least_float32(x))))
+    squares = lambda x: jnp.sum(jnp.square(jnp.abs(_dtypes.at_least_float32(x))))
     floats = [x for x in jax.tree.leaves(tree) if is_float(x)]
-    return all_finite([squares(x) for x in _trees.together(floats)])
+    return all_finite([squares(x) for x in _trees.packed(floats)])
 
 
 def finite_elements(tree: Any) -> Any:

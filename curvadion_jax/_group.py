@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from curvadion_jax import _trees, _within_replica
+from curvadion_jax import _dtypes, _within_replica
 from curvadion_jax._layout import ONE_DEVICE, Layout
 
 
@@ -50,7 +50,7 @@ class Group:
         """Means over the replicas, in at least float32, cast back; an all-reduce."""
         if self.size == 1:  # XLA may fail to compile an all-reduce of one
             return tree
-        sums = self._sums(jax.tree.map(_trees.at_least_float32, tree))
+        sums = self._sums(jax.tree.map(_dtypes.at_least_float32, tree))
         return jax.tree.map(lambda s, x: (s / self.size).astype(x.dtype), sums, tree)
 
     def first(self, tree: Any) -> Any:
@@ -141,7 +141,7 @@ class Part(NamedTuple):
         """
 
         def contribution(x):
-            x = _trees.at_least_float32(x)
+            x = _dtypes.at_least_float32(x)
             return jnp.where(self.present, jnp.asarray(self.weight, x.dtype) * x, 0)
 
         return jax.tree.map(contribution, tree)

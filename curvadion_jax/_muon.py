@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _layout, _trees, _two_optimizers
+from curvadion_jax import _arguments, _dtypes, _layout, _trees, _two_optimizers
 from curvadion_jax._joined import by_shape
 from curvadion_jax._whole_matrices import by_matrix
 
@@ -104,7 +104,7 @@ def _newton_schulz(x: jax.Array, eps: jax.typing.ArrayLike) -> jax.Array:
     is_wide = x.shape[-2] <= x.shape[-1]
     x = x if is_wide else x.mT  # for small Gram matrices
     # Squares of what float16 holds may not fit into float16.
-    wide = _trees.at_least_float32(x)
+    wide = _dtypes.at_least_float32(x)
     norm = jnp.linalg.norm(wide, axis=(-2, -1), keepdims=True)
     x = (wide / (norm + eps)).astype(x.dtype)
 

@@ -16,12 +16,12 @@ from jax import lax
 
 from curvadion_jax import (
     _checksum,
+    _dtypes,
     _finite,
     _group,
     _memory,
     _restart,
     _rows,
-    _trees,
 )
 from curvadion_jax._group import Group, Part
 from curvadion_jax._layout import Layout
@@ -94,7 +94,8 @@ class Steps:
             updates, new = self.inner.update(
                 gradients, inner_state, params, **given, **more
             )
-            return _trees.cast_like(updates, params), _trees.cast_like(new, inner_state)
+            updates = _dtypes.cast_like(updates, params)
+            return updates, _dtypes.cast_like(new, inner_state)
 
         return take
 
@@ -127,9 +128,9 @@ class Steps:
             before = anchor, sync_state, residual
             target, *after = sync(moved, *before, part)
             # An absent replica keeps its drift on top of the target, for a later sync.
-            drift = _trees.difference(moved, anchor)
+            drift = _dtypes.difference(moved, anchor)
             drift = _finite.or_zeros(healthy & ~part.present, drift)
-            target = jax.tree.map(_trees.add_cast, target, drift)
+            target = jax.tree.map(_dtypes.add_cast, target, drift)
             target, anchor, sync_state, residual = _either(
                 part.someone, (target, *after), (moved, *before)
             )

@@ -1,8 +1,6 @@
 """Trees: names of their leaves, checks, nodes of one class, dtypes to compute in."""
 
-import functools
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -103,29 +101,6 @@ def is_key(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
-def split_keys(keys: jax.Array, number: int) -> jax.Array:
-    """Splits every key, [...] -> [number, ...]."""
-    split = jax.vmap(lambda key: jax.random.split(key, number), out_axes=1)
-    return split(keys.reshape(-1)).reshape(number, *keys.shape)
-
-
-def warn_of_raw_keys(tree: Any, lead: tuple[int, ...], caller: str) -> None:
-    """Warns of numbers that may be keys of PRNGKey, which are copied and not split.
-
-    They are uint32[2] behind the leading axes. The warning is at the line that called
-    the caller.
-    """
-    for path, x in jax.tree.leaves_with_path(tree):
-        shape = jnp.shape(x)
-        if shape == (*lead, 2) and jnp.result_type(x) == jnp.uint32:
-            warnings.warn(
-                f"{caller} copies {jax.tree_util.keystr(path) or 'an array'}, uint32 "
-                f"of shape {shape}. If these are keys of jax.random.PRNGKey, replicas "
-                "draw the same numbers: use jax.random.key, which is split.",
-                stacklevel=3,
-            )
-
-
 def nodes_of(kind: type, tree: Any) -> list[Any]:
     """The outermost nodes of a tree that are of this class."""
     is_one = lambda node: isinstance(node, kind)
@@ -138,7 +113,7 @@ def map_nodes(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree.map(lambda x: function(x) if is_one(x) else x, tree, is_leaf=is_one)
 
 
-def together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def packed(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """The large arrays, then the small ones of each dtype joined to a vector.
 
     For reductions: one for each array would make up half of a program. What several
@@ -162,41 +137,3 @@ def devices(x: jax.Array) -> int:
     mesh = jax.typeof(x).sharding.mesh
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return math.prod(size for size, kind in axes if kind != AxisType.Manual)
-
-
-def cast_like(tree: Any, other: Any) -> Any:
-    """Casts a tree to the dtypes of another, if their structures agree."""
-    if jax.tree.structure(tree) != jax.tree.structure(other):
-        return tree
-    # A random key has no cast, not even to its own type.
-    return jax.tree.map(
-        lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype), tree, other
-    )
-
-
-def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """Promotes a dtype to at least float32."""
-    return promoted(jnp.float32, dtype)
-
-
-def promoted(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
-    """The dtype that holds all of them, in JAX's "strict" mode of promotion too."""
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.dtype(functools.reduce(jnp.promote_types, dtypes))
-
-
-def at_least_float32(x: jax.Array) -> jax.Array:
-    """Casts an array to at least float32."""
-    return x.astype(compute_dtype(x.dtype))
-
-
-def add_cast(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x + y in the dtype that holds both, cast to that of x."""
-    dtype = promoted(x.dtype, y.dtype)
-    return (x.astype(dtype) + y.astype(dtype)).astype(x.dtype)
-
-
-def difference(tree: Any, other: Any) -> Any:
-    """tree - other, in at least float32."""
-    wide = at_least_float32
-    return jax.tree.map(lambda x, y: wide(x) - wide(y), tree, other)

@@ -95,7 +95,7 @@ def _moved(function, kinds: Mapping[_Kind, list[str]], arrays, views, specs, lay
         whole, results = [], {}
         for kind, paths in kinds.items():
             stacks = [views[path].to_stack(parts[path]) for path in paths]
-            whole.append(_together(jnp.concatenate(stacks), kind, axes))
+            whole.append(_gathered(jnp.concatenate(stacks), kind, axes))
         for (kind, paths), stack in zip(kinds.items(), function(whole), strict=True):
             stack = _apart(stack, kind, axes)
             for path in paths:
@@ -115,7 +115,7 @@ def _moved(function, kinds: Mapping[_Kind, list[str]], arrays, views, specs, lay
     return mapped({path: arrays[path] for path in sharded})
 
 
-def _together(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
+def _gathered(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
     """Turns shards of every matrix into whole matrices; pads by repetition."""
     shared, moves = kind.shared(axes), kind.moves
     pieces = math.prod(axes[name] for name in (*shared, *(name for _, name in moves)))
@@ -131,7 +131,7 @@ def _together(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Arr
 
 
 def _apart(stack: jax.Array, kind: _Kind, axes: Mapping[str, int]) -> jax.Array:
-    """The inverse of `_together`, with its padding at the end."""
+    """The inverse of `_gathered`, with its padding at the end."""
     for axis, name in reversed(kind.moves):
         stack = lax.all_to_all(stack, name, split_axis=axis, concat_axis=0, tiled=True)
     if shared := kind.shared(axes):

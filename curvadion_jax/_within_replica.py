@@ -52,7 +52,7 @@ def elements_per_device(tree: Any, layout: Layout) -> int:
     return sum(x.size for x in jax.tree.leaves(_parts(tree, layout)))
 
 
-def _together(tree: Any, layout: Layout) -> dict[Any, list[int]]:
+def _alike(tree: Any, layout: Layout) -> dict[Any, list[int]]:
     """Which leaves of a tree lie alike: the keys are axes that shard and share."""
     found = defaultdict(list)
     pairs = zip(jax.tree.leaves(tree), layout.of(tree), strict=True)
@@ -66,8 +66,8 @@ def calls(tree: Any, layout: Layout) -> list[Any]:
     if not layout.is_divided:
         return [tree]
     shapes = jax.tree.leaves(_parts(tree, layout))
-    together = _together(tree, layout).values()
-    return [[shapes[index] for index in members] for members in together]
+    alike = _alike(tree, layout).values()
+    return [[shapes[index] for index in members] for members in alike]
 
 
 def by_device(
@@ -84,7 +84,7 @@ def by_device(
     leaves = jax.tree.leaves(tree)
     specs = layout.of(tree)
     results: list[Any] = [None] * len(leaves)
-    for (_, shared), members in _together(tree, layout).items():
+    for (_, shared), members in _alike(tree, layout).items():
         sharded = [specs[index] for index in members]
         mapped = jax.shard_map(
             functools.partial(_of_pieces, function, shared) if shared else function,

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 
 from curvadion_jax import _arguments, _within_replica
 from curvadion_jax._buckets import count_blocks, make_buckets
-from curvadion_jax._group import Group, Part
-from curvadion_jax._layout import Layout
-from curvadion_jax._trees import (
+from curvadion_jax._dtypes import (
     add_cast,
     at_least_float32,
     cast_like,
     compute_dtype,
 )
+from curvadion_jax._group import Group, Part
+from curvadion_jax._layout import Layout
 
 __all__ = ["Averaged", "Codec", "Compressor", "Payload", "exact", "quantize"]
 

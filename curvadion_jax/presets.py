@@ -20,8 +20,8 @@ from curvadion_jax import (
     _adamw_for_the_rest,
     _arguments,
     _dion,
+    _dtypes,
     _momentum,
-    _trees,
     _two_optimizers,
     synchronizers,
     triggers,
@@ -550,7 +550,7 @@ def authors_code(
 
     def look(seen, remembered):
         momenta, gradients = (
-            [_trees.at_least_float32(x) for x in jax.tree.leaves(tree)]
+            [_dtypes.at_least_float32(x) for x in jax.tree.leaves(tree)]
             for tree in (_all_momenta(seen.inner_state), seen.gradients)
         )
         if not momenta:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _momentum, _trees, _two_optimizers
+from curvadion_jax import _arguments, _dtypes, _momentum, _two_optimizers
 
 # Not infinity, which `jax_debug_infs` would stop at.
 _LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -461,7 +461,7 @@ def _norms(momentum: jax.Array, view: Any) -> jax.Array:
     if view is not None and view.shape == momentum.shape:
         axes = view.fan_in_axes + view.fan_out_axes
     return jnp.sqrt(
-        jnp.sum(jnp.square(_trees.at_least_float32(momentum)), axes)
+        jnp.sum(jnp.square(_dtypes.at_least_float32(momentum)), axes)
     ).reshape(-1)
 
 

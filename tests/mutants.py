@@ -173,8 +173,8 @@ MUTANTS = {
     ),
     "the outer state may be anything": Mutant(
         SYNC,
-        "_finite.repaired(_trees.cast_like(outer_state, state), state)",
-        "_trees.cast_like(outer_state, state)",
+        "_finite.repaired(_dtypes.cast_like(outer_state, state), state)",
+        "_dtypes.cast_like(outer_state, state)",
         FAULTS,
         "overflows",
     ),

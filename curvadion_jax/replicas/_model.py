@@ -8,7 +8,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _finite, _memory, _trees
+from curvadion_jax import _dtypes, _finite, _memory, _trees
 from curvadion_jax._sync_state import AdaptiveSyncState
 
 
@@ -44,7 +44,7 @@ def _means(rows: Any) -> Any:
         if not _finite.is_float(x):
             return x[0]
         # Parts of the mean, because the sum may overflow.
-        return jnp.sum(_trees.at_least_float32(x) / len(x), 0).astype(x.dtype)
+        return jnp.sum(_dtypes.at_least_float32(x) / len(x), 0).astype(x.dtype)
 
     return jax.tree.map(mean, _memory.to_device(rows))
 
@@ -74,7 +74,7 @@ def _divergence(arrays: list[jax.Array]) -> jax.Array:
     numbers = [x for x in arrays if is_number(x)]
     if not numbers:
         return jnp.zeros([], jnp.float32)
-    leaves = [_trees.at_least_float32(x) for x in _memory.to_device(numbers)]
+    leaves = [_dtypes.at_least_float32(x) for x in _memory.to_device(numbers)]
     # In units of the largest number, so that squares neither overflow nor vanish.
     largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x)) for x in leaves]))
     unit = jnp.where(largest > 0, largest, 1)

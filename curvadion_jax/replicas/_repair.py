@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _finite, _trees
+from curvadion_jax import _dtypes, _finite, _trees
 
 
 def repair(rows: Any, anchor: Any = None) -> Any:
@@ -45,7 +45,7 @@ def _repaired(rows: Any, anchor: Any) -> Any:
     sound = jnp.all(jnp.stack([is_finite(x) for x in floats]), axis=0)
     if anchor is None:
         anchor = jax.tree.map(lambda x: x[jnp.argmax(sound)], rows)
-    anchor = _trees.cast_like(anchor, rows)
+    anchor = _dtypes.cast_like(anchor, rows)
 
     def mended(x, of_anchor):
         if _trees.is_key(x):  # A replica draws its own numbers, and keeps its key.

@@ -8,10 +8,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _finite, _memory, _rows, _trees
+from curvadion_jax import _dtypes, _finite, _memory, _rows, _trees
 from curvadion_jax._dion import DionState
 from curvadion_jax._rows import AXIS, Replicas
 from curvadion_jax._sync_state import AdaptiveSyncState
+from curvadion_jax.replicas import _keys
 
 
 def resize(state: Any, mesh: Replicas) -> Any:
@@ -51,7 +52,7 @@ def resize(state: Any, mesh: Replicas) -> Any:
     replicas = _rows.count(mesh)
     old = _number_of_rows(state)
     if replicas > old:
-        _trees.warn_of_raw_keys(state, (old,), "resize")
+        _keys.warn_of_raw_keys(state, (old,), "resize")
 
     def resized(x, kind):
         is_row = kind != "common"
@@ -155,12 +156,13 @@ def _resized(x: jax.Array, replicas: int, kind: str) -> jax.Array:
         return jnp.zeros((replicas, *x.shape[1:]), x.dtype)
     x = _memory.to_device(x)
     if _trees.is_key(x) and replicas > old:
-        split = _trees.split_keys(x, replicas // old)  # [copies, old, ...]
+        split = _keys.split_keys(x, replicas // old)  # [copies, old, ...]
         return jnp.swapaxes(split, 0, 1).reshape(replicas, *x.shape[1:])
     first = np.arange(replicas) * old // replicas
     if kind == "copy" or replicas > old:
         return x[first]
-    groups = _trees.at_least_float32(x).reshape(replicas, old // replicas, *x.shape[1:])
+    wide = _dtypes.at_least_float32(x)
+    groups = wide.reshape(replicas, old // replicas, *x.shape[1:])
     # From the first of each group, so that equal replicas give their own value.
     base = groups[:, 0]
     mean = base + jnp.mean(groups - groups[:, :1], axis=1)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _rows, _trees
 from curvadion_jax._rows import AXIS, Replicas, Simulated
+from curvadion_jax.replicas import _keys
 
 
 def replicate(tree: Any, mesh: Replicas) -> Any:
@@ -43,11 +44,11 @@ def replicate(tree: Any, mesh: Replicas) -> Any:
     if mesh is None:
         return jax.tree.map(jnp.asarray, tree)
     replicas = _rows.count(mesh)
-    _trees.warn_of_raw_keys(tree, (), "replicate")
+    _keys.warn_of_raw_keys(tree, (), "replicate")
 
     def broadcast(x):
         if _trees.is_key(x):
-            return _trees.split_keys(x, replicas)
+            return _keys.split_keys(x, replicas)
         x = jnp.broadcast_to(x, (replicas, *jnp.shape(x)))
         # A weakly typed number would change its type on the first step.
         return jnp.asarray(x, x.dtype)

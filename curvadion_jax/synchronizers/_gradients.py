@@ -1,6 +1,6 @@
 """The paper's sync: every replica takes its step with the mean gradient."""
 
-from curvadion_jax import _trees, compressors
+from curvadion_jax import _dtypes, compressors
 from curvadion_jax.synchronizers._types import Part, WithinStep
 
 
@@ -38,7 +38,7 @@ def average_gradients(
         else:
             own = lambda: part.weighted(gradients)
             mean, residual = compressor.mean(own, residual, part)
-            mean = _trees.cast_like(mean, gradients)
+            mean = _dtypes.cast_like(mean, gradients)
         return *take(mean, inner_state), state, residual
 
     def payload(params, inner_state, layout):

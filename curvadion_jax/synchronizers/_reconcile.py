@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _finite, _trees, compressors
+from curvadion_jax import _dtypes, _finite, compressors
 from curvadion_jax.synchronizers._types import AfterStep, Part
 
 
@@ -57,7 +57,7 @@ def reconcile(
         # not sent before, which was multiplied then.
         def share():
             expected = lambda x: x * jnp.asarray(part.expected, x.dtype)
-            drift = _trees.difference(moved, anchor)
+            drift = _dtypes.difference(moved, anchor)
             return jax.tree.map(expected, part.weighted(drift))
 
         if compressor is None:
@@ -70,16 +70,16 @@ def reconcile(
         layout = part.group.layout
         more = {"layout": layout} if layout.is_divided else {}
         step, outer_state = outer.update(pseudo_gradient, state, anchor, **more)
-        target = jax.tree.map(_trees.add_cast, anchor, step)
+        target = jax.tree.map(_dtypes.add_cast, anchor, step)
 
         # 3. Elements that would not be finite stay as they are in what is kept, and the
         # next sync sends what this one would have sent. In the target they are counted.
         is_finite = jax.tree.map(jnp.isfinite, target)
         anchor = jax.tree.map(jnp.where, is_finite, target, anchor)
-        state = _finite.repaired(_trees.cast_like(outer_state, state), state)
+        state = _finite.repaired(_dtypes.cast_like(outer_state, state), state)
         if compressor is not None:
             unsent = jax.tree.map(jnp.where, is_finite, unsent, owed)
-        return target, anchor, state, _trees.cast_like(unsent, owed)
+        return target, anchor, state, _dtypes.cast_like(unsent, owed)
 
     def payload(params, inner_state, layout):
         return form.payload_by_device(params, layout)

@@ -1,0 +1,45 @@
+"""Dtypes to compute in, and casts to those that arrays are kept in."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def cast_like(tree: Any, other: Any) -> Any:
+    """Casts a tree to the dtypes of another, if their structures agree."""
+    if jax.tree.structure(tree) != jax.tree.structure(other):
+        return tree
+    # A random key has no cast, not even to its own type.
+    return jax.tree.map(
+        lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype), tree, other
+    )
+
+
+def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """Promotes a dtype to at least float32."""
+    return promoted(jnp.float32, dtype)
+
+
+def promoted(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
+    """The dtype that holds all of them, in JAX's "strict" mode of promotion too."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.dtype(functools.reduce(jnp.promote_types, dtypes))
+
+
+def at_least_float32(x: jax.Array) -> jax.Array:
+    """Casts an array to at least float32."""
+    return x.astype(compute_dtype(x.dtype))
+
+
+def add_cast(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x + y in the dtype that holds both, cast to that of x."""
+    dtype = promoted(x.dtype, y.dtype)
+    return (x.astype(dtype) + y.astype(dtype)).astype(x.dtype)
+
+
+def difference(tree: Any, other: Any) -> Any:
+    """tree - other, in at least float32."""
+    wide = at_least_float32
+    return jax.tree.map(lambda x, y: wide(x) - wide(y), tree, other)
