@@ -1,6 +1,7 @@
 """Runs a function of one replica on the rows of all, and nothing can cross."""
 
 import contextlib
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -117,6 +118,9 @@ def over_model(function: Callable[..., Any], mesh: Replicas) -> Callable[..., An
 
 def _cells(function: Callable[..., Any]) -> list[Any]:
     """What a function closes over, but for cells that are empty yet."""
+    if isinstance(function, functools.partial):
+        given = [*function.args, *function.keywords.values()]
+        return given + _cells(function.func)
     found = []
     for cell in getattr(inspect.unwrap(function), "__closure__", None) or ():
         with contextlib.suppress(ValueError):

@@ -1,5 +1,7 @@
 """`map` runs a function of one replica on all rows; `lift` an Optax transformation."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -132,9 +134,11 @@ def test_what_looks_like_captured_rows_on_one_device_is_warned_of():
     constants = {"slopes": jnp.ones(2), "scale": jnp.ones(3)}
     replicas.map(lambda w: w * constants["scale"][0], SMALL)(jnp.ones(2))
     batch = jnp.arange(4.0).reshape(2, 2)
-    use = replicas.map(lambda w: jnp.sum(w * batch), SMALL)
-    with pytest.warns(UserWarning, match=r"shape \(2, 2\).*pass it as an argument"):
-        use(jnp.ones(2))
+    of_batch = lambda batch, w: jnp.sum(w * batch)
+    for use in (lambda w: of_batch(batch, w), functools.partial(of_batch, batch)):
+        use = replicas.map(use, SMALL)
+        with pytest.warns(UserWarning, match=r"shape \(2, 2\).*pass it as an argum"):
+            use(jnp.ones(2))
 
 
 class Counter(nnx.Module):
