@@ -70,12 +70,17 @@ class Bucket:
         self.pieces = rows // self.piece_rows if self.table.size > largest else 0
         self.last_rows = rows - self.pieces * self.piece_rows  # of a shorter last piece
 
+    @property
+    def most_blocks(self) -> int:
+        """The blocks of its largest piece."""
+        rows = self.piece_rows if self.pieces else self.last_rows
+        return math.ceil(rows * self.columns / self.block)
+
     def encode(self, encode: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Encodes all blocks, by a function [n, block] -> [n, bytes]."""
 
-        def encode_piece(index, rows):
-            piece = _take(self.table, index * self.piece_rows, rows)
-            return encode(_in_blocks(piece, self.block))
+        def encode_piece(first_row, rows):
+            return encode(_in_blocks(_take(self.table, first_row, rows), self.block))
 
         return self._over_pieces(encode_piece)
 
@@ -87,8 +92,8 @@ class Bucket:
         `encoded` has the blocks of all buckets.
         """
 
-        def decode_piece(index, rows):
-            blocks, _ = self._blocks_of(encoded, index, rows)
+        def decode_piece(first_row, rows):
+            blocks, _ = self._blocks_of(encoded, first_row, rows)
             return _reshaped_like(decode(blocks), self.table[:rows])
 
         return self._split(self._over_pieces(decode_piece))
@@ -102,11 +107,12 @@ class Bucket:
         """
 
         def subtract_piece(index, table, rows):
-            piece = _take(table, index * self.piece_rows, rows)
-            blocks, first_block = self._blocks_of(encoded, index, rows)
+            first_row = index * self.piece_rows
+            piece = _take(table, first_row, rows)
+            blocks, first_block = self._blocks_of(encoded, first_row, rows)
             new = piece - _reshaped_like(decode(blocks, first_block), piece)
             return jax.lax.dynamic_update_slice_in_dim(
-                table, _finite.finite_elements(new), index * self.piece_rows, 0
+                table, _finite.finite_elements(new), first_row, 0
             )
 
         table = self.table  # The result overwrites it where nothing else needs it.
@@ -118,21 +124,15 @@ class Bucket:
         return self._split(table)
 
     def _over_pieces(self, function: Callable[[Any, int], jax.Array]) -> jax.Array:
-        """Joins the results of function(index of a piece, number of its rows)."""
-        parts = []
-        if self.pieces:
-            found = jax.lax.map(
-                lambda index: function(index, self.piece_rows), jnp.arange(self.pieces)
-            )
-            parts.append(found.reshape(-1, *found.shape[2:]))  # from [pieces, n, ...]
-        if self.last_rows or not parts:  # An array may be empty.
-            parts.append(function(self.pieces, self.last_rows))
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        """Joins the results of function(first row of a piece, number of rows)."""
+        return in_pieces(function, self.pieces, self.piece_rows, self.last_rows)
 
-    def _blocks_of(self, encoded: jax.Array, index: Any, rows: int) -> tuple[Any, Any]:
+    def _blocks_of(
+        self, encoded: jax.Array, first_row: Any, rows: int
+    ) -> tuple[Any, Any]:
         """A piece's encoded blocks [n, bytes], and the number of the first."""
         blocks_per_piece = self.piece_rows * self.columns // self.block
-        first = self.first_block + index * blocks_per_piece
+        first = self.first_block + first_row // self.piece_rows * blocks_per_piece
         count = math.ceil(rows * self.columns / self.block)
         return _take(encoded, first, count), first
 
@@ -158,3 +158,20 @@ def _in_blocks(x: jax.Array, block: int) -> jax.Array:
 def _reshaped_like(blocks: jax.Array, piece: jax.Array) -> jax.Array:
     """Blocks [n, block] in the shape of a piece, without what fills the last block."""
     return blocks.reshape(-1)[: piece.size].reshape(piece.shape)
+
+
+def in_pieces(
+    function: Callable[[Any, int], Any], pieces: int, piece_rows: int, last_rows: int
+) -> Any:
+    """Joins trees of rows, the results of function(first row, number of rows)."""
+    parts = []
+    if pieces:
+        found = jax.lax.map(
+            lambda index: function(index * piece_rows, piece_rows), jnp.arange(pieces)
+        )  # [pieces, n, ...]
+        parts.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found))
+    if last_rows or not parts:  # An array may be empty.
+        parts.append(function(pieces * piece_rows, last_rows))
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from curvadion_jax import _arguments, _within_replica
-from curvadion_jax._buckets import count_blocks, make_buckets
+from curvadion_jax._buckets import count_blocks, in_pieces, make_buckets
 from curvadion_jax._dtypes import (
     add_cast,
     at_least_float32,
@@ -128,12 +128,12 @@ class Compressor(NamedTuple):
         def send():
             whole = jax.tree.map(add_cast, contribution(), owed)
             mean, unsent = self.average_by_device(whole, part.group)
-            return cast_like(mean, whole), cast_like(unsent, whole)
+            return cast_like(mean, whole), cast_like(unsent, owed)
 
         def keep():
             shapes = jax.eval_shape(contribution)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            return zeros, cast_like(owed, zeros)
+            return zeros, owed
 
         return jax.lax.cond(part.someone, send, keep)
 
@@ -263,20 +263,23 @@ def _average(group, leaves, bits: int, block: int):
     decode = functools.partial(_decode_blocks, block=block, bits=bits)
     encoded = jnp.concatenate([bucket.encode(encode) for bucket in buckets])
     send = _send_once if group.size == 2 else _send_twice
-    mean, decode_mean, contribution = send(encoded, group, encode, decode)
+    most = max(1, *(bucket.most_blocks for bucket in buckets))
+    mean, decode_mean, contribution = send(encoded, group, encode, decode, most)
     means = [x for bucket in buckets for x in bucket.decode(mean, decode_mean)]
     unsent = [x for bucket in buckets for x in bucket.subtract(encoded, contribution)]
     return means, unsent
 
 
-def _send_once(encoded, group, encode, decode):
+def _send_once(encoded, group, encode, decode, most):
     """Each of two replicas sends its blocks, uint8[blocks, bytes], to the other one.
+
+    No more than `most` blocks are decoded at once.
 
     Returns:
       The encoded mean; a function that decodes blocks of it; and a function (encoded
       blocks, number of the first) -> this replica's contribution to their mean.
     """
-    del encode
+    del encode, most
     both = jnp.concatenate(group.all_gather(encoded), axis=-1)  # [blocks, 2 * bytes]
 
     def decode_mean(both):
@@ -286,28 +289,35 @@ def _send_once(encoded, group, encode, decode):
     return both, decode_mean, lambda encoded, first_block: decode(encoded)
 
 
-def _send_twice(encoded, group, encode, decode):
+def _send_twice(encoded, group, encode, decode, most):
     """Each of N replicas averages n blocks of all, and sends their mean to all.
 
-    Takes and returns what `_send_once` does.
+    Takes and returns what `_send_once` does. Of the decoded blocks only what the second
+    rounding lost is kept, n blocks once: memory does not grow with the replicas.
     """
     replicas = group.size
     padded = jnp.pad(encoded, [(0, -len(encoded) % replicas), (0, 0)])  # [N * n, bytes]
     parts = padded.reshape(replicas, -1, encoded.shape[-1])
     received = group.all_to_all(parts)  # [N, n, bytes]
-    own_mean = jnp.sum(decode(received), 0) / replicas  # [n, block]
-    own_encoded = encode(own_mean)  # [n, bytes]
+
+    def average_piece(first, count):
+        piece = jax.lax.dynamic_slice_in_dim(received, first, count, axis=1)
+        own_mean = jnp.sum(decode(piece), 0) / replicas  # [count, block]
+        own_encoded = encode(own_mean)  # [count, bytes]
+        # The loss of the second rounding, as a contribution of this replica alone.
+        return own_encoded, (own_mean - decode(own_encoded)) * replicas
+
+    pieces, last = divmod(parts.shape[1], most)
+    own_encoded, lost = in_pieces(average_piece, pieces, most, last)
     mean = group.all_gather(own_encoded).reshape(-1, own_encoded.shape[-1])
-    # The loss of the second rounding, as a contribution of this replica alone.
-    lost = (own_mean - decode(own_encoded)) * replicas  # [n, block]
+    # Zeros stand around it, for blocks that other replicas have averaged.
+    surrounded = jnp.pad(lost, [(most, most), (0, 0)])
 
     def contribution(encoded, first_block):
-        # Zeros stand around it, for blocks that other replicas have averaged.
-        count = len(encoded)
-        surrounded = jnp.pad(lost, [(count, count), (0, 0)])
-        start = first_block - group.replica * len(lost) + count
-        start = jnp.clip(start, 0, len(lost) + count)
-        return decode(encoded) - jax.lax.dynamic_slice_in_dim(surrounded, start, count)
+        start = first_block - group.replica * len(lost) + most
+        start = jnp.clip(start, 0, len(lost) + most)
+        of_piece = jax.lax.dynamic_slice_in_dim(surrounded, start, len(encoded))
+        return decode(encoded) - of_piece
 
     return mean, decode, contribution
 
