@@ -27,8 +27,8 @@ WEIGHT = r"kernel|weights?|w"
 QUERY = r"(w_?|to_)?(q|k|v|kv|qkv|query|key|value)(_?proj(ection)?|_kernel|_w|_b)?"
 # Of a matrix, and of no table: its name says what it does in its module.
 PROJECTION = (
-    r"(w_?|to_?)?(\d|q|k|v|o|i|u|d|g|qkv|kv|query|key|value|in|out|up|down|gate)"
-    r"(_?proj(ection)?|_?\d)?|(fc|linear|dense)_?\d*"
+    r"w_?(\d|q|k|v|o|i|u|d|g|qkv|kv|in|out|up|down|gate)(_?\d)?"
+    r"|(q|k|v|o|qkv|kv|query|key|value|out|up|down|gate)_?proj(ection)?"
 )
 # LoRA's factors: lora_a and lora_b, lora/A and lora/B, lora_A.weight.
 _FACTOR = re.compile(r"(lora[._/]?)([ab])(?![a-z])", re.IGNORECASE)
@@ -215,6 +215,12 @@ class Tree:
             if outputs in inputs:
                 return True
         return False
+
+    def has_query_and_key(self, array: Array) -> bool:
+        """Whether an array is a query, key or value beside others, by their names."""
+        near = self._below[array.names[:-1]]
+        names = {other.names[-1].lower() for other in near}
+        return array.is_query and ({"query", "key"} <= names or {"q", "k"} <= names)
 
     def beside(self, array: Array) -> set["Neighbour"]:
         """What is in an array's module and in those next to it, the array too."""

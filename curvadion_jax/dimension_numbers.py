@@ -30,7 +30,7 @@ __all__ = ["Finding", "PartitionWarning", "default", "equinox", "explain", "hali
 DimensionNumbers = optax.contrib.MuonDimensionNumbers
 
 # Names are in lower case; each pattern has to match a whole name.
-_NO_PROJECTION = r"(?!.*(proj|dense|linear|mlp|map|ffn|feed|attention|attn|wise))"
+_NO_PROJECTION = r"(?!.*(proj|dense|linear|mlp|map))"
 _EMBEDDING = rf"{_NO_PROJECTION}(.*_|un|tok|pos)?emb(s|ed.*)?(_.*)?|wte|wpe"
 _POSITIONS = rf"{_NO_PROJECTION}(.*_)?(rel)?pos(s|_.*|ition.*)?|wpe|rope"
 _TABLE = (
@@ -39,16 +39,18 @@ _TABLE = (
     r"|(latent|vocab)[_ ].*|envelope)"
 )
 _ANY_TABLE = f"{_TABLE}|{_POSITIONS}|{_evidence.LAYER_NORM}"
+# Modules such as positionwise_ffn and latent_attention hold no table.
+_TABLE_MODULE = rf"(?!.*(attention|attn|ffn|feed|wise))({_ANY_TABLE})"
 _HEAD = (
     r"(?!multi|att)(.*_|lm|output)?(head|classifier|readout)|heads|(?!pre_).*logit.*"
 )
+# Neither ConvNeXt's layers, nor conv_tp_weights, e3nn's weights of a tensor product.
 _CONVOLUTION = (
-    r"(?!pw|point)(?!.*weights?$).*conv(olution.*|transpose.*|[\d_].*|s|\dd.*|layer.*"
-    r"|block.*|net.*|module.*)?"
+    r"(?!pw|point|.*(convnext|convex|converg|convers|convention|conv_tp)).*conv.*"
 )
 _VECTOR = (  # RWKV's time_decay_w1 is a matrix
-    r"(?!.*(proj|dense|linear|mlp|_w\d))((.*_)?(bias|offset|shift|beta|norm|log|lambda)"
-    r"|(bias|norm|log|lambda|time)_.*|b)"
+    r"(?!(time|log)_.*(proj|mlp|dense|linear|_w\d))"
+    r"((.*_)?(bias|offset|shift|beta|norm|log|lambda)|(bias|norm|log|lambda|time)_.*|b)"
 )
 # Longer sides of an array of two axes are no window of a depthwise convolution.
 _LONGEST_WINDOW = 64
@@ -149,21 +151,25 @@ def _why_other(array: Array, tree: Tree) -> str | None:
         return "scale of a norm"
     if array.is_bias:
         return "a bias"
+    if bias and bias.sizes == sizes:
+        return "a scale, by its bias"
     if re.fullmatch(_STATE_SPACE, array.names[-1]) and not array.partner:
         return "state space, by its name"
     if array.matches(f"{_VECTOR}|{_evidence.NORM}", 1) and not array.partner:
         return "a vector, by its name"
     in_head = array.matches(f"{_HEAD}|embed|embedding", 3) and array.matches(_DENSE, 2)
     hidden = set(sizes) <= tree.widths  # between norms
-    # The name of a module tells little of a projection that has a name of its own.
-    named_head = array.matches(_HEAD, *((1,) if array.is_query else (1, 2)))
+    # Of several heads of attention, not of a head for values.
+    named_head = array.matches(
+        _HEAD, *((1,) if tree.has_query_and_key(array) else (1, 2))
+    )
     is_head = named_head or (in_head and not hidden)
     if is_head and not tree.leads_to_another(array):
         return "a head, by its name"
-    is_window = len(sizes) > 2 or min(sizes) <= _LONGEST_WINDOW
+    apart = len(array.shape) - (array.layers is not None)
+    is_window = apart > 2 or min(sizes) <= _LONGEST_WINDOW
     if _is_named_convolution(array) and is_window:
         return "a convolution, by its name"
-    apart = len(array.shape) - (array.layers is not None)
     if bias and (bias.shape[-1] == 1 or (apart > 3 and len(bias.sizes) == 1)):
         return "a convolution, by its bias"
     if len(sizes) == 4 and sizes[2:] in ((3, 3), (5, 5), (7, 7)):
@@ -173,16 +179,18 @@ def _why_other(array: Array, tree: Tree) -> str | None:
     # The module of a `w` may be a Linear of Haiku's, whatever its name: see `_sides`.
     # A kernel of more than two axes is a DenseGeneral's.
     is_dense = array.matches("w", 1) or (len(sizes) > 2 and array.matches("kernel", 1))
-    places = (1,) if is_dense or array.is_projection else (1, 2)
+    places = (1,) if is_dense else (1, 2)
     if array.matches(_EMBEDDING, *places):
         return "an embedding, by its name"
-    if array.matches(_ANY_TABLE, *places):
+    in_table = array.matches(_TABLE_MODULE, 2) and not array.is_projection
+    if array.matches(_ANY_TABLE, 1) or (in_table and not is_dense):
         return "a table, by its name"
     return None
 
 
 def _is_named_convolution(array: Array) -> bool:
-    return array.matches(_CONVOLUTION, *((1,) if array.is_projection else (1, 2)))
+    of_its_own = array.is_projection and len(array.sizes) == 2
+    return array.matches(_CONVOLUTION, *((1,) if of_its_own else (1, 2)))
 
 
 def _heads(tree: Tree, others: Iterable[Array]) -> set[Array]:
@@ -252,7 +260,8 @@ def _sides_of_factor(array: Array, partner: Array) -> _Sides | None:
     shape, other = array.shape, partner.shape
     axes = tuple(range(len(shape)))
     why = "a factor, by its name and the other one"
-    for stack in range(len(shape) - 1):
+    # The longest stack that fits: there may be as many layers as the rank is high.
+    for stack in reversed(range(len(shape) - 1)):
         if shape[:stack] != other[:stack] or len(other) < stack + 2:
             continue
         if shape[-1] == other[stack]:

@@ -443,7 +443,7 @@ def test_a_w_of_an_embedding_is_asked_for():
 
 MODULES = [
     *(("latent_attention", "wq"), ("position_wise_ffn", "kernel"), ("token", "w1")),
-    *(("heads", "query"), ("conv_tp_weights", "weight"), ("unconventional", "kernel")),
+    *(("conv_tp_weights", "weight"), ("unconventional", "kernel")),
     *(("convnext_mlp", "kernel"), ("rwkv", "time_decay_w1"), ("m", "log_mlp")),
 ]
 
@@ -453,8 +453,41 @@ def test_a_part_of_a_name_tells_no_table_vector_or_convolution(module, name):
     assert numbers_at({module: {name: (8, 4)}}, module, name) == DENSE
 
 
+TABLES = [
+    *(("embed", "value"), ("embedding", "in"), ("embeddings", "w_1"), ("m", "b_norm")),
+    *(("m", "cross_attention_latents"), ("m", "attn_pos_embed"), ("m", "norm_mlp")),
+    *(("m", "attention_bias_table"), ("m", "token_wise_embedding"), ("head", "value")),
+    *(("m", "conv_weight"), ("m", "q_conv_weight"), ("convs_0", "kernel")),
+    *(("ConvBNAct_0", "kernel"), ("conv1d_weights", "w")),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), TABLES)
+def test_a_name_with_a_projection_in_it_may_be_of_a_table(module, name):
+    assert numbers_at({module: {name: (8, 4)}}, module, name) is None
+
+
+def test_heads_with_queries_and_keys_are_those_of_attention():
+    tree = {"heads": {"0": {"query": (8, 4), "key": (8, 4)}}}
+    assert numbers_at(tree, "heads", "0", "query") == DENSE
+    assert (
+        numbers_at({"heads": {"value": (8, 4), "policy": (8, 4)}}, "heads", "value")
+        is None
+    )
+
+
+def test_an_array_as_long_as_its_bias_is_a_scale():
+    """As of a stack of Equinox's LayerNorms, whatever their name."""
+    assert (
+        numbers_at({"n": {"weight": (3, 16), "bias": (3, 16)}}, "n", "weight") is None
+    )
+
+
 def test_a_window_of_two_axes_is_a_short_one():
-    assert numbers_at({"conv": {"kernel": (4, 128)}}, "conv", "kernel") is None
+    for shape in ((4, 128), (1, 1, 128, 256), (3, 128, 256)):
+        assert numbers_at({"conv": {"kernel": shape}}, "conv", "kernel") is None
+    # Also where each layer has a name of its own.
+    assert numbers_at({"conv": {"w1": (3, 128, 256)}}, "conv", "w1") is None
     with pytest.warns(cd.dimension_numbers.PartitionWarning, match="conv/kernel"):
         numbers_at({"conv": {"kernel": (128, 256)}})
 
@@ -463,6 +496,7 @@ FACTORS = [
     pytest.param((8, 2), (2, 6), DENSE, DENSE, id="two axes"),
     pytest.param((3, 8, 2), (3, 2, 6), STACK, STACK, id="stack"),
     pytest.param((3, 2, 8), (3, 6, 2), STACK, STACK, id="stack of PyTorch's order"),
+    pytest.param((2, 8, 2), (2, 2, 6), STACK, STACK, id="as many layers as the rank"),
     pytest.param((8, 2), (2, 3, 6), DENSE, QUERY, id="of a query"),
     pytest.param((3, 6, 2), (2, 8), OUT, DENSE, id="of an output"),
     pytest.param((3, 7, 2), (3, 8, 6), None, None, id="not a pair"),
