@@ -219,7 +219,7 @@ class _AdaptiveSync:
             return inner_state
         take = self.steps.take(params, {}, layout)
         zeros = jax.tree.map(jnp.zeros_like, params)
-        after = _dion.after_local_step(take, zeros, inner_state)
+        after, _ = _dion.after_local_step(take, zeros, inner_state)
         new = iter(_dion.states_of(after))
         return _dion.with_states(
             inner_state, lambda dion: dion._replace(dion_q=next(new).dion_q)
@@ -257,7 +257,7 @@ class _AdaptiveSync:
         costs = self._costs(params, rows.inner_state, layout)
         cost_of_sync = costs.of_sync(_rows.count(self.mesh))
         clock = Clock(counters.steps, counters.syncs, counters.since, cost_of_sync)
-        shared = _step.Shared(clock, extra_args, layout)
+        shared = _step.Shared(extra_args, layout)
 
         # A drift counts by the weights of all steps since the last sync. (That of a
         # replica which was absent then is of several rounds: its length counts them.)
@@ -266,7 +266,7 @@ class _AdaptiveSync:
             total = jnp.minimum(rows.weight + weight, jnp.finfo(jnp.float32).max)
 
         # 1. The trigger looks at every replica.
-        prepared = self._look(gradients, params, rows, common.anchor, shared)
+        prepared = self._look(gradients, params, rows, common.anchor, clock, shared)
         given = _step.Given(
             params=params,
             gradients=prepared.gradients,
@@ -347,7 +347,7 @@ class _AdaptiveSync:
         )
 
     def _look(
-        self, gradients, params, rows: Rows, anchor, shared: _step.Shared
+        self, gradients, params, rows: Rows, anchor, clock: Clock, shared: _step.Shared
     ) -> "_Prepared":
         """What the trigger sees of every replica; nothing is sent."""
 
@@ -366,12 +366,15 @@ class _AdaptiveSync:
             measured, remembered = Measured(0.0), rows.remembered
             if self.trigger.look is not None:
                 take = self.steps.take(params, extra_args, shared.layout)
-                after = _dion.after_local_step(take, gradients, rows.inner_state)
+                after, is_known = _dion.after_local_step(
+                    take, gradients, rows.inner_state
+                )
                 seen = Seen(
                     gradients=gradients,
                     params=params,
                     inner_state=rows.inner_state,
                     after=after,
+                    after_is_known=is_known,
                     finite=finite,
                     anchor=anchor,
                     clock=clock,
@@ -392,7 +395,7 @@ class _AdaptiveSync:
         measures = self.trigger.look is not None
         anchor = _memory.to_device(anchor) if measures else ()
         row = gradients, params, rows._replace(residual=())
-        common = anchor, shared.clock, shared.extra_args
+        common = anchor, clock, shared.extra_args
         # Of every replica at once, each with its own row: [0] are rows again, and [1]
         # would be common.
         return _rows.over(of_one, self.mesh)(row, common)[0]

@@ -61,28 +61,22 @@ def with_states(
 
 def after_local_step(
     update: Callable[..., tuple[Any, Any]], gradients: Any, state: optax.OptState
-) -> optax.OptState:
+) -> tuple[optax.OptState, bool]:
     """The state with the momentum that a local step of any optimizer would give.
 
-    Dion gives it before error feedback. Other optimizers run their whole update, and
+    Dion gives it before error feedback, and that is known unless a transformation
+    around it passes no extra arguments on. Other optimizers run their whole update, and
     the compiler drops what is not used.
 
-    Raises:
-      ValueError: if a transformation around Dion does not pass extra arguments on.
+    Returns:
+      The state, and whether the momentum is known.
     """
     expected = len(states_of(state))
     if not expected:
-        return update(gradients, state)[1]
+        return update(gradients, state)[1], True
     reached: list[None] = []
     after = update(gradients, state, momentum_only=lambda: reached.append(None))[1]
-    if len(reached) < expected:
-        raise ValueError(
-            "A transformation around Dion does not pass on the extra argument "
-            "momentum_only, so the momentum before error feedback is not known. Build "
-            "it as an optax.GradientTransformationExtraArgs that forwards extra "
-            "arguments, or put it around the whole optimizer, as optax.MultiSteps."
-        )
-    return after
+    return after, len(reached) >= expected
 
 
 def scale_by_dion(

@@ -119,14 +119,12 @@ class Part(NamedTuple):
       expected: float32[], replicas that take part over those that are not excluded.
         Multiply a mean by it if absent replicas will add their part later: over those
         present, the drift of one that takes part every second time would count twice.
-      healthy: bool[], whether all that this replica has is finite.
       someone: bool[], whether any replica takes part.
     """
 
     group: Group
     weight: jax.Array | float = 1.0
     expected: jax.Array | float = 1.0
-    healthy: jax.Array | bool = True
     someone: jax.Array | bool = True
 
     @property
@@ -152,13 +150,10 @@ class Part(NamedTuple):
         return jax.tree.map(lambda m, x: m.astype(x.dtype), means, tree)
 
 
-def take_part(
-    group: Group, weight: jax.Array, healthy: jax.Array, able: jax.Array
-) -> Part:
+def take_part(group: Group, weight: jax.Array, able: jax.Array) -> Part:
     """Finds out who takes part in a sync, by gathering one number of each replica.
 
-    `healthy` says whether all that this replica has is finite, and `able` whether what
-    it would send is.
+    `able` says whether what this replica would send is finite.
     """
     weights = group.all_gather(jnp.where(able, weight, -1))  # -1 is excluded
     present = weights > 0
@@ -170,7 +165,6 @@ def take_part(
         group=group,
         weight=jnp.where(able, weight, 0) / unit / jnp.where(mean > 0, mean, 1),
         expected=jnp.sum(present) / jnp.maximum(jnp.sum(weights >= 0), 1),
-        healthy=healthy,
         someone=someone,
     )
 

@@ -28,7 +28,6 @@ from curvadion_jax._layout import Layout
 from curvadion_jax._rows import Replicas
 from curvadion_jax._sync_state import Common
 from curvadion_jax.synchronizers import Synchronizer
-from curvadion_jax.triggers import Clock
 
 SYNC = "curvadion_sync"  # the name of the condition in programs, for `replicas.audit`
 
@@ -36,7 +35,6 @@ SYNC = "curvadion_sync"  # the name of the condition in programs, for `replicas.
 class Shared(NamedTuple):
     """What a step has that is the same for all replicas."""
 
-    clock: Clock
     extra_args: dict[str, Any]
     layout: Layout
 
@@ -123,14 +121,15 @@ class Steps:
             moved = optax.apply_updates(given.params, outcome.updates)
             inner_sound = _finite.is_sound(outcome.inner_state)
             healthy = inner_sound & _finite.all_finite([moved, residual])
-            part = _group.take_part(group, given.weight, healthy, healthy)
+            part = _group.take_part(group, given.weight, healthy)
             residual = _finite.or_zeros(healthy, residual)
             before = anchor, sync_state, residual
-            target, *after = sync(moved, *before, part)
-            # An absent replica keeps its drift on top of the target, for a later sync.
+            found = sync(moved, *before, part)
+            target, *after = _dtypes.cast_like(found, (moved, *before))
+            # An absent replica keeps its drift on top of the anchor, for a later sync.
             drift = _dtypes.difference(moved, anchor)
-            drift = _finite.or_zeros(healthy & ~part.present, drift)
-            target = jax.tree.map(_dtypes.add_cast, target, drift)
+            ahead = jax.tree.map(_dtypes.add_cast, after[0], drift)
+            target = _either(healthy & ~part.present, ahead, target)
             target, anchor, sync_state, residual = _either(
                 part.someone, (target, *after), (moved, *before)
             )
@@ -165,7 +164,7 @@ class Steps:
             inner_sound = _finite.is_sound(given.inner_state)
             healthy = inner_sound & _finite.all_finite([given.params, residual])
             able = healthy & given.finite
-            part = _group.take_part(group, given.weight, healthy, able)
+            part = _group.take_part(group, given.weight, able)
             inner_state = _restart.restarted(
                 self.inner, given.params, given.inner_state, inner_sound
             )

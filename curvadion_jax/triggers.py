@@ -49,6 +49,8 @@ class Seen(NamedTuple):
       params: parameters before this step.
       inner_state: the inner optimizer's state before this step.
       after: its state after a local step, with the momentum before error feedback.
+      after_is_known: whether it is that; False if a transformation around Dion passes
+        no extra arguments on.
       finite: bool[], whether the gradients are finite.
       anchor: the parameters that all replicas had after the last sync; () where the
         synchronizer keeps none.
@@ -59,6 +61,7 @@ class Seen(NamedTuple):
     params: optax.Params = ()
     inner_state: optax.OptState = ()
     after: optax.OptState = ()
+    after_is_known: bool = True
     finite: jax.Array | bool = True
     anchor: optax.Params = ()
     clock: Clock = Clock()
@@ -442,6 +445,14 @@ def relative_momentum_change(
         return jnp.zeros_like(norms(params, inner_state)[0])
 
     def look(seen: Seen, last: jax.Array):
+        if not seen.after_is_known:
+            raise ValueError(
+                "A transformation around Dion does not pass on the extra argument "
+                "momentum_only, so the momentum before error feedback is not known. "
+                "Build it as an optax.GradientTransformationExtraArgs that forwards "
+                "extra arguments, or put it around the whole optimizer, as "
+                "optax.MultiSteps."
+            )
         new, layers = norms(seen.params, seen.after)
         change = _relative_change(new, last)
         # Zeros for non-finite gradients say nothing; the first step has no predecessor.

@@ -90,7 +90,7 @@ MUTANTS = {
         PART, "jnp.isfinite(given) & (given > 0)", "given > 0", WHO, "weight"
     ),
     "an absent replica loses its drift": Mutant(
-        STEP, "healthy & ~part.present, drift", "False, drift", WHO, "absent"
+        STEP, "_either(healthy & ~part.present, ahead", "_either(False, ahead", WHO
     ),
     "an absent dion loses its momentum": Mutant(
         "synchronizers/_factors.py",

@@ -17,15 +17,15 @@ class AfterStep(NamedTuple):
     """A sync that follows every replica's own step, and ends in common parameters.
 
     All functions are of one replica. The optimizer sees to it that an absent replica
-    keeps its drift on top of its target, and that nothing changes if no replica takes
-    part.
+    goes to the new anchor and keeps its drift on top, that nothing changes if no
+    replica takes part, and that dtypes stay.
 
     Attributes:
       sync: (moved, anchor, state, residual, part) -> (target, anchor, state,
         residual). `moved` are this replica's parameters after its own step, `target`
         those that it shall have, and `anchor` and `state` must come out the same on
         all replicas: make them of common values and of means. `part` is a
-        :class:`Part`. The residual of a replica that is not healthy comes as zeros.
+        :class:`Part`. The residual of an excluded replica comes as zeros.
       payload: (parameters, inner state, `Layout`) -> the `Payload` of one sync (see
         `curvadion_jax.compressors`), from shapes.
       init_state: anchor -> `state`, what else is the same on all replicas.

@@ -119,6 +119,34 @@ def test_any_synchronizer_leaves_absent_replicas_their_drift(weights, wanted):
     np.testing.assert_allclose(found["w"][:, 0], wanted, atol=ATOL)
 
 
+def test_any_synchronizer_keeps_the_dtypes_of_what_it_is_given():
+    """Weights are float32, and the parameters of half of the way bfloat16."""
+    params = {"w": np.zeros(3, jnp.bfloat16)}
+    trees = [{"w": np.ones((2, 3), jnp.bfloat16)}] * 2
+    *_, (found, state) = run(
+        sgd(half_of_the_way(), k=2), trees, [BOTH] * 2, params=params
+    )
+    assert found["w"].dtype == state.common.anchor["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found["w"], np.full((2, 3), -1, jnp.bfloat16))
+
+
+def test_an_absent_replica_keeps_its_drift_once_where_a_sync_is_of_a_part():
+    """As of fragments in turn: the rest of its target is where it is."""
+
+    def sync(moved, anchor, state, residual, part):
+        mean = part.mean(moved["w"] - anchor["w"])
+        anchor = anchor | {"w": anchor["w"] + part.expected * mean}
+        return moved | anchor | {"b": moved["b"]}, anchor, state, residual
+
+    fragment = synchronizers.AfterStep(sync, reconcile().payload)
+    ones = np.ones(1, np.float32)
+    trees = [{"w": np.float32([[1], [3]]), "b": np.float32([[1], [3]])}]
+    params = {"w": 0 * ones, "b": 0 * ones}
+    ((found, _),) = run(sgd(fragment), trees, [np.float32([1, 0])], params=params)
+    np.testing.assert_allclose(found["b"][:, 0], [-1, -3], atol=ATOL)
+    np.testing.assert_allclose(found["w"][:, 0], [-0.5, -3.5], atol=ATOL)
+
+
 def test_a_weight_that_int32_does_not_hold_counts():
     """It would wrap around to 0, and the replica be absent."""
     tx = sgd(average_gradients())(cd.replicas.simulated(2))
