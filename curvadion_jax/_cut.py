@@ -15,7 +15,8 @@ def cut(table: jax.Array, lengths: Sequence[int]) -> list[jax.Array]:
     Where a part begins is a constant of its kernel, so XLA compiles one for each part,
     and one for each use of it: on a CPU, whose other kernels serve all parameters of a
     shape, that was a third of the first step. There the places are read at run time.
-    On accelerators constants let the cut be fused with what follows it.
+    (So the rows must not be sharded: the compiler would gather the table.) On
+    accelerators constants let the cut be fused with what follows it.
     """
     if len(lengths) == 1:
         return [table]

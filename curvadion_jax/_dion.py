@@ -100,7 +100,9 @@ def scale_by_dion(
       M &\leftarrow B - (1 - \mu) P R^\top \\
       Q &\leftarrow R\,/\,\text{column norms}
 
-    The update is :math:`\sqrt{\text{fan out}/\text{fan in}}\; P Q^\top`. P lies on the
+    (as in microsoft/dion with 1e-8 added to the norms, so that updates shrink where
+    momenta do not exceed that). The update is
+    :math:`\sqrt{\text{fan out}/\text{fan in}}\; P Q^\top`. P lies on the
     larger side of the matrix, on fan_out if they are equal. All algebra is done in
     float32 (float64 for float64 input).
 

@@ -1,4 +1,4 @@
-"""Trees: names of their leaves, checks, nodes of one class, dtypes to compute in."""
+"""Trees: names of their leaves, checks, nodes of one class, small arrays packed."""
 
 import math
 from collections import defaultdict

@@ -119,10 +119,9 @@ class Compressor(NamedTuple):
     ) -> tuple[Any, Any]:
         """The mean of contributions and what was owed, and what is owed now.
 
-        Nothing is sent if no replica takes part. The condition has a second use: no
-        compiler fuses what follows it with the cutting out of each array from the codes
-        of all, so what follows is compiled once for each shape, not for each array. The
-        contribution is computed inside it, where its memory serves for what is owed.
+        Nothing is sent if no replica takes part. The contribution is computed inside
+        the condition, where its memory serves for what is owed: without one the arrays
+        of a sync took a sixth more.
         """
 
         def send():

@@ -42,9 +42,9 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
         ``map(jax.grad(f), mesh)``.
 
     Warns:
-      UserWarning: if an argument by keyword, or an array that the function closes over,
-        looks like rows; if the function changes an object in place, such as an nnx
-        module, and seems not to return what it changed.
+      UserWarning: if an argument by keyword, or an array that the function closes over
+        or a `functools.partial` holds, looks like rows; if the function changes an
+        object in place, such as an nnx module, and seems not to return what it changed.
 
     Example:
       >>> import jax.numpy as jnp
@@ -117,12 +117,13 @@ def over_model(function: Callable[..., Any], mesh: Replicas) -> Callable[..., An
 
 
 def _cells(function: Callable[..., Any]) -> list[Any]:
-    """What a function closes over, but for cells that are empty yet."""
+    """What a function closes over or a partial holds, but for cells empty yet."""
+    function = inspect.unwrap(function)
     if isinstance(function, functools.partial):
         given = [*function.args, *function.keywords.values()]
         return given + _cells(function.func)
     found = []
-    for cell in getattr(inspect.unwrap(function), "__closure__", None) or ():
+    for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):
             found.append(cell.cell_contents)
     return found
@@ -179,7 +180,7 @@ def _warn_of_captured(function: Callable[..., Any], mesh: Replicas) -> None:
         known = [x for x in leaves if is_known(x)]  # an error, where they are traced
         if _rows.look_like_rows(captured, mesh) and not known:
             warnings.warn(
-                "The function given to replicas.map closes over an array of shape "
+                "The function given to replicas.map holds an array of shape "
                 f"{leaves[0].shape}, and each replica takes all of it. If it is a row "
                 "for each replica, pass it as an argument.",
                 stacklevel=3,

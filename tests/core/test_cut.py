@@ -37,3 +37,14 @@ def test_a_cpu_reads_at_run_time_where_a_part_begins():
     text = compiled.as_text()
     assert "dynamic-slice(" in text
     assert " slice(" not in text
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_an_accelerator_knows_where_a_part_begins(platform):
+    traced = jax.jit(cut_table).trace(TABLE)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    starts = [
+        f"[{start}:{end}, 0:2]" for start, end in ((0, 2), (2, 3), (3, 6), (6, 8))
+    ]
+    assert all(start in text for start in starts)
+    assert "dynamic_slice" not in text

@@ -135,7 +135,8 @@ def test_what_looks_like_captured_rows_on_one_device_is_warned_of():
     replicas.map(lambda w: w * constants["scale"][0], SMALL)(jnp.ones(2))
     batch = jnp.arange(4.0).reshape(2, 2)
     of_batch = lambda batch, w: jnp.sum(w * batch)
-    for use in (lambda w: of_batch(batch, w), functools.partial(of_batch, batch)):
+    held = functools.partial(of_batch, batch)
+    for use in (lambda w: of_batch(batch, w), held, jax.grad(held)):
         use = replicas.map(use, SMALL)
         with pytest.warns(UserWarning, match=r"shape \(2, 2\).*pass it as an argum"):
             use(jnp.ones(2))
