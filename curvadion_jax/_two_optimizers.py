@@ -158,6 +158,7 @@ def optimizer(
     warned: set[tuple] = set()
 
     def init(params):
+        _trees.check_trainable(params)
         if is_default(dimension_numbers):
             _warn_once(params, warned)
         return make(params).init(params)

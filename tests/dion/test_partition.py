@@ -368,6 +368,12 @@ def test_no_matrices_or_no_parameters_at_all(build, params):
     assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
+@pytest.mark.parametrize("make", [cd.dion, cd.local_muon, cd.curvadion])
+def test_a_parameter_that_is_no_array_is_refused(make):
+    with pytest.raises(TypeError, match="'scale' is 1.0, and no array"):
+        make(0.1).init({"kernel": jnp.ones((8, 4)), "scale": 1.0})
+
+
 def test_a_leaf_without_elements_is_no_matrix():
     params = {"w": jnp.ones((3, 4)), "none": jnp.ones((0, 4))}
     tx = cd.dion(0.1)
