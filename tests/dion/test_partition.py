@@ -370,7 +370,7 @@ def test_no_matrices_or_no_parameters_at_all(build, params):
 
 @pytest.mark.parametrize("make", [cd.dion, cd.local_muon, cd.curvadion])
 def test_a_parameter_that_is_no_array_is_refused(make):
-    with pytest.raises(TypeError, match="'scale' is 1.0, and no array"):
+    with pytest.raises(TypeError, match=r"'scale' is 1\.0, and no array"):
         make(0.1).init({"kernel": jnp.ones((8, 4)), "scale": 1.0})
 
 
