@@ -79,7 +79,7 @@ def reconcile(
         state = _finite.repaired(_dtypes.cast_like(outer_state, state), state)
         if compressor is not None:
             unsent = jax.tree.map(jnp.where, is_finite, unsent, owed)
-        return target, anchor, state, _dtypes.cast_like(unsent, owed)
+        return target, anchor, state, unsent
 
     def payload(params, inner_state, layout):
         return form.payload_by_device(params, layout)
