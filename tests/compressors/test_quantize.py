@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import helpers
 import jax
 import numpy as np
@@ -18,6 +19,8 @@ from compressor_runs import (
 
 from curvadion_jax import _buckets, compressors
 
+# Two last digits of a number below 4: a loop rounds a mean's second encoding elsewhere.
+PIECES_ATOL = 2 * 2.0**-22
 KINDS = re.compile(r"\b([a-z]+\d+)\[")
 
 
@@ -99,7 +102,7 @@ def test_two_replicas_round_once(monkeypatch, bits):
         ((43, 10), [24, 19]),
     ],
 )
-def test_large_arrays_in_pieces_are_the_same_to_the_bit(monkeypatch, shape, pieces):
+def test_large_arrays_in_pieces_are_the_same_up_to_rounding(monkeypatch, shape, pieces):
     """One of several in a message, so that a replica's part ends within a piece."""
     rng = np.random.default_rng(8)
     stacked = {
@@ -111,7 +114,12 @@ def test_large_arrays_in_pieces_are_the_same_to_the_bit(monkeypatch, shape, piec
     monkeypatch.setattr(_buckets, "PIECE", 256)
     cut = _buckets.Bucket([stacked["large"][0]], 16, 0)
     assert [cut.piece_rows] * cut.pieces + [cut.last_rows] == pieces
-    helpers.assert_bitwise(average(form, stacked), whole)
+    found = average(form, stacked)
+    chex.assert_trees_all_close(found, whole, atol=PIECES_ATOL, rtol=0)
+    # What is rounded differently is sent, so all replicas have the same mean.
+    first, *others = ([x[i] for x in found.mean.values()] for i in range(REPLICAS))
+    for other in others:
+        helpers.assert_bitwise(other, first)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2, 1])
