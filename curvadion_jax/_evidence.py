@@ -133,8 +133,8 @@ class Tree:
         self._near = functools.cache(self._scan_within)
         for array in self.arrays:
             array.layers = self._layers_axis(array)
-        self._find_biases()
         self._find_factors()
+        self._find_biases()
         scales = [array for array in self.arrays if array.is_scale]
         self.widths = {array.sizes[-1] for array in scales if array.sizes}
 
@@ -179,18 +179,22 @@ class Tree:
             endings = ["1"] if last == "0" else [stem + "bias", stem + "b"]
             for ending in endings:
                 bias = by_place.get((array.module, ending))
+                if bias and bias.partner:  # `b` of LoRA's `a` and `b`
+                    continue
                 if bias and (last != "0" or bias.sizes == array.sizes[-1:]):
                     array.bias, bias.is_bias = bias, True
 
     def _find_factors(self) -> None:
-        """Pairs `lora_a` with `lora_b`, and `A` [m, r] with `B` [r, n] of a small r."""
+        """Pairs `lora_a` with `lora_b`, and `A` or `a` with the other one by shapes."""
         by_path = {array.path: array for array in self.arrays}
         swapped = lambda found: found[1] + found[2].translate(_OTHER_FACTOR)
         for array in self.arrays:
+            last = array.names[-1]
             if array.is_lora:
                 array.partner = by_path.get(_FACTOR.sub(swapped, array.path))
-            elif array.names[-1] == "A":
-                other = by_path.get(f"{array.path[:-1]}B")
+            elif last in ("A", "a"):
+                name = last.translate(_OTHER_FACTOR)
+                other = by_path.get(f"{array.path[:-1]}{name}")
                 if other and _are_factors(array.shape, other.shape):
                     array.partner, other.partner = other, array
 
@@ -240,10 +244,14 @@ class Neighbour(NamedTuple):
 
 
 def _are_factors(a: Shape, b: Shape) -> bool:
-    """Whether [*stack, m, r] and [*stack, r, n] have a product of a lower rank."""
+    """Whether [*stack, m, r] and [*stack, r, n] have a product of a lower rank.
+
+    Either may come first: PyTorch's LoRA is B A.
+    """
     if len(a) != len(b) or len(a) < 2 or a[:-2] != b[:-2]:
         return False
-    return a[-1] == b[-2] < min(a[-2], b[-1])
+    pairs = ((a, b), (b, a))
+    return any(x[-1] == y[-2] < min(x[-2], y[-1]) for x, y in pairs)
 
 
 class _Scan(NamedTuple):

@@ -35,7 +35,7 @@ _EMBEDDING = rf"{_NO_PROJECTION}(.*_|un|tok|pos)?emb(s|ed.*)?(_.*)?|wte|wpe"
 _POSITIONS = rf"{_NO_PROJECTION}(.*_)?(rel)?pos(s|_.*|ition.*)?|wpe|rope"
 _TABLE = (
     rf"{_NO_PROJECTION}((.*[_ ])?(vocab|table|token|latent|code|codebook|codevector"
-    r"|grid|probe|prompt|prototype|register|slot|anchor|centroid)s?"
+    r"|grid|probe|prompt|prototype|quantizer|register|slot|anchor|centroid)s?"
     r"|(latent|vocab)[_ ].*|envelope)"
 )
 _ANY_TABLE = f"{_TABLE}|{_POSITIONS}|{_evidence.LAYER_NORM}"

@@ -463,7 +463,12 @@ TABLES = [
     *(("embed", "value"), ("embedding", "in"), ("embeddings", "w_1"), ("m", "b_norm")),
     *(("m", "cross_attention_latents"), ("m", "attn_pos_embed"), ("m", "norm_mlp")),
     *(("m", "attention_bias_table"), ("m", "token_wise_embedding"), ("head", "value")),
-    *(("m", "conv_weight"), ("m", "q_conv_weight"), ("convs_0", "kernel")),
+    *(
+        ("quantizer", "c_sum"),
+        ("m", "conv_weight"),
+        ("m", "q_conv_weight"),
+        ("convs_0", "kernel"),
+    ),
     *(("ConvBNAct_0", "kernel"), ("conv1d_weights", "w")),
 ]
 
@@ -520,12 +525,19 @@ def test_factors_of_lora_have_their_rank_in_common(a, b, of_a, of_b, name):
 
 @pytest.mark.parametrize(
     ("a", "b", "asked"),
-    [((8, 2), (2, 8), True), ((3, 8, 2), (3, 2, 8), True), ((8, 8), (8, 4), False)],
+    [
+        *(((8, 2), (2, 8), True), ((3, 8, 2), (3, 2, 8), True), ((2, 6), (8, 2), True)),
+        ((8, 8), (8, 4), False),
+    ],
 )
 def test_a_and_b_of_a_low_rank_are_asked_for(a, b, asked):
     """LoRA has them, and so have state spaces, of a state that is larger."""
     found = cd.dimension_numbers.explain(arrays({"A": a, "B": b}))
     assert [each.unknown for each in found] == [asked, asked]
+    # Beside the matrix that they change, `b` would be its bias.
+    lower = {"w": (a[-2], b[-1]), "a": a, "b": b}
+    found = {x.path: x.unknown for x in cd.dimension_numbers.explain(arrays(lower))}
+    assert found["b"] == asked
 
 
 def test_layers_of_another_scan_do_not_tell_the_axis():
