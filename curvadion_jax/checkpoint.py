@@ -50,6 +50,7 @@ def save(
         (`replicas.place` makes arrays of numbers.)
       keep: how many checkpoints to keep, this one included. None keeps all.
       extra: a small dictionary for JSON, such as a data position, for `read_extra`.
+        Single numbers may be NumPy's or JAX's.
         With several processes, the first one's is stored.
 
     Raises:
@@ -85,7 +86,7 @@ def save(
             f"Step {step} does not lie above {latest}, the latest in {path}. Save to "
             "another directory, or remove the folders of the steps from it on."
         )
-    notes = {"format": _FORMAT, "step": step, "extra": dict(extra or {}), **contents}
+    notes = {"format": _FORMAT, "step": step, "extra": _plain(extra), **contents}
     ocp, is_first = _orbax(), jax.process_index() == 0
     if is_first:  # The others wait for it where orbax begins.
         for crashed in ocp.utils.tmp_checkpoints(path):
@@ -259,6 +260,20 @@ def _on_host(x: jax.Array) -> int:
 
 
 _digest = jax.jit(_checksum.of_array)
+
+
+def _plain(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What JSON makes of a dictionary; single numbers may be NumPy's or JAX's."""
+
+    def number(x):
+        if getattr(x, "ndim", None) == 0:
+            return x.item()
+        raise TypeError(
+            f"extra holds {x!r:.80}, which JSON has no form for. Give numbers, "
+            "strings, lists and dictionaries; arrays belong into the state."
+        )
+
+    return json.loads(json.dumps(dict(extra or {}), default=number))
 
 
 def _crc32(notes: Any) -> int:

@@ -126,6 +126,16 @@ def test_extra_and_relative_directory(tmp_path, simple, monkeypatch):
     assert_same(checkpoint.restore("runs/first", simple, 10), simple)
 
 
+def test_extra_takes_single_numbers_of_numpy_and_jax_and_no_arrays(tmp_path, simple):
+    extra = {"loss": np.float32(0.5), "tokens": np.int64(2**40), "step": jnp.array(3)}
+    checkpoint.save(tmp_path, 1, simple, extra=extra)
+    want = {"loss": 0.5, "tokens": 2**40, "step": 3}
+    assert checkpoint.read_extra(tmp_path) == want
+    with pytest.raises(TypeError, match="arrays belong into the state"):
+        checkpoint.save(tmp_path, 2, simple, extra={"losses": np.ones(2)})
+    assert checkpoint.latest_step(tmp_path) == 1
+
+
 @pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 10]), (1, [10])], ids=str)
 def test_keep(tmp_path, simple, keep, left):
     for step in (1, 2, 10):
