@@ -18,6 +18,8 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from curvadion_jax import _trees
+
 AXIS = "replica"
 
 
@@ -111,6 +113,8 @@ def check_rows(tree: Any, mesh: Replicas, what: str) -> None:
                 "replicas.split, pass what is common by keyword, and give a state of "
                 "another number of replicas to replicas.resize."
             )
+            if _trees.is_key(x):
+                advice = "Give every replica a key: jax.random.split(key, replicas)."
             if not hasattr(x, "shape"):
                 advice = (
                     "It is no array: close over it, or keep it out of the tree, as "
@@ -136,7 +140,7 @@ def look_like_rows(tree: Any, mesh: Replicas) -> bool:
 def check_common(arguments: dict[str, Any], mesh: Replicas) -> None:
     """Rejects rows where every replica is given the whole array.
 
-    It warns where arrays look like rows and nobody knows, as under jit.
+    It warns of random keys, and where arrays look like rows and nobody knows.
     """
     for name, argument in arguments.items():
         if any(has_rows(x) for x in jax.tree.leaves(argument)):
@@ -145,6 +149,13 @@ def check_common(arguments: dict[str, Any], mesh: Replicas) -> None:
                 "given all rows. Pass rows to replicas.map by position, name them to "
                 "replicas.lift with rows=[...], and give an optimizer what is the same "
                 "for all replicas, such as the mean of a loss."
+            )
+        if count(mesh) > 1 and any(map(_trees.is_key, jax.tree.leaves(argument))):
+            warnings.warn(
+                f"Argument {name!r} has a random key, with which all replicas draw the "
+                "same numbers, as of dropout. Pass jax.random.split(key, replicas) by "
+                "position.",
+                stacklevel=3,
             )
         if look_like_rows(argument, mesh):
             shape = jnp.shape(jax.tree.leaves(argument)[0])

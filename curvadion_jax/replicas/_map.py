@@ -43,8 +43,9 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
 
     Warns:
       UserWarning: if an argument by keyword, or an array that the function closes over
-        or a `functools.partial` holds, looks like rows; if the function changes an
-        object in place, such as an nnx module, and seems not to return what it changed.
+        or a `functools.partial` holds, looks like rows; if an argument by keyword has a
+        random key; if the function changes an object in place, such as an nnx module,
+        and seems not to return what it changed.
 
     Example:
       >>> import jax.numpy as jnp
@@ -74,7 +75,7 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
         try:
             program, shapes = trace(*rows, **common)
         except Exception as error:
-            _explain_captured(error, function)
+            _explain(error, function)
             raise
         _refuse_captured(program.consts)
         _refuse_collectives(program.jaxpr)
@@ -129,8 +130,17 @@ def _cells(function: Callable[..., Any]) -> list[Any]:
     return found
 
 
-def _explain_captured(error: Exception, function: Callable[..., Any]) -> None:
-    """Adds a note to an error of a model that was given all rows by a closure."""
+def _explain(error: Exception, function: Callable[..., Any]) -> None:
+    """Adds a note to an error of a model that was given all rows by a closure.
+
+    Also to that of a mean over an axis of `jax.pmap`, which is no more.
+    """
+    if isinstance(error, NameError) and "unbound axis name" in str(error):
+        error.add_note(
+            "replicas.map has no axis of this name. The optimizer averages, at syncs: "
+            "drop the pmean from the loss and the gradients, and average metrics after "
+            "map."
+        )
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(_cells(function))):
         error.add_note(
             "The function given to replicas.map is a closure over traced values, which "

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _dtypes, _finite, _memory, _trees
+from curvadion_jax._rows import AXIS
 from curvadion_jax._sync_state import AdaptiveSyncState
 
 
@@ -24,10 +25,26 @@ def consensus(rows: Any) -> Any:
       The tree without the replica axis. Means are taken in at least float32, and of
       integers and keys the first replica's value.
 
+    Raises:
+      ValueError: if an array is known to have no row for each replica: a single number,
+        or an array of another length on a mesh of replicas.
+
     Example:
       >>> consensus({"w": jnp.array([[1.0], [3.0]])})["w"].tolist()
       [2.0]
     """
+
+    for path, x in jax.tree.leaves_with_path(rows):
+        shape, mesh = jnp.shape(x), getattr(getattr(x, "sharding", None), "mesh", None)
+        replicas = (
+            None if isinstance(x, Tracer) or mesh is None else mesh.shape.get(AXIS)
+        )
+        if not shape or shape[0] != (replicas or shape[0]):
+            raise ValueError(
+                f"{jax.tree_util.keystr(path) or 'The array'} of shape {shape} has no "
+                "row for each replica. Give the parameters that are trained, such as "
+                "state.params."
+            )
 
     def sharding_of_one(x):
         sharding = getattr(x, "sharding", None)

@@ -177,7 +177,8 @@ def test_dropout_takes_a_key_of_each_replica_as_rows(own):
     if own:
         found = cd.replicas.map(masked, mesh)(x, jax.random.split(key, 2))
     else:
-        found = cd.replicas.map(masked, mesh)(x, key=key)
+        with pytest.warns(UserWarning, match="a random key"):
+            found = cd.replicas.map(masked, mesh)(x, key=key)
     assert np.array_equal(found[0], found[1]) == (not own)
     for row in range(2):
         one = masked(x[row], jax.random.split(key, 2)[row] if own else key)

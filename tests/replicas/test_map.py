@@ -60,10 +60,10 @@ def test_one_replica_is_the_function_itself():
 @on_each_mesh
 def test_keyword_arguments_and_closed_over_arrays_are_common(mesh):
     table = jnp.arange(3.0)
-    add = lambda x, key: x + table + jax.random.normal(key, (3,))
-    key = jax.random.key(1)
-    found = replicas.map(add, mesh())(jnp.zeros((REPLICAS, 3)), key=key)
-    one = table + jax.random.normal(key, (3,))
+    add = lambda x, common: x + table + common
+    common = jnp.array([0.5, 1.0, 2.0])
+    found = replicas.map(add, mesh())(jnp.zeros((REPLICAS, 3)), common=common)
+    one = table + common
     np.testing.assert_allclose(found, np.stack([one] * REPLICAS), rtol=RTOL)
 
 
@@ -118,6 +118,25 @@ def test_rows_by_keyword_are_refused_where_they_lie_on_devices():
     labels = replicas.split({"y": jnp.ones(REPLICAS)}, mesh)
     with pytest.raises(ValueError, match=r"'batch' has a row for each.*by position"):
         replicas.map(lambda batch: batch["y"], mesh)(batch=labels)
+
+
+@on_each_mesh
+def test_a_key_is_split_for_the_replicas(mesh):
+    """By keyword all replicas would draw the same numbers."""
+    draw = replicas.map(lambda x, key: x * jax.random.uniform(key), mesh())
+    ones, key = jnp.ones(REPLICAS), jax.random.key(0)
+    with pytest.raises(ValueError, match=r"jax\.random\.split\(key, replicas\)"):
+        draw(ones, key)
+    with pytest.warns(UserWarning, match="'key' has a random key"):
+        draw(ones, key=key)
+    assert len({*draw(ones, jax.random.split(key, REPLICAS)).tolist()}) == REPLICAS
+
+
+def test_a_mean_over_an_axis_of_pmap_is_explained():
+    mean = replicas.map(lambda x: jax.lax.pmean(x, "batch"), SMALL)
+    with pytest.raises(NameError) as found:
+        mean(jnp.ones(2))
+    assert "drop the pmean" in "".join(found.value.__notes__)
 
 
 @on_each_mesh

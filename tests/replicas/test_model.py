@@ -62,6 +62,18 @@ def test_the_consensus_of_one_replica_can_be_replicated_anew():
     assert state["w"].sharding.spec == P("replica")
 
 
+def test_what_has_no_rows_has_no_consensus():
+    """Such as a consensus, or a whole training state."""
+    mesh = replicas.make_mesh(4)
+    rows = replicas.replicate({"w": jnp.ones((16, 16)), "b": jnp.ones(7)}, mesh)
+    with pytest.raises(
+        ValueError, match=r"\['b'\] of shape \(7,\) has no row for each"
+    ):
+        replicas.consensus(replicas.consensus(rows))
+    with pytest.raises(ValueError, match=r"such as state\.params"):
+        replicas.consensus({"params": rows, "step": jnp.array(3)})
+
+
 def by_hand(tree):
     """The RMS distance from the mean over the RMS, in float64."""
     parts = [np.asarray(x) for x in jax.tree.leaves(tree)]
