@@ -169,10 +169,11 @@ def table(summary: list[dict[str, Any]]) -> str:
         "share       of what averaging float32 gradients on every step sends",
         "sent        by one replica, for training",
         "syncs       steps on which the replicas communicated",
-        "seconds     of training and evaluating, without compiling the steps",
+        "seconds     of training and evaluating, without compiling the steps; replicas",
+        "            share the processor, so they say nothing of a slow link",
     ]
-    if sent := sum(row.get("evaluation_bytes", 0) for row in summary):
-        lines.append(f"Evaluations sent {human_bytes(sent)} more, to average replicas.")
+    if sent := max((row.get("evaluation_bytes", 0) for row in summary), default=0):
+        lines.append(f"The evaluations of a method sent {human_bytes(sent)} more.")
     return "\n".join(lines)
 
 
