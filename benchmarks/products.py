@@ -19,10 +19,10 @@ import curvadion_jax as cd
 
 RATE = 0.01
 METHODS = {
-    "`dion`, rank 1/4": lambda params: cd.dion(RATE, 0.25),
-    "`dion`, rank 1": lambda params: cd.dion(RATE, 1.0),
-    "`local_muon`": lambda params: cd.local_muon(RATE),
-    "`optax.contrib.muon`": lambda params: measuring.muon(RATE, params),
+    "`dion`, rank 1/4": cd.dion(RATE, 0.25),
+    "`dion`, rank 1": cd.dion(RATE, 1.0),
+    "`local_muon`": cd.local_muon(RATE),
+    "`optax.contrib.muon`": measuring.muon(RATE),
 }
 
 
@@ -62,8 +62,8 @@ def main() -> None:
     def rows():
         for layers in options.layers:
             params = parameters(layers, options.width)
-            for name, method in METHODS.items():
-                yield [name, str(layers), *counts(method(params), params)]
+            for name, tx in METHODS.items():
+                yield [name, str(layers), *counts(tx, params)]
 
     header = ["optimizer", "layers", "products", "distinct", "lines"]
     measuring.table(header, rows())

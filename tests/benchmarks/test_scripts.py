@@ -16,6 +16,7 @@ PARAMETERS = 2 * 50304 * 768 + MATRICES + 12 * 2 * 768 + 768
 TINY = {
     "compile_time.py": ["--layers", "1", "--methods", "adamw"],
     "memory.py": [],
+    "products.py": ["--layers", "1"],
     "optimizer_speed.py": ["--model", "tiny", "--layers", "1", "--ranks", "0.25"],
     "overhead.py": "--width 16 --layers 1 --rounds 1 --only every_k".split(),
 }
