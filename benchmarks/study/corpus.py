@@ -87,6 +87,10 @@ def large(folder: Path = LARGE, archive: Path = ARCHIVE) -> Any:
     import numpy as np
 
     if not (folder / "fingerprint").exists():
+        if not archive.exists():
+            raise SystemExit(
+                f"There is no {archive.name}: python benchmarks/study/corpus.py --large"
+            )
         with tempfile.TemporaryDirectory(dir=folder.parent) as unpacked:
             with tarfile.open(archive) as packed:
                 packed.extractall(unpacked, filter="data")
