@@ -309,14 +309,17 @@ def _send_twice(encoded, group, encode, decode, most):
     pieces, last = divmod(parts.shape[1], most)
     own_encoded, lost = in_pieces(average_piece, pieces, most, last)
     mean = group.all_gather(own_encoded).reshape(-1, own_encoded.shape[-1])
-    # Zeros stand around it, for blocks that other replicas have averaged.
-    surrounded = jnp.pad(lost, [(most, most), (0, 0)])
+    first_own = group.replica * len(lost)
+    lost = jnp.pad(lost, [(0, max(0, most - len(lost))), (0, 0)])  # a piece or more
 
     def contribution(encoded, first_block):
-        start = first_block - group.replica * len(lost) + most
-        start = jnp.clip(start, 0, len(lost) + most)
-        of_piece = jax.lax.dynamic_slice_in_dim(surrounded, start, len(encoded))
-        return decode(encoded) - of_piece
+        # The piece of what was lost, with zeros for blocks that others have averaged.
+        count, place = len(encoded), first_block - first_own
+        inside = jnp.clip(place, 0, len(lost) - count)
+        piece = jax.lax.dynamic_slice_in_dim(lost, inside, count)
+        surrounded = jnp.pad(piece, [(count, count), (0, 0)])
+        start = jnp.clip(place - inside + count, 0, 2 * count)
+        return decode(encoded) - jax.lax.dynamic_slice_in_dim(surrounded, start, count)
 
     return mean, decode, contribution
 
