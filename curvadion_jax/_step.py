@@ -172,8 +172,8 @@ class Steps:
             before = inner_state, sync_state, residual
             take = self.take(given.params, extra_args, shared.layout)
             updates, *after = sync(take, given.gradients, *before, part)
-            # (Where all states were not finite, all have begun again, and take part in
-            # the next sync.)
+            # Nothing moves if no replica takes part. (Where all states were not finite,
+            # all have begun again, and take part in the next sync.)
             updates = _finite.or_zeros(part.someone, updates)
             inner_state, sync_state, residual = _either(
                 part.someone, tuple(after), before
