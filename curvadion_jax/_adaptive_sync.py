@@ -17,13 +17,13 @@ from jax.core import Tracer
 
 from curvadion_jax import (
     _checksum,
-    _copies,
     _dion,
     _dtypes,
     _finite,
     _group,
     _memory,
     _placement,
+    _refuse_copies,
     _rows,
     _step,
     _trees,
@@ -155,7 +155,7 @@ class _AdaptiveSync:
         _rows.check_rows(params, self.mesh, "Parameter")
         layout = make_layout(self.mesh, self.specs, params)
         if self.mesh is not None and self.reconciles:  # only such syncs move parameters
-            _copies.refuse_copies(self.inner, _shapes_of_one(params, self.mesh))
+            _refuse_copies.refuse_copies(self.inner, _shapes_of_one(params, self.mesh))
 
         def start(params):
             initial = functools.partial(

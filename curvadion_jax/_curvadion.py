@@ -7,7 +7,6 @@ import optax
 
 from curvadion_jax import (
     _arguments,
-    _defaults,
     _two_optimizers,
     synchronizers,
     triggers,
@@ -15,6 +14,7 @@ from curvadion_jax import (
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._dion import dion
 from curvadion_jax._rows import Replicas
+from curvadion_jax.synchronizers._reconcile import reconcile_in_few_bits
 
 _RANK = 1.0
 
@@ -112,7 +112,7 @@ def curvadion(
     if budget is not None:
         _arguments.check_budget(budget)
     if threshold is None:
-        budget = _defaults.BUDGET if budget is None else budget
+        budget = triggers.DEFAULT_BUDGET if budget is None else budget
         trigger = triggers.budget(
             budget, triggers.relative_momentum_change(0.1, dimension_numbers)
         )
@@ -120,7 +120,7 @@ def curvadion(
         trigger = triggers.relative_momentum_change(threshold, dimension_numbers)
     if decision_interval is not None:
         trigger = triggers.at_intervals(trigger, decision_interval)
-    synchronizer = synchronizer or _defaults.reconcile_in_few_bits(bits, mesh)
+    synchronizer = synchronizer or reconcile_in_few_bits(bits, mesh)
     inner = dion(
         learning_rate,
         _RANK if rank is None else rank,

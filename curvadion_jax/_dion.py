@@ -5,6 +5,7 @@ Extra arguments of `update` tell of other replicas, and of this one's devices.
 """
 
 import functools
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -75,7 +76,8 @@ def after_local_step(
     if not expected:
         return update(gradients, state)[1], True
     reached: list[None] = []
-    after = update(gradients, state, momentum_only=lambda: reached.append(None))[1]
+    notify = lambda: reached.append(None)
+    _, after = update(gradients, state, momentum_only=True, notify=notify)
     return after, len(reached) >= expected
 
 
@@ -169,12 +171,12 @@ def scale_by_dion(
         *,
         reduce_fn: ReduceFn | None = None,
         layout: Layout = _layout.ONE_DEVICE,
-        momentum_only: bool | Callable[[], None] = False,
+        momentum_only: bool = False,
+        notify: Callable[[], None] = lambda: None,
         **extra_args,
     ):
         del params, extra_args
-        if callable(momentum_only):  # `after_local_step` wants to know
-            momentum_only()
+        notify()  # `after_local_step`: no transformation around this one hid arguments
         _trees.check_shapes(updates, state.momentum, "Gradient")
         views = _two_optimizers.matrices_only(updates, dimension_numbers)
         decay = 1 if error_feedback else momentum
@@ -213,7 +215,7 @@ def scale_by_dion(
 
 
 def _initial_qs(params, views, rank: int | float, dtype) -> Any:
-    """Draws Q of every parameter."""
+    """Q of every parameter before the first step."""
     leaves = iter(_trees.leaves_with_path(params))
 
     def initial(node):
@@ -222,10 +224,46 @@ def _initial_qs(params, views, rank: int | float, dtype) -> Any:
         name, leaf = next(leaves)
         view = views[name]
         r = _matrix_view.resolve_rank(view.cols, rank)
-        return _power_iteration.initial_q(name, view, r, dtype or leaf.dtype)
+        return _random_columns(name, (*view.batch, view.cols, r), dtype or leaf.dtype)
 
     # Without Flax's box around a parameter, whose names of axes are not Q's.
     return jax.tree.map(initial, params, is_leaf=_trees.is_box)
+
+
+def _random_columns(name: str, shape: tuple[int, ...], dtype) -> jax.Array:
+    """Draws unit columns; the key depends on the parameter's path alone."""
+    key = jax.random.fold_in(jax.random.key(0), zlib.crc32(name.encode()))
+    q = jax.random.normal(key, shape, jnp.float32)
+    return (q / jnp.linalg.norm(q, axis=-2, keepdims=True)).astype(dtype)
+
+
+def with_plain_qs(state: optax.OptState) -> optax.OptState:
+    """The state with other initial Qs, which take less time to compile.
+
+    To draw random ones inside of a step would take longer to compile than a sync.
+    """
+
+    def plain(dion):
+        return dion._replace(dion_q=jax.tree.map(_cosines, dion.dion_q))
+
+    return with_states(state, plain)
+
+
+def _cosines(q: jax.Array) -> jax.Array:
+    """Orthonormal columns of the shape of Q, from a cosine transform.
+
+    They cost little. Unit vectors would not do: one of them may pick a zero column of
+    the matrix, such as that of an input that is never active, and find nothing.
+    """
+    if q.ndim < 2:  # a state of Dion without matrices has a number in its place
+        return q
+    cols, r = q.shape[-2:]
+    frequency = jnp.arange(r, dtype=jnp.float32)[None]
+    angles = (
+        jnp.arange(0.5, cols, dtype=jnp.float32)[:, None] * frequency * (jnp.pi / cols)
+    )
+    waves = jnp.cos(angles) * jnp.where(frequency == 0, 1, 2**0.5) / cols**0.5
+    return jnp.broadcast_to(waves, q.shape).astype(q.dtype)
 
 
 def _bases(

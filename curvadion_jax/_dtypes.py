@@ -8,9 +8,7 @@ import jax.numpy as jnp
 
 
 def cast_like(tree: Any, other: Any) -> Any:
-    """Casts a tree to the dtypes of another, if their structures agree."""
-    if jax.tree.structure(tree) != jax.tree.structure(other):
-        return tree
+    """Casts a tree to the dtypes of another one of the same structure."""
     # A random key has no cast, not even to its own type.
     return jax.tree.map(
         lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype), tree, other

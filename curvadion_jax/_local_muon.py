@@ -8,7 +8,6 @@ import optax
 from curvadion_jax import (
     _adamw_for_the_rest,
     _arguments,
-    _defaults,
     _two_optimizers,
     synchronizers,
     triggers,
@@ -16,6 +15,7 @@ from curvadion_jax import (
 from curvadion_jax._adaptive_sync import adaptive_sync
 from curvadion_jax._muon import muon
 from curvadion_jax._rows import Replicas
+from curvadion_jax.synchronizers._reconcile import reconcile_in_few_bits
 
 
 def local_muon(
@@ -133,7 +133,7 @@ def local_muon(
     if budget is not None:
         _arguments.check_budget(budget)
     if trigger is None:
-        trigger = triggers.evenly(_defaults.BUDGET if budget is None else budget)
+        trigger = triggers.evenly(triggers.DEFAULT_BUDGET if budget is None else budget)
 
     def matrices(numbers):
         return muon(
@@ -149,7 +149,7 @@ def local_muon(
     return adaptive_sync(
         _two_optimizers.optimizer(matrices, other_optimizer, dimension_numbers),
         trigger,
-        synchronizer or _defaults.reconcile_in_few_bits(bits, mesh),
+        synchronizer or reconcile_in_few_bits(bits, mesh),
         mesh,
         before=before,
         specs=specs,

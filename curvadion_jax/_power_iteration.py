@@ -19,7 +19,6 @@ Q      [..., cols, r]       ``dion_q``, R with   the same after a reduction
 
 import functools
 import math
-import zlib
 from collections.abc import Callable, Mapping
 
 import jax
@@ -32,13 +31,6 @@ ReduceFn = Callable[[Named, Mapping[str, MadeOf]], Named]
 
 # The paper's and microsoft/dion's epsilon in the column normalisation.
 _EPSILON = 1e-8
-
-
-def initial_q(name: str, view: MatrixView, r: int, dtype) -> jax.Array:
-    """Draws unit columns [*batch, cols, r]; the key depends on the path alone."""
-    key = jax.random.fold_in(jax.random.key(0), zlib.crc32(name.encode()))
-    q = jax.random.normal(key, (*view.batch, view.cols, r), jnp.float32)
-    return (q / jnp.linalg.norm(q, axis=-2, keepdims=True)).astype(dtype)
 
 
 def reduces_factors(view: MatrixView, r: int) -> bool:

@@ -16,11 +16,11 @@ from jax import lax
 
 from curvadion_jax import (
     _checksum,
+    _dion,
     _dtypes,
     _finite,
     _group,
     _memory,
-    _restart,
     _rows,
 )
 from curvadion_jax._group import Group, Part
@@ -84,18 +84,18 @@ class Steps:
 
     def take(self, params, extra_args, layout: Layout) -> Callable[..., Any]:
         """The inner optimizer's update, in the dtypes of parameters and state."""
-        given = dict(extra_args)
+        for_all = dict(extra_args)
         if layout.is_divided:
-            given["layout"] = layout
+            for_all["layout"] = layout
 
-        def take(gradients, inner_state, **more):
+        def inner_step(gradients, inner_state, **more):
             updates, new = self.inner.update(
-                gradients, inner_state, params, **given, **more
+                gradients, inner_state, params, **for_all, **more
             )
             updates = _dtypes.cast_like(updates, params)
             return updates, _dtypes.cast_like(new, inner_state)
 
-        return take
+        return inner_step
 
     def own(self, given: Given, residual, shared: Shared) -> Outcome:
         """Every replica's step of its own inner optimizer; nothing is sent."""
@@ -123,18 +123,18 @@ class Steps:
             healthy = inner_sound & _finite.all_finite([moved, residual])
             part = _group.take_part(group, given.weight, healthy)
             residual = _finite.or_zeros(healthy, residual)
-            before = anchor, sync_state, residual
-            found = sync(moved, *before, part)
-            target, *after = _dtypes.cast_like(found, (moved, *before))
+            old = anchor, sync_state, residual
+            found = sync(moved, *old, part)
+            target, *new = _dtypes.cast_like(found, (moved, *old))
             # An absent replica keeps its drift on top of the anchor, for a later sync.
             drift = _dtypes.difference(moved, anchor)
-            ahead = jax.tree.map(_dtypes.add_cast, after[0], drift)
+            ahead = jax.tree.map(_dtypes.add_cast, new[0], drift)
             target = _either(healthy & ~part.present, ahead, target)
             target, anchor, sync_state, residual = _either(
-                part.someone, (target, *after), (moved, *before)
+                part.someone, (target, *new), (moved, *old)
             )
-            inner_state = _restart.restarted(
-                self.inner, anchor, outcome.inner_state, inner_sound
+            inner_state = _sound_or_new(
+                outcome.inner_state, inner_sound, self.inner, anchor
             )
             updates = jax.tree.map(jnp.subtract, target, given.params)
             synced = _outcome(updates, inner_state, residual, part, excluded=~healthy)
@@ -165,19 +165,17 @@ class Steps:
             healthy = inner_sound & _finite.all_finite([given.params, residual])
             able = healthy & given.finite
             part = _group.take_part(group, given.weight, able)
-            inner_state = _restart.restarted(
-                self.inner, given.params, given.inner_state, inner_sound
+            inner_state = _sound_or_new(
+                given.inner_state, inner_sound, self.inner, given.params
             )
             residual = _finite.or_zeros(healthy, residual)
-            before = inner_state, sync_state, residual
+            old = inner_state, sync_state, residual
             take = self.take(given.params, extra_args, shared.layout)
-            updates, *after = sync(take, given.gradients, *before, part)
+            updates, *new = sync(take, given.gradients, *old, part)
             # Nothing moves if no replica takes part. (Where all states were not finite,
             # all have begun again, and take part in the next sync.)
             updates = _finite.or_zeros(part.someone, updates)
-            inner_state, sync_state, residual = _either(
-                part.someone, tuple(after), before
-            )
+            inner_state, sync_state, residual = _either(part.someone, tuple(new), old)
             synced = _outcome(updates, inner_state, residual, part, excluded=~able)
             return synced._replace(zeroed=synced.zeroed & healthy), sync_state
 
@@ -224,6 +222,26 @@ def _outcome(
         absent=absent,
         anchor_checksum=jnp.zeros([], jnp.uint32),
     )
+
+
+def _sound_or_new(
+    state: Any, is_sound: jax.Array, inner: optax.GradientTransformation, params: Any
+) -> Any:
+    """The inner optimizer's state, which begins again at `params` if it is not finite.
+
+    Integers and single numbers stay, such as counts of steps and hyperparameters.
+    """
+    fresh = _dion.with_plain_qs(inner.init(params))
+
+    def choose(x, new):
+        if not _finite.is_float(x):
+            return x
+        new = jnp.asarray(new, x.dtype)
+        if jnp.ndim(x) == 0:
+            return jnp.where(jnp.isnan(x), new, x)
+        return jnp.where(is_sound, x, new)
+
+    return jax.tree.map(choose, state, fresh)
 
 
 def _either(condition: jax.Array | bool, new: Any, old: Any) -> Any:

@@ -114,7 +114,11 @@ def counted(
     voted: Any,
     checksum: jax.Array,
 ) -> Counters:
-    """Counts a step; `prepared` and `outcome` are `_adaptive_sync`'s, as rows."""
+    """Counts a step.
+
+    `prepared` is what `_adaptive_sync` knows of the replicas before the step and
+    `outcome` what `_step` knows after it, as rows.
+    """
 
     def plus(count, event):
         return jnp.where(event, jnp.asarray(optax.safe_increment(count)), count)

@@ -17,6 +17,8 @@ import optax
 
 from curvadion_jax import _arguments, _dtypes, _momentum, _two_optimizers
 
+# The share of bytes of `local_muon` and `curvadion` unless told otherwise.
+DEFAULT_BUDGET = 0.01
 # Not infinity, which `jax_debug_infs` would stop at.
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 # Steps are counted in int32. A longer period does not come either.
@@ -284,7 +286,8 @@ def budget(
             f"ahead must be at least 1, got {ahead}. With less no sync could take "
             "place before it is paid for in full."
         )
-    gain, largest = 0.3, math.log(1000)
+    gain = 0.3  # how far one step moves the logarithm of the threshold
+    largest = math.log(1000)  # within a factor of 1000 of the other trigger's
 
     def init_state():
         return BudgetState(

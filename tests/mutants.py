@@ -77,9 +77,9 @@ MUTANTS = {
     "the outer state moves without anybody": Mutant(
         STEP,
         "target, anchor, sync_state, residual = _either(\n"
-        "                part.someone, (target, *after), (moved, *before)\n"
+        "                part.someone, (target, *new), (moved, *old)\n"
         "            )",
-        "target, (anchor, sync_state, residual) = target, after",
+        "target, (anchor, sync_state, residual) = target, new",
         WHO,
         "nobody",
     ),
@@ -117,8 +117,8 @@ MUTANTS = {
     "a spoilt residual is sent": Mutant(
         STEP,
         "            residual = _finite.or_zeros(healthy, residual)\n"
-        "            before = anchor",
-        "            before = anchor",
+        "            old = anchor",
+        "            old = anchor",
         FAULTS,
         "spoilt and residual",
     ),
@@ -149,17 +149,17 @@ MUTANTS = {
         STEP, "updates=_finite.finite_elements(updates)", "updates=updates", FAULTS
     ),
     "a spoilt state does not begin again": Mutant(
-        "_restart.py", "return jnp.where(keep, x, new)", "return x", FAULTS
+        STEP, "return jnp.where(is_sound, x, new)", "return x", FAULTS
     ),
     "a spoilt number does not begin again": Mutant(
-        "_restart.py",
+        STEP,
         "return jnp.where(jnp.isnan(x), new, x)",
         "return x",
         FAULTS,
         "single",
     ),
     "every state begins again": Mutant(
-        "_restart.py", "return jnp.where(keep, x, new)", "return new", FAULTS, "begins"
+        STEP, "return jnp.where(is_sound, x, new)", "return new", FAULTS, "begins"
     ),
     "a spoilt state is averaged": Mutant(
         STEP,
@@ -216,10 +216,10 @@ MUTANTS = {
         "metrics.py", "prepared.checksum != counters.checksum", "False", CHECKSUMS
     ),
     "copies are not refused": Mutant(
-        "_copies.py", "if is_copy and old is not new", "if False", STARTS
+        "_refuse_copies.py", "if is_copy and old is not new", "if False", STARTS
     ),
     "where a run began is refused": Mutant(
-        "_copies.py", "is_copy and old is not new", "is_copy", STARTS
+        "_refuse_copies.py", "is_copy and old is not new", "is_copy", STARTS
     ),
     "a drift of two rounds counts twice": Mutant(
         CORE,

@@ -6,14 +6,14 @@ all rows, and the optimizer is given the rows. `consensus` is the model of all.
 
 from curvadion_jax._rows import AXIS
 from curvadion_jax.replicas._audit import Audit, Message, audit
+from curvadion_jax.replicas._consensus import anchor, consensus, divergence
 from curvadion_jax.replicas._lift import lift
 from curvadion_jax.replicas._map import map
 from curvadion_jax.replicas._mesh import make_mesh, simulated
-from curvadion_jax.replicas._model import anchor, consensus, divergence
 from curvadion_jax.replicas._offload import offload
 from curvadion_jax.replicas._repair import repair
+from curvadion_jax.replicas._replicate import place, replicate, split
 from curvadion_jax.replicas._resize import resize
-from curvadion_jax.replicas._state import place, replicate, split
 
 __all__ = [
     "AXIS",

@@ -107,16 +107,17 @@ def row_kinds(state: Any) -> Any:
             return of_inner(node)
         if not isinstance(node, AdaptiveSyncState):
             return "common" if jnp.ndim(node) == 0 else of_rows(node)
-        kinds = dict.fromkeys(node.counters._fields, "copy")
-        for name in ("steps", "syncs", "since", "votes", "threshold", "costs"):
-            kinds[name] = "common"
-        kinds["checksum"] = "forget"  # means of parameters have another one
+        counters = jax.tree.map(
+            lambda x: "copy" if jnp.ndim(x) == 1 else "common", node.counters
+        )
+        # Means of parameters have another checksum.
+        counters = counters._replace(checksum="forget")
         rows = of_rows(node.rows)._replace(
             inner_state=jax.tree.map(of_inner, node.rows.inner_state, is_leaf=is_dion),
             remembered=of_rows(node.rows.remembered, copied=True),
         )
         return AdaptiveSyncState(
-            common=common(node.common), rows=rows, counters=type(node.counters)(**kinds)
+            common=common(node.common), rows=rows, counters=counters
         )
 
     is_state = lambda node: isinstance(node, AdaptiveSyncState | DionState)
