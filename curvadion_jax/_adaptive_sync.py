@@ -86,11 +86,13 @@ def adaptive_sync(
       dtypes, and are finite. `update` takes ``weight=w``, float32[R]: how much each
       replica counts in means over the replicas, such as the number of tokens in its
       batch; 0 means absent, None means 1. A sync that follows local steps counts the
-      sum since the last sync, also of steps whose gradients were not finite. `update`
-      also takes ``due=True`` or ``due=False``, static: whether a decision is due on
-      this step, in place of ``trigger.due``. The program of a step that is not due has
-      no condition, and no sync to compile. All other extra arguments go to `inner`,
-      the same for all replicas.
+      sum since the last sync, also of steps whose gradients were not finite, and keeps
+      a share of the mean for absent replicas, as if they weighed as much as the others
+      on average: they add their drift when they are back. `update` also takes
+      ``due=True`` or ``due=False``, static: whether a decision is due on this step, in
+      place of ``trigger.due`` (a trigger that measures may still decide against a
+      sync). The program of a step that is not due has no condition, and no sync to
+      compile. All other extra arguments go to `inner`, the same for all replicas.
 
     Raises:
       TypeError: if `mesh` is no mesh, or a parameter is no real floating-point number
@@ -266,7 +268,9 @@ class _AdaptiveSync:
             total = jnp.minimum(rows.weight + weight, jnp.finfo(jnp.float32).max)
 
         # 1. The trigger looks at every replica.
-        prepared = self._look(gradients, params, rows, common.anchor, clock, shared)
+        prepared = self._look(
+            gradients, params, rows, weight > 0, common.anchor, clock, shared
+        )
         given = _step.Given(
             params=params,
             gradients=prepared.gradients,
@@ -347,12 +351,19 @@ class _AdaptiveSync:
         )
 
     def _look(
-        self, gradients, params, rows: Rows, anchor, clock: Clock, shared: _step.Shared
+        self,
+        gradients,
+        params,
+        rows: Rows,
+        present,
+        anchor,
+        clock: Clock,
+        shared: _step.Shared,
     ) -> "_Prepared":
         """What the trigger sees of every replica; nothing is sent."""
 
         def of_one(row, common):
-            gradients, params, rows = row
+            gradients, params, rows, present = row
             anchor, clock, extra_args = common
             finite = _finite.norms_finite(gradients)
             gradients = _finite.or_zeros(finite, gradients)
@@ -376,6 +387,7 @@ class _AdaptiveSync:
                     after=after,
                     after_is_known=is_known,
                     finite=finite,
+                    present=present,
                     anchor=anchor,
                     clock=clock,
                 )
@@ -394,7 +406,7 @@ class _AdaptiveSync:
 
         measures = self.trigger.look is not None
         anchor = _memory.to_device(anchor) if measures else ()
-        row = gradients, params, rows._replace(residual=())
+        row = gradients, params, rows._replace(residual=()), present
         common = anchor, clock, shared.extra_args
         # Of every replica at once, each with its own row: [0] are rows again, and [1]
         # would be common.

@@ -62,7 +62,7 @@ class Group:
 
     def any(self, request: jax.Array) -> jax.Array:
         """Whether any replica says so, bool[]; an all-reduce of one int32."""
-        if self.axis_name is None:
+        if self.size == 1:
             return request
         # An integer: on a CPU a maximum of floats drops NaN.
         return lax.pmax(request.astype(jnp.int32), self.axis_name) > 0
@@ -155,17 +155,18 @@ def take_part(group: Group, weight: jax.Array, able: jax.Array) -> Part:
 
     `able` says whether what this replica would send is finite.
     """
-    weights = group.all_gather(jnp.where(able, weight, -1))  # -1 is excluded
-    present = weights > 0
-    someone = jnp.any(present)
+    own = jnp.where(able, weight, -1)  # -1 is excluded
+    weights = group.all_gather(own)
     # In units of the largest, so that the sum does not overflow.
-    unit = jnp.where(someone, jnp.max(weights), 1)
-    mean = jnp.sum(jnp.where(present, weights, 0) / unit) / weights.size
+    unit = jnp.where(jnp.any(weights > 0), jnp.max(weights), 1)
+    own, weights = own / unit, weights / unit
+    present = weights > 0
+    mean = jnp.sum(jnp.where(present, weights, 0)) / weights.size
     return Part(
         group=group,
-        weight=jnp.where(able, weight, 0) / unit / jnp.where(mean > 0, mean, 1),
+        weight=jnp.where(own > 0, own, 0) / jnp.where(mean > 0, mean, 1),
         expected=jnp.sum(present) / jnp.maximum(jnp.sum(weights >= 0), 1),
-        someone=someone,
+        someone=jnp.any(present),
     )
 
 

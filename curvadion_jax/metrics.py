@@ -29,7 +29,8 @@ class Counters(NamedTuple):
       costs: int32[4, 2], :class:`Costs` as [high, low] words in base 2**30.
       value: float32[R], the trigger's last value; 0 if it measures nothing.
       layer: int32[R], index of the parameter that it belongs to; -1 if to none.
-      nonfinite: int32[R], steps on which gradients were not finite.
+      nonfinite: int32[R], steps on which gradients were not finite, or so large that
+        their squares are not (1e20 in float32).
       zeroed: int32[R], steps on which finite gradients gave updates that were not.
       excluded: int32[R], syncs in which a replica had something that was not finite.
       absent: int32[R], syncs in which its weight was 0.

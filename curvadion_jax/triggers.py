@@ -21,6 +21,7 @@ from curvadion_jax import _arguments, _dtypes, _momentum, _two_optimizers
 DEFAULT_BUDGET = 0.01
 # Not infinity, which `jax_debug_infs` would stop at.
 _LARGEST = float(jnp.finfo(jnp.float32).max)
+_UNKNOWN = -1.0  # in place of a norm: there is none to compare with
 # Steps are counted in int32. A longer period does not come either.
 _LONGEST = 2**31 - 1
 # Largest denominator of `evenly`'s share, but for 1 / n: products stay within int32.
@@ -54,6 +55,8 @@ class Seen(NamedTuple):
       after_is_known: whether it is that; False if a transformation around Dion passes
         no extra arguments on.
       finite: bool[], whether the gradients are finite.
+      present: bool[], whether the replica has a weight. What it requests without one
+        does not count.
       anchor: the parameters that all replicas had after the last sync; () where the
         synchronizer keeps none.
       clock: :class:`Clock`.
@@ -65,6 +68,7 @@ class Seen(NamedTuple):
     after: optax.OptState = ()
     after_is_known: bool = True
     finite: jax.Array | bool = True
+    present: jax.Array | bool = True
     anchor: optax.Params = ()
     clock: Clock = Clock()
 
@@ -377,9 +381,11 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
     def look(seen, state):
         of_state, largest = state
         measured, of_state = look_of(seen, of_state)
+        # An absent replica requests nothing, later neither.
+        requested = jnp.where(seen.present, measured.value, -_LARGEST)
         # A sync meets all requests before it. NaN requests one, and stays.
-        is_new = (seen.clock.since == 0) | ~(measured.value <= largest.value)
-        value = jnp.where(is_new, measured.value, largest.value).astype(jnp.float32)
+        is_new = (seen.clock.since == 0) | ~(requested <= largest.value)
+        value = jnp.where(is_new, requested, largest.value).astype(jnp.float32)
         layer = jnp.where(is_new, measured.layer, largest.layer).astype(jnp.int32)
         kept = Measured(jnp.where(jnp.isnan(value), _LARGEST, value), layer)
         return kept, (of_state, kept)
@@ -405,7 +411,8 @@ def relative_momentum_change(
     before error feedback, so the norms are remembered from step to step: the momentum
     in the state is smaller. Every matrix of a stack is a layer. On the first step and
     for NaN it is the largest float32, and for a layer whose momentum was zero and no
-    longer is: the first gradient of an expert makes all replicas synchronise.
+    longer is: the first gradient of an expert makes all replicas synchronise. Without
+    any layer it is the largest float32 too, so that replicas do not train apart.
 
     The inner optimizer's momentum is found by its field: `momentum` (Dion, whose
     matrices alone count), else `trace` (`optax.sgd`), else `mu` (Adam, Lion, Muon).
@@ -445,7 +452,7 @@ def relative_momentum_change(
     def init(params, inner_state):
         if not jax.tree.leaves(params):
             return jnp.zeros(0, jnp.float32)
-        return jnp.zeros_like(norms(params, inner_state)[0])
+        return jnp.full_like(norms(params, inner_state)[0], _UNKNOWN)
 
     def look(seen: Seen, last: jax.Array):
         if not seen.after_is_known:
@@ -457,13 +464,16 @@ def relative_momentum_change(
                 "optax.MultiSteps."
             )
         new, layers = norms(seen.params, seen.after)
-        change = _relative_change(new, last)
         # Zeros for non-finite gradients say nothing; the first step has no predecessor.
-        change = jnp.where(seen.finite, change, 0)
+        change = jnp.where(seen.finite, _relative_change(new, last), 0)
         change = jnp.where(seen.clock.steps == 0, _LARGEST, change)
+        # Nothing is to be compared with a momentum that is not finite, which begins
+        # again at the sync that it requests, nor with one of such zeros alone.
+        is_known = jnp.isfinite(new) & (seen.finite | (new > 0))
+        last = jnp.where(is_known, new, _UNKNOWN)
         if not layers:
-            return Measured(jnp.float32(0)), new
-        return Measured(jnp.max(change), jnp.asarray(layers)[jnp.argmax(change)]), new
+            return Measured(jnp.float32(_LARGEST)), last
+        return Measured(jnp.max(change), jnp.asarray(layers)[jnp.argmax(change)]), last
 
     limit = lambda clock, state: _arguments.at_step(threshold, clock.steps)
     return Trigger(look=look, threshold=limit, init=init)
@@ -480,7 +490,11 @@ def _norms(momentum: jax.Array, view: Any) -> jax.Array:
 
 
 def _relative_change(new: jax.Array, old: jax.Array) -> jax.Array:
-    """|new - old| / old; 0 where both are 0, the largest float32 for NaN."""
+    """|new - old| / old, and 0 if both are 0 or `old` is unknown.
+
+    For NaN, and from 0 to another number, it is the largest float32.
+    """
     ratio = jnp.abs(new - old) / jnp.where(old == 0, 1, old)
     ratio = jnp.where(old == 0, jnp.where(new == 0, 0, _LARGEST), ratio)
-    return jnp.where(ratio <= _LARGEST, ratio, _LARGEST)
+    ratio = jnp.where(ratio <= _LARGEST, ratio, _LARGEST)
+    return jnp.where((old == _UNKNOWN) & jnp.isfinite(new), 0, ratio)

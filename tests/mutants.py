@@ -62,17 +62,21 @@ MUTANTS = {
         PART, "jnp.sum(weights >= 0)", "weights.size", FAULTS, "spoilt"
     ),
     "weights are not normalised": Mutant(
-        PART, "/ unit / jnp.where(mean > 0, mean, 1)", "/ unit", WHO, "weighted"
+        PART,
+        "jnp.where(own > 0, own, 0) / jnp.where(mean > 0, mean, 1)",
+        "jnp.where(own > 0, own, 0)",
+        WHO,
+        "weighted",
     ),
     "the sum of weights overflows": Mutant(
         PART,
-        "unit = jnp.where(someone, jnp.max(weights), 1)",
+        "unit = jnp.where(jnp.any(weights > 0), jnp.max(weights), 1)",
         "unit = jnp.ones_like(weights[0])",
         WHO,
         "weighted",
     ),
     "nobody is somebody": Mutant(
-        PART, "someone = jnp.any(present)", "someone = jnp.array(True)", WHO, "nobody"
+        PART, "someone=jnp.any(present)", "someone=jnp.array(True)", WHO, "nobody"
     ),
     "the outer state moves without anybody": Mutant(
         STEP,
@@ -247,11 +251,11 @@ MUTANTS = {
         "schedule",
     ),
     "a met request is not cleared": Mutant(
-        TRIGGERS, "(seen.clock.since == 0) | ~(measured", "~(measured", INTERVALS
+        TRIGGERS, "(seen.clock.since == 0) | ~(requested", "~(requested", INTERVALS
     ),
     "a request does not wait": Mutant(
         TRIGGERS,
-        "(seen.clock.since == 0) | ~(measured.value <= largest.value)",
+        "(seen.clock.since == 0) | ~(requested <= largest.value)",
         "jnp.array(True)",
         INTERVALS,
     ),
@@ -259,7 +263,11 @@ MUTANTS = {
         TRIGGERS, "jnp.where(seen.clock.steps == 0, _LARGEST, change)", "change", CHANGE
     ),
     "a gradient that is not finite is a change": Mutant(
-        TRIGGERS, "jnp.where(seen.finite, change, 0)", "change", CHANGE, "finite"
+        TRIGGERS,
+        "jnp.where(seen.finite, _relative_change(new, last), 0)",
+        "_relative_change(new, last)",
+        CHANGE,
+        "finite",
     ),
     "the budget has no cap": Mutant(
         TRIGGERS, "requested & (spent + 1 <= paid + ahead)", "requested", BUDGET

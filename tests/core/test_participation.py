@@ -155,6 +155,15 @@ def test_a_weight_that_int32_does_not_hold_counts():
     assert state.counters.absent.tolist() == [0, 0]
 
 
+def test_a_weight_that_vanishes_beside_another_is_absence():
+    """Else the mean would count its replica, which adds nothing."""
+    trees = gradients(1)
+    runs = [run(sgd(reconcile()), trees, [np.float32([1e30, x])]) for x in (1e-30, 0)]
+    (tiny, state), (none, _) = [steps[0] for steps in map(list, runs)]
+    assert state.counters.absent.tolist() == [0, 1]
+    np.testing.assert_array_equal(tiny["w"], none["w"])
+
+
 @pytest.mark.parametrize("synchronizer", [reconcile(), average_gradients()])
 @pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf, -np.inf])
 def test_what_is_no_weight_is_absence(weight, synchronizer):

@@ -133,3 +133,14 @@ def test_the_caller_says_when_a_decision_is_due(kind):
         after = jax.jit(lambda x, due=due: tx.update(x, state, x, due=due)[1])(params)
         assert (int(after.counters.syncs) == 1) == synced
         assert int(after.counters.votes) == synced
+
+
+def test_what_an_absent_replica_requests_does_not_wait_for_a_vote():
+    mesh = cd.replicas.simulated(2)
+    requests = np.full((6, 2), -1.0)
+    requests[0, 1] = requests[3, 0] = 1
+    weights = [np.float32([1, step > 0]) for step in range(6)]
+    tx = optimizer(triggers.at_intervals(requesting(), 3), mesh)
+    trees = gradients_of(requests)
+    history = list(helpers.run(tx, mesh, PARAMS, trees, weight=weights))
+    assert np.flatnonzero(helpers.decisions(history)).tolist() == [5]

@@ -204,14 +204,45 @@ def test_a_gradient_that_is_not_finite_requests_nothing():
     """Nor does what comes after it, of a momentum that has decayed once."""
     gradients = {"w": [np.eye(3)] * 30}
     gradients["w"][20] = np.full((3, 3), np.nan)
-    for inner in (cd.dion(0.01, momentum=0.8), optax.sgd(0.1, 0.8)):
+    for inner in (
+        cd.dion(0.01, momentum=0.8),
+        optax.sgd(0.1, 0.8),
+        optax.sgd(0.1, momentum=0.0),  # whose momentum is zero then
+    ):
         found = run(change(0.1), gradients, inner)
         assert found.nonfinite[-1] == 1
         assert found.value[20] == 0
         assert not synced(found)[15:].any()
 
 
-def test_the_first_step_synchronises_whatever_its_gradients_are():
-    found = run(change(0.1), {"a": [[np.nan], [4.0], [4]]})
-    assert synced(found).tolist()[0]
+def test_the_first_step_alone_synchronises_whatever_its_gradients_are():
+    found = run(change(0.1), {"a": [[np.nan], [4.0], [4]]}, optax.sgd(0.1, 0.0))
+    assert synced(found).tolist() == [True, False, False]
     assert found.value[0] == LARGEST
+
+
+def test_a_momentum_that_is_not_finite_requests_one_sync():
+    """It begins again there, and has no predecessor on the next step."""
+    inner = optax.sgd(0.1, momentum=0.5)
+    tx = cd.adaptive_sync(inner, change(0.9), synchronizers.average_gradients())
+    params, update = {"w": jnp.ones(3)}, jax.jit(tx.update)
+    state = tx.init(params)
+    syncs = []
+    for step in range(6):
+        if step == 4:
+            spoilt = jax.tree.map(lambda x: x * jnp.nan, state.rows.inner_state)
+            state = state._replace(rows=state.rows._replace(inner_state=spoilt))
+        state = update(params, state, params)[1]
+        syncs.append(int(state.counters.syncs))
+    assert syncs == [1, 1, 1, 1, 2, 2]
+    assert state.counters.excluded == 1
+
+
+def test_replicas_without_a_layer_synchronise_on_every_step():
+    """Dion trains no vectors, so nothing else would ever bring them together."""
+    tx = cd.curvadion(0.1, threshold=0.3)
+    params = {"bias": jnp.ones(3)}
+    state = tx.init(params)
+    for _ in range(3):
+        _, state = tx.update(params, state, params)
+    assert state.counters.syncs == 3
