@@ -43,6 +43,7 @@ _ANY_TABLE = f"{_TABLE}|{_POSITIONS}|{_evidence.LAYER_NORM}"
 _TABLE_MODULE = rf"(?!.*(attention|attn|ffn|feed|wise))({_ANY_TABLE})"
 _HEAD = (
     r"(?!multi|att)(.*_|lm|output)?(head|classifier|readout)|heads|(?!pre_).*logit.*"
+    r"|class_embed(_\d+)?"
 )
 # Neither ConvNeXt's layers, nor conv_tp_weights, e3nn's weights of a tensor product.
 _CONVOLUTION = (
@@ -50,7 +51,8 @@ _CONVOLUTION = (
 )
 _VECTOR = (  # RWKV's time_decay_w1 is a matrix
     r"(?!(time|log)_.*(proj|mlp|dense|linear|_w\d))"
-    r"((.*_)?(bias|offset|shift|beta|norm|log|lambda)|(bias|norm|log|lambda|time)_.*|b)"
+    r"((.*_)?(bias|offset|shift|beta|norm|log|lambda)(_?\d+)?"
+    r"|(bias|norm|log|lambda|time)_.*|b(_?\d+)?)"
 )
 # Longer sides of an array of two axes are no window of a depthwise convolution.
 _LONGEST_WINDOW = 64
@@ -108,7 +110,9 @@ def explain(params: Any) -> list[Finding]:
     """
     tree = _evidence.Tree(params)
     others = {array: why for array in tree.arrays if (why := _why_other(array, tree))}
-    others |= dict.fromkeys(_heads(tree, others), "as long as the vocabulary")
+    tables = _tables(others)
+    heads = _heads(tree, tables)
+    others |= dict.fromkeys(heads, "as long as the vocabulary")
     # How many parameters of one layer, without tables, have a side of a length.
     counted = [a for a in tree.arrays if a not in others or len(a.sizes) < 2]
     unnumbered = {
@@ -116,7 +120,7 @@ def explain(params: Any) -> list[Finding]:
     }
     lengths = collections.Counter(n for _, n in unnumbered)
     sides = {a: _sides(a, tree, lengths) for a in tree.arrays if a not in others}
-    votes = _votes(sides)
+    votes, hints = _votes(sides), _hints(tree, tables, heads, sides)
 
     def find(array):
         if array in others:
@@ -126,7 +130,8 @@ def explain(params: Any) -> list[Finding]:
         first, second, why = found
         out_first = _is_out_first(array, found)
         if out_first is None:
-            ballot = votes[_kind(array)] or [array.is_torch_weight]
+            kind = _kind(array)
+            ballot = votes[kind] or hints[kind] or [array.is_torch_weight]
             out_first = 2 * sum(ballot) > len(ballot)
         if out_first:
             first, second, why = second, first, f"{why}; (out, in)"
@@ -193,18 +198,11 @@ def _is_named_convolution(array: Array) -> bool:
     return array.matches(_CONVOLUTION, *((1,) if of_its_own else (1, 2)))
 
 
-def _heads(tree: Tree, others: Iterable[Array]) -> set[Array]:
+def _heads(tree: Tree, tables: Sequence[Array]) -> set[Array]:
     """For each embedding, the only other array as long as its vocabulary.
 
     If several arrays are as long, the length may be another width.
     """
-    tables = [
-        array
-        for array in others
-        if array.matches(_EMBEDDING, 1, 2, 3)
-        and not array.matches(_POSITIONS, 1, 2, 3)
-        and len(array.sizes) == 2
-    ]
     heads = set()
     for vocabulary in {table.sizes[0] for table in tables}:
         rest = [a for a in tree.arrays if len(a.sizes) > 1 and a not in tables]
@@ -212,6 +210,17 @@ def _heads(tree: Tree, others: Iterable[Array]) -> set[Array]:
         if len(long) == 1:
             heads.add(long[0])
     return heads
+
+
+def _tables(others: Iterable[Array]) -> list[Array]:
+    """The embeddings of a vocabulary, [vocabulary, D]."""
+    return [
+        array
+        for array in others
+        if array.matches(_EMBEDDING, 1, 2, 3)
+        and not array.matches(_POSITIONS, 1, 2, 3)
+        and len(array.sizes) == 2
+    ]
 
 
 def _sides(array: Array, tree: Tree, lengths: Mapping[int, int]) -> _Sides | None:
@@ -236,6 +245,8 @@ def _sides(array: Array, tree: Tree, lengths: Mapping[int, int]) -> _Sides | Non
             return None  # a Linear, or a table
         if not bias and _is_named_convolution(array):
             return None  # a layer of a ConvNet, or a convolution
+        if not bias and not array.words and not tree.widths:
+            return None  # of a tuple of arrays: a layer, or a table
         has_name = array.is_lora or array.matches(_LIKE_WEIGHT, 1)
         if alone and not bias and not has_name:
             return None
@@ -366,6 +377,36 @@ def _votes(sides: Mapping[Array, _Sides | None]) -> dict[tuple[str, int], list[b
     return votes
 
 
+def _hints(
+    tree: Tree,
+    tables: Iterable[Array],
+    heads: Iterable[Array],
+    sides: Mapping[Array, _Sides | None],
+) -> dict[tuple[str, int], list[bool]]:
+    """Whether arrays are probably (out, in), by their kind, where no bias tells.
+
+    A head's outputs are as many as an embedding has rows. A gated MLP has two matrices
+    from the model's width and one back to it.
+    """
+    hints = collections.defaultdict(list)
+    vocabularies = {table.sizes[0] for table in tables}
+    for array in heads:
+        if len(array.sizes) == 2 and array.sizes[0] != array.sizes[1]:
+            hints[_kind(array)].append(array.sizes[0] in vocabularies)
+
+    mlps = collections.defaultdict(list)
+    for array, found in sides.items():
+        if found and len(found.first) == len(found.second) == 1:
+            lengths = array.shape[found.first[0]], array.shape[found.second[0]]
+            mlps[array.names[:-2], _kind(array)].append(lengths)
+    for (_, kind), matrices in mlps.items():
+        (pair, number), *rest = collections.Counter(matrices).most_common()
+        is_width = [length in tree.widths for length in pair]
+        if number == 2 and rest == [(pair[::-1], 1)] and is_width[0] != is_width[1]:
+            hints[kind].append(is_width[1])
+    return hints
+
+
 def default(
     params: Any, given: Mapping[str, DimensionNumbers | None] | None = None
 ) -> Any:
@@ -431,8 +472,9 @@ def default(
 def equinox(params: Any) -> Any:
     """The default rule, but with the axes of Equinox's modules by their classes.
 
-    A `weight` of `equinox.nn` is (fan_out, fan_in), also if another class wraps it.
-    Weights of norms, embeddings and convolutions are no matrices.
+    A `weight` of a class of `equinox.nn`, or of one derived from it, is (fan_out,
+    fan_in). Weights of convolutions are no matrices, nor are those of any module whose
+    class is a norm or an embedding by its name. Other modules are left to the rule.
 
     Args:
       params: a model, or a tree with models in it, such as `eqx.filter` returns.
@@ -442,19 +484,28 @@ def equinox(params: Any) -> Any:
     """
     weights = _evidence.TORCH_WEIGHTS
 
-    def holds_weights(node):
-        modules = [base.__module__.partition(".")[0] for base in type(node).__mro__]
-        return "equinox" in modules and any(hasattr(node, name) for name in weights)
+    def classes(node):
+        return [f"{x.__module__}.{x.__name__}" for x in type(node).__mro__]
+
+    def is_norm_or_table(node):
+        return any(re.search("(Norm|Embedding)$", name) for name in classes(node))
+
+    def is_known(node):
+        every = classes(node)
+        of_nn = any(name.startswith("equinox.nn.") for name in every)
+        of_equinox = any(name.startswith("equinox.") for name in every)
+        is_module = of_nn or (of_equinox and is_norm_or_table(node))
+        return is_module and any(hasattr(node, name) for name in weights)
 
     chosen = {}
-    for path, node in jax.tree.leaves_with_path(params, is_leaf=holds_weights):
-        if not holds_weights(node):
+    for path, node in jax.tree.leaves_with_path(params, is_leaf=is_known):
+        if not is_known(node):
             continue
-        kind = " ".join(base.__name__ for base in type(node).__mro__)
+        is_linear = any("Linear" in name for name in classes(node))
         for names, leaf in _trees.leaves_with_names(node):
             # Other weights of more than two axes are convolutions.
-            is_matrix = leaf.ndim == 2 or (leaf.ndim > 2 and "Linear" in kind)
-            if re.search("Norm|Embedding", kind) or names[0] not in weights:
+            is_matrix = leaf.ndim == 2 or (leaf.ndim > 2 and is_linear)
+            if is_norm_or_table(node) or names[0] not in weights:
                 is_matrix = False
             numbers = DimensionNumbers(-1, -2) if is_matrix else None
             chosen["/".join((*_trees.names_of(path), *names))] = numbers

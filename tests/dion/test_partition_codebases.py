@@ -187,6 +187,38 @@ def test_equinox_without_biases():
     assert views["stack/weight"].fan_out_axes == (1,)
 
 
+class InOutLinear(eqx.Module):
+    """Of a codebase's own, whose name happens to begin as a norm's."""
+
+    weight: jax.Array
+
+
+class NormalLinear(InOutLinear):
+    pass
+
+
+class OwnNorm(InOutLinear):
+    pass
+
+
+def test_modules_of_a_codebase_are_left_to_the_rule_but_for_norms():
+    """A gated MLP tells that these weights are (in, out); Equinox's own are not."""
+    of = lambda kind, *shape: kind(jnp.ones(shape))
+    params = {
+        "norm": of(OwnNorm, 3, 8),
+        "mlp": {
+            "gate": of(NormalLinear, 3, 8, 24),
+            "up": of(InOutLinear, 3, 8, 24),
+            "down": of(NormalLinear, 3, 24, 8),
+        },
+    }
+    views = _two_optimizers.matrix_views(params, dimension_numbers.equinox)
+    sides = {k: (v.fan_in_axes, v.fan_out_axes) for k, v in views.items() if v}
+    assert sides == dict.fromkeys(
+        [f"mlp/{name}/weight" for name in ("gate", "up", "down")], ((1,), (2,))
+    )
+
+
 class NamedArray(eqx.Module):
     """As of Haliax: an array and the names of its axes."""
 
