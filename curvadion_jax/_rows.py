@@ -113,7 +113,7 @@ def check_rows(tree: Any, mesh: Replicas, what: str) -> None:
                 "replicas.split, pass what is common by keyword, and give a state of "
                 "another number of replicas to replicas.resize."
             )
-            if _trees.is_key(x):
+            if _trees.may_be_key(x):
                 advice = "Give every replica a key: jax.random.split(key, replicas)."
             if not hasattr(x, "shape"):
                 advice = (
@@ -150,7 +150,7 @@ def check_common(arguments: dict[str, Any], mesh: Replicas) -> None:
                 "replicas.lift with rows=[...], and give an optimizer what is the same "
                 "for all replicas, such as the mean of a loss."
             )
-        if count(mesh) > 1 and any(map(_trees.is_key, jax.tree.leaves(argument))):
+        if count(mesh) > 1 and any(map(_trees.may_be_key, jax.tree.leaves(argument))):
             warnings.warn(
                 f"Argument {name!r} has a random key, with which all replicas draw the "
                 "same numbers, as of dropout. Pass jax.random.split(key, replicas) by "

@@ -101,6 +101,13 @@ def is_key(x: Any) -> bool:
     return jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.prng_key)
 
 
+def may_be_key(x: Any) -> bool:
+    """Whether an array holds random keys, or could be one of `jax.random.PRNGKey`."""
+    if is_key(x):
+        return True
+    return jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32
+
+
 def nodes_of(kind: type, tree: Any) -> list[Any]:
     """The outermost nodes of a tree that are of this class."""
     is_one = lambda node: isinstance(node, kind)

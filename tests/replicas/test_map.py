@@ -120,11 +120,12 @@ def test_rows_by_keyword_are_refused_where_they_lie_on_devices():
         replicas.map(lambda batch: batch["y"], mesh)(batch=labels)
 
 
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 @on_each_mesh
-def test_a_key_is_split_for_the_replicas(mesh):
+def test_a_key_is_split_for_the_replicas(mesh, make_key):
     """By keyword all replicas would draw the same numbers."""
     draw = replicas.map(lambda x, key: x * jax.random.uniform(key), mesh())
-    ones, key = jnp.ones(REPLICAS), jax.random.key(0)
+    ones, key = jnp.ones(REPLICAS), make_key(0)
     with pytest.raises(ValueError, match=r"jax\.random\.split\(key, replicas\)"):
         draw(ones, key)
     with pytest.warns(UserWarning, match="'key' has a random key"):
