@@ -105,7 +105,7 @@ def may_be_key(x: Any) -> bool:
     """Whether an array holds random keys, or could be one of `jax.random.PRNGKey`."""
     if is_key(x):
         return True
-    return jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32
+    return getattr(x, "shape", None) == (2,) and x.dtype == jnp.uint32
 
 
 def nodes_of(kind: type, tree: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import jax
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
-from curvadion_jax import _rows
+from curvadion_jax import _rows, _trees
 from curvadion_jax._rows import AXIS, Replicas
 
 
@@ -43,9 +43,9 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
 
     Warns:
       UserWarning: if an argument by keyword, or an array that the function closes over
-        or a `functools.partial` holds, looks like rows; if an argument by keyword has a
-        random key; if the function changes an object in place, such as an nnx module,
-        and seems not to return what it changed.
+        or a `functools.partial` holds, looks like rows or is a random key; if the
+        function changes an object in place, such as an nnx module, and seems not to
+        return what it changed.
 
     Example:
       >>> import jax.numpy as jnp
@@ -183,7 +183,7 @@ def _refuse_captured(constants: Any) -> None:
 
 
 def _warn_of_captured(function: Callable[..., Any], mesh: Replicas) -> None:
-    """Warns of arrays that look like rows: on one device nobody knows."""
+    """Warns of random keys, and of what looks like rows: on one device nobody knows."""
     is_known = lambda x: isinstance(x, Tracer) or _rows.has_rows(x)
     for captured in _cells(function):
         leaves = jax.tree.leaves(captured)
@@ -193,6 +193,13 @@ def _warn_of_captured(function: Callable[..., Any], mesh: Replicas) -> None:
                 "The function given to replicas.map holds an array of shape "
                 f"{leaves[0].shape}, and each replica takes all of it. If it is a row "
                 "for each replica, pass it as an argument.",
+                stacklevel=3,
+            )
+        if any(_trees.may_be_key(x) for x in leaves) and not known:
+            warnings.warn(
+                "The function given to replicas.map holds a random key, with which all "
+                "replicas draw the same numbers, as of dropout. Pass "
+                "jax.random.split(key, replicas) by position.",
                 stacklevel=3,
             )
 

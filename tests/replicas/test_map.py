@@ -130,6 +130,9 @@ def test_a_key_is_split_for_the_replicas(mesh, make_key):
         draw(ones, key)
     with pytest.warns(UserWarning, match="'key' has a random key"):
         draw(ones, key=key)
+    closed = replicas.map(lambda x: x * jax.random.uniform(key), mesh())
+    with pytest.warns(UserWarning, match="holds a random key"):
+        closed(ones)
     assert len({*draw(ones, jax.random.split(key, REPLICAS)).tolist()}) == REPLICAS
 
 
