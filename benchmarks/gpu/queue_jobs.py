@@ -22,6 +22,8 @@ makes the tables and the picture. README.md has the commands for a borrowed mach
    with as many tokens as there is text for.
 5. *dion*: step and compile times of Muon, and of Dion before and after its products
    were one for each shape, `run.py`. ``--only dion`` does this alone, in some minutes.
+6. *one program*: `local_muon`'s local step with the condition of a sync in the program,
+   and without it (``due=False``), `run.py`.
 
 (It is not called queue.py: scripts beside it would import that in place of the standard
 library's.)
@@ -195,7 +197,9 @@ def jobs(rows: Sequence[Row], scale: Scale) -> list[Job]:
         ("--models", f"{model} apart", "--only", *DIONS[:2]),
     )
     more = ("--seconds", "1", "--before")
-    return [*found, *(Job("dion", None, None, 1.0, (*x, *more)) for x in of_dion)]
+    found += [Job("dion", None, None, 1.0, (*x, *more)) for x in of_dion]
+    both = ("--models", model, "--only", "`local_muon`*", "--seconds", "1")
+    return [*found, Job("one program", None, None, 1.0, both)]
 
 
 def _of_map(
@@ -422,7 +426,7 @@ def main() -> None:
     scale = TINY if options.tiny else FULL
     if options.study:
         scale, options.text = STUDY, options.text or corpus.TEXT
-    if options.only != "dion":  # it needs no text
+    if options.only not in ("dion", "one program"):  # these need no text
         text = data.load(str(options.text)) if options.text else corpus.large()
         scale = dataclasses.replace(scale, text=int(text.training[0].size))
     queue = Queue(options, scale)

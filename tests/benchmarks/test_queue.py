@@ -36,7 +36,8 @@ def test_every_job_is_there_once_and_the_throughput_is_first():
     assert len(keys) == len(jobs)
     groups = list(dict.fromkeys(job.group for job in jobs))
     assert groups == [
-        *("throughput", "map (a)", "map (b)", "map (c)", "middle", "25m", "dion")
+        *("throughput", "map (a)", "map (b)", "map (c)", "middle", "25m", "dion"),
+        "one program",
     ]
 
 
