@@ -48,9 +48,10 @@ def local_muon(
       \sqrt{\max(1, \text{fan out}/\text{fan in})} \; \mathrm{orth}(\mu M_i + g_i)
 
     with orth by five Newton-Schulz iterations (and eps = 1e-7 in the norm before them),
-    and up to the bias correction of `optax.contrib.muon`. Syncs are evenly spaced, as often as
-    `budget` allows. At a sync the replicas average their pseudo-gradients, how far they
-    are from the last common parameters (the anchor a), in 2 bits with error feedback.
+    and up to the bias correction of `optax.contrib.muon`. Syncs are evenly spaced, as
+    often as `budget` allows. At a sync the replicas average their pseudo-gradients, how
+    far they are from the last common parameters (the anchor a), in 2 bits with error
+    feedback.
     The anchor takes a Nesterov step along the mean, and all replicas continue from it:
 
     .. math::

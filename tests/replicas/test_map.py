@@ -136,6 +136,19 @@ def test_a_key_is_split_for_the_replicas(mesh, make_key):
     assert len({*draw(ones, jax.random.split(key, REPLICAS)).tolist()}) == REPLICAS
 
 
+@on_each_mesh
+def test_a_key_may_be_folded_with_the_number_of_the_replica(mesh):
+    def draw(x, key):
+        key = jax.random.fold_in(key, jax.lax.axis_index(replicas.AXIS))
+        return x * jax.random.uniform(key)
+
+    key = jax.random.key(0)
+    with pytest.warns(UserWarning, match="has a random key"):
+        drawn = replicas.map(draw, mesh())(jnp.ones(REPLICAS), key=key)
+    fold = lambda i: jax.random.uniform(jax.random.fold_in(key, i))
+    np.testing.assert_array_equal(drawn, [fold(i) for i in range(REPLICAS)])
+
+
 def test_a_mean_over_an_axis_of_pmap_is_explained():
     mean = replicas.map(lambda x: jax.lax.pmean(x, "batch"), SMALL)
     with pytest.raises(NameError) as found:
