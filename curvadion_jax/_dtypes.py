@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def cast_like(tree: Any, other: Any) -> Any:
@@ -41,3 +42,18 @@ def difference(tree: Any, other: Any) -> Any:
     """tree - other, in at least float32."""
     wide = at_least_float32
     return jax.tree.map(lambda x, y: wide(x) - wide(y), tree, other)
+
+
+def rounded(tree: Any) -> Any:
+    """The tree, of whose 16-bit numbers nothing is left that their dtype cannot hold.
+
+    XLA may go on with more digits of a sum than its dtype has.
+    """
+
+    def each(x):
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
+            return x
+        info = jnp.finfo(x.dtype)
+        return lax.reduce_precision(x, info.nexp, info.nmant)
+
+    return jax.tree.map(each, tree)

@@ -122,21 +122,31 @@ class Steps:
             inner_sound = _finite.is_sound(outcome.inner_state)
             healthy = inner_sound & _finite.all_finite([moved, residual])
             part = _group.take_part(group, given.weight, healthy)
-            residual = _finite.or_zeros(healthy, residual)
-            old = anchor, sync_state, residual
-            found = sync(moved, *old, part)
-            target, *new = _dtypes.cast_like(found, (moved, *old))
-            # An absent replica keeps its drift on top of the anchor, for a later sync.
-            drift = _dtypes.difference(moved, anchor)
-            ahead = jax.tree.map(_dtypes.add_cast, new[0], drift)
-            target = _either(healthy & ~part.present, ahead, target)
-            target, anchor, sync_state, residual = _either(
-                part.someone, (target, *new), (moved, *old)
+
+            # A condition's operands stay in memory throughout the sync: `moved`, and a
+            # residual that may be zeros, are made inside of what lies there anyway.
+            def meet(updates, residual, anchor, sync_state):
+                moved = _dtypes.rounded(optax.apply_updates(given.params, updates))
+                old = anchor, sync_state, _finite.or_zeros(healthy, residual)
+                found = sync(moved, *old, part)
+                target, *new = _dtypes.cast_like(found, (moved, *old))
+                # An absent replica keeps its drift on top of the new anchor, for a
+                # later sync.
+                drift = _dtypes.difference(moved, anchor)
+                anchor, sync_state, residual = new
+                ahead = jax.tree.map(_dtypes.add_cast, anchor, drift)
+                target = _either(healthy & ~part.present, ahead, target)
+                updates = jax.tree.map(jnp.subtract, target, given.params)
+                return updates, residual, anchor, sync_state
+
+            # Nothing moves if no replica takes part.
+            updates, residual, anchor, sync_state = _once(
+                part.someone, meet, outcome.updates, residual, anchor, sync_state
             )
+            residual = _finite.or_zeros(part.someone | healthy, residual)
             inner_state = _sound_or_new(
                 outcome.inner_state, inner_sound, self.inner, anchor
             )
-            updates = jax.tree.map(jnp.subtract, target, given.params)
             synced = _outcome(updates, inner_state, residual, part, excluded=~healthy)
             synced = synced._replace(
                 zeroed=outcome.zeroed | (synced.zeroed & healthy),
@@ -257,15 +267,22 @@ def _if(fire, synchronise, otherwise, *given):
 
 
 def _once_if(fire, synchronise, outcome, shared):
-    """What a sync makes of an outcome and of what is common, or both as they are.
+    """What a sync makes of an outcome and of what is common, or both as they are."""
+    if isinstance(fire, bool):
+        keep = lambda outcome, shared: (outcome, shared)
+        return _if(fire, synchronise, keep, outcome, shared)
+    with jax.named_scope(SYNC):
+        return _once(fire, synchronise, outcome, shared)
+
+
+def _once(condition, function, *given):
+    """What a function makes of its arguments, or these as they are.
 
     The conditional is inside a loop that runs once or not at all. A bare conditional
     copies what it passes through (https://github.com/jax-ml/jax/issues/39449); a loop
     that does not run copies nothing. A bare loop would not do either: XLA hoists
     loop-invariant work out of it, and would then do that work on every step.
     """
-    keep = lambda outcome, shared: (outcome, shared)
-    if isinstance(fire, bool):
-        return _if(fire, synchronise, keep, outcome, shared)
-    once = lambda _, carried: _if(fire, synchronise, keep, *carried)
-    return lax.fori_loop(0, fire.astype(jnp.int32), once, (outcome, shared))
+    keep = lambda *given: given
+    once = lambda _, carried: lax.cond(condition, function, keep, *carried)
+    return lax.fori_loop(0, condition.astype(jnp.int32), once, given)

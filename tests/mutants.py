@@ -80,10 +80,8 @@ MUTANTS = {
     ),
     "the outer state moves without anybody": Mutant(
         STEP,
-        "target, anchor, sync_state, residual = _either(\n"
-        "                part.someone, (target, *new), (moved, *old)\n"
-        "            )",
-        "target, (anchor, sync_state, residual) = target, new",
+        "part.someone, meet, outcome.updates",
+        "jnp.array(True), meet, outcome.updates",
         WHO,
         "nobody",
     ),
@@ -106,8 +104,8 @@ MUTANTS = {
     # What replicas owe.
     "what is owed is not sent": Mutant(
         "compressors.py",
-        "jax.tree.map(add_cast, contribution(), owed)",
-        "contribution()",
+        "jax.tree.map(add_cast, contribution, owed)",
+        "contribution",
         WHO,
         "owes",
     ),
@@ -120,9 +118,8 @@ MUTANTS = {
     ),
     "a spoilt residual is sent": Mutant(
         STEP,
-        "            residual = _finite.or_zeros(healthy, residual)\n"
-        "            old = anchor",
-        "            old = anchor",
+        "anchor, sync_state, _finite.or_zeros(healthy, residual)",
+        "anchor, sync_state, residual",
         FAULTS,
         "spoilt and residual",
     ),

@@ -36,7 +36,7 @@ def average_gradients(
         if compressor is None:
             mean = part.mean(gradients)
         else:
-            own = lambda: part.weighted(gradients)
+            own = part.weighted(gradients)
             mean, residual = compressor.mean(own, residual, part)
             mean = _dtypes.cast_like(mean, gradients)
         return *take(mean, inner_state), state, residual

@@ -56,13 +56,11 @@ def reconcile(
     def sync(moved, anchor, state, owed, part: Part):
         # 1. The mean drift. A replica sends its drift times its weight, and what it has
         # not sent before, which was multiplied then.
-        def share():
-            expected = lambda x: x * jnp.asarray(part.expected, x.dtype)
-            drift = _dtypes.difference(moved, anchor)
-            return jax.tree.map(expected, part.weighted(drift))
-
+        expected = lambda x: x * jnp.asarray(part.expected, x.dtype)
+        drift = _dtypes.difference(moved, anchor)
+        share = jax.tree.map(expected, part.weighted(drift))
         if compressor is None:
-            mean, unsent = part.group.mean(share()), ()
+            mean, unsent = part.group.mean(share), ()
         else:
             mean, unsent = compressor.mean(share, owed, part)
 
