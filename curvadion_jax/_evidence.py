@@ -66,7 +66,8 @@ class Array:
     @functools.cached_property
     def words(self) -> list[str]:
         """The names that say something, in lower case."""
-        return [n.lower() for n in self.names if not n.isdigit() and n != "layers"]
+        said = [n.lower() for n in self.names if not n.isdigit() and n != "layers"]
+        return [name.removesuffix("_stacked") for name in said]
 
     def matches(self, pattern: str, *places: int) -> bool:
         """Whether a whole name matches, at one of these places from the end."""
@@ -147,6 +148,8 @@ class Tree:
         """
         if len(array.shape) < 2:
             return None
+        if self._is_vmapped(array.names):
+            return 0
         every = (self._near(array.names[:n]) for n in reversed(range(len(array.names))))
         levels = [near for near in every if near is not None]
         if not levels or not levels[0].axes:
@@ -157,6 +160,14 @@ class Tree:
         axis = next((axes[0] for axes in alike if len(axes) == 1), nearest.axes[0])
         lengths = {scale[axis] for scale in nearest.scales}
         return axis if array.shape[axis] in lengths else None
+
+    def _is_vmapped(self, names: Names) -> bool:
+        """Whether Flax names a `vmap` of modules, and all in it share a first axis."""
+        for depth, name in enumerate(names, 1):
+            if re.fullmatch(r"Vmap\w+_\d+", name):
+                firsts = {array.shape[:1] for array in self._below[names[:depth]]}
+                return len(firsts) == 1
+        return False
 
     def _scan_within(self, prefix: Names) -> "_Scan | None":
         """What the scales and kernels below a name say; None without either."""

@@ -31,11 +31,11 @@ DimensionNumbers = optax.contrib.MuonDimensionNumbers
 
 # Names are in lower case; each pattern has to match a whole name.
 _NO_PROJECTION = r"(?!.*(proj|dense|linear|mlp|map))"
-_EMBEDDING = rf"{_NO_PROJECTION}(.*_|un|tok|pos)?emb(s|ed.*)?(_.*)?|wte|wpe"
+_EMBEDDING = rf"{_NO_PROJECTION}(.*_|un|tok|pos)?emb(s|d|ed.*)?(_.*)?|wte|wpe"
 _POSITIONS = rf"{_NO_PROJECTION}(.*_)?(rel)?pos(s|_.*|ition.*)?|wpe|rope"
 _TABLE = (
     rf"{_NO_PROJECTION}((.*[_ ])?(vocab|table|token|latent|code|codebook|codevector"
-    r"|grid|probe|prompt|prototype|quantizer|register|slot|anchor|centroid)s?"
+    r"|grid|probe|prompt|prototype|quantizer|register|slot|anchor|centroid|point)s?"
     r"|(latent|vocab)[_ ].*|envelope)"
 )
 _ANY_TABLE = f"{_TABLE}|{_POSITIONS}|{_evidence.LAYER_NORM}"
@@ -51,14 +51,18 @@ _CONVOLUTION = (
 )
 _VECTOR = (  # RWKV's time_decay_w1 is a matrix
     r"(?!(time|log)_.*(proj|mlp|dense|linear|_w\d))"
-    r"((.*_)?(bias|offset|shift|beta|norm|log|lambda)(_?\d+)?"
+    r"((.*_)?(bias|offset|shift|beta|scale|scaler|gain|norm|log|lambda)(_?\d+)?"
     r"|(bias|norm|log|lambda|time)_.*|b(_?\d+)?)"
 )
 # Longer sides of an array of two axes are no window of a depthwise convolution.
 _LONGEST_WINDOW = 64
 _STATE_SPACE = r"[ABCDP](_?(re|im|real|imag|\d))?"  # in upper case
 _DENSE = r"(out_?proj|dense|linear|fc)(_?\d+)?"
-_LIKE_WEIGHT = r"w.*|.*(kernel|weight|matrix|proj|dense|linear|einsum|lora).*"
+_LIKE_WEIGHT = (
+    rf"w([^a-z].*|[a-z\d]{{0,2}}(_.*)?|qkv.*)?|.*(kernel|weight|matrix|proj|dense|linear|einsum|lora).*|.*_w[a-z\d]?"
+    r"|(.*_)?(mlp|attn|attention|ffn?|fc|layer|hidden|in|out|output|up|down|gate)(_?\d+)?"
+    rf"|{_evidence.PROJECTION}|{_evidence.QUERY}"
+)
 _OUTPUT = r"(attn_|attention_)?(o|out|output|post)(_?proj(ection)?)?"
 # Gemma's query is [heads, D, head_dim], after an axis of keys and values.
 _EINSUM_QUERY, _EINSUM_OUTPUT = r"(q|kv|qkv)_einsum(_\d)?", r"attn_vec_einsum(_\d)?"
@@ -113,13 +117,10 @@ def explain(params: Any) -> list[Finding]:
     tables = _tables(others)
     heads = _heads(tree, tables)
     others |= dict.fromkeys(heads, "as long as the vocabulary")
-    # How many parameters of one layer, without tables, have a side of a length.
-    counted = [a for a in tree.arrays if a not in others or len(a.sizes) < 2]
-    unnumbered = {
-        (re.sub(r"\d+(?=.*/)", "", a.path), n) for a in counted for n in a.sizes
-    }
-    lengths = collections.Counter(n for _, n in unnumbered)
-    sides = {a: _sides(a, tree, lengths) for a in tree.arrays if a not in others}
+    # Where matrices have names of matrices, another name says that it may be none.
+    rest = [array for array in tree.arrays if array not in others]
+    is_named = any(_has_name(array) for array in rest if len(array.sizes) == 2)
+    sides = {array: _sides(array, tree, is_named) for array in rest}
     votes, hints = _votes(sides), _hints(tree, tables, heads, sides)
 
     def find(array):
@@ -151,7 +152,7 @@ def _why_other(array: Array, tree: Tree) -> str | None:
     if len(sizes) < 2:
         return "a vector"
     if array.shape[-1] == 1:
-        return "one output"
+        return "a last axis of 1"
     if array.is_scale:
         return "scale of a norm"
     if array.is_bias:
@@ -223,7 +224,12 @@ def _tables(others: Iterable[Array]) -> list[Array]:
     ]
 
 
-def _sides(array: Array, tree: Tree, lengths: Mapping[int, int]) -> _Sides | None:
+def _has_name(array: Array) -> bool:
+    """Whether its name is a matrix's."""
+    return array.is_lora or array.matches(_LIKE_WEIGHT, 1)
+
+
+def _sides(array: Array, tree: Tree, is_named: bool) -> _Sides | None:
     """The axes of one side and of the other; None if nothing tells."""
     axes, sizes = array.axes, array.sizes
     bias = array.bias.sizes if array.bias else ()
@@ -238,18 +244,13 @@ def _sides(array: Array, tree: Tree, lengths: Mapping[int, int]) -> _Sides | Non
         *_, heads, head_dim, width = range(len(array.shape))
         return _Sides((heads, head_dim), (width,), "[heads, head_dim, D], by its name")
     if len(sizes) == 2:
-        # A table has rows, and a vector of each head has heads, that nothing else has.
-        alone = tree.widths and any(lengths[n] == 1 for n in sizes)
         is_w = array.matches("w", 1)
         if not bias and is_w and array.matches(f"{_EMBEDDING}|{_ANY_TABLE}", 2):
             return None  # a Linear, or a table
         if not bias and _is_named_convolution(array):
             return None  # a layer of a ConvNet, or a convolution
-        if not bias and not array.words and not tree.widths:
-            return None  # of a tuple of arrays: a layer, or a table
-        has_name = array.is_lora or array.matches(_LIKE_WEIGHT, 1)
-        if alone and not bias and not has_name:
-            return None
+        if is_named and not bias and not _has_name(array):
+            return None  # a table, vectors of several heads or layers, or a matrix
         return _Sides(axes[:1], axes[1:], "two axes")
     if array.partner:
         return _sides_of_factor(array, array.partner)
@@ -419,7 +420,9 @@ def default(
     * embeddings and other tables, output heads, convolutions and parameters of
       state-space models: by their names, by a side as long as the vocabulary that one
       other parameter has, or by a bias that is shared over a window,
-    * what has more than two axes that nothing tells apart, with a warning.
+    * with a warning, what has two axes and neither a bias nor a name such as `kernel`
+      or `q_proj`, where others have one, and what has more axes that nothing tells
+      apart.
 
     All else are matrices from the first axis to the last, or from the last to the first
     where biases tell so or the parameter is an attribute `weight`, as of Equinox. Of

@@ -56,14 +56,18 @@ def test_names_of_the_other_optimizer(name):
 
 
 MATRICES = (
-    "kernel w weight mlp up_proj head_mixer wi attention_heads multi_head beta_proj "
-    "upscale normaliser_in pre_logits embed_proj"
-).split()
+    "kernel w weight mlp up_proj wi attn_wo beta_proj embed_proj value w1".split()
+)
+MODULES = "head_mixer attention_heads multi_head upscale normaliser_in pre_logits"
 
 
 @pytest.mark.parametrize("name", MATRICES)
-def test_other_names_are_matrices(name):
+def test_names_of_matrices(name):
     assert numbers_at({"layer": {name: (8, 4)}}, "layer", name) == DENSE
+
+
+@pytest.mark.parametrize("name", [*MATRICES, *MODULES.split()])
+def test_other_modules_have_matrices(name):
     tree = {name: {"kernel": (8, 4), "bias": (4,)}}
     assert numbers_at(tree, name, "kernel") == DENSE
 
@@ -226,16 +230,25 @@ def test_experts_as_many_as_a_norm_is_wide_are_no_heads():
         assert numbers_at(tree, "moe", "down") is None
 
 
-def test_rows_that_nothing_else_has_may_be_a_table():
-    tree = {"norm": NORM_1, "basis": (30, 8), "up": {"kernel": (8, 16)}}
-    with pytest.warns(cd.dimension_numbers.PartitionWarning, match="basis"):
-        assert numbers_at(tree, "basis") is None
-    tree["basis"] = (16, 8)
-    assert numbers_at(tree, "basis") == DENSE
-    # As RWKV's vector of each head, in every layer.
-    tree = {"norm": NORM_1, **{f"layer_{i}": {"r_k": (2, 4)} for i in (0, 1)}}
-    with pytest.warns(cd.dimension_numbers.PartitionWarning, match="layer_1/r_k"):
-        assert numbers_at(tree, "layer_0", "r_k") is None
+def test_critics_under_a_vmap_of_flax_are_a_stack():
+    critics = {"Dense_0": {"kernel": (2, 8, 16)}, "scaler": {"scaler": (2, 16)}}
+    tree = {"VmapCritic_0": critics}
+    path = "VmapCritic_0", "Dense_0", "kernel"
+    assert numbers_at(tree, *path) == STACK
+    # Parameters that all of them share have no such axis.
+    critics |= {"Dense_0": {"kernel": (8, 16)}, "Dense_1": {"kernel": (16, 4)}}
+    critics["scaler"] = {"scaler": (16,)}
+    assert numbers_at(tree, *path) == DENSE
+
+
+@pytest.mark.parametrize("name", ["basis", "r_k", "scale_it", "variable_1", "pi"])
+def test_an_array_of_another_name_without_a_bias_is_asked_about(name):
+    """It may be a table, or vectors of several heads, critics or layers."""
+    tree = {"norm": NORM_1, "up": {"kernel": (8, 16)}, name: (16, 8)}
+    with pytest.warns(cd.dimension_numbers.PartitionWarning, match=name):
+        assert numbers_at(tree, name) is None
+    tree |= {f"{name}_bias": (8,)}
+    assert numbers_at(tree, name) == DENSE
 
 
 def test_bare_array():
@@ -244,7 +257,7 @@ def test_bare_array():
 
 
 def test_paths_of_the_same_parts_have_shapes_of_their_own():
-    assert numbers_at({"a": {"c": (8, 4)}, "a.c": (8,)}, "a", "c") == DENSE
+    assert numbers_at({"a": {"w": (8, 4)}, "a.w": (8,)}, "a", "w") == DENSE
 
 
 UNTOLD = {"dense": {"kernel": (8, 4)}, "mix": {"cube": (2, 3, 4)}}

@@ -32,9 +32,9 @@ UNKNOWN = {
     "flowjax_maf": "weight/args/1",
     "gemma3_gm": "mlp/gating_einsum",
     "gemma3n": "mlp/gating_einsum",
+    "keras_rwkv7": "RWKV_TIME_MIX",
     "nequix": "skip/_weights",
     "ott_icnn": "quad_kernel",
-    "palm_jax": "ff_wo",
     "protein_mpnn": "edge_embedding/w",
 }
 
