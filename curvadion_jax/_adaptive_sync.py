@@ -261,8 +261,8 @@ class _AdaptiveSync:
         clock = Clock(counters.steps, counters.syncs, counters.since, cost_of_sync)
         shared = _step.Shared(extra_args, layout)
 
-        # A drift counts by the weights of all steps since the last sync. (That of a
-        # replica which was absent then is of several rounds: its length counts them.)
+        # A drift counts by the weights of all steps since the last sync. (A replica
+        # that was absent then brings the drift of several rounds, which is longer.)
         total = weight
         if self.reconciles:
             total = jnp.minimum(rows.weight + weight, jnp.finfo(jnp.float32).max)
@@ -314,11 +314,15 @@ class _AdaptiveSync:
         if self.reconciles:
             weight_since = jnp.where(fire, 0, total)
         state = AdaptiveSyncState(
-            common=common._replace(trigger_state=decision.trigger_state),
+            common=common._replace(
+                trigger_state=_dtypes.cast_like(
+                    decision.trigger_state, common.trigger_state
+                )
+            ),
             rows=Rows(
                 before_state=prepared.before_state,
                 inner_state=outcome.inner_state,
-                remembered=prepared.remembered,
+                remembered=self._remembered(prepared.remembered, outcome, params),
                 residual=outcome.residual,
                 weight=weight_since,
             ),
@@ -333,10 +337,16 @@ class _AdaptiveSync:
         if self.trigger.look is not None and due is not False:
             # A replica without weight requests nothing.
             requests = triggers.requests(values, threshold) & present & due
-            requested, voted = _any(requests, self.mesh), due
+            requested, voted = self._vote(requests), due
         fire, state = self.trigger.decide(clock, requested, state)
         fire = False if due is False else fire & due
         return _Decision(fire, voted, threshold, state)
+
+    def _vote(self, requests: jax.Array) -> jax.Array:
+        """Whether any replica requests a sync, bool[]."""
+        group = Group(_rows.axis_name(self.mesh))
+        vote = _rows.over(lambda request, _: ((), group.any(request)), self.mesh)
+        return vote(requests, ())[1]
 
     def _costs(self, params, inner_state, layout: Layout) -> metrics.Costs:
         """The bytes of a sync, of a vote, and of all gradients in float32."""
@@ -408,9 +418,21 @@ class _AdaptiveSync:
         anchor = _memory.to_device(anchor) if measures else ()
         row = gradients, params, rows._replace(residual=()), present
         common = anchor, clock, shared.extra_args
-        # Of every replica at once, each with its own row: [0] are rows again, and [1]
-        # would be common.
         return _rows.over(of_one, self.mesh)(row, common)[0]
+
+    def _remembered(self, remembered, outcome: _step.Outcome, params):
+        """What the trigger remembers; nothing of an inner state that began again."""
+        if not jax.tree.leaves(remembered):
+            return remembered
+
+        def of_one(row, _):
+            remembered, params, inner_state, restarted = row
+            fresh = self.trigger.init(params, inner_state)
+            keep = lambda x, new: jnp.where(restarted, new, x)
+            return jax.tree.map(keep, remembered, fresh), ()
+
+        row = remembered, params, outcome.inner_state, outcome.restarted
+        return _rows.over(of_one, self.mesh)(row, ())[0]
 
     def _checksum_after(self, params, updates) -> jax.Array:
         def of_one(row, _):
@@ -438,13 +460,6 @@ class _Prepared(NamedTuple):
     value: jax.Array
     layer: jax.Array
     checksum: jax.Array
-
-
-def _any(requests: jax.Array, mesh: Replicas) -> jax.Array:
-    """Whether any replica says so, bool[]."""
-    group = Group(_rows.axis_name(mesh))
-    vote = _rows.over(lambda request, _: ((), group.any(request)), mesh)
-    return vote(requests, ())[1]
 
 
 def _shapes_of_one(tree: Any, mesh: Replicas) -> Any:

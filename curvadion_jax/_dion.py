@@ -127,10 +127,12 @@ def scale_by_dion(
 
     Returns:
       A transformation with :class:`DionState`. `update` takes these optional arguments:
-      `momentum_only=True` accumulates B into the momentum, keeps Q and returns zero
-      updates. `reduce_fn` averages B Q, then B^T P, over replicas (B itself where the
-      factors are no smaller): the update is that of Dion on the mean gradient if Q is
-      the same on all replicas. `layout` tells how this replica is sharded.
+      `momentum_only=True`, static, accumulates B into the momentum, keeps Q and returns
+      zero updates (`relative_momentum_change` asks for it, so `update` must not be
+      under a jit of its own there). `reduce_fn` averages B Q, then B^T P, over replicas
+      (B itself where the factors are no smaller): the update is that of Dion on the
+      mean gradient if Q is the same on all replicas. `layout` tells how this replica is
+      sharded.
 
     Raises:
       TypeError: if `rank` is traced.
@@ -237,16 +239,16 @@ def _random_columns(name: str, shape: tuple[int, ...], dtype) -> jax.Array:
     return (q / jnp.linalg.norm(q, axis=-2, keepdims=True)).astype(dtype)
 
 
-def with_plain_qs(state: optax.OptState) -> optax.OptState:
-    """The state with other initial Qs, which take less time to compile.
+def with_cosine_qs(state: optax.OptState) -> optax.OptState:
+    """A fresh state that begins at a cosine transform in place of random Qs.
 
-    To draw random ones inside of a step would take longer to compile than a sync.
+    To draw those inside of a step would take longer to compile than a sync.
     """
 
-    def plain(dion):
+    def begun(dion):
         return dion._replace(dion_q=jax.tree.map(_cosines, dion.dion_q))
 
-    return with_states(state, plain)
+    return with_states(state, begun)
 
 
 def _cosines(q: jax.Array) -> jax.Array:

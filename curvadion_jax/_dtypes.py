@@ -10,10 +10,13 @@ from jax import lax
 
 def cast_like(tree: Any, other: Any) -> Any:
     """Casts a tree to the dtypes of another one of the same structure."""
-    # A random key has no cast, not even to its own type.
-    return jax.tree.map(
-        lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype), tree, other
-    )
+
+    def cast(x, y):
+        # A random key has no cast, not even to its own type.
+        same = getattr(x, "dtype", None) == y.dtype
+        return x if same else jnp.asarray(x).astype(y.dtype)
+
+    return jax.tree.map(cast, tree, other)
 
 
 def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:

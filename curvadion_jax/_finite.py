@@ -29,20 +29,25 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.sum(sums * sums) == 0
 
 
-def is_sound(state: Any) -> jax.Array:
-    """Whether a state is finite, bool[]; a single number may be infinite.
+def is_kept(x: jax.Array) -> jax.Array:
+    """Which elements of a state are as they should be; a single number may be infinite.
 
     Such as the best loss so far, or a loss scale.
     """
+    return jnp.isfinite(x) if jnp.ndim(x) else ~jnp.isnan(x)
+
+
+def is_sound(state: Any) -> jax.Array:
+    """Whether all of a state `is_kept`, bool[]."""
     arrays = [x for x in jax.tree.leaves(state) if is_float(x)]
     single = [jnp.where(jnp.isinf(x), 0, x) for x in arrays if jnp.ndim(x) == 0]
     return all_finite([*single, *(x for x in arrays if jnp.ndim(x))])
 
 
 def norms_finite(tree: Any) -> jax.Array:
-    """Whether no array has a NaN or Inf, or squares that overflow, bool[].
+    """Whether no array has a NaN or Inf, or a norm that overflows, bool[].
 
-    The square of 1e20 overflows float32, so a matrix that holds it has no norm.
+    The square of 1e20 overflows float32. (Small arrays have one norm for several.)
     """
     squares = lambda x: jnp.sum(jnp.square(jnp.abs(_dtypes.at_least_float32(x))))
     floats = [x for x in jax.tree.leaves(tree) if is_float(x)]
@@ -55,12 +60,10 @@ def finite_elements(tree: Any) -> Any:
 
 
 def repaired(state: Any, before: Any) -> Any:
-    """Replaces non-finite elements of a state by those before; scalars may be Inf."""
+    """Replaces what is not to be kept of a state by what was there before."""
 
     def either(x, old):
-        if not is_float(x):
-            return x
-        return jnp.where(jnp.isfinite(x) if jnp.ndim(x) else ~jnp.isnan(x), x, old)
+        return jnp.where(is_kept(x), x, old) if is_float(x) else x
 
     return jax.tree.map(either, state, before)
 

@@ -110,7 +110,8 @@ def dion_step(
         Q = keep_whole(Q)
         if feedback is not None:
             part = jnp.asarray(feedback, P.dtype)
-            if Q.shape[-1] == view.cols:  # full rank: P R^T = P P^T B = B
+            # Full rank: P R^T = P P^T B = B, unless Q is singular.
+            if Q.shape[-1] == view.cols:
                 momentum -= part * momentum
             else:
                 # Each replica takes away its own contribution: with the mean of R the

@@ -6,6 +6,7 @@ replica keeps, that nothing moves where nobody takes part, and that updates are 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -62,6 +63,7 @@ class Outcome(NamedTuple):
       updates: finite; what was not is zero.
       zeroed: bool[], whether finite gradients gave updates that were not finite.
       excluded, absent: bool[], whether this replica took no part in a sync.
+      restarted: bool[], whether its inner state began again.
       anchor_checksum: uint32[], of this replica's copy of the anchor; 0 without a sync.
     """
 
@@ -71,6 +73,7 @@ class Outcome(NamedTuple):
     zeroed: jax.Array
     excluded: jax.Array
     absent: jax.Array
+    restarted: jax.Array
     anchor_checksum: jax.Array
 
 
@@ -113,54 +116,65 @@ class Steps:
     ) -> tuple[Outcome, Common]:
         """A sync that follows the replicas' own steps, if `fire` says so."""
         group = Group(_rows.axis_name(self.mesh), shared.layout)
-        sync: Callable[..., Any] = self.synchronizer.sync
 
-        def of_one(row, kept, _):
-            (given, outcome), residual = row
-            anchor, sync_state = kept
+        def of_one(row, residual, kept, _):
+            given, outcome = row
             moved = optax.apply_updates(given.params, outcome.updates)
             inner_sound = _finite.is_sound(outcome.inner_state)
             healthy = inner_sound & _finite.all_finite([moved, residual])
             part = _group.take_part(group, given.weight, healthy)
-
-            # A condition's operands stay in memory throughout the sync: `moved`, and a
-            # residual that may be zeros, are made inside of what lies there anyway.
-            def meet(updates, residual, anchor, sync_state):
-                moved = _dtypes.rounded(optax.apply_updates(given.params, updates))
-                old = anchor, sync_state, _finite.or_zeros(healthy, residual)
-                found = sync(moved, *old, part)
-                target, *new = _dtypes.cast_like(found, (moved, *old))
-                # An absent replica keeps its drift on top of the new anchor, for a
-                # later sync.
-                drift = _dtypes.difference(moved, anchor)
-                anchor, sync_state, residual = new
-                ahead = jax.tree.map(_dtypes.add_cast, anchor, drift)
-                target = _either(healthy & ~part.present, ahead, target)
-                updates = jax.tree.map(jnp.subtract, target, given.params)
-                return updates, residual, anchor, sync_state
-
             # Nothing moves if no replica takes part.
-            updates, residual, anchor, sync_state = _once(
-                part.someone, meet, outcome.updates, residual, anchor, sync_state
+            updates, residual, *kept = _once(
+                part.someone,
+                functools.partial(self._meet, given.params, part, healthy),
+                *(outcome.updates, residual, *kept),
             )
-            residual = _finite.or_zeros(part.someone | healthy, residual)
+            anchor, _ = kept
             inner_state = _sound_or_new(
                 outcome.inner_state, inner_sound, self.inner, anchor
             )
-            synced = _outcome(updates, inner_state, residual, part, excluded=~healthy)
+            synced = _outcome(
+                updates,
+                inner_state,
+                residual=_finite.or_zeros(part.someone | healthy, residual),
+                part=part,
+                excluded=~healthy,
+                restarted=~inner_sound,
+            )
             synced = synced._replace(
                 zeroed=outcome.zeroed | (synced.zeroed & healthy),
                 anchor_checksum=_checksum.of(anchor),
             )
-            return synced, (anchor, sync_state)
+            return synced, tuple(kept)
 
         def synchronise(outcome, kept):
-            rows = given, outcome._replace(residual=())
-            return self._synced(of_one, rows, outcome.residual, kept)
+            row = given, outcome._replace(residual=())
+            return self._synced(of_one, row, outcome.residual, kept)
 
         kept = common.anchor, common.sync_state
-        outcome, (anchor, sync_state) = _once_if(fire, synchronise, outcome, kept)
+        outcome, kept = _once_if(fire, synchronise, outcome, kept)
+        anchor, sync_state = kept
         return outcome, common._replace(anchor=anchor, sync_state=sync_state)
+
+    def _meet(self, params, part: Part, healthy, updates, residual, anchor, sync_state):
+        """One replica's way to the anchor, in place of its own updates.
+
+        This runs under a condition, whose operands stay in memory until it ends: the
+        four last arguments. What is made of them is made in here, the parameters after
+        the replica's own step once more.
+        """
+        sync: Callable[..., Any] = self.synchronizer.sync
+        moved = _dtypes.rounded(optax.apply_updates(params, updates))
+        old = anchor, sync_state, _finite.or_zeros(healthy, residual)
+        found = sync(moved, *old, part)
+        target, *new = _dtypes.cast_like(found, (moved, *old))
+        # An absent replica keeps its drift on top of the new anchor, for a later sync.
+        drift = _dtypes.difference(moved, anchor)
+        anchor, sync_state, residual = new
+        ahead = jax.tree.map(_dtypes.add_cast, anchor, drift)
+        target = _either(healthy & ~part.present, ahead, target)
+        updates = jax.tree.map(jnp.subtract, target, params)
+        return updates, residual, anchor, sync_state
 
     def with_mean_if(
         self, fire, given: Given, residual, common: Common, shared: Shared
@@ -169,8 +183,7 @@ class Steps:
         group = Group(_rows.axis_name(self.mesh), shared.layout)
         sync: Callable[..., Any] = self.synchronizer.sync
 
-        def of_one(row, sync_state, extra_args):
-            given, residual = row
+        def of_one(given, residual, sync_state, extra_args):
             inner_sound = _finite.is_sound(given.inner_state)
             healthy = inner_sound & _finite.all_finite([given.params, residual])
             able = healthy & given.finite
@@ -186,7 +199,14 @@ class Steps:
             # all have begun again, and take part in the next sync.)
             updates = _finite.or_zeros(part.someone, updates)
             inner_state, sync_state, residual = _either(part.someone, tuple(new), old)
-            synced = _outcome(updates, inner_state, residual, part, excluded=~able)
+            synced = _outcome(
+                updates,
+                inner_state,
+                residual,
+                part=part,
+                excluded=~able,
+                restarted=~inner_sound,
+            )
             return synced._replace(zeroed=synced.zeroed & healthy), sync_state
 
         def synchronise(given, residual, sync_state):
@@ -200,25 +220,32 @@ class Steps:
         )
         return outcome, common._replace(sync_state=sync_state)
 
-    def _synced(self, of_one, rows, residual, kept, extra_args=()):
-        """Synchronises the rows; what syncs alone touch may lie in host memory.
+    def _synced(self, of_one, row, residual, kept, extra_args=()):
+        """Runs a sync on the rows of all replicas, and returns (outcome, kept).
 
-        `of_one` is a function (row and residual, kept, extra arguments) -> (outcome,
-        kept). Residual and what is kept go to the device and back where they lay.
+        `of_one` is that of one replica, of the same arguments. Residuals and what is
+        kept may lie in host memory, since syncs alone touch them: they go to the device
+        and back.
         """
 
-        def run(row, common):
-            return of_one(row, *common)
+        def run(rows, common):
+            return of_one(*rows, *common)
 
         synced, new = _rows.over(run, self.mesh)(
-            (rows, _memory.to_device(residual)), (_memory.to_device(kept), extra_args)
+            (row, _memory.to_device(residual)), (_memory.to_device(kept), extra_args)
         )
         residual = _memory.to_memory_of(synced.residual, residual)
         return synced._replace(residual=residual), _memory.to_memory_of(new, kept)
 
 
 def _outcome(
-    updates, inner_state, residual, part: Part | None = None, excluded: Any = False
+    updates,
+    inner_state,
+    residual,
+    *,
+    part: Part | None = None,
+    excluded: jax.Array | bool = False,
+    restarted: jax.Array | bool = False,
 ) -> Outcome:
     """The outcome of a step, whose updates are finite: what is not becomes zero."""
     excluded = jnp.asarray(excluded)
@@ -230,6 +257,7 @@ def _outcome(
         zeroed=~_finite.all_finite(updates),
         excluded=excluded,
         absent=absent,
+        restarted=jnp.asarray(restarted),
         anchor_checksum=jnp.zeros([], jnp.uint32),
     )
 
@@ -241,15 +269,13 @@ def _sound_or_new(
 
     Integers and single numbers stay, such as counts of steps and hyperparameters.
     """
-    fresh = _dion.with_plain_qs(inner.init(params))
+    fresh = _dion.with_cosine_qs(inner.init(params))
 
     def choose(x, new):
         if not _finite.is_float(x):
             return x
-        new = jnp.asarray(new, x.dtype)
-        if jnp.ndim(x) == 0:
-            return jnp.where(jnp.isnan(x), new, x)
-        return jnp.where(is_sound, x, new)
+        keep = is_sound if jnp.ndim(x) else _finite.is_kept(x)
+        return jnp.where(keep, x, jnp.asarray(new, x.dtype))
 
     return jax.tree.map(choose, state, fresh)
 
@@ -266,16 +292,15 @@ def _if(fire, synchronise, otherwise, *given):
         return lax.cond(fire, synchronise, otherwise, *given)
 
 
-def _once_if(fire, synchronise, outcome, shared):
-    """What a sync makes of an outcome and of what is common, or both as they are."""
+def _once_if(fire, function, *given) -> tuple:
+    """`_once`, by that name too where `fire` is not known to the host."""
     if isinstance(fire, bool):
-        keep = lambda outcome, shared: (outcome, shared)
-        return _if(fire, synchronise, keep, outcome, shared)
+        return function(*given) if fire else given
     with jax.named_scope(SYNC):
-        return _once(fire, synchronise, outcome, shared)
+        return _once(fire, function, *given)
 
 
-def _once(condition, function, *given):
+def _once(condition, function, *given) -> tuple:
     """What a function makes of its arguments, or these as they are.
 
     The conditional is inside a loop that runs once or not at all. A bare conditional

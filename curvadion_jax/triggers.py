@@ -112,7 +112,8 @@ class Trigger(NamedTuple):
       threshold: (`Clock`, state) -> float32[], what values are compared with.
       decide: (`Clock`, whether any replica requests a sync, state) -> (whether to
         synchronise, state). On a step that is not due no replica requests one.
-      init: (params, inner state) -> what `look` remembers, of one replica.
+      init: (params, inner state) -> what `look` remembers, of one replica; called anew
+        for a replica whose inner state was not finite, and begins again at a sync.
       init_state: () -> the state of `threshold` and `decide`, which is common.
 
     Example:
@@ -467,10 +468,8 @@ def relative_momentum_change(
         # Zeros for non-finite gradients say nothing; the first step has no predecessor.
         change = jnp.where(seen.finite, _relative_change(new, last), 0)
         change = jnp.where(seen.clock.steps == 0, _LARGEST, change)
-        # Nothing is to be compared with a momentum that is not finite, which begins
-        # again at the sync that it requests, nor with one of such zeros alone.
-        is_known = jnp.isfinite(new) & (seen.finite | (new > 0))
-        last = jnp.where(is_known, new, _UNKNOWN)
+        # A momentum of such zeros alone is nothing to compare the next one with.
+        last = jnp.where(seen.finite | (new > 0), new, _UNKNOWN)
         if not layers:
             return Measured(jnp.float32(_LARGEST)), last
         return Measured(jnp.max(change), jnp.asarray(layers)[jnp.argmax(change)]), last

@@ -80,8 +80,8 @@ MUTANTS = {
     ),
     "the outer state moves without anybody": Mutant(
         STEP,
-        "part.someone, meet, outcome.updates",
-        "jnp.array(True), meet, outcome.updates",
+        "                part.someone,\n                functools",
+        "                jnp.array(True),\n                functools",
         WHO,
         "nobody",
     ),
@@ -150,17 +150,24 @@ MUTANTS = {
         STEP, "updates=_finite.finite_elements(updates)", "updates=updates", FAULTS
     ),
     "a spoilt state does not begin again": Mutant(
-        STEP, "return jnp.where(is_sound, x, new)", "return x", FAULTS
+        STEP,
+        "keep = is_sound if jnp.ndim(x) else",
+        "keep = True if jnp.ndim(x) else",
+        FAULTS,
     ),
     "a spoilt number does not begin again": Mutant(
         STEP,
-        "return jnp.where(jnp.isnan(x), new, x)",
-        "return x",
+        "if jnp.ndim(x) else _finite.is_kept(x)",
+        "if jnp.ndim(x) else True",
         FAULTS,
         "single",
     ),
     "every state begins again": Mutant(
-        STEP, "return jnp.where(is_sound, x, new)", "return new", FAULTS, "begins"
+        STEP,
+        "keep = is_sound if jnp.ndim(x) else",
+        "keep = False if jnp.ndim(x) else",
+        FAULTS,
+        "begins",
     ),
     "a spoilt state is averaged": Mutant(
         STEP,
@@ -255,6 +262,9 @@ MUTANTS = {
         "(seen.clock.since == 0) | ~(requested <= largest.value)",
         "jnp.array(True)",
         INTERVALS,
+    ),
+    "a change is remembered over a restart": Mutant(
+        CORE, "jnp.where(restarted, new, x)", "x", CHANGE, "requests_one_sync"
     ),
     "the first step has a change": Mutant(
         TRIGGERS, "jnp.where(seen.clock.steps == 0, _LARGEST, change)", "change", CHANGE

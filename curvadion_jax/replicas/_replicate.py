@@ -122,7 +122,11 @@ def place(tree: Any, mesh: Replicas) -> Any:
         x = jnp.asarray(x, jnp.result_type(x))
         if not isinstance(mesh, Mesh):
             return x
-        return jax.jit(jnp.array, out_shardings=NamedSharding(mesh, P()))(x)
+        everywhere = NamedSharding(mesh, P())
+        if x.committed:  # to a device, as what is restored from a checkpoint
+            x = _on_devices(x, everywhere)
+        # A copy, which may be donated.
+        return jax.jit(jnp.array, out_shardings=everywhere)(x)
 
     return jax.tree.map(common, tree)
 

@@ -1,5 +1,6 @@
 """Who takes part in a sync: weights, replicas that are absent, and nobody at all."""
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -117,6 +118,29 @@ def test_any_synchronizer_leaves_absent_replicas_their_drift(weights, wanted):
     every = [BOTH, np.float32(weights)]
     *_, (found, _) = run(sgd(half_of_the_way(), k=2), trees, every, params=params)
     np.testing.assert_allclose(found["w"][:, 0], wanted, atol=ATOL)
+
+
+def test_states_of_other_types_keep_theirs():
+    """A number of Python's as a state, and a trigger that counts in float32."""
+
+    def update(updates, state, params=None):
+        return updates, 1 if state is None else 2  # forgets what it was given
+
+    inner = optax.GradientTransformation(lambda params: jnp.float32(0), update)
+    half = jnp.bfloat16
+    trigger = Trigger(
+        look=lambda seen, _: (Measured(1.0), 3),
+        decide=lambda clock, requested, state: (requested, state + jnp.float32(1)),
+        init=lambda params, inner_state: jnp.int32(0),
+        init_state=lambda: jnp.zeros(2, half),
+    )
+    tx = cd.adaptive_sync(inner, trigger, reconcile(), cd.replicas.simulated(2))
+    rows = cd.replicas.replicate(PARAMS, cd.replicas.simulated(2))
+    state = tx.init(rows)
+    _, after = tx.update(rows, state, rows)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+    assert after.common.trigger_state.tolist() == [1, 1]
+    assert after.rows.inner_state.tolist() == [2, 2]
 
 
 def test_any_synchronizer_keeps_the_dtypes_of_what_it_is_given():

@@ -90,7 +90,9 @@ def test_placed_numbers_are_on_all_devices_and_arrays_on_the_mesh_stay():
     tx = optax.adam(0.1)
     rows = replicas.replicate({"w": jnp.ones(3)}, mesh)
     state = TrainState.create(apply_fn=None, params=rows, tx=tx)
-    placed = replicas.place((state, jax.random.key(0), 2.5, np.arange(3)), mesh)
+    committed = jax.device_put(jnp.ones(2), jax.devices()[3])  # as if it was restored
+    tree = state, jax.random.key(0), 2.5, np.arange(3), committed
+    placed = replicas.place(tree, mesh)
     for x in jax.tree.leaves(placed):
         assert x.sharding.mesh == mesh
         assert not getattr(x, "weak_type", False)

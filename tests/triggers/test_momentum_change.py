@@ -221,20 +221,25 @@ def test_the_first_step_alone_synchronises_whatever_its_gradients_are():
     assert found.value[0] == LARGEST
 
 
-def test_a_momentum_that_is_not_finite_requests_one_sync():
-    """It begins again there, and has no predecessor on the next step."""
-    inner = optax.sgd(0.1, momentum=0.5)
-    tx = cd.adaptive_sync(inner, change(0.9), synchronizers.average_gradients())
+@pytest.mark.parametrize("spoilt", ["trace", "mu"])
+@pytest.mark.parametrize(
+    "synchronizer", [synchronizers.reconcile(), synchronizers.average_gradients()]
+)
+def test_a_state_that_is_not_finite_requests_one_sync(spoilt, synchronizer):
+    """All of it begins again there, and has no predecessor on the next step."""
+    inner = optax.chain(optax.scale_by_adam(), optax.trace(0.5), optax.scale(-0.1))
+    tx = cd.adaptive_sync(inner, change(1.2), synchronizer)
     params, update = {"w": jnp.ones(3)}, jax.jit(tx.update)
     state = tx.init(params)
     syncs = []
-    for step in range(6):
-        if step == 4:
-            spoilt = jax.tree.map(lambda x: x * jnp.nan, state.rows.inner_state)
-            state = state._replace(rows=state.rows._replace(inner_state=spoilt))
+    for step in range(9):
+        if step == 6:
+            bad = {spoilt: {"w": jnp.full(3, jnp.nan)}}
+            inner_state = optax.tree.set(state.rows.inner_state, **bad)
+            state = state._replace(rows=state.rows._replace(inner_state=inner_state))
         state = update(params, state, params)[1]
         syncs.append(int(state.counters.syncs))
-    assert syncs == [1, 1, 1, 1, 2, 2]
+    assert syncs == [1, 1, 1, 1, 1, 1, 2, 2, 2]
     assert state.counters.excluded == 1
 
 
