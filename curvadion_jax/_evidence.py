@@ -112,6 +112,7 @@ class Tree:
     Attributes:
       arrays: in the order of the leaves.
       widths: lengths of the norms' scales; the model's width is one.
+      is_ensemble: whether the first axis of all arrays counts models.
     """
 
     def __init__(self, params: Any):
@@ -130,6 +131,7 @@ class Tree:
             self.arrays.append(array)
             for depth in range(len(array.names)):
                 self._below[array.names[:depth]].append(array)
+        self.is_ensemble = self._all_share_an_axis()
         self._within = functools.cache(self._arrays_within)
         self._near = functools.cache(self._scan_within)
         for array in self.arrays:
@@ -148,7 +150,7 @@ class Tree:
         """
         if len(array.shape) < 2:
             return None
-        if self._is_vmapped(array.names):
+        if self.is_ensemble or self._is_vmapped(array.names):
             return 0
         every = (self._near(array.names[:n]) for n in reversed(range(len(array.names))))
         levels = [near for near in every if near is not None]
@@ -160,6 +162,16 @@ class Tree:
         axis = next((axes[0] for axes in alike if len(axes) == 1), nearest.axes[0])
         lengths = {scale[axis] for scale in nearest.scales}
         return axis if array.shape[axis] in lengths else None
+
+    def _all_share_an_axis(self) -> bool:
+        """Whether many arrays have a first axis of one length, which no other axis has.
+
+        As where a model is initialised under `jax.vmap`.
+        """
+        shapes = [array.shape for array in self.arrays]
+        firsts = {shape[:1] for shape in shapes}
+        others = {(n,) for shape in shapes for n in shape[1:]}
+        return len(shapes) > 6 and len(firsts) == 1 and not firsts & {(), *others}
 
     def _is_vmapped(self, names: Names) -> bool:
         """Whether Flax names a `vmap` of modules, and all in it share a first axis."""
@@ -179,15 +191,20 @@ class Tree:
         return _Scan(scales, _axes_of_scan(scales, kernels))
 
     def _find_biases(self) -> None:
-        """Pairs `kernel` with `bias`, `w` with `b`, `wi_0` with `wi_0_bias`."""
+        """Pairs `kernel` with `bias`, `Wi` with `bi`, `wi_0` with `wi_0_bias`."""
         # Haiku's `m/~/linear` and `m/linear` are two modules.
-        by_place = {(array.module, array.names[-1]): array for array in self.arrays}
+        by_place = {
+            (array.module, array.names[-1].lower()): array for array in self.arrays
+        }
         for array in self.arrays:
-            last = array.names[-1]
+            last = array.names[-1].lower()
             stem = re.sub(rf"({WEIGHT})$", "", last)
             stem = stem if stem != last else f"{last}_"
             # In a pair (kernel, bias), as of stax, names are positions.
             endings = ["1"] if last == "0" else [stem + "bias", stem + "b"]
+            if begun := re.match(WEIGHT, last):
+                rest = last[begun.end() :]
+                endings += [f"{name}{rest}" for name in ("bias", "biases", "b")]
             for ending in endings:
                 bias = by_place.get((array.module, ending))
                 if bias and bias.partner:  # `b` of LoRA's `a` and `b`

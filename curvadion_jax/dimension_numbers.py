@@ -36,7 +36,7 @@ _POSITIONS = rf"{_NO_PROJECTION}(.*_)?(rel)?pos(s|_.*|ition.*)?|wpe|rope"
 _TABLE = (
     rf"{_NO_PROJECTION}((.*[_ ])?(vocab|table|token|latent|code|codebook|codevector"
     r"|grid|probe|prompt|prototype|quantizer|register|slot|anchor|centroid|point)s?"
-    r"|(latent|vocab)[_ ].*|envelope)"
+    r"|(.*[_ ])?envelopes?|(latent|vocab)[_ ].*)"
 )
 _ANY_TABLE = f"{_TABLE}|{_POSITIONS}|{_evidence.LAYER_NORM}"
 # Modules such as positionwise_ffn and latent_attention hold no table.
@@ -59,8 +59,10 @@ _LONGEST_WINDOW = 64
 _STATE_SPACE = r"[ABCDP](_?(re|im|real|imag|\d))?"  # in upper case
 _DENSE = r"(out_?proj|dense|linear|fc)(_?\d+)?"
 _LIKE_WEIGHT = (
-    rf"w([^a-z].*|[a-z\d]{{0,2}}(_.*)?|qkv.*)?|.*(kernel|weight|matrix|proj|dense|linear|einsum|lora).*|.*_w[a-z\d]?"
-    r"|(.*_)?(mlp|attn|attention|ffn?|fc|layer|hidden|in|out|output|up|down|gate)(_?\d+)?"
+    r"w([^a-z].*|[a-z\d]{0,2}(_.*)?|qkv.*)?|.*_w[a-z\d]?"
+    r"|.*(kernel|weight|matrix|proj|dense|linear|einsum|lora).*"
+    r"|(.*_)?(mlp|attn|attention|ffn?|fc|layer|hidden|output)(_?\d+)?"
+    r"|((mlp|ffn?)_)?(in|out|up|down|gate)(_?\d+)?"
     rf"|{_evidence.PROJECTION}|{_evidence.QUERY}"
 )
 _OUTPUT = r"(attn_|attention_)?(o|out|output|post)(_?proj(ection)?)?"
@@ -151,7 +153,7 @@ def _why_other(array: Array, tree: Tree) -> str | None:
         return "no elements"
     if len(sizes) < 2:
         return "a vector"
-    if array.shape[-1] == 1:
+    if array.shape[-1] == 1 and not array.matches(r"densegeneral(_\d+)?", 2):
         return "a last axis of 1"
     if array.is_scale:
         return "scale of a norm"
@@ -360,8 +362,12 @@ def _is_out_first(array: Array, sides: _Sides) -> bool | None:
 
 
 def _kind(array: Array) -> tuple[str, int]:
-    """What arrays vote together: the last name, and the number of axes."""
-    return array.names[-1], len(array.sizes)
+    """What arrays vote together: the last name, and the number of axes.
+
+    `W`, `Wi` and `w1` are one name: a codebase writes either x @ W or W @ x.
+    """
+    name = array.names[-1].lower()
+    return "w" if re.fullmatch(r"w_?[a-z\d]{0,2}", name) else name, len(array.sizes)
 
 
 def _votes(sides: Mapping[Array, _Sides | None]) -> dict[tuple[str, int], list[bool]]:

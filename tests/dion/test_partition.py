@@ -241,7 +241,33 @@ def test_critics_under_a_vmap_of_flax_are_a_stack():
     assert numbers_at(tree, *path) == DENSE
 
 
-@pytest.mark.parametrize("name", ["basis", "r_k", "scale_it", "variable_1", "pi"])
+@pytest.mark.parametrize(
+    ("weight", "bias"),
+    [
+        pair.split()
+        for pair in (
+            *("Wi bi", "W b", "w1 b1", "w_in b_in", "weight_i bias_i", "Wq Bq"),
+            *("kernel_h bias_h", "weights1 biases1", "W_ih b_ih"),
+        )
+    ],
+)
+def test_a_bias_of_the_same_ending_tells_which_side_is_out(weight, bias):
+    tree = {"m": {weight: (16, 8), bias: (16,)}}
+    assert numbers_at(tree, "m", weight) == (1, 0)
+
+
+def test_one_matrix_with_a_bias_tells_for_others_of_its_style():
+    tree = {"gru": {"Wi": (24, 5), "bi": (24,), "Wh": (24, 8), "bh_n": (8,)}}
+    assert numbers_at(tree, "gru", "Wh") == (1, 0)
+
+
+def test_models_made_under_a_vmap_are_a_stack():
+    layer = {"query": (3, 8, 16), "mlp": (3, 8, 24), "mlp_bias": (3, 24)}
+    tree = {f"layer_{i}": layer for i in range(3)} | {"scalar": (3,)}
+    assert numbers_at(tree, "layer_0", "query") == STACK
+
+
+@pytest.mark.parametrize("name", ["basis", "r_k", "variable_1", "pi", "pi_up"])
 def test_an_array_of_another_name_without_a_bias_is_asked_about(name):
     """It may be a table, or vectors of several heads, critics or layers."""
     tree = {"norm": NORM_1, "up": {"kernel": (8, 16)}, name: (16, 8)}
