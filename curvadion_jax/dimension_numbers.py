@@ -41,9 +41,11 @@ _TABLE = (
 _ANY_TABLE = f"{_TABLE}|{_POSITIONS}|{_evidence.LAYER_NORM}"
 # Modules such as positionwise_ffn and latent_attention hold no table.
 _TABLE_MODULE = rf"(?!.*(attention|attn|ffn|feed|wise))({_ANY_TABLE})"
+_LOGITS = r"(?!pre_).*logit.*"
 _HEAD = (
-    r"(?!multi|att)(.*_|lm|output)?(head|classifier|readout)|heads|(?!pre_).*logit.*"
-    r"|class_embed(_\d+)?"
+    rf"(?!multi|att)(.*_)?(head|classifier|readout)|heads|{_LOGITS}"
+    # Numbers as Linen's; a plain Head_0 may be one of several of attention.
+    r"|(?!multi|att)(.*[a-z]_?head|.*(classifier|class_?(embed|predictor)))_?\d*"
 )
 # Neither ConvNeXt's layers, nor conv_tp_weights, e3nn's weights of a tensor product.
 _CONVOLUTION = (
@@ -171,7 +173,9 @@ def _why_other(array: Array, tree: Tree) -> str | None:
     named_head = array.matches(
         _HEAD, *((1,) if tree.has_query_and_key(array) else (1, 2))
     )
-    is_head = named_head or (in_head and not hidden)
+    # One model's width to another's, as an `image_classifier` before a decoder.
+    connects = hidden and len(set(sizes)) > 1 and not array.matches(_LOGITS, 1, 2)
+    is_head = (named_head and not connects) or (in_head and not hidden)
     if is_head and not tree.leads_to_another(array):
         return "a head, by its name"
     apart = len(array.shape) - (array.layers is not None)

@@ -26,7 +26,7 @@ def test_measures_each_once(tmp_path):
     shown = lines(file, "--only", "*uon*")  # Muon, which is there, and `local_muon`
     found = map(json.loads, file.read_text().splitlines())
     rows = {row["method"]: row for row in found}
-    assert list(rows) == ["Muon", "`local_muon`"]
+    assert list(rows) == ["Muon", "`local_muon`", "`local_muon`, one program"]
     measured = rows["`local_muon`"]
     assert measured.keys() >= {"first_step", "step", "first_sync", "sync", "limit"}
     assert "| tiny | Muon | no memory |" in "\n".join(shown)

@@ -206,8 +206,9 @@ def expected(case: Case, script: Script) -> list[bool]:
     largest = np.full(REPLICAS, -np.inf)
     syncs, since, found = 0, 0, []
     for steps in range(STEPS):
-        largest = np.maximum(largest, signals[steps])
-        requests = (largest > LIMIT) & (script.weights[steps] > 0)
+        present = script.weights[steps] > 0
+        largest = np.maximum(largest, np.where(present, signals[steps], -np.inf))
+        requests = (largest > LIMIT) & present
         due = case.due(steps)
         fire = case.model(Step(bool(requests.any()) and due, steps, syncs, since))
         fire = fire and due

@@ -38,7 +38,8 @@ OTHERS = (
     "embedding tok_embeddings wte wpe vocab_table tok_emb pos_emb emb pos cls_token "
     "head lm_head lmhead output_head logits readout unembedding LM_Head Embed_0 heads "
     "decoder_logits classifier cls_head conv Conv_0 ln1 ln_f pre_ln layernorm "
-    "rms_norm_1 latents codebook register_tokens hash_table memory_grid"
+    "rms_norm_1 latents codebook register_tokens hash_table memory_grid LMHead_0 "
+    "ClassificationHead classifier_1 PolicyHead_0 value_head_0 ObjectClassPredictor_0"
 ).split()
 
 
@@ -70,6 +71,14 @@ def test_names_of_matrices(name):
 def test_other_modules_have_matrices(name):
     tree = {name: {"kernel": (8, 4), "bias": (4,)}}
     assert numbers_at(tree, name, "kernel") == DENSE
+
+
+def test_a_classifier_between_two_widths_leads_on():
+    norms = {"encoder_norm": NORM_1, "decoder_norm": {"scale": (16,)}}
+    tree = norms | {"image_classifier": {"kernel": (8, 16)}}
+    assert numbers_at(tree, "image_classifier", "kernel") == DENSE
+    tree = norms | {"image_classifier": {"kernel": (8, 10)}}
+    assert numbers_at(tree, "image_classifier", "kernel") is None
 
 
 def test_an_embedding_has_no_bias():

@@ -22,7 +22,7 @@ REPLICAS = 2
 SHAPES = {
     "down": (512, 256),
     "norm": (1024,),
-    "square": (256, 256),
+    "out": (256, 256),
     "stack": (2, 256, 512),  # the transpose of `down`, which tells that it is one
 }
 # Parts of few elements: blocks are mostly empty, and vectors are sent whole. Of 4098
