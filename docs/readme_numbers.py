@@ -40,15 +40,29 @@ def main() -> None:
     muloco = table.above(losses("MuLoCo, 2 bits"), local)
     print(f"  MuLoCo in 2 bits against local_muon: {spread(muloco)}")
 
-    print("steps of synchronous Muon for local_muon's loss, and break-even")
-    for method in (rows.MUON, rows.MUON + rows.RISING):
-        short, long = losses(method, study.QUARTER), losses(method)
-        shares = [
-            table.steps_to(local[seed]["loss"], short[seed]["loss"], long[seed]["loss"])
-            for seed in sorted(local.keys() & short.keys() & long.keys())
-        ]
-        print(f"  {method}: {spread([100 * x for x in shares])}%")
-        print(f"    a synchronous step may take {spread([1 / x for x in shares], 2)}")
+    for name in (rows.LOCAL_MUON, rows.TWO_BITS):
+        found = losses(name)
+        print(f"steps of synchronous Muon for the loss of {name}, and break-even")
+        for method in (rows.MUON, rows.BEST_MUON):
+            short, long = losses(method, study.QUARTER), losses(method)
+            shares = [
+                table.steps_to(row["loss"], short[seed]["loss"], long[seed]["loss"])
+                for seed, row in sorted(found.items())
+                if seed in short and seed in long
+            ]
+            print(f"  {method}: {spread([100 * x for x in shares])}%")
+            print(f"    its step may take {spread([1 / x for x in shares], 2)}")
+
+    print("percent above rising Muon, by seed 0, 1, 2")
+    others = (
+        *(rows.LOCAL_MUON, rows.LOCAL_MUON + rows.RISING, rows.LARGE_BATCH),
+        *(rows.TWO_BITS, rows.BEST_MUON + rows.OUTER, rows.MULOCO),
+        *(rows.MULOCO + rows.FOR_EIGHT, rows.MULOCO + ", 2 bits"),
+        rows.MULOCO + rows.FOR_EIGHT + ", 2 bits",
+    )
+    for name in others:
+        best = losses(rows.BEST_MUON)
+        print(f"  {name}: {spread(table.above(losses(name), best))}")
 
 
 if __name__ == "__main__":
