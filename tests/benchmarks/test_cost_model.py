@@ -58,6 +58,16 @@ def test_the_calculator_answers(bandwidth, answer, capsys):
     assert "| 11.2 |" in printed
 
 
+def test_the_calculator_knows_the_steps_of_one_budget_alone(capsys):
+    model = ["--parameters", "160e6", "--step-time", "0.3", "--round-trip", "0.001"]
+    cm.main([*model, "--bandwidth", "1e9", "--budget", "0.001"])
+    printed = capsys.readouterr().out
+    assert "fewer than" in printed
+    assert "times as fast" not in printed
+    cm.main([*model, "--bandwidth", "1e9", "--budget", "0.001", "--steps-needed", "3"])
+    assert "times as fast" in capsys.readouterr().out
+
+
 def test_the_calculator_counts_arrays_and_what_gloo_waits_for(capsys):
     model = ["--parameters", "1e6", "--step-time", "1", "--replicas", "2"]
     link = ["--bandwidth", "32e6", "--round-trip", "0.1"]
