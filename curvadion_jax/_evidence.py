@@ -23,7 +23,7 @@ Names = tuple[str, ...]
 LAYER_NORM = r"(.*_)?(ln|layer_?norm|rms_?norm)(_?\w)?"
 NORM = rf"{LAYER_NORM}|.*norm(_?\w)?|rms"
 SCALE = r"(.*_)?(scale|gamma)|gamma_.*"
-WEIGHT = r"kernel|weights?|w"
+WEIGHT = r"kernels?|weights?|w"
 QUERY = r"(w_?|to_)?(q|k|v|kv|qkv|query|key|value)(_?proj(ection)?|_kernel|_w|_b)?"
 # Of a matrix, and of no table: its name says what it does in its module.
 PROJECTION = (
@@ -201,10 +201,11 @@ class Tree:
             stem = re.sub(rf"({WEIGHT})$", "", last)
             stem = stem if stem != last else f"{last}_"
             # In a pair (kernel, bias), as of stax, names are positions.
-            endings = ["1"] if last == "0" else [stem + "bias", stem + "b"]
+            names = "bias", "biases", "b"
+            endings = ["1"] if last == "0" else [stem + name for name in names]
             if begun := re.match(WEIGHT, last):
                 rest = last[begun.end() :]
-                endings += [f"{name}{rest}" for name in ("bias", "biases", "b")]
+                endings += [name + rest for name in names]
             for ending in endings:
                 bias = by_place.get((array.module, ending))
                 if bias and bias.partner:  # `b` of LoRA's `a` and `b`

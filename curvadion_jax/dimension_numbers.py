@@ -46,6 +46,7 @@ _HEAD = (
     rf"(?!multi|att)(.*_)?(head|classifier|readout)|heads|{_LOGITS}"
     # Numbers as Linen's; a plain Head_0 may be one of several of attention.
     r"|(?!multi|att)(.*[a-z]_?head|.*(classifier|class_?(embed|predictor)))_?\d*"
+    r"|final_?proj(ection)?"
 )
 # Neither ConvNeXt's layers, nor conv_tp_weights, e3nn's weights of a tensor product.
 _CONVOLUTION = (
@@ -53,7 +54,7 @@ _CONVOLUTION = (
 )
 _VECTOR = (  # RWKV's time_decay_w1 is a matrix
     r"(?!(time|log)_.*(proj|mlp|dense|linear|_w\d))"
-    r"((.*_)?(bias|offset|shift|beta|scale|scaler|gain|norm|log|lambda)(_?\d+)?"
+    r"((.*_)?(bias|biases|(offset|shift|beta|scale|scaler|gain|norm|log|lambda)s?)(_?\d+)?"
     r"|(bias|norm|log|lambda|time)_.*|b(_?\d+)?)"
 )
 # Longer sides of an array of two axes are no window of a depthwise convolution.
@@ -182,7 +183,8 @@ def _why_other(array: Array, tree: Tree) -> str | None:
     is_window = apart > 2 or min(sizes) <= _LONGEST_WINDOW
     if _is_named_convolution(array) and is_window:
         return "a convolution, by its name"
-    if bias and (bias.shape[-1] == 1 or (apart > 3 and len(bias.sizes) == 1)):
+    of_channels = bias and (bias.shape[-1] == 1 or (apart > 3 and len(bias.sizes) == 1))
+    if of_channels and apart > 2:
         return "a convolution, by its bias"
     if len(sizes) == 4 and sizes[2:] in ((3, 3), (5, 5), (7, 7)):
         return "a convolution, by its window"
@@ -296,7 +298,7 @@ def _sides_without_bias(array: Array, tree: Tree) -> _Sides | None:
     if len(sizes) == 3:
         if not array.is_query and _is_mirrored(sizes, width, tree.beside(array)):
             return _Sides(axes[1:2], axes[2:], "a stack, with its transpose next to it")
-        if sizes[1] == sizes[2] == width != sizes[0]:
+        if not array.is_query and sizes[1] == sizes[2] == width != sizes[0]:
             return _Sides(axes[1:2], axes[2:], "a stack of square matrices")
         if width in (None, sizes[2]) and (found := _output_of_heads(array, tree)):
             return found

@@ -39,7 +39,8 @@ OTHERS = (
     "head lm_head lmhead output_head logits readout unembedding LM_Head Embed_0 heads "
     "decoder_logits classifier cls_head conv Conv_0 ln1 ln_f pre_ln layernorm "
     "rms_norm_1 latents codebook register_tokens hash_table memory_grid LMHead_0 "
-    "ClassificationHead classifier_1 PolicyHead_0 value_head_0 ObjectClassPredictor_0"
+    "ClassificationHead classifier_1 PolicyHead_0 value_head_0 ObjectClassPredictor_0 "
+    "Final_Projection"
 ).split()
 
 
@@ -79,6 +80,11 @@ def test_a_classifier_between_two_widths_leads_on():
     assert numbers_at(tree, "image_classifier", "kernel") == DENSE
     tree = norms | {"image_classifier": {"kernel": (8, 10)}}
     assert numbers_at(tree, "image_classifier", "kernel") is None
+
+
+@pytest.mark.parametrize("name", ["dense_biases", "proj_scales", "ttt_bias_0", "b1"])
+def test_several_vectors_are_no_matrix(name):
+    assert numbers_at({"m": {name: (8, 4), "kernel": (4, 4)}}, "m", name) is None
 
 
 def test_an_embedding_has_no_bias():
@@ -257,6 +263,7 @@ def test_critics_under_a_vmap_of_flax_are_a_stack():
         for pair in (
             *("Wi bi", "W b", "w1 b1", "w_in b_in", "weight_i bias_i", "Wq Bq"),
             *("kernel_h bias_h", "weights1 biases1", "W_ih b_ih"),
+            "dense_kernels dense_biases",
         )
     ],
 )

@@ -28,6 +28,7 @@ UNKNOWN = {
     "alphafold2": "outer_product_mean/output_w",
     "alphafold3_diffusion": "transformerk_projection transformerv_projection",
     "alphafold3_trunk": "msa_attention1/v_projection outer_product_mean/output_w",
+    "axlearn_rnnt": "rnn/input_proj",
     "deepqmc_transpsiformer": "multi_head_attention Backflow electron_embedding",
     "dreamerv3": "dec/sp0 dyn/dyngru dyn/dynhid0",
     "flowjax_maf": "weight/args/1",
