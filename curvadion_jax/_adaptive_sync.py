@@ -322,7 +322,7 @@ class _AdaptiveSync:
             rows=Rows(
                 before_state=prepared.before_state,
                 inner_state=outcome.inner_state,
-                remembered=self._remembered(prepared.remembered, outcome, params),
+                remembered=self._remembered(prepared.remembered, outcome, params, fire),
                 residual=outcome.residual,
                 weight=weight_since,
             ),
@@ -420,18 +420,19 @@ class _AdaptiveSync:
         common = anchor, clock, shared.extra_args
         return _rows.over(of_one, self.mesh)(row, common)[0]
 
-    def _remembered(self, remembered, outcome: _step.Outcome, params):
+    def _remembered(self, remembered, outcome: _step.Outcome, params, fire):
         """What the trigger remembers; nothing of an inner state that began again."""
-        if not jax.tree.leaves(remembered):
+        if fire is False or not jax.tree.leaves(remembered):
             return remembered
 
         def of_one(row, _):
-            remembered, params, inner_state, restarted = row
-            fresh = self.trigger.init(params, inner_state)
-            keep = lambda x, new: jnp.where(restarted, new, x)
+            remembered, params, outcome = row
+            params = optax.apply_updates(params, outcome.updates)
+            fresh = self.trigger.init(params, outcome.inner_state)
+            keep = lambda x, new: jnp.where(outcome.restarted, new, x)
             return jax.tree.map(keep, remembered, fresh), ()
 
-        row = remembered, params, outcome.inner_state, outcome.restarted
+        row = remembered, params, outcome._replace(residual=())
         return _rows.over(of_one, self.mesh)(row, ())[0]
 
     def _checksum_after(self, params, updates) -> jax.Array:

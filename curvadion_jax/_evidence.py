@@ -171,7 +171,9 @@ class Tree:
         shapes = [array.shape for array in self.arrays]
         firsts = {shape[:1] for shape in shapes}
         others = {(n,) for shape in shapes for n in shape[1:]}
-        return len(shapes) > 6 and len(firsts) == 1 and not firsts & {(), *others}
+        # (Weights and biases of layers side by side share one too: their outputs.)
+        several = len(shapes) > 6 and any(len(shape) > 2 for shape in shapes)
+        return several and len(firsts) == 1 and not firsts & {(), *others}
 
     def _is_vmapped(self, names: Names) -> bool:
         """Whether Flax names a `vmap` of modules, and all in it share a first axis."""

@@ -157,6 +157,7 @@ def take_part(group: Group, weight: jax.Array, able: jax.Array) -> Part:
     """
     own = jnp.where(able, weight, -1)  # -1 is excluded
     weights = group.all_gather(own)
+    awaited = jnp.sum(weights >= 0)  # of those that are not excluded
     # In units of the largest, so that the sum does not overflow.
     unit = jnp.where(jnp.any(weights > 0), jnp.max(weights), 1)
     own, weights = own / unit, weights / unit
@@ -165,7 +166,7 @@ def take_part(group: Group, weight: jax.Array, able: jax.Array) -> Part:
     return Part(
         group=group,
         weight=jnp.where(own > 0, own, 0) / jnp.where(mean > 0, mean, 1),
-        expected=jnp.sum(present) / jnp.maximum(jnp.sum(weights >= 0), 1),
+        expected=jnp.sum(present) / jnp.maximum(awaited, 1),
         someone=jnp.any(present),
     )
 

@@ -157,7 +157,7 @@ def check_common(arguments: dict[str, Any], mesh: Replicas) -> None:
                 "position.",
                 stacklevel=3,
             )
-        if look_like_rows(argument, mesh):
+        elif look_like_rows(argument, mesh):
             shape = jnp.shape(jax.tree.leaves(argument)[0])
             warnings.warn(
                 f"Argument {name!r} has shape {shape}, and every replica is given all "

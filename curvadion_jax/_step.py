@@ -159,8 +159,8 @@ class Steps:
     def _meet(self, params, part: Part, healthy, updates, residual, anchor, sync_state):
         """One replica's way to the anchor, in place of its own updates.
 
-        This runs under a condition, whose operands stay in memory until it ends: the
-        four last arguments. What is made of them is made in here, the parameters after
+        This runs under a condition, whose operands stay in memory until it ends. So it
+        takes what lies there anyway, and makes the rest in here: the parameters after
         the replica's own step once more.
         """
         sync: Callable[..., Any] = self.synchronizer.sync

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType
 
 _SMALL = 2**16  # elements of an array that may be joined with others
@@ -102,10 +103,10 @@ def is_key(x: Any) -> bool:
 
 
 def may_be_key(x: Any) -> bool:
-    """Whether an array holds random keys, or could be one of `jax.random.PRNGKey`."""
-    if is_key(x):
-        return True
-    return getattr(x, "shape", None) == (2,) and x.dtype == jnp.uint32
+    """Whether it is an array of random keys, or one that `PRNGKey` could have made."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        return False
+    return is_key(x) or (x.shape == (2,) and x.dtype == jnp.uint32)
 
 
 def nodes_of(kind: type, tree: Any) -> list[Any]:

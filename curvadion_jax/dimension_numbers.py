@@ -48,6 +48,7 @@ _HEAD = (
     r"|(?!multi|att)(.*[a-z]_?head|.*(classifier|class_?(embed|predictor)))_?\d*"
     r"|final_?proj(ection)?"
 )
+_ENCODER_HEAD = r"(image|vision|visual|audio)_(head|classifier)"
 # Neither ConvNeXt's layers, nor conv_tp_weights, e3nn's weights of a tensor product.
 _CONVOLUTION = (
     r"(?!pw|point|.*(convnext|convex|converg|convers|convention|conv_tp)).*conv.*"
@@ -66,6 +67,7 @@ _LIKE_WEIGHT = (
     r"|.*(kernel|weight|matrix|proj|dense|linear|einsum|lora).*"
     r"|(.*_)?(mlp|attn|attention|ffn?|fc|layer|hidden|output)(_?\d+)?"
     r"|((mlp|ffn?)_)?(in|out|up|down|gate)(_?\d+)?"
+    r"|gate_up|up_gate|encoder|decoder|l\d+|[a-z]2[a-z]|theta\d*|u"
     rf"|{_evidence.PROJECTION}|{_evidence.QUERY}"
 )
 _OUTPUT = r"(attn_|attention_)?(o|out|output|post)(_?proj(ection)?)?"
@@ -175,7 +177,7 @@ def _why_other(array: Array, tree: Tree) -> str | None:
         _HEAD, *((1,) if tree.has_query_and_key(array) else (1, 2))
     )
     # One model's width to another's, as an `image_classifier` before a decoder.
-    connects = hidden and len(set(sizes)) > 1 and not array.matches(_LOGITS, 1, 2)
+    connects = hidden and len(set(sizes)) > 1 and array.matches(_ENCODER_HEAD, 1, 2)
     is_head = (named_head and not connects) or (in_head and not hidden)
     if is_head and not tree.leads_to_another(array):
         return "a head, by its name"

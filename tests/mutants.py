@@ -123,6 +123,16 @@ MUTANTS = {
         FAULTS,
         "spoilt and residual",
     ),
+    "a drift has more digits than its dtype": Mutant(
+        STEP, "moved = _dtypes.rounded(", "moved = (", WHO, "dtype"
+    ),
+    "a spoilt residual stays where nobody is": Mutant(
+        STEP,
+        "residual=_finite.or_zeros(part.someone | healthy, residual)",
+        "residual=residual",
+        WHO,
+        "spoilt",
+    ),
     # What is not finite.
     "a gradient that is not finite is given to before": Mutant(
         CORE,
@@ -264,7 +274,7 @@ MUTANTS = {
         INTERVALS,
     ),
     "a change is remembered over a restart": Mutant(
-        CORE, "jnp.where(restarted, new, x)", "x", CHANGE, "requests_one_sync"
+        CORE, "jnp.where(outcome.restarted, new, x)", "x", CHANGE, "requests_one_sync"
     ),
     "the first step has a change": Mutant(
         TRIGGERS, "jnp.where(seen.clock.steps == 0, _LARGEST, change)", "change", CHANGE

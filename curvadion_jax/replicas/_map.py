@@ -184,22 +184,25 @@ def _refuse_captured(constants: Any) -> None:
 
 def _warn_of_captured(function: Callable[..., Any], mesh: Replicas) -> None:
     """Warns of random keys, and of what looks like rows: on one device nobody knows."""
+    if _rows.count(mesh) == 1:
+        return
     is_known = lambda x: isinstance(x, Tracer) or _rows.has_rows(x)
     for captured in _cells(function):
         leaves = jax.tree.leaves(captured)
-        known = [x for x in leaves if is_known(x)]  # an error, where they are traced
-        if _rows.look_like_rows(captured, mesh) and not known:
+        if any(is_known(x) for x in leaves):  # an error, where they are traced
+            continue
+        if any(_trees.may_be_key(x) for x in leaves):
+            warnings.warn(
+                "The function given to replicas.map holds a random key, with which all "
+                "replicas draw the same numbers, as of dropout, unless it folds in "
+                "jax.lax.axis_index. Pass jax.random.split(key, replicas) by position.",
+                stacklevel=3,
+            )
+        elif _rows.look_like_rows(captured, mesh):
             warnings.warn(
                 "The function given to replicas.map holds an array of shape "
                 f"{leaves[0].shape}, and each replica takes all of it. If it is a row "
                 "for each replica, pass it as an argument.",
-                stacklevel=3,
-            )
-        if any(_trees.may_be_key(x) for x in leaves) and not known:
-            warnings.warn(
-                "The function given to replicas.map holds a random key, with which all "
-                "replicas draw the same numbers, as of dropout. Pass "
-                "jax.random.split(key, replicas) by position.",
                 stacklevel=3,
             )
 

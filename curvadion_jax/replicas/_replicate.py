@@ -123,7 +123,7 @@ def place(tree: Any, mesh: Replicas) -> Any:
         if not isinstance(mesh, Mesh):
             return x
         everywhere = NamedSharding(mesh, P())
-        if x.committed:  # to a device, as what is restored from a checkpoint
+        if not isinstance(x, Tracer) and x.committed:  # as after a restore
             x = _on_devices(x, everywhere)
         # A copy, which may be donated.
         return jax.jit(jnp.array, out_shardings=everywhere)(x)

@@ -143,6 +143,38 @@ def test_states_of_other_types_keep_theirs():
     assert after.rows.inner_state.tolist() == [2, 2]
 
 
+def test_what_a_dtype_cannot_hold_is_no_drift():
+    """XLA goes on with more digits of a sum than bfloat16 has."""
+    mesh = cd.replicas.simulated(2)
+    outer = reconcile(optax.sgd(100.0))
+    tx = cd.adaptive_sync(optax.sgd(1.0), triggers.always(), outer, mesh)
+    rows = cd.replicas.replicate({"w": jnp.ones(4, jnp.bfloat16)}, mesh)
+    gradients = jax.tree.map(lambda x: x * jnp.bfloat16(1e-3), rows)
+
+    @jax.jit
+    def step(rows, state):
+        updates, state = tx.update(gradients, state, rows)
+        return optax.apply_updates(rows, updates), state
+
+    state = tx.init(rows)
+    for _ in range(10):
+        rows, state = step(rows, state)
+    np.testing.assert_array_equal(rows["w"], np.ones((2, 4), jnp.bfloat16))
+
+
+def test_a_spoilt_residual_begins_again_where_nobody_takes_part():
+    """Else its replica would be excluded from then on."""
+    synchronizer = reconcile(compressor=compressors.quantize(8))
+    tx = cd.adaptive_sync(optax.sgd(0.1), triggers.always(), synchronizer)
+    params = {"w": jnp.ones(4)}
+    state = tx.init(params)
+    spoilt = jax.tree.map(lambda x: x * jnp.nan, state.rows.residual)
+    state = state._replace(rows=state.rows._replace(residual=spoilt))
+    for _ in range(3):
+        _, state = tx.update(params, state, params)
+    assert state.counters.excluded == 1
+
+
 def test_any_synchronizer_keeps_the_dtypes_of_what_it_is_given():
     """Weights are float32, and the parameters of half of the way bfloat16."""
     params = {"w": np.zeros(3, jnp.bfloat16)}

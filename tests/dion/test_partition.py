@@ -78,8 +78,10 @@ def test_a_classifier_between_two_widths_leads_on():
     norms = {"encoder_norm": NORM_1, "decoder_norm": {"scale": (16,)}}
     tree = norms | {"image_classifier": {"kernel": (8, 16)}}
     assert numbers_at(tree, "image_classifier", "kernel") == DENSE
-    tree = norms | {"image_classifier": {"kernel": (8, 10)}}
-    assert numbers_at(tree, "image_classifier", "kernel") is None
+    # A head of as many outputs is one by its name.
+    for name, shape in (("image_classifier", (8, 10)), ("lm_head", (8, 16))):
+        tree = norms | {name: {"kernel": shape}}
+        assert numbers_at(tree, name, "kernel") is None
 
 
 @pytest.mark.parametrize("name", ["dense_biases", "proj_scales", "ttt_bias_0", "b1"])
@@ -275,6 +277,13 @@ def test_a_bias_of_the_same_ending_tells_which_side_is_out(weight, bias):
 def test_one_matrix_with_a_bias_tells_for_others_of_its_style():
     tree = {"gru": {"Wi": (24, 5), "bi": (24,), "Wh": (24, 8), "bh_n": (8,)}}
     assert numbers_at(tree, "gru", "Wh") == (1, 0)
+
+
+def test_cells_side_by_side_are_no_stack():
+    """They share the number of their outputs."""
+    cell = {"weight_ih": (128, 10), "weight_hh": (128, 32), "bias": (128,)}
+    tree = {f"cell_{i}": cell for i in range(3)}
+    assert numbers_at(tree, "cell_0", "weight_hh") is not None
 
 
 def test_models_made_under_a_vmap_are_a_stack():

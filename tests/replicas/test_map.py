@@ -149,6 +149,24 @@ def test_a_key_may_be_folded_with_the_number_of_the_replica(mesh):
     np.testing.assert_array_equal(drawn, [fold(i) for i in range(REPLICAS)])
 
 
+@pytest.mark.parametrize("dtype", ["bf16", None])
+def test_a_function_may_close_over_what_is_no_array(dtype):
+    class Config:
+        shape = (2,)
+
+    config = Config()
+    if dtype:
+        config.dtype = dtype
+    run = replicas.map(lambda x: x * len(config.shape), SMALL)
+    assert run(jnp.ones(2)).tolist() == [1, 1]
+
+
+def test_one_replica_may_hold_a_key():
+    key = jax.random.key(0)
+    run = replicas.map(lambda x: x * jax.random.uniform(key), replicas.simulated(1))
+    assert run(jnp.ones(1)).shape == (1,)
+
+
 def test_a_mean_over_an_axis_of_pmap_is_explained():
     mean = replicas.map(lambda x: jax.lax.pmean(x, "batch"), SMALL)
     with pytest.raises(NameError) as found:

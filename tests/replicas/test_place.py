@@ -85,6 +85,12 @@ def test_without_a_mesh_of_devices_rows_are_ordinary_arrays(mesh):
     assert batch.shape == ((6,) if mesh is None else (3, 2))
 
 
+def test_place_runs_under_jit():
+    mesh = replicas.make_mesh(2)
+    placed = jax.jit(lambda x: replicas.place(x, mesh))(jnp.ones(3))
+    assert placed.tolist() == [1, 1, 1]
+
+
 def test_placed_numbers_are_on_all_devices_and_arrays_on_the_mesh_stay():
     mesh = replicas.make_mesh(2)
     tx = optax.adam(0.1)
