@@ -58,14 +58,15 @@ def test_the_calculator_answers(bandwidth, answer, capsys):
     assert "| 11.2 |" in printed
 
 
-def test_the_calculator_knows_the_steps_of_one_budget_alone(capsys):
+def test_the_calculator_knows_the_steps_of_measured_budgets(capsys):
     model = ["--parameters", "160e6", "--step-time", "0.3", "--round-trip", "0.001"]
-    cm.main([*model, "--bandwidth", "1e9", "--budget", "0.001"])
+    cm.main([*model, "--bandwidth", "1e9", "--budget", "0.005"])
     printed = capsys.readouterr().out
     assert "fewer than" in printed
     assert "times as fast" not in printed
-    cm.main([*model, "--bandwidth", "1e9", "--budget", "0.001", "--steps-needed", "3"])
-    assert "times as fast" in capsys.readouterr().out
+    for known in (["0.005", "--steps-needed", "3"], ["0.003"], ["0.001"], ["0.01"]):
+        cm.main([*model, "--bandwidth", "1e9", "--budget", *known])
+        assert "times as fast" in capsys.readouterr().out
 
 
 def test_the_calculator_counts_arrays_and_what_gloo_waits_for(capsys):

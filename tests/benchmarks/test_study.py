@@ -2,7 +2,9 @@
 
 import dataclasses
 import doctest
+from pathlib import Path
 
+import budgets
 import corpus as corpus_files
 import data
 import jax
@@ -29,6 +31,15 @@ def corpus():
 
 def test_examples():
     assert doctest.testmod(study).failed == doctest.testmod(table).failed == 0
+
+
+def test_the_page_on_budgets_has_the_table_of_their_runs(capsys):
+    budgets.table()
+    page = Path(__file__).parents[2] / "docs" / "choose-a-budget.md"
+    lines = page.read_text("utf-8").splitlines()
+    table_lines = capsys.readouterr().out.splitlines()
+    assert len(table_lines) > 2
+    assert [line for line in table_lines if line not in lines] == []
 
 
 @pytest.mark.parametrize("method", rows.METHODS)
