@@ -60,8 +60,8 @@ def main() -> None:
         *(rows.MULOCO + rows.FOR_EIGHT, rows.MULOCO + ", 2 bits"),
         rows.MULOCO + rows.FOR_EIGHT + ", 2 bits",
     )
+    best = losses(rows.BEST_MUON)
     for name in others:
-        best = losses(rows.BEST_MUON)
         print(f"  {name}: {spread(table.above(losses(name), best))}")
 
 

@@ -11,7 +11,6 @@ of tokens and replicas; of two learning rates the better one counts on both side
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -158,7 +157,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--study", action="store_true", help="with the study's runs")
     options = parser.parse_args()
-    rows = [json.loads(line) for line in study.lines(options.rows).splitlines()]
+    rows = study.rows_of(options.rows)
     rows = [row for row in rows if "run" in row]
     if options.study:
         rows += of_study()

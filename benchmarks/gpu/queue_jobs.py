@@ -306,7 +306,7 @@ class Queue:
 
     def rows(self) -> list[Row]:
         """The rows so far."""
-        return [json.loads(line) for line in study.lines(self._file).splitlines()]
+        return study.rows_of(self._file)
 
     def _start(self) -> None:
         taken = sum(job.share for job, *_ in self._running.values())

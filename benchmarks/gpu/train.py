@@ -78,7 +78,7 @@ def main() -> None:
     options.results.mkdir(parents=True, exist_ok=True)
     file = options.results / "runs.jsonl"
     size, text = SIZES[options.size], text_of(options.text)
-    done = [json.loads(line) for line in study.lines(file).splitlines()]
+    done = study.rows_of(file)
     for method in (MUON, LOCAL_MUON):
         run = Run(method, RATE, 0, options.steps)
         row = {"run": dataclasses.asdict(run), "size": options.size}

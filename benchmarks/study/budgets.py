@@ -8,11 +8,8 @@ One seed. A line for each run goes to `results/budgets.jsonl`; the rows at 1% an
 synchronous Muon are the study's.
 """
 
-import argparse
 import dataclasses
 import functools
-import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,11 +39,6 @@ def local_muon(budget: float, rate: Any, steps: int, mesh: Any) -> Any:
     return cd.local_muon(rate, budget=budget, mesh=mesh)
 
 
-def read() -> list[dict[str, Any]]:
-    """The results so far."""
-    return [json.loads(line) for line in study.lines(FILE).splitlines()]
-
-
 def run_of(budget: float, steps: int) -> Run:
     """A run by a name of its own, so that it goes on from no other's state."""
     rate = study.best_rate(study.read(), rows.LOCAL_MUON)
@@ -62,12 +54,11 @@ def train() -> None:
     for steps, budgets in RUNS.items():
         for budget in budgets:
             run = run_of(budget, steps)
-            if any(row["run"] == dataclasses.asdict(run) for row in read()):
+            if any(
+                row["run"] == dataclasses.asdict(run) for row in study.rows_of(FILE)
+            ):
                 continue
-            row = study.train(run)
-            study.append(FILE, {"budget": budget} | row)
-            shutil.rmtree(study.folder_of(run), ignore_errors=True)
-            print(f"{row['loss']:.4f} {run}", flush=True)
+            study.train_into(FILE, run, {"budget": budget})
 
 
 def table() -> None:
@@ -88,7 +79,7 @@ def table() -> None:
     short, long = (known[rows.BEST_MUON, steps]["loss"] for steps in RUNS)
     for steps in RUNS:
         best = known[rows.BEST_MUON, steps]["loss"]
-        found = [row for row in read() if row["run"]["steps"] == steps]
+        found = [row for row in study.rows_of(FILE) if row["run"]["steps"] == steps]
         found.append({"budget": 0.01} | known[rows.LOCAL_MUON, steps])
         for row in sorted(found, key=lambda row: row["budget"]):
             cells = (
@@ -105,17 +96,5 @@ def table() -> None:
             print("| " + " | ".join(map(str, cells)) + " |")
 
 
-def main() -> None:
-    """Run the program."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--table", action="store_true", help="print the results")
-    if parser.parse_args().table:
-        table()
-    else:
-        train()
-
-
 if __name__ == "__main__":
-    main()
+    study.train_or_table(__doc__, train, table)

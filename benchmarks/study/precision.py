@@ -11,8 +11,6 @@ same runs without rounding are in `results/runs.jsonl`.
 """
 
 import functools
-import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -51,16 +49,11 @@ def main() -> None:
         for seed in study.SEEDS:
             for method in METHODS:
                 task = {"operands": operands, "method": method, "seed": seed}
-                done = map(json.loads, study.lines(FILE).splitlines())
-                if any(task.items() <= row.items() for row in done):
+                if any(task.items() <= row.items() for row in study.rows_of(FILE)):
                     continue
                 rate = study.best_rate(without_rounding, method) or 0.0
                 run = Run(method, rate, seed, study.QUARTER)
-                row = study.train(run)
-                study.append(FILE, task | row)
-                # Else the other rounding would go on from this run's last state.
-                shutil.rmtree(study.folder_of(run), ignore_errors=True)
-                print(f"{row['loss']:.4f} {task}", flush=True)
+                study.train_into(FILE, run, task)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ steps on a seed that the study does not report. A line for each run goes to
 `results/settings.jsonl`.
 """
 
-import argparse
 import functools
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,11 +56,6 @@ def optimizer(
     return cd.local_muon(rate, budget=0.01, **arguments)
 
 
-def read() -> list[dict[str, Any]]:
-    """The results so far."""
-    return [json.loads(line) for line in study.lines(FILE).splitlines()]
-
-
 def train() -> None:
     """Trains what is missing."""
     tasks = [
@@ -70,21 +63,18 @@ def train() -> None:
     ]
     for method, settings in tasks:
         task = {"method": method, "settings": settings}
-        if any(task.items() <= row.items() for row in read()):
+        if any(task.items() <= row.items() for row in study.rows_of(FILE)):
             continue
         rows.METHODS[method] = functools.partial(optimizer, method, settings)
         run = Run(method, METHODS[method], SEED, study.QUARTER)
-        row = study.train(run)
-        study.append(FILE, task | row)
-        # Else the next settings would go on from this run's last state.
-        shutil.rmtree(study.folder_of(run), ignore_errors=True)
-        print(f"{row['loss']:.4f} {task}", flush=True)
+        study.train_into(FILE, run, task)
 
 
 def table() -> None:
     """Prints the losses, and how far each is from that of the study's settings."""
     losses = {
-        (row["method"], json.dumps(row["settings"])): row["loss"] for row in read()
+        (row["method"], json.dumps(row["settings"])): row["loss"]
+        for row in study.rows_of(FILE)
     }
     print("| changed | " + " | ".join(METHODS) + " |")
     print("|---" * (len(METHODS) + 1) + "|")
@@ -98,17 +88,5 @@ def table() -> None:
         print(f"| {name or 'nothing'} | " + " | ".join(cells) + " |")
 
 
-def main() -> None:
-    """Run the program."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--table", action="store_true", help="print the results")
-    if parser.parse_args().table:
-        table()
-    else:
-        train()
-
-
 if __name__ == "__main__":
-    main()
+    study.train_or_table(__doc__, train, table)

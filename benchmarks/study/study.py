@@ -22,7 +22,7 @@ import multiprocessing
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,11 @@ def lines(file: Path) -> str:
     return text[: text.rfind("\n") + 1]
 
 
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file, as they were written."""
+    return [json.loads(line) for line in lines(file).splitlines()]
+
+
 def append(file: Path, row: dict[str, Any]) -> None:
     """Writes a line behind the whole ones."""
     whole = lines(file)
@@ -58,8 +63,7 @@ def append(file: Path, row: dict[str, Any]) -> None:
 
 def read(file: Path = FILE) -> Results:
     """The results so far."""
-    rows = map(json.loads, lines(file).splitlines())
-    return {Run(**row["run"]): row for row in rows}
+    return {Run(**row["run"]): row for row in rows_of(file)}
 
 
 def losses_by_rate(results: Results, method: str) -> dict[float, float]:
@@ -132,6 +136,31 @@ def train(run: Run) -> dict[str, Any]:
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),
     }
+
+
+def train_into(file: Path, run: Run, task: dict[str, Any]) -> None:
+    """One run of this process, whose line begins with what else tells it apart.
+
+    Its last state is removed: a later run of the same name would go on from there.
+    """
+    row = train(run)
+    append(file, task | row)
+    shutil.rmtree(folder_of(run), ignore_errors=True)
+    print(f"{row['loss']:.4f} {task}", flush=True)
+
+
+def train_or_table(
+    description: str | None, train: Callable[[], None], table: Callable[[], None]
+) -> None:
+    """Runs a script that trains what is missing, and with `--table` prints it."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--table", action="store_true", help="print the results")
+    if parser.parse_args().table:
+        table()
+    else:
+        train()
 
 
 def trained(runs: Sequence[Run], workers: int) -> Iterator[dict[str, Any]]:

@@ -265,7 +265,7 @@ def main() -> None:
     plan += [{"kind": "loss", "method": x} | until for x in options.methods]
     for task in plan:
         task["tiny"] = options.tiny
-        done = [json.loads(line) for line in study.lines(options.rows).splitlines()]
+        done = study.rows_of(options.rows)
         if any(task.items() <= row.items() for row in done):
             continue
         if time.monotonic() > end:
