@@ -69,6 +69,18 @@ class Layout:
         place = lax.with_sharding_constraint
         return {path: place(x, specs[path]) for path, x in factors.items()}
 
+    def as_parameters(self, tree: Any) -> Any:
+        """Shards a tree of the parameters' structure as these are.
+
+        Where arrays of one shape are sharded otherwise, the compiler for TPUs may let
+        one decide for all, and would gather both operands of their sum.
+        """
+        if not self.is_divided:
+            return tree
+        leaves, structure = jax.tree.flatten(tree)
+        place = lax.with_sharding_constraint
+        return structure.unflatten(map(place, leaves, self.of(tree)))
+
     def keep_whole(self, factor: jax.Array) -> jax.Array:
         """Leaves a factor [..., r] unsharded along r.
 

@@ -1,6 +1,5 @@
 """`optax.contrib.muon`, for matrices that are sharded over several devices."""
 
-import functools
 import math
 from typing import Any
 
@@ -76,22 +75,20 @@ def _orthogonalized(
     ):
         del params, extra_args
         views = _two_optimizers.matrices_only(updates, dimension_numbers)
-        newton_schulz = functools.partial(_newton_schulz, eps=eps)
+
+        def scaled(stack):
+            fan_in, fan_out = stack.shape[-2:]
+            return math.sqrt(max(1.0, fan_out / fan_in)) * _newton_schulz(stack, eps)
 
         def orthogonalize(stacks):
             if layout.is_divided:  # What the compiler divides stays as it lies.
-                return [newton_schulz(stack) for stack in stacks]
-            return by_shape(newton_schulz, stacks, largest=_LARGEST_STACK)
+                return [scaled(stack) for stack in stacks]
+            return by_shape(scaled, stacks, largest=_LARGEST_STACK)
 
         arrays = dict(_trees.leaves_with_path(updates))
         # Even with half of the devices idle: else each iteration gathers all matrices.
         found = by_matrix(orthogonalize, arrays, views, layout, fewest=0.5)
-
-        def scaled(path, _):
-            ratio = views[path].fan_out / views[path].fan_in
-            return math.sqrt(max(1.0, ratio)) * found[path]
-
-        return _trees.map_with_path(scaled, updates), state
+        return _trees.map_with_path(lambda path, _: found[path], updates), state
 
     return optax.GradientTransformationExtraArgs(optax.identity().init, update_fn)
 

@@ -95,7 +95,7 @@ class Steps:
             updates, new = self.inner.update(
                 gradients, inner_state, params, **for_all, **more
             )
-            updates = _dtypes.cast_like(updates, params)
+            updates = layout.as_parameters(_dtypes.cast_like(updates, params))
             return updates, _dtypes.cast_like(new, inner_state)
 
         return inner_step

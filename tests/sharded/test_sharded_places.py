@@ -1,6 +1,10 @@
 """Where the arrays of replicas of several devices lie, and stay."""
 
+import functools
+import math
+
 import helpers
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +16,12 @@ from divided_replicas import (
     SHAPES,
     assert_as_before,
     divided,
+    largest,
     make_gradients,
     make_optimizer,
     make_state,
     mesh_of,
+    moved_inside,
     prepare,
     specs_of,
 )
@@ -60,6 +66,24 @@ def test_state_is_divided_as_parameters_are():
     assert specs["up"] == P(AXIS, "fsdp")
     assert specs["down"] == P(AXIS, "fsdp")
     assert specs["stack"] == P(AXIS, None, "fsdp")
+
+
+def test_updates_that_lie_otherwise_than_parameters_are_not_gathered():
+    """As of an inner optimizer whose products the compiler divides in its own way."""
+    shape, place = (64, 64), P("fsdp", "tensor")
+    turned = lambda x: jax.lax.with_sharding_constraint(x, P("tensor", "fsdp"))
+    inner = optax.stateless(lambda updates, _: jax.tree.map(turned, updates))
+    params = {
+        "w": jax.device_put(np.ones(shape, np.float32), NamedSharding(MESH, place))
+    }
+    tx = compressed(MESH, place, inner)
+    params, state = helpers.start(tx, params, MESH)
+    update = jax.jit(functools.partial(tx.update, due=True))
+    text = update.lower(params, state, params).compile().as_text()
+    inside = moved_inside(hlo.parse(text), MESH)
+    permuted = [each for each in inside if each.opcode == "collective-permute"]
+    assert permuted  # they do lie otherwise
+    assert largest(inside) < math.prod(shape)
 
 
 @pytest.mark.parametrize(
