@@ -123,16 +123,21 @@ class Steps:
             inner_sound = _finite.is_sound(outcome.inner_state)
             healthy = inner_sound & _finite.all_finite([moved, residual])
             part = _group.take_part(group, given.weight, healthy)
+            inner_state = _sound_or_new(
+                outcome.inner_state, inner_sound, self.inner, kept[0]
+            )
+            # The step ends here: else the compiler finishes the inner state after the
+            # sync, and keeps the gradients until then.
+            updates, inner_state = lax.optimization_barrier(
+                (outcome.updates, inner_state)
+            )
             # Nothing moves if no replica takes part.
             updates, residual, *kept = _once(
                 part.someone,
                 functools.partial(self._meet, given.params, part, healthy),
-                *(outcome.updates, residual, *kept),
+                *(updates, residual, *kept),
             )
             anchor, _ = kept
-            inner_state = _sound_or_new(
-                outcome.inner_state, inner_sound, self.inner, anchor
-            )
             synced = _outcome(
                 updates,
                 inner_state,
