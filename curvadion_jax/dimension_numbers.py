@@ -64,7 +64,7 @@ _STATE_SPACE = r"[ABCDP](_?(re|im|real|imag|\d))?"  # in upper case
 _DENSE = r"(out_?proj|dense|linear|fc)(_?\d+)?"
 _LIKE_WEIGHT = (
     r"w([^a-z].*|[a-z\d]{0,2}(_.*)?|qkv.*)?|.*_w[a-z\d]?"
-    r"|.*(kernel|weight|matrix|proj|dense|linear|einsum|lora).*"
+    r"|(?!.*_(alpha|beta|gamma)$).*(kernel|weight|matrix|proj|dense|linear|einsum|lora).*"
     r"|(.*_)?(mlp|attn|attention|ffn?|fc|layer|hidden|output)(_?\d+)?"
     r"|((mlp|ffn?)_)?(in|out|up|down|gate)(_?\d+)?"
     r"|gate_up|up_gate|encoder|decoder|l\d+|[a-z]2[a-z]|theta\d*|u"
@@ -172,10 +172,9 @@ def _why_other(array: Array, tree: Tree) -> str | None:
         return "a vector, by its name"
     in_head = array.matches(f"{_HEAD}|embed|embedding", 3) and array.matches(_DENSE, 2)
     hidden = set(sizes) <= tree.widths  # between norms
-    # Of several heads of attention, not of a head for values.
-    named_head = array.matches(
-        _HEAD, *((1,) if tree.has_query_and_key(array) else (1, 2))
-    )
+    # A module's name tells of its kernel, and not where several heads attend.
+    in_named = _has_name(array) and not tree.has_query_and_key(array)
+    named_head = array.matches(_HEAD, *((1, 2) if in_named else (1,)))
     # One model's width to another's, as an `image_classifier` before a decoder.
     connects = hidden and len(set(sizes)) > 1 and array.matches(_ENCODER_HEAD, 1, 2)
     is_head = (named_head and not connects) or (in_head and not hidden)
@@ -267,6 +266,9 @@ def _sides(array: Array, tree: Tree, is_named: bool) -> _Sides | None:
     if not bias:
         return _sides_without_bias(array, tree)
     ambiguous = len(bias) > 1 and sizes[0] == sizes[1]
+    is_out_first = len(sizes) > 2 and bias == sizes[:1] != sizes[-1:]
+    if is_out_first and not array.matches(_OUTPUT, 1, 2):
+        return None  # (out, in, window) of a convolution, or (out, heads, head_dim)
     if bias in (sizes[1:], sizes[:1]) and not ambiguous:
         return _Sides(axes[:1], axes[1:], "its bias has the axes of one side")
     if bias == (sizes[0], *sizes[2:]) or (len(sizes) == 3 and bias == sizes[:2]):
@@ -340,11 +342,12 @@ def _output_of_heads(array: Array, tree: Tree) -> _Sides | None:
     """[heads, head_dim, D], with a query [D, heads, head_dim] or alike next to it."""
     if len(array.sizes) != 3:
         return None
-    heads, head_dim, _ = array.sizes
+    heads, head_dim, width = array.sizes
     for other in {neighbour.sizes for neighbour in tree.beside(array)}:
         if len(other) < 3 or other == array.sizes:
             continue
-        alike = heads in (other[0], other[-2]) and other[-1] == head_dim
+        has_heads = heads == other[-2] or (heads == other[0] and other[1] == width)
+        alike = has_heads and other[-1] == head_dim
         # Values may have another head_dim.
         if alike or (other[-2] == heads and other[0] in tree.widths):
             why = "[heads, head_dim, D], by a query next to it"

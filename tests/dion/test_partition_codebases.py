@@ -35,6 +35,8 @@ UNKNOWN = {
     "gemma3_gm": "mlp/gating_einsum",
     "gemma3n": "mlp/gating_einsum",
     "keras_rwkv7": "RWKV_TIME_MIX",
+    "maxtext_deepseek4_scanned": "o_a_proj pre_alpha post_alpha res_alpha hc_fn",
+    "nequip_jax": "skip_tp/w",
     "nequix": "skip/_weights",
     "ott_icnn": "quad_kernel",
     "protein_mpnn": "edge_embedding/w",
