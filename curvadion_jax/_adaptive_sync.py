@@ -70,7 +70,9 @@ def adaptive_sync(
       one of rows with :func:`curvadion_jax.replicas.lift`.
 
     Args:
-      inner: optimizer of one replica, learning rate included.
+      inner: optimizer of one replica, learning rate included. Random keys in its
+        state, as of `optax.add_noise`, become each replica's own, but not where a sync
+        is within the step: all replicas take one step there.
       trigger: when to synchronise, see `curvadion_jax.triggers`.
       synchronizer: what is sent, see `curvadion_jax.synchronizers`.
       mesh: from `replicas.make_mesh` or `replicas.simulated`. None is one replica,
@@ -177,8 +179,10 @@ class _AdaptiveSync:
 
         def of_one(params, _):
             inner_state = self._placed_qs(params, self.inner.init(params), layout)
+            if self.reconciles:  # else all replicas take the same step
+                inner_state = group.own_keys(inner_state)
             rows = Rows(
-                before_state=self.before.init(params),
+                before_state=group.own_keys(self.before.init(params)),
                 inner_state=inner_state,
                 remembered=self.trigger.init(params, inner_state),
                 residual=self.synchronizer.init_residual(params),

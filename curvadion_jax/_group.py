@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from curvadion_jax import _dtypes, _within_replica
+from curvadion_jax import _dtypes, _trees, _within_replica
 from curvadion_jax._layout import ONE_DEVICE, Layout
 
 
@@ -25,8 +25,8 @@ from curvadion_jax._layout import ONE_DEVICE, Layout
 class Group:
     """All replicas, as one of them sees them at a sync.
 
-    Every method communicates, and works on arrays of one replica. A mean is over all N
-    replicas: one that takes no part contributes zeros, and its residual.
+    Methods work on arrays of one replica, and all but `own_keys` communicate. A mean is
+    over all N replicas: one that takes no part contributes zeros, and its residual.
 
     Attributes:
       axis_name: the replica axis; None is one replica, which sends nothing.
@@ -45,6 +45,19 @@ class Group:
     def replica(self) -> jax.Array | int:
         """Which of them this one is, int32[]."""
         return 0 if self.axis_name is None else lax.axis_index(self.axis_name)
+
+    def own_keys(self, tree: Any) -> Any:
+        """Gives this replica random keys of its own, made of those that all have."""
+        if self.axis_name is None:
+            return tree
+
+        def own(x):
+            if not _trees.is_key(x):
+                return x
+            fold = jax.vmap(jax.random.fold_in, (0, None))
+            return fold(x.reshape(-1), self.replica).reshape(x.shape)
+
+        return jax.tree.map(own, tree)
 
     def mean(self, tree: Any) -> Any:
         """Means over the replicas, in at least float32, cast back; an all-reduce."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import optax
 
 from curvadion_jax import _rows, _trees
+from curvadion_jax._group import Group
 from curvadion_jax._rows import Replicas
 from curvadion_jax._sync_state import AdaptiveSyncState
 from curvadion_jax.replicas._map import over_model
@@ -21,7 +22,8 @@ def lift(
     Whatever looks at more than one element, such as `optax.clip_by_global_norm`, would
     otherwise see all replicas at once: it would clip by the norm over all of them, and
     send a number between them on every step. Optimizers of this library are of rows
-    already, and take such a transformation as ``before=``.
+    already, and take such a transformation as ``before=``. Random keys in its state,
+    as of `optax.add_noise`, become each replica's own.
 
     Args:
       transformation: any Optax transformation of one replica.
@@ -53,7 +55,9 @@ def lift(
     # Not by `map`, which refuses traced values from outside: hyperparameters may be.
     def init(params):
         _rows.check_rows(params, mesh, "Parameter")
-        run = over_model(lambda params, _: (of_one.init(params), ()), mesh)
+        group = Group(_rows.axis_name(mesh))
+        own = lambda params, _: (group.own_keys(of_one.init(params)), ())
+        run = over_model(own, mesh)
         state = run(params, ())[0]
         if _trees.nodes_of(AdaptiveSyncState, state):
             raise ValueError(

@@ -80,6 +80,24 @@ def test_what_is_inside_does_as_in_a_list_of_replicas(name, spoilt):
 
 
 @every_kind
+@pytest.mark.parametrize("name", ["before", "lift", "inside", "within"])
+def test_each_replica_draws_its_own_noise_unless_all_take_one_step(name, kind):
+    mesh, noise = helpers.mesh_of(kind, 2), optax.add_noise(0.1, 0.5, key=3)
+    inner = optax.chain(noise, SGD)
+    within = synchronizers.average_gradients()
+    tx = {
+        "before": lambda: syncing(SGD, before=noise)(mesh),
+        "lift": lambda: optax.chain(cd.replicas.lift(noise, mesh), syncing(SGD)(mesh)),
+        "inside": lambda: syncing(inner)(mesh),
+        "within": lambda: cd.adaptive_sync(inner, triggers.always(), within, mesh),
+    }[name]()
+    trees = [jax.tree.map(np.zeros_like, tree) for tree in gradients(1)]
+    ((params, _),) = helpers.run(tx, mesh, PARAMS, trees)
+    alike = np.array_equal(params["w"][0], params["w"][1])
+    assert alike == (name == "within")
+
+
+@every_kind
 @pytest.mark.parametrize("name", ["before", "lift", "inside"])
 def test_each_replica_is_clipped_by_its_own_norm(name, kind):
     mesh, clip = helpers.mesh_of(kind, 2), optax.clip_by_global_norm(0.5)

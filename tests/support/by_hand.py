@@ -11,16 +11,24 @@ import numpy as np
 import optax
 
 
+def with_keys_of(index: int, state: Any) -> Any:
+    """The state, with every random key folded with an index."""
+    is_key = lambda x: jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+    fold = lambda x: jax.random.fold_in(x, index) if is_key(x) else x
+    return jax.tree.map(fold, state)
+
+
 def run(inner: Any, params: Any, gradients: list, k: int, outer: Any = None) -> list:
     """Parameters of all replicas, [R, ...], after each step.
 
-    A gradient that is not finite is that of a zero gradient. Syncs follow every k-th
-    step: the plain mean, or an outer step along the mean.
+    A random key in a replica's state has its index folded in. A gradient that is not
+    finite is that of a zero gradient. Syncs follow every k-th step: the plain mean, or
+    an outer step along the mean.
     """
     inner = optax.with_extra_args_support(inner)
     replicas = len(jax.tree.leaves(gradients[0])[0])
     rows = [jax.tree.map(jnp.asarray, params)] * replicas
-    states = [inner.init(params) for _ in range(replicas)]
+    states = [with_keys_of(index, inner.init(params)) for index in range(replicas)]
     outer = optax.scale(-1.0) if outer is None else outer
     anchor, outer_state = params, outer.init(params)
     update, history = jax.jit(inner.update), []
