@@ -1,5 +1,6 @@
 """Says what a training step sends between replicas, from its compiled program."""
 
+import inspect
 import math
 import re
 from collections import Counter, defaultdict
@@ -103,7 +104,9 @@ def audit(
     if not hasattr(compiled, "as_text"):
         # Its own `lower`, if it is jitted: what `nnx.jit` changes in place is an output
         # there, and would be dropped as unused by another jit around it.
-        lower = getattr(step, "lower", None) or jax.jit(step).lower
+        # (A method's attributes are those of its function, without `self`.)
+        own = None if inspect.ismethod(step) else getattr(step, "lower", None)
+        lower = own or jax.jit(step).lower
         compiled = of_jax(lower(*arguments).compile())
     axis = list(mesh.shape).index(AXIS)
     replica = np.indices(mesh.devices.shape)[axis].ravel()  # of every device

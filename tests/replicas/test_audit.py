@@ -1,5 +1,7 @@
 """`audit` names what a compiled step sends between replicas, and when."""
 
+import functools
+
 import equinox as eqx
 import helpers
 import jax
@@ -65,6 +67,25 @@ def test_a_step_under_filter_jit_is_audited(compiled):
         found = cd.replicas.audit(step.lower(state, GRADIENTS).compile(), MESH)
     else:
         found = cd.replicas.audit(step, MESH, state, GRADIENTS)
+    assert found.every_step == []
+    assert kinds(found.sync) == SYNC
+
+
+class Trainer:
+    """Its method is jitted, and takes the object as a static argument."""
+
+    def __init__(self, tx):
+        self.tx = tx
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(self, state, gradients):
+        return helpers.train_step(self.tx)(state, gradients)
+
+
+def test_a_jitted_method_is_audited():
+    tx = local_sgd()
+    state = helpers.start(tx, helpers.make_params(), MESH)
+    found = cd.replicas.audit(Trainer(tx).step, MESH, state, GRADIENTS)
     assert found.every_step == []
     assert kinds(found.sync) == SYNC
 
