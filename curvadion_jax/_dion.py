@@ -72,13 +72,23 @@ def after_local_step(
     Returns:
       The state, and whether the momentum is known.
     """
-    expected = len(states_of(state))
-    if not expected:
+    if not states_of(state):
         return update(gradients, state)[1], True
+    (_, after), is_known = update_with(update, gradients, state, momentum_only=True)
+    return after, is_known
+
+
+def update_with(
+    update: Callable[..., Any], gradients: Any, state: optax.OptState, **extra_args
+) -> tuple[Any, bool]:
+    """Updates with extra arguments, and says whether every Dion was given them.
+
+    A transformation around it may pass none on.
+    """
     reached: list[None] = []
     notify = lambda: reached.append(None)
-    _, after = update(gradients, state, momentum_only=True, notify=notify)
-    return after, len(reached) >= expected
+    result = update(gradients, state, notify=notify, **extra_args)
+    return result, len(reached) >= len(states_of(state))
 
 
 def scale_by_dion(
@@ -178,7 +188,7 @@ def scale_by_dion(
         **extra_args,
     ):
         del params, extra_args
-        notify()  # `after_local_step`: no transformation around this one hid arguments
+        notify()  # `update_with`: no transformation around this one hid arguments
         _trees.check_shapes(updates, state.momentum, "Gradient")
         views = _two_optimizers.matrices_only(updates, dimension_numbers)
         decay = 1 if error_feedback else momentum

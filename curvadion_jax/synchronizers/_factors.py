@@ -1,5 +1,6 @@
 """Dion's compressed sync: it averages low-rank factors in place of gradients."""
 
+from collections.abc import Container
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ def average_factors(
     in full. The update is Dion's on the replicas' mean momentum and gradient: with
     `always` (`presets.synchronous_dion`) and equal weights this is training on one big
     batch, at any rank. Like `average_gradients` it does not make replicas equal.
+    The gradient of a replica that takes no part counts for nothing, and its momentum
+    stays as it was.
 
     Args:
       dimension_numbers: the same as given to Dion.
@@ -50,29 +53,25 @@ def average_factors(
             updates, inner_state = take(mean, before)
             return updates, inner_state, _qs(inner_state), residual
 
-        averaged = []
-
         def reduce_fn(factors, made_of):
-            averaged.extend(factors)
             return part.mean(factors, part.group.of_factors(factors, made_of))
 
         # All start from the common Q: on local steps every replica moves its own, and
         # products with those could cancel.
         start = _with_qs(before, qs)
-        updates, inner_state = take(mean, start, reduce_fn=reduce_fn)
-        expected = len(ranks) + sum(reduces_factors(*pair) for pair in ranks.values())
-        if len(averaged) < expected:
+        result, was_reduced = _dion.update_with(take, mean, start, reduce_fn=reduce_fn)
+        if not was_reduced:
             raise ValueError(
-                f"Of {expected} arrays of Dion {len(averaged)} were averaged: a "
-                "transformation around it does not pass on the extra argument "
-                "reduce_fn. Build it as an optax.GradientTransformationExtraArgs that "
-                "forwards extra arguments."
+                "A transformation around Dion does not pass on the extra argument "
+                "reduce_fn, so nothing was averaged. Build it as an "
+                "optax.GradientTransformationExtraArgs that forwards extra arguments."
             )
+        updates, inner_state = result
 
-        # An absent replica keeps all of its momentum and gradient for a later sync.
-        _, kept = take(gradients, before, momentum_only=True)
-        whole = [dion.momentum for dion in _dion.states_of(kept)]
-        inner_state = _keep_momenta(inner_state, whole, ~part.present)
+        # A replica that takes no part keeps the momentum that it had. Where momentum
+        # plus gradient is averaged, all have that mean.
+        local = {name for name, pair in ranks.items() if reduces_factors(*pair)}
+        inner_state = _keep_momenta(inner_state, before, local, ~part.present)
         return updates, inner_state, _qs(inner_state), residual
 
     def payload(params, inner_state, layout):
@@ -102,14 +101,16 @@ def _with_qs(inner_state, qs: list[Any]):
     return _dion.with_states(inner_state, lambda dion: dion._replace(dion_q=next(new)))
 
 
-def _keep_momenta(inner_state, momenta: list[Any], keep: jax.Array):
-    """The state with these momenta in Dion's states, if `keep` is true."""
-    others = iter(momenta)
+def _keep_momenta(inner_state, before, names: Container[str], keep: jax.Array):
+    """The state with the named momenta of the one before, if `keep` is true."""
+    others = iter(_dion.states_of(before))
 
     def choose(dion):
-        either = lambda other, own: jnp.where(keep, other, own)
-        momentum = jax.tree.map(either, next(others), dion.momentum)
-        return dion._replace(momentum=momentum)
+        old = dict(_trees.leaves_with_path(next(others).momentum))
+        either = lambda name, new: (
+            jnp.where(keep, old[name], new) if name in names else new
+        )
+        return dion._replace(momentum=_trees.map_with_path(either, dion.momentum))
 
     return _dion.with_states(inner_state, choose)
 

@@ -369,31 +369,49 @@ def test_who_has_no_weight_requests_nothing():
     assert helpers.decisions(history) == [False, False, True, True]
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(1.0, marks=pytest.mark.slow)])
-def test_an_absent_dion_keeps_its_momentum(rank):
-    """Its B = M + G waits whole; the step is the one of those who are there."""
-
-    def dion(mesh):
-        return cd.adaptive_sync(
-            cd.dion(0.1, rank),
-            triggers.always(),
-            synchronizers.average_factors(),
-            mesh,
-        )
-
+def dion(rank, synchronizer):
+    """Of the matrix `wide` of the helpers; it syncs on every step."""
+    make = lambda mesh: cd.adaptive_sync(
+        cd.dion(0.1, rank), triggers.always(), synchronizer, mesh
+    )
     params = {"wide": helpers.make_params()["wide"]}
-    (tree,) = helpers.make_gradients(1, 3)
-    tree = {"wide": tree["wide"]}
-    pair = {"wide": tree["wide"][:2]}
-    mesh = cd.replicas.simulated(3)
-    weights = np.float32([1, 1, 0])
-    ((found, state),) = helpers.run(dion(mesh), mesh, params, [tree], weight=[weights])
-    ((wanted, _),) = helpers.run_simulated(dion, params, [pair])
-    momentum = helpers.dion_state(state).momentum["wide"]
-    np.testing.assert_array_equal(momentum[2], tree["wide"][2])
-    assert not np.allclose(momentum[0], tree["wide"][0])
+    trees = [{"wide": tree["wide"]} for tree in helpers.make_gradients(4, 3)]
+    weights = [np.float32(x) for x in ([1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 1])]
+    run = lambda trees, weights: list(
+        helpers.run_simulated(make, params, trees, weight=weights)
+    )
+    return run, trees, weights
+
+
+def test_a_dion_without_weight_keeps_its_momentum_of_factors():
+    """And the step is the one of those who are there."""
+    run, trees, weights = dion(1, synchronizers.average_factors())
+    (_, before), (found, state) = run(trees[:2], weights[:2])
+    before, after = (helpers.dion_state(x).momentum["wide"] for x in (before, state))
+    np.testing.assert_array_equal(after[2], before[2])
+    assert not np.allclose(after[0], before[0])
     np.testing.assert_array_equal(found["wide"][2], found["wide"][0])
+    two = [{"wide": tree["wide"][:2]} for tree in trees[:1]]
+    ((wanted, _),) = run(two, [weights[0][:2]])
+    ((found, _),) = run(trees[:1], [weights[1]])
     np.testing.assert_allclose(found["wide"][0], wanted["wide"][0], atol=ATOL)
+
+
+@pytest.mark.parametrize("spoilt", [False, True], ids=["finite", "nan"])
+def test_a_gradient_without_weight_counts_for_nothing_at_any_rank(spoilt):
+    """Where momentum plus gradient is averaged it is as where gradients are."""
+    found = []
+    for synchronizer in (
+        synchronizers.average_factors(),
+        synchronizers.average_gradients(),
+    ):
+        run, trees, weights = dion(1.0, synchronizer)
+        trees[1]["wide"][2] *= 1000
+        if spoilt:
+            trees[2]["wide"][0, 0] = np.nan
+        found.append([params["wide"] for params, _ in run(trees, weights)])
+    np.testing.assert_allclose(*found, atol=ATOL)
+    np.testing.assert_array_equal(found[0][-1][2], found[0][-1][0])
 
 
 def test_weights_of_another_number_of_replicas_are_refused():
