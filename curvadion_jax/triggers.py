@@ -306,8 +306,8 @@ def budget(
         return jnp.exp(state.log_factor) * of.threshold(clock, state.of_state)
 
     def decide(clock, requested, state: BudgetState):
+        value_requests = jnp.asarray(requested)
         requested, of_state = of.decide(clock, requested, state.of_state)
-        requested = jnp.asarray(requested)
         share = jnp.float32(min(1.0, rate / clock.cost) if clock.cost else 1.0)
         counts = jnp.stack(
             [jnp.asarray(x, jnp.int32) for x in (clock.steps, clock.syncs)]
@@ -317,7 +317,9 @@ def budget(
         paid = share * (steps + 1).astype(jnp.float32)
         spent = spent.astype(jnp.float32)
         fire = (requested & (spent + 1 <= paid + ahead)) | (spent < paid - behind)
-        log_factor = state.log_factor + gain * (requested.astype(jnp.float32) - share)
+        # What `of` forces says nothing of the threshold.
+        above = value_requests.astype(jnp.float32)
+        log_factor = state.log_factor + gain * (above - share)
         log_factor = jnp.clip(log_factor, -largest, largest)
         return fire, BudgetState(log_factor, of_state, start, share)
 
@@ -388,8 +390,8 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
         is_new = (seen.clock.since == 0) | ~(requested <= largest.value)
         value = jnp.where(is_new, requested, largest.value).astype(jnp.float32)
         layer = jnp.where(is_new, measured.layer, largest.layer).astype(jnp.int32)
-        kept = Measured(jnp.where(jnp.isnan(value), _LARGEST, value), layer)
-        return kept, (of_state, kept)
+        waiting = Measured(jnp.where(jnp.isnan(value), _LARGEST, value), layer)
+        return waiting, (of_state, waiting)
 
     due = lambda clock: trigger.due(clock) & ((clock.steps + 1) % k == 0)
     return trigger._replace(due=due, look=look, init=init)

@@ -36,7 +36,7 @@ def program(cost=1.0, **options):
     """Values -> whether each step synchronises, and what it was compared with."""
 
     def run(values):
-        trigger = budget(of=signal(), **options)
+        trigger = budget(**{"of": signal(), **options})
 
         def body(carry, of_step):
             steps, value = of_step
@@ -144,6 +144,17 @@ def test_the_threshold_stays_within_a_factor_of_1000():
     assert threshold[20_050:].min() > 0.5
     _, threshold = follow(np.full(3000, np.inf), rate=0.05)
     np.testing.assert_allclose(threshold.max(), 1000, rtol=1e-5)
+
+
+def test_the_threshold_follows_what_values_request_and_not_what_is_forced():
+    """Forced syncs count as spent; the value still decides which others there are."""
+    values = signals()["noise"]
+    often = triggers.at_least_every(signal(), 40)
+    (_, alone), (fired, threshold) = (
+        follow(values, rate=0.02, of=of) for of in (signal(), often)
+    )
+    np.testing.assert_array_equal(threshold, alone)
+    assert 0 < np.sum(fired & ~(values > threshold)) < np.sum(fired)
 
 
 @pytest.mark.parametrize("behind", [0.0, 1.0])
