@@ -145,9 +145,8 @@ class _AdaptiveSync:
     before: optax.GradientTransformationExtraArgs
     specs: Any
 
-    @property
-    def steps(self) -> _step.Steps:
-        return _step.Steps(self.inner, self.synchronizer, self.mesh)
+    def steps(self, layout: Layout) -> _step.Steps:
+        return _step.Steps(self.inner, self.synchronizer, self.mesh, layout)
 
     @property
     def reconciles(self) -> bool:
@@ -223,7 +222,7 @@ class _AdaptiveSync:
         """The state with Dion's Q sharded as after a step: its update knows how."""
         if not layout.is_divided or not _dion.states_of(inner_state):
             return inner_state
-        take = self.steps.take(params, {}, layout)
+        take = self.steps(layout).take(params, {})
         zeros = jax.tree.map(jnp.zeros_like, params)
         after, _ = _dion.after_local_step(take, zeros, inner_state)
         new = iter(_dion.states_of(after))
@@ -263,7 +262,7 @@ class _AdaptiveSync:
         costs = self._costs(params, rows.inner_state, layout)
         cost_of_sync = costs.of_sync(_rows.count(self.mesh))
         clock = Clock(counters.steps, counters.syncs, counters.since, cost_of_sync)
-        shared = _step.Shared(extra_args, layout)
+        steps = self.steps(layout)
 
         # A drift counts by the weights of all steps since the last sync. (A replica
         # that was absent then brings the drift of several rounds, which is longer.)
@@ -273,7 +272,8 @@ class _AdaptiveSync:
 
         # 1. The trigger looks at every replica.
         prepared = self._look(
-            gradients, params, rows, weight > 0, common.anchor, clock, shared
+            *(gradients, params, rows, weight > 0, common.anchor, clock),
+            *(steps, extra_args),
         )
         given = _step.Given(
             params=params,
@@ -292,13 +292,11 @@ class _AdaptiveSync:
 
         # 3. Every replica's own step. A sync follows it or replaces it, or none does.
         if self.reconciles:
-            outcome = self.steps.own(given, rows.residual, shared)
-            outcome, common = self.steps.reconcile_if(
-                fire, outcome, given, common, shared
-            )
+            outcome = steps.own(given, rows.residual, extra_args)
+            outcome, common = steps.reconcile_if(fire, outcome, given, common)
         else:
-            outcome, common = self.steps.with_mean_if(
-                fire, given, rows.residual, common, shared
+            outcome, common = steps.with_mean_if(
+                fire, given, rows.residual, common, extra_args
             )
         # Nothing may fuse these with their sum with the parameters, whose bits count.
         updates = lax.optimization_barrier(outcome.updates)
@@ -316,7 +314,7 @@ class _AdaptiveSync:
         )
         weight_since = rows.weight
         if self.reconciles:
-            weight_since = jnp.where(fire, 0, total)
+            weight_since = jnp.where(outcome.met, 0, total)
         state = AdaptiveSyncState(
             common=common._replace(
                 trigger_state=_dtypes.cast_like(
@@ -372,7 +370,8 @@ class _AdaptiveSync:
         present,
         anchor,
         clock: Clock,
-        shared: _step.Shared,
+        steps: _step.Steps,
+        extra_args,
     ) -> "_Prepared":
         """What the trigger sees of every replica; nothing is sent."""
 
@@ -390,7 +389,7 @@ class _AdaptiveSync:
             before_state = _finite.repaired(new, rows.before_state)
             measured, remembered = Measured(0.0), rows.remembered
             if self.trigger.look is not None:
-                take = self.steps.take(params, extra_args, shared.layout)
+                take = steps.take(params, extra_args)
                 after, is_known = _dion.after_local_step(
                     take, gradients, rows.inner_state
                 )
@@ -421,7 +420,7 @@ class _AdaptiveSync:
         measures = self.trigger.look is not None
         anchor = _memory.to_device(anchor) if measures else ()
         row = gradients, params, rows._replace(residual=()), present
-        common = anchor, clock, shared.extra_args
+        common = anchor, clock, extra_args
         return _rows.over(of_one, self.mesh)(row, common)[0]
 
     def _remembered(self, remembered, outcome: _step.Outcome, params, fire):

@@ -63,6 +63,8 @@ class Bucket:
             # At least two pieces, so that there is a loop: without one XLA repeats the
             # work for every array that is cut out of the result.
             largest = min(PIECE, self.table.size // 2)
+        # pieces      piece_rows rows each, whole blocks:  |======|======|======|
+        # last_rows   what is left, shorter than a piece:                       |===|
         rows, self.columns = len(self.table), math.prod(self.table.shape[1:])
         # The fewest rows that fill whole blocks, in groups of eight as TPUs keep them.
         unit = math.lcm(8, block // math.gcd(block, self.columns))

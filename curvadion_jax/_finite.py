@@ -1,4 +1,8 @@
-"""Whether numbers are finite, and choices between trees by one bool."""
+"""Whether numbers are finite, and choices between trees by one bool.
+
+What is done about a NaN: `_AdaptiveSync._look` takes zeros for gradients that are not
+finite, `_step` excludes replicas whose state is not, and keeps updates finite.
+"""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """What replicas do together at a sync: who takes part, and how much each counts.
 
 * *Excluded*: a replica with a NaN or an infinity in its parameters, its inner state or
-  its residual (or in its gradients, where these are what is averaged). It contributes
-  nothing. An inner state that is not finite begins again as at the anchor.
+  its residual, where all of these that are not finite begin again; or in its gradients,
+  where these are averaged. It contributes at most a finite residual that it had before.
 * *Absent*: a replica of weight 0. It contributes only the residual that it had before,
   and keeps its drift for a later sync.
 * If no replica takes part, nothing moves.
@@ -129,15 +129,16 @@ class Part(NamedTuple):
       weight: float32[], weight of this replica in means; 0 if it takes no part. Weights
         have a mean of 1 over the replicas, so that `group.mean` of weight times x is
         the weighted mean.
-      expected: float32[], replicas that take part over those that are not excluded.
-        Multiply a mean by it if absent replicas will add their part later: over those
-        present, the drift of one that takes part every second time would count twice.
+      share_present: float32[], replicas that take part over those that are not
+        excluded. Multiply a mean by it if absent replicas will add their part later:
+        over those present, the drift of one that takes part every second time would
+        count twice.
       someone: bool[], whether any replica takes part.
     """
 
     group: Group
     weight: jax.Array | float = 1.0
-    expected: jax.Array | float = 1.0
+    share_present: jax.Array | float = 1.0
     someone: jax.Array | bool = True
 
     @property
@@ -179,7 +180,7 @@ def take_part(group: Group, weight: jax.Array, able: jax.Array) -> Part:
     return Part(
         group=group,
         weight=jnp.where(own > 0, own, 0) / jnp.where(mean > 0, mean, 1),
-        expected=jnp.sum(present) / jnp.maximum(awaited, 1),
+        share_present=jnp.sum(present) / jnp.maximum(awaited, 1),
         someone=jnp.any(present),
     )
 

@@ -55,7 +55,8 @@ def cholesky_qr(a: jax.Array) -> jax.Array:
     ill-conditioned matrices <https://arxiv.org/abs/1809.11085>`_, 2020)
 
     Takes [..., rows, cols] with rows >= cols, float32 or float64. Columns of the result
-    are orthonormal, or zero where the input has a zero column or an exact copy.
+    are orthonormal. A column of zeros gives zeros; so may one that depends on others,
+    or it gives a column that rounding invents.
     """
     # Above the rounding error of a Gram matrix of unit columns and its factorisation.
     shift = max(20, 2 * a.shape[-1]) * float(jnp.finfo(a.dtype).eps)
@@ -90,10 +91,10 @@ def cholesky_qr(a: jax.Array) -> jax.Array:
 def _final_pass(
     a: jax.Array, gram: jax.Array, shifted: jax.Array, shift: float
 ) -> jax.Array:
-    """A -> A U^{-1} with U^T U = A^T A, with the copies among the columns set to zero.
+    """A -> A U^{-1} with U^T U = A^T A, with zeros for columns that depend on others.
 
-    The shifted factorisation, which cannot fail, finds the copies: U_jj^2 is the
-    squared distance of column j to the columns before it.
+    The shifted factorisation, which cannot fail, finds them: U_jj^2 is the squared
+    distance of column j to the columns before it. One within rounding passes.
     """
     distance = 1 / jnp.square(jnp.diagonal(shifted)) - shift
     copy = distance < _COPY  # False for NaN, which stays

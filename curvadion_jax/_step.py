@@ -33,13 +33,6 @@ from curvadion_jax.synchronizers import Synchronizer
 SYNC = "curvadion_sync"  # the name of the condition in programs, for `replicas.audit`
 
 
-class Shared(NamedTuple):
-    """What a step has that is the same for all replicas."""
-
-    extra_args: dict[str, Any]
-    layout: Layout
-
-
 class Given(NamedTuple):
     """What one replica brings to a step.
 
@@ -64,6 +57,7 @@ class Outcome(NamedTuple):
       zeroed: bool[], whether finite gradients gave updates that were not finite.
       excluded, absent: bool[], whether this replica took no part in a sync.
       restarted: bool[], whether its inner state began again.
+      met: bool[], whether any replica took part in a sync.
       anchor_checksum: uint32[], of this replica's copy of the anchor; 0 without a sync.
     """
 
@@ -74,6 +68,7 @@ class Outcome(NamedTuple):
     excluded: jax.Array
     absent: jax.Array
     restarted: jax.Array
+    met: jax.Array
     anchor_checksum: jax.Array
 
 
@@ -84,47 +79,51 @@ class Steps:
     inner: optax.GradientTransformationExtraArgs
     synchronizer: Synchronizer
     mesh: Replicas
+    layout: Layout
 
-    def take(self, params, extra_args, layout: Layout) -> Callable[..., Any]:
+    @property
+    def group(self) -> Group:
+        return Group(_rows.axis_name(self.mesh), self.layout)
+
+    def take(self, params, extra_args) -> Callable[..., Any]:
         """The inner optimizer's update, in the dtypes of parameters and state."""
         for_all = dict(extra_args)
-        if layout.is_divided:
-            for_all["layout"] = layout
+        if self.layout.is_divided:
+            for_all["layout"] = self.layout
 
         def inner_step(gradients, inner_state, **more):
             updates, new = self.inner.update(
                 gradients, inner_state, params, **for_all, **more
             )
-            updates = layout.as_parameters(_dtypes.cast_like(updates, params))
+            updates = self.layout.as_parameters(_dtypes.cast_like(updates, params))
             return updates, _dtypes.cast_like(new, inner_state)
 
         return inner_step
 
-    def own(self, given: Given, residual, shared: Shared) -> Outcome:
+    def own(self, given: Given, residual, extra_args) -> Outcome:
         """Every replica's step of its own inner optimizer; nothing is sent."""
 
         def of_one(row, extra_args):
             given, residual = row
-            take = self.take(given.params, extra_args, shared.layout)
+            take = self.take(given.params, extra_args)
             updates, inner_state = take(given.gradients, given.inner_state)
             return _outcome(updates, inner_state, residual), ()
 
-        return _rows.over(of_one, self.mesh)((given, residual), shared.extra_args)[0]
+        return _rows.over(of_one, self.mesh)((given, residual), extra_args)[0]
 
     def reconcile_if(
-        self, fire, outcome: Outcome, given: Given, common: Common, shared: Shared
+        self, fire, outcome: Outcome, given: Given, common: Common
     ) -> tuple[Outcome, Common]:
         """A sync that follows the replicas' own steps, if `fire` says so."""
-        group = Group(_rows.axis_name(self.mesh), shared.layout)
 
-        def of_one(row, residual, kept, _):
+        def of_one(row, residual, common: Common, _):
             given, outcome = row
             moved = optax.apply_updates(given.params, outcome.updates)
             inner_sound = _finite.is_sound(outcome.inner_state)
             healthy = inner_sound & _finite.all_finite([moved, residual])
-            part = _group.take_part(group, given.weight, healthy)
+            part = _group.take_part(self.group, given.weight, healthy)
             inner_state = _sound_or_new(
-                outcome.inner_state, inner_sound, self.inner, kept[0]
+                outcome.inner_state, inner_sound, self.inner, common.anchor
             )
             # The step ends here: else the compiler finishes the inner state after the
             # sync, and keeps the gradients until then.
@@ -132,12 +131,11 @@ class Steps:
                 (outcome.updates, inner_state)
             )
             # Nothing moves if no replica takes part.
-            updates, residual, *kept = _once(
+            updates, residual, anchor, sync_state = _once(
                 part.someone,
                 functools.partial(self._meet, given.params, part, healthy),
-                *(updates, residual, *kept),
+                *(updates, residual, common.anchor, common.sync_state),
             )
-            anchor, _ = kept
             synced = _outcome(
                 updates,
                 inner_state,
@@ -150,16 +148,13 @@ class Steps:
                 zeroed=outcome.zeroed | (synced.zeroed & healthy),
                 anchor_checksum=_checksum.of(anchor),
             )
-            return synced, tuple(kept)
+            return synced, common._replace(anchor=anchor, sync_state=sync_state)
 
-        def synchronise(outcome, kept):
+        def synchronise(outcome, common):
             row = given, outcome._replace(residual=())
-            return self._synced(of_one, row, outcome.residual, kept)
+            return self._synced(of_one, row, outcome.residual, common)
 
-        kept = common.anchor, common.sync_state
-        outcome, kept = _once_if(fire, synchronise, outcome, kept)
-        anchor, sync_state = kept
-        return outcome, common._replace(anchor=anchor, sync_state=sync_state)
+        return _once_if(fire, synchronise, outcome, common)
 
     def _meet(self, params, part: Part, healthy, updates, residual, anchor, sync_state):
         """One replica's way to the anchor, in place of its own updates.
@@ -182,23 +177,22 @@ class Steps:
         return updates, residual, anchor, sync_state
 
     def with_mean_if(
-        self, fire, given: Given, residual, common: Common, shared: Shared
+        self, fire, given: Given, residual, common: Common, extra_args
     ) -> tuple[Outcome, Common]:
         """A step with means over the replicas if `fire` says so, else their own."""
-        group = Group(_rows.axis_name(self.mesh), shared.layout)
         sync: Callable[..., Any] = self.synchronizer.sync
 
-        def of_one(given, residual, sync_state, extra_args):
+        def of_one(given, residual, common: Common, extra_args):
             inner_sound = _finite.is_sound(given.inner_state)
             healthy = inner_sound & _finite.all_finite([given.params, residual])
             able = healthy & given.finite
-            part = _group.take_part(group, given.weight, able)
+            part = _group.take_part(self.group, given.weight, able)
             inner_state = _sound_or_new(
                 given.inner_state, inner_sound, self.inner, given.params
             )
             residual = _finite.or_zeros(healthy, residual)
-            old = inner_state, sync_state, residual
-            take = self.take(given.params, extra_args, shared.layout)
+            old = inner_state, common.sync_state, residual
+            take = self.take(given.params, extra_args)
             updates, *new = sync(take, given.gradients, *old, part)
             # Nothing moves if no replica takes part. (Where all states were not finite,
             # all have begun again, and take part in the next sync.)
@@ -212,35 +206,33 @@ class Steps:
                 excluded=~able,
                 restarted=~inner_sound,
             )
-            return synced._replace(zeroed=synced.zeroed & healthy), sync_state
+            synced = synced._replace(zeroed=synced.zeroed & healthy)
+            return synced, common._replace(sync_state=sync_state)
 
-        def synchronise(given, residual, sync_state):
-            return self._synced(of_one, given, residual, sync_state, shared.extra_args)
+        def synchronise(given, residual, common):
+            return self._synced(of_one, given, residual, common, extra_args)
 
-        def alone(given, residual, sync_state):
-            return self.own(given, residual, shared), sync_state
+        def alone(given, residual, common):
+            return self.own(given, residual, extra_args), common
 
-        outcome, sync_state = _if(
-            fire, synchronise, alone, given, residual, common.sync_state
-        )
-        return outcome, common._replace(sync_state=sync_state)
+        return _if(fire, synchronise, alone, given, residual, common)
 
-    def _synced(self, of_one, row, residual, kept, extra_args=()):
-        """Runs a sync on the rows of all replicas, and returns (outcome, kept).
+    def _synced(self, of_one, row, residual, common: Common, extra_args=()):
+        """Runs a sync on the rows of all replicas, and returns (outcome, common).
 
         `of_one` is that of one replica, of the same arguments. Residuals and what is
-        kept may lie in host memory, since syncs alone touch them: they go to the device
-        and back.
+        common may lie in host memory, since syncs alone touch them: they go to the
+        device and back.
         """
 
-        def run(rows, common):
-            return of_one(*rows, *common)
+        def run(of_replica, of_all):
+            return of_one(*of_replica, *of_all)
 
         synced, new = _rows.over(run, self.mesh)(
-            (row, _memory.to_device(residual)), (_memory.to_device(kept), extra_args)
+            (row, _memory.to_device(residual)), (_memory.to_device(common), extra_args)
         )
         residual = _memory.to_memory_of(synced.residual, residual)
-        return synced._replace(residual=residual), _memory.to_memory_of(new, kept)
+        return synced._replace(residual=residual), _memory.to_memory_of(new, common)
 
 
 def _outcome(
@@ -263,6 +255,7 @@ def _outcome(
         excluded=excluded,
         absent=absent,
         restarted=jnp.asarray(restarted),
+        met=jnp.asarray(part is not None and part.someone),
         anchor_checksum=jnp.zeros([], jnp.uint32),
     )
 
@@ -289,23 +282,23 @@ def _either(condition: jax.Array | bool, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
 
 
-def _if(fire, synchronise, otherwise, *given):
+def _if(fire, synchronise, otherwise, *operands):
     """The condition of a sync, by the name that `replicas.audit` looks for."""
     if isinstance(fire, bool):
-        return (synchronise if fire else otherwise)(*given)
+        return (synchronise if fire else otherwise)(*operands)
     with jax.named_scope(SYNC):
-        return lax.cond(fire, synchronise, otherwise, *given)
+        return lax.cond(fire, synchronise, otherwise, *operands)
 
 
-def _once_if(fire, function, *given) -> tuple:
+def _once_if(fire, function, *operands) -> tuple:
     """`_once`, by that name too where `fire` is not known to the host."""
     if isinstance(fire, bool):
-        return function(*given) if fire else given
+        return function(*operands) if fire else operands
     with jax.named_scope(SYNC):
-        return _once(fire, function, *given)
+        return _once(fire, function, *operands)
 
 
-def _once(condition, function, *given) -> tuple:
+def _once(condition, function, *operands) -> tuple:
     """What a function makes of its arguments, or these as they are.
 
     The conditional is inside a loop that runs once or not at all. A bare conditional
@@ -313,6 +306,6 @@ def _once(condition, function, *given) -> tuple:
     that does not run copies nothing. A bare loop would not do either: XLA hoists
     loop-invariant work out of it, and would then do that work on every step.
     """
-    keep = lambda *given: given
+    keep = lambda *operands: operands
     once = lambda _, carried: lax.cond(condition, function, keep, *carried)
-    return lax.fori_loop(0, condition.astype(jnp.int32), once, given)
+    return lax.fori_loop(0, condition.astype(jnp.int32), once, operands)

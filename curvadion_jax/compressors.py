@@ -3,7 +3,8 @@
 A compressor replaces a mean by an approximation that costs fewer bytes. It also returns
 the part of each replica's arrays that is missing from the mean (`unsent`), so that
 ``mean == group.mean(tree - unsent)``. A caller that adds it to the next arrays (error
-feedback) delays information and drops none; the delay may still raise the loss.
+feedback) delays information and drops none but what it rounds where it keeps it; the
+delay may still raise the loss.
 
 A synchronizer multiplies by weights first, and zeros whatever takes no part.
 """
@@ -34,7 +35,8 @@ class Payload(NamedTuple):
     """Bytes of one sync.
 
     Attributes:
-      averaged: bytes in all-reduces. One of N replicas sends 2 (N - 1) / N times that.
+      averaged: bytes that cost as an all-reduce of that size: one of N replicas sends
+        2 (N - 1) / N times as many. An all-to-all and an all-gather are as much.
       gathered: bytes in all-gathers, of each replica. It sends N - 1 times as many.
     """
 
@@ -51,9 +53,9 @@ class Averaged(NamedTuple):
 
     Attributes:
       mean: the approximate means, in at least float32; the same on all replicas.
-      unsent: tree of what this replica did not contribute, of the same shapes and
-        dtypes. Elements that would not be finite are zero: NaN would stay in error
-        feedback for good.
+      unsent: tree of what this replica did not contribute, of the same shapes, in at
+        least float32. Elements that would not be finite are zero: NaN would stay in
+        error feedback for good.
     """
 
     mean: Any
@@ -108,17 +110,21 @@ class Compressor(NamedTuple):
     def average_by_device(self, tree: Any, group: Group) -> Averaged:
         """`average`, by each device of a replica, of its own parts of the arrays."""
 
-        def pairs(group, tree):
-            return [*zip(*map(jax.tree.leaves, self.average(tree, group)), strict=True)]
+        def of_device(group, tree) -> list[tuple[jax.Array, jax.Array]]:
+            mean, unsent = self.average(tree, group)
+            pairs = zip(jax.tree.leaves(mean), jax.tree.leaves(unsent), strict=True)
+            return [*pairs]
 
-        structure, found = jax.tree.structure(tree), group.by_device(pairs, tree)
-        return Averaged(*(structure.unflatten(x[i] for x in found) for i in (0, 1)))
+        found = group.by_device(of_device, tree)
+        structure = jax.tree.structure(tree)
+        means = structure.unflatten([mean for mean, _ in found])
+        return Averaged(means, structure.unflatten([unsent for _, unsent in found]))
 
-    def mean(self, contribution: Any, owed: Any, part: Part) -> tuple[Any, Any]:
-        """The mean of contributions and what was owed, and what is owed now."""
-        whole = jax.tree.map(add_cast, contribution, owed)
+    def mean(self, contribution: Any, residual: Any, part: Part) -> tuple[Any, Any]:
+        """The mean of contributions and residuals, and this replica's new residual."""
+        whole = jax.tree.map(add_cast, contribution, residual)
         mean, unsent = self.average_by_device(whole, part.group)
-        return cast_like(mean, whole), cast_like(unsent, owed)
+        return cast_like(mean, whole), cast_like(unsent, residual)
 
     def payload_by_device(self, tree: Any, layout: Layout) -> Payload:
         """The bytes of `average_by_device`, of all devices of a replica."""
@@ -297,7 +303,11 @@ def _send_twice(encoded, group, encode, decode, most):
     lost = jnp.pad(lost, [(0, max(0, most - len(lost))), (0, 0)])  # a piece or more
 
     def contribution(encoded, first_block):
-        # The piece of what was lost, with zeros for blocks that others have averaged.
+        # What this replica's own blocks lost, and zeros for blocks that others have
+        # averaged. The blocks that are asked for may begin before its own, lie among
+        # them, or end after them:
+        #         own blocks          |==========|
+        #         asked for      |----|   |----|   |----|
         count, place = len(encoded), first_block - first_own
         inside = jnp.clip(place, 0, len(lost) - count)
         piece = jax.lax.dynamic_slice_in_dim(lost, inside, count)

@@ -56,7 +56,7 @@ MUTANTS = {
     ),
     # Who takes part.
     "the mean is over those present": Mutant(
-        SYNC, "x * jnp.asarray(part.expected, x.dtype)", "x", WHO, "absent"
+        SYNC, "x * jnp.asarray(part.share_present, x.dtype)", "x", WHO, "absent"
     ),
     "excluded replicas are expected": Mutant(
         PART, "jnp.sum(weights >= 0)", "weights.size", FAULTS, "spoilt"
@@ -96,23 +96,23 @@ MUTANTS = {
     ),
     "an absent dion loses its momentum": Mutant(
         "synchronizers/_factors.py",
-        "_keep_momenta(inner_state, whole, ~part.present)",
-        "_keep_momenta(inner_state, whole, False)",
+        "_keep_momenta(inner_state, before, local, ~part.present)",
+        "_keep_momenta(inner_state, before, local, False)",
         WHO,
         "dion",
     ),
     # What replicas owe.
     "what is owed is not sent": Mutant(
         "compressors.py",
-        "jax.tree.map(add_cast, contribution, owed)",
+        "jax.tree.map(add_cast, contribution, residual)",
         "contribution",
         WHO,
         "owes",
     ),
     "what is owed is forgotten at a bad outer step": Mutant(
         SYNC,
-        "jax.tree.map(jnp.where, is_finite, unsent, owed)",
-        "unsent",
+        "jax.tree.map(jnp.where, is_finite, new_residual, residual)",
+        "new_residual",
         FAULTS,
         "outer",
     ),
@@ -241,10 +241,44 @@ MUTANTS = {
     ),
     "a drift of two rounds counts twice": Mutant(
         CORE,
-        "weight_since = jnp.where(fire, 0, total)",
-        "weight_since = jnp.where(fire & ~outcome.absent, 0, total)",
+        "weight_since = jnp.where(outcome.met, 0, total)",
+        "weight_since = jnp.where(outcome.met & ~outcome.absent, 0, total)",
         WHO,
         "length",
+    ),
+    "a sync of nobody forgets weights": Mutant(
+        CORE,
+        "weight_since = jnp.where(outcome.met, 0, total)",
+        "weight_since = jnp.where(fire, 0, total)",
+        WHO,
+        "wait",
+    ),
+    "a gradient without weight stays in a momentum": Mutant(
+        "synchronizers/_factors.py",
+        "for name, pair in ranks.items() if reduces_factors(*pair)",
+        "for name, pair in ranks.items()",
+        WHO,
+        "without_weight_counts",
+    ),
+    "forced syncs move the threshold": Mutant(
+        TRIGGERS,
+        "above = value_requests.astype",
+        "above = jnp.asarray(requested).astype",
+        BUDGET,
+    ),
+    "all replicas draw the same noise": Mutant(
+        CORE,
+        "inner_state = group.own_keys(inner_state)",
+        "pass",
+        "interop/test_transformations.py",
+        "own_noise",
+    ),
+    "updates lie as the inner optimizer left them": Mutant(
+        "_step.py",
+        "self.layout.as_parameters(_dtypes.cast_like(updates, params))",
+        "_dtypes.cast_like(updates, params)",
+        "sharded/test_sharded_places.py",
+        "lie_otherwise",
     ),
     "unequal rows are not refused": Mutant(
         CORE, "            _refuse_unequal(state.counters.checksum)\n", "", STARTS

@@ -53,16 +53,16 @@ def reconcile(
     outer = optax.with_extra_args_support(optax.scale(-1) if outer is None else outer)
     form = compressors.exact() if compressor is None else compressor
 
-    def sync(moved, anchor, state, owed, part: Part):
+    def sync(moved, anchor, state, residual, part: Part):
         # 1. The mean drift. A replica sends its drift times its weight, and what it has
         # not sent before, which was multiplied then.
-        expected = lambda x: x * jnp.asarray(part.expected, x.dtype)
+        of_present = lambda x: x * jnp.asarray(part.share_present, x.dtype)
         drift = _dtypes.difference(moved, anchor)
-        share = jax.tree.map(expected, part.weighted(drift))
+        share = jax.tree.map(of_present, part.weighted(drift))
         if compressor is None:
-            mean, unsent = part.group.mean(share), ()
+            mean, new_residual = part.group.mean(share), ()
         else:
-            mean, unsent = compressor.mean(share, owed, part)
+            mean, new_residual = compressor.mean(share, residual, part)
 
         # 2. The outer step, from the anchor.
         pseudo_gradient = jax.tree.map(jnp.negative, mean)
@@ -77,8 +77,8 @@ def reconcile(
         anchor = jax.tree.map(jnp.where, is_finite, target, anchor)
         state = _finite.repaired(_dtypes.cast_like(outer_state, state), state)
         if compressor is not None:
-            unsent = jax.tree.map(jnp.where, is_finite, unsent, owed)
-        return target, anchor, state, unsent
+            new_residual = jax.tree.map(jnp.where, is_finite, new_residual, residual)
+        return target, anchor, state, new_residual
 
     def payload(params, inner_state, layout):
         return form.payload_by_device(params, layout)

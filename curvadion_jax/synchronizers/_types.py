@@ -36,7 +36,8 @@ class AfterStep(NamedTuple):
       >>> def sync(moved, anchor, state, residual, part):
       ...     drift = jax.tree.map(jax.numpy.subtract, moved, anchor)
       ...     mean = part.mean(drift)  # absent replicas add theirs later
-      ...     anchor = jax.tree.map(lambda a, d: a + part.expected * d, anchor, mean)
+      ...     share = part.share_present
+      ...     anchor = jax.tree.map(lambda a, d: a + share * d, anchor, mean)
       ...     return anchor, anchor, state, residual
       >>> average = AfterStep(
       ...     sync, payload=lambda x, _, layout: exact().payload_by_device(x, layout)

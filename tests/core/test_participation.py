@@ -81,6 +81,16 @@ def test_a_sync_after_local_steps_counts_the_weights_of_all_of_them(kind):
 
 
 @every_kind
+def test_weights_wait_with_the_drift_where_no_replica_takes_part(kind):
+    trees = gradients(4)
+    weights = np.float32([[9, 1], [0, 0], [1, 1], [1, 1]])
+    states = run(sgd(reconcile(), k=2), trees, [*weights], kind)
+    drift = -sum(x["w"] for x in trees)
+    wanted = PARAMS["w"] + (11 * drift[0] + 3 * drift[1]) / 14
+    np.testing.assert_allclose(states[-1][0]["w"], [wanted] * 2, atol=ATOL)
+
+
+@every_kind
 def test_a_drift_of_several_rounds_counts_by_its_length_alone(kind):
     """With equal gradients, who is absent at half of the syncs slows down nobody."""
     trees = [{"w": np.ones((2, 3), np.float32)}] * 8
@@ -95,7 +105,7 @@ def half_of_the_way():
 
     def sync(moved, anchor, state, residual, part):
         mean = part.mean(jax.tree.map(jnp.subtract, moved, anchor))
-        half = 0.5 * part.expected
+        half = 0.5 * part.share_present
         anchor = jax.tree.map(lambda a, d: a + half * d, anchor, mean)
         return anchor, anchor, state, residual
 
@@ -191,7 +201,7 @@ def test_an_absent_replica_keeps_its_drift_once_where_a_sync_is_of_a_part():
 
     def sync(moved, anchor, state, residual, part):
         mean = part.mean(moved["w"] - anchor["w"])
-        anchor = anchor | {"w": anchor["w"] + part.expected * mean}
+        anchor = anchor | {"w": anchor["w"] + part.share_present * mean}
         return moved | anchor | {"b": moved["b"]}, anchor, state, residual
 
     fragment = synchronizers.AfterStep(sync, reconcile().payload)
