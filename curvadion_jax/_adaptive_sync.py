@@ -248,6 +248,7 @@ class _AdaptiveSync:
         weight = _group.checked_weight(weight, state.counters.value)
         run = functools.partial(self._update, layout=layout, static_due=due)
         if axes := _rows.explicit_axes(self.mesh):
+            # The update sees automatic axes, and leaves all as it was sharded before.
             results = jax.tree.map(lambda x: jax.typeof(x).sharding, (params, state))
             auto_axes: Any = jax.sharding.auto_axes
             run = auto_axes(run, axes=axes, out_sharding=results)
@@ -389,6 +390,7 @@ class _AdaptiveSync:
             before_state = _finite.repaired(new, rows.before_state)
             measured, remembered = Measured(0.0), rows.remembered
             if self.trigger.look is not None:
+                # Of Dion that is M + G alone; `Steps.own` takes the whole step.
                 take = steps.take(params, extra_args)
                 after, is_known = _dion.after_local_step(
                     take, gradients, rows.inner_state

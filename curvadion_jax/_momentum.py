@@ -46,11 +46,17 @@ def momentum_by_name(state: Any, views: Mapping[str, Any]) -> dict[str, jax.Arra
         for node in nodes
         if field in _field_names(node)
     ]
-    # Parameters may be a named tuple with such a field. `optax.flatten` has no names.
-    named = [(field, x) for field, x in named if x.keys() <= views.keys()] or named
-    if named:
-        first = [momenta for field, momenta in named if field == named[0][0]]
-        return {name: leaf for momenta in first for name, leaf in momenta.items()}
+    # Parameters may be a named tuple with such a field, whose leaves have other paths.
+    # (Under `optax.flatten` no momentum has the path of a parameter.)
+    of_parameters = [each for each in named if each[1].keys() <= views.keys()]
+    found = of_parameters or named
+    if found:
+        first_field = found[0][0]
+        momenta = {}
+        for field, by_path in found:
+            if field == first_field:
+                momenta |= by_path
+        return momenta
     raise ValueError(
         "The inner optimizer keeps no momentum: its state has no field named "
         f"{', '.join(map(repr, _FIELDS))}. Use an optimizer with momentum, or a "

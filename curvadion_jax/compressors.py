@@ -195,9 +195,9 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
 
     Returns:
       The compressor. It costs bits / 8 + 4 / block bytes per element (8 / block with
-      two bits), half of that for each of two stages. The last block of an array is filled
-      by repeating its elements. Blocks are padded to a multiple of N, of more than two
-      replicas.
+      two bits), half of that for each of two stages. The last block of an array is
+      filled by repeating its elements. Blocks are padded to a multiple of N, of more
+      than two replicas.
 
     Raises:
       TypeError: if `bits` is traced, or `block` is not a Python int.

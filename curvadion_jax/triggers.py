@@ -384,13 +384,15 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
     def look(seen, state):
         of_state, largest = state
         measured, of_state = look_of(seen, of_state)
-        # An absent replica requests nothing, later neither.
-        requested = jnp.where(seen.present, measured.value, -_LARGEST)
-        # A sync meets all requests before it. NaN requests one, and stays.
-        is_new = (seen.clock.since == 0) | ~(requested <= largest.value)
-        value = jnp.where(is_new, requested, largest.value).astype(jnp.float32)
-        layer = jnp.where(is_new, measured.layer, largest.layer).astype(jnp.int32)
-        waiting = Measured(jnp.where(jnp.isnan(value), _LARGEST, value), layer)
+        # NaN requests a sync, and an absent replica none, later neither.
+        value = jnp.where(jnp.isnan(measured.value), _LARGEST, measured.value)
+        value = jnp.where(seen.present, value, -_LARGEST)
+        # A sync meets all requests before it.
+        is_new = (seen.clock.since == 0) | (value > largest.value)
+        waiting = Measured(
+            jnp.where(is_new, value, largest.value).astype(jnp.float32),
+            jnp.where(is_new, measured.layer, largest.layer).astype(jnp.int32),
+        )
         return waiting, (of_state, waiting)
 
     due = lambda clock: trigger.due(clock) & ((clock.steps + 1) % k == 0)

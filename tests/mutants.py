@@ -299,11 +299,11 @@ MUTANTS = {
         "schedule",
     ),
     "a met request is not cleared": Mutant(
-        TRIGGERS, "(seen.clock.since == 0) | ~(requested", "~(requested", INTERVALS
+        TRIGGERS, "(seen.clock.since == 0) | (value", "(value", INTERVALS
     ),
     "a request does not wait": Mutant(
         TRIGGERS,
-        "(seen.clock.since == 0) | ~(requested <= largest.value)",
+        "(seen.clock.since == 0) | (value > largest.value)",
         "jnp.array(True)",
         INTERVALS,
     ),
