@@ -390,7 +390,8 @@ class _AdaptiveSync:
             before_state = _finite.repaired(new, rows.before_state)
             measured, remembered = Measured(0.0), rows.remembered
             if self.trigger.look is not None:
-                # Of Dion that is M + G alone; `Steps.own` takes the whole step.
+                # Of Dion that is M + G alone, once more in `Steps.own`, which takes the
+                # whole step. Another optimizer's update the compiler merges with that.
                 take = steps.take(params, extra_args)
                 after, is_known = _dion.after_local_step(
                     take, gradients, rows.inner_state

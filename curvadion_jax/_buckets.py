@@ -63,14 +63,12 @@ class Bucket:
             # At least two pieces, so that there is a loop: without one XLA repeats the
             # work for every array that is cut out of the result.
             largest = min(PIECE, self.table.size // 2)
-        # pieces      piece_rows rows each, whole blocks:  |======|======|======|
-        # last_rows   what is left, shorter than a piece:                       |===|
         rows, self.columns = len(self.table), math.prod(self.table.shape[1:])
-        # The fewest rows that fill whole blocks, in groups of eight as TPUs keep them.
-        unit = math.lcm(8, block // math.gcd(block, self.columns))
-        self.piece_rows = max(largest // (self.columns * unit), 1) * unit
-        self.pieces = rows // self.piece_rows if self.table.size > largest else 0
-        self.last_rows = rows - self.pieces * self.piece_rows  # of a shorter last piece
+        self.piece_rows = _rows_of_piece(self.columns, block, largest)
+        # Whole pieces, and the rows of a shorter last one. A small table has just that.
+        self.pieces, self.last_rows = 0, rows
+        if self.table.size > largest:
+            self.pieces, self.last_rows = divmod(rows, self.piece_rows)
 
     @property
     def most_blocks(self) -> int:
@@ -144,6 +142,19 @@ class Bucket:
             return [table.reshape(self.arrays[0].shape)]
         parts = cut(table, [count_blocks(x, self.block) for x in self.arrays])
         return [_reshaped_like(x, y) for x, y in zip(parts, self.arrays, strict=True)]
+
+
+def _rows_of_piece(columns: int, block: int, largest: int) -> int:
+    """As many rows as fill whole blocks, and `largest` elements or less if they can.
+
+    They come in groups of eight, as TPUs keep them.
+
+    Example:
+      >>> [_rows_of_piece(columns, 256, 4096) for columns in (256, 96, 1000)]
+      [16, 40, 32]
+    """
+    unit = math.lcm(8, block // math.gcd(block, columns))
+    return max(largest // (columns * unit), 1) * unit
 
 
 def _in_blocks(x: jax.Array, block: int) -> jax.Array:

@@ -207,13 +207,13 @@ def scale_by_dion(
         # From here on matrices of one shape are a stack, until `apart`: the program
         # has one product for all of them. The results are the same.
         joined = _joined.join(views, total, qs)
-        views = joined.views(views)
+        stacked = joined.views(views)
         stepped = _power_iteration.dion_step(
-            views,
+            stacked,
             joined.together(total),
             joined.together(qs),
             feedback=1 - momentum if error_feedback else None,
-            bases=functools.partial(_bases, views=views, layout=layout),
+            bases=functools.partial(_bases, views=stacked, layout=layout),
             keep_whole=layout.keep_whole,
             reduce_fn=joined.reduce_fn(reduce_fn),
             precision=precision,

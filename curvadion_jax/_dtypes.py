@@ -1,4 +1,7 @@
-"""Dtypes to compute in, and casts to those that arrays are kept in."""
+"""Dtypes to compute in, and casts to those that arrays are kept in.
+
+These are chosen by `mu_dtype` of an optimizer, and `residual_dtype` of `reconcile`.
+"""
 
 import functools
 from typing import Any

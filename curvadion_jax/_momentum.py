@@ -1,4 +1,7 @@
-"""Finds the momentum in the state of any optimizer."""
+"""Finds the momentum in the state of any optimizer.
+
+How much it changes (RMMC) is `triggers.relative_momentum_change`.
+"""
 
 import dataclasses
 from collections.abc import Mapping

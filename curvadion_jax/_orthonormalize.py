@@ -7,7 +7,8 @@ On a CPU Householder QR of LAPACK makes the bases of matrices that are nearly sq
 The basis follows the order of the columns, with the signs of a QR whose triangle has a
 positive diagonal: similar matrices on replicas get similar bases. Directions that are
 invented for dependent columns come from rounding noise; whether they move anything is
-decided in `_power_iteration.unit_columns`. NaN and infinity give NaN.
+decided in `_power_iteration.unit_columns`. NaN and infinity give NaN. Where the devices
+of a replica share matrices, `_whole_matrices` gives each of them some whole ones first.
 """
 
 import functools

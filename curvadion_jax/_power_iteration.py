@@ -87,36 +87,37 @@ def dion_step(
     qs = {name: keep_whole(q) for name, q in qs.items()}
     compressed = {n for n, q in qs.items() if reduces_factors(views[n], q.shape[-1])}
 
-    def reduced(arrays, axes, which):
-        """Averages the arrays named in `which`; `axes` tells what their axes merge."""
-        some = {name: x for name, x in arrays.items() if name in which}
+    # For one replica `reduced` returns the arrays: B -> B Q -> P -> B^T P.
+    def reduced(names, arrays, axes):
+        """Averages some of the arrays; `axes` tells what their axes merge."""
+        some = {name: x for name, x in arrays.items() if name in names}
         if reduce_fn is None or not some:
             return arrays
         made_of = {name: (views[name].shape, axes(views[name])) for name in some}
         return arrays | reduce_fn(some, made_of)
 
     itself = lambda view: [(axis,) for axis in range(len(view.shape))]
-    common = reduced(total, itself, total.keys() - compressed)
-    matrices = {name: views[name].to_matrix(b) for name, b in common.items()}
+    total = reduced(total.keys() - compressed, total, itself)
+    matrices = {name: views[name].to_matrix(b) for name, b in total.items()}
     multiply = functools.partial(matmul, precision=precision)
     products = {n: multiply(B, qs[n].astype(B.dtype)) for n, B in matrices.items()}
-    left = bases(reduced(products, lambda view: view.p_axes, compressed))
+    left = bases(reduced(compressed, products, lambda view: view.p_axes))
     right = {name: multiply(B.mT, left[name]) for name, B in matrices.items()}
-    mean_right = reduced(right, lambda view: view.q_axes, compressed)
+    mean_right = reduced(compressed, right, lambda view: view.q_axes)
     directions, momenta, new_qs = {}, {}, {}
     for name, view in views.items():
-        P, momentum = left[name], common[name]
+        P, momentum = left[name], total[name]
         Q, present = unit_columns(mean_right[name], qs[name])
         Q = keep_whole(Q)
         if feedback is not None:
-            part = jnp.asarray(feedback, P.dtype)
+            applied = jnp.asarray(feedback, P.dtype)
             # Full rank: P R^T = P P^T B = B, unless Q is singular.
             if Q.shape[-1] == view.cols:
-                momentum -= part * momentum
+                momentum -= applied * momentum
             else:
                 # Each replica takes away its own contribution: with the mean of R the
                 # replicas' differences would add up in their momenta.
-                momentum -= part * view.product(P, right[name], precision)
+                momentum -= applied * view.product(P, right[name], precision)
         scale = math.sqrt(view.fan_out / view.fan_in)
         left_factor = jnp.where(present, scale * P, 0)
         directions[name] = view.product(left_factor, Q, precision)

@@ -1,8 +1,9 @@
 """One step of all replicas: their own, with a sync after it, or one with their means.
 
-`_adaptive_sync` says whether a sync fires; what it sends is the synchronizer's. Here
-stands what holds for every synchronizer: who takes part (`_group`), what an absent
-replica keeps, that nothing moves where nobody takes part, and that updates are finite.
+`_AdaptiveSync._update` has the order of a step, and says whether a sync fires; what is
+sent is the synchronizer's. Here stands what holds for every synchronizer: who takes
+part (`_group`), what an absent replica keeps, that nothing moves where nobody takes
+part, and that updates are finite.
 """
 
 import dataclasses
@@ -133,7 +134,7 @@ class Steps:
             # Nothing moves if no replica takes part.
             updates, residual, anchor, sync_state = _once(
                 part.someone,
-                functools.partial(self._meet, given.params, part, healthy),
+                functools.partial(self._updates_to_anchor, given.params, part, healthy),
                 *(updates, residual, common.anchor, common.sync_state),
             )
             synced = _outcome(
@@ -156,7 +157,9 @@ class Steps:
 
         return _once_if(fire, synchronise, outcome, common)
 
-    def _meet(self, params, part: Part, healthy, updates, residual, anchor, sync_state):
+    def _updates_to_anchor(
+        self, params, part: Part, healthy, updates, residual, anchor, sync_state
+    ):
         """One replica's way to the anchor, in place of its own updates.
 
         This runs under a condition, whose operands stay in memory until it ends. So it
@@ -167,14 +170,14 @@ class Steps:
         moved = _dtypes.rounded(optax.apply_updates(params, updates))
         old = anchor, sync_state, _finite.or_zeros(healthy, residual)
         found = sync(moved, *old, part)
-        target, *new = _dtypes.cast_like(found, (moved, *old))
+        found = _dtypes.cast_like(found, (moved, *old))
+        target, new_anchor, new_sync_state, new_residual = found
         # An absent replica keeps its drift on top of the new anchor, for a later sync.
         drift = _dtypes.difference(moved, anchor)
-        anchor, sync_state, residual = new
-        ahead = jax.tree.map(_dtypes.add_cast, anchor, drift)
+        ahead = jax.tree.map(_dtypes.add_cast, new_anchor, drift)
         target = _either(healthy & ~part.present, ahead, target)
         updates = jax.tree.map(jnp.subtract, target, params)
-        return updates, residual, anchor, sync_state
+        return updates, new_residual, new_anchor, new_sync_state
 
     def with_mean_if(
         self, fire, given: Given, residual, common: Common, extra_args

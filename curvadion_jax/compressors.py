@@ -236,8 +236,8 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
 
     def of_replicas(payload, replicas):
         # Of more than two each averages as many blocks as any other.
-        share = replicas * _encoded_bytes(block, bits) if replicas > 2 else 1
-        return Payload(averaged=math.ceil(payload.averaged / share) * share)
+        unit = replicas * _encoded_bytes(block, bits) if replicas > 2 else 1
+        return Payload(averaged=math.ceil(payload.averaged / unit) * unit)
 
     codec = Codec(
         functools.partial(_encode, bits=bits, block=block),
@@ -304,19 +304,28 @@ def _send_twice(encoded, group, encode, decode, most):
     lost = jnp.pad(lost, [(0, max(0, most - len(lost))), (0, 0)])  # a piece or more
 
     def contribution(encoded, first_block):
-        # What this replica's own blocks lost, and zeros for blocks that others have
-        # averaged. The blocks that are asked for may begin before its own, lie among
-        # them, or end after them:
-        #         own blocks          |==========|
-        #         asked for      |----|   |----|   |----|
-        count, place = len(encoded), first_block - first_own
-        inside = jnp.clip(place, 0, len(lost) - count)
-        piece = jax.lax.dynamic_slice_in_dim(lost, inside, count)
-        surrounded = jnp.pad(piece, [(count, count), (0, 0)])
-        start = jnp.clip(place - inside + count, 0, 2 * count)
-        return decode(encoded) - jax.lax.dynamic_slice_in_dim(surrounded, start, count)
+        # Without what this replica's own blocks lost; others have averaged the rest.
+        own_lost = _window(lost, first_block - first_own, len(encoded))
+        return decode(encoded) - own_lost
 
     return mean, decode, contribution
+
+
+def _window(x: jax.Array, start: Any, count: int) -> jax.Array:
+    """Rows start to start + count, with zeros for those that the table lacks.
+
+    It has `count` rows or more.
+
+    Example:
+      >>> x = jnp.array([[1], [2], [3], [4]])
+      >>> [_window(x, start, 2).ravel().tolist() for start in (-3, -1, 1, 3, 5)]
+      [[0, 0], [0, 1], [2, 3], [4, 0], [0, 0]]
+    """
+    inside = jnp.clip(start, 0, len(x) - count)
+    piece = jax.lax.dynamic_slice_in_dim(x, inside, count)
+    surrounded = jnp.pad(piece, [(count, count), (0, 0)])
+    place = jnp.clip(count + start - inside, 0, 2 * count)
+    return jax.lax.dynamic_slice_in_dim(surrounded, place, count)
 
 
 def _encode(tree: Any, bits: int, block: int) -> jax.Array:
