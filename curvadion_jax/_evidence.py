@@ -25,6 +25,7 @@ NORM = rf"{LAYER_NORM}|.*norm(_?\w)?|rms"
 SCALE = r"(.*_)?(scale|gamma)|gamma_.*"
 WEIGHT = r"kernels?|weights?|w"
 QUERY = r"(w_?|to_)?(q|k|v|kv|qkv|query|key|value)(_?proj(ection)?|_kernel|_w|_b)?"
+_BIASES = ("bias", "biases", "b")
 # Of a matrix, and of no table: its name says what it does in its module.
 PROJECTION = (
     r"w_?(\d|q|k|v|o|i|u|d|g|qkv|kv|in|out|up|down|gate)(_?\d)?"
@@ -47,10 +48,11 @@ class Array:
       names: along the path, as they are written.
       shape: of the parameter.
       is_torch_weight: whether it is in an attribute `weight` of an object.
-      layers: the axis of a scan over layers.
+      layers: the axis of a scan over layers; two of a scan within a scan.
       bias: of a kernel.
       is_bias: whether it is one.
       partner: of a factor of LoRA, the other one; also of what may be one, `A` and `B`.
+      is_kernel_of_norm: whether it is the scale of a norm, named `kernel`.
     """
 
     path: str
@@ -58,10 +60,11 @@ class Array:
     names: Names
     shape: Shape
     is_torch_weight: bool
-    layers: int | None = None
+    layers: Axes = ()
     bias: "Array | None" = None
     is_bias: bool = False
     partner: "Array | None" = None
+    is_kernel_of_norm: bool = False
 
     @functools.cached_property
     def words(self) -> list[str]:
@@ -78,7 +81,7 @@ class Array:
     def is_scale(self) -> bool:
         """Whether it is the scale of a norm, by its name."""
         of_norm = self.matches("weights?|w|g", 1) and self.matches(f"{NORM}|scale", 2)
-        return self.matches(SCALE, 1) or of_norm
+        return self.matches(SCALE, 1) or of_norm or self.is_kernel_of_norm
 
     @functools.cached_property
     def is_query(self) -> bool:
@@ -98,7 +101,7 @@ class Array:
     def axes(self) -> Axes:
         """The axes of one layer that are longer than 1."""
         axes = enumerate(self.shape)
-        return tuple(axis for axis, n in axes if n != 1 and axis != self.layers)
+        return tuple(axis for axis, n in axes if n != 1 and axis not in self.layers)
 
     @functools.cached_property
     def sizes(self) -> Sizes:
@@ -135,33 +138,53 @@ class Tree:
         self._within = functools.cache(self._arrays_within)
         self._near = functools.cache(self._scan_within)
         for array in self.arrays:
-            array.layers = self._layers_axis(array)
+            array.is_kernel_of_norm = self._is_kernel_of_norm(array)
+        for array in self.arrays:
+            array.layers = self._layers_axes(array)
         self._find_factors()
         self._find_biases()
         scales = [array for array in self.arrays if array.is_scale]
         self.widths = {array.sizes[-1] for array in scales if array.sizes}
 
-    def _layers_axis(self, array: Array) -> int | None:
-        """The axis of a scan over layers: 0, or 1 as in MaxText; None without a scan.
+    def _is_kernel_of_norm(self, array: Array) -> bool:
+        """Whether a module that is named after a norm has it alone, and as a vector.
+
+        Or a stack of vectors, beside stacks of matrices: else it may be a Dense's.
+        """
+        is_named = array.matches("kernel", 1) and array.matches(NORM, 2)
+        is_alone = len(self._below[array.names[:-1]]) == 1
+        if not (is_named and is_alone) or len(array.shape) != 2:
+            return is_named and is_alone and len(array.shape) == 1
+        near = [other.shape for other in self._below[array.names[:-2]]]
+        stacks = [shape for shape in near if len(shape) > 2]
+        alike = [sum(s[axis] == array.shape[axis] for s in stacks) for axis in (0, 1)]
+        return 2 * max(alike) > len(stacks)
+
+    def _layers_axes(self, array: Array) -> Axes:
+        """The axis of a scan over layers: 0, or 1 as in MaxText; () without a scan.
 
         Under a scan the scales of the nearest norms are [layers, width], or [width,
         layers]. They have the axis of the layers alike, and share it with most kernels.
         Where both axes would do, as of [layers, width, n], kernels further away decide.
         """
         if len(array.shape) < 2:
-            return None
+            return ()
         if self.is_ensemble or self._is_vmapped(array.names):
-            return 0
+            return (0,)
         every = (self._near(array.names[:n]) for n in reversed(range(len(array.names))))
         levels = [near for near in every if near is not None]
         if not levels or not levels[0].axes:
-            return None
+            return ()
         nearest = levels[0]
         # Further away there may be another scan, over another number of layers.
         alike = [near.axes for near in levels if near.scales == nearest.scales]
         axis = next((axes[0] for axes in alike if len(axes) == 1), nearest.axes[0])
         lengths = {scale[axis] for scale in nearest.scales}
-        return axis if array.shape[axis] in lengths else None
+        if array.shape[axis] not in lengths:
+            return ()
+        inner = nearest.inner_scans[axis]
+        is_nested = array.shape[axis + 1 : axis + 2] == (inner,)
+        return (axis, axis + 1) if is_nested else (axis,)
 
     def _all_share_an_axis(self) -> bool:
         """Whether many arrays have a first axis of one length, which no other axis has.
@@ -190,7 +213,9 @@ class Tree:
         kernels = [array.shape for array in near if len(array.shape) > 2]
         if not (scales and kernels):
             return None
-        return _Scan(scales, _axes_of_scan(scales, kernels))
+        whole = [array.shape for array in near if array.is_scale]
+        inner = {axis: _inner_scan(axis, whole, kernels) for axis in (0, 1)}
+        return _Scan(scales, _axes_of_scan(scales, kernels), inner)
 
     def _find_biases(self) -> None:
         """Pairs `kernel` with `bias`, `Wi` with `bi`, `wi_0` with `wi_0_bias`."""
@@ -203,11 +228,10 @@ class Tree:
             stem = re.sub(rf"({WEIGHT})$", "", last)
             stem = stem if stem != last else f"{last}_"
             # In a pair (kernel, bias), as of stax, names are positions.
-            names = "bias", "biases", "b"
-            endings = ["1"] if last == "0" else [stem + name for name in names]
+            endings = ["1"] if last == "0" else [stem + name for name in _BIASES]
             if begun := re.match(WEIGHT, last):
                 rest = last[begun.end() :]
-                endings += [name + rest for name in names]
+                endings += [name + rest for name in _BIASES]
             for ending in endings:
                 bias = by_place.get((array.module, ending))
                 if bias and bias.partner:  # `b` of LoRA's `a` and `b`
@@ -286,10 +310,28 @@ def _are_factors(a: Shape, b: Shape) -> bool:
 
 
 class _Scan(NamedTuple):
-    """The first two lengths of norms' scales, and which axis may be the layers'."""
+    """What the scales of norms within a module say.
+
+    Attributes:
+      scales: their first two lengths.
+      axes: which of these axes may be the layers'.
+      inner_scans: the length of a scan inside of that axis; 0 without one.
+    """
 
     scales: frozenset[Shape]
     axes: Axes
+    inner_scans: dict[int, int]
+
+
+def _inner_scan(axis: int, scales: list[Shape], kernels: list[Shape]) -> int:
+    """How long the next axis is, if it is one of layers too: of all scales alike.
+
+    And of most kernels: the scales of queries and keys may be [layers, heads, n].
+    """
+    lengths = {scale[axis + 1] if len(scale) > 2 else 0 for scale in scales}
+    (inner, *others) = lengths
+    alike = sum(kernel[axis + 1 : axis + 2] == (inner,) for kernel in kernels)
+    return inner if not others and 2 * alike > len(kernels) else 0
 
 
 def _axes_of_scan(scales: Collection[Shape], kernels: list[Shape]) -> Axes:

@@ -42,11 +42,12 @@ _ANY_TABLE = f"{_TABLE}|{_POSITIONS}|{_evidence.LAYER_NORM}"
 # Modules such as positionwise_ffn and latent_attention hold no table.
 _TABLE_MODULE = rf"(?!.*(attention|attn|ffn|feed|wise))({_ANY_TABLE})"
 _LOGITS = r"(?!pre_).*logit.*"
+_FINAL = r"final_?proj(ection)?"
 _HEAD = (
     rf"(?!multi|att)(.*_)?(head|classifier|readout)|heads|{_LOGITS}"
     # Numbers as Linen's; a plain Head_0 may be one of several of attention.
     r"|(?!multi|att)(.*[a-z]_?head|.*(classifier|class_?(embed|predictor)))_?\d*"
-    r"|final_?proj(ection)?"
+    rf"|{_FINAL}"
 )
 _ENCODER_HEAD = r"(image|vision|visual|audio)_(head|classifier)"
 # Neither ConvNeXt's layers, nor conv_tp_weights, e3nn's weights of a tensor product.
@@ -143,8 +144,8 @@ def explain(params: Any) -> list[Finding]:
             out_first = 2 * sum(ballot) > len(ballot)
         if out_first:
             first, second, why = second, first, f"{why}; (out, in)"
-        if array.layers is not None:
-            why = f"{why}; layers on axis {array.layers}"
+        if array.layers:
+            why = f"{why}; layers on axis {', '.join(map(str, array.layers))}"
         one_or_more = lambda axes: axes if len(axes) > 1 else axes[0]
         return DimensionNumbers(one_or_more(first), one_or_more(second)), why, False
 
@@ -177,10 +178,13 @@ def _why_other(array: Array, tree: Tree) -> str | None:
     named_head = array.matches(_HEAD, *((1, 2) if in_named else (1,)))
     # One model's width to another's, as an `image_classifier` before a decoder.
     connects = hidden and len(set(sizes)) > 1 and array.matches(_ENCODER_HEAD, 1, 2)
-    is_head = (named_head and not connects) or (in_head and not hidden)
+    # Or the last projection in every layer of a scan.
+    in_layers = array.layers and not tree.is_ensemble and array.matches(_FINAL, 1, 2)
+    named_head = named_head and not (connects or in_layers)
+    is_head = named_head or (in_head and not hidden)
     if is_head and not tree.leads_to_another(array):
         return "a head, by its name"
-    apart = len(array.shape) - (array.layers is not None)
+    apart = len(array.shape) - len(array.layers)
     is_window = apart > 2 or min(sizes) <= _LONGEST_WINDOW
     if _is_named_convolution(array) and is_window:
         return "a convolution, by its name"
@@ -445,7 +449,8 @@ def default(
     where biases tell so or the parameter is an attribute `weight`, as of Equinox. Of
     three axes and more, the rule tells apart
 
-    * layers on the first axis, or on the second as in MaxText, by the norms' scales,
+    * layers on the first axis, or on the second as in MaxText, or on the next one too,
+      by the norms' scales,
     * stacks such as experts, by their biases or a transpose next to them,
     * heads, which count as one side together with their dimension, by a bias, a norm's
       width or the query next to them,

@@ -26,7 +26,6 @@ TREES = sorted((Path(__file__).parents[1] / "support/parameter_trees").glob("*.j
 # Matrices that nothing tells: they are named in a warning, and AdamW trains them.
 UNKNOWN = {
     "alphafold2": "outer_product_mean/output_w",
-    "alphafold3_diffusion": "transformerk_projection transformerv_projection",
     "alphafold3_trunk": "msa_attention1/v_projection outer_product_mean/output_w",
     "axlearn_rnnt": "rnn/input_proj",
     "deepqmc_transpsiformer": "multi_head_attention Backflow electron_embedding",
