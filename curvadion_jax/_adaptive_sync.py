@@ -70,9 +70,9 @@ def adaptive_sync(
       one of rows with :func:`curvadion_jax.replicas.lift`.
 
     Args:
-      inner: optimizer of one replica, learning rate included. Random keys in its
-        state, as of `optax.add_noise`, become each replica's own, but not where a sync
-        is within the step: all replicas take one step there.
+      inner: optimizer of one replica, learning rate included. Keys of `jax.random.key`
+        in its state, as of `optax.add_noise`, become each replica's own. They stay
+        common with a synchronizer within the step, for all to take one step at a sync.
       trigger: when to synchronise, see `curvadion_jax.triggers`.
       synchronizer: what is sent, see `curvadion_jax.synchronizers`.
       mesh: from `replicas.make_mesh` or `replicas.simulated`. None is one replica,
@@ -178,7 +178,7 @@ class _AdaptiveSync:
 
         def of_one(params, _):
             inner_state = self._placed_qs(params, self.inner.init(params), layout)
-            if self.reconciles:  # else all replicas take the same step
+            if self.reconciles:  # else all must take the same step at a sync
                 inner_state = group.own_keys(inner_state)
             rows = Rows(
                 before_state=group.own_keys(self.before.init(params)),
@@ -273,8 +273,14 @@ class _AdaptiveSync:
 
         # 1. The trigger looks at every replica.
         prepared = self._look(
-            *(gradients, params, rows, weight > 0, common.anchor, clock),
-            *(steps, extra_args),
+            gradients,
+            params,
+            rows,
+            weight > 0,
+            common.anchor,
+            clock,
+            steps,
+            extra_args,
         )
         given = _step.Given(
             params=params,

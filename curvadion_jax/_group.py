@@ -1,8 +1,9 @@
 """What replicas do together at a sync: who takes part, and how much each counts.
 
 * *Excluded*: a replica with a NaN or an infinity in its parameters, its inner state or
-  its residual, where all of these that are not finite begin again; or in its gradients,
-  where these are averaged. It contributes at most a finite residual that it had before.
+  its residual. It contributes nothing, its residual becomes zeros, and an inner state
+  that is not finite begins again. So is one with such gradients, where these are
+  averaged: it contributes its residual alone.
 * *Absent*: a replica of weight 0. It contributes only the residual that it had before,
   and keeps its drift for a later sync.
 * If no replica takes part, nothing moves.

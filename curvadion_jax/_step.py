@@ -127,7 +127,7 @@ class Steps:
                 outcome.inner_state, inner_sound, self.inner, common.anchor
             )
             # The step ends here: else the compiler finishes the inner state after the
-            # sync, and keeps the gradients until then.
+            # sync, and keeps the gradients until then. (Memory alone would show it.)
             updates, inner_state = lax.optimization_barrier(
                 (outcome.updates, inner_state)
             )
@@ -135,7 +135,10 @@ class Steps:
             updates, residual, anchor, sync_state = _once(
                 part.someone,
                 functools.partial(self._updates_to_anchor, given.params, part, healthy),
-                *(updates, residual, common.anchor, common.sync_state),
+                updates,
+                residual,
+                common.anchor,
+                common.sync_state,
             )
             synced = _outcome(
                 updates,

@@ -36,7 +36,8 @@ class Payload(NamedTuple):
 
     Attributes:
       averaged: bytes that cost as an all-reduce of that size: one of N replicas sends
-        2 (N - 1) / N times as many. An all-to-all and an all-gather are as much.
+        2 (N - 1) / N times as many. An all-to-all and an all-gather of them together
+        cost as much.
       gathered: bytes in all-gathers, of each replica. It sends N - 1 times as many.
     """
 

@@ -270,8 +270,7 @@ def _sides(array: Array, tree: Tree, is_named: bool) -> _Sides | None:
     if not bias:
         return _sides_without_bias(array, tree)
     ambiguous = len(bias) > 1 and sizes[0] == sizes[1]
-    is_out_first = bias == sizes[:1] != sizes[-1:]
-    if is_out_first and not array.matches(_OUTPUT, 1, 2):
+    if bias == sizes[:1] != sizes[-1:] and not array.matches(_OUTPUT, 1, 2):
         return None  # (out, in, window) of a convolution, or (out, heads, head_dim)
     if bias in (sizes[1:], sizes[:1]) and not ambiguous:
         return _Sides(axes[:1], axes[1:], "its bias has the axes of one side")

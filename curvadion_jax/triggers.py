@@ -254,11 +254,12 @@ def budget(
     .. math::
       \log \tau \leftarrow \log \tau + g \, (\mathrm{requested} - p)
 
-    (g = 0.3): it rises where more steps request a sync than are paid for, and falls
-    otherwise, so it approaches the value that a share p of the steps exceeds (Robbins
-    and Monro's stochastic approximation of a quantile). A cap and a floor keep the
-    number of syncs s after n steps within :math:`-\mathrm{behind} \le s - n p \le
-    \mathrm{ahead}` meanwhile: a request is refused, or a sync takes place without one.
+    (g = 0.3; what `of` forces or refuses is no request): it rises where more steps
+    request a sync than are paid for, and falls otherwise, so it approaches the value
+    that a share p of the steps exceeds (Robbins and Monro's stochastic approximation of
+    a quantile). A cap and a floor keep the number of syncs s after n steps within
+    :math:`-\mathrm{behind} \le s - n p \le \mathrm{ahead}` meanwhile: a request is
+    refused, or a sync takes place without one.
 
     Args:
       rate: as for `evenly`. The bytes of votes are not counted.
@@ -317,9 +318,9 @@ def budget(
         paid = share * (steps + 1).astype(jnp.float32)
         spent = spent.astype(jnp.float32)
         fire = (requested & (spent + 1 <= paid + ahead)) | (spent < paid - behind)
-        # What `of` forces says nothing of the threshold.
-        above = value_requests.astype(jnp.float32)
-        log_factor = state.log_factor + gain * (above - share)
+        # Neither what `of` forces nor what it refuses says anything of the threshold.
+        granted = (value_requests & requested).astype(jnp.float32)
+        log_factor = state.log_factor + gain * (granted - share)
         log_factor = jnp.clip(log_factor, -largest, largest)
         return fire, BudgetState(log_factor, of_state, start, share)
 

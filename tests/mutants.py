@@ -262,8 +262,14 @@ MUTANTS = {
     ),
     "forced syncs move the threshold": Mutant(
         TRIGGERS,
-        "above = value_requests.astype",
-        "above = jnp.asarray(requested).astype",
+        "(value_requests & requested).astype",
+        "jnp.asarray(requested).astype",
+        BUDGET,
+    ),
+    "refused requests move the threshold": Mutant(
+        TRIGGERS,
+        "(value_requests & requested).astype",
+        "value_requests.astype",
         BUDGET,
     ),
     "all replicas draw the same noise": Mutant(

@@ -4,7 +4,7 @@ import inspect
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -102,15 +102,27 @@ def audit(
     of_jax: Callable[..., Any] = lambda step: getattr(step, "compiled", step)
     compiled = of_jax(step)  # without Equinox's wrapper
     if not hasattr(compiled, "as_text"):
-        # Its own `lower`, if it is jitted: what `nnx.jit` changes in place is an output
-        # there, and would be dropped as unused by another jit around it.
-        # (A method's attributes are those of its function, without `self`.)
-        own = None if inspect.ismethod(step) else getattr(step, "lower", None)
-        lower = own or jax.jit(step).lower
-        compiled = of_jax(lower(*arguments).compile())
+        lowered = _lowered(step, arguments, {}) or jax.jit(step).lower(*arguments)
+        compiled = of_jax(lowered.compile())
     axis = list(mesh.shape).index(AXIS)
     replica = np.indices(mesh.devices.shape)[axis].ravel()  # of every device
     return read_program(compiled.as_text() or "", replica)
+
+
+def _lowered(step: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """What the step's own `lower` gives; None if it is not jitted.
+
+    Under another jit, what `nnx.jit` changes in place would be dropped as unused, and
+    static arguments would not be. A jitted method's `lower` is that of its function,
+    without `self`; a partial's arguments would be constants, with which a sync may be
+    known not to happen.
+    """
+    if inspect.ismethod(step):
+        return _lowered(step.__func__, (step.__self__, *arguments), named)
+    if hasattr(step, "func") and hasattr(step, "keywords"):  # Equinox's partials, too
+        bound = (*step.args, *arguments)
+        return _lowered(step.func, bound, {**step.keywords, **named})
+    return step.lower(*arguments, **named) if hasattr(step, "lower") else None
 
 
 # The text of compiled programs is read here and in tests, and nowhere else.

@@ -25,8 +25,9 @@ def average_factors(
     in full. The update is Dion's on the replicas' mean momentum and gradient: with
     `always` (`presets.synchronous_dion`) and equal weights this is training on one big
     batch, at any rank. Like `average_gradients` it does not make replicas equal.
-    The gradient of a replica that takes no part counts for nothing, and its momentum
-    stays as it was.
+    The gradient of a replica that takes no part counts for nothing. Where factors are
+    averaged its momentum stays as it was; where momentum plus gradient is, every
+    replica's becomes that of the mean.
 
     Args:
       dimension_numbers: the same as given to Dion.

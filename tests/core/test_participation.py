@@ -408,8 +408,8 @@ def test_a_dion_without_weight_keeps_its_momentum_of_factors():
 
 
 @pytest.mark.parametrize("spoilt", [False, True], ids=["finite", "nan"])
-def test_a_gradient_without_weight_counts_for_nothing_at_any_rank(spoilt):
-    """Where momentum plus gradient is averaged it is as where gradients are."""
+def test_a_gradient_without_weight_counts_for_nothing_where_factors_are_no_less(spoilt):
+    """Momentum plus gradient is averaged: that is as with mean gradients."""
     found = []
     for synchronizer in (
         synchronizers.average_factors(),

@@ -80,7 +80,7 @@ def test_what_is_inside_does_as_in_a_list_of_replicas(name, spoilt):
 
 
 @every_kind
-@pytest.mark.parametrize("name", ["before", "lift", "inside", "within"])
+@pytest.mark.parametrize("name", ["before", "lift", "inside", "mean", "within"])
 def test_each_replica_draws_its_own_noise_unless_all_take_one_step(name, kind):
     mesh, noise = helpers.mesh_of(kind, 2), optax.add_noise(0.1, 0.5, key=3)
     inner = optax.chain(noise, SGD)
@@ -89,6 +89,9 @@ def test_each_replica_draws_its_own_noise_unless_all_take_one_step(name, kind):
         "before": lambda: syncing(SGD, before=noise)(mesh),
         "lift": lambda: optax.chain(cd.replicas.lift(noise, mesh), syncing(SGD)(mesh)),
         "inside": lambda: syncing(inner)(mesh),
+        "mean": lambda: cd.adaptive_sync(
+            SGD, triggers.never(), within, mesh, before=noise
+        ),
         "within": lambda: cd.adaptive_sync(inner, triggers.always(), within, mesh),
     }[name]()
     trees = [jax.tree.map(np.zeros_like, tree) for tree in gradients(1)]

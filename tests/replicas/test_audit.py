@@ -72,20 +72,62 @@ def test_a_step_under_filter_jit_is_audited(compiled):
 
 
 class Trainer:
-    """Its method is jitted, and takes the object as a static argument."""
+    """Its method is jitted, with the object and a flag as static arguments."""
 
     def __init__(self, tx):
         self.tx = tx
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @functools.partial(jax.jit, static_argnums=(0, 3))
+    def step(self, state, gradients, flag):
+        assert flag is True
+        return helpers.train_step(self.tx)(state, gradients)
+
+    def plain(self, state, gradients, flag):
+        return helpers.train_step(self.tx)(state, gradients)
+
+
+class NnxTrainer(nnx.Module):
+    """Its method changes the module in place."""
+
+    def __init__(self, tx, state):
+        self.tx, self.state = tx, nnx.data(jax.tree.map(nnx.Variable, state))
+
+    @nnx.jit
+    def step(self, gradients):
+        state = jax.tree.map(lambda x: x[...], self.state, is_leaf=is_variable)
+        state, _ = helpers.train_step(self.tx)(state, gradients)
+        set_value = lambda variable, x: variable.set_value(x)
+        jax.tree.map(set_value, self.state, state, is_leaf=is_variable)
+
+
+def is_variable(x):
+    return isinstance(x, nnx.Variable)
+
+
+class EquinoxTrainer(eqx.Module):
+    tx: optax.GradientTransformation = eqx.field(static=True)
+
+    @eqx.filter_jit
     def step(self, state, gradients):
         return helpers.train_step(self.tx)(state, gradients)
 
 
-def test_a_jitted_method_is_audited():
+@pytest.mark.parametrize("kind", ["static", "plain", "nnx", "equinox", "partial"])
+def test_methods_and_partials_are_audited(kind):
+    """What they bind is an argument, and no constant that a sync depends on."""
     tx = local_sgd()
     state = helpers.start(tx, helpers.make_params(), MESH)
-    found = cd.replicas.audit(Trainer(tx).step, MESH, state, GRADIENTS)
+    step, arguments = {
+        "static": lambda: (Trainer(tx).step, (state, GRADIENTS, True)),
+        "plain": lambda: (Trainer(tx).plain, (state, GRADIENTS, True)),
+        "nnx": lambda: (NnxTrainer(tx, state).step, (GRADIENTS,)),
+        "equinox": lambda: (EquinoxTrainer(tx).step, (state, GRADIENTS)),
+        "partial": lambda: (
+            functools.partial(jax.jit(helpers.train_step(tx)), state),
+            (GRADIENTS,),
+        ),
+    }[kind]()
+    found = cd.replicas.audit(step, MESH, *arguments)
     assert found.every_step == []
     assert kinds(found.sync) == SYNC
 

@@ -157,6 +157,14 @@ def test_the_threshold_follows_what_values_request_and_not_what_is_forced():
     assert 0 < np.sum(fired & ~(values > threshold)) < np.sum(fired)
 
 
+def test_requests_that_are_refused_leave_the_threshold_alone():
+    """As by a cooldown: most syncs are where the value requests them all the same."""
+    values = np.exp(np.random.default_rng(1).normal(size=4000))
+    cooldown = lambda clock, requested, state: (requested & (clock.since >= 15), state)
+    fired, threshold = follow(values, rate=0.05, of=signal()._replace(decide=cooldown))
+    assert np.mean(values[fired] > threshold[fired]) > 0.9
+
+
 @pytest.mark.parametrize("behind", [0.0, 1.0])
 def test_without_requests_syncs_are_paid_for_and_evenly_spaced(behind):
     fired, _ = follow(np.zeros(100), rate=0.125, behind=behind)
