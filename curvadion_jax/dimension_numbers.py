@@ -198,13 +198,18 @@ def _why_other(array: Array, tree: Tree) -> str | None:
     # The module of a `w` may be a Linear of Haiku's, whatever its name: see `_sides`.
     # A kernel of more than two axes is a DenseGeneral's.
     is_dense = array.matches("w", 1) or (len(sizes) > 2 and array.matches("kernel", 1))
-    places = (1,) if is_dense else (1, 2)
-    if array.matches(_EMBEDDING, *places):
+    # A Dense named `embedding` has a kernel too, and tables have other names.
+    may_be_dense = is_dense or _is_kernel_of_embedding(array)
+    if array.matches(_EMBEDDING, *((1,) if may_be_dense else (1, 2))):
         return "an embedding, by its name"
     in_table = array.matches(_TABLE_MODULE, 2) and not array.is_projection
     if array.matches(_ANY_TABLE, 1) or (in_table and not is_dense):
         return "a table, by its name"
     return None
+
+
+def _is_kernel_of_embedding(array: Array) -> bool:
+    return array.matches("kernel", 1) and array.matches(f"(?!un)({_EMBEDDING})", 2)
 
 
 def _is_named_convolution(array: Array) -> bool:
@@ -257,9 +262,9 @@ def _sides(array: Array, tree: Tree, is_named: bool) -> _Sides | None:
         *_, heads, head_dim, width = range(len(array.shape))
         return _Sides((heads, head_dim), (width,), "[heads, head_dim, D], by its name")
     if len(sizes) == 2:
-        is_w = array.matches("w", 1)
-        if not bias and is_w and array.matches(f"{_EMBEDDING}|{_ANY_TABLE}", 2):
-            return None  # a Linear, or a table
+        is_w = array.matches("w", 1) and array.matches(f"{_EMBEDDING}|{_ANY_TABLE}", 2)
+        if not bias and (is_w or _is_kernel_of_embedding(array)):
+            return None  # a Linear or a Dense, or a table
         if not bias and _is_named_convolution(array):
             return None  # a layer of a ConvNet, or a convolution
         if is_named and not bias and not _has_name(array):

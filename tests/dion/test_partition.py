@@ -47,14 +47,28 @@ OTHERS = (
 @pytest.mark.parametrize("name", OTHERS)
 def test_names_of_the_other_optimizer(name):
     assert numbers_at({name: (8, 4)}, name) is None
-    assert numbers_at({"m": {name: {"kernel": (8, 4)}}}, "m", name, "kernel") is None
+    assert numbers_at({"m": {name: {"weight": (8, 4)}}}, "m", name, "weight") is None
     # A module's name says nothing of what is in its parts.
     tree = {name: {"query": {"kernel": (8, 4)}}}
     assert numbers_at(tree, name, "query", "kernel") == DENSE
     # Nor where a name is a path: Haiku's, PyTorch's, of a flattened tree.
-    for path in (f"m/~/{name}", f"m.{name}.weight", ("m", name, "kernel")):
+    for path in (f"m/~/{name}", f"m.{name}.weight", ("m", name, "table")):
         assert numbers_at({path: (8, 4)}, path) is None
     assert numbers_at({f"{name}/~/query/w": (8, 4)}, f"{name}/~/query/w") == DENSE
+
+
+@pytest.mark.parametrize("name", ["ln_f", "codebook", "unembedding"])
+def test_kernels_of_norms_tables_and_heads_are_none(name):
+    assert numbers_at({"m": {name: {"kernel": (8, 4)}}}, "m", name, "kernel") is None
+
+
+@pytest.mark.parametrize("name", ["embedding", "tok_embed", "Embed_0"])
+def test_a_kernel_in_a_module_named_after_an_embedding_is_asked_about(name):
+    """Of a Dense on patches, or a table."""
+    with pytest.warns(cd.dimension_numbers.PartitionWarning, match=name):
+        assert numbers_at({name: {"kernel": (8, 4)}}, name, "kernel") is None
+    tree = {name: {"kernel": (8, 4), "bias": (4,)}}
+    assert numbers_at(tree, name, "kernel") == DENSE
 
 
 MATRICES = (

@@ -28,6 +28,7 @@ UNKNOWN = {
     "alphafold2": "outer_product_mean/output_w",
     "alphafold3_trunk": "msa_attention1/v_projection outer_product_mean/output_w",
     "axlearn_rnnt": "rnn/input_proj",
+    "deepseek_r1_jax": "attn/q_a attn/kv_a attn/k_pe",
     "deepqmc_transpsiformer": "multi_head_attention Backflow electron_embedding",
     "dreamerv3": "dec/sp0 dyn/dyngru dyn/dynhid0",
     "flowjax_maf": "weight/args/1",
@@ -39,6 +40,7 @@ UNKNOWN = {
     "nequix": "skip/_weights",
     "ott_icnn": "quad_kernel",
     "protein_mpnn": "edge_embedding/w",
+    "unified_io2": "vision_transformer/embedding/kernel",
 }
 
 
