@@ -13,6 +13,7 @@ warning.
 """
 
 import collections
+import functools
 import math
 import re
 import warnings
@@ -128,6 +129,8 @@ def explain(params: Any) -> list[Finding]:
     # Where matrices have names of matrices, another name says that it may be none.
     rest = [array for array in tree.arrays if array not in others]
     is_named = any(_has_name(array) for array in rest if len(array.sizes) == 2)
+    # So does a list of arrays, without any name.
+    is_named |= len(tree.arrays) > 1 and not any(array.words for array in tree.arrays)
     sides = {array: _sides(array, tree, is_named) for array in rest}
     votes, hints = _votes(sides), _hints(tree, tables, heads, sides)
 
@@ -208,6 +211,15 @@ def _why_other(array: Array, tree: Tree) -> str | None:
     return None
 
 
+def _may_be_convolution(array: Array) -> bool:
+    """Whether an array may be (out, in, window), or (out, heads, head_dim)."""
+    sizes = array.sizes
+    if array.bias is None:  # in is 1 of a depthwise one
+        return array.is_torch_weight and len(sizes) == 2 and array.shape[-2] == 1
+    out_first = array.bias.sizes == sizes[:1] != sizes[-1:]
+    return out_first and not array.matches(_OUTPUT, 1, 2)
+
+
 def _is_kernel_of_embedding(array: Array) -> bool:
     return array.matches("kernel", 1) and array.matches(f"(?!un)({_EMBEDDING})", 2)
 
@@ -269,14 +281,16 @@ def _sides(array: Array, tree: Tree, is_named: bool) -> _Sides | None:
             return None  # a layer of a ConvNet, or a convolution
         if is_named and not bias and not _has_name(array):
             return None  # a table, vectors of several heads or layers, or a matrix
+        if len(array.shape) - len(array.layers) > 2 and _may_be_convolution(array):
+            return None  # such as (out, 1, window) of a depthwise one
         return _Sides(axes[:1], axes[1:], "two axes")
     if array.partner:
         return _sides_of_factor(array, array.partner)
     if not bias:
         return _sides_without_bias(array, tree)
     ambiguous = len(bias) > 1 and sizes[0] == sizes[1]
-    if bias == sizes[:1] != sizes[-1:] and not array.matches(_OUTPUT, 1, 2):
-        return None  # (out, in, window) of a convolution, or (out, heads, head_dim)
+    if _may_be_convolution(array):
+        return None
     if bias in (sizes[1:], sizes[:1]) and not ambiguous:
         return _Sides(axes[:1], axes[1:], "its bias has the axes of one side")
     if bias == (sizes[0], *sizes[2:]) or (len(sizes) == 3 and bias == sizes[:2]):
@@ -446,8 +460,8 @@ def default(
       state-space models: by their names, by a side as long as the vocabulary that one
       other parameter has, or by a bias that is shared over a window,
     * with a warning, what has two axes and neither a bias nor a name such as `kernel`
-      or `q_proj`, where others have one, and what has more axes that nothing tells
-      apart.
+      or `q_proj`, where others have one or no array has any name, and what has more
+      axes that nothing tells apart.
 
     All else are matrices from the first axis to the last, or from the last to the first
     where biases tell so or the parameter is an attribute `weight`, as of Equinox. Of
@@ -552,8 +566,10 @@ def haliax(params: Any) -> Any:
     """
 
     def is_linear(node):
-        weight = getattr(node, "weight", None)
-        return hasattr(weight, "axes") and hasattr(node, "In") and hasattr(node, "Out")
+        has = functools.partial(hasattr, node)
+        # A convolution has a kernel_size besides, and is left to the rule.
+        of_sides = has("weight") and has("In") and has("Out") and not has("kernel_size")
+        return of_sides and hasattr(node.weight, "axes")
 
     def places(axes, of):
         several = axes if isinstance(axes, tuple | list) else (axes,)

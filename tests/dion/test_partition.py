@@ -57,6 +57,17 @@ def test_names_of_the_other_optimizer(name):
     assert numbers_at({f"{name}/~/query/w": (8, 4)}, f"{name}/~/query/w") == DENSE
 
 
+def test_of_a_list_without_names_and_biases_nothing_tells():
+    """Whether it is x @ W or W @ x, and which array is a table."""
+    with pytest.warns(cd.dimension_numbers.PartitionWarning, match="100.0%"):
+        found = cd.default_dimension_numbers(arrays([(65, 8), (32, 8), (8, 32)]))
+    assert found == [None] * 3
+    # Pairs have biases; a single array has nothing beside it.
+    (pair,) = cd.default_dimension_numbers(arrays([[(8, 4), (4,)]]))
+    assert tuple(pair[0]) == DENSE
+    assert tuple(cd.default_dimension_numbers(arrays([(8, 4)]))[0]) == DENSE
+
+
 @pytest.mark.parametrize("name", ["ln_f", "codebook", "unembedding"])
 def test_kernels_of_norms_tables_and_heads_are_none(name):
     assert numbers_at({"m": {name: {"kernel": (8, 4)}}}, "m", name, "kernel") is None

@@ -36,6 +36,7 @@ UNKNOWN = {
     "gemma3n": "mlp/gating_einsum",
     "keras_rwkv7": "RWKV_TIME_MIX",
     "maxtext_deepseek4_scanned": "o_a_proj pre_alpha post_alpha res_alpha hc_fn",
+    "modula_gpt": "1 2 3 4 5 6 7 8 9",  # a list has no names
     "nequip_jax": "skip_tp/w",
     "nequix": "skip/_weights",
     "ott_icnn": "quad_kernel",
@@ -281,6 +282,26 @@ def test_haliax_says_its_axes():
         "out/weight/array": ((0, 1), (2,)),
         "weight": ((0,), (1,)),
     }
+
+
+class HaliaxConv(HaliaxLinear):
+    """Its input is an axis of the layer, and not of a grouped weight."""
+
+    kernel_size: int = eqx.field(static=True, default=3)
+
+
+def test_convolutions_of_haliax_are_left_to_the_rule():
+    of = lambda *axes: NamedArray(jnp.ones([len(axis) for axis in axes]), axes)
+    in_groups = of("OOOOOO", "i", "kkk"), of("OOOOOO")
+    whole = of("OOOOOO", "IIII", "kkk"), of("OOOOOO")
+    params = {
+        "short_filter": HaliaxConv(*in_groups, "IIIIII", "OOOOOO"),
+        "filter": HaliaxConv(*whole, "IIII", "OOOOOO"),
+        "up": HaliaxLinear(of("DD", "FFFF"), None, "DD", "FFFF"),
+    }
+    with pytest.warns(dimension_numbers.PartitionWarning, match=r"filter.*filter"):
+        views = _two_optimizers.matrix_views(params, dimension_numbers.haliax)
+    assert [name for name, view in views.items() if view] == ["up/weight/array"]
 
 
 def test_the_default_rule_may_be_named():
