@@ -267,9 +267,10 @@ class _AdaptiveSync:
 
         # A drift counts by the weights of all steps since the last sync. (A replica
         # that was absent then brings the drift of several rounds, which is longer.)
-        total = weight
+        weight_since = weight
         if self.reconciles:
-            total = jnp.minimum(rows.weight + weight, jnp.finfo(jnp.float32).max)
+            weight_since = rows.weight + weight
+            weight_since = jnp.minimum(weight_since, jnp.finfo(jnp.float32).max)
 
         # 1. The trigger looks at every replica.
         prepared = self._look(
@@ -286,7 +287,7 @@ class _AdaptiveSync:
             params=params,
             gradients=prepared.gradients,
             finite=prepared.finite,
-            weight=jnp.where(weight > 0, total, 0),
+            weight=jnp.where(weight > 0, weight_since, 0),
             inner_state=rows.inner_state,
         )
 
@@ -319,9 +320,10 @@ class _AdaptiveSync:
             voted=decision.voted,
             checksum=self._checksum_after(params, updates),
         )
-        weight_since = rows.weight
         if self.reconciles:
-            weight_since = jnp.where(outcome.met, 0, total)
+            weight_since = jnp.where(outcome.met, 0, weight_since)
+        else:
+            weight_since = rows.weight
         state = AdaptiveSyncState(
             common=common._replace(
                 trigger_state=_dtypes.cast_like(

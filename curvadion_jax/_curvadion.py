@@ -113,9 +113,10 @@ def curvadion(
         _arguments.check_budget(budget)
     if threshold is None:
         budget = triggers.DEFAULT_BUDGET if budget is None else budget
-        trigger = triggers.budget(
-            budget, triggers.relative_momentum_change(0.1, dimension_numbers)
+        change = triggers.relative_momentum_change(
+            triggers.FIRST_THRESHOLD, dimension_numbers
         )
+        trigger = triggers.budget(budget, change)
     else:
         trigger = triggers.relative_momentum_change(threshold, dimension_numbers)
     if decision_interval is not None:

@@ -1,5 +1,7 @@
 """What replicas do together at a sync: who takes part, and how much each counts.
 
+`_step` says who is able to.
+
 * *Excluded*: a replica with a NaN or an infinity in its parameters, its inner state or
   its residual. It contributes nothing, its residual becomes zeros, and an inner state
   that is not finite begins again. So is one with such gradients, where these are

@@ -1,4 +1,6 @@
-"""Orthonormal bases of tall matrices, one or a stack of them, on every backend.
+"""Orthonormal bases of tall matrices, one or a stack of them, for Dion.
+
+(Muon's Newton-Schulz iterations are in `_muon`.)
 
 Cholesky QR, column-scaled, shifted and repeated: matrix products and small (r, r)
 factorisations, so it runs in float32 on accelerators, shards along rows and batches.

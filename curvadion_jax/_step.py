@@ -170,6 +170,7 @@ class Steps:
         the replica's own step once more.
         """
         sync: Callable[..., Any] = self.synchronizer.sync
+        # Rounded as stored parameters are: XLA may keep more digits of a 16-bit sum.
         moved = _dtypes.rounded(optax.apply_updates(params, updates))
         old = anchor, sync_state, _finite.or_zeros(healthy, residual)
         found = sync(moved, *old, part)

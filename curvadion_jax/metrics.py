@@ -1,4 +1,7 @@
-"""What was sent, when and why: counters in the optimizer state, and their reading."""
+"""What was sent, when and why: counters in the optimizer state, and their reading.
+
+The bytes of a sync are those of `_AdaptiveSync._costs`, from shapes.
+"""
 
 import math
 from typing import Any, NamedTuple

@@ -19,6 +19,8 @@ from curvadion_jax import _arguments, _dtypes, _momentum, _two_optimizers
 
 # The share of bytes of `local_muon` and `curvadion` unless told otherwise.
 DEFAULT_BUDGET = 0.01
+# Where a budget's threshold of RMMC begins: the authors'.
+FIRST_THRESHOLD = 0.1
 # Not infinity, which `jax_debug_infs` would stop at.
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _UNKNOWN = -1.0  # in place of a norm: there is none to compare with
@@ -283,7 +285,7 @@ def budget(
     Example:
       >>> trigger = budget(0.01, relative_momentum_change(0.3))
     """
-    of = relative_momentum_change(0.1) if of is None else of
+    of = relative_momentum_change(FIRST_THRESHOLD) if of is None else of
     look = _look_of(of, "budget")
     _arguments.check_fraction(rate, "rate")
     _arguments.check_numbers(behind=behind)

@@ -241,15 +241,15 @@ MUTANTS = {
     ),
     "a drift of two rounds counts twice": Mutant(
         CORE,
-        "weight_since = jnp.where(outcome.met, 0, total)",
-        "weight_since = jnp.where(outcome.met & ~outcome.absent, 0, total)",
+        "weight_since = jnp.where(outcome.met, 0, weight_since)",
+        "weight_since = jnp.where(outcome.met & ~outcome.absent, 0, weight_since)",
         WHO,
         "length",
     ),
     "a sync of nobody forgets weights": Mutant(
         CORE,
-        "weight_since = jnp.where(outcome.met, 0, total)",
-        "weight_since = jnp.where(fire, 0, total)",
+        "weight_since = jnp.where(outcome.met, 0, weight_since)",
+        "weight_since = jnp.where(fire, 0, weight_since)",
         WHO,
         "wait",
     ),
@@ -351,8 +351,8 @@ MUTANTS = {
     # Optimizers.
     "the budget of curvadion has layers of its own": Mutant(
         "_curvadion.py",
-        "budget, triggers.relative_momentum_change(0.1, dimension_numbers)",
-        "budget, triggers.relative_momentum_change(0.1)",
+        "triggers.FIRST_THRESHOLD, dimension_numbers",
+        "triggers.FIRST_THRESHOLD",
         "dion/test_curvadion.py",
         "given",
     ),

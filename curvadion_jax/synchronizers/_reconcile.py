@@ -58,11 +58,11 @@ def reconcile(
         # not sent before, which was multiplied then.
         of_present = lambda x: x * jnp.asarray(part.share_present, x.dtype)
         drift = _dtypes.difference(moved, anchor)
-        share = jax.tree.map(of_present, part.weighted(drift))
+        contribution = jax.tree.map(of_present, part.weighted(drift))
         if compressor is None:
-            mean, new_residual = part.group.mean(share), ()
+            mean, new_residual = part.group.mean(contribution), ()
         else:
-            mean, new_residual = compressor.mean(share, residual, part)
+            mean, new_residual = compressor.mean(contribution, residual, part)
 
         # 2. The outer step, from the anchor.
         pseudo_gradient = jax.tree.map(jnp.negative, mean)
