@@ -103,6 +103,11 @@ class Array:
         axes = enumerate(self.shape)
         return tuple(axis for axis, n in axes if n != 1 and axis not in self.layers)
 
+    @property
+    def rank(self) -> int:
+        """The number of axes of one layer, those of length 1 too."""
+        return len(self.shape) - len(self.layers)
+
     @functools.cached_property
     def sizes(self) -> Sizes:
         """The lengths of these axes."""
@@ -153,8 +158,10 @@ class Tree:
         """
         is_named = array.matches("kernel", 1) and array.matches(NORM, 2)
         is_alone = len(self._below[array.names[:-1]]) == 1
-        if not (is_named and is_alone) or len(array.shape) != 2:
-            return is_named and is_alone and len(array.shape) == 1
+        if not (is_named and is_alone):
+            return False
+        if len(array.shape) != 2:
+            return len(array.shape) == 1
         near = [other.shape for other in self._below[array.names[:-2]]]
         stacks = [shape for shape in near if len(shape) > 2]
         alike = [sum(s[axis] == array.shape[axis] for s in stacks) for axis in (0, 1)]

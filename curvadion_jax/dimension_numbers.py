@@ -187,12 +187,13 @@ def _why_other(array: Array, tree: Tree) -> str | None:
     is_head = named_head or (in_head and not hidden)
     if is_head and not tree.leads_to_another(array):
         return "a head, by its name"
-    apart = len(array.shape) - len(array.layers)
-    is_window = apart > 2 or min(sizes) <= _LONGEST_WINDOW
+    is_window = array.rank > 2 or min(sizes) <= _LONGEST_WINDOW
     if _is_named_convolution(array) and is_window:
         return "a convolution, by its name"
-    of_channels = bias and (bias.shape[-1] == 1 or (apart > 3 and len(bias.sizes) == 1))
-    if of_channels and apart > 2:
+    of_channels = bias and (
+        bias.shape[-1] == 1 or (array.rank > 3 and len(bias.sizes) == 1)
+    )
+    if of_channels and array.rank > 2:
         return "a convolution, by its bias"
     if len(sizes) == 4 and sizes[2:] in ((3, 3), (5, 5), (7, 7)):
         return "a convolution, by its window"
@@ -281,7 +282,7 @@ def _sides(array: Array, tree: Tree, is_named: bool) -> _Sides | None:
             return None  # a layer of a ConvNet, or a convolution
         if is_named and not bias and not _has_name(array):
             return None  # a table, vectors of several heads or layers, or a matrix
-        if len(array.shape) - len(array.layers) > 2 and _may_be_convolution(array):
+        if array.rank > 2 and _may_be_convolution(array):
             return None  # such as (out, 1, window) of a depthwise one
         return _Sides(axes[:1], axes[1:], "two axes")
     if array.partner:
