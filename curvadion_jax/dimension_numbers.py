@@ -129,8 +129,9 @@ def explain(params: Any) -> list[Finding]:
     # Where matrices have names of matrices, another name says that it may be none.
     rest = [array for array in tree.arrays if array not in others]
     is_named = any(_has_name(array) for array in rest if len(array.sizes) == 2)
-    # So does a list of arrays, without any name.
-    is_named |= len(tree.arrays) > 1 and not any(array.words for array in tree.arrays)
+    # So does a list of arrays, without any name: one of them may be a table.
+    several = sum(len(array.sizes) == 2 for array in rest) > 1
+    is_named |= several and not any(array.words for array in tree.arrays)
     sides = {array: _sides(array, tree, is_named) for array in rest}
     votes, hints = _votes(sides), _hints(tree, tables, heads, sides)
 
