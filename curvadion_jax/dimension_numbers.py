@@ -133,7 +133,8 @@ def explain(params: Any) -> list[Finding]:
     several = sum(len(array.sizes) == 2 for array in rest) > 1
     is_named |= several and not any(array.words for array in tree.arrays)
     sides = {array: _sides(array, tree, is_named) for array in rest}
-    votes, hints = _votes(sides), _hints(tree, tables, heads, sides)
+    votes = _votes(sides)
+    hints = _hints(tree, tables, heads, sides, votes)
 
     def find(array):
         if array in others:
@@ -175,34 +176,19 @@ def _why_other(array: Array, tree: Tree) -> str | None:
         return "state space, by its name"
     if array.matches(f"{_VECTOR}|{_evidence.NORM}", 1) and not array.partner:
         return "a vector, by its name"
-    in_head = array.matches(f"{_HEAD}|embed|embedding", 3) and array.matches(_DENSE, 2)
-    hidden = set(sizes) <= tree.widths  # between norms
-    # A module's name tells of its kernel, and not where several heads attend.
-    in_named = _has_name(array) and not tree.has_query_and_key(array)
-    named_head = array.matches(_HEAD, *((1, 2) if in_named else (1,)))
-    # One model's width to another's, as an `image_classifier` before a decoder.
-    connects = hidden and len(set(sizes)) > 1 and array.matches(_ENCODER_HEAD, 1, 2)
-    # Or the last projection in every layer of a scan.
-    in_layers = array.layers and not tree.is_ensemble and array.matches(_FINAL, 1, 2)
-    named_head = named_head and not (connects or in_layers)
-    is_head = named_head or (in_head and not hidden)
-    if is_head and not tree.leads_to_another(array):
+    if _is_named_head(array, tree):
         return "a head, by its name"
     is_window = array.rank > 2 or min(sizes) <= _LONGEST_WINDOW
     if _is_named_convolution(array) and is_window:
         return "a convolution, by its name"
-    of_channels = bias and (
-        bias.shape[-1] == 1 or (array.rank > 3 and len(bias.sizes) == 1)
-    )
-    if of_channels and array.rank > 2:
-        return "a convolution, by its bias"
+    if bias and array.rank > 2:
+        if bias.shape[-1] == 1 or (array.rank > 3 and len(bias.sizes) == 1):
+            return "a convolution, by its bias"
     if len(sizes) == 4 and sizes[2:] in ((3, 3), (5, 5), (7, 7)):
         return "a convolution, by its window"
     if bias and len(bias.sizes) < len(sizes):  # of a layer, whatever its name
         return None
-    # The module of a `w` may be a Linear of Haiku's, whatever its name: see `_sides`.
-    # A kernel of more than two axes is a DenseGeneral's.
-    is_dense = array.matches("w", 1) or (len(sizes) > 2 and array.matches("kernel", 1))
+    is_dense = _is_dense(array)
     # A Dense named `embedding` has a kernel too, and tables have other names.
     may_be_dense = is_dense or _is_kernel_of_embedding(array)
     if array.matches(_EMBEDDING, *((1,) if may_be_dense else (1, 2))):
@@ -213,11 +199,44 @@ def _why_other(array: Array, tree: Tree) -> str | None:
     return None
 
 
+def _is_named_head(array: Array, tree: Tree) -> bool:
+    """Whether it is an output head, by its name or its module's."""
+    is_hidden = set(array.sizes) <= tree.widths  # between norms
+    # A module's name tells of its kernel, and not where several heads attend.
+    in_named = _has_name(array) and not tree.has_query_and_key(array)
+    is_named = array.matches(_HEAD, *((1, 2) if in_named else (1,)))
+    if is_named and is_hidden and len(set(array.sizes)) > 1:
+        # One model's width to another's, as an `image_classifier` before a decoder.
+        is_named = not array.matches(_ENCODER_HEAD, 1, 2)
+    if is_named and array.layers and not tree.is_ensemble:
+        # The last projection in every layer of a scan.
+        is_named = not array.matches(_FINAL, 1, 2)
+    in_head = array.matches(f"{_HEAD}|embed|embedding", 3) and array.matches(_DENSE, 2)
+    is_head = is_named or (in_head and not is_hidden)
+    return is_head and not tree.leads_to_another(array)
+
+
+def _is_dense(array: Array) -> bool:
+    """Whether it may be the kernel of a dense layer, whatever the module's name.
+
+    A `w` is one in Haiku's Linear: see `_sides`. A kernel of more than two axes is a
+    DenseGeneral's.
+    """
+    is_general = len(array.sizes) > 2 and array.matches("kernel", 1)
+    return array.matches("w", 1) or is_general
+
+
 def _may_be_convolution(array: Array) -> bool:
-    """Whether an array may be (out, in, window), or (out, heads, head_dim)."""
+    """Whether an array may be (out, in, window), or (out, heads, head_dim).
+
+    Or a depthwise one, which has one input: (window, 1, out), or (out, 1, window).
+    """
     sizes = array.sizes
-    if array.bias is None:  # in is 1 of a depthwise one
-        return array.is_torch_weight and len(sizes) == 2 and array.shape[-2] == 1
+    if array.rank == 3 and len(sizes) == 2 and array.shape[-2] == 1:
+        is_window = sizes[0] <= _LONGEST_WINDOW
+        return array.is_torch_weight or (is_window and not array.is_query)
+    if array.bias is None:
+        return False
     out_first = array.bias.sizes == sizes[:1] != sizes[-1:]
     return out_first and not array.matches(_OUTPUT, 1, 2)
 
@@ -284,7 +303,7 @@ def _sides(array: Array, tree: Tree, is_named: bool) -> _Sides | None:
         if is_named and not bias and not _has_name(array):
             return None  # a table, vectors of several heads or layers, or a matrix
         if array.rank > 2 and _may_be_convolution(array):
-            return None  # such as (out, 1, window) of a depthwise one
+            return None
         return _Sides(axes[:1], axes[1:], "two axes")
     if array.partner:
         return _sides_of_factor(array, array.partner)
@@ -424,16 +443,20 @@ def _hints(
     tables: Iterable[Array],
     heads: Iterable[Array],
     sides: Mapping[Array, _Sides | None],
+    votes: Mapping[tuple[str, int], list[bool]],
 ) -> dict[tuple[str, int], list[bool]]:
     """Whether arrays are probably (out, in), by their kind, where no bias tells.
 
-    A head's outputs are as many as an embedding has rows. A gated MLP has two matrices
-    from the model's width and one back to it.
+    A head's outputs are as many as an embedding has rows. (A head may be stored like
+    its embedding: it says nothing where others of its name are (in, out).) A gated MLP
+    has two matrices from the model's width and one back to it.
     """
     hints = collections.defaultdict(list)
     vocabularies = {table.sizes[0] for table in tables}
+    in_first = {name for (name, _), said in votes.items() if said and not any(said)}
     for array in heads:
-        if len(array.sizes) == 2 and array.sizes[0] != array.sizes[1]:
+        tells = len(array.sizes) == 2 and array.sizes[0] != array.sizes[1]
+        if tells and _kind(array)[0] not in in_first:
             hints[_kind(array)].append(array.sizes[0] in vocabularies)
 
     mlps = collections.defaultdict(list)

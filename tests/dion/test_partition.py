@@ -530,6 +530,21 @@ def test_heads_that_are_transposed_turn_no_other_kernels():
     assert found["transition/weights"] == cd.DimensionNumbers(*DENSE)
 
 
+def test_a_head_stored_like_its_embedding_turns_no_other_kernels():
+    """Queries [D, heads, head_dim] of the same name say that others are (in, out)."""
+    tree = {
+        "norm": {"scale": (24,)},
+        "embed": {"table": (99, 24)},
+        "q_proj": {"w": (24, 2, 8)},
+        "router": {"w": (24, 6)},
+        "unembed_linear": {"w": (99, 24)},
+    }
+    assert numbers_at(tree, "router", "w") == DENSE
+    # Without them it is the only one that tells.
+    del tree["q_proj"]
+    assert numbers_at(tree, "router", "w") == DENSE[::-1]
+
+
 def test_a_w_of_an_embedding_is_asked_for():
     """It may be a Linear of Haiku's without a bias."""
     with pytest.warns(cd.dimension_numbers.PartitionWarning, match="edge_embedding"):
@@ -590,6 +605,15 @@ def test_a_window_of_two_axes_is_a_short_one():
     assert numbers_at({"conv": {"w1": (3, 128, 256)}}, "conv", "w1") is None
     with pytest.warns(cd.dimension_numbers.PartitionWarning, match="conv/kernel"):
         numbers_at({"conv": {"kernel": (128, 256)}})
+
+
+def test_a_short_window_with_one_input_is_asked_about():
+    """(window, 1, out) of a depthwise convolution, but a key may have one head."""
+    tree = {"mixer_up": {"w": (3, 1, 128), "b": (128,)}}
+    with pytest.warns(cd.dimension_numbers.PartitionWarning, match="mixer_up/w"):
+        found = numbers_at(tree, "mixer_up", "w")
+    assert found is None
+    assert numbers_at({"key": {"kernel": (48, 1, 16)}}, "key", "kernel") == (0, 2)
 
 
 FACTORS = [

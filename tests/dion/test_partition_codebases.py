@@ -34,13 +34,18 @@ UNKNOWN = {
     "flowjax_maf": "weight/args/1",
     "gemma3_gm": "mlp/gating_einsum",
     "gemma3n": "mlp/gating_einsum",
+    "gemma3n_audio_scanned": "feature/input_proj post/kernel",
     "keras_rwkv7": "RWKV_TIME_MIX",
+    "levanter_backpack": "kq_selfattention/c_attn/weight",
     "maxtext_deepseek4_scanned": "o_a_proj pre_alpha post_alpha res_alpha hc_fn",
     "modula_gpt": "1 2 3 4 5 6 7 8 9",  # a list has no names
+    "nemotron3_jax": "ffw/o",
     "nequip_jax": "skip_tp/w",
     "nequix": "skip/_weights",
     "ott_icnn": "quad_kernel",
     "protein_mpnn": "edge_embedding/w",
+    "savi": "general_dense_k_0 general_dense_v_0",
+    "seqax": "transformer",
     "unified_io2": "vision_transformer/embedding/kernel",
 }
 
