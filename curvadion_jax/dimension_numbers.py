@@ -41,7 +41,7 @@ _TABLE = (
 )
 _ANY_TABLE = f"{_TABLE}|{_POSITIONS}|{_evidence.LAYER_NORM}"
 # Modules such as positionwise_ffn and latent_attention hold no table.
-_TABLE_MODULE = rf"(?!.*(attention|attn|ffn|feed|wise))({_ANY_TABLE})"
+_TABLE_MODULE = rf"(?!.*(attention|attn|ffn|feed|wise))({_TABLE}|{_POSITIONS})"
 _LOGITS = r"(?!pre_).*logit.*"
 _FINAL = r"final_?proj(ection)?"
 _HEAD = (
@@ -60,8 +60,10 @@ _VECTOR = (  # RWKV's time_decay_w1 is a matrix
     r"((.*_)?(bias|biases|(offset|shift|beta|scale|scaler|gain|norm|log|lambda)s?)(_?\d+)?"
     r"|(bias|norm|log|lambda|time)_.*|b(_?\d+)?)"
 )
-# Longer sides of an array of two axes are no window of a depthwise convolution.
-_LONGEST_WINDOW = 64
+# A depthwise convolution of two axes has a window of up to 4 or 16, or up to 31 or 64.
+_SHORT_WINDOW, _LONG_WINDOW = 16, 64
+_WINDOWS = (3, 5, 7)
+_VOCABULARY = 8192
 _STATE_SPACE = r"[ABCDP](_?(re|im|real|imag|\d))?"  # in upper case
 _DENSE = r"(out_?proj|dense|linear|fc)(_?\d+)?"
 _LIKE_WEIGHT = (
@@ -178,7 +180,7 @@ def _why_other(array: Array, tree: Tree) -> str | None:
         return "a vector, by its name"
     if _is_named_head(array, tree):
         return "a head, by its name"
-    is_window = array.rank > 2 or min(sizes) <= _LONGEST_WINDOW
+    is_window = array.rank > 2 or min(sizes) <= _SHORT_WINDOW
     if _is_named_convolution(array) and is_window:
         return "a convolution, by its name"
     if bias and array.rank > 2:
@@ -188,13 +190,12 @@ def _why_other(array: Array, tree: Tree) -> str | None:
         return "a convolution, by its window"
     if bias and len(bias.sizes) < len(sizes):  # of a layer, whatever its name
         return None
-    is_dense = _is_dense(array)
-    # A Dense named `embedding` has a kernel too, and tables have other names.
-    may_be_dense = is_dense or _is_kernel_of_embedding(array)
+    may_be_dense = _is_dense(array) or _is_kernel_of_table(array)
     if array.matches(_EMBEDDING, *((1,) if may_be_dense else (1, 2))):
         return "an embedding, by its name"
-    in_table = array.matches(_TABLE_MODULE, 2) and not array.is_projection
-    if array.matches(_ANY_TABLE, 1) or (in_table and not is_dense):
+    in_table = array.matches(f"{_TABLE_MODULE}|{_evidence.LAYER_NORM}", 2)
+    in_table = in_table and not (may_be_dense or array.is_projection)
+    if array.matches(_ANY_TABLE, 1) or in_table:
         return "a table, by its name"
     return None
 
@@ -232,8 +233,8 @@ def _may_be_convolution(array: Array) -> bool:
     Or a depthwise one, which has one input: (window, 1, out), or (out, 1, window).
     """
     sizes = array.sizes
-    if array.rank == 3 and len(sizes) == 2 and array.shape[-2] == 1:
-        is_window = sizes[0] <= _LONGEST_WINDOW
+    if array.rank > 2 and len(sizes) == 2 and array.shape[-2] == 1:
+        is_window = sizes[0] <= _LONG_WINDOW
         return array.is_torch_weight or (is_window and not array.is_query)
     if array.bias is None:
         return False
@@ -241,8 +242,10 @@ def _may_be_convolution(array: Array) -> bool:
     return out_first and not array.matches(_OUTPUT, 1, 2)
 
 
-def _is_kernel_of_embedding(array: Array) -> bool:
-    return array.matches("kernel", 1) and array.matches(f"(?!un)({_EMBEDDING})", 2)
+def _is_kernel_of_table(array: Array) -> bool:
+    """Whether a Dense, which has a kernel, may be named `embedding` or `positions`."""
+    in_table = array.matches(f"(?!un)({_EMBEDDING})|{_TABLE_MODULE}", 2)
+    return array.matches("kernel", 1) and in_table
 
 
 def _is_named_convolution(array: Array) -> bool:
@@ -295,16 +298,8 @@ def _sides(array: Array, tree: Tree, is_named: bool) -> _Sides | None:
         *_, heads, head_dim, width = range(len(array.shape))
         return _Sides((heads, head_dim), (width,), "[heads, head_dim, D], by its name")
     if len(sizes) == 2:
-        is_w = array.matches("w", 1) and array.matches(f"{_EMBEDDING}|{_ANY_TABLE}", 2)
-        if not bias and (is_w or _is_kernel_of_embedding(array)):
-            return None  # a Linear or a Dense, or a table
-        if not bias and _is_named_convolution(array):
-            return None  # a layer of a ConvNet, or a convolution
-        if is_named and not bias and not _has_name(array):
-            return None  # a table, vectors of several heads or layers, or a matrix
-        if array.rank > 2 and _may_be_convolution(array):
-            return None
-        return _Sides(axes[:1], axes[1:], "two axes")
+        is_doubtful = _is_doubtful(array, is_named)
+        return None if is_doubtful else _Sides(axes[:1], axes[1:], "two axes")
     if array.partner:
         return _sides_of_factor(array, array.partner)
     if not bias:
@@ -317,6 +312,31 @@ def _sides(array: Array, tree: Tree, is_named: bool) -> _Sides | None:
     if bias == (sizes[0], *sizes[2:]) or (len(sizes) == 3 and bias == sizes[:2]):
         return _Sides(axes[1:2], axes[2:], "a stack, like its bias")
     return _output_of_heads(array, tree) if bias == sizes[2:] else None
+
+
+def _is_doubtful(array: Array, is_named: bool) -> bool:
+    """Whether an array of two axes may well be something else than a matrix."""
+    bias = array.bias
+    is_w = array.matches("w", 1) and array.matches(f"{_EMBEDDING}|{_ANY_TABLE}", 2)
+    if not bias and (is_w or _is_kernel_of_table(array)):
+        return True  # a Linear or a Dense, or a table
+    may_be_window = not bias or min(array.sizes) <= _LONG_WINDOW
+    if may_be_window and _is_named_convolution(array):
+        return True  # a layer of a ConvNet or of a graph, or a convolution
+    if is_named and not bias and not _has_name(array):
+        return True  # a table, vectors of several heads or layers, or a matrix
+    if array.rank > 2 and _may_be_convolution(array):
+        return True
+    return _may_be_of_vocabulary(array)
+
+
+def _may_be_of_vocabulary(array: Array) -> bool:
+    """Whether it is so long that it may be a table, or a head, of another name."""
+    short, long = sorted(array.sizes)
+    is_long = long >= _VOCABULARY and long > 16 * short
+    if not is_long or array.partner or array.matches(_evidence.PROJECTION, 1, 2):
+        return False
+    return array.bias is None or array.bias.sizes == (long,)
 
 
 def _sides_of_factor(array: Array, partner: Array) -> _Sides | None:
@@ -342,11 +362,17 @@ def _sides_without_bias(array: Array, tree: Tree) -> _Sides | None:
     """The sides of an array of three axes or more, by norms and neighbours."""
     axes, sizes = array.axes, array.sizes
     width = max(tree.widths.intersection(sizes), default=None)  # D
+    is_expert = array.matches(r".*(expert|moe).*", 1, 2, 3)
     if len(sizes) == 3:
+        if array.is_torch_weight and sizes[-1] in _WINDOWS:
+            return None  # may be (out, in, window)
         if not array.is_query and _is_mirrored(sizes, width, tree.beside(array)):
+            is_short = sizes[0] in _WINDOWS and array.matches(_evidence.WEIGHT, 1)
+            if is_short and not is_expert:
+                return None  # may be (window, in, out)
             return _Sides(axes[1:2], axes[2:], "a stack, with its transpose next to it")
-        if not array.is_query and sizes[1] == sizes[2] == width != sizes[0]:
-            return _Sides(axes[1:2], axes[2:], "a stack of square matrices")
+        if is_expert:
+            return None  # may be [D, experts, F]
         if width in (None, sizes[2]) and (found := _output_of_heads(array, tree)):
             return found
         if array.is_query and sizes[1] == width != sizes[0]:

@@ -68,14 +68,17 @@ def test_of_a_list_without_names_and_biases_nothing_tells():
     assert tuple(cd.default_dimension_numbers(arrays([(8, 4)]))[0]) == DENSE
 
 
-@pytest.mark.parametrize("name", ["ln_f", "codebook", "unembedding"])
-def test_kernels_of_norms_tables_and_heads_are_none(name):
+@pytest.mark.parametrize("name", ["ln_f", "unembedding"])
+def test_kernels_of_norms_and_heads_are_none(name):
     assert numbers_at({"m": {name: {"kernel": (8, 4)}}}, "m", name, "kernel") is None
 
 
-@pytest.mark.parametrize("name", ["embedding", "tok_embed", "Embed_0"])
-def test_a_kernel_in_a_module_named_after_an_embedding_is_asked_about(name):
-    """Of a Dense on patches, or a table."""
+TABLE_MODULES = ["embedding", "tok_embed", "Embed_0", "codebook", "position_encoder"]
+
+
+@pytest.mark.parametrize("name", TABLE_MODULES)
+def test_a_kernel_in_a_module_named_after_a_table_is_asked_about(name):
+    """Of a Dense on patches or positions, or a table."""
     with pytest.warns(cd.dimension_numbers.PartitionWarning, match=name):
         assert numbers_at({name: {"kernel": (8, 4)}}, name, "kernel") is None
     tree = {name: {"kernel": (8, 4), "bias": (4,)}}
@@ -543,6 +546,40 @@ def test_a_head_stored_like_its_embedding_turns_no_other_kernels():
     # Without them it is the only one that tells.
     del tree["q_proj"]
     assert numbers_at(tree, "router", "w") == DENSE[::-1]
+
+
+ASKED = {
+    "expand and contract of three steps": {
+        "expand": {"kernel": (3, 24, 48)},
+        "contract": {"kernel": (3, 48, 24)},
+    },
+    "three steps of as many channels": {"layer": {"kernel": (3, 24, 24)}},
+    "[D, experts, F]": {"moe": {"w1": (24, 4, 48)}},
+    "a Dense of a graph, or a long window": {
+        "GraphConv_0": {"kernel": (24, 48), "bias": (48,)}
+    },
+    "a table of another name": {"words": {"weight": (50_000, 24)}},
+    "a head of another name": {"fc": {"kernel": (24, 50_000), "bias": (50_000,)}},
+}
+
+
+@pytest.mark.parametrize("tree", ASKED.values(), ids=[*ASKED])
+def test_what_may_be_something_else_is_asked_about(tree):
+    tree = {"norm": {"scale": (24,)}, "mlp": {"kernel": (24, 48)}} | tree
+    found = cd.dimension_numbers.explain(arrays(tree))
+    asked = {each.path for each in found if each.unknown}
+    kernels = {each.path for each in found if len(each.shape) > 1}
+    assert asked == kernels - {"mlp/kernel"}
+
+
+def test_a_window_on_the_last_axis_is_asked_about():
+    """(out, in, window) of a convolution of another name, in PyTorch's order."""
+    model = {
+        "norm": {"scale": jnp.ones(24)},
+        "mixer": eqx.nn.Conv1d(48, 24, 3, use_bias=False, key=jax.random.key(0)),
+    }
+    found = cd.dimension_numbers.explain(eqx.filter(model, eqx.is_array))
+    assert [each.path for each in found if each.unknown] == ["mixer/weight"]
 
 
 def test_a_w_of_an_embedding_is_asked_for():

@@ -46,6 +46,7 @@ UNKNOWN = {
     "protein_mpnn": "edge_embedding/w",
     "savi": "general_dense_k_0 general_dense_v_0",
     "seqax": "transformer",
+    "ttt_linear": "ttt_dense_0",
     "unified_io2": "vision_transformer/embedding/kernel",
 }
 
