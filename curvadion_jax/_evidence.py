@@ -231,7 +231,9 @@ class Tree:
             (array.module, array.names[-1].lower()): array for array in self.arrays
         }
         for array in self.arrays:
-            last = array.names[-1].lower()
+            last = (
+                array.names[-1].lower().replace("weight_v", "weight")
+            )  # of WeightNorm
             stem = re.sub(rf"({WEIGHT})$", "", last)
             stem = stem if stem != last else f"{last}_"
             # In a pair (kernel, bias), as of stax, names are positions.

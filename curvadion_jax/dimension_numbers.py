@@ -35,9 +35,8 @@ _NO_PROJECTION = r"(?!.*(proj|dense|linear|mlp|map))"
 _EMBEDDING = rf"{_NO_PROJECTION}(.*_|un|tok|pos)?emb(s|d|ed.*)?(_.*)?|wte|wpe"
 _POSITIONS = rf"{_NO_PROJECTION}(.*_)?(rel)?pos(s|_.*|ition.*)?|wpe|rope"
 _TABLE = (
-    rf"{_NO_PROJECTION}((.*[_ ])?(vocab|table|token|latent|code|codebook|codevector"
-    r"|grid|probe|prompt|prototype|quantizer|register|slot|anchor|centroid|point)s?"
-    r"|(.*[_ ])?envelopes?|(latent|vocab)[_ ].*)"
+    rf"{_NO_PROJECTION}((.*[_ ])?(vocab|table|token|latent|codebook|envelope)s?"
+    r"|(latent|vocab)[_ ].*)"
 )
 _ANY_TABLE = f"{_TABLE}|{_POSITIONS}|{_evidence.LAYER_NORM}"
 # Modules such as positionwise_ffn and latent_attention hold no table.
@@ -128,13 +127,9 @@ def explain(params: Any) -> list[Finding]:
     tables = _tables(others)
     heads = _heads(tree, tables)
     others |= dict.fromkeys(heads, "as long as the vocabulary")
-    # Where matrices have names of matrices, another name says that it may be none.
     rest = [array for array in tree.arrays if array not in others]
-    is_named = any(_has_name(array) for array in rest if len(array.sizes) == 2)
-    # So does a list of arrays, without any name: one of them may be a table.
-    several = sum(len(array.sizes) == 2 for array in rest) > 1
-    is_named |= several and not any(array.words for array in tree.arrays)
-    sides = {array: _sides(array, tree, is_named) for array in rest}
+    unusual = _unusual(rest)
+    sides = {a: None if a in unusual else _sides(a, tree) for a in rest}
     votes = _votes(sides)
     hints = _hints(tree, tables, heads, sides, votes)
 
@@ -157,6 +152,26 @@ def explain(params: Any) -> list[Finding]:
         return DimensionNumbers(one_or_more(first), one_or_more(second)), why, False
 
     return [Finding(array.path, array.shape, *find(array)) for array in tree.arrays]
+
+
+def _unusual(rest: Sequence[Array]) -> set[Array]:
+    """Arrays of two axes without a bias, whose names are not those of matrices.
+
+    They may be tables, or vectors of several heads or layers. So may those of a list of
+    arrays without names, and a `weight` where matrices with biases are named `kernel`.
+    """
+    two_axes = [array for array in rest if len(array.sizes) == 2]
+    is_named = any(_has_name(array) for array in two_axes)
+    is_list = len(two_axes) > 1 and not any(array.words for array in rest)
+    is_weight = lambda array: array.matches(_evidence.WEIGHT, 1)
+    styles = {a.names[-1] for a in rest if a.bias and is_weight(a)}
+
+    def is_unusual(array):
+        if is_weight(array) and styles:
+            return array.names[-1] not in styles
+        return (is_named or is_list) and not _has_name(array)
+
+    return {array for array in two_axes if not array.bias and is_unusual(array)}
 
 
 def _why_other(array: Array, tree: Tree) -> str | None:
@@ -190,7 +205,8 @@ def _why_other(array: Array, tree: Tree) -> str | None:
         return "a convolution, by its window"
     if bias and len(bias.sizes) < len(sizes):  # of a layer, whatever its name
         return None
-    may_be_dense = _is_dense(array) or _is_kernel_of_table(array)
+    is_projection = array.matches(r"(.*_)?proj(ection)?(_.*)?", 1)
+    may_be_dense = is_projection or _is_dense(array) or _is_kernel_of_table(array)
     if array.matches(_EMBEDDING, *((1,) if may_be_dense else (1, 2))):
         return "an embedding, by its name"
     in_table = array.matches(f"{_TABLE_MODULE}|{_evidence.LAYER_NORM}", 2)
@@ -283,7 +299,7 @@ def _has_name(array: Array) -> bool:
     return array.is_lora or array.matches(_LIKE_WEIGHT, 1)
 
 
-def _sides(array: Array, tree: Tree, is_named: bool) -> _Sides | None:
+def _sides(array: Array, tree: Tree) -> _Sides | None:
     """The axes of one side and of the other; None if nothing tells."""
     axes, sizes = array.axes, array.sizes
     bias = array.bias.sizes if array.bias else ()
@@ -298,8 +314,7 @@ def _sides(array: Array, tree: Tree, is_named: bool) -> _Sides | None:
         *_, heads, head_dim, width = range(len(array.shape))
         return _Sides((heads, head_dim), (width,), "[heads, head_dim, D], by its name")
     if len(sizes) == 2:
-        is_doubtful = _is_doubtful(array, is_named)
-        return None if is_doubtful else _Sides(axes[:1], axes[1:], "two axes")
+        return None if _is_doubtful(array) else _Sides(axes[:1], axes[1:], "two axes")
     if array.partner:
         return _sides_of_factor(array, array.partner)
     if not bias:
@@ -314,7 +329,7 @@ def _sides(array: Array, tree: Tree, is_named: bool) -> _Sides | None:
     return _output_of_heads(array, tree) if bias == sizes[2:] else None
 
 
-def _is_doubtful(array: Array, is_named: bool) -> bool:
+def _is_doubtful(array: Array) -> bool:
     """Whether an array of two axes may well be something else than a matrix."""
     bias = array.bias
     is_w = array.matches("w", 1) and array.matches(f"{_EMBEDDING}|{_ANY_TABLE}", 2)
@@ -323,8 +338,6 @@ def _is_doubtful(array: Array, is_named: bool) -> bool:
     may_be_window = not bias or min(array.sizes) <= _LONG_WINDOW
     if may_be_window and _is_named_convolution(array):
         return True  # a layer of a ConvNet or of a graph, or a convolution
-    if is_named and not bias and not _has_name(array):
-        return True  # a table, vectors of several heads or layers, or a matrix
     if array.rank > 2 and _may_be_convolution(array):
         return True
     return _may_be_of_vocabulary(array)

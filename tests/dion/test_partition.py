@@ -38,7 +38,7 @@ OTHERS = (
     "embedding tok_embeddings wte wpe vocab_table tok_emb pos_emb emb pos cls_token "
     "head lm_head lmhead output_head logits readout unembedding LM_Head Embed_0 heads "
     "decoder_logits classifier cls_head conv Conv_0 ln1 ln_f pre_ln layernorm "
-    "rms_norm_1 latents codebook register_tokens hash_table memory_grid LMHead_0 "
+    "rms_norm_1 latents codebook register_tokens hash_table LMHead_0 "
     "ClassificationHead classifier_1 PolicyHead_0 value_head_0 ObjectClassPredictor_0 "
     "Final_Projection"
 ).split()
@@ -211,10 +211,13 @@ def test_most_biases_tell_the_order_of_the_rest():
         "up": {"kernel": (16, 8), "bias": (16,)},
         "down": {"kernel": (8, 16), "bias": (8,)},
         "mix": {"kernel": (8, 8), "bias": (8,)},
-        "other": {"w": (8, 8)},
+        "other": {"up_proj": (8, 8)},
+        "last": {"weight_v": (8, 16), "weight_g": (8, 1), "bias": (8,)},
     }
     assert numbers_at(tree, "mix", "kernel") == (1, 0)
-    assert numbers_at(tree, "other", "w") == DENSE
+    assert numbers_at(tree, "other", "up_proj") == DENSE
+    # Of a WeightNorm in PyTorch's order.
+    assert numbers_at(tree, "last", "weight_v") == (1, 0)
 
 
 def test_experts_are_a_stack_by_the_transpose_beside_them():
@@ -320,7 +323,7 @@ def test_models_made_under_a_vmap_are_a_stack():
     assert numbers_at(tree, "layer_0", "query") == STACK
 
 
-@pytest.mark.parametrize("name", ["basis", "r_k", "variable_1", "pi", "pi_up"])
+@pytest.mark.parametrize("name", ["basis", "r_k", "variable_1", "pi", "grid", "c_sum"])
 def test_an_array_of_another_name_without_a_bias_is_asked_about(name):
     """It may be a table, or vectors of several heads, critics or layers."""
     tree = {"norm": NORM_1, "up": {"kernel": (8, 16)}, name: (16, 8)}
@@ -559,13 +562,15 @@ ASKED = {
         "GraphConv_0": {"kernel": (24, 48), "bias": (48,)}
     },
     "a table of another name": {"words": {"weight": (50_000, 24)}},
+    "a weight beside kernels": {"output_tokens_2": {"weight": (9, 24)}},
     "a head of another name": {"fc": {"kernel": (24, 50_000), "bias": (50_000,)}},
 }
 
 
 @pytest.mark.parametrize("tree", ASKED.values(), ids=[*ASKED])
 def test_what_may_be_something_else_is_asked_about(tree):
-    tree = {"norm": {"scale": (24,)}, "mlp": {"kernel": (24, 48)}} | tree
+    mlp = {"kernel": (24, 48), "bias": (48,)}
+    tree = {"norm": {"scale": (24,)}, "mlp": mlp} | tree
     found = cd.dimension_numbers.explain(arrays(tree))
     asked = {each.path for each in found if each.unknown}
     kernels = {each.path for each in found if len(each.shape) > 1}
@@ -589,6 +594,7 @@ def test_a_w_of_an_embedding_is_asked_for():
 
 
 MODULES = [
+    ("softmax_embedding", "projection_0_1000"),
     *(("latent_attention", "wq"), ("position_wise_ffn", "kernel"), ("token", "w1")),
     *(("conv_tp_weights", "weight"), ("unconventional", "kernel")),
     *(("convnext_mlp", "kernel"), ("rwkv", "time_decay_w1"), ("m", "log_mlp")),
@@ -605,7 +611,6 @@ TABLES = [
     *(("m", "cross_attention_latents"), ("m", "attn_pos_embed"), ("m", "norm_mlp")),
     *(("m", "attention_bias_table"), ("m", "token_wise_embedding"), ("head", "value")),
     *(
-        ("quantizer", "c_sum"),
         ("m", "conv_weight"),
         ("m", "q_conv_weight"),
         ("convs_0", "kernel"),
