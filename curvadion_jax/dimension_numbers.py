@@ -523,9 +523,9 @@ def default(
     * embeddings and other tables, output heads, convolutions and parameters of
       state-space models: by their names, by a side as long as the vocabulary that one
       other parameter has, or by a bias that is shared over a window,
-    * with a warning, what has two axes and neither a bias nor a name such as `kernel`
-      or `q_proj`, where others have one or no array has any name, and what has more
-      axes that nothing tells apart.
+    * with a warning, what has two axes and no bias, and another name than the tree's
+      matrices; what may be a convolution, or is as long as a vocabulary; and what has
+      more axes that nothing tells apart.
 
     All else are matrices from the first axis to the last, or from the last to the first
     where biases tell so or the parameter is an attribute `weight`, as of Equinox. Of
