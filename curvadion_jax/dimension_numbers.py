@@ -42,12 +42,12 @@ _ANY_TABLE = f"{_TABLE}|{_POSITIONS}|{_evidence.LAYER_NORM}"
 # Modules such as positionwise_ffn and latent_attention hold no table.
 _TABLE_MODULE = rf"(?!.*(attention|attn|ffn|feed|wise))({_TABLE}|{_POSITIONS})"
 _LOGITS = r"(?!pre_).*logit.*"
+# Heads in some models, and hidden layers in others.
 _FINAL = r"final_?proj(ection)?"
 _HEAD = (
     rf"(?!multi|att)(.*_)?(head|classifier|readout)|heads|{_LOGITS}"
     # Numbers as Linen's; a plain Head_0 may be one of several of attention.
     r"|(?!multi|att)(.*[a-z]_?head|.*(classifier|class_?(embed|predictor)))_?\d*"
-    rf"|{_FINAL}"
 )
 _ENCODER_HEAD = r"(image|vision|visual|audio)_(head|classifier)"
 # Neither ConvNeXt's layers, nor conv_tp_weights, e3nn's weights of a tensor product.
@@ -195,6 +195,8 @@ def _why_other(array: Array, tree: Tree) -> str | None:
         return "a vector, by its name"
     if _is_named_head(array, tree):
         return "a head, by its name"
+    if _is_dense_of_embedding(array) and sizes[0] > 4 * sizes[-1]:
+        return "an embedding, by its name"  # of one-hot tokens
     is_window = array.rank > 2 or min(sizes) <= _SHORT_WINDOW
     if _is_named_convolution(array) and is_window:
         return "a convolution, by its name"
@@ -225,10 +227,7 @@ def _is_named_head(array: Array, tree: Tree) -> bool:
     if is_named and is_hidden and len(set(array.sizes)) > 1:
         # One model's width to another's, as an `image_classifier` before a decoder.
         is_named = not array.matches(_ENCODER_HEAD, 1, 2)
-    if is_named and array.layers and not tree.is_ensemble:
-        # The last projection in every layer of a scan.
-        is_named = not array.matches(_FINAL, 1, 2)
-    in_head = array.matches(f"{_HEAD}|embed|embedding", 3) and array.matches(_DENSE, 2)
+    in_head = array.matches(_HEAD, 3) and array.matches(_DENSE, 2)
     is_head = is_named or (in_head and not is_hidden)
     return is_head and not tree.leads_to_another(array)
 
@@ -256,6 +255,10 @@ def _may_be_convolution(array: Array) -> bool:
         return False
     out_first = array.bias.sizes == sizes[:1] != sizes[-1:]
     return out_first and not array.matches(_OUTPUT, 1, 2)
+
+
+def _is_dense_of_embedding(array: Array) -> bool:
+    return array.matches("embed|embedding", 3) and array.matches(_DENSE, 2)
 
 
 def _is_kernel_of_table(array: Array) -> bool:
@@ -314,7 +317,8 @@ def _sides(array: Array, tree: Tree) -> _Sides | None:
         *_, heads, head_dim, width = range(len(array.shape))
         return _Sides((heads, head_dim), (width,), "[heads, head_dim, D], by its name")
     if len(sizes) == 2:
-        return None if _is_doubtful(array) else _Sides(axes[:1], axes[1:], "two axes")
+        is_doubtful = _is_doubtful(array, tree)
+        return None if is_doubtful else _Sides(axes[:1], axes[1:], "two axes")
     if array.partner:
         return _sides_of_factor(array, array.partner)
     if not bias:
@@ -329,12 +333,16 @@ def _sides(array: Array, tree: Tree) -> _Sides | None:
     return _output_of_heads(array, tree) if bias == sizes[2:] else None
 
 
-def _is_doubtful(array: Array) -> bool:
+def _is_doubtful(array: Array, tree: Tree) -> bool:
     """Whether an array of two axes may well be something else than a matrix."""
     bias = array.bias
     is_w = array.matches("w", 1) and array.matches(f"{_EMBEDDING}|{_ANY_TABLE}", 2)
     if not bias and (is_w or _is_kernel_of_table(array)):
         return True  # a Linear or a Dense, or a table
+    is_hidden = set(array.sizes) <= tree.widths
+    in_embedding = _is_dense_of_embedding(array) and not is_hidden
+    if array.matches(_FINAL, 1, 2) or in_embedding:
+        return True  # a head or a table, or a hidden layer
     may_be_window = not bias or min(array.sizes) <= _LONG_WINDOW
     if may_be_window and _is_named_convolution(array):
         return True  # a layer of a ConvNet or of a graph, or a convolution

@@ -39,8 +39,7 @@ OTHERS = (
     "head lm_head lmhead output_head logits readout unembedding LM_Head Embed_0 heads "
     "decoder_logits classifier cls_head conv Conv_0 ln1 ln_f pre_ln layernorm "
     "rms_norm_1 latents codebook register_tokens hash_table LMHead_0 "
-    "ClassificationHead classifier_1 PolicyHead_0 value_head_0 ObjectClassPredictor_0 "
-    "Final_Projection"
+    "ClassificationHead classifier_1 PolicyHead_0 value_head_0 ObjectClassPredictor_0"
 ).split()
 
 
@@ -562,6 +561,8 @@ ASKED = {
         "GraphConv_0": {"kernel": (24, 48), "bias": (48,)}
     },
     "a table of another name": {"words": {"weight": (50_000, 24)}},
+    "a head, or the last layer of a module": {"final_proj": {"kernel": (24, 16)}},
+    "an embedding's Dense": {"embedding": {"dense_0": {"kernel": (16, 24)}}},
     "a weight beside kernels": {"output_tokens_2": {"weight": (9, 24)}},
     "a head of another name": {"fc": {"kernel": (24, 50_000), "bias": (50_000,)}},
 }

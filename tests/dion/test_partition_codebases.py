@@ -28,6 +28,7 @@ UNKNOWN = {
     "alphafold2": "outer_product_mean/output_w",
     "alphafold3_trunk": "msa_attention1/v_projection outer_product_mean/output_w",
     "axlearn_rnnt": "rnn/input_proj",
+    "bv_jetformer": "final_proj",
     "deepseek_r1_jax": "attn/q_a attn/kv_a attn/k_pe",
     "deepqmc_transpsiformer": "multi_head_attention Backflow electron_embedding",
     "dreamerv3": "dec/sp0 dyn/dyngru dyn/dynhid0",
@@ -36,9 +37,13 @@ UNKNOWN = {
     "gemma3_gm": "mlp/gating_einsum",
     "gemma3n": "mlp/gating_einsum",
     "gemma3n_audio_scanned": "feature/input_proj post/kernel",
+    "globe": "wave_function/embedding",
     "gnome": "FullyConnectedTensorProductE3nn_0/w",
     "keras_rwkv7": "RWKV_TIME_MIX",
     "levanter_backpack": "kq_selfattention/c_attn/weight",
+    "maxtext_qwen3_omni": "conv_out",
+    "mistral_jax_lists": "0/1",  # a list has no names
+    "mmv": "final_projection",
     "maxtext_deepseek4_scanned": "o_a_proj pre_alpha post_alpha res_alpha hc_fn",
     "modula_gpt": "1 2 3 4 5 6 7 8 9",  # a list has no names
     "nemotron3_jax": "ffw/o",
@@ -50,6 +55,7 @@ UNKNOWN = {
     "savi": "general_dense_k_0 general_dense_v_0",
     "seqax": "transformer",
     "sparse_mixers": "expert_1 expert_2",
+    "tacotrons_pax": "0 1 2 4 5 6 7 12 13 14",  # nor have submodules of pax
     "ttt_linear": "ttt_dense_0",
     "unified_io2": "vision_transformer/embedding/kernel",
 }
