@@ -59,8 +59,9 @@ def adaptive_sync(
     call.
 
     A replica whose gradients are not finite takes the step of a zero gradient. One
-    whose state is not finite is excluded from syncs, and begins again from the anchor
-    at the next one. One of weight 0 is absent. All of that is counted
+    whose state is not finite is excluded from the next sync, and begins again there
+    from the anchor (:func:`curvadion_jax.replicas.repair` mends parameters that are not
+    finite). One of weight 0 is absent. All of that is counted
     (:func:`curvadion_jax.metrics.read`).
 
     .. warning::
@@ -347,17 +348,24 @@ class _AdaptiveSync:
         requested, voted = due, False
         if self.trigger.look is not None and due is not False:
             # A replica without weight requests nothing.
-            requests = triggers.requests(values, threshold) & present & due
-            requested, voted = self._vote(requests), due
+            requests = triggers.requests(values, threshold) & present
+            requested, voted = self._vote(requests, due), due
         fire, state = self.trigger.decide(clock, requested, state)
         fire = False if due is False else fire & due
         return _Decision(fire, voted, threshold, state)
 
-    def _vote(self, requests: jax.Array) -> jax.Array:
-        """Whether any replica requests a sync, bool[]."""
+    def _vote(self, requests: jax.Array, due: jax.Array | bool) -> jax.Array:
+        """Whether a decision is due and any replica requests a sync, bool[]."""
         group = Group(_rows.axis_name(self.mesh))
-        vote = _rows.over(lambda request, _: ((), group.any(request)), self.mesh)
-        return vote(requests, ())[1]
+
+        def vote(requests):
+            any_of = lambda request, _: ((), group.any(request))
+            return _rows.over(any_of, self.mesh)(requests, ())[1]
+
+        if due is True:
+            return vote(requests)
+        with jax.named_scope(_step.VOTE):
+            return lax.cond(due, vote, lambda _: jnp.array(False), requests)
 
     def _costs(self, params, inner_state, layout: Layout) -> metrics.Costs:
         """The bytes of a sync, of a vote, and of all gradients in float32."""

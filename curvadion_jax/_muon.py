@@ -50,7 +50,8 @@ def _nesterov(
         mu = optax.tree.zeros_like(params, dtype=mu_dtype)
         zero = jnp.zeros([], jnp.int32)
         # Without the coefficients of the iterations, which are constants here.
-        return optax.contrib.MuonState(zero, mu, ())  # pyright: ignore[reportArgumentType]
+        nothing: Any = ()
+        return optax.contrib.MuonState(count=zero, mu=mu, ns_coeffs=nothing)
 
     def update_fn(updates, state, params=None):
         del params

@@ -31,7 +31,8 @@ from curvadion_jax._rows import Replicas
 from curvadion_jax._sync_state import Common
 from curvadion_jax.synchronizers import Synchronizer
 
-SYNC = "curvadion_sync"  # the name of the condition in programs, for `replicas.audit`
+# The names of conditions in programs, for `replicas.audit`.
+SYNC, VOTE = "curvadion_sync", "curvadion_vote"
 
 
 class Given(NamedTuple):

@@ -48,8 +48,13 @@ MUTANTS = {
     "a value at the threshold requests": Mutant(
         TRIGGERS, "~(value <= threshold)", "~(value < threshold)", DECISIONS
     ),
-    "a replica without weight votes": Mutant(
-        CORE, " & present & due", " & due", WHO, "requests"
+    "a replica without weight votes": Mutant(CORE, " & present", "", WHO, "requests"),
+    "replicas vote on every step": Mutant(
+        CORE,
+        "if due is True:",
+        "if True:",
+        "core/test_local_program.py",
+        "sends_nothing_or_one_integer",
     ),
     "a step that is not due synchronises": Mutant(
         CORE, "fire = False if due is False else fire & due", "fire = fire", INTERVALS
@@ -213,13 +218,16 @@ MUTANTS = {
     ),
     "what every step sends is a sync's too": Mutant(
         "replicas/_audit.py",
-        "reached(synchronising, set()) - always",
-        "reached(synchronising, set())",
+        "(reached(names, set()) - always for",
+        "(reached(names, set()) for",
         "replicas/test_audit.py",
         "who_calls",
     ),
     "every condition is a sync's": Mutant(
-        "replicas/_audit.py", " and SYNC in name[1]", "", "replicas/test_audit.py"
+        "replicas/_audit.py",
+        "if name and condition in name[1]",
+        "if True",
+        "replicas/test_audit.py",
     ),
     "the checksum is constant": Mutant(
         "_checksum.py", "total += of_array", "total += 0 * of_array", CHECKSUMS

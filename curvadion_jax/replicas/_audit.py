@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from curvadion_jax import _rows
 from curvadion_jax._rows import AXIS
-from curvadion_jax._step import SYNC
+from curvadion_jax._step import SYNC, VOTE
 
 
 class Message(NamedTuple):
@@ -38,16 +38,19 @@ class Audit(NamedTuple):
     Attributes:
       every_step: messages that no trigger decides on. A condition of your own, such as
         that of `optax.apply_if_finite`, may skip some of them.
+      vote: messages that only a step with a vote sends, where replicas do not vote on
+        every step (`triggers.at_intervals`).
       sync: messages inside the optimizer's condition, which a sync step takes.
     """
 
     every_step: list[Message]
+    vote: list[Message]
     sync: list[Message]
 
     def __str__(self) -> str:
         lines = []
-        for title, messages in (("every step", self.every_step), ("sync", self.sync)):
-            if not messages:
+        for title, messages in zip(("every step", "vote", "sync"), self, strict=True):
+            if not messages and title != "vote":
                 lines.append(f"{title:10}  nothing")
             for message in messages:
                 kind, arrays, size, origin = message
@@ -63,11 +66,11 @@ def audit(
     """Compiles a training step and says what it sends between replicas.
 
     Call it once, before training, as a proof of what is sent. A step that goes by the
-    step number sends nothing outside of syncs; one with RMMC an ``s32[]``, the vote. If
-    anything else stands under "every step", something in the step looks at all replicas
-    at once: a transformation around the optimizer that is not elementwise
-    (`optax.clip_by_global_norm`: pass it as ``before=``), or a mean of metrics (return
-    rows, and average on the host).
+    step number sends nothing outside of syncs; one with RMMC an ``s32[]``, the vote (in
+    a row of its own where it is not on every step). If anything else stands under
+    "every step", something in the step looks at all replicas at once: a transformation
+    around the optimizer that is not elementwise (`optax.clip_by_global_norm`: pass it
+    as ``before=``), or a mean of metrics (return rows, and average on the host).
 
     Args:
       step: the training step, jitted (also by `nnx.jit` or `eqx.filter_jit`) or
@@ -144,7 +147,7 @@ _COMPUTATION = re.compile(r"[\w.\-]+")
 _NAME = re.compile(r'op_name="([^"]*)"')
 _WRAPPERS = re.compile(
     r"(?:jit\([^)]*\)|shard_map|while|body|cond|branch_\d+_fun|closed_call"
-    rf"|{SYNC})/"
+    rf"|{SYNC}|{VOTE})/"
 )
 _ARRAY = re.compile(r"(pred|bf16|c64|c128|[fsu]\d+\w*)\[([\d,]*)\]")
 # replica_groups={{0,1},{2,3}}; of a permutation its pairs of a sender and a receiver
@@ -161,7 +164,8 @@ _MESH = re.compile(
 def read_program(text: str, replica: np.ndarray) -> Audit:
     """Finds the messages between replicas; `replica` is that of every device."""
     messages = defaultdict(list)  # by the computation that they are in
-    called, synchronising = defaultdict(set), set()
+    called = defaultdict(set)
+    inside = {VOTE: set(), SYNC: set()}  # computations of these conditions
     computation = entry = ""
     for line in text.splitlines():
         if not line.startswith(" ") and (start := _HEAD.match(line)):
@@ -171,8 +175,10 @@ def read_program(text: str, replica: np.ndarray) -> Audit:
         for listed, single in _BRANCHES.findall(line):
             names = _COMPUTATION.findall(listed or single)
             called[computation].update(names)
-            if (name := _NAME.search(line)) and SYNC in name[1]:
-                synchronising.update(names)
+            name = _NAME.search(line)
+            for condition in inside:
+                if name and condition in name[1]:
+                    inside[condition].update(names)
         for names in _CALLED.findall(line):
             called[computation].update(_COMPUTATION.findall(names))
         if message := _message(line, replica):
@@ -189,12 +195,13 @@ def read_program(text: str, replica: np.ndarray) -> Audit:
 
     # What nobody is seen to call may run on every step.
     unknown = {*called} - reached({entry}, set())
-    always = reached({entry, *unknown}, synchronising)
-    sometimes = reached(synchronising, set()) - always
-    of = lambda names: [
-        each for name in messages if name in names for each in messages[name]
-    ]
-    return Audit(of(always), of(sometimes))
+    always = reached({entry, *unknown}, inside[VOTE] | inside[SYNC])
+
+    def of(names):
+        return [each for name in messages if name in names for each in messages[name]]
+
+    vote, sync = (reached(names, set()) - always for names in inside.values())
+    return Audit(of(always), of(vote), of(sync))
 
 
 def _message(line: str, replica: np.ndarray) -> Message | None:

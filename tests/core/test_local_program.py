@@ -82,10 +82,13 @@ def sent(name: str, due: bool | None = None) -> cd.replicas.Audit:
     return cd.replicas.audit(step, MESH, state, BATCH)
 
 
-@pytest.mark.parametrize("name", helpers.slow_but(QUICK, OPTIMIZERS))
+@pytest.mark.parametrize("name", helpers.slow_but([*QUICK, "at_intervals"], OPTIMIZERS))
 def test_a_local_step_sends_nothing_or_one_integer(name):
-    votes = [(x.kind, x.arrays) for x in sent(name).every_step]
-    assert votes == ([("all-reduce", "s32[]")] if name in VOTING else [])
+    kinds = lambda messages: [(x.kind, x.arrays) for x in messages]
+    vote = [("all-reduce", "s32[]")] if name in VOTING else []
+    # Between votes nothing is sent either.
+    expected = ([], vote) if name == "at_intervals" else (vote, [])
+    assert (kinds(sent(name).every_step), kinds(sent(name).vote)) == expected
 
 
 @pytest.mark.parametrize("name", helpers.slow_but(QUICK, OPTIMIZERS))
@@ -127,7 +130,7 @@ def test_a_sync_sends_the_bytes_that_metrics_count(name):
 
 @pytest.mark.parametrize("name", helpers.slow_but(QUICK, OPTIMIZERS))
 def test_a_step_that_is_not_due_sends_nothing_and_has_no_sync(name):
-    assert sent(name, False) == cd.replicas.Audit([], [])
+    assert sent(name, False) == cd.replicas.Audit([], [], [])
     step, state = prepare(name)
     found = helpers.quick(jax.jit(functools.partial(step, due=False)), state, BATCH)
     program = hlo.parse(found.as_text())

@@ -233,14 +233,14 @@ def test_a_convolution_under_vmap_is_named():
     found = cd.replicas.audit(jax.vmap(jax.grad(loss)), MESH, w, x)
     assert {x.kind for x in found.every_step} >= {"all-gather"}
     clean = cd.replicas.audit(cd.replicas.map(jax.grad(loss), MESH), MESH, w, x)
-    assert clean == cd.replicas.Audit([], [])
+    assert clean == cd.replicas.Audit([], [], [])
 
 
 def test_what_moves_inside_a_replica_is_not_named():
     mesh = cd.replicas.make_mesh(2, {"fsdp": 2}, devices=jax.devices()[:4])
     x = jax.device_put(jnp.ones((2, 8)), NamedSharding(mesh, P("replica", "fsdp")))
     inside = cd.replicas.audit(lambda x: x - x.mean(1, keepdims=True), mesh, x)
-    assert inside == cd.replicas.Audit([], [])
+    assert inside == cd.replicas.Audit([], [], [])
     across = cd.replicas.audit(lambda x: x.mean(0), mesh, x)
     assert kinds(across.every_step) == [("all-reduce", "f32[4]")]
 
@@ -288,6 +288,7 @@ UNHEARD = "  %c = f32[] custom-call(%x), of_tomorrow={%loud}"
 CALL = "  %d = f32[] call(%x), to_apply=%loud"
 CONDITION = "  %e = f32[] conditional(%p, %x), branch_computations={%quiet, %branch}"
 OURS = f'{CONDITION}, metadata={{op_name="jit(f)/while/body/curvadion_sync/cond"}}'
+VOTE = OURS.replace("curvadion_sync", "curvadion_vote")
 
 
 @pytest.mark.parametrize(
@@ -295,6 +296,7 @@ OURS = f'{CONDITION}, metadata={{op_name="jit(f)/while/body/curvadion_sync/cond"
     [
         pytest.param([BOTH], [], "every_step", id="the second of two"),
         pytest.param([OURS], [BOTH], "sync", id="the second of two in a branch"),
+        pytest.param([VOTE], [CALL], "vote", id="in the branch of a vote"),
         pytest.param([UNHEARD], [], "every_step", id="called in an unknown way"),
         pytest.param([OURS], [UNHEARD], "every_step", id="unknown in a branch"),
         pytest.param([CALL, OURS], [CALL], "every_step", id="in a branch too"),
@@ -311,7 +313,7 @@ def test_what_is_sent_is_found_by_who_calls_it(entry, branch, when):
     )
     found = read_program(text, np.arange(2))._asdict()
     assert [x.kind for x in found.pop(when)] == ["all-reduce"]
-    assert [*found.values()] == [[]]
+    assert [*found.values()] == [[], []]
 
 
 @pytest.mark.parametrize(
