@@ -275,14 +275,19 @@ def _is_named_convolution(array: Array) -> bool:
 def _heads(tree: Tree, tables: Sequence[Array]) -> set[Array]:
     """For each embedding, the only other array as long as its vocabulary.
 
-    If several arrays are as long, the length may be another width.
+    If several arrays are as long, the length may be another width. So it may in a scan
+    over layers, or in a projection: bytes are a vocabulary of 256.
     """
     heads = set()
     for vocabulary in {table.sizes[0] for table in tables}:
         rest = [a for a in tree.arrays if len(a.sizes) > 1 and a not in tables]
         long = [array for array in rest if vocabulary in array.sizes]
-        if len(long) == 1:
-            heads.add(long[0])
+        if len(long) > 1:
+            continue
+        for array in long:
+            in_layers = array.layers and not tree.is_ensemble
+            if not (in_layers or array.is_projection or array.is_query):
+                heads.add(array)
     return heads
 
 

@@ -135,6 +135,19 @@ def test_an_only_side_as_long_as_the_vocabulary_is_a_head():
     assert numbers_at(tree, name, "kernel") == DENSE
 
 
+def test_a_side_as_long_as_a_vocabulary_of_bytes_may_be_a_width():
+    """Of the only such array in a scan over layers, and of a projection."""
+    scan = {
+        "norm": {"scale": (4, 64)},
+        "wkv": {"kernel": (4, 64, 256)},
+        "mlp": {"kernel": (4, 64, 64)},
+    }
+    tree = {"embed": {"embedding": (256, 64)}, "layers": scan}
+    assert numbers_at(tree, "layers", "wkv", "kernel") == STACK
+    tree = {"embed": {"embedding": (256, 64)}, "attention": {"wkv": (64, 256)}}
+    assert numbers_at(tree, "attention", "wkv") == DENSE
+
+
 def test_the_last_layer_of_a_head_is_one():
     tree = {"classifier": {"dense": {"kernel": (8, 8)}, "out_proj": {"kernel": (8, 5)}}}
     tree |= {"norm": NORM_1}
