@@ -231,9 +231,8 @@ class Tree:
             (array.module, array.names[-1].lower()): array for array in self.arrays
         }
         for array in self.arrays:
-            last = (
-                array.names[-1].lower().replace("weight_v", "weight")
-            )  # of WeightNorm
+            # WeightNorm keeps the direction of a `weight` as `weight_v`.
+            last = array.names[-1].lower().replace("weight_v", "weight")
             stem = re.sub(rf"({WEIGHT})$", "", last)
             stem = stem if stem != last else f"{last}_"
             # In a pair (kernel, bias), as of stax, names are positions.
