@@ -67,7 +67,7 @@ _STATE_SPACE = r"[ABCDP](_?(re|im|real|imag|\d))?"  # in upper case
 _DENSE = r"(out_?proj|dense|linear|fc)(_?\d+)?"
 _LIKE_WEIGHT = (
     r"w([^a-z].*|[a-z\d]{0,2}(_.*)?|qkv.*)?|.*_w[a-z\d]?"
-    r"|(?!.*_(alpha|beta|gamma)$).*(kernel|weight|matrix|proj|dense|linear|einsum|lora).*"
+    r"|.*(kernel|weight|matrix|proj|dense|linear|einsum|lora).*"
     r"|(.*_)?(mlp|attn|attention|ffn?|fc|layer|hidden|output)(_?\d+)?"
     r"|((mlp|ffn?)_)?(in|out|up|down|gate)(_?\d+)?"
     r"|gate_up|up_gate|encoder|decoder|l\d+|[a-z]2[a-z]|theta\d*|u"
@@ -158,17 +158,22 @@ def _unusual(rest: Sequence[Array]) -> set[Array]:
     """Arrays of two axes without a bias, whose names are not those of matrices.
 
     They may be tables, or vectors of several heads or layers. So may those of a list of
-    arrays without names, and a `weight` where matrices with biases are named `kernel`.
+    arrays without names, and a `weight` or `query_weight` where matrices with biases
+    are named `kernel`.
     """
     two_axes = [array for array in rest if len(array.sizes) == 2]
     is_named = any(_has_name(array) for array in two_axes)
     is_list = len(two_axes) > 1 and not any(array.words for array in rest)
-    is_weight = lambda array: array.matches(_evidence.WEIGHT, 1)
-    styles = {a.names[-1] for a in rest if a.bias and is_weight(a)}
+    styles = {
+        array.names[-1]
+        for array in rest
+        if array.bias and array.matches(_evidence.WEIGHT, 1)
+    }
 
     def is_unusual(array):
-        if is_weight(array) and styles:
-            return array.names[-1] not in styles
+        is_weight = array.matches(r".*(kernel|weight).*|w", 1)
+        if styles and is_weight and not array.matches(_evidence.QUERY, 1):
+            return array.names[-1] not in {*styles, *_evidence.TORCH_WEIGHTS[1:]}
         return (is_named or is_list) and not _has_name(array)
 
     return {array for array in two_axes if not array.bias and is_unusual(array)}
@@ -227,6 +232,8 @@ def _is_named_head(array: Array, tree: Tree) -> bool:
     if is_named and is_hidden and len(set(array.sizes)) > 1:
         # One model's width to another's, as an `image_classifier` before a decoder.
         is_named = not array.matches(_ENCODER_HEAD, 1, 2)
+    if array.layers and not tree.is_ensemble:
+        is_named = False  # logits of attention or gates, in each layer of a scan
     in_head = array.matches(_HEAD, 3) and array.matches(_DENSE, 2)
     is_head = is_named or (in_head and not is_hidden)
     return is_head and not tree.leads_to_another(array)

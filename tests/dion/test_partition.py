@@ -141,8 +141,10 @@ def test_a_side_as_long_as_a_vocabulary_of_bytes_may_be_a_width():
         "norm": {"scale": (4, 64)},
         "wkv": {"kernel": (4, 64, 256)},
         "mlp": {"kernel": (4, 64, 64)},
+        "gate_logits": {"kernel": (4, 64, 8)},
     }
     tree = {"embed": {"embedding": (256, 64)}, "layers": scan}
+    assert numbers_at(tree, "layers", "gate_logits", "kernel") == STACK  # no head
     assert numbers_at(tree, "layers", "wkv", "kernel") == STACK
     tree = {"embed": {"embedding": (256, 64)}, "attention": {"wkv": (64, 256)}}
     assert numbers_at(tree, "attention", "wkv") == DENSE
@@ -577,6 +579,7 @@ ASKED = {
     "a head, or the last layer of a module": {"final_proj": {"kernel": (24, 16)}},
     "an embedding's Dense": {"embedding": {"dense_0": {"kernel": (16, 24)}}},
     "a weight beside kernels": {"output_tokens_2": {"weight": (9, 24)}},
+    "queries beside kernels": {"pooler": {"query_weight": (9, 24)}},
     "a head of another name": {"fc": {"kernel": (24, 50_000), "bias": (50_000,)}},
 }
 

@@ -25,9 +25,10 @@ from curvadion_jax import _two_optimizers, dimension_numbers
 TREES = sorted((Path(__file__).parents[1] / "support/parameter_trees").glob("*.json"))
 # Matrices that nothing tells: they are named in a warning, and AdamW trains them.
 UNKNOWN = {
-    "alphafold2": "outer_product_mean/output_w",
+    "alphafold2": "outer_product_mean/output_w feat_2d_weights",
     "alphafold3_trunk": "msa_attention1/v_projection outer_product_mean/output_w",
     "axlearn_rnnt": "rnn/input_proj",
+    "bv_uvim": "bottleneck_downsample bottleneck_upsample",
     "bv_jetformer": "final_proj",
     "deepseek_r1_jax": "attn/q_a attn/kv_a attn/k_pe",
     "deepqmc_transpsiformer": "multi_head_attention Backflow electron_embedding",
@@ -41,6 +42,7 @@ UNKNOWN = {
     "gnome": "FullyConnectedTensorProductE3nn_0/w",
     "keras_rwkv7": "RWKV_TIME_MIX",
     "levanter_backpack": "kq_selfattention/c_attn/weight",
+    "lra_linformer": "lr_kernel",
     "maxtext_qwen3_omni": "conv_out",
     "mistral_jax_lists": "0/1",  # a list has no names
     "mmv": "final_projection",
@@ -52,9 +54,10 @@ UNKNOWN = {
     "nequix": "skip/_weights",
     "ott_icnn": "quad_kernel",
     "protein_mpnn": "edge_embedding/w",
+    "recml_hstu": "_output_weight _uvqk_weight",
     "savi": "general_dense_k_0 general_dense_v_0",
     "seqax": "transformer",
-    "sparse_mixers": "expert_1 expert_2",
+    "sparse_mixers": "expert_1 expert_2 input_kernel hidden_kernel",
     "tacotrons_pax": "0 1 2 4 5 6 7 12 13 14",  # nor have submodules of pax
     "ttt_linear": "ttt_dense_0",
     "unified_io2": "vision_transformer/embedding/kernel",
