@@ -120,7 +120,6 @@ class Tree:
     Attributes:
       arrays: in the order of the leaves.
       widths: lengths of the norms' scales; the model's width is one.
-      is_ensemble: whether the first axis of all arrays counts models.
     """
 
     def __init__(self, params: Any):
@@ -139,7 +138,7 @@ class Tree:
             self.arrays.append(array)
             for depth in range(len(array.names)):
                 self._below[array.names[:depth]].append(array)
-        self.is_ensemble = self._all_share_an_axis()
+        self._is_ensemble = self._all_share_an_axis()
         self._within = functools.cache(self._arrays_within)
         self._near = functools.cache(self._scan_within)
         for array in self.arrays:
@@ -176,7 +175,7 @@ class Tree:
         """
         if len(array.shape) < 2:
             return ()
-        if self.is_ensemble or self._is_vmapped(array.names):
+        if self._is_of_several_models(array):
             return (0,)
         every = (self._near(array.names[:n]) for n in reversed(range(len(array.names))))
         levels = [near for near in every if near is not None]
@@ -205,12 +204,17 @@ class Tree:
         several = len(shapes) > 6 and any(len(shape) > 2 for shape in shapes)
         return several and len(firsts) == 1 and not firsts & {(), *others}
 
-    def _is_vmapped(self, names: Names) -> bool:
-        """Whether Flax names a `vmap` of modules, and all in it share a first axis."""
-        for depth, name in enumerate(names, 1):
+    def _is_of_several_models(self, array: Array) -> bool:
+        """Whether its first axis counts models: of the whole tree, or of a `vmap`.
+
+        Flax names a `vmap` of modules, and all in it share a first axis.
+        """
+        if self._is_ensemble:
+            return True
+        for depth, name in enumerate(array.names, 1):
             if re.fullmatch(r"Vmap\w+_\d+", name):
-                firsts = {array.shape[:1] for array in self._below[names[:depth]]}
-                return len(firsts) == 1
+                inside = self._below[array.names[:depth]]
+                return len({array.shape[:1] for array in inside}) == 1
         return False
 
     def _scan_within(self, prefix: Names) -> "_Scan | None":
@@ -260,6 +264,10 @@ class Tree:
                 other = by_path.get(f"{array.path[:-1]}{name}")
                 if other and _are_factors(array.shape, other.shape):
                     array.partner, other.partner = other, array
+
+    def is_in_scan(self, array: Array) -> bool:
+        """Whether an array has an axis of layers, and not of models side by side."""
+        return bool(array.layers) and not self._is_of_several_models(array)
 
     def leads_to_another(self, array: Array) -> bool:
         """Whether a layer's outputs are the inputs of a later one of the same name.

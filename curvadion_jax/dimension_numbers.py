@@ -232,8 +232,8 @@ def _is_named_head(array: Array, tree: Tree) -> bool:
     if is_named and is_hidden and len(set(array.sizes)) > 1:
         # One model's width to another's, as an `image_classifier` before a decoder.
         is_named = not array.matches(_ENCODER_HEAD, 1, 2)
-    if array.layers and not tree.is_ensemble:
-        is_named = False  # logits of attention or gates, in each layer of a scan
+    if tree.is_in_scan(array):
+        is_named = False  # logits of attention or gates, in each layer
     in_head = array.matches(_HEAD, 3) and array.matches(_DENSE, 2)
     is_head = is_named or (in_head and not is_hidden)
     return is_head and not tree.leads_to_another(array)
@@ -292,8 +292,8 @@ def _heads(tree: Tree, tables: Sequence[Array]) -> set[Array]:
         if len(long) > 1:
             continue
         for array in long:
-            in_layers = array.layers and not tree.is_ensemble
-            if not (in_layers or array.is_projection or array.is_query):
+            is_layer = array.is_projection or array.is_query or tree.is_in_scan(array)
+            if not is_layer:
                 heads.add(array)
     return heads
 

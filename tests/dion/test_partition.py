@@ -297,6 +297,10 @@ def test_critics_under_a_vmap_of_flax_are_a_stack():
     tree = {"VmapCritic_0": critics}
     path = "VmapCritic_0", "Dense_0", "kernel"
     assert numbers_at(tree, *path) == STACK
+    # They have heads, as no layer of a scan has.
+    critics["head"] = {"kernel": (2, 16, 5)}
+    assert numbers_at(tree, "VmapCritic_0", "head", "kernel") is None
+    del critics["head"]
     # Parameters that all of them share have no such axis.
     critics |= {"Dense_0": {"kernel": (8, 16)}, "Dense_1": {"kernel": (16, 4)}}
     critics["scaler"] = {"scaler": (16,)}
