@@ -209,7 +209,8 @@ def read(opt_state: Any, params: Any = None) -> Report:
       * `steps`, `syncs`, `sync_rate` (their ratio), `since` (local steps since the last
         sync), `replicas`, and `votes`: steps on which replicas reduced a decision,
       * `bytes`: what one of N replicas has sent, 2 (N - 1) / N times what was averaged
-        and N - 1 times what was gathered, if all syncs cost what they cost now;
+        and N - 1 times what was gathered, if all syncs cost what they cost now (one in
+        which no replica takes part costs less, and counts in full);
         `synchronous_bytes`: what float32 gradients averaged on every step would have
         sent,
       * of triggers that measure, `value`: the last value, the largest of this process;
