@@ -49,7 +49,6 @@ _HEAD = (
     # Numbers as Linen's; a plain Head_0 may be one of several of attention.
     r"|(?!multi|att)(.*[a-z]_?head|.*(classifier|class_?(embed|predictor)))_?\d*"
 )
-_ENCODER_HEAD = r"(image|vision|visual|audio)_(head|classifier)"
 # Neither ConvNeXt's layers, nor conv_tp_weights, e3nn's weights of a tensor product.
 _CONVOLUTION = (
     r"(?!pw|point|.*(convnext|convex|converg|convers|convention|conv_tp)).*conv.*"
@@ -198,7 +197,10 @@ def _why_other(array: Array, tree: Tree) -> str | None:
         return "state space, by its name"
     if array.matches(f"{_VECTOR}|{_evidence.NORM}", 1) and not array.partner:
         return "a vector, by its name"
-    if _is_named_head(array, tree):
+    is_hidden = set(sizes) <= tree.widths  # between norms
+    in_head = array.matches(_HEAD, 3) and array.matches(_DENSE, 2)
+    is_head = _is_named_head(array, tree) or in_head
+    if is_head and not (is_hidden or tree.leads_to_another(array)):
         return "a head, by its name"
     if _is_dense_of_embedding(array) and sizes[0] > 4 * sizes[-1]:
         return "an embedding, by its name"  # of one-hot tokens
@@ -224,19 +226,12 @@ def _why_other(array: Array, tree: Tree) -> str | None:
 
 
 def _is_named_head(array: Array, tree: Tree) -> bool:
-    """Whether it is an output head, by its name or its module's."""
-    is_hidden = set(array.sizes) <= tree.widths  # between norms
+    """Whether it is named after an output head, or its module is."""
+    if tree.is_in_scan(array):
+        return False  # logits of attention or gates, in each layer
     # A module's name tells of its kernel, and not where several heads attend.
     in_named = _has_name(array) and not tree.has_query_and_key(array)
-    is_named = array.matches(_HEAD, *((1, 2) if in_named else (1,)))
-    if is_named and is_hidden and len(set(array.sizes)) > 1:
-        # One model's width to another's, as an `image_classifier` before a decoder.
-        is_named = not array.matches(_ENCODER_HEAD, 1, 2)
-    if tree.is_in_scan(array):
-        is_named = False  # logits of attention or gates, in each layer
-    in_head = array.matches(_HEAD, 3) and array.matches(_DENSE, 2)
-    is_head = is_named or (in_head and not is_hidden)
-    return is_head and not tree.leads_to_another(array)
+    return array.matches(_HEAD, *((1, 2) if in_named else (1,)))
 
 
 def _is_dense(array: Array) -> bool:
@@ -351,6 +346,8 @@ def _is_doubtful(array: Array, tree: Tree) -> bool:
     is_w = array.matches("w", 1) and array.matches(f"{_EMBEDDING}|{_ANY_TABLE}", 2)
     if not bias and (is_w or _is_kernel_of_table(array)):
         return True  # a Linear or a Dense, or a table
+    if _is_named_head(array, tree) and not tree.leads_to_another(array):
+        return True  # a head, or one model's width to another's
     is_hidden = set(array.sizes) <= tree.widths
     in_embedding = _is_dense_of_embedding(array) and not is_hidden
     if array.matches(_FINAL, 1, 2) or in_embedding:

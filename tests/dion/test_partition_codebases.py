@@ -40,6 +40,7 @@ UNKNOWN = {
     "gemma3n_audio_scanned": "feature/input_proj post/kernel",
     "globe": "wave_function/embedding",
     "gnome": "FullyConnectedTensorProductE3nn_0/w",
+    "keras_paligemma": "image_classifier",
     "keras_rwkv7": "RWKV_TIME_MIX",
     "levanter_backpack": "kq_selfattention/c_attn/weight",
     "lra_linformer": "lr_kernel",
