@@ -154,28 +154,32 @@ def explain(params: Any) -> list[Finding]:
 
 
 def _unusual(rest: Sequence[Array]) -> set[Array]:
-    """Arrays of two axes without a bias, whose names are not those of matrices.
+    """Arrays without a bias whose names are not those of matrices.
 
-    They may be tables, or vectors of several heads or layers. So may those of a list of
-    arrays without names, and a `weight` or `query_weight` where matrices with biases
-    are named `kernel`.
+    They may be tables, or vectors of several heads or layers. So may a `weight` or
+    `query_weight` where matrices with biases are named `kernel`, and arrays of lists,
+    which have no names.
     """
-    two_axes = [array for array in rest if len(array.sizes) == 2]
-    is_named = any(_has_name(array) for array in two_axes)
-    is_list = len(two_axes) > 1 and not any(array.words for array in rest)
+    unsure = [array for array in rest if not array.bias]
+    two_axes = [array for array in unsure if len(array.sizes) == 2]
+    is_named = any(_has_name(array) for array in rest if len(array.sizes) == 2)
     styles = {
         array.names[-1]
         for array in rest
         if array.bias and array.matches(_evidence.WEIGHT, 1)
     }
 
-    def is_unusual(array):
+    def is_of_other_style(array):
         is_weight = array.matches(r".*(kernel|weight).*|w", 1)
         if styles and is_weight and not array.matches(_evidence.QUERY, 1):
             return array.names[-1] not in {*styles, *_evidence.TORCH_WEIGHTS[1:]}
-        return (is_named or is_list) and not _has_name(array)
+        return is_named and not _has_name(array)
 
-    return {array for array in two_axes if not array.bias and is_unusual(array)}
+    has_no_name = lambda array: array.names[-1].isdigit() and not _has_name(array)
+    found = {array for array in two_axes if is_of_other_style(array)}
+    if sum(map(has_no_name, two_axes)) > 1:  # what is alone is the matrix
+        found |= {array for array in unsure if has_no_name(array)}
+    return found
 
 
 def _why_other(array: Array, tree: Tree) -> str | None:
@@ -352,6 +356,9 @@ def _is_doubtful(array: Array, tree: Tree) -> bool:
     in_embedding = _is_dense_of_embedding(array) and not is_hidden
     if array.matches(_FINAL, 1, 2) or in_embedding:
         return True  # a head or a table, or a hidden layer
+    is_layer = array.matches(f"{_evidence.WEIGHT}|{_evidence.PROJECTION}", 1)
+    if array.rank == 3 and array.shape[0] == 1 and not (bias or is_layer):
+        return True  # tokens or queries (1, n, D), for all of a batch
     may_be_window = not bias or min(array.sizes) <= _LONG_WINDOW
     if may_be_window and _is_named_convolution(array):
         return True  # a layer of a ConvNet or of a graph, or a convolution

@@ -582,6 +582,8 @@ ASKED = {
     "a head, or the last layer of a module": {"final_proj": {"kernel": (24, 16)}},
     "an embedding's Dense": {"embedding": {"dense_0": {"kernel": (16, 24)}}},
     "a weight beside kernels": {"output_tokens_2": {"weight": (9, 24)}},
+    "tokens for all of a batch": {"cls": {"query": (1, 7, 24)}},
+    "nested lists": {"layers": [[(24, 48), (48, 24)], [(24, 24)]]},
     "queries beside kernels": {"pooler": {"query_weight": (9, 24)}},
     "a head of another name": {"fc": {"kernel": (24, 50_000), "bias": (50_000,)}},
 }
