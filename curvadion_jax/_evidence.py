@@ -240,7 +240,8 @@ class Tree:
             stem = re.sub(rf"({WEIGHT})$", "", last)
             stem = stem if stem != last else f"{last}_"
             # In a pair (kernel, bias), as of stax, names are positions.
-            endings = ["1"] if last == "0" else [stem + name for name in _BIASES]
+            is_pair = last == "0" and len(self._below[array.names[:-1]]) == 2
+            endings = ["1"] if is_pair else [stem + name for name in _BIASES]
             if begun := re.match(WEIGHT, last):
                 rest = last[begun.end() :]
                 endings += [name + rest for name in _BIASES]
@@ -266,8 +267,16 @@ class Tree:
                     array.partner, other.partner = other, array
 
     def is_in_scan(self, array: Array) -> bool:
-        """Whether an array has an axis of layers, and not of models side by side."""
-        return bool(array.layers) and not self._is_of_several_models(array)
+        """Whether an array has an axis of layers, and not of models side by side.
+
+        Of a module with norms of as many layers: the length of an array beside it may
+        be the same by chance.
+        """
+        if not array.layers or self._is_of_several_models(array):
+            return False
+        modules = [array.names[:depth] for depth in range(len(array.names))]
+        inner = [each for each in modules if len(self._below[each]) < len(self.arrays)]
+        return any(self._near(each) is not None for each in inner)
 
     def leads_to_another(self, array: Array) -> bool:
         """Whether a layer's outputs are the inputs of a later one of the same name.

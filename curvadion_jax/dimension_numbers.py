@@ -35,7 +35,8 @@ _NO_PROJECTION = r"(?!.*(proj|dense|linear|mlp|map))"
 _EMBEDDING = rf"{_NO_PROJECTION}(.*_|un|tok|pos)?emb(s|d|ed.*)?(_.*)?|wte|wpe"
 _POSITIONS = rf"{_NO_PROJECTION}(.*_)?(rel)?pos(s|_.*|ition.*)?|wpe|rope"
 _TABLE = (
-    rf"{_NO_PROJECTION}((.*[_ ])?(vocab|table|token|latent|codebook|envelope)s?"
+    rf"{_NO_PROJECTION}((.*[_ ])?(vocab|table|token|latent|code|codebook|codevector"
+    r"|envelope|prompt|prototype|quantizer|register|slot|centroid|probe)s?"
     r"|(latent|vocab)[_ ].*)"
 )
 _ANY_TABLE = f"{_TABLE}|{_POSITIONS}|{_evidence.LAYER_NORM}"
@@ -62,11 +63,13 @@ _VECTOR = (  # RWKV's time_decay_w1 is a matrix
 _SHORT_WINDOW, _LONG_WINDOW = 16, 64
 _WINDOWS = (3, 5, 7)
 _VOCABULARY = 8192
+# As of T5's or DeepSeek's.
+_LONG_LAYER = r"w_?(i|o|1|2)(_\d)?|(up|down|gate)_proj|w?(q|kv)_?[ab](_proj)?"
 _STATE_SPACE = r"[ABCDP](_?(re|im|real|imag|\d))?"  # in upper case
 _DENSE = r"(out_?proj|dense|linear|fc)(_?\d+)?"
 _LIKE_WEIGHT = (
     r"w([^a-z].*|[a-z\d]{0,2}(_.*)?|qkv.*)?|.*_w[a-z\d]?"
-    r"|.*(kernel|weight|matrix|proj|dense|linear|einsum|lora).*"
+    r"|(?!.*_(alpha|beta|gamma)$).*(kernel|weight|matrix|proj|dense|linear|einsum|lora).*"
     r"|(.*_)?(mlp|attn|attention|ffn?|fc|layer|hidden|output)(_?\d+)?"
     r"|((mlp|ffn?)_)?(in|out|up|down|gate)(_?\d+)?"
     r"|gate_up|up_gate|encoder|decoder|l\d+|[a-z]2[a-z]|theta\d*|u"
@@ -125,10 +128,12 @@ def explain(params: Any) -> list[Finding]:
     others = {array: why for array in tree.arrays if (why := _why_other(array, tree))}
     tables = _tables(others)
     heads = _heads(tree, tables)
-    others |= dict.fromkeys(heads, "as long as the vocabulary")
+    # A projection may be a head too: `w_out` is asked about.
+    perhaps = {array for array in heads if array.is_projection}
+    others |= dict.fromkeys(heads - perhaps, "as long as the vocabulary")
     rest = [array for array in tree.arrays if array not in others]
-    unusual = _unusual(rest)
-    sides = {a: None if a in unusual else _sides(a, tree) for a in rest}
+    asked = perhaps | _unusual(rest)
+    sides = {a: None if a in asked else _sides(a, tree) for a in rest}
     votes = _votes(sides)
     hints = _hints(tree, tables, heads, sides, votes)
 
@@ -164,15 +169,16 @@ def _unusual(rest: Sequence[Array]) -> set[Array]:
     two_axes = [array for array in unsure if len(array.sizes) == 2]
     is_named = any(_has_name(array) for array in rest if len(array.sizes) == 2)
     styles = {
-        array.names[-1]
+        array.words[-1]
         for array in rest
         if array.bias and array.matches(_evidence.WEIGHT, 1)
     }
+    of_cells = r"(recurrent|hidden|input)_kernel|weight_([ih]h|v)"
 
     def is_of_other_style(array):
-        is_weight = array.matches(r".*(kernel|weight).*|w", 1)
+        is_weight = array.matches(r".*(kernel|weight).*|w", 1) and not array.is_lora
         if styles and is_weight and not array.matches(_evidence.QUERY, 1):
-            return array.names[-1] not in {*styles, *_evidence.TORCH_WEIGHTS[1:]}
+            return not (array.words[-1] in styles or array.matches(of_cells, 1))
         return is_named and not _has_name(array)
 
     has_no_name = lambda array: array.names[-1].isdigit() and not _has_name(array)
@@ -206,8 +212,9 @@ def _why_other(array: Array, tree: Tree) -> str | None:
     is_head = _is_named_head(array, tree) or in_head
     if is_head and not (is_hidden or tree.leads_to_another(array)):
         return "a head, by its name"
-    if _is_dense_of_embedding(array) and sizes[0] > 4 * sizes[-1]:
-        return "an embedding, by its name"  # of one-hot tokens
+    if _is_dense_of_embedding(array) and not array.is_torch_weight:
+        if sizes[0] > 4 * sizes[-1]:
+            return "an embedding, by its name"  # of one-hot tokens
     is_window = array.rank > 2 or min(sizes) <= _SHORT_WINDOW
     if _is_named_convolution(array) and is_window:
         return "a convolution, by its name"
@@ -218,8 +225,8 @@ def _why_other(array: Array, tree: Tree) -> str | None:
         return "a convolution, by its window"
     if bias and len(bias.sizes) < len(sizes):  # of a layer, whatever its name
         return None
-    is_projection = array.matches(r"(.*_)?proj(ection)?(_.*)?", 1)
-    may_be_dense = is_projection or _is_dense(array) or _is_kernel_of_table(array)
+    may_be_dense = _is_dense(array) or _is_kernel_of_table(array)
+    may_be_dense |= array.matches(r"(.*_)?proj(ection)?(_.*)?", 1)
     if array.matches(_EMBEDDING, *((1,) if may_be_dense else (1, 2))):
         return "an embedding, by its name"
     in_table = array.matches(f"{_TABLE_MODULE}|{_evidence.LAYER_NORM}", 2)
@@ -241,8 +248,8 @@ def _is_named_head(array: Array, tree: Tree) -> bool:
 def _is_dense(array: Array) -> bool:
     """Whether it may be the kernel of a dense layer, whatever the module's name.
 
-    A `w` is one in Haiku's Linear: see `_sides`. A kernel of more than two axes is a
-    DenseGeneral's.
+    A `w` is one in Haiku's Linear: see `_is_doubtful`. A kernel of more than two axes
+    is a DenseGeneral's.
     """
     is_general = len(array.sizes) > 2 and array.matches("kernel", 1)
     return array.matches("w", 1) or is_general
@@ -282,7 +289,7 @@ def _heads(tree: Tree, tables: Sequence[Array]) -> set[Array]:
     """For each embedding, the only other array as long as its vocabulary.
 
     If several arrays are as long, the length may be another width. So it may in a scan
-    over layers, or in a projection: bytes are a vocabulary of 256.
+    over layers, or of keys and values: bytes are a vocabulary of 256.
     """
     heads = set()
     for vocabulary in {table.sizes[0] for table in tables}:
@@ -291,8 +298,7 @@ def _heads(tree: Tree, tables: Sequence[Array]) -> set[Array]:
         if len(long) > 1:
             continue
         for array in long:
-            is_layer = array.is_projection or array.is_query or tree.is_in_scan(array)
-            if not is_layer:
+            if not (array.is_query or tree.is_in_scan(array)):
                 heads.add(array)
     return heads
 
@@ -328,7 +334,7 @@ def _sides(array: Array, tree: Tree) -> _Sides | None:
         *_, heads, head_dim, width = range(len(array.shape))
         return _Sides((heads, head_dim), (width,), "[heads, head_dim, D], by its name")
     if len(sizes) == 2:
-        is_doubtful = _is_doubtful(array, tree)
+        is_doubtful = _is_doubtful(array, tree) or _may_be_of_vocabulary(array, tree)
         return None if is_doubtful else _Sides(axes[:1], axes[1:], "two axes")
     if array.partner:
         return _sides_of_factor(array, array.partner)
@@ -354,7 +360,8 @@ def _is_doubtful(array: Array, tree: Tree) -> bool:
         return True  # a head, or one model's width to another's
     is_hidden = set(array.sizes) <= tree.widths
     in_embedding = _is_dense_of_embedding(array) and not is_hidden
-    if array.matches(_FINAL, 1, 2) or in_embedding:
+    is_final = array.matches(_FINAL, 1, 2) and not tree.is_in_scan(array)
+    if is_final or in_embedding:
         return True  # a head or a table, or a hidden layer
     is_layer = array.matches(f"{_evidence.WEIGHT}|{_evidence.PROJECTION}", 1)
     if array.rank == 3 and array.shape[0] == 1 and not (bias or is_layer):
@@ -362,16 +369,15 @@ def _is_doubtful(array: Array, tree: Tree) -> bool:
     may_be_window = not bias or min(array.sizes) <= _LONG_WINDOW
     if may_be_window and _is_named_convolution(array):
         return True  # a layer of a ConvNet or of a graph, or a convolution
-    if array.rank > 2 and _may_be_convolution(array):
-        return True
-    return _may_be_of_vocabulary(array)
+    return array.rank > 2 and _may_be_convolution(array)
 
 
-def _may_be_of_vocabulary(array: Array) -> bool:
+def _may_be_of_vocabulary(array: Array, tree: Tree) -> bool:
     """Whether it is so long that it may be a table, or a head, of another name."""
     short, long = sorted(array.sizes)
     is_long = long >= _VOCABULARY and long > 16 * short
-    if not is_long or array.partner or array.matches(_evidence.PROJECTION, 1, 2):
+    of_layer = array.matches(_LONG_LAYER, 1, 2) or tree.is_in_scan(array)
+    if not is_long or array.partner or of_layer or len(tree.arrays) == 1:
         return False
     return array.bias is None or array.bias.sizes == (long,)
 
@@ -399,7 +405,8 @@ def _sides_without_bias(array: Array, tree: Tree) -> _Sides | None:
     """The sides of an array of three axes or more, by norms and neighbours."""
     axes, sizes = array.axes, array.sizes
     width = max(tree.widths.intersection(sizes), default=None)  # D
-    is_expert = array.matches(r".*(expert|moe).*", 1, 2, 3)
+    of_attention = array.is_query or array.matches(_OUTPUT, 1, 2)
+    is_expert = array.matches(r".*(expert|moe).*", 1, 2, 3) and not of_attention
     if len(sizes) == 3:
         if array.is_torch_weight and sizes[-1] in _WINDOWS:
             return None  # may be (out, in, window)
@@ -548,8 +555,8 @@ def default(
       state-space models: by their names, by a side as long as the vocabulary that one
       other parameter has, or by a bias that is shared over a window,
     * with a warning, what has two axes and no bias, and another name than the tree's
-      matrices; what may be a convolution, or is as long as a vocabulary; and what has
-      more axes that nothing tells apart.
+      matrices; what may be a convolution, or a head or a table of another name; and
+      what has more axes that nothing tells apart.
 
     All else are matrices from the first axis to the last, or from the last to the first
     where biases tell so or the parameter is an attribute `weight`, as of Equinox. Of

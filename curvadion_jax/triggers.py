@@ -398,6 +398,8 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
         )
         return waiting, (of_state, waiting)
 
+    if k == 1:
+        return trigger
     due = lambda clock: trigger.due(clock) & ((clock.steps + 1) % k == 0)
     return trigger._replace(due=due, look=look, init=init)
 

@@ -212,6 +212,14 @@ def test_a_bias_tells_the_axes(kernel, bias, expected, weight, of_bias):
     assert numbers_at({"m": {weight: kernel, of_bias: bias}}, "m", weight) == expected
 
 
+def test_the_second_of_several_without_names_is_no_bias():
+    """A table and the scale of a norm, as in a tuple of Penzai's parameters."""
+    tree = [(99, 24), (24,), (24, 48), (48, 24)]
+    with pytest.warns(cd.dimension_numbers.PartitionWarning, match=r"0 \(99, 24\)"):
+        found = cd.default_dimension_numbers(arrays(tree))
+    assert found == [None] * 4
+
+
 def test_pairs_of_a_matrix_and_a_bias():
     """As in JAX's own tutorials."""
     params = [(jnp.ones((8, 4)), jnp.ones(4)), (jnp.ones((4, 3)), jnp.ones(3))]
@@ -582,6 +590,12 @@ ASKED = {
     "a head, or the last layer of a module": {"final_proj": {"kernel": (24, 16)}},
     "an embedding's Dense": {"embedding": {"dense_0": {"kernel": (16, 24)}}},
     "a weight beside kernels": {"output_tokens_2": {"weight": (9, 24)}},
+    "prototypes, or a Dense": {"prototypes": {"kernel": (24, 300)}},
+    "vectors of an ensemble": {"fast": {"kernel_alpha": (12, 24)}},
+    "a projection as long as the vocabulary": {
+        "embed": {"embedding": (65, 24)},
+        "w_out": (24, 65),
+    },
     "tokens for all of a batch": {"cls": {"query": (1, 7, 24)}},
     "nested lists": {"layers": [[(24, 48), (48, 24)], [(24, 24)]]},
     "queries beside kernels": {"pooler": {"query_weight": (9, 24)}},
@@ -596,7 +610,37 @@ def test_what_may_be_something_else_is_asked_about(tree):
     found = cd.dimension_numbers.explain(arrays(tree))
     asked = {each.path for each in found if each.unknown}
     kernels = {each.path for each in found if len(each.shape) > 1}
-    assert asked == kernels - {"mlp/kernel"}
+    assert asked == kernels - {"mlp/kernel", "embed/embedding"}
+
+
+NOT_ASKED = {
+    "keys and values of few dimensions": {"kv_b_proj": {"kernel": (512, 32768)}},
+    "a cell's": {"lstm": {"recurrent_kernel": (24, 96)}},
+    "factors": {"q": {"kernel_lora_a": (24, 4), "kernel_lora_b": (4, 24)}},
+    "WeightNorm's": {"last": {"weight_v": (48, 24), "weight_g": (48, 1)}},
+    "attention of an expert": {"action_expert": {"query": {"kernel": (24, 4, 12)}}},
+}
+
+
+@pytest.mark.parametrize("tree", NOT_ASKED.values(), ids=[*NOT_ASKED])
+def test_what_is_a_matrix_by_its_name_is_not_asked_about(tree):
+    mlp = {"kernel": (24, 48), "bias": (48,)}
+    tree = {"norm": {"scale": (24,)}, "mlp": mlp} | tree
+    found = cd.dimension_numbers.explain(arrays(tree))
+    kernels = [each for each in found if len(each.shape) > 1 and min(each.shape) > 1]
+    assert all(each.numbers for each in kernels)
+
+
+def test_a_head_as_deep_as_a_scan_has_layers_is_a_head():
+    """Of two critics, beside two layers."""
+    scan = {
+        "norm": {"scale": (2, 64)},
+        "fc1": {"kernel": (2, 64, 256)},
+        "fc2": {"kernel": (2, 256, 64)},
+    }
+    tree = {"layers": scan, "q_head": {"kernel": (2, 64, 6), "bias": (2, 6)}}
+    assert numbers_at(tree, "layers", "fc1", "kernel") == STACK
+    assert numbers_at(tree, "q_head", "kernel") is None
 
 
 def test_a_window_on_the_last_axis_is_asked_about():

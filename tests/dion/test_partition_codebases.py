@@ -28,7 +28,6 @@ UNKNOWN = {
     "alphafold2": "outer_product_mean/output_w feat_2d_weights",
     "alphafold3_trunk": "msa_attention1/v_projection outer_product_mean/output_w",
     "axlearn_rnnt": "rnn/input_proj",
-    "bv_jetformer": "final_proj",
     "bv_uvim": "bottleneck_downsample bottleneck_upsample",
     "deepqmc_transpsiformer": "multi_head_attention Backflow electron_embedding",
     "deepseek_r1_jax": "attn/q_a attn/kv_a attn/k_pe",
@@ -55,13 +54,14 @@ UNKNOWN = {
     "nequip_jax": "skip_tp/w",
     "nequix": "skip/_weights",
     "nest_mq": "proj_kernel",
+    "penzai_tuples": "value/data_array",  # which have no names
     "ott_icnn": "quad_kernel",
     "protein_mpnn": "edge_embedding/w",
     "recml_hstu": "_output_weight _uvqk_weight",
     "savi": "general_dense_k_0 general_dense_v_0",
     "scenic_reveal": "img_encoder/head",
     "seqax": "transformer",
-    "sparse_mixers": "expert_1 expert_2 input_kernel hidden_kernel",
+    "sparse_mixers": "expert_1 expert_2",
     "symphony": "skip_tp",
     "tacotrons_pax": "0 1 2 4 5 6 7 12 13 14",  # nor have submodules of pax
     "trax_reformer": "lsh sparse",  # nor have trax's combinators

@@ -120,6 +120,7 @@ def test_no_vote_takes_place_where_the_trigger_is_not_due(number):
         due = triggers.at_intervals(trigger, 3).due
         found = [step + 1 for step in range(12) if due(triggers.Clock(number(step)))]
         assert found == [6, 12]
+    assert triggers.at_intervals(even, 1) is even
 
 
 @pytest.mark.parametrize("kind", ["simulated", "alone"])
