@@ -59,11 +59,11 @@ _VECTOR = (  # RWKV's time_decay_w1 is a matrix
     r"((.*_)?(bias|biases|(offset|shift|beta|scale|scaler|gain|norm|log|lambda)s?)(_?\d+)?"
     r"|(bias|norm|log|lambda|time)_.*|b(_?\d+)?)"
 )
-# A depthwise convolution of two axes has a window of up to 4 or 16, or up to 31 or 64.
+# Up to 16 steps are a window of a depthwise convolution; up to 64 may be one.
 _SHORT_WINDOW, _LONG_WINDOW = 16, 64
-_WINDOWS = (3, 5, 7)
-_VOCABULARY = 8192
-# As of T5's or DeepSeek's.
+_WINDOWS = (3, 5, 7)  # of most other convolutions
+_VOCABULARY = 8192  # shorter ones are told by names alone
+# Layers that may be as long as a vocabulary, as T5's and DeepSeek's.
 _LONG_LAYER = r"w_?(i|o|1|2)(_\d)?|(up|down|gate)_proj|w?(q|kv)_?[ab](_proj)?"
 _STATE_SPACE = r"[ABCDP](_?(re|im|real|imag|\d))?"  # in upper case
 _DENSE = r"(out_?proj|dense|linear|fc)(_?\d+)?"
