@@ -46,7 +46,9 @@ def text_of(path: Path | None) -> data.Corpus:
     archive = corpus.TEXT.with_suffix(".tar.xz")
     if path is None and not corpus.TEXT.exists() and archive.exists():
         with tarfile.open(archive) as packed:
-            packed.extractall(corpus.TEXT.parent, filter="data")
+            # Python has it since 3.11.4.
+            packed.extraction_filter = getattr(tarfile, "data_filter", None)
+            packed.extractall(corpus.TEXT.parent)
     return data.load(str(path or corpus.TEXT))
 
 

@@ -93,7 +93,9 @@ def large(folder: Path = LARGE, archive: Path = ARCHIVE) -> Any:
             )
         with tempfile.TemporaryDirectory(dir=folder.parent) as unpacked:
             with tarfile.open(archive) as packed:
-                packed.extractall(unpacked, filter="data")
+                # Python has it since 3.11.4.
+                packed.extraction_filter = getattr(tarfile, "data_filter", None)
+                packed.extractall(unpacked)
             folder.mkdir(exist_ok=True)
             for part in _PARTS:  # the last one says that all are there
                 Path(unpacked, part).replace(folder / part)

@@ -35,7 +35,9 @@ def flax_example(name: str, folder: Path, *, patched: bool) -> Path:
     if not target.exists():
         with tarfile.open(release) as archive:
             found = [x for x in archive if x.name.startswith(inside + "/")]
-            archive.extractall(target, found, filter="data")
+            # Python has it since 3.11.4.
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)
+            archive.extractall(target, found)
         if patched:
             _patch(target / inside, f"{name}/{name}")
     return target / inside
