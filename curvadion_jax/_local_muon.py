@@ -43,9 +43,10 @@ def local_muon(
     :math:`\eta`:
 
     .. math::
-      M_i &\leftarrow \mu M_i + g_i \\
+      M_i &\leftarrow \mu M_i + (1 - \mu)\, g_i \\
       \theta_i &\leftarrow \theta_i - \eta\,
-      \sqrt{\max(1, \text{fan out}/\text{fan in})} \; \mathrm{orth}(\mu M_i + g_i)
+      \sqrt{\max(1, \text{fan out}/\text{fan in})} \;
+      \mathrm{orth}(\mu M_i + (1 - \mu)\, g_i)
 
     with orth by five Newton-Schulz iterations (and eps = 1e-7 in the norm before them),
     and up to the bias correction of `optax.contrib.muon`. Syncs are evenly spaced, as

@@ -213,8 +213,9 @@ def read(opt_state: Any, params: Any = None) -> Report:
         which no replica takes part costs less, and counts in full);
         `synchronous_bytes`: what float32 gradients averaged on every step would have
         sent,
-      * of triggers that measure, `value`: the last value, the largest of this process;
-        `threshold`: what it was compared with; `layer`: path of its parameter in
+      * of triggers that measure, `value`: the last value, the largest of this process
+        (of `at_intervals` the largest since the last sync; absent replicas have one
+        too); `threshold`: what it was compared with; `layer`: path of its parameter in
         `params`, else its index among the leaves,
       * what is not as it should be, where it happened: the counts of
         :class:`Counters` from `nonfinite` to `displaced`, a list of one number for each
