@@ -311,8 +311,9 @@ def _remove(path: str, step: int) -> None:
 
 
 def _damaged(path: str, step: int, what: str) -> ValueError:
+    others = [other for other in _steps(path) if other != step]
     return ValueError(
-        f"Step {step} in {path} {what}. Restore another step of {_steps(path)}."
+        f"Step {step} in {path} {what}. Restore another step of {others}."
     )
 
 
