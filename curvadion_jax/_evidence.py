@@ -266,6 +266,10 @@ class Tree:
                 if other and _are_factors(array.shape, other.shape):
                     array.partner, other.partner = other, array
 
+    def is_hidden(self, array: Array) -> bool:
+        """Whether all its sides are widths of norms."""
+        return set(array.sizes) <= self.widths
+
     def is_in_scan(self, array: Array) -> bool:
         """Whether an array has an axis of layers, and not of models side by side.
 

@@ -207,10 +207,9 @@ def _why_other(array: Array, tree: Tree) -> str | None:
         return "state space, by its name"
     if array.matches(f"{_VECTOR}|{_evidence.NORM}", 1) and not array.partner:
         return "a vector, by its name"
-    is_hidden = set(sizes) <= tree.widths  # between norms
     in_head = array.matches(_HEAD, 3) and array.matches(_DENSE, 2)
     is_head = _is_named_head(array, tree) or in_head
-    if is_head and not (is_hidden or tree.leads_to_another(array)):
+    if is_head and not (tree.is_hidden(array) or tree.leads_to_another(array)):
         return "a head, by its name"
     if _is_dense_of_embedding(array) and not array.is_torch_weight:
         if sizes[0] > 4 * sizes[-1]:
@@ -221,12 +220,11 @@ def _why_other(array: Array, tree: Tree) -> str | None:
     if bias and array.rank > 2:
         if bias.shape[-1] == 1 or (array.rank > 3 and len(bias.sizes) == 1):
             return "a convolution, by its bias"
-    if len(sizes) == 4 and sizes[2:] in ((3, 3), (5, 5), (7, 7)):
+    if len(sizes) == 4 and sizes[2] == sizes[3] and sizes[3] in _WINDOWS:
         return "a convolution, by its window"
     if bias and len(bias.sizes) < len(sizes):  # of a layer, whatever its name
         return None
-    may_be_dense = _is_dense(array) or _is_kernel_of_table(array)
-    may_be_dense |= array.matches(r"(.*_)?proj(ection)?(_.*)?", 1)
+    may_be_dense = _may_be_dense(array)
     if array.matches(_EMBEDDING, *((1,) if may_be_dense else (1, 2))):
         return "an embedding, by its name"
     in_table = array.matches(f"{_TABLE_MODULE}|{_evidence.LAYER_NORM}", 2)
@@ -238,21 +236,23 @@ def _why_other(array: Array, tree: Tree) -> str | None:
 
 def _is_named_head(array: Array, tree: Tree) -> bool:
     """Whether it is named after an output head, or its module is."""
-    if tree.is_in_scan(array):
-        return False  # logits of attention or gates, in each layer
     # A module's name tells of its kernel, and not where several heads attend.
     in_named = _has_name(array) and not tree.has_query_and_key(array)
-    return array.matches(_HEAD, *((1, 2) if in_named else (1,)))
+    is_named = array.matches(_HEAD, *((1, 2) if in_named else (1,)))
+    # In each layer of a scan they are logits of attention or of gates.
+    return is_named and not tree.is_in_scan(array)
 
 
-def _is_dense(array: Array) -> bool:
+def _may_be_dense(array: Array) -> bool:
     """Whether it may be the kernel of a dense layer, whatever the module's name.
 
     A `w` is one in Haiku's Linear: see `_is_doubtful`. A kernel of more than two axes
     is a DenseGeneral's.
     """
     is_general = len(array.sizes) > 2 and array.matches("kernel", 1)
-    return array.matches("w", 1) or is_general
+    is_projection = array.matches(r"(.*_)?proj(ection)?(_.*)?", 1)
+    is_dense = array.matches("w", 1) or is_general or is_projection
+    return is_dense or _is_kernel_of_table(array)
 
 
 def _may_be_convolution(array: Array) -> bool:
@@ -295,11 +295,9 @@ def _heads(tree: Tree, tables: Sequence[Array]) -> set[Array]:
     for vocabulary in {table.sizes[0] for table in tables}:
         rest = [a for a in tree.arrays if len(a.sizes) > 1 and a not in tables]
         long = [array for array in rest if vocabulary in array.sizes]
-        if len(long) > 1:
-            continue
-        for array in long:
-            if not (array.is_query or tree.is_in_scan(array)):
-                heads.add(array)
+        only = long[0] if len(long) == 1 else None
+        if only and not (only.is_query or tree.is_in_scan(only)):
+            heads.add(only)
     return heads
 
 
@@ -358,8 +356,7 @@ def _is_doubtful(array: Array, tree: Tree) -> bool:
         return True  # a Linear or a Dense, or a table
     if _is_named_head(array, tree) and not tree.leads_to_another(array):
         return True  # a head, or one model's width to another's
-    is_hidden = set(array.sizes) <= tree.widths
-    in_embedding = _is_dense_of_embedding(array) and not is_hidden
+    in_embedding = _is_dense_of_embedding(array) and not tree.is_hidden(array)
     is_final = array.matches(_FINAL, 1, 2) and not tree.is_in_scan(array)
     if is_final or in_embedding:
         return True  # a head or a table, or a hidden layer

@@ -379,6 +379,8 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
     """
     k = _period(k)
     look_of = _look_of(trigger, "at_intervals")
+    if k == 1:
+        return trigger
 
     def init(params, inner_state):
         nothing = Measured(jnp.float32(-_LARGEST), jnp.int32(-1))
@@ -398,8 +400,6 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
         )
         return waiting, (of_state, waiting)
 
-    if k == 1:
-        return trigger
     due = lambda clock: trigger.due(clock) & ((clock.steps + 1) % k == 0)
     return trigger._replace(due=due, look=look, init=init)
 

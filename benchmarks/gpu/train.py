@@ -17,7 +17,6 @@ import json
 import shutil
 import signal
 import sys
-import tarfile
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
@@ -45,10 +44,7 @@ def text_of(path: Path | None) -> data.Corpus:
     """The study's text, from its archive if need be, or what is given."""
     archive = corpus.TEXT.with_suffix(".tar.xz")
     if path is None and not corpus.TEXT.exists() and archive.exists():
-        with tarfile.open(archive) as packed:
-            # Python has it since 3.11.4.
-            packed.extraction_filter = getattr(tarfile, "data_filter", None)
-            packed.extractall(corpus.TEXT.parent)
+        corpus.unpack(archive, corpus.TEXT.parent)
     return data.load(str(path or corpus.TEXT))
 
 

@@ -81,6 +81,13 @@ def write_large(files: Path, folder: Path = LARGE, archive: Path = ARCHIVE) -> N
     part_of_it.replace(archive)
 
 
+def unpack(archive: Path, folder: Path | str) -> None:
+    with tarfile.open(archive) as packed:
+        # Python has it since 3.11.4.
+        packed.extraction_filter = getattr(tarfile, "data_filter", None)
+        packed.extractall(folder)
+
+
 def large(folder: Path = LARGE, archive: Path = ARCHIVE) -> Any:
     """The large text, a `data.Corpus` in mapped memory; unpacks it if need be."""
     import data
@@ -92,10 +99,7 @@ def large(folder: Path = LARGE, archive: Path = ARCHIVE) -> Any:
                 f"There is no {archive.name}: python benchmarks/study/corpus.py --large"
             )
         with tempfile.TemporaryDirectory(dir=folder.parent) as unpacked:
-            with tarfile.open(archive) as packed:
-                # Python has it since 3.11.4.
-                packed.extraction_filter = getattr(tarfile, "data_filter", None)
-                packed.extractall(unpacked)
+            unpack(archive, unpacked)
             folder.mkdir(exist_ok=True)
             for part in _PARTS:  # the last one says that all are there
                 Path(unpacked, part).replace(folder / part)

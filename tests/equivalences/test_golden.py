@@ -10,10 +10,12 @@ import pytest
 
 import curvadion_jax as cd
 
-# Relative to the largest number of an entry. Another machine may sum in another order.
-# Measured: 2e-5 between OpenBLAS's kernels for AVX2 and for AVX-512, whose QR makes
-# Dion's bases, and 5e-7 with and without XLA's optimisations.
-SAME_VERSIONS = 1e-4
+# Relative to the largest number of an entry. Another machine may sum in another order;
+# measured: 5e-7 between the same programs with and without XLA's optimisations.
+SAME_VERSIONS = 1e-5
+# OpenBLAS's kernels for AVX2 and for AVX-512, whose QR makes Dion's bases, move
+# `curvadion` by 2e-5, and no other preset.
+OTHER_KERNELS = {"curvadion": 1e-4}
 # Other versions may compute a function or a factorisation in another way.
 OTHER_VERSIONS = 1e-3
 HOW = (
@@ -27,7 +29,7 @@ QUICK = ("local_sgd", "diloco")
 def test_numerics_are_those_of_the_file(name):
     golden = json.loads((make_golden.FOLDER / f"{name}.json").read_text())
     same = golden.pop("versions") == make_golden.versions()
-    limit = SAME_VERSIONS if same else OTHER_VERSIONS
+    limit = OTHER_KERNELS.get(name, SAME_VERSIONS) if same else OTHER_VERSIONS
     found = make_golden.run(name)
     assert found["synced"] == golden["synced"], HOW.format(name)
     assert 3 <= sum(found["synced"])
