@@ -405,6 +405,103 @@ MUTANTS = {
         "triggers/test_triggers.py",
         "sees",
     ),
+    "adamw beside muon is not nesterov's": Mutant(
+        "_local_muon.py", "nesterov=True", "nesterov=False", WRAPPERS, "adamw"
+    ),
+    "muon's epsilon is Optax's": Mutant(
+        "_local_muon.py",
+        "eps=_adamw_for_the_rest.EPSILON",
+        "eps=1e-8",
+        "dion/test_muon.py",
+        "epsilon",
+    ),
+    "adamw has the dtype of the parameters": Mutant(
+        "_adamw_for_the_rest.py",
+        "weight_decay=0.0, mu_dtype=mu_dtype",
+        "weight_decay=0.0, mu_dtype=None",
+        "interop/test_dtypes.py",
+        "first_moment",
+    ),
+    "curvadion has half of the rank": Mutant(
+        "_curvadion.py", "_RANK = 1.0", "_RANK = 0.5", "dion/test_curvadion.py", "rank"
+    ),
+    "all ranks but one are full": Mutant(
+        "_power_iteration.py",
+        "Q.shape[-1] == view.cols",
+        "Q.shape[-1] >= view.cols - 1",
+        "dion/test_dion_reference.py",
+    ),
+    "a column is absent at a rounding": Mutant(
+        "_power_iteration.py",
+        "100 * jnp.finfo(R.dtype).eps",
+        "jnp.finfo(R.dtype).eps",
+        "dion/test_dion_degenerate.py",
+        "absent",
+    ),
+    "columns that are nearly dependent are copies": Mutant(
+        "_orthonormalize.py",
+        "_COPY = 1e-3",
+        "_COPY = 0.1",
+        "dion/test_orthonormalize.py",
+        "copy",
+    ),
+    "mu is looked at before trace": Mutant(
+        "_momentum.py",
+        '("momentum", "trace", "mu")',
+        '("momentum", "mu", "trace")',
+        "core/test_momentum_found.py",
+        "both",
+    ),
+    "of merged axes the first decides": Mutant(
+        "_layout.py",
+        "bool(merged) and not any(known.get(axis) for axis in merged[1:])",
+        "bool(merged)",
+        "sharded/test_sharded_places.py",
+        "merged",
+    ),
+    # The sync of the default, and its numbers.
+    "the outer momentum is 0.5": Mutant(
+        SYNC,
+        "_OUTER_MOMENTUM = 1.0, 0.4",
+        "_OUTER_MOMENTUM = 1.0, 0.5",
+        "synchronizers/test_reconcile.py",
+        "default",
+    ),
+    "the outer step is not nesterov's": Mutant(
+        SYNC,
+        "nesterov=True, accumulator",
+        "nesterov=False, accumulator",
+        "synchronizers/test_reconcile.py",
+        "default",
+    ),
+    "a residual that is not finite is averaged with gradients": Mutant(
+        STEP,
+        "_finite.all_finite([given.params, residual])",
+        "_finite.all_finite([given.params])",
+        "synchronizers/test_gradients.py",
+        "finite",
+    ),
+    "a checksum is that of the old anchor": Mutant(
+        STEP,
+        "anchor_checksum=_checksum.of(anchor)",
+        "anchor_checksum=_checksum.of(common.anchor)",
+        CHECKSUMS,
+        "moved",
+    ),
+    "a mean adds up 16-bit numbers": Mutant(
+        PART,
+        "self._sums(jax.tree.map(_dtypes.at_least_float32, tree))",
+        "self._sums(tree)",
+        "core/test_means.py",
+        "16_bits",
+    ),
+    "an outer step is rounded before the anchor": Mutant(
+        "_dtypes.py",
+        "dtype = promoted(x.dtype, y.dtype)\n    return (x",
+        "dtype = x.dtype\n    return (x",
+        "synchronizers/test_reconcile.py",
+        "16_bit",
+    ),
     # Bytes.
     "the weights have no bytes": Mutant(
         "metrics.py",

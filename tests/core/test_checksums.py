@@ -73,15 +73,16 @@ def test_replicas_that_are_alike_after_local_steps_are_reported():
 
 
 def test_replicas_that_have_not_moved_are_not_reported_as_alike():
-    """On the first step of a warm-up from 0."""
-    warmup = optax.linear_schedule(0.0, 0.1, 2)
-    tx = cd.adaptive_sync(optax.sgd(warmup), triggers.every_k(5), reconcile(), TWO)
+    """On steps whose learning rate is 0, at the start and after a sync."""
+    rates = jnp.array([0.0, 0.1, 0.1, 0.0, 0.1])  # a sync on the third
+    inner = optax.sgd(lambda count: rates[count])
+    tx = cd.adaptive_sync(inner, triggers.every_k(3), reconcile(), TWO)
     state, update = helpers.start(tx, PARAMS, TWO), jax.jit(helpers.train_step(tx))
     found = []
-    for _ in range(2):
+    for _ in rates:
         state, _ = update(state, jax.tree.map(jnp.ones_like, state[0]))
         found.append("alike" in metrics.read(state[1]))
-    assert found == [False, True]
+    assert found == [False, True, False, False, True]
 
 
 @pytest.mark.parametrize("changed", ["w", "b", "swapped"])

@@ -59,6 +59,17 @@ def test_every_array_comes_back(kind):
             np.testing.assert_array_equal(exchanged[name][replica], x + 10 * replica)
 
 
+@pytest.mark.parametrize("kind", ["simulated", "mesh"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_mean_in_16_bits_is_rounded_once(kind, dtype):
+    large = 8 / jnp.finfo(dtype).eps  # Its neighbours are 8 apart: it plus 3 is itself.
+    given = np.float32([[large], [3], [3], [3]])
+    mean, *_ = together(kind)({"w": jnp.asarray(given, dtype)})
+    expected = jnp.asarray(given.mean(0), dtype)
+    assert expected != large / REPLICAS
+    np.testing.assert_array_equal(mean["w"], [expected] * REPLICAS)
+
+
 def test_one_replica_alone_is_its_own_mean():
     group, given = Group(), {"w": jnp.arange(3.0)}
     assert group.mean(given) is given

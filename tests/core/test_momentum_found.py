@@ -57,6 +57,17 @@ def test_momentum_is_found(inner, names):
     jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
 
 
+def test_of_an_optimizer_with_both_trace_is_taken_and_mu_is_not():
+    """The trace is of what Adam made of the gradients, and comes last."""
+    inner = optax.chain(optax.scale_by_adam(), optax.trace(0.9))
+    params = helpers.make_params()
+    _, (adam, last) = inner.update(params, inner.init(params))
+    found = momentum_by_name((adam, last), params)
+    for name, trace in last.trace.items():
+        assert found[name] is trace
+        assert found[name] is not adam.mu[name]
+
+
 class Encoder(NamedTuple):
     """Parameters whose names are those of optimizer states."""
 

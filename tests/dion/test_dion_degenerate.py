@@ -6,9 +6,12 @@ import pytest
 from dion_runs import SHAPES, close, compiled, normal, random_state, zeros
 
 import curvadion_jax as cd
+from curvadion_jax._power_iteration import unit_columns
 
 # One step in float32, numbers of order one: measured 2.4e-7.
 FLOAT32_ATOL = 3e-6
+# Epsilon = 1e-8 in the norm of a column of 200 eps.
+UNIT_ATOL = 1e-3
 # Directions of order one, 2^-24 times the condition number of B Q: measured 2e-6.
 SPAN_ATOL = 2e-5
 Q_SHAPES = {"wide": (5, 3), "tall": (5, 3), "square": (9, 3)}
@@ -62,6 +65,17 @@ def test_low_rank_momentum_from_random_starts():
     left, right = (b @ b.mT for b in (np.linalg.qr(u)[0], np.linalg.qr(v)[0]))
     outside = np.linalg.norm(update - left @ update @ right, axis=(1, 2))
     assert np.mean(outside > 0.5) < LEAKS
+
+
+@pytest.mark.parametrize(("eps", "is_present"), [(50, False), (200, True)])
+def test_a_column_is_absent_up_to_100_eps_of_all(eps, is_present):
+    """It then keeps its column of Q."""
+    size = np.float32(eps * np.finfo(np.float32).eps)
+    right = np.float32([[1, 0], [0, -size], [0, 0]])
+    old = np.float32([[0, 0], [0, 0], [1, 1]])
+    new, present = unit_columns(right, old)
+    assert present.tolist() == [[True, is_present]]
+    close(new, [[1, 0], [0, -is_present], [0, not is_present]], UNIT_ATOL)
 
 
 def test_huge_gradients_are_not_taken_for_nothing():

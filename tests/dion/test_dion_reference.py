@@ -47,7 +47,7 @@ def q_shapes(rank):
     ("rank", "error_feedback"),
     [
         pytest.param(1, True, id="rank1", marks=pytest.mark.slow),
-        pytest.param(0.3, True, id="fraction"),
+        pytest.param(0.75, True, id="all-but-one"),  # 4 of 5
         pytest.param(1.0, True, id="full", marks=pytest.mark.slow),
         pytest.param(0.3, False, id="paper-momentum", marks=pytest.mark.slow),
     ],

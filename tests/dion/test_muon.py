@@ -27,6 +27,8 @@ PLACES = {
 CLOSE = 5e-5
 # Products of a stack round as they like; elements are about 1.
 ROUNDED = 2e-6
+# One number through five iterations, each of which multiplies errors by four at most.
+SHORT = 1e-4
 
 
 def numbers(params):
@@ -171,6 +173,22 @@ def test_layers_that_lie_apart_by_their_types():
         updates, _ = compiled(gradients, state, gradients)
     # Roundings of float32: 2e-6 on JAX 0.12, where the two are fused differently.
     np.testing.assert_allclose(*jax.device_get(list(updates.values())), rtol=1e-5)
+
+
+def test_epsilon_in_the_norm_is_1e_7():
+    """By hand: one element is a singular value, which each iteration maps by itself."""
+    size = 1e-9
+    params = {"w": np.zeros((4, 6), np.float32)}
+    gradient = {"w": np.zeros((4, 6), np.float32)}
+    gradient["w"][1, 2] = size
+    tx = cd.local_muon(1.0, momentum=0.0)
+    updates, _ = jax.jit(tx.update)(gradient, tx.init(params), params)
+    singular = size / (size + 1e-7)
+    for _ in range(5):
+        singular = 3.4445 * singular - 4.7750 * singular**3 + 2.0315 * singular**5
+    assert singular > 0.5
+    expected = -np.sqrt(6 / 4) * singular
+    np.testing.assert_allclose(updates["w"][1, 2], expected, rtol=SHORT)
 
 
 @pytest.mark.parametrize("size", [3e2, 1e-5])

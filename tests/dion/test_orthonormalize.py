@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from curvadion_jax._orthonormalize import cholesky_qr, orthonormal
+from curvadion_jax._orthonormalize import _final_pass, cholesky_qr, orthonormal
 
 # |P^T P - I|, largest entry. Measured over the inputs below, float32: 2e-6, whatever
 # the condition number; float64: 4e-15.
@@ -20,6 +20,9 @@ TURN = 0.4
 TURN_ATOL = {"float32": 1e-6, "float64": 2e-15}
 # Where columns are dependent, over those that are not zero: measured 6e-7.
 DEPENDENT_ATOL = 4e-6
+# 2 eps are added to a Gram matrix, whose inverse has elements of up to 500: measured
+# 1.3e-4.
+LAST_PASS_ATOL = 5e-4
 # Distance of an input column to the span of the basis columns up to it, relative to its
 # length: measured 2e-6, from sums of up to 256 rounded products.
 SPAN_RTOL = 8e-6
@@ -160,6 +163,17 @@ def test_columns_that_are_nearly_dependent_are_not_copies():
     """After three passes one of 64 keeps less than a tenth of its squared length."""
     basis = np.asarray(BASIS(np.float32(with_condition(64, 64, 1e12))))
     assert (np.linalg.norm(basis, axis=0) > 0.5).all()
+
+
+@pytest.mark.parametrize(("distance", "is_copy"), [(5e-4, True), (2e-3, False)])
+def test_a_copy_keeps_less_than_a_thousandth_in_the_last_pass(distance, is_copy):
+    """`distance` is a unit column's squared distance to the columns before it."""
+    a = np.float32([[1, np.sqrt(1 - distance)], [0, np.sqrt(distance)], [0, 0]])
+    gram, shift = a.T @ a, 20 * np.finfo(np.float32).eps
+    inverse = np.linalg.inv(np.linalg.cholesky(gram + shift * np.eye(2))).T
+    basis = np.asarray(_final_pass(a, gram, np.float32(inverse), shift))
+    expected = [[1, 0], [0, not is_copy], [0, 0]]
+    np.testing.assert_allclose(basis, expected, rtol=0, atol=LAST_PASS_ATOL)
 
 
 def test_zero_columns_stay_zero_and_change_nothing_else():

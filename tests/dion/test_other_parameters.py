@@ -19,9 +19,14 @@ GRADIENTS = jax.tree.map(lambda x: jnp.cos(3 * x), PARAMS)
 
 
 def updates_of(tx, gradients=GRADIENTS):
-    """Those of the second step; what `curvadion` does on the first is a sync."""
+    """Those of the second step; what `curvadion` does on the first is a sync.
+
+    Its gradients are others than the first step's: with equal ones Nesterov's Adam is
+    Adam.
+    """
     update = jax.jit(tx.update)
-    _, state = update(gradients, tx.init(PARAMS), PARAMS)
+    first = jax.tree.map(lambda x: -0.3 * x, gradients)
+    _, state = update(first, tx.init(PARAMS), PARAMS)
     updates, _ = update(gradients, state, PARAMS)
     return jax.tree.map(np.asarray, updates)
 

@@ -70,6 +70,21 @@ def test_gradients_of_another_dtype(name):
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.parametrize("make", [cd.local_muon, cd.curvadion, cd.dion])
+def test_every_first_moment_has_the_dtype_that_is_asked_for(make):
+    """Of matrices, and of what AdamW trains; AdamW's second moment keeps its own."""
+    tx = make(0.1, mu_dtype=jnp.bfloat16)
+    state = jax.eval_shape(tx.init, helpers.make_params())
+    found = {"momentum": [], "mu": [], "nu": []}
+    for path, leaf in jax.tree.leaves_with_path(state):
+        for name in found:
+            if f".{name}[" in jax.tree_util.keystr(path):
+                found[name].append(leaf.dtype)
+    assert len(found["momentum"] + found["mu"]) == len(helpers.SHAPES)
+    assert {*found["momentum"], *found["mu"]} == {jnp.dtype(jnp.bfloat16)}
+    assert {*found["nu"]} == {jnp.dtype(jnp.float32)}
+
+
 def test_an_embedding_that_saw_nothing_does_not_move():
     # Most rows of an embedding have no gradient on a step; epsilon must not vanish.
     params = {"embed": jnp.ones((3, 2), jnp.float16), "w": jnp.ones((2, 2))}

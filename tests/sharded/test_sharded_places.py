@@ -88,9 +88,13 @@ def test_updates_that_lie_otherwise_than_parameters_are_not_gathered():
 
 @pytest.mark.parametrize(
     ("spec", "of_q"),
-    [(("fsdp", "tensor"), ("tensor",)), ((None, None, "tensor"), ())],
+    [
+        (("fsdp", "tensor"), ("tensor",)),
+        ((None, None, "tensor"), ()),
+        ((None, "fsdp", "tensor"), ()),
+    ],
 )
-def test_q_follows_the_first_of_merged_axes(spec, of_q):
+def test_q_follows_the_first_of_merged_axes_if_it_alone_is_sharded(spec, of_q):
     place = NamedSharding(MESH, P(*spec))
     params = {"query": jax.device_put(np.ones((96, 4, 8), np.float32), place)}
     numbers = {"query": cd.DimensionNumbers(0, (1, 2))}

@@ -72,6 +72,37 @@ def test_an_outer_schedule_advances_at_syncs_only():
     assert [int(x) for x in jax.tree.leaves(outer_state)] == [3]
 
 
+# The outer momentum is kept in bfloat16.
+BFLOAT16_RTOL = 2.0**-8
+
+
+@pytest.mark.parametrize(
+    ("build", "always"),
+    [(cd.local_muon, {"trigger": triggers.always()}), (cd.curvadion, {"threshold": 0})],
+)
+def test_the_default_is_a_nesterov_step_of_rate_1_and_momentum_0_4(build, always):
+    """By hand, of two syncs: v = d1, a1 = -(d1 + 0.4 v), v = d2 + 0.4 v, ..."""
+    make = lambda mesh: build(1.0, other_optimizer=optax.sgd(1.0), mesh=mesh, **always)
+    # Two bits hold elements of one size.
+    signs = np.float32([1, -1, 1, 1, -1])
+    gradients = [{"b": scale * np.stack([signs, signs])} for scale in (1, 3)]
+    first, (params, state) = run(make, {"b": jnp.zeros(5)}, gradients)
+    np.testing.assert_allclose(first[0]["b"], [-1.4 * signs] * 2, rtol=BFLOAT16_RTOL)
+    second = -1.4 - (3 + 0.4 * (3 + 0.4))
+    np.testing.assert_allclose(params["b"], [second * signs] * 2, rtol=BFLOAT16_RTOL)
+    assert state.counters.syncs == 2
+    assert not np.any(state.rows.residual["b"])
+
+
+def test_an_outer_step_of_a_16_bit_anchor_is_rounded_once():
+    """With the anchor, and not by itself before: here half a digit and some more."""
+    digit = float(jnp.finfo(jnp.bfloat16).eps)
+    make = optimizer(optax.sgd(1.0), k=1, outer=optax.sgd(1 + 2.0**-10))
+    gradients = [{"w": jnp.array([[-digit], [0]], jnp.bfloat16)}]
+    ((_, state),) = run(make, {"w": jnp.ones(1, jnp.bfloat16)}, gradients)
+    assert state.common.anchor["w"].tolist() == [1 + digit]
+
+
 def test_the_outer_optimizer_gets_the_anchor_as_parameters():
     # Outer weight decay: anchor <- anchor + drift - 1/4 anchor.
     outer = optax.chain(optax.add_decayed_weights(0.25), optax.sgd(1.0))
