@@ -75,15 +75,15 @@ class Joined(NamedTuple):
 
 
 def join(views: Mapping[str, MatrixView], total: Named, qs: Named) -> Joined:
-    """Joins single matrices of one shape, rank and dtype; stacks stay as they are.
+    """Joins single matrices of one shape and dtype, whose ranks are then equal too.
 
-    So does what several devices may share: to stack matrices that are sharded
-    differently, the compiler would send them.
+    Stacks stay as they are. So does what several devices may share: to stack matrices
+    that are sharded differently, the compiler would send them.
     """
     stacks, sizes = defaultdict(list), defaultdict(int)
     for name, view in views.items():
         x, q = total[name], qs[name]
-        kind: Hashable = (view, x.dtype, q.shape, q.dtype)
+        kind: Hashable = (view, x.dtype, q.dtype)
         if view.batch_axes or _trees.devices(x) > 1:
             kind = name
         stacks[kind, sizes[kind] // _LARGEST].append(name)
