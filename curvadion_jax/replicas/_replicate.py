@@ -1,10 +1,12 @@
 """Makes rows of a state and of batches, and places what is common."""
 
+import collections
 import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -135,10 +137,10 @@ def split(batch: Any, mesh: Replicas, spec: P | None = None) -> Any:
     """Divides a global batch [R * n, ...] into one of each replica, [R, n, ...].
 
     Args:
-      batch: tree of arrays with one number of examples, on the host or the device.
-        With several processes each has all of it, and places its replicas' part. An
-        array that indexes another one, such as the senders of a graph, would still
-        index the whole batch.
+      batch: tree of arrays with one number of examples, on the host or the device;
+        another library's tensors become NumPy's arrays. With several processes each has
+        all of it, and places its replicas' part. An array that indexes another one,
+        such as the senders of a graph, would still index the whole batch.
       mesh: as for :func:`replicate`. None returns the batch as it is.
       spec: how the devices of one replica share its batch [n, ...], such as
         ``PartitionSpec("fsdp")``; with ``PartitionSpec()`` each of them has all of it.
@@ -147,7 +149,8 @@ def split(batch: Any, mesh: Replicas, spec: P | None = None) -> Any:
 
     Raises:
       ValueError: if an array has no equal number of examples for each replica, such as
-        a single number, which has none.
+        a single number, which has none; if arrays have different numbers of examples,
+        as where one is a table that all replicas need.
 
     Example:
       >>> from curvadion_jax.replicas import simulated
@@ -170,8 +173,12 @@ def split(batch: Any, mesh: Replicas, spec: P | None = None) -> Any:
     if isinstance(mesh, Mesh):
         place = NamedSharding(mesh, P(AXIS, *(spec or ())))
 
+    is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
+    batch = jax.tree.map(lambda x: x if is_array(x) else np.asarray(x), batch)
+    _check_examples(batch)
+
     def divide(path, x):
-        shape = jnp.shape(x)
+        shape = x.shape
         if not shape or shape[0] % replicas or not shape[0]:
             hint = f"Give a number of examples that is a multiple of {replicas}."
             if not shape:
@@ -186,3 +193,25 @@ def split(batch: Any, mesh: Replicas, spec: P | None = None) -> Any:
         return _on_devices(x, place)
 
     return jax.tree.map_with_path(divide, batch)
+
+
+def _check_examples(batch: Any) -> None:
+    """Rejects an array with another number of examples than most have.
+
+    Cut among the replicas, a table of class weights or positions would be indexed
+    beyond its end, where JAX takes the last row without a word.
+    """
+    shapes = {
+        jax.tree_util.keystr(path): x.shape
+        for path, x in jax.tree.leaves_with_path(batch)
+        if x.shape
+    }
+    lengths = collections.Counter(shape[0] for shape in shapes.values())
+    if len(lengths) > 1:
+        usual, _ = lengths.most_common(1)[0]
+        odd = [f"batch{p} of shape {x}" for p, x in shapes.items() if x[0] != usual]
+        raise ValueError(
+            f"Arrays of the batch have {usual} examples, but not {', '.join(odd[:3])}. "
+            "Pass what is common to all replicas by keyword to what replicas.map "
+            "returns, and split another list of examples by itself."
+        )

@@ -140,11 +140,11 @@ def test_a_batch_is_divided_among_the_replicas():
     mesh = replicas.make_mesh(4)
     batch = {
         "x": np.arange(24).reshape(8, 3),
-        "key": jax.random.split(jax.random.key(0), 4),
+        "key": jax.random.split(jax.random.key(0), 8),
     }
     found = replicas.split(batch, mesh)
     np.testing.assert_array_equal(found["x"], batch["x"].reshape(4, 2, 3))
-    assert found["key"].shape == (4, 1)
+    assert found["key"].shape == (4, 2)
     for x in jax.tree.leaves(found):
         assert x.sharding.spec[:1] == ("replica",)
         assert x.addressable_shards[0].data.shape[0] == 1
@@ -175,6 +175,46 @@ def test_a_batch_that_cannot_be_divided_is_refused(shape, hint):
     told = rf"batch\['x'\] has shape .* among 4 replicas.*{hint}"
     with pytest.raises(ValueError, match=told):
         replicas.split({"x": np.zeros(shape)}, replicas.make_mesh(4))
+
+
+# What is no list of examples -> what the message names.
+ODD = {
+    "class weights": ({"x": (8, 3), "y": (8,), "w": (4,)}, r"batch\['w'\] .*\(4,\)"),
+    "table of positions": ({"x": (8, 3), "y": (8,), "t": (6, 3)}, r"batch\['t'\]"),
+    "offsets of documents": ([(20,), (10,), (20,)], r"batch\[1\] of shape \(10,\)"),
+    "edges of a graph": (((8, 2), (12, 2)), r"batch\[1\] of shape \(12, 2\)"),
+    "what does not divide": ({"x": (8, 3), "y": (8,), "m": (3,)}, r"batch\['m'\]"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("under_jit", [False, True], ids=["eager", "jit"])
+def test_a_batch_of_different_numbers_of_examples_is_refused(name, under_jit):
+    """Cut among replicas, a table would be indexed beyond its end in silence."""
+    shapes, odd = ODD[name]
+    is_shape = lambda x: isinstance(x, tuple) and isinstance(x[0], int)
+    batch = jax.tree.map(np.zeros, shapes, is_leaf=is_shape)
+    divide = lambda batch: replicas.split(batch, replicas.simulated(2))
+    with pytest.raises(ValueError, match=f"examples, but not {odd}.*by keyword"):
+        (jax.jit(divide) if under_jit else divide)(batch)
+
+
+class Tensor:
+    """An array of another library: NumPy can convert it, and JAX refuses it."""
+
+    def __init__(self, x):
+        self.x, self.shape = x, x.shape
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.x, dtype)
+
+
+@pytest.mark.parametrize("mesh", [replicas.make_mesh, replicas.simulated])
+def test_tensors_of_other_libraries_are_divided(mesh):
+    x = np.arange(8.0, dtype=np.float32).reshape(4, 2)
+    found = replicas.split({"x": Tensor(x)}, mesh(2))["x"]
+    sums = jax.jit(replicas.map(jnp.sum, mesh(2)))(found)
+    assert sums.tolist() == [6.0, 22.0]
 
 
 def test_replicate_takes_whatever_a_training_state_holds():
