@@ -71,6 +71,16 @@ def check_exclusive(**values: Any) -> None:
         raise ValueError(f"{' and '.join(given)} cannot be combined. Pass one of them.")
 
 
+def check_mask(mask: Any) -> None:
+    """Rejects a single value, which `optax.inject_hyperparams` makes of a function."""
+    if isinstance(mask, bool) or (hasattr(mask, "dtype") and jnp.ndim(mask) == 0):
+        raise TypeError(
+            f"weight_decay_mask is {mask!r:.80}, and must be a tree of bools or a "
+            "function of the parameters. optax.inject_hyperparams takes a function for "
+            "a schedule: pass static_args=('weight_decay_mask',)."
+        )
+
+
 def at_step(value: Any, step: Any) -> Any:
     """Evaluates a schedule; a number is the same at every step."""
     return value(step) if callable(value) else value

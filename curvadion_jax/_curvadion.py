@@ -32,7 +32,7 @@ def curvadion(
     bits: int | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     other_optimizer: optax.GradientTransformation | None = None,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
     synchronizer: synchronizers.Synchronizer | None = None,
     decision_interval: int | None = None,
     before: optax.GradientTransformation | None = None,

@@ -96,7 +96,7 @@ def scale_by_dion(
     momentum: jax.typing.ArrayLike = 0.95,
     mu_dtype: jax.typing.DTypeLike | None = None,
     *,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
     error_feedback: bool = True,
     precision: jax.lax.PrecisionLike = "highest",
 ) -> optax.GradientTransformationExtraArgs:
@@ -126,8 +126,8 @@ def scale_by_dion(
       mu_dtype: dtype of the momentum and of Q. None means the parameter's.
       dimension_numbers: tree (or prefix) of `optax.contrib.MuonDimensionNumbers`, or a
         function of the parameters that returns one; axes not named are batch axes.
-        None means :func:`default_dimension_numbers`. A function is static under
-        `optax.inject_hyperparams`.
+        "default" or None means :func:`default_dimension_numbers`. A function is static
+        under `optax.inject_hyperparams`.
       error_feedback: False gives the momentum of CurvaDion's formula instead,
         B = mu M + G and M <- B.
       precision: of the four products with M or of its size, as for `jax.numpy.matmul`;
@@ -145,7 +145,7 @@ def scale_by_dion(
       sharded.
 
     Raises:
-      TypeError: if `rank` is traced.
+      TypeError: if `rank` is traced, or `dimension_numbers` was taken for a schedule.
       ValueError: if `rank` or `momentum` is out of range; at `init`, if a parameter is
         not a matrix.
 
@@ -168,6 +168,7 @@ def scale_by_dion(
     rank = _RANK if rank is None else rank
     _matrix_view.check_rank(rank)
     _arguments.check_numbers(below=1, momentum=momentum)
+    _two_optimizers.check_injected(dimension_numbers, momentum)
 
     def init_fn(params):
         zeros = optax.tree.zeros_like(params, dtype=mu_dtype)
@@ -319,7 +320,7 @@ def dion(
     *,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     other_optimizer: optax.GradientTransformation | None = None,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
     error_feedback: bool = True,
     precision: jax.lax.PrecisionLike = "highest",
 ) -> optax.GradientTransformationExtraArgs:
@@ -365,6 +366,7 @@ def dion(
     _matrix_view.check_rank(rank)
     _arguments.check_numbers(below=1, momentum=momentum)
     _arguments.check_numbers(weight_decay=weight_decay)
+    _arguments.check_mask(weight_decay_mask)
     other_optimizer = _adamw_for_the_rest.choose(
         other_optimizer, learning_rate, adam_learning_rate, mu_dtype=mu_dtype
     )
@@ -387,4 +389,6 @@ def dion(
         )
 
     # An `optax.partition`, made of the parameters on every call.
-    return _two_optimizers.optimizer(matrices, other_optimizer, dimension_numbers)
+    return _two_optimizers.optimizer(
+        matrices, other_optimizer, dimension_numbers, learning_rate
+    )

@@ -29,7 +29,7 @@ def local_muon(
     *,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     other_optimizer: optax.GradientTransformation | None = None,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
     trigger: triggers.Trigger | None = None,
     synchronizer: synchronizers.Synchronizer | None = None,
     before: optax.GradientTransformation | None = None,
@@ -122,6 +122,7 @@ def local_muon(
       Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
     """
     _arguments.check_numbers(weight_decay=weight_decay)
+    _arguments.check_mask(weight_decay_mask)
     _arguments.check_numbers(below=1, momentum=momentum)
     _arguments.check_exclusive(budget=budget, trigger=trigger)
     _arguments.check_exclusive(bits=bits, synchronizer=synchronizer)
@@ -149,7 +150,9 @@ def local_muon(
         )
 
     return adaptive_sync(
-        _two_optimizers.optimizer(matrices, other_optimizer, dimension_numbers),
+        _two_optimizers.optimizer(
+            matrices, other_optimizer, dimension_numbers, learning_rate
+        ),
         trigger,
         synchronizer or reconcile_in_few_bits(bits, mesh),
         mesh,

@@ -17,11 +17,28 @@ from curvadion_jax import dimension_numbers as rules
 DimensionNumbers = rules.DimensionNumbers
 DimensionNumbersOrFn = Any | Callable[[optax.Params], Any] | None
 """A tree (or prefix) of DimensionNumbers and None, a function of the parameters that
-returns one, or None for `dimension_numbers.default`."""
+returns one; None or "default" for `dimension_numbers.default`."""
+
+DEFAULT = "default"  # of optimizers; None may be an answer, see `check_injected`
 
 
 def is_default(dimension_numbers: DimensionNumbersOrFn) -> bool:
-    return dimension_numbers is None or dimension_numbers is rules.default
+    return any(dimension_numbers is x for x in (None, DEFAULT, rules.default))
+
+
+def check_injected(dimension_numbers: DimensionNumbersOrFn, number: Any) -> None:
+    """Rejects what `optax.inject_hyperparams` makes of a function of the parameters.
+
+    It takes a function for a schedule, and a rule that is given a step number finds one
+    leaf or no matrix. `number` is an argument that it makes an array of.
+    """
+    if isinstance(number, jax.Array) and _is_numbers(dimension_numbers):
+        raise TypeError(
+            f"dimension_numbers is {dimension_numbers} in an optimizer of injected "
+            "hyperparameters, and may be what a function returned that was taken for a "
+            "schedule. Pass static_args=('dimension_numbers',) to "
+            "optax.inject_hyperparams, or leave it out for the default."
+        )
 
 
 def matrix_views(
@@ -124,6 +141,7 @@ def optimizer(
     matrices: Callable[[Any], optax.GradientTransformation],
     other: optax.GradientTransformation,
     dimension_numbers: DimensionNumbersOrFn,
+    learning_rate: optax.ScalarOrSchedule,
 ) -> optax.GradientTransformationExtraArgs:
     """Combines an optimizer for the matrices with another for the rest.
 
@@ -131,6 +149,7 @@ def optimizer(
     `optax.partition` an optimizer sees its own leaves only. So `matrices` makes its
     optimizer from a function from a masked tree to the dimension numbers of its leaves.
     """
+    check_injected(dimension_numbers, learning_rate)
 
     def make(params):
         views = matrix_views(params, dimension_numbers)

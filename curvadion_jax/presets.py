@@ -103,7 +103,7 @@ def synchronous_muon(
     *,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     weight_decay: optax.ScalarOrSchedule = 0.0,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
     specs: Any = None,
@@ -158,7 +158,7 @@ def synchronous_muon(
 def synchronous_dion(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
     specs: Any = None,
@@ -325,7 +325,7 @@ def muloco(
     *,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     weight_decay: float = 0.0,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
     specs: Any = None,
@@ -401,6 +401,7 @@ def _muon(
             None, learning_rate, adam_learning_rate, 1e-8, nesterov=True
         ),
         dimension_numbers,
+        learning_rate,
     )
 
 
@@ -409,7 +410,7 @@ def paper(
     threshold: optax.ScalarOrSchedule = 0.3,
     local_learning_rate: optax.ScalarOrSchedule | None = None,
     *,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
     specs: Any = None,
@@ -501,7 +502,7 @@ def authors_code(
     threshold: optax.ScalarOrSchedule = 0.3,
     *,
     other_optimizer: optax.GradientTransformation | None = None,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
+    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
     specs: Any = None,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import curvadion_jax as cd
 
@@ -69,6 +70,74 @@ def test_a_learning_rate_that_is_set_is_taken():
         updates, _ = update(gradients, state, params)
         norms.append(optax.tree.norm({n: updates[n] for n in helpers.MATRICES}))
     np.testing.assert_allclose(norms[1], 3 * norms[0], rtol=1e-5)  # float32
+
+
+# A function that is taken for a schedule is given a step number, and finds one leaf.
+def only_tall(params):
+    numbers = {"tall": cd.DimensionNumbers(0, 1)}
+    of_path = lambda path, x: numbers.get(jax.tree_util.keystr(path, simple=True))
+    return jax.tree.map_with_path(of_path, params)
+
+
+def all_but_embed(params):
+    def numbers(path, x):
+        is_matrix = x.ndim != 1 and "embed" not in jax.tree_util.keystr(path)
+        return cd.DimensionNumbers(0, 1) if is_matrix else None
+
+    return jax.tree.map_with_path(numbers, params)
+
+
+OPTIMIZERS = {
+    "local_muon": cd.local_muon,
+    "curvadion": cd.curvadion,
+    "dion": cd.dion,
+    "muloco": cd.presets.muloco,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "rule", [only_tall, all_but_embed, cd.dimension_numbers.equinox]
+)
+def test_a_rule_that_is_taken_for_a_schedule_is_refused(name, rule):
+    """The default rule, or all parameters as matrices, would be in its place."""
+    static = ("k",) if name == "muloco" else ()
+    inject = optax.inject_hyperparams(OPTIMIZERS[name], static_args=static)
+    tx: Any = inject(RATE, dimension_numbers=rule)
+    with pytest.raises(TypeError, match=r"dimension_numbers is .* static_args"):
+        tx.init(helpers.make_params())
+
+
+def test_a_rule_that_is_static_or_a_tree_is_taken():
+    params = helpers.make_params()
+    plain = cd.dion(RATE, dimension_numbers=only_tall).init(params)
+    static = optax.inject_hyperparams(cd.dion, static_args="dimension_numbers")
+    tree = optax.inject_hyperparams(cd.dion)
+    for tx in (
+        static(RATE, dimension_numbers=only_tall),
+        tree(RATE, dimension_numbers=only_tall(params)),
+    ):
+        assert jax.tree.structure(tx.init(params).inner_state) == jax.tree.structure(
+            plain
+        )
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+        lambda params: jax.tree.map(lambda x: jnp.ndim(x) != 1, params),
+        lambda params: jax.tree.map(lambda x: jnp.array(x.ndim > 1), params),
+    ],
+    ids=["False", "True", "array"],
+)
+@pytest.mark.parametrize("name", ["local_muon", "dion", "curvadion"])
+def test_a_mask_that_is_taken_for_a_schedule_is_refused(name, mask):
+    """Nothing would decay, or all matrices."""
+    inject = optax.inject_hyperparams(OPTIMIZERS[name])
+    tx: Any = inject(RATE, weight_decay=0.1, weight_decay_mask=mask)
+    with pytest.raises(TypeError, match=r"weight_decay_mask is .* static_args"):
+        tx.init(helpers.make_params())
 
 
 def test_an_injected_threshold_is_not_traced_anew():
