@@ -58,6 +58,15 @@ def norms_finite(tree: Any) -> jax.Array:
     return all_finite([squares(x) for x in _trees.packed(floats)])
 
 
+def rows_finite(rows: Any) -> jax.Array:
+    """Whether each replica's floating-point numbers are finite, bool[R] or bool[1]."""
+    found = jnp.ones(1, bool)
+    for x in jax.tree.leaves(rows):
+        if is_float(x):
+            found &= jnp.all(jnp.isfinite(x), tuple(range(1, jnp.ndim(x))))
+    return found
+
+
 def finite_elements(tree: Any) -> Any:
     """Replaces NaN and infinities by zeros."""
     return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), tree)

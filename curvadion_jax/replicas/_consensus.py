@@ -1,9 +1,11 @@
 """The consensus, the anchor and the divergence of all replicas."""
 
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,54 +18,91 @@ from curvadion_jax._sync_state import AdaptiveSyncState
 def consensus(rows: Any) -> Any:
     """The mean over the replicas: the model to evaluate and export.
 
-    Costs a full all-reduce.
+    Costs a full all-reduce. A replica with a NaN or an infinity in any of the arrays is
+    left out, unless all have one.
 
     Args:
       rows: parameters, or other rows [R, ...].
 
     Returns:
       The tree without the replica axis. Means are taken in at least float32, and of
-      integers and keys the first replica's value.
+      integers and keys the value of the first replica that is not left out.
 
     Raises:
-      ValueError: if an array is known to have no row for each replica: a single number,
-        or an array of another length on a mesh of replicas.
+      ValueError: if an array has no row for each replica: a single number, or an array
+        of another length than the first one, or than the replicas of its mesh.
+
+    Warns:
+      UserWarning: if a replica is left out, or none is finite; not under jit.
 
     Example:
       >>> consensus({"w": jnp.array([[1.0], [3.0]])})["w"].tolist()
       [2.0]
     """
-
-    for path, x in jax.tree.leaves_with_path(rows):
-        shape, mesh = jnp.shape(x), getattr(getattr(x, "sharding", None), "mesh", None)
-        replicas = (
-            None if isinstance(x, Tracer) or mesh is None else mesh.shape.get(AXIS)
-        )
-        if not shape or shape[0] != (replicas or shape[0]):
+    leaves = jax.tree.leaves_with_path(rows)
+    known = [s.mesh for _, x in leaves if (s := _known_sharding(x))]
+    lengths = [mesh.shape[AXIS] for mesh in known if AXIS in mesh.shape]
+    lengths += [jnp.shape(x)[0] for _, x in leaves if jnp.ndim(x)]
+    for path, x in leaves:
+        if not jnp.ndim(x) or len(x) != lengths[0]:
             raise ValueError(
-                f"{jax.tree_util.keystr(path) or 'The array'} of shape {shape} has no "
-                "row for each replica. Give the parameters that are trained, such as "
-                "state.params."
+                f"{jax.tree_util.keystr(path) or 'The array'} of shape {jnp.shape(x)} "
+                "has no row for each replica. Give the parameters that are trained, "
+                "such as state.params."
             )
 
     def sharding_of_one(x):
-        sharding = getattr(x, "sharding", None)
-        if isinstance(x, Tracer) or not isinstance(sharding, NamedSharding):
-            return None
-        return NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+        sharding = _known_sharding(x)
+        return sharding and NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
 
     # Left to XLA, arrays of one replica lie divided over the axis of replicas.
-    return jax.jit(_means, out_shardings=jax.tree.map(sharding_of_one, rows))(rows)
+    shardings = jax.tree.map(sharding_of_one, rows)
+    of_flags = NamedSharding(known[0], P()) if known else None
+    run = jax.jit(_means, out_shardings=(shardings, of_flags))
+    means, finite = run(rows)
+    if not isinstance(finite, Tracer):
+        _warn_of_left_out(jax.device_get(finite))
+    return means
 
 
-def _means(rows: Any) -> Any:
+def _known_sharding(x: Any) -> NamedSharding | None:
+    """How an array lies on a mesh; a traced one does not tell."""
+    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def _means(rows: Any) -> tuple[Any, jax.Array]:
+    """The means of the replicas that are finite, and which are, bool[R] or bool[1]."""
+    rows = _memory.to_device(rows)
+    finite = _finite.rows_finite(rows)
+    taken = finite | ~jnp.any(finite)
+
     def mean(x):
         if not _finite.is_float(x):
-            return x[0]
+            return x[jnp.argmax(taken)]
         # Parts of the mean, because the sum may overflow.
-        return jnp.sum(_dtypes.at_least_float32(x) / len(x), 0).astype(x.dtype)
+        parts = _dtypes.at_least_float32(x) / jnp.sum(taken)
+        is_taken = taken.reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.sum(jnp.where(is_taken, parts, 0), 0).astype(x.dtype)
 
-    return jax.tree.map(mean, _memory.to_device(rows))
+    return jax.tree.map(mean, rows), finite
+
+
+def _warn_of_left_out(finite: np.ndarray) -> None:
+    left_out = np.flatnonzero(~finite).tolist()
+    if len(left_out) == len(finite):
+        warnings.warn(
+            "No replica is finite, and neither is their consensus. Restore an older "
+            "checkpoint, or take replicas.anchor(opt_state).",
+            stacklevel=3,
+        )
+    elif left_out:
+        warnings.warn(
+            f"The consensus leaves out replicas {left_out}, whose rows hold NaN or "
+            "Inf. Mend these in training: replicas.repair(params, "
+            "replicas.anchor(opt_state)).",
+            stacklevel=3,
+        )
 
 
 def divergence(rows: Any) -> jax.Array:

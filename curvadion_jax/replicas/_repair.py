@@ -36,13 +36,7 @@ def repair(rows: Any, anchor: Any = None) -> Any:
 
 
 def _repaired(rows: Any, anchor: Any) -> Any:
-    def is_finite(x):
-        return jnp.all(jnp.isfinite(x), tuple(range(1, x.ndim)))
-
-    floats = [x for x in jax.tree.leaves(rows) if _finite.is_float(x)]
-    if not floats:
-        return rows
-    sound = jnp.all(jnp.stack([is_finite(x) for x in floats]), axis=0)
+    sound = _finite.rows_finite(rows)
     if anchor is None:
         anchor = jax.tree.map(lambda x: x[jnp.argmax(sound)], rows)
     anchor = _dtypes.cast_like(anchor, rows)

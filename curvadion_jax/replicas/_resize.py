@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from curvadion_jax import _dtypes, _finite, _memory, _rows, _trees
 from curvadion_jax._dion import DionState
 from curvadion_jax._rows import AXIS, Replicas
-from curvadion_jax._sync_state import AdaptiveSyncState
+from curvadion_jax._sync_state import AdaptiveSyncState, Rows
 from curvadion_jax.replicas import _keys
 
 
@@ -19,8 +19,11 @@ def resize(state: Any, mesh: Replicas) -> Any:
     """Changes the number of replicas of a state to a multiple or a divisor of it.
 
     With fewer replicas, each new one gets the mean of k neighbours' floating-point
-    numbers, and all else (integers, keys, Dion's Q, what a trigger remembers) of the
-    first of them. With more, each is copied k times, but random keys are split. What is
+    numbers, and all else of the first of them: integers, keys, what a trigger
+    remembers, and the inner optimizer's state but for Dion's momenta. Its parts may
+    belong together, as bases and what is kept in them, or codes and their scales, whose
+    means are none. An array with NaN or Inf is left out of a mean, unless all have one.
+    With more replicas, each is copied k times, but random keys are split. What is
     common stays.
 
     With several processes save and restore a checkpoint instead,
@@ -28,7 +31,9 @@ def resize(state: Any, mesh: Replicas) -> Any:
 
     Args:
       state: any tree. In the states of this library's optimizers what is common is
-        known; outside of them numbers without an axis are, and all else is rows.
+        known; outside of them numbers without an axis are, and all else is rows. A
+        transformation's state of :func:`lift` counts as an inner optimizer's if it is
+        Optax's or Dion's. If it is another's, its floating-point numbers are averaged.
       mesh: with the new number of replicas. Within a replica arrays are sharded as they
         were, if it has the axes.
 
@@ -84,43 +89,45 @@ def row_kinds(state: Any) -> Any:
 
     That is "average", "copy" where a mean would mean nothing, or "forget".
     """
-
-    def of_rows(tree, copied=False):
-        def kind(x):
-            return "average" if _finite.is_float(x) and not copied else "copy"
-
-        return jax.tree.map(kind, tree)
-
     common = lambda tree: jax.tree.map(lambda x: "common", tree)
+    of_rows = lambda x, kind: kind if jnp.ndim(x) else "common"
+    copied = lambda tree: jax.tree.map(lambda x: of_rows(x, "copy"), tree)
 
-    is_dion = lambda node: isinstance(node, DionState)
+    def averaged(tree):
+        kind = lambda x: "average" if _finite.is_float(x) else "copy"
+        return jax.tree.map(lambda x: of_rows(x, kind(x)), tree)
 
-    def of_inner(node):
-        kinds = of_rows(node)
-        if not is_dion(node):
-            return kinds
-        # Columns of Q may have opposite signs, and cancel in a mean.
-        return kinds._replace(dion_q=of_rows(node.dion_q, copied=True))
+    def of_inner(tree):
+        # `average_factors` acts on the mean of Dion's momenta, which stays. (Columns of
+        # Q may have opposite signs, and cancel in a mean.)
+        of_dion = lambda x: copied(x)._replace(momentum=averaged(x.momentum))
+        is_dion = lambda node: isinstance(node, DionState)
+        kinds = lambda node: of_dion(node) if is_dion(node) else copied(node)
+        return jax.tree.map(kinds, tree, is_leaf=is_dion)
 
     def of_state(node):
-        if is_dion(node):  # lifted
-            return of_inner(node)
         if not isinstance(node, AdaptiveSyncState):
-            return "common" if jnp.ndim(node) == 0 else of_rows(node)
+            return of_inner(node) if is_inner(node) else averaged(node)
         counters = jax.tree.map(
             lambda x: "copy" if jnp.ndim(x) == 1 else "common", node.counters
         )
         # Means of parameters have another checksum.
         counters = counters._replace(checksum="forget")
-        rows = of_rows(node.rows)._replace(
-            inner_state=jax.tree.map(of_inner, node.rows.inner_state, is_leaf=is_dion),
-            remembered=of_rows(node.rows.remembered, copied=True),
+        rows = Rows(
+            before_state=copied(node.rows.before_state),
+            inner_state=of_inner(node.rows.inner_state),
+            remembered=copied(node.rows.remembered),
+            residual=averaged(node.rows.residual),
+            weight=averaged(node.rows.weight),
         )
-        return AdaptiveSyncState(
-            common=common(node.common), rows=rows, counters=counters
-        )
+        return AdaptiveSyncState(common(node.common), rows, counters)
 
-    is_state = lambda node: isinstance(node, AdaptiveSyncState | DionState)
+    def is_inner(node):  # of a lifted transformation
+        is_optax = type(node).__module__.partition(".")[0] == "optax"
+        is_state = isinstance(node, DionState) or (isinstance(node, tuple) and is_optax)
+        return is_state and not _trees.nodes_of(AdaptiveSyncState, node)
+
+    is_state = lambda node: isinstance(node, AdaptiveSyncState) or is_inner(node)
     return jax.tree.map(of_state, state, is_leaf=is_state)
 
 
@@ -164,11 +171,13 @@ def _resized(x: jax.Array, replicas: int, kind: str) -> jax.Array:
         return x[first]
     wide = _dtypes.at_least_float32(x)
     groups = wide.reshape(replicas, old // replicas, *x.shape[1:])
-    # From the first of each group, so that equal replicas give their own value.
-    base = groups[:, 0]
-    mean = base + jnp.mean(groups - groups[:, :1], axis=1)
-    # The best loss so far may be infinite, and infinity less infinity is NaN.
-    return jnp.where(jnp.isfinite(base), mean, base).astype(x.dtype)
+    finite = jnp.all(jnp.isfinite(groups), tuple(range(2, groups.ndim)), keepdims=True)
+    # From the first of each group that is finite, so that equal replicas give their own
+    # value. Where none is, the first stays: the best loss so far may be infinite.
+    base = jnp.take_along_axis(groups, jnp.argmax(finite, 1, keepdims=True), axis=1)
+    offsets = jnp.where(finite, groups - base, 0)
+    number = jnp.maximum(jnp.sum(finite, axis=1), 1)
+    return (base[:, 0] + jnp.sum(offsets, axis=1) / number).astype(x.dtype)
 
 
 resized_rows = jax.jit(_resized, static_argnames=("replicas", "kind"))

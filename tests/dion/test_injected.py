@@ -117,9 +117,8 @@ def test_a_rule_that_is_static_or_a_tree_is_taken():
         static(RATE, dimension_numbers=only_tall),
         tree(RATE, dimension_numbers=only_tall(params)),
     ):
-        assert jax.tree.structure(tx.init(params).inner_state) == jax.tree.structure(
-            plain
-        )
+        state: Any = tx.init(params)
+        assert jax.tree.structure(state.inner_state) == jax.tree.structure(plain)
 
 
 @pytest.mark.parametrize(

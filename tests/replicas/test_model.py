@@ -39,6 +39,32 @@ def test_the_mean_over_replicas():
     assert model["none"].shape == (0,)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("mesh", [replicas.make_mesh, replicas.simulated])
+def test_a_replica_that_is_not_finite_is_left_out(mesh, value):
+    """Of all arrays, also of those that are finite."""
+    rows = {
+        "a": np.array([[9.0, value], [1, 2], [3, 4], [5, 6]], np.float32),
+        "b": np.array([9.0, 1, 2, 3], np.float16),
+        "n": np.array([9, 1, 2, 3]),
+        "empty": np.zeros((4, 0), np.float32),
+    }
+    placed = jax.tree.map(lambda x: replicas.split(x, mesh(4))[:, 0], rows)
+    with pytest.warns(UserWarning, match=r"leaves out replicas \[0\].*repair"):
+        model = replicas.consensus(placed)
+    assert model["a"].tolist() == [3, 4]
+    assert model["b"] == 2
+    assert model["n"] == 1
+    under_jit = jax.jit(replicas.consensus)(rows)  # without a warning
+    helpers.assert_bitwise(under_jit, jax.tree.map(np.asarray, model))
+
+
+def test_a_consensus_of_no_finite_replica_is_not_finite():
+    with pytest.warns(UserWarning, match="No replica is finite"):
+        model = replicas.consensus({"w": np.array([[1.0, np.nan], [np.inf, 1]])})
+    assert not np.isfinite(model["w"]).any()
+
+
 @pytest.mark.parametrize("value", [3e38, -3e38])
 def test_the_mean_of_large_numbers_does_not_overflow(value):
     rows = {"w": np.full((8, 2), value, np.float32)}
@@ -72,6 +98,8 @@ def test_what_has_no_rows_has_no_consensus():
         replicas.consensus(replicas.consensus(rows))
     with pytest.raises(ValueError, match=r"such as state\.params"):
         replicas.consensus({"params": rows, "step": jnp.array(3)})
+    with pytest.raises(ValueError, match=r"\['b'\] of shape \(3,\)"):
+        replicas.consensus({"a": jnp.ones((2, 4)), "b": jnp.ones(3)})
 
 
 def by_hand(tree):

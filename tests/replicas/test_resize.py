@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import resized_main as run
 from jax.sharding import NamedSharding
@@ -27,16 +28,13 @@ def parts(state):
     (params, opt), dion = state["train"], cd.DionState
     is_dion = lambda node: isinstance(node, dion)
     nodes = jax.tree.leaves(opt.rows.inner_state, is_leaf=is_dion)
-    q = [node.dion_q for node in nodes if is_dion(node)]
-    no_q = lambda node: node._replace(dion_q=()) if is_dion(node) else node
-    inner = jax.tree.map(no_q, opt.rows.inner_state, is_leaf=is_dion)
-    floats = lambda tree, yes=True: [
-        x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating) == yes
-    ]
+    momenta = [node.momentum for node in nodes if is_dion(node)]
+    others = lambda node: node._replace(momentum=()) if is_dion(node) else node
+    inner = jax.tree.map(others, opt.rows.inner_state, is_leaf=is_dion)
     counters = opt.counters
     common = (opt.common, counters[:6], state["step"])
-    copied = (q, opt.rows.remembered, counters[6:-2], floats(inner, False))
-    return common, (params, floats(inner), opt.rows.residual), copied
+    copied = (inner, opt.rows.remembered, counters[6:-2])
+    return common, (params, momenta, opt.rows.residual, opt.rows.weight), copied
 
 
 @pytest.mark.parametrize(("old", "new"), [(8, 4), (4, 8), (4, 1)])
@@ -185,6 +183,104 @@ def test_numbers_that_may_be_keys_are_copied_with_a_warning():
         cd.replicas.resize(keys, cd.replicas.simulated(4))
     cd.replicas.resize(keys, cd.replicas.simulated(1))
     cd.replicas.resize({"count": jnp.zeros(2, jnp.uint32)}, cd.replicas.simulated(4))
+
+
+class Basis(NamedTuple):
+    basis: Any
+    moment: Any
+
+
+def in_a_basis(rank=2):
+    """As GaLore and SOAP: a momentum in the basis of the last gradient."""
+
+    def init(params):
+        basis = jax.tree.map(lambda x: jnp.eye(x.shape[0], rank), params)
+        return Basis(
+            basis, jax.tree.map(lambda x: jnp.zeros((rank, x.shape[1])), params)
+        )
+
+    def update(updates, state, params=None):
+        basis = jax.tree.map(lambda g: jnp.linalg.qr(g)[0][:, :rank], updates)
+        moment = jax.tree.map(
+            lambda q, g, m: 0.9 * m + q.T @ g, basis, updates, state.moment
+        )
+        step = jax.tree.map(lambda q, m: -0.1 * q @ m, basis, moment)
+        return step, Basis(basis, moment)
+
+    return optax.GradientTransformation(init, update)
+
+
+class Codes(NamedTuple):
+    codes: Any
+    scale: Any
+
+
+def in_codes():
+    """A momentum in 8 bits with a scale."""
+
+    def init(params):
+        codes = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.int8), params)
+        return Codes(codes, jax.tree.map(lambda x: jnp.float32(0), params))
+
+    def update(updates, state, params=None):
+        momentum = jax.tree.map(
+            lambda c, s, g: 0.9 * s * c.astype(jnp.float32) + g,
+            *(state.codes, state.scale, updates),
+        )
+        scale = jax.tree.map(lambda m: jnp.max(jnp.abs(m)) / 127, momentum)
+        codes = jax.tree.map(
+            lambda m, s: jnp.round(m / s).astype(jnp.int8), momentum, scale
+        )
+        return jax.tree.map(lambda m: -0.1 * m, momentum), Codes(codes, scale)
+
+    return optax.GradientTransformation(init, update)
+
+
+INNER = {
+    "basis": in_a_basis,
+    "codes": in_codes,
+    "adam": lambda: optax.adam(0.1),
+    "galore": lambda: optax.contrib.galore(0.1, rank=2),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_an_inner_state_stays_that_of_one_replica(name):
+    """A mean of bases is no basis, and one of scales does not fit the codes."""
+    mesh = cd.replicas.simulated(4)
+    reconcile = cd.synchronizers.reconcile()
+    tx = cd.adaptive_sync(INNER[name](), cd.triggers.every_k(2), reconcile, mesh)
+    draw = np.random.default_rng(0)
+    gradients = [
+        {"w": draw.normal(size=(4, 6, 5)).astype(np.float32)} for _ in range(3)
+    ]
+    *_, (params, state) = helpers.run(tx, mesh, {"w": jnp.ones((6, 5))}, gradients)
+    small = cd.replicas.resize({"p": params, "o": state}, cd.replicas.simulated(2))
+    first = jax.tree.map(lambda x: x[::2], state.rows.inner_state)
+    helpers.assert_bitwise(small["o"].rows.inner_state, first)
+    pairs = params["w"].reshape(2, 2, 6, 5)
+    np.testing.assert_allclose(small["p"]["w"], pairs.mean(1), atol=ATOL)
+
+
+@pytest.mark.parametrize("name", ["adam", "galore"])
+def test_a_lifted_state_of_optax_stays_that_of_one_replica(name):
+    mesh, params = cd.replicas.simulated(4), {"w": jnp.ones((4, 6, 5))}
+    tx = cd.replicas.lift(INNER[name](), mesh)
+    gradients = {"w": jax.random.normal(jax.random.key(0), (4, 6, 5))}
+    _, state = jax.jit(tx.update)(gradients, tx.init(params), params)
+    small = cd.replicas.resize({"s": state, "p": params}, cd.replicas.simulated(2))
+    helpers.assert_bitwise(small["s"], jax.tree.map(lambda x: x[::2], state))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_mean_leaves_out_what_is_not_finite(value):
+    """Else a replica that holds a NaN would spoil its neighbour's parameters."""
+    x = np.array([[1.0, 2], [value, 4], [5, value], [7, 8], [value, 1], [value, 2]])
+    x = x.astype(np.float32)
+    found = cd.replicas.resize({"w": x}, cd.replicas.simulated(3))["w"]
+    np.testing.assert_array_equal(found, [[1, 2], [7, 8], [value, 1]])
+    one = cd.replicas.resize({"w": x}, cd.replicas.simulated(1))["w"]
+    np.testing.assert_array_equal(one, [[4, 5]])
 
 
 def test_q_of_a_lifted_dion_is_copied():
