@@ -4,10 +4,12 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
@@ -42,10 +44,11 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
         ``map(jax.grad(f), mesh)``.
 
     Warns:
-      UserWarning: if an argument by keyword, or an array that the function closes over
-        or a `functools.partial` holds, looks like rows or is a random key; if the
-        function changes an object in place, such as an nnx module, and seems not to
-        return what it changed.
+      UserWarning: if an argument by keyword, or an array that the function uses and is
+        not given (of a closure, an object, a default or a global one), looks like rows
+        or is a random key; if the function changes an object in place, such as an nnx
+        module, and seems not to return what it changed. Of a key that the function
+        makes itself nobody knows.
 
     Example:
       >>> import jax.numpy as jnp
@@ -59,6 +62,8 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
     _rows.check_mesh(mesh)
     if mesh is None:
         return function
+
+    constants: list[Any] = []  # of the last trace, until they are looked at
 
     def watched(*rows, **common):
         arguments = [*rows, *common.values()]
@@ -77,8 +82,13 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
         except Exception as error:
             _explain(error, function)
             raise
-        _refuse_captured(program.consts)
-        _refuse_collectives(program.jaxpr)
+        programs = [*_programs(program)]
+        found = [x for each in programs for x in getattr(each, "consts", ())]
+        found = [x if isinstance(x, jax.Array) else np.asarray(x) for x in found]
+        _refuse_captured(found)
+        # A replica that asks for its number may fold it into a key.
+        asks = _refuse_collectives(programs)
+        constants[:] = [x for x in found if not (asks and _trees.may_be_key(x))]
         results = jaxpr_as_fun(program)(*jax.tree.leaves((rows, common)))
         return jax.tree.unflatten(jax.tree.structure(shapes), results), ()
 
@@ -101,8 +111,11 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
         for index, argument in enumerate(rows):
             _rows.check_rows(argument, mesh, f"Argument {index}")
         _rows.check_common(common, mesh)
-        _warn_of_captured(function, mesh)
-        return run_rows(rows, common)
+        results = run_rows(rows, common)
+        if _rows.count(mesh) > 1:
+            _warn_of_captured(constants, _cells(function), mesh)
+        constants.clear()
+        return results
 
     return run
 
@@ -182,43 +195,62 @@ def _refuse_captured(constants: Any) -> None:
         )
 
 
-def _warn_of_captured(function: Callable[..., Any], mesh: Replicas) -> None:
-    """Warns of random keys, and of what looks like rows: on one device nobody knows."""
-    if _rows.count(mesh) == 1:
-        return
-    is_known = lambda x: isinstance(x, Tracer) or _rows.has_rows(x)
-    for captured in _cells(function):
+def _warn_of_captured(
+    constants: Sequence[Any], cells: Sequence[Any], mesh: Replicas
+) -> None:
+    """Warns of random keys, and of what looks like rows: on one device nobody knows.
+
+    Of a closure that is each thing that it closes over. All else, such as a global
+    array, is known as a constant of the program, among which are also small tables.
+    """
+    if any(_trees.may_be_key(x) for x in constants):
+        warnings.warn(
+            "The function given to replicas.map uses a random key that is not its "
+            "argument, with which all replicas draw the same numbers, as of dropout, "
+            "unless it folds in jax.lax.axis_index. Pass jax.random.split(key, "
+            "replicas) by position.",
+            stacklevel=3,
+        )
+    tables = [x for x in constants if jnp.ndim(x) > 1]
+    for captured in (*cells, tables):
         leaves = jax.tree.leaves(captured)
-        if any(is_known(x) for x in leaves):  # an error, where they are traced
-            continue
-        if any(_trees.may_be_key(x) for x in leaves):
+        is_known = any(isinstance(x, Tracer) or _rows.has_rows(x) for x in leaves)
+        if not is_known and _rows.look_like_rows(captured, mesh):
             warnings.warn(
-                "The function given to replicas.map holds a random key, with which all "
-                "replicas draw the same numbers, as of dropout, unless it folds in "
-                "jax.lax.axis_index. Pass jax.random.split(key, replicas) by position.",
+                "The function given to replicas.map uses an array of shape "
+                f"{leaves[0].shape} that is not its argument, and each replica takes "
+                "all of it. If it is a row for each replica, pass it as an argument.",
                 stacklevel=3,
             )
-        elif _rows.look_like_rows(captured, mesh):
-            warnings.warn(
-                "The function given to replicas.map holds an array of shape "
-                f"{leaves[0].shape}, and each replica takes all of it. If it is a row "
-                "for each replica, pass it as an argument.",
-                stacklevel=3,
-            )
+            return
 
 
-def _refuse_collectives(jaxpr: Any) -> None:
-    """Looks for communication over the replica axis, in inner programs too."""
-    for equation in jaxpr.eqns:
+def _programs(program: Any) -> Iterator[Any]:
+    """A traced program and all programs inside of it."""
+    yield program
+    is_program = lambda x: hasattr(getattr(x, "jaxpr", x), "eqns")
+    for equation in getattr(program, "jaxpr", program).eqns:
+        given = [*equation.params.values()]
+        for inner in jax.tree.leaves(given, is_leaf=is_program):
+            if is_program(inner):
+                yield from _programs(inner)
+
+
+def _refuse_collectives(programs: Sequence[Any]) -> bool:
+    """Looks for communication over the replica axis.
+
+    Returns:
+      Whether a program asks for the number of its replica.
+    """
+    asks = False
+    for equation in (x for each in programs for x in getattr(each, "jaxpr", each).eqns):
         given = equation.params
         axes = jax.tree.leaves([given.get("axes", ()), given.get("axis_name", ())])
+        asks |= AXIS in axes
         if AXIS in axes and equation.primitive.name != "axis_index":
             raise ValueError(
                 f"The function given to replicas.map calls {equation.primitive.name} "
                 f"over {AXIS!r}. The optimizer averages, at syncs: drop the pmean from "
                 "the loss and the gradients, and average metrics after map."
             )
-        is_program = lambda x: hasattr(getattr(x, "jaxpr", x), "eqns")
-        for inner in jax.tree.leaves([*given.values()], is_leaf=is_program):
-            if is_program(inner):
-                _refuse_collectives(getattr(inner, "jaxpr", inner))
+    return asks

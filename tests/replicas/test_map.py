@@ -39,6 +39,11 @@ def loss_fn(params, x, scale=1.0):
     return scale * jnp.mean(hidden**2)
 
 
+def in_jit(function):
+    """A program inside of the function's own, which has constants of its own."""
+    return lambda *arguments: jax.jit(function)(*arguments) + 0
+
+
 def row(tree, index):
     return jax.tree.map(lambda x: x[index], tree)
 
@@ -131,7 +136,7 @@ def test_a_key_is_split_for_the_replicas(mesh, make_key):
     with pytest.warns(UserWarning, match="'key' has a random key"):
         draw(ones, key=key)
     closed = replicas.map(lambda x: x * jax.random.uniform(key), mesh())
-    with pytest.warns(UserWarning, match="holds a random key"):
+    with pytest.warns(UserWarning, match="uses a random key that"):
         closed(ones)
     assert len({*draw(ones, jax.random.split(key, REPLICAS)).tolist()}) == REPLICAS
 
@@ -147,6 +152,88 @@ def test_a_key_may_be_folded_with_the_number_of_the_replica(mesh):
         drawn = replicas.map(draw, mesh())(jnp.ones(REPLICAS), key=key)
     fold = lambda i: jax.random.uniform(jax.random.fold_in(key, i))
     np.testing.assert_array_equal(drawn, [fold(i) for i in range(REPLICAS)])
+
+
+GLOBAL_KEY, GLOBAL_NUMBERS = jax.random.key(1), jax.random.PRNGKey(1)
+BATCH = np.arange(4.0, dtype=np.float32).reshape(2, 2)
+
+
+class Held:
+    """An object whose bound method is mapped."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def draw(self, x):
+        return x * jax.random.uniform(self.held)
+
+    def loss(self, w):
+        return jnp.sum(w * self.held)
+
+
+def default_key(x, key=GLOBAL_KEY):
+    return x * jax.random.uniform(key)
+
+
+# Each replica draws the same numbers.
+WITH_A_KEY = {
+    "global key": lambda x: x * jax.random.uniform(GLOBAL_KEY),
+    "global numbers": lambda x: x * jax.random.uniform(GLOBAL_NUMBERS),
+    "global key of a step": lambda x, step=3: (
+        x * jax.random.uniform(jax.random.fold_in(GLOBAL_KEY, step))
+    ),
+    "default": default_key,
+    "bound method": Held(GLOBAL_KEY).draw,
+    "inner jit": lambda x: jax.jit(lambda y: y * jax.random.uniform(GLOBAL_KEY))(x),
+    "scan": lambda x: lax.scan(
+        lambda c, _: (c * jax.random.uniform(GLOBAL_KEY), ()), x, None, 2
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", WITH_A_KEY)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_key_that_is_no_argument_is_warned_of(name, wrap):
+    run = wrap(replicas.map(WITH_A_KEY[name], SMALL))
+    with pytest.warns(UserWarning, match="uses a random key that is not its argument"):
+        drawn = run(jnp.ones(2))
+    assert drawn[0] == drawn[1]
+
+
+def test_a_global_key_may_be_folded_with_the_number_of_the_replica():
+    def draw(x):
+        key = jax.random.fold_in(GLOBAL_KEY, lax.axis_index(replicas.AXIS))
+        return x * jax.random.uniform(key)
+
+    drawn = replicas.map(draw, SMALL)(jnp.ones(2))
+    assert drawn[0] != drawn[1]
+
+
+@pytest.mark.parametrize("array", [jnp.asarray, np.asarray])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad, in_jit])
+def test_rows_that_an_object_holds_are_warned_of(array, wrap):
+    run = replicas.map(wrap(Held(array(BATCH)).loss), SMALL)
+    with pytest.warns(UserWarning, match=r"shape \(2, 2\) that is not its argument"):
+        run(jnp.ones(2))
+
+
+def test_small_tables_are_common():
+    """Vectors of a function's own, and matrices beside other tables."""
+    table = np.ones((3, 4), np.float32)
+
+    def use(w):
+        weights, matrix = jnp.array([0.2, 0.8]), jnp.array([[1.0, 2.0], [3.0, 4.0]])
+        return w * jnp.sum(weights) * jnp.sum(matrix) * jnp.sum(table)
+
+    assert replicas.map(use, SMALL)(jnp.ones(2)).shape == (2,)
+
+
+def test_rows_on_devices_that_an_inner_jit_captures_are_refused():
+    mesh = replicas.make_mesh(2)
+    batch = replicas.split(np.ones((4, 3), np.float32), mesh)
+    inner = jax.jit(lambda w: jnp.sum(w) * jnp.sum(batch))
+    with pytest.raises(ValueError, match="arrays that are not its arguments"):
+        replicas.map(inner, mesh)(replicas.replicate(jnp.ones(3), mesh))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", None])
