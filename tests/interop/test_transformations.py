@@ -52,6 +52,7 @@ INNER = {
     "adam": optax.adam(0.1),
     "MultiSteps": optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
     "apply_if_finite": optax.apply_if_finite(optax.adam(0.1), 3),
+    "apply_every": optax.chain(optax.sgd(0.1), optax.apply_every(2)),
     "inject_hyperparams": optax.inject_hyperparams(optax.sgd)(
         optax.linear_schedule(0.1, 0.0, 8)
     ),

@@ -100,6 +100,7 @@ AFTER = {
     "scale": optax.scale(0.5),
     "decay": optax.add_decayed_weights(-0.01),
     "ema": optax.ema(0.9),
+    "apply_every": optax.apply_every(2),
     "frozen": optax.masked(
         optax.set_to_zero(), dict.fromkeys(PARAMS, False) | {"tall": True}
     ),
