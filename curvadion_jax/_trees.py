@@ -1,6 +1,7 @@
 """Trees: names of their leaves, checks, nodes of one class, small arrays packed."""
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +26,31 @@ def is_box(node: Any) -> bool:
         and base.__module__.partition(".")[0] == "flax"
         for base in type(node).__mro__
     )
+
+
+def shared_as(like: Any, tree: Any) -> Any:
+    """The tree, whose nnx modules share parts as those of `like` do.
+
+    JAX takes an nnx module for a tree, and makes two of a layer that is used twice. The
+    first of them stays. Flax is no dependency: who has a module has imported it.
+    """
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return tree
+    is_module = lambda node: isinstance(node, nnx.Pytree)
+
+    def share(old, new):
+        if not is_module(old):
+            return new
+        graph, state = nnx.split(old)
+        paths = [path for path, _ in nnx.to_flat_state(state)]
+        if len(paths) == len(jax.tree.leaves(old)):  # Nothing is shared.
+            return new
+        found = dict(nnx.to_flat_state(nnx.state(new)))
+        kept = nnx.from_flat_state({path: found[path] for path in paths})
+        return nnx.merge(graph, kept)
+
+    return jax.tree.map(share, like, tree, is_leaf=is_module)
 
 
 def leaves_with_names(tree: Any) -> list[tuple[Names, Any]]:

@@ -180,7 +180,8 @@ def restore(
     if bad := [n for n in leaves if digests.get(n) != notes["digests"][n]]:
         raise _damaged(path, found, f"differs in {len(bad)} arrays {bad[:5]}")
     values = [restored[name] for name in leaves]
-    return jax.tree.unflatten(jax.tree.structure(target), values)
+    tree = jax.tree.unflatten(jax.tree.structure(target), values)
+    return _trees.shared_as(target, tree)
 
 
 def _resized(x: jax.Array, wanted: Any, kind: str) -> jax.Array:

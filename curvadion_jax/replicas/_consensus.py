@@ -62,7 +62,7 @@ def consensus(rows: Any) -> Any:
     means, finite = run(rows)
     if not isinstance(finite, Tracer):
         _warn_of_left_out(jax.device_get(finite))
-    return means
+    return _trees.shared_as(rows, means)
 
 
 def _known_sharding(x: Any) -> NamedSharding | None:
@@ -121,7 +121,8 @@ def divergence(rows: Any) -> jax.Array:
       >>> print(f"{spread:.4f}")  # 1 / sqrt(17)
       0.2425
     """
-    return _divergence(jax.tree.leaves(rows))
+    # What is shared, such as a layer that is used twice, counts once.
+    return _divergence([*{id(x): x for x in jax.tree.leaves(rows)}.values()])
 
 
 @jax.jit

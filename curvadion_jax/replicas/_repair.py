@@ -32,7 +32,7 @@ def repair(rows: Any, anchor: Any = None) -> Any:
       >>> repair(rows, {"w": jnp.array([2.0])})["w"].ravel().tolist()
       [1.0, 2.0, 3.0]
     """
-    return jax.jit(_repaired)(rows, anchor)
+    return _trees.shared_as(rows, jax.jit(_repaired)(rows, anchor))
 
 
 def _repaired(rows: Any, anchor: Any) -> Any:

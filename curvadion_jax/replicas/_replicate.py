@@ -44,7 +44,7 @@ def replicate(tree: Any, mesh: Replicas) -> Any:
     """
     _rows.check_mesh(mesh)
     if mesh is None:
-        return jax.tree.map(jnp.asarray, tree)
+        return _trees.shared_as(tree, jax.tree.map(jnp.asarray, tree))
     replicas = _rows.count(mesh)
     _keys.warn_of_raw_keys(tree, (), "replicate")
 
@@ -57,7 +57,7 @@ def replicate(tree: Any, mesh: Replicas) -> Any:
 
     copy = lambda tree: jax.tree.map(broadcast, tree)
     if isinstance(mesh, Simulated):
-        return jax.jit(copy)(tree)
+        return _trees.shared_as(tree, jax.jit(copy)(tree))
 
     def sharding(x):
         inner = getattr(x, "sharding", None)
@@ -65,8 +65,9 @@ def replicate(tree: Any, mesh: Replicas) -> Any:
             return NamedSharding(mesh, P(AXIS, *inner.spec))
         return NamedSharding(mesh, P(AXIS))
 
-    tree = jax.tree.map(lambda x: _on_mesh(x, mesh), tree)
-    return jax.jit(copy, out_shardings=jax.tree.map(sharding, tree))(tree)
+    moved = jax.tree.map(lambda x: _on_mesh(x, mesh), tree)
+    rows = jax.jit(copy, out_shardings=jax.tree.map(sharding, moved))(moved)
+    return _trees.shared_as(tree, rows)
 
 
 def _on_mesh(x: Any, mesh: Mesh) -> Any:
@@ -130,7 +131,7 @@ def place(tree: Any, mesh: Replicas) -> Any:
         # A copy, which may be donated.
         return jax.jit(jnp.array, out_shardings=everywhere)(x)
 
-    return jax.tree.map(common, tree)
+    return _trees.shared_as(tree, jax.tree.map(common, tree))
 
 
 def split(batch: Any, mesh: Replicas, spec: P | None = None) -> Any:

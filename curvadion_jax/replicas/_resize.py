@@ -64,7 +64,8 @@ def resize(state: Any, mesh: Replicas) -> Any:
         new = resized_rows(x, replicas=replicas, kind=kind) if is_row else x
         return _placed(new, x, mesh, is_row)
 
-    return jax.tree.map(resized, state, row_kinds(state))
+    new = jax.tree.map(resized, state, row_kinds(state))
+    return _trees.shared_as(state, new)
 
 
 def _number_of_rows(state: Any) -> int:
@@ -111,8 +112,9 @@ def row_kinds(state: Any) -> Any:
         counters = jax.tree.map(
             lambda x: "copy" if jnp.ndim(x) == 1 else "common", node.counters
         )
-        # Means of parameters have another checksum.
-        counters = counters._replace(checksum="forget")
+        # Means of parameters have another checksum. (nnx keeps it in a variable.)
+        forget = jax.tree.map(lambda _: "forget", node.counters.checksum)
+        counters = counters._replace(checksum=forget)
         rows = Rows(
             before_state=copied(node.rows.before_state),
             inner_state=of_inner(node.rows.inner_state),

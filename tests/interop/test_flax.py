@@ -140,6 +140,71 @@ def test_counters_and_the_anchor_are_found_in_nnx_states(merged):
     helpers.assert_bitwise(cd.replicas.anchor(state), params)
 
 
+class Twice(nnx.Module):
+    """A layer that is used twice, a kernel that two layers have, random streams."""
+
+    def __init__(self, rngs):
+        layer = nnx.Linear(4, 4, rngs=rngs)
+        self.layers = nnx.List([layer, layer])
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.tied = nnx.Linear(4, 4, rngs=rngs)
+        self.tied.kernel = layer.kernel
+
+
+def restored(module, folder):
+    cd.checkpoint.save(folder, 1, {"module": module})
+    return cd.checkpoint.restore(folder, {"module": module})["module"]
+
+
+SIMULATED = cd.replicas.simulated(2)
+OF_ROWS = {
+    "consensus": lambda rows, _: cd.replicas.consensus(rows),
+    "in a tree": lambda rows, _: cd.replicas.consensus({"a": rows})["a"],
+    "repair": lambda rows, _: cd.replicas.repair(rows),
+    "resize": lambda rows, _: cd.replicas.resize(rows, cd.replicas.simulated(4)),
+    "replicate": lambda rows, _: cd.replicas.replicate(
+        cd.replicas.consensus(rows), SIMULATED
+    ),
+    "place": lambda rows, _: cd.replicas.place(rows, cd.replicas.make_mesh(1)),
+    "restore": restored,
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_what_an_nnx_module_shares_stays_shared(name, tmp_path):
+    """JAX takes a module for a tree, and makes two of what is used twice."""
+    graph, state = nnx.split(Twice(nnx.Rngs(0)))
+    rows = cd.replicas.replicate(state, SIMULATED)
+    found = OF_ROWS[name](nnx.merge(graph, rows), tmp_path)
+    assert found.layers[0] is found.layers[1]
+    assert found.tied.kernel is found.layers[0].kernel
+    wanted = OF_ROWS[name](rows, tmp_path / "state")
+    assert nnx.split(found)[0] == graph
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    numbers = lambda x: jax.random.key_data(x) if is_key(x) else x
+    helpers.assert_bitwise(*jax.tree.map(numbers, (nnx.state(found), wanted)))
+
+
+def test_what_is_shared_diverges_once():
+    graph, state = nnx.split(Twice(nnx.Rngs(0)))
+    rows = cd.replicas.replicate(state, SIMULATED)
+    apart = jax.tree.map(
+        lambda x: x.at[1].multiply(2) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+        rows,
+    )
+    apart["tied"]["bias"][...] += 1.0  # else shared arrays count as the others do
+    found = cd.replicas.divergence(nnx.merge(graph, apart))
+    assert found == cd.replicas.divergence(apart)
+
+
+def test_an_nnx_optimizer_is_resized():
+    graph, state = nnx.split(Twice(nnx.Rngs(0)))
+    network = nnx.merge(graph, cd.replicas.replicate(state, SIMULATED))
+    before = nnx.Optimizer(network, sgd(SIMULATED), wrt=nnx.Param)
+    after = cd.replicas.resize(before, cd.replicas.simulated(4))
+    assert cd.metrics.read(after.opt_state)["replicas"] == 4
+
+
 def test_specs_of_an_nnx_model_whose_kernel_is_divided():
     """`nnx.Optimizer` gives `init` variables, and `update` their arrays."""
     mesh = cd.replicas.make_mesh(2, {"fsdp": 2})
