@@ -63,6 +63,7 @@ class Follower:
         self._roster: Roster = {}
         self._residual = model.zeros()
         self._since = 0  # the round from which this site's tokens are counted
+        self._heaviest = ""  # who had most of the weight in the last round
         self._reported = 0.0  # when this site had a contribution, or reported a round
         self._open_round()
 
@@ -95,9 +96,7 @@ class Follower:
                 # The commit has confirmed the outer side before it.
                 _run.write_snapshot(self.store, outer, self._roster, number)
             outer = self.model.step(outer, messages, len(roster))
-        for entry in commit["rejected"]:
-            text = "round %d: the contribution of %.99r does not count: %.999r"
-            log.warning(text, number, entry["name"], entry["why"])
+        self._report_commit(commit)
         with self.changed:
             if self.contribution is not None:
                 self._decide(self.contribution, commit, after)
@@ -244,6 +243,22 @@ class Follower:
                 f"{theirs!r:.40}. Give all sites the same outer optimizer, compressor, "
                 "JAX and Optax, and start this site again."
             )
+
+    def _report_commit(self, commit: dict[str, Any]) -> None:
+        """Logs what in a commit an operator should look at."""
+        for entry in commit["rejected"]:
+            text = "round %d: the contribution of %.99r does not count: %.999r"
+            log.warning(text, self.number, entry["name"], entry["why"])
+        weights = {x["name"]: x["weight"] for x in commit["contributors"]}
+        whole, heaviest = math.fsum(weights.values()), self._heaviest
+        self._heaviest = ""
+        for name, weight in weights.items():
+            if len(weights) >= 3 and weight > whole / 2:
+                self._heaviest = name
+        if self._heaviest not in ("", heaviest):  # Once, and not in every round.
+            text = "round %d: %r has %.1f%% of the weight. Compare the sites' tokens."
+            share = 100 * weights[self._heaviest] / whole
+            log.warning(text, self.number, self._heaviest, share)
 
     def _report(self, now: float, members: _run.Members) -> None:
         """Logs once a minute whom a round waits for."""

@@ -23,6 +23,8 @@ from curvadion_jax.sites._store import InvalidError, Store, StoreError, attempts
 FORGET = 4
 # Of three or more contributions, those beyond so many median norms are rejected.
 MAX_NORM = 10.0
+# A contribution of many rounds may be so many times as long as one of a single round.
+_MOST_ROUNDS = 32
 # Snapshots that are kept. Rounds before the first of them are collected.
 _KEPT = 2
 
@@ -162,7 +164,9 @@ def _judged(
     for x in readable:
         _, own = awaited.get(x.name, (0, usual))
         times = x.header["tokens"] / max(own, usual)
-        paces[x.name] = x.norm / max(x.header["rounds"], times)
+        # Both numbers are the site's own word, so they excuse a bounded length alone.
+        rounds = min(max(x.header["rounds"], times), _MOST_ROUNDS)
+        paces[x.name] = x.norm / rounds
     # With two contributions nobody can tell which of them is wrong.
     median = _median(paces[x.name] for x in fine)
     most = MAX_NORM * median if len(fine) >= 3 and median > 0 else math.inf
@@ -187,9 +191,9 @@ def commit(
 ) -> dict[str, Any]:
     """The commit of a round: which contributions count, and how much.
 
-    A site's share of the mean is its tokens per round over those of all expected sites.
-    An absent site contributes its drift later, with the same share, so nothing counts
-    twice. Weights are in units of the mean share.
+    A site's share of the mean is its tokens per round over those of all expected sites,
+    which are bounded (see `largest_rate`). An absent site contributes its drift later,
+    with the same share, so nothing counts twice. Weights are in units of the mean share.
 
     With fewer contributions than are needed none counts. The round then ends for
     rejected sites, and the others contribute the same to the next one.
@@ -197,8 +201,10 @@ def commit(
     received = _judged(received, before, awaited)
     valid = [each for each in received if not each.why]
     valid = valid if len(valid) >= needed else []
-    rates = {x.name: x.header["tokens"] / x.header["rounds"] for x in valid}
-    roster = {**awaited, **{name: [number, rate] for name, rate in rates.items()}}
+    own = {x.name: x.header["tokens"] / x.header["rounds"] for x in valid}
+    roster = {**awaited, **{name: [number, rate] for name, rate in own.items()}}
+    most = _headers.largest_rate(rate for _, rate in roster.values())
+    roster = {name: [last, min(rate, most)] for name, (last, rate) in roster.items()}
     mean = math.fsum(rate for _, rate in roster.values()) / max(1, len(roster))
     return {
         "before": before,
@@ -208,7 +214,7 @@ def commit(
                 "uid": x.header["uid"],
                 "sha256": x.header["sha256"],
                 "tokens": x.header["tokens"],
-                "weight": rates[x.name] / mean,
+                "weight": roster[x.name][1] / mean,
             }
             for x in valid
         ],
@@ -228,7 +234,7 @@ def read_commit(
     key = commit_key(number)
     if (found := store.read(key, exists=exists)) is None:
         return None
-    _headers.check_commit(key, found[0])
+    _headers.check_commit(key, found[0], number)
     return found[0]
 
 
@@ -252,7 +258,7 @@ def load(store: Store, model: Model, least: int = 0) -> tuple[Outer, Roster, int
             if found is None or (number and commit is None):
                 raise InvalidError(f"{key} is missing, or the commit after it.")
             header, arrays = found
-            _headers.check_snapshot(key, header)
+            _headers.check_snapshot(key, header, number)
             outer = model.from_snapshot(arrays)
             if commit is not None and commit["before"] != outer.digest:
                 raise InvalidError(f"The commit after {key} does not confirm it.")

@@ -188,6 +188,32 @@ def test_a_site_that_trained_while_the_others_were_away_may_have_gone_far():
     assert c.outcomes == [""]
 
 
+@pytest.mark.parametrize("jump", [1e3, 1e15])
+def test_a_jump_in_tokens_takes_a_bounded_share_and_is_logged_once(caplog, jump):
+    """Its share counts as at most 1,000 times the median."""
+    sites = named("abcd", quorum=4)
+    settle(*sites, by=[1.0] * 4)
+    assert not caplog.records
+    for _ in range(2):
+        for site in sites:
+            site.send(1.0, tokens=jump if site.name == "d" else 1.0)
+        settle(*sites)
+    weights = {x["name"]: x["weight"] for x in sites[0].commit_of(1)["contributors"]}
+    assert weights["d"] / weights["a"] == pytest.approx(1000)
+    lines = {record.getMessage() for record in caplog.records}
+    assert lines == {"round 1: 'd' has 99.7% of the weight. Compare the sites' tokens."}
+    assert len(caplog.records) == len(sites)  # each logs it once
+
+
+def test_a_share_of_one_among_two_is_not_bounded(caplog):
+    a, b = named("ab", quorum=2)
+    a.send(0.0)
+    b.send(1.0, tokens=1e6)
+    settle(a, b)
+    assert a.moved() == pytest.approx(1.0, abs=ROUNDING)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("lost", ["rounds/", "bodies/rounds/", "members/"])
 def test_what_the_store_has_lost_is_sent_again(lost):
     a, b = named("ab", quorum=2)

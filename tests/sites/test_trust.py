@@ -65,6 +65,14 @@ CASES = {
     "without tokens": (sent(tokens=0), "no usable tokens"),
     "of endless tokens": (sent(tokens=float("inf")), "no usable tokens"),
     "of no rounds": (sent(rounds=None), "no usable tokens"),
+    "of so many rounds": (
+        sent([x * 1e4 for x in GOOD], rounds=10**8),
+        "is beyond 10 times the median",
+    ),
+    "of so many tokens": (
+        sent([x * 1e4 for x in GOOD], tokens=1e15),
+        "is beyond 10 times the median",
+    ),
     "of other bytes": (changed(lambda x: x[:-1] + b"7", BODY), "not match its digest"),
     "cut off": (changed(lambda x: x[:-1], BODY), "not match its digest"),
     "with a huge header": (changed(lambda x: x + bytes(2**22)), "and not 4194304"),
@@ -144,6 +152,18 @@ FORGED = {
     "a roster of words": ({"roster": {"a": "one"}}, "roster"),
     "a roster of paths": ({"roster": {"a": [0, 1.0], "../x": [0, 1.0]}}, "roster"),
     "endless tokens": ({"roster": {"a": [0, 1e308]}}, "roster"),
+    "no tokens": ({"roster": {"a": [0, 1.0], "b": [0, 0]}}, "roster"),
+    # Who counts in a round to come would be expected until then.
+    "a round to come": ({"roster": {"a": [0, 1.0], "d": [1, 1.0]}}, "roster"),
+    "a round before the first": ({"roster": {"a": [-1, 1.0]}}, "roster"),
+    "a rate that takes the mean": (
+        {"roster": {"a": [0, 1.0], "b": [0, 1.0], "d": [0, 1001.0]}},
+        "roster",
+    ),
+    "more than the whole weight": (
+        {"contributors": [ENTRY | {"weight": 1.1}]},
+        "contributors",
+    ),
 }
 
 
@@ -172,7 +192,14 @@ def test_a_commit_that_rejects_by_these_rules_is_followed():
     assert a.follower.number == 1
 
 
-@pytest.mark.parametrize("roster", [None, [], {"a": 7}, {"a": [0, float("nan")]}])
+@pytest.mark.parametrize(
+    "roster",
+    [
+        *(None, [], {"a": 7}, {"a": [0, float("nan")]}),
+        {"a": [4, 1.0]},  # before round 4 nobody has counted in it
+        {"a": [3, 1.0], "b": [3, 1.0], "d": [3, 1e9]},
+    ],
+)
 def test_a_snapshot_with_a_digest_and_no_usable_roster_is_passed_over(roster):
     store = MemoryStore()
     a = ByHand(store, "a", snapshot_every=2)
