@@ -1,8 +1,9 @@
 """What in a folder is no object: it is ignored and counted.
 
 `obstore` lists nothing of a folder in which one entry is odd: a link to itself, or a
-name that is not UTF-8. It reads a pipe until somebody writes to it. A shared folder has
-more users than the run, so sites look at its entries themselves.
+name that is not UTF-8. It reads a pipe until somebody writes to it, and follows links
+out of the folder. A shared folder has more users than the run, so sites look at its
+entries themselves. The folder may be a link, and nothing in it.
 """
 
 import logging
@@ -35,6 +36,9 @@ class Folder:
     def keys(self, prefix: str) -> list[str]:
         """Keys of the objects below a prefix."""
         found = []
+        if (link := self._link(prefix.rstrip("/"))) is not None:
+            self._ignore(link)
+            return found
         for path, is_file in self._entries(self._root / prefix):
             key = path.relative_to(self._root).as_posix()
             if is_file and _KEY.fullmatch(key):
@@ -43,31 +47,37 @@ class Folder:
                 self._ignore(key)
         return found
 
-    def has_odd(self, key: str) -> bool:
-        """Whether something that is no file lies at a key."""
-        path = self._root / key
-        try:
-            odd = not stat.S_ISREG(path.stat().st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            odd = path.is_symlink()  # to nowhere
-        except OSError:  # a link to itself
-            odd = True
-        if odd:
-            self._ignore(key)
+    def odd_at(self, key: str) -> str | None:
+        """What lies at a key, or at a folder of its path, and is no such thing."""
+        odd = self._link(key)
+        if odd is None:
+            try:
+                is_file = stat.S_ISREG((self._root / key).lstat().st_mode)
+            except OSError:  # not there, or the request will say why
+                return None
+            odd = None if is_file else key
+        if odd is not None:
+            self._ignore(odd)
         return odd
 
-    def make_room(self, key: str) -> bool:
-        """Whether an object can lie at a key: an empty folder is removed from there."""
-        if self.has_odd(key):
+    def make_room(self, key: str) -> str | None:
+        """Removes an empty folder from a key. Returns what else is in its way."""
+        if self.odd_at(key) == key:
             with suppress(OSError):
                 (self._root / key).rmdir()
-        return not self.has_odd(key)
+        return self.odd_at(key)
+
+    def _link(self, key: str) -> str | None:
+        """The first part of a path that is a link."""
+        parts = key.split("/") if key else []
+        for count in range(1, len(parts) + 1):
+            part = "/".join(parts[:count])
+            if os.path.islink(self._root / part):
+                return part
+        return None
 
     def _entries(self, folder: Path) -> Iterator[tuple[Path, bool]]:
-        """Paths below a folder that are no folders, and whether they are files.
-
-        Links to files are followed, as `obstore` does; links to folders are not.
-        """
+        """Paths below a folder that are no folders, and whether they are files."""
         try:
             with os.scandir(folder) as found:
                 entries = list(found)
@@ -80,7 +90,7 @@ class Folder:
                     yield from self._entries(path)
                 except PermissionError:
                     yield path, False
-            elif entry.is_file(follow_symlinks=False) or os.path.isfile(path):
+            elif entry.is_file(follow_symlinks=False):
                 yield path, True
             elif os.path.lexists(path):  # not removed meanwhile
                 yield path, False

@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 from curvadion_jax.sites import _headers, _run
 from curvadion_jax.sites._model import Arrays, Model, Outer, log, to_host, wide
 from curvadion_jax.sites._run import Received, Roster
-from curvadion_jax.sites._store import InvalidError, Store, StoreError
+from curvadion_jax.sites._store import InvalidError, Store, StoreError, attempts
 
 # Seconds for which a round may wait, or a store be away, before the log reports it.
 _PATIENCE = 60.0
@@ -158,10 +159,12 @@ class Follower:
         if own is None or not own.sent:
             return False
         members = self._members()
-        there = self.store.keys(_run.contribution_key(number, ""))
-        for name in members.newest.keys() - self._received.keys():
-            if _run.contribution_key(number, name) in there:
-                self._read(name)
+        there = {*self.store.keys(_run.contribution_key(number, ""))}
+        self._receive(
+            name
+            for name in members.newest.keys() - self._received.keys()
+            if _run.contribution_key(number, name) in there
+        )
         if self.name not in self._received:  # the store has lost it, or its body
             self.contribution = own._replace(sent=False)
         now = time.monotonic()
@@ -206,31 +209,54 @@ class Follower:
 
     def _open_round(self) -> None:
         self._received: dict[str, Received] = {}
+        self._not_found: set[str] = set()  # listed, and not there after all attempts
         self._complete = math.inf  # when the quorum was there
 
-    def _read(self, name: str) -> Received | None:
-        """A contribution to the open round, as it is in the store; None if it is not.
+    def _receive(self, names: Iterable[str]) -> None:
+        """Reads contributions to the open round, as they are in the store.
+
+        Those that are damaged or not found are looked at again, all together: many of
+        them delay the round by no more than one.
+        """
+        pending = {*names}
+        for _ in attempts():
+            for name in sorted(pending):
+                received, is_certain = self._look(name)
+                if received is not None:
+                    self._received[name] = received
+                if is_certain:
+                    pending.remove(name)
+            if pending <= self._not_found:
+                break
+        self._not_found |= pending - self._received.keys()
+
+    def _look(self, name: str) -> tuple[Received | None, bool]:
+        """A contribution to the open round, None if it is not there; is that certain?
 
         One that cannot count is returned with the reason.
         """
         key = _run.contribution_key(self.number, name)
         try:
-            found = self.store.read(key, self.model.message, exists=True)
-            if found is None:
-                return None
-            _headers.check_contribution(found[0])
-            norm = self.model.norm(found[1])
-            why = "" if math.isfinite(norm) else "It contains NaN or Inf."
-            received = Received(name, *found, norm, why)
+            found = self.store.look(key, self.model.message)
         except InvalidError as error:
-            received = Received(name, {}, [], why=str(error))
-        self._received[name] = received
-        return received
+            return Received(name, {}, [], why=str(error)), False
+        if found is None:
+            return None, False
+        try:
+            _headers.check_contribution(found[0])
+        except InvalidError as error:
+            return Received(name, {}, [], why=str(error)), True
+        norm = self.model.norm(found[1])
+        why = "" if math.isfinite(norm) else "It contains NaN or Inf."
+        return Received(name, *found, norm, why), True
 
     def _committed(self, entry: dict[str, Any]) -> Received | None:
         """A contribution that counts in the open round; None if it is not there."""
-        for look in (self._received.get, self._read):
-            found = look(entry["name"])
+        name = entry["name"]
+        for read in (False, True):
+            if read:
+                self._receive([name])
+            found = self._received.get(name)
             if found and found.header.get("sha256") == entry["sha256"]:
                 return found
         return None

@@ -193,7 +193,8 @@ def commit(
 
     A site's share of the mean is its tokens per round over those of all expected sites,
     which are bounded (see `largest_rate`). An absent site contributes its drift later,
-    with the same share, so nothing counts twice. Weights are in units of the mean share.
+    with the same share, so nothing counts twice. Weights are in units of the mean
+    share.
 
     With fewer contributions than are needed none counts. The round then ends for
     rejected sites, and the others contribute the same to the next one.
@@ -227,12 +228,10 @@ def commit(
     }
 
 
-def read_commit(
-    store: Store, number: int, exists: bool = False
-) -> dict[str, Any] | None:
+def read_commit(store: Store, number: int) -> dict[str, Any] | None:
     """The commit of a round, if there is one."""
     key = commit_key(number)
-    if (found := store.read(key, exists=exists)) is None:
+    if (found := store.read(key)) is None:
         return None
     _headers.check_commit(key, found[0], number)
     return found[0]
@@ -242,34 +241,45 @@ def load(store: Store, model: Model, least: int = 0) -> tuple[Outer, Roster, int
     """The newest outer side that can be read, its roster, and the next round's number.
 
     A snapshot is used if the commit after it confirms its digest; else an older one.
+    However many cannot be used, they cost the pauses between looks once.
     """
-    numbers: list[int] = []
-    for _ in attempts():  # the first snapshot may be newer than a listing
-        if numbers := _snapshots(store):
-            break
-    for number in numbers:
-        if number < least:
-            break
-        key = snapshot_key(number)
-        try:
-            found = store.read(key, model.snapshot, exists=True)
-            # The first snapshot has no commit until the first round is over.
-            commit = read_commit(store, number, exists=number > 0)
-            if found is None or (number and commit is None):
-                raise InvalidError(f"{key} is missing, or the commit after it.")
-            header, arrays = found
-            _headers.check_snapshot(key, header, number)
-            outer = model.from_snapshot(arrays)
-            if commit is not None and commit["before"] != outer.digest:
-                raise InvalidError(f"The commit after {key} does not confirm it.")
-            return outer, header["roster"], number
-        except InvalidError as error:
-            log.warning("A snapshot is not used: %s", error)
+    faults: dict[int, InvalidError] = {}
+    for _ in attempts():
+        for number in _snapshots(store):  # a first listing may be too old for any
+            if number < least:
+                break
+            try:
+                outer, roster = _confirmed(store, model, number)
+            except InvalidError as error:
+                faults[number] = error
+                continue
+            for newer in faults.keys() - range(number + 1):
+                log.warning("A snapshot is not used: %s", faults[newer])
+            return outer, roster, number
+    for error in faults.values():
+        log.warning("A snapshot is not used: %s", error)
     raise StoreError(
         f"The store {store.url} has no snapshot that can be used of round {least} or "
         "later, and an earlier contribution that counts is gone or damaged. Wait for "
         "the next snapshot, or begin a run at another URL."
     )
+
+
+def _confirmed(store: Store, model: Model, number: int) -> tuple[Outer, Roster]:
+    """A snapshot that the commit after it confirms, and its roster."""
+    key, commit_at = snapshot_key(number), commit_key(number)
+    found, commit = store.look(key, model.snapshot), store.look(commit_at)
+    # The first snapshot has no commit until the first round is over.
+    if found is None or (number and commit is None):
+        raise InvalidError(f"{key} is missing, or the commit after it.")
+    header, arrays = found
+    _headers.check_snapshot(key, header, number)
+    outer = model.from_snapshot(arrays)
+    if commit is not None:
+        _headers.check_commit(commit_at, commit[0], number)
+        if commit[0]["before"] != outer.digest:
+            raise InvalidError(f"The commit after {key} does not confirm it.")
+    return outer, header["roster"]
 
 
 def write_snapshot(store: Store, outer: Outer, roster: Roster, number: int) -> None:
@@ -281,8 +291,13 @@ def write_snapshot(store: Store, outer: Outer, roster: Roster, number: int) -> N
     store.write(snapshot_key(number), {"roster": roster}, arrays)
     kept = [number, *(each for each in numbers if each < number)][:_KEPT]
     if len(kept) == _KEPT:
-        for prefix in (SNAPSHOTS, "rounds/", "bodies/"):
-            store.delete([x for n, x in _numbered(store, prefix) if n < kept[-1]])
+        _collect(store, kept[-1])
+
+
+def _collect(store: Store, before: int) -> None:
+    """Removes contributions and snapshots of rounds before one."""
+    for prefix in (SNAPSHOTS, "rounds/", "bodies/"):
+        store.delete([key for n, key in _numbered(store, prefix) if n < before])
 
 
 def _numbered(store: Store, prefix: str) -> list[tuple[int, str]]:

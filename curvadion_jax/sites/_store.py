@@ -92,7 +92,7 @@ class Store:
 
         One of more than `at_most` bytes is not read and raises an `InvalidError`.
         """
-        if self._folder and self._folder.has_odd(key):
+        if self._folder and self._folder.odd_at(key) is not None:
             return None
         with _one_error(self.url, f"read {key}"), suppress(FileNotFoundError):
             found = self._store.get(key)
@@ -117,6 +117,8 @@ class Store:
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
+            if self._folder and self._folder.odd_at(key) is not None:
+                continue  # A link, which leads to something that is not the run's.
             with _one_error(self.url, f"remove {key}"), suppress(FileNotFoundError):
                 self._store.delete(key)
 
@@ -151,7 +153,7 @@ class Store:
         damage = None
         for _ in attempts():
             try:
-                found, damage = self._read(key, shapes), None
+                found, damage = self.look(key, shapes), None
             except InvalidError as error:
                 damage = error
                 continue
@@ -163,13 +165,10 @@ class Store:
             raise InvalidError(f"{damage}{'' if shapes else advice}")
         return None
 
-    def _make_room(self, key: str) -> None:
-        if self._folder and not self._folder.make_room(key):
-            raise StoreError(
-                f"{key} in {self.url} is no file, and no empty folder. Remove it."
-            )
-
-    def _read(self, key: str, shapes: Sequence[jax.ShapeDtypeStruct]) -> Any:
+    def look(
+        self, key: str, shapes: Sequence[jax.ShapeDtypeStruct] = ()
+    ) -> tuple[dict[str, Any], list[np.ndarray]] | None:
+        """`read`, without a second attempt."""
         if (data := self.get(key, HEADER)) is None:
             return None
         header, body, sealed = {}, b"", False
@@ -191,6 +190,14 @@ class Store:
             arrays.append(flat.reshape(x.shape))
             start += flat.nbytes
         return header, arrays
+
+    def _make_room(self, key: str) -> None:
+        odd = self._folder.make_room(key) if self._folder else None
+        if odd is not None:
+            raise StoreError(
+                f"{odd} in {self.url} is a link, or no file and no empty folder. "
+                "Remove it; a run's folder may be a link, and nothing in it."
+            )
 
     def _sealed(self, key: str, header: dict[str, Any]) -> dict[str, Any]:
         """The header with its digest, which holds in this place of this run alone."""

@@ -51,6 +51,8 @@ ODD = {
     "a link to its folder": link(f"{ROUND}/loop", ".."),
     "a link to itself": link(f"{ROUND}/itself", "itself"),
     "a link to nowhere": link(f"{ROUND}/nowhere", "/nowhere/at/all"),
+    "a link to a file": link(f"{ROUND}/file", "../../run.json"),
+    "a round that is a link": link("rounds/00000007", "/usr"),
     "a loop of members": link("members/loop", ".."),
     "a member that is a link to itself": link("members/d/000001.json", "000001.json"),
     "a loop of snapshots": link("snapshots/00000099", ".."),
@@ -82,6 +84,7 @@ ENTRIES = {
     "a pipe": pipe,
     "a link to itself": lambda at: link(at, Path(at).name),
     "a link to nowhere": lambda at: link(at, "/nowhere/at/all"),
+    "a link to a file": lambda at: link(at, "/etc/hostname"),
 }
 
 
@@ -95,7 +98,7 @@ def test_an_entry_in_place_of_a_contribution_does_not_count(entry, tmp_path):
     assert c.digest == a.digest
 
 
-@pytest.mark.parametrize("entry", ["a pipe", "a link to itself", "a link to nowhere"])
+@pytest.mark.parametrize("entry", [x for x in ENTRIES if x != "a folder"])
 @pytest.mark.parametrize("at", [_run.commit_key(0), _run.contribution_key(0, "a")])
 def test_an_entry_in_place_of_what_a_site_creates_is_named(entry, at, tmp_path):
     a = ByHand(LocalStore(tmp_path), "a")
@@ -107,7 +110,9 @@ def test_an_entry_in_place_of_what_a_site_creates_is_named(entry, at, tmp_path):
         assert a.follower.propose()
 
     for _ in range(2):
-        with pytest.raises(OSError, match=f"^{at} in LocalStore is no file, .*Remove"):
+        with pytest.raises(
+            OSError, match=f"^{at} in LocalStore is a link, or no .*Remove"
+        ):
             contribute()
     (tmp_path / at).unlink()
     contribute()
@@ -120,23 +125,62 @@ def test_a_folder_with_something_in_it_is_not_removed(tmp_path):
     kept = tmp_path / _run.commit_key(0) / "somebodys"
     kept.mkdir(parents=True)
     a.send(1.0)
-    with pytest.raises(OSError, match="is no file, and no empty folder"):
+    with pytest.raises(OSError, match="or no file and no empty folder"):
         a.follower.propose()
     assert kept.is_dir()
 
 
-def test_a_store_that_links_into_other_folders_is_listed(tmp_path):
-    """The run itself and the folders in it may be links, as to a larger disk."""
+def test_the_folder_of_a_run_may_be_a_link(tmp_path):
+    """As to a larger disk."""
     run, disk = tmp_path / "run", tmp_path / "disk"
-    (disk / "rounds").mkdir(parents=True)
-    (disk / "run").mkdir()
-    os.symlink(disk / "run", run)
-    os.symlink(disk / "rounds", run / "rounds")
+    disk.mkdir()
+    os.symlink(disk, run)
     a, b = (ByHand(LocalStore(run), x, quorum=2) for x in "ab")
     settle(a, b, by=[1.0, 3.0])
     assert a.moved() == 2.0
     assert a.store.keys("rounds/") == [f"{ROUND}/a", f"{ROUND}/b"]
     assert a.store.ignored == 0
+
+
+LINKED = ["rounds", ROUND, "bodies", "bodies/rounds", f"bodies/{ROUND}", "commits"]
+
+
+@pytest.mark.parametrize("at", LINKED)
+def test_nothing_is_written_through_a_link(at, tmp_path):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    outside.mkdir()
+    run.mkdir()
+    a = ByHand(LocalStore(run), "a")
+    if at == "bodies":  # which has the first snapshot's
+        (run / "bodies").rename(tmp_path / "aside")
+    link(at, outside)(run)
+    with pytest.raises(OSError, match=f"^{at} in LocalStore is a link, .*Remove"):
+        a.step()
+    assert not list(outside.iterdir())
+    (run / at).unlink()
+    a.step()
+    assert a.moved() == 1.0
+
+
+@pytest.mark.parametrize("at", ["rounds", "bodies", "rounds/00000001", "snapshots"])
+def test_nothing_is_read_or_removed_through_a_link(at, tmp_path):
+    """What is collected lies in the run's own folders."""
+    run, aside = tmp_path / "run", tmp_path / "aside"
+    run.mkdir()
+    a = ByHand(LocalStore(run), "a", snapshot_every=2)
+    for _ in range(4):
+        a.step()
+    (run / at).rename(aside)
+    before = sorted(aside.rglob("*"))
+    os.symlink(aside, run / at)
+    assert before
+    assert a.store.keys(f"{at}/") == a.store.keys(at) == []
+    keys = [f"{at}/{x.relative_to(aside)}" for x in before if x.is_file()]
+    assert [a.store.get(key, 10**6) for key in keys] == [None] * len(keys)
+    a.store.delete(keys)
+    _run._collect(a.store, 4)
+    assert sorted(aside.rglob("*")) == before
+    assert a.store.ignored == 1
 
 
 def test_a_folder_is_listed_as_obstore_lists_it(tmp_path):

@@ -85,6 +85,17 @@ def test_a_snapshot_that_cannot_be_used_is_passed_over(damage):
     assert a.store.keys("rounds/")[0] == _run.contribution_key(first, "a")
 
 
+def test_many_snapshots_that_cannot_be_used_cost_a_start_no_pauses(pauses):
+    store = MemoryStore()
+    a = ByHand(store, "a", snapshot_every=2)
+    for _ in range(5):
+        a.step()
+    for number in range(100, 120):
+        store.put(_run.snapshot_key(number), b"junk")
+    assert ByHand(store, "b").digest == a.digest
+    assert pauses == []
+
+
 def test_a_snapshot_with_another_outer_state_is_passed_over():
     store, parts = MemoryStore(), {"outer": NESTEROV, "snapshot_every": 2}
     a = ByHand(store, "a", **parts)

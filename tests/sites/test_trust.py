@@ -97,6 +97,37 @@ def test_it_is_not_counted_and_the_commit_says_why(name):
     assert a.store.down - read < 200_000  # what is too large is not read
 
 
+# Seconds of all attempts at one request.
+ATTEMPTS = 7
+
+
+def test_many_damaged_objects_delay_a_round_by_no_more_than_one(pauses):
+    store = MemoryStore()
+    names = [f"c{number}" for number in range(10)]
+    a, *others = (ByHand(store, name) for name in ["a", *names])
+    for other in others:
+        other.send(1.0)
+        store.put(_run.contribution_key(0, other.name), b"")
+    a.step()
+    assert 0 < sum(pauses) < ATTEMPTS
+    assert [x["name"] for x in a.commit_of(0)["rejected"]] == names
+    assert a.moved() == 1.0
+
+
+def test_many_contributions_without_bodies_delay_the_first_look_alone(pauses):
+    store = MemoryStore()
+    a, *others = (ByHand(store, x, quorum=4) for x in "abcd")
+    for other in others:
+        other.send(1.0)
+        a.store.delete(a.store.keys(f"bodies/{_run.contribution_key(0, other.name)}"))
+    a.send(1.0)
+    assert not a.follower.propose()
+    assert 0 < sum(pauses) < ATTEMPTS
+    pauses.clear()
+    assert not a.follower.propose()
+    assert pauses == []
+
+
 @pytest.mark.parametrize("key", [KEY, _run.commit_key(0)])
 def test_no_bit_of_a_header_can_flip(key):
     a = ByHand(MemoryStore(), "a")
