@@ -47,6 +47,13 @@ class Folder:
                 self._ignore(key)
         return found
 
+    def version(self, key: str) -> str:
+        """A text that changes when an object is replaced; "" if there is none."""
+        with suppress(OSError):
+            found = (self._root / key).lstat()
+            return f"{found.st_ino} {found.st_mtime_ns}"
+        return ""
+
     def odd_at(self, key: str) -> str | None:
         """What lies at a key, or at a folder of its path, and is no such thing."""
         odd = self._link(key)

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from curvadion_jax.sites import _headers, _run
+from curvadion_jax.sites._heart import Heart
 from curvadion_jax.sites._model import Arrays, Model, Outer, log, to_host, wide
 from curvadion_jax.sites._run import Received, Roster
 from curvadion_jax.sites._store import InvalidError, Store, StoreError, attempts
@@ -47,6 +48,7 @@ class Follower:
 
     snapshot_every = 10  # rounds
     outer: Outer  # before the open round
+    heart: Heart  # runs while the worker does
 
     def __init__(
         self, store: Store, model: Model, name: str, quorum: int, grace: float
@@ -59,7 +61,11 @@ class Follower:
         # What has been decided on and is not taken yet, and "" if it counted, "late" if
         # it came too late, or why it was rejected.
         self.decided: tuple[Contribution, str] | None = None
-        # Guards what training takes: `outer`, `number`, `contributors` and `decided`.
+        # Rounds since the start that did not count this site, and the last of them in
+        # a row.
+        self.missed = self.missed_in_a_row = 0
+        # Guards what training takes: `outer`, `number`, `contributors`, `decided`, and
+        # the rounds that were missed.
         self.changed = threading.Condition()
         self._roster: Roster = {}
         self._residual = model.zeros()
@@ -72,13 +78,14 @@ class Follower:
         """Takes up the run where it stands, or begins it at these parameters."""
         _run.enter(self.store, self.model, self._quorum)
         self.incarnation = _run.join(self.store, self.name)
+        self.heart = Heart(self.store, self.name, self.incarnation, self._grace)
         if _run.read_commit(self.store, 0) is None:
             # Of several sites that begin the run at once, the first snapshot stands.
             _run.write_snapshot(self.store, self.model.initial(params), {}, 0)
         self.outer, self._roster, self.number = _run.load(self.store, self.model)
         while self.advance():
             pass
-        self._since = self.number
+        self._since, self.missed, self.missed_in_a_row = self.number, 0, 0
 
     def advance(self) -> bool:
         """Takes the outer step of the open round, if it is committed."""
@@ -96,6 +103,7 @@ class Follower:
             if due and contributors[0]["name"] == self.name:
                 # The commit has confirmed the outer side before it.
                 _run.write_snapshot(self.store, outer, self._roster, number)
+                self._remove_members()
             outer = self.model.step(outer, messages, len(roster))
         self._report_commit(commit)
         with self.changed:
@@ -103,6 +111,11 @@ class Follower:
                 self._decide(self.contribution, commit, after)
             self.outer, self._roster, self.number = outer, roster, after
             self.contributors = len(contributors)
+            if self.name in {entry["name"] for entry in contributors}:
+                self.missed_in_a_row = 0
+            else:
+                self.missed += after - number
+                self.missed_in_a_row += after - number
             self._open_round()
             self.changed.notify_all()
         return True
@@ -176,7 +189,9 @@ class Follower:
             for name, pair in self._roster.items()
             if number - pair[0] <= _run.FORGET and name not in members.left
         }
-        late = awaited.keys() - self._received
+        late = {
+            x for x in awaited.keys() - self._received if not self.heart.is_silent(x)
+        }
         if not enough or (late and now - self._complete < self._grace):
             self._report(now, members)
             return False
@@ -198,6 +213,16 @@ class Follower:
             own_key = _run.member_key(self.name, self.incarnation, "json")
             self.store.create(own_key, b"")
         return members
+
+    def _remove_members(self) -> None:
+        """Removes most of those that have left, or are silent and have no share."""
+        members = self._members()
+        gone = {
+            name
+            for name in members.newest.keys() - self._roster.keys()
+            if name in members.left or self.heart.is_silent(name)
+        }
+        _run.remove_members(self.store, members, gone, self._quorum)
 
     def _check_majority(self, received: list[Received]) -> None:
         """Raises an error if most sites have other outer parameters than this one."""
@@ -305,6 +330,8 @@ class Update(NamedTuple):
 
     number: int  # of the open round
     contributors: int  # to the round before
+    missed: int  # rounds since the start that did not count this site
+    missed_in_a_row: int  # the last of them
     # Of what was submitted: "" if it counted, "late", or why not. None if undecided.
     outcome: str | None
     new: Arrays | None  # None if parameters stay as they are
@@ -341,6 +368,7 @@ class Worker(threading.Thread):
                 return None
             new, decided = follower.outer.params, follower.decided
             number, contributors = follower.number, follower.contributors
+            missed = follower.missed, follower.missed_in_a_row
             self._taken, follower.decided = (number, new), None
         own, why = decided or (None, None)
         if own is None or why == "late":  # all progress is still to be counted
@@ -352,7 +380,7 @@ class Worker(threading.Thread):
             base = own.captured
         else:  # the loop has landed elsewhere since, with the same progress
             base = [x + y for x, y in zip(landed, own.drift, strict=True)]  # wide
-        return Update(number, contributors, why, new, base)
+        return Update(number, contributors, *missed, why, new, base)
 
     def submit(self, arrays: list[Any], tokens: float) -> None:
         """Takes over arrays, which nobody else may hold.
@@ -388,6 +416,7 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         warned = -_PATIENCE
+        self.follower.heart.start()
         try:
             while not self._ending:
                 failed = False
@@ -411,6 +440,8 @@ class Worker(threading.Thread):
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+        finally:
+            self.follower.heart.end()
 
     def _turn(self) -> None:
         """Does everything that can be done now."""
@@ -426,6 +457,7 @@ class Worker(threading.Thread):
             follower.send()
             if not follower.propose():
                 return
+        follower.heart.end()  # which would make it a member again
         _run.leave(follower.store, follower.name, follower.incarnation)
         self._leaving, self._ending = False, True
 

@@ -25,6 +25,11 @@ FORGET = 4
 MAX_NORM = 10.0
 # A contribution of many rounds may be so many times as long as one of a single round.
 _MOST_ROUNDS = 32
+# Members that have left or died, and are kept: they may come back, and a quorum counts
+# those that have left.
+_KEPT_MEMBERS = 100
+# Members that are removed at once.
+_REMOVED = 1000
 # Snapshots that are kept. Rounds before the first of them are collected.
 _KEPT = 2
 
@@ -143,6 +148,28 @@ def _is_newer(found: Members, name: str, incarnation: int) -> bool:
     """Whether a listing has a newer site of this name, or one that left as this."""
     newest = found.newest.get(name, 0)
     return newest > incarnation or (newest == incarnation and name in found.left)
+
+
+def renew(store: Store, name: str, incarnation: int) -> None:
+    """Gives a member's object another version, for the others to see."""
+    store.replace(member_key(name, incarnation, "json"), uuid.uuid4().bytes)
+
+
+def versions(store: Store) -> dict[str, str]:
+    """Of each member, the version of its object."""
+    found = store.versions(MEMBERS)
+    newest = members(found).newest.items()
+    keys = {name: member_key(name, number, "json") for name, number in newest}
+    return {name: found[key] for name, key in keys.items() if key in found}
+
+
+def remove_members(
+    store: Store, found: Members, gone: Iterable[str], kept: int
+) -> None:
+    """Removes the objects of members that are gone, but for some."""
+    for name in sorted(gone)[max(kept, _KEPT_MEMBERS) :][:_REMOVED]:
+        kind = "left" if name in found.left else "json"
+        store.delete([member_key(name, found.newest[name], kind)])
 
 
 def leave(store: Store, name: str, incarnation: int) -> None:

@@ -1,6 +1,7 @@
 """What a training loop calls."""
 
 import atexit
+import logging
 import math
 import time
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from curvadion_jax.sites._store import Store
 _WAIT = 5.0
 # Steps between looks for news where a site's processes wait for each other.
 _LOOK = 8
+# Rounds in a row without this site after which it is warned, first.
+_MISSED = 4
 
 
 class SiteMetrics(NamedTuple):
@@ -28,6 +31,8 @@ class SiteMetrics(NamedTuple):
       round: rounds that are committed.
       contributors: sites in the last of them.
       counted, late, rejected: contributions of this site, by what became of them.
+      contributions: of this site, what is under way included.
+      missed: rounds since its start that did not count this site.
       blocked: seconds in which `sync` has waited.
       bytes_up, bytes_down: written to and read from the store, headers included.
       ignored: entries of the store's folder that are no objects.
@@ -38,6 +43,8 @@ class SiteMetrics(NamedTuple):
     counted: int
     late: int
     rejected: int
+    contributions: int
+    missed: int
     blocked: float
     bytes_up: int
     bytes_down: int
@@ -115,6 +122,7 @@ class Site:
         # Since the last contribution was taken.
         self._steps, self._tokens = 0, 0.0
         self._metrics: dict[str, Any] = dict.fromkeys(SiteMetrics._fields, 0)
+        self._alarm = _MISSED  # rounds in a row without this site until a warning
         # What a call has applied. If it is interrupted, the next one applies it again.
         self._news: list[Update] = []
 
@@ -195,6 +203,10 @@ class Site:
 
         Returns:
           The parameters after the newest round that this site knows.
+
+        Raises:
+          RuntimeError: if this site has contributed, and none of it counted: then its
+            parameters are no model of the run. It has left all the same.
         """
         _arguments.check_at_least_zero(timeout, "timeout")
         self._check_open()
@@ -209,10 +221,25 @@ class Site:
             self._wait(end)
             self._look()
         self._end(max(end - time.monotonic(), _WAIT), leaves=True)
+        counted, tried = self._metrics["counted"], self._metrics["contributions"]
+        level = logging.INFO if counted == tried else logging.WARNING
+        log.log(level, "%s leaves; syncs: %d of %d counted", self.name, counted, tried)
+        if self._has_failed():
+            raise RuntimeError(
+                f"None of the {tried} contributions of this site, {self.name!r}, "
+                "counted, so its parameters are its own and not the run's. Look for "
+                "the reason in its log, and start it again."
+            )
         return self._returned(params)
+
+    def _has_failed(self) -> bool:
+        """Whether it has contributed, and nothing of it counted."""
+        return self._metrics["contributions"] > 0 == self._metrics["counted"]
 
     def close(self) -> None:
         """Ends the thread. The other sites wait for this one as if it had crashed."""
+        if not self._closed and self._has_failed():
+            log.error("%s ends, and none of its contributions counted", self.name)
         self._end(0.0 if self._closed else 60.0)
 
     def _end(self, seconds: float, leaves: bool = False) -> None:
@@ -254,6 +281,8 @@ class Site:
         self._news.append(update)
         self._metrics["round"] = update.number
         self._metrics["contributors"] = update.contributors
+        self._metrics["missed"] = update.missed
+        self._warn_of(update.missed_in_a_row)
         if (why := update.outcome) is None:
             return
         tokens, self._under_way = self._under_way or 0.0, None
@@ -266,6 +295,21 @@ class Site:
             text = "The contribution of %r, this site, and its steps are lost: %s"
             log.error(text, self.name, why[:999])
             self._steps, self._tokens = 0, 0.0
+
+    def _warn_of(self, missed: int) -> None:
+        """Warns of rounds in a row that did not count this site, and of twice as many.
+
+        Such a site trains alone, and its loss shows nothing of it.
+        """
+        if missed >= self._alarm:
+            self._alarm = 2 * missed
+            found = self.metrics
+            text = (
+                "None of the last %d rounds counted this site, %r: it trains alone. "
+                "%d of its contributions were late, %d rejected. Look at its link and "
+                "at `commits/`; more steps (`every`) or a longer `grace` give it time."
+            )
+            log.warning(text, missed, self.name, found.late, found.rejected)
 
     def _moved(self, params: Any) -> list[jax.Array]:
         """The parameters' leaves, moved as has been decided."""
@@ -284,6 +328,7 @@ class Site:
         if self._worker is not None:
             self._worker.submit(leaves, self._tokens)
         self._under_way, self._steps, self._tokens = self._tokens, 0, 0.0
+        self._metrics["contributions"] += 1
 
     def _wait(self, end: float = math.inf) -> None:
         start = time.monotonic()

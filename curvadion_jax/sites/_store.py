@@ -48,7 +48,10 @@ class InvalidError(RuntimeError):
 
 
 class Store:
-    """Objects by their keys. An object is created whole, once, and never changed."""
+    """Objects by their keys. An object is created whole, once, and never changed.
+
+    Members' objects alone are replaced. Their versions say that a site is alive.
+    """
 
     def __init__(self, given: Any) -> None:
         given = os.fspath(given) if isinstance(given, os.PathLike) else given
@@ -114,6 +117,25 @@ class Store:
                 return sorted(self._folder.keys(prefix))
             listing = self._store.list(prefix=prefix)
             return sorted(meta["path"] for chunk in listing for meta in chunk)
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Writes an object, whether there is one or not."""
+        self._make_room(key)
+        with _one_error(self.url, f"write {key}"):
+            self._store.put(key, data)
+        self.up += len(data)
+
+    def versions(self, prefix: str) -> dict[str, str]:
+        """Keys below a prefix, each with a text that changes when it is replaced."""
+        if self._folder:
+            return {key: self._folder.version(key) for key in self.keys(prefix)}
+        with _one_error(self.url, f"list {prefix}"):
+            listing = self._store.list(prefix=prefix)
+            return {
+                meta["path"]: f"{meta.get('e_tag')} {meta.get('last_modified')}"
+                for chunk in listing
+                for meta in chunk
+            }
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:

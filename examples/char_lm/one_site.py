@@ -94,7 +94,8 @@ def run(config: Config, name: str, url: Any, out: Path, **join: Any) -> float:
                     f"{name} stopped at step {step} of {config.steps}; the same "
                     "command goes on from there"
                 )
-        params = site.leave(params)
+        with _told_to_the_user():  # if nothing of this site has counted
+            params = site.leave(params)
         lines.write({"step": config.steps, "left": True, **site.metrics._asdict()})
     loss = evaluate(params)
     report.write_json(
@@ -106,7 +107,9 @@ def run(config: Config, name: str, url: Any, out: Path, **join: Any) -> float:
             **site.metrics._asdict(),
         },
     )
-    print(f"{name}: {loss:.4f} nats a token on held-out text, {site.metrics}")
+    found = site.metrics
+    print(f"{name}: {loss:.4f} nats a token on held-out text, {found}")
+    print(f"{name}: syncs: {found.counted} of {found.contributions} counted")
     return loss
 
 

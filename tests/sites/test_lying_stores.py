@@ -151,10 +151,14 @@ class Program:
                 self._step()
             if self.store.rates and self._rng.random() < 0.02:
                 site, self.site = self.site, None
-                site.leave(self._params, timeout=0)
+                # Who has not counted yet is told so once it has left.
+                with contextlib.suppress(RuntimeError):
+                    site.leave(self._params, timeout=0)
                 site._worker._turn()
             elif self._rng.random() < 0.7:
                 self.site._worker._turn()
+            if self.site is not None and self._rng.random() < 0.3:
+                self.follower.heart.beat()
         except _store.StoreError:
             pass
         except Killed:
@@ -176,6 +180,7 @@ CASES = {
 def by_hand(monkeypatch):
     monkeypatch.setattr(_site, "Model", lambda *_: plain_model())
     monkeypatch.setattr(_follower.Worker, "start", lambda _: None)
+    monkeypatch.setattr(_site.atexit, "register", lambda _: None)
     monkeypatch.setattr(_follower.Worker, "wait", lambda *_: None)
 
 
@@ -198,7 +203,7 @@ def test_nothing_counts_twice_or_is_lost(case, seed):
         each()
     for program in programs:
         program.store.left = math.inf
-    for program in programs[:3] * 4:
+    for program in programs[:3] * 6:  # an older twin sees late that it is one
         program.turn()
     followers = [program.follower for program in programs[:3]]
     for follower in followers * 2:

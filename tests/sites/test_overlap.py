@@ -208,12 +208,13 @@ def test_who_leaves_contributes_what_is_left_and_does_not_wait_for_ever(monkeypa
         assert site.metrics.counted == 3
         np.testing.assert_array_equal(params["w"], 5.0)
     assert [x["path"] for part in memory.list("members/") for x in part] == [left]
+    assert not site._worker.follower.heart.is_alive()
     store = Gated(prefix=left)
     monkeypatch.setattr(_site, "_WAIT", 0.1)
     with sites.Site(store, "oslo", quorum=2, every=1, poll=0.01) as site:
         params = site.sync(stepped(site.start(PARAMS)))
-        params = site.leave(params, timeout=0.2)
-        np.testing.assert_array_equal(params["w"], 1.0)
+        with pytest.raises(RuntimeError, match="None of the 1 contributions of this"):
+            site.leave(params, timeout=0.2)
     store.open.set()
 
 

@@ -227,21 +227,60 @@ def test_what_the_store_has_lost_is_sent_again(lost):
     assert a.moved() == 1.0
 
 
-def test_a_crashed_site_is_waited_for_until_grace_is_over(clock):
-    a, b, c = named("abc", grace=GRACE, quorum=2)
+def test_a_slow_site_is_waited_for_until_grace_is_over(clock):
+    sites = a, b, c = named("abc", grace=GRACE, quorum=2)
     settle(a, b, c, by=[1.0, 1.0, 1.0])
+
+    def later(seconds):
+        clock.now += seconds
+        for site in sites:  # all are alive
+            site.follower.heart.beat()
+
     for number in (1, 2):  # each round has a window of its own
         a.send(1.0)
-        clock.now += 10 * GRACE  # which begins once the quorum is there
+        later(10 * GRACE)  # which begins once the quorum is there
         assert not a.follower.propose()
         b.send(1.0)
         assert not a.follower.propose()
-        clock.now += GRACE - 1
+        later(GRACE - 1)
         assert not a.follower.propose()
         assert not a.advance()
-        clock.now += 1
+        later(1)
         settle(a, b)
         assert [x["name"] for x in a.commit_of(number)["contributors"]] == ["a", "b"]
+
+
+# Eighths of a grace in a round, and in which of them the third site dies.
+@pytest.mark.parametrize(
+    ("length", "dies"),
+    [(1, 0), (1, 3), (3, 0), (3, 5), (8, 6), (8, 9), (40, 0), (40, 10)],
+)
+def test_a_death_delays_the_others_by_at_most_one_grace_in_all(clock, length, dies):
+    a, b, c = named("abc", grace=GRACE, quorum=2)
+    settle(a, b, c, by=[1.0, 1.0, 1.0])
+    waited, begun = 0, 0
+    for now in range(100):
+        clock.now += GRACE / 8
+        if now % 2 == 0:  # a site looks four times in a grace
+            for site in (a, b, c)[: 3 if now <= dies else 2]:
+                site.follower.heart.beat()
+        if now < begun + length:
+            continue
+        for site in (a, b):
+            if site.follower.contribution is None:
+                site.send(1.0)
+        if now <= dies and c.follower.contribution is None:
+            c.send(1.0)
+        if a.follower.propose():
+            a.follow()
+            b.follow()
+            c.follow()
+            begun = now
+        else:
+            waited += 1
+    assert a.follower.number > 100 // length - 10
+    # Who dies long before the others contribute is not waited for.
+    assert waited == 0 if length == 40 else waited <= 8
 
 
 @pytest.mark.parametrize("case", ["quorum", "grace", "listing"])

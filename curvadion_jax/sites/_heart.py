@@ -1,0 +1,54 @@
+"""Signs of life, from which a site knows whom a round need not wait for.
+
+A site that trains sends nothing between its contributions, and neither does one that
+was killed. So every site renews its object in `members/` a few times in each `grace`,
+from a thread of its own, and looks at the others' objects. Clocks are not compared: a
+site is silent if its object is the same at several looks of this one.
+"""
+
+import threading
+from contextlib import suppress
+
+from curvadion_jax.sites import _run
+from curvadion_jax.sites._store import Store, StoreError
+
+# Looks in one `grace`. Who dies is seen once more, and then not at all the others.
+_LOOKS = 4
+# Seconds between looks: at most.
+_PAUSE = 10.0
+
+
+class Heart(threading.Thread):
+    """See the module. It never raises: the thread that follows the run does."""
+
+    def __init__(self, store: Store, name: str, incarnation: int, grace: float) -> None:
+        super().__init__(name="curvadion_jax.sites.heart", daemon=True)
+        self._store, self._name, self._incarnation = store, name, incarnation
+        self._pause = min(grace / _LOOKS, _PAUSE) or _PAUSE
+        # Of each member the version of its object, and looks since it was another.
+        self._seen: dict[str, tuple[str, int]] = {}
+        self._ended = threading.Event()
+
+    def beat(self) -> None:
+        """Renews this site's object, and looks at the others'."""
+        _run.renew(self._store, self._name, self._incarnation)
+        found = _run.versions(self._store)
+        for name in found.keys() | self._seen.keys():
+            known, looks = self._seen.get(name, ("", 0))
+            version = found.get(name, known)  # a listing may lack it
+            self._seen[name] = version, looks + 1 if version == known else 0
+
+    def is_silent(self, name: str) -> bool:
+        """Whether a site has given no sign of life for a whole `grace`."""
+        _, looks = self._seen.get(name, ("", 0))
+        return looks >= _LOOKS - 1
+
+    def run(self) -> None:
+        while not self._ended.wait(self._pause):
+            with suppress(StoreError):
+                self.beat()
+
+    def end(self) -> None:
+        self._ended.set()
+        if self.is_alive():
+            self.join(_PAUSE)
