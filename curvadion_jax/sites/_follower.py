@@ -10,7 +10,8 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,8 @@ from curvadion_jax.sites._store import InvalidError, Store, StoreError, attempts
 
 # Seconds for which a round may wait, or a store be away, before the log reports it.
 _PATIENCE = 60.0
+# Bytes of a round's messages that are kept in any case; of a larger model, its size.
+_KEPT = 2**28
 
 
 class Contribution(NamedTuple):
@@ -31,12 +34,14 @@ class Contribution(NamedTuple):
 
     captured: Arrays  # the parameters when the contribution was due
     anchor: Arrays  # the anchor that the training loop had then
-    drift: Arrays
     message: Arrays
-    residual: Arrays  # once the contribution has counted
     tokens: float  # since the last contribution
     uid: str  # by which commits name it
     sent: bool = False  # whether the store has it, or a killed predecessor's
+
+
+class _GoneError(Exception):
+    """A contribution that counts is not there: collected meanwhile, or damaged."""
 
 
 class Follower:
@@ -95,20 +100,24 @@ class Follower:
         self._check_digest(commit["before"])
         contributors, roster = commit["contributors"], commit["roster"]
         outer, after = self.outer, number + 1
-        messages = self._messages(contributors)
-        if messages is None:  # collected meanwhile, or damaged
+        due = number > 0 and number % self.snapshot_every == 0
+        if due and contributors and contributors[0]["name"] == self.name:
+            # The commit has confirmed the outer side before it.
+            _run.write_snapshot(self.store, outer, self._roster, number)
+            self._remove_members()
+        try:
+            if contributors:
+                messages = self._messages(contributors)
+                outer = self.model.step(outer, messages, len(roster))
+        except _GoneError:
             outer, roster, after = _run.load(self.store, self.model, after)
-        elif messages:
-            due = number > 0 and number % self.snapshot_every == 0
-            if due and contributors[0]["name"] == self.name:
-                # The commit has confirmed the outer side before it.
-                _run.write_snapshot(self.store, outer, self._roster, number)
-                self._remove_members()
-            outer = self.model.step(outer, messages, len(roster))
         self._report_commit(commit)
+        decided = None
+        if self.contribution is not None:
+            decided = self.contribution, self._decide(self.contribution, commit, after)
         with self.changed:
-            if self.contribution is not None:
-                self._decide(self.contribution, commit, after)
+            if decided is not None:
+                self.decided, self.contribution = decided, None
             self.outer, self._roster, self.number = outer, roster, after
             self.contributors = len(contributors)
             if self.name in {entry["name"] for entry in contributors}:
@@ -122,33 +131,32 @@ class Follower:
 
     def _messages(
         self, contributors: list[dict[str, Any]]
-    ) -> list[tuple[Arrays, float]] | None:
-        """The messages that count, with their weights; None if one is not there."""
-        found = []
+    ) -> Iterator[tuple[Arrays, float]]:
+        """The messages that count, one after the other, with their weights."""
         for entry in contributors:
-            received = self._committed(entry)
-            if received is None:
-                return None
-            found.append((received.arrays, entry["weight"]))
-        return found
+            message = self._message(entry)
+            if message is None:
+                raise _GoneError
+            yield message, entry["weight"]
 
-    def _decide(self, own: Contribution, commit: dict[str, Any], after: int) -> None:
-        """What a commit says of this site's contribution."""
+    def _decide(self, own: Contribution, commit: dict[str, Any], after: int) -> str:
+        """What a commit says of this site's contribution; see `decided`."""
         # What could not be read has no uid in the commit: it is late.
         counted = {entry["uid"] for entry in commit["contributors"]}
         rejected = {entry["uid"]: entry["why"] for entry in commit["rejected"]}
         why = "" if own.uid in counted else rejected.get(own.uid, "late")
         if why == "":
-            self._residual, self._since = own.residual, after
+            given = own.captured, own.anchor, own.message
+            self.model.leave_unsent(self._residual, *given)
+            self._since = after
         elif why != "late":
             self._residual, self._since = self.model.zeros(), after
-        self.decided, self.contribution = (own, why), None
+        return why
 
     def prepare(self, captured: Arrays, anchor: Arrays, tokens: float) -> None:
-        drift, message, residual = self.model.encode(captured, anchor, self._residual)
-        self.contribution = Contribution(
-            captured, anchor, drift, message, residual, tokens, uuid.uuid4().hex
-        )
+        message = self.model.encode(captured, anchor, self._residual)
+        uid = uuid.uuid4().hex
+        self.contribution = Contribution(captured, anchor, message, tokens, uid)
         self._reported = time.monotonic()
 
     def send(self) -> None:
@@ -271,19 +279,33 @@ class Follower:
             _headers.check_contribution(found[0])
         except InvalidError as error:
             return Received(name, {}, [], why=str(error)), True
-        norm = self.model.norm(found[1])
+        header, arrays = found
+        norm = self.model.norm(arrays)
         why = "" if math.isfinite(norm) else "It contains NaN or Inf."
-        return Received(name, *found, norm, why), True
+        own = self.contribution
+        if own is not None and own.uid == header["uid"]:
+            arrays = own.message
+        elif not self._has_room(arrays):
+            arrays = []
+        return Received(name, header, arrays, norm, why), True
 
-    def _committed(self, entry: dict[str, Any]) -> Received | None:
-        """A contribution that counts in the open round; None if it is not there."""
-        name = entry["name"]
-        for read in (False, True):
-            if read:
-                self._receive([name])
-            found = self._received.get(name)
-            if found and found.header.get("sha256") == entry["sha256"]:
-                return found
+    def _has_room(self, arrays: Arrays) -> bool:
+        """Whether a message can be kept until the commit, or is read again then."""
+        kept = [x for known in self._received.values() for x in known.arrays]
+        most = max(self.model.nbytes, _KEPT)
+        return sum(x.nbytes for x in [*kept, *arrays]) <= most
+
+    def _message(self, entry: dict[str, Any]) -> Arrays | None:
+        """The message of a contribution that counts; None if it is not there."""
+        name, sha256 = entry["name"], entry["sha256"]
+        known = self._received.get(name)
+        if known and known.arrays and known.header["sha256"] == sha256:
+            return known.arrays
+        key = _run.contribution_key(self.number, name)
+        with suppress(InvalidError):
+            found = self.store.read(key, self.model.message, exists=True)
+            if found and found[0]["sha256"] == sha256:
+                return found[1]
         return None
 
     def _check_digest(self, theirs: Any) -> None:
@@ -379,7 +401,8 @@ class Worker(threading.Thread):
         elif own.anchor is landed:
             base = own.captured
         else:  # the loop has landed elsewhere since, with the same progress
-            base = [x + y for x, y in zip(landed, own.drift, strict=True)]  # wide
+            moves = zip(landed, own.captured, own.anchor, strict=True)
+            base = [x + (y.astype(wide(y.dtype)) - z) for x, y, z in moves]
         return Update(number, contributors, *missed, why, new, base)
 
     def submit(self, arrays: list[Any], tokens: float) -> None:

@@ -8,7 +8,8 @@ the parameters' leaves.
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,8 @@ from curvadion_jax.sites._store import as_bytes
 log = logging.getLogger("curvadion_jax.sites")
 
 Arrays = list[np.ndarray]
+# The longest axis of arrays whose outer steps sites compare when they join.
+_FEW = 4
 
 
 class Outer(NamedTuple):
@@ -31,10 +34,43 @@ class Outer(NamedTuple):
     bfloat16 can add to a parameter, and would be lost round after round.
     """
 
-    anchor: Arrays
-    state: Arrays  # the leaves of the outer optimizer's state
+    anchor: list[jax.Array]  # on the host's CPU, as the state
+    state: list[jax.Array]  # the leaves of the outer optimizer's state
     digest: str  # of both
     params: Arrays  # the anchor, rounded to the dtypes that are trained
+
+
+class _Form:
+    """How an array of one shape is sent. Every array is encoded and read alone.
+
+    So nothing needs more memory at once than a few of the largest array, and arrays of
+    one shape share their programs.
+    """
+
+    def __init__(self, codec: Codec, like: jax.ShapeDtypeStruct) -> None:
+        self._codec, self._like = codec, like
+        message = jax.eval_shape(codec.encode, [like])
+        self.message, self._structure = jax.tree.flatten(message)
+        self.encode, self.unsent = jax.jit(self._encode), jax.jit(self._unsent)
+        self.decode, self.norm = jax.jit(self._decode), jax.jit(self._norm)
+
+    def _whole(self, param, anchor, residual):
+        dtype = self._like.dtype
+        return param.astype(dtype) - anchor.astype(dtype) + residual
+
+    def _encode(self, param, anchor, residual):
+        whole = self._whole(param, anchor, residual)
+        return jax.tree.leaves(self._codec.encode([whole]))
+
+    def _unsent(self, param, anchor, residual, message):
+        return self._whole(param, anchor, residual) - self._decode(message)
+
+    def _decode(self, message):
+        tree = jax.tree.unflatten(self._structure, message)
+        return self._codec.decode(tree, [self._like])[0]
+
+    def _norm(self, message):
+        return jnp.linalg.norm(self._decode(message).reshape(-1))
 
 
 class Model:
@@ -47,62 +83,93 @@ class Model:
         self.names = [jax.tree_util.keystr(path) for path, _ in leaves]
         self.shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in leaves]
         self._outer, self._codec = outer, codec
-        # Shapes of the anchor, of drifts and of residuals.
-        self._wide: Any = [
-            jax.ShapeDtypeStruct(x.shape, wide(x.dtype)) for x in self.shapes
-        ]
+        # Shapes of the anchor and of residuals.
+        self._wide = [jax.ShapeDtypeStruct(x.shape, wide(x.dtype)) for x in self.shapes]
+        forms = {x: _Form(codec, x) for x in self._wide}
+        self._forms = [forms[x] for x in self._wide]
+        self.nbytes = sum(x.size * x.dtype.itemsize for x in self._wide)
         # Shapes of a contribution, and of a snapshot: anchor and outer state.
-        message = jax.eval_shape(codec.encode, self._wide)
-        self.message, self._message_tree = jax.tree.flatten(message)
+        self.message = [x for form in self._forms for x in form.message]
         state = jax.eval_shape(self._initial, self._wide)
         state, self._state_tree = jax.tree.flatten(state)
         self.snapshot = [*self._wide, *state]
-        self._jit = functools.cache(jax.jit)
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """What two outer steps make of an anchor that all sites know.
 
-        It compiles every program on the way, so that no round waits for that.
+        Its arrays have as many axes as the model's, and few elements.
         """
+        shapes = [
+            jax.ShapeDtypeStruct([min(n, _FEW) for n in x.shape], x.dtype)
+            for x in self.shapes
+        ]
+        return Model(self._tree(shapes), self._outer, self._codec)._two_steps()
+
+    def _two_steps(self) -> str:
         line = np.linspace(-1, 1, 251)
         params = [np.resize(line, x.shape).astype(x.dtype) for x in self.shapes]
-        drift = [np.resize(line + 0.5, x.shape).astype(x.dtype) for x in self._wide]
-        _, message, _ = self.encode(params, params, self.zeros())
-        self.norm(message)
-        outer = self.initial(params)
-        self.step(outer, [(message, 1.0)], 1)
-        return self._outer_step(self._outer_step(outer, drift), drift).digest
+        gradients = [np.resize(line + 0.5, x.shape).astype(x.dtype) for x in self._wide]
+        # Codes of zeros, which all machines have alike.
+        message = self.encode(params, params, self.zeros())
+        outer = self.step(self.initial(params), [(message, 1.0)], 1)
+        for _ in range(2):
+            outer = self._outer_step(outer, [-x for x in gradients])
+        return outer.digest
 
     def initial(self, params: Arrays) -> Outer:
         """The outer side of a run that begins at these parameters."""
-        anchor = _cast(params, self._wide)
-        return self.from_snapshot([*anchor, *to_host(self._run(self._initial, anchor))])
+        anchor = [jax.device_put(x, _cpu()) for x in _cast(params, self._wide)]
+        with jax.default_device(_cpu()):
+            state = jax.tree.leaves(self._initial(anchor))
+        return self.from_snapshot([*anchor, *state])
 
-    def from_snapshot(self, arrays: Arrays) -> Outer:
+    def from_snapshot(self, arrays: Sequence[Any]) -> Outer:
         """The outer side of an anchor and the outer state, in this order."""
         digest, count = hashlib.sha256(), len(self.shapes)
+        arrays = [jax.device_put(x, _cpu()) for x in arrays]
         for x in arrays:
-            digest.update(as_bytes(x))
+            digest.update(as_bytes(np.asarray(x)))
         anchor, state = arrays[:count], arrays[count:]
-        params = _cast(anchor, self.shapes)
+        params = _cast([np.asarray(x) for x in anchor], self.shapes)
         return Outer(anchor, state, digest.hexdigest()[:32], params)
 
     def zeros(self) -> Arrays:
         return [np.zeros(x.shape, x.dtype) for x in self._wide]
 
-    def encode(self, params: Arrays, anchor: Arrays, residual: Arrays) -> list[Arrays]:
-        """The drift (parameters minus anchor, in at least float32), the message for
-        drift plus residual, and the residual after it.
+    def encode(self, params: Arrays, anchor: Arrays, residual: Arrays) -> Arrays:
+        """The message for the drift, parameters minus anchor, plus the residual.
 
         The anchor is what training was given, in the parameters' dtypes. Measured from
         the wider one, every drift would take back what rounding had dropped.
         """
-        return [to_host(x) for x in self._run(self._encode, params, anchor, residual)]
+        message: Arrays = []
+        for index, form in enumerate(self._forms):
+            own = params[index], anchor[index], residual[index]
+            if (found := own[0].shape) != (known := own[1].shape):  # it might broadcast
+                raise ValueError(
+                    f"Parameter {self.names[index]} has shape {found}, and had {known} "
+                    "when the site joined. Join again with another URL to change the "
+                    "model."
+                )
+            with jax.default_device(_cpu()):
+                message += to_host(form.encode(*own))
+        return message
+
+    def leave_unsent(
+        self, residual: Arrays, params: Arrays, anchor: Arrays, message: Arrays
+    ) -> None:
+        """Makes a residual, in place, what of it and the drift a message lacks."""
+        for index, (form, own) in enumerate(self._parts(message)):
+            given = params[index], anchor[index], residual[index], own
+            with jax.default_device(_cpu()):
+                residual[index] = np.asarray(form.unsent(*given))
 
     def norm(self, message: Arrays) -> float:
         """The norm of the decoded message; not finite if any element is not."""
-        return float(self._run(self._norm, message))
+        with jax.default_device(_cpu()):
+            norms = [float(form.norm(own)) for form, own in self._parts(message)]
+        return math.hypot(*norms) if all(map(math.isfinite, norms)) else math.nan
 
     def step(
         self, outer: Outer, messages: Iterable[tuple[Arrays, float]], count: float
@@ -114,25 +181,33 @@ class Model:
         single operations give the same bits on all machines, as IEEE 754 defines them.
         """
         total = self.zeros()
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), jax.default_device(_cpu()):
             for message, weight in messages:
-                decoded = to_host(self._run(self._decode, message))
-                pairs = zip(total, decoded, strict=True)
-                total = [x + y * np.float32(weight) for x, y in pairs]
-            mean = [x / np.float32(count) for x in total]
-        return self._outer_step(outer, mean)
+                for index, (form, own) in enumerate(self._parts(message)):
+                    weighted = np.asarray(form.decode(own)) * np.float32(weight)
+                    total[index] += weighted
+            for x in total:
+                x /= -np.float32(count)  # the pseudo-gradient points backwards
+        return self._outer_step(outer, total)
 
-    def _outer_step(self, outer: Outer, drift: Arrays) -> Outer:
+    def _parts(self, message: Arrays) -> Iterator[tuple[_Form, Arrays]]:
+        """Every array's form, and its part of a message."""
+        rest = iter(message)
+        for form in self._forms:
+            yield form, [next(rest) for _ in form.message]
+
+    def _outer_step(self, outer: Outer, gradients: Arrays) -> Outer:
         with jax.default_device(_cpu()), jax.disable_jit():
-            anchor, old = jax.tree.map(jnp.asarray, (outer.anchor, outer.state))
             updates, state = self._outer.update(
-                self._tree([-jnp.asarray(x) for x in drift]),
-                jax.tree.unflatten(self._state_tree, old),
-                self._tree(anchor),
+                self._tree([jnp.asarray(x) for x in gradients]),
+                jax.tree.unflatten(self._state_tree, outer.state),
+                self._tree(outer.anchor),
             )
-            new: Any = optax.apply_updates(anchor, jax.tree.leaves(updates))
-            state = optax.tree.cast_like(jax.tree.leaves(state), old)
-        after = self.from_snapshot(to_host([new, state]))
+            gradients.clear()
+            new: Any = optax.apply_updates(outer.anchor, jax.tree.leaves(updates))
+            del updates
+            state = optax.tree.cast_like(jax.tree.leaves(state), outer.state)
+        after = self.from_snapshot([*new, *state])
         # A scalar of the state may be infinite on purpose: a minimum begins so.
         arrays = [*after.params, *(x for x in after.state if x.ndim)]
         if not all(jnp.isfinite(x).all() for x in arrays):
@@ -148,31 +223,6 @@ class Model:
 
     def _initial(self, leaves: Any) -> Any:
         return self._outer.init(self._tree(leaves))
-
-    def _encode(self, params, anchor, residual):
-        params, anchor = (optax.tree.cast_like(x, self._wide) for x in (params, anchor))
-        for name, x, y in zip(self.names, params, anchor, strict=True):
-            if x.shape != y.shape:  # which might be broadcast
-                raise ValueError(
-                    f"Parameter {name} has shape {x.shape}, and had {y.shape} when "
-                    "the site joined. Join again with another URL to change the model."
-                )
-        drift = optax.tree.sub(params, anchor)
-        whole = optax.tree.add(drift, residual)
-        message = self._codec.encode(whole)
-        return drift, message, optax.tree.sub(whole, self._codec.decode(message, whole))
-
-    def _decode(self, message: Any) -> list[jax.Array]:
-        tree = jax.tree.unflatten(self._message_tree, message)
-        return self._codec.decode(tree, self._wide)
-
-    def _norm(self, message: Any) -> jax.Array:
-        return optax.tree.norm(self._decode(message))
-
-    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a program on the CPU, compiled once."""
-        with jax.default_device(_cpu()):
-            return self._jit(function)(*arguments)
 
 
 def _cpu() -> Any:

@@ -18,7 +18,7 @@ import random
 import re
 import time
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +29,7 @@ import numpy as np
 
 from curvadion_jax.sites._folder import Folder
 
-FORMAT = 2
+FORMAT = 3
 # Bytes of the largest header.
 HEADER = 2**22
 # Bytes in one request: 5 Mbit/s carry them in the 30 seconds that obstore gives it.
@@ -95,20 +95,33 @@ class Store:
 
         One of more than `at_most` bytes is not read and raises an `InvalidError`.
         """
+        found = self._pieces(key, at_most)
+        return None if found is None else b"".join(found)
+
+    def _pieces(self, key: str, at_most: int) -> Iterator[bytes] | None:
+        """The bytes of an object, not all at once; None if there is none."""
         if self._folder and self._folder.odd_at(key) is not None:
             return None
         with _one_error(self.url, f"read {key}"), suppress(FileNotFoundError):
             found = self._store.get(key)
             if (size := found.meta["size"]) > at_most:
                 raise InvalidError(f"{key} has {size} bytes, and not {at_most}.")
-            self.down += size
             if size <= PIECE:
-                return bytes(found.bytes())
-            return b"".join(
-                self._store.get_range(key, start=x, end=min(x + PIECE, size))
-                for x in range(0, size, PIECE)
-            )
+                self.down += size
+                return iter([bytes(found.bytes())])
+            return self._in_ranges(key, size)
         return None
+
+    def _in_ranges(self, key: str, size: int) -> Iterator[bytes]:
+        for start in range(0, size, PIECE):
+            end = min(start + PIECE, size)
+            try:
+                with _one_error(self.url, f"read {key}"):
+                    piece = self._store.get_range(key, start=start, end=end)
+                    yield bytes(piece)
+            except FileNotFoundError:
+                raise InvalidError(f"{key} was removed while it was read.") from None
+            self.down += end - start
 
     def keys(self, prefix: str) -> list[str]:
         """Keys below a prefix, sorted."""
@@ -148,15 +161,28 @@ class Store:
         self, key: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()
     ) -> None:
         """Creates a message unless there is one."""
-        body = b"".join(as_bytes(x) for x in arrays)
-        header = self._sealed(key, header | {"body": _sha256(body)})
-        if body:  # overwrites the same bytes, since the digest is in its key
+        parts = [as_bytes(x) for x in arrays]
+        size, digest = sum(map(len, parts)), hashlib.sha256()
+        for part in parts:
+            digest.update(part)
+        header = self._sealed(key, header | {"body": digest.hexdigest()})
+        if size:  # overwrites the same bytes, since the digest is in its key
             body_key = _body_key(key, header)
-            options = {"chunk_size": PIECE, "max_concurrency": 2}
             self._make_room(body_key)
             with _one_error(self.url, f"write the body of {key}"):
-                self._store.put(body_key, body, **options)
-            self.up += len(body)
+                if size <= PIECE:
+                    self._store.put(body_key, b"".join(parts))
+                else:  # piece by piece, so that there is no copy of all
+                    pieces = (
+                        x[i : i + PIECE] for x in parts for i in range(0, len(x), PIECE)
+                    )
+                    self._store.put(
+                        body_key,
+                        map(bytes, pieces),
+                        chunk_size=PIECE,
+                        max_concurrency=2,
+                    )
+            self.up += size
         self.create(key, json.dumps(header).encode())
 
     def read(
@@ -193,7 +219,7 @@ class Store:
         """`read`, without a second attempt."""
         if (data := self.get(key, HEADER)) is None:
             return None
-        header, body, sealed = {}, b"", False
+        header, sealed = {}, False
         with suppress(ValueError, AttributeError, RecursionError):
             header = json.loads(data)
             sealed = header == self._sealed(key, header)
@@ -201,16 +227,15 @@ class Store:
             raise InvalidError(
                 f"{key} is damaged, or of another run, place or version of the library."
             )
-        size = sum(x.size * x.dtype.itemsize for x in shapes)
-        if shapes and (body := self.get(_body_key(key, header), size)) is None:
+        arrays = [np.empty(x.shape, x.dtype) for x in shapes]
+        size, digest = sum(x.nbytes for x in arrays), hashlib.sha256()
+        pieces = self._pieces(_body_key(key, header), size) if shapes else iter(())
+        if pieces is None:
             return None
-        if len(body) != size or _sha256(body) != header.get("body"):
+        if _fill(arrays, pieces, digest) != size or digest.hexdigest() != header.get(
+            "body"
+        ):
             raise InvalidError(f"{key} has a body that does not match its digest.")
-        arrays, start = [], 0
-        for x in shapes:
-            flat = np.frombuffer(body, x.dtype, x.size, start)
-            arrays.append(flat.reshape(x.shape))
-            start += flat.nbytes
         return header, arrays
 
     def _make_room(self, key: str) -> None:
@@ -230,6 +255,23 @@ class Store:
 
 def as_bytes(x: np.ndarray) -> memoryview:
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
+
+
+def _fill(arrays: Sequence[np.ndarray], pieces: Iterable[bytes], digest: Any) -> int:
+    """Copies bytes into arrays, one after the other; returns how many there are."""
+    targets = [as_bytes(x) for x in arrays]
+    size = 0
+    for piece in pieces:
+        digest.update(piece)
+        size += len(piece)
+        rest = memoryview(piece)
+        while rest and targets:
+            count = min(len(rest), len(targets[0]))
+            targets[0][:count], rest = rest[:count], rest[count:]
+            targets[0] = targets[0][count:]
+            if not targets[0]:
+                targets.pop(0)
+    return size
 
 
 def _body_key(key: str, header: dict[str, Any]) -> str:

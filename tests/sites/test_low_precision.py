@@ -93,4 +93,4 @@ def test_whole_parameters_are_kept_once():
     outer = ByHand(MemoryStore(), "a").follower.outer
     assert len(outer.anchor) == len(PARAMS)
     for x, y in zip(outer.anchor, outer.params, strict=True):
-        assert np.shares_memory(x, y)
+        assert np.shares_memory(np.asarray(x), y)

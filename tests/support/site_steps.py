@@ -52,7 +52,7 @@ class ByHand:
 
     @property
     def anchor(self) -> list[np.ndarray]:
-        return self.follower.outer.anchor
+        return [np.asarray(x) for x in self.follower.outer.anchor]
 
     @property
     def digest(self) -> str:
