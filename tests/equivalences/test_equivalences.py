@@ -22,19 +22,25 @@ SCALES = [1.0, 1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0, 40.0, 1.0, 1.0, 1.0]
 THRESHOLD = 0.6
 
 SYNCHRONIZERS = {
-    "average_gradients": (synchronizers.average_gradients(), {}),
-    "average_factors": (synchronizers.average_factors(), {}),
-    "reconcile": (synchronizers.reconcile(), {}),
+    "average_gradients": (
+        synchronizers.average_gradients(),
+        lambda: reference.AverageGradients(),
+    ),
+    "average_factors": (
+        synchronizers.average_factors(),
+        lambda: reference.AverageFactors(),
+    ),
+    "reconcile": (synchronizers.reconcile(), lambda: reference.Reconcile()),
     "reconcile-nesterov": (
         synchronizers.reconcile(optax.sgd(0.7, momentum=0.9, nesterov=True)),
-        {"outer": reference.nesterov(0.7, 0.9)},
+        lambda: reference.Reconcile(reference.Nesterov(0.7, 0.9)),
     ),
 }
 TRIGGERS = {
-    "every_k": (triggers.every_k(3), lambda local: reference.every_k(local.step, 3)),
+    "every_k": (triggers.every_k(3), lambda: reference.every_k(3)),
     "rmmc": (
         triggers.relative_momentum_change(THRESHOLD),
-        reference.relative_momentum_change_trigger(THRESHOLD),
+        lambda: reference.MomentumChange(THRESHOLD),
     ),
 }
 WAYS = [
@@ -60,22 +66,13 @@ def optimizer(trigger, synchronizer, mesh) -> Any:
     )
 
 
-def simulate(params, q, gradients, trigger, name, options):
-    simulation = reference.ReplicaSimulation(
-        params,
-        q,
-        helpers.replicas_of(gradients),
-        learning_rate=LEARNING_RATE,
-        mu=MU,
-        trigger=trigger,
-        synchronizer=name.split("-")[0],
-        **options,
-    )
+def simulate(params, q, gradients, trigger, sync):
+    replicas = helpers.replicas_of(gradients)
+    other = reference.Sgd(LEARNING_RATE)
+    inner = reference.Matrices(helpers.MATRICES, LEARNING_RATE, MU, other, qs=q)
+    simulation = reference.Run(params, inner, replicas, trigger, sync)
     for tree in gradients:
-        rows = range(helpers.replicas_of(gradients))
-        simulation.step(
-            [{k: np.asarray(g[i], float) for k, g in tree.items()} for i in rows]
-        )
+        simulation.step(reference.rows_of(tree, replicas))
         yield simulation
 
 
@@ -94,9 +91,9 @@ def compare(trajectory, simulations):
         for i, wanted in enumerate(simulation.params):
             for name, expected in wanted.items():
                 close(params[name][i], expected, "params")
-            for name, expected in simulation.momenta[i].items():
+            for name, expected in simulation.states[i]["momentum"].items():
                 close(momenta[name][i], expected, "momenta")
-            for name, expected in simulation.qs[i].items():
+            for name, expected in simulation.states[i]["q"].items():
                 close(same_signs(qs[name][i], expected), expected, "qs")
     return helpers.decisions(steps), simulation.synced
 
@@ -116,14 +113,14 @@ CASES = [(name, *way) for name in SYNCHRONIZERS for way in WAYS]
     ],
 )
 def test_the_library_is_the_reference(name, trigger, kind, replicas):
-    synchronizer, options = SYNCHRONIZERS[name]
+    synchronizer, sync = SYNCHRONIZERS[name]
     mesh = helpers.mesh_of(kind, replicas)
     tx = optimizer(TRIGGERS[trigger][0], synchronizer, mesh)
     params = helpers.make_params()
     gradients = helpers.make_gradients(STEPS, replicas, scales=SCALES)
     _, q = helpers.dion_state(tx.init(cd.replicas.replicate(params, mesh)))
     q = {k: np.asarray(q[k][0]) for k in helpers.MATRICES}
-    simulations = simulate(params, q, gradients, TRIGGERS[trigger][1], name, options)
+    simulations = simulate(params, q, gradients, TRIGGERS[trigger][1](), sync())
     decided, expected = compare(helpers.run(tx, mesh, params, gradients), simulations)
     assert decided == expected
     assert {*decided} == {True, False}

@@ -111,50 +111,47 @@ def test_relative_momentum_change(new, old, floor, expected):
     np.testing.assert_equal(actual, expected)
 
 
-def test_divergence_by_hand():
-    # Leaves together: (1, 2) and (1, 4), mean (1, 3), distances 1 and 1;
-    # mean of the squares (5 + 17) / 2 = 11.
-    params = [{"W": np.ones((1, 1)), "b": np.array([b])} for b in (2.0, 4.0)]
-    close(ref.divergence(params), 1 / np.sqrt(11), EQUIVALENT_ATOL)
-
-
 @pytest.mark.parametrize("rank", [1, 5])
 @pytest.mark.parametrize("shape", [(8, 5), (5, 8), (6, 6)])
 def test_average_factors_is_dion_on_the_mean_gradient(shape, rank):
     rng = np.random.default_rng(2)
     q = rng.normal(size=(min(shape), rank))
-    qs, momenta, momentum = [q] * 3, [np.zeros(shape)] * 3, np.zeros(shape)
+    common_q, momenta, momentum = q, [np.zeros(shape)] * 3, np.zeros(shape)
     for _ in range(4):
         gradients = list(rng.normal(size=(3, *shape)))
-        directions, momenta, qs = ref.dion_step_average_factors(
-            gradients, momenta, qs, mu=0.9
+        common, momenta, common_q = ref.dion_step_average_factors(
+            gradients, momenta, common_q, mu=0.9
         )
         expected, momentum, q = ref.dion_step(
             np.mean(gradients, axis=0), momentum, q, mu=0.9
         )
-        close(directions, [expected] * 3, EQUIVALENT_ATOL)
-        close(qs, [q] * 3, EQUIVALENT_ATOL)
+        close(common, expected, EQUIVALENT_ATOL)
+        close(common_q, q, EQUIVALENT_ATOL)
         close(np.mean(momenta, axis=0), momentum, EQUIVALENT_ATOL)
-    assert np.abs(momenta[0] - momenta[1]).max() > 0.1  # the momenta stay local
+    # Momenta stay local where factors are smaller than the matrix.
+    assert (np.abs(momenta[0] - momenta[1]).max() > 0.1) == (rank == 1)
+
+
+def dion(q):
+    return replicas.Matrices(["W"], 0.5, 0.5, replicas.Sgd(0.5), qs=q)
 
 
 def test_relative_momentum_change_decides_for_all_replicas():
     # Square kernels, full rank, mu = 1/2: M' = B / 2 for gradients c I. Step 0 syncs:
     # B = 3 and 5, or 4 with the mean gradient, m = 2 on both. Step 1: B = 2.5 after 3
     # and 5, RMMC .17 and .5, local, m = 1.25. Step 2: B = 4.25 and 1.25 after 2.5, RMMC
-    # .7 and .5, the first fires. Step 3: NaN on the second.
-    simulation = replicas.ReplicaSimulation(
+    # .7 and .5, the first fires; m = 1.375. Step 3: B = 2.375 after 4.25, RMMC .44, and
+    # NaN says nothing.
+    simulation = replicas.Run(
         {"W": np.zeros((2, 2))},
-        {"W": np.eye(2)},
+        dion({"W": np.eye(2)}),
         2,
-        learning_rate=0.5,
-        mu=0.5,
-        trigger=replicas.relative_momentum_change_trigger(0.6),
-        synchronizer="average_gradients",
+        replicas.MomentumChange(0.6),
+        replicas.AverageGradients(),
     )
     for pair in ((3.0, 5.0), (0.5, 0.5), (3.0, 0.0), (1.0, np.nan)):
         simulation.step([{"W": c * np.eye(2)} for c in pair])
-    assert simulation.synced == [True, False, True, True]
+    assert simulation.synced == [True, False, True, False]
 
 
 # One 2 x 2 kernel W (rank 1, Q = (1, 0)), one bias b; lr = mu = 1/2; a sync every two
@@ -195,7 +192,8 @@ AVERAGED_GRADIENTS = {
 # Replica 0: K = [[0, 6], [4, 1]], K^T (1, 0) = (0, 6).
 # Replica 1: K = [[0, 2], [0, 5]], K^T (1, 0) = (0, 2), with the Q of the start.
 # Mean (0, 4): p = (0, 1). R = mean((6, 1), (2, 5)) = (4, 3), q' = (.8, .6).
-# M' = K - R_k p^T / 2 with each one's K and R; direction [[0, .8], [0, .6]].
+# Factors of 2 + 2 numbers are no smaller than K, so K = mean = [[0, 4], [2, 3]] for
+# both, and M' = K - R p^T / 2; direction [[0, .8], [0, .6]].
 FACTORS = [
     {"W": np.array([[0.0, 4], [2, 1]]), "b": np.array([0.0, 2])},
     {"W": np.array([[0.0, 6], [2, 2]]), "b": np.array([2.0, 0])},
@@ -203,7 +201,7 @@ FACTORS = [
 AVERAGED_FACTORS = {
     "w": [[[1, 1.1], [3, 3.7]], [[1, 2], [3, 3.4]]],
     "b": [[-0.5, 0.5], [0.5, -1.5]],
-    "m": [[[0, 3], [4, 0.5]], [[0, 1], [0, 2.5]]],
+    "m": [[[0, 2], [2, 1.5]]] * 2,
     "q": [[0.8, 0.6], [0.8, 0.6]],
 }
 
@@ -230,16 +228,16 @@ def check(simulation, *, w, b, m, q):
     """Compare parameters, momenta and right factors, each a list over replicas."""
     close([p["W"] for p in simulation.params], w)
     close([p["b"] for p in simulation.params], b)
-    close([each["W"] for each in simulation.momenta], m)
-    close([each["W"][:, 0] for each in simulation.qs], q)
+    close([state["momentum"]["W"] for state in simulation.states], m)
+    close([state["q"]["W"][:, 0] for state in simulation.states], q)
 
 
 CASES = {
-    "average_gradients": ({}, GRADIENTS, AVERAGED_GRADIENTS),
-    "average_factors": ({}, FACTORS, AVERAGED_FACTORS),
-    "reconcile": ({}, RECONCILED, COMMON),
+    "average_gradients": (replicas.AverageGradients(), GRADIENTS, AVERAGED_GRADIENTS),
+    "average_factors": (replicas.AverageFactors(), FACTORS, AVERAGED_FACTORS),
+    "reconcile": (replicas.Reconcile(), RECONCILED, COMMON),
     "reconcile-nesterov": (
-        {"outer": replicas.nesterov(0.5, 0.5)},
+        replicas.Reconcile(replicas.Nesterov(0.5, 0.5)),
         RECONCILED,
         NESTEROV,
     ),
@@ -248,16 +246,9 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_by_hand(name):
-    options, second, expected = CASES[name]
-    simulation = replicas.ReplicaSimulation(
-        START,
-        {"W": np.array([[1.0], [0.0]])},
-        2,
-        learning_rate=0.5,
-        mu=0.5,
-        trigger=lambda local: replicas.every_k(local.step, 2),
-        synchronizer=name.split("-")[0],
-        **options,
+    sync, second, expected = CASES[name]
+    simulation = replicas.Run(
+        START, dion({"W": np.array([[1.0], [0.0]])}), 2, replicas.every_k(2), sync
     )
     simulation.step(LOCAL_GRADIENTS)
     check(simulation, **LOCAL)
