@@ -79,7 +79,8 @@ def curvadion(
         beyond one sync per interval is not spent.
       before: as for :func:`adaptive_sync`, such as ``optax.clip_by_global_norm(1.0)``.
       mesh: as for :func:`adaptive_sync`. None means a single replica, on which the
-        default sync sends nothing and takes no outer step: the result is Dion's.
+        default sync sends nothing and takes no outer step: the result is Dion's. A
+        mesh of one replica does take outer steps.
       specs: as for :func:`adaptive_sync`.
 
     Returns:

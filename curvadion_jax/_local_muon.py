@@ -85,7 +85,8 @@ def local_muon(
         above, which keeps momenta local and its own state in bfloat16.
       before: as for :func:`adaptive_sync`, such as ``optax.clip_by_global_norm(1.0)``.
       mesh: as for :func:`adaptive_sync`. None means a single replica, on which the
-        default sync sends nothing and takes no outer step: the result is Muon's.
+        default sync sends nothing and takes no outer step: the result is Muon's. A
+        mesh of one replica does take outer steps.
       specs: as for :func:`adaptive_sync`.
 
     Returns:

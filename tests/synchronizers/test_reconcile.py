@@ -94,6 +94,20 @@ def test_the_default_is_a_nesterov_step_of_rate_1_and_momentum_0_4(build, always
     assert not np.any(state.rows.residual["b"])
 
 
+@pytest.mark.parametrize(
+    ("mesh", "first"),
+    [(None, -1.0), (cd.replicas.simulated(1), -1.4), (cd.replicas.make_mesh(1), -1.4)],
+    ids=["none", "simulated", "mesh"],
+)
+def test_one_replica_takes_outer_steps_on_a_mesh_alone(mesh, first):
+    tx = cd.local_muon(
+        1.0, other_optimizer=optax.sgd(1.0), trigger=triggers.always(), mesh=mesh
+    )
+    gradients = {"b": np.ones(5 if mesh is None else (1, 5), np.float32)}
+    ((params, _),) = helpers.run(tx, mesh, {"b": jnp.zeros(5)}, [gradients])
+    np.testing.assert_allclose(params["b"], np.full_like(gradients["b"], first))
+
+
 def test_an_outer_step_of_a_16_bit_anchor_is_rounded_once():
     """With the anchor, and not by itself before: here half a digit and some more."""
     digit = float(jnp.finfo(jnp.bfloat16).eps)
