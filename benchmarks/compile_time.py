@@ -25,10 +25,10 @@ WIDTH, ROWS, REPLICAS = 64, 16, 8
 METHODS = {
     "adamw": lambda mesh: cd.replicas.lift(optax.adamw(1e-3), mesh),
     "muon": lambda mesh: cd.replicas.lift(measuring.muon(0.02), mesh),
-    "dion": lambda mesh: cd.replicas.lift(cd.dion(0.02, 0.25), mesh),
+    "dion": lambda mesh: cd.replicas.lift(cd.dion(0.02, rank=0.25), mesh),
     "local_muon": lambda mesh: cd.local_muon(0.02, mesh=mesh),
     "curvadion": lambda mesh: cd.curvadion(0.02, mesh=mesh),
-    "diloco": lambda mesh: cd.presets.diloco(1e-3, 20, mesh=mesh),
+    "diloco": lambda mesh: cd.presets.diloco(1e-3, k=20, mesh=mesh),
 }
 EVERY: dict[str, bool | None] = {"step": None}
 BY_STEP_NUMBER = EVERY | {"due=False": False, "due=True": True}

@@ -67,8 +67,8 @@ def optimizers(mesh: Any) -> dict[str, optax.GradientTransformation]:
     return {
         ADAMW: lift(optax.adamw(RATE), mesh),
         "`optax.contrib.muon`, AdamW for the rest": lift(muon, mesh),
-        "`dion`, rank 1/4": lift(cd.dion(RATE, 0.25), mesh),
-        "`dion`, full rank": lift(cd.dion(RATE, 1.0), mesh),
+        "`dion`, rank 1/4": lift(cd.dion(RATE, rank=0.25), mesh),
+        "`dion`, full rank": lift(cd.dion(RATE, rank=1.0), mesh),
         "`curvadion`": cd.curvadion(RATE, **ours),
         "`local_muon`": cd.local_muon(RATE, **ours),
         "`local_muon`, bfloat16 momenta": cd.local_muon(RATE, mu_dtype=half, **ours),

@@ -67,7 +67,7 @@ def optimizers(numbers: Any, ranks: list[float]) -> dict[str, Any]:
     """What JAX runs, by the name in the table."""
     settings: dict[str, Any] = {"momentum": MOMENTUM, "weight_decay": DECAY}
     rows = {
-        dion_name(rank): cd.dion(RATE, rank, dimension_numbers=numbers, **settings)
+        dion_name(rank): cd.dion(RATE, rank=rank, dimension_numbers=numbers, **settings)
         for rank in ranks
     }
     muon = {"beta": MOMENTUM, "muon_weight_dimension_numbers": numbers}

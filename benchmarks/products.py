@@ -19,8 +19,8 @@ import curvadion_jax as cd
 
 RATE = 0.01
 METHODS = {
-    "`dion`, rank 1/4": cd.dion(RATE, 0.25),
-    "`dion`, rank 1": cd.dion(RATE, 1.0),
+    "`dion`, rank 1/4": cd.dion(RATE, rank=0.25),
+    "`dion`, rank 1": cd.dion(RATE, rank=1.0),
     "`local_muon`": cd.local_muon(RATE),
     "`optax.contrib.muon`": measuring.muon(RATE),
 }

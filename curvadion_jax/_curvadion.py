@@ -21,13 +21,13 @@ _RANK = 1.0
 
 def curvadion(
     learning_rate: optax.ScalarOrSchedule,
+    *,
     threshold: optax.ScalarOrSchedule | None = None,
     rank: int | float | None = None,
     momentum: optax.ScalarOrSchedule = 0.8,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    *,
     budget: float | None = None,
     bits: int | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
@@ -125,11 +125,11 @@ def curvadion(
     synchronizer = synchronizer or reconcile_in_few_bits(bits, mesh)
     inner = dion(
         learning_rate,
-        _RANK if rank is None else rank,
-        momentum,
-        weight_decay,
-        weight_decay_mask,
-        mu_dtype,
+        rank=_RANK if rank is None else rank,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        mu_dtype=mu_dtype,
         adam_learning_rate=adam_learning_rate,
         other_optimizer=other_optimizer,
         dimension_numbers=dimension_numbers,

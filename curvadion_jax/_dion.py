@@ -312,12 +312,12 @@ def _like(tree: Any, new: Named) -> Any:
 
 def dion(
     learning_rate: optax.ScalarOrSchedule,
+    *,
     rank: int | float | None = None,
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    *,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     other_optimizer: optax.GradientTransformation | None = None,
     dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,

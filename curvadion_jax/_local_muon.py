@@ -20,13 +20,13 @@ from curvadion_jax.synchronizers._reconcile import reconcile_in_few_bits
 
 def local_muon(
     learning_rate: optax.ScalarOrSchedule,
+    *,
     budget: float | None = None,
     bits: int | None = None,
     momentum: optax.ScalarOrSchedule = 0.9,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any | None = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    *,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     other_optimizer: optax.GradientTransformation | None = None,
     dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,

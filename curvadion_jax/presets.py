@@ -99,8 +99,8 @@ def synchronous_adamw(
 
 def synchronous_muon(
     learning_rate: optax.ScalarOrSchedule,
-    momentum: optax.ScalarOrSchedule = 0.95,
     *,
+    momentum: optax.ScalarOrSchedule = 0.95,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
@@ -198,9 +198,9 @@ def synchronous_dion(
 
 def local_sgd(
     learning_rate: optax.ScalarOrSchedule,
+    *,
     k: int = 10,
     momentum: float = 0.9,
-    *,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
     specs: Any = None,
@@ -254,10 +254,10 @@ def local_sgd(
 
 def diloco(
     learning_rate: optax.ScalarOrSchedule,
+    *,
     k: int = 30,
     outer_learning_rate: optax.ScalarOrSchedule = 0.7,
     outer_momentum: float = 0.9,
-    *,
     weight_decay: float = 0.0,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
@@ -319,10 +319,10 @@ def diloco(
 
 def muloco(
     learning_rate: optax.ScalarOrSchedule,
+    *,
     k: int = 30,
     outer_learning_rate: optax.ScalarOrSchedule = 0.7,
     outer_momentum: float = 0.6,
-    *,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     weight_decay: float = 0.0,
     dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
@@ -407,9 +407,9 @@ def _muon(
 
 def paper(
     learning_rate: optax.ScalarOrSchedule,
+    *,
     threshold: optax.ScalarOrSchedule = 0.3,
     local_learning_rate: optax.ScalarOrSchedule | None = None,
-    *,
     dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
@@ -499,8 +499,8 @@ def _alternating(
 
 def authors_code(
     learning_rate: optax.ScalarOrSchedule,
-    threshold: optax.ScalarOrSchedule = 0.3,
     *,
+    threshold: optax.ScalarOrSchedule = 0.3,
     other_optimizer: optax.GradientTransformation | None = None,
     dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
     before: optax.GradientTransformation | None = None,

@@ -76,7 +76,7 @@ def methods(numbers: Any, mesh: Any) -> dict[str, Callable[[], Any]]:
 
     dions = {
         optimizer_speed.dion_name(rank): lambda rank=rank: bare(
-            cd.dion(RATE, rank, dimension_numbers=numbers)
+            cd.dion(RATE, rank=rank, dimension_numbers=numbers)
         )
         for rank in RANKS
     }

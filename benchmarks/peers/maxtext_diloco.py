@@ -92,8 +92,14 @@ class Theirs:
 
 def _ours(task: race.Task) -> race.Ours:
     rate = simulate.schedule(RATE, task.steps)
-    values = PERIOD, OUTER_RATE, OUTER_MOMENTUM
-    return race.Ours(task, cd.presets.diloco(rate, *values, mesh=task.mesh))
+    tx = cd.presets.diloco(
+        rate,
+        k=PERIOD,
+        outer_learning_rate=OUTER_RATE,
+        outer_momentum=OUTER_MOMENTUM,
+        mesh=task.mesh,
+    )
+    return race.Ours(task, tx)
 
 
 def _trainers(task: race.Task, options: argparse.Namespace) -> dict[str, race.Trainer]:

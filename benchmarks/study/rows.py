@@ -47,13 +47,13 @@ OUTER = " and an outer step"
 METHODS: dict[str, Method] = {
     MUON: lambda rate, _, mesh: presets.synchronous_muon(rate, mesh=mesh),
     MUON + ", momentum 0.9": lambda rate, _, mesh: presets.synchronous_muon(
-        rate, 0.9, mesh=mesh
+        rate, momentum=0.9, mesh=mesh
     ),
     BEST_MUON: lambda rate, steps, mesh: presets.synchronous_muon(
-        rate, rising(steps), mesh=mesh
+        rate, momentum=rising(steps), mesh=mesh
     ),
     BEST_MUON + OUTER: lambda rate, steps, mesh: optax.chain(
-        presets.synchronous_muon(rate, rising(steps), mesh=mesh),
+        presets.synchronous_muon(rate, momentum=rising(steps), mesh=mesh),
         cd.replicas.lift(baselines.outer_nesterov(6, 0.7, 0.6), mesh),
     ),
     LARGE_BATCH: lambda rate, steps, mesh: baselines.large_batch(

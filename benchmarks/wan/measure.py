@@ -88,7 +88,9 @@ def optimizer(method: str, steps: int, mesh: Any) -> Any:
     made = {
         "AdamW, float32": lambda: presets.synchronous_adamw(rate, mesh=mesh),
         "AdamW, 2 bits": lambda: in_two_bits(adamw),
-        "Muon, float32": lambda: presets.synchronous_muon(rate, momentum, mesh=mesh),
+        "Muon, float32": lambda: presets.synchronous_muon(
+            rate, momentum=momentum, mesh=mesh
+        ),
         "Muon, 2 bits": lambda: in_two_bits(muon),
         "local_muon": lambda: cd.local_muon(rate, budget=0.01, mesh=mesh),
         "curvadion": lambda: cd.curvadion(rate, budget=0.01, mesh=mesh),

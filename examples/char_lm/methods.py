@@ -122,7 +122,7 @@ METHODS = {
     ),
     "synchronous_muon": Method(
         lambda c, mesh: cd.presets.synchronous_muon(
-            schedule(c, _MUON), _MOMENTUM, mesh=mesh
+            schedule(c, _MUON), momentum=_MOMENTUM, mesh=mesh
         )
     ),
     "curvadion": Method(

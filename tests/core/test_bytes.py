@@ -47,7 +47,9 @@ PAYLOADS = [
 def test_a_sync_sends_its_payload_and_a_number(synchronizer, rank, payload, replicas):
     """An all-reduce of B bytes sends 2 (N - 1) / N B, and a number goes to each."""
     mesh = cd.replicas.simulated(replicas)
-    tx = cd.adaptive_sync(cd.dion(0.1, rank), triggers.always(), synchronizer, mesh)
+    tx = cd.adaptive_sync(
+        cd.dion(0.1, rank=rank), triggers.always(), synchronizer, mesh
+    )
     report = read(tx, mesh, helpers.make_params())
     others = replicas - 1
     payload = payload[replicas] if isinstance(payload, dict) else payload
@@ -80,7 +82,7 @@ def test_a_vote_sends_one_integer():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_small_numbers_are_averaged_in_float32(dtype):
     mesh, params = cd.replicas.simulated(2), helpers.make_params(dtype=dtype)
-    tx = cd.adaptive_sync(cd.dion(0.1, 2), triggers.always(), reconcile(), mesh)
+    tx = cd.adaptive_sync(cd.dion(0.1, rank=2), triggers.always(), reconcile(), mesh)
     report = read(tx, mesh, params)
     assert report["bytes"] == GRADIENTS + 4
     assert report["synchronous_bytes"] == GRADIENTS

@@ -12,7 +12,7 @@ MAKE = {
     "local_muon": lambda mesh: cd.local_muon(0.1, mesh=mesh),
     "curvadion": lambda mesh: cd.curvadion(0.1, mesh=mesh),
     "synchronous_dion": lambda mesh: cd.presets.synchronous_dion(0.1, mesh=mesh),
-    "diloco": lambda mesh: cd.presets.diloco(0.1, 2, mesh=mesh),
+    "diloco": lambda mesh: cd.presets.diloco(0.1, k=2, mesh=mesh),
     "at_intervals": lambda mesh: cd.curvadion(
         0.1, threshold=0.3, decision_interval=2, mesh=mesh
     ),

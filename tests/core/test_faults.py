@@ -34,10 +34,10 @@ OPTIMIZERS = {
     "four bits": (syncing(MOMENTUM, reconcile(NESTEROV, compressor=FOUR_BITS)), PARAMS),
     "gradients": (syncing(MOMENTUM, synchronizers.average_gradients()), PARAMS),
     "factors": (
-        syncing(cd.dion(0.1, 2), synchronizers.average_factors()),
+        syncing(cd.dion(0.1, rank=2), synchronizers.average_factors()),
         MATRICES,
     ),
-    "reconcile-dion": (syncing(cd.dion(0.1, 2), reconcile()), MATRICES),
+    "reconcile-dion": (syncing(cd.dion(0.1, rank=2), reconcile()), MATRICES),
     "local_muon": (
         lambda mesh: cd.local_muon(
             0.1, weight_decay=0.1, mesh=mesh, trigger=triggers.every_k(2)

@@ -38,9 +38,9 @@ def with_every_part(**where):
 # The number of the step decides.
 SCHEDULED = {
     "local_muon": functools.partial(cd.local_muon, 0.1, budget=0.2),
-    "local_sgd": functools.partial(cd.presets.local_sgd, 0.1, 3),
-    "diloco": functools.partial(cd.presets.diloco, 0.1, 3),
-    "muloco": functools.partial(cd.presets.muloco, 0.1, 3),
+    "local_sgd": functools.partial(cd.presets.local_sgd, 0.1, k=3),
+    "diloco": functools.partial(cd.presets.diloco, 0.1, k=3),
+    "muloco": functools.partial(cd.presets.muloco, 0.1, k=3),
     "gradients": functools.partial(
         sgd, triggers.every_k(3), synchronizers.average_gradients()
     ),
@@ -214,7 +214,7 @@ def test_another_replicas_gradient_changes_nothing_until_the_sync(name):
         "averaging_dion": lambda mesh: helpers.averaging_dion(
             0.1, 0.5, trigger=trigger, mesh=mesh
         ),
-        "paper": lambda mesh: cd.presets.paper(0.1, 1e6, mesh=mesh),
+        "paper": lambda mesh: cd.presets.paper(0.1, threshold=1e6, mesh=mesh),
     }[name]
     gradients = helpers.make_gradients(4, 3)
     gradients[3]["tall"] *= 1e9  # the last step synchronises

@@ -90,7 +90,7 @@ def test_a_report_is_a_table():
 @pytest.mark.parametrize("kind", ["simulated", "mesh"])
 def test_observe_inside_of_a_step_and_read_later(kind):
     mesh = helpers.mesh_of(kind, 2)
-    tx = cd.presets.local_sgd(0.1, 2, mesh=mesh)
+    tx = cd.presets.local_sgd(0.1, k=2, mesh=mesh)
 
     @jax.jit
     def train(state, gradients):

@@ -382,7 +382,7 @@ def test_who_has_no_weight_requests_nothing():
 def dion(rank, synchronizer):
     """Of the matrix `wide` of the helpers; it syncs on every step."""
     make = lambda mesh: cd.adaptive_sync(
-        cd.dion(0.1, rank), triggers.always(), synchronizer, mesh
+        cd.dion(0.1, rank=rank), triggers.always(), synchronizer, mesh
     )
     params = {"wide": helpers.make_params()["wide"]}
     trees = [{"wide": tree["wide"]} for tree in helpers.make_gradients(4, 3)]

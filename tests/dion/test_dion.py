@@ -34,9 +34,9 @@ def microsoft_run(rank):
     def scan(x, momentum, q, gradients, weight_decay):
         tx = cd.dion(
             SETTINGS["settings"]["learning_rate"],
-            rank,
-            SETTINGS["settings"]["mu"],
-            weight_decay,
+            rank=rank,
+            momentum=SETTINGS["settings"]["mu"],
+            weight_decay=weight_decay,
         )
         state = optax.tree.set(tx.init(x), momentum=momentum, dion_q=q)
 
@@ -94,7 +94,7 @@ def test_learning_rates_decay_and_torch_kernels():
     gradients = jax.tree.map(np.float32, gradients)
 
     def updates(params, gradients, rate=0.1, **options):
-        tx = cd.dion(rate, 1, **options)
+        tx = cd.dion(rate, rank=1, **options)
         return run(tx, params, gradients, tx.init(params))[0]
 
     plain = updates(params, gradients)

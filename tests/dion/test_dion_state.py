@@ -51,7 +51,9 @@ def test_initial_q_depends_on_the_path_only():
         init({name: x + 1 for name, x in params.items()}),
         init(params | {"another": jnp.ones((9, 5))}),
         init({"a": params["a"]}) | {"c": q["c"]},
-        optax.tree.get(cd.dion(0.1, 3).init(params | {"bias": jnp.ones(3)}), "dion_q"),
+        optax.tree.get(
+            cd.dion(0.1, rank=3).init(params | {"bias": jnp.ones(3)}), "dion_q"
+        ),
     ]
     for other in same:
         for name in params:
@@ -141,7 +143,7 @@ def test_momentum_only(error_feedback):
 
 def test_momentum_is_refused_where_a_transformation_hides_it():
     """RMMC would go by the momentum after error feedback."""
-    inner = cd.dion(0.1, 2)
+    inner = cd.dion(0.1, rank=2)
 
     def update(updates, state, params=None):
         return inner.update(updates, state, params)
@@ -160,7 +162,7 @@ def test_momentum_is_refused_where_a_transformation_hides_it():
 
 
 def test_map_params_touches_the_momentum_and_not_q():
-    params, tx = {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(3)}, cd.dion(0.1, 3)
+    params, tx = {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(3)}, cd.dion(0.1, rank=3)
     state = tx.init(params)
     mapped = optax.tree.map_params(tx, lambda x: x + 7, state)
     momentum = optax.tree.get(mapped, "momentum")["kernel"]
@@ -175,7 +177,7 @@ def test_q_of_a_resized_state_is_copied_and_the_momentum_averaged(replicas):
     """Columns of Q may have opposite signs, and would cancel in a mean."""
     mesh = cd.replicas.simulated(4)
     tx = cd.adaptive_sync(
-        cd.dion(0.1, 2),
+        cd.dion(0.1, rank=2),
         cd.triggers.relative_momentum_change(0.3),
         cd.synchronizers.reconcile(),
         mesh,

@@ -43,7 +43,7 @@ def optimizer(trigger, synchronizer, mesh, rank=0.5) -> Any:
 
 def plain(rank=0.5) -> Any:
     other = optax.adamw(LEARNING_RATE)
-    return cd.dion(LEARNING_RATE, rank, MOMENTUM, other_optimizer=other)
+    return cd.dion(LEARNING_RATE, rank=rank, momentum=MOMENTUM, other_optimizer=other)
 
 
 @functools.lru_cache(typed=True)  # 1 is rank one, 1.0 full

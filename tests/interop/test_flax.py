@@ -217,7 +217,7 @@ def test_specs_of_an_nnx_model_whose_kernel_is_divided():
         if isinstance(variable, nnx.Variable):  # an axis less than rows have
             variable.set_metadata("out_sharding", None)
     specs = nnx.as_pure(nnx.get_partition_spec(params))
-    tx = cd.local_muon(0.1, 0.5, mesh=mesh, specs=specs)
+    tx = cd.local_muon(0.1, budget=0.5, mesh=mesh, specs=specs)
     optimizer_ = nnx.Optimizer(model, tx, wrt=nnx.Param)
     gradients = jax.tree.map(jnp.ones_like, nnx.state(model))
     optimizer_.update(model, gradients)

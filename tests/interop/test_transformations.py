@@ -282,7 +282,9 @@ def test_the_default_is_made_of_public_parts(name):
             helpers.make_params()
         ),
     )
-    dion = cd.dion(0.1, 1.0, 0.9, optax.constant_schedule(0.01))
+    dion = cd.dion(
+        0.1, rank=1.0, momentum=0.9, weight_decay=optax.constant_schedule(0.01)
+    )
     local, trigger = {
         "local_muon": (muon, triggers.evenly(0.5)),
         "curvadion": (dion, triggers.budget(0.5)),

@@ -77,7 +77,11 @@ CASES = {
     "learning rate NaN": (lambda: cd.dion(float("nan")), ValueError, "nan"),
     "rate in percent": (lambda: cd.triggers.evenly(10), ValueError, "got 10"),
     "momentum of 1": (lambda: cd.curvadion(0.1, momentum=1), ValueError, "got 1"),
-    "threshold below 0": (lambda: cd.curvadion(0.1, -0.3), ValueError, "-0.3"),
+    "threshold below 0": (
+        lambda: cd.curvadion(0.1, threshold=-0.3),
+        ValueError,
+        "-0.3",
+    ),
     "budget in percent": (lambda: cd.curvadion(0.1, budget=10), ValueError, "10"),
     "rank 2.0": (lambda: cd.dion(0.1, rank=2.0), ValueError, "2.0"),
     "injected rank": (
@@ -193,6 +197,10 @@ CASES = {
     "axis_name": (
         lambda: cd.local_muon(0.1, axis_name="replica"),
         *(TypeError, "unexpected keyword argument 'axis_name'"),
+    ),
+    "budget by its place": (
+        lambda: cd.local_muon(0.02, 0.01),
+        *(TypeError, "takes 1 positional argument"),
     ),
     "threshold of local_muon": (
         lambda: cd.local_muon(0.1, threshold=0.3),

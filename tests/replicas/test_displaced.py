@@ -168,7 +168,7 @@ ORDINARY = {
     ),
     "curvadion": lambda mesh: cd.curvadion(0.02, budget=0.3, mesh=mesh),
     "local_muon": lambda mesh: cd.local_muon(0.02, budget=0.3, mesh=mesh),
-    "paper": lambda mesh: cd.presets.paper(0.02, 0.5, mesh=mesh),
+    "paper": lambda mesh: cd.presets.paper(0.02, threshold=0.5, mesh=mesh),
     "MultiSteps": lambda mesh: optax.MultiSteps(
         reconciling(mesh=mesh), 2
     ).gradient_transformation(),

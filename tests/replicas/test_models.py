@@ -101,7 +101,7 @@ def trained(name: str, where: str):
         specs = jax.tree.map(spec_of, params)
         place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
         params = jax.tree.map(place, params, specs)
-    tx = cd.presets.diloco(1e-2, EVERY, mesh=mesh, specs=specs)
+    tx = cd.presets.diloco(1e-2, k=EVERY, mesh=mesh, specs=specs)
     params, stats = cd.replicas.replicate((params, stats), mesh)
     state = State.create(apply_fn=model.apply, params=params, tx=tx, stats=stats)
     state = cd.replicas.place(state, mesh)

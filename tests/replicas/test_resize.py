@@ -129,7 +129,7 @@ def test_a_checkpoint_of_another_number_is_restored_as_resized(
 def test_only_the_number_of_rows_may_differ(tmp_path):
     """Not that of something common, nor the rest of the shape."""
     mesh = cd.replicas.make_mesh(2)
-    tx = cd.presets.local_sgd(0.1, 2, mesh=mesh)
+    tx = cd.presets.local_sgd(0.1, k=2, mesh=mesh)
     _, state = helpers.start(tx, {"w": jnp.ones((4, 6))}, mesh)
     checkpoint.save(tmp_path, 1, state)
     for change in (

@@ -39,7 +39,7 @@ def compressed(mesh, specs, inner=None):
     reconcile = synchronizers.reconcile(
         optax.sgd(0.7, 0.9), compressor=compressors.quantize(8)
     )
-    inner = inner or cd.dion(0.01, RANK)
+    inner = inner or cd.dion(0.01, rank=RANK)
     return cd.adaptive_sync(inner, triggers.every_k(2), reconcile, mesh, specs=specs)
 
 
@@ -114,7 +114,8 @@ def test_a_tree_of_dimension_numbers_of_one_model(as_function):
     states = []
     for dimension_numbers in (given, None):
         tx = cd.local_muon(
-            *(0.01, 0.05),
+            0.01,
+            budget=0.05,
             dimension_numbers=dimension_numbers,
             mesh=MESH,
             specs=specs_of(MESH),
@@ -126,7 +127,7 @@ def test_a_tree_of_dimension_numbers_of_one_model(as_function):
 @pytest.mark.parametrize("specs", [P("fsdp"), {"w": P("fsdp"), "b": {"c": P("fsdp")}}])
 def test_specs_are_a_tree_or_a_prefix_of_it(specs):
     params = {"w": jnp.ones((4, 2)), "b": {"c": jnp.ones(4)}}
-    tx = cd.presets.local_sgd(0.1, 2, mesh=MESH, specs=specs)
+    tx = cd.presets.local_sgd(0.1, k=2, mesh=MESH, specs=specs)
     _, state = helpers.start(tx, params, MESH)
     for x in jax.tree.leaves(state.common.anchor):
         assert x.sharding.spec == P("fsdp")
@@ -135,7 +136,7 @@ def test_specs_are_a_tree_or_a_prefix_of_it(specs):
 def test_shardings_and_axes_of_the_whole_mesh_are_specs_too():
     """As a model's own rules may have them."""
     place = NamedSharding(MESH, P(("fsdp", "replica")))
-    tx = cd.presets.local_sgd(0.1, 2, mesh=MESH, specs=place)
+    tx = cd.presets.local_sgd(0.1, k=2, mesh=MESH, specs=place)
     _, state = helpers.start(tx, {"w": jnp.ones((4, 2))}, MESH)
     assert state.common.anchor["w"].sharding.spec == P("fsdp")
 
@@ -144,13 +145,13 @@ def test_shardings_and_axes_of_the_whole_mesh_are_specs_too():
     "spec", [P("fspd"), P(None, ("fsdp", "model")), P(AXIS, "fsdp")]
 )
 def test_specs_of_other_axes_and_of_rows_are_refused(spec):
-    tx = cd.presets.local_sgd(0.1, 2, mesh=MESH, specs={"w": spec})
+    tx = cd.presets.local_sgd(0.1, k=2, mesh=MESH, specs={"w": spec})
     with pytest.raises(ValueError, match=r"for w\. Give.*\['fsdp', 'tensor'\]"):
         helpers.start(tx, {"w": jnp.ones((4, 2))}, MESH)
 
 
 def test_missing_specs_are_refused():
-    tx = cd.presets.local_sgd(0.1, 2, mesh=MESH)
+    tx = cd.presets.local_sgd(0.1, k=2, mesh=MESH)
     with pytest.raises(ValueError, match=r"several devices, .*'fsdp': 2.* Pass specs="):
         helpers.start(tx, {"w": jnp.ones((4, 2))}, MESH)
 

@@ -50,14 +50,14 @@ def divided(name: str, inner: Any) -> PartitionSpec:
 def reconciling(synchronizer, rank=RANK):
     """Dion, and what `adaptive_sync` is given besides."""
     return lambda **where: cd.adaptive_sync(
-        cd.dion(0.01, rank), triggers.every_k(2), synchronizer, **where
+        cd.dion(0.01, rank=rank), triggers.every_k(2), synchronizer, **where
     )
 
 
 # Of a mesh and specs.
 OPTIMIZERS: dict[str, Any] = {
     "synchronous_dion": functools.partial(cd.presets.synchronous_dion, 0.01, rank=RANK),
-    "curvadion": functools.partial(cd.curvadion, 0.01, 0.3, RANK),
+    "curvadion": functools.partial(cd.curvadion, 0.01, threshold=0.3, rank=RANK),
     "everything": reconciling(reconcile()),
     "factors": reconciling(synchronizers.average_factors()),
     "local_muon": functools.partial(cd.local_muon, 0.01, budget=0.05),

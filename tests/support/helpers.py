@@ -61,7 +61,7 @@ def synced_dion(
 ) -> Any:
     """Dion inside `adaptive_sync`."""
     outside = {x: options.pop(x) for x in OF_SYNC if x in options}
-    inner = cd.dion(learning_rate, rank, **options)
+    inner = cd.dion(learning_rate, rank=rank, **options)
     return cd.adaptive_sync(inner, trigger, synchronizer, **outside)
 
 

@@ -32,14 +32,14 @@ def dion_evenly() -> Any:
     """Dion's local steps between even syncs, which are `curvadion`'s."""
     outer, form = optax.sgd(1.0, 0.4, nesterov=True), cd.compressors.quantize(2)
     sync = cd.synchronizers.reconcile(outer, compressor=form)
-    inner = cd.dion(0.1, 0.5, momentum=0.9)
+    inner = cd.dion(0.1, rank=0.5, momentum=0.9)
     return cd.adaptive_sync(inner, cd.triggers.evenly(0.25), sync, MESH)
 
 
 # Several syncs each, and local steps; no momentum's change is within 3% of a threshold.
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "curvadion": lambda: cd.curvadion(
-        0.1, optax.linear_schedule(0.25, 0.0, 20), mesh=MESH
+        0.1, threshold=optax.linear_schedule(0.25, 0.0, 20), mesh=MESH
     ),
     "curvadion-budget": lambda: cd.curvadion(0.1, rank=0.5, budget=0.5, mesh=MESH),
     "dion-evenly": dion_evenly,
@@ -47,11 +47,13 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "synchronous_adamw": lambda: cd.presets.synchronous_adamw(0.1, mesh=MESH),
     "synchronous_muon": lambda: cd.presets.synchronous_muon(0.05, mesh=MESH),
     "synchronous_dion": lambda: cd.presets.synchronous_dion(0.1, rank=0.5, mesh=MESH),
-    "paper": lambda: cd.presets.paper(0.1, 0.1, rank=0.5, mesh=MESH),
-    "authors_code": lambda: cd.presets.authors_code(0.05, 7.5, rank=0.5, mesh=MESH),
-    "local_sgd": lambda: cd.presets.local_sgd(0.05, 3, mesh=MESH),
-    "diloco": lambda: cd.presets.diloco(0.1, 6, weight_decay=0.1, mesh=MESH),
-    "muloco": lambda: cd.presets.muloco(0.1, 6, weight_decay=0.1, mesh=MESH),
+    "paper": lambda: cd.presets.paper(0.1, threshold=0.1, rank=0.5, mesh=MESH),
+    "authors_code": lambda: cd.presets.authors_code(
+        0.05, threshold=7.5, rank=0.5, mesh=MESH
+    ),
+    "local_sgd": lambda: cd.presets.local_sgd(0.05, k=3, mesh=MESH),
+    "diloco": lambda: cd.presets.diloco(0.1, k=6, weight_decay=0.1, mesh=MESH),
+    "muloco": lambda: cd.presets.muloco(0.1, k=6, weight_decay=0.1, mesh=MESH),
 }
 
 

@@ -78,7 +78,7 @@ def test_values_of_dion(error_feedback):
     # Gradients c I at full rank: M becomes (M + G) / 2. c = 4, .5, 1, 0 gives M + G =
     # 4, 2.5, 2.25, 1.125, as does the paper's m = m / 2 + g.
     gradients = {"w": np.array([4.0, 0.5, 1, 0])[:, None, None] * np.eye(2)}
-    inner = cd.dion(0.1, 1.0, 0.5, error_feedback=error_feedback)
+    inner = cd.dion(0.1, rank=1.0, momentum=0.5, error_feedback=error_feedback)
     found, values = run(change(0.4), gradients, inner), [LARGEST, 0.375, 0.1, 0.5]
     np.testing.assert_allclose(found.value, values, atol=ATOL)
     assert synced(found).tolist() == [value > 0.4 for value in values]
@@ -155,7 +155,9 @@ def test_the_authors_rule_looks_at_every_momentum_but_not_at_the_first_step():
         "bias": [[10.0, 0], [40, 0], [0.1, 0]],
         "w": [[[0.05, 0], [0, 0]], [[0.05, 0], [0, 0]], [[0.0, 0], [0, 0]]],
     }
-    found = run_optimizer(cd.presets.authors_code(0.1, 0.3, momentum=0.5), gradients)
+    found = run_optimizer(
+        cd.presets.authors_code(0.1, threshold=0.3, momentum=0.5), gradients
+    )
     assert synced(found).tolist() == [False, True, False]
     changes = [0, 40 / 0.5, 0.1 / 2.475]
     np.testing.assert_allclose(found.value, changes, rtol=RTOL, atol=ATOL)
@@ -177,7 +179,7 @@ def test_the_authors_floor_of_a_tenth(first, value):
     matrix = np.zeros((2, 2, 2))
     momentum = np.float32(0.05) * np.float32(first)
     gradients = {"bias": [[first, 0.0], [0.2 - momentum, 0.0]], "w": matrix}
-    tx = cd.presets.authors_code(0.1, 0.3, momentum=0.5)
+    tx = cd.presets.authors_code(0.1, threshold=0.3, momentum=0.5)
     found = run_optimizer(tx, gradients)
     np.testing.assert_allclose(found.value[1], value, rtol=1e-5)
     assert synced(found).tolist() == [False, value > 0]
@@ -185,7 +187,7 @@ def test_the_authors_floor_of_a_tenth(first, value):
 
 def test_the_authors_norms_are_taken_in_float32():
     """Of 64 elements of 100; their squares overflow float16."""
-    tx = cd.presets.authors_code(0.1, 0.3, momentum=0.5)
+    tx = cd.presets.authors_code(0.1, threshold=0.3, momentum=0.5)
     half, single = (
         run_optimizer(tx, {"w": jnp.full((4, 8, 8), 100, dtype)})
         for dtype in (jnp.float16, jnp.float32)
