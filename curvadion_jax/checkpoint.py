@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -92,7 +93,7 @@ def save(
         for crashed in ocp.utils.tmp_checkpoints(path):
             crashed.get().rmtree()
     items = ocp.args.Composite(
-        state=ocp.args.StandardSave(leaves),
+        state=ocp.args.StandardSave(_without_empty(leaves)),
         info=ocp.args.JsonSave({"notes": notes, "crc32": _crc32(notes)}),
     )
     try:
@@ -160,13 +161,14 @@ def restore(
         if is_row and saved != "missing" and _of_row(saved) == _of_row(wanted):
             lengths[name] = saved["shape"][0]
             continue
-        hint = ""
-        if saved != "missing" and wanted != "missing" and not resize:
-            hint = " To change the number of replicas pass resize=True."
+        advice = "Build the target as the saved run did"
+        if not resize and _of_row(saved) == _of_row(wanted):
+            advice += ", or pass resize=True to change the number of replicas"
+        elif wanted == "missing":
+            advice += ", or pass partial=True for a part"
         raise ValueError(
-            f"{name!r} is {_shown(saved)} at step {found} in {path} and "
-            f"{_shown(wanted)} in the target. Build it as the saved run did, or pass "
-            f"partial=True for a part.{hint}"
+            f"{name!r}{_owner(name)} is {_shown(saved)} at step {found} in {path} and "
+            f"{_shown(wanted)} in the target. {advice}."
         )
     restored, digests = {}, {}
     # Where rows are resized one array at a time: all of them would be large.
@@ -228,6 +230,11 @@ def _by_path(state: Any) -> Leaves:
     return leaves
 
 
+def _without_empty(leaves: Leaves) -> Leaves:
+    """The arrays that have elements. Orbax stores no others, and the notes suffice."""
+    return {name: x for name, x in leaves.items() if x.size}
+
+
 def _describe(leaf: Any) -> dict[str, Any]:
     return {"dtype": str(leaf.dtype), "shape": [*leaf.shape]}
 
@@ -237,6 +244,25 @@ def _of_row(described: Any) -> Any:
     if described == "missing":
         return described
     return described["dtype"], described["shape"][1:]
+
+
+# Whose state a field of AdaptiveSyncState is, as the user knows it.
+_OWNERS = {
+    "common/anchor": "the synchronizer, of which reconcile has an anchor",
+    "common/sync_state": "the synchronizer and its outer optimizer",
+    "common/trigger_state": "the trigger",
+    "rows/before_state": "before=",
+    "rows/inner_state": "the inner optimizer, in which each schedule counts its steps",
+    "rows/remembered": "the trigger",
+    "rows/residual": "the compressor, which bits= chooses",
+    "rows/weight": "the synchronizer, of which reconcile counts weights",
+}
+
+
+def _owner(name: str) -> str:
+    """Says whose option makes a difference in the state, if that is known."""
+    owners = [owner for part, owner in _OWNERS.items() if f"/{part}/" in f"/{name}/"]
+    return f", of {owners[0]}," if owners else ""
 
 
 def _shown(described: Any) -> str:
@@ -350,12 +376,18 @@ def _read_arrays(path: str, step: int, wanted: Leaves, lengths: dict[str, int]):
         shape = (rows, *leaf.shape[1:])
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
+    empty = {
+        n: jnp.zeros_like(x, device=x.sharding) for n, x in wanted.items() if not x.size
+    }
+    wanted = _without_empty(wanted)
+    if not wanted:
+        return empty
     ocp, places = _orbax(), {name: place(name, x) for name, x in wanted.items()}
     how = {n: ocp.ArrayRestoreArgs(sharding=x.sharding) for n, x in places.items()}
     item = ocp.args.PyTreeRestore(places, how, partial_restore=True)
     arrays = _read(path, step, state=item).state
     # Orbax returns what was asked for in place of what it does not find.
-    return {n: x for n, x in arrays.items() if isinstance(x, jax.Array)}
+    return empty | {n: x for n, x in arrays.items() if isinstance(x, jax.Array)}
 
 
 def _read(path: str, step: int, **items: Any) -> Any:

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from stored_states import REPLICAS, assert_same, blank, differ, sharding, train_state
 
+import curvadion_jax as cd
 from curvadion_jax import checkpoint
 
 
@@ -166,8 +167,9 @@ def test_a_part_alone_is_restored_by_its_paths(tmp_path):
     assert_same(found["train"]["params"]["kernel"], kernel)
     with pytest.raises(ValueError, match=r"at step 1 in .* and missing in the"):
         checkpoint.restore(tmp_path, target)
-    with pytest.raises(ValueError, match="'other' is missing at step 1"):
+    with pytest.raises(ValueError, match="'other' is missing at step 1") as refused:
         checkpoint.restore(tmp_path, {"other": kernel}, partial=True)
+    assert "partial" not in str(refused.value)  # which was passed
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     one = jax.ShapeDtypeStruct((1, *kernel.shape[1:]), kernel.dtype, sharding=place)
     (mean,) = checkpoint.restore(
@@ -191,6 +193,70 @@ def test_another_target_is_refused(tmp_path, simple):
     ):
         with pytest.raises(ValueError, match=said):
             checkpoint.restore(tmp_path, jax.tree.map(change, simple))
+
+
+SIMULATED = cd.replicas.simulated(2)
+RATES = optax.linear_schedule(0.1, 0.0, 9)
+exact = lambda **options: cd.local_muon(
+    0.1, synchronizer=cd.synchronizers.reconcile(**options), mesh=SIMULATED
+)
+# Other options than those of local_muon(0.1) -> whose state the message names.
+OPTIONS = {
+    "schedule": (
+        cd.local_muon(RATES, mesh=SIMULATED),
+        "each schedule counts its steps",
+    ),
+    "decay": (
+        cd.local_muon(0.1, weight_decay=RATES, mesh=SIMULATED),
+        "each schedule counts its steps",
+    ),
+    "dtype": (
+        cd.local_muon(0.1, mu_dtype="bfloat16", mesh=SIMULATED),
+        "the inner optimizer",
+    ),
+    "outer optimizer": (exact(outer=optax.adam(0.7)), "its outer optimizer"),
+    "no outer optimizer": (exact(), "its outer optimizer"),
+    "no compressor": (
+        exact(outer=optax.sgd(1.0, 0.4, True, accumulator_dtype=jnp.bfloat16)),
+        "the compressor, which bits= chooses",
+    ),
+    "trigger": (cd.curvadion(0.1, mesh=SIMULATED), "the trigger"),
+    "before": (
+        cd.local_muon(0.1, before=optax.ema(0.9), mesh=SIMULATED),
+        "before=",
+    ),
+    "synchronizer": (
+        cd.presets.synchronous_muon(0.1, mesh=SIMULATED),
+        "the synchronizer, of which reconcile has an anchor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_state_of_other_options_is_refused_with_the_option(tmp_path, name):
+    tx, option = OPTIONS[name]
+    rows = cd.replicas.replicate({"kernel": jnp.ones((4, 6))}, SIMULATED)
+    saved = cd.local_muon(0.1, mesh=SIMULATED).init(rows)
+    checkpoint.save(tmp_path, 1, {"opt_state": saved})
+    with pytest.raises(ValueError, match=f"'opt_state/.*, of .*{option}") as refused:
+        checkpoint.restore(tmp_path, {"opt_state": tx.init(rows)})
+    assert "resize" not in str(refused.value)
+
+
+def test_arrays_without_elements_are_saved(tmp_path):
+    """Such as of a LoRA of rank 0, and of the optimizer's state for it."""
+    params = {"lora": jnp.zeros((4, 0)), "kernel": jnp.ones((4, 6))}
+    rows = cd.replicas.replicate(params, SIMULATED)
+    state = {"params": rows, "opt": cd.local_muon(0.1, mesh=SIMULATED).init(rows)}
+    checkpoint.save(tmp_path / "run", 1, state)
+    assert_same(checkpoint.restore(tmp_path / "run", state), state)
+    one = cd.replicas.simulated(1)
+    fewer = cd.replicas.resize(state, one)
+    restored = checkpoint.restore(tmp_path / "run", fewer, resize=True)
+    assert_same(restored, fewer)
+    longer = {"lora": jnp.zeros((2, 4, 1)), "kernel": rows["kernel"]}
+    with pytest.raises(ValueError, match=r"'params/lora' is float32\[2, 4, 0\] at"):
+        checkpoint.restore(tmp_path / "run", state | {"params": longer})
 
 
 @pytest.mark.parametrize("number", [3, 2.5, np.float32(1), np.arange(3)], ids=repr)

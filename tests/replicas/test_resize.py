@@ -114,7 +114,7 @@ def test_a_checkpoint_of_another_number_is_restored_as_resized(
     state = make_state(old, name)
     checkpoint.save(tmp_path, 3, state)
     target = make_state(new, name, seed=5)
-    with pytest.raises(ValueError, match="change the number of replicas pass resize="):
+    with pytest.raises(ValueError, match="pass resize=True to change the number"):
         checkpoint.restore(tmp_path, target)
     found = checkpoint.restore(tmp_path, target, resize=True)
     wanted = cd.replicas.resize(state, cd.replicas.make_mesh(new))
@@ -136,7 +136,9 @@ def test_only_the_number_of_rows_may_differ(tmp_path):
         state._replace(common=jax.tree.map(lambda x: x[:2], state.common)),
         state._replace(rows=jax.tree.map(lambda x: x[..., None], state.rows)),
     ):
-        with pytest.raises(ValueError, match=r"in the target\. Build it as the saved"):
+        with pytest.raises(
+            ValueError, match=r"in the target\. Build the target as the saved"
+        ):
             checkpoint.restore(tmp_path, change, resize=True)
 
 
