@@ -26,6 +26,7 @@ from curvadion_jax import (
     _refuse_copies,
     _rows,
     _step,
+    _sync_state,
     _trees,
     _within_replica,
     metrics,
@@ -241,8 +242,9 @@ class _AdaptiveSync:
         due: bool | None = None,
         **extra_args,
     ):
-        _trees.check_gradients(updates, params)
         _rows.check_rows(params, self.mesh, "Parameter")
+        _trees.check_gradients(updates, params)
+        _sync_state.check_state(state)
         _rows.check_rows(state.rows, self.mesh, "State")
         _rows.check_common(extra_args, self.mesh)
         layout = make_layout(self.mesh, self.specs, params)

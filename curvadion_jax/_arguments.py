@@ -1,26 +1,27 @@
 """Arguments that several functions take: their checks, and numbers or schedules.
 
-`check_numbers` looks at plain numbers alone: schedules pass, and traced numbers, such
-as those of `optax.inject_hyperparams`.
+Of a schedule or an array, such as `optax.inject_hyperparams` makes of every number, the
+value is not known yet.
 """
 
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 
 _PLAIN = (int, float, np.number)
+_SMALLEST_BUDGET = 1e-6
 
 
 def check_static(value: Any, what: str) -> None:
-    """Rejects a traced number where a Python number is needed."""
-    if isinstance(value, Tracer):
+    """Rejects an array, traced or not, where a Python value is needed."""
+    if isinstance(value, jax.Array):
         raise TypeError(
-            f"{what} must be a Python number, got a traced value. With "
+            f"{what} must be a Python value, got an array. With "
             f"optax.inject_hyperparams, pass static_args=({what!r},)."
         )
 
@@ -35,13 +36,24 @@ def check_int(value: Any, what: str) -> None:
 
 
 def check_numbers(below: float | None = None, **values: Any) -> None:
-    """Rejects numbers that are negative, NaN, or not below a limit."""
+    """Rejects what is no number, and numbers that are negative, NaN or too large."""
     for name, value in values.items():
-        if not isinstance(value, _PLAIN):
-            continue
-        if not value >= 0 or (below is not None and value >= below):
-            limit = "" if below is None else f" and below {below}"
-            raise ValueError(f"{name} must be at least 0{limit}, got {value}.")
+        if isinstance(value, optax.GradientTransformation):
+            raise TypeError(
+                f"{name} is an optimizer, and must be a number or a schedule. To train "
+                "with an optimizer of your own, call adaptive_sync(optimizer, trigger, "
+                "synchronizer, mesh)."
+            )
+        is_scalar = hasattr(value, "dtype") and jnp.ndim(value) == 0
+        if isinstance(value, _PLAIN):
+            if not value >= 0 or (below is not None and value >= below):
+                limit = "" if below is None else f" and below {below}"
+                raise ValueError(f"{name} must be at least 0{limit}, got {value}.")
+        elif not callable(value) and not is_scalar:
+            raise TypeError(
+                f"{name} must be a number or a schedule, got {value!r:.80}. YAML reads "
+                "2e-2 as text: write 2.0e-2, or call float on it."
+            )
 
 
 def check_fraction(value: Any, what: str) -> None:
@@ -54,8 +66,13 @@ def check_fraction(value: Any, what: str) -> None:
 
 
 def check_budget(value: Any) -> None:
-    """Rejects a budget that is no fraction; warns of one that is hardly less than 1."""
+    """Rejects a budget that is no fraction or pays for no sync; warns of one near 1."""
     check_fraction(value, "budget")
+    if value < _SMALLEST_BUDGET:
+        raise ValueError(
+            f"budget={value} would pay for a sync in 2 bits every {0.07 / value:,.0f} "
+            f"steps. Give at least {_SMALLEST_BUDGET}, or trigger=triggers.never()."
+        )
     if value > 0.5:
         warnings.warn(
             f"budget={value} is {value:.0%} of the bytes of synchronous training. One "
@@ -79,6 +96,27 @@ def check_mask(mask: Any) -> None:
             "function of the parameters. optax.inject_hyperparams takes a function for "
             "a schedule: pass static_args=('weight_decay_mask',)."
         )
+
+
+def decayed_weights(
+    weight_decay: Any, mask: Any
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.add_decayed_weights`, which names the mask that does not fit."""
+
+    def checked(params):
+        tree = mask(params) if callable(mask) else mask
+        try:
+            jax.tree.map(lambda _, subtree: subtree, tree, params)
+        except ValueError as error:
+            raise ValueError(
+                "weight_decay_mask has another structure than the parameters. Give a "
+                "tree of bools like these, or a prefix of it, or a function of them."
+            ) from error
+        return tree
+
+    # It takes schedules, whatever its types say.
+    decay = optax.add_decayed_weights(weight_decay, mask and checked)  # pyright: ignore[reportArgumentType]
+    return optax.with_extra_args_support(decay)
 
 
 def at_step(value: Any, step: Any) -> Any:

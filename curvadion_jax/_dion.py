@@ -384,7 +384,7 @@ def dion(
 
         return optax.chain(
             _arguments.with_schedule(scale, momentum),
-            optax.add_decayed_weights(weight_decay, weight_decay_mask),
+            _arguments.decayed_weights(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(learning_rate),
         )
 

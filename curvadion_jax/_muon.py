@@ -35,8 +35,7 @@ def muon(
     return optax.chain(
         _arguments.with_schedule(lambda beta: _nesterov(beta, mu_dtype), beta),
         _orthogonalized(dimension_numbers, eps),
-        # It takes schedules, whatever its types say.
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),  # pyright: ignore[reportArgumentType]
+        _arguments.decayed_weights(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )
 

@@ -54,3 +54,13 @@ class AdaptiveSyncState(NamedTuple):
     common: Common
     rows: Rows
     counters: metrics.Counters
+
+
+def check_state(state: Any) -> None:
+    """Rejects a state of another class, such as a checkpoint's dictionary."""
+    if not isinstance(state, AdaptiveSyncState):
+        raise TypeError(
+            f"The optimizer state is a {type(state).__name__}, and no "
+            "AdaptiveSyncState. Give what init returned; a checkpoint restored without "
+            "a target is made of dictionaries, so restore it into such a state."
+        )

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from curvadion_jax import _arguments, _within_replica
 from curvadion_jax._buckets import count_blocks, in_pieces, make_buckets
@@ -215,8 +216,8 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
       Bernstein et al., `signSGD <https://arxiv.org/abs/1802.04434>`_, 2018, for one
     """
     _arguments.check_static(bits, "bits")
-    if bits not in (8, 4, 2, 1):
-        raise ValueError(f"bits is {bits}. Give 8, 4, 2 or 1.")
+    if not isinstance(bits, int | np.integer) or bits not in (8, 4, 2, 1):
+        raise ValueError(f"bits is {bits!r}. Give the int 8, 4, 2 or 1.")
     _arguments.check_int(block, "block")
     if block * bits % 8:
         raise ValueError(

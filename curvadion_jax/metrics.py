@@ -185,7 +185,8 @@ def observe(opt_state: Any) -> Counters:
     if len(found) != 1:
         raise ValueError(
             f"A {type(opt_state).__name__} holds the states of {len(found)} optimizers "
-            "that synchronise. Give the opt_state of one, or what observe returned."
+            "that synchronise. Give the opt_state of one, or what observe returned, "
+            "and restore a checkpoint into a target: without one it has dictionaries."
         )
     # nnx keeps each array in a variable.
     values = [jax.tree.leaves(value) for value in found[0]]

@@ -87,6 +87,8 @@ def synchronous_adamw(
       Loshchilov and Hutter, `Decoupled Weight Decay Regularization
       <https://arxiv.org/abs/1711.05101>`_, 2019
     """
+    _arguments.check_numbers(learning_rate=learning_rate, weight_decay=weight_decay)
+    _arguments.check_numbers(below=1, b1=b1, b2=b2)
     return adaptive_sync(
         optax.adamw(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay),
         triggers.always(),
@@ -242,6 +244,8 @@ def local_sgd(
       Stich, `Local SGD Converges Fast and Communicates Little
       <https://arxiv.org/abs/1805.09767>`_, 2018
     """
+    _arguments.check_numbers(learning_rate=learning_rate)
+    _arguments.check_numbers(below=1, momentum=momentum)
     return adaptive_sync(
         optax.sgd(learning_rate, momentum),
         triggers.every_k(k),
@@ -305,12 +309,11 @@ def diloco(
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023
     """
+    _arguments.check_numbers(learning_rate=learning_rate, weight_decay=weight_decay)
     return adaptive_sync(
         optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay),
         triggers.every_k(k),
-        synchronizers.reconcile(
-            optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
-        ),
+        synchronizers.reconcile(_nesterov(outer_learning_rate, outer_momentum)),
         mesh,
         before=before,
         specs=specs,
@@ -380,19 +383,27 @@ def muloco(
     return adaptive_sync(
         _muon(learning_rate, 0.95, adam_learning_rate, weight_decay, dimension_numbers),
         triggers.every_k(k),
-        synchronizers.reconcile(
-            optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
-        ),
+        synchronizers.reconcile(_nesterov(outer_learning_rate, outer_momentum)),
         mesh,
         before=before,
         specs=specs,
     )
 
 
+def _nesterov(
+    outer_learning_rate: Any, outer_momentum: Any
+) -> optax.GradientTransformation:
+    _arguments.check_numbers(outer_learning_rate=outer_learning_rate)
+    _arguments.check_numbers(below=1, outer_momentum=outer_momentum)
+    return optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
+
+
 def _muon(
     learning_rate, momentum, adam_learning_rate, weight_decay, dimension_numbers
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.contrib.muon`, with its defaults."""
+    _arguments.check_numbers(weight_decay=weight_decay)
+    _arguments.check_numbers(below=1, momentum=momentum)
     return _two_optimizers.optimizer(
         lambda numbers: muon(
             learning_rate, numbers, beta=momentum, weight_decay=weight_decay
@@ -457,9 +468,10 @@ def paper(
         error_feedback=False,
         **dion_arguments,
     )
-    between = optax.sgd(
-        learning_rate if local_learning_rate is None else local_learning_rate
-    )
+    if local_learning_rate is None:
+        local_learning_rate = learning_rate
+    _arguments.check_numbers(local_learning_rate=local_learning_rate)
+    between = optax.sgd(local_learning_rate)
 
     def sync(take, gradients, inner_state, state, residual, part):
         mean = part.mean(gradients)
@@ -546,6 +558,7 @@ def authors_code(
       `Bhavkumar21/CurvaDion <https://github.com/Bhavkumar21/CurvaDion>`_, commit
       50dacf7, optimizers/curvadion.py and train.py
     """
+    _arguments.check_numbers(learning_rate=learning_rate, threshold=threshold)
     if other_optimizer is None:
         other_optimizer = optax.lion(learning_rate, b1=0.9, b2=0.95, weight_decay=0.0)
 

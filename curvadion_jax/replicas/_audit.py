@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from curvadion_jax import _rows
-from curvadion_jax._rows import AXIS
+from curvadion_jax._rows import AXIS, Replicas
 from curvadion_jax._step import SYNC, VOTE
 
 
@@ -60,8 +60,17 @@ class Audit(NamedTuple):
         return "\n".join(lines)
 
 
+class _WithoutDevices(Audit):
+    """What nothing is sent between: one replica, or simulated ones."""
+
+    kind = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: nothing is sent"
+
+
 def audit(
-    step: Callable[..., Any] | jax.stages.Compiled, mesh: Mesh, *arguments: Any
+    step: Callable[..., Any] | jax.stages.Compiled, mesh: Replicas, *arguments: Any
 ) -> Audit:
     """Compiles a training step and says what it sends between replicas.
 
@@ -77,7 +86,8 @@ def audit(
         not; or the compiled one,
         such as ``step.lower(*arguments).compile()``, which is not compiled again. What
         it computes and does not return is no part of its program.
-      mesh: mesh of the replicas, from :func:`make_mesh`.
+      mesh: mesh of the replicas, from :func:`make_mesh`. Of :func:`simulated` and None
+        nothing is compiled, since nothing is sent.
       *arguments: what it is called with; none with a compiled step. They are not
         changed, nor is it run.
 
@@ -85,7 +95,7 @@ def audit(
       An :class:`Audit`; print it.
 
     Raises:
-      TypeError: if `mesh` is no mesh of devices.
+      TypeError: if `mesh` is no mesh.
 
     Example:
       >>> import jax.numpy as jnp
@@ -96,12 +106,11 @@ def audit(
       every step  nothing
       sync        nothing
     """
-    if not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"audit needs a mesh of devices, from replicas.make_mesh, got {mesh!r}. "
-            "Without one nothing is sent."
-        )
     _rows.check_mesh(mesh)
+    if not isinstance(mesh, Mesh):
+        found = _WithoutDevices([], [], [])
+        found.kind = "one replica" if mesh is None else "simulated"
+        return found
     of_jax: Callable[..., Any] = lambda step: getattr(step, "compiled", step)
     compiled = of_jax(step)  # without Equinox's wrapper
     if not hasattr(compiled, "as_text"):

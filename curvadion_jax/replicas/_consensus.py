@@ -170,6 +170,7 @@ def anchor(opt_state: Any) -> Any:
     if len(anchors) != 1:
         raise ValueError(
             f"The optimizer state holds {len(anchors)} anchors. Give the state of one "
-            "optimizer with synchronizers.reconcile; others keep no anchor."
+            "optimizer with synchronizers.reconcile (others keep no anchor, and a "
+            "checkpoint restored without a target is made of dictionaries)."
         )
     return _memory.to_device(anchors[0])

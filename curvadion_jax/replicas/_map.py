@@ -80,6 +80,8 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
         try:
             program, shapes = trace(*rows, **common)
         except Exception as error:
+            if advice := _advice(error):
+                raise ValueError(advice) from error
             _explain(error, function)
             raise
         programs = [*_programs(program)]
@@ -143,17 +145,27 @@ def _cells(function: Callable[..., Any]) -> list[Any]:
     return found
 
 
-def _explain(error: Exception, function: Callable[..., Any]) -> None:
-    """Adds a note to an error of a model that was given all rows by a closure.
-
-    Also to that of a mean over an axis of `jax.pmap`, which is no more.
-    """
-    if isinstance(error, NameError) and "unbound axis name" in str(error):
-        error.add_note(
-            "replicas.map has no axis of this name. The optimizer averages, at syncs: "
-            "drop the pmean from the loss and the gradients, and average metrics after "
-            "map."
+def _advice(error: Exception) -> str:
+    """What to say in place of JAX, whose advice does not apply here."""
+    text = str(error)
+    if isinstance(error, NameError) and "unbound axis name" in text:
+        axis = text.rpartition("unbound axis name: ")[2].partition(". ")[0]
+        return (
+            f"The function given to replicas.map communicates over an axis {axis!r}, "
+            "which no vmap in it has. The optimizer averages, at syncs: drop the pmean "
+            "from the loss and the gradients, and average metrics after map."
         )
+    if isinstance(error, ValueError) and text.startswith("Resource axis:"):
+        return (
+            f"A sharding in the function given to replicas.map does not fit: {text} "
+            "Where boxes of nn.with_partitioning hold it, take them off, "
+            "flax.linen.meta.unbox(params), or make a mesh with these axes."
+        )
+    return ""
+
+
+def _explain(error: Exception, function: Callable[..., Any]) -> None:
+    """Adds a note to an error of a model that was given all rows by a closure."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(_cells(function))):
         error.add_note(
             "The function given to replicas.map is a closure over traced values, which "

@@ -35,7 +35,7 @@ def make_mesh(
       A `jax.sharding.Mesh` with the axes "replica" and those of `inner`.
 
     Raises:
-      TypeError: if `inner` is no mapping.
+      TypeError: if `inner` is no mapping, or a number is no int.
       ValueError: if there are fewer devices than the mesh needs, if an inner axis is
         named "replica", or if a process would have no device.
 
@@ -49,6 +49,12 @@ def make_mesh(
             'of 4 devices give {"fsdp": 4}.'
         )
     inner = dict(inner or {})
+    for size in (replicas, *inner.values()):
+        if not isinstance(size, int | np.integer | None):
+            raise TypeError(
+                f"The number of replicas and the sizes of axes must be ints, got "
+                f"{size!r:.80}. Convert text with int."
+            )
     if AXIS in inner:
         raise ValueError(
             f"The replica axis and an inner axis are both named {AXIS!r}. Rename "

@@ -403,6 +403,20 @@ class NamedAxesOfNNX(nnx.Module):
         self.up = nnx.Linear(16, 64, use_bias=False, kernel_init=up, rngs=rngs)
 
 
+@pytest.mark.parametrize("inner", [{}, {"tp": 2}], ids=["no axis", "another"])
+def test_boxes_with_axes_that_the_mesh_lacks_are_to_be_taken_off(inner):
+    mesh = cd.replicas.make_mesh(2, inner)
+    init = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "fsdp"))
+    model, x = linen.Dense(4, kernel_init=init), jnp.ones((1, 6))
+    params = model.init(jax.random.key(0), x)["params"]
+    loss = lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2)
+    run = cd.replicas.map(jax.grad(loss), mesh)
+    with pytest.raises(ValueError, match=r"fsdp.* not found.*meta\.unbox\(params\)"):
+        run(cd.replicas.replicate(params, mesh), jnp.ones((2, 3, 6)))
+    plain = cd.replicas.replicate(linen.meta.unbox(params), mesh)
+    assert run(plain, jnp.ones((2, 3, 6)))["kernel"].shape == (2, 6, 4)
+
+
 def test_variables_with_names_of_axes_place_the_momentum_and_not_q():
     """Whose axes are others: its last one is the rank, which no axis divides."""
     mesh = cd.replicas.make_mesh(2, {"fsdp": 2, "tensor": 2})

@@ -83,10 +83,57 @@ CASES = {
         "-0.3",
     ),
     "budget in percent": (lambda: cd.curvadion(0.1, budget=10), ValueError, "10"),
+    "learning rate of a row each": (
+        lambda: cd.local_muon(jnp.ones(2)),
+        *(TypeError, "learning_rate must be a number or a schedule"),
+    ),
+    "optimizer for a learning rate": (
+        lambda: cd.local_muon(optax.adam(1e-3)),
+        *(TypeError, r"learning_rate is an optimizer.*adaptive_sync\("),
+    ),
+    "optimizer for another learning rate": (
+        lambda: cd.dion(0.1, adam_learning_rate=optax.adam(1e-3)),
+        *(TypeError, r"adam_learning_rate is an optimizer.*adaptive_sync\("),
+    ),
+    "optimizer for a preset's learning rate": (
+        lambda: cd.presets.diloco(optax.adam(1e-3)),
+        *(TypeError, r"learning_rate is an optimizer.*adaptive_sync\("),
+    ),
     "rank 2.0": (lambda: cd.dion(0.1, rank=2.0), ValueError, "2.0"),
     "injected rank": (
         lambda: init(optax.inject_hyperparams(cd.dion)(0.1, rank=2)),
         *(TypeError, "static_args"),
+    ),
+    "injected bits": (
+        lambda: init(optax.inject_hyperparams(cd.local_muon)(0.1, bits=2)),
+        *(TypeError, r"bits must be a Python value.*static_args=\('bits',\)"),
+    ),
+    "injected budget": (
+        lambda: init(optax.inject_hyperparams(cd.local_muon)(0.1, budget=0.1)),
+        *(TypeError, r"budget must be a Python value.*static_args=\('budget',\)"),
+    ),
+    "injected dtype": (
+        lambda: init(optax.inject_hyperparams(cd.dion)(0.1, mu_dtype=jnp.bfloat16)),
+        *(TypeError, r"mu_dtype must be a Python value.*static_args=\('mu_dtype',\)"),
+    ),
+    "bits of text": (lambda: cd.local_muon(0.1, bits="2"), ValueError, "bits is '2'"),
+    "bits of a float": (lambda: cd.compressors.quantize(2.0), ValueError, r"2\.0"),
+    "replicas of text": (lambda: replicas.make_mesh("2"), TypeError, "got '2'"),
+    "axis of text": (
+        lambda: replicas.make_mesh(2, {"fsdp": "2"}),
+        *(TypeError, "got '2'"),
+    ),
+    "mask of other parameters": (
+        lambda: init(cd.dion(0.1, weight_decay_mask={"tall": True})),
+        *(ValueError, "weight_decay_mask has another structure"),
+    ),
+    "mask function of other parameters": (
+        lambda: init(cd.local_muon(0.1, weight_decay_mask=lambda p: [True])),
+        *(ValueError, "weight_decay_mask has another structure"),
+    ),
+    "one value for a mask": (
+        lambda: cd.local_muon(0.1, weight_decay_mask=False),
+        *(TypeError, "weight_decay_mask is False"),
     ),
     # Arguments of which one would be ignored.
     "threshold and budget": (
@@ -158,6 +205,18 @@ CASES = {
         lambda: init(synced(mesh=SIMULATED)),
         *(ValueError, r"'bias'.*\(5,\).*replicas\.replicate"),
     ),
+    "parameters of one at update": (
+        lambda: update(synced(mesh=SIMULATED), ROWS, PARAMS, ROWS),
+        *(ValueError, r"Parameter\['bias'\] has shape \(5,\).*replicas\.replicate"),
+    ),
+    "dictionaries for a state": (
+        lambda: synced(mesh=SIMULATED).update(ROWS, {"rows": ROWS}, ROWS),
+        *(TypeError, "state is a dict, and no AdaptiveSyncState.*without a target"),
+    ),
+    "dictionaries for counters": (
+        lambda: cd.metrics.read({"counters": {"steps": jnp.zeros([])}}),
+        *(ValueError, "0 optimizers.*without one it has dictionaries"),
+    ),
     "rows of others": (
         lambda: init(synced(mesh=replicas.simulated(4)), ROWS),
         *(ValueError, r"\(2, 5\).*each of 4 replicas"),
@@ -207,6 +266,34 @@ CASES = {
         *(TypeError, "unexpected keyword argument 'threshold'"),
     ),
 }
+
+
+# As YAML reads 2e-2, and JSON whatever was quoted.
+OF_TEXT = {
+    "learning_rate": lambda x: cd.local_muon(x),
+    "adam_learning_rate": lambda x: cd.local_muon(0.1, adam_learning_rate=x),
+    "weight_decay": lambda x: cd.dion(0.1, weight_decay=x),
+    "momentum": lambda x: cd.local_muon(0.1, momentum=x),
+    "threshold": lambda x: cd.curvadion(0.1, threshold=x),
+    "ahead": lambda x: triggers.budget(0.1, ahead=x),
+    "b1": lambda x: cd.presets.synchronous_adamw(0.1, b1=x),
+    "outer_learning_rate": lambda x: cd.presets.diloco(0.1, outer_learning_rate=x),
+    "outer_momentum": lambda x: cd.presets.muloco(0.1, outer_momentum=x),
+    "local_learning_rate": lambda x: cd.presets.paper(0.1, local_learning_rate=x),
+}
+PRESETS = [getattr(cd.presets, name) for name in cd.presets.__all__]
+
+
+@pytest.mark.parametrize("name", OF_TEXT)
+def test_text_for_a_number_is_refused(name):
+    with pytest.raises(TypeError, match=f"{name} must be a number.*got '2e-2'.*YAML"):
+        OF_TEXT[name]("2e-2")
+
+
+@pytest.mark.parametrize("make", [cd.local_muon, cd.curvadion, cd.dion, *PRESETS])
+def test_text_for_a_learning_rate_is_refused(make):
+    with pytest.raises(TypeError, match="learning_rate must be a number"):
+        make("2e-2")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -276,10 +276,18 @@ def test_what_another_condition_sends_is_no_sync(around):
     assert any(x.arrays.startswith("u8") for x in found.sync)
 
 
-@pytest.mark.parametrize("mesh", [None, cd.replicas.simulated(2), 2])
-def test_what_is_no_mesh_of_devices_is_refused(mesh):
-    with pytest.raises(TypeError, match="audit needs a mesh of devices"):
-        cd.replicas.audit(lambda x: x, mesh, 1)
+@pytest.mark.parametrize(
+    ("mesh", "kind"), [(None, "one replica"), (cd.replicas.simulated(2), "simulated")]
+)
+def test_without_devices_nothing_is_sent(mesh, kind):
+    found = cd.replicas.audit(lambda x: x, mesh, jnp.ones(2))
+    assert str(found) == f"{kind}: nothing is sent"
+    assert found == ([], [], [])
+
+
+def test_what_is_no_mesh_is_refused():
+    with pytest.raises(TypeError, match=r"mesh must be .* got 2"):
+        cd.replicas.audit(lambda x: x, 2, 1)
 
 
 QUIET, LOUD = "  %a = f32[] add(%x, %x)", "  %b = f32[] all-reduce(%x), to_apply=%add"

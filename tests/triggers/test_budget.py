@@ -226,9 +226,16 @@ def test_a_budget_above_one_half_warns(make, value):
 
 
 @pytest.mark.parametrize("make", [cd.local_muon, cd.curvadion])
-@pytest.mark.parametrize("value", [1e-12, 0.01, 0.5, np.float32(0.3)])
+@pytest.mark.parametrize("value", [1e-6, 0.01, 0.5, np.float32(0.3)])
 def test_smaller_budgets_do_not_warn(make, value):
     make(0.1, budget=value)
+
+
+@pytest.mark.parametrize("make", [cd.local_muon, cd.curvadion])
+@pytest.mark.parametrize("value", [1e-9, 9e-7, np.float32(1e-12), 1e-300])
+def test_a_budget_that_pays_for_no_sync_is_refused(make, value):
+    with pytest.raises(ValueError, match=r"budget=.* every [\d,]+ steps.*never\(\)"):
+        make(0.1, budget=value)
 
 
 @pytest.mark.parametrize("make", [cd.local_muon, cd.curvadion])
