@@ -7,7 +7,7 @@ leaf of its own, or with `--stacked` all layers are one stack (`nn.scan`). Given
 processor seconds to trace and lower, lines of the lowered program, and processor
 seconds to compile. `muon` and `adamw` are Optax's, `dion` is bare; these never
 synchronise. Where the step number decides, `step` has a local step and a sync in one
-program, as in a run, and ``due=False`` and ``due=True`` say which of them alone.
+program, as in a run, and "local step" and "sync" are programs of one of them alone.
 Nothing is run, and no persistent cache is used.
 """
 
@@ -31,7 +31,7 @@ METHODS = {
     "diloco": lambda mesh: cd.presets.diloco(1e-3, k=20, mesh=mesh),
 }
 EVERY: dict[str, bool | None] = {"step": None}
-BY_STEP_NUMBER = EVERY | {"due=False": False, "due=True": True}
+BY_STEP_NUMBER = EVERY | {"local step": False, "sync": True}
 PROGRAMS = dict.fromkeys(("local_muon", "diloco"), BY_STEP_NUMBER)
 SHAPES = dict.fromkeys(("query", "key", "value", "out"), (WIDTH, WIDTH))
 SHAPES |= {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
@@ -74,14 +74,13 @@ def loss_fn(params: dict, tokens: jax.Array) -> jax.Array:
 def measure(method: str, params: Any, due: bool | None) -> tuple[float, float, int]:
     """Seconds to trace and lower, seconds to compile, and lines."""
     mesh, now = cd.replicas.make_mesh(REPLICAS), measuring.clock()
-    tx = METHODS[method](mesh)
+    tx = measuring.when(METHODS[method](mesh), due)
     differentiate = jax.value_and_grad(loss_fn)
-    known = measuring.known(due)
 
     def train_step(state, batch):
         params, opt_state = state
         loss, gradients = cd.replicas.map(differentiate, mesh)(params, batch)
-        updates, opt_state = tx.update(gradients, opt_state, params, **known)
+        updates, opt_state = tx.update(gradients, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 
     rows = cd.replicas.replicate(params, mesh)

@@ -8,6 +8,7 @@ wait for each other.
 """
 
 import argparse
+import dataclasses
 import random
 import statistics
 import time
@@ -102,25 +103,32 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
 
 
-def train_step(tx: Any, differentiate: Callable, mesh: Any, **known: Any) -> Callable:
+def train_step(tx: Any, differentiate: Callable, mesh: Any) -> Callable:
     """A jitted step from (parameters, optimizer state), rows, and a batch.
 
-    `differentiate` takes one replica's parameters and batch to gradients, and `known`
-    is what the host knows of a step, such as ``due=False``.
+    `differentiate` takes one replica's parameters and batch to gradients.
     """
 
     def step(state, batch):
         params, opt_state = state
         gradients = cd.replicas.map(differentiate, mesh)(params, batch)
-        updates, opt_state = tx.update(gradients, opt_state, params, **known)
+        updates, opt_state = tx.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     return jax.jit(step, donate_argnums=0)
 
 
-def known(due: bool | None) -> dict[str, bool]:
-    """How `update` is told whether a decision is due on a step."""
-    return {} if due is None else {"due": due}
+def when(tx: Any, due: bool | None) -> Any:
+    """An optimizer of rows whose every step is due, or none, by another trigger.
+
+    Its program has no condition of a sync: it is that of a sync, or of a local step.
+    None leaves the optimizer as it is.
+    """
+    if due is None:
+        return tx
+    parts = tx.update.__self__
+    trigger = parts.trigger._replace(due=lambda clock: due)
+    return tx._replace(update=dataclasses.replace(parts, trigger=trigger).update)
 
 
 def muon(rate: Any, **options: Any) -> optax.GradientTransformation:

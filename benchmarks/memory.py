@@ -116,9 +116,8 @@ def compiled(tx: Any, mesh: jax.sharding.Mesh, due: bool | None) -> Any:
     """A step of the optimizer on every device, as it is compiled."""
     params = _shapes(mesh, NamedSharding(mesh, PartitionSpec(cd.replicas.AXIS)))
     state = params, jax.eval_shape(tx.init, params)
-    step = measuring.train_step(
-        tx, lambda _, gradients: gradients, mesh, **measuring.known(due)
-    )
+    tx = measuring.when(tx, due)
+    step = measuring.train_step(tx, lambda _, gradients: gradients, mesh)
     return step.lower(state, params).compile()
 
 

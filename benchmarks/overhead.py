@@ -5,7 +5,7 @@
 
 A step of the optimizer takes given gradients to new parameters; with `--tokens` those
 of the example's model are computed in front. A replica is a device. The program is that
-of a run, syncs and their collectives included; `due=False` is that of a local step
+of a run, syncs and their collectives included; "local step" is that of a local step
 alone. Nothing synchronises while time is taken. State is donated. *Temporary* is memory
 that the compiler reserves besides. The host's time of a call is another table:
 
@@ -52,13 +52,13 @@ def cases(mesh: Any) -> dict[str, Case]:
         return cd.adaptive_sync(dion, trigger, synchronizers.reconcile(), mesh)
 
     lift = cd.replicas.lift
-    local_muon = cd.local_muon(RATE, budget=LITTLE, mesh=mesh)
+    local_muon = cd.local_muon(RATE, trigger=triggers.evenly(LITTLE), mesh=mesh)
     asking = triggers.budget(LITTLE, change)
     return {
         "dion": Case(lift(dion, mesh), "dion", None),
         "muon": Case(lift(measuring.muon(RATE), mesh), "muon", None),
         "local_muon": Case(local_muon, "muon", None),
-        "local_muon, due=False": Case(local_muon, "muon", False),
+        "local_muon, local step": Case(local_muon, "muon", False),
         "every_k": Case(of_dion(triggers.every_k(10**6)), "dion", None),
         "evenly": Case(of_dion(triggers.evenly(LITTLE)), "dion", None),
         "relative_momentum_change": Case(of_dion(change), "dion", None),
@@ -85,9 +85,8 @@ def setting(options: argparse.Namespace, mesh: Any) -> tuple[Any, Any, Any]:
 
 def compiled(case: Case, mesh: Any, params: Any, differentiate: Any, batch: Any) -> Any:
     """The program, and how it starts."""
-    step = measuring.train_step(
-        case.optimizer, differentiate, mesh, **measuring.known(case.due)
-    )
+    tx = measuring.when(case.optimizer, case.due)
+    step = measuring.train_step(tx, differentiate, mesh)
 
     def start():
         rows = cd.replicas.replicate(params, mesh)
@@ -158,13 +157,12 @@ def host(options: argparse.Namespace) -> None:
     # momentum and a residual; of the other parameters AdamW has two momenta.
     kernels = {f"layer_{n}": jnp.ones((4, 4)) for n in range(options.arrays // 5)}
     rows = cd.replicas.replicate({"kernel": kernels}, mesh)
-    tx = cd.local_muon(RATE, budget=LITTLE, mesh=mesh)
+    tx = cd.local_muon(RATE, trigger=triggers.evenly(LITTLE), mesh=mesh)
     state = rows, tx.init(rows)
     programs = {"identity": jax.jit(lambda state, batch: state, donate_argnums=0)}
-    for name, due in (("local_muon", None), ("local_muon, due=False", False)):
-        given = measuring.known(due)
-        step = measuring.train_step(tx, lambda _, gradient: gradient, mesh, **given)
-        programs[name] = step
+    for name, due in (("local_muon", None), ("local_muon, local step", False)):
+        one = measuring.when(tx, due)
+        programs[name] = measuring.train_step(one, lambda _, gradient: gradient, mesh)
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(options.rounds):

@@ -92,11 +92,8 @@ def adaptive_sync(
       batch; 0 means absent, None means 1. A sync that follows local steps counts the
       sum since the last sync, also of steps whose gradients were not finite, and keeps
       a share of the mean for absent replicas, as if they weighed as much as the others
-      on average: they add their drift when they are back. `update` also takes
-      ``due=True`` or ``due=False``, static: whether a decision is due on this step, in
-      place of ``trigger.due`` (a trigger that measures may still decide against a
-      sync). The program of a step that is not due has no condition, and no sync to
-      compile. All other extra arguments go to `inner`, the same for all replicas.
+      on average: they add their drift when they are back. All other extra arguments
+      go to `inner`, the same for all replicas.
 
     Raises:
       TypeError: if `mesh` is no mesh, or a parameter is no real floating-point number
@@ -239,7 +236,6 @@ class _AdaptiveSync:
         params=None,
         *,
         weight=None,
-        due: bool | None = None,
         **extra_args,
     ):
         _rows.check_rows(params, self.mesh, "Parameter")
@@ -249,7 +245,7 @@ class _AdaptiveSync:
         _rows.check_common(extra_args, self.mesh)
         layout = make_layout(self.mesh, self.specs, params)
         weight = _group.checked_weight(weight, state.counters.value)
-        run = functools.partial(self._update, layout=layout, static_due=due)
+        run = functools.partial(self._update, layout=layout)
         if axes := _rows.explicit_axes(self.mesh):
             # The update sees automatic axes, and leaves all as it was sharded before.
             results = jax.tree.map(lambda x: jax.typeof(x).sharding, (params, state))
@@ -257,9 +253,7 @@ class _AdaptiveSync:
             run = auto_axes(run, axes=axes, out_sharding=results)
         return run(updates, state, params, weight, extra_args)
 
-    def _update(
-        self, gradients, state, params, weight, extra_args, *, layout, static_due
-    ):
+    def _update(self, gradients, state, params, weight, extra_args, *, layout):
         common: Common = state.common
         rows: Rows = state.rows
         counters: metrics.Counters = state.counters
@@ -295,7 +289,7 @@ class _AdaptiveSync:
         )
 
         # 2. One decision, for all replicas.
-        due = self.trigger.due(clock) if static_due is None else bool(static_due)
+        due = self.trigger.due(clock)
         decision = self._decide(
             due, prepared.value, weight > 0, clock, common.trigger_state
         )

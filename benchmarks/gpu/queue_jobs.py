@@ -23,7 +23,7 @@ makes the tables and the picture. README.md has the commands for a borrowed mach
 5. *dion*: step and compile times of Muon, and of Dion before and after its products
    were one for each shape, `run.py`. ``--only dion`` does this alone, in some minutes.
 6. *one program*: `local_muon`'s local step with the condition of a sync in the program,
-   and without it (``due=False``), `run.py`.
+   and without it (of local steps alone), `run.py`.
 
 (It is not called queue.py: scripts beside it would import that in place of the standard
 library's.)

@@ -25,6 +25,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import measuring
 import model
 
 import curvadion_jax as cd
@@ -90,7 +92,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 }
 
 
-# Whose syncs follow from the step number: `due=True` is the program of one.
+# Whose syncs follow from the step number: a step that is due is a sync.
 BY_STEP_NUMBER = ("local_muon",)
 # Whose gradients the compiler averages, as in a program without replicas.
 SYNCHRONOUS = ("adamw",)
@@ -221,18 +223,17 @@ def build(size: Size, optimizer: str, mesh: Mesh, due: bool | None = None) -> St
     network = gpt(size)
     shapes = parameters(network)
     inner = specs(shapes, mesh)
-    tx = OPTIMIZERS[optimizer](mesh, inner)
+    tx = measuring.when(OPTIMIZERS[optimizer](mesh, inner), due)
     synchronous = optimizer in SYNCHRONOUS
     axes = NamedSharding(mesh, P((AXIS, "fsdp")))
     # Inside `map` the replica axis is not to be seen.
     held = _Held(_held_to_batch(network, axes if synchronous else P("fsdp")))
     loss_fn = functools.partial(model.next_token_loss, held)
-    known = {} if due is None else {"due": due}
 
     def train_step(state, batch):
         params, opt_state = state
         loss, grads = differentiate(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params, **known)
+        updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
 
     sequences = mesh.shape["fsdp"] * size.rows

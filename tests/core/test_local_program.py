@@ -69,16 +69,15 @@ MESH = cd.replicas.make_mesh(REPLICAS, devices=jax.devices()[:REPLICAS])
 
 
 @functools.cache
-def prepare(name: str):
-    """A step, and the state that it is given."""
-    tx = OPTIMIZERS[name](mesh=MESH)
+def prepare(name: str, due: bool | None = None):
+    """A step, due or not if that is known, and the state that it is given."""
+    tx = helpers.when(OPTIMIZERS[name](mesh=MESH), due)
     return helpers.train_step(tx), helpers.start(tx, helpers.make_params(), MESH)
 
 
 @functools.cache
 def sent(name: str, due: bool | None = None) -> cd.replicas.Audit:
-    step, state = prepare(name)
-    step = functools.partial(step, due=due)
+    step, state = prepare(name, due)
     return cd.replicas.audit(step, MESH, state, BATCH)
 
 
@@ -131,8 +130,8 @@ def test_a_sync_sends_the_bytes_that_metrics_count(name):
 @pytest.mark.parametrize("name", helpers.slow_but(QUICK, OPTIMIZERS))
 def test_a_step_that_is_not_due_sends_nothing_and_has_no_sync(name):
     assert sent(name, False) == cd.replicas.Audit([], [], [])
-    step, state = prepare(name)
-    found = helpers.quick(jax.jit(functools.partial(step, due=False)), state, BATCH)
+    step, state = prepare(name, False)
+    found = helpers.quick(jax.jit(step), state, BATCH)
     program = hlo.parse(found.as_text())
     assert not program.collectives([program.entry])
     (_, opt_state), _ = found(state, BATCH)
@@ -147,8 +146,8 @@ def test_a_step_that_is_due_sends_what_a_sync_sends(name):
     assert all(x.kind != "all-reduce" for x in program.sync)
     messages = {(x.kind, x.arrays) for x in program.every_step + program.sync}
     assert messages == {(x.kind, x.arrays) for x in sent(name).sync}
-    step, state = prepare(name)
-    step = helpers.quick(jax.jit(functools.partial(step, due=True)), state, BATCH)
+    step, state = prepare(name, True)
+    step = helpers.quick(jax.jit(step), state, BATCH)
     (_, opt_state), _ = step(state, BATCH)
     report = cd.metrics.read(opt_state)
     assert (report["syncs"], report["votes"]) == (1, 0)
@@ -157,12 +156,12 @@ def test_a_step_that_is_due_sends_what_a_sync_sends(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["local_muon", "gradients"])
 def test_two_programs_train_as_one(name):
-    """With a static `due`, and where the program itself decides."""
+    """Of local steps and of syncs, and where the program itself decides."""
     step, state = prepare(name)
     one = other = state
     whole = helpers.quick(jax.jit(step), state, BATCH)
     parts = {
-        due: helpers.quick(jax.jit(functools.partial(step, due=due)), state, BATCH)
+        due: helpers.quick(jax.jit(prepare(name, due)[0]), state, BATCH)
         for due in (False, True)
     }
     for _ in range(7):

@@ -151,7 +151,7 @@ def divided(specs, axis_type):
 
 def updated(gradients):
     tx = cd.local_muon(0.1, dimension_numbers=cd.DimensionNumbers(-2, -1))
-    step = jax.jit(lambda g, s, p: tx.update(g, s, p, due=False))
+    step = jax.jit(helpers.when(tx, False).update)
     state = jax.jit(tx.init)(gradients)
     return step.lower(gradients, state, gradients).compile(), state
 

@@ -1,6 +1,5 @@
 """Where the arrays of replicas of several devices lie, and stay."""
 
-import functools
 import math
 
 import helpers
@@ -78,7 +77,7 @@ def test_updates_that_lie_otherwise_than_parameters_are_not_gathered():
     }
     tx = compressed(MESH, place, inner)
     params, state = helpers.start(tx, params, MESH)
-    update = jax.jit(functools.partial(tx.update, due=True))
+    update = jax.jit(helpers.when(tx, True).update)
     text = update.lower(params, state, params).compile().as_text()
     inside = moved_inside(hlo.parse(text), MESH)
     permuted = [each for each in inside if each.opcode == "collective-permute"]

@@ -4,6 +4,7 @@ Most tests give the gradients instead of a loss: the batch of a training step is
 tree of gradients with a leading replica axis.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -85,6 +86,15 @@ def train_step(tx: Any):
         return (optax.apply_updates(params, updates), opt_state), {"updates": updates}
 
     return train
+
+
+def when(tx: Any, due: bool | None) -> Any:
+    """An optimizer of rows whose every step is due, or none; None leaves it."""
+    if due is None:
+        return tx
+    parts = tx.update.__self__
+    trigger = parts.trigger._replace(due=lambda clock: due)
+    return tx._replace(update=dataclasses.replace(parts, trigger=trigger).update)
 
 
 def start(tx: Any, params: Any, mesh: Any) -> Any:

@@ -92,7 +92,7 @@ def is_program(x: Any) -> bool:
 )
 def test_arrays_are_copied_at_a_sync_alone(due, inside, outside):
     """There and back, on one side of the condition where there is one."""
-    update = functools.partial(helpers.train_step(optimizer()), due=due)
+    update = helpers.train_step(helpers.when(optimizer(), due))
     (gradients,) = helpers.make_gradients(1, REPLICAS)
     kept = start()[1]
     there_and_back = 2 * len(jax.tree.leaves(parts(kept)[0]))

@@ -1,7 +1,6 @@
 """Replicas that vote on every k-th step, and send nothing on the others."""
 
 import helpers
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -121,19 +120,6 @@ def test_no_vote_takes_place_where_the_trigger_is_not_due(number):
         found = [step + 1 for step in range(12) if due(triggers.Clock(number(step)))]
         assert found == [6, 12]
     assert triggers.at_intervals(even, 1) is even
-
-
-@pytest.mark.parametrize("kind", ["simulated", "alone"])
-def test_the_caller_says_when_a_decision_is_due(kind):
-    """In place of the trigger: step 1 is none of its own."""
-    mesh = None if kind == "alone" else cd.replicas.simulated(2)
-    tx = optimizer(triggers.at_intervals(requesting(), 4), mesh)
-    params = cd.replicas.replicate(PARAMS, mesh)
-    state = tx.init(params)
-    for due, synced in ((True, True), (None, False), (False, False), (np.True_, True)):
-        after = jax.jit(lambda x, due=due: tx.update(x, state, x, due=due)[1])(params)
-        assert (int(after.counters.syncs) == 1) == synced
-        assert int(after.counters.votes) == synced
 
 
 def test_what_an_absent_replica_requests_does_not_wait_for_a_vote():
