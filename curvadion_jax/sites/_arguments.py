@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from curvadion_jax.sites import _arrays
 from curvadion_jax.sites._headers import NAME
 
 # Seconds of the longest pause between looks at the store.
@@ -69,15 +71,33 @@ def check_params(params: Any) -> None:
     """Rejects what is not trained, and what this site's processes do not all hold."""
     for path, x in jax.tree.leaves_with_path(params):
         name = jax.tree_util.keystr(path)
-        if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jnp.floating):
-            kind = x.dtype if hasattr(x, "dtype") else type(x).__name__
+        try:
+            dtype: Any = _arrays.to_numpy(x).dtype if not _is_jax(x) else x.dtype
+        except TypeError:
+            dtype = type(x).__name__
+        if isinstance(dtype, str) or not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
-                f"{name} is {kind}, and no floating-point jax.Array. Give the "
+                f"{name} is {dtype}, and no floating-point array. Give the "
                 "parameters alone, without the optimizer's state."
             )
-        processes = {device.process_index for device in x.sharding.device_set}
-        if len(processes) != jax.process_count():
+        if dtype == np.float64 and not jax.config.jax_enable_x64:
+            raise TypeError(
+                f"{name} is float64, which JAX computes in if it is told to. Give "
+                "float32, or call jax.config.update('jax_enable_x64', True) first."
+            )
+        if not _arrays.can_return(x):
+            raise TypeError(
+                f"{name} is a {type(x).__name__}, whose library makes nothing of a "
+                "NumPy array (from_dlpack, asarray). Give NumPy arrays."
+            )
+        devices = x.sharding.device_set if _is_jax(x) else set()
+        processes = {device.process_index for device in devices}
+        if jax.process_count() > 1 and len(processes) != jax.process_count():
             raise ValueError(
                 f"{name} lies on devices of some of this site's {jax.process_count()} "
                 "processes. Give parameters on a mesh of all devices."
             )
+
+
+def _is_jax(x: Any) -> bool:
+    return isinstance(x, jax.Array)

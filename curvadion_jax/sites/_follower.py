@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from curvadion_jax.sites import _headers, _run
+from curvadion_jax.sites import _arrays, _headers, _run
 from curvadion_jax.sites._heart import Heart
-from curvadion_jax.sites._model import Arrays, Model, Outer, log, to_host, wide
+from curvadion_jax.sites._model import Arrays, Model, Outer, cpu, log, to_host, wide
 from curvadion_jax.sites._run import Received, Roster
 from curvadion_jax.sites._store import InvalidError, Store, StoreError, attempts
 
@@ -485,27 +485,27 @@ class Worker(threading.Thread):
         self._leaving, self._ending = False, True
 
 
-def moved(now: list[jax.Array], update: Update) -> list[jax.Array]:
-    """The parameters after an update."""
+def moved(now: list[Any], update: Update) -> list[Any]:
+    """The parameters after an update, in the kinds and places that they have."""
     if update.new is None:
         return now
-    found = [_placed(new, x) for new, x in zip(update.new, now, strict=True)]
     if update.base is None:
-        return found
-    bases = [_placed(base, x) for base, x in zip(update.base, now, strict=True)]
-    return [*map(_progressed, now, bases, found)]
+        return [_arrays.like(new, x) for new, x in zip(update.new, now, strict=True)]
+    triples = zip(now, update.base, update.new, strict=True)
+    return [_progressed(*each) for each in triples]
 
 
-def _placed(x: np.ndarray, like: jax.Array) -> jax.Array:
-    """Places an array like another. It is copied, since it may be donated."""
-    return jax.make_array_from_callback(
-        x.shape, like.sharding, lambda index: x[index].copy()
-    )
+def _progressed(now: Any, base: np.ndarray, new: np.ndarray) -> Any:
+    """new + (now - base); the bits of `new` if there was no progress."""
+    if isinstance(now, jax.Array):
+        return _progress(now, _arrays.like(base, now), _arrays.like(new, now))
+    with jax.default_device(cpu()):
+        found = _progress(_arrays.to_numpy(now), base, new)
+    return _arrays.like(np.asarray(found), now)
 
 
 @jax.jit
-def _progressed(now, base, new):
-    """new + (now - base); the bits of `new` if there was no progress."""
+def _progress(now, base, new):
     dtype = wide(now.dtype)
     progress = now.astype(dtype) - base.astype(dtype)
     return (new.astype(dtype) + progress).astype(now.dtype)

@@ -119,15 +119,15 @@ class Model:
 
     def initial(self, params: Arrays) -> Outer:
         """The outer side of a run that begins at these parameters."""
-        anchor = [jax.device_put(x, _cpu()) for x in _cast(params, self._wide)]
-        with jax.default_device(_cpu()):
+        anchor = [jax.device_put(x, cpu()) for x in _cast(params, self._wide)]
+        with jax.default_device(cpu()):
             state = jax.tree.leaves(self._initial(anchor))
         return self.from_snapshot([*anchor, *state])
 
     def from_snapshot(self, arrays: Sequence[Any]) -> Outer:
         """The outer side of an anchor and the outer state, in this order."""
         digest, count = hashlib.sha256(), len(self.shapes)
-        arrays = [jax.device_put(x, _cpu()) for x in arrays]
+        arrays = [jax.device_put(x, cpu()) for x in arrays]
         for x in arrays:
             digest.update(as_bytes(np.asarray(x)))
         anchor, state = arrays[:count], arrays[count:]
@@ -152,7 +152,7 @@ class Model:
                     "when the site joined. Join again with another URL to change the "
                     "model."
                 )
-            with jax.default_device(_cpu()):
+            with jax.default_device(cpu()):
                 message += to_host(form.encode(*own))
         return message
 
@@ -162,12 +162,12 @@ class Model:
         """Makes a residual, in place, what of it and the drift a message lacks."""
         for index, (form, own) in enumerate(self._parts(message)):
             given = params[index], anchor[index], residual[index], own
-            with jax.default_device(_cpu()):
+            with jax.default_device(cpu()):
                 residual[index] = np.asarray(form.unsent(*given))
 
     def norm(self, message: Arrays) -> float:
         """The norm of the decoded message; not finite if any element is not."""
-        with jax.default_device(_cpu()):
+        with jax.default_device(cpu()):
             norms = [float(form.norm(own)) for form, own in self._parts(message)]
         return math.hypot(*norms) if all(map(math.isfinite, norms)) else math.nan
 
@@ -181,7 +181,7 @@ class Model:
         single operations give the same bits on all machines, as IEEE 754 defines them.
         """
         total = self.zeros()
-        with np.errstate(all="ignore"), jax.default_device(_cpu()):
+        with np.errstate(all="ignore"), jax.default_device(cpu()):
             for message, weight in messages:
                 for index, (form, own) in enumerate(self._parts(message)):
                     weighted = np.asarray(form.decode(own)) * np.float32(weight)
@@ -197,7 +197,7 @@ class Model:
             yield form, [next(rest) for _ in form.message]
 
     def _outer_step(self, outer: Outer, gradients: Arrays) -> Outer:
-        with jax.default_device(_cpu()), jax.disable_jit():
+        with jax.default_device(cpu()), jax.disable_jit():
             updates, state = self._outer.update(
                 self._tree([jnp.asarray(x) for x in gradients]),
                 jax.tree.unflatten(self._state_tree, outer.state),
@@ -225,7 +225,7 @@ class Model:
         return self._outer.init(self._tree(leaves))
 
 
-def _cpu() -> Any:
+def cpu() -> Any:
     return jax.local_devices(backend="cpu")[0]
 
 

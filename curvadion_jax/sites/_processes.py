@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
+
+from curvadion_jax.sites import _arrays
 
 # KiB broadcast at once; each device has room for them.
 _PIECE = 2**14
@@ -38,10 +39,10 @@ def from_first(function: Callable[[], Any]) -> Any:
     return found
 
 
-def copies(arrays: Sequence[jax.Array]) -> list[Any]:
+def copies(arrays: Sequence[Any]) -> list[Any]:
     """Copies of arrays where they lie; of several processes on the host of each."""
     if jax.process_count() == 1:  # one by one: they may lie on different devices
-        return [jnp.copy(x) for x in arrays]
+        return [_arrays.copy(x) for x in arrays]
     return [process_allgather(x, tiled=True) for x in arrays]
 
 

@@ -10,7 +10,7 @@ import jax
 import optax
 
 from curvadion_jax import compressors
-from curvadion_jax.sites import _arguments, _processes
+from curvadion_jax.sites import _arguments, _arrays, _processes
 from curvadion_jax.sites._follower import Follower, Update, Worker, moved
 from curvadion_jax.sites._model import Model, log, to_host
 from curvadion_jax.sites._store import Store
@@ -55,9 +55,11 @@ class Site:
     """One program's part in a training run that lies in an object store.
 
     A context manager, at whose end the thread that talks to the store ends. Parameters
-    are any tree of floating-point ``jax.Array``, with any sharding. The processes of a
-    `jax.distributed` program are one site: all make it and call it alike, and the
-    numbers of the first one hold.
+    are any tree of floating-point arrays: of JAX with any sharding, of NumPy, or of
+    another library that has `__dlpack__` or `__array__`, such as PyTorch. They come
+    back as what they were. If none is of JAX, then JAX is used on the CPU alone. The
+    processes of a `jax.distributed` program are one site: all make it and call it
+    alike, and the numbers of the first one hold.
 
     Args:
       url: of the run: ``s3://bucket/run-7``, ``gs://``, ``az://``, a folder or a
@@ -147,8 +149,10 @@ class Site:
         """
         if self._structure is not None:
             raise RuntimeError("This site has started. Make a site for each start.")
+        leaves = jax.tree.leaves(params)
+        _arrays.use_no_accelerator(leaves)
         _arguments.check_params(params)
-        arrays = _processes.copies(jax.tree.leaves(params))
+        arrays = _processes.copies(leaves)
         _processes.from_first(lambda: self._enter(params, arrays))
         self._structure = jax.tree.structure(params)
         atexit.register(self.close)
@@ -261,6 +265,8 @@ class Site:
         return SiteMetrics(**self._metrics)
 
     def _enter(self, params: Any, arrays: list[Any]) -> None:
+        shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        params = jax.tree.unflatten(jax.tree.structure(params), map(shaped, arrays))
         store, model = Store(self._url), Model(params, self._outer, self._codec)
         follower = Follower(store, model, self.name, self._quorum, self._grace)
         follower.start(to_host(arrays))
@@ -311,7 +317,7 @@ class Site:
             )
             log.warning(text, missed, self.name, found.late, found.rejected)
 
-    def _moved(self, params: Any) -> list[jax.Array]:
+    def _moved(self, params: Any) -> list[Any]:
         """The parameters' leaves, moved as has been decided."""
         leaves = self._structure.flatten_up_to(params)
         for update in self._news:
