@@ -9,7 +9,7 @@ import math
 import sys
 from pathlib import Path
 
-FORMAT = 2
+FORMAT = 3
 
 
 def audit(folder: Path) -> tuple[int, list[str]]:

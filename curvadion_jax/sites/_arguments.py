@@ -80,7 +80,7 @@ def check_params(params: Any) -> None:
                 f"{name} is {dtype}, and no floating-point array. Give the "
                 "parameters alone, without the optimizer's state."
             )
-        if dtype == np.float64 and not jax.config.jax_enable_x64:
+        if dtype == np.float64 and not jax.config.read("jax_enable_x64"):
             raise TypeError(
                 f"{name} is float64, which JAX computes in if it is told to. Give "
                 "float32, or call jax.config.update('jax_enable_x64', True) first."

@@ -19,7 +19,16 @@ import numpy as np
 
 from curvadion_jax.sites import _arrays, _headers, _run
 from curvadion_jax.sites._heart import Heart
-from curvadion_jax.sites._model import Arrays, Model, Outer, cpu, log, to_host, wide
+from curvadion_jax.sites._model import (
+    Arrays,
+    Model,
+    Outer,
+    cpu,
+    drift,
+    log,
+    to_host,
+    wide,
+)
 from curvadion_jax.sites._run import Received, Roster
 from curvadion_jax.sites._store import InvalidError, Store, StoreError, attempts
 
@@ -81,6 +90,7 @@ class Follower:
 
     def start(self, params: Arrays) -> None:
         """Takes up the run where it stands, or begins it at these parameters."""
+        self.model.compile()
         _run.enter(self.store, self.model, self._quorum)
         self.incarnation = _run.join(self.store, self.name)
         self.heart = Heart(self.store, self.name, self.incarnation, self._grace)
@@ -402,7 +412,7 @@ class Worker(threading.Thread):
             base = own.captured
         else:  # the loop has landed elsewhere since, with the same progress
             moves = zip(landed, own.captured, own.anchor, strict=True)
-            base = [x + (y.astype(wide(y.dtype)) - z) for x, y, z in moves]
+            base = [x + drift(y, z) for x, y, z in moves]
         return Update(number, contributors, *missed, why, new, base)
 
     def submit(self, arrays: list[Any], tokens: float) -> None:

@@ -48,7 +48,8 @@ def check_contribution(header: Mapping[str, Any]) -> None:
 
 
 def check_commit(key: str, header: Mapping[str, Any], number: int) -> None:
-    roster, wrong = header.get("roster"), []
+    roster: Any = header.get("roster")
+    wrong = []
     if not isinstance(header.get("before"), str):
         wrong.append("before")
     if not _is_roster(roster, number):

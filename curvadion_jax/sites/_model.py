@@ -51,26 +51,27 @@ class _Form:
         self._codec, self._like = codec, like
         message = jax.eval_shape(codec.encode, [like])
         self.message, self._structure = jax.tree.flatten(message)
-        self.encode, self.unsent = jax.jit(self._encode), jax.jit(self._unsent)
-        self.decode, self.norm = jax.jit(self._decode), jax.jit(self._norm)
 
-    def _whole(self, param, anchor, residual):
-        dtype = self._like.dtype
-        return param.astype(dtype) - anchor.astype(dtype) + residual
+    def encode(self, x: np.ndarray) -> Arrays:
+        return to_host(self.encoder(x))
 
-    def _encode(self, param, anchor, residual):
-        whole = self._whole(param, anchor, residual)
-        return jax.tree.leaves(self._codec.encode([whole]))
+    def decode(self, message: Arrays) -> np.ndarray:
+        return np.asarray(self.decoder(message))
 
-    def _unsent(self, param, anchor, residual, message):
-        return self._whole(param, anchor, residual) - self._decode(message)
+    @functools.cached_property
+    def encoder(self) -> Any:
+        return _compiled(lambda x: jax.tree.leaves(self._codec.encode([x])), self._like)
 
-    def _decode(self, message):
-        tree = jax.tree.unflatten(self._structure, message)
-        return self._codec.decode(tree, [self._like])[0]
+    @functools.cached_property
+    def decoder(self) -> Any:
+        unflatten = self._structure.unflatten
+        decode = lambda x: self._codec.decode(unflatten(x), [self._like])[0]
+        return _compiled(decode, self.message)
 
-    def _norm(self, message):
-        return jnp.linalg.norm(self._decode(message).reshape(-1))
+
+def _compiled(function: Any, like: Any) -> Any:
+    with jax.default_device(cpu()):
+        return jax.jit(function).lower(like).compile()
 
 
 class Model:
@@ -94,6 +95,11 @@ class Model:
         state, self._state_tree = jax.tree.flatten(state)
         self.snapshot = [*self._wide, *state]
 
+    def compile(self) -> None:
+        """Compiles what a round needs, so that no round waits for it."""
+        for form in self._forms:
+            _ = form.encoder, form.decoder
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """What two outer steps make of an anchor that all sites know.
@@ -110,9 +116,7 @@ class Model:
         line = np.linspace(-1, 1, 251)
         params = [np.resize(line, x.shape).astype(x.dtype) for x in self.shapes]
         gradients = [np.resize(line + 0.5, x.shape).astype(x.dtype) for x in self._wide]
-        # Codes of zeros, which all machines have alike.
-        message = self.encode(params, params, self.zeros())
-        outer = self.step(self.initial(params), [(message, 1.0)], 1)
+        outer = self.initial(params)
         for _ in range(2):
             outer = self._outer_step(outer, [-x for x in gradients])
         return outer.digest
@@ -145,30 +149,30 @@ class Model:
         """
         message: Arrays = []
         for index, form in enumerate(self._forms):
-            own = params[index], anchor[index], residual[index]
-            if (found := own[0].shape) != (known := own[1].shape):  # it might broadcast
+            found, known = params[index].shape, anchor[index].shape
+            if found != known:  # which might be broadcast
                 raise ValueError(
                     f"Parameter {self.names[index]} has shape {found}, and had {known} "
                     "when the site joined. Join again with another URL to change the "
                     "model."
                 )
-            with jax.default_device(cpu()):
-                message += to_host(form.encode(*own))
+            with np.errstate(all="ignore"):  # NaN is found by who reads it
+                whole = drift(params[index], anchor[index]) + residual[index]
+            message += form.encode(whole)
         return message
 
     def leave_unsent(
         self, residual: Arrays, params: Arrays, anchor: Arrays, message: Arrays
     ) -> None:
         """Makes a residual, in place, what of it and the drift a message lacks."""
-        for index, (form, own) in enumerate(self._parts(message)):
-            given = params[index], anchor[index], residual[index], own
-            with jax.default_device(cpu()):
-                residual[index] = np.asarray(form.unsent(*given))
+        for index, decoded in enumerate(self._decoded(message)):
+            whole = drift(params[index], anchor[index]) + residual[index]
+            residual[index] = whole - decoded
 
     def norm(self, message: Arrays) -> float:
         """The norm of the decoded message; not finite if any element is not."""
-        with jax.default_device(cpu()):
-            norms = [float(form.norm(own)) for form, own in self._parts(message)]
+        with np.errstate(all="ignore"):
+            norms = [float(np.linalg.norm(x)) for x in self._decoded(message)]
         return math.hypot(*norms) if all(map(math.isfinite, norms)) else math.nan
 
     def step(
@@ -181,20 +185,19 @@ class Model:
         single operations give the same bits on all machines, as IEEE 754 defines them.
         """
         total = self.zeros()
-        with np.errstate(all="ignore"), jax.default_device(cpu()):
+        with np.errstate(all="ignore"):
             for message, weight in messages:
-                for index, (form, own) in enumerate(self._parts(message)):
-                    weighted = np.asarray(form.decode(own)) * np.float32(weight)
-                    total[index] += weighted
+                for x, decoded in zip(total, self._decoded(message), strict=True):
+                    x += decoded * np.float32(weight)
             for x in total:
                 x /= -np.float32(count)  # the pseudo-gradient points backwards
         return self._outer_step(outer, total)
 
-    def _parts(self, message: Arrays) -> Iterator[tuple[_Form, Arrays]]:
-        """Every array's form, and its part of a message."""
+    def _decoded(self, message: Arrays) -> Iterator[np.ndarray]:
+        """The arrays of a message, one after the other."""
         rest = iter(message)
         for form in self._forms:
-            yield form, [next(rest) for _ in form.message]
+            yield form.decode([next(rest) for _ in form.message])
 
     def _outer_step(self, outer: Outer, gradients: Arrays) -> Outer:
         with jax.default_device(cpu()), jax.disable_jit():
@@ -234,6 +237,12 @@ def _cast(arrays: Arrays, like: Sequence[Any]) -> Arrays:
     with np.errstate(over="ignore"):  # what becomes Inf is found by who checks it
         pairs = zip(arrays, like, strict=True)
         return [x.astype(other.dtype, copy=False) for x, other in pairs]
+
+
+def drift(params: np.ndarray, anchor: np.ndarray) -> np.ndarray:
+    """How far parameters are from an anchor, in at least float32."""
+    dtype = wide(params.dtype)
+    return params.astype(dtype) - anchor.astype(dtype)
 
 
 def wide(dtype: Any) -> jnp.dtype:

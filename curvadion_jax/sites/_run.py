@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from curvadion_jax.sites import _headers
 from curvadion_jax.sites._headers import NAME
-from curvadion_jax.sites._model import Arrays, Model, Outer, log
+from curvadion_jax.sites._model import Arrays, Model, Outer, log, to_host
 from curvadion_jax.sites._store import InvalidError, Store, StoreError, attempts
 
 # After so many rounds without a contribution a site is not waited for, and its share
@@ -314,7 +314,7 @@ def write_snapshot(store: Store, outer: Outer, roster: Roster, number: int) -> N
     numbers = _snapshots(store)
     if number in numbers:
         return
-    arrays = [*outer.anchor, *outer.state]
+    arrays = to_host([*outer.anchor, *outer.state])
     store.write(snapshot_key(number), {"roster": roster}, arrays)
     kept = [number, *(each for each in numbers if each < number)][:_KEPT]
     if len(kept) == _KEPT:
