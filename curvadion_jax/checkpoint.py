@@ -21,9 +21,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _checksum, _memory, _trees
+from curvadion_jax.dimension_numbers import _record
+from curvadion_jax.dimension_numbers._record import Record
 from curvadion_jax.replicas import _resize
 
-_FORMAT = 5
+_FORMAT = 6
 
 Directory = str | os.PathLike[str]
 Leaves = dict[str, Any]  # arrays, abstract or not, by their path in the state
@@ -76,7 +78,8 @@ def save(
         raise ValueError(f"keep is {keep}. Give at least 1, or None to keep all.")
     digests = _digests(leaves)
     contents = {"arrays": {n: _describe(x) for n, x in leaves.items()}}
-    contents |= {"digests": digests}
+    partitions = {n: _record.to_json(x) for n, x in _partitions(state).items()}
+    contents |= {"digests": digests, "partitions": partitions}
     steps = _steps(path)
     latest = max(steps, default=-1)
     if step <= latest:
@@ -132,8 +135,8 @@ def restore(
 
     Raises:
       FileNotFoundError: if there is no checkpoint, or none of this step.
-      ValueError: if target and checkpoint differ, or the files are damaged. The message
-        names the arrays.
+      ValueError: if target and checkpoint differ, also in which parameters are
+        matrices, or the files are damaged. The message names the arrays.
 
     Example:
       >>> import tempfile
@@ -149,6 +152,13 @@ def restore(
     notes = _read_notes(path, step)
     found: int = notes["step"]
     arrays = notes["arrays"]
+    for name, now in _partitions(target).items():
+        saved = _record.from_json(notes["partitions"].get(name, []))
+        if differs := _record.difference(saved, now):
+            raise ValueError(
+                f"Step {found} in {path} was trained with another partition of the "
+                f"parameters: {differs}"
+            )
     kinds = dict(zip(leaves, jax.tree.leaves(_resize.row_kinds(target)), strict=True))
     lengths = {}  # of saved rows, where their number changes
     for name in leaves if partial else {**leaves, **arrays}:
@@ -225,6 +235,14 @@ def _by_path(state: Any) -> Leaves:
                 "sharding."
             )
     return leaves
+
+
+def _partitions(state: Any) -> dict[str, Record]:
+    """Which parameters are matrices, by the place of each optimizer in the state."""
+    is_record = lambda node: isinstance(node, Record)
+    nodes = jax.tree.leaves_with_path(state, is_leaf=is_record)
+    found = {"/".join(_trees.names_of(path)): node for path, node in nodes}
+    return {name: node for name, node in found.items() if is_record(node)}
 
 
 def _describe(leaf: Any) -> dict[str, Any]:

@@ -59,7 +59,14 @@ def start(text: data.Corpus, beta: float, steps: int, size: Size) -> Any:
     """Norms of M and of M + G, by layer, [steps, layers]."""
     gpt = transformer(size, text)
     params = parameters(gpt, 0)
-    tx = cd.dion(RATE, 0.125, 0.95, 0.01, other_optimizer=_lion(beta))
+    tx = cd.dion(
+        RATE,
+        0.125,
+        0.95,
+        0.01,
+        other_optimizer=_lion(beta),
+        dimension_numbers=measuring.matrices,
+    )
     of_batch = jax.grad(functools.partial(model.next_token_loss, gpt))
 
     @jax.jit

@@ -184,7 +184,7 @@ def test_a_mean_of_metrics_is_named():
     def with_mean(step):
         def train(state, batch):
             state, _ = step(state, batch)
-            return state, cd.replicas.map(lambda x: jnp.sum(x["tall"]), MESH)(
+            return state, cd.replicas.map(lambda x: jnp.sum(x["tall/kernel"]), MESH)(
                 batch
             ).mean()
 
