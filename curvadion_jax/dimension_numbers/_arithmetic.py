@@ -1,0 +1,152 @@
+"""Arithmetic: element by element, and sums over axes."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from curvadion_jax.dimension_numbers import _axes, _values
+from curvadion_jax.dimension_numbers._reader import (
+    Reader,
+    Values,
+    activation,
+    handles,
+    unknown,
+)
+from curvadion_jax.dimension_numbers._values import (
+    Output,
+    Scaled,
+    Tracked,
+    Value,
+    Weight,
+    is_data,
+    is_weight,
+)
+
+_ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil
+clamp complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv
+erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic
+lt max min mul ne neg nextafter not or pow real reduce_precision rem round rsqrt
+select_n sign sin sinh sqrt square sub tan tanh xor rev name shift_left
+shift_right_arithmetic shift_right_logical""".split()
+_IDENTITIES = """device_put mesh_cast optimization_barrier pcast pmax pmin psum
+psum_invariant pvary reshard sharding_constraint""".split()
+# Sums of a product's terms pass through these.
+_LINEAR = set("add add_any convert_element_type copy div mul neg select_n sub".split())
+
+
+@handles(*_IDENTITIES)
+def _identity(reader, equation, values, needed):
+    return values
+
+
+@handles("stop_gradient")
+def _stop_gradient(reader, equation, values, needed):
+    """No gradient passes: what comes behind does not train what comes before."""
+    (value,) = values
+    kept = Value("data", is_indicator=value.is_indicator)
+    return [kept if is_data(value) else None]
+
+
+@handles(*_ELEMENTWISE)
+def _elementwise(reader, equation, values, needed):
+    name, shape = equation.primitive.name, equation.outvars[0].aval.shape
+    shapes = [variable.aval.shape for variable in equation.invars]
+    operands = [
+        value and value.moved(lambda dims, s=s: _over(dims, s, shape))
+        for value, s in zip(values, shapes, strict=True)
+    ]
+    weights = [x for value in operands if is_weight(value) for x in value.weights]
+    if not weights:
+        tracked = [x for value in operands if value for x in value.tracked]
+        if name not in _LINEAR:
+            tracked = [x for x in tracked if not isinstance(x, Scaled)]
+        result = activation(operands, tracked)
+        is_cast = name == "convert_element_type" and values[0].is_indicator
+        return [dataclasses.replace(result, is_indicator=name == "eq" or is_cast)]
+    if not _mixes(operands, shapes, shape):
+        return [Value("weight", _parts(reader, equation, weights, shape))]
+    kept: list[Tracked] = [
+        x for value in operands if is_data(value) for x in value.outputs
+    ]
+    for x in weights:
+        reader.meet(equation, x, f"{name} with data")
+        if name == "mul" and len(x.all_axes) > 1:
+            kept.append(Scaled(x.dims, x.parameter))
+    return [activation(operands, kept)]
+
+
+def _over(dims, old, new):
+    """Dims of an operand over the result's shape: a number is repeated everywhere."""
+    places = range(len(old)) if len(old) == len(new) else ()
+    return _axes.broadcast(dims, old, new, places)
+
+
+def _mixes(operands: Values, shapes: Sequence[Any], shape: Any) -> bool:
+    """Whether data are mixed into parameters, other than as a mask or a number.
+
+    An activation is no mask. Inputs and constants are data if they vary along an axis
+    along which no parameter does, such as a batch.
+    """
+    is_number = [math.prod(s) == 1 < math.prod(shape) for s in shapes]
+    others = [
+        (value, s)
+        for value, s, small in zip(operands, shapes, is_number, strict=True)
+        if not (is_weight(value) or small)
+    ]
+    if any(value and value.kind == "activation" for value, _ in others):
+        return True
+    weights = [x for value in operands if is_weight(value) for x in value.weights]
+    if any(x.is_lost for x in weights):
+        return any(value for value, _ in others)
+    covered = set().union(*(_covered(x) for x in weights))
+    return any(
+        n > 1 and d not in covered
+        for _, s in others
+        for d, n in enumerate(s if len(s) == len(shape) else ())
+    )
+
+
+def _covered(x: Weight) -> set[int]:
+    """The axes of a value along which a parameter varies in it."""
+    dims = enumerate(x.dims)
+    return {d for d, dim in dims if dim and not _axes.is_repeated(dim)}
+
+
+def _parts(reader: Reader, equation: Any, weights: list[Weight], shape: Any):
+    """The parameters of a value, less those that only scale or shift another one."""
+    parts = _values.merged(weights)
+    long = {d for d, n in enumerate(shape) if n > 1}
+    whole = {x.parameter for x in parts if not x.is_lost and _covered(x) >= long}
+    kept = []
+    for x in parts:
+        if not whole or x.parameter in whole or x.is_lost:
+            kept.append(x)
+        else:
+            why = "scales or shifts another parameter"
+            reader.record(equation, x.parameter, "elementwise", why, stack=x.stack)
+    return tuple(kept)
+
+
+@handles(
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"
+)
+def _reduce(reader, equation, values, needed):
+    name, (value, *_) = equation.primitive.name, values
+    if len(values) > 1 or value is None:
+        return unknown(reader, equation, values, needed)
+    summed = equation.params["axes"]
+    rest = [d for d in range(len(equation.invars[0].aval.shape)) if d not in summed]
+    keep = lambda dims: tuple(dims[d] for d in rest)
+    tracked = []
+    for x in value.tracked:
+        gone, left = x.at(summed), x.at(rest)
+        if isinstance(x, Weight) and gone:
+            x = x.lose(name)
+        elif isinstance(x, Output) and len(gone) == 1 and left and name == "reduce_sum":
+            reader.tell(x, gone, "separate")
+        elif isinstance(x, Scaled) and gone and left and name == "reduce_sum":
+            reader.ask(equation, x, "times an activation, and a sum")
+        tracked.append(x.moved(keep))
+    tracked = [x for x in tracked if isinstance(x, Weight) or x.all_axes]
+    return [Value(value.kind, _values.unique(tracked), value.open)]

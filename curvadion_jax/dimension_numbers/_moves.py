@@ -1,0 +1,123 @@
+"""What moves the axes of a value: transpositions, reshapes, slices, concatenations."""
+
+import dataclasses
+from typing import Any
+
+from curvadion_jax.dimension_numbers import _axes, _values
+from curvadion_jax.dimension_numbers._axes import BESIDE, Atom
+from curvadion_jax.dimension_numbers._reader import (
+    Reader,
+    Values,
+    activation,
+    handles,
+    unknown,
+)
+from curvadion_jax.dimension_numbers._values import (
+    Output,
+    Scaled,
+    Value,
+    Weight,
+    is_data,
+    is_weight,
+)
+
+
+@handles("transpose")
+def _transpose(reader, equation, values, needed):
+    order = equation.params["permutation"]
+    return [values[0].moved(lambda dims: tuple(dims[d] for d in order))]
+
+
+@handles("reshape", "squeeze", "expand_dims")
+def _reshape(reader, equation, values, needed):
+    old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    value = values[0].moved(lambda dims: _axes.reshaped(dims, old, new))
+    for x in value.outputs:
+        for d in range(len(new)):
+            if len(merged := x.at([d])) > 1:
+                reader.tell(x, merged, "joined")
+    return [value]
+
+
+@handles("broadcast_in_dim")
+def _broadcast_in_dim(reader, equation, values, needed):
+    old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    places = equation.params["broadcast_dimensions"]
+    return [values[0].moved(lambda dims: _axes.broadcast(dims, old, new, places))]
+
+
+@handles("slice", "dynamic_slice")
+def _slice(reader, equation, values, needed):
+    if values[0] is None:  # a place that data say, of constants
+        return unknown(reader, equation, values, needed)
+    shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    return [_cut(reader, equation, values[0], *shapes)]
+
+
+@handles("split")
+def _split(reader, equation, values, needed):
+    old = equation.invars[0].aval.shape
+    shapes = [variable.aval.shape for variable in equation.outvars]
+    return [_cut(reader, equation, values[0], old, new) for new in shapes]
+
+
+def _cut(reader: Reader, equation: Any, value: Value, old: Any, new: Any) -> Value:
+    """A part of a value. An axis of which one place is left is one of a stack."""
+    picked = [d for d, n in enumerate(new) if n == 1 < old[d]]
+    tracked = []
+    for x in value.tracked:
+        gone = x.at(picked)
+        if isinstance(x, Weight):
+            x = dataclasses.replace(x, stack=x.stack | gone)
+        elif isinstance(x, Output):
+            reader.tell(x, gone, "separate")
+        elif isinstance(x, Scaled) and gone:
+            why = "times an activation, and one place of it"
+            reader.ask(equation, x, why)
+        tracked.append(x.moved(lambda dims: _axes.resized(dims, old, new)))
+    return dataclasses.replace(value, tracked=tuple(tracked))
+
+
+@handles("pad")
+def _pad(reader, equation, values, needed):
+    if values[0] is None or is_data(values[1]):
+        return unknown(reader, equation, values, needed)
+    old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    return [values[0].moved(lambda dims: _axes.resized(dims, old, new))]
+
+
+@handles("concatenate")
+def _concatenate(reader, equation, values, needed):
+    return [_beside(reader, equation, values, equation.params["dimension"])]
+
+
+@handles("stack")
+def _stack(reader, equation, values, needed):
+    axis = equation.params["axis"]
+    put = lambda dims: (*dims[:axis], (), *dims[axis:])
+    return [_beside(reader, equation, [x and x.moved(put) for x in values], axis)]
+
+
+def _beside(reader: Reader, equation: Any, values: Values, axis: int) -> Value:
+    """Values side by side along an axis."""
+
+    def join(dims):
+        beside = _axes.cut(dims[axis]) or (Atom(BESIDE, None),)
+        return (*dims[:axis], beside, *dims[axis + 1 :])
+
+    moved = [value and value.moved(join) for value in values]
+    weights = [x for value in moved if is_weight(value) for x in value.weights]
+    if not any(map(is_data, values)):
+        return Value("weight", _values.merged(weights))
+    for x in weights:
+        reader.meet(equation, x, "put beside activations")
+    kept = [x for value in moved if is_data(value) for x in value.tracked]
+    return activation(moved, kept)
+
+
+@handles("dynamic_update_slice")
+def _dynamic_update_slice(reader, equation, values, needed):
+    into, update = values[:2]
+    if any(map(is_weight, (into, update))) or not (into or update):
+        return unknown(reader, equation, values, needed)
+    return [activation([into, update])]
