@@ -62,8 +62,8 @@ def model_size(params: Any, numbers: Any) -> ModelSize:
     Examples:
         >>> shapes = {"bias": (3, 4), "kernel": (3, 8, 4)}
         >>> params = {n: jax.ShapeDtypeStruct(s, "float32") for n, s in shapes.items()}
-        >>> numbers = {"bias": None, "kernel": optax.contrib.MuonDimensionNumbers(1, 2)}
-        >>> model_size(params, numbers)
+        >>> from curvadion_jax import DimensionNumbers
+        >>> model_size(params, {"bias": None, "kernel": DimensionNumbers(1, 2)})
         ModelSize(parameters=108, matrices=((3, 8, 4),))
     """
     leaves, structure = jax.tree.flatten(params)

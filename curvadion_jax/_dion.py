@@ -364,7 +364,7 @@ def dion(
         `adam_learning_rate` are given; at `init`, if no parameter is a matrix.
 
     Example:
-      >>> params = {"embed": jnp.ones((9, 4)), "kernel": jnp.ones((4, 8))}
+      >>> params = {"embedding": jnp.ones((9, 4)), "kernel": jnp.ones((4, 8))}
       >>> tx = dion(0.01)
       >>> state = tx.init(params)
       >>> updates, state = jax.jit(tx.update)(params, state, params)

@@ -167,7 +167,7 @@ def optimizer(
 
     warned: set[tuple] = set()
 
-    def init(params):
+    def init(params) -> Any:
         _trees.check_trainable(params)
         # Of one tree once: a restart in an update inits again.
         tree = tuple((path, x.shape) for path, x in _trees.leaves_with_path(params))
@@ -175,13 +175,14 @@ def optimizer(
             warned.add(tree)
             _by_name.by_name(params)
         tx, partition = make(params)
-        return TwoOptimizersState(partition, tx.init(params).inner_states)
+        inner: Any = tx.init(params)
+        return TwoOptimizersState(partition, inner.inner_states)
 
-    def update(updates, state, params=None, **extra_args):
+    def update(updates, state, params=None, **extra_args) -> Any:
         _trees.check_gradients(updates, params)
         tx, partition = make(params)
         _record.check(state.partition, partition)
-        inner = optax.PartitionState(state.inner_states)
+        inner: Any = optax.PartitionState(state.inner_states)
         updates, inner = tx.update(updates, inner, params, **extra_args)
         return updates, TwoOptimizersState(partition, inner.inner_states)
 

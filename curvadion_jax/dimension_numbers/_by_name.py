@@ -52,7 +52,8 @@ def by_name(params: Any) -> Partition:
       PartitionWarning: with the parameters that are asked about.
 
     Example:
-      >>> params = {"up": {"kernel": jax.numpy.ones((4, 8)), "bias": jax.numpy.ones(8)}}
+      >>> from jax.numpy import ones
+      >>> params = {"up": {"kernel": ones((4, 8)), "bias": ones(8)}}
       >>> print(by_name(params))
       parameter  shape   kind    matrices  fan_in  fan_out  why
       up/bias    (8,)    vector                             at most one axis

@@ -207,7 +207,7 @@ def _short(path: str, known: Sequence[str]) -> str:
 def axes_of(axes: Any) -> Any:
     """Axes as `MuonDimensionNumbers` has them: one is an int, several are a tuple."""
     ordered = tuple(sorted(axes))
-    return ordered if len(ordered) > 1 else ordered[0]
+    return ordered[0] if len(ordered) == 1 else ordered
 
 
 def as_tree(params: Any, numbers: Sequence[DimensionNumbers | None]) -> Any:

@@ -76,7 +76,7 @@ def to_json(found: Record) -> list[Any]:
 
 
 def from_json(lines: list[Any]) -> Record:
-    as_tuple = lambda axes: axes if axes is None else tuple(axes)
+    as_tuple: Any = lambda axes: axes if axes is None else tuple(axes)
     return Record(tuple(Line(path, *map(as_tuple, rest)) for path, *rest in lines))
 
 
