@@ -48,7 +48,7 @@ class DionState(NamedTuple):
 
     momentum: optax.Updates
     dion_q: Any
-    partition: _record.Record = _record.Record(())
+    partition: Any = ()
 
 
 def states_of(state: optax.OptState) -> list[DionState]:
@@ -176,7 +176,7 @@ def scale_by_dion(
     def init_fn(params):
         zeros = optax.tree.zeros_like(params, dtype=mu_dtype)
         if not jax.tree.leaves(params):  # as where Optax looks for what is like them
-            return DionState(zeros, dion_q=jnp.zeros([]))
+            return DionState(zeros, jnp.zeros([]), _record.record(params, {}))
         views = _two_optimizers.matrices_only(params, dimension_numbers)
         partition = _record.record(params, views)
         return DionState(zeros, _initial_qs(params, views, rank, mu_dtype), partition)
@@ -196,8 +196,7 @@ def scale_by_dion(
         notify()  # `update_with`: no transformation around this one hid arguments
         _trees.check_shapes(updates, state.momentum, "Gradient")
         views = _two_optimizers.matrices_only(updates, dimension_numbers)
-        partition = _record.record(updates, views)
-        _record.check(state.partition, partition)
+        _record.check(state.partition, _record.record(updates, views))
         decay = 1 if error_feedback else momentum
         if not views:
             return updates, state
@@ -210,7 +209,7 @@ def scale_by_dion(
 
         def state_of(momenta, qs):
             trees = _like(state.momentum, momenta), _like(state.dion_q, qs)
-            return DionState(*trees, partition)
+            return DionState(*trees, state.partition)
 
         if momentum_only:
             qs = layout.place(qs, made_of)

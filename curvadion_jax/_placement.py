@@ -75,9 +75,7 @@ def _like_params(
     def place_like(x, spec):
         return x if is_masked(x) else place(x, spec)
 
-    placed = optax.tree.map_params(init, place_like, tree, specs, is_leaf=is_masked)
-    # Optax's has the structure of a state without parameters, and so no partition.
-    return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(placed))
+    return optax.tree.map_params(init, place_like, tree, specs, is_leaf=is_masked)
 
 
 def _constrain(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:

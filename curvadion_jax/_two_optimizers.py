@@ -17,7 +17,6 @@ from curvadion_jax.dimension_numbers._partition import (
     Finding,
     Partition,
 )
-from curvadion_jax.dimension_numbers._record import Record
 
 DimensionNumbersOrFn = Any | Callable[[optax.Params], Any] | None
 """A tree (or prefix) of DimensionNumbers and None, a function of the parameters that
@@ -110,9 +109,11 @@ def describe_partition(
     if isinstance(dimension_numbers, Partition):
         return _partition.table(dimension_numbers.of(params))
     found = []
-    for line in _record.record(params, matrix_views(params, dimension_numbers)).lines:
-        kind = "other" if line.numbers is None else "matrix"
-        found.append(Finding(line.path, line.shape, kind, line.numbers, "given"))
+    views = matrix_views(params, dimension_numbers)
+    for path, leaf in _trees.leaves_with_path(params):
+        numbers = (view := views[path]) and DimensionNumbers(*view.sides)
+        kind = "other" if view is None else "matrix"
+        found.append(Finding(path, tuple(leaf.shape), kind, numbers, "given"))
     return _partition.table(found)
 
 
@@ -120,11 +121,11 @@ class TwoOptimizersState(NamedTuple):
     """The state of `optimizer`.
 
     Attributes:
-      partition: which parameters were matrices when the state was made.
+      partition: which parameters were matrices when the state was made; no array.
       inner_states: of `optax.partition`, by ``'matrix'`` and ``'other'``.
     """
 
-    partition: Record
+    partition: Any
     inner_states: Any
 
 
@@ -151,9 +152,7 @@ def optimizer(
             )
 
         def numbers(path, _):
-            if (view := views[path]) is None:
-                return None
-            return DimensionNumbers(view.fan_in_axes, view.fan_out_axes)
+            return (view := views[path]) and DimensionNumbers(*view.sides)
 
         label = lambda path, _: "other" if views[path] is None else "matrix"
         tx = optax.partition(
@@ -184,6 +183,6 @@ def optimizer(
         _record.check(state.partition, partition)
         inner: Any = optax.PartitionState(state.inner_states)
         updates, inner = tx.update(updates, inner, params, **extra_args)
-        return updates, TwoOptimizersState(partition, inner.inner_states)
+        return updates, TwoOptimizersState(state.partition, inner.inner_states)
 
     return optax.GradientTransformationExtraArgs(init, update)

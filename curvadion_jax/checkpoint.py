@@ -21,8 +21,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _checksum, _memory, _trees
+from curvadion_jax._dion import DionState
+from curvadion_jax._two_optimizers import TwoOptimizersState
 from curvadion_jax.dimension_numbers import _record
-from curvadion_jax.dimension_numbers._record import Record
 from curvadion_jax.replicas import _resize
 
 _FORMAT = 6
@@ -78,8 +79,7 @@ def save(
         raise ValueError(f"keep is {keep}. Give at least 1, or None to keep all.")
     digests = _digests(leaves)
     contents = {"arrays": {n: _describe(x) for n, x in leaves.items()}}
-    partitions = {n: _record.to_json(x) for n, x in _partitions(state).items()}
-    contents |= {"digests": digests, "partitions": partitions}
+    contents |= {"digests": digests, "partitions": _partitions(state)}
     steps = _steps(path)
     latest = max(steps, default=-1)
     if step <= latest:
@@ -153,7 +153,7 @@ def restore(
     found: int = notes["step"]
     arrays = notes["arrays"]
     for name, now in _partitions(target).items():
-        saved = _record.from_json(notes["partitions"].get(name, []))
+        saved = notes["partitions"].get(name, [])
         if differs := _record.difference(saved, now):
             raise ValueError(
                 f"Step {found} in {path} was trained with another partition of the "
@@ -237,12 +237,15 @@ def _by_path(state: Any) -> Leaves:
     return leaves
 
 
-def _partitions(state: Any) -> dict[str, Record]:
+def _partitions(state: Any) -> dict[str, Any]:
     """Which parameters are matrices, by the place of each optimizer in the state."""
-    is_record = lambda node: isinstance(node, Record)
-    nodes = jax.tree.leaves_with_path(state, is_leaf=is_record)
-    found = {"/".join(_trees.names_of(path)): node for path, node in nodes}
-    return {name: node for name, node in found.items() if is_record(node)}
+    has_one = lambda node: isinstance(node, TwoOptimizersState | DionState)
+    nodes = jax.tree.leaves_with_path(state, is_leaf=has_one)
+    return {
+        "/".join(_trees.names_of(path)): _record.lines_of(node.partition)
+        for path, node in nodes
+        if has_one(node)
+    }
 
 
 def _describe(leaf: Any) -> dict[str, Any]:

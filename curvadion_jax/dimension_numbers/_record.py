@@ -1,10 +1,15 @@
-"""What a state remembers of the partition that it was made with."""
+"""What a state remembers of the partition that it was made with.
 
-import dataclasses
+A record is a dictionary of one key, the partition as JSON, and no value. So JAX takes
+states of two partitions for two structures, and what stores trees stores it too.
+"""
+
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from curvadion_jax import _trees
 from curvadion_jax._matrix_view import MatrixView
@@ -15,77 +20,56 @@ class Line(NamedTuple):
     """Of one parameter: the axes of a matrix, or None for the other optimizer's."""
 
     path: str
-    shape: tuple[int, ...]
-    reduction: tuple[int, ...] | None
-    output: tuple[int, ...] | None
+    shape: list[int]
+    reduction: list[int] | None
+    output: list[int] | None
 
     def __str__(self) -> str:
         if self.numbers is None:
             return "left to the other optimizer"
         reduction, output = self.numbers
-        return f"a matrix ({reduction} -> {output}) of {self.shape}"
+        return f"a matrix ({reduction} -> {output}) of {tuple(self.shape)}"
 
     @property
     def numbers(self) -> DimensionNumbers | None:
         if self.reduction is None or self.output is None:
             return None
-        one_or_more = lambda axes: axes if len(axes) > 1 else axes[0]
+        one_or_more = lambda axes: tuple(axes) if len(axes) > 1 else axes[0]
         return DimensionNumbers(one_or_more(self.reduction), one_or_more(self.output))
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class Record:
-    """The partition that a state was made with: a node of the state, without arrays.
-
-    So JAX takes states of two partitions for two structures, and a checkpoint can keep
-    it. A record without lines equals every other one: `optax.tree.map_params` compares
-    a state with one that was made of no parameters.
-
-    Attributes:
-      lines: one for each parameter.
-    """
-
-    lines: tuple[Line, ...]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Record):
-            return NotImplemented
-        same = self.lines is other.lines or self.lines == other.lines
-        return same or not (self.lines and other.lines)
-
-    def __hash__(self) -> int:
-        return hash(Record)
-
-
-def record(params: Any, views: Mapping[str, MatrixView | None]) -> Record:
+def record(params: Any, views: Mapping[str, MatrixView | None]) -> Any:
     """The record of these parameters, by their views."""
-
-    def line(path: str, leaf: Any) -> Line:
+    if not jax.tree.leaves(params):  # as where Optax looks for what is like them
+        return jnp.zeros([])
+    lines = []
+    for path, leaf in _trees.leaves_with_path(params):
         view = views[path]
-        sides = (view.fan_in_axes, view.fan_out_axes) if view else (None, None)
-        return Line(path, tuple(leaf.shape), *sides)
-
-    return Record(tuple(line(*each) for each in _trees.leaves_with_path(params)))
-
-
-def to_json(found: Record) -> list[Any]:
-    """Lists, as JSON has them."""
-    as_list = lambda axes: axes if axes is None else list(axes)
-    return [[line.path, *map(as_list, line[1:])] for line in found.lines]
+        sides = view.sides if view else (None, None)
+        lines.append([path, leaf.shape, *sides])
+    return {json.dumps(lines): None}
 
 
-def from_json(lines: list[Any]) -> Record:
-    as_tuple: Any = lambda axes: axes if axes is None else tuple(axes)
-    return Record(tuple(Line(path, *map(as_tuple, rest)) for path, *rest in lines))
+def lines_of(found: Any) -> list[list[Any]]:
+    """The lines of a record, in the types of JSON; none if there is no record."""
+    return json.loads(next(iter(found))) if isinstance(found, dict) and found else []
 
 
-def difference(saved: Record, now: Record) -> str:
-    """What differs, in words; and how to keep what was. Empty if nothing does."""
-    if saved == now:
-        return ""
-    old, new = ({line.path: line for line in each.lines} for each in (saved, now))
+def check(saved: Any, now: Any) -> None:
+    """Rejects a state whose record is not that of now."""
+    if saved != now and (differs := difference(lines_of(saved), lines_of(now))):
+        raise ValueError(f"The state was made with another partition: {differs}")
+
+
+def difference(saved: list[list[Any]], now: list[list[Any]]) -> str:
+    """What differs between lines, and how to keep what was.
+
+    Empty if nothing does, or if there are no lines to compare.
+    """
+    old, new = ({path: Line(path, *rest) for path, *rest in x} for x in (saved, now))
     changed = [path for path in {**old, **new} if old.get(path) != new.get(path)]
+    if not (old and new and changed):
+        return ""
     shown = "; ".join(
         f"{path} was {old.get(path, 'missing')} and is now {new.get(path, 'missing')}"
         for path in changed[:5]
@@ -97,9 +81,3 @@ def difference(saved: Record, now: Record) -> str:
         f"{shown}. Give the dimension numbers that it was made with, by "
         f"from_loss(..., {as_argument(answers)})."
     )
-
-
-def check(saved: Record, now: Record) -> None:
-    """Rejects a state that was made with another partition."""
-    if differs := difference(saved, now):
-        raise ValueError(f"The state was made with another partition: {differs}")

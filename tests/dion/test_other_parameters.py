@@ -13,7 +13,7 @@ RATE = 0.1
 RNG = np.random.default_rng(0)
 PARAMS = {
     name: jnp.asarray(RNG.normal(size=shape), jnp.float32)
-    for name, shape in {"embedding": (7, 4), "kernel": (4, 6), "bias": (5,)}.items()
+    for name, shape in {"embedding": (7, 4), "kernel": (4, 6), "bias": (6,)}.items()
 }
 GRADIENTS = jax.tree.map(lambda x: jnp.cos(3 * x), PARAMS)
 
