@@ -22,12 +22,13 @@ import optax
 import curvadion_jax as cd
 
 WIDTH, ROWS, REPLICAS = 64, 16, 8
+NUMBERS: Any = {"dimension_numbers": measuring.matrices}
 METHODS = {
     "adamw": lambda mesh: cd.replicas.lift(optax.adamw(1e-3), mesh),
     "muon": lambda mesh: cd.replicas.lift(measuring.muon(0.02), mesh),
-    "dion": lambda mesh: cd.replicas.lift(cd.dion(0.02, rank=0.25), mesh),
-    "local_muon": lambda mesh: cd.local_muon(0.02, mesh=mesh),
-    "curvadion": lambda mesh: cd.curvadion(0.02, mesh=mesh),
+    "dion": lambda mesh: cd.replicas.lift(cd.dion(0.02, rank=0.25, **NUMBERS), mesh),
+    "local_muon": lambda mesh: cd.local_muon(0.02, mesh=mesh, **NUMBERS),
+    "curvadion": lambda mesh: cd.curvadion(0.02, mesh=mesh, **NUMBERS),
     "diloco": lambda mesh: cd.presets.diloco(1e-3, k=20, mesh=mesh),
 }
 EVERY: dict[str, bool | None] = {"step": None}
@@ -48,8 +49,7 @@ def parameters(layers: int, stacked: bool) -> dict[str, Any]:
 
     tree: dict[str, Any] = {"embed": {"embedding": jnp.ones((256, WIDTH))}}
     if stacked:
-        norm = {"scale": jnp.ones((layers, WIDTH))}  # says which axis the layers are
-        return tree | {"layers": kernels(layers) | {"norm": norm}}
+        return tree | {"layers": kernels(layers)}
     return tree | {f"layer_{index}": kernels() for index in range(layers)}
 
 

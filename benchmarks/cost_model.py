@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from curvadion_jax import compressors, default_dimension_numbers
+from curvadion_jax import compressors
 from curvadion_jax.compressors import Payload
 
 FLOAT32_BYTES = 4
@@ -54,20 +54,21 @@ class ModelSize(NamedTuple):
     matrices: tuple[tuple[int, int, int], ...] = ()
 
 
-def model_size(params: Any, given: Any = None) -> ModelSize:
+def model_size(params: Any, numbers: Any) -> ModelSize:
     """Size of a model from its parameters, or from their shapes.
 
-    `given` has the dimension numbers of what the default rule does not tell.
+    `numbers` are the dimension numbers of the matrices, in a tree of the parameters.
 
     Examples:
-        >>> kernels = {"kernel": jax.ShapeDtypeStruct((3, 8, 4), jnp.float32)}
-        >>> model_size(kernels | {"bias": jax.ShapeDtypeStruct((3, 4), jnp.float32)})
+        >>> shapes = {"bias": (3, 4), "kernel": (3, 8, 4)}
+        >>> params = {n: jax.ShapeDtypeStruct(s, "float32") for n, s in shapes.items()}
+        >>> from curvadion_jax import DimensionNumbers
+        >>> model_size(params, {"bias": None, "kernel": DimensionNumbers(1, 2)})
         ModelSize(parameters=108, matrices=((3, 8, 4),))
     """
     leaves, structure = jax.tree.flatten(params)
-    numbers = structure.flatten_up_to(default_dimension_numbers(params, given))
     matrices = []
-    for leaf, axes in zip(leaves, numbers, strict=True):
+    for leaf, axes in zip(leaves, structure.flatten_up_to(numbers), strict=True):
         if axes is not None:
             rows, cols = (_product(leaf.shape, side) for side in axes)
             matrices.append((math.prod(leaf.shape) // (rows * cols), rows, cols))

@@ -61,20 +61,26 @@ def parameters() -> dict:
 
 def optimizers(mesh: Any) -> dict[str, optax.GradientTransformation]:
     """What the tables have a row for, by its name there."""
-    half, ours, lift = jnp.bfloat16, {"mesh": mesh}, cd.replicas.lift
+    half, lift = jnp.bfloat16, cd.replicas.lift
+    numbers = measuring.matrices
+    ours: dict[str, Any] = {"dimension_numbers": numbers, "mesh": mesh}
     plain = synchronizers.reconcile()
     muon = measuring.muon(RATE)
     return {
         ADAMW: lift(optax.adamw(RATE), mesh),
         "`optax.contrib.muon`, AdamW for the rest": lift(muon, mesh),
-        "`dion`, rank 1/4": lift(cd.dion(RATE, rank=0.25), mesh),
-        "`dion`, full rank": lift(cd.dion(RATE, rank=1.0), mesh),
+        "`dion`, rank 1/4": lift(
+            cd.dion(RATE, rank=0.25, dimension_numbers=numbers), mesh
+        ),
+        "`dion`, full rank": lift(
+            cd.dion(RATE, rank=1.0, dimension_numbers=numbers), mesh
+        ),
         "`curvadion`": cd.curvadion(RATE, **ours),
         "`local_muon`": cd.local_muon(RATE, **ours),
         "`local_muon`, bfloat16 momenta": cd.local_muon(RATE, mu_dtype=half, **ours),
         "`local_muon`, plain average": cd.local_muon(RATE, synchronizer=plain, **ours),
         "`presets.synchronous_dion`": presets.synchronous_dion(RATE, **ours),
-        "`presets.diloco`": presets.diloco(RATE, **ours),
+        "`presets.diloco`": presets.diloco(RATE, mesh=mesh),
         "`presets.muloco`": presets.muloco(RATE, **ours),
     }
 

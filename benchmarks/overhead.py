@@ -43,16 +43,24 @@ class Case(NamedTuple):
     due: bool | None
 
 
+def local_muon_of(mesh: Any) -> Any:
+    """Which never synchronises."""
+    return cd.local_muon(
+        RATE, budget=LITTLE, dimension_numbers=measuring.matrices, mesh=mesh
+    )
+
+
 def cases(mesh: Any) -> dict[str, Case]:
     """Bare optimizers, which name themselves, and the rows of the table."""
-    dion = cd.dion(RATE)
-    change = triggers.relative_momentum_change(NEVER)
+    numbers = measuring.matrices
+    dion = cd.dion(RATE, dimension_numbers=numbers)
+    change = triggers.relative_momentum_change(NEVER, numbers)
 
     def of_dion(trigger):
         return cd.adaptive_sync(dion, trigger, synchronizers.reconcile(), mesh)
 
     lift = cd.replicas.lift
-    local_muon = cd.local_muon(RATE, trigger=triggers.evenly(LITTLE), mesh=mesh)
+    local_muon = local_muon_of(mesh)
     asking = triggers.budget(LITTLE, change)
     return {
         "dion": Case(lift(dion, mesh), "dion", None),
@@ -157,7 +165,7 @@ def host(options: argparse.Namespace) -> None:
     # momentum and a residual; of the other parameters AdamW has two momenta.
     kernels = {f"layer_{n}": jnp.ones((4, 4)) for n in range(options.arrays // 5)}
     rows = cd.replicas.replicate({"kernel": kernels}, mesh)
-    tx = cd.local_muon(RATE, trigger=triggers.evenly(LITTLE), mesh=mesh)
+    tx = local_muon_of(mesh)
     state = rows, tx.init(rows)
     programs = {"identity": jax.jit(lambda state, batch: state, donate_argnums=0)}
     for name, due in (("local_muon", None), ("local_muon, local step", False)):

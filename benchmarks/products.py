@@ -19,9 +19,9 @@ import curvadion_jax as cd
 
 RATE = 0.01
 METHODS = {
-    "`dion`, rank 1/4": cd.dion(RATE, rank=0.25),
-    "`dion`, rank 1": cd.dion(RATE, rank=1.0),
-    "`local_muon`": cd.local_muon(RATE),
+    "`dion`, rank 1/4": cd.dion(RATE, rank=0.25, dimension_numbers=measuring.matrices),
+    "`dion`, rank 1": cd.dion(RATE, rank=1.0, dimension_numbers=measuring.matrices),
+    "`local_muon`": cd.local_muon(RATE, dimension_numbers=measuring.matrices),
     "`optax.contrib.muon`": measuring.muon(RATE),
 }
 

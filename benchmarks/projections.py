@@ -37,7 +37,10 @@ AUTHORS_MODEL = cost_model.model_size(
             "head": (50_304, 768),
         }.items()
     },
-    dict.fromkeys(["square", "mlp"], DimensionNumbers(-2, -1)),
+    {
+        **dict.fromkeys(["square", "mlp"], DimensionNumbers(-2, -1)),
+        **dict.fromkeys(["embedding", "head"]),
+    },
 )
 """The 160M model of the authors' released logs."""
 

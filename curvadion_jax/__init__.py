@@ -23,7 +23,6 @@ from curvadion_jax._sync_state import AdaptiveSyncState
 from curvadion_jax._two_optimizers import describe_partition
 from curvadion_jax._version import __version__ as __version__
 from curvadion_jax.dimension_numbers import DimensionNumbers
-from curvadion_jax.dimension_numbers import default as default_dimension_numbers
 
 __all__ = [
     "AdaptiveSyncState",
@@ -33,7 +32,6 @@ __all__ = [
     "checkpoint",
     "compressors",
     "curvadion",
-    "default_dimension_numbers",
     "describe_partition",
     "dimension_numbers",
     "dion",

@@ -29,6 +29,7 @@ from curvadion_jax import (
 from curvadion_jax._layout import Layout
 from curvadion_jax._matrix_view import MatrixView, Named
 from curvadion_jax._power_iteration import ReduceFn
+from curvadion_jax.dimension_numbers import _record
 
 # The default is None: `optax.inject_hyperparams` would trace a number.
 _RANK = 0.25
@@ -42,10 +43,12 @@ class DionState(NamedTuple):
         feedback.
       dion_q: right factor Q of every parameter, ``[*batch, smaller side, r]`` with
         unit columns, in the momentum's dtype.
+      partition: along which axes the parameters are matrices; no array.
     """
 
     momentum: optax.Updates
     dion_q: Any
+    partition: Any = ()
 
 
 def states_of(state: optax.OptState) -> list[DionState]:
@@ -126,8 +129,9 @@ def scale_by_dion(
       mu_dtype: dtype of the momentum and of Q. None means the parameter's.
       dimension_numbers: tree (or prefix) of `optax.contrib.MuonDimensionNumbers`, or a
         function of the parameters that returns one; axes not named are batch axes.
-        "default" or None means :func:`default_dimension_numbers`. A function is static
-        under `optax.inject_hyperparams`.
+        `dimension_numbers.from_loss` reads them from a loss. "default" or None means
+        `dimension_numbers.by_name`, which asks about most. A function is static under
+        `optax.inject_hyperparams`.
       error_feedback: False gives the momentum of CurvaDion's formula instead,
         B = mu M + G and M <- B.
       precision: of the four products with M or of its size, as for `jax.numpy.matmul`;
@@ -173,9 +177,10 @@ def scale_by_dion(
     def init_fn(params):
         zeros = optax.tree.zeros_like(params, dtype=mu_dtype)
         if not jax.tree.leaves(params):  # as where Optax looks for what is like them
-            return DionState(zeros, dion_q=jnp.zeros([]))
+            return DionState(zeros, jnp.zeros([]), _record.record(params, {}))
         views = _two_optimizers.matrices_only(params, dimension_numbers)
-        return DionState(zeros, _initial_qs(params, views, rank, mu_dtype))
+        partition = _record.record(params, views)
+        return DionState(zeros, _initial_qs(params, views, rank, mu_dtype), partition)
 
     def update_fn(
         updates,
@@ -192,6 +197,7 @@ def scale_by_dion(
         notify()  # `update_with`: no transformation around this one hid arguments
         _trees.check_shapes(updates, state.momentum, "Gradient")
         views = _two_optimizers.matrices_only(updates, dimension_numbers)
+        _record.check(state.partition, _record.record(updates, views))
         decay = 1 if error_feedback else momentum
         if not views:
             return updates, state
@@ -201,10 +207,14 @@ def scale_by_dion(
         }
         qs = dict(zip(views, jax.tree.leaves(state.dion_q), strict=True))
         made_of = {name: (view.shape, view.q_axes) for name, view in views.items()}
+
+        def state_of(momenta, qs):
+            trees = _like(state.momentum, momenta), _like(state.dion_q, qs)
+            return DionState(*trees, state.partition)
+
         if momentum_only:
             qs = layout.place(qs, made_of)
-            after = DionState(_like(state.momentum, total), _like(state.dion_q, qs))
-            return optax.tree.zeros_like(updates), after
+            return optax.tree.zeros_like(updates), state_of(total, qs)
         # From here on matrices of one shape are a stack, until `apart`: the program
         # has one product for all of them. The results are the same.
         joined = _joined.join(views, total, qs)
@@ -221,8 +231,7 @@ def scale_by_dion(
         )
         directions, momenta, qs = map(joined.apart, stepped)
         qs = layout.place(qs, made_of)
-        after = DionState(_like(state.momentum, momenta), _like(state.dion_q, qs))
-        return _like(updates, directions), after
+        return _like(updates, directions), state_of(momenta, qs)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -355,7 +364,7 @@ def dion(
         `adam_learning_rate` are given; at `init`, if no parameter is a matrix.
 
     Example:
-      >>> params = {"embed": jnp.ones((9, 4)), "kernel": jnp.ones((4, 8))}
+      >>> params = {"embedding": jnp.ones((9, 4)), "kernel": jnp.ones((4, 8))}
       >>> tx = dion(0.01)
       >>> state = tx.init(params)
       >>> updates, state = jax.jit(tx.update)(params, state, params)

@@ -62,6 +62,10 @@ class MatrixView:
         return self.fan_out_axes if self.fan_out < self.fan_in else self.fan_in_axes
 
     @property
+    def sides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.fan_in_axes, self.fan_out_axes
+
+    @property
     def p_axes(self) -> list[tuple[int, ...]]:
         """The axes of the parameter that each axis of P merges."""
         return [*[(axis,) for axis in self.batch_axes], self.row_axes, ()]

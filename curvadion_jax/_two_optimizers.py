@@ -1,29 +1,33 @@
 """Divides the parameters between an optimizer of matrices and another for the rest.
 
-Which are matrices, `dimension_numbers.py` finds out, or the user says.
+Which are matrices, the user says, by `dimension_numbers.from_loss` for example.
 """
 
 import functools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import optax
 
 from curvadion_jax import _matrix_view, _trees
-from curvadion_jax import dimension_numbers as rules
+from curvadion_jax.dimension_numbers import _by_name, _partition, _record
+from curvadion_jax.dimension_numbers._partition import (
+    DimensionNumbers,
+    Finding,
+    Partition,
+)
 
-DimensionNumbers = rules.DimensionNumbers
 DimensionNumbersOrFn = Any | Callable[[optax.Params], Any] | None
 """A tree (or prefix) of DimensionNumbers and None, a function of the parameters that
-returns one; None or "default" for `dimension_numbers.default`."""
+returns one, such as a `Partition`; None or "default" for the short rule, `by_name`."""
 
 DEFAULT = "default"  # of optimizers; None may be an answer, see `check_injected`
 
 
 def is_default(dimension_numbers: DimensionNumbersOrFn) -> bool:
-    return any(dimension_numbers is x for x in (None, DEFAULT, rules.default))
+    is_named = isinstance(dimension_numbers, str) and dimension_numbers == DEFAULT
+    return dimension_numbers is None or is_named
 
 
 def check_injected(dimension_numbers: DimensionNumbersOrFn, number: Any) -> None:
@@ -49,8 +53,7 @@ def matrix_views(
     if not jax.tree.leaves(params):  # such as what Optax puts in for the parameters
         return {}
     if is_default(dimension_numbers):
-        found = [each.numbers for each in rules.explain(params)]
-        dimension_numbers = jax.tree.unflatten(jax.tree.structure(params), found)
+        dimension_numbers = _by_name.find(params)
     # An Equinox module, the tree of the parameters itself, can be called too.
     if callable(dimension_numbers) and type(dimension_numbers) is not type(params):
         dimension_numbers = dimension_numbers(params)
@@ -94,8 +97,9 @@ def matrices_only(
     for name, view in matrix_views(tree, dimension_numbers).items():
         if view is None:
             raise ValueError(
-                f"Parameter {name!r} is not a matrix. Use curvadion_jax.dion or "
-                "local_muon, which have another optimizer for it."
+                f"Parameter {name!r} is not a matrix, or not known to be one. Use "
+                "curvadion_jax.dion or local_muon, which have another optimizer for "
+                "it, or pass dimension_numbers."
             )
         views[name] = view
     return views
@@ -104,37 +108,47 @@ def matrices_only(
 def describe_partition(
     params: optax.Params, dimension_numbers: DimensionNumbersOrFn = None
 ) -> str:
-    """Makes a printable table of every parameter: its optimizer, fans and the reason.
+    """Makes a printable table of every parameter: its kind, fans and the reason.
 
-    `matrix` goes to Dion or Muon, `other` to AdamW or `other_optimizer`. The column
-    *why* has the default rule's evidence, or `given` where the dimension numbers differ
-    from the rule's.
+    A `matrix` goes to Dion or Muon, everything else to AdamW or `other_optimizer`. The
+    column *why* has what was seen in the program or, without dimension numbers, what
+    the short rule goes by.
 
     Args:
       params: any tree of arrays or abstract values.
       dimension_numbers: as for :func:`dion`.
 
     Example:
-      >>> params = {"embed": jax.numpy.ones((9, 4)), "mlp": jax.numpy.ones((4, 8))}
+      >>> ones = jax.numpy.ones
+      >>> params = {"gate": ones((4, 4)), "up": {"kernel": ones((4, 8))}}
       >>> print(describe_partition(params))
-      parameter  shape   optimizer  matrices  fan_in  fan_out  why
-      embed      (9, 4)  other                                 an embedding, by its name
-      mlp        (4, 8)  matrix     1         4       8        two axes
+      parameter  shape   kind    matrices  fan_in  fan_out  why
+      gate       (4, 4)  asked                              name and shape do not tell
+      up/kernel  (4, 8)  matrix  1         4       8        a kernel, by its name
     """
+    if is_default(dimension_numbers):
+        return str(_by_name.find(params))
+    if isinstance(dimension_numbers, Partition):
+        return _partition.table(dimension_numbers.of(params))
+    found = []
     views = matrix_views(params, dimension_numbers)
-    rule = matrix_views(params)
-    head = "parameter", "shape", "optimizer", "matrices", "fan_in", "fan_out", "why"
-    rows: list[Sequence[str]] = [head]
-    for name, shape, _, why, unknown in rules.explain(params):
-        kind, sizes = "other", ("", "", "")
-        if (view := views[name]) is not None:
-            kind, sizes = "matrix", (math.prod(view.batch), view.fan_in, view.fan_out)
-        if view != rule[name] or (unknown and not is_default(dimension_numbers)):
-            why = "given"
-        rows.append([name, str(shape), kind, *map(str, sizes), why])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(lines)
+    for path, leaf in _trees.leaves_with_path(params):
+        numbers = (view := views[path]) and DimensionNumbers(*view.sides)
+        kind = "other" if view is None else "matrix"
+        found.append(Finding(path, tuple(leaf.shape), kind, numbers, "given"))
+    return _partition.table(found)
+
+
+class TwoOptimizersState(NamedTuple):
+    """The state of `optimizer`.
+
+    Attributes:
+      partition: which parameters were matrices when the state was made; no array.
+      inner_states: of `optax.partition`, by ``'matrix'`` and ``'other'``.
+    """
+
+    partition: Any
+    inner_states: Any
 
 
 def optimizer(
@@ -156,43 +170,43 @@ def optimizer(
         axes = max((leaf.ndim for leaf in jax.tree.leaves(params)), default=0)
         if axes > 1 and not any(views.values()):
             raise ValueError(
-                "No parameter is a matrix, so Dion or Muon trains nothing. Look at "
-                "curvadion_jax.describe_partition(params), and pass dimension_numbers."
+                "No parameter is known to be a matrix, so Dion or Muon trains nothing. "
+                f"Look at curvadion_jax.describe_partition(params), and pass "
+                f"{_by_name.LINE}."
             )
 
         def numbers(path, _):
-            if (view := views[path]) is None:
-                return None
-            return DimensionNumbers(view.fan_in_axes, view.fan_out_axes)
+            return (view := views[path]) and DimensionNumbers(*view.sides)
 
         label = lambda path, _: "other" if views[path] is None else "matrix"
-        return optax.partition(
+        tx = optax.partition(
             {
                 "matrix": matrices(functools.partial(_trees.map_with_path, numbers)),
                 "other": other,
             },
             functools.partial(_trees.map_with_path, label),
         )
+        return tx, _record.record(params, views)
 
     warned: set[tuple] = set()
 
-    def init(params):
+    def init(params) -> Any:
         _trees.check_trainable(params)
-        if is_default(dimension_numbers):
-            _warn_once(params, warned)
-        return make(params).init(params)
+        # Of one tree once: a restart in an update inits again.
+        tree = tuple((path, x.shape) for path, x in _trees.leaves_with_path(params))
+        if is_default(dimension_numbers) and tree not in warned:
+            warned.add(tree)
+            _by_name.by_name(params)
+        tx, partition = make(params)
+        inner: Any = tx.init(params)
+        return TwoOptimizersState(partition, inner.inner_states)
 
-    def update(updates, state, params=None, **extra_args):
+    def update(updates, state, params=None, **extra_args) -> Any:
         _trees.check_gradients(updates, params)
-        return make(params).update(updates, state, params, **extra_args)
+        tx, partition = make(params)
+        _record.check(state.partition, partition)
+        inner: Any = optax.PartitionState(state.inner_states)
+        updates, inner = tx.update(updates, inner, params, **extra_args)
+        return updates, TwoOptimizersState(state.partition, inner.inner_states)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _warn_once(params: Any, warned: set[tuple]) -> None:
-    """Warns of a tree not yet warned of: a restart in an update inits again."""
-    findings = rules.explain(params)
-    tree = tuple((found.path, found.shape) for found in findings)
-    if tree not in warned:
-        rules.warn(findings)
-        warned.add(tree)

@@ -22,9 +22,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _checksum, _memory, _trees
+from curvadion_jax._dion import DionState
+from curvadion_jax._two_optimizers import TwoOptimizersState
+from curvadion_jax.dimension_numbers import _record
 from curvadion_jax.replicas import _resize
 
-_FORMAT = 5
+_FORMAT = 6
 
 Directory = str | os.PathLike[str]
 Leaves = dict[str, Any]  # arrays, abstract or not, by their path in the state
@@ -77,7 +80,7 @@ def save(
         raise ValueError(f"keep is {keep}. Give at least 1, or None to keep all.")
     digests = _digests(leaves)
     contents = {"arrays": {n: _describe(x) for n, x in leaves.items()}}
-    contents |= {"digests": digests}
+    contents |= {"digests": digests, "partitions": _partitions(state)}
     steps = _steps(path)
     latest = max(steps, default=-1)
     if step <= latest:
@@ -133,8 +136,8 @@ def restore(
 
     Raises:
       FileNotFoundError: if there is no checkpoint, or none of this step.
-      ValueError: if target and checkpoint differ, or the files are damaged. The message
-        names the arrays.
+      ValueError: if target and checkpoint differ, also in which parameters are
+        matrices, or the files are damaged. The message names the arrays.
 
     Example:
       >>> import tempfile
@@ -150,6 +153,13 @@ def restore(
     notes = _read_notes(path, step)
     found: int = notes["step"]
     arrays = notes["arrays"]
+    for name, now in _partitions(target).items():
+        saved = notes["partitions"].get(name, [])
+        if differs := _record.difference(saved, now):
+            raise ValueError(
+                f"Step {found} in {path} was trained with another partition of the "
+                f"parameters: {differs}"
+            )
     kinds = dict(zip(leaves, jax.tree.leaves(_resize.row_kinds(target)), strict=True))
     lengths = {}  # of saved rows, where their number changes
     for name in leaves if partial else {**leaves, **arrays}:
@@ -233,6 +243,17 @@ def _by_path(state: Any) -> Leaves:
 def _without_empty(leaves: Leaves) -> Leaves:
     """The arrays that have elements. Orbax stores no others, and the notes suffice."""
     return {name: x for name, x in leaves.items() if x.size}
+
+
+def _partitions(state: Any) -> dict[str, Any]:
+    """Which parameters are matrices, by the place of each optimizer in the state."""
+    has_one = lambda node: isinstance(node, TwoOptimizersState | DionState)
+    nodes = jax.tree.leaves_with_path(state, is_leaf=has_one)
+    return {
+        "/".join(_trees.names_of(path)): _record.lines_of(node.partition)
+        for path, node in nodes
+        if has_one(node)
+    }
 
 
 def _describe(leaf: Any) -> dict[str, Any]:

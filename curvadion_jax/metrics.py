@@ -230,7 +230,7 @@ def read(opt_state: Any, params: Any = None) -> Report:
 
     Example:
       >>> import curvadion_jax as cd, jax.numpy as jnp
-      >>> state = cd.local_muon(0.01).init({"w": jnp.ones((2, 2))})
+      >>> state = cd.local_muon(0.01).init({"kernel": jnp.ones((2, 2))})
       >>> print(read(state))
       share              0.00%
       steps              0

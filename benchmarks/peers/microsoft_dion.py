@@ -26,6 +26,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import layouts
+import measuring
 import numpy as np
 import race
 import simulate
@@ -86,8 +87,8 @@ class Theirs:
 
 
 def _matrices(params: Any) -> set[str]:
-    """Names of what Dion steps by this library's rule."""
-    numbers = cd.default_dimension_numbers(params)
+    """Names of what Dion steps here."""
+    numbers = measuring.matrices(params)
     chosen = jax.tree.map(lambda x, n: x if n is not None else None, params, numbers)
     return set(layouts.split(chosen))
 

@@ -101,8 +101,8 @@ def started(folder: Path, name: str, params: Any) -> tuple[cd.sites.Site, Any]:
 def parts() -> tuple[Any, Any, Any, Any]:
     corpus = load(None)
     gpt = train.make_model(CONFIG, corpus)
-    state = train.initial_state(gpt, "local_muon", CONFIG)
-    return corpus, gpt, state.params, one_site.inner_optimizer(CONFIG)
+    params = train.initial_params(gpt, CONFIG)
+    return corpus, gpt, params, one_site.inner_optimizer(gpt, CONFIG, params)
 
 
 def site(name: str, folder: Path, pace: float) -> None:

@@ -36,7 +36,7 @@ RUNS = {
 def local_muon(budget: float, rate: Any, steps: int, mesh: Any) -> Any:
     """The study's row with another budget."""
     del steps
-    return cd.local_muon(rate, budget=budget, mesh=mesh)
+    return cd.local_muon(rate, budget=budget, **rows.matrices(mesh))
 
 
 def run_of(budget: float, steps: int) -> Run:

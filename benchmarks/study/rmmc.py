@@ -60,7 +60,12 @@ def start(text: data.Corpus, beta: float, steps: int, size: Size) -> Any:
     gpt = transformer(size, text)
     params = parameters(gpt, 0)
     tx = cd.dion(
-        RATE, rank=0.125, momentum=0.95, weight_decay=0.01, other_optimizer=_lion(beta)
+        RATE,
+        rank=0.125,
+        momentum=0.95,
+        weight_decay=0.01,
+        other_optimizer=_lion(beta),
+        dimension_numbers=measuring.matrices,
     )
     of_batch = jax.grad(functools.partial(model.next_token_loss, gpt))
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import baselines
+import measuring
 import optax
 
 import curvadion_jax as cd
@@ -20,6 +21,11 @@ def rising(steps: int) -> optax.Schedule:
     return optax.linear_schedule(0.8, 0.95, steps)
 
 
+def matrices(mesh: Any) -> dict[str, Any]:
+    """What every method with Muon or Dion is given."""
+    return {"dimension_numbers": measuring.matrices, "mesh": mesh}
+
+
 def _in_two_bits(
     rate: optax.Schedule, mesh: Any, outer_rate: float, outer_momentum: float
 ) -> optax.GradientTransformation:
@@ -28,7 +34,7 @@ def _in_two_bits(
     two_bits = compressors.quantize(2)
     synchronizer = synchronizers.reconcile(outer, compressor=two_bits)
     return cd.local_muon(
-        rate, budget=0.01, momentum=0.95, synchronizer=synchronizer, mesh=mesh
+        rate, budget=0.01, momentum=0.95, synchronizer=synchronizer, **matrices(mesh)
     )
 
 
@@ -45,15 +51,15 @@ TWO_BITS = MUON + RISING + ", 2 bits"
 FOR_EIGHT = ", outer step 0.9, 0.8"
 OUTER = " and an outer step"
 METHODS: dict[str, Method] = {
-    MUON: lambda rate, _, mesh: presets.synchronous_muon(rate, mesh=mesh),
+    MUON: lambda rate, _, mesh: presets.synchronous_muon(rate, **matrices(mesh)),
     MUON + ", momentum 0.9": lambda rate, _, mesh: presets.synchronous_muon(
-        rate, momentum=0.9, mesh=mesh
+        rate, momentum=0.9, **matrices(mesh)
     ),
     BEST_MUON: lambda rate, steps, mesh: presets.synchronous_muon(
-        rate, momentum=rising(steps), mesh=mesh
+        rate, momentum=rising(steps), **matrices(mesh)
     ),
     BEST_MUON + OUTER: lambda rate, steps, mesh: optax.chain(
-        presets.synchronous_muon(rate, momentum=rising(steps), mesh=mesh),
+        presets.synchronous_muon(rate, momentum=rising(steps), **matrices(mesh)),
         cd.replicas.lift(baselines.outer_nesterov(6, 0.7, 0.6), mesh),
     ),
     LARGE_BATCH: lambda rate, steps, mesh: baselines.large_batch(
@@ -65,20 +71,26 @@ METHODS: dict[str, Method] = {
         synchronizers.average_gradients(compressors.quantize(2)),
         mesh,
     ),
-    DION: lambda rate, _, mesh: presets.synchronous_dion(rate, rank=1.0, mesh=mesh),
+    DION: lambda rate, _, mesh: presets.synchronous_dion(
+        rate, rank=1.0, **matrices(mesh)
+    ),
     DION + ", rank 1/4": lambda rate, _, mesh: presets.synchronous_dion(
-        rate, rank=0.25, mesh=mesh
+        rate, rank=0.25, **matrices(mesh)
     ),
     ADAMW: lambda rate, _, mesh: presets.synchronous_adamw(rate, mesh=mesh),
-    LOCAL_MUON: lambda rate, _, mesh: cd.local_muon(rate, budget=0.01, mesh=mesh),
-    LOCAL_MUON + RISING: lambda rate, steps, mesh: cd.local_muon(
-        rate, budget=0.01, momentum=rising(steps), mesh=mesh
+    LOCAL_MUON: lambda rate, _, mesh: cd.local_muon(
+        rate, budget=0.01, **matrices(mesh)
     ),
-    CURVADION: lambda rate, _, mesh: cd.curvadion(rate, budget=0.01, mesh=mesh),
-    THRESHOLD: lambda rate, _, mesh: cd.curvadion(rate, threshold=0.3, mesh=mesh),
-    MULOCO: lambda rate, _, mesh: presets.muloco(rate, mesh=mesh),
+    LOCAL_MUON + RISING: lambda rate, steps, mesh: cd.local_muon(
+        rate, budget=0.01, momentum=rising(steps), **matrices(mesh)
+    ),
+    CURVADION: lambda rate, _, mesh: cd.curvadion(rate, budget=0.01, **matrices(mesh)),
+    THRESHOLD: lambda rate, _, mesh: cd.curvadion(
+        rate, threshold=0.3, **matrices(mesh)
+    ),
+    MULOCO: lambda rate, _, mesh: presets.muloco(rate, **matrices(mesh)),
     MULOCO + FOR_EIGHT: lambda rate, _, mesh: presets.muloco(
-        rate, outer_learning_rate=0.9, outer_momentum=0.8, mesh=mesh
+        rate, outer_learning_rate=0.9, outer_momentum=0.8, **matrices(mesh)
     ),
     MULOCO + ", 2 bits": lambda rate, _, mesh: _in_two_bits(rate, mesh, 0.7, 0.6),
     MULOCO + FOR_EIGHT + ", 2 bits": lambda rate, _, mesh: _in_two_bits(

@@ -49,7 +49,7 @@ def optimizer(
         "momentum": rows.rising(steps) if rising else settings["momentum"],
         "adam_learning_rate": lambda count: settings["others"] * rate(count),
         "weight_decay": settings["weight_decay"],
-        "mesh": mesh,
+        **rows.matrices(mesh),
     }
     if method == rows.MUON:
         return presets.synchronous_muon(rate, **arguments)

@@ -58,7 +58,7 @@ HEADER = (
 
 def counted(params: Any, optimizer: str, replicas: int) -> float:
     """Bytes of one sync that the library's counters would count, of one replica."""
-    size = cost_model.model_size(params)
+    size = cost_model.model_size(params, measuring.matrices(params))
     if optimizer in programs.SYNCHRONOUS:
         payload = cost_model.gradient_payload(size)
     elif optimizer.startswith("synchronous_dion"):

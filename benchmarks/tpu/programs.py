@@ -24,8 +24,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
 import measuring
 import model
 
@@ -81,12 +81,22 @@ class Place(NamedTuple):
 
 Optimizer = Callable[[Mesh | None, Any], optax.GradientTransformation]
 OPTIMIZERS: dict[str, Optimizer] = {
-    "local_muon": lambda mesh, specs: cd.local_muon(RATE, mesh=mesh, specs=specs),
+    "local_muon": lambda mesh, specs: cd.local_muon(
+        RATE, dimension_numbers=measuring.matrices, mesh=mesh, specs=specs
+    ),
     "curvadion rank 1/4": lambda mesh, specs: cd.curvadion(
-        RATE, rank=RANK, mesh=mesh, specs=specs
+        RATE,
+        rank=RANK,
+        dimension_numbers=measuring.matrices,
+        mesh=mesh,
+        specs=specs,
     ),
     "synchronous_dion rank 1/4": lambda mesh, specs: cd.presets.synchronous_dion(
-        RATE, rank=RANK, mesh=mesh, specs=specs
+        RATE,
+        rank=RANK,
+        dimension_numbers=measuring.matrices,
+        mesh=mesh,
+        specs=specs,
     ),
     "adamw": lambda mesh, specs: optax.adamw(RATE),
 }

@@ -69,6 +69,7 @@ MESSAGES = (4, 4_096, 262_144, 3_400_000)  # bytes
 def optimizer(method: str, steps: int, mesh: Any) -> Any:
     """An optimizer of rows. In 2 bits means have error feedback."""
     import baselines
+    import measuring
     import optax
     import simulate
 
@@ -79,6 +80,7 @@ def optimizer(method: str, steps: int, mesh: Any) -> Any:
     adamw = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.0)
     momentum = optax.linear_schedule(0.8, 0.95, steps)
     muon = baselines.muon(rate, momentum)
+    matrices = {"dimension_numbers": measuring.matrices, "mesh": mesh}
 
     def in_two_bits(inner):
         two_bits = cd.compressors.quantize(2)
@@ -89,11 +91,11 @@ def optimizer(method: str, steps: int, mesh: Any) -> Any:
         "AdamW, float32": lambda: presets.synchronous_adamw(rate, mesh=mesh),
         "AdamW, 2 bits": lambda: in_two_bits(adamw),
         "Muon, float32": lambda: presets.synchronous_muon(
-            rate, momentum=momentum, mesh=mesh
+            rate, momentum=momentum, **matrices
         ),
         "Muon, 2 bits": lambda: in_two_bits(muon),
-        "local_muon": lambda: cd.local_muon(rate, budget=0.01, mesh=mesh),
-        "curvadion": lambda: cd.curvadion(rate, budget=0.01, mesh=mesh),
+        "local_muon": lambda: cd.local_muon(rate, budget=0.01, **matrices),
+        "curvadion": lambda: cd.curvadion(rate, budget=0.01, **matrices),
         "DiLoCo": lambda: presets.diloco(rate, mesh=mesh),
     }
     return made[method]()

@@ -161,8 +161,8 @@ def anchor(opt_state: Any) -> Any:
 
     Example:
       >>> import curvadion_jax as cd
-      >>> state = cd.local_muon(0.1).init({"w": jnp.ones((2, 2))})
-      >>> anchor(state)["w"].tolist()
+      >>> state = cd.local_muon(0.1).init({"kernel": jnp.ones((2, 2))})
+      >>> anchor(state)["kernel"].tolist()
       [[1.0, 1.0], [1.0, 1.0]]
     """
     anchors = [x.common.anchor for x in _trees.nodes_of(AdaptiveSyncState, opt_state)]

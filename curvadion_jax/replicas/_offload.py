@@ -24,8 +24,8 @@ def offload(opt_state: Any) -> Any:
 
     Example:
       >>> import curvadion_jax as cd, jax.numpy as jnp
-      >>> state = offload(cd.local_muon(0.01).init({"w": jnp.ones((2, 2))}))
-      >>> state.common.anchor["w"].sharding.memory_kind
+      >>> state = offload(cd.local_muon(0.01).init({"kernel": jnp.ones((2, 2))}))
+      >>> state.common.anchor["kernel"].sharding.memory_kind
       'pinned_host'
     """
 

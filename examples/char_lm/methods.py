@@ -12,6 +12,7 @@ from config import Config, UserError, flag
 from jax.sharding import Mesh
 
 import curvadion_jax as cd
+from curvadion_jax.dimension_numbers import Partition
 
 # Peaks. Those of Muon, AdamW and Dion were the best on models of a similar size, of
 # local steps and of synchronous ones (benchmarks/study, benchmarks/communication).
@@ -26,11 +27,12 @@ class Method:
     """One method.
 
     Attributes:
-        build: (configuration, mesh) -> optimizer of rows.
+        build: (configuration, mesh, partition) -> optimizer of rows. The partition says
+            which parameters are matrices.
         reads: Fields of the configuration that not every method reads.
     """
 
-    build: Callable[[Config, Mesh], optax.GradientTransformation]
+    build: Callable[[Config, Mesh, Partition], optax.GradientTransformation]
     reads: frozenset[str] = frozenset()
 
 
@@ -77,22 +79,28 @@ def local_muon(config: Config, **options: Any) -> optax.GradientTransformation:
     return cd.local_muon(rate, momentum=_MOMENTUM, **options)
 
 
-def _curvadion(config: Config, mesh: Mesh, **when: Any):
+def _on(mesh: Mesh, partition: Partition) -> dict[str, Any]:
+    return {"dimension_numbers": partition, "mesh": mesh}
+
+
+def _curvadion(config: Config, mesh: Mesh, partition: Partition, **when: Any):
     # At full rank, its default: local steps send no factors, whatever their rank.
     rate = schedule(config, _LOCAL_DION)
-    return cd.curvadion(rate, momentum=_MOMENTUM, mesh=mesh, **when)
+    return cd.curvadion(rate, momentum=_MOMENTUM, **_on(mesh, partition), **when)
 
 
-def _dion(config: Config, mesh: Mesh) -> dict[str, Any]:
+def _dion(config: Config, mesh: Mesh, partition: Partition) -> dict[str, Any]:
     return {
         "learning_rate": schedule(config, _DION),
         "rank": config.rank,
         "momentum": _MOMENTUM,
-        "mesh": mesh,
+        **_on(mesh, partition),
     }
 
 
-def _authors_code(config: Config, mesh: Mesh) -> optax.GradientTransformation:
+def _authors_code(
+    config: Config, mesh: Mesh, partition: Partition
+) -> optax.GradientTransformation:
     # A sign update is as long as AdamW's largest: Lion wants a smaller rate. It keeps
     # its proportion to that of the matrices.
     rate = schedule(config, _DION)
@@ -100,48 +108,53 @@ def _authors_code(config: Config, mesh: Mesh) -> optax.GradientTransformation:
     return cd.presets.authors_code(
         threshold=config.threshold,
         other_optimizer=optax.lion(scaled, b1=0.95, b2=0.98, weight_decay=0.0),
-        **_dion(config, mesh),
+        **_dion(config, mesh, partition),
     )
 
 
 def _periodic(preset: Callable[..., Any], rate: float) -> Method:
-    """A preset that synchronises every `sync_every` steps."""
+    """A preset that synchronises every `sync_every` steps, and has no matrices."""
     return Method(
-        lambda c, mesh: preset(schedule(c, rate), c.sync_every, mesh=mesh),
+        lambda c, mesh, _: preset(schedule(c, rate), k=c.sync_every, mesh=mesh),
         frozenset({"sync_every"}),
     )
 
 
 METHODS = {
     "local_muon": Method(
-        lambda c, mesh: local_muon(c, budget=c.budget, mesh=mesh),
+        lambda c, *on: local_muon(c, budget=c.budget, **_on(*on)),
         frozenset({"budget"}),
     ),
     "synchronous_adamw": Method(
-        lambda c, mesh: cd.presets.synchronous_adamw(schedule(c, _ADAM), mesh=mesh)
+        lambda c, mesh, _: cd.presets.synchronous_adamw(schedule(c, _ADAM), mesh=mesh)
     ),
     "synchronous_muon": Method(
-        lambda c, mesh: cd.presets.synchronous_muon(
-            schedule(c, _MUON), momentum=_MOMENTUM, mesh=mesh
+        lambda c, *on: cd.presets.synchronous_muon(
+            schedule(c, _MUON), momentum=_MOMENTUM, **_on(*on)
         )
     ),
     "curvadion": Method(
-        lambda c, mesh: _curvadion(c, mesh, threshold=c.threshold),
+        lambda c, *on: _curvadion(c, *on, threshold=c.threshold),
         frozenset({"threshold"}),
     ),
     "curvadion_budget": Method(
-        lambda c, mesh: _curvadion(c, mesh, budget=c.budget), frozenset({"budget"})
+        lambda c, *on: _curvadion(c, *on, budget=c.budget), frozenset({"budget"})
     ),
     "synchronous_dion": Method(
-        lambda c, mesh: cd.presets.synchronous_dion(**_dion(c, mesh)),
+        lambda c, *on: cd.presets.synchronous_dion(**_dion(c, *on)),
         frozenset({"rank"}),
     ),
     "paper": Method(
-        lambda c, mesh: cd.presets.paper(threshold=c.threshold, **_dion(c, mesh)),
+        lambda c, *on: cd.presets.paper(threshold=c.threshold, **_dion(c, *on)),
         frozenset({"rank", "threshold"}),
     ),
     "authors_code": Method(_authors_code, frozenset({"rank", "threshold"})),
     "local_sgd": _periodic(cd.presets.local_sgd, _SGD),
     "diloco": _periodic(cd.presets.diloco, _ADAM),
-    "muloco": _periodic(cd.presets.muloco, _MUON),
+    "muloco": Method(
+        lambda c, *on: cd.presets.muloco(
+            schedule(c, _MUON), k=c.sync_every, **_on(*on)
+        ),
+        frozenset({"sync_every"}),
+    ),
 }

@@ -7,9 +7,7 @@ most Flax programs that exist already carry.
 
 The architecture follows modded-nanogpt: RMSNorm before each part, rotary positions,
 normalised queries and keys, a squared ReLU, and an output head of its own that starts
-at zero, so that the first loss is log(vocabulary). The norms have a scale, [layers, D],
-by which the library's default rule tells a stack of layers from one attention kernel
-with a head axis.
+at zero, so that the first loss is log(vocabulary). The norms have scales.
 
 Shapes are in the names: B sequences, T tokens, D width, H heads, K head width,
 V vocabulary.

@@ -50,8 +50,8 @@ def run(config: Config, name: str, url: Any, out: Path, **join: Any) -> float:
     """
     corpus = load(config.data)
     gpt = train.make_model(config, corpus)
-    tx = inner_optimizer(config)
     params = train.initial_params(gpt, config)
+    tx = inner_optimizer(gpt, config, params)
     opt_state = tx.init(params)
     evaluate = _evaluation(gpt, config, corpus)
 
@@ -130,10 +130,13 @@ def _joined(url: Any, name: str, **join: Any) -> Iterator[cd.sites.Site]:
         yield site
 
 
-def inner_optimizer(config: Config) -> optax.GradientTransformation:
+def inner_optimizer(
+    gpt: Any, config: Config, params: Any
+) -> optax.GradientTransformation:
     """Muon for matrices, AdamW for the rest: `local_muon`'s step, that never syncs."""
     return methods.local_muon(
         config,
+        dimension_numbers=train.find_matrices(gpt, config, params),
         trigger=cd.triggers.never(),
         synchronizer=cd.synchronizers.average_gradients(),
     )

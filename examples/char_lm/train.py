@@ -6,6 +6,7 @@ replica are mapped over the rows. What is sent, and when, is the optimizer's bus
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -190,12 +191,23 @@ def initial_params(gpt: model.GPT, config: Config) -> Any:
     return jax.jit(gpt.init)(jax.random.key(config.seed), tokens)["params"]
 
 
+def find_matrices(
+    gpt: model.GPT, config: Config, params: Any
+) -> cd.dimension_numbers.Partition:
+    """Which parameters Muon and Dion train: the program of the loss tells."""
+    tokens = jax.ShapeDtypeStruct((2, config.sequence_length + 1), jnp.int32)
+    loss_fn = functools.partial(model.next_token_loss, gpt)
+    return cd.dimension_numbers.from_loss(loss_fn, params, tokens)
+
+
 def initial_state(gpt: model.GPT, name: str, config: Config, mesh: Mesh) -> TrainState:
     """The state before the first step; equal parameters for all replicas."""
+    params = initial_params(gpt, config)
+    partition = find_matrices(gpt, config, params)
     state = TrainState.create(
         apply_fn=gpt.apply,
-        params=cd.replicas.replicate(initial_params(gpt, config), mesh),
-        tx=methods.METHODS[name].build(config, mesh),
+        params=cd.replicas.replicate(params, mesh),
+        tx=methods.METHODS[name].build(config, mesh, partition),
     )
     return cd.replicas.place(state, mesh)  # the number of the step
 

@@ -27,7 +27,7 @@ def test_payloads_by_hand():
     shapes = {"w": (4, 6), "stack": (3, 5, 5), "b": (10,)}
     size = cm.model_size(
         {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in shapes.items()},
-        {"stack": DimensionNumbers(1, 2)},
+        {"w": DimensionNumbers(0, 1), "stack": DimensionNumbers(1, 2), "b": None},
     )
     assert size.parameters == 24 + 75 + 10
     assert sorted((n, *sorted(x)) for n, *x in size.matrices) == [(1, 4, 6), (3, 5, 5)]

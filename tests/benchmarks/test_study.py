@@ -2,6 +2,7 @@
 
 import dataclasses
 import doctest
+import functools
 from pathlib import Path
 
 import budgets
@@ -9,6 +10,8 @@ import corpus as corpus_files
 import data
 import jax
 import jax.numpy as jnp
+import measuring
+import model
 import numpy as np
 import pytest
 import rmmc
@@ -19,6 +22,7 @@ import table
 from simulate import Run
 
 import curvadion_jax as cd
+from curvadion_jax import _two_optimizers
 
 SIZE = simulate.Size(1, 16, 1, 16, 2, 8)
 PARAMS = {"kernel": jax.ShapeDtypeStruct((2, 8, 16), np.float32)}
@@ -160,3 +164,17 @@ def test_constant_gradients_read_as_the_age_of_lions_momentum():
 def test_the_page_has_the_tables_of_the_results():
     page = (study.RESULTS / "table.md").read_text("utf-8")
     assert table.document(study.read()) == page
+
+
+def test_the_matrices_are_those_that_the_loss_has(corpus):
+    gpt = simulate.transformer(SIZE, corpus)
+    params = simulate.parameters(gpt, 0)
+    loss_fn = functools.partial(model.next_token_loss, gpt)
+    tokens = jax.ShapeDtypeStruct((2, 9), jnp.int32)
+    partition = cd.dimension_numbers.from_loss(loss_fn, params, tokens)
+    views = [
+        _two_optimizers.matrix_views(params, numbers)
+        for numbers in (partition, measuring.matrices)
+    ]
+    assert views[0] == views[1]
+    assert sum(view is not None for view in views[0].values()) == 6

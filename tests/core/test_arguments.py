@@ -39,31 +39,33 @@ def test_average_factors_needs_its_argument_to_reach_every_dion(wide):
     # Two Dions; of the second case only one is shut off.
     inner = optax.partition(
         {"a": swallowing(cd.dion(0.1)), "b": wide(cd.dion(0.1))},
-        lambda params: {name: "b" if name == "wide" else "a" for name in params},
+        lambda params: {name: "b" if name == "wide/kernel" else "a" for name in params},
     )
     with pytest.raises(ValueError, match="does not pass on the extra argument reduce"):
         trace(factors(inner))
 
 
-def wide_is_other(params):
-    numbers = cd.default_dimension_numbers(params)
-    return {**numbers, "wide": None}
+STACK = {
+    "bias": None,
+    "embed/embedding": None,
+    "stack": cd.DimensionNumbers(1, 2),
+    "tall/kernel": cd.DimensionNumbers(0, 1),
+    "wide/kernel": cd.DimensionNumbers(0, 1),
+}
 
 
-def stack_is_transposed(params):
-    numbers = cd.default_dimension_numbers(params)
-    return {**numbers, "stack": cd.DimensionNumbers(0, 1)}
-
-
-@pytest.mark.parametrize("numbers", [wide_is_other, stack_is_transposed])
-def test_dimension_numbers_must_be_those_of_dion(numbers):
+@pytest.mark.parametrize(
+    "other", [{"wide/kernel": None}, {"stack": cd.DimensionNumbers(0, 1)}]
+)
+def test_dimension_numbers_must_be_those_of_dion(other):
     params = {**helpers.make_params(), "stack": jnp.ones((2, 4, 4))}
-    params["stack_bias"] = jnp.ones((2, 4))  # tells that it is a stack
+    inner = cd.dion(0.1, dimension_numbers=STACK)
     with pytest.raises(ValueError, match="Pass both the same dimension_numbers"):
-        trace(factors(cd.dion(0.1), numbers), params)
+        trace(factors(inner, STACK | other), params)
 
 
 def test_dimension_numbers_of_other_parameters_do_not_matter():
     change = triggers.relative_momentum_change(0.1)
-    inner = cd.dion(0.1, dimension_numbers=wide_is_other)
+    numbers = {name: x for name, x in STACK.items() if name != "stack"}
+    inner = cd.dion(0.1, dimension_numbers=numbers | {"wide/kernel": None})
     trace(cd.adaptive_sync(inner, change, synchronizers.reconcile(), TWO))

@@ -27,7 +27,7 @@ def syncing(inner, synchronizer, k=2) -> Any:
 
 
 MOMENTUM = optax.sgd(0.1, 0.9)
-MATRICES = {"wide": helpers.make_params()["wide"], **PARAMS}
+MATRICES = {"wide/kernel": helpers.make_params()["wide/kernel"], **PARAMS}
 # How to make each, and its parameters.
 OPTIMIZERS = {
     "reconcile": (syncing(MOMENTUM, reconcile(NESTEROV, compressor=EXACT)), PARAMS),
@@ -335,16 +335,19 @@ def test_q_of_a_spoilt_dion_begins_again_with_orthonormal_columns(name):
     def change(step, state):
         if step == 1:
             dion = helpers.dion_state(state[1])
-            dion.momentum["wide"][1], dion.dion_q["wide"][1] = np.nan, np.nan
+            dion.momentum["wide/kernel"][1], dion.dion_q["wide/kernel"][1] = (
+                np.nan,
+                np.nan,
+            )
         return state
 
     history = run(name, gradients(MATRICES, 4), change)
     chex.assert_tree_all_finite([arrays(state) for state in history[1:]])
     assert history[-1][1].counters.excluded.tolist() == [0, 1]
-    q = helpers.dion_state(history[1][1]).dion_q["wide"][1]
+    q = helpers.dion_state(history[1][1]).dion_q["wide/kernel"][1]
     np.testing.assert_allclose(np.linalg.norm(q, axis=-2), 1, atol=ATOL)
     last = helpers.dion_state(history[-1][1])
-    assert np.abs(last.momentum["wide"][1]).max() > 0.1  # it takes part again
+    assert np.abs(last.momentum["wide/kernel"][1]).max() > 0.1  # it takes part again
 
 
 def test_a_single_number_may_be_infinite_and_not_nan():

@@ -216,7 +216,7 @@ def test_another_replicas_gradient_changes_nothing_until_the_sync(name):
         "paper": lambda mesh: cd.presets.paper(0.1, threshold=1e6, mesh=mesh),
     }[name]
     gradients = helpers.make_gradients(4, 3)
-    gradients[3]["tall"] *= 1e9  # the last step synchronises
+    gradients[3]["tall/kernel"] *= 1e9  # the last step synchronises
     other = [jax.tree.map(np.copy, tree) for tree in gradients]
     for array in other[1].values():
         array[changed_one] *= -3
@@ -236,4 +236,4 @@ def test_another_replicas_gradient_changes_nothing_until_the_sync(name):
             assert (one[0][key][changed_one] != two[0][key][changed_one]).all()
     if name != "paper":  # whose sync knows gradients alone
         (one, _), (two, _) = (run[-1] for run in runs)
-        assert (one["tall"][kept] != two["tall"][kept]).any()
+        assert (one["tall/kernel"][kept] != two["tall/kernel"][kept]).any()

@@ -12,7 +12,12 @@ import curvadion_jax as cd
 from curvadion_jax import synchronizers, triggers
 from curvadion_jax._momentum import momentum_by_name
 
-VECTORS = {"bias": True, "embed": True, "tall": False, "wide": False}
+VECTORS = {
+    "bias": True,
+    "embed/embedding": True,
+    "tall/kernel": False,
+    "wide/kernel": False,
+}
 NAMES = set(helpers.SHAPES)
 ADAM = optax.adam(0.1)
 LABELS = {name: "a" if vector else "b" for name, vector in VECTORS.items()}
@@ -25,12 +30,14 @@ LABELS = {name: "a" if vector else "b" for name, vector in VECTORS.items()}
         pytest.param(optax.adam(0.1), NAMES, id="adam"),
         pytest.param(optax.lion(0.1), NAMES, id="lion"),
         pytest.param(optax.contrib.muon(0.1), NAMES, id="muon"),
-        pytest.param(cd.dion(0.1), {"tall", "wide"}, id="dion"),
+        pytest.param(cd.dion(0.1), {"tall/kernel", "wide/kernel"}, id="dion"),
         pytest.param(optax.chain(optax.clip(1.0), optax.adamw(0.1)), NAMES, id="chain"),
-        pytest.param(optax.masked(ADAM, VECTORS), {"bias", "embed"}, id="masked"),
+        pytest.param(
+            optax.masked(ADAM, VECTORS), {"bias", "embed/embedding"}, id="masked"
+        ),
         pytest.param(
             optax.partition({"a": ADAM, "b": optax.sgd(0.1)}, LABELS),
-            {"bias", "embed"},
+            {"bias", "embed/embedding"},
             id="partition",
         ),
         pytest.param(

@@ -308,13 +308,15 @@ def test_where_nobody_takes_part_in_a_mean_nothing_moves(preset):
     """Neither by momenta nor by weight decay."""
     mesh = cd.replicas.simulated(2)
     tx = getattr(cd.presets, preset)(0.1, weight_decay=0.1, mesh=mesh)
-    params = {"w": np.float32(np.arange(12).reshape(3, 4))}
-    rows = {"w": np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)}
+    params = {"kernel": np.float32(np.arange(12).reshape(3, 4))}
+    rows = {
+        "kernel": np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
+    }
     weights = [BOTH, 0 * BOTH]
     first, second = helpers.run(tx, mesh, params, [rows, rows], weight=weights)
     helpers.assert_bitwise(second[0], first[0])
     helpers.assert_bitwise(second[1].common.sync_state, first[1].common.sync_state)
-    assert np.any(first[0]["w"] != params["w"])
+    assert np.any(first[0]["kernel"] != params["kernel"])
 
 
 def test_where_all_momenta_are_spoilt_all_begin_again():
@@ -384,8 +386,10 @@ def dion(rank, synchronizer):
     make = lambda mesh: cd.adaptive_sync(
         cd.dion(0.1, rank=rank), triggers.always(), synchronizer, mesh
     )
-    params = {"wide": helpers.make_params()["wide"]}
-    trees = [{"wide": tree["wide"]} for tree in helpers.make_gradients(4, 3)]
+    params = {"wide/kernel": helpers.make_params()["wide/kernel"]}
+    trees = [
+        {"wide/kernel": tree["wide/kernel"]} for tree in helpers.make_gradients(4, 3)
+    ]
     weights = [np.float32(x) for x in ([1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 1])]
     run = lambda trees, weights: list(
         helpers.run_simulated(make, params, trees, weight=weights)
@@ -397,14 +401,18 @@ def test_a_dion_without_weight_keeps_its_momentum_of_factors():
     """And the step is the one of those who are there."""
     run, trees, weights = dion(1, synchronizers.average_factors())
     (_, before), (found, state) = run(trees[:2], weights[:2])
-    before, after = (helpers.dion_state(x).momentum["wide"] for x in (before, state))
+    before, after = (
+        helpers.dion_state(x).momentum["wide/kernel"] for x in (before, state)
+    )
     np.testing.assert_array_equal(after[2], before[2])
     assert not np.allclose(after[0], before[0])
-    np.testing.assert_array_equal(found["wide"][2], found["wide"][0])
-    two = [{"wide": tree["wide"][:2]} for tree in trees[:1]]
+    np.testing.assert_array_equal(found["wide/kernel"][2], found["wide/kernel"][0])
+    two = [{"wide/kernel": tree["wide/kernel"][:2]} for tree in trees[:1]]
     ((wanted, _),) = run(two, [weights[0][:2]])
     ((found, _),) = run(trees[:1], [weights[1]])
-    np.testing.assert_allclose(found["wide"][0], wanted["wide"][0], atol=ATOL)
+    np.testing.assert_allclose(
+        found["wide/kernel"][0], wanted["wide/kernel"][0], atol=ATOL
+    )
 
 
 @pytest.mark.parametrize("spoilt", [False, True], ids=["finite", "nan"])
@@ -416,10 +424,10 @@ def test_a_gradient_without_weight_counts_for_nothing_where_factors_are_no_less(
         synchronizers.average_gradients(),
     ):
         run, trees, weights = dion(1.0, synchronizer)
-        trees[1]["wide"][2] *= 1000
+        trees[1]["wide/kernel"][2] *= 1000
         if spoilt:
-            trees[2]["wide"][0, 0] = np.nan
-        found.append([params["wide"] for params, _ in run(trees, weights)])
+            trees[2]["wide/kernel"][0, 0] = np.nan
+        found.append([params["wide/kernel"] for params, _ in run(trees, weights)])
     np.testing.assert_allclose(*found, atol=ATOL)
     np.testing.assert_array_equal(found[0][-1][2], found[0][-1][0])
 

@@ -12,7 +12,7 @@ import curvadion_jax as cd
 from curvadion_jax import synchronizers, triggers
 
 PARAMS = {
-    "w": np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4),
+    "kernel": np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4),
     "b": np.float32([0.5, -0.5, 1]),
 }
 K = triggers.every_k(2)

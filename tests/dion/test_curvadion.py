@@ -16,6 +16,11 @@ RATE, REPLICAS, STEPS = 0.05, 3, 6
 RTOL = 1e-5
 # Three layers: a stack is of two.
 SHAPES = {"bias": (5,), "stack": (2, 6, 4), "wide": (4, 6)}
+NUMBERS = {
+    "bias": None,
+    "stack": cd.DimensionNumbers(1, 2),
+    "wide": cd.DimensionNumbers(0, 1),
+}
 LAYERS = {"stack": (0, 1), "wide": (slice(None),)}
 
 
@@ -39,7 +44,9 @@ def history():
     """(Parameters, state) after each step of replicas."""
     rng = np.random.default_rng(2)
     params = {n: rng.normal(size=s).astype(np.float32) for n, s in SHAPES.items()}
-    make = lambda mesh: cd.curvadion(RATE, threshold=0.6, rank=2, mesh=mesh)
+    make = lambda mesh: cd.curvadion(
+        RATE, threshold=0.6, rank=2, dimension_numbers=NUMBERS, mesh=mesh
+    )
     return list(helpers.run_simulated(make, params, gradients()))
 
 

@@ -37,6 +37,7 @@ def microsoft_run(rank):
             rank=rank,
             momentum=SETTINGS["settings"]["mu"],
             weight_decay=weight_decay,
+            dimension_numbers=cd.DimensionNumbers(0, 1),
         )
         state = optax.tree.set(tx.init(x), momentum=momentum, dion_q=q)
 
@@ -88,7 +89,7 @@ def test_microsoft_dion(case):
 def test_learning_rates_decay_and_torch_kernels():
     """Matrices and all others at their own rates, and a kernel [fan_out, fan_in]."""
     rng = np.random.default_rng(0)
-    shapes = {"embed": (7, 4), "kernel": (4, 8)}
+    shapes = {"embedding": (7, 4), "kernel": (4, 8)}
     params = {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
     gradients = {n: rng.normal(size=(3, *s)) for n, s in shapes.items()}
     gradients = jax.tree.map(np.float32, gradients)
@@ -106,7 +107,7 @@ def test_learning_rates_decay_and_torch_kernels():
     )
     factors = 1 + np.arange(3).reshape(-1, 1, 1)
     close(scheduled["kernel"], factors * plain["kernel"], FLOAT32_ATOL)
-    close(scheduled["embed"], 3 * plain["embed"], FLOAT32_ATOL)
+    close(scheduled["embedding"], 3 * plain["embedding"], FLOAT32_ATOL)
     torch = updates(
         {"kernel": params["kernel"].T},
         {"kernel": gradients["kernel"].transpose(0, 2, 1)},

@@ -74,7 +74,7 @@ def test_a_learning_rate_that_is_set_is_taken():
 
 # A function that is taken for a schedule is given a step number, and finds one leaf.
 def only_tall(params):
-    numbers = {"tall": cd.DimensionNumbers(0, 1)}
+    numbers = {"tall/kernel": cd.DimensionNumbers(0, 1)}
     of_path = lambda path, x: numbers.get(jax.tree_util.keystr(path, simple=True))
     return jax.tree.map_with_path(of_path, params)
 
@@ -87,6 +87,11 @@ def all_but_embed(params):
     return jax.tree.map_with_path(numbers, params)
 
 
+PARTITION = cd.dimension_numbers.from_loss(
+    lambda params, x: jnp.sum(jnp.tanh(x @ params["w"]) @ params["v"]),
+    {"w": jnp.ones((4, 4)), "v": jnp.ones((4, 2))},
+    jnp.ones((2, 4)),
+)
 OPTIMIZERS = {
     "local_muon": cd.local_muon,
     "curvadion": cd.curvadion,
@@ -97,7 +102,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
-    "rule", [only_tall, all_but_embed, cd.dimension_numbers.equinox]
+    "rule", [only_tall, all_but_embed, helpers.matrices, PARTITION]
 )
 def test_a_rule_that_is_taken_for_a_schedule_is_refused(name, rule):
     """The default rule, or all parameters as matrices, would be in its place."""

@@ -34,7 +34,7 @@ def layers(number, **placed) -> Any:
     shapes = {"query": (8, 8), "key": (8, 8), "up": (8, 16), "down": (16, 8)}
     return {
         f"layer_{index}": {
-            name: jax.ShapeDtypeStruct(shape, jnp.float32, **placed)
+            f"{name}/kernel": jax.ShapeDtypeStruct(shape, jnp.float32, **placed)
             for name, shape in shapes.items()
         }
         for index in range(number)

@@ -126,7 +126,10 @@ def test_sharded_matrices_move_there_and_back(name):
 
 def test_matrices_of_one_shape_are_iterated_on_together():
     layers = {
-        f"layer_{number}": {"up": np.ones((8, 32)), "down": np.ones((32, 8))}
+        f"layer_{number}": {
+            "up/kernel": np.ones((8, 32)),
+            "down/kernel": np.ones((32, 8)),
+        }
         for number in range(6)
     }
     tx = cd.local_muon(0.1)
@@ -195,11 +198,11 @@ def test_epsilon_in_the_norm_is_1e_7():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_norm_of_a_gradient_need_not_fit_into_its_dtype(dtype, size):
     """In float16 the squares of 300 are infinite together, and those of 1e-5 are 0."""
-    gradient = {"w": size * np.random.default_rng(0).normal(size=(16, 16))}
-    params = {"w": np.zeros((16, 16))}
+    gradient = {"kernel": size * np.random.default_rng(0).normal(size=(16, 16))}
+    params = {"kernel": np.zeros((16, 16))}
     gradient, params = jax.tree.map(lambda x: x.astype(dtype), (gradient, params))
     tx = cd.local_muon(1.0)
     updates, _ = jax.jit(tx.update)(gradient, tx.init(params), params)
     # Newton-Schulz leaves singular values between 0.7 and 1.2.
-    singular = np.linalg.svd(updates["w"].astype(np.float32), compute_uv=False)
+    singular = np.linalg.svd(updates["kernel"].astype(np.float32), compute_uv=False)
     assert 0.5 < singular.min() < singular.max() < 1.3

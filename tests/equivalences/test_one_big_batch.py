@@ -78,7 +78,7 @@ def test_always_within_the_step_is_one_big_batch(rank, name, kind):
     run = list(helpers.run(tx, mesh, params, gradients))
     assert helpers.decisions(run) == [True] * STEPS
     for (params, state), (expected, one) in zip(run, one_batch(rank), strict=True):
-        momenta, qs = helpers.dion_state(state)
+        momenta, qs, _ = helpers.dion_state(state)
         one = helpers.dion_state(one)
         for name, value in expected.items():
             close(params[name], np.broadcast_to(value, params[name].shape), SAME_ATOL)
@@ -102,7 +102,7 @@ SYNCHRONOUS = {
             adam_learning_rate=0.005,
             adam_b2=0.95,
             weight_decay=0.1,
-            muon_weight_dimension_numbers=cd.default_dimension_numbers(
+            muon_weight_dimension_numbers=cd.dimension_numbers.by_name(
                 helpers.make_params()
             ),
         ),

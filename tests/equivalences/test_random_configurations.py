@@ -103,7 +103,7 @@ def configuration(seed: int, params: Any) -> Configuration:
         limit = when.get("threshold")
         change = limit and triggers.relative_momentum_change(limit, NUMBERS)
         make = lambda mesh: cd.adaptive_sync(
-            cd.dion(RATE, rank, **options),
+            cd.dion(RATE, rank=rank, **options),
             change or when["trigger"],
             synchronizer,
             mesh,

@@ -20,8 +20,13 @@ from curvadion_jax import synchronizers, triggers
 REPLICAS, STEPS, VOCABULARY, WIDTH = 4, 6, 9, 8
 
 
-def optimizer(mesh) -> Any:
-    return helpers.averaging_dion(0.05, mesh=mesh, trigger=triggers.every_k(3))
+def optimizer(mesh, partition=None) -> Any:
+    return helpers.averaging_dion(
+        0.05,
+        mesh=mesh,
+        trigger=triggers.every_k(3),
+        dimension_numbers=partition,
+    )
 
 
 def sgd(mesh, k=3) -> Any:
@@ -75,8 +80,9 @@ def with_linen(mesh):
         state = state.apply_gradients(grads=gradients)
         return state, (loss, cd.metrics.observe(state.opt_state))
 
-    params = cd.replicas.replicate(params, mesh)
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer(mesh))
+    partition = cd.dimension_numbers.from_loss(loss_fn, params, tokens())
+    params, tx = cd.replicas.replicate(params, mesh), optimizer(mesh, partition)
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
     return cd.replicas.place(state, mesh), train
 
 
@@ -86,8 +92,9 @@ def with_nnx(mesh):
     def loss_fn(params, batch):
         return cross_entropy(nnx.merge(graph, params)(batch[:, :-1]), batch)
 
+    partition = cd.dimension_numbers.from_loss(loss_fn, params, tokens())
     model = nnx.merge(graph, cd.replicas.replicate(params, mesh))
-    optimizer_ = nnx.Optimizer(model, optimizer(mesh), wrt=nnx.Param)
+    optimizer_ = nnx.Optimizer(model, optimizer(mesh, partition), wrt=nnx.Param)
     whole, state = nnx.split((model, optimizer_))
 
     @jax.jit

@@ -278,7 +278,7 @@ def test_the_default_is_made_of_public_parts(name):
         eps=1e-7,
         weight_decay=optax.constant_schedule(0.01),  # type: ignore[arg-type]
         adam_b2=0.95,
-        muon_weight_dimension_numbers=cd.default_dimension_numbers(
+        muon_weight_dimension_numbers=cd.dimension_numbers.by_name(
             helpers.make_params()
         ),
     )
@@ -318,8 +318,9 @@ def test_the_default_is_made_of_public_parts(name):
 # Learning rates and decays of the AdamW that trains what is no matrix.
 @pytest.mark.parametrize("make", [cd.local_muon, cd.curvadion], ids=["muon", "dion"])
 def test_adamw_has_its_own_rate_and_second_decay(make):
-    params = {"w": jnp.ones((3, 3)), "bias": jnp.zeros(2)}
-    trees = [{"w": jnp.ones((3, 3)), "bias": jnp.float32([1, 4])} for _ in range(2)]
+    params = {"dense/kernel": jnp.ones((3, 3)), "bias": jnp.zeros(2)}
+    bias = jnp.float32([1, 4])
+    trees = [{"dense/kernel": jnp.ones((3, 3)), "bias": bias} for _ in range(2)]
     trees[1]["bias"] = jnp.float32([3, -1])
     nesterov = make is cd.local_muon
     adam = optax.adamw(
@@ -355,8 +356,8 @@ def test_adamw_has_its_own_rate_and_second_decay(make):
     ids=["synchronous_muon", "diloco", "synchronous_adamw"],
 )
 def test_presets_have_the_papers_adamw(make, adam):
-    params = {"w": jnp.ones((3, 3)), "bias": jnp.zeros(2)}
-    tree = {"w": jnp.ones((3, 3)), "bias": jnp.float32([1, 4])}
+    params = {"dense/kernel": jnp.ones((3, 3)), "bias": jnp.zeros(2)}
+    tree = {"dense/kernel": jnp.ones((3, 3)), "bias": jnp.float32([1, 4])}
     tx, adam_state = make(None), adam.init(params["bias"])
     state = tx.init(params)
     for scale in (1.0, -0.3):

@@ -68,8 +68,8 @@ change = triggers.relative_momentum_change(0.1)
 FEWER = {name: leaf for name, leaf in PARAMS.items() if name != "bias"}
 WIDER = changed("bias", jnp.zeros(9))
 COMPLEX = changed("bias", jnp.ones(5, "complex64"))
-EIGHT_BITS = changed("tall", jnp.ones((6, 4), jnp.float8_e4m3fn))
-TALL, ONE_ROW = {"tall": jnp.ones((6, 4))}, {"tall": jnp.ones((1, 4))}
+EIGHT_BITS = changed("tall/kernel", jnp.ones((6, 4), jnp.float8_e4m3fn))
+TALL, ONE_ROW = {"tall/kernel": jnp.ones((6, 4))}, {"tall/kernel": jnp.ones((1, 4))}
 
 # What is wrong -> (use, error, a piece of the message: what was given).
 CASES = {
@@ -162,7 +162,7 @@ CASES = {
         *(ValueError, "a/b"),
     ),
     "no matrix": (
-        lambda: init(cd.local_muon(0.1), {"embed": jnp.ones((5, 3))}),
+        lambda: init(cd.local_muon(0.1), {"embedding": jnp.ones((5, 3))}),
         *(ValueError, "describe_partition"),
     ),
     "attention or a stack of layers": (

@@ -184,7 +184,7 @@ def test_a_mean_of_metrics_is_named():
     def with_mean(step):
         def train(state, batch):
             state, _ = step(state, batch)
-            return state, cd.replicas.map(lambda x: jnp.sum(x["tall"]), MESH)(
+            return state, cd.replicas.map(lambda x: jnp.sum(x["tall/kernel"]), MESH)(
                 batch
             ).mean()
 
@@ -269,7 +269,7 @@ def test_the_step_is_not_run_and_its_arguments_stay():
 def test_what_another_condition_sends_is_no_sync(around):
     """Both branches of novograd's condition take norms over all replicas."""
     tx = around(cd.local_muon(0.1, mesh=MESH))
-    rows = cd.replicas.replicate({"w": jnp.ones((4, 4))}, MESH)
+    rows = cd.replicas.replicate({"kernel": jnp.ones((4, 4))}, MESH)
     found = cd.replicas.audit(tx.update, MESH, rows, tx.init(rows), rows)
     assert "f32[]" in {x.arrays for x in found.every_step}
     assert "f32[]" not in {x.arrays for x in found.sync}

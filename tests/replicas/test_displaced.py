@@ -102,7 +102,7 @@ AFTER = {
     "ema": optax.ema(0.9),
     "apply_every": optax.apply_every(2),
     "frozen": optax.masked(
-        optax.set_to_zero(), dict.fromkeys(PARAMS, False) | {"tall": True}
+        optax.set_to_zero(), dict.fromkeys(PARAMS, False) | {"tall/kernel": True}
     ),
 }
 
@@ -128,11 +128,11 @@ def one_bit(state, new):
 def swapped(state, new):
     """Two arrays that change places."""
     del state
-    tall, wide = new[0]["tall"], new[0]["wide"]
+    tall, wide = new[0]["tall/kernel"], new[0]["wide/kernel"]
     shape = tall.shape
     return new[0] | {
-        "tall": wide.reshape(shape),
-        "wide": tall.reshape(wide.shape),
+        "tall/kernel": wide.reshape(shape),
+        "wide/kernel": tall.reshape(wide.shape),
     }, new[1]
 
 
@@ -197,7 +197,7 @@ def test_nothing_is_counted_in_an_ordinary_run(name, dtype):
     report = cd.metrics.read(state[1])
     assert "displaced" not in report
     assert report["syncs"] > 0
-    assert (np.asarray(state[0]["tall"]) != before["tall"]).any()
+    assert (np.asarray(state[0]["tall/kernel"]) != before["tall/kernel"]).any()
 
 
 def test_nothing_is_counted_where_updates_are_applied_elsewhere():

@@ -478,7 +478,7 @@ def test_an_optimizer_of_rows_is_not_lifted():
     """Each replica would train alone, and audit would find no fault."""
     tx = replicas.lift(optax.chain(cd.local_muon(0.1)), SMALL)
     with pytest.raises(ValueError, match=r"are of rows already.*Pass mesh="):
-        tx.init({"w": jnp.ones((2, 3, 3))})
+        tx.init({"kernel": jnp.ones((2, 3, 3))})
 
 
 def test_extra_arguments_that_are_rows_are_named():

@@ -22,7 +22,7 @@ def test_a_row_that_is_not_finite_is_replaced_and_no_other(value, anchor):
         name: rng.normal(size=(REPLICAS, *shape)).astype(np.float32)
         for name, shape in helpers.SHAPES.items()
     }
-    rows["tall"][BAD, 1, 1] = value
+    rows["tall/kernel"][BAD, 1, 1] = value
     rows["bias"][0, 0] = value
     found = jax.device_get(cd.replicas.repair(rows, anchor))
     for name, x in found.items():
@@ -77,7 +77,7 @@ def test_a_repaired_replica_takes_part_in_the_next_sync(name):
     }[name]()
     gradients = helpers.make_gradients(6, REPLICAS)
     params, state = helpers.start(tx, PARAMS, mesh)
-    params = params | {"tall": params["tall"].at[BAD, 0, 0].set(jnp.nan)}
+    params = params | {"tall/kernel": params["tall/kernel"].at[BAD, 0, 0].set(jnp.nan)}
     step = helpers.quick(jax.jit(helpers.train_step(tx)), (params, state), gradients[0])
     pair = (params, state)
     for each in gradients[:2]:
@@ -85,8 +85,8 @@ def test_a_repaired_replica_takes_part_in_the_next_sync(name):
     counts = [0] * REPLICAS
     counts[BAD] = cd.metrics.read(pair[1])["syncs"]
     assert cd.metrics.read(pair[1])["excluded"] == counts
-    assert np.isnan(pair[0]["tall"][BAD, 0, 0])
-    assert np.isfinite(np.delete(pair[0]["tall"], BAD, 0)).all()
+    assert np.isnan(pair[0]["tall/kernel"][BAD, 0, 0])
+    assert np.isfinite(np.delete(pair[0]["tall/kernel"], BAD, 0)).all()
     repaired = cd.replicas.repair(pair[0], cd.replicas.anchor(pair[1]))
     pair = (repaired, pair[1])
     for each in gradients[2:]:

@@ -289,8 +289,8 @@ def test_q_of_a_lifted_dion_is_copied():
     """Columns of opposite signs would cancel in a mean."""
     mesh = cd.replicas.simulated(2)
     tx = cd.replicas.lift(cd.scale_by_dion(rank=1), mesh)
-    state = tx.init(cd.replicas.replicate({"w": jnp.ones((4, 3))}, mesh))
-    q = state.dion_q["w"]
-    state = state._replace(dion_q={"w": q.at[1].multiply(-1)})
+    state = tx.init(cd.replicas.replicate({"kernel": jnp.ones((4, 3))}, mesh))
+    q = state.dion_q["kernel"]
+    state = state._replace(dion_q={"kernel": q.at[1].multiply(-1)})
     found = cd.replicas.resize(state, cd.replicas.simulated(1))
-    np.testing.assert_array_equal(found.dion_q["w"], q[:1])
+    np.testing.assert_array_equal(found.dion_q["kernel"], q[:1])

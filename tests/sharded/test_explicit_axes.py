@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+from typing import Any
 
 import chex
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,12 +30,17 @@ PARAMS = {
 SPECS = {"w": P("fsdp"), "v": P("fsdp"), "bias": P()}
 EXACT = cd.synchronizers.reconcile(optax.sgd(0.7, 0.9, nesterov=True))
 EVERY_2 = cd.triggers.every_k(2)
+MATRICES: Any = {"dimension_numbers": helpers.matrices}
 METHODS = {
     "local_muon": functools.partial(
-        cd.local_muon, 0.02, trigger=EVERY_2, synchronizer=EXACT
+        cd.local_muon, 0.02, trigger=EVERY_2, synchronizer=EXACT, **MATRICES
     ),
-    "curvadion": functools.partial(cd.curvadion, 0.02, rank=2, synchronizer=EXACT),
-    "synchronous_dion": functools.partial(cd.presets.synchronous_dion, 0.02, rank=2),
+    "curvadion": functools.partial(
+        cd.curvadion, 0.02, rank=2, synchronizer=EXACT, **MATRICES
+    ),
+    "synchronous_dion": functools.partial(
+        cd.presets.synchronous_dion, 0.02, rank=2, **MATRICES
+    ),
 }
 
 

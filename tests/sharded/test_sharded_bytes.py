@@ -23,7 +23,7 @@ SHAPES = {
     "down": (512, 256),
     "norm": (1024,),
     "out": (256, 256),
-    "stack": (2, 256, 512),  # the transpose of `down`, which tells that it is one
+    "stack": (2, 256, 512),
 }
 # Parts of few elements: blocks are mostly empty, and vectors are sent whole. Of 4098
 # elements four devices get no equal parts.
@@ -47,7 +47,9 @@ def gathered(tree, group):
 OWN = compressors.exact()._replace(average=gathered)
 QUANTIZED = compressors.quantize(4)
 OPTIMIZERS = {
-    "synchronous_dion": functools.partial(cd.presets.synchronous_dion, 0.01, rank=RANK),
+    "synchronous_dion": functools.partial(
+        cd.presets.synchronous_dion, 0.01, rank=RANK, dimension_numbers=helpers.matrices
+    ),
     "everything": reconciling(synchronizers.reconcile(), RANK),
     "quantize": reconciling(synchronizers.reconcile(compressor=QUANTIZED), RANK),
     "own": reconciling(synchronizers.reconcile(compressor=OWN), RANK),

@@ -38,7 +38,7 @@ def compressed(mesh, specs, inner=None):
     reconcile = synchronizers.reconcile(
         optax.sgd(0.7, 0.9), compressor=compressors.quantize(8)
     )
-    inner = inner or cd.dion(0.01, rank=RANK)
+    inner = inner or cd.dion(0.01, rank=RANK, dimension_numbers=helpers.matrices)
     return cd.adaptive_sync(inner, triggers.every_k(2), reconcile, mesh, specs=specs)
 
 
@@ -108,10 +108,10 @@ def test_q_follows_the_first_of_merged_axes_if_it_alone_is_sharded(spec, of_q):
 def test_a_tree_of_dimension_numbers_of_one_model(as_function):
     """Optax, asked what in a state is like parameters, inits without any."""
     shapes = {name: jnp.empty(shape) for name, shape in SHAPES.items()}
-    numbers = cd.default_dimension_numbers(shapes)
+    numbers = helpers.matrices(shapes)
     given = (lambda params: numbers) if as_function else numbers
     states = []
-    for dimension_numbers in (given, None):
+    for dimension_numbers in (given, helpers.matrices):
         tx = cd.local_muon(
             0.01,
             budget=0.05,

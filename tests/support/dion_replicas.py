@@ -14,6 +14,7 @@ from curvadion_jax import synchronizers, triggers
 
 REPLICAS, STEPS = 8, 3
 SHAPES = {"wide": (5, 9), "tall": (9, 5), "stack": (2, 5, 9)}
+NUMBERS = cd.DimensionNumbers(-2, -1)
 MESH = cd.replicas.simulated(REPLICAS)
 
 
@@ -29,9 +30,8 @@ def first_state(rank, dtype: Any = np.float64):
 
 
 def synchronous(tx) -> Any:
-    return cd.adaptive_sync(
-        tx, triggers.always(), synchronizers.average_factors(), MESH
-    )
+    synchronizer = synchronizers.average_factors(NUMBERS)
+    return cd.adaptive_sync(tx, triggers.always(), synchronizer, MESH)
 
 
 def reduced(tx) -> Any:
@@ -48,7 +48,7 @@ def reduced(tx) -> Any:
 @functools.lru_cache(maxsize=None, typed=True)  # 1 is rank one, 1.0 is full rank
 def compiled(rank, by):
     """(state, gradients [steps, replicas, ...]) -> updates, states, by step."""
-    tx = cd.scale_by_dion(rank, MU)
+    tx = cd.scale_by_dion(rank, MU, dimension_numbers=NUMBERS)
     tx = synchronous(tx) if by == "sync" else reduced(tx)
 
     def one(state, gradient):
@@ -66,7 +66,8 @@ def state_of(rank, by, dtype: Any = np.float64):
     if by == "reduce_fn":
         return dion, rows
     params = cd.replicas.replicate(zeros(SHAPES, dtype), MESH)
-    outer = synchronous(cd.scale_by_dion(rank, MU)).init(params)
+    tx = cd.scale_by_dion(rank, MU, dimension_numbers=NUMBERS)
+    outer = synchronous(tx).init(params)
     return dion, outer._replace(
         common=outer.common._replace(sync_state=[dion.dion_q]),
         rows=outer.rows._replace(inner_state=rows),

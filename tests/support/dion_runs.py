@@ -16,6 +16,7 @@ import curvadion_jax as cd
 MU = 0.9
 # Layout of Flax, (fan_in, fan_out). P lies on fan_out, fan_in, fan_out.
 SHAPES = {"wide": (5, 9), "tall": (9, 5), "square": (9, 9)}
+NUMBERS = cd.DimensionNumbers(0, 1)
 
 
 def normal(shapes, steps, seed=0, dtype: Any = np.float64) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def random_state(params, q_shapes, seed=0) -> Any:
 @functools.lru_cache(maxsize=None, typed=True)  # 1 is rank one, 1.0 is full rank
 def compiled(rank) -> Any:
     """One compilation of the update for all tests that use this rank."""
-    return jax.jit(cd.scale_by_dion(rank, MU).update)
+    return jax.jit(cd.scale_by_dion(rank, MU, dimension_numbers=NUMBERS).update)
 
 
 def run(tx, params, gradients, state) -> Any:

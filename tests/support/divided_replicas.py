@@ -50,17 +50,25 @@ def divided(name: str, inner: Any) -> PartitionSpec:
 def reconciling(synchronizer, rank=RANK):
     """Dion, and what `adaptive_sync` is given besides."""
     return lambda **where: cd.adaptive_sync(
-        cd.dion(0.01, rank=rank), triggers.every_k(2), synchronizer, **where
+        cd.dion(0.01, rank=rank, dimension_numbers=helpers.matrices),
+        triggers.every_k(2),
+        synchronizer,
+        **where,
     )
 
 
+MATRICES: Any = {"dimension_numbers": helpers.matrices}
 # Of a mesh and specs.
 OPTIMIZERS: dict[str, Any] = {
-    "synchronous_dion": functools.partial(cd.presets.synchronous_dion, 0.01, rank=RANK),
-    "curvadion": functools.partial(cd.curvadion, 0.01, threshold=0.3, rank=RANK),
+    "synchronous_dion": functools.partial(
+        cd.presets.synchronous_dion, 0.01, rank=RANK, **MATRICES
+    ),
+    "curvadion": functools.partial(
+        cd.curvadion, 0.01, threshold=0.3, rank=RANK, **MATRICES
+    ),
     "everything": reconciling(reconcile()),
-    "factors": reconciling(synchronizers.average_factors()),
-    "local_muon": functools.partial(cd.local_muon, 0.01, budget=0.05),
+    "factors": reconciling(synchronizers.average_factors(helpers.matrices)),
+    "local_muon": functools.partial(cd.local_muon, 0.01, budget=0.05, **MATRICES),
 }
 
 

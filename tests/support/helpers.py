@@ -24,8 +24,13 @@ NOTHING = {} if jax.__version_info__[:2] == (0, 11) else {"nothing": (0, 3)}
 
 
 # Two matrices of either orientation, a vector, and an embedding that is no matrix.
-SHAPES = {"bias": (5,), "embed": (7, 3), "tall": (6, 4), "wide": (4, 6)}
-MATRICES = ("tall", "wide")
+SHAPES = {
+    "bias": (5,),
+    "embed/embedding": (7, 3),
+    "tall/kernel": (6, 4),
+    "wide/kernel": (4, 6),
+}
+MATRICES = ("tall/kernel", "wide/kernel")
 # Compiling takes longer than running here. Only for tests with a tolerance.
 QUICK: Any = {
     "xla_backend_optimization_level": 0,
@@ -37,6 +42,16 @@ def make_params(seed: int = 0, dtype: Any = np.float32) -> Any:
     """The parameters of one replica."""
     rng = np.random.default_rng(seed)
     return {k: jnp.asarray(rng.normal(size=s), dtype) for k, s in SHAPES.items()}
+
+
+def matrices(params: Any) -> Any:
+    """Dimension numbers: all but vectors and embeddings are [..., fan_in, fan_out]."""
+
+    def numbers(path, x):
+        other = x.ndim < 2 or "embed" in jax.tree_util.keystr(path)
+        return None if other else cd.DimensionNumbers(-2, -1)
+
+    return jax.tree.map_with_path(numbers, params)
 
 
 def make_gradients(

@@ -31,7 +31,7 @@ def optimizer(mesh: Any) -> Any:
 
 
 def loss(params: Any, batch: Any) -> jax.Array:
-    return jnp.mean(jnp.square(batch["x"] @ params["w"] - batch["y"]))
+    return jnp.mean(jnp.square(batch["x"] @ params["kernel"] - batch["y"]))
 
 
 def batch_of(index: int) -> dict[str, np.ndarray]:
@@ -47,7 +47,7 @@ def batch_of(index: int) -> dict[str, np.ndarray]:
 def started(number: int) -> Any:
     """(Parameters, optimizer state) of this number of replicas."""
     mesh = cd.replicas.make_mesh(number)
-    params = cd.replicas.replicate({"w": jnp.zeros((16, 24))}, mesh)
+    params = cd.replicas.replicate({"kernel": jnp.zeros((16, 24))}, mesh)
     return params, optimizer(mesh).init(params)
 
 

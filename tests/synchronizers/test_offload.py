@@ -131,7 +131,7 @@ def test_a_state_for_another_number_stays_on_the_host(tmp_path, number):
     for state in (resized, restored):
         at_syncs, rest = parts(state)
         assert (kinds(at_syncs), kinds(rest)) == (HOST, DEVICE)
-        assert state[1].rows.residual["tall"].shape == (number, 6, 4)
+        assert state[1].rows.residual["tall/kernel"].shape == (number, 6, 4)
     helpers.assert_bitwise(restored[1].common.anchor, host[1].common.anchor)
 
 

@@ -80,8 +80,8 @@ def test_the_first_request_of_a_change_is_met_at_the_first_vote():
     change = triggers.relative_momentum_change(1e6)
     make = lambda mesh: optimizer(triggers.at_intervals(change, 3), mesh)
     gradients = helpers.make_gradients(7, 2)
-    gradients[3]["wide"] *= 1e9
-    gradients[4]["wide"][:] = np.nan
+    gradients[3]["wide/kernel"] *= 1e9
+    gradients[4]["wide/kernel"][:] = np.nan
     history = list(helpers.run_simulated(make, helpers.make_params(), gradients))
     assert np.flatnonzero(helpers.decisions(history)).tolist() == [2, 5]
 

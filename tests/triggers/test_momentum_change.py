@@ -111,20 +111,19 @@ def test_from_zero_is_the_largest_float_and_zero_to_zero_is_nothing():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("mlp", id="stack"), pytest.param("scale", id="no-matrix")]
+    "numbers", [cd.DimensionNumbers(1, 2), None], ids=["stack", "no-matrix"]
 )
-def test_every_matrix_of_a_stack_is_a_layer(name):
+def test_every_matrix_of_a_stack_is_a_layer(numbers):
     # Matrix 0 stays at 100 while matrix 1 goes from 1 to 2. As one vector of 8
     # elements the change would be (sqrt(10004) - sqrt(10001)) / sqrt(10001).
     stack = np.zeros((2, 2, 2, 2))
     stack[0, :, 0, 0] = [100, 1]
     stack[1, :, 0, 0] = [50, 1.5]
-    biases = np.zeros((2, 2, 2))  # tell that it is a stack
-    found = run(change(0.5), {name: stack, f"{name}_bias": biases})
+    found = run(change(0.5, {"mlp": numbers}), {"mlp": stack})
     whole = np.sqrt(10004) / np.sqrt(10001) - 1
-    expected = 1 if name == "mlp" else whole
+    expected = 1 if numbers else whole
     np.testing.assert_allclose(found.value[1], expected, rtol=CANCELLED_RTOL)
-    assert synced(found).tolist() == [True, name == "mlp"]
+    assert synced(found).tolist() == [True, numbers is not None]
 
 
 def test_norms_of_momenta_of_few_bits_are_taken_in_float32():
@@ -153,7 +152,7 @@ def test_the_authors_rule_looks_at_every_momentum_but_not_at_the_first_step():
     # compared is M + G: 0.5 + 40, then 2.475 + 0.1. The matrix stays below the floor.
     gradients = {
         "bias": [[10.0, 0], [40, 0], [0.1, 0]],
-        "w": [[[0.05, 0], [0, 0]], [[0.05, 0], [0, 0]], [[0.0, 0], [0, 0]]],
+        "kernel": [[[0.05, 0], [0, 0]], [[0.05, 0], [0, 0]], [[0.0, 0], [0, 0]]],
     }
     found = run_optimizer(
         cd.presets.authors_code(0.1, threshold=0.3, momentum=0.5), gradients
@@ -178,7 +177,7 @@ def test_the_authors_rule_looks_at_every_momentum_but_not_at_the_first_step():
 def test_the_authors_floor_of_a_tenth(first, value):
     matrix = np.zeros((2, 2, 2))
     momentum = np.float32(0.05) * np.float32(first)
-    gradients = {"bias": [[first, 0.0], [0.2 - momentum, 0.0]], "w": matrix}
+    gradients = {"bias": [[first, 0.0], [0.2 - momentum, 0.0]], "kernel": matrix}
     tx = cd.presets.authors_code(0.1, threshold=0.3, momentum=0.5)
     found = run_optimizer(tx, gradients)
     np.testing.assert_allclose(found.value[1], value, rtol=1e-5)
@@ -189,7 +188,7 @@ def test_the_authors_norms_are_taken_in_float32():
     """Of 64 elements of 100; their squares overflow float16."""
     tx = cd.presets.authors_code(0.1, threshold=0.3, momentum=0.5)
     half, single = (
-        run_optimizer(tx, {"w": jnp.full((4, 8, 8), 100, dtype)})
+        run_optimizer(tx, {"kernel": jnp.full((4, 8, 8), 100, dtype)})
         for dtype in (jnp.float16, jnp.float32)
     )
     np.testing.assert_allclose(half.value, single.value, rtol=1e-2)
@@ -204,8 +203,8 @@ def test_no_momentum_is_an_error(inner):
 
 def test_a_gradient_that_is_not_finite_requests_nothing():
     """Nor does what comes after it, of a momentum that has decayed once."""
-    gradients = {"w": [np.eye(3)] * 30}
-    gradients["w"][20] = np.full((3, 3), np.nan)
+    gradients = {"kernel": [np.eye(3)] * 30}
+    gradients["kernel"][20] = np.full((3, 3), np.nan)
     for inner in (
         cd.dion(0.01, momentum=0.8),
         optax.sgd(0.1, 0.8),

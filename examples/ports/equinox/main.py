@@ -10,6 +10,7 @@ from pathlib import Path
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.random as jr
 import optax
 from jax.sharding import AxisType, NamedSharding
@@ -60,6 +61,17 @@ def compute_loss(model, state, x, y):
     return losses.mean(), state
 
 
+def find_matrices(params, static, state):
+    """Which parameters Muon trains: the program of the loss tells."""
+
+    def loss_fn(params, state, x, y):
+        return compute_loss(eqx.combine(params, static), state, x, y)
+
+    x = jax.ShapeDtypeStruct((2, CONTEXT), jnp.int32)
+    y = jax.ShapeDtypeStruct((2,), jnp.int32)
+    return cd.dimension_numbers.from_loss(loss_fn, params, state, x, y)
+
+
 def make_train_step(optim, static, mesh, replicas):
     """As in Equinox's examples, but for `split` and `map`.
 
@@ -97,16 +109,22 @@ def main(arguments: list[str] | None = None) -> dict:
     ours = options.optimizer == "local_muon"
     rate = options.rate or (0.02 if ours else 0.002)
     schedule = optax.cosine_decay_schedule(rate, options.steps, 0.1)
+    make = eqx.nn.make_with_state(Model)
+    model, state = make(options.width, options.model == "batchnorm", jr.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
     if ours:
         mesh = replicas = cd.replicas.make_mesh(REPLICAS, {"batch": 2})
-        optim = cd.local_muon(schedule, budget=0.02, mesh=replicas, specs=P())
+        optim = cd.local_muon(
+            schedule,
+            budget=0.02,
+            dimension_numbers=find_matrices(params, static, state),
+            mesh=replicas,
+            specs=P(),
+        )
     else:
         mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
         replicas, optim = None, optax.adamw(schedule)
 
-    make = eqx.nn.make_with_state(Model)
-    model, state = make(options.width, options.model == "batchnorm", jr.key(0))
-    params, static = eqx.partition(model, eqx.is_inexact_array)
     params, state = cd.replicas.replicate((params, state), replicas)
     opt_state = optim.init(params)
     train_step = make_train_step(optim, static, mesh, replicas)

@@ -1,0 +1,128 @@
+"""Where the axes of a parameter lie within a value that is made of it.
+
+A value's axis consists of *atoms*, from the first factor to the last: after a reshape
+of [D, heads, head_dim] to [D, heads * head_dim] the second axis has the atoms (axis 1,
+heads) and (axis 2, head_dim). Reshapes, transpositions and slices of values are
+functions of their atoms.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+REPEATED, BESIDE = -1, -2
+
+
+class Atom(NamedTuple):
+    """A factor of an axis of a value.
+
+    Attributes:
+      axis: of the parameter; `REPEATED` if the value is the same all along it, and
+        `BESIDE` if several values lie side by side there.
+      size: how long; None if not all of the axis is there, or something beside it.
+    """
+
+    axis: int
+    size: int | None
+
+
+Dim = tuple[Atom, ...]
+Dims = tuple[Dim, ...]
+"""For each axis of a value its atoms; none for an axis of length 1."""
+Shape = Sequence[int]
+Axes = frozenset[int]
+
+
+def of_parameter(shape: Shape) -> Dims:
+    """A value that is the parameter itself."""
+    return tuple((Atom(d, n),) if n > 1 else () for d, n in enumerate(shape))
+
+
+def repeated(size: int) -> Dim:
+    """An axis along which a value is repeated."""
+    return () if size == 1 else (Atom(REPEATED, size),)
+
+
+def axes_at(dims: Dims, places: Iterable[int]) -> Axes:
+    """The parameter's axes at these axes of the value."""
+    atoms = (atom for d in places for atom in dims[d])
+    return frozenset(atom.axis for atom in atoms if atom.axis >= 0)
+
+
+def is_repeated(dim: Dim) -> bool:
+    return bool(dim) and all(atom.axis == REPEATED for atom in dim)
+
+
+def cut(dim: Dim) -> Dim:
+    """An axis of which a part is left, or that has something beside it."""
+    return tuple(Atom(atom.axis, None) for atom in dim)
+
+
+def resized(dims: Dims, old: Shape, new: Shape) -> Dims:
+    """After a slice, a padding or a division among devices, of equally many axes."""
+
+    def change(dim, before, after):
+        if before == after:
+            return dim
+        return () if after == 1 else cut(dim)
+
+    return tuple(map(change, dims, old, new))
+
+
+def broadcast(dims: Dims, old: Shape, new: Shape, places: Sequence[int]) -> Dims:
+    """After `broadcast_in_dim`, which puts axis i of the value at `places[i]`."""
+    result = [repeated(n) for n in new]
+    for d, place in enumerate(places):
+        if old[d] == new[place]:
+            result[place] = dims[d]
+    return tuple(result)
+
+
+def reshaped(dims: Dims, old: Shape, new: Shape) -> Dims:
+    """After a reshape: axes are split and merged in groups of equal size."""
+    result: list[Dim] = [()] * len(new)
+    before = [d for d, n in enumerate(old) if n != 1]
+    after = [d for d, n in enumerate(new) if n != 1]
+    while before and after:
+        merged, split = [before.pop(0)], [after.pop(0)]
+        while (given := _size(old, merged)) != (wanted := _size(new, split)):
+            if given < wanted:
+                merged.append(before.pop(0))
+            else:
+                split.append(after.pop(0))
+        atoms = [atom for d in merged for atom in dims[d]]
+        for d, dim in zip(split, _divided(atoms, [new[d] for d in split]), strict=True):
+            result[d] = dim
+    return tuple(result)
+
+
+def _size(shape: Shape, places: Iterable[int]) -> int:
+    return math.prod(shape[d] for d in places)
+
+
+def _divided(atoms: list[Atom], sizes: list[int]) -> list[Dim]:
+    """Divides atoms among axes of these sizes.
+
+    Where they do not divide evenly, or were cut, each axis may have a part of all.
+    """
+    if len(sizes) == 1:
+        return [tuple(atoms)]
+    anywhere = [tuple(dict.fromkeys(cut(tuple(atoms))))] * len(sizes)
+    rest, result = list(atoms), []
+    for size in sizes:
+        dim = []
+        while size > 1:
+            atom = rest.pop(0)
+            if atom.size is None:
+                return anywhere
+            if size % atom.size == 0:
+                dim.append(atom)
+                size //= atom.size
+            elif atom.size % size == 0:
+                dim.append(Atom(atom.axis, size))
+                rest.insert(0, Atom(atom.axis, atom.size // size))
+                size = 1
+            else:
+                return anywhere
+        result.append(tuple(dim))
+    return result
