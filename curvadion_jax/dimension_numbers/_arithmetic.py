@@ -11,12 +11,10 @@ from curvadion_jax.dimension_numbers._reader import (
     Values,
     activation,
     handles,
-    unknown,
 )
 from curvadion_jax.dimension_numbers._values import (
+    Mixed,
     Output,
-    Scaled,
-    Tracked,
     Value,
     Weight,
     is_data,
@@ -31,8 +29,8 @@ select_n sign sin sinh sqrt square sub tan tanh xor rev name shift_left
 shift_right_arithmetic shift_right_logical""".split()
 _IDENTITIES = """device_put mesh_cast optimization_barrier pcast pmax pmin psum
 psum_invariant pvary reshard sharding_constraint""".split()
-# Sums of a product's terms pass through these.
-_LINEAR = set("add add_any convert_element_type copy div mul neg select_n sub".split())
+_SUMS = set("add add_any convert_element_type copy neg select_n sub".split())
+_LINEAR = _SUMS | {"mul", "div"}
 
 
 @handles(*_IDENTITIES)
@@ -56,24 +54,28 @@ def _elementwise(reader, equation, values, needed):
         value and value.moved(lambda dims, s=s: _over(dims, s, shape))
         for value, s in zip(values, shapes, strict=True)
     ]
-    weights = [x for value in operands if is_weight(value) for x in value.weights]
-    if not weights:
-        tracked = [x for value in operands if value for x in value.tracked]
-        if name not in _LINEAR:
-            tracked = [x for x in tracked if not isinstance(x, Scaled)]
-        result = activation(operands, tracked)
-        is_cast = name == "convert_element_type" and values[0].is_indicator
-        return [dataclasses.replace(result, is_indicator=name == "eq" or is_cast)]
-    if not _mixes(operands, shapes, shape):
-        return [Value("weight", _parts(reader, equation, weights, shape))]
-    kept: list[Tracked] = [
-        x for value in operands if is_data(value) for x in value.outputs
+    # A factor stays one under products and sums, a term under sums alone.
+    tracked = [
+        x
+        for value in operands
+        if is_data(value)
+        for x in value.tracked
+        if not isinstance(x, Mixed) or name in (_LINEAR if x.is_factor else _SUMS)
     ]
-    for x in weights:
-        reader.meet(equation, x, f"{name} with data")
-        if name == "mul" and len(x.all_axes) > 1:
-            kept.append(Scaled(x.dims, x.parameter))
-    return [activation(operands, kept)]
+    if not any(map(is_weight, operands)):
+        result = activation(operands, tracked)
+        is_indicator = name == "eq"
+        if name == "convert_element_type":
+            is_indicator = values[0].is_indicator
+        return [dataclasses.replace(result, is_indicator=is_indicator)]
+    if not _mixes(operands, shapes, shape):
+        return [Value("weight", _parts(reader, equation, operands, shape))]
+    for value, s in zip(operands, shapes, strict=True):
+        for x in value.weights if value else ():
+            reader.meet(equation, x, f"{name} with data", math.prod(s) == 1)
+            if name in _LINEAR and len(x.all_axes) > 1:
+                tracked.append(Mixed(x.dims, x.parameter, name == "mul"))
+    return [activation(operands, tracked)]
 
 
 def _over(dims, old, new):
@@ -113,9 +115,9 @@ def _covered(x: Weight) -> set[int]:
     return {d for d, dim in dims if dim and not _axes.is_repeated(dim)}
 
 
-def _parts(reader: Reader, equation: Any, weights: list[Weight], shape: Any):
+def _parts(reader: Reader, equation: Any, operands: Values, shape: Any):
     """The parameters of a value, less those that only scale or shift another one."""
-    parts = _values.merged(weights)
+    parts = _values.merged(x for value in operands if value for x in value.weights)
     long = {d for d, n in enumerate(shape) if n > 1}
     whole = {x.parameter for x in parts if not x.is_lost and _covered(x) >= long}
     kept = []
@@ -132,10 +134,8 @@ def _parts(reader: Reader, equation: Any, weights: list[Weight], shape: Any):
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"
 )
 def _reduce(reader, equation, values, needed):
-    name, (value, *_) = equation.primitive.name, values
-    if len(values) > 1 or value is None:
-        return unknown(reader, equation, values, needed)
-    summed = equation.params["axes"]
+    name, value = equation.primitive.name, values[0]
+    summed, is_sum = equation.params["axes"], name == "reduce_sum"
     rest = [d for d in range(len(equation.invars[0].aval.shape)) if d not in summed]
     keep = lambda dims: tuple(dims[d] for d in rest)
     tracked = []
@@ -143,9 +143,9 @@ def _reduce(reader, equation, values, needed):
         gone, left = x.at(summed), x.at(rest)
         if isinstance(x, Weight) and gone:
             x = x.lose(name)
-        elif isinstance(x, Output) and len(gone) == 1 and left and name == "reduce_sum":
-            reader.tell(x, gone, "separate")
-        elif isinstance(x, Scaled) and gone and left and name == "reduce_sum":
+        elif isinstance(x, Output) and len(gone) == 1 and left and is_sum:
+            reader.tell(x, gone, "separate")  # a sum over experts
+        elif isinstance(x, Mixed) and x.is_factor and gone and left and is_sum:
             reader.ask(equation, x, "times an activation, and a sum")
         tracked.append(x.moved(keep))
     tracked = [x for x in tracked if isinstance(x, Weight) or x.all_axes]

@@ -13,8 +13,8 @@ from curvadion_jax.dimension_numbers._reader import (
     unknown,
 )
 from curvadion_jax.dimension_numbers._values import (
+    Mixed,
     Output,
-    Scaled,
     Value,
     Weight,
     is_data,
@@ -71,9 +71,8 @@ def _cut(reader: Reader, equation: Any, value: Value, old: Any, new: Any) -> Val
             x = dataclasses.replace(x, stack=x.stack | gone)
         elif isinstance(x, Output):
             reader.tell(x, gone, "separate")
-        elif isinstance(x, Scaled) and gone:
-            why = "times an activation, and one place of it"
-            reader.ask(equation, x, why)
+        elif isinstance(x, Mixed) and x.is_factor and gone:
+            reader.ask(equation, x, "times an activation, and one place of it")
         tracked.append(x.moved(lambda dims: _axes.resized(dims, old, new)))
     return dataclasses.replace(value, tracked=tuple(tracked))
 

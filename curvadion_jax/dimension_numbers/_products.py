@@ -13,8 +13,8 @@ from curvadion_jax.dimension_numbers._reader import (
     unknown,
 )
 from curvadion_jax.dimension_numbers._values import (
+    Mixed,
     Output,
-    Scaled,
     Value,
     is_data,
     is_weight,
@@ -123,9 +123,8 @@ def _product_of_data(reader, equation, left: _Side, right: _Side) -> Value:
     for side, other in ((left, right), (right, left)):
         _tell_apart(reader, side, other)
         for x in side.value.tracked:
-            if isinstance(x, Scaled) and x.at(side.summed) and x.at(side.kept):
-                why = "times an activation, and a product with another"
-                reader.ask(equation, x, why)
+            if isinstance(x, Mixed) and x.at(side.summed) and x.at(side.kept):
+                reader.ask(equation, x, "with an activation, and a product with data")
             tracked.append(x.moved(side.moved(other)))
     values = [left.value, right.value]
     return activation(values, [x for x in tracked if x.all_axes])

@@ -6,7 +6,6 @@ that went through it is asked about. Nothing goes by names.
 """
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,8 +17,8 @@ from curvadion_jax.dimension_numbers import _values
 from curvadion_jax.dimension_numbers._axes import Axes
 from curvadion_jax.dimension_numbers._values import (
     NONE,
+    Mixed,
     Output,
-    Scaled,
     Tracked,
     Use,
     Value,
@@ -149,17 +148,17 @@ class Reader:
         self.facts.uses[use] = None
         return use
 
-    def ask(self, equation: Any, x: Weight | Scaled, why: str) -> None:
+    def ask(self, equation: Any, x: Weight | Mixed, why: str) -> None:
         """Notes a use that nobody understands."""
         stack = x.stack if isinstance(x, Weight) else NONE
         self.record(equation, x.parameter, "unknown", why, stack=stack)
 
-    def meet(self, equation: Any, x: Weight, why: str) -> None:
-        """Notes that data meet a parameter, element by element."""
+    def meet(self, equation: Any, x: Weight, why: str, is_number: bool = False) -> None:
+        """Notes that data meet a parameter, or a number made of it, by elements."""
         if not x.is_lost:
             kind = "elementwise"
-        elif math.prod(equation.outvars[0].aval.shape) == 1:
-            kind = "penalty"
+        elif is_number:
+            kind = "number"
         else:
             kind = "constant" if x.lost == CONSTANT else "unknown"
             why = f"{why} after {x.lost}"
@@ -169,8 +168,8 @@ class Reader:
         """Notes the parameters that are in the loss without any data."""
         for value in losses:
             for x in value.weights if value else ():
-                why = "a penalty, without data"
-                use = Use(0, x.parameter, "penalty", NONE, NONE, x.stack, 0, why, "")
+                why = "only in the loss itself, as in a penalty"
+                use = Use(0, x.parameter, "number", NONE, NONE, x.stack, 0, why, "")
                 self.facts.uses[use] = None
 
     def follow(self, products: frozenset[Use]) -> None:
@@ -206,7 +205,7 @@ def unknown(
     for x in weights:
         reader.ask(equation, x, f"enters {name}")
     for value in values:
-        for x in value.scaled if value else ():
+        for x in value.factors if value else ():
             reader.ask(equation, x, f"enters {name} after a product with an activation")
     if weights:
         reader.may_follow(_values.open_of(values))

@@ -18,7 +18,8 @@ class Use(NamedTuple):
       parameter: the number of the parameter.
       kind: ``'product'`` or ``'convolution'`` with data; ``'lookup'`` of rows at places
         that data tell, or ``'constant lookup'``; ``'elementwise'``, or ``'constant'``
-        after a product with a constant; ``'penalty'`` in the loss; or ``'unknown'``.
+        after a product with a constant; ``'number'``, made of all of its elements, such
+        as a norm or a penalty; or ``'unknown'``.
       inputs, outputs, stack: of a product, the parameter's axes that it sums over, that
         it keeps, and that it runs over in step with another array.
       vectors: how many vectors a matrix is multiplied with.
@@ -101,14 +102,18 @@ class Output(Tracked):
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaled(Tracked):
-    """A parameter times an activation: a sum over an axis makes it a product.
+class Mixed(Tracked):
+    """A parameter in an activation with whose elements it was combined.
+
+    In a product with other data it would be a matrix: ``(w + change) @ x``.
 
     Attributes:
       parameter: its number.
+      is_factor: whether it was multiplied. Then a sum over an axis would be a product.
     """
 
     parameter: int
+    is_factor: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +143,8 @@ class Value:
         return tuple(x for x in self.tracked if isinstance(x, Output))
 
     @property
-    def scaled(self) -> tuple[Scaled, ...]:
-        return tuple(x for x in self.tracked if isinstance(x, Scaled))
+    def factors(self) -> tuple[Mixed, ...]:
+        return tuple(x for x in self.tracked if isinstance(x, Mixed) and x.is_factor)
 
     def moved(self, move: Callable[[Dims], Dims]) -> "Value":
         """The value after its axes have moved."""

@@ -35,10 +35,10 @@ def _judge(shape: tuple[int, ...], uses: list[Use], facts: Facts):
         rest = [use for use in uses if use.kind != "lookup"]
         return "tied", None, f"rows are looked up; {_said(rest[0])}"
     # A product with zeros, before the first step of a recurrence, tells nothing; nor
-    # does a penalty.
-    if kinds - {"constant", "penalty"}:
-        kinds -= {"constant", "penalty"}
-    if doubtful := kinds & {"unknown", "penalty"}:
+    # does a number made of all elements, such as a norm or a penalty.
+    if kinds - {"constant", "number"}:
+        kinds -= {"constant", "number"}
+    if doubtful := kinds & {"unknown", "number"}:
         return "asked", None, _said(_first(uses, *doubtful))
     if kinds == {"product"}:
         products = [use for use in uses if use.kind == "product"]
