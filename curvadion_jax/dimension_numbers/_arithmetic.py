@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from curvadion_jax.dimension_numbers import _axes, _values
+from curvadion_jax.dimension_numbers._axes import BESIDE, Atom, Dims
 from curvadion_jax.dimension_numbers._reader import (
     Reader,
     Values,
@@ -62,6 +63,8 @@ def _elementwise(reader, equation, values, needed):
         for x in value.tracked
         if not isinstance(x, Mixed) or name in (_LINEAR if x.is_factor else _SUMS)
     ]
+    if name == "mul":
+        reader.follow_rows(operands)
     if not any(map(is_weight, operands)):
         result = activation(operands, tracked)
         is_indicator = name == "eq"
@@ -69,7 +72,9 @@ def _elementwise(reader, equation, values, needed):
             is_indicator = values[0].is_indicator
         return [dataclasses.replace(result, is_indicator=is_indicator)]
     if not _mixes(operands, shapes, shape):
-        return [Value("weight", _parts(reader, equation, operands, shape))]
+        masked = _masked(operands, shapes)
+        parts = _parts(reader, equation, operands, shape)
+        return [Value("weight", parts).moved(masked)]
     for value, s in zip(operands, shapes, strict=True):
         for x in value.weights if value else ():
             reader.meet(equation, x, f"{name} with data", math.prod(s) == 1)
@@ -87,39 +92,40 @@ def _over(dims, old, new):
 def _mixes(operands: Values, shapes: Sequence[Any], shape: Any) -> bool:
     """Whether data are mixed into parameters, other than as a mask or a number.
 
-    An activation is no mask. Inputs and constants are data if they vary along an axis
+    An activation is no mask. Inputs of the loss are data if they vary along an axis
     along which no parameter does, such as a batch.
     """
-    is_number = [math.prod(s) == 1 < math.prod(shape) for s in shapes]
-    others = [
-        (value, s)
-        for value, s, small in zip(operands, shapes, is_number, strict=True)
-        if not (is_weight(value) or small)
-    ]
-    if any(value and value.kind == "activation" for value, _ in others):
-        return True
     weights = [x for value in operands if is_weight(value) for x in value.weights]
-    if any(x.is_lost for x in weights):
-        return any(value for value, _ in others)
-    covered = set().union(*(_covered(x) for x in weights))
-    return any(
-        n > 1 and d not in covered
-        for _, s in others
-        for d, n in enumerate(s if len(s) == len(shape) else ())
-    )
+    covered = set().union(*(x.covered for x in weights))
+    for value, s in zip(operands, shapes, strict=True):
+        if not is_data(value) or math.prod(s) == 1 < math.prod(shape):
+            continue
+        if value.kind == "activation" or any(x.is_lost for x in weights):
+            return True
+        if any(n > 1 and d not in covered for d, n in enumerate(s)):
+            return True
+    return False
 
 
-def _covered(x: Weight) -> set[int]:
-    """The axes of a value along which a parameter varies in it."""
-    dims = enumerate(x.dims)
-    return {d for d, dim in dims if dim and not _axes.is_repeated(dim)}
+def _masked(operands: Values, shapes: Sequence[Any]) -> Callable[[Dims], Dims]:
+    """How axes lie behind a mask: along an axis of the mask nothing is repeated."""
+    masks = zip(operands, shapes, strict=True)
+    varied = {d for x, s in masks if not is_weight(x) for d, n in enumerate(s) if n > 1}
+
+    def move(dims):
+        return tuple(
+            (Atom(BESIDE, None),) if d in varied and _axes.is_repeated(dim) else dim
+            for d, dim in enumerate(dims)
+        )
+
+    return move
 
 
 def _parts(reader: Reader, equation: Any, operands: Values, shape: Any):
     """The parameters of a value, less those that only scale or shift another one."""
     parts = _values.merged(x for value in operands if value for x in value.weights)
     long = {d for d, n in enumerate(shape) if n > 1}
-    whole = {x.parameter for x in parts if not x.is_lost and _covered(x) >= long}
+    whole = {x.parameter for x in parts if not x.is_lost and x.covered >= long}
     kept = []
     for x in parts:
         if not whole or x.parameter in whole or x.is_lost:

@@ -15,6 +15,7 @@ from curvadion_jax.dimension_numbers._reader import (
 from curvadion_jax.dimension_numbers._values import (
     Mixed,
     Output,
+    Tracked,
     Value,
     is_data,
     is_weight,
@@ -111,7 +112,7 @@ def _product_with_data(reader, equation, matrix: _Side, data: _Side) -> Value:
         use = reader.record(equation, x.parameter, kind, why, *sides, vectors)
         if use:
             uses.add(use)
-            outputs.append(Output(matrix.moved(data)(x.dims), use))
+            outputs.append(Output(matrix.moved(data)(x.dims), x.parameter, use))
     if not uses:
         uses = data.value.open  # of a backward pass
     return Value("activation", _values.unique(outputs), frozenset(uses))
@@ -119,15 +120,32 @@ def _product_with_data(reader, equation, matrix: _Side, data: _Side) -> Value:
 
 def _product_of_data(reader, equation, left: _Side, right: _Side) -> Value:
     """Such as of queries and keys."""
-    tracked = []
+    values, tracked = [left.value, right.value], []
+    reader.follow_rows(values)
     for side, other in ((left, right), (right, left)):
         _tell_apart(reader, side, other)
+        if other.value.open and any(x.at(side.summed) for x in side.value.outputs):
+            # In x A (y B)^T also B comes before A, and A before B.
+            reader.follow(_values.open_of(values))
         for x in side.value.tracked:
-            if isinstance(x, Mixed) and x.at(side.summed) and x.at(side.kept):
-                reader.ask(equation, x, "with an activation, and a product with data")
+            if _is_matrix(x, side, other):
+                reader.ask(equation, x, "a matrix that data have a part in")
             tracked.append(x.moved(side.moved(other)))
-    values = [left.value, right.value]
     return activation(values, [x for x in tracked if x.all_axes])
+
+
+def _is_matrix(x: Tracked, side: _Side, other: _Side) -> bool:
+    """Whether an activation that is made of a parameter is a matrix in a product.
+
+    Such is ``(w + change) @ x``, and a mixture of experts' matrices before a product.
+    Queries have a time of their own besides the axes of their kernel.
+    """
+    if isinstance(x, Output):
+        is_alone = all(side.shape[d] == 1 or x.at([d]) for d in side.kept)
+        is_product = any(other.shape[d] > 1 for d in other.kept)
+        sides = [x.at(places) & x.use.outputs for places in (side.summed, side.kept)]
+        return is_alone and is_product and all(sides)
+    return isinstance(x, Mixed) and bool(x.at(side.summed) and x.at(side.kept))
 
 
 def _learned_input(reader, equation, sides: list[_Side]) -> None:
@@ -137,7 +155,7 @@ def _learned_input(reader, equation, sides: list[_Side]) -> None:
     """
 
     def is_vector(side):
-        return all(not x.is_lost and len(x.all_axes) < 2 for x in side.value.weights)
+        return all(not x.is_lost and len(x.covered) < 2 for x in side.value.weights)
 
     def is_repeated(side):
         weights = side.value.weights
@@ -182,6 +200,8 @@ def _tell_apart(reader: Reader, side: _Side, partner: _Side) -> None:
 def _convolution(reader, equation, values, needed):
     data, kernel = values
     if not is_weight(kernel) or is_weight(data):
+        for x in kernel.outputs if is_data(kernel) else ():
+            reader.ask(equation, x, "a kernel that data have a part in")
         return unknown(reader, equation, values, needed)
     if data is None:
         lost = (x.lose(CONSTANT) for x in kernel.weights)
@@ -221,16 +241,17 @@ def _gather(reader, equation, values, needed):
             result[place] = dims[d]
         return tuple(result)
 
-    found = []
-    for x in value.weights:
-        if x.is_lost:
+    if lost := [x for x in value.weights if x.is_lost]:
+        for x in lost:
             reader.ask(equation, x, f"a look-up after {x.lost}")
-            return [Value("activation")]
-        stack = x.stack | x.at(picked)
-        found.append(dataclasses.replace(x, dims=move(x.dims), stack=stack))
+        return [Value("activation")]
+    found = [
+        dataclasses.replace(x, dims=move(x.dims), stack=x.stack | x.at(picked))
+        for x in value.weights
+    ]
     if not picked or any(len(x.all_axes) > 1 for x in found):
         return [Value("weight", tuple(found))]  # matrices of a stack, and not rows
     kind = "lookup" if is_data(places) else "constant lookup"
-    for x in found:
-        reader.record(equation, x.parameter, kind, "rows are looked up")
-    return [Value("activation")]
+    why = "rows are looked up"
+    uses = {reader.record(equation, x.parameter, kind, why) for x in found} - {None}
+    return [Value("activation", open=frozenset(uses))]

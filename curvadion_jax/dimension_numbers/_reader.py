@@ -17,7 +17,6 @@ from curvadion_jax.dimension_numbers import _values
 from curvadion_jax.dimension_numbers._axes import Axes
 from curvadion_jax.dimension_numbers._values import (
     NONE,
-    Mixed,
     Output,
     Tracked,
     Use,
@@ -148,10 +147,10 @@ class Reader:
         self.facts.uses[use] = None
         return use
 
-    def ask(self, equation: Any, x: Weight | Mixed, why: str) -> None:
+    def ask(self, equation: Any, x: Tracked, why: str) -> Use | None:
         """Notes a use that nobody understands."""
         stack = x.stack if isinstance(x, Weight) else NONE
-        self.record(equation, x.parameter, "unknown", why, stack=stack)
+        return self.record(equation, x.parameter, "unknown", why, stack=stack)
 
     def meet(self, equation: Any, x: Weight, why: str, is_number: bool = False) -> None:
         """Notes that data meet a parameter, or a number made of it, by elements."""
@@ -176,6 +175,15 @@ class Reader:
         """Notes that another product comes after these."""
         if not self._is_backward:
             self.facts.followed |= products
+
+    def follow_rows(self, values: Values) -> None:
+        """Notes that products meet rows of a table, which are parameters too."""
+        opened = _values.open_of(values)
+        kinds = {use.kind for use in opened}
+        if "lookup" in kinds:
+            self.follow(opened)
+        elif "unknown" in kinds:
+            self.may_follow(opened)
 
     def may_follow(self, products: frozenset[Use]) -> None:
         """Notes that what comes after these may be a product."""
@@ -202,14 +210,14 @@ def unknown(
     if not any(map(is_data, values)):
         result = Value("weight", _values.unique(x.lose(name) for x in weights))
         return [result] * len(equation.outvars)
-    for x in weights:
-        reader.ask(equation, x, f"enters {name}")
+    asked = {reader.ask(equation, x, f"enters {name}") for x in weights} - {None}
     for value in values:
         for x in value.factors if value else ():
             reader.ask(equation, x, f"enters {name} after a product with an activation")
     if weights:
         reader.may_follow(_values.open_of(values))
     result = activation(values)
+    result = dataclasses.replace(result, open=result.open | asked)
     given = [v for v, value in zip(equation.invars, values, strict=True) if value]
     are_whole = not any(map(_is_float, given))
     # What is made of whole numbers may be one-hot vectors.

@@ -44,9 +44,11 @@ class Tracked:
 
     Attributes:
       dims: where the parameter's axes lie in the value.
+      parameter: its number.
     """
 
     dims: Dims
+    parameter: int
 
     @property
     def is_lost(self) -> bool:
@@ -61,6 +63,12 @@ class Tracked:
     def all_axes(self) -> Axes:
         return self.at(range(len(self.dims)))
 
+    @property
+    def covered(self) -> frozenset[int]:
+        """The axes of the value along which it varies, as far as is known."""
+        dims = enumerate(self.dims)
+        return frozenset(d for d, dim in dims if dim and not _axes.is_repeated(dim))
+
     def moved(self, move: Callable[[Dims], Dims]) -> Self:
         """The same after the value's axes have moved."""
         if self.is_lost:
@@ -73,12 +81,10 @@ class Weight(Tracked):
     """A parameter in a value that is made of parameters alone.
 
     Attributes:
-      parameter: its number.
       stack: axes that are gone because one place of each was taken, as in a scan.
       lost: what lost the axes, in words.
     """
 
-    parameter: int
     stack: Axes = NONE
     lost: str = ""
 
@@ -108,11 +114,9 @@ class Mixed(Tracked):
     In a product with other data it would be a matrix: ``(w + change) @ x``.
 
     Attributes:
-      parameter: its number.
       is_factor: whether it was multiplied. Then a sum over an axis would be a product.
     """
 
-    parameter: int
     is_factor: bool
 
 

@@ -67,6 +67,10 @@ def _judge_products(
     size = lambda axes: math.prod(shape[axis] for axis in axes)
     # A power iteration, as of spectral norms, multiplies one vector, from either side.
     products = [use for use in products if use.vectors > 1] or products
+    if facts.followed.isdisjoint(products):
+        if facts.perhaps.isdisjoint(products):
+            return "head", None, f"no product follows {_said(products[0])}"
+        return "asked", None, f"an output head, or not: {_said(products[0])}"
     sides: dict[tuple[Axes, Axes], Use] = {}
     for use in products:
         stack = _stack_among(use, facts)
@@ -84,10 +88,6 @@ def _judge_products(
     (inputs, outputs), use = next(iter(sides.items()))
     if any({*other} != {inputs, outputs} for other in sides):
         return "asked", None, f"products along several axes: {_said(use)}"
-    if facts.followed.isdisjoint(products):
-        if not facts.perhaps.isdisjoint(products):
-            return "asked", None, f"an output head, or not: {_said(use)}"
-        return "head", None, f"no product follows {_said(use)}"
     if any(
         "selected" in facts.told.get((u, axis), NONE)
         for u in products

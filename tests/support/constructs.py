@@ -516,9 +516,25 @@ def matrices_looked_up(p, tokens, x):
     return jnp.einsum("btd,btdf->btf", x, p["w"][tokens])
 
 
-@construct(w=one((EXPERTS, WIDTH, WIDE), "asked"))
+@readout(w=one((EXPERTS, WIDTH, WIDE), "asked"))
 def heads_or_experts(p, x):
-    return jnp.einsum("btd,edf->btef", x, p["w"]).sum()
+    return jnp.einsum("btd,edf->btef", x, p["w"])
+
+
+@readout(
+    WIDTH,
+    router=one((WIDTH, EXPERTS)),
+    w=one((EXPERTS, WIDTH, WIDTH), "asked"),
+)
+def experts_mixed_before_the_product(p, x):
+    gate = jax.nn.softmax(x.mean(1) @ p["router"])
+    mixed = jnp.einsum("be,edf->bdf", gate, p["w"])
+    return jnp.einsum("btd,bdf->btf", jnp.tanh(x + 1), mixed)
+
+
+@construct(w=one((WIDTH, 2, 2, 5), "head"))
+def head_of_several_axes(p, x):
+    return jnp.einsum("btd,dpqc->btpqc", x, p["w"]).sum()
 
 
 # Factors
@@ -532,6 +548,80 @@ def low_rank_adapter(p, x):
 @readout(w=MATRIX, a=one((WIDTH, RANK), "asked"), b=one((RANK, WIDE), "asked"))
 def low_rank_adapter_merged(p, x):
     return x @ (p["w"] + p["a"] @ p["b"])
+
+
+@readout(
+    WIDTH,
+    lower=one((WIDTH, WIDTH), "asked"),
+    upper=one((WIDTH, WIDTH), "asked"),
+    scale=one((WIDTH,), "vector"),
+)
+def triangular_factors(p, x):
+    lower = jnp.tril(p["lower"], -1) + jnp.eye(WIDTH)
+    return x @ (lower @ (jnp.triu(p["upper"], 1) + jnp.diag(jnp.exp(p["scale"]))))
+
+
+@readout(
+    WIDTH,
+    p=one((WIDTH, WIDTH), "asked"),
+    q=one((WIDTH, WIDTH), "asked"),
+    scale=one((WIDTH,), "vector"),
+)
+def diagonal_between_factors(p, x):
+    return x @ (p["p"] @ jnp.diag(p["scale"]) @ p["q"])
+
+
+@readout(
+    WIDTH,
+    p=one((WIDTH, WIDTH), "asked"),
+    q=one((WIDTH, WIDTH), "asked"),
+    scale=one((WIDTH,), "vector"),
+)
+def diagonal_added_to_a_factor(p, x):
+    return x @ (p["p"] @ (p["q"] + jnp.diag(p["scale"])))
+
+
+@readout(
+    WIDTH,
+    TOKENS,
+    table=one((VOCABULARY, RANK), "asked"),
+    projection=one((RANK, WIDTH), "asked"),
+)
+def embedding_in_factors_multiplied_first(p, tokens):
+    return (p["table"] @ p["projection"])[tokens]
+
+
+@readout(
+    WIDTH,
+    TOKENS,
+    table=one((VOCABULARY, RANK), "table"),
+    projection=one((RANK, WIDTH)),
+)
+def embedding_in_factors(p, tokens):
+    return p["table"][tokens] @ p["projection"]
+
+
+@construct(
+    X,
+    a=one((WIDTH, WIDE)),
+    b=one((WIDTH, WIDE)),
+    w=one((WIDE, WIDE)),
+)
+def biaffine_scores(p, x):
+    left, right = jnp.tanh(x @ p["a"]), jnp.tanh(x @ p["b"])
+    return jnp.sum(jnp.einsum("bti,ij,bsj->bts", left, p["w"], right) ** 2)
+
+
+@construct(
+    X,
+    TOKENS,
+    w=one((WIDTH, WIDTH)),
+    items=one((VOCABULARY, WIDTH), "table"),
+)
+def sampled_softmax(p, x, tokens):
+    h = jnp.tanh(x @ p["w"])
+    wrong = jnp.einsum("btd,nd->btn", h, p["items"][tokens[0]])
+    return jnp.sum(wrong) - jnp.sum(h * p["items"][tokens])
 
 
 @construct(w=MATRIX)
