@@ -67,9 +67,7 @@ def _elementwise(reader, equation, values, needed):
         reader.follow_rows(operands)
     if not any(map(is_weight, operands)):
         result = activation(operands, tracked)
-        is_indicator = name == "eq"
-        if name == "convert_element_type":
-            is_indicator = values[0].is_indicator
+        is_indicator = _is_indicator(name, values, shapes, shape)
         return [dataclasses.replace(result, is_indicator=is_indicator)]
     if not _mixes(operands, shapes, shape):
         masked = _masked(operands, shapes)
@@ -81,6 +79,23 @@ def _elementwise(reader, equation, values, needed):
             if name in _LINEAR and len(x.all_axes) > 1:
                 tracked.append(Mixed(x.dims, x.parameter, name == "mul"))
     return [activation(operands, tracked)]
+
+
+def _is_indicator(
+    name: str, values: Values, shapes: Sequence[Any], shape: Any
+) -> bool | None:
+    """Whether the result tells which numbers are equal; None if it may."""
+    if name == "eq":
+        return True
+    if name == "convert_element_type":
+        return values[0].is_indicator if values[0] else False
+    if name not in _LINEAR:
+        return False
+    # One-hot vectors that are masked or smoothed still look rows up. What is repeated
+    # is a mask itself, and so is what chooses among cases.
+    operands = list(zip(values, shapes, strict=True))[name == "select_n" :]
+    are_whole = [x for x, s in operands if x and math.prod(s) == math.prod(shape)]
+    return None if any(x.is_indicator is not False for x in are_whole) else False
 
 
 def _over(dims, old, new):

@@ -5,11 +5,13 @@ import math
 from collections.abc import Callable
 
 from curvadion_jax.dimension_numbers import _axes, _values
+from curvadion_jax.dimension_numbers._axes import Dim
 from curvadion_jax.dimension_numbers._reader import (
     CONSTANT,
     Reader,
     activation,
     handles,
+    look_up,
     unknown,
 )
 from curvadion_jax.dimension_numbers._values import (
@@ -21,7 +23,7 @@ from curvadion_jax.dimension_numbers._values import (
     is_weight,
 )
 
-_NUMBERS = Value("constant")
+_NUMBERS, _DATA = Value("constant"), Value("data")
 
 
 @handles("dot_general")
@@ -109,7 +111,9 @@ def _product_with_data(reader, equation, matrix: _Side, data: _Side) -> Value:
             kind, why = "unknown", "a product with what may be one-hot vectors"
         elif data.value.kind == "data":
             why = "a product with raw inputs"
-        use = reader.record(equation, x.parameter, kind, why, *sides, vectors)
+        use = reader.record(
+            equation, x.parameter, kind, why, *sides, vectors, bool(x.stack) or x.is_cut
+        )
         if use:
             uses.add(use)
             outputs.append(Output(matrix.moved(data)(x.dims), x.parameter, use))
@@ -124,14 +128,24 @@ def _product_of_data(reader, equation, left: _Side, right: _Side) -> Value:
     reader.follow_rows(values)
     for side, other in ((left, right), (right, left)):
         _tell_apart(reader, side, other)
-        if other.value.open and any(x.at(side.summed) for x in side.value.outputs):
-            # In x A (y B)^T also B comes before A, and A before B.
-            reader.follow(_values.open_of(values))
+        is_layer = any(other.shape[d] > 1 for d in other.kept)
+        if any(x.at(side.summed) for x in side.value.outputs):
+            if other.value.open:  # in x A (y B)^T: B comes before A, and A before B
+                reader.follow(_values.open_of(values))
+            elif is_layer and other.value == _DATA:  # of a model that is not trained
+                reader.follow(side.value.open)
+            elif is_layer and other.value == _NUMBERS:
+                reader.may_follow(side.value.open)
+        if is_layer:  # over whose outputs it sums is not known any more
+            known = {x.use for x in side.value.outputs}
+            reader.may_follow(side.value.open - known)
         for x in side.value.tracked:
             if _is_matrix(x, side, other):
                 reader.ask(equation, x, "a matrix that data have a part in")
             tracked.append(x.moved(side.moved(other)))
-    return activation(values, [x for x in tracked if x.all_axes])
+    result = activation(values, [x for x in tracked if x.all_axes])
+    is_numbers = left.summed or all(x.is_indicator is False for x in values)
+    return dataclasses.replace(result, is_indicator=False if is_numbers else None)
 
 
 def _is_matrix(x: Tracked, side: _Side, other: _Side) -> bool:
@@ -177,7 +191,7 @@ def _learned_input(reader, equation, sides: list[_Side]) -> None:
 def _tell_apart(reader: Reader, side: _Side, partner: _Side) -> None:
     """What a product says of the output axes of an earlier one."""
     for x in side.value.outputs:
-        summed, batch, kept = x.at(side.summed), x.at(side.batch), x.at(side.kept)
+        summed, batch = x.at(side.summed), x.at(side.batch)
         if is_weight(partner.value):
             # In step with an axis of a parameter: each expert has its own.
             pairs = zip(side.batch, partner.batch, strict=True)
@@ -186,14 +200,21 @@ def _tell_apart(reader: Reader, side: _Side, partner: _Side) -> None:
                 reader.tell(x, x.at([own]), "separate" if of_parameter else "joined")
             if len(summed) > 1:  # the output projection of attention sums over heads
                 reader.tell(x, summed, "joined")
+            elif all(side.shape[d] == 1 or x.dims[d] in _alone(x) for d in side.summed):
+                reader.tell(x, summed, "alone")
             continue
         reader.tell(x, batch, "joined")  # queries meet the keys of their head
         if partner.value.is_indicator is not False:
             reader.tell(x, summed, "selected")
             continue
-        # A gate weighs every expert. Queries are summed with several keys.
-        is_gate = kept and not any(partner.shape[d] > 1 for d in partner.kept)
-        reader.tell(x, summed, "separate" if is_gate and not batch else "joined")
+        # Queries are summed with several keys, experts' outputs with one gate.
+        if any(partner.shape[d] > 1 for d in partner.kept):
+            reader.tell(x, summed, "joined")
+
+
+def _alone(x: Output) -> list[Dim]:
+    """The axes of a value that are an axis of the parameter and nothing else."""
+    return [dim for dim in x.dims if len(dim) == 1 and dim[0].axis >= 0]
 
 
 @handles("conv_general_dilated")
@@ -202,6 +223,8 @@ def _convolution(reader, equation, values, needed):
     if not is_weight(kernel) or is_weight(data):
         for x in kernel.outputs if is_data(kernel) else ():
             reader.ask(equation, x, "a kernel that data have a part in")
+        if is_data(data):  # as of a model that is not trained
+            reader.follow(data.open)
         return unknown(reader, equation, values, needed)
     if data is None:
         lost = (x.lose(CONSTANT) for x in kernel.weights)
@@ -241,17 +264,4 @@ def _gather(reader, equation, values, needed):
             result[place] = dims[d]
         return tuple(result)
 
-    if lost := [x for x in value.weights if x.is_lost]:
-        for x in lost:
-            reader.ask(equation, x, f"a look-up after {x.lost}")
-        return [Value("activation")]
-    found = [
-        dataclasses.replace(x, dims=move(x.dims), stack=x.stack | x.at(picked))
-        for x in value.weights
-    ]
-    if not picked or any(len(x.all_axes) > 1 for x in found):
-        return [Value("weight", tuple(found))]  # matrices of a stack, and not rows
-    kind = "lookup" if is_data(places) else "constant lookup"
-    why = "rows are looked up"
-    uses = {reader.record(equation, x.parameter, kind, why) for x in found} - {None}
-    return [Value("activation", open=frozenset(uses))]
+    return [look_up(reader, equation, value, move, picked, is_data(places))]

@@ -23,6 +23,7 @@ class Use(NamedTuple):
       inputs, outputs, stack: of a product, the parameter's axes that it sums over, that
         it keeps, and that it runs over in step with another array.
       vectors: how many vectors a matrix is multiplied with.
+      is_part: whether it is a product of a part of the parameter.
       why: what the equation is, in words.
       where: its line, such as ``'model.py:63'``.
     """
@@ -34,6 +35,7 @@ class Use(NamedTuple):
     outputs: Axes
     stack: Axes
     vectors: int
+    is_part: bool
     why: str
     where: str
 
@@ -68,6 +70,12 @@ class Tracked:
         """The axes of the value along which it varies, as far as is known."""
         dims = enumerate(self.dims)
         return frozenset(d for d, dim in dims if dim and not _axes.is_repeated(dim))
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a part of the parameter is missing."""
+        atoms = (atom for dim in self.dims for atom in dim)
+        return any(atom.axis >= 0 and atom.size is None for atom in atoms)
 
     def moved(self, move: Callable[[Dims], Dims]) -> Self:
         """The same after the value's axes have moved."""

@@ -318,6 +318,30 @@ def embedding_of_one_hot_vectors(p, tokens):
     return jax.nn.one_hot(tokens, VOCABULARY) @ p["table"]
 
 
+@readout(
+    WIDTH,
+    TOKENS,
+    masked=one((VOCABULARY, WIDTH), "asked"),
+    smoothed=one((VOCABULARY, WIDTH), "asked"),
+)
+def one_hot_vectors_masked_or_smoothed(p, tokens):
+    hot = jax.nn.one_hot(tokens, VOCABULARY)
+    masked = hot * (tokens > 0)[..., None]
+    return masked @ p["masked"] + (0.9 * hot + 0.1 / VOCABULARY) @ p["smoothed"]
+
+
+@readout(WIDTH, TOKENS, X, w=one((WIDTH, WIDTH)))
+def masked_inputs(p, tokens, x):
+    return (x * (tokens == 0)[..., None]) @ p["w"]
+
+
+@readout(WIDTH, TOKENS, table=one((VOCABULARY, WIDTH), "table"))
+def rows_taken_in_a_scan(p, tokens):
+    take = lambda at: lax.dynamic_index_in_dim(p["table"], at, keepdims=False)
+    step = lambda h, at: (jnp.tanh(h + take(at)), h)
+    return lax.scan(step, jnp.zeros(WIDTH), tokens[0])[1]
+
+
 @construct(TOKENS, table=one((VOCABULARY, WIDTH), "tied"), w=one((WIDTH, WIDTH)))
 def tied_embedding(p, tokens):
     return jnp.sum(jnp.tanh(p["table"][tokens] @ p["w"]) @ p["table"].T)
@@ -338,7 +362,7 @@ def positions_looked_up(p, x):
     return x + p["positions"][jnp.arange(TIME)]
 
 
-@readout(WIDTH, X, positions=one((4, WIDTH), "elementwise"))
+@readout(WIDTH, X, positions=one((4, WIDTH), "asked"))
 def positions_resized(p, x):
     return x + jax.image.resize(p["positions"], (TIME, WIDTH), "linear")
 
@@ -535,6 +559,44 @@ def experts_mixed_before_the_product(p, x):
 @construct(w=one((WIDTH, 2, 2, 5), "head"))
 def head_of_several_axes(p, x):
     return jnp.einsum("btd,dpqc->btpqc", x, p["w"]).sum()
+
+
+@readout(WIDTH, router=one((WIDTH, EXPERTS)), w=one((WIDTH, EXPERTS, WIDTH), "asked"))
+def experts_of_one_layer(p, x):
+    gate = jax.nn.softmax(x @ p["router"])
+    return jnp.einsum("btef,bte->btf", jnp.einsum("btd,def->btef", x, p["w"]), gate)
+
+
+@readout(WIDTH, edge=one((WIDTH, WIDTH)), w=one((WIDTH, WIDTH, WIDTH), "asked"))
+def matrices_made_of_edges(p, x):
+    """As of NNConv."""
+    made = jnp.einsum("btk,kdf->btdf", jnp.tanh(x @ p["edge"]), p["w"])
+    return jnp.einsum("btd,btdf->btf", x, made)
+
+
+@readout(
+    WIDTH,
+    bank=one((2, WIDTH, WIDE), "asked"),
+    halves=one((2 * WIDTH, WIDTH), "asked"),
+)
+def bank_used_in_both_directions(p, x):
+    x = x + jax.nn.relu(x @ p["bank"][0]) @ p["bank"][1].T
+    return x + jnp.tanh(x @ p["halves"][:WIDTH]) @ p["halves"][WIDTH:].T
+
+
+@readout(WIDTH, X, jnp.ones((WIDTH, WIDTH)), a=one((WIDTH, RANK)), b=one((RANK, WIDTH)))
+def adapter_of_a_frozen_layer(p, x, w):
+    return x @ w + x @ p["a"] @ p["b"]
+
+
+@construct(
+    X,
+    jnp.ones((WIDTH, WIDTH)),
+    a=one((WIDTH, RANK)),
+    b=one((RANK, WIDTH)),
+)
+def adapter_before_frozen_layers(p, x, w):
+    return jnp.sum(jnp.tanh(x @ p["a"] @ p["b"]) @ w)
 
 
 # Factors
