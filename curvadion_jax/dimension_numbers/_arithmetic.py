@@ -2,21 +2,20 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from curvadion_jax.dimension_numbers import _axes, _values
+from curvadion_jax.dimension_numbers._axes import BESIDE, Atom, Dims
 from curvadion_jax.dimension_numbers._reader import (
     Reader,
     Values,
     activation,
     handles,
-    unknown,
 )
 from curvadion_jax.dimension_numbers._values import (
+    Mixed,
     Output,
-    Scaled,
-    Tracked,
     Value,
     Weight,
     is_data,
@@ -31,8 +30,8 @@ select_n sign sin sinh sqrt square sub tan tanh xor rev name shift_left
 shift_right_arithmetic shift_right_logical""".split()
 _IDENTITIES = """device_put mesh_cast optimization_barrier pcast pmax pmin psum
 psum_invariant pvary reshard sharding_constraint""".split()
-# Sums of a product's terms pass through these.
-_LINEAR = set("add add_any convert_element_type copy div mul neg select_n sub".split())
+_SUMS = set("add add_any convert_element_type copy neg select_n sub".split())
+_LINEAR = _SUMS | {"mul", "div"}
 
 
 @handles(*_IDENTITIES)
@@ -56,24 +55,47 @@ def _elementwise(reader, equation, values, needed):
         value and value.moved(lambda dims, s=s: _over(dims, s, shape))
         for value, s in zip(values, shapes, strict=True)
     ]
-    weights = [x for value in operands if is_weight(value) for x in value.weights]
-    if not weights:
-        tracked = [x for value in operands if value for x in value.tracked]
-        if name not in _LINEAR:
-            tracked = [x for x in tracked if not isinstance(x, Scaled)]
-        result = activation(operands, tracked)
-        is_cast = name == "convert_element_type" and values[0].is_indicator
-        return [dataclasses.replace(result, is_indicator=name == "eq" or is_cast)]
-    if not _mixes(operands, shapes, shape):
-        return [Value("weight", _parts(reader, equation, weights, shape))]
-    kept: list[Tracked] = [
-        x for value in operands if is_data(value) for x in value.outputs
+    # A factor stays one under products and sums, a term under sums alone.
+    tracked = [
+        x
+        for value in operands
+        if is_data(value)
+        for x in value.tracked
+        if not isinstance(x, Mixed) or name in (_LINEAR if x.is_factor else _SUMS)
     ]
-    for x in weights:
-        reader.meet(equation, x, f"{name} with data")
-        if name == "mul" and len(x.all_axes) > 1:
-            kept.append(Scaled(x.dims, x.parameter))
-    return [activation(operands, kept)]
+    if name == "mul":
+        reader.follow_rows(operands)
+    if not any(map(is_weight, operands)):
+        result = activation(operands, tracked)
+        is_indicator = _is_indicator(name, values, shapes, shape)
+        return [dataclasses.replace(result, is_indicator=is_indicator)]
+    if not _mixes(operands, shapes, shape):
+        masked = _masked(operands, shapes)
+        parts = _parts(reader, equation, operands, shape)
+        return [Value("weight", parts).moved(masked)]
+    for value, s in zip(operands, shapes, strict=True):
+        for x in value.weights if value else ():
+            reader.meet(equation, x, f"{name} with data", math.prod(s) == 1)
+            if name in _LINEAR and len(x.all_axes) > 1:
+                tracked.append(Mixed(x.dims, x.parameter, name == "mul"))
+    return [activation(operands, tracked)]
+
+
+def _is_indicator(
+    name: str, values: Values, shapes: Sequence[Any], shape: Any
+) -> bool | None:
+    """Whether the result tells which numbers are equal; None if it may."""
+    if name == "eq":
+        return True
+    if name == "convert_element_type":
+        return values[0].is_indicator if values[0] else False
+    if name not in _LINEAR:
+        return False
+    # One-hot vectors that are masked or smoothed still look rows up. What is repeated
+    # is a mask itself, and so is what chooses among cases.
+    operands = list(zip(values, shapes, strict=True))[name == "select_n" :]
+    are_whole = [x for x, s in operands if x and math.prod(s) == math.prod(shape)]
+    return None if any(x.is_indicator is not False for x in are_whole) else False
 
 
 def _over(dims, old, new):
@@ -85,39 +107,40 @@ def _over(dims, old, new):
 def _mixes(operands: Values, shapes: Sequence[Any], shape: Any) -> bool:
     """Whether data are mixed into parameters, other than as a mask or a number.
 
-    An activation is no mask. Inputs and constants are data if they vary along an axis
+    An activation is no mask. Inputs of the loss are data if they vary along an axis
     along which no parameter does, such as a batch.
     """
-    is_number = [math.prod(s) == 1 < math.prod(shape) for s in shapes]
-    others = [
-        (value, s)
-        for value, s, small in zip(operands, shapes, is_number, strict=True)
-        if not (is_weight(value) or small)
-    ]
-    if any(value and value.kind == "activation" for value, _ in others):
-        return True
     weights = [x for value in operands if is_weight(value) for x in value.weights]
-    if any(x.is_lost for x in weights):
-        return any(value for value, _ in others)
-    covered = set().union(*(_covered(x) for x in weights))
-    return any(
-        n > 1 and d not in covered
-        for _, s in others
-        for d, n in enumerate(s if len(s) == len(shape) else ())
-    )
+    covered = set().union(*(x.covered for x in weights))
+    for value, s in zip(operands, shapes, strict=True):
+        if not is_data(value) or math.prod(s) == 1 < math.prod(shape):
+            continue
+        if value.kind == "activation" or any(x.is_lost for x in weights):
+            return True
+        if any(n > 1 and d not in covered for d, n in enumerate(s)):
+            return True
+    return False
 
 
-def _covered(x: Weight) -> set[int]:
-    """The axes of a value along which a parameter varies in it."""
-    dims = enumerate(x.dims)
-    return {d for d, dim in dims if dim and not _axes.is_repeated(dim)}
+def _masked(operands: Values, shapes: Sequence[Any]) -> Callable[[Dims], Dims]:
+    """How axes lie behind a mask: along an axis of the mask nothing is repeated."""
+    masks = zip(operands, shapes, strict=True)
+    varied = {d for x, s in masks if not is_weight(x) for d, n in enumerate(s) if n > 1}
+
+    def move(dims):
+        return tuple(
+            (Atom(BESIDE, None),) if d in varied and _axes.is_repeated(dim) else dim
+            for d, dim in enumerate(dims)
+        )
+
+    return move
 
 
-def _parts(reader: Reader, equation: Any, weights: list[Weight], shape: Any):
+def _parts(reader: Reader, equation: Any, operands: Values, shape: Any):
     """The parameters of a value, less those that only scale or shift another one."""
-    parts = _values.merged(weights)
+    parts = _values.merged(x for value in operands if value for x in value.weights)
     long = {d for d, n in enumerate(shape) if n > 1}
-    whole = {x.parameter for x in parts if not x.is_lost and _covered(x) >= long}
+    whole = {x.parameter for x in parts if not x.is_lost and x.covered >= long}
     kept = []
     for x in parts:
         if not whole or x.parameter in whole or x.is_lost:
@@ -132,10 +155,8 @@ def _parts(reader: Reader, equation: Any, weights: list[Weight], shape: Any):
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"
 )
 def _reduce(reader, equation, values, needed):
-    name, (value, *_) = equation.primitive.name, values
-    if len(values) > 1 or value is None:
-        return unknown(reader, equation, values, needed)
-    summed = equation.params["axes"]
+    name, value = equation.primitive.name, values[0]
+    summed, is_sum = equation.params["axes"], name == "reduce_sum"
     rest = [d for d in range(len(equation.invars[0].aval.shape)) if d not in summed]
     keep = lambda dims: tuple(dims[d] for d in rest)
     tracked = []
@@ -143,9 +164,9 @@ def _reduce(reader, equation, values, needed):
         gone, left = x.at(summed), x.at(rest)
         if isinstance(x, Weight) and gone:
             x = x.lose(name)
-        elif isinstance(x, Output) and len(gone) == 1 and left and name == "reduce_sum":
-            reader.tell(x, gone, "separate")
-        elif isinstance(x, Scaled) and gone and left and name == "reduce_sum":
+        elif isinstance(x, Output) and len(gone) == 1 and left and is_sum:
+            reader.tell(x, gone, "separate")  # a sum over experts
+        elif isinstance(x, Mixed) and x.is_factor and gone and left and is_sum:
             reader.ask(equation, x, "times an activation, and a sum")
         tracked.append(x.moved(keep))
     tracked = [x for x in tracked if isinstance(x, Weight) or x.all_axes]

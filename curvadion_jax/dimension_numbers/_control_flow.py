@@ -116,10 +116,8 @@ def _either(
         )
     for x in tracked:
         if isinstance(x, Weight):
-            # A vector, or what is repeated for a batch, begins a recurrence.
             is_vector = not x.is_lost and len(x.all_axes) < 2
-            is_state = is_vector or any(map(_axes.is_repeated, x.dims))
-            kind = "elementwise" if is_state else "unknown"
+            kind = "elementwise" if is_vector else "unknown"
             reader.record(equation, x.parameter, kind, _FIRST_STATE)
     return activation(given, [x for x in tracked if not isinstance(x, Weight)])
 
@@ -128,7 +126,7 @@ def _peeled(reader: Reader, equation: Any, value: Value | None) -> Value | None:
     """What a loop is given at each step: a place of the first axis."""
     if value is None:
         return None
-    for x in value.scaled:
+    for x in value.factors:
         if x.at([0]):
             reader.ask(equation, x, "times an activation, in the steps of a loop")
 

@@ -1,6 +1,7 @@
 """What moves the axes of a value: transpositions, reshapes, slices, concatenations."""
 
 import dataclasses
+import math
 from typing import Any
 
 from curvadion_jax.dimension_numbers import _axes, _values
@@ -10,11 +11,12 @@ from curvadion_jax.dimension_numbers._reader import (
     Values,
     activation,
     handles,
+    look_up,
     unknown,
 )
 from curvadion_jax.dimension_numbers._values import (
+    Mixed,
     Output,
-    Scaled,
     Value,
     Weight,
     is_data,
@@ -43,15 +45,29 @@ def _reshape(reader, equation, values, needed):
 def _broadcast_in_dim(reader, equation, values, needed):
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     places = equation.params["broadcast_dimensions"]
-    return [values[0].moved(lambda dims: _axes.broadcast(dims, old, new, places))]
+    value = values[0].moved(lambda dims: _axes.broadcast(dims, old, new, places))
+    if math.prod(old) < math.prod(new):  # a mask, and not one-hot vectors
+        value = dataclasses.replace(value, is_indicator=False)
+    return [value]
 
 
-@handles("slice", "dynamic_slice")
+@handles("slice")
 def _slice(reader, equation, values, needed):
-    if values[0] is None:  # a place that data say, of constants
-        return unknown(reader, equation, values, needed)
     shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     return [_cut(reader, equation, values[0], *shapes)]
+
+
+@handles("dynamic_slice")
+def _dynamic_slice(reader, equation, values, needed):
+    value, *places = values
+    if value is None:  # constants, at a place that data say
+        return unknown(reader, equation, values, needed)
+    if not (is_weight(value) and any(map(is_data, places))):
+        return _slice(reader, equation, values, needed)
+    old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    picked = [d for d, n in enumerate(new) if n == 1 < old[d]]
+    move = lambda dims: _axes.resized(dims, old, new)
+    return [look_up(reader, equation, value, move, picked, by_data=True)]
 
 
 @handles("split")
@@ -71,9 +87,8 @@ def _cut(reader: Reader, equation: Any, value: Value, old: Any, new: Any) -> Val
             x = dataclasses.replace(x, stack=x.stack | gone)
         elif isinstance(x, Output):
             reader.tell(x, gone, "separate")
-        elif isinstance(x, Scaled) and gone:
-            why = "times an activation, and one place of it"
-            reader.ask(equation, x, why)
+        elif isinstance(x, Mixed) and x.is_factor and gone:
+            reader.ask(equation, x, "times an activation, and one place of it")
         tracked.append(x.moved(lambda dims: _axes.resized(dims, old, new)))
     return dataclasses.replace(value, tracked=tuple(tracked))
 

@@ -5,22 +5,25 @@ import math
 from collections.abc import Callable
 
 from curvadion_jax.dimension_numbers import _axes, _values
+from curvadion_jax.dimension_numbers._axes import Dim
 from curvadion_jax.dimension_numbers._reader import (
     CONSTANT,
     Reader,
     activation,
     handles,
+    look_up,
     unknown,
 )
 from curvadion_jax.dimension_numbers._values import (
+    Mixed,
     Output,
-    Scaled,
+    Tracked,
     Value,
     is_data,
     is_weight,
 )
 
-_NUMBERS = Value("constant")
+_NUMBERS, _DATA = Value("constant"), Value("data")
 
 
 @handles("dot_general")
@@ -108,10 +111,12 @@ def _product_with_data(reader, equation, matrix: _Side, data: _Side) -> Value:
             kind, why = "unknown", "a product with what may be one-hot vectors"
         elif data.value.kind == "data":
             why = "a product with raw inputs"
-        use = reader.record(equation, x.parameter, kind, why, *sides, vectors)
+        use = reader.record(
+            equation, x.parameter, kind, why, *sides, vectors, bool(x.stack) or x.is_cut
+        )
         if use:
             uses.add(use)
-            outputs.append(Output(matrix.moved(data)(x.dims), use))
+            outputs.append(Output(matrix.moved(data)(x.dims), x.parameter, use))
     if not uses:
         uses = data.value.open  # of a backward pass
     return Value("activation", _values.unique(outputs), frozenset(uses))
@@ -119,16 +124,42 @@ def _product_with_data(reader, equation, matrix: _Side, data: _Side) -> Value:
 
 def _product_of_data(reader, equation, left: _Side, right: _Side) -> Value:
     """Such as of queries and keys."""
-    tracked = []
+    values, tracked = [left.value, right.value], []
+    reader.follow_rows(values)
     for side, other in ((left, right), (right, left)):
         _tell_apart(reader, side, other)
+        is_layer = any(other.shape[d] > 1 for d in other.kept)
+        if any(x.at(side.summed) for x in side.value.outputs):
+            if other.value.open:  # in x A (y B)^T: B comes before A, and A before B
+                reader.follow(_values.open_of(values))
+            elif is_layer and other.value == _DATA:  # of a model that is not trained
+                reader.follow(side.value.open)
+            elif is_layer and other.value == _NUMBERS:
+                reader.may_follow(side.value.open)
+        if is_layer:  # over whose outputs it sums is not known any more
+            known = {x.use for x in side.value.outputs}
+            reader.may_follow(side.value.open - known)
         for x in side.value.tracked:
-            if isinstance(x, Scaled) and x.at(side.summed) and x.at(side.kept):
-                why = "times an activation, and a product with another"
-                reader.ask(equation, x, why)
+            if _is_matrix(x, side, other):
+                reader.ask(equation, x, "a matrix that data have a part in")
             tracked.append(x.moved(side.moved(other)))
-    values = [left.value, right.value]
-    return activation(values, [x for x in tracked if x.all_axes])
+    result = activation(values, [x for x in tracked if x.all_axes])
+    is_numbers = left.summed or all(x.is_indicator is False for x in values)
+    return dataclasses.replace(result, is_indicator=False if is_numbers else None)
+
+
+def _is_matrix(x: Tracked, side: _Side, other: _Side) -> bool:
+    """Whether an activation that is made of a parameter is a matrix in a product.
+
+    Such is ``(w + change) @ x``, and a mixture of experts' matrices before a product.
+    Queries have a time of their own besides the axes of their kernel.
+    """
+    if isinstance(x, Output):
+        is_alone = all(side.shape[d] == 1 or x.at([d]) for d in side.kept)
+        is_product = any(other.shape[d] > 1 for d in other.kept)
+        sides = [x.at(places) & x.use.outputs for places in (side.summed, side.kept)]
+        return is_alone and is_product and all(sides)
+    return isinstance(x, Mixed) and bool(x.at(side.summed) and x.at(side.kept))
 
 
 def _learned_input(reader, equation, sides: list[_Side]) -> None:
@@ -138,7 +169,7 @@ def _learned_input(reader, equation, sides: list[_Side]) -> None:
     """
 
     def is_vector(side):
-        return all(not x.is_lost and len(x.all_axes) < 2 for x in side.value.weights)
+        return all(not x.is_lost and len(x.covered) < 2 for x in side.value.weights)
 
     def is_repeated(side):
         weights = side.value.weights
@@ -160,7 +191,7 @@ def _learned_input(reader, equation, sides: list[_Side]) -> None:
 def _tell_apart(reader: Reader, side: _Side, partner: _Side) -> None:
     """What a product says of the output axes of an earlier one."""
     for x in side.value.outputs:
-        summed, batch, kept = x.at(side.summed), x.at(side.batch), x.at(side.kept)
+        summed, batch = x.at(side.summed), x.at(side.batch)
         if is_weight(partner.value):
             # In step with an axis of a parameter: each expert has its own.
             pairs = zip(side.batch, partner.batch, strict=True)
@@ -169,20 +200,31 @@ def _tell_apart(reader: Reader, side: _Side, partner: _Side) -> None:
                 reader.tell(x, x.at([own]), "separate" if of_parameter else "joined")
             if len(summed) > 1:  # the output projection of attention sums over heads
                 reader.tell(x, summed, "joined")
+            elif all(side.shape[d] == 1 or x.dims[d] in _alone(x) for d in side.summed):
+                reader.tell(x, summed, "alone")
             continue
         reader.tell(x, batch, "joined")  # queries meet the keys of their head
         if partner.value.is_indicator is not False:
             reader.tell(x, summed, "selected")
             continue
-        # A gate weighs every expert. Queries are summed with several keys.
-        is_gate = kept and not any(partner.shape[d] > 1 for d in partner.kept)
-        reader.tell(x, summed, "separate" if is_gate and not batch else "joined")
+        # Queries are summed with several keys, experts' outputs with one gate.
+        if any(partner.shape[d] > 1 for d in partner.kept):
+            reader.tell(x, summed, "joined")
+
+
+def _alone(x: Output) -> list[Dim]:
+    """The axes of a value that are an axis of the parameter and nothing else."""
+    return [dim for dim in x.dims if len(dim) == 1 and dim[0].axis >= 0]
 
 
 @handles("conv_general_dilated")
 def _convolution(reader, equation, values, needed):
     data, kernel = values
     if not is_weight(kernel) or is_weight(data):
+        for x in kernel.outputs if is_data(kernel) else ():
+            reader.ask(equation, x, "a kernel that data have a part in")
+        if is_data(data):  # as of a model that is not trained
+            reader.follow(data.open)
         return unknown(reader, equation, values, needed)
     if data is None:
         lost = (x.lose(CONSTANT) for x in kernel.weights)
@@ -222,16 +264,4 @@ def _gather(reader, equation, values, needed):
             result[place] = dims[d]
         return tuple(result)
 
-    found = []
-    for x in value.weights:
-        if x.is_lost:
-            reader.ask(equation, x, f"a look-up after {x.lost}")
-            return [Value("activation")]
-        stack = x.stack | x.at(picked)
-        found.append(dataclasses.replace(x, dims=move(x.dims), stack=stack))
-    if not picked or any(len(x.all_axes) > 1 for x in found):
-        return [Value("weight", tuple(found))]  # matrices of a stack, and not rows
-    kind = "lookup" if is_data(places) else "constant lookup"
-    for x in found:
-        reader.record(equation, x.parameter, kind, "rows are looked up")
-    return [Value("activation")]
+    return [look_up(reader, equation, value, move, picked, is_data(places))]

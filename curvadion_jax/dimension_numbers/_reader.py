@@ -6,7 +6,6 @@ that went through it is asked about. Nothing goes by names.
 """
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,11 +14,10 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from curvadion_jax.dimension_numbers import _values
-from curvadion_jax.dimension_numbers._axes import Axes
+from curvadion_jax.dimension_numbers._axes import Axes, Dims
 from curvadion_jax.dimension_numbers._values import (
     NONE,
     Output,
-    Scaled,
     Tracked,
     Use,
     Value,
@@ -139,27 +137,28 @@ class Reader:
         outputs: Axes = NONE,
         stack: Axes = NONE,
         vectors: int = 0,
+        is_part: bool = False,
     ) -> Use | None:
         """Notes a use of a parameter; none of a backward pass."""
         if self._is_backward:
             return None
         sides = inputs, outputs, stack
         where = _where(equation)
-        use = Use(id(equation), parameter, kind, *sides, vectors, why, where)
+        use = Use(id(equation), parameter, kind, *sides, vectors, is_part, why, where)
         self.facts.uses[use] = None
         return use
 
-    def ask(self, equation: Any, x: Weight | Scaled, why: str) -> None:
+    def ask(self, equation: Any, x: Tracked, why: str) -> Use | None:
         """Notes a use that nobody understands."""
         stack = x.stack if isinstance(x, Weight) else NONE
-        self.record(equation, x.parameter, "unknown", why, stack=stack)
+        return self.record(equation, x.parameter, "unknown", why, stack=stack)
 
-    def meet(self, equation: Any, x: Weight, why: str) -> None:
-        """Notes that data meet a parameter, element by element."""
+    def meet(self, equation: Any, x: Weight, why: str, is_number: bool = False) -> None:
+        """Notes that data meet a parameter, or a number made of it, by elements."""
         if not x.is_lost:
             kind = "elementwise"
-        elif math.prod(equation.outvars[0].aval.shape) == 1:
-            kind = "penalty"
+        elif is_number:
+            kind = "number"
         else:
             kind = "constant" if x.lost == CONSTANT else "unknown"
             why = f"{why} after {x.lost}"
@@ -169,14 +168,24 @@ class Reader:
         """Notes the parameters that are in the loss without any data."""
         for value in losses:
             for x in value.weights if value else ():
-                why = "a penalty, without data"
-                use = Use(0, x.parameter, "penalty", NONE, NONE, x.stack, 0, why, "")
+                why = "only in the loss itself, as in a penalty"
+                sides = NONE, NONE, x.stack
+                use = Use(0, x.parameter, "number", *sides, 0, False, why, "")
                 self.facts.uses[use] = None
 
     def follow(self, products: frozenset[Use]) -> None:
         """Notes that another product comes after these."""
         if not self._is_backward:
             self.facts.followed |= products
+
+    def follow_rows(self, values: Values) -> None:
+        """Notes that products meet rows of a table, which are parameters too."""
+        opened = _values.open_of(values)
+        kinds = {use.kind for use in opened}
+        if "lookup" in kinds:
+            self.follow(opened)
+        elif "unknown" in kinds:
+            self.may_follow(opened)
 
     def may_follow(self, products: frozenset[Use]) -> None:
         """Notes that what comes after these may be a product."""
@@ -187,7 +196,8 @@ class Reader:
         """Notes what an equation says of output axes of a product.
 
         They are ``'joined'`` with the other ones to one side of a matrix, as heads are,
-        ``'separate'`` matrices, as experts are, or ``'selected'`` from by data.
+        ``'separate'`` matrices, as experts are, ``'selected'`` from by data, or summed
+        ``'alone'`` by the next parameter.
         """
         for axis in axes:
             key = output.use, axis
@@ -203,23 +213,45 @@ def unknown(
     if not any(map(is_data, values)):
         result = Value("weight", _values.unique(x.lose(name) for x in weights))
         return [result] * len(equation.outvars)
-    for x in weights:
-        reader.ask(equation, x, f"enters {name}")
+    asked = {use for x in weights if (use := reader.ask(equation, x, f"enters {name}"))}
     for value in values:
-        for x in value.scaled if value else ():
+        for x in value.factors if value else ():
             reader.ask(equation, x, f"enters {name} after a product with an activation")
     if weights:
         reader.may_follow(_values.open_of(values))
     result = activation(values)
+    result = dataclasses.replace(result, open=result.open | asked)
     given = [v for v, value in zip(equation.invars, values, strict=True) if value]
-    are_whole = not any(map(_is_float, given))
-    # What is made of whole numbers may be one-hot vectors.
-    return [
-        dataclasses.replace(result, is_indicator=None)
-        if are_whole or not _is_float(variable)
-        else result
-        for variable in equation.outvars
+    # What is made of whole numbers, or of one-hot vectors, may be one-hot vectors.
+    may_be = not any(map(_is_float, given)) or any(
+        value.is_indicator is not False for value in values if value
+    )
+    maybe = dataclasses.replace(result, is_indicator=None)
+    return [maybe if may_be or not _is_float(v) else result for v in equation.outvars]
+
+
+def look_up(
+    reader: Reader,
+    equation: Any,
+    value: Value,
+    move: Callable[[Dims], Dims],
+    picked: Sequence[int],
+    by_data: bool,
+) -> Value:
+    """What is taken from parameters at some places of the axes `picked`."""
+    if lost := [x for x in value.weights if x.is_lost]:
+        for x in lost:
+            reader.ask(equation, x, f"a look-up after {x.lost}")
+        return Value("activation")
+    found = [
+        dataclasses.replace(x.moved(move), stack=x.stack | x.at(picked))
+        for x in value.weights
     ]
+    if not picked or any(len(x.all_axes) > 1 for x in found):
+        return Value("weight", tuple(found))  # matrices of a stack, and not rows
+    kind, why = "lookup" if by_data else "constant lookup", "rows are looked up"
+    uses = [reader.record(equation, x.parameter, kind, why) for x in found]
+    return Value("activation", open=frozenset(use for use in uses if use))
 
 
 def _is_float(variable: Any) -> bool:

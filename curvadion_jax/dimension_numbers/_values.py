@@ -18,10 +18,12 @@ class Use(NamedTuple):
       parameter: the number of the parameter.
       kind: ``'product'`` or ``'convolution'`` with data; ``'lookup'`` of rows at places
         that data tell, or ``'constant lookup'``; ``'elementwise'``, or ``'constant'``
-        after a product with a constant; ``'penalty'`` in the loss; or ``'unknown'``.
+        after a product with a constant; ``'number'``, made of all of its elements, such
+        as a norm or a penalty; or ``'unknown'``.
       inputs, outputs, stack: of a product, the parameter's axes that it sums over, that
         it keeps, and that it runs over in step with another array.
       vectors: how many vectors a matrix is multiplied with.
+      is_part: whether it is a product of a part of the parameter.
       why: what the equation is, in words.
       where: its line, such as ``'model.py:63'``.
     """
@@ -33,6 +35,7 @@ class Use(NamedTuple):
     outputs: Axes
     stack: Axes
     vectors: int
+    is_part: bool
     why: str
     where: str
 
@@ -43,9 +46,11 @@ class Tracked:
 
     Attributes:
       dims: where the parameter's axes lie in the value.
+      parameter: its number.
     """
 
     dims: Dims
+    parameter: int
 
     @property
     def is_lost(self) -> bool:
@@ -60,6 +65,18 @@ class Tracked:
     def all_axes(self) -> Axes:
         return self.at(range(len(self.dims)))
 
+    @property
+    def covered(self) -> frozenset[int]:
+        """The axes of the value along which it varies, as far as is known."""
+        dims = enumerate(self.dims)
+        return frozenset(d for d, dim in dims if dim and not _axes.is_repeated(dim))
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a part of the parameter is missing."""
+        atoms = (atom for dim in self.dims for atom in dim)
+        return any(atom.axis >= 0 and atom.size is None for atom in atoms)
+
     def moved(self, move: Callable[[Dims], Dims]) -> Self:
         """The same after the value's axes have moved."""
         if self.is_lost:
@@ -72,12 +89,10 @@ class Weight(Tracked):
     """A parameter in a value that is made of parameters alone.
 
     Attributes:
-      parameter: its number.
       stack: axes that are gone because one place of each was taken, as in a scan.
       lost: what lost the axes, in words.
     """
 
-    parameter: int
     stack: Axes = NONE
     lost: str = ""
 
@@ -101,14 +116,16 @@ class Output(Tracked):
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaled(Tracked):
-    """A parameter times an activation: a sum over an axis makes it a product.
+class Mixed(Tracked):
+    """A parameter in an activation with whose elements it was combined.
+
+    In a product with other data it would be a matrix: ``(w + change) @ x``.
 
     Attributes:
-      parameter: its number.
+      is_factor: whether it was multiplied. Then a sum over an axis would be a product.
     """
 
-    parameter: int
+    is_factor: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +155,8 @@ class Value:
         return tuple(x for x in self.tracked if isinstance(x, Output))
 
     @property
-    def scaled(self) -> tuple[Scaled, ...]:
-        return tuple(x for x in self.tracked if isinstance(x, Scaled))
+    def factors(self) -> tuple[Mixed, ...]:
+        return tuple(x for x in self.tracked if isinstance(x, Mixed) and x.is_factor)
 
     def moved(self, move: Callable[[Dims], Dims]) -> "Value":
         """The value after its axes have moved."""

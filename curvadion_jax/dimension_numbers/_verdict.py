@@ -35,19 +35,19 @@ def _judge(shape: tuple[int, ...], uses: list[Use], facts: Facts):
         rest = [use for use in uses if use.kind != "lookup"]
         return "tied", None, f"rows are looked up; {_said(rest[0])}"
     # A product with zeros, before the first step of a recurrence, tells nothing; nor
-    # does a penalty.
-    if kinds - {"constant", "penalty"}:
-        kinds -= {"constant", "penalty"}
-    if doubtful := kinds & {"unknown", "penalty"}:
+    # does a number made of all elements, such as a norm or a penalty.
+    if kinds - {"constant", "number"}:
+        kinds -= {"constant", "number"}
+    if doubtful := kinds & {"unknown", "number", "constant"}:
         return "asked", None, _said(_first(uses, *doubtful))
     if kinds == {"product"}:
         products = [use for use in uses if use.kind == "product"]
         return _judge_products(shape, long, products, facts)
     if kinds == {"convolution"}:
         return "convolution", None, _said(_first(uses, "convolution"))
-    if kinds <= {"elementwise", "constant"}:
+    if kinds == {"elementwise"}:
         return "elementwise", None, f"no product: {_said(uses[0])}"
-    if kinds <= {"elementwise", "constant", "constant lookup"}:
+    if kinds <= {"elementwise", "constant lookup"}:
         return "table", None, _said(_first(uses, "constant lookup"))
     several = "; ".join(_said(_first(uses, kind)) for kind in sorted(kinds))
     return "asked", None, f"several uses: {several}"
@@ -67,6 +67,10 @@ def _judge_products(
     size = lambda axes: math.prod(shape[axis] for axis in axes)
     # A power iteration, as of spectral norms, multiplies one vector, from either side.
     products = [use for use in products if use.vectors > 1] or products
+    if facts.followed.isdisjoint(products):
+        if facts.perhaps.isdisjoint(products):
+            return "head", None, f"no product follows {_said(products[0])}"
+        return "asked", None, f"an output head, or not: {_said(products[0])}"
     sides: dict[tuple[Axes, Axes], Use] = {}
     for use in products:
         stack = _stack_among(use, facts)
@@ -84,10 +88,8 @@ def _judge_products(
     (inputs, outputs), use = next(iter(sides.items()))
     if any({*other} != {inputs, outputs} for other in sides):
         return "asked", None, f"products along several axes: {_said(use)}"
-    if facts.followed.isdisjoint(products):
-        if not facts.perhaps.isdisjoint(products):
-            return "asked", None, f"an output head, or not: {_said(use)}"
-        return "head", None, f"no product follows {_said(use)}"
+    if len(sides) > 1 and any(use.is_part for use in products):
+        return "asked", None, f"parts of it are transposed: {_said(use)}"
     if any(
         "selected" in facts.told.get((u, axis), NONE)
         for u in products
@@ -114,5 +116,7 @@ def _stack_among(use: Use, facts: Facts) -> Axes | None:
         if "separate" in said and "joined" not in said
     )
     rest = use.outputs - stack
-    is_told = len(rest) < 2 or any("joined" in told[axis] for axis in rest)
-    return stack if is_told else None
+    joined = {axis for axis in rest if "joined" in told[axis]}
+    # Of queries with one key the axis of heads is not summed alone.
+    is_alone = any("alone" in told[axis] for axis in rest - joined)
+    return stack if len(rest) < 2 or (joined and not is_alone) else None

@@ -1,0 +1,789 @@
+"""Losses of one construct each, and what their parameters are.
+
+Every loss is called as `loss(params, x)` with x of shape [2, 8, 16], or with the
+construct's own data. Where a construct has no output head of its own, `readout` puts
+one after it, so that the construct's own products are followed by another one.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+BATCH, TIME, WIDTH, WIDE, HEADS, EXPERTS, LAYERS, RANK, VOCABULARY = (
+    *(2, 8, 16, 32, 4, 5, 3, 2, 50),
+)
+SIZE = WIDTH // HEADS  # of a head
+X = jnp.ones((BATCH, TIME, WIDTH))
+TOKENS = jnp.zeros((BATCH, TIME), jnp.int32)
+P = jax.sharding.PartitionSpec
+
+# Axes of inputs and of outputs.
+IN_OUT, OUT_IN, STACKED = ((0,), (1,)), ((1,), (0,)), ((1,), (2,))
+
+
+class Construct(NamedTuple):
+    """A loss, and for each parameter its shape and what it is.
+
+    Attributes:
+      name: of the test.
+      loss: a function of the parameters and the data.
+      parameters: by name the shape, and ``(inputs, outputs)`` of a matrix or a kind.
+      data: the loss's other arguments.
+    """
+
+    name: str
+    loss: Callable[..., jax.Array]
+    parameters: dict[str, tuple[tuple[int, ...], Any]]
+    data: tuple[Any, ...] = (X,)
+
+    @property
+    def params(self) -> dict[str, jax.Array]:
+        return {name: jnp.ones(shape) for name, (shape, _) in self.parameters.items()}
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        return {name: said for name, (_, said) in self.parameters.items()}
+
+
+CONSTRUCTS: list[Construct] = []
+
+
+def construct(*data: Any, **parameters: Any) -> Callable:
+    """Adds a loss to the list, under its name."""
+
+    def add(loss):
+        name = loss.__name__.strip("_")
+        CONSTRUCTS.append(Construct(name, loss, parameters, data or (X,)))
+        return loss
+
+    return add
+
+
+def readout(width: int = WIDE, *data: Any, **parameters: Any) -> Callable:
+    """Adds a layer: its outputs, this wide, go through a head called `head`."""
+
+    def add(layer):
+        @functools.wraps(layer)
+        def loss(params, *args):
+            return jnp.sum(jnp.tanh(layer(params, *args)) @ params["head"])
+
+        head = {"head": ((width, 7), "head")}
+        construct(*data, **parameters, **head)(loss)
+        return layer
+
+    return add
+
+
+one = lambda shape, said=IN_OUT: (shape, said)
+MATRIX = one((WIDTH, WIDE))
+
+
+# What a product makes of its parameter
+
+
+@readout(w=MATRIX)
+def in_out(p, x):
+    return x @ p["w"]
+
+
+@readout(w=one((WIDE, WIDTH), OUT_IN))
+def out_in(p, x):
+    return x @ p["w"].T
+
+
+@readout(w=MATRIX, b=one((WIDE,), "vector"), unused=one((WIDTH, WIDTH), "unused"))
+def with_a_bias_and_an_unused_array(p, x):
+    return x @ p["w"] + p["b"]
+
+
+@readout(w=MATRIX)
+def cast_and_transposed_twice(p, x):
+    return x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16).T.T
+
+
+@readout(w=one((WIDE, WIDTH), OUT_IN))
+def of_one_vector_at_a_time(p, x):
+    return jax.vmap(jax.vmap(lambda v: p["w"] @ v))(x)
+
+
+@construct(w=MATRIX, head=one((WIDE, 7), "head"))
+def penalties_in_the_loss(p, x):
+    loss = jnp.sum(jnp.tanh(x @ p["w"]) @ p["head"])
+    loss += sum(jnp.sum(w**2) for w in p.values())
+    return loss + jnp.sum((p["w"].T @ p["w"] - jnp.eye(WIDE)) ** 2)
+
+
+@construct(w=one((WIDTH, WIDTH), "asked"), head=one((WIDTH, 3), "head"))
+def penalty_alone(p, x):
+    return jnp.sum(x @ p["head"]) + jnp.sum(p["w"] ** 2)
+
+
+@readout(w=MATRIX)
+def outputs_over_the_norm(p, x):
+    return x @ p["w"] / jnp.linalg.norm(p["w"])
+
+
+@readout(w=one((WIDTH, WIDE), "asked"))
+def weights_and_a_change_by_data(p, x):
+    change = jnp.tanh(x.mean(1))[:, :, None]
+    return jnp.einsum("bti,bio->bto", x, p["w"] + change)
+
+
+@readout(w=MATRIX, g=one((WIDE,), "vector"))
+def weight_standardisation(p, x):
+    w = (p["w"] - p["w"].mean(0)) / p["w"].std(0) * p["g"]
+    return x @ w
+
+
+@readout(w=MATRIX)
+def quantised_weights(p, x):
+    scale = jnp.abs(p["w"]).max(0)
+    return x @ (p["w"] + lax.stop_gradient(jnp.round(p["w"] / scale) * scale - p["w"]))
+
+
+@readout(WIDE, X, jax.random.key(0), w=MATRIX)
+def dropped_weights(p, x, key):
+    return x @ (p["w"] * jax.random.bernoulli(key, 0.5, p["w"].shape))
+
+
+@readout(WIDTH, w=one((WIDTH, WIDTH)))
+def masked_weights(p, x):
+    return x @ (p["w"] * jnp.tril(jnp.ones((WIDTH, WIDTH))))
+
+
+@readout(WIDE, X, jnp.ones(WIDE), w=MATRIX)
+def spectral_norm(p, x, u):
+    v = p["w"] @ u
+    sigma = v @ p["w"] @ u / jnp.sum(v**2)
+    return x @ (p["w"] / sigma)
+
+
+@readout(WIDTH, w=one((WIDTH, WIDTH)))
+def newton_schulz_in_the_model(p, x):
+    return x @ (1.5 * p["w"] - 0.5 * p["w"] @ p["w"].T @ p["w"])
+
+
+@readout(frozen=one((WIDTH, WIDE), "unused"), w=MATRIX)
+def stopped_gradient(p, x):
+    return x @ lax.stop_gradient(p["frozen"]) + x @ p["w"]
+
+
+# Programs within programs
+
+
+@readout(w=MATRIX)
+def jit(p, x):
+    return jax.jit(lambda w: x @ w)(p["w"])
+
+
+@readout(w=MATRIX)
+def remat(p, x):
+    return jax.checkpoint(lambda x: jax.nn.silu(x @ p["w"]))(x)
+
+
+@jax.custom_vjp
+def _linear(x, w):
+    return x @ w.T
+
+
+_linear.defvjp(
+    lambda x, w: (_linear(x, w), (x, w)),
+    lambda kept, g: (g @ kept[1], jnp.einsum("bto,bti->oi", g, kept[0])),
+)
+
+
+@readout(w=one((WIDE, WIDTH), OUT_IN))
+def custom_vjp(p, x):
+    return _linear(x, p["w"])
+
+
+@readout(w=MATRIX, v=MATRIX)
+def cond(p, x):
+    return lax.cond(x.sum() > 0, lambda: x @ p["w"], lambda: x @ p["v"])
+
+
+@readout(w=one((3, WIDTH, WIDE), STACKED))
+def switch_over_a_stack(p, x):
+    branches = [lambda i=i: x @ p["w"][i] for i in range(3)]
+    return lax.switch(jnp.int32(x.sum()), branches)
+
+
+@readout(WIDTH, w=one((WIDTH, WIDTH)))
+def fori_loop(p, x):
+    return lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ p["w"]), x)
+
+
+@readout(WIDTH, w=one((LAYERS, WIDTH, WIDTH), STACKED))
+def fori_loop_over_layers(p, x):
+    return lax.fori_loop(0, LAYERS, lambda i, h: jnp.tanh(h @ p["w"][i]), x)
+
+
+@readout(
+    WIDTH, w=one((LAYERS, WIDTH, WIDTH), STACKED), b=one((LAYERS, WIDTH), "vector")
+)
+def scan_over_layers(p, x):
+    layer = lambda h, each: (jnp.tanh(h @ each["w"] + each["b"]), None)
+    return lax.scan(layer, x, {"w": p["w"], "b": p["b"]})[0]
+
+
+@readout(WIDTH, w=one((WIDTH, LAYERS, WIDTH), ((0,), (2,))))
+def scan_over_layers_on_the_second_axis(p, x):
+    layer = lambda h, w: (jnp.tanh(h @ w), None)
+    return lax.scan(layer, x, jnp.moveaxis(p["w"], 1, 0))[0]
+
+
+@readout(WIDTH, w=one((2, LAYERS, WIDTH, WIDTH), ((2,), (3,))))
+def scan_in_a_scan(p, x):
+    layer = lambda h, w: (jnp.tanh(h @ w), None)
+    return lax.scan(lambda h, w: (lax.scan(layer, h, w)[0], None), x, p["w"])[0]
+
+
+@readout(WIDTH, a=one((WIDTH, WIDTH)), b=one((WIDTH, WIDTH)))
+def layers_stacked_at_run_time(p, x):
+    layer = lambda h, w: (jnp.tanh(h @ w), None)
+    return lax.scan(layer, x, jnp.stack([p["a"], p["b"]]))[0]
+
+
+@readout(
+    WIDTH,
+    u=one((WIDTH, WIDTH)),
+    w=one((WIDTH, WIDTH)),
+    start=one((WIDTH,), "vector"),
+)
+def recurrence(p, x):
+    step = lambda h, x: (jnp.tanh(h @ p["u"] + x @ p["w"]), h)
+    start = jnp.broadcast_to(p["start"], (BATCH, WIDTH))
+    return lax.scan(step, start, jnp.moveaxis(x, 1, 0))[1]
+
+
+@readout(WIDTH, u=one((WIDTH, WIDTH)), w=one((WIDTH, WIDTH)))
+def recurrence_unrolled_from_zeros(p, x):
+    h = jnp.zeros((BATCH, WIDTH))
+    for t in range(3):
+        h = jnp.tanh(h @ p["u"] + x[:, t] @ p["w"])
+    return h
+
+
+@readout(WIDTH, w=one((WIDTH, WIDTH), "asked"))
+def weights_that_a_loop_changes(p, x):
+    def step(w, x):
+        return w - 0.1 * jnp.outer(x.mean(0), jnp.tanh(x.mean(0) @ w)), x @ w
+
+    return lax.scan(step, p["w"], jnp.moveaxis(x, 1, 0))[1]
+
+
+@construct(w=one((3, WIDTH, WIDE), STACKED), head=one((3, WIDE, 7), "head"))
+def vmap_over_models(p, x):
+    of_one = lambda w, head: jnp.sum(jnp.tanh(x @ w) @ head)
+    return jax.vmap(of_one)(p["w"], p["head"]).sum()
+
+
+@readout(w=MATRIX)
+def shard_map(p, x):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    part = lambda x, w: lax.psum(x @ w, "d")
+    specs = P(None, None, "d"), P("d", None)
+    return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P())(x, p["w"])
+
+
+@construct(
+    w=one((WIDE, WIDTH), OUT_IN), v=one((WIDE, WIDE)), head=one((WIDE, 1), "vector")
+)
+def gradient_within_the_loss(p, x):
+    energy = lambda x: jnp.sum(jnp.tanh(jnp.tanh(x @ p["w"].T) @ p["v"]) @ p["head"])
+    return jnp.sum(jax.grad(energy)(x) ** 2)
+
+
+@construct(w=one((WIDE, WIDTH), OUT_IN), head=one((WIDE, 7), "head"))
+def head_of_a_gradient_within_the_loss(p, x):
+    energy = lambda x: jnp.sum((jnp.tanh(x @ p["w"].T) @ p["head"]) ** 2)
+    return jnp.sum(jax.grad(energy)(x) ** 2)
+
+
+# Tables, and what is no matrix
+
+
+@readout(WIDTH, TOKENS, table=one((VOCABULARY, WIDTH), "table"))
+def embedding(p, tokens):
+    return p["table"][tokens]
+
+
+@readout(WIDTH, TOKENS, table=one((VOCABULARY, WIDTH), "table"))
+def embedding_of_one_hot_vectors(p, tokens):
+    return jax.nn.one_hot(tokens, VOCABULARY) @ p["table"]
+
+
+@readout(
+    WIDTH,
+    TOKENS,
+    masked=one((VOCABULARY, WIDTH), "asked"),
+    smoothed=one((VOCABULARY, WIDTH), "asked"),
+)
+def one_hot_vectors_masked_or_smoothed(p, tokens):
+    hot = jax.nn.one_hot(tokens, VOCABULARY)
+    masked = hot * (tokens > 0)[..., None]
+    return masked @ p["masked"] + (0.9 * hot + 0.1 / VOCABULARY) @ p["smoothed"]
+
+
+@readout(WIDTH, TOKENS, X, w=one((WIDTH, WIDTH)))
+def masked_inputs(p, tokens, x):
+    return (x * (tokens == 0)[..., None]) @ p["w"]
+
+
+@readout(WIDTH, TOKENS, table=one((VOCABULARY, WIDTH), "table"))
+def rows_taken_in_a_scan(p, tokens):
+    take = lambda at: lax.dynamic_index_in_dim(p["table"], at, keepdims=False)
+    step = lambda h, at: (jnp.tanh(h + take(at)), h)
+    return lax.scan(step, jnp.zeros(WIDTH), tokens[0])[1]
+
+
+@construct(TOKENS, table=one((VOCABULARY, WIDTH), "tied"), w=one((WIDTH, WIDTH)))
+def tied_embedding(p, tokens):
+    return jnp.sum(jnp.tanh(p["table"][tokens] @ p["w"]) @ p["table"].T)
+
+
+@construct(w=one((WIDTH, WIDTH), "asked"))
+def embedding_at_constant_places_and_a_product(p, x):
+    return jnp.sum(jnp.tanh(x + p["w"][jnp.arange(TIME)]) @ p["w"])
+
+
+@readout(WIDTH, X, positions=one((20, WIDTH), "elementwise"))
+def positions_added(p, x):
+    return x + p["positions"][:TIME]
+
+
+@readout(WIDTH, X, positions=one((20, WIDTH), "table"))
+def positions_looked_up(p, x):
+    return x + p["positions"][jnp.arange(TIME)]
+
+
+@readout(WIDTH, X, positions=one((4, WIDTH), "asked"))
+def positions_resized(p, x):
+    return x + jax.image.resize(p["positions"], (TIME, WIDTH), "linear")
+
+
+@construct(
+    codes=one((VOCABULARY, WIDTH), "tied"),
+    w=one((WIDTH, WIDTH)),
+    head=one((WIDTH, 7), "head"),
+)
+def codebook(p, x):
+    x = x @ p["w"]
+    distances = jnp.sum(p["codes"] ** 2, -1) - 2 * x @ p["codes"].T
+    nearest = p["codes"][jnp.argmin(distances, -1)]
+    straight = x + lax.stop_gradient(nearest - x)
+    return jnp.sum(straight @ p["head"]) + jnp.sum(
+        (nearest - lax.stop_gradient(x)) ** 2
+    )
+
+
+@readout(
+    WIDTH, X, cls=one((1, 1, WIDTH), "vector"), registers=one((4, WIDTH), "elementwise")
+)
+def tokens_put_beside(p, x):
+    several = [p["cls"], p["registers"][None]]
+    return jnp.concatenate(
+        [*(jnp.broadcast_to(v, (BATCH, *v.shape[1:])) for v in several), x], 1
+    )
+
+
+@readout(WIDTH, latents=one((6, WIDTH), "elementwise"), q=one((WIDTH, WIDTH)))
+def latents_of_a_batch(p, x):
+    latents = jnp.broadcast_to(p["latents"], (BATCH, 6, WIDTH))
+    scores = jnp.einsum("bnd,btd->bnt", latents @ p["q"], jnp.tanh(x + 1))
+    return jax.nn.softmax(scores) @ x
+
+
+@readout(
+    WIDTH,
+    q=one((WIDTH, HEADS, SIZE), ((0,), (1, 2))),
+    scale=one((HEADS, SIZE), "elementwise"),
+)
+def scale_of_heads(p, x):
+    q = jnp.einsum("btd,dnh->btnh", x, p["q"]) * p["scale"]
+    return q.reshape(BATCH, TIME, WIDTH)
+
+
+@readout(kernel=one((3, WIDTH, WIDE), "convolution"))
+def convolution(p, x):
+    numbers = ("NWC", "WIO", "NWC")
+    return lax.conv_general_dilated(
+        x, p["kernel"], (1,), "SAME", dimension_numbers=numbers
+    )
+
+
+@readout(kernel=one((1, WIDTH, WIDE), "convolution"))
+def convolution_of_one_place(p, x):
+    numbers = ("NWC", "WIO", "NWC")
+    return lax.conv_general_dilated(
+        x, p["kernel"], (1,), "SAME", dimension_numbers=numbers
+    )
+
+
+@readout(WIDTH, kernel=one((4, 1, WIDTH), "convolution"))
+def depthwise_convolution(p, x):
+    numbers = ("NWC", "WIO", "NWC")
+    return lax.conv_general_dilated(
+        x,
+        p["kernel"],
+        (1,),
+        "SAME",
+        dimension_numbers=numbers,
+        feature_group_count=WIDTH,
+    )
+
+
+# Heads and experts
+
+
+@readout(
+    WIDTH,
+    q=one((WIDTH, HEADS, SIZE), ((0,), (1, 2))),
+    k=one((WIDTH, HEADS, SIZE), ((0,), (1, 2))),
+    v=one((WIDTH, HEADS, SIZE), ((0,), (1, 2))),
+    out=one((HEADS, SIZE, WIDTH), ((0, 1), (2,))),
+)
+def attention(p, x):
+    q, k, v = (jnp.einsum("btd,dnh->btnh", x, p[name]) for name in "qkv")
+    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    return jnp.einsum("btnh,nhd->btd", mixed, p["out"])
+
+
+@readout(
+    WIDTH,
+    q=one((HEADS, WIDTH, SIZE), ((1,), (0, 2))),
+    k=one((WIDTH, SIZE), IN_OUT),
+    v=one((WIDTH, SIZE), IN_OUT),
+    out=one((WIDTH, WIDTH)),
+)
+def attention_with_one_key(p, x):
+    q = jnp.einsum("btd,ndh->btnh", x, p["q"])
+    k, v = x @ p["k"], x @ p["v"]
+    scores = jax.nn.softmax(jnp.einsum("btnh,bsh->bnts", q, k))
+    return (
+        jnp.einsum("bnts,bsh->btnh", scores, v).reshape(BATCH, TIME, WIDTH) @ p["out"]
+    )
+
+
+@readout(WIDTH, qkv=one((3 * WIDTH, WIDTH), OUT_IN), out=one((WIDTH, WIDTH), OUT_IN))
+def attention_of_a_fused_kernel(p, x):
+    qkv = (x @ p["qkv"].T).reshape(BATCH, TIME, HEADS, 3 * SIZE)
+    mixed = jax.nn.dot_product_attention(*jnp.split(qkv, 3, -1))
+    return mixed.reshape(BATCH, TIME, WIDTH) @ p["out"].T
+
+
+@readout(
+    WIDTH, qkv=one((WIDTH, 3, HEADS, SIZE), ((0,), (2, 3))), out=one((WIDTH, WIDTH))
+)
+def attention_of_three_kernels_in_one(p, x):
+    qkv = jnp.einsum("btd,dcnh->cbtnh", x, p["qkv"])
+    mixed = jax.nn.dot_product_attention(qkv[0], qkv[1], qkv[2])
+    return mixed.reshape(BATCH, TIME, WIDTH) @ p["out"]
+
+
+@readout(q=MATRIX, k=MATRIX)
+def fused_by_concatenation(p, x):
+    return jnp.split(x @ jnp.concatenate([p["q"], p["k"]], 1), 2, -1)[0]
+
+
+@readout(
+    WIDTH,
+    router=one((WIDTH, EXPERTS)),
+    up=one((EXPERTS, WIDTH, WIDE), STACKED),
+    down=one((EXPERTS, WIDE, WIDTH), STACKED),
+)
+def experts(p, x):
+    gate = jax.nn.softmax(x @ p["router"])
+    weight = jax.nn.one_hot(lax.top_k(gate, 2)[1], EXPERTS).sum(-2) * gate
+    hidden = jax.nn.gelu(jnp.einsum("btd,edf->betf", x, p["up"]))
+    return jnp.einsum(
+        "betd,bte->btd", jnp.einsum("betf,efd->betd", hidden, p["down"]), weight
+    )
+
+
+@readout(
+    WIDTH,
+    router=one((WIDTH, EXPERTS)),
+    up=one((WIDTH, EXPERTS, WIDE), ((0,), (2,))),
+    down=one((EXPERTS, WIDE, WIDTH), STACKED),
+)
+def experts_on_the_second_axis(p, x):
+    gate = jax.nn.softmax(x @ p["router"])
+    hidden = jax.nn.gelu(jnp.einsum("btd,def->btef", x, p["up"]))
+    return jnp.einsum("btef,efd,bte->btd", hidden, p["down"], gate)
+
+
+@readout(WIDTH, up=one((4, WIDTH, WIDE), STACKED), down=one((4, WIDE, WIDTH), STACKED))
+def experts_of_ragged_products(p, x):
+    sizes = jnp.array([4, 4, 4, 4], jnp.int32)
+    hidden = jax.nn.gelu(lax.ragged_dot(x.reshape(-1, WIDTH), p["up"], sizes))
+    return lax.ragged_dot(hidden, p["down"], sizes)
+
+
+@readout(
+    WIDTH,
+    up=one((EXPERTS, WIDTH, WIDE), STACKED),
+    down=one((EXPERTS, WIDE, WIDTH), STACKED),
+)
+def experts_of_a_scan(p, x):
+    add = lambda total, each: (total + jax.nn.gelu(x @ each[0]) @ each[1], None)
+    return lax.scan(add, jnp.zeros_like(x), (p["up"], p["down"]))[0]
+
+
+@readout(WIDTH, TOKENS, X, w=one((VOCABULARY, WIDTH, WIDTH), STACKED))
+def matrices_looked_up(p, tokens, x):
+    return jnp.einsum("btd,btdf->btf", x, p["w"][tokens])
+
+
+@readout(w=one((EXPERTS, WIDTH, WIDE), "asked"))
+def heads_or_experts(p, x):
+    return jnp.einsum("btd,edf->btef", x, p["w"])
+
+
+@readout(
+    WIDTH,
+    router=one((WIDTH, EXPERTS)),
+    w=one((EXPERTS, WIDTH, WIDTH), "asked"),
+)
+def experts_mixed_before_the_product(p, x):
+    gate = jax.nn.softmax(x.mean(1) @ p["router"])
+    mixed = jnp.einsum("be,edf->bdf", gate, p["w"])
+    return jnp.einsum("btd,bdf->btf", jnp.tanh(x + 1), mixed)
+
+
+@construct(w=one((WIDTH, 2, 2, 5), "head"))
+def head_of_several_axes(p, x):
+    return jnp.einsum("btd,dpqc->btpqc", x, p["w"]).sum()
+
+
+@readout(WIDTH, router=one((WIDTH, EXPERTS)), w=one((WIDTH, EXPERTS, WIDTH), "asked"))
+def experts_of_one_layer(p, x):
+    gate = jax.nn.softmax(x @ p["router"])
+    return jnp.einsum("btef,bte->btf", jnp.einsum("btd,def->btef", x, p["w"]), gate)
+
+
+@readout(WIDTH, edge=one((WIDTH, WIDTH)), w=one((WIDTH, WIDTH, WIDTH), "asked"))
+def matrices_made_of_edges(p, x):
+    """As of NNConv."""
+    made = jnp.einsum("btk,kdf->btdf", jnp.tanh(x @ p["edge"]), p["w"])
+    return jnp.einsum("btd,btdf->btf", x, made)
+
+
+@readout(
+    WIDTH,
+    bank=one((2, WIDTH, WIDE), "asked"),
+    halves=one((2 * WIDTH, WIDTH), "asked"),
+)
+def bank_used_in_both_directions(p, x):
+    x = x + jax.nn.relu(x @ p["bank"][0]) @ p["bank"][1].T
+    return x + jnp.tanh(x @ p["halves"][:WIDTH]) @ p["halves"][WIDTH:].T
+
+
+@readout(WIDTH, X, jnp.ones((WIDTH, WIDTH)), a=one((WIDTH, RANK)), b=one((RANK, WIDTH)))
+def adapter_of_a_frozen_layer(p, x, w):
+    return x @ w + x @ p["a"] @ p["b"]
+
+
+@construct(
+    X,
+    jnp.ones((WIDTH, WIDTH)),
+    a=one((WIDTH, RANK)),
+    b=one((RANK, WIDTH)),
+)
+def adapter_before_frozen_layers(p, x, w):
+    return jnp.sum(jnp.tanh(x @ p["a"] @ p["b"]) @ w)
+
+
+# Factors
+
+
+@readout(w=MATRIX, a=one((WIDTH, RANK)), b=one((RANK, WIDE)))
+def low_rank_adapter(p, x):
+    return x @ p["w"] + x @ p["a"] @ p["b"]
+
+
+@readout(w=MATRIX, a=one((WIDTH, RANK), "asked"), b=one((RANK, WIDE), "asked"))
+def low_rank_adapter_merged(p, x):
+    return x @ (p["w"] + p["a"] @ p["b"])
+
+
+@readout(
+    WIDTH,
+    lower=one((WIDTH, WIDTH), "asked"),
+    upper=one((WIDTH, WIDTH), "asked"),
+    scale=one((WIDTH,), "vector"),
+)
+def triangular_factors(p, x):
+    lower = jnp.tril(p["lower"], -1) + jnp.eye(WIDTH)
+    return x @ (lower @ (jnp.triu(p["upper"], 1) + jnp.diag(jnp.exp(p["scale"]))))
+
+
+@readout(
+    WIDTH,
+    p=one((WIDTH, WIDTH), "asked"),
+    q=one((WIDTH, WIDTH), "asked"),
+    scale=one((WIDTH,), "vector"),
+)
+def diagonal_between_factors(p, x):
+    return x @ (p["p"] @ jnp.diag(p["scale"]) @ p["q"])
+
+
+@readout(
+    WIDTH,
+    p=one((WIDTH, WIDTH), "asked"),
+    q=one((WIDTH, WIDTH), "asked"),
+    scale=one((WIDTH,), "vector"),
+)
+def diagonal_added_to_a_factor(p, x):
+    return x @ (p["p"] @ (p["q"] + jnp.diag(p["scale"])))
+
+
+@readout(
+    WIDTH,
+    TOKENS,
+    table=one((VOCABULARY, RANK), "asked"),
+    projection=one((RANK, WIDTH), "asked"),
+)
+def embedding_in_factors_multiplied_first(p, tokens):
+    return (p["table"] @ p["projection"])[tokens]
+
+
+@readout(
+    WIDTH,
+    TOKENS,
+    table=one((VOCABULARY, RANK), "table"),
+    projection=one((RANK, WIDTH)),
+)
+def embedding_in_factors(p, tokens):
+    return p["table"][tokens] @ p["projection"]
+
+
+@construct(
+    X,
+    a=one((WIDTH, WIDE)),
+    b=one((WIDTH, WIDE)),
+    w=one((WIDE, WIDE)),
+)
+def biaffine_scores(p, x):
+    left, right = jnp.tanh(x @ p["a"]), jnp.tanh(x @ p["b"])
+    return jnp.sum(jnp.einsum("bti,ij,bsj->bts", left, p["w"], right) ** 2)
+
+
+@construct(
+    X,
+    TOKENS,
+    w=one((WIDTH, WIDTH)),
+    items=one((VOCABULARY, WIDTH), "table"),
+)
+def sampled_softmax(p, x, tokens):
+    h = jnp.tanh(x @ p["w"])
+    wrong = jnp.einsum("btd,nd->btn", h, p["items"][tokens[0]])
+    return jnp.sum(wrong) - jnp.sum(h * p["items"][tokens])
+
+
+@construct(w=MATRIX)
+def tied_autoencoder(p, x):
+    return jnp.sum((jnp.tanh(x @ p["w"]) @ p["w"].T - x) ** 2)
+
+
+# What is asked about
+
+
+@readout(w=one((WIDTH, WIDE), "asked"))
+def pallas_kernel(p, x):
+    def kernel(x, w, out):
+        out[...] = x[...] @ w[...]
+
+    shape = jax.ShapeDtypeStruct((BATCH * TIME, WIDE), jnp.float32)
+    run = pl.pallas_call(kernel, out_shape=shape, interpret=True)
+    return run(x.reshape(-1, WIDTH), p["w"])
+
+
+@readout(w=one((WIDTH, WIDE), "asked"))
+def callback(p, x):
+    shape = jax.ShapeDtypeStruct((BATCH, TIME, WIDE), jnp.float32)
+    return jax.pure_callback(lambda x, w: x @ w, shape, x, p["w"])
+
+
+@readout(w=one((WIDTH, WIDE), "asked"), style=one((WIDTH, WIDTH)))
+def weights_multiplied_by_an_activation(p, x):
+    style = jnp.tanh(x.mean(1) @ p["style"])
+    return jnp.einsum("bti,bio->bto", x, p["w"] * style[:, :, None])
+
+
+@readout(w=one((WIDTH, WIDE), "asked"))
+def product_by_hand(p, x):
+    return (x[..., None] * p["w"]).sum(-2)
+
+
+@readout(w=one((WIDTH, WIDE), "asked"))
+def product_by_hand_of_repeated_numbers(p, x):
+    return (jnp.broadcast_to(jnp.tanh(x)[..., None], (*x.shape, WIDE)) * p["w"]).sum(-2)
+
+
+@readout(w=one((WIDTH, WIDE), "asked"))
+def product_by_hand_summed_by_a_loop(p, x):
+    terms = jnp.moveaxis(x[..., None] * p["w"], 2, 0)
+    add = lambda total, term: (total + term, None)
+    return lax.scan(add, jnp.zeros((BATCH, TIME, WIDE)), terms)[0]
+
+
+@readout(w=one((WIDTH, WIDE), "asked"))
+def product_by_hand_summed_in_python(p, x):
+    terms = x[..., None] * p["w"]
+    return sum(terms[:, :, i] for i in range(WIDTH))
+
+
+@construct(v=one((WIDTH * WIDE + WIDE * 7,), "asked"))
+def one_vector_of_all_weights(p, x):
+    w = p["v"][: WIDTH * WIDE].reshape(WIDTH, WIDE)
+    head = p["v"][WIDTH * WIDE :].reshape(WIDE, 7)
+    return jnp.sum(jnp.tanh(x @ w) @ head)
+
+
+@readout(WIDTH, w=one((WIDTH, SIZE), "asked"))
+def block_diagonal_by_reshape(p, x):
+    blocks = p["w"].reshape(HEADS, SIZE, SIZE)
+    heads = x.reshape(BATCH, TIME, HEADS, SIZE)
+    return jnp.einsum("btnh,nhk->btnk", heads, blocks).reshape(BATCH, TIME, WIDTH)
+
+
+@readout(
+    WIDTH,
+    TOKENS,
+    X,
+    q=one((WIDTH, HEADS, SIZE), ((0,), (1, 2))),
+    k=one((WIDTH, HEADS, SIZE), ((0,), (1, 2))),
+    segments=one((2, HEADS, SIZE), "asked"),
+)
+def table_as_keys(p, tokens, x):
+    """As the segments of XLNet, that one-hot vectors select after the product."""
+    q, k = (jnp.einsum("btd,dnh->btnh", x, p[name]) for name in "qk")
+    scores = jnp.einsum("btnh,snh->bnts", q, p["segments"])
+    same = tokens[:, :, None] == tokens[:, None, :]
+    same = jax.nn.one_hot(same.astype(int), 2)
+    scores = jnp.einsum("btks,bnts->bntk", same, scores)
+    scores = jax.nn.softmax(scores + jnp.einsum("btnh,bknh->bntk", q, k))
+    return jnp.einsum("bntk,bkd->btd", scores, x)
+
+
+@readout(
+    WIDTH,
+    q=one((WIDTH, WIDTH)),
+    r=one((WIDTH, WIDTH), "asked"),
+)
+def product_with_constants_and_queries(p, x):
+    """As of relative positions in Transformer-XL."""
+    angles = jnp.sin(jnp.arange(TIME)[:, None] / jnp.arange(1, WIDTH + 1))
+    scores = jax.nn.softmax((x @ p["q"]) @ (angles @ p["r"]).T)
+    return scores @ x
+
+
+@readout(w=one((WIDTH, WIDE), "asked"))
+def product_with_rows_of_an_identity(p, x):
+    return jnp.eye(WIDTH)[jnp.argmax(x, -1)] @ p["w"]
