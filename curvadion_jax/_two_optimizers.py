@@ -52,6 +52,13 @@ def matrix_views(
     _trees.check_trainable(params)
     if not jax.tree.leaves(params):  # such as what Optax puts in for the parameters
         return {}
+    leaves = _trees.leaves_with_path(params)
+    paths = [path for path, _ in leaves]
+    if len(set(paths)) < len(paths):
+        twice = max(paths, key=paths.count)
+        raise ValueError(
+            f"Two parameters have the path {twice!r}. Rename one, without slashes."
+        )
     if is_default(dimension_numbers):
         dimension_numbers = _by_name.find(params)
     # An Equinox module, the tree of the parameters itself, can be called too.
@@ -69,18 +76,13 @@ def matrix_views(
 
     jax.tree.map(add, dimension_numbers, params, is_leaf=_is_numbers)
     views: dict[str, _matrix_view.MatrixView | None] = {}
-    leaves = _trees.leaves_with_path(params)
-    for (name, leaf), numbers in zip(leaves, spread, strict=True):
-        if name in views:
-            raise ValueError(
-                f"Two parameters have the path {name!r}. Rename one, without slashes."
-            )
+    for (path, leaf), numbers in zip(leaves, spread, strict=True):
         try:
-            views[name] = numbers and _matrix_view.make_view(
+            views[path] = numbers and _matrix_view.make_view(
                 leaf.shape, numbers.reduction_axis, numbers.output_axis
             )
         except ValueError as error:
-            message = f"Dimension numbers of parameter {name!r}: {error}"
+            message = f"Dimension numbers of parameter {path!r}: {error}"
             raise ValueError(message) from error
     return views
 

@@ -38,6 +38,8 @@ STARTS, METRICS = "core/test_starts.py", "core/test_metrics.py"
 BUDGET, INTERVALS = "triggers/test_budget.py", "triggers/test_at_intervals.py"
 CHANGE = "triggers/test_momentum_change.py"
 WRAPPERS = "interop/test_transformations.py"
+BY_NAME = "dimension_numbers/test_by_name.py"
+RECORD = "dimension_numbers/test_record.py"
 
 MUTANTS = {
     # Decisions.
@@ -517,6 +519,43 @@ MUTANTS = {
     ),
     "votes have no bytes": Mutant(
         "metrics.py", " + votes * costs.number", "", "core/test_bytes.py"
+    ),
+    # Which parameters are matrices, by their names, and what a state keeps of it.
+    "an own w may be turned over": Mutant(
+        "dimension_numbers/_by_name.py",
+        'name == "kernel" or (bias and shape[0] != shape[1])',
+        "True",
+        BY_NAME,
+    ),
+    "one kernel of the other order makes none doubtful": Mutant(
+        "dimension_numbers/_by_name.py",
+        'if path.rpartition("/")[2] not in turned',
+        "if True",
+        BY_NAME,
+    ),
+    "a head as long as the vocabulary is a matrix": Mutant(
+        "dimension_numbers/_by_name.py",
+        "and shapes[path][1:] not in vocabularies",
+        "",
+        BY_NAME,
+    ),
+    "vectors of a scan are matrices": Mutant(
+        "dimension_numbers/_by_name.py",
+        "and stacked.isdisjoint(_modules(path))",
+        "",
+        BY_NAME,
+    ),
+    "raw inputs and classes are matrices": Mutant(
+        "dimension_numbers/_by_name.py", "_LONGEST = 8", "_LONGEST = 800", BY_NAME
+    ),
+    "an update takes another partition": Mutant(
+        "_two_optimizers.py", "_record.check(state.partition, partition)", "", RECORD
+    ),
+    "a checkpoint is restored into another partition": Mutant(
+        "checkpoint.py",
+        "if differs := _record.difference(saved, now):",
+        "if differs := False:",
+        "checkpoint/test_partitions.py",
     ),
 }
 

@@ -75,6 +75,14 @@ def test_another_partition_than_at_init_is_refused(name, change):
         update(other, after)
 
 
+@pytest.mark.parametrize("params", [{}, {"bias": jnp.ones(3)}])
+def test_a_state_without_matrices_passes_under_jit(params):
+    """It may have a number in the place of a record, as of Q."""
+    tx = cd.dion(0.1)
+    state = jax.eval_shape(tx.init, params)
+    jax.eval_shape(tx.update, params, state, params)
+
+
 def test_scale_by_dion_remembers_its_axes():
     params = {"down": jnp.ones((8, 8)), "up": jnp.ones((8, 8))}
     tx, other = (cd.scale_by_dion(2, dimension_numbers=x) for x in (DENSE, TURNED))

@@ -5,6 +5,7 @@ another name, with our registries of optimizers; no case may be skipped.
 """
 
 import ast
+import functools
 import re
 import sys
 import types
@@ -19,7 +20,21 @@ import pytest
 
 import curvadion_jax as cd
 
-OURS = {"dion": cd.dion, "curvadion": cd.curvadion, "local_muon": cd.local_muon}
+
+def with_matrices(make):
+    """The optimizer for the contract's parameters, which have no names."""
+
+    @functools.wraps(make)
+    def build(*args, **options):
+        return make(*args, **options | {"dimension_numbers": helpers.matrices})
+
+    return build
+
+
+OURS = {
+    name: with_matrices(getattr(cd, name))
+    for name in ("dion", "curvadion", "local_muon")
+}
 SETTINGS = {"learning_rate": 1e-2, "weight_decay": 1e-3}
 REGISTRIES = {
     "_MAIN_OPTIMIZERS_UNDER_TEST": [
@@ -89,8 +104,6 @@ def case(name):
     return pytest.param(name, id=words, marks=[] if quick else [pytest.mark.slow])
 
 
-# Its parameters have no names, and some three axes.
-@pytest.mark.filterwarnings("ignore::curvadion_jax.dimension_numbers.PartitionWarning")
 @pytest.mark.parametrize("name", [case(name) for name in NAMES])
 def test_contract(name):
     try:

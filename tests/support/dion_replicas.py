@@ -70,7 +70,9 @@ def state_of(rank, by, dtype: Any = np.float64):
     outer = synchronous(tx).init(params)
     return dion, outer._replace(
         common=outer.common._replace(sync_state=[dion.dion_q]),
-        rows=outer.rows._replace(inner_state=rows),
+        rows=outer.rows._replace(
+            inner_state=rows._replace(partition=outer.rows.inner_state.partition)
+        ),
     )
 
 
