@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _checksum, _memory, _trees
+from curvadion_jax import _checksum, _memory, _trees, metrics
 from curvadion_jax._dion import DionState
 from curvadion_jax._two_optimizers import TwoOptimizersState
 from curvadion_jax.dimension_numbers import _record
@@ -62,6 +62,10 @@ def save(
       OSError: if the system refuses a write. Older checkpoints stay as they were. With
         several processes the others wait for this one: end it (``os._exit``).
 
+    Warns:
+      UserWarning: if parameters were changed behind an optimizer of the state
+        (`displaced` in :func:`curvadion_jax.metrics.read`).
+
     Example:
       >>> import tempfile, jax.numpy as jnp
       >>> from curvadion_jax import checkpoint
@@ -76,6 +80,7 @@ def save(
     path = _path(directory)
     step = operator.index(step)
     leaves = _by_path(state)
+    metrics.warn_of_displaced(state)
     if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}. Give at least 1, or None to keep all.")
     digests = _digests(leaves)

@@ -3,13 +3,16 @@
 The bytes of a sync are those of `_AdaptiveSync._costs`, from shapes.
 """
 
+import collections
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from curvadion_jax import _trees
 from curvadion_jax.compressors import Payload
@@ -220,13 +223,16 @@ def read(opt_state: Any, params: Any = None) -> Report:
         `params`, else its index among the leaves,
       * what is not as it should be, where it happened: the counts of
         :class:`Counters` from `nonfinite` to `displaced`, a list of one number for each
-        replica of this process; `alike`: replicas have the same parameters although
-        local steps moved them, so their gradients were averaged, or they were given the
-        same batch; `anchors_differ`: copies of the anchor that should be the same are
-        not.
+        replica of this process; `alike`: how many replicas have the same parameters as
+        another one although local steps moved them, so their gradients were averaged,
+        or they were given the same batch; `anchors_differ`: copies of the anchor that
+        should be the same are not.
 
     Raises:
       ValueError: if there are no counters, or several.
+
+    Warns:
+      UserWarning: if `displaced` has counted, but for what `replicas.repair` may mend.
 
     Example:
       >>> import curvadion_jax as cd, jax.numpy as jnp
@@ -243,6 +249,7 @@ def read(opt_state: Any, params: Any = None) -> Report:
       synchronous_bytes  0
     """
     counters = observe(opt_state)
+    warn_of_displaced(counters)
     replicas = counters.value.shape[0] if counters.value.ndim else 1
     found = jax.tree.map(_own_rows, counters)
     steps, syncs, votes = int(found.steps), int(found.syncs), int(found.votes)
@@ -279,15 +286,39 @@ def read(opt_state: Any, params: Any = None) -> Report:
         counts = np.atleast_1d(getattr(found, name)).tolist()
         if any(counts):
             report[name] = counts
-    own = {*np.atleast_1d(found.checksum).tolist()}
     anchors = {*np.atleast_1d(found.anchor_checksum).tolist()}
     # On the first step of a warm-up from 0, say, nothing has moved.
-    moved = not own & {0, *anchors}
-    if report["since"] and value.size > 1 and len(own) == 1 and moved:
-        report["alike"] = True
+    own = np.atleast_1d(found.checksum).tolist()
+    moved = collections.Counter(x for x in own if x not in {0, *anchors})
+    alike = sum(number for number in moved.values() if number > 1)
+    if report["since"] and alike:
+        report["alike"] = alike
     if len(anchors) > 1:
         report["anchors_differ"] = True
     return report
+
+
+def warn_of_displaced(state: Any) -> None:
+    """Warns of a state whose parameters were changed behind the optimizer.
+
+    For who prints no metrics. At the line that called the caller; the text is always
+    the same, so Python shows it once for each. A replica that was excluded may have
+    been mended by `replicas.repair`.
+    """
+    for counters in _trees.nodes_of(Counters, state):
+        # nnx has variables.
+        counts = jax.tree.leaves((counters.displaced, counters.excluded))
+        if any(isinstance(x, Tracer) for x in counts):
+            continue
+        displaced, excluded = map(_own_rows, counts)
+        if np.any(displaced > excluded):
+            warnings.warn(
+                "Parameters were changed after the optimizer's update (displaced in "
+                "metrics.read), which the next sync takes for training. Put what "
+                "follows the optimizer into inner or before=, and give new parameters "
+                "to tx.init.",
+                stacklevel=3,
+            )
 
 
 def _as_number(x: Any) -> float:

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _dtypes, _finite, _memory, _trees
+from curvadion_jax import _dtypes, _finite, _memory, _trees, metrics
 from curvadion_jax._rows import AXIS
 from curvadion_jax._sync_state import AdaptiveSyncState
 
@@ -159,6 +159,10 @@ def anchor(opt_state: Any) -> Any:
     Raises:
       ValueError: if it holds no anchor, or several.
 
+    Warns:
+      UserWarning: if parameters were changed behind the optimizer (`displaced` in
+        :func:`curvadion_jax.metrics.read`); not under jit.
+
     Example:
       >>> import curvadion_jax as cd
       >>> state = cd.local_muon(0.1).init({"kernel": jnp.ones((2, 2))})
@@ -173,4 +177,5 @@ def anchor(opt_state: Any) -> Any:
             "optimizer with synchronizers.reconcile (others keep no anchor, and a "
             "checkpoint restored without a target is made of dictionaries)."
         )
+    metrics.warn_of_displaced(opt_state)
     return _memory.to_device(anchors[0])

@@ -113,7 +113,8 @@ def test_one_replica_sends_nothing(mesh):
     params, state = helpers.start(tx, helpers.make_params(), mesh)
     update = jax.jit(tx.update)
     for _ in range(2):
-        _, state = update(params, state, params)
+        updates, state = update(params, state, params)
+        params = optax.apply_updates(params, updates)
     report = metrics.read(state)
     assert (report["syncs"], report["bytes"], report["synchronous_bytes"]) == (2, 0, 0)
     assert report["share"] == 0

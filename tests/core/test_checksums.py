@@ -10,7 +10,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
-from curvadion_jax import _checksum, _trees, metrics, synchronizers, triggers
+from curvadion_jax import (
+    _checksum,
+    _trees,
+    checkpoint,
+    metrics,
+    synchronizers,
+    triggers,
+)
 
 TWO = cd.replicas.simulated(2)
 PARAMS = {"w": jnp.arange(1.0, 5.0).reshape(2, 2), "b": jnp.ones(3)}
@@ -63,13 +70,57 @@ def test_replicas_that_are_alike_after_local_steps_are_reported():
     state, update = (params, tx.init(params)), jax.jit(helpers.train_step(tx))
     same = jax.tree.map(jnp.ones_like, params)
     state, _ = update(state, same)
-    assert metrics.read(state[1])["alike"] is True
+    assert metrics.read(state[1])["alike"] == 2
     for _ in range(2):  # as after a sync they should be
         state, _ = update(state, same)
     assert "alike" not in metrics.read(state[1])
     other = jax.tree.map(lambda x: x.at[1].mul(2), same)
     state, _ = update(state, other)
     assert "alike" not in metrics.read(state[1])
+
+
+@pytest.mark.parametrize(
+    ("batches", "expected"),
+    [("aabb", 4), ("aaab", 3), ("abca", 2), ("aaaa", 4), ("abcd", None)],
+)
+def test_replicas_that_are_alike_in_part_are_reported(batches, expected):
+    """As by a loader that shards by process, where a process has several replicas."""
+    mesh = cd.replicas.simulated(4)
+    params = cd.replicas.replicate(PARAMS, mesh)
+    tx = cd.adaptive_sync(optax.sgd(0.1), triggers.every_k(3), reconcile(), mesh)
+    size = jnp.array([1.0 + ord(x) for x in batches])
+    gradients = jax.tree.map(
+        lambda x: jnp.ones_like(x) * size.reshape(-1, *[1] * (x.ndim - 1)), params
+    )
+    update = jax.jit(helpers.train_step(tx))
+    state, _ = update((params, tx.init(params)), gradients)
+    assert metrics.read(state[1]).get("alike") == expected
+
+
+CHANGED = "Parameters were changed after the optimizer's update"
+
+
+def test_who_prints_no_metrics_is_warned_of_displaced_parameters(tmp_path):
+    tx, params = optimizer(), cd.replicas.replicate(PARAMS, TWO)
+    update = jax.jit(helpers.train_step(tx))
+    gradients = jax.tree.map(jnp.ones_like, params)
+    (params, state), _ = update((params, tx.init(params)), gradients)
+    metrics.read(state)  # without a warning
+    params = {**params, "w": 2 * params["w"]}
+    (_, state), _ = update((params, state), gradients)
+    uses = {
+        "read": lambda: metrics.read(state),
+        "read what was observed": lambda: metrics.read(metrics.observe(state)),
+        "save": lambda: checkpoint.save(tmp_path, 1, {"opt_state": state}),
+        "anchor": lambda: cd.replicas.anchor(state),
+    }
+    for use in uses.values():
+        with pytest.warns(UserWarning, match=CHANGED):
+            use()
+    jax.jit(cd.replicas.anchor)(state)  # where nobody knows
+    # A replica that was excluded may have been repaired.
+    counters = state.counters._replace(excluded=state.counters.displaced)
+    metrics.read(state._replace(counters=counters))
 
 
 def test_replicas_that_have_not_moved_are_not_reported_as_alike():
@@ -98,7 +149,7 @@ def test_any_array_that_is_changed_by_hand_is_noticed(changed):
         params = {**params, changed: params[changed].at[0].multiply(1.0001)}
     (_, state), _ = update((params, state), gradients)
     expected = [1, 1] if changed == "swapped" else [1, 0]
-    assert metrics.read(state)["displaced"] == expected
+    assert state.counters.displaced.tolist() == expected
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -68,10 +68,10 @@ def test_the_largest_value_and_its_layer(values, worst):
 
 
 def test_counts_of_what_went_wrong_are_listed_where_there_are_any():
-    state = changed(init(), excluded=np.array([0, 2]), displaced=np.array([1, 0]))
+    state = changed(init(), excluded=np.array([0, 2]), absent=np.array([1, 0]))
     report = metrics.read(state)
-    assert (report["excluded"], report["displaced"]) == ([0, 2], [1, 0])
-    assert not {"nonfinite", "zeroed", "absent"} & set(report)
+    assert (report["excluded"], report["absent"]) == ([0, 2], [1, 0])
+    assert not {"nonfinite", "zeroed", "displaced"} & set(report)
 
 
 @pytest.mark.parametrize("differ", [True, False])

@@ -63,6 +63,8 @@ def test_where_no_row_is_finite_the_anchor_is_needed():
     assert cd.replicas.repair({"n": jnp.arange(3)})["n"].tolist() == [0, 1, 2]
 
 
+# By the test, which puts the NaN there.
+@pytest.mark.filterwarnings("ignore:Parameters were changed after")
 @pytest.mark.parametrize(
     "name", helpers.slow_but(["local_sgd"], ["local_sgd", "local_muon", "curvadion"])
 )
