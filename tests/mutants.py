@@ -395,8 +395,8 @@ MUTANTS = {
     ),
     "Q is averaged when resized": Mutant(
         "replicas/_resize.py",
-        "of_rows(node.dion_q, copied=True)",
-        "of_rows(node.dion_q)",
+        "copied(x)._replace(momentum=averaged(x.momentum))",
+        "averaged(x)",
         "dion/test_dion_state.py",
         "resized",
     ),
