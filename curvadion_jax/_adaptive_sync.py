@@ -126,7 +126,7 @@ def adaptive_sync(
         trigger=trigger,
         synchronizer=synchronizer,
         mesh=mesh,
-        before=optax.with_extra_args_support(before or optax.identity()),
+        before=None if before is None else optax.with_extra_args_support(before),
         specs=specs,
     )
     init, update = optimizer.init, optimizer.update
@@ -141,7 +141,7 @@ class _AdaptiveSync:
     trigger: Trigger
     synchronizer: Synchronizer
     mesh: Replicas
-    before: optax.GradientTransformationExtraArgs
+    before: optax.GradientTransformationExtraArgs | None
     specs: Any
 
     def steps(self, layout: Layout) -> _step.Steps:
@@ -174,13 +174,14 @@ class _AdaptiveSync:
 
     def _initial_state(self, params, layout: Layout, unseen: bool) -> AdaptiveSyncState:
         group = Group(_rows.axis_name(self.mesh), layout)
+        before = self.before or optax.identity()
 
         def of_one(params, _):
             inner_state = self._placed_qs(params, self.inner.init(params), layout)
             if self.reconciles:  # else all must take the same step at a sync
                 inner_state = group.own_keys(inner_state)
             rows = Rows(
-                before_state=group.own_keys(self.before.init(params)),
+                before_state=group.own_keys(before.init(params)),
                 inner_state=inner_state,
                 remembered=self.trigger.init(params, inner_state),
                 residual=self.synchronizer.init_residual(params),
@@ -210,7 +211,7 @@ class _AdaptiveSync:
         return _placement.placed(
             state,
             inner=self.inner,
-            before=self.before,
+            before=self.before or optax.identity(),
             synchronizer=self.synchronizer,
             params=params,
             mesh=self.mesh,
@@ -393,13 +394,15 @@ class _AdaptiveSync:
             anchor, clock, extra_args = common
             finite = _finite.norms_finite(gradients)
             gradients = _finite.or_zeros(finite, gradients)
-            gradients, new = self.before.update(gradients, rows.before_state, params)
-            # What `before` makes of them may not be finite either, such as 0/0.
-            sound = _finite.norms_finite(gradients)
-            gradients = _finite.or_zeros(sound, gradients)
-            finite &= sound
-            new = _dtypes.cast_like(new, rows.before_state)
-            before_state = _finite.repaired(new, rows.before_state)
+            before_state = rows.before_state
+            if self.before is not None:
+                gradients, new = self.before.update(gradients, before_state, params)
+                # What `before` makes of them may not be finite either, such as 0/0.
+                sound = _finite.norms_finite(gradients)
+                gradients = _finite.or_zeros(sound, gradients)
+                finite &= sound
+                new = _dtypes.cast_like(new, before_state)
+                before_state = _finite.repaired(new, before_state)
             measured, remembered = Measured(0.0), rows.remembered
             if self.trigger.look is not None:
                 # Of Dion that is M + G alone, once more in `Steps.own`, which takes the
