@@ -270,12 +270,15 @@ class _AdaptiveSync:
             weight_since = rows.weight + weight
             weight_since = jnp.minimum(weight_since, jnp.finfo(jnp.float32).max)
 
+        checksum = self._checksum_after_sync(params, counters)
+
         # 1. The trigger looks at every replica.
         prepared = self._look(
             gradients,
             params,
             rows,
             weight > 0,
+            checksum,
             common.anchor,
             clock,
             steps,
@@ -304,8 +307,7 @@ class _AdaptiveSync:
             outcome, common = steps.with_mean_if(
                 fire, given, rows.residual, common, extra_args
             )
-        # Nothing may fuse these with their sum with the parameters, whose bits count.
-        updates = lax.optimization_barrier(outcome.updates)
+        updates = _finite.finite_elements(outcome.updates)
 
         # 4. What happened is counted.
         counters = metrics.counted(
@@ -316,7 +318,7 @@ class _AdaptiveSync:
             threshold=decision.threshold,
             fire=fire,
             voted=decision.voted,
-            checksum=self._checksum_after(params, updates),
+            displaced=(checksum != counters.checksum) & (counters.checksum != 0),
         )
         if self.reconciles:
             weight_since = jnp.where(outcome.met, 0, weight_since)
@@ -382,6 +384,7 @@ class _AdaptiveSync:
         params,
         rows: Rows,
         present,
+        checksum,
         anchor,
         clock: Clock,
         steps: _step.Steps,
@@ -390,9 +393,11 @@ class _AdaptiveSync:
         """What the trigger sees of every replica; nothing is sent."""
 
         def of_one(row, common):
-            gradients, params, rows, present = row
+            gradients, params, rows, present, checksum = row
             anchor, clock, extra_args = common
-            finite = _finite.norms_finite(gradients)
+            # Always true, and XLA cannot tell: so new parameters, which depend on it,
+            # overwrite the old ones after their checksum. Else a CPU copies all.
+            finite = _finite.norms_finite(gradients) & ((checksum | 1) != 0)
             gradients = _finite.or_zeros(finite, gradients)
             before_state = rows.before_state
             if self.before is not None:
@@ -431,13 +436,12 @@ class _AdaptiveSync:
                 finite=finite,
                 value=jnp.asarray(measured.value, jnp.float32),
                 layer=jnp.asarray(measured.layer, jnp.int32),
-                checksum=_checksum.of(params),
             )
             return prepared, ()
 
         measures = self.trigger.look is not None
         anchor = _memory.to_device(anchor) if measures else ()
-        row = gradients, params, rows._replace(residual=()), present
+        row = gradients, params, rows._replace(residual=()), present, checksum
         common = anchor, clock, extra_args
         return _rows.over(of_one, self.mesh)(row, common)[0]
 
@@ -456,11 +460,15 @@ class _AdaptiveSync:
         row = remembered, params, outcome._replace(residual=())
         return _rows.over(of_one, self.mesh)(row, ())[0]
 
-    def _checksum_after(self, params, updates) -> jax.Array:
-        def of_one(row, _):
-            return _checksum.of(optax.apply_updates(*row)), ()
-
-        return _rows.over(of_one, self.mesh)((params, updates), ())[0]
+    def _checksum_after_sync(self, params, counters: metrics.Counters) -> jax.Array:
+        """Of parameters on the step after a sync, uint32[R]; else as that left it."""
+        of_one = lambda params, _: (_checksum.of(params), ())
+        return lax.cond(
+            counters.since == 0,
+            lambda params: _rows.over(of_one, self.mesh)(params, ())[0],
+            lambda params: counters.checksum,
+            params,
+        )
 
 
 class _Decision(NamedTuple):
@@ -481,7 +489,6 @@ class _Prepared(NamedTuple):
     finite: jax.Array
     value: jax.Array
     layer: jax.Array
-    checksum: jax.Array
 
 
 def _shapes_of_one(tree: Any, mesh: Replicas) -> Any:

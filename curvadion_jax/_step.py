@@ -51,16 +51,30 @@ class Given(NamedTuple):
     inner_state: Any
 
 
+class Checksums(NamedTuple):
+    """What one replica had at a sync, uint32[] each.
+
+    Attributes:
+      moved: its parameters before the sync, after local steps.
+      params: its parameters plus the updates that the sync returns.
+      anchor: its copy of the anchor.
+    """
+
+    moved: jax.Array
+    params: jax.Array
+    anchor: jax.Array
+
+
 class Outcome(NamedTuple):
     """One replica's step: its own, or what a sync made of it.
 
     Attributes:
-      updates: finite; what was not is zero.
-      zeroed: bool[], whether finite gradients gave updates that were not finite.
+      updates: after a sync finite; what was not is zero.
+      zeroed: bool[], whether a sync, or the step before it, was not finite.
       excluded, absent: bool[], whether this replica took no part in a sync.
       restarted: bool[], whether its inner state began again.
       met: bool[], whether any replica took part in a sync.
-      anchor_checksum: uint32[], of this replica's copy of the anchor; 0 without a sync.
+      checksums: of a sync; zeros without one.
     """
 
     updates: Any
@@ -71,7 +85,7 @@ class Outcome(NamedTuple):
     absent: jax.Array
     restarted: jax.Array
     met: jax.Array
-    anchor_checksum: jax.Array
+    checksums: Checksums
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,7 +134,8 @@ class Steps:
 
         def of_one(row, residual, common: Common, _):
             given, outcome = row
-            moved = optax.apply_updates(given.params, outcome.updates)
+            finite = _finite.all_finite(outcome.updates)
+            moved = _moved(given.params, outcome.updates)
             inner_sound = _finite.is_sound(outcome.inner_state)
             healthy = inner_sound & _finite.all_finite([moved, residual])
             part = _group.take_part(self.group, given.weight, healthy)
@@ -129,18 +144,20 @@ class Steps:
             )
             # The step ends here: else the compiler finishes the inner state after the
             # sync, and keeps the gradients until then. (Memory alone would show it.)
-            updates, inner_state = lax.optimization_barrier(
-                (outcome.updates, inner_state)
+            updates, inner_state, finite, moved_checksum = lax.optimization_barrier(
+                (outcome.updates, inner_state, finite, _checksum.of(moved))
             )
             # Nothing moves if no replica takes part.
-            updates, residual, anchor, sync_state = _once(
+            updates, residual, anchor, sync_state, checksum = _once(
                 part.someone,
                 functools.partial(self._updates_to_anchor, given.params, part, healthy),
                 updates,
                 residual,
                 common.anchor,
                 common.sync_state,
+                moved_checksum,
             )
+            sound = _finite.all_finite(updates) | ~healthy
             synced = _outcome(
                 updates,
                 inner_state,
@@ -148,10 +165,12 @@ class Steps:
                 part=part,
                 excluded=~healthy,
                 restarted=~inner_sound,
-            )
-            synced = synced._replace(
-                zeroed=outcome.zeroed | (synced.zeroed & healthy),
-                anchor_checksum=_checksum.of(anchor),
+                zeroed=~(finite & sound),
+                checksums=Checksums(
+                    moved=moved_checksum,
+                    params=checksum,
+                    anchor=_checksum.of(anchor),
+                ),
             )
             return synced, common._replace(anchor=anchor, sync_state=sync_state)
 
@@ -162,7 +181,15 @@ class Steps:
         return _once_if(fire, synchronise, outcome, common)
 
     def _updates_to_anchor(
-        self, params, part: Part, healthy, updates, residual, anchor, sync_state
+        self,
+        params,
+        part: Part,
+        healthy,
+        updates,
+        residual,
+        anchor,
+        sync_state,
+        checksum,
     ):
         """One replica's way to the anchor, in place of its own updates.
 
@@ -172,7 +199,7 @@ class Steps:
         """
         sync: Callable[..., Any] = self.synchronizer.sync
         # Rounded as stored parameters are: XLA may keep more digits of a 16-bit sum.
-        moved = _dtypes.rounded(optax.apply_updates(params, updates))
+        moved = _dtypes.rounded(_moved(params, updates))
         old = anchor, sync_state, _finite.or_zeros(healthy, residual)
         found = sync(moved, *old, part)
         found = _dtypes.cast_like(found, (moved, *old))
@@ -182,7 +209,8 @@ class Steps:
         ahead = jax.tree.map(_dtypes.add_cast, new_anchor, drift)
         target = _either(healthy & ~part.present, ahead, target)
         updates = jax.tree.map(jnp.subtract, target, params)
-        return updates, new_residual, new_anchor, new_sync_state
+        checksum = _checksum.of(_moved(params, lax.optimization_barrier(updates)))
+        return updates, new_residual, new_anchor, new_sync_state, checksum
 
     def with_mean_if(
         self, fire, given: Given, residual, common: Common, extra_args
@@ -206,6 +234,8 @@ class Steps:
             # all have begun again, and take part in the next sync.)
             updates = _finite.or_zeros(part.someone, updates)
             inner_state, sync_state, residual = _either(part.someone, tuple(new), old)
+            sound = _finite.all_finite(updates) | ~healthy
+            updates = _to_be_added(updates)
             synced = _outcome(
                 updates,
                 inner_state,
@@ -213,8 +243,13 @@ class Steps:
                 part=part,
                 excluded=~able,
                 restarted=~inner_sound,
+                zeroed=~sound,
+                checksums=Checksums(
+                    moved=_checksum.of(given.params),
+                    params=_checksum.of(optax.apply_updates(given.params, updates)),
+                    anchor=_checksum.of(common.anchor),
+                ),
             )
-            synced = synced._replace(zeroed=synced.zeroed & healthy)
             return synced, common._replace(sync_state=sync_state)
 
         def synchronise(given, residual, common):
@@ -251,21 +286,33 @@ def _outcome(
     part: Part | None = None,
     excluded: jax.Array | bool = False,
     restarted: jax.Array | bool = False,
+    zeroed: jax.Array | bool = False,
+    checksums: Checksums | None = None,
 ) -> Outcome:
-    """The outcome of a step, whose updates are finite: what is not becomes zero."""
+    none = jnp.zeros([], jnp.uint32)
     excluded = jnp.asarray(excluded)
     absent = jnp.array(False) if part is None else ~excluded & ~part.present
     return Outcome(
-        updates=_finite.finite_elements(updates),
+        updates=updates,
         inner_state=inner_state,
         residual=residual,
-        zeroed=~_finite.all_finite(updates),
+        zeroed=jnp.asarray(zeroed),
         excluded=excluded,
         absent=absent,
         restarted=jnp.asarray(restarted),
         met=jnp.asarray(part is not None and part.someone),
-        anchor_checksum=jnp.zeros([], jnp.uint32),
+        checksums=checksums or Checksums(none, none, none),
     )
+
+
+def _moved(params: Any, updates: Any) -> Any:
+    """Parameters after an update, without its elements that are not finite."""
+    return optax.apply_updates(params, _finite.finite_elements(updates))
+
+
+def _to_be_added(updates: Any) -> Any:
+    """Finite updates, which nothing fuses with a sum whose bits count."""
+    return lax.optimization_barrier(_finite.finite_elements(updates))
 
 
 def _sound_or_new(

@@ -37,12 +37,18 @@ class Counters(NamedTuple):
       layer: int32[R], index of the parameter that it belongs to; -1 if to none.
       nonfinite: int32[R], steps on which gradients were not finite, or so large that
         their squares are not (1e20 in float32).
-      zeroed: int32[R], steps on which finite gradients gave updates that were not.
+      zeroed: int32[R], syncs at which finite gradients gave updates that were not, of
+        the replica's own step or of the sync. (On all steps such elements become 0.)
       excluded: int32[R], syncs in which a replica had something that was not finite.
       absent: int32[R], syncs in which its weight was 0.
-      displaced: int32[R], steps whose parameters were not those of the last step plus
-        the updates that it returned.
-      checksum: uint32[R], of the parameters after the last step; 0 is unknown.
+      displaced: int32[R], syncs after which the next step was not given the old
+        parameters plus the updates returned. What changes every update, such as a clip
+        after the optimizer, shows here. A change on another step is drift, as from
+        another gradient, and is not noticed.
+      checksum: uint32[R], of the parameters after the last sync, or at the start; 0 is
+        unknown.
+      moved_checksum: uint32[R], of those before it, after local steps; 0 where these
+        have not moved them.
       anchor_checksum: uint32[R], of each replica's copy of the anchor; before the first
         sync, of the first replica's parameters.
     """
@@ -61,6 +67,7 @@ class Counters(NamedTuple):
     absent: Any
     displaced: Any
     checksum: Any
+    moved_checksum: Any
     anchor_checksum: Any
 
 
@@ -106,6 +113,7 @@ def initial(checksum: jax.Array, costs: Costs) -> Counters:
         absent=zeros,
         displaced=zeros,
         checksum=checksum,
+        moved_checksum=jnp.zeros_like(checksum),
         anchor_checksum=jnp.full_like(checksum, checksum.ravel()[0]),
     )
 
@@ -119,7 +127,7 @@ def counted(
     threshold: Any,
     fire: Any,
     voted: Any,
-    checksum: jax.Array,
+    displaced: jax.Array,
 ) -> Counters:
     """Counts a step.
 
@@ -130,6 +138,8 @@ def counted(
     def plus(count, event):
         return jnp.where(event, jnp.asarray(optax.safe_increment(count)), count)
 
+    at_sync = lambda new, old: jnp.where(fire, new, old)
+    found = outcome.checksums
     return Counters(
         steps=plus(counters.steps, True),
         syncs=plus(counters.syncs, fire),
@@ -143,14 +153,13 @@ def counted(
         zeroed=plus(counters.zeroed, prepared.finite & outcome.zeroed),
         excluded=plus(counters.excluded, outcome.excluded),
         absent=plus(counters.absent, outcome.absent),
-        displaced=plus(
-            counters.displaced,
-            (prepared.checksum != counters.checksum) & (counters.checksum != 0),
+        displaced=plus(counters.displaced, displaced),
+        checksum=at_sync(found.params, counters.checksum),
+        moved_checksum=at_sync(
+            jnp.where(found.moved == counters.checksum, 0, found.moved),
+            counters.moved_checksum,
         ),
-        checksum=checksum,
-        anchor_checksum=jnp.where(
-            fire, outcome.anchor_checksum, counters.anchor_checksum
-        ),
+        anchor_checksum=at_sync(found.anchor, counters.anchor_checksum),
     )
 
 
@@ -223,10 +232,10 @@ def read(opt_state: Any, params: Any = None) -> Report:
         `params`, else its index among the leaves,
       * what is not as it should be, where it happened: the counts of
         :class:`Counters` from `nonfinite` to `displaced`, a list of one number for each
-        replica of this process; `alike`: how many replicas have the same parameters as
-        another one although local steps moved them, so their gradients were averaged,
-        or they were given the same batch; `anchors_differ`: copies of the anchor that
-        should be the same are not.
+       replica of this process; `alike`: how many replicas had the same parameters as
+       another one before the last sync although local steps had moved them, so their
+       gradients were averaged, or they were given the same batch; `anchors_differ`:
+       copies of the anchor that should be the same are not.
 
     Raises:
       ValueError: if there are no counters, or several.
@@ -287,11 +296,9 @@ def read(opt_state: Any, params: Any = None) -> Report:
         if any(counts):
             report[name] = counts
     anchors = {*np.atleast_1d(found.anchor_checksum).tolist()}
-    # On the first step of a warm-up from 0, say, nothing has moved.
-    own = np.atleast_1d(found.checksum).tolist()
-    moved = collections.Counter(x for x in own if x not in {0, *anchors})
-    alike = sum(number for number in moved.values() if number > 1)
-    if report["since"] and alike:
+    # 0 is a replica that has not moved, as on the first step of a warm-up from 0.
+    moved = collections.Counter(np.atleast_1d(found.moved_checksum).tolist())
+    if alike := sum(n for value, n in moved.items() if value and n > 1):
         report["alike"] = alike
     if len(anchors) > 1:
         report["anchors_differ"] = True

@@ -241,7 +241,7 @@ MUTANTS = {
         "_checksum.py", "        start += _words(x)\n", "", CHECKSUMS, "place"
     ),
     "displaced is never counted": Mutant(
-        "metrics.py", "prepared.checksum != counters.checksum", "False", CHECKSUMS
+        CORE, "(checksum != counters.checksum)", "(checksum != checksum)", CHECKSUMS
     ),
     "copies are not refused": Mutant(
         "_refuse_copies.py", "if is_copy and old is not new", "if False", STARTS
