@@ -251,7 +251,7 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
 def _average(group, leaves, bits: int, block: int):
     """Returns means and unsent arrays; see `Averaged`."""
     buckets = make_buckets(leaves, block)
-    encode = functools.partial(_encode_blocks, bits=bits)
+    encode = _in_cache(functools.partial(_encode_blocks, bits=bits), bits)
     decode = functools.partial(_decode_blocks, block=block, bits=bits)
     encoded = jnp.concatenate([bucket.encode(encode) for bucket in buckets])
     send = _send_once if group.size == 2 else _send_twice
@@ -333,7 +333,7 @@ def _window(x: jax.Array, start: Any, count: int) -> jax.Array:
 def _encode(tree: Any, bits: int, block: int) -> jax.Array:
     """The encoded blocks of all arrays, uint8[blocks, bytes]."""
     buckets = make_buckets([at_least_float32(x) for x in jax.tree.leaves(tree)], block)
-    encode = functools.partial(_encode_blocks, bits=bits)
+    encode = _in_cache(functools.partial(_encode_blocks, bits=bits), bits)
     nothing = jnp.zeros((0, _encoded_bytes(block, bits)), jnp.uint8)
     return jnp.concatenate([nothing, *(bucket.encode(encode) for bucket in buckets)])
 
@@ -352,6 +352,9 @@ def _decode(encoded: jax.Array, like: Any, bits: int, block: int) -> Any:
 # A code is a multiple of a fraction of its block's largest absolute value (8 and 4
 # bits), or a sign and one of its block's two magnitudes (2 bits) or its one magnitude
 # (1 bit). An encoded block has its codes and, after them, the bytes of its scales.
+
+# Blocks whose arrays fit together into the cache of a processor's core.
+_FEW_BLOCKS = 128
 
 
 def _encoded_bytes(block: int, bits: int) -> int:
@@ -381,6 +384,26 @@ def _encode_blocks(x: jax.Array, bits: int) -> jax.Array:
     octets = [(words >> shift).astype(jnp.uint8) for shift in (0, 8, 16, 24)]
     packed = _pack(jax.lax.bitcast_convert_type(codes, jnp.uint8), bits)
     return jnp.concatenate([packed, *octets], axis=-1)
+
+
+def _in_cache(encode: Callable[[jax.Array], jax.Array], bits: int):
+    """The same function of blocks [n, block], on a CPU of a few of them at a time.
+
+    Codes of one and two bits take several passes over a block, for which these arrays
+    stay in a core's cache. (An accelerator has too few elements of them to work on.)
+    """
+    if bits > 2:
+        return encode
+
+    def by_few(blocks):
+        return jax.lax.map(encode, blocks, batch_size=_FEW_BLOCKS)
+
+    def run(blocks):
+        if len(blocks) <= _FEW_BLOCKS:
+            return encode(blocks)
+        return jax.lax.platform_dependent(blocks, cpu=by_few, default=encode)
+
+    return run
 
 
 def _two_magnitudes(x: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,5 +1,6 @@
 """Means of few bits: against NumPy over a list of replicas, pieces, bytes."""
 
+import functools
 import re
 
 import chex
@@ -168,3 +169,18 @@ def test_two_replicas_send_one_message_of_as_many_bytes():
     assert [each.opcode for each in moved] == ["all-gather"]
     sent = form.payload(one_of(stacked)).averaged
     assert sent_bytes(moved, 2) == sent == 24 * (16 * 2 / 8 + 8)
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_a_few_blocks_at_a_time_have_the_codes_of_all_at_once(bits):
+    """Two rounds of a loop and a shorter last one; scales to a rounding of their sum."""
+    rng = np.random.default_rng(0)
+    blocks = rng.normal(size=(2 * compressors._FEW_BLOCKS + 3, 16)).astype(np.float32)
+    encode = functools.partial(compressors._encode_blocks, bits=bits)
+    few, all_at_once = (
+        jax.jit(form)(blocks) for form in (compressors._in_cache(encode, bits), encode)
+    )
+    codes = 16 * bits // 8  # bytes in front of the scales
+    np.testing.assert_array_equal(few[:, :codes], all_at_once[:, :codes])
+    decode = functools.partial(compressors._decode_blocks, block=16, bits=bits)
+    np.testing.assert_allclose(decode(few), decode(all_at_once), rtol=1e-6)
