@@ -173,7 +173,7 @@ def test_two_replicas_send_one_message_of_as_many_bytes():
 
 @pytest.mark.parametrize("bits", [1, 2])
 def test_a_few_blocks_at_a_time_have_the_codes_of_all_at_once(bits):
-    """Two rounds of a loop and a shorter last one; scales to a rounding of their sum."""
+    """Two rounds of a loop and a shorter one; scales to a rounding of their sum."""
     rng = np.random.default_rng(0)
     blocks = rng.normal(size=(2 * compressors._FEW_BLOCKS + 3, 16)).astype(np.float32)
     encode = functools.partial(compressors._encode_blocks, bits=bits)
