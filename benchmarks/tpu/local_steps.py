@@ -8,7 +8,7 @@ counts what the kernels of the compiled step read and write, in units of the flo
 parameters of a device (P). Slices count as slices, and what a TPU keeps in its fast
 memory not at all. Loops and branches of syncs do not run in a local step. *decides
 itself* is the program in which the step number decides; *local* is that of a step of
-which the host knows that it is local (`due=False`).
+which the host knows that it is local (`measuring.when`).
 """
 
 import math
@@ -60,8 +60,8 @@ def parameters(layers: int, width: int, vocabulary: int) -> Any:
     return ends | {f"layer_{index}": layer for index in range(layers)}
 
 
-def cases(mesh: Any) -> dict[str, tuple[str, Any, dict[str, bool]]]:
-    """Name -> the bare optimizer compared with, the optimizer, what is known."""
+def cases(mesh: Any) -> dict[str, tuple[str, Any, bool | None]]:
+    """Name -> the bare optimizer compared with, the optimizer, and whether a sync is due."""
 
     def rows(tx):
         return tx if mesh is None else cd.replicas.lift(tx, mesh)
@@ -73,10 +73,13 @@ def cases(mesh: Any) -> dict[str, tuple[str, Any, dict[str, bool]]]:
     sgd, adamw = optax.sgd(RATE), optax.adamw(RATE)
     rest = _adamw_for_the_rest.choose(None, RATE, None, nesterov=True)
     muon = _two_optimizers.optimizer(
-        lambda numbers: _muon.muon(RATE, numbers, beta=0.9), rest, None
+        lambda numbers: _muon.muon(RATE, numbers, beta=0.9),
+        rest,
+        measuring.matrices,
+        RATE,
     )
-    local_muon = cd.local_muon(RATE, mesh=mesh)
-    local, decides = {"due": False}, {}
+    local_muon = cd.local_muon(RATE, dimension_numbers=measuring.matrices, mesh=mesh)
+    local, decides = False, None
     return {
         "SGD": ("SGD", rows(sgd), decides),
         "SGD, local": ("SGD", synced(sgd), local),
@@ -90,11 +93,12 @@ def cases(mesh: Any) -> dict[str, tuple[str, Any, dict[str, bool]]]:
     }
 
 
-def compiled(tx: Any, shapes: Any, mesh: Any, known: dict[str, bool]) -> Any:
+def compiled(tx: Any, shapes: Any, mesh: Any, due: bool | None) -> Any:
     """The program of one step, whose parameters and state are donated."""
+    tx = measuring.when(tx, due)
 
     def step(params, state, gradients):
-        updates, state = tx.update(gradients, state, params, **known)
+        updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
     state = jax.eval_shape(tx.init, shapes)
@@ -134,10 +138,10 @@ def main() -> None:
 
     def rows():
         bare: dict[str, float] = {}
-        for name, (inner, tx, known) in cases(mesh).items():
+        for name, (inner, tx, due) in cases(mesh).items():
             if options.only and options.only not in (name, inner):
                 continue
-            program = compiled(tx, shapes, mesh, known)
+            program = compiled(tx, shapes, mesh, due)
             found = memory_traffic.traffic(program.as_text())
             total = (found.read + found.written) / unit
             bare.setdefault(inner, total)
