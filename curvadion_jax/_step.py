@@ -88,6 +88,21 @@ class Outcome(NamedTuple):
     checksums: Checksums
 
 
+class _AtSync(NamedTuple):
+    """What a sync changes, as one replica sees it.
+
+    Attributes:
+      updates: the replica's own, or its way to the anchor.
+      checksum: uint32[], of its parameters plus the updates.
+    """
+
+    updates: Any
+    checksum: jax.Array
+    residual: Any
+    anchor: Any
+    sync_state: Any
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Steps:
     """The steps of an inner optimizer under a synchronizer."""
@@ -130,11 +145,28 @@ class Steps:
     def reconcile_if(
         self, fire, outcome: Outcome, given: Given, common: Common
     ) -> tuple[Outcome, Common]:
-        """A sync that follows the replicas' own steps, if `fire` says so."""
+        """A sync that follows the replicas' own steps, if `fire` says so.
+
+        A replica is *healthy* if its parameters after its step, its residual and its
+        inner state are finite, and *present* if it is healthy and has a weight.
+        *Someone* says whether any replica is present; if nobody is, nothing moves.
+
+        ======= ======= ======= ============== =========== ======== ==========
+        someone healthy present parameters     inner state residual anchor
+        ======= ======= ======= ============== =========== ======== ==========
+        yes     yes     yes     anchor         stays       new      new
+        yes     yes     no      anchor + drift stays       new      new
+        yes     no      no      anchor         new         new      new
+        no      yes     no      own step       stays       stays    stays
+        no      no      no      own step       new         zeros    stays
+        ======= ======= ======= ============== =========== ======== ==========
+
+        An inner state that is finite stays in all cases. The residual that goes into a
+        sync is zeros if the replica is not healthy.
+        """
 
         def of_one(row, residual, common: Common, _):
             given, outcome = row
-            finite = _finite.all_finite(outcome.updates)
             moved = _moved(given.params, outcome.updates)
             inner_sound = _finite.is_sound(outcome.inner_state)
             healthy = inner_sound & _finite.all_finite([moved, residual])
@@ -142,55 +174,43 @@ class Steps:
             inner_state = _sound_or_new(
                 outcome.inner_state, inner_sound, self.inner, common.anchor
             )
+            own_finite = _finite.all_finite(outcome.updates)
             # The step ends here: else the compiler finishes the inner state after the
             # sync, and keeps the gradients until then. (Memory alone would show it.)
-            updates, inner_state, finite, moved_checksum = lax.optimization_barrier(
-                (outcome.updates, inner_state, finite, _checksum.of(moved))
+            updates, inner_state, own_finite, moved = lax.optimization_barrier(
+                (outcome.updates, inner_state, own_finite, _checksum.of(moved))
             )
-            # Nothing moves if no replica takes part.
-            updates, residual, anchor, sync_state, checksum = _once(
-                part.someone,
-                functools.partial(self._updates_to_anchor, given.params, part, healthy),
-                updates,
-                residual,
-                common.anchor,
-                common.sync_state,
-                moved_checksum,
+            old = _AtSync(updates, moved, residual, common.anchor, common.sync_state)
+            to_anchor = functools.partial(
+                self._to_anchor, given.params, part=part, healthy=healthy
             )
-            sound = _finite.all_finite(updates) | ~healthy
+            new = _once(part.someone, to_anchor, old)
+            finite = own_finite & (_finite.all_finite(new.updates) | ~healthy)
+            residual = _finite.or_zeros(part.someone | healthy, new.residual)
             synced = _outcome(
-                updates,
+                new.updates,
                 inner_state,
-                residual=_finite.or_zeros(part.someone | healthy, residual),
+                residual,
                 part=part,
                 excluded=~healthy,
                 restarted=~inner_sound,
-                zeroed=~(finite & sound),
+                zeroed=~finite,
                 checksums=Checksums(
-                    moved=moved_checksum,
-                    params=checksum,
-                    anchor=_checksum.of(anchor),
+                    moved=moved, params=new.checksum, anchor=_checksum.of(new.anchor)
                 ),
             )
-            return synced, common._replace(anchor=anchor, sync_state=sync_state)
+            return synced, common._replace(anchor=new.anchor, sync_state=new.sync_state)
 
-        def synchronise(outcome, common):
+        def synchronise(operands):
+            outcome, common = operands
             row = given, outcome._replace(residual=())
             return self._synced(of_one, row, outcome.residual, common)
 
-        return _once_if(fire, synchronise, outcome, common)
+        return _once_if(fire, synchronise, (outcome, common))
 
-    def _updates_to_anchor(
-        self,
-        params,
-        part: Part,
-        healthy,
-        updates,
-        residual,
-        anchor,
-        sync_state,
-        checksum,
-    ):
+    def _to_anchor(
+        self, params, old: "_AtSync", *, part: Part, healthy: jax.Array
+    ) -> "_AtSync":
         """One replica's way to the anchor, in place of its own updates.
 
         This runs under a condition, whose operands stay in memory until it ends. So it
@@ -199,18 +219,19 @@ class Steps:
         """
         sync: Callable[..., Any] = self.synchronizer.sync
         # Rounded as stored parameters are: XLA may keep more digits of a 16-bit sum.
-        moved = _dtypes.rounded(_moved(params, updates))
-        old = anchor, sync_state, _finite.or_zeros(healthy, residual)
-        found = sync(moved, *old, part)
-        found = _dtypes.cast_like(found, (moved, *old))
-        target, new_anchor, new_sync_state, new_residual = found
+        moved = _dtypes.rounded(_moved(params, old.updates))
+        residual = _finite.or_zeros(healthy, old.residual)
+        target, anchor, sync_state, residual = _dtypes.cast_like(
+            sync(moved, old.anchor, old.sync_state, residual, part),
+            (moved, old.anchor, old.sync_state, residual),
+        )
         # An absent replica keeps its drift on top of the new anchor, for a later sync.
-        drift = _dtypes.difference(moved, anchor)
-        ahead = jax.tree.map(_dtypes.add_cast, new_anchor, drift)
+        drift = _dtypes.difference(moved, old.anchor)
+        ahead = jax.tree.map(_dtypes.add_cast, anchor, drift)
         target = _either(healthy & ~part.present, ahead, target)
         updates = jax.tree.map(jnp.subtract, target, params)
         checksum = _checksum.of(_moved(params, lax.optimization_barrier(updates)))
-        return updates, new_residual, new_anchor, new_sync_state, checksum
+        return _AtSync(updates, checksum, residual, anchor, sync_state)
 
     def with_mean_if(
         self, fire, given: Given, residual, common: Common, extra_args
@@ -345,22 +366,22 @@ def _if(fire, synchronise, otherwise, *operands):
         return lax.cond(fire, synchronise, otherwise, *operands)
 
 
-def _once_if(fire, function, *operands) -> tuple:
+def _once_if(fire, function, operands):
     """`_once`, by that name too where `fire` is not known to the host."""
     if isinstance(fire, bool):
-        return function(*operands) if fire else operands
+        return function(operands) if fire else operands
     with jax.named_scope(SYNC):
-        return _once(fire, function, *operands)
+        return _once(fire, function, operands)
 
 
-def _once(condition, function, *operands) -> tuple:
-    """What a function makes of its arguments, or these as they are.
+def _once(condition, function, operands):
+    """What a function makes of a tree, or the tree as it is.
 
     The conditional is inside a loop that runs once or not at all. A bare conditional
     copies what it passes through (https://github.com/jax-ml/jax/issues/39449); a loop
     that does not run copies nothing. A bare loop would not do either: XLA hoists
     loop-invariant work out of it, and would then do that work on every step.
     """
-    keep = lambda *operands: operands
-    once = lambda _, carried: lax.cond(condition, function, keep, *carried)
+    keep = lambda carried: carried
+    once = lambda _, carried: lax.cond(condition, function, keep, carried)
     return lax.fori_loop(0, condition.astype(jnp.int32), once, operands)

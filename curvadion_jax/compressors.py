@@ -254,38 +254,45 @@ def _average(group, leaves, bits: int, block: int):
     encode = _in_cache(functools.partial(_encode_blocks, bits=bits), bits)
     decode = functools.partial(_decode_blocks, block=block, bits=bits)
     encoded = jnp.concatenate([bucket.encode(encode) for bucket in buckets])
-    send = _send_once if group.size == 2 else _send_twice
-    most = max(1, *(bucket.most_blocks for bucket in buckets))
-    mean, decode_mean, contribution = send(encoded, group, encode, decode, most)
+    if group.size == 2:
+        # Each sends its blocks to the other one, and nothing is rounded twice.
+        mean = jnp.concatenate(group.all_gather(encoded), axis=-1)  # [blocks, 2 bytes]
+
+        def decode_mean(encoded: jax.Array) -> jax.Array:
+            one, other = jnp.split(encoded, 2, axis=-1)
+            return (decode(one) + decode(other)) / 2
+
+        lost, first_own = None, 0
+    else:
+        most = max(1, *(bucket.most_blocks for bucket in buckets))
+        mean, lost = _average_in_parts(encoded, group, encode, decode, most)
+        decode_mean, first_own = decode, group.replica * len(lost)
+        lost = jnp.pad(lost, [(0, max(0, most - len(lost))), (0, 0)])  # for `_window`
+
+    def contribution(encoded, first_block):
+        """This replica's to the mean of these blocks, without what its own lost."""
+        if lost is None:
+            return decode(encoded)
+        own_lost = _window(lost, first_block - first_own, len(encoded))
+        return decode(encoded) - own_lost
+
     means = [x for bucket in buckets for x in bucket.decode(mean, decode_mean)]
     unsent = [x for bucket in buckets for x in bucket.subtract(encoded, contribution)]
     return means, unsent
 
 
-def _send_once(encoded, group, encode, decode, most):
-    """Each of two replicas sends its blocks, uint8[blocks, bytes], to the other one.
-
-    No more than `most` blocks are decoded at once.
-
-    Returns:
-      The encoded mean; a function that decodes blocks of it; and a function (encoded
-      blocks, number of the first) -> this replica's contribution to their mean.
-    """
-    del encode, most
-    both = jnp.concatenate(group.all_gather(encoded), axis=-1)  # [blocks, 2 * bytes]
-
-    def decode_mean(both):
-        one, other = jnp.split(both, 2, axis=-1)
-        return (decode(one) + decode(other)) / 2
-
-    return both, decode_mean, lambda encoded, first_block: decode(encoded)
-
-
-def _send_twice(encoded, group, encode, decode, most):
+def _average_in_parts(encoded, group, encode, decode, most):
     """Each of N replicas averages n blocks of all, and sends their mean to all.
 
-    Takes and returns what `_send_once` does. Of the decoded blocks only what the second
-    rounding lost is kept, n blocks once: memory does not grow with the replicas.
+    No more than `most` blocks are decoded at once. Of the decoded blocks only what the
+    second rounding lost is kept, n blocks once: memory does not grow with the replicas.
+
+    Args:
+      encoded: this replica's blocks, uint8[blocks, bytes].
+
+    Returns:
+      The encoded mean of all blocks, and what the n that this replica averaged lost in
+      their second rounding, as a contribution of this replica alone.
     """
     replicas = group.size
     padded = jnp.pad(encoded, [(0, -len(encoded) % replicas), (0, 0)])  # [N * n, bytes]
@@ -296,21 +303,12 @@ def _send_twice(encoded, group, encode, decode, most):
         piece = jax.lax.dynamic_slice_in_dim(received, first, count, axis=1)
         own_mean = jnp.sum(decode(piece), 0) / replicas  # [count, block]
         own_encoded = encode(own_mean)  # [count, bytes]
-        # The loss of the second rounding, as a contribution of this replica alone.
         return own_encoded, (own_mean - decode(own_encoded)) * replicas
 
     pieces, last = divmod(parts.shape[1], most)
     own_encoded, lost = in_pieces(average_piece, pieces, most, last)
     mean = group.all_gather(own_encoded).reshape(-1, own_encoded.shape[-1])
-    first_own = group.replica * len(lost)
-    lost = jnp.pad(lost, [(0, max(0, most - len(lost))), (0, 0)])  # a piece or more
-
-    def contribution(encoded, first_block):
-        # Without what this replica's own blocks lost; others have averaged the rest.
-        own_lost = _window(lost, first_block - first_own, len(encoded))
-        return decode(encoded) - own_lost
-
-    return mean, decode, contribution
+    return mean, lost
 
 
 def _window(x: jax.Array, start: Any, count: int) -> jax.Array:

@@ -87,8 +87,8 @@ MUTANTS = {
     ),
     "the outer state moves without anybody": Mutant(
         STEP,
-        "                part.someone,\n                functools",
-        "                jnp.array(True),\n                functools",
+        "_once(part.someone, to_anchor",
+        "_once(jnp.array(True), to_anchor",
         WHO,
         "nobody",
     ),
@@ -125,8 +125,8 @@ MUTANTS = {
     ),
     "a spoilt residual is sent": Mutant(
         STEP,
-        "anchor, sync_state, _finite.or_zeros(healthy, residual)",
-        "anchor, sync_state, residual",
+        "residual = _finite.or_zeros(healthy, old.residual)",
+        "residual = old.residual",
         FAULTS,
         "spoilt and residual",
     ),
@@ -135,17 +135,17 @@ MUTANTS = {
     ),
     "a spoilt residual stays where nobody is": Mutant(
         STEP,
-        "residual=_finite.or_zeros(part.someone | healthy, residual)",
-        "residual=residual",
+        "residual = _finite.or_zeros(part.someone | healthy, new.residual)",
+        "residual = new.residual",
         WHO,
         "spoilt",
     ),
     # What is not finite.
     "a gradient that is not finite is given to before": Mutant(
         CORE,
-        "finite = _finite.norms_finite(gradients)\n"
-        "            gradients = _finite.or_zeros(finite, gradients)",
-        "finite = _finite.norms_finite(gradients)",
+        "            gradients = _finite.or_zeros(finite, gradients)\n"
+        "            before_state",
+        "            before_state",
         FAULTS,
         "before",
     ),
@@ -164,7 +164,7 @@ MUTANTS = {
         "before",
     ),
     "updates that are not finite are returned": Mutant(
-        STEP, "updates=_finite.finite_elements(updates)", "updates=updates", FAULTS
+        CORE, "_finite.finite_elements(outcome.updates)", "outcome.updates", FAULTS
     ),
     "a spoilt state does not begin again": Mutant(
         STEP,
