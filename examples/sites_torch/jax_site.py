@@ -69,7 +69,7 @@ def train(name: str, url: str, steps: int, pace: float = 0.0) -> None:
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    with sites.Site(url, name, grace=5.0, **main.RUN) as site:
+    with sites.Site(url, name, **main.RUN) as site:
         params = site.start(params)
         opt_state = tx.init(params)
         for step in range(steps):

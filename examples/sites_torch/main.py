@@ -22,6 +22,8 @@ from curvadion_jax import compressors, sites
 # What all sites of the run have alike.
 RUN = {
     "every": 7,
+    "quorum": 2,
+    "grace": 5.0,
     "outer": optax.sgd(1.0, momentum=0.4, nesterov=True),
     "compressor": compressors.quantize(2),
 }
@@ -43,7 +45,7 @@ def train(name: str, url: str, steps: int, out: Path, pace: float = 0.0) -> None
     kept = out / f"{name}.pt"  # The parameters are in the run.
     first = load(kept, optimizers)
     params = dict(model.named_parameters())
-    with sites.Site(url, name, grace=5.0, **RUN) as site:
+    with sites.Site(url, name, **RUN) as site:
         put(params, site.start(params))
         for step in range(first, steps):
             begun = time.monotonic()

@@ -4,9 +4,9 @@
 
 Each site is a process, and the run a folder. A killed site is started again at once, by
 the same command. At the end the folder is audited. Every contribution was measured from
-the outer parameters that all sites had, to the bit, and none counts twice. Every step of
-the site that is never killed has counted. Each kill has cost its own site two periods of
-steps at most: a contribution that was under way, and the steps since.
+the outer parameters that all sites had, to the bit, and none counts twice. Every step
+of the site that is never killed has counted. Each kill has cost its own site two
+periods of steps at most: a contribution that was under way, and the steps since.
 """
 
 import argparse
@@ -58,19 +58,19 @@ def has_counted(out: Path, name: str, since: int) -> bool:
 
 
 def kill_at_random(sites: dict[str, Site], flags: argparse.Namespace) -> list[float]:
-    """Kills each once it has counted since its last start. Returns the times."""
-    draw, times, since = random.Random(flags.seed), [], dict.fromkeys(KILLED, 0)
+    """Kills one or the other, once both have counted since. Returns the times."""
+    draw, times, since = random.Random(flags.seed), [], 0
     while len(times) < flags.kills:
         time.sleep(draw.uniform(0, 2 * flags.pause))
-        name = draw.choice(KILLED)
         if any(site.process.poll() is not None for site in sites.values()):
             print("A site has ended before all kills. Give more --steps.")
             break
-        if has_counted(flags.out, name, since[name]):
+        if all(has_counted(flags.out, name, since) for name in PROGRAMS):
+            name = draw.choice(KILLED)
             sites[name].process.kill()
             sites[name].process.wait()
             times.append(time.time())
-            since[name] = len(commits(flags.out))
+            since = len(commits(flags.out))
             sites[name].start()
     return times
 

@@ -13,9 +13,10 @@ import pytest
 import curvadion_jax as cd
 
 ROOT = Path(__file__).parents[2]
-# A loop of the reader's own around a store on the network, and a program of several
-# processes (`tests/processes/test_processes.py`): names are looked at alone.
-FRAGMENTS = ("docs/sites.md", "docs/multi-host.md")
+# A loop of the reader's own around a store on the network, PyTorch (both run in
+# `tests/sites/test_page.py`), and a program of several processes
+# (`tests/processes/test_processes.py`): names are looked at alone.
+FRAGMENTS = ("docs/sites.md", "docs/from-pytorch.md", "docs/multi-host.md")
 PAGES = {
     str(page.relative_to(ROOT)): page.read_text("utf-8")
     for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/**/*.md")

@@ -1,15 +1,18 @@
-"""The loop and the defaults on docs/sites.md."""
+"""The loops and the defaults on docs/sites.md and docs/from-pytorch.md."""
 
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from curvadion_jax import sites
 
-PAGE = (Path(__file__).parents[2] / "docs" / "sites.md").read_text("utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "sites.md").read_text("utf-8")
 
 
 def test_the_loop_of_the_page_trains(tmp_path):
@@ -26,6 +29,25 @@ def test_the_loop_of_the_page_trains(tmp_path):
     exec(code.replace('"s3://bucket/run-7"', repr(str(tmp_path))), found)
     assert found["loss"] < before
     assert found["site"].metrics.counted >= 1
+
+
+def test_the_loop_of_pytorch_trains(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    torch.manual_seed(0)
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "from-pytorch.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert found["loss"] < 1  # of data whose mean square is 1
+    assert found["site"].metrics.counted >= 1
+    assert all(x.requires_grad for x in found["model"].parameters())
+    with sites.Site(
+        "out/run", "bern", outer=found["outer"], every=7, compressor=found["compressor"]
+    ) as site:
+        newest = site.start(dict(torch.nn.Linear(16, 4).named_parameters()))
+    for name, x in found["model"].named_parameters():
+        assert torch.equal(newest[name], x)
 
 
 def test_the_defaults_of_the_page_are_those_of_a_site():
