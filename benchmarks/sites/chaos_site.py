@@ -121,7 +121,7 @@ def site(name: str, folder: Path, pace: float) -> None:
     checkpoints = folder / "checkpoints" / name
     before = cd.checkpoint.latest_step(checkpoints) or 0
     if before:
-        opt_state = one_site.restored(checkpoints, opt_state, before)
+        opt_state = cd.checkpoint.restore(checkpoints, opt_state, before)
     paced = Paced(name, folder, pace)
     run, params = started(folder, name, params)
     with run:
@@ -131,7 +131,7 @@ def site(name: str, folder: Path, pace: float) -> None:
             params, opt_state = step_fn(params, opt_state, batch)
             params = jax.block_until_ready(run.sync(params))
             if step % EVERY == 0:
-                one_site.save(checkpoints, before + step, opt_state)
+                cd.checkpoint.save(checkpoints, before + step, opt_state, keep=2)
         params = run.leave(params)
         end = {"round": run.metrics.round, "digest": one_site._digest(params)}
         print(run.metrics, flush=True)

@@ -201,12 +201,14 @@ class Model:
 
     def _outer_step(self, outer: Outer, gradients: Arrays) -> Outer:
         with jax.default_device(cpu()), jax.disable_jit():
+            gradients.reverse()  # each is freed once JAX has it
+            own = [jnp.asarray(gradients.pop()) for _ in self.shapes]
             updates, state = self._outer.update(
-                self._tree([jnp.asarray(x) for x in gradients]),
+                self._tree(own),
                 jax.tree.unflatten(self._state_tree, outer.state),
                 self._tree(outer.anchor),
             )
-            gradients.clear()
+            own.clear()
             new: Any = optax.apply_updates(outer.anchor, jax.tree.leaves(updates))
             del updates
             state = optax.tree.cast_like(jax.tree.leaves(state), outer.state)
