@@ -188,6 +188,26 @@ def test_a_site_that_trained_while_the_others_were_away_may_have_gone_far():
     assert c.outcomes == [""]
 
 
+def test_messages_beyond_a_models_size_are_read_again_for_the_same_step(monkeypatch):
+    outer = optax.sgd(1.0, momentum=0.5)
+    plain = named("abcd", quorum=4, outer=outer)
+    settle(*plain, by=[1.0, 2.0, 3.0, 4.0])
+    monkeypatch.setattr(_follower, "_KEPT", 0)
+    sites = named("abcd", quorum=4, outer=outer)
+    for site, by in zip(sites, [1.0, 2.0, 3.0, 4.0], strict=True):
+        site.send(by)
+    a, before = sites[0], sites[0].store.down
+    assert a.follower.propose()
+    kept = {name for name, x in a.follower._received.items() if x.arrays}
+    assert kept == {"a"}  # its own, which it has anyway
+    looked = a.store.down - before
+    a.advance()
+    size = a.follower.model.nbytes
+    assert looked > 4 * size
+    assert a.store.down - before - looked > 2 * size
+    assert a.digest == plain[0].digest
+
+
 @pytest.mark.parametrize("jump", [1e3, 1e15])
 def test_a_jump_in_tokens_takes_a_bounded_share_and_is_logged_once(caplog, jump):
     """Its share counts as at most 1,000 times the median."""

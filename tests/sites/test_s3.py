@@ -11,6 +11,7 @@ import pytest
 from site_runs import together, train
 
 from curvadion_jax import compressors, sites
+from curvadion_jax.sites import _run, _store
 
 
 @pytest.fixture
@@ -39,6 +40,18 @@ def bucket(monkeypatch):
     finally:
         server.kill()
         server.communicate()
+
+
+@pytest.mark.slow
+def test_a_member_that_is_renewed_has_another_version(bucket):
+    store = _store.Store(bucket)
+    key = _run.member_key("oslo", 1, "json")
+    assert store.create(key, b"joined")
+    found = [_run.versions(store)]
+    for _ in range(2):
+        _run.renew(store, "oslo", 1)
+        found.append(_run.versions(store))
+    assert len({x["oslo"] for x in found}) == 3
 
 
 @pytest.mark.slow
