@@ -1,0 +1,247 @@
+"""Loss over bytes: every budget with the recipe that suits it, Muon and AdamW.
+
+    chrt --idle 0 python benchmarks/study/curve.py --workers 1    # resumes
+    python benchmarks/study/curve.py --state    # what is trained, and what is missing
+    python benchmarks/study/curve_table.py      # results/curve.md
+
+`FORMS` are the points of the curve: methods of the library at a share of the bytes,
+each with two settings (a momentum, or an outer step) and two learning rates. All four
+train for 260 steps on a seed that is not reported. The best of a point's four then
+trains 1,040 steps on three seeds. A line for each run goes to `results/curve.jsonl`;
+what is there is not trained again, and what was stopped resumes: stop the command
+whenever you like. Synchronous Muon and AdamW, to compare with, are the study's.
+
+A run of 260 steps takes some 5 minutes of a core with AVX-512, and one of 1,040 20.
+"""
+
+import argparse
+import dataclasses
+import functools
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
+
+import baselines
+import optax
+import rows
+import study
+from simulate import Run
+
+import curvadion_jax as cd
+from curvadion_jax import compressors, synchronizers, triggers
+
+FILE = study.RESULTS / "curve.jsonl"
+TUNING_SEED = 3  # that of `settings.py`; no table reports it
+RISING, CONSTANT = "momentum from 0.8 to 0.95", "momentum 0.9"
+NESTEROV, MEAN = "outer step 1.0, 0.4", "plain mean"
+# 0.14 is a sync in 4 bits after every step, 0.07 one in 2 bits.
+BITS = {0.14: 4, 0.07: 2, 0.03: 2, 0.01: 2, 0.003: 2}
+
+
+def momentum(setting: str, steps: int) -> Any:
+    return rows.rising(steps) if setting == RISING else 0.9
+
+
+def local_muon(
+    budget: float, setting: str, rate: optax.Schedule, steps: int, mesh: Any
+) -> optax.GradientTransformationExtraArgs:
+    return cd.local_muon(
+        rate, budget, BITS[budget], momentum=momentum(setting, steps), mesh=mesh
+    )
+
+
+def muon_in_few_bits(
+    budget: float, setting: str, rate: optax.Schedule, steps: int, mesh: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Synchronous Muon, its gradients sent in few bits with error feedback."""
+    return cd.adaptive_sync(
+        baselines.muon(rate, momentum(setting, steps)),
+        triggers.always(),
+        synchronizers.average_gradients(compressors.quantize(BITS[budget])),
+        mesh,
+    )
+
+
+def local_adamw(
+    budget: float, setting: str, rate: optax.Schedule, steps: int, mesh: Any
+) -> optax.GradientTransformationExtraArgs:
+    """What somebody gets who keeps AdamW: the study's, with local steps."""
+    del steps
+    outer = optax.sgd(1.0, 0.4, nesterov=True) if setting == NESTEROV else None
+    return cd.adaptive_sync(
+        optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.0),
+        triggers.evenly(budget),
+        synchronizers.reconcile(outer, compressor=compressors.quantize(BITS[budget])),
+        mesh,
+    )
+
+
+def diloco_in_two_bits(
+    budget: float, setting: str, rate: optax.Schedule, steps: int, mesh: Any
+) -> optax.GradientTransformationExtraArgs:
+    """DiLoCo's AdamW and outer step, within the budget in 2 bits."""
+    del setting, steps
+    outer = optax.sgd(0.7, 0.9, nesterov=True)
+    return cd.adaptive_sync(
+        optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.0),
+        triggers.evenly(budget),
+        synchronizers.reconcile(outer, compressor=compressors.quantize(BITS[budget])),
+        mesh,
+    )
+
+
+Make = Callable[[float, str, optax.Schedule, int, Any], Any]
+MUON_RATES, ADAMW_RATES = (0.04, 0.08), (0.02, 0.01)  # the likelier one first
+
+
+class Form(NamedTuple):
+    """A point of the curve.
+
+    Attributes:
+        name: What tables and the figure call it.
+        budget: Share of the bytes.
+        make: (budget, setting, learning rate, steps, mesh) -> the optimizer.
+        settings, rates: Of which every pair is tried.
+    """
+
+    name: str
+    budget: float
+    make: Make
+    settings: tuple[str, ...]
+    rates: tuple[float, ...]
+
+    def method(self, setting: str) -> str:
+        """Its name among the methods of a run."""
+        return f"{self.name}, {self.budget:.1%} of the bytes, {setting}"
+
+    def tuning(self) -> list[Run]:
+        """The runs of which the best decides its setting and learning rate."""
+        return [
+            Run(self.method(setting), rate, TUNING_SEED, study.QUARTER)
+            for setting in self.settings
+            for rate in self.rates
+        ]
+
+    def recipe(self, results: study.Results) -> Run | None:
+        """The best of those runs; None while one is missing."""
+        runs = self.tuning()
+        if any(run not in results for run in runs):
+            return None
+        return min(runs, key=lambda run: results[run]["loss"])
+
+    def reported(self, results: study.Results) -> list[Run]:
+        """The runs of the curve, once the recipe is known."""
+        best = self.recipe(results)
+        if best is None:
+            return []
+        return [
+            dataclasses.replace(best, seed=seed, steps=study.STEPS)
+            for seed in study.SEEDS
+        ]
+
+
+LOCAL_MUON, FEW_BITS = "`local_muon`", "Muon in few bits"
+LOCAL_ADAMW, DILOCO = "AdamW with local steps", "DiLoCo in 2 bits"
+_OF_MUON = (RISING, CONSTANT), MUON_RATES
+_OF_ADAMW = (MEAN, NESTEROV), ADAMW_RATES
+FORMS = (
+    *(Form(LOCAL_MUON, x, local_muon, *_OF_MUON) for x in (0.07, 0.03, 0.14)),
+    *(Form(LOCAL_ADAMW, x, local_adamw, *_OF_ADAMW) for x in (0.01, 0.07)),
+    *(Form(LOCAL_MUON, x, local_muon, *_OF_MUON) for x in (0.003, 0.01)),
+    *(Form(LOCAL_ADAMW, x, local_adamw, *_OF_ADAMW) for x in (0.03, 0.003)),
+    *(Form(FEW_BITS, x, muon_in_few_bits, *_OF_MUON) for x in (0.07, 0.14)),
+    Form(DILOCO, 0.01, diloco_in_two_bits, ("outer step 0.7, 0.9",), ADAMW_RATES),
+)
+# Processes that train find a run's method by its name.
+rows.METHODS |= {
+    form.method(setting): functools.partial(form.make, form.budget, setting)
+    for form in FORMS
+    for setting in form.settings
+}
+# Forms that the study has trained, by the same functions.
+OF_THE_STUDY = {
+    f"{LOCAL_MUON}, 1.0% of the bytes, {CONSTANT}": rows.LOCAL_MUON,
+    f"{LOCAL_MUON}, 1.0% of the bytes, {RISING}": rows.LOCAL_MUON + rows.RISING,
+    f"{FEW_BITS}, 7.0% of the bytes, {RISING}": rows.TWO_BITS,
+}
+# What the tuning runs are compared with; the reported ones have the study's rows.
+REFERENCES = (
+    Run(rows.BEST_MUON, 0.08, TUNING_SEED, study.QUARTER),
+    Run(rows.ADAMW, 0.02, TUNING_SEED, study.QUARTER),
+)
+
+
+def read() -> study.Results:
+    """The results so far, with the study's where it has trained the same."""
+    results = study.read(FILE)
+    for run, row in study.read().items():
+        for method, name in OF_THE_STUDY.items():
+            if run.method == name:
+                results.setdefault(dataclasses.replace(run, method=method), row)
+    return results
+
+
+def plan(results: study.Results) -> list[Run]:
+    """What is missing, in an order in which every run is of use as soon as it ends.
+
+    The likeliest setting at every budget comes first, and the last is worth the least.
+    The reported runs follow: one seed at every budget, then the next.
+    """
+    tuning = [form.tuning() for form in FORMS]
+    most = max(map(len, tuning))
+    first = [runs[i] for i in range(2) for runs in tuning[:3] if i < len(runs)]
+    later = [runs[i] for i in range(most) for runs in tuning if i < len(runs)]
+    reported = [form.reported(results) for form in FORMS]
+    last = [runs[i] for i in range(len(study.SEEDS)) for runs in reported if runs]
+    every = dict.fromkeys([*first, *REFERENCES, *later, *last])
+    return [run for run in every if run not in results]
+
+
+def state(results: study.Results) -> None:
+    """Prints what is trained and what is missing."""
+    print("| method | bytes | tuning runs | reported runs | recipe |")
+    print("|---" * 5 + "|")
+    for form in FORMS:
+        best = form.recipe(results)
+        recipe = f"{best.method.split(', ', 2)[2]}, {best.rate:g}" if best else ""
+        tuned = sum(run in results for run in form.tuning())
+        reported = sum(run in results for run in form.reported(results))
+        print(
+            f"| {form.name} | {form.budget:.1%} | {tuned} of {len(form.tuning())} "
+            f"| {reported} of {len(study.SEEDS)} | {recipe} |"
+        )
+
+
+def train(workers: int) -> None:
+    """Trains what is missing, and writes each result as soon as it is there."""
+    study.RESULTS.mkdir(exist_ok=True)
+    while runs := plan(read()):
+        # As many as there are processes: what comes next may depend on what they find.
+        for row in study.trained(runs[:workers], workers):
+            study.append(FILE, row)
+            shutil.rmtree(study.folder_of(Run(**row["run"])), ignore_errors=True)
+            print(f"{row['loss']:.4f} {row['run']}", flush=True)
+
+
+def main() -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--state", action="store_true")
+    options = parser.parse_args()
+    if options.state:
+        state(read())
+    else:
+        train(options.workers)
+
+
+if __name__ == "__main__":
+    main()
