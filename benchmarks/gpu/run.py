@@ -16,13 +16,15 @@ of it), with donated state:
   program of its own.
 * *step*: median over as many as fit in `--seconds`, on which no decision is due, of
   several launched together, so that launching does not count.
-* *sync*: the same of steps that all synchronise, nothing sent: what a sync computes.
-  (*One program* has the condition of a sync in it, and never synchronises: what the
-  condition costs a local step, in time and memory.)
+* *sync adds*: what a sync computes, codes and outer step, for one replica. One replica
+  has nobody to send codes to and encodes nothing, so it is measured with two on the
+  device (`simulated(2)`): half of the time of a step that synchronises, less half of a
+  local step's. (*One program* has the condition of a sync in it, and never
+  synchronises: what the condition costs a local step, in time and memory.)
 * *over the limit*: the time of a step over that of reading what it is given and writing
   what it returns once, at the bandwidth that adding a number to 1 GiB of them shows.
 * *peak*: arguments and temporary arrays of the larger program, as compiled, over the
-  bytes of the parameters.
+  bytes of the parameters; of a sync those of both replicas over both's parameters.
 
 The older code is in the folder `before`, as README.md says; its methods have ", before"
 in their names. On a CPU the times are a clock's and say little.
@@ -59,10 +61,11 @@ RANKS = (1.0, 0.5, 0.25, 0.125, 0.0625)
 BEFORE = ", before"
 OLDER = Path(__file__).with_name("before")
 ONE_PROGRAM = "`local_muon`, one program"
+INNER = ("AdamW", "Muon", *map(optimizer_speed.dion_name, RANKS))  # they never sync
 AT_ONCE = 5  # steps that are launched together
 HEADER = [
     *("model", "optimizer", "first step, s", "first sync, s", "step, ms"),
-    *("over AdamW", "over the limit", "sync, ms", "peak over parameters", "date"),
+    *("over AdamW", "over the limit", "sync adds, ms", "peak over parameters", "date"),
 ]
 
 
@@ -114,7 +117,27 @@ def matrices_of(model: str) -> Any:
 
 def measure(model: str, method: str, seconds: float) -> dict[str, Any]:
     """One line of the results."""
-    mesh = cd.replicas.make_mesh(1)
+    one, two = cd.replicas.make_mesh(1), cd.replicas.simulated(2)
+    syncs = method != ONE_PROGRAM and method not in INNER
+    local = measure_step(model, method, one, seconds, False if syncs else None)
+    row = {"model": model, "method": method, "first_step": local.pop("first")} | local
+    if syncs:
+        alone, sync = (
+            measure_step(model, method, two, seconds, due) for due in (False, True)
+        )
+        row |= {
+            "first_sync": sync["first"],
+            "sync_adds": (sync["step"] - alone["step"]) / 2,
+            "sync_encodes": sync["encodes"],
+            "peak": max(row["peak"], sync["peak"]),
+        }
+    return row
+
+
+def measure_step(
+    model: str, method: str, mesh: Any, seconds: float, due: bool | None
+) -> dict[str, Any]:
+    """Seconds to make a program and of its steps, its limit and its memory."""
     tx = methods(matrices_of(model), mesh)[method]()
     rows = lambda seed: cd.replicas.replicate(
         optimizer_speed.normal(shapes(model), seed), mesh
@@ -123,27 +146,25 @@ def measure(model: str, method: str, seconds: float) -> dict[str, Any]:
     size = sum(x.nbytes for x in params.values())
     state, gradients = (params, tx.init(params)), rows(1)
     del params
-    row: dict[str, Any] = {"model": model, "method": method}
-    known: dict[str, bool | None] = {"step": None}
-    if isinstance(state[1], cd.AdaptiveSyncState) and method != ONE_PROGRAM:
-        known = {"step": False, "sync": True}
-    for name, due in known.items():
-        one = measuring.when(tx, due)
-        step = measuring.train_step(one, lambda _, gradients: gradients, mesh)
-        start = time.perf_counter()
-        compiled = step.lower(state, gradients).compile()
-        row[f"first_{name}"] = time.perf_counter() - start
-        memory = compiled.memory_analysis()
-        moved = memory.argument_size_in_bytes + memory.output_size_in_bytes
-        state, row[name] = steps_take(compiled, state, gradients, seconds)
-        row.setdefault("limit", moved / bandwidth())
-        held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        row["peak"] = max(row.get("peak", 0), held / size)
-    return row
+    one = measuring.when(tx, due)
+    step = measuring.train_step(one, lambda _, gradients: gradients, mesh)
+    start = time.perf_counter()
+    compiled = step.lower(state, gradients).compile()
+    first = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    moved = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return {
+        "first": first,
+        "step": steps_take(compiled, state, gradients, seconds),
+        "limit": moved / bandwidth(),
+        "peak": held / size,
+        "encodes": "u8[" in compiled.as_text(),
+    }
 
 
-def steps_take(compiled: Any, state: Any, gradients: Any, seconds: float):
-    """The state after some steps, and the median seconds of one."""
+def steps_take(compiled: Any, state: Any, gradients: Any, seconds: float) -> float:
+    """The median seconds of a step."""
     taken, end = [], time.perf_counter() + seconds
     while len(taken) < 3 or time.perf_counter() < end:
         jax.block_until_ready(state)
@@ -152,7 +173,7 @@ def steps_take(compiled: Any, state: Any, gradients: Any, seconds: float):
             state = compiled(state, gradients)
         jax.block_until_ready(state)
         taken.append((time.perf_counter() - start) / AT_ONCE)
-    return state, statistics.median(taken[1:])
+    return statistics.median(taken[1:])
 
 
 def bandwidth() -> float:
@@ -216,7 +237,7 @@ def table(rows: dict[tuple[str, str], dict[str, Any]]) -> Iterator[str]:
             f"{1e3 * row['step']:.2f}",
             _or_none(adamw and row["step"] / adamw, ".2f"),
             f"{row['step'] / row['limit']:.2f}",
-            _or_none(row.get("sync") and 1e3 * row["sync"], ".2f"),
+            _or_none(row.get("sync_adds") and 1e3 * row["sync_adds"], ".2f"),
             *(_or_none(row.get("peak"), ".2f"), f"{row['date']}, {row['device']}"),
         ]
         yield f"| {model} | {method} | {' | '.join(cells)} |"

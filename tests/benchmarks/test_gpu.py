@@ -28,7 +28,10 @@ def test_measures_each_once(tmp_path):
     rows = {row["method"]: row for row in found}
     assert list(rows) == ["Muon", "`local_muon`", "`local_muon`, one program"]
     measured = rows["`local_muon`"]
-    assert measured.keys() >= {"first_step", "step", "first_sync", "sync", "limit"}
+    keys = {"first_step", "step", "first_sync", "sync_adds", "limit"}
+    assert measured.keys() >= keys
+    # Local steps have no codes, and the sync that is measured has.
+    assert (measured["encodes"], measured["sync_encodes"]) == (False, True)
     assert "| tiny | Muon | no memory |" in "\n".join(shown)
     before = file.read_text()
     assert lines(file, "--only", "*uon*") == shown == lines(file, "--table")
