@@ -5,10 +5,11 @@
     taskset -c 0 python benchmarks/optimizer_speed.py --model 8b     # of a layer
 
 A step takes given gradients to new parameters, with weight decay, and its state is
-donated. It is the second: the first warms up both sides. The parameters are the matrices of the model, float32; `--embeddings` adds an
-embedding and a head, which all but AdamW give to AdamW. Dion and Muon have the same
-dimension numbers. `8b` is three shapes of a layer, each once, so its seconds are not
-those of a layer (`--rounds 2 --ranks 0.5 0.25 0.125 0.0625` makes it short).
+donated. It is the second: the first warms up both sides. The parameters are the
+matrices of the model, float32; `--embeddings` adds an embedding and a head, which all
+but AdamW give to AdamW. Dion and Muon have the same dimension numbers. `8b` is three
+shapes of a layer, each once, so its seconds are not those of a layer (`--rounds 2
+--ranks 0.5 0.25 0.125 0.0625` makes it short).
 
 Beside them runs the authors' PyTorch code (how, `torch_dion.py` says), with torch
 installed and a clone given:
