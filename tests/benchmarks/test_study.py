@@ -14,6 +14,7 @@ import measuring
 import model
 import numpy as np
 import pytest
+import reproduce
 import rmmc
 import rows
 import simulate
@@ -64,6 +65,32 @@ def test_the_plan_ends_where_no_best_rate_is_at_an_edge():
     # Those of seed 0 at a quarter of the steps are in the grid, but for SAME_RATE.
     assert counted == [4 * grid, grid, grid, total - grid]
     assert study.best_rate(results, rows.LOCAL_MUON + rows.RISING) == 0.32
+
+
+@pytest.mark.parametrize(
+    ("loss", "sent", "text", "differs"),
+    [
+        (1.004, 104, "a", ""),
+        (1.006, 100, "a", "loss"),
+        (np.nan, 106, "a", "loss and bytes"),
+        (1.0, 100, "b", "another text"),
+    ],
+)
+def test_a_run_that_is_trained_again_agrees_within_half_a_percent(
+    loss, sent, text, differs
+):
+    committed = {"loss": 1.0, "bytes": 100, "text": "a"}
+    again = {"loss": loss, "bytes": sent, "text": text}
+    assert reproduce.disagreement(committed, again) == differs
+
+
+def test_every_row_of_the_table_can_be_trained_again():
+    results = study.read()
+    assert {run.method for run in reproduce.runs(results)} == {*rows.METHODS}
+    cells = [*reproduce.lines(results, results)]
+    assert len(cells) == len(rows.METHODS)
+    assert {each[3] for each in cells} == {"+0.00%"}
+    assert sum(each[-1] == "yes" for each in cells) == len(cells) - 1  # CHANGED
 
 
 def test_no_part_of_the_text_is_read_twice(corpus):
