@@ -17,10 +17,12 @@ A run of 260 steps takes some 5 minutes of a core with AVX-512, and one of 1,040
 import argparse
 import dataclasses
 import functools
+import itertools
 import os
 import shutil
 import sys
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -190,15 +192,22 @@ def read() -> study.Results:
 def plan(results: study.Results) -> list[Run]:
     """What is missing, in an order in which every run is of use as soon as it ends.
 
-    The likeliest setting at every budget comes first, and the last is worth the least.
-    The reported runs follow: one seed at every budget, then the next.
+    `local_muon` with a rising momentum at the first three budgets comes first, and seed
+    0 of all steps as soon as the better learning rate is known; then the other tuning
+    runs, the likeliest setting at every budget before the others; then the reported
+    runs, one seed at every budget and then the next.
     """
+    first = []
+    for form in FORMS[:3]:
+        both = form.tuning()[:2]
+        first += both
+        if all(run in results for run in both):
+            best = min(both, key=lambda run: results[run]["loss"])
+            first.append(dataclasses.replace(best, seed=0, steps=study.STEPS))
     tuning = [form.tuning() for form in FORMS]
-    most = max(map(len, tuning))
-    first = [runs[i] for i in range(2) for runs in tuning[:3] if i < len(runs)]
-    later = [runs[i] for i in range(most) for runs in tuning if i < len(runs)]
+    later = [run for tier in itertools.zip_longest(*tuning) for run in tier if run]
     reported = [form.reported(results) for form in FORMS]
-    last = [runs[i] for i in range(len(study.SEEDS)) for runs in reported if runs]
+    last = [run for tier in itertools.zip_longest(*reported) for run in tier if run]
     every = dict.fromkeys([*first, *REFERENCES, *later, *last])
     return [run for run in every if run not in results]
 
@@ -219,14 +228,25 @@ def state(results: study.Results) -> None:
 
 
 def train(workers: int) -> None:
-    """Trains what is missing, and writes each result as soon as it is there."""
+    """Trains what is missing, and writes each result as soon as it is there.
+
+    What comes next may depend on what was found, so it is asked for one at a time.
+    """
     study.RESULTS.mkdir(exist_ok=True)
-    while runs := plan(read()):
-        # As many as there are processes: what comes next may depend on what they find.
-        for row in study.trained(runs[:workers], workers):
-            study.append(FILE, row)
-            shutil.rmtree(study.folder_of(Run(**row["run"])), ignore_errors=True)
-            print(f"{row['loss']:.4f} {row['run']}", flush=True)
+    running: dict[futures.Future, Run] = {}
+    with study.processes(workers) as pool:
+        while True:
+            missing = [run for run in plan(read()) if run not in running.values()]
+            for run in missing[: workers - len(running)]:
+                running[pool.submit(study.train, run)] = run
+            if not running:
+                return
+            for future in futures.wait(running, return_when="FIRST_COMPLETED").done:
+                del running[future]
+                row = future.result()
+                study.append(FILE, row)
+                shutil.rmtree(study.folder_of(Run(**row["run"])), ignore_errors=True)
+                print(f"{row['loss']:.4f} {row['run']}", flush=True)
 
 
 def main() -> None:

@@ -163,16 +163,21 @@ def train_or_table(
         train()
 
 
+def processes(workers: int) -> concurrent.futures.ProcessPoolExecutor:
+    """Processes of one thread each, a new one for every run."""
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    return concurrent.futures.ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), max_tasks_per_child=1
+    )
+
+
 def trained(runs: Sequence[Run], workers: int) -> Iterator[dict[str, Any]]:
-    """The results as they come, of processes of one thread each.
+    """The results as they come.
 
     Where a run fails the others still end; its error is raised after them.
     """
-    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    with concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), max_tasks_per_child=1
-    ) as pool:
+    with processes(workers) as pool:
         futures = [pool.submit(train, run) for run in runs]
         for future in concurrent.futures.as_completed(futures):
             if future.exception() is None:
