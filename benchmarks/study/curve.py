@@ -1,8 +1,7 @@
 """Loss over bytes: every budget with the recipe that suits it, Muon and AdamW.
 
     chrt --idle 0 python benchmarks/study/curve.py --workers 1    # resumes
-    python benchmarks/study/curve.py --state    # what is trained, and what is missing
-    python benchmarks/study/curve_table.py      # results/curve.md
+    python benchmarks/study/curve_table.py    # the tables, and what is missing
 
 `FORMS` are the points of the curve: methods of the library at a share of the bytes,
 each with two settings (a momentum, or an outer step) and two learning rates. All four
@@ -30,8 +29,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
 
 import baselines
+import budgets
 import optax
 import rows
+import settings
 import study
 from simulate import Run
 
@@ -43,7 +44,7 @@ TUNING_SEED = 3  # that of `settings.py`; no table reports it
 RISING, CONSTANT = "momentum from 0.8 to 0.95", "momentum 0.9"
 NESTEROV, MEAN = "outer step 1.0, 0.4", "plain mean"
 # 0.14 is a sync in 4 bits after every step, 0.07 one in 2 bits.
-BITS = {0.14: 4, 0.07: 2, 0.03: 2, 0.01: 2, 0.003: 2}
+BITS = {0.14: 4, 0.07: 2, 0.03: 2, 0.01: 2, 0.003: 2, 0.001: 2}
 
 
 def momentum(setting: str, steps: int) -> Any:
@@ -160,17 +161,27 @@ FORMS = (
     *(Form(FEW_BITS, x, muon_in_few_bits, *_OF_MUON) for x in (0.07, 0.14)),
     Form(DILOCO, 0.01, diloco_in_two_bits, ("outer step 0.7, 0.9",), ADAMW_RATES),
 )
-# Processes that train find a run's method by its name.
-rows.METHODS |= {
+# Trained elsewhere, with one setting and learning rate.
+UNTUNED = (Form(LOCAL_MUON, 0.001, local_muon, (CONSTANT,), (0.04,)),)
+METHODS: dict[str, rows.Method] = {
     form.method(setting): functools.partial(form.make, form.budget, setting)
     for form in FORMS
     for setting in form.settings
 }
-# Forms that the study has trained, by the same functions.
-OF_THE_STUDY = {
-    f"{LOCAL_MUON}, 1.0% of the bytes, {CONSTANT}": rows.LOCAL_MUON,
-    f"{LOCAL_MUON}, 1.0% of the bytes, {RISING}": rows.LOCAL_MUON + rows.RISING,
-    f"{FEW_BITS}, 7.0% of the bytes, {RISING}": rows.TWO_BITS,
+# What other scripts have trained by the same functions, by its name there.
+ELSEWHERE = {
+    rows.LOCAL_MUON: f"{LOCAL_MUON}, 1.0% of the bytes, {CONSTANT}",
+    rows.LOCAL_MUON + rows.RISING: f"{LOCAL_MUON}, 1.0% of the bytes, {RISING}",
+    rows.TWO_BITS: f"{FEW_BITS}, 7.0% of the bytes, {RISING}",
+    **{
+        f"`local_muon(budget={x:g})`": f"{LOCAL_MUON}, {x:.1%} of the bytes, {CONSTANT}"
+        for x in (0.001, 0.003, 0.03, 0.07)
+    },
+}
+IN_SETTINGS = {
+    (rows.MUON, "rising"): rows.BEST_MUON,
+    (rows.LOCAL_MUON, "rising"): ELSEWHERE[rows.LOCAL_MUON + rows.RISING],
+    (rows.LOCAL_MUON, 0.9): ELSEWHERE[rows.LOCAL_MUON],
 }
 # What the tuning runs are compared with; the reported ones have the study's rows.
 REFERENCES = (
@@ -180,12 +191,18 @@ REFERENCES = (
 
 
 def read() -> study.Results:
-    """The results so far, with the study's where it has trained the same."""
+    """The results so far, with those of other scripts that trained the same."""
     results = study.read(FILE)
-    for run, row in study.read().items():
-        for method, name in OF_THE_STUDY.items():
-            if run.method == name:
-                results.setdefault(dataclasses.replace(run, method=method), row)
+    for run, row in (study.read() | study.read(budgets.FILE)).items():
+        if run.method in ELSEWHERE:
+            same = dataclasses.replace(run, method=ELSEWHERE[run.method])
+            results.setdefault(same, row)
+    for row in study.rows_of(settings.FILE):
+        momentum = row["settings"]["momentum"]
+        method = IN_SETTINGS.get((row["method"], momentum))
+        if method and row["settings"] == settings.BASE | {"momentum": momentum}:
+            run = dataclasses.replace(Run(**row["run"]), method=method)
+            results.setdefault(run, row)
     return results
 
 
@@ -212,19 +229,10 @@ def plan(results: study.Results) -> list[Run]:
     return [run for run in every if run not in results]
 
 
-def state(results: study.Results) -> None:
-    """Prints what is trained and what is missing."""
-    print("| method | bytes | tuning runs | reported runs | recipe |")
-    print("|---" * 5 + "|")
-    for form in FORMS:
-        best = form.recipe(results)
-        recipe = f"{best.method.split(', ', 2)[2]}, {best.rate:g}" if best else ""
-        tuned = sum(run in results for run in form.tuning())
-        reported = sum(run in results for run in form.reported(results))
-        print(
-            f"| {form.name} | {form.budget:.1%} | {tuned} of {len(form.tuning())} "
-            f"| {reported} of {len(study.SEEDS)} | {recipe} |"
-        )
+def train_one(run: Run) -> dict[str, Any]:
+    """One run, in a process of its own, which finds the method by its name."""
+    rows.METHODS |= METHODS
+    return study.train(run)
 
 
 def train(workers: int) -> None:
@@ -238,7 +246,7 @@ def train(workers: int) -> None:
         while True:
             missing = [run for run in plan(read()) if run not in running.values()]
             for run in missing[: workers - len(running)]:
-                running[pool.submit(study.train, run)] = run
+                running[pool.submit(train_one, run)] = run
             if not running:
                 return
             for future in futures.wait(running, return_when="FIRST_COMPLETED").done:
@@ -255,12 +263,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--state", action="store_true")
-    options = parser.parse_args()
-    if options.state:
-        state(read())
-    else:
-        train(options.workers)
+    train(parser.parse_args().workers)
 
 
 if __name__ == "__main__":

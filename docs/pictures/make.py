@@ -1,4 +1,4 @@
-"""Make the pictures of the README and the site: the idea, and loss by method.
+"""Make the pictures of the README and the site: the idea, loss by method and by bytes.
 
 python docs/pictures/make.py
 """
@@ -13,6 +13,8 @@ matplotlib.use("Agg")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "study"))
 
+import curve
+import curve_table
 import rows
 import study
 import table
@@ -112,6 +114,102 @@ def result() -> None:
     save(figure, "result.svg")
 
 
+# Methods of the study that the curve is compared with: label, and colour.
+OTHERS = {
+    rows.MULOCO + ", 2 bits": ("MuLoCo, 2 bits", ORANGE),
+    rows.DILOCO: ("DiLoCo,\nfloat32", ORANGE),
+    rows.LARGE_BATCH: ("Muon, 2 bits,\nbatches of 7 steps", GREY),
+    rows.BEST_MUON: ("Muon", GREY),
+}
+LARGEST = 20.0  # percent; what lies above is written at the edge
+
+
+def curve_of_bytes() -> None:
+    """Loss over the share of the bytes; AdamW has a panel once it has runs."""
+    found = curve_table.points(curve.read(), study.STEPS)
+    panels = [[of for of in found if of.form.name not in curve_table.OF_ADAMW]]
+    panels += [[of for of in found if of.form.name in curve_table.OF_ADAMW]]
+    panels = [panel for panel in panels if panel]
+    figure, every = pyplot.subplots(
+        1, len(panels), figsize=(8.4, 4.6), squeeze=False, sharey=True
+    )
+    for axes, panel, against in zip(
+        every[0],
+        panels,
+        ("the best synchronous Muon", "synchronous AdamW"),
+        strict=False,
+    ):
+        axes.axhline(0, color=LIGHT, linewidth=1, zorder=0)
+        names = {of.form.name for of in panel}
+        for name, color in zip(sorted(names, reverse=True), (BLUE, GREY), strict=False):
+            of_name = [of for of in panel if of.form.name == name]
+            lines = [
+                (
+                    100
+                    * table.share_of_bytes(next(iter(of.rows.values())), study.STEPS),
+                    table.above(of.rows, curve_table.reference(name, study.STEPS)),
+                )
+                for of in of_name
+            ]
+            means = [statistics.fmean(gaps) for _, gaps in lines]
+            axes.plot([x for x, _ in lines], means, color=color, linewidth=1.5)
+            for share, gaps in lines:
+                _seeds(axes, share, gaps, color)
+            axes.annotate(
+                name.replace("`", ""),
+                (lines[-1][0], means[-1]),
+                xytext=(-8, -20),
+                textcoords="offset points",
+                color=color,
+                weight="bold" if color == BLUE else "normal",
+            )
+        axes.set_xscale("log")
+        axes.set(xlim=(0.12, 160), ylim=(-3, LARGEST + 1.5))
+        axes.set_xticks(
+            [0.3, 1, 3, 7, 14, 100], ["0.3%", "1%", "3%", "7%", "14%", "100%"]
+        )
+        axes.minorticks_off()
+        axes.set_yticks([0, 5, 10, 15, 20], ["0", "+5%", "+10%", "+15%", "+20%"])
+        axes.set_xlabel("bytes sent, of float32 gradients on every step")
+        axes.set_title(f"held-out loss against {against}", size=11, color=GREY)
+        axes.spines[["top", "right"]].set_visible(False)
+    _others(every[0][0])
+    save(figure, "curve.svg")
+
+
+def _seeds(axes, share: float, gaps: list[float], color: str) -> None:
+    """A dot for each seed, and a larger one for their mean."""
+    axes.scatter([share] * len(gaps), gaps, s=22, color=color, alpha=0.45, linewidths=0)
+    axes.scatter([share], [statistics.fmean(gaps)], s=50, color=color, marker="D")
+
+
+def _others(axes) -> None:
+    """The study's other methods, at the edge where they lie above it."""
+    results = study.read()
+    best = table.by_seed(results, rows.BEST_MUON, study.STEPS)
+    for name, (label, color) in OTHERS.items():
+        runs = table.by_seed(results, name, study.STEPS)
+        gaps = table.above(runs, best)
+        share = 100 * table.share_of_bytes(next(iter(runs.values())), study.STEPS)
+        mean = statistics.fmean(gaps)
+        if mean > LARGEST:
+            axes.annotate(
+                f"{label}\n+{mean:.0f}%",
+                (share, LARGEST + 1.3),
+                xytext=(share, LARGEST - 3.4),
+                ha="center",
+                color=color,
+                size=9,
+                arrowprops={"arrowstyle": "->", "color": color},
+            )
+            continue
+        _seeds(axes, share, gaps, color)
+        axes.annotate(
+            label, (share, mean), xytext=(8, 2), textcoords="offset points", color=color
+        )
+
+
 if __name__ == "__main__":
     idea()
     result()
+    curve_of_bytes()

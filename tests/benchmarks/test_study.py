@@ -3,10 +3,13 @@
 import dataclasses
 import doctest
 import functools
+import json
 from pathlib import Path
 
 import budgets
 import corpus as corpus_files
+import curve
+import curve_table
 import data
 import jax
 import jax.numpy as jnp
@@ -35,7 +38,7 @@ def corpus():
 
 
 def test_examples():
-    assert doctest.testmod(study).failed == doctest.testmod(table).failed == 0
+    assert not any(doctest.testmod(x).failed for x in (study, table, curve_table))
 
 
 def test_the_page_on_budgets_has_the_table_of_their_runs(capsys):
@@ -47,10 +50,10 @@ def test_the_page_on_budgets_has_the_table_of_their_runs(capsys):
     assert [line for line in table_lines if line not in lines] == []
 
 
-@pytest.mark.parametrize("method", rows.METHODS)
+@pytest.mark.parametrize("method", rows.METHODS | curve.METHODS)
 def test_every_method_can_be_built(method):
     rate, mesh = simulate.schedule(0.02, 100), cd.replicas.simulated(2)
-    tx = rows.METHODS[method](rate, 100, mesh)
+    tx = (rows.METHODS | curve.METHODS)[method](rate, 100, mesh)
     assert jax.tree.leaves(jax.eval_shape(tx.init, PARAMS))
 
 
@@ -91,6 +94,25 @@ def test_every_row_of_the_table_can_be_trained_again():
     assert len(cells) == len(rows.METHODS)
     assert {each[3] for each in cells} == {"+0.00%"}
     assert sum(each[-1] == "yes" for each in cells) == len(cells) - 1  # CHANGED
+
+
+def test_the_curve_reports_the_best_of_every_forms_tuning_runs():
+    results = {}
+    while runs := curve.plan(results):
+        run = runs[0]
+        wins = curve.CONSTANT in run.method or curve.NESTEROV in run.method
+        results[run] = {"loss": 1.0 - 0.1 * wins - run.rate, "date": "", "bytes": 1}
+    for form in curve.FORMS:
+        setting, rate = form.settings[-1], max(form.rates)
+        reported = {
+            Run(form.method(setting), rate, seed, study.STEPS) for seed in study.SEEDS
+        }
+        assert reported <= results.keys()
+        assert curve_table.point(form, results, study.STEPS).tuned
+    longer = [run for run in results if run.steps == study.STEPS]
+    # Seed 0 of three forms was trained before the last settings of theirs were.
+    assert len(longer) == len(curve.FORMS) * len(study.SEEDS) + 3
+    assert {run.seed for run in results if run.steps != study.STEPS} == {3}
 
 
 def test_no_part_of_the_text_is_read_twice(corpus):
@@ -186,6 +208,14 @@ def test_constant_gradients_read_as_the_age_of_lions_momentum():
     assert rmmc.read_by(log, beta, "published")[1] == pytest.approx(10.256, abs=1e-3)
     assert not rmmc.read_by(log, beta, "matrices").any()
     np.testing.assert_allclose(rmmc.read_by(log, beta, "corrected"), 0, atol=1e-12)
+
+
+def test_the_pages_of_the_curve_are_those_of_its_rows():
+    results = curve.read()
+    page = (study.RESULTS / "curve.md").read_text("utf-8")
+    assert curve_table.document(results) == page
+    steps = json.loads(curve_table.STEPS_FILE.read_text("utf-8"))
+    assert steps == curve_table.steps_by_budget(results)
 
 
 def test_the_page_has_the_tables_of_the_results():

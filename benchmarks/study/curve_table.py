@@ -1,0 +1,225 @@
+"""The tables of the curve: loss over bytes, how it was tuned, and what is missing.
+
+    python benchmarks/study/curve_table.py
+
+Writes `curve.md` beside the results, from what `curve.py` and the study have trained so
+far, and `steps.json` there: how many steps of `local_muon` and of Muon in few bits
+replace one of the best synchronous Muon, which `cost_model.py` reads.
+`docs/pictures/make.py` draws the curve.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import curve
+import measuring
+import rows
+import study
+import table
+from curve import FEW_BITS, FORMS, LOCAL_ADAMW, LOCAL_MUON, UNTUNED, Form
+from simulate import Run
+
+STEPS_FILE = study.RESULTS / "steps.json"
+# What the curve aims at: percent above the best synchronous Muon, by budget.
+GOALS = {0.14: 2.0, 0.07: 3.5, 0.03: 5.0, 0.01: 7.5, 0.003: 11.0}
+OF_ADAMW = (LOCAL_ADAMW, curve.DILOCO)
+
+
+class Point(NamedTuple):
+    """A form of the curve with one setting and learning rate.
+
+    Attributes:
+        form: Name and share of the bytes.
+        setting, rate: Of the runs.
+        tuned: Whether they won against the other ones; else they are what there is.
+        rows: The runs' results by seed.
+    """
+
+    form: Form
+    setting: str
+    rate: float
+    tuned: bool
+    rows: Mapping[int, Mapping[str, Any]]
+
+
+def point(form: Form, results: study.Results, steps: int) -> Point | None:
+    """What there is of a form after so many steps; None if nothing is.
+
+    The tuned recipe, or while its tuning goes on the setting with most seeds.
+    """
+    best, found = form.recipe(results), []
+    for setting in form.settings:
+        for rate in sorted({run.rate for run in results}):
+            runs = [
+                Run(form.method(setting), rate, seed, steps) for seed in study.SEEDS
+            ]
+            known = {run.seed: results[run] for run in runs if run in results}
+            tuned = best is not None and (best.method, best.rate) == (
+                form.method(setting),
+                rate,
+            )
+            if known:
+                found.append(Point(form, setting, rate, tuned, known))
+    return max(found, key=_preference, default=None)
+
+
+def _preference(of: Point) -> tuple[bool, int, float]:
+    mean = statistics.fmean(row["loss"] for row in of.rows.values())
+    return of.tuned, len(of.rows), -mean
+
+
+def points(results: study.Results, steps: int) -> list[Point]:
+    """All that there are, with falling bytes."""
+    forms = sorted((*FORMS, *UNTUNED), key=lambda form: (form.name, -form.budget))
+    found = (point(form, results, steps) for form in forms)
+    return [each for each in found if each is not None]
+
+
+def reference(name: str, steps: int) -> dict[int, dict]:
+    """The study's synchronous rows that a form is compared with."""
+    method = rows.ADAMW if name in OF_ADAMW else rows.BEST_MUON
+    return table.by_seed(study.read(), method, steps)
+
+
+def spread(numbers: Sequence[float], digits: int = 1, unit: str = "%") -> str:
+    """Mean and standard deviation of three seeds; of fewer the values.
+
+    Examples:
+        >>> spread([1.0, 2.0, 3.0]), spread([1.0, 2.0]), spread([])
+        ('2.0 ± 1.0%', '1.0, 2.0%', '')
+    """
+    if len(numbers) >= len(study.SEEDS):
+        return table.spread(numbers, digits, unit)
+    return ", ".join(f"{x:.{digits}f}" for x in numbers) + unit * bool(numbers)
+
+
+def steps_needed(of: Point) -> list[float]:
+    """Steps for one of the best Muon's, by seed, of runs of all steps."""
+    short, long = (reference(of.form.name, n) for n in (study.QUARTER, study.STEPS))
+    return [
+        1 / table.steps_to(row["loss"], short[seed]["loss"], long[seed]["loss"])
+        for seed, row in sorted(of.rows.items())
+        if seed in short and seed in long
+    ]
+
+
+def curve_lines(results: study.Results, steps: int, adamw: bool) -> Iterator[list[str]]:
+    """The cells of the curve's table, of Muon's methods or of AdamW's."""
+    for of in points(results, steps):
+        if (of.form.name in OF_ADAMW) != adamw:
+            continue
+        gaps = table.above(of.rows, reference(of.form.name, steps))
+        share = statistics.fmean(
+            table.share_of_bytes(row, steps) for row in of.rows.values()
+        )
+        goal = GOALS.get(of.form.budget) if of.form.name == LOCAL_MUON else None
+        long = steps == study.STEPS and not adamw
+        yield [
+            *(of.form.name, f"{of.form.budget:.1%}", f"{share:.2%}"),
+            f"{of.setting}, {of.rate:g}" + ", not tuned yet" * (not of.tuned),
+            spread(gaps),
+            ", ".join(map(str, sorted(of.rows))),
+            f"{goal:g}%" if goal and long else "",
+            spread(steps_needed(of), 2, "") if long else "",
+        ]
+
+
+def tuning_lines(results: study.Results) -> Iterator[list[str]]:
+    """Loss by setting and learning rate, of a form that has any."""
+    muon, adamw = (results.get(run) for run in curve.REFERENCES)
+    for form in FORMS:
+        base = adamw if form.name in OF_ADAMW else muon
+        cells = []
+        for run in form.tuning():
+            if run in results:
+                loss = results[run]["loss"]
+                gap = f" ({loss / base['loss'] - 1:+.1%})" if base else ""
+                setting = run.method.removeprefix(form.method(""))
+                cells.append(f"{setting}, {run.rate:g}: {loss:.4f}{gap}")
+        if cells:
+            yield [form.name, f"{form.budget:.1%}", "; ".join(cells)]
+
+
+def state_lines(results: study.Results) -> Iterator[list[str]]:
+    """What is trained and what is missing."""
+    for form in FORMS:
+        tuned = sum(run in results for run in form.tuning())
+        there = point(form, results, study.STEPS)
+        seeds = len(there.rows) if there else 0
+        note = " (not tuned yet)" if there and not there.tuned else ""
+        yield [
+            *(form.name, f"{form.budget:.1%}", f"{tuned} of {len(form.tuning())}"),
+            f"{seeds} of {len(study.SEEDS)}{note}",
+        ]
+
+
+HEADER = (
+    *("method", "budget", "bytes", "recipe", "above", "seeds", "goal"),
+    "steps for one of the best Muon's",
+)
+
+
+def document(results: study.Results) -> str:
+    """All tables."""
+    dates = sorted({row["date"] for row in study.read(curve.FILE).values()})
+    parts = [
+        "# Loss over bytes\n\nWritten by `curve_table.py`; rows of `curve.py` "
+        f"({' to '.join(dict.fromkeys((dates[0], dates[-1])))}) and of the study. "
+        "*Above* is the held-out loss above the best synchronous Muon (momentum "
+        "from 0.8 to 0.95), or above synchronous AdamW, of the same seed and steps: "
+        "mean ± standard deviation of the paired differences of three seeds, of fewer "
+        "the values. *Bytes* have the mean of the replicas that ends local steps.",
+    ]
+    for steps in (study.STEPS, study.QUARTER):
+        for adamw in (False, True):
+            lines = [*curve_lines(results, steps, adamw)]
+            if lines:
+                against = "synchronous AdamW" if adamw else "the best synchronous Muon"
+                title = f"## {steps:,} steps, above {against}"
+                text = "\n".join(measuring.markdown(HEADER, lines))
+                parts.append(f"{title}\n\n{text}")
+    tuning = measuring.markdown(("method", "budget", "losses"), tuning_lines(results))
+    seed, quarter = curve.TUNING_SEED, study.QUARTER
+    parts.append(
+        f"## Tuning\n\nSeed {seed}, {quarter} steps; in brackets above the reference "
+        "on that seed.\n\n" + "\n".join(tuning)
+    )
+    head = ("method", "budget", "tuning runs", f"runs of {study.STEPS:,} steps")
+    missing = measuring.markdown(head, state_lines(results))
+    parts.append("## What is trained\n\n" + "\n".join(missing))
+    return "\n\n".join(parts) + "\n"
+
+
+def steps_by_budget(results: study.Results) -> list[dict[str, Any]]:
+    """What the calculator reads: by method and budget, of runs of all steps."""
+    return [
+        {
+            "method": of.form.name,
+            "budget": of.form.budget,
+            "bits": curve.BITS[of.form.budget],
+            "steps": round(statistics.fmean(needed), 2),
+            "seeds": len(needed),
+        }
+        for of in points(results, study.STEPS)
+        if of.form.name in (LOCAL_MUON, FEW_BITS) and (needed := steps_needed(of))
+    ]
+
+
+def main() -> None:
+    """Run the program."""
+    results = curve.read()
+    text = document(results)
+    (study.RESULTS / "curve.md").write_text(text)
+    lines = ",\n".join(f" {json.dumps(each)}" for each in steps_by_budget(results))
+    STEPS_FILE.write_text(f"[\n{lines}\n]\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
