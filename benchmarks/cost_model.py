@@ -4,8 +4,12 @@
         --bandwidth 1e9 --round-trip 0.05
 
 prints, for replicas joined by such a link, the bytes and the time of a step of
-synchronous training and of local steps, and which of them pays. Plain arithmetic:
-nothing here touches a device. `links.py` and `projections.py` are tables made with it.
+synchronous training and of local steps at several shares of the bytes, and names the
+share that reaches a loss first; then the same over link speeds, which `--picture FILE`
+draws. How many local steps replace a synchronous one is read from the study's rows
+(`study/results/steps.json`, by `study/curve_table.py`): it is measured in a GPT of 0.85
+million parameters, and no forecast for a large one. Plain arithmetic: nothing here
+touches a device. `links.py` and `projections.py` are tables made with it.
 
 A message takes latency plus size over bandwidth (Hockney 1994; Thakur, Rabenseifner and
 Gropp 2005). Payloads travel around a ring, which sends the least possible number of
@@ -18,13 +22,16 @@ TCP does not fill the link (`wan/README.md`). `--gloo` and `--arrays` count that
 """
 
 import argparse
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import measuring
 import numpy as np
 
 from curvadion_jax import compressors
@@ -33,13 +40,6 @@ from curvadion_jax.compressors import Payload
 FLOAT32_BYTES = 4
 VOTE = Payload(averaged=4)
 
-# Steps for the loss of one of the best synchronous Muon, in 1,040 steps of the study:
-# of `local_muon` by its budget (`curvadion` needed no fewer), 1.79 ± 0.20 at 1% of the
-# bytes (three seeds, docs/readme_numbers.py), 2.5 and 3.5 at 0.3 and 0.1% (one seed,
-# study/budgets.py); and of that Muon in 2 bits with error feedback on every step,
-# 1.51 ± 0.17.
-MEASURED_STEPS = {0.01: 1.8, 0.003: 2.5, 0.001: 3.5}
-STEPS_IN_TWO_BITS = 1.5
 # Of a training step's computation; gradients appear during it, and can be sent.
 BACKWARD = 2 / 3
 # How gloo over TCP (cubic, no loss) uses a link: two constants that fit all-reduces of
@@ -223,30 +223,69 @@ def speedup(method: Method, baseline: Method, overlap: bool = False) -> float:
     return baseline.step_time / method.step_time
 
 
-class Row(NamedTuple):
-    """A line of the calculator: bytes of a step, and steps for the same loss.
+class Measured(NamedTuple):
+    """Steps of a method for one of the best synchronous Muon's, in the study.
 
-    `steps_needed` is None if nobody has measured how many.
+    Attributes:
+        method: Local steps with syncs in few bits, or Muon in few bits on every step.
+        budget: Share of the bytes.
+        bits: Of a code.
+        steps: Mean over the seeds.
+        seeds: Their number.
+    """
+
+    method: str
+    budget: float
+    bits: int
+    steps: float
+    seeds: int
+
+    @property
+    def synchronous(self) -> bool:
+        return self.method != LOCAL_MUON
+
+    @property
+    def name(self) -> str:
+        if self.synchronous:
+            return f"synchronous, {self.bits} bits"
+        return f"local_muon, {100 * self.budget:g}% of the bytes"
+
+
+class Row(NamedTuple):
+    """A line of the calculator.
+
+    Attributes:
+        name: Of the method.
+        sent: Bytes of a step.
+        method: Its times.
+        synchronous: Whether no replica takes local steps.
+        steps_needed: For the loss of one step of synchronous Muon; None if nobody has
+            measured how many.
+        seeds: Of the runs that say so; 0 if none does.
     """
 
     name: str
     sent: float
     method: Method
+    synchronous: bool = True
     steps_needed: float | None = 1.0
+    seeds: int = 0
 
     @property
-    def time_to_loss(self) -> float | None:
-        """Seconds for the loss of a synchronous step."""
-        steps = self.steps_needed
-        return None if steps is None else steps * self.method.step_time
+    def time_to_loss(self) -> float:
+        """Seconds for the loss of a step of synchronous Muon; infinite if not known."""
+        steps = math.inf if self.steps_needed is None else self.steps_needed
+        return steps * self.method.step_time
 
 
-def measured_steps(budget: float) -> float | None:
-    """Steps of `local_muon` for one of Muon's; None where nobody has measured them."""
-    for known, steps in MEASURED_STEPS.items():
-        if math.isclose(budget, known, rel_tol=0.01):
-            return steps
-    return None
+LOCAL_MUON = "`local_muon`"
+STEPS_FILE = Path(__file__).parent / "study" / "results" / "steps.json"
+
+
+def measured() -> list[Measured]:
+    """What the study has, with falling bytes."""
+    found = (Measured(**row) for row in json.loads(STEPS_FILE.read_text()))
+    return sorted(found, key=lambda each: (not each.synchronous, -each.budget))
 
 
 def compare(
@@ -254,57 +293,167 @@ def compare(
     step_time: float,
     link: Link,
     replicas: int = 8,
-    budget: float = 0.01,
-    steps_needed: float | None = None,
     arrays: int = 1,
+    known: Sequence[Measured] | None = None,
 ) -> list[Row]:
-    """Synchronous training and local steps within a budget, over one link.
+    """Synchronous training, and local steps at every share that is known.
 
-    Gradients are `arrays` messages, and codes are one. Without `steps_needed` local
-    steps are as many as were measured at the budget.
+    Gradients are `arrays` messages, and codes are one. `known` is what the study has by
+    default.
     """
-    if steps_needed is None:
-        steps_needed = measured_steps(budget)
     whole = gradient_payload(ModelSize(parameters))
     half = Payload(whole.averaged // 2)
-    drift = drift_payload(parameters)
-    counts = {whole: arrays, half: arrays, drift: 1}
-    times = {x: ring_time(x, replicas, link, count) for x, count in counts.items()}
-    full, rarely = (sync_bytes(load, replicas) for load in (whole, drift))
-    rate = min(1.0, budget * full / rarely)
-    voting = flag_time(replicas, link)
-    overlapped = Method(step_time, times[half], hidden=BACKWARD * step_time)
-    in_two_bits = Method(step_time, times[drift])
-    local = Method(step_time, times[drift], rate)
-    asking = Method(step_time, times[drift], rate, voting)
-    flag = sync_bytes(VOTE, replicas)
-    return [
-        Row("synchronous, float32", full, Method(step_time, times[whole])),
+    full = sync_bytes(whole, replicas)
+    on_every_step = Method(step_time, ring_time(whole, replicas, link, arrays))
+    overlapped = Method(
+        step_time,
+        ring_time(half, replicas, link, arrays),
+        hidden=BACKWARD * step_time,
+    )
+    rows = [
+        Row("synchronous, float32", full, on_every_step),
         Row("synchronous, bfloat16 behind the backward pass", full / 2, overlapped),
-        Row("synchronous, 2 bits", rarely, in_two_bits, STEPS_IN_TWO_BITS),
-        Row(f"local_muon, {budget:.2%}", rate * rarely, local, steps_needed),
-        Row(f"curvadion, {budget:.2%}", rate * rarely + flag, asking, steps_needed),
     ]
+    for each in measured() if known is None else known:
+        codes = drift_payload(parameters, each.bits)
+        of_sync = sync_bytes(codes, replicas)
+        rate = 1.0 if each.synchronous else min(1.0, each.budget * full / of_sync)
+        method = Method(step_time, ring_time(codes, replicas, link), rate)
+        steps = each.steps if math.isfinite(each.steps) else None
+        sent = rate * of_sync
+        row = Row(each.name, sent, method, each.synchronous, steps, each.seeds)
+        rows.append(row)
+    return rows
+
+
+def fastest(rows: Iterable[Row], synchronous: bool | None = None) -> Row:
+    """The row that reaches a loss first, of all or of one kind."""
+    return min(
+        (row for row in rows if synchronous in (None, row.synchronous)),
+        key=lambda row: row.time_to_loss,
+    )
+
+
+def break_even(row: Row, rows: Iterable[Row]) -> float:
+    """Steps for one of synchronous Muon's below which a row's local steps pay.
+
+    They are compared with the synchronous form that reaches a loss first.
+    """
+    return fastest(rows, synchronous=True).time_to_loss / row.method.step_time
 
 
 def verdict(rows: Sequence[Row]) -> str:
     """Which row reaches a loss first, and by how much."""
-    synchronous = min(rows[:3], key=lambda row: row.time_to_loss or math.inf)
-    best = min(rows[3:], key=lambda row: row.method.step_time)
-    least = synchronous.time_to_loss or math.inf
-    ratio = least / best.method.step_time
-    found = (
-        f"The fastest to a loss without local steps is {synchronous.name}. {best.name} "
-        f"pays if it needs fewer than {ratio:.2f} steps for each of synchronous Muon's"
-    )
-    if best.time_to_loss is None:
-        known = (f"{steps} at {budget:.1%}" for budget, steps in MEASURED_STEPS.items())
-        return f"{found}. Measured were {', '.join(known)} of the bytes."
-    gain = least / best.time_to_loss
-    pays = "local steps pay" if gain > 1 else "stay synchronous"
+    synchronous, local = fastest(rows, True), fastest(rows, False)
+    if local.steps_needed is None:
+        return (
+            f"The fastest to a loss without local steps is {synchronous.name}. "
+            f"{local.name} pays if it needs fewer than {break_even(local, rows):.2f} "
+            "steps for each of synchronous Muon's, which nobody has measured."
+        )
+    gain = synchronous.time_to_loss / local.time_to_loss
+    if gain <= 1:
+        return (
+            f"Stay synchronous: {synchronous.name} reaches a loss first, {local.name} "
+            f"in {1 / gain:.2f} times its time."
+        )
     return (
-        f"{found}, and needs {best.steps_needed:g}: {pays} ({gain:.2f} times as fast)."
+        f"Take {local.name}: it reaches a loss first, {gain:.2f} times as fast as the "
+        f"fastest without local steps ({synchronous.name}). It pays while it needs "
+        f"fewer than {break_even(local, rows):.2f} steps for each of synchronous "
+        f"Muon's, and in the study it needed {local.steps_needed:g}."
     )
+
+
+HEADER = (
+    *("method", "MB a step", "s a step", "waits", "steps for one of Muon's (seeds)"),
+    *("pays below", "s for a Muon step's loss"),
+)
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """The lines of a Markdown table of one link."""
+
+    def cells(row: Row) -> tuple[str, ...]:
+        known = "?" if row.steps_needed is None else f"{row.steps_needed:.3g}"
+        needs = "?" if row.steps_needed is None else f"{row.time_to_loss:.3g}"
+        return (
+            row.name,
+            f"{row.sent / 1e6:.3g}",
+            f"{row.method.step_time:.3g}",
+            f"{row.method.communication_share:.1%}",
+            known + f" ({row.seeds})" * (row.seeds > 0),
+            "" if row.synchronous else f"{break_even(row, rows):.2f}",
+            needs,
+        )
+
+    return measuring.markdown(HEADER, map(cells, rows))
+
+
+SPEEDS = (10e6, 30e6, 100e6, 300e6, 1e9, 3e9, 10e9, 30e9, 100e9)
+At = Callable[[float], Sequence[Row]]
+"""From bits a second to the rows of a link of that speed."""
+
+
+def speed_table(at: At) -> Iterator[str]:
+    """Which method reaches a loss first at each speed, and how much sooner."""
+
+    def cells(speed: float) -> tuple[str, ...]:
+        rows = at(speed)
+        synchronous, first = fastest(rows, True), fastest(rows)
+        gain = synchronous.time_to_loss / first.time_to_loss
+        return (
+            in_bits(speed),
+            synchronous.name,
+            f"{synchronous.time_to_loss:.3g}",
+            f"**{first.name}**",
+            f"{first.time_to_loss:.3g}",
+            f"{gain:.2f}",
+        )
+
+    header = (
+        *("link", "fastest without local steps", "s for a Muon step's loss"),
+        *("first", "s", "times as fast"),
+    )
+    return measuring.markdown(header, map(cells, SPEEDS))
+
+
+def in_bits(speed: float) -> str:
+    """A speed in words.
+
+    Examples:
+        >>> in_bits(30e6), in_bits(1e9)
+        ('30 Mbit/s', '1 Gbit/s')
+    """
+    return f"{speed / 1e6:g} Mbit/s" if speed < 1e9 else f"{speed / 1e9:g} Gbit/s"
+
+
+def picture(at: At, title: str, file: Path) -> None:
+    """Draws each method's seconds for a synchronous step's loss over the link."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.hashsalt": "curvadion_jax", "svg.fonttype": "none"}
+    from matplotlib import pyplot
+
+    speeds = np.geomspace(SPEEDS[0], SPEEDS[-1], 121)
+    rows = [at(speed) for speed in speeds]
+    figure, axes = pyplot.subplots(figsize=(8.4, 4.6))
+    locals_ = sum(not row.synchronous for row in rows[0])
+    blues = iter(pyplot.get_cmap("Blues")(np.linspace(0.95, 0.45, locals_)))
+    greys = iter(("0.3", "0.5", "0.65", "0.8"))
+    for number, row in enumerate(rows[0]):
+        seconds = [each[number].time_to_loss for each in rows]
+        color, style = (next(greys), "--") if row.synchronous else (next(blues), "-")
+        axes.plot(speeds, seconds, style, color=color, label=row.name)
+    axes.set(xscale="log", yscale="log", title=title)
+    axes.set_xticks(SPEEDS, [in_bits(x) for x in SPEEDS], rotation=30, ha="right")
+    axes.minorticks_off()
+    axes.set_ylabel("seconds for the loss of a step of Muon")
+    axes.legend(frameon=False, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, metadata={"Date": None}, bbox_inches="tight")
+    pyplot.close(figure)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -322,15 +471,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--budget",
         type=float,
-        default=0.01,
-        help="share of the bytes of float32 gradients on every step, 0.01 by default",
+        help="share of the bytes of float32 gradients on every step; by default all "
+        "that the study has trained to its end",
     )
     parser.add_argument(
         "--steps-needed",
         type=float,
-        help="local steps for the loss of a synchronous step; at budgets of 1, 0.3 and "
-        "0.1%% 1.8, 2.5 and 3.5, measured in a small model and no forecast for a large "
-        "one; at others nobody knows",
+        help="local steps at `--budget` for the loss of one of synchronous Muon's, if "
+        "you know",
     )
     parser.add_argument(
         "--gloo",
@@ -344,31 +492,52 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="arrays of gradients that are averaged one after another, as gloo does; "
         "by default one that has all",
     )
+    parser.add_argument("--picture", type=Path, help="a file for it, such as x.svg")
     options = parser.parse_args(arguments)
     use = GLOO if options.gloo else {}
     needed = options.steps_needed
     if options.replicas < 2 or (needed is not None and needed <= 0):
         parser.error("give at least two replicas, and more than 0 steps")
-    rows = compare(
-        int(options.parameters),
-        options.step_time,
-        Link(options.bandwidth, options.round_trip, **use),
-        options.replicas,
-        options.budget,
-        needed,
-        options.arrays,
-    )
-    print("| method | MB a step | s a step | waits | s for a synchronous step's loss |")
-    print("|---|---|---|---|---|")
-    for row in rows:
-        step = row.method.step_time
-        waits = row.method.communication_share
-        needs = "?" if row.time_to_loss is None else f"{row.time_to_loss:.3g}"
-        print(
-            f"| {row.name} | {row.sent / 1e6:.3g} | {step:.3g} | {waits:.1%} "
-            f"| {needs} |"
+    if needed is not None and options.budget is None:
+        parser.error("--steps-needed is of one budget: give --budget too")
+
+    def at(bandwidth: float) -> list[Row]:
+        return compare(
+            int(options.parameters),
+            options.step_time,
+            Link(bandwidth, options.round_trip, **use),
+            options.replicas,
+            options.arrays,
+            with_budget(options.budget, needed),
         )
+
+    rows = at(options.bandwidth)
+    print("\n".join(table(rows)))
     print(verdict(rows))
+    print("\n".join(["", *speed_table(at)]))
+    if options.picture is not None:
+        title = (
+            f"{options.parameters / 1e6:g} million parameters, {options.replicas} "
+            f"replicas, {options.step_time:g} s a step, {options.round_trip:g} s "
+            "round trip"
+        )
+        picture(at, title, options.picture)
+
+
+def with_budget(budget: float | None, steps: float | None) -> list[Measured]:
+    """What the study has, of local steps only what it has at this budget, or these."""
+    known = measured()
+    if budget is None:
+        return known
+    same = [
+        each
+        for each in known
+        if not each.synchronous and math.isclose(budget, each.budget, rel_tol=0.01)
+    ]
+    if steps is not None or not same:
+        unknown = math.inf if steps is None else steps
+        same = [Measured(LOCAL_MUON, budget, 2, unknown, 0)]
+    return [each for each in known if each.synchronous] + same
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import cost_model
 import curve
+import links
 import measuring
 import rows
 import study
@@ -29,6 +31,7 @@ STEPS_FILE = study.RESULTS / "steps.json"
 # What the curve aims at: percent above the best synchronous Muon, by budget.
 GOALS = {0.14: 2.0, 0.07: 3.5, 0.03: 5.0, 0.01: 7.5, 0.003: 11.0}
 OF_ADAMW = (LOCAL_ADAMW, curve.DILOCO)
+ROUND_TRIP = 0.05  # seconds, of the links that are compared
 
 
 class Point(NamedTuple):
@@ -159,6 +162,26 @@ def state_lines(results: study.Results) -> Iterator[list[str]]:
         ]
 
 
+def first_lines(results: study.Results) -> Iterator[list[str]]:
+    """By link speed and model: what reaches a loss first, and how much sooner."""
+    known = [cost_model.Measured(**each) for each in steps_by_budget(results)]
+    for speed in cost_model.SPEEDS:
+        cells = [cost_model.in_bits(speed)]
+        for training in links.TRAININGS:
+            of_link = cost_model.compare(
+                *(training.parameters, training.compute_time),
+                cost_model.Link(speed, ROUND_TRIP),
+                known=known,
+            )
+            first = cost_model.fastest(of_link)
+            synchronous = cost_model.fastest(of_link, synchronous=True)
+            gain = synchronous.time_to_loss / first.time_to_loss
+            name = first.name.removesuffix(" of the bytes")
+            name = name.removesuffix(" behind the backward pass")
+            cells.append(name if first.synchronous else f"{name} ({gain:.2g})")
+        yield cells
+
+
 HEADER = (
     *("method", "budget", "bytes", "recipe", "above", "seeds", "goal"),
     "steps for one of the best Muon's",
@@ -184,6 +207,13 @@ def document(results: study.Results) -> str:
                 title = f"## {steps:,} steps, above {against}"
                 text = "\n".join(measuring.markdown(HEADER, lines))
                 parts.append(f"{title}\n\n{text}")
+    models = (f"{x.name}, {x.compute_time:.2f} s a step" for x in links.TRAININGS)
+    first = measuring.markdown(("link, 50 ms", *models), first_lines(results))
+    parts.append(
+        "## Which share reaches a loss first\n\nCalculated from the column of steps, 8 "
+        "replicas (`cost_model.py`, for your own model and link); in brackets how many "
+        "times as fast as the fastest without local steps.\n\n" + "\n".join(first)
+    )
     tuning = measuring.markdown(("method", "budget", "losses"), tuning_lines(results))
     seed, quarter = curve.TUNING_SEED, study.QUARTER
     parts.append(

@@ -47,26 +47,70 @@ def test_times_by_hand():
     assert hidden.step_time == pytest.approx(0.6, rel=EXACT)
 
 
-@pytest.mark.parametrize(("bandwidth", "answer"), [("1e9", "pay"), ("1e12", "stay")])
-def test_the_calculator_answers(bandwidth, answer, capsys):
-    model = ["--parameters", "160e6", "--step-time", "0.3", "--round-trip", "0.001"]
-    cm.main([*model, "--bandwidth", bandwidth])
-    printed = capsys.readouterr().out
-    assert f": {answer}" in printed or f"local steps {answer}" in printed
+MODEL = ["--parameters", "160e6", "--step-time", "0.3", "--round-trip", "0.001"]
+KNOWN = [
+    cm.Measured("Muon in few bits", 0.07, 2, steps=1.5, seeds=3),
+    cm.Measured(cm.LOCAL_MUON, 0.01, 2, steps=2.0, seeds=3),
+    cm.Measured(cm.LOCAL_MUON, 0.001, 2, steps=4.0, seeds=1),
+]
+
+
+def rows_at(bandwidth):
+    link = cm.Link(bandwidth, round_trip_time=0.0)
+    return cm.compare(160_000_000, 0.3, link, known=KNOWN)
+
+
+def test_seconds_for_a_loss_by_hand():
+    # 1.12 GB of gradients on every step, 78.75 MB of codes: 8.96 and 0.63 s.
+    whole, half, coded, one, tenth = rows_at(1e9)
+    assert whole.time_to_loss == pytest.approx(0.3 + 8.96, rel=EXACT)
+    assert half.time_to_loss == pytest.approx(0.3 + 4.48 - 0.2, rel=EXACT)
+    assert coded.time_to_loss == pytest.approx(1.5 * (0.3 + 0.63), rel=EXACT)
+    assert one.time_to_loss == pytest.approx(2.0 * (0.3 + 0.0896), rel=EXACT)
+    assert tenth.time_to_loss == pytest.approx(4.0 * (0.3 + 0.00896), rel=EXACT)
+    # Against the fastest synchronous step, which is that of 2 bits.
+    pays = 1.5 * 0.93 / 0.3896
+    assert cm.break_even(one, rows_at(1e9)) == pytest.approx(pays, rel=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "first", "words"),
+    [
+        (1e7, "local_muon, 0.1% of the bytes", "Take local_muon, 0.1% of the bytes"),
+        (1e9, "local_muon, 1% of the bytes", "Take local_muon, 1% of the bytes"),
+        (1e12, "synchronous, bfloat16 behind the backward pass", "Stay synchronous"),
+    ],
+)
+def test_the_calculator_names_the_share_that_reaches_a_loss_first(
+    bandwidth, first, words
+):
+    rows = rows_at(bandwidth)
+    assert cm.fastest(rows).name == first
+    assert cm.verdict(rows).startswith(words)
+    line = [x for x in cm.speed_table(rows_at) if x.startswith("| 1 Gbit/s |")]
+    assert "**local_muon, 1% of the bytes**" in line[0]
+
+
+def test_the_calculator_prints_and_draws_every_share_of_the_study(capsys, tmp_path):
+    file = tmp_path / "links.svg"
+    cm.main([*MODEL, "--bandwidth", "1e9", "--picture", str(file)])
+    printed, drawn = capsys.readouterr().out, file.read_text("utf-8")
+    for known in cm.measured():
+        assert f"| {known.name} |" in printed
+        assert known.name in drawn
     # 2 x 7/8 x 640 MB of gradients on every step; 1% of that.
     assert "| 1.12e+03 |" in printed
     assert "| 11.2 |" in printed
 
 
-def test_the_calculator_knows_the_steps_of_measured_budgets(capsys):
-    model = ["--parameters", "160e6", "--step-time", "0.3", "--round-trip", "0.001"]
-    cm.main([*model, "--bandwidth", "1e9", "--budget", "0.005"])
-    printed = capsys.readouterr().out
-    assert "fewer than" in printed
-    assert "times as fast" not in printed
+def test_the_calculator_says_where_nobody_knows_the_steps(capsys):
+    cm.main([*MODEL, "--bandwidth", "1e9", "--budget", "0.005"])
+    assert "which nobody has measured" in capsys.readouterr().out
     for known in (["0.005", "--steps-needed", "3"], ["0.003"], ["0.001"], ["0.01"]):
-        cm.main([*model, "--bandwidth", "1e9", "--budget", *known])
-        assert "times as fast" in capsys.readouterr().out
+        cm.main([*MODEL, "--bandwidth", "1e9", "--budget", *known])
+        printed = capsys.readouterr().out
+        assert "times as fast" in printed
+        assert sum(x.startswith("| local_muon") for x in printed.splitlines()) == 1
 
 
 def test_the_calculator_counts_arrays_and_what_gloo_waits_for(capsys):
