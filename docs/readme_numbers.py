@@ -53,6 +53,16 @@ def main() -> None:
             print(f"  {method}: {spread([100 * x for x in shares])}%")
             print(f"    its step may take {spread([1 / x for x in shares], 2)}")
 
+    print("change of the gap from 260 to 1,040 steps, points, by seed 0, 1, 2")
+    for name in (rows.LOCAL_MUON, rows.TWO_BITS):
+        for other in (rows.MUON, rows.BEST_MUON):
+            short, long = (
+                table.above(losses(name, n), losses(other, n))
+                for n in (study.QUARTER, study.STEPS)
+            )
+            change = [b - a for a, b in zip(short, long, strict=True)]
+            print(f"  {name} against {other}: {spread(change)}")
+
     print("percent above rising Muon, by seed 0, 1, 2")
     others = (
         *(rows.LOCAL_MUON, rows.LOCAL_MUON + rows.RISING, rows.LARGE_BATCH),
