@@ -31,6 +31,9 @@ STEPS_FILE = study.RESULTS / "steps.json"
 # What the curve aims at: percent above the best synchronous Muon, by budget.
 GOALS = {0.14: 2.0, 0.07: 3.5, 0.03: 5.0, 0.01: 7.5, 0.003: 11.0}
 OF_ADAMW = (LOCAL_ADAMW, curve.DILOCO)
+# Methods of the study that the curve is compared with, with their own settings.
+OTHERS = (rows.MULOCO + ", 2 bits", rows.MULOCO, rows.LARGE_BATCH)
+OTHERS_OF_ADAMW = (rows.DILOCO,)
 ROUND_TRIP = 0.05  # seconds, of the links that are compared
 
 
@@ -131,6 +134,16 @@ def curve_lines(results: study.Results, steps: int, adamw: bool) -> Iterator[lis
             f"{goal:g}%" if goal and long else "",
             spread(steps_needed(of), 2, "") if long else "",
         ]
+    others = OTHERS_OF_ADAMW if adamw else OTHERS
+    against = table.by_seed(
+        study.read(), rows.ADAMW if adamw else rows.BEST_MUON, steps
+    )
+    for method in others:
+        runs = table.by_seed(study.read(), method, steps)
+        share = statistics.fmean(table.share_of_bytes(x, steps) for x in runs.values())
+        gaps, seeds = table.above(runs, against), ", ".join(map(str, sorted(runs)))
+        rate = f"the study's, {study.best_rate(study.read(), method):g}"
+        yield [method, "", f"{share:.2%}", rate, spread(gaps), seeds, "", ""]
 
 
 def tuning_lines(results: study.Results) -> Iterator[list[str]]:
@@ -212,7 +225,8 @@ def document(results: study.Results) -> str:
     parts.append(
         "## Which share reaches a loss first\n\nCalculated from the column of steps, 8 "
         "replicas (`cost_model.py`, for your own model and link); in brackets how many "
-        "times as fast as the fastest without local steps.\n\n" + "\n".join(first)
+        "times as fast as the fastest without local steps. A share with one seed "
+        "counts like the others.\n\n" + "\n".join(first)
     )
     tuning = measuring.markdown(("method", "budget", "losses"), tuning_lines(results))
     seed, quarter = curve.TUNING_SEED, study.QUARTER
