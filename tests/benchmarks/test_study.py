@@ -150,6 +150,19 @@ def test_products_are_those_of_float32_up_to_bfloat16():
     assert (ours[0] != exact[0]).any()
 
 
+def test_products_on_a_cpu_without_bfloat16_are_the_same(monkeypatch):
+    x, w = (jax.random.normal(jax.random.key(n), (64, 64)) for n in (0, 1))
+    dimensions = (((1,), (0,)), ((), ()))
+
+    def of(emulates):
+        monkeypatch.setattr(simulate, "_emulates_bfloat16", lambda: emulates)
+        return jax.jit(lambda x, w: simulate._product(x, w, dimensions))(x, w)
+
+    # Products of bfloat16 numbers are exact in float32; sums of 64 differ in order.
+    np.testing.assert_allclose(of(True), of(False), rtol=0, atol=64 * 2**-20)
+    assert (of(True) != x @ w).any()
+
+
 @pytest.mark.slow
 def test_gradients_taken_together_are_those_taken_one_by_one(corpus):
     gpt, batch = simulate.transformer(SIZE, corpus), simulate.Batches(corpus, 0, SIZE)
