@@ -209,13 +209,13 @@ def read() -> study.Results:
 def plan(results: study.Results) -> list[Run]:
     """What is missing, in an order in which every run is of use as soon as it ends.
 
-    `local_muon` with a rising momentum at the first three budgets comes first, and seed
-    0 of all steps as soon as the better learning rate is known; then the other tuning
+    `local_muon` with a rising momentum at the first two budgets comes first, and seed 0
+    of all steps as soon as the better learning rate is known; then the other tuning
     runs, the likeliest setting at every budget before the others; then the reported
     runs, one seed at every budget and then the next.
     """
     first = []
-    for form in FORMS[:3]:
+    for form in FORMS[:2]:
         both = form.tuning()[:2]
         first += both
         if all(run in results for run in both):
@@ -235,7 +235,7 @@ def train_one(run: Run) -> dict[str, Any]:
     return study.train(run)
 
 
-def train(workers: int) -> None:
+def train(workers: int, steps: int | None) -> None:
     """Trains what is missing, and writes each result as soon as it is there.
 
     What comes next may depend on what was found, so it is asked for one at a time.
@@ -244,7 +244,11 @@ def train(workers: int) -> None:
     running: dict[futures.Future, Run] = {}
     with study.processes(workers) as pool:
         while True:
-            missing = [run for run in plan(read()) if run not in running.values()]
+            missing = [
+                run
+                for run in plan(read())
+                if run not in running.values() and steps in (None, run.steps)
+            ]
             for run in missing[: workers - len(running)]:
                 running[pool.submit(train_one, run)] = run
             if not running:
@@ -263,7 +267,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count())
-    train(parser.parse_args().workers)
+    parser.add_argument(
+        "--steps", type=int, choices=(study.QUARTER, study.STEPS), help="only these"
+    )
+    options = parser.parse_args()
+    train(options.workers, options.steps)
 
 
 if __name__ == "__main__":
