@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from curvadion_jax import _finite
-from curvadion_jax._cut import cut
+from curvadion_jax.matrices._cut import cut
 
 # Elements that are encoded at once: on TPUs cutting an array into blocks copies it.
 PIECE = 2**22

@@ -5,16 +5,11 @@ from typing import Any
 import jax
 import optax
 
-from curvadion_jax import (
-    _adamw_for_the_rest,
-    _arguments,
-    _two_optimizers,
-    synchronizers,
-    triggers,
-)
-from curvadion_jax._adaptive_sync import adaptive_sync
-from curvadion_jax._muon import muon
-from curvadion_jax._rows import Replicas
+from curvadion_jax import _arguments, synchronizers, triggers
+from curvadion_jax.matrices import _adamw_for_the_rest, _two_optimizers
+from curvadion_jax.matrices._muon import muon
+from curvadion_jax.mesh._rows import Replicas
+from curvadion_jax.step._adaptive_sync import adaptive_sync
 from curvadion_jax.synchronizers._reconcile import reconcile_in_few_bits
 
 

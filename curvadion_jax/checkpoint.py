@@ -22,9 +22,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _checksum, _memory, _trees, metrics
-from curvadion_jax._dion import DionState
-from curvadion_jax._two_optimizers import TwoOptimizersState
 from curvadion_jax.dimension_numbers import _record
+from curvadion_jax.matrices._dion import DionState
+from curvadion_jax.matrices._two_optimizers import TwoOptimizersState
 from curvadion_jax.replicas import _resize
 
 _FORMAT = 6

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from curvadion_jax import _arguments, _within_replica
+from curvadion_jax import _arguments
 from curvadion_jax._buckets import count_blocks, in_pieces, make_buckets
 from curvadion_jax._dtypes import (
     add_cast,
@@ -26,8 +26,9 @@ from curvadion_jax._dtypes import (
     cast_like,
     compute_dtype,
 )
-from curvadion_jax._group import Group, Part
-from curvadion_jax._layout import Layout
+from curvadion_jax.mesh import _within_replica
+from curvadion_jax.mesh._group import Group, Part
+from curvadion_jax.mesh._layout import Layout
 
 __all__ = ["Averaged", "Codec", "Compressor", "Payload", "exact", "quantize"]
 

@@ -16,20 +16,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import (
+from curvadion_jax import _arguments, _dtypes, synchronizers, triggers
+from curvadion_jax.matrices import (
     _adamw_for_the_rest,
-    _arguments,
     _dion,
-    _dtypes,
     _momentum,
     _two_optimizers,
-    synchronizers,
-    triggers,
 )
-from curvadion_jax._adaptive_sync import adaptive_sync
-from curvadion_jax._dion import dion
-from curvadion_jax._muon import muon
-from curvadion_jax._rows import Replicas
+from curvadion_jax.matrices._dion import dion
+from curvadion_jax.matrices._muon import muon
+from curvadion_jax.mesh._rows import Replicas
+from curvadion_jax.step._adaptive_sync import adaptive_sync
 from curvadion_jax.triggers import Measured, Trigger
 
 __all__ = [

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _dtypes, _momentum, _two_optimizers
+from curvadion_jax import _arguments, _dtypes
+from curvadion_jax.matrices import _momentum, _two_optimizers
 
 # The share of bytes of `local_muon` and `curvadion` unless told otherwise.
 DEFAULT_BUDGET = 0.01

@@ -30,8 +30,8 @@ class Mutant(NamedTuple):
     expression: str = ""
 
 
-CORE, SYNC = "_adaptive_sync.py", "synchronizers/_reconcile.py"
-STEP, PART, TRIGGERS = "_step.py", "_group.py", "triggers.py"
+CORE, SYNC = "step/_adaptive_sync.py", "synchronizers/_reconcile.py"
+STEP, PART, TRIGGERS = "step/_step.py", "mesh/_group.py", "triggers.py"
 DECISIONS, FAULTS = "core/test_decisions.py", "core/test_faults.py"
 WHO, CHECKSUMS = "core/test_participation.py", "core/test_checksums.py"
 STARTS, METRICS = "core/test_starts.py", "core/test_metrics.py"
@@ -43,7 +43,7 @@ RECORD = "dimension_numbers/test_record.py"
 
 MUTANTS = {
     # Decisions.
-    "pmax is pmin": Mutant("_group.py", "lax.pmax(", "lax.pmin(", DECISIONS),
+    "pmax is pmin": Mutant("mesh/_group.py", "lax.pmax(", "lax.pmin(", DECISIONS),
     "nan requests nothing": Mutant(
         TRIGGERS, "~(value <= threshold)", "(value > threshold)", DECISIONS
     ),
@@ -244,10 +244,10 @@ MUTANTS = {
         CORE, "(checksum != counters.checksum)", "(checksum != checksum)", CHECKSUMS
     ),
     "copies are not refused": Mutant(
-        "_refuse_copies.py", "if is_copy and old is not new", "if False", STARTS
+        "step/_refuse_copies.py", "if is_copy and old is not new", "if False", STARTS
     ),
     "where a run began is refused": Mutant(
-        "_refuse_copies.py", "is_copy and old is not new", "is_copy", STARTS
+        "step/_refuse_copies.py", "is_copy and old is not new", "is_copy", STARTS
     ),
     "a drift of two rounds counts twice": Mutant(
         CORE,
@@ -290,7 +290,7 @@ MUTANTS = {
         "own_noise",
     ),
     "updates lie as the inner optimizer left them": Mutant(
-        "_step.py",
+        "step/_step.py",
         "self.layout.as_parameters(_dtypes.cast_like(updates, params))",
         "_dtypes.cast_like(updates, params)",
         "sharded/test_sharded_places.py",
@@ -367,20 +367,20 @@ MUTANTS = {
         "given",
     ),
     "b2 is 0.999": Mutant(
-        "_adamw_for_the_rest.py",
+        "matrices/_adamw_for_the_rest.py",
         "rate, 0.9, 0.95, eps",
         "rate, 0.9, 0.999, eps",
         WRAPPERS,
     ),
     "adam has the rate of the matrices": Mutant(
-        "_adamw_for_the_rest.py",
+        "matrices/_adamw_for_the_rest.py",
         "rate = learning_rate if adam_learning_rate is None else adam_learning_rate",
         "rate = learning_rate",
         WRAPPERS,
         "adamw",
     ),
     "error feedback by the mean of R": Mutant(
-        "_power_iteration.py",
+        "matrices/_power_iteration.py",
         "view.product(P, right[name], precision)",
         "view.product(P, mean_right[name], precision)",
         "dion/test_dion_axis.py equivalences/test_equivalences.py",
@@ -418,7 +418,7 @@ MUTANTS = {
         "epsilon",
     ),
     "adamw has the dtype of the parameters": Mutant(
-        "_adamw_for_the_rest.py",
+        "matrices/_adamw_for_the_rest.py",
         "weight_decay=0.0, mu_dtype=mu_dtype",
         "weight_decay=0.0, mu_dtype=None",
         "interop/test_dtypes.py",
@@ -428,34 +428,34 @@ MUTANTS = {
         "_curvadion.py", "_RANK = 1.0", "_RANK = 0.5", "dion/test_curvadion.py", "rank"
     ),
     "all ranks but one are full": Mutant(
-        "_power_iteration.py",
+        "matrices/_power_iteration.py",
         "Q.shape[-1] == view.cols",
         "Q.shape[-1] >= view.cols - 1",
         "dion/test_dion_reference.py",
     ),
     "a column is absent at a rounding": Mutant(
-        "_power_iteration.py",
+        "matrices/_power_iteration.py",
         "100 * jnp.finfo(R.dtype).eps",
         "jnp.finfo(R.dtype).eps",
         "dion/test_dion_degenerate.py",
         "absent",
     ),
     "columns that are nearly dependent are copies": Mutant(
-        "_orthonormalize.py",
+        "matrices/_orthonormalize.py",
         "_COPY = 1e-3",
         "_COPY = 0.1",
         "dion/test_orthonormalize.py",
         "copy",
     ),
     "mu is looked at before trace": Mutant(
-        "_momentum.py",
+        "matrices/_momentum.py",
         '("momentum", "trace", "mu")',
         '("momentum", "mu", "trace")',
         "core/test_momentum_found.py",
         "both",
     ),
     "of merged axes the first decides": Mutant(
-        "_layout.py",
+        "mesh/_layout.py",
         "bool(merged) and not any(known.get(axis) for axis in merged[1:])",
         "bool(merged)",
         "sharded/test_sharded_places.py",
@@ -482,13 +482,6 @@ MUTANTS = {
         "_finite.all_finite([given.params])",
         "synchronizers/test_gradients.py",
         "finite",
-    ),
-    "a checksum is that of the old anchor": Mutant(
-        STEP,
-        "anchor_checksum=_checksum.of(anchor)",
-        "anchor_checksum=_checksum.of(common.anchor)",
-        CHECKSUMS,
-        "moved",
     ),
     "a mean adds up 16-bit numbers": Mutant(
         PART,
@@ -549,7 +542,10 @@ MUTANTS = {
         "dimension_numbers/_by_name.py", "_LONGEST = 8", "_LONGEST = 800", BY_NAME
     ),
     "an update takes another partition": Mutant(
-        "_two_optimizers.py", "_record.check(state.partition, partition)", "", RECORD
+        "matrices/_two_optimizers.py",
+        "_record.check(state.partition, partition)",
+        "",
+        RECORD,
     ),
     "a checkpoint is restored into another partition": Mutant(
         "checkpoint.py",

@@ -32,7 +32,7 @@ import race
 import simulate
 
 import curvadion_jax as cd
-from curvadion_jax import _power_iteration
+from curvadion_jax.matrices import _power_iteration
 
 RATE, MOMENTUM, EPSILON = 0.04, 0.9, 1e-7
 

@@ -25,7 +25,8 @@ from jax import lax
 from rows import DION
 from simulate import Run
 
-from curvadion_jax import _matrix_view, _power_iteration
+from curvadion_jax import _matrix_view
+from curvadion_jax.matrices import _power_iteration
 
 FILE = study.RESULTS / "precision.jsonl"
 MANTISSA_BITS = {"bfloat16": 7, "tf32": 10}

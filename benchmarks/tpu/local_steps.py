@@ -32,13 +32,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import curvadion_jax as cd
-from curvadion_jax import (
-    _adamw_for_the_rest,
-    _muon,
-    _two_optimizers,
-    synchronizers,
-    triggers,
-)
+from curvadion_jax import synchronizers, triggers
+from curvadion_jax.matrices import _adamw_for_the_rest, _muon, _two_optimizers
 
 RATE = 0.01
 
@@ -61,7 +56,7 @@ def parameters(layers: int, width: int, vocabulary: int) -> Any:
 
 
 def cases(mesh: Any) -> dict[str, tuple[str, Any, bool | None]]:
-    """Name -> the bare optimizer compared with, the optimizer, and whether a sync is due."""
+    """Name -> the bare optimizer beside it, the optimizer, whether a sync is due."""
 
     def rows(tx):
         return tx if mesh is None else cd.replicas.lift(tx, mesh)

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from curvadion_jax import _rows, _trees
+from curvadion_jax import _trees
 
 # What each primitive does is said in these.
 from curvadion_jax.dimension_numbers import (
@@ -20,6 +20,7 @@ from curvadion_jax.dimension_numbers import (
 from curvadion_jax.dimension_numbers._partition import DimensionNumbers, Partition
 from curvadion_jax.dimension_numbers._reader import Reader
 from curvadion_jax.dimension_numbers._values import Use, Value, Weight
+from curvadion_jax.mesh import _rows
 
 
 def from_loss(

@@ -4,7 +4,7 @@
 all rows, and the optimizer is given the rows. `consensus` is the model of all.
 """
 
-from curvadion_jax._rows import AXIS
+from curvadion_jax.mesh._rows import AXIS
 from curvadion_jax.replicas._audit import Audit, Message, audit
 from curvadion_jax.replicas._consensus import anchor, consensus, divergence
 from curvadion_jax.replicas._lift import lift

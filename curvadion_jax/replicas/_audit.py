@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from curvadion_jax import _rows
-from curvadion_jax._rows import AXIS, Replicas
-from curvadion_jax._step import SYNC, VOTE
+from curvadion_jax.mesh import _rows
+from curvadion_jax.mesh._rows import AXIS, Replicas
+from curvadion_jax.step._step import SYNC, VOTE
 
 
 class Message(NamedTuple):

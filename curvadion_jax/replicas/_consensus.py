@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _dtypes, _finite, _memory, _trees, metrics
-from curvadion_jax._rows import AXIS
-from curvadion_jax._sync_state import AdaptiveSyncState
+from curvadion_jax.mesh._rows import AXIS
+from curvadion_jax.step._sync_state import AdaptiveSyncState
 
 
 def consensus(rows: Any) -> Any:

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import optax
 
-from curvadion_jax import _rows, _trees
-from curvadion_jax._group import Group
-from curvadion_jax._rows import Replicas
-from curvadion_jax._sync_state import AdaptiveSyncState
+from curvadion_jax import _trees
+from curvadion_jax.mesh import _rows
+from curvadion_jax.mesh._group import Group
+from curvadion_jax.mesh._rows import Replicas
 from curvadion_jax.replicas._map import over_model
+from curvadion_jax.step._sync_state import AdaptiveSyncState
 
 
 def lift(

@@ -13,8 +13,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
-from curvadion_jax import _rows, _trees
-from curvadion_jax._rows import AXIS, Replicas
+from curvadion_jax import _trees
+from curvadion_jax.mesh import _rows
+from curvadion_jax.mesh._rows import AXIS, Replicas
 
 
 def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from curvadion_jax._rows import AXIS, Simulated
+from curvadion_jax.mesh._rows import AXIS, Simulated
 
 _log = logging.getLogger("curvadion_jax")
 

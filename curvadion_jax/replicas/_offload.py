@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from curvadion_jax import _memory, _trees
-from curvadion_jax._sync_state import AdaptiveSyncState
+from curvadion_jax.step._sync_state import AdaptiveSyncState
 
 
 def offload(opt_state: Any) -> Any:

@@ -11,8 +11,9 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _rows, _trees
-from curvadion_jax._rows import AXIS, Replicas, Simulated
+from curvadion_jax import _trees
+from curvadion_jax.mesh import _rows
+from curvadion_jax.mesh._rows import AXIS, Replicas, Simulated
 from curvadion_jax.replicas import _keys
 
 

@@ -8,11 +8,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _dtypes, _finite, _memory, _rows, _trees
-from curvadion_jax._dion import DionState
-from curvadion_jax._rows import AXIS, Replicas
-from curvadion_jax._sync_state import AdaptiveSyncState, Rows
+from curvadion_jax import _dtypes, _finite, _memory, _trees
+from curvadion_jax.matrices._dion import DionState
+from curvadion_jax.mesh import _rows
+from curvadion_jax.mesh._rows import AXIS, Replicas
 from curvadion_jax.replicas import _keys
+from curvadion_jax.step._sync_state import AdaptiveSyncState, Rows
 
 
 def resize(state: Any, mesh: Replicas) -> Any:

@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from curvadion_jax import _dion, _trees, _two_optimizers, compressors
-from curvadion_jax._group import Part
-from curvadion_jax._layout import Layout
+from curvadion_jax import _trees, compressors
 from curvadion_jax._matrix_view import MatrixView
-from curvadion_jax._power_iteration import reduces_factors
+from curvadion_jax.matrices import _dion, _two_optimizers
+from curvadion_jax.matrices._power_iteration import reduces_factors
+from curvadion_jax.mesh._group import Part
+from curvadion_jax.mesh._layout import Layout
 from curvadion_jax.synchronizers._types import WithinStep
 
 

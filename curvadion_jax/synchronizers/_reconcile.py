@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from curvadion_jax import _dtypes, _finite, compressors
-from curvadion_jax._rows import Replicas
+from curvadion_jax.mesh._rows import Replicas
 from curvadion_jax.synchronizers._types import AfterStep, Part
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from curvadion_jax._group import Group as Group
-from curvadion_jax._group import Part as Part
-from curvadion_jax._layout import Layout
 from curvadion_jax.compressors import Payload
+from curvadion_jax.mesh._group import Group as Group
+from curvadion_jax.mesh._group import Part as Part
+from curvadion_jax.mesh._layout import Layout
 
 
 def _nothing(*_: Any) -> Any:

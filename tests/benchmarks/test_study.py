@@ -26,7 +26,7 @@ import table
 from simulate import Run
 
 import curvadion_jax as cd
-from curvadion_jax import _two_optimizers
+from curvadion_jax.matrices import _two_optimizers
 
 SIZE = simulate.Size(1, 16, 1, 16, 2, 8)
 PARAMS = {"kernel": jax.ShapeDtypeStruct((2, 8, 16), np.float32)}

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from curvadion_jax._cut import cut
+from curvadion_jax.matrices._cut import cut
 
 TABLE = jnp.arange(16.0).reshape(8, 2)
 

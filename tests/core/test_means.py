@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from curvadion_jax import _rows
+from curvadion_jax.mesh import _rows
 from curvadion_jax.synchronizers import Group
 
 REPLICAS = 4

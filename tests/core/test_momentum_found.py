@@ -10,7 +10,7 @@ import pytest
 
 import curvadion_jax as cd
 from curvadion_jax import synchronizers, triggers
-from curvadion_jax._momentum import momentum_by_name
+from curvadion_jax.matrices._momentum import momentum_by_name
 
 VECTORS = {
     "bias": True,

@@ -12,7 +12,6 @@ from flax import nnx
 from flax.core import freeze
 
 import curvadion_jax as cd
-from curvadion_jax import _two_optimizers
 from curvadion_jax.dimension_numbers import (
     DimensionNumbers,
     Finding,
@@ -20,6 +19,7 @@ from curvadion_jax.dimension_numbers import (
     PartitionWarning,
     _partition,
 )
+from curvadion_jax.matrices import _two_optimizers
 
 DENSE, STACK = DimensionNumbers(0, 1), DimensionNumbers(2, 1)
 QUERY = DimensionNumbers(0, (1, 2))

@@ -12,8 +12,8 @@ from flax import serialization
 from jax.sharding import PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import _two_optimizers
 from curvadion_jax.dimension_numbers import DimensionNumbers, _record
+from curvadion_jax.matrices import _two_optimizers
 
 DENSE, TURNED = DimensionNumbers(0, 1), DimensionNumbers(1, 0)
 NUMBERS = {"bias": None, "down": DENSE, "up": DENSE}

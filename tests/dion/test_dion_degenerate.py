@@ -6,7 +6,7 @@ import pytest
 from dion_runs import SHAPES, close, compiled, normal, random_state, zeros
 
 import curvadion_jax as cd
-from curvadion_jax._power_iteration import unit_columns
+from curvadion_jax.matrices._power_iteration import unit_columns
 
 # One step in float32, numbers of order one: measured 2.4e-7.
 FLOAT32_ATOL = 3e-6

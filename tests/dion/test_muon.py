@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import _muon, synchronizers, triggers
+from curvadion_jax import synchronizers, triggers
+from curvadion_jax.matrices import _muon
 
 SHAPES = {"down": (5, 48, 32), "one": (32, 32), "query": (2, 32, 4, 8), "two": (32, 32)}
 QUERY = optax.contrib.MuonDimensionNumbers(1, (2, 3))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from curvadion_jax._orthonormalize import _final_pass, cholesky_qr, orthonormal
+from curvadion_jax.matrices._orthonormalize import _final_pass, cholesky_qr, orthonormal
 
 # |P^T P - I|, largest entry. Measured over the inputs below, float32: 2e-6, whatever
 # the condition number; float64: 4e-15.

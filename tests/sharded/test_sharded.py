@@ -27,7 +27,8 @@ from divided_replicas import (
 from jax.sharding import PartitionSpec
 
 import curvadion_jax as cd
-from curvadion_jax import _orthonormalize, compressors, synchronizers, triggers
+from curvadion_jax import compressors, synchronizers, triggers
+from curvadion_jax.matrices import _orthonormalize
 
 # Sums in another order, over some steps: of how far the parameters have moved.
 CLOSE = 2e-3

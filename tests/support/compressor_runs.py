@@ -8,7 +8,8 @@ import hlo
 import jax
 import numpy as np
 
-from curvadion_jax import _buckets, _rows
+from curvadion_jax import _buckets
+from curvadion_jax.mesh import _rows
 from curvadion_jax.synchronizers import Group
 
 REPLICAS = 4

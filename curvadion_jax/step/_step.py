@@ -16,19 +16,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from curvadion_jax import (
-    _checksum,
-    _dion,
-    _dtypes,
-    _finite,
-    _group,
-    _memory,
-    _rows,
-)
-from curvadion_jax._group import Group, Part
-from curvadion_jax._layout import Layout
-from curvadion_jax._rows import Replicas
-from curvadion_jax._sync_state import Common
+from curvadion_jax import _checksum, _dtypes, _finite, _memory
+from curvadion_jax.matrices import _dion
+from curvadion_jax.mesh import _group, _rows
+from curvadion_jax.mesh._group import Group, Part
+from curvadion_jax.mesh._layout import Layout
+from curvadion_jax.mesh._rows import Replicas
+from curvadion_jax.step._sync_state import Common
 from curvadion_jax.synchronizers import Synchronizer
 
 # The names of conditions in programs, for `replicas.audit`.

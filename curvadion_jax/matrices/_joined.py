@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from curvadion_jax import _trees
-from curvadion_jax._cut import cut
 from curvadion_jax._matrix_view import MadeOf, MatrixView, Named
-from curvadion_jax._power_iteration import ReduceFn
+from curvadion_jax.matrices._cut import cut
+from curvadion_jax.matrices._power_iteration import ReduceFn
 
 # Elements of a stack, which is a temporary array. Matrices of this size need no others.
 _LARGEST = 2**25

@@ -13,23 +13,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import (
+from curvadion_jax import _arguments, _dtypes, _matrix_view, _trees
+from curvadion_jax._matrix_view import MatrixView, Named
+from curvadion_jax.dimension_numbers import _record
+from curvadion_jax.matrices import (
     _adamw_for_the_rest,
-    _arguments,
-    _dtypes,
     _joined,
-    _layout,
-    _matrix_view,
     _orthonormalize,
     _power_iteration,
-    _trees,
     _two_optimizers,
     _whole_matrices,
 )
-from curvadion_jax._layout import Layout
-from curvadion_jax._matrix_view import MatrixView, Named
-from curvadion_jax._power_iteration import ReduceFn
-from curvadion_jax.dimension_numbers import _record
+from curvadion_jax.matrices._power_iteration import ReduceFn
+from curvadion_jax.mesh import _layout
+from curvadion_jax.mesh._layout import Layout
 
 # The default is None: `optax.inject_hyperparams` would trace a number.
 _RANK = 0.25

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from curvadion_jax import _dtypes, _trees, _within_replica
-from curvadion_jax._layout import ONE_DEVICE, Layout
+from curvadion_jax import _dtypes, _trees
+from curvadion_jax.mesh import _within_replica
+from curvadion_jax.mesh._layout import ONE_DEVICE, Layout
 
 
 @dataclasses.dataclass(frozen=True)

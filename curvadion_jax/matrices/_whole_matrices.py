@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from curvadion_jax._layout import Layout
 from curvadion_jax._matrix_view import MatrixView, Named
+from curvadion_jax.mesh._layout import Layout
 
 
 class _Kind(NamedTuple):

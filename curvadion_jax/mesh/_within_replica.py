@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from curvadion_jax import _rows
-from curvadion_jax._layout import Layout
+from curvadion_jax.mesh import _rows
+from curvadion_jax.mesh._layout import Layout
 
 # Elements per device. Every device sends a smaller array whole, because joining its
 # pieces again takes another message inside the replica.

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _arguments, _dtypes, _layout, _trees, _two_optimizers
-from curvadion_jax._joined import by_shape
-from curvadion_jax._whole_matrices import by_matrix
+from curvadion_jax import _arguments, _dtypes, _trees
+from curvadion_jax.matrices import _two_optimizers
+from curvadion_jax.matrices._joined import by_shape
+from curvadion_jax.matrices._whole_matrices import by_matrix
+from curvadion_jax.mesh import _layout
 
 _NS, _NS_STEPS = (3.4445, -4.7750, 2.0315), 5  # Optax's
 _LARGEST_STACK = 2**23  # elements that are joined in one call, and copied for it

@@ -10,10 +10,11 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _memory, _rows
-from curvadion_jax._layout import Layout
-from curvadion_jax._rows import AXIS, Replicas
-from curvadion_jax._sync_state import AdaptiveSyncState, Common
+from curvadion_jax import _memory
+from curvadion_jax.mesh import _rows
+from curvadion_jax.mesh._layout import Layout
+from curvadion_jax.mesh._rows import AXIS, Replicas
+from curvadion_jax.step._sync_state import AdaptiveSyncState, Common
 from curvadion_jax.synchronizers import AfterStep, Synchronizer
 
 

@@ -17,25 +17,20 @@ from jax.core import Tracer
 
 from curvadion_jax import (
     _checksum,
-    _dion,
     _dtypes,
     _finite,
-    _group,
     _memory,
-    _placement,
-    _refuse_copies,
-    _rows,
-    _step,
-    _sync_state,
     _trees,
-    _within_replica,
     metrics,
     triggers,
 )
-from curvadion_jax._group import Group
-from curvadion_jax._layout import Layout, make_layout
-from curvadion_jax._rows import Replicas
-from curvadion_jax._sync_state import AdaptiveSyncState, Common, Rows
+from curvadion_jax.matrices import _dion
+from curvadion_jax.mesh import _group, _rows, _within_replica
+from curvadion_jax.mesh._group import Group
+from curvadion_jax.mesh._layout import Layout, make_layout
+from curvadion_jax.mesh._rows import Replicas
+from curvadion_jax.step import _placement, _refuse_copies, _step, _sync_state
+from curvadion_jax.step._sync_state import AdaptiveSyncState, Common, Rows
 from curvadion_jax.synchronizers import AfterStep, Synchronizer
 from curvadion_jax.triggers import Clock, Measured, Seen, Trigger
 

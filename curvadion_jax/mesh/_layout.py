@@ -16,9 +16,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _rows, _trees
+from curvadion_jax import _trees
 from curvadion_jax._matrix_view import MadeOf
-from curvadion_jax._rows import AXIS, Replicas
+from curvadion_jax.mesh import _rows
+from curvadion_jax.mesh._rows import AXIS, Replicas
 
 
 @dataclasses.dataclass(frozen=True)

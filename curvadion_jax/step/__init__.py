@@ -1,0 +1,1 @@
+"""One step of all replicas: the decision, every replica's own step, and the sync."""
