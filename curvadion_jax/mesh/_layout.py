@@ -108,7 +108,7 @@ def make_layout(mesh: Replicas, specs: Any, params: Any) -> Layout:
 
     Raises:
       ValueError: if a replica has several devices, and nothing tells how its
-        parameters lie on them.
+        parameters lie on them, or `specs` is no tree of them.
     """
     axes = _rows.inner_axes(mesh)
     if not axes:
@@ -123,14 +123,7 @@ def make_layout(mesh: Replicas, specs: Any, params: Any) -> Layout:
                 "params) before replicas.replicate."
             )
         specs = jax.tree.map(lambda x: P(*jax.typeof(x).sharding.spec[1:]), params)
-    is_spec = lambda x: isinstance(x, P | NamedSharding)
-    leaves = []
-    jax.tree.map(
-        lambda spec, tree: leaves.extend([spec] * len(jax.tree.leaves(tree))),
-        specs,
-        params,
-        is_leaf=is_spec,
-    )
+    leaves = _of_every_leaf(specs, params)
     found = {}
     pairs = zip(_trees.leaves_with_path(params), leaves, strict=True)
     for (path, _), spec in pairs:
@@ -138,6 +131,25 @@ def make_layout(mesh: Replicas, specs: Any, params: Any) -> Layout:
         _check_spec(path, spec, mesh)
         found[path] = _within(spec, axes)
     return Layout(axes, found, _rows.count(mesh))
+
+
+def _of_every_leaf(specs: Any, params: Any) -> list[Any]:
+    """The spec of each leaf; one may stand for a whole subtree."""
+    leaves = []
+    try:
+        jax.tree.map(
+            lambda spec, tree: leaves.extend([spec] * len(jax.tree.leaves(tree))),
+            specs,
+            params,
+            is_leaf=lambda x: isinstance(x, P | NamedSharding),
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"specs is not a tree, or a prefix, of the parameters: {error} Give a "
+            "PartitionSpec for each parameter; those of an nnx state are "
+            "nnx.as_pure(nnx.get_partition_spec(state))."
+        ) from error
+    return leaves
 
 
 def _check_spec(path: str, spec: P, mesh: Any) -> None:

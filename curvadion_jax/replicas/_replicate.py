@@ -142,7 +142,9 @@ def split(batch: Any, mesh: Replicas, spec: P | None = None) -> Any:
       batch: tree of arrays with one number of examples, on the host or the device;
         another library's tensors become NumPy's arrays. With several processes each has
         all of it, and places its replicas' part. An array that indexes another one,
-        such as the senders of a graph, would still index the whole batch.
+        such as the senders of a graph, would still index the whole batch. Examples are
+        on the first axis: of a time-major batch [T, R * n] move that axis first, or
+        time is divided.
       mesh: as for :func:`replicate`. None returns the batch as it is.
       spec: how the devices of one replica share its batch [n, ...], such as
         ``PartitionSpec("fsdp")``; with ``PartitionSpec()`` each of them has all of it.

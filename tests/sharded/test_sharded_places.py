@@ -149,6 +149,13 @@ def test_specs_of_other_axes_and_of_rows_are_refused(spec):
         helpers.start(tx, {"w": jnp.ones((4, 2))}, MESH)
 
 
+@pytest.mark.parametrize("specs", [{"w": None}, {"v": P()}, [P()]], ids=str)
+def test_specs_of_another_structure_are_refused(specs):
+    tx = cd.presets.local_sgd(0.1, k=2, mesh=MESH, specs=specs)
+    with pytest.raises(ValueError, match="specs is not a tree, or a prefix, of the"):
+        helpers.start(tx, {"w": jnp.ones((4, 2))}, MESH)
+
+
 def test_missing_specs_are_refused():
     tx = cd.presets.local_sgd(0.1, k=2, mesh=MESH)
     with pytest.raises(ValueError, match=r"several devices, .*'fsdp': 2.* Pass specs="):
