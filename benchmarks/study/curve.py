@@ -55,7 +55,11 @@ def local_muon(
     budget: float, setting: str, rate: optax.Schedule, steps: int, mesh: Any
 ) -> optax.GradientTransformationExtraArgs:
     return cd.local_muon(
-        rate, budget, BITS[budget], momentum=momentum(setting, steps), mesh=mesh
+        rate,
+        budget=budget,
+        bits=BITS[budget],
+        momentum=momentum(setting, steps),
+        **rows.matrices(mesh),
     )
 
 

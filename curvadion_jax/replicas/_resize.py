@@ -115,7 +115,7 @@ def row_kinds(state: Any) -> Any:
         )
         # Means of parameters have another checksum. (nnx keeps it in a variable.)
         forget = jax.tree.map(lambda _: "forget", node.counters.checksum)
-        counters = counters._replace(checksum=forget)
+        counters = counters._replace(checksum=forget, moved_checksum=forget)
         rows = Rows(
             before_state=copied(node.rows.before_state),
             inner_state=of_inner(node.rows.inner_state),

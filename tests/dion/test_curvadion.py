@@ -98,9 +98,9 @@ def test_the_largest_change_of_m_plus_g_of_all_layers_and_replicas_decides():
     ("options", "rank"), [({}, 8), ({"rank": 0.3}, 3), ({"rank": 5}, 5)]
 )
 def test_the_rank_is_full_unless_given(options, rank):
-    params = {"w": np.ones((8, 12), np.float32)}
+    params = {"kernel": np.ones((8, 12), np.float32)}
     state = jax.eval_shape(cd.curvadion(RATE, **options).init, params)
-    assert helpers.dion_state(state).dion_q["w"].shape == (8, rank)
+    assert helpers.dion_state(state).dion_q["kernel"].shape == (8, rank)
 
 
 @pytest.mark.parametrize("options", [{"threshold": 0.3}, {"budget": 0.1}])

@@ -182,9 +182,9 @@ def test_layers_that_lie_apart_by_their_types():
 def test_epsilon_in_the_norm_is_1e_7():
     """By hand: one element is a singular value, which each iteration maps by itself."""
     size = 1e-9
-    params = {"w": np.zeros((4, 6), np.float32)}
-    gradient = {"w": np.zeros((4, 6), np.float32)}
-    gradient["w"][1, 2] = size
+    params = {"kernel": np.zeros((4, 6), np.float32)}
+    gradient = {"kernel": np.zeros((4, 6), np.float32)}
+    gradient["kernel"][1, 2] = size
     tx = cd.local_muon(1.0, momentum=0.0)
     updates, _ = jax.jit(tx.update)(gradient, tx.init(params), params)
     singular = size / (size + 1e-7)
@@ -192,7 +192,7 @@ def test_epsilon_in_the_norm_is_1e_7():
         singular = 3.4445 * singular - 4.7750 * singular**3 + 2.0315 * singular**5
     assert singular > 0.5
     expected = -np.sqrt(6 / 4) * singular
-    np.testing.assert_allclose(updates["w"][1, 2], expected, rtol=SHORT)
+    np.testing.assert_allclose(updates["kernel"][1, 2], expected, rtol=SHORT)
 
 
 @pytest.mark.parametrize("size", [3e2, 1e-5])

@@ -174,7 +174,7 @@ def test_the_consensus_has_what_was_changed_after_the_update():
     state = helpers.start(tx, {"a": jnp.ones(3), "b": jnp.ones([])}, SMALL)
     down = -np.ones(2, np.float32)
     step = jax.jit(helpers.train_step(tx))
-    for _ in range(2):
+    for _ in range(3):  # a change of a sync's update is seen on the step after it
         state, _ = step(state, {"a": np.stack([down] * 3, 1), "b": down})
     np.testing.assert_array_equal(replicas.consensus(state[0])["a"], 1)
     with pytest.warns(UserWarning, match="changed after the optimizer's update"):

@@ -33,7 +33,7 @@ def parts(state):
     inner = jax.tree.map(others, opt.rows.inner_state, is_leaf=is_dion)
     counters = opt.counters
     common = (opt.common, counters[:6], state["step"])
-    copied = (inner, opt.rows.remembered, counters[6:-2])
+    copied = (inner, opt.rows.remembered, counters[6:-3])
     return common, (params, momenta, opt.rows.residual, opt.rows.weight), copied
 
 

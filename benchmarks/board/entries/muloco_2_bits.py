@@ -1,6 +1,7 @@
 """MuLoCo's momentum and outer step of one worker, with `local_muon`'s syncs."""
 
 import optax
+from rows import matrices
 from simulate import schedule
 
 import curvadion_jax as cd
@@ -16,5 +17,5 @@ def optimizer(steps, mesh):
         budget=0.01,
         momentum=0.95,
         synchronizer=synchronizer,
-        mesh=mesh,
+        **matrices(mesh),
     )
