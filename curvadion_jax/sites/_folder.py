@@ -68,10 +68,18 @@ class Folder:
         return odd
 
     def make_room(self, key: str) -> str | None:
-        """Removes an empty folder from a key. Returns what else is in its way."""
-        if self.odd_at(key) == key:
-            with suppress(OSError):
+        """Removes an empty folder from a key, and a link from where a folder of its
+        path belongs. Returns what else is in its way.
+
+        A link at the key itself stays: meanwhile there may be another site's commit. So
+        does one to all of a kind, such as `bodies`, which somebody may have wanted.
+        """
+        odd = self.odd_at(key)
+        with suppress(OSError):
+            if odd == key:
                 (self._root / key).rmdir()
+            elif odd is not None and "/" in odd:
+                (self._root / odd).unlink()  # which fails for a folder
         return self.odd_at(key)
 
     def _link(self, key: str) -> str | None:

@@ -142,11 +142,8 @@ def test_the_folder_of_a_run_may_be_a_link(tmp_path):
     assert a.store.ignored == 0
 
 
-LINKED = ["rounds", ROUND, "bodies", "bodies/rounds", f"bodies/{ROUND}", "commits"]
-
-
-@pytest.mark.parametrize("at", LINKED)
-def test_nothing_is_written_through_a_link(at, tmp_path):
+def linked_outside(tmp_path, at):
+    """A site whose folder has a link there, and the folder that it leads to."""
     run, outside = tmp_path / "run", tmp_path / "outside"
     outside.mkdir()
     run.mkdir()
@@ -154,12 +151,28 @@ def test_nothing_is_written_through_a_link(at, tmp_path):
     if at == "bodies":  # which has the first snapshot's
         (run / "bodies").rename(tmp_path / "aside")
     link(at, outside)(run)
+    return a, run, outside
+
+
+@pytest.mark.parametrize("at", ["rounds", "bodies", "commits"])
+def test_nothing_is_written_through_a_link(at, tmp_path):
+    a, run, outside = linked_outside(tmp_path, at)
     with pytest.raises(OSError, match=f"^{at} in LocalStore is a link, .*Remove"):
         a.step()
     assert not list(outside.iterdir())
     (run / at).unlink()
     a.step()
     assert a.moved() == 1.0
+
+
+@pytest.mark.parametrize("at", [ROUND, "bodies/rounds", f"bodies/{ROUND}"])
+def test_a_link_where_only_sites_make_folders_is_removed(at, tmp_path):
+    a, run, outside = linked_outside(tmp_path, at)
+    (outside / "precious").write_bytes(b"x")
+    a.step()
+    assert a.moved() == 1.0
+    assert [x.name for x in outside.iterdir()] == ["precious"]
+    assert not (run / at).is_symlink()
 
 
 @pytest.mark.parametrize("at", ["rounds", "bodies", "rounds/00000001", "snapshots"])
