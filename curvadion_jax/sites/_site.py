@@ -71,7 +71,9 @@ class Site:
       compressor: of contributions, with error feedback: `quantize`, or `exact` (None).
       quorum: contributions without which a round changes nothing; fewer when sites have
         left for good. The same for all sites.
-      grace: seconds for which a round that has its quorum waits for other known sites.
+      grace: seconds for which a round that has its quorum waits for other sites that
+        are alive. Who gives no sign of life for so long is not waited for. The same for
+        all sites.
       max_lag: steps that may be taken while a contribution is under way, before `sync`
         waits for it. None is 2 x `every`, 0 is lock step, `math.inf` never waits.
       poll: seconds between looks at the store.
@@ -307,9 +309,9 @@ class Site:
 
         Such a site trains alone, and its loss shows nothing of it.
         """
-        if missed >= self._alarm:
+        found = self.metrics
+        if missed >= self._alarm and found.contributions:
             self._alarm = 2 * missed
-            found = self.metrics
             text = (
                 "None of the last %d rounds counted this site, %r: it trains alone. "
                 "%d of its contributions were late, %d rejected. Look at its link and "

@@ -59,6 +59,22 @@ def test_rounds_that_did_not_count_a_site_are_counted_and_warned_of(alone, caplo
     assert messages(caplog) == []
 
 
+def test_a_site_that_has_not_contributed_yet_is_not_warned(monkeypatch, caplog):
+    """Its first steps may take a while, of which its compiler needs most."""
+    monkeypatch.setattr(_follower.Worker, "start", lambda _: None)
+    memory = MemoryStore()
+    rome = ByHand(memory, "rome")
+    with sites.Site(memory, "oslo", every=2, max_lag=99, grace=0) as site:
+        params = site.start(PARAMS)
+        for _ in range(9):
+            rome.step(1.0)
+        while site._worker.follower.advance():
+            pass
+        site.sync(stepped(params))
+        assert site.metrics.missed == 9
+    assert messages(caplog) == []
+
+
 def test_a_site_with_no_sync_that_counted_leaves_with_an_error(alone, caplog):
     site, params, rome = alone
     params = late_round(site, params, rome)
