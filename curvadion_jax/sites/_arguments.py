@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from curvadion_jax.sites import _arrays
 from curvadion_jax.sites._headers import NAME
@@ -80,7 +79,7 @@ def check_params(params: Any) -> None:
                 f"{name} is {dtype}, and no floating-point array. Give the "
                 "parameters alone, without the optimizer's state."
             )
-        if dtype == np.float64 and not jax.config.read("jax_enable_x64"):
+        if dtype == jnp.float64 != jnp.result_type(float):  # JAX would halve it
             raise TypeError(
                 f"{name} is float64, which JAX computes in if it is told to. Give "
                 "float32, or call jax.config.update('jax_enable_x64', True) first."
