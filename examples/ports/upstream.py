@@ -13,6 +13,7 @@ NANODO = "https://github.com/google-deepmind/nanodo"
 NANODO_COMMIT = "10aefdeed40a63293daf112b91a5538cd24fa3a4"
 FLAX = "flax==0.12.8"
 MAXTEXT = "maxtext==0.2.5"
+LEVANTER = "marin-levanter==0.2.227.dev40316220070"
 
 
 class NotReachedError(RuntimeError):
@@ -65,18 +66,32 @@ def maxtext(folder: Path, *, patched: bool) -> Path:
     Raises:
       NotReachedError: if the release cannot be downloaded.
     """
+    return _wheel("maxtext", MAXTEXT, folder, patched=patched)
+
+
+def levanter(folder: Path, *, patched: bool) -> Path:
+    """The wheel of Levanter, unpacked; its requirements are not installed.
+
+    Raises:
+      NotReachedError: if the release cannot be downloaded.
+    """
+    return _wheel("levanter", LEVANTER, folder, patched=patched)
+
+
+def _wheel(name: str, what: str, folder: Path, *, patched: bool) -> Path:
     releases = folder / "releases"
-    if not list(releases.glob("maxtext-*.whl")):
+    stem = what.partition("==")[0].replace("-", "_")
+    if not list(releases.glob(f"{stem}-*.whl")):
         options = "--quiet --no-deps --only-binary=:all: --python-version 3.12 --dest"
-        command = ["download", *options.split(), str(releases), MAXTEXT]
+        command = ["download", *options.split(), str(releases), what]
         _run([sys.executable, "-m", "pip", *command])
-    (release,) = releases.glob("maxtext-*.whl")
-    target = folder / f"maxtext-{_state('maxtext', patched)}"
+    (release,) = releases.glob(f"{stem}-*.whl")
+    target = folder / f"{name}-{_state(name, patched)}"
     if not target.exists():
         with zipfile.ZipFile(release) as archive:
             archive.extractall(target)
         if patched:
-            _patch(target, "maxtext/maxtext")
+            _patch(target, f"{name}/{name}")
     return target
 
 

@@ -1,0 +1,109 @@
+"""One site of a Levanter run: its own `train_lm`, on the text of the standard library.
+
+python examples/ports/levanter/main.py --site paris --run out/run
+
+For Python >= 3.12, with Levanter installed (README).
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import zlib
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+import command  # noqa: E402
+import upstream  # noqa: E402
+
+
+def main(arguments: list[str] | None = None) -> dict:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="Further arguments are Levanter's own, such as --site.every 30.",
+    )
+    parser.add_argument("--site", metavar="NAME", required=True)
+    parser.add_argument("--run", help="a folder, or a bucket's URL", required=True)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--steps", type=int, default=140)
+    parser.add_argument("--folder", type=Path, default=command.DOWNLOADS)
+    options, more = parser.parse_known_args(arguments)
+    sys.path.insert(0, str(upstream.levanter(options.folder, patched=True)))
+
+    import draccus
+    from levanter.main import train_lm
+    from levanter.tracker.json_file import JsonFileTrackerConfig
+
+    out = options.out / options.site
+    tokenizer = byte_tokenizer(options.out / "tokenizer")
+    settings = {
+        "site.run": options.run,
+        "site.name": options.site,
+        # A site's own order of the data, and a place for its checkpoints.
+        "data_seed": zlib.crc32(options.site.encode()) % 2**31,
+        "data.tokenizer": tokenizer,
+        "model.tokenizer": tokenizer,
+        "trainer.id": options.site,
+        "trainer.num_train_steps": options.steps,
+        "trainer.log_dir": out / "logs",
+        "trainer.jax_compilation_cache_dir": options.out / "compiled",
+        "trainer.checkpointer.base_path": options.out / "checkpoints",
+    }
+    given = [x for name, value in settings.items() for x in (f"--{name}", str(value))]
+    config = draccus.parse(
+        train_lm.TrainLmConfig, config_path=str(HERE / "tiny.yaml"), args=given + more
+    )
+    config.data = with_text(config.data, config.model.max_Pos)
+    config.trainer.tracker = JsonFileTrackerConfig(str(out))
+    out.mkdir(parents=True, exist_ok=True)
+    train_lm.main(config)
+
+    found = json.loads((out / "eval_results.json").read_text())
+    names = ("counted", "contributions", "missed", "blocked", "round", "bytes_up")
+    result = {"site": options.site, "loss": found["eval/loss"]}
+    result |= {name: found[f"site/{name}"] for name in names}
+    print(json.dumps(result))
+    return result
+
+
+def byte_tokenizer(folder: Path) -> Path:
+    """Writes a tokenizer whose tokens are bytes, as no hub can be asked for one."""
+    import tokenizers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<eos>": 0} | {x: i for i, x in enumerate(alphabet, 1)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.save(str(folder / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+    return folder
+
+
+def with_text(data, Pos):
+    """A Levanter data config of the text, in place of a cache of tokens."""
+    import numpy as np
+    import tokens
+    from levanter.data.dataset import ListAsyncDataset
+    from levanter.data.text import datasets
+
+    def crops(held_out):
+        text = tokens.text(held_out).decode()
+        ids = np.array(data.the_tokenizer.encode(text), np.int32)
+        rows = ids[: len(ids) // Pos.size * Pos.size].reshape(-1, Pos.size)
+        given = ListAsyncDataset([{"input_ids": row} for row in rows])
+        return datasets.CausalLmDataset(given, Pos)
+
+    splits = {"train": crops(False), "validation": crops(True)}
+    text = datasets.DirectDatasetComponent(splits)
+    return dataclasses.replace(
+        data, components={"text": text}, train_weights={"text": 1.0}
+    )
+
+
+if __name__ == "__main__":
+    main()
