@@ -8,6 +8,7 @@ For Python >= 3.12, with Levanter installed (README).
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import zlib
 from pathlib import Path
@@ -30,6 +31,7 @@ def main(arguments: list[str] | None = None) -> dict:
     parser.add_argument("--steps", type=int, default=140)
     parser.add_argument("--folder", type=Path, default=command.DOWNLOADS)
     options, more = parser.parse_known_args(arguments)
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     sys.path.insert(0, str(upstream.levanter(options.folder, patched=True)))
 
     import draccus

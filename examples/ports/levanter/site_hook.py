@@ -1,7 +1,7 @@
 """What joins a Levanter run to others: a config, and a hook after each step.
 
-Copy it into your code. It reads nothing of Levanter but what `Trainer.add_hook` hands to
-a hook, so `tests/example/test_site_hook.py` runs it in a loop of a few lines.
+Copy it into your code. It reads nothing of Levanter but what `Trainer.add_hook` hands
+to a hook, so `tests/sites/test_levanter_hook.py` runs it in a loop of a few lines.
 """
 
 import dataclasses
