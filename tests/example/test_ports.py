@@ -6,11 +6,13 @@ Their steps are somewhere inside; XLA is told to write what it compiled of them.
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import types
 from pathlib import Path
 
+import audit
 import pytest
 
 import curvadion_jax as cd
@@ -102,3 +104,59 @@ def test_maxtext_trains(folder, tmp_path):
         pytest.skip(str(error))
     options = ("--optimizer", "local_muon", "--folder", str(folder))
     check(run("maxtext", tmp_path, *options), tmp_path, first=5.6)
+
+
+@pytest.fixture
+def levanter(folder, tmp_path):
+    """Starts a site, in an environment that has Levanter, which its page tells."""
+    if not importlib.util.find_spec("haliax"):
+        pytest.skip("Levanter is not installed")
+    try:
+        upstream.levanter(folder, patched=True)
+    except upstream.NotReachedError as error:
+        pytest.skip(str(error))
+
+    def start(name: str, steps: int, stdout=None, *arguments: str) -> subprocess.Popen:
+        command = [sys.executable, str(PORTS / "levanter" / "main.py"), "--site", name]
+        command += ["--run", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
+        command += ["--folder", str(folder), "--steps", str(steps), *arguments]
+        return subprocess.Popen(
+            command,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=stdout or (tmp_path / name).open("w"),
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return start
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_levanter_trains_as_one_of_two_sites(levanter, tmp_path):
+    """Of which one is killed, and continues from its checkpoint and the run."""
+    steps, every, tokens = 28, 7, 8 * 128  # of a step, as in tiny.yaml
+    paris = levanter("paris", steps)
+    often = "--trainer.checkpointer.save_interval", "1s"
+    rome = levanter("rome", steps, subprocess.PIPE, *often)
+    for line in rome.stdout:
+        if "Saved checkpoint" in line and (tmp_path / "run" / "commits").is_dir():
+            break
+    rome.kill()
+    assert rome.wait() == -signal.SIGKILL
+    rome = levanter("rome", steps)
+    assert (paris.wait(), rome.wait()) == (0, 0)
+    said = {name: (tmp_path / name).read_text() for name in ("paris", "rome")}
+    assert "Resuming training from step" in said["rome"]
+    assert audit.audit(tmp_path / "run")[1] == []
+    counted = dict.fromkeys(said, 0.0)
+    for file in (tmp_path / "run" / "commits").iterdir():
+        for entry in json.loads(file.read_text())["contributors"]:
+            counted[entry["name"]] += entry["tokens"] / tokens
+    assert counted["paris"] == steps
+    # It loses at most a contribution that was under way, and the steps after it.
+    assert counted["rome"] > steps - 2 * every
+    for text in said.values():
+        result = json.loads(text.splitlines()[-1])
+        assert result["loss"] < 5.5  # ln(259) = 5.56 of a model that knows nothing
+        assert result["counted"] == result["contributions"] > 0

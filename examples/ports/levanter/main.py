@@ -39,14 +39,11 @@ def main(arguments: list[str] | None = None) -> dict:
     from levanter.tracker.json_file import JsonFileTrackerConfig
 
     out = options.out / options.site
-    tokenizer = byte_tokenizer(options.out / "tokenizer")
     settings = {
         "site.run": options.run,
         "site.name": options.site,
         # A site's own order of the data, and a place for its checkpoints.
         "data_seed": zlib.crc32(options.site.encode()) % 2**31,
-        "data.tokenizer": tokenizer,
-        "model.tokenizer": tokenizer,
         "trainer.id": options.site,
         "trainer.num_train_steps": options.steps,
         "trainer.log_dir": out / "logs",
@@ -58,6 +55,9 @@ def main(arguments: list[str] | None = None) -> dict:
         train_lm.TrainLmConfig, config_path=str(HERE / "tiny.yaml"), args=given + more
     )
     config.data = with_text(config.data, config.model.max_Pos)
+    # Levanter would ask a hub for the one that Llama has.
+    tokenizer = config.data.the_tokenizer
+    config.model = dataclasses.replace(config.model, tokenizer=tokenizer)
     config.trainer.tracker = JsonFileTrackerConfig(str(out))
     out.mkdir(parents=True, exist_ok=True)
     train_lm.main(config)
@@ -70,32 +70,14 @@ def main(arguments: list[str] | None = None) -> dict:
     return result
 
 
-def byte_tokenizer(folder: Path) -> Path:
-    """Writes a tokenizer whose tokens are bytes, as no hub can be asked for one."""
-    import tokenizers
-
-    folder.mkdir(parents=True, exist_ok=True)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<eos>": 0} | {x: i for i, x in enumerate(alphabet, 1)}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.save(str(folder / "tokenizer.json"))
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(kind))
-    return folder
-
-
 def with_text(data, Pos):
     """A Levanter data config of the text, in place of a cache of tokens."""
-    import numpy as np
     import tokens
     from levanter.data.dataset import ListAsyncDataset
     from levanter.data.text import datasets
 
     def crops(held_out):
-        text = tokens.text(held_out).decode()
-        ids = np.array(data.the_tokenizer.encode(text), np.int32)
+        ids = tokens.tokens(held_out)
         rows = ids[: len(ids) // Pos.size * Pos.size].reshape(-1, Pos.size)
         given = ListAsyncDataset([{"input_ids": row} for row in rows])
         return datasets.CausalLmDataset(given, Pos)
