@@ -35,48 +35,58 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, out: Path) -> dict:
-    folder, rng = out / "run", random.Random(options.seed)
     started = {name: start(name, out, options.steps) for name in NAMES}
-    killed: list[tuple[str, float]] = []
-    while len(killed) < options.kills and not all(ended(started.values())):
-        time.sleep(rng.expovariate(1 / options.pause))
-        name = rng.choice(NAMES)
-        if started[name].poll() is None:
-            started[name].kill()
-            started[name].wait()
-            killed.append((name, time.time()))
-            started[name] = start(name, out, options.steps)
-    codes = {name: process.wait() for name, process in started.items()}
+    try:
+        killed = kill(started, options, out)
+        codes = {name: process.wait() for name, process in started.items()}
+    finally:
+        for process in started.values():
+            process.kill()
+    folder = out / "run"
     commits = [
-        (path.stat().st_mtime, {x["name"]: x for x in read(path)["contributors"]})
+        (path.stat().st_mtime, {x["name"]: x["tokens"] for x in read(path)})
         for path in sorted((folder / "commits").iterdir())
     ]
     objects, wrong = audit.audit(folder)
-    tokens = {x: sum(y[x]["tokens"] for _, y in commits if x in y) for x in NAMES}
-    back, gaps = [], []
-    for name, at in killed:
-        back += [min((t for t, y in commits if name in y and t > at), default=at) - at]
-        before = max((t for t, _ in commits if t <= at), default=at)
-        gaps += [min((t for t, _ in commits if t > at), default=before) - before]
+    counted = {x: sum(y.get(x, 0) for _, y in commits) for x in NAMES}
+    taken = options.steps * 8 * 128  # as in tiny.yaml
+    after = lambda at, who: next((t for t, y in commits if t > at and who & {*y}), at)
     times = [t for t, _ in commits]
-    usual = sorted(b - a for a, b in itertools.pairwise(times))
     return {
         "kills": len(killed),
         "exit codes": codes,
         "objects": objects,
         "wrong": wrong,
         "rounds": len(commits),
-        "tokens counted / taken": {
-            x: y / tokens_of(options) for x, y in tokens.items()
-        },
-        "median seconds between rounds": round(usual[len(usual) // 2], 1),
-        "seconds between the rounds around a kill": [round(x, 1) for x in gaps],
-        "seconds until a killed site counts again": [round(x, 1) for x in back],
+        "steps counted of those asked for": {x: y / taken for x, y in counted.items()},
+        "seconds between rounds": [
+            round(b - a, 1) for a, b in itertools.pairwise(times)
+        ],
+        "seconds from a kill to the next round": [
+            round(after(at, {*NAMES}) - at, 1) for _, at in killed
+        ],
+        "seconds from a kill until the site counts": [
+            round(after(at, {name}) - at, 1) for name, at in killed
+        ],
     }
 
 
-def tokens_of(options: argparse.Namespace) -> int:
-    return options.steps * 8 * 128  # as in tiny.yaml
+def kill(
+    started: dict[str, subprocess.Popen], options: argparse.Namespace, out: Path
+) -> list[tuple[str, float]]:
+    """Kills and starts again, and returns who was killed and when."""
+    rng, killed = random.Random(options.seed), []
+    while len(killed) < options.kills:
+        time.sleep(rng.expovariate(1 / options.pause))
+        name = rng.choice(NAMES)
+        if all(process.poll() is not None for process in started.values()):
+            break
+        if started[name].poll() is None:
+            started[name].kill()
+            started[name].wait()
+            killed.append((name, time.time()))
+            started[name] = start(name, out, options.steps)
+    return killed
 
 
 def start(name: str, out: Path, steps: int) -> subprocess.Popen:
@@ -87,12 +97,8 @@ def start(name: str, out: Path, steps: int) -> subprocess.Popen:
         return subprocess.Popen(command, stdout=log, stderr=log)
 
 
-def ended(processes) -> list[bool]:
-    return [process.poll() is not None for process in processes]
-
-
-def read(path: Path) -> dict:
-    return json.loads(path.read_text())
+def read(path: Path) -> list[dict]:
+    return json.loads(path.read_text())["contributors"]
 
 
 if __name__ == "__main__":

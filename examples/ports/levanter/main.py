@@ -34,9 +34,7 @@ def main(arguments: list[str] | None = None) -> dict:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     sys.path.insert(0, str(upstream.levanter(options.folder, patched=True)))
 
-    import draccus
     from levanter.main import train_lm
-    from levanter.tracker.json_file import JsonFileTrackerConfig
 
     out = options.out / options.site
     settings = {
@@ -45,22 +43,12 @@ def main(arguments: list[str] | None = None) -> dict:
         # A site's own order of the data, and a place for its checkpoints.
         "data_seed": zlib.crc32(options.site.encode()) % 2**31,
         "trainer.id": options.site,
-        "trainer.num_train_steps": options.steps,
         "trainer.log_dir": out / "logs",
-        "trainer.jax_compilation_cache_dir": options.out / "compiled",
         "trainer.checkpointer.base_path": options.out / "checkpoints",
+        "trainer.jax_compilation_cache_dir": options.out / "compiled",
     }
     given = [x for name, value in settings.items() for x in (f"--{name}", str(value))]
-    config = draccus.parse(
-        train_lm.TrainLmConfig, config_path=str(HERE / "tiny.yaml"), args=given + more
-    )
-    config.data = with_text(config.data, config.model.max_Pos)
-    # Levanter would ask a hub for the one that Llama has.
-    tokenizer = config.data.the_tokenizer
-    config.model = dataclasses.replace(config.model, tokenizer=tokenizer)
-    config.trainer.tracker = JsonFileTrackerConfig(str(out))
-    out.mkdir(parents=True, exist_ok=True)
-    train_lm.main(config)
+    train_lm.main(tiny(given + more, steps=options.steps, out=out))
 
     found = json.loads((out / "eval_results.json").read_text())
     names = ("counted", "contributions", "missed", "blocked", "round", "bytes_up")
@@ -68,6 +56,24 @@ def main(arguments: list[str] | None = None) -> dict:
     result |= {name: found[f"site/{name}"] for name in names}
     print(json.dumps(result))
     return result
+
+
+def tiny(arguments, *, steps, out):
+    """The config of tiny.yaml and these arguments, with text and metrics of our own."""
+    import draccus
+    from levanter.main import train_lm
+    from levanter.tracker.json_file import JsonFileTrackerConfig
+
+    path = str(HERE / "tiny.yaml")
+    config = draccus.parse(train_lm.TrainLmConfig, config_path=path, args=arguments)
+    config.data = with_text(config.data, config.model.max_Pos)
+    # Levanter would ask a hub for the one that Llama has.
+    tokenizer = config.data.the_tokenizer
+    config.model = dataclasses.replace(config.model, tokenizer=tokenizer)
+    config.trainer.num_train_steps = steps
+    config.trainer.tracker = JsonFileTrackerConfig(str(out))
+    out.mkdir(parents=True, exist_ok=True)
+    return config
 
 
 def with_text(data, Pos):
