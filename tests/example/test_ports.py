@@ -13,6 +13,7 @@ import types
 from pathlib import Path
 
 import audit
+import jax
 import pytest
 
 import curvadion_jax as cd
@@ -34,7 +35,8 @@ def folder(request, tmp_path_factory) -> Path:
 
 
 def run(port: str, compiled: Path, *arguments: str) -> dict:
-    command = [sys.executable, str(PORTS / port / "main.py"), "--steps", str(STEPS)]
+    program = PORTS / port if port.endswith(".py") else PORTS / port / "main.py"
+    command = [sys.executable, str(program), "--steps", str(STEPS)]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         # Compiling takes longer than running here.
@@ -160,3 +162,22 @@ def test_levanter_trains_as_one_of_two_sites(levanter, tmp_path):
         result = json.loads(text.splitlines()[-1])
         assert result["loss"] < 5.5  # ln(259) = 5.56 of a model that knows nothing
         assert result["counted"] == result["contributions"] > 0
+
+
+@pytest.mark.slow
+def test_levanter_trains_on_replicas_inside_one_slice(levanter, folder, tmp_path):
+    """Between two syncs it sends the mean of the loss, and nothing else."""
+    out = "--out", str(tmp_path / "out"), "--folder", str(folder)
+    result = run("levanter/in_slice.py", tmp_path / "compiled", *out)
+    assert result["loss"] < 5.5  # ln(259) = 5.56 of a model that knows nothing
+    assert 0 < result["syncs"] < STEPS
+    assert result["share"] < 0.2
+    mesh = jax.make_mesh((2, 2), ("data", "replica"))
+    programs = [*(tmp_path / "compiled").glob("*_train_step*after_optimizations.txt")]
+    assert programs
+    for program in programs:
+        audit = cd.replicas.audit(
+            types.SimpleNamespace(as_text=program.read_text), mesh
+        )
+        assert [(x.dtype, x.shape) for x in audit.every_step] == [("f32", ())]
+        assert audit.sync
