@@ -15,6 +15,7 @@ from pathlib import Path
 import audit
 import jax
 import pytest
+from jax.sharding import AxisType
 
 import curvadion_jax as cd
 
@@ -172,12 +173,13 @@ def test_levanter_trains_on_replicas_inside_one_slice(levanter, folder, tmp_path
     assert result["loss"] < 5.5  # ln(259) = 5.56 of a model that knows nothing
     assert 0 < result["syncs"] < STEPS
     assert result["share"] < 0.2
-    mesh = jax.make_mesh((2, 2), ("data", "replica"))
+    axes = ("data", "replica")  # in Levanter's order
+    mesh = jax.make_mesh((2, 2), axes, axis_types=(AxisType.Auto,) * 2)
     programs = [*(tmp_path / "compiled").glob("*_train_step*after_optimizations.txt")]
     assert programs
     for program in programs:
         audit = cd.replicas.audit(
             types.SimpleNamespace(as_text=program.read_text), mesh
         )
-        assert [(x.dtype, x.shape) for x in audit.every_step] == [("f32", ())]
+        assert [(x.arrays, x.bytes) for x in audit.every_step] == [("f32[]", 4)]
         assert audit.sync

@@ -2,8 +2,8 @@
 
 python examples/ports/levanter/in_slice.py --replicas 2
 
-For Python >= 3.12, with Levanter installed (README). It needs no patch: `rows.py` has
-the trainer and the optimizer.
+For Python >= 3.12, with Levanter installed (README). `rows.py` has the trainer and the
+optimizer; Levanter itself needs no change for them.
 """
 
 import argparse

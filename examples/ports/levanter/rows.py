@@ -18,7 +18,7 @@ import levanter.tracker
 import optax
 from jax.sharding import PartitionSpec as P
 from levanter.optim.config import OptimizerConfig
-from levanter.trainer import Trainer
+from levanter.trainer import Trainer, WrappedLossFunction
 from levanter.utils.mesh import MeshConfig
 
 import curvadion_jax as cd
@@ -38,11 +38,8 @@ class LocalMuonConfig(OptimizerConfig):
 
 def mesh_config(replicas: int, inside: int) -> MeshConfig:
     """Of replicas whose devices share a batch, and have all parameters each."""
-    return MeshConfig(
-        axes={"replica": replicas, "data": inside},
-        compute_mapping={"batch": ["data"]},
-        param_mapping={"replica": "replica"},
-    )
+    axes = {"replica": replicas, "data": inside}
+    return MeshConfig(axes=axes, param_mapping={"replica": "replica"})
 
 
 class ReplicaTrainer(Trainer):
@@ -52,6 +49,11 @@ class ReplicaTrainer(Trainer):
         self._mesh = config.device_mesh
         optimizer = of_rows(functools.partial(optimizer, mesh=self._mesh))
         super().__init__(config, optimizer, loss_fn)
+
+    @functools.cached_property
+    def loss_fn(self) -> WrappedLossFunction:
+        mapping = {**self.compute_axis_mapping, "batch": "data"}  # inside a replica
+        return WrappedLossFunction(self._raw_loss_function, self.mp, mapping)
 
     def initial_state(self, training_key: Any, *, model_init: Any, **given: Any) -> Any:
         Replica = hax.Axis("replica", self._mesh.shape["replica"])
@@ -85,7 +87,7 @@ class ReplicaTrainer(Trainer):
 
     def train(self, state: Any, train_loader: Any) -> Any:
         info = super().train(state, train_loader)
-        sent = cd.metrics.read(info.opt_state)
+        sent = cd.metrics.read(arrays(info.opt_state))
         sent = {x: float(sent[x]) for x in ("syncs", "share")}
         levanter.tracker.log_summary(sent | {"loss": info.loss})
         return info
@@ -103,23 +105,38 @@ def without_rows(tree: Any) -> Any:
     return jax.tree.map(strip, tree, is_leaf=hax.is_named_array)
 
 
+def arrays(tree: Any) -> Any:
+    unnamed = lambda x: x.array if hax.is_named_array(x) else x
+    return jax.tree.map(unnamed, tree, is_leaf=hax.is_named_array)
+
+
 def of_rows(make: Callable[..., Any]) -> optax.GradientTransformationExtraArgs:
     """An optimizer of arrays, with dimension numbers from the names of their axes."""
-
-    def arrays(tree):
-        unnamed = lambda x: x.array if hax.is_named_array(x) else x
-        return jax.tree.map(unnamed, tree, is_leaf=hax.is_named_array)
 
     def optimizer(params):
         row = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
         row = jax.tree.map(row, without_rows(params))
         return make(dimension_numbers=arrays(cd.dimension_numbers.haliax(row)))
 
+    def named(state):
+        """Levanter would give rows without a name to all devices."""
+
+        def name(x):
+            names = ("replica", *(f"axis {i}" for i in range(1, x.ndim)))
+            return hax.NamedArray.tree_unflatten(names, (x,))
+
+        rows = jax.tree.map(name, state.rows)
+        # Those of one axis are rows, and the others common.
+        own = lambda x: name(x) if x.ndim == 1 else x
+        return state._replace(rows=rows, counters=jax.tree.map(own, state.counters))
+
+    def init(params):
+        return named(optimizer(params).init(arrays(params)))
+
     def update(grads, state, params=None, **_):
         tx = optimizer(params)
-        updates, state = tx.update(arrays(grads), state, arrays(params))
+        updates, state = tx.update(arrays(grads), arrays(state), arrays(params))
         structure = jax.tree.structure(grads)
-        return jax.tree.unflatten(structure, jax.tree.leaves(updates)), state
+        return jax.tree.unflatten(structure, jax.tree.leaves(updates)), named(state)
 
-    init = lambda params: optimizer(params).init(arrays(params))
     return optax.GradientTransformationExtraArgs(init, update)
