@@ -33,7 +33,7 @@ class LocalMuonConfig(OptimizerConfig):
 
     def build(self, num_train_steps: int) -> Callable[..., Any]:
         schedule = self.lr_scheduler(num_train_steps)
-        return functools.partial(cd.local_muon, schedule, self.budget, specs=P())
+        return functools.partial(cd.local_muon, schedule, budget=self.budget, specs=P())
 
 
 def mesh_config(replicas: int, inside: int) -> MeshConfig:
@@ -110,13 +110,32 @@ def arrays(tree: Any) -> Any:
     return jax.tree.map(unnamed, tree, is_leaf=hax.is_named_array)
 
 
+def dimension_numbers(model: Any) -> Any:
+    """Those of Haliax's linear layers, which know their inputs and outputs by name.
+
+    (The loss tells them too, `cd.dimension_numbers.from_loss`; here is none at hand.)
+    """
+    is_linear = lambda node: isinstance(node, hax.nn.Linear)
+    found = {}
+    for path, node in jax.tree.leaves_with_path(model, is_leaf=is_linear):
+        if is_linear(node):
+            axes = node.weight.axes
+            several = lambda side: side if isinstance(side, tuple) else (side,)
+            places = [[axes.index(x) for x in several(s)] for s in (node.In, node.Out)]
+            numbers = cd.DimensionNumbers(*map(tuple, places))
+            found[f"{jax.tree_util.keystr(path)}.weight"] = numbers
+    return jax.tree.map_with_path(
+        lambda path, _: found.get(jax.tree_util.keystr(path)), arrays(model)
+    )
+
+
 def of_rows(make: Callable[..., Any]) -> optax.GradientTransformationExtraArgs:
     """An optimizer of arrays, with dimension numbers from the names of their axes."""
 
     def optimizer(params):
         row = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
         row = jax.tree.map(row, without_rows(params))
-        return make(dimension_numbers=arrays(cd.dimension_numbers.haliax(row)))
+        return make(dimension_numbers=dimension_numbers(row))
 
     def named(state):
         """Levanter would give rows without a name to all devices."""
