@@ -46,7 +46,10 @@ class Case(NamedTuple):
 def local_muon_of(mesh: Any) -> Any:
     """Which never synchronises."""
     return cd.local_muon(
-        RATE, budget=LITTLE, dimension_numbers=measuring.matrices, mesh=mesh
+        RATE,
+        trigger=triggers.evenly(LITTLE),
+        dimension_numbers=measuring.matrices,
+        mesh=mesh,
     )
 
 

@@ -232,10 +232,10 @@ def read(opt_state: Any, params: Any = None) -> Report:
         `params`, else its index among the leaves,
       * what is not as it should be, where it happened: the counts of
         :class:`Counters` from `nonfinite` to `displaced`, a list of one number for each
-       replica of this process; `alike`: how many replicas had the same parameters as
-       another one before the last sync although local steps had moved them, so their
-       gradients were averaged, or they were given the same batch; `anchors_differ`:
-       copies of the anchor that should be the same are not.
+        replica of this process; `alike`: how many replicas had the same parameters as
+        another one before the last sync although local steps had moved them, so their
+        gradients were averaged, or they were given the same batch; `anchors_differ`:
+        copies of the anchor that should be the same are not.
 
     Raises:
       ValueError: if there are no counters, or several.
