@@ -123,13 +123,14 @@ def levanter(folder, tmp_path):
         command = [sys.executable, str(PORTS / "levanter" / "main.py"), "--site", name]
         command += ["--run", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
         command += ["--folder", str(folder), "--steps", str(steps), *arguments]
-        return subprocess.Popen(
-            command,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stdout=stdout or (tmp_path / name).open("w"),
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        with (tmp_path / name).open("w") as log:
+            return subprocess.Popen(
+                command,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                stdout=stdout or log,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
 
     return start
 
@@ -142,10 +143,11 @@ def test_levanter_trains_as_one_of_two_sites(levanter, tmp_path):
     paris = levanter("paris", steps)
     often = "--trainer.checkpointer.save_interval", "1s"
     rome = levanter("rome", steps, subprocess.PIPE, *often)
-    for line in rome.stdout:
-        if "Saved checkpoint" in line and (tmp_path / "run" / "commits").is_dir():
-            break
-    rome.kill()
+    with rome.stdout as lines:
+        for line in lines:
+            if "Saved checkpoint" in line and (tmp_path / "run" / "commits").is_dir():
+                break
+        rome.kill()
     assert rome.wait() == -signal.SIGKILL
     rome = levanter("rome", steps)
     assert (paris.wait(), rome.wait()) == (0, 0)
