@@ -32,9 +32,11 @@ NUMBERS = {
     else None
     for name, shape in SHAPES.items()
 }
-# Scales of codes and weights are float32. Measured over all seeds: 6e-7, and 1e-15
-# where weights are equal and nothing is encoded.
-ATOL = 3e-6
+# Scales of codes and weights are float32, and five Newton-Schulz iterations multiply a
+# difference in a small singular value by up to 3.4**5. Measured: 5e-6 in one element
+# of seeds 11 and 27, below 3e-6 otherwise, and 1e-15 where weights are equal and
+# nothing is encoded.
+ATOL = 1e-5
 
 
 class Configuration(NamedTuple):
