@@ -74,6 +74,8 @@ def run(config: Config, name: str, url: Any, out: Path, **join: Any) -> float:
     with kept as lines, joined as site, journal.stop_on_signal() as stop:
         with _told_to_the_user():
             params = site.start(params)
+        if not start:
+            opt_state = tx.init(params)  # the run's, in place of this site's own
         for step in range(start + 1, config.steps + 1):
             seed = (config.seed, step, place)
             batch = corpus.training_batch(seed, config.batch, config.sequence_length)
