@@ -77,7 +77,7 @@ def test_values_and_decisions(threshold, expected):
 def test_values_of_dion(error_feedback):
     # Gradients c I at full rank: M becomes (M + G) / 2. c = 4, .5, 1, 0 gives M + G =
     # 4, 2.5, 2.25, 1.125, as does the paper's m = m / 2 + g.
-    gradients = {"w": np.array([4.0, 0.5, 1, 0])[:, None, None] * np.eye(2)}
+    gradients = {"kernel": np.array([4.0, 0.5, 1, 0])[:, None, None] * np.eye(2)}
     inner = cd.dion(0.1, rank=1.0, momentum=0.5, error_feedback=error_feedback)
     found, values = run(change(0.4), gradients, inner), [LARGEST, 0.375, 0.1, 0.5]
     np.testing.assert_allclose(found.value, values, atol=ATOL)
