@@ -105,7 +105,10 @@ def test_a_replica_that_is_light_once_does_no_harm(replicas, heavy, light):
     """What it rounds, of the mean of all, is not multiplied by how little it counts."""
     period = 7
     tx = cd.local_muon(
-        0.05, mesh=cd.replicas.simulated(replicas), trigger=triggers.every_k(period)
+        0.05,
+        trigger=triggers.every_k(period),
+        dimension_numbers=cd.DimensionNumbers(0, 1),
+        mesh=cd.replicas.simulated(replicas),
     )
     steps = 15 * period
     run_with = noisy_run(tx, replicas, steps)
