@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from concurrent import futures
@@ -259,10 +258,7 @@ def train(workers: int, steps: int | None) -> None:
                 return
             for future in futures.wait(running, return_when="FIRST_COMPLETED").done:
                 del running[future]
-                row = future.result()
-                study.append(FILE, row)
-                shutil.rmtree(study.folder_of(Run(**row["run"])), ignore_errors=True)
-                print(f"{row['loss']:.4f} {row['run']}", flush=True)
+                study.keep(FILE, future.result())
 
 
 def main() -> None:

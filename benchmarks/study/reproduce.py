@@ -17,7 +17,6 @@ syncs that a measurement triggers come a few times more or less.
 import argparse
 import fnmatch
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,9 +89,7 @@ def train(results: study.Results, pattern: str, workers: int) -> None:
         corpus.download([corpus.PACKAGES], corpus.TEXT)
     missing = [run for run in runs(results, pattern) if run not in study.read(FILE)]
     for row in study.trained(missing, workers):
-        study.append(FILE, row)
-        shutil.rmtree(study.folder_of(Run(**row["run"])), ignore_errors=True)
-        print(f"{row['loss']:.4f} {row['run']}", flush=True)
+        study.keep(FILE, row)
 
 
 def main() -> None:

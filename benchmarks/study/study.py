@@ -149,6 +149,13 @@ def train_into(file: Path, run: Run, task: dict[str, Any]) -> None:
     print(f"{row['loss']:.4f} {task}", flush=True)
 
 
+def keep(file: Path, row: dict[str, Any]) -> None:
+    """Writes a result that has come, and removes the run's last state."""
+    append(file, row)
+    shutil.rmtree(folder_of(Run(**row["run"])), ignore_errors=True)
+    print(f"{row['loss']:.4f} {row['run']}", flush=True)
+
+
 def train_or_table(
     description: str | None, train: Callable[[], None], table: Callable[[], None]
 ) -> None:
@@ -200,9 +207,7 @@ def main() -> None:
     while runs := [x for x in plan(read()) if options.steps in (None, x.steps)]:
         print(f"{len(runs)} runs to train", flush=True)
         for row in trained(runs, options.workers):
-            append(FILE, row)
-            shutil.rmtree(folder_of(Run(**row["run"])), ignore_errors=True)
-            print(f"{row['loss']:.4f} {row['run']}", flush=True)
+            keep(FILE, row)
 
 
 if __name__ == "__main__":
