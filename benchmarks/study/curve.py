@@ -157,9 +157,9 @@ LOCAL_ADAMW, DILOCO = "AdamW with local steps", "DiLoCo in 2 bits"
 _OF_MUON = (RISING, CONSTANT), MUON_RATES
 _OF_ADAMW = (MEAN, NESTEROV), ADAMW_RATES
 FORMS = (
-    *(Form(LOCAL_MUON, x, local_muon, *_OF_MUON) for x in (0.07, 0.03, 0.14)),
+    Form(LOCAL_MUON, 0.07, local_muon, *_OF_MUON),
     *(Form(LOCAL_ADAMW, x, local_adamw, *_OF_ADAMW) for x in (0.01, 0.07)),
-    *(Form(LOCAL_MUON, x, local_muon, *_OF_MUON) for x in (0.003, 0.01)),
+    *(Form(LOCAL_MUON, x, local_muon, *_OF_MUON) for x in (0.03, 0.14, 0.003, 0.01)),
     *(Form(LOCAL_ADAMW, x, local_adamw, *_OF_ADAMW) for x in (0.03, 0.003)),
     *(Form(FEW_BITS, x, muon_in_few_bits, *_OF_MUON) for x in (0.07, 0.14)),
     Form(DILOCO, 0.01, diloco_in_two_bits, ("outer step 0.7, 0.9",), ADAMW_RATES),
@@ -212,17 +212,17 @@ def read() -> study.Results:
 def plan(results: study.Results) -> list[Run]:
     """What is missing, in an order in which every run is of use as soon as it ends.
 
-    `local_muon` with a rising momentum at the first two budgets comes first, and seed 0
-    of all steps as soon as the better learning rate is known; then the other tuning
-    runs, the likeliest setting at every budget before the others; then the reported
-    runs, one seed at every budget and then the next.
+    The first four points come first: AdamW, and `local_muon` with a rising momentum,
+    each with seed 0 of all steps as soon as the best setting is known. Then the other
+    tuning runs, the likeliest setting at every budget before the others; then the
+    reported runs, one seed at every budget and then the next.
     """
     first = []
-    for form in FORMS[:2]:
-        both = form.tuning()[:2]
-        first += both
-        if all(run in results for run in both):
-            best = min(both, key=lambda run: results[run]["loss"])
+    for form in FORMS[:4]:
+        likely = [x for x in form.tuning() if not x.method.endswith(CONSTANT)]
+        first += likely
+        if all(run in results for run in likely):
+            best = min(likely, key=lambda run: results[run]["loss"])
             first.append(dataclasses.replace(best, seed=0, steps=study.STEPS))
     tuning = [form.tuning() for form in FORMS]
     later = [run for tier in itertools.zip_longest(*tuning) for run in tier if run]
