@@ -1,18 +1,145 @@
-"""Print the numbers of the README that the study's table does not have.
+"""The study's numbers on README and pages, from its rows.
 
-python docs/readme_numbers.py
+    python docs/readme_numbers.py
+
+Writes the tables between `<!-- table: NAME -->` and `<!-- end -->` in README and pages,
+and prints the numbers that sentences there have. The zero of every number is the best
+synchronous Muon, whose momentum rises from 0.8 to 0.95, of the same seed and steps; of
+AdamW's table it is synchronous AdamW.
 """
 
+import re
 import statistics
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "study"))
 
+import curve
+import curve_table
+import measuring
 import rows
 import study
 import table
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/index.md", "docs/results.md", "docs/choose-a-budget.md")
+PAGES += ("docs/from-adamw.md",)
+SYNCHRONOUS = {
+    rows.BEST_MUON: "Muon, momentum rising from 0.8 to 0.95",
+    rows.MUON: "Muon, momentum 0.95",
+    rows.TWO_BITS: "Muon, gradients in 2 bits",
+    rows.DION: "Dion, full rank",
+    rows.DION + ", rank 1/4": "Dion, rank 1/4",
+    rows.ADAMW: "AdamW",
+}
+LOCAL = {
+    rows.LOCAL_MUON: "**`local_muon(budget=0.01)`**",
+    rows.MULOCO + ", 2 bits": "MuLoCo, 2 bits",
+    rows.CURVADION: "`curvadion(budget=0.01)`",
+    rows.THRESHOLD: "`curvadion(threshold=0.3)`",
+    rows.LARGE_BATCH: "Muon on 7 accumulated batches, 2 bits",
+    rows.MULOCO: "`presets.muloco`: float32, every 30 steps",
+    rows.DILOCO: "`presets.diloco`: float32, every 30 steps",
+}
+FEW = (rows.BEST_MUON, rows.TWO_BITS, rows.ADAMW)
+FEW += (rows.LOCAL_MUON, rows.MULOCO + ", 2 bits", rows.CURVADION)
+
+
+def percent(share: float) -> str:
+    """A share of the bytes, 0.994 as 99% and 0.0109 as 1.1%."""
+    return f"{share:.0%}" if share > 0.1 else f"{share:.1%}"
+
+
+def signed(gaps: list[float]) -> str:
+    """Mean and deviation of three seeds, of fewer the values, with their sign."""
+    if len(gaps) < len(study.SEEDS):
+        return ", ".join(f"{gap:+.1f}%" for gap in gaps)
+    return f"{statistics.fmean(gaps):+.1f} ± {statistics.stdev(gaps):.1f}%"
+
+
+def study_lines(names: Mapping[str, str]) -> Iterator[list[str]]:
+    """A line for each method of the study after all steps."""
+    results = study.read()
+    best = table.by_seed(results, rows.BEST_MUON, study.STEPS)
+    for method, name in names.items():
+        runs = table.by_seed(results, method, study.STEPS)
+        share = statistics.fmean(
+            table.share_of_bytes(run, study.STEPS) for run in runs.values()
+        )
+        loss = statistics.fmean(run["loss"] for run in runs.values())
+        zero = f"0 ({loss:.3f} nats per byte)"
+        gap = zero if method == rows.BEST_MUON else signed(table.above(runs, best))
+        yield [name, percent(share), gap]
+
+
+def study_table(names: Mapping[str, str]) -> list[str]:
+    """Synchronous methods, then those with local steps."""
+    head = ("", "bytes sent", "held-out loss above the best Muon")
+    groups = [
+        ["**Synchronous on every step**", "", ""],
+        *study_lines({x: SYNCHRONOUS[x] for x in SYNCHRONOUS if x in names}),
+        ["**Local steps, or larger batches**", "", ""],
+        *study_lines({x: LOCAL[x] for x in LOCAL if x in names}),
+    ]
+    return measuring.markdown(head, groups)
+
+
+def budget_table() -> list[str]:
+    """`local_muon` by its budget, after all steps."""
+    lines = []
+    for of in curve_table.points(curve.read(), study.STEPS):
+        if of.form.name != curve.LOCAL_MUON:
+            continue
+        gaps = table.above(of.rows, curve_table.reference(of.form.name, study.STEPS))
+        needed = statistics.fmean(curve_table.steps_needed(of))
+        settings = f"{of.setting.removeprefix('momentum ')}, {of.rate:g}"
+        budget = f"{of.form.budget:.1%}".replace(".0%", "%")
+        lines.append([budget, signed(gaps), f"{needed:.1f}", settings])
+    head = ("`budget`", "loss above the best Muon", "steps per step of the best Muon")
+    return measuring.markdown((*head, "momentum, learning rate"), lines)
+
+
+def adamw_table() -> list[str]:
+    """AdamW with local steps by its share of the bytes, against synchronous AdamW."""
+    lines = []
+    for steps in (study.STEPS, study.QUARTER):
+        for of in curve_table.points(curve.read(), steps):
+            if of.form.name not in curve_table.OF_ADAMW:
+                continue
+            gaps = table.above(of.rows, curve_table.reference(of.form.name, steps))
+            share = statistics.fmean(
+                table.share_of_bytes(row, steps) for row in of.rows.values()
+            )
+            settings = f"{of.setting}, {of.rate:g}"
+            lines.append(
+                [f"{steps:,}", of.form.name, percent(share), signed(gaps), settings]
+            )
+    head = ("steps", "method", "bytes sent", "loss above synchronous AdamW")
+    return measuring.markdown((*head, "outer step, learning rate"), lines)
+
+
+TABLES = {
+    "study, few rows": lambda: study_table(dict.fromkeys(FEW, "")),
+    "study": lambda: study_table(SYNCHRONOUS | LOCAL),
+    "budgets": budget_table,
+    "AdamW": adamw_table,
+}
+
+
+def with_tables(text: str) -> str:
+    """A page's text with its tables written anew."""
+
+    def written(found: re.Match) -> str:
+        lines = "\n".join(TABLES[found[1]]())
+        return f"<!-- table: {found[1]} -->\n\n{lines}\n\n<!-- end -->"
+
+    return re.sub(
+        r"<!-- table: ([\w, ]+) -->.*?<!-- end -->", written, text, flags=re.S
+    )
 
 
 def spread(numbers: list[float], digits: int = 1) -> str:
@@ -22,57 +149,40 @@ def spread(numbers: list[float], digits: int = 1) -> str:
     return f"{mean:.{digits}f} ± {deviation:.{digits}f} ({each})"
 
 
-def main() -> None:
-    """Run the program."""
+def print_numbers() -> None:
+    """The numbers that sentences have, by seed 0, 1 and 2."""
     results = study.read()
 
-    def losses(method: str, steps: int = study.STEPS) -> dict[int, dict]:
+    def runs(method: str, steps: int = study.STEPS) -> dict[int, dict[str, Any]]:
         return table.by_seed(results, method, steps)
 
-    local = losses(rows.LOCAL_MUON)
-    print("percent, by seed 0, 1, 2")
-    for name, others in {
-        "local_muon against AdamW": losses(rows.ADAMW),
-        "local_muon against rising Muon": losses(rows.MUON + rows.RISING),
-        "local_muon against Muon": losses(rows.MUON),
-    }.items():
-        print(f"  {name}: {spread(table.above(local, others))}")
-    muloco = table.above(losses("MuLoCo, 2 bits"), local)
-    print(f"  MuLoCo in 2 bits against local_muon: {spread(muloco)}")
-
+    short, best = runs(rows.BEST_MUON, study.QUARTER), runs(rows.BEST_MUON)
+    local = runs(rows.LOCAL_MUON)
+    adamw, muloco = runs(rows.ADAMW), runs(rows.MULOCO + ", 2 bits")
+    print("local_muon above AdamW:", spread(table.above(local, adamw)), "%")
+    print("MuLoCo in 2 bits above local_muon:", spread(table.above(muloco, local)), "%")
     for name in (rows.LOCAL_MUON, rows.TWO_BITS):
-        found = losses(name)
-        print(f"steps of synchronous Muon for the loss of {name}, and break-even")
-        for method in (rows.MUON, rows.BEST_MUON):
-            short, long = losses(method, study.QUARTER), losses(method)
-            shares = [
-                table.steps_to(row["loss"], short[seed]["loss"], long[seed]["loss"])
-                for seed, row in sorted(found.items())
-                if seed in short and seed in long
-            ]
-            print(f"  {method}: {spread([100 * x for x in shares])}%")
-            print(f"    its step may take {spread([1 / x for x in shares], 2)}")
+        needed = [
+            1 / table.steps_to(run["loss"], short[seed]["loss"], best[seed]["loss"])
+            for seed, run in sorted(runs(name).items())
+        ]
+        print(f"steps of {name} for one of the best Muon's:", spread(needed, 2))
+        early = table.above(runs(name, study.QUARTER), short)
+        late = table.above(runs(name), best)
+        change = [after - before for before, after in zip(early, late, strict=True)]
+        print(f"  its gap from {study.QUARTER} to {study.STEPS} steps:", spread(change))
+    print("percent above the best Muon:")
+    for name in rows.METHODS:
+        if gaps := table.above(runs(name), best):
+            print(f"  {name}: {spread(gaps)}")
 
-    print("change of the gap from 260 to 1,040 steps, points, by seed 0, 1, 2")
-    for name in (rows.LOCAL_MUON, rows.TWO_BITS):
-        for other in (rows.MUON, rows.BEST_MUON):
-            short, long = (
-                table.above(losses(name, n), losses(other, n))
-                for n in (study.QUARTER, study.STEPS)
-            )
-            change = [b - a for a, b in zip(short, long, strict=True)]
-            print(f"  {name} against {other}: {spread(change)}")
 
-    print("percent above rising Muon, by seed 0, 1, 2")
-    others = (
-        *(rows.LOCAL_MUON, rows.LOCAL_MUON + rows.RISING, rows.LARGE_BATCH),
-        *(rows.TWO_BITS, rows.BEST_MUON + rows.OUTER, rows.MULOCO),
-        *(rows.MULOCO + rows.FOR_EIGHT, rows.MULOCO + ", 2 bits"),
-        rows.MULOCO + rows.FOR_EIGHT + ", 2 bits",
-    )
-    best = losses(rows.BEST_MUON)
-    for name in others:
-        print(f"  {name}: {spread(table.above(losses(name), best))}")
+def main() -> None:
+    """Run the program."""
+    for page in PAGES:
+        path = ROOT / page
+        path.write_text(with_tables(path.read_text("utf-8")), "utf-8")
+    print_numbers()
 
 
 if __name__ == "__main__":

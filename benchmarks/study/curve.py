@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
 
 import baselines
-import budgets
 import optax
 import rows
 import settings
@@ -164,7 +163,7 @@ FORMS = (
     *(Form(FEW_BITS, x, muon_in_few_bits, *_OF_MUON) for x in (0.07, 0.14)),
     Form(DILOCO, 0.01, diloco_in_two_bits, ("outer step 0.7, 0.9",), ADAMW_RATES),
 )
-# Trained elsewhere, with one setting and learning rate.
+# One setting and learning rate, seed 0, 2026-11-28: not tuned.
 UNTUNED = (Form(LOCAL_MUON, 0.001, local_muon, (CONSTANT,), (0.04,)),)
 METHODS: dict[str, rows.Method] = {
     form.method(setting): functools.partial(form.make, form.budget, setting)
@@ -176,10 +175,6 @@ ELSEWHERE = {
     rows.LOCAL_MUON: f"{LOCAL_MUON}, 1.0% of the bytes, {CONSTANT}",
     rows.LOCAL_MUON + rows.RISING: f"{LOCAL_MUON}, 1.0% of the bytes, {RISING}",
     rows.TWO_BITS: f"{FEW_BITS}, 7.0% of the bytes, {RISING}",
-    **{
-        f"`local_muon(budget={x:g})`": f"{LOCAL_MUON}, {x:.1%} of the bytes, {CONSTANT}"
-        for x in (0.001, 0.003, 0.03, 0.07)
-    },
 }
 IN_SETTINGS = {
     (rows.MUON, "rising"): rows.BEST_MUON,
@@ -196,7 +191,7 @@ REFERENCES = (
 def read() -> study.Results:
     """The results so far, with those of other scripts that trained the same."""
     results = study.read(FILE)
-    for run, row in (study.read() | study.read(budgets.FILE)).items():
+    for run, row in study.read().items():
         if run.method in ELSEWHERE:
             same = dataclasses.replace(run, method=ELSEWHERE[run.method])
             results.setdefault(same, row)

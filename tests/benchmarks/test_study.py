@@ -4,9 +4,7 @@ import dataclasses
 import doctest
 import functools
 import json
-from pathlib import Path
 
-import budgets
 import corpus as corpus_files
 import curve
 import curve_table
@@ -17,6 +15,7 @@ import measuring
 import model
 import numpy as np
 import pytest
+import readme_numbers
 import reproduce
 import rmmc
 import rows
@@ -39,15 +38,6 @@ def corpus():
 
 def test_examples():
     assert not any(doctest.testmod(x).failed for x in (study, table, curve_table))
-
-
-def test_the_page_on_budgets_has_the_table_of_their_runs(capsys):
-    budgets.table()
-    page = Path(__file__).parents[2] / "docs" / "choose-a-budget.md"
-    lines = page.read_text("utf-8").splitlines()
-    table_lines = capsys.readouterr().out.splitlines()
-    assert len(table_lines) > 2
-    assert [line for line in table_lines if line not in lines] == []
 
 
 @pytest.mark.parametrize("method", rows.METHODS | curve.METHODS)
@@ -229,6 +219,13 @@ def test_the_pages_of_the_curve_are_those_of_its_rows():
     assert curve_table.document(results) == page
     steps = json.loads(curve_table.STEPS_FILE.read_text("utf-8"))
     assert steps == curve_table.steps_by_budget(results)
+
+
+@pytest.mark.parametrize("page", readme_numbers.PAGES)
+def test_the_tables_of_a_page_are_those_of_the_rows(page):
+    text = (readme_numbers.ROOT / page).read_text("utf-8")
+    assert "<!-- table: " in text
+    assert readme_numbers.with_tables(text) == text
 
 
 def test_the_page_has_the_tables_of_the_results():
