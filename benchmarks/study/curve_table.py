@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "links"))
 
 import cost_model
 import curve
-import links
 import measuring
 import rows
 import study
 import table
+import waiting
 from curve import FEW_BITS, FORMS, LOCAL_ADAMW, LOCAL_MUON, UNTUNED, Form
 from simulate import Run
 
@@ -180,7 +181,7 @@ def first_lines(results: study.Results) -> Iterator[list[str]]:
     known = [cost_model.Measured(**each) for each in steps_by_budget(results)]
     for speed in cost_model.SPEEDS:
         cells = [cost_model.in_bits(speed)]
-        for training in links.TRAININGS:
+        for training in waiting.TRAININGS:
             of_link = cost_model.compare(
                 *(training.parameters, training.compute_time),
                 cost_model.Link(speed, ROUND_TRIP),
@@ -220,7 +221,7 @@ def document(results: study.Results) -> str:
                 title = f"## {steps:,} steps, above {against}"
                 text = "\n".join(measuring.markdown(HEADER, lines))
                 parts.append(f"{title}\n\n{text}")
-    models = (f"{x.name}, {x.compute_time:.2f} s a step" for x in links.TRAININGS)
+    models = (f"{x.name}, {x.compute_time:.2f} s a step" for x in waiting.TRAININGS)
     first = measuring.markdown(("link, 50 ms", *models), first_lines(results))
     parts.append(
         "## Which share reaches a loss first\n\nCalculated from the column of steps, 8 "

@@ -88,7 +88,7 @@ def reconcile(
 
 
 # What `local_muon` and `curvadion` do unless told otherwise. MuLoCo's outer step has
-# 0.7 and 0.6; these lost less in benchmarks/communication.
+# 0.7 and 0.6; these lost less in benchmarks/study/gap.md.
 _BITS = 2
 _OUTER_LEARNING_RATE, _OUTER_MOMENTUM = 1.0, 0.4
 # Dtype of the sync's state. It changes the loss by less than the spread over seeds.

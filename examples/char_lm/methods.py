@@ -15,7 +15,7 @@ import curvadion_jax as cd
 from curvadion_jax.dimension_numbers import Partition
 
 # Peaks. Those of Muon, AdamW and Dion were the best on models of a similar size, of
-# local steps and of synchronous ones (benchmarks/study, benchmarks/communication).
+# local steps and of synchronous ones (benchmarks/study).
 # Those of Lion and SGD are usual values and were not tuned.
 _DION, _LOCAL_DION, _MUON, _LION, _ADAM, _SGD = 0.04, 0.08, 0.08, 0.001, 0.02, 0.1
 _MOMENTUM = 0.9

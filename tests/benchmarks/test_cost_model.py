@@ -7,14 +7,14 @@ from pathlib import Path
 import cost_model as cm
 import jax
 import jax.numpy as jnp
-import links
 import projections
 import pytest
+import waiting
 
 from curvadion_jax import DimensionNumbers
 from curvadion_jax.compressors import Payload
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+LINKS = Path(__file__).parents[2] / "benchmarks" / "links"
 EXACT = 1e-12
 """Relative: a handful of float64 operations, each good to 1.1e-16."""
 
@@ -126,8 +126,11 @@ def test_the_calculator_counts_arrays_and_what_gloo_waits_for(capsys):
 
 @pytest.mark.parametrize(
     ("page", "table"),
-    [("links.md", links.table()), ("projections.md", projections.tables().split("\n"))],
+    [
+        ("waiting.md", waiting.table()),
+        ("projections.md", projections.tables().split("\n")),
+    ],
 )
 def test_pages_have_what_the_commands_print(page, table):
-    lines = (BENCHMARKS / page).read_text("utf-8").splitlines()
+    lines = (LINKS / page).read_text("utf-8").splitlines()
     assert [line for line in table if line and line not in lines] == []

@@ -18,14 +18,13 @@ TINY = {
     "memory.py": [],
     "products.py": ["--layers", "1"],
     "optimizer_speed.py": ["--model", "tiny", "--layers", "1", "--ranks", "0.25"],
-    "overhead.py": "--width 16 --layers 1 --rounds 1 --only every_k".split(),
 }
 
 
 @pytest.mark.slow  # processes that start JAX
 @pytest.mark.parametrize("script", TINY)
 def test_a_script_prints_its_table(script):
-    command = [sys.executable, ROOT / "benchmarks" / script, *TINY[script]]
+    command = [sys.executable, ROOT / "benchmarks" / "step" / script, *TINY[script]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "|---|---|" in done.stdout

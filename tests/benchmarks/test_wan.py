@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-WAN = Path(__file__).parents[2] / "benchmarks" / "wan"
+WAN = Path(__file__).parents[2] / "benchmarks" / "links" / "wan"
 
 
 def load(name):
@@ -125,7 +125,10 @@ def test_tables_of_several_lengths():
 
 
 def test_the_page_has_what_the_command_prints():
-    rows = [json.loads(line) for line in (WAN / "rows.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (WAN / "results" / "rows.jsonl").read_text().splitlines()
+    ]
     page = (WAN / "README.md").read_text("utf-8").splitlines()
     missing = [x for x in wan_table.tables(rows).splitlines() if x not in page]
     assert missing == []

@@ -1,7 +1,7 @@
 """How many products the program of an optimizer's step has, and how many lines.
 
-    python benchmarks/products.py
-    python benchmarks/products.py --layers 24 --width 768
+    python benchmarks/step/products.py
+    python benchmarks/step/products.py --layers 24 --width 768
 
 The parameters are six matrices a layer, each an array of its own, float32. Products are
 counted in the lowered program, *distinct* by shapes of operands; a loop's body counts
@@ -9,7 +9,11 @@ once. Nothing is compiled or run.
 """
 
 import re
+import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import measuring

@@ -1,9 +1,10 @@
 """Seconds to a loss over a slow link, measured.
 
-    python benchmarks/wan/measure.py --limit 3600    # as root; the same goes on
-    python benchmarks/wan/measure.py --methods local_muon --steps 330  # losses alone
-    python benchmarks/wan/measure.py --tiny --links "100 Mbit/s"     # a rehearsal
-    python benchmarks/wan/wan_table.py               # the table and the picture
+    # As root; the same command goes on. Then losses alone, and a rehearsal.
+    python benchmarks/links/wan/measure.py --limit 3600
+    python benchmarks/links/wan/measure.py --methods local_muon --steps 330
+    python benchmarks/links/wan/measure.py --tiny --links "100 Mbit/s"
+    python benchmarks/links/wan/wan_table.py    # the table and the picture
 
 Two processes of one CPU device each, a replica each, talk through `jax.distributed` and
 gloo over Linux's TCP, each in a network namespace of its own (`link.py`; it needs root
@@ -19,7 +20,8 @@ half of the study's sequences per replica and step.
 3. *message*: all-reduces of some sizes over each link, from which `cost_model.py`'s
    constants for gloo follow.
 
-A row is written to `rows.jsonl` the moment it exists, and is not measured again.
+A row is written to `results/rows.jsonl` the moment it exists, and is not measured
+again.
 """
 
 import argparse
@@ -35,7 +37,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 sys.path[1:1] = [
     str(_ROOT / place)
     for place in (".", "examples/char_lm", "benchmarks", "benchmarks/study")
@@ -46,7 +48,7 @@ import link  # noqa: E402
 import study  # noqa: E402
 from line import Conditions  # noqa: E402
 
-ROWS = Path(__file__).with_name("rows.jsonl")
+ROWS = Path(__file__).with_name("results") / "rows.jsonl"
 REPLICAS, STEPS, EVALUATE_EVERY = 2, 300, 10
 LINKS = {
     "10 Mbit/s": Conditions(10e6, 0.050),

@@ -1,6 +1,6 @@
 """How long a training step takes to trace and to compile, on eight replicas.
 
-    python benchmarks/compile_time.py [--layers 10] [--methods muon local_muon]
+    python benchmarks/step/compile_time.py [--layers 10] [--methods muon local_muon]
 
 A model of six matrices a layer and an embedding, on 8 CPU devices. Every kernel is a
 leaf of its own, or with `--stacked` all layers are one stack (`nn.scan`). Given are
@@ -11,7 +11,11 @@ program, as in a run, and "local step" and "sync" are programs of one of them al
 Nothing is run, and no persistent cache is used.
 """
 
+import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp

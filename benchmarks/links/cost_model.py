@@ -1,6 +1,6 @@
 """What a run sends and how long its steps take, before any of it is run.
 
-    python benchmarks/cost_model.py --parameters 160e6 --step-time 0.3 \
+    python benchmarks/links/cost_model.py --parameters 160e6 --step-time 0.3 \
         --bandwidth 1e9 --round-trip 0.05
 
 prints, for replicas joined by such a link, the bytes and the time of a step of
@@ -9,7 +9,7 @@ share that reaches a loss first; then the same over link speeds, which `--pictur
 draws. How many local steps replace a synchronous one is read from the study's rows
 (`study/results/steps.json`, by `study/curve_table.py`): it is measured in a GPT of 0.85
 million parameters, and no forecast for a large one. Plain arithmetic: nothing here
-touches a device. `links.py` and `projections.py` are tables made with it.
+touches a device. `waiting.py` and `projections.py` are tables made with it.
 
 A message takes latency plus size over bandwidth (Hockney 1994; Thakur, Rabenseifner and
 Gropp 2005). Payloads travel around a ring, which sends the least possible number of
@@ -24,10 +24,13 @@ TCP does not fill the link (`wan/README.md`). `--gloo` and `--arrays` count that
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp
@@ -279,7 +282,7 @@ class Row(NamedTuple):
 
 
 LOCAL_MUON = "`local_muon`"
-STEPS_FILE = Path(__file__).parent / "study" / "results" / "steps.json"
+STEPS_FILE = Path(__file__).parents[1] / "study" / "results" / "steps.json"
 
 
 def measured() -> list[Measured]:

@@ -1,6 +1,6 @@
 """What a byte budget costs in time: the share of a step that waits for the link.
 
-    python benchmarks/links.py
+    python benchmarks/links/waiting.py
 
 For a model, a link between 8 replicas and a budget (a share of the bytes of synchronous
 training), `cost_model.py` gives the time of a step. Nothing is run, and nothing
@@ -10,12 +10,16 @@ off their time.
 
 A sync sends the drift of the parameters in 2 bits and no momenta, as `local_muon` does;
 how rare it is follows from the budget. The second of two numbers adds a vote on every
-step, as `curvadion` has it. links.md has the assumptions and their sources.
+step, as `curvadion` has it. waiting.md has the assumptions and their sources.
 """
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import cost_model
 import measuring

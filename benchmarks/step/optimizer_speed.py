@@ -1,8 +1,8 @@
 """How long a step of the optimizer takes: Dion at several ranks, Muon, AdamW, PyTorch.
 
-    taskset -c 0 python benchmarks/optimizer_speed.py                # GPT 160M
-    taskset -c 0 python benchmarks/optimizer_speed.py --model 1b     # one layer
-    taskset -c 0 python benchmarks/optimizer_speed.py --model 8b     # of a layer
+    taskset -c 0 python benchmarks/step/optimizer_speed.py                # GPT 160M
+    taskset -c 0 python benchmarks/step/optimizer_speed.py --model 1b     # one layer
+    taskset -c 0 python benchmarks/step/optimizer_speed.py --model 8b     # of a layer
 
 A step takes given gradients to new parameters, with weight decay, and its state is
 donated. It is the second: the first warms up both sides. The parameters are the
@@ -16,12 +16,15 @@ installed and a clone given:
 
     git clone https://github.com/microsoft/dion DION
     python -m pip install torch --index-url https://download.pytorch.org/whl/cpu
-    taskset -c 0 python benchmarks/optimizer_speed.py --dion DION
+    taskset -c 0 python benchmarks/step/optimizer_speed.py --dion DION
 """
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp

@@ -1,11 +1,11 @@
 """The tables and the picture of `measure.py`'s rows, as the page has them.
 
-python benchmarks/wan/wan_table.py
+    python benchmarks/links/wan/wan_table.py
 
-Prints the tables, and draws `seconds.svg`. The time of a method to a loss is that of
-its steps until then, with the median times of its steps and of its syncs over the link;
-of runs of several lengths the fastest counts. The losses are those of synchronous Muon
-in float32 after 20, 50 and 100% of 300 steps.
+Prints the tables, and draws `results/seconds.svg`. The time of a method to a loss is
+that of its steps until then, with the median times of its steps and of its syncs over
+the link; of runs of several lengths the fastest counts. The losses are those of
+synchronous Muon in float32 after 20, 50 and 100% of 300 steps.
 
 The calculator's step is computation and what `cost_model.py` says of the sync.
 Computation is the median local step over the fastest link, without its vote:
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import cost_model
 import measuring
@@ -393,7 +394,7 @@ def _mark(axes: Any, measured: Measured, wanted: float, rates: list[float]) -> N
 def main() -> None:
     """Run the program."""
     parser = measuring.parser(__doc__)
-    parser.add_argument("--rows", type=Path, default=HERE / "rows.jsonl")
+    parser.add_argument("--rows", type=Path, default=HERE / "results" / "rows.jsonl")
     options = parser.parse_args()
     rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
     print(tables(rows))

@@ -1,7 +1,7 @@
 """Memory of the optimizers: bytes of state per parameter, and the peak of a step.
 
-    python benchmarks/memory.py
-    python benchmarks/memory.py --peak
+    python benchmarks/step/memory.py
+    python benchmarks/step/memory.py --peak
 
 The model is a GPT of 160 million parameters: 12 layers of width 768 in one stack, and
 a vocabulary of 50304 with an output head of its own. Nothing is run. State is what
@@ -18,8 +18,12 @@ is reserved. Where counters alone decide, a local step and a sync are two progra
 """
 
 import math
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp

@@ -1,14 +1,18 @@
 """The CurvaDion paper's projected speedups, computed again from published inputs.
 
-    python benchmarks/projections.py
+    python benchmarks/links/projections.py
 
 Prints the two tables of projections.md: the paper's numbers beside those of
 `cost_model.py`, and how far each input moves them. Every number below was published by
 somebody else, and none was fitted to the paper's results; that page lists the sources.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import cost_model
 import jax
