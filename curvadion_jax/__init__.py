@@ -15,12 +15,12 @@ from curvadion_jax import (
     synchronizers,
     triggers,
 )
-from curvadion_jax._curvadion import curvadion
-from curvadion_jax._local_muon import local_muon
 from curvadion_jax._version import __version__ as __version__
 from curvadion_jax.dimension_numbers import DimensionNumbers
 from curvadion_jax.matrices._dion import DionState, dion, scale_by_dion
 from curvadion_jax.matrices._two_optimizers import describe_partition
+from curvadion_jax.methods._curvadion import curvadion
+from curvadion_jax.methods._local_muon import local_muon
 from curvadion_jax.step._adaptive_sync import adaptive_sync
 from curvadion_jax.step._sync_state import AdaptiveSyncState
 

@@ -353,14 +353,20 @@ MUTANTS = {
         "evenly or schedule",
     ),
     "the floor is 0.2": Mutant(
-        "presets.py", "jnp.where(old < 0.1, 0,", "jnp.where(old < 0.2, 0,", CHANGE
+        "methods/_authors.py",
+        "jnp.where(old < 0.1, 0,",
+        "jnp.where(old < 0.2, 0,",
+        CHANGE,
     ),
     "the floor is inclusive": Mutant(
-        "presets.py", "jnp.where(old < 0.1, 0,", "jnp.where(old <= 0.1, 0,", CHANGE
+        "methods/_authors.py",
+        "jnp.where(old < 0.1, 0,",
+        "jnp.where(old <= 0.1, 0,",
+        CHANGE,
     ),
     # Optimizers.
     "the budget of curvadion has layers of its own": Mutant(
-        "_curvadion.py",
+        "methods/_curvadion.py",
         "triggers.FIRST_THRESHOLD, dimension_numbers",
         "triggers.FIRST_THRESHOLD",
         "dion/test_curvadion.py",
@@ -408,10 +414,10 @@ MUTANTS = {
         "sees",
     ),
     "adamw beside muon is not nesterov's": Mutant(
-        "_local_muon.py", "nesterov=True", "nesterov=False", WRAPPERS, "adamw"
+        "methods/_local_muon.py", "nesterov=True", "nesterov=False", WRAPPERS, "adamw"
     ),
     "muon's epsilon is Optax's": Mutant(
-        "_local_muon.py",
+        "methods/_local_muon.py",
         "eps=_adamw_for_the_rest.EPSILON",
         "eps=1e-8",
         "dion/test_muon.py",
@@ -425,7 +431,11 @@ MUTANTS = {
         "first_moment",
     ),
     "curvadion has half of the rank": Mutant(
-        "_curvadion.py", "_RANK = 1.0", "_RANK = 0.5", "dion/test_curvadion.py", "rank"
+        "methods/_curvadion.py",
+        "_RANK = 1.0",
+        "_RANK = 0.5",
+        "dion/test_curvadion.py",
+        "rank",
     ),
     "all ranks but one are full": Mutant(
         "matrices/_power_iteration.py",

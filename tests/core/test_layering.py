@@ -19,7 +19,7 @@ MATHS = {"matrices._orthonormalize", "matrices._power_iteration", "_matrix_view"
 # What enters a `shard_map`: over the replicas, and over the devices of one.
 ENTERING = {"mesh._rows", "mesh._within_replica", "matrices._whole_matrices"}
 # What users call around training; nothing that computes a step knows of it.
-OUTER = {"replicas", "checkpoint", "presets", "sites"}
+OUTER = {"replicas", "checkpoint", "methods", "presets", "sites"}
 
 
 def module_name(path: Path) -> str:

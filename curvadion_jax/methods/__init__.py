@@ -1,0 +1,1 @@
+"""Published and own methods: points in the space of the parts."""
