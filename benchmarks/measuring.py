@@ -8,7 +8,6 @@ wait for each other.
 """
 
 import argparse
-import dataclasses
 import random
 import statistics
 import time
@@ -19,6 +18,9 @@ import jax
 import optax
 
 import curvadion_jax as cd
+from curvadion_jax.step import _one_branch
+
+when = _one_branch.when  # programs of a local step, and of a sync
 
 Turn = Callable[[], Callable[[], Any]]
 """Makes new arrays, and returns a function that takes one step and waits for it."""
@@ -116,19 +118,6 @@ def train_step(tx: Any, differentiate: Callable, mesh: Any) -> Callable:
         return optax.apply_updates(params, updates), opt_state
 
     return jax.jit(step, donate_argnums=0)
-
-
-def when(tx: Any, due: bool | None) -> Any:
-    """An optimizer of rows whose every step is due, or none, by another trigger.
-
-    Its program has no condition of a sync: it is that of a sync, or of a local step.
-    None leaves the optimizer as it is.
-    """
-    if due is None:
-        return tx
-    parts = tx.update.__self__
-    trigger = parts.trigger._replace(due=lambda clock: due)
-    return tx._replace(update=dataclasses.replace(parts, trigger=trigger).update)
 
 
 def matrices(params: Any) -> Any:

@@ -154,8 +154,11 @@ def divided(specs, axis_type):
 
 
 def updated(gradients):
-    tx = cd.local_muon(0.1, dimension_numbers=cd.DimensionNumbers(-2, -1))
-    step = jax.jit(helpers.when(tx, False).update)
+    never = cd.triggers.never()
+    tx = cd.local_muon(
+        0.1, trigger=never, dimension_numbers=cd.DimensionNumbers(-2, -1)
+    )
+    step = jax.jit(tx.update)
     state = jax.jit(tx.init)(gradients)
     return step.lower(gradients, state, gradients).compile(), state
 

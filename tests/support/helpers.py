@@ -4,7 +4,6 @@ Most tests give the gradients instead of a loss: the batch of a training step is
 tree of gradients with a leading replica axis.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -16,8 +15,10 @@ import optax
 import pytest
 
 import curvadion_jax as cd
+from curvadion_jax.step import _one_branch
 
 AXIS = cd.replicas.AXIS
+when = _one_branch.when  # programs of a local step, and of a sync
 # An array without elements. On CPU JAX 0.11.2 crashes when it compiles a `shard_map` of
 # one beside others, the identity even.
 NOTHING = {} if jax.__version_info__[:2] == (0, 11) else {"nothing": (0, 3)}
@@ -101,15 +102,6 @@ def train_step(tx: Any):
         return (optax.apply_updates(params, updates), opt_state), {"updates": updates}
 
     return train
-
-
-def when(tx: Any, due: bool | None) -> Any:
-    """An optimizer of rows whose every step is due, or none; None leaves it."""
-    if due is None:
-        return tx
-    parts = tx.update.__self__
-    trigger = parts.trigger._replace(due=lambda clock: due)
-    return tx._replace(update=dataclasses.replace(parts, trigger=trigger).update)
 
 
 def start(tx: Any, params: Any, mesh: Any) -> Any:
