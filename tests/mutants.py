@@ -243,6 +243,13 @@ MUTANTS = {
     "displaced is never counted": Mutant(
         CORE, "(checksum != counters.checksum)", "(checksum != checksum)", CHECKSUMS
     ),
+    "a sync is compared with the old anchor": Mutant(
+        STEP,
+        "anchor=_checksum.of(new.anchor)",
+        "anchor=_checksum.of(common.anchor)",
+        CHECKSUMS,
+        "leaves",
+    ),
     "copies are not refused": Mutant(
         "step/_refuse_copies.py", "if is_copy and old is not new", "if False", STARTS
     ),

@@ -98,6 +98,16 @@ def test_replicas_that_are_alike_in_part_are_reported(batches, expected):
     assert metrics.read(state[1]).get("alike") == expected
 
 
+def test_anchors_are_compared_as_a_sync_leaves_them():
+    """Not as it found them: that would tell of anchors that differ a sync late."""
+    tx, params = optimizer(), cd.replicas.replicate(PARAMS, TWO)
+    state, update = (params, tx.init(params)), jax.jit(helpers.train_step(tx))
+    for _ in range(2):  # a sync on the second
+        state, _ = update(state, jax.tree.map(jnp.sin, state[0]))
+    anchor = _checksum.of(state[1].common.anchor)
+    assert state[1].counters.anchor_checksum.tolist() == [anchor, anchor]
+
+
 CHANGED = "Parameters were changed after the optimizer's update"
 
 
