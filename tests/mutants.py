@@ -393,9 +393,9 @@ MUTANTS = {
         "adamw",
     ),
     "error feedback by the mean of R": Mutant(
-        "matrices/_power_iteration.py",
-        "view.product(P, right[name], precision)",
-        "view.product(P, mean_right[name], precision)",
+        "matrices/_dion.py",
+        "B, P, R = total[name], left[name], right[name]",
+        "B, P, R = total[name], left[name], mean_right[name]",
         "dion/test_dion_axis.py equivalences/test_equivalences.py",
         "mean_gradient or factors",
     ),
@@ -446,8 +446,8 @@ MUTANTS = {
     ),
     "all ranks but one are full": Mutant(
         "matrices/_power_iteration.py",
-        "Q.shape[-1] == view.cols",
-        "Q.shape[-1] >= view.cols - 1",
+        "R.shape[-1] == view.cols",
+        "R.shape[-1] >= view.cols - 1",
         "dion/test_dion_reference.py",
     ),
     "a column is absent at a rounding": Mutant(

@@ -215,14 +215,12 @@ def scale_by_dion(
         # From here on matrices of one shape are a stack, until `apart`: the program
         # has one product for all of them. The results are the same.
         joined = _joined.join(views, total, qs)
-        stacked = joined.views(views)
-        stepped = _power_iteration.dion_step(
-            stacked,
+        stepped = _dion_step(
+            joined.views(views),
             joined.together(total),
             joined.together(qs),
             feedback=1 - momentum if error_feedback else None,
-            bases=functools.partial(_bases, views=stacked, layout=layout),
-            keep_whole=layout.keep_whole,
+            layout=layout,
             reduce_fn=joined.reduce_fn(reduce_fn),
             precision=precision,
         )
@@ -231,6 +229,68 @@ def scale_by_dion(
         return _like(updates, directions), state_of(momenta, qs)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _dion_step(
+    views: Mapping[str, MatrixView],
+    total: Named,
+    qs: Named,
+    *,
+    feedback: jax.typing.ArrayLike | None,
+    layout: Layout,
+    reduce_fn: ReduceFn | None,
+    precision: jax.lax.PrecisionLike,
+) -> tuple[Named, Named, Named]:
+    """One step of Dion for all parameters, in the symbols of `_power_iteration`.
+
+    Args:
+      views: how each parameter is seen as matrices.
+      total: B = M + G of each, in the parameter's shape.
+      qs: Q of each.
+      feedback: 1 - mu for error feedback, None to leave B as it is.
+      layout: how a replica is sharded. Right factors stay unsharded along r.
+      reduce_fn: means over replicas of B Q, then of B^T P; of B where the factors are
+        no smaller; None for one replica.
+      precision: of the products with matrices. The algebra of factors has the highest.
+
+    Returns:
+      sqrt(fan_out / fan_in) P Q^T, momenta (like the parameters), and the next Qs.
+    """
+    qs = {name: layout.keep_whole(q) for name, q in qs.items()}
+    compressed = {
+        n
+        for n, q in qs.items()
+        if _power_iteration.reduces_factors(views[n], q.shape[-1])
+    }
+
+    # For one replica this returns the arrays: B -> B Q -> P -> B^T P.
+    def averaged(names, arrays, axes):
+        """Averages some of the arrays; `axes` tells what their axes merge."""
+        some = {name: x for name, x in arrays.items() if name in names}
+        if reduce_fn is None or not some:
+            return arrays
+        made_of = {name: (views[name].shape, axes(views[name])) for name in some}
+        return arrays | reduce_fn(some, made_of)
+
+    itself = lambda view: [(axis,) for axis in range(len(view.shape))]
+    total = averaged(total.keys() - compressed, total, itself)
+    matrices = {name: views[name].to_matrix(b) for name, b in total.items()}
+    multiply = functools.partial(_matrix_view.matmul, precision=precision)
+    products = {n: multiply(B, qs[n].astype(B.dtype)) for n, B in matrices.items()}
+    products = averaged(compressed, products, lambda view: view.p_axes)
+    left = _bases(products, views, layout)
+    right = {name: multiply(B.mT, left[name]) for name, B in matrices.items()}
+    mean_right = averaged(compressed, right, lambda view: view.q_axes)
+    directions, momenta, new_qs = {}, {}, {}
+    for name, view in views.items():
+        B, P, R = total[name], left[name], right[name]
+        Q, present = _power_iteration.unit_columns(mean_right[name], qs[name])
+        Q = layout.keep_whole(Q)
+        if feedback is not None:
+            B = _power_iteration.with_feedback(view, B, P, R, feedback, precision)
+        directions[name] = _power_iteration.direction(view, P, Q, present, precision)
+        momenta[name], new_qs[name] = B, Q
+    return directions, momenta, new_qs
 
 
 def _initial_qs(params, views, rank: int | float, dtype) -> Any:
@@ -285,9 +345,7 @@ def _cosines(q: jax.Array) -> jax.Array:
     return jnp.broadcast_to(waves, q.shape).astype(q.dtype)
 
 
-def _bases(
-    products: Named, *, views: Mapping[str, MatrixView], layout: Layout
-) -> Named:
+def _bases(products: Named, views: Mapping[str, MatrixView], layout: Layout) -> Named:
     """Orthonormal bases of B Q, each by `_orthonormalize.orthonormal`.
 
     If a replica has several devices, each makes some of them.
