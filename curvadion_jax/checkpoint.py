@@ -7,6 +7,8 @@ of them call `save`, `restore` and `read_extra`, with a directory that all of th
 One job at a time writes to it.
 """
 
+from __future__ import annotations
+
 import json
 import operator
 import os

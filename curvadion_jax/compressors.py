@@ -9,6 +9,8 @@ delay may still raise the loss.
 A synchronizer multiplies by weights first, and zeros whatever takes no part.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable

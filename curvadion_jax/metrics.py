@@ -3,6 +3,8 @@
 The bytes of a sync are those of `_AdaptiveSync._costs`, from shapes.
 """
 
+from __future__ import annotations
+
 import collections
 import math
 import warnings

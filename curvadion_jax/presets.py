@@ -10,6 +10,8 @@ same in all of them:
 * learning rates: a number or a schedule of steps; outer ones of syncs.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import optax
@@ -18,6 +20,7 @@ from curvadion_jax import _arguments, synchronizers, triggers
 from curvadion_jax.matrices import _adamw_for_the_rest, _two_optimizers
 from curvadion_jax.matrices._dion import dion
 from curvadion_jax.matrices._muon import muon
+from curvadion_jax.matrices._two_optimizers import DimensionNumbersOrFn
 from curvadion_jax.mesh._rows import Replicas
 from curvadion_jax.methods._authors import authors_code, paper
 from curvadion_jax.step._adaptive_sync import adaptive_sync
@@ -97,7 +100,7 @@ def synchronous_muon(
     momentum: optax.ScalarOrSchedule = 0.95,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     weight_decay: optax.ScalarOrSchedule = 0.0,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
+    dimension_numbers: DimensionNumbersOrFn = _two_optimizers.DEFAULT,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
     specs: Any = None,
@@ -154,7 +157,7 @@ def synchronous_muon(
 def synchronous_dion(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
+    dimension_numbers: DimensionNumbersOrFn = _two_optimizers.DEFAULT,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
     specs: Any = None,
@@ -327,7 +330,7 @@ def muloco(
     outer_momentum: float = 0.6,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     weight_decay: float = 0.0,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
+    dimension_numbers: DimensionNumbersOrFn = _two_optimizers.DEFAULT,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
     specs: Any = None,

@@ -6,6 +6,8 @@ if the value of any is above the threshold. That is one integer of each replica 
 wire, on every step, or with `at_intervals` on every k-th.
 """
 
+from __future__ import annotations
+
 import fractions
 import math
 from collections.abc import Callable
@@ -17,6 +19,7 @@ import optax
 
 from curvadion_jax import _arguments, _dtypes
 from curvadion_jax.matrices import _momentum, _two_optimizers
+from curvadion_jax.matrices._two_optimizers import DimensionNumbersOrFn
 
 # The share of bytes of `local_muon` and `curvadion` unless told otherwise.
 DEFAULT_BUDGET = 0.01
@@ -407,7 +410,7 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
 
 def relative_momentum_change(
     threshold: optax.ScalarOrSchedule,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
+    dimension_numbers: DimensionNumbersOrFn = None,
 ) -> Trigger:
     r"""Synchronises when the norm of any layer's momentum changes fast.
 

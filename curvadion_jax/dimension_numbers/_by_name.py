@@ -4,6 +4,8 @@ Names and shapes rarely tell what an array is. The kernel of a dense layer of Fl
 and Haiku's `w` by the bias beside it. Nothing else is guessed.
 """
 
+from __future__ import annotations
+
 import collections
 import math
 import re

@@ -1,5 +1,7 @@
 """Reads from the program of a loss which parameters are matrices."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any
 

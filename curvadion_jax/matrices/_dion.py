@@ -4,6 +4,8 @@ Extra arguments of `update` tell of other replicas, and of this one's devices.
 `_power_iteration` has the step and the paper's symbols.
 """
 
+from __future__ import annotations
+
 import functools
 import zlib
 from collections.abc import Callable, Mapping
@@ -25,6 +27,7 @@ from curvadion_jax.matrices import (
     _whole_matrices,
 )
 from curvadion_jax.matrices._power_iteration import ReduceFn
+from curvadion_jax.matrices._two_optimizers import DimensionNumbersOrFn
 from curvadion_jax.mesh import _layout
 from curvadion_jax.mesh._layout import Layout
 
@@ -96,7 +99,7 @@ def scale_by_dion(
     momentum: jax.typing.ArrayLike = 0.95,
     mu_dtype: jax.typing.DTypeLike | None = None,
     *,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
+    dimension_numbers: DimensionNumbersOrFn = _two_optimizers.DEFAULT,
     error_feedback: bool = True,
     precision: jax.lax.PrecisionLike = "highest",
 ) -> optax.GradientTransformationExtraArgs:
@@ -384,7 +387,7 @@ def dion(
     mu_dtype: jax.typing.DTypeLike | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     other_optimizer: optax.GradientTransformation | None = None,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
+    dimension_numbers: DimensionNumbersOrFn = _two_optimizers.DEFAULT,
     error_feedback: bool = True,
     precision: jax.lax.PrecisionLike = "highest",
 ) -> optax.GradientTransformationExtraArgs:

@@ -3,6 +3,8 @@
 Which are matrices, the user says, by `dimension_numbers.from_loss` for example.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

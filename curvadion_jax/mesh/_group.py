@@ -11,6 +11,8 @@
 * If no replica takes part, nothing moves.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -96,12 +98,12 @@ class Group:
             return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
         return jax.tree.map(lambda x: lax.all_gather(x, self.axis_name), tree)
 
-    def of_factors(self, factors: Any, made_of: Any) -> "Group":
+    def of_factors(self, factors: Any, made_of: Any) -> Group:
         """The same replicas, for factors of matrices, by the paths of parameters."""
         return Group(self.axis_name, self.layout.of_factors(factors, made_of))
 
     def by_device(
-        self, function: Callable[["Group", Any], list], tree: Any
+        self, function: Callable[[Group, Any], list], tree: Any
     ) -> list[tuple[jax.Array, ...]]:
         """What ``function(group, tree)`` returns, for every device's part of the tree.
 

@@ -1,15 +1,19 @@
 """CurvaDion: local Dion steps, synchronised when a momentum changes."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
 import optax
 
-from curvadion_jax import _arguments, synchronizers, triggers
+from curvadion_jax import _arguments, triggers
 from curvadion_jax.matrices import _two_optimizers
 from curvadion_jax.matrices._dion import dion
+from curvadion_jax.matrices._two_optimizers import DimensionNumbersOrFn
 from curvadion_jax.mesh._rows import Replicas
 from curvadion_jax.step._adaptive_sync import adaptive_sync
+from curvadion_jax.synchronizers import Synchronizer
 from curvadion_jax.synchronizers._reconcile import reconcile_in_few_bits
 
 _RANK = 1.0
@@ -28,8 +32,8 @@ def curvadion(
     bits: int | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     other_optimizer: optax.GradientTransformation | None = None,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
-    synchronizer: synchronizers.Synchronizer | None = None,
+    dimension_numbers: DimensionNumbersOrFn = _two_optimizers.DEFAULT,
+    synchronizer: Synchronizer | None = None,
     decision_interval: int | None = None,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,

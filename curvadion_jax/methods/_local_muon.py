@@ -1,16 +1,21 @@
 """Local Muon steps with evenly spaced, compressed syncs."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
 import optax
 
-from curvadion_jax import _arguments, synchronizers, triggers
+from curvadion_jax import _arguments, triggers
 from curvadion_jax.matrices import _adamw_for_the_rest, _two_optimizers
 from curvadion_jax.matrices._muon import muon
+from curvadion_jax.matrices._two_optimizers import DimensionNumbersOrFn
 from curvadion_jax.mesh._rows import Replicas
 from curvadion_jax.step._adaptive_sync import adaptive_sync
+from curvadion_jax.synchronizers import Synchronizer
 from curvadion_jax.synchronizers._reconcile import reconcile_in_few_bits
+from curvadion_jax.triggers import Trigger
 
 
 def local_muon(
@@ -24,9 +29,9 @@ def local_muon(
     mu_dtype: jax.typing.DTypeLike | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     other_optimizer: optax.GradientTransformation | None = None,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
-    trigger: triggers.Trigger | None = None,
-    synchronizer: synchronizers.Synchronizer | None = None,
+    dimension_numbers: DimensionNumbersOrFn = _two_optimizers.DEFAULT,
+    trigger: Trigger | None = None,
+    synchronizer: Synchronizer | None = None,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
     specs: Any = None,

@@ -1,5 +1,7 @@
 """Says what a training step sends between replicas, from its compiled program."""
 
+from __future__ import annotations
+
 import inspect
 import math
 import re

@@ -1,5 +1,7 @@
 """Makes transformations of one replica ones of rows."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import optax

@@ -1,5 +1,7 @@
 """Runs a function of one replica on the rows of all, and nothing can cross."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import inspect

@@ -1,5 +1,7 @@
 """Where replicas live: on a mesh whose first axis they are, or on one device."""
 
+from __future__ import annotations
+
 import logging
 import math
 from collections.abc import Mapping, Sequence

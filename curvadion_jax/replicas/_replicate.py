@@ -1,5 +1,7 @@
 """Makes rows of a state and of batches, and places what is common."""
 
+from __future__ import annotations
+
 import collections
 import warnings
 from typing import Any

@@ -1,5 +1,7 @@
 """Changes the number of rows of a state."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -5,6 +5,8 @@ replica takes its own step, which a sync follows or replaces (`_step`), and what
 happened is counted.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -336,7 +338,7 @@ class _AdaptiveSync:
         )
         return updates, self._placed(state, params, layout)
 
-    def _decide(self, due, values, present, clock: Clock, state) -> "_Decision":
+    def _decide(self, due, values, present, clock: Clock, state) -> _Decision:
         """Whether all replicas synchronise; `values` and `present` are rows."""
         threshold = self.trigger.threshold(clock, state)
         requested, voted = due, False
@@ -384,7 +386,7 @@ class _AdaptiveSync:
         clock: Clock,
         steps: _step.Steps,
         extra_args,
-    ) -> "_Prepared":
+    ) -> _Prepared:
         """What the trigger sees of every replica; nothing is sent."""
 
         def of_one(row, common):

@@ -1,5 +1,7 @@
 """The state of `adaptive_sync`: what is common, what are rows, and what is counted."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 from curvadion_jax import metrics

@@ -1,5 +1,7 @@
 """Dion's compressed sync: it averages low-rank factors in place of gradients."""
 
+from __future__ import annotations
+
 from collections.abc import Container
 from typing import Any
 
@@ -10,13 +12,14 @@ from curvadion_jax import _trees, compressors
 from curvadion_jax._matrix_view import MatrixView
 from curvadion_jax.matrices import _dion, _two_optimizers
 from curvadion_jax.matrices._power_iteration import reduces_factors
+from curvadion_jax.matrices._two_optimizers import DimensionNumbersOrFn
 from curvadion_jax.mesh._group import Part
 from curvadion_jax.mesh._layout import Layout
 from curvadion_jax.synchronizers._types import WithinStep
 
 
 def average_factors(
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = None,
+    dimension_numbers: DimensionNumbersOrFn = None,
 ) -> WithinStep:
     """Averages Dion's factors P and R at a sync, within the step.
 

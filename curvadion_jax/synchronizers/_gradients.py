@@ -1,5 +1,7 @@
 """The paper's sync: every replica takes its step with the mean gradient."""
 
+from __future__ import annotations
+
 from curvadion_jax import _dtypes, compressors
 from curvadion_jax.synchronizers._types import Part, WithinStep
 

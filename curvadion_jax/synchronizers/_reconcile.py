@@ -1,5 +1,7 @@
 """The sync after which all replicas continue from common parameters, the anchor."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 import optax

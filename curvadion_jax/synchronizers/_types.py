@@ -1,5 +1,7 @@
 """The two kinds of synchronizers."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
