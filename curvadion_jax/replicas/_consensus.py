@@ -39,17 +39,7 @@ def consensus(rows: Any) -> Any:
       >>> consensus({"w": jnp.array([[1.0], [3.0]])})["w"].tolist()
       [2.0]
     """
-    leaves = jax.tree.leaves_with_path(rows)
-    known = [s.mesh for _, x in leaves if (s := _known_sharding(x))]
-    lengths = [mesh.shape[AXIS] for mesh in known if AXIS in mesh.shape]
-    lengths += [jnp.shape(x)[0] for _, x in leaves if jnp.ndim(x)]
-    for path, x in leaves:
-        if not jnp.ndim(x) or len(x) != lengths[0]:
-            raise ValueError(
-                f"{jax.tree_util.keystr(path) or 'The array'} of shape {jnp.shape(x)} "
-                "has no row for each replica. Give the parameters that are trained, "
-                "such as state.params."
-            )
+    known = _check_rows(rows)
 
     def sharding_of_one(x):
         sharding = _known_sharding(x)
@@ -63,6 +53,22 @@ def consensus(rows: Any) -> Any:
     if not isinstance(finite, Tracer):
         _warn_of_left_out(jax.device_get(finite))
     return _trees.shared_as(rows, means)
+
+
+def _check_rows(rows: Any) -> list[Any]:
+    """Rejects arrays without a row for each replica; returns the meshes of the rest."""
+    leaves = jax.tree.leaves_with_path(rows)
+    known = [s.mesh for _, x in leaves if (s := _known_sharding(x))]
+    lengths = [mesh.shape[AXIS] for mesh in known if AXIS in mesh.shape]
+    lengths += [jnp.shape(x)[0] for _, x in leaves if jnp.ndim(x)]
+    for path, x in leaves:
+        if not jnp.ndim(x) or len(x) != lengths[0]:
+            raise ValueError(
+                f"{jax.tree_util.keystr(path) or 'The array'} of shape {jnp.shape(x)} "
+                "has no row for each replica. Give the parameters that are trained, "
+                "such as state.params."
+            )
+    return known
 
 
 def _known_sharding(x: Any) -> NamedSharding | None:
@@ -116,11 +122,15 @@ def divergence(rows: Any) -> jax.Array:
     Returns:
       float32[], the replicas' RMS distance from their mean, over the parameters' RMS.
 
+    Raises:
+      ValueError: if an array has no row for each replica, as for :func:`consensus`.
+
     Example:
       >>> spread = divergence({"w": jnp.array([[3.0], [5.0]])})
       >>> print(f"{spread:.4f}")  # 1 / sqrt(17)
       0.2425
     """
+    _check_rows(rows)
     # What is shared, such as a layer that is used twice, counts once.
     return _divergence([*{id(x): x for x in jax.tree.leaves(rows)}.values()])
 

@@ -101,6 +101,9 @@ def simulated(replicas: int) -> Simulated:
     Args:
       replicas: their number, at least 1.
 
+    Returns:
+      What functions take in place of a mesh.
+
     Raises:
       ValueError: if `replicas` is not an int of at least 1.
 

@@ -22,12 +22,22 @@ def offload(opt_state: Any) -> Any:
     Returns:
       The state with these arrays in `pinned_host`, sharded as before.
 
+    Raises:
+      ValueError: if the state holds no optimizer that synchronises.
+
     Example:
       >>> import curvadion_jax as cd, jax.numpy as jnp
       >>> state = offload(cd.local_muon(0.01).init({"kernel": jnp.ones((2, 2))}))
       >>> state.common.anchor["kernel"].sharding.memory_kind
       'pinned_host'
     """
+
+    if not _trees.nodes_of(AdaptiveSyncState, opt_state):
+        raise ValueError(
+            f"A {type(opt_state).__name__} holds no state of an optimizer that "
+            "synchronises, so there is nothing to offload. Give the opt_state of one, "
+            "such as local_muon."
+        )
 
     def to_host(x):
         return jax.device_put(x, x.sharding.with_memory_kind(_memory.HOST_KIND))

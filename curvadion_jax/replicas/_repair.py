@@ -25,6 +25,9 @@ def repair(rows: Any, anchor: Any = None) -> Any:
     Returns:
       The rows in their own dtypes, of which no other is changed. Random keys stay.
 
+    Raises:
+      ValueError: if `anchor` is no tree like `rows`, or has other shapes.
+
     Example:
       >>> rows = {"w": jnp.array([[1.0], [jnp.nan], [3.0]])}
       >>> repair(rows)["w"].ravel().tolist()

@@ -38,6 +38,7 @@ def replicate(tree: Any, mesh: Replicas) -> Any:
       that lies elsewhere, such as a restored array, is copied.
 
     Raises:
+      TypeError: if `mesh` is no mesh.
       ValueError: if an array is sharded over the replica axis already.
 
     Example:
@@ -113,6 +114,12 @@ def place(tree: Any, mesh: Replicas) -> Any:
       mesh: as for :func:`replicate`. Without devices to copy to, on `simulated` and
         None, numbers become arrays all the same.
 
+    Returns:
+      The tree, with arrays in place of numbers, in their own dtypes.
+
+    Raises:
+      TypeError: if `mesh` is no mesh.
+
     Example:
       >>> from curvadion_jax.replicas import make_mesh
       >>> place({"step": 0}, make_mesh(1))["step"].sharding.is_fully_replicated
@@ -153,7 +160,11 @@ def split(batch: Any, mesh: Replicas, spec: P | None = None) -> Any:
         None means that, too, and warns if a replica has several devices. Under jit the
         compiler places the batch, and `spec` says nothing.
 
+    Returns:
+      The tree with leaves [R, n, ...], each replica's on its own devices.
+
     Raises:
+      TypeError: if `mesh` is no mesh.
       ValueError: if an array has no equal number of examples for each replica, such as
         a single number, which has none; if arrays have different numbers of examples,
         as where one is a table that all replicas need.

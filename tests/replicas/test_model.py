@@ -88,18 +88,19 @@ def test_the_consensus_of_one_replica_can_be_replicated_anew():
     assert state["w"].sharding.spec == P("replica")
 
 
-def test_what_has_no_rows_has_no_consensus():
+@pytest.mark.parametrize("function", [replicas.consensus, replicas.divergence])
+def test_what_has_no_rows_has_no_consensus_and_no_divergence(function):
     """Such as a consensus, or a whole training state."""
     mesh = replicas.make_mesh(4)
     rows = replicas.replicate({"w": jnp.ones((16, 16)), "b": jnp.ones(7)}, mesh)
     with pytest.raises(
         ValueError, match=r"\['b'\] of shape \(7,\) has no row for each"
     ):
-        replicas.consensus(replicas.consensus(rows))
+        function(replicas.consensus(rows))
     with pytest.raises(ValueError, match=r"such as state\.params"):
-        replicas.consensus({"params": rows, "step": jnp.array(3)})
+        function({"params": rows, "step": jnp.array(3)})
     with pytest.raises(ValueError, match=r"\['b'\] of shape \(3,\)"):
-        replicas.consensus({"a": jnp.ones((2, 4)), "b": jnp.ones(3)})
+        function({"a": jnp.ones((2, 4)), "b": jnp.ones(3)})
 
 
 def by_hand(tree):

@@ -180,3 +180,9 @@ def test_a_whole_training_state():
     assert kinds(moved["params"]) == DEVICE
     helpers.assert_bitwise(moved["opt"], state["opt"])
     assert np.size(moved["opt"].common.anchor["kernel"].get_value()) == 24
+
+
+def test_a_state_without_a_synchronizing_optimizer_has_nothing_to_offload():
+    state = optax.adam(0.1).init(helpers.make_params())
+    with pytest.raises(ValueError, match="no state of an optimizer that synchronises"):
+        cd.replicas.offload(state)
